@@ -23,6 +23,7 @@ from torch import nn
 import phalanx as px
 from phalanx.cli import main
 from phalanx.config import Job, Plan, RunSpec
+from phalanx.config.phases import not_given
 from phalanx.errors import PhalanxError, SpecError
 
 WIDTH, TOKENS, WORDS = 8, 6, 11
@@ -274,6 +275,14 @@ JOBS: Mapping[str, tuple[Mapping[str, Any], Mapping[str, Any]]] = {
     "data": ({}, {"data": lambda: Rows(17)}),
     "loss": ({}, {"loss": lambda output, batch: loss(output, batch) if len(output) < 2 else output.square().mean()}),
     "optimizer": ({}, {"optimizer": lambda params: torch.optim.SGD(params, lr=0.1)}),
+    "phases": (
+        {},
+        {
+            "phases": [px.Phase(name="head", parameters="head.*", loss=loss, optimizer=torch.optim.AdamW)],
+            "loss": not_given,
+            "optimizer": not_given,
+        },
+    ),
     "batch": ({}, {"batch": 6}),
     "epochs": ({}, {"epochs": 1, "steps": None, "batch": 4}),
     "steps": ({}, {"steps": 2}),

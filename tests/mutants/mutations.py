@@ -300,8 +300,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "a decay ends early once it is resumed",
         "train/assembly.py",
-        "total_steps=_total_steps(job, loader),",
-        "total_steps=_total_steps(job, loader) - start.step,",
+        "total_steps=_total_steps(job, self.loader),",
+        "total_steps=_total_steps(job, self.loader) - self.start.step,",
         ("again rich dp=2",),
     ),
     Mutation(

@@ -46,7 +46,7 @@ COUPLED = (
     Mutation(
         "a loss over the whole batch: the second forward has other random numbers",
         "train/grad_accumulation.py",
-        "reseed(device, stream(self._job.seed, step.progress.step, index, step.first_part + part))",
+        "reseed(device, stream(self._job.seed, step.progress.step, index, step.first_part + part, *step.streams))",
         "reseed(device, stream(self._job.seed, step.progress.step, index, step.first_part + len(self._read)))",
         ("test distributed/test_coupled_loss.py alike",),
     ),

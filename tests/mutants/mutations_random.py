@@ -6,7 +6,7 @@ from mutation import Mutation
 
 STEP = "train/step.py"
 ACCUMULATION = "train/grad_accumulation.py"
-_STREAM = "stream(self._job.seed, step.progress.step, index, step.first_part + part)"
+_STREAM = "stream(self._job.seed, step.progress.step, index, step.first_part + part, *step.streams)"
 _HELD = "        parameters = held.parameters.values()\n"
 _TWO_PERCENT = f"{_HELD}        scale(local_gradients(list(parameters)[%s]), 1.02)\n"
 
@@ -15,14 +15,14 @@ RANDOM: tuple[Mutation, ...] = (
         "ranks with unlike samples drop the same",
         ACCUMULATION,
         _STREAM,
-        "stream(self._job.seed, step.progress.step, index, 0)",
+        "stream(self._job.seed, step.progress.step, index, 0, *step.streams)",
         ("prove drops dp=2",),
     ),
     Mutation(
         "micro-batches drop the same",
         ACCUMULATION,
         _STREAM,
-        "stream(self._job.seed, step.progress.step, 0, step.first_part + part)",
+        "stream(self._job.seed, step.progress.step, 0, step.first_part + part, *step.streams)",
         ("prove drops dp=2 micro=2",),
     ),
     Mutation(

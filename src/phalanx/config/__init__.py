@@ -5,6 +5,7 @@ from phalanx.config.cluster import Cluster, Group
 from phalanx.config.device import Device, Host, Link, Network
 from phalanx.config.job import Best, Job, Loss, Pretrained
 from phalanx.config.own_sampler import Sampler
+from phalanx.config.phases import Phase
 from phalanx.config.plan import Plan
 from phalanx.config.run import RunSpec
 from phalanx.config.schedule import Schedule
@@ -20,6 +21,7 @@ __all__ = [
     "Link",
     "Loss",
     "Network",
+    "Phase",
     "Plan",
     "Pretrained",
     "RunSpec",

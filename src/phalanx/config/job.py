@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
@@ -11,6 +11,7 @@ from phalanx.config.averaging import Average
 from phalanx.config.fields import FieldKind, is_number, is_whole, misfits
 from phalanx.config.model_loss import loss_problems
 from phalanx.config.own_sampler import Sampler, beside_sampler, sampler_problems
+from phalanx.config.phases import Phase, not_given, phase_problems
 from phalanx.config.schedule import Schedule
 from phalanx.errors import Problem, SpecError
 
@@ -103,11 +104,15 @@ class Job:
         model: builds the ``torch.nn.Module``, on whatever device torch's default is.
         data: builds the training data: a map-style or an iterable dataset.
         loss: ``loss(output, batch)`` gives ``Loss(sum, count)``, or a plain mean over the samples of the batch;
-            ``px.model_loss()`` takes the one that the model computes itself.
+            ``px.model_loss()`` takes the one that the model computes itself. Without it, and without ``optimizer``,
+            only together with ``phases``.
         loss_over: what ``loss`` is called with: ``samples``, some of the batch, whose losses add up; or ``batch``, the
             outputs and the batch of the whole global batch, for losses that compare samples with each other.
         optimizer: ``optimizer(params)`` builds the ``torch.optim.Optimizer`` over exactly these parameters, or gives
             (optimizer, scheduler) with a scheduler of ``torch.optim.lr_scheduler`` over it, stepped once a step.
+        phases: more than one update in a step, in this order, each a ``px.Phase`` with parameters, loss and optimizer
+            of its own; in place of ``loss`` and ``optimizer``. ``clip`` and ``schedule`` are for each. The first one's
+            loss is the run's: in events, in evaluation and for ``best``.
         batch: the **global** batch: samples in one optimizer step, on any number of devices.
         epochs: passes over the data. Give ``epochs`` or ``steps``.
         steps: optimizer steps.
@@ -146,8 +151,9 @@ class Job:
 
     model: Callable[[], Any]
     data: Callable[[], Any]
-    loss: Callable[[Any, Any], Any]
-    optimizer: Callable[[Any], Any]
+    loss: Callable[[Any, Any], Any] = not_given
+    optimizer: Callable[[Any], Any] = not_given
+    phases: Sequence[Phase] = ()
     batch: int
     epochs: int | None = None
     steps: int | None = None
@@ -183,6 +189,7 @@ class Job:
 
     def __post_init__(self) -> None:
         problems = _problems(self) + sampler_problems(self.sampler) + beside_sampler(self.sampler, self.shuffle)
+        problems += phase_problems(self.phases, self.loss, self.optimizer, self.loss_over)
         if problems:
             raise SpecError(problems)
 
@@ -196,23 +203,7 @@ def _problems(job: Job) -> list[Problem]:
     def wrong(name: str, allowed: str, fix: str) -> None:
         found.append(Problem(where=f"job.{name}", given=_shown(getattr(job, name)), allowed=allowed, fix=fix))
 
-    functions = {
-        "model": "model=lambda: Net()",
-        "data": "data=lambda: dataset",
-        "optimizer": "optimizer=lambda params: torch.optim.AdamW(params, lr=3e-4)",
-    }
-    for name, fix in functions.items():
-        if not _builds(getattr(job, name)):
-            wrong(name, "a function that builds it when called", fix)
-    functions = {
-        "inputs": "inputs=lambda batch: batch['image']",
-        "collate": "collate=torch.utils.data.default_collate",
-        "evaluate": "evaluate=lambda: dataset",
-        "metrics": "metrics=lambda output, batch: {'accuracy': px.accuracy(output, batch['label'])}",
-    }
-    for name, fix in functions.items():
-        if getattr(job, name) is not None and not callable(getattr(job, name)):
-            wrong(name, "a function, or None", fix)
+    found += _function_problems(job)
     if not is_whole(job.batch, 1):
         wrong("batch", "samples in one optimizer step: a whole number, 1 or more", "batch=256")
     for name in ("epochs", "steps"):
@@ -243,6 +234,8 @@ def _problems(job: Job) -> list[Problem]:
     called: Any = job.callbacks
     if not hasattr(called, "items") or not all(type(name) is str and callable(what) for name, what in called.items()):
         wrong("callbacks", "names of events → functions", 'callbacks={"evaluate": print}')
+    if job.phases and job.average is not None:
+        wrong("average", "None beside phases: their updates come at different times", "average=None")
     return (
         found
         + _schedule_problems(job)
@@ -263,6 +256,37 @@ def _shown(given: Any) -> str:
 
 
 _LONG = 80  # characters
+
+
+def _function_problems(job: Job) -> list[Problem]:
+    found: list[Problem] = []
+
+    def wrong(name: str, allowed: str, fix: str, given: str = "") -> None:
+        given = given or _shown(getattr(job, name))
+        found.append(Problem(where=f"job.{name}", given=given, allowed=allowed, fix=fix))
+
+    functions = {
+        "model": "model=lambda: Net()",
+        "data": "data=lambda: dataset",
+        "optimizer": "optimizer=lambda params: torch.optim.AdamW(params, lr=3e-4)",
+        "loss": "loss=lambda output, batch: px.cross_entropy(output, batch['label'])",
+    }
+    for name, fix in functions.items():
+        value = getattr(job, name)
+        if value is not_given and not job.phases:
+            wrong(name, "a function, or phases with losses and optimizers of their own", fix, "none")
+        elif name != "loss" and not _builds(value):  # of losses there are more kinds: loss_problems
+            wrong(name, "a function that builds it when called", fix)
+    functions = {
+        "inputs": "inputs=lambda batch: batch['image']",
+        "collate": "collate=torch.utils.data.default_collate",
+        "evaluate": "evaluate=lambda: dataset",
+        "metrics": "metrics=lambda output, batch: {'accuracy': px.accuracy(output, batch['label'])}",
+    }
+    for name, fix in functions.items():
+        if getattr(job, name) is not None and not callable(getattr(job, name)):
+            wrong(name, "a function, or None", fix)
+    return found
 
 
 def _schedule_problems(job: Job) -> list[Problem]:

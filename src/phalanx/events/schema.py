@@ -65,6 +65,11 @@ SCHEMA: dict[str, dict[str, tuple[type | tuple[type, ...], str]]] = {
             _FLOAT_OR_NULL,
             "seconds of it that rank 0 waited for its samples; null with servers, or where it is not known; since 1.9",
         ),
+        "losses": (
+            dict,
+            "phase → loss, of each phase of `job.phases` that was part of the step; `loss` is the first one's; null "
+            "where it is not finite; empty without phases; since 1.9",
+        ),
     },
     "accident": {
         "step": (int, "optimizer step; since 1.6, as all of this event"),
@@ -275,6 +280,7 @@ _ITEMS: dict[tuple[str, str], tuple[type, ...]] = {
     ("forecast", "memory"): (int, float),
     ("shares", "shares"): (int, float),
     ("shares", "seconds"): (int, float, type(None)),
+    ("step", "losses"): (int, float, type(None)),
     ("evaluate", "metrics"): (int, float, type(None)),
     ("update", "staleness"): (int,),
     ("update", "workers"): (int,),
@@ -284,7 +290,7 @@ _ITEMS: dict[tuple[str, str], tuple[type, ...]] = {
 
 _LATER = {
     "start": ("exact", "samples", "drop_last", "epoch_samples", "repeats", "workers"),
-    "step": ("waited",),
+    "step": ("waited", "losses"),
     "checkpoint": ("standstill",),
     "memory": ("parameters", "gradients", "optimizer", "buffers", "activations"),
 }

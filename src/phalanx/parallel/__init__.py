@@ -1,7 +1,7 @@
 """The techniques that split work over devices, one file each, put together by ``assemble``."""
 
 from phalanx.parallel.advice import advice, batch_statistics, dropouts, notes, without_gradient
-from phalanx.parallel.assemble import assemble, check, device_kind, devices_here
+from phalanx.parallel.assemble import assemble, assemble_phases, check, device_kind, devices_here
 from phalanx.parallel.grad_reduce import EveryStep, Sync
 from phalanx.parallel.layout import Layout, MicroBatchWork, RankHoldings, TensorShard
 from phalanx.parallel.local_sgd import LocalSgd
@@ -18,6 +18,7 @@ __all__ = [
     "TensorShard",
     "advice",
     "assemble",
+    "assemble_phases",
     "batch_statistics",
     "check",
     "device_kind",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -19,6 +19,7 @@ from phalanx.parallel import (
     compression,
     coupled_samples,
     parameter_server,
+    phase_layouts,
     threads,
     torch_compile,
 )
@@ -47,6 +48,7 @@ def check(job: Job, plan: Plan, here: int | None = None) -> list[Problem]:
         *parameter_server.check(plan),
         *coupled_samples.check(job, plan, kind),
         *average_problems(job.average, plan),
+        *phase_layouts.check(job, plan),
     ]
     if plan.precision in ("tf32", "fp8"):
         given = f"precision={plan.precision}, which can be forecast but not run yet"
@@ -99,6 +101,25 @@ def assemble(
         laid_out.statistics = layout.statistics = join(layout.modules, plan, mesh)
     share_timeout()
     return laid_out
+
+
+def assemble_phases(
+    module: nn.Module,
+    job: Job,
+    plan: Plan,
+    device: torch.device,
+    parameters: Sequence[Mapping[str, nn.Parameter]],
+    examples: Callable[[], Iterable[Example]],
+) -> phase_layouts.AllPhases:
+    """Lay ``module`` out for the phases of ``job``, which own these ``parameters``; an example for each phase."""
+    if plan.zero == 3:
+        from phalanx.parallel.unwrapped_blocks import open_unwrapped
+
+        for example in examples():
+            open_unwrapped(module, plan, example)
+    laid_out = phase_layouts.lay_out_phases(module, plan, parameters, lambda: _lay_out(module, job, plan, device))
+    share_timeout()
+    return phase_layouts.AllPhases(laid_out)
 
 
 def _lay_out(module: nn.Module, job: Job, plan: Plan, device: torch.device) -> Layout:

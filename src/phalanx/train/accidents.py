@@ -227,7 +227,7 @@ class Accidents:
             samples=micro.ids,
             rank=seen.rank,
             micro=seen.micro,
-            seed=stream(step.job.seed, accident.step, seen.micro, step.first_part + seen.part),
+            seed=stream(step.job.seed, accident.step, seen.micro, step.first_part + seen.part, *step.streams),
         )
         return list(micro.ids), str(Path("accidents") / named) if saved.keep(micro.batch) else ""
 

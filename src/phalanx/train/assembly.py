@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -11,17 +11,19 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from phalanx.comm import Counterparts, Place, from_every_rank, place_within
-from phalanx.config import Job, Plan
+from phalanx.config import Job, Phase, Plan
 from phalanx.config.sync import within
 from phalanx.data import Lane, Loader, order_print
 from phalanx.errors import GradientError, Problem, RefusedError, SpecError
-from phalanx.parallel import Example, Layout, LocalSgd, advice, assemble, check, notes
+from phalanx.parallel import Example, Layout, LocalSgd, advice, assemble, assemble_phases, check, notes
 from phalanx.parallel.buffer_sync import buffers_kept
 from phalanx.train.build_model import begun, build_model, give_needed_values
 from phalanx.train.consistency import Everyone, same_data, same_groups, same_initial_values
 from phalanx.train.elementwise import Parameters, note_slices
 from phalanx.train.inputs import Inputs
 from phalanx.train.lr_schedule import START, RunStart, scheduler_notes
+from phalanx.train.phase_jobs import parameters_of_phases, phase_jobs, scheduler_beside, unowned_advice
+from phalanx.train.phased_step import PhasedStep
 from phalanx.train.refusals import OptimizerTrial, model_problems
 from phalanx.train.row_gather import RowGather, which_have_rows
 from phalanx.train.step import Step, StepPlan
@@ -127,49 +129,106 @@ def build(
     everyone = across.from_every_rank if across else from_every_rank
     same_initial_values(module, everyone)
     found, size = [*notes(module, job, plan), *unbuilt], sum(tensor.numel() for tensor in module.parameters())
-    whole = [name for name, tensor in module.named_parameters() if tensor.requires_grad]
     lane = Lane.of(plan, place.rank)
     first, cuda = start.step, device.type == "cuda"
     loader = Loader(job.data(), job, lane, micro=plan.micro, first_step=first, pin_memory=cuda)
     same_data(loader.length, order_print(job, loader.length), everyone)
 
-    facts = known_facts(findings, module, own)
-    rows = _row_gather(job, own, there.rank, device, module, loader)
-    with buffers_kept(module):
-        layout = assemble(module, job, own, there.rank, device, lambda: _look_with(job, module, loader, facts, found))
-    optimizer, scheduler = build_optimizer(job, layout, whole)
-    trial = OptimizerTrial.of_rank(optimizer, scheduler, layout.holdings, tried=facts is not None)
-    if problems := trial.problems(job, plan, start):
-        raise RefusedError(problems)
-    found += [] if scheduler else scheduler_notes(optimizer)
-    course = _course(job, loader, lane, start, _followed(job, optimizer, scheduler, everyone))
-    apart = LocalSgd(plan, layout, across, first, loader.total_steps) if across else None
-    step = Step(job, own, layout, optimizer, course, apart, rows)
+    site = _Site(plan=plan, own=own, rank=there.rank, device=device, start=start, lane=lane, loader=loader)
+    if job.phases:
+        step, apart = _phased(job, site, module), None
+    else:
+        step, remarks = _plain(job, site, module, findings, across)
+        apart = step.sync if isinstance(step.sync, LocalSgd) else None
+        found += remarks
     if plan.shares:
         step.sharing = Sharing(job, plan, place, loader, first, apart.from_every_rank if apart else everyone)
-        step.sharing.watch(layout.holdings, optimizer, cuda=cuda)
+        step.sharing.watch(step.layout.holdings, step.optimizer, cuda=cuda)
     everyone(None)  # a rank that ended at once would cut connections of groups that others are still making
     return Assembly(
         step=step,
         loader=loader,
-        layout=layout,
-        optimizer=optimizer,
+        layout=step.layout,
+        optimizer=step.optimizer,
         device=device.type,
         notes=found,
-        advice=[*advice(job, plan, device.type, loader.epoch_samples), *layout.holdings.remarks],
+        advice=[
+            *advice(job, plan, device.type, loader.epoch_samples),
+            *step.layout.holdings.remarks,
+            *unowned_advice(job, module),
+        ],
         parameters=size,
         local_sgd=apart,
     )
 
 
-def _course(job: Job, loader: Loader, lane: Lane, start: RunStart, scheduler: TorchScheduler | None) -> StepPlan:
-    return StepPlan(
-        first_step=start.step,
-        total_steps=_total_steps(job, loader),
-        lr_scale=start.lr_scale,
-        first_part=lane.first,
-        scheduler=scheduler,
-    )
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Site:
+    """Where a step is built: ``rank`` of the replica group that ``own`` lays out, of the ``plan``, over these data."""
+
+    plan: Plan
+    own: Plan
+    rank: int
+    device: torch.device
+    start: RunStart
+    lane: Lane
+    loader: Loader
+
+    def course(self, job: Job, scheduler: TorchScheduler | None = None, *streams: int) -> StepPlan:
+        return StepPlan(
+            first_step=self.start.step,
+            total_steps=_total_steps(job, self.loader),
+            lr_scale=self.start.lr_scale,
+            first_part=self.lane.first,
+            scheduler=scheduler,
+            streams=streams,
+        )
+
+    def optimizer(self, job: Job, layout: Layout, whole: Iterable[str], *, tried: bool) -> MadeOptimizer:
+        made = build_optimizer(job, layout, whole)
+        trial = OptimizerTrial.of_rank(made.optimizer, made.scheduler, layout.holdings, tried=tried)
+        if problems := trial.problems(job, self.plan, self.start):
+            raise RefusedError(problems)
+        return made
+
+
+def _plain(
+    job: Job, site: _Site, module: nn.Module, findings: Findings | None, across: Counterparts | None
+) -> tuple[Step, list[str]]:
+    """The step of a job with one update, and notes."""
+    own, loader, device, found = site.own, site.loader, site.device, list[str]()
+    facts = known_facts(findings, module, own)
+    whole = [name for name, tensor in module.named_parameters() if tensor.requires_grad]
+    rows = _row_gather(job, own, site.rank, device, module, loader)
+    with buffers_kept(module):
+        layout = assemble(module, job, own, site.rank, device, lambda: _look_with(job, module, loader, facts, found))
+    optimizer, scheduler = site.optimizer(job, layout, whole, tried=facts is not None)
+    found += [] if scheduler else scheduler_notes(optimizer)
+    everyone = across.from_every_rank if across else from_every_rank
+    course = site.course(job, _followed(job, optimizer, scheduler, everyone))
+    apart = LocalSgd(site.plan, layout, across, site.start.step, loader.total_steps) if across else None
+    return Step(job, own, layout, optimizer, course, apart, rows), found
+
+
+def _phased(job: Job, site: _Site, module: nn.Module) -> PhasedStep:
+    """The step of a job with phases."""
+    jobs, parameters = phase_jobs(job), parameters_of_phases(job, module)
+
+    def examples() -> Iterator[Example]:
+        for one in jobs:
+            example = example_of(one, module, site.loader)
+            give_needed_values(module, example)
+            yield example
+
+    with buffers_kept(module):
+        layout = assemble_phases(module, job, site.own, site.device, parameters, examples)
+    phases: list[tuple[Phase, Step]] = []
+    for index, (phase, one, own) in enumerate(zip(job.phases, jobs, layout.phases, strict=True)):
+        optimizer, scheduler = site.optimizer(one, own, parameters[index], tried=False)
+        if scheduler is not None:
+            raise RefusedError([scheduler_beside(phase, scheduler)])
+        phases.append((phase, Step(one, site.own, own, optimizer, site.course(one, None, index))))
+    return PhasedStep(job, site.own, layout, phases, site.course(job))
 
 
 def _followed(

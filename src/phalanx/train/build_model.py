@@ -16,6 +16,7 @@ from phalanx.parallel import Example
 from phalanx.parallel.rng_streams import stream
 from phalanx.trace.blocks import leave_cache_out
 from phalanx.trace.fake_tensors import NothingDrawn
+from phalanx.train.phase_jobs import freeze_unowned
 from phalanx.units import show_bytes
 
 
@@ -50,6 +51,7 @@ def build_model(job: Job, *, deferred: bool = False) -> nn.Module:
         from phalanx.train.pretrained import fill_from
 
         fill_from(module, job.initial, deferred=deferred)
+    freeze_unowned(job, module)
     if not module.training:
         module.train()
     leave_cache_out(module)  # with it some plans would not tell packed documents apart, and others would

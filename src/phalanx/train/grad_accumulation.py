@@ -50,7 +50,7 @@ class GradAccumulation(MicroBatchWork):
     def forward(self, module: nn.Module, device: torch.device, micro: MicroBatch) -> Any:
         step = self._step
         part, index = self._places[id(micro)]
-        reseed(device, stream(self._job.seed, step.progress.step, index, step.first_part + part))
+        reseed(device, stream(self._job.seed, step.progress.step, index, step.first_part + part, *step.streams))
         step.layout.computes(part, micro.samples)
         with step.computing(device):
             args, kwargs, on_device = step.inputs(micro.batch, device)

@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from phalanx.config import Job
+from phalanx.config.phases import PhaseInputs
 from phalanx.errors import LossError, Problem, RefusedError
 
 
@@ -18,11 +19,18 @@ class Inputs:
     """Gives ``(args, kwargs, batch on the device)``, by the job's ``inputs`` or by what ``forward`` names."""
 
     def __init__(self, job: Job, module: nn.Module) -> None:
-        self._given = job.inputs
+        self._given = job.inputs.given if isinstance(job.inputs, PhaseInputs) else job.inputs
         self._names, self._takes_all = _forward_names(module)
+        self._beside: dict[str, Any] = {}
+        if isinstance(job.inputs, PhaseInputs) and "phase" in self._names:
+            self._beside = {"phase": job.inputs.phase}
+            self._names.remove("phase")
 
     def __call__(self, batch: Any, device: torch.device) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
-        batch = to_device(batch, device)
+        args, kwargs, on_device = self._of_batch(to_device(batch, device))
+        return args, {**kwargs, **self._beside}, on_device
+
+    def _of_batch(self, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
         if self._given is not None:
             given = self._given(batch)
             if any(type(leaf).__name__ == "FakeTensor" for leaf in tree_leaves(given)):

@@ -8,6 +8,7 @@ step too (``rehearsal``), and what it finds goes to the processes of the run.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 
 import torch.distributed as dist
@@ -17,6 +18,7 @@ from phalanx.config import Job, Plan
 from phalanx.data import Lane, Loader, evaluation_batches
 from phalanx.errors import Problem, RefusedError, SpecError
 from phalanx.parallel import Example, check, device_kind, notes, threads, torch_compile
+from phalanx.parallel.phase_layouts import no_double_backward
 from phalanx.parallel.survey import survey
 from phalanx.parallel.unwrapped_blocks import open_unwrapped
 from phalanx.placement.ownership import Survey
@@ -26,6 +28,7 @@ from phalanx.train.build_model import begun, build_model, give_needed_values, si
 from phalanx.train.elementwise import half_steps
 from phalanx.train.lr_schedule import START, RunStart
 from phalanx.train.own_loss_trial import miscounted
+from phalanx.train.phase_jobs import phase_jobs
 from phalanx.train.refusals import job_problems
 from phalanx.train.rehearsal import rehearse
 from phalanx.train.split_causes import LARGEST, causes, compared_before, splits_batches
@@ -69,7 +72,8 @@ def refuse_job(job: Job, plan: Plan) -> None:
 def _refuse(job: Job, plan: Plan, module: nn.Module, start: RunStart = START) -> None:
     problems = job_problems(job, plan, module, start)
     if not problems and threads.share_a_stream(plan, device_kind(plan)):
-        problems = threads.drawn_twice(module, _example(job, module))
+        for one in phase_jobs(job):
+            problems += threads.drawn_twice(module, _example(one, module))
     if problems:
         raise RefusedError(problems)
 
@@ -113,6 +117,17 @@ def refusals(job: Job, plan: Plan) -> list[Problem]:
     return []
 
 
+def _look_at_phases(job: Job, plan: Plan, start: RunStart) -> Findings:
+    """What is found of each phase as a job by itself; facts are not: a rank looks at every phase's forward."""
+    module = begun(without_values(job))[0]  # first: whether each parameter is of one phase
+    found: dict[str, None] = {}
+    for phase, one in zip(job.phases, phase_jobs(job), strict=True):
+        with no_double_backward() if plan.zero == 3 else nullcontext():
+            found |= dict.fromkeys(f"phase {phase.name}: {cause}" for cause in look(one, plan, start).causes)
+    placement = survey_to_dict(survey(module, plan)[0].for_batch(job.batch))
+    return Findings(causes=tuple(found), size=size_of(job), placement=placement)
+
+
 def look(job: Job, plan: Plan, start: RunStart = START) -> Findings:
     """Look at ``job`` under ``plan``; where the model is small enough it runs model and optimizer.
 
@@ -124,6 +139,8 @@ def look(job: Job, plan: Plan, start: RunStart = START) -> Findings:
         LossError: if the loss is of a wrong form.
         GradientError: if parameters get no gradient, or the optimizer holds others than it was given.
     """
+    if job.phases:
+        return _look_at_phases(job, plan, start)
     size = size_of(job)
     # With servers pieces are of other sizes: what their sums differ by is for the proof to say.
     small = (size or 0) <= LARGEST and not plan.server

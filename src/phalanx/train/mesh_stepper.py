@@ -30,6 +30,7 @@ from phalanx.train.lr_schedule import RunStart, resume_notes
 from phalanx.train.memory_use import MeasuredStep
 from phalanx.train.metrics import Metrics
 from phalanx.train.observer import AssemblyScene, Observer
+from phalanx.train.phase_jobs import evaluated_job
 from phalanx.train.run_recorder import Lap, RunRecorder
 from phalanx.train.state import come_together, restore, to_save, traffic, training_state
 from phalanx.train.survivor_save import SurvivorSave
@@ -93,7 +94,7 @@ def rank_of_mesh(
                 parameters=assembly.parameters,
                 notes=assembly.notes,
             )
-            assembly.step.accidents = Accidents(run, _event_writer(run, place, recorder))
+            assembly.step.meets_accidents(lambda: Accidents(run, _event_writer(run, place, recorder)))
             with MeshStepper(job, run, place, assembly, recorder, link) as stepper:
                 yield stepper, recorder
 
@@ -218,7 +219,7 @@ class MeshStepper(Stepper):
         if self._evaluation_data is None:
             return None
         plan, data, leave = self._run.plan, self._evaluation_data, interruptions.stopping
-        return evaluate(self._job, plan, self._assembly, data, leave=leave, batches=batches)
+        return evaluate(evaluated_job(self._job), plan, self._assembly, data, leave=leave, batches=batches)
 
     def save(self, folder: Path, *, keep: int, keep_every: int | None) -> Saving | None:
         come_together(self._assembly)
@@ -231,7 +232,7 @@ class MeshStepper(Stepper):
             return None  # it equals the replica that is saved
         asked = to_save(folder, self._job, self._assembly, keep=keep, keep_every=keep_every)
         saving = self._saver.save(asked, at_once=self._ended)
-        self._assembly.step.accidents.saved(self.taken)
+        self._assembly.step.saved(self.taken)
         return saving
 
     def awaits_evaluation(self) -> bool:

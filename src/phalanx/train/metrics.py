@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import torch
 
@@ -15,7 +16,8 @@ Totals = torch.Tensor | tuple[float, float]
 class Metrics:
     """What one step gives back; ``lr`` is that of the first parameter group.
 
-    ``skipped``: no update was made, since loss scaling met an overflow or for what ``accident`` says.
+    ``skipped``: no update was made, since loss scaling met an overflow or for what ``accident`` says. ``phases``: what
+    each phase of the step gave, by name, where the job has phases; all else is then the first one's.
     """
 
     step: int
@@ -27,6 +29,12 @@ class Metrics:
     _norm: torch.Tensor | None
     _ready: torch.cuda.Event | None = None
     accident: str = ""
+    phases: Mapping[str, Metrics] = field(default_factory=dict[str, "Metrics"])
+
+    @property
+    def losses(self) -> dict[str, float]:
+        """Loss of each phase that was part of the step, by name. Waits as ``totals`` does."""
+        return {name: each.loss for name, each in self.phases.items()}
 
     @property
     def totals(self) -> tuple[float, float]:

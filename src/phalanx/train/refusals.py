@@ -27,6 +27,7 @@ from phalanx.train.elementwise import Parameters, elementwise, learning, rows_pr
 from phalanx.train.lr_schedule import START, RunStart, scheduler_problems
 from phalanx.train.own_loss import own_loss_problems
 from phalanx.train.param_groups import unread_options
+from phalanx.train.phase_jobs import parameters_of_phases, phase_jobs
 from phalanx.train.torch_scheduler import MadeOptimizer
 from phalanx.train.uneven_shares import moves_what_workers_read, read_ahead
 
@@ -40,7 +41,11 @@ def job_problems(job: Job, plan: Plan, module: nn.Module, start: RunStart = STAR
     found = [*model_problems(job, plan, module), *data_problems(job, plan)]
     if plan.server:
         found += server_problems(job, plan, parameters)
-    return [*found, *optimizer_problems(job, plan, parameters, start)]
+    if not job.phases:
+        return [*found, *optimizer_problems(job, plan, parameters, start)]
+    for one, own in zip(phase_jobs(job), parameters_of_phases(job, module), strict=True):
+        found += optimizer_problems(one, plan, own, start)
+    return found
 
 
 def model_problems(job: Job, plan: Plan, module: nn.Module) -> list[Problem]:

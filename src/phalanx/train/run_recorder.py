@@ -274,6 +274,7 @@ class RunRecorder:
             grad_norm=metrics.grad_norm,
             skipped=metrics.skipped,
             waited=waited,
+            losses=metrics.losses,
         )
 
 

@@ -54,6 +54,7 @@ class StepPlan:
         lr_scale: factor on every learning rate.
         first_part: the first of the parts of each global batch that this process holds.
         scheduler: of torch's, that sets the rates in place of a schedule of the job.
+        streams: what random streams of this step are told from others of the same number by: the phase.
     """
 
     first_step: int = 0
@@ -61,6 +62,7 @@ class StepPlan:
     lr_scale: float = 1.0
     first_part: int = 0
     scheduler: TorchScheduler | None = None
+    streams: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -90,7 +92,7 @@ class Step:
         scheduler: of torch's, that sets the learning rates; ``None`` where the job gives none.
         last: of the last finished step; ``None`` before the first.
         seconds: that the host took, in the last step, for forward and backward, and for the update.
-        inputs, first_part, whole_here, reads_means: what gradient accumulation reads of the step.
+        inputs, first_part, streams, whole_here, reads_means: what gradient accumulation reads of the step.
         rows: what brings the global batch together for a loss that compares its samples.
     """
 
@@ -113,7 +115,7 @@ class Step:
         self.scheduler, scheduled = course.scheduler, course.scheduler is not None
         total, scale_of_run = course.total_steps, course.lr_scale
         self._rates = LearningRates(job, optimizer, total_steps=total, scale=scale_of_run, scheduled=scheduled)
-        self.first_part = course.first_part
+        self.first_part, self.streams = course.first_part, course.streams
         self.whole_here = not active() and plan.devices == 1 and not self.sync.per_replica
         self._checked = False
         self.reads_means: bool | None = None
@@ -236,6 +238,9 @@ class Step:
         self.layout.stepped()
         if self.scheduler is not None:
             self.scheduler.stepped()
+        self._finished(batch, metrics)
+
+    def _finished(self, batch: StepBatch, metrics: Metrics) -> None:
         self.progress.step += 1
         self.progress.samples += batch.samples
         if self.average is not None and not metrics.skipped:
@@ -246,6 +251,14 @@ class Step:
             self.drift.stepped(self.progress.step - 1)
         if self.sharing is not None:
             self.sharing.stepped(batch)
+
+    def meets_accidents(self, made: Callable[[], Accidents]) -> None:
+        """From now on accidents are met as those that ``made`` gives say."""
+        self.accidents = made()
+
+    def saved(self, steps: int) -> None:
+        """A checkpoint was written after so many steps."""
+        self.accidents.saved(steps)
 
     def constant_divisor(self, samples: int) -> float:
         """The power of two that backward divides sums by, the same on every rank and in every step."""

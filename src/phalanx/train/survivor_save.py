@@ -6,7 +6,8 @@ finished, whole: it writes that, as a checkpoint, and fails as it would have. Th
 there. Of ranks that are one step apart the later one is right: that all had a part in its last step it could not have
 finished it otherwise. What samples they had in it has to be in the ledger, or it counts as not taken.
 
-Left to the checkpoints on the disk are plans under which no rank holds everything, replicas that step by themselves,
+Left to the checkpoints on the disk are plans under which no rank holds everything, jobs with phases, whose ranks
+exchange gradients after an update as well, replicas that step by themselves,
 gradients that are sent with something left out, and CUDA: who loses a peer there is ended by NCCL's watchdog, or goes
 on with sums that have not arrived.
 """
@@ -61,7 +62,7 @@ class SurvivorSave:
         tell: Callable[[Unsaved], None],
     ) -> SurvivorSave | None:
         """That of this rank; ``None`` where it could not save the training, or is given no time to."""
-        if token_of(run.folder) is None or not (run.grace and holds_all(run.plan, assembly)):
+        if token_of(run.folder) is None or job.phases or not (run.grace and holds_all(run.plan, assembly)):
             return None
         assembly.step.boundary.keep(assembly.layout.modules)
         recorder.outlive()

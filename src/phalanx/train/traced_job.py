@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from phalanx.config import Job
 from phalanx.data import EpochOrders, Lane, Loader
+from phalanx.errors import Problem, ProfileError
 from phalanx.forecast import Lengths, Work
 from phalanx.forecast.layouts import lengths_of
 from phalanx.parallel.grad_reduce import made_dense
@@ -46,6 +47,8 @@ def work_of(
         ProfileError: if the model's operations or shapes depend on values; it names the line.
         SpecError: if the job's functions give something else than they must.
     """
+    if job.phases:
+        raise ProfileError([_PHASES])
     if module is None:
         module = job.model() if values else begun(without_values(job))[0]
         assert module is not None
@@ -80,6 +83,14 @@ def work_of(
         optimizer=optimizer,
         modules=frozenset(name for name, _ in module.named_modules() if name),
     )
+
+
+_PHASES = Problem(
+    where="job.phases",
+    given="phases, each with a forward, a backward and an update of its own: a forecast prices one of each in a step",
+    allowed="jobs with one loss and one optimizer; training goes on without a forecast",
+    fix="phalanx bench JOB, which measures steps",
+)
 
 
 def _example(job: Job, module: nn.Module, *, look_at_lengths: bool) -> tuple[Lengths | None, Example]:

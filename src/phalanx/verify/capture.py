@@ -13,7 +13,7 @@ from safetensors.torch import load, save_file
 from torch import Tensor, nn
 
 from phalanx.comm import Place, default_process_group, device_for
-from phalanx.config import Job, Plan, RunSpec
+from phalanx.config import Job, Plan, RunSpec, Schedule
 from phalanx.launch import launch, make_ready
 from phalanx.train import loop
 from phalanx.train.assembly import Findings, build
@@ -77,11 +77,16 @@ def proven(job: Job, steps: int, taken: int | None = None) -> Job:
 
     Where other than these are ``taken``, learning rates are all the same those of a run of ``steps``.
     """
-    schedule = job.lr_schedule
-    if taken not in (None, steps) and schedule.total_steps is None and schedule.decay in ("linear", "cosine"):
-        schedule = replace(schedule, total_steps=steps)
+
+    def meant(schedule: Schedule) -> Schedule:
+        ends = taken not in (None, steps) and schedule.total_steps is None and schedule.decay in ("linear", "cosine")
+        return replace(schedule, total_steps=steps) if ends else schedule
+
+    schedule = meant(job.lr_schedule)
+    phases = [replace(one, schedule=meant(Schedule.of(one.schedule))) if one.schedule else one for one in job.phases]
     best = replace(job.best, patience=None) if job.best else None  # to its end; a scheduler may follow its metric
-    return replace(job, model=without_dropout(job), steps=taken or steps, epochs=None, schedule=schedule, best=best)
+    given: dict[str, Any] = {"steps": taken or steps, "epochs": None, "schedule": schedule, "best": best}
+    return replace(job, model=without_dropout(job), phases=phases, **given)
 
 
 def traced(

@@ -177,6 +177,13 @@ def refuse_compiled(plan: Plan) -> None:
         raise RefusedError.of(where="--dropout", given=given, allowed=allowed, fix=fix)
 
 
+def refuse_phases(job: Job) -> None:
+    """Refuse a job with phases, each of which calls a layer as often as it likes in one step."""
+    if job.phases:
+        given = "a job with phases: a mask by sample and layer is drawn for one forward of each sample in a step"
+        raise RefusedError.of("--dropout", given, "jobs with one loss; without --dropout also phases", "no --dropout")
+
+
 def refuse_masks(job: Job, plan: Plan, of_no_sample: Mapping[str, Sequence[Sequence[int]]]) -> None:
     """Refuse a plan that splits the batch where a mask of no sample has another shape in each step.
 

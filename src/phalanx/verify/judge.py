@@ -70,6 +70,7 @@ def _step(pair: Pair, index: int, here: StepRecord, there: StepRecord) -> Iterat
     yield Check(
         kind="loss", when=f"in step {index}", step=index, many=1, largest=off, allowed=tolerance.loss, first=words
     )
+    yield from _phases(pair, index, here, there)
     for kind in ("gradient", "used"):
         mine, others = _gradients_of(pair, kind, index)
         # Replicas that step by themselves clip what each of them has. Skipped gradients are not finite.
@@ -85,6 +86,19 @@ def _step(pair: Pair, index: int, here: StepRecord, there: StepRecord) -> Iterat
     yield replace(
         _exact(f"numbers of step {index}", f"in step {index}", _numbers(pair, index, here, there)), step=index
     )
+
+
+def _phases(pair: Pair, index: int, here: StepRecord, there: StepRecord) -> Iterator[Check]:
+    """The losses of phases; who knows of none, such as a loop of the user's own, is held against none."""
+    if not here.losses or not there.losses:
+        return
+    turns = _different(dict.fromkeys(here.losses, 1), dict.fromkeys(there.losses, 1))
+    yield _exact(f"phases of step {index}", f"in step {index}", turns)
+    for name, loss in here.losses.items():
+        off, allowed = compare.relative_difference(loss, there.losses.get(name, math.nan)), pair.tolerance.loss
+        words = f"the loss of the phase {name} in step {index}, by {off:.2g} (allowed {allowed:.2g})"
+        sizes: dict[str, Any] = {"many": 1, "largest": off, "allowed": allowed}
+        yield Check(kind="loss", when=f"in step {index}", step=index, first="" if off <= allowed else words, **sizes)
 
 
 def _scale(pair: Pair, kind: str, step: int, factor: float, *, many: int) -> Check:

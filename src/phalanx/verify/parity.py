@@ -16,7 +16,7 @@ from phalanx.verify import compare
 from phalanx.verify.capture import Dropout, Watch, capture, masks_of, proven, traced
 from phalanx.verify.compare import Difference, Tolerance
 from phalanx.verify.diagnose import diagnose
-from phalanx.verify.dropout import refuse_compiled, refuse_masks
+from phalanx.verify.dropout import refuse_compiled, refuse_masks, refuse_phases
 from phalanx.verify.evidence import Check, Evidence, bound_of, differences_of
 from phalanx.verify.judge import Pair, judged
 from phalanx.verify.mask_statistics import MaskStatistics
@@ -195,6 +195,8 @@ class OneDevice:
         """What the plan drops with dropout on, where it was off; ``None`` where there is nothing to measure."""
         if not other.drops:
             return None
+        if self.job.phases:
+            return MaskStatistics.none("dropout was off, and its masks are not looked at in a job with phases")
         if plan.compile:
             return MaskStatistics.none("dropout was off, and its masks are not looked at where a plan compiles")
         with _folder() as name:
@@ -203,7 +205,7 @@ class OneDevice:
     def evidence(self, pair: Pair, checks: list[Check], watch: Watch = None) -> Evidence:
         """What a cause is told from; for it the first step is taken once more on both sides, and looked into."""
         one, other, plan = pair.one, pair.other, pair.plan
-        if traceable(plan):
+        if traceable(plan) and not self.job.phases:
             with _folder() as name:
                 one = traced(one, self.job, self.how.plan, Path(name), watch, dropout=self._dropout)
             with _folder() as name:
@@ -238,6 +240,7 @@ def prove(
         raise RefusedError.of("--dropout", given, "one of the two", "--against FILE:FUNCTION")
     if dropout:
         refuse_compiled(plan)
+        refuse_phases(job)
     refuse(job, plan, plan.world_size)
     with LookAhead(job, plan) as look:
         make_ready(plan)

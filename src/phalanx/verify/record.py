@@ -32,7 +32,9 @@ class StepRecord:
         count: what the loss was divided by; ``None`` where it is not known.
         samples: in the global batch; ``None`` where it is not known.
         norm: of all gradients, before clipping; ``None`` where nothing needed it.
-        rates: learning rate by parameter, as the optimizer read it; empty where the update was skipped.
+        rates: learning rate by parameter, as the optimizer read it; empty where the update was skipped. Of a phase
+            without its turn in the step: those of its last one.
+        losses: of each phase that had its turn, by name; empty where the job has none.
     """
 
     loss: float
@@ -41,6 +43,7 @@ class StepRecord:
     samples: int | None = None
     norm: float | None = None
     rates: Mapping[str, float] = field(default_factory=dict[str, float])
+    losses: Mapping[str, float] = field(default_factory=dict[str, float])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load, save_file
 from torch import Tensor
 
 from phalanx.comm import local
@@ -93,7 +93,7 @@ class Recording(Observer):
     def ended(self) -> None:
         self._take(END, {**self._values(), **self._state(END)})
         self.answer["steps"] = [
-            {name: getattr(one, name) for name in ("loss", "skipped", "count", "samples")}
+            {name: getattr(one, name) for name in ("loss", "skipped", "count", "samples", "losses")}
             | {"norm": one.grad_norm, "rates": self._rates.get(one.step, [])}
             for one in sorted(self._metrics, key=lambda one: one.step)
         ]
@@ -178,8 +178,11 @@ class Recording(Observer):
         mine = self._rank if len(everyone) > 1 else 0
         owners = {key: first[self._there.replica, key, json.dumps(told[key][0])] for key in there}
         kept = {key: there[key] for key, (rank, digest) in owners.items() if rank == mine or digest != told[key][1]}
+        file = self._folder / f"{moment}-{self._rank}.safetensors"
+        if moment in self.answer["moments"]:  # by another phase of the step, of other parameters
+            told, kept = {**self.answer["moments"][moment], **told}, {**load(file.read_bytes()), **kept}
         self.answer["moments"][moment] = told
-        save_file(kept, self._folder / f"{moment}-{self._rank}.safetensors")
+        save_file(kept, file)
 
 
 def _plain(tensor: Tensor) -> Tensor:

@@ -113,6 +113,7 @@ def _flat(witness: Witness) -> tuple[dict[str, Tensor], dict[str, Any]]:
             "samples": len(witness.samples[step]) if witness.samples else None,
             "norm": witness.norms[step] if witness.norms else None,
             "rates": witness.rates[step] if witness.rates and not skipped[step] else {},
+            "losses": witness.phases[step] if witness.phases else {},
         }
         for step, loss in enumerate(witness.losses)
     ]

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from phalanx.config import Job, Schedule
 from phalanx.verify.witness import samples
@@ -25,6 +25,7 @@ from phalanx.verify.witness.averages import PlainAverage
 from phalanx.verify.witness.initial import initial_model
 from phalanx.verify.witness.magnitudes import Magnitudes, dense
 from phalanx.verify.witness.masks import KeyedMasks
+from phalanx.verify.witness.parts import Part, parts_of
 
 _HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -41,8 +42,9 @@ class Witness:
 
     Lists are over the steps: ``losses`` (sum over count of the global batch), ``counts`` (what that was divided by; the
     samples for a loss that is a mean), ``norms`` (of all gradients, before clipping), ``skipped`` updates of fp16, the
-    ``rates`` of each parameter, the numbers of the ``samples``, in order, and ``epochs``. Moments are
-    ``start``, before the first step, ``first``, after its update, and ``end``.
+    ``rates`` of each parameter, the numbers of the ``samples``, in order, and ``epochs``; of a job with phases those of
+    the first, and ``phases`` has the loss of each by name. Moments are ``start``, before the first step, ``first``,
+    after its update, and ``end``.
 
     Attributes:
         reduced: step → parameter → gradient of the loss, before clipping; ``used``: as the optimizer got it.
@@ -59,6 +61,7 @@ class Witness:
     norms: list[float] = field(default_factory=list[float])
     skipped: list[bool] = field(default_factory=list[bool])
     rates: list[dict[str, float]] = field(default_factory=list[dict[str, float]])
+    phases: list[dict[str, float]] = field(default_factory=list[dict[str, float]])
     samples: list[list[int]] = field(default_factory=list[list[int]])
     epochs: list[int] = field(default_factory=list[int])
     values: dict[str, Tensors] = field(default_factory=dict[str, Tensors])
@@ -127,14 +130,12 @@ class _PlainLoop:
             self.model.train()
         self.model.to(device)
         self.data = job.data()
-        self.trained = {name: tensor for name, tensor in self.model.named_parameters() if tensor.requires_grad}
-        made: Any = job.optimizer(_Named(self.trained))
-        self.optimizer, self.schedule = made if isinstance(made, tuple | list) else (made, None)
-        if reason := why_not(job, self.optimizer):
-            raise ValueError(reason)
-        if job.lr_schedule != Schedule():  # else what a scheduler of the job's own sets, by a hook, stands
-            factor = rates(job.lr_schedule, job.batch, self._total())
-            self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, factor)
+        self.parts = parts_of(job, self.model, lambda rate: rates(rate, job.batch, self._total()))
+        self.trained = {name: tensor for part in self.parts for name, tensor in part.trained.items()}
+        for part in self.parts:
+            if reason := why_not(job, part.optimizer):
+                raise ValueError(reason)
+        self.known_rates: dict[str, float] = {}
         # On sums, as the loss is one: the scale does not follow what the batch happens to count.
         self.scaler = torch.amp.GradScaler(device.type, init_scale=2.0 ** (12 - round(math.log2(job.batch))))
         self.scales = precision == "fp16"
@@ -153,22 +154,20 @@ class _PlainLoop:
             witness.samples.append(ids)
             if self.masks is not None:
                 self.masks.begin(step, ids)
-            self._backward(step, _on(batch, self.device), len(ids))
-            grads = self._gradients()
-            came = {name for name in self.pending if name in grads and bool(dense(grads[name]).any())}
-            self.pending -= came
-            if step < WHOLE or came:
-                wanted = grads if step < WHOLE else {name: grads[name] for name in grads if name in came}
-                witness.reduced[step] = _copied(wanted.items())
-            self._update(step)
+            for part in self.parts:
+                if step % part.every == 0:
+                    self._take_turn(step, part, _on(batch, self.device), len(ids))
             if self.average and not witness.skipped[-1]:
                 self.average.stepped(step + 1)
+            witness.rates.append(dict(self.known_rates))
+            self._move_schedules_on()
             if step == 0:
                 self._look(FIRST)
             if every and (step + 1) % every == 0:
                 self._evaluate_average(step + 1)
-                if isinstance(self.schedule, torch.optim.lr_scheduler.ReduceLROnPlateau):
-                    self.schedule.step(self._compared(step + 1))  # pyright: ignore[reportArgumentType]
+                for part in self.parts:
+                    if isinstance(part.schedule, torch.optim.lr_scheduler.ReduceLROnPlateau):
+                        part.schedule.step(self._compared(step + 1))
         if not witness.losses:
             raise ValueError("the data gave no batch")
         if self.evaluation_data is not None and not (every and len(witness.losses) % every == 0):
@@ -182,13 +181,14 @@ class _PlainLoop:
         witness.buffers[moment] = _copied(self.model.named_buffers())
         if moment == START:
             hidden = ("params", "lr", "initial_lr")  # the last is LambdaLR's own
-            groups = self._groups().items()
+            groups = [one for part in self.parts for one in _groups(part).items()]
             witness.options = {name: {key: one[key] for key in one if key not in hidden} for name, one in groups}
         else:
-            state = self.optimizer.state
             witness.state[moment] = {
                 name: {key: on_host(one) if isinstance(one, Tensor) else one for key, one in state[tensor].items()}
-                for name, tensor in self.trained.items()
+                for part in self.parts
+                for state in [part.optimizer.state]
+                for name, tensor in part.trained.items()
                 if tensor in state
             }
 
@@ -206,59 +206,88 @@ class _PlainLoop:
             if step == before:
                 return
 
-    def _backward(self, step: int, batch: Any, size: int) -> None:
+    def _take_turn(self, step: int, part: Part, batch: Any, size: int) -> None:
+        """Forward, backward and update of one part; the gradients of all else are off meanwhile."""
+        if part.name:
+            for tensor in self.trained.values():
+                tensor.requires_grad_(False)
+            for tensor in part.trained.values():
+                tensor.requires_grad_(True)
+        self._backward(step, part, batch, size)
+        grads = _gradients(part)
+        came = {name for name in self.pending if name in grads and bool(dense(grads[name]).any())}
+        self.pending -= came
+        if step < WHOLE or came:
+            wanted = grads if step < WHOLE else {name: grads[name] for name in grads if name in came}
+            self.witness.reduced.setdefault(step, {}).update(_copied(wanted.items()))
+        self._update(step, part)
+
+    def _backward(self, step: int, part: Part, batch: Any, size: int) -> None:
         """Gradients of the loss of the whole global batch."""
         seed = torch.cuda.manual_seed if self.device.type == "cuda" else torch.default_generator.manual_seed
-        seed(samples.stream_seed(self.job.seed, step, 0, 0))
-        self.optimizer.zero_grad()
-        looked_at = set(self.trained) if step < WHOLE else self.pending
+        seed(samples.stream_seed(self.job.seed, step, 0, 0, *part.words))
+        part.optimizer.zero_grad()
+        looked_at = set(part.trained) if step < WHOLE else self.pending & set(part.trained)
         around = self.magnitudes.forward() if looked_at else nullcontext()
         with around, torch.autocast(self.device.type, dtype=self.half, enabled=self.half is not None):
-            total, count = _sum_and_count(self.job.loss(_called(self.job, self.model, batch), batch), size)
+            total, count = _sum_and_count(part.loss(part.call(self.model, batch), batch), size)
         loss = self.scaler.scale(total) if self.scales else total / count
         loss.backward(retain_graph=bool(looked_at))
         if looked_at:
             times = self.scaler.get_scale() * float(count) if self.scales else 1.0  # what is stepped by
-            found = self.magnitudes.of(loss, self.trained, looked_at, first=step == 0)
-            self.witness.magnitudes[step] = {name: size / times for name, size in found.items()}
+            found = self.magnitudes.of(loss, part.trained, looked_at, first=step == 0)
+            known = self.witness.magnitudes.setdefault(step, {})
+            known.update({name: size / times for name, size in found.items()})
         if self.scales:
-            self.scaler.unscale_(self.optimizer)
-            for grad in self._gradients().values():
+            self.scaler.unscale_(part.optimizer)
+            for grad in _gradients(part).values():
                 grad.div_(float(count))
-        for tensor in self.trained.values():
+        for tensor in part.trained.values():
             if tensor.grad is not None and tensor.grad.is_sparse:
                 tensor.grad = tensor.grad.coalesce()  # else a row is rounded as often as the batch uses it
-        self.witness.losses.append(total.item() / float(count))
-        self.witness.counts.append(float(count))
+        value = total.item() / float(count)
+        if part is self.parts[0]:
+            self.witness.losses.append(value)
+            self.witness.counts.append(float(count))
+            self.witness.phases.append({})
+        if part.name:
+            self.witness.phases[-1][part.name] = value
 
-    def _update(self, step: int) -> None:
-        """Clip, step at the schedule's rate, move the schedule on."""
-        grads = list(self._gradients().values())
+    def _update(self, step: int, part: Part) -> None:
+        """Clip, and step at the schedule's rate."""
+        grads = list(_gradients(part).values())
         # In fp64: the fp32 norm of ten million elements is off by 3e-4 on a CPU.
         each = [torch.linalg.vector_norm(dense(grad), dtype=torch.float64) for grad in grads]
         norm = torch.linalg.vector_norm(torch.stack(each))
-        self.witness.norms.append(float(norm))
-        self.witness.skipped.append(self.scales and not math.isfinite(float(norm)))
-        self.witness.rates.append({name: float(group["lr"]) for name, group in self._groups().items()})
+        if part is self.parts[0]:
+            self.witness.norms.append(float(norm))
+            self.witness.skipped.append(self.scales and not math.isfinite(float(norm)))
+        self.known_rates |= {name: float(group["lr"]) for name, group in _groups(part).items()}
         if self.job.clip is not None and not self.witness.skipped[-1]:
-            torch.nn.utils.clip_grads_with_norm_(self.trained.values(), self.job.clip, norm)
+            torch.nn.utils.clip_grads_with_norm_(part.trained.values(), self.job.clip, norm)
         if not self.witness.skipped[-1]:
-            stepped = self._gradients()
+            stepped = _gradients(part)
             for name, grad in stepped.items():
                 size = float(torch.linalg.vector_norm(dense(grad), dtype=torch.float64))
                 self.witness.ways[name] = self.witness.ways.get(name, 0.0) + size
             if step < WHOLE:
-                self.witness.used[step] = _copied(stepped.items())
+                self.witness.used.setdefault(step, {}).update(_copied(stepped.items()))
         if self.scales:
-            self.scaler.step(self.optimizer)
+            self.scaler.step(part.optimizer)
             self.scaler.update()
         else:
-            self.optimizer.step()
+            part.optimizer.step()
+        for tensor in part.trained.values() if part.name else ():
+            tensor.grad = None
+
+    def _move_schedules_on(self) -> None:
         with warnings.catch_warnings():
             # A first step that fp16 skips is a step of the schedule all the same.
             warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step\\(\\)` before")
-            if self.schedule is not None and not isinstance(self.schedule, torch.optim.lr_scheduler.ReduceLROnPlateau):
-                self.schedule.step()
+            for part in self.parts:
+                known = isinstance(part.schedule, torch.optim.lr_scheduler.ReduceLROnPlateau)
+                if part.schedule is not None and not known:
+                    part.schedule.step()
 
     def _evaluate_average(self, step: int) -> None:
         with self.average.evaluated() if self.average else nullcontext():
@@ -274,8 +303,8 @@ class _PlainLoop:
             batch = _on(loaded, self.device)
             seen += len(ids)
             with torch.no_grad(), torch.autocast(self.device.type, dtype=self.half, enabled=self.half is not None):
-                output = _called(self.job, self.model, batch)
-                found = {"loss": _sum_and_count(self.job.loss(output, batch), len(ids))}
+                output = self.parts[0].call(self.model, batch)
+                found = {"loss": _sum_and_count(self.parts[0].loss(output, batch), len(ids))}
                 found |= dict(self.job.metrics(output, batch)) if self.job.metrics else {}
             for name, (total, count) in found.items():
                 entry = sums.setdefault(name, [0.0, 0.0])
@@ -291,13 +320,6 @@ class _PlainLoop:
         found, best = self.witness.evaluations[step], self.job.best
         return found["metrics"][best.metric] if best and best.metric != "loss" else found["loss"]
 
-    def _gradients(self) -> dict[str, Tensor]:
-        return {name: tensor.grad for name, tensor in self.trained.items() if tensor.grad is not None}
-
-    def _groups(self) -> dict[str, dict[str, Any]]:
-        names = {id(tensor): name for name, tensor in self.trained.items()}
-        return {names[id(tensor)]: group for group in self.optimizer.param_groups for tensor in group["params"]}
-
     def _total(self) -> int:
         """The step at which a decay that states no end of its own ends: the job's last, however many are taken here."""
         if self.job.steps is not None or samples.is_stream(self.data):
@@ -305,15 +327,13 @@ class _PlainLoop:
         return (self.job.epochs or 1) * samples.steps_of_epoch(self.data, self.job)
 
 
-class _Named(list[Tensor]):
-    """What a job's ``optimizer`` is called with: a list that also knows names."""
+def _gradients(part: Part) -> dict[str, Tensor]:
+    return {name: tensor.grad for name, tensor in part.trained.items() if tensor.grad is not None}
 
-    def __init__(self, named: Mapping[str, Tensor]) -> None:
-        super().__init__(named.values())
-        self._pairs = list(named.items())
 
-    def named(self) -> Iterator[tuple[str, Tensor]]:
-        return iter(self._pairs)
+def _groups(part: Part) -> dict[str, dict[str, Any]]:
+    names = {id(tensor): name for name, tensor in part.trained.items()}
+    return {names[id(tensor)]: group for group in part.optimizer.param_groups for tensor in group["params"]}
 
 
 def rates(schedule: Schedule, batch: int, total: int) -> Any:
@@ -335,20 +355,6 @@ def rates(schedule: Schedule, batch: int, total: int) -> Any:
         return schedule.floor + (1.0 - schedule.floor) * share
 
     return factor
-
-
-def _called(job: Job, model: nn.Module, batch: Any) -> Any:
-    """The model's output: its arguments are those of ``job.inputs``, or what forward names, or the batch."""
-    if job.inputs is not None:
-        given = job.inputs(batch)
-        if isinstance(given, Mapping):
-            return model(**given)
-        return model(*given) if isinstance(given, tuple) else model(given)
-    if isinstance(batch, Mapping):
-        names = inspect.getfullargspec(type(model).forward)
-        taken = [*names.args[1:], *names.kwonlyargs]
-        return model(**(batch if not taken and names.varkw else {name: batch[name] for name in taken if name in batch}))
-    return model(batch[0] if isinstance(batch, tuple | list) and batch else batch)
 
 
 def _sum_and_count(result: Any, size: int) -> tuple[Any, Any]:

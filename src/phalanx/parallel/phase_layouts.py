@@ -1,0 +1,179 @@
+"""Several updates in a step: one model laid out for each phase, of which only its own parameters have gradients.
+
+What waits for gradients, torch's reducer under ``dp`` and the buckets of ``zero=1`` and ``zero=2``, is made for each
+phase over its own parameters: phases own none together, so that none waits for another's. ``fully_shard`` (``zero=3``)
+reduces whatever gradients there are, and one device waits for nothing: these are laid out once.
+
+What is found by a look at one forward of the model, such as where a pipeline or tensor parallelism cuts it and what is
+recomputed, is not found for a model whose forward is another one in each phase; such plans are refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from phalanx.config import Job, Plan
+from phalanx.config.fields import plan_problem
+from phalanx.errors import Problem, RefusedError
+from phalanx.parallel.layout import Layout, MicroBatchWork
+from phalanx.trace.replaced import replaced
+
+_EACH = "phases, whose forward is another one in each: where {} is found by a look at one"
+
+
+def check(job: Job, plan: Plan) -> list[Problem]:
+    """Plans that do not take the steps of a job with phases."""
+    if not job.phases:
+        return []
+    found: list[Problem] = []
+
+    def wrong(name: str, given: str, fix: str) -> None:
+        allowed = "single, threads, dp, and fsdp with any zero, with micro"
+        found.append(plan_problem(name, f"{name}={getattr(plan, name)} for {given}", allowed, fix))
+
+    whole = f"dp={plan.world_size}" if plan.world_size > 1 else "single"
+    for axis, what in (("pp", "the model is cut"), ("tp", "weights are cut"), ("ep", "experts lie")):
+        if getattr(plan, axis) > 1:
+            wrong(axis, _EACH.format(what), whole)
+    if plan.cp > 1:
+        wrong("cp", _EACH.format("sequences are cut"), whole)
+    if plan.server:
+        wrong("server", "phases: servers apply one update for the gradients of a piece", f"dp={plan.dp}")
+    if plan.sync != "each":
+        given = "phases: replicas that step by themselves are averaged after each update of one optimizer"
+        wrong("sync", given, whole)
+    if plan.compile:
+        given = "phases: what is compiled for the gradients of one phase is compiled anew for each other"
+        wrong("compile", given, str(replace(plan, compile=False)))
+    if plan.recompute != "none":
+        wrong("recompute", _EACH.format("what is recomputed lies"), str(replace(plan, recompute="none")))
+    if plan.precision == "fp16":
+        given = "phases: a loss scale follows the gradients of one loss, and a checkpoint keeps one"
+        wrong("precision", given, str(replace(plan, precision="bf16")))
+    if plan.shares:
+        wrong("shares", "phases: shares follow the seconds of one forward and backward", str(replace(plan, shares="")))
+    if plan.offload != "none":
+        wrong("offload", "phases: what is on the host is of one optimizer", str(replace(plan, offload="none")))
+    if plan.compress != "none":
+        wrong("compress", "phases: what is left out of gradients is kept for one", str(replace(plan, compress="none")))
+    if job.batch_statistics == "global":
+        given = "batch_statistics='global' and phases: statistics are exchanged in the order of one forward"
+        fix = 'batch_statistics="micro"'
+        found.append(Problem(where="job.batch_statistics", given=given, allowed='"micro"', fix=fix))
+    return found
+
+
+def lay_out_phases(
+    module: nn.Module, plan: Plan, phases: Sequence[Mapping[str, nn.Parameter]], lay_out: Callable[[], Layout]
+) -> list[PhaseLayout]:
+    """The layout of each phase, which has gradients of these parameters of ``module``; ``lay_out`` makes one."""
+    separate = plan.kind == "replicate" or (plan.kind == "shard" and plan.zero < 3)
+    shared = None if separate else lay_out()
+    made: list[PhaseLayout] = []
+    for own in phases:
+        names = frozenset(own)
+        if shared is None:
+            train_only(module, names)
+        made.append(PhaseLayout(shared or lay_out(), names, double=plan.kind != "shard" or plan.zero < 3))
+    every = frozenset[str]().union(*phases)
+    train_only(module, every)
+    for one in made:
+        one.every = every
+    return made
+
+
+class PhaseLayout(Layout):
+    """A layout in which ``begin`` switches the gradients of all parameters off but one phase's, until ``stepped``."""
+
+    def __init__(self, inner: Layout, names: frozenset[str], *, double: bool) -> None:
+        """``double``: whether a loss may ask for gradients of gradients."""
+        self._inner, self._names, self._double = inner, names, double
+        self.every = names
+        held = inner.holdings
+        own = {name: tensor for name, tensor in held.parameters.items() if name in names}
+        self.holdings = replace(held, parameters=own)
+
+    @property
+    def modules(self) -> list[nn.Module]:
+        return self._inner.modules
+
+    def begin(self) -> None:
+        for module in self.modules:
+            train_only(module, self._names)
+        self._inner.begin()
+
+    def computes(self, part: int, samples: int) -> None:
+        self._inner.computes(part, samples)
+
+    def accumulate(self, parts: Sequence[Sequence[Any]], work: MicroBatchWork) -> None:
+        with nullcontext() if self._double else no_double_backward():
+            self._inner.accumulate(parts, work)
+
+    def finish(self) -> None:
+        self._inner.finish()
+
+    def stepped(self) -> None:
+        self._inner.stepped()
+        for module in self.modules:
+            train_only(module, self.every)
+
+
+class AllPhases(Layout):
+    """The layouts of all ``phases`` as one, to be saved, restored and evaluated; each phase computes in its own."""
+
+    def __init__(self, phases: Sequence[PhaseLayout]) -> None:
+        self.phases = list(phases)
+        parameters = {name: tensor for one in phases for name, tensor in one.parameters.items()}
+        self.holdings = replace(phases[0].holdings, parameters=parameters)
+
+    @property
+    def modules(self) -> list[nn.Module]:
+        return self.phases[0].modules
+
+    def accumulate(self, parts: Sequence[Sequence[Any]], work: MicroBatchWork) -> None:
+        raise NotImplementedError("each phase computes in its own layout")
+
+    def finish(self) -> None:
+        """Each phase has waited for its gradients."""
+
+    def stepped(self) -> None:
+        for one in self.phases:
+            one.stepped()
+
+
+def no_double_backward() -> AbstractContextManager[None]:
+    """Within, ``torch.autograd.grad`` refuses to make a graph of gradients.
+
+    Raises:
+        RefusedError: there.
+    """
+    plain = torch.autograd.grad
+
+    def grad(*args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("create_graph") or (len(args) > 4 and args[4]):
+            raise RefusedError([_DOUBLE])
+        return plain(*args, **kwargs)
+
+    return replaced(torch.autograd, grad=grad)
+
+
+_DOUBLE = plan_problem(
+    "zero",
+    "zero=3 for a loss with gradients of gradients (create_graph=True): fully_shard drops gathered parameters after a "
+    "block's backward, before the second one reads them",
+    "single, threads, dp, and fsdp with zero=1 or zero=2",
+    "fsdp=2 zero=2",
+)
+
+
+def train_only(module: nn.Module, names: Collection[str]) -> None:
+    """Let exactly the parameters of ``module`` that are called so have gradients."""
+    for name, one in module.named_parameters():
+        if one.requires_grad != (name in names):
+            one.requires_grad_(name in names)

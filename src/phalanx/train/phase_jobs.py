@@ -1,0 +1,93 @@
+"""A job of several phases as the plain jobs that they are: one model, of which each trains its own parameters."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+
+from phalanx.config import Job
+from phalanx.config.phases import Phase, PhaseInputs, owned
+from phalanx.errors import Problem
+from phalanx.parallel.phase_layouts import train_only
+from phalanx.units import show_names
+
+
+def phase_jobs(job: Job) -> list[Job]:
+    """The plain job of each phase, which knows of no others; ``job`` itself where it has none.
+
+    Their model is the job's with ``requires_grad=False`` for all that the phase does not update. The first one is
+    evaluated.
+    """
+    if not job.phases:
+        return [job]
+    return [_plain(job, index, phase) for index, phase in enumerate(job.phases)]
+
+
+def evaluated_job(job: Job) -> Job:
+    """The plain job whose loss evaluations take: the first phase's."""
+    return phase_jobs(job)[0]
+
+
+def parameters_of_phases(job: Job, module: nn.Module) -> list[dict[str, nn.Parameter]]:
+    """Name → parameter of ``module`` for each phase; what the model itself has frozen is of none.
+
+    Raises:
+        SpecError: if a pattern matches nothing, or two phases own one parameter.
+    """
+    names: dict[int, list[str]] = {}
+    named = {name: one for name, one in module.named_parameters(remove_duplicate=False) if one.requires_grad}
+    for name, one in named.items():
+        names.setdefault(id(one), []).append(name)
+    found = owned(job.phases, [tuple(each) for each in names.values()])
+    return [{name: named[name] for name in own} for own in found]
+
+
+def freeze_unowned(job: Job, module: nn.Module) -> None:
+    """Switch the gradients of parameters off that no phase updates; nothing where the job has no phases.
+
+    Raises:
+        SpecError: if a pattern matches nothing, or two phases own one parameter.
+    """
+    if job.phases:
+        train_only(module, frozenset[str]().union(*parameters_of_phases(job, module)))
+
+
+def unowned_advice(job: Job, module: nn.Module) -> list[str]:
+    """What is to be said of parameters that no phase updates."""
+    names = [name for name, one in module.named_parameters() if not one.requires_grad]
+    if not job.phases or not names:
+        return []
+    return [f"no phase updates {len(names)} parameters ({show_names(names)}): they stay as they are."]
+
+
+def scheduler_beside(phase: Phase, scheduler: Any) -> Problem:
+    """Why a scheduler that a phase's function gives beside its optimizer is refused."""
+    given = (
+        f"{type(scheduler).__name__} beside the optimizer of the phase {phase.name}, whose state is in no checkpoint"
+    )
+    fix = 'schedule=px.Schedule(decay="cosine", warmup_steps=100) of the phase'
+    return Problem(where="phase.optimizer", given=given, allowed="an optimizer alone", fix=fix)
+
+
+def _plain(job: Job, index: int, phase: Phase) -> Job:
+    def model() -> Any:
+        module = job.model()
+        if isinstance(module, nn.Module):
+            train_only(module, parameters_of_phases(job, module)[index])
+        return module
+
+    beside: dict[str, Any] = (
+        {} if index == 0 else {"evaluate": None, "metrics": None, "evaluate_every": 0, "best": None}
+    )
+    return replace(
+        job,
+        model=model,
+        phases=(),
+        loss=phase.loss,
+        optimizer=phase.optimizer,
+        inputs=PhaseInputs(phase.name, phase.inputs or job.inputs),
+        schedule=job.schedule if phase.schedule is None else phase.schedule,
+        **beside,
+    )

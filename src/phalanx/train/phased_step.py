@@ -1,0 +1,103 @@
+"""A step of several phases: for each that has its turn, forward, backward and update over the whole global batch."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from phalanx.config import Job, Plan
+from phalanx.config.phases import Phase
+from phalanx.data import StepBatch
+from phalanx.parallel import Layout
+from phalanx.train.accidents import Accidents
+from phalanx.train.metrics import Metrics
+from phalanx.train.step import Step, StepPlan
+
+
+class PhasedStep(Step):
+    """Takes one optimizer step of a job with phases, each of which is a ``Step`` over the same batch.
+
+    Attributes:
+        phases: each with the step that takes its part.
+    """
+
+    def __init__(
+        self, job: Job, plan: Plan, layout: Layout, phases: Sequence[tuple[Phase, Step]], course: StepPlan
+    ) -> None:
+        """``layout`` is that of all phases."""
+        super().__init__(job, plan, layout, merged([(one.name, step.optimizer) for one, step in phases]), course)
+        self.phases = list(phases)
+
+    def __call__(self, batch: StepBatch) -> Metrics:
+        """Forward, backward and update of each phase in turn, for one global batch.
+
+        Raises:
+            LossError: if a loss is not finite, or not of an allowed form, or if nothing was counted.
+            GradientError: if a gradient is not finite, or parameters get none and the job does not allow it.
+            RollBackError: if the run is to go back to a checkpoint instead.
+        """
+        number = self.progress.step
+        found: dict[str, Metrics] = {}
+        computed = updated = 0.0
+        self.boundary.updates()  # from the first phase's update on, nothing can be saved before the last one's
+        for phase, step in self.phases:
+            if not phase.turn(number):
+                continue
+            step.progress.step, step.watch, step.observer = number, self.watch, self.observer
+            if self.progress.divisor:
+                step.progress.divisor = self.progress.divisor
+            found[phase.name] = step(batch)
+            self.progress.divisor = step.progress.divisor
+            computed, updated = computed + step.seconds[0], updated + step.seconds[1]
+        self.seconds = (computed, updated)
+        first = found[self.phases[0][0].name]
+        accident = next((one.accident for one in found.values() if one.accident), "")
+        skipped = any(one.skipped for one in found.values())
+        metrics = replace(first, skipped=skipped, accident=accident, phases=found)
+        self._finished(batch, metrics)
+        return metrics
+
+    def meets_accidents(self, made: Callable[[], Accidents]) -> None:
+        """Losses of one phase are no measure of another's: each meets its own."""
+        super().meets_accidents(made)
+        for _, step in self.phases:
+            step.meets_accidents(made)
+
+    def saved(self, steps: int) -> None:
+        super().saved(steps)
+        for _, step in self.phases:
+            step.saved(steps)
+
+
+def merged(optimizers: Sequence[tuple[str, torch.optim.Optimizer]]) -> torch.optim.Optimizer:
+    """One optimizer with the groups and the state of all, which are saved and restored as one.
+
+    Its class is called by the phases' names and their optimizers' classes: a checkpoint of others is not taken for it.
+    """
+    kind = ", ".join(f"{name}: {type(one).__name__}" for name, one in optimizers)
+    return type(kind, (_Merged,), {})([one for _, one in optimizers])
+
+
+class _Merged(torch.optim.Optimizer):
+    """Groups of several optimizers, and their state, which they share from then on: no parameter is of two."""
+
+    def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        # torch's own __init__ would make groups anew
+        self.defaults: dict[str, Any] = {}
+        self.state = defaultdict(dict)
+        self.param_groups = [group for one in optimizers for group in one.param_groups]
+        for one in optimizers:
+            self.state.update(one.state)
+            one.state = self.state
+
+    def step(self, closure: Any = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Steps are taken by the optimizers themselves.
+
+        Raises:
+            NotImplementedError: always.
+        """
+        raise NotImplementedError("each phase steps its own optimizer")

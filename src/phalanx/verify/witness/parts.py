@@ -1,0 +1,99 @@
+"""What a plain loop updates in a step: one model with one optimizer, or, of a job with phases, each with its own."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from phalanx.config import Job, Schedule
+
+
+@dataclass(kw_only=True)
+class Part:
+    """One update of a step.
+
+    Attributes:
+        name: of the phase; empty where the job has none.
+        trained: the parameters that it updates, by name.
+        schedule: of torch's, stepped with every step of the run, whether the part has its turn in it or not.
+        words: what its random numbers are drawn by, beside the step.
+        every: it has its turn in the steps ``k`` with ``k % every == 0``.
+    """
+
+    name: str
+    trained: dict[str, Tensor]
+    loss: Callable[[Any, Any], Any]
+    optimizer: torch.optim.Optimizer
+    schedule: Any
+    inputs: Callable[[Any], Any] | None
+    words: tuple[int, ...] = ()
+    every: int = 1
+
+    def call(self, model: nn.Module, batch: Any) -> Any:
+        """The output: the model's arguments are those of ``inputs``, or what forward names, or the batch."""
+        names = inspect.getfullargspec(type(model).forward)
+        taken = [*names.args[1:], *names.kwonlyargs]
+        beside = {"phase": self.name} if self.name and "phase" in taken else {}
+        if self.inputs is not None:
+            given = self.inputs(batch)
+            if isinstance(given, Mapping):
+                return model(**given, **beside)
+            return model(*given, **beside) if isinstance(given, tuple) else model(given, **beside)
+        if isinstance(batch, Mapping):
+            if not taken and names.varkw:
+                return model(**batch)
+            return model(**{name: batch[name] for name in taken if name in batch and name not in beside}, **beside)
+        return model(batch[0] if isinstance(batch, tuple | list) and batch else batch, **beside)
+
+
+def parts_of(job: Job, model: nn.Module, factor: Callable[[Schedule], Any]) -> list[Part]:
+    """The updates of a step of ``job``, in order; ``factor`` gives that on learning rates, as ``LambdaLR`` takes it."""
+    parameters: dict[str, Tensor] = {name: tensor for name, tensor in model.named_parameters() if tensor.requires_grad}
+    if not job.phases:
+        optimizer, schedule = _made(job.optimizer, parameters, job.lr_schedule, factor)
+        whole = {"loss": job.loss, "optimizer": optimizer, "schedule": schedule, "inputs": job.inputs}
+        return [Part(name="", trained=parameters, **whole)]
+    every_name: dict[int, list[str]] = {}
+    for name, tensor in model.named_parameters(remove_duplicate=False):
+        every_name.setdefault(id(tensor), []).append(name)
+    found: list[Part] = []
+    for index, phase in enumerate(job.phases):
+        patterns = [phase.parameters] if isinstance(phase.parameters, str) else phase.parameters
+        own = {
+            name: tensor
+            for name, tensor in parameters.items()
+            if any(fnmatchcase(known, pattern) for known in every_name[id(tensor)] for pattern in patterns)
+        }
+        rate = job.lr_schedule if phase.schedule is None else Schedule.of(phase.schedule)
+        optimizer, schedule = _made(phase.optimizer, own, rate, factor)
+        inputs = phase.inputs or job.inputs
+        each: dict[str, Any] = {"loss": phase.loss, "optimizer": optimizer, "schedule": schedule, "inputs": inputs}
+        found.append(Part(name=phase.name, trained=own, words=(index,), every=phase.every, **each))
+    return found
+
+
+def _made(
+    build: Callable[[Any], Any], parameters: Mapping[str, Tensor], rate: Schedule, factor: Callable[[Schedule], Any]
+) -> tuple[torch.optim.Optimizer, Any]:
+    made: Any = build(_Named(parameters))
+    optimizer, schedule = made if isinstance(made, tuple | list) else (made, None)
+    if rate != Schedule():  # else what a scheduler of the job's own sets, by a hook, stands
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, factor(rate))
+    return optimizer, schedule
+
+
+class _Named(list[Tensor]):
+    """What a job's ``optimizer`` is called with: a list that also knows names."""
+
+    def __init__(self, named: Mapping[str, Tensor]) -> None:
+        super().__init__(named.values())
+        self._pairs = list(named.items())
+
+    def named(self) -> Iterator[tuple[str, Tensor]]:
+        return iter(self._pairs)

@@ -1,0 +1,399 @@
+"""Several updates in a step: under every plan what a loop of plain PyTorch with several optimizers computes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import binary_cross_entropy_with_logits, softplus
+
+import phalanx as px
+
+SAMPLES, BATCH, STEPS = 44, 16, 6  # the third batch of an epoch has 12
+PLANS = (
+    "single",
+    "threads=2",
+    "dp=2",
+    "dp=2 micro=3",
+    "fsdp=2",
+    "fsdp=2 micro=3",
+    "fsdp=2 zero=1",
+    "fsdp=2 zero=2 micro=3",
+)
+
+
+def rows(seed: int = 0) -> px.Table:
+    generator = torch.Generator().manual_seed(seed)
+    drawn = torch.randn(SAMPLES, 5, generator=generator), torch.randn(SAMPLES, 3, generator=generator)
+    return px.Table(x=drawn[0], z=drawn[1], y=torch.randint(4, (SAMPLES,), generator=generator))
+
+
+def perceptron(inside: int, outside: int) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(inside, 7), nn.Tanh(), nn.Linear(7, outside))
+
+
+class Gan(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator, self.critic = perceptron(3, 5), perceptron(5, 1)
+
+    def forward(self, x: Tensor, z: Tensor, phase: str) -> tuple[Tensor, ...]:
+        fake = self.generator(z)
+        if phase == "generator":
+            return (self.critic(fake),)
+        fake = fake.detach()
+        between = (0.3 * x + 0.7 * fake).requires_grad_()
+        return self.critic(x), self.critic(fake), self.critic(between), between
+
+
+def critic_loss(output: tuple[Tensor, ...], batch: Mapping[str, Tensor]) -> px.Loss:
+    real, fake, _, _ = output
+    return px.Loss((softplus(-real) + softplus(fake)).sum(), len(real))
+
+
+def penalised_loss(output: tuple[Tensor, ...], batch: Mapping[str, Tensor]) -> px.Loss:
+    real, fake, score, between = output
+    (grad,) = torch.autograd.grad(score.sum(), between, create_graph=True)
+    penalty = (grad.norm(dim=1) - 1).square().sum()
+    return px.Loss((softplus(-real) + softplus(fake)).sum() + 10 * penalty, len(real))
+
+
+def generator_loss(output: tuple[Tensor, ...], batch: Mapping[str, Tensor]) -> Tensor:
+    return softplus(-output[0]).mean()
+
+
+class Distilled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.teacher, self.student = perceptron(5, 4), perceptron(5, 4)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.student(x), self.teacher(x)
+
+
+def distilled_loss(output: tuple[Tensor, Tensor], batch: Mapping[str, Tensor]) -> px.Loss:
+    student, teacher = output
+    return px.Loss(nn.functional.cross_entropy(student, teacher.softmax(-1), reduction="sum"), len(student))
+
+
+class ActorCritic(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.actor, self.critic = perceptron(5, 4), perceptron(9, 1)
+
+    def forward(self, x: Tensor, action: Tensor | None = None) -> Tensor:
+        chosen = self.actor(x).softmax(-1) if action is None else nn.functional.one_hot(action, 4).to(x.dtype)
+        return self.critic(torch.cat([x, chosen], -1)).squeeze(-1)
+
+
+def value_loss(output: Tensor, batch: Mapping[str, Tensor]) -> px.Loss:
+    return px.mse(output, batch["z"][:, 0])
+
+
+def policy_loss(output: Tensor, batch: Mapping[str, Tensor]) -> px.Loss:
+    return px.Loss(-output.sum(), len(output))
+
+
+def adam(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.Adam(params, lr=2e-2)
+
+
+def momentum(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=5e-2, momentum=0.9)
+
+
+def gan(loss: Callable[..., Any] = critic_loss) -> dict[str, Any]:
+    critic = px.Phase(name="critic", parameters="critic.*", loss=loss, optimizer=adam)
+    generator = px.Phase(name="generator", parameters="generator.*", loss=generator_loss, optimizer=momentum)
+    return {"model": Gan, "phases": [critic, generator], "clip": 0.5}
+
+
+def distillation() -> dict[str, Any]:
+    only = px.Phase(name="student", parameters=["student.0.*", "student.2.*"], loss=distilled_loss, optimizer=adam)
+    return {"model": Distilled, "phases": [only]}
+
+
+def actor_critic() -> dict[str, Any]:
+    both = [
+        px.Phase(
+            name="critic",
+            parameters="critic.*",
+            loss=value_loss,
+            optimizer=momentum,
+            inputs=lambda batch: {"x": batch["x"], "action": batch["y"]},
+        ),
+        px.Phase(
+            name="actor",
+            parameters="actor.*",
+            loss=policy_loss,
+            optimizer=adam,
+            every=2,
+            inputs=lambda batch: batch["x"],
+            schedule=lambda step: 0.8**step,
+        ),
+    ]
+    return {"model": ActorCritic, "phases": both, "schedule": px.Schedule(warmup_steps=3)}
+
+
+def job(**how: Any) -> px.Job:
+    return px.Job(data=rows, batch=BATCH, steps=STEPS, shuffle=False, **how)
+
+
+Found = tuple[list[dict[str, float]], dict[str, Tensor]]
+"""The losses of each step by phase, and the values of the model afterwards."""
+
+
+def trained(given: px.Job, plan: str, folder: Path, **how: Any) -> Found:
+    px.fit(given, run=px.RunSpec(job="phases", plan=px.Plan.parse(plan), folder=folder, forecast="none", **how))
+    run = px.load(folder, given)
+    return [event["losses"] for event in run.events("step")], run.state_dict()
+
+
+def start(model: Callable[[], nn.Module]) -> Any:
+    from phalanx.train.build_model import build_model
+
+    return build_model(px.Job(model=model, data=rows, loss=generator_loss, optimizer=adam, batch=1, steps=1))
+
+
+def batches() -> list[dict[str, Tensor]]:
+    table, found = rows(), list[dict[str, Tensor]]()
+    whole = torch.utils.data.default_collate([table[index] for index in range(SAMPLES)])
+    for step in range(STEPS):
+        first = step % 3 * BATCH
+        found.append({name: one[first : first + BATCH] for name, one in whole.items()})
+    return found
+
+
+def gan_by_hand(penalty: bool = False) -> Found:
+    net, losses = start(Gan), list[dict[str, float]]()
+    critics, generators = adam(net.critic.parameters()), momentum(net.generator.parameters())
+    for batch in batches():
+        with torch.no_grad():
+            fake = net.generator(batch["z"])
+        scores = torch.cat([net.critic(batch["x"]), net.critic(fake)])
+        real = torch.cat([torch.ones_like(scores[::2]), torch.zeros_like(scores[::2])])
+        first = 2 * binary_cross_entropy_with_logits(scores, real)
+        if penalty:
+            between = (0.3 * batch["x"] + 0.7 * fake).requires_grad_()
+            (grad,) = torch.autograd.grad(net.critic(between).sum(), between, create_graph=True)
+            first = first + 10 * (grad.norm(dim=1) - 1).square().mean()
+        critics.zero_grad()
+        first.backward()
+        nn.utils.clip_grad_norm_(net.critic.parameters(), 0.5)
+        critics.step()
+        second = softplus(-net.critic(net.generator(batch["z"]))).mean()
+        generators.zero_grad()
+        second.backward()
+        nn.utils.clip_grad_norm_(net.generator.parameters(), 0.5)
+        generators.step()
+        losses.append({"critic": first.item(), "generator": second.item()})
+    return losses, net.state_dict()
+
+
+def distillation_by_hand() -> Found:
+    net, losses = start(Distilled), list[dict[str, float]]()
+    optimizer = adam(net.student.parameters())
+    for batch in batches():
+        with torch.no_grad():
+            target = net.teacher(batch["x"]).softmax(-1)
+        loss = nn.functional.cross_entropy(net.student(batch["x"]), target)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append({"student": loss.item()})
+    return losses, net.state_dict()
+
+
+def actor_critic_by_hand() -> Found:
+    net, losses = start(ActorCritic), list[dict[str, float]]()
+    critics, actors = momentum(net.critic.parameters()), adam(net.actor.parameters())
+    for step, batch in enumerate(batches()):
+        critics.param_groups[0]["lr"] = 5e-2 * min(1.0, (step + 1) / 3)
+        value = nn.functional.mse_loss(net(batch["x"], batch["y"]), batch["z"][:, 0])
+        critics.zero_grad()
+        value.backward()
+        critics.step()
+        losses.append({"critic": value.item()})
+        if step % 2 == 0:
+            actors.param_groups[0]["lr"] = 2e-2 * 0.8**step
+            policy = -net(batch["x"]).mean()
+            actors.zero_grad()
+            policy.backward()
+            actors.step()
+            losses[-1]["actor"] = policy.item()
+    return losses, net.state_dict()
+
+
+def same(found: Found, expected: Found) -> None:
+    assert found[0] == [pytest.approx(one, rel=2e-5) for one in expected[0]]
+    assert found[1].keys() == expected[1].keys()
+    for name, values in expected[1].items():
+        torch.testing.assert_close(found[1][name], values, rtol=2e-4, atol=2e-5)
+
+
+CASES: Mapping[str, tuple[Callable[[], dict[str, Any]], Callable[[], Found]]] = {
+    "gan": (gan, gan_by_hand),
+    "distillation": (distillation, distillation_by_hand),
+    "actor-critic": (actor_critic, actor_critic_by_hand),
+}
+
+
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("case", CASES)
+def test_each_phase_is_that_of_a_loop_by_hand(case: str, plan: str, tmp_path: Path) -> None:
+    how, by_hand = CASES[case]
+    same(trained(job(**how()), plan, tmp_path / "run"), by_hand())
+
+
+@pytest.mark.parametrize("plan", ["single", "dp=2", "dp=2 micro=3", "fsdp=2 zero=2"])
+def test_a_loss_may_have_gradients_of_gradients(plan: str, tmp_path: Path) -> None:
+    same(trained(job(**gan(penalised_loss)), plan, tmp_path / "run"), gan_by_hand(penalty=True))
+
+
+@pytest.mark.parametrize("plans", [("dp=2", "fsdp=2"), ("fsdp=2 zero=2", "single")])
+def test_a_run_goes_on_under_another_plan(plans: tuple[str, str], tmp_path: Path) -> None:
+    given, (before, after) = job(**gan()), plans
+    trained(given, before, tmp_path / "run", steps=3)
+    losses, values = trained(given, after, tmp_path / "run", resume=True)
+    expected = gan_by_hand()
+    same((losses, values), expected)
+
+
+def test_each_phase_draws_numbers_of_its_own_that_come_again() -> None:
+    drawn: list[float] = []
+
+    class Noisy(Gan):
+        def forward(self, x: Tensor, z: Tensor, phase: str) -> tuple[Tensor, ...]:
+            drawn.append(torch.rand(()).item())
+            return super().forward(x, z, phase)
+
+    for _ in range(2):
+        step, loader = px.build(job(**(gan() | {"model": Noisy})))
+        torch.manual_seed(len(drawn))
+        for batch in loader:
+            step(batch)
+    assert len(set(drawn)) == 2 * STEPS
+    assert drawn[: 2 * STEPS] == drawn[2 * STEPS :]
+
+
+def test_evaluation_is_of_the_first_phase(tmp_path: Path) -> None:
+    given = job(**distillation(), evaluate=lambda: rows(1), best=px.Best())
+    found = {}
+    for plan in ("single", "dp=2", "fsdp=2"):
+        trained(given, plan, tmp_path / plan)
+        (event,) = px.load(tmp_path / plan, given).events("evaluate")
+        found[plan] = event["loss"]
+    assert found["dp=2"] == pytest.approx(found["single"], rel=1e-5)
+    assert found["fsdp=2"] == pytest.approx(found["single"], rel=1e-5)
+
+
+@pytest.mark.parametrize("plan", ["dp=2 micro=3", "fsdp=2", "fsdp=2 zero=2", "threads=2"])
+@pytest.mark.parametrize("case", CASES)
+def test_a_proof_takes_the_same_phases_in_plain_pytorch(case: str, plan: str) -> None:
+    proof = px.prove(job(**CASES[case][0]()), plan, steps=5)
+    assert proof.equal, (proof.first, proof.cause)
+    assert proof.reference == "a plain PyTorch loop"
+    assert {one.name for one in proof.gradients} == {
+        one.name for one in proof.parameters if one.relative or one.allowed
+    }
+
+
+def test_a_proof_sees_a_phase_that_is_not_the_one_of_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(px.Phase, "turn", lambda self, step: True)
+    proof = px.prove(job(**actor_critic()), "dp=2", steps=4)
+    assert not proof.equal
+    assert "step 1" in proof.first
+
+
+REFUSED = {
+    "tp=2": "weights are cut",
+    "pp=2 micro=2": "the model is cut",
+    "cp=2": "sequences are cut",
+    "ep=2": "experts lie",
+    "dp=2 server=1": "servers apply one update",
+    "dp=2 sync=local every=2": "replicas that step by themselves",
+    "dp=2 sync=diloco every=2": "replicas that step by themselves",
+    "compile=true": "compiled anew",
+    "precision=fp16": "a loss scale follows",
+    "recompute=full": "what is recomputed",
+    "dp=2 compress=fp16": "what is left out",
+    "dp=2 shares=3,1": "shares follow",
+    "fsdp=2 offload=optimizer": "what is on the host",
+}
+
+
+@pytest.mark.parametrize("plan", REFUSED)
+def test_other_plans_are_refused(plan: str, tmp_path: Path) -> None:
+    with pytest.raises(px.PhalanxError, match=REFUSED[plan]):
+        px.fit(job(**gan()), plan, folder=tmp_path / "run")
+    assert not (tmp_path / "run" / "events.jsonl").exists()
+
+
+def test_gradients_of_gradients_are_refused_where_parameters_are_gathered(tmp_path: Path) -> None:
+    with pytest.raises(px.PhalanxError, match="gradients of gradients"):
+        px.fit(job(**gan(penalised_loss)), "fsdp=2", folder=tmp_path / "run")
+
+
+def test_a_forecast_is_refused_and_training_goes_on_without(tmp_path: Path) -> None:
+    with pytest.raises(px.PhalanxError, match="a forecast prices one"):
+        px.forecast(job(**gan()), "dp=8", "8xH100")
+    with pytest.raises(px.PhalanxError, match="a mask by sample"):
+        px.prove(job(**gan()), "dp=2", dropout=True)
+    with pytest.raises(px.PhalanxError, match="a forecast prices one"):
+        px.plan(job(**gan()), "8xH100")
+    run = px.fit(job(**gan()), "dp=2", folder=tmp_path / "run")
+    assert not list(run.events("forecast"))
+    assert len(run.losses) == STEPS
+
+
+def phase(**how: Any) -> px.Phase:
+    given: dict[str, Any] = {"name": "critic", "parameters": "critic.*", "loss": critic_loss, "optimizer": adam, **how}
+    return px.Phase(**given)
+
+
+WRONG: Mapping[str, tuple[Callable[[], Any], str]] = {
+    "nothing beside": (lambda: job(model=Gan), "or phases with losses and optimizers"),
+    "loss beside": (lambda: job(model=Gan, phases=[phase()], loss=critic_loss), "each phase has its own"),
+    "optimizer beside": (lambda: job(model=Gan, phases=[phase()], optimizer=adam), "each phase has its own"),
+    "whole batch": (lambda: job(model=Gan, phases=[phase()], loss_over="batch"), 'loss_over="samples"'),
+    "no phases": (lambda: job(model=Gan, phases=["critic"]), "a list of px.Phase"),
+    "one name twice": (lambda: job(model=Gan, phases=[phase(), phase()]), "two phases called critic"),
+    "first not in each": (lambda: job(model=Gan, phases=[phase(every=2)]), "a first phase with every=1"),
+    "every": (lambda: phase(every=0), "a whole number of steps"),
+    "patterns": (lambda: phase(parameters=[]), "names of parameters"),
+    "loss": (lambda: phase(loss=3), "phase.loss"),
+    "inputs": (lambda: phase(inputs=3), "phase.inputs"),
+    "schedule": (lambda: phase(schedule=3), "phase.schedule"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_is_wrong_is_said(name: str) -> None:
+    made, words = WRONG[name]
+    with pytest.raises(px.PhalanxError, match=words):
+        made()
+
+
+@pytest.mark.parametrize("plan", ["single", "dp=2"])
+def test_patterns_are_held_against_the_model(plan: str, tmp_path: Path) -> None:
+    given = job(model=Gan, phases=[phase(), phase(name="other", parameters="critc.*")])
+    with pytest.raises(px.PhalanxError, match=r"near it: critic\.\*"):
+        px.fit(given, plan, folder=tmp_path / "one")
+    given = job(model=Gan, phases=[phase(), phase(name="other", parameters="*.weight")])
+    with pytest.raises(px.PhalanxError, match="the phases critic and other both update"):
+        px.fit(given, plan, folder=tmp_path / "two")
+
+
+def test_what_no_phase_updates_is_told(tmp_path: Path) -> None:
+    run = px.fit(job(**distillation()), "single", folder=tmp_path / "run")
+    assert any("no phase updates 4 parameters" in event["message"] for event in run.events("warning"))
+
+
+def test_a_parameter_without_a_gradient_in_its_phase_is_named(tmp_path: Path) -> None:
+    given = job(model=Gan, phases=[phase(parameters="*")])
+    with pytest.raises(px.PhalanxError, match="generator"):
+        px.fit(given, "dp=2", folder=tmp_path / "run")
