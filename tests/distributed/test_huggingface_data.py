@@ -104,6 +104,12 @@ def test_lists_that_torch_would_turn_on_their_side_are_refused(data: Callable[[]
         fit("single", tmp_path / "run", data=data)
 
 
+def test_so_are_those_to_evaluate_on(tmp_path: Path) -> None:
+    with pytest.raises(SpecError, match=r"(?s)job\.evaluate: .*columns of lists.*evaluate=lambda"):
+        fit("dp=2", tmp_path / "run", evaluate=rows)
+    fit("dp=2", tmp_path / "run", evaluate=lambda: rows().with_format("torch"), epochs=None, steps=1)
+
+
 class StatefulDataLoader:
     """What torchdata's offers, without its being a ``DataLoader`` of torch."""
 

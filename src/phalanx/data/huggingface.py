@@ -8,10 +8,11 @@ from typing import Any
 from phalanx.errors import SpecError
 
 
-def refuse_lists(dataset: Any, collate: Any) -> None:
+def refuse_lists(dataset: Any, collate: Any, where: str = "job.data") -> None:
     """Refuse a ``datasets`` table or stream of Python lists that torch's default collation would join.
 
     It takes the first number of each sample, then the second, and so on: as many tensors as a list has numbers.
+    ``where`` the dataset stands in the job.
 
     Raises:
         SpecError: if ``dataset`` is such, and the job has no ``collate``.
@@ -24,7 +25,8 @@ def refuse_lists(dataset: Any, collate: Any) -> None:
     if lists:
         given = f"a datasets.{kind.__name__} without a format, with columns of lists ({', '.join(lists)})"
         allowed = "one that gives tensors, or a job with a collate: torch's own would turn lists on their side"
-        raise SpecError.of("job.data", given, allowed, 'data=lambda: dataset.with_format("torch")')
+        fix = f'{where.removeprefix("job.")}=lambda: dataset.with_format("torch")'
+        raise SpecError.of(where, given, allowed, fix)
 
 
 def _formatted(dataset: Any) -> bool:

@@ -64,7 +64,6 @@ class Loader:
             SpecError: if data and job do not go together: no sample, all samples dropped, a stream to be shuffled,
                 a sampler that gives what the data do not have, or neither map-style data nor a stream.
         """
-        refuse_lists(dataset, job.collate)
         stream = is_stream(dataset)
         dataset = rewound(dataset) if stream else dataset
         self._anew = partial(Loader, dataset, job, lane, micro=micro, total_steps=total_steps, pin_memory=pin_memory)
@@ -167,6 +166,7 @@ def evaluation_batches(dataset: Any, job: Job, lane: Lane, *, micro: int | None)
 
 def _sampler(dataset: Any, job: Job, *, once: bool = False) -> GlobalBatchSampler:
     """``once``: each sample once and in order."""
+    refuse_lists(dataset, job.collate, "job.evaluate" if once else "job.data")
     if isinstance(dataset, Mixture) and not once and job.sampler != dataset.sampler:
         given = f"{'none' if job.sampler is None else 'another'} with a px.Mixture as data"
         allowed = "the mixture's own, which has so many samples of each source in an epoch"
@@ -209,6 +209,7 @@ def _stream_reader(dataset: Any, job: Job, dealing: BatchSplitter, steps: tuple[
         given = f"shuffle=True with a stream ({type(dataset).__name__})"
         allowed = "None or False: a stream keeps its own order; shuffle inside it, by its set_epoch(epoch)"
         raise SpecError([Problem(where="job.shuffle", given=given, allowed=allowed, fix="shuffle=None")])
+    refuse_lists(dataset, job.collate)
     return StreamReader(
         dataset=dataset,
         batch=job.batch,
