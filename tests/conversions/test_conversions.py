@@ -21,6 +21,7 @@ import pytest
 import sklearn.datasets  # noqa: F401  here: it sets environment variables
 
 import phalanx as px
+from longer import longer
 from phalanx.launch.jobfile import load_job
 
 FOLDER = Path(__file__).parent
@@ -52,8 +53,13 @@ CONVERSIONS = {
     )
 }
 PLANS = ("single", "dp=2", "fsdp=2 zero=3", "tp=2")
-TRIED = [(name, plan) for name in ("from_ddp", "from_transformers_trainer") for plan in PLANS]
-TRIED += [(name, plan) for name in ("from_accelerate", "from_lightning") for plan in ("dp=2", "fsdp=2 zero=3")]
+TRIED = [
+    *(("from_ddp", plan) for plan in PLANS),
+    *longer(*(("from_transformers_trainer", plan) for plan in ("single", "fsdp=2 zero=3"))),
+    *(("from_transformers_trainer", plan) for plan in ("dp=2", "tp=2")),
+    *((name, "dp=2") for name in ("from_accelerate", "from_lightning")),
+    *longer(*((name, "fsdp=2 zero=3") for name in ("from_accelerate", "from_lightning"))),
+]
 
 
 def python(*words: str, folder: Path) -> str:
@@ -68,7 +74,7 @@ def python(*words: str, folder: Path) -> str:
 @cache
 def before(name: str, folder: Path) -> dict[str, float]:
     """What the script prints at its end."""
-    folder.mkdir()
+    folder.mkdir(exist_ok=True)
     printed = python(*CONVERSIONS[name].start, str(FOLDER / name / "before.py"), folder=folder)
     found = re.search(r"accuracy ([\d.]+) loss ([\d.]+)", printed)
     assert found, printed

@@ -77,6 +77,7 @@ def main():
         accuracy, loss = evaluate(model.module, device)
         print(f"accuracy {accuracy:.6f} loss {loss:.6f}")
         torch.save(model.module.state_dict(), "model.pt")
+    dist.barrier()  # none leaves while another is still at it
     dist.destroy_process_group()
 
 
