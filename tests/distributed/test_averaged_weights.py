@@ -25,7 +25,17 @@ from phalanx.verify.witness.initial import initial_model
 STEPS = 8
 EMA = px.Average(decay=0.7)
 MEAN = px.Average(kind="mean", start=2, every=2)
-PLANS = ("single", "dp=2", "threads=2", "fsdp=2", "fsdp=2 zero=1", "fsdp=2 zero=2", "tp=2", "pp=2")
+PLANS = (
+    "single",
+    "dp=2",
+    "threads=2",
+    "fsdp=2",
+    "fsdp=2 zero=1",
+    "fsdp=2 zero=2",
+    "tp=2",
+    "pp=2",
+    "dp=2 offload=optimizer",
+)
 
 
 class Net(nn.Module):
