@@ -132,7 +132,7 @@ def test_is_that_of_one_device(plan: str, how: px.Average, tmp_path: Path) -> No
 @pytest.mark.parametrize("how", [EMA, MEAN], ids=["ema", "mean"])
 @pytest.mark.parametrize(("first", "then"), [("dp=2", "fsdp=2"), ("tp=2", "pp=2"), ("fsdp=2 zero=1", "single")])
 def test_goes_on_under_another_plan(first: str, then: str, how: px.Average, tmp_path: Path) -> None:
-    fit(first, tmp_path / "run", **averaging(how, steps=3))
+    fit(first, tmp_path / "run", **averaging(how, steps=5))
     assert_averaged(fit(then, tmp_path / "run", resume=True, **averaging(how)), how)
 
 
