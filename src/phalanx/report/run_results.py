@@ -113,7 +113,8 @@ class Run:
 
         Args:
             event: the events that become rows: ``"step"``, ``"checkpoint"``, or ``"evaluate"``, whose ``metrics`` get
-                a column each. A step that was taken again after a resume counts as it went the last time.
+                a column each; of ``"step"`` the loss of each phase has one, such as ``loss.critic``. A step that was
+                taken again after a resume counts as it went the last time.
 
         Raises:
             SpecError: events of another name were asked for.
@@ -238,10 +239,11 @@ class Run:
 
 
 def _row(event: dict[str, Any]) -> dict[str, Any]:
-    """An event as columns: those of a dictionary in it stand beside the others."""
+    """An event as columns: those of a dictionary in it stand beside the others; of a phase ``loss.critic``."""
     row = {name: value for name, value in event.items() if name != "event" and not isinstance(value, dict)}
-    for value in event.values():
-        row |= value if isinstance(value, dict) else {}
+    for name, value in event.items():
+        if isinstance(value, dict):
+            row |= {f"loss.{key}": loss for key, loss in value.items()} if name == "losses" else value
     return row
 
 

@@ -33,6 +33,7 @@ class TensorBoard(Viewer):
                     "train/loss": event["loss"],
                     "train/lr": event["lr"],
                     "train/grad_norm": event["grad_norm"],
+                    **{f"train/loss/{phase}": loss for phase, loss in event.get("losses", {}).items()},
                     "speed/samples_per_second": event["samples"] / event["seconds"] if event["seconds"] > 0 else None,
                 }
                 self._write(scalars, event["step"] + 1)
