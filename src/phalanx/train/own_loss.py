@@ -69,4 +69,5 @@ def _is_library_loss(base: nn.Module, outputs: frozenset[str]) -> bool:
 
 def _without_adapters(module: nn.Module) -> Any:
     """The model that peft has put adapters into; the module itself where that is none."""
-    return module.get_base_model() if hasattr(module, "peft_config") else module  # pyright: ignore
+    whole: Any = module
+    return whole.get_base_model() if hasattr(module, "get_base_model") else module
