@@ -63,13 +63,13 @@ class TokenFile(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
     end_of_text: int | None = None
     begin_of_text: int | None = None
     skip_bytes: int = 0
-    _parts: tuple[_Part, ...] = field(init=False, repr=False)
+    _parts: tuple[_FilePart, ...] = field(init=False, repr=False)
     _ends: np.ndarray = field(init=False, repr=False)  # windows up to the end of each file
 
     def __post_init__(self) -> None:
         if problems := _problems(self):
             raise SpecError(problems)
-        parts = tuple(_Part.of(path, np.dtype(self.dtype), self.skip_bytes) for path in _paths(self.files))
+        parts = tuple(_FilePart.of(path, np.dtype(self.dtype), self.skip_bytes) for path in _paths(self.files))
         windows = [max(0, part.tokens - self.shifted) // self.length for part in parts]
         if not sum(windows):
             given = f"{self.length}, with {max(part.tokens for part in parts)} tokens in the largest file"
@@ -134,7 +134,7 @@ def _places(begins: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Part:
+class _FilePart:
     """One file, with ``offset`` bytes before its tokens."""
 
     path: str
