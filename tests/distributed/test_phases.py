@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -309,6 +310,61 @@ def test_a_proof_sees_a_phase_that_is_not_the_one_of_the_job(monkeypatch: pytest
     assert "step 1" in proof.first
 
 
+class Deep(nn.Module):
+    """Networks of blocks, which are gathered one by one, and of which each phase calls others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(3, 5)
+        self.generator = nn.ModuleList(perceptron(5, 5) for _ in range(3))
+        self.critic = nn.ModuleList(perceptron(5, 5) for _ in range(2))
+        self.score = nn.Linear(5, 1)
+
+    def forward(self, x: Tensor, z: Tensor, phase: str) -> tuple[Tensor, ...]:
+        fake = self.first(z)
+        for block in self.generator:
+            fake = fake + block(fake)
+        if phase == "generator":
+            return (self.judged(fake),)
+        fake = fake.detach()
+        return self.judged(x), self.judged(fake), fake, fake
+
+    def judged(self, x: Tensor) -> Tensor:
+        for block in self.critic:
+            x = x + block(x)
+        return self.score(x)
+
+
+@pytest.mark.parametrize("plan", ["dp=2", "fsdp=2", "fsdp=2 zero=2", "dp=2 fsdp=2 micro=2"])
+def test_networks_of_blocks_are_trained_as_on_one_device(plan: str) -> None:
+    critic = px.Phase(name="critic", parameters=["critic.*", "score.*"], loss=critic_loss, optimizer=adam)
+    own = ["first.*", "generator.*"]
+    generator = px.Phase(name="generator", parameters=own, loss=generator_loss, optimizer=momentum, every=2)
+    proof = px.prove(job(model=Deep, phases=[critic, generator]), plan, steps=4)
+    assert proof.equal, (proof.first, proof.cause)
+
+
+def overflowing(output: tuple[Tensor, ...], batch: Mapping[str, Tensor]) -> Tensor:
+    loss = generator_loss(output, batch)
+    return loss * math.nan if batch["x"][0, 0] == rows()[16]["x"][0] else loss
+
+
+@pytest.mark.parametrize("plan", ["single", "dp=2"])
+def test_a_phase_whose_loss_is_not_finite_stops_the_run_or_is_left_out(plan: str, tmp_path: Path) -> None:
+    how = gan()
+    generator = px.Phase(name="generator", parameters="generator.*", loss=overflowing, optimizer=momentum)
+    given = job(model=Gan, phases=[how["phases"][0], generator])
+    with pytest.raises(px.PhalanxError, match="the loss of the phase generator in step 1 is nan"):
+        px.fit(given, plan, folder=tmp_path / "stopped")
+    losses, _ = trained(given, plan, tmp_path / "on", on_nonfinite="skip")
+    assert [sorted(name for name, loss in each.items() if loss is None) for each in losses] == [
+        ["generator"] if step % 3 == 1 else [] for step in range(STEPS)
+    ]
+    run = px.load(tmp_path / "on")
+    assert [event["skipped"] for event in run.events("step")] == [False, True, False] * 2
+    assert list(run.metrics()["loss.critic"]) == [each["critic"] for each in losses]
+
+
 REFUSED = {
     "tp=2": "weights are cut",
     "pp=2 micro=2": "the model is cut",
@@ -386,6 +442,24 @@ def test_patterns_are_held_against_the_model(plan: str, tmp_path: Path) -> None:
     given = job(model=Gan, phases=[phase(), phase(name="other", parameters="*.weight")])
     with pytest.raises(px.PhalanxError, match="the phases critic and other both update"):
         px.fit(given, plan, folder=tmp_path / "two")
+
+
+def test_a_tied_parameter_is_of_one_phase(tmp_path: Path) -> None:
+    class Tied(Gan):
+        def __init__(self) -> None:
+            super().__init__()
+            self.critic[2].bias = self.generator[0].bias = nn.Parameter(torch.zeros(1))
+
+    given = job(model=Tied, phases=[phase(), phase(name="generator", parameters="generator.*")])
+    with pytest.raises(px.PhalanxError, match=r"generator\.0\.bias, which the phases critic and generator both update"):
+        px.fit(given, "single", folder=tmp_path / "run")
+
+
+def test_a_checkpoint_of_other_optimizers_is_refused(tmp_path: Path) -> None:
+    trained(job(**gan()), "single", tmp_path / "run", steps=2)
+    other = job(model=Gan, phases=[phase(optimizer=momentum), gan()["phases"][1]])
+    with pytest.raises(px.PhalanxError, match="critic: Adam, generator: SGD"):
+        trained(other, "single", tmp_path / "run", resume=True)
 
 
 def test_what_no_phase_updates_is_told(tmp_path: Path) -> None:

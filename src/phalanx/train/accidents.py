@@ -93,8 +93,11 @@ class Accidents:
         left_out: steps whose update is not made when they come again, and why.
     """
 
-    def __init__(self, run: RunSpec | None = None, write: Callable[..., None] | None = None) -> None:
-        """``write`` appends an event to the run's log."""
+    def __init__(
+        self, run: RunSpec | None = None, write: Callable[..., None] | None = None, *, phase: str = ""
+    ) -> None:
+        """``write`` appends an event to the run's log; ``phase``: the one whose losses these are of, by name."""
+        self._phase, self._in = phase, f"of the phase {phase} in step" if phase else "of step"
         self._answer: Answer = run.on_nonfinite if run else "stop"
         self._answer_to_spikes: Answer = run.on_spike if run else "stop"
         self._spikes = LossSpikes(run.spike if run else None)
@@ -113,12 +116,12 @@ class Accidents:
         ``overflows``: numbers that are not finite are what loss scaling makes of a scale that is too large.
         """
         if not overflows and not math.isfinite(loss):
-            return Accident(step=step, kind="loss", told=f"the loss of step {step} is {loss}")
+            return Accident(step=step, kind="loss", told=f"the loss {self._in} {step} is {loss}")
         if not overflows and not math.isfinite(norm):
-            told = f"the gradient of step {step} is not finite, and its loss is {loss:.4g}"
+            told = f"the gradient {self._in} {step} is not finite, and its loss is {loss:.4g}"
             return Accident(step=step, kind="gradient", told=told)
         if math.isfinite(loss) and (spike := self._spikes.describe(loss)):
-            return Accident(step=step, kind="spike", told=f"the loss of step {step} is a spike: {spike}")
+            return Accident(step=step, kind="spike", told=f"the loss {self._in} {step} is a spike: {spike}")
         return None
 
     def begins(self, step: Step) -> None:
@@ -243,7 +246,12 @@ class Accidents:
         if accident.kind == "parameter":
             lines.append(f"    try: {self._way_on}")
             return GradientError("\n".join(lines))
-        lines.append("    No update was made of it: parameters are those of the step before.")
+        kept = (
+            "phases before it in the step have made theirs"
+            if self._phase
+            else "parameters are those of the step before"
+        )
+        lines.append(f"    No update was made of it: {kept}.")
         if accident.kind == "spike":
             lines.append("    try: --resume --on-spike skip, or a larger --spike")
             return LossError("\n".join(lines))

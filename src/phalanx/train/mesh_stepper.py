@@ -94,7 +94,8 @@ def rank_of_mesh(
                 parameters=assembly.parameters,
                 notes=assembly.notes,
             )
-            assembly.step.meets_accidents(lambda: Accidents(run, _event_writer(run, place, recorder)))
+            writer = _event_writer(run, place, recorder)
+            assembly.step.meets_accidents(lambda phase: Accidents(run, writer, phase=phase))
             with MeshStepper(job, run, place, assembly, recorder, link) as stepper:
                 yield stepper, recorder
 

@@ -61,11 +61,11 @@ class PhasedStep(Step):
         self._finished(batch, metrics)
         return metrics
 
-    def meets_accidents(self, made: Callable[[], Accidents]) -> None:
+    def meets_accidents(self, made: Callable[[str], Accidents]) -> None:
         """Losses of one phase are no measure of another's: each meets its own."""
         super().meets_accidents(made)
-        for _, step in self.phases:
-            step.meets_accidents(made)
+        for phase, step in self.phases:
+            step.accidents = made(phase.name)
 
     def saved(self, steps: int) -> None:
         super().saved(steps)

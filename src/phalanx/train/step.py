@@ -252,9 +252,9 @@ class Step:
         if self.sharing is not None:
             self.sharing.stepped(batch)
 
-    def meets_accidents(self, made: Callable[[], Accidents]) -> None:
-        """From now on accidents are met as those that ``made`` gives say."""
-        self.accidents = made()
+    def meets_accidents(self, made: Callable[[str], Accidents]) -> None:
+        """From now on accidents are met as those say that ``made`` gives for a phase, or for ``""``, all there is."""
+        self.accidents = made("")
 
     def saved(self, steps: int) -> None:
         """A checkpoint was written after so many steps."""
