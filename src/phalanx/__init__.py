@@ -9,7 +9,20 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from phalanx.api import Run, build, fit, forecast, load, plan, prove, start
-    from phalanx.config import Average, Best, Cluster, Job, Loss, Phase, Plan, Pretrained, RunSpec, Sampler, Schedule
+    from phalanx.config import (
+        Average,
+        Best,
+        Clip,
+        Cluster,
+        Job,
+        Loss,
+        Phase,
+        Plan,
+        Pretrained,
+        RunSpec,
+        Sampler,
+        Schedule,
+    )
     from phalanx.config.model_loss import model_loss
     from phalanx.config.params import param, params
     from phalanx.data import Mixture, Table, TokenFile, buckets, document_mask, weighted
@@ -24,7 +37,7 @@ __version__ = "0.1.0"
 
 _WHERE = {
     **dict.fromkeys(("Run", "build", "fit", "forecast", "load", "plan", "prove", "start"), "phalanx.api"),
-    **dict.fromkeys(("Average", "Best", "Cluster", "Job", "Loss", "Phase", "Plan"), "phalanx.config"),
+    **dict.fromkeys(("Average", "Best", "Clip", "Cluster", "Job", "Loss", "Phase", "Plan"), "phalanx.config"),
     **dict.fromkeys(("Pretrained", "RunSpec"), "phalanx.config"),
     **dict.fromkeys(("Sampler", "Schedule"), "phalanx.config"),
     **dict.fromkeys(("accuracy", "cross_entropy", "mse", "next_token_loss"), "phalanx.train.loss"),
@@ -44,6 +57,7 @@ __all__ = [
     "LARS",
     "Average",
     "Best",
+    "Clip",
     "Cluster",
     "Hosts",
     "Job",

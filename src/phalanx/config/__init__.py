@@ -1,6 +1,7 @@
 """What people write and files carry. Importing it imports no torch."""
 
 from phalanx.config.averaging import Average
+from phalanx.config.clip import Clip
 from phalanx.config.cluster import Cluster, Group
 from phalanx.config.device import Device, Host, Link, Network
 from phalanx.config.job import Best, Job, Loss, Pretrained
@@ -13,6 +14,7 @@ from phalanx.config.schedule import Schedule
 __all__ = [
     "Average",
     "Best",
+    "Clip",
     "Cluster",
     "Device",
     "Group",

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
 from phalanx.config.averaging import Average
+from phalanx.config.clip import Clip
 from phalanx.config.fields import FieldKind, is_number, is_whole, misfits
 from phalanx.config.model_loss import loss_problems
 from phalanx.config.own_sampler import Sampler, beside_sampler, sampler_problems
@@ -128,7 +129,7 @@ class Job:
         workers: processes a rank that load data; 0 loads in the training process.
         prefetch: batches each of the ``workers`` loads ahead; 2 where not given.
         schedule: the factor on the learning rate; a function of the step stands for ``px.Schedule(function=...)``.
-        clip: largest global L2 norm of the gradient; ``None`` does not clip.
+        clip: largest global L2 norm of the gradient, or a ``px.Clip``; ``None`` does not clip.
         evaluate: builds the evaluation data (map-style), of which each sample counts exactly once.
         metrics: ``metrics(output, batch)`` gives a dict of name → ``Loss(sum, count)``, evaluated with the loss.
         evaluate_every: optimizer steps between evaluations; 0: at the end only.
@@ -167,7 +168,7 @@ class Job:
     workers: int = 0
     prefetch: int | None = None
     schedule: Schedule | Callable[[int], Any] = field(default_factory=Schedule)
-    clip: float | None = None
+    clip: float | Clip | None = None
     evaluate: Callable[[], Any] | None = None
     metrics: Callable[[Any, Any], dict[str, Any]] | None = None
     evaluate_every: int = 0
@@ -186,6 +187,11 @@ class Job:
     def lr_schedule(self) -> Schedule:
         """``schedule``, also where that is given as a function."""
         return Schedule.of(self.schedule)
+
+    @property
+    def clipping(self) -> Clip | None:
+        """``clip``, also where that is given as a number."""
+        return Clip.of(self.clip)
 
     def __post_init__(self) -> None:
         problems = _problems(self) + sampler_problems(self.sampler) + beside_sampler(self.sampler, self.shuffle)
@@ -220,8 +226,8 @@ def _problems(job: Job) -> list[Problem]:
     elif job.prefetch is not None and job.workers == 0:
         allowed = "only together with workers=1 or more, which load ahead"
         wrong("prefetch", allowed, f"workers=2, prefetch={job.prefetch}")
-    if job.clip is not None and not (is_number(job.clip) and job.clip > 0):
-        wrong("clip", "a number above 0, or None", "clip=1.0")
+    if not (job.clip is None or isinstance(job.clip, Clip) or (is_number(job.clip) and job.clip > 0)):
+        wrong("clip", "a number above 0, a px.Clip, or None", "clip=1.0")
     for name, choices in _CHOICES.items():
         if getattr(job, name) not in choices:
             wrong(name, ", ".join(choices), f'{name}="{choices[-1]}"')

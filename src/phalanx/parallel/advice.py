@@ -126,8 +126,9 @@ def _apart(job: Job, plan: Plan) -> list[str]:
         "loss, count and gradient norm of a step are those of the first replica's share; each averaging tells the mean "
         "loss of all replicas."
     ]
-    if job.clip is not None:
-        found.append("each replica clips by the norm of its own gradient.")
+    if job.clipping is not None:
+        by = "the norm of its own gradient" if job.clipping.value is None else "each value of its own gradient"
+        found.append(f"each replica clips by {by}.")
     return found
 
 

@@ -34,17 +34,17 @@ def same_length(length: int | None, where: str, everyone: Everyone = from_every_
 
 
 def same_groups(groups: int, everyone: Everyone = from_every_rank) -> None:
-    """Refuse an optimizer under a scheduler that has other groups on some rank. Collective.
+    """Refuse an optimizer that has other groups on some rank, where they are known by their place. Collective.
 
     Raises:
-        DataError: with the number on each rank. A scheduler keeps a rate for each group, by its place.
+        DataError: with the number on each rank. A scheduler keeps a rate for each group, and clipping takes a norm.
     """
     counts = everyone(groups)
     if len(set(counts)) > 1:
         by_rank = ", ".join(f"rank {rank}: {count}" for rank, count in enumerate(counts))
         raise DataError(
             f"job.optimizer makes another number of parameter groups on each rank: {by_rank}.\n"
-            "    A scheduler keeps a rate for each group, by its place.\n"
+            "    A scheduler keeps a rate for each group, by its place, and px.Clip(per='group') takes a norm.\n"
             "    try: the same groups on every rank, where need be with no parameters in them"
         )
 

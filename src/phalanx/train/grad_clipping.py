@@ -1,13 +1,15 @@
-"""Gradients as one vector over all ranks: scaling, the true global norm, clipping."""
+"""Gradients as one vector over all ranks: scaling, the true global norm, clipping by norms and by values."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import final
 
 import torch
 import torch.distributed as dist
 
 from phalanx.comm import is_dtensor, local
+from phalanx.config import Clip
 from phalanx.parallel import RankHoldings, TensorShard
 
 
@@ -33,6 +35,77 @@ def add_up_rows(parameters: Iterable[torch.Tensor]) -> None:
     for tensor in parameters:
         if tensor.grad is not None and tensor.grad.is_sparse:
             tensor.grad = tensor.grad.coalesce()
+
+
+@final
+class Clipping:
+    """Clips the gradients that a rank holds as the job says."""
+
+    def __init__(self, clip: Clip | None, held: RankHoldings, optimizer: torch.optim.Optimizer) -> None:
+        self._clip, self._held, self._optimizer = clip, held, optimizer
+        self.by_whole_norm = clip is not None and clip.by_whole_norm
+
+    def __call__(self, norm: torch.Tensor) -> None:
+        """Clip them in place; ``norm`` is that of all where this is ``by_whole_norm``. Collective where it is not."""
+        how, held = self._clip, self._held
+        if how is None:
+            return
+        grads = local_gradients(held.parameters.values())
+        if how.value is not None:
+            clip_values(grads, how.value)
+        elif how.norm is not None and how.by_whole_norm:
+            clip(grads, norm, how.norm)
+        elif how.norm is not None:
+            groups = self._optimizer.param_groups if how.per == "group" else [{"params": [*held.parameters.values()]}]
+            norms = norms_of_groups(held, [group["params"] for group in groups], largest=how.norm_type != 2)
+            for group, one in zip(groups, norms.unbind(), strict=True):
+                clip(local_gradients(group["params"]), one, how.norm)
+
+
+def norms_of_groups(held: RankHoldings, groups: Sequence[Sequence[torch.Tensor]], *, largest: bool) -> torch.Tensor:
+    """Norms over the gradients of each of ``groups`` on all ranks, which all have as many: one a group, everywhere.
+
+    L2 norms, or with ``largest`` the largest absolute values.
+    """
+    place = {id(tensor): index for index, group in enumerate(groups) for tensor in group}
+    shared: dict[tuple[dist.ProcessGroup, ...], list[list[torch.Tensor]]] = {}
+    device = next(iter(held.parameters.values()), next(held.module.parameters())).device
+    for name, tensor in held.parameters.items():
+        grad = tensor.grad
+        if grad is None or (over := _groups(grad, held.slices.get(name))) is None:
+            continue
+        device = grad.device
+        shared.setdefault(over, [[] for _ in groups])[place[id(tensor)]].append(local(grad))
+    found = torch.zeros(len(groups), dtype=_wide(device), device=device)
+    how = dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM
+    for over, each in shared.items():
+        part = torch.stack(
+            [_largest(one, device) if largest else _sum_of_squares(one, device, quick=False) for one in each]
+        )
+        for group in over:
+            dist.all_reduce(part, how, group=group)
+        found = torch.maximum(found, part) if largest else found + part
+    if held.stages is not None:
+        dist.all_reduce(found, how, group=held.stages)
+    return found if largest else found.sqrt()
+
+
+def _largest(grads: list[torch.Tensor], device: torch.device) -> torch.Tensor:
+    each = [_elements(grad).abs().max().to(_wide(device)) for grad in grads if grad.numel()]
+    return torch.stack(each).max() if each else torch.zeros((), dtype=_wide(device), device=device)
+
+
+def clip_values(grads: list[torch.Tensor], limit: float) -> None:
+    """Bring every element to ``-limit`` or ``limit`` that is beyond; what a sparse gradient has no row of is 0."""
+    found = [_elements(grad) for grad in grads]
+    if found:
+        torch._foreach_clamp_min_(found, -limit)  # pyright: ignore[reportPrivateImportUsage]
+        torch._foreach_clamp_max_(found, limit)  # pyright: ignore[reportPrivateImportUsage]
+
+
+def _elements(grad: torch.Tensor) -> torch.Tensor:
+    """What ``grad`` has of elements, in its own memory; of a sparse one, whose rows have been added up, its rows."""
+    return grad._values() if grad.is_sparse else grad  # scaling it made torch forget that they have been
 
 
 def global_norm(held: RankHoldings, *, quick: bool = False, values: bool = False) -> torch.Tensor:

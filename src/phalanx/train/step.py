@@ -18,7 +18,7 @@ from phalanx.train.accidents import LOOK_AT_VALUES, Accidents
 from phalanx.train.coupled_loss import CoupledLoss
 from phalanx.train.drift import DriftWatch
 from phalanx.train.grad_accumulation import GradAccumulation
-from phalanx.train.grad_clipping import add_up_rows, clip, global_norm, local_gradients, scale
+from phalanx.train.grad_clipping import Clipping, add_up_rows, global_norm, local_gradients, scale
 from phalanx.train.inputs import Inputs
 from phalanx.train.loss import check_count
 from phalanx.train.loss_scaling import LossScale, compute_context
@@ -117,6 +117,7 @@ class Step:
         self._rates = LearningRates(job, optimizer, total_steps=total, scale=scale_of_run, scheduled=scheduled)
         self.first_part, self.streams = course.first_part, course.streams
         self.whole_here = not active() and plan.devices == 1 and not self.sync.per_replica
+        self._clipping = Clipping(job.clipping, layout.holdings, optimizer)
         self._checked = False
         self.reads_means: bool | None = None
         self.rows = rows or RowGather(next(layout.module.parameters()).device)
@@ -185,10 +186,9 @@ class Step:
         device, once a step: no optimizer can be asked to undo what it did with gradients that are not finite.
         """
         held, progress, scaling = self.layout.holdings, self.progress, self.progress.loss_scale
-        parameters = held.parameters.values()
         lr = self._rates.set(progress.step)
         nothing = self._nothing_here(batch, totals)
-        wanted = self.job.clip is not None or scaling is not None
+        wanted = self._clipping.by_whole_norm or scaling is not None
         norm = global_norm(held, quick=not wanted, values=progress.step % LOOK_AT_VALUES == 0)
         numbers, host_norm, ready = towards_host(totals, norm)
         facts = {"step": progress.step, "epoch": batch.epoch, "samples": batch.samples, "lr": lr}
@@ -206,8 +206,7 @@ class Step:
             if held.sender is not None:
                 held.sender.scale(scaling.scale / before)
         if not overflow and not nothing:
-            if self.job.clip is not None:
-                clip(local_gradients(parameters), norm, self.job.clip)
+            self._clipping(norm)
             self.observer.steps(batch)
             self.optimizer.step()
         self._stepped(batch, totals, metrics)

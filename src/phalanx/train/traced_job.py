@@ -123,6 +123,8 @@ def _unpriced(job: Job) -> Iterator[str]:
         yield "Of the job, average: its memory is counted with the optimizer's state; passes over it are not priced."
     if job.clip is not None:
         yield "Of the job, clip: the sum of the norm over ranks is priced; the passes over gradients are not priced."
+    if job.clipping is not None and job.clipping.norm is not None and not job.clipping.by_whole_norm:
+        yield "Of the job, clip: one more exchange of a number for each parameter group is not priced."
     if job.loss_over == "batch":
         yield (
             "Of the job, loss_over: what its loss reads is priced as gathered, and a second forward of each of several "

@@ -114,10 +114,18 @@ def bound_of(one: RunRecord, step: int, tolerance: Tolerance, *, used: bool = Fa
     """What gradients of ``step`` may be off by: reduced, or with ``used`` as the optimizer gets them."""
     magnitudes, total = one.magnitudes.get(step, {}), one.steps[step].norm if one.magnitudes else None
     if used and total:
-        clipped = math.hypot(*(compare.norm(grad) for grad in one.used[step].values()))
-        magnitudes = {name: size * clipped / total for name, size in magnitudes.items()}
-        total = clipped
+        # One factor where the norm of all is clipped; each group's own, or each element's, where that is.
+        factors = {name: _most(grad, one.reduced[step].get(name)) for name, grad in one.used[step].items()}
+        magnitudes = {name: size * factors.get(name, 1.0) for name, size in magnitudes.items()}
+        total *= max(factors.values(), default=1.0)
     return Bound(tolerance=tolerance, step=step, magnitudes=magnitudes, total=total)
+
+
+def _most(used: Tensor, reduced: Tensor | None) -> float:
+    """The largest factor that has made of an element of ``reduced`` that of ``used``; 1 where there is none to see."""
+    if reduced is None or not bool((held := reduced != 0).any()):
+        return 1.0
+    return float((used[held].double() / reduced[held].double()).abs().max())
 
 
 def first_gradients(one: RunRecord, tolerance: Tolerance) -> dict[str, FirstGradient]:

@@ -208,6 +208,7 @@ FROM_COORDINATOR: FrameForms = {
         fields={
             "step": _COUNT,
             "scale": _number,
+            "largest": _number,
             "rate": _number,
             "oldest": _COUNT,
             "watched": _truth,

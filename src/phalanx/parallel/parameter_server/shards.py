@@ -133,6 +133,11 @@ class Flat:
             for mine in self.whole:
                 mine.mul_(factor)
 
+    def clip(self, largest: float) -> None:
+        """Bring every element that is beyond to ``-largest`` or ``largest``."""
+        for mine in self.whole:
+            mine.clamp_(-largest, largest)
+
     def square(self) -> float:
         """The sum of all squares, in fp64."""
         return sum(float(torch.linalg.vector_norm(one, dtype=torch.float64)) ** 2 for one in self.whole)

@@ -170,6 +170,7 @@ class Shard:
         step: int,
         *,
         scale: float,
+        largest: float = 0.0,
         rate: float = 1.0,
         oldest: int | None = None,
         watched: bool = False,
@@ -180,6 +181,7 @@ class Shard:
         Args:
             step: of the global batch.
             scale: what its gradient is multiplied by.
+            largest: absolute value that each element of it is clipped to, after that; 0: it is not.
             rate: factor on every learning rate.
             oldest: version from which gradients may still come; values of older ones are forgotten.
             watched: keep what the optimizer is given, as ``used``.
@@ -194,6 +196,8 @@ class Shard:
             self._publish(step, total, self.version if oldest is None else oldest)
             return
         total.scale(scale)
+        if largest:
+            total.clip(largest)
         known = self._open[step]
         unused = {place for place, times in known.without.items() if times == len(known.parts)}
         self._make_way()

@@ -157,11 +157,13 @@ class Coordinator(Stepper):
         scene.scale, scene.stepped_with = scale, False
         observer.gradients(batch, (total, count))
         why = self._accident(step, total / count, norm, reports)
-        if job.clip is not None:
-            scale *= float(clip_factor(torch.tensor(norm, dtype=torch.float64), job.clip))
+        limit = job.clipping.norm if job.clipping else None
+        if limit is not None:
+            scale *= float(clip_factor(torch.tensor(norm, dtype=torch.float64), limit))
         with self.requests.news:
             oldest = self._queue.oldest
         order = {"step": step, "scale": scale, "rate": rate, "oldest": oldest, "watched": observer.listens}
+        order["largest"] = job.clipping.value if job.clipping and job.clipping.value else 0.0
         self.group.tell(FrameKind.APPLY, order | {"left_out": bool(why)})
         if not why:
             scene.stepped_with = True
@@ -174,7 +176,7 @@ class Coordinator(Stepper):
             skipped=bool(why),
             accident=why,
             _totals=(total, count),
-            _norm=torch.tensor(norm, dtype=torch.float64) if job.clip is not None else None,
+            _norm=torch.tensor(norm, dtype=torch.float64) if limit is not None else None,
         )
         return batch, metrics
 

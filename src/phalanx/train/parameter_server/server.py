@@ -86,7 +86,7 @@ class Server:
             case FrameKind.PREPARE:
                 return {"square": shard.prepare(meta["step"], meta["parts"])}
             case FrameKind.APPLY:
-                named = {name: meta[name] for name in ("scale", "rate", "oldest", "watched", "left_out")}
+                named = {name: meta[name] for name in ("scale", "largest", "rate", "oldest", "watched", "left_out")}
                 shard.apply(meta["step"], **named)
             case FrameKind.SNAPSHOT:
                 store.snapshot(RunProgress.from_dict(meta["progress"]))
