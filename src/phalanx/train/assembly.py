@@ -234,11 +234,13 @@ def _phased(job: Job, site: _Site, module: nn.Module) -> PhasedStep:
 def _followed(
     job: Job, optimizer: torch.optim.Optimizer, scheduler: LRScheduler | None, everyone: Everyone
 ) -> TorchScheduler | None:
-    """What steps the scheduler that the job gives beside its optimizer, if it gives one. Collective then."""
-    if scheduler is None:
-        return None
-    same_groups(len(optimizer.param_groups), everyone)
-    return TorchScheduler(scheduler, job.evaluate_every)
+    """What steps the scheduler that the job gives beside its optimizer, if it gives one.
+
+    Collective then, and where gradients are clipped by group: both know groups by their place.
+    """
+    if scheduler is not None or (job.clipping is not None and job.clipping.per == "group"):
+        same_groups(len(optimizer.param_groups), everyone)
+    return None if scheduler is None else TorchScheduler(scheduler, job.evaluate_every)
 
 
 def example_of(job: Job, module: nn.Module, loader: Loader) -> Example:
