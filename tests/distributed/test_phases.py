@@ -281,6 +281,22 @@ def test_each_phase_draws_numbers_of_its_own_that_come_again() -> None:
     assert drawn[: 2 * STEPS] == drawn[2 * STEPS :]
 
 
+@pytest.mark.parametrize("plan", ["single", "threads=2"])
+def test_only_the_parameters_of_a_phase_have_gradients_in_it(plan: str) -> None:
+    learning: dict[str, set[str]] = {}
+
+    class Watched(Gan):
+        def forward(self, x: Tensor, z: Tensor, phase: str) -> tuple[Tensor, ...]:
+            own = {name.partition(".")[0] for name, one in self.named_parameters() if one.requires_grad}
+            learning.setdefault(phase, set()).update(own)
+            return super().forward(x, z, phase)
+
+    step, loader = px.build(job(**(gan() | {"model": Watched})), plan)
+    metrics = [step(batch) for batch in loader]
+    assert learning == {"critic": {"critic"}, "generator": {"generator"}}
+    assert [one.losses.keys() for one in metrics] == [learning.keys()] * STEPS
+
+
 def test_evaluation_is_of_the_first_phase(tmp_path: Path) -> None:
     given = job(**distillation(), evaluate=lambda: rows(1), best=px.Best())
     found = {}
