@@ -29,9 +29,9 @@ from phalanx.launch import (
 from phalanx.launch.hosts import Hosts
 from phalanx.launch.launcher import StepReport, WorkerFunction
 from phalanx.preflight.run_forecast import RunForecaster, forecast_after_look, too_little
+from phalanx.train import loop
 from phalanx.train.assembly import Findings, refuse
 from phalanx.train.launcher_link import LauncherLink
-from phalanx.train.loop import train
 from phalanx.train.lr_schedule import RunStart
 
 _RESERVES = 3  # killed workers and servers that a run with servers replaces
@@ -115,7 +115,7 @@ def _train(
         report_step = hosts.counted(place.rank, report) if hosts else report
         with StopSignals(report.asked) as signals:
             link = LauncherLink(report=report_step, asked=signals.asked, unsaved=report.unsaved)
-            return train(job, begun, place, link, findings=found)
+            return loop.train(job, begun, place, link, findings=found)
 
     def wanted() -> Launch:
         nonlocal begun, found
