@@ -19,9 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from phalanx.config import Clip, Job, Schedule
+from phalanx.config import Job, Schedule
 from phalanx.verify.witness import samples
 from phalanx.verify.witness.averages import PlainAverage
+from phalanx.verify.witness.clipping import clip
 from phalanx.verify.witness.initial import initial_model
 from phalanx.verify.witness.magnitudes import Magnitudes, dense
 from phalanx.verify.witness.masks import KeyedMasks
@@ -264,7 +265,7 @@ class _PlainLoop:
             self.witness.skipped.append(self.scales and not math.isfinite(float(norm)))
         self.known_rates |= {name: float(group["lr"]) for name, group in _groups(part).items()}
         if self.job.clip is not None and not self.witness.skipped[-1]:
-            self._clip(part, norm)
+            clip(self.job.clip, part, norm)
         if not self.witness.skipped[-1]:
             stepped = _gradients(part)
             for name, grad in stepped.items():
@@ -292,24 +293,6 @@ class _PlainLoop:
     def _evaluate_average(self, step: int) -> None:
         with self.average.evaluated() if self.average else nullcontext():
             self._evaluate(step)
-
-    def _clip(self, part: Part, norm: Tensor) -> None:
-        """Clip as the job says; ``norm`` is that of all gradients of the part."""
-        how = self.job.clip
-        limit: Any = how.norm if isinstance(how, Clip) else how
-        if not isinstance(how, Clip) or (how.value is None and how.norm_type == 2 and how.per == "all"):
-            torch.nn.utils.clip_grads_with_norm_(part.trained.values(), limit, norm)
-        elif how.value is not None:
-            for grad in _gradients(part).values():  # as clip_grad_value_, which takes no sparse ones
-                (grad.values() if grad.is_sparse else grad).clamp_(-how.value, how.value)
-        else:
-            each = part.optimizer.param_groups if how.per == "group" else [{"params": list(part.trained.values())}]
-            for group in each:
-                grads = [dense(one.grad) for one in group["params"] if one.grad is not None]
-                norms = [torch.linalg.vector_norm(one, how.norm_type, dtype=torch.float64) for one in grads]
-                if norms:
-                    whole = torch.linalg.vector_norm(torch.stack(norms), how.norm_type)
-                    torch.nn.utils.clip_grads_with_norm_(group["params"], limit, whole)
 
     def _evaluate(self, step: int) -> None:
         """Loss and metrics over the evaluation data: sums over counts."""
