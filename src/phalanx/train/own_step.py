@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from phalanx.train.loop import TrainingLoop
     from phalanx.train.mesh_stepper import MeshStepper
     from phalanx.train.step import Progress, Step
+    from phalanx.train.weight_average import WeightAverage
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -227,6 +228,11 @@ class OwnStep:
     def sync(self) -> Sync:
         """How replicas are kept together; before parameters are read, ``sync.together()``."""
         return self._step.sync
+
+    @property
+    def average(self) -> WeightAverage | None:
+        """Of the weights, if the job keeps one: the model computes with it within ``average.applied()``."""
+        return self._step.average
 
     def zero_grad(self) -> None:
         """Drop all gradients, for memory between steps: a step begins without any, whoever left some."""
