@@ -232,7 +232,7 @@ def _values(kind: str, name: str) -> str:
 def _default(value: Any) -> str:
     if value is MISSING:
         return "required"
-    if value is None:
+    if value is None or callable(value):  # a function stands for what was not given
         return "not given"
     if value == "":
         return "empty"

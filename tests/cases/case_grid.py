@@ -36,11 +36,16 @@ class Came:
 
 
 def came(name: str, plan: str, steps: int | None = None) -> Came:
-    """Prove the job called ``name`` under ``plan``."""
+    """Prove the case called ``name`` under ``plan``."""
+    return proven(CASES[name].job, plan, steps)
+
+
+def proven(make: Callable[[], px.Job], plan: str, steps: int | None = None) -> Came:
+    """Prove the job that ``make`` gives under ``plan``."""
     before: list[str] = []
     with _starts() as started:
         try:
-            job = CASES[name].job()
+            job = make()
             proof = px.prove(job, plan, steps=steps or job.steps or 4, say=before.append)
         except SpecError as error:
             return Came(

@@ -10,87 +10,25 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
-import os
 import re
-import signal
 import sys
-import tempfile
-import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from case_grid import Came, came, wrong
 from case_loops import LOOPS, looped
 from case_table import CASES, PLANS
+from cell_processes import run
 
 RESULTS = Path(__file__).with_name("results.json")
 _ROOT = Path(__file__).resolve().parents[2]
-PATIENCE = 120.0
-"""Seconds for a cell, of which each needs a few; one that takes longer hangs."""
-
 Store = dict[str, Any]  # "torch"; "cells": case → {"on": date, plan: fields of Came}
 
 
-@dataclass(slots=True)
-class _Process:
-    pid: int
-    answer: Path
-    began: float
-
-
-def started(name: str, plan: str, folder: Path) -> _Process:
-    """A process in a group of its own that works on one cell."""
-    answer = folder / f"{abs(hash((name, plan)))}.json"
-    pid = os.fork()
-    if pid:
-        return _Process(pid, answer, time.monotonic())
-    try:
-        os.setsid()
-        sink = os.open(answer.with_suffix(".log"), os.O_CREAT | os.O_WRONLY)
-        os.dup2(sink, 1)
-        os.dup2(sink, 2)
-        found = looped(name, plan, folder) if name in LOOPS else came(name, plan)
-        answer.write_text(json.dumps(found.to_dict()))
-    finally:
-        os._exit(0)
-
-
-def ended(process: _Process) -> Came | None:
-    """What came; ``None`` while it runs."""
-    pid, status = os.waitpid(process.pid, os.WNOHANG)
-    if pid == 0 and time.monotonic() - process.began < PATIENCE:
-        return None
-    if pid == 0:
-        os.killpg(process.pid, signal.SIGKILL)
-        os.waitpid(process.pid, 0)
-        return Came(outcome="hung", said=f"no end within {PATIENCE:.0f} s")
-    if not process.answer.exists():
-        return Came(outcome="crashed", said=f"ended with status {status}")
-    told = json.loads(process.answer.read_text())
-    return Came(**{key: tuple(value) if isinstance(value, list) else value for key, value in told.items()})
-
-
-def run(cells: Sequence[tuple[str, str]], at_once: int) -> Iterator[tuple[tuple[str, str], Came]]:
-    """Each cell with what came of it, as they end."""
-    running: dict[tuple[str, str], _Process] = {}
-    waiting = list(cells)[::-1]
-    with tempfile.TemporaryDirectory(prefix="phalanx-cases-") as name:
-        os.chdir(name)
-        while waiting or running:
-            while waiting and len(running) < at_once:
-                cell = waiting.pop()
-                running[cell] = started(*cell, Path(name))
-            for cell, process in list(running.items()):
-                one = ended(process)
-                if one is not None:
-                    del running[cell]
-                    yield cell, one
-                    seconds = time.monotonic() - process.began
-                    verdict = wrong(expected(*cell), one) or "as it must"
-                    print(f"{seconds:5.1f} s  {cell[0]}, {cell[1]}: {one.outcome}; {verdict}", flush=True)
-            time.sleep(0.05)
+def work(name: str, plan: str, folder: Path) -> Came:
+    """One cell."""
+    return looped(name, plan, folder) if name in LOOPS else came(name, plan)
 
 
 def expected(name: str, plan: str) -> Any:
@@ -215,7 +153,7 @@ def main() -> int:
         torch.set_num_threads(1)
         store["torch"] = torch.__version__
         cells = [(name, plan) for name in shows() if asked.only in name for plan in PLANS if asked.plan in ("", plan)]
-        for cell, one in run(cells, asked.jobs):
+        for cell, one in run(cells, asked.jobs, work, lambda cell, one: wrong(expected(*cell), one)):
             _put(store, *cell, one)
             RESULTS.write_text(written(store))
     where.write_text(page(store))

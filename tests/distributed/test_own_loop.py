@@ -308,3 +308,37 @@ def test_a_signal_saves_and_stops(name: str, code: int) -> None:
     (stopped,) = px.load("run").events("stopped")
     assert (stopped["step"], stopped["signal"]) == (4, name)
     assert len(taken("run", resume=True)) == STEPS - 4
+
+
+class Pair(nn.Module):
+    """Two networks, of which each has its turn."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(3, 1), nn.Linear(3, 1)
+
+    def forward(self, x: torch.Tensor, phase: str) -> torch.Tensor:
+        return getattr(self, phase)(x)
+
+
+def test_an_evaluation_of_phases_is_the_first_ones(tmp_path: Path) -> None:
+    x, y = torch.randn(8, 3, generator=torch.Generator().manual_seed(0)), torch.arange(8.0)
+    data = px.Table(x=x, y=y)
+    phases = [
+        px.Phase(
+            name=name,
+            parameters=f"{name}.*",
+            loss=lambda output, batch: px.mse(output[:, 0], batch["y"]),
+            optimizer=lambda params: torch.optim.SGD(params, lr=0.01),
+        )
+        for name in ("first", "second")
+    ]
+    given = px.Job(model=Pair, data=lambda: data, phases=phases, batch=4, epochs=1, evaluate=lambda: data)
+    step, loader = px.build(given)
+    for batch in loader:
+        step(batch)
+    found = step.evaluate().loss
+    with torch.no_grad():
+        assert found == pytest.approx(float((step.model(x, "first")[:, 0] - y).square().mean()), rel=1e-5)
+    (evaluated,) = px.fit(given, "single", folder=tmp_path / "run").evaluations()
+    assert evaluated["loss"] == pytest.approx(found, rel=1e-5)

@@ -21,6 +21,7 @@ from phalanx.train.assembly import Assembly
 from phalanx.train.inputs import Inputs
 from phalanx.train.loss import read_loss
 from phalanx.train.loss_scaling import compute_context
+from phalanx.train.phase_jobs import evaluated_job
 from phalanx.train.row_gather import RowGather, with_whole_tensors
 from phalanx.train.whole_batch import OutputPiece, WholeBatch
 
@@ -56,13 +57,15 @@ def evaluate(
 ) -> Evaluation | None:
     """Run the model over ``dataset`` without gradients. Collective; every rank gets the same result.
 
+    Of a job with phases the first one's forward and loss are taken.
+
     ``leave()`` is asked after each batch whether to give up, with ``None``; all ranks must be answered alike.
     ``batches``: only so many.
 
     Raises:
         LossError: if the loss is not of an allowed form, a metric is not a sum and a count, or one is called ``loss``.
     """
-    begun = time.perf_counter()
+    begun, job = time.perf_counter(), evaluated_job(job)
     layout = assembly.layout
     device = next(layout.module.parameters()).device
     if device.type == "cpu" and assembly.device == "cuda":  # parameters offloaded between uses

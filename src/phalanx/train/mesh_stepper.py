@@ -30,7 +30,6 @@ from phalanx.train.lr_schedule import RunStart, resume_notes
 from phalanx.train.memory_use import MeasuredStep
 from phalanx.train.metrics import Metrics
 from phalanx.train.observer import AssemblyScene, Observer
-from phalanx.train.phase_jobs import evaluated_job
 from phalanx.train.run_recorder import Lap, RunRecorder
 from phalanx.train.state import come_together, restore, to_save, traffic, training_state
 from phalanx.train.survivor_save import SurvivorSave
@@ -220,7 +219,7 @@ class MeshStepper(Stepper):
         if self._evaluation_data is None:
             return None
         plan, data, leave = self._run.plan, self._evaluation_data, interruptions.stopping
-        return evaluate(evaluated_job(self._job), plan, self._assembly, data, leave=leave, batches=batches)
+        return evaluate(self._job, plan, self._assembly, data, leave=leave, batches=batches)
 
     def save(self, folder: Path, *, keep: int, keep_every: int | None) -> Saving | None:
         come_together(self._assembly)
