@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -103,9 +104,15 @@ class PhaseLayout(Layout):
     def modules(self) -> list[nn.Module]:
         return self._inner.modules
 
+    @cached_property
+    def _switches(self) -> list[tuple[nn.Parameter, bool]]:
+        """The parameters of all phases, and whether this one has them. Between steps they stay the same objects."""
+        named = [pair for module in self.modules for pair in module.named_parameters()]
+        return [(one, name in self._names) for name, one in named if name in self.every]
+
     def begin(self) -> None:
-        for module in self.modules:
-            train_only(module, self._names)
+        for one, own in self._switches:
+            one.requires_grad_(own)
         self._inner.begin()
 
     def computes(self, part: int, samples: int) -> None:
@@ -120,8 +127,8 @@ class PhaseLayout(Layout):
 
     def stepped(self) -> None:
         self._inner.stepped()
-        for module in self.modules:
-            train_only(module, self.every)
+        for one, _ in self._switches:
+            one.requires_grad_(True)
 
 
 class AllPhases(Layout):
