@@ -1,8 +1,8 @@
 """What surrounds a step, against the same written by hand: averaged weights, groups, clipping; and two networks.
 
 ``python bench/step_extras.py [--rounds N]``. One process, one thread; ``px.build``'s step and a plain PyTorch loop take
-steps in turn over the same batches. The bar: at most 1.05 times the loop. The losses of the sixth step of both sides are
-the same to 1e-5: else they did not do the same.
+steps in turn over the same batches. The bar: at most 1.05 times the loop. The losses of both sides' sixth step are the
+same to 1e-5: else they did not do the same.
 """
 
 from __future__ import annotations

@@ -342,3 +342,9 @@ def test_an_evaluation_of_phases_is_the_first_ones(tmp_path: Path) -> None:
         assert found == pytest.approx(float((step.model(x, "first")[:, 0] - y).square().mean()), rel=1e-5)
     (evaluated,) = px.fit(given, "single", folder=tmp_path / "run").evaluations()
     assert evaluated["loss"] == pytest.approx(found, rel=1e-5)
+
+
+def test_what_only_a_run_heeds_is_said_without_one(caplog: pytest.LogCaptureFixture) -> None:
+    how: dict[str, Any] = {"evaluate": lambda: table(8), "evaluate_every": 2, "callbacks": {"step": print}}
+    px.build(job(**how))
+    assert "evaluate_every and callbacks: heeded with a run" in caplog.text

@@ -14,6 +14,7 @@ from rich.console import Console
 from small import LENGTH, fit, table
 from torch.utils.data import Dataset
 
+import phalanx as px
 from phalanx.events import faults
 from phalanx.report.progress import StepPace, step_text, waited_share
 from phalanx.report.summary import summarise
@@ -60,7 +61,11 @@ def test_slow_data_are_told_of(plan: str, tmp_path: Path) -> None:
 
 
 def test_data_that_are_there_are_not(tmp_path: Path) -> None:
-    folder = fit("single", tmp_path / "run").folder
+    def loss(output: torch.Tensor, batch: dict[str, torch.Tensor]) -> px.Loss:
+        time.sleep(10 * SECONDS)  # a step that takes longer than reading what is there, on a busy machine, too
+        return px.cross_entropy(output, batch["y"])
+
+    folder = fit("single", tmp_path / "run", loss=loss).folder
     assert (summarise(folder).waited or 0.0) < 0.5
     steps = steps_of(folder)
     assert all(event["waited"] < SECONDS * event["samples"] / 2 for event in steps)

@@ -104,3 +104,24 @@ def test_what_is_refused(made: Callable[[Path], Any], message: str, tmp_path: Pa
     (tmp_path / "c.npy").write_text("no array")
     with pytest.raises(SpecError, match=message):
         made(tmp_path)
+
+
+@pytest.mark.parametrize("files", [5, None, [None], [5]])
+def test_what_names_no_file_is_told(files: Any) -> None:
+    with pytest.raises(SpecError, match=r"px\.TokenFile\.files"):
+        px.TokenFile(files, length=4)
+
+
+def test_files_that_hold_no_tokens_are_told(tmp_path: Path) -> None:
+    (tmp_path / "empty.npy").write_bytes(b"")
+    np.savez(tmp_path / "several.npz", a=np.arange(3))
+    (tmp_path / "several.npz").rename(tmp_path / "several.npy")
+    (tmp_path / "folder").mkdir()
+    np.arange(8, dtype="<u2").tofile(tmp_path / "tokens.bin")
+    for name in ("empty.npy", "several.npy", "folder"):
+        with pytest.raises(SpecError, match=r"px\.TokenFile\.files"):
+            px.TokenFile(str(tmp_path / name), length=4)
+    with pytest.raises(SpecError, match="twice"):
+        px.TokenFile([str(tmp_path / "tokens.bin"), str(tmp_path / "*.bin")], length=4)
+    with pytest.raises(SpecError, match="up to 65535"):
+        px.TokenFile(str(tmp_path / "tokens.bin"), length=4, end_of_text=100257)

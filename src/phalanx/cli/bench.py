@@ -237,7 +237,8 @@ def command(
     from phalanx.train.torch_scheduler import without_plateau
 
     loaded = load_job(job)
-    steps_alone["optimizer"] = without_plateau(loaded.optimizer)
+    if not loaded.phases:
+        steps_alone["optimizer"] = without_plateau(loaded.optimizer)
     loaded = replace(loaded, steps=steps, epochs=None, **steps_alone)
     chosen = list(plans or [Plan(dp=asked.hosts)]) if asked.hosts is not None else _plans(counts, plans)
     refuse_plans(loaded, chosen)

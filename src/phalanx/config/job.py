@@ -257,6 +257,8 @@ def _builds(given: Any) -> bool:
 
 def _shown(given: Any) -> str:
     """``given`` in one short line: a list of samples, or a model with its layers, is told of by its kind."""
+    if hasattr(given, "named_parameters"):
+        return f"a model, a {type(given).__name__}"
     whole = repr(given)
     return whole if len(whole) <= _LONG and "\n" not in whole else f"an object of type {type(given).__name__}"
 

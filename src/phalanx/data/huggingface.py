@@ -17,6 +17,8 @@ def refuse_lists(dataset: Any, collate: Any, where: str = "job.data") -> None:
     Raises:
         SpecError: if ``dataset`` is such, and the job has no ``collate``.
     """
+    for part in _wrapped(dataset):
+        refuse_lists(part, collate, where)
     kind = type(dataset)
     if collate is not None or not kind.__module__.startswith("datasets.") or _formatted(dataset):
         return
@@ -27,6 +29,15 @@ def refuse_lists(dataset: Any, collate: Any, where: str = "job.data") -> None:
         allowed = "one that gives tensors, or a job with a collate: torch's own would turn lists on their side"
         fix = f'{where.removeprefix("job.")}=lambda: dataset.with_format("torch")'
         raise SpecError.of(where, given, allowed, fix)
+
+
+def _wrapped(dataset: Any) -> list[Any]:
+    """What ``px.Mixture`` and torch's ``Subset`` and ``ConcatDataset`` read."""
+    if isinstance(sources := getattr(dataset, "sources", None), Mapping):
+        return list(sources.values())
+    if not type(dataset).__module__.startswith("torch.utils.data."):
+        return []
+    return [*getattr(dataset, "datasets", ()), *([dataset.dataset] if hasattr(dataset, "dataset") else [])]
 
 
 def _formatted(dataset: Any) -> bool:

@@ -131,8 +131,10 @@ def _problems(sources: Any, weights: Any, samples: Any) -> list[Problem]:
         elif not len(source):
             found.append(problem("sources", f"{name!r} without a sample", "1 sample or more"))
     if not isinstance(weights, Mapping) or set(weights) != set(sources):
-        given = f"weights of {sorted(weights)}" if isinstance(weights, Mapping) else f"a {type(weights).__name__}"
-        found.append(problem("weights", given, f"one weight of each source: {sorted(sources)}"))
+        given = (
+            f"weights of {sorted(map(str, weights))}" if isinstance(weights, Mapping) else f"a {type(weights).__name__}"
+        )
+        found.append(problem("weights", given, f"one weight of each source: {sorted(map(str, sources))}"))
     elif bad := {name: weight for name, weight in weights.items() if not is_number(weight) or weight <= 0}:
         found.append(problem("weights", repr(bad), "finite numbers above 0; leave out a source that gives nothing"))
     if samples is not None and not is_whole(samples, 1):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import glob
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, Self, final
 
@@ -152,7 +152,7 @@ class _FilePart:
             if path.endswith(".npy"):
                 return cls(path, *_saved_by_numpy(path))
             size = os.path.getsize(path) - skip
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, EOFError) as error:
             raise _file_problem(f"{path}: {error}", "a file that can be read") from error
         if size < 0 or size % dtype.itemsize:
             given = f"{path} of {size + skip} bytes, {skip} of them skipped"
@@ -171,6 +171,8 @@ class _FilePart:
 def _saved_by_numpy(path: str) -> tuple[np.dtype[Any], int, int]:
     """Type, bytes before the first, and number of the tokens in an ``.npy`` file."""
     array = np.load(path, mmap_mode="r", allow_pickle=False)
+    if not isinstance(array, np.memmap):
+        raise _file_problem(f"{path}, which holds no single array", "an array as numpy.save writes it")
     if array.ndim != 1 or array.dtype.name not in _TYPES:
         given = f"{path}, an array of {array.dtype} and shape {array.shape}"
         raise _file_problem(given, f"an array of one dimension and {_listed(_TYPES)}")
@@ -183,15 +185,20 @@ def _paths(files: Names) -> list[str]:
     Raises:
         SpecError: if there is none.
     """
+    names: list[Any] = [files] if isinstance(files, str | os.PathLike) or not isinstance(files, Iterable) else [*files]
     found: list[str] = []
-    for name in [files] if isinstance(files, str | os.PathLike) else files:
+    for name in names:
+        if not isinstance(name, str | os.PathLike):
+            raise _file_problem(repr(name), "names of files, or patterns of them")
         path = os.fspath(name)
-        there = [path] if os.path.exists(path) else sorted(glob.glob(path))
+        there = [path] if os.path.isfile(path) else sorted(filter(os.path.isfile, glob.glob(path)))
         if not there:
             raise _file_problem(f"{path}, where no file is", "files that are there")
         found += there
     if not found:
         raise _file_problem("an empty list", "one file or more")
+    if twice := sorted({path for path in found if found.count(path) > 1}):
+        raise _file_problem(f"{twice[0]} twice", "each file once")
     return found
 
 
@@ -219,6 +226,10 @@ def _problems(file: TokenFile) -> list[Problem]:
     for name in ("end_of_text", "begin_of_text"):
         if getattr(file, name) is not None and not is_whole(getattr(file, name), 0):
             wrong(name, "a token id, or None", f"{name}=tokenizer.eos_token_id")
+        elif (
+            getattr(file, name) is not None and file.dtype in _TYPES and getattr(file, name) > np.iinfo(file.dtype).max
+        ):
+            wrong(name, f"a token that {file.dtype} can hold, up to {np.iinfo(file.dtype).max}", 'dtype="uint32"')
     if file.end_of_text is not None and file.begin_of_text is not None:
         wrong(
             "begin_of_text", "None where end_of_text is given: one of them tells documents apart", "begin_of_text=None"

@@ -134,8 +134,13 @@ def _be_it(work: Work, report: IO[bytes], writing: int, caller: int) -> NoReturn
     """In the forked process: train, say how it ended, and end."""
     try:
         os.setsid()  # Ctrl-C in the terminal is the caller's
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
-            signal.signal(number, signal.SIG_DFL)
+        asked: list[int] = []
+
+        def note(number: int, frame: object) -> None:
+            asked.append(number)
+
+        for number in (signal.SIGTERM, signal.SIGUSR1):
+            signal.signal(number, note)  # until the run heeds them itself, and once it has ended
         signal.signal(signal.SIGINT, signal.default_int_handler)
         signal.set_wakeup_fd(-1)
         _live.clear()
@@ -145,7 +150,7 @@ def _be_it(work: Work, report: IO[bytes], writing: int, caller: int) -> NoReturn
         # the caller's own stream objects may be a notebook's, or a test's
         sys.stdout = sys.__stdout__ = printer(1)
         sys.stderr = sys.__stderr__ = printer(2)
-        threading.Thread(target=_end_with, args=(caller,), daemon=True).start()
+        threading.Thread(target=_watch_caller, args=(caller, note, asked), daemon=True).start()
 
         def begun() -> None:
             os.write(writing, b"1")
@@ -164,9 +169,14 @@ def _be_it(work: Work, report: IO[bytes], writing: int, caller: int) -> NoReturn
         os._exit(0)
 
 
-def _end_with(caller: int) -> None:
-    """End this process when the caller is gone; its workers go with it."""
+def _watch_caller(caller: int, note: Callable[[int, Any], None], asked: list[int]) -> None:
+    """End this process when the caller is gone; its workers go with it.
+
+    A signal that came before the run heeded any is sent once more when it does.
+    """
     while os.getppid() == caller:
+        if asked and signal.getsignal(asked[0]) is not note:
+            os.kill(os.getpid(), asked.pop(0))
         time.sleep(_LOOK)
     os.kill(os.getpid(), signal.SIGKILL)
 

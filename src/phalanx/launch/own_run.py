@@ -94,9 +94,18 @@ def laid_out(job: Job, plan: Plan, place: Place | None, run: RunSpec | None) -> 
         if (scheduler := assembly.step.scheduler) is not None and scheduler.follows_evaluations:
             raise RefusedError([_no_evaluations()])
     if place.rank == 0:
-        for note in [*(f"differs from one device: {note}" for note in assembly.notes), *assembly.advice]:
+        unread = [] if run else _unread(job)
+        for note in [*(f"differs from one device: {note}" for note in assembly.notes), *assembly.advice, *unread]:
             _log.warning("%s", note)
     return OwnStep(job, plan, assembly, own), OwnLoader(assembly.loader, own)
+
+
+def _unread(job: Job) -> list[str]:
+    """What of ``job`` only a loop that keeps a run heeds."""
+    given = {"evaluate_every": job.evaluate_every, "best": job.best, "callbacks": job.callbacks}
+    names = [name for name, value in given.items() if value]
+    what = " and ".join(names)
+    return [f'{what}: heeded with a run, px.build(job, plan, run="runs/mine"), and not without.'] if names else []
 
 
 def _begun(job: Job, run: RunSpec, place: Place) -> tuple[Assembly, OwnRun]:

@@ -183,7 +183,7 @@ def _findings(answer: dict[str, Any]) -> Findings:
         error.exit_code = RefusedError.exit_code  # nothing has run
         raise error
     known = {name: answer.get(name) for name in ("facts", "placement")}
-    return Findings(causes=tuple(answer.get("causes", ())), **known)
+    return Findings(causes=tuple(answer.get("causes", ())), looked=bool(answer.get("looked")), **known)
 
 
 def _look(looking: Callable[[], Findings], afterwards: Afterwards | None, send: Send) -> None:

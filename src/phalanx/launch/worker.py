@@ -169,7 +169,7 @@ def _train(job: Job, run: RunSpec, status: WorkerStatus, runfile: Path | None) -
         place, found = status.place, Findings()
         if run.plan.server:
             place = replace(place, secret=share_secret(place, run.folder))
-        if place.rank == 0:  # it writes the log; what is refused is refused by all ranks together, as they build
+        if place.rank == 0:  # it writes the log; what is refused all ranks refuse together, as they build
             with suppress(PhalanxError):
                 found = look_ahead(job, run.plan, RunStart.of(run))
         alone = run.grace if status.alone else None

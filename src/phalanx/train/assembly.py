@@ -18,7 +18,7 @@ from phalanx.errors import GradientError, Problem, RefusedError, SpecError
 from phalanx.parallel import Example, Layout, LocalSgd, advice, assemble, assemble_phases, check, notes
 from phalanx.parallel.buffer_sync import buffers_kept
 from phalanx.train.build_model import begun, build_model, give_needed_values
-from phalanx.train.consistency import Everyone, same_data, same_groups, same_initial_values
+from phalanx.train.consistency import Everyone, same_data, same_groups, same_initial_values, same_places
 from phalanx.train.elementwise import Parameters, note_slices
 from phalanx.train.inputs import Inputs
 from phalanx.train.lr_schedule import START, RunStart, scheduler_notes
@@ -71,6 +71,7 @@ class Findings:
         module: the model as the job makes it, in the process that looked; ``None`` where the look has changed it.
         size: elements of the model's parameters, where that process knows.
         placement: what each rank will hold, as ``placement.json`` of the run folder has it, if known.
+        looked: whether a look has ended, and would have refused a loss that does not add up.
     """
 
     causes: tuple[str, ...] = ()
@@ -78,10 +79,11 @@ class Findings:
     module: nn.Module | None = None
     size: int | None = None
     placement: dict[str, Any] | None = None
+    looked: bool = False
 
     def to_dict(self) -> dict[str, Any]:
         """What other processes are told, as JSON."""
-        return {"causes": self.causes, "facts": self.facts, "placement": self.placement}
+        return {"causes": self.causes, "facts": self.facts, "placement": self.placement, "looked": self.looked}
 
 
 def refuse(job: Job, plan: Plan, world_size: int, here: int | None = None) -> None:
@@ -122,6 +124,7 @@ def build(
         GradientError: if the optimizer holds other parameters than it was given.
     """
     own, there = within(plan), place_within(plan, place)
+    _refuse_unlooked(job, plan, findings)
     module, unbuilt = begun(job) if own.kind in ("split", "shard") else (build_model(job), [])
     if problems := model_problems(job, plan, module):
         raise RefusedError(problems)
@@ -162,6 +165,14 @@ def build(
     )
 
 
+def _refuse_unlooked(job: Job, plan: Plan, findings: Findings | None) -> None:
+    """Refuse what a look refuses, where there was none or it has not ended."""
+    if findings is None or not findings.looked:
+        from phalanx.train.look_ahead import refuse_what_does_not_add_up
+
+        refuse_what_does_not_add_up(job, plan)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Site:
     """Where a step is built: ``rank`` of the replica group that ``own`` lays out, of the ``plan``, over these data."""
@@ -198,13 +209,15 @@ def _plain(
     """The step of a job with one update, and notes."""
     own, loader, device, found = site.own, site.loader, site.device, list[str]()
     facts = known_facts(findings, module, own)
-    whole = [name for name, tensor in module.named_parameters() if tensor.requires_grad]
+    whole = {name: tensor.shape for name, tensor in module.named_parameters() if tensor.requires_grad}
     rows = _row_gather(job, own, site.rank, device, module, loader)
     with buffers_kept(module):
         layout = assemble(module, job, own, site.rank, device, lambda: _look_with(job, module, loader, facts, found))
     optimizer, scheduler = site.optimizer(job, layout, whole, tried=facts is not None)
     found += [] if scheduler else scheduler_notes(optimizer)
     everyone = across.from_every_rank if across else from_every_rank
+    if layout.holdings.stages is not None and _knows_groups_by_place(job, scheduler):
+        same_places(_groups_of_names(layout.parameters, optimizer), _groups_of_whole(job, whole), everyone)
     course = site.course(job, _followed(job, optimizer, scheduler, everyone))
     apart = LocalSgd(site.plan, layout, across, site.start.step, loader.total_steps) if across else None
     return Step(job, own, layout, optimizer, course, apart, rows), found
@@ -238,9 +251,25 @@ def _followed(
 
     Collective then, and where gradients are clipped by group: both know groups by their place.
     """
-    if scheduler is not None or (job.clipping is not None and job.clipping.per == "group"):
+    if _knows_groups_by_place(job, scheduler):
         same_groups(len(optimizer.param_groups), everyone)
     return None if scheduler is None else TorchScheduler(scheduler, job.evaluate_every)
+
+
+def _knows_groups_by_place(job: Job, scheduler: LRScheduler | None) -> bool:
+    return scheduler is not None or (job.clipping is not None and job.clipping.per == "group")
+
+
+def _groups_of_names(parameters: Mapping[str, torch.Tensor], optimizer: torch.optim.Optimizer) -> dict[str, int]:
+    """The place of the group that each parameter is in."""
+    places = {id(one): place for place, group in enumerate(optimizer.param_groups) for one in group["params"]}
+    return {name: places[id(tensor)] for name, tensor in parameters.items() if id(tensor) in places}
+
+
+def _groups_of_whole(job: Job, shapes: Mapping[str, torch.Size]) -> dict[str, int]:
+    """The same of the whole model, whose parameters take no memory here."""
+    empty = {name: nn.Parameter(torch.zeros(()).expand(shape)) for name, shape in shapes.items()}
+    return _groups_of_names(empty, optimizer_over(job, empty).optimizer)
 
 
 def example_of(job: Job, module: nn.Module, loader: Loader) -> Example:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from torch import nn
 
 from phalanx.comm import active, from_every_rank
 from phalanx.data import StepBatch
-from phalanx.errors import DataError
+from phalanx.errors import DataError, RefusedError
 
 Everyone = Callable[[Any], list[Any]]
 """Gives a value of each rank, in rank order. Collective."""
@@ -31,6 +31,27 @@ def same_length(length: int | None, where: str, everyone: Everyone = from_every_
             "    Every rank must see the same data; Phalanx gives each its share.\n"
             f"    try: remove rank-dependent filtering or sharding from {where}"
         )
+
+
+def same_places(here: Mapping[str, int], whole: Mapping[str, int], everyone: Everyone = from_every_rank) -> None:
+    """Refuse an optimizer whose groups stand in another order on a pipeline's stage than over the whole model.
+
+    Collective; both are name → place of its group.
+
+    Raises:
+        RefusedError: with the first parameter that is in another group, on any rank.
+    """
+    off = next((name for name, place in here.items() if whole.get(name, place) != place), "")
+    found = everyone([off, here.get(off, 0), whole.get(off, 0)])
+    for rank, (name, place, other) in enumerate(found):
+        if name:
+            given = f"parameter groups in another order on a stage: {name} is in group {place} on rank {rank}, and in "
+            given += f"group {other} of the whole model"
+            allowed = "the same groups in the same order on every stage, where need be without parameters: a scheduler "
+            allowed += "and px.Clip(per='group') know them by their place"
+            raise RefusedError.of(
+                "job.optimizer", given, allowed, 'px.groups(params, {"*.bias": {"weight_decay": 0.0}})'
+            )
 
 
 def same_groups(groups: int, everyone: Everyone = from_every_rank) -> None:

@@ -55,9 +55,7 @@ def evaluate(
     leave: Callable[[], bool] | None = None,
     batches: int | None = None,
 ) -> Evaluation | None:
-    """Run the model over ``dataset`` without gradients. Collective; every rank gets the same result.
-
-    Of a job with phases the first one's forward and loss are taken.
+    """Run the model, or its first phase, over ``dataset`` without gradients. Collective; all ranks get the same result.
 
     ``leave()`` is asked after each batch whether to give up, with ``None``; all ranks must be answered alike.
     ``batches``: only so many.

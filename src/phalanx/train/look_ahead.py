@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from phalanx.config import Job, Plan
+from phalanx.config.model_loss import ModelLoss
 from phalanx.data import Lane, Loader, evaluation_batches
 from phalanx.errors import Problem, RefusedError, SpecError
 from phalanx.parallel import Example, check, device_kind, notes, threads, torch_compile
@@ -125,7 +126,28 @@ def _look_at_phases(job: Job, plan: Plan, start: RunStart) -> Findings:
         with no_double_backward() if plan.zero == 3 else nullcontext():
             found |= dict.fromkeys(f"phase {phase.name}: {cause}" for cause in look(one, plan, start).causes)
     placement = survey_to_dict(survey(module, plan)[0].for_batch(job.batch))
-    return Findings(causes=tuple(found), size=size_of(job), placement=placement)
+    return Findings(causes=tuple(found), size=size_of(job), placement=placement, looked=True)
+
+
+def refuse_what_does_not_add_up(job: Job, plan: Plan) -> None:
+    """Raise what only a look at the losses of a few samples tells of, where nobody has looked.
+
+    For models of up to 50 million parameters, without servers. Initial values are drawn anew after it.
+
+    Raises:
+        RefusedError: if the loss of a whole batch is not what those of its parts add up to.
+    """
+    for one in phase_jobs(job):
+        asks = isinstance(one.loss, ModelLoss) or one.loss_over == "batch"
+        if asks and not plan.server and splits_batches(one, plan) and (size_of(one) or 0) <= LARGEST:
+            _refuse_what_does_not_add_up(one, plan, build_model(one))
+
+
+def _refuse_what_does_not_add_up(job: Job, plan: Plan, module: nn.Module) -> None:
+    problems = compared_before(job, plan, module, _loader(job))
+    problems += miscounted(job, module, _loader(job)) if splits_batches(job, plan) else []
+    if problems:
+        raise RefusedError(problems)
 
 
 def look(job: Job, plan: Plan, start: RunStart = START) -> Findings:
@@ -153,10 +175,7 @@ def look(job: Job, plan: Plan, start: RunStart = START) -> Findings:
         _refuse(job, plan, module, start)
         _refuse_evaluation(job)
     if as_made:
-        problems = compared_before(job, plan, module, _loader(job))
-        problems += miscounted(job, module, _loader(job)) if splits_batches(job, plan) else []
-        if problems:
-            raise RefusedError(problems)
+        _refuse_what_does_not_add_up(job, plan, module)
         found += causes(job, plan, module, _loader(job))
         trainable = {name: one for name, one in module.named_parameters() if one.requires_grad}
         if plan.devices > 1 and (note := half_steps(job, trainable)):
@@ -164,7 +183,7 @@ def look(job: Job, plan: Plan, start: RunStart = START) -> Findings:
     cuts = plan.kind == "split" or plan.zero == 3
     if not cuts and plan.recompute == "none":
         placement = survey_to_dict(survey(module, plan)[0].for_batch(job.batch)) if plan.kind != "split" else None
-        return Findings(causes=tuple(found), module=module, size=size, placement=placement)
+        return Findings(causes=tuple(found), module=module, size=size, placement=placement, looked=True)
 
     from phalanx.parallel.split_facts import Facts, identity
 
@@ -179,4 +198,5 @@ def look(job: Job, plan: Plan, start: RunStart = START) -> Findings:
         module=None if parts is not None and parts.experts else module,
         size=size,
         placement=survey_to_dict(surveyed.for_batch(job.batch)),
+        looked=True,
     )

@@ -77,6 +77,11 @@ def _of_parts(job: Job, module: nn.Module, batch: Any, samples: int) -> str:
     every = range(samples)
     whole, count = total(every)
     parts = [total([row]) for row in every]
+    lost = [row for row, (value, number) in enumerate(parts) if number and not math.isfinite(value)]
+    if lost and math.isfinite(whole):
+        row = lost[0]
+        return f"px.model_loss(): sample {row} alone has no finite loss, and its count is {parts[row][1]:g}"
+    parts = [(value, number) for value, number in parts if number]
     added, counted = sum(one for one, _ in parts), sum(one for _, one in parts)
     half = any(one.dtype.itemsize < 4 for one in module.parameters() if one.is_floating_point())
     same = _SAME_HALF if half else _SAME

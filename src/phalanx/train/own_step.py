@@ -197,6 +197,8 @@ class OwnStep:
         self._evaluation_data: Any = None
 
     def __call__(self, batch: StepBatch) -> Metrics:
+        if self.average is not None:
+            self.average.refuse_within("a step")
         return self._run.take(batch) if self._run else self._step(batch)
 
     @property
@@ -261,6 +263,8 @@ class OwnStep:
         if self._run is None:
             given = "step.save() in a loop without a run"
             raise SpecError.of("run", given, "a run folder to save in", 'px.build(job, plan, run="runs/mine")')
+        if self.average is not None:
+            self.average.refuse_within("a save")
         return self._run.save()
 
     def close(self) -> None:

@@ -93,6 +93,7 @@ class _Merged(torch.optim.Optimizer):
         for one in optimizers:
             self.state.update(one.state)
             one.state = self.state
+        self.__setstate__({})  # the hooks that state_dict() and load_state_dict() ask for
 
     def step(self, closure: Any = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Steps are taken by the optimizers themselves.

@@ -51,7 +51,7 @@ def job_problems(job: Job, plan: Plan, module: nn.Module, start: RunStart = STAR
 def model_problems(job: Job, plan: Plan, module: nn.Module) -> list[Problem]:
     """What of the parameters and layers of ``module``, which needs no values, keeps ``plan`` from it."""
     problems = [*sparse_problems(module, plan), *compression.problems(module, plan)]
-    problems += own_loss_problems(job, module)
+    problems += [problem for one in phase_jobs(job) for problem in own_loss_problems(one, module)]
     problems += global_batch_norm.problems(job, plan, module)
     if plan.fragments > 1:
         problems += fragment_problems(sum(one.requires_grad for one in module.parameters()), plan.fragments)

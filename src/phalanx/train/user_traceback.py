@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import re
+import os
 import sysconfig
 import traceback
+from importlib.util import find_spec
 from pathlib import Path
 from traceback import FrameSummary, TracebackException
 from typing import Literal
 
 _LIBRARY = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib", "scripts")})
-_PHALANX = str(Path(__file__).parents[1])
-_TORCH = re.compile(r"[/\\]torch[/\\]")
+_PHALANX = f"{Path(__file__).parents[1]}{os.sep}"
+_TORCH = f"{Path(str(getattr(find_spec('torch'), 'origin', ''))).parent}{os.sep}"
 _MODULE_CALL = ("_wrapped_call_impl", "_call_impl", "inner")  # of torch.nn.Module: up to three frames a module
 _CAUSED = "\nThe above exception was the direct cause of the following exception:\n\n"
 _MEANWHILE = "\nDuring handling of the above exception, another exception occurred:\n\n"
@@ -19,9 +20,9 @@ _MEANWHILE = "\nDuring handling of the above exception, another exception occurr
 
 def origin(file: str) -> Literal["user", "phalanx", "torch", "library"]:
     """Whose code a file is: the demonstration's jobs stand for a user's, and a cell of a notebook is one."""
-    if file.startswith(_PHALANX) and not file.startswith(f"{_PHALANX}/demo"):
+    if file.startswith(_PHALANX) and not file.startswith(f"{_PHALANX}demo"):
         return "phalanx"
-    if _TORCH.search(file):
+    if file.startswith(_TORCH):
         return "torch"
     return "library" if file.startswith((*_LIBRARY, "<")) and not file.startswith("<ipython") else "user"
 

@@ -18,6 +18,7 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn, get_swa_multi_avg_fn
 from phalanx import checkpoint
 from phalanx.comm import local
 from phalanx.config import Average
+from phalanx.errors import RunError
 from phalanx.parallel import Layout
 
 if TYPE_CHECKING:
@@ -42,7 +43,17 @@ class WeightAverage:
         self._named_buffers = frozenset(name for name, _ in layout.module.named_buffers() if name in persistent)
         self._parameters = {name: tensor.detach().clone() for name, tensor in layout.parameters.items()}
         self._buffers = {name: tensor.detach().clone() for name, tensor in self._buffers_now()}
+        self._inside = False
         self._add: Any = get_ema_multi_avg_fn(how.factor) if how.kind == "ema" else get_swa_multi_avg_fn()
+
+    def refuse_within(self, what: str) -> None:
+        """Refuse ``what`` would take the averaged weights for those that are trained.
+
+        Raises:
+            RunError: within ``applied()``.
+        """
+        if self._inside:
+            raise RunError(f"{what} within average.applied(), where the model has the averaged weights: leave it first")
 
     @property
     def tensors(self) -> Mapping[str, Tensor]:
@@ -68,17 +79,19 @@ class WeightAverage:
     def applied(self) -> Generator[None]:
         """Within, the model has the averaged weights; afterwards all is as it was. Nothing before there are any.
 
-        Collective.
+        Collective. Within itself, as an evaluation may be, it changes nothing.
         """
-        if not self.updates:
+        if not self.updates or self._inside:
             yield
             return
+        self._inside = True
         self._exchange()
         self._layout.stepped()
         try:
             yield
         finally:
             self._exchange()
+            self._inside = False
         self._layout.stepped()  # not where something was raised, perhaps on this rank alone: others would not come
 
     def state(self) -> dict[str, Any]:
