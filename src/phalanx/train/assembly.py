@@ -216,9 +216,9 @@ def _plain(
     optimizer, scheduler = site.optimizer(job, layout, whole, tried=facts is not None)
     found += [] if scheduler else scheduler_notes(optimizer)
     everyone = across.from_every_rank if across else from_every_rank
+    course = site.course(job, _followed(job, optimizer, scheduler, everyone))
     if layout.holdings.stages is not None and _knows_groups_by_place(job, scheduler):
         same_places(_groups_of_names(layout.parameters, optimizer), _groups_of_whole(job, whole), everyone)
-    course = site.course(job, _followed(job, optimizer, scheduler, everyone))
     apart = LocalSgd(site.plan, layout, across, site.start.step, loader.total_steps) if across else None
     return Step(job, own, layout, optimizer, course, apart, rows), found
 
