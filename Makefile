@@ -2,7 +2,7 @@
 
 SHELL := /bin/bash
 .NOTPARALLEL:
-.PHONY: help demo test check lint types contracts docs suite long parity resumed cases mutants hangs recommended chaos bench gpu \
+.PHONY: help demo test check lint types contracts docs suite long parity resumed cases zoo mutants hangs recommended chaos bench gpu \
 	pins audit format clean
 
 BIN := .venv/bin
@@ -26,6 +26,7 @@ help:
 	@echo 'make parity     every plan x model x ranks against one device -> docs/reference/parity.md'
 	@echo 'make resumed    every plan that saved x every plan that goes on, against one device -> docs/reference/resumed.md'
 	@echo 'make cases      jobs as people write them x plans: equal, named, or refused before they run -> docs/reference/cases.md'
+	@echo 'make zoo        jobs with everything a job can say x 14 plans: equal, or refused before they run -> docs/reference/zoo.md'
 	@echo 'make mutants    faults put into the code one by one, and what finds each -> docs/project/mutants.md'
 	@echo 'make hangs      hangs planted into runs, and who is named for each -> docs/reference/hangs.md'
 	@echo 'make recommended  what plan recommends for well-known models, run small -> docs/reference/recommended.md'
@@ -91,6 +92,9 @@ resumed: .venv/.installed-dev
 cases: .venv/.installed-dev
 	$(BIN)/python tests/cases/run_cases.py docs/reference/cases.md
 
+zoo: .venv/.installed-dev
+	$(BIN)/python tests/zoo/run_zoo.py docs/reference/zoo.md
+
 mutants: .venv/.installed-dev
 	$(BIN)/python tests/mutants/run_mutants.py --page docs/project/mutants.md
 
@@ -117,6 +121,7 @@ bench: .venv/.installed-bench
 	$(BIN)/python bench/split_step.py
 	$(BIN)/python bench/together.py
 	$(BIN)/python bench/coupled_loss.py
+	$(BIN)/python bench/step_extras.py
 	$(BIN)/python bench/server_transport.py
 	$(BIN)/python bench/unequal.py
 	$(BIN)/python bench/slow_network.py
