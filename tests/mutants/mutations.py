@@ -13,8 +13,9 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "gradients × 2 between backward and update, on both sides",
         STEP,
-        "        parameters = held.parameters.values()\n",
-        "        parameters = held.parameters.values()\n        scale(local_gradients(parameters), 2.0)\n",
+        "        nothing = self._nothing_here(batch, totals)\n",
+        "        nothing = self._nothing_here(batch, totals)\n"
+        "        scale(local_gradients(held.parameters.values()), 2.0)\n",
         ("prove rich single",),
     ),
     Mutation(
@@ -33,9 +34,9 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "clipping is off",
-        STEP,
-        "clip(local_gradients(parameters), norm, self.job.clip)",
-        "clip(local_gradients(parameters), norm, math.inf)",
+        "train/grad_clipping.py",
+        "clip(grads, norm, how.norm)",
+        "clip(grads, norm, 1e30)",
         ("prove rich single",),
     ),
     Mutation(

@@ -7,8 +7,8 @@ from mutation import Mutation
 STEP = "train/step.py"
 ACCUMULATION = "train/grad_accumulation.py"
 _STREAM = "stream(self._job.seed, step.progress.step, index, step.first_part + part, *step.streams)"
-_HELD = "        parameters = held.parameters.values()\n"
-_TWO_PERCENT = f"{_HELD}        scale(local_gradients(list(parameters)[%s]), 1.02)\n"
+_HELD = "        nothing = self._nothing_here(batch, totals)\n"
+_TWO_PERCENT = f"{_HELD}        scale(local_gradients(list(held.parameters.values())[%s]), 1.02)\n"
 
 RANDOM: tuple[Mutation, ...] = (
     Mutation(
