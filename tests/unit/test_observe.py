@@ -69,6 +69,7 @@ def step(number: int, seconds: float, **changes: Any) -> Event:
         "grad_norm": None,
         "skipped": False,
         "waited": 0.0,
+        "losses": {},
     }
     return {"event": "step", "time": 1000.0 + number + 1, **fields, **changes}
 
