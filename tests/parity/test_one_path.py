@@ -24,6 +24,8 @@ BY_CHANCE = ("__del__", "<module>", "_files.<locals>.<lambda>")
 """Called when memory is let go, by who is first to import, and once for each file that other ranks have begun."""
 NO_SIGNALS = "train/launcher_link.py:no_signal"
 """Nobody asks a proof to stop; a run's answer to that question comes from its launcher."""
+LOOKS_BY_THE_CLOCK = "comm/point_agreement.py:PointAgreement._watch"
+"""A thread that asks twice a second whether to stop: never, where all the steps take less."""
 ONLOOKERS = ("train/observer.py", "verify/recording.py", "verify/fingerprints.py")
 
 
@@ -47,7 +49,7 @@ class Calls:
         callers = [place for each in outwards(frame.f_back) if (place := place_in_house(each.f_code))]
         if any(place.startswith(ONLOOKERS) for place in callers):
             return
-        if callers and callers[0].startswith(PACKAGES) and not callers[0].endswith("<module>"):
+        if callers and callers[0].startswith(PACKAGES) and not callers[0].endswith(("<module>", LOOKS_BY_THE_CLOCK)):
             self.found.add(f"{callers[0]} -> {callee}")
 
 
