@@ -290,6 +290,27 @@ def test_a_proof_evaluates_it(how: px.Average, monkeypatch: pytest.MonkeyPatch) 
     assert not px.prove(job(**averaging(how)), "fsdp=2", steps=STEPS).equal
 
 
+@pytest.mark.parametrize("how", [EMA, MEAN], ids=["ema", "mean"])
+def test_a_proof_compares_it_where_nothing_is_evaluated(how: px.Average, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = job(**averaging(how, evaluate=None, evaluate_every=0))
+    proof = px.prove(given, "fsdp=2", steps=STEPS)
+    assert proof.equal, proof
+    trained = sum(one.requires_grad for one in Net().parameters())
+    # but for the bias before BatchNorm, whose gradient is rounding
+    assert [check.many for check in proof.checks if check.kind == "average"] == [trained - 1]
+    right = WeightAverage.stepped
+
+    def twice(self: WeightAverage, step: int) -> None:
+        right(self, step)
+        if self.updates == 2:
+            right(self, step)
+
+    monkeypatch.setattr(WeightAverage, "stepped", twice)
+    proof = px.prove(given, "fsdp=2", steps=STEPS)
+    assert not proof.equal
+    assert "in the average" in proof.first
+
+
 def test_memory_of_it_is_measured_and_forecast(tmp_path: Path) -> None:
     run = fit("fsdp=2 zero=1", tmp_path / "run", **averaging(EMA))
     without = fit("fsdp=2 zero=1", tmp_path / "without", **averaging(EMA, average=None))

@@ -279,6 +279,7 @@ _COMPARED = {
     "gradient": "gradients, reduced",
     "used": "gradients that the optimizer was given",
     "parameter": "parameters, after the first and the last update",
+    "average": "the average of the weights",
     "buffer": "buffers",
     "state": "optimizer state",
     "exact": "learning rates, counts, options, what ranks tell",

@@ -24,7 +24,7 @@ from phalanx.verify.dropout import BySample
 from phalanx.verify.mask_recording import MaskRecording
 from phalanx.verify.mask_statistics import MaskStatistics, statistics_of
 from phalanx.verify.module_trace import Tracing, traces_of
-from phalanx.verify.record import RunRecord, record_of, workers_of
+from phalanx.verify.record import AVERAGE, END, RunRecord, record_of, workers_of
 from phalanx.verify.recording import Recording
 
 Watch = Callable[[], None] | None
@@ -62,7 +62,17 @@ def capture(
         first, answers = plan.dp, answers[plan.dp : plan.dp + 1]
     record, path = record_of(answers, folder, first, plan.after), Path(answers[0]["checkpoint"])
     saved, loaded = read_back(given, path, folder)
-    return replace(record, workers=workers, drops=drops, saved=saved, loaded=loaded)
+    found = replace(record, workers=workers, drops=drops, saved=saved, loaded=loaded)
+    return _with_average(found) if given.average else found
+
+
+def _with_average(record: RunRecord) -> RunRecord:
+    """With the average of the weights that the checkpoint has among the values."""
+    prefix = f"{AVERAGE}."
+    all_of_it = {name.removeprefix(prefix): one for name, one in record.saved.items() if name.startswith(prefix)}
+    buffers = {name: all_of_it.pop(name) for name in record.buffers[END] if name in all_of_it}
+    values, kept = {**record.values, AVERAGE: all_of_it}, {**record.buffers, AVERAGE: buffers}
+    return replace(record, values=values, buffers=kept)
 
 
 def masks_of(job: Job, plan: Plan, folder: Path, watch: Watch = None) -> MaskStatistics:

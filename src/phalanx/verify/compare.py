@@ -223,10 +223,31 @@ def scale(found: Sequence[Difference], reference: Tensors) -> float:
     return math.fsum(one.ratio * squares[one.name] for one in known) / total if total else 1.0
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Averaged:
+    """What an average is held against: the ``last`` weights, and the ``steps`` after each of which it may be updated.
+
+    An update a + s (w - a) rounds three times, of which the last, by u of the average, is the largest where s is small:
+    by 2 u of it both sides together, and by no more than 4 u with the other two.
+    """
+
+    last: Tensors
+    steps: int
+
+    def rounding(self, values: Tensor) -> float:
+        """What rounding makes of the updates at most, in the norm, in fp32."""
+        return 4 * _UNIT_ROUNDOFF["fp32"] * self.steps * norm(values)
+
+
 def parameters(
-    initial: Tensors, reference: Tensors, other: Tensors, first: Mapping[str, FirstGradient], tolerance: Tolerance
+    initial: Tensors,
+    reference: Tensors,
+    other: Tensors,
+    first: Mapping[str, FirstGradient],
+    tolerance: Tolerance,
+    averaged: Averaged | None = None,
 ) -> list[Difference]:
-    """Differences of final parameters relative to how far each moved.
+    """Differences of final parameters relative to how far each moved; of their averages to how far they did.
 
     Adam divides a gradient by its own size, and so makes a whole step out of one that is zero but for rounding.
     Elements whose ``first`` gradient is below ``noise`` times the root mean square of their tensor's are left out: the
@@ -243,12 +264,14 @@ def parameters(
         meaningful = grad.abs() > tolerance.noise * norm(grad) / math.sqrt(max(1, grad.numel()))
         start, here, there = (tensor[name][meaningful] for tensor in (initial, reference, other))
         if here.numel():
-            moved, way = here - start, max(norm(here - start), 1e-30)
+            moved = (averaged.last[name][meaningful] if averaged else here) - start
+            way = max(norm(moved), 1e-30)
             error = known.error * norm(grad) / math.sqrt(grad.numel())
             share = error / grad[meaningful].abs()
             off = share.where(share < 1, 2.0) * moved.abs()
             off += 0.0 if known.rounded is None else 2 * known.rounded[meaningful]
             turned = norm(off) / way
+            turned += averaged.rounding(here) / way if averaged else 0.0
             found.append(difference(name, here, there, way, max(tolerance.parameter * known.stretch, turned)))
     return found
 

@@ -19,7 +19,7 @@ from phalanx.config import Plan
 from phalanx.verify import compare
 from phalanx.verify.compare import Bound, Difference, FirstGradient, Tolerance
 from phalanx.verify.fingerprints import Piece, cut_out, in_words
-from phalanx.verify.record import END, FIRST, START, Copy, RunRecord, Tensors
+from phalanx.verify.record import AVERAGE, END, FIRST, START, Copy, RunRecord, Tensors
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,6 +161,7 @@ def differences_of(checks: Sequence[Check], kind: str, step: int | None) -> list
 
 
 WORDS = {START: "before the first step", FIRST: "after the first update", END: "after the last step"}
+WORDS |= {AVERAGE: "in the average"}
 """Moments of a run."""
 KINDS = {
     "buffer": "the buffer ",
@@ -177,8 +178,8 @@ class Check:
 
     Attributes:
         kind: of thing: ``copies``, ``initial``, ``loss``, ``scale`` (of gradients), ``gradient``, ``used``,
-            ``parameter``, ``buffer``, ``state``, ``exact`` (numbers that must be the same), ``evaluation``,
-            ``checkpoint``, ``dropout`` (masks of a run with it).
+            ``parameter``, ``average`` (of weights), ``buffer``, ``state``, ``exact`` (numbers that must be the same),
+            ``evaluation``, ``checkpoint``, ``dropout`` (masks of a run with it).
         many: how many were compared.
         largest: relative difference.
         allowed: of the one that came closest to what it is allowed, or went beyond it most.

@@ -9,7 +9,7 @@ from typing import Any
 
 from phalanx.config import Plan
 from phalanx.verify import compare
-from phalanx.verify.compare import Difference, FirstGradient, Tolerance
+from phalanx.verify.compare import Averaged, Difference, FirstGradient, Tolerance
 from phalanx.verify.evidence import (
     KINDS,
     WORDS,
@@ -22,7 +22,7 @@ from phalanx.verify.evidence import (
     holders,
     where,
 )
-from phalanx.verify.record import END, FIRST, START, RunRecord, StepRecord, Tensors
+from phalanx.verify.record import AVERAGE, END, FIRST, START, RunRecord, StepRecord, Tensors
 from phalanx.verify.recording import GRADIENT_STEPS
 
 
@@ -53,6 +53,7 @@ def _all(pair: Pair) -> Iterator[Check]:
         if index == 0 and together:
             yield from _values(pair, FIRST)
     yield from _values(pair, END)
+    yield from _averages(pair)
     yield _ranks_agree(other)
     yield from evaluations(one, other, tolerance)
     yield from checkpoint(other)
@@ -133,6 +134,21 @@ def _values(pair: Pair, moment: str) -> Iterator[Check]:
     yield _exact("numbers in the optimizer's state", WORDS[moment], numbers)
 
 
+def _averages(pair: Pair) -> Iterator[Check]:
+    """The average of the weights after the last step; who knows of none is held against none."""
+    one, other = pair.one, pair.other
+    if not one.values.get(AVERAGE):
+        return
+    last, there = one.values[END], other.values.get(AVERAGE, {})
+    averaged = Averaged(last=last, steps=len(one.steps))
+    first = {name: grad for name, grad in first_gradients(one, pair.tolerance).items() if name in one.values[AVERAGE]}
+    found = compare.parameters(one.values[START], one.values[AVERAGE], there, first, pair.tolerance, averaged)
+    yield _tensors(pair, "average", AVERAGE, found)
+    mine, buffers = one.buffers.get(AVERAGE, {}), other.buffers.get(AVERAGE, {})
+    mine = {name: tensor for name, tensor in mine.items() if name in buffers}  # the others are no part of a state
+    yield _tensors(pair, "buffer", AVERAGE, _common(mine, buffers, pair.tolerance.parameter))
+
+
 def _gradients_of(pair: Pair, kind: str, step: int) -> tuple[Tensors, Tensors]:
     """Both sides' gradients of a step; those that come late on one side only are missing on the other."""
     mine, others = (record.reduced if kind == "gradient" else record.used for record in (pair.one, pair.other))
@@ -188,7 +204,7 @@ def _common(one: Tensors, other: Tensors, allowed: float) -> list[Difference]:
 
 def _tensors(pair: Pair, kind: str, moment: str, found: Sequence[Difference], step: int | None = None) -> Check:
     """A check of tensors; where one differs by more than is allowed, with where in it that is."""
-    of = {"initial": "value", "parameter": "value", "used": "gradient"}.get(kind, kind)
+    of = {"initial": "value", "parameter": "value", "average": "value", "used": "gradient"}.get(kind, kind)
     when = f"in step {step}" if kind in ("gradient", "used") else WORDS[moment]
     beyond = any(one.beyond for one in found)
     parts = holders([rank.copies.get(moment, {}) for rank in pair.other.ranks], of) if beyond else {}
@@ -223,7 +239,7 @@ def _excess(one: Difference) -> float:
 def _in_words(kind: str, when: str, one: Difference) -> str:
     at = f" ({one.where})" if one.where else ""
     given = " that the optimizer was given" if kind == "used" else ""
-    of = " of its way" if kind == "parameter" else ""
+    of = " of its way" if kind in ("parameter", "average") else ""
     what = f"{KINDS.get(kind, '')}{one.name}{at}{given} {when}"
     return f"{what}, by {one.relative:.2g}{of} (allowed {one.allowed:.2g})"
 

@@ -20,6 +20,8 @@ Tensors = Mapping[str, Tensor]
 
 START, FIRST, END = "start", "first", "end"
 """Moments at which values are looked at: before the first step, after its update, after the last."""
+AVERAGE = "average"
+"""In place of a moment: the average of the weights, and the buffers as of it, as the last checkpoint has them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -92,7 +94,8 @@ class RunRecord:
 
     Attributes:
         steps: of each optimizer step, in order.
-        values: moment (``start``, ``first``, ``end``) → parameter → its value. ``first``: after the first update.
+        values: moment (``start``, ``first``, ``end``) → parameter → its value. ``first``: after the first update;
+            ``average``: of the averaged weights, where a job has them and they are known.
         reduced: step → parameter → gradient of the global batch divided by its count, before clipping. Of the first
             steps all; of later ones those of parameters that had none, or only zeros, before.
         used: step → parameter → gradient as the optimizer got it, after clipping.

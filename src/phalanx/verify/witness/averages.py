@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Iterable
 from contextlib import contextmanager
 
 import torch
@@ -30,6 +30,10 @@ class PlainAverage:
             before = self._values.get(name, tensor)
             self._values[name] = before + share * (tensor - before)
         self._values |= {name: tensor.clone() for name, tensor in self._model.named_buffers()}
+
+    def copies(self, named: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+        """Its values of these names, on the host; none before it has begun."""
+        return {name: self._values[name].detach().cpu().clone() for name, _ in named if name in self._values}
 
     @contextmanager
     def evaluated(self) -> Generator[None]:

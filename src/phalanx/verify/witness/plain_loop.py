@@ -174,6 +174,9 @@ class _PlainLoop:
         if self.evaluation_data is not None and not (every and len(witness.losses) % every == 0):
             self._evaluate_average(len(witness.losses))
         self._look(END)
+        if self.average:
+            witness.values["average"] = self.average.copies(self.trained.items())
+            witness.buffers["average"] = self.average.copies(self.model.named_buffers())
         return witness
 
     def _look(self, moment: str) -> None:
