@@ -257,3 +257,16 @@ def test_a_plain_mean_that_differs_at_once_is_suspected_before_random_numbers(mo
     cause = px.prove(PLANTED["tokens of some samples"][0], "dp=2", steps=2).cause
     assert "likely it is over something that samples have unlike numbers of (tokens" in cause
     assert "random" not in cause
+
+
+def test_a_bias_that_rounding_moves_before_batch_norm_is_named() -> None:
+    given = job(
+        model=lambda: nn.Sequential(nn.Linear(9, 8), nn.BatchNorm1d(8), nn.Linear(8, 5)),
+        inputs=lambda batch: batch["x"],
+        optimizer=lambda params: torch.optim.AdamW(params, lr=1e-2),
+        batch_statistics="global",
+    )
+    proof = px.prove(given, "dp=2", steps=4)
+    assert "running_mean" in proof.first
+    assert proof.cause.startswith("rounding. BatchNorm takes the mean away")
+    assert "0.bias" in proof.cause

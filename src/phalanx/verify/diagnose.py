@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from phalanx.config import Job, Plan
 from phalanx.placement.batch_split import micro_batches
@@ -11,7 +11,7 @@ from phalanx.units import show_names
 from phalanx.verify import diagnose_split as split
 from phalanx.verify.compare import Tolerance
 from phalanx.verify.evidence import Evidence, copies_apart
-from phalanx.verify.record import END, FIRST
+from phalanx.verify.record import END, FIRST, START
 
 
 def diagnose(evidence: Evidence, tolerance: Tolerance, job: Job, plan: Plan, look: Callable[[], list[str]]) -> str:
@@ -220,12 +220,29 @@ def buffers_apart(evidence: Evidence, tolerance: Tolerance, job: Job, plan: Plan
                 "in forward), or make them parameters."
             )
         names = [one.name for one in evidence.of("buffer", 0 if moment == FIRST else None) if one.beyond]
+        if by_rounding := _mean_of_a_wandering_bias(evidence, names):
+            return by_rounding
         if names:
             return (
                 f"a buffer differs from one device's: {show_names(names, 3)}. It is updated in forward, once for each "
                 "micro-batch and from that micro-batch alone, which is smaller under this plan."
             )
     return ""
+
+
+def _mean_of_a_wandering_bias(evidence: Evidence, names: Sequence[str]) -> str:
+    """Only running means differ, and biases of as many elements have gradients of rounding alone."""
+    means = [name for name in names if name.endswith("running_mean")]
+    shapes = {evidence.one.buffers[END][name].shape: name for name in means}
+    biases = [name for name in evidence.silent if evidence.one.values[START][name].shape in shapes]
+    if not means or len(means) < len(names) or not biases:
+        return ""
+    return (
+        f"rounding. BatchNorm takes the mean away, and with it whatever a bias before it adds: the gradient of "
+        f"{show_names(biases, 3)} is zero but for rounding. An optimizer that divides by the size of a gradient, as "
+        f"Adam does, makes whole steps of it, which {show_names(means, 3)} follows; another machine would make others. "
+        "What training computes does not depend on it. Give the layer before BatchNorm bias=False."
+    )
 
 
 def state_apart(evidence: Evidence, tolerance: Tolerance, job: Job, plan: Plan) -> str:
