@@ -16,6 +16,7 @@ if TYPE_CHECKING:
         Cluster,
         Job,
         Loss,
+        Metric,
         Phase,
         Plan,
         Pretrained,
@@ -32,13 +33,14 @@ if TYPE_CHECKING:
     from phalanx.train.loss import accuracy, cross_entropy, load_balancing_loss, mse, next_token_loss, router_z_loss
     from phalanx.train.optimizers import LAMB, LARS
     from phalanx.train.param_groups import groups, no_decay
+    from phalanx.train.torchmetrics_state import torchmetric
 
 __version__ = "0.1.0"
 
 _WHERE = {
     **dict.fromkeys(("Run", "build", "fit", "forecast", "load", "plan", "prove", "start"), "phalanx.api"),
-    **dict.fromkeys(("Average", "Best", "Clip", "Cluster", "Job", "Loss", "Phase", "Plan"), "phalanx.config"),
-    **dict.fromkeys(("Pretrained", "RunSpec"), "phalanx.config"),
+    **dict.fromkeys(("Average", "Best", "Clip", "Cluster", "Job", "Loss", "Metric", "Phase"), "phalanx.config"),
+    **dict.fromkeys(("Plan", "Pretrained", "RunSpec"), "phalanx.config"),
     **dict.fromkeys(("Sampler", "Schedule"), "phalanx.config"),
     **dict.fromkeys(("accuracy", "cross_entropy", "mse", "next_token_loss"), "phalanx.train.loss"),
     **dict.fromkeys(("load_balancing_loss", "router_z_loss"), "phalanx.train.loss"),
@@ -49,6 +51,7 @@ _WHERE = {
     "Hosts": "phalanx.launch.hosts",
     "PhalanxError": "phalanx.errors",
     **dict.fromkeys(("Mixture", "Table", "TokenFile", "buckets", "document_mask", "weighted"), "phalanx.data"),
+    "torchmetric": "phalanx.train.torchmetrics_state",
     "linear_scaling": "phalanx.train.batch_scaling",
 }
 
@@ -62,6 +65,7 @@ __all__ = [
     "Hosts",
     "Job",
     "Loss",
+    "Metric",
     "Mixture",
     "PhalanxError",
     "Phase",
@@ -94,6 +98,7 @@ __all__ = [
     "prove",
     "router_z_loss",
     "start",
+    "torchmetric",
     "weighted",
 ]
 

@@ -5,6 +5,7 @@ from phalanx.config.clip import Clip
 from phalanx.config.cluster import Cluster, Group
 from phalanx.config.device import Device, Host, Link, Network
 from phalanx.config.job import Best, Job, Loss, Pretrained
+from phalanx.config.metric import Metric
 from phalanx.config.own_sampler import Sampler
 from phalanx.config.phases import Phase
 from phalanx.config.plan import Plan
@@ -22,6 +23,7 @@ __all__ = [
     "Job",
     "Link",
     "Loss",
+    "Metric",
     "Network",
     "Phase",
     "Plan",

@@ -131,7 +131,7 @@ class Job:
         schedule: the factor on the learning rate; a function of the step stands for ``px.Schedule(function=...)``.
         clip: largest global L2 norm of the gradient, or a ``px.Clip``; ``None`` does not clip.
         evaluate: builds the evaluation data (map-style), of which each sample counts exactly once.
-        metrics: ``metrics(output, batch)`` gives a dict of name → ``Loss(sum, count)``, evaluated with the loss.
+        metrics: ``metrics(output, batch)`` gives a dict of name → ``Loss(sum, count)`` or ``px.Metric``.
         evaluate_every: optimizer steps between evaluations; 0: at the end only.
         best: by which number evaluations are compared: the best one's checkpoint stays, and a run may end early.
         average: ``px.Average``: an average of the weights, kept beside them, with which evaluations are made.

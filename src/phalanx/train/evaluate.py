@@ -14,19 +14,17 @@ import torch
 from torch import nn
 
 from phalanx.comm import from_every_rank, sum_over_ranks
-from phalanx.config import Job, Plan
+from phalanx.config import Job, Metric, Plan
 from phalanx.data import evaluation_batches
 from phalanx.errors import LossError
 from phalanx.train.assembly import Assembly
+from phalanx.train.evaluation_sums import EvaluationSums, Found, Sums
 from phalanx.train.inputs import Inputs
 from phalanx.train.loss import read_loss
 from phalanx.train.loss_scaling import compute_context
 from phalanx.train.phase_jobs import evaluated_job
 from phalanx.train.row_gather import RowGather, with_whole_tensors
 from phalanx.train.whole_batch import OutputPiece, WholeBatch
-
-Sums = dict[str, tuple[float, float]]
-"""Name → sum and count: of ``loss``, and of each metric."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,11 +37,11 @@ class Evaluation:
     seconds: float
 
     @classmethod
-    def of(cls, sums: Sums, samples: int, began: float) -> Evaluation:
-        """What ``sums`` come to, of an evaluation that began at that ``time.perf_counter()``."""
-        ratios = {name: total / count if count else math.nan for name, (total, count) in sorted(sums.items())}
-        loss = ratios.pop("loss")
-        return cls(loss=loss, samples=samples, metrics=ratios, seconds=time.perf_counter() - began)
+    def of(cls, sums: Sums, samples: int, began: float, computed: Mapping[str, float] | None = None) -> Evaluation:
+        """What ``sums`` come to, and ``computed`` metrics; ``began``: of ``time.perf_counter()``."""
+        ratios = {name: total / count if count else math.nan for name, (total, count) in sums.items()}
+        loss, metrics = ratios.pop("loss"), dict(sorted({**ratios, **(computed or {})}.items()))
+        return cls(loss=loss, samples=samples, metrics=metrics, seconds=time.perf_counter() - began)
 
 
 def evaluate(
@@ -61,7 +59,7 @@ def evaluate(
     ``batches``: only so many.
 
     Raises:
-        LossError: if the loss is not of an allowed form, a metric is not a sum and a count, or one is called ``loss``.
+        LossError: if the loss is not of an allowed form, or a metric is not, or one is called ``loss``.
     """
     begun, job = time.perf_counter(), evaluated_job(job)
     layout = assembly.layout
@@ -69,10 +67,10 @@ def evaluate(
     if device.type == "cpu" and assembly.device == "cuda":  # parameters offloaded between uses
         device = torch.device("cuda", torch.cuda.current_device())
     inputs = Inputs(job, layout.module)
-    sums, samples = dict[str, tuple[float, float]](), 0
+    sums, samples = EvaluationSums(), 0
     with _weights(assembly), torch.no_grad(), evaluation_mode(layout.module):
         lane = assembly.loader.lane(assembly.step.progress.step)
-        for batch in islice(evaluation_batches(dataset, job, lane, micro=plan.micro), batches):
+        for number, batch in enumerate(islice(evaluation_batches(dataset, job, lane, micro=plan.micro), batches)):
             pieces: list[OutputPiece] = []
             for micro in (micro for part in batch.parts for micro in part):
                 layout.computes(0, micro.samples)
@@ -85,17 +83,19 @@ def evaluate(
                         continue
                     # Of a pipeline only the last rank has an output, and measures.
                     found = {} if output is None else measure(job, output, on_device, micro.samples)
-                add_up(sums, found if micro.samples else dict.fromkeys(found, (0.0, 0.0)))
+                refuse_metrics(found, plan)
+                sums.add(found, micro.ids[0] if micro.ids else 0, counts=micro.samples > 0)
                 pieces.clear()
             if pieces:
                 with compute_context(plan, device):
-                    add_up(sums, _of_whole_batch(job, assembly.step.rows, pieces, batch.samples, device))
+                    found = _of_whole_batch(job, assembly.step.rows, pieces, batch.samples, device)
+                sums.add(found, number * job.batch, counts=assembly.step.rows.first)
             if leave is not None and leave():
                 return None
-    names = sorted(sums)
+    names = sorted(sums.ratios)
     if layout.holdings.stages is not None:
         names = max(from_every_rank(names), key=len)
-    flat = [value for name in names for value in sums.get(name, (0.0, 0.0))]
+    flat = [value for name in names for value in sums.ratios.get(name, (0.0, 0.0))]
     totals = torch.tensor([float(samples), *flat], dtype=torch.float64, device=device)
     if not layout.holdings.counts:
         totals.zero_()  # another rank computes the same
@@ -104,7 +104,34 @@ def evaluate(
         assembly.local_sgd.across.sum(totals)
     everywhere, *values = totals.tolist()
     whole = dict(zip(names, zip(values[::2], values[1::2], strict=True), strict=True))
-    return Evaluation.of(whole, int(everywhere), begun)
+    computed = _computed(sums, assembly, trial=batches is not None) if job.metrics else {}
+    return Evaluation.of(whole, int(everywhere), begun, computed)
+
+
+def _computed(sums: EvaluationSums, assembly: Assembly, *, trial: bool) -> dict[str, float]:
+    """The metrics that are computed from what all ranks have. Collective; the first that has them tells, for all."""
+    sent = sums.to_send() if assembly.layout.holdings.counts else EvaluationSums().to_send()
+    found = sums.computed(assembly.from_every_rank(sent), trial=trial)
+    return next((one for one in assembly.from_every_rank(found) if one), {})
+
+
+def refuse_metrics(found: Found, plan: Plan) -> None:
+    """Refuse metrics that are computed once where that cannot be done.
+
+    Raises:
+        LossError: with servers; or of rows, where a rank has a part of each sequence.
+    """
+    names = [name for name, given in found.items() if isinstance(given, Metric) and (given.rows or plan.server)]
+    if names and plan.server:
+        raise LossError(
+            f"metric {names[0]!r} is a px.Metric; with servers a metric is px.Loss(sum, count): workers send no "
+            "tensors of evaluations.\n    try: a plan without server"
+        )
+    if names and plan.cp > 1:
+        raise LossError(
+            f"metric {names[0]!r} collects rows, of which a rank has a part under cp={plan.cp}.\n"
+            "    try: sums in place of rows, or a plan without cp"
+        )
 
 
 def _weights(assembly: Assembly) -> AbstractContextManager[None]:
@@ -115,21 +142,11 @@ def _weights(assembly: Assembly) -> AbstractContextManager[None]:
     return average.applied() if average is not None and average.how.evaluate else nullcontext()
 
 
-def _of_whole_batch(
-    job: Job, rows: RowGather, pieces: list[OutputPiece], samples: int, device: torch.device
-) -> dict[str, tuple[Any, Any]]:
-    """Sums and counts of a batch whose samples the loss compares: every rank computes them, and the first counts."""
+def _of_whole_batch(job: Job, rows: RowGather, pieces: list[OutputPiece], samples: int, device: torch.device) -> Found:
+    """What a batch gives whose samples the loss compares: every rank computes it, and the first counts."""
     whole_tensors = [replace(one, output=with_whole_tensors(one.output)) for one in pieces]
     whole = WholeBatch(whole_tensors, rows, device, samples)
-    found = measure(job, whole.output, whole.batch, samples)
-    return found if rows.first else dict.fromkeys(found, (0.0, 0.0))
-
-
-def add_up(sums: Sums, found: Mapping[str, tuple[Any, Any]]) -> None:
-    """Add what was ``found`` on further samples to ``sums``."""
-    for name, (total, count) in found.items():
-        before = sums.get(name, (0.0, 0.0))
-        sums[name] = before[0] + float(total), before[1] + float(count)
+    return measure(job, whole.output, whole.batch, samples)
 
 
 @contextmanager
@@ -144,19 +161,23 @@ def evaluation_mode(module: nn.Module) -> Iterator[None]:
             part.training = True
 
 
-def measure(job: Job, output: Any, batch: Any, samples: int) -> dict[str, tuple[Any, Any]]:
-    """Sum and count of the loss and of each metric over one micro-batch."""
+def measure(job: Job, output: Any, batch: Any, samples: int) -> Found:
+    """What one micro-batch gives of the loss, a sum and a count, and of each metric."""
     read = read_loss(job.loss(output, batch), samples, "the evaluation")
-    found: dict[str, tuple[Any, Any]] = {"loss": (read.value * read.weight, read.count)}
+    found: dict[str, tuple[Any, Any] | Metric] = {"loss": (read.value * read.weight, read.count)}
     for name, value in (job.metrics(output, batch) if job.metrics else {}).items():
         if name in found:
             raise LossError(
                 f"a metric is called {name!r}, as the evaluation's loss is, which is always there.\n"
                 "    try: another name, or remove it from job.metrics"
             )
+        if isinstance(value, Metric):
+            found[name] = value
+            continue
         if not (isinstance(value, tuple) and len(value) == 2):
             raise LossError(
-                f"metric {name!r} is a {type(value).__name__}; a metric is px.Loss(sum, count), so that parts add up.\n"
+                f"metric {name!r} is a {type(value).__name__}; a metric is px.Loss(sum, count), so that parts add up, "
+                "or a px.Metric, which is computed once.\n"
                 '    try: metrics=lambda output, batch: {"accuracy": px.accuracy(output, batch["label"])}'
             )
         found[name] = (value[0], value[1])

@@ -22,7 +22,7 @@ from phalanx.errors import LossError, PhalanxError, Problem, RefusedError, SpecE
 from phalanx.parallel import device_kind, without_gradient
 from phalanx.train.assembly import optimizer_over
 from phalanx.train.build_model import build_model
-from phalanx.train.evaluate import evaluation_mode, measure
+from phalanx.train.evaluate import evaluation_mode, measure, refuse_metrics
 from phalanx.train.inputs import Inputs
 from phalanx.train.loss import read_loss
 from phalanx.train.loss_scaling import compute_context
@@ -123,7 +123,7 @@ class _FirstStep:
                 args, kwargs, on_host = inputs(micro.batch, _HOST)
                 output = module(*args, **kwargs)
             with self.code_of("job.metrics" if job.metrics else "job.loss"):
-                measure(job, output, on_host, micro.samples)
+                refuse_metrics(measure(job, output, on_host, micro.samples), self._plan)
 
     @contextmanager
     def code_of(self, field: str) -> Generator[None]:

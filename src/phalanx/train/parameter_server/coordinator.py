@@ -22,7 +22,8 @@ from phalanx.data.loader import BatchPieces
 from phalanx.errors import RunError
 from phalanx.parallel.parameter_server import FrameKind, Report, RunProgress, StalenessBound, WorkQueue
 from phalanx.train.accidents import Accidents
-from phalanx.train.evaluate import Evaluation, Sums, add_up
+from phalanx.train.evaluate import Evaluation
+from phalanx.train.evaluation_sums import Sums, add_up
 from phalanx.train.grad_clipping import clip_factor
 from phalanx.train.interruptions import Interruptions
 from phalanx.train.loop import Stepper, StepsLostError

@@ -20,7 +20,8 @@ from phalanx.parallel.parameter_server import BatchPiece, Flat, FrameKind
 from phalanx.parallel.rng_streams import reseed, stream
 from phalanx.train.accidents import LOOK_AT_VALUES, BufferCopies
 from phalanx.train.build_model import build_model
-from phalanx.train.evaluate import Sums, add_up, evaluation_mode, measure
+from phalanx.train.evaluate import evaluation_mode, measure, refuse_metrics
+from phalanx.train.evaluation_sums import Sums, add_up
 from phalanx.train.grad_clipping import all_finite, local_gradients
 from phalanx.train.inputs import Inputs
 from phalanx.train.loss import read_loss
@@ -232,6 +233,7 @@ class Computer:
                 with compute_context(self._plan, device):
                     args, kwargs, batch = self._inputs(micro.batch, device)
                     measured = measure(self._job, module(*args, **kwargs), batch, micro.samples)
+                refuse_metrics(measured, self._plan)
                 samples += micro.samples
                 add_up(found, measured)
                 self.moved()

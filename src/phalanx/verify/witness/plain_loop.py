@@ -11,7 +11,7 @@ from __future__ import annotations
 import inspect
 import math
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,6 +23,7 @@ from phalanx.config import Job, Schedule
 from phalanx.verify.witness import samples
 from phalanx.verify.witness.averages import PlainAverage
 from phalanx.verify.witness.clipping import clip
+from phalanx.verify.witness.evaluation import evaluated, on_device, sum_and_count
 from phalanx.verify.witness.initial import initial_model
 from phalanx.verify.witness.magnitudes import Magnitudes, dense
 from phalanx.verify.witness.masks import KeyedMasks
@@ -157,7 +158,7 @@ class _PlainLoop:
                 self.masks.begin(step, ids)
             for part in self.parts:
                 if step % part.every == 0:
-                    self._take_turn(step, part, _on(batch, self.device), len(ids))
+                    self._take_turn(step, part, on_device(batch, self.device), len(ids))
             if self.average and not witness.skipped[-1]:
                 self.average.stepped(step + 1)
             witness.rates.append(dict(self.known_rates))
@@ -234,7 +235,7 @@ class _PlainLoop:
         looked_at = set(part.trained) if step < WHOLE else self.pending & set(part.trained)
         around = self.magnitudes.forward() if looked_at else nullcontext()
         with around, torch.autocast(self.device.type, dtype=self.half, enabled=self.half is not None):
-            total, count = _sum_and_count(part.loss(part.call(self.model, batch), batch), size)
+            total, count = sum_and_count(part.loss(part.call(self.model, batch), batch), size)
         loss = self.scaler.scale(total) if self.scales else total / count
         loss.backward(retain_graph=bool(looked_at))
         if looked_at:
@@ -298,26 +299,9 @@ class _PlainLoop:
             self._evaluate(step)
 
     def _evaluate(self, step: int) -> None:
-        """Loss and metrics over the evaluation data: sums over counts."""
-        sums: dict[str, list[float]] = {}
-        seen = 0
-        training = {part: part.training for part in self.model.modules()}
-        self.model.eval()
-        for ids, loaded in samples.in_order(self.evaluation_data, self.job):
-            batch = _on(loaded, self.device)
-            seen += len(ids)
-            with torch.no_grad(), torch.autocast(self.device.type, dtype=self.half, enabled=self.half is not None):
-                output = self.parts[0].call(self.model, batch)
-                found = {"loss": _sum_and_count(self.parts[0].loss(output, batch), len(ids))}
-                found |= dict(self.job.metrics(output, batch)) if self.job.metrics else {}
-            for name, (total, count) in found.items():
-                entry = sums.setdefault(name, [0.0, 0.0])
-                entry[0], entry[1] = entry[0] + float(total), entry[1] + float(count)
-        for part, was in training.items():
-            part.training = was
-        means = {name: total / count if count else math.nan for name, (total, count) in sums.items()}
-        told = {"loss": means.pop("loss"), "samples": seen, "metrics": dict(sorted(means.items()))}
-        self.witness.evaluations[step] = told
+        """Loss and metrics over the evaluation data."""
+        how: dict[str, Any] = {"device": self.device, "half": self.half}
+        self.witness.evaluations[step] = evaluated(self.job, self.model, self.parts[0], self.evaluation_data, **how)
 
     def _compared(self, step: int) -> float:
         """The number by which evaluations are compared."""
@@ -359,25 +343,6 @@ def rates(schedule: Schedule, batch: int, total: int) -> Any:
         return schedule.floor + (1.0 - schedule.floor) * share
 
     return factor
-
-
-def _sum_and_count(result: Any, size: int) -> tuple[Any, Any]:
-    """A plain mean over the samples is a sum over them divided by their number."""
-    if isinstance(result, tuple):
-        return result
-    return result * size, size
-
-
-def _on(value: Any, device: torch.device) -> Any:
-    if isinstance(value, Tensor):
-        return value.to(device)
-    if device.type == "cpu":
-        return value
-    if isinstance(value, Mapping):
-        return {key: _on(item, device) for key, item in value.items()}
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(_on(item, device) for item in value))
-    return type(value)(_on(item, device) for item in value) if isinstance(value, tuple | list) else value
 
 
 def _copied(tensors: Any) -> Tensors:

@@ -1,0 +1,79 @@
+"""An evaluation in a plain loop: the data in order, sums over counts, and metrics that are computed once."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from phalanx.config import Job, Metric
+from phalanx.verify.witness import samples
+from phalanx.verify.witness.parts import Part
+
+
+def evaluated(
+    job: Job, model: nn.Module, part: Part, data: Any, *, device: torch.device, half: torch.dtype | None
+) -> dict[str, Any]:
+    """``loss``, ``samples`` and ``metrics`` over ``data``, with the loss of ``part``."""
+    sums: dict[str, list[float]] = {}
+    once: dict[str, list[Metric]] = {}
+    seen = 0
+    training = {each: each.training for each in model.modules()}
+    model.eval()
+    for ids, loaded in samples.in_order(data, job):
+        batch = on_device(loaded, device)
+        seen += len(ids)
+        with torch.no_grad(), torch.autocast(device.type, dtype=half, enabled=half is not None):
+            output = part.call(model, batch)
+            found: dict[str, Any] = {"loss": sum_and_count(part.loss(output, batch), len(ids))}
+            found |= dict(job.metrics(output, batch)) if job.metrics else {}
+        for name, given in found.items():
+            if isinstance(given, Metric):
+                once.setdefault(name, []).append(given)
+                continue
+            entry = sums.setdefault(name, [0.0, 0.0])
+            entry[0], entry[1] = entry[0] + float(given[0]), entry[1] + float(given[1])
+    for each, was in training.items():
+        each.training = was
+    means = {name: total / count if count else math.nan for name, (total, count) in sums.items()}
+    loss = means.pop("loss")
+    for name, metrics in once.items():
+        means |= _computed(name, metrics)
+    return {"loss": loss, "samples": seen, "metrics": dict(sorted(means.items()))}
+
+
+def _computed(name: str, metrics: list[Metric]) -> dict[str, float]:
+    """A metric that is computed once, from what the batches gave, in order."""
+    whole: dict[str, Tensor] = {}
+    for key in metrics[0].sums:
+        each = torch.stack([torch.as_tensor(one.sums[key]).detach().cpu() for one in metrics])
+        whole[key] = each.sum(0, dtype=torch.float64 if each.is_floating_point() else torch.int64)
+    for key in metrics[0].rows:
+        whole[key] = torch.cat([one.rows[key].detach().cpu() for one in metrics])
+    found: Any = metrics[0].compute(**whole)
+    return (
+        {f"{name}.{key}": float(one) for key, one in found.items()} if hasattr(found, "items") else {name: float(found)}
+    )
+
+
+def sum_and_count(result: Any, size: int) -> tuple[Any, Any]:
+    """A plain mean over the samples is a sum over them divided by their number."""
+    if isinstance(result, tuple):
+        return result
+    return result * size, size
+
+
+def on_device(value: Any, device: torch.device) -> Any:
+    """A batch with its tensors there."""
+    if isinstance(value, Tensor):
+        return value.to(device)
+    if device.type == "cpu":
+        return value
+    if isinstance(value, Mapping):
+        return {key: on_device(item, device) for key, item in value.items()}
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(on_device(item, device) for item in value))
+    return type(value)(on_device(item, device) for item in value) if isinstance(value, tuple | list) else value
