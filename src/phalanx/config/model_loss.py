@@ -6,10 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from phalanx.config.loss import IGNORED, Loss
 from phalanx.errors import LossError, Problem, SpecError
 
-IGNORED = -100
-"""The label that does not count, as torch and transformers have it."""
 SHIFTED = frozenset(
     {"CausalLMOutput", "CausalLMOutputWithPast", "CausalLMOutputWithCrossAttentions", "MoeCausalLMOutputWithPast"}
 )
@@ -44,8 +43,6 @@ class ModelLoss:
         Raises:
             LossError: the output holds no loss, or nobody knows what it is a mean over.
         """
-        from phalanx.config.job import Loss
-
         mean = _own_loss(output, batch).float()
         count = _labels_counted(output, batch) if self.count is None else self.count(batch)
         if not hasattr(count, "to"):

@@ -12,11 +12,11 @@ import numpy as np
 import torch
 
 from phalanx.config.fields import is_whole
+from phalanx.config.loss import IGNORED
 from phalanx.errors import Problem, SpecError
 
 Names = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
-_LEFT_OUT = -100  # the label that losses do not count
 _TYPES = ("uint8", "uint16", "uint32", "int16", "int32", "int64")
 
 
@@ -102,7 +102,7 @@ class TokenFile(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
         if self.end_of_text is None and self.begin_of_text is None:
             return sample
         begins = _document_begins(tokens, self.end_of_text, self.begin_of_text)
-        sample["labels"][begins[self.shifted :]] = _LEFT_OUT
+        sample["labels"][begins[self.shifted :]] = IGNORED
         return sample | _places(begins[: self.length])
 
 

@@ -16,10 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from phalanx.config.job import Loss
+from phalanx.config.loss import IGNORED, Loss
 from phalanx.errors import LossError
-
-IGNORED = -100
 
 
 def cross_entropy(

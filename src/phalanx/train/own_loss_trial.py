@@ -15,7 +15,8 @@ from torch import nn
 from torch.utils._pytree import tree_map
 
 from phalanx.config import Job
-from phalanx.config.model_loss import COUNT, IGNORED, ModelLoss
+from phalanx.config.loss import IGNORED
+from phalanx.config.model_loss import COUNT, ModelLoss
 from phalanx.data import Loader
 from phalanx.errors import Problem
 from phalanx.train.evaluate import evaluation_mode

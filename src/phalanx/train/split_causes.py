@@ -17,6 +17,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from phalanx.config import Job, Plan
+from phalanx.config.loss import IGNORED
 from phalanx.data import Loader
 from phalanx.errors import LossError, Problem
 from phalanx.parallel import batch_statistics, dropouts
@@ -260,8 +261,8 @@ class _CauseSearch:
         """Tokens of each sample that a mask or labels of -100 leave in; empty where neither is there."""
         leaves = [one for one in tree_leaves(self._batch) if isinstance(one, torch.Tensor) and one.dim() == 2]
         for one in leaves:
-            if not one.is_floating_point() and bool((one == -100).any()):
-                return (one != -100).sum(-1).double().tolist()
+            if not one.is_floating_point() and bool((one == IGNORED).any()):
+                return (one != IGNORED).sum(-1).double().tolist()
         for one in leaves:
             if not one.is_floating_point() and bool((one == 0).any()) and int(one.max()) == 1:
                 return one.sum(-1).double().tolist()
@@ -354,7 +355,7 @@ def _sizes(sample: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
     ended: list[int] = []
     for leaf in filter(_of_tokens, tree_leaves(sample)):
         mask = int(leaf.min()) >= 0 and int(leaf.max()) <= 1
-        counted.append(int(leaf.sum()) if mask else int((leaf != -100).sum()))
+        counted.append(int(leaf.sum()) if mask else int((leaf != IGNORED).sum()))
         ended.append(int((leaf != leaf.flatten()[-1]).sum()))
     return tuple(counted), tuple(ended)
 
