@@ -20,10 +20,10 @@ import torch
 from phalanx.checkpoint.format import Manifest, dtype_name
 from phalanx.checkpoint.reading import fill, read_state, verify_first
 from phalanx.checkpoint.safe_files import remove
+from phalanx.checkpoint.sections import AVERAGE, MODEL, name_in, names_of, put_in, take_out
 from phalanx.checkpoint.shard_file import TensorEntry, bytes_of, header_of, write_file
 from phalanx.errors import CheckpointError, SpecError
 
-_MODEL, _AVERAGE = "model.", "average."
 SHARD = 5_000_000_000
 """Bytes of tensors in a file of a folder, at most; what ``save_pretrained`` takes, too."""
 
@@ -56,8 +56,8 @@ def export(
     manifest = _of_model(path, averaged=averaged)
     config = read_state(path).get("model_config")
     entries = [
-        TensorEntry(key=name.removeprefix(_MODEL), dtype=_converted(stored.dtype, dtype), shape=stored.shape)
-        for name, stored in manifest.tensors.items()
+        TensorEntry(key=name, dtype=_converted(stored.dtype, dtype), shape=stored.shape)
+        for name, stored in take_out(MODEL, manifest.tensors).items()
     ]
     refuse_target(target)
     chunks = (chunk for stored in manifest.tensors.values() for chunk in stored.chunks)
@@ -109,7 +109,7 @@ def model_tensors(path: Path, *, averaged: bool = False) -> dict[str, torch.Tens
     manifest = _of_model(path, averaged=averaged)
     tensors = {name: torch.empty(one.shape, dtype=one.dtype) for name, one in manifest.tensors.items()}
     fill(path, manifest, tensors)
-    return {name.removeprefix(_MODEL): tensor for name, tensor in tensors.items()}
+    return take_out(MODEL, tensors)
 
 
 def _of_model(path: Path, *, averaged: bool) -> Manifest:
@@ -118,18 +118,16 @@ def _of_model(path: Path, *, averaged: bool) -> Manifest:
     What is not averaged, such as frozen parameters, is there as it is.
     """
     manifest = Manifest.read(path)
-    stored = {name: one for name, one in manifest.tensors.items() if name.startswith(_MODEL)}
+    stored = {name: manifest.tensors[name] for name in names_of(MODEL, manifest.tensors).values()}
     if not stored:
         raise CheckpointError(f"{path} holds no model")
     if averaged:
-        names = {
-            f"{_MODEL}{name.removeprefix(_AVERAGE)}": name for name in manifest.tensors if name.startswith(_AVERAGE)
-        }
-        if not names:
+        averages = take_out(AVERAGE, manifest.tensors)
+        if not averages:
             given = f"{path}, which holds no averaged weights"
             allowed = "a checkpoint of a job with an average, of a step at which that has begun"
             raise SpecError.of("averaged", given, allowed, "px.Job(..., average=px.Average(decay=0.999))")
-        stored |= {name: manifest.tensors[there] for name, there in names.items()}
+        stored |= put_in(MODEL, averages)
     return replace(manifest, tensors=stored)
 
 
@@ -187,7 +185,7 @@ def _pieces(path: Path, manifest: Manifest, entries: list[TensorEntry]) -> Itera
     entries = sorted(entries, key=lambda entry: -entry.dtype.itemsize)
     yield header_of(entries)
     for entry in entries:
-        name = f"{_MODEL}{entry.key}"
+        name = name_in(MODEL, entry.key)
         whole = torch.empty(entry.shape, dtype=manifest.tensors[name].dtype)
         fill(path, manifest, {name: whole}, verified=True)
         yield bytes_of(whole.to(entry.dtype))

@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load, save_file
 from torch import Tensor, nn
 
+from phalanx.checkpoint.sections import MODEL, OPTIMIZER, name_in, put_in
 from phalanx.comm import Place, default_process_group, device_for
 from phalanx.config import Job, Plan, RunSpec, Schedule
 from phalanx.launch import launch, make_ready
@@ -211,9 +212,9 @@ def read_back(job: Job, path: Path, folder: Path) -> tuple[dict[str, Tensor], di
             assembly = build(job, plan, place, device)
             restore(path, job, assembly)
             scene = AssemblyScene(assembly)
-            found = {f"model.{name}": tensor for name, tensor in {**scene.values(), **scene.buffers()}.items()}
+            found = put_in(MODEL, {**scene.values(), **scene.buffers()})
             found |= {
-                f"optimizer.{name}.{key}": tensor
+                name_in(OPTIMIZER, f"{name}.{key}"): tensor
                 for name, state in scene.state().items()
                 for key, tensor in state.items()
                 if isinstance(tensor, Tensor)

@@ -16,6 +16,7 @@ from typing import Any, final
 import torch
 
 from phalanx.checkpoint import Saving
+from phalanx.checkpoint.sections import MODEL, name_in
 from phalanx.config import Job, RunSpec
 from phalanx.data import Ledger, MicroBatch, StepBatch
 from phalanx.data.loader import BatchPieces
@@ -231,7 +232,7 @@ class Coordinator(Stepper):
         begun = time.perf_counter()
         parameters = self.store.layout.parameters
         tensors, states = put_together(self.group.gather("everything"), parameters)
-        self._accidents.look_at_values(self.taken, {name: tensors[f"model.{name}"] for name in parameters})
+        self._accidents.look_at_values(self.taken, {name: tensors[name_in(MODEL, name)] for name in parameters})
         if self.run.snapshots:  # before it: servers never go back to before the newest checkpoint
             self.snapshot()
         progress = {"step": self.taken, "samples": self._samples, "divisor": self._divisor}
