@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -24,8 +24,27 @@ from phalanx.checkpoint.sections import AVERAGE, MODEL, name_in, names_of, put_i
 from phalanx.checkpoint.shard_file import TensorEntry, bytes_of, header_of, write_file
 from phalanx.errors import CheckpointError, SpecError
 
+Content = Literal["model", "adapter", "merged"]
 SHARD = 5_000_000_000
 """Bytes of tensors in a file of a folder, at most; what ``save_pretrained`` takes, too."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExportForm:
+    """What of a checkpoint is written for others, and in which form.
+
+    Attributes:
+        content: the ``model`` as it was trained; the ``adapter``s of peft alone, for ``PeftModel.from_pretrained``; or
+            the base model that these are ``merged`` into.
+        averaged: the average of the weights in their place, and buffers as of it.
+        dtype: of floating point tensors; as saved where not given.
+        shard: bytes of tensors in a file of a folder, at most.
+    """
+
+    content: Content = "model"
+    averaged: bool = False
+    dtype: torch.dtype | None = None
+    shard: int = SHARD
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,25 +57,24 @@ class Exported:
     configured: bool
 
 
-def export(
-    path: Path, target: Path, *, dtype: torch.dtype | None = None, shard: int = SHARD, averaged: bool = False
-) -> Exported:
+def export(path: Path, target: Path, form: ExportForm | None = None) -> Exported:
     """Write the model in the checkpoint ``path`` to ``target``: a new folder, or a new file ``*.safetensors``.
 
-    Folders that ``target`` is to be in are made. A folder has ``model.safetensors``, or shards of at most ``shard``
-    bytes with an index, and the ``config.json`` that a model of transformers had in training. Tensors have the names
-    they have in the model, buffers among them; of tied parameters the first name. Floating point tensors are converted
-    to ``dtype`` where it is given. With ``averaged`` they are the average of the weights, and buffers as of it.
+    Folders that ``target`` is to be in are made. A folder has ``model.safetensors``, or shards of ``form.shard`` bytes
+    at most with an index, and the ``config.json`` that a model of transformers had in training. Tensors have the names
+    they have in the model, buffers among them; of tied parameters the first name. What adapters are, only peft knows:
+    ``phalanx.train.adapters.export_model`` writes every content of a ``form``, this the model.
 
     Raises:
         CheckpointError: the checkpoint is damaged, or the target cannot be written; then there is none.
         SpecError: the target exists, a file is where it needs a folder, or there is no average.
     """
     path, target = Path(path), Path(target)
-    manifest = _of_model(path, averaged=averaged)
+    form = form or ExportForm()
+    manifest = _of_model(path, averaged=form.averaged)
     config = read_state(path).get("model_config")
     entries = [
-        TensorEntry(key=name, dtype=_converted(stored.dtype, dtype), shape=stored.shape)
+        TensorEntry(key=name, dtype=_converted(stored.dtype, form.dtype), shape=stored.shape)
         for name, stored in take_out(MODEL, manifest.tensors).items()
     ]
     refuse_target(target)
@@ -67,7 +85,7 @@ def export(
             write_file(partial, _pieces(path, manifest, entries))
             files, config = [target], None
         else:
-            files = [target / name for name in _write_folder(partial, path, manifest, entries, config, shard)]
+            files = [target / name for name in _write_folder(partial, path, manifest, entries, config, form.shard)]
     nbytes = sum(entry.nbytes for entry in entries)
     return Exported(files=tuple(files), tensors=len(entries), nbytes=nbytes, configured=config is not None)
 
