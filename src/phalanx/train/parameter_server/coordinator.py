@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, final
 
@@ -21,7 +21,7 @@ from phalanx.config import Job, RunSpec
 from phalanx.data import Ledger, MicroBatch, StepBatch
 from phalanx.data.loader import BatchPieces
 from phalanx.errors import RunError
-from phalanx.parallel.parameter_server import FrameKind, Report, RunProgress, StalenessBound, WorkQueue
+from phalanx.parallel.parameter_server import FrameKind, Report, RunProgress, StalenessBound, Update, WorkQueue
 from phalanx.train.accidents import Accidents
 from phalanx.train.evaluate import Evaluation
 from phalanx.train.evaluation_sums import Sums, add_up
@@ -164,9 +164,17 @@ class Coordinator(Stepper):
             scale *= float(clip_factor(torch.tensor(norm, dtype=torch.float64), limit))
         with self.requests.news:
             oldest = self._queue.oldest
-        order = {"step": step, "scale": scale, "rate": rate, "oldest": oldest, "watched": observer.listens}
-        order["largest"] = job.clipping.value if job.clipping and job.clipping.value else 0.0
-        self.group.tell(FrameKind.APPLY, order | {"left_out": bool(why)})
+        largest = job.clipping.value if job.clipping and job.clipping.value else 0.0
+        update = Update(
+            step=step,
+            scale=scale,
+            largest=largest,
+            rate=rate,
+            oldest=oldest,
+            watched=observer.listens,
+            left_out=bool(why),
+        )
+        self.group.tell(FrameKind.APPLY, asdict(update))
         if not why:
             scene.stepped_with = True
             observer.steps(batch)
