@@ -24,7 +24,6 @@ if TYPE_CHECKING:
         Sampler,
         Schedule,
     )
-    from phalanx.config.model_loss import model_loss
     from phalanx.config.params import param, params
     from phalanx.data import Mixture, Table, TokenFile, buckets, document_mask, weighted
     from phalanx.errors import PhalanxError
@@ -32,6 +31,7 @@ if TYPE_CHECKING:
     from phalanx.train.batch_scaling import linear_scaling
     from phalanx.train.loss import accuracy, cross_entropy, load_balancing_loss, mse, next_token_loss, router_z_loss
     from phalanx.train.optimizers import LAMB, LARS
+    from phalanx.train.own_loss import model_loss
     from phalanx.train.param_groups import groups, no_decay
     from phalanx.train.torchmetrics_state import torchmetric
 
@@ -46,7 +46,7 @@ _WHERE = {
     **dict.fromkeys(("load_balancing_loss", "router_z_loss"), "phalanx.train.loss"),
     **dict.fromkeys(("LAMB", "LARS"), "phalanx.train.optimizers"),
     **dict.fromkeys(("groups", "no_decay"), "phalanx.train.param_groups"),
-    "model_loss": "phalanx.config.model_loss",
+    "model_loss": "phalanx.train.own_loss",
     **dict.fromkeys(("param", "params"), "phalanx.config.params"),
     "Hosts": "phalanx.launch.hosts",
     "PhalanxError": "phalanx.errors",
