@@ -11,6 +11,7 @@ from torch import nn
 from phalanx.comm import Mesh, Place, share_timeout
 from phalanx.config import Job, Plan
 from phalanx.config.averaging import average_problems
+from phalanx.config.clip import clip_problems
 from phalanx.config.plan_rules import batch_problems, share_problems, stage_problems
 from phalanx.errors import Problem
 from phalanx.hardware import cuda_devices, keep_freed_memory, return_freed_memory
@@ -48,6 +49,7 @@ def check(job: Job, plan: Plan, here: int | None = None) -> list[Problem]:
         *parameter_server.check(plan),
         *coupled_samples.check(job, plan, kind),
         *average_problems(job.average, plan),
+        *clip_problems(job.clipping, plan),
         *phase_layouts.check(job, plan),
     ]
     if plan.precision in ("tf32", "fp8"):
