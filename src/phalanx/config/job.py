@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args
 from phalanx.config.averaging import Average
 from phalanx.config.clip import Clip
 from phalanx.config.fields import FieldKind, is_number, is_whole, misfits
-from phalanx.config.loss import loss_problems
+from phalanx.config.job_loss import loss_problems
 from phalanx.config.own_sampler import Sampler, beside_sampler, sampler_problems
 from phalanx.config.phases import Phase, not_given, phase_problems
 from phalanx.config.schedule import Schedule

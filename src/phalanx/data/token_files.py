@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from phalanx.config.fields import is_whole
-from phalanx.config.loss import IGNORED
+from phalanx.config.job_loss import IGNORED
 from phalanx.errors import Problem, SpecError
 
 Names = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]

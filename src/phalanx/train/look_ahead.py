@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from phalanx.config import Job, Plan
-from phalanx.config.loss import ModelLoss
+from phalanx.config.job_loss import ModelLoss
 from phalanx.data import Lane, Loader, evaluation_batches
 from phalanx.errors import Problem, RefusedError, SpecError
 from phalanx.parallel import Example, check, device_kind, notes, threads, torch_compile

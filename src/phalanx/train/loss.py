@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from phalanx.config.loss import IGNORED, Loss
+from phalanx.config.job_loss import IGNORED, Loss
 from phalanx.errors import LossError
 
 

@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils._pytree import tree_map
 
 from phalanx.config import Job
-from phalanx.config.loss import IGNORED, ModelLoss
+from phalanx.config.job_loss import IGNORED, ModelLoss
 from phalanx.data import Loader
 from phalanx.errors import Problem
 from phalanx.train.evaluate import evaluation_mode
