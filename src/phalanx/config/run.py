@@ -234,7 +234,8 @@ class RunSpec:
         """
         if isinstance(given, RunSpec):
             return replace(given, **settings)
-        return cls(job=job, **{"folder": Path(given), **settings})
+        whole: dict[str, Any] = {"folder": Path(given), **settings}
+        return cls(job=job, **whole)
 
     def to_toml(self) -> str:
         """The run as a TOML document, as it was asked for; what was not given is left out."""
