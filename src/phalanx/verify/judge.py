@@ -11,7 +11,7 @@ from torch import Tensor
 
 from phalanx.config import Plan
 from phalanx.verify import compare
-from phalanx.verify.compare import Averaged, Difference, FirstGradient, Tolerance
+from phalanx.verify.compare import AveragedWeights, Difference, FirstGradient, Tolerance
 from phalanx.verify.evidence import (
     KINDS,
     WORDS,
@@ -149,7 +149,7 @@ def _averages(pair: Pair) -> Iterator[Check]:
     if not one.values.get(AVERAGE):
         return
     last, there = one.values[END], other.values.get(AVERAGE, {})
-    averaged = Averaged(last=last, steps=len(one.steps))
+    averaged = AveragedWeights(last=last, steps=len(one.steps))
     first = {name: grad for name, grad in first_gradients(one, pair.tolerance).items() if name in one.values[AVERAGE]}
     found = compare.parameters(one.values[START], one.values[AVERAGE], there, first, pair.tolerance, averaged)
     yield _tensors(pair, "average", AVERAGE, found)
