@@ -25,7 +25,7 @@ if TYPE_CHECKING:
         Schedule,
     )
     from phalanx.config.params import param, params
-    from phalanx.data import Mixture, Table, TokenFile, buckets, document_mask, weighted
+    from phalanx.data import Mixture, ParquetFiles, Table, TarFiles, TokenFile, buckets, document_mask, weighted
     from phalanx.errors import PhalanxError
     from phalanx.launch.hosts import Hosts
     from phalanx.train.batch_scaling import linear_scaling
@@ -50,7 +50,8 @@ _WHERE = {
     **dict.fromkeys(("param", "params"), "phalanx.config.params"),
     "Hosts": "phalanx.launch.hosts",
     "PhalanxError": "phalanx.errors",
-    **dict.fromkeys(("Mixture", "Table", "TokenFile", "buckets", "document_mask", "weighted"), "phalanx.data"),
+    **dict.fromkeys(("Mixture", "ParquetFiles", "Table", "TarFiles", "TokenFile"), "phalanx.data"),
+    **dict.fromkeys(("buckets", "document_mask", "weighted"), "phalanx.data"),
     "torchmetric": "phalanx.train.torchmetrics_state",
     "linear_scaling": "phalanx.train.batch_scaling",
 }
@@ -67,6 +68,7 @@ __all__ = [
     "Loss",
     "Metric",
     "Mixture",
+    "ParquetFiles",
     "PhalanxError",
     "Phase",
     "Plan",
@@ -76,6 +78,7 @@ __all__ = [
     "Sampler",
     "Schedule",
     "Table",
+    "TarFiles",
     "TokenFile",
     "accuracy",
     "buckets",

@@ -91,6 +91,12 @@ def phased(model: Callable[[], Any], *phases: px.Phase, **how: Any) -> px.Job:
     return px.Job(model=model, data=rows, phases=list(phases), batch=16, steps=3, **how)
 
 
+def by_row_groups() -> px.Job:
+    """Rows in the order that their files are read fast in."""
+    data = zoo.parquet_files()
+    return job(data=lambda: data, sampler=data.sampler)
+
+
 def adam(params: Any) -> torch.optim.Optimizer:
     return torch.optim.Adam(params, lr=1e-3)
 
@@ -252,6 +258,17 @@ ZOO: dict[str, Kept] = {
         ),
         shows="`px.TokenFile` with documents, attention within each",
     ),
+    "tar files": Kept(
+        job=partial(
+            job,
+            data=zoo.tar_files,
+            inputs=lambda batch: batch["npy"],
+            loss=lambda output, batch: px.cross_entropy(output, batch["cls"]),
+        ),
+        shows="`px.TarFiles`, an archive of arrays",
+        refused=NO_ATTENTION,
+    ),
+    "Parquet files": Kept(job=by_row_groups, shows="`px.ParquetFiles`, two row groups at a time", refused=NO_ATTENTION),
     "datasets": Kept(job=partial(job, data=zoo.huggingface), shows="a Hugging Face `Dataset`", refused=NO_ATTENTION),
     "datasets, stream": Kept(
         job=partial(job, data=zoo.huggingface_stream),
