@@ -158,9 +158,11 @@ def text(path: Path) -> Path:
         (link, {}, "a1.cls is a link"),
         (damaged, {}, "cut off or damaged"),
         (joined, {}, "more after the end"),
-        (lambda path: cut(path, 1500), {}, "archives that can be read"),  # within a header
+        (lambda path: cut(path, 1500), {}, "cut off or damaged"),  # within a header
+        (lambda path: cut(path, 514), {}, "archives that can be read"),  # within a member
         (lambda path: cut(path, 2 * 1024), {}, "cut off or damaged"),  # between two members
         (lambda path: write(path, [("README", b"")]), {}, "without a sample"),
+        (lambda path: write(path, []), {"keys": ["cls"]}, "without a sample"),
         (lambda path: write(path, [*PAIRS, ("a/001.txt", b"")]), {}, "a/001.txt lies apart"),
         (lambda path: write(path, [*PAIRS, ("a/002.cls", b"2")]), {}, "a/002.cls twice"),
         (lambda path: write(path, PAIRS[:3]), {}, r"a/002 in .*, without cls .*(.|\n)*keys=\('jpg',\)"),

@@ -129,12 +129,12 @@ class _GroupedOrder:
 
     def __call__(self, seed: int, epoch: int) -> np.ndarray:
         """The rows of an epoch, each once."""
-        ends = np.cumsum(self.rows)
+        ends: list[int] = np.cumsum(self.rows).tolist()
         groups = _shuffled(np.arange(len(self.rows)), seed, epoch)
         cuts = [*range(0, len(groups), self.together), len(groups)]
         found: list[np.ndarray] = []
         for start, stop in pairwise(cuts):
-            ranges = [np.arange(ends[group] - self.rows[group], ends[group]) for group in groups[start:stop]]
+            ranges = [np.arange(ends[group] - self.rows[group], ends[group]) for group in groups[start:stop].tolist()]
             found.append(_shuffled(np.concatenate(ranges), seed, epoch, start))
         return np.concatenate(found)
 

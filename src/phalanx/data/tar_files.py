@@ -65,7 +65,7 @@ class TarFiles(MapStyle):
         for path in file_paths(self.files, "px.TarFiles.files", _EXAMPLE):
             shards.append(tar_shard(path, keys, exact=self.keys is None))
             keys = keys or shards[-1].extensions or None  # those of the first sample hold for all
-        if keys is None:
+        if keys is None or not any(shard.names for shard in shards):
             raise SpecError.of("px.TarFiles.files", f"{shards[0].path}, without a sample", "1 sample or more", _EXAMPLE)
         own = {name.lower(): function for name, function in (self.decode or {}).items()}
         if unread := [name for name in own if not any(name in (key, _kind(key)) for key in keys)]:

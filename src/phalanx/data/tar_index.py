@@ -94,7 +94,7 @@ def _indexed(path: str, size: int, changed: int, extensions: tuple[str, ...] | N
         _check_extensions(path, name, members, extensions, exact)
         names.append(name)
         places.append([members[extension] for extension in extensions])
-    array = np.asarray(places, dtype=np.int64).reshape(len(names), -1, 2)
+    array = np.asarray(places, dtype=np.int64).reshape(len(names), len(extensions or ()), 2)
     return TarShard(
         path=path,
         names=tuple(names),
