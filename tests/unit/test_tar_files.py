@@ -82,6 +82,20 @@ def test_only_the_keys_are_read(tmp_path: Path) -> None:
     assert data[2]["cls"] == 3
 
 
+def test_entries_have_names_and_several_extensions(tmp_path: Path) -> None:
+    write(tmp_path / "s.tar", [("1.png", b"1"), ("1.cls", b"3"), ("2.cls", b"4"), ("2.JPG", b"22"), ("2.png", b"")])
+    keys = {"image": ("jpg", "png"), "label": "cls"}
+    data = px.TarFiles(tmp_path / "s.tar", keys=keys)
+    assert list(data) == [
+        {"__key__": "1", "image": b"1", "label": 3},
+        {"__key__": "2", "image": b"22", "label": 4},
+    ]
+    data = px.TarFiles(tmp_path / "s.tar", keys=keys, decode={"image": len, "cls": bytes})
+    assert (data[1]["image"], data[1]["label"]) == (2, b"4")
+    with pytest.raises(SpecError, match="'png'; allowed: entries of the samples: image, label, or"):
+        px.TarFiles(tmp_path / "s.tar", keys=keys, decode={"png": len})  # not all images are
+
+
 def test_what_is_no_member_of_a_sample_is_left_out(tmp_path: Path) -> None:
     with tarfile.open(tmp_path / "s.tar", "w") as archive:
         folder = tarfile.TarInfo("a.b")
@@ -170,8 +184,11 @@ def text(path: Path) -> Path:
         (lambda path: write(path, PAIRS), {"keys": ("jpg", "json")}, "a/001 in .*, without json"),
         (lambda path: write(path, PAIRS), {"keys": "jpg"}, "px.TarFiles.keys: given 'jpg'"),
         (lambda path: write(path, PAIRS), {"keys": [".jpg"]}, "without the dot"),
-        (lambda path: write(path, PAIRS), {"keys": ["jpg", "JPG"]}, "each extension once"),
-        (lambda path: write(path, PAIRS), {"decode": {"png": len}}, "extensions of the samples: jpg, cls"),
+        (lambda path: write(path, PAIRS), {"keys": ["jpg", "JPG"]}, "each once"),
+        (lambda path: write(path, PAIRS), {"keys": {"a": ("jpg", "png"), "b": "png"}}, "each once"),
+        (lambda path: write(path, PAIRS), {"keys": {"a": ()}}, "px.TarFiles.keys"),
+        (lambda path: write(path, PAIRS), {"keys": {"a": ("gif", "png")}}, "without gif or png"),
+        (lambda path: write(path, PAIRS), {"decode": {"png": len}}, "entries of the samples: jpg, cls"),
         (lambda path: write(path, PAIRS), {"decode": len}, "px.TarFiles.decode: given a builtin"),
         (lambda path: write(path, PAIRS), {"decode": {"jpg": "pil"}}, "'jpg': a str"),
         (lambda path: path.with_name("other-*.tar"), {}, "where no file is"),
@@ -184,7 +201,7 @@ def test_what_is_refused(made: Callable[[Path], Path], options: dict[str, Any], 
 
 def test_a_value_that_cannot_be_decoded_is_named(tmp_path: Path) -> None:
     write(tmp_path / "s.tar", [("a.cls", b"cat")])
-    with pytest.raises(DataError, match=r"a\.cls in .*s\.tar is no cls(.|\n)*decode=\{'cls': bytes\}"):
+    with pytest.raises(DataError, match=r"a\.cls in .*s\.tar cannot be decoded(.|\n)*decode=\{'cls': bytes\}"):
         px.TarFiles(tmp_path / "s.tar")[0]
     with pytest.raises(UnicodeDecodeError) as told:
         px.TarFiles(tmp_path / "s.tar", decode={"cls": lambda content: b"\xff".decode()})[0]

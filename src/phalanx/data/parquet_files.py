@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
@@ -144,19 +143,16 @@ def _shuffled(values: np.ndarray, *key: int) -> np.ndarray:
 
 
 class _Kept:
-    """The values of the row groups used last in this process; a copy in another begins with none."""
+    """The values of the row groups used last; pickled, it has none."""
 
     def __init__(self, most: int) -> None:
         self._most = most
-        self._process = os.getpid()
         self._values: OrderedDict[int, list[Value]] = OrderedDict()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _Kept, (self._most,)
 
     def get(self, number: int) -> list[Value] | None:
-        if self._process != os.getpid():
-            self._process, self._values = os.getpid(), OrderedDict()
         if number in self._values:
             self._values.move_to_end(number)
         return self._values.get(number)

@@ -39,10 +39,11 @@ class TarFiles(MapStyle):
     Attributes:
         files: an archive, a pattern such as ``train-*.tar``, whose archives are taken in the order of their names, or a
             list of both.
-        keys: extensions that each sample must have; it has no others then. ``None``: those of the first sample, and
-            each other sample must have the same.
-        decode: extension, or the last part of one → a function of the bytes that gives the value. It may draw from
-            Python's, numpy's and torch's global generators, which are seeded for each sample.
+        keys: extensions that each sample must have; others are not read. Or what an entry is to be called → its
+            extension, or several, of which the first that a sample has is read: ``{"image": ("jpg", "png")}``.
+            ``None``: those of the first sample, and each other sample must have the same.
+        decode: entry, or the last part of its extension → a function of the bytes that gives the value. It may draw
+            from Python's, numpy's and torch's global generators, which are seeded for each sample.
 
     Raises:
         SpecError: if an option is wrong, an archive is not there, is compressed, broken or cut off, or its samples are
@@ -51,29 +52,32 @@ class TarFiles(MapStyle):
 
     files: Names
     _: KW_ONLY
-    keys: Sequence[str] | None = None
+    keys: Sequence[str] | Mapping[str, str | Sequence[str]] | None = None
     decode: Mapping[str, Callable[[bytes], Any]] | None = None
     _shards: tuple[TarShard, ...] = field(init=False, repr=False)
     _ends: np.ndarray = field(init=False, repr=False)  # samples up to the end of each archive
-    _readers: tuple[tuple[str, Callable[[bytes], Any] | None, bool], ...] = field(init=False, repr=False)
+    _readers: tuple[tuple[str, Callable[[bytes], Any] | None, str], ...] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         if problems := _problems(self.keys, self.decode):
             raise SpecError(problems)
-        keys = None if self.keys is None else tuple(key.lower() for key in self.keys)
+        entries = None if self.keys is None else _entries(self.keys)
+        wanted = None if entries is None else tuple(entries.values())
         shards: list[TarShard] = []
         for path in file_paths(self.files, "px.TarFiles.files", _EXAMPLE):
-            shards.append(tar_shard(path, keys, exact=self.keys is None))
-            keys = keys or shards[-1].extensions or None  # those of the first sample hold for all
-        if keys is None or not any(shard.names for shard in shards):
+            shards.append(tar_shard(path, wanted, exact=self.keys is None))
+            wanted = wanted or shards[-1].extensions or None  # those of the first sample hold for all
+        if wanted is None or not any(shard.names for shard in shards):
             raise SpecError.of("px.TarFiles.files", f"{shards[0].path}, without a sample", "1 sample or more", _EXAMPLE)
+        entries = entries or {one: (one,) for (one,) in wanted}
         own = {name.lower(): function for name, function in (self.decode or {}).items()}
-        if unread := [name for name in own if not any(name in (key, _kind(key)) for key in keys)]:
-            allowed = f"extensions of the samples: {', '.join(keys)}"
-            raise SpecError.of("px.TarFiles.decode", repr(unread[0]), allowed, _EXAMPLE)
+        readers = tuple(_reader(name, extensions, own) for name, extensions in entries.items())
+        if unread := set(own) - {key for _, _, key in readers}:
+            allowed = f"entries of the samples: {', '.join(entries)}, or the last part of an extension that all have"
+            raise SpecError.of("px.TarFiles.decode", repr(min(unread)), allowed, _EXAMPLE)
         object.__setattr__(self, "_shards", tuple(shards))
         object.__setattr__(self, "_ends", np.cumsum([len(shard.names) for shard in shards]))
-        object.__setattr__(self, "_readers", tuple(_reader(key, own) for key in keys))
+        object.__setattr__(self, "_readers", readers)
         object.__setattr__(self, "draws", bool(own))
 
     def __len__(self) -> int:
@@ -100,7 +104,7 @@ class TarFiles(MapStyle):
                 if own:
                     error.add_note(f"while decoding {where}")
                     raise
-                raise DataError(f"{where} is no {_kind(key)}: {error}\n    try: decode={{{key!r}: bytes}}") from error
+                raise DataError(f"{where} cannot be decoded: {error}\n    try: decode={{{key!r}: bytes}}") from error
         return sample
 
 
@@ -130,11 +134,21 @@ def _kind(key: str) -> str:
     return key.rpartition(".")[2]
 
 
-def _reader(key: str, own: Mapping[str, Callable[[bytes], Any]]) -> tuple[str, Callable[[bytes], Any] | None, bool]:
-    """An extension, what makes a value of its bytes, and whether that is the user's."""
-    if (function := own.get(key, own.get(_kind(key)))) is not None:
-        return key, function, True
-    return key, _BY_KIND.get(_kind(key)), False
+def _entries(keys: Sequence[str] | Mapping[str, str | Sequence[str]]) -> dict[str, tuple[str, ...]]:
+    """What each entry of a sample is called, and the extensions it may have."""
+    named = keys if isinstance(keys, Mapping) else {key.lower(): key for key in keys}
+    several = {name: (given,) if isinstance(given, str) else tuple(given) for name, given in named.items()}
+    return {name: tuple(one.lower() for one in extensions) for name, extensions in several.items()}
+
+
+def _reader(
+    name: str, extensions: tuple[str, ...], own: Mapping[str, Callable[[bytes], Any]]
+) -> tuple[str, Callable[[bytes], Any] | None, str]:
+    """An entry, what makes a value of its bytes, and under which key the user gives that, if so."""
+    kinds = {_kind(one) for one in extensions}
+    kind = kinds.pop() if len(kinds) == 1 else ""
+    key = next((one for one in (name.lower(), kind) if one in own), "")
+    return name, own[key] if key else _BY_KIND.get(kind), key
 
 
 def _problems(keys: Any, decode: Any) -> list[Problem]:
@@ -143,12 +157,9 @@ def _problems(keys: Any, decode: Any) -> list[Problem]:
     def wrong(name: str, given: str, allowed: str, fix: str) -> None:
         found.append(Problem(where=f"px.TarFiles.{name}", given=given, allowed=allowed, fix=fix))
 
-    if keys is not None:
-        listed = isinstance(keys, Sequence) and not isinstance(keys, str)
-        if not listed or not keys or not all(isinstance(key, str) and is_extension(key) for key in keys):
-            wrong("keys", repr(keys), "extensions without the dot before them, or None", 'keys=("jpg", "cls")')
-        elif len({key.lower() for key in keys}) < len(keys):
-            wrong("keys", repr(keys), "each extension once", 'keys=("jpg", "cls")')
+    if keys is not None and not _are_keys(keys):
+        allowed = "extensions without the dot before them, each once, or entry → one or several of them, or None"
+        wrong("keys", repr(keys), allowed, 'keys=("jpg", "cls")')
     if decode is not None:
         if not isinstance(decode, Mapping):
             wrong("decode", f"a {type(decode).__name__}", "extension → function", 'decode={"jpg": decode_image}')
@@ -156,3 +167,16 @@ def _problems(keys: Any, decode: Any) -> list[Problem]:
             given = f"{bad[0]!r}: a {type(decode[bad[0]]).__name__}"
             wrong("decode", given, "extension → function of the bytes", 'decode={"jpg": decode_image}')
     return found
+
+
+def _are_keys(keys: Any) -> bool:
+    if isinstance(keys, str) or not isinstance(keys, Sequence | Mapping) or not keys:
+        return False
+    several = list(keys.values()) if isinstance(keys, Mapping) else list(keys)
+    if isinstance(keys, Mapping):
+        if not all(isinstance(name, str) and name != "__key__" for name in keys):
+            return False
+        several = [one for given in several for one in ([given] if isinstance(given, str) else given or [""])]
+    return all(isinstance(one, str) and is_extension(one) for one in several) and (
+        len({one.lower() for one in several}) == len(several)
+    )

@@ -20,6 +20,9 @@ _COMPRESSED = {
 }
 """First bytes of a file → the compression, and the program that undoes it."""
 
+Extensions = tuple[tuple[str, ...], ...]
+Members = dict[str, tuple[int, int]]  # of a sample: extension → offset and size
+
 _AFTER_END = 1 << 16  # bytes after the end of an archive that are looked at; tar pads with 10 KiB of zeros
 _INDEXED = 10_000  # archives
 
@@ -31,14 +34,15 @@ class TarShard:
     Attributes:
         path: of the archive.
         names: of each sample: what the names of its members share.
-        extensions: of each sample's members, that are read; empty where there is no sample.
+        extensions: of each sample's members that are read: of each the first of several that the sample has; empty
+            where there is no sample.
         offsets: bytes before each member's content, int64 of (samples, extensions).
         sizes: bytes of it, of the same shape.
     """
 
     path: str
     names: tuple[str, ...]
-    extensions: tuple[str, ...]
+    extensions: Extensions
     offsets: np.ndarray
     sizes: np.ndarray
 
@@ -70,7 +74,7 @@ def _whole(file: int, offset: int, size: int, path: str) -> bytes:
     return content
 
 
-def tar_shard(path: str, extensions: tuple[str, ...] | None, *, exact: bool) -> TarShard:
+def tar_shard(path: str, extensions: Extensions | None, *, exact: bool) -> TarShard:
     """The samples of an archive, each with these ``extensions``; ``None``: with those of its first sample.
 
     With ``exact`` a sample that has others is refused; without, they are not read.
@@ -86,14 +90,13 @@ def tar_shard(path: str, extensions: tuple[str, ...] | None, *, exact: bool) -> 
 
 
 @lru_cache(maxsize=_INDEXED)  # a job's data are made several times in a process: to look at, to plan, to train on
-def _indexed(path: str, size: int, changed: int, extensions: tuple[str, ...] | None, exact: bool) -> TarShard:
+def _indexed(path: str, size: int, changed: int, extensions: Extensions | None, exact: bool) -> TarShard:
     names: list[str] = []
     places: list[list[tuple[int, int]]] = []
     for name, members in _samples(path):
-        extensions = tuple(members) if extensions is None else extensions
-        _check_extensions(path, name, members, extensions, exact)
+        extensions = tuple((one,) for one in members) if extensions is None else extensions
         names.append(name)
-        places.append([members[extension] for extension in extensions])
+        places.append([members[one] for one in _read(path, name, members, extensions, exact)])
     array = np.asarray(places, dtype=np.int64).reshape(len(names), len(extensions or ()), 2)
     return TarShard(
         path=path,
@@ -104,28 +107,31 @@ def _indexed(path: str, size: int, changed: int, extensions: tuple[str, ...] | N
     )
 
 
-def _check_extensions(
-    path: str, name: str, members: dict[str, tuple[int, int]], extensions: tuple[str, ...], exact: bool
-) -> None:
-    """Refuse a sample that lacks one of ``extensions``, or with ``exact`` has others."""
-    if missing := [one for one in extensions if one not in members]:
-        given = f"{name} in {path}, without {missing[0]} (it has {', '.join(members)})"
-        raise _problem(given, f"samples that each have {', '.join(extensions)}", "keys", _keys(members, extensions))
-    if exact and (more := [one for one in members if one not in extensions]):
+def _read(path: str, name: str, members: Members, extensions: Extensions, exact: bool) -> list[str]:
+    """The extensions of a sample that are read: one of each of ``extensions``, and with ``exact`` it has no others."""
+    listed = ", ".join(" or ".join(one) for one in extensions)
+    read = [next((one for one in several if one in members), "") for several in extensions]
+    if not all(read):
+        missing = " or ".join(extensions[read.index("")])
+        given = f"{name} in {path}, without {missing} (it has {', '.join(members)})"
+        raise _problem(given, f"samples that each have {listed}", "keys", _keys(read))
+    if exact and (more := [one for one in members if one not in read]):
         given = f"{name} in {path}, with {more[0]}, which the first sample does not have"
         allowed = "samples that each have the same extensions, or keys that say which are read"
-        raise _problem(given, allowed, "keys", _keys(members, extensions))
+        raise _problem(given, allowed, "keys", _keys(read))
+    return read
 
 
-def _keys(members: dict[str, tuple[int, int]], extensions: tuple[str, ...]) -> str:
-    """A line that takes what two samples share."""
-    return f"keys={tuple(one for one in extensions if one in members) or extensions!r}"
+def _keys(read: list[str]) -> str:
+    """A line that takes what two samples share, or either of what they do not."""
+    shared = tuple(one for one in read if one)
+    return f"keys={shared!r}" if shared else 'keys={"image": ("jpg", "png")}'
 
 
-def _samples(path: str) -> Iterator[tuple[str, dict[str, tuple[int, int]]]]:
+def _samples(path: str) -> Iterator[tuple[str, Members]]:
     """Each sample's name, and its members: extension → offset and size."""
     seen: set[str] = set()
-    current, members = "", dict[str, tuple[int, int]]()
+    current, members = "", Members()
     for name, extension, place in _members(path):
         if name != current:
             if current:
