@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from phalanx.data import Mixture, ParquetFiles, Table, TarFiles, TokenFile, buckets, document_mask, weighted
     from phalanx.errors import PhalanxError
     from phalanx.launch.hosts import Hosts
+    from phalanx.sweep import sweep
     from phalanx.train.batch_scaling import linear_scaling
     from phalanx.train.loss import accuracy, cross_entropy, load_balancing_loss, mse, next_token_loss, router_z_loss
     from phalanx.train.optimizers import LAMB, LARS
@@ -49,6 +50,7 @@ _WHERE = {
     "model_loss": "phalanx.train.own_loss",
     **dict.fromkeys(("param", "params"), "phalanx.config.params"),
     "Hosts": "phalanx.launch.hosts",
+    "sweep": "phalanx.sweep",
     "PhalanxError": "phalanx.errors",
     **dict.fromkeys(("Mixture", "ParquetFiles", "Table", "TarFiles", "TokenFile"), "phalanx.data"),
     **dict.fromkeys(("buckets", "document_mask", "weighted"), "phalanx.data"),
@@ -101,6 +103,7 @@ __all__ = [
     "prove",
     "router_z_loss",
     "start",
+    "sweep",
     "torchmetric",
     "weighted",
 ]
