@@ -174,6 +174,8 @@ def look(job: Job, plan: Plan, start: RunStart = START) -> Findings:
     if rehearsed is None or dist.is_initialized():
         _refuse(job, plan, module, start)
         _refuse_evaluation(job)
+    if plan.server and (size or 0) <= LARGEST:
+        found += causes(job, plan, build_model(job), _loader(job))
     if as_made:
         _refuse_what_does_not_add_up(job, plan, module)
         found += causes(job, plan, module, _loader(job))
