@@ -14,7 +14,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from case_jobs import drawn
-from case_models import CLASSES, FEATURES, WIDTH, Branch
+from case_models import CLASSES, FEATURES, WIDTH, Branch, Residual
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention, softplus
 
@@ -79,6 +79,14 @@ def lora() -> nn.Module:
     targets = ["c_attn", "c_proj", "c_fc"]
     given = {"r": 4, "lora_alpha": 8, "target_modules": targets, "fan_in_fan_out": True, "task_type": "CAUSAL_LM"}
     return peft.get_peft_model(gpt2(), peft.LoraConfig(init_lora_weights=False, **given))
+
+
+class Shaken(Residual):
+    """Adds noise to what each block gives, in training."""
+
+    def add(self, branch: Any, x: Tensor) -> Tensor:
+        given = branch(x)
+        return given + 0.1 * torch.randn_like(given) if self.training else given
 
 
 class Normed(nn.Module):
