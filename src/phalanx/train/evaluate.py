@@ -92,10 +92,17 @@ def evaluate(
                 sums.add(found, number * job.batch, counts=assembly.step.rows.first)
             if leave is not None and leave():
                 return None
-    names = sorted(sums.ratios)
+    whole, everywhere = _of_all_ranks(sums.ratios, samples, assembly, device)
+    computed = _computed(sums, assembly, trial=batches is not None) if job.metrics else {}
+    return Evaluation.of(whole, everywhere, begun, computed)
+
+
+def _of_all_ranks(ratios: Sums, samples: int, assembly: Assembly, device: torch.device) -> tuple[Sums, int]:
+    """Sums and counts, and samples, added up over all ranks. Collective."""
+    layout, names = assembly.layout, sorted(ratios)
     if layout.holdings.stages is not None:
         names = max(from_every_rank(names), key=len)
-    flat = [value for name in names for value in sums.ratios.get(name, (0.0, 0.0))]
+    flat = [value for name in names for value in ratios.get(name, (0.0, 0.0))]
     totals = torch.tensor([float(samples), *flat], dtype=torch.float64, device=device)
     if not layout.holdings.counts:
         totals.zero_()  # another rank computes the same
@@ -103,9 +110,7 @@ def evaluate(
     if assembly.local_sgd:
         assembly.local_sgd.across.sum(totals)
     everywhere, *values = totals.tolist()
-    whole = dict(zip(names, zip(values[::2], values[1::2], strict=True), strict=True))
-    computed = _computed(sums, assembly, trial=batches is not None) if job.metrics else {}
-    return Evaluation.of(whole, int(everywhere), begun, computed)
+    return dict(zip(names, zip(values[::2], values[1::2], strict=True), strict=True)), int(everywhere)
 
 
 def _computed(sums: EvaluationSums, assembly: Assembly, *, trial: bool) -> dict[str, float]:
