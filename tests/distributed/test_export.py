@@ -103,6 +103,20 @@ def test_a_flipped_bit_is_neither_exported_nor_all_that_stays(tmp_path: Path) ->
     assert verbs(tmp_path / "run", "verify", "--from", "6")[0] == 0
 
 
+def test_the_way_on_from_a_damaged_checkpoint_is_the_same_export(tmp_path: Path) -> None:
+    spec = px.RunSpec(job="small", plan=px.Plan(), folder=tmp_path / "run", checkpoint_every=2, keep=9)
+    px.fit(small_job(epochs=1), run=spec)
+    (file,) = (tmp_path / "run/checkpoints/step-00000004").glob("*.safetensors")
+    file.write_bytes(file.read_bytes()[:-5])
+    with pytest.raises(CheckpointError, match=r"try: phalanx export \S+ --from 2 \S+ --dtype bfloat16 --merged$"):
+        CliRunner().invoke(
+            main,
+            ["export", str(spec.folder), str(tmp_path / "out"), "--merged", "--dtype", "bfloat16"],
+            standalone_mode=False,
+            catch_exceptions=False,
+        )
+
+
 def verbs(run: Path | str, *argv: str) -> tuple[int, Any]:
     answered = CliRunner().invoke(main, ["checkpoint", *argv[:1], str(run), *argv[1:], "--json"], standalone_mode=False)
     if answered.exception:
