@@ -51,6 +51,12 @@ def test_every_row_has_as_many_cells_as_its_heading(page: str) -> None:
         assert cells == heading, line
 
 
+def test_every_how_to_page_is_found_from_where_readers_begin() -> None:
+    begin = (ROOT / "README.md").read_text() + (DOCS / "index.md").read_text()
+    lost = [page.name for page in sorted((DOCS / "how-to").glob("*.md")) if f"how-to/{page.name})" not in begin]
+    assert lost == [], "linked from neither README.md nor docs/index.md"
+
+
 def test_timelines_are_drawn_from_the_orders_that_run() -> None:
     script = str(ROOT / "tools" / "timelines.py")
     code = f"import runpy, sys; sys.stdout.write(runpy.run_path({script!r})['drawn']())"
