@@ -27,7 +27,7 @@ STEPS, STOPPED = 8, 5  # two epochs of 103 samples; in the middle of the second
 EVALUATION = 35
 
 SCRIPT = f"""
-import json, os, sys
+import json, sys
 sys.path.insert(0, {str(Path(__file__).parent)!r})
 import torch
 import phalanx as px
@@ -45,7 +45,7 @@ for batch in loader:
         step.save()
         break
 evaluation = step.evaluate()
-if os.environ.get("RANK", "0") == "0":
+if step.first:
     print(json.dumps({{"losses": losses, "evaluation": evaluation.loss, "samples": evaluation.samples}}))
 """
 

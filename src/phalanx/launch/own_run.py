@@ -97,7 +97,7 @@ def laid_out(job: Job, plan: Plan, place: Place | None, run: RunSpec | None) -> 
         unread = [] if run else _unread(job)
         for note in [*(f"differs from one device: {note}" for note in assembly.notes), *assembly.advice, *unread]:
             _log.warning("%s", note)
-    return OwnStep(job, plan, assembly, own), OwnLoader(assembly.loader, own)
+    return OwnStep(job, plan, assembly, own, first=place.rank == 0), OwnLoader(assembly.loader, own)
 
 
 def _unread(job: Job) -> list[str]:

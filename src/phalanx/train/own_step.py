@@ -192,8 +192,8 @@ class OwnStep:
         KeyboardInterrupt: with a run, once it has saved for Ctrl-C.
     """
 
-    def __init__(self, job: Job, plan: Plan, assembly: Assembly, run: OwnRun | None) -> None:
-        self._job, self._plan, self._assembly, self._run = job, plan, assembly, run
+    def __init__(self, job: Job, plan: Plan, assembly: Assembly, run: OwnRun | None, *, first: bool) -> None:
+        self._job, self._plan, self._assembly, self._run, self._first = job, plan, assembly, run, first
         self._evaluation_data: Any = None
 
     def __call__(self, batch: StepBatch) -> Metrics:
@@ -210,6 +210,11 @@ class OwnStep:
     def optimizer(self) -> torch.optim.Optimizer:
         """The job's optimizer over the parameters that this process steps."""
         return self._assembly.optimizer
+
+    @property
+    def first(self) -> bool:
+        """Whether this is the first of the plan's processes, rank 0: the one to print and to write files."""
+        return self._first
 
     @property
     def taken(self) -> int:
