@@ -25,7 +25,17 @@ if TYPE_CHECKING:
         Schedule,
     )
     from phalanx.config.params import param, params
-    from phalanx.data import Mixture, ParquetFiles, Table, TarFiles, TokenFile, buckets, document_mask, weighted
+    from phalanx.data import (
+        Curriculum,
+        Mixture,
+        ParquetFiles,
+        Table,
+        TarFiles,
+        TokenFile,
+        buckets,
+        document_mask,
+        weighted,
+    )
     from phalanx.errors import PhalanxError
     from phalanx.launch.hosts import Hosts
     from phalanx.sweep import sweep
@@ -52,7 +62,7 @@ _WHERE = {
     "Hosts": "phalanx.launch.hosts",
     "sweep": "phalanx.sweep",
     "PhalanxError": "phalanx.errors",
-    **dict.fromkeys(("Mixture", "ParquetFiles", "Table", "TarFiles", "TokenFile"), "phalanx.data"),
+    **dict.fromkeys(("Curriculum", "Mixture", "ParquetFiles", "Table", "TarFiles", "TokenFile"), "phalanx.data"),
     **dict.fromkeys(("buckets", "document_mask", "weighted"), "phalanx.data"),
     "torchmetric": "phalanx.train.torchmetrics_state",
     "linear_scaling": "phalanx.train.batch_scaling",
@@ -65,6 +75,7 @@ __all__ = [
     "Best",
     "Clip",
     "Cluster",
+    "Curriculum",
     "Hosts",
     "Job",
     "Loss",

@@ -284,6 +284,7 @@ JOBS: Mapping[str, tuple[Mapping[str, Any], Mapping[str, Any]]] = {
         },
     ),
     "batch": ({}, {"batch": 6}),
+    "batch_ramp": ({}, {"batch_ramp": {0: 4, 1: 8}}),
     "epochs": ({}, {"epochs": 1, "steps": None, "batch": 4}),
     "steps": ({}, {"steps": 2}),
     "seed": ({}, {"seed": 3}),

@@ -233,6 +233,7 @@ def command(
         "evaluate_every": 0,
         "best": None,
         "callbacks": {},
+        "batch_ramp": None,  # each step has the largest batch
     }
     from phalanx.train.torch_scheduler import without_plateau
 

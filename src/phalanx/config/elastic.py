@@ -77,14 +77,15 @@ def resized(plan: Plan, devices: int) -> Plan | None:
         return None
 
 
-def plans_of(plan: Plan, devices: DeviceRange, batch: int) -> dict[int, Plan]:
+def plans_of(plan: Plan, devices: DeviceRange, batch: int, *smaller: int) -> dict[int, Plan]:
     """The plan on each number of devices that it can be on, the fewest first.
 
     No forward pass holds more samples of the global ``batch`` than with the most devices: fewer of them take several
-    (``micro``), which needs no more memory for activations.
+    (``micro``), which needs no more memory for activations. ``smaller`` are those of steps that have fewer samples.
     """
+    least = min((batch, *smaller))
     found = {size: resized(plan, size) for size in range(devices.least, devices.most + 1)}
-    plans = {size: one for size, one in found.items() if one is not None and one.replicas <= batch}
+    plans = {size: one for size, one in found.items() if one is not None and one.replicas <= least}
     if plan.micro is not None or not plans:
         return plans
     fewest = -(-batch // max(one.replicas for one in plans.values()))

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from phalanx.config.averaging import Average
+from phalanx.config.batch_ramp import BatchRamp, ramp_problems
 from phalanx.config.clip import Clip
 from phalanx.config.fields import FieldKind, is_number, is_whole, misfits
 from phalanx.config.job_loss import loss_problems
@@ -115,6 +116,9 @@ class Job:
             of its own; in place of ``loss`` and ``optimizer``. ``clip`` and ``schedule`` are for each. The first one's
             loss is the run's: in events, in evaluation and for ``best``.
         batch: the **global** batch: samples in one optimizer step, on any number of devices.
+        batch_ramp: optimizer step → the global batch from that step on, such as ``{0: 16, 500: 32, 1000: 64}``: from
+            step 0 on, the largest of them being ``batch``. Each begins in an epoch's order where the one before ended.
+            ``None``: ``batch`` in every step.
         epochs: passes over the data. Give ``epochs`` or ``steps``.
         steps: optimizer steps.
         seed: of initial values, data order and every other random stream.
@@ -156,6 +160,7 @@ class Job:
     optimizer: Callable[[Any], Any] = not_given
     phases: Sequence[Phase] = ()
     batch: int
+    batch_ramp: BatchRamp | None = None
     epochs: int | None = None
     steps: int | None = None
     loss_over: LossOver = "samples"
@@ -195,6 +200,7 @@ class Job:
 
     def __post_init__(self) -> None:
         problems = _problems(self) + sampler_problems(self.sampler) + beside_sampler(self.sampler, self.shuffle)
+        problems += ramp_problems(self)
         problems += phase_problems(self.phases, self.loss, self.optimizer, self.loss_over)
         if problems:
             raise SpecError(problems)

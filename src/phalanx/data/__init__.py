@@ -1,7 +1,9 @@
 """Data: which samples each step holds on any number of devices, reading them, and the ledger that shows it."""
 
+from phalanx.data.changing_batches import ChangingBatchSampler, Stretch, never_reached
+from phalanx.data.curriculum import Curriculum, changing_sampler
 from phalanx.data.ledger import Ledger, LedgerRecord, last_steps, read_ledger, records
-from phalanx.data.ledger_audit import audit
+from phalanx.data.ledger_audit import audit, audit_run, due
 from phalanx.data.loader import Loader, evaluation_batches
 from phalanx.data.mixture import Mixture
 from phalanx.data.own_orders import EpochOrders, buckets, order_print, weighted
@@ -14,6 +16,8 @@ from phalanx.data.token_files import TokenFile, document_mask
 from phalanx.placement.batch_split import Lane, share
 
 __all__ = [
+    "ChangingBatchSampler",
+    "Curriculum",
     "EpochOrders",
     "GlobalBatchSampler",
     "Lane",
@@ -24,14 +28,19 @@ __all__ = [
     "Mixture",
     "ParquetFiles",
     "StepBatch",
+    "Stretch",
     "Table",
     "TarFiles",
     "TokenFile",
     "audit",
+    "audit_run",
     "buckets",
+    "changing_sampler",
     "document_mask",
+    "due",
     "evaluation_batches",
     "last_steps",
+    "never_reached",
     "order_print",
     "read_ledger",
     "records",

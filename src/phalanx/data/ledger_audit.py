@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from itertools import groupby
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import groupby, islice, zip_longest
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -50,6 +51,69 @@ def audit(
             found += _short(epoch, those, size, batch, per_epoch)
             if last >= (epoch + 1) * per_epoch - 1 and not repeats:
                 found += _unseen(epoch, those, length, min(size, per_epoch * batch))
+    return found
+
+
+def audit_run(folder: Path, start: Mapping[str, Any]) -> list[str]:
+    """As ``audit``, of the run whose log has the event ``start``."""
+    if stretches := start.get("stretches"):
+        return _audit_stretches(folder, stretches, drop_last=start["drop_last"], repeats=bool(start.get("repeats")))
+    return audit(
+        folder,
+        length=start["samples"],
+        batch=start["batch"],
+        drop_last=start["drop_last"],
+        epoch_samples=start.get("epoch_samples"),
+        repeats=bool(start.get("repeats")),
+    )
+
+
+class _Due(NamedTuple):
+    """What a step must hold: the pass over data, how many samples, and among which."""
+
+    epoch: int
+    samples: int
+    among: range
+
+
+def due(stretches: Sequence[Sequence[int]], *, drop_last: bool) -> Iterator[_Due]:
+    """What the steps of a run must hold, one after the other, where batch or data change with the step.
+
+    Each stretch is told by its first step, its batch, the first sample and the number of samples of its part of the
+    data, and the samples in a pass over that.
+    """
+    step = epoch = taken = 0
+    part = stretches[0][2]
+    for (_, batch, begin, size, each), after in zip_longest(stretches, stretches[1:]):
+        if begin != part:
+            epoch, taken, part = epoch + 1, 0, begin
+        while after is None or step < after[0]:
+            if taken == each or (drop_last and each - taken < batch):
+                epoch, taken = epoch + 1, 0
+            samples = min(batch, each - taken)
+            yield _Due(epoch, samples, range(begin, begin + size))
+            step, taken = step + 1, taken + samples
+
+
+def _audit_stretches(folder: Path, stretches: Sequence[Sequence[int]], *, drop_last: bool, repeats: bool) -> list[str]:
+    steps = records(folder)
+    if not steps:
+        return [f"the ledger {folder} is empty: no step was recorded"]
+    found = list(_missing(list(steps)))
+    wanted = list(islice(due(stretches, drop_last=drop_last), max(steps) + 1))
+    for step, those in steps.items():
+        ids, must = np.concatenate([record.ids for record in those]), wanted[step]
+        if len(ids) != must.samples:
+            found.append(f"step {step} holds {len(ids)} samples instead of {must.samples}")
+        if those[0].epoch != must.epoch:
+            found.append(f"step {step} is recorded in epoch {those[0].epoch}, but belongs to epoch {must.epoch}")
+        if len(beyond := ids[(ids < must.among.start) | (ids >= must.among.stop)]):
+            names = _more([str(sample) for sample in beyond[:_NAMED].tolist()], len(beyond))
+            data = f"samples {must.among.start} to {must.among.stop - 1}"
+            found.append(f"step {step}: {_counted(len(beyond), 'id')} beyond {data}, whose turn it is: {names}")
+    # with as many as are due in each step, and none twice in a pass, none is left out
+    for epoch, group in groupby(steps.values(), key=lambda those: those[0].epoch):
+        found += [] if repeats else _twice(epoch, [record for step in group for record in step])
     return found
 
 

@@ -12,6 +12,8 @@ from typing import Any, final
 import numpy as np
 
 from phalanx.config.job import Job
+from phalanx.data.changing_batches import ChangingBatchSampler, Stretch
+from phalanx.data.curriculum import changing_sampler, may_repeat, order_text
 from phalanx.data.dataset_facts import refuse_other_order
 from phalanx.data.huggingface import refuse_lists
 from phalanx.data.map_style import Fetcher, IndexedReader, is_stream, plain
@@ -34,7 +36,9 @@ class Loader:
     Attributes:
         length: samples in the data; ``None`` for a stream.
         epoch_samples: samples in an epoch: ``length``, or as many as ``job.sampler`` gives; ``None`` for a stream.
-        steps_per_epoch: ``None`` for a stream.
+        steps_per_epoch: ``None`` for a stream, and where batch or data change with the step.
+        repeats: whether a sample may come twice in a pass, by a sampler.
+        stretches: of the run, where batch or data change with the step; else none.
         total_steps: the step after the last; ``None`` for a stream that ends with its epochs.
     """
 
@@ -53,7 +57,7 @@ class Loader:
 
         Args:
             dataset: map-style (``__getitem__``, ``__len__``) or a stream (``__iter__``).
-            job: for batch, seed, shuffle, sampler, drop_last, collate, workers, prefetch, epochs and steps.
+            job: for batch, batch_ramp, seed, shuffle, sampler, drop_last, collate, workers, prefetch, epochs, steps.
             lane: the parts of each global batch held by this process.
             micro: most samples in a micro-batch; ``None``: a part's whole share.
             first_step: optimizer step to start with, to resume.
@@ -61,11 +65,14 @@ class Loader:
             pin_memory: copy batches to pinned host memory.
 
         Raises:
-            SpecError: if data and job do not go together: no sample, all samples dropped, a stream to be shuffled,
-                a sampler that gives what the data do not have, or neither map-style data nor a stream.
+            SpecError: if data and job do not go together: no sample, all samples dropped, a stream to be shuffled or
+                with a batch_ramp, a px.Curriculum for so many epochs, a sampler that gives what the data do not have,
+                or neither map-style data nor a stream.
         """
         stream = is_stream(dataset)
         dataset = rewound(dataset) if stream else dataset
+        self._order = partial(order_text, dataset, job)
+        self.repeats = may_repeat(dataset, job)
         self._anew = partial(Loader, dataset, job, lane, micro=micro, total_steps=total_steps, pin_memory=pin_memory)
         self._workers = LoaderWorkers(count=job.workers, prefetch=job.prefetch, pin_memory=pin_memory, seed=job.seed)
         self._dealing = BatchSplitter(lane, micro, first_step)
@@ -73,15 +80,16 @@ class Loader:
         self.length: int | None = None
         self.epoch_samples: int | None = None
         self.steps_per_epoch: int | None = None
+        self.stretches: tuple[Stretch, ...] = ()
         self.total_steps: int | None = job.steps if total_steps is None else total_steps
         if stream:
             self._reader = _stream_reader(dataset, job, self._dealing, (first_step, self.total_steps))
             return
         sampler = _sampler(dataset, job)
         self.length, self.epoch_samples = len(dataset), sampler.length
-        self.steps_per_epoch = sampler.steps_per_epoch
+        self.steps_per_epoch, self.stretches = sampler.steps_per_epoch, _stretches(sampler)
         if self.total_steps is None:
-            self.total_steps = (job.epochs or 1) * sampler.steps_per_epoch
+            self.total_steps = sampler.steps_of(job.epochs or 1)
         self._reader = IndexedReader(
             fetcher=Fetcher(dataset, job.collate, job.seed),
             sampler=sampler,
@@ -95,6 +103,11 @@ class Loader:
         """The first ``count`` samples of the data, collated; to look at, on every rank the same."""
         return self._reader.example(count)
 
+    @property
+    def looked_at(self) -> str:
+        """Of data that change, which samples ``example`` and ``spread`` give, for the reader; empty for other data."""
+        return self._reader.looked_at() if isinstance(self._reader, IndexedReader) else ""
+
     def spread(self, count: int) -> Iterator[tuple[int, Any]]:
         """Up to ``count`` samples spread over the data, each collated alone, with its place; the first of a stream."""
         for place in self._reader.spread(count):
@@ -103,6 +116,11 @@ class Loader:
     def collate(self, places: Sequence[int]) -> Any:
         """The samples at these places of the data, collated; of a stream, those that ``spread`` has read."""
         return self._reader.collated(places)
+
+    @property
+    def order(self) -> str | None:
+        """What tells the order of the samples from another; ``None`` where (seed, epoch) says all."""
+        return self._order(self.length)
 
     @property
     def next_step(self) -> int:
@@ -151,7 +169,7 @@ def evaluation_batches(dataset: Any, job: Job, lane: Lane, *, micro: int | None)
         given, allowed = f"a stream ({type(dataset).__name__})", "map-style data (__getitem__ and __len__)"
         fix = "evaluate=lambda: list(stream)"
         raise SpecError([Problem(where="job.evaluate", given=given, allowed=allowed, fix=fix)])
-    sampler = _sampler(dataset, job, once=True)
+    sampler = _in_order(dataset, job)
     reader = IndexedReader(
         fetcher=Fetcher(dataset, job.collate, job.seed),
         sampler=sampler,
@@ -164,20 +182,30 @@ def evaluation_batches(dataset: Any, job: Job, lane: Lane, *, micro: int | None)
     return _indexed_steps(reader, workers)
 
 
-def _sampler(dataset: Any, job: Job, *, once: bool = False) -> GlobalBatchSampler:
-    """``once``: each sample once and in order."""
-    refuse_lists(dataset, job.collate, "job.evaluate" if once else "job.data")
-    if not once:
-        refuse_other_order(dataset, job.sampler)
-    orders = None if once else EpochOrders.of(job, len(dataset))
+def _in_order(dataset: Any, job: Job) -> GlobalBatchSampler:
+    """Each sample once and in order."""
+    refuse_lists(dataset, job.collate, "job.evaluate")
+    return GlobalBatchSampler(length=len(dataset), batch=job.batch, seed=job.seed, shuffle=False)
+
+
+def _sampler(dataset: Any, job: Job) -> GlobalBatchSampler | ChangingBatchSampler:
+    refuse_lists(dataset, job.collate)
+    refuse_other_order(dataset, job.sampler)
+    if changing := changing_sampler(dataset, job):
+        return changing
+    orders = EpochOrders.of(job, len(dataset))
     return GlobalBatchSampler(
         length=len(dataset) if orders is None else orders.length,
         batch=job.batch,
         seed=job.seed,
-        shuffle=job.shuffle is not False and not once,
-        drop_last=job.drop_last and not once,
+        shuffle=job.shuffle is not False,
+        drop_last=job.drop_last,
         orders=orders,
     )
+
+
+def _stretches(sampler: GlobalBatchSampler | ChangingBatchSampler) -> tuple[Stretch, ...]:
+    return sampler.stretches if isinstance(sampler, ChangingBatchSampler) else ()
 
 
 def _timed(steps: Steps) -> Steps:
@@ -203,6 +231,10 @@ def _stream_reader(dataset: Any, job: Job, dealing: BatchSplitter, steps: tuple[
         given = f"a sampler with a stream ({type(dataset).__name__})"
         allowed = "a sampler with map-style data (__getitem__ and __len__): a stream keeps its own order"
         raise SpecError([Problem(where="job.sampler", given=given, allowed=allowed, fix="sampler=None")])
+    if job.batch_ramp is not None:
+        given = f"a batch_ramp with a stream ({type(dataset).__name__})"
+        allowed = "a batch_ramp with map-style data (__getitem__ and __len__): a stream is read in batches of one size"
+        raise SpecError([Problem(where="job.batch_ramp", given=given, allowed=allowed, fix="batch_ramp=None")])
     if job.shuffle:
         given = f"shuffle=True with a stream ({type(dataset).__name__})"
         allowed = "None or False: a stream keeps its own order; shuffle inside it, by its set_epoch(epoch)"
@@ -245,7 +277,8 @@ def stream_problems(dataset: Any, parts: int, *, once: bool = False) -> list[Pro
 class BatchPieces:
     """Every global batch of a job over map-style data, cut into as many contiguous pieces as there are workers.
 
-    The data have ``length`` samples, an epoch ``epoch_samples``, and ``total_steps`` is the step after the last.
+    The data have ``length`` samples, an epoch ``epoch_samples``, and ``total_steps`` is the step after the last;
+    ``stretches`` are those of the run, where batch or data change with the step.
     """
 
     def __init__(self, dataset: Any, job: Job, parts: int, *, micro: int | None, once: bool = False) -> None:
@@ -263,12 +296,19 @@ class BatchPieces:
         """
         if problems := stream_problems(dataset, parts, once=once):
             raise RefusedError(problems)
-        self._sampler = _sampler(dataset, job, once=once)
+        self._sampler = _in_order(dataset, job) if once else _sampler(dataset, job)
         self._fetcher = Fetcher(dataset, job.collate, job.seed)
+        self._order, self.repeats = partial(order_text, dataset, job), may_repeat(dataset, job)
         self._parts, self._micro = parts, micro
         self.length, self.epoch_samples = len(dataset), self._sampler.length
-        each = self._sampler.steps_per_epoch
-        self.total_steps = each if once else job.steps if job.steps is not None else (job.epochs or 1) * each
+        self.stretches = _stretches(self._sampler)
+        taken = None if once else job.steps
+        self.total_steps = self._sampler.steps_of(1 if once else job.epochs or 1) if taken is None else taken
+
+    @property
+    def order(self) -> str | None:
+        """As a ``Loader``'s."""
+        return self._order(self.length)
 
     def sizes(self, step: int) -> tuple[int, ...]:
         """Samples in each piece of ``step``; 0 where a short batch leaves one nothing."""
@@ -297,3 +337,13 @@ class BatchPieces:
             for start, stop in ranges
             if stop
         ]
+
+
+def data_facts(data: Loader | BatchPieces) -> dict[str, Any]:
+    """What a run's log says of its data: fields of the event ``start``."""
+    return {
+        "samples": data.length,
+        "epoch_samples": data.epoch_samples,
+        "repeats": data.repeats,
+        "stretches": [one.to_list() for one in data.stretches],
+    }

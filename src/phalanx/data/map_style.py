@@ -8,8 +8,11 @@ from typing import Any, final
 
 import numpy as np
 import torch
+from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, IterableDataset, StackDataset, Subset, TensorDataset, default_collate
 
+from phalanx.data.changing_batches import ChangingBatchSampler
+from phalanx.data.curriculum import Curriculum
 from phalanx.data.dataset_facts import draws
 from phalanx.data.sampler import EpochSeeds, GlobalBatchSampler
 from phalanx.data.step_batch import BatchSplitter, StepBatch, step_batch
@@ -59,6 +62,11 @@ class Fetcher:
         self._table = dataset if type(dataset) is Table and collate is None else None
         self._tensors = dataset if type(dataset) is TensorDataset and collate is None else None
 
+    @property
+    def parts(self) -> list[range]:
+        """The places of each data set of a ``px.Curriculum``; empty for other data."""
+        return list(self._dataset.places().values()) if isinstance(self._dataset, Curriculum) else []
+
     def fetch(self, epoch: int, ids: np.ndarray) -> Any:
         """The batch of the samples ``ids`` (int64, at least one) as they are in ``epoch``."""
         if self._table is not None:
@@ -101,6 +109,10 @@ def _as_dict(batch: Any) -> Any:
     return dict(batch) if isinstance(batch, Mapping) and type(batch) is not dict else batch
 
 
+def _elements(batch: Any) -> int:
+    return sum(leaf.numel() for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor))
+
+
 def takes_many(dataset: Any) -> bool:
     """Whether the dataset itself, not only a wrapper of torch's around it, fetches many samples at once.
 
@@ -122,20 +134,36 @@ class IndexedReader:
     """
 
     fetcher: Fetcher
-    sampler: GlobalBatchSampler
+    sampler: GlobalBatchSampler | ChangingBatchSampler
     splitter: BatchSplitter
     first: int
     stop: int
     size: int
 
     def example(self, count: int) -> Any:
-        """The first ``count`` samples, collated."""
-        return self.collated(range(min(count, self.size)))
+        """The first ``count`` samples, collated; of data that change, of the part whose samples are largest."""
+        places = self._largest()
+        return self.collated(places[: min(count, len(places))])
 
     def spread(self, count: int) -> list[int]:
-        """Up to ``count`` places spread over the data."""
-        places = np.linspace(0, self.size - 1, min(count, self.size))
+        """Up to ``count`` places spread over the data; over data that change, over the part of the largest samples."""
+        within = self._largest()
+        places = np.linspace(within.start, within.stop - 1, min(count, len(within)))
         return np.unique(places.astype(np.int64)).tolist()
+
+    def looked_at(self) -> str:
+        """Which of data that change with the step ``example`` and ``spread`` are of, in words."""
+        if not isinstance(self.sampler, ChangingBatchSampler) or not self.fetcher.parts:
+            return ""
+        first = min(one.first for one in self.sampler.stretches if one.begin == self._largest().start)
+        return (
+            f"Of the data, px.Curriculum: memory and time are those of its samples from step {first} on, the largest."
+        )
+
+    def _largest(self) -> range:
+        """The part of the data whose first sample has the most elements in tensors: what is looked at and priced."""
+        parts = self.fetcher.parts or [range(self.size)]
+        return parts[0] if len(parts) == 1 else max(parts, key=lambda part: _elements(self.collated(part[:1])))
 
     def collated(self, places: Sequence[int]) -> Any:
         """The samples at these places of the data, collated."""

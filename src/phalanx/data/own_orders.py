@@ -52,6 +52,11 @@ class EpochOrders:
         """Samples in an epoch."""
         return len(self(0))
 
+    @property
+    def text(self) -> str:
+        """What tells this order from another: of its first epoch."""
+        return _print(self.sampler, self.seed, self.size, self.batch)
+
     def __call__(self, epoch: int) -> np.ndarray:
         """The indices of ``epoch`` in order, int64."""
         if (known := self._known.get(epoch)) is not None:
@@ -132,7 +137,7 @@ def _seeded(seed: int, epoch: int) -> Generator[None]:
 def order_print(job: Job, size: int | None) -> str | None:
     """What tells a job's sampler from another: of its first epoch. ``None`` where it has none."""
     orders = None if size is None else EpochOrders.of(job, size)
-    return None if orders is None else _print(orders.sampler, orders.seed, orders.size, orders.batch)
+    return None if orders is None else orders.text
 
 
 @lru_cache(maxsize=2)  # every checkpoint has it

@@ -63,6 +63,10 @@ class GlobalBatchSampler:
         """Optimizer steps in a pass over the data."""
         return self.length // self.batch if self.drop_last else -(-self.length // self.batch)
 
+    def steps_of(self, epochs: int) -> int:
+        """Optimizer steps in so many passes over the data."""
+        return epochs * self.steps_per_epoch
+
     def epoch_of(self, step: int) -> int:
         """The epoch, 0-based, that optimizer step ``step`` belongs to."""
         return step // self.steps_per_epoch

@@ -25,7 +25,7 @@ SCHEMA: dict[str, dict[str, tuple[type | tuple[type, ...], str]]] = {
         ),
         "world_size": (int, "processes"),
         "device": (str, "kind of device: cpu or cuda"),
-        "batch": (int, "samples in one optimizer step"),
+        "batch": (int, "samples in one optimizer step; the most, where that changes with the step"),
         "samples": (_INT_OR_NULL, "samples in the data; null for a stream; since 1.1"),
         "drop_last": (bool, "whether the last, partial batch of an epoch is dropped; since 1.1"),
         "epoch_samples": (
@@ -33,6 +33,12 @@ SCHEMA: dict[str, dict[str, tuple[type | tuple[type, ...], str]]] = {
             "samples in an epoch, by `job.sampler`; null for a stream; since 1.8",
         ),
         "repeats": (bool, "whether a sample may come twice in an epoch, by `job.sampler`; since 1.8"),
+        "stretches": (
+            list,
+            "where batch or data change with the step: for each stretch its first step, the samples in a batch, the "
+            "first sample of its part of the data, and samples in that part and in a pass over it; empty elsewhere; "
+            "since 1.9",
+        ),
         "total_steps": (_INT_OR_NULL, "optimizer steps of the whole run; null where a stream's length is not known"),
         "workers": (int, "processes of each rank that load data; since 1.9"),
         "first_step": (int, "the step this run begins with; above 0 after a resume"),
@@ -276,6 +282,7 @@ def faults(event: dict[str, object]) -> list[str]:
 
 _ITEMS: dict[tuple[str, str], tuple[type, ...]] = {
     ("start", "notes"): (str,),
+    ("start", "stretches"): (list,),
     ("forecast", "seconds"): (int, float),
     ("forecast", "memory"): (int, float),
     ("shares", "shares"): (int, float),
@@ -289,7 +296,7 @@ _ITEMS: dict[tuple[str, str], tuple[type, ...]] = {
 """What lists and dictionaries hold."""
 
 _LATER = {
-    "start": ("exact", "samples", "drop_last", "epoch_samples", "repeats", "workers"),
+    "start": ("exact", "samples", "drop_last", "epoch_samples", "repeats", "stretches", "workers"),
     "step": ("waited", "losses"),
     "checkpoint": ("standstill",),
     "memory": ("parameters", "gradients", "optimizer", "buffers", "activations"),

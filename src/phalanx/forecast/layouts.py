@@ -152,6 +152,7 @@ class Work:
 
     profile: Profile
     batch: int  # samples in one optimizer step of all devices
+    smaller: tuple[int, ...] = ()  # those of other steps, where the batch changes with the step
     length: int = 0  # tokens in a sample; 0 for that of the profile
     lengths: Lengths | None = None  # of samples that were looked at, where they differ and ``length`` is 0
     state: float = 8.0  # bytes of optimizer state for each parameter

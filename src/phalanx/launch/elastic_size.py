@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Self, final
 
 from phalanx.config import Job, Plan, RunSpec
+from phalanx.config.batch_ramp import smaller_batches
 from phalanx.config.elastic import plans_of
 from phalanx.errors import Problem, RefusedError, SpecError
 from phalanx.events import EventLog
@@ -129,7 +130,7 @@ def allowed_plans(job: Job, run: RunSpec) -> dict[int, Plan]:
     assert within is not None
     allowed: dict[int, Plan] = {}
     refused = RefusedError([_more_than_samples(run, job)])
-    for size, plan in plans_of(asked, within, job.batch).items():
+    for size, plan in plans_of(asked, within, job.batch, *smaller_batches(job)).items():
         try:
             refuse(job, plan, plan.world_size)
             allowed[size] = plan
@@ -151,7 +152,7 @@ def fitted(run: RunSpec, world_size: int, job: Job) -> RunSpec:
     asked, within = run.asked_plan or run.plan, run.device_range
     if within is None:
         return run
-    sizes = {plan.world_size: plan for plan in plans_of(asked, within, job.batch).values()}
+    sizes = {plan.world_size: plan for plan in plans_of(asked, within, job.batch, *smaller_batches(job)).values()}
     if world_size not in sizes:
         numbers = ", ".join(map(str, sizes)) or "none"
         given, allowed = f"{world_size}", f"{numbers}, as the plan {asked} on {within} devices says"
@@ -177,8 +178,9 @@ def devices_before(folder: Path) -> int:
 
 def _more_than_samples(run: RunSpec, job: Job) -> Problem:
     given = f"{run.devices} with plan {run.asked_plan or run.plan}, each of whose replicas needs a sample"
-    allowed = f"a range with fewer devices, for a global batch of {job.batch}"
-    return Problem(where="run.devices", given=given, allowed=allowed, fix=f"-n 1:{job.batch}")
+    least = min((job.batch, *smaller_batches(job)))
+    allowed = f"a range with fewer devices, for a global batch of {least}"
+    return Problem(where="run.devices", given=given, allowed=allowed, fix=f"-n 1:{least}")
 
 
 def _devices_here(run: RunSpec, least: int) -> Callable[[], float]:

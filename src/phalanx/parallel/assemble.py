@@ -11,8 +11,9 @@ from torch import nn
 from phalanx.comm import Mesh, Place, share_timeout
 from phalanx.config import Job, Plan
 from phalanx.config.averaging import average_problems
+from phalanx.config.batch_ramp import global_batch_problems
 from phalanx.config.clip import clip_problems
-from phalanx.config.plan_rules import batch_problems, share_problems, stage_problems
+from phalanx.config.plan_rules import stage_problems
 from phalanx.errors import Problem
 from phalanx.hardware import cuda_devices, keep_freed_memory, return_freed_memory
 from phalanx.parallel import (
@@ -40,7 +41,7 @@ def check(job: Job, plan: Plan, here: int | None = None) -> list[Problem]:
     """
     kind = device_kind(plan, here)
     found = [
-        *batch_problems(plan, job.batch),
+        *global_batch_problems(job, plan),
         *_check_device(plan, here),
         *threads.check(plan, kind),
         *torch_compile.check(plan, kind),
@@ -55,7 +56,7 @@ def check(job: Job, plan: Plan, here: int | None = None) -> list[Problem]:
     if plan.precision in ("tf32", "fp8"):
         given = f"precision={plan.precision}, which can be forecast but not run yet"
         found.append(Problem(where="plan.precision", given=given, allowed="fp32, bf16, fp16", fix="precision=bf16"))
-    return [*found, *share_problems(plan, job.batch)]
+    return found
 
 
 def device_kind(plan: Plan, here: int | None = None) -> str:

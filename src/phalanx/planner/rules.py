@@ -30,10 +30,11 @@ def refuse(plan: Plan, work: Work, cluster: Cluster) -> None:
 
 def problems(plan: Plan, work: Work, cluster: Cluster) -> list[Problem]:
     """Every reason why ``plan`` cannot serve ``work`` on ``cluster``; empty if it can."""
+    least = min((work.batch, *work.smaller))
     return [
         *_devices(plan, cluster),
-        *batch_problems(plan, work.batch),
-        *share_problems(plan, work.batch),
+        *batch_problems(plan, least),
+        *(problem for batch in (work.batch, *work.smaller) for problem in share_problems(plan, batch)),
         *stage_problems(plan),
         *limits_of(work).problems(plan),
         *_nodes(plan, cluster),

@@ -147,7 +147,7 @@ def _meshes(question: Question, limits: Limits) -> Iterator[tuple[int, ...]]:
                 if not limits.evenly(cp=cp) or (cp > 1 and limits.tokens // cp < _FEWEST_TOKENS):
                     continue
                 replicas = cluster.devices // tp // pp // cp
-                if replicas > limits.batch:
+                if replicas > min((limits.batch, *question.work.smaller)):
                     continue
                 for ep in divisors(replicas):
                     if not limits.evenly(ep=ep):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ class SamplesSeen:
         drop_last: whether the partial last batch of each epoch was dropped.
         epoch_samples: in an epoch, as the job's sampler gave them; ``None`` for a stream.
         repeats: whether that may give a sample more than once in an epoch.
+        changes: whether batch or data change with the step; ``epochs`` are then passes over one of these data.
         steps: optimizer steps recorded.
         epochs: passes over the data that were finished; ``None`` for a stream.
         wrong: what is wrong, one sentence each; empty where nothing is.
@@ -37,6 +39,7 @@ class SamplesSeen:
     left_out: tuple[int, ...] = ()
     epoch_samples: int | None = None
     repeats: bool = False
+    changes: bool = False
 
     @property
     def once(self) -> bool:
@@ -56,6 +59,8 @@ class SamplesSeen:
         size = self.samples if self.epoch_samples is None else self.epoch_samples
         if self.repeats and self.samples is not None:
             return f"as often as the job's sampler gave it: {self.steps} steps of {size} samples an epoch"
+        if self.changes:
+            return f"yes, in {self.steps} steps, whose batch or data change, and {self.epochs} passes that ended"
         if size is None:
             return f"yes, in {self.steps} steps of a stream"
         if self.epochs == 0:
@@ -75,7 +80,7 @@ def samples_seen(folder: Path) -> SamplesSeen:
         SpecError: if it holds no run.
         DataError: if it holds no ledger, or was written before its log said how many samples there are.
     """
-    from phalanx.data import audit, records  # which load torch
+    from phalanx.data import audit_run, due, records  # which load torch
 
     log = run_log(folder)
     start = log.part[0]  # none of its parts may change its data or its batch
@@ -93,9 +98,12 @@ def samples_seen(folder: Path) -> SamplesSeen:
     order = {"epoch_samples": start.get("epoch_samples"), "repeats": bool(start.get("repeats"))}
     size = samples if order["epoch_samples"] is None else order["epoch_samples"]
     epochs = None if size is None else steps // max(1, _per_epoch(size, batch, drop_last))
-    wrong = tuple(audit(folder / "ledger", length=samples, batch=batch, drop_last=drop_last, **order))
+    if stretches := start.get("stretches"):
+        epochs = next(islice(due(stretches, drop_last=drop_last), steps, None)).epoch
+    wrong = tuple(audit_run(folder / "ledger", start))
     notes = tuple(left_out(log.skipped))
     data: dict[str, Any] = {"folder": str(folder), "samples": samples, "batch": batch, "drop_last": drop_last, **order}
+    data["changes"] = bool(stretches)
     return SamplesSeen(**data, steps=steps, epochs=epochs, wrong=wrong, notes=notes, left_out=without_update)
 
 

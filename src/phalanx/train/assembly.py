@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from phalanx.comm import Counterparts, Place, from_every_rank, place_within
 from phalanx.config import Job, Phase, Plan
 from phalanx.config.sync import within
-from phalanx.data import Lane, Loader, order_print
+from phalanx.data import Lane, Loader, never_reached, order_print
 from phalanx.errors import GradientError, Problem, RefusedError, SpecError
 from phalanx.parallel import Example, Layout, LocalSgd, advice, assemble, assemble_phases, check, notes
 from phalanx.parallel.buffer_sync import buffers_kept
@@ -157,6 +157,7 @@ def build(
         notes=found,
         advice=[
             *advice(job, plan, device.type, loader.epoch_samples),
+            *never_reached(loader.stretches, loader.total_steps),
             *step.layout.holdings.remarks,
             *unowned_advice(job, module),
         ],

@@ -13,6 +13,7 @@ from phalanx.comm import Place, default_process_group, device_for, place_within
 from phalanx.config import Job, RunSpec
 from phalanx.config.sync import within
 from phalanx.data import Ledger, StepBatch
+from phalanx.data.loader import data_facts
 from phalanx.errors import CheckpointError, is_out_of_memory
 from phalanx.events import EventLog
 from phalanx.hardware import peak_memory
@@ -87,8 +88,7 @@ def rank_of_mesh(
                 placement=findings.placement,
                 world_size=place.world_size,
                 device=assembly.device,
-                samples=loader.length,
-                epoch_samples=loader.epoch_samples,
+                **data_facts(loader),
                 first_step=assembly.step.progress.step,
                 parameters=assembly.parameters,
                 notes=assembly.notes,

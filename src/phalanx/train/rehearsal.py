@@ -113,7 +113,7 @@ class _FirstStep:
                 yield from (micro for micro in batch.parts[0] if micro.samples)
 
     def _evaluate(self, module: nn.Module, inputs: Inputs) -> None:
-        job = replace(self._job, workers=0, batch=min(self._job.batch, _FEW))
+        job = replace(self._job, workers=0, batch=min(self._job.batch, _FEW), batch_ramp=None)
         assert job.evaluate is not None
         with self.code_of("job.evaluate"):
             batch = next(evaluation_batches(job.evaluate(), job, Lane(), micro=None))

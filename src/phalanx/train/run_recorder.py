@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
 from phalanx.checkpoint.best import BEST, BestSoFar
-from phalanx.config import Job, RunSpec, Sampler
+from phalanx.config import Job, RunSpec
 from phalanx.data import Ledger, StepBatch
 from phalanx.errors import RunError
 from phalanx.events import SCHEMA_VERSION, EventLog
@@ -101,7 +101,6 @@ class RunRecorder:
             exact=plan.exactness,
             batch=job.batch,
             drop_last=job.drop_last,
-            repeats=job.sampler is not None and Sampler.of(job.sampler).repeats,
             total_steps=self._total,
             workers=job.workers,
             **facts,

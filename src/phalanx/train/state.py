@@ -15,7 +15,6 @@ from phalanx.checkpoint.all_ranks import on_all_ranks
 from phalanx.checkpoint.sections import AVERAGE, MODEL, OPTIMIZER, OUTER, SENDER, name_in, put_in
 from phalanx.comm import from_every_rank, local
 from phalanx.config import Job
-from phalanx.data import order_print
 from phalanx.errors import CheckpointError
 from phalanx.parallel import Layout, LocalSgd, RankHoldings
 from phalanx.parallel.diloco import flattened
@@ -65,7 +64,7 @@ def to_save(
     tensors, groups = checkpoint.optimizer_tensors(assembly.optimizer, held.parameters, parts(held))
     outer, told = outer_tensors(assembly, parts(held))
     state = {
-        "identity": identity(job, assembly.loader.length),
+        "identity": identity(job, assembly.loader.length, assembly.loader.order),
         "step": progress.step,
         "samples": progress.samples,
         "divisor": progress.divisor,
@@ -116,7 +115,7 @@ def restore(path: Path, job: Job, assembly: Assembly) -> None:
         CheckpointError: if the checkpoint is of another model or another job.
     """
     state, held = training_state(path), assembly.layout.holdings
-    refuse_other_job(state["identity"], job, assembly.loader.length, path)
+    refuse_other_job(state["identity"], identity(job, assembly.loader.length, assembly.loader.order), path)
     scheduler, scheduled = assembly.step.scheduler, state.get(SCHEDULER)
     kept = scheduler.keys() if scheduler and scheduled else frozenset[str]()
     restore_values(path, assembly.layout, assembly.optimizer, kept)
@@ -196,15 +195,19 @@ def _with(tensor: torch.Tensor, part: TensorPart | None) -> torch.Tensor | PartT
     return tensor if part is None else checkpoint.PartTensor(tensor, part)
 
 
-def identity(job: Job, length: int | None) -> dict[str, Any]:
-    """What must not change between the parts of one run, for step k to mean the same samples."""
+def identity(job: Job, length: int | None, order: str | None) -> dict[str, Any]:
+    """What must not change between the parts of one run, for step k to mean the same samples.
+
+    ``order`` tells that of the data's ``length`` samples from another.
+    """
     return {
         "batch": job.batch,
         "seed": job.seed,
         "samples": length,
         "drop_last": job.drop_last,
         "shuffle": job.shuffle,
-        "sampler": order_print(job, length),
+        "sampler": order,
+        "batch_ramp": None if job.batch_ramp is None else str(dict(job.batch_ramp)),
     }
 
 
@@ -225,13 +228,12 @@ def _reset(group: dict[str, Any], values: dict[str, Any]) -> None:
             group[key] = value
 
 
-def refuse_other_job(saved: dict[str, Any], job: Job, length: int | None, path: Path) -> None:
-    """Refuse the checkpoint ``path``, of the job whose identity was ``saved``, if that is not ``job``.
+def refuse_other_job(saved: dict[str, Any], now: dict[str, Any], path: Path) -> None:
+    """Refuse the checkpoint ``path``, of the job whose identity was ``saved``, if it is another ``now``.
 
     Raises:
         CheckpointError: with what differs.
     """
-    now = identity(job, length)
     if other := [f"{key}: {saved.get(key)} there, {now[key]} now" for key in now if saved.get(key) != now[key]]:
         raise CheckpointError(
             f"{path} belongs to another job ({'; '.join(other)}): a step would mean other samples.\n"

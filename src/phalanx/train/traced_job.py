@@ -12,7 +12,8 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from phalanx.config import Job
-from phalanx.data import EpochOrders, Lane, Loader
+from phalanx.config.batch_ramp import smaller_batches
+from phalanx.data import EpochOrders, Lane, Loader, changing_sampler
 from phalanx.errors import Problem, ProfileError
 from phalanx.forecast import Lengths, Work
 from phalanx.forecast.layouts import lengths_of
@@ -52,7 +53,7 @@ def work_of(
     if module is None:
         module = job.model() if values else begun(without_values(job))[0]
         assert module is not None
-    lengths, example = _example(job, module, look_at_lengths=not length)
+    lengths, example, looked_at = _example(job, module, look_at_lengths=not length)
 
     def loss(output: Any, batch: Any) -> torch.Tensor:
         return read_loss(job.loss(output, batch), 1, "the forecast").value
@@ -66,6 +67,8 @@ def work_of(
     notes = list(profile.notes)
     if values:
         notes.append("its costs are those of one step on samples of the data: others may choose other shapes")
+    if looked_at:
+        notes.append(looked_at)
     if lengths:
         notes.append(lengths.note)
     if state is None:
@@ -76,6 +79,7 @@ def work_of(
     return Work(
         profile=replace(profile, compared=gathered, notes=(*notes, *_unpriced(job))),
         batch=batch or job.batch,
+        smaller=smaller_batches(job),
         length=length,
         lengths=lengths,
         state=(_ADAM if state is None else state) + (_AVERAGED if job.average else 0.0),
@@ -93,15 +97,16 @@ _PHASES = Problem(
 )
 
 
-def _example(job: Job, module: nn.Module, *, look_at_lengths: bool) -> tuple[Lengths | None, Example]:
-    """Two samples to look at the model with: where lengths differ, two of the longest."""
+def _example(job: Job, module: nn.Module, *, look_at_lengths: bool) -> tuple[Lengths | None, Example, str]:
+    """Two samples to look at the model with: where lengths differ, two of the longest; and of which data, in words."""
     loader = Loader(job.data(), job, Lane(), micro=None)
     if not look_at_lengths:
-        return None, example_of(job, module, loader)
+        return None, example_of(job, module, loader), loader.looked_at
     host, inputs = torch.device("cpu"), Inputs(job, module)
     lengths, batch = look(loader, lambda one: inputs(one, host)[:2])
     args, kwargs, batch = inputs(batch, host)
-    return lengths, Example(args=args, kwargs=kwargs, batch=batch, loss=job.loss, tensor_parallel=job.tensor_parallel)
+    example = Example(args=args, kwargs=kwargs, batch=batch, loss=job.loss, tensor_parallel=job.tensor_parallel)
+    return lengths, example, loader.looked_at
 
 
 _BESIDE_STEP = ("workers", "prefetch", "collate", "evaluate", "metrics", "evaluate_every", "best")
@@ -119,6 +124,11 @@ def _unpriced(job: Job) -> Iterator[str]:
         yield f"Of the job, {found}: not priced; data is taken to be there when a step wants it."
     if found := stated(_LEARNING):
         yield f"Of the job, {found}: changes what is learnt, not what a step takes."
+    if smaller := smaller_batches(job):
+        yield (
+            f"Of the job, batch_ramp: memory and time are those of a step of {job.batch} samples, its largest batch; "
+            f"steps of {', '.join(map(str, smaller))} take less of both."
+        )
     if job.average is not None:
         yield "Of the job, average: its memory is counted with the optimizer's state; passes over it are not priced."
     if job.clip is not None:
@@ -147,6 +157,8 @@ def steps_of(job: Job, batch: int = 0) -> int | None:
     if not hasattr(data, "__len__") or job.epochs is None:
         return None
     each = batch or job.batch
+    if changing := changing_sampler(data, replace(job, batch=each)):
+        return changing.steps_of(job.epochs)
     orders = EpochOrders.of(replace(job, batch=each), len(data))
     size = len(data) if orders is None else orders.length
     return job.epochs * (size // each if job.drop_last else -(-size // each))

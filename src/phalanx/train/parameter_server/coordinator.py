@@ -245,7 +245,8 @@ class Coordinator(Stepper):
             self.snapshot()
         progress = {"step": self.taken, "samples": self._samples, "divisor": self._divisor}
         kept = {"keep": keep, "keep_every": keep_every or 0}
-        path = self.store.save(folder, tensors, states, {**progress, "length": self.pieces.length}, kept)
+        progress |= {"length": self.pieces.length, "order": self.pieces.order}
+        path = self.store.save(folder, tensors, states, progress, kept)
         return Saving.done(self.taken, path, begun)
 
     def recover(self, lost: StepsLostError) -> None:

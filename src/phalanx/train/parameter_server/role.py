@@ -11,7 +11,8 @@ from phalanx.comm import Place, device_for
 from phalanx.comm.handshake import SECRET, Identity, Role
 from phalanx.comm.listener import Caller
 from phalanx.config import Job, RunSpec
-from phalanx.data.loader import BatchPieces
+from phalanx.data import never_reached
+from phalanx.data.loader import BatchPieces, data_facts
 from phalanx.errors import RunError
 from phalanx.events import read
 from phalanx.parallel import advice, device_kind, devices_here, notes
@@ -33,7 +34,7 @@ from phalanx.train.parameter_server.server_group import Address, Directory, Pati
 from phalanx.train.parameter_server.server_links import ServerLinks
 from phalanx.train.parameter_server.shard_store import ShardStore
 from phalanx.train.run_recorder import RunRecorder
-from phalanx.train.state import refuse_other_job
+from phalanx.train.state import identity, refuse_other_job
 
 
 def take_part(
@@ -157,7 +158,7 @@ class ServerProcess:
         job, run, plan, patience = self._job, self._run, self._run.plan, self._patience
         pieces, evaluation = _data(job, run)
         if resumed:
-            refuse_other_job(state["identity"], job, pieces.length, resumed)
+            refuse_other_job(state["identity"], identity(job, pieces.length, pieces.order), resumed)
         first = _last_version(run) if self._again else int(state.get("step", 0))
         pace = StalenessBound(staleness=plan.staleness or 0, backup=plan.backup, after=plan.after)
         queue = WorkQueue(pieces.sizes, first=first, limit=first, pace=pace)
@@ -205,13 +206,16 @@ class ServerProcess:
         said = resume_notes(job, run.folder, step=first, total_steps=pieces.total_steps) if resumed else []
         coordinator.recorder.start(
             job,
-            advice=[*damaged, *advice(job, run.plan, device, pieces.epoch_samples)],
+            advice=[
+                *damaged,
+                *advice(job, run.plan, device, pieces.epoch_samples),
+                *never_reached(pieces.stretches, pieces.total_steps),
+            ],
             resumed=resumed,
             placement=findings.placement,
             world_size=self._place.world_size,
             device=device,
-            samples=pieces.length,
-            epoch_samples=pieces.epoch_samples,
+            **data_facts(pieces),
             first_step=first,
             parameters=coordinator.store.elements,
             notes=[*coordinator.scene.notes, *findings.causes, *said],

@@ -187,7 +187,8 @@ class ShardStore:
         self._buffers.put(self.statistics)
         self._whole.state.clear()
         _, groups = checkpoint.optimizer_tensors(self._whole, held.parameters)
-        state = {"identity": identity(self._job, progress.pop("length")), "loss_scale": None}
+        known = identity(self._job, progress.pop("length"), progress.pop("order"))
+        state = {"identity": known, "loss_scale": None}
         state |= {
             OPTIMIZER: {**groups, "state": states},
             "model_config": model_config(self.layout.module),

@@ -17,7 +17,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from phalanx.config import Plan
-from phalanx.data import audit, read_ledger
+from phalanx.data import audit_run, read_ledger
 from phalanx.errors import CheckpointError, DataError
 from phalanx.events import read
 
@@ -164,9 +164,7 @@ def compare_samples(one: Path, other: Path) -> SamplesCompared:
     try:
         seen = read_ledger(other / "ledger")
         start = next(event for event in read(other / "events.jsonl") if event["event"] == "start")
-        facts = {"length": start["samples"], "batch": start["batch"], "drop_last": start["drop_last"]}
-        facts |= {"epoch_samples": start.get("epoch_samples"), "repeats": start.get("repeats", False)}
-        wrong = tuple(audit(other / "ledger", **facts))
+        wrong = tuple(audit_run(other / "ledger", start))
     except (DataError, OSError) as error:
         return SamplesCompared(steps=len(wanted), lost=0, doubled=0, wrong=(str(error),))
     nothing = (0, np.empty(0, dtype=np.int64))

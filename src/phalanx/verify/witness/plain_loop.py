@@ -312,7 +312,7 @@ class _PlainLoop:
         """The step at which a decay that states no end of its own ends: the job's last, however many are taken here."""
         if self.job.steps is not None or samples.is_stream(self.data):
             return self.job.steps or 1
-        return (self.job.epochs or 1) * samples.steps_of_epoch(self.data, self.job)
+        return samples.steps_of_epochs(self.data, self.job, self.job.epochs or 1)
 
 
 def _gradients(part: Part) -> dict[str, Tensor]:

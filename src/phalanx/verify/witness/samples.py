@@ -9,9 +9,9 @@ from __future__ import annotations
 import hashlib
 import random
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from copy import deepcopy
-from itertools import islice
+from itertools import count, islice
 from typing import Any
 
 import numpy as np
@@ -127,9 +127,7 @@ class Seeded(Dataset[Any]):
 def _draws_nothing(data: Any) -> bool:
     if type(data) is Subset:
         return _draws_nothing(data.dataset)
-    # The in-memory table that Phalanx offers users is told by name: its module is judged, too.
-    is_table = (type(data).__module__.partition(".")[0], type(data).__name__) == ("phalanx", "Table")
-    return is_table or type(data) in (TensorDataset, list, tuple, range)
+    return _kind(data) == ("phalanx", "Table") or type(data) in (TensorDataset, list, tuple, range)
 
 
 def _reads_many(data: Any) -> bool:
@@ -146,6 +144,9 @@ def is_stream(data: Any) -> bool:
 
 def epochs_of(data: Any, job: Any) -> Iterator[tuple[int, Iterator[tuple[list[int], Any]]]]:
     """Epoch after epoch without end: its number, and the (sample numbers, batch) of its steps."""
+    if changes(data, job):
+        for epoch, batches in _changing_epochs(data, job):
+            yield epoch, _loaded(data, job, epoch, batches)
     epoch = 0
     other = any(hasattr(data, name) for name in ("set_epoch", "seek"))
     keeps = is_stream(data) and hasattr(data, "load_state_dict") and not other
@@ -163,17 +164,70 @@ def epochs_of(data: Any, job: Any) -> Iterator[tuple[int, Iterator[tuple[list[in
 def numbers(data: Any, job: Any, steps: int) -> list[list[int]]:
     """The sample numbers of each of the first steps, of data that can be read in any order."""
     found: list[list[int]] = []
-    epoch = 0
+    epochs = _changing_epochs(data, job) if changes(data, job) else _plain_epochs(data, job)
     while len(found) < steps:
-        found += list(_global_batches(data, job, epoch))
-        epoch += 1
+        found += list(next(epochs)[1])
     return found[:steps]
 
 
-def steps_of_epoch(data: Any, job: Any) -> int:
-    """Steps in a pass over data that can be read in any order."""
+def steps_of_epochs(data: Any, job: Any, epochs: int) -> int:
+    """Steps in so many passes over data that can be read in any order."""
+    if changes(data, job):
+        return sum(len(batches) for _, batches in islice(_changing_epochs(data, job), epochs))
     length = len(data) if job.sampler is None else len(_own_order(job, 0))
-    return len(range(0, length, job.batch)) - bool(job.drop_last and length % job.batch)
+    return epochs * (len(range(0, length, job.batch)) - bool(job.drop_last and length % job.batch))
+
+
+def changes(data: Any, job: Any) -> bool:
+    """Whether batch or data change with the step."""
+    return job.batch_ramp is not None or _is_curriculum(data)
+
+
+def _is_curriculum(data: Any) -> bool:
+    return _kind(data) == ("phalanx", "Curriculum")
+
+
+def _kind(data: Any) -> tuple[str, str]:
+    """What Phalanx offers users is told by name: its modules are judged, too."""
+    return type(data).__module__.partition(".")[0], type(data).__name__
+
+
+def _plain_epochs(data: Any, job: Any) -> Iterator[tuple[int, Any]]:
+    for epoch in count():
+        yield epoch, _global_batches(data, job, epoch)
+
+
+def _changing_epochs(data: Any, job: Any) -> Iterator[tuple[int, list[list[int]]]]:
+    """Pass after pass without end, and the sample numbers of its steps, taken one step after the other."""
+    sources = data.sources if _is_curriculum(data) else {0: data}
+    ramp = job.batch_ramp or {0: job.batch}
+    step = epoch = own = 0
+    before = None
+    while True:
+        first = max(one for one in sources if one <= step)
+        own, before = own + 1 if first == before else 0, first
+        begin = sum(len(source) for one, source in sources.items() if one < first)
+        order = _order_of_pass(sources[first], job, own)
+        batches: list[list[int]] = []
+        while order and max(one for one in sources if one <= step) == first:
+            size = ramp[max(one for one in ramp if one <= step)]
+            taken, order = order[:size], order[size:]
+            if len(taken) < size and job.drop_last:
+                break
+            batches.append([begin + place for place in taken])
+            step += 1
+        if batches:
+            yield epoch, batches
+            epoch += 1
+
+
+def _order_of_pass(source: Any, job: Any, own: int) -> list[int]:
+    if _kind(source)[0] == "phalanx" and getattr(source, "sampler", None):
+        return [int(place) for place in source.sampler.function(job.seed, own)]
+    if job.sampler is not None:
+        return _own_order(job, own)
+    keyed = KeyedOrder(len(source), job.seed, own)
+    return [place if job.shuffle is False else keyed[place] for place in range(len(source))]
 
 
 def _global_batches(data: Any, job: Any, epoch: int) -> GlobalBatches:
@@ -201,7 +255,7 @@ def in_order(data: Any, job: Any) -> Iterator[tuple[list[int], Any]]:
     return _loaded(data, job, 0, GlobalBatches(len(data), job.batch, None, drop_last=False))
 
 
-def _loaded(data: Any, job: Any, epoch: int, batches: GlobalBatches) -> Iterator[tuple[list[int], Any]]:
+def _loaded(data: Any, job: Any, epoch: int, batches: Iterable[list[int]]) -> Iterator[tuple[list[int], Any]]:
     def collate(samples: Any) -> Any:
         if not isinstance(samples, list):
             return samples

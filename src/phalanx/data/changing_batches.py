@@ -1,0 +1,189 @@
+"""The samples of each optimizer step where the batch or the data change with the step.
+
+A run is a row of stretches, in each of which steps take batches of one size from one part of the data. A part is gone
+through in passes: each is a permutation keyed by (seed, pass over this part), and a batch begins in it where the one
+before ended, of whatever size that was. When another part begins, the pass that was under way ends.
+
+As with ``GlobalBatchSampler`` any step is computed by itself, in memory and time that do not depend on the step.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import astuple, dataclass
+from typing import Any, NamedTuple, final
+
+import numpy as np
+
+from phalanx.data.sampler import LARGEST, Permutation
+from phalanx.errors import Problem, SpecError
+
+Order = Callable[[int], np.ndarray]
+"""Pass over a part → the places in it that are due, in order, int64."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stretch:
+    """Steps of one kind.
+
+    Attributes:
+        first: the first of them; they end where the next stretch begins, or the run.
+        batch: samples in each of their global batches.
+        begin: the first sample of the part of the data that they take.
+        size: samples in that part.
+        each: samples in a pass over it: ``size``, or as many as a sampler gives.
+    """
+
+    first: int
+    batch: int
+    begin: int
+    size: int
+    each: int
+
+    def to_list(self) -> list[int]:
+        """Its numbers in this order, as a run's log has them."""
+        return list(astuple(self))
+
+
+class _BatchPlace(NamedTuple):
+    """Where a step's batch begins: in which pass of the run, which of this part, where in it; and its samples."""
+
+    epoch: int
+    own: int
+    position: int
+    samples: int
+
+
+@final
+class ChangingBatchSampler:
+    """The sample ids of every global batch of a run that consists of these stretches.
+
+    Attributes:
+        stretches: the first begins with step 0.
+        length: samples in the longest pass.
+    """
+
+    steps_per_epoch = None  # passes may have unlike numbers of steps
+
+    def __init__(
+        self,
+        stretches: Sequence[Stretch],
+        *,
+        seed: int,
+        shuffle: bool = True,
+        drop_last: bool = False,
+        orders: Mapping[int, Order] | None = None,
+    ) -> None:
+        """``orders``: for parts that have an order of their own, by their first sample.
+
+        Raises:
+            SpecError: if a part has no sample, or ``drop_last`` would drop all of them.
+        """
+        if problems := [problem for one in stretches for problem in _problems(one, drop_last)]:
+            raise SpecError(problems)
+        self.stretches = tuple(stretches)
+        self.length = max(one.each for one in stretches)
+        self._seed, self._shuffle, self._drop_last, self._orders = seed, shuffle, drop_last, dict(orders or {})
+        self._firsts = [one.first for one in stretches]
+        self._begins = [_BatchPlace(epoch=0, own=0, position=0, samples=0)]
+        for at, (one, after) in enumerate(zip(self.stretches, self.stretches[1:], strict=False)):
+            last = self._place(at, after.first - one.first - 1)
+            same = after.begin == one.begin
+            self._begins.append(
+                last._replace(position=last.position + last.samples, samples=0)
+                if same
+                else _BatchPlace(epoch=last.epoch + 1, own=0, position=0, samples=0)
+            )
+        self._known: tuple[tuple[int, int], Callable[[np.ndarray], np.ndarray] | None] | None = None
+
+    def epoch_of(self, step: int) -> int:
+        """The pass, 0-based over the run, that optimizer step ``step`` belongs to."""
+        return self._of(step)[1].epoch
+
+    def samples(self, step: int) -> int:
+        """Samples in the global batch of ``step``: those of its stretch, or fewer in the last of a pass."""
+        return self._of(step)[1].samples
+
+    def ids(self, step: int) -> np.ndarray:
+        """The sample ids, int64, of the whole global batch of optimizer step ``step`` (0-based over the run).
+
+        Raises:
+            ValueError: if ``step`` is negative.
+        """
+        if step < 0:
+            raise ValueError(f"steps count from 0; given {step}")
+        stretch, place = self._of(step)
+        positions = np.arange(place.position, place.position + place.samples, dtype=np.int64)
+        order = self._order(stretch, place.own)
+        return stretch.begin + (positions if order is None else order(positions))
+
+    def walk(self, first: int, stop: int) -> Iterator[tuple[int, int, np.ndarray]]:
+        """``(step, epoch, ids)`` of steps first..stop-1."""
+        for step in range(first, stop):
+            yield step, self.epoch_of(step), self.ids(step)
+
+    def steps_of(self, epochs: int) -> int:
+        """Optimizer steps in so many passes over data of one part."""
+        total = 0
+        for at, stretch in enumerate(self.stretches):
+            begin = self._begins[at]
+            whole = self._steps(stretch, stretch.each)
+            total = stretch.first + self._steps(stretch, stretch.each - begin.position)
+            total += (epochs - begin.own - 1) * whole
+            if at + 1 < len(self.stretches) and total <= self.stretches[at + 1].first:
+                break
+        return total
+
+    def _of(self, step: int) -> tuple[Stretch, _BatchPlace]:
+        at = bisect_right(self._firsts, step) - 1
+        return self.stretches[at], self._place(at, step - self._firsts[at])
+
+    def _place(self, at: int, steps: int) -> _BatchPlace:
+        """Where the batch begins that comes so many steps after the begin of the stretch."""
+        stretch, begin = self.stretches[at], self._begins[at]
+        rest = self._steps(stretch, stretch.each - begin.position)  # of the pass in which the stretch begins
+        own, position = begin.own, begin.position + steps * stretch.batch
+        if steps >= rest:
+            passes, left = divmod(steps - rest, self._steps(stretch, stretch.each))
+            own, position = begin.own + 1 + passes, left * stretch.batch
+        samples = min(stretch.batch, stretch.each - position)
+        return _BatchPlace(epoch=begin.epoch + own - begin.own, own=own, position=position, samples=samples)
+
+    def _steps(self, stretch: Stretch, samples: int) -> int:
+        """Steps that so many samples make."""
+        return samples // stretch.batch if self._drop_last else -(-samples // stretch.batch)
+
+    def _order(self, stretch: Stretch, own: int) -> Callable[[np.ndarray], np.ndarray] | None:
+        """Position in a pass → place in the part; ``None`` where they are the same."""
+        key = stretch.begin, own
+        if self._known is None or self._known[0] != key:
+            order: Any = None
+            if stretch.begin in self._orders:
+                order = self._orders[stretch.begin](own).__getitem__
+            elif self._shuffle:
+                order = Permutation.keyed(stretch.each, self._seed, own)
+            self._known = key, order
+        return self._known[1]
+
+
+def _problems(stretch: Stretch, drop_last: bool) -> Iterator[Problem]:
+    if not 1 <= stretch.each <= LARGEST:
+        given, fix = f"data of {stretch.each} samples", "data=lambda: dataset    # with len(dataset) >= 1"
+        yield Problem(where="job.data", given=given, allowed="1 sample or more", fix=fix)
+    elif drop_last and stretch.each < stretch.batch:
+        given = (
+            f"drop_last=True with {stretch.each} samples and a batch of {stretch.batch} from step {stretch.first} on"
+        )
+        allowed = "a batch no larger than the data, or drop_last=False"
+        yield Problem(where="job.drop_last", given=given, allowed=allowed, fix="drop_last=False")
+
+
+def never_reached(stretches: Sequence[Stretch], total_steps: int | None) -> list[str]:
+    """What of a run's stretches lies beyond its last step, one sentence each."""
+    return [
+        f"step {one.first}, from which on a batch has {one.batch} samples of those from {one.begin} on, is never "
+        f"reached: the run ends after {total_steps} steps."
+        for one in stretches
+        if total_steps is not None and one.first >= total_steps
+    ]

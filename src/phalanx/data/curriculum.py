@@ -1,0 +1,169 @@
+"""Data that change with the optimizer step: one data set up to a step, another from it on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, final
+
+import numpy as np
+from torch.utils.data import Dataset, IterableDataset
+
+from phalanx.config.batch_ramp import batches
+from phalanx.config.fields import is_whole
+from phalanx.config.job import Job
+from phalanx.config.own_sampler import Sampler
+from phalanx.data.changing_batches import ChangingBatchSampler, Stretch
+from phalanx.data.dataset_facts import MapStyle
+from phalanx.data.own_orders import EpochOrders, order_print
+from phalanx.errors import Problem, SpecError
+
+_EXAMPLE = "px.Curriculum({0: short, 1000: long})"
+
+
+@final
+class Curriculum(Dataset[Any]):
+    """A map-style dataset of several, each of which a run takes its batches from, one after the other.
+
+    ``Job(data=lambda: px.Curriculum({0: short, 1000: long}), steps=...)``: steps 0 to 999 are of ``short``, those from
+    1000 on of ``long``. Each data set is shuffled and gone through, again and again if it takes that, as in a run over
+    it alone: by (seed, pass over it). Samples of one may be longer than those of another, for a global batch never
+    has samples of two. A source may be a ``px.Mixture``, whose order it then keeps.
+
+    Attributes:
+        sources: first step → dataset. Indices count through all of the first, then the second and so on.
+    """
+
+    def __init__(self, sources: Mapping[int, Any]) -> None:
+        """
+        Args:
+            sources: optimizer step, the first of which is 0 → the map-style dataset (``__getitem__`` and ``__len__``)
+                from that step on.
+
+        Raises:
+            SpecError: if steps do not begin with 0 or do not increase, or a source is no such dataset.
+        """
+        if problem := _problem(sources):
+            given, allowed = problem
+            raise SpecError([Problem(where="px.Curriculum.sources", given=given, allowed=allowed, fix=_EXAMPLE)])
+        self.sources = dict(sources)
+        self._firsts, self._parts = tuple(self.sources), tuple(self.sources.values())
+        self._ends = np.cumsum([len(source) for source in self._parts])
+
+    def __len__(self) -> int:
+        """Samples of all sources together."""
+        return int(self._ends[-1])
+
+    def __getitem__(self, index: int) -> Any:
+        first, place = self.locate(index)
+        return self.sources[first][place]
+
+    def locate(self, index: int) -> tuple[int, int]:
+        """The first step of the source that sample ``index`` is of, and its place there.
+
+        Raises:
+            IndexError: if there is no such sample.
+        """
+        if not 0 <= index < len(self):
+            raise IndexError(f"sample {index} of {len(self)}")
+        number = int(np.searchsorted(self._ends, index, side="right"))
+        return self._firsts[number], int(index) - (int(self._ends[number - 1]) if number else 0)
+
+    def places(self) -> dict[int, range]:
+        """First step → the indices of the source that it begins."""
+        begins = [0, *self._ends[:-1].tolist()]
+        return {
+            first: range(begin, end)
+            for first, begin, end in zip(self._firsts, begins, self._ends.tolist(), strict=True)
+        }
+
+
+def _problem(sources: Any) -> tuple[str, str] | None:
+    """What was given in place of sources, and what is allowed."""
+    if not isinstance(sources, Mapping) or not sources:
+        given = "no source" if isinstance(sources, Mapping) else f"a {type(sources).__name__}"
+        return given, "step → dataset from that step on"
+    steps = list(sources)
+    if bad := [step for step in steps if not is_whole(step, 0)]:
+        return f"step {bad[0]!r}", "optimizer steps: whole numbers, 0 or more"
+    if min(steps) != 0:
+        return f"a first step of {min(steps)}", "a dataset from step 0 on"
+    if steps != sorted(steps):
+        return f"steps {', '.join(map(str, steps))}", "steps that increase"
+    for step, source in sources.items():
+        reads = hasattr(source, "__getitem__") and hasattr(source, "__len__")
+        if isinstance(source, IterableDataset | Curriculum) or not reads:
+            return f"a {type(source).__name__} from step {step} on", "map-style data (__getitem__ and __len__)"
+        if not len(source):
+            return f"no sample from step {step} on", "1 sample or more"
+    return None
+
+
+def changing_sampler(dataset: Any, job: Job) -> ChangingBatchSampler | None:
+    """The global batches of a job whose batch or data change with the step; ``None`` where neither does.
+
+    Raises:
+        SpecError: if what else the job says does not go with data that change.
+    """
+    changes = isinstance(dataset, Curriculum)
+    if not changes and job.batch_ramp is None:
+        return None
+    if changes and (problems := _beside_curriculum(job)):
+        raise SpecError(problems)
+    parts = dataset.places() if changes else {0: range(len(dataset))}
+    orders = {places.start: _order(dataset, first, job) for first, places in parts.items()}
+    ramp = batches(job)
+    stretches: list[Stretch] = []
+    for first in sorted({*ramp, *parts}):
+        places = parts[max(step for step in parts if step <= first)]
+        own = orders[places.start]
+        batch = ramp[max(step for step in ramp if step <= first)]
+        each = len(places) if own is None else own.length
+        stretches.append(Stretch(first, batch, places.start, len(places), each))
+    return ChangingBatchSampler(
+        stretches,
+        seed=job.seed,
+        shuffle=job.shuffle is not False,
+        drop_last=job.drop_last,
+        orders={begin: own for begin, own in orders.items() if own is not None},
+    )
+
+
+def _order(dataset: Any, first: int, job: Job) -> EpochOrders | None:
+    """The order that a part of the data has of its own."""
+    if not isinstance(dataset, Curriculum):
+        return EpochOrders.of(job, len(dataset))
+    source = dataset.sources[first]
+    own = source.sampler if isinstance(source, MapStyle) else None
+    if own is None:
+        return None
+    return EpochOrders(sampler=own, seed=job.seed, size=len(source), batch=job.batch)
+
+
+def _beside_curriculum(job: Job) -> list[Problem]:
+    found: list[Problem] = []
+    if job.sampler is not None:
+        given, allowed = "a sampler with a px.Curriculum", "None: the curriculum says which samples are due in a step"
+        found.append(Problem(where="job.sampler", given=given, allowed=allowed, fix="sampler=None"))
+    if job.steps is None:
+        given = f"epochs={job.epochs} with a px.Curriculum, whose data sets are gone through for so many steps each"
+        found.append(Problem(where="job.epochs", given=given, allowed="steps", fix="steps=2000"))
+    return found
+
+
+def order_text(dataset: Any, job: Job, length: int | None) -> str | None:
+    """What tells the order of a job's data from another's; ``None`` where (seed, epoch) says all."""
+    if not isinstance(dataset, Curriculum):
+        return order_print(job, length)
+    each: list[str] = []
+    for first, source in dataset.sources.items():
+        order = _order(dataset, first, job)
+        each.append(f"from step {first} on {len(source)} samples{'' if order is None else f' ({order.text})'}")
+    return ", ".join(each)
+
+
+def may_repeat(dataset: Any, job: Job) -> bool:
+    """Whether a sampler may give a sample more than once in a pass."""
+    if isinstance(dataset, Curriculum):
+        inner = (source.sampler for source in dataset.sources.values() if isinstance(source, MapStyle))
+        return any(own is not None and own.repeats for own in inner)
+    return job.sampler is not None and Sampler.of(job.sampler).repeats
