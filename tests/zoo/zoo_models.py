@@ -183,6 +183,16 @@ class Attention(nn.Module):
         return hidden + scaled_dot_product_attention(queries, keys, values, attn_mask=mask)[:, 0]
 
 
+def texts_by_step() -> px.Curriculum:
+    """Two steps of short texts, then longer ones."""
+    return px.Curriculum({0: _texts(8), 2: _texts(12)})
+
+
+def _texts(length: int) -> px.Table:
+    tokens = torch.randint(VOCABULARY, (SAMPLES, length), generator=drawn(length))
+    return px.Table(input_ids=tokens, labels=tokens)
+
+
 def token_file() -> px.TokenFile:
     """A file of documents, each ended by token 0."""
     path = Path(tempfile.gettempdir()) / f"zoo-{VOCABULARY}-{LENGTH}.bin"

@@ -16,7 +16,7 @@ import torch
 import zoo_libraries as libraries
 import zoo_models as zoo
 from case_grid import Came
-from case_jobs import job, rows
+from case_jobs import BATCH, job, rows
 from case_table import CASES
 
 import phalanx as px
@@ -265,6 +265,15 @@ ZOO: dict[str, Kept] = {
         job=partial(job, data=lambda: zoo.MIXTURE, sampler=zoo.MIXTURE.sampler),
         shows="`px.Mixture` of two tables",
         refused=NO_ATTENTION,
+    ),
+    "batch ramp": Kept(
+        job=partial(job, batch_ramp={0: 4, 1: 7, 2: BATCH}),
+        shows="`batch_ramp`, a batch that grows",
+        refused=NO_ATTENTION,
+    ),
+    "short texts first": Kept(
+        job=partial(language, zoo.gpt2, data=zoo.texts_by_step),
+        shows="`px.Curriculum`, texts of 8 tokens and then of 12",
     ),
     "packed tokens": Kept(
         job=partial(
