@@ -185,6 +185,21 @@ def test_a_resume_with_data_that_change(stop: int, tmp_path: Path) -> None:
         fit("single", tmp_path / "run", resume=True, **{**TEXTS, "data": lambda: px.Curriculum({0: SHORT, 6: LONG})})
 
 
+def test_who_reads_ahead_reads_the_same(tmp_path: Path) -> None:
+    run = fit("dp=2", tmp_path / "run", **TEXTS, workers=1, batch_ramp={0: 4, 3: 8})
+    plain = fit("single", tmp_path / "plain", **TEXTS, batch_ramp={0: 4, 3: 8})
+    assert seen_by(run.folder) == seen_by(plain.folder)
+    assert run.losses == pytest.approx(plain.losses, abs=3e-6)
+
+
+def test_a_loop_of_ones_own() -> None:
+    step, loader = px.build(job(**RAMP), "single")
+    seen = [(batch.samples, step(batch).loss) for batch in loader]
+    assert [samples for samples, _ in seen] == SIZES
+    assert [found for _, found in seen] == pytest.approx(ramp_losses(), abs=3e-6)
+    assert (loader.steps_per_epoch, loader.total_steps) == (None, len(SIZES))
+
+
 def test_both_at_once_and_proven() -> None:
     how = {**TEXTS, "batch_ramp": {0: 4, 3: 8}, "data": lambda: px.Curriculum({0: SHORT, 2: LONG}), "steps": 5}
     assert px.prove(job(**how), "dp=2", steps=5).equal

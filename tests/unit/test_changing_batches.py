@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,7 +14,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import phalanx as px
-from phalanx.data import ChangingBatchSampler, GlobalBatchSampler, Lane, Loader, Stretch, due
+from phalanx.data import (
+    ChangingBatchSampler,
+    GlobalBatchSampler,
+    Lane,
+    Ledger,
+    Loader,
+    Stretch,
+    audit_run,
+    due,
+    never_reached,
+)
 from phalanx.errors import SpecError
 
 pytestmark = pytest.mark.quick
@@ -174,3 +186,53 @@ def test_a_plan_has_a_sample_for_each_replica_in_every_step() -> None:
     assert "4 replicas for a global batch of 2, which batch_ramp has from step 0 on" in problem.given
     assert not check(given, px.Plan.parse("dp=2 device=cpu"))
     assert any("shares=auto" in one.given for one in check(given, px.Plan.parse("dp=2 shares=auto device=cpu")))
+
+
+def test_a_forecast_says_of_which_step_it_is() -> None:
+    from phalanx.hardware import cluster
+    from phalanx.planner.rules import problems
+    from phalanx.train.traced_job import steps_of, work_of
+
+    sources = px.Curriculum({0: rows(40), 4: torch.utils.data.TensorDataset(torch.zeros(30, 5, 3))})
+    given = job(
+        model=lambda: torch.nn.Linear(3, 2),
+        data=lambda: sources,
+        inputs=lambda batch: batch["x"] if isinstance(batch, dict) else batch[0],
+        batch_ramp={0: 2, 5: 8},
+        steps=9,
+    )
+    work = work_of(given)
+    assert (work.batch, work.smaller) == (8, (2,))
+    assert any("samples from step 4 on, the largest" in note for note in work.profile.notes)
+    assert any("batch_ramp: each step is priced as one of 8 samples" in note for note in work.profile.notes)
+    (problem, *_) = problems(px.Plan.parse("dp=4"), work, cluster("4xA100-80GB"))
+    assert "4 replicas for a global batch of 2" in problem.given
+    assert steps_of(job(steps=None, epochs=2, batch_ramp={0: 4, 5: 8})) == 5 + 3 + 5
+
+
+def test_what_is_never_reached_is_told() -> None:
+    ramp = {0: 4, 5: 8, 30: 6}
+    (said,) = never_reached(Loader(rows(40), job(batch_ramp=ramp), Lane(), micro=None).stretches, 20)
+    assert said == "step 30, from which on a batch has 6 samples, is never reached: the run ends after 20 steps."
+
+
+@pytest.mark.parametrize("wrong", ["lost", "doubled", "another source"])
+def test_an_audit_finds_what_is_wrong(wrong: str, tmp_path: Path) -> None:
+    both = px.Curriculum({0: rows(10), 3: rows(9)})
+    loader = Loader(both, job(batch=4, batch_ramp={0: 2, 2: 4}, steps=8), Lane(), micro=None)
+    with Ledger(tmp_path, rank=0, first_step=0) as ledger:
+        for batch in loader:
+            ids = list(batch.parts[0][0].ids)
+            if batch.step == 4:
+                changed = {"lost": ids[:-1], "doubled": [*ids[:-1], ids[0]], "another source": [*ids[:-1], 2]}
+                ids = changed[wrong]
+            micro = replace(batch.parts[0][0], ids=tuple(ids), samples=len(ids))
+            ledger.record(replace(batch, parts=((micro,),)))
+    start = {"stretches": told(list(loader.stretches)), "drop_last": False, "repeats": False}
+    (found,) = audit_run(tmp_path, start)
+    words = {
+        "lost": "step 4 holds 3 samples instead of 4",
+        "doubled": "seen more than once",
+        "another source": "beyond",
+    }
+    assert words[wrong] in found

@@ -181,9 +181,11 @@ def _problems(stretch: Stretch, drop_last: bool) -> Iterator[Problem]:
 
 def never_reached(stretches: Sequence[Stretch], total_steps: int | None) -> list[str]:
     """What of a run's stretches lies beyond its last step, one sentence each."""
+    several = len({one.begin for one in stretches}) > 1
     return [
-        f"step {one.first}, from which on a batch has {one.batch} samples of those from {one.begin} on, is never "
-        f"reached: the run ends after {total_steps} steps."
+        f"step {one.first}, from which on a batch has {one.batch} samples"
+        f"{f' of the data set that begins with sample {one.begin}' if several else ''}, is never reached: the run ends "
+        f"after {total_steps} steps."
         for one in stretches
         if total_steps is not None and one.first >= total_steps
     ]

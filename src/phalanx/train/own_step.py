@@ -308,7 +308,7 @@ class OwnLoader:
 
     @property
     def steps_per_epoch(self) -> int | None:
-        """Steps in one pass over the data; ``None`` for a stream."""
+        """Steps in one pass over the data; ``None`` for a stream, and where batch or data change with the step."""
         return self._loader.steps_per_epoch
 
     @property

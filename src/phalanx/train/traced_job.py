@@ -126,8 +126,8 @@ def _unpriced(job: Job) -> Iterator[str]:
         yield f"Of the job, {found}: changes what is learnt, not what a step takes."
     if smaller := smaller_batches(job):
         yield (
-            f"Of the job, batch_ramp: memory and time are those of a step of {job.batch} samples, its largest batch; "
-            f"steps of {', '.join(map(str, smaller))} take less of both."
+            f"Of the job, batch_ramp: each step is priced as one of {job.batch} samples, the largest batch; steps of "
+            f"{', '.join(map(str, smaller))} take less time and memory."
         )
     if job.average is not None:
         yield "Of the job, average: its memory is counted with the optimizer's state; passes over it are not priced."
