@@ -132,11 +132,12 @@ def _order(dataset: Any, first: int, job: Job) -> EpochOrders | None:
     """The order that a part of the data has of its own."""
     if not isinstance(dataset, Curriculum):
         return EpochOrders.of(job, len(dataset))
-    source = dataset.sources[first]
+    source: Any = dataset.sources[first]
+    size = len(source)
     own = source.sampler if isinstance(source, MapStyle) else None
     if own is None:
         return None
-    return EpochOrders(sampler=own, seed=job.seed, size=len(source), batch=job.batch)
+    return EpochOrders(sampler=own, seed=job.seed, size=size, batch=job.batch)
 
 
 def _beside_curriculum(job: Job) -> list[Problem]:
