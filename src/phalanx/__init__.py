@@ -24,6 +24,7 @@ if TYPE_CHECKING:
         Sampler,
         Schedule,
     )
+    from phalanx.config.losses import Losses
     from phalanx.config.model_loss import model_loss
     from phalanx.config.params import param, params
     from phalanx.data import Mixture, Table, TokenFile, buckets, document_mask, weighted
@@ -46,6 +47,7 @@ _WHERE = {
     **dict.fromkeys(("load_balancing_loss", "router_z_loss"), "phalanx.train.loss"),
     **dict.fromkeys(("LAMB", "LARS"), "phalanx.train.optimizers"),
     **dict.fromkeys(("groups", "no_decay"), "phalanx.train.param_groups"),
+    "Losses": "phalanx.config.losses",
     "model_loss": "phalanx.config.model_loss",
     **dict.fromkeys(("param", "params"), "phalanx.config.params"),
     "Hosts": "phalanx.launch.hosts",
@@ -65,6 +67,7 @@ __all__ = [
     "Hosts",
     "Job",
     "Loss",
+    "Losses",
     "Metric",
     "Mixture",
     "PhalanxError",

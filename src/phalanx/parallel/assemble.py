@@ -11,6 +11,7 @@ from torch import nn
 from phalanx.comm import Mesh, Place, share_timeout
 from phalanx.config import Job, Plan
 from phalanx.config.averaging import average_problems
+from phalanx.config.losses import counts_problems
 from phalanx.config.plan_rules import batch_problems, share_problems, stage_problems
 from phalanx.errors import Problem
 from phalanx.hardware import cuda_devices, keep_freed_memory, return_freed_memory
@@ -47,6 +48,7 @@ def check(job: Job, plan: Plan, here: int | None = None) -> list[Problem]:
         *compression.check(job, plan),
         *parameter_server.check(plan),
         *coupled_samples.check(job, plan, kind),
+        *(one for loss in (job.loss, *(phase.loss for phase in job.phases)) for one in counts_problems(loss, plan)),
         *average_problems(job.average, plan),
         *phase_layouts.check(job, plan),
     ]
