@@ -22,7 +22,7 @@ from phalanx.train.consistency import Everyone, same_data, same_groups, same_ini
 from phalanx.train.elementwise import Parameters, note_slices
 from phalanx.train.inputs import Inputs
 from phalanx.train.lr_schedule import START, RunStart, scheduler_notes
-from phalanx.train.phase_jobs import parameters_of_phases, phase_jobs, scheduler_beside, unowned_advice
+from phalanx.train.phase_jobs import parameters_of_phases, phase_jobs, unowned_advice
 from phalanx.train.phased_step import PhasedStep
 from phalanx.train.refusals import OptimizerTrial, model_problems
 from phalanx.train.row_gather import RowGather, which_have_rows
@@ -238,9 +238,8 @@ def _phased(job: Job, site: _Site, module: nn.Module) -> PhasedStep:
     phases: list[tuple[Phase, Step]] = []
     for index, (phase, one, own) in enumerate(zip(job.phases, jobs, layout.phases, strict=True)):
         optimizer, scheduler = site.optimizer(one, own, parameters[index], tried=False)
-        if scheduler is not None:
-            raise RefusedError([scheduler_beside(phase, scheduler)])
-        phases.append((phase, Step(one, site.own, own, optimizer, site.course(one, None, index))))
+        followed = _followed(one, optimizer, scheduler, from_every_rank)
+        phases.append((phase, Step(one, site.own, own, optimizer, site.course(one, followed, index))))
     return PhasedStep(job, site.own, layout, phases, site.course(job))
 
 

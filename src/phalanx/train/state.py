@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -118,7 +118,7 @@ def restore(path: Path, job: Job, assembly: Assembly) -> None:
     state, held = training_state(path), assembly.layout.holdings
     refuse_other_job(state["identity"], job, assembly.loader.length, path)
     scheduler, scheduled = assembly.step.scheduler, state.get(SCHEDULER)
-    kept = scheduler.keys() if scheduler and scheduled else frozenset[str]()
+    kept = scheduler.keys() if scheduler and scheduled else ()
     restore_values(path, assembly.layout, assembly.optimizer, kept)
     if scheduler and scheduled:
         scheduler.restore(scheduled)
@@ -139,15 +139,18 @@ def restore(path: Path, job: Job, assembly: Assembly) -> None:
 
 
 def restore_values(
-    path: Path, layout: Layout, optimizer: torch.optim.Optimizer, kept: frozenset[str] = frozenset()
+    path: Path, layout: Layout, optimizer: torch.optim.Optimizer, kept: Sequence[frozenset[str]] = ()
 ) -> None:
     """Bring the model's values and the optimizer's state back. Collective.
 
     Hyper-parameters (``lr``, ``weight_decay``, ``betas``, ...) are the job's as it is now: who edits them and
-    resumes trains on with the new ones. Of those ``kept``, which a scheduler sets, what is saved stands. So what an
-    optimizer keeps in its parameter groups, not in its state, begins anew.
+    resumes trains on with the new ones. Of those ``kept`` of each group, which a scheduler sets, what is saved
+    stands. So what an optimizer keeps in its parameter groups, not in its state, begins anew.
     """
-    own = [_hyper_parameters(group, kept) for group in optimizer.param_groups]
+    groups = optimizer.param_groups
+    own = [
+        _hyper_parameters(group, keys) for group, keys in zip(groups, kept or [frozenset()] * len(groups), strict=True)
+    ]
     with torch.no_grad():
         checkpoint.load(path, model_tensors(layout))
         checkpoint.restore_optimizer(optimizer, layout.holdings.parameters, path, parts(layout.holdings))
