@@ -260,7 +260,7 @@ class _PlainLoop:
             self.witness.phases[-1][part.name] = value
         for name, each in by_name(given).items():
             one, counted = sum_and_count(each, size)
-            self.witness.phases[-1][f"{part.name}/{name}" if part.name else name] = float(one) / float(counted)
+            self.witness.phases[-1][f"{part.name}/{name}" if part.name else name] = one.item() / float(counted)
 
     def _update(self, step: int, part: Part) -> None:
         """Clip, and step at the schedule's rate."""
