@@ -140,7 +140,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "parameters are not restored",
         "train/state.py",
-        "        checkpoint.load(path, model_tensors(layout))\n",
+        "        checkpoint.load(path, model_tensors(layout, left_out))\n",
         "",
         ("resume rich dp=2",),
     ),

@@ -53,8 +53,12 @@ def export(
         SpecError: the target exists, a file is where it needs a folder, or there is no average.
     """
     path, target = Path(path), Path(target)
-    manifest = _of_model(path, averaged=averaged)
-    config = read_state(path).get("model_config")
+    manifest, state = _of_model(path, averaged=averaged), read_state(path)
+    if state.get("frozen"):
+        given = f"{path}, which holds what is trained alone (--checkpoint trainable)"
+        allowed = "a checkpoint of all parameters; the job builds the rest"
+        raise SpecError.of("RUN", given, allowed, "px.load(RUN, job()).save_pretrained(OUT, adapter=True)")
+    config = state.get("model_config")
     entries = [
         TensorEntry(key=name.removeprefix(_MODEL), dtype=_converted(stored.dtype, dtype), shape=stored.shape)
         for name, stored in manifest.tensors.items()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -43,6 +43,7 @@ class Assembly:
         advice: what the plan wastes or leaves unread.
         parameters: elements of the whole model's.
         local_sgd: what brings replicas together that step by themselves; ``None`` where none do.
+        frozen: the print of each parameter that checkpoints leave out; empty where they hold all.
     """
 
     step: Step
@@ -54,6 +55,7 @@ class Assembly:
     advice: list[str]
     parameters: int
     local_sgd: LocalSgd | None = None
+    frozen: dict[str, str] = field(default_factory=dict[str, str])
 
     def from_every_rank(self, value: Any) -> list[Any]:
         """One small JSON-like value from each worker, in rank order. Collective."""
