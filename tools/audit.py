@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-PINS = ("dev.txt", "torch.txt", "cuda.txt", "audit.txt")
+PINS = ("dev.txt", "torch.txt", "cuda.txt", "audit.txt", "zoo.txt")
 PATIENCE = 240.0  # seconds for one file of pins; one request may take 15
 
 

@@ -167,11 +167,17 @@ def catalog_table() -> str:
 
 def conversion(name: str) -> str:
     """A script for another tool and the job that does the same, with their lines; both are run by a test."""
-    before, after = (CONVERSIONS / name / f"{file}.py" for file in ("before", "after"))
+    files = dict(zip(("before.py", "after.py"), conversion_files(name), strict=True))
     rows = ["| | lines, without blank ones and comments |", "| --- | ---: |"]
-    rows += [f"| `{path.name}` | {lines_of(path)} |" for path in (before, after)]
-    texts = [f'```python title="{path.name}"\n{path.read_text()}```' for path in (before, after)]
+    rows += [f"| `{title}` | {lines_of(path)} |" for title, path in files.items()]
+    texts = [f'```python title="{title}"\n{path.read_text()}```' for title, path in files.items()]
     return "\n\n".join(["\n".join(rows), *texts])
+
+
+def conversion_files(name: str) -> tuple[Path, Path]:
+    """The script, and the job: one of its own, or the one that several scripts come to."""
+    own = CONVERSIONS / name / "after.py"
+    return CONVERSIONS / name / "before.py", own if own.exists() else CONVERSIONS / "digits_after.py"
 
 
 def lines_of(path: Path) -> int:

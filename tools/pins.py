@@ -11,7 +11,8 @@ the hashes of all files of each version from the registry. Four files come of it
 - cuda.txt: what the registry's build of torch for Linux loads besides, and no other build needs.
 - dev.txt: everything else.
 
-audit.txt has what `make audit` needs, in the versions of dev.txt where that names them.
+audit.txt has what `make audit` needs, in the versions of dev.txt where that names them. zoo.txt has what `make zoo`
+installs besides, without what that asks for: it is there, and torch is not to be another.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ HEADS = {
     "cuda.txt": "What the registry's build of torch for Linux loads; not installed where torch is a build for CPUs.",
     "dev.txt": "What development and CI install, but torch and what only its CUDA build loads.",
     "audit.txt": "What `make audit` installs.",
+    "zoo.txt": "What `make zoo` installs besides, in a folder of its own and without what that asks for.",
 }
 
 
@@ -93,13 +95,18 @@ def builds_for_cpus(at: str, folders: list[Path]) -> str:
     return " \\\n    ".join([f"torch=={at}+cpu", *(f"--hash={one}" for one in sorted(hashes))])
 
 
+def zoo(uv: str, asked: list[str]) -> dict[str, list[str]]:
+    """The libraries of the zoo, without what they ask for."""
+    return resolve(uv, "-", "--no-deps", "--constraint", "constraints.txt", asked="\n".join(asked))
+
+
 def main() -> None:
     """Resolve, and write every file of pins."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--torch-builds", type=Path, metavar="FOLDER", help="where builds of torch for CPUs are")
     given: Path | None = parser.parse_args().torch_builds
     PINS.mkdir(exist_ok=True)
-    audit = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]["audit"]
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     with tempfile.TemporaryDirectory() as scratch:
         subprocess.run([sys.executable, "-m", "venv", scratch], check=True)
         subprocess.run([f"{scratch}/bin/pip", "install", "--quiet", "uv"], check=True)
@@ -111,7 +118,8 @@ def main() -> None:
         write("torch-cpu.txt", {"torch": [builds_for_cpus(version(torch[0]), [given] if given else folders_of_pip())]})
         write("cuda.txt", cuda)
         write("dev.txt", everything)
-        write("audit.txt", resolve(uv, "-", "--constraint", "pins/dev.txt", asked="\n".join(audit)))
+        write("audit.txt", resolve(uv, "-", "--constraint", "pins/dev.txt", asked="\n".join(extras["audit"])))
+        write("zoo.txt", zoo(uv, extras["zoo"]))
 
 
 if __name__ == "__main__":

@@ -25,14 +25,15 @@ if TYPE_CHECKING:
         Schedule,
     )
     from phalanx.config.losses import Losses
-    from phalanx.config.model_loss import model_loss
     from phalanx.config.params import param, params
-    from phalanx.data import Mixture, Table, TokenFile, buckets, document_mask, weighted
+    from phalanx.data import Mixture, ParquetFiles, Table, TarFiles, TokenFile, buckets, document_mask, weighted
     from phalanx.errors import PhalanxError
     from phalanx.launch.hosts import Hosts
+    from phalanx.sweep import sweep
     from phalanx.train.batch_scaling import linear_scaling
     from phalanx.train.loss import accuracy, cross_entropy, load_balancing_loss, mse, next_token_loss, router_z_loss
     from phalanx.train.optimizers import LAMB, LARS
+    from phalanx.train.own_loss import model_loss
     from phalanx.train.param_groups import groups, no_decay
     from phalanx.train.torchmetrics_state import torchmetric
 
@@ -48,11 +49,13 @@ _WHERE = {
     **dict.fromkeys(("LAMB", "LARS"), "phalanx.train.optimizers"),
     **dict.fromkeys(("groups", "no_decay"), "phalanx.train.param_groups"),
     "Losses": "phalanx.config.losses",
-    "model_loss": "phalanx.config.model_loss",
+    "model_loss": "phalanx.train.own_loss",
     **dict.fromkeys(("param", "params"), "phalanx.config.params"),
     "Hosts": "phalanx.launch.hosts",
+    "sweep": "phalanx.sweep",
     "PhalanxError": "phalanx.errors",
-    **dict.fromkeys(("Mixture", "Table", "TokenFile", "buckets", "document_mask", "weighted"), "phalanx.data"),
+    **dict.fromkeys(("Mixture", "ParquetFiles", "Table", "TarFiles", "TokenFile"), "phalanx.data"),
+    **dict.fromkeys(("buckets", "document_mask", "weighted"), "phalanx.data"),
     "torchmetric": "phalanx.train.torchmetrics_state",
     "linear_scaling": "phalanx.train.batch_scaling",
 }
@@ -70,6 +73,7 @@ __all__ = [
     "Losses",
     "Metric",
     "Mixture",
+    "ParquetFiles",
     "PhalanxError",
     "Phase",
     "Plan",
@@ -79,6 +83,7 @@ __all__ = [
     "Sampler",
     "Schedule",
     "Table",
+    "TarFiles",
     "TokenFile",
     "accuracy",
     "buckets",
@@ -101,6 +106,7 @@ __all__ = [
     "prove",
     "router_z_loss",
     "start",
+    "sweep",
     "torchmetric",
     "weighted",
 ]

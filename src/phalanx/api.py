@@ -22,12 +22,14 @@ if TYPE_CHECKING:
     from phalanx.train.own_step import OwnLoader, OwnStep
     from phalanx.verify import Proof
 
+_RUN = 'run="runs/mine-1"'
+
 
 def fit(
     job: Job,
     plan: Plan | str | None = None,
     *,
-    run: RunSpec | None = None,
+    run: RunSpec | str | Path | None = None,
     folder: str | Path | None = None,
     watch: Watch = None,
     cores: int | None = None,
@@ -44,8 +46,9 @@ def fit(
     Args:
         job: what to train.
         plan: a ``Plan`` or its text, such as ``"dp=2"``.
-        run: everything else (folder, resume, checkpoints); its plan is replaced by ``plan`` where that is given.
-        folder: the run folder; ``runs/<name>-<n>`` where not given.
+        run: the run folder, or all of the run's settings (resume, checkpoints and others); its plan is replaced by
+            ``plan`` where that is given.
+        folder: the run folder, in place of what ``run`` says; ``runs/<name>-<n>`` where neither says one.
         watch: called about ten times a second while workers run; never inside a worker that torchrun started. Without
             it progress is shown as ``phalanx train`` does where stdout is a terminal, and in one line in a notebook;
             ``False``: nothing is.
@@ -70,7 +73,7 @@ def fit(
     _need_cores(cores)
     if place is not None:
         return _take_part(asked, spec, place, cores)
-    there = RunStarter(launcher=find_launcher(launcher), hosts=hosts, cores=cores, loadable=run is not None)
+    there = RunStarter(launcher=find_launcher(launcher), hosts=hosts, cores=cores, loadable=isinstance(run, RunSpec))
     with looked_on(watch, spec.folder / "events.jsonl") as look:
         train_here(asked, spec, there, look)
     return Run(folder=spec.folder, job=asked)
@@ -80,7 +83,7 @@ def start(
     job: Job,
     plan: Plan | str | None = None,
     *,
-    run: RunSpec | None = None,
+    run: RunSpec | str | Path | None = None,
     folder: str | Path | None = None,
     cores: int | None = None,
     launcher: str = "local",
@@ -107,29 +110,35 @@ def start(
     _need_cores(cores)
     if place is not None:
         raise SpecError.of("launcher", "px.start in a worker of torchrun", "px.fit", "px.fit(job(), plan)")
-    there = RunStarter(launcher=find_launcher(launcher), hosts=None, cores=cores, loadable=run is not None)
+    there = RunStarter(launcher=find_launcher(launcher), hosts=None, cores=cores, loadable=isinstance(run, RunSpec))
     there.refuse(spec)
     process = BackgroundRun.begin(spec.folder, lambda begun: train_here(asked, spec, there, None, begun))
     return Run(folder=spec.folder, job=asked, process=process)
 
 
 def _asked(
-    job: Job, plan: Plan | str | None, run: RunSpec | None, folder: str | Path | None, launcher: str
+    job: Job, plan: Plan | str | None, run: RunSpec | str | Path | None, folder: str | Path | None, launcher: str
 ) -> tuple[Job, RunSpec, Place | None]:
     """The job with the run's overrides, the run with its plan and folder, and this process's place of torchrun."""
     from phalanx.config.run import override
     from phalanx.launch import default_folder, find_launcher, place_of_this_process
 
     _need(job, Job, "job", "px.fit(job(), plan)")
-    _need(run, (RunSpec, type(None)), "run", 'run=px.RunSpec(job="train.py", plan=plan, folder="runs/mine-1")')
+    _need(run, (RunSpec, str, Path, type(None)), "run", _RUN)
     _need(folder, (str, Path, type(None)), "folder", 'folder="runs/mine-1"')
     _need(launcher, str, "launcher", 'launcher="local"')
     find_launcher(launcher)
     place = place_of_this_process()
-    chosen = _plan(plan if plan is not None or run is None else run.plan, job, place)
-    where = Path(folder) if folder is not None else run.folder if run is not None else default_folder(job.name)
-    spec = replace(run, plan=chosen, folder=where) if run else RunSpec(job=job.name, plan=chosen, folder=where)
+    chosen = _chosen(plan, run, job, place)
+    settings: dict[str, Any] = {"plan": chosen} if folder is None else {"plan": chosen, "folder": Path(folder)}
+    given = run if run is not None else folder if folder is not None else default_folder(job.name)
+    spec = RunSpec.of(given, job.name, **settings)
     return override(job, spec), spec, place
+
+
+def _chosen(plan: Plan | str | None, run: RunSpec | str | Path | None, job: Job, place: Place | None) -> Plan:
+    """The plan that is given, or that of the run's settings, or else the best for what is here."""
+    return _plan(run.plan if plan is None and isinstance(run, RunSpec) else plan, job, place)
 
 
 def _need_cores(cores: int | None) -> None:
@@ -188,9 +197,9 @@ def build(
     from phalanx.launch.own_run import laid_out, own_spec
 
     _need(job, Job, "job", "px.build(job(), plan)")
-    _need(run, (RunSpec, str, Path, type(None)), "run", 'run="runs/mine"')
+    _need(run, (RunSpec, str, Path, type(None)), "run", _RUN)
     place = place_of_this_process()
-    chosen = _plan(plan if plan is not None or not isinstance(run, RunSpec) else run.plan, job, place)
+    chosen = _chosen(plan, run, job, place)
     spec = own_spec(run, job.name, chosen, resume=resume, checkpoint_every=checkpoint_every)
     return laid_out(override(job, spec) if spec else job, chosen, place, spec)
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Self
 
 from case_table import CASES, Expected
 
@@ -30,6 +30,10 @@ class Came:
     said: str = ""
     before: tuple[str, ...] = ()
     where: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, told: Mapping[str, Any]) -> Self:
+        return cls(**{key: tuple(value) if isinstance(value, list) else value for key, value in told.items()})
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)

@@ -54,8 +54,7 @@ def ended(process: _Process) -> Came | None:
         return Came(outcome="hung", said=f"no end within {PATIENCE:.0f} s")
     if not process.answer.exists():
         return Came(outcome="crashed", said=f"ended with status {status}")
-    told = json.loads(process.answer.read_text())
-    return Came(**{key: tuple(value) if isinstance(value, list) else value for key, value in told.items()})
+    return Came.of(json.loads(process.answer.read_text()))
 
 
 def run(

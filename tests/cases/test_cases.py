@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 from case_grid import Came, came, wrong
 from case_table import CASES, EQUAL, PLANS, named, near, refused
-from run_cases import RESULTS, expected, shows
+from grid_store import Store
+from run_cases import GRID, expected, shows
 
 CELLS = [
     ("scheduler", "dp=2"),
@@ -34,9 +33,10 @@ def test_what_must_come(name: str, plan: str) -> None:
 
 @pytest.mark.parametrize("name", list(shows()))
 def test_what_is_stored_is_what_must_come(name: str) -> None:
-    stored = json.loads(RESULTS.read_text())["cells"][name]
+    store = Store.read(GRID.results)
     for plan in PLANS:
-        found = Came(**{key: tuple(value) if isinstance(value, list) else value for key, value in stored[plan].items()})
+        found = store.found(name, plan)
+        assert found is not None, plan
         assert not wrong(expected(name, plan), found), plan
 
 

@@ -88,7 +88,7 @@ def test_job_comes_to_what_the_script_comes_to(
     if missing := CONVERSIONS[name].missing:
         pytest.skip(f"not installed: {missing}")
     there = before(name, tmp_path_factory.getbasetemp() / name)
-    job = load_job(str(FOLDER / name / "after.py"))
+    job = load_job(str(GENERATE["conversion_files"](name)[1]))
     run = px.fit(job, plan, folder=tmp_path / "run")
     evaluation = run.evaluation
     assert evaluation
@@ -100,5 +100,5 @@ def test_job_comes_to_what_the_script_comes_to(
 @pytest.mark.quick
 @pytest.mark.parametrize("name", CONVERSIONS)
 def test_job_is_not_longer_than_the_script(name: str) -> None:
-    script, job = (GENERATE["lines_of"](FOLDER / name / f"{file}.py") for file in ("before", "after"))
+    script, job = map(GENERATE["lines_of"], GENERATE["conversion_files"](name))
     assert job <= script

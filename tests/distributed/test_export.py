@@ -14,7 +14,7 @@ from small import job as small_job
 from test_pretrained import Tokens, gpt2, job
 
 import phalanx as px
-from phalanx.checkpoint import export, save
+from phalanx.checkpoint import ExportForm, export, save
 from phalanx.cli.app import main
 from phalanx.errors import CheckpointError, SpecError
 
@@ -30,7 +30,7 @@ def test_transformers_reads_what_any_plan_saved(plan: str, tmp_path: Path) -> No
     from transformers import AutoModelForCausalLM
 
     run = trained(plan, tmp_path / "run", evaluate=Tokens)
-    done = export(run.folder / "checkpoints" / "step-00000003", tmp_path / "hf", shard=200_000)
+    done = export(run.folder / "checkpoints" / "step-00000003", tmp_path / "hf", ExportForm(shard=200_000))
     assert done.configured
     assert len(done.files) > 4
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
@@ -50,7 +50,7 @@ def test_one_file_loads_into_a_plain_model(tmp_path: Path) -> None:
     assert told["tensors"] == 8
     model = small_job().model()
     model.load_state_dict(load_file("m.safetensors"))
-    half = export(Path(told["from"]), tmp_path / "half.safetensors", dtype=torch.bfloat16)
+    half = export(Path(told["from"]), tmp_path / "half.safetensors", ExportForm(dtype=torch.bfloat16))
     assert 2 * half.nbytes == told["bytes"]
     for name, value in load_file(tmp_path / "half.safetensors").items():
         assert torch.equal(value, model.state_dict()[name].bfloat16())
@@ -59,7 +59,7 @@ def test_one_file_loads_into_a_plain_model(tmp_path: Path) -> None:
 def test_the_index_says_where_each_tensor_is_and_how_many_bytes_all_have(tmp_path: Path) -> None:
     tensors = {"model.a": torch.ones(5, 3), "model.b": torch.ones(7).bfloat16(), "optimizer.a": torch.ones(9)}
     path = save(tmp_path / "checkpoints", step=1, tensors=tensors, state={})
-    export(path, tmp_path / "out", shard=60)
+    export(path, tmp_path / "out", ExportForm(shard=60))
     index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
     assert index["metadata"] == {"total_size": 4 * 15 + 2 * 7}
     assert len(set(index["weight_map"].values())) == 2

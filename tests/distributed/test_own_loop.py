@@ -154,6 +154,13 @@ def test_what_fit_begins_a_loop_goes_on_with(tmp_path: Path) -> None:
     assert len(px.load("run").losses) == STEPS
 
 
+def test_fit_takes_a_run_as_build_does() -> None:
+    losses = taken("loop")
+    run = px.fit(job(), "single", run="whole")
+    assert (run.folder, run.losses) == (Path("whole"), pytest.approx(losses, rel=1e-6))
+    assert px.fit(job(), "single", run="whole", folder="other").folder == Path("other")
+
+
 def test_a_loop_that_was_left_goes_on_where_it_stands() -> None:
     whole = taken("whole")
     step, loader = px.build(job(), "single", run="run")

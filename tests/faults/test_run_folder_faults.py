@@ -348,7 +348,7 @@ class TestWrongArguments:
             (lambda: px.fit(job), "job"),  # pyright: ignore
             (lambda: px.fit("job.py"), "job"),  # pyright: ignore
             (lambda: px.fit(job(), folder=5), "folder"),  # pyright: ignore
-            (lambda: px.fit(job(), run="run"), "run"),  # pyright: ignore
+            (lambda: px.fit(job(), run=5), "run"),  # pyright: ignore
             (lambda: px.fit(job(), launcher=None), "launcher"),  # pyright: ignore
             (lambda: px.fit(job(), cores=0), "cores"),
             (lambda: px.build(5), "job"),  # pyright: ignore

@@ -135,14 +135,14 @@ TECHNIQUES: tuple[Mutation, ...] = (
     Mutation(
         "servers: gradients × 2",
         "parallel/parameter_server/update.py",
-        "        total.scale(scale)\n",
-        "        total.scale(scale * 2)\n",
+        "        total.scale(update.scale)\n",
+        "        total.scale(update.scale * 2)\n",
         ("prove rich dp=2 server=1",),
     ),
     Mutation(
         "servers: the schedule is not followed",
         "parallel/parameter_server/update.py",
-        '                group["lr"] = own * rate * self._slowed\n',
+        '                group["lr"] = own * update.rate * self._slowed\n',
         '                group["lr"] = own * self._slowed\n',
         ("prove rich dp=2 server=1",),
     ),

@@ -204,3 +204,64 @@ class TestRefused:
     def test_a_stream_shorter_than_a_batch_that_is_dropped(self) -> None:
         with pytest.raises(DataError, match=r"gave no whole batch.*at least batch=4"):
             list(Loader(Letters(3), a_job(steps=3, drop_last=True), Lane(), micro=None))
+
+
+class Node:
+    """A node as ``torchdata.nodes`` has them: the iterator of one pass, until it is reset."""
+
+    def __init__(self, source: Any = 6) -> None:
+        self.source, self.at = source, 0
+
+    def reset(self, initial_state: dict[str, int] | None = None) -> None:
+        self.at = (initial_state or {"at": 0})["at"]
+
+    def get_state(self) -> dict[str, int]:
+        return {"at": self.at}
+
+    state_dict = get_state
+
+    def __iter__(self) -> Iterator[int]:
+        return self
+
+    def __next__(self) -> int:
+        if self.at == self.source:
+            raise StopIteration
+        self.at += 1
+        return self.at - 1
+
+
+class Batcher(Node):
+    """Makes lists of what another node gives."""
+
+
+class NodeLoader:
+    """A ``torchdata.nodes.Loader``: passes over a node."""
+
+    def __init__(self, root: Node) -> None:
+        self.root, self.state = root, dict[str, int]()
+
+    def __iter__(self) -> Iterator[int]:
+        self.root.reset(self.state or None)
+        self.state = {}
+        return self.root
+
+    def state_dict(self) -> dict[str, int]:
+        return self.root.state_dict()
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.state = state
+
+
+class TestNodes:
+    @pytest.mark.parametrize("made", [Node, lambda: NodeLoader(Node())])
+    @pytest.mark.parametrize("workers", [0, 2])
+    def test_each_pass_begins_at_the_begin(self, made: Any, workers: int) -> None:
+        steps = list(Loader(made(), a_job(epochs=2, workers=workers), Lane(), micro=None))
+        assert [step.parts[0][0].batch.tolist() for step in steps] == [[0, 1, 2, 3], [4, 5]] * 2
+        (step,) = Loader(made(), a_job(epochs=2, workers=workers), Lane(), micro=None, first_step=3, total_steps=4)
+        assert step.parts[0][0].batch.tolist() == [4, 5]
+
+    @pytest.mark.parametrize("made", [lambda: Node(Batcher(Node())), lambda: NodeLoader(Batcher(Node()))])
+    def test_batches_of_its_own_are_refused(self, made: Any) -> None:
+        with pytest.raises(SpecError, match="nodes with a Batcher, which makes batches of its own"):
+            Loader(made(), a_job(), Lane(), micro=None)

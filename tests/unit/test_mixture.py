@@ -66,8 +66,18 @@ def test_whether_a_sample_may_come_twice_in_an_epoch_is_known() -> None:
     assert px.Mixture(TWO, {"web": 2, "books": 1}, samples=15).sampler.repeats  # 5 of 7: the second epoch goes over
 
 
-def loader(mixture: px.Mixture, sampler: Any) -> Loader:
-    how: dict[str, Any] = {"model": torch.nn.Module, "loss": min, "optimizer": min, "batch": 4, "epochs": 1}
+def test_what_drop_last_leaves_out_comes_in_the_next_pass() -> None:
+    mixture = px.Mixture({"one": list(range(30))}, {"one": 1}, samples=10)
+    steps = loader(mixture, mixture.sampler, drop_last=True, epochs=6)
+    batches = [[*micro.ids] for step in steps for part in step.parts for micro in part]
+    epochs = [batches[at] + batches[at + 1] for at in range(0, 12, 2)]
+    assert [len(set(one)) for one in epochs] == [8] * 6  # 2 of 10 are left out
+    assert [len({index for one in epochs[at : at + 3] for index in one}) for at in (0, 3)] == [24, 24]
+    assert len({index for one in epochs for index in one}) > 24
+
+
+def loader(mixture: px.Mixture, sampler: Any, **given: Any) -> Loader:
+    how: dict[str, Any] = {"model": torch.nn.Module, "loss": min, "optimizer": min, "batch": 4, "epochs": 1, **given}
     return Loader(mixture, px.Job(data=lambda: mixture, sampler=sampler, **how), Lane(), micro=None)
 
 
@@ -77,6 +87,9 @@ def test_its_sampler_has_to_be_the_jobs() -> None:
     for sampler in (None, px.weighted([1.0] * 37)):
         with pytest.raises(SpecError, match=r"sampler=mixture\.sampler"):
             loader(mixture, sampler)
+    outer = px.Mixture({"mixed": mixture}, {"mixed": 1})
+    with pytest.raises(SpecError, match="Mixture with an order of its own, within a Mixture"):
+        loader(outer, outer.sampler)
 
 
 @pytest.mark.parametrize(

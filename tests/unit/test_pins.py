@@ -44,7 +44,8 @@ class TestLists:
     @pytest.mark.parametrize(
         ("requirement", "files"),
         [*((one, ["dev.txt"] if one.name != "torch" else TORCH) for one in asked("dev"))]
-        + [(Requirement(one), ["audit.txt"]) for one in PROJECT["optional-dependencies"]["audit"]],
+        + [(Requirement(one), ["audit.txt"]) for one in PROJECT["optional-dependencies"]["audit"]]
+        + [(Requirement(one), ["zoo.txt"]) for one in PROJECT["optional-dependencies"]["zoo"]],
         ids=str,
     )
     def test_has_what_is_asked_for_within_its_bounds(self, requirement: Requirement, files: list[str]) -> None:
@@ -82,7 +83,7 @@ class TestLists:
         assert [list(LISTED[file]) for file in TORCH] == [["torch"], ["torch"]]
         cpu, registry = (versions(Requirement("torch"), file) for file in reversed(TORCH))
         assert cpu == [f"{registry[0]}+cpu"]
-        for file in ("dev.txt", "audit.txt"):
+        for file in ("dev.txt", "audit.txt", "zoo.txt"):
             assert "torch" not in LISTED[file]
             assert [name for name in LISTED[file] if name.startswith(("nvidia", "cuda", "triton"))] == []
 
@@ -90,9 +91,14 @@ class TestLists:
         for line in (ROOT / "constraints.txt").read_text().splitlines():
             if not line.startswith("#"):
                 requirement = Requirement(line)
-                assert versions(requirement, "dev.txt", "torch.txt") == [str(requirement.specifier)[2:]], (
+                assert versions(requirement, "dev.txt", "torch.txt", "zoo.txt") == [str(requirement.specifier)[2:]], (
                     "try: make pins"
                 )
+
+    def test_the_libraries_of_the_zoo_ask_for_nothing(self) -> None:
+        assert sorted(LISTED["zoo.txt"]) == sorted(
+            Requirement(one).name for one in PROJECT["optional-dependencies"]["zoo"]
+        )
 
     def test_what_audits_changes_nothing_that_is_installed(self) -> None:
         for name, blocks in LISTED["audit.txt"].items():

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from phalanx.config import Plan
-from phalanx.parallel.parameter_server import Flat, Pushed, Rule, Shard, cut_out, partition, starved
+from phalanx.parallel.parameter_server import Flat, Pushed, Rule, Shard, Update, cut_out, partition, starved
 
 
 def weights(**shapes: tuple[int, ...]) -> dict[str, torch.Tensor]:
@@ -68,7 +68,7 @@ def test_pieces_add_up_once_each() -> None:
     assert not one.push(Pushed(step=0, part=0, version=0), gradient(one, 9.0))
     assert one.push(Pushed(step=0, part=1, version=0), gradient(one, 2.0))
     assert one.prepare(0, [0, 1]) == pytest.approx(10 * 9.0)
-    one.apply(0, scale=0.5, rate=0.1)
+    one.apply(Update(step=0, scale=0.5, rate=0.1))
     assert torch.allclose(values(one), before - 0.5 * 0.1 * 1.5)
     assert not one.push(Pushed(step=0, part=1, version=0), gradient(one, 2.0)), "its step is applied"
     assert one.version == 1
@@ -80,7 +80,7 @@ def test_a_parameter_that_no_piece_used_is_left_alone() -> None:
     for part, without in ((0, [0, 1]), (1, [0])):
         one.push(Pushed(step=0, part=part, version=0, without=without), gradient(one, 1.0))
     one.prepare(0, [0, 1])
-    one.apply(0, scale=1.0)
+    one.apply(Update(step=0, scale=1.0))
     assert torch.equal(one.parameters["a"], before["a"])
     assert not torch.equal(one.parameters["b"], before["b"])
 
@@ -93,7 +93,7 @@ def test_the_rate_falls_with_staleness() -> None:
     for step in range(3):
         before = values(one)
         one.prepare(step, [0])
-        one.apply(step, scale=1.0)
+        one.apply(Update(step=step, scale=1.0))
         moved.append(float((before - values(one)).mean()))
     assert moved == pytest.approx([6.0, 6.0, 3.0])
 
@@ -106,11 +106,11 @@ def test_delay_is_compensated_to_first_order(memory: float) -> None:
     one.push(Pushed(step=0, part=0, version=0, count=2.0), gradient(one, 4.0))
     one.push(Pushed(step=1, part=0, version=0, count=2.0), gradient(one, 6.0))
     one.prepare(0, [0])
-    one.apply(0, scale=0.5, oldest=0)
+    one.apply(Update(step=0, scale=0.5, oldest=0))
     now = values(one)
     assert torch.allclose(now, then - 2.0)
     one.prepare(1, [0])
-    one.apply(1, scale=0.5)
+    one.apply(Update(step=1, scale=0.5))
     strength = 0.25 / (0.9 * 4.0 + 0.1 * 9.0 + 1e-7) ** 0.5 if memory else 0.25
     assert torch.allclose(values(one), now - (3.0 + strength * 9.0 * (now - then)), atol=1e-6)
 
@@ -121,7 +121,7 @@ def test_pieces_left_out_of_a_step_change_nothing() -> None:
     for part in range(3):
         one.push(Pushed(step=0, part=part, version=0), gradient(one, 10.0**part))
     one.prepare(0, [0, 1])
-    one.apply(0, scale=1.0)
+    one.apply(Update(step=0, scale=1.0))
     assert torch.allclose(before - values(one), torch.tensor(11.0))
 
 
@@ -132,7 +132,7 @@ def test_what_is_being_read_stays_as_it_is(ahead: bool) -> None:
         before = [each.clone() for each in flat.whole]
         one.push(Pushed(step=0, part=0, version=0), gradient(one, 1.0))
         one.prepare(0, [0])
-        one.apply(0, scale=1.0)
+        one.apply(Update(step=0, scale=1.0))
         assert version == 0
         assert all(torch.equal(each, then) for each, then in zip(flat.whole, before, strict=True))
     with one.values() as (version, flat):

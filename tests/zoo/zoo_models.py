@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import io
+import os
+import tarfile
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +14,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from case_jobs import drawn
-from case_models import CLASSES, FEATURES, WIDTH, Branch
+from case_models import CLASSES, FEATURES, WIDTH, Branch, Residual
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention, softplus
 
@@ -76,6 +79,14 @@ def lora() -> nn.Module:
     targets = ["c_attn", "c_proj", "c_fc"]
     given = {"r": 4, "lora_alpha": 8, "target_modules": targets, "fan_in_fan_out": True, "task_type": "CAUSAL_LM"}
     return peft.get_peft_model(gpt2(), peft.LoraConfig(init_lora_weights=False, **given))
+
+
+class Shaken(Residual):
+    """Adds noise to what each block gives, in training."""
+
+    def add(self, branch: Any, x: Tensor) -> Tensor:
+        given = branch(x)
+        return given + 0.1 * torch.randn_like(given) if self.training else given
 
 
 class Normed(nn.Module):
@@ -196,6 +207,50 @@ def token_file() -> px.TokenFile:
         tokens.astype("<u2").tofile(partial)
         partial.rename(path)
     return px.TokenFile(str(path), length=LENGTH, end_of_text=0)
+
+
+def _once(path: Path, write: Callable[[Path], None]) -> str:
+    """The file at ``path``, written unless it is there; processes may ask at once."""
+    if not path.exists():
+        partial = path.with_suffix(f".{os.getpid()}")
+        write(partial)
+        partial.rename(path)
+    return str(path)
+
+
+def _columns() -> tuple[Tensor, Tensor]:
+    x = torch.randn(SAMPLES, FEATURES, generator=drawn(7))
+    return x, x[:, :CLASSES].argmax(1)
+
+
+def tar_files() -> px.TarFiles:
+    """An archive of an array and a class a sample."""
+
+    def write(path: Path) -> None:
+        with tarfile.open(path, "w") as archive:
+            for index, (x, y) in enumerate(zip(*_columns(), strict=True)):
+                row = io.BytesIO()
+                np.save(row, x.numpy())
+                for extension, content in (("npy", row.getvalue()), ("cls", str(int(y)).encode())):
+                    member = tarfile.TarInfo(f"{index:03}.{extension}")
+                    member.size = len(content)
+                    archive.addfile(member, io.BytesIO(content))
+
+    return px.TarFiles(_once(Path(tempfile.gettempdir()) / f"zoo-{SAMPLES}-{FEATURES}.tar", write))
+
+
+def parquet_files() -> px.ParquetFiles:
+    """Rows in groups of 8, of which two at a time are shuffled together."""
+
+    def write(path: Path) -> None:
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        x, y = _columns()
+        pq.write_table(pa.table({"x": list(x.numpy()), "y": y.numpy()}), path, row_group_size=8)
+
+    path = _once(Path(tempfile.gettempdir()) / f"zoo-{SAMPLES}-{FEATURES}.parquet", write)
+    return px.ParquetFiles(path, shuffle_within=2)
 
 
 class Tokens(torch.utils.data.Dataset[Any]):

@@ -13,6 +13,7 @@ from typing import Any
 
 import case_models as models
 import torch
+import zoo_libraries as libraries
 import zoo_models as zoo
 from case_grid import Came
 from case_jobs import job, rows
@@ -47,6 +48,7 @@ class Kept:
         refused: a plan, or the key of one → the words that its refusal must have.
         named: a plan, or the key of one → the beginning of the cause, said before the run, for which it is not equal.
         steps: that are compared.
+        needs: libraries that only `make zoo` installs.
     """
 
     job: Callable[[], px.Job]
@@ -54,6 +56,7 @@ class Kept:
     refused: Mapping[str, str] = field(default_factory=dict[str, str])
     named: Mapping[str, str] = field(default_factory=dict[str, str])
     steps: int = 3
+    needs: tuple[str, ...] = ()
 
 
 def fits(table: Mapping[str, str], plan: str) -> str | None:
@@ -91,6 +94,19 @@ def phased(model: Callable[[], Any], *phases: px.Phase, **how: Any) -> px.Job:
     return px.Job(model=model, data=rows, phases=list(phases), batch=16, steps=3, **how)
 
 
+def by_row_groups() -> px.Job:
+    """Rows in the order that their files are read fast in."""
+    data = zoo.parquet_files()
+    return job(data=lambda: data, sampler=data.sampler)
+
+
+def pictured(model: Callable[[], Any], *needs: str, side: int = 8, shows: str, **how: Any) -> Kept:
+    """A model of images of another library."""
+    given = {"data": partial(libraries.Pictures, side), "loss": libraries.picture_loss}
+    given["inputs"] = lambda batch: {"x": batch["image"]}
+    return Kept(job=partial(job, model=model, **given), shows=shows, needs=needs, **how)
+
+
 def adam(params: Any) -> torch.optim.Optimizer:
     return torch.optim.Adam(params, lr=1e-3)
 
@@ -108,6 +124,7 @@ PHASES = {
     "pp": "phases, whose forward is another one",
     "server": "phases",
 }
+DRAWN = dict.fromkeys(("dp", "fsdp", "threads", "pp"), "random numbers drawn in forward")
 ONE_PIECE = {"micro": "in one forward", "server": "plans whose ranks compute a step together"}
 
 ZOO: dict[str, Kept] = {
@@ -233,6 +250,12 @@ ZOO: dict[str, Kept] = {
         shows="distillation from a frozen teacher, as a phase",
         refused=NO_ATTENTION | PHASES,
     ),
+    "shaken blocks": Kept(
+        job=partial(job, model=zoo.Shaken),
+        shows="noise that each block draws",
+        refused=NO_ATTENTION,
+        named=DRAWN,
+    ),
     "batch norm": Kept(
         job=partial(job, model=zoo.Normed, batch_statistics="global"),
         shows='BatchNorm with `batch_statistics="global"`',
@@ -267,6 +290,17 @@ ZOO: dict[str, Kept] = {
         ),
         shows="`px.TokenFile` with documents, attention within each",
     ),
+    "tar files": Kept(
+        job=partial(
+            job,
+            data=zoo.tar_files,
+            inputs=lambda batch: batch["npy"],
+            loss=lambda output, batch: px.cross_entropy(output, batch["cls"]),
+        ),
+        shows="`px.TarFiles`, an archive of arrays",
+        refused=NO_ATTENTION,
+    ),
+    "Parquet files": Kept(job=by_row_groups, shows="`px.ParquetFiles`, two row groups at a time", refused=NO_ATTENTION),
     "datasets": Kept(job=partial(job, data=zoo.huggingface), shows="a Hugging Face `Dataset`", refused=NO_ATTENTION),
     "datasets, stream": Kept(
         job=partial(job, data=zoo.huggingface_stream),
@@ -308,5 +342,63 @@ ZOO: dict[str, Kept] = {
         ),
         shows="transformers' ResNet, BatchNorm over the global batch, fp64",
         refused=NO_ATTENTION | NO_PAIRS | ONE_PIECE,
+    ),
+    "torchvision, ResNet": Kept(
+        job=partial(
+            job,
+            model=libraries.residual_network,
+            data=partial(libraries.Pictures, 8, torch.float64),
+            inputs=lambda batch: {"x": batch["image"]},
+            loss=libraries.picture_loss,
+            batch_statistics="global",
+        ),
+        shows="torchvision's ResNet, BatchNorm over the global batch, fp64",
+        refused=NO_ATTENTION | NO_PAIRS | ONE_PIECE,
+        needs=("torchvision",),
+    ),
+    "torchvision, ViT": pictured(
+        libraries.vision_transformer,
+        "torchvision",
+        shows="torchvision's ViT, of `nn.MultiheadAttention`",
+        refused=NO_ATTENTION,
+    ),
+    "torchvision, ConvNeXt": pictured(
+        libraries.convnext, "torchvision", side=16, shows="torchvision's ConvNeXt", refused=NO_ATTENTION
+    ),
+    "timm, ViT": pictured(libraries.timm_vit, "timm", "torchvision", shows="timm's ViT"),
+    "timm, ConvNeXt": pictured(
+        libraries.timm_convnext,
+        "timm",
+        "torchvision",
+        side=32,
+        shows="timm's ConvNeXt",
+        refused=NO_ATTENTION | NO_PAIRS,
+    ),
+    "diffusers, UNet": Kept(
+        job=partial(
+            job, model=libraries.unet, data=libraries.Noised, inputs=libraries.to_unet, loss=libraries.noise_loss
+        ),
+        shows="diffusers' UNet, which finds the noise in images",
+        refused=NO_ATTENTION,
+        needs=("diffusers",),
+    ),
+    "diffusers, DiT": Kept(
+        job=partial(
+            job, model=libraries.dit, data=libraries.Noised, inputs=libraries.to_dit, loss=libraries.noise_loss
+        ),
+        shows="diffusers' transformer of images and classes",
+        needs=("diffusers",),
+    ),
+    "diffusers, DiT that guides itself": Kept(
+        job=partial(
+            job,
+            model=partial(libraries.dit, 0.5),
+            data=libraries.Noised,
+            inputs=libraries.to_dit,
+            loss=libraries.noise_loss,
+        ),
+        shows="the same; each block leaves out labels that it draws",
+        named=DRAWN,
+        needs=("diffusers",),
     ),
 }

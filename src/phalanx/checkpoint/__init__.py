@@ -2,7 +2,7 @@
 
 from phalanx.checkpoint.background import BackgroundSaver, Saving
 from phalanx.checkpoint.best import BestSoFar, best_step
-from phalanx.checkpoint.export import Exported, contents, export, model_tensors
+from phalanx.checkpoint.export import Exported, ExportForm, contents, export, model_tensors
 from phalanx.checkpoint.folder import FoundCheckpoint, checkpoints, latest, prune
 from phalanx.checkpoint.optimizer import optimizer_tensors, restore_optimizer
 from phalanx.checkpoint.reading import read_state, verify
@@ -13,6 +13,7 @@ from phalanx.checkpoint.tensor_part import PartTensor, TensorPart
 __all__ = [
     "BackgroundSaver",
     "BestSoFar",
+    "ExportForm",
     "Exported",
     "FoundCheckpoint",
     "PartTensor",

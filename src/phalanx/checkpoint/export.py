@@ -13,19 +13,38 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 from phalanx.checkpoint.format import Manifest, dtype_name
 from phalanx.checkpoint.reading import fill, read_state, verify_first
 from phalanx.checkpoint.safe_files import remove
+from phalanx.checkpoint.sections import AVERAGE, MODEL, name_in, names_of, put_in, take_out
 from phalanx.checkpoint.shard_file import TensorEntry, bytes_of, header_of, write_file
 from phalanx.errors import CheckpointError, SpecError
 
-_MODEL, _AVERAGE = "model.", "average."
+Content = Literal["model", "adapter", "merged"]
 SHARD = 5_000_000_000
 """Bytes of tensors in a file of a folder, at most; what ``save_pretrained`` takes, too."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExportForm:
+    """What of a checkpoint is written for others, and in which form.
+
+    Attributes:
+        content: the ``model`` as it was trained; the ``adapter``s of peft alone, for ``PeftModel.from_pretrained``; or
+            the base model that these are ``merged`` into.
+        averaged: the average of the weights in their place, and buffers as of it.
+        dtype: of floating point tensors; as saved where not given.
+        shard: bytes of tensors in a file of a folder, at most.
+    """
+
+    content: Content = "model"
+    averaged: bool = False
+    dtype: torch.dtype | None = None
+    shard: int = SHARD
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,30 +57,29 @@ class Exported:
     configured: bool
 
 
-def export(
-    path: Path, target: Path, *, dtype: torch.dtype | None = None, shard: int = SHARD, averaged: bool = False
-) -> Exported:
+def export(path: Path, target: Path, form: ExportForm | None = None) -> Exported:
     """Write the model in the checkpoint ``path`` to ``target``: a new folder, or a new file ``*.safetensors``.
 
-    Folders that ``target`` is to be in are made. A folder has ``model.safetensors``, or shards of at most ``shard``
-    bytes with an index, and the ``config.json`` that a model of transformers had in training. Tensors have the names
-    they have in the model, buffers among them; of tied parameters the first name. Floating point tensors are converted
-    to ``dtype`` where it is given. With ``averaged`` they are the average of the weights, and buffers as of it.
+    Folders that ``target`` is to be in are made. A folder has ``model.safetensors``, or shards of ``form.shard`` bytes
+    at most with an index, and the ``config.json`` that a model of transformers had in training. Tensors have the names
+    they have in the model, buffers among them; of tied parameters the first name. What adapters are, only peft knows:
+    ``phalanx.train.adapters.export_model`` writes every content of a ``form``, this the model.
 
     Raises:
         CheckpointError: the checkpoint is damaged, or the target cannot be written; then there is none.
         SpecError: the target exists, a file is where it needs a folder, or there is no average.
     """
     path, target = Path(path), Path(target)
-    manifest, state = _of_model(path, averaged=averaged), read_state(path)
+    form = form or ExportForm()
+    manifest, state = _of_model(path, averaged=form.averaged), read_state(path)
     if state.get("frozen"):
         given = f"{path}, which holds what is trained alone (--checkpoint trainable)"
         allowed = "a checkpoint of all parameters; the job builds the rest"
         raise SpecError.of("RUN", given, allowed, "px.load(RUN, job()).save_pretrained(OUT, adapter=True)")
     config = state.get("model_config")
     entries = [
-        TensorEntry(key=name.removeprefix(_MODEL), dtype=_converted(stored.dtype, dtype), shape=stored.shape)
-        for name, stored in manifest.tensors.items()
+        TensorEntry(key=name, dtype=_converted(stored.dtype, form.dtype), shape=stored.shape)
+        for name, stored in take_out(MODEL, manifest.tensors).items()
     ]
     refuse_target(target)
     chunks = (chunk for stored in manifest.tensors.values() for chunk in stored.chunks)
@@ -71,7 +89,7 @@ def export(
             write_file(partial, _pieces(path, manifest, entries))
             files, config = [target], None
         else:
-            files = [target / name for name in _write_folder(partial, path, manifest, entries, config, shard)]
+            files = [target / name for name in _write_folder(partial, path, manifest, entries, config, form.shard)]
     nbytes = sum(entry.nbytes for entry in entries)
     return Exported(files=tuple(files), tensors=len(entries), nbytes=nbytes, configured=config is not None)
 
@@ -113,7 +131,7 @@ def model_tensors(path: Path, *, averaged: bool = False) -> dict[str, torch.Tens
     manifest = _of_model(path, averaged=averaged)
     tensors = {name: torch.empty(one.shape, dtype=one.dtype) for name, one in manifest.tensors.items()}
     fill(path, manifest, tensors)
-    return {name.removeprefix(_MODEL): tensor for name, tensor in tensors.items()}
+    return take_out(MODEL, tensors)
 
 
 def _of_model(path: Path, *, averaged: bool) -> Manifest:
@@ -122,18 +140,16 @@ def _of_model(path: Path, *, averaged: bool) -> Manifest:
     What is not averaged, such as frozen parameters, is there as it is.
     """
     manifest = Manifest.read(path)
-    stored = {name: one for name, one in manifest.tensors.items() if name.startswith(_MODEL)}
+    stored = {name: manifest.tensors[name] for name in names_of(MODEL, manifest.tensors).values()}
     if not stored:
         raise CheckpointError(f"{path} holds no model")
     if averaged:
-        names = {
-            f"{_MODEL}{name.removeprefix(_AVERAGE)}": name for name in manifest.tensors if name.startswith(_AVERAGE)
-        }
-        if not names:
+        averages = take_out(AVERAGE, manifest.tensors)
+        if not averages:
             given = f"{path}, which holds no averaged weights"
             allowed = "a checkpoint of a job with an average, of a step at which that has begun"
             raise SpecError.of("averaged", given, allowed, "px.Job(..., average=px.Average(decay=0.999))")
-        stored |= {name: manifest.tensors[there] for name, there in names.items()}
+        stored |= put_in(MODEL, averages)
     return replace(manifest, tensors=stored)
 
 
@@ -191,7 +207,7 @@ def _pieces(path: Path, manifest: Manifest, entries: list[TensorEntry]) -> Itera
     entries = sorted(entries, key=lambda entry: -entry.dtype.itemsize)
     yield header_of(entries)
     for entry in entries:
-        name = f"{_MODEL}{entry.key}"
+        name = name_in(MODEL, entry.key)
         whole = torch.empty(entry.shape, dtype=manifest.tensors[name].dtype)
         fill(path, manifest, {name: whole}, verified=True)
         yield bytes_of(whole.to(entry.dtype))

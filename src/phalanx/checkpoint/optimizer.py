@@ -25,13 +25,11 @@ from phalanx.checkpoint.all_ranks import distinct, on_all_ranks, some
 from phalanx.checkpoint.folder import not_json
 from phalanx.checkpoint.format import Manifest, StoredTensor
 from phalanx.checkpoint.reading import read_state
+from phalanx.checkpoint.sections import OPTIMIZER, name_in, names_of
 from phalanx.checkpoint.store import load
 from phalanx.checkpoint.tensor_part import PartTensor, TensorPart
 from phalanx.comm.process_group import is_dtensor
 from phalanx.errors import CheckpointError, DamagedError
-
-SECTION = "optimizer"
-"""The key of ``state.json`` that holds what ``optimizer_tensors`` returns beside the tensors."""
 
 # How a group is stepped, not what it learns: the restoring optimizer's own choice stands.
 _OWN_CHOICE = frozenset({"params", "param_names", "foreach", "fused", "capturable", "differentiable"})
@@ -94,7 +92,7 @@ def restore_optimizer(
                 if values is not None:
                     allocate = partial(_allocated, targets, manifest, parameter, group, parts.get(name))
                     states[parameter] = _filled(values, allocate)
-        return groups, any(name.startswith(f"{SECTION}.") for name in manifest.tensors)
+        return groups, bool(names_of(OPTIMIZER, manifest.tensors))
 
     groups, some_saved = on_all_ranks(prepared)
     if some_saved:  # the same on every rank: those that need none take part
@@ -122,7 +120,7 @@ def _described(
             raise CheckpointError(f"the optimizer keeps state for {type(parameter).__name__}, not for a parameter")
         name = names[id(parameter)]
         own: dict[str, Tensor] = {}
-        states[name] = _plain(values, f"{SECTION}.{name}", own, tensors)
+        states[name] = _plain(values, name_in(OPTIMIZER, name), own, tensors)
         tensors |= {key: _split_alike(key, value, parameter, parts.get(name)) for key, value in own.items()}
         wrong += [f"state of {name}: {kind} at {where}" for where, kind in not_json(states[name], "")]
     groups = []
@@ -263,7 +261,7 @@ def _empty(
 
 
 def _section(path: Path) -> dict[str, Any]:
-    saved = read_state(path).get(SECTION)
+    saved = read_state(path).get(OPTIMIZER)
     if not isinstance(saved, dict) or not {"kind", "groups", "state"} <= saved.keys():
         raise CheckpointError(f"{path} holds no optimizer state")
     return saved

@@ -14,8 +14,7 @@ from phalanx.cli.output import answer, json_option
 from phalanx.errors import CheckpointError, DamagedError, SpecError
 
 if TYPE_CHECKING:
-    from phalanx.checkpoint import FoundCheckpoint
-    from phalanx.train.adapters import Form
+    from phalanx.checkpoint import ExportForm, FoundCheckpoint
 
 _NO = 1
 _DTYPES = ("float32", "float16", "bfloat16")
@@ -78,7 +77,7 @@ def show_command(place: Path, step: int | None, as_json: bool) -> None:
     from phalanx.checkpoint import contents
     from phalanx.report.checkpoint_tables import contents_table
 
-    with _offering_older(place, step, "show") as chosen:
+    with _offering_older(place, step, "checkpoint show") as chosen:
         told = contents(chosen.path)
     answer(as_json, told, lambda _: contents_table(told))
 
@@ -147,31 +146,31 @@ def export_command(place: Path, step: int | None, target: Path, as_json: bool, *
     A folder holds safetensors, in shards of 5 GB with an index, and the configuration of a model of transformers, so
     that from_pretrained reads it. A target that ends in .safetensors is one file. Both can be a job's initial values.
     """
-    export_model(place, step, target, as_json=as_json, **how)
+    write_model(place, step, target, export_form(**how), as_json=as_json)
 
 
-def export_model(
-    place: Path, step: int | None, target: Path, *, as_json: bool, form: Form | None = None, **how: Any
-) -> None:
-    """Write the model of a checkpoint, or its adapters in one of their forms, and say what was written.
-
-    ``how``: ``dtype``, the name of a type or ``None``, and ``averaged``, as of ``phalanx.checkpoint.export``.
-    """
+def export_form(dtype: str | None, *, averaged: bool, adapter: bool = False, merged: bool = False) -> ExportForm:
+    """The form of an export by the options of a command, of which ``dtype`` is the name of a type."""
     import torch
 
-    from phalanx.checkpoint import export
+    from phalanx.checkpoint import ExportForm
+
+    kind = getattr(torch, dtype) if dtype else None
+    content = "adapter" if adapter else "merged" if merged else "model"
+    return ExportForm(content=content, averaged=averaged, dtype=kind)
+
+
+def write_model(place: Path, step: int | None, target: Path, form: ExportForm, *, as_json: bool) -> None:
+    """Write what ``form`` says of a checkpoint, the newest where no ``step`` is given, and say what was written."""
+    from phalanx.train.adapters import export_model
     from phalanx.units import show_bytes
 
-    dtype, averaged = how["dtype"], how["averaged"]
-    more = ["--to", str(target), *(["--dtype", dtype] if dtype else []), *(["--averaged"] if averaged else [])]
-    kind = getattr(torch, dtype) if dtype else None
-    with _offering_older(place, step, "export", *more) as chosen:
-        if form is None:
-            done = export(chosen.path, target, dtype=kind, averaged=averaged)
-        else:
-            from phalanx.train.adapters import export_adapters
-
-            done = export_adapters(chosen.path, target, form, dtype=kind, averaged=averaged)
+    verb, where = ("checkpoint export", ["--to", str(target)]) if form.content == "model" else ("export", [str(target)])
+    kept = {f"--{form.content}": form.content != "model", "--averaged": form.averaged}
+    dtype = ["--dtype", str(form.dtype).removeprefix("torch.")] if form.dtype else []
+    more = [*where, *dtype, *(option for option, given in kept.items() if given)]
+    with _offering_older(place, step, verb, *more) as chosen:
+        done = export_model(chosen.path, target, form)
     told = {"from": str(chosen.path), "files": [str(file) for file in done.files]}
     told |= {"tensors": done.tensors, "bytes": done.nbytes, "config": done.configured}
     plain = "" if done.configured or target.suffix == ".safetensors" else "; no config.json: no model of transformers"
@@ -214,7 +213,7 @@ def _offering_older(place: Path, step: int | None, verb: str, *more: str) -> Ite
         older = next((one for one in _found(place) if one.step < chosen.step and one.whole), None)
         if older is None:
             raise
-        words = ["phalanx", "checkpoint", verb, str(place), "--from", str(older.step), *more]
+        words = ["phalanx", *verb.split(), str(place), "--from", str(older.step), *more]
         raise CheckpointError(f"{error}\n    try: {shlex.join(words)}") from error
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from phalanx.cli.checkpoint import export_model
+from phalanx.cli.checkpoint import export_form, write_model
 from phalanx.cli.output import json_option
 from phalanx.errors import SpecError
 
@@ -32,7 +32,7 @@ class _Which(click.ParamType):
 @click.option("--adapter", is_flag=True, help="The adapters of peft alone, for PeftModel.from_pretrained.")
 @click.option("--merged", is_flag=True, help="The model of transformers, with the adapters of peft merged into it.")
 @json_option
-def command(place: Path, target: Path, step: int | str | None, adapter: bool, merged: bool, **how: Any) -> None:
+def command(place: Path, target: Path, step: int | str | None, as_json: bool, **how: Any) -> None:
     """Write the model that RUN has trained to OUT, whatever the plan it was trained under.
 
     OUT is a new folder that from_pretrained reads, or a new file *.safetensors. One tensor is in memory at a time;
@@ -45,11 +45,10 @@ def command(place: Path, target: Path, step: int | str | None, adapter: bool, me
       phalanx export runs/digits-1 digits.safetensors --averaged
       phalanx export runs/lora-1 adapter/ --adapter
     """
-    if adapter and merged:
+    if how["adapter"] and how["merged"]:
         raise SpecError.of("--merged", "--adapter --merged", "one of the two", "--adapter")
     at = _best(place) if isinstance(step, str) else step
-    form = "adapter" if adapter else "merged" if merged else None
-    export_model(place, at, target, form=form, **how)
+    write_model(place, at, target, export_form(**how), as_json=as_json)
 
 
 def _best(place: Path) -> int:

@@ -14,7 +14,7 @@ import click
 from phalanx.cli.options import PlanText, job_argument
 from phalanx.cli.output import STOPPED, json_option, print_json
 from phalanx.cli.settings import Given, earlier_run, params_settings, settle
-from phalanx.cli.way_on import ended_since, way_on
+from phalanx.cli.way_on import way_on
 from phalanx.config import Job, RunSpec
 from phalanx.config.run import Answer, override
 from phalanx.errors import RunError
@@ -223,6 +223,7 @@ def _told_how_to_go_on(run: RunSpec, launcher: str) -> Iterator[None]:
         raise
     except (KeyboardInterrupt, SystemExit) as stop:
         from phalanx.launch.reaper import SAVED
+        from phalanx.report.summary import ended_since
 
         if (isinstance(stop, KeyboardInterrupt) or stop.code == SAVED) and ended_since(run.folder, began):
             return

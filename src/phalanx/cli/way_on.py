@@ -27,16 +27,6 @@ def way_on(run: RunSpec, launcher: str, error: RunError | None = None) -> str:
     return f"{where}, newest checkpoint: {newest.name}\n    {first}try: {_command(run, launcher, '--resume')}"
 
 
-def ended_since(folder: Path, began: float) -> bool:
-    """Whether the run in ``folder`` has come to its end since the time ``began``, in seconds since 1970."""
-    from phalanx.report.summary import run_log
-
-    try:
-        return any(event["event"] == "end" and event["time"] >= began for event in run_log(folder).part)
-    except (PhalanxError, OSError):
-        return False
-
-
 def _newest(folder: Path) -> Path | None:
     """The newest checkpoint that is complete and that the run has not found damaged as it went on."""
     from phalanx.checkpoint import checkpoints

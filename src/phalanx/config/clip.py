@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from phalanx.config.fields import is_number
 from phalanx.errors import Problem, SpecError
+
+if TYPE_CHECKING:
+    from phalanx.config.plan import Plan
 
 Per = Literal["all", "group"]
 
@@ -69,3 +72,13 @@ def _problems(clip: Clip) -> list[Problem]:
             if getattr(clip, name) != default:
                 wrong(name, "only with norm: each value is clipped by itself", f"value={clip.value}")
     return found
+
+
+def clip_problems(clip: Clip | None, plan: Plan) -> list[Problem]:
+    """What keeps ``plan`` from it: servers, of which each has some rows of what a group is, do not add its norm up."""
+    if not plan.server or clip is None or clip.value is not None or clip.by_whole_norm:
+        return []
+    allowed = "px.Clip(value=...) and px.Clip(norm=...) of all gradients under servers; the others under plans without"
+    return [
+        Problem(where="job.clip", given=f"{clip} under {plan}", allowed=allowed, fix=f"clip=px.Clip(norm={clip.norm})")
+    ]

@@ -1,17 +1,17 @@
-"""A job: what to train, and what its loss gives back. It says nothing of devices."""
+"""A job: what to train. It says nothing of devices."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, get_args
 
 from phalanx.config.averaging import Average
 from phalanx.config.clip import Clip
 from phalanx.config.fields import FieldKind, is_number, is_whole, misfits
+from phalanx.config.job_loss import loss_problems
 from phalanx.config.losses import losses_problems
-from phalanx.config.model_loss import loss_problems
 from phalanx.config.own_sampler import Sampler, beside_sampler, sampler_problems
 from phalanx.config.phases import Phase, not_given, phase_problems
 from phalanx.config.schedule import Schedule
@@ -339,18 +339,3 @@ def _reads_initial(given: Any) -> bool:
 
 def _are_names(given: Any) -> bool:
     return isinstance(given, tuple | list) and all(isinstance(name, str) for name in given)  # pyright: ignore
-
-
-class Loss(NamedTuple):
-    """A loss as a sum and a count, so that any split of a batch adds up to the same number.
-
-    A mean cannot be added up: the mean over 3 tokens and the mean over 5 are not the mean over 8. Sums and
-    counts can: Phalanx adds both over micro-batches and ranks and divides once.
-
-    Attributes:
-        sum: scalar tensor, the loss summed over what is counted (tokens, samples, pixels). Backward runs on it.
-        count: how many were summed: a number or a scalar tensor. May differ per micro-batch and may be 0.
-    """
-
-    sum: Any
-    count: Any

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
-from fnmatch import fnmatchcase
 from typing import Any, NoReturn, TypeVar
 
 from phalanx.config.fields import is_whole
+from phalanx.config.name_patterns import fits, fits_nothing
 from phalanx.config.schedule import Schedule
 from phalanx.errors import Problem, SpecError
 from phalanx.units import show_names
@@ -122,10 +121,12 @@ def owned(phases: Sequence[Phase], parameters: Sequence[tuple[str, ...]]) -> lis
     owner: dict[str, str] = {}
     twice: dict[tuple[str, str], list[str]] = {}
     for phase in phases:
-        own = [names[0] for names in parameters if any(_fits(name, phase.patterns) for name in names)]
+        own = [names[0] for names in parameters if any(fits(name, phase.patterns) for name in names)]
         for pattern in phase.patterns:
-            if not any(_fits(name, (pattern,)) for names in parameters for name in names):
-                problems.append(_matches_nothing(phase, pattern, [name for names in parameters for name in names]))
+            every_name = [name for names in parameters for name in names]
+            if not any(fits(name, (pattern,)) for name in every_name):
+                kind = f"parameter that requires a gradient, of the phase {phase.name}"
+                problems.append(fits_nothing("job.phases", pattern, every_name, kind=kind, fix=_owning))
         for name in own:
             if name in owner:
                 twice.setdefault((owner[name], phase.name), []).append(name)
@@ -148,17 +149,8 @@ def _listed(given: object, kind: type[_Kind]) -> list[_Kind] | None:
     return None if items is None or not all(isinstance(one, kind) for one in items) else items
 
 
-def _fits(name: str, patterns: Sequence[str]) -> bool:
-    return any(fnmatchcase(name, pattern) for pattern in patterns)
-
-
-def _matches_nothing(phase: Phase, pattern: str, names: list[str]) -> Problem:
-    ends = [end for name in names for end in (name, f"{name.partition('.')[0]}.*")]
-    near = get_close_matches(pattern, dict.fromkeys(ends), n=3, cutoff=0.5) or list(dict.fromkeys(ends[1::2]))[:3]
-    given = f"{pattern!r} of the phase {phase.name}, which no parameter that requires a gradient is called"
-    allowed = f"names of parameters, * standing for any text; near it: {', '.join(near) or 'none'}"
-    fix = f"parameters={near[0]!r}" if near else "requires_grad=True in the model"
-    return Problem(where="job.phases", given=given, allowed=allowed, fix=fix)
+def _owning(pattern: str) -> str:
+    return f"parameters={pattern!r}"
 
 
 def _of_phases(given: str, allowed: str, fix: str = f"phases=[{_EXAMPLE}, ...]") -> Problem:

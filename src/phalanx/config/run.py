@@ -233,6 +233,18 @@ class RunSpec:
         """Updates between snapshots of servers, where the plan has any; 0: none are written."""
         return _SNAPSHOTS if self.snapshot_every is None else self.snapshot_every
 
+    @classmethod
+    def of(cls, given: RunSpec | str | Path, job: str, **settings: Any) -> RunSpec:
+        """The run that ``given`` says, all of its settings or the folder alone, with these ``settings`` in their place.
+
+        Raises:
+            SpecError: with everything that is wrong in it.
+        """
+        if isinstance(given, RunSpec):
+            return replace(given, **settings)
+        whole: dict[str, Any] = {"folder": Path(given), **settings}
+        return cls(job=job, **whole)
+
     def to_toml(self) -> str:
         """The run as a TOML document, as it was asked for; what was not given is left out."""
         table: dict[str, Any] = {}

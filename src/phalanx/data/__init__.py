@@ -5,9 +5,11 @@ from phalanx.data.ledger_audit import audit
 from phalanx.data.loader import Loader, evaluation_batches
 from phalanx.data.mixture import Mixture
 from phalanx.data.own_orders import EpochOrders, buckets, order_print, weighted
+from phalanx.data.parquet_files import ParquetFiles
 from phalanx.data.sampler import GlobalBatchSampler
 from phalanx.data.step_batch import MicroBatch, StepBatch
 from phalanx.data.table import Table
+from phalanx.data.tar_files import TarFiles
 from phalanx.data.token_files import TokenFile, document_mask
 from phalanx.placement.batch_split import Lane, share
 
@@ -20,8 +22,10 @@ __all__ = [
     "Loader",
     "MicroBatch",
     "Mixture",
+    "ParquetFiles",
     "StepBatch",
     "Table",
+    "TarFiles",
     "TokenFile",
     "audit",
     "buckets",

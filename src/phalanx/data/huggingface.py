@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from phalanx.data.dataset_facts import MapStyle, wrapped
 from phalanx.errors import SpecError
 
 
 def refuse_lists(dataset: Any, collate: Any, where: str = "job.data") -> None:
-    """Refuse a ``datasets`` table or stream of Python lists that torch's default collation would join.
+    """Refuse data of ``datasets`` or ``px.ParquetFiles`` with Python lists that torch's default collation would join.
 
     It takes the first number of each sample, then the second, and so on: as many tensors as a list has numbers.
     ``where`` the dataset stands in the job.
@@ -17,9 +18,15 @@ def refuse_lists(dataset: Any, collate: Any, where: str = "job.data") -> None:
     Raises:
         SpecError: if ``dataset`` is such, and the job has no ``collate``.
     """
-    for part in _wrapped(dataset):
+    for part in wrapped(dataset):
         refuse_lists(part, collate, where)
     kind = type(dataset)
+    if collate is None and isinstance(dataset, MapStyle) and dataset.lists:
+        given = f"a px.{kind.__name__} with columns of lists that are not of numbers ({', '.join(dataset.lists)})"
+        allowed = (
+            "a job with a collate, or a decode for the column: torch's own collation would turn lists on their side"
+        )
+        raise SpecError.of(where, given, allowed, f"decode={{{dataset.lists[0]!r}: function}}")
     if collate is not None or not kind.__module__.startswith("datasets.") or _formatted(dataset):
         return
     features = getattr(dataset, "features", None)
@@ -29,15 +36,6 @@ def refuse_lists(dataset: Any, collate: Any, where: str = "job.data") -> None:
         allowed = "one that gives tensors, or a job with a collate: torch's own would turn lists on their side"
         fix = f'{where.removeprefix("job.")}=lambda: dataset.with_format("torch")'
         raise SpecError.of(where, given, allowed, fix)
-
-
-def _wrapped(dataset: Any) -> list[Any]:
-    """What ``px.Mixture`` and torch's ``Subset`` and ``ConcatDataset`` read."""
-    if isinstance(sources := getattr(dataset, "sources", None), Mapping):
-        return list(sources.values())
-    if not type(dataset).__module__.startswith("torch.utils.data."):
-        return []
-    return [*getattr(dataset, "datasets", ()), *([dataset.dataset] if hasattr(dataset, "dataset") else [])]
 
 
 def _formatted(dataset: Any) -> bool:

@@ -12,9 +12,9 @@ from typing import Any, final
 import numpy as np
 
 from phalanx.config.job import Job
+from phalanx.data.dataset_facts import refuse_other_order
 from phalanx.data.huggingface import refuse_lists
 from phalanx.data.map_style import Fetcher, IndexedReader, is_stream, plain
-from phalanx.data.mixture import Mixture
 from phalanx.data.own_orders import EpochOrders
 from phalanx.data.sampler import GlobalBatchSampler
 from phalanx.data.step_batch import BatchSplitter, MicroBatch, StepBatch, step_batch
@@ -167,10 +167,8 @@ def evaluation_batches(dataset: Any, job: Job, lane: Lane, *, micro: int | None)
 def _sampler(dataset: Any, job: Job, *, once: bool = False) -> GlobalBatchSampler:
     """``once``: each sample once and in order."""
     refuse_lists(dataset, job.collate, "job.evaluate" if once else "job.data")
-    if isinstance(dataset, Mixture) and not once and job.sampler != dataset.sampler:
-        given = f"{'none' if job.sampler is None else 'another'} with a px.Mixture as data"
-        allowed = "the mixture's own, which has so many samples of each source in an epoch"
-        raise SpecError([Problem(where="job.sampler", given=given, allowed=allowed, fix="sampler=mixture.sampler")])
+    if not once:
+        refuse_other_order(dataset, job.sampler)
     orders = None if once else EpochOrders.of(job, len(dataset))
     return GlobalBatchSampler(
         length=len(dataset) if orders is None else orders.length,

@@ -10,11 +10,10 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, IterableDataset, StackDataset, Subset, TensorDataset, default_collate
 
-from phalanx.data.mixture import Mixture
+from phalanx.data.dataset_facts import draws
 from phalanx.data.sampler import EpochSeeds, GlobalBatchSampler
 from phalanx.data.step_batch import BatchSplitter, StepBatch, step_batch
 from phalanx.data.table import Table
-from phalanx.data.token_files import TokenFile
 from phalanx.errors import Problem, SpecError
 
 
@@ -56,7 +55,7 @@ class Fetcher:
         self._seed = seed
         self._seeds = EpochSeeds.of(seed, 0)
         self._at_once = takes_many(dataset)
-        self._draws = not _is_plain(dataset)
+        self._draws = draws(dataset)
         self._table = dataset if type(dataset) is Table and collate is None else None
         self._tensors = dataset if type(dataset) is TensorDataset and collate is None else None
 
@@ -113,15 +112,6 @@ def takes_many(dataset: Any) -> bool:
     if type(dataset) is StackDataset:
         return False
     return callable(getattr(dataset, "__getitems__", None))
-
-
-def _is_plain(dataset: Any) -> bool:
-    """Whether the dataset is known to draw nothing, so that seeding can be spared."""
-    if type(dataset) is Subset:
-        return _is_plain(dataset.dataset)
-    if type(dataset) is Mixture:
-        return all(map(_is_plain, dataset.sources.values()))
-    return type(dataset) in (Table, TensorDataset, TokenFile, list, tuple, range)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import Any, final
 
 import numpy as np
-from torch.utils.data import Dataset
 
 from phalanx.config.fields import is_number, is_whole
 from phalanx.config.own_sampler import Sampler
+from phalanx.data.dataset_facts import MapStyle, draws
 from phalanx.data.sampler import Permutation
 from phalanx.errors import Problem, SpecError
 
@@ -18,18 +18,22 @@ _EXAMPLE = 'px.Mixture({"web": web, "books": books}, {"web": 0.7, "books": 0.3})
 
 
 @final
-class Mixture(Dataset[Any]):
+class Mixture(MapStyle):
     """A map-style dataset of several, with the sampler that mixes them: ``Job(data=..., sampler=mixture.sampler)``.
 
     An epoch has ``counts[name]`` samples of each, in an order shuffled by (seed, epoch). Each source is gone through in
     an order of its own, and the next epoch goes on where the one before ended: every sample of a source comes once
-    before any comes again, however many epochs that takes.
+    before any comes again, however many epochs that takes. With ``drop_last`` of the job the samples of an epoch that
+    fill no batch are left out, and the next epoch goes on after them: they come again in the source's next pass. Choose
+    ``samples`` as a multiple of the batch, and none is.
 
     Attributes:
         sources: name → dataset. Indices of the mixture count through all of the first, then the second and so on.
         counts: name → samples of it in an epoch: ``samples`` by weight, rounded so that they add up.
         sampler: to be the job's.
     """
+
+    example = "mixture"
 
     def __init__(self, sources: Mapping[str, Any], weights: Mapping[str, float], *, samples: int | None = None) -> None:
         """
@@ -44,6 +48,7 @@ class Mixture(Dataset[Any]):
         if problems := _problems(sources, weights, samples):
             raise SpecError(problems)
         self.sources = dict(sources)
+        self.draws = any(map(draws, self.sources.values()))
         sizes = [len(source) for source in self.sources.values()]
         self._names, self._ends = tuple(self.sources), np.cumsum(sizes)
         total = int(self._ends[-1]) if samples is None else samples

@@ -15,7 +15,7 @@ A dataset may offer:
   at or past the end gives an empty pass. Without it a resumed run reads, and drops, what was already seen.
 
 One that keeps its place (``state_dict`` and ``load_state_dict``, neither of the above) is put back to where it was at
-first before each pass.
+first before each pass; a node of ``torchdata.nodes`` is reset.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from torch.utils.data import default_collate
 
 from phalanx.data.sampler import EpochSeeds
 from phalanx.data.step_batch import BatchSplitter
-from phalanx.errors import DataError
+from phalanx.errors import DataError, SpecError
 
 
 class StreamStep(NamedTuple):
@@ -142,7 +142,18 @@ class StreamReader:
 
 
 def rewound(dataset: Any) -> Any:
-    """``dataset``; one that keeps its place in a pass begins each pass where it is now."""
+    """``dataset``; one that keeps its place in a pass begins each pass where it is now, a node at its begin.
+
+    Raises:
+        SpecError: if it is of nodes that make batches.
+    """
+    nodes = _nodes(dataset)
+    if any(type(node).__name__ == "Batcher" for node in nodes):
+        given = f"a {type(dataset).__name__} of nodes with a Batcher, which makes batches of its own"
+        allowed = "nodes that give samples: ranks are given their shares of global batches of job.batch"
+        raise SpecError.of("job.data", given, allowed, "data=lambda: node, without the Batcher, and batch of the job")
+    if nodes and nodes[0] is dataset:
+        return _Nodes(dataset)
     keeps = all(hasattr(dataset, name) for name in ("__iter__", "state_dict", "load_state_dict"))
     if not keeps or any(hasattr(dataset, name) for name in ("__getitem__", "set_epoch", "seek")):
         return dataset
@@ -159,3 +170,24 @@ class _Rewound:
     def __iter__(self) -> Iterator[Any]:
         self.dataset.load_state_dict(deepcopy(self.start))
         return iter(self.dataset)
+
+
+@dataclass(frozen=True, slots=True)
+class _Nodes:
+    """A stream of a node of ``torchdata.nodes``, which is the iterator of one pass until it is reset."""
+
+    node: Any
+
+    def __iter__(self) -> Iterator[Any]:
+        self.node.reset()
+        return iter(self.node)
+
+
+def _nodes(dataset: Any) -> list[Any]:
+    """The nodes of ``torchdata.nodes`` that ``dataset`` is or reads, as far as each says which it reads."""
+    found: list[Any] = []
+    node = getattr(dataset, "root", dataset)
+    while all(hasattr(node, name) for name in ("__next__", "reset", "get_state")) and node not in found:
+        found.append(node)
+        node = getattr(node, "source", None)
+    return found

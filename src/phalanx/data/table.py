@@ -8,11 +8,12 @@ from typing import Any, final
 import numpy as np
 import torch
 
+from phalanx.data.dataset_facts import MapStyle
 from phalanx.errors import Problem, SpecError
 
 
 @final
-class Table(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
+class Table(MapStyle):
     """A map-style dataset of equally long columns: ``Table(image=images, label=labels)``.
 
     A sample is a dict of one row of each column; a batch is taken out of each column at once, which is many times

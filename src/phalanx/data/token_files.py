@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import glob
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, Self, final
 
@@ -12,17 +11,18 @@ import numpy as np
 import torch
 
 from phalanx.config.fields import is_whole
+from phalanx.config.job_loss import IGNORED
+from phalanx.data.dataset_facts import MapStyle
+from phalanx.data.file_names import Names, file_paths
 from phalanx.errors import Problem, SpecError
 
-Names = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
-
-_LEFT_OUT = -100  # the label that losses do not count
+_EXAMPLE = 'px.TokenFile("train-*.bin", length=1024)'
 _TYPES = ("uint8", "uint16", "uint32", "int16", "int32", "int64")
 
 
 @final
 @dataclass(frozen=True, eq=False)
-class TokenFile(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
+class TokenFile(MapStyle):
     """A map-style dataset of the windows of ``length`` tokens in files of token ids, one after another.
 
     A sample is a dict of int64 tensors of shape (length,): ``input_ids``, and ``labels``, which are equal to them:
@@ -69,7 +69,8 @@ class TokenFile(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
     def __post_init__(self) -> None:
         if problems := _problems(self):
             raise SpecError(problems)
-        parts = tuple(_FilePart.of(path, np.dtype(self.dtype), self.skip_bytes) for path in _paths(self.files))
+        paths = file_paths(self.files, "px.TokenFile.files", _EXAMPLE)
+        parts = tuple(_FilePart.of(path, np.dtype(self.dtype), self.skip_bytes) for path in paths)
         windows = [max(0, part.tokens - self.shifted) // self.length for part in parts]
         if not sum(windows):
             given = f"{self.length}, with {max(part.tokens for part in parts)} tokens in the largest file"
@@ -102,7 +103,7 @@ class TokenFile(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
         if self.end_of_text is None and self.begin_of_text is None:
             return sample
         begins = _document_begins(tokens, self.end_of_text, self.begin_of_text)
-        sample["labels"][begins[self.shifted :]] = _LEFT_OUT
+        sample["labels"][begins[self.shifted :]] = IGNORED
         return sample | _places(begins[: self.length])
 
 
@@ -179,32 +180,7 @@ def _saved_by_numpy(path: str) -> tuple[np.dtype[Any], int, int]:
     return array.dtype, int(array.offset), len(array)
 
 
-def _paths(files: Names) -> list[str]:
-    """Every file that is meant, patterns resolved.
-
-    Raises:
-        SpecError: if there is none.
-    """
-    names: list[Any] = [files] if isinstance(files, str | os.PathLike) or not isinstance(files, Iterable) else [*files]
-    found: list[str] = []
-    for name in names:
-        if not isinstance(name, str | os.PathLike):
-            raise _file_problem(repr(name), "names of files, or patterns of them")
-        path = os.fspath(name)
-        there = [path] if os.path.isfile(path) else sorted(filter(os.path.isfile, glob.glob(path)))
-        if not there:
-            raise _file_problem(f"{path}, where no file is", "files that are there")
-        found += there
-    if not found:
-        raise _file_problem("an empty list", "one file or more")
-    if twice := sorted({path for path in found if found.count(path) > 1}):
-        raise _file_problem(f"{twice[0]} twice", "each file once")
-    return found
-
-
-def _file_problem(
-    given: str, allowed: str, name: str = "files", fix: str = 'px.TokenFile("train-*.bin", length=1024)'
-) -> SpecError:
+def _file_problem(given: str, allowed: str, name: str = "files", fix: str = _EXAMPLE) -> SpecError:
     return SpecError.of(f"px.TokenFile.{name}", given, allowed, fix)
 
 

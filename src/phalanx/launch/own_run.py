@@ -54,7 +54,7 @@ def own_spec(
             raise SpecError.of(key, f"{value!r} without a run", allowed, f'run="runs/{name}-1", {key}={value!r}')
         return None
     whole: dict[str, Any] = {"plan": plan, **given}
-    spec = replace(run, **whole) if isinstance(run, RunSpec) else RunSpec(job=name, folder=Path(run), **whole)
+    spec = RunSpec.of(run, name, **whole)
     problems: list[Problem] = []
     if spec.devices is not None:
         what = f"devices={spec.devices!r} for a loop of one's own"

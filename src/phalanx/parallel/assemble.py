@@ -11,6 +11,7 @@ from torch import nn
 from phalanx.comm import Mesh, Place, share_timeout
 from phalanx.config import Job, Plan
 from phalanx.config.averaging import average_problems
+from phalanx.config.clip import clip_problems
 from phalanx.config.losses import counts_problems
 from phalanx.config.plan_rules import batch_problems, share_problems, stage_problems
 from phalanx.errors import Problem
@@ -50,6 +51,7 @@ def check(job: Job, plan: Plan, here: int | None = None) -> list[Problem]:
         *coupled_samples.check(job, plan, kind),
         *(one for loss in (job.loss, *(phase.loss for phase in job.phases)) for one in counts_problems(loss, plan)),
         *average_problems(job.average, plan),
+        *clip_problems(job.clipping, plan),
         *phase_layouts.check(job, plan),
     ]
     if plan.precision in ("tf32", "fp8"):

@@ -229,16 +229,14 @@ class Run:
             SpecError: ``target`` exists, there is no such checkpoint or average, or there are no adapters.
             CheckpointError: the checkpoint is damaged, or the target cannot be written.
         """
-        from phalanx.checkpoint import export
+        from phalanx.checkpoint import ExportForm
+        from phalanx.train.adapters import export_model
 
         if adapter and merged:
             raise SpecError.of("merged", "adapter=True, merged=True", "one of the two", "adapter=True")
-        if adapter or merged:
-            from phalanx.train.adapters import export_adapters
-
-            form, how = "adapter" if adapter else "merged", {"dtype": dtype, "averaged": averaged}
-            return export_adapters(self.checkpoint(step), Path(target), form, job=self.job, **how)
-        return export(self.checkpoint(step), Path(target), dtype=dtype, averaged=averaged)
+        content = "adapter" if adapter else "merged" if merged else "model"
+        form = ExportForm(content=content, averaged=averaged, dtype=dtype)
+        return export_model(self.checkpoint(step), Path(target), form, job=self.job)
 
 
 def _row(event: dict[str, Any]) -> dict[str, Any]:

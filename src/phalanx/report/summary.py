@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.config import Plan
-from phalanx.errors import SpecError
+from phalanx.errors import PhalanxError, SpecError
 from phalanx.events import EventReader
 from phalanx.report.comparison import Compared, memory_beside, step_beside, stored
 from phalanx.report.progress import Event, interruption_text, waited_share
@@ -215,6 +215,14 @@ def run_log(folder: Path) -> RunLog:
     reader = EventReader(folder / "events.jsonl")
     events = tuple(reader.new())
     return RunLog(events=events, part=tuple(_last_part(events, folder)), skipped=reader.skipped)
+
+
+def ended_since(folder: Path, began: float) -> bool:
+    """Whether the run in ``folder`` has come to its end since the time ``began``, in seconds since 1970."""
+    try:
+        return any(event["event"] == "end" and event["time"] >= began for event in run_log(folder).part)
+    except (PhalanxError, OSError):
+        return False
 
 
 def left_out(skipped: int) -> list[str]:

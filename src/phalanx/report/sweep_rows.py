@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 from rich import box
 from rich.console import Group, RenderableType
@@ -14,10 +14,15 @@ from rich.markup import escape
 from rich.table import Table
 
 from phalanx.config.job import Best
-from phalanx.errors import SpecError
+from phalanx.config.params import Value
+from phalanx.errors import MissingExtraError, SpecError
 from phalanx.report.run_results import Run
 from phalanx.report.summary import summarise
+from phalanx.report.tables import PlainConsole
 from phalanx.units import show_seconds
+
+if TYPE_CHECKING:
+    import pandas
 
 Outcome = Literal["done", "stopped", "failed", "refused"]
 _OUTCOMES: tuple[Outcome, ...] = ("done", "stopped", "failed", "refused")
@@ -28,7 +33,7 @@ class SweepRow:
     """One combination of a sweep.
 
     Attributes:
-        values: what overrides the values that the job declares, as they were written, by name.
+        values: what overrides the values that the job declares, as they were given, by name.
         plan: that it ran under; as given where it did not come to one.
         outcome: ``refused`` before anything ran, ``failed`` on the way, or ``stopped`` with the sweep.
         reason: why it is not done, in a line.
@@ -39,7 +44,7 @@ class SweepRow:
         folder: the run folder; ``None`` where it came to none.
     """
 
-    values: Mapping[str, str]
+    values: Mapping[str, Value]
     plan: str
     outcome: Outcome
     reason: str = ""
@@ -102,22 +107,79 @@ def reason_of(error: Exception) -> str:
     return f"{first.where}: {lines[-1]}" if len(lines) > 1 else f"{first.where}: given {first.given}"
 
 
-def sweep_to_dict(
-    job: str, folder: Path, rows: Sequence[SweepRow], yardstick: Yardstick, combinations: int
-) -> dict[str, Any]:
-    """The answer of ``phalanx sweep`` as JSON, rows best first; ``combinations`` counts those not begun, too."""
-    ranked = yardstick.ranked(rows)
-    return {
-        "job": job,
-        "folder": str(folder),
-        "best_by": str(yardstick),
-        "combinations": combinations,
-        "rows": [{**asdict(row), "number": yardstick.number(row)} for row in ranked],
-    }
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SweepResult(Sequence[SweepRow]):
+    """What a sweep came to: its rows, best first.
+
+    Attributes:
+        job: what was trained: the reference, or the name of the function that makes it.
+        folder: with the runs' folders in it.
+        yardstick: by which number rows are compared.
+        combinations: how many there are, those not begun included.
+    """
+
+    job: str
+    folder: Path
+    rows: tuple[SweepRow, ...]
+    yardstick: Yardstick
+    combinations: int
+
+    @overload
+    def __getitem__(self, index: int) -> SweepRow: ...
+    @overload
+    def __getitem__(self, index: slice) -> tuple[SweepRow, ...]: ...
+    def __getitem__(self, index: int | slice) -> SweepRow | tuple[SweepRow, ...]:
+        return self.rows[index]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @property
+    def best(self) -> SweepRow | None:
+        """The best row; ``None`` where no run was done with a number to compare."""
+        first = next(iter(self.rows), None)
+        number = self.yardstick.number(first) if first and first.outcome == "done" else None
+        return None if number is None or math.isnan(number) else first
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON: what ``phalanx sweep --json`` prints."""
+        return {
+            "job": self.job,
+            "folder": str(self.folder),
+            "best_by": str(self.yardstick),
+            "combinations": self.combinations,
+            "rows": [{**asdict(row), "number": self.yardstick.number(row)} for row in self.rows],
+        }
+
+    def to_dataframe(self) -> pandas.DataFrame:
+        """A row a combination, best first: a column a value, ``plan``, ``outcome``, ``reason``, ``loss``,
+        ``evaluated_loss`` and a column a metric, ``number`` (which rows are compared by), ``seconds``, ``folder``.
+
+        Raises:
+            MissingExtraError: pandas is not installed.
+        """
+        try:
+            import pandas
+        except ImportError:
+            raise MissingExtraError("pandas", "pandas") from None
+        return pandas.DataFrame([self._columns(row) for row in self.rows])
+
+    def _columns(self, row: SweepRow) -> dict[str, Any]:
+        evaluation = row.evaluation or {"loss": None, "metrics": {}}
+        told = {"plan": row.plan, "outcome": row.outcome, "reason": row.reason, "loss": row.loss}
+        numbers = {"evaluated_loss": evaluation["loss"], **evaluation["metrics"], "number": self.yardstick.number(row)}
+        told |= {**numbers, "seconds": row.seconds, "folder": row.folder}
+        return {f"set.{name}" if name in told else name: value for name, value in row.values.items()} | told
+
+    def __str__(self) -> str:
+        console = PlainConsole(width=120)
+        with console.capture() as shown:
+            console.print(sweep_table(self.to_dict()), highlight=False)
+        return shown.get().rstrip()
 
 
 def sweep_table(answer: Mapping[str, Any]) -> RenderableType:
-    """A sweep, from ``sweep_to_dict``: the rows, and why those that are not done are not."""
+    """A sweep, from ``SweepResult.to_dict``: the rows, and why those that are not done are not."""
     rows = answer["rows"]
     names = list(dict.fromkeys(name for row in rows for name in row["values"]))
     metrics = list(dict.fromkeys(name for row in rows for name in (row["evaluation"] or {}).get("metrics", ())))
@@ -132,7 +194,7 @@ def sweep_table(answer: Mapping[str, Any]) -> RenderableType:
         evaluation = row["evaluation"] or {"loss": None, "metrics": {}}
         numbers = [row["loss"], *([evaluation["loss"]] if evaluated else [])]
         numbers += [evaluation["metrics"].get(name) for name in metrics]
-        cells = [row["values"].get(name, "") for name in names]
+        cells = [str(row["values"].get(name, "")) for name in names]
         cells += [row["plan"], *map(_number, numbers), show_seconds(row["seconds"])]
         done = row["outcome"] == "done"
         last = Path(row["folder"]).name if done else f"{row['outcome']}: {row['reason']}"

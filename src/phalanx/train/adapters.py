@@ -10,12 +10,12 @@ import json
 from collections.abc import Mapping
 from enum import Enum
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
 
-from phalanx.checkpoint import Exported, model_tensors
+from phalanx.checkpoint import Exported, ExportForm, export, model_tensors
 from phalanx.checkpoint.export import refuse_target, written
 from phalanx.checkpoint.reading import read_state
 from phalanx.config import Job
@@ -26,8 +26,6 @@ from phalanx.units import show_names
 
 SECTION = "adapters"
 """What of a checkpoint's state says how its model is built: its base, and the adapters that peft has put into it."""
-Form = Literal["adapter", "merged"]
-"""The adapters alone, for ``PeftModel.from_pretrained``; or the base that they are merged into."""
 
 
 def adapters_of(module: nn.Module) -> dict[str, Any] | None:
@@ -53,25 +51,16 @@ def adapters_of(module: nn.Module) -> dict[str, Any] | None:
     }
 
 
-def export_adapters(
-    path: Path,
-    target: Path,
-    form: Form,
-    *,
-    job: Job | None = None,
-    dtype: torch.dtype | None = None,
-    averaged: bool = False,
-) -> Exported:
-    """Write the adapters in the checkpoint ``path``, or the base that they are merged into, to the folder ``target``.
+def export_model(path: Path, target: Path, form: ExportForm, *, job: Job | None = None) -> Exported:
+    """Write what ``form`` says of the checkpoint ``path`` to ``target``; the model as ``phalanx.checkpoint.export``.
 
-    The whole model is in memory once, on the CPU. Adapters have peft's names and ``adapter_config.json``; a merged
-    model is what peft's ``merge_and_unload`` gives, with ``config.json``. Of several adapters the active are merged.
+    For adapters, or the base that they are merged into, ``target`` is a folder, and the whole model is in memory once,
+    on the CPU. Adapters have peft's names and ``adapter_config.json``; a merged model is what peft's
+    ``merge_and_unload`` gives, with ``config.json``. Of several adapters the active are merged, and before they are
+    converted to ``form.dtype``.
 
     Args:
-        form: which of the two.
-        job: that builds the model; without it, it is built from what the checkpoint says.
-        dtype: of floating point tensors; as saved where not given. They are merged before they are converted.
-        averaged: of the average of the weights, as of ``phalanx.checkpoint.export``.
+        job: that builds a model with adapters; without it, it is built from what the checkpoint says.
 
     Raises:
         SpecError: the model is none of peft's, what it has trained is not in its adapters alone, or the target exists.
@@ -79,6 +68,8 @@ def export_adapters(
         MissingExtraError: peft is not installed.
     """
     path, target = Path(path), Path(target)
+    if form.content == "model":
+        return export(path, target, form)
     if target.suffix == ".safetensors":
         raise SpecError.of("OUT", str(target), "a folder: tensors and a configuration", str(target.with_suffix("")))
     refuse_target(target)
@@ -86,12 +77,12 @@ def export_adapters(
         import peft  # noqa: F401  # pyright: ignore[reportUnusedImport]
     except ImportError:
         raise MissingExtraError("peft", "peft") from None
-    model: Any = _model(path, job, averaged=averaged)
-    if form == "adapter":
+    model: Any = _model(path, job, averaged=form.averaged)
+    if form.content == "adapter":
         _refuse_more_than_adapters(model, path)
     else:
         model = _merged(model)
-    model = model if dtype is None else model.to(dtype)
+    model = model if form.dtype is None else model.to(form.dtype)
     with written(target) as partial:
         model.save_pretrained(str(partial))
     files = sorted(file for file in target.rglob("*") if file.is_file())

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch import nn
 
 from phalanx.config import Job, Plan
+from phalanx.config.job_loss import ModelLoss
 from phalanx.config.losses import Losses
-from phalanx.config.model_loss import ModelLoss
 from phalanx.data import Lane, Loader, evaluation_batches
 from phalanx.errors import Problem, ProfileError, RefusedError, SpecError
 from phalanx.parallel import Example, check, device_kind, notes, threads, torch_compile
@@ -193,6 +193,8 @@ def _look(job: Job, plan: Plan, start: RunStart) -> Findings:
     if rehearsed is None or dist.is_initialized():
         _refuse(job, plan, module, start)
         _refuse_evaluation(job)
+    if plan.server and (size or 0) <= LARGEST:
+        found += causes(job, plan, build_model(job), _loader(job))
     if as_made:
         _refuse_what_does_not_add_up(job, plan, module)
         found += causes(job, plan, module, _loader(job))

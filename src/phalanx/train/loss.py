@@ -18,11 +18,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from phalanx.config.job import Loss
+from phalanx.config.job_loss import IGNORED, Loss
 from phalanx.config.losses import NamedLosses
 from phalanx.errors import LossError
-
-IGNORED = -100
 
 
 def cross_entropy(

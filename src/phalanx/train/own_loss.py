@@ -1,17 +1,38 @@
-"""What the loss that a model of transformers computes itself is a mean over: known by the model's class."""
+"""A loss that the model computes itself, as models of transformers do when they are given ``labels``.
+
+What their mean is over is known by the model's class.
+"""
 
 from __future__ import annotations
 
 import inspect
 import re
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, final
 
 from torch import nn
 
 from phalanx.config import Job
-from phalanx.config.model_loss import SHIFTED, UNSHIFTED, ModelLoss, unknown
-from phalanx.errors import Problem
+from phalanx.config.job_loss import IGNORED, Loss, ModelLoss
+from phalanx.errors import LossError, Problem, SpecError
 
+SHIFTED = frozenset(
+    {"CausalLMOutput", "CausalLMOutputWithPast", "CausalLMOutputWithCrossAttentions", "MoeCausalLMOutputWithPast"}
+)
+"""Outputs of transformers whose loss is over the labels from the second of each row on."""
+UNSHIFTED = frozenset(
+    {
+        "MaskedLMOutput",
+        "TokenClassifierOutput",
+        "SequenceClassifierOutput",
+        "SequenceClassifierOutputWithPast",
+        "ImageClassifierOutput",
+        "ImageClassifierOutputWithNoAttention",
+    }
+)
+"""Outputs of transformers whose loss is over all labels."""
+COUNT = 'px.model_loss(count=lambda batch: (batch["labels"] != -100).sum())'
 _HEADS = {
     "ForCausalLM": SHIFTED,
     "LMHeadModel": SHIFTED,
@@ -21,6 +42,26 @@ _HEADS = {
     "ForImageClassification": UNSHIFTED,
 }
 """How names of classes of transformers end → the outputs by which their loss is counted."""
+
+
+def model_loss(*, count: Callable[[Any], Any] | None = None) -> ModelLoss:
+    """The loss that the model computes itself: ``.loss`` of its output, ``["loss"]``, or the first entry of a tuple.
+
+    It has to be a mean, and what it is a mean over has to be known: a mean of the means of micro-batches is not the
+    mean of the batch. Of models of transformers with a head for causal or masked language modelling, or for the
+    classification of tokens, sequences or images, it is known: the ``labels`` that are not -100. The batch has to have
+    ``labels`` then, and the model has to be given them.
+
+    Args:
+        count: ``count(batch)`` gives how many tokens or samples the mean of this batch is over, a number or a scalar
+            tensor; for models of any other class.
+
+    Raises:
+        SpecError: ``count`` is no function.
+    """
+    if count is not None and not callable(count):
+        raise SpecError.of("count", repr(count), "a function of the batch, or None", COUNT)
+    return _CountedMean(count)
 
 
 def own_loss_problems(job: Job, module: nn.Module) -> list[Problem]:
@@ -35,7 +76,7 @@ def own_loss_problems(job: Job, module: nn.Module) -> list[Problem]:
         allowed = "the model without it: px.load_balancing_loss adds up over any split"
         return [Problem(where="job.loss", given=given, allowed=allowed, fix="config.output_router_logits = False")]
     if job.loss.count is None and not _is_known(base):
-        return [unknown(f"a {type(base).__name__}")]
+        return [_unknown(f"a {type(base).__name__}")]
     return []
 
 
@@ -71,3 +112,69 @@ def _without_adapters(module: nn.Module) -> Any:
     """The model that peft has put adapters into; the module itself where that is none."""
     whole: Any = module
     return whole.get_base_model() if hasattr(module, "get_base_model") else module
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class _CountedMean(ModelLoss):
+    def __call__(self, output: Any, batch: Any) -> Any:
+        """``Loss(sum, count)`` of what the model gave for ``batch``.
+
+        Raises:
+            LossError: the output holds no loss, or nobody knows what it is a mean over.
+        """
+        mean = _own_loss(output, batch).float()
+        count = _labels_counted(output, batch) if self.count is None else self.count(batch)
+        if not hasattr(count, "to"):
+            return Loss(mean * count if count else mean.nan_to_num() * 0, count)
+        # Where nothing counts the mean is 0 / 0: a sum of nothing is 0.
+        return Loss((mean * count).where(count.to(mean.device) != 0, 0.0), count)
+
+
+def _own_loss(output: Any, batch: Any) -> Any:
+    """The scalar tensor that the model has computed."""
+    by_name: Any = getattr(output, "get", None)
+    if callable(by_name):
+        loss: Any = by_name("loss")
+    elif type(output) in (tuple, list):
+        loss = output[0] if output else None
+    else:
+        loss = getattr(output, "loss", output)
+    if getattr(loss, "shape", None) == ():
+        return loss
+    given = "None" if loss is None else f"a {type(loss).__name__}"
+    if loss is not None and hasattr(loss, "shape"):
+        given += f" of shape {tuple(loss.shape)}"
+    keys = f"; the batch has {', '.join(map(str, batch))}" if hasattr(batch, "keys") else ""
+    raise LossError(
+        f"px.model_loss: the model's own loss is {given} in its {type(output).__name__}{keys}. Allowed: a scalar "
+        'tensor, .loss, ["loss"] or the first of a tuple\n'
+        '    try: a batch with "labels", which forward names, or inputs=lambda batch: dict(batch)'
+    )
+
+
+def _labels_counted(output: Any, batch: Any) -> Any:
+    """How many labels the mean of ``output``, of a class of transformers, is over."""
+    module, name = type(output).__module__, type(output).__name__
+    if not module.startswith("transformers.") or name not in SHIFTED | UNSHIFTED:
+        raise LossError(f"{_UNKNOWN.format(what=f'a {name}')}\n    try: {COUNT}")
+    labels: Any = batch.get("labels") if hasattr(batch, "get") else None
+    if not getattr(labels, "shape", None):
+        raise LossError(
+            'px.model_loss: the batch has no tensor "labels" to count\n    try: px.model_loss(count=lambda batch: ...)'
+        )
+    if labels.is_floating_point():
+        return labels.shape[0]  # of a regression, or of several classes a sample: each sample weighs the same
+    return ((labels[..., 1:] if name in SHIFTED else labels) != IGNORED).sum()
+
+
+_UNKNOWN = "px.model_loss: what the model's own loss is a mean over is not known of {what}"
+
+
+def _unknown(what: str) -> Problem:
+    """The problem that nobody knows what a mean by ``what`` is over."""
+    allowed = (
+        "a model of transformers for causal or masked language modelling or classification as its library has it, or "
+        "count="
+    )
+    return Problem(where="job.loss", given=_UNKNOWN.format(what=what), allowed=allowed, fix=COUNT)

@@ -16,14 +16,15 @@ from torch import nn
 from torch.utils._pytree import tree_map
 
 from phalanx.config import Job
+from phalanx.config.job_loss import IGNORED, ModelLoss
 from phalanx.config.losses import COUNTS, Losses
-from phalanx.config.model_loss import COUNT, IGNORED, ModelLoss
 from phalanx.data import Loader
 from phalanx.errors import PhalanxError, Problem
 from phalanx.train.evaluate import evaluation_mode
 from phalanx.train.inputs import Inputs
 from phalanx.train.loss import read_loss
 from phalanx.train.named_losses import unlike
+from phalanx.train.own_loss import COUNT
 
 _SAMPLES = 4
 _SAME, _SAME_HALF = 2e-5, 2e-2

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Mapping
-from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any, final
 
 import torch
 
 from phalanx.config.fields import is_number
+from phalanx.config.name_patterns import fits, fits_nothing, last_that_fits
 from phalanx.errors import Problem, SpecError
 
 Patterns = Mapping[str, Mapping[str, Any]]
@@ -115,12 +116,8 @@ def _dealt(params: Iterable[Any], patterns: Patterns) -> list[tuple[dict[str, An
         _check_names(patterns, whole)
     found: dict[str | None, list[torch.Tensor]] = {None: [], **{pattern: [] for pattern in patterns}}
     for name, parameter in named:
-        found[_last_that_fits(name, patterns)].append(parameter)
+        found[last_that_fits(name, patterns)].append(parameter)
     return [({} if key is None else dict(patterns[key]), members) for key, members in found.items()]
-
-
-def _last_that_fits(name: str, patterns: Patterns) -> str | None:
-    return next((pattern for pattern in reversed(list(patterns)) if fnmatchcase(name, pattern)), None)
 
 
 def _names_of(params: Iterable[Any]) -> tuple[list[tuple[str, torch.Tensor]], tuple[str, ...] | None]:
@@ -157,23 +154,26 @@ def _are_options(options: Mapping[Any, Any]) -> bool:
 
 def _check_names(patterns: Patterns, whole: tuple[str, ...]) -> None:
     """Refuse patterns that nothing of the whole model is left to."""
-    chosen = {_last_that_fits(name, patterns) for name in whole}
+    chosen = {last_that_fits(name, patterns) for name in whole}
     problems: list[Problem] = []
     for pattern, options in patterns.items():
         if pattern in chosen:
             continue
-        fitting = [name for name in whole if fnmatchcase(name, pattern)]
+        fitting = [name for name in whole if fits(name, (pattern,))]
         if fitting:
-            over = sorted({repr(_last_that_fits(name, patterns)) for name in fitting})
+            over = sorted({repr(last_that_fits(name, patterns)) for name in fitting})
             given = (
                 f"the pattern {pattern!r}, of whose names none is left to it: {', '.join(over)} after it fits them too"
             )
             allowed, fix = "the last pattern that fits a name counts: general ones first", f"{pattern!r} as the last"
+            problems.append(Problem(where="job.optimizer", given=given, allowed=allowed, fix=fix))
         else:
-            near = difflib.get_close_matches(pattern, whole, n=3, cutoff=0.0)
-            given = f"the pattern {pattern!r}, which fits no trainable parameter of the model"
-            allowed = f"full names, * standing for any text; near are {', '.join(near)}"
-            fix = f"px.groups(params, {{{(near or ['*'])[0]!r}: {dict(options)!r}}})"
-        problems.append(Problem(where="job.optimizer", given=given, allowed=allowed, fix=fix))
+            fix = partial(_one_group, options=options)
+            kind = "trainable parameter of the model"
+            problems.append(fits_nothing("job.optimizer", pattern, whole, kind=kind, fix=fix))
     if problems:
         raise SpecError(problems)
+
+
+def _one_group(pattern: str, options: Mapping[str, Any]) -> str:
+    return f"px.groups(params, {{{pattern!r}: {dict(options)!r}}})"

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from pathlib import Path
 
 import torch
@@ -17,6 +16,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from phalanx.config.job import Pretrained
+from phalanx.config.name_patterns import fits
 from phalanx.errors import Problem, SpecError
 from phalanx.parallel.deferred_init import StoredValue, fill, recipes, store
 from phalanx.units import show_names
@@ -36,9 +36,9 @@ def fill_from(module: nn.Module, given: str | Path | Pretrained, *, deferred: bo
     wanted = Pretrained.of(given)
     stored = _entries(Path(wanted.path))
     found, missing = _matched(module, stored)
-    missing = [name for name in missing if not _any_fits(name, wanted.missing)]
+    missing = [name for name in missing if not fits(name, wanted.missing)]
     used = {entry.name for _, _, entry in found}
-    unused = [name for name in stored if name not in used and not _any_fits(name, wanted.unused)]
+    unused = [name for name in stored if name not in used and not fits(name, wanted.unused)]
     other = [
         f"{name} {list(tensor.shape)} here, {list(entry.shape)} there"
         for name, tensor, entry in found
@@ -115,10 +115,6 @@ def _spellings(name: str, base: object) -> list[str]:
     if not (isinstance(base, str) and base):
         return [name]
     return [name, name.removeprefix(f"{base}."), f"{base}.{name}"]
-
-
-def _any_fits(name: str, patterns: Iterable[str]) -> bool:
-    return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
 def _entries(path: Path) -> dict[str, _Entry]:

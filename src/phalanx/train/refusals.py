@@ -148,21 +148,10 @@ def optimizer_problems(
 
 def server_problems(job: Job, plan: Plan, parameters: Mapping[str, torch.Tensor]) -> list[Problem]:
     """What keeps servers from holding ``parameters``."""
-    problems = [*type_problems(parameters, plan), *_clip_problems(job, plan)]
+    problems = type_problems(parameters, plan)
     if plan.server > 1:
         problems += starved(parameters, plan, cut=elementwise(job, parameters))
     return problems
-
-
-def _clip_problems(job: Job, plan: Plan) -> list[Problem]:
-    """Norms that servers, of which each has some rows of what a group is, do not add up."""
-    clip = job.clipping
-    if clip is None or clip.value is not None or clip.by_whole_norm:
-        return []
-    allowed = "px.Clip(value=...) and px.Clip(norm=...) of all gradients under servers; the others under plans without"
-    return [
-        Problem(where="job.clip", given=f"{clip} under {plan}", allowed=allowed, fix=f"clip=px.Clip(norm={clip.norm})")
-    ]
 
 
 def type_problems(parameters: Mapping[str, torch.Tensor], plan: Plan) -> list[Problem]:

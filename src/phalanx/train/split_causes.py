@@ -8,7 +8,7 @@ model and the loss are run on the first samples, whole and in parts, and what di
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -17,12 +17,14 @@ from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from phalanx.config import Job, Plan
+from phalanx.config.job_loss import IGNORED
 from phalanx.data import Loader
 from phalanx.errors import LossError, Problem
 from phalanx.parallel import batch_statistics, dropouts
 from phalanx.train.evaluate import evaluation_mode
 from phalanx.train.inputs import Inputs
 from phalanx.train.loss import LossReading, read_loss
+from phalanx.train.loss_parts import COUNTED, adds_up, close, mean_of, of_weights
 from phalanx.train.row_gather import RowGather
 from phalanx.train.whole_batch import OutputPiece, WholeBatch
 from phalanx.units import show_names
@@ -32,8 +34,6 @@ _COUNTED_SAMPLES = 64
 """Samples of which the tokens are counted, where the first ones' losses add up: they may be of one length by chance."""
 LARGEST = 5e7
 """Elements of parameters up to which a model is looked at so: a fraction of a second."""
-_SAME = 1e-4
-"""Relative difference up to which results of fp32 on whole and on split samples are the same."""
 
 
 def splits_batches(job: Job, plan: Plan) -> bool:
@@ -44,13 +44,17 @@ def splits_batches(job: Job, plan: Plan) -> bool:
 def causes(job: Job, plan: Plan, module: nn.Module, loader: Loader) -> list[str]:
     """What makes ``job`` differ from one device where its batches are split, one sentence each.
 
-    Nothing is looked for where ``plan`` does not split them. Draws random numbers: to be called where that does not
-    matter.
+    Where ``plan`` does not split them, only what a pipeline draws anew is looked for; with servers, whose pieces are of
+    other sizes, only what is drawn at all: by what sums differ is for the proof to say. Draws random numbers: to be
+    called where that does not matter.
     """
-    if not splits_batches(job, plan):
+    split = splits_batches(job, plan)
+    if not split and plan.pp == 1:
         return []
     look = _CauseSearch(job, module, loader)
     with torch.no_grad():
+        if plan.server or not split:
+            return look.random() if plan.server else look.random_behind()
         found = [*look.samples(), *look.buffers(plan)]
         found += look.random()
         return found if job.loss_over == "batch" else [*found, *(look.output() or look.loss())]
@@ -135,10 +139,35 @@ class _CauseSearch:
         if dropouts(self._module) or not self._training:
             return []
         first, second = (self._value(self._batch, seed) for seed in (0, 1))
-        if first is None or second is None or _close(_mean(first), _mean(second)):
+        if first is None or second is None or close(mean_of(first), mean_of(second)):
             return []
         self._training = False
         return ["random numbers drawn in forward or in the loss: other ones than on one device for the same sample."]
+
+    def random_behind(self) -> list[str]:
+        """Random numbers that no known module draws, behind the first layer: a later stage has a stream of its own."""
+        if dropouts(self._module) or not self._training:
+            return []
+        first = self._value(self._batch, 0)
+        layers = [one for one in self._module.modules() if any(True for _ in one.parameters(recurse=False))]
+        left = [1]  # a seed for the first of them that is called
+
+        def reseed(*_: object) -> None:
+            if left:
+                torch.manual_seed(left.pop())
+
+        hooks = [one.register_forward_hook(reseed) for one in layers]
+        try:
+            second = self._value(self._batch, 0)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        if first is None or second is None or close(mean_of(first), mean_of(second)):
+            return []
+        return [
+            "random numbers drawn in forward behind its first layer, or in the loss: on a later stage of the pipeline "
+            "other ones than on one device for the same sample."
+        ]
 
     def output(self) -> list[str]:
         """Whether the output for a sample depends on the others of its batch."""
@@ -162,17 +191,17 @@ class _CauseSearch:
         if len(self._places) < 3 or self._unseen:
             return []
         value = self._values(self._part)
-        if value is not None and _adds_up(value) and self._others(value):
+        if value is not None and adds_up(value) and self._others(value):
             value = self._values(self._part)
-        if value is None or _adds_up(value):
+        if value is None or adds_up(value):
             return []
         aligned = self._values(self._rows)
-        if aligned is not None and _adds_up(aligned):
+        if aligned is not None and adds_up(aligned):
             return [
                 "padded mean: the loss is a mean over tokens with those that pad a sample to the longest of its "
-                f"micro-batch, whose number depends on how the batch is split. {_COUNTED}"
+                f"micro-batch, whose number depends on how the batch is split. {COUNTED}"
             ]
-        return [_of_weights(aligned or value, self._token_counts())]
+        return [of_weights(aligned or value, self._token_counts())]
 
     def compared(self) -> str:
         """Why a loss over the whole batch is another one where its outputs are put together from parts."""
@@ -181,7 +210,7 @@ class _CauseSearch:
             return ""
         self._training = False  # statistics and running means of training have notes of their own
         expected, again = (self._value(self._batch, seed) for seed in (0, 1))
-        if expected is None or again is None or not _close(_mean(expected), _mean(again)):
+        if expected is None or again is None or not close(mean_of(expected), mean_of(again)):
             return ""
         halves = [range(size // 2), range(size // 2, size)]
         parts = [_cut(self._batch, list(half), size) for half in halves]
@@ -196,7 +225,7 @@ class _CauseSearch:
             return str(error).splitlines()[0]
         except Exception:  # what the job's loss raises at outputs of other shapes
             return _MIXED_BEFORE
-        return "" if _close(_mean(expected), _mean(found)) else _MIXED_BEFORE
+        return "" if close(mean_of(expected), mean_of(found)) else _MIXED_BEFORE
 
     def _others(self, value: dict[tuple[int, ...], LossReading]) -> bool:
         """Go on with samples of unlike numbers of tokens, where the loss is a plain mean and there are such samples."""
@@ -260,74 +289,15 @@ class _CauseSearch:
         """Tokens of each sample that a mask or labels of -100 leave in; empty where neither is there."""
         leaves = [one for one in tree_leaves(self._batch) if isinstance(one, torch.Tensor) and one.dim() == 2]
         for one in leaves:
-            if not one.is_floating_point() and bool((one == -100).any()):
-                return (one != -100).sum(-1).double().tolist()
+            if not one.is_floating_point() and bool((one == IGNORED).any()):
+                return (one != IGNORED).sum(-1).double().tolist()
         for one in leaves:
             if not one.is_floating_point() and bool((one == 0).any()) and int(one.max()) == 1:
                 return one.sum(-1).double().tolist()
         return []
 
 
-_COUNTED = "px.Loss(sum, count), as px.cross_entropy and px.next_token_loss give it, is exact."
-
-
-def _of_weights(values: dict[tuple[int, ...], LossReading], tokens: list[float]) -> str:
-    """Why single samples' losses do not add up: their weights in a mean, or what one is compared with."""
-    if not all(one.mean for one in values.values()):
-        return _COUPLED
-    ratios: dict[tuple[int, int], float] = {}
-    for i, j in ((0, 1), (1, 2), (0, 2)):
-        one, other, both = (float(values[group].value) for group in ((i,), (j,), (i, j)))
-        if abs(one - both) <= _SAME * max(abs(one), 1e-6):
-            return _COUPLED if not _close(one, other) else _WEIGHTED
-        ratios[i, j] = (both - other) / (one - both)
-    if min(ratios.values()) <= 0 or not math.isclose(ratios[0, 1] * ratios[1, 2], ratios[0, 2], rel_tol=2e-2):
-        return _COUPLED
-    if tokens and all(
-        tokens[j] and math.isclose(ratio, tokens[i] / tokens[j], rel_tol=2e-2) for (i, j), ratio in ratios.items()
-    ):
-        return (
-            "mean over tokens: the loss is one mean over the tokens of a micro-batch, and samples have unlike numbers "
-            f"of them, so that the mean of means is another. {_COUNTED}"
-        )
-    return _WEIGHTED
-
-
-_WEIGHTED = (
-    "weighted mean: the loss is a mean in which samples weigh unlike (class weights, say), and weights of a "
-    "micro-batch do not add up as samples do. px.Loss(sum, count) is exact where the weights do not depend on the "
-    'model: for cross_entropy(..., weight=w), its sum with reduction="sum", and w[labels].sum().'
-)
-_COUPLED = (
-    "the loss couples samples: it compares samples with each other (contrastive losses, statistics of the batch), so "
-    'that it depends on how the batch is split. Give loss_over="batch": it is then of the whole global batch.'
-)
 _MIXED_BEFORE = "the model compares samples in its forward, so that the loss depends on how the batch is split"
-
-
-def _adds_up(values: dict[tuple[int, ...], LossReading]) -> bool:
-    whole = next(iter(values))
-    splits: Iterable[Sequence[tuple[int, ...]]] = ([(index,) for index in whole], [(0, 1), whole[2:]])
-    total = values[whole]
-    for groups in splits:
-        parts = [values[group] for group in groups]
-        if not _close(sum(_sum(one) for one in parts), _sum(total)):
-            return False
-        if not _close(sum(float(one.count) for one in parts), float(total.count)):
-            return False
-    return True
-
-
-def _sum(one: LossReading) -> float:
-    return float(one.value) * one.weight
-
-
-def _mean(one: LossReading) -> float:
-    return _sum(one) / (float(one.count) or 1.0)
-
-
-def _close(one: float, other: float) -> bool:
-    return math.isclose(one, other, rel_tol=_SAME, abs_tol=1e-6)
 
 
 def _draws(module: nn.Module) -> bool:
@@ -354,7 +324,7 @@ def _sizes(sample: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
     ended: list[int] = []
     for leaf in filter(_of_tokens, tree_leaves(sample)):
         mask = int(leaf.min()) >= 0 and int(leaf.max()) <= 1
-        counted.append(int(leaf.sum()) if mask else int((leaf != -100).sum()))
+        counted.append(int(leaf.sum()) if mask else int((leaf != IGNORED).sum()))
         ended.append(int((leaf != leaf.flatten()[-1]).sum()))
     return tuple(counted), tuple(ended)
 

@@ -12,6 +12,7 @@ import torch
 
 from phalanx import checkpoint
 from phalanx.checkpoint.all_ranks import on_all_ranks
+from phalanx.checkpoint.sections import AVERAGE, MODEL, OPTIMIZER, OUTER, SENDER, name_in, put_in
 from phalanx.comm import from_every_rank, local
 from phalanx.config import Job
 from phalanx.data import order_print
@@ -24,7 +25,6 @@ from phalanx.train.adapters import adapters_of
 from phalanx.train.assembly import Assembly
 from phalanx.train.frozen_values import FROZEN, frozen_of, prints_of, refuse_other
 from phalanx.train.loss_scaling import LossScale
-from phalanx.train.weight_average import AVERAGE
 
 if TYPE_CHECKING:
     from phalanx.checkpoint import PartTensor, TensorPart
@@ -71,11 +71,11 @@ def to_save(
         "samples": progress.samples,
         "divisor": progress.divisor,
         "loss_scale": asdict(progress.loss_scale) if progress.loss_scale else None,
-        "optimizer": groups,
+        OPTIMIZER: groups,
         "model_config": model_config(assembly.layout.module),
         ADAPTERS: adapters_of(assembly.layout.module),
-        SENDER_SECTION: held.sender.kind if held.sender else None,
-        OUTER_SECTION: told,
+        SENDER: held.sender.kind if held.sender else None,
+        OUTER: told,
         SURVIVOR: survivor,
         FROZEN: assembly.frozen or None,
         SCHEDULER: assembly.step.scheduler.state() if assembly.step.scheduler else None,
@@ -189,14 +189,14 @@ def model_tensors(layout: Layout, left_out: Collection[str] = ()) -> dict[str, t
             seen.add(id(tensor))
             found[name] = tensor.detach()
     sliced = parts(layout.holdings)
-    named = {f"model.{name}": _with(tensor, sliced.get(name)) for name, tensor in found.items()}
+    named = put_in(MODEL, {name: _with(tensor, sliced.get(name)) for name, tensor in found.items()})
     return {name: held for name, held in named.items() if name not in left_out}
 
 
 def buffer_names(layout: Layout) -> set[str]:
     """The names under which ``model_tensors`` has buffers: a mask may be infinite, a parameter may not."""
-    own = {f"model.{name}" for name, _ in layout.module.named_buffers(remove_duplicate=False)}
-    return own - {f"model.{name}" for name in layout.parameters}
+    own = {name for name, _ in layout.module.named_buffers(remove_duplicate=False)}
+    return {name_in(MODEL, name) for name in own if name not in layout.parameters}
 
 
 def parts(held: RankHoldings) -> dict[str, TensorPart]:
@@ -260,10 +260,6 @@ def refuse_other_job(saved: dict[str, Any], job: Job, length: int | None, path: 
         )
 
 
-OUTER_SECTION = "outer"
-"""The key of ``state.json`` that says whether an outer momentum was saved, and what its tensors' names begin with."""
-
-
 def come_together(assembly: Assembly) -> None:
     """Make replicas equal: parameters averaged as when their time has come, optimizer state and loss scale as well.
 
@@ -290,7 +286,7 @@ def restore_outer(assembly: Assembly, path: Path, state: Mapping[str, Any], part
     if assembly.local_sgd is None:
         return
     found: dict[str, torch.Tensor] = {}
-    if (state.get(OUTER_SECTION) or {}).get("momentum"):
+    if (state.get(OUTER) or {}).get("momentum"):
         found = assembly.local_sgd.room_for_momentum()
         checkpoint.load(path, _named(found, parts))
     assembly.local_sgd.restored(state["step"], found)
@@ -299,7 +295,7 @@ def restore_outer(assembly: Assembly, path: Path, state: Mapping[str, Any], part
 def _named(
     momentum: Mapping[str, torch.Tensor], parts: Mapping[str, TensorPart]
 ) -> dict[str, torch.Tensor | PartTensor]:
-    return {f"{OUTER_SECTION}.{name}": _with(tensor, parts.get(name)) for name, tensor in momentum.items()}
+    return put_in(OUTER, {name: _with(tensor, parts.get(name)) for name, tensor in momentum.items()})
 
 
 def _average_state(assembly: Assembly, apart: LocalSgd) -> None:
@@ -349,10 +345,6 @@ SCHEDULER = "scheduler"
 """The key of a checkpoint's state that has what ``TorchScheduler.state`` gave; null where the job gives none."""
 
 
-SENDER_SECTION = "sender"
-"""The key of a checkpoint's state that says how gradients were sent, and the beginning of its tensors' names."""
-
-
 def sender_tensors(held: RankHoldings) -> dict[str, torch.Tensor]:
     """What was left out of gradients so far, to be saved or filled in place; nothing where they go whole. Collective.
 
@@ -360,7 +352,7 @@ def sender_tensors(held: RankHoldings) -> dict[str, torch.Tensor]:
     """
     if held.sender is None:
         return {}
-    return {f"{SENDER_SECTION}.{name}": tensor for name, tensor in held.sender.tensors().items()}
+    return put_in(SENDER, held.sender.tensors())
 
 
 def restore_sender(path: Path, held: RankHoldings, state: Mapping[str, Any]) -> str:
@@ -371,7 +363,7 @@ def restore_sender(path: Path, held: RankHoldings, state: Mapping[str, Any]) -> 
     targets = sender_tensors(held)
     if held.sender is None or not targets:
         return ""
-    if state.get(SENDER_SECTION) != held.sender.kind:
+    if state.get(SENDER) != held.sender.kind:
         return f"the checkpoint is not of {held.sender.kind}: what was left out of gradients before it is lost."
     checkpoint.load(path, targets)
     return ""

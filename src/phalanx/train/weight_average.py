@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.optim.swa_utils import get_ema_multi_avg_fn, get_swa_multi_avg_fn
 
 from phalanx import checkpoint
+from phalanx.checkpoint.sections import AVERAGE, name_in, put_in
 from phalanx.comm import local
 from phalanx.config import Average
 from phalanx.errors import RunError
@@ -23,9 +24,6 @@ from phalanx.parallel import Layout
 
 if TYPE_CHECKING:
     from phalanx.checkpoint import PartTensor, TensorPart
-
-AVERAGE = "average"
-"""The key of a checkpoint's state that says what was averaged, and the beginning of its tensors' names."""
 
 
 @final
@@ -112,7 +110,7 @@ class WeightAverage:
 
     def buffer_names(self) -> set[str]:
         """The names under which ``to_save`` has buffers."""
-        return {f"{AVERAGE}.{name}" for name in self._buffers}
+        return {name_in(AVERAGE, name) for name in self._buffers}
 
     def restore(self, path: Path, saved: Mapping[str, Any] | None, parts: Mapping[str, TensorPart]) -> str:
         """Go on from the checkpoint in ``path``, whose state says ``saved``. Collective.
@@ -129,10 +127,11 @@ class WeightAverage:
         return ""
 
     def _named(self, parts: Mapping[str, TensorPart]) -> dict[str, Tensor | PartTensor]:
-        return {
-            f"{AVERAGE}.{name}": checkpoint.PartTensor(tensor, parts[name]) if name in parts else tensor
+        found = {
+            name: checkpoint.PartTensor(tensor, parts[name]) if name in parts else tensor
             for name, tensor in self.tensors.items()
         }
+        return put_in(AVERAGE, found)
 
     @torch.no_grad()
     def _exchange(self) -> None:

@@ -12,6 +12,8 @@ import torch
 from safetensors.torch import load, save_file
 from torch import Tensor, nn
 
+from phalanx.checkpoint import sections
+from phalanx.checkpoint.sections import MODEL, OPTIMIZER, name_in, put_in, take_out
 from phalanx.comm import Place, default_process_group, device_for
 from phalanx.config import Job, Plan, RunSpec, Schedule
 from phalanx.launch import launch, make_ready
@@ -68,8 +70,7 @@ def capture(
 
 def _with_average(record: RunRecord) -> RunRecord:
     """With the average of the weights that the checkpoint has among the values."""
-    prefix = f"{AVERAGE}."
-    all_of_it = {name.removeprefix(prefix): one for name, one in record.saved.items() if name.startswith(prefix)}
+    all_of_it = take_out(sections.AVERAGE, record.saved)
     buffers = {name: all_of_it.pop(name) for name in record.buffers[END] if name in all_of_it}
     values, kept = {**record.values, AVERAGE: all_of_it}, {**record.buffers, AVERAGE: buffers}
     return replace(record, values=values, buffers=kept)
@@ -211,9 +212,9 @@ def read_back(job: Job, path: Path, folder: Path) -> tuple[dict[str, Tensor], di
             assembly = build(job, plan, place, device)
             restore(path, job, assembly)
             scene = AssemblyScene(assembly)
-            found = {f"model.{name}": tensor for name, tensor in {**scene.values(), **scene.buffers()}.items()}
+            found = put_in(MODEL, {**scene.values(), **scene.buffers()})
             found |= {
-                f"optimizer.{name}.{key}": tensor
+                name_in(OPTIMIZER, f"{name}.{key}"): tensor
                 for name, state in scene.state().items()
                 for key, tensor in state.items()
                 if isinstance(tensor, Tensor)

@@ -224,7 +224,7 @@ def scale(found: Sequence[Difference], reference: Tensors) -> float:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Averaged:
+class AveragedWeights:
     """What an average is held against: the ``last`` weights, and the ``steps`` after each of which it may be updated.
 
     An update a + s (w - a) rounds three times, of which the last, by u of the average, is the largest where s is small:
@@ -245,7 +245,7 @@ def parameters(
     other: Tensors,
     first: Mapping[str, FirstGradient],
     tolerance: Tolerance,
-    averaged: Averaged | None = None,
+    averaged: AveragedWeights | None = None,
 ) -> list[Difference]:
     """Differences of final parameters relative to how far each moved; of their averages to how far they did.
 

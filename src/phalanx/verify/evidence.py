@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from phalanx.checkpoint.sections import MODEL, OPTIMIZER, put_in
 from phalanx.comm import Mesh
 from phalanx.config import Plan
 from phalanx.verify import compare
@@ -287,11 +288,10 @@ def evaluations(one: RunRecord, other: RunRecord, tolerance: Tolerance) -> Itera
 
 def checkpoint(other: RunRecord) -> Iterator[Check]:
     """What is saved, and what one device makes of it, is all that was held, bit for bit."""
-    kept = {f"model.{name}": tensor for name, tensor in other.values[END].items()}
-    kept |= {f"optimizer.{name}": tensor for name, tensor in other.state.get(END, {}).items()}
-    numbers = {f"optimizer.{name}": value for name, value in other.numbers.get(END, {}).items()}
+    kept = put_in(MODEL, other.values[END]) | put_in(OPTIMIZER, other.state.get(END, {}))
+    numbers = put_in(OPTIMIZER, other.numbers.get(END, {}))
     numbers["progress.step"] = float(len(other.steps))
-    buffers = {f"model.{name}": tensor for name, tensor in other.buffers.get(END, {}).items()}
+    buffers = put_in(MODEL, other.buffers.get(END, {}))
     for words, found, counted in (
         ("in the checkpoint", other.saved, False),
         ("once one device has loaded the checkpoint", other.loaded, True),

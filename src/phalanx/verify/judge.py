@@ -7,9 +7,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from torch import Tensor
+
 from phalanx.config import Plan
 from phalanx.verify import compare
-from phalanx.verify.compare import Averaged, Difference, FirstGradient, Tolerance
+from phalanx.verify.compare import AveragedWeights, Difference, FirstGradient, Tolerance
 from phalanx.verify.evidence import (
     KINDS,
     WORDS,
@@ -24,6 +26,7 @@ from phalanx.verify.evidence import (
 )
 from phalanx.verify.record import AVERAGE, END, FIRST, START, RunRecord, StepRecord, Tensors
 from phalanx.verify.recording import GRADIENT_STEPS
+from phalanx.verify.wandering import wandering_means
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,6 +37,12 @@ class Pair:
     other: RunRecord
     plan: Plan
     tolerance: Tolerance
+
+    @property
+    def silent(self) -> list[str]:
+        """Parameters whose first gradient is zero but for rounding."""
+        bound = bound_of(self.one, 0, self.tolerance)
+        return compare.gradients(self.one.gradients, self.other.gradients, bound)[1]
 
 
 def judged(pair: Pair) -> list[Check]:
@@ -55,7 +64,8 @@ def _all(pair: Pair) -> Iterator[Check]:
     yield from _values(pair, END)
     yield from _averages(pair)
     yield _ranks_agree(other)
-    yield from evaluations(one, other, tolerance)
+    if not wandering_means(one, pair.silent):
+        yield from evaluations(one, other, tolerance)
     yield from checkpoint(other)
 
 
@@ -127,8 +137,7 @@ def _values(pair: Pair, moment: str) -> Iterator[Check]:
     here, there = ({name: each.values[moment][name] for name in still} for each in (one, other))
     found += compare.values(here, there)
     yield _tensors(pair, "parameter", moment, found, step=step)
-    buffers = _common(one.buffers.get(moment, {}), other.buffers.get(moment, {}), tolerance.parameter)
-    yield _tensors(pair, "buffer", moment, buffers, step=step)
+    yield _tensors(pair, "buffer", moment, _buffers(pair, moment), step=step)
     yield _tensors(pair, "state", moment, _states(pair, moment, first), step=step)
     numbers = _different(one.numbers.get(moment, {}), other.numbers.get(moment, {}))
     yield _exact("numbers in the optimizer's state", WORDS[moment], numbers)
@@ -140,13 +149,28 @@ def _averages(pair: Pair) -> Iterator[Check]:
     if not one.values.get(AVERAGE):
         return
     last, there = one.values[END], other.values.get(AVERAGE, {})
-    averaged = Averaged(last=last, steps=len(one.steps))
+    averaged = AveragedWeights(last=last, steps=len(one.steps))
     first = {name: grad for name, grad in first_gradients(one, pair.tolerance).items() if name in one.values[AVERAGE]}
     found = compare.parameters(one.values[START], one.values[AVERAGE], there, first, pair.tolerance, averaged)
     yield _tensors(pair, "average", AVERAGE, found)
-    mine, buffers = one.buffers.get(AVERAGE, {}), other.buffers.get(AVERAGE, {})
-    mine = {name: tensor for name, tensor in mine.items() if name in buffers}  # the others are no part of a state
-    yield _tensors(pair, "buffer", AVERAGE, _common(mine, buffers, pair.tolerance.parameter))
+    yield _tensors(pair, "buffer", AVERAGE, _buffers(pair, AVERAGE))
+
+
+def _buffers(pair: Pair, moment: str) -> list[Difference]:
+    mine, others = pair.one.buffers.get(moment, {}), pair.other.buffers.get(moment, {})
+    if moment == AVERAGE:
+        mine = {name: tensor for name, tensor in mine.items() if name in others}  # the others are no part of a state
+    found, far = _common(mine, others, pair.tolerance.parameter), wandering_means(pair.one, pair.silent)
+    return [
+        replace(one, allowed=one.allowed + far[one.name] * math.sqrt(mine[one.name].numel()) / _norm(mine[one.name]))
+        if one.name in far
+        else one
+        for one in found
+    ]
+
+
+def _norm(tensor: Tensor) -> float:
+    return max(compare.norm(tensor), 1e-300)
 
 
 def _gradients_of(pair: Pair, kind: str, step: int) -> tuple[Tensors, Tensors]:

@@ -17,12 +17,13 @@ from phalanx.verify.capture import Dropout, Watch, capture, masks_of, proven, tr
 from phalanx.verify.compare import Difference, Tolerance
 from phalanx.verify.diagnose import diagnose
 from phalanx.verify.dropout import refuse_compiled, refuse_masks, refuse_phases
-from phalanx.verify.evidence import Check, Evidence, bound_of, differences_of
+from phalanx.verify.evidence import Check, Evidence, differences_of
 from phalanx.verify.judge import Pair, judged
 from phalanx.verify.mask_statistics import MaskStatistics
 from phalanx.verify.module_trace import traceable
 from phalanx.verify.record import RunRecord
 from phalanx.verify.references import ModelFacts, ReferenceRun, facts_of
+from phalanx.verify.wandering import in_words, wandering_means
 from phalanx.verify.witness import OwnLoop, why_not
 
 
@@ -158,7 +159,7 @@ class OneDevice:
             other = capture(given, plan, Path(name), watch, dropout=self._dropout, findings=findings)
         tolerance = Tolerance.of(plan.precision, batch=self.job.batch, layers=self._facts.layers, steps=taken)
         pair = Pair(one=self._record, other=other, plan=plan, tolerance=tolerance)
-        checks = judged(pair)
+        checks, far = judged(pair), wandering_means(self._record, pair.silent)
         masks = None if any(check.first for check in checks) else self._masks(plan, other, watch)
         if masks is not None:
             checks.append(masks.check)
@@ -175,8 +176,8 @@ class OneDevice:
             losses=compare.losses(self._record.losses, other.losses),
             gradients=differences_of(checks, "gradient", 0),
             parameters=differences_of(checks, "parameter", None),
-            not_compared=_silent(pair),
-            notes=self._facts.notes(dropout=self.how.dropout),
+            not_compared=pair.silent,
+            notes=[*self._facts.notes(dropout=self.how.dropout), *filter(None, [in_words(far) if far else ""])],
             first=first,
             cause=cause,
             checks=checks,
@@ -211,7 +212,7 @@ class OneDevice:
             with _folder() as name:
                 other = traced(other, self.job, plan, Path(name), watch, dropout=self._dropout)
         batch_norm = self._facts.batch_statistics
-        return Evidence(plan=plan, one=one, other=other, checks=checks, silent=_silent(pair), batch_norm=batch_norm)
+        return Evidence(plan=plan, one=one, other=other, checks=checks, silent=pair.silent, batch_norm=batch_norm)
 
 
 def prove(
@@ -276,7 +277,3 @@ def _by_phalanx(job: Job, how: ReferenceRun, tries: Sequence[int], watch: Watch)
 
 def _folder() -> tempfile.TemporaryDirectory[str]:
     return tempfile.TemporaryDirectory(prefix="phalanx-proof-")
-
-
-def _silent(pair: Pair) -> list[str]:
-    return compare.gradients(pair.one.gradients, pair.other.gradients, bound_of(pair.one, 0, pair.tolerance))[1]

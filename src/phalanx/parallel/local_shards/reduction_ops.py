@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from phalanx.config.job_loss import IGNORED
 from phalanx.parallel.local_shards.axis import Axis, Placed, total
 from phalanx.parallel.local_shards.tensor import (
     RULES,
@@ -111,7 +112,7 @@ def cross_entropy(func: Any, args: Any, kwargs: Any) -> Any:
     """
     names = dict.fromkeys(("input", "target", "weight", "size_average", "ignore_index", "reduce"))
     logits, target, weight, average, ignored, reduce, reduction, smoothing = arguments(
-        args, kwargs, **(names | {"ignore_index": -100, "reduction": "mean", "label_smoothing": 0.0})
+        args, kwargs, **(names | {"ignore_index": IGNORED, "reduction": "mean", "label_smoothing": 0.0})
     )
     if not is_sliced(logits) or logits.dim() != 2 or target.dim() != 1:
         return NotImplemented

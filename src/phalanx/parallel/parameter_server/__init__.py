@@ -2,7 +2,7 @@
 
 from phalanx.parallel.parameter_server.protocol import FrameKind, deal_ticket
 from phalanx.parallel.parameter_server.shards import Flat, Form, RowSlice, check, cut_out, form_of, partition, starved
-from phalanx.parallel.parameter_server.update import Pushed, Rule, Shard
+from phalanx.parallel.parameter_server.update import Pushed, Rule, Shard, Update
 from phalanx.parallel.parameter_server.work_queue import BatchPiece, Report, RunProgress, StalenessBound, WorkQueue
 
 __all__ = [
@@ -17,6 +17,7 @@ __all__ = [
     "RunProgress",
     "Shard",
     "StalenessBound",
+    "Update",
     "WorkQueue",
     "check",
     "cut_out",

@@ -77,6 +77,29 @@ class Pushed:
     term: int = 0  # of the coordinator that dealt the piece; what was dealt before servers went back is dropped
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Update:
+    """How the update of a step is made of its gradient; the same on every server.
+
+    Attributes:
+        step: of the global batch.
+        scale: what its gradient is multiplied by.
+        largest: absolute value that each element of it is clipped to, after that; 0: it is not.
+        rate: factor on every learning rate.
+        oldest: version from which gradients may still come; values of older ones are forgotten. ``None``: this one.
+        watched: keep what the optimizer is given, as ``Shard.used``.
+        left_out: count the update, and make none: its gradient is not to be used.
+    """
+
+    step: int
+    scale: float
+    largest: float = 0.0
+    rate: float = 1.0
+    oldest: int | None = None
+    watched: bool = False
+    left_out: bool = False
+
+
 @final
 class Shard:
     """Parameters, their optimizer, and the gradients on their way. Any thread may push and read; one updates."""
@@ -165,55 +188,36 @@ class Shard:
         assert self._ready is not None
         return self._ready[1].named
 
-    def apply(
-        self,
-        step: int,
-        *,
-        scale: float,
-        largest: float = 0.0,
-        rate: float = 1.0,
-        oldest: int | None = None,
-        watched: bool = False,
-        left_out: bool = False,
-    ) -> None:
-        """Make the update of ``step``, which is prepared.
-
-        Args:
-            step: of the global batch.
-            scale: what its gradient is multiplied by.
-            largest: absolute value that each element of it is clipped to, after that; 0: it is not.
-            rate: factor on every learning rate.
-            oldest: version from which gradients may still come; values of older ones are forgotten.
-            watched: keep what the optimizer is given, as ``used``.
-            left_out: count the update, and make none: its gradient is not to be used.
-        """
+    def apply(self, update: Update) -> None:
+        """Make the ``update``, whose step is prepared."""
         assert self._ready is not None
-        assert self._ready[0] == step
+        assert self._ready[0] == update.step
         total, self._ready = self._ready[1], None
-        if left_out:
+        oldest = self.version if update.oldest is None else update.oldest
+        if update.left_out:
             self._squares = None  # they may have taken in what is not finite
             self._make_way()
-            self._publish(step, total, self.version if oldest is None else oldest)
+            self._publish(update.step, total, oldest)
             return
-        total.scale(scale)
-        if largest:
-            total.clip(largest)
-        known = self._open[step]
+        total.scale(update.scale)
+        if update.largest:
+            total.clip(update.largest)
+        known = self._open[update.step]
         unused = {place for place, times in known.without.items() if times == len(known.parts)}
         self._make_way()
         for name, parameter in self.parameters.items():
             parameter.grad = None if self._places[name] in unused else total.named[name]
         for group, own in zip(self.optimizer.param_groups, self._rates, strict=True):
             if isinstance(group["lr"], torch.Tensor):
-                group["lr"].fill_(own * rate * self._slowed)
+                group["lr"].fill_(own * update.rate * self._slowed)
             else:
-                group["lr"] = own * rate * self._slowed
-        grads = {name: parameter.grad for name, parameter in self.parameters.items() if watched}
+                group["lr"] = own * update.rate * self._slowed
+        grads = {name: parameter.grad for name, parameter in self.parameters.items() if update.watched}
         self.used = {name: grad.clone() for name, grad in grads.items() if grad is not None}
         self.optimizer.step()
         for parameter in self.parameters.values():
             parameter.grad = None
-        self._publish(step, total, self.version if oldest is None else oldest)
+        self._publish(update.step, total, oldest)
 
     @contextmanager
     def values(self) -> Iterator[tuple[int, Flat]]:

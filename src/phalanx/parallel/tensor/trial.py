@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from functools import partial
 from math import prod
 from typing import Any
@@ -15,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from phalanx.config.job import Cutting
+from phalanx.config.name_patterns import fits, fits_nothing
 from phalanx.errors import Problem, RefusedError
 from phalanx.parallel.layout import TensorShard
 from phalanx.parallel.local_shards import Cut
@@ -203,7 +202,7 @@ def _fitting(module: nn.Module, pattern: str) -> list[tuple[nn.Module, str, nn.P
     for prefix, owner in module.named_modules():
         for own, weight in owner.named_parameters(recurse=False):
             name = f"{prefix}.{own}" if prefix else own
-            if fnmatchcase(name, pattern) or (prefix and fnmatchcase(prefix, pattern)):
+            if fits(name, (pattern,)) or (prefix and fits(prefix, (pattern,))):
                 found.append((owner, name, weight))
     return found
 
@@ -237,13 +236,12 @@ def _own(module: nn.Module) -> dict[int, int]:
 
 def _unknown(module: nn.Module, pattern: str, how: Cutting) -> Problem:
     names = [name for name, tensor in module.named_parameters() if tensor.dim() == 2]
-    near = difflib.get_close_matches(pattern, names, n=1, cutoff=0.0) or ["blocks.*.up"]
-    return Problem(
-        where="job.tensor_parallel",
-        given=f"{pattern!r}, which no weight of the model is called",
-        allowed="names of layers or of their weights; * stands for any text",
-        fix=f"tensor_parallel={{{near[0]!r}: {how!r}}}",
-    )
+    fix = partial(_one_cut, how=how)
+    return fits_nothing("job.tensor_parallel", pattern, names, kind="weight or layer of the model", fix=fix)
+
+
+def _one_cut(pattern: str, how: Cutting) -> str:
+    return f"tensor_parallel={{{pattern!r}: {how!r}}}"
 
 
 def _unfit(name: str, weight: Tensor, pattern: str, how: Cutting) -> Problem:

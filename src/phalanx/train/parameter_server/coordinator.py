@@ -9,19 +9,20 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, final
 
 import torch
 
 from phalanx.checkpoint import Saving
+from phalanx.checkpoint.sections import MODEL, name_in
 from phalanx.config import Job, RunSpec
 from phalanx.config.losses import names_of
 from phalanx.data import Ledger, MicroBatch, StepBatch
 from phalanx.data.loader import BatchPieces
 from phalanx.errors import RunError
-from phalanx.parallel.parameter_server import FrameKind, Report, RunProgress, StalenessBound, WorkQueue
+from phalanx.parallel.parameter_server import FrameKind, Report, RunProgress, StalenessBound, Update, WorkQueue
 from phalanx.train.accidents import Accidents
 from phalanx.train.evaluate import Evaluation
 from phalanx.train.evaluation_sums import Sums, add_up
@@ -168,9 +169,17 @@ class Coordinator(Stepper):
             scale *= float(clip_factor(torch.tensor(norm, dtype=torch.float64), limit))
         with self.requests.news:
             oldest = self._queue.oldest
-        order = {"step": step, "scale": scale, "rate": rate, "oldest": oldest, "watched": observer.listens}
-        order["largest"] = job.clipping.value if job.clipping and job.clipping.value else 0.0
-        self.group.tell(FrameKind.APPLY, order | {"left_out": bool(why)})
+        largest = job.clipping.value if job.clipping and job.clipping.value else 0.0
+        update = Update(
+            step=step,
+            scale=scale,
+            largest=largest,
+            rate=rate,
+            oldest=oldest,
+            watched=observer.listens,
+            left_out=bool(why),
+        )
+        self.group.tell(FrameKind.APPLY, asdict(update))
         if not why:
             scene.stepped_with = True
             observer.steps(batch)
@@ -237,7 +246,7 @@ class Coordinator(Stepper):
         begun = time.perf_counter()
         parameters = self.store.layout.parameters
         tensors, states = put_together(self.group.gather("everything"), parameters)
-        self._accidents.look_at_values(self.taken, {name: tensors[f"model.{name}"] for name in parameters})
+        self._accidents.look_at_values(self.taken, {name: tensors[name_in(MODEL, name)] for name in parameters})
         if self.run.snapshots:  # before it: servers never go back to before the newest checkpoint
             self.snapshot()
         progress = {"step": self.taken, "samples": self._samples, "divisor": self._divisor}

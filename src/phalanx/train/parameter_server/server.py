@@ -12,6 +12,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping
+from dataclasses import fields
 from hmac import compare_digest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
@@ -25,7 +26,7 @@ from phalanx.comm.listener import RunListener
 from phalanx.errors import RunError
 from phalanx.hardware import peak_memory
 from phalanx.parallel.compression import Codec, read
-from phalanx.parallel.parameter_server import FrameKind, Pushed, RunProgress, deal_ticket
+from phalanx.parallel.parameter_server import FrameKind, Pushed, RunProgress, Update, deal_ticket
 from phalanx.parallel.parameter_server.protocol import FROM_COORDINATOR, FROM_WORKER
 from phalanx.train.parameter_server.shard_store import ShardStore
 
@@ -86,8 +87,7 @@ class Server:
             case FrameKind.PREPARE:
                 return {"square": shard.prepare(meta["step"], meta["parts"])}
             case FrameKind.APPLY:
-                named = {name: meta[name] for name in ("scale", "largest", "rate", "oldest", "watched", "left_out")}
-                shard.apply(meta["step"], **named)
+                shard.apply(Update(**{one.name: meta[one.name] for one in fields(Update)}))
             case FrameKind.SNAPSHOT:
                 store.snapshot(RunProgress.from_dict(meta["progress"]))
             case FrameKind.RESTORE:

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.distributed import PrefixStore  # pyright: ignore[reportPrivateImportUsage]
 
+from phalanx.checkpoint.sections import MODEL, take_out
 from phalanx.comm import Place
 from phalanx.comm.frames import Connection, Frame, LostError, ProtocolError
 from phalanx.comm.handshake import Identity, Role
@@ -199,7 +200,7 @@ class ServerScene(Scene):
 
     def _gathered(self, what: str) -> dict[str, torch.Tensor]:
         found, _ = put_together(self._group.gather(what), self._store.layout.parameters)
-        return {name.removeprefix("model."): tensor for name, tensor in found.items()}
+        return take_out(MODEL, found)
 
 
 def _filled(state: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_map
 from phalanx import checkpoint
 from phalanx.checkpoint.folder import name_of, newest_first
 from phalanx.checkpoint.format import step_of
+from phalanx.checkpoint.sections import MODEL, OPTIMIZER, name_in, put_in
 from phalanx.config import Job, Plan
 from phalanx.errors import RefusedError
 from phalanx.files import check_writer
@@ -32,6 +33,9 @@ from phalanx.train.build_model import build_model
 from phalanx.train.elementwise import Parameters, elementwise
 from phalanx.train.refusals import server_problems
 from phalanx.train.state import buffer_names, identity, model_config, model_tensors, restore_values, training_state
+
+_STATISTICS = "statistics"
+"""The section of a snapshot that has those of normalisation layers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,13 +122,13 @@ class ShardStore:
         """Write one of this moment; nobody may make an update meanwhile."""
         shard = self.shard
         tensors, groups = checkpoint.optimizer_tensors(shard.optimizer, shard.parameters)
-        model = {f"model.{name}": tensor.detach() for name, tensor in shard.parameters.items()}
-        statistics = {f"statistics.{name}": tensor for name, tensor in self.statistics.named.items()}
+        model = put_in(MODEL, {name: tensor.detach() for name, tensor in shard.parameters.items()})
+        statistics = put_in(_STATISTICS, self.statistics.named)
         checkpoint.save(
             self._folder,
             step=shard.version,
             tensors={**model, **statistics, **tensors},
-            state={"optimizer": groups, "progress": progress.to_dict()},
+            state={OPTIMIZER: groups, "progress": progress.to_dict()},
             keep=2,
         )
 
@@ -133,9 +137,9 @@ class ShardStore:
         path, shard = self._folder / name_of(version), self.shard
         with shard.restoring(version, term, progress.floor, progress.done):
             if path.exists():
-                model = {f"model.{name}": tensor.data for name, tensor in shard.parameters.items()}
+                model = put_in(MODEL, {name: tensor.data for name, tensor in shard.parameters.items()})
                 statistics = Flat(self.statistics.form)
-                checkpoint.load(path, model | {f"statistics.{name}": one for name, one in statistics.named.items()})
+                checkpoint.load(path, model | put_in(_STATISTICS, statistics.named))
                 checkpoint.restore_optimizer(shard.optimizer, shard.parameters, path)
                 self.statistics = statistics
             else:
@@ -156,8 +160,8 @@ class ShardStore:
         shard = self.shard
         if what in ("gradients", "used"):
             found = shard.gradient() if what == "gradients" else shard.used
-            return ServerShare(self.held, {f"model.{name}": tensor for name, tensor in found.items()}, {})
-        model = {f"model.{name}": tensor.detach() for name, tensor in shard.parameters.items()}
+            return ServerShare(self.held, put_in(MODEL, found), {})
+        model = put_in(MODEL, {name: tensor.detach() for name, tensor in shard.parameters.items()})
         if what == "parameters":
             return ServerShare(self.held, model, {})
         tensors, groups = checkpoint.optimizer_tensors(shard.optimizer, shard.parameters)
@@ -179,13 +183,13 @@ class ShardStore:
         held = self.layout.holdings
         with torch.no_grad():
             for name, parameter in held.parameters.items():
-                parameter.copy_(tensors.pop(f"model.{name}"))
+                parameter.copy_(tensors.pop(name_in(MODEL, name)))
         self._buffers.put(self.statistics)
         self._whole.state.clear()
         _, groups = checkpoint.optimizer_tensors(self._whole, held.parameters)
         state = {"identity": identity(self._job, progress.pop("length")), "loss_scale": None}
         state |= {
-            "optimizer": {**groups, "state": states},
+            OPTIMIZER: {**groups, "state": states},
             "model_config": model_config(self.layout.module),
             ADAPTERS: adapters_of(self.layout.module),
             **progress,

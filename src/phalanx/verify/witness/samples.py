@@ -10,6 +10,7 @@ import hashlib
 import random
 import struct
 from collections.abc import Iterator
+from copy import deepcopy
 from itertools import islice
 from typing import Any
 
@@ -146,7 +147,12 @@ def is_stream(data: Any) -> bool:
 def epochs_of(data: Any, job: Any) -> Iterator[tuple[int, Iterator[tuple[list[int], Any]]]]:
     """Epoch after epoch without end: its number, and the (sample numbers, batch) of its steps."""
     epoch = 0
+    other = any(hasattr(data, name) for name in ("set_epoch", "seek"))
+    keeps = is_stream(data) and hasattr(data, "load_state_dict") and not other
+    start = deepcopy(data.state_dict()) if keeps else None
     while True:
+        if keeps:
+            data.load_state_dict(deepcopy(start))
         if is_stream(data):
             yield epoch, _streamed(data, job, epoch)
         else:
@@ -210,6 +216,8 @@ def _streamed(data: Any, job: Any, epoch: int) -> Iterator[tuple[list[int], Any]
         data.set_epoch(epoch)
     if hasattr(data, "seek"):
         data.seek(0)
+    if hasattr(data, "get_state") and hasattr(data, "reset"):  # a node of torchdata
+        data.reset()
     position = 0
     seed_everything(sample_seed(job.seed, epoch, position))
     stream = iter(data)

@@ -31,7 +31,7 @@ def model():
     return Net()
 
 
-def order(seed, epoch):  # that of Accelerate's seedable sampler; without it a sample order of Phalanx's own
+def order(seed, epoch):  # that of the script; without it a sample order of Phalanx's own
     return torch.randperm(TRAINING, generator=torch.Generator().manual_seed(seed + epoch))
 
 

@@ -1,0 +1,43 @@
+"""Sections of a checkpoint: what a tensor in it is of stands before a dot in its name, as in ``model.head.weight``.
+
+What of a section is no tensor stands in ``state.json`` under the same word.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import TypeVar
+
+MODEL = "model"
+"""Parameters and persistent buffers, by the names that they have in the model."""
+AVERAGE = "average"
+"""The average of the weights, and buffers as of it, by the names that they have in the model."""
+OPTIMIZER = "optimizer"
+"""State of the optimizer: ``optimizer.<parameter>.<key>``."""
+OUTER = "outer"
+"""The outer momentum of DiLoCo, by parameters; ``state.json`` says whether there was one."""
+SENDER = "sender"
+"""What compression left out of gradients so far; ``state.json`` says how they were sent."""
+
+_Value = TypeVar("_Value")
+
+
+def name_in(section: str, name: str) -> str:
+    """What is called ``name`` in its ``section``, by its name in the checkpoint."""
+    return f"{section}.{name}"
+
+
+def put_in(section: str, values: Mapping[str, _Value]) -> dict[str, _Value]:
+    """``values`` by the names that they have in a checkpoint."""
+    return {name_in(section, name): value for name, value in values.items()}
+
+
+def names_of(section: str, names: Iterable[str]) -> dict[str, str]:
+    """Of ``names`` in a checkpoint those of ``section``: the name in the section → the one in the checkpoint."""
+    start = name_in(section, "")
+    return {name.removeprefix(start): name for name in names if name.startswith(start)}
+
+
+def take_out(section: str, values: Mapping[str, _Value]) -> dict[str, _Value]:
+    """What of ``values``, by their names in a checkpoint, is of ``section``, by the names that it has there."""
+    return {own: values[name] for own, name in names_of(section, values).items()}

@@ -1,0 +1,70 @@
+"""What a data set says of itself: whether its samples draw random numbers, and the order that it must be read in."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from torch.utils.data import Dataset, Subset, TensorDataset
+
+from phalanx.config.own_sampler import Sampler
+from phalanx.errors import SpecError
+
+
+class MapStyle(Dataset[Any]):
+    """Base of the map-style data sets that Phalanx offers, which say what others cannot be asked for.
+
+    Attributes:
+        draws: whether samples may draw random numbers, each from a seed of its own.
+        sampler: the order that has to be the job's; ``None``: the data can be read in any.
+        lists: entries of a sample that are Python's lists, which torch's default collation would turn on their side.
+        example: what stands for such a dataset in a line to copy.
+    """
+
+    draws: bool = False
+    sampler: Sampler | None = None
+    lists: tuple[str, ...] = ()
+    example: ClassVar[str] = "dataset"
+
+
+def draws(dataset: Any) -> bool:
+    """Whether samples may draw random numbers; of data sets of others that is not known."""
+    if type(dataset) is Subset:
+        return draws(dataset.dataset)
+    if isinstance(dataset, MapStyle):
+        return dataset.draws
+    return type(dataset) not in (TensorDataset, list, tuple, range)
+
+
+def wrapped(dataset: Any) -> list[Any]:
+    """What ``px.Mixture`` and torch's ``Subset`` and ``ConcatDataset`` read."""
+    if isinstance(sources := getattr(dataset, "sources", None), Mapping):
+        return list(sources.values())
+    if not type(dataset).__module__.startswith("torch.utils.data."):
+        return []
+    return [*getattr(dataset, "datasets", ()), *([dataset.dataset] if hasattr(dataset, "dataset") else [])]
+
+
+def refuse_other_order(dataset: Any, sampler: Any) -> None:
+    """Refuse a job whose data have an order of their own that is not the job's.
+
+    Raises:
+        SpecError: if ``sampler``, the job's, is another, or the data are read by a data set that has another order.
+    """
+    own = dataset.sampler if isinstance(dataset, MapStyle) else None
+    if own is not None and sampler != own:
+        given = f"{'none' if sampler is None else 'another'} with a px.{type(dataset).__name__} as data"
+        allowed = "the sampler of the data, which says what is in an epoch and in which order"
+        raise SpecError.of("job.sampler", given, allowed, f"sampler={dataset.example}.sampler")
+    for inner in _within(dataset):
+        if isinstance(inner, MapStyle) and inner.sampler is not None:
+            given = f"a px.{type(inner).__name__} with an order of its own, within a {type(dataset).__name__}"
+            allowed = "it alone: its order is lost where another data set reads it"
+            raise SpecError.of("job.data", given, allowed, f"data=lambda: {inner.example}")
+
+
+def _within(dataset: Any) -> list[Any]:
+    """All that is read by what does not keep the orders of what it reads: a ``px.Mixture``, and what torch has."""
+    keeps = not isinstance(dataset, MapStyle) and hasattr(dataset, "sources")
+    found = [] if keeps else wrapped(dataset)
+    return found + [deeper for one in found for deeper in _within(one)]

@@ -1,0 +1,74 @@
+"""Whether the loss of a batch is what the losses of its parts add up to, and if not, why."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+
+from phalanx.train.loss import LossReading
+
+_SAME = 1e-4
+"""Relative difference up to which results of fp32 on whole and on split samples are the same."""
+COUNTED = "px.Loss(sum, count), as px.cross_entropy and px.next_token_loss give it, is exact."
+
+
+def of_weights(values: dict[tuple[int, ...], LossReading], tokens: list[float]) -> str:
+    """Why single samples' losses do not add up: their weights in a mean, or what one is compared with."""
+    if not all(one.mean for one in values.values()):
+        return _COUPLED
+    ratios: dict[tuple[int, int], float] = {}
+    for i, j in ((0, 1), (1, 2), (0, 2)):
+        one, other, both = (float(values[group].value) for group in ((i,), (j,), (i, j)))
+        if abs(one - both) <= _SAME * max(abs(one), 1e-6):
+            return _COUPLED if not close(one, other) else _WEIGHTED
+        ratios[i, j] = (both - other) / (one - both)
+    if min(ratios.values()) <= 0 or not math.isclose(ratios[0, 1] * ratios[1, 2], ratios[0, 2], rel_tol=2e-2):
+        return _COUPLED
+    if tokens and all(
+        tokens[j] and math.isclose(ratio, tokens[i] / tokens[j], rel_tol=2e-2) for (i, j), ratio in ratios.items()
+    ):
+        return (
+            "mean over tokens: the loss is one mean over the tokens of a micro-batch, and samples have unlike numbers "
+            f"of them, so that the mean of means is another. {COUNTED}"
+        )
+    return _WEIGHTED
+
+
+_WEIGHTED = (
+    "weighted mean: the loss is a mean in which samples weigh unlike (class weights, say), and weights of a "
+    "micro-batch do not add up as samples do. px.Loss(sum, count) is exact where the weights do not depend on the "
+    'model: for cross_entropy(..., weight=w), its sum with reduction="sum", and w[labels].sum().'
+)
+_COUPLED = (
+    "the loss couples samples: it compares samples with each other (contrastive losses, statistics of the batch), so "
+    'that it depends on how the batch is split. Give loss_over="batch": it is then of the whole global batch.'
+)
+
+
+def adds_up(values: dict[tuple[int, ...], LossReading]) -> bool:
+    """Whether the loss of the first group of samples is that of its parts, in sum and in count."""
+    whole = next(iter(values))
+    splits: Iterable[Sequence[tuple[int, ...]]] = ([(index,) for index in whole], [(0, 1), whole[2:]])
+    total = values[whole]
+    for groups in splits:
+        parts = [values[group] for group in groups]
+        if not close(sum(sum_of(one) for one in parts), sum_of(total)):
+            return False
+        if not close(sum(float(one.count) for one in parts), float(total.count)):
+            return False
+    return True
+
+
+def sum_of(one: LossReading) -> float:
+    """The sum over what a loss counts."""
+    return float(one.value) * one.weight
+
+
+def mean_of(one: LossReading) -> float:
+    """The loss over its count."""
+    return sum_of(one) / (float(one.count) or 1.0)
+
+
+def close(one: float, other: float) -> bool:
+    """Whether two results differ by no more than rounding of fp32."""
+    return math.isclose(one, other, rel_tol=_SAME, abs_tol=1e-6)
