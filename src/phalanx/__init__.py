@@ -24,6 +24,7 @@ if TYPE_CHECKING:
         Sampler,
         Schedule,
     )
+    from phalanx.config.losses import Losses
     from phalanx.config.params import param, params
     from phalanx.data import (
         Curriculum,
@@ -57,6 +58,7 @@ _WHERE = {
     **dict.fromkeys(("load_balancing_loss", "router_z_loss"), "phalanx.train.loss"),
     **dict.fromkeys(("LAMB", "LARS"), "phalanx.train.optimizers"),
     **dict.fromkeys(("groups", "no_decay"), "phalanx.train.param_groups"),
+    "Losses": "phalanx.config.losses",
     "model_loss": "phalanx.train.own_loss",
     **dict.fromkeys(("param", "params"), "phalanx.config.params"),
     "Hosts": "phalanx.launch.hosts",
@@ -79,6 +81,7 @@ __all__ = [
     "Hosts",
     "Job",
     "Loss",
+    "Losses",
     "Metric",
     "Mixture",
     "ParquetFiles",

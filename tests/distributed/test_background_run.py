@@ -90,7 +90,7 @@ def test_what_is_refused_has_not_begun() -> None:
         begun("tp=2", "run")
     assert not Path("run").exists()
     begun("single", "run").wait()
-    with pytest.raises(SpecError, match="or --resume to go on"):
+    with pytest.raises(SpecError, match="or resume=True to go on"):
         begun("single", "run")
     with pytest.raises(SpecError, match=r"job"):
         px.start(5)  # pyright: ignore[reportArgumentType]

@@ -356,7 +356,8 @@ RUNS: Mapping[str, tuple[Mapping[str, Any], Any]] = {
     "log_every": ({}, 2),
 }
 ELSEWHERE = {
-    *("job", "plan", "folder", "resume", "from_step", "forecast", "keep_every", "mirror", "grace", "restarts"),
+    *("job", "plan", "folder", "resume", "from_step", "forecast", "checkpoint", "keep_every", "mirror", "grace"),
+    "restarts",
     *("on_nonfinite", "spike", "on_spike", "timeout", "drift", "drift_every", "devices", "grow_after", "asked_plan"),
 }
 """Where the job is and the run lies. What a resume does, what a forecast refuses, which checkpoints stay or are copied,
@@ -447,7 +448,8 @@ OPTIONS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
 # so has what becomes of a run that stops or loses a worker: tests/faults. --set needs a job that declares: test_params
 SETS = {
     "train": {
-        *("--set", "--anyway", "--launcher", "--from", "--keep-every", "--mirror", "--grace", "--restarts"),
+        *("--set", "--anyway", "--launcher", "--from", "--checkpoint", "--keep-every", "--mirror", "--grace"),
+        "--restarts",
         *("--on-nonfinite", "--spike", "--on-spike", "--timeout", "--drift", "--drift-every", "--grow-after"),
     },
     "prove": {"--set"},

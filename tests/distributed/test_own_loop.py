@@ -201,7 +201,7 @@ class TestRefusals:
 
     def test_a_folder_that_holds_a_run(self) -> None:
         taken("run", 4, checkpoint_every=2)
-        with pytest.raises(SpecError, match="or --resume to go on"):
+        with pytest.raises(SpecError, match="or resume=True to go on"):
             taken("run")
 
     def test_nothing_to_go_on_from(self) -> None:

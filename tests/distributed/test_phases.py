@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -487,3 +488,68 @@ def test_a_parameter_without_a_gradient_in_its_phase_is_named(tmp_path: Path) ->
     given = job(model=Gan, phases=[phase(parameters="*")])
     with pytest.raises(px.PhalanxError, match="generator"):
         px.fit(given, "dp=2", folder=tmp_path / "run")
+
+
+def scheduled() -> dict[str, Any]:
+    def actor(params: Any) -> Any:
+        optimizer = momentum(params)
+        return optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5)
+
+    def critic(params: Any) -> Any:
+        optimizer = adam(params)
+        return optimizer, torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=3e-2, total_steps=STEPS + 1)
+
+    how = actor_critic()
+    first, second = how["phases"]
+    both = [replace(first, optimizer=critic), replace(second, optimizer=actor, schedule=None)]
+    return {"model": ActorCritic, "phases": both}
+
+
+def scheduled_by_hand() -> Found:
+    net, losses = start(ActorCritic), list[dict[str, float]]()
+    first, second = scheduled()["phases"]
+    critics, one_cycle = first.optimizer(net.critic.parameters())
+    actors, halving = second.optimizer(net.actor.parameters())
+    for step, batch in enumerate(batches()):
+        value = nn.functional.mse_loss(net(batch["x"], batch["y"]), batch["z"][:, 0])
+        critics.zero_grad()
+        value.backward()
+        critics.step()
+        losses.append({"critic": value.item()})
+        if step % 2 == 0:
+            policy = -net(batch["x"]).mean()
+            actors.zero_grad()
+            policy.backward()
+            actors.step()
+            losses[-1]["actor"] = policy.item()
+        one_cycle.step()
+        halving.step()
+    return losses, net.state_dict()
+
+
+@pytest.mark.parametrize("plan", ["single", "dp=2 micro=3", "fsdp=2"])
+def test_schedulers_of_torch_beside_the_optimizers_of_phases(plan: str, tmp_path: Path) -> None:
+    same(trained(job(**scheduled()), plan, tmp_path / "run"), scheduled_by_hand())
+
+
+def test_schedulers_of_phases_go_on_under_another_plan(tmp_path: Path) -> None:
+    trained(job(**scheduled()), "dp=2", tmp_path / "run", steps=3)
+    same(trained(job(**scheduled()), "fsdp=2 zero=2", tmp_path / "run", resume=True), scheduled_by_hand())
+
+
+def test_a_proof_steps_schedulers_of_phases() -> None:
+    proof = px.prove(job(**scheduled()), "dp=2", steps=4)
+    assert proof.equal, (proof.first, proof.cause)
+
+
+def test_a_scheduler_that_follows_evaluations_is_of_the_first_phase(tmp_path: Path) -> None:
+    def plateau(params: Any) -> Any:
+        optimizer = adam(params)
+        return optimizer, torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+
+    first, second = actor_critic()["phases"]
+    how = {"model": ActorCritic, "evaluate": rows, "evaluate_every": 2}
+    late = replace(second, optimizer=plateau, schedule=None)
+    with pytest.raises(px.PhalanxError, match="evaluations are of the first phase"):
+        trained(job(phases=[first, late], **how), "dp=2", tmp_path / "late")
+    trained(job(phases=[replace(first, optimizer=plateau), second], **how), "single", tmp_path / "first")

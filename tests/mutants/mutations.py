@@ -63,9 +63,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "each rank divides by its own count",
         ACCUMULATION,
-        "        total, count, _ = numbers.tolist()\n        return total, count",
-        "        total, count, _ = numbers.tolist()\n"
-        "        return total, self._local_totals(self._device())[1] * dist.get_world_size()",
+        '        return self._given(numbers[:-1] if numbers.device.type != "cpu" else numbers[:-1].tolist())',
+        "        return float(numbers[0]), self._local_numbers(self._device())[1] * dist.get_world_size()",
         ("prove rich dp=2",),
     ),
     Mutation(
@@ -141,7 +140,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "parameters are not restored",
         "train/state.py",
-        "        checkpoint.load(path, model_tensors(layout))\n",
+        "        checkpoint.load(path, model_tensors(layout, left_out))\n",
         "",
         ("resume rich dp=2",),
     ),
@@ -294,8 +293,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "bf16: evaluations are 20 % off",
         "train/evaluate.py",
-        'loss = ratios.pop("loss")',
-        'loss = ratios.pop("loss") * 1.2',
+        'else ratios.pop("loss")',
+        'else ratios.pop("loss") * 1.2',
         ("prove rich dp=2 precision=bf16",),
     ),
     Mutation(

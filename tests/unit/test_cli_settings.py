@@ -66,6 +66,7 @@ def test_a_resume_takes_each_setting_of_the_run_file(tmp_path: Path) -> None:
     changed: dict[str, Any] = {
         "lr_scale": 2.0,
         "checkpoint_every": 7,
+        "checkpoint": "trainable",
         "keep": 5,
         "keep_every": 3,
         "mirror": "s3://a/b",
@@ -85,7 +86,10 @@ def test_a_resume_takes_each_setting_of_the_run_file(tmp_path: Path) -> None:
     }
     asked_anew = {"job", "plan", "asked_plan", "folder", "resume", "from_step", "batch", "epochs", "steps"}
     assert {field.name for field in fields(RunSpec)} == {*changed, *asked_anew}
-    for plan, lacking in ((Plan(dp=2), {"snapshot_every"}), (Plan(dp=2, server=1), {"devices", "grow_after"})):
+    for plan, lacking in (
+        (Plan(dp=2), {"snapshot_every"}),
+        (Plan(dp=2, server=1), {"devices", "grow_after", "checkpoint"}),
+    ):
         kept = {name: value for name, value in changed.items() if name not in lacking}
         earlier = RunSpec(job="toy.py", plan=plan, folder=tmp_path, **kept)
         run, settings = settle(given(folder=tmp_path, resume=True), earlier, job())

@@ -133,6 +133,19 @@ def generator_loss(output: tuple[Tensor, ...], batch: Any) -> px.Loss:
     return px.Loss(softplus(-output[0]).sum(), len(output[0]))
 
 
+def of_samples(output: Tensor, batch: Any) -> dict[str, Tensor]:
+    return {"class": F.cross_entropy(output, batch["y"]), "size": output.square().sum(-1).mean()}
+
+
+def of_words(output: Tensor, batch: Any) -> dict[str, Any]:
+    words = px.cross_entropy(output, batch["labels"])
+    return {"words": words, "size": output[:, 0].square().mean(-1).mean()}
+
+
+def words(batch: Any) -> dict[str, Tensor]:
+    return {"words": (batch["labels"] != -100).sum()}
+
+
 class TwoHeads(nn.Module):
     """An actor and a critic over one stem, which belongs to the critic."""
 

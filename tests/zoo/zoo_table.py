@@ -196,6 +196,21 @@ ZOO: dict[str, Kept] = {
         shows="label smoothing",
         refused=NO_ATTENTION,
     ),
+    "losses of one count": Kept(
+        job=partial(job, loss=px.Losses(zoo.of_samples, weights={"class": 1.0, "size": 0.1})),
+        shows="`px.Losses` of two means over samples",
+        refused=NO_ATTENTION,
+    ),
+    "losses of unlike counts": Kept(
+        job=partial(
+            CASES["padded"].job,
+            loss=px.Losses(zoo.of_words, weights={"words": 1.0, "size": 0.1}, counts=zoo.words),
+            evaluate=CASES["padded"].job().data,
+            evaluate_every=2,
+        ),
+        shows="`px.Losses` over words and over sentences, with `counts`, evaluated",
+        refused=NO_ATTENTION | NO_SERVERS,
+    ),
     "GAN": Kept(
         job=partial(
             phased,

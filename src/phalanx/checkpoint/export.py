@@ -71,8 +71,12 @@ def export(path: Path, target: Path, form: ExportForm | None = None) -> Exported
     """
     path, target = Path(path), Path(target)
     form = form or ExportForm()
-    manifest = _of_model(path, averaged=form.averaged)
-    config = read_state(path).get("model_config")
+    manifest, state = _of_model(path, averaged=form.averaged), read_state(path)
+    if state.get("frozen"):
+        given = f"{path}, which holds what is trained alone (--checkpoint trainable)"
+        allowed = "a checkpoint of all parameters; the job builds the rest"
+        raise SpecError.of("RUN", given, allowed, "px.load(RUN, job()).save_pretrained(OUT, adapter=True)")
+    config = state.get("model_config")
     entries = [
         TensorEntry(key=name, dtype=_converted(stored.dtype, form.dtype), shape=stored.shape)
         for name, stored in take_out(MODEL, manifest.tensors).items()

@@ -238,7 +238,10 @@ def command(
     from phalanx.train.torch_scheduler import without_plateau
 
     loaded = load_job(job)
-    if not loaded.phases:
+    if loaded.phases:
+        phases = [replace(phase, optimizer=without_plateau(phase.optimizer)) for phase in loaded.phases]
+        steps_alone["phases"] = phases
+    else:
         steps_alone["optimizer"] = without_plateau(loaded.optimizer)
     loaded = replace(loaded, steps=steps, epochs=None, **steps_alone)
     chosen = list(plans or [Plan(dp=asked.hosts)]) if asked.hosts is not None else _plans(counts, plans)

@@ -89,7 +89,7 @@ def show_error(error: PhalanxError, *, as_json: bool) -> None:
 
 
 _ARGUMENT = re.compile(r"""(\w+)=("[^"]*"|'[^']*'|[^\s,]+)(?:, |$)""")
-_SHORT = {"devices": "-n", "from_step": "--from"}
+_SHORT = {"devices": "-n", "folder": "--run", "from_step": "--from"}
 
 
 def _as_options(problem: Problem) -> Problem:
@@ -97,10 +97,10 @@ def _as_options(problem: Problem) -> Problem:
     if not problem.where.startswith("run.") or _ARGUMENT.sub("", problem.fix):
         return problem
     words = (
-        f"{_SHORT.get(name, '--' + name.replace('_', '-'))} {value.strip(chr(34) + chr(39))}"
+        f"{_SHORT.get(name, '--' + name.replace('_', '-'))} {'' if value == 'True' else value.strip(chr(34) + chr(39))}"
         for name, value in _ARGUMENT.findall(problem.fix)
     )
-    return replace(problem, fix=" ".join(words))
+    return replace(problem, fix=" ".join(word.strip() for word in words))
 
 
 class Outlet(io.RawIOBase):

@@ -71,6 +71,7 @@ class _Devices(click.ParamType):
 @click.option("--steps", type=int, help="Optimizer steps, in place of the job's length.")
 @click.option("--epochs", type=int, help="Passes over the data, in place of the job's length.")
 @click.option("--checkpoint-every", type=_Every(), help="Steps or time (90s, 15m, 2h) between checkpoints [15m].")
+@click.option("--checkpoint", type=click.Choice(["all", "trainable"]), help="Parameters that checkpoints hold [all].")
 @click.option("--snapshot-every", type=int, help="Updates between snapshots of parameter servers [100].")
 @click.option("--keep", type=int, help="Checkpoints to keep [2].")
 @click.option("--keep-every", type=int, help="Keep also those whose step is a multiple of this.")

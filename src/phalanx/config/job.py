@@ -12,6 +12,7 @@ from phalanx.config.batch_ramp import BatchRamp, ramp_problems
 from phalanx.config.clip import Clip
 from phalanx.config.fields import FieldKind, is_number, is_whole, misfits
 from phalanx.config.job_loss import loss_problems
+from phalanx.config.losses import losses_problems
 from phalanx.config.own_sampler import Sampler, beside_sampler, sampler_problems
 from phalanx.config.phases import Phase, not_given, phase_problems
 from phalanx.config.schedule import Schedule
@@ -106,8 +107,8 @@ class Job:
         model: builds the ``torch.nn.Module``, on whatever device torch's default is.
         data: builds the training data: a map-style or an iterable dataset.
         loss: ``loss(output, batch)`` gives ``Loss(sum, count)``, or a plain mean over the samples of the batch;
-            ``px.model_loss()`` takes the one that the model computes itself. Without it, and without ``optimizer``,
-            only together with ``phases``.
+            ``px.model_loss()`` takes the one that the model computes itself, ``px.Losses`` is of several by name.
+            Without it, and without ``optimizer``, only together with ``phases``.
         loss_over: what ``loss`` is called with: ``samples``, some of the batch, whose losses add up; or ``batch``, the
             outputs and the batch of the whole global batch, for losses that compare samples with each other.
         optimizer: ``optimizer(params)`` builds the ``torch.optim.Optimizer`` over exactly these parameters, or gives
@@ -210,7 +211,7 @@ _CHOICES = {"unused": get_args(Unused), "loss_over": get_args(LossOver), "batch_
 
 
 def _problems(job: Job) -> list[Problem]:
-    found = loss_problems(job.loss, job.loss_over)
+    found = loss_problems(job.loss, job.loss_over) + losses_problems(job.loss, job.loss_over)
 
     def wrong(name: str, allowed: str, fix: str) -> None:
         found.append(Problem(where=f"job.{name}", given=_shown(getattr(job, name)), allowed=allowed, fix=fix))

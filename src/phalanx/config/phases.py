@@ -24,7 +24,9 @@ class Phase:
         parameters: names of the parameters that it updates, ``*`` standing for any text; one pattern or several. The
             gradient of this phase is taken of these alone: all others have ``requires_grad=False`` meanwhile.
         loss: ``loss(output, batch)``, as ``Job.loss``.
-        optimizer: ``optimizer(params)`` builds the ``torch.optim.Optimizer`` over exactly these parameters.
+        optimizer: ``optimizer(params)`` builds the ``torch.optim.Optimizer`` over exactly these parameters, or gives
+            (optimizer, scheduler), as ``Job.optimizer``; the scheduler is stepped in every step of the run, also in
+            those in which the phase has no turn.
         every: it has its turn in the steps ``k`` with ``k % every == 0``, the first step, 0, among them.
         inputs: ``inputs(batch)`` gives the model's arguments in this phase; ``Job.inputs`` where not given.
         schedule: the factor on its learning rate, over the steps of the run; ``Job.schedule`` where not given.
@@ -57,11 +59,13 @@ class Phase:
 class PhaseInputs:
     """The ``inputs`` of the plain job that a phase is: what ``given`` gives, and the phase's name beside it.
 
-    ``given`` is ``None`` where the model's arguments are what ``forward`` names of the batch.
+    ``given`` is ``None`` where the model's arguments are what ``forward`` names of the batch. ``first``: whether the
+    phase is the first, which is evaluated.
     """
 
     phase: str
     given: Callable[[Any], Any] | None
+    first: bool = True
 
     def __call__(self, batch: Any) -> Any:
         return batch if self.given is None else self.given(batch)

@@ -23,6 +23,9 @@ Foresight = Literal["refuse", "anyway", "none"]
 Answer = Literal["stop", "skip", "rollback"]
 """What a run does when numbers go wrong: it ends, leaves the update out, or goes back to its newest checkpoint."""
 
+Content = Literal["all", "trainable"]
+"""What of a model's parameters a checkpoint holds: all, or those that are trained."""
+
 Resume = bool | Literal["auto"]
 """Whether a run goes on from a checkpoint; ``auto``: if there is one, and else it begins."""
 
@@ -78,6 +81,9 @@ class RunSpec:
         lr_scale: factor on every learning rate, such as the linear scaling rule's when the user changed the batch.
         checkpoint_every: optimizer steps between checkpoints, or time by the clock of rank 0, such as ``90s``, ``15m``
             or ``2h``; one more is written at the end. 0: at the end only.
+        checkpoint: what of the model's parameters they hold: ``all``; or ``trainable``, those that are trained, with
+            buffers, for models of which much is frozen (adapters): a run that goes on takes the others from the job,
+            and refuses to if they are not what they were.
         snapshot_every: with servers, updates between the snapshots that they go back to when one of them is lost: the
             most updates that are lost with it. 0: none, and all are lost. 100 where not given.
         keep: checkpoints kept; older ones are deleted.
@@ -117,6 +123,7 @@ class RunSpec:
     steps: int | None = None
     lr_scale: float = 1.0
     checkpoint_every: int | str = "15m"
+    checkpoint: Content = "all"
     snapshot_every: int | None = None
     keep: int = 2
     keep_every: int | None = None
@@ -159,10 +166,11 @@ class RunSpec:
         for name, choices, fix in (
             ("forecast", Foresight, 'forecast = "anyway"'),
             ("drift", DriftPolicy, 'drift="warn"'),
+            ("checkpoint", Content, 'checkpoint="trainable"'),
         ):
             if (value := getattr(self, name)) not in get_args(choices):
                 problems.append(_wrong(name, repr(value), ", ".join(get_args(choices)), fix))
-        problems += [] if problems else [*self._answer_problems(), *_of_resizing(self)]
+        problems += [] if problems else [*self._answer_problems(), *_of_resizing(self), *_of_content(self)]
         if problems:
             raise SpecError(problems)
 
@@ -327,6 +335,14 @@ def _of_resizing(run: RunSpec) -> list[Problem]:
     return problems
 
 
+def _of_content(run: RunSpec) -> list[Problem]:
+    """Plans whose checkpoints hold all parameters."""
+    if run.checkpoint == "all" or not (run.plan.server or run.plan.sync != "each"):
+        return []
+    given = f"'trainable' with plan {run.plan}"
+    return [_wrong("checkpoint", given, "all with servers and with replicas that step apart", 'checkpoint="all"')]
+
+
 def _is_interval(given: object) -> bool:
     """Whether it is a number of optimizer steps, 0 or more, or a time such as ``15m``."""
     if not isinstance(given, str):
@@ -341,8 +357,11 @@ def _wrong(name: str, given: str, allowed: str, fix: str) -> Problem:
 
 
 def override(job: Job, run: RunSpec) -> Job:
-    """``job`` with the batch, steps or epochs that ``run`` states; a run that goes on has values of its own."""
-    if run.resume is True:
+    """``job`` with the batch, steps or epochs that ``run`` states; a run that goes on has values of its own.
+
+    It has those of all parameters, unless its checkpoints hold what is trained alone.
+    """
+    if run.resume is True and run.checkpoint == "all":
         job = replace(job, initial=None)
     if run.batch is not None:
         job = replace(job, batch=run.batch)

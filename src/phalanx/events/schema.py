@@ -73,8 +73,9 @@ SCHEMA: dict[str, dict[str, tuple[type | tuple[type, ...], str]]] = {
         ),
         "losses": (
             dict,
-            "phase → loss, of each phase of `job.phases` that was part of the step; `loss` is the first one's; null "
-            "where it is not finite; empty without phases; since 1.9",
+            "phase → loss, of each phase of `job.phases` that was part of the step, `loss` being the first one's; "
+            "name → loss, of each of `px.Losses`, of which `loss` is the weighted total; null where it is not finite; "
+            "empty without either; since 1.9",
         ),
     },
     "accident": {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import logging
+import re
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -133,9 +134,20 @@ def _begun(job: Job, run: RunSpec, place: Place) -> tuple[Assembly, OwnRun]:
             )
     except Exception as error:
         status.report_failure(error)
+        if isinstance(error, SpecError):
+            raise _in_words_of_build(error) from None
         raise
     own = _open[key] = OwnRun(run, loop, stepper, interruptions, here)
     return stepper.assembly, own
+
+
+def _in_words_of_build(error: SpecError) -> SpecError:
+    """What is wrong with a run folder, which ``phalanx.build`` takes as ``run``."""
+    problems = [
+        replace(one, fix=re.sub("^folder=", "run=", one.fix)) if one.where == "run.folder" else one
+        for one in error.problems
+    ]
+    return type(error)(problems)
 
 
 def _close_all() -> None:

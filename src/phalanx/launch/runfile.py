@@ -103,7 +103,7 @@ def check_folder(run: RunSpec, *, job: Job | None = None, given: Path | None = N
     folder, runfile = run.folder, run.folder / "run.toml"
     try:
         if not stat.S_ISDIR(folder.stat().st_mode):
-            raise _wrong(f"{folder}, which is a file", "a folder", f"--run {folder}-1")
+            raise _wrong(f"{folder}, which is a file", "a folder", f'folder="{folder}-1"')
     except (FileNotFoundError, NotADirectoryError):
         pass  # it will be made, or that will be said then
     except (OSError, ValueError) as error:
@@ -116,7 +116,7 @@ def check_folder(run: RunSpec, *, job: Job | None = None, given: Path | None = N
         raise _wrong(
             f"{folder}, which holds a run of {earlier}, for the job {run.job}",
             "a folder of the same job, or a new one",
-            f"--run {default_folder(Reference.parse(run.job).stem, folder.parent)}",
+            f'folder="{default_folder(Reference.parse(run.job).stem, folder.parent)}"',
         )
     newest = _newest(folder)
     step = newest_step(folder)
@@ -127,17 +127,17 @@ def check_folder(run: RunSpec, *, job: Job | None = None, given: Path | None = N
         at = f"at step {step}" if step is not None else "without a checkpoint"
         raise _wrong(
             f"{folder}, which holds a run of {_job_in(runfile)} {at}",
-            "a new folder, or --resume to go on (in a run file: resume = true)",
-            "--resume" if step is not None else f"--run {next_free(folder)}",
+            "a new folder, or resume=True to go on (--resume; in a run file: resume = true)",
+            "resume=True" if step is not None else f'folder="{next_free(folder)}"',
         )
     damaged = _damages(folder) if run.resume and newest is None else []
     if (run.resume is True or damaged) and newest is None and not (run.mirror and _mirrored(run.mirror)):
         none = "holds no whole checkpoint: " + "; ".join(damaged) if damaged else "holds no checkpoint"
         there = none if folder.is_dir() else "does not exist"
         raise _wrong(
-            f"--resume with {folder}, which {there}",
+            f"resume=True (--resume) with {folder}, which {there}",
             "a run folder with a whole checkpoint in checkpoints/",
-            f"--run {next_free(folder)}" if damaged else f"--run {folder} without --resume",
+            f'folder="{next_free(folder)}"' if damaged else f'folder="{folder}", resume="auto"',
         )
     if run.resume and job and newest:
         _refuse_another_job(run, job, newest)
@@ -337,4 +337,4 @@ def _wrong(given: str, allowed: str, fix: str) -> SpecError:
 
 def _unusable(folder: Path, error: OSError | ValueError) -> SpecError:
     said = getattr(error, "strerror", None) or error
-    return _wrong(f"{folder}: {said}", "a folder that can be written", "--run /tmp/run-1")
+    return _wrong(f"{folder}: {said}", "a folder that can be written", 'folder="/tmp/run-1"')

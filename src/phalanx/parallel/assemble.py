@@ -13,6 +13,7 @@ from phalanx.config import Job, Plan
 from phalanx.config.averaging import average_problems
 from phalanx.config.batch_ramp import global_batch_problems
 from phalanx.config.clip import clip_problems
+from phalanx.config.losses import counts_problems
 from phalanx.config.plan_rules import stage_problems
 from phalanx.errors import Problem
 from phalanx.hardware import cuda_devices, keep_freed_memory, return_freed_memory
@@ -49,6 +50,7 @@ def check(job: Job, plan: Plan, here: int | None = None) -> list[Problem]:
         *compression.check(job, plan),
         *parameter_server.check(plan),
         *coupled_samples.check(job, plan, kind),
+        *(one for loss in (job.loss, *(phase.loss for phase in job.phases)) for one in counts_problems(loss, plan)),
         *average_problems(job.average, plan),
         *clip_problems(job.clipping, plan),
         *phase_layouts.check(job, plan),

@@ -117,6 +117,10 @@ class Sync(ABC):
     def gradients_ready(self, step: int, totals: Any) -> Any:
         """Gradients are sums over the samples of the step's group. Returns what they are to be divided for: totals."""
 
+    def named_ready(self, step: int, named: Any) -> Any:
+        """What losses by name came to, as ``gradients_ready`` gives totals back."""
+        return named
+
     @abstractmethod
     def parameters_stepped(self, steps: int, totals: Any) -> None:
         """The optimizer has stepped, ``steps`` times so far; forward does not see the new values yet."""

@@ -106,6 +106,13 @@ class LocalSgd(Sync):
         spread(grads, flat)
         return (total, count) if isinstance(totals, tuple) else totals.new_tensor((total, count))
 
+    def named_ready(self, step: int, named: Any) -> Any:
+        if step >= self._plan.after or not len(named):
+            return named
+        numbers = torch.tensor([float(one) for one in named], dtype=torch.float64)
+        self.across.sum(numbers)
+        return numbers.to(named.device) if isinstance(named, torch.Tensor) else numbers.tolist()
+
     @torch.no_grad()
     def parameters_stepped(self, steps: int, totals: Any) -> None:
         plan, self._steps = self._plan, steps

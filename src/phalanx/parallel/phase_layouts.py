@@ -11,19 +11,16 @@ recomputed, is not found for a model whose forward is another one in each phase;
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
-import torch
 from torch import nn
 
 from phalanx.config import Job, Plan
 from phalanx.config.fields import plan_problem
-from phalanx.errors import Problem, RefusedError
+from phalanx.errors import Problem
 from phalanx.parallel.layout import Layout, MicroBatchWork
-from phalanx.trace.replaced import replaced
 
 _EACH = "phases, whose forward is another one in each: where {} is found by a look at one"
 
@@ -81,7 +78,7 @@ def lay_out_phases(
         names = frozenset(own)
         if shared is None:
             train_only(module, names)
-        made.append(PhaseLayout(shared or lay_out(), names, double=plan.kind != "shard" or plan.zero < 3))
+        made.append(PhaseLayout(shared or lay_out(), names))
     every = frozenset[str]().union(*phases)
     train_only(module, every)
     for one in made:
@@ -92,9 +89,8 @@ def lay_out_phases(
 class PhaseLayout(Layout):
     """A layout in which ``begin`` switches the gradients of all parameters off but one phase's, until ``stepped``."""
 
-    def __init__(self, inner: Layout, names: frozenset[str], *, double: bool) -> None:
-        """``double``: whether a loss may ask for gradients of gradients."""
-        self._inner, self._names, self._double = inner, names, double
+    def __init__(self, inner: Layout, names: frozenset[str]) -> None:
+        self._inner, self._names = inner, names
         self.every = names
         held = inner.holdings
         own = {name: tensor for name, tensor in held.parameters.items() if name in names}
@@ -119,8 +115,7 @@ class PhaseLayout(Layout):
         self._inner.computes(part, samples)
 
     def accumulate(self, parts: Sequence[Sequence[Any]], work: MicroBatchWork) -> None:
-        with nullcontext() if self._double else no_double_backward():
-            self._inner.accumulate(parts, work)
+        self._inner.accumulate(parts, work)
 
     def finish(self) -> None:
         self._inner.finish()
@@ -152,31 +147,6 @@ class AllPhases(Layout):
     def stepped(self) -> None:
         for one in self.phases:
             one.stepped()
-
-
-def no_double_backward() -> AbstractContextManager[None]:
-    """Within, ``torch.autograd.grad`` refuses to make a graph of gradients.
-
-    Raises:
-        RefusedError: there.
-    """
-    plain = torch.autograd.grad
-
-    def grad(*args: Any, **kwargs: Any) -> Any:
-        if kwargs.get("create_graph") or (len(args) > 4 and args[4]):
-            raise RefusedError([_DOUBLE])
-        return plain(*args, **kwargs)
-
-    return replaced(torch.autograd, grad=grad)
-
-
-_DOUBLE = plan_problem(
-    "zero",
-    "zero=3 for a loss with gradients of gradients (create_graph=True): fully_shard drops gathered parameters after a "
-    "block's backward, before the second one reads them",
-    "single, threads, dp, and fsdp with zero=1 or zero=2",
-    "fsdp=2 zero=2",
-)
 
 
 def train_only(module: nn.Module, names: Collection[str]) -> None:

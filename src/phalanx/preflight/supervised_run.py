@@ -143,9 +143,15 @@ def _train(
 
 
 def _looked_at(job: Job, run: RunSpec) -> Findings:
-    """What there is to be found of ``job`` under the plan that ``run`` goes on with; what is wrong workers say."""
+    """What there is to be found of ``job`` under the plan that ``run`` goes on with.
+
+    Raises:
+        SpecError: what refuses the plan; what else is wrong, the workers say.
+    """
     try:
         return look_ahead(job, run.plan, RunStart.of(run))
+    except SpecError:
+        raise
     except PhalanxError:
         return Findings()
 

@@ -178,8 +178,10 @@ class Run:
             CheckpointError: it is damaged; tensors are verified as they are read.
         """
         from phalanx.checkpoint import model_tensors
+        from phalanx.train.frozen_values import completed
 
-        return model_tensors(self.checkpoint(step), averaged=averaged)
+        path = self.checkpoint(step)
+        return completed(self.job, path, model_tensors(path, averaged=averaged))
 
     def model(self, job: Job | None = None, *, step: Which = None, averaged: bool = False) -> nn.Module:
         """The trained model on the CPU, in evaluation mode, whatever the plan that it was trained under.
@@ -194,6 +196,7 @@ class Run:
             CheckpointError: the checkpoint is damaged.
         """
         from phalanx.checkpoint import model_tensors
+        from phalanx.train.frozen_values import completed
         from phalanx.train.trained_model import trained_model
 
         job = job or self.job
@@ -201,7 +204,7 @@ class Run:
             allowed = "the job that builds the model: a run's folder holds values, and no code"
             raise SpecError.of("job", "none", allowed, "px.load(folder, job()).model()")
         path = self.checkpoint(step)  # once: a run that goes on may save another meanwhile
-        return trained_model(job, model_tensors(path, averaged=averaged), str(path))
+        return trained_model(job, completed(job, path, model_tensors(path, averaged=averaged)), str(path))
 
     def save_pretrained(
         self,

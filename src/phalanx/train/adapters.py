@@ -20,6 +20,7 @@ from phalanx.checkpoint.export import refuse_target, written
 from phalanx.checkpoint.reading import read_state
 from phalanx.config import Job
 from phalanx.errors import MissingExtraError, Problem, SpecError
+from phalanx.train.frozen_values import completed
 from phalanx.train.trained_model import trained_model, with_values
 from phalanx.units import show_names
 
@@ -94,7 +95,7 @@ def _is_adapted(module: Any) -> bool:
 
 
 def _model(path: Path, job: Job | None, *, averaged: bool) -> nn.Module:
-    values = model_tensors(path, averaged=averaged)
+    values = completed(job, path, model_tensors(path, averaged=averaged))
     if job is not None:
         model = trained_model(job, values, str(path))
         if not _is_adapted(model):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,7 +22,7 @@ from phalanx.train.consistency import Everyone, same_data, same_groups, same_ini
 from phalanx.train.elementwise import Parameters, note_slices
 from phalanx.train.inputs import Inputs
 from phalanx.train.lr_schedule import START, RunStart, scheduler_notes
-from phalanx.train.phase_jobs import parameters_of_phases, phase_jobs, scheduler_beside, unowned_advice
+from phalanx.train.phase_jobs import parameters_of_phases, phase_jobs, unowned_advice
 from phalanx.train.phased_step import PhasedStep
 from phalanx.train.refusals import OptimizerTrial, model_problems
 from phalanx.train.row_gather import RowGather, which_have_rows
@@ -43,6 +43,7 @@ class Assembly:
         advice: what the plan wastes or leaves unread.
         parameters: elements of the whole model's.
         local_sgd: what brings replicas together that step by themselves; ``None`` where none do.
+        frozen: the print of each parameter that checkpoints leave out; empty where they hold all.
     """
 
     step: Step
@@ -54,6 +55,7 @@ class Assembly:
     advice: list[str]
     parameters: int
     local_sgd: LocalSgd | None = None
+    frozen: dict[str, str] = field(default_factory=dict[str, str])
 
     def from_every_rank(self, value: Any) -> list[Any]:
         """One small JSON-like value from each worker, in rank order. Collective."""
@@ -239,9 +241,8 @@ def _phased(job: Job, site: _Site, module: nn.Module) -> PhasedStep:
     phases: list[tuple[Phase, Step]] = []
     for index, (phase, one, own) in enumerate(zip(job.phases, jobs, layout.phases, strict=True)):
         optimizer, scheduler = site.optimizer(one, own, parameters[index], tried=False)
-        if scheduler is not None:
-            raise RefusedError([scheduler_beside(phase, scheduler)])
-        phases.append((phase, Step(one, site.own, own, optimizer, site.course(one, None, index))))
+        followed = _followed(one, optimizer, scheduler, from_every_rank)
+        phases.append((phase, Step(one, site.own, own, optimizer, site.course(one, followed, index))))
     return PhasedStep(job, site.own, layout, phases, site.course(job))
 
 

@@ -23,7 +23,7 @@ from phalanx.errors import LossError
 from phalanx.parallel.buffer_sync import buffers_kept
 from phalanx.parallel.rng_streams import reseed, stream
 from phalanx.train.grad_accumulation import GradAccumulation
-from phalanx.train.loss import LossReading, read_loss
+from phalanx.train.loss import LossReading
 from phalanx.train.metrics import Totals
 from phalanx.train.row_gather import leaves, rebuilt, with_whole_tensors
 from phalanx.train.whole_batch import OutputPiece, WholeBatch
@@ -40,6 +40,8 @@ _LOSS_STREAM = 1 << 40
 
 class CoupledLoss(GradAccumulation):
     """One step's forwards, the one loss of all their outputs, and backwards from its gradient."""
+
+    whole = True
 
     def __init__(self, owner: Step, batch: StepBatch) -> None:
         super().__init__(owner, batch)
@@ -105,10 +107,11 @@ class CoupledLoss(GradAccumulation):
         read = self._read_whole
         assert read is not None
         total = read.value.detach() * read.weight
+        pairs = ((total, read.count), *read.named)
         if total.device.type == "cpu":
-            return float(total.double()), float(read.count)
-        count = torch.as_tensor(read.count, dtype=torch.float64, device=total.device)
-        return torch.stack((total.double(), count.reshape(())))
+            return self._given([float(number) for pair in pairs for number in pair])
+        numbers = [torch.as_tensor(number, device=total.device).double() for pair in pairs for number in pair]
+        return self._given(torch.stack([number.reshape(()) for number in numbers]))
 
     def _keep(self, place: Place, output: Any, micro: MicroBatch) -> None:
         if self._twice:
@@ -129,7 +132,7 @@ class CoupledLoss(GradAccumulation):
             reseed(device, stream(self._job.seed, step.progress.step, _LOSS_STREAM))
         with torch.enable_grad(), step.computing(device):
             whole = WholeBatch(pieces, step.rows, device, self._batch.samples)
-            read = read_loss(self._job.loss(whole.output, whole.batch), whole.samples, step.progress.step)
+            read = self._reading(self._job.loss(whole.output, whole.batch), whole.samples)
         value = read.value * self._factor_of_whole(read)
         for place, grads in zip(places, whole.gradients(value), strict=True):
             self._gradients[place] = grads

@@ -15,6 +15,7 @@ from torch import nn
 
 from phalanx.comm import from_every_rank, sum_over_ranks
 from phalanx.config import Job, Metric, Plan
+from phalanx.config.losses import Losses
 from phalanx.data import evaluation_batches
 from phalanx.errors import LossError
 from phalanx.train.assembly import Assembly
@@ -37,10 +38,13 @@ class Evaluation:
     seconds: float
 
     @classmethod
-    def of(cls, sums: Sums, samples: int, began: float, computed: Mapping[str, float] | None = None) -> Evaluation:
-        """What ``sums`` come to, and ``computed`` metrics; ``began``: of ``time.perf_counter()``."""
+    def of(
+        cls, job: Job, sums: Sums, samples: int, began: float, computed: Mapping[str, float] | None = None
+    ) -> Evaluation:
+        """What ``sums`` of ``job`` come to, and ``computed`` metrics; ``began``: of ``time.perf_counter()``."""
         ratios = {name: total / count if count else math.nan for name, (total, count) in sums.items()}
-        loss, metrics = ratios.pop("loss"), dict(sorted({**ratios, **(computed or {})}.items()))
+        loss = job.loss.total(ratios) if isinstance(job.loss, Losses) else ratios.pop("loss")
+        metrics = dict(sorted({**ratios, **(computed or {})}.items()))
         return cls(loss=loss, samples=samples, metrics=metrics, seconds=time.perf_counter() - began)
 
 
@@ -94,7 +98,7 @@ def evaluate(
                 return None
     whole, everywhere = _of_all_ranks(sums.ratios, samples, assembly, device)
     computed = _computed(sums, assembly, trial=batches is not None) if job.metrics else {}
-    return Evaluation.of(whole, everywhere, begun, computed)
+    return Evaluation.of(job, whole, everywhere, begun, computed)
 
 
 def _of_all_ranks(ratios: Sums, samples: int, assembly: Assembly, device: torch.device) -> tuple[Sums, int]:
@@ -167,13 +171,15 @@ def evaluation_mode(module: nn.Module) -> Iterator[None]:
 
 
 def measure(job: Job, output: Any, batch: Any, samples: int) -> Found:
-    """What one micro-batch gives of the loss, a sum and a count, and of each metric."""
+    """What one micro-batch gives of the loss, or of each by name, a sum and a count, and of each metric."""
     read = read_loss(job.loss(output, batch), samples, "the evaluation")
     found: dict[str, tuple[Any, Any] | Metric] = {"loss": (read.value * read.weight, read.count)}
+    if isinstance(job.loss, Losses):
+        found = dict(zip(job.loss.names, read.named, strict=True))
     for name, value in (job.metrics(output, batch) if job.metrics else {}).items():
-        if name in found:
+        if name in found or name == "loss":
             raise LossError(
-                f"a metric is called {name!r}, as the evaluation's loss is, which is always there.\n"
+                f"a metric is called {name!r}, as a loss of the evaluation is, which is always there.\n"
                 "    try: another name, or remove it from job.metrics"
             )
         if isinstance(value, Metric):

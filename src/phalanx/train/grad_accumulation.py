@@ -18,19 +18,28 @@ import torch.distributed as dist
 from torch import nn
 
 from phalanx.comm import active
+from phalanx.config.losses import Losses, names_of
 from phalanx.data import MicroBatch, StepBatch
 from phalanx.parallel import MicroBatchWork
 from phalanx.parallel.rng_streams import reseed, stream
 from phalanx.train.inputs import to_device
 from phalanx.train.loss import LossReading, read_loss
-from phalanx.train.metrics import Totals
+from phalanx.train.metrics import Numbers, Totals
+from phalanx.train.named_losses import NamedCounts
 
 if TYPE_CHECKING:
     from phalanx.train.step import Step
 
 
 class GradAccumulation(MicroBatchWork):
-    """One step's forwards and backwards: adds up sums and counts, and decides what backward divides by."""
+    """One step's forwards and backwards: adds up sums and counts, and decides what backward divides by.
+
+    Attributes:
+        counts: of losses by name; ``None`` where the job has a single one.
+        named: sum and count of each of those over the global batch, one after the other; there after ``totals()``.
+    """
+
+    whole = False  # whether the loss is called once, with all of the global batch
 
     def __init__(self, owner: Step, batch: StepBatch) -> None:
         self._step, self._batch = owner, batch
@@ -43,9 +52,17 @@ class GradAccumulation(MicroBatchWork):
         self._places = {
             id(micro): (part, index) for part, micros in enumerate(batch.parts) for index, micro in enumerate(micros)
         }
+        self.named: Any = ()
+        self.counts: NamedCounts | None = None
+        if isinstance(self._job.loss, Losses):
+            alone = owner.plan.replicas == 1 and not owner.sync.per_replica and len(batch.parts[0]) == 1
+            whole = self.whole or alone
+            self.counts = NamedCounts(self._job.loss, owner.progress.step, whole=whole)
 
     def prepare(self) -> None:
-        """What comes before the first micro-batch's forward and backward: nothing."""
+        """What comes before the first micro-batch's forward and backward: counts of losses by name. Collective."""
+        if self.counts is not None:
+            self.counts.count(self._batch, self._device(), counts=self._step.layout.holdings.counts)
 
     def forward(self, module: nn.Module, device: torch.device, micro: MicroBatch) -> Any:
         step = self._step
@@ -61,13 +78,18 @@ class GradAccumulation(MicroBatchWork):
         step = self._step
         with step.computing(device):
             result = self._job.loss(output, self._on_device(micro, device))
-            read = read_loss(result, micro.samples, step.progress.step)
+            read = self._reading(result, micro.samples)
         # kept to the end of the step: with its graph it would keep a half-done backward's activations, too
         self._read[self._places[id(micro)]] = replace(read, value=read.value.detach())
         factor = self._factor(read)
         if last and active() and step.layout.holdings.stages is None:
             self._start_reducing(device)
         return read.value * factor if isinstance(factor, torch.Tensor) or factor != 1.0 else read.value
+
+    def _reading(self, result: Any, samples: int) -> LossReading:
+        if self.counts is not None:
+            return self.counts.read(result, samples)
+        return read_loss(result, samples, self._step.progress.step)
 
     def _on_device(self, micro: MicroBatch, device: torch.device) -> Any:
         """The batch that this thread's last forward has moved there, or another that is moved now."""
@@ -79,16 +101,24 @@ class GradAccumulation(MicroBatchWork):
         if self._reduced is None and active():
             self._start_reducing(self._device())  # a rank of a pipeline that computes no losses
         if self._reduced is None:
-            return self._local_totals(self._device())
+            return self._given(self._local_numbers(self._device()))
         work, numbers = self._reduced
         work.wait()
         if not self._read and self._step.reads_means is None:
-            self._step.reads_means = bool(numbers[2])  # one look, in the first step: the form of a loss stays
+            self._step.reads_means = bool(numbers[-1])  # one look, in the first step: the form of a loss stays
         self._exact = self._exact or bool(self._step.reads_means)
-        if numbers.device.type != "cpu":
-            return numbers[:2]
-        total, count, _ = numbers.tolist()
-        return total, count
+        return self._given(numbers[:-1] if numbers.device.type != "cpu" else numbers[:-1].tolist())
+
+    def _given(self, numbers: list[float] | torch.Tensor) -> Totals:
+        """Sum and count; those of losses by name are kept."""
+        self.named = numbers[2:]
+        return numbers[:2] if isinstance(numbers, torch.Tensor) else (numbers[0], numbers[1])
+
+    def beside(self, totals: Totals) -> Numbers:
+        """``totals``, followed by sum and count of each loss by name."""
+        if isinstance(totals, torch.Tensor):
+            return torch.cat((totals, self.named)) if len(self.named) else totals
+        return (*totals, *self.named)
 
     def correction(self, totals: Totals) -> torch.Tensor | float | None:
         """The one factor that makes the gradients those of sum / count; ``None`` where backward divided by it."""
@@ -125,21 +155,24 @@ class GradAccumulation(MicroBatchWork):
         read = next(iter(self._read.values()), None)
         return read.value.device if read else next(self._step.layout.module.parameters()).device
 
-    def _local_totals(self, device: torch.device) -> Totals:
+    def _local_numbers(self, device: torch.device) -> list[float] | torch.Tensor:
+        """Sum and count of the loss here, then of each by name."""
         reads = [self._read[place] for place in sorted(self._read)] if self._step.layout.holdings.counts else []
+        pairs = [((read.value.detach().double() * read.weight, read.count), *read.named) for read in reads]
+        rows = [[number for pair in row for number in pair] for row in pairs]
+        length = 2 + 2 * len(names_of(self._job.loss))
         if device.type == "cpu":
-            total = sum(read.value.item() * read.weight for read in reads)
-            return total, sum(float(read.count) for read in reads)  # not in the counts' own type, perhaps bf16
-        totals = torch.zeros(2, dtype=torch.float64, device=device)
-        for read in reads:
-            totals[0] += read.value.detach().to(device) * read.weight
-            totals[1] += read.count.to(device) if isinstance(read.count, torch.Tensor) else read.count
-        return totals
+            return [sum(map(float, column)) for column in zip(*rows, strict=True)] or [0.0] * length
+        numbers = torch.zeros(length, dtype=torch.float64, device=device)
+        for row in rows:
+            for index, number in enumerate(row):
+                numbers[index] += number.to(device) if isinstance(number, torch.Tensor) else number
+        return numbers
 
     def _start_reducing(self, device: torch.device) -> None:
-        here = self._local_totals(device)
+        here = self._local_numbers(device)
         exact = float(self._exact)
-        if isinstance(here, tuple):
+        if isinstance(here, list):
             numbers = torch.tensor((*here, exact), dtype=torch.float64)
         else:
             numbers = torch.cat((here, here.new_full((1,), exact)))

@@ -8,27 +8,31 @@ step too (``rehearsal``), and what it finds goes to the processes of the run.
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import suppress
 from dataclasses import replace
+from typing import Any
 
 import torch.distributed as dist
 from torch import nn
 
 from phalanx.config import Job, Plan
 from phalanx.config.job_loss import ModelLoss
+from phalanx.config.losses import Losses
 from phalanx.data import Lane, Loader, evaluation_batches
-from phalanx.errors import Problem, RefusedError, SpecError
+from phalanx.errors import Problem, ProfileError, RefusedError, SpecError
 from phalanx.parallel import Example, check, device_kind, notes, threads, torch_compile
-from phalanx.parallel.phase_layouts import no_double_backward
+from phalanx.parallel.double_backward import no_double_backward
 from phalanx.parallel.survey import survey
 from phalanx.parallel.unwrapped_blocks import open_unwrapped
 from phalanx.placement.ownership import Survey
 from phalanx.placement.survey_file import survey_to_dict
+from phalanx.trace import ModelCall, trace
 from phalanx.train.assembly import Findings, example_of, known_facts
 from phalanx.train.build_model import begun, build_model, give_needed_values, size_of, without_values
 from phalanx.train.elementwise import half_steps
+from phalanx.train.loss import read_loss
 from phalanx.train.lr_schedule import START, RunStart
-from phalanx.train.own_loss_trial import miscounted
+from phalanx.train.own_loss_trial import miscounted, miscounted_names
 from phalanx.train.phase_jobs import phase_jobs
 from phalanx.train.refusals import job_problems
 from phalanx.train.rehearsal import rehearse
@@ -123,10 +127,21 @@ def _look_at_phases(job: Job, plan: Plan, start: RunStart) -> Findings:
     module = begun(without_values(job))[0]  # first: whether each parameter is of one phase
     found: dict[str, None] = {}
     for phase, one in zip(job.phases, phase_jobs(job), strict=True):
-        with no_double_backward() if plan.zero == 3 else nullcontext():
-            found |= dict.fromkeys(f"phase {phase.name}: {cause}" for cause in look(one, plan, start).causes)
+        found |= dict.fromkeys(f"phase {phase.name}: {cause}" for cause in _look(one, plan, start).causes)
     placement = survey_to_dict(survey(module, plan)[0].for_batch(job.batch))
     return Findings(causes=tuple(found), size=size_of(job), placement=placement, looked=True)
+
+
+def _refuse_double_backward(job: Job, module: nn.Module) -> None:
+    """Trace the loss of a model that is too large to run: ``torch.autograd.grad`` refuses what it must not be."""
+    with suppress(ProfileError):  # what cannot be followed without values
+        example = _example(job, module)
+        given = {"args": example.args, "kwargs": example.kwargs, "batch": example.batch}
+
+        def loss(output: Any, batch: Any) -> Any:
+            return read_loss(job.loss(output, batch), 1, "a look at the loss").value
+
+        trace(ModelCall(module=module, loss=loss, **given))
 
 
 def refuse_what_does_not_add_up(job: Job, plan: Plan) -> None:
@@ -138,14 +153,15 @@ def refuse_what_does_not_add_up(job: Job, plan: Plan) -> None:
         RefusedError: if the loss of a whole batch is not what those of its parts add up to.
     """
     for one in phase_jobs(job):
-        asks = isinstance(one.loss, ModelLoss) or one.loss_over == "batch"
+        asks = isinstance(one.loss, ModelLoss | Losses) or one.loss_over == "batch"
         if asks and not plan.server and splits_batches(one, plan) and (size_of(one) or 0) <= LARGEST:
             _refuse_what_does_not_add_up(one, plan, build_model(one))
 
 
 def _refuse_what_does_not_add_up(job: Job, plan: Plan, module: nn.Module) -> None:
     problems = compared_before(job, plan, module, _loader(job))
-    problems += miscounted(job, module, _loader(job)) if splits_batches(job, plan) else []
+    if splits_batches(job, plan):
+        problems += [*miscounted(job, module, _loader(job)), *miscounted_names(job, module, _loader(job))]
     if problems:
         raise RefusedError(problems)
 
@@ -161,8 +177,11 @@ def look(job: Job, plan: Plan, start: RunStart = START) -> Findings:
         LossError: if the loss is of a wrong form.
         GradientError: if parameters get no gradient, or the optimizer holds others than it was given.
     """
-    if job.phases:
-        return _look_at_phases(job, plan, start)
+    with no_double_backward(plan):
+        return _look_at_phases(job, plan, start) if job.phases else _look(job, plan, start)
+
+
+def _look(job: Job, plan: Plan, start: RunStart) -> Findings:
     size = size_of(job)
     # With servers pieces are of other sizes: what their sums differ by is for the proof to say.
     small = (size or 0) <= LARGEST and not plan.server
@@ -182,6 +201,10 @@ def look(job: Job, plan: Plan, start: RunStart = START) -> Findings:
         trainable = {name: one for name, one in module.named_parameters() if one.requires_grad}
         if plan.devices > 1 and (note := half_steps(job, trainable)):
             found.append(note)
+    elif plan.zero == 3:
+        _refuse_double_backward(job, module)
+    elif plan.server and isinstance(job.loss, Losses) and (size or 0) <= LARGEST:
+        _refuse_what_does_not_add_up(job, plan, build_model(job))
     cuts = plan.kind == "split" or plan.zero == 3
     if not cuts and plan.recompute == "none":
         placement = survey_to_dict(survey(module, plan)[0].for_batch(job.batch)) if plan.kind != "split" else None

@@ -7,8 +7,10 @@ loss function gives may be a plain mean over the samples, too: ``read_loss`` rea
 
 from __future__ import annotations
 
+import functools
 import math
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from numbers import Real
 from typing import Any
 
@@ -17,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from phalanx.config.job_loss import IGNORED, Loss
+from phalanx.config.losses import NamedLosses
 from phalanx.errors import LossError
 
 
@@ -198,6 +201,7 @@ class LossReading:
         weight: 1 for a sum, the samples for a mean, 0 for a filler.
         count: a number or a scalar tensor; 0 for a filler.
         mean: whether ``value`` is a mean over the samples.
+        named: sum and count of each, where the job has losses by name; no gradient comes through these.
     """
 
     value: torch.Tensor
@@ -205,14 +209,23 @@ class LossReading:
     count: Any
     samples: int
     mean: bool
+    named: tuple[tuple[Tensor, Any], ...] = ()
 
 
-def read_loss(result: Any, samples: int, where: int | str) -> LossReading:
+Shares = Sequence[Any]
+"""Of each named loss, what its sum is multiplied by: the first one's count over its own, of the whole global batch."""
+
+
+def read_loss(result: Any, samples: int, where: int | str, shares: Shares | None = None) -> LossReading:
     """Read what a loss function gave for ``samples`` samples (0: a filler); ``where`` is the step, or what else it was.
+
+    Of losses by name it is their weighted total, each multiplied by its entry of ``shares``, 1 where there are none.
 
     Raises:
         LossError: if it is of neither form.
     """
+    if isinstance(result, NamedLosses):
+        return _read_named(result, samples, where, shares)
     if isinstance(result, Loss) or (isinstance(result, tuple) and len(result) == 2):
         total, count = result
         if not isinstance(total, torch.Tensor) or total.dim() != 0:
@@ -223,6 +236,28 @@ def read_loss(result: Any, samples: int, where: int | str) -> LossReading:
     if not isinstance(result, torch.Tensor) or result.dim() != 0:
         raise LossError(_wrong_form(_describe(result), where))
     return LossReading(result, float(samples), samples, samples, True)
+
+
+def _read_named(result: NamedLosses, samples: int, where: int | str, shares: Shares | None) -> LossReading:
+    at = f"step {where}" if isinstance(where, int) else where
+    reads = [read_loss(one, samples, f"{at}, as {name!r}") for name, one in result.losses.items()]
+    weights, first = result.weights.values(), reads[0]
+    named = tuple((read.value.detach().double() * read.weight, read.count) for read in reads)
+    if all(read.mean for read in reads):
+        return replace(
+            first, value=_added(weight * read.value for weight, read in zip(weights, reads, strict=True)), named=named
+        )
+    each = zip(weights, reads, shares or (1.0,) * len(reads), strict=True)
+    value = _added(read.value * (weight * read.weight) * _like(share, read.value) for weight, read, share in each)
+    return LossReading(value, 1.0 if samples else 0.0, first.count, samples, False, named)
+
+
+def _like(share: Any, value: Tensor) -> Any:
+    return share.to(value) if isinstance(share, Tensor) else share
+
+
+def _added(terms: Iterable[Tensor]) -> Tensor:
+    return functools.reduce(torch.add, terms)
 
 
 def check_count(step: int, count: float) -> None:

@@ -32,7 +32,7 @@ from phalanx.train.memory_use import MeasuredStep
 from phalanx.train.metrics import Metrics
 from phalanx.train.observer import AssemblyScene, Observer
 from phalanx.train.run_recorder import Lap, RunRecorder
-from phalanx.train.state import come_together, restore, to_save, traffic, training_state
+from phalanx.train.state import come_together, frozen_prints, restore, to_save, traffic, training_state
 from phalanx.train.survivor_save import SurvivorSave
 from phalanx.train.timeline import Listener, only_step
 
@@ -67,6 +67,7 @@ def rank_of_mesh(
                 restore(path, job, assembly)
                 total = assembly.loader.total_steps
                 assembly.notes.extend(resume_notes(job, run.folder, step=first, total_steps=total))
+            assembly.frozen.update(frozen_prints(assembly) if run.checkpoint == "trainable" else {})
             return assembly
 
         path, damaged = None, list[str]()
@@ -74,13 +75,11 @@ def rank_of_mesh(
             path, assembly, damaged = resume_newest(run.folder / "checkpoints", assembled)
         else:
             assembly = assembled(None)
-        loader = assembly.loader
         assembly.step.drift = _drift_watch(run, place, assembly)
         assembly.step.observer = observer
         observer.built(AssemblyScene(assembly))
-        late = assembly.device == "cuda"
-        ledger, writes = _ledger(run, place, assembly.step.progress.step), place.rank == 0
-        with RunRecorder(run, ledger=ledger, writes=writes, total_steps=loader.total_steps, late=late) as recorder:
+        how = {"writes": place.rank == 0, "total_steps": assembly.loader.total_steps, "late": assembly.device == "cuda"}
+        with RunRecorder(run, ledger=_ledger(run, place, assembly.step.progress.step), **how) as recorder:
             recorder.start(
                 job,
                 advice=[*damaged, *assembly.advice],
@@ -88,7 +87,7 @@ def rank_of_mesh(
                 placement=findings.placement,
                 world_size=place.world_size,
                 device=assembly.device,
-                **data_facts(loader),
+                **data_facts(assembly.loader),
                 first_step=assembly.step.progress.step,
                 parameters=assembly.parameters,
                 notes=assembly.notes,

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
 Totals = torch.Tensor | tuple[float, float]
 """Sum and count of a loss: numbers on a CPU, where a tensor would cost more than adding; fp64, shape (2,) on CUDA."""
+Numbers = torch.Tensor | tuple[float, ...]
+"""Sum and count of a loss, followed by those of each that the job has by name."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -17,7 +19,8 @@ class Metrics:
     """What one step gives back; ``lr`` is that of the first parameter group.
 
     ``skipped``: no update was made, since loss scaling met an overflow or for what ``accident`` says. ``phases``: what
-    each phase of the step gave, by name, where the job has phases; all else is then the first one's.
+    each phase of the step gave, by name, where the job has phases; all else is then the first one's. ``names``: of the
+    losses of ``px.Losses``, where the job has one.
     """
 
     step: int
@@ -25,25 +28,36 @@ class Metrics:
     samples: int
     lr: float
     skipped: bool
-    _totals: Totals
+    _totals: Numbers
     _norm: torch.Tensor | None
     _ready: torch.cuda.Event | None = None
     accident: str = ""
     phases: Mapping[str, Metrics] = field(default_factory=dict[str, "Metrics"])
+    names: tuple[str, ...] = ()
 
     @property
     def losses(self) -> dict[str, float]:
-        """Loss of each phase that was part of the step, by name. Waits as ``totals`` does."""
-        return {name: each.loss for name, each in self.phases.items()}
+        """Losses by name: of each phase that was part of the step, and each of ``px.Losses`` without its weight, in a
+        phase as ``phase/name``. Waits as ``totals`` does.
+        """
+        found = {name: total / count if count else math.nan for name, (total, count) in self.sums.items()}
+        for phase, each in self.phases.items():
+            found = {**found, phase: each.loss, **{f"{phase}/{name}": loss for name, loss in each.losses.items()}}
+        return found
+
+    @property
+    def sums(self) -> dict[str, tuple[float, float]]:
+        """Sum and count over the global batch of each loss of ``px.Losses``. Waits as ``totals`` does."""
+        if not self.names:
+            return {}
+        sums = iter(self._numbers()[2:])
+        return dict(zip(self.names, zip(sums, sums, strict=True), strict=True))
 
     @property
     def totals(self) -> tuple[float, float]:
         """Sum and count of the loss. On CUDA it waits for this step's backward, not for what was queued after it."""
-        if isinstance(self._totals, tuple):
-            return self._totals
-        self._wait()
-        total, count = self._totals.tolist()
-        return total, count
+        numbers = self._numbers()
+        return numbers[0], numbers[1]
 
     @property
     def count(self) -> float:
@@ -62,15 +76,21 @@ class Metrics:
         self._wait()
         return None if self._norm is None else float(self._norm)
 
+    def _numbers(self) -> Sequence[float]:
+        if isinstance(self._totals, tuple):
+            return self._totals
+        self._wait()
+        return self._totals.tolist()
+
     def _wait(self) -> None:
         if self._ready is not None:
             self._ready.synchronize()
 
 
 def towards_host(
-    totals: Totals, norm: torch.Tensor | None
-) -> tuple[Totals, torch.Tensor | None, torch.cuda.Event | None]:
-    """Start to copy ``totals`` (sum, count) and ``norm`` to the host, and when they may be read; at once on a CPU.
+    totals: Numbers, norm: torch.Tensor | None
+) -> tuple[Numbers, torch.Tensor | None, torch.cuda.Event | None]:
+    """Start to copy ``totals`` (sums, counts) and ``norm`` to the host, and when they may be read; at once on a CPU.
 
     Reading a CUDA tensor waits for all that is queued, the next step included. A copy into pinned memory, queued here
     and followed by an event, is there as soon as this step has come to it.
@@ -83,4 +103,4 @@ def towards_host(
     host.copy_(numbers, non_blocking=True)
     ready = torch.cuda.Event()
     ready.record(torch.cuda.current_stream(totals.device))
-    return host[:2], host[2] if both else norm, ready
+    return host[: len(totals)], host[-1] if both else norm, ready

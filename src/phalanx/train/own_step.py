@@ -91,10 +91,12 @@ class OwnRun:
         """Take the step of ``batch``, record it, and save and evaluate where that is due.
 
         Raises:
-            RunError: it is not the batch of the next step.
+            RunError: it is not the batch of the next step, or the run is over.
         """
         stepper = self._stepper
-        if self._over or batch.step != stepper.taken:
+        if self._over:
+            raise _ended("a step", stepper.taken)
+        if batch.step != stepper.taken:
             raise _left_out(batch.step, stepper.taken)
         with self._reported():
             metrics = stepper.take(batch)
@@ -107,7 +109,14 @@ class OwnRun:
         return metrics
 
     def save(self) -> Path:
-        """Write a checkpoint of this moment; it is whole when this returns its folder. Collective."""
+        """Write a checkpoint of this moment; it is whole when this returns its folder. Collective.
+
+        Raises:
+            RunError: the run was closed without one.
+        """
+        path = self._run.folder / "checkpoints" / name_of(self._stepper.taken)
+        if self._over and not path.is_dir():
+            raise _ended("a save", self._stepper.taken)
         with self._reported():
             if not self._over:
                 self._stepper.settle()
@@ -115,7 +124,7 @@ class OwnRun:
                     self._loop.save()
                 self._loop.leave()
                 self._loop.wait_for_save()
-        return self._run.folder / "checkpoints" / name_of(self._stepper.taken)
+        return path
 
     def evaluate(self) -> Evaluation | None:
         """Evaluate, and note it; ``None`` where a signal asked to stop meanwhile, or the run is over without one."""
@@ -173,6 +182,13 @@ class OwnRun:
             raise
 
 
+def _ended(what: str, taken: int) -> RunError:
+    return RunError(
+        f"{what} after the run has ended, by step.close(), by its last step or by an error: {taken} steps are taken\n"
+        '    try: px.build(job, plan, run="runs/mine", resume=True), which goes on from the last checkpoint'
+    )
+
+
 def _left_out(step: int, taken: int) -> RunError:
     return RunError(
         f"the loop is at step {taken}, and got the batch of step {step} from its loader: each batch has one step\n"
@@ -187,7 +203,7 @@ class OwnStep:
     Raises, when called:
         LossError: if the loss is not finite, or not of an allowed form, or if nothing was counted.
         GradientError: if a gradient is not finite, or parameters get none and the job does not allow it.
-        RunError: with a run, if it is not the batch of the next step.
+        RunError: with a run, if it is not the batch of the next step, or the run is over.
         SystemExit: with a run, once it has saved for SIGTERM or SIGUSR1; with 75, ``EX_TEMPFAIL``.
         KeyboardInterrupt: with a run, once it has saved for Ctrl-C.
     """
@@ -248,6 +264,8 @@ class OwnStep:
     def evaluate(self) -> Evaluation:
         """The job's evaluation of the model as it is; with a run it is recorded. Collective.
 
+        Within ``average.applied()`` it is one of the averaged weights, which is not recorded.
+
         Raises:
             SpecError: the job has nothing to evaluate on.
             LossError: the loss is not of an allowed form, or a metric is not a sum and a count.
@@ -255,7 +273,8 @@ class OwnStep:
         if self._job.evaluate is None:
             allowed = "a job that says what to evaluate on"
             raise SpecError.of("job.evaluate", "None", allowed, 'px.Job(..., evaluate=lambda: Digits("test"))')
-        found = self._run.evaluate() if self._run else None
+        averaged = self.average is not None and self.average.inside
+        found = self._run.evaluate() if self._run and not averaged else None
         return found or self._evaluated()
 
     def save(self) -> Path:

@@ -9,7 +9,6 @@ from torch import nn
 
 from phalanx.config import Job
 from phalanx.config.phases import Phase, PhaseInputs, owned
-from phalanx.errors import Problem
 from phalanx.parallel.phase_layouts import train_only
 from phalanx.units import show_names
 
@@ -62,15 +61,6 @@ def unowned_advice(job: Job, module: nn.Module) -> list[str]:
     return [f"no phase updates {len(names)} parameters ({show_names(names)}): they stay as they are."]
 
 
-def scheduler_beside(phase: Phase, scheduler: Any) -> Problem:
-    """Why a scheduler that a phase's function gives beside its optimizer is refused."""
-    given = (
-        f"{type(scheduler).__name__} beside the optimizer of the phase {phase.name}, whose state is in no checkpoint"
-    )
-    fix = 'schedule=px.Schedule(decay="cosine", warmup_steps=100) of the phase'
-    return Problem(where="phase.optimizer", given=given, allowed="an optimizer alone", fix=fix)
-
-
 def _plain(job: Job, index: int, phase: Phase) -> Job:
     def model() -> Any:
         module = job.model()
@@ -87,7 +77,7 @@ def _plain(job: Job, index: int, phase: Phase) -> Job:
         phases=(),
         loss=phase.loss,
         optimizer=phase.optimizer,
-        inputs=PhaseInputs(phase.name, phase.inputs or job.inputs),
+        inputs=PhaseInputs(phase.name, phase.inputs or job.inputs, first=index == 0),
         schedule=job.schedule if phase.schedule is None else phase.schedule,
         **beside,
     )

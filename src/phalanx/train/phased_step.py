@@ -16,6 +16,7 @@ from phalanx.parallel import Layout
 from phalanx.train.accidents import Accidents
 from phalanx.train.metrics import Metrics
 from phalanx.train.step import Step, StepPlan
+from phalanx.train.torch_scheduler import SchedulersOfPhases
 
 
 class PhasedStep(Step):
@@ -31,6 +32,12 @@ class PhasedStep(Step):
         """``layout`` is that of all phases."""
         super().__init__(job, plan, layout, merged([(one.name, step.optimizer) for one, step in phases]), course)
         self.phases = list(phases)
+        schedulers = {one.name: step.scheduler for one, step in phases}
+        for _, step in phases:
+            step.scheduler = None  # each is stepped with those of the other phases
+        if any(schedulers.values()):
+            groups = {one.name: len(step.optimizer.param_groups) for one, step in phases}
+            self.scheduler = SchedulersOfPhases(schedulers, groups)
 
     def __call__(self, batch: StepBatch) -> Metrics:
         """Forward, backward and update of each phase in turn, for one global batch.
@@ -57,7 +64,9 @@ class PhasedStep(Step):
         first = found[self.phases[0][0].name]
         accident = next((one.accident for one in found.values() if one.accident), "")
         skipped = any(one.skipped for one in found.values())
-        metrics = replace(first, skipped=skipped, accident=accident, phases=found)
+        if self.scheduler is not None:
+            self.scheduler.stepped()  # of all phases at the end, also of those that had no turn
+        metrics = replace(first, skipped=skipped, accident=accident, phases=found, names=())
         self._finished(batch, metrics)
         return metrics
 

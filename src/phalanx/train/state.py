@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,6 +22,7 @@ from phalanx.parallel.grad_reduce import spread
 from phalanx.train.adapters import SECTION as ADAPTERS
 from phalanx.train.adapters import adapters_of
 from phalanx.train.assembly import Assembly
+from phalanx.train.frozen_values import FROZEN, frozen_of, prints_of, refuse_other
 from phalanx.train.loss_scaling import LossScale
 
 if TYPE_CHECKING:
@@ -75,10 +76,11 @@ def to_save(
         SENDER: held.sender.kind if held.sender else None,
         OUTER: told,
         SURVIVOR: survivor,
+        FROZEN: assembly.frozen or None,
         SCHEDULER: assembly.step.scheduler.state() if assembly.step.scheduler else None,
         AVERAGE: assembly.step.average.state() if assembly.step.average else None,
     }
-    tensors = {**model_tensors(assembly.layout), **tensors, **sender_tensors(held), **outer}
+    tensors = {**model_tensors(assembly.layout, assembly.frozen), **tensors, **sender_tensors(held), **outer}
     infinite = buffer_names(assembly.layout)
     if average := assembly.step.average:
         tensors |= average.to_save(parts(held))
@@ -116,9 +118,12 @@ def restore(path: Path, job: Job, assembly: Assembly) -> None:
     """
     state, held = training_state(path), assembly.layout.holdings
     refuse_other_job(state["identity"], identity(job, assembly.loader.length, assembly.loader.order), path)
+    left_out = state.get(FROZEN) or {}
+    if left_out:
+        refuse_other(left_out, assembly.frozen or frozen_prints(assembly), path)
     scheduler, scheduled = assembly.step.scheduler, state.get(SCHEDULER)
-    kept = scheduler.keys() if scheduler and scheduled else frozenset[str]()
-    restore_values(path, assembly.layout, assembly.optimizer, kept)
+    kept = scheduler.keys() if scheduler and scheduled else ()
+    restore_values(path, assembly.layout, assembly.optimizer, kept, left_out)
     if scheduler and scheduled:
         scheduler.restore(scheduled)
     elif scheduler:
@@ -138,25 +143,40 @@ def restore(path: Path, job: Job, assembly: Assembly) -> None:
 
 
 def restore_values(
-    path: Path, layout: Layout, optimizer: torch.optim.Optimizer, kept: frozenset[str] = frozenset()
+    path: Path,
+    layout: Layout,
+    optimizer: torch.optim.Optimizer,
+    kept: Sequence[frozenset[str]] = (),
+    left_out: Collection[str] = (),
 ) -> None:
     """Bring the model's values and the optimizer's state back. Collective.
 
     Hyper-parameters (``lr``, ``weight_decay``, ``betas``, ...) are the job's as it is now: who edits them and
-    resumes trains on with the new ones. Of those ``kept``, which a scheduler sets, what is saved stands. So what an
-    optimizer keeps in its parameter groups, not in its state, begins anew.
+    resumes trains on with the new ones. Of those ``kept`` of each group, which a scheduler sets, what is saved
+    stands. So what an optimizer keeps in its parameter groups, not in its state, begins anew. What was ``left_out`` of
+    the checkpoint stays as it is.
     """
-    own = [_hyper_parameters(group, kept) for group in optimizer.param_groups]
+    groups = optimizer.param_groups
+    own = [
+        _hyper_parameters(group, keys) for group, keys in zip(groups, kept or [frozenset()] * len(groups), strict=True)
+    ]
     with torch.no_grad():
-        checkpoint.load(path, model_tensors(layout))
+        checkpoint.load(path, model_tensors(layout, left_out))
         checkpoint.restore_optimizer(optimizer, layout.holdings.parameters, path, parts(layout.holdings))
         for group, values in zip(optimizer.param_groups, own, strict=True):
             _reset(group, values)
 
 
-def model_tensors(layout: Layout) -> dict[str, torch.Tensor | PartTensor]:
+def frozen_prints(assembly: Assembly) -> dict[str, str]:
+    """The print of each parameter that nothing trains. Collective."""
+    layout = assembly.layout
+    return prints_of(frozen_of(layout, model_tensors(layout)), assembly.from_every_rank)
+
+
+def model_tensors(layout: Layout, left_out: Collection[str] = ()) -> dict[str, torch.Tensor | PartTensor]:
     """Every tensor of the model once, as ``model.<name>``: what the optimizer steps, frozen parameters, buffers.
 
+    Without those whose names, in this form, are ``left_out``.
     Those named in ``held.slices`` come with the part of the whole that they are.
     """
     trainable = layout.parameters
@@ -168,7 +188,8 @@ def model_tensors(layout: Layout) -> dict[str, torch.Tensor | PartTensor]:
             seen.add(id(tensor))
             found[name] = tensor.detach()
     sliced = parts(layout.holdings)
-    return put_in(MODEL, {name: _with(tensor, sliced.get(name)) for name, tensor in found.items()})
+    named = put_in(MODEL, {name: _with(tensor, sliced.get(name)) for name, tensor in found.items()})
+    return {name: held for name, held in named.items() if name not in left_out}
 
 
 def buffer_names(layout: Layout) -> set[str]:

@@ -12,8 +12,10 @@ import torch
 
 from phalanx.comm import active
 from phalanx.config import Job, Plan
+from phalanx.config.losses import names_of
 from phalanx.data import StepBatch
 from phalanx.parallel import EveryStep, Layout, Sync, without_gradient
+from phalanx.parallel.double_backward import no_double_backward
 from phalanx.train.accidents import LOOK_AT_VALUES, Accidents
 from phalanx.train.coupled_loss import CoupledLoss
 from phalanx.train.drift import DriftWatch
@@ -27,7 +29,7 @@ from phalanx.train.metrics import Metrics, Totals, towards_host
 from phalanx.train.observer import Observer
 from phalanx.train.row_gather import RowGather
 from phalanx.train.step_boundary import StepBoundary
-from phalanx.train.torch_scheduler import TorchScheduler
+from phalanx.train.torch_scheduler import SchedulersOfPhases, TorchScheduler
 from phalanx.train.uneven_shares import Sharing
 from phalanx.train.weight_average import WeightAverage
 
@@ -89,7 +91,7 @@ class Step:
         drift: who compares replicas now and then; ``None`` for nobody.
         average: of the weights, if the job has one; the model computes with it within ``average.applied()``.
         boundary: whether what a checkpoint holds is that of the last finished step.
-        scheduler: of torch's, that sets the learning rates; ``None`` where the job gives none.
+        scheduler: of torch's, that sets the learning rates, or those of all phases; ``None`` where the job gives none.
         last: of the last finished step; ``None`` before the first.
         seconds: that the host took, in the last step, for forward and backward, and for the update.
         inputs, first_part, streams, whole_here, reads_means: what gradient accumulation reads of the step.
@@ -112,7 +114,8 @@ class Step:
             step=course.first_step, loss_scale=LossScale.for_batch(job.batch) if plan.precision == "fp16" else None
         )
         self.inputs = Inputs(job, layout.module)
-        self.scheduler, scheduled = course.scheduler, course.scheduler is not None
+        self.scheduler: TorchScheduler | SchedulersOfPhases | None = course.scheduler
+        scheduled = course.scheduler is not None
         total, scale_of_run = course.total_steps, course.lr_scale
         self._rates = LearningRates(job, optimizer, total_steps=total, scale=scale_of_run, scheduled=scheduled)
         self.first_part, self.streams = course.first_part, course.streams
@@ -126,6 +129,7 @@ class Step:
         self.observer = Observer()
         self.sharing: Sharing | None = None
         self.drift: DriftWatch | None = None
+        self._work: GradAccumulation | None = None
         self.average = WeightAverage(job.average, layout) if job.average else None
         self.boundary = StepBoundary()
         self.last: Metrics | None = None
@@ -156,10 +160,11 @@ class Step:
         It is of this batch alone: what lay in ``.grad`` before is dropped. Returns the loss's sum and count over the
         global batch.
         """
-        work = (GradAccumulation if self.job.loss_over == "samples" else CoupledLoss)(self, batch)
+        work = self._work = (GradAccumulation if self.job.loss_over == "samples" else CoupledLoss)(self, batch)
         self.layout.begin()
         work.prepare()
-        self.layout.accumulate(batch.parts, work)
+        with no_double_backward(self.plan):
+            self.layout.accumulate(batch.parts, work)
         if self.watch is not None:
             self.watch.gradients()
         self.layout.finish()
@@ -173,6 +178,7 @@ class Step:
             if without and self.job.unused == "error":
                 raise without_gradient(without, "in the first step")
         totals = self.sync.gradients_ready(self.progress.step, totals)
+        work.named = self.sync.named_ready(self.progress.step, work.named)
         correction = work.correction(totals)
         if correction is not None:
             scale(local_gradients(self.layout.parameters.values()), correction)
@@ -190,11 +196,15 @@ class Step:
         nothing = self._nothing_here(batch, totals)
         wanted = self._clipping.by_whole_norm or scaling is not None
         norm = global_norm(held, quick=not wanted, values=progress.step % LOOK_AT_VALUES == 0)
-        numbers, host_norm, ready = towards_host(totals, norm)
+        work, self._work = self._work, None
+        numbers, host_norm, ready = towards_host(work.beside(totals) if work else totals, norm)
         facts = {"step": progress.step, "epoch": batch.epoch, "samples": batch.samples, "lr": lr}
-        metrics = Metrics(skipped=False, _totals=numbers, _norm=host_norm, _ready=ready, **facts)
+        names = names_of(self.job.loss) if work else ()
+        metrics = Metrics(skipped=False, _totals=numbers, _norm=host_norm, _ready=ready, names=names, **facts)
         if not nothing:
             check_count(progress.step, metrics.count)
+            if work and work.counts:
+                work.counts.check([count for _, count in metrics.sums.values()])
             if why := self._accident(batch, metrics, exact=wanted):
                 return self._without_update(batch, metrics.totals, why)
         overflow = scaling is not None and not math.isfinite(metrics.grad_norm or 0.0)

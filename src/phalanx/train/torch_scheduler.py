@@ -12,6 +12,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from phalanx.checkpoint.folder import not_json
 from phalanx.config import Job, Plan
+from phalanx.config.phases import PhaseInputs
 from phalanx.errors import CheckpointError, Problem, SpecError
 
 _FIX = "optimizer=lambda params: torch.optim.AdamW(params, lr=3e-4)"
@@ -71,6 +72,9 @@ def given_scheduler_problems(job: Job, plan: Plan, scheduler: LRScheduler, lr_sc
 
 
 def _plateau_problems(job: Job, scheduler: ReduceLROnPlateau) -> list[Problem]:
+    if isinstance(job.inputs, PhaseInputs) and not job.inputs.first:
+        given = f"ReduceLROnPlateau of the phase {job.inputs.phase}, and evaluations are of the first phase"
+        return [_wrong(given, "one of the first phase, or a scheduler that follows steps", "StepLR(optimizer, 30)")]
     if not job.evaluate_every:
         allowed = "only together with evaluate and evaluate_every: it is stepped by each evaluation"
         fix = "evaluate=lambda: dataset, evaluate_every=100"
@@ -146,10 +150,63 @@ class TorchScheduler:
             raise CheckpointError(f"the state of {kind} in the checkpoint does not fit this one: {error}") from error
         self._evaluated = int(saved["evaluated"])
 
-    def keys(self) -> frozenset[str]:
-        """Of a parameter group, what the scheduler sets and reads: it is the checkpoint's where a run goes on."""
+    def keys(self) -> list[frozenset[str]]:
+        """Of each parameter group, what the scheduler sets and reads: it is the checkpoint's where a run goes on."""
         momentum = any(part.get("cycle_momentum") for part in _dicts(self._scheduler.state_dict()))
-        return _RATES | _MOMENTA if momentum else _RATES
+        return [_RATES | _MOMENTA if momentum else _RATES] * len(self._scheduler.optimizer.param_groups)
+
+
+@final
+class SchedulersOfPhases:
+    """The schedulers of a job's phases as one, which is stepped, saved and restored with the run."""
+
+    def __init__(self, schedulers: Mapping[str, Any], groups: Mapping[str, int]) -> None:
+        """By name of each phase, in order: its ``TorchScheduler``, or ``None``, and its number of parameter groups."""
+        self._schedulers, self._groups = schedulers, groups
+        self._given: dict[str, TorchScheduler] = {name: one for name, one in schedulers.items() if one is not None}
+
+    def stepped(self) -> None:
+        """An optimizer step has been taken by the phases that had their turn."""
+        for one in self._given.values():
+            one.stepped()
+
+    @property
+    def follows_evaluations(self) -> bool:
+        """Whether one is stepped by evaluations."""
+        return any(one.follows_evaluations for one in self._given.values())
+
+    def awaits_evaluation(self, step: int) -> bool:
+        """Whether the evaluation after ``step`` steps has still to be taken into account."""
+        return any(one.awaits_evaluation(step) for one in self._given.values())
+
+    def evaluated(self, step: int, value: float) -> None:
+        """An evaluation after ``step`` steps gave ``value``."""
+        for one in self._given.values():
+            one.evaluated(step, value)
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint keeps, as JSON."""
+        return {"kind": "phases", "phases": {name: one.state() for name, one in self._given.items()}}
+
+    def restore(self, saved: Mapping[str, Any]) -> None:
+        """Go on from what ``state`` gave, under whatever plan.
+
+        Raises:
+            CheckpointError: if other phases have schedulers there, or of another kind, or one does not fit.
+        """
+        there = saved.get("phases", {})
+        if there.keys() != self._given.keys():
+            raise CheckpointError(
+                f"the checkpoint was saved with schedulers of the phases {', '.join(there) or 'none'}, these are of "
+                f"{', '.join(self._given)}.\n    try: the job as it was, or a new run folder"
+            )
+        for name, one in self._given.items():
+            one.restore(there[name])
+
+    def keys(self) -> list[frozenset[str]]:
+        """Of each parameter group of all phases, what its scheduler sets and reads; nothing where there is none."""
+        each = ((one, self._groups[name]) for name, one in self._schedulers.items())
+        return [keys for one, groups in each for keys in (one.keys() if one else [frozenset[str]()] * groups)]
 
 
 _RATES = frozenset({"lr", "initial_lr", "max_lr", "min_lr", "swa_lr"})

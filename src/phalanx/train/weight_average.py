@@ -44,6 +44,11 @@ class WeightAverage:
         self._inside = False
         self._add: Any = get_ema_multi_avg_fn(how.factor) if how.kind == "ema" else get_swa_multi_avg_fn()
 
+    @property
+    def inside(self) -> bool:
+        """Whether the model has the averaged weights just now."""
+        return self._inside
+
     def refuse_within(self, what: str) -> None:
         """Refuse ``what`` would take the averaged weights for those that are trained.
 

@@ -100,14 +100,14 @@ def _step(pair: Pair, index: int, here: StepRecord, there: StepRecord) -> Iterat
 
 
 def _phases(pair: Pair, index: int, here: StepRecord, there: StepRecord) -> Iterator[Check]:
-    """The losses of phases; who knows of none, such as a loop of the user's own, is held against none."""
+    """Losses by name, phases' among them; who knows of none, such as a loop of the user's own, is held against none."""
     if not here.losses or not there.losses:
         return
     turns = _different(dict.fromkeys(here.losses, 1), dict.fromkeys(there.losses, 1))
-    yield _exact(f"phases of step {index}", f"in step {index}", turns)
+    yield _exact(f"losses by name of step {index}", f"in step {index}", turns)
     for name, loss in here.losses.items():
         off, allowed = compare.relative_difference(loss, there.losses.get(name, math.nan)), pair.tolerance.loss
-        words = f"the loss of the phase {name} in step {index}, by {off:.2g} (allowed {allowed:.2g})"
+        words = f"the loss {name} in step {index}, by {off:.2g} (allowed {allowed:.2g})"
         sizes: dict[str, Any] = {"many": 1, "largest": off, "allowed": allowed}
         yield Check(kind="loss", when=f"in step {index}", step=index, first="" if off <= allowed else words, **sizes)
 

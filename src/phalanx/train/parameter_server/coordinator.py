@@ -18,6 +18,7 @@ import torch
 from phalanx.checkpoint import Saving
 from phalanx.checkpoint.sections import MODEL, name_in
 from phalanx.config import Job, RunSpec
+from phalanx.config.losses import names_of
 from phalanx.data import Ledger, MicroBatch, StepBatch
 from phalanx.data.loader import BatchPieces
 from phalanx.errors import RunError
@@ -30,6 +31,7 @@ from phalanx.train.interruptions import Interruptions
 from phalanx.train.loop import Stepper, StepsLostError
 from phalanx.train.loss import check_count
 from phalanx.train.metrics import Metrics
+from phalanx.train.named_losses import check_alike
 from phalanx.train.observer import Observer
 from phalanx.train.parameter_server.piece_accidents import first_of, take_over
 from phalanx.train.parameter_server.requests import RequestHandler
@@ -150,8 +152,11 @@ class Coordinator(Stepper):
 
     def _update(self, step: int, reports: Mapping[int, Report]) -> tuple[StepBatch, Metrics]:
         job, observer, scene, parts = self.job, self.observer, self.scene, list(reports)
-        total, count = (sum(report.gradient_sums["loss"][index] for report in reports.values()) for index in range(2))
+        names = names_of(job.loss)
+        pairs = [[report.gradient_sums[name] for report in reports.values()] for name in ("loss", *names)]
+        (total, count), *named = ((sum(one for one, _ in each), sum(one for _, one in each)) for each in pairs)
         check_count(step, count)
+        check_alike(step, names, [counted for _, counted in named])
         rate = self.run.lr_scale * job.lr_schedule.factor(step=step, batch=job.batch, total_steps=self._total)
         scale, batch = self._divisor / count, batch_of(self.pieces, step, parts)
         squares = self.group.tell(FrameKind.PREPARE, {"step": step, "parts": parts})
@@ -185,7 +190,8 @@ class Coordinator(Stepper):
             lr=self.store.rates[0] * rate,
             skipped=bool(why),
             accident=why,
-            _totals=(total, count),
+            _totals=(total, count, *(number for pair in named for number in pair)),
+            names=names,
             _norm=torch.tensor(norm, dtype=torch.float64) if limit is not None else None,
         )
         return batch, metrics
@@ -234,7 +240,7 @@ class Coordinator(Stepper):
                     given_up = True
                     queue.begin_no_more()
         self.requests.turn_to("train", self._queue)
-        return None if given_up else Evaluation.of(sums, samples, begun)
+        return None if given_up else Evaluation.of(self.job, sums, samples, begun)
 
     def save(self, folder: Path, *, keep: int, keep_every: int | None) -> Saving:
         begun = time.perf_counter()

@@ -11,6 +11,7 @@ import torch
 
 from phalanx.comm.frames import Frame
 from phalanx.config import Job, Plan
+from phalanx.config.losses import names_of
 from phalanx.data import MicroBatch
 from phalanx.data.loader import BatchPieces
 from phalanx.hardware import peak_memory
@@ -155,29 +156,30 @@ class Computer:
     def gradients(self, pieces: BatchPieces, step: int, part: int) -> tuple[Sums, int]:
         """Leave in each parameter's ``grad`` the sum over a piece, over the divisor.
 
-        Returns the sum and the count of its loss, and its samples.
+        Returns the sum and the count of its loss, and of each by name, and its samples.
 
         Raises:
             GradientError: if parameters get no gradient and the job does not allow it.
         """
         self.micros = []
-        total, count, samples = 0.0, 0.0, 0
+        sums: Sums = dict.fromkeys(("loss", *names_of(self._job.loss)), (0.0, 0.0))
+        samples = 0
         drop_gradients(self._layout.parameters.values())
         for index, micro in enumerate(pieces.micros(step, part)):
             self.micros.append(micro)
-            loss, counted = self._compute(micro, index, step, part)
-            total, count, samples = total + loss, count + counted, samples + micro.samples
+            add_up(sums, self._compute(micro, index, step, part))
+            samples += micro.samples
         if not self._checked and self._job.unused == "error":
             without = [name for name, tensor in self._layout.parameters.items() if tensor.grad is None]
             if without:
                 raise without_gradient(without, f"in step {step}")
         self._checked = True
-        return {"loss": (total, count)}, samples
+        return sums, samples
 
     def _compute(
         self, micro: MicroBatch, index: int, step: int, part: int, watch: ModuleWatch | None = None
-    ) -> tuple[float, float]:
-        """Forward and backward of one micro-batch, as ``watch`` looks on; returns sum and count of its loss."""
+    ) -> dict[str, tuple[Any, Any]]:
+        """Forward and backward of one micro-batch, as ``watch`` looks on; returns sum and count of its losses."""
         device = self._device
         reseed(device, stream(self._job.seed, step, index, part))
         with compute_context(self._plan, device):
@@ -193,7 +195,8 @@ class Computer:
             watch.loss_done((0, index), value)
         value.backward()
         self.moved()
-        return float(read.value.detach()) * read.weight, float(read.count)
+        named = zip(names_of(self._job.loss), read.named, strict=True)
+        return {"loss": (float(read.value.detach()) * read.weight, read.count), **dict(named)}
 
     def finite(self, step: int, loss: float) -> bool:
         """Whether ``loss`` and the gradients at hand are finite, and now and then the parameters, too."""
@@ -214,7 +217,8 @@ class Computer:
         def again(watch: ModuleWatch) -> Means:
             drop_gradients(self._layout.parameters.values())
             sums = {(0, at): self._compute(micro, at, step, part, watch) for at, micro in enumerate(self.micros)}
-            return {place: total / (count or 1.0) for place, (total, count) in sums.items()}
+            whole = {place: found["loss"] for place, found in sums.items()}
+            return {place: total / (float(count) or 1.0) for place, (total, count) in whole.items()}
 
         buffers = BufferCopies()
         buffers.take(self._layout.modules)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from phalanx.config import Job, Metric
+from phalanx.config.losses import Losses, NamedLosses
 from phalanx.verify.witness import samples
 from phalanx.verify.witness.parts import Part
 
@@ -28,7 +29,10 @@ def evaluated(
         seen += len(ids)
         with torch.no_grad(), torch.autocast(device.type, dtype=half, enabled=half is not None):
             output = part.call(model, batch)
-            found: dict[str, Any] = {"loss": sum_and_count(part.loss(output, batch), len(ids))}
+            loss = part.loss(output, batch)
+            found: dict[str, Any] = {
+                name: sum_and_count(one, len(ids)) for name, one in (by_name(loss) or {"loss": loss}).items()
+            }
             found |= dict(job.metrics(output, batch)) if job.metrics else {}
         for name, given in found.items():
             if isinstance(given, Metric):
@@ -39,7 +43,7 @@ def evaluated(
     for each, was in training.items():
         each.training = was
     means = {name: total / count if count else math.nan for name, (total, count) in sums.items()}
-    loss = means.pop("loss")
+    loss = _total(part.loss, means)
     for name, metrics in once.items():
         means |= _computed(name, metrics)
     return {"loss": loss, "samples": seen, "metrics": dict(sorted(means.items()))}
@@ -60,10 +64,28 @@ def _computed(name: str, metrics: list[Metric]) -> dict[str, float]:
 
 
 def sum_and_count(result: Any, size: int) -> tuple[Any, Any]:
-    """A plain mean over the samples is a sum over them divided by their number."""
+    """A plain mean over the samples is a sum over them divided by their number; of several losses, their weighted means
+    add up, and count as the first does.
+    """
+    if named := by_name(result):
+        pairs = {name: sum_and_count(one, size) for name, one in named.items()}
+        count = next(iter(pairs.values()))[1]
+        return sum(result.weights[name] * (total / own) for name, (total, own) in pairs.items()) * count, count
     if isinstance(result, tuple):
         return result
     return result * size, size
+
+
+def by_name(result: Any) -> Mapping[str, Any]:
+    """The losses that a job has by name."""
+    return result.losses if isinstance(result, NamedLosses) else {}
+
+
+def _total(loss: Any, means: dict[str, float]) -> float:
+    """The loss of an evaluation: its mean, which is taken out of ``means``, or the weighted total of those by name."""
+    if isinstance(loss, Losses):
+        return sum(weight * means[name] for name, weight in loss.weights.items())
+    return means.pop("loss")
 
 
 def on_device(value: Any, device: torch.device) -> Any:

@@ -23,7 +23,7 @@ from phalanx.config import Job, Schedule
 from phalanx.verify.witness import samples
 from phalanx.verify.witness.averages import PlainAverage
 from phalanx.verify.witness.clipping import clip
-from phalanx.verify.witness.evaluation import evaluated, on_device, sum_and_count
+from phalanx.verify.witness.evaluation import by_name, evaluated, on_device, sum_and_count
 from phalanx.verify.witness.initial import initial_model
 from phalanx.verify.witness.magnitudes import Magnitudes, dense
 from phalanx.verify.witness.masks import KeyedMasks
@@ -235,7 +235,8 @@ class _PlainLoop:
         looked_at = set(part.trained) if step < WHOLE else self.pending & set(part.trained)
         around = self.magnitudes.forward() if looked_at else nullcontext()
         with around, torch.autocast(self.device.type, dtype=self.half, enabled=self.half is not None):
-            total, count = sum_and_count(part.loss(part.call(self.model, batch), batch), size)
+            given = part.loss(part.call(self.model, batch), batch)
+            total, count = sum_and_count(given, size)
         loss = self.scaler.scale(total) if self.scales else total / count
         loss.backward(retain_graph=bool(looked_at))
         if looked_at:
@@ -257,6 +258,9 @@ class _PlainLoop:
             self.witness.phases.append({})
         if part.name:
             self.witness.phases[-1][part.name] = value
+        for name, each in by_name(given).items():
+            one, counted = sum_and_count(each, size)
+            self.witness.phases[-1][f"{part.name}/{name}" if part.name else name] = one.item() / float(counted)
 
     def _update(self, step: int, part: Part) -> None:
         """Clip, and step at the schedule's rate."""

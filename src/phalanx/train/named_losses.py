@@ -1,0 +1,106 @@
+"""Losses by name in one step: each is divided by its own count over the global batch, known before backward or equal.
+
+Gradients are divided once, by the count of the first loss. Another one's sum is therefore multiplied by the first
+one's count over its own before backward runs. Where the job tells counts from the batch, they are added up over
+micro-batches and ranks before the first forward; where all of the batch is computed in one go, they are at hand;
+otherwise they have to be the same for all names, and are looked at before the update.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from phalanx.comm import active
+from phalanx.config.losses import COUNTS, Losses, NamedLosses
+from phalanx.data import StepBatch
+from phalanx.errors import LossError
+from phalanx.train.loss import LossReading, Shares, check_count, read_loss
+
+
+class NamedCounts:
+    """How the losses of one step are brought to one count."""
+
+    def __init__(self, losses: Losses, step: int, *, whole: bool) -> None:
+        """``whole``: the loss is called once, with all of the global batch."""
+        self._losses, self._step, self._whole = losses, step, whole
+        self._told: list[float] = []
+        self._shares: Shares | None = None
+
+    def count(self, batch: StepBatch, device: torch.device, *, counts: bool) -> None:
+        """Add up what the job tells of the batch; ``counts``: this rank's samples do. Collective.
+
+        Raises:
+            LossError: nothing is counted of a loss.
+        """
+        if self._losses.counts is None or self._whole:
+            return
+        micros = [micro for part in batch.parts for micro in part if micro.samples and counts]
+        rows = [self._losses.counted(micro.batch, micro.samples) for micro in micros]
+        added = torch.tensor(rows or [[0.0] * len(self._losses.names)], dtype=torch.float64).sum(0)
+        if active():
+            added = added.to(device)
+            dist.all_reduce(added)
+        self._told = added.tolist()
+        for count in self._told:
+            check_count(self._step, count)
+        self._shares = [self._told[0] / count for count in self._told]
+
+    def read(self, result: Any, samples: int) -> LossReading:
+        """What the job's loss gave for a micro-batch, as ``read_loss`` reads it."""
+        assert isinstance(result, NamedLosses)
+        read = read_loss(result, samples, self._step, self._shares)
+        if not self._whole or read.mean or not samples:
+            return read
+        first = read.count
+        return read_loss(result, samples, self._step, [_share(first, count) for _, count in read.named])
+
+    def check(self, counts: Sequence[float]) -> None:
+        """Raise where ``counts`` over the global batch are not those that gradients were divided for.
+
+        Raises:
+            LossError: they differ by name and nobody has told them, or are others than were told, or are 0.
+        """
+        if not self._whole:
+            check_alike(self._step, self._losses.names, counts, self._told)
+        for count in counts:
+            check_count(self._step, count)
+
+
+def check_alike(step: int, names: Sequence[str], counts: Sequence[float], told: Sequence[float] = ()) -> None:
+    """Raise where counts by name are not as ``told``, or, where nobody has told them, not alike.
+
+    Raises:
+        LossError: with what to do.
+    """
+    if why := unlike(names, counts, told):
+        raise LossError(f"in step {step} {why}\n    try: {COUNTS}")
+
+
+def unlike(names: Sequence[str], counts: Sequence[float], told: Sequence[float]) -> str:
+    """What is wrong with ``counts`` by name, in words: they are not as ``told``, or, where nobody has, not alike."""
+    for name, count, expected in zip(names, counts, told or list(counts[:1]) * len(counts), strict=True):
+        if math.isclose(count, expected, rel_tol=_SAME):
+            continue
+        if told:
+            return f"the loss {name} counts {count:g}, and counts of px.Losses told {expected:g}"
+        return (
+            f"the loss {name} counts {count:g} and {names[0]} {expected:g}: where a plan splits the batch, counts that "
+            "differ have to be known before backward"
+        )
+    return ""
+
+
+_SAME = 1e-6
+"""Relative difference up to which two counts are the same: weights may be summed in another order."""
+
+
+def _share(first: Any, count: Any) -> Any:
+    if isinstance(count, Tensor):
+        return torch.as_tensor(first, device=count.device).double() / count.where(count != 0, 1)
+    return first / (count or 1)

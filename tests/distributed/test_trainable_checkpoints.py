@@ -1,0 +1,139 @@
+"""Checkpoints that hold what is trained alone: small, gone on with under any plan, and never over another base."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+import phalanx as px
+from phalanx.errors import CheckpointError, SpecError
+
+WIDTH, SAMPLES, BATCH, STEPS = 16, 40, 8, 6
+
+
+class Adapted(nn.Module):
+    """A frozen base, in fp32 and bf16, with an adapter of rank 2 between."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = nn.Sequential(nn.Linear(WIDTH, 64), nn.ReLU(), nn.Linear(64, WIDTH))
+        self.scale = nn.Parameter(torch.rand(WIDTH).to(torch.bfloat16))
+        self.down, self.up = nn.Linear(WIDTH, 2, bias=False), nn.Linear(2, WIDTH, bias=False)
+        self.register_buffer("steps", torch.zeros(()))
+        for one in (*self.base.parameters(), self.scale):
+            one.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) * self.scale.to(x.dtype) + self.up(self.down(x))
+
+
+def rows() -> px.Table:
+    drawn = torch.randn(2, SAMPLES, WIDTH, generator=torch.Generator().manual_seed(0))
+    return px.Table(x=drawn[0], y=drawn[1])
+
+
+def job(**how: Any) -> px.Job:
+    given: dict[str, Any] = {"model": Adapted, "data": rows, "batch": BATCH, "steps": STEPS, "shuffle": False, **how}
+    return px.Job(
+        loss=lambda output, batch: px.mse(output, batch["y"]),
+        optimizer=lambda params: torch.optim.Adam(params, lr=1e-2),
+        **given,
+    )
+
+
+def fit(given: px.Job, plan: str, folder: Path, **how: Any) -> px.Run:
+    how = {"checkpoint": "trainable", **how}
+    return px.fit(given, run=px.RunSpec(job="adapted", plan=px.Plan.parse(plan), folder=folder, forecast="none", **how))
+
+
+def by_hand(initial: dict[str, Tensor] | None = None) -> tuple[list[float], dict[str, Tensor]]:
+    from phalanx.train.build_model import build_model
+
+    net, data, losses = build_model(job()), rows(), list[float]()
+    net.load_state_dict(initial or {}, strict=False)
+    optimizer = torch.optim.Adam([*net.down.parameters(), *net.up.parameters()], lr=1e-2)
+    for step in range(STEPS):
+        ids = [(step * BATCH + index) % SAMPLES for index in range(BATCH)]
+        x, y = (torch.stack([data[one][name] for one in ids]) for name in ("x", "y"))
+        loss = nn.functional.mse_loss(net(x), y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses, net.state_dict()
+
+
+def bytes_in(run: px.Run) -> int:
+    return sum(file.stat().st_size for file in run.checkpoint().glob("*.safetensors"))
+
+
+@pytest.mark.parametrize(
+    "plans", [("single", "fsdp=2"), ("fsdp=2", "dp=2"), ("fsdp=2 zero=2", "single"), ("dp=2", "pp=2")]
+)
+def test_a_run_goes_on_under_another_plan(plans: tuple[str, str], tmp_path: Path) -> None:
+    before, after = plans
+    fit(job(), before, tmp_path / "run", steps=3)
+    run = fit(job(), after, tmp_path / "run", resume=True)
+    losses, values = by_hand()
+    assert [event["loss"] for event in run.events("step")] == pytest.approx(losses, rel=1e-5)
+    trained = run.state_dict()
+    assert trained.keys() == values.keys()
+    for name, value in values.items():
+        torch.testing.assert_close(trained[name], value, rtol=1e-4, atol=1e-5)
+    model = run.model()
+    assert all(torch.equal(one, trained[name]) for name, one in model.state_dict().items())
+
+
+def test_it_holds_what_is_trained_and_no_more(tmp_path: Path) -> None:
+    small, whole = (fit(job(), "dp=2", tmp_path / kind, checkpoint=kind) for kind in ("trainable", "all"))
+    net = Adapted()
+    frozen = sum(one.nbytes for one in net.parameters() if not one.requires_grad)
+    trained = sum(one.nbytes for one in net.parameters() if one.requires_grad)
+    assert bytes_in(whole) - bytes_in(small) == pytest.approx(frozen, abs=600)  # names in headers
+    assert bytes_in(small) == pytest.approx(3 * trained, abs=1500)  # with Adam's two moments
+
+
+@pytest.mark.parametrize("plan", ["single", "fsdp=2"])
+def test_over_another_base_it_is_refused(plan: str, tmp_path: Path) -> None:
+    class Other(Adapted):
+        def __init__(self) -> None:
+            super().__init__()
+            with torch.no_grad():
+                weight = self.base[2].weight
+                weight[0, 0], weight[0, 1] = weight[0, 1].item(), weight[0, 0].item()
+
+    fit(job(), "single", tmp_path / "run", steps=3)
+    with pytest.raises(px.PhalanxError, match=r"other values are here: base\.2\.weight"):
+        fit(job(model=Other), plan, tmp_path / "run", resume=True)
+    with pytest.raises(CheckpointError, match=r"base\.2\.weight"):
+        px.load(tmp_path / "run", job(model=Other)).model()
+
+
+def test_the_base_comes_from_initial(tmp_path: Path) -> None:
+    begun = {name: torch.rand_like(one) for name, one in Adapted().state_dict().items() if name != "steps"}
+    save_file({**begun, "steps": torch.zeros(())}, str(tmp_path / "base.safetensors"))
+    given = job(initial=tmp_path / "base.safetensors")
+    fit(given, "dp=2", tmp_path / "run", steps=3)
+    run = fit(given, "fsdp=2", tmp_path / "run", resume=True)
+    losses, _ = by_hand(begun)
+    assert [event["loss"] for event in run.events("step")] == pytest.approx(losses, rel=1e-5)
+    with pytest.raises(px.PhalanxError, match="checkpoint='trainable'"):
+        fit(given, "single", tmp_path / "run", resume=True, checkpoint="all", steps=STEPS + 1)
+
+
+def test_what_cannot_be(tmp_path: Path) -> None:
+    for plan in ("dp=2 server=1", "dp=2 sync=local every=2"):
+        with pytest.raises(SpecError, match=r"run\.checkpoint"):
+            fit(job(), plan, tmp_path / "run")
+    with pytest.raises(SpecError, match="all, trainable"):
+        fit(job(), "single", tmp_path / "run", checkpoint="some")
+    run = fit(job(), "single", tmp_path / "run", steps=1)
+    with pytest.raises(SpecError, match="what is trained alone"):
+        run.save_pretrained(tmp_path / "out")
+    with pytest.raises(SpecError, match="what is trained alone"):
+        px.load(tmp_path / "run").state_dict()
