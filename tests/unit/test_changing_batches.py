@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import phalanx as px
@@ -91,6 +91,7 @@ def test_one_stretch_is_a_run_without_change(length: int, batch: int, drop_last:
 
 @settings(max_examples=60, deadline=None)
 @given(runs(), st.integers(1, 6))
+@example(([Stretch(0, 3, 0, 7, 7), Stretch(4, 1, 0, 7, 7)], True), 2)  # what 3 leave out, 1 takes
 def test_steps_of_so_many_epochs(run: tuple[list[Stretch], bool], epochs: int) -> None:
     stretches = [one for one in run[0] if one.begin == 0]
     sampler = ChangingBatchSampler(stretches, seed=3, drop_last=run[1])
