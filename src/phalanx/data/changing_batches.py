@@ -131,7 +131,8 @@ class ChangingBatchSampler:
             whole = self._steps(stretch, stretch.each)
             total = stretch.first + self._steps(stretch, stretch.each - begin.position)
             total += (epochs - begin.own - 1) * whole
-            if at + 1 < len(self.stretches) and total < self.stretches[at + 1].first:  # at it, a smaller batch may go on
+            # at the next one's first, a smaller batch may take what this one leaves out
+            if at + 1 < len(self.stretches) and total < self.stretches[at + 1].first:
                 break
         return total
 
