@@ -149,7 +149,36 @@ def of_one_size(*lengths: int) -> px.Job:
     return over_tokens(data=lambda: data, collate=padded_to_nine, loss=loss)
 
 
+def partly_labelled(**how: Any) -> px.Job:
+    """Every fifth sample but the first has no label that counts."""
+    whole = table(96)[:]
+    counts = torch.tensor([index % 5 != 1 for index in range(96)])
+    data = px.Table(**whole, labels=whole["y"].masked_fill(~counts, -100), counts=counts.float())
+    return job(data=lambda: data, inputs=lambda batch: batch["x"], **how)
+
+
+def of_counted(output: torch.Tensor, batch: Any) -> torch.Tensor:
+    return (F.cross_entropy(output, batch["y"], reduction="none") * batch["counts"]).sum() / batch["counts"].sum()
+
+
+def nearly_without_labels() -> px.Job:
+    """Samples of as many labels each, but for one in five, which has none."""
+    data = [1 + (index + torch.arange(6)) % 15 for index in range(64)]
+
+    def collate(samples: list[torch.Tensor]) -> dict[str, torch.Tensor]:
+        ids = torch.stack(samples)
+        return {"ids": ids, "labels": ids.masked_fill(ids[:, :1] % 5 == 3, -100)}
+
+    return over_tokens(data=lambda: data, collate=collate, loss=of_tokens, batch=16)
+
+
 PLANTED: dict[str, tuple[px.Job, str]] = {
+    "labels of some": (
+        partly_labelled(loss=lambda output, batch: F.cross_entropy(output, batch["labels"])),
+        "mean over what counts: ",
+    ),
+    "mask of some": (partly_labelled(loss=of_counted), "mean over what counts: "),
+    "tokens of all but some": (nearly_without_labels(), "mean over what counts: "),
     "class weights": (
         job(loss=lambda output, batch: F.cross_entropy(output, batch["y"], weight=WEIGHTS)),
         "weighted mean: ",
@@ -174,6 +203,8 @@ EXACT = {
             F.cross_entropy(output, batch["y"], weight=WEIGHTS, reduction="sum"), WEIGHTS[batch["y"]].sum()
         )
     ),
+    "labels of some, counted": partly_labelled(loss=lambda output, batch: px.cross_entropy(output, batch["labels"])),
+    "labels of which all count": partly_labelled(loss=lambda output, batch: F.cross_entropy(output, batch["y"])),
     "tokens, counted": over_tokens(loss=lambda output, batch: px.cross_entropy(output, batch["labels"])),
     "tokens, as many in each": of_one_size(4),
     "a counter": job(model=Ticking),
@@ -205,6 +236,15 @@ def test_a_cause_is_named_before_the_run(name: str) -> None:
 @pytest.mark.parametrize("name", EXACT)
 def test_nothing_is_said_of_a_job_that_can_be_split(name: str) -> None:
     assert look_ahead(EXACT[name], Plan.parse("dp=2")).causes == ()
+
+
+def test_a_sum_made_from_a_mean_over_nothing_is_named() -> None:
+    def loss(output: torch.Tensor, batch: Any) -> px.Loss:
+        count = (batch["labels"] != -100).sum()
+        return px.Loss(F.cross_entropy(output, batch["labels"]) * count, count)
+
+    (found,) = look_ahead(partly_labelled(loss=loss), Plan.parse("dp=2")).causes
+    assert found.startswith("no sum where nothing counts: ")
 
 
 def test_a_counter_of_forwards_is_named_where_there_are_more_of_them() -> None:

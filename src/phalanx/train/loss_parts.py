@@ -9,10 +9,23 @@ from phalanx.train.loss import LossReading
 
 _SAME = 1e-4
 """Relative difference up to which results of fp32 on whole and on split samples are the same."""
+Parts = dict[tuple[int, ...], LossReading]
+"""By the indices of their samples: of the whole, which is the first, single samples, pairs, and what is left of one."""
 COUNTED = "px.Loss(sum, count), as px.cross_entropy and px.next_token_loss give it, is exact."
 
 
-def of_weights(values: dict[tuple[int, ...], LossReading], tokens: list[float]) -> str:
+def without_a_number(values: Parts) -> str:
+    """Why samples alone have no finite loss where all of them together have one; empty where each has one."""
+    singles = [values[(index,)] for index in next(iter(values))]
+    lost = [one for one in singles if not finite(one)]
+    if not lost:
+        return ""
+    if len(lost) == len(singles):
+        return _COUPLED
+    return _SUM_OF_NONE if any(float(one.count) == 0 for one in lost) else _MEAN_OF_NONE
+
+
+def of_weights(values: Parts, tokens: list[float]) -> str:
     """Why single samples' losses do not add up: their weights in a mean, or what one is compared with."""
     if not all(one.mean for one in values.values()):
         return _COUPLED
@@ -34,6 +47,16 @@ def of_weights(values: dict[tuple[int, ...], LossReading], tokens: list[float]) 
     return _WEIGHTED
 
 
+_MEAN_OF_NONE = (
+    "mean over what counts: the loss is one mean over the targets of a micro-batch that count, and there are samples "
+    "of which none does (their labels are -100, or their mask is 0), so that the mean of means is another. "
+    f"{COUNTED}"
+)
+_SUM_OF_NONE = (
+    "no sum where nothing counts: the sum is not a finite number for a sample of which nothing is counted (the mean "
+    "over none, times 0), and so for a micro-batch of such samples. A sum that is not made from a mean, as "
+    'reduction="sum" gives it, is 0 there.'
+)
 _WEIGHTED = (
     "weighted mean: the loss is a mean in which samples weigh unlike (class weights, say), and weights of a "
     "micro-batch do not add up as samples do. px.Loss(sum, count) is exact where the weights do not depend on the "
@@ -45,7 +68,7 @@ _COUPLED = (
 )
 
 
-def adds_up(values: dict[tuple[int, ...], LossReading]) -> bool:
+def adds_up(values: Parts) -> bool:
     """Whether the loss of the first group of samples is that of its parts, in sum and in count."""
     whole = next(iter(values))
     splits: Iterable[Sequence[tuple[int, ...]]] = ([(index,) for index in whole], [(0, 1), whole[2:]])
@@ -72,3 +95,8 @@ def mean_of(one: LossReading) -> float:
 def close(one: float, other: float) -> bool:
     """Whether two results differ by no more than rounding of fp32."""
     return math.isclose(one, other, rel_tol=_SAME, abs_tol=1e-6)
+
+
+def finite(one: LossReading) -> bool:
+    """Whether the loss is a number, and no infinite one."""
+    return math.isfinite(float(one.value))

@@ -7,7 +7,6 @@ model and the loss are run on the first samples, whole and in parts, and what di
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -24,14 +23,17 @@ from phalanx.parallel import batch_statistics, dropouts
 from phalanx.train.evaluate import evaluation_mode
 from phalanx.train.inputs import Inputs
 from phalanx.train.loss import LossReading, read_loss
-from phalanx.train.loss_parts import COUNTED, adds_up, close, mean_of, of_weights
+from phalanx.train.loss_parts import COUNTED, Parts, adds_up, close, finite, mean_of, of_weights, without_a_number
 from phalanx.train.row_gather import RowGather
 from phalanx.train.whole_batch import OutputPiece, WholeBatch
 from phalanx.units import show_names
 
 _SAMPLES = 4
-_COUNTED_SAMPLES = 64
-"""Samples of which the tokens are counted, where the first ones' losses add up: they may be of one length by chance."""
+_COUNTED_SAMPLES, _LABELLED_SAMPLES = 64, 16
+"""Samples of which the tokens are counted, where the first ones' losses add up: they may be of one length by chance.
+
+Fewer where each has a label or a weight and no tokens.
+"""
 LARGEST = 5e7
 """Elements of parameters up to which a model is looked at so: a fraction of a second."""
 
@@ -190,18 +192,24 @@ class _CauseSearch:
         """Whether the loss of a batch is what the losses of its parts add up to."""
         if len(self._places) < 3 or self._unseen:
             return []
-        value = self._values(self._part)
-        if value is not None and adds_up(value) and self._others(value):
-            value = self._values(self._part)
-        if value is None or adds_up(value):
+        values = self._values(self._part)
+        if self._tells_nothing(values) and self._others(values):
+            values = self._values(self._part)
+        if self._tells_nothing(values):
             return []
+        if why := without_a_number(values):
+            return [why]
         aligned = self._values(self._rows)
-        if aligned is not None and adds_up(aligned):
+        if adds_up(aligned):
             return [
                 "padded mean: the loss is a mean over tokens with those that pad a sample to the longest of its "
                 f"micro-batch, whose number depends on how the batch is split. {COUNTED}"
             ]
-        return [of_weights(aligned or value, self._token_counts())]
+        return [of_weights(aligned if all(map(finite, aligned.values())) else values, self._token_counts())]
+
+    def _tells_nothing(self, values: Parts) -> bool:
+        whole = next(iter(values.values()))
+        return not finite(whole) or adds_up(values)
 
     def compared(self) -> str:
         """Why a loss over the whole batch is another one where its outputs are put together from parts."""
@@ -227,39 +235,45 @@ class _CauseSearch:
             return _MIXED_BEFORE
         return "" if close(mean_of(expected), mean_of(found)) else _MIXED_BEFORE
 
-    def _others(self, value: dict[tuple[int, ...], LossReading]) -> bool:
-        """Go on with samples of unlike numbers of tokens, where the loss is a plain mean and there are such samples."""
-        tokens = any(_of_tokens(leaf) for leaf in tree_leaves(self._batch))
-        if not tokens or self._sliced or not all(one.mean for one in value.values()):
+    def _others(self, values: Parts) -> bool:
+        """Go on with samples of which unlike numbers count, where the loss is a plain mean and there are such samples.
+
+        Among them is one of which nothing counts, where there is one, and one alone.
+        """
+        counted = [leaf for leaf in tree_leaves(self._batch) if _is_counted(leaf)]
+        if not counted or self._sliced or not all(one.mean for one in values.values()):
             return False
-        sizes = {place: _sizes(sample) for place, sample in self._loader.spread(_COUNTED_SAMPLES)}
+        looked_at = _COUNTED_SAMPLES if any(leaf.dim() > 1 for leaf in counted) else _LABELLED_SAMPLES
+        sizes = {place: _sizes(sample) for place, sample in self._loader.spread(looked_at)}
         for column in (0, 1):  # by what is counted; where that is the same in all, by where padding begins
-            firsts: dict[Any, int] = {}
+            firsts: dict[tuple[int, ...], int] = {}
             for place, size in sizes.items():
                 firsts.setdefault(size[column], place)
             if len(firsts) > 1:
-                places = [*firsts.values(), *(place for place in sizes if place not in firsts.values())][:_SAMPLES]
+                none = [place for counts, place in firsts.items() if 0 in counts]
+                some = [place for place in firsts.values() if place not in none]
+                others = [place for place in sizes if place not in firsts.values()]
+                places = [*none[:1], *some, *none[1:], *others][:_SAMPLES]
                 self._places, self._batch = places, self._loader.collate(places)
                 return True
         return False
 
-    def _values(self, batch_of: Callable[[Sequence[int]], Any]) -> dict[tuple[int, ...], LossReading] | None:
+    def _values(self, batch_of: Callable[[Sequence[int]], Any]) -> Parts:
         """The loss of the whole, of halves, pairs and single samples, by their indices."""
         every = range(len(self._places))
         groups = [tuple(every), *((one,) for one in every), (0, 1), (1, 2), (0, 2), tuple(every)[2:]]
-        found: dict[tuple[int, ...], LossReading] = {}
-        for group in dict.fromkeys(groups):
-            read = self._value(batch_of([self._places[index] for index in group]), 0, samples=len(group))
-            if read is None:
-                return None
-            found[group] = read
-        return found
+        return {
+            group: self._read(batch_of([self._places[index] for index in group]), 0, len(group))
+            for group in dict.fromkeys(groups)
+        }
 
-    def _value(self, batch: Any, seed: int, samples: int = 0) -> LossReading | None:
+    def _value(self, batch: Any, seed: int) -> LossReading | None:
+        read = self._read(batch, seed, len(self._places))
+        return read if finite(read) else None
+
+    def _read(self, batch: Any, seed: int, samples: int) -> LossReading:
         output = self._forward(batch, seed=seed)
-        result = self._job.loss(output, batch)
-        read = read_loss(result, samples or len(self._places), "a look at a few samples")
-        return read if math.isfinite(float(read.value)) else None
+        return read_loss(self._job.loss(output, batch), samples, "a look at a few samples")
 
     def _forward(self, batch: Any, *, training: bool | None = None, seed: int = 0) -> Any:
         args, kwargs, _ = self._inputs(batch, torch.device("cpu"))
@@ -313,19 +327,24 @@ def _always_of_batch(module: nn.Module) -> bool:
     return any(getattr(norm, "running_mean", None) is None for norm in norms)
 
 
-def _of_tokens(leaf: Any) -> bool:
-    """Whether a tensor of a batch holds whole numbers or truths for each token of a sample."""
-    return isinstance(leaf, torch.Tensor) and leaf.dim() > 1 and not leaf.is_floating_point() and leaf.numel() > 0
+def _is_counted(leaf: Any) -> bool:
+    """Whether a tensor of a batch holds whole numbers or truths for a sample or its tokens, or a mask of them."""
+    if not isinstance(leaf, torch.Tensor) or leaf.is_complex() or not leaf.dim() or not leaf.numel():
+        return False
+    return not leaf.is_floating_point() or bool(((leaf == 0) | (leaf == 1)).all())
 
 
 def _sizes(sample: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Of each tensor of tokens: how many a mask or labels of -100 leave in, and how many are unlike the last."""
+    """Of each tensor of tokens: how many a mask or labels of -100 leave in, and how many are unlike the last.
+
+    Of a tensor with one number a sample, in place of the latter, that number.
+    """
     counted: list[int] = []
     ended: list[int] = []
-    for leaf in filter(_of_tokens, tree_leaves(sample)):
+    for leaf in filter(_is_counted, tree_leaves(sample)):
         mask = int(leaf.min()) >= 0 and int(leaf.max()) <= 1
         counted.append(int(leaf.sum()) if mask else int((leaf != IGNORED).sum()))
-        ended.append(int((leaf != leaf.flatten()[-1]).sum()))
+        ended.append(int(leaf) if leaf.numel() == 1 else int((leaf != leaf.flatten()[-1]).sum()))
     return tuple(counted), tuple(ended)
 
 
