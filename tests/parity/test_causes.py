@@ -67,6 +67,17 @@ class Noisy(Net):
         return super().forward(x + 0.1 * torch.randn_like(x) * self.training)
 
 
+class AlwaysNoisy(Net):
+    """Adds noise in evaluation, too."""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.dropout = nn.Dropout(dropout) if dropout else nn.Identity()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(self.dropout(x) + 0.1 * torch.randn_like(x))
+
+
 class Normalised(Net):
     """Normalises by the batch in training, and by running statistics otherwise."""
 
@@ -191,6 +202,8 @@ PLANTED: dict[str, tuple[px.Job, str]] = {
     "tokens of some samples": (of_one_size(2, 9, 5, 7, 3), "mean over tokens: "),
     "padding": (over_tokens(loss=of_padding), "padded mean: "),
     "noise": (job(model=Noisy), "random numbers drawn in forward"),
+    "noise in evaluation": (job(model=AlwaysNoisy), "random numbers drawn in forward"),
+    "noise beside dropout": (job(model=lambda: AlwaysNoisy(dropout=0.2)), "random numbers drawn in forward"),
     "dice": (job(loss=with_dice), "the loss couples samples"),
     "dice beside batch norm": (job(model=Normalised, loss=with_dice), "the loss couples samples"),
 }

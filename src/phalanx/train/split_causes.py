@@ -138,13 +138,17 @@ class _CauseSearch:
 
     def random(self) -> list[str]:
         """Random numbers that no known module draws."""
-        if dropouts(self._module) or not self._training:
-            return []
-        first, second = (self._value(self._batch, seed) for seed in (0, 1))
-        if first is None or second is None or close(mean_of(first), mean_of(second)):
+        if not self._differs():
             return []
         self._training = False
+        # What is drawn in evaluation mode as well hides whatever else differs between a whole and its parts.
+        self._unseen = self._unseen or self._differs()
         return ["random numbers drawn in forward or in the loss: other ones than on one device for the same sample."]
+
+    def _differs(self) -> bool:
+        """Whether the loss of the same samples depends on the seed."""
+        first, second = (self._value(self._batch, seed) for seed in (0, 1))
+        return first is not None and second is not None and not close(mean_of(first), mean_of(second))
 
     def random_behind(self) -> list[str]:
         """Random numbers that no known module draws, behind the first layer: a later stage has a stream of its own."""
