@@ -140,6 +140,10 @@ def of_tokens(output: torch.Tensor, batch: Any) -> torch.Tensor:
     return F.cross_entropy(output.flatten(0, 1), batch["labels"].flatten())
 
 
+def of_tokens_summed(output: torch.Tensor, batch: Any) -> torch.Tensor:
+    return F.cross_entropy(output.flatten(0, 1), batch["labels"].flatten(), reduction="sum") / 100
+
+
 def of_padding(output: torch.Tensor, batch: Any) -> torch.Tensor:
     return F.cross_entropy(output.flatten(0, 1), batch["ids"].flatten())
 
@@ -204,6 +208,14 @@ PLANTED: dict[str, tuple[px.Job, str]] = {
     "noise": (job(model=Noisy), "random numbers drawn in forward"),
     "noise in evaluation": (job(model=AlwaysNoisy), "random numbers drawn in forward"),
     "noise beside dropout": (job(model=lambda: AlwaysNoisy(dropout=0.2)), "random numbers drawn in forward"),
+    "sum": (
+        job(loss=lambda output, batch: F.cross_entropy(output, batch["y"], reduction="sum") / 100),
+        "a sum without its count: ",
+    ),
+    "sum over padded tokens": (
+        over_tokens(loss=of_tokens_summed),
+        "a sum without its count: ",
+    ),
     "dice": (job(loss=with_dice), "the loss couples samples"),
     "dice beside batch norm": (job(model=Normalised, loss=with_dice), "the loss couples samples"),
 }

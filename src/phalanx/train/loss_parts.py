@@ -29,6 +29,8 @@ def of_weights(values: Parts, tokens: list[float]) -> str:
     """Why single samples' losses do not add up: their weights in a mean, or what one is compared with."""
     if not all(one.mean for one in values.values()):
         return _COUPLED
+    if _is_a_sum(values):
+        return _PLAIN_SUM
     ratios: dict[tuple[int, int], float] = {}
     for i, j in ((0, 1), (1, 2), (0, 2)):
         one, other, both = (float(values[group].value) for group in ((i,), (j,), (i, j)))
@@ -57,6 +59,12 @@ _SUM_OF_NONE = (
     "over none, times 0), and so for a micro-batch of such samples. A sum that is not made from a mean, as "
     'reduction="sum" gives it, is 0 there.'
 )
+_PLAIN_SUM = (
+    "a sum without its count: the loss is the sum over the samples of a micro-batch, maybe divided by a number that is "
+    'the same for all (reduction="sum", a batch size), and a plain number is taken for their mean. '
+    "px.Loss(sum, count) is exact: the sum, and how many samples or tokens it is over, by which the whole batch's sum "
+    "is divided; a learning rate that was right for a sum is too small for that."
+)
 _WEIGHTED = (
     "weighted mean: the loss is a mean in which samples weigh unlike (class weights, say), and weights of a "
     "micro-batch do not add up as samples do. px.Loss(sum, count) is exact where the weights do not depend on the "
@@ -80,6 +88,13 @@ def adds_up(values: Parts) -> bool:
         if not close(sum(float(one.count) for one in parts), float(total.count)):
             return False
     return True
+
+
+def _is_a_sum(values: Parts) -> bool:
+    """Whether losses that are taken for means are what those of the samples add up to."""
+    return all(
+        close(sum(float(values[(index,)].value) for index in group), float(one.value)) for group, one in values.items()
+    )
 
 
 def sum_of(one: LossReading) -> float:
