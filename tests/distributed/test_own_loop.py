@@ -233,11 +233,41 @@ class TestRefusals:
         with pytest.raises(SpecError, match="what to evaluate on"):
             step.evaluate()
 
+
+@pytest.mark.parametrize("name", ["single", "threads=2 micro=8"])
+@pytest.mark.parametrize("run", [None, "run"])
+class TestOneForIsTheWholeTraining:
+    """With a run and without one."""
+
+    def test_the_loader_again_has_nothing_left(self, name: str, run: str | None, plain: Plain) -> None:
+        step, loader = px.build(job(shuffle=False), name, run=run)
+        losses = {batch.step: step(batch).loss for _ in range(3) for batch in loader}
+        assert step.taken == len(losses) == STEPS
+        assert [losses[at] for at in range(STEPS)] == pytest.approx(plain.losses, rel=1e-5)
+        step.close()
+
+    def test_a_loop_that_was_left_goes_on(self, name: str, run: str | None, plain: Plain) -> None:
+        step, loader = px.build(job(shuffle=False), name, run=run)
+        losses = list[float]()
+        for stop in (0, 3, 5, STEPS):
+            for batch in loader:
+                if step.taken == stop:
+                    break
+                losses.append(step(batch).loss)
+        assert losses == pytest.approx(plain.losses, rel=1e-5)
+        step.close()
+
     @pytest.mark.parametrize("skipped", [0, STEPS - 1])
-    def test_a_batch_that_is_left_out(self, skipped: int) -> None:
-        step, loader = px.build(job(), "single", run="run")
+    def test_a_batch_that_is_left_out(self, name: str, run: str | None, skipped: int) -> None:
+        step, loader = px.build(job(shuffle=False), name, run=run)
         with pytest.raises(RunError, match="each batch has one step"):
             list(map(step, (batch for batch in loader if batch.step != skipped)))
+        step.close()
+
+    def test_a_batch_that_has_a_second_step(self, name: str, run: str | None) -> None:
+        step, loader = px.build(job(shuffle=False), name, run=run)
+        with pytest.raises(RunError, match="each batch has one step"):
+            [step(batch) for batch in loader for _ in range(2)]
         step.close()
 
 

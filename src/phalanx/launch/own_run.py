@@ -24,7 +24,7 @@ from phalanx.train.launcher_link import LauncherLink
 from phalanx.train.loop import TrainingLoop
 from phalanx.train.mesh_stepper import rank_of_mesh
 from phalanx.train.observer import Observer
-from phalanx.train.own_step import CallersProcess, OwnLoader, OwnRun, OwnStep
+from phalanx.train.own_step import CallersProcess, LoopWithoutRun, OwnLoader, OwnRun, OwnStep
 
 _log = logging.getLogger("phalanx")
 
@@ -98,7 +98,8 @@ def laid_out(job: Job, plan: Plan, place: Place | None, run: RunSpec | None) -> 
         unread = [] if run else _unread(job)
         for note in [*(f"differs from one device: {note}" for note in assembly.notes), *assembly.advice, *unread]:
             _log.warning("%s", note)
-    return OwnStep(job, plan, assembly, own, first=place.rank == 0), OwnLoader(assembly.loader, own)
+    loop = own or LoopWithoutRun(assembly.step, assembly.loader)
+    return OwnStep(job, plan, assembly, loop, first=place.rank == 0), OwnLoader(assembly.loader, loop)
 
 
 def _unread(job: Job) -> list[str]:

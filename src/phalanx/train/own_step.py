@@ -8,7 +8,7 @@ stands, and ends it.
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
@@ -189,6 +189,45 @@ def _ended(what: str, taken: int) -> RunError:
     )
 
 
+@final
+class LoopWithoutRun:
+    """The steps of a loop of one's own that keeps no run: what is a step of which batch is as with one."""
+
+    def __init__(self, step: Step, loader: Loader) -> None:
+        self._step, self._loader, self._read, self._over = step, loader, False, False
+
+    def batches(self) -> Generator[StepBatch, None, None]:
+        """The batches of the steps that are left, of all epochs; none once they are all taken.
+
+        Raises:
+            RunError: a batch was left out.
+        """
+        if self._over:
+            return
+        loader = self._loader.starting_at(self._taken) if self._read else self._loader
+        self._read = True
+        with closing(iter(loader)) as batches:
+            for batch in batches:
+                yield batch
+                if self._taken <= batch.step:
+                    raise _left_out(batch.step, self._taken)
+        self._over = True
+
+    def take(self, batch: StepBatch) -> Metrics:
+        """Take the step of ``batch``.
+
+        Raises:
+            RunError: it is not the batch of the next step.
+        """
+        if batch.step != self._taken:
+            raise _left_out(batch.step, self._taken)
+        return self._step(batch)
+
+    @property
+    def _taken(self) -> int:
+        return self._step.progress.step
+
+
 def _left_out(step: int, taken: int) -> RunError:
     return RunError(
         f"the loop is at step {taken}, and got the batch of step {step} from its loader: each batch has one step\n"
@@ -203,19 +242,20 @@ class OwnStep:
     Raises, when called:
         LossError: if the loss is not finite, or not of an allowed form, or if nothing was counted.
         GradientError: if a gradient is not finite, or parameters get none and the job does not allow it.
-        RunError: with a run, if it is not the batch of the next step, or the run is over.
+        RunError: if it is not the batch of the next step; with a run, if that is over, too.
         SystemExit: with a run, once it has saved for SIGTERM or SIGUSR1; with 75, ``EX_TEMPFAIL``.
         KeyboardInterrupt: with a run, once it has saved for Ctrl-C.
     """
 
-    def __init__(self, job: Job, plan: Plan, assembly: Assembly, run: OwnRun | None, *, first: bool) -> None:
-        self._job, self._plan, self._assembly, self._run, self._first = job, plan, assembly, run, first
+    def __init__(self, job: Job, plan: Plan, assembly: Assembly, loop: OwnRun | LoopWithoutRun, *, first: bool) -> None:
+        self._job, self._plan, self._assembly, self._loop, self._first = job, plan, assembly, loop, first
+        self._run = loop if isinstance(loop, OwnRun) else None
         self._evaluation_data: Any = None
 
     def __call__(self, batch: StepBatch) -> Metrics:
         if self.average is not None:
             self.average.refuse_within("a step")
-        return self._run.take(batch) if self._run else self._step(batch)
+        return self._loop.take(batch)
 
     @property
     def model(self) -> nn.Module:
@@ -315,10 +355,10 @@ class OwnStep:
 
 @final
 class OwnLoader:
-    """The batches of the steps, in order: those left of a run, and without one all of them in each ``iter()``."""
+    """The batches of the steps that are left, of all epochs and in order; each ``iter()`` begins with the next step."""
 
-    def __init__(self, loader: Loader, run: OwnRun | None) -> None:
-        self._loader, self._run = loader, run
+    def __init__(self, loader: Loader, loop: OwnRun | LoopWithoutRun) -> None:
+        self._loader, self._loop = loader, loop
 
     @property
     def length(self) -> int | None:
@@ -336,4 +376,4 @@ class OwnLoader:
         return self._loader.total_steps
 
     def __iter__(self) -> Generator[StepBatch, None, None]:
-        return self._run.batches() if self._run else iter(self._loader)
+        return self._loop.batches()
