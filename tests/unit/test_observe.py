@@ -255,6 +255,14 @@ class TestSeen:
             summary_table(summarise(tmp_path), result)
         )
 
+    def test_of_those_that_a_sampler_gives(self, tmp_path: Path) -> None:
+        write(tmp_path, [start(samples=10, batch=4, epoch_samples=6)])
+        ledger(tmp_path, [[0, 1, 2, 3], [4, 5], [9, 8, 7, 6], [0, 1]], per_epoch=2)
+        result = samples_seen(tmp_path)
+        told = "each of the 6 samples of an epoch, of 10, seen exactly once in it: yes, in 2 epochs"
+        assert told in rendered(seen_table(result), width=200)
+        assert told in rendered(summary_table(summarise(tmp_path), result), width=200)
+
     def test_no(self, tmp_path: Path) -> None:
         result = self.seen(tmp_path, [[0, 1, 2, 3], [4, 5, 6, 7], [8, 1]])
         assert not result.once

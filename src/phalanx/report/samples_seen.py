@@ -46,6 +46,13 @@ class SamplesSeen:
         return not self.wrong
 
     @property
+    def question(self) -> str:
+        """What ``answer`` is the answer to: of all samples, or of those that a sampler chose of them."""
+        if self.samples is None or self.epoch_samples is None or self.epoch_samples >= self.samples or self.repeats:
+            return "each sample seen exactly once per epoch"
+        return f"each of the {self.epoch_samples} samples of an epoch, of {self.samples}, seen exactly once in it"
+
+    @property
     def answer(self) -> str:
         """``yes`` or ``no``, and over what; and how many of it no update was made of."""
         several = f"{len(self.left_out)} steps" if len(self.left_out) > 1 else f"step {max(self.left_out, default=0)}"

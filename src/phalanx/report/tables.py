@@ -135,7 +135,7 @@ def summary_table(summary: RunSummary, seen: SamplesSeen | None = None) -> Rende
     for name, value in rows:
         table.add_row(name, escape(value))
     if seen:
-        said = f"each sample seen exactly once per epoch: {seen.answer}"
+        said = f"{seen.question}: {seen.answer}"
         table.add_row("ledger", escape(said), style=None if seen.once else "red")
     return Group(table, memory_table(summary)) if len(_alike(summary)) > 1 else table
 
@@ -176,7 +176,7 @@ def seen_table(result: SamplesSeen) -> RenderableType:
     over = f"{data}, {result.batch} a step, {result.steps} steps recorded in {result.folder}"
     answer = ("bold green", result.answer) if result.once else ("bold red", "no")
     return Group(
-        Text.assemble("each sample seen exactly once per epoch: ", (answer[1], answer[0])),
+        Text.assemble(f"{result.question}: ", (answer[1], answer[0])),
         *(Text(f"  {sentence}") for sentence in result.wrong),
         Text(over, style="dim"),
         *(Text(note, style="yellow") for note in result.notes),
