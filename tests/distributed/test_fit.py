@@ -70,6 +70,15 @@ def test_a_length_that_moves_the_schedule_is_said(plan: str, tmp_path: Path) -> 
     assert not any("length of the run" in note for note in list(again.events("start"))[-1]["notes"])
 
 
+@pytest.mark.parametrize("plan", ["single", "dp=2 server=1"])
+def test_a_run_of_which_no_step_is_left_says_so(plan: str, tmp_path: Path) -> None:
+    fit(plan, tmp_path / "run", epochs=None, steps=6)
+    run = fit(plan, tmp_path / "run", resume=True, epochs=None, steps=3)
+    said = [event["message"] for event in run.events("warning") if "no step is left" in event["message"]]
+    assert said == ["no step is left: the run has taken 6, and its job has 3. More `steps` or `epochs` let it go on."]
+    assert len(run.losses) == 6
+
+
 def test_fp16_resumes_with_its_loss_scale(tmp_path: Path) -> None:
     whole = fit("precision=fp16", tmp_path / "whole")
     fit("precision=fp16", tmp_path / "half", epochs=None, steps=5)

@@ -85,6 +85,13 @@ def _problems(average: Average) -> list[Problem]:
     return found
 
 
+def never_averaged(average: Average | None, total_steps: int | None) -> list[str]:
+    """One sentence where a run of ``total_steps`` ends before the first average; ``None`` steps: not known."""
+    if average is None or total_steps is None or total_steps >= (average.start or average.every):
+        return []
+    return [f"average: none will be made in {total_steps} steps; {average.begins}."]
+
+
 def average_problems(average: Average | None, plan: Plan) -> list[Problem]:
     """What keeps ``plan`` from averaging weights over its steps."""
     if average is None:

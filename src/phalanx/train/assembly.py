@@ -12,6 +12,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from phalanx.comm import Counterparts, Place, from_every_rank, place_within
 from phalanx.config import Job, Phase, Plan
+from phalanx.config.averaging import never_averaged
 from phalanx.config.sync import within
 from phalanx.data import Lane, Loader, never_reached, order_print
 from phalanx.errors import GradientError, Problem, RefusedError, SpecError
@@ -160,6 +161,7 @@ def build(
         advice=[
             *advice(job, plan, device.type, loader.epoch_samples),
             *never_reached(loader.stretches, loader.total_steps),
+            *never_averaged(job.average, loader.total_steps),
             *step.layout.holdings.remarks,
             *unowned_advice(job, module),
         ],

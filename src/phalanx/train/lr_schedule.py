@@ -95,6 +95,16 @@ def resume_notes(job: Job, folder: Path, *, step: int, total_steps: int | None) 
     ]
 
 
+def none_left(step: int, total_steps: int | None) -> list[str]:
+    """One sentence where a run that goes on at ``step`` has no step left to take; ``None`` steps: not known."""
+    if total_steps is None or step < total_steps:
+        return []
+    return [
+        f"no step is left: the run has taken {step}, and its job has {total_steps}. More `steps` or `epochs` let it go "
+        "on."
+    ]
+
+
 _BESIDE = "optimizer=lambda params: ..., with `return optimizer, scheduler` at its end, and no hook"
 
 

@@ -27,7 +27,7 @@ from phalanx.train.evaluate import Evaluation, evaluate
 from phalanx.train.interruptions import Interruptions
 from phalanx.train.launcher_link import LauncherLink
 from phalanx.train.loop import Stepper, StepsLostError
-from phalanx.train.lr_schedule import RunStart, resume_notes
+from phalanx.train.lr_schedule import RunStart, none_left, resume_notes
 from phalanx.train.memory_use import MeasuredStep
 from phalanx.train.metrics import Metrics
 from phalanx.train.observer import AssemblyScene, Observer
@@ -67,6 +67,7 @@ def rank_of_mesh(
                 restore(path, job, assembly)
                 total = assembly.loader.total_steps
                 assembly.notes.extend(resume_notes(job, run.folder, step=first, total_steps=total))
+                assembly.advice.extend(none_left(first, total))
             assembly.frozen.update(frozen_prints(assembly) if run.checkpoint == "trainable" else {})
             return assembly
 

@@ -23,7 +23,7 @@ from phalanx.train.assembly import Findings
 from phalanx.train.interruptions import Interruptions
 from phalanx.train.launcher_link import LauncherLink
 from phalanx.train.loop import StepsLostError, TrainingLoop
-from phalanx.train.lr_schedule import resume_notes
+from phalanx.train.lr_schedule import none_left, resume_notes
 from phalanx.train.observer import Observer
 from phalanx.train.parameter_server.coordinator import Coordinator, divisor_of, segment
 from phalanx.train.parameter_server.gradient_worker import Worker
@@ -210,6 +210,7 @@ class ServerProcess:
                 *damaged,
                 *advice(job, run.plan, device, pieces.epoch_samples),
                 *never_reached(pieces.stretches, pieces.total_steps),
+                *(none_left(first, pieces.total_steps) if resumed else []),
             ],
             resumed=resumed,
             placement=findings.placement,
