@@ -7,6 +7,7 @@ from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import replace
 from functools import partial
+from types import GeneratorType
 from typing import Any, final
 
 import numpy as np
@@ -83,6 +84,7 @@ class Loader:
         self.stretches: tuple[Stretch, ...] = ()
         self.total_steps: int | None = job.steps if total_steps is None else total_steps
         if stream:
+            _refuse_one_pass(dataset, job, self.total_steps)
             self._reader = _stream_reader(dataset, job, self._dealing, (first_step, self.total_steps))
             return
         sampler = _sampler(dataset, job)
@@ -180,6 +182,15 @@ def evaluation_batches(dataset: Any, job: Job, lane: Lane, *, micro: int | None)
     )
     workers = LoaderWorkers(count=job.workers, prefetch=job.prefetch, pin_memory=False, seed=job.seed)
     return _indexed_steps(reader, workers)
+
+
+def _refuse_one_pass(dataset: Any, job: Job, total_steps: int | None) -> None:
+    if total_steps is not None or (job.epochs or 1) == 1 or not isinstance(dataset, GeneratorType):
+        return
+    given = f"a generator, which can be read once, for {job.epochs} epochs"
+    allowed = "data that begin anew with each epoch: a class whose __iter__ yields the samples, or map-style data"
+    fix = "data=lambda: list(samples()), or epochs=1"
+    raise SpecError([Problem(where="job.data", given=given, allowed=allowed, fix=fix)])
 
 
 def _in_order(dataset: Any, job: Job) -> GlobalBatchSampler:

@@ -90,6 +90,18 @@ def problems(job: Job, plan: Plan, module: nn.Module) -> list[Problem]:
     return found
 
 
+def sync_problems(job: Job, plan: Plan, module: nn.Module, kind: str) -> list[Problem]:
+    """Layers of SyncBatchNorm that compute by themselves where they cannot: in processes on devices of ``kind`` cpu."""
+    if job.batch_statistics == "global" or kind != "cpu" or plan.processes == 1:
+        return []
+    names = [name for name, layer in module.named_modules() if type(layer) is SyncBatchNorm]
+    if not names:
+        return []
+    given = f"SyncBatchNorm ({show_names(names)}) under {plan} on CPUs, where torch's own does not run"
+    allowed = "statistics of the global batch by the job, which run on every device"
+    return [Problem(where="job.model", given=given, allowed=allowed, fix='px.Job(..., batch_statistics="global")')]
+
+
 class _Joining(ABC):
     """Joins what a replica has of a layer with what the others have.
 

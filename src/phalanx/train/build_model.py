@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+from torch.nn.parameter import UninitializedParameter
 
 from phalanx.config import Job
 from phalanx.errors import Problem, SpecError
@@ -17,7 +18,7 @@ from phalanx.parallel.rng_streams import stream
 from phalanx.trace.blocks import leave_cache_out
 from phalanx.trace.fake_tensors import NothingDrawn
 from phalanx.train.phase_jobs import freeze_unowned
-from phalanx.units import show_bytes
+from phalanx.units import show_bytes, show_names
 
 
 def build_model(job: Job, *, deferred: bool = False) -> nn.Module:
@@ -96,6 +97,13 @@ def _model_problem(module: Any) -> Problem | None:
     if wrapped is not None:
         allowed = "the model by itself: the plan says how it is spread over devices, and wraps it"
         return wrong(f"a model in {wrapped.__name__}", allowed)
+    lazy = [name for name, one in module.named_parameters() if isinstance(one, UninitializedParameter)]
+    if lazy:
+        return wrong(
+            f"parameters that have no shape before the first batch: {show_names(lazy)}",
+            "layers of given sizes, so that every plan knows what it has to place before anything runs",
+            "nn.Linear(64, 10) in place of nn.LazyLinear(10); or call the model once on a sample within job.model",
+        )
     halves = sorted({str(one.dtype) for one in module.parameters() if one.requires_grad and one.itemsize < 4})
     if halves:
         half = " and ".join(name.removeprefix("torch.") for name in halves)

@@ -20,7 +20,7 @@ from phalanx.config.job_loss import ModelLoss
 from phalanx.config.losses import Losses
 from phalanx.data import Lane, Loader, evaluation_batches
 from phalanx.errors import Problem, ProfileError, RefusedError, SpecError
-from phalanx.parallel import Example, check, device_kind, notes, threads, torch_compile
+from phalanx.parallel import Example, check, device_kind, global_batch_norm, notes, threads, torch_compile
 from phalanx.parallel.double_backward import no_double_backward
 from phalanx.parallel.survey import survey
 from phalanx.parallel.unwrapped_blocks import open_unwrapped
@@ -35,7 +35,7 @@ from phalanx.train.lr_schedule import START, RunStart
 from phalanx.train.own_loss_trial import miscounted, miscounted_names
 from phalanx.train.phase_jobs import phase_jobs
 from phalanx.train.refusals import job_problems
-from phalanx.train.rehearsal import rehearse
+from phalanx.train.rehearsal import rehearse, try_evaluation
 from phalanx.train.split_causes import LARGEST, causes, compared_before, splits_batches
 
 
@@ -128,6 +128,7 @@ def _look_at_phases(job: Job, plan: Plan, start: RunStart) -> Findings:
     found: dict[str, None] = {}
     for phase, one in zip(job.phases, phase_jobs(job), strict=True):
         found |= dict.fromkeys(f"phase {phase.name}: {cause}" for cause in _look(one, plan, start).causes)
+    try_evaluation(job, plan)
     placement = survey_to_dict(survey(module, plan)[0].for_batch(job.batch))
     return Findings(causes=tuple(found), size=size_of(job), placement=placement, looked=True)
 
@@ -193,6 +194,10 @@ def _look(job: Job, plan: Plan, start: RunStart) -> Findings:
     if rehearsed is None or dist.is_initialized():
         _refuse(job, plan, module, start)
         _refuse_evaluation(job)
+    if rehearsed is None and (size or 0) <= LARGEST:
+        try_evaluation(job, plan, module if as_made else None)
+    if problems := global_batch_norm.sync_problems(job, plan, module, device_kind(plan)):
+        raise RefusedError(problems)
     if plan.server and (size or 0) <= LARGEST:
         found += causes(job, plan, build_model(job), _loader(job))
     if as_made:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Generator, Mapping
+from collections.abc import Collection, Generator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -12,16 +12,17 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LRScheduler, OneCycleLR
 
 from phalanx.comm import is_dtensor
 from phalanx.config import Job, Plan
+from phalanx.data import Lane, Loader
 from phalanx.data.loader import stream_problems
 from phalanx.data.map_style import is_stream
 from phalanx.errors import Problem, SpecError
 from phalanx.parallel import RankHoldings, compression, global_batch_norm
 from phalanx.parallel.diloco import fragment_problems
-from phalanx.parallel.grad_reduce import sparse_problems
+from phalanx.parallel.grad_reduce import sparse, sparse_problems
 from phalanx.parallel.parameter_server import starved
 from phalanx.train.elementwise import Parameters, elementwise, learning, rows_problem, slice_problems, small
 from phalanx.train.lr_schedule import START, RunStart, scheduler_problems
@@ -30,6 +31,7 @@ from phalanx.train.param_groups import unread_options
 from phalanx.train.phase_jobs import parameters_of_phases, phase_jobs
 from phalanx.train.torch_scheduler import MadeOptimizer
 from phalanx.train.uneven_shares import moves_what_workers_read, read_ahead
+from phalanx.units import show_names
 
 
 def job_problems(job: Job, plan: Plan, module: nn.Module, start: RunStart = START) -> list[Problem]:
@@ -41,10 +43,11 @@ def job_problems(job: Job, plan: Plan, module: nn.Module, start: RunStart = STAR
     found = [*model_problems(job, plan, module), *data_problems(job, plan)]
     if plan.server:
         found += server_problems(job, plan, parameters)
+    rows = sparse(module)
     if not job.phases:
-        return [*found, *optimizer_problems(job, plan, parameters, start)]
+        return [*found, *optimizer_problems(job, plan, parameters, start, sparse=rows)]
     for one, own in zip(phase_jobs(job), parameters_of_phases(job, module), strict=True):
-        found += optimizer_problems(one, plan, own, start)
+        found += optimizer_problems(one, plan, own, start, sparse=rows)
     return found
 
 
@@ -121,11 +124,17 @@ class OptimizerTrial:
 
 
 def optimizer_problems(
-    job: Job, plan: Plan, parameters: Mapping[str, torch.Tensor], start: RunStart = START
+    job: Job,
+    plan: Plan,
+    parameters: Mapping[str, torch.Tensor],
+    start: RunStart = START,
+    *,
+    sparse: Collection[str] = (),
 ) -> list[Problem]:
     """What of the job's optimizer keeps ``plan`` from ``parameters``; of these only names and shapes are read.
 
-    It is made of small parameters and tried on them. Empty where it cannot be: then its own error is what a run tells.
+    ``sparse``: names of the modules whose gradients are sparse. It is made of small parameters and tried on them. Empty
+    where it cannot be: then its own error is what a run tells.
     """
     slices = max(plan.tp, plan.ep) > 1
     try:
@@ -138,12 +147,40 @@ def optimizer_problems(
     optimizer, scheduler = MadeOptimizer.of(given)
     if not isinstance(optimizer, torch.optim.Optimizer):
         return []
+    dense = [name for name in parameters if (name.rpartition(".")[0] or "(the model itself)") not in sparse]
+    if wrong := [*dense_problems(optimizer, dense), *too_short(job, scheduler, start)]:
+        return wrong
     trial = OptimizerTrial(optimizer=optimizer, scheduler=scheduler, parameters=parameters, slices=slices)
     if plan.fsdp == 1 or dist.is_initialized():
         return trial.problems(job, plan, start)
     with rank_0(plan):
         mesh = init_device_mesh("cpu", (plan.fsdp,))
         return replace(trial, mesh=mesh, alone=True).problems(job, plan, start)
+
+
+def dense_problems(optimizer: torch.optim.Optimizer, dense: list[str]) -> list[Problem]:
+    """Whether ``optimizer`` steps sparse gradients alone, and is given parameters whose gradients are ``dense``."""
+    if not isinstance(optimizer, torch.optim.SparseAdam) or not dense:
+        return []
+    given = f"SparseAdam for parameters whose gradients are dense: {show_names(dense)}"
+    allowed = "SparseAdam for nn.Embedding(..., sparse=True) alone"
+    fix = "optimizer=lambda params: torch.optim.Adam(params, lr=1e-3)"
+    return [Problem(where="job.optimizer", given=given, allowed=allowed, fix=fix)]
+
+
+def too_short(job: Job, scheduler: LRScheduler | None, start: RunStart = START) -> list[Problem]:
+    """Whether ``scheduler`` fails before the run ends: it is made for fewer steps. The data are made to know."""
+    if not isinstance(scheduler, OneCycleLR) or start.resumes:
+        return []
+    try:
+        steps = job.steps or Loader(job.data(), replace(job, workers=0), Lane(), micro=None).total_steps
+    except Exception:  # the job's own error is what a run tells
+        return []
+    if steps is None or steps <= scheduler.total_steps:
+        return []
+    given = f"OneCycleLR for {scheduler.total_steps} steps in a run of {steps}"
+    fix = f"OneCycleLR(..., total_steps={steps})"
+    return [Problem(where="job.optimizer", given=given, allowed=f"at least the {steps} steps", fix=fix)]
 
 
 def server_problems(job: Job, plan: Plan, parameters: Mapping[str, torch.Tensor]) -> list[Problem]:

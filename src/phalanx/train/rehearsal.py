@@ -16,17 +16,20 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from phalanx.config import Job, Plan
+from phalanx.checkpoint import BestSoFar
+from phalanx.config import Best, Job, Metric, Plan
 from phalanx.data import Lane, Loader, MicroBatch, evaluation_batches
 from phalanx.errors import LossError, PhalanxError, Problem, RefusedError, SpecError
 from phalanx.parallel import device_kind, without_gradient
 from phalanx.train.assembly import optimizer_over
 from phalanx.train.build_model import build_model
 from phalanx.train.evaluate import evaluation_mode, measure, refuse_metrics
+from phalanx.train.evaluation_sums import EvaluationSums, Found
 from phalanx.train.inputs import Inputs
 from phalanx.train.loss import read_loss
 from phalanx.train.loss_scaling import compute_context
 from phalanx.train.lr_schedule import START, RunStart
+from phalanx.train.phase_jobs import evaluated_job
 from phalanx.train.refusals import job_problems, rank_0
 from phalanx.train.user_traceback import users_frames
 
@@ -71,6 +74,27 @@ def rehearse(job: Job, plan: Plan, start: RunStart = START) -> nn.Module | None:
     return module
 
 
+def try_evaluation(job: Job, plan: Plan, module: nn.Module | None = None) -> None:
+    """Evaluate two samples where nothing else of the first step is tried, for what ``best`` and ``metrics`` ask for.
+
+    ``module`` is the job's model with values, if there is one. What the host cannot compute is left to the workers.
+
+    Raises:
+        SpecError: if no evaluation has the number that the best one is to be found by.
+        LossError: if metrics are of a form that cannot be had under ``plan``.
+    """
+    if dist.is_initialized() or job.evaluate is None or not (job.best or job.metrics):
+        return
+    one = replace(evaluated_job(job), workers=0)
+    try:
+        module = module or build_model(job)
+        _FirstStep(one, plan, START).evaluate(module, Inputs(one, module))
+    except (SpecError, LossError):
+        raise
+    except Exception:  # the job's own error, which a worker shows with its traceback
+        return
+
+
 class _FirstStep:
     """The first step of a job, as far as one process can take it; a ``final`` one says what its code fails with."""
 
@@ -102,7 +126,7 @@ class _FirstStep:
         if without and job.unused == "error":
             raise without_gradient(without, "in the first step")
         if job.evaluate is not None:
-            self._evaluate(module, inputs)
+            self.evaluate(module, inputs)
 
     def of_rank_0(self, job: Job) -> Iterator[MicroBatch]:
         with self.code_of("job.data"):
@@ -112,7 +136,8 @@ class _FirstStep:
             for batch in islice(loader, 1):
                 yield from (micro for micro in batch.parts[0] if micro.samples)
 
-    def _evaluate(self, module: nn.Module, inputs: Inputs) -> None:
+    def evaluate(self, module: nn.Module, inputs: Inputs) -> None:
+        """Evaluate the first samples; whether that gives the number by which the best evaluation is found."""
         job = replace(self._job, workers=0, batch=min(self._job.batch, _FEW), batch_ramp=None)
         assert job.evaluate is not None
         with self.code_of("job.evaluate"):
@@ -123,7 +148,18 @@ class _FirstStep:
                 args, kwargs, on_host = inputs(micro.batch, _HOST)
                 output = module(*args, **kwargs)
             with self.code_of("job.metrics" if job.metrics else "job.loss"):
-                refuse_metrics(measure(job, output, on_host, micro.samples), self._plan)
+                found = measure(job, output, on_host, micro.samples)
+                refuse_metrics(found, self._plan)
+            if job.best:
+                self._refuse_unknown(job.best, found)
+
+    def _refuse_unknown(self, best: Best, found: Found) -> None:
+        sums = EvaluationSums()
+        sums.add(found, 0)
+        if any(isinstance(given, Metric) and best.metric.startswith(f"{name}.") for name, given in found.items()):
+            return  # of so few samples it may not give all that it gives
+        ratios = [name for name in sums.ratios if name != "loss"]
+        BestSoFar(best).refuse_unknown([*ratios, *sums.computed([sums.to_send()], trial=True)])
 
     @contextmanager
     def code_of(self, field: str) -> Generator[None]:
