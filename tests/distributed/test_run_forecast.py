@@ -20,7 +20,7 @@ from phalanx.errors import RefusedError, WorkerError
 from phalanx.events import faults
 from phalanx.preflight import plan_choice, run_forecast
 from phalanx.preflight.plan_choice import forecast_here
-from phalanx.report.comparison import COMPUTING, LATE, stored
+from phalanx.report.comparison import COMPUTING, LATE, beside_table, stored
 from phalanx.report.summary import summarise
 
 ROOM = 2**20
@@ -52,6 +52,10 @@ def test_forecast_is_stored_and_set_beside_the_measurement(text: str, patient: N
     found = stored(run.folder)
     assert found is not None
     assert found["forecast"]["fits"]
+    notes = [str(one) for one in beside_table(summarise(run.folder)) if str(one).startswith("note: ")]
+    assert len(notes) == len(found["forecast"]["notes"]) > 0
+    *_, brief = beside_table(summarise(run.folder), brief=True)
+    assert re.match(rf"{len(notes)} notes? on what the forecast leaves out: phalanx show ", str(brief))
     rows = {(row.what, row.part): row for row in summarise(run.folder).beside}
     assert all(rows["step", part].measured for part in ("whole", "passes", "update"))
     parameters, optimizer = rows["memory", "parameters"], rows["memory", "optimizer"]

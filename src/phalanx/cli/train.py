@@ -150,7 +150,7 @@ def command(
         explained = {"settings": [{"name": s.name, "value": s.value, "from": s.source} for s in settings]}
         print_json({**summary.to_dict(), "seen_once": samples.once, **(explained if explain else {})})
     else:
-        output.answer(Group(summary_table(summary, samples), *beside_table(summary)))
+        output.answer(Group(summary_table(summary, samples), *beside_table(summary, brief=True)))
 
 
 class _Output:

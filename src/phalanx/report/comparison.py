@@ -141,8 +141,11 @@ _WORDS = {
 }
 
 
-def beside_table(summary: RunSummary) -> Iterator[RenderableType]:
-    """Forecast and measurement side by side, or why there is no forecast; nothing where nobody asked for one."""
+def beside_table(summary: RunSummary, *, brief: bool = False) -> Iterator[RenderableType]:
+    """Forecast and measurement side by side, or why there is no forecast; nothing where nobody asked for one.
+
+    ``brief``: what the forecast takes to be so is counted, not told.
+    """
     from rich import box
     from rich.table import Table
     from rich.text import Text
@@ -167,7 +170,14 @@ def beside_table(summary: RunSummary) -> Iterator[RenderableType]:
         ratio = "" if row.ratio is None else f"{row.ratio:.2f}"
         table.add_row(f"memory: {row.part}" if row.what == "memory" else name, *shown, ratio)
     yield table
-    yield from (Text(f"note: {note}", style="dim") for note in forecast.get("notes", ()))
+    notes = forecast.get("notes", ())
+    if brief and notes:
+        told = (
+            f"{len(notes)} note{'s' * (len(notes) > 1)} on what the forecast leaves out: phalanx show {summary.folder}"
+        )
+        yield Text(told, style="dim")
+    else:
+        yield from (Text(f"note: {note}", style="dim") for note in notes)
 
 
 _SHOW = {"step": show_seconds, "memory": show_bytes}
