@@ -39,6 +39,62 @@ def loss_of(model: nn.Module) -> float:
         return nn.functional.cross_entropy(model(x), y).item()
 
 
+def accuracy(output: Any, batch: Any) -> dict[str, Any]:
+    return {"accuracy": px.accuracy(output, batch["y"])}
+
+
+@pytest.mark.parametrize("plan", ["single", "dp=2 micro=8", "fsdp=2", "dp=2 server=1"])
+def test_a_run_is_evaluated_afterwards_on_its_data_and_on_others(plan: str, tmp_path: Path) -> None:
+    how: dict[str, Any] = {"model": Tied, "evaluate": lambda: table(40, seed=1), "metrics": accuracy}
+    trained = fit(plan, tmp_path / "run", **how)
+    run = px.load(tmp_path / "run", job(**how, data=lambda: pytest.fail("the training data are not asked for")))
+    before = torch.random.get_rng_state()
+    found = run.evaluate(micro=16)
+    assert torch.equal(before, torch.random.get_rng_state())
+    assert trained.evaluation is not None
+    assert (found["samples"], found["step"]) == (40, trained.evaluations()[-1]["step"])
+    assert found["loss"] == pytest.approx(trained.evaluation["loss"], rel=1e-5)
+    assert found["metrics"] == pytest.approx(trained.evaluation["metrics"])
+
+    others = table(23, seed=5)
+    samples = [others[index] for index in range(23)]
+    x, y = (torch.stack([torch.as_tensor(sample[name]) for sample in samples]) for name in ("x", "y"))
+    with torch.no_grad():
+        output = run.model()(x)
+
+    class Others(torch.utils.data.Dataset[Any]):  # a class is a function that gives a dataset
+        def __len__(self) -> int:
+            return 23
+
+        def __getitem__(self, index: int) -> Any:
+            return others[index]
+
+    for data in (others, lambda: others, Others):
+        found = run.evaluate(data)
+        assert found["samples"] == 23
+        assert found["loss"] == pytest.approx(nn.functional.cross_entropy(output, y).item(), rel=1e-5)
+        assert found["metrics"]["accuracy"] == pytest.approx((output.argmax(1) == y).double().mean().item())
+    assert len(list(run.events("evaluate"))) == len(list(trained.events("evaluate"))), "nothing is written"
+
+
+def test_the_average_is_what_is_evaluated(tmp_path: Path) -> None:
+    how: dict[str, Any] = {"evaluate": lambda: table(40, seed=1), "average": px.Average(decay=0.9)}
+    run = fit("dp=2", tmp_path / "run", **how)
+    assert run.evaluation is not None
+    assert run.evaluate()["loss"] == pytest.approx(run.evaluation["loss"], rel=1e-5)
+    assert loss_of(run.model()) != pytest.approx(run.evaluation["loss"], rel=1e-5)
+
+
+def test_what_cannot_be_evaluated_is_refused(tmp_path: Path) -> None:
+    run = fit("single", tmp_path / "run", steps=2, epochs=None)
+    with pytest.raises(SpecError, match=r"data: given None.*\n.*run.evaluate\("):
+        run.evaluate()
+    with pytest.raises(SpecError, match="job: given none"):
+        px.load(tmp_path / "run").evaluate()
+    with pytest.raises(SpecError, match="step: given 77"):
+        run.evaluate(table(8), step=77)
+
+
 @pytest.mark.parametrize("plan", ["single", "dp=2", "fsdp=2", "dp=2 sync=local every=3", "dp=2 server=1"])
 @pytest.mark.parametrize("model", [Net, Tied])
 def test_the_model_is_the_one_that_was_evaluated(model: type[nn.Module], plan: str, tmp_path: Path) -> None:

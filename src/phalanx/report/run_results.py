@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self
@@ -205,6 +206,60 @@ class Run:
             raise SpecError.of("job", "none", allowed, "px.load(folder, job()).model()")
         path = self.checkpoint(step)  # once: a run that goes on may save another meanwhile
         return trained_model(job, completed(job, path, model_tensors(path, averaged=averaged)), str(path))
+
+    def evaluate(
+        self,
+        data: Any = None,
+        *,
+        step: Which = None,
+        micro: int | None = None,
+        device: Literal["cpu", "cuda"] = "cpu",
+    ) -> dict[str, Any]:
+        """Evaluate the stored model in this process, on one device, with the loss and the metrics of the run's job.
+
+        It computes in bf16 where the run did. Where the job keeps an average of the weights to evaluate, it is that, as
+        soon as there is one. Nothing of the run is changed.
+
+        Args:
+            data: a map-style dataset, or a function that gives one; the job's evaluation data where not given.
+            step: as of ``checkpoint``.
+            micro: most samples in a forward; ``job.batch`` where not given.
+            device: ``"cuda"``: the first one. A process that has used it can fork no more workers for CUDA (``fit``).
+
+        Returns:
+            ``step``, ``loss``, ``samples`` and ``metrics``, as in ``evaluations``.
+
+        Raises:
+            SpecError: no job is known, there is nothing to evaluate on, or no such checkpoint; or this is one of
+                several processes of torchrun.
+            RefusedError: the device is not there.
+            CheckpointError: the checkpoint is damaged.
+            LossError: the loss or a metric is of a wrong form.
+        """
+        from phalanx.launch import place_of_this_process
+        from phalanx.train.stored_evaluation import evaluate_stored
+
+        if self.job is None:
+            allowed = "the job that builds the model and measures: a run's folder holds values, and no code"
+            raise SpecError.of("job", "none", allowed, "px.load(folder, job()).evaluate()")
+        if (place := place_of_this_process()) is not None and place.world_size > 1:
+            allowed = "a process by itself, or px.Job(evaluate=...), which all ranks evaluate together"
+            raise SpecError.of("run", "run.evaluate() in a worker of torchrun", allowed, "python script.py")
+        path = self.checkpoint(step)
+        plan = Plan(micro=micro, device=device, precision="bf16" if self.plan.precision == "bf16" else "fp32")
+        found = evaluate_stored(self.job, plan, self._evaluated_values(path), path, data)
+        at = int(path.name.removeprefix("step-"))
+        return {"step": at, "loss": found.loss, "samples": found.samples, "metrics": found.metrics}
+
+    def _evaluated_values(self, path: Path) -> dict[str, Tensor]:
+        """Of the checkpoint ``path``, what an evaluation of the run computes with."""
+        from phalanx.checkpoint import model_tensors
+
+        average = self.job.average if self.job else None
+        if average is not None and average.evaluate:
+            with suppress(SpecError):  # there is none yet
+                return model_tensors(path, averaged=True)
+        return model_tensors(path)
 
     def save_pretrained(
         self,

@@ -128,9 +128,11 @@ def _look_at_phases(job: Job, plan: Plan, start: RunStart) -> Findings:
     found: dict[str, None] = {}
     for phase, one in zip(job.phases, phase_jobs(job), strict=True):
         found |= dict.fromkeys(f"phase {phase.name}: {cause}" for cause in _look(one, plan, start).causes)
-    try_evaluation(job, plan)
+    size = size_of(job)
+    if (size or 0) <= LARGEST:
+        try_evaluation(job, plan)
     placement = survey_to_dict(survey(module, plan)[0].for_batch(job.batch))
-    return Findings(causes=tuple(found), size=size_of(job), placement=placement, looked=True)
+    return Findings(causes=tuple(found), size=size, placement=placement, looked=True)
 
 
 def _refuse_double_backward(job: Job, module: nn.Module) -> None:

@@ -1,0 +1,71 @@
+"""An evaluation of a model that a run has stored, in this process: on its job's evaluation data or on others."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from phalanx.comm import Place, device_for
+from phalanx.config import Job, Plan
+from phalanx.errors import SpecError
+from phalanx.parallel import device_kind, devices_here
+from phalanx.train.assembly import Findings, build, refuse
+from phalanx.train.evaluate import Evaluation, evaluate
+from phalanx.train.frozen_values import completed
+from phalanx.train.trained_model import with_values
+
+
+def evaluate_stored(job: Job, plan: Plan, values: Mapping[str, torch.Tensor], path: Path, data: Any) -> Evaluation:
+    """Evaluate ``job``'s model with ``values`` of the checkpoint ``path`` on ``data``; under ``plan``, of one process.
+
+    ``data`` is a dataset or a function that gives one; ``None``: what the job evaluates on. Random numbers of the
+    process are left as they were.
+
+    Raises:
+        SpecError: there is nothing to evaluate on, it cannot be read, or the values are another model's.
+        RefusedError: the plan cannot serve the job here.
+        LossError: the loss or a metric is of a wrong form.
+    """
+    source = job.evaluate if data is None else data
+    if source is None:
+        allowed = "data to evaluate on, of the job or given here"
+        raise SpecError.of("data", "None, for a job without evaluation data", allowed, 'run.evaluate(Digits("test"))')
+    with _same_random_numbers():
+        gives = isinstance(source, type) or not hasattr(source, "__getitem__")
+        held_out = source() if gives and callable(source) else source
+        # the training data are not asked for, and values come from the checkpoint
+        course: dict[str, Any] = {
+            "data": lambda: held_out,
+            "sampler": None,
+            "shuffle": None,
+            "drop_last": False,
+            "batch_ramp": None,
+        }
+        alone = replace(job, **course, steps=1, epochs=None, evaluate=lambda: held_out, initial=None, average=None)
+        here = devices_here(plan, Place())
+        refuse(alone, plan, 1, here)
+        assembly = build(
+            alone, plan, Place(), device_for(Place(), device_kind(plan, here)), findings=Findings(looked=True)
+        )
+        with_values(assembly.layout.module, completed(job, path, values), str(path))
+        found = evaluate(alone, plan, assembly, held_out)
+    assert found  # nobody asks it to leave off
+    return found
+
+
+@contextmanager
+def _same_random_numbers() -> Generator[None]:
+    python, numpy = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng():
+        try:
+            yield
+        finally:
+            random.setstate(python)
+            np.random.set_state(numpy)
