@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
+from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from phalanx.config import Cluster, Job, Plan, RunSpec
 from phalanx.config.fields import is_whole
+from phalanx.config.run import NOT_IN_FILE
 from phalanx.errors import SpecError
 from phalanx.report.run_results import Run, load
 
@@ -35,6 +37,7 @@ def fit(
     cores: int | None = None,
     hosts: Hosts | None = None,
     launcher: str = "local",
+    **settings: Any,
 ) -> Run:
     """Train ``job`` under ``plan`` and give back the run.
 
@@ -46,8 +49,7 @@ def fit(
     Args:
         job: what to train.
         plan: a ``Plan`` or its text, such as ``"dp=2"``.
-        run: the run folder, or all of the run's settings (resume, checkpoints and others); its plan is replaced by
-            ``plan`` where that is given.
+        run: the run folder, or all of the run's settings as one; its plan is replaced by ``plan`` where that is given.
         folder: the run folder, in place of what ``run`` says; ``runs/<name>-<n>`` where neither says one.
         watch: called about ten times a second while workers run; never inside a worker that torchrun started. Without
             it progress is shown as ``phalanx train`` does where stdout is a terminal, and in one line in a notebook;
@@ -56,9 +58,11 @@ def fit(
         hosts: where workers are put; all on this machine's own network where not given.
         launcher: what starts the workers: ``local`` forks them from this process. With ``torchrun`` they are new
             processes that load the job from where ``run.job`` says, whatever ``job`` has been changed to here.
+        settings: fields of ``RunSpec`` by their names, such as ``resume="auto"``, ``steps=100`` or
+            ``checkpoint_every="5m"``; in place of what ``run`` says.
 
     Raises:
-        SpecError: if there is no such launcher, or it cannot start this run.
+        SpecError: if there is no such launcher or setting, or the run cannot be started so, or not in that folder.
         RefusedError: if the plan cannot serve the job here, or is forecast not to fit (``RunSpec.forecast``).
         WorkerError: if a worker failed: the first one's rank, step and traceback. Inside a worker that torchrun
             started, this worker's own error comes as it is.
@@ -69,7 +73,7 @@ def fit(
     from phalanx.preflight.supervised_run import RunStarter, train_here
     from phalanx.report.shown_progress import looked_on
 
-    asked, spec, place = _asked(job, plan, run, folder, launcher)
+    asked, spec, place = _asked(job, plan, run, folder, launcher, settings)
     _need_cores(cores)
     if place is not None:
         return _take_part(asked, spec, place, cores)
@@ -87,6 +91,7 @@ def start(
     folder: str | Path | None = None,
     cores: int | None = None,
     launcher: str = "local",
+    **settings: Any,
 ) -> Run:
     """Begin to train ``job`` under ``plan`` in the background, and give back the run once it has begun.
 
@@ -96,7 +101,7 @@ def start(
     save and stop, one that is killed takes it along.
 
     Args:
-        job, plan, run, folder, cores, launcher: as of ``fit``.
+        job, plan, run, folder, cores, launcher, settings: as of ``fit``.
 
     Raises:
         SpecError: as of ``fit``, and inside a worker that torchrun started.
@@ -106,7 +111,7 @@ def start(
     from phalanx.launch.background_run import BackgroundRun
     from phalanx.preflight.supervised_run import RunStarter, train_here
 
-    asked, spec, place = _asked(job, plan, run, folder, launcher)
+    asked, spec, place = _asked(job, plan, run, folder, launcher, settings)
     _need_cores(cores)
     if place is not None:
         raise SpecError.of("launcher", "px.start in a worker of torchrun", "px.fit", "px.fit(job(), plan)")
@@ -117,23 +122,40 @@ def start(
 
 
 def _asked(
-    job: Job, plan: Plan | str | None, run: RunSpec | str | Path | None, folder: str | Path | None, launcher: str
+    job: Job,
+    plan: Plan | str | None,
+    run: RunSpec | str | Path | None,
+    folder: str | Path | None,
+    launcher: str,
+    settings: dict[str, Any],
 ) -> tuple[Job, RunSpec, Place | None]:
     """The job with the run's overrides, the run with its plan and folder, and this process's place of torchrun."""
     from phalanx.config.run import override
-    from phalanx.launch import default_folder, find_launcher, place_of_this_process
+    from phalanx.launch import default_folder, find_launcher, job_of, place_of_this_process
 
     _need(job, Job, "job", "px.fit(job(), plan)")
     _need(run, (RunSpec, str, Path, type(None)), "run", _RUN)
     _need(folder, (str, Path, type(None)), "folder", 'folder="runs/mine-1"')
     _need(launcher, str, "launcher", 'launcher="local"')
+    _need_settings(settings)
     find_launcher(launcher)
     place = place_of_this_process()
     chosen = _chosen(plan, run, job, place)
-    settings: dict[str, Any] = {"plan": chosen} if folder is None else {"plan": chosen, "folder": Path(folder)}
+    whole: dict[str, Any] = {"plan": chosen, **({} if folder is None else {"folder": Path(folder)}), **settings}
     given = run if run is not None else folder if folder is not None else default_folder(job.name)
-    spec = RunSpec.of(given, job.name, **settings)
+    name = job.name if isinstance(given, RunSpec) else job_of(whole.get("folder", Path(given)), job.name)
+    spec = RunSpec.of(given, name, **whole)
     return override(job, spec), spec, place
+
+
+def _need_settings(settings: dict[str, Any]) -> None:
+    """Refuse settings of a run that there are none of."""
+    names = sorted(field.name for field in fields(RunSpec) if field.name not in (*NOT_IN_FILE, "job", "plan", "folder"))
+    for name, value in settings.items():
+        if name not in names:
+            near = (get_close_matches(name, names) or ["resume"])[0]
+            fix = f'{near}="auto"' if near == "resume" else f"{near}=..."
+            raise SpecError.of(name, repr(value), f"settings of a run: {', '.join(names)}", fix)
 
 
 def _chosen(plan: Plan | str | None, run: RunSpec | str | Path | None, job: Job, place: Place | None) -> Plan:

@@ -71,6 +71,11 @@ class Reference:
         return with_values(named, dict(self.values))
 
     @property
+    def is_name(self) -> bool:
+        """Whether it is a word alone, as a job is called in Python that no file was named for."""
+        return self.file is None and "." not in self.module and self.function == "job"
+
+    @property
     def stem(self) -> str:
         """The name of the file or of the module's last part, and of the function where it is not ``job``."""
         stem = self.file.stem if self.file else self.module.rpartition(".")[2]

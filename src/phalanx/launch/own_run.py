@@ -16,6 +16,7 @@ from phalanx.config import Job, Plan, RunSpec
 from phalanx.config.run import Resume
 from phalanx.errors import Problem, RefusedError, SpecError
 from phalanx.launch.reaper import LoopSignals, raise_stopped
+from phalanx.launch.runfile import job_of
 from phalanx.launch.worker import WorkerStatus, within_folder
 from phalanx.parallel import device_kind, devices_here
 from phalanx.train.assembly import Assembly, Findings, build, refuse
@@ -54,7 +55,7 @@ def own_spec(
             raise SpecError.of(key, f"{value!r} without a run", allowed, f'run="runs/{name}-1", {key}={value!r}')
         return None
     whole: dict[str, Any] = {"plan": plan, **given}
-    spec = RunSpec.of(run, name, **whole)
+    spec = RunSpec.of(run, name if isinstance(run, RunSpec) else job_of(Path(run), name), **whole)
     problems: list[Problem] = []
     if spec.devices is not None:
         what = f"devices={spec.devices!r} for a loop of one's own"

@@ -112,7 +112,7 @@ def check_folder(run: RunSpec, *, job: Job | None = None, given: Path | None = N
         refuse_links(folder, ENTRIES)
         refuse_taken(folder)
     holds = os.path.exists(runfile)
-    if holds and Reference.parse(earlier := _job_in(runfile)) != Reference.parse(run.job):
+    if holds and not _may_go_on(earlier := _job_in(runfile), run.job):
         raise _wrong(
             f"{folder}, which holds a run of {earlier}, for the job {run.job}",
             "a folder of the same job, or a new one",
@@ -292,6 +292,27 @@ def next_free(folder: Path) -> Path:
     while os.path.lexists(candidate := folder.with_name(f"{stem}-{number}")):
         number += 1
     return candidate
+
+
+def job_of(folder: Path, name: str) -> str:
+    """Where the job of the run in ``folder`` is, if that may be the job ``name``, which no file was named for."""
+    try:
+        earlier = _job_in(folder / "run.toml") if (folder / "run.toml").is_file() else name
+    except (SpecError, OSError):
+        return name  # what is wrong with it is said when the folder is entered
+    return earlier if _may_go_on(earlier, name) else name
+
+
+def _may_go_on(earlier: str, job: str) -> bool:
+    """Whether a run of ``earlier`` may be one of ``job``: the same, or no more than a name, which no file is known of.
+
+    Of two names, ``job`` is that of a job that was given none.
+    """
+    two = Reference.parse(earlier), Reference.parse(job)
+    if two[0] == two[1]:
+        return True
+    names = [one.module for one in two if one.is_name]
+    return len(names) == 1 or "job" in names
 
 
 def _job_in(runfile: Path) -> str:
