@@ -52,8 +52,9 @@ def fit(
         run: the run folder, or all of the run's settings as one; its plan is replaced by ``plan`` where that is given.
         folder: the run folder, in place of what ``run`` says; ``runs/<name>-<n>`` where neither says one.
         watch: called about ten times a second while workers run; never inside a worker that torchrun started. Without
-            it progress is shown as ``phalanx train`` does where stdout is a terminal, and in one line in a notebook;
-            ``False``: nothing is.
+            it progress is shown as ``phalanx train`` does where stdout is a terminal, and in one line in a notebook.
+            Elsewhere the logger ``phalanx`` is told what differs from one device, and other warnings; ``False``:
+            nothing is shown or told.
         cores: CPU cores that each replica computes with; its share of the machine's where not given.
         hosts: where workers are put; all on this machine's own network where not given.
         launcher: what starts the workers: ``local`` forks them from this process. With ``torchrun`` they are new
@@ -96,8 +97,9 @@ def start(
     """Begin to train ``job`` under ``plan`` in the background, and give back the run once it has begun.
 
     ``run.wait()`` waits for its end and raises what it failed by, ``run.stop()`` has it save and stop, ``run.running``
-    and ``run.metrics()`` say how it stands. One process beside this one, forked from it, does all that ``fit`` does, so
-    what callbacks of the job change they change there. The run ends with this process: one that ends by itself has it
+    and ``run.metrics()`` say how it stands; the logger ``phalanx`` is told what differs from one device. One process
+    beside this one, forked from it, does all that ``fit`` does, so what callbacks of the job change they change there,
+    and that is where the logger is told. The run ends with this process: one that ends by itself has it
     save and stop, one that is killed takes it along.
 
     Args:
@@ -110,6 +112,7 @@ def start(
     from phalanx.launch import find_launcher
     from phalanx.launch.background_run import BackgroundRun
     from phalanx.preflight.supervised_run import RunStarter, train_here
+    from phalanx.report.shown_progress import logged
 
     asked, spec, place = _asked(job, plan, run, folder, launcher, settings)
     _need_cores(cores)
@@ -117,7 +120,12 @@ def start(
         raise SpecError.of("launcher", "px.start in a worker of torchrun", "px.fit", "px.fit(job(), plan)")
     there = RunStarter(launcher=find_launcher(launcher), hosts=None, cores=cores, loadable=isinstance(run, RunSpec))
     there.refuse(spec)
-    process = BackgroundRun.begin(spec.folder, lambda begun: train_here(asked, spec, there, None, begun))
+
+    def work(begun: Callable[[], None]) -> None:
+        with logged(spec.folder / "events.jsonl") as look:
+            train_here(asked, spec, there, look, begun)
+
+    process = BackgroundRun.begin(spec.folder, work)
     return Run(folder=spec.folder, job=asked, process=process)
 
 

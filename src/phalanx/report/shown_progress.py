@@ -1,7 +1,8 @@
-"""What ``fit`` shows of a run by itself: progress on a terminal, a line in a notebook, nothing where nobody looks."""
+"""What ``fit`` shows of a run: progress on a terminal, a line in a notebook, elsewhere warnings in the log."""
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,6 +21,8 @@ from phalanx.report.tables import PlainConsole
 Watch = Callable[[], None] | Literal[False] | None
 """Called about ten times a second; ``False``: nobody looks on; ``None``: whatever suits where the output goes."""
 
+_log = logging.getLogger("phalanx")
+
 
 @contextmanager
 def looked_on(watch: Watch, log: Path) -> Iterator[Callable[[], None] | None]:
@@ -30,20 +33,32 @@ def looked_on(watch: Watch, log: Path) -> Iterator[Callable[[], None] | None]:
     """
     if watch is not None and watch is not False and not callable(watch):
         raise SpecError.of("watch", repr(watch), "a function, False for nothing, or None", "watch=False")
-    viewer = _usual() if watch is None else None
-    if viewer is None:
+    if watch is False or isinstance(watch, Follower):
         yield watch or None
         return
-    with Follower(log, [viewer]) as follower:
+    with Follower(log, [_usual() if watch is None else LoggedWarnings()]) as follower:
+
+        def look() -> None:
+            follower()
+            if watch:
+                watch()
+
+        yield look
+
+
+@contextmanager
+def logged(log: Path) -> Iterator[Callable[[], None]]:
+    """As ``looked_on``, for a run in the background: what is wrong with it goes to the logger ``phalanx``."""
+    with Follower(log, [LoggedWarnings()]) as follower:
         yield follower
 
 
-def _usual() -> Viewer | None:
-    """What shows a run where this process's output goes, if anybody reads it while it runs."""
+def _usual() -> Viewer:
+    """What shows a run where this process's output goes."""
     if (display := _notebook()) is not None:
         return NotebookLine(display)
     on_terminal = sys.stdout is not None and sys.stdout.isatty()  # pyright: ignore[reportUnnecessaryComparison]
-    return progress(PlainConsole(stderr=True)) if on_terminal else None
+    return progress(PlainConsole(stderr=True)) if on_terminal else LoggedWarnings()
 
 
 def _notebook() -> Any:
@@ -52,6 +67,18 @@ def _notebook() -> Any:
     if getattr(shell, "kernel", None) is None:
         return None
     return import_module("IPython.display").display
+
+
+@final
+class LoggedWarnings(Viewer):
+    """Where nobody looks: what differs from one device and what else is wrong goes to the logger ``phalanx``."""
+
+    def event(self, event: Event) -> None:
+        found = [f"differs from one device: {note}" for note in event["notes"]] if event["event"] == "start" else []
+        if event["event"] in ("warning", "straggler"):
+            found = [event["message"]]
+        for one in found:
+            _log.warning("%s", one)
 
 
 @final
