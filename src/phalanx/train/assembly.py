@@ -160,14 +160,19 @@ def build(
         notes=found,
         advice=[
             *advice(job, plan, device.type, loader.epoch_samples),
-            *never_reached(loader.stretches, loader.total_steps),
-            *never_averaged(job.average, loader.total_steps),
+            *_never_done(job, loader),
             *step.layout.holdings.remarks,
             *unowned_advice(job, module),
         ],
         parameters=size,
         local_sgd=apart,
     )
+
+
+def _never_done(job: Job, loader: Loader) -> list[str]:
+    """What the job asks for that its run ends before, one sentence each."""
+    total = loader.total_steps
+    return [*never_reached(loader.stretches, total), *never_averaged(job.average, total)]
 
 
 def _refuse_unlooked(job: Job, plan: Plan, findings: Findings | None) -> None:
