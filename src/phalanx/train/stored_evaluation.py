@@ -54,7 +54,7 @@ def evaluate_stored(job: Job, plan: Plan, values: Mapping[str, torch.Tensor], pa
         assembly = build(
             alone, plan, Place(), device_for(Place(), device_kind(plan, here)), findings=Findings(looked=True)
         )
-        with_values(assembly.layout.module, completed(job, path, values), str(path))
+        with_values(assembly.layout.module, completed(job, path, dict(values)), str(path))
         found = evaluate(alone, plan, assembly, held_out)
     assert found  # nobody asks it to leave off
     return found
