@@ -153,9 +153,9 @@ def test_who_goes_on_from_an_earlier_step_gives_later_ones_up_there_too(bucket: 
 def test_a_store_that_there_is_none_for_ends_no_copying_in_silence(tmp_path: Path) -> None:
     mirror = Mirror("nosuch://bucket/runs/a", keep=2)
     mirror.add(saved(tmp_path, 2))
-    with pytest.raises(CheckpointError, match="--mirror"):
+    with pytest.raises(CheckpointError, match=r"run\.mirror"):
         mirror.close()
-    assert "--mirror" in next(mirror.news())["error"]
+    assert "run.mirror" in next(mirror.news())["error"]
 
 
 def test_a_store_that_cannot_be_read_leaves_nothing_here(
@@ -209,7 +209,7 @@ def test_a_store_that_is_gone_is_told_at_once_and_at_the_end(bucket: str, tmp_pa
 
 @pytest.mark.parametrize("url", ["bucket/runs", "nosuch://bucket/runs"])
 def test_what_is_no_store_is_refused(url: str) -> None:
-    with pytest.raises(SpecError, match="--mirror"):
+    with pytest.raises(SpecError, match=r"run\.mirror"):
         ObjectStore(url)
 
 
@@ -255,7 +255,7 @@ def test_a_store_that_cannot_be_written_to_is_refused_before_anything_begins(
 ) -> None:
     """Else a mistyped one would be heard of with the first checkpoint, and a run that goes on elsewhere begin anew."""
     run = px.RunSpec(job="small", plan=px.Plan(), folder=tmp_path / "run", mirror=url, resume=resume)
-    with pytest.raises(SpecError, match="--mirror: given"):
+    with pytest.raises(SpecError, match=r"run\.mirror: given"):
         px.fit(job(epochs=1), run=run)
     assert not (tmp_path / "run").exists()
 

@@ -112,7 +112,7 @@ class TestStop:
         assert "the gradient of step 0 is not finite, and its loss is 1." in text
         assert "First not finite: the backward of root, in micro-batch" in text
         assert f"(samples {BAD})" in text
-        assert "--on-nonfinite skip" in text
+        assert 'on_nonfinite="skip"' in text
         (event,) = px.Run(folder=Path("run")).events("accident")
         assert faults(event) == []
         assert (event["kind"], event["action"], event["samples"]) == ("gradient", "stop", [BAD])
@@ -439,12 +439,12 @@ def test_plans_that_split_the_model(plan: str) -> None:
 @pytest.mark.parametrize(
     ("plan", "on_nonfinite", "tries"),
     [
-        ("dp=2", "stop", "--resume --on-nonfinite rollback, from the newest checkpoint, or a lower lr"),
+        ("dp=2", "stop", 'resume=True, on_nonfinite="rollback", from the newest checkpoint; or a lower lr'),
         *(
-            (plan, "stop", "--resume, from the newest checkpoint, with a lower lr (--lr-scale 0.5)")
+            (plan, "stop", "resume=True, lr_scale=0.5: from the newest checkpoint, with a lower lr")
             for plan in ("dp=2 server=1", "dp=2 sync=local every=4", "dp=2 sync=diloco every=4", "dp=2 shares=2,1")
         ),
-        ("dp=2", "skip", "--resume --on-nonfinite rollback, from the newest checkpoint, or a lower lr"),
+        ("dp=2", "skip", 'resume=True, on_nonfinite="rollback", from the newest checkpoint; or a lower lr'),
     ],
 )
 def test_what_is_advised_about_a_parameter_can_be_had(plan: str, on_nonfinite: Any, tries: str, tmp_path: Path) -> None:

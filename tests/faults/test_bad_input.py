@@ -168,7 +168,7 @@ def test_what_only_two_samples_show_is_tried_on_a_whole_batch(tmp_path: Path) ->
 
 def test_a_folder_that_holds_a_run(tmp_path: Path) -> None:
     fit("single", tmp_path / "run", steps=1, epochs=None)
-    with pytest.raises(SpecError, match="--resume"):
+    with pytest.raises(SpecError, match="resume=True to go on"):
         fit("single", tmp_path / "run")
 
 

@@ -92,7 +92,7 @@ def test_fault(how: Callable[[], None], kind: str, words: list[str], world_size:
     assert f"rank {rank} of {world_size}" in str(error)
     for word in words:
         assert word in str(error)
-    assert ("--plan single" in str(error)) == (world_size > 1 and how in (raise_error, crash))
+    assert ('plan="single"' in str(error)) == (world_size > 1 and how in (raise_error, crash))
     assert len(noted(tmp_path)) == 2 * world_size
 
 
@@ -105,7 +105,7 @@ _KILLED = "DataLoader worker (pid 7) is killed by signal: "
         ("RuntimeError", _KILLED + "Killed. ", 2, "a data loading process ran out of memory"),
         ("RuntimeError", _KILLED + "Bus error. It is possible that", 2, "enlarge /dev/shm"),
         ("RuntimeError", "DataLoader worker (pid(s) 7, 8) exited unexpectedly", 1, "a data loading process died"),
-        ("ValueError", "Caught ValueError in DataLoader worker process 0.\nOriginal ...", 2, "--plan single"),
+        ("ValueError", "Caught ValueError in DataLoader worker process 0.\nOriginal ...", 2, 'plan="single"'),
         ("ValueError", "Caught ValueError in DataLoader worker process 0.\nOriginal ...", 1, ""),
         ("RuntimeError", "stack expects each tensor to be equal size, but got", 1, "collate= of the"),
     ],

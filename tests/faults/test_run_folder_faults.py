@@ -75,8 +75,8 @@ def settings() -> dict[str, str]:
 
 
 def tried(text: str) -> list[str]:
-    """The command that an error says to try."""
-    (line,) = re.findall(r"try: phalanx (.*)", text)
+    """The options that an error says to try."""
+    (line,) = re.findall(r"try: (.*)", text)
     return shlex.split(line)
 
 
@@ -90,7 +90,19 @@ class TestRefused:
         assert result.exit_code == 2
         assert "batch: 12 there, 24 now" in result.stderr
         assert settings() == before
-        again = invoke(*tried(result.stderr), "--plan", "single", "--no-forecast", "--steps", 4, "--quiet")
+        again = invoke(
+            "train",
+            toy,
+            "--run",
+            "out",
+            *tried(result.stderr),
+            "--plan",
+            "single",
+            "--no-forecast",
+            "--steps",
+            4,
+            "--quiet",
+        )
         assert again.exit_code == 0, again.stderr
         assert train(toy, "--resume", "--steps", 5).exit_code == 0, "and what the run file says still works"
 

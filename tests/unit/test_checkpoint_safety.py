@@ -332,7 +332,7 @@ class TestResumeNewest:
             checkpoint.resume_newest(tmp_path, lambda path: checkpoint.load(path, {"model.x": torch.zeros(6)}))
 
     def test_nothing_to_resume_from(self, tmp_path: Path) -> None:
-        with pytest.raises(CheckpointError, match=r"no complete checkpoint to resume from\n    try: without --resume"):
+        with pytest.raises(CheckpointError, match=r"no complete checkpoint to resume from\n    try: a new run"):
             checkpoint.resume_newest(tmp_path, lambda path: None)
 
     def test_a_checkpoint_under_another_name_is_damaged(self, tmp_path: Path) -> None:

@@ -175,5 +175,5 @@ def test_a_refusal_says_how_much_of_what_and_what_would_fit() -> None:
     assert "3.0 GiB" in said
     assert "2.0 GiB of it activations" in said
     assert "1,073,741,824 bytes more" in said
-    assert said.endswith('try: --plan "micro=8"')
-    assert str(problem(found, "")).endswith("try: --anyway")
+    assert said.endswith('try: plan="micro=8"')
+    assert str(problem(found, "")).endswith('try: forecast="anyway"')

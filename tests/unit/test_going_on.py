@@ -134,7 +134,7 @@ def test_a_run_whose_checkpoints_are_all_damaged_does_not_begin_anew(resume: boo
         (run.folder / "checkpoints" / f"step-0000000{step}" / "rank-00000.safetensors").write_bytes(b"")
     with pytest.raises(SpecError, match=r"04 is damaged: .* 0 bytes.*; step-00000002 is damaged: ") as refused:
         prepare_run(run)
-    assert refused.value.problems[0].fix == f"--run {tmp_path / 'run-1'}"
+    assert refused.value.problems[0].fix == f'folder="{tmp_path / "run-1"}"'
     assert settled(run).resume is True  # workers that are started again name them, too
 
 
@@ -182,7 +182,9 @@ def test_a_run_that_is_refused_before_it_begins_has_set_nothing_aside(begun: boo
 def test_a_step_of_which_there_is_no_checkpoint_is_told_which_there_are(tmp_path: Path) -> None:
     run = spec(tmp_path / "run", resume=True, from_step=3)
     saved(run, 2, 4)
-    with pytest.raises(SpecError, match=r"--from: given 3, .*; allowed: one of 2, 4\n    try: --from 4"):
+    with pytest.raises(
+        SpecError, match=r"run\.from_step: given 3, .*; allowed: one of 2, 4\n    try: resume=True, from_step=4"
+    ):
         set_aside(run)
 
 
@@ -191,7 +193,7 @@ def test_a_step_whose_checkpoint_is_damaged_is_not_gone_on_from(tmp_path: Path) 
     run = spec(tmp_path / "run", resume=True, from_step=4)
     saved(run, 2, 4, 6)
     flip(run.folder / "checkpoints" / "step-00000004")
-    with pytest.raises(SpecError, match=r"given 4, whose checkpoint is damaged: .*\n    try: --from 6"):
+    with pytest.raises(SpecError, match=r"given 4, whose checkpoint is damaged: .*\n    try: resume=True, from_step=6"):
         set_aside(run)
     assert not list((run.folder / "checkpoints").glob("set-aside-*"))
 

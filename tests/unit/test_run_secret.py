@@ -73,5 +73,5 @@ def test_a_file_system_without_permissions_is_refused(tmp_path: Path, monkeypatc
     real = os.fstat
     open_to_all = lambda descriptor: os.stat_result([0o100777, *list(real(descriptor))[1:]])  # noqa: E731
     monkeypatch.setattr(os, "fstat", open_to_all)
-    with pytest.raises(RunError, match=r"keeps no permissions(?s:.*)try: --run on another"):
+    with pytest.raises(RunError, match=r"keeps no permissions(?s:.*)try: a run folder on another"):
         run_secret._write(tmp_path / "s", b"x")

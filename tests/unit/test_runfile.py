@@ -80,7 +80,7 @@ def test_folder_that_holds_a_run(tmp_path: Path) -> None:
     save(run, 120)
     text = refusal(run)
     assert f"holds a run of {tmp_path}/digits.py at step 120" in text
-    assert text.endswith("try: --resume")
+    assert text.endswith("try: resume=True")
 
 
 def test_resume_takes_the_new_plan(tmp_path: Path) -> None:
@@ -107,7 +107,7 @@ def test_folder_of_another_job_names_both(resume: bool, tmp_path: Path) -> None:
     text = refusal(spec(tmp_path, job=str(tmp_path / "gpt.py"), resume=resume))
     assert f"{tmp_path}/digits.py" in text
     assert f"{tmp_path}/gpt.py" in text
-    assert text.endswith("gpt-1")
+    assert text.endswith('gpt-1"')
     assert RunSpec.from_toml((run.folder / "run.toml").read_text()) == run
 
 

@@ -47,10 +47,10 @@ class ObjectStore:
             raise MissingExtraError(*_EXTRAS.get(scheme, (f"fsspec's for {scheme}://", scheme))) from None
         except ValueError as error:
             raise SpecError.of(
-                where="--mirror",
+                where="run.mirror",
                 given=f"{url}: {error}",
                 allowed="a URL of a folder that fsspec reaches: s3://, gs://, abfs://, sftp://, file://",
-                fix="--mirror s3://bucket/runs/digits-1",
+                fix='mirror="s3://bucket/runs/digits-1"',
             ) from None
         self._root = str(root).rstrip("/")
         self._has_folders = scheme in _WITH_FOLDERS
@@ -70,10 +70,10 @@ class ObjectStore:
                 self._files.rm_file(probe)
         except CheckpointError as error:
             raise SpecError.of(
-                where="--mirror",
+                where="run.mirror",
                 given=str(error),
                 allowed="a place that is there and may be written to, which a run needs with its first checkpoint",
-                fix=f"--mirror {self.url}, once that is there; or no --mirror",
+                fix=f'mirror="{self.url}", once that is there; or none',
             ) from None
 
     def steps(self) -> list[int]:

@@ -244,7 +244,7 @@ def resume_newest(folder: Path, attempt: Callable[[Path], T]) -> tuple[Path, T, 
             skipped.append(f"{name} is damaged: {error}")
     if not skipped:
         what = f"{folder} holds no complete checkpoint to resume from"
-        raise CheckpointError(f"{what}\n    try: without --resume, a new run")
+        raise CheckpointError(f"{what}\n    try: a new run, in a folder of its own")
     raise NoneWholeError("\n    ".join([f"none of the checkpoints in {folder} is whole:", *skipped]))
 
 

@@ -7,6 +7,7 @@ import io
 import json
 import os
 import re
+import shlex
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, redirect_stdout
@@ -77,30 +78,54 @@ def show_error(error: PhalanxError, *, as_json: bool) -> None:
     if len(problems) > 1:
         text = f"{len(problems)} things are wrong\n" + "\n".join(f"- {problem}" for problem in problems)
     else:
-        text = str(problems[0]) if problems else str(error)
+        text = str(problems[0]) if problems else _worded(error)
     notes = list(getattr(error, "__notes__", ()))
     text = visible("\n\n".join([text, *notes]))
     click.echo(f"{click.style(word, fg='red', bold=True)}: {text}", err=True)
     if as_json:
-        message = "\n".join(map(str, problems)) if problems else str(error)
+        message = "\n".join(map(str, problems)) if problems else _worded(error)
         told = {"kind": type(error).__name__, "message": message, "notes": notes}
         told |= {"problems": [asdict(problem) for problem in problems], "exit_code": error.exit_code}
         print_json({"error": told})
 
 
 _ARGUMENT = re.compile(r"""(\w+)=("[^"]*"|'[^']*'|[^\s,]+)(?:, |$)""")
-_SHORT = {"devices": "-n", "folder": "--run", "from_step": "--from"}
+_SHORT = {"devices": "-n", "from_step": "--from", "folder": "--run"}
+_WORDS = {("forecast", "anyway"): "--anyway", ("forecast", "none"): "--no-forecast", ("resume", "True"): "--resume"}
+_SETTING = re.compile(
+    r"""(?<![\w.(])(?:resume|folder|from_step|plan|launcher|forecast|mirror|lr_scale|drift|on_nonfinite|on_spike)="""
+    r"""(?:"[^"]*"|'[^']*'|True|[\d.]*\d)(?:, (?=\w+=))?"""
+)  # those that errors advise besides what else there is to do
+_HINT = re.compile(r"^ *(?:try|what to do): .*", re.MULTILINE)
 
 
 def _as_options(problem: Problem) -> Problem:
     """A problem of a run, whose way out is an argument in Python, with the option of the command line in its place."""
     if not problem.where.startswith("run.") or _ARGUMENT.sub("", problem.fix):
-        return problem
-    words = (
-        f"{_SHORT.get(name, '--' + name.replace('_', '-'))} {'' if value == 'True' else value.strip(chr(34) + chr(39))}"
-        for name, value in _ARGUMENT.findall(problem.fix)
-    )
-    return replace(problem, fix=" ".join(word.strip() for word in words))
+        return replace(problem, fix=_options_in(problem.fix))
+    return replace(problem, fix=" ".join(_option(name, value) for name, value in _ARGUMENT.findall(problem.fix)))
+
+
+def _option(name: str, value: str) -> str:
+    """An argument in Python as an option."""
+    plain = value.strip("\"'")
+    shown = shlex.quote(plain) if name == "folder" else f'"{plain}"' if "=" in plain else plain
+    return _WORDS.get((name, plain), f"{_SHORT.get(name, '--' + name.replace('_', '-'))} {shown}")
+
+
+def _worded(error: PhalanxError) -> str:
+    """What a run failed by, with options in its advice."""
+    return _HINT.sub(lambda line: _options_in(line[0]), str(error))
+
+
+def _options_in(line: str) -> str:
+    """A line of advice with options in place of settings of a run."""
+
+    def option(found: re.Match[str]) -> str:
+        name, _, value = found[0].removesuffix(", ").partition("=")
+        return _option(name, value) + (" " if found[0].endswith(", ") else "")
+
+    return _SETTING.sub(option, line)
 
 
 class Outlet(io.RawIOBase):

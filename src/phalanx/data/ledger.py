@@ -174,7 +174,7 @@ class Ledger:
 
     def _unwritten(self, error: OSError) -> DataError:
         what = f"the sample ledger {self.path} cannot be written: {error.strerror}"
-        return DataError(f"{what}\n    try: free space there, then go on with --resume")
+        return DataError(f"{what}\n    try: free space there, then go on with resume=True")
 
 
 def _words(ids: list[int]) -> array[int]:

@@ -57,10 +57,10 @@ class Token:
             found = _read(self.folder)
         except (OSError, SpecError) as error:
             what = f"whether this run still may write {self.folder} cannot be told: {error}"
-            raise RunError(f"{what}\n    try: a folder on storage that stays: --run {self.folder}-2") from None
+            raise RunError(f'{what}\n    try: a folder on storage that stays: folder="{self.folder}-2"') from None
         if found.get("identity") != self.identity:
             what = f"the run folder {self.folder} was taken over by {_who(found)}: this run ends without writing there"
-            raise RunError(f"{what}\n    try: one training at a time in a folder; another gets its own, --run FOLDER")
+            raise RunError(f"{what}\n    try: one training at a time in a folder; another gets its own")
 
 
 _held: dict[
@@ -207,7 +207,7 @@ def _taken(folder: Path, owner: dict[str, Any], gone: bool) -> SpecError:
     left = ", which has ended but left a process that still holds the folder" if gone else ""
     given = f"{folder}, in which another training goes on: {_who(owner)}{left}"
     allowed = "one training at a time in a folder"
-    return SpecError.of("run.folder", given, allowed, f"--run {folder}-2, or wait for it, or end it first")
+    return SpecError.of("run.folder", given, allowed, f'folder="{folder}-2", or wait for it, or end it first')
 
 
 def _who(found: dict[str, Any]) -> str:
@@ -254,4 +254,6 @@ def _lives(pid: int) -> bool:
 
 
 def _unwritable(folder: Path, error: OSError) -> SpecError:
-    return SpecError.of("run.folder", f"{folder}: {error.strerror}", "a folder that can be written", "--run /tmp/run-1")
+    return SpecError.of(
+        "run.folder", f"{folder}: {error.strerror}", "a folder that can be written", 'folder="/tmp/run-1"'
+    )

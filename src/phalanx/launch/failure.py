@@ -214,7 +214,7 @@ def advice(failure: Failure, world_size: int, *, memory_kills: int) -> str:
             "install the missing package in this environment, or import it at the top of the job file to see it earlier"
         )
     if "No space left on device" in failure.message:
-        return "free some disk space, then go on from the last whole checkpoint with --resume"
+        return "free some disk space, then go on from the last whole checkpoint with resume=True"
     if failure.kind.startswith("exit "):
         return "something called os._exit() in the worker; sys.exit() or an exception would have said where"
     if failure.lost_peer:
@@ -223,7 +223,7 @@ def advice(failure: Failure, world_size: int, *, memory_kills: int) -> str:
         )
     if "stack expects each tensor to be equal size" in failure.message:
         return "samples of unlike sizes make a batch where collate= of the job pads them to one size"
-    return "to see it alone, run the same job on one device: --plan single" if world_size > 1 else ""
+    return 'to see it alone, run the same job on one device: plan="single"' if world_size > 1 else ""
 
 
 def _advice_for_signal(number: int, world_size: int, memory_kills: int) -> str:
@@ -237,7 +237,7 @@ def _advice_for_signal(number: int, world_size: int, memory_kills: int) -> str:
     if number == signal.SIGBUS:
         return "shared memory or a memory-mapped file ran out of room: enlarge /dev/shm, or set workers=0 in the job"
     if number in (signal.SIGSEGV, signal.SIGABRT, signal.SIGILL, signal.SIGFPE):
-        several = "Run it on one device (--plan single); if it crashes there too, suspect"
+        several = 'Run it on one device (plan="single"); if it crashes there too, suspect'
         return (
             "compiled code crashed, not Python: the traceback shows the last Python line before it. "
             f"{several if world_size > 1 else 'Suspect'} the extension named in that line, or its version"

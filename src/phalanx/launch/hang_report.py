@@ -260,7 +260,9 @@ class HangReport:
         if first.state == "D":
             return "the file system that it reads or writes does not answer"
         if first.busy is not None and first.busy >= _BUSY:
-            return "it computes what others do not: a loop without an end, or --timeout is too short for this work"
+            return (
+                "it computes what others do not: a loop without an end, or the run's timeout is too short for this work"
+            )
         return "it waits for something that does not come (a lock, a pipe, a server, a sleep), where its stack stands"
 
 

@@ -191,7 +191,7 @@ def find_launcher(name: str) -> Launcher:
     """
     if name not in LAUNCHERS:
         near = difflib.get_close_matches(name, LAUNCHERS, n=1, cutoff=0.4)
-        fix = f"--launcher {near[0] if near else 'local'}"
+        fix = f'launcher="{near[0] if near else "local"}"'
         raise SpecError.of(where="launcher", given=repr(name), allowed=", ".join(LAUNCHERS), fix=fix)
     module, _, kind = LAUNCHERS[name].partition(":")
     return getattr(import_module(module), kind)()

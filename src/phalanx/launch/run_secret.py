@@ -56,7 +56,7 @@ def _write(path: Path, secret: bytes) -> None:
         if os.fstat(descriptor).st_mode & 0o077:
             raise RunError(
                 f"{path.parent} is on a file system that keeps no permissions: whoever reads it could join this run\n"
-                "    try: --run on another, or one machine: phalanx train JOB, which needs no file"
+                "    try: a run folder on another, or one machine: phalanx train JOB, which needs no file"
             )
         os.write(descriptor, secret)
         os.fsync(descriptor)

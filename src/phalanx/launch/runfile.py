@@ -127,7 +127,7 @@ def check_folder(run: RunSpec, *, job: Job | None = None, given: Path | None = N
         at = f"at step {step}" if step is not None else "without a checkpoint"
         raise _wrong(
             f"{folder}, which holds a run of {_job_in(runfile)} {at}",
-            "a new folder, or resume=True to go on (--resume; in a run file: resume = true)",
+            "a new folder, or resume=True to go on (in a run file: resume = true)",
             "resume=True" if step is not None else f'folder="{next_free(folder)}"',
         )
     damaged = _damages(folder) if run.resume and newest is None else []
@@ -135,7 +135,7 @@ def check_folder(run: RunSpec, *, job: Job | None = None, given: Path | None = N
         none = "holds no whole checkpoint: " + "; ".join(damaged) if damaged else "holds no checkpoint"
         there = none if folder.is_dir() else "does not exist"
         raise _wrong(
-            f"resume=True (--resume) with {folder}, which {there}",
+            f"resume=True with {folder}, which {there}",
             "a run folder with a whole checkpoint in checkpoints/",
             f'folder="{next_free(folder)}"' if damaged else f'folder="{folder}", resume="auto"',
         )
@@ -158,17 +158,16 @@ def _refuse_another_job(run: RunSpec, job: Job, newest: Path) -> None:
     other = [name for name in now if name in saved and saved[name] != now[name]]
     if not other:
         return
-    command = ["phalanx", "train", run.job, "--run", str(run.folder), "--resume"]
     if other == ["batch"]:
-        fix = shlex.join([*command, "--batch", str(saved["batch"])])
+        fix = f"resume=True, batch={saved['batch']}"
     else:
         as_it_was = ", ".join(f"{name}={saved[name]!r}" for name in other)
-        fix = f"{as_it_was} in the job; or {shlex.join(command[:3])}, a run of its own"
+        fix = f'{as_it_was} in the job; or folder="{next_free(run.folder)}", a run of its own'
     differs = "; ".join(f"{name}: {saved[name]} there, {now[name]} now" for name in other)
     raise SpecError(
         [
             Problem(
-                where="--resume",
+                where="run.resume",
                 given=f"{newest}, which belongs to another job ({differs})",
                 allowed="the job as it was: else a step would mean other samples",
                 fix=fix,
@@ -247,18 +246,18 @@ def set_aside(run: RunSpec) -> Aside | None:
     whole = [step for step, path in sorted(steps.items()) if is_complete(path)]
     if run.from_step not in whole:
         raise SpecError.of(
-            where="--from",
+            where="run.from_step",
             given=f"{run.from_step}, of which {run.folder} holds no whole checkpoint",
             allowed=f"one of {', '.join(map(str, whole))}" if whole else "a step of which there is one",
-            fix=f"--from {whole[-1]}" if whole else "a new run, without --from",
+            fix=f"resume=True, from_step={whole[-1]}" if whole else "a new run, without from_step",
         )
     if problems := verify(steps[run.from_step]):
         others = [step for step in whole if step != run.from_step]
         raise SpecError.of(
-            where="--from",
+            where="run.from_step",
             given=f"{run.from_step}, whose checkpoint is damaged: {problems[0]}",
             allowed=f"another of {', '.join(map(str, whole))}" if others else "one that is whole",
-            fix=f"--from {others[-1]}" if others else "a new run, without --from",
+            fix=f"resume=True, from_step={others[-1]}" if others else "a new run, without from_step",
         )
     later = [path for step, path in sorted(steps.items()) if step > run.from_step]
     if not later:

@@ -117,7 +117,7 @@ class TorchrunWorkers(Workers):
             more = self._agent.follow(_SOON)
         self._failures = [*self._reports.failures(), *self._unreported()]
         if not self._failures and (trouble := self._agent.failure()):
-            raise RunError(f"torchrun failed: {trouble.kind}: {trouble.message}\n    try: --launcher local")
+            raise RunError(f'torchrun failed: {trouble.kind}: {trouble.message}\n    try: launcher="local"')
         return False
 
     def request_stop(self, number: int) -> bool:

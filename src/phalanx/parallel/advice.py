@@ -137,5 +137,5 @@ def without_gradient(names: Sequence[str], where: str) -> GradientError:
     return GradientError(
         f"parameters that got no gradient {where}: {show_names(names, 8)}.\n"
         "    The loss does not depend on them; usually a forgotten branch, or a detach().\n"
-        '    try: remove them, set requires_grad=False, or allow it: job(unused="allow")'
+        '    try: remove them, set requires_grad=False, or allow it: px.Job(..., unused="allow")'
     )

@@ -41,7 +41,7 @@ from phalanx.units import show_names
 
 _PATIENCE = 600.0  # seconds that a thread waits for the others
 
-_OWN = 'job(batch_statistics="micro")'
+_OWN = 'px.Job(..., batch_statistics="micro")'
 
 
 def batch_norms(module: nn.Module) -> dict[str, _NormBase]:

@@ -155,8 +155,8 @@ def problem(found: dict[str, Any], instead: str) -> Problem:
         given=f"{found['plan']}, forecast to need {show_bytes(found['reserved'])} of memory on a device "
         f"({show_bytes(found['memory'][part])} of it {part}): {missing:,.0f} bytes more than the "
         f"{show_bytes(found['room'])} there are",
-        allowed="a plan that fits; or --anyway, to try all the same",
-        fix=instead or "--anyway",
+        allowed="a plan that fits; or to try all the same",
+        fix=instead.replace("--plan ", "plan=") or 'forecast="anyway"',
     )
 
 

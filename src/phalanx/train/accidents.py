@@ -253,7 +253,7 @@ class Accidents:
         )
         lines.append(f"    No update was made of it: {kept}.")
         if accident.kind == "spike":
-            lines.append("    try: --resume --on-spike skip, or a larger --spike")
+            lines.append('    try: resume=True, on_spike="skip"; or a larger spike')
             return LossError("\n".join(lines))
         lines += _DATA_ADVICE if of_data else _ADVICE
         return (LossError if accident.kind == "loss" else GradientError)("\n".join(lines))
@@ -264,19 +264,19 @@ def _way_on(run: RunSpec | None) -> str:
     if run is None:
         return "a lower lr"
     if run.on_nonfinite == "rollback" or keeps_from_going_back(run.plan):
-        return "--resume, from the newest checkpoint, with a lower lr (--lr-scale 0.5)"
-    return "--resume --on-nonfinite rollback, from the newest checkpoint, or a lower lr"
+        return "resume=True, lr_scale=0.5: from the newest checkpoint, with a lower lr"
+    return 'resume=True, on_nonfinite="rollback", from the newest checkpoint; or a lower lr'
 
 
 _ADVICE = (
     "    Usual causes: a learning rate too high or without warm-up, a logarithm, a root or a division by zero "
     "in the model or the loss, bad values in the data.",
-    "    try: job(clip=1.0, schedule=px.Schedule(warmup_steps=100)), or a lower lr; to leave out such batches: "
-    "--on-nonfinite skip",
+    "    try: px.Job(..., clip=1.0, schedule=px.Schedule(warmup_steps=100)), or a lower lr; to leave out such batches: "
+    'on_nonfinite="skip"',
 )
 _DATA_ADVICE = (
     "    try: leave these samples out of job.data, or mend their values there; to leave out such batches: "
-    "--on-nonfinite skip",
+    'on_nonfinite="skip"',
 )
 
 

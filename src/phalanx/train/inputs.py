@@ -42,7 +42,7 @@ class Inputs:
             chosen = {name: batch[name] for name in self._names if name in batch}
             if not chosen:
                 names, keys = ", ".join(self._names) or "nothing", ", ".join(map(str, batch))
-                fix = 'job(inputs=lambda batch: batch["..."])'
+                fix = 'px.Job(..., inputs=lambda batch: batch["..."])'
                 raise LossError(f"forward takes {names}; the batch has {keys}.\n    try: {fix}")
             return (), chosen, batch
         if isinstance(batch, tuple | list) and batch:

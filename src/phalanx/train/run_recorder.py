@@ -139,7 +139,7 @@ class RunRecorder:
             replace_text(folder / "run.toml", replace(self._run, folder=folder.absolute()).to_toml())
         except OSError as error:
             what = f"the run folder {folder} cannot be written: {error.strerror}"
-            raise RunError(f"{what}\n    try: free space there, or another folder: --run FOLDER") from error
+            raise RunError(f"{what}\n    try: free space there, or another folder") from error
 
     def stepped(self, batch: StepBatch, metrics: Metrics, lap: Lap | None) -> None:
         """Record one step; ``lap`` is ``None`` where no one process takes it."""

@@ -161,7 +161,7 @@ def read_ahead(job: Job, plan: Plan) -> Problem:
     """``shares=auto`` over a stream that processes of its own read and deal out ahead."""
     given = f"{plan} over a stream that {job.workers} processes read ahead"
     allowed = "shares=auto over map-style data, or over a stream read with workers=0: shares move while it is read"
-    return Problem(where="plan.shares", given=given, allowed=allowed, fix="job(workers=0)")
+    return Problem(where="plan.shares", given=given, allowed=allowed, fix="px.Job(..., workers=0)")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

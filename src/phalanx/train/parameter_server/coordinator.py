@@ -271,7 +271,7 @@ class Coordinator(Stepper):
         common = set.intersection(*({*answer["snapshots"]} | initial for answer in answers))
         if not common:
             what = "a server is lost, and there is no snapshot that all servers have"
-            raise RunError(f"{what}\n    try: --resume, from a checkpoint")
+            raise RunError(f"{what}\n    try: resume=True, from a checkpoint")
         version, term = max(common), max([self.requests.term, *(answer["term"] for answer in answers)]) + 1
         progress = self.store.progress(version)
         self.requests.restart(term)

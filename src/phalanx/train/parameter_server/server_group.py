@@ -238,7 +238,7 @@ class Patience:
 
 def gone(what: str) -> RunError:
     """For a run that cannot go on by itself, because of ``what``."""
-    return RunError(f"{what}\n    try: --resume, which goes on from the last checkpoint")
+    return RunError(f"{what}\n    try: resume=True, which goes on from the last checkpoint")
 
 
 class Address(NamedTuple):
