@@ -183,10 +183,10 @@ def test_where_the_target_of_an_export_is_to_be(tmp_path: Path, monkeypatch: pyt
     Path("folder-1").mkdir()
     Path("folder").mkdir()
     for target, free in {
-        "train.py": "--to train.safetensors",
-        "folder": "--to folder-2",
-        "new/one/a.safetensors": "--to new/one/a-1.safetensors",
-        "train.py/a": "--to train/a",
+        "train.py": "train.safetensors",
+        "folder": "folder-2",
+        "new/one/a.safetensors": "new/one/a-1.safetensors",
+        "train.py/a": "train/a",
     }.items():
         with pytest.raises(SpecError) as refused:
             verbs(Path("run"), "export", "--to", target)

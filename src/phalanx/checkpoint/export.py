@@ -183,11 +183,11 @@ def refuse_target(target: Path) -> None:
     """
     if target.exists() or target.is_symlink():
         allowed = "a folder or a file that does not exist yet"
-        raise SpecError.of(where="--to", given=f"{target}, which exists", allowed=allowed, fix=f"--to {_free(target)}")
+        raise SpecError.of(where="target", given=f"{target}, which exists", allowed=allowed, fix=str(_free(target)))
     nearest = next(folder for folder in target.parents if folder.exists() or folder.is_symlink())
     if not nearest.is_dir():
-        given, fix = f"{target}, where {nearest} is a file", f"--to {nearest.with_name(nearest.stem) / target.name}"
-        raise SpecError.of(where="--to", given=given, allowed="a new file or folder, in a folder", fix=fix)
+        given, fix = f"{target}, where {nearest} is a file", str(nearest.with_name(nearest.stem) / target.name)
+        raise SpecError.of(where="target", given=given, allowed="a new file or folder, in a folder", fix=fix)
 
 
 def _free(taken: Path) -> Path:
