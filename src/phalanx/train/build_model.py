@@ -104,6 +104,9 @@ def _model_problem(module: Any) -> Problem | None:
             "layers of given sizes, so that every plan knows what it has to place before anything runs",
             "nn.Linear(64, 10) in place of nn.LazyLinear(10); or call the model once on a sample within job.model",
         )
+    if type(module).__name__ == "OptimizedModule":
+        allowed = "the model by itself: the plan says whether it is compiled"
+        return wrong("a model in torch.compile", allowed, "model=lambda: Net(), and compile=true in the plan")
     halves = sorted({str(one.dtype) for one in module.parameters() if one.requires_grad and one.itemsize < 4})
     if halves:
         half = " and ".join(name.removeprefix("torch.") for name in halves)
