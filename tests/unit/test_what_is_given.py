@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pandas
 import pytest
 import torch
 from torch import nn
 
 import phalanx as px
+from phalanx.data.map_style import is_stream
 from phalanx.errors import SpecError
 from phalanx.train.build_model import build_model
 
@@ -33,6 +38,55 @@ def job(**how: Any) -> px.Job:
         "epochs": 1,
     }
     return px.Job(**{**given, **how})
+
+
+@pytest.mark.parametrize(
+    ("data", "given", "fix"),
+    [
+        ("train.csv", "a str, 'train.csv'", "px.Table(**columns)"),
+        ({"input": X, "label": Y}, "a dict of input, label", "px.Table(**columns)"),
+        (Splits(train=Columns([1]), test=Columns([2])), "a Splits of train, test", "splits['train']"),
+        ((X, Y), "a tuple of 2 arrays of 20 rows each", "px.Table(input=inputs, label=labels)"),
+        ((X.numpy(), Y.numpy()), "a tuple of 2 arrays of 20 rows each", "px.Table(input=inputs, label=labels)"),
+        (pandas.DataFrame({"a": [1, 2]}), "a DataFrame, whose [i] is a column", "frame[name].to_numpy()"),
+    ],
+)
+def test_data_without_samples(data: Any, given: str, fix: str) -> None:
+    with pytest.raises(SpecError) as refused:
+        is_stream(data)
+    (problem,) = refused.value.problems
+    assert (problem.where, problem.given) == ("job.data", given)
+    assert fix in problem.fix
+
+
+@pytest.mark.parametrize("data", [[X[0], X[1]], (X[:2], Y[:2]), {0: X[0], 1: X[1]}, X, np.zeros((4, 2))])
+def test_data_that_have_samples(data: Any) -> None:
+    assert not is_stream(data)
+
+
+def test_data_without_samples_are_named_before_a_run(tmp_path: Path) -> None:
+    with pytest.raises(SpecError, match=r"job\.data: given a str, 'train\.csv'"):
+        px.fit(job(data=lambda: "train.csv"), "dp=2", folder=tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("make", "where"),
+    [
+        (lambda: job(sampler=lambda epoch: [1]), "job.sampler"),
+        (lambda: px.Sampler(lambda seed, epoch: [1], by_batch=True), "px.Sampler"),
+        (lambda: px.Sampler(lambda epoch: [1]), "px.Sampler"),
+    ],
+)
+def test_a_sampler_of_other_arguments(make: Callable[[], Any], where: str) -> None:
+    with pytest.raises(SpecError, match="one that can be called with seed, epoch") as refused:
+        make()
+    assert refused.value.problems[0].where == where
+
+
+def test_a_sampler_that_takes_what_it_is_called_with() -> None:
+    job(sampler=lambda seed, epoch, more=0: [1])
+    px.Sampler(lambda *given: [1], by_batch=True)
 
 
 @pytest.mark.filterwarnings("ignore:.*script_method:DeprecationWarning")  # of torch's own import

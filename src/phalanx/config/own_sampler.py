@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -46,7 +47,7 @@ class Sampler:
     size: int | None = None
 
     def __post_init__(self) -> None:
-        problems = sampler_problems(self.function, "px.Sampler")
+        problems = sampler_problems(self.function, "px.Sampler", 2 + (self.by_batch is True))
         for name in ("repeats", "by_batch"):
             if not isinstance(getattr(self, name), bool):
                 given, fix = repr(getattr(self, name)), f"px.Sampler(function, {name}=True)"
@@ -68,10 +69,12 @@ class Sampler:
         return self.function(seed, epoch, batch) if self.by_batch else self.function(seed, epoch)
 
 
-def sampler_problems(given: Any, where: str = "job.sampler") -> list[Problem]:
-    """What is wrong with ``job.sampler``, or the function in a ``Sampler``."""
-    if given is None or isinstance(given, Sampler) or (callable(given) and not isinstance(given, type)):
+def sampler_problems(given: Any, where: str = "job.sampler", takes: int = 2) -> list[Problem]:
+    """What is wrong with ``job.sampler``, or the function in a ``Sampler``, which is called with so many arguments."""
+    if given is None or isinstance(given, Sampler):
         return []
+    if callable(given) and not isinstance(given, type):
+        return _of_signature(given, where, takes)
     kinds = given if isinstance(given, type) else type(given)
     known = next((kind.__name__ for kind in kinds.__mro__ if kind.__name__ in _INSTEAD), "")
     name = f"the class {kinds.__name__}" if isinstance(given, type) else f"a {kinds.__name__}"
@@ -79,6 +82,19 @@ def sampler_problems(given: Any, where: str = "job.sampler") -> list[Problem]:
     if known:
         allowed += ": an object with a state of its own gives another order on each rank and after a resume"
     return [Problem(where=where, given=name, allowed=allowed, fix=_INSTEAD.get(known, _FUNCTION))]
+
+
+def _of_signature(function: Callable[..., Any], where: str, takes: int) -> list[Problem]:
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # of one that is not written in Python nothing is known
+        return []
+    try:
+        signature.bind(*range(takes))
+    except TypeError:
+        allowed = f"one that can be called with {', '.join(('seed', 'epoch', 'batch')[:takes])}"
+        return [Problem(where=where, given=f"a function of {signature}", allowed=allowed, fix=_FUNCTION)]
+    return []
 
 
 def beside_sampler(sampler: Any, shuffle: Any) -> list[Problem]:

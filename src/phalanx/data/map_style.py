@@ -33,6 +33,10 @@ def is_stream(dataset: Any) -> bool:
         raise SpecError([Problem(where="job.data", given=given, allowed=allowed, fix=fix)])
     if isinstance(dataset, IterableDataset):
         return True
+    if columns := _columns(dataset):
+        given, fix = columns
+        allowed = "a dataset, whose [i] is a sample and whose len() is how many there are, or a stream of samples"
+        raise SpecError([Problem(where="job.data", given=given, allowed=allowed, fix=fix)])
     if hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__"):
         return False
     if hasattr(dataset, "__iter__") and not hasattr(dataset, "__getitem__"):
@@ -40,6 +44,27 @@ def is_stream(dataset: Any) -> bool:
     given, allowed = f"a {type(dataset).__name__}", "map-style data (__getitem__ and __len__), or a stream (__iter__)"
     fix = "data=lambda: phalanx.data.Table(image=images, label=labels)"
     raise SpecError([Problem(where="job.data", given=given, allowed=allowed, fix=fix)])
+
+
+def _columns(data: Any) -> tuple[str, str] | None:
+    """What was given and what to write in its place, where it has a length and no samples: columns, splits, a text."""
+    kind = f"a {type(data).__name__}"
+    if isinstance(data, str | bytes):
+        return f"{kind}, {data[:60]!r}", "data=lambda: MyDataset(path), or px.Table(**columns)"
+    if isinstance(data, Mapping) and 0 not in data:
+        names = ", ".join(str(name) for name in list(data)[:8])
+        if any(hasattr(value, "column_names") for value in data.values()):
+            return f"{kind} of {names}", f"data=lambda: splits[{next(iter(data))!r}]"
+        return f"{kind} of {names}", "data=lambda: px.Table(**columns)"
+    if type(data).__name__ == "DataFrame":
+        fix = "data=lambda: px.Table(**{name: frame[name].to_numpy() for name in frame})"
+        return f"{kind}, whose [i] is a column", fix
+    if type(data) is tuple and len(data) > 1 and all(getattr(one, "ndim", 0) for one in data):
+        lengths = {len(one) for one in data}
+        if len(lengths) == 1 and len(data) not in lengths:
+            given = f"a tuple of {len(data)} arrays of {lengths.pop()} rows each"
+            return given, "data=lambda: px.Table(input=inputs, label=labels)"
+    return None
 
 
 @final
