@@ -14,7 +14,7 @@ from torch import nn
 
 import phalanx as px
 from phalanx.data.map_style import is_stream
-from phalanx.errors import SpecError
+from phalanx.errors import LossError, SpecError
 from phalanx.train.build_model import build_model
 
 X, Y = torch.zeros(20, 3), torch.zeros(20, dtype=torch.long)
@@ -94,3 +94,18 @@ def test_a_compiled_model() -> None:
     net = nn.Linear(3, 2)
     with pytest.raises(SpecError, match=r"a model in torch\.compile(?s:.*)compile=true in the plan"):
         build_model(job(model=lambda: torch.compile(net)))
+
+
+@pytest.mark.parametrize(
+    ("output", "fix"),
+    [((X, Y), "px.cross_entropy(output[0], "), ({"a": 1, "out": X}, "px.cross_entropy(output['out'], ")],
+)
+def test_an_output_that_holds_the_logits(output: Any, fix: str) -> None:
+    with pytest.raises(LossError) as refused:
+        px.cross_entropy(output, Y)
+    assert fix in str(refused.value)
+
+
+def test_a_number_of_a_plan_in_quotes() -> None:
+    with pytest.raises(SpecError, match="given dp='2'; allowed: a whole number"):
+        px.Plan(dp="2")  # pyright: ignore[reportArgumentType]

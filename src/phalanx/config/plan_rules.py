@@ -35,7 +35,9 @@ def problems_of(plan: Plan) -> list[Problem]:
     found: list[Problem] = []
 
     def wrong(name: str, allowed: str, fix: str) -> None:
-        found.append(plan_problem(name, f"{name}={show(getattr(plan, name))}", allowed, fix))
+        value = getattr(plan, name)
+        quoted = isinstance(value, str) and name not in (*CHOICES, *TEXTS)
+        found.append(plan_problem(name, f"{name}={value!r}" if quoted else f"{name}={show(value)}", allowed, fix))
 
     _numbers(plan, wrong)
     for name, choices in CHOICES.items():

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from numbers import Real
 from typing import Any
@@ -161,9 +161,12 @@ def _real(mask: Tensor, logits: Tensor, name: str) -> Tensor:
 def _logits(output: Any) -> Tensor:
     logits = getattr(output, "logits", output)
     if not isinstance(logits, Tensor):
+        part = "output[0]" if isinstance(output, tuple | list) else "output['scores']"
+        if isinstance(output, Mapping):
+            part = f"output[{next((name for name, one in output.items() if isinstance(one, Tensor)), 'scores')!r}]"
         raise LossError(
             f"the model's output is a {type(output).__name__}; allowed: a tensor of logits, or an object with .logits\n"
-            "    try: loss=lambda output, batch: px.cross_entropy(output['scores'], batch['label'])"
+            f"    try: loss=lambda output, batch: px.cross_entropy({part}, batch['label'])"
         )
     return logits
 

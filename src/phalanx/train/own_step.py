@@ -229,8 +229,11 @@ class LoopWithoutRun:
 
 
 def _left_out(step: int, taken: int) -> RunError:
+    what = f"the loop is at step {taken}, and got the batch of step {step}"
+    if step == taken:
+        what = f"the batch of step {step} got no step before the next one was asked for, or the loop has been closed"
     return RunError(
-        f"the loop is at step {taken}, and got the batch of step {step} from its loader: each batch has one step\n"
+        f"{what}: each batch has one step\n"
         "    try: metrics = step(batch) once for every batch, in the order of the loader"
     )
 
