@@ -67,10 +67,10 @@ def fit(
         RefusedError: if the plan cannot serve the job here, or is forecast not to fit (``RunSpec.forecast``).
         WorkerError: if a worker failed: the first one's rank, step and traceback. Inside a worker that torchrun
             started, this worker's own error comes as it is.
-        KeyboardInterrupt: after Ctrl-C; the run has saved by then (``RunSpec.grace``).
+        KeyboardInterrupt: after Ctrl-C; the run has saved by then (``RunSpec.grace``), and it says where.
         SystemExit: after SIGTERM and SIGUSR1; with 75, ``EX_TEMPFAIL``, once the run has saved.
     """
-    from phalanx.launch import find_launcher
+    from phalanx.launch import find_launcher, how_to_go_on
     from phalanx.preflight.supervised_run import RunStarter, train_here
     from phalanx.report.shown_progress import looked_on
 
@@ -80,7 +80,10 @@ def fit(
         return _take_part(asked, spec, place, cores)
     there = RunStarter(launcher=find_launcher(launcher), hosts=hosts, cores=cores, loadable=isinstance(run, RunSpec))
     with looked_on(watch, spec.folder / "events.jsonl") as look:
-        train_here(asked, spec, there, look)
+        try:
+            train_here(asked, spec, there, look)
+        except KeyboardInterrupt:
+            raise KeyboardInterrupt(how_to_go_on(spec.folder)) from None
     return Run(folder=spec.folder, job=asked)
 
 

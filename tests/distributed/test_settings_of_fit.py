@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -96,3 +99,30 @@ def test_settings_that_there_are_none_of(shop: Callable[..., px.Run]) -> None:
     with pytest.raises(SpecError, match=r"run\.resume: given 'yes'"):
         shop("single", resume="yes")
     assert not Path("run").exists()
+
+
+STOPPED = """
+import os, signal, sys
+sys.path.insert(0, {small!r})
+import phalanx as px
+from small import job
+
+seen = []
+
+def interrupt():
+    if os.path.exists("run/events.jsonl") and '"step"' in open("run/events.jsonl").read() and not seen:
+        seen.append(1)
+        os.kill(os.getpid(), signal.SIGINT)
+
+px.fit(job(epochs=3000), "dp=2", folder="run", forecast="none", watch=interrupt)
+"""
+
+
+def test_a_script_that_is_stopped_by_hand_says_where_it_stands(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(STOPPED.format(small=str(Path(__file__).parent)))
+    done = subprocess.run([sys.executable, "script.py"], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    step = px.Run(folder=tmp_path / "run").checkpoint().name.removeprefix("step-").lstrip("0")
+    assert done.returncode == -signal.SIGINT
+    assert f"KeyboardInterrupt: run folder: run, newest checkpoint: step {step}\n" in done.stderr
+    assert done.stderr.endswith('try: folder="run", resume=True\n')
+    assert done.stderr.count('  File "') == 2

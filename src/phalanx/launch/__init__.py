@@ -7,7 +7,7 @@ from phalanx.launch.launcher import LAUNCHERS, Launch, Launcher, find_launcher, 
 from phalanx.launch.local import launch
 from phalanx.launch.reaper import StopSignals, raise_stopped
 from phalanx.launch.restarts import Restarts
-from phalanx.launch.runfile import RunFolder, default_folder, job_of, settled
+from phalanx.launch.runfile import RunFolder, default_folder, how_to_go_on, job_of, settled
 from phalanx.launch.side_process import LookAhead, look_ahead
 from phalanx.launch.torch_warmup import make_ready
 
@@ -23,6 +23,7 @@ __all__ = [
     "StopSignals",
     "default_folder",
     "find_launcher",
+    "how_to_go_on",
     "job_of",
     "launch",
     "load_job",

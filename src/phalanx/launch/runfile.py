@@ -345,6 +345,14 @@ def newest_step(folder: Path) -> int | None:
     return int(number[1]) if number else None
 
 
+def how_to_go_on(folder: Path) -> str:
+    """Where a run stands that was stopped by hand, and what goes on with it."""
+    step = newest_step(folder)
+    if step is None:
+        return f"run folder: {folder} (no checkpoint yet)"
+    return f'run folder: {folder}, newest checkpoint: step {step}\n    try: folder="{folder}", resume=True'
+
+
 def _mirrored(url: str) -> bool:
     from phalanx.checkpoint.mirror import ObjectStore
 
