@@ -12,6 +12,7 @@ from phalanx.config import Cluster, Job, Plan, RunSpec
 from phalanx.config.fields import is_whole
 from phalanx.config.run import NOT_IN_FILE
 from phalanx.errors import SpecError
+from phalanx.files import read_text
 from phalanx.report.run_results import Run, load
 
 if TYPE_CHECKING:
@@ -48,7 +49,7 @@ def fit(
 
     Args:
         job: what to train.
-        plan: a ``Plan`` or its text, such as ``"dp=2"``.
+        plan: a ``Plan``, its text, such as ``"dp=2"``, or the path of a ``plan.toml``.
         run: the run folder, or all of the run's settings as one; its plan is replaced by ``plan`` where that is given.
         folder: the run folder, in place of what ``run`` says; ``runs/<name>-<n>`` where neither says one.
         watch: called about ten times a second while workers run; never inside a worker that torchrun started. Without
@@ -323,6 +324,8 @@ def _plan(plan: Plan | str | None, job: Job, place: Place | None) -> Plan:
         return plan
     if plan is not None:
         _need(plan, (Plan, str), "plan", '"dp=2", or px.Plan(dp=2)')
+        if plan.endswith(".toml"):
+            return Plan.from_toml(read_text(Path(plan), where="plan", fix='"dp=2"', below=0))
         return Plan.parse(plan)
     if place is not None:
         return Plan(dp=place.world_size)

@@ -155,6 +155,8 @@ def test_what_cannot_be_trained_is_a_row_with_its_reason_and_the_others_go_on(jo
     assert told["rows"][0]["outcome"] == "done"
     assert "seven is too much" in outcomes["7", "dp=2"]["reason"]
     assert "tp=3" in outcomes["0.1", "tp=3"]["reason"]
+    assert "; allowed: " in outcomes["0.1", "tp=3"]["reason"]
+    assert "; try: " in outcomes["0.1", "tp=3"]["reason"]
 
 
 def test_a_run_that_fails_says_so_by_the_exit_code(job: str) -> None:

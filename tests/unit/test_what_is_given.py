@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 import phalanx as px
+from phalanx.checkpoint.export import refuse_target
 from phalanx.data.map_style import is_stream
 from phalanx.errors import LossError, SpecError
 from phalanx.train.build_model import build_model
@@ -109,3 +110,31 @@ def test_an_output_that_holds_the_logits(output: Any, fix: str) -> None:
 def test_a_number_of_a_plan_in_quotes() -> None:
     with pytest.raises(SpecError, match="given dp='2'; allowed: a whole number"):
         px.Plan(dp="2")  # pyright: ignore[reportArgumentType]
+
+
+def test_a_plan_of_a_file(tmp_path: Path) -> None:
+    (tmp_path / "plan.toml").write_text(px.Plan.parse("dp=2 micro=5").to_toml())
+    run = px.fit(job(), str(tmp_path / "plan.toml"), folder=tmp_path / "run", forecast="none")
+    assert str(run.plan) == "dp=2 micro=5"
+    with pytest.raises(SpecError, match=r"plan: given .*none\.toml"):
+        px.fit(job(), str(tmp_path / "none.toml"))
+
+
+def test_a_forecast_is_printed_in_a_few_lines() -> None:
+    found = px.forecast(job(), "dp=2", "2xH100")
+    first, second, third, *notes = str(found).splitlines()
+    assert first.startswith("dp=2 on 2xH100")
+    assert " a step (" in second
+    assert " samples/s" in second
+    assert third.endswith("of memory: fits")
+    assert all(note.startswith("note: ") for note in notes)
+
+
+def test_what_a_model_is_written_to(tmp_path: Path) -> None:
+    with pytest.raises(SpecError, match=r"target: given .*a\.pt, (?s:.*)try: .*a\.safetensors"):
+        refuse_target(tmp_path / "a.pt")
+    (tmp_path / "there").mkdir()
+    with pytest.raises(SpecError) as refused:
+        refuse_target(tmp_path / "there")
+    (problem,) = refused.value.problems
+    assert (problem.where, problem.fix) == ("target", str(tmp_path / "there-1"))

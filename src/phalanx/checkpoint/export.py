@@ -175,12 +175,18 @@ def contents(path: Path) -> dict[str, Any]:
     return {**told, "files": len(manifest.files), "bytes": nbytes, "tensors": tensors}
 
 
+_PICKLED = (".pt", ".pth", ".bin", ".ckpt", ".pkl")
+
+
 def refuse_target(target: Path) -> None:
     """Refuse a target that is there, or that cannot come to be there, before anything is read or made.
 
     Raises:
-        SpecError: the target exists, or a file is where it needs a folder.
+        SpecError: the target exists, is called as no folder is, or a file is where it needs a folder.
     """
+    if target.suffix in _PICKLED:
+        given, allowed = f"{target}, as files of torch.save are called", "a new *.safetensors, or a new folder"
+        raise SpecError.of(where="target", given=given, allowed=allowed, fix=str(target.with_suffix(".safetensors")))
     if target.exists() or target.is_symlink():
         allowed = "a folder or a file that does not exist yet"
         raise SpecError.of(where="target", given=f"{target}, which exists", allowed=allowed, fix=str(_free(target)))

@@ -17,6 +17,7 @@ from phalanx.forecast.step_time import ForecastInput, StepTime
 from phalanx.forecast.uncertainty import SAFE, assumed, interval, runs_out, uncut, unpriced
 from phalanx.forecast.unequal_devices import device_shares, memory_of, step_of
 from phalanx.placement.limits import not_run_yet
+from phalanx.units import show_bytes, show_count, show_seconds
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,6 +69,15 @@ class Forecast:
     watts: float = 0.0
     start: float = 0.0
     notes: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        """What ``phalanx forecast`` says first, in three lines."""
+        verdict = "fits" if self.fits else "does not fit"
+        time = f"{show_seconds(self.step)} a step ({show_seconds(self.low)} to {show_seconds(self.high)})"
+        rate = f"{show_count(self.throughput)} samples/s, {', '.join(self.limits)}"
+        kept = f"{show_bytes(self.reserved)} of {show_bytes(self.room)} of memory: {verdict}"
+        notes = [f"note: {note}" for note in self.notes]
+        return "\n".join([f"{self.plan} on {self.cluster}", f"{time}, {rate}", kept, *notes])
 
     @property
     def step(self) -> float:

@@ -104,7 +104,9 @@ def reason_of(error: Exception) -> str:
         return said[0] if said else type(error).__name__
     first = error.problems[0]
     lines = [line.strip("| ") for line in first.given.splitlines()]
-    return f"{first.where}: {lines[-1]}" if len(lines) > 1 else f"{first.where}: given {first.given}"
+    if len(lines) > 1:
+        return f"{first.where}: {lines[-1]}"
+    return " ".join(f"{first.where}: given {first.given}; allowed: {first.allowed}; try: {first.fix}".split())
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
