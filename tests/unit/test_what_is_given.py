@@ -60,6 +60,11 @@ def test_data_without_samples(data: Any, given: str, fix: str) -> None:
     assert fix in problem.fix
 
 
+def test_an_evaluation_set_without_samples() -> None:
+    with pytest.raises(SpecError, match=r"job\.evaluate: given a dict of x; (?s:.*)try: evaluate=lambda: px\.Table"):
+        is_stream({"x": X}, "job.evaluate")
+
+
 @pytest.mark.parametrize("data", [[X[0], X[1]], (X[:2], Y[:2]), {0: X[0], 1: X[1]}, X, np.zeros((4, 2))])
 def test_data_that_have_samples(data: Any) -> None:
     assert not is_stream(data)

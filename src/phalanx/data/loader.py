@@ -167,7 +167,7 @@ def evaluation_batches(dataset: Any, job: Job, lane: Lane, *, micro: int | None)
     Raises:
         SpecError: if the data are a stream, or hold no sample.
     """
-    if is_stream(dataset):
+    if is_stream(dataset, "job.evaluate"):
         given, allowed = f"a stream ({type(dataset).__name__})", "map-style data (__getitem__ and __len__)"
         fix = "evaluate=lambda: list(stream)"
         raise SpecError([Problem(where="job.evaluate", given=given, allowed=allowed, fix=fix)])

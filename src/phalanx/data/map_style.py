@@ -20,50 +20,51 @@ from phalanx.data.table import Table
 from phalanx.errors import Problem, SpecError
 
 
-def is_stream(dataset: Any) -> bool:
-    """Whether the dataset can only be read in order.
+def is_stream(dataset: Any, where: str = "job.data") -> bool:
+    """Whether the dataset, what ``where`` gives, can only be read in order.
 
     Raises:
         SpecError: if it is neither a stream nor map-style.
     """
+    name = where.removeprefix("job.")
     if isinstance(dataset, DataLoader) or (hasattr(dataset, "batch_sampler") and hasattr(dataset, "dataset")):
         given = f"a {type(dataset).__name__}, which makes batches of its own"
         allowed = "the dataset that it reads: ranks are given their shares of global batches of job.batch"
-        fix = "data=lambda: dataset, and batch, collate, workers of the job"
-        raise SpecError([Problem(where="job.data", given=given, allowed=allowed, fix=fix)])
+        fix = f"{name}=lambda: dataset, and batch, collate, workers of the job"
+        raise SpecError([Problem(where=where, given=given, allowed=allowed, fix=fix)])
     if isinstance(dataset, IterableDataset):
         return True
     if columns := _columns(dataset):
-        given, fix = columns
+        given, fix = columns[0], f"{name}=lambda: {columns[1]}"
         allowed = "a dataset, whose [i] is a sample and whose len() is how many there are, or a stream of samples"
-        raise SpecError([Problem(where="job.data", given=given, allowed=allowed, fix=fix)])
+        raise SpecError([Problem(where=where, given=given, allowed=allowed, fix=fix)])
     if hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__"):
         return False
     if hasattr(dataset, "__iter__") and not hasattr(dataset, "__getitem__"):
         return True
     given, allowed = f"a {type(dataset).__name__}", "map-style data (__getitem__ and __len__), or a stream (__iter__)"
-    fix = "data=lambda: phalanx.data.Table(image=images, label=labels)"
-    raise SpecError([Problem(where="job.data", given=given, allowed=allowed, fix=fix)])
+    fix = f"{name}=lambda: phalanx.data.Table(image=images, label=labels)"
+    raise SpecError([Problem(where=where, given=given, allowed=allowed, fix=fix)])
 
 
 def _columns(data: Any) -> tuple[str, str] | None:
     """What was given and what to write in its place, where it has a length and no samples: columns, splits, a text."""
     kind = f"a {type(data).__name__}"
     if isinstance(data, str | bytes):
-        return f"{kind}, {data[:60]!r}", "data=lambda: MyDataset(path), or px.Table(**columns)"
+        return f"{kind}, {data[:60]!r}", "MyDataset(path), or px.Table(**columns)"
     if isinstance(data, Mapping) and 0 not in data:
         names = ", ".join(str(name) for name in list(data)[:8])
         if any(hasattr(value, "column_names") for value in data.values()):
-            return f"{kind} of {names}", f"data=lambda: splits[{next(iter(data))!r}]"
-        return f"{kind} of {names}", "data=lambda: px.Table(**columns)"
+            return f"{kind} of {names}", f"splits[{next(iter(data))!r}]"
+        return f"{kind} of {names}", "px.Table(**columns)"
     if type(data).__name__ == "DataFrame":
-        fix = "data=lambda: px.Table(**{name: frame[name].to_numpy() for name in frame})"
+        fix = "px.Table(**{name: frame[name].to_numpy() for name in frame})"
         return f"{kind}, whose [i] is a column", fix
     if type(data) is tuple and len(data) > 1 and all(getattr(one, "ndim", 0) for one in data):
         lengths = {len(one) for one in data}
         if len(lengths) == 1 and len(data) not in lengths:
             given = f"a tuple of {len(data)} arrays of {lengths.pop()} rows each"
-            return given, "data=lambda: px.Table(input=inputs, label=labels)"
+            return given, "px.Table(input=inputs, label=labels)"
     return None
 
 
