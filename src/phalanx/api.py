@@ -122,7 +122,13 @@ def start(
     _need_cores(cores)
     if place is not None:
         raise SpecError.of("launcher", "px.start in a worker of torchrun", "px.fit", "px.fit(job(), plan)")
-    there = RunStarter(launcher=find_launcher(launcher), hosts=None, cores=cores, loadable=isinstance(run, RunSpec))
+    there = RunStarter(
+        launcher=find_launcher(launcher),
+        hosts=None,
+        cores=cores,
+        loadable=isinstance(run, RunSpec),
+        background=True,
+    )
     there.refuse(spec)
 
     def work(begun: Callable[[], None]) -> None:

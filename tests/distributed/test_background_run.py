@@ -67,10 +67,13 @@ def test_it_trains_as_plain_pytorch_does(plan: str) -> None:
     assert run.model() is not None
 
 
-def test_stopped_it_saves_and_another_goes_on() -> None:
+def test_stopped_it_saves_and_another_goes_on(capfd: pytest.CaptureFixture[str]) -> None:
     run = after(begun("dp=2", "run", epochs=3000), 5)
     assert run.running
     assert not run.stop().running
+    said = capfd.readouterr().err
+    assert "asked to stop: saving after this step, 30 s at most\n" in said
+    assert "SIGTERM" not in said
     (stopped,) = run.events("stopped")
     assert run.checkpoint().name == f"step-{stopped['step']:08d}"
     taken = stopped["step"]

@@ -81,6 +81,7 @@ class Launch:
         reserves: how many killed workers may be replaced by a process that begins anew, with the same rank; a launcher
             that cannot replace one ends the run at the first.
         timeout: seconds that workers wait for each other.
+        background: the process that starts them is beside the one that its user has, who asks it to stop by a call.
     """
 
     world_size: int
@@ -91,6 +92,7 @@ class Launch:
     hosts: WorkerHosts | None = None
     reserves: int = 0
     timeout: float = TIMEOUT
+    background: bool = False
 
 
 class Workers(ABC):
@@ -364,7 +366,8 @@ def _follow(
             more = workers.follow(_TICK)
             if interrupts.caught and not deadline and grace and workers.request_stop(interrupts.caught):
                 deadline = time.monotonic() + grace
-                print(_STOPPING.format(signal_name(interrupts.caught), grace), file=sys.stderr)
+                text = _ASKED if launch.background else _STOPPING
+                print(text.format(signal_name(interrupts.caught), grace), file=sys.stderr)
             if interrupts.caught and time.monotonic() >= deadline:
                 interrupts.check()
             hung = watches.look() if more else None
@@ -377,4 +380,5 @@ def _follow(
     return workers, hung, watches.growing
 
 
+_ASKED = "asked to stop: saving after this step, {1:g} s at most"
 _STOPPING = "{}: saving after this step, {:g} s at most; the same once more ends the run at once"

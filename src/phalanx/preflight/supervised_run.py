@@ -55,12 +55,13 @@ def _called_back(job: Job, folder: Path, watch: Callable[[], None] | None) -> It
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunStarter:
-    """Who starts the workers and where, and whether ``RunSpec.job`` says where other processes find the job."""
+    """Who starts the workers, where and how; ``loadable`` and ``background`` are those of ``Launch``."""
 
     launcher: Launcher
     hosts: Hosts | None
     cores: int | None
     loadable: bool
+    background: bool = False
 
     def refuse(self, run: RunSpec) -> None:
         """Refuse what cannot be started from this process."""
@@ -77,6 +78,7 @@ class RunStarter:
             hosts=self.hosts,
             reserves=_RESERVES if run.plan.server else 0,
             timeout=run.timeout,
+            background=self.background,
         )
 
 
