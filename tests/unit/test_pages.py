@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+import phalanx as px
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
@@ -72,3 +75,24 @@ def test_the_readme_states_the_accuracy_that_was_measured() -> None:
         f"{error.removesuffix('%')} % off in the median of {plans} plans, {inside.removesuffix('%')} % of them within"
     )
     assert told in re.sub(r"\s+", " ", (ROOT / "README.md").read_text())
+
+
+def test_the_python_reference_has_every_public_name() -> None:
+    page = (DOCS / "reference/python.md").read_text()
+    told = re.findall(r"^::: (\S+)", page, re.MULTILINE)
+    missing = [
+        name
+        for name in px.__all__
+        if not any(one.endswith(f".{name}") or one == getattr(px, name).__module__ for one in told)
+    ]
+    assert missing == []
+    for one in told:
+        module, _, name = one.rpartition(".")
+        assert _is_module(one) or hasattr(importlib.import_module(module), name), one
+
+
+def _is_module(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError:
+        return False
