@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -19,7 +20,7 @@ from phalanx.errors import GradientError, LossError, PhalanxError, RefusedError,
 from phalanx.launch.worker_pool import WorkerPool
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "distributed"))
-from small import Net, fit, job, table
+from small import LENGTH, Net, fit, job, table
 
 
 @pytest.fixture
@@ -230,6 +231,25 @@ def test_an_optimizer_that_leaves_parameters_out() -> None:
 def test_data_of_another_length_on_each_rank() -> None:
     error = fails("another length on each rank", data=lambda: table(50 + torch.distributed.get_rank()))
     assert "rank 0: 50, rank 1: 51" in str(error)
+
+
+def by_process(seed: int, epoch: int) -> np.ndarray:
+    """Another order in each process, the same in it whenever it is asked."""
+    return np.random.default_rng([os.getpid(), epoch]).permutation(LENGTH)
+
+
+def in_parts() -> px.Curriculum:
+    mixed = px.Mixture({"a": table(40), "b": table(23)}, {"a": 1.0, "b": 1.0})
+    mixed.sampler = px.Sampler(lambda seed, epoch: by_process(seed, epoch) % 63, repeats=True)
+    return px.Curriculum({0: mixed, 4: table(40)})
+
+
+@pytest.mark.parametrize("plan", ["dp=2", "dp=2 server=1"])
+@pytest.mark.parametrize(
+    "how", [{"sampler": by_process}, {"data": in_parts, "epochs": None, "steps": 6}], ids=["sampler", "curriculum"]
+)
+def test_another_order_on_each_rank(plan: str, how: dict[str, Any]) -> None:
+    assert "a sampler that draws from its seed and epoch alone" in str(fails("another order of the first", plan, **how))
 
 
 class Stream:

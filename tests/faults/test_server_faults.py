@@ -212,7 +212,12 @@ def test_a_server_that_is_not_there_is_named_with_the_time(place: Place) -> None
     directory = Directory(place)
     directory.publish(0, Address("127.0.0.1", 1, 0))  # where nobody listens
     links = ServerLinks(
-        Caller(identity=Identity(Role.WORKER, 0), secret=place.secret), 1, 1, directory, replace(QUICK, back=0.2), None
+        Caller(identity=Identity(Role.WORKER, 0), secret=place.secret),
+        {"length": 1, "order": ""},
+        1,
+        directory,
+        replace(QUICK, back=0.2),
+        None,
     )
     with pytest.raises(RunError, match=r"server 0 at 127\.0\.0\.1:1 could not be reached for 0\.2 s"):
         links.connect()

@@ -20,7 +20,7 @@ import torch
 from phalanx.checkpoint.format import Manifest, dtype_name
 from phalanx.checkpoint.reading import fill, read_state, verify_first
 from phalanx.checkpoint.safe_files import remove
-from phalanx.checkpoint.sections import AVERAGE, MODEL, name_in, names_of, put_in, take_out
+from phalanx.checkpoint.sections import AVERAGE, FROZEN, MODEL, name_in, names_of, put_in, take_out
 from phalanx.checkpoint.shard_file import TensorEntry, bytes_of, header_of, write_file
 from phalanx.errors import CheckpointError, SpecError
 
@@ -72,7 +72,7 @@ def export(path: Path, target: Path, form: ExportForm | None = None) -> Exported
     path, target = Path(path), Path(target)
     form = form or ExportForm()
     manifest, state = _of_model(path, averaged=form.averaged), read_state(path)
-    if state.get("frozen"):
+    if state.get(FROZEN):
         given = f"{path}, which holds what is trained alone (--checkpoint trainable)"
         allowed = "a checkpoint of all parameters; the job builds the rest"
         raise SpecError.of("RUN", given, allowed, "px.load(RUN, job()).save_pretrained(OUT, adapter=True)")

@@ -6,7 +6,7 @@ from phalanx.data.ledger import Ledger, LedgerRecord, last_steps, read_ledger, r
 from phalanx.data.ledger_audit import audit, audit_run, due
 from phalanx.data.loader import Loader, evaluation_batches
 from phalanx.data.mixture import Mixture
-from phalanx.data.own_orders import EpochOrders, buckets, order_print, weighted
+from phalanx.data.own_orders import EpochOrders, buckets, weighted
 from phalanx.data.parquet_files import ParquetFiles
 from phalanx.data.sampler import GlobalBatchSampler
 from phalanx.data.step_batch import MicroBatch, StepBatch
@@ -41,7 +41,6 @@ __all__ = [
     "evaluation_batches",
     "last_steps",
     "never_reached",
-    "order_print",
     "read_ledger",
     "records",
     "share",

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any, final
 
 import numpy as np
-from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data import IterableDataset
 
 from phalanx.config.batch_ramp import batches
 from phalanx.config.fields import is_whole
@@ -21,7 +21,7 @@ _EXAMPLE = "px.Curriculum({0: short, 1000: long})"
 
 
 @final
-class Curriculum(Dataset[Any]):
+class Curriculum(MapStyle):
     """A map-style dataset of several, each of which a run takes its batches from, one after the other.
 
     ``Job(data=lambda: px.Curriculum({0: short, 1000: long}), steps=...)``: steps 0 to 999 are of ``short``, those from
@@ -32,6 +32,8 @@ class Curriculum(Dataset[Any]):
     Attributes:
         sources: first step → dataset. Indices count through all of the first, then the second and so on.
     """
+
+    draws, keeps_orders = True, True
 
     def __init__(self, sources: Mapping[int, Any]) -> None:
         """

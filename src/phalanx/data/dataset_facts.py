@@ -17,12 +17,14 @@ class MapStyle(Dataset[Any]):
     Attributes:
         draws: whether samples may draw random numbers, each from a seed of its own.
         sampler: the order that has to be the job's; ``None``: the data can be read in any.
+        keeps_orders: whether data sets that it reads are read in the orders that they have of their own.
         lists: entries of a sample that are Python's lists, which torch's default collation would turn on their side.
         example: what stands for such a dataset in a line to copy.
     """
 
     draws: bool = False
     sampler: Sampler | None = None
+    keeps_orders: ClassVar[bool] = False
     lists: tuple[str, ...] = ()
     example: ClassVar[str] = "dataset"
 
@@ -37,12 +39,13 @@ def draws(dataset: Any) -> bool:
 
 
 def wrapped(dataset: Any) -> list[Any]:
-    """What ``px.Mixture`` and torch's ``Subset`` and ``ConcatDataset`` read."""
-    if isinstance(sources := getattr(dataset, "sources", None), Mapping):
+    """What ``px.Mixture``, ``px.Curriculum`` and torch's ``Subset`` and ``ConcatDataset`` read."""
+    if isinstance(dataset, MapStyle) and isinstance(sources := getattr(dataset, "sources", None), Mapping):
         return list(sources.values())
     if not type(dataset).__module__.startswith("torch.utils.data."):
         return []
-    return [*getattr(dataset, "datasets", ()), *([dataset.dataset] if hasattr(dataset, "dataset") else [])]
+    inner = getattr(dataset, "dataset", None)
+    return [*getattr(dataset, "datasets", ()), *([] if inner is None else [inner])]
 
 
 def refuse_other_order(dataset: Any, sampler: Any) -> None:
@@ -65,6 +68,6 @@ def refuse_other_order(dataset: Any, sampler: Any) -> None:
 
 def _within(dataset: Any) -> list[Any]:
     """All that is read by what does not keep the orders of what it reads: a ``px.Mixture``, and what torch has."""
-    keeps = not isinstance(dataset, MapStyle) and hasattr(dataset, "sources")
+    keeps = isinstance(dataset, MapStyle) and dataset.keeps_orders
     found = [] if keeps else wrapped(dataset)
     return found + [deeper for one in found for deeper in _within(one)]

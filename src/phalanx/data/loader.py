@@ -321,6 +321,11 @@ class BatchPieces:
         """As a ``Loader``'s."""
         return self._order(self.length)
 
+    @property
+    def told(self) -> dict[str, Any]:
+        """What must be the same in every process: ``length`` and ``order``, empty where (seed, epoch) says all."""
+        return {"length": self.length, "order": self.order or ""}
+
     def sizes(self, step: int) -> tuple[int, ...]:
         """Samples in each piece of ``step``; 0 where a short batch leaves one nothing."""
         total = self._sampler.samples(step)

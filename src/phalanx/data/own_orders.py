@@ -140,7 +140,7 @@ def order_print(job: Job, size: int | None) -> str | None:
     return None if orders is None else orders.text
 
 
-@lru_cache(maxsize=2)  # every checkpoint has it
+@lru_cache(maxsize=32)  # every checkpoint has it, of each data set of a curriculum
 def _print(sampler: Sampler, seed: int, size: int, batch: int) -> str:
     order = EpochOrders(sampler=sampler, seed=seed, size=size, batch=batch)(0)
     return f"{len(order)} indices, {zlib.crc32(order.astype('<i8').tobytes()):08x}"

@@ -14,7 +14,7 @@ from phalanx.comm import Counterparts, Place, from_every_rank, place_within
 from phalanx.config import Job, Phase, Plan
 from phalanx.config.averaging import never_averaged
 from phalanx.config.sync import within
-from phalanx.data import Lane, Loader, never_reached, order_print
+from phalanx.data import Lane, Loader, never_reached
 from phalanx.errors import GradientError, Problem, RefusedError, SpecError
 from phalanx.parallel import Example, Layout, LocalSgd, advice, assemble, assemble_phases, check, notes
 from phalanx.parallel.buffer_sync import buffers_kept
@@ -138,7 +138,7 @@ def build(
     lane = Lane.of(plan, place.rank)
     first, cuda = start.step, device.type == "cuda"
     loader = Loader(job.data(), job, lane, micro=plan.micro, first_step=first, pin_memory=cuda)
-    same_data(loader.length, order_print(job, loader.length), everyone)
+    same_data(loader.length, loader.order, everyone)
 
     site = _Site(plan=plan, own=own, rank=there.rank, device=device, start=start, lane=lane, loader=loader)
     if job.phases:

@@ -15,14 +15,12 @@ import torch
 from torch import Tensor
 
 from phalanx.checkpoint import PartTensor, read_state
+from phalanx.checkpoint.sections import FROZEN, MODEL, name_in, names_of, put_in
 from phalanx.checkpoint.tensor_part import blocks_of
 from phalanx.config import Job
 from phalanx.errors import CheckpointError, SpecError
 from phalanx.parallel import Layout
 from phalanx.units import show_names
-
-FROZEN = "frozen"
-"""The key of a checkpoint's state that has the print of each parameter that is not in it; null where all are."""
 
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _ODD, _STEP = 0x1E3779B97F4A7C15, 0x2545F4914F6CDD1D  # of the weights; any odd numbers that fill 64 bits would do
@@ -33,8 +31,8 @@ Held = Mapping[str, Tensor | PartTensor]
 
 def frozen_of(layout: Layout, tensors: Held) -> dict[str, Tensor | PartTensor]:
     """Of a model's ``tensors``, named as in checkpoints, the parameters that nothing trains."""
-    names = {f"model.{name}" for name, one in layout.module.named_parameters() if not one.requires_grad}
-    trained = {f"model.{name}" for name in layout.parameters}
+    names = {name_in(MODEL, name) for name, one in layout.module.named_parameters() if not one.requires_grad}
+    trained = {name_in(MODEL, name) for name in layout.parameters}
     return {name: held for name, held in tensors.items() if name in names - trained}
 
 
@@ -61,7 +59,7 @@ def refuse_other(saved: Mapping[str, str], now: Mapping[str, str], path: Path) -
     Raises:
         CheckpointError: with the names of those that differ, or are not frozen any more.
     """
-    if other := [name.removeprefix("model.") for name, one in saved.items() if now.get(name) != one]:
+    if other := [own for own, name in names_of(MODEL, saved).items() if now.get(name) != saved[name]]:
         raise CheckpointError(
             f"{path} holds what is trained alone, and of what is not, other values are here: {show_names(other)}. They "
             "come from job.model and job.initial, which a run with checkpoint='all' does not read when it goes on.\n"
@@ -86,9 +84,9 @@ def completed(job: Job | None, path: Path, values: dict[str, Tensor]) -> dict[st
 
     with torch.random.fork_rng(devices=[]):
         own = build_model(job).state_dict(keep_vars=True)
-    there = {name: own[name.removeprefix("model.")].detach() for name in saved if name.removeprefix("model.") in own}
-    refuse_other(saved, prints_of(there, lambda here: [here]), path)
-    return values | {name.removeprefix("model."): one for name, one in there.items()}
+    there = {name: own[name].detach() for name in names_of(MODEL, saved) if name in own}
+    refuse_other(saved, prints_of(put_in(MODEL, there), lambda here: [here]), path)
+    return values | there
 
 
 def _print_of(block: Tensor, offsets: tuple[int, ...], shape: tuple[int, ...]) -> int:

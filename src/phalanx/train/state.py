@@ -12,7 +12,7 @@ import torch
 
 from phalanx import checkpoint
 from phalanx.checkpoint.all_ranks import on_all_ranks
-from phalanx.checkpoint.sections import AVERAGE, MODEL, OPTIMIZER, OUTER, SENDER, name_in, put_in
+from phalanx.checkpoint.sections import AVERAGE, FROZEN, MODEL, OPTIMIZER, OUTER, SENDER, name_in, put_in
 from phalanx.comm import from_every_rank, local
 from phalanx.config import Job
 from phalanx.errors import CheckpointError
@@ -22,7 +22,7 @@ from phalanx.parallel.grad_reduce import spread
 from phalanx.train.adapters import SECTION as ADAPTERS
 from phalanx.train.adapters import adapters_of
 from phalanx.train.assembly import Assembly
-from phalanx.train.frozen_values import FROZEN, frozen_of, prints_of, refuse_other
+from phalanx.train.frozen_values import frozen_of, prints_of, refuse_other
 from phalanx.train.loss_scaling import LossScale
 
 if TYPE_CHECKING:

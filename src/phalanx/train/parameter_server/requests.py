@@ -6,6 +6,7 @@ import statistics
 import threading
 import time
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -55,13 +56,16 @@ class RequestHandler:
         statistics: step → those of normalisation layers that came with its first piece.
     """
 
-    def __init__(self, queue: WorkQueue, length: int, form: Form, patience: Patience, secret: bytes) -> None:
+    def __init__(
+        self, queue: WorkQueue, data: Mapping[str, Any], form: Form, patience: Patience, secret: bytes
+    ) -> None:
+        """``data``: what ``BatchPieces`` tells of those that server 0 reads."""
         self.news = threading.Condition()
         self.queue, self.term = queue, 0
         self.workers: dict[int, WorkerState] = {}
         self.happened: list[dict[str, Any]] = []
         self.statistics: dict[int, Flat] = {}
-        self._what, self._length, self._form, self._patience = "train", length, form, patience
+        self._what, self._data, self._form, self._patience = "train", data, form, patience
         self._secret, self._finished, self._from = secret, False, queue.version
         self._nobody_since = time.monotonic()
         self._laps: deque[float] = deque(maxlen=64)
@@ -142,16 +146,23 @@ class RequestHandler:
             if known.connection is connection and known.progress != progress:
                 known.progress, known.moved = progress, time.monotonic()
 
-    def connected(self, rank: int, connection: Connection, length: int) -> None:
-        """A worker has connected, or come back."""
+    def connected(self, rank: int, connection: Connection, data: Mapping[str, Any]) -> None:
+        """A worker has connected, or come back; ``data`` is what it tells of those that it reads."""
         with self.news:
             before = self.workers.get(rank)
-            if length != self._length:
-                lengths = f"server 0: {self._length}, rank {rank}: {length}"
+            if data["length"] != self._data["length"]:
+                lengths = f"server 0: {self._data['length']}, rank {rank}: {data['length']}"
                 self.trouble = DataError(
                     f"job.data gives data of another length on each rank: {lengths}.\n"
                     "    Every rank must see the same data; whoever is free computes the next piece.\n"
                     "    try: remove rank-dependent filtering or sharding from job.data"
+                )
+            elif data["order"] != self._data["order"]:
+                orders = f"server 0: {self._data['order']}, rank {rank}: {data['order']}"
+                self.trouble = DataError(
+                    f"job.sampler gives another order of the first epoch on each rank ({orders}).\n"
+                    "    Every rank must know the whole order; whoever is free computes the next piece.\n"
+                    "    try: a sampler that draws from its seed and epoch alone: np.random.default_rng([seed, epoch])"
                 )
             if before is None:
                 self.workers[rank] = WorkerState(connection, time.monotonic())

@@ -85,7 +85,7 @@ def _work(
     worker.observer = observer
     worker.accidents = PieceAccidents(folder=run.folder, rank=place.rank, seed=job.seed)
     caller = Caller(identity=Identity(Role.WORKER, place.rank), secret=place.secret)
-    links = ServerLinks(caller, data[0].length, run.plan.server, Directory(place), patience, _codec(run))
+    links = ServerLinks(caller, data[0].told, run.plan.server, Directory(place), patience, _codec(run))
     links.start()
     try:
         worker.run(links, report)
@@ -170,7 +170,7 @@ class ServerProcess:
             store=store,
             server=server,
             group=group,
-            requests=RequestHandler(queue, pieces.length, store.statistics.form, patience, secret),
+            requests=RequestHandler(queue, pieces.told, store.statistics.form, patience, secret),
             recorder=RunRecorder(run, ledger=segment(run, first), writes=True, total_steps=pieces.total_steps),
             directory=self._directory,
             pieces=pieces,

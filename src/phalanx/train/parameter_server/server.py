@@ -141,7 +141,7 @@ class Server:
             if caller.role == Role.COORDINATOR:
                 self._follow(connection)
             else:
-                self._serve(caller.rank, connection, hello.meta["length"])
+                self._serve(caller.rank, connection, hello.meta)
         except ProtocolError as error:
             if caller.role == Role.COORDINATOR:
                 what = f"server {self._store.index} cannot follow its coordinator, which is a fault of Phalanx's"
@@ -174,11 +174,11 @@ class Server:
             self._led = time.monotonic()
             self._leading.discard(connection)
 
-    def _serve(self, rank: int, connection: Connection, length: int) -> None:
+    def _serve(self, rank: int, connection: Connection, data: Mapping[str, Any]) -> None:
         requests, reason = self._requests, "its connection has ended"
         connection.send(FrameKind.WELCOME, self._introduction())
         if requests:
-            requests.connected(rank, connection, length)
+            requests.connected(rank, connection, data)
         try:
             while self._handle(rank, connection, connection.receive()):
                 pass

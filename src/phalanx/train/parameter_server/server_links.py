@@ -66,10 +66,16 @@ class ServerLinks:
     """All servers, seen from a worker."""
 
     def __init__(
-        self, caller: Caller, length: int, servers: int, directory: Directory, patience: Patience, codec: Codec | None
+        self,
+        caller: Caller,
+        data: Mapping[str, Any],
+        servers: int,
+        directory: Directory,
+        patience: Patience,
+        codec: Codec | None,
     ) -> None:
-        """``caller`` is this worker, as it connects."""
-        self._caller, self._length, self._directory, self._patience = caller, length, directory, patience
+        """``caller`` is this worker, as it connects; ``data`` is what ``BatchPieces`` tells of those that it reads."""
+        self._caller, self._data, self._directory, self._patience = caller, data, directory, patience
         self._links = [ServerLink(index) for index in range(servers)]
         self._codec = codec
         self._pool = ThreadPoolExecutor(servers) if servers > 1 else None
@@ -217,7 +223,7 @@ class ServerLinks:
         wanted = Identity(Role.SERVER, link.index)
         patience = self._patience.answer
         connection = self._caller.call(wanted, address.host, address.port, TO_WORKER, patience=patience)
-        connection.send(FrameKind.HELLO, {"length": self._length})
+        connection.send(FrameKind.HELLO, dict(self._data))
         frame = connection.receive()
         if frame.kind != FrameKind.WELCOME:
             connection.close()
