@@ -156,6 +156,9 @@ def _asked(
     _need(folder, (str, Path, type(None)), "folder", 'folder="runs/mine-1"')
     _need(launcher, str, "launcher", 'launcher="local"')
     _need_settings(settings)
+    if settings.get("resume") and run is None and folder is None:
+        given = f"{settings['resume']!r} without a folder: each time there would be a new one"
+        raise SpecError.of("resume", given, "only with the folder of the run", 'folder="runs/mine", resume="auto"')
     find_launcher(launcher)
     place = place_of_this_process()
     chosen = _chosen(plan, run, job, place)

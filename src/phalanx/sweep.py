@@ -193,19 +193,23 @@ def refuse_values(wanted: Sequence[Combination]) -> None:
     What the job itself says of a combination is that combination's row.
 
     Raises:
-        SpecError: a name is none that the job declares, or a value is not of its type.
+        SpecError: a name is none that the job declares, a value is not of its type, or jobs have unlike ``best``.
         Exception: what the job raises, where it does with every combination.
     """
     errors: list[Exception] = []
     found: dict[Problem, None] = {}
+    compared: dict[Best | None, None] = {}
     each = {tuple(one.values.values()): one for one in wanted}
     for one in each.values():
         try:
-            one.source.make(one.values)
+            compared[one.source.make(one.values).best] = None
         except Exception as error:  # a job of any make
             errors.append(error)
             problems = error.problems if isinstance(error, SpecError) else ()
             found |= dict.fromkeys(one for one in problems if one.where.startswith("set "))
+    if len(compared) > 1:
+        given = "values that change by which number evaluations are compared: " + "; ".join(map(str, compared))
+        found[Problem(where="job.best", given=given, allowed="one for all runs", fix="a sweep for each")] = None
     if found:
         raise SpecError(found)
     if len(errors) == len(each):

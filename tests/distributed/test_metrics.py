@@ -195,3 +195,24 @@ def test_what_is_wrong_of_itself_is_said_at_once() -> None:
     with pytest.raises(LossError, match="'max_value' of MaxMetric is neither added up nor joined"):
         px.torchmetric(torchmetrics.MaxMetric(), torch.ones(3))
     assert math.isfinite(AUC(torch.tensor([0.1, 0.9]), torch.tensor([0, 1])))
+
+
+def by_places(output: torch.Tensor, batch: Any) -> dict[str, Any]:
+    """Sums that keep the dimensions along which ``tp`` and ``cp`` cut: tokens, and classes."""
+    return {
+        "tokens": px.Metric(sums={"each": output.double().square().sum((0, 2))}, compute=weighed),
+        "classes": px.Metric(sums={"each": output.double().square().sum((0, 1))}, compute=weighed),
+    }
+
+
+def weighed(each: torch.Tensor) -> float:
+    return float((each * torch.arange(1, len(each) + 1)).sum())
+
+
+@pytest.mark.parametrize("plan", ["tp=2", "cp=2", *longer("tp=2 sequence=true", "dp=2 tp=2")])
+def test_sums_keep_dimensions_that_a_plan_cuts(plan: str) -> None:
+    given = replace(MODELS["own GPT"](), steps=2, epochs=None, evaluate=MODELS["own GPT"]().data, metrics=by_places)
+    alone, cut = (px.fit(given, one, folder=f"run-{number}") for number, one in enumerate(("single", plan)))
+    assert alone.evaluation is not None
+    assert cut.evaluation is not None
+    assert cut.evaluation["metrics"] == pytest.approx(alone.evaluation["metrics"], rel=1e-4)

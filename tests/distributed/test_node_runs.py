@@ -89,3 +89,31 @@ def test_a_resume_in_mid_epoch_under_another_plan(data: Any, tmp_path: Path) -> 
 @pytest.mark.parametrize("data", [Rows, NodeLoader])
 def test_two_passes_are_proven(data: Any) -> None:
     assert "is equal to one device over 6 steps" in str(px.prove(job(**HOW, data=data), "dp=2", steps=6))  # of 4 a pass
+
+
+class Counted(Rows):
+    """Each reset begins another pass, in another order: a sampler with ``set_epoch`` behind it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.passes = -1
+
+    def reset(self, initial_state: dict[str, int] | None = None) -> None:
+        super().reset(initial_state)
+        self.passes += 1
+
+    def __next__(self) -> Any:
+        super().__next__()
+        return self.rows[(self.at * 7 + 13 * self.passes) % LENGTH]
+
+
+def read_once() -> Iterator[Any]:
+    yield from (table()[index] for index in range(LENGTH))
+
+
+@pytest.mark.parametrize("plan", ["single recompute=full", "fsdp=2"])
+@pytest.mark.parametrize(("data", "epochs"), [(Counted, 2), (read_once, 1)], ids=["node", "generator"])
+def test_a_look_at_the_model_takes_no_samples(data: Any, epochs: int, plan: str, tmp_path: Path) -> None:
+    plain = fit("single", tmp_path / "plain", **HOW, data=data, epochs=epochs)
+    looked = fit(plan, tmp_path / "looked", **HOW, data=data, epochs=epochs)
+    assert looked.losses == pytest.approx(plain.losses, rel=1e-5)

@@ -96,6 +96,8 @@ def test_settings_that_there_are_none_of(shop: Callable[..., px.Run]) -> None:
         SpecError, match=r"checkpoint_evry: given 5; allowed: settings of a run: (?s:.*)try: checkpoint_every"
     ):
         shop("single", checkpoint_evry=5)
+    with pytest.raises(SpecError, match="resume: given 'auto' without a folder"):
+        px.fit(job(), "single", resume="auto")
     with pytest.raises(SpecError, match=r"run\.resume: given 'yes'"):
         shop("single", resume="yes")
     assert not Path("run").exists()

@@ -153,3 +153,21 @@ def test_a_folder_that_holds_something_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(SpecError, match="which holds something"):
         px.sweep(made, {"lr": [0.1]}, folder=tmp_path)
+
+
+def test_jobs_that_compare_by_unlike_numbers_are_no_sweep() -> None:
+    def unlike() -> px.Job:
+        best = px.Best(px.param("by", "loss"), mode="min")
+        return px.Job(
+            model=lambda: torch.nn.Linear(3, 2),
+            data=lambda: px.Table(x=torch.zeros(8, 3)),
+            loss=lambda output, batch: output.mean(),
+            optimizer=lambda params: torch.optim.SGD(params, lr=0.1),
+            batch=4,
+            epochs=1,
+            evaluate=lambda: px.Table(x=torch.zeros(8, 3)),
+            best=best,
+        )
+
+    with pytest.raises(SpecError, match=r"job\.best: given values that change by which number"):
+        px.sweep(unlike, {"by": ["loss", "accuracy"]}, ["single"])

@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import phalanx as px
-from phalanx.errors import CheckpointError, SpecError
+from phalanx.errors import CheckpointError, PhalanxError, SpecError
 
 WIDTH, SAMPLES, BATCH, STEPS = 16, 40, 8, 6
 
@@ -137,3 +137,19 @@ def test_what_cannot_be(tmp_path: Path) -> None:
         run.save_pretrained(tmp_path / "out")
     with pytest.raises(SpecError, match="what is trained alone"):
         px.load(tmp_path / "run").state_dict()
+
+
+class Following(Adapted):
+    """Its frozen base follows its adapter, as a teacher does its student."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            with torch.no_grad():
+                self.base[0].weight.data.add_(1e-3 * self.up.weight.mean())
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("plan", ["single", "dp=2"])
+def test_frozen_values_that_change_are_not_left_out(plan: str, tmp_path: Path) -> None:
+    with pytest.raises(PhalanxError, match=r"no optimizer steps have changed since the run began: base\.0\.weight"):
+        fit(job(model=Following), plan, tmp_path / "run", checkpoint_every=2)

@@ -85,6 +85,17 @@ def test_the_average_is_what_is_evaluated(tmp_path: Path) -> None:
     assert loss_of(run.model()) != pytest.approx(run.evaluation["loss"], rel=1e-5)
 
 
+def test_data_with_an_order_of_their_own_are_evaluated_each_once(tmp_path: Path) -> None:
+    def mixed() -> px.Mixture:
+        return px.Mixture({"a": table(30, seed=1), "b": table(10, seed=2)}, {"a": 1.0, "b": 3.0})
+
+    run = fit("dp=2", tmp_path / "run", evaluate=mixed)
+    assert run.evaluation is not None
+    found = run.evaluate()
+    assert found["samples"] == 40
+    assert found["loss"] == pytest.approx(run.evaluation["loss"], rel=1e-5)
+
+
 def test_what_cannot_be_evaluated_is_refused(tmp_path: Path) -> None:
     run = fit("single", tmp_path / "run", steps=2, epochs=None)
     with pytest.raises(SpecError, match=r"data: given None.*\n.*run.evaluate\("):

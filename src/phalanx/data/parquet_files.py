@@ -98,7 +98,7 @@ class ParquetFiles(MapStyle):
 
         Raises:
             IndexError: if there is no such row.
-            DataError: if the file is another than when it was looked at, or is damaged.
+            DataError: if the file has another number of rows than when it was looked at, or is damaged.
         """
         if not -len(self) <= index < len(self):
             raise IndexError(f"row {index} of {len(self)}")

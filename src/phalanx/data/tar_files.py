@@ -88,7 +88,7 @@ class TarFiles(MapStyle):
 
         Raises:
             IndexError: if there is no such sample.
-            DataError: if the archive is another than when it was indexed, or a value is not what its extension says.
+            DataError: if the archive is shorter than when it was indexed, or a value is not what its extension says.
         """
         if not -len(self) <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}")

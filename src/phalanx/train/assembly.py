@@ -282,7 +282,9 @@ def _groups_of_whole(job: Job, shapes: Mapping[str, torch.Size]) -> dict[str, in
 
 
 def example_of(job: Job, module: nn.Module, loader: Loader) -> Example:
-    """Two samples on the host, for the model to be looked at with."""
+    """Two samples on the host, for the model to be looked at with; of a stream of its own, for reading goes on."""
+    if loader.length is None:
+        loader = Loader(job.data(), job, Lane(), micro=None)
     args, kwargs, batch = Inputs(job, module)(loader.example(2), torch.device("cpu"))
     return Example(args=args, kwargs=kwargs, batch=batch, loss=job.loss, tensor_parallel=job.tensor_parallel)
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from phalanx.config import Metric
 from phalanx.errors import LossError
+from phalanx.train.row_gather import with_whole_tensors
 
 Sums = dict[str, tuple[float, float]]
 """Name → sum and count: of ``loss``, and of each metric that is a ratio."""
@@ -105,7 +106,7 @@ def _is_ratio(found: Any) -> bool:
 def _on_host(name: str, key: str, given: Any) -> Tensor:
     if not isinstance(given, Tensor | bool | int | float):
         raise LossError(f"metric {name!r}: {key!r} is a {type(given).__name__}; px.Metric takes tensors")
-    value = torch.as_tensor(given).detach()
+    value = torch.as_tensor(with_whole_tensors(given)).detach()  # here, where all ranks of tp and cp come by
     if hasattr(value, "full_tensor"):
         raise LossError(f"metric {name!r}: {key!r} is spread over ranks; give it whole: value.full_tensor()")
     return value.to("cpu", copy=True)

@@ -18,7 +18,7 @@ from phalanx.checkpoint import PartTensor, read_state
 from phalanx.checkpoint.sections import FROZEN, MODEL, name_in, names_of, put_in
 from phalanx.checkpoint.tensor_part import blocks_of
 from phalanx.config import Job
-from phalanx.errors import CheckpointError, SpecError
+from phalanx.errors import CheckpointError, RunError, SpecError
 from phalanx.parallel import Layout
 from phalanx.units import show_names
 
@@ -64,6 +64,19 @@ def refuse_other(saved: Mapping[str, str], now: Mapping[str, str], path: Path) -
             f"{path} holds what is trained alone, and of what is not, other values are here: {show_names(other)}. They "
             "come from job.model and job.initial, which a run with checkpoint='all' does not read when it goes on.\n"
             "    try: the base that the run began with, and checkpoint='trainable'"
+        )
+
+
+def refuse_moved(began: Mapping[str, str], now: Mapping[str, str]) -> None:
+    """Refuse to save without frozen values that are not those which the run began with.
+
+    Raises:
+        RunError: with the names of those that something has changed, such as a teacher that follows its student.
+    """
+    if moved := [own for own, name in names_of(MODEL, began).items() if now.get(name) != began[name]]:
+        raise RunError(
+            f"values that no optimizer steps have changed since the run began: {show_names(moved)}. Checkpoints of "
+            "what is trained alone would lose them.\n    try: checkpoint='all'"
         )
 
 

@@ -24,6 +24,7 @@ from phalanx.train.assembly import Assembly, Findings, build
 from phalanx.train.consistency import same_length, same_stream
 from phalanx.train.drift import DriftWatch
 from phalanx.train.evaluate import Evaluation, evaluate
+from phalanx.train.frozen_values import refuse_moved
 from phalanx.train.interruptions import Interruptions
 from phalanx.train.launcher_link import LauncherLink
 from phalanx.train.loop import Stepper, StepsLostError
@@ -228,6 +229,8 @@ class MeshStepper(Stepper):
             self._assembly.step.accidents.look_at_values(self.taken, self._assembly.layout.parameters)
         except RollBackError as error:
             raise StepsLostError(self._place.rank, str(error)) from None
+        if self._assembly.frozen:
+            refuse_moved(self._assembly.frozen, frozen_prints(self._assembly))
         if self._assembly.local_sgd and not self._assembly.local_sgd.across.counts:
             return None  # it equals the replica that is saved
         asked = to_save(folder, self._job, self._assembly, keep=keep, keep_every=keep_every)

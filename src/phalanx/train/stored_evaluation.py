@@ -14,6 +14,7 @@ import torch
 
 from phalanx.comm import Place, device_for
 from phalanx.config import Job, Plan
+from phalanx.data.dataset_facts import MapStyle
 from phalanx.errors import SpecError
 from phalanx.parallel import device_kind, devices_here
 from phalanx.train.assembly import Findings, build, refuse
@@ -43,7 +44,7 @@ def evaluate_stored(job: Job, plan: Plan, values: Mapping[str, torch.Tensor], pa
         # the training data are not asked for, and values come from the checkpoint
         course: dict[str, Any] = {
             "data": lambda: held_out,
-            "sampler": None,
+            "sampler": held_out.sampler if isinstance(held_out, MapStyle) else None,
             "shuffle": None,
             "drop_last": False,
             "batch_ramp": None,

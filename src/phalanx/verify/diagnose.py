@@ -12,7 +12,6 @@ from phalanx.verify import diagnose_split as split
 from phalanx.verify.compare import Tolerance
 from phalanx.verify.evidence import Evidence, copies_apart
 from phalanx.verify.record import END, FIRST, START
-from phalanx.verify.wandering import wandering_means
 
 
 def diagnose(evidence: Evidence, tolerance: Tolerance, job: Job, plan: Plan, look: Callable[[], list[str]]) -> str:
@@ -236,7 +235,8 @@ def _mean_of_a_wandering_bias(evidence: Evidence, names: Sequence[str]) -> str:
     means = [name for name in names if name.endswith("running_mean")]
     shapes = {evidence.one.buffers[END][name].shape: name for name in means}
     biases = [name for name in evidence.silent if evidence.one.values[START][name].shape in shapes]
-    biases = [] if wandering_means(evidence.one, biases) else biases  # it is known how far they go
+    known = ("betas", "alpha")  # of optimizers of which a proof knows how far they go
+    biases = [name for name in biases if not any(key in evidence.one.options.get(name, {}) for key in known)]
     if not means or len(means) < len(names) or not biases:
         return ""
     return (

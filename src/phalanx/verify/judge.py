@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor
@@ -26,17 +26,28 @@ from phalanx.verify.evidence import (
 )
 from phalanx.verify.record import AVERAGE, END, FIRST, START, RunRecord, StepRecord, Tensors
 from phalanx.verify.recording import GRADIENT_STEPS
-from phalanx.verify.wandering import wandering_means
+from phalanx.verify.wandering import Fed, wandering_means
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Pair:
-    """Two records, the reference and one of ``plan``, and what rounding may make differ."""
+    """Two records, the reference and one of ``plan``, and what rounding may make differ.
+
+    ``fed``: running mean of a BatchNorm → the bias of the layer before it, and its momentum.
+    """
 
     one: RunRecord
     other: RunRecord
     plan: Plan
     tolerance: Tolerance
+    fed: Fed = field(default_factory=dict[str, Sequence[Any]])
+
+    @property
+    def wandered(self) -> list[str]:
+        """Running means that differ by more than other buffers may, because rounding moves the bias before them."""
+        far = wandering_means(self.one, self.silent, self.fed)
+        most = self.tolerance.parameter
+        return [one.name for one in _buffers(self, END) if one.name in far and one.relative > most]
 
     @property
     def silent(self) -> list[str]:
@@ -64,7 +75,7 @@ def _all(pair: Pair) -> Iterator[Check]:
     yield from _values(pair, END)
     yield from _averages(pair)
     yield _ranks_agree(other)
-    if not wandering_means(one, pair.silent):
+    if not pair.wandered:
         yield from evaluations(one, other, tolerance)
     yield from checkpoint(other)
 
@@ -160,7 +171,8 @@ def _buffers(pair: Pair, moment: str) -> list[Difference]:
     mine, others = pair.one.buffers.get(moment, {}), pair.other.buffers.get(moment, {})
     if moment == AVERAGE:
         mine = {name: tensor for name, tensor in mine.items() if name in others}  # the others are no part of a state
-    found, far = _common(mine, others, pair.tolerance.parameter), wandering_means(pair.one, pair.silent)
+    found = _common(mine, others, pair.tolerance.parameter)
+    far = {} if moment == FIRST else wandering_means(pair.one, pair.silent, pair.fed)
     return [
         replace(one, allowed=one.allowed + far[one.name] * math.sqrt(mine[one.name].numel()) / _norm(mine[one.name]))
         if one.name in far

@@ -23,7 +23,7 @@ from phalanx.verify.mask_statistics import MaskStatistics
 from phalanx.verify.module_trace import traceable
 from phalanx.verify.record import RunRecord
 from phalanx.verify.references import ModelFacts, ReferenceRun, facts_of
-from phalanx.verify.wandering import in_words, wandering_means
+from phalanx.verify.wandering import in_words
 from phalanx.verify.witness import OwnLoop, why_not
 
 
@@ -158,8 +158,8 @@ class OneDevice:
             given = proven(self.job, self.steps, taken)
             other = capture(given, plan, Path(name), watch, dropout=self._dropout, findings=findings)
         tolerance = Tolerance.of(plan.precision, batch=self.job.batch, layers=self._facts.layers, steps=taken)
-        pair = Pair(one=self._record, other=other, plan=plan, tolerance=tolerance)
-        checks, far = judged(pair), wandering_means(self._record, pair.silent)
+        pair = Pair(one=self._record, other=other, plan=plan, tolerance=tolerance, fed=self._facts.fed)
+        checks, wandered = judged(pair), pair.wandered
         masks = None if any(check.first for check in checks) else self._masks(plan, other, watch)
         if masks is not None:
             checks.append(masks.check)
@@ -177,7 +177,7 @@ class OneDevice:
             gradients=differences_of(checks, "gradient", 0),
             parameters=differences_of(checks, "parameter", None),
             not_compared=pair.silent,
-            notes=[*self._facts.notes(dropout=self.how.dropout), *filter(None, [in_words(far) if far else ""])],
+            notes=[*self._facts.notes(dropout=self.how.dropout), *([in_words(wandered)] if wandered else [])],
             first=first,
             cause=cause,
             checks=checks,

@@ -22,6 +22,7 @@ from phalanx.train.build_model import build_model
 from phalanx.verify.capture import Watch, proven, switch_off_dropout
 from phalanx.verify.dropout import off_by_sample
 from phalanx.verify.record import RunRecord, StepRecord
+from phalanx.verify.wandering import fed_by
 from phalanx.verify.witness import OwnLoop, Witness
 
 _MOMENTS = ("values", "buffers", "reduced", "used")
@@ -171,12 +172,14 @@ class ModelFacts:
         dropouts: names of modules that drop elements.
         off_by_sample: those of them that stay off where masks are drawn by sample and layer.
         batch_statistics: names of modules that take statistics of their micro-batch.
+        fed: running mean of a BatchNorm → the bias of the layer before it, and its momentum.
     """
 
     layers: int = 1
     dropouts: list[str] = field(default_factory=list[str])
     off_by_sample: list[str] = field(default_factory=list[str])
     batch_statistics: list[str] = field(default_factory=list[str])
+    fed: dict[str, list[Any]] = field(default_factory=dict[str, list[Any]])
 
     @classmethod
     def of(cls, module: nn.Module, job: Job) -> ModelFacts:
@@ -187,6 +190,7 @@ class ModelFacts:
             dropouts=list(dict.fromkeys([*dropouts(module), *recurrent])),
             off_by_sample=list(off_by_sample(module)),
             batch_statistics=batch_statistics(module) if job.batch_statistics == "micro" else [],
+            fed=fed_by(module),
         )
 
     def notes(self, *, dropout: bool) -> list[str]:

@@ -8,49 +8,86 @@ run. Nothing that training computes depends on it, but the running mean follows 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import accumulate
 from typing import Any
 
-from phalanx.verify.record import END, START, RunRecord
+from torch import nn
+from torch.nn.modules.batchnorm import _NormBase  # pyright: ignore[reportPrivateUsage]
 
-MEAN = "running_mean"
+from phalanx.verify.record import RunRecord
+
+Fed = Mapping[str, Sequence[Any]]
+"""Running mean → the bias of the layer before it, and the momentum with which it is updated (``None``: a mean)."""
 
 
-def wandering_means(one: RunRecord, silent: Sequence[str]) -> dict[str, float]:
-    """Running mean → by how much each of its elements may differ between two runs of ``one``'s job.
+def fed_by(module: nn.Module) -> dict[str, list[Any]]:
+    """As ``Fed``: of each BatchNorm that comes, among modules with parameters, right after one with a bias."""
+    found: dict[str, list[Any]] = {}
+    before: tuple[str, nn.Module] | None = None
+    for name, one in module.named_modules():
+        mean = one.running_mean if isinstance(one, _NormBase) else None
+        if mean is not None and before is not None:
+            bias = getattr(before[1], "bias", None)
+            if isinstance(bias, nn.Parameter) and bias.shape == mean.shape:
+                found[f"{name}.running_mean".lstrip(".")] = [f"{before[0]}.bias".lstrip("."), one.momentum]
+        if next(one.parameters(recurse=False), None) is not None:
+            before = name, one
+    return found
 
-    A running mean is a mean of those of the batches, in each of which the bias counts by no more than it was moved. One
-    run moves it by no more than the sum of its steps. Adam's are at most lr · max(1, (1 - beta1) / sqrt(1 - beta2))
-    (Kingma and Ba 2015, section 2.1), RMSprop's lr / sqrt(1 - alpha). Of other optimizers nothing is known.
+
+def wandering_means(one: RunRecord, silent: Sequence[str], fed: Fed) -> dict[str, float]:
+    """Running mean → by how much each of its elements may differ after the last step between two runs of a job.
+
+    In the batch of step j the bias has moved by no more than the steps before it, and counts in the running mean with
+    the weight that this batch has there by then; in each of two runs.
 
     Args:
         silent: names of parameters whose first gradient is zero but for rounding.
     """
     far: dict[str, float] = {}
-    for name, mean in one.buffers.get(END, {}).items() if one.buffers else ():
-        alike = [bias for bias in silent if one.values[START][bias].shape == mean.shape]
-        ways = [_longest_way(one, bias) for bias in alike] if name.endswith(MEAN) else []
-        if ways and max(ways) > 0:
-            far[name] = 2 * max(ways)
+    for mean, (bias, momentum) in fed.items():
+        if bias not in silent:
+            continue
+        moved = [0.0, *accumulate(_steps(one, bias))][:-1]  # before each batch
+        last = len(moved) - 1
+        weights = [
+            1 / len(moved) if momentum is None else momentum * (1 - momentum) ** (last - at) for at in range(last + 1)
+        ]
+        if total := sum(weight * way for weight, way in zip(weights, moved, strict=True)):
+            far[mean] = 2 * total
     return far
 
 
-def in_words(far: Mapping[str, float]) -> str:
-    """What a proof says of it."""
+def in_words(means: Iterable[str]) -> str:
+    """What a proof says of running means that differ by no more than that."""
     return (
-        f"{', '.join(far)}: compared up to what rounding moves the bias of the layer before, of which BatchNorm leaves "
-        "no gradient; evaluations follow it, and are not compared. With bias=False in that layer all is compared."
+        f"{', '.join(means)}: other than one device's by no more than rounding moves the bias of the layer before, of "
+        "which BatchNorm leaves no gradient; evaluations follow it, and are not compared. With bias=False in that "
+        "layer all is compared."
     )
 
 
-def _longest_way(one: RunRecord, bias: str) -> float:
-    """The most that all steps move each element of it by; 0 where that is not known."""
+def _steps(one: RunRecord, bias: str) -> list[float]:
+    """The most that each step moves an element of it by; zeros where that is not known of the optimizer.
+
+    Adam's step is lr times a weighted mean of gradients over the root of a weighted mean of their squares, with weights
+    a and b that add up to one: no more than lr · sqrt(sum of a² / b) by Cauchy and Schwarz, which is close to lr in the
+    first steps and lr · (1 - beta1) / sqrt(1 - beta2) at most where beta1² < beta2. RMSprop's is lr / sqrt(1 - alpha).
+    """
     options: Mapping[str, Any] = one.options.get(bias, {})
+    rates = [step.rates.get(bias, 0.0) for step in one.steps]
     if "betas" in options:
         first, second = options["betas"][:2]
-        factor = max(1.0, (1 - first) / math.sqrt(1 - second))
-    elif "alpha" in options:
-        factor = 1 / math.sqrt(1 - options["alpha"])
-    else:
-        return 0.0
-    return factor * sum(step.rates.get(bias, 0.0) for step in one.steps)
+        return [rate * _adam_factor(taken, first, second) for taken, rate in enumerate(rates, 1)]
+    if "alpha" in options:
+        return [rate / math.sqrt(1 - options["alpha"]) for rate in rates]
+    return [0.0] * len(rates)
+
+
+def _adam_factor(taken: int, first: float, second: float) -> float:
+    if not 0 < second < 1:
+        return 0.0  # not known
+    square = sum((first**2 / second) ** age for age in range(taken))
+    over = ((1 - first) / (1 - first**taken)) ** 2 * (1 - second**taken) / (1 - second)
+    return math.sqrt(square * over)
