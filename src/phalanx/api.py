@@ -61,7 +61,8 @@ def fit(
         launcher: what starts the workers: ``local`` forks them from this process. With ``torchrun`` they are new
             processes that load the job from where ``run.job`` says, whatever ``job`` has been changed to here.
         settings: fields of ``RunSpec`` by their names, such as ``resume="auto"``, ``steps=100`` or
-            ``checkpoint_every="5m"``; in place of what ``run`` says.
+            ``checkpoint_every="5m"``; in place of what ``run`` says. A run that goes on has those given now, and of
+            its settings before none, where ``phalanx train`` keeps them.
 
     Raises:
         SpecError: if there is no such launcher or setting, or the run cannot be started so, or not in that folder.
