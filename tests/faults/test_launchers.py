@@ -283,7 +283,7 @@ def test_one_that_does_not_exist_is_told_which_do(name: str, tmp_path: Path) -> 
         fit(run, f"{name}x")
     (problem,) = caught.value.problems
     assert problem.allowed == ", ".join(LAUNCHERS)
-    assert problem.fix == f"--launcher {name}"
+    assert problem.fix == f'launcher="{name}"'
     assert not run.folder.exists()
 
 
