@@ -217,8 +217,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "fillers count in the evaluation",
         "train/evaluate.py",
-        "found if micro.samples else dict.fromkeys(found, (0.0, 0.0))",
-        "found",
+        "counts=micro.samples > 0)",
+        "counts=True)",
         ("prove rich dp=2",),
     ),
     Mutation(

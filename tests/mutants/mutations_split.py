@@ -226,8 +226,8 @@ TECHNIQUES: tuple[Mutation, ...] = (
     Mutation(
         "forecast and plan do not look at the optimizer",
         "train/refusals.py",
-        "    return [*found, *optimizer_problems(job, plan, parameters, start)]",
-        "    return found",
+        "        return [*found, *optimizer_problems(job, plan, parameters, start, sparse=rows)]",
+        "        return found",
         ("test unit/test_refusals.py",),
     ),
     Mutation(

@@ -15,7 +15,7 @@ from torch import nn
 import phalanx as px
 from longer import longer
 from phalanx.comm import local
-from phalanx.parallel.parameter_server.update import Shard
+from phalanx.parallel.parameter_server.update import Shard, Update
 from phalanx.parallel.threads import ThreadsLayout
 from phalanx.train.grad_accumulation import GradAccumulation
 from phalanx.train.parameter_server.gradient_worker import Worker
@@ -270,8 +270,8 @@ def test_a_worker_of_servers_with_other_values(monkeypatch: pytest.MonkeyPatch) 
 def test_gradients_that_a_server_clips_to_another_norm(monkeypatch: pytest.MonkeyPatch) -> None:
     """AdamW makes the same values of them."""
 
-    def apply(self: Shard, step: int, *, scale: float, **how: Any) -> None:
-        right(self, step, scale=1.5 * scale, **how)
+    def apply(self: Shard, update: Update) -> None:
+        right(self, replace(update, scale=1.5 * update.scale))
 
     right = Shard.apply
     monkeypatch.setattr(Shard, "apply", apply)

@@ -48,6 +48,7 @@ def start(**changes: Any) -> Event:
         "drop_last": False,
         "epoch_samples": None,
         "repeats": False,
+        "stretches": [],
         "workers": 0,
         "total_steps": 8,
         "first_step": 0,
