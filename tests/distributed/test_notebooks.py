@@ -101,7 +101,7 @@ class Kernel:
         return "".join(found)
 
     def begin(self, code: str) -> None:
-        self._client.execute(code)
+        self._client.execute(code, stop_on_error=False)  # else what follows is aborted for a while
 
     def ended_by(self) -> str:
         """The class of the error that the cell ended by which was begun."""
