@@ -144,6 +144,8 @@ class WeightAverage:
 
     def _buffers_now(self) -> Iterator[tuple[str, Tensor]]:
         # Looked up each time: a module may put another tensor in place of its buffer.
+        if not self._named_buffers:
+            return iter(())
         return ((name, one) for name, one in self._layout.module.named_buffers() if name in self._named_buffers)
 
 
