@@ -13,22 +13,26 @@ import numpy as np
 import pytest
 import torch
 from click.testing import CliRunner
-from small import BATCH, LENGTH, job, table
+from small import BATCH, LENGTH, Net, job, table
 from torch import nn
 
 import phalanx as px
 from phalanx.cli import main
 from phalanx.errors import SpecError
+from phalanx.launch import local
 from phalanx.train.build_model import build_model
 
 IN_FILE = """
-from small import job as made
+from small import job as made, table
 
 def ok():
     return made(shuffle=False)
 
 def other():
     return made(shuffle=False, batch=16)
+
+def fewer():
+    return made(shuffle=False, data=lambda: table(99))
 """
 
 
@@ -89,6 +93,44 @@ def test_only_two_names_that_were_given_are_two_jobs(shop: Callable[..., px.Run]
         px.fit(job(shuffle=False, name="k"), folder="run", resume=True)
     with pytest.raises(SpecError, match="belongs to another job"):
         px.fit(job(shuffle=False, batch=16), folder="run", resume=True)
+
+
+class Wider(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(9, 7)
+        self.extra = nn.Linear(7, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.extra(super().forward(x))
+
+
+OTHERS = {
+    r"only in the model: extra.weight, extra.bias; other shapes: head.weight \[7, 9\] now, \[5, 9\] there": {
+        "model": Wider
+    },
+    r"another job \(samples of the data: 103 there, 99 now\)": {"data": lambda: table(99)},
+}
+
+
+@pytest.mark.parametrize("plan", ["single", "dp=2", "pp=2"])
+@pytest.mark.parametrize("words", OTHERS)
+def test_another_model_and_other_data_are_refused_before_a_worker_starts(
+    words: str, plan: str, shop: Callable[..., px.Run], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shop("dp=2", steps=2)
+    before = Path("run/events.jsonl").read_bytes()
+    started = list[Any]()
+    monkeypatch.setattr(local.LocalLauncher, "start", lambda *given: started.append(given))
+    with pytest.raises(SpecError, match=words) as refused:
+        px.fit(job(shuffle=False, **OTHERS[words]), plan, folder="run", forecast="none", steps=4, resume=True)
+    assert 'folder="run-anew"' in str(refused.value)
+    assert not started
+    assert Path("run/events.jsonl").read_bytes() == before
+    done = CliRunner().invoke(main, ["train", "shop.py:fewer", "--run", "run", "--resume", "--plan", plan])
+    assert (done.exit_code, started) == (2, [])
+    assert "samples of the data: 103 there, 99 now" in done.output
+    assert "--run run-anew" in done.output
 
 
 def test_settings_that_there_are_none_of(shop: Callable[..., px.Run]) -> None:

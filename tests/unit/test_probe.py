@@ -204,5 +204,5 @@ def test_what_a_step_frees_is_there_for_the_next_where_nothing_is_sharded() -> N
     hardware.return_freed_memory()
     assert page_faults() > 40 * 1024
     step, _ = px.build(job, "single")
-    assert page_faults() < 5 * 1024
+    assert page_faults() < 20 * 1024  # the first few fetch what stays from then on
     step.close()

@@ -33,6 +33,7 @@ from phalanx.train import loop
 from phalanx.train.assembly import Findings, refuse
 from phalanx.train.launcher_link import LauncherLink
 from phalanx.train.lr_schedule import RunStart
+from phalanx.train.resumed_from import checkpoint_of
 
 _RESERVES = 3  # killed workers and servers that a run with servers replaces
 
@@ -133,7 +134,7 @@ def _train(
     begun = settled(located)
     with (
         RunFolder(located, job=job) as entered,
-        LookAhead(job, spec.plan, RunStart.of(begun), forecast_after_look(job, spec, cores)) as look,
+        LookAhead(job, spec.plan, _start(begun), forecast_after_look(job, spec, cores)) as look,
     ):
         how.launcher.prepare(how.launch(spec, work))  # loads what workers need, while the job is looked at
         found = look.findings()
@@ -142,6 +143,10 @@ def _train(
             tell_begun()
             with _recorded(folder):
                 supervise(how.launcher.start, wanted, forecaster, grace=spec.grace, restarts=restarts)
+
+
+def _start(run: RunSpec) -> RunStart:
+    return replace(RunStart.of(run), checkpoint=checkpoint_of(run))
 
 
 def _looked_at(job: Job, run: RunSpec) -> Findings:

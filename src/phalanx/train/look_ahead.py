@@ -36,6 +36,7 @@ from phalanx.train.own_loss_trial import miscounted, miscounted_names
 from phalanx.train.phase_jobs import phase_jobs
 from phalanx.train.refusals import job_problems
 from phalanx.train.rehearsal import rehearse, try_evaluation
+from phalanx.train.resumed_from import refuse_another_model, refuse_other_data
 from phalanx.train.split_causes import LARGEST, causes, compared_before, splits_batches
 
 
@@ -125,6 +126,9 @@ def refusals(job: Job, plan: Plan) -> list[Problem]:
 def _look_at_phases(job: Job, plan: Plan, start: RunStart) -> Findings:
     """What is found of each phase as a job by itself; facts are not: a rank looks at every phase's forward."""
     module = begun(without_values(job))[0]  # first: whether each parameter is of one phase
+    if start.checkpoint:
+        refuse_another_model(start.checkpoint, module)
+        start = replace(start, checkpoint=None)
     found: dict[str, None] = {}
     for phase, one in zip(job.phases, phase_jobs(job), strict=True):
         found |= dict.fromkeys(f"phase {phase.name}: {cause}" for cause in _look(one, plan, start).causes)
@@ -176,10 +180,13 @@ def look(job: Job, plan: Plan, start: RunStart = START) -> Findings:
 
     Raises:
         RefusedError: with what keeps the plan from serving the job.
-        SpecError: if the job's functions fail, or give something else than they must.
+        SpecError: if the job's functions fail, or give something else than they must; or if the checkpoint that the run
+            goes on from is of another model, or of other data.
         LossError: if the loss is of a wrong form.
         GradientError: if parameters get no gradient, or the optimizer holds others than it was given.
     """
+    if start.checkpoint:
+        refuse_other_data(start.checkpoint, job)
     with no_double_backward(plan):
         return _look_at_phases(job, plan, start) if job.phases else _look(job, plan, start)
 
@@ -193,6 +200,8 @@ def _look(job: Job, plan: Plan, start: RunStart) -> Findings:
     module, found = rehearsed, list[str]()
     if module is None:
         module = build_model(job) if as_made else begun(without_values(job, size))[0]
+    if start.checkpoint:
+        refuse_another_model(start.checkpoint, module)
     if rehearsed is None or dist.is_initialized():
         _refuse(job, plan, module, start)
         _refuse_evaluation(job)

@@ -124,11 +124,13 @@ class RunStart:
         lr_scale: a factor on every learning rate.
         resumes: whether it goes on from a checkpoint, or goes back to one on its way.
         step: the optimizer step that it takes first; that of the checkpoint, once it has been read.
+        checkpoint: that it goes on from, where the look at the job is to be held against it.
     """
 
     lr_scale: float = 1.0
     resumes: bool = False
     step: int = 0
+    checkpoint: Path | None = None
 
     @classmethod
     def of(cls, run: RunSpec, step: int = 0) -> RunStart:
