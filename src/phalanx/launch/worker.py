@@ -35,7 +35,7 @@ from phalanx.launch.runfile import RunFolder, absolute, settled
 from phalanx.launch.side_process import look_ahead
 from phalanx.launch.torch_warmup import leave_compiler_out, make_ready
 from phalanx.launch.torchrun import SharedStands, agent_serves, begun_before, claim, note_begun, started_by_agent
-from phalanx.launch.worker_process import die_with, show_rank
+from phalanx.launch.worker_process import die_with, leave_warnings_to_rank_0, show_rank
 from phalanx.parallel import devices_here
 from phalanx.train.assembly import Findings, refuse
 from phalanx.train.launcher_link import LauncherLink, no_signal
@@ -216,6 +216,7 @@ def main(runfile: Path, reports: Path | None = None) -> int:
             _belong_to_launcher()
         status.place = place_of_this_process() or status.place
         show_rank(status.place.rank)
+        leave_warnings_to_rank_0(status.place.rank)
         status.report_step(None)
         run = _read(runfile)
         if not run.devices:

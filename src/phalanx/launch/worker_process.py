@@ -16,6 +16,7 @@ import re
 import signal
 import struct
 import sys
+import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -78,6 +79,7 @@ def run_worker(
         except BaseException as error:
             _end(pipes, json.dumps({"error": describe_error(error)}), 1)
         show_rank(place.rank)
+        leave_warnings_to_rank_0(place.rank)
         if threads is not None or "OMP_NUM_THREADS" not in os.environ:
             torch.set_num_threads(threads or threads_each(place.world_size))
         renew_autograd()
@@ -168,6 +170,15 @@ def show_rank(rank: int) -> None:
     """Have ``ps`` and ``top`` show this process as ``phx-rank-1``; what it starts by a fork has the name, too."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_NAME, f"{RANK_NAME}{rank}".encode(), 0, 0, 0)
+
+
+_SAY_THE_SAME = r"(peft|transformers)\."
+
+
+def leave_warnings_to_rank_0(rank: int) -> None:
+    """Libraries warn of the model that every rank builds: only rank 0 says it, where the user has no filter for it."""
+    if rank:
+        warnings.filterwarnings("ignore", module=_SAY_THE_SAME, append=True)
 
 
 def threads_each(world_size: int) -> int:
@@ -316,7 +327,8 @@ def await_assignment(reading: int) -> tuple[int, int]:
 
 
 _LONGEST_LINE = 65536
-_PROGRESS_BAR = re.compile(r"\d+%\|.*\| *\d+/\d+ \[")
+# Of a known length or not: "50%|##  | 2/4 [00:01<00:01", "12 examples [00:01, 9 examples/s]".
+_PROGRESS_BAR = re.compile(r"(\d+%\|.*\| *\S+/\S+|\b[\d.]+\w* ?\w*) \[\d+:[\d:]+[<,]")
 
 
 def _is_progress_bar(line: str) -> bool:
