@@ -264,6 +264,21 @@ def test_a_stream_that_ends_earlier_on_one_rank() -> None:
     assert "by rank: 32, 31" in str(fails("another length on each rank", data=Stream, epochs=1))
 
 
+@pytest.mark.parametrize("plan", ["single", "threads=2", "dp=2", "fsdp=2 zero=3", "pp=2"])
+def test_columns_of_float64_are_named(plan: str) -> None:
+    def columns() -> px.Table:
+        return px.Table(x=np.random.default_rng(0).normal(size=(LENGTH, 9)), y=np.zeros(LENGTH, dtype=np.int64))
+
+    error = fails(
+        r"float64 in batch\['x'\], for a model that has none: mat1 and mat2 must have the same dtype",
+        plan,
+        data=columns,
+    )
+    assert '.astype("float32")' in str(error)
+    assert "Traceback" not in str(error)
+    fit(plan, "fine", data=columns, model=lambda: Net().double(), epochs=1)
+
+
 def test_a_model_that_is_none() -> None:
     fails("a function that gives NoneType", "single", model=lambda: None)
 

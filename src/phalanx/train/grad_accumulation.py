@@ -22,6 +22,7 @@ from phalanx.config.losses import Losses, names_of
 from phalanx.data import MicroBatch, StepBatch
 from phalanx.parallel import MicroBatchWork
 from phalanx.parallel.rng_streams import reseed, stream
+from phalanx.train.column_types import float64_named
 from phalanx.train.inputs import to_device
 from phalanx.train.loss import LossReading, read_loss
 from phalanx.train.metrics import Numbers, Totals
@@ -63,6 +64,10 @@ class GradAccumulation(MicroBatchWork):
         """What comes before the first micro-batch's forward and backward: counts of losses by name. Collective."""
         if self.counts is not None:
             self.counts.count(self._batch, self._device(), counts=self._step.layout.holdings.counts)
+
+    def run(self, module: nn.Module, device: torch.device, micro: MicroBatch, last: bool) -> None:
+        with float64_named(micro.batch, module):
+            super().run(module, device, micro, last)
 
     def forward(self, module: nn.Module, device: torch.device, micro: MicroBatch) -> Any:
         step = self._step

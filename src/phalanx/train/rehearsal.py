@@ -23,6 +23,7 @@ from phalanx.errors import LossError, PhalanxError, Problem, RefusedError, SpecE
 from phalanx.parallel import device_kind, without_gradient
 from phalanx.train.assembly import optimizer_over
 from phalanx.train.build_model import build_model
+from phalanx.train.column_types import float64_named
 from phalanx.train.evaluate import evaluation_mode, measure, refuse_metrics
 from phalanx.train.evaluation_sums import EvaluationSums, Found
 from phalanx.train.inputs import Inputs
@@ -114,13 +115,13 @@ class _FirstStep:
             with compute_context(self._plan, _HOST):
                 with self.code_of("job.inputs" if job.inputs else "job.model"):
                     args, kwargs, batch = inputs(micro.batch, _HOST)
-                with self.code_of("job.model"):
+                with self.code_of("job.model"), float64_named(micro.batch, module):
                     output = module(*args, **kwargs)
-                with self.code_of("job.loss"):
+                with self.code_of("job.loss"), float64_named(micro.batch, module):
                     read = read_loss(job.loss(output, batch), micro.samples, 0)
             if not read.value.requires_grad:
                 raise LossError(_NO_GRAPH)
-            with self.code_of("job.model"):
+            with self.code_of("job.model"), float64_named(micro.batch, module):
                 read.value.backward()
         without = [name for name, one in trainable.items() if one.grad is None]
         if without and job.unused == "error":
@@ -146,7 +147,8 @@ class _FirstStep:
         with torch.no_grad(), evaluation_mode(module), compute_context(self._plan, _HOST):
             with self.code_of("job.evaluate"):
                 args, kwargs, on_host = inputs(micro.batch, _HOST)
-                output = module(*args, **kwargs)
+                with float64_named(micro.batch, module):
+                    output = module(*args, **kwargs)
             with self.code_of("job.metrics" if job.metrics else "job.loss"):
                 found = measure(job, output, on_host, micro.samples)
                 refuse_metrics(found, self._plan)

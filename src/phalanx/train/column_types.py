@@ -1,0 +1,47 @@
+"""Columns of float64, as NumPy makes them, for a model of float32: what PyTorch fails by says nothing of the column."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Generator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import keystr, tree_flatten_with_path
+
+from phalanx.errors import PhalanxError, SpecError
+
+_OF_TYPES = re.compile(r"\bdouble\b|float64", re.IGNORECASE)
+
+
+@contextmanager
+def float64_named(batch: Any, module: nn.Module) -> Generator[None]:
+    """Around what is computed of ``batch``: where PyTorch refuses types, and columns have float64, name them.
+
+    Raises:
+        SpecError: in place of PyTorch's own error.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if isinstance(error, PhalanxError) or not _OF_TYPES.search(str(error)):
+            raise
+        columns = [] if any(one.dtype == torch.float64 for one in module.parameters()) else _float64_in(batch)
+        if not columns:
+            raise
+        said = next(iter(str(error).strip().splitlines()))
+        raise SpecError.of(
+            where="job.data",
+            given=f"float64 in {', '.join(columns)}, for a model that has none: {said}",
+            allowed="the type of the model's parameters",
+            fix='.astype("float32") where data are made by NumPy, which has float64 by default; .float() of a tensor',
+        ) from error
+
+
+def _float64_in(batch: Any) -> list[str]:
+    found = tree_flatten_with_path(batch)[0]
+    return [
+        f"batch{keystr(path)}" for path, leaf in found if isinstance(leaf, torch.Tensor) and leaf.dtype == torch.float64
+    ]
