@@ -53,7 +53,8 @@ def fit(
         run: the run folder, or all of the run's settings as one; its plan is replaced by ``plan`` where that is given.
         folder: the run folder, in place of what ``run`` says; ``runs/<name>-<n>`` where neither says one.
         watch: called about ten times a second while workers run; never inside a worker that torchrun started. Without
-            it progress is shown as ``phalanx train`` does where stdout is a terminal, and in one line in a notebook.
+            it progress is shown as ``phalanx train`` does where stdout is a terminal, in one line in a notebook, and in
+            lines on stderr by rank 0 of torchrun's workers.
             Elsewhere the logger ``phalanx`` is told what differs from one device, and other warnings; ``False``:
             nothing is shown or told.
         cores: CPU cores that each replica computes with; its share of the machine's where not given.
@@ -79,7 +80,7 @@ def fit(
     asked, spec, place = _asked(job, plan, run, folder, launcher, settings)
     _need_cores(cores)
     if place is not None:
-        return _take_part(asked, spec, place, cores)
+        return _take_part(asked, spec, place, cores, watch)
     there = RunStarter(launcher=find_launcher(launcher), hosts=hosts, cores=cores, loadable=isinstance(run, RunSpec))
     with looked_on(watch, spec.folder / "events.jsonl") as look:
         try:
@@ -190,19 +191,20 @@ def _need_cores(cores: int | None) -> None:
         raise SpecError.of("cores", repr(cores), "a whole number, 1 or more", "cores=2")
 
 
-def _take_part(job: Job, spec: RunSpec, place: Place, cores: int | None) -> Run:
+def _take_part(job: Job, spec: RunSpec, place: Place, cores: int | None, watch: Watch) -> Run:
     import torch
 
     from phalanx.launch import raise_stopped
     from phalanx.launch.elastic_size import fitted
     from phalanx.launch.worker import WorkerStatus, train_as_worker
+    from phalanx.report.shown_progress import viewers_of_worker
 
     spec = fitted(spec, place.world_size, job)
     if cores is not None:
         torch.set_num_threads(cores * spec.plan.threads)
     status = WorkerStatus(replace(place, timeout=spec.timeout))
     try:
-        folder = train_as_worker(job, spec, status).folder
+        folder = train_as_worker(job, spec, status, viewers=viewers_of_worker(watch)).folder
     except Exception as error:
         status.report_failure(error)
         raise

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import socket
 import subprocess
 import sys
@@ -76,6 +77,14 @@ def called(of):
     px.fit(job(callbacks=callbacks), "dp=2", folder="called")
     say(of, events=events)
 
+def shown(of):
+    print(f"{rank} watches", file=sys.stderr, flush=True)
+    px.fit(job(), "dp=2", folder="shown")
+    print(f"{rank} has watched", file=sys.stderr, flush=True)
+    px.fit(job(), "dp=2", folder="silent", watch=False)
+    print(f"{rank} looked away", file=sys.stderr, flush=True)
+    say(of)
+
 def fits_and_builds(of):
     first = px.fit(job(), "dp=2", folder="a", cores=1)
     second = px.fit(job(), "fsdp=2", folder="b")
@@ -98,7 +107,7 @@ def replicas(of):
     weights = [tensor.sum().item() for tensor in step.layout.parameters.values()]
     say(of, fit=run.losses, build=losses, weights=weights, steps=len(both.losses))
 
-for part in (own_group, other_ranks, taken, chosen, servers, called, fits_and_builds, replicas):
+for part in (own_group, other_ranks, taken, chosen, servers, called, shown, fits_and_builds, replicas):
     torch.set_num_threads(1)
     try:
         part(part.__name__)
@@ -124,6 +133,7 @@ def torchrun(script: str, folder: Path, ranks: int = 2) -> list[Said]:
     ]
     done = subprocess.run([*command, "script.py"], capture_output=True, text=True, timeout=100, cwd=folder)
     assert done.returncode == 0, done.stderr
+    (folder / "stderr").write_text(done.stderr)
     return sorted((json.loads(line) for line in done.stdout.splitlines()), key=lambda said: said["rank"])
 
 
@@ -178,6 +188,14 @@ def test_servers(said: list[Said]) -> None:
 def test_called(said: list[Said]) -> None:
     """Callbacks are those of rank 0 alone, and hear all of it before ``fit`` gives back the run."""
     assert [one["events"] for one in said] == [[*range(8), "end"], []]
+
+
+def test_shown(said: list[Said], folder: Path) -> None:
+    """Progress is rank 0's lines on stderr, unless nobody is to look."""
+    printed = (folder / "stderr").read_text()
+    watched = printed[printed.index("0 watches") : printed.index("0 has watched")]
+    assert len(re.findall(r"^step +8/8  loss ", watched, re.MULTILINE)) == 1
+    assert "loss" not in printed[printed.index("0 has watched") : printed.index("0 looked away")]
 
 
 def test_fits_and_builds(said: list[Said]) -> None:

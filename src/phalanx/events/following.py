@@ -122,9 +122,9 @@ def callback_viewers(callbacks: Mapping[str, Callback]) -> list[Viewer]:
 
 
 @contextmanager
-def called_back(callbacks: Mapping[str, Callback], log: Path) -> Generator[None]:
-    """Within the block a thread calls ``callbacks`` with what is new in ``log``; all of it, when the block ends."""
-    if not callbacks:
+def followed(viewers: Sequence[Viewer], log: Path) -> Generator[None]:
+    """Within the block a thread hands what is new in ``log`` on to ``viewers``; all of it, when the block ends."""
+    if not viewers:
         yield
         return
     ends = threading.Event()
@@ -133,7 +133,7 @@ def called_back(callbacks: Mapping[str, Callback], log: Path) -> Generator[None]
         while not ends.wait(_EVERY):
             follower()
 
-    with Follower(log, callback_viewers(callbacks)) as follower:
+    with Follower(log, viewers) as follower:
         thread = threading.Thread(target=follow, name="phalanx-callbacks", daemon=True)
         thread.start()
         try:

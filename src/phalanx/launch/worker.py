@@ -6,7 +6,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
 from functools import partial
@@ -21,7 +21,7 @@ from phalanx.comm.process_group import meet
 from phalanx.config import Job, Plan, RunSpec
 from phalanx.config.run import override
 from phalanx.errors import PhalanxError, Problem, RefusedError, RunError, SpecError, WorkerError
-from phalanx.events.following import called_back
+from phalanx.events.following import Viewer, callback_viewers, followed
 from phalanx.files import join, read_text, token_of
 from phalanx.launch.elastic_size import devices_before, fitted, record_resize
 from phalanx.launch.failure import Failure, WorkerReports, describe_error, record, worker_error
@@ -142,10 +142,12 @@ class WorkerStatus:
         return worded
 
 
-def train_as_worker(job: Job, run: RunSpec, status: WorkerStatus, *, runfile: Path | None = None) -> RunSpec:
+def train_as_worker(
+    job: Job, run: RunSpec, status: WorkerStatus, *, runfile: Path | None = None, viewers: Sequence[Viewer] = ()
+) -> RunSpec:
     """Train ``job``, with the run's overrides applied, as the worker whose status this is. Collective.
 
-    ``runfile``: the file that ``run`` was read from, if any.
+    ``runfile``: the file that ``run`` was read from, if any. ``viewers``: who sees the events of the run on rank 0.
 
     Returns:
         The run with the folder that rank 0 took.
@@ -155,17 +157,17 @@ def train_as_worker(job: Job, run: RunSpec, status: WorkerStatus, *, runfile: Pa
         SpecError: if the run folder cannot be used.
     """
     with status.watched(run.plan):
-        return _train(job, run, status, runfile)
+        return _train(job, run, status, runfile, viewers)
 
 
-def _train(job: Job, run: RunSpec, status: WorkerStatus, runfile: Path | None) -> RunSpec:
+def _train(job: Job, run: RunSpec, status: WorkerStatus, runfile: Path | None, viewers: Sequence[Viewer]) -> RunSpec:
     refuse(job, run.plan, status.place.world_size, devices_here(run.plan, status.place))
     if run.plan.server:  # what keeps others from a job they find as they build its model together
         refuse_job(job, run.plan)
     make_ready(run.plan)
     leave_compiler_out()
     _refuse_to_begin_anew(run)
-    with within_folder(job, run, status, runfile) as run:
+    with within_folder(job, run, status, runfile, viewers) as run:
         place, found = status.place, Findings()
         if run.plan.server:
             place = replace(place, secret=share_secret(place, run.folder))
@@ -181,8 +183,12 @@ def _train(job: Job, run: RunSpec, status: WorkerStatus, runfile: Path | None) -
 
 
 @contextmanager
-def within_folder(job: Job, run: RunSpec, status: WorkerStatus, runfile: Path | None = None) -> Generator[RunSpec]:
-    """Within, the run of this worker has the folder that rank 0 took, and calls its callbacks there. Collective.
+def within_folder(
+    job: Job, run: RunSpec, status: WorkerStatus, runfile: Path | None = None, viewers: Sequence[Viewer] = ()
+) -> Generator[RunSpec]:
+    """Within, the run of this worker has the folder that rank 0 took, and there calls its callbacks, and ``viewers``.
+
+    Collective.
 
     Raises:
         SpecError: if the run folder cannot be used.
@@ -193,9 +199,9 @@ def within_folder(job: Job, run: RunSpec, status: WorkerStatus, runfile: Path | 
     entered = RunFolder(run, job=job, given=runfile)
     run = enter_folder(run, place, partial(status.enter, entered))
     status.folder = run.folder
-    callbacks = job.callbacks if place.rank == 0 and not status.launched else {}
+    looking = [*callback_viewers(job.callbacks), *viewers] if place.rank == 0 and not status.launched else []
     try:
-        with called_back(callbacks, run.folder / "events.jsonl"):
+        with followed(looking, run.folder / "events.jsonl"):
             yield run
     finally:
         entered.__exit__()

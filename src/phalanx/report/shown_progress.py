@@ -15,7 +15,7 @@ from rich.text import Text
 
 from phalanx.errors import SpecError
 from phalanx.events.following import Event, Follower, Viewer
-from phalanx.report.progress import StepPace, line_of, progress, step_text
+from phalanx.report.progress import Lines, StepPace, line_of, progress, step_text
 from phalanx.report.tables import PlainConsole
 
 Watch = Callable[[], None] | Literal[False] | None
@@ -51,6 +51,16 @@ def logged(log: Path) -> Iterator[Callable[[], None]]:
     """As ``looked_on``, for a run in the background: what is wrong with it goes to the logger ``phalanx``."""
     with Follower(log, [LoggedWarnings()]) as follower:
         yield follower
+
+
+def viewers_of_worker(watch: Watch) -> list[Viewer]:
+    """What shows a run in a worker of torchrun, whose output is that of all ranks: a line every few seconds.
+
+    ``watch`` is never called there; where it is a function, the logger ``phalanx`` is told what is wrong.
+    """
+    if watch is False:
+        return []
+    return [Lines(PlainConsole(stderr=True)) if watch is None else LoggedWarnings()]
 
 
 def _usual() -> Viewer:
