@@ -239,7 +239,7 @@ def test_masks_of_no_sample_are_refused_where_the_batch_is_split() -> None:
     assert reference.prove(Plan.parse("single")).equal
     with pytest.raises(RefusedError, match=r"dropout of drop on tensors of shape \[\d+, 8\]") as caught:
         reference.prove(Plan.parse("dp=2"))
-    assert "without --dropout" in str(caught.value)
+    assert "without dropout=True" in str(caught.value)
 
 
 def test_a_plan_that_compiles_is_refused_before_anything_runs() -> None:

@@ -232,7 +232,7 @@ class TestPlanner:
 
     def test_names_the_plans_that_can_use_unlike_devices(self, question: Question) -> None:
         (problem,) = problems(Plan.parse("fsdp=16 precision=fp16"), WORK, question.cluster)
-        assert problem.fix == '--plan "dp=2 fsdp=8 shares=auto"'
+        assert problem.fix == 'plan="dp=2 fsdp=8 shares=auto"'
         assert "dp=16 shares=auto" in problem.allowed
         named = Plan.parse(problem.fix.partition('"')[2].rstrip('"'))
         assert problems(replace(named, precision="fp16"), WORK, question.cluster) == []

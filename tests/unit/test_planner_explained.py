@@ -257,14 +257,14 @@ class TestRules:
     @pytest.mark.parametrize(
         ("text", "plan", "where", "fix"),
         [
-            ("8xA100", "fsdp=4", "plan", '--plan "dp=2 fsdp=4"'),
-            ("4xA100", "fsdp=8", "plan", "--on 8xA100-80GB"),
+            ("8xA100", "fsdp=4", "plan", 'plan="dp=2 fsdp=4"'),
+            ("4xA100", "fsdp=8", "plan", 'cluster="8xA100-80GB"'),
             ("64xA100", "dp=64", "plan", "dp=32"),
             ("8xA100", "pp=4 fsdp=2 zero=2", "plan.zero", "fsdp=2 pp=4 zero=1"),
             ("2xA100", "ep=2", "plan.ep", "dp=2"),
             ("16xA100", "pp=16", "plan.pp", "pp=14 schedule=1f1b"),
             ("8xV100", "dp=8 precision=bf16", "plan.precision", "precision=fp16"),
-            ("8xA100+8xV100", "fsdp=16", "plan", '--plan "dp=2 fsdp=8 shares=auto"'),
+            ("8xA100+8xV100", "fsdp=16", "plan", 'plan="dp=2 fsdp=8 shares=auto"'),
         ],
     )
     def test_what_cannot_be_names_what_can(self, text: str, plan: str, where: str, fix: str) -> None:

@@ -90,17 +90,33 @@ def show_error(error: PhalanxError, *, as_json: bool) -> None:
 
 
 _ARGUMENT = re.compile(r"""(\w+)=("[^"]*"|'[^']*'|[^\s,]+)(?:, |$)""")
-_SHORT = {"devices": "-n", "from_step": "--from", "folder": "--run"}
+_SHORT = {"devices": "-n", "from_step": "--from", "folder": "--run", "cluster": "--on"}
 _WORDS = {("forecast", "anyway"): "--anyway", ("forecast", "none"): "--no-forecast", ("resume", "True"): "--resume"}
 _SETTING = re.compile(
-    r"""(?<![\w.(])(?:resume|folder|from_step|plan|launcher|forecast|mirror|lr_scale|drift|on_nonfinite|on_spike)="""
+    r"""(?<![\w.(])(?:resume|folder|from_step|plan|cluster|launcher|forecast|mirror|lr_scale|drift|on_nonfinite|on_spike)="""
     r"""(?:"[^"]*"|'[^']*'|True|[\d.]*\d)(?:, (?=\w+=))?"""
 )  # those that errors advise besides what else there is to do
 _HINT = re.compile(r"^ *(?:try|what to do): .*", re.MULTILINE)
 
 
+_OF_CALLS = {
+    "dropout": {"dropout=True, ": "--dropout ", "dropout=True": "--dropout", "against=loop": "--against FILE:FUNCTION"},
+    "cluster": {"batch=": "--batch "},
+    "hosts": {"Hosts(2)": "--hosts 2"},
+    "factor": {"hosts.throttle(1, 4)": "--slow 1:4x"},
+    "host": {"hosts.throttle(1, 4)": "--slow 1:4x"},
+}
+_OPTIONS = {"dropout": "--dropout", "cluster": "--on"}
+"""What problems of calls are about, what of Python stands in them, and the options for both."""
+
+
 def _as_options(problem: Problem) -> Problem:
-    """A problem of a run, whose way out is an argument in Python, with the option of the command line in its place."""
+    """A problem whose way out is an argument in Python, with the option of the command line in its place."""
+    if words := _OF_CALLS.get(problem.where):
+        told = asdict(problem)
+        for word, option in words.items():
+            told = {name: text.replace(word, option) for name, text in told.items()}
+        problem = Problem(**{**told, "where": _OPTIONS.get(problem.where, problem.where)})
     if not problem.where.startswith("run.") or _ARGUMENT.sub("", problem.fix):
         return replace(problem, fix=_options_in(problem.fix))
     return replace(problem, fix=" ".join(_option(name, value) for name, value in _ARGUMENT.findall(problem.fix)))

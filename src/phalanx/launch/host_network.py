@@ -162,7 +162,7 @@ def _trial(program: str, commands: str) -> str:
     return (done.stderr.strip().splitlines() or [f"exit {done.returncode}"])[0] if done.returncode else ""
 
 
-def _problem(given: str, allowed: str, fix: str = "another machine, or leave out --hosts") -> Problem:
+def _problem(given: str, allowed: str, fix: str = "another machine, or no hosts") -> Problem:
     return Problem(where="hosts", given=given, allowed=allowed, fix=fix)
 
 
@@ -324,7 +324,7 @@ def _claim_subnet() -> tuple[socket.socket, str]:
                 claim.bind(f"\0phalanx-hosts-{number}")
                 return claim, f"10.213.{number}"
         claim.close()
-    raise RunError("no addresses are left for hosts: 10.213.0.0/16 is in use\n    try: end other runs with --hosts")
+    raise RunError("no addresses are left for hosts: 10.213.0.0/16 is in use\n    try: end other runs with hosts")
 
 
 def _batch(program: str, commands: list[str], within: str = "") -> None:

@@ -41,7 +41,7 @@ class Hosts:
             SpecError: if a word or a number is wrong.
         """
         if not 1 <= count <= _MOST:
-            raise SpecError.of(where="hosts", given=str(count), allowed=f"1 to {_MOST}", fix="--hosts 2")
+            raise SpecError.of(where="hosts", given=str(count), allowed=f"1 to {_MOST}", fix="Hosts(2)")
         if per_host < 1:
             raise SpecError.of(where="per_host", given=str(per_host), allowed="1 or more", fix="per_host=1")
         self.count, self.per_host = count, per_host
@@ -127,7 +127,7 @@ class Hosts:
             SpecError: if the factor is below 1, or a hundred or more.
         """
         if not 1 <= factor < 100:
-            raise SpecError.of(where="factor", given=f"{factor:g}", allowed="1 to 99", fix="--slow 1:4x")
+            raise SpecError.of(where="factor", given=f"{factor:g}", allowed="1 to 99", fix="hosts.throttle(1, 4)")
         if self._quotas:
             self._quotas.allow(self._known(host), self.per_host / factor if factor > 1 else None)
         else:
@@ -170,7 +170,7 @@ class Hosts:
     def _known(self, host: int) -> int:
         if not 0 <= host < self.count:
             allowed = f"0 to {self.count - 1}"
-            raise SpecError.of(where="host", given=str(host), allowed=allowed, fix="--slow 1:4x")
+            raise SpecError.of(where="host", given=str(host), allowed=allowed, fix="hosts.throttle(1, 4)")
         return host
 
     @property

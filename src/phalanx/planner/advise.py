@@ -64,11 +64,11 @@ def advise(question: Question, goal: Goal | None = None, because: str | None = N
 def _none(question: Question) -> Problem:
     work, devices = question.work, question.cluster.devices
     return Problem(
-        where="--on",
+        where="cluster",
         given=f"{question.cluster} for a batch of {work.batch} and a model of {work.profile.blocks} blocks, "
         f"{show_count(work.profile.parameters)} parameters",
         allowed=f"a number of devices that samples, heads, blocks or tokens can be dealt out to; {devices} is not",
-        fix=f"--batch {max(devices, work.batch)}",
+        fix=f"batch={max(devices, work.batch)}",
     )
 
 

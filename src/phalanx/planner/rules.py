@@ -67,9 +67,9 @@ def _devices(plan: Plan, cluster: Cluster) -> Iterator[Problem]:
     if plan.devices == cluster.devices:
         return
     there = resized(cluster, plan.devices)
-    fix = f"--on {there}" if there and not mixed(cluster) else f'--plan "dp={cluster.devices}{_by_speed(cluster)}"'
+    fix = f'cluster="{there}"' if there and not mixed(cluster) else f'plan="dp={cluster.devices}{_by_speed(cluster)}"'
     if cluster.devices % plan.devices == 0 and plan.threads == 1 and not weights(plan.shares):
-        fix = f'--plan "{replace(plan, dp=plan.dp * (cluster.devices // plan.devices))}"'
+        fix = f'plan="{replace(plan, dp=plan.dp * (cluster.devices // plan.devices))}"'
     yield Problem(
         where="plan",
         given=f"{plan}, which is for {plan.devices} devices, on {cluster}, which has {cluster.devices}",
@@ -94,7 +94,7 @@ def _nodes(plan: Plan, cluster: Cluster) -> Iterator[Problem]:
         given=f"{plan} on {cluster}: ranks that share one model or its state would be unlike devices",
         allowed=f"{named}, which give each kind samples by its speed; or any plan whose tp × cp × ep × fsdp divides "
         f"{whole}, with even shares at the pace of the slowest: only dp and pp may join unlike devices",
-        fix=f'--plan "{able}"',
+        fix=f'plan="{able}"',
     )
 
 

@@ -172,16 +172,18 @@ def refuse_compiled(plan: Plan) -> None:
     """Refuse a plan whose blocks are compiled: their code draws masks of its own."""
     if plan.compile:
         given = f'"{plan}", which compiles: compiled blocks draw masks of their own, not by sample'
-        allowed = "a plan without compile; without --dropout also one with it"
-        fix = f'--dropout --plan "{replace(plan, compile=False)}"'
-        raise RefusedError.of(where="--dropout", given=given, allowed=allowed, fix=fix)
+        allowed = "a plan without compile; without dropout=True also one with it"
+        fix = f'dropout=True, plan="{replace(plan, compile=False)}"'
+        raise RefusedError.of(where="dropout", given=given, allowed=allowed, fix=fix)
 
 
 def refuse_phases(job: Job) -> None:
     """Refuse a job with phases, each of which calls a layer as often as it likes in one step."""
     if job.phases:
         given = "a job with phases: a mask by sample and layer is drawn for one forward of each sample in a step"
-        raise RefusedError.of("--dropout", given, "jobs with one loss; without --dropout also phases", "no --dropout")
+        raise RefusedError.of(
+            "dropout", given, "jobs with one loss; without dropout=True also phases", "no dropout=True"
+        )
 
 
 def refuse_masks(job: Job, plan: Plan, of_no_sample: Mapping[str, Sequence[Sequence[int]]]) -> None:
@@ -195,12 +197,12 @@ def refuse_masks(job: Job, plan: Plan, of_no_sample: Mapping[str, Sequence[Seque
     name, shapes = next(iter(unknown.items()))
     layer = name.rpartition(":")[0].rpartition("/")[2].rpartition("*")[0] or "the model itself"
     problem = Problem(
-        where="--dropout",
+        where="dropout",
         given=f"dropout of {layer} on tensors of shape {list(shapes[0])}, then {list(shapes[1])}, in none of "
         "whose dimensions are the samples: nobody knows whose elements these are",
         allowed="dropout of tensors whose first or second dimension is the samples, alone or with what is "
         "within a sample",
-        fix=f'prove without --dropout, which measures the masks of "{plan}" and compares the rest',
+        fix=f'prove without dropout=True, which measures the masks of "{plan}" and compares the rest',
     )
     raise RefusedError([problem])
 

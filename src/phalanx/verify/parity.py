@@ -237,8 +237,8 @@ def prove(
         WorkerError: if one of the runs failed.
     """
     if dropout and against is not None:
-        given = "--dropout together with --against: a loop of your own does not draw dropout by sample and layer"
-        raise RefusedError.of("--dropout", given, "one of the two", "--against FILE:FUNCTION")
+        given = "dropout=True together with against=loop: a loop of your own does not draw dropout by sample and layer"
+        raise RefusedError.of("dropout", given, "one of the two", "against=loop")
     if dropout:
         refuse_compiled(plan)
         refuse_phases(job)
