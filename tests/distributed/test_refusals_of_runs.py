@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, autograd, nn
+from torch.autograd import grad as grad_by_name
 from torch.nn.functional import softplus
 
 import phalanx as px
-from phalanx.errors import LossError, Problem, RefusedError, RunError, SpecError
+from phalanx.errors import LossError, PhalanxError, Problem, RefusedError, RunError, SpecError
 from phalanx.preflight import supervised_run
 from phalanx.train.look_ahead import look
 
@@ -48,10 +50,83 @@ def plain_loss(output: tuple[Tensor, Tensor], batch: Any) -> px.Loss:
     return px.Loss(softplus(-output[0]).sum(), len(output[0]))
 
 
-def test_a_gradient_of_a_gradient_over_gathered_parameters(tmp_path: Path) -> None:
+def by_backward(score: Tensor, point: Tensor, *, create_graph: bool) -> tuple[Tensor]:
+    score.backward(create_graph=create_graph, inputs=[point])
+    assert point.grad is not None
+    return (point.grad,)
+
+
+@pytest.mark.parametrize(
+    "grad",
+    [torch.autograd.grad, lambda *args, **how: autograd.grad(*args, **how), grad_by_name, by_backward],
+    ids=["torch.autograd.grad", "autograd.grad", "grad", "backward"],
+)
+def test_a_gradient_of_a_gradient_over_gathered_parameters(grad: Callable[..., Any], tmp_path: Path) -> None:
+    def loss(output: tuple[Tensor, Tensor], batch: Any) -> px.Loss:
+        score, point = output
+        if not torch.is_grad_enabled():
+            return px.Loss(softplus(-score).sum(), len(score))
+        (slope,) = grad(score.sum(), point, create_graph=True)
+        return px.Loss(slope.square().sum(), len(score))
+
     with pytest.raises(RefusedError, match="gradients of gradients"):
-        px.fit(job(), "fsdp=2", folder=tmp_path / "refused")
+        px.fit(job(loss=loss), "fsdp=2", folder=tmp_path / "refused")
     assert not (tmp_path / "refused" / "events.jsonl").exists()
+
+
+class Slope(nn.Module):
+    """How its score changes with each sample; of ``blocks``, which a plan gathers one by one, or of plain layers."""
+
+    def __init__(self, blocks: bool) -> None:
+        super().__init__()
+        layers = [nn.Sequential(nn.Linear(5, 5), nn.Tanh()) for _ in range(3)]
+        self.layers = nn.ModuleList(layers) if blocks else nn.Sequential(*layers[0], nn.Linear(5, 5, bias=False))
+
+    def score(self, x: Tensor) -> Tensor:
+        for layer in self.layers.children():
+            x = layer(x)
+        return x.sum()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.func.grad(self.score)(x)
+
+
+def slope_job(blocks: bool) -> px.Job:
+    def loss(output: Tensor, batch: Any) -> px.Loss:
+        doubled = torch.func.grad(lambda slope: slope.square().sum())(output)  # of no parameter
+        return px.Loss((doubled - 1).square().sum(), len(output))
+
+    return job(model=lambda: Slope(blocks), loss=loss, shuffle=False)
+
+
+@pytest.mark.parametrize(
+    ("blocks", "plan"), [(False, "single"), (False, "fsdp=2"), (False, "fsdp=2 micro=2"), (True, "fsdp=2 zero=2")]
+)
+def test_a_gradient_that_is_part_of_the_forward(blocks: bool, plan: str, tmp_path: Path) -> None:
+    from phalanx.train.build_model import build_model
+
+    run = px.fit(slope_job(blocks), plan, folder=tmp_path / "run")
+    model, data, losses = build_model(slope_job(blocks)), rows(), list[float]()
+    assert isinstance(model, Slope)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for start in range(0, 24, 8):
+        x = torch.stack([data[index]["x"] for index in range(start, start + 8)]).requires_grad_()
+        (slope,) = torch.autograd.grad(model.score(x), x, create_graph=True)
+        loss = (2 * slope - 1).square().sum() / 8
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert run.losses == pytest.approx(losses, rel=1e-5)
+
+
+def test_a_gathered_block_within_a_gradient(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(RefusedError, match=r"blocks run in torch\.func\.grad"):
+        px.fit(slope_job(True), "fsdp=2", folder=tmp_path / "refused")
+    assert not (tmp_path / "refused" / "events.jsonl").exists()
+    monkeypatch.setattr("phalanx.train.look_ahead.LARGEST", 1)  # too large for a look, and no trace follows it
+    with pytest.raises(PhalanxError, match=r"blocks run in torch\.func\.grad"):
+        px.fit(slope_job(True), "fsdp=2", folder=tmp_path / "begun")
 
 
 @pytest.mark.filterwarnings("ignore:Grad strides do not match")  # of one row, which are the same

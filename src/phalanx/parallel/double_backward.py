@@ -2,39 +2,101 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
+from weakref import WeakSet
 
 import torch
+from torch import nn
+from torch.nn.modules.module import register_module_forward_pre_hook
 
 from phalanx.config import Plan
 from phalanx.config.fields import plan_problem
 from phalanx.errors import RefusedError
+from phalanx.trace.blocks import blocks
 from phalanx.trace.replaced import replaced
 
 
 def no_double_backward(plan: Plan) -> AbstractContextManager[object]:
-    """Within, ``torch.autograd.grad`` refuses to make a graph of gradients, where ``plan`` cannot go back through it.
+    """Within, autograd refuses to make a graph of gradients, where ``plan`` cannot go back through it.
+
+    However it is asked for, by ``torch.autograd.grad`` under any name or by ``backward``: all go through one function.
+    In ``torch.func.grad`` it may: its gradients are operations of the forward to the graph that backward takes.
 
     Raises:
         RefusedError: there.
     """
     if plan.zero != 3:
         return nullcontext()
-    plain = torch.autograd.grad
+    plain: Any = torch.autograd._engine_run_backward  # pyright: ignore[reportPrivateImportUsage]
 
-    def grad(*args: Any, **kwargs: Any) -> Any:
-        if kwargs.get("create_graph") or (len(args) > 4 and args[4]):
+    def run_backward(outputs: Any, gradients: Any, keep: bool, create_graph: bool, *args: Any, **kwargs: Any) -> Any:
+        if create_graph and not _differentiates():
             raise RefusedError([_DOUBLE])
-        return plain(*args, **kwargs)
+        return plain(outputs, gradients, keep, create_graph, *args, **kwargs)
 
-    return replaced(torch.autograd, grad=grad)
+    return replaced(torch.autograd, _engine_run_backward=run_backward)
+
+
+@contextmanager
+def no_differentiated_blocks(plan: Plan) -> Iterator[None]:
+    """While inside, a look at a model refuses a block of it in ``torch.func.grad``, where ``plan`` gathers blocks.
+
+    The model is of the type of the module that is called first.
+
+    Raises:
+        RefusedError: there.
+    """
+    if plan.zero != 3:
+        yield
+        return
+    models = set[type[nn.Module]]()
+    known, gathered = WeakSet[nn.Module](), WeakSet[nn.Module]()
+
+    def before(module: nn.Module, _: Any) -> None:
+        if not models:
+            models.add(type(module))
+        if type(module) in models and module not in known:
+            known.update(module.modules())
+            gathered.update((module, *blocks(module)))
+        if module in gathered:
+            refuse_differentiated(module)
+
+    hook = register_module_forward_pre_hook(before)
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+def refuse_differentiated(module: nn.Module, *_: Any) -> None:
+    """Before the forward of a ``module`` that is gathered for it: refuse ``torch.func.grad`` around it.
+
+    Raises:
+        RefusedError: there.
+    """
+    if not torch.compiler.is_compiling() and _differentiates():
+        raise RefusedError([_DIFFERENTIATED])
+
+
+def _differentiates() -> bool:
+    """Whether this runs within ``torch.func.grad``, or another transform that takes gradients."""
+    functorch: Any = vars(torch._C)["_functorch"]
+    return any(one.key() == functorch.TransformType.Grad for one in functorch.get_interpreter_stack() or ())
 
 
 _DOUBLE = plan_problem(
     "zero",
     "zero=3 for a loss with gradients of gradients (create_graph=True): fully_shard drops gathered parameters after a "
     "block's backward, before the second one reads them",
+    "single, threads, dp, and fsdp with zero=1 or zero=2",
+    "fsdp=2 zero=2",
+)
+_DIFFERENTIATED = plan_problem(
+    "zero",
+    "zero=3 for a model whose blocks run in torch.func.grad: fully_shard drops gathered parameters after a block's "
+    "forward, before the gradient reads them",
     "single, threads, dp, and fsdp with zero=1 or zero=2",
     "fsdp=2 zero=2",
 )

@@ -41,6 +41,7 @@ from phalanx.config import Plan
 from phalanx.errors import Problem
 from phalanx.parallel.buffer_sync import BufferSync
 from phalanx.parallel.deferred_init import fill, recipes
+from phalanx.parallel.double_backward import refuse_differentiated
 from phalanx.parallel.layout import Layout, MicroBatchWork, RankHoldings, drop_gradients, each_micro_batch, trainable
 from phalanx.parallel.mixed_precision import gathered_type
 from phalanx.trace.blocks import blocks
@@ -106,6 +107,7 @@ def apply(
     for block in blocks(module):
         values(block)
         fully_shard(block, mesh=mesh, mp_policy=inner, offload_policy=offload)
+        block.register_forward_pre_hook(refuse_differentiated)
     values(module)
     # Also the root is resharded after forward: a forward without backward (evaluation) must not leave old
     # values gathered.

@@ -21,7 +21,7 @@ from phalanx.config.losses import Losses
 from phalanx.data import Lane, Loader, evaluation_batches
 from phalanx.errors import Problem, ProfileError, RefusedError, SpecError
 from phalanx.parallel import Example, check, device_kind, global_batch_norm, notes, threads, torch_compile
-from phalanx.parallel.double_backward import no_double_backward
+from phalanx.parallel.double_backward import no_differentiated_blocks, no_double_backward
 from phalanx.parallel.survey import survey
 from phalanx.parallel.unwrapped_blocks import open_unwrapped
 from phalanx.placement.ownership import Survey
@@ -187,7 +187,7 @@ def look(job: Job, plan: Plan, start: RunStart = START) -> Findings:
     """
     if start.checkpoint:
         refuse_other_data(start.checkpoint, job)
-    with no_double_backward(plan):
+    with no_double_backward(plan), no_differentiated_blocks(plan):
         return _look_at_phases(job, plan, start) if job.phases else _look(job, plan, start)
 
 
