@@ -12,50 +12,86 @@ from small import BATCH, LENGTH, Net, fit, job, table
 from torch.nn.functional import cross_entropy
 
 import phalanx as px
+from phalanx.data import Lane, Loader
+from phalanx.errors import DataError
 from phalanx.train.build_model import build_model
 
 HOW: dict[str, Any] = {"optimizer": lambda params: torch.optim.SGD(params, lr=0.1)}
 STEPS = [slice(start, min(start + BATCH, LENGTH)) for _ in range(2) for start in range(0, LENGTH, BATCH)]
 
 
-class Rows:
-    """A node: the iterator of one pass over the rows, until it is reset."""
+class Shuffled(torch.utils.data.Sampler[int]):
+    """An order by epoch, as ``DistributedSampler`` has it."""
 
-    def __init__(self) -> None:
-        self.rows, self.at = table(), 0
+    epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        yield from torch.randperm(LENGTH, generator=torch.Generator().manual_seed(self.epoch)).tolist()
+
+
+class Rows:
+    """A node: the iterator of one pass over the rows, until it is reset; ``torchdata.nodes.SamplerWrapper``."""
+
+    def __init__(self, sampler: Any = None) -> None:
+        self.sampler, self.rows, self.epoch, self.started = sampler or range(LENGTH), table(), 0, False
 
     def reset(self, initial_state: dict[str, int] | None = None) -> None:
-        self.at = (initial_state or {"at": 0})["at"]
+        state = initial_state or {"at": 0, "epoch": self.epoch + self.started}
+        self.at, self.epoch, self.started = 0, state["epoch"], False
+        if isinstance(self.sampler, Shuffled):
+            self.sampler.set_epoch(self.epoch)
+        self.order = iter(self.sampler)
+        while self.at < state["at"]:
+            next(self)
 
     def get_state(self) -> dict[str, int]:
-        return {"at": self.at}
+        return {"at": self.at, "epoch": self.epoch}
 
     def __iter__(self) -> Iterator[Any]:
         return self
 
     def __next__(self) -> Any:
-        if self.at == LENGTH:
-            raise StopIteration
+        self.started, place = True, next(self.order)
         self.at += 1
-        return self.rows[self.at - 1]
+        return self.rows[place]
 
 
 class NodeLoader:
     """Passes over a node, each from the begin or from a state: ``torchdata.nodes.Loader``."""
 
-    def __init__(self) -> None:
-        self.root, self.state = Rows(), dict[str, int]()
+    def __init__(self, root: Rows | None = None) -> None:
+        self.root, self.state, self.pending = root or Rows(), dict[str, int](), False
 
     def __iter__(self) -> Iterator[Any]:
-        self.root.reset(self.state or None)
-        self.state = {}
+        if not self.pending:
+            self.root.reset(self.state or None)
+            self.state = {}
+        self.pending = False
         return self.root
 
     def state_dict(self) -> dict[str, int]:
+        if not hasattr(self.root, "at"):
+            iter(self)
+            self.pending = True
         return self.root.get_state()
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         self.state = state
+
+
+def by_epoch() -> Shuffled:
+    return Shuffled()
+
+
+def by_global_draws() -> Any:
+    return torch.utils.data.RandomSampler(range(LENGTH))
+
+
+def by_own_draws() -> Any:
+    return torch.utils.data.RandomSampler(range(LENGTH), generator=torch.Generator().manual_seed(3))
 
 
 def plain_losses() -> list[float]:
@@ -89,6 +125,57 @@ def test_a_resume_in_mid_epoch_under_another_plan(data: Any, tmp_path: Path) -> 
 @pytest.mark.parametrize("data", [Rows, NodeLoader])
 def test_two_passes_are_proven(data: Any) -> None:
     assert "is equal to one device over 6 steps" in str(px.prove(job(**HOW, data=data), "dp=2", steps=6))  # of 4 a pass
+
+
+def shuffled_losses(sampler: Any, seed: int) -> list[float]:
+    """Plain PyTorch on one device, over a loader as torchdata's pages have it."""
+    from phalanx.data.sampler import EpochSeeds
+
+    net, losses, loader = Net(), list[float](), NodeLoader(Rows(sampler))
+    net.load_state_dict(build_model(job(**HOW)).state_dict())
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    for epoch in range(3):
+        EpochSeeds.of(seed, epoch).plant(0)
+        rows = list(loader)
+        for start in range(0, LENGTH, BATCH):
+            batch = torch.utils.data.default_collate(rows[start : start + BATCH])
+            loss = cross_entropy(net(batch["x"]), batch["y"])
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+    return losses
+
+
+SHARED: dict[Any, Any] = {}
+
+
+@pytest.mark.parametrize("made", ["node", "loader", "one loader"])
+@pytest.mark.parametrize("sampler", [by_epoch, by_global_draws, by_own_draws])
+def test_each_epoch_is_another_pass(sampler: Any, made: str, tmp_path: Path) -> None:
+    def data() -> Any:
+        if made == "one loader":
+            return SHARED.setdefault(sampler, NodeLoader(Rows(sampler())))
+        return Rows(sampler()) if made == "node" else NodeLoader(Rows(sampler()))
+
+    expected = shuffled_losses(sampler(), job(**HOW).seed)
+    for plan in ("single", "dp=2", "fsdp=2 micro=2"):
+        run = fit(plan, tmp_path / plan, **HOW, data=data, epochs=3)
+        assert run.losses == pytest.approx(expected, abs=2e-6)
+    fit("dp=2", tmp_path / "run", **HOW, data=data, epochs=None, steps=6)
+    run = fit("single", tmp_path / "run", resume=True, **HOW, data=data, epochs=3)
+    assert run.losses[-6:] == pytest.approx(expected[-6:], abs=2e-6)
+    assert "is equal to one device" in str(px.prove(job(**HOW, data=data, epochs=3), "dp=2", steps=6))
+
+
+def test_one_loader_that_two_read() -> None:
+    loader = NodeLoader(Rows(by_epoch()))
+    given = job(**HOW, data=lambda: loader, epochs=3)
+    passes = iter(Loader(given.data(), given, Lane(), micro=None))
+    next(passes)
+    next(iter(Loader(given.data(), given, Lane(), micro=None, first_step=5, total_steps=6)))
+    with pytest.raises(DataError, match="one NodeLoader that two read at a time"):
+        list(passes)
 
 
 class Counted(Rows):

@@ -15,17 +15,19 @@ A dataset may offer:
   at or past the end gives an empty pass. Without it a resumed run reads, and drops, what was already seen.
 
 One that keeps its place (``state_dict`` and ``load_state_dict``, neither of the above) is put back to where it was at
-first before each pass; a node of ``torchdata.nodes`` is reset.
+first before each pass; nodes of ``torchdata.nodes`` are asked for one pass after the other.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 from itertools import chain, islice
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
+import torch
 from torch.utils.data import default_collate
 
 from phalanx.data.sampler import EpochSeeds
@@ -142,7 +144,7 @@ class StreamReader:
 
 
 def rewound(dataset: Any) -> Any:
-    """``dataset``; one that keeps its place in a pass begins each pass where it is now, a node at its begin.
+    """``dataset``; one that keeps its place in a pass begins each pass where it is now, nodes with a pass of their own.
 
     Raises:
         SpecError: if it is of nodes that make batches.
@@ -152,7 +154,7 @@ def rewound(dataset: Any) -> Any:
         given = f"a {type(dataset).__name__} of nodes with a Batcher, which makes batches of its own"
         allowed = "nodes that give samples: ranks are given their shares of global batches of job.batch"
         raise SpecError.of("job.data", given, allowed, "data=lambda: node, without the Batcher, and batch of the job")
-    if nodes and nodes[0] is dataset:
+    if nodes:
         return _Nodes(dataset)
     keeps = all(hasattr(dataset, name) for name in ("__iter__", "state_dict", "load_state_dict"))
     if not keeps or any(hasattr(dataset, name) for name in ("__getitem__", "set_epoch", "seek")):
@@ -172,22 +174,101 @@ class _Rewound:
         return iter(self.dataset)
 
 
-@dataclass(frozen=True, slots=True)
 class _Nodes:
-    """A stream of a node of ``torchdata.nodes``, which is the iterator of one pass until it is reset."""
+    """A stream of nodes of ``torchdata.nodes``, or of a ``Loader`` of them: each ``iter()`` is the next pass.
 
-    node: Any
+    As ``for epoch in ...: for sample in loader`` has them. Only a job that asks for the first pass again is given that.
+    """
+
+    def __init__(self, dataset: Any) -> None:
+        self._dataset, self._epoch = dataset, 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self._epoch = epoch
 
     def __iter__(self) -> Iterator[Any]:
-        self.node.reset()
-        return iter(self.node)
+        begin = _begun.get(self._dataset)
+        if begin is None:
+            begin = _begun[self._dataset] = _Begin(generators=_generators_of(self._dataset))
+            stream = self._pass(None)
+            begin.state = deepcopy(_state_of(self._dataset))
+            return stream
+        if self._epoch == 0:
+            return self._pass(begin.again(type(self._dataset).__name__))
+        begin.passes += 1
+        if self._epoch != begin.passes:
+            given = f"one {type(self._dataset).__name__} that two read at a time"
+            raise DataError(
+                f"{given}, each from the begin\n    try: data=lambda: {_ANEW}, which makes nodes of its own"
+            )
+        return self._pass(None)
+
+    def _pass(self, state: Any) -> Iterator[Any]:
+        """The next pass, or that of ``state``."""
+        if not _is_node(self._dataset):
+            if state is not None:
+                self._dataset.load_state_dict(state)
+            return iter(self._dataset)
+        self._dataset.reset() if state is None else self._dataset.reset(state)
+        return iter(self._dataset)
+
+
+_ANEW = "torchdata.nodes.Loader(make_node())"
+
+
+@dataclass(slots=True)
+class _Begin:
+    """Where the first pass over nodes began, and how many have been made since.
+
+    Attributes:
+        generators: of samplers, which are in no state of a node, and the state of each.
+        state: of the nodes; ``None`` where they have none.
+    """
+
+    generators: list[tuple[torch.Generator, torch.Tensor]]
+    state: Any = None
+    passes: int = 0
+
+    def again(self, name: str) -> Any:
+        """The state to begin from.
+
+        Raises:
+            DataError: there is none.
+        """
+        if self.state is None:
+            raise DataError(f"a {name} whose nodes have no state cannot be read anew\n    try: data=lambda: {_ANEW}")
+        for generator, state in self.generators:
+            generator.set_state(state)
+        self.passes = 0
+        return deepcopy(self.state)
+
+
+_begun: WeakKeyDictionary[Any, _Begin] = WeakKeyDictionary()  # also where job.data gives one object each time
+
+
+def _state_of(dataset: Any) -> Any:
+    try:
+        return dataset.get_state() if _is_node(dataset) else dataset.state_dict()
+    except NotImplementedError:
+        return None
+
+
+def _generators_of(dataset: Any) -> list[tuple[torch.Generator, torch.Tensor]]:
+    own = [getattr(getattr(node, "sampler", None), "generator", None) for node in _nodes(dataset)]
+    return [(one, one.get_state()) for one in own if isinstance(one, torch.Generator)]
+
+
+def _is_node(one: Any) -> bool:
+    return all(hasattr(one, name) for name in ("__next__", "reset", "get_state"))
 
 
 def _nodes(dataset: Any) -> list[Any]:
     """The nodes of ``torchdata.nodes`` that ``dataset`` is or reads, as far as each says which it reads."""
-    found: list[Any] = []
-    node = getattr(dataset, "root", dataset)
-    while all(hasattr(node, name) for name in ("__next__", "reset", "get_state")) and node not in found:
-        found.append(node)
-        node = getattr(node, "source", None)
+    pending, found = [getattr(dataset, "root", dataset)], list[Any]()
+    while pending:
+        node = pending.pop()
+        if _is_node(node) and all(node is not one for one in found):
+            found.append(node)
+            sources = getattr(node, "source_nodes", {})
+            pending += [getattr(node, "source", None), *(sources.values() if isinstance(sources, Mapping) else ())]
     return found

@@ -148,7 +148,8 @@ def epochs_of(data: Any, job: Any) -> Iterator[tuple[int, Iterator[tuple[list[in
         for epoch, batches in _changing_epochs(data, job):
             yield epoch, _loaded(data, job, epoch, batches)
     epoch = 0
-    other = any(hasattr(data, name) for name in ("set_epoch", "seek"))
+    nodes = hasattr(getattr(data, "root", None), "get_state")  # a Loader of torchdata goes from pass to pass
+    other = nodes or any(hasattr(data, name) for name in ("set_epoch", "seek"))
     keeps = is_stream(data) and hasattr(data, "load_state_dict") and not other
     start = deepcopy(data.state_dict()) if keeps else None
     while True:
@@ -270,10 +271,10 @@ def _streamed(data: Any, job: Any, epoch: int) -> Iterator[tuple[list[int], Any]
         data.set_epoch(epoch)
     if hasattr(data, "seek"):
         data.seek(0)
-    if hasattr(data, "get_state") and hasattr(data, "reset"):  # a node of torchdata
-        data.reset()
     position = 0
     seed_everything(sample_seed(job.seed, epoch, position))
+    if hasattr(data, "get_state") and hasattr(data, "reset"):  # a node of torchdata, which may read ahead from here on
+        data.reset()
     stream = iter(data)
     while samples := list(islice(stream, job.batch)):
         if len(samples) == job.batch or not job.drop_last:
