@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -94,6 +95,14 @@ def test_a_merged_model_is_merged_before_it_is_converted(tmp_path: Path) -> None
     }
 
 
+def said_in_options(run: px.Run, folder: Path, *options: str, out: str = "refused") -> str:
+    """What the command says where it refuses."""
+    answered = CliRunner().invoke(main, ["export", str(run.folder), str(folder / out), *options])
+    assert answered.exit_code == 2
+    assert not re.search(r"\b(?:adapter|merged)=True|save_pretrained|px\.load", answered.output)
+    return answered.output
+
+
 def several() -> nn.Module:
     """DoRA, a norm that is trained beside the adapters, and a second set of adapters that is not active."""
     torch.manual_seed(3)
@@ -124,8 +133,11 @@ def trained_beside() -> nn.Module:
 def test_what_an_adapter_alone_would_lose_is_refused(tmp_path: Path) -> None:
     run = trained("single", tmp_path, model=trained_beside, steps=1)
     for place in (run, px.load(run.folder)):  # by the job, and by what the checkpoint says
-        with pytest.raises(SpecError, match=r"trained more than its adapters: .*ln_f[^']*modules_to_save=\['ln_f'\]"):
+        with pytest.raises(SpecError, match=r"^adapter: .* merged=True.*\n.*modules_to_save=\['ln_f'\]"):
             place.save_pretrained(tmp_path / "adapter", adapter=True)
+    said = said_in_options(run, tmp_path, "--adapter")
+    assert "--adapter: given a model that has trained more than its adapters" in said
+    assert "or --merged, which holds everything" in said
     assert not (tmp_path / "adapter").exists()
     run.save_pretrained(tmp_path / "merged", merged=True)
 
@@ -133,8 +145,16 @@ def test_what_an_adapter_alone_would_lose_is_refused(tmp_path: Path) -> None:
 def test_what_has_no_adapters_says_so(tmp_path: Path) -> None:
     run = px.fit(small_job(epochs=1), run=px.RunSpec(job="small", plan=px.Plan(), folder=tmp_path / "run"))
     for place in (run, px.load(run.folder)):
-        with pytest.raises(SpecError, match=r"without adapters; allowed: a model that peft\.get_peft_model"):
+        with pytest.raises(
+            SpecError, match=r"^run: .*without adapters; allowed: .*\n.*try: run\.save_pretrained\(target\)"
+        ):
             place.save_pretrained(tmp_path / "out", merged=True)
+        with pytest.raises(SpecError, match=r"^target: given .*\.safetensors; allowed: a folder"):
+            place.save_pretrained(tmp_path / "out.safetensors", merged=True)
+    said = said_in_options(run, tmp_path, "--merged")
+    assert "error: RUN: given" in said
+    assert said.rstrip().endswith("try: phalanx export RUN OUT")
+    assert "error: OUT: given" in said_in_options(run, tmp_path, "--merged", out="out.safetensors")
     with pytest.raises(SpecError, match="one of the two"):
         run.save_pretrained(tmp_path / "out", merged=True, adapter=True)
     answered = CliRunner().invoke(main, ["export", str(run.folder), "out", "--adapter", "--merged"])
@@ -151,10 +171,11 @@ def plain_base() -> nn.Module:
 def test_a_base_that_only_a_job_can_build_needs_the_job(tmp_path: Path) -> None:
     how: dict[str, Any] = {"inputs": lambda batch: batch["input_ids"], "model": plain_base, "steps": 1}
     run = trained("single", tmp_path, **how)
-    with pytest.raises(SpecError, match=r"px.load\(RUN, job\(\)\)"):
+    with pytest.raises(SpecError, match=r"px\.load\(folder, job\(\)\)\.save_pretrained\(target, adapter=True\)"):
         px.load(run.folder).save_pretrained(tmp_path / "out", adapter=True)
+    assert said_in_options(run, tmp_path, "--adapter").rstrip().endswith("try: --job train.py")
     run.save_pretrained(tmp_path / "out", adapter=True)
     assert (tmp_path / "out" / "adapter_config.json").exists()
-    with pytest.raises(SpecError, match="a model of transformers, which writes itself"):
+    with pytest.raises(SpecError, match=r"^merged: given .*a model of transformers, which writes itself"):
         run.save_pretrained(tmp_path / "merged", merged=True)
     assert lora_job(**how).steps == 1

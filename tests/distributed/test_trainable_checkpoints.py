@@ -7,10 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from click.testing import CliRunner
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import phalanx as px
+from phalanx.cli import main
 from phalanx.errors import CheckpointError, PhalanxError, SpecError
 
 WIDTH, SAMPLES, BATCH, STEPS = 16, 40, 8, 6
@@ -47,8 +49,8 @@ def job(**how: Any) -> px.Job:
 
 
 def fit(given: px.Job, plan: str, folder: Path, **how: Any) -> px.Run:
-    how = {"checkpoint": "trainable", **how}
-    return px.fit(given, run=px.RunSpec(job="adapted", plan=px.Plan.parse(plan), folder=folder, forecast="none", **how))
+    how = {"job": "adapted", "checkpoint": "trainable", **how}
+    return px.fit(given, run=px.RunSpec(plan=px.Plan.parse(plan), folder=folder, forecast="none", **how))
 
 
 def by_hand(initial: dict[str, Tensor] | None = None) -> tuple[list[float], dict[str, Tensor]]:
@@ -132,11 +134,76 @@ def test_what_cannot_be(tmp_path: Path) -> None:
             fit(job(), plan, tmp_path / "run")
     with pytest.raises(SpecError, match="all, trainable"):
         fit(job(), "single", tmp_path / "run", checkpoint="some")
+    fit(job(), "single", tmp_path / "run", steps=1)
+    run = px.load(tmp_path / "run")
+    for asked in (run.state_dict, lambda: run.save_pretrained(tmp_path / "out")):
+        with pytest.raises(
+            SpecError, match=r"what is trained alone \(checkpoint='trainable'\)(?s:.*)try: px\.load"
+        ) as refused:
+            asked()
+        assert "--" not in str(refused.value)
+    assert not (tmp_path / "out").exists()
+
+
+def export(*argv: object) -> tuple[int, str]:
+    answered = CliRunner().invoke(main, ["export", *map(str, argv)])
+    return answered.exit_code, answered.output
+
+
+@pytest.mark.parametrize("plan", ["single", "fsdp=2"])
+def test_an_export_has_the_frozen_values_of_the_job(plan: str, tmp_path: Path) -> None:
+    file = tmp_path / "adapted.py"
+    file.write_text("import phalanx as px\nfrom test_trainable_checkpoints import job as made\n")
+    file.write_text(file.read_text() + "\n\ndef job() -> px.Job:\n    return made()\n")
+    run = fit(job(), plan, tmp_path / "run", job=str(file))
+    _, values = by_hand()
+    for given in ([run.folder, tmp_path / "1.safetensors"], [run.checkpoint(), tmp_path / "2.safetensors"]):
+        code, said = export(*given)
+        assert code == 0, said
+    assert export(run.folder, tmp_path / "folder", "--job", file)[0] == 0
+    run.save_pretrained(tmp_path / "3.safetensors")
+    px.load(run.folder, job()).save_pretrained(tmp_path / "4.safetensors")
+    written = [tmp_path / f"{number}.safetensors" for number in range(1, 5)] + [tmp_path / "folder/model.safetensors"]
+    for one in written:
+        found = load_file(one)
+        assert found.keys() == values.keys()
+        for name, value in values.items():
+            assert found[name].dtype == value.dtype
+            torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-5)
+        Adapted().load_state_dict(found)
+    assert export(run.folder, tmp_path / "half.safetensors", "--dtype", "float16")[0] == 0
+    assert {one.dtype for one in load_file(tmp_path / "half.safetensors").values()} == {torch.float16}
+
+
+def test_an_export_takes_no_other_frozen_values(tmp_path: Path) -> None:
     run = fit(job(), "single", tmp_path / "run", steps=1)
-    with pytest.raises(SpecError, match="what is trained alone"):
-        run.save_pretrained(tmp_path / "out")
-    with pytest.raises(SpecError, match="what is trained alone"):
-        px.load(tmp_path / "run").state_dict()
+    file = tmp_path / "other.py"
+    file.write_text("import torch\nfrom test_trainable_checkpoints import Adapted, job as made\n")
+    file.write_text(file.read_text() + "\n\ndef job():\n    torch.manual_seed(8)\n    net = Adapted()\n")
+    file.write_text(file.read_text() + "    return made(model=lambda: net)\n")
+    with pytest.raises(CheckpointError, match=r"other values are here: base\.0\.bias"):
+        CliRunner().invoke(
+            main,
+            ["export", str(run.folder), str(tmp_path / "out"), "--job", str(file)],
+            catch_exceptions=False,
+            standalone_mode=False,
+        )
+    with pytest.raises(CheckpointError, match=r"other values are here: base\.0\.bias"):
+        px.load(run.folder, job(seed=5)).save_pretrained(tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_export_says_in_options_what_it_needs(tmp_path: Path) -> None:
+    alone, whole = (fit(job(), "single", tmp_path / kind, steps=1, checkpoint=kind) for kind in ("trainable", "all"))
+    code, said = export(alone.folder, tmp_path / "out")
+    assert (code, "of a run that does not say where its job is" in said) == (2, True)
+    assert said.rstrip().endswith("try: --job train.py")
+    code, said = export(whole.folder, tmp_path / "out", "--job", "train.py")
+    assert (code, "error: --job: given train.py" in said) == (2, True)
+    answered = CliRunner().invoke(main, ["checkpoint", "export", str(alone.folder), "--to", str(tmp_path / "out")])
+    assert "(--checkpoint trainable)" in answered.output
+    assert answered.output.rstrip().endswith("try: phalanx export RUN OUT")
+    assert not (tmp_path / "out").exists()
 
 
 class Following(Adapted):

@@ -12,6 +12,7 @@ import pytest
 
 import phalanx
 from phalanx.cli.bench import command as bench
+from phalanx.cli.export import command as export
 from phalanx.cli.forecast import command as forecast
 from phalanx.cli.output import show_error
 from phalanx.cli.prove import command as prove
@@ -20,12 +21,12 @@ from phalanx.errors import LossError, PhalanxError, SpecError
 
 SOURCES = Path(phalanx.__file__).parent
 OF_COMMANDS = (  # what these say is said by commands alone
-    *("train/batch_scaling.py", "train/adapters.py", "launch/jobfile.py"),
+    *("train/batch_scaling.py", "launch/jobfile.py"),
     *("planner/nearest_fit.py", "planner/question.py", "planner/rank.py", "planner/advise.py"),
 )
 OPTIONS = [
     name
-    for command in (train, prove, bench, forecast)
+    for command in (train, prove, bench, forecast, export)
     for one in command.params
     if isinstance(one, click.Option)
     for name in one.opts
@@ -42,6 +43,7 @@ def said() -> Iterator[tuple[str, str]]:
         "data",
         "comm",
         "files",
+        "checkpoint",
         "launch",
         "parallel",
         "train",

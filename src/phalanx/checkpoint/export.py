@@ -8,9 +8,10 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any, Literal
@@ -57,8 +58,12 @@ class Exported:
     configured: bool
 
 
-def export(path: Path, target: Path, form: ExportForm | None = None) -> Exported:
+def export(
+    path: Path, target: Path, form: ExportForm | None = None, *, left_out: Mapping[str, torch.Tensor] | None = None
+) -> Exported:
     """Write the model in the checkpoint ``path`` to ``target``: a new folder, or a new file ``*.safetensors``.
+
+    Of a checkpoint that holds what is trained alone, the other values are ``left_out``, by their names in the model.
 
     Folders that ``target`` is to be in are made. A folder has ``model.safetensors``, or shards of ``form.shard`` bytes
     at most with an index, and the ``config.json`` that a model of transformers had in training. Tensors have the names
@@ -67,31 +72,36 @@ def export(path: Path, target: Path, form: ExportForm | None = None) -> Exported
 
     Raises:
         CheckpointError: the checkpoint is damaged, or the target cannot be written; then there is none.
-        SpecError: the target exists, a file is where it needs a folder, or there is no average.
+        SpecError: the target exists, a file is where it needs a folder, there is no average, or values are missing.
     """
     path, target = Path(path), Path(target)
-    form = form or ExportForm()
+    form, rest = form or ExportForm(), dict(left_out or {})
     manifest, state = _of_model(path, averaged=form.averaged), read_state(path)
-    if state.get(FROZEN):
-        given = f"{path}, which holds what is trained alone (--checkpoint trainable)"
-        allowed = "a checkpoint of all parameters; the job builds the rest"
-        raise SpecError.of("RUN", given, allowed, "px.load(RUN, job()).save_pretrained(OUT, adapter=True)")
+    if names_of(MODEL, state.get(FROZEN) or {}).keys() - rest.keys():
+        raise not_whole(path)
     config = state.get("model_config")
     entries = [
-        TensorEntry(key=name, dtype=_converted(stored.dtype, form.dtype), shape=stored.shape)
-        for name, stored in take_out(MODEL, manifest.tensors).items()
+        TensorEntry(key=name, dtype=_converted(one.dtype, form.dtype), shape=tuple(one.shape))
+        for name, one in {**take_out(MODEL, manifest.tensors), **rest}.items()
     ]
     refuse_target(target)
     chunks = (chunk for stored in manifest.tensors.values() for chunk in stored.chunks)
     verify_first(path, manifest, sorted({chunk.file for chunk in chunks}))
-    with written(target) as partial:
+    pieces = partial(_pieces, path, manifest, rest)
+    with written(target) as unfinished:
         if target.suffix == ".safetensors":
-            write_file(partial, _pieces(path, manifest, entries))
+            write_file(unfinished, pieces(entries))
             files, config = [target], None
         else:
-            files = [target / name for name in _write_folder(partial, path, manifest, entries, config, form.shard)]
+            files = [target / name for name in _write_folder(unfinished, pieces, entries, config, form.shard)]
     nbytes = sum(entry.nbytes for entry in entries)
     return Exported(files=tuple(files), tensors=len(entries), nbytes=nbytes, configured=config is not None)
+
+
+def not_whole(path: Path) -> SpecError:
+    """The error that ``path`` holds what is trained alone, and nobody has the rest."""
+    given = f"none for {path}, which holds what is trained alone (checkpoint='trainable')"
+    return SpecError.of("job", given, "the job, which builds the rest", "px.load(folder, job())")
 
 
 @contextmanager
@@ -101,17 +111,17 @@ def written(target: Path) -> Generator[Path]:
     Raises:
         CheckpointError: it cannot be written.
     """
-    partial = target.with_name(f".{target.name}.partial-{os.getpid()}")
+    unfinished = target.with_name(f".{target.name}.partial-{os.getpid()}")
     missing = [folder for folder in target.parents if not folder.exists()]
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        yield partial
-        partial.rename(target)
+        yield unfinished
+        unfinished.rename(target)
     except OSError as error:
         raise CheckpointError(f"{target} could not be written: {error.strerror or error}") from None
     finally:
-        if partial.exists():
-            remove(partial)
+        if unfinished.exists():
+            remove(unfinished)
         if not target.exists():
             with suppress(OSError):
                 for folder in missing:
@@ -208,19 +218,27 @@ def _converted(stored: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
     return wanted if wanted is not None and stored.is_floating_point else stored
 
 
-def _pieces(path: Path, manifest: Manifest, entries: list[TensorEntry]) -> Iterator[memoryview | bytes]:
+def _pieces(
+    path: Path, manifest: Manifest, left_out: Mapping[str, torch.Tensor], entries: list[TensorEntry]
+) -> Iterator[memoryview | bytes]:
     # Large to small keeps every tensor aligned to its own element size behind the header.
     entries = sorted(entries, key=lambda entry: -entry.dtype.itemsize)
     yield header_of(entries)
     for entry in entries:
-        name = name_in(MODEL, entry.key)
-        whole = torch.empty(entry.shape, dtype=manifest.tensors[name].dtype)
-        fill(path, manifest, {name: whole}, verified=True)
-        yield bytes_of(whole.to(entry.dtype))
+        whole = left_out.get(entry.key)
+        if whole is None:
+            name = name_in(MODEL, entry.key)
+            whole = torch.empty(entry.shape, dtype=manifest.tensors[name].dtype)
+            fill(path, manifest, {name: whole}, verified=True)
+        yield bytes_of(whole.to(entry.dtype).contiguous())
 
 
 def _write_folder(
-    folder: Path, path: Path, manifest: Manifest, entries: list[TensorEntry], config: Any, shard: int
+    folder: Path,
+    pieces: Callable[[list[TensorEntry]], Iterator[memoryview | bytes]],
+    entries: list[TensorEntry],
+    config: Any,
+    shard: int,
 ) -> list[str]:
     """The names of the files written."""
     folder.mkdir()
@@ -228,7 +246,7 @@ def _write_folder(
     names = [f"model-{at:05d}-of-{len(parts):05d}.safetensors" for at in range(1, len(parts) + 1)]
     names = names if len(parts) > 1 else ["model.safetensors"]
     for name, part in zip(names, parts, strict=True):
-        write_file(folder / name, _pieces(path, manifest, part))
+        write_file(folder / name, pieces(part))
     texts: dict[str, Any] = {}
     if len(parts) > 1:
         places = {entry.key: name for name, part in zip(names, parts, strict=True) for entry in part}

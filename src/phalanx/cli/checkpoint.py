@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import shlex
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,13 +12,15 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from phalanx.cli.output import answer, json_option
-from phalanx.errors import CheckpointError, DamagedError, SpecError
+from phalanx.errors import CheckpointError, DamagedError, Problem, SpecError
 
 if TYPE_CHECKING:
     from phalanx.checkpoint import ExportForm, FoundCheckpoint
+    from phalanx.config import Job
 
 _NO = 1
 _DTYPES = ("float32", "float16", "bfloat16")
+_FLAGS = ("adapter", "merged", "averaged")
 
 
 class _Folder(click.Path):
@@ -160,8 +163,19 @@ def export_form(dtype: str | None, *, averaged: bool, adapter: bool = False, mer
     return ExportForm(content=content, averaged=averaged, dtype=kind)
 
 
-def write_model(place: Path, step: int | None, target: Path, form: ExportForm, *, as_json: bool) -> None:
-    """Write what ``form`` says of a checkpoint, the newest where no ``step`` is given, and say what was written."""
+def write_model(
+    place: Path,
+    step: int | None,
+    target: Path,
+    form: ExportForm,
+    *,
+    as_json: bool,
+    job: Callable[[Path], Job | None] | None = None,
+) -> None:
+    """Write what ``form`` says of a checkpoint, the newest where no ``step`` is given, and say what was written.
+
+    ``job`` gives the job of a checkpoint, where it is needed.
+    """
     from phalanx.train.adapters import export_model
     from phalanx.units import show_bytes
 
@@ -170,12 +184,45 @@ def write_model(place: Path, step: int | None, target: Path, form: ExportForm, *
     dtype = ["--dtype", str(form.dtype).removeprefix("torch.")] if form.dtype else []
     more = [*where, *dtype, *(option for option, given in kept.items() if given)]
     with _offering_older(place, step, verb, *more) as chosen:
-        done = export_model(chosen.path, target, form)
+        with _in_options(verb):
+            done = export_model(chosen.path, target, form, job=job(chosen.path) if job else None)
     told = {"from": str(chosen.path), "files": [str(file) for file in done.files]}
     told |= {"tensors": done.tensors, "bytes": done.nbytes, "config": done.configured}
     plain = "" if done.configured or target.suffix == ".safetensors" else "; no config.json: no model of transformers"
     text = f"{target}: {done.tensors} tensors, {show_bytes(done.nbytes)}, of {chosen.path.name}{plain}"
     answer(as_json, told, lambda _: text)
+
+
+@contextmanager
+def _in_options(verb: str) -> Iterator[None]:
+    """Within, errors of an export that Python's arguments are named in name the options of ``verb``."""
+    alone = verb == "checkpoint export"
+    where = {"target": "--to" if alone else "OUT", "run": "RUN", "job": "RUN" if alone else "--job"}
+    words = {"adapter=True": "--adapter", "merged=True": "--merged"}
+    words["run.save_pretrained(target)"] = "phalanx export RUN OUT"
+    words["checkpoint='trainable'"] = "--checkpoint trainable"
+    words["px.load(folder, job())"] = "phalanx export RUN OUT" if alone else "--job train.py"
+    words["px.load(folder, job()).save_pretrained(target, adapter=True)"] = "--job train.py"
+
+    def option(text: str) -> str:
+        return words.get(text) or re.sub(r"\b(?:adapter|merged|checkpoint)=[\w']+", lambda one: words[one[0]], text)
+
+    try:
+        yield
+    except SpecError as error:
+        problems = [
+            Problem(
+                where=where.get(one.where, f"--{one.where}" if one.where in _FLAGS else one.where),
+                given=option(one.given),
+                allowed=option(one.allowed),
+                fix=option(one.fix),
+            )
+            for one in error.problems
+        ]
+        worded = type(error)(problems)
+        for note in getattr(error, "__notes__", ()):
+            worded.add_note(note)
+        raise worded from error
 
 
 def _folder(place: Path) -> Path:

@@ -20,7 +20,7 @@ from phalanx.checkpoint.export import refuse_target, written
 from phalanx.checkpoint.reading import read_state
 from phalanx.config import Job
 from phalanx.errors import MissingExtraError, Problem, SpecError
-from phalanx.train.frozen_values import completed
+from phalanx.train.frozen_values import completed, left_out
 from phalanx.train.trained_model import trained_model, with_values
 from phalanx.units import show_names
 
@@ -54,24 +54,28 @@ def adapters_of(module: nn.Module) -> dict[str, Any] | None:
 def export_model(path: Path, target: Path, form: ExportForm, *, job: Job | None = None) -> Exported:
     """Write what ``form`` says of the checkpoint ``path`` to ``target``; the model as ``phalanx.checkpoint.export``.
 
+    Frozen values that the checkpoint leaves out are the job's own, as long as they are those that the run began with.
+
     For adapters, or the base that they are merged into, ``target`` is a folder, and the whole model is in memory once,
     on the CPU. Adapters have peft's names and ``adapter_config.json``; a merged model is what peft's
     ``merge_and_unload`` gives, with ``config.json``. Of several adapters the active are merged, and before they are
     converted to ``form.dtype``.
 
     Args:
-        job: that builds a model with adapters; without it, it is built from what the checkpoint says.
+        job: that builds a model with adapters; without it, it is built from what the checkpoint says. It has what a
+            checkpoint leaves out.
 
     Raises:
-        SpecError: the model is none of peft's, what it has trained is not in its adapters alone, or the target exists.
-        CheckpointError: the checkpoint is damaged, or the target cannot be written.
+        SpecError: the model is none of peft's, what it has trained is not in its adapters alone, the target exists, or
+            the checkpoint holds what is trained alone, and there is no job.
+        CheckpointError: the checkpoint is damaged, the target cannot be written, or the job has other frozen values.
         MissingExtraError: peft is not installed.
     """
     path, target = Path(path), Path(target)
     if form.content == "model":
-        return export(path, target, form)
+        return export(path, target, form, left_out=left_out(job, path))
     if target.suffix == ".safetensors":
-        raise SpecError.of("OUT", str(target), "a folder: tensors and a configuration", str(target.with_suffix("")))
+        raise SpecError.of("target", str(target), "a folder: tensors and a configuration", str(target.with_suffix("")))
     refuse_target(target)
     try:
         import peft  # noqa: F401  # pyright: ignore[reportUnusedImport]
@@ -107,14 +111,14 @@ def _model(path: Path, job: Job | None, *, averaged: bool) -> nn.Module:
         return with_values(_built(section, kind, values), values, str(path)).eval()
     if not section and not any(".lora_" in name or ".base_layer." in name for name in values):
         raise SpecError([_no_adapters(f"the model of {path}")])
-    given = f"{path}, which does not say how its model is built: it is no class of transformers, or older"
-    allowed = "a run with its job"
-    raise SpecError.of("RUN", given, allowed, "px.load(RUN, job()).save_pretrained(OUT, adapter=True)")
+    given = f"none for {path}, which does not say how its model is built: it is no class of transformers, or older"
+    allowed = "the job, which builds it"
+    raise SpecError.of("job", given, allowed, "px.load(folder, job()).save_pretrained(target, adapter=True)")
 
 
 def _no_adapters(given: str) -> Problem:
     allowed = "a model that peft.get_peft_model has put adapters into"
-    return Problem(where="RUN", given=f"{given}, without adapters", allowed=allowed, fix="phalanx export RUN OUT")
+    return Problem(where="run", given=f"{given}, without adapters", allowed=allowed, fix="run.save_pretrained(target)")
 
 
 def _class_of(section: Mapping[str, Any]) -> Any:
@@ -157,9 +161,9 @@ def _refuse_more_than_adapters(model: Any, path: Path) -> None:
     ]
     if others:
         given = f"a model that has trained more than its adapters: {show_names(others)}"
-        allowed = "one whose other values are as they were; or --merged, which holds everything"
+        allowed = "one whose other values are as they were; or merged=True, which holds everything"
         module = others[0].rpartition(".")[0].rpartition(".")[2]
-        raise SpecError.of("--adapter", given, allowed, f"peft.LoraConfig(..., modules_to_save=[{module!r}])")
+        raise SpecError.of("adapter", given, allowed, f"peft.LoraConfig(..., modules_to_save=[{module!r}])")
 
 
 def _merged(model: Any) -> nn.Module:
@@ -167,10 +171,10 @@ def _merged(model: Any) -> nn.Module:
     if not hasattr(tuner, "merge_and_unload"):
         kinds = ", ".join(sorted({str(_plain(one.peft_type)) for one in model.peft_config.values()}))
         allowed = "adapters that are added to weights, such as LoRA"
-        raise SpecError.of("--merged", f"adapters of {kinds}, which peft cannot merge", allowed, "--adapter")
+        raise SpecError.of("merged", f"adapters of {kinds}, which peft cannot merge", allowed, "adapter=True")
     if not hasattr(base, "save_pretrained"):
         given, fix = f"a base that is a {type(base).__name__}", "model = run.model().merge_and_unload()"
-        raise SpecError.of("--merged", given, "a model of transformers, which writes itself", fix)
+        raise SpecError.of("merged", given, "a model of transformers, which writes itself", fix)
     return model.merge_and_unload()
 
 

@@ -15,10 +15,11 @@ import torch
 from torch import Tensor
 
 from phalanx.checkpoint import PartTensor, read_state
+from phalanx.checkpoint.export import not_whole
 from phalanx.checkpoint.sections import FROZEN, MODEL, name_in, names_of, put_in
 from phalanx.checkpoint.tensor_part import blocks_of
 from phalanx.config import Job
-from phalanx.errors import CheckpointError, RunError, SpecError
+from phalanx.errors import CheckpointError, RunError
 from phalanx.parallel import Layout
 from phalanx.units import show_names
 
@@ -87,19 +88,33 @@ def completed(job: Job | None, path: Path, values: dict[str, Tensor]) -> dict[st
         SpecError: there are some, and no job is known.
         CheckpointError: the job has others.
     """
+    return values | left_out(job, path)
+
+
+def leaves_out(path: Path) -> bool:
+    """Whether the checkpoint ``path`` holds what is trained alone."""
+    return bool(read_state(path).get(FROZEN))
+
+
+def left_out(job: Job | None, path: Path) -> dict[str, Tensor]:
+    """The values that the checkpoint ``path`` leaves out, which ``job`` has, by their names in the model.
+
+    Raises:
+        SpecError: there are some, and no job is known.
+        CheckpointError: the job has others.
+    """
     saved = read_state(path).get(FROZEN) or {}
     if not saved:
-        return values
+        return {}
     if job is None:
-        given = f"{path}, which holds what is trained alone (checkpoint='trainable')"
-        raise SpecError.of("job", given, "the job, which builds the rest", "px.load(folder, job())")
+        raise not_whole(path)
     from phalanx.train.build_model import build_model
 
     with torch.random.fork_rng(devices=[]):
         own = build_model(job).state_dict(keep_vars=True)
     there = {name: own[name].detach() for name in names_of(MODEL, saved) if name in own}
     refuse_other(saved, prints_of(put_in(MODEL, there), lambda here: [here]), path)
-    return values | there
+    return there
 
 
 def _print_of(block: Tensor, offsets: tuple[int, ...], shape: tuple[int, ...]) -> int:
