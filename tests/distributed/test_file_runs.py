@@ -18,6 +18,8 @@ from torch.nn.functional import cross_entropy
 
 import phalanx as px
 from phalanx.data import GlobalBatchSampler, read_ledger
+from phalanx.data.dataset_facts import files_print
+from phalanx.errors import PhalanxError
 from phalanx.report.samples_seen import samples_seen
 from phalanx.train.build_model import build_model
 
@@ -27,13 +29,13 @@ FLIP = torch.tensor([1.0, -1.0])
 PLANS = ["single", "dp=2", "fsdp=2 micro=2", "pp=2 micro=4", "dp=2 server=1"]
 
 
-def tar_files(folder: Path) -> Callable[[], px.TarFiles]:
-    """Three archives: of 20, 13 and 8 samples."""
+def tar_files(folder: Path, sign: float = 1.0) -> Callable[[], px.TarFiles]:
+    """Three archives: of 20, 13 and 8 samples, each times ``sign``."""
     for number, (start, stop) in enumerate(((0, 20), (20, 33), (33, SAMPLES))):
         with tarfile.open(folder / f"s-{number}.tar", "w") as archive:
             for index in range(start, stop):
                 row, label = io.BytesIO(), str(int(ROWS["y"][index])).encode()
-                np.save(row, ROWS["x"][index].numpy())
+                np.save(row, sign * ROWS["x"][index].numpy())
                 for name, content in ((f"{index:03}.npy", row.getvalue()), (f"{index:03}.cls", label)):
                     member = tarfile.TarInfo(name)
                     member.size = len(content)
@@ -41,10 +43,10 @@ def tar_files(folder: Path) -> Callable[[], px.TarFiles]:
     return lambda: px.TarFiles(folder / "s-*.tar")
 
 
-def parquet_files(folder: Path, **options: Any) -> Callable[[], px.ParquetFiles]:
-    """Two files in row groups of 6."""
+def parquet_files(folder: Path, sign: float = 1.0, **options: Any) -> Callable[[], px.ParquetFiles]:
+    """Two files in row groups of 6, each row times ``sign``."""
     for number, (start, stop) in enumerate(((0, 25), (25, SAMPLES))):
-        columns = {"x": ROWS["x"][start:stop].tolist(), "y": ROWS["y"][start:stop].numpy()}
+        columns = {"x": (sign * ROWS["x"][start:stop]).tolist(), "y": ROWS["y"][start:stop].numpy()}
         typed = pa.table(columns, schema=pa.schema({"x": pa.list_(pa.float32()), "y": pa.int64()}))
         pq.write_table(typed, folder / f"p-{number}.parquet", row_group_size=6)
     return lambda: px.ParquetFiles(folder / "p-*.parquet", **options)
@@ -121,6 +123,50 @@ def test_a_resume_in_mid_epoch_under_another_plan(
     run = fit(after, tmp_path / "run", resume=True, **COMMON, **how)
     assert run.losses[-2:] == pytest.approx(plain_losses(how)[-2:], abs=2e-6)
     assert samples_seen(tmp_path / "run").once
+
+
+@pytest.mark.parametrize("plan", ["single", "fsdp=2", "dp=2 server=1"])
+@pytest.mark.parametrize(("kind", "write"), [(of_tar, tar_files), (of_parquet, parquet_files)])
+def test_files_that_others_have_taken_the_place_of(kind: Any, write: Any, plan: str, tmp_path: Path) -> None:
+    """Others of the same names, sizes and layout; those that are the same, written anew, are gone on with."""
+    how = kind(tmp_path)
+    fit(plan, tmp_path / "run", **{**COMMON, **how, "epochs": None, "steps": 2})
+    before = {file: file.stat().st_size for file in tmp_path.iterdir() if file.is_file()}
+    write(tmp_path, sign=-1.0)
+    assert before == {file: file.stat().st_size for file in tmp_path.iterdir() if file.is_file()}
+    with pytest.raises(PhalanxError, match=r"belongs to another job \(files of the data: \w+ there, \w+ now\)"):
+        fit(plan, tmp_path / "run", resume=True, **COMMON, **how)
+    write(tmp_path)
+    run = fit(plan, tmp_path / "run", resume=True, **COMMON, **how)
+    assert run.losses == pytest.approx(plain_losses(how), abs=2e-6)
+
+
+def test_files_within_other_data_and_files_elsewhere(tmp_path: Path) -> None:
+    prints: list[str] = []
+    for name, sign in (("one", 1.0), ("same", 1.0), ("other", -1.0)):
+        (tmp_path / name).mkdir()
+        data = tar_files(tmp_path / name, sign)()
+        whole = (data, px.Curriculum({0: data, 4: data}), torch.utils.data.Subset(data, range(8)))
+        prints += [files_print(one) for one in whole]
+        keyed = px.TarFiles(tmp_path / name / "s-*.tar", keys=("npy",))
+        assert files_print(keyed) == files_print(data) != ""
+    assert prints[:3] == prints[3:6]
+    assert not set(prints[:3]) & set(prints[6:])
+
+
+def test_ranks_that_read_other_files_are_told_apart(tmp_path: Path) -> None:
+    how = of_tar(tmp_path)
+    (tmp_path / "other").mkdir()
+    other = tar_files(tmp_path / "other", -1.0)
+
+    def data() -> px.TarFiles:
+        ranked = torch.distributed.is_initialized() and torch.distributed.get_rank()
+        return other() if ranked else how["data"]()
+
+    with pytest.raises(
+        PhalanxError, match=r"job\.data reads files that are others on each rank \(checksums: rank 0: \w+"
+    ):
+        fit("dp=2", tmp_path / "run", **COMMON, **how | {"data": data})
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -213,7 +213,7 @@ def test_a_server_that_is_not_there_is_named_with_the_time(place: Place) -> None
     directory.publish(0, Address("127.0.0.1", 1, 0))  # where nobody listens
     links = ServerLinks(
         Caller(identity=Identity(Role.WORKER, 0), secret=place.secret),
-        {"length": 1, "order": ""},
+        {"length": 1, "order": "", "files": ""},
         1,
         directory,
         replace(QUICK, back=0.2),

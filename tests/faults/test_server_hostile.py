@@ -195,7 +195,7 @@ def serving() -> Iterator[Server]:
     store = ShardStore(job(), run.plan, 0, Path("run"))
     made = Server(store, Place(rank=2, world_size=3, secret=SECRET), 2)
     queue = WorkQueue(lambda step: [8, 8], first=0, limit=4, pace=StalenessBound())
-    made.start(RequestHandler(queue, {"length": 64, "order": ""}, store.statistics.form, QUICK, SECRET))
+    made.start(RequestHandler(queue, {"length": 64, "order": "", "files": ""}, store.statistics.form, QUICK, SECRET))
     try:
         yield made
     finally:
@@ -213,7 +213,7 @@ def connected(server: Server, identity: Identity) -> Connection:
     forms = TO_COORDINATOR if identity == COORDINATOR else TO_WORKER
     caller = Caller(identity=identity, secret=SECRET)
     connection = caller.call(SERVER, "127.0.0.1", server.port, forms, patience=5.0)
-    connection.send(FrameKind.HELLO, {} if identity == COORDINATOR else {"length": 64, "order": ""})
+    connection.send(FrameKind.HELLO, {} if identity == COORDINATOR else {"length": 64, "order": "", "files": ""})
     assert connection.receive().kind == FrameKind.WELCOME
     return connection
 
@@ -274,8 +274,8 @@ LIES: dict[str, tuple[int, dict[str, Any]]] = {
     **{name: (FrameKind.ASK, {"done": DONE | change}) for name, change in DONE_LIES.items()},
     **{f"a gradient with a ticket {how}": (FrameKind.PUSH, PUSH | {"ticket": one}) for how, one in TICKETS.items()},
     "a count that is too large for a float": (FrameKind.PUSH, PUSH | {"ticket": DEALT, "count": HUGE}),
-    "a rank": (FrameKind.HELLO, {"rank": -1, "length": 64, "order": ""}),
-    "a second hello": (FrameKind.HELLO, {"length": 64, "order": ""}),
+    "a rank": (FrameKind.HELLO, {"rank": -1, "length": 64, "order": "", "files": ""}),
+    "a second hello": (FrameKind.HELLO, {"length": 64, "order": "", "files": ""}),
     "what the coordinator says": (FrameKind.GATHER, {"what": "everything"}),
     "an unknown kind": (99, {}),
     "a version that is none": (FrameKind.PULL, {"version": "1", "term": 0}),

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from hashlib import sha256
 from typing import Any, ClassVar
 
 from torch.utils.data import Dataset, Subset, TensorDataset
@@ -19,6 +20,7 @@ class MapStyle(Dataset[Any]):
         sampler: the order that has to be the job's; ``None``: the data can be read in any.
         keeps_orders: whether data sets that it reads are read in the orders that they have of their own.
         lists: entries of a sample that are Python's lists, which torch's default collation would turn on their side.
+        files_print: what tells the files that it reads from others of as many samples; empty where that is not known.
         example: what stands for such a dataset in a line to copy.
     """
 
@@ -26,6 +28,7 @@ class MapStyle(Dataset[Any]):
     sampler: Sampler | None = None
     keeps_orders: ClassVar[bool] = False
     lists: tuple[str, ...] = ()
+    files_print: str = ""
     example: ClassVar[str] = "dataset"
 
 
@@ -46,6 +49,21 @@ def wrapped(dataset: Any) -> list[Any]:
         return []
     inner = getattr(dataset, "dataset", None)
     return [*getattr(dataset, "datasets", ()), *([] if inner is None else [inner])]
+
+
+def files_print(dataset: Any) -> str:
+    """What tells the files that a dataset reads, itself or by others, from others; empty where that is not known."""
+    own = dataset.files_print if isinstance(dataset, MapStyle) else ""
+    return " ".join(filter(None, [own, *map(files_print, wrapped(dataset))]))
+
+
+def print_of(pieces: Iterable[bytes]) -> str:
+    """A print of ``pieces`` in order, 16 hexadecimal digits."""
+    digest = sha256()
+    for piece in pieces:
+        digest.update(len(piece).to_bytes(8, "little"))
+        digest.update(piece)
+    return digest.hexdigest()[:16]
 
 
 def refuse_other_order(dataset: Any, sampler: Any) -> None:

@@ -15,7 +15,7 @@ import numpy as np
 from phalanx.config.job import Job
 from phalanx.data.changing_batches import ChangingBatchSampler, Stretch
 from phalanx.data.curriculum import changing_sampler, may_repeat, order_text
-from phalanx.data.dataset_facts import refuse_other_order
+from phalanx.data.dataset_facts import files_print, refuse_other_order
 from phalanx.data.huggingface import refuse_lists
 from phalanx.data.map_style import Fetcher, IndexedReader, is_stream, plain
 from phalanx.data.own_orders import EpochOrders
@@ -73,7 +73,7 @@ class Loader:
         stream = is_stream(dataset)
         dataset = rewound(dataset) if stream else dataset
         self._order = partial(order_text, dataset, job)
-        self.repeats = may_repeat(dataset, job)
+        self.repeats, self._files = may_repeat(dataset, job), files_print(dataset)
         self._anew = partial(Loader, dataset, job, lane, micro=micro, total_steps=total_steps, pin_memory=pin_memory)
         self._workers = LoaderWorkers(count=job.workers, prefetch=job.prefetch, pin_memory=pin_memory, seed=job.seed)
         self._dealing = BatchSplitter(lane, micro, first_step)
@@ -123,6 +123,15 @@ class Loader:
     def order(self) -> str | None:
         """What tells the order of the samples from another; ``None`` where (seed, epoch) says all."""
         return self._order(self.length)
+
+    @property
+    def told(self) -> dict[str, Any]:
+        """What must be the same in every process, and in a run that goes on.
+
+        ``length``, ``None`` for a stream; ``order``, empty where (seed, epoch) says all; and ``files``, what tells
+        those that are read from others, empty where that is not known.
+        """
+        return {"length": self.length, "order": self.order or "", "files": self._files}
 
     @property
     def next_step(self) -> int:
@@ -310,6 +319,7 @@ class BatchPieces:
         self._sampler = _in_order(dataset, job) if once else _sampler(dataset, job)
         self._fetcher = Fetcher(dataset, job.collate, job.seed)
         self._order, self.repeats = partial(order_text, dataset, job), may_repeat(dataset, job)
+        self._files = files_print(dataset)
         self._parts, self._micro = parts, micro
         self.length, self.epoch_samples = len(dataset), self._sampler.length
         self.stretches = _stretches(self._sampler)
@@ -323,8 +333,8 @@ class BatchPieces:
 
     @property
     def told(self) -> dict[str, Any]:
-        """What must be the same in every process: ``length`` and ``order``, empty where (seed, epoch) says all."""
-        return {"length": self.length, "order": self.order or ""}
+        """As a ``Loader``'s."""
+        return {"length": self.length, "order": self.order or "", "files": self._files}
 
     def sizes(self, step: int) -> tuple[int, ...]:
         """Samples in each piece of ``step``; 0 where a short batch leaves one nothing."""

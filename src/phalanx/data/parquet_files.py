@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
@@ -12,7 +13,7 @@ import numpy as np
 
 from phalanx.config.fields import is_whole
 from phalanx.config.own_sampler import Sampler
-from phalanx.data.dataset_facts import MapStyle
+from phalanx.data.dataset_facts import MapStyle, print_of
 from phalanx.data.file_names import Names, file_paths
 from phalanx.data.sampler import Permutation
 from phalanx.errors import DataError, MissingExtraError, Problem, SpecError
@@ -66,7 +67,7 @@ class ParquetFiles(MapStyle):
     def __post_init__(self) -> None:
         if problems := _problems(self):
             raise SpecError(problems)
-        first, groups, rows = None, list[tuple[str, int]](), list[int]()
+        first, groups, rows, footers = None, list[tuple[str, int]](), list[int](), list[bytes]()
         for path in file_paths(self.files, "px.ParquetFiles.files", _EXAMPLE):
             columns, sizes = _looked_at(path, self.columns)
             first = first or (path, columns)
@@ -74,6 +75,7 @@ class ParquetFiles(MapStyle):
                 raise _problem(_difference(path, columns, *first), "files with the same columns, of the same types")
             groups += [(path, number) for number, size in enumerate(sizes) if size]
             rows += filter(None, sizes)
+            footers.append(_footer(path))
         assert first is not None
         if not rows:
             raise _problem(f"{first[0]}, without a row", "1 row or more")
@@ -87,6 +89,7 @@ class ParquetFiles(MapStyle):
         object.__setattr__(self, "_ends", np.cumsum(rows))
         object.__setattr__(self, "_kept", _Kept(self.shuffle_within or _KEPT))
         object.__setattr__(self, "draws", bool(self.decode))
+        object.__setattr__(self, "files_print", print_of(footers))
         object.__setattr__(self, "lists", _of_lists(first[1], self.decode or {}))
 
     def __len__(self) -> int:
@@ -189,6 +192,16 @@ def _looked_at(path: str, wanted: Sequence[str] | None) -> tuple[dict[str, Any],
         raise _problem(f"{missing[0]!r}, which {path} does not have", f"columns of {', '.join(types)}", "columns")
     rows = [metadata.row_group(number).num_rows for number in range(metadata.num_row_groups)]
     return {name: types[name] for name in wanted or types}, rows
+
+
+def _footer(path: str) -> bytes:
+    """The size of a file, and the bytes at its end that say where what lies in it, and of how much."""
+    with open(path, "rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        file.seek(size - 8)  # the length of it, and 4 letters
+        length = int.from_bytes(file.read(4), "little")
+        file.seek(size - 8 - length)
+        return size.to_bytes(8, "little") + file.read(length)
 
 
 def _row_group(path: str, number: int, names: tuple[str, ...], rows: int) -> list[Value]:

@@ -10,6 +10,7 @@ from functools import lru_cache
 
 import numpy as np
 
+from phalanx.data.dataset_facts import print_of
 from phalanx.errors import DataError, SpecError
 
 _COMPRESSED = {
@@ -25,6 +26,7 @@ Members = dict[str, tuple[int, int]]  # of a sample: extension → offset and si
 
 _AFTER_END = 1 << 16  # bytes after the end of an archive that are looked at; tar pads with 10 KiB of zeros
 _INDEXED = 10_000  # archives
+_SPREAD, _BEGIN = 8, 4096  # samples, and bytes of each of their members, that tell an archive from others
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -38,6 +40,7 @@ class TarShard:
             where there is no sample.
         offsets: bytes before each member's content, int64 of (samples, extensions).
         sizes: bytes of it, of the same shape.
+        print: tells the archive from others: by its members' names and sizes, and by the begins of some of them.
     """
 
     path: str
@@ -45,6 +48,7 @@ class TarShard:
     extensions: Extensions
     offsets: np.ndarray
     sizes: np.ndarray
+    print: str
 
     def read(self, place: int) -> list[bytes]:
         """The content of each member of the sample at ``place``.
@@ -93,7 +97,9 @@ def tar_shard(path: str, extensions: Extensions | None, *, exact: bool) -> TarSh
 def _indexed(path: str, size: int, changed: int, extensions: Extensions | None, exact: bool) -> TarShard:
     names: list[str] = []
     places: list[list[tuple[int, int]]] = []
+    listed: list[tuple[str, Members]] = []
     for name, members in _samples(path):
+        listed.append((name, members))
         extensions = tuple((one,) for one in members) if extensions is None else extensions
         names.append(name)
         places.append([members[one] for one in _read(path, name, members, extensions, exact)])
@@ -104,7 +110,21 @@ def _indexed(path: str, size: int, changed: int, extensions: Extensions | None, 
         extensions=extensions or (),
         offsets=np.ascontiguousarray(array[..., 0]),
         sizes=np.ascontiguousarray(array[..., 1]),
+        print=print_of(_told_apart(path, listed)),
     )
+
+
+def _told_apart(path: str, samples: list[tuple[str, Members]]) -> Iterator[bytes]:
+    """What tells an archive from others, whichever members are read, also from one of members as large."""
+    for name, members in samples:
+        sizes = ",".join(f"{extension}:{size}" for extension, (_, size) in members.items())
+        yield f"{name} {sizes}".encode()
+    spread = {len(samples) * part // _SPREAD for part in range(_SPREAD)} if samples else ()
+    with open(path, "rb") as file:
+        for place in sorted(spread):
+            for offset, size in samples[place][1].values():
+                file.seek(offset)
+                yield file.read(min(size, _BEGIN))
 
 
 def _read(path: str, name: str, members: Members, extensions: Extensions, exact: bool) -> list[str]:

@@ -154,7 +154,7 @@ def _refuse_another_job(run: RunSpec, job: Job, newest: Path) -> None:
         return  # the workers go on from the one before it
     if not isinstance(saved, dict):
         return  # the workers say what is wrong with it
-    now = {name: value for name, value in identity(job, None, None).items() if name not in ("samples", "sampler")}
+    now = identity(job)
     other = [name for name in now if name in saved and saved[name] != now[name]]
     if not other:
         return

@@ -138,7 +138,7 @@ def build(
     lane = Lane.of(plan, place.rank)
     first, cuda = start.step, device.type == "cuda"
     loader = Loader(job.data(), job, lane, micro=plan.micro, first_step=first, pin_memory=cuda)
-    same_data(loader.length, loader.order, everyone)
+    same_data(loader.told, everyone)
 
     site = _Site(plan=plan, own=own, rank=there.rank, device=device, start=start, lane=lane, loader=loader)
     if job.phases:

@@ -23,14 +23,53 @@ def same_length(length: int | None, where: str, everyone: Everyone = from_every_
     Raises:
         DataError: with the length on each rank.
     """
-    lengths = everyone(length)
-    if len(set(lengths)) > 1:
-        by_rank = ", ".join(f"rank {rank}: {length}" for rank, length in enumerate(lengths))
-        raise DataError(
-            f"{where} gives data of another length on each rank: {by_rank}.\n"
-            "    Every rank must see the same data; Phalanx gives each its share.\n"
-            f"    try: remove rank-dependent filtering or sharding from {where}"
-        )
+    if error := unlike_data({f"rank {rank}": {"length": one} for rank, one in enumerate(everyone(length))}, where):
+        raise error
+
+
+def same_data(told: Mapping[str, Any], everyone: Everyone = from_every_rank) -> None:
+    """Refuse ``job.data`` that are others on some rank than what is ``told`` of them here. Collective.
+
+    Raises:
+        DataError: with what each rank has.
+    """
+    if error := unlike_data({f"rank {rank}": one for rank, one in enumerate(everyone(told))}):
+        raise error
+
+
+def unlike_data(
+    told: Mapping[str, Mapping[str, Any]], where: str = "job.data", shared: str = "Phalanx gives each its share"
+) -> DataError | None:
+    """The error that data are not the same everywhere; ``None`` where they are.
+
+    Args:
+        told: by who reads them, such as ``rank 1``, what a ``Loader`` has told of them, or part of it.
+        where: the job's function that gives them.
+        shared: how they are shared out.
+    """
+    facts = ("length", "order", "files")
+    unlike = next((fact for fact in facts if len({one.get(fact) for one in told.values()}) > 1), None)
+    if unlike is None:
+        return None
+    by = ", ".join(f"{who}: {one.get(unlike)}" for who, one in told.items())
+    said = {
+        "length": (
+            f"{where} gives data of another length on each rank: {by}.",
+            f"Every rank must see the same data; {shared}.",
+            f"remove rank-dependent filtering or sharding from {where}",
+        ),
+        "order": (
+            f"job.sampler gives another order of the first epoch on each rank (checksums: {by}).",
+            f"Every rank must know the whole order; {shared}.",
+            "a sampler that draws from its seed and epoch alone: np.random.default_rng([seed, epoch])",
+        ),
+        "files": (
+            f"{where} reads files that are others on each rank (checksums: {by}).",
+            f"Every rank must see the same data; {shared}.",
+            "the same files, in the same order, on every host",
+        ),
+    }[unlike]
+    return DataError("{}\n    {}\n    try: {}".format(*said))
 
 
 def same_places(here: Mapping[str, int], whole: Mapping[str, int], everyone: Everyone = from_every_rank) -> None:
@@ -67,25 +106,6 @@ def same_groups(groups: int, everyone: Everyone = from_every_rank) -> None:
             f"job.optimizer makes another number of parameter groups on each rank: {by_rank}.\n"
             "    A scheduler keeps a rate for each group, by its place, and px.Clip(per='group') takes a norm.\n"
             "    try: the same groups on every rank, where need be with no parameters in them"
-        )
-
-
-def same_data(length: int | None, first_epoch: str | None, everyone: Everyone = from_every_rank) -> None:
-    """Refuse ``job.data`` of another length on some rank, or a sampler whose ``first_epoch`` differs. Collective.
-
-    Raises:
-        DataError: with what each rank has.
-    """
-    same_length(length, "job.data", everyone)
-    if first_epoch is None:
-        return
-    orders = everyone(first_epoch)
-    if len(set(orders)) > 1:
-        by_rank = ", ".join(f"rank {rank}: {order}" for rank, order in enumerate(orders))
-        raise DataError(
-            f"job.sampler gives another order of the first epoch on each rank (checksums: {by_rank}).\n"
-            "    Every rank must know the whole order; Phalanx gives each its share.\n"
-            "    try: a sampler that draws from its seed and epoch alone: np.random.default_rng([seed, epoch])"
         )
 
 

@@ -28,6 +28,8 @@ from phalanx.train.loss_scaling import LossScale
 if TYPE_CHECKING:
     from phalanx.checkpoint import PartTensor, TensorPart
 
+_FILES = "files of the data"
+
 
 def training_state(path: Path) -> dict[str, Any]:
     """What the checkpoint in folder ``path`` says of its training beside the tensors. Collective.
@@ -65,7 +67,7 @@ def to_save(
     tensors, groups = checkpoint.optimizer_tensors(assembly.optimizer, held.parameters, parts(held))
     outer, told = outer_tensors(assembly, parts(held))
     state = {
-        "identity": identity(job, assembly.loader.length, assembly.loader.order),
+        "identity": identity(job, assembly.loader.told),
         "step": progress.step,
         "samples": progress.samples,
         "divisor": progress.divisor,
@@ -117,7 +119,7 @@ def restore(path: Path, job: Job, assembly: Assembly) -> None:
         CheckpointError: if the checkpoint is of another model or another job.
     """
     state, held = training_state(path), assembly.layout.holdings
-    refuse_other_job(state["identity"], identity(job, assembly.loader.length, assembly.loader.order), path)
+    refuse_other_job(state["identity"], identity(job, assembly.loader.told), path)
     left_out = state.get(FROZEN) or {}
     if left_out:
         refuse_other(left_out, assembly.frozen or frozen_prints(assembly), path)
@@ -216,20 +218,21 @@ def _with(tensor: torch.Tensor, part: TensorPart | None) -> torch.Tensor | PartT
     return tensor if part is None else checkpoint.PartTensor(tensor, part)
 
 
-def identity(job: Job, length: int | None, order: str | None) -> dict[str, Any]:
+def identity(job: Job, data: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """What must not change between the parts of one run, for step k to mean the same samples.
 
-    ``order`` tells that of the data's ``length`` samples from another.
+    ``data`` is what a ``Loader`` has ``told`` of them; without it, what the job says by itself.
     """
-    return {
+    own = {
         "batch": job.batch,
         "seed": job.seed,
-        "samples": length,
         "drop_last": job.drop_last,
         "shuffle": job.shuffle,
-        "sampler": order,
         "batch_ramp": None if job.batch_ramp is None else str(dict(job.batch_ramp)),
     }
+    if data is None:
+        return own
+    return own | {"samples": data["length"], "sampler": data["order"] or None, _FILES: data["files"]}
 
 
 def _hyper_parameters(group: dict[str, Any], kept: frozenset[str]) -> dict[str, Any]:
@@ -255,6 +258,7 @@ def refuse_other_job(saved: dict[str, Any], now: dict[str, Any], path: Path) -> 
     Raises:
         CheckpointError: with what differs.
     """
+    saved = {_FILES: now[_FILES], **saved}  # of an earlier version it is not known
     if other := [f"{key}: {saved.get(key)} there, {now[key]} now" for key in now if saved.get(key) != now[key]]:
         raise CheckpointError(
             f"{path} belongs to another job ({'; '.join(other)}): a step would mean other samples.\n"

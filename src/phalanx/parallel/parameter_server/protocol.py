@@ -180,7 +180,7 @@ _WELCOME = FrameForm(fields={"index": _COUNT, "held": _HELD}, most=_NAMES)
 _NOTHING = FrameForm()
 
 FROM_WORKER: FrameForms = {
-    FrameKind.HELLO: FrameForm(fields={"length": _COUNT, "order": _text}),
+    FrameKind.HELLO: FrameForm(fields={"length": _COUNT, "order": _text, "files": _text}),
     FrameKind.ASK: FrameForm(fields={"done": _record(_DONE)}, optional=frozenset({"done"}), tensors=True, most=1 << 16),
     FrameKind.PULL: FrameForm(fields={"version": _ANY_VERSION, "term": _ANY_VERSION}),
     FrameKind.PUSH: FrameForm(

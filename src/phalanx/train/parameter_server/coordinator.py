@@ -251,7 +251,7 @@ class Coordinator(Stepper):
             self.snapshot()
         progress = {"step": self.taken, "samples": self._samples, "divisor": self._divisor}
         kept = {"keep": keep, "keep_every": keep_every or 0}
-        progress |= {"length": self.pieces.length, "order": self.pieces.order}
+        progress |= {"data": self.pieces.told}
         path = self.store.save(folder, tensors, states, progress, kept)
         return Saving.done(self.taken, path, begun)
 

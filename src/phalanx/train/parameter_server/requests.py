@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Any, final
 
 from phalanx.comm.frames import Connection, Frame, LostError
-from phalanx.errors import DataError
 from phalanx.parallel.parameter_server import BatchPiece, Flat, Form, FrameKind, Report, WorkQueue, deal_ticket
+from phalanx.train.consistency import unlike_data
 from phalanx.train.parameter_server.server_group import Patience
 
 
@@ -150,20 +150,8 @@ class RequestHandler:
         """A worker has connected, or come back; ``data`` is what it tells of those that it reads."""
         with self.news:
             before = self.workers.get(rank)
-            if data["length"] != self._data["length"]:
-                lengths = f"server 0: {self._data['length']}, rank {rank}: {data['length']}"
-                self.trouble = DataError(
-                    f"job.data gives data of another length on each rank: {lengths}.\n"
-                    "    Every rank must see the same data; whoever is free computes the next piece.\n"
-                    "    try: remove rank-dependent filtering or sharding from job.data"
-                )
-            elif data["order"] != self._data["order"]:
-                orders = f"server 0: {self._data['order']}, rank {rank}: {data['order']}"
-                self.trouble = DataError(
-                    f"job.sampler gives another order of the first epoch on each rank ({orders}).\n"
-                    "    Every rank must know the whole order; whoever is free computes the next piece.\n"
-                    "    try: a sampler that draws from its seed and epoch alone: np.random.default_rng([seed, epoch])"
-                )
+            told = {"server 0": self._data, f"rank {rank}": data}
+            self.trouble = unlike_data(told, shared="whoever is free computes the next piece") or self.trouble
             if before is None:
                 self.workers[rank] = WorkerState(connection, time.monotonic())
             else:

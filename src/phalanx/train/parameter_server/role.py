@@ -158,7 +158,7 @@ class ServerProcess:
         job, run, plan, patience = self._job, self._run, self._run.plan, self._patience
         pieces, evaluation = _data(job, run)
         if resumed:
-            refuse_other_job(state["identity"], identity(job, pieces.length, pieces.order), resumed)
+            refuse_other_job(state["identity"], identity(job, pieces.told), resumed)
         first = _last_version(run) if self._again else int(state.get("step", 0))
         pace = StalenessBound(staleness=plan.staleness or 0, backup=plan.backup, after=plan.after)
         queue = WorkQueue(pieces.sizes, first=first, limit=first, pace=pace)

@@ -187,7 +187,7 @@ class ShardStore:
         self._buffers.put(self.statistics)
         self._whole.state.clear()
         _, groups = checkpoint.optimizer_tensors(self._whole, held.parameters)
-        known = identity(self._job, progress.pop("length"), progress.pop("order"))
+        known = identity(self._job, progress.pop("data"))
         state = {"identity": known, "loss_scale": None}
         state |= {
             OPTIMIZER: {**groups, "state": states},
