@@ -27,6 +27,7 @@ PLANS = (
     "fsdp=2",
     "fsdp=2 zero=2",
     "tp=2",
+    "tp=2 micro=3",
     "pp=2",
     "pp=2 micro=8",
 )
@@ -43,6 +44,32 @@ class Net(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         inside = self.table(tokens)
+        return self.head(inside + self.body(inside))
+
+
+class Block(nn.Module):
+    """Attention of two heads over the tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.taken, self.given = nn.Linear(8, 24), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        query, key, value = self.taken(x).unflatten(-1, (3, 2, 4)).permute(2, 0, 3, 1, 4)
+        return x + self.given(F.scaled_dot_product_attention(query, key, value).transpose(1, 2).flatten(2))
+
+
+class Attending(Net):
+    """The same, where tokens attend to one another: for plans that cut sequences."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Block() for _ in range(2)])
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        inside = self.table(tokens)
+        for block in self.blocks:
+            inside = block(inside)
         return self.head(inside + self.body(inside))
 
 
@@ -117,10 +144,10 @@ Found = tuple[list[dict[str, float]], list[float], dict[str, Tensor]]
 """Losses by name and in total of each step, and the trained values."""
 
 
-def by_hand(kind: str, weights: Mapping[str, float]) -> Found:
+def by_hand(kind: str, weights: Mapping[str, float], **how: Any) -> Found:
     from phalanx.train.build_model import build_model
 
-    net, whole = build_model(job(KINDS[kind])), rows()
+    net, whole = build_model(job(KINDS[kind], **how)), rows()
     optimizer, named, totals = sgd(net.parameters()), list[dict[str, float]](), list[float]()
     for step in range(STEPS):
         first = step % 3 * BATCH
@@ -152,6 +179,14 @@ def same(run: px.Run, expected: Found) -> None:
 def test_each_is_divided_by_its_own_count(kind: str, plan: str, tmp_path: Path) -> None:
     loss = KINDS[kind]
     same(fit(job(loss), plan, tmp_path / "run"), by_hand(kind, loss.weights))
+
+
+@pytest.mark.parametrize(
+    ("kind", "plan"), [*((kind, "cp=2") for kind in KINDS), ("counts", "cp=2 micro=3"), ("counts", "tp=2 cp=2")]
+)
+def test_each_is_of_whole_sequences_where_a_rank_has_a_part(kind: str, plan: str, tmp_path: Path) -> None:
+    loss, how = KINDS[kind], {"model": Attending, "inputs": lambda batch: batch["tokens"]}
+    same(fit(job(loss, **how), plan, tmp_path / "run"), by_hand(kind, loss.weights, **how))
 
 
 @pytest.mark.parametrize("plan", ["single", "tp=2", "pp=2"])
