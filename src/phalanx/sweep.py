@@ -156,24 +156,55 @@ def _combinations(
         raise SpecError.of("values", repr(values)[:60], "lists of values by name", _EXAMPLE)
     if not isinstance(plans, list | tuple) or not all(isinstance(plan, Plan | str) for plan in plans):
         raise SpecError.of("plans", repr(plans)[:60], "a list of plans", 'plans=["single", "dp=2"]')
-    for name, listed in (values or {}).items():
-        if allowed := _unusable(name, listed):
-            shown = f"{name!r}: {listed!r}"[:60]
-            problems.append(Problem(where="values", given=shown, allowed=allowed, fix='{"lr": [1e-3, 3e-4]}'))
     chosen: list[Plan] = []
     for plan in plans:
         try:
             chosen.append(plan if isinstance(plan, Plan) else Plan.parse(plan))
         except SpecError as error:
             problems += error.problems
-    if len(set(chosen)) < len(chosen):
-        problems.append(Problem(where="plans", given="one twice", allowed="each plan once", fix='plans=["dp=2"]'))
-    if not values and not plans:
-        allowed = "values to try, plans to try, or both"
-        problems.append(Problem(where="values", given="nothing", allowed=allowed, fix=_EXAMPLE))
+    problems += axis_problems(values or {}, chosen, given_plans=bool(plans))
     if problems:
         raise SpecError(problems)
     return combined(source, values or {}, chosen)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AxisWords:
+    """How whoever asks for a sweep names its values and plans, and a line that would do for each and for all."""
+
+    values: str = "values"
+    plans: str = "plans"
+    some_values: str = '{"lr": [1e-3, 3e-4]}'
+    some_plans: str = 'plans=["dp=2"]'
+    example: str = _EXAMPLE
+
+
+def axis_problems(
+    values: Mapping[str, Sequence[Value]],
+    plans: Sequence[Plan],
+    words: AxisWords = AxisWords(),
+    written: Mapping[str, str] | None = None,
+    *,
+    given_plans: bool = False,
+) -> list[Problem]:
+    """What is wrong with the values and the plans of a sweep.
+
+    Args:
+        written: by name, how values were given, for the errors.
+        given_plans: whether plans were given, of which none may be left.
+    """
+    problems: list[Problem] = []
+    for name, listed in values.items():
+        if allowed := _unusable(name, listed):
+            shown = (written or {}).get(name, f"{name!r}: {listed!r}"[:60])
+            problems.append(Problem(where=words.values, given=shown, allowed=allowed, fix=words.some_values))
+    if len(set(plans)) < len(plans):
+        allowed = "each plan once"
+        problems.append(Problem(where=words.plans, given="one twice", allowed=allowed, fix=words.some_plans))
+    if not values and not plans and not given_plans:
+        allowed = "values to try, plans to try, or both"
+        problems.append(Problem(where=words.values, given="nothing", allowed=allowed, fix=words.example))
+    return problems
 
 
 def _unusable(name: object, listed: object) -> str:

@@ -69,11 +69,15 @@ def combinations(job: str, given: Sequence[str], plans: Sequence[Plan]) -> list[
     Raises:
         SpecError: with everything that is wrong in how they are written.
     """
-    from phalanx.sweep import JobSource, combined
+    from phalanx.sweep import AxisWords, JobSource, axis_problems, combined
 
+    words = AxisWords(
+        values="--set", plans="--plan", some_values="--set lr=1e-3,3e-4", some_plans="--plan dp=2", example=_EXAMPLE
+    )
     if given:
         refuse_params(job, given[0])
     axes: dict[str, list[str]] = {}
+    written: dict[str, str] = {}
     problems: list[Problem] = []
     for text in given:
         name, equals, listed = text.partition("=")
@@ -83,16 +87,11 @@ def combinations(job: str, given: Sequence[str], plans: Sequence[Plan]) -> list[
             allowed = "NAME=VALUE,VALUE of a name that the job declares"
         elif name in axes:
             allowed = f"all values of {name} behind one --set"
-        elif len(set(values)) < len(values):
-            allowed = "each value once"
         if allowed:
-            problems.append(Problem(where="--set", given=repr(text), allowed=allowed, fix="--set lr=1e-3,3e-4"))
-        axes[name] = values
-    if len(set(plans)) < len(plans):
-        problems.append(Problem(where="--plan", given="one twice", allowed="each plan once", fix="--plan dp=2"))
-    if not given and not plans:
-        allowed = "values to try, plans to try, or both"
-        problems.append(Problem(where="--set", given="nothing", allowed=allowed, fix=_EXAMPLE))
+            problems.append(Problem(where="--set", given=repr(text), allowed=allowed, fix=words.some_values))
+        else:
+            axes[name], written[name] = values, repr(text)
+    problems += axis_problems(axes, plans, words, written) if axes or not given else []
     if problems:
         raise SpecError(problems)
     return combined(JobSource(reference=job), axes, plans)

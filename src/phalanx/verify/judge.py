@@ -33,7 +33,9 @@ from phalanx.verify.wandering import Fed, wandering_means
 class Pair:
     """Two records, the reference and one of ``plan``, and what rounding may make differ.
 
-    ``fed``: running mean of a BatchNorm → the bias of the layer before it, and its momentum.
+    Attributes:
+        fed: running mean of a BatchNorm → the bias of the layer before it, and its momentum.
+        silent: parameters whose first gradient is zero but for rounding.
     """
 
     one: RunRecord
@@ -41,6 +43,12 @@ class Pair:
     plan: Plan
     tolerance: Tolerance
     fed: Fed = field(default_factory=dict[str, Sequence[Any]])
+    silent: list[str] = field(init=False)
+
+    def __post_init__(self) -> None:
+        bound = bound_of(self.one, 0, self.tolerance)
+        silent = compare.gradients(self.one.gradients, self.other.gradients, bound)[1]
+        object.__setattr__(self, "silent", silent)
 
     @property
     def wandered(self) -> list[str]:
@@ -48,12 +56,6 @@ class Pair:
         far = wandering_means(self.one, self.silent, self.fed)
         most = self.tolerance.parameter
         return [one.name for one in _buffers(self, END) if one.name in far and one.relative > most]
-
-    @property
-    def silent(self) -> list[str]:
-        """Parameters whose first gradient is zero but for rounding."""
-        bound = bound_of(self.one, 0, self.tolerance)
-        return compare.gradients(self.one.gradients, self.other.gradients, bound)[1]
 
 
 def judged(pair: Pair) -> list[Check]:
