@@ -23,6 +23,7 @@ if TYPE_CHECKING:
         RunSpec,
         Sampler,
         Schedule,
+        TokenBatch,
     )
     from phalanx.config.losses import Losses
     from phalanx.config.params import param, params
@@ -53,7 +54,7 @@ _WHERE = {
     **dict.fromkeys(("Run", "build", "fit", "forecast", "load", "plan", "prove", "start"), "phalanx.api"),
     **dict.fromkeys(("Average", "Best", "Clip", "Cluster", "Job", "Loss", "Metric", "Phase"), "phalanx.config"),
     **dict.fromkeys(("Plan", "Pretrained", "RunSpec"), "phalanx.config"),
-    **dict.fromkeys(("Sampler", "Schedule"), "phalanx.config"),
+    **dict.fromkeys(("Sampler", "Schedule", "TokenBatch"), "phalanx.config"),
     **dict.fromkeys(("accuracy", "cross_entropy", "mse", "next_token_loss"), "phalanx.train.loss"),
     **dict.fromkeys(("load_balancing_loss", "router_z_loss"), "phalanx.train.loss"),
     **dict.fromkeys(("LAMB", "LARS"), "phalanx.train.optimizers"),
@@ -95,6 +96,7 @@ __all__ = [
     "Schedule",
     "Table",
     "TarFiles",
+    "TokenBatch",
     "TokenFile",
     "accuracy",
     "buckets",

@@ -285,6 +285,7 @@ JOBS: Mapping[str, tuple[Mapping[str, Any], Mapping[str, Any]]] = {
     ),
     "batch": ({}, {"batch": 6}),
     "batch_ramp": ({}, {"batch_ramp": {0: 4, 1: 8}}),
+    "batch_tokens": ({}, {"batch_tokens": px.TokenBatch(2 * TOKENS, [TOKENS] * 20)}),
     "epochs": ({}, {"epochs": 1, "steps": None, "batch": 4}),
     "steps": ({}, {"steps": 2}),
     "seed": ({}, {"seed": 3}),

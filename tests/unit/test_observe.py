@@ -49,6 +49,7 @@ def start(**changes: Any) -> Event:
         "epoch_samples": None,
         "repeats": False,
         "stretches": [],
+        "batch_tokens": None,
         "workers": 0,
         "total_steps": 8,
         "first_step": 0,

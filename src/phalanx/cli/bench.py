@@ -234,6 +234,7 @@ def command(
         "best": None,
         "callbacks": {},
         "batch_ramp": None,  # each step has the largest batch
+        "batch_tokens": None,
     }
     from phalanx.train.torch_scheduler import without_plateau
 

@@ -12,6 +12,7 @@ from phalanx.config.phases import Phase
 from phalanx.config.plan import Plan
 from phalanx.config.run import RunSpec
 from phalanx.config.schedule import Schedule
+from phalanx.config.token_batch import TokenBatch
 
 __all__ = [
     "Average",
@@ -32,4 +33,5 @@ __all__ = [
     "RunSpec",
     "Sampler",
     "Schedule",
+    "TokenBatch",
 ]

@@ -48,13 +48,19 @@ def ramp_problems(job: Job) -> list[Problem]:
         given = f"batch={job.batch} with a batch_ramp whose largest is {largest}"
         allowed = "the largest of batch_ramp as batch: plans, forecasts and evaluation are for it"
         found.append(Problem(where="job.batch", given=given, allowed=allowed, fix=f"batch={largest}"))
+    return found + unlike_batch_problems(job, "batch_ramp")
+
+
+def unlike_batch_problems(job: Job, field: str) -> list[Problem]:
+    """What cannot stand beside ``field`` of the job, by which steps have unlike numbers of samples."""
+    found: list[Problem] = []
     if isinstance(job.sampler, Sampler) and job.sampler.by_batch:
-        given = "a sampler that is called with the batch (px.buckets, by_batch=True), and a batch_ramp"
+        given = f"a sampler that is called with the batch (px.buckets, by_batch=True), and {field}"
         allowed = "a sampler of (seed, epoch): an epoch may have batches of more than one size"
-        found.append(Problem(where="job.sampler", given=given, allowed=allowed, fix="sampler=None, or batch_ramp=None"))
+        found.append(Problem(where="job.sampler", given=given, allowed=allowed, fix=f"sampler=None, or {field}=None"))
     schedules = [job.schedule, *(getattr(phase, "schedule", None) for phase in job.phases)]
     if any(isinstance(one, Schedule) and one.warmup_samples for one in schedules):
-        given, allowed = "a warm-up in samples with a batch_ramp", "warmup_steps: steps have unlike numbers of samples"
+        given, allowed = f"a warm-up in samples with {field}", "warmup_steps: steps have unlike numbers of samples"
         found.append(Problem(where="schedule.warmup_samples", given=given, allowed=allowed, fix="warmup_steps=100"))
     return found
 
@@ -81,6 +87,9 @@ def global_batch_problems(job: Job, plan: Plan) -> Iterator[Problem]:
     """What keeps ``plan`` from giving every replica its share of each global batch that the job has."""
     yield from batch_problems(plan, job.batch)
     yield from share_problems(plan, job.batch)
+    if plan.shares == AUTO and job.batch_tokens is not None:
+        given = "shares=auto with batch_tokens: shares by speed are measured on full batches of one size"
+        yield plan_problem("shares", given, "shares that are stated, or even ones", "no shares")
     if job.batch_ramp is None or job.batch < plan.replicas:
         return
     for step, batch in batches(job).items():

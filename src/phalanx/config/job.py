@@ -16,6 +16,7 @@ from phalanx.config.losses import losses_problems
 from phalanx.config.own_sampler import Sampler, beside_sampler, sampler_problems
 from phalanx.config.phases import Phase, not_given, phase_problems
 from phalanx.config.schedule import Schedule
+from phalanx.config.token_batch import TokenBatch, token_problems
 from phalanx.errors import Problem, SpecError
 
 Unused = Literal["error", "allow"]
@@ -90,6 +91,11 @@ def _problems_of_best(best: Best) -> list[Problem]:
 
 _KINDS = {
     "drop_last": FieldKind(types=(bool,), allowed="True or False", fix="drop_last=True"),
+    "batch_tokens": FieldKind(
+        types=(TokenBatch, type(None)),
+        allowed="a px.TokenBatch, which has the lengths of the samples, or None",
+        fix="batch_tokens=px.TokenBatch(8192, lengths)",
+    ),
     "shuffle": FieldKind(types=(bool, type(None)), allowed="True, False or None", fix="shuffle=True"),
     "average": FieldKind(
         types=(Average, type(None)), allowed="a px.Average, or None", fix="average=px.Average(decay=0.999)"
@@ -120,6 +126,8 @@ class Job:
         batch_ramp: optimizer step → the global batch from that step on, such as ``{0: 16, 500: 32, 1000: 64}``: from
             step 0 on, the largest of them being ``batch``. Each begins in an epoch's order where the one before ended.
             ``None``: ``batch`` in every step.
+        batch_tokens: ``px.TokenBatch(8192, lengths)``: a step takes samples in the order of the epoch until their
+            lengths come to so many tokens; ``batch`` is then the most samples that one takes.
         epochs: passes over the data. Give ``epochs`` or ``steps``.
         steps: optimizer steps.
         seed: of initial values, data order and every other random stream.
@@ -162,6 +170,7 @@ class Job:
     phases: Sequence[Phase] = ()
     batch: int
     batch_ramp: BatchRamp | None = None
+    batch_tokens: TokenBatch | None = None
     epochs: int | None = None
     steps: int | None = None
     loss_over: LossOver = "samples"
@@ -201,7 +210,7 @@ class Job:
 
     def __post_init__(self) -> None:
         problems = _problems(self) + sampler_problems(self.sampler) + beside_sampler(self.sampler, self.shuffle)
-        problems += ramp_problems(self)
+        problems += ramp_problems(self) + token_problems(self)
         problems += phase_problems(self.phases, self.loss, self.optimizer, self.loss_over)
         if problems:
             raise SpecError(problems)

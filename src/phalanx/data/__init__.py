@@ -3,7 +3,7 @@
 from phalanx.data.changing_batches import ChangingBatchSampler, Stretch, never_reached
 from phalanx.data.curriculum import Curriculum, changing_sampler
 from phalanx.data.ledger import Ledger, LedgerRecord, last_steps, read_ledger, records
-from phalanx.data.ledger_audit import audit, audit_run, due
+from phalanx.data.ledger_audit import audit, audit_run, due, finished_epochs
 from phalanx.data.loader import Loader, evaluation_batches
 from phalanx.data.mixture import Mixture
 from phalanx.data.own_orders import EpochOrders, buckets, weighted
@@ -12,6 +12,7 @@ from phalanx.data.sampler import GlobalBatchSampler
 from phalanx.data.step_batch import MicroBatch, StepBatch
 from phalanx.data.table import Table
 from phalanx.data.tar_files import TarFiles
+from phalanx.data.token_batches import TokenBatchSampler
 from phalanx.data.token_files import TokenFile, document_mask
 from phalanx.placement.batch_split import Lane, share
 
@@ -31,6 +32,7 @@ __all__ = [
     "Stretch",
     "Table",
     "TarFiles",
+    "TokenBatchSampler",
     "TokenFile",
     "audit",
     "audit_run",
@@ -39,6 +41,7 @@ __all__ = [
     "document_mask",
     "due",
     "evaluation_batches",
+    "finished_epochs",
     "last_steps",
     "never_reached",
     "read_ledger",

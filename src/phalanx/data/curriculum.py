@@ -15,6 +15,7 @@ from phalanx.config.own_sampler import Sampler
 from phalanx.data.changing_batches import ChangingBatchSampler, Stretch
 from phalanx.data.dataset_facts import MapStyle
 from phalanx.data.own_orders import EpochOrders, order_print
+from phalanx.data.token_batches import TokenBatchSampler, beside_token_batches, lengths_print
 from phalanx.errors import Problem, SpecError
 
 _EXAMPLE = "px.Curriculum({0: short, 1000: long})"
@@ -100,13 +101,17 @@ def _problem(sources: Any) -> tuple[str, str] | None:
     return None
 
 
-def changing_sampler(dataset: Any, job: Job) -> ChangingBatchSampler | None:
+def changing_sampler(dataset: Any, job: Job) -> ChangingBatchSampler | TokenBatchSampler | None:
     """The global batches of a job whose batch or data change with the step; ``None`` where neither does.
 
     Raises:
         SpecError: if what else the job says does not go with data that change.
     """
     changes = isinstance(dataset, Curriculum)
+    if job.batch_tokens is not None:
+        if changes:
+            raise beside_token_batches(dataset)
+        return TokenBatchSampler(job, len(dataset))
     if not changes and job.batch_ramp is None:
         return None
     if changes and (problems := _beside_curriculum(job)):
@@ -156,7 +161,7 @@ def _beside_curriculum(job: Job) -> list[Problem]:
 def order_text(dataset: Any, job: Job, length: int | None) -> str | None:
     """What tells the order of a job's data from another's; ``None`` where (seed, epoch) says all."""
     if not isinstance(dataset, Curriculum):
-        return order_print(job, length)
+        return "; ".join(filter(None, (order_print(job, length), lengths_print(job, length)))) or None
     each: list[str] = []
     for first, source in dataset.sources.items():
         order = _order(dataset, first, job)

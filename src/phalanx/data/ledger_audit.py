@@ -58,6 +58,8 @@ def audit_run(folder: Path, start: Mapping[str, Any]) -> list[str]:
     """As ``audit``, of the run whose log has the event ``start``."""
     if stretches := start.get("stretches"):
         return _audit_stretches(folder, stretches, drop_last=start["drop_last"], repeats=bool(start.get("repeats")))
+    if start.get("batch_tokens"):
+        return _audit_tokens(folder, start)
     return audit(
         folder,
         length=start["samples"],
@@ -115,6 +117,36 @@ def _audit_stretches(folder: Path, stretches: Sequence[Sequence[int]], *, drop_l
     for epoch, group in groupby(steps.values(), key=lambda those: those[0].epoch):
         found += [] if repeats else _twice(epoch, [record for step in group for record in step])
     return found
+
+
+def _audit_tokens(folder: Path, start: Mapping[str, Any]) -> list[str]:
+    """Of steps that hold as many samples as come to so many tokens: at most ``batch``, and in an epoch each once."""
+    steps = records(folder)
+    if not steps:
+        return [f"the ledger {folder} is empty: no step was recorded"]
+    found, last = list(_missing(list(steps))), 0
+    for step, those in steps.items():
+        count = sum(len(record.ids) for record in those)
+        if not 1 <= count <= start["batch"]:
+            found.append(f"step {step} holds {count} samples instead of 1 to {start['batch']}")
+        if not last <= those[0].epoch <= last + 1:
+            found.append(f"step {step} is recorded in epoch {those[0].epoch}, after one of epoch {last}")
+        last = those[0].epoch
+    for epoch, group in groupby(steps.values(), key=lambda those: those[0].epoch):
+        those = [record for step in group for record in step]
+        found += _unknown(epoch, those, start["samples"])
+        found += [] if start.get("repeats") else _twice(epoch, those)
+        if epoch < last and not start.get("repeats"):
+            found += _unseen(epoch, those, start["samples"], start["epoch_samples"])
+    return found
+
+
+def finished_epochs(folder: Path, epoch_samples: int) -> int:
+    """Epochs of so many samples that have ended in the ledger, whatever the samples of each step."""
+    seen: dict[int, int] = {}
+    for those in records(folder).values():
+        seen[those[0].epoch] = seen.get(those[0].epoch, 0) + sum(len(record.ids) for record in those)
+    return sum(count >= epoch_samples for count in seen.values())
 
 
 def _missing(steps: list[int]) -> Iterator[str]:

@@ -13,15 +13,16 @@ from typing import Any, final
 import numpy as np
 
 from phalanx.config.job import Job
-from phalanx.data.changing_batches import ChangingBatchSampler, Stretch
+from phalanx.data.changing_batches import ChangingBatchSampler, Stretch, never_reached
 from phalanx.data.curriculum import changing_sampler, may_repeat, order_text
 from phalanx.data.dataset_facts import files_print, refuse_other_order
 from phalanx.data.huggingface import refuse_lists
-from phalanx.data.map_style import Fetcher, IndexedReader, is_stream, plain
+from phalanx.data.map_style import AnySampler, Fetcher, IndexedReader, is_stream, plain
 from phalanx.data.own_orders import EpochOrders
 from phalanx.data.sampler import GlobalBatchSampler
 from phalanx.data.step_batch import BatchSplitter, MicroBatch, StepBatch, step_batch
 from phalanx.data.streams import StreamReader, StreamStep, rewound
+from phalanx.data.token_batches import TokenBatchSampler, beside_token_batches
 from phalanx.data.worker_processes import LoaderWorkers
 from phalanx.errors import Problem, RefusedError, SpecError
 from phalanx.placement.batch_split import Lane, cuts, share
@@ -40,6 +41,7 @@ class Loader:
         steps_per_epoch: ``None`` for a stream, and where batch or data change with the step.
         repeats: whether a sample may come twice in a pass, by a sampler.
         stretches: of the run, where batch or data change with the step; else none.
+        remarks: what the job asks of its batches that the run never comes to, one sentence each.
         total_steps: the step after the last; ``None`` for a stream that ends with its epochs.
     """
 
@@ -58,7 +60,8 @@ class Loader:
 
         Args:
             dataset: map-style (``__getitem__``, ``__len__``) or a stream (``__iter__``).
-            job: for batch, batch_ramp, seed, shuffle, sampler, drop_last, collate, workers, prefetch, epochs, steps.
+            job: for batch, batch_ramp, batch_tokens, seed, shuffle, sampler, drop_last, collate, workers, prefetch,
+                epochs, steps.
             lane: the parts of each global batch held by this process.
             micro: most samples in a micro-batch; ``None``: a part's whole share.
             first_step: optimizer step to start with, to resume.
@@ -67,8 +70,8 @@ class Loader:
 
         Raises:
             SpecError: if data and job do not go together: no sample, all samples dropped, a stream to be shuffled or
-                with a batch_ramp, a px.Curriculum for so many epochs, a sampler that gives what the data do not have,
-                or neither map-style data nor a stream.
+                with a batch_ramp or batch_tokens, lengths that are not the data's, a px.Curriculum for so many epochs,
+                a sampler that gives what the data do not have, or neither map-style data nor a stream.
         """
         stream = is_stream(dataset)
         dataset = rewound(dataset) if stream else dataset
@@ -82,6 +85,7 @@ class Loader:
         self.epoch_samples: int | None = None
         self.steps_per_epoch: int | None = None
         self.stretches: tuple[Stretch, ...] = ()
+        self.remarks: list[str] = []
         self.total_steps: int | None = job.steps if total_steps is None else total_steps
         if stream:
             _refuse_one_pass(dataset, job, self.total_steps)
@@ -92,6 +96,7 @@ class Loader:
         self.steps_per_epoch, self.stretches = sampler.steps_per_epoch, _stretches(sampler)
         if self.total_steps is None:
             self.total_steps = sampler.steps_of(job.epochs or 1)
+        self.remarks = _remarks(sampler, self.total_steps)
         self._reader = IndexedReader(
             fetcher=Fetcher(dataset, job.collate, job.seed),
             sampler=sampler,
@@ -208,7 +213,7 @@ def _in_order(dataset: Any, job: Job) -> GlobalBatchSampler:
     return GlobalBatchSampler(length=len(dataset), batch=job.batch, seed=job.seed, shuffle=False)
 
 
-def _sampler(dataset: Any, job: Job) -> GlobalBatchSampler | ChangingBatchSampler:
+def _sampler(dataset: Any, job: Job) -> AnySampler:
     refuse_lists(dataset, job.collate)
     refuse_other_order(dataset, job.sampler)
     if changing := changing_sampler(dataset, job):
@@ -224,8 +229,14 @@ def _sampler(dataset: Any, job: Job) -> GlobalBatchSampler | ChangingBatchSample
     )
 
 
-def _stretches(sampler: GlobalBatchSampler | ChangingBatchSampler) -> tuple[Stretch, ...]:
+def _stretches(sampler: AnySampler) -> tuple[Stretch, ...]:
     return sampler.stretches if isinstance(sampler, ChangingBatchSampler) else ()
+
+
+def _remarks(sampler: AnySampler, total_steps: int | None) -> list[str]:
+    if isinstance(sampler, TokenBatchSampler):
+        return sampler.remarks()
+    return never_reached(_stretches(sampler), total_steps)
 
 
 def _timed(steps: Steps) -> Steps:
@@ -255,6 +266,8 @@ def _stream_reader(dataset: Any, job: Job, dealing: BatchSplitter, steps: tuple[
         given = f"a batch_ramp with a stream ({type(dataset).__name__})"
         allowed = "a batch_ramp with map-style data (__getitem__ and __len__): a stream is read in batches of one size"
         raise SpecError([Problem(where="job.batch_ramp", given=given, allowed=allowed, fix="batch_ramp=None")])
+    if job.batch_tokens is not None:
+        raise beside_token_batches(dataset)
     if job.shuffle:
         given = f"shuffle=True with a stream ({type(dataset).__name__})"
         allowed = "None or False: a stream keeps its own order; shuffle inside it, by its set_epoch(epoch)"
@@ -298,7 +311,7 @@ class BatchPieces:
     """Every global batch of a job over map-style data, cut into as many contiguous pieces as there are workers.
 
     The data have ``length`` samples, an epoch ``epoch_samples``, and ``total_steps`` is the step after the last;
-    ``stretches`` are those of the run, where batch or data change with the step.
+    ``stretches`` are those of the run, where batch or data change with the step, and ``remarks`` as a ``Loader``'s.
     """
 
     def __init__(self, dataset: Any, job: Job, parts: int, *, micro: int | None, once: bool = False) -> None:
@@ -306,7 +319,7 @@ class BatchPieces:
 
         Args:
             dataset: map-style.
-            job: for batch, seed, shuffle, drop_last, collate, epochs and steps.
+            job: for batch, batch_ramp, batch_tokens, seed, shuffle, sampler, drop_last, collate, epochs and steps.
             parts: pieces of each global batch.
             micro: most samples in a micro-batch; ``None``: the whole piece.
             once: each sample once and in order, as for an evaluation.
@@ -325,6 +338,7 @@ class BatchPieces:
         self.stretches = _stretches(self._sampler)
         taken = None if once else job.steps
         self.total_steps = self._sampler.steps_of(1 if once else job.epochs or 1) if taken is None else taken
+        self.remarks = _remarks(self._sampler, self.total_steps)
 
     @property
     def order(self) -> str | None:

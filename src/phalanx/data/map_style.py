@@ -17,7 +17,11 @@ from phalanx.data.dataset_facts import draws
 from phalanx.data.sampler import EpochSeeds, GlobalBatchSampler
 from phalanx.data.step_batch import BatchSplitter, StepBatch, step_batch
 from phalanx.data.table import Table
+from phalanx.data.token_batches import TokenBatchSampler
 from phalanx.errors import Problem, SpecError
+
+AnySampler = GlobalBatchSampler | ChangingBatchSampler | TokenBatchSampler
+"""Which samples each step of a run over map-style data has."""
 
 
 def is_stream(dataset: Any, where: str = "job.data") -> bool:
@@ -160,7 +164,7 @@ class IndexedReader:
     """
 
     fetcher: Fetcher
-    sampler: GlobalBatchSampler | ChangingBatchSampler
+    sampler: AnySampler
     splitter: BatchSplitter
     first: int
     stop: int

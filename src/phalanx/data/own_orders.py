@@ -74,7 +74,7 @@ class EpochOrders:
         if self.sampler.size not in (None, self.size):
             given, allowed = f"a sampler for {self.sampler.size} samples", f"one for the {self.size} of the data"
             raise self._problem(given, allowed, "one weight or length for each sample")
-        order = self._whole_numbers(epoch)
+        order = self._wholenumbers_of_samples(epoch)
         where = f"in epoch {epoch}"
         if not len(order):
             raise self._problem(f"no index {where}", "1 or more", "range(len(dataset))")
@@ -90,7 +90,7 @@ class EpochOrders:
             raise self._problem(given, "each index once, unless repeats=True", "px.Sampler(function, repeats=True)")
         return order
 
-    def _whole_numbers(self, epoch: int) -> np.ndarray:
+    def _wholenumbers_of_samples(self, epoch: int) -> np.ndarray:
         with _seeded(self.seed, epoch):
             try:
                 given = self.sampler.indices(self.seed, epoch, self.batch)
@@ -161,7 +161,7 @@ def weighted(
         SpecError: if weights or the number of samples are not such.
     """
     fix = "px.weighted([0.1, 0.9, 0.9])"
-    chances = _numbers(weights, "px.weighted.weights", "finite numbers, 0 or more and one above it", fix)
+    chances = numbers_of_samples(weights, "px.weighted.weights", "finite numbers, 0 or more and one above it", fix)
     if not chances.sum() > 0:
         given, allowed = "weights that are all 0", "finite numbers, 0 or more and one above it"
         raise SpecError([Problem(where="px.weighted.weights", given=given, allowed=allowed, fix=fix)])
@@ -198,7 +198,9 @@ def buckets(lengths: Sequence[int] | np.ndarray | torch.Tensor) -> Sampler:
     Raises:
         SpecError: if they are not numbers of 0 or more.
     """
-    known = _numbers(lengths, "px.buckets.lengths", "numbers, 0 or more", "px.buckets([len(text) for text in texts])")
+    known = numbers_of_samples(
+        lengths, "px.buckets.lengths", "numbers, 0 or more", "px.buckets([len(text) for text in texts])"
+    )
 
     def order(seed: int, epoch: int, batch: int) -> np.ndarray:
         generator = np.random.default_rng([seed, epoch])
@@ -216,7 +218,12 @@ def buckets(lengths: Sequence[int] | np.ndarray | torch.Tensor) -> Sampler:
     return Sampler(order, by_batch=True, size=len(known))
 
 
-def _numbers(given: Any, where: str, allowed: str, fix: str) -> np.ndarray:
+def numbers_of_samples(given: Any, where: str, allowed: str, fix: str) -> np.ndarray:
+    """``given``, one number of 0 or more for each sample, as float64.
+
+    Raises:
+        SpecError: if it is no such thing.
+    """
     try:
         found = np.asarray(given.detach().cpu() if isinstance(given, torch.Tensor) else given, dtype=np.float64)
     except (TypeError, ValueError):

@@ -26,6 +26,10 @@ SCHEMA: dict[str, dict[str, tuple[type | tuple[type, ...], str]]] = {
         "world_size": (int, "processes"),
         "device": (str, "kind of device: cpu or cuda"),
         "batch": (int, "samples in one optimizer step; the most, where that changes with the step"),
+        "batch_tokens": (
+            _INT_OR_NULL,
+            "tokens that the samples of a step come to, `batch` being the most that it takes; null without; since 1.9",
+        ),
         "samples": (_INT_OR_NULL, "samples in the data; null for a stream; since 1.1"),
         "drop_last": (bool, "whether the last, partial batch of an epoch is dropped; since 1.1"),
         "epoch_samples": (
@@ -297,7 +301,7 @@ _ITEMS: dict[tuple[str, str], tuple[type, ...]] = {
 """What lists and dictionaries hold."""
 
 _LATER = {
-    "start": ("exact", "samples", "drop_last", "epoch_samples", "repeats", "stretches", "workers"),
+    "start": ("exact", "samples", "drop_last", "epoch_samples", "repeats", "stretches", "batch_tokens", "workers"),
     "step": ("waited", "losses"),
     "checkpoint": ("standstill",),
     "memory": ("parameters", "gradients", "optimizer", "buffers", "activations"),

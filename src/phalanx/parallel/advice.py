@@ -29,7 +29,7 @@ def advice(job: Job, plan: Plan, kind: str, epoch_samples: int | None = None) ->
     found = [*_bubble(job, plan), *unread(plan, job.batch, job.tensor_parallel)]
     if plan.offload != "none" and kind == "cpu":
         found.append(f"offload={plan.offload} moves nothing: on CPU cores all of it lives in host memory.")
-    if epoch_samples is not None and job.batch > epoch_samples:
+    if epoch_samples is not None and job.batch > epoch_samples and job.batch_tokens is None:
         found.append(
             f"batch={job.batch} is more than there are: each step has all {epoch_samples} samples of an epoch."
         )

@@ -87,7 +87,7 @@ def samples_seen(folder: Path) -> SamplesSeen:
         SpecError: if it holds no run.
         DataError: if it holds no ledger, or was written before its log said how many samples there are.
     """
-    from phalanx.data import audit_run, due, records  # which load torch
+    from phalanx.data import audit_run, due, finished_epochs, records  # which load torch
 
     log = run_log(folder)
     start = log.part[0]  # none of its parts may change its data or its batch
@@ -107,10 +107,12 @@ def samples_seen(folder: Path) -> SamplesSeen:
     epochs = None if size is None else steps // max(1, _per_epoch(size, batch, drop_last))
     if stretches := start.get("stretches"):
         epochs = next(islice(due(stretches, drop_last=drop_last), steps, None)).epoch
+    if start.get("batch_tokens"):
+        epochs = finished_epochs(folder / "ledger", start["epoch_samples"])
     wrong = tuple(audit_run(folder / "ledger", start))
     notes = tuple(left_out(log.skipped))
     data: dict[str, Any] = {"folder": str(folder), "samples": samples, "batch": batch, "drop_last": drop_last, **order}
-    data["changes"] = bool(stretches)
+    data["changes"] = bool(stretches or start.get("batch_tokens"))
     return SamplesSeen(**data, steps=steps, epochs=epochs, wrong=wrong, notes=notes, left_out=without_update)
 
 

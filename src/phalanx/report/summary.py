@@ -167,7 +167,7 @@ def beside_of(
     forecast = (foretold or {}).get("forecast")
     if not forecast:
         return ()
-    if events[0].get("stretches"):  # the forecast's time is that of one kind of step
+    if events[0].get("stretches") or events[0].get("batch_tokens"):  # the forecast's time is that of one kind of step
         return tuple(memory_beside(forecast, held))
     measured: dict[str, float] = {"whole": seconds} if seconds else {}
     for event in events:

@@ -14,7 +14,7 @@ from phalanx.comm import Counterparts, Place, from_every_rank, place_within
 from phalanx.config import Job, Phase, Plan
 from phalanx.config.averaging import never_averaged
 from phalanx.config.sync import within
-from phalanx.data import Lane, Loader, never_reached
+from phalanx.data import Lane, Loader
 from phalanx.errors import GradientError, Problem, RefusedError, SpecError
 from phalanx.parallel import Example, Layout, LocalSgd, advice, assemble, assemble_phases, check, notes
 from phalanx.parallel.buffer_sync import buffers_kept
@@ -171,8 +171,7 @@ def build(
 
 def _never_done(job: Job, loader: Loader) -> list[str]:
     """What the job asks for that its run ends before, one sentence each."""
-    total = loader.total_steps
-    return [*never_reached(loader.stretches, total), *never_averaged(job.average, total)]
+    return [*loader.remarks, *never_averaged(job.average, loader.total_steps)]
 
 
 def _refuse_unlooked(job: Job, plan: Plan, findings: Findings | None) -> None:

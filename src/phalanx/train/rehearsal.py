@@ -139,7 +139,7 @@ class _FirstStep:
 
     def evaluate(self, module: nn.Module, inputs: Inputs) -> None:
         """Evaluate the first samples; whether that gives the number by which the best evaluation is found."""
-        job = replace(self._job, workers=0, batch=min(self._job.batch, _FEW), batch_ramp=None)
+        job = replace(self._job, workers=0, batch=min(self._job.batch, _FEW), batch_ramp=None, batch_tokens=None)
         assert job.evaluate is not None
         with self.code_of("job.evaluate"):
             batch = next(evaluation_batches(job.evaluate(), job, Lane(), micro=None))

@@ -100,6 +100,7 @@ class RunRecorder:
             plan=str(plan),
             exact=plan.exactness,
             batch=job.batch,
+            batch_tokens=None if job.batch_tokens is None else job.batch_tokens.tokens,
             drop_last=job.drop_last,
             total_steps=self._total,
             workers=job.workers,

@@ -228,6 +228,7 @@ def identity(job: Job, data: Mapping[str, Any] | None = None) -> dict[str, Any]:
         "seed": job.seed,
         "drop_last": job.drop_last,
         "shuffle": job.shuffle,
+        "batch_tokens": None if job.batch_tokens is None else job.batch_tokens.tokens,
         "batch_ramp": None if job.batch_ramp is None else str(dict(job.batch_ramp)),
     }
     if data is None:

@@ -48,6 +48,7 @@ def evaluate_stored(job: Job, plan: Plan, values: Mapping[str, torch.Tensor], pa
             "shuffle": None,
             "drop_last": False,
             "batch_ramp": None,
+            "batch_tokens": None,
         }
         alone = replace(job, **course, steps=1, epochs=None, evaluate=lambda: held_out, initial=None, average=None)
         here = devices_here(plan, Place())

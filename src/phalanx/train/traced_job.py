@@ -129,6 +129,11 @@ def _unpriced(job: Job) -> Iterator[str]:
             f"Of the job, batch_ramp: each step is priced as one of {job.batch} samples, the largest batch; steps of "
             f"{', '.join(map(str, smaller))} take less time and memory."
         )
+    if job.batch_tokens is not None:
+        yield (
+            f"Of the job, batch_tokens: each step is priced as one of {job.batch} samples, the most that it takes; "
+            "those that have their tokens before take less time and memory."
+        )
     if job.average is not None:
         yield "Of the job, average: its memory is counted with the optimizer's state; passes over it are not priced."
     if job.clip is not None:

@@ -11,7 +11,6 @@ from phalanx.comm import Place, device_for
 from phalanx.comm.handshake import SECRET, Identity, Role
 from phalanx.comm.listener import Caller
 from phalanx.config import Job, RunSpec
-from phalanx.data import never_reached
 from phalanx.data.loader import BatchPieces, data_facts
 from phalanx.errors import RunError
 from phalanx.events import read
@@ -209,7 +208,7 @@ class ServerProcess:
             advice=[
                 *damaged,
                 *advice(job, run.plan, device, pieces.epoch_samples),
-                *never_reached(pieces.stretches, pieces.total_steps),
+                *pieces.remarks,
                 *(none_left(first, pieces.total_steps) if resumed else []),
             ],
             resumed=resumed,

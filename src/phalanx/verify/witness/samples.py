@@ -181,7 +181,7 @@ def steps_of_epochs(data: Any, job: Any, epochs: int) -> int:
 
 def changes(data: Any, job: Any) -> bool:
     """Whether batch or data change with the step."""
-    return job.batch_ramp is not None or _is_curriculum(data)
+    return job.batch_ramp is not None or job.batch_tokens is not None or _is_curriculum(data)
 
 
 def _is_curriculum(data: Any) -> bool:
@@ -209,7 +209,8 @@ def _changing_epochs(data: Any, job: Any) -> Iterator[tuple[int, list[list[int]]
         own, before = own + 1 if first == before else 0, first
         begin = sum(len(source) for one, source in sources.items() if one < first)
         order = _order_of_pass(sources[first], job, own)
-        batches: list[list[int]] = []
+        batches = [] if job.batch_tokens is None else list(_of_tokens(order, job))
+        order, step = ([], step + len(batches)) if batches else (order, step)
         while order and max(one for one in sources if one <= step) == first:
             size = ramp[max(one for one in ramp if one <= step)]
             taken, order = order[:size], order[size:]
@@ -220,6 +221,18 @@ def _changing_epochs(data: Any, job: Any) -> Iterator[tuple[int, list[list[int]]
         if batches:
             yield epoch, batches
             epoch += 1
+
+
+def _of_tokens(order: list[int], job: Any) -> Iterator[list[int]]:
+    """One sample after the other, until they have the tokens of a step."""
+    taken, tokens = list[int](), 0
+    for place in order:
+        taken, tokens = [*taken, place], tokens + int(job.batch_tokens.lengths[place])
+        if tokens >= job.batch_tokens.tokens or len(taken) == job.batch:
+            yield taken
+            taken, tokens = [], 0
+    if taken:
+        yield taken
 
 
 def _order_of_pass(source: Any, job: Any, own: int) -> list[int]:

@@ -1,0 +1,174 @@
+"""The samples of each optimizer step where a step takes as many as come to so many tokens.
+
+An epoch is a permutation keyed by (seed, epoch), or what a sampler gives, cut where the lengths that were added up
+since the last cut reach the number of tokens. Cuts are found an epoch at a time, in about 0.2 µs a sample; the
+lengths, and the orders of two epochs, stay in memory: 24 bytes a sample. A step of a later epoch needs the number of
+steps of each epoch before it, which is counted once.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator
+from typing import Any, NamedTuple, final
+
+import numpy as np
+
+from phalanx.config.job import Job
+from phalanx.config.token_batch import TokenBatch
+from phalanx.data.own_orders import EpochOrders, numbers_of_samples
+from phalanx.data.sampler import LARGEST, Permutation
+from phalanx.errors import SpecError
+
+_KEPT = 2  # epochs: who reads ahead is in the next one
+_FIX = "px.TokenBatch(8192, [len(text) for text in texts])"
+
+
+class _Epoch(NamedTuple):
+    """The ids of an epoch in order, and where in it each step ends, both int64."""
+
+    ids: np.ndarray
+    ends: np.ndarray
+
+    def step(self, index: int) -> np.ndarray:
+        """The ids of its step ``index``."""
+        return self.ids[self.ends[index - 1] if index else 0 : self.ends[index]]
+
+
+@final
+class TokenBatchSampler:
+    """The sample ids of every global batch of a run whose steps take samples until they come to so many tokens.
+
+    Attributes:
+        length: samples in an epoch.
+        tokens: that a step comes to at least.
+        batch: the most samples of a step, whatever tokens they have.
+    """
+
+    steps_per_epoch = None  # epochs may have unlike numbers of steps
+
+    def __init__(self, job: Job, size: int) -> None:
+        """The steps of ``job``, which has ``batch_tokens``, over data of ``size`` samples.
+
+        Raises:
+            SpecError: if there is not one length, a whole number of 0 or more, for each sample, or no sample.
+        """
+        assert job.batch_tokens is not None
+        self.tokens, self.batch = job.batch_tokens.tokens, job.batch
+        self._lengths = lengths_of(job.batch_tokens, size)
+        self._orders = EpochOrders.of(job, size)
+        self._seed, self._shuffle = job.seed, job.shuffle is not False
+        self.length = size if self._orders is None else self._orders.length
+        self._firsts = [0]  # the first step of each epoch that was counted, and of the next
+        self._known: dict[int, _Epoch] = {}
+
+    def epoch_of(self, step: int) -> int:
+        """The epoch, 0-based, that optimizer step ``step`` belongs to."""
+        while self._firsts[-1] <= step:
+            epoch = len(self._firsts) - 1
+            self._firsts.append(self._firsts[-1] + len(self._epoch(epoch).ends))
+        return int(np.searchsorted(self._firsts, step, side="right")) - 1
+
+    def samples(self, step: int) -> int:
+        """Samples in the global batch of ``step``."""
+        return len(self.ids(step))
+
+    def ids(self, step: int) -> np.ndarray:
+        """The sample ids, int64, of the whole global batch of optimizer step ``step`` (0-based over the run).
+
+        Raises:
+            ValueError: if ``step`` is negative.
+        """
+        if step < 0:
+            raise ValueError(f"steps count from 0; given {step}")
+        epoch = self.epoch_of(step)
+        return self._epoch(epoch).step(step - self._firsts[epoch])
+
+    def walk(self, first: int, stop: int) -> Iterator[tuple[int, int, np.ndarray]]:
+        """``(step, epoch, ids)`` of steps first..stop-1."""
+        for step in range(first, stop):
+            yield step, self.epoch_of(step), self.ids(step)
+
+    def steps_of(self, epochs: int) -> int:
+        """Optimizer steps in so many passes over the data."""
+        while len(self._firsts) <= epochs:
+            self.epoch_of(self._firsts[-1])
+        return self._firsts[epochs]
+
+    def remarks(self) -> list[str]:
+        """What keeps steps of the first epoch from their tokens, one sentence each."""
+        ids, ends = self._epoch(0)
+        each = np.diff(ends, prepend=0)
+        tokens = np.add.reduceat(self._lengths[ids], ends - each)
+        short = tokens[:-1] < self.tokens  # the last has what is left
+        found: list[str] = []
+        if short.any():
+            found.append(
+                f"{int(short.sum())} of the {len(ends)} steps of the first epoch end with {self.batch} samples, the "
+                f"most by batch={self.batch}, before these have the {self.tokens} tokens of batch_tokens: a larger "
+                f"batch lets them go on."
+            )
+        elif len(ends) == 1 and tokens[0] < self.tokens:
+            found.append(
+                f"batch_tokens of {self.tokens} are more than there are: each step has all {self.length} samples of an "
+                f"epoch, {int(tokens[0])} tokens."
+            )
+        return found
+
+    def _epoch(self, epoch: int) -> _Epoch:
+        if (known := self._known.get(epoch)) is not None:
+            return known
+        ids = self._order(epoch)
+        while len(self._known) >= _KEPT:
+            del self._known[min(self._known)]
+        return self._known.setdefault(epoch, _Epoch(ids, self._ends(self._lengths[ids])))
+
+    def _order(self, epoch: int) -> np.ndarray:
+        if self._orders is not None:
+            return self._orders(epoch)
+        ids = np.arange(self.length, dtype=np.int64)
+        return Permutation.keyed(self.length, self._seed, epoch)(ids) if self._shuffle else ids
+
+    def _ends(self, lengths: np.ndarray) -> np.ndarray:
+        """Where each step ends: after the sample with which there are enough tokens, or the most samples."""
+        total = np.cumsum(lengths)
+        ends, begin, taken = list[int](), 0, 0
+        while begin < len(total):
+            enough = int(np.searchsorted(total, taken + self.tokens)) + 1
+            begin = min(enough, begin + self.batch, len(total))
+            taken = int(total[begin - 1])
+            ends.append(begin)
+        return np.asarray(ends, dtype=np.int64)
+
+
+def lengths_of(given: TokenBatch, size: int) -> np.ndarray:
+    """The lengths of the ``size`` samples of the data, int64.
+
+    Raises:
+        SpecError: if there is not one, a whole number of 0 or more, for each; or no sample, or too many.
+    """
+    if not 1 <= size <= LARGEST:
+        fix = "data=lambda: dataset    # with len(dataset) >= 1"
+        raise SpecError.of("job.data", f"data of {size} samples", "1 sample or more", fix)
+    where = "px.TokenBatch.lengths"
+    found = numbers_of_samples(given.lengths, where, "whole numbers, 0 or more", _FIX)
+    if (parts := found != np.floor(found)).any():
+        place = int(parts.argmax())
+        raise SpecError.of(where, f"{found[place]} at place {place}", "whole numbers, 0 or more", _FIX)
+    if len(found) != size:
+        raise SpecError.of(where, f"{len(found)} lengths", f"one for each of the {size} samples of the data", _FIX)
+    return found.astype(np.int64)
+
+
+def lengths_print(job: Job, size: int | None) -> str:
+    """What tells the lengths of a job's samples from others; empty where it has none."""
+    if job.batch_tokens is None or size is None:
+        return ""
+    return f"lengths {zlib.crc32(lengths_of(job.batch_tokens, size).astype('<i8').tobytes()):08x}"
+
+
+def beside_token_batches(dataset: Any) -> SpecError:
+    """That ``dataset``, which changes with the step or is a stream, has no batches of so many tokens."""
+    given = f"batch_tokens with a {type(dataset).__name__}"
+    allowed = "map-style data (__getitem__ and __len__), with the length of each sample known before the run"
+    return SpecError.of("job.batch_tokens", given, allowed, "batch_tokens=None")

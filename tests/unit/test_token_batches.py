@@ -1,0 +1,179 @@
+"""Where each step ends that takes samples until they come to so many tokens; what is refused, and found in a ledger."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import phalanx as px
+from phalanx.data import Lane, Ledger, Loader, TokenBatchSampler, audit_run
+from phalanx.data.loader import data_facts
+from phalanx.data.sampler import Permutation
+from phalanx.errors import SpecError
+from phalanx.parallel.assemble import check
+from phalanx.train.traced_job import steps_of
+
+pytestmark = pytest.mark.quick
+
+LENGTHS = [5, 3, 9, 2, 7, 4, 26, 3, 6, 8]
+
+
+def rows(count: int = len(LENGTHS)) -> px.Table:
+    return px.Table(x=torch.zeros(count, 3))
+
+
+def job(**how: Any) -> px.Job:
+    made: dict[str, Any] = {
+        "model": lambda: torch.nn.Linear(3, 2),
+        "data": rows,
+        "loss": lambda output, batch: output.mean(),
+        "optimizer": lambda params: torch.optim.SGD(params, lr=0.1),
+        "batch": 8,
+        "batch_tokens": px.TokenBatch(12, LENGTHS),
+        "epochs": 2,
+        **how,
+    }
+    return px.Job(**made)
+
+
+def by_hand(lengths: list[int], tokens: int, most: int, epochs: int, order: Callable[[int], list[int]]) -> list[Any]:
+    found: list[Any] = []
+    for epoch in range(epochs):
+        taken: list[int] = []
+        for index in order(epoch):
+            taken.append(index)
+            if sum(lengths[one] for one in taken) >= tokens or len(taken) == most:
+                found.append((epoch, taken))
+                taken = []
+        found += [(epoch, taken)] if taken else []
+    return found
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.integers(0, 30), min_size=1, max_size=40), st.integers(1, 60), st.integers(1, 9), st.booleans())
+def test_every_step_is_where_adding_up_comes_to(lengths: list[int], tokens: int, most: int, shuffle: bool) -> None:
+    given, size = job(batch=most, batch_tokens=px.TokenBatch(tokens, lengths), shuffle=shuffle), len(lengths)
+
+    def order(epoch: int) -> list[int]:
+        return Permutation.keyed(size, 0, epoch)(np.arange(size)).tolist() if shuffle else list(range(size))
+
+    must = by_hand(lengths, tokens, most, 4, order)
+    sampler = TokenBatchSampler(given, size)
+    assert sampler.steps_of(4) == len(must)
+    assert [(epoch, ids.tolist()) for _, epoch, ids in sampler.walk(0, len(must))] == must
+    anew = TokenBatchSampler(given, size)  # the last first, as who goes on
+    for step in reversed(range(len(must))):
+        assert (anew.epoch_of(step), anew.ids(step).tolist()) == must[step]
+        assert anew.samples(step) == len(must[step][1])
+
+
+def test_a_sampler_says_the_order_and_may_repeat() -> None:
+    given = job(sampler=px.Sampler(lambda seed, epoch: [6, 0, 0, 9, 1], repeats=True))
+    assert [ids.tolist() for *_, ids in TokenBatchSampler(given, 10).walk(0, 3)] == [[6], [0, 0, 9], [1]]
+
+
+@pytest.mark.parametrize("lengths", [np.asarray(LENGTHS), torch.tensor(LENGTHS), tuple(LENGTHS), map])
+def test_lengths_of_any_kind(lengths: Any) -> None:
+    if lengths is map:
+        with pytest.raises(SpecError, match="given a map; allowed: one whole number, 0 or more, for each sample"):
+            px.TokenBatch(12, map(len, ["a"]))
+        return
+    assert TokenBatchSampler(job(batch_tokens=px.TokenBatch(12, lengths)), 10).steps_of(1) > 1
+
+
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        ({"batch_tokens": 8192}, "8192; allowed: a px.TokenBatch, which has the lengths"),
+        ({"batch_ramp": {0: 4, 9: 8}}, "batch_tokens and a batch_ramp"),
+        ({"drop_last": True}, "drop_last=True with batch_tokens"),
+        ({"sampler": px.buckets(LENGTHS)}, "px.buckets"),
+        ({"schedule": px.Schedule(warmup_samples=40)}, "warm-up in samples with batch_tokens"),
+    ],
+)
+def test_what_cannot_stand_beside_it_is_refused(how: dict[str, Any], words: str) -> None:
+    with pytest.raises(SpecError, match=words):
+        job(**how)
+
+
+@pytest.mark.parametrize("tokens", [0, -1, 2.5, True, "8192"])
+def test_what_is_no_number_of_tokens_is_refused(tokens: Any) -> None:
+    with pytest.raises(SpecError, match=r"px\.TokenBatch\.tokens"):
+        px.TokenBatch(tokens, LENGTHS)
+
+
+class Stream:
+    def __iter__(self) -> Any:
+        return iter([{"x": torch.zeros(3)}] * 10)
+
+
+@pytest.mark.parametrize(
+    ("data", "lengths", "words"),
+    [
+        (Stream(), LENGTHS, "batch_tokens with a Stream"),
+        (px.Curriculum({0: rows(), 5: rows()}), LENGTHS * 2, "batch_tokens with a Curriculum"),
+        (rows(), LENGTHS[1:], "9 lengths; allowed: one for each of the 10 samples"),
+        (rows(), [*LENGTHS[:9], 2.5], "2.5 at place 9"),
+        (rows(), [*LENGTHS[:9], -1], "-1.0 at place 9"),
+        (rows(), ["a"] * 10, "whole numbers, 0 or more"),
+    ],
+)
+def test_data_that_do_not_go_with_it_are_refused(data: Any, lengths: Any, words: str) -> None:
+    with pytest.raises(SpecError, match=words):
+        Loader(data, job(steps=3, epochs=None, batch_tokens=px.TokenBatch(12, lengths)), Lane(), micro=None)
+
+
+def test_shares_by_speed_are_refused() -> None:
+    assert any("shares=auto with batch_tokens" in one.given for one in check(job(), px.Plan.parse("dp=2 shares=auto")))
+    assert not check(job(), px.Plan.parse("dp=2 shares=3,1"))
+
+
+def test_steps_are_counted() -> None:
+    assert (
+        steps_of(job())
+        == TokenBatchSampler(job(), 10).steps_of(2)
+        == Loader(rows(), job(), Lane(), micro=None).total_steps
+    )
+
+
+def test_what_ends_steps_before_their_tokens_is_told() -> None:
+    def said(**how: Any) -> list[str]:
+        return Loader(rows(), job(**how), Lane(), micro=None).remarks
+
+    assert said() == []
+    assert "end with 2 samples, the most by batch=2, before these have the 12 tokens" in said(batch=2)[0]
+    most = px.TokenBatch(500, LENGTHS)
+    assert (
+        "more than there are: each step has all 10 samples of an epoch, 73 tokens"
+        in said(batch=64, batch_tokens=most)[0]
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "change"),
+    [
+        ("", lambda step, ids: ids),
+        ("never seen", lambda step, ids: ids[1:] if step == 1 else ids),
+        ("seen more than once", lambda step, ids: [*ids, *ids[:1]] if step == 1 else ids),
+        ("step 2 is missing", lambda step, ids: [] if step == 2 else ids),
+        ("beyond the 10 samples", lambda step, ids: [one + 10 for one in ids] if step == 1 else ids),
+        ("12 samples instead of 1 to 8", lambda step, ids: range(12) if step == 1 else ids),
+    ],
+)
+def test_a_ledger_with_a_fault(words: str, change: Callable[[int, Any], Any], tmp_path: Path) -> None:
+    loader = Loader(rows(), job(), Lane(), micro=None)
+    with Ledger(tmp_path, rank=0, first_step=0) as ledger:
+        for batch in loader:
+            if ids := tuple(change(batch.step, batch.parts[0][0].ids)):
+                ledger.record(replace(batch, parts=((replace(batch.parts[0][0], ids=ids, samples=len(ids)),),)))
+    start = {"batch": 8, "batch_tokens": 12, "drop_last": False, **data_facts(loader)}
+    found = audit_run(tmp_path, start)
+    assert any(words in one for one in found) if words else found == []
