@@ -14,7 +14,7 @@ from phalanx.checkpoint.sections import FROZEN, MODEL, OPTIMIZER, name_in, take_
 from phalanx.config import Job, RunSpec
 from phalanx.data import Lane, Loader
 from phalanx.errors import CheckpointError, SpecError
-from phalanx.train.state import identity
+from phalanx.train.state import FILES, identity
 from phalanx.units import show_names
 
 
@@ -73,14 +73,14 @@ def refuse_other_data(path: Path, job: Job) -> None:
     try:
         saved: Any = read_state(path).get("identity")
         loader = Loader(job.data(), job, Lane(), micro=None)
-        now = identity(job, loader.length, loader.order)
+        now = identity(job, loader.told)
     except SpecError:
         raise
     except Exception:
         return
     if not isinstance(saved, dict):
         return
-    names = {"samples": "samples of the data", "sampler": "their order"}
+    names = {"samples": "samples of the data", "sampler": "their order", FILES: FILES}
     differs = [
         f"{said}: {saved[key]} there, {now[key]} now"
         for key, said in names.items()

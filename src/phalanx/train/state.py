@@ -28,7 +28,7 @@ from phalanx.train.loss_scaling import LossScale
 if TYPE_CHECKING:
     from phalanx.checkpoint import PartTensor, TensorPart
 
-_FILES = "files of the data"
+FILES = "files of the data"
 
 
 def training_state(path: Path) -> dict[str, Any]:
@@ -233,7 +233,7 @@ def identity(job: Job, data: Mapping[str, Any] | None = None) -> dict[str, Any]:
     }
     if data is None:
         return own
-    return own | {"samples": data["length"], "sampler": data["order"] or None, _FILES: data["files"]}
+    return own | {"samples": data["length"], "sampler": data["order"] or None, FILES: data["files"]}
 
 
 def _hyper_parameters(group: dict[str, Any], kept: frozenset[str]) -> dict[str, Any]:
@@ -259,7 +259,7 @@ def refuse_other_job(saved: dict[str, Any], now: dict[str, Any], path: Path) -> 
     Raises:
         CheckpointError: with what differs.
     """
-    saved = {_FILES: now[_FILES], **saved}  # of an earlier version it is not known
+    saved = {FILES: now[FILES], **saved}  # of an earlier version it is not known
     if other := [f"{key}: {saved.get(key)} there, {now[key]} now" for key in now if saved.get(key) != now[key]]:
         raise CheckpointError(
             f"{path} belongs to another job ({'; '.join(other)}): a step would mean other samples.\n"
