@@ -245,7 +245,7 @@ def test_masks_of_no_sample_are_refused_where_the_batch_is_split() -> None:
 def test_a_plan_that_compiles_is_refused_before_anything_runs() -> None:
     with pytest.raises(RefusedError, match="compiled blocks draw masks of their own") as caught:
         px.prove(dropping(), "dp=2 compile=true", dropout=True)
-    assert '--plan "dp=2"' in str(caught.value)
+    assert 'plan="dp=2"' in str(caught.value)
 
 
 class Positions(nn.Module):
