@@ -1,0 +1,254 @@
+"""What a launch target offers, and the table of those there are.
+
+A target is an engine that starts processes elsewhere: hosts reached by SSH, a queue. Whatever it is, each process of
+the run is ``phalanx worker RUNFILE``, and finds its place in the environment as torchrun sets it. A new target is one
+file with a ``Target`` and a line in ``TARGETS``.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import shlex
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from importlib import import_module
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+from phalanx.config import RunSpec
+from phalanx.errors import Problem, SpecError
+from phalanx.files import read_text, replace_text
+
+# A text each, so that what one target needs is imported only where that one is asked for.
+TARGETS = {"ssh": "phalanx.launch.targets.ssh:SshTarget", "slurm": "phalanx.launch.targets.slurm:SlurmTarget"}
+"""Every target: the word before the colon in ``--to``, and its class."""
+
+FOLDER = "launch"
+"""What a launch writes in the run folder stands in a folder of this name."""
+
+_TICKET = "ticket.json"
+
+State = Literal["waiting", "running", "ended", "stopped", "failed", "unknown"]
+"""How a run that was handed over stands: ``unknown`` where the target has forgotten it or cannot be asked."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Option:
+    """One option of a target, ``--time 12h``: what it is, as ``--help`` says it, and an example."""
+
+    help: str
+    example: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Submission:
+    """What is handed over; the same for every target.
+
+    Attributes:
+        run: as the workers read it, with absolute paths; it goes on where its folder holds a checkpoint, since a target
+            may start workers again.
+        name: the job's.
+        python: the interpreter that workers run under, on the other side.
+        options: the target's own, by their names without dashes.
+    """
+
+    run: RunSpec
+    name: str
+    python: str
+    options: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def folder(self) -> Path:
+        """Where this launch's files go."""
+        return self.run.folder / FOLDER
+
+    @property
+    def runfile(self) -> Path:
+        """What workers read."""
+        return self.folder / "run.toml"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Prepared:
+    """All that a target will write and run, in order: what ``--dry-run`` shows, and what ``submit`` does.
+
+    Attributes:
+        submission: what it is for.
+        files: path → text.
+        commands: each as its words.
+    """
+
+    submission: Submission
+    files: Mapping[Path, str]
+    commands: tuple[tuple[str, ...], ...]
+
+    def write(self) -> None:
+        """Write the files, and make their folders."""
+        for path, text in self.files.items():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            replace_text(path, text)
+
+    def shown(self) -> str:
+        """The files and commands as text."""
+        parts = [f"# {path}\n{text.rstrip()}\n" for path, text in self.files.items()]
+        return "\n".join([*parts, *(f"$ {shlex.join(words)}" for words in self.commands)])
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Standing:
+    """How a run stands there, and what the target says of it in its own words."""
+
+    state: State
+    detail: str = ""
+
+
+class Submitted(ABC):
+    """A run that was handed over."""
+
+    @property
+    @abstractmethod
+    def ticket(self) -> Mapping[str, Any]:
+        """What finds it again, from any process: JSON."""
+
+    @abstractmethod
+    def wait(self, say: Callable[[str], None], look: Callable[[], None]) -> int:
+        """Follow it to its end. ``say`` gets lines as they come, ``look`` is called about ten times a second.
+
+        Returns:
+            The exit code of the run: 0 where it came to its end, 75 where it saved and stopped.
+
+        Raises:
+            RunError: it failed; what failed first is named.
+            KeyboardInterrupt, SystemExit: this process was asked to stop; what that means to the run the target says.
+        """
+
+
+class Target(ABC):
+    """One place to hand runs to. Made with the text after the colon of ``--to``, which it refuses where it is wrong."""
+
+    name: ClassVar[str]
+    options: ClassVar[Mapping[str, Option]]
+    attached: ClassVar[bool]
+    """Whether a run lives only as long as the process that launched it."""
+
+    @abstractmethod
+    def __init__(self, address: str) -> None:
+        """
+        Raises:
+            SpecError: with everything that is wrong in the address, and what it leads to.
+        """
+
+    @abstractmethod
+    def prepare(self, submission: Submission) -> Prepared:
+        """What would be written and run. Nothing is written, and nothing runs but what only reads.
+
+        Raises:
+            SpecError: with everything in the submission that this target cannot do.
+        """
+
+    @abstractmethod
+    def submit(self, prepared: Prepared) -> Submitted:
+        """Write the files and hand the run over. Returns at once.
+
+        Raises:
+            RunError: the target refuses it, in the target's own words; nothing of it is left.
+        """
+
+    @abstractmethod
+    def standing(self, ticket: Mapping[str, Any]) -> Standing:
+        """How the run of that ticket stands."""
+
+    @abstractmethod
+    def stop(self, ticket: Mapping[str, Any]) -> None:
+        """Have it save and stop; returns at once. Nothing where it has ended.
+
+        Raises:
+            RunError: the target cannot be asked.
+        """
+
+    @abstractmethod
+    def log(self, ticket: Mapping[str, Any], rank: int | None) -> Path:
+        """The file with what ``rank`` printed, or what all did where that is ``None``; it may not be there yet.
+
+        Raises:
+            SpecError: this target does not keep ranks apart.
+        """
+
+
+def find_target(text: str) -> Target:
+    """The target that ``--to`` names: ``ssh:hosts.toml``, ``slurm``.
+
+    Raises:
+        SpecError: there is none of that name, or what follows the colon is wrong.
+    """
+    name, _, address = text.partition(":")
+    if name not in TARGETS:
+        near = difflib.get_close_matches(name, TARGETS, n=1, cutoff=0.4)
+        allowed = ", ".join(TARGETS)
+        raise SpecError.of(where="--to", given=repr(text), allowed=allowed, fix=f"--to {(near or ['slurm'])[0]}")
+    module, _, kind = TARGETS[name].partition(":")
+    return getattr(import_module(module), kind)(address)
+
+
+def settled_options(target: Target, words: list[str]) -> dict[str, str]:
+    """The target's own options out of the ``words`` of a command line, by their names without dashes.
+
+    Raises:
+        SpecError: with every word that is none, and the nearest there is.
+    """
+    found: dict[str, str] = {}
+    problems: list[Problem] = []
+    rest = list(words)
+    while rest:
+        word, equals, value = rest.pop(0).partition("=")
+        name = word.removeprefix("--")
+        option = target.options.get(name)
+        if not word.startswith("--") or option is None:
+            problems.append(_unknown(target, word))
+            if not equals and rest and not rest[0].startswith("--"):
+                rest.pop(0)
+            continue
+        if not equals:
+            if not rest or rest[0].startswith("--"):
+                allowed, fix = option.help, f"--{name} {option.example}"
+                problems.append(Problem(where=word, given="no value", allowed=allowed, fix=fix))
+                continue
+            value = rest.pop(0)
+        found[name] = value
+    if problems:
+        raise SpecError(problems)
+    return found
+
+
+def _unknown(target: Target, word: str) -> Problem:
+    names = [f"--{name}" for name in target.options]
+    near = difflib.get_close_matches(word, names, n=1, cutoff=0.4)
+    fix = f"{near[0]} {target.options[near[0][2:]].example}" if near else "phalanx launch --help"
+    allowed = f"options of {target.name}: {', '.join(names) or 'it has none'}"
+    return Problem(where="--to", given=f"{target.name}, with {word}", allowed=allowed, fix=fix)
+
+
+def write_ticket(submission: Submission, to: str, ticket: Mapping[str, Any]) -> None:
+    """Leave in the run folder what finds the run again."""
+    replace_text(submission.folder / _TICKET, json.dumps({"to": to, **ticket}) + "\n")
+
+
+def ticket_of(folder: Path) -> tuple[Target, Mapping[str, Any]]:
+    """Where the run in ``folder`` was handed to, and its ticket.
+
+    Raises:
+        SpecError: it was not launched, or what says so is damaged.
+    """
+    path = folder / FOLDER / _TICKET
+    fix = "phalanx launch JOB --to slurm"
+    if not path.is_file():
+        given = f"{folder}, which no phalanx launch handed over"
+        raise SpecError.of(where="RUN", given=given, allowed="the folder of a launched run", fix=fix)
+    try:
+        told = json.loads(read_text(path, where="ticket", fix=fix))
+        return find_target(told["to"]), told
+    except (ValueError, KeyError, TypeError):
+        allowed = "what phalanx launch wrote"
+        raise SpecError.of(where="RUN", given=f"{path}, which is damaged", allowed=allowed, fix=fix) from None
