@@ -2,11 +2,12 @@
 
 from phalanx.launch.targets.target import (
     TARGETS,
+    AttachedTarget,
     Option,
     Prepared,
+    QueueTarget,
     Standing,
     Submission,
-    Submitted,
     Target,
     find_target,
     ticket_of,
@@ -14,11 +15,12 @@ from phalanx.launch.targets.target import (
 
 __all__ = [
     "TARGETS",
+    "AttachedTarget",
     "Option",
     "Prepared",
+    "QueueTarget",
     "Standing",
     "Submission",
-    "Submitted",
     "Target",
     "find_target",
     "ticket_of",

@@ -2,7 +2,7 @@
 
 A target is an engine that starts processes elsewhere: hosts reached by SSH, a queue. Whatever it is, each process of
 the run is ``phalanx worker RUNFILE``, and finds its place in the environment as torchrun sets it. A new target is one
-file with a ``Target`` and a line in ``TARGETS``.
+file with an ``AttachedTarget`` or a ``QueueTarget``, and a line in ``TARGETS``.
 """
 
 from __future__ import annotations
@@ -11,15 +11,18 @@ import difflib
 import json
 import shlex
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from phalanx.config import RunSpec
 from phalanx.errors import Problem, SpecError
 from phalanx.files import read_text, replace_text
+
+if TYPE_CHECKING:
+    from phalanx.launch.launcher import Launcher
 
 # A text each, so that what one target needs is imported only where that one is asked for.
 TARGETS = {"ssh": "phalanx.launch.targets.ssh:SshTarget", "slurm": "phalanx.launch.targets.slurm:SlurmTarget"}
@@ -104,40 +107,17 @@ class Standing:
     detail: str = ""
 
 
-class Submitted(ABC):
-    """A run that was handed over."""
-
-    @property
-    @abstractmethod
-    def ticket(self) -> Mapping[str, Any]:
-        """What finds it again, from any process: JSON."""
-
-    @abstractmethod
-    def wait(self, say: Callable[[str], None], look: Callable[[], None]) -> int:
-        """Follow it to its end. ``say`` gets lines as they come, ``look`` is called about ten times a second.
-
-        Returns:
-            The exit code of the run: 0 where it came to its end, 75 where it saved and stopped.
-
-        Raises:
-            RunError: it failed; what failed first is named.
-            KeyboardInterrupt, SystemExit: this process was asked to stop; what that means to the run the target says.
-        """
-
-
 class Target(ABC):
     """One place to hand runs to. Made with the text after the colon of ``--to``, which it refuses where it is wrong."""
 
     name: ClassVar[str]
     options: ClassVar[Mapping[str, Option]]
-    attached: ClassVar[bool]
-    """Whether a run lives only as long as the process that launched it."""
 
     @abstractmethod
     def __init__(self, address: str) -> None:
         """
         Raises:
-            SpecError: with everything that is wrong in the address, and what it leads to.
+            SpecError: with everything that is wrong in the address, and in what it leads to.
         """
 
     @abstractmethod
@@ -148,20 +128,32 @@ class Target(ABC):
             SpecError: with everything in the submission that this target cannot do.
         """
 
+
+class AttachedTarget(Target):
+    """A target whose runs live as long as the process that launched them, which supervises their workers."""
+
     @abstractmethod
-    def submit(self, prepared: Prepared) -> Submitted:
-        """Write the files and hand the run over. Returns at once.
+    def launcher(self) -> Launcher:
+        """What starts the workers there."""
+
+
+class QueueTarget(Target):
+    """A target that takes a run, and runs it when and as often as it sees fit; a ticket finds it again."""
+
+    @abstractmethod
+    def submit(self, prepared: Prepared) -> Mapping[str, Any]:
+        """Write the files and hand the run over. Returns its ticket, which can be JSON, at once.
 
         Raises:
             RunError: the target refuses it, in the target's own words; nothing of it is left.
         """
 
     @abstractmethod
-    def standing(self, ticket: Mapping[str, Any]) -> Standing:
-        """How the run of that ticket stands."""
+    def standing(self, ticket: Mapping[str, Any], folder: Path) -> Standing:
+        """How the run of that ticket stands, whose run folder is ``folder``."""
 
     @abstractmethod
-    def stop(self, ticket: Mapping[str, Any]) -> None:
+    def stop(self, ticket: Mapping[str, Any], folder: Path) -> None:
         """Have it save and stop; returns at once. Nothing where it has ended.
 
         Raises:
@@ -169,7 +161,7 @@ class Target(ABC):
         """
 
     @abstractmethod
-    def log(self, ticket: Mapping[str, Any], rank: int | None) -> Path:
+    def log(self, ticket: Mapping[str, Any], folder: Path, rank: int | None) -> Path:
         """The file with what ``rank`` printed, or what all did where that is ``None``; it may not be there yet.
 
         Raises:
