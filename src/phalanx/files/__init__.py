@@ -2,10 +2,22 @@
 
 from phalanx.files.documents import json_value, read_json, read_toml, toml_table
 from phalanx.files.plain_files import make_folder, open_plain, read_text, refuse_links, replace_file, replace_text
-from phalanx.files.single_writer import Token, check_writer, is_written, join, refuse_taken, release, take, token_of
+from phalanx.files.single_writer import (
+    Token,
+    Writer,
+    check_writer,
+    is_written,
+    join,
+    refuse_taken,
+    release,
+    take,
+    token_of,
+    writer_of,
+)
 
 __all__ = [
     "Token",
+    "Writer",
     "check_writer",
     "is_written",
     "join",
@@ -23,4 +35,5 @@ __all__ = [
     "take",
     "token_of",
     "toml_table",
+    "writer_of",
 ]

@@ -140,6 +140,24 @@ def is_written(folder: Path) -> bool:
     return False
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Writer:
+    """The process that took a folder last; it may have ended."""
+
+    host: str
+    pid: int
+
+
+def writer_of(folder: Path) -> Writer | None:
+    """Who took ``folder`` last; ``None`` where nobody has, or what says so cannot be read."""
+    try:
+        found = _read(folder)
+    except (OSError, SpecError):
+        return None
+    host, pid = found.get("host"), _whole(found.get("pid"))
+    return Writer(host=host, pid=pid) if isinstance(host, str) and pid else None
+
+
 def token_of(folder: Path) -> Token | None:
     """The token that this process, or the one it was forked from, has of ``folder``; ``None`` where it has none."""
     held = _held.get(Path(folder).resolve())

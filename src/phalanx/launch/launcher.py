@@ -152,7 +152,13 @@ class Workers(ABC):
 
 
 class Launcher(ABC):
-    """One way of starting workers. It has no state: what it started is in the ``Workers`` it gives."""
+    """One way of starting workers. What it started is in the ``Workers`` it gives.
+
+    Attributes:
+        here: workers run on this machine, so that a forecast for its devices is one of the run.
+    """
+
+    here: bool = True
 
     @abstractmethod
     def place(self) -> Place | None:
@@ -186,15 +192,21 @@ class Launcher(ABC):
 
 
 def find_launcher(name: str) -> Launcher:
-    """The launcher of that name.
+    """The launcher of that name; ``ssh:hosts.toml`` is that of a target whose runs are followed from here.
 
     Raises:
-        SpecError: there is none; it lists those there are.
+        SpecError: there is none; it lists those there are. Or what follows the colon is wrong.
     """
+    if ":" in name:
+        from phalanx.launch.targets import AttachedTarget, find_target
+
+        if isinstance(target := find_target(name), AttachedTarget):
+            return target.launcher()
     if name not in LAUNCHERS:
         near = difflib.get_close_matches(name, LAUNCHERS, n=1, cutoff=0.4)
         fix = f'launcher="{near[0] if near else "local"}"'
-        raise SpecError.of(where="launcher", given=repr(name), allowed=", ".join(LAUNCHERS), fix=fix)
+        allowed = ", ".join([*LAUNCHERS, "ssh:hosts.toml"])
+        raise SpecError.of(where="launcher", given=repr(name), allowed=allowed, fix=fix)
     module, _, kind = LAUNCHERS[name].partition(":")
     return getattr(import_module(module), kind)()
 

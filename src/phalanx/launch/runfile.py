@@ -19,7 +19,7 @@ _STEP = re.compile(r"step-(\d+)")
 _LONGEST = 200  # bytes of a folder's name, of 255 that most file systems allow
 ENTRIES = (
     *("run.toml", "plan.toml", "placement.json", "forecast.json", "events.jsonl", "writer.json"),
-    *("checkpoints", "ledger", "accidents", "servers", "tensorboard", ".secret"),
+    *("checkpoints", "ledger", "accidents", "servers", "tensorboard", "launch", ".secret"),
 )
 """All that a run reads and writes in its folder: whoever adds to it stands here, for no link there is followed."""
 

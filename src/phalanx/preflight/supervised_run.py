@@ -112,6 +112,7 @@ def _train(
 ) -> None:
     size, folder, hosts, cores = ElasticSize.of(job, spec) if spec.devices else None, spec.folder, how.hosts, how.cores
     spec = spec.resized_to(size.plan) if size else spec
+    spec = spec if how.launcher.here else replace(spec, forecast="none")
     found, restarts = Findings(), Restarts(spec.restarts, folder, size)
 
     def work(place: Place, report: StepReport) -> dict[str, Any]:

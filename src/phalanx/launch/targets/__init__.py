@@ -10,6 +10,7 @@ from phalanx.launch.targets.target import (
     Submission,
     Target,
     find_target,
+    target_class,
     ticket_of,
 )
 
@@ -23,5 +24,6 @@ __all__ = [
     "Submission",
     "Target",
     "find_target",
+    "target_class",
     "ticket_of",
 ]

@@ -169,6 +169,12 @@ class QueueTarget(Target):
         """
 
 
+def target_class(name: str) -> type[Target]:
+    """The class of the target of that name, which there is."""
+    module, _, kind = TARGETS[name].partition(":")
+    return getattr(import_module(module), kind)
+
+
 def find_target(text: str) -> Target:
     """The target that ``--to`` names: ``ssh:hosts.toml``, ``slurm``.
 
@@ -180,8 +186,7 @@ def find_target(text: str) -> Target:
         near = difflib.get_close_matches(name, TARGETS, n=1, cutoff=0.4)
         allowed = ", ".join(TARGETS)
         raise SpecError.of(where="--to", given=repr(text), allowed=allowed, fix=f"--to {(near or ['slurm'])[0]}")
-    module, _, kind = TARGETS[name].partition(":")
-    return getattr(import_module(module), kind)(address)
+    return target_class(name)(address)
 
 
 def settled_options(target: Target, words: list[str]) -> dict[str, str]:
@@ -225,6 +230,27 @@ def _unknown(target: Target, word: str) -> Problem:
 def write_ticket(submission: Submission, to: str, ticket: Mapping[str, Any]) -> None:
     """Leave in the run folder what finds the run again."""
     replace_text(submission.folder / _TICKET, json.dumps({"to": to, **ticket}) + "\n")
+
+
+def refuse_handed_over(folder: Path) -> None:
+    """Refuse a folder whose run was handed over before and still waits or runs.
+
+    Raises:
+        SpecError: it does, with what its target says.
+    """
+    if not (folder / FOLDER / _TICKET).exists():
+        return
+    target, ticket = ticket_of(folder)
+    if isinstance(target, QueueTarget):
+        standing = target.standing(ticket, folder)
+        if standing.state in ("waiting", "running"):
+            given = f"{folder}, whose run {target.name} has already: {standing.state} {standing.detail}".rstrip()
+            raise SpecError.of("run.folder", given, "one launch of a folder at a time", f"phalanx stop {folder}")
+
+
+def attached_log(folder: Path, rank: int | None) -> Path:
+    """The file in the run folder with what ``rank`` has printed, or all, under a launcher that has followed the run."""
+    return folder / FOLDER / ("output.log" if rank is None else f"rank-{rank}.log")
 
 
 def ticket_of(folder: Path) -> tuple[Target, Mapping[str, Any]]:

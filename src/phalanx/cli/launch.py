@@ -1,0 +1,170 @@
+"""``phalanx launch``: a run handed to hosts or a queue."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from phalanx.cli.options import job_argument
+from phalanx.cli.output import json_option, print_json
+from phalanx.cli.run_options import RunCommand, run_options
+from phalanx.cli.settings import Given, earlier_run, settle
+from phalanx.config import Job, RunSpec
+from phalanx.config.run import override
+from phalanx.errors import SpecError
+
+if TYPE_CHECKING:
+    from phalanx.launch.targets import QueueTarget, Submission, Target
+
+
+class _LaunchCommand(RunCommand):
+    """Below its own options ``--help`` has those of each target."""
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        from phalanx.launch.targets import TARGETS, target_class
+
+        super().format_options(ctx, formatter)
+        for name in TARGETS:
+            options = target_class(name).options
+            if options:
+                with formatter.section(f"Options of --to {name}"):
+                    formatter.write_dl([(f"--{key} {one.example}", one.help) for key, one in options.items()])
+
+
+@click.command(
+    "launch",
+    short_help="Hand a job to hosts by SSH, or to Slurm.",
+    cls=_LaunchCommand,
+    context_settings={"ignore_unknown_options": True, "allow_extra_args": True},
+)
+@job_argument
+@run_options
+@click.option("--to", required=True, metavar="TARGET", help="ssh:hosts.toml or slurm.")
+@click.option("--python", default=sys.executable, help="The interpreter on the other side [this one's path].")
+@click.option("--dry-run", is_flag=True, help="Show in full what would be written and run, and do nothing.")
+@click.option("--quiet", is_flag=True, help="Show neither plan nor progress.")
+@json_option
+@click.pass_context
+def command(
+    ctx: click.Context,
+    job: str,
+    to: str,
+    python: str,
+    dry_run: bool,
+    quiet: bool,
+    as_json: bool,
+    **options: Any,
+) -> None:
+    """Train JOB elsewhere: --to ssh:hosts.toml on hosts that a file names, --to slurm in a queue.
+
+    The job's file, its data and the run folder have to be at the same place there. A run by SSH is followed from here
+    and ends with this command. A queue takes the run and this command ends: phalanx status, logs and stop find it by
+    its folder. Options of a target stand beside the run's own.
+
+    \b
+    Examples:
+      phalanx launch train.py --to ssh:hosts.toml --plan "dp=2 fsdp=8"
+      phalanx launch train.py --to slurm --nodes 4 --time 12h --plan "fsdp=32"
+      phalanx launch train.py --to slurm --nodes 4 --plan dp=32 --dry-run
+    """
+    from phalanx.launch.targets import QueueTarget, find_target
+    from phalanx.launch.targets.target import settled_options
+
+    target = find_target(to)
+    own = settled_options(target, ctx.args)
+    if not dry_run and not isinstance(target, QueueTarget):
+        from phalanx.cli.train import command as train
+
+        ctx.invoke(
+            train, job=job, launcher=to, tensorboard=False, quiet=quiet, explain=False, as_json=as_json, **options
+        )
+        return
+    run, loaded = _settled(job, options)
+    submission = _submission(target, run, loaded, python, own)
+    prepared = target.prepare(submission)
+    if dry_run:
+        if as_json:
+            files = {str(path): text for path, text in prepared.files.items()}
+            print_json({"files": files, "commands": [list(words) for words in prepared.commands]})
+        else:
+            click.echo(prepared.shown())
+        return
+    assert isinstance(target, QueueTarget)
+    _hand_over(target, submission, loaded, to, as_json=as_json)
+
+
+def _settled(job: str, options: dict[str, Any]) -> tuple[RunSpec, Job]:
+    """The run as it is asked for, and its job.
+
+    Raises:
+        SpecError: neither a plan nor a number of devices is given: those that are here are not those that are there.
+    """
+    from phalanx.launch import load_job
+    from phalanx.launch.jobfile import going_on
+
+    given = Given.of(job, options)
+    earlier = earlier_run(given)
+    if given.plan is None and given.devices is None and earlier is None:
+        allowed = "a plan: which devices there are is not known here"
+        raise SpecError.of("--plan", "none", allowed, '--plan "dp=2 fsdp=8"; phalanx plan JOB --on 2x8xH100 finds one')
+    if earlier:
+        given = replace(given, job=going_on(job, earlier.job))
+    loaded = load_job(given.job)
+    run, _ = settle(given, earlier, loaded)
+    return run, override(loaded, run)
+
+
+def _submission(target: Target, run: RunSpec, job: Job, python: str, own: dict[str, str]) -> Submission:
+    from phalanx.launch.runfile import absolute
+    from phalanx.launch.targets import Submission
+
+    if run.from_step is not None:
+        given, allowed = f"{run.from_step}, with {target.name}", "not of a target that may start workers again"
+        fix = f"phalanx checkpoint prune {run.folder}, or phalanx train JOB --run {run.folder} --from {run.from_step}"
+        raise SpecError.of("--from", given, allowed, fix)
+    again = replace(absolute(run), resume="auto")  # started again, it goes on
+    return Submission(run=again, name=job.name, python=python, options=own)
+
+
+def _hand_over(target: QueueTarget, submission: Submission, job: Job, to: str, *, as_json: bool) -> None:
+    from phalanx.launch.runfile import check_folder
+    from phalanx.launch.targets.target import refuse_handed_over, write_ticket
+
+    folder = submission.run.folder
+    check_folder(submission.run, job=job)
+    refuse_handed_over(folder)
+    refuse_plan(job, submission.run)
+    ticket = target.submit(target.prepare(submission))
+    write_ticket(submission, to, ticket)
+    shown = _shown(folder)
+    if as_json:
+        print_json({"folder": str(folder), "to": to, **ticket})
+        return
+    named = ", ".join(f"{name} {value}" for name, value in ticket.items())
+    click.echo(f"handed to {target.name}: {named}\nrun folder: {folder}")
+    click.echo(f"    phalanx status {shown} · phalanx logs {shown} · phalanx stop {shown}")
+
+
+def refuse_plan(job: Job, run: RunSpec) -> None:
+    """Refuse a plan that cannot serve the job, by one look at it here.
+
+    Raises:
+        SpecError: as of ``phalanx train``.
+    """
+    from phalanx.launch import look_ahead, settled
+    from phalanx.train.assembly import refuse
+    from phalanx.train.lr_schedule import RunStart
+
+    refuse(job, run.plan, run.plan.world_size)
+    look_ahead(job, run.plan, RunStart.of(settled(run)))
+
+
+def _shown(folder: Path) -> str:
+    import shlex
+
+    here = Path.cwd()
+    return shlex.quote(str(folder.relative_to(here) if folder.is_relative_to(here) else folder))

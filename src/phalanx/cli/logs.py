@@ -1,0 +1,37 @@
+"""``phalanx logs``: what the workers of a launched run have printed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from phalanx.cli.output import json_option, print_json
+from phalanx.cli.status import follow, more_of, run_argument
+from phalanx.errors import SpecError
+
+
+@click.command("logs", short_help="What the workers of a launched run have printed.")
+@run_argument
+@click.option("--rank", type=click.IntRange(min=0), help="Of this rank alone.")
+@click.option("--follow", "-f", "following", is_flag=True, help="Go on as it grows, until the run ends.")
+@json_option
+def command(folder: Path, rank: int | None, following: bool, as_json: bool) -> None:
+    """Print what workers of the run in RUN have printed, which phalanx launch handed over."""
+    from phalanx.launch.targets import QueueTarget, ticket_of
+    from phalanx.launch.targets.target import attached_log
+    from phalanx.report.run_standing import run_standing
+
+    target, ticket = ticket_of(folder)
+    path = target.log(ticket, folder, rank) if isinstance(target, QueueTarget) else attached_log(folder, rank)
+    if following and not as_json:
+        follow(path, lambda: run_standing(folder).goes_on)
+        return
+    if not path.exists():
+        given = f"{folder}, whose workers have printed nothing yet" + ("" if rank is None else f" (rank {rank})")
+        raise SpecError.of("RUN", given, "a run that has begun", f"phalanx status {folder}")
+    text, _ = more_of(path, 0)
+    if as_json:
+        print_json({"path": str(path), "text": text})
+    else:
+        click.echo(text, nl=False)

@@ -1,0 +1,55 @@
+"""``phalanx status``, ``logs`` and ``stop``: a run, wherever it goes on."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import click
+
+from phalanx.cli.output import answer, json_option
+
+_SOON = 0.3  # seconds between looks for more of a log
+
+run_argument = click.argument("folder", metavar="RUN", type=click.Path(path_type=Path, file_okay=False, exists=True))
+
+
+@click.command("status", short_help="How a run stands, wherever it goes on.")
+@run_argument
+@json_option
+def command(folder: Path, as_json: bool) -> None:
+    """How the run in the folder RUN stands: what its target says, the last step, the newest checkpoint.
+
+    Exit code 0, whatever it is; 2 where RUN is no run.
+    """
+    from phalanx.report.run_standing import run_standing, standing_table
+
+    found = run_standing(folder)
+    answer(as_json, found.to_dict(), lambda _: standing_table(found))
+
+
+def more_of(path: Path, since: int) -> tuple[str, int]:
+    """What stands in a file from ``since`` on, and its length in bytes; nothing as long as it is not there."""
+    try:
+        with path.open("rb") as file:
+            file.seek(since)
+            data = file.read()
+    except FileNotFoundError:
+        return "", since
+    return data.decode(errors="replace"), since + len(data)
+
+
+def follow(path: Path, goes_on: Any) -> None:
+    """Print a file as it grows, as long as ``goes_on()`` says so, which is asked when nothing has come for a while."""
+    at, quiet = 0, time.monotonic()
+    while True:
+        text, at = more_of(path, at)
+        if text:
+            click.echo(text, nl=False)
+            quiet = time.monotonic()
+        elif time.monotonic() - quiet > 10 * _SOON:
+            if not goes_on():
+                return
+            quiet = time.monotonic()
+        time.sleep(_SOON)

@@ -1,0 +1,186 @@
+"""The process on each host of a launch by SSH: it starts the workers there, and none outlives it or its launcher.
+
+Its text is sent to the host's interpreter, so it is of the standard library alone. It takes a line of JSON at a time on
+standard input, and ends with all its workers when that is closed, or silent for a minute:
+
+    {"do": "port", "address": A}    find a free port of that address
+    {"do": "start", ...}            start workers: see ``Agent.start``
+    {"do": "signal", "number": N}   send it to each worker
+    {"do": "end"}                   end workers by force
+    {"do": "still"}                 the launcher is still there
+
+It answers with lines of JSON on standard output: ``hello``, ``port``, ``output`` of a worker, a ``file`` that a worker
+left for its launcher, ``ended`` with a worker's exit code, ``over`` once there is none left.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import queue
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from contextlib import suppress
+from typing import Any
+
+SILENCE = 60.0  # seconds after which the launcher is taken to be gone
+_LOOK = 0.05  # seconds between looks at workers and what they left
+_TOLD = ("progress-", "failure-", "stopped-")
+_KILL = 1.0  # seconds that workers have to be gone after SIGKILL
+
+
+class Agent:
+    """The workers of one host."""
+
+    def __init__(self) -> None:
+        self._asked: queue.Queue[dict[str, Any] | None] = queue.Queue()
+        self._workers: dict[int, subprocess.Popen[bytes]] = {}
+        self._readers: list[threading.Thread] = []
+        self._folder = ""
+        self._seen: dict[str, tuple[int, int]] = {}
+        self._speaking = threading.Lock()
+
+    def run(self) -> None:
+        """Serve the launcher until it is gone."""
+        threading.Thread(target=self._listen, daemon=True).start()
+        self.say(hello=socket.gethostname(), pid=os.getpid(), python=sys.version.split()[0])
+        heard = time.monotonic()
+        try:
+            while time.monotonic() - heard < SILENCE:
+                with suppress(queue.Empty):
+                    asked = self._asked.get(timeout=_LOOK if self._workers else 1.0)
+                    if asked is None:
+                        break
+                    heard = time.monotonic()
+                    self.answer(asked)
+                self.look()
+        finally:
+            self.end()
+
+    def answer(self, asked: dict[str, Any]) -> None:
+        """Do what is asked."""
+        if asked["do"] == "port":
+            with socket.create_server((asked["address"], 0)) as free:
+                self.say(port=free.getsockname()[1])
+        elif asked["do"] == "start":
+            self.start(**{name: asked[name] for name in ("folder", "environment", "argv", "files", "ranks")})
+        elif asked["do"] == "signal":
+            for worker in self._workers.values():
+                with suppress(ProcessLookupError):
+                    worker.send_signal(asked["number"])
+        elif asked["do"] == "end":
+            self.end()
+            self.say(over=True)
+
+    def start(
+        self,
+        folder: str,
+        environment: dict[str, str],
+        argv: list[str],
+        files: dict[str, str],
+        ranks: dict[str, dict[str, str]],
+    ) -> None:
+        """Start a worker for each of ``ranks``, which holds the environment of each beside the ``environment`` of all.
+
+        ``folder``: where they work; ``argv``: the command, in which ``{reports}`` is the folder where they leave what
+        is the launcher's to know; ``files``: what stands there beforehand, name → text.
+        """
+        self._folder = tempfile.mkdtemp(prefix="phalanx-host-")
+        for name, text in files.items():
+            with open(os.path.join(self._folder, name), "w", encoding="utf-8") as file:
+                file.write(text)
+        threads = str(max(1, len(os.sched_getaffinity(0)) // len(ranks)))
+        words = [word.replace("{reports}", self._folder) for word in argv]
+        for rank, own in ranks.items():
+            whole = {"OMP_NUM_THREADS": threads, **os.environ, **environment, **own}
+            worker = subprocess.Popen(
+                words,
+                cwd=folder,
+                env=whole,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                start_new_session=True,
+            )
+            self._workers[int(rank)] = worker
+            for stream, pipe in (("stdout", worker.stdout), ("stderr", worker.stderr)):
+                reader = threading.Thread(target=self._relay, args=(int(rank), stream, pipe), daemon=True)
+                reader.start()
+                self._readers.append(reader)
+
+    def look(self) -> None:
+        """Tell what workers have left, and who has ended."""
+        ended = {rank: code for rank, one in self._workers.items() if (code := one.poll()) is not None}
+        self._tell_files()  # of those that have ended, too: before their end is told
+        for rank, code in ended.items():
+            del self._workers[rank]
+            self.say(ended=rank, code=code)
+        if ended and not self._workers:
+            self._finish()
+            self.say(over=True)
+
+    def end(self) -> None:
+        """End workers and what they started by force."""
+        for worker in self._workers.values():
+            for kill in (os.killpg, os.kill):
+                with suppress(ProcessLookupError, PermissionError):
+                    kill(worker.pid, signal.SIGKILL)
+        until = time.monotonic() + _KILL
+        for worker in self._workers.values():
+            with suppress(subprocess.TimeoutExpired):
+                worker.wait(max(0.0, until - time.monotonic()))
+        if self._folder:
+            self._tell_files()
+        self._workers.clear()
+        self._finish()
+
+    def say(self, **told: Any) -> None:
+        """Tell the launcher."""
+        with self._speaking, suppress(OSError):
+            sys.stdout.buffer.write(json.dumps(told).encode() + b"\n")
+            sys.stdout.buffer.flush()
+
+    def _finish(self) -> None:
+        for reader in self._readers:
+            reader.join(_KILL)
+        self._readers.clear()
+        if self._folder:
+            shutil.rmtree(self._folder, ignore_errors=True)
+            self._folder = ""
+            self._seen.clear()
+
+    def _listen(self) -> None:
+        for line in iter(sys.stdin.buffer.readline, b""):
+            self._asked.put(json.loads(line))
+        self._asked.put(None)
+
+    def _relay(self, rank: int, stream: str, pipe: Any) -> None:
+        while data := pipe.read1(65536):
+            self.say(output=rank, stream=stream, data=base64.b64encode(data).decode())
+        pipe.close()
+
+    def _tell_files(self) -> None:
+        if not self._folder:
+            return
+        for entry in list(os.scandir(self._folder)):
+            if not entry.name.startswith(_TOLD) or entry.name.endswith(".partial"):
+                continue
+            with suppress(OSError):
+                found = entry.stat()
+                state = (found.st_mtime_ns, found.st_size)
+                if self._seen.get(entry.name) != state:
+                    with open(entry.path, "rb") as file:
+                        data = base64.b64encode(file.read()).decode()
+                    self._seen[entry.name] = state
+                    self.say(file=entry.name, data=data, now=time.monotonic())
+
+
+if __name__ == "__main__":
+    Agent().run()

@@ -1,0 +1,119 @@
+"""The file that names the hosts of a launch by SSH: ``hosts.toml``."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from phalanx.config.fields import is_whole
+from phalanx.errors import Problem, SpecError
+from phalanx.files import read_toml
+
+EXAMPLE = """[[host]]
+name = "n1"             # as ssh knows it: of ~/.ssh/config, user@n1, or an address
+devices = 8             # workers to start there
+address = "10.0.0.1"    # for what workers send each other; name, where it is not given
+"""
+"""A file that names one host."""
+
+_FIX = "a file such as\n" + "".join(f"        {line}\n" for line in EXAMPLE.splitlines())
+_NAME = re.compile(r"[\w.:@%+-]+")  # a host, with its user perhaps; no option of ssh, and nothing for a shell
+_TOP = {"folder", "python", "ssh", "environment", "host"}
+_OF_HOST = {"name", "devices", "address"}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HostEntry:
+    """One host.
+
+    Attributes:
+        name: what ``ssh`` is told.
+        devices: workers to start there.
+        address: at which the others reach it.
+    """
+
+    name: str
+    devices: int
+    address: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HostsFile:
+    """The hosts of a launch, the first of which is where rank 0 is and all meet.
+
+    Attributes:
+        folder: where workers work, on each host; this process's own where it is not given.
+        python: the interpreter there; this process's own path where it is not given.
+        ssh: options for ``ssh``, such as ``["-F", "ssh.config"]``.
+        environment: variables for workers.
+    """
+
+    hosts: tuple[HostEntry, ...]
+    folder: str = field(default_factory=lambda: str(Path.cwd()))
+    python: str = sys.executable
+    ssh: tuple[str, ...] = ()
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def devices(self) -> int:
+        """Workers on all hosts together."""
+        return sum(host.devices for host in self.hosts)
+
+    @classmethod
+    def read(cls, path: Path) -> HostsFile:
+        """The hosts that the file names.
+
+        Raises:
+            SpecError: with everything that is wrong in it.
+        """
+        table = read_toml(path, where="--to", fix=f"--to ssh:hosts.toml, {_FIX}", below=0)
+        problems = _unknown(table, _TOP, str(path))
+        entries = table.get("host")
+        if not isinstance(entries, list) or not entries or not all(isinstance(one, dict) for one in entries):
+            given = "no [[host]]" if entries is None else repr(entries)
+            raise SpecError([*problems, _wrong(path, given, "one [[host]] or more")])
+        hosts: list[HostEntry] = []
+        for number, entry in enumerate(entries, 1):
+            found, wrong = _entry(entry, f"{path}, host {number}")
+            problems += wrong
+            hosts += [found] if found else []
+        twice = sorted({one.name for one in hosts if sum(other.name == one.name for other in hosts) > 1})
+        if twice:
+            problems.append(_wrong(path, f"{', '.join(twice)}: named twice", "each host once, with all its devices"))
+        kinds: dict[str, Any] = {"folder": str, "python": str, "ssh": list, "environment": dict}
+        for name, kind in kinds.items():
+            value = table.get(name)
+            inside = [] if kind is str or value is None else list(value.values() if kind is dict else value)
+            if value is not None and not (isinstance(value, kind) and all(isinstance(one, str) for one in inside)):
+                allowed = {str: "a text", list: "a list of texts", dict: "a table of texts"}[kind]
+                problems.append(_wrong(f"{path}, {name}", repr(value), allowed))
+        if problems:
+            raise SpecError(problems)
+        own = {name: table[name] for name in ("folder", "python", "environment") if name in table}
+        return cls(hosts=tuple(hosts), ssh=tuple(table.get("ssh", ())), **own)
+
+
+def _entry(entry: dict[str, Any], where: str) -> tuple[HostEntry | None, list[Problem]]:
+    problems = _unknown(entry, _OF_HOST, where)
+    name, devices = entry.get("name"), entry.get("devices", 1)
+    address = entry.get("address", name.rpartition("@")[2] if isinstance(name, str) else name)
+    for key, value in (("name", name), ("address", address)):
+        if not isinstance(value, str) or not _NAME.fullmatch(value) or value.startswith("-"):
+            problems.append(_wrong(f"{where}, {key}", repr(value), "a host's name or address"))
+    if not is_whole(devices, 1):
+        problems.append(_wrong(f"{where}, devices", repr(devices), "a whole number, 1 or more"))
+    if problems:
+        return None, problems
+    return HostEntry(name=str(name), devices=devices, address=str(address)), []
+
+
+def _unknown(table: Mapping[str, Any], known: set[str], where: str) -> list[Problem]:
+    return [_wrong(where, f"{name} = ...", f"{', '.join(sorted(known))}") for name in sorted(set(table) - known)]
+
+
+def _wrong(where: object, given: str, allowed: str) -> Problem:
+    return Problem(where=str(where), given=given, allowed=allowed, fix=_FIX.rstrip())

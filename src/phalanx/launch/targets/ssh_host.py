@@ -1,0 +1,207 @@
+"""One connection to one host, over which an agent there is told what to do: ``SshHost``."""
+
+from __future__ import annotations
+
+import json
+import queue
+import shlex
+import subprocess
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, final
+
+from phalanx.errors import RunError
+from phalanx.launch.targets import host_agent
+from phalanx.launch.targets.hosts_file import HostEntry, HostsFile
+
+_CONNECT = 10  # seconds
+_STILL = 5.0  # seconds between signs of life
+_END = 1.0  # seconds that an agent has to end once its launcher has hung up
+_LAST_WORDS = 4096  # bytes of what ssh says
+# The agent's text comes first, so that it need not be there, nor be of the same version.
+_BOOT = "import sys; exec(compile(sys.stdin.buffer.read(int(sys.stdin.buffer.readline())), 'phalanx-host', 'exec'))"
+# Nobody is asked for a password, no unknown host is believed, and a host that falls silent is given up.
+_OPTIONS = {
+    "BatchMode": "yes",
+    "StrictHostKeyChecking": "yes",
+    "ConnectTimeout": str(_CONNECT),
+    "ServerAliveInterval": "5",
+    "ServerAliveCountMax": "3",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """What an agent has told; nothing where the connection is over."""
+
+    host: int
+    message: dict[str, Any]
+
+
+def ssh_words(file: HostsFile, host: HostEntry) -> tuple[str, ...]:
+    """The command that reaches ``host`` and starts the agent there."""
+    options = [word for name, value in _OPTIONS.items() for word in ("-o", f"{name}={value}")]
+    return ("ssh", "-T", *file.ssh, *options, "--", host.name, shlex.join([file.python, "-u", "-c", _BOOT]))
+
+
+@final
+class SshHost:
+    """The agent on one host. Everything it tells goes into ``told``; closing the connection ends its workers."""
+
+    def __init__(self, file: HostsFile, number: int, told: queue.Queue[Told]) -> None:
+        """
+        Raises:
+            RunError: there is no ``ssh``.
+        """
+        self.entry, self.number = file.hosts[number], number
+        self._told, self._said = told, b""
+        try:
+            self._ssh = subprocess.Popen(
+                ssh_words(file, self.entry),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                start_new_session=True,  # Ctrl-C in the terminal is the launcher's, who has workers save
+            )
+        except FileNotFoundError:
+            raise RunError("ssh is not installed here\n    try: apt-get install openssh-client") from None
+        self._sending = threading.Lock()
+        self._over = threading.Event()
+        text = Path(host_agent.__file__).read_bytes()
+        self._write(f"{len(text)}\n".encode() + text)
+        self._threads = [
+            threading.Thread(target=each, daemon=True) for each in (self._hear, self._read_words, self._live)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def ask(self, do: str, **what: Any) -> None:
+        """Have the agent do something; nothing happens where the connection is over, which ``told`` says."""
+        self._write(json.dumps({"do": do, **what}).encode() + b"\n")
+
+    @property
+    def last_words(self) -> str:
+        """What ssh, or the host's shell, has said."""
+        return self._said.decode(errors="replace").strip()
+
+    def close(self) -> None:
+        """Hang up, upon which the agent ends its workers; ends ssh by force where that takes long."""
+        self._over.set()
+        with suppress(OSError, ValueError):
+            assert self._ssh.stdin
+            self._ssh.stdin.close()
+        try:
+            self._ssh.wait(_END)
+        except subprocess.TimeoutExpired:
+            self._ssh.kill()
+            self._ssh.wait()
+        for thread in self._threads:
+            thread.join(_END)
+        for pipe in (self._ssh.stdout, self._ssh.stderr):
+            with suppress(OSError):
+                assert pipe
+                pipe.close()
+
+    def _write(self, data: bytes) -> None:
+        with self._sending, suppress(OSError, ValueError):
+            assert self._ssh.stdin
+            self._ssh.stdin.write(data)
+            self._ssh.stdin.flush()
+
+    def _hear(self) -> None:
+        assert self._ssh.stdout
+        for line in iter(self._ssh.stdout.readline, b""):
+            with suppress(ValueError):  # a login script that prints
+                message = json.loads(line)
+                if isinstance(message, dict):
+                    self._told.put(Told(self.number, message))
+        self._ssh.wait()
+        self._told.put(Told(self.number, {}))
+
+    def _read_words(self) -> None:
+        assert self._ssh.stderr
+        while data := self._ssh.stderr.read1(_LAST_WORDS):  # pyright: ignore[reportAttributeAccessIssue]
+            self._said = (self._said + data)[-_LAST_WORDS:]
+
+    def _live(self) -> None:
+        while not self._over.wait(_STILL):
+            self.ask("still")
+
+
+@final
+class SshHosts:
+    """All hosts of a file, connected to at the same time."""
+
+    def __init__(self, file: HostsFile) -> None:
+        """
+        Raises:
+            RunError: some cannot be reached; each is named, with what ssh says.
+        """
+        self.told = queue.Queue[Told]()
+        self._each: list[SshHost] = []
+        try:
+            for number in range(len(file.hosts)):
+                self._each.append(SshHost(file, number, self.told))
+            self._await_all()
+        except BaseException:
+            self.close()
+            raise
+
+    def __getitem__(self, number: int) -> SshHost:
+        return self._each[number]
+
+    def __iter__(self):
+        return iter(self._each)
+
+    def close(self) -> None:
+        """Hang up on all at once."""
+        closing = [threading.Thread(target=host.close) for host in self._each]
+        for thread in closing:
+            thread.start()
+        for thread in closing:
+            thread.join()
+        self._each.clear()
+
+    def _await_all(self) -> None:
+        waiting, failed = set(range(len(self._each))), dict[int, str]()
+        until = time.monotonic() + _CONNECT + 5
+        while waiting:
+            try:
+                told = self.told.get(timeout=max(0.0, until - time.monotonic()))
+            except queue.Empty:
+                failed |= dict.fromkeys(waiting, f"no answer within {_CONNECT} s")
+                break
+            if not told.message:
+                failed[told.host] = _why(self._each[told.host].last_words)
+            if not told.message or "hello" in told.message:
+                waiting.discard(told.host)
+        if failed:
+            raise RunError(_unreachable({self._each[number].entry.name: why for number, why in sorted(failed.items())}))
+
+
+def _why(words: str) -> str:
+    return words.splitlines()[-1] if words else "ssh ended without a word"
+
+
+def _unreachable(failed: dict[str, str]) -> str:
+    lines = [f"host {name} cannot be used: {why}" for name, why in failed.items()]
+    said = " ".join(failed.values())
+    first = next(iter(failed))
+    if "Host key verification failed" in said:
+        fix = f"ssh {first}, once by hand: look at its key, and accept it if it is the right one"
+    elif "ermission denied" in said:
+        fix = f"ssh-copy-id {first}: nobody is asked for a password here"
+    elif "not found" in said or "No such file" in said:
+        fix = 'python = "/path/to/python" in the hosts file: the interpreter on the hosts'
+    else:
+        fix = f"ssh {first} true"
+    return "\n".join([*lines, f"    try: {fix}"])
+
+
+def host_numbers(hosts: Sequence[HostEntry]) -> list[tuple[int, int]]:
+    """The host and the number on it of each rank: neighbours are on one host."""
+    return [(number, local) for number, host in enumerate(hosts) for local in range(host.devices)]

@@ -1,0 +1,158 @@
+"""How a run stands that another process, or another machine, trains: by its target's word and by its own log."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from phalanx.errors import PhalanxError, RunError, SpecError
+from phalanx.files import is_written, writer_of
+from phalanx.report.summary import run_log
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunStanding:
+    """One run.
+
+    Attributes:
+        state: ``waiting`` in a queue, ``running``, ``ended``, ``stopped``, ``failed``; ``unknown`` where nothing tells.
+        detail: what the target, or the run's last error, says.
+        to: where it was handed to; empty for a run of ``phalanx train``.
+        step: of the last step in its log; ``None`` before the first.
+        loss: of that step.
+        checkpoint: the name of the newest, as its log has it.
+    """
+
+    folder: str
+    state: str
+    detail: str
+    to: str
+    step: int | None
+    loss: float | None
+    checkpoint: str
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether there is more to come of it."""
+        return self.state in ("waiting", "running")
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def run_standing(folder: Path) -> RunStanding:
+    """How the run in ``folder`` stands.
+
+    Raises:
+        SpecError: there is neither a run nor a launch in the folder.
+    """
+    events = _events(folder)
+    state, detail, to = _by_log(folder, events)
+    launched = _ticket(folder)
+    if launched:
+        from phalanx.launch.targets import QueueTarget
+
+        target, ticket = launched
+        to = ticket["to"]
+        if isinstance(target, QueueTarget):
+            standing = target.standing(ticket, folder)
+            if standing.state != "unknown":
+                state, detail = standing.state, standing.detail or detail
+    elif not events and not (folder / "run.toml").exists():
+        raise SpecError.of("RUN", f"{folder}, in which there is no run", "a run folder", "phalanx status runs/digits-1")
+    steps = [event for event in events if event["event"] == "step"]
+    saved = [event for event in events if event["event"] == "checkpoint"]
+    return RunStanding(
+        folder=str(folder),
+        state=state,
+        detail=detail,
+        to=to,
+        step=steps[-1]["step"] if steps else None,
+        loss=steps[-1].get("loss") if steps else None,
+        checkpoint=Path(saved[-1]["path"]).name if saved else "",
+    )
+
+
+def standing_table(found: RunStanding) -> Table:
+    """The same for people."""
+    from rich.table import Table
+
+    table = Table(box=None, show_header=False, pad_edge=False)
+    rows = {
+        "run": found.folder,
+        "state": f"{found.state}: {found.detail}" if found.detail else found.state,
+        "handed to": found.to,
+        "step": "" if found.step is None else f"{found.step}",
+        "loss": "" if found.loss is None else f"{found.loss:.6g}",
+        "checkpoint": found.checkpoint,
+    }
+    for name, value in rows.items():
+        if value:
+            table.add_row(name, value)
+    return table
+
+
+def stop_run(folder: Path) -> bool:
+    """Have the run in ``folder`` save and stop; returns at once. Returns whether there was one to ask.
+
+    Raises:
+        RunError: it goes on on another machine, and no target leads there.
+    """
+    launched = _ticket(folder)
+    if launched:
+        from phalanx.launch.targets import QueueTarget
+
+        target, ticket = launched
+        if isinstance(target, QueueTarget):
+            if not run_standing(folder).goes_on:
+                return False
+            target.stop(ticket, folder)
+            return True
+    writer = writer_of(folder)
+    if writer is None or not is_written(folder):
+        return False
+    if writer.host != socket.gethostname():
+        raise RunError(
+            f"{folder} is written by process {writer.pid} on {writer.host}, which is not this machine\n"
+            f"    try: ssh {writer.host} kill -TERM {writer.pid}"
+        )
+    try:
+        os.kill(writer.pid, signal.SIGTERM)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        raise RunError(f"process {writer.pid}, which trains in {folder}, is another user's\n    try: sudo") from None
+    return True
+
+
+def _events(folder: Path) -> list[dict[str, Any]]:
+    with suppress(PhalanxError, OSError):
+        return [dict(event) for event in run_log(folder).part]
+    return []
+
+
+def _ticket(folder: Path) -> Any:
+    from phalanx.launch.targets import ticket_of
+    from phalanx.launch.targets.target import FOLDER
+
+    return ticket_of(folder) if (folder / FOLDER / "ticket.json").exists() else None
+
+
+def _by_log(folder: Path, events: list[dict[str, Any]]) -> tuple[str, str, str]:
+    """State and detail as the run's own log and lock tell them."""
+    if is_written(folder):
+        return "running", "", ""
+    last = next((event for event in reversed(events) if event["event"] in ("end", "error", "stopped")), None)
+    if last is None:
+        return "unknown", "its log has no end" if events else "it has not begun", ""
+    if last["event"] == "error":
+        return "failed", str(last.get("message", "")), ""
+    return ("ended" if last["event"] == "end" else "stopped"), "", ""
