@@ -18,12 +18,10 @@ from phalanx.errors import SpecError
 @json_option
 def command(folder: Path, rank: int | None, following: bool, as_json: bool) -> None:
     """Print what workers of the run in RUN have printed, which phalanx launch handed over."""
-    from phalanx.launch.targets import QueueTarget, ticket_of
-    from phalanx.launch.targets.target import attached_log
+    from phalanx.launch.targets.target import log_of
     from phalanx.report.run_standing import run_standing
 
-    target, ticket = ticket_of(folder)
-    path = target.log(ticket, folder, rank) if isinstance(target, QueueTarget) else attached_log(folder, rank)
+    path = log_of(folder, rank)
     if following and not as_json:
         follow(path, lambda: run_standing(folder).goes_on)
         return

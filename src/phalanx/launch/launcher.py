@@ -175,11 +175,17 @@ class Launcher(ABC):
         """Refuse what cannot be started from here, and load what workers share with this process.
 
         Called before the run folder is made and before any process is started, and again before lost workers are
-        started anew; leaves nothing that has to be undone.
+        started anew; leaves nothing that has to be undone but what ``release`` lets go of.
 
         Raises:
             SpecError: with everything in ``launch`` that this launcher cannot do.
             RunError: this process is in no state to start workers.
+        """
+
+    def release(self) -> None:  # noqa: B027  most have nothing to let go of
+        """Let go of what ``prepare`` has opened and no ``start`` has taken; nothing for a launcher that opens nothing.
+
+        Called once no more is started, also where the run was refused after ``prepare``.
         """
 
     @abstractmethod

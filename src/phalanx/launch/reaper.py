@@ -162,6 +162,12 @@ class StopSignals:
             os._exit(128 + self._number)
 
 
+def leave_signals() -> None:
+    """From now on this process does nothing about signals that ask a run to stop: it is about to end."""
+    for number in _catch(lambda number, frame: None):
+        signal.signal(number, signal.SIG_IGN)
+
+
 @final
 class LoopSignals:
     """In a loop of one's own: the first signal that asks to stop is remembered, for the length of the block.

@@ -13,6 +13,7 @@ from functools import partial
 from io import TextIOWrapper
 from itertools import count
 from pathlib import Path
+from typing import TextIO
 
 from torch.distributed import PrefixStore  # pyright: ignore[reportPrivateImportUsage]
 
@@ -29,7 +30,7 @@ from phalanx.launch.hang_watch import blamed
 from phalanx.launch.jobfile import load_job
 from phalanx.launch.launcher import place_of_this_process
 from phalanx.launch.rank_probe import PROBE_FILES, ProbeFiles, RankProbe
-from phalanx.launch.reaper import SAVED, StopSignals
+from phalanx.launch.reaper import SAVED, StopSignals, leave_signals
 from phalanx.launch.run_secret import share_secret
 from phalanx.launch.runfile import RunFolder, absolute, settled
 from phalanx.launch.side_process import look_ahead
@@ -178,6 +179,8 @@ def _train(job: Job, run: RunSpec, status: WorkerStatus, runfile: Path | None, v
         with StopSignals(alone=alone) as signals:
             link = LauncherLink(report=status.report_step, asked=signals.asked if run.grace else no_signal)
             summary = train(job, run, place, link, findings=found)
+        if status.launched:
+            leave_signals()  # it has come to its end, and its launcher has other means to end it
     status.report_stopped(summary.get("stopped", 0))
     return run
 
@@ -205,6 +208,23 @@ def within_folder(
             yield run
     finally:
         entered.__exit__()
+
+
+def await_place(told: TextIO) -> bool:
+    """Wait for a line of JSON with the variables that say where this process stands among all, and set them.
+
+    What is the slowest of a start has been done by then: this file has been imported. Such a process ends with the one
+    that started it.
+
+    Returns:
+        Whether it came, before ``told`` was over.
+    """
+    die_with(os.getppid())
+    make_ready(Plan())
+    line = told.readline()
+    if line:
+        os.environ.update(json.loads(line))
+    return bool(line)
 
 
 def main(runfile: Path, reports: Path | None = None) -> int:

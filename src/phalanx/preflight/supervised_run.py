@@ -66,7 +66,10 @@ class RunStarter:
 
     def refuse(self, run: RunSpec) -> None:
         """Refuse what cannot be started from this process."""
-        self.launcher.prepare(self.launch(run, lambda place, report: None))
+        try:
+            self.launcher.prepare(self.launch(run, lambda place, report: None))
+        finally:
+            self.launcher.release()
 
     def launch(self, run: RunSpec, work: WorkerFunction) -> Launch:
         """What is to be started for ``run``, each of whose workers does ``work``."""
@@ -100,7 +103,10 @@ def train_here(
         SystemExit: after SIGTERM and SIGUSR1.
     """
     with _called_back(job, spec.folder, watch) as look:
-        _train(job, spec, how, look, begun or _nothing)
+        try:
+            _train(job, spec, how, look, begun or _nothing)
+        finally:
+            how.launcher.release()
 
 
 def _nothing() -> None:

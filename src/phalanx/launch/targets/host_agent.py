@@ -4,7 +4,8 @@ Its text is sent to the host's interpreter, so it is of the standard library alo
 standard input, and ends with all its workers when that is closed, or silent for a minute:
 
     {"do": "port", "address": A}    find a free port of that address
-    {"do": "start", ...}            start workers: see ``Agent.start``
+    {"do": "load", ...}             start processes that load what workers need: see ``Agent.load``
+    {"do": "start", ...}            have them be workers: see ``Agent.start``
     {"do": "signal", "number": N}   send it to each worker
     {"do": "end"}                   end workers by force
     {"do": "still"}                 the launcher is still there
@@ -41,6 +42,7 @@ class Agent:
 
     def __init__(self) -> None:
         self._asked: queue.Queue[dict[str, Any] | None] = queue.Queue()
+        self._waiting: list[subprocess.Popen[bytes]] = []
         self._workers: dict[int, subprocess.Popen[bytes]] = {}
         self._readers: list[threading.Thread] = []
         self._folder = ""
@@ -70,7 +72,9 @@ class Agent:
             with socket.create_server((asked["address"], 0)) as free:
                 self.say(port=free.getsockname()[1])
         elif asked["do"] == "start":
-            self.start(**{name: asked[name] for name in ("folder", "environment", "argv", "files", "ranks")})
+            self.start(asked["files"], asked["ranks"])
+        elif asked["do"] == "load":
+            self.load(asked["folder"], asked["environment"], asked["argv"], asked["count"])
         elif asked["do"] == "signal":
             for worker in self._workers.values():
                 with suppress(ProcessLookupError):
@@ -79,41 +83,45 @@ class Agent:
             self.end()
             self.say(over=True)
 
-    def start(
-        self,
-        folder: str,
-        environment: dict[str, str],
-        argv: list[str],
-        files: dict[str, str],
-        ranks: dict[str, dict[str, str]],
-    ) -> None:
-        """Start a worker for each of ``ranks``, which holds the environment of each beside the ``environment`` of all.
+    def load(self, folder: str, environment: dict[str, str], argv: list[str], count: int) -> None:
+        """Start so many processes, which load what takes its time and then wait to be told who they are.
 
-        ``folder``: where they work; ``argv``: the command, in which ``{reports}`` is the folder where they leave what
-        is the launcher's to know; ``files``: what stands there beforehand, name → text.
+        ``folder``: where they work; ``environment``: of all; ``argv``: the command, in which ``{reports}`` is the place
+        for what is the launcher's to know.
         """
         self._folder = tempfile.mkdtemp(prefix="phalanx-host-")
-        for name, text in files.items():
-            with open(os.path.join(self._folder, name), "w", encoding="utf-8") as file:
-                file.write(text)
-        threads = str(max(1, len(os.sched_getaffinity(0)) // len(ranks)))
+        threads = str(max(1, len(os.sched_getaffinity(0)) // count))
         words = [word.replace("{reports}", self._folder) for word in argv]
-        for rank, own in ranks.items():
-            whole = {"OMP_NUM_THREADS": threads, **os.environ, **environment, **own}
-            worker = subprocess.Popen(
+        for _ in range(count):
+            waiting = subprocess.Popen(
                 words,
                 cwd=folder,
-                env=whole,
-                stdin=subprocess.DEVNULL,
+                env={"OMP_NUM_THREADS": threads, **os.environ, **environment},
+                stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 start_new_session=True,
             )
-            self._workers[int(rank)] = worker
+            self._waiting.append(waiting)
+
+    def start(self, files: dict[str, str], ranks: dict[str, dict[str, str]]) -> None:
+        """Have processes that were loaded be the workers ``ranks``, which holds the environment of each.
+
+        ``files``: what stands in their folder beforehand, name → text.
+        """
+        for name, text in files.items():
+            with open(os.path.join(self._folder, name), "w", encoding="utf-8") as file:
+                file.write(text)
+        for rank, own in ranks.items():
+            worker = self._workers[int(rank)] = self._waiting.pop()
             for stream, pipe in (("stdout", worker.stdout), ("stderr", worker.stderr)):
                 reader = threading.Thread(target=self._relay, args=(int(rank), stream, pipe), daemon=True)
                 reader.start()
                 self._readers.append(reader)
+            with suppress(OSError):  # it has ended, which the next look tells
+                assert worker.stdin
+                worker.stdin.write(json.dumps(own).encode() + b"\n")
+                worker.stdin.close()
 
     def look(self) -> None:
         """Tell what workers have left, and who has ended."""
@@ -128,17 +136,18 @@ class Agent:
 
     def end(self) -> None:
         """End workers and what they started by force."""
-        for worker in self._workers.values():
+        for worker in (*self._workers.values(), *self._waiting):
             for kill in (os.killpg, os.kill):
                 with suppress(ProcessLookupError, PermissionError):
                     kill(worker.pid, signal.SIGKILL)
         until = time.monotonic() + _KILL
-        for worker in self._workers.values():
+        for worker in (*self._workers.values(), *self._waiting):
             with suppress(subprocess.TimeoutExpired):
                 worker.wait(max(0.0, until - time.monotonic()))
         if self._folder:
             self._tell_files()
         self._workers.clear()
+        self._waiting.clear()
         self._finish()
 
     def say(self, **told: Any) -> None:

@@ -13,7 +13,6 @@ import queue
 import shutil
 import tempfile
 import time
-import weakref
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -90,7 +89,7 @@ class SshLauncher(Launcher):
         return None
 
     def prepare(self, launch: Launch) -> None:
-        """Refuse what the hosts cannot serve, and reach each of them.
+        """Refuse what the hosts cannot serve, reach each of them, and have processes there load what workers need.
 
         Raises:
             SpecError: the plan is for another number of devices, or new processes cannot load the job.
@@ -100,11 +99,16 @@ class SshLauncher(Launcher):
         assert launch.run is not None
         refuse_size(launch.run, self._file)
         if self._hosts is None:
-            self._hosts = SshHosts(self._file)
-            weakref.finalize(self, self._hosts.close)
+            self._hosts = SshHosts(self._file, launch.threads)
+
+    def release(self) -> None:
+        """Hang up."""
+        if self._hosts:
+            self._hosts.close()
+            self._hosts = None
 
     def start(self, launch: Launch) -> SshWorkers:
-        hosts, self._hosts = self._hosts or SshHosts(self._file), None
+        hosts, self._hosts = self._hosts or SshHosts(self._file, launch.threads), None
         assert launch.run is not None
         try:
             workers = SshWorkers(self._file, hosts, launch, launch.run)
@@ -140,8 +144,6 @@ class SshWorkers(Workers):
         files = {path.name: path.read_text() for path in (self._reports.write_run(run), self._folder / "token")}
         meeting = file.hosts[0].address
         port = self._free_port(meeting)
-        argv = [file.python, "-m", "phalanx", "worker", "{reports}/run.toml", "--reports", "{reports}"]
-        threads = {"OMP_NUM_THREADS": str(launch.threads)} if launch.threads else {}
         for host in self._hosts:
             ranks = {
                 str(rank): {
@@ -155,8 +157,7 @@ class SshWorkers(Workers):
                 for rank, (number, local) in enumerate(self._host_of)
                 if number == host.number
             }
-            environment = {**threads, **file.environment}
-            host.ask("start", folder=file.folder, environment=environment, argv=argv, files=files, ranks=ranks)
+            host.ask("start", files=files, ranks=ranks)
 
     def _free_port(self, address: str) -> int:
         self._hosts[0].ask("port", address=address)

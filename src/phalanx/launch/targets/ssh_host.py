@@ -73,9 +73,9 @@ class SshHost:
         self._over = threading.Event()
         text = Path(host_agent.__file__).read_bytes()
         self._write(f"{len(text)}\n".encode() + text)
-        self._threads = [
-            threading.Thread(target=each, daemon=True) for each in (self._hear, self._read_words, self._live)
-        ]
+        self._words = threading.Thread(target=self._read_words, daemon=True)
+        others = [threading.Thread(target=each, daemon=True) for each in (self._hear, self._live)]
+        self._threads = [self._words, *others]
         for thread in self._threads:
             thread.start()
 
@@ -120,6 +120,7 @@ class SshHost:
                 if isinstance(message, dict):
                     self._told.put(Told(self.number, message))
         self._ssh.wait()
+        self._words.join(_END)  # why it is over
         self._told.put(Told(self.number, {}))
 
     def _read_words(self) -> None:
@@ -136,16 +137,20 @@ class SshHost:
 class SshHosts:
     """All hosts of a file, connected to at the same time."""
 
-    def __init__(self, file: HostsFile) -> None:
-        """
+    def __init__(self, file: HostsFile, threads: int | None) -> None:
+        """``threads``: that each worker computes with; its share of its host's cores where not given.
+
         Raises:
             RunError: some cannot be reached; each is named, with what ssh says.
         """
         self.told = queue.Queue[Told]()
         self._each: list[SshHost] = []
+        argv = [file.python, "-m", "phalanx", "worker", "{reports}/run.toml", "--reports", "{reports}", "--wait"]
+        environment = {**({"OMP_NUM_THREADS": str(threads)} if threads else {}), **file.environment}
         try:
             for number in range(len(file.hosts)):
-                self._each.append(SshHost(file, number, self.told))
+                self._each.append(host := SshHost(file, number, self.told))
+                host.ask("load", folder=file.folder, environment=environment, argv=argv, count=host.entry.devices)
             self._await_all()
         except BaseException:
             self.close()

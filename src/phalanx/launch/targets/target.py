@@ -253,6 +253,19 @@ def attached_log(folder: Path, rank: int | None) -> Path:
     return folder / FOLDER / ("output.log" if rank is None else f"rank-{rank}.log")
 
 
+def log_of(folder: Path, rank: int | None) -> Path:
+    """The file with what ``rank`` of the run in ``folder`` has printed, or all did; it may not be there yet.
+
+    Raises:
+        SpecError: its target does not keep ranks apart.
+    """
+    if (folder / FOLDER / _TICKET).exists():
+        target, ticket = ticket_of(folder)
+        if isinstance(target, QueueTarget):
+            return target.log(ticket, folder, rank)
+    return attached_log(folder, rank)
+
+
 def ticket_of(folder: Path) -> tuple[Target, Mapping[str, Any]]:
     """Where the run in ``folder`` was handed to, and its ticket.
 

@@ -1,0 +1,125 @@
+"""Hosts with an SSH server each, in network namespaces of this machine: a real key, a real file of known hosts."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import final
+
+import phalanx as px
+from phalanx.launch.reaper import fork
+from phalanx.launch.worker_process import die_with
+
+_SSHD = shutil.which("sshd") or "/usr/sbin/sshd"
+_UP = 10.0  # seconds for a server to listen
+
+
+def lacking_for_ssh() -> str:
+    """Why there can be no such hosts here; empty where there can."""
+    if os.geteuid():
+        return "an SSH server of one's own needs root"
+    missing = [name for name in (_SSHD, "ssh", "ssh-keygen") if not shutil.which(name)]
+    return f"{', '.join(missing)} is not installed (openssh-server, openssh-client)" if missing else ""
+
+
+@final
+class SshServers:
+    """The servers of ``hosts``, and the files with which ``phalanx launch`` finds them."""
+
+    def __init__(self, hosts: px.Hosts, folder: Path) -> None:
+        self.hosts, self.folder = hosts, folder
+        self.pids: list[int] = []
+        for name in ("key", "host_key", "other_key"):
+            subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(folder / name)], check=True)
+        Path("/run/sshd").mkdir(exist_ok=True)  # where the server leaves its rights
+        known = (folder / "host_key.pub").read_text().split()[:2]
+        lines = [f"{hosts.address(number)} {' '.join(known)}\n" for number in range(hosts.count)]
+        (folder / "known_hosts").write_text("".join(lines))
+        self.write_config()
+        for number in range(hosts.count):
+            self.pids.append(self._server(number))
+        self._await_servers()
+
+    def write_config(self, **changed: str) -> None:
+        """What ``ssh`` reads: ``n0``, ``n1`` are the hosts; ``changed``: an option's name → another value."""
+        options = {
+            "User": "root",
+            "IdentityFile": str(self.folder / "key"),
+            "IdentitiesOnly": "yes",
+            "UserKnownHostsFile": str(self.folder / "known_hosts"),
+            "GlobalKnownHostsFile": "/dev/null",
+            **changed,
+        }
+        named = [f"Host n{one}\n  HostName {self.hosts.address(one)}\n" for one in range(self.hosts.count)]
+        rest = "Host *\n" + "".join(f"  {name} {value}\n" for name, value in options.items())
+        (self.folder / "config").write_text("".join(named) + rest)
+
+    def write_hosts(self, devices: Sequence[int], *, name: str = "hosts.toml", **top: str) -> Path:
+        """A hosts file with so many devices on each; ``top``: keys beside, as TOML."""
+        given = {
+            "ssh": f'["-F", "{self.folder / "config"}"]',
+            "environment": f'{{PYTHONPATH = "{os.environ.get("PYTHONPATH", "")}", OMP_NUM_THREADS = "1"}}',
+            "python": f'"{sys.executable}"',
+            **top,
+        }
+        text = "".join(f"{key} = {value}\n" for key, value in given.items())
+        for number, count in enumerate(devices):
+            address = self.hosts.address(number)
+            text += f'[[host]]\nname = "n{number}"\naddress = "{address}"\ndevices = {count}\n'
+        path = self.folder / name
+        path.write_text(text)
+        return path
+
+    def close(self) -> None:
+        """End the servers, and with them their connections."""
+        for pid in self.pids:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+            with suppress(ChildProcessError):
+                os.waitpid(pid, 0)
+
+    def _server(self, number: int) -> int:
+        config = self.folder / f"sshd-{number}"
+        config.write_text(
+            f"Port 22\nListenAddress {self.hosts.address(number)}\nHostKey {self.folder / 'host_key'}\n"
+            f"AuthorizedKeysFile {self.folder / 'key.pub'}\nStrictModes no\nUsePAM no\nPasswordAuthentication no\n"
+            f"PermitRootLogin yes\nPidFile none\n"
+        )
+        launcher = os.getpid()
+        pid = fork()
+        if pid == 0:
+            try:
+                die_with(launcher)
+                self.hosts.enter(number * self.hosts.per_host)
+                os.setsid()
+                os.execv(_SSHD, [_SSHD, "-D", "-f", str(config), "-E", str(self.folder / f"sshd-{number}.log")])
+            finally:
+                os._exit(1)
+        return pid
+
+    def _await_servers(self) -> None:
+        until = time.monotonic() + _UP
+        for number in range(self.hosts.count):
+            words = ["ssh", "-F", str(self.folder / "config"), f"n{number}", "true"]
+            while subprocess.run(words, capture_output=True).returncode:
+                log = self.folder / f"sshd-{number}.log"
+                assert time.monotonic() < until, log.read_text() if log.exists() else "no server"
+                time.sleep(0.1)
+
+
+@contextmanager
+def ssh_servers(count: int, folder: Path) -> Iterator[SshServers]:
+    """So many hosts with a server each."""
+    with px.Hosts(count) as hosts:
+        servers = SshServers(hosts, folder)
+        try:
+            yield servers
+        finally:
+            servers.close()
