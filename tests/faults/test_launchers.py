@@ -282,7 +282,7 @@ def test_one_that_does_not_exist_is_told_which_do(name: str, tmp_path: Path) -> 
     with pytest.raises(SpecError) as caught:
         fit(run, f"{name}x")
     (problem,) = caught.value.problems
-    assert problem.allowed == ", ".join(LAUNCHERS)
+    assert problem.allowed == ", ".join([*LAUNCHERS, "ssh:hosts.toml"])
     assert problem.fix == f'launcher="{name}"'
     assert not run.folder.exists()
 

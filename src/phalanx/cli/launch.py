@@ -135,8 +135,8 @@ def _hand_over(target: QueueTarget, submission: Submission, job: Job, to: str, *
     from phalanx.launch.targets.target import refuse_handed_over, write_ticket
 
     folder = submission.run.folder
-    check_folder(submission.run, job=job)
     refuse_handed_over(folder)
+    check_folder(submission.run, job=job)
     refuse_plan(job, submission.run)
     ticket = target.submit(target.prepare(submission))
     write_ticket(submission, to, ticket)

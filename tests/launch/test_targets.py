@@ -1,0 +1,126 @@
+"""The law of a target, on the one that CONTRIBUTING shows: handed over, found again by its folder, stopped."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from launched import await_steps, by_hand, write_job
+
+import phalanx as px
+from phalanx.cli import main
+from phalanx.launch.reaper import fork
+from phalanx.launch.targets import TARGETS
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(autouse=True)
+def _example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = re.search(r'```python title="background.py"\n(.*?)```', (ROOT / "CONTRIBUTING.md").read_text(), re.DOTALL)
+    assert found
+    assert len(found[1].splitlines()) < 60
+    (tmp_path / "background.py").write_text(found[1])
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "background", raising=False)
+    monkeypatch.setitem(TARGETS, "background", "background:BackgroundTarget")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+
+
+def command(*words: str) -> int:
+    """The exit code of ``phalanx`` in a process forked from this one, which ends before what it has started."""
+    pid = fork()
+    if pid == 0:
+        code = 3
+        try:
+            main(list(words))
+        except SystemExit as ended:
+            code = int(ended.code or 0)
+        finally:
+            os._exit(code)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def await_end(pid: int) -> None:
+    """Wait until the process is gone, or nobody has asked for how it ended."""
+    until = time.monotonic() + 60
+    while (path := Path(f"/proc/{pid}/cmdline")).exists() and path.read_bytes():
+        assert time.monotonic() < until
+        time.sleep(0.05)
+
+
+def launch(*words: str) -> int:
+    return command("launch", "train.py", "--to", "background", "--run", "run", "--plan", "dp=2", *words)
+
+
+def test_a_run_is_handed_over_found_by_its_folder_stopped_and_goes_on(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    write_job(tmp_path, pause=0.3, steps=30)
+    assert launch("--nice", "1", "--json") == 0
+    told = json.loads(capfd.readouterr().out)
+    assert told["to"] == "background"
+    await_steps(Path("run"), 2)
+    assert command("status", "run", "--json") == 0
+    assert json.loads(capfd.readouterr().out)["state"] == "running"
+    assert launch() == 2
+    assert "whose run background has already: running" in capfd.readouterr().err
+    assert command("stop", "run") == 0
+    await_end(told["pid"])
+    assert command("status", "run") == 0
+    assert "stopped" in capfd.readouterr().out
+    write_job(tmp_path, steps=30)
+    assert launch("--resume", "--json") == 0
+    again = json.loads(capfd.readouterr().out)
+    await_end(again["pid"])
+    assert command("status", "run", "--json") == 0
+    assert json.loads(capfd.readouterr().out)["state"] == "ended"
+    assert command("logs", "run") == 0
+    assert px.load("run").losses == pytest.approx(by_hand(30), rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--nise", "1"], "--nice 10"),
+        (["--nice"], "--nice 10"),
+        (["--partition", "gpu"], "options of background: --nice"),
+    ],
+)
+def test_options_of_another_target_are_refused_by_name(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], words: list[str], said: str
+) -> None:
+    write_job(tmp_path)
+    assert launch(*words) == 2
+    assert said in capfd.readouterr().err
+    assert not Path("run").exists()
+
+
+def test_a_plan_has_to_be_given_where_devices_are_not_known(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    write_job(tmp_path)
+    assert command("launch", "train.py", "--to", "background", "--run", "run") == 2
+    assert "--plan" in capfd.readouterr().err
+    assert not Path("run").exists()
+
+
+def test_what_the_plan_cannot_serve_is_refused_before_anything_is_handed_over(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    write_job(tmp_path)
+    assert command("launch", "train.py", "--to", "background", "--run", "run", "--plan", "ep=2") == 2
+    assert "ep" in capfd.readouterr().err
+    assert not Path("run").exists()
+
+
+def test_a_dry_run_shows_files_and_commands_and_does_nothing(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    write_job(tmp_path)
+    assert launch("--dry-run") == 0
+    shown = capfd.readouterr().out
+    assert 'plan = "dp=2"' in shown
+    assert "$ nice -n 0 " in shown
+    assert not Path("run").exists()
