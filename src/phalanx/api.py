@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from phalanx.comm import Place
     from phalanx.config.run import Resume
     from phalanx.forecast import Forecast
+    from phalanx.launch import Launcher
     from phalanx.launch.hosts import Hosts
     from phalanx.planner import Advice
     from phalanx.report.shown_progress import Watch
@@ -37,7 +38,7 @@ def fit(
     watch: Watch = None,
     cores: int | None = None,
     hosts: Hosts | None = None,
-    launcher: str = "local",
+    launcher: str | Launcher = "local",
     **settings: Any,
 ) -> Run:
     """Train ``job`` under ``plan`` and give back the run.
@@ -60,7 +61,8 @@ def fit(
         cores: CPU cores that each replica computes with; its share of the machine's where not given.
         hosts: where workers are put; all on this machine's own network where not given.
         launcher: what starts the workers: ``local`` forks them from this process. With ``torchrun`` they are new
-            processes that load the job from where ``run.job`` says, whatever ``job`` has been changed to here.
+            processes that load the job from where ``run.job`` says, whatever ``job`` has been changed to here;
+            ``ssh:hosts.toml`` starts those on the hosts of a file.
         settings: fields of ``RunSpec`` by their names, such as ``resume="auto"``, ``steps=100`` or
             ``checkpoint_every="5m"``; in place of what ``run`` says. A run that goes on has those given now, and of
             its settings before none, where ``phalanx train`` keeps them.
@@ -73,7 +75,7 @@ def fit(
         KeyboardInterrupt: after Ctrl-C; the run has saved by then (``RunSpec.grace``), and it says where.
         SystemExit: after SIGTERM and SIGUSR1; with 75, ``EX_TEMPFAIL``, once the run has saved.
     """
-    from phalanx.launch import find_launcher, how_to_go_on
+    from phalanx.launch import how_to_go_on
     from phalanx.preflight.supervised_run import RunStarter, train_here
     from phalanx.report.shown_progress import looked_on
 
@@ -81,7 +83,8 @@ def fit(
     _need_cores(cores)
     if place is not None:
         return _take_part(asked, spec, place, cores, watch)
-    there = RunStarter(launcher=find_launcher(launcher), hosts=hosts, cores=cores, loadable=isinstance(run, RunSpec))
+    loadable = isinstance(run, RunSpec)
+    there = RunStarter(launcher=_launcher(launcher), hosts=hosts, cores=cores, loadable=loadable)
     with looked_on(watch, spec.folder / "events.jsonl") as look:
         try:
             train_here(asked, spec, there, look)
@@ -97,7 +100,7 @@ def start(
     run: RunSpec | str | Path | None = None,
     folder: str | Path | None = None,
     cores: int | None = None,
-    launcher: str = "local",
+    launcher: str | Launcher = "local",
     **settings: Any,
 ) -> Run:
     """Begin to train ``job`` under ``plan`` in the background, and give back the run once it has begun.
@@ -115,7 +118,6 @@ def start(
         SpecError: as of ``fit``, and inside a worker that torchrun started.
         RefusedError: as of ``fit``: nothing has begun then.
     """
-    from phalanx.launch import find_launcher
     from phalanx.launch.background_run import BackgroundRun
     from phalanx.preflight.supervised_run import RunStarter, train_here
     from phalanx.report.shown_progress import logged
@@ -125,7 +127,7 @@ def start(
     if place is not None:
         raise SpecError.of("launcher", "px.start in a worker of torchrun", "px.fit", "px.fit(job(), plan)")
     there = RunStarter(
-        launcher=find_launcher(launcher),
+        launcher=_launcher(launcher),
         hosts=None,
         cores=cores,
         loadable=isinstance(run, RunSpec),
@@ -146,22 +148,21 @@ def _asked(
     plan: Plan | str | None,
     run: RunSpec | str | Path | None,
     folder: str | Path | None,
-    launcher: str,
+    launcher: str | Launcher,
     settings: dict[str, Any],
 ) -> tuple[Job, RunSpec, Place | None]:
     """The job with the run's overrides, the run with its plan and folder, and this process's place of torchrun."""
     from phalanx.config.run import override
-    from phalanx.launch import default_folder, find_launcher, job_of, place_of_this_process
+    from phalanx.launch import default_folder, job_of, place_of_this_process
 
     _need(job, Job, "job", "px.fit(job(), plan)")
     _need(run, (RunSpec, str, Path, type(None)), "run", _RUN)
     _need(folder, (str, Path, type(None)), "folder", 'folder="runs/mine-1"')
-    _need(launcher, str, "launcher", 'launcher="local"')
+    _launcher(launcher)
     _need_settings(settings)
     if settings.get("resume") and run is None and folder is None:
         given = f"{settings['resume']!r} without a folder: each time there would be a new one"
         raise SpecError.of("resume", given, "only with the folder of the run", 'folder="runs/mine", resume="auto"')
-    find_launcher(launcher)
     place = place_of_this_process()
     chosen = _chosen(plan, run, job, place)
     whole: dict[str, Any] = {"plan": chosen, **({} if folder is None else {"folder": Path(folder)}), **settings}
@@ -169,6 +170,15 @@ def _asked(
     name = job.name if isinstance(given, RunSpec) else job_of(whole.get("folder", Path(given)), job.name)
     spec = RunSpec.of(given, name, **whole)
     return override(job, spec), spec, place
+
+
+def _launcher(given: str | Launcher) -> Launcher:
+    from phalanx.launch import Launcher, find_launcher
+
+    if isinstance(given, str):
+        return find_launcher(given)
+    _need(given, Launcher, "launcher", 'launcher="local"')
+    return given
 
 
 def _need_settings(settings: dict[str, Any]) -> None:

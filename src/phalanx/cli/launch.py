@@ -18,7 +18,7 @@ from phalanx.config.run import override
 from phalanx.errors import SpecError
 
 if TYPE_CHECKING:
-    from phalanx.launch.targets import QueueTarget, Submission, Target
+    from phalanx.launch.targets import AttachedTarget, QueueTarget, Submission, Target
 
 
 class _LaunchCommand(RunCommand):
@@ -71,17 +71,13 @@ def command(
       phalanx launch train.py --to slurm --nodes 4 --time 12h --plan "fsdp=32"
       phalanx launch train.py --to slurm --nodes 4 --plan dp=32 --dry-run
     """
-    from phalanx.launch.targets import QueueTarget, find_target
+    from phalanx.launch.targets import AttachedTarget, QueueTarget, find_target
     from phalanx.launch.targets.target import settled_options
 
     target = find_target(to)
     own = settled_options(target, ctx.args)
-    if not dry_run and not isinstance(target, QueueTarget):
-        from phalanx.cli.train import command as train
-
-        ctx.invoke(
-            train, job=job, launcher=to, tensorboard=False, quiet=quiet, explain=False, as_json=as_json, **options
-        )
+    if not dry_run and isinstance(target, AttachedTarget):
+        _follow(target, Given.of(job, options), to, quiet=quiet, as_json=as_json)
         return
     run, loaded = _settled(job, options)
     submission = _submission(target, run, loaded, python, own)
@@ -95,6 +91,21 @@ def command(
         return
     assert isinstance(target, QueueTarget)
     _hand_over(target, submission, loaded, to, as_json=as_json)
+
+
+def _follow(target: AttachedTarget, given: Given, to: str, *, quiet: bool, as_json: bool) -> None:
+    """Train what is ``given`` there, and follow it from here; what loads here is loaded while it is reached."""
+    target.reach()
+    try:
+        from phalanx.cli.train import Shown, train
+
+        launcher = target.launcher()
+        try:
+            train(given, to, launcher, Shown(quiet=quiet, as_json=as_json))
+        finally:
+            launcher.release()
+    finally:
+        target.leave()
 
 
 def _settled(job: str, options: dict[str, Any]) -> tuple[RunSpec, Job]:

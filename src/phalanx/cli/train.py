@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -21,6 +21,7 @@ from phalanx.errors import RunError
 
 if TYPE_CHECKING:
     from phalanx.events.following import Follower
+    from phalanx.launch import Launcher
 
 
 @click.command("train", short_help="Train a job under a plan.", cls=RunCommand)
@@ -49,10 +50,27 @@ def command(
       phalanx train examples/gpt.py --plan "fsdp=2 zero=3 micro=8" --steps 100
       phalanx train examples/digits.py --run runs/digits-1 --resume --epochs 10
     """
-    given = Given.of(job, options)
-    earlier = earlier_run(given)
+    from phalanx.launch import find_launcher
 
-    from phalanx.launch import find_launcher, load_job
+    given = Given.of(job, options)
+    train(given, launcher, find_launcher(launcher), Shown(tensorboard, quiet, explain, as_json))
+
+
+@dataclass(frozen=True, slots=True)
+class Shown:
+    """What is shown of a run, and how."""
+
+    tensorboard: bool = False
+    quiet: bool = False
+    explain: bool = False
+    as_json: bool = False
+
+
+def train(given: Given, name: str, launcher: Launcher, how: Shown) -> None:
+    """Train what is ``given`` by ``launcher``, which users call ``name``. Raises as ``fit`` does."""
+    earlier, job = earlier_run(given), given.job
+
+    from phalanx.launch import load_job
     from phalanx.launch.jobfile import declared_values, going_on
 
     own = job
@@ -60,7 +78,6 @@ def command(
         job = going_on(job, earlier.job)
         given = replace(given, job=job)
 
-    find_launcher(launcher)  # before the planner takes its time
     loaded = load_job(job)
     run, settings = settle(given, earlier, loaded)
     settings += params_settings(job, declared_values(job), "argument" if own == job else "run file")
@@ -70,14 +87,14 @@ def command(
     from phalanx.api import fit
     from phalanx.report.tables import settings_table
 
-    output = _Output(loaded, run, quiet=quiet)
+    output = _Output(loaded, run, quiet=how.quiet)
     output.offer_scaling()
     for setting in settings:
-        if setting.why and not quiet:
+        if setting.why and not how.quiet:
             output.say(f"{setting.why}\n")
-    if explain and not as_json:
+    if how.explain and not how.as_json:
         output.say(settings_table(settings))
-    with _told_how_to_go_on(run, launcher), output.follow(tensorboard=tensorboard) as follower:
+    with _told_how_to_go_on(run, name), output.follow(tensorboard=how.tensorboard) as follower:
         fit(loaded, run=run, watch=follower, launcher=launcher)
 
     from phalanx.report.comparison import beside_table
@@ -86,9 +103,9 @@ def command(
     from phalanx.report.tables import summary_table
 
     summary, samples = summarise(run.folder), samples_seen(run.folder)
-    if as_json:
+    if how.as_json:
         explained = {"settings": [{"name": s.name, "value": s.value, "from": s.source} for s in settings]}
-        print_json({**summary.to_dict(), "seen_once": samples.once, **(explained if explain else {})})
+        print_json({**summary.to_dict(), "seen_once": samples.once, **(explained if how.explain else {})})
     else:
         output.answer(Group(summary_table(summary, samples), *beside_table(summary, brief=True)))
 

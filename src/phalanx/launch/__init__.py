@@ -1,15 +1,36 @@
-"""How the workers of a run are started: forked here, or by one of the other launchers in the table."""
+"""How the workers of a run are started: forked here, or by one of the other launchers in the table.
 
-from phalanx.launch.elastic_size import ElasticSize
-from phalanx.launch.failure import record
-from phalanx.launch.jobfile import Reference, load_job
-from phalanx.launch.launcher import LAUNCHERS, Launch, Launcher, find_launcher, place_of_this_process, supervise
-from phalanx.launch.local import launch
-from phalanx.launch.reaper import StopSignals, raise_stopped
-from phalanx.launch.restarts import Restarts
-from phalanx.launch.runfile import RunFolder, default_folder, how_to_go_on, job_of, settled
-from phalanx.launch.side_process import LookAhead, look_ahead
-from phalanx.launch.torch_warmup import make_ready
+Names are fetched when first used: most need torch, and the hosts of a launch are reached while that is loaded.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from phalanx.launch.elastic_size import ElasticSize
+    from phalanx.launch.failure import record
+    from phalanx.launch.jobfile import Reference, load_job
+    from phalanx.launch.launcher import LAUNCHERS, Launch, Launcher, find_launcher, place_of_this_process, supervise
+    from phalanx.launch.local import launch
+    from phalanx.launch.reaper import StopSignals, raise_stopped
+    from phalanx.launch.restarts import Restarts
+    from phalanx.launch.runfile import RunFolder, default_folder, how_to_go_on, job_of, settled
+    from phalanx.launch.side_process import LookAhead, look_ahead
+    from phalanx.launch.torch_warmup import make_ready
+
+_FILES = {
+    "elastic_size": ("ElasticSize",),
+    "failure": ("record",),
+    "jobfile": ("Reference", "load_job"),
+    "launcher": ("LAUNCHERS", "Launch", "Launcher", "find_launcher", "place_of_this_process", "supervise"),
+    "local": ("launch",),
+    "reaper": ("StopSignals", "raise_stopped"),
+    "restarts": ("Restarts",),
+    "runfile": ("RunFolder", "default_folder", "how_to_go_on", "job_of", "settled"),
+    "side_process": ("LookAhead", "look_ahead"),
+    "torch_warmup": ("make_ready",),
+}
+_WHERE = {name: file for file, names in _FILES.items() for name in names}
 
 __all__ = [
     "LAUNCHERS",
@@ -35,3 +56,11 @@ __all__ = [
     "settled",
     "supervise",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _WHERE:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(f"{__name__}.{_WHERE[name]}"), name)
+    globals()[name] = value
+    return value

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from phalanx.config import RunSpec
 from phalanx.config.fields import is_whole
 from phalanx.errors import Problem, SpecError
 from phalanx.files import read_toml
@@ -95,6 +96,26 @@ class HostsFile:
             raise SpecError(problems)
         own = {name: table[name] for name in ("folder", "python", "environment") if name in table}
         return cls(hosts=tuple(hosts), ssh=tuple(table.get("ssh", ())), **own)
+
+
+def refuse_size(run: RunSpec, file: HostsFile) -> None:
+    """Refuse a plan that the hosts have not the devices for.
+
+    Raises:
+        SpecError: it needs more, or fewer and leaves a whole host without.
+    """
+    problems: list[Problem] = []
+    names = ", ".join(f"{host.name}: {host.devices}" for host in file.hosts)
+    if run.plan.processes != file.devices:
+        given = f"{run.plan}, of {run.plan.processes} processes, for {file.devices} devices ({names})"
+        allowed = "as many processes as the hosts have devices"
+        problems.append(Problem(where="--plan", given=given, allowed=allowed, fix=f"--plan dp={file.devices}"))
+    if run.devices:
+        given = f"{run.devices}, on hosts by SSH"
+        allowed = "a number of devices that does not change"
+        problems.append(Problem(where="-n", given=given, allowed=allowed, fix=f"-n {file.devices}"))
+    if problems:
+        raise SpecError(problems)
 
 
 def _entry(entry: dict[str, Any], where: str) -> tuple[HostEntry | None, list[Problem]]:

@@ -7,29 +7,17 @@ to work by itself. The job's file, the data and the run folder must be at the sa
 
 from __future__ import annotations
 
-import base64
-import json
-import queue
-import shutil
-import tempfile
-import time
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
-from typing import ClassVar, final
+from typing import TYPE_CHECKING, ClassVar, final
 
-from phalanx.comm import Place
-from phalanx.config import RunSpec
-from phalanx.errors import Problem, RunError, SpecError
-from phalanx.launch.failure import Failure, WorkerReports, failure_of_exit, first_failure, time_for_others
-from phalanx.launch.launcher import Launch, Launcher, Workers, refuse_what_needs_a_fork
-from phalanx.launch.targets.hosts_file import HostsFile
-from phalanx.launch.targets.ssh_host import SshHosts, Told, host_numbers, ssh_words
-from phalanx.launch.targets.target import AttachedTarget, Option, Prepared, Submission, attached_log
-from phalanx.launch.worker_process import OutputRelay
+from phalanx.errors import SpecError
+from phalanx.launch.targets.hosts_file import HostsFile, refuse_size
+from phalanx.launch.targets.ssh_host import SshHosts, ssh_words
+from phalanx.launch.targets.target import AttachedTarget, Option, Prepared, Submission
 
-_PORT = 10.0  # seconds for the first host to find a free port
-_END = 2.0  # seconds for workers to be gone, once they are ended by force
+if TYPE_CHECKING:
+    from phalanx.launch.launcher import Launcher
 
 
 @final
@@ -44,255 +32,23 @@ class SshTarget(AttachedTarget):
             given, allowed = "ssh without a file", "a file that names the hosts"
             raise SpecError.of(where="--to", given=given, allowed=allowed, fix="--to ssh:hosts.toml")
         self.file = HostsFile.read(Path(address))
+        self._hosts: SshHosts | None = None
 
     def prepare(self, submission: Submission) -> Prepared:
         refuse_size(submission.run, self.file)
         commands = tuple(ssh_words(self.file, host) for host in self.file.hosts)
         return Prepared(submission=submission, files={}, commands=commands)
 
-    def launcher(self) -> SshLauncher:
-        return SshLauncher(self.file)
+    def reach(self) -> None:
+        self._hosts = SshHosts(self.file)
 
+    def launcher(self) -> Launcher:
+        from phalanx.launch.targets.ssh_workers import SshLauncher
 
-def refuse_size(run: RunSpec, file: HostsFile) -> None:
-    """Refuse a plan that the hosts have not the devices for.
+        hosts, self._hosts = self._hosts, None
+        return SshLauncher(self.file, hosts)
 
-    Raises:
-        SpecError: it needs more, or fewer and leaves a whole host without.
-    """
-    problems: list[Problem] = []
-    names = ", ".join(f"{host.name}: {host.devices}" for host in file.hosts)
-    if run.plan.processes != file.devices:
-        given = f"{run.plan}, of {run.plan.processes} processes, for {file.devices} devices ({names})"
-        allowed = "as many processes as the hosts have devices"
-        problems.append(Problem(where="--plan", given=given, allowed=allowed, fix=f"--plan dp={file.devices}"))
-    if run.devices:
-        given = f"{run.devices}, on hosts by SSH"
-        allowed = "a number of devices that does not change"
-        problems.append(Problem(where="-n", given=given, allowed=allowed, fix=f"-n {file.devices}"))
-    if problems:
-        raise SpecError(problems)
-
-
-@final
-class SshLauncher(Launcher):
-    """Starts workers on the hosts of one file. Connects as it prepares, while the job is looked at."""
-
-    here = False
-
-    def __init__(self, file: HostsFile) -> None:
-        self._file = file
-        self._hosts: SshHosts | None = None
-
-    def place(self) -> Place | None:
-        """A worker finds it in the variables that torchrun sets, too."""
-        return None
-
-    def prepare(self, launch: Launch) -> None:
-        """Refuse what the hosts cannot serve, reach each of them, and have processes there load what workers need.
-
-        Raises:
-            SpecError: the plan is for another number of devices, or new processes cannot load the job.
-            RunError: a host cannot be reached; it says which, and why.
-        """
-        refuse_what_needs_a_fork(launch, "ssh")
-        assert launch.run is not None
-        refuse_size(launch.run, self._file)
-        if self._hosts is None:
-            self._hosts = SshHosts(self._file, launch.threads)
-
-    def release(self) -> None:
-        """Hang up."""
+    def leave(self) -> None:
         if self._hosts:
             self._hosts.close()
             self._hosts = None
-
-    def start(self, launch: Launch) -> SshWorkers:
-        hosts, self._hosts = self._hosts or SshHosts(self._file, launch.threads), None
-        assert launch.run is not None
-        try:
-            workers = SshWorkers(self._file, hosts, launch, launch.run)
-        except BaseException:
-            hosts.close()
-            raise
-        return workers
-
-
-@final
-class SshWorkers(Workers):
-    """The agents, and what the workers there have left for their launcher, copied here."""
-
-    def __init__(self, file: HostsFile, hosts: SshHosts, launch: Launch, run: RunSpec) -> None:
-        self._hosts, self._host_of = hosts, host_numbers(file.hosts)
-        self._running = set(range(launch.world_size))
-        self._failures: list[Failure] = []
-        self._lost: dict[int, str] = {}
-        self._stopped, self._ending = 0, False
-        self._run_folder = run.folder
-        self._relays = {
-            (rank, stream): OutputRelay(rank, stream) for rank in self._running for stream in ("stdout", "stderr")
-        }
-        self._folder = Path(tempfile.mkdtemp(prefix="phalanx-ssh-"))
-        self._reports = WorkerReports(self._folder)
-        try:
-            self._start(file, launch, run)
-        except BaseException:
-            shutil.rmtree(self._folder, ignore_errors=True)
-            raise
-
-    def _start(self, file: HostsFile, launch: Launch, run: RunSpec) -> None:
-        files = {path.name: path.read_text() for path in (self._reports.write_run(run), self._folder / "token")}
-        meeting = file.hosts[0].address
-        port = self._free_port(meeting)
-        for host in self._hosts:
-            ranks = {
-                str(rank): {
-                    "RANK": str(rank),
-                    "LOCAL_RANK": str(local),
-                    "LOCAL_WORLD_SIZE": str(host.entry.devices),
-                    "WORLD_SIZE": str(launch.world_size),
-                    "MASTER_ADDR": meeting,
-                    "MASTER_PORT": str(port),
-                }
-                for rank, (number, local) in enumerate(self._host_of)
-                if number == host.number
-            }
-            host.ask("start", files=files, ranks=ranks)
-
-    def _free_port(self, address: str) -> int:
-        self._hosts[0].ask("port", address=address)
-        until = time.monotonic() + _PORT
-        while time.monotonic() < until:
-            try:
-                told = self._hosts.told.get(timeout=max(0.0, until - time.monotonic()))
-            except queue.Empty:
-                break
-            if "port" in told.message:
-                return told.message["port"]
-            self._take(told)
-            if self._lost:
-                break
-        name = self._hosts[0].entry.name
-        raise RunError(
-            f"host {name} does not listen at {address}, where workers are to meet\n"
-            f'    try: address = "10.0.0.1" for {name} in the hosts file: an address of its own that others reach'
-        )
-
-    def follow(self, timeout: float) -> bool:
-        """Take in what agents tell, for at most ``timeout`` seconds."""
-        self._take_for(timeout)
-        if not (self._failures or self._lost or self._reports.failures()):
-            return bool(self._running)
-        until = time.monotonic() + time_for_others(self._known())
-        while self._running and time.monotonic() < until:
-            self._take_for(until - time.monotonic())
-        return False
-
-    def request_stop(self, number: int) -> bool:
-        """By a signal to every worker."""
-        if all(self._reports.step(rank) is None for rank in range(len(self._host_of))):
-            return False
-        for host in self._hosts:
-            host.ask("signal", number=int(number))
-        return True
-
-    @property
-    def stopped(self) -> int:
-        return self._stopped
-
-    def stop(self) -> None:
-        """Have agents end what is left, and hang up."""
-        self._ending = True
-        for host in self._hosts:
-            host.ask("end")
-        over, until = set(self._lost), time.monotonic() + _END
-        while len(over) < len({number for number, _ in self._host_of}) and time.monotonic() < until:
-            try:
-                told = self._hosts.told.get(timeout=max(0.0, until - time.monotonic()))
-            except queue.Empty:
-                break
-            self._take(told)
-            if not told.message or "over" in told.message:
-                over.add(told.host)
-        self._hosts.close()
-        for relay in self._relays.values():
-            relay.close()
-        self._failures, self._stopped = self._known(), self._reports.stopped()
-        shutil.rmtree(self._folder, ignore_errors=True)
-
-    def failure(self) -> Failure | None:
-        known = self._known()
-        return first_failure(known) if known else None
-
-    def known_failures(self) -> list[Failure]:
-        return self._known()
-
-    def _known(self) -> list[Failure]:
-        """What workers have said of themselves goes before what is seen of their end."""
-        reported = self._reports.failures()
-        ranks = {failure.rank for failure in reported}
-        return [*reported, *(failure for failure in self._failures if failure.rank not in ranks)]
-
-    def _take_for(self, timeout: float) -> None:
-        until = time.monotonic() + timeout
-        while self._running:
-            try:
-                self._take(self._hosts.told.get(timeout=max(0.0, until - time.monotonic())))
-            except queue.Empty:
-                return
-
-    def _take(self, told: Told) -> None:
-        message = told.message
-        if not message:
-            self._lose(told.host)
-        elif "output" in message:
-            self._print(message["output"], message["stream"], base64.b64decode(message["data"]))
-        elif "file" in message:
-            self._copy(str(message["file"]), base64.b64decode(message["data"]), message["now"])
-        elif "ended" in message:
-            rank, code = message["ended"], message["code"]
-            self._running.discard(rank)
-            if code and not self._ending and not self._reports.stopped():
-                self._failures.append(failure_of_exit(rank, self._reports.step(rank), code))
-
-    def _print(self, rank: int, stream: str, data: bytes) -> None:
-        """What a worker prints goes on to this process's streams, and into the run folder as this machine sees it."""
-        if relay := self._relays.get((rank, stream)):
-            relay.feed(data)
-        for path in (attached_log(self._run_folder, None), attached_log(self._run_folder, rank)):
-            with suppress(OSError):  # a full disk ends no run by what was printed
-                path.parent.mkdir(exist_ok=True)
-                with path.open("ab") as file:
-                    file.write(data)
-
-    def _lose(self, number: int) -> None:
-        """The connection to a host is over."""
-        ranks = [rank for rank, (host, _) in enumerate(self._host_of) if host == number and rank in self._running]
-        self._running -= set(ranks)
-        if number in self._lost or self._ending or not ranks:
-            return
-        host = self._hosts[number]
-        self._lost[number] = said = host.last_words.splitlines()[-1] if host.last_words else "without a word"
-        name, rank = host.entry.name, ranks[0]
-        self._failures.append(
-            Failure(
-                rank=rank,
-                step=self._reports.step(rank),
-                kind="host lost",
-                message=f"the connection to host {name}, of ranks {ranks[0]} to {ranks[-1]}, ended: {said}",
-                traceback="",
-                time=time.monotonic(),
-                expected=True,
-            )
-        )
-
-    def _copy(self, name: str, data: bytes, now: float) -> None:
-        """Have a file that a worker left stand here, too. A failure's time becomes one of this machine's clock."""
-        if Path(name).name != name or not name.startswith(("progress-", "failure-", "stopped-")):
-            return
-        if name.startswith("failure-"):
-            told = json.loads(data)
-            data = json.dumps({**told, "time": time.monotonic() - max(0.0, now - told["time"])}).encode()
-        partial = self._folder / f".{name}"
-        partial.write_bytes(data)
-        partial.replace(self._folder / name)

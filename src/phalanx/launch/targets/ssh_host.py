@@ -137,13 +137,17 @@ class SshHost:
 class SshHosts:
     """All hosts of a file, connected to at the same time."""
 
-    def __init__(self, file: HostsFile, threads: int | None) -> None:
-        """``threads``: that each worker computes with; its share of its host's cores where not given.
+    def __init__(self, file: HostsFile, threads: int | None = None) -> None:
+        """Begin to reach them; ``await_all`` waits for that.
+
+        Args:
+            threads: that each worker computes with; its share of its host's cores where not given.
 
         Raises:
-            RunError: some cannot be reached; each is named, with what ssh says.
+            RunError: there is no ``ssh``.
         """
         self.told = queue.Queue[Told]()
+        self._reached = False
         self._each: list[SshHost] = []
         argv = [file.python, "-m", "phalanx", "worker", "{reports}/run.toml", "--reports", "{reports}", "--wait"]
         environment = {**({"OMP_NUM_THREADS": str(threads)} if threads else {}), **file.environment}
@@ -151,7 +155,6 @@ class SshHosts:
             for number in range(len(file.hosts)):
                 self._each.append(host := SshHost(file, number, self.told))
                 host.ask("load", folder=file.folder, environment=environment, argv=argv, count=host.entry.devices)
-            self._await_all()
         except BaseException:
             self.close()
             raise
@@ -171,7 +174,14 @@ class SshHosts:
             thread.join()
         self._each.clear()
 
-    def _await_all(self) -> None:
+    def await_all(self) -> None:
+        """Wait until each has been reached; nothing where that is so.
+
+        Raises:
+            RunError: some cannot be reached; each is named, with what ssh says.
+        """
+        if self._reached:
+            return
         waiting, failed = set(range(len(self._each))), dict[int, str]()
         until = time.monotonic() + _CONNECT + 5
         while waiting:
@@ -184,6 +194,7 @@ class SshHosts:
                 failed[told.host] = _why(self._each[told.host].last_words)
             if not told.message or "hello" in told.message:
                 waiting.discard(told.host)
+        self._reached = not failed
         if failed:
             raise RunError(_unreachable({self._each[number].entry.name: why for number, why in sorted(failed.items())}))
 

@@ -133,8 +133,16 @@ class AttachedTarget(Target):
     """A target whose runs live as long as the process that launched them, which supervises their workers."""
 
     @abstractmethod
+    def reach(self) -> None:
+        """Begin to reach what is there, while this process loads what it needs; the launcher then has it."""
+
+    @abstractmethod
     def launcher(self) -> Launcher:
-        """What starts the workers there."""
+        """What starts the workers there. Its ``release`` lets go of what has been reached."""
+
+    @abstractmethod
+    def leave(self) -> None:
+        """Let go of what has been reached, where no launcher has it."""
 
 
 class QueueTarget(Target):
