@@ -1,0 +1,161 @@
+"""``--to slurm``: a batch job that starts torchrun's agent once on each node, saves before its time is over, and is
+queued again by itself until the run has come to its end.
+
+What the job does is in ``slurm_script.py``, and on each node in ``slurm_node.py``.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, ClassVar, final
+
+from phalanx.errors import RunError, SpecError
+from phalanx.launch.reaper import SAVED
+from phalanx.launch.targets.slurm_node import last_word
+from phalanx.launch.targets.slurm_script import OPTIONS, Request, batch_script
+from phalanx.launch.targets.target import FOLDER, Option, Prepared, QueueTarget, Standing, State, Submission
+
+_PATIENCE = 60  # seconds for an answer of Slurm's
+_WAITING = ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "RESV_DEL_HOLD", "SPECIAL_EXIT")
+_RUNNING = ("RUNNING", "COMPLETING", "SIGNALING", "STAGE_OUT", "SUSPENDED", "STOPPED", "RESIZING")
+_FORGOTTEN = "Invalid job id specified"
+_LAST_WORDS: dict[str, State] = {"end": "ended", "stopped": "stopped", "error": "failed"}  # of a run's events
+# Of an earlier job, in whose shell this process may be: they say to sbatch what this job is not asked for.
+_KEPT = ("SLURM_CONF", "SLURM_CLUSTERS")
+
+
+@final
+class SlurmTarget(QueueTarget):
+    """The cluster whose ``sbatch`` is on this machine."""
+
+    name: ClassVar[str] = "slurm"
+    options: ClassVar[Mapping[str, Option]] = OPTIONS
+
+    def __init__(self, address: str) -> None:
+        if address:
+            allowed = "nothing after the colon: options say where, such as --partition"
+            raise SpecError.of(where="--to", given=f"'slurm:{address}'", allowed=allowed, fix="--to slurm")
+
+    def prepare(self, submission: Submission) -> Prepared:
+        request = Request.of(submission)
+        script = submission.folder / "job.sh"
+        return Prepared(
+            submission=submission,
+            files={
+                submission.runfile: submission.run.to_toml(),
+                script: batch_script(submission, request, SAVED),
+            },
+            commands=(("sbatch", "--parsable", str(script)),),
+        )
+
+    def submit(self, prepared: Prepared) -> Mapping[str, Any]:
+        """
+        Raises:
+            RunError: Slurm refuses it, or is not on this machine.
+        """
+        before = {path: path.read_text() if path.is_file() else None for path in prepared.files}
+        made = [
+            folder for folder in (prepared.submission.folder, prepared.submission.run.folder) if not folder.exists()
+        ]
+        try:
+            prepared.write()
+            (command,) = prepared.commands
+            _refuse_what_never_starts(command[-1])
+            told = _ask(*command)
+        except BaseException:
+            for path, text in before.items():
+                path.unlink(missing_ok=True) if text is None else path.write_text(text)
+            for folder in made:
+                with suppress(OSError):
+                    folder.rmdir()
+            raise
+        return {"job": int(told.strip().split(";")[0])}
+
+    def standing(self, ticket: Mapping[str, Any], folder: Path) -> Standing:
+        job = _job(ticket)
+        if job is None:
+            return Standing(state=_LAST_WORDS.get(last_word(folder), "unknown"), detail="Slurm has forgotten it")
+        state, reason = job["JobState"], job.get("Reason", "None")
+        if state in _WAITING:
+            again = f", after {job['Restarts']} earlier starts" if job.get("Restarts", "0") != "0" else ""
+            return Standing(state="waiting", detail=f"{state}: {reason}{again}")
+        if state in _RUNNING:
+            return Standing(state="running", detail=f"{state} on {job.get('NodeList', '')}")
+        if state == "COMPLETED":
+            return Standing(state="ended", detail=state)
+        code = job.get("ExitCode", "").partition(":")[0]
+        if state == "CANCELLED" or code == str(SAVED):
+            return Standing(state="stopped", detail=state)
+        return Standing(state="failed", detail=f"{state}: {reason}, exit code {job.get('ExitCode', '')}")
+
+    def stop(self, ticket: Mapping[str, Any], folder: Path) -> None:
+        job = _job(ticket)
+        if job is None or job["JobState"] not in (*_WAITING, *_RUNNING):
+            return
+        number = str(ticket["job"])
+        with suppress(RunError):  # it has ended meanwhile
+            _ask("scontrol", "update", f"JobId={number}", "Requeue=0")  # nor where a node is lost as it saves
+        # Only the first does something to a job that waits, only the second to one that runs, whichever it is by now.
+        _ask("scancel", "--state=PENDING", number)
+        with suppress(RunError):
+            _ask("scancel", "--signal=USR2", "--batch", number)
+
+    def log(self, ticket: Mapping[str, Any], folder: Path, rank: int | None) -> Path:
+        name = f"slurm-{ticket['job']}.out" if rank is None else f"rank-{rank}.log"
+        return folder / FOLDER / name
+
+
+def _job(ticket: Mapping[str, Any]) -> dict[str, str] | None:
+    """What Slurm knows of the job; ``None`` where it has forgotten it.
+
+    Raises:
+        RunError: Slurm cannot be asked.
+    """
+    try:
+        told = _ask("scontrol", "show", "job", str(ticket["job"]), "--oneliner")
+    except RunError as error:
+        if _FORGOTTEN in str(error):
+            return None
+        raise
+    words = [word.split("=", 1) for word in told.split() if "=" in word]
+    return dict(reversed(words))  # of two the first: paths, which may hold anything, come last
+
+
+def _refuse_what_never_starts(script: str) -> None:
+    """Many a Slurm takes what no node of its own could serve, and keeps it in its queue for ever."""
+    try:
+        _ask("sbatch", "--test-only", script)
+    except RunError as error:
+        if "configuration is not available" in str(error):
+            raise
+
+
+def _ask(*words: str) -> str:
+    environment = {name: value for name, value in os.environ.items() if name in _KEPT or not name.startswith("SLURM_")}
+    try:
+        done = subprocess.run(
+            words,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=_PATIENCE,
+            check=False,
+            stdin=subprocess.DEVNULL,
+        )
+    except FileNotFoundError:
+        raise RunError(
+            f"{words[0]} is not on this machine, so that it cannot hand anything to Slurm\n"
+            "    try: on a login node of the cluster; --dry-run shows the script to take there"
+        ) from None
+    except subprocess.TimeoutExpired:
+        raise RunError(
+            f"Slurm does not answer: {words[0]} took more than {_PATIENCE} seconds\n    try: sinfo"
+        ) from None
+    if done.returncode:
+        said = (done.stderr or done.stdout).strip() or f"{words[0]} ended with {done.returncode}"
+        raise RunError(f"Slurm refuses it: {said}\n    try: sinfo, which says what there is")
+    return done.stdout

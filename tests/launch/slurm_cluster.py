@@ -1,0 +1,188 @@
+"""A Slurm cluster of two nodes on this machine, with its own munge: ``with slurm_cluster() as cluster``."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "scancel", "squeue", "sinfo")
+# cred_expire is how long a job that is queued again waits, 6 s or more.
+CONFIGURATION = """\
+ClusterName=phalanx
+SlurmctldHost={host}(127.0.0.1)
+SlurmctldPort={ports[0]}
+SlurmUser=root
+SlurmdUser=root
+AuthType=auth/munge
+CredType=cred/munge
+AuthInfo=socket={folder}/munge/socket,cred_expire=6
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/spool-%n
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={folder}/slurmd-%n.pid
+SlurmctldLogFile={folder}/slurmctld.log
+SlurmdLogFile={folder}/slurmd-%n.log
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+SlurmdParameters=config_overrides
+SchedulerType=sched/builtin
+SchedulerParameters=sched_interval=1,batch_sched_delay=0
+SelectType=select/cons_tres
+SelectTypeParameters=CR_CPU
+GresTypes=gpu
+MpiDefault=none
+ReturnToService=2
+KillWait=5
+MinJobAge={remembered}
+SlurmdTimeout=120
+PartitionName=cpu Nodes=n[1-2] Default=YES MaxTime=1-00:00:00 State=UP
+NodeName=n1 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[1]} CPUs=16 RealMemory=4000
+NodeName=n2 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[2]} CPUs=16 RealMemory=4000
+"""
+
+
+def lacking() -> str:
+    """Why no cluster can be had here; empty where one can."""
+    if os.geteuid():
+        return "Slurm's daemons need root"
+    missing = [name for name in PROGRAMS if _program(name) is None]
+    return f"not installed: {', '.join(missing)} (packages slurm-wlm and munge)" if missing else ""
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """A cluster that is up; this process's environment leads Slurm's commands to it."""
+
+    folder: Path
+
+    def start_node(self, node: str) -> None:
+        _run("slurmd", "-N", node)
+
+    def bring_back(self, node: str) -> None:
+        """After it was lost."""
+        self.start_node(node)
+        with suppress(subprocess.CalledProcessError):  # it is taken back by itself as soon as it answers
+            _run("scontrol", "update", f"nodename={node}", "state=resume")
+
+    def set_time_limit(self, job: int, minutes: int) -> None:
+        _run("scontrol", "update", f"JobId={job}", f"TimeLimit={minutes}")
+
+    def lose_node(self, node: str) -> None:
+        """As when it loses its power: everything on it is gone at once, and Slurm finds out."""
+        for process in self._processes():
+            with suppress(psutil.Error):
+                if process.environ().get("SLURMD_NODENAME") == node or node in process.cmdline():
+                    process.kill()
+        _run("scontrol", "update", f"nodename={node}", "state=down", "reason=lost")
+
+    def jobs(self) -> str:
+        """A line for each job in the queue: its number and its state."""
+        return _run("squeue", "--noheader", "--format=%i %T").strip()
+
+    def processes_with(self, text: str) -> list[psutil.Process]:
+        """Processes of jobs in whose command line it stands."""
+        found = []
+        for process in self._processes():
+            with suppress(psutil.Error):
+                found += [process] if text in " ".join(process.cmdline()) else []
+        return found
+
+    def end(self) -> None:
+        """End all jobs and daemons, and whatever is left of them."""
+        with suppress(subprocess.CalledProcessError, subprocess.TimeoutExpired):
+            _run("scancel", "--signal=KILL", "--full", "--user=root")
+            _run("scancel", "--user=root")
+        for process in self._processes():
+            with suppress(psutil.Error):
+                process.kill()
+        until(lambda: not self._processes(), 5, "all processes of the cluster are gone")
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _processes(self) -> list[psutil.Process]:
+        """The daemons, and all that they have started."""
+        found = []
+        for process in psutil.process_iter():
+            with suppress(psutil.Error):
+                own = process.environ().get("SLURM_CONF") == str(self.folder / "slurm.conf")
+                if own and process.pid != os.getpid() and process.status() != psutil.STATUS_ZOMBIE:
+                    found.append(process)
+        return found
+
+
+@contextmanager
+def slurm_cluster(*, remembered: int = 300) -> Iterator[Cluster]:
+    """Within, a cluster is up. ``remembered``: seconds for which it knows of a job that has ended, 2 or more."""
+    folder = Path(tempfile.mkdtemp(prefix="phalanx-slurm-"))
+    before = dict(os.environ)
+    os.environ["SLURM_CONF"] = str(folder / "slurm.conf")
+    cluster = Cluster(folder)
+    try:
+        _start(folder, remembered)
+        for node in ("n1", "n2"):
+            cluster.start_node(node)
+        until(lambda: _run("sinfo", "--noheader", "--format=%t %D").split() == ["idle", "2"], 20, "both nodes are up")
+        yield cluster
+    finally:
+        cluster.end()
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def until(reached: Callable[[], bool], seconds: float, what: str) -> None:
+    """Wait until ``reached()``."""
+    deadline = time.monotonic() + seconds
+    while not reached():
+        assert time.monotonic() < deadline, f"not within {seconds} s: {what}"
+        time.sleep(0.1)
+
+
+def _start(folder: Path, remembered: int) -> None:
+    munge = folder / "munge"
+    for path in (munge, folder / "state"):
+        path.mkdir(mode=0o700)
+    (munge / "key").write_bytes(secrets.token_bytes(1024))
+    (munge / "key").chmod(0o400)
+    ports = _free_ports(3)
+    text = CONFIGURATION.format(host=socket.gethostname(), folder=folder, ports=ports, remembered=remembered)
+    (folder / "slurm.conf").write_text(text)
+    files = {"key-file": "key", "socket": "socket", "pid-file": "pid", "log-file": "log", "seed-file": "seed"}
+    _run("munged", "--force", *(f"--{option}={munge / name}" for option, name in files.items()))
+    _run("slurmctld", "-c")
+
+
+def _free_ports(count: int) -> list[int]:
+    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports = [one.getsockname()[1] for one in sockets]
+    for one in sockets:
+        one.close()
+    return ports
+
+
+def _program(name: str) -> str | None:
+    return shutil.which(name, path=os.pathsep.join([os.environ["PATH"], "/usr/sbin", "/sbin"]))
+
+
+def _run(name: str, *words: str) -> str:
+    """What the program prints. Of a daemon the outputs are files: it would hold a pipe open."""
+    program = _program(name)
+    assert program
+    with tempfile.TemporaryFile("w+") as out:
+        done = subprocess.run(
+            [program, *words], stdout=out, stderr=out, stdin=subprocess.DEVNULL, timeout=30, check=False
+        )
+        out.seek(0)
+        said = out.read()
+    if done.returncode:
+        raise subprocess.CalledProcessError(done.returncode, [name, *words], said)
+    return said
