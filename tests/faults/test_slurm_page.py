@@ -21,10 +21,11 @@ import phalanx as px
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "how-to" / "slurm.md"
 SRUN = """#!/bin/bash
-# Starts the command once for each node, passes SIGTERM on, and ends with the worst exit code.
+# Starts the command once for each node, passes SIGUSR1 on, and ends with the worst exit code.
 pids=""
 for node in $(seq "$SLURM_NNODES"); do "$@" & pids="$pids $!"; done
-trap 'kill -TERM $pids' TERM
+trap 'kill -USR1 $pids' USR1
+trap 'kill -KILL $pids' TERM
 worst=0
 for pid in $pids; do
     while wait "$pid"; code=$?; kill -0 "$pid" 2>/dev/null; do :; done
@@ -147,7 +148,7 @@ def test_the_script_trains_on_two_nodes_and_goes_on_after_its_time(tmp_path: Pat
             if log.exists() and log.read_text().count('"event": "step"') > 3:
                 break
             time.sleep(0.1)
-        process.send_signal(signal.SIGTERM)
+        process.send_signal(signal.SIGUSR1)
     said = (tmp_path / "slurm.out").read_text()
     assert process.returncode != 0, said
     assert (tmp_path / "requeued").read_text() == "17\n"

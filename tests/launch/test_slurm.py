@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -23,6 +24,7 @@ from phalanx.launch.runfile import newest_step
 from phalanx.launch.targets import Submission, find_target
 from phalanx.launch.targets.slurm import SlurmTarget
 
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "how-to" / "slurm.md"
 STEPS = 40
 LONG = 400  # that the time limit comes in
 FIELDS = {
@@ -186,6 +188,29 @@ def test_a_run_that_is_asked_to_stop_saves_and_is_over(cluster: Cluster, tmp_pat
     assert "stopped" in phalanx("status", str(folder)), said
     assert "Traceback" not in said
     assert not cluster.processes_with(str(folder)), "nothing is left of it"
+
+
+@pytest.mark.long
+def test_the_script_on_the_page_goes_on_after_its_time(
+    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = submission(tmp_path, run={"steps": LONG})
+    (tmp_path / "run.toml").write_text(given.run.to_toml())
+    found = re.search(r'title="job.sh"\n(.*?)^```$', PAGE.read_text(), flags=re.MULTILINE | re.DOTALL)
+    assert found
+    script = (
+        found[1].replace("--gpus-per-node=8 ", "").replace("$SLURM_GPUS_ON_NODE", "1").replace("$host", "127.0.0.1")
+    )
+    (tmp_path / "job.sh").write_text(script)
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
+    told = subprocess.run(["sbatch", "--parsable", "job.sh"], capture_output=True, text=True, check=True).stdout
+    log = given.run.folder / "events.jsonl"
+    until(lambda: log.exists() and log.read_text().count('"event": "step"') > 3, 90, "it trains")
+    subprocess.run(["scancel", "--signal=USR1", "--batch", told.strip()], check=True)
+    until(lambda: told.strip() not in cluster.jobs(), 120, "it has come to its end")
+    trained = px.load(given.run.folder)
+    assert [event["event"] for event in trained.events()].count("stopped") == 1
+    assert [event["step"] for event in trained.events("step")] == list(range(LONG)), "none was taken twice"
 
 
 def test_a_run_goes_on_after_a_node_is_lost(cluster: Cluster, tmp_path: Path) -> None:
