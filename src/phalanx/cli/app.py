@@ -18,7 +18,8 @@ from phalanx.cli.output import STOPPED, print_json, show_error, streams_that_may
 from phalanx.errors import PhalanxError
 
 VERBS = (
-    *("demo", "train", "launch", "status", "logs", "stop", "sweep", "forecast", "plan", "scale", "show", "devices"),
+    *("demo", "train", "check", "launch", "status", "logs", "stop"),
+    *("sweep", "forecast", "plan", "scale", "show", "devices"),
     *("export", "checkpoint", "calibrate", "prove", "audit", "chaos", "bench", "worker", "completion"),
 )
 _FAILED = 3

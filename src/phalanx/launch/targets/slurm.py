@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import tempfile
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -22,6 +23,7 @@ from phalanx.launch.targets.target import FOLDER, Option, Prepared, QueueTarget,
 _PATIENCE = 60  # seconds for an answer of Slurm's
 _WAITING = ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "RESV_DEL_HOLD", "SPECIAL_EXIT")
 _RUNNING = ("RUNNING", "COMPLETING", "SIGNALING", "STAGE_OUT", "SUSPENDED", "STOPPED", "RESIZING")
+_REFUSES = "Slurm refuses it: "
 _FORGOTTEN = "Invalid job id specified"
 _LAST_WORDS: dict[str, State] = {"end": "ended", "stopped": "stopped", "error": "failed"}  # of a run's events
 # Of an earlier job, in whose shell this process may be: they say to sbatch what this job is not asked for.
@@ -74,6 +76,17 @@ class SlurmTarget(QueueTarget):
                     folder.rmdir()
             raise
         return {"job": int(told.strip().split(";")[0])}
+
+    def why_not(self, prepared: Prepared) -> str:
+        (script,) = (text for path, text in prepared.files.items() if path.suffix == ".sh")
+        with tempfile.NamedTemporaryFile("w", suffix=".sh") as file:
+            file.write(script)
+            file.flush()
+            try:
+                _ask("sbatch", "--test-only", file.name)
+            except RunError as error:
+                return str(error).partition("\n")[0].removeprefix(_REFUSES)
+        return ""
 
     def standing(self, ticket: Mapping[str, Any], folder: Path) -> Standing:
         job = _job(ticket)
@@ -157,5 +170,5 @@ def _ask(*words: str) -> str:
         ) from None
     if done.returncode:
         said = (done.stderr or done.stdout).strip() or f"{words[0]} ended with {done.returncode}"
-        raise RunError(f"Slurm refuses it: {said}\n    try: sinfo, which says what there is")
+        raise RunError(f"{_REFUSES}{said}\n    try: sinfo, which says what there is")
     return done.stdout

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, ClassVar, final
 
 from phalanx.errors import SpecError
 from phalanx.launch.targets.hosts_file import HostsFile, refuse_size
+from phalanx.launch.targets.ssh_asked import SshAskedHost
 from phalanx.launch.targets.ssh_host import SshHosts, ssh_words
 from phalanx.launch.targets.target import AttachedTarget, Option, Prepared, Submission
 
@@ -41,6 +42,9 @@ class SshTarget(AttachedTarget):
 
     def reach(self) -> None:
         self._hosts = SshHosts(self.file)
+
+    def hosts(self) -> list[SshAskedHost]:
+        return [SshAskedHost(self.file, entry) for entry in self.file.hosts]
 
     def launcher(self) -> Launcher:
         from phalanx.launch.targets.ssh_workers import SshLauncher

@@ -44,8 +44,13 @@ class Told:
 
 def ssh_words(file: HostsFile, host: HostEntry) -> tuple[str, ...]:
     """The command that reaches ``host`` and starts the agent there."""
+    return (*ssh_command(file, host), shlex.join([file.python, "-u", "-c", _BOOT]))
+
+
+def ssh_command(file: HostsFile, host: HostEntry) -> tuple[str, ...]:
+    """What reaches ``host``, before the command to run there."""
     options = [word for name, value in _OPTIONS.items() for word in ("-o", f"{name}={value}")]
-    return ("ssh", "-T", *file.ssh, *options, "--", host.name, shlex.join([file.python, "-u", "-c", _BOOT]))
+    return ("ssh", "-T", *file.ssh, *options, "--", host.name)
 
 
 @final

@@ -11,7 +11,7 @@ import difflib
 import json
 import shlex
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from phalanx.config import RunSpec
 from phalanx.errors import Problem, SpecError
 from phalanx.files import read_text, replace_text
+from phalanx.launch.check_hosts import TargetHost
 
 if TYPE_CHECKING:
     from phalanx.launch.launcher import Launcher
@@ -133,6 +134,10 @@ class AttachedTarget(Target):
     """A target whose runs live as long as the process that launched them, which supervises their workers."""
 
     @abstractmethod
+    def hosts(self) -> Sequence[TargetHost]:
+        """The machines that a run would be on, that where all workers meet first. None is asked anything yet."""
+
+    @abstractmethod
     def reach(self) -> None:
         """Begin to reach what is there, while this process loads what it needs; the launcher then has it."""
 
@@ -155,6 +160,13 @@ class QueueTarget(Target):
         Raises:
             RunError: the target refuses it, in the target's own words; nothing of it is left.
         """
+
+    def why_not(self, prepared: Prepared) -> str | None:
+        """Why it would refuse the run, in its own words; empty where it would take it. Nothing is handed over.
+
+        ``None`` where it cannot be asked that.
+        """
+        return None
 
     @abstractmethod
     def standing(self, ticket: Mapping[str, Any], folder: Path) -> Standing:

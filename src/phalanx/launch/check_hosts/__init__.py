@@ -1,0 +1,21 @@
+"""Before a run: what each host of a launch target says of itself, and what would keep training from running there."""
+
+from phalanx.launch.check_hosts.asking import CheckQuestion, HostAnswer, HostSurvey, LinkAnswer, survey
+from phalanx.launch.check_hosts.host_findings import Needs, findings, workers_of
+from phalanx.launch.check_hosts.link_findings import HostFinding
+from phalanx.launch.check_hosts.target_host import TargetHost, ThisMachine, run_here
+
+__all__ = [
+    "CheckQuestion",
+    "HostAnswer",
+    "HostFinding",
+    "HostSurvey",
+    "LinkAnswer",
+    "Needs",
+    "TargetHost",
+    "ThisMachine",
+    "findings",
+    "run_here",
+    "survey",
+    "workers_of",
+]

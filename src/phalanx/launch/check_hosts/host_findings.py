@@ -1,0 +1,321 @@
+"""From what hosts said to what would keep training from running there, and what to do: pure, and told by no wording.
+
+A finding ``fails`` where training would not start or not go on; others cost time, or make the numbers less sure.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from phalanx.config import Plan
+from phalanx.launch.check_hosts.asking import HostAnswer, HostSurvey
+from phalanx.launch.check_hosts.link_findings import HostFinding, link_findings
+from phalanx.units import show_bytes, show_names, show_seconds
+
+_CLOCK = 5.0  # seconds that clocks may differ by
+_FILES = 1024  # open files that are always enough; below it they may not be
+_FILES_OF = 128, 4  # that a worker has at least, and for each other worker
+_SHARED_MEMORY = 128 * 2**20, 16 * 2**20  # bytes of /dev/shm that may be too little, and that are
+_BUSY = 2**30  # bytes of a device that somebody else uses
+_KEPT = 3  # checkpoints on the disk at a time
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Needs:
+    """What the run needs there.
+
+    Attributes:
+        plan: of the run.
+        memory: bytes that each worker needs of its device, or of its host where that computes; 0 where not known.
+        state: bytes of a checkpoint; 0 where not known.
+    """
+
+    plan: Plan
+    memory: float = 0.0
+    state: float = 0.0
+
+
+def findings(survey: HostSurvey, needs: Needs | None) -> list[HostFinding]:
+    """Everything that is wrong, what fails first; alike findings of several hosts are one."""
+    there = [answer for answer in survey.hosts if answer.told]
+    found = [
+        *_unreached(survey.hosts),
+        *_versions(there),
+        *_job(there),
+        *_folder(survey, there, needs),
+        *_devices(there),
+        *(_places(there, needs) if needs and len(there) == len(survey.hosts) else ()),
+        *(_memory(there, needs) if needs and needs.memory else ()),
+        *_limits(there, needs),
+        *_clocks(there),
+        *_ports(there),
+        *link_findings(survey.links, {one.name: one.told for one in there}),
+    ]
+    return sorted(_together(found), key=lambda one: not one.fails)
+
+
+def workers_of(answers: Sequence[HostAnswer], needs: Needs) -> dict[str, int]:
+    """Workers that each host would have: as many as the target says, else by its devices, else an equal share."""
+    left, counts = needs.plan.processes, {}
+    even = -(-left // max(1, len(answers)))
+    for answer in answers:
+        devices = len(answer.told.get("devices", ())) // needs.plan.threads
+        counts[answer.name] = min(left, answer.processes or devices or even)
+        left -= counts[answer.name]
+    return counts
+
+
+def _together(found: Iterable[HostFinding]) -> list[HostFinding]:
+    groups: dict[tuple[Any, ...], list[HostFinding]] = defaultdict(list)
+    for one in found:
+        groups[one.kind, one.what, one.fix, one.fails].append(one)
+    return [replace(same[0], hosts=tuple(name for one in same for name in one.hosts)) for same in groups.values()]
+
+
+def _unreached(answers: Sequence[HostAnswer]) -> Iterator[HostFinding]:
+    for one in answers:
+        if not one.told:
+            fix = "see that it is up, that its name and address are right, and that the Python named for it is there"
+            yield HostFinding(kind="host", hosts=(one.name,), what=one.error, fix=fix)
+
+
+def _versions(there: Sequence[HostAnswer]) -> Iterator[HostFinding]:
+    def minor(answer: HostAnswer) -> str:
+        return ".".join(answer.told["python"].split(".")[:2])
+
+    yield from _odd("Python", there, minor, "use the same Python on all hosts", fails=False)
+    for name in ("torch", "phalanx"):
+        yield from _package(name, there, lambda one, key=name: one.told.get("versions", {}).get(key), fails=True)
+    for name, key in (("CUDA of torch", "cuda"), ("NCCL", "nccl")):
+        yield from _odd(
+            name, there, lambda one, key=key: one.told.get(key) or None, "install the same torch on all hosts"
+        )
+    imports = sorted({name for one in there for name in one.told.get("source", {}).get("imports", {})})
+    for name in imports:
+        loads = [one for one in there if one.told.get("data") and not one.told["data"]["error"]]
+        fails = len(loads) < len(there)  # what a job imports only when it needs it may be missing
+        yield from _package(name, there, lambda one, key=name: _import(one, key), fails=False, missing=fails)
+
+
+def _import(answer: HostAnswer, name: str) -> str | None:
+    return answer.told.get("source", {}).get("imports", {}).get(name)
+
+
+def _package(
+    name: str,
+    there: Sequence[HostAnswer],
+    version: Callable[[HostAnswer], str | None],
+    *,
+    fails: bool,
+    missing: bool = True,
+) -> Iterator[HostFinding]:
+    """A package that is missing, cannot be imported, or is another on some hosts."""
+    whole: list[HostAnswer] = []
+    for one in there:
+        here = version(one)
+        if here is None or here == "local":
+            continue
+        if not here or here.startswith("!"):
+            others = Counter(found for other in there if (found := version(other)) and not found.startswith("!"))
+            pin = f"=={others.most_common(1)[0][0].partition('+')[0]}" if others else ""
+            what = f"{name} cannot be imported: {here[1:]}" if here else f"{name} is not installed"
+            fix = f"pip install {name}{pin}, with {one.told['executable']}"
+            yield HostFinding(kind="packages", hosts=(one.name,), what=what, fix=fix, fails=missing)
+        else:
+            whole.append(one)
+    common = Counter(version(one) for one in whole).most_common(1)
+    fix = f"pip install {name}=={str(common[0][0]).partition('+')[0]} there" if common else ""
+    yield from _odd(name, whole, version, fix, fails=fails)
+
+
+def _odd(
+    what: str,
+    there: Sequence[HostAnswer],
+    value: Callable[[HostAnswer], str | None],
+    fix: str,
+    *,
+    fails: bool = True,
+) -> Iterator[HostFinding]:
+    """A finding of the hosts whose ``value`` is not that of most, where they differ."""
+    groups: dict[str, list[str]] = defaultdict(list)
+    for one in there:
+        if (found := value(one)) is not None:
+            groups[found].append(one.name)
+    if len(groups) > 1:
+        few = sorted(groups.items(), key=lambda item: len(item[1]))  # the first hosts are most where as many differ
+        few = [*few[:-1], few[-1]] if len(few[0][1]) < len(few[-1][1]) else [*reversed(few)]
+        words = ", ".join(f"{found} on {show_names(names)}" for found, names in few)
+        odd = tuple(name for _, names in few[:-1] for name in names)
+        yield HostFinding(kind="versions", hosts=odd, what=f"{what} {words}", fix=fix, fails=fails)
+
+
+def _job(there: Sequence[HostAnswer]) -> Iterator[HostFinding]:
+    sources = {one.name: one.told["source"] for one in there if one.told.get("source")}
+    for name in (name for name, source in sources.items() if source["missing"]):
+        fix = "put the job's folder where all hosts see it under the same path, or copy it there"
+        yield HostFinding(kind="job", hosts=(name,), what="the job's file is not there", fix=fix)
+    whole = [one for one in there if one.name in sources and not sources[one.name]["missing"]]
+    for file in sorted({file for one in whole for file in sources[one.name]["files"]}):
+        texts = Counter(sources[one.name]["files"].get(file, "") for one in whole)
+        common = texts.most_common(1)[0][0]
+        for one in whole:
+            if sources[one.name]["files"].get(file, "") != common:
+                fix = "copy the job's folder there again, or put it where all hosts see it"
+                yield HostFinding(kind="job", hosts=(one.name,), what=f"{file} is not what it is on others", fix=fix)
+    for one in whole:
+        missing = any(not version or version.startswith("!") for version in sources[one.name]["imports"].values())
+        told = one.told.get("data")
+        if told and told["error"] and not missing:
+            kind = "data" if told["of"] == "data" else "job"
+            what = told["error"] if kind == "job" else f"the job's data: {told['error']}"
+            fix = told["fix"] or "make the data readable there: job.data() is called on every host"
+            yield HostFinding(kind=kind, hosts=(one.name,), what=what, fix=fix)
+    for one in there:
+        if one.told["ending"]:
+            doing = "its data" if one.told.get("versions") else "torch"
+            what = f"the process that was to load the job and {doing} {one.told['ending']}"
+            fix = "load the job there by hand and see what takes so long, or ends it"
+            yield HostFinding(kind="job", hosts=(one.name,), what=what, fix=fix)
+
+
+def _folder(survey: HostSurvey, there: Sequence[HostAnswer], needs: Needs | None) -> Iterator[HostFinding]:
+    where = survey.folder.parent if survey.folder.name.startswith(".phalanx-check-") else survey.folder
+    cannot = {one.name: error for one in there if (error := one.told["folder"].get("error"))}
+    space = "make room there, or choose another folder: --run"
+    rights = "choose a folder that can be written to: --run"
+    for name, error in (cannot or ({"here": survey.folder_error} if survey.folder_error else {})).items():
+        fix = space if "space" in error else rights
+        yield HostFinding(kind="folder", hosts=(name,), what=f"{where} cannot be written to: {error}", fix=fix)
+    if cannot or survey.folder_error:
+        return
+    for one in there:
+        told = one.told["folder"]
+        if not told["shared"] or not one.seen:
+            what = f"{where} is not the folder of that path here: what one writes the other does not see"
+            fix = "choose a folder that all hosts share, such as one on NFS: --run"
+            yield HostFinding(kind="folder", hosts=(one.name,), what=what, fix=fix)
+        elif needs and needs.state and told["free"] < _KEPT * needs.state:
+            what = f"{where} has {show_bytes(told['free'])} free; a checkpoint takes {show_bytes(needs.state)}"
+            fails = told["free"] < needs.state
+            yield HostFinding(kind="folder", hosts=(one.name,), what=what, fix=space, fails=fails)
+
+
+def _devices(there: Sequence[HostAnswer]) -> Iterator[HostFinding]:
+    yield from _odd(
+        "CUDA devices:", there, lambda one: str(len(one.told.get("devices", ()))), "see nvidia-smi there", fails=False
+    )
+    for one in there:
+        gpus = one.told["gpus"]
+        if gpus["error"]:
+            fix = "mend the driver there: nvidia-smi must list the devices"
+            yield HostFinding(kind="devices", hosts=(one.name,), what=f"nvidia-smi: {gpus['error']}", fix=fix)
+        if gpus["devices"] and "devices" in one.told and not one.told["devices"]:
+            what = f"torch sees none of {len(gpus['devices'])} devices: torch {one.told['versions']['torch']}"
+            fix = "install torch for that driver's CUDA there, and see CUDA_VISIBLE_DEVICES"
+            yield HostFinding(kind="devices", hosts=(one.name,), what=what, fix=fix)
+        for device in one.told.get("devices", ()):
+            if device["error"]:
+                what = f"device {device['index']} does not work: {device['error']}"
+                fix = f"leave it out by CUDA_VISIBLE_DEVICES there, or reset it: nvidia-smi -r -i {device['index']}"
+                yield HostFinding(kind="devices", hosts=(one.name,), what=what, fix=fix)
+        for device in gpus["devices"]:
+            if device["used"] > _BUSY:
+                pids = f" (process {show_names(gpus['pids'])})" if gpus["pids"] else ""
+                what = f"device {device['index']} is busy: {show_bytes(device['used'])} in use{pids}"
+                fix = "end what uses it, or leave the device out by CUDA_VISIBLE_DEVICES there"
+                yield HostFinding(kind="devices", hosts=(one.name,), what=what, fix=fix, fails=False)
+
+
+def _places(there: Sequence[HostAnswer], needs: Needs) -> Iterator[HostFinding]:
+    """Whether there are as many places for processes as the plan takes: what the target says, devices, or cores."""
+    plan, names = needs.plan, tuple(one.name for one in there)
+    devices = _gpus_of(there)
+    if any(one.processes for one in there):
+        places, word = sum(one.processes for one in there), "places"
+    elif devices and plan.device != "cpu":
+        places, word = devices // plan.threads, "CUDA devices"
+    else:
+        places, word = sum(one.told["cores"] for one in there), "cores"
+    if places < plan.processes:
+        what = f"{plan} takes {plan.processes} processes; there are {places} {word} in all"
+        fix = f"--plan dp={places}, or more hosts"
+        yield HostFinding(kind="plan", hosts=names, what=what, fix=fix, fails=word != "cores")  # cores can be shared
+    elif plan.device == "cuda" and devices < plan.devices:
+        what = f"{plan} takes {plan.devices} CUDA devices; there are {devices} in all"
+        yield HostFinding(kind="plan", hosts=names, what=what, fix="--plan with device=cpu, or other hosts")
+
+
+def _memory(there: Sequence[HostAnswer], needs: Needs) -> Iterator[HostFinding]:
+    """Whether there is room for what each worker needs, on its device, or on its host where that computes."""
+    plan, counts = needs.plan, workers_of(there, needs)
+    on_gpus = plan.device != "cpu" and _gpus_of(there) >= plan.devices
+    smaller = "phalanx plan JOB shows plans that need less"
+    for one in there:
+        if on_gpus:
+            for device in one.told["devices"][: counts[one.name] * plan.threads]:
+                if not device["error"] and device["free"] < needs.memory:
+                    free, needed = show_bytes(device["free"]), show_bytes(needs.memory)
+                    what = f"device {device['index']} has {free} free; a worker needs {needed}"
+                    yield HostFinding(kind="memory", hosts=(one.name,), what=what, fix=smaller)
+        elif one.told["memory"]["free"] < needs.memory * counts[one.name] * plan.threads:
+            total = show_bytes(needs.memory * counts[one.name] * plan.threads)
+            what = f"{show_bytes(one.told['memory']['free'])} of memory are free; its workers need {total}"
+            yield HostFinding(kind="memory", hosts=(one.name,), what=what, fix=smaller)
+
+
+def _gpus_of(there: Sequence[HostAnswer]) -> int:
+    return sum(len(one.told.get("devices", ())) for one in there)
+
+
+def _limits(there: Sequence[HostAnswer], needs: Needs | None) -> Iterator[HostFinding]:
+    workers = needs.plan.processes if needs else 1
+    for one in there:
+        files = one.told["limits"].get("open_files", -1)
+        if 0 <= files < _FILES:
+            least = _FILES_OF[0] + _FILES_OF[1] * workers
+            what = f"a process may open {files} files"
+            fix = "ulimit -n 65536 there, in /etc/security/limits.conf for good"
+            yield HostFinding(kind="limits", hosts=(one.name,), what=what, fix=fix, fails=files < least)
+        locked = one.told["limits"].get("memlock", -1)
+        if one.told.get("infiniband") and locked >= 0:
+            what = f"a process may lock {show_bytes(locked)} of memory, which InfiniBand needs more of"
+            yield HostFinding(kind="limits", hosts=(one.name,), what=what, fix="ulimit -l unlimited there", fails=False)
+        loads = (one.told.get("data") or {}).get("workers", 0)
+        if one.told["shm"]["total"] and (loads or len(one.told.get("devices", ())) > 1):
+            free = one.told["shm"]["free"]
+            if free < _SHARED_MEMORY[0]:
+                by = f"{loads} loader processes" if loads else "its devices"
+                what = f"/dev/shm has {show_bytes(free)} free, over which {by} hand on tensors"
+                fix = "mount -o remount,size=8G /dev/shm there; of a container --shm-size=8g"
+                fails = bool(loads) and free < _SHARED_MEMORY[1]
+                yield HostFinding(kind="limits", hosts=(one.name,), what=what, fix=fix, fails=fails)
+
+
+def _clocks(there: Sequence[HostAnswer]) -> Iterator[HostFinding]:
+    middles = [0.0, *(sum(one.ahead) / 2 for one in there)]
+    right = statistics.median_low(sorted(middles, key=abs)) if len(middles) > 2 else 0.0
+    for one in there:
+        least = one.ahead[0] - right if one.ahead[0] > right else right - one.ahead[1]
+        if least > _CLOCK:
+            way = "ahead" if one.ahead[0] > right else "behind"
+            what = f"its clock is {show_seconds(least)} {way}"
+            fix = "set it by NTP: timedatectl set-ntp true there"
+            yield HostFinding(kind="clock", hosts=(one.name,), what=what, fix=fix, fails=False)
+
+
+def _ports(there: Sequence[HostAnswer]) -> Iterator[HostFinding]:
+    for one in there:
+        if error := one.told["port"]["error"]:
+            taken = "in use" in error
+            what = f"workers cannot meet at {one.told['address']}{f':{one.port}' if one.port else ''}: {error}"
+            free = "end what listens there, such as another run, or choose another port"
+            fix = free if taken else "give an address of the host's own that the others reach"
+            yield HostFinding(kind="port", hosts=(one.name,), what=what, fix=fix)
+        elif not one.told["address"] and len(there) > 1:
+            fix = "connect it to the network of the others, and let it know their names"
+            what = f"it knows no way to {there[0].told['address'] or there[0].name}, where all workers meet"
+            yield HostFinding(kind="links", hosts=(one.name,), what=what, fix=fix)

@@ -1,0 +1,241 @@
+"""The program that one host runs to say what it has and what it lacks: one JSON document.
+
+Its text is sent to the host, so that it also runs where Phalanx or torch is missing or old: it needs Python 3.8 and
+nothing beside it. What needs torch is asked by ``job_probe``, in a process of its own, which may die or hang.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import platform
+import resource
+import shutil
+import socket
+import struct
+import subprocess
+import sys
+import tempfile
+import time
+from typing import Any
+
+MARK = "phalanx-check:"
+"""What the line of the answer begins with: a host may greet whoever comes."""
+TOKEN = "asker"
+"""The file that whoever asks writes into the folder, beside which each host writes one of its own."""
+
+ANYWHERE = "198.51.100.1"
+"""An address kept for documentation: nothing is sent there, only a route looked up."""
+_NVIDIA = "index,name,memory.total,memory.used,driver_version"
+
+
+def main() -> None:
+    """Answer the question, JSON on stdin, by one line on stdout."""
+    began = time.time()
+    question = QUESTION  # type: ignore[name-defined]  # noqa: F821  (put there by what reads this text)
+    document = answer(question)
+    ended = time.time()
+    print("\n" + MARK + json.dumps({**document, "began": began, "ended": ended}), flush=True)
+
+
+def answer(question: dict[str, Any]) -> dict[str, Any]:
+    """What there is to say but the time."""
+    if question.get("cwd") and os.path.isdir(question["cwd"]):
+        os.chdir(question["cwd"])
+    job = subprocess.Popen(
+        [sys.executable, "-c", question["boot"]],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+    )
+    return {
+        "python": platform.python_version(),
+        "executable": sys.executable,
+        "host": socket.gethostname(),
+        "cores": _cores(),
+        "memory": _memory(),
+        "limits": _limits(),
+        "shm": _room("/dev/shm"),
+        "folder": _folder(question["folder"], question["token"], question["name"]),
+        "gpus": _gpus(),
+        "address": _address(question["towards"]),
+        "interface": _interface(_address(question["towards"])),
+        "infiniband": os.path.isdir("/sys/class/infiniband") and bool(os.listdir("/sys/class/infiniband")),
+        "port": _port(question["port"], question["towards"] if question["meets"] else ""),
+        "free_port": _port(0)["number"],
+        **_asked(job, question),
+    }
+
+
+def _asked(job: Any, question: dict[str, Any]) -> dict[str, Any]:
+    """What ``job_probe`` says, as far as it comes: each of its lines says more."""
+    said = json.dumps({"program": question["job_probe"], "job": question["job"]}).encode()
+    ending = ""
+    try:
+        out, err = job.communicate(said, timeout=question["patience"])
+    except subprocess.TimeoutExpired:
+        os.killpg(job.pid, 9)
+        out, err = job.communicate()
+        ending = f"has not come to its end within {question['patience']:g} s"
+    if job.returncode and not ending:
+        number, lines = job.returncode, err.decode(errors="replace").strip().splitlines()
+        ending = f"ended by signal {-number}" if number < 0 else (lines or [f"exit code {number}"])[-1]
+    document: dict[str, Any] = {}
+    for line in out.decode(errors="replace").splitlines():
+        if line.startswith(MARK):
+            document.update(json.loads(line[len(MARK) :]))
+    return {**document, "ending": ending}
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _memory() -> dict[str, int]:
+    """Bytes of the machine, or of a control group where that is less, and those that are free."""
+    told = {}
+    for line in _read("/proc/meminfo").splitlines():
+        name, _, number = line.partition(":")
+        told[name] = int(number.split()[0]) * 1024
+    if "MemTotal" not in told:
+        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        return {"total": total, "free": total}
+    total, free = told["MemTotal"], told.get("MemAvailable", told.get("MemFree", 0))
+    for folder in _groups():
+        most, used = _read(folder + "/memory.max").strip(), _read(folder + "/memory.current").strip()
+        if most.isdigit() and used.isdigit():
+            kept = [line.split()[1] for line in _read(folder + "/memory.stat").splitlines() if "inactive_file " in line]
+            held = int(used) - (int(kept[0]) if kept else 0)
+            total, free = min(total, int(most)), min(free, max(0, int(most) - held))
+    return {"total": total, "free": free}
+
+
+def _groups() -> list[str]:
+    """The folder of this process's control group, and those above it."""
+    lines = [line for line in _read("/proc/self/cgroup").splitlines() if line.startswith("0::")]
+    path = lines[0][3:].strip("/") if lines else ""
+    parts = path.split("/") if path else []
+    return ["/sys/fs/cgroup/" + "/".join(parts[:count]) for count in range(len(parts), -1, -1)]
+
+
+def _limits() -> dict[str, int]:
+    """Soft limits of this process; -1 where there is none."""
+    names = {"open_files": "RLIMIT_NOFILE", "memlock": "RLIMIT_MEMLOCK", "processes": "RLIMIT_NPROC"}
+    kinds = {name: getattr(resource, kind) for name, kind in names.items() if hasattr(resource, kind)}
+    soft = {name: resource.getrlimit(kind)[0] for name, kind in kinds.items()}
+    return {name: -1 if limit == resource.RLIM_INFINITY else limit for name, limit in soft.items()}
+
+
+def _room(path: str) -> dict[str, int]:
+    try:
+        usage = shutil.disk_usage(path)
+    except OSError:
+        return {"total": 0, "free": 0}
+    return {"total": usage.total, "free": usage.free}
+
+
+def _folder(path: str, token: str, name: str) -> dict[str, Any]:
+    """Whether the asker's word is in the folder, and whether one of this host's can be put beside it."""
+    told: dict[str, Any] = {"path": path, "exists": os.path.isdir(path), "shared": False, "error": ""}
+    if not told["exists"]:
+        return told
+    told["shared"] = _read(os.path.join(path, TOKEN)).strip() == token
+    within = path if told["shared"] else os.path.dirname(path)
+    told["free"] = _room(within)["free"]
+    try:
+        if told["shared"]:
+            own = os.path.join(path, name)
+            with open(own, "w") as file:
+                file.write(token)
+        else:
+            with tempfile.TemporaryFile(dir=path) as trial:
+                trial.write(token.encode())
+    except OSError as error:
+        told["error"] = error.strerror or str(error)
+    return told
+
+
+def _gpus() -> dict[str, Any]:
+    """What the driver says of its devices, and which processes use them; empty where there is none."""
+    rows, error = _nvidia("--query-gpu=" + _NVIDIA)
+    if error:
+        return {"error": error, "devices": []}
+    apps, _ = _nvidia("--query-compute-apps=pid")
+    devices = [
+        {"index": int(row[0]), "name": row[1], "total": _mebibytes(row[2]), "used": _mebibytes(row[3])}
+        for row in rows
+        if len(row) == 5
+    ]
+    return {"error": "", "devices": devices, "driver": rows[0][4] if rows else "", "pids": [row[0] for row in apps]}
+
+
+def _nvidia(query: str) -> tuple[list[list[str]], str]:
+    tool = shutil.which("nvidia-smi")
+    if not tool:
+        return [], ""
+    try:
+        asked = [tool, query, "--format=csv,noheader,nounits"]
+        done = subprocess.run(asked, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=20, check=False)
+    except (OSError, subprocess.SubprocessError) as error:
+        return [], str(error)
+    text = done.stdout.decode(errors="replace").strip()
+    if done.returncode:
+        return [], text.splitlines()[-1] if text else "nvidia-smi failed"
+    return [[cell.strip() for cell in line.split(",")] for line in text.splitlines() if line.strip()], ""
+
+
+def _mebibytes(text: str) -> int:
+    return int(text) * 2**20 if text.isdigit() else 0
+
+
+def _address(towards: str) -> str:
+    """The address that this host sends from to another; empty where it knows no way there."""
+    try:
+        family, kind, _, _, where = socket.getaddrinfo(towards, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(where)  # of datagrams: looks the route up, sends nothing
+            return str(probe.getsockname()[0])
+    except OSError:
+        return ""
+
+
+def _interface(address: str) -> dict[str, Any]:
+    """The interface of an address, and the bytes per second it says it has; 0 where it does not say, or is no card."""
+    for _, name in socket.if_nameindex() if sys.platform == "linux" else ():
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            try:
+                request = struct.pack("256s", name.encode()[:15])
+                own = socket.inet_ntoa(fcntl.ioctl(probe.fileno(), 0x8915, request)[20:24])  # SIOCGIFADDR
+            except OSError:
+                continue
+        if own == address:
+            speed = _read(f"/sys/class/net/{name}/speed").strip()
+            card = os.path.exists(f"/sys/class/net/{name}/device") and speed.isdigit()
+            return {"name": name, "speed": int(speed) * 125000.0 if card else 0.0}
+    return {"name": "", "speed": 0.0}
+
+
+def _port(number: int, address: str = "") -> dict[str, Any]:
+    """Whether a port can be listened at, by an address of this host; for 0, one that can."""
+    try:
+        with socket.socket() as listener:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(("" if address == ANYWHERE else address, number))
+            listener.listen()
+            return {"number": listener.getsockname()[1], "error": ""}
+    except OSError as error:
+        return {"number": number, "error": error.strerror or str(error)}
+
+
+def _read(path: str) -> str:
+    try:
+        with open(path, errors="replace") as file:
+            return file.read()
+    except OSError:
+        return ""
+
+
+if __name__ == "__main__":
+    main()

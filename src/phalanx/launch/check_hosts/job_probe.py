@@ -1,0 +1,188 @@
+"""The second program that one host runs: its torch and its devices, the job's file and imports, its data.
+
+It runs by itself, beside ``host_probe``, and says what it knows line by line: user code may end it or hang it.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import importlib
+import importlib.util
+import json
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import Any
+
+MARK = "phalanx-check:"
+
+
+def main() -> None:
+    """Say what this host has for a job; stdout is for the answer alone."""
+    stdout = os.dup(1)
+    os.dup2(2, 1)
+
+    def say(**told: Any) -> None:
+        os.write(stdout, ("\n" + MARK + json.dumps(told) + "\n").encode())
+
+    job = QUESTION["job"]  # type: ignore[name-defined]  # noqa: F821  (put there by what reads this text)
+    say(versions={"torch": version("torch"), "phalanx": version("phalanx")})
+    if job["file"]:
+        say(source=source(job["file"]))
+    if "torch" in sys.modules:
+        say(**cuda())
+    there = not job["file"] or os.path.isfile(job["file"])
+    if job["reference"] and there and {"torch", "phalanx"} <= set(sys.modules):
+        try:
+            say(data=data(job["reference"]))
+        except Exception as error:  # of whatever Phalanx itself imports
+            say(data={"error": f"{type(error).__name__}: {error}", "fix": "", "of": "job"})
+
+
+def version(name: str) -> str:
+    """Its version by its own word; empty where it is not there, ``!`` and the error where it cannot be imported."""
+    try:
+        if importlib.util.find_spec(name) is None:
+            return ""
+        module = importlib.import_module(name)
+    except Exception as error:  # of any make: a library that is not there, a file of another version
+        return f"!{type(error).__name__}: {error}"
+    own = getattr(module, "__version__", None)
+    return str(own) if own else _distributed(name)
+
+
+def _distributed(name: str) -> str:
+    """The version of what was installed; ``local`` where it was not."""
+    from importlib import metadata
+
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        pass
+    names = getattr(metadata, "packages_distributions", dict)().get(name) or []
+    return metadata.version(names[0]) if names else "local"
+
+
+def source(path: str) -> dict[str, Any]:
+    """A job's file and those beside it that it imports: what they are, and what they import from elsewhere."""
+    if not os.path.isfile(path):
+        return {"missing": True, "files": {}, "imports": {}}
+    folder = os.path.dirname(path)
+    sys.path.insert(0, folder)
+    files: dict[str, str] = {}
+    found: set[str] = set()
+    waiting = [path]
+    while waiting:
+        file = waiting.pop()
+        with open(file, "rb") as opened:
+            text = opened.read()
+        files[os.path.relpath(file, folder)] = hashlib.sha256(text).hexdigest()
+        for name in imported(text):
+            beside = _beside(folder, name)
+            if beside is None:
+                found.add(name)
+            elif os.path.relpath(beside, folder) not in files:
+                waiting.append(beside)
+    standard = getattr(sys, "stdlib_module_names", ())
+    own = {"torch", "phalanx", "__future__"}
+    return {"missing": False, "files": files, "imports": {n: version(n) for n in sorted(found - own - set(standard))}}
+
+
+def _beside(folder: str, name: str) -> str | None:
+    for path in (os.path.join(folder, name + ".py"), os.path.join(folder, name, "__init__.py")):
+        if os.path.isfile(path):
+            return path
+    return None
+
+
+def imported(text: bytes) -> list[str]:
+    """The first names of all modules that a file imports and cannot do without."""
+    try:
+        tree = ast.parse(text)
+    except (SyntaxError, ValueError):  # which loading it says better
+        return []
+    optional = (node for node in ast.walk(tree) if isinstance(node, (ast.Try, ast.If)) and _spares(node))
+    spared = {id(one) for node in optional for one in _within(node)}
+    names: set[str] = set()
+    for node in ast.walk(tree):
+        if id(node) in spared:
+            continue
+        if isinstance(node, ast.Import):
+            names.update(alias.name.partition(".")[0] for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            names.add(node.module.partition(".")[0])
+    return sorted(names)
+
+
+def _spares(node: Any) -> bool:
+    """Whether a failed import within is taken care of, or none is made when the file runs."""
+    if isinstance(node, ast.If):
+        return "TYPE_CHECKING" in ast.dump(node.test)
+    return any(
+        handler.type is None
+        or any(
+            isinstance(one, ast.Name) and one.id in ("ImportError", "ModuleNotFoundError", "Exception")
+            for one in ast.walk(handler.type)
+        )
+        for handler in node.handlers
+    )
+
+
+def _within(node: Any) -> Iterator[ast.AST]:
+    for statement in node.body:
+        yield from ast.walk(statement)
+
+
+def cuda() -> dict[str, Any]:
+    """Each device: what is free of its memory, and whether it computes."""
+    import torch
+
+    told: dict[str, Any] = {"cuda": torch.version.cuda or "", "nccl": "", "devices": []}
+    if not torch.cuda.is_available():
+        return told
+    with suppress(Exception):  # a build without it
+        told["nccl"] = ".".join(map(str, importlib.import_module("torch.cuda.nccl").version()))
+    for index in range(torch.cuda.device_count()):
+        device: dict[str, Any] = {"index": index, "error": ""}
+        try:
+            device["name"] = torch.cuda.get_device_name(index)
+            device["free"], device["total"] = torch.cuda.mem_get_info(index)
+            ones = torch.ones(64, 64, device=f"cuda:{index}")
+            if float((ones @ ones).sum()) != 64.0**3:
+                device["error"] = "computes wrong numbers"
+        except Exception as error:  # CUDA's own are of many kinds
+            device["error"] = str(error).partition("\n")[0]
+        told["devices"].append(device)
+    return told
+
+
+def data(reference: str) -> dict[str, Any]:
+    """Load the job, make its data, and take the first sample, as a worker does."""
+    from phalanx.data.map_style import is_stream
+    from phalanx.errors import SpecError
+    from phalanx.launch.jobfile import load_job
+
+    try:
+        job = load_job(reference)
+    except SpecError as error:
+        first = error.problems[0]
+        return {"error": f"{first.where}: {first.given}", "fix": first.fix, "of": "job"}
+    try:
+        made: Any = job.data()
+        if not is_stream(made):
+            if not len(made):
+                return {"error": "holds no sample", "fix": "", "of": "data"}
+            made[0]
+            return {"error": "", "samples": len(made), "workers": job.workers}
+        next(iter(made))
+        return {"error": "", "workers": job.workers}
+    except StopIteration:
+        return {"error": "holds no sample", "fix": "", "of": "data"}
+    except Exception as error:  # user code
+        return {"error": f"{type(error).__name__}: {error}", "fix": "", "of": "data"}
+
+
+if __name__ == "__main__":
+    main()

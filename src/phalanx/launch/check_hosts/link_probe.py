@@ -1,0 +1,112 @@
+"""The program that both hosts of a pair run at one time: can each reach the other, how soon, how fast.
+
+Each listens, and opens a connection to the other over which it measures: first one of them, then the other.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+import time
+from typing import Any
+
+MARK = "phalanx-check:"
+_REACHING = 3.0  # seconds that the other may take to listen
+_MOST = 6.0  # seconds for all
+_TRIPS = 20
+_SENDING = 0.25  # seconds
+_PIECE = 1 << 16
+_TRIP, _BULK, _END, _DONE = b"t", b"b", b"e", b"d"
+
+
+def main() -> None:
+    """Answer the question, JSON on stdin, by one line on stdout."""
+    question = QUESTION  # type: ignore[name-defined]  # noqa: F821  (put there by what reads this text)
+    print("\n" + MARK + json.dumps(link(question)), flush=True)
+
+
+def link(question: dict[str, Any]) -> dict[str, Any]:
+    """The way to the other: the error, or seconds of a round trip and bytes per second."""
+    ended = time.monotonic() + _MOST
+    other_done = threading.Event()
+    with socket.socket() as listener:
+        try:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(("", question["port"]))
+            listener.listen()
+        except OSError:  # which the other will say
+            other_done.set()
+        else:
+            threading.Thread(target=_serve, args=(listener, other_done), daemon=True).start()
+        told: dict[str, Any] = {"error": ""}
+        try:
+            with _reached(tuple(question["peer"])) as peer:
+                if not question["first"]:
+                    other_done.wait(_MOST / 3)
+                told.update(latency=_trip(peer), bandwidth=_rate(peer))
+                peer.sendall(_DONE)
+        except OSError as error:
+            told["error"] = error.strerror or str(error)
+        other_done.wait(max(0.0, ended - time.monotonic()))
+    return told
+
+
+def _reached(where: Any) -> socket.socket:
+    until = time.monotonic() + _REACHING
+    while True:
+        try:
+            return socket.create_connection(where, timeout=max(0.5, until - time.monotonic()))
+        except OSError:
+            if time.monotonic() > until:
+                raise
+            time.sleep(0.05)
+
+
+def _trip(peer: socket.socket) -> float:
+    peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    trips = []
+    for _ in range(_TRIPS):
+        began = time.monotonic()
+        peer.sendall(_TRIP)
+        if not peer.recv(1):
+            raise ConnectionResetError(104, "Connection reset by peer")
+        trips.append(time.monotonic() - began)
+    return min(trips)
+
+
+def _rate(peer: socket.socket) -> float:
+    """Bytes per second, by what the other had received once all had arrived."""
+    peer.settimeout(_MOST / 2)
+    # little may wait on the way, or a slow link takes seconds to hand it on
+    peer.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4 * _PIECE)
+    piece = _BULK + bytes(_PIECE - 1)
+    sent, began = 0, time.monotonic()
+    while time.monotonic() - began < _SENDING:
+        peer.sendall(piece)
+        sent += len(piece)
+    peer.sendall(_END)
+    peer.recv(1)
+    return sent / (time.monotonic() - began)
+
+
+def _serve(listener: socket.socket, done: threading.Event) -> None:
+    """Answer bytes that ask for a round trip, and take in the others, until the other end has done."""
+    try:
+        peer, _ = listener.accept()
+        with peer:
+            peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            while True:
+                received = peer.recv(_PIECE)
+                last = received[-1:]
+                if last in (_TRIP, _END):
+                    peer.sendall(last)
+                elif last == _DONE or not received:
+                    break
+    except OSError:
+        pass
+    done.set()
+
+
+if __name__ == "__main__":
+    main()

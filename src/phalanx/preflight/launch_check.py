@@ -1,0 +1,218 @@
+"""Whether training would fail where it is to be launched: hosts, links, folder, job and data, and a plan's memory."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from phalanx.config import Cluster, Group, Host, Job, Plan, RunSpec
+from phalanx.errors import PhalanxError, Problem, RunError, SpecError
+from phalanx.hardware import entry
+from phalanx.hardware.probe import Gpu, matched, measured
+from phalanx.launch.check_hosts import (
+    CheckQuestion,
+    HostAnswer,
+    HostFinding,
+    HostSurvey,
+    Needs,
+    TargetHost,
+    ThisMachine,
+    findings,
+    survey,
+)
+from phalanx.launch.jobfile import Reference, load_job
+from phalanx.launch.runfile import absolute
+from phalanx.launch.side_process import Send, SideProcess, look_ahead
+from phalanx.launch.targets import AttachedTarget, QueueTarget, Submission, Target
+from phalanx.preflight.plan_choice import cluster_for, one_line
+from phalanx.train.assembly import refuse
+from phalanx.train.build_model import size_of
+
+PATIENCE = 30.0
+"""Seconds that the forecast may take."""
+_STATE = 12.0  # bytes of a parameter and Adam's state in a checkpoint
+_OF_A_QUEUE = {"packages", "job", "data", "folder", "plan"}
+"""What the machine that hands a run to a queue has in common with those that the queue will choose."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LaunchQuestion:
+    """What is to be launched, and where.
+
+    Attributes:
+        reference: of the job; empty where only hosts are looked at.
+        plan: of the run; ``None``: replicas on all devices there are.
+        folder: of the run.
+        target: ``None``: this machine.
+        options: of the target, by their names without dashes.
+    """
+
+    reference: str = ""
+    plan: Plan | None = None
+    folder: Path
+    target: Target | None = None
+    options: Mapping[str, str]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LaunchCheck:
+    """What was found.
+
+    Attributes:
+        survey: what hosts said.
+        findings: what is wrong, what fails first.
+        plan: that it was looked at for; ``None`` where for none.
+        not_looked_at: what could not be looked at, and why.
+    """
+
+    survey: HostSurvey
+    findings: tuple[HostFinding, ...]
+    plan: Plan | None
+    not_looked_at: tuple[str, ...]
+
+    @property
+    def would_fail(self) -> bool:
+        """Whether training would fail by something that was found."""
+        return any(one.fails for one in self.findings)
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON."""
+        return {
+            "plan": str(self.plan or ""),
+            "hosts": [
+                {"name": one.name, "told": one.told, "error": one.error, "ahead": one.ahead, "seen": one.seen}
+                for one in self.survey.hosts
+            ],
+            "links": [asdict(one) for one in self.survey.links],
+            "findings": [asdict(one) for one in self.findings],
+            "not_looked_at": list(self.not_looked_at),
+            "would_fail": self.would_fail,
+        }
+
+
+def launch_check(question: LaunchQuestion) -> LaunchCheck:
+    """Ask the hosts that a run would be on, and say what training would fail by there."""
+    target = question.target
+    hosts: list[TargetHost] = list(target.hosts()) if isinstance(target, AttachedTarget) else [ThisMachine()]
+    said = survey(hosts, _hosts_question(question))
+    there = [one for one in said.hosts if one.told]
+    job, unknown = _job(question.reference)
+    queue = target if isinstance(target, QueueTarget) else None
+    plan = question.plan or (plan_for(job, there) if job and not queue else None)
+    unread = any((one.told.get("data") or {"error": "-"})["error"] for one in there)
+    refused = refusals(job, plan, question, looks=not unread) if job and plan else []
+    needs = Needs(plan=plan) if plan else None
+    if queue:
+        unknown += [f"the machines of {queue.name}, which chooses them only once a run begins"]
+        if job and not plan:
+            unknown += [f"whether {queue.name} would take it: no --plan was given"]
+    elif job and plan and not refused:
+        needs, missing = host_needs(job, plan, there)
+        unknown += [f"memory that the plan needs: {missing}"] if missing else []
+    found = [one for one in findings(said, None if queue else needs) if not queue or one.kind in _OF_A_QUEUE]
+    if queue and job and plan and not refused:
+        words = queue.why_not(queue.prepare(_submission(job, plan, question)))
+        if words is None:
+            unknown += [f"whether {queue.name} would take it"]
+        elif words:
+            what = f"{queue.name} says: {words}"
+            refused = [HostFinding(kind="queue", hosts=(), what=what, fix="ask for what there is")]
+    if refused:
+        found = [one for one in found if one.kind != "plan"]  # the same in other words
+    return LaunchCheck(survey=said, findings=(*refused, *found), plan=plan, not_looked_at=tuple(unknown))
+
+
+def _hosts_question(question: LaunchQuestion) -> CheckQuestion:
+    where = Reference.parse(question.reference) if question.reference else None
+    file = str(where.file) if where and where.file else ""
+    return CheckQuestion(reference=str(where or ""), file=file, folder=question.folder, cwd=os.getcwd())
+
+
+def _job(reference: str) -> tuple[Job | None, list[str]]:
+    if not reference:
+        return None, ["a job: none was named"]
+    try:
+        return load_job(reference), []
+    except PhalanxError:
+        return None, ["the plan, and memory that it needs: the job does not load here"]
+
+
+def _submission(job: Job, plan: Plan, question: LaunchQuestion) -> Submission:
+    run = absolute(RunSpec(job=question.reference, plan=plan, folder=question.folder))
+    return Submission(run=run, name=job.name, python=sys.executable, options=question.options)
+
+
+def host_needs(job: Job, plan: Plan, answers: Sequence[HostAnswer]) -> tuple[Needs, str]:
+    """What each worker needs there, and why its memory is not known; empty where it is."""
+    gpu = _smallest(answers) if plan.device != "cpu" else None
+    with SideProcess(lambda send: _send_needs(job, plan, gpu, send)) as side:
+        message = side.next(PATIENCE)
+    if message is None:
+        return Needs(plan=plan), f"its forecast took more than {PATIENCE:g} s"
+    return Needs(plan=plan, memory=message.get("memory", 0.0), state=message["state"]), message.get("missing", "")
+
+
+def plan_for(job: Job | None, answers: Sequence[HostAnswer]) -> Plan:
+    """Plain replicas on all devices, as far as a batch goes round; a process for each host that has none."""
+    places = sum(one.processes or len(one.told.get("devices", ())) for one in answers) or len(answers)
+    return Plan(dp=max(1, min(places, job.batch if job else places)))
+
+
+def refusals(job: Job, plan: Plan, question: LaunchQuestion, *, looks: bool) -> list[HostFinding]:
+    """What a run of ``job`` under ``plan`` is refused for there, whatever devices there are here.
+
+    ``looks``: also by running the model on a few samples.
+    """
+    problems: list[Problem] = []
+    try:
+        refuse(job, plan, plan.world_size)
+        if looks:
+            look_ahead(job, plan)
+    except SpecError as error:
+        problems += [one for one in error.problems if question.target is None or one.where != "plan.device"]
+    except RunError as error:
+        fix = "phalanx train JOB -n 1 --steps 1 says more"
+        return [HostFinding(kind="job", hosts=(), what=str(error).splitlines()[0], fix=fix)]
+    try:
+        if question.target and not problems:
+            question.target.prepare(_submission(job, plan, question))
+    except SpecError as error:
+        problems += error.problems
+    return [
+        HostFinding(kind="plan", hosts=(), what=f"{one.where}: given {one.given}; allowed: {one.allowed}", fix=one.fix)
+        for one in problems
+    ]
+
+
+def _smallest(answers: Sequence[HostAnswer]) -> Gpu | None:
+    devices = [device for one in answers for device in one.told.get("devices", ()) if not device["error"]]
+    least = min(devices, key=lambda device: device["total"], default=None)
+    return Gpu(name=least["name"], memory=least["total"]) if least else None
+
+
+def _send_needs(job: Job, plan: Plan, gpu: Gpu | None, send: Send) -> None:
+    told: dict[str, Any] = {"state": _STATE * (size_of(job) or 0)}
+    try:
+        send({**told, "memory": _memory(job, plan, gpu)})
+    except Exception as error:  # a job of any make
+        send({**told, "missing": one_line(error)})
+
+
+def _memory(job: Job, plan: Plan, gpu: Gpu | None) -> float:
+    from phalanx.forecast import forecast
+    from phalanx.train.traced_job import work_of
+
+    work = work_of(job)
+    if gpu is None:
+        cluster = cluster_for(replace(plan, device="cpu"))
+        return forecast(work, plan, cluster).reserved + cluster.groups[0].device.kept
+    known = matched(gpu)
+    group = Group(
+        device=measured(gpu, known), link=known.link, host=Host(name="a host"), nodes=1, per_node=plan.devices
+    )
+    # what CUDA itself takes is not free there any more
+    return forecast(work, plan, Cluster(groups=(group,), network=entry("cpu").network(1))).reserved

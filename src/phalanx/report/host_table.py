@@ -1,0 +1,90 @@
+"""What ``phalanx check`` shows: a row for each host, then everything that is wrong and what to do."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich import box
+from rich.console import Group, RenderableType
+from rich.markup import escape
+from rich.table import Table
+from rich.text import Text
+
+from phalanx.units import show_bytes, show_seconds
+
+ALL = "all"
+
+
+def host_table(answer: Mapping[str, Any]) -> RenderableType:
+    """From the answer as JSON."""
+    parts: list[RenderableType] = []
+    if answer["hosts"]:
+        parts += [_hosts(answer["hosts"])]
+    if answer["links"]:
+        parts += [Text(_links(answer["links"]), style="dim")]
+    for one in answer["findings"]:
+        word, style = ("fails", "bold red") if one["fails"] else ("warns", "yellow")
+        where = ", ".join(one["hosts"]) or ALL
+        parts += [Text.assemble("\n", (word, style), f"  {where}: {one['what']}")]
+        parts += [Text(f"       what to do: {one['fix']}", style="dim")]
+    parts += [Text(f"\nnot looked at: {one}", style="dim") for one in answer["not_looked_at"]]
+    return Group(*parts, Text.assemble("\n", _verdict(answer)))
+
+
+def _verdict(answer: Mapping[str, Any]) -> tuple[str, str]:
+    failing = sum(one["fails"] for one in answer["findings"])
+    if failing:
+        return f"training would fail: {failing} {'thing' if failing == 1 else 'things'} to put right", "bold red"
+    if not answer["hosts"]:
+        return "nothing that could be looked at would keep training from running", "bold"
+    under = f" under {answer['plan']}" if answer["plan"] else ""
+    return f"nothing found that would keep training from running there{under}", "bold green"
+
+
+def _hosts(hosts: Sequence[Mapping[str, Any]]) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for heading in ("host", "python", "torch", "devices", "memory", "disk", "data", "clock"):
+        table.add_column(heading)
+    for one in hosts:
+        table.add_row(escape(one["name"]), *map(escape, _cells(one)))
+    return table
+
+
+def _cells(host: Mapping[str, Any]) -> list[str]:
+    told = host["told"]
+    if not told:
+        return ["-"] * 7
+    devices, versions = told.get("devices") or (), told.get("versions", {})
+    kinds = sorted({device.get("name", "CUDA") for device in devices})
+    data = told.get("data")
+    free = told["folder"].get("free")
+    middle, spread = sum(host["ahead"]) / 2, (host["ahead"][1] - host["ahead"][0]) / 2
+    return [
+        told["python"],
+        (versions.get("torch") or "-").partition("+")[0],
+        f"{len(devices)} x {', '.join(kinds)}" if devices else f"{told['cores']} cores",
+        show_bytes(min((device.get("free", 0) for device in devices), default=told["memory"]["free"])),
+        "-" if free is None else show_bytes(free),
+        "-"
+        if data is None
+        else "no"
+        if data["error"]
+        else f"{data['samples']} samples"
+        if "samples" in data
+        else "yes",
+        "right" if abs(middle) <= max(1.0, spread) else f"{'+' if middle > 0 else '-'}{show_seconds(abs(middle))}",
+    ]
+
+
+def _links(links: Sequence[Mapping[str, Any]]) -> str:
+    measured = [one for one in links if not one["error"]]
+    if not measured:
+        return ""
+    slowest = min(measured, key=lambda one: one["bandwidth"])
+    fastest = max(measured, key=lambda one: one["bandwidth"])
+    trip = max(measured, key=lambda one: one["latency"])
+    return (
+        f"links: {show_bytes(slowest['bandwidth'])}/s ({slowest['source']} to {slowest['target']}) to "
+        f"{show_bytes(fastest['bandwidth'])}/s over TCP; round trips of up to {show_seconds(trip['latency'])}"
+    )

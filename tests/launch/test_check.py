@@ -1,0 +1,550 @@
+"""``phalanx check`` against hosts with one thing wrong each: it names that, on that host, and nothing else."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+from click.testing import CliRunner
+from slurm_cluster import Cluster, slurm_cluster
+from slurm_cluster import lacking as lacking_for_slurm
+from ssh_hosts import SshServers, lacking_for_ssh, ssh_servers
+
+from phalanx.cli import main
+from phalanx.launch import Launcher
+from phalanx.launch.check_hosts import TargetHost, run_here
+from phalanx.launch.host_network import HostLink, HostNetwork, lacking, tool
+from phalanx.launch.targets import AttachedTarget, Option, Prepared, QueueTarget, Standing, Submission, target
+
+JOB = """
+import beside
+import numpy
+import torch
+
+import phalanx as px
+
+
+def job() -> px.Job:
+    return px.Job(
+        model=lambda: torch.nn.Linear(4, 2),
+        data=beside.data,
+        loss=lambda output, batch: px.cross_entropy(output, batch[1]),
+        inputs=lambda batch: batch[0],
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+        batch=8,
+        steps=2,
+        workers={workers},
+    )
+"""
+BESIDE = """
+import os
+
+import torch
+
+
+def data():
+    if path := os.environ.get("DATA_AT"):
+        open(path).close()
+    return torch.utils.data.TensorDataset(torch.ones(16, 4), torch.zeros(16, dtype=torch.long))
+"""
+
+
+class StandIn(TargetHost):
+    """A host that is a process of this machine: with variables of its own, and what stands before its Python."""
+
+    def __init__(self, name: str, *, before: Sequence[str] = (), address: str = "", **variables: str) -> None:
+        self.name, self.address = name, address or "127.0.0.1"
+        self.before, self.variables = list(before), variables
+
+    def run(self, arguments: Sequence[str], text: str, patience: float) -> str:
+        words = [f"{name}={value}" for name, value in self.variables.items()]
+        return run_here([*self.before, "env", *words, sys.executable, *arguments], text, patience)
+
+
+class StandIns(AttachedTarget):
+    """A target whose hosts a test sets."""
+
+    name = "stand-ins"
+    options: ClassVar[Mapping[str, Any]] = {}
+    made: ClassVar[list[TargetHost]] = []
+
+    def __init__(self, address: str) -> None: ...
+
+    def hosts(self) -> Sequence[TargetHost]:
+        return self.made
+
+    def prepare(self, submission: Submission) -> Prepared:
+        return Prepared(submission=submission, files={}, commands=())
+
+    def reach(self) -> None:
+        raise NotImplementedError
+
+    def launcher(self) -> Launcher:
+        raise NotImplementedError
+
+    def leave(self) -> None:
+        raise NotImplementedError
+
+
+class Queue(QueueTarget):
+    """A queue that says what a test sets of a run."""
+
+    name = "queue"
+    options: ClassVar[Mapping[str, Option]] = {"nodes": Option(help="How many.", example="2")}
+    words: ClassVar[str | None] = ""
+    asked: ClassVar[list[Prepared]] = []
+
+    def __init__(self, address: str) -> None: ...
+
+    def prepare(self, submission: Submission) -> Prepared:
+        return Prepared(submission=submission, files={}, commands=())
+
+    def why_not(self, prepared: Prepared) -> str | None:
+        self.asked.append(prepared)
+        return self.words
+
+    def submit(self, prepared: Prepared) -> Mapping[str, Any]:
+        raise NotImplementedError
+
+    def standing(self, ticket: Mapping[str, Any], folder: Path) -> Standing:
+        raise NotImplementedError
+
+    def stop(self, ticket: Mapping[str, Any], folder: Path) -> None:
+        raise NotImplementedError
+
+    def log(self, ticket: Mapping[str, Any], folder: Path, rank: int | None) -> Path:
+        raise NotImplementedError
+
+
+Check = Callable[..., tuple[int, dict[str, Any]]]
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Path:
+    folder = tmp_path / "work"
+    folder.mkdir()
+    (folder / "beside.py").write_text(BESIDE)
+    (folder / "train.py").write_text(JOB.format(workers=0))
+    (folder / "runs").mkdir()
+    return folder / "train.py"
+
+
+@pytest.fixture
+def check(job: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Check]:
+    """Runs ``phalanx check`` over hosts; the exit code and the answer."""
+    monkeypatch.setitem(target.TARGETS, "stand-ins", "test_check:StandIns")
+    monkeypatch.setitem(target.TARGETS, "queue", "test_check:Queue")
+    monkeypatch.setattr(StandIns, "made", [])
+
+    def run(*hosts: TargetHost, options: str = "--plan dp=2", run: str = "runs") -> tuple[int, dict[str, Any]]:
+        StandIns.made[:] = hosts
+        to = ["--to", "stand-ins:"] if hosts else []
+        words = [str(job), *to, *shlex.split(options), "--run", str(job.parent / run), "--json"]
+        result = CliRunner().invoke(main, ["check", *words])
+        assert result.exit_code in (0, 1), result.output
+        answer = json.loads(result.stdout)
+        assert result.exit_code == int(answer["would_fail"])
+        assert not list(job.parent.rglob(".phalanx-check-*"))
+        return result.exit_code, answer
+
+    yield run
+    for name in ("train", "beside"):
+        sys.modules.pop(name, None)
+
+
+def stub(folder: Path, name: str, version: str) -> str:
+    """A folder to put first on PYTHONPATH, in which a package is the real one but for its version."""
+    package = folder / f"other-{name}" / name
+    package.mkdir(parents=True)
+    text = f"""
+import importlib, os, sys
+here = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+at = sys.path.index(here)
+del sys.path[at], sys.modules[__name__]
+importlib.import_module(__name__).__version__ = {version!r}
+sys.path.insert(at, here)
+"""
+    (package / "__init__.py").write_text(text)
+    return str(package.parent)
+
+
+def at_start(folder: Path, text: str) -> str:
+    """A folder to put first on PYTHONPATH, so that Python begins with ``text``."""
+    folder.mkdir()
+    (folder / "sitecustomize.py").write_text(text)
+    return str(folder)
+
+
+def first(folder: str) -> dict[str, str]:
+    return {"PYTHONPATH": os.pathsep.join([folder, os.environ.get("PYTHONPATH", "")])}
+
+
+def found(answer: dict[str, Any]) -> list[tuple[str, tuple[str, ...], bool]]:
+    return [(one["kind"], tuple(one["hosts"]), one["fails"]) for one in answer["findings"]]
+
+
+def test_three_good_hosts_raise_no_alarm(check: Check) -> None:
+    code, answer = check(*(StandIn(name) for name in ("n1", "n2", "n3")))
+    assert (code, answer["findings"], answer["not_looked_at"]) == (0, [], [])
+    assert len(answer["links"]) == 6
+    assert all(link["latency"] > 0 and link["bandwidth"] > 1e6 for link in answer["links"])
+    assert all(host["told"]["data"]["samples"] == 16 for host in answer["hosts"])
+
+
+def test_this_machine_is_checked_where_no_target_is_named(check: Check) -> None:
+    code, answer = check()
+    assert (code, answer["findings"]) == (0, [])
+    assert [host["name"] for host in answer["hosts"]] == ["this machine"]
+
+
+def test_what_is_shown_names_the_host_and_what_to_do(check: Check, job: Path, tmp_path: Path) -> None:
+    StandIns.made[:] = [StandIn("n1"), StandIn("n2", DATA_AT=str(tmp_path / "none"))]
+    argv = ["check", str(job), "--to", "stand-ins:", "--run", str(job.parent / "runs")]
+    result = CliRunner().invoke(main, argv)
+    assert result.exit_code == 1
+    assert "fails  n2: the job's data: FileNotFoundError" in result.stdout
+    assert "what to do: make the data readable there" in result.stdout
+    assert "training would fail: 1 thing to put right" in result.stdout
+
+
+class TestPackages:
+    def test_another_torch(self, check: Check, tmp_path: Path) -> None:
+        old = StandIn("n2", **first(stub(tmp_path, "torch", "2.11.0")))
+        code, answer = check(StandIn("n1"), old, StandIn("n3"))
+        assert (code, found(answer)) == (1, [("versions", ("n2",), True)])
+        assert "torch 2.11.0 on n2" in answer["findings"][0]["what"]
+        assert "on n1, n3" in answer["findings"][0]["what"]
+
+    def test_another_version_of_what_the_job_imports(self, check: Check, tmp_path: Path) -> None:
+        code, answer = check(StandIn("n1"), StandIn("n2", **first(stub(tmp_path, "numpy", "1.26.4"))))
+        assert (code, found(answer)) == (0, [("versions", ("n2",), False)])
+        assert "numpy 1.26.4 on n2" in answer["findings"][0]["what"]
+
+    def test_another_python(self, check: Check, tmp_path: Path) -> None:
+        text = "import platform\nplatform.python_version = lambda: '3.12.1'\n"
+        code, answer = check(StandIn("n1"), StandIn("n2", **first(at_start(tmp_path / "start", text))))
+        assert (code, found(answer)) == (0, [("versions", ("n2",), False)])
+        assert "Python 3.12 on n2" in answer["findings"][0]["what"]
+
+    @pytest.mark.parametrize("name", ["numpy", "torch", "phalanx"])
+    def test_a_missing_module(self, check: Check, tmp_path: Path, name: str) -> None:
+        text = f"""
+import importlib.util, sys
+class Missing:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] == {name!r}:
+            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+sys.meta_path.insert(0, Missing())
+find = importlib.util.find_spec
+importlib.util.find_spec = lambda name, package=None: None if name == {name!r} else find(name, package)
+"""
+        code, answer = check(StandIn("n1"), StandIn("n2", **first(at_start(tmp_path / "start", text))))
+        assert (code, found(answer)) == (1, [("packages", ("n2",), True)])
+        assert answer["findings"][0]["what"] == f"{name} is not installed"
+        assert answer["findings"][0]["fix"].startswith(f"pip install {name}==")
+
+
+class TestJob:
+    def test_data_that_cannot_be_read_on_one_host(self, check: Check, tmp_path: Path) -> None:
+        code, answer = check(StandIn("n1"), StandIn("n2", DATA_AT=str(tmp_path / "none")))
+        assert (code, found(answer)) == (1, [("data", ("n2",), True)])
+
+    def test_data_that_cannot_be_read_anywhere_is_one_finding(self, check: Check, tmp_path: Path) -> None:
+        nowhere = str(tmp_path / "none")
+        _, answer = check(StandIn("n1", DATA_AT=nowhere), StandIn("n2", DATA_AT=nowhere))
+        assert found(answer) == [("data", ("n1", "n2"), True)]
+
+    def test_a_job_that_ends_its_process(self, check: Check, job: Path) -> None:
+        (job.parent / "beside.py").write_text(
+            BESIDE + "\nimport os\nif 'DIES' in os.environ: os.kill(os.getpid(), 9)\n"
+        )
+        code, answer = check(StandIn("n1"), StandIn("n2", DIES="1"))
+        assert (code, found(answer)) == (1, [("job", ("n2",), True)])
+        assert "ended by signal 9" in answer["findings"][0]["what"]
+
+    def test_a_file_that_is_not_there(self, check: Check, job: Path, tmp_path: Path) -> None:
+        without = mounted(f"mount -t tmpfs none {job.parent}")
+        code, answer = check(StandIn("n1"), StandIn("n2", before=without), run="../runs")
+        assert (code, found(answer)) == (1, [("job", ("n2",), True)])
+        assert answer["findings"][0]["what"] == "the job's file is not there"
+
+    def test_another_file_beside_the_job(self, check: Check, job: Path, tmp_path: Path) -> None:
+        (tmp_path / "other.py").write_text(BESIDE + "\n# of last week\n")
+        other = mounted(f"mount --bind {tmp_path / 'other.py'} {job.parent / 'beside.py'}")
+        code, answer = check(StandIn("n1"), StandIn("n2", before=other), StandIn("n3"))
+        assert (code, found(answer)) == (1, [("job", ("n2",), True)])
+        assert "beside.py is not what it is on others" in answer["findings"][0]["what"]
+
+
+def mounted(words: str) -> list[str]:
+    """What stands before a command that is to have mounts of its own; skips the test where there can be none."""
+    tried = subprocess.run(["unshare", "-m", "sh", "-c", words], capture_output=True, check=False)
+    if tried.returncode:
+        pytest.skip(f"nothing can be mounted here: {tried.stderr.decode().strip()}")
+    return ["unshare", "-m", "sh", "-c", f'{words} && exec "$@"', "sh"]
+
+
+class TestFolder:
+    def test_that_is_not_shared(self, check: Check, job: Path) -> None:
+        alone = mounted(f"mount -t tmpfs none {job.parent / 'runs'}")
+        code, answer = check(StandIn("n1"), StandIn("n2", before=alone))
+        assert (code, found(answer)) == (1, [("folder", ("n2",), True)])
+        assert "is not the folder of that path here" in answer["findings"][0]["what"]
+
+    def test_that_cannot_be_written_on_one_host(self, check: Check, job: Path) -> None:
+        runs = job.parent / "runs"
+        fixed = mounted(f"mount --bind {runs} {runs} && mount -o remount,bind,ro {runs}")
+        code, answer = check(StandIn("n1"), StandIn("n2", before=fixed))
+        assert (code, found(answer)) == (1, [("folder", ("n2",), True)])
+        assert "Read-only file system" in answer["findings"][0]["what"]
+
+    def test_that_is_a_file(self, check: Check, job: Path) -> None:
+        (job.parent / "taken").write_text("")
+        code, answer = check(StandIn("n1"), run="taken/run")
+        assert (code, [one[0] for one in found(answer)]) == (1, ["folder"])
+
+    def test_that_is_full(self, check: Check, full: str) -> None:
+        code, answer = check(StandIn("n1"), StandIn("n2"), run=full)
+        assert (code, [one[0] for one in found(answer)]) == (1, ["folder"])
+        assert "No space left on device" in answer["findings"][0]["what"]
+        assert "make room there" in answer["findings"][0]["fix"]
+
+
+@pytest.fixture
+def full(job: Path) -> Iterator[str]:
+    """The name of a run folder on a disk without a free byte."""
+    disk = job.parent / "disk"
+    disk.mkdir()
+    made = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "none", disk], capture_output=True, check=False)
+    if made.returncode:
+        pytest.skip(f"nothing can be mounted here: {made.stderr.decode().strip()}")
+    try:
+        with suppress(OSError), (disk / "all").open("wb", buffering=0) as file:
+            while True:
+                file.write(bytes(4096))
+        yield "disk/run"
+    finally:
+        subprocess.run(["umount", disk], check=True)
+
+
+class TestLimits:
+    def test_few_open_files(self, check: Check) -> None:
+        few = StandIn("n2", before=["prlimit", "--nofile=64:64"])
+        code, answer = check(StandIn("n1"), few)
+        assert (code, found(answer)) == (1, [("limits", ("n2",), True)])
+
+    def test_little_shared_memory(self, check: Check, job: Path) -> None:
+        small = StandIn("n2", before=mounted("mount -t tmpfs -o size=1m none /dev/shm"))
+        assert check(StandIn("n1"), small)[0] == 0  # nobody needs it
+        job.write_text(JOB.format(workers=2))
+        code, answer = check(StandIn("n1"), small)
+        assert (code, found(answer)) == (1, [("limits", ("n2",), True)])
+
+
+class TestPlan:
+    def test_more_processes_than_there_are_places(self, check: Check) -> None:
+        hosts = [StandIn("n1"), StandIn("n2")]
+        for host in hosts:
+            host.processes = 1
+        assert check(*hosts)[0] == 0
+        code, answer = check(*hosts, options="--plan dp=4")
+        assert (code, found(answer)) == (1, [("plan", ("n1", "n2"), True)])
+        assert "dp=4 takes 4 processes; there are 2 places" in answer["findings"][0]["what"]
+
+    def test_that_cannot_serve_the_job(self, check: Check) -> None:
+        code, answer = check(StandIn("n1"), StandIn("n2"), options="--plan tp=2")
+        assert (code, found(answer)) == (1, [("plan", (), True)])
+
+    def test_too_little_memory(self, check: Check, tmp_path: Path) -> None:
+        fake = tmp_path / "meminfo"
+        fake.write_text("MemTotal: 400000 kB\nMemFree: 20000 kB\nMemAvailable: 30000 kB\n")
+        small = StandIn("n2", before=mounted(f"mount --bind {fake} /proc/meminfo"))
+        code, answer = check(StandIn("n1"), small)
+        assert (code, found(answer)) == (1, [("memory", ("n2",), True)])
+
+
+def test_a_clock_an_hour_off(check: Check, tmp_path: Path) -> None:
+    text = "import time\nright = time.time\ntime.time = lambda: right() + 3600\n"
+    off = StandIn("n2", **first(at_start(tmp_path / "start", text)))
+    code, answer = check(StandIn("n1"), off, StandIn("n3"))
+    assert (code, found(answer)) == (0, [("clock", ("n2",), False)])
+
+
+def test_a_host_that_is_not_reached(check: Check) -> None:
+    code, answer = check(StandIn("n1"), StandIn("n2", before=["false"]), StandIn("n3"))
+    assert (code, found(answer)) == (1, [("host", ("n2",), True)])
+    assert {(link["source"], link["target"]) for link in answer["links"]} == {("n1", "n3"), ("n3", "n1")}
+
+
+class Wired:
+    """Three hosts with a network stack each, whose links carry 400 Mbit/s."""
+
+    def __init__(self) -> None:
+        self.network = HostNetwork(3, HostLink(rate=4e8))
+        self.hosts = [
+            StandIn(f"n{number + 1}", before=self._within(number), address=self.network.address(number))
+            for number in range(3)
+        ]
+
+    def do(self, number: int, words: str) -> None:
+        """Run ``ip`` or ``tc`` on a host."""
+        program, *rest = words.split()
+        subprocess.run([*self._within(number), str(tool(program)), *rest], check=True, capture_output=True)
+
+    def _within(self, number: int) -> list[str]:
+        return [str(tool("nsenter")), f"--net={self.network.namespace(number)}", "--"]
+
+
+@pytest.fixture
+def wired() -> Iterator[Wired]:
+    if problem := lacking(HostLink(rate=4e8)):
+        pytest.skip(f"no hosts can be made here: {problem.given}")
+    made = Wired()
+    yield made
+    made.network.close()
+
+
+@pytest.mark.alone
+class TestLinks:
+    def test_good_ones_raise_no_alarm(self, check: Check, wired: Wired) -> None:
+        code, answer = check(*wired.hosts)
+        assert (code, answer["findings"]) == (0, [])
+        assert all(1e7 < link["bandwidth"] < 6e7 for link in answer["links"])
+
+    def test_a_host_that_is_cut_off_from_the_others(self, check: Check, wired: Wired) -> None:
+        wired.network.cut(1)
+        code, answer = check(*wired.hosts)
+        assert (code, found(answer)) == (1, [("links", ("n2",), True)])
+        assert "it reaches no other host, and none reaches it at" in answer["findings"][0]["what"]
+
+    def test_a_port_that_one_host_may_not_reach(self, check: Check, wired: Wired) -> None:
+        wired.hosts[0].port = 29500
+        wired.do(2, "ip rule add pref 100 ipproto tcp dport 29500 prohibit")
+        code, answer = check(*wired.hosts)
+        assert (code, found(answer)) == (1, [("links", ("n1",), True)])
+        assert f"n3 does not reach n1 at {wired.network.address(0)}:29500" in answer["findings"][0]["what"]
+
+    def test_a_link_at_a_tenth_of_the_others(self, check: Check, wired: Wired) -> None:
+        wired.do(2, "tc qdisc del dev net0 root")
+        wired.do(2, "tc qdisc add dev net0 root tbf rate 40mbit burst 130k limit 400k")
+        code, answer = check(*wired.hosts)
+        assert (code, found(answer)) == (0, [("links", ("n3",), False)])
+        assert answer["findings"][0]["what"].startswith("it sends ")
+
+
+def test_a_meeting_port_that_is_taken(check: Check) -> None:
+    with socket.create_server(("", 0)) as listener:
+        host = StandIn("n1")
+        host.port = listener.getsockname()[1]
+        code, answer = check(host, StandIn("n2"))
+    assert (code, found(answer)) == (1, [("port", ("n1",), True)])
+
+
+@pytest.fixture(scope="module")
+def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SshServers]:
+    problem = lacking(HostLink())
+    if why := lacking_for_ssh() or (problem and problem.given):
+        pytest.skip(why)
+    with ssh_servers(2, tmp_path_factory.mktemp("ssh")) as made:
+        yield made
+
+
+class TestSsh:
+    def test_hosts_of_a_file(self, check: Check, servers: SshServers, job: Path) -> None:
+        file = servers.write_hosts((1, 1))
+        code, answer = check(options=f"--plan dp=2 --to ssh:{file}")
+        assert (code, answer["findings"], answer["not_looked_at"]) == (0, [], [])
+        assert [host["name"] for host in answer["hosts"]] == ["n0", "n1"]
+        assert [host["told"]["address"] for host in answer["hosts"]] == [servers.hosts.address(one) for one in (0, 1)]
+        assert len(answer["links"]) == 2
+
+    def test_a_plan_for_other_devices(self, check: Check, servers: SshServers) -> None:
+        code, answer = check(options=f"--plan dp=2 --to ssh:{servers.write_hosts((1, 2))}")
+        assert (code, found(answer)) == (1, [("plan", (), True)])
+
+    def test_a_key_that_is_not_known(self, check: Check, servers: SshServers) -> None:
+        known = servers.folder / "known_hosts"
+        text = known.read_text()
+        known.write_text(text.splitlines(keepends=True)[0])
+        try:
+            code, answer = check(options=f"--plan dp=2 --to ssh:{servers.write_hosts((1, 1))}")
+        finally:
+            known.write_text(text)
+        assert (code, found(answer)) == (1, [("host", ("n1",), True)])
+        assert "Host key verification failed" in answer["findings"][0]["what"]
+
+    def test_a_python_that_is_not_there(self, check: Check, servers: SshServers) -> None:
+        file = servers.write_hosts((1, 1), python='"/none/python"')
+        code, answer = check(options=f"--plan dp=2 --to ssh:{file}")
+        assert (code, found(answer)) == (1, [("host", ("n0", "n1"), True)])
+        assert "/none/python" in answer["findings"][0]["what"]
+
+
+class TestQueue:
+    UNKNOWN = "the machines of queue, which chooses them only once a run begins"
+
+    @pytest.mark.parametrize(
+        ("words", "code", "findings", "unknown"),
+        [
+            ("", 0, [], [UNKNOWN]),
+            ("no such partition", 1, [("queue", (), True)], [UNKNOWN]),
+            (None, 0, [], [UNKNOWN, "whether queue would take it"]),
+        ],
+    )
+    def test_is_asked_and_what_is_not_known_is_said(
+        self,
+        check: Check,
+        monkeypatch: pytest.MonkeyPatch,
+        words: str | None,
+        code: int,
+        findings: list[Any],
+        unknown: list[str],
+    ) -> None:
+        monkeypatch.setattr(Queue, "words", words)
+        monkeypatch.setattr(Queue, "asked", [])
+        got, answer = check(options="--plan dp=8 --to queue --nodes 8")
+        assert (got, found(answer), answer["not_looked_at"]) == (code, findings, unknown)
+        (asked,) = Queue.asked
+        assert asked.submission.options == {"nodes": "8"}
+        assert str(asked.submission.run.plan) == "dp=8"
+
+    def test_the_job_is_looked_at_here(self, check: Check, job: Path) -> None:
+        job.write_text("import not_installed_here\n")
+        code, answer = check(options="--plan dp=2 --to queue")
+        assert (code, found(answer)) == (1, [("packages", ("this machine",), True)])
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    if why := lacking_for_slurm():
+        pytest.skip(why)
+    with slurm_cluster() as made:
+        yield made
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "words"),
+    [("--nodes 2", 0, ""), ("--nodes 2 --partition none", 1, "invalid partition"), ("--nodes 5", 1, "node")],
+)
+def test_slurm_says_whether_it_would_take_a_run(
+    check: Check, cluster: Cluster, options: str, code: int, words: str
+) -> None:
+    count = options.split()[1]
+    got, answer = check(options=f"--plan dp={count} --to slurm {options}")
+    assert got == code, answer["findings"]
+    assert [one["kind"] for one in answer["findings"]] == ["queue"] * code
+    assert all(words in one["what"] for one in answer["findings"])
+
+
+def test_an_option_of_no_target_is_refused() -> None:
+    for words in (["--nodes", "2"], ["--to", "ssh:hosts.toml", "--nodes", "2"]):
+        assert CliRunner().invoke(main, ["check", *words]).exit_code == 2

@@ -1,0 +1,206 @@
+"""What hosts said → what is wrong: tables of one fault each, of what cannot be planted on a machine without GPUs."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from itertools import combinations, permutations
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from phalanx.config import Plan
+from phalanx.launch.check_hosts import HostAnswer, HostSurvey, LinkAnswer, Needs, findings, workers_of
+from phalanx.launch.check_hosts.asking import rounds
+
+pytestmark = pytest.mark.quick
+
+GIB = 2**30
+NAMES = ("n1", "n2", "n3")
+
+
+def told(devices: int = 8) -> dict[str, Any]:
+    """A host with nothing wrong."""
+    return {
+        "python": "3.12.1",
+        "executable": "/usr/bin/python",
+        "host": "n",
+        "cores": 96,
+        "memory": {"total": 1024 * GIB, "free": 900 * GIB},
+        "limits": {"open_files": 65536, "memlock": -1},
+        "shm": {"total": 64 * GIB, "free": 64 * GIB},
+        "folder": {"path": "/runs", "exists": True, "shared": True, "error": "", "free": 5000 * GIB},
+        "gpus": {
+            "error": "",
+            "driver": "550.1",
+            "pids": [],
+            "devices": [{"index": n, "name": "H100", "total": 80 * GIB, "used": 2**20} for n in range(devices)],
+        },
+        "address": "10.0.0.1",
+        "interface": {"name": "eth0", "speed": 1.25e9},
+        "infiniband": True,
+        "port": {"number": 29500, "error": ""},
+        "free_port": 40000,
+        "ending": "",
+        "versions": {"torch": "2.13.0+cu126", "phalanx": "0.1.0"},
+        "cuda": "12.6",
+        "nccl": "2.27.3",
+        "devices": [
+            {"index": n, "name": "NVIDIA H100 80GB HBM3", "free": 78 * GIB, "total": 79 * GIB, "error": ""}
+            for n in range(devices)
+        ],
+        "source": {"missing": False, "files": {"train.py": "a"}, "imports": {"numpy": "2.0.0"}},
+        "data": {"error": "", "samples": 100, "workers": 4},
+    }
+
+
+def surveyed(change: Callable[[dict[str, Any]], None], *, links: tuple[LinkAnswer, ...] = ()) -> HostSurvey:
+    """Three hosts, of which the second is changed."""
+    hosts = {name: copy.deepcopy(told()) for name in NAMES}
+    change(hosts["n2"])
+    return HostSurvey(
+        hosts=tuple(HostAnswer(name=name, told=one) for name, one in hosts.items()), links=links, folder=Path("/runs")
+    )
+
+
+def put(path: str, value: Any) -> Callable[[dict[str, Any]], None]:
+    def change(host: dict[str, Any]) -> None:
+        *way, last = [int(word) if word.isdigit() else word for word in path.split(".")]
+        place: Any = host
+        for word in way:
+            place = place[word]
+        place[last] = value
+
+    return change
+
+
+def fewer(host: dict[str, Any]) -> None:
+    host["devices"].pop()
+
+
+def none_for_torch(host: dict[str, Any]) -> None:
+    host["devices"].clear()
+
+
+NEEDS = Needs(plan=Plan.parse("fsdp=24"), memory=60.0 * GIB, state=100.0 * GIB)
+
+TABLE = [
+    ("nccl", put("nccl", "2.21.5"), "versions", True, "NCCL 2.21.5 on n2, 2.27.3 on n1, n3"),
+    ("cuda", put("cuda", "12.4"), "versions", True, "CUDA of torch 12.4 on n2"),
+    ("driver gone", put("gpus.error", "has failed"), "devices", True, "nvidia-smi: has failed"),
+    (
+        "broken",
+        put("devices.3.error", "CUDA error: uncorrectable ECC error"),
+        "devices",
+        True,
+        "device 3 does not work",
+    ),
+    ("busy", put("gpus.devices.5.used", 30 * GIB), "devices", False, "device 5 is busy: 30.0 GiB in use"),
+    ("full", put("devices.5.free", 40 * GIB), "memory", True, "device 5 has 40.0 GiB free; a worker needs 60.0 GiB"),
+    ("memlock", put("limits.memlock", 65536), "limits", False, "may lock 64.0 KiB"),
+    ("shm", put("shm.free", 8 * 2**20), "limits", True, "/dev/shm has 8.0 MiB free"),
+    ("disk", put("folder.free", 50 * GIB), "folder", True, "50.0 GiB free; a checkpoint takes 100.0 GiB"),
+    ("little disk", put("folder.free", 150 * GIB), "folder", False, "150.0 GiB free"),
+    ("hangs", put("ending", "has not come to its end within 40 s"), "job", True, "has not come to its end"),
+    ("file", put("source.files", {"train.py": "b"}), "job", True, "train.py is not what it is on others"),
+    ("own phalanx", put("versions.phalanx", "0.0.9"), "versions", True, "phalanx 0.0.9 on n2"),
+    ("broken torch", put("versions.torch", "!OSError: libcudart.so.12"), "packages", True, "libcudart.so.12"),
+]
+
+
+def test_three_good_hosts() -> None:
+    assert findings(surveyed(lambda host: None), NEEDS) == []
+    assert workers_of(surveyed(lambda host: None).hosts, NEEDS) == dict.fromkeys(NAMES, 8)
+
+
+@pytest.mark.parametrize(("_", "change", "kind", "fails", "words"), TABLE, ids=[row[0] for row in TABLE])
+def test_one_fault_is_one_finding(
+    _: str, change: Callable[[dict[str, Any]], None], kind: str, fails: bool, words: str
+) -> None:
+    (finding,) = findings(surveyed(change), NEEDS)
+    assert (finding.kind, finding.hosts, finding.fails) == (kind, ("n2",), fails)
+    assert words in finding.what
+    assert finding.fix
+
+
+def test_a_device_that_is_missing_is_named_and_leaves_too_few() -> None:
+    said = findings(surveyed(fewer), NEEDS)
+    assert [(one.kind, one.fails) for one in said] == [("plan", True), ("versions", False)]
+    assert said[1].what == "CUDA devices: 7 on n2, 8 on n1, n3"
+
+
+def test_a_torch_without_cuda_is_named() -> None:
+    said = findings(surveyed(none_for_torch), NEEDS)
+    assert "torch sees none of 8 devices" in next(one.what for one in said if one.kind == "devices")
+
+
+@pytest.mark.parametrize("text", ["fsdp=25", "dp=32 device=cuda"])
+def test_more_processes_than_devices(text: str) -> None:
+    (finding,) = findings(surveyed(lambda host: None), Needs(plan=Plan.parse(text)))
+    assert (finding.kind, finding.fails) == ("plan", True)
+    assert "there are 24" in finding.what
+
+
+def test_cpus_are_shared_with_a_warning() -> None:
+    hosts = tuple(HostAnswer(name=name, told={**told(0), "cores": 2}) for name in NAMES)
+    survey = HostSurvey(hosts=hosts, links=(), folder=Path("/runs"))
+    (finding,) = findings(survey, Needs(plan=Plan.parse("dp=12")))
+    assert (finding.kind, finding.fails) == ("plan", False)
+
+
+def links(bandwidth: Callable[[str, str], float], latency: Callable[[str, str], float]) -> tuple[LinkAnswer, ...]:
+    return tuple(
+        LinkAnswer(source=one, target=two, port=1, bandwidth=bandwidth(one, two), latency=latency(one, two))
+        for one, two in permutations(NAMES, 2)
+    )
+
+
+@pytest.mark.parametrize(
+    ("bandwidth", "latency", "hosts", "words"),
+    [
+        (lambda one, two: 1e9, lambda one, two: 1e-4, None, ""),
+        (lambda one, two: 1e8 if "n3" in (one, two) else 1e9, lambda *_: 1e-4, ("n3",), "all its links carry"),
+        (lambda one, two: 1e8 if one == "n3" else 1e9, lambda *_: 1e-4, ("n3",), "it sends"),
+        (lambda one, two: 1e8 if two == "n3" else 1e9, lambda *_: 1e-4, ("n3",), "it gets"),
+        (lambda *way: 1e8 if way == ("n1", "n2") else 1e9, lambda *_: 1e-4, ("n1", "n2"), "go from n1 to n2"),
+        (lambda *_: 1e9, lambda *way: 0.1 if way == ("n1", "n2") else 1e-4, ("n1", "n2"), "a round trip"),
+    ],
+)
+def test_slow_links_are_named(bandwidth: Any, latency: Any, hosts: tuple[str, ...] | None, words: str) -> None:
+    said = findings(surveyed(lambda host: host["interface"].update(speed=0.0), links=links(bandwidth, latency)), None)
+    compared = [one for one in said if "interface" not in one.what]  # which n1 and n3 say a speed of
+    assert [one.hosts for one in compared] == ([hosts] if hosts else [])
+    assert all(words in one.what for one in compared)
+    assert not any(one.fails for one in said)
+
+
+def test_an_interface_far_below_its_speed_is_named() -> None:
+    slow = links(lambda *_: 1e7, lambda *_: 1e-4)
+    said = findings(surveyed(lambda host: None, links=slow), None)
+    assert [one.hosts for one in said] == [NAMES]
+    assert "its interface eth0 has 10 Gbit/s" in said[0].what
+
+
+@pytest.mark.parametrize("count", range(1, 20))
+def test_rounds_ask_every_pair_and_no_host_twice_at_once(count: int) -> None:
+    asked = rounds(count)
+    for pairs in asked:
+        names = [name for pair in pairs for name in pair]
+        assert len(names) == len(set(names))
+    pairs = sorted(tuple(sorted(pair)) for one in asked for pair in one)
+    every = sorted(combinations(range(count), 2))
+    ring = sorted({tuple(sorted((one, (one + 1) % count))) for one in range(count)})
+    assert pairs == (every if count <= 8 else ring)
+
+
+@pytest.mark.parametrize("off", [3600.0, -3600.0])
+def test_the_clock_that_is_off_is_that_of_few(off: float) -> None:
+    """Also where it is the asker's: then all hosts are right, and none is named."""
+
+    def ahead(*offsets: float) -> list[tuple[str, ...]]:
+        hosts = [HostAnswer(name=n, told=told(), ahead=(o - 1, o + 1)) for n, o in zip(NAMES, offsets, strict=True)]
+        return [one.hosts for one in findings(HostSurvey(hosts=tuple(hosts), links=(), folder=Path("/runs")), None)]
+
+    assert ahead(0.0, off, 0.0) == [("n2",)]
+    assert ahead(off, off, off) == []
