@@ -55,17 +55,14 @@ def fit(
         folder: the run folder, in place of what ``run`` says; ``runs/<name>-<n>`` where neither says one.
         watch: called about ten times a second while workers run; never inside a worker that torchrun started. Without
             it progress is shown as ``phalanx train`` does where stdout is a terminal, in one line in a notebook, and in
-            lines on stderr by rank 0 of torchrun's workers.
-            Elsewhere the logger ``phalanx`` is told what differs from one device, and other warnings; ``False``:
-            nothing is shown or told.
+            lines on stderr by rank 0 of torchrun's workers; elsewhere the logger ``phalanx`` is told what differs from
+            one device, and other warnings. ``False``: nothing is shown or told.
         cores: CPU cores that each replica computes with; its share of the machine's where not given.
         hosts: where workers are put; all on this machine's own network where not given.
-        launcher: what starts the workers: ``local`` forks them from this process. With ``torchrun`` they are new
-            processes that load the job from where ``run.job`` says, whatever ``job`` has been changed to here;
-            ``ssh:hosts.toml`` starts those on the hosts of a file.
-        settings: fields of ``RunSpec`` by their names, such as ``resume="auto"``, ``steps=100`` or
-            ``checkpoint_every="5m"``; in place of what ``run`` says. A run that goes on has those given now, and of
-            its settings before none, where ``phalanx train`` keeps them.
+        launcher: what starts the workers: ``local`` forks them from this process. With ``torchrun``, and on the hosts
+            of ``ssh:hosts.toml``, they are new processes that load the job from where ``run.job`` says.
+        settings: fields of ``RunSpec`` by their names, such as ``resume="auto"`` or ``checkpoint_every="5m"``, in place
+            of what ``run`` says. A run that goes on has those given now alone; ``phalanx train`` keeps those before.
 
     Raises:
         SpecError: if there is no such launcher or setting, or the run cannot be started so, or not in that folder.

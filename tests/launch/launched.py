@@ -6,9 +6,11 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -133,6 +135,13 @@ def end_all() -> None:
         for stream in (process.stdout, process.stderr):
             if stream:
                 stream.close()
+
+
+@pytest.fixture(autouse=True)
+def commands_end(_nothing_left: None) -> Iterator[None]:
+    """In files that import it: no command outlives its test."""
+    yield
+    end_all()
 
 
 def steps_in(folder: Path) -> int:

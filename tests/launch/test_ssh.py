@@ -11,7 +11,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from launched import await_none_left, await_steps, by_hand, phalanx, working_in, write_job
+from launched import (
+    await_none_left,
+    await_steps,
+    by_hand,
+    commands_end,  # noqa: F401
+    phalanx,
+    working_in,
+    write_job,
+)
 from ssh_hosts import SshServers, lacking_for_ssh, ssh_servers
 
 import phalanx as px

@@ -97,11 +97,11 @@ def _follow(target: AttachedTarget, given: Given, to: str, *, quiet: bool, as_js
     """Train what is ``given`` there, and follow it from here; what loads here is loaded while it is reached."""
     target.reach()
     try:
-        from phalanx.cli.train import Shown, train
+        from phalanx.cli.train import RunDisplay, train
 
         launcher = target.launcher()
         try:
-            train(given, to, launcher, Shown(quiet=quiet, as_json=as_json))
+            train(given, to, launcher, RunDisplay(quiet=quiet, as_json=as_json))
         finally:
             launcher.release()
     finally:

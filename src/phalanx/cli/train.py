@@ -53,11 +53,11 @@ def command(
     from phalanx.launch import find_launcher
 
     given = Given.of(job, options)
-    train(given, launcher, find_launcher(launcher), Shown(tensorboard, quiet, explain, as_json))
+    train(given, launcher, find_launcher(launcher), RunDisplay(tensorboard, quiet, explain, as_json))
 
 
 @dataclass(frozen=True, slots=True)
-class Shown:
+class RunDisplay:
     """What is shown of a run, and how."""
 
     tensorboard: bool = False
@@ -66,7 +66,7 @@ class Shown:
     as_json: bool = False
 
 
-def train(given: Given, name: str, launcher: Launcher, how: Shown) -> None:
+def train(given: Given, name: str, launcher: Launcher, how: RunDisplay) -> None:
     """Train what is ``given`` by ``launcher``, which users call ``name``. Raises as ``fit`` does."""
     earlier, job = earlier_run(given), given.job
 

@@ -10,24 +10,32 @@ if TYPE_CHECKING:
     from phalanx.launch.elastic_size import ElasticSize
     from phalanx.launch.failure import record
     from phalanx.launch.jobfile import Reference, load_job
-    from phalanx.launch.launcher import LAUNCHERS, Launch, Launcher, find_launcher, place_of_this_process, supervise
+    from phalanx.launch.launcher import LAUNCHERS, Launch, Launcher, find_launcher, place_of_this_process
     from phalanx.launch.local import launch
     from phalanx.launch.reaper import StopSignals, raise_stopped
     from phalanx.launch.restarts import Restarts
     from phalanx.launch.runfile import RunFolder, default_folder, how_to_go_on, job_of, settled
     from phalanx.launch.side_process import LookAhead, look_ahead
+    from phalanx.launch.supervision import supervise
     from phalanx.launch.torch_warmup import make_ready
 
 _FILES = {
     "elastic_size": ("ElasticSize",),
     "failure": ("record",),
     "jobfile": ("Reference", "load_job"),
-    "launcher": ("LAUNCHERS", "Launch", "Launcher", "find_launcher", "place_of_this_process", "supervise"),
+    "launcher": (
+        "LAUNCHERS",
+        "Launch",
+        "Launcher",
+        "find_launcher",
+        "place_of_this_process",
+    ),
     "local": ("launch",),
     "reaper": ("StopSignals", "raise_stopped"),
     "restarts": ("Restarts",),
     "runfile": ("RunFolder", "default_folder", "how_to_go_on", "job_of", "settled"),
     "side_process": ("LookAhead", "look_ahead"),
+    "supervision": ("supervise",),
     "torch_warmup": ("make_ready",),
 }
 _WHERE = {name: file for file, names in _FILES.items() for name in names}

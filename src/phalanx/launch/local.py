@@ -14,7 +14,8 @@ import torch
 
 from phalanx.config.run import TIMEOUT
 from phalanx.errors import RunError
-from phalanx.launch.launcher import Launch, Launcher, WorkerFunction, WorkerHosts, supervise
+from phalanx.launch.launcher import Launch, Launcher, WorkerFunction, WorkerHosts
+from phalanx.launch.supervision import supervise
 from phalanx.launch.torch_warmup import make_ready
 from phalanx.launch.worker_pool import WorkerPool
 
