@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map
 
 from phalanx.config import Job
 from phalanx.config.job_loss import IGNORED, ModelLoss
@@ -25,6 +24,7 @@ from phalanx.train.inputs import Inputs
 from phalanx.train.loss import read_loss
 from phalanx.train.named_losses import unlike
 from phalanx.train.own_loss import COUNT
+from phalanx.train.sample_rows import row_lengths, rows_of
 
 _SAMPLES = 4
 _SAME, _SAME_HALF = 2e-5, 2e-2
@@ -38,12 +38,12 @@ def miscounted(job: Job, module: nn.Module, loader: Loader) -> list[Problem]:
     size = _SAMPLES if loader.length is None else min(_SAMPLES, loader.length)
     if size < 2:
         return []
-    batch = loader.example(size)
+    tries = _tries(loader, size)
     with torch.no_grad(), evaluation_mode(module):
         given = ""
-        for tried in (_unevenly_labelled(batch, size), batch):
+        for batch, alone in tries:
             try:
-                given = "" if tried is None else _of_parts(job, module, tried, size)
+                given = _of_parts(job, module, batch, alone)
             except Exception:  # labels of -100 are not every model's; others, the job's own run shows
                 continue
             if given:
@@ -73,6 +73,18 @@ def miscounted_names(job: Job, module: nn.Module, loader: Loader) -> list[Proble
     return [Problem(where="job.loss", given=f"px.Losses: {why}", allowed=allowed, fix=COUNTS)] if why else []
 
 
+def _tries(loader: Loader, size: int) -> list[tuple[Any, list[Any]]]:
+    """Batches of so many samples, and each of them alone: cut from the batch, or, where it joins them, collated."""
+    looked_at = list(loader.spread(size))
+    batch, alone = loader.collate([place for place, _ in looked_at]), [one for _, one in looked_at]
+    if row_lengths(batch, alone):
+        return [(batch, alone)]
+    batch = loader.example(size)
+    uneven = _unevenly_labelled(batch, size)
+    batches = [one for one in (uneven, batch) if one is not None]
+    return [(one, [rows_of(one, [row], size) for row in range(size)]) for one in batches]
+
+
 def _unevenly_labelled(batch: Any, samples: int) -> Any:
     """The batch with fewer labels the further down a sample is, so that a wrong count shows; ``None`` without labels.
 
@@ -87,19 +99,18 @@ def _unevenly_labelled(batch: Any, samples: int) -> Any:
     return {**batch, "labels": labels}
 
 
-def _of_parts(job: Job, module: nn.Module, batch: Any, samples: int) -> str:
-    """What does not add up in ``batch``, in words; empty where all does."""
-    inputs = Inputs(job, module)
+def _of_parts(job: Job, module: nn.Module, batch: Any, alone: Sequence[Any]) -> str:
+    """What does not add up in ``batch``, of the samples that ``alone`` has by themselves; empty where all does."""
+    inputs, samples = Inputs(job, module), len(alone)
 
-    def total(rows: Sequence[int]) -> tuple[float, float]:
-        args, kwargs, part = inputs(_rows(batch, rows, samples), torch.device("cpu"))
+    def total(batch: Any, samples: int) -> tuple[float, float]:
+        args, kwargs, part = inputs(batch, torch.device("cpu"))
         torch.manual_seed(0)
-        read = read_loss(job.loss(module(*args, **kwargs), part), len(rows), "a look at a few samples")
+        read = read_loss(job.loss(module(*args, **kwargs), part), samples, "a look at a few samples")
         return float(read.value), float(read.count)
 
-    every = range(samples)
-    whole, count = total(every)
-    parts = [total([row]) for row in every]
+    whole, count = total(batch, samples)
+    parts = [total(one, 1) for one in alone]
     lost = [row for row, (value, number) in enumerate(parts) if number and not math.isfinite(value)]
     if lost and math.isfinite(whole):
         row = lost[0]
@@ -113,11 +124,3 @@ def _of_parts(job: Job, module: nn.Module, batch: Any, samples: int) -> str:
         return ""
     one, other = whole / (count or 1), added / (counted or 1)
     return f"px.model_loss(): {samples} samples' loss is {one:.6g} in one batch, and {other:.6g} added up by counts"
-
-
-def _rows(batch: Any, rows: Sequence[int], samples: int) -> Any:
-    def leaf(value: Any) -> Any:
-        of_samples = isinstance(value, torch.Tensor) and value.dim() and value.shape[0] == samples
-        return value[list(rows)] if of_samples else value
-
-    return tree_map(leaf, batch)

@@ -25,6 +25,7 @@ from phalanx.train.inputs import Inputs
 from phalanx.train.loss import LossReading, read_loss
 from phalanx.train.loss_parts import COUNTED, Parts, adds_up, close, finite, mean_of, of_weights, without_a_number
 from phalanx.train.row_gather import RowGather
+from phalanx.train.sample_rows import MIXES_JOINED, counted_tokens, mixes, row_lengths, rows_of, unlike_alone
 from phalanx.train.whole_batch import OutputPiece, WholeBatch
 from phalanx.units import show_names
 
@@ -86,9 +87,11 @@ class _CauseSearch:
         self._job, self._module = job, module
         self._inputs = Inputs(job, module)
         size = _SAMPLES if loader.length is None else min(_SAMPLES, loader.length)
-        self._places = [place for place, _ in loader.spread(size)]
+        looked_at = list(loader.spread(size))
+        self._places, self._alone = [place for place, _ in looked_at], [batch for _, batch in looked_at]
         self._loader = loader
         self._batch = loader.collate(self._places)
+        self._joined = bool(row_lengths(self._batch, self._alone))
         self._sliced = loader.length is None  # samples of a stream are read once
         self._training = not _draws(module)
         self._unseen = _always_of_batch(module)
@@ -105,8 +108,11 @@ class _CauseSearch:
                 f"data: a sample read twice is not the same ({names}): job.data or job.collate draws from a source "
                 "that Phalanx cannot seed, so that nothing repeats."
             ]
-        turned = self._loader.collate(self._places[::-1])
-        if names := _unlike(self._batch, tree_map(self._flipped, turned)):
+        if self._joined:
+            names = unlike_alone(self._batch, self._alone)
+        else:
+            names = _unlike(self._batch, tree_map(self._flipped, self._loader.collate(self._places[::-1])))
+        if names:
             self._sliced = True
             where = "collate" if self._job.collate is not None else "__getitems__ of the data"
             return [
@@ -180,8 +186,10 @@ class _CauseSearch:
         if len(self._places) < 2 or self._unseen:
             return []
         whole = self._forward(self._batch)
+        if self._joined:
+            return [MIXES_JOINED] if mixes(whole, [self._forward(one) for one in self._alone]) else []
         for index in range(len(self._places)):
-            part = self._forward(_cut(self._batch, [index], len(self._places)))
+            part = self._forward(rows_of(self._batch, [index], len(self._places)))
             for one, other in zip(_tensors(whole), _tensors(part), strict=False):
                 of_samples = one.dim() and one.shape[0] == len(self._places)
                 own = one[index : index + 1] if of_samples else one
@@ -203,7 +211,7 @@ class _CauseSearch:
             return []
         if why := without_a_number(values):
             return [why]
-        aligned = self._values(self._rows)
+        aligned = values if self._joined else self._values(self._rows)
         if adds_up(aligned):
             return [
                 "padded mean: the loss is a mean over tokens with those that pad a sample to the longest of its "
@@ -225,7 +233,7 @@ class _CauseSearch:
         if expected is None or again is None or not close(mean_of(expected), mean_of(again)):
             return ""
         halves = [range(size // 2), range(size // 2, size)]
-        parts = [_cut(self._batch, list(half), size) for half in halves]
+        parts = [self._piece(half) for half in halves]
         pieces = [
             OutputPiece(output=self._forward(part), batch=part, samples=len(half))
             for half, part in zip(halves, parts, strict=True)
@@ -259,6 +267,7 @@ class _CauseSearch:
                 others = [place for place in sizes if place not in firsts.values()]
                 places = [*none[:1], *some, *none[1:], *others][:_SAMPLES]
                 self._places, self._batch = places, self._loader.collate(places)
+                self._alone = [self._loader.collate([place]) for place in places]
                 return True
         return False
 
@@ -294,10 +303,15 @@ class _CauseSearch:
         return output
 
     def _part(self, places: Sequence[int]) -> Any:
-        return self._rows(places) if self._sliced else self._loader.collate(list(places))
+        return self._rows(places) if self._sliced and not self._joined else self._loader.collate(list(places))
+
+    def _piece(self, half: range) -> Any:
+        if self._joined:
+            return self._part([self._places[index] for index in half])
+        return rows_of(self._batch, list(half), len(self._places))
 
     def _rows(self, places: Sequence[int]) -> Any:
-        return _cut(self._batch, [self._places.index(one) for one in places], len(self._places))
+        return rows_of(self._batch, [self._places.index(one) for one in places], len(self._places))
 
     def _flipped(self, leaf: Any) -> Any:
         rows = isinstance(leaf, torch.Tensor) and leaf.dim() and leaf.shape[0] == len(self._places)
@@ -305,6 +319,8 @@ class _CauseSearch:
 
     def _token_counts(self) -> list[float]:
         """Tokens of each sample that a mask or labels of -100 leave in; empty where neither is there."""
+        if self._joined:
+            return counted_tokens(self._batch, self._alone)
         leaves = [one for one in tree_leaves(self._batch) if isinstance(one, torch.Tensor) and one.dim() == 2]
         for one in leaves:
             if not one.is_floating_point() and bool((one == IGNORED).any()):
@@ -350,16 +366,6 @@ def _sizes(sample: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
         counted.append(int(leaf.sum()) if mask else int((leaf != IGNORED).sum()))
         ended.append(int(leaf) if leaf.numel() == 1 else int((leaf != leaf.flatten()[-1]).sum()))
     return tuple(counted), tuple(ended)
-
-
-def _cut(batch: Any, rows: Sequence[int], samples: int) -> Any:
-    """Some samples of a batch, as padded as they are there."""
-
-    def leaf(value: Any) -> Any:
-        of_samples = isinstance(value, torch.Tensor) and value.dim() and value.shape[0] == samples
-        return value[list(rows)] if of_samples else value
-
-    return tree_map(leaf, batch)
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:

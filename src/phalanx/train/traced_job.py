@@ -26,6 +26,7 @@ from phalanx.train.build_model import begun, without_values
 from phalanx.train.elementwise import Parameters
 from phalanx.train.inputs import Inputs
 from phalanx.train.loss import read_loss
+from phalanx.train.sample_rows import joined_dimensions
 from phalanx.train.torch_scheduler import MadeOptimizer
 from phalanx.train.whole_batch import compared
 from phalanx.units import show_names
@@ -67,8 +68,7 @@ def work_of(
     notes = list(profile.notes)
     if values:
         notes.append("its costs are those of one step on samples of the data: others may choose other shapes")
-    if looked_at:
-        notes.append(looked_at)
+    notes += looked_at
     if lengths:
         notes.append(lengths.note)
     if state is None:
@@ -97,16 +97,16 @@ _PHASES = Problem(
 )
 
 
-def _example(job: Job, module: nn.Module, *, look_at_lengths: bool) -> tuple[Lengths | None, Example, str]:
+def _example(job: Job, module: nn.Module, *, look_at_lengths: bool) -> tuple[Lengths | None, Example, list[str]]:
     """Two samples to look at the model with: where lengths differ, two of the longest; and of which data, in words."""
     loader = Loader(job.data(), job, Lane(), micro=None)
     if not look_at_lengths:
-        return None, example_of(job, module, loader), loader.looked_at
+        return None, example_of(job, module, loader), [*filter(None, (loader.looked_at,))]
     host, inputs = torch.device("cpu"), Inputs(job, module)
-    lengths, batch = look(loader, lambda one: inputs(one, host)[:2])
+    lengths, batch, joined = look(loader, lambda one: inputs(one, host)[:2])
     args, kwargs, batch = inputs(batch, host)
     example = Example(args=args, kwargs=kwargs, batch=batch, loss=job.loss, tensor_parallel=job.tensor_parallel)
-    return lengths, example, loader.looked_at
+    return lengths, example, [*filter(None, (loader.looked_at, _IN_A_ROW if joined else ""))]
 
 
 _BESIDE_STEP = ("workers", "prefetch", "collate", "evaluate", "metrics", "evaluate_every", "best")
@@ -199,23 +199,45 @@ def _optimizer_of(job: Job, module: nn.Module) -> tuple[float | None, str]:
 _COUNT, _PATIENCE = 100, 1.0  # samples; seconds: reading one may take long
 
 
-def look(loader: Loader, inputs: Callable[[Any], Any], *, seconds: float = _PATIENCE) -> tuple[Lengths | None, Any]:
-    """The lengths of samples, ``None`` where they are all alike, and two of the longest as one batch.
+_IN_A_ROW = (
+    "job.collate joins the samples of a micro-batch in one row: each is priced as a row of its own, as kernels with "
+    "cu_seqlens compute it; a mask over the whole row takes time and memory for all pairs of its tokens"
+)
+_NO_ROWS = Problem(
+    where="job.collate",
+    given="samples joined along the first dimension, so that nothing tells how many a tensor is of",
+    allowed="a forecast of tensors with a first dimension of samples, or of 1; training goes on without a forecast",
+    fix="input_ids[None], of shape (1, tokens), as transformers' DataCollatorWithFlattening gives them",
+)
 
-    ``inputs`` gives what the model is called with, of a batch; after ``seconds`` no further sample is read.
+
+def look(
+    loader: Loader, inputs: Callable[[Any], Any], *, seconds: float = _PATIENCE
+) -> tuple[Lengths | None, Any, bool]:
+    """The lengths of samples, ``None`` where all are alike; two of the longest as a batch; whether a batch joins them.
+
+    Of samples that are joined in one row the batch has one. ``inputs`` gives what the model is called with, of a
+    batch; after ``seconds`` no further sample is read.
+
+    Raises:
+        ProfileError: if samples are joined along the first dimension.
     """
     end = time.monotonic() + seconds
     found: list[tuple[int, int]] = []
     for place, batch in loader.spread(_COUNT):
         found.append((_length(inputs(batch)), place))
-        if found[-1][0] <= 1 or time.monotonic() > end:  # images and the like have no tokens
+        if len(found) > 1 and (found[-1][0] <= 1 or time.monotonic() > end):  # images and the like have no tokens
             break
     found.sort()
-    if len({length for length, _ in found}) < 2:
-        return None, loader.example(2)
-    both = _length(inputs(loader.collate([found[0][1], found[-1][1]])))
-    lengths = lengths_of([length for length, _ in found], padded=both == found[-1][0])
-    return lengths, loader.collate([place for _, place in found[-2:]])
+    ends = [found[0][1], found[-1][1]][: len(found)]
+    both, alone = inputs(loader.collate(ends)), [inputs(loader.collate([place])) for place in ends]
+    dims = joined_dimensions(both, alone) if len(ends) > 1 else set[int]()
+    if dims == {0}:
+        raise ProfileError([_NO_ROWS])
+    lengths = lengths_of([length for length, _ in found], padded=not dims and _length(both) == found[-1][0])
+    if dims:
+        return lengths, loader.collate(ends[-1:]), True
+    return lengths, loader.collate([place for _, place in found[-2:]]) if lengths else loader.example(2), False
 
 
 def _length(given: Any) -> int:
