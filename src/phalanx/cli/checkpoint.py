@@ -205,7 +205,9 @@ def _in_options(verb: str) -> Iterator[None]:
     words["px.load(folder, job()).save_pretrained(target, adapter=True)"] = "--job train.py"
 
     def option(text: str) -> str:
-        return words.get(text) or re.sub(r"\b(?:adapter|merged|checkpoint)=[\w']+", lambda one: words[one[0]], text)
+        return words.get(text) or re.sub(
+            r"\b(?:adapter|merged|checkpoint)=[\w']+", lambda one: words.get(one[0], one[0]), text
+        )
 
     try:
         yield

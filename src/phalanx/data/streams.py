@@ -25,7 +25,7 @@ from copy import deepcopy
 from dataclasses import dataclass, field
 from itertools import chain, islice
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
+from weakref import finalize
 
 import torch
 from torch.utils.data import default_collate
@@ -187,9 +187,10 @@ class _Nodes:
         self._epoch = epoch
 
     def __iter__(self) -> Iterator[Any]:
-        begin = _begun.get(self._dataset)
+        begin = _begun.get(id(self._dataset))
         if begin is None:
-            begin = _begun[self._dataset] = _Begin(generators=_generators_of(self._dataset))
+            begin = _begun[id(self._dataset)] = _Begin(generators=_generators_of(self._dataset))
+            finalize(self._dataset, _begun.pop, id(self._dataset), None)
             stream = self._pass(None)
             begin.state = deepcopy(_state_of(self._dataset))
             return stream
@@ -243,7 +244,7 @@ class _Begin:
         return deepcopy(self.state)
 
 
-_begun: WeakKeyDictionary[Any, _Begin] = WeakKeyDictionary()  # also where job.data gives one object each time
+_begun: dict[int, _Begin] = {}  # by the id of nodes, as long as they are there: job.data may give the same each time
 
 
 def _state_of(dataset: Any) -> Any:
