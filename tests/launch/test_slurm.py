@@ -24,6 +24,7 @@ from phalanx.launch.runfile import newest_step
 from phalanx.launch.targets import Submission, find_target
 from phalanx.launch.targets.slurm import SlurmTarget
 
+pytestmark = pytest.mark.timeout(300)
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "how-to" / "slurm.md"
 STEPS = 40
 LONG = 400  # that the time limit comes in
@@ -229,7 +230,10 @@ def test_a_run_goes_on_after_a_node_is_lost(cluster: Cluster, tmp_path: Path) ->
     ("options", "said"),
     [
         ({"partition": "nowhere"}, "Invalid partition name specified"),
-        ({"nodes": "1", "cpus_per_task": "17"}, "node configuration is not available"),
+        ({"mem": "9999999"}, "node configuration is not available"),
+        ({"cpus_per_task": "17"}, "would keep it waiting for ever: Partition"),
+        ({"nodes": "3"}, "would keep it waiting for ever: Partition"),
+        ({"time": "2d"}, "would keep it waiting for ever: Partition"),
         ({"constraint": "a100"}, "Invalid feature specification"),
     ],
 )
@@ -237,7 +241,7 @@ def test_what_slurm_refuses_is_said_in_its_words(
     cluster: Cluster, tmp_path: Path, options: dict[str, str], said: str
 ) -> None:
     before = cluster.jobs()
-    given = submission(tmp_path, **options)
+    given = submission(tmp_path, run={"plan": Plan.parse("dp=6")}, **options)
     target = SlurmTarget("")
     with pytest.raises(RunError, match=said):
         target.submit(target.prepare(given))
@@ -270,7 +274,6 @@ def test_what_is_shown_is_what_slurm_takes(cluster: Cluster, tmp_path: Path) -> 
 
 
 def test_a_folder_may_have_any_name_and_a_waiting_run_is_stopped(cluster: Cluster, tmp_path: Path) -> None:
-    """It waits, for memory that the other jobs' nodes do not have left."""
     folder = tmp_path / "a b'c #%d\"e"
     folder.mkdir()
     (folder / "fast").touch()

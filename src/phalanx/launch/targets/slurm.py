@@ -20,10 +20,12 @@ from phalanx.launch.targets.slurm_node import last_word
 from phalanx.launch.targets.slurm_script import OPTIONS, Request, batch_script
 from phalanx.launch.targets.target import FOLDER, Option, Prepared, QueueTarget, Standing, State, Submission
 
+_LOOKS = 5
 _PATIENCE = 60  # seconds for an answer of Slurm's
 _WAITING = ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "RESV_DEL_HOLD", "SPECIAL_EXIT")
 _RUNNING = ("RUNNING", "COMPLETING", "SIGNALING", "STAGE_OUT", "SUSPENDED", "STOPPED", "RESIZING")
 _REFUSES = "Slurm refuses it: "
+_NEVER = ("PartitionConfig", "PartitionNodeLimit", "PartitionTimeLimit")
 _FORGOTTEN = "Invalid job id specified"
 _LAST_WORDS: dict[str, State] = {"end": "ended", "stopped": "stopped", "error": "failed"}  # of a run's events
 # Of an earlier job, in whose shell this process may be: they say to sbatch what this job is not asked for.
@@ -66,8 +68,8 @@ class SlurmTarget(QueueTarget):
         try:
             prepared.write()
             (command,) = prepared.commands
-            _refuse_what_never_starts(command[-1])
-            told = _ask(*command)
+            ticket = {"job": int(_ask(*command).strip().split(";")[0])}
+            _refuse_what_never_starts(ticket)
         except BaseException:
             for path, text in before.items():
                 path.unlink(missing_ok=True) if text is None else path.write_text(text)
@@ -75,7 +77,7 @@ class SlurmTarget(QueueTarget):
                 with suppress(OSError):
                     folder.rmdir()
             raise
-        return {"job": int(told.strip().split(";")[0])}
+        return ticket
 
     def why_not(self, prepared: Prepared) -> str:
         (script,) = (text for path, text in prepared.files.items() if path.suffix == ".sh")
@@ -106,16 +108,22 @@ class SlurmTarget(QueueTarget):
         return Standing(state="failed", detail=f"{state}: {reason}, exit code {job.get('ExitCode', '')}")
 
     def stop(self, ticket: Mapping[str, Any], folder: Path) -> None:
-        job = _job(ticket)
-        if job is None or job["JobState"] not in (*_WAITING, *_RUNNING):
-            return
         number = str(ticket["job"])
-        with suppress(RunError):  # it has ended meanwhile
+        with suppress(RunError):  # it has ended
             _ask("scontrol", "update", f"JobId={number}", "Requeue=0")  # nor where a node is lost as it saves
-        # Only the first does something to a job that waits, only the second to one that runs, whichever it is by now.
-        _ask("scancel", "--state=PENDING", number)
-        with suppress(RunError):
-            _ask("scancel", "--signal=USR2", "--batch", number)
+        for _ in range(_LOOKS):  # between two words it may begin, or come to an end
+            state = (_job(ticket) or {"JobState": "none"})["JobState"]
+            with suppress(RunError):
+                if state == "PENDING":
+                    _ask("scancel", "--state=PENDING", number)
+                elif state in (*_WAITING, "COMPLETING"):  # which may be on its way into the queue
+                    _ask("scancel", number)
+                    return
+                elif state in _RUNNING:
+                    _ask("scancel", "--signal=USR2", "--batch", number)
+                    return
+                else:
+                    return
 
     def log(self, ticket: Mapping[str, Any], folder: Path, rank: int | None) -> Path:
         name = f"slurm-{ticket['job']}.out" if rank is None else f"rank-{rank}.log"
@@ -138,13 +146,12 @@ def _job(ticket: Mapping[str, Any]) -> dict[str, str] | None:
     return dict(reversed(words))  # of two the first: paths, which may hold anything, come last
 
 
-def _refuse_what_never_starts(script: str) -> None:
-    """Many a Slurm takes what no node of its own could serve, and keeps it in its queue for ever."""
-    try:
-        _ask("sbatch", "--test-only", script)
-    except RunError as error:
-        if "configuration is not available" in str(error):
-            raise
+def _refuse_what_never_starts(ticket: Mapping[str, Any]) -> None:
+    """Many a Slurm takes what its partition never serves, and keeps it in its queue for ever."""
+    job = _job(ticket) or {}
+    if (reason := job.get("Reason", "")) in _NEVER:
+        _ask("scancel", str(ticket["job"]))
+        raise RunError(f"Slurm would keep it waiting for ever: {reason}\n    try: sinfo, which says what there is")
 
 
 def _ask(*words: str) -> str:

@@ -27,6 +27,7 @@ from phalanx.launch.addresses import own_address
 from phalanx.launch.reaper import SAVED
 
 _WORDS = ("start", "resume", "stopped", "error", "end")
+_OLDER_GRACE = 30  # seconds, before torch 2.13
 _AFTER_GRACE = 5  # seconds, after which a worker that should have ended by itself is ended by force
 # Nothing but the end of what is printed ends the process that copies it.
 _WORKER = """exec "$0" -m phalanx worker "$1" > >(trap '' INT TERM; exec tee -a -- "$2/rank-$RANK.log") 2>&1"""
@@ -38,6 +39,7 @@ def main(runfile: Path, meeting: str) -> int:
     os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # of this process: agents lose each other's store as they end
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig
     from torch.distributed.run import parse_args, run
 
     del os.environ["TORCH_CPP_LOG_LEVEL"]
@@ -47,6 +49,9 @@ def main(runfile: Path, meeting: str) -> int:
     workers = spec.plan.processes // nodes
     _share_cores(workers)
     os.environ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(math.ceil(spec.grace) + _AFTER_GRACE)
+    if spec.grace > _OLDER_GRACE and not hasattr(LaunchConfig, "shutdown_timeout"):
+        what = f"this torch ends workers after {_OLDER_GRACE} seconds, whatever grace is: 2.13 does not"
+        print(f"{os.environ['SLURMD_NODENAME']}: {what}", file=sys.stderr)
     os.environ["PYTHONUNBUFFERED"] = "1"  # what is printed goes into a pipe, and would be lost with the worker
     try:
         run(parse_args([*_agent_options(spec, meeting, nodes, workers), *_worker(runfile)]))
@@ -90,9 +95,12 @@ def _worker(runfile: Path) -> list[str]:
 
 
 def _share_cores(workers: int) -> None:
-    cores = os.environ.get("SLURM_CPUS_ON_NODE", "")
-    if "OMP_NUM_THREADS" not in os.environ:
-        os.environ["OMP_NUM_THREADS"] = str(max(1, int(cores) // workers) if cores.isdecimal() else 1)
+    told = os.environ.get("SLURM_CPUS_ON_NODE", "")
+    cores = int(told) if told.isdecimal() else workers
+    if cores < workers:
+        what = f"{cores} cores for {workers} workers: --cpus-per-task {workers} gives each its own"
+        print(f"{os.environ['SLURMD_NODENAME']}: {what}", file=sys.stderr)
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // workers)))
 
 
 def _only_this_process_hears(number: signal.Signals) -> None:

@@ -74,6 +74,7 @@ if [ "$asked" = time ] && [ "$code" -ne 0 ]; then
         scontrol requeue "$SLURM_JOB_ID"
     fi
 fi
+[ "$asked" = stop ] && [ "$code" -gt 128 ] && code={saved_code}    # before its first step there was nothing to save
 exit "$code"
 """
 
