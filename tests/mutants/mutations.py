@@ -122,7 +122,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "weight decay on the wrong group",
-        "train/assembly.py",
+        "train/build_optimizer.py",
         "    held = {id(tensor) for group in optimizer.param_groups",
         "    decays = [group['weight_decay'] for group in optimizer.param_groups]\n"
         "    for group, decay in zip(optimizer.param_groups, decays[::-1], strict=True):\n"

@@ -17,7 +17,7 @@ import phalanx as px
 from phalanx.config import Plan
 from phalanx.launch import look_ahead
 from phalanx.parallel import ddp
-from phalanx.train.assembly import Findings
+from phalanx.train.findings import Findings
 from phalanx.train.step import Step
 from phalanx.verify import parity
 

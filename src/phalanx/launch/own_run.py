@@ -19,7 +19,8 @@ from phalanx.launch.reaper import LoopSignals, raise_stopped
 from phalanx.launch.runfile import job_of
 from phalanx.launch.worker import WorkerStatus, within_folder
 from phalanx.parallel import device_kind, devices_here
-from phalanx.train.assembly import Assembly, Findings, build, refuse
+from phalanx.train.assembly import Assembly, build, refuse
+from phalanx.train.findings import Findings
 from phalanx.train.interruptions import Interruptions
 from phalanx.train.launcher_link import LauncherLink
 from phalanx.train.loop import TrainingLoop

@@ -28,7 +28,7 @@ from phalanx.errors import DataError, GradientError, LossError, Problem, Refused
 from phalanx.launch.reaper import fork, kill_group
 from phalanx.launch.torch_warmup import leave_compiler_out, make_ready_to_look
 from phalanx.launch.worker_process import die_with, renew_autograd
-from phalanx.train.assembly import Findings
+from phalanx.train.findings import Findings
 from phalanx.train.look_ahead import look
 from phalanx.train.lr_schedule import START, RunStart
 

@@ -38,7 +38,8 @@ from phalanx.launch.torch_warmup import leave_compiler_out, make_ready
 from phalanx.launch.torchrun import SharedStands, agent_serves, begun_before, claim, note_begun, started_by_agent
 from phalanx.launch.worker_process import die_with, leave_warnings_to_rank_0, show_rank
 from phalanx.parallel import devices_here
-from phalanx.train.assembly import Findings, refuse
+from phalanx.train.assembly import refuse
+from phalanx.train.findings import Findings
 from phalanx.train.launcher_link import LauncherLink, no_signal
 from phalanx.train.look_ahead import refuse_job
 from phalanx.train.loop import train

@@ -19,8 +19,8 @@ from phalanx.hardware.probe import cpu_group
 from phalanx.launch.side_process import Send, SideProcess, take_spare_time
 from phalanx.launch.worker_process import threads_each
 from phalanx.parallel import device_kind
-from phalanx.train.assembly import Findings
 from phalanx.train.build_model import size_of
+from phalanx.train.findings import Findings
 
 PATIENCE = 20.0
 """Seconds that planning may take."""

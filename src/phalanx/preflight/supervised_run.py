@@ -30,7 +30,8 @@ from phalanx.launch.hosts import Hosts
 from phalanx.launch.launcher import StepReport, WorkerFunction
 from phalanx.preflight.run_forecast import RunForecaster, forecast_after_look, too_little
 from phalanx.train import loop
-from phalanx.train.assembly import Findings, refuse
+from phalanx.train.assembly import refuse
+from phalanx.train.findings import Findings
 from phalanx.train.launcher_link import LauncherLink
 from phalanx.train.lr_schedule import RunStart
 from phalanx.train.resumed_from import checkpoint_of

@@ -15,12 +15,13 @@ from phalanx.config import Job, Phase, Plan
 from phalanx.config.averaging import never_averaged
 from phalanx.config.sync import within
 from phalanx.data import Lane, Loader
-from phalanx.errors import GradientError, Problem, RefusedError, SpecError
+from phalanx.errors import Problem, RefusedError, SpecError
 from phalanx.parallel import Example, Layout, LocalSgd, advice, assemble, assemble_phases, check, notes
 from phalanx.parallel.buffer_sync import buffers_kept
 from phalanx.train.build_model import begun, build_model, give_needed_values
+from phalanx.train.build_optimizer import build_optimizer, optimizer_over
 from phalanx.train.consistency import Everyone, same_data, same_groups, same_initial_values, same_places
-from phalanx.train.elementwise import Parameters, note_slices
+from phalanx.train.findings import Findings, known_facts
 from phalanx.train.inputs import Inputs
 from phalanx.train.lr_schedule import START, RunStart, scheduler_notes
 from phalanx.train.phase_jobs import parameters_of_phases, phase_jobs, unowned_advice
@@ -61,32 +62,6 @@ class Assembly:
     def from_every_rank(self, value: Any) -> list[Any]:
         """One small JSON-like value from each worker, in rank order. Collective."""
         return self.local_sgd.from_every_rank(value) if self.local_sgd else from_every_rank(value)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Findings:
-    """What a look at a job under a plan found before any process of its run started.
-
-    Attributes:
-        causes: why it differs from one device, one sentence each.
-        facts: of its model, as JSON, for the processes that run it; ``None`` where nothing was looked for. Where there
-            are some, its optimizer has been tried, too.
-        module: the model as the job makes it, in the process that looked; ``None`` where the look has changed it.
-        size: elements of the model's parameters, where that process knows.
-        placement: what each rank will hold, as ``placement.json`` of the run folder has it, if known.
-        looked: whether a look has ended, and would have refused a loss that does not add up.
-    """
-
-    causes: tuple[str, ...] = ()
-    facts: dict[str, Any] | None = None
-    module: nn.Module | None = None
-    size: int | None = None
-    placement: dict[str, Any] | None = None
-    looked: bool = False
-
-    def to_dict(self) -> dict[str, Any]:
-        """What other processes are told, as JSON."""
-        return {"causes": self.causes, "facts": self.facts, "placement": self.placement, "looked": self.looked}
 
 
 def refuse(job: Job, plan: Plan, world_size: int, here: int | None = None) -> None:
@@ -297,68 +272,11 @@ def _row_gather(
     return RowGather.of(plan, rank, device, which_have_rows(module, example_of(job, module, loader)))
 
 
-def known_facts(findings: Findings | None, module: nn.Module, plan: Plan) -> Facts | None:
-    """The facts that are of ``module`` under ``plan``."""
-    if not findings or not findings.facts:
-        return None
-    from phalanx.parallel.split_facts import Facts
-
-    return Facts.known(findings.facts, module, plan)
-
-
 def _look_with(job: Job, module: nn.Module, loader: Loader, facts: Facts | None, found: list[str]) -> Example:
     """What ``module`` is looked at with, where no ``facts`` are known; ``found`` gets a note if that takes values."""
     example = replace(example_of(job, module, loader), facts=facts)
     found += [] if facts else give_needed_values(module, example)
     return example
-
-
-def build_optimizer(job: Job, layout: Layout, whole: Iterable[str] | None = None) -> MadeOptimizer:
-    """The job's optimizer and its scheduler, if any. It must hold exactly the parameters it was given.
-
-    ``whole`` are the names of the whole model's, where the layout may have some of them only.
-    """
-    note_slices(layout.holdings)
-    # A stage of frozen parameters alone has none to step, and no optimizer is built over nothing.
-    made = optimizer_over(job, layout.parameters or {"nothing_to_step": nn.Parameter(torch.empty(0))}, whole)
-    if not layout.parameters:
-        for group in made.optimizer.param_groups:
-            group["params"] = []
-    return made
-
-
-def optimizer_over(
-    job: Job, parameters: Mapping[str, torch.Tensor], whole: Iterable[str] | None = None
-) -> MadeOptimizer:
-    """The optimizer that the job makes of these parameters, and its scheduler, if any.
-
-    ``whole`` are the names of the whole model's where these are some of them.
-
-    Raises:
-        SpecError: if it makes none, or one that a loop over batches cannot step.
-        GradientError: if it holds other parameters.
-    """
-    given = Parameters(parameters, parameters if whole is None else whole)
-    made = MadeOptimizer.of(job.optimizer(given))
-    optimizer = made.optimizer
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        given = f"a function that gives {type(optimizer).__name__}"
-        allowed = "a function that gives a torch.optim.Optimizer"
-        fix = "optimizer=lambda params: torch.optim.AdamW(params, lr=3e-4)"
-        raise SpecError([Problem(where="job.optimizer", given=given, allowed=allowed, fix=fix)])
-    held = {id(tensor) for group in optimizer.param_groups for tensor in group["params"]}
-    known = {id(tensor) for tensor in given}
-    missing = [name for name, tensor in given.named() if id(tensor) not in held]
-    if held - known or missing:
-        what = f"{len(held - known)} tensors it was not given" if held - known else ""
-        left_out = f"not {', '.join(missing[:5])}{' and more' if len(missing) > 5 else ''}" if missing else ""
-        raise GradientError(
-            f"the optimizer holds {' and '.join(filter(None, (what, left_out)))}.\n"
-            "    Under a plan the parameters may be shards: an optimizer over the original model would step tensors "
-            "that nobody reads.\n    try: optimizer=lambda params: torch.optim.AdamW(params, lr=3e-4), over exactly "
-            "the `params` it is called with; for parameters that shall not train: requires_grad=False in the model"
-        )
-    return made
 
 
 def _total_steps(job: Job, loader: Loader) -> int:

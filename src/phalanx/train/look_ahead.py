@@ -27,9 +27,10 @@ from phalanx.parallel.unwrapped_blocks import open_unwrapped
 from phalanx.placement.ownership import Survey
 from phalanx.placement.survey_file import survey_to_dict
 from phalanx.trace import ModelCall, trace
-from phalanx.train.assembly import Findings, example_of, known_facts
+from phalanx.train.assembly import example_of
 from phalanx.train.build_model import begun, build_model, give_needed_values, size_of, without_values
 from phalanx.train.elementwise import half_steps
+from phalanx.train.findings import Findings, known_facts
 from phalanx.train.loss import read_loss
 from phalanx.train.lr_schedule import START, RunStart
 from phalanx.train.own_loss_trial import miscounted, miscounted_names

@@ -11,8 +11,8 @@ from phalanx.checkpoint import BestSoFar, Saving
 from phalanx.comm import Place
 from phalanx.config import Job, RunSpec
 from phalanx.data import StepBatch
-from phalanx.train.assembly import Findings
 from phalanx.train.evaluate import Evaluation
+from phalanx.train.findings import Findings
 from phalanx.train.interruptions import Interruptions
 from phalanx.train.launcher_link import LauncherLink
 from phalanx.train.metrics import Metrics

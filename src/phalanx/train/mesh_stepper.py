@@ -20,10 +20,11 @@ from phalanx.hardware import peak_memory
 from phalanx.parallel import device_kind, devices_here
 from phalanx.parallel.buffer_sync import running_statistics
 from phalanx.train.accidents import Accidents, RollBackError
-from phalanx.train.assembly import Assembly, Findings, build
+from phalanx.train.assembly import Assembly, build
 from phalanx.train.consistency import same_length, same_stream
 from phalanx.train.drift import DriftWatch
 from phalanx.train.evaluate import Evaluation, evaluate
+from phalanx.train.findings import Findings
 from phalanx.train.frozen_values import refuse_moved
 from phalanx.train.interruptions import Interruptions
 from phalanx.train.launcher_link import LauncherLink

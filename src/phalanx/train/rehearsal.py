@@ -21,8 +21,8 @@ from phalanx.config import Best, Job, Metric, Plan
 from phalanx.data import Lane, Loader, MicroBatch, evaluation_batches
 from phalanx.errors import LossError, PhalanxError, Problem, RefusedError, SpecError
 from phalanx.parallel import device_kind, without_gradient
-from phalanx.train.assembly import optimizer_over
 from phalanx.train.build_model import build_model
+from phalanx.train.build_optimizer import optimizer_over
 from phalanx.train.column_types import float64_named
 from phalanx.train.evaluate import evaluation_mode, measure, refuse_metrics
 from phalanx.train.evaluation_sums import EvaluationSums, Found

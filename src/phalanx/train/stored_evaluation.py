@@ -17,8 +17,9 @@ from phalanx.config import Job, Plan
 from phalanx.data.dataset_facts import MapStyle
 from phalanx.errors import SpecError
 from phalanx.parallel import device_kind, devices_here
-from phalanx.train.assembly import Findings, build, refuse
+from phalanx.train.assembly import build, refuse
 from phalanx.train.evaluate import Evaluation, evaluate
+from phalanx.train.findings import Findings
 from phalanx.train.frozen_values import completed
 from phalanx.train.trained_model import with_values
 

@@ -18,7 +18,8 @@ from phalanx.comm import Place, default_process_group, device_for
 from phalanx.config import Job, Plan, RunSpec, Schedule
 from phalanx.launch import launch, make_ready
 from phalanx.train import loop
-from phalanx.train.assembly import Findings, build
+from phalanx.train.assembly import build
+from phalanx.train.findings import Findings
 from phalanx.train.launcher_link import LauncherLink
 from phalanx.train.observer import AssemblyScene
 from phalanx.train.state import restore

@@ -11,7 +11,8 @@ from typing import Any
 from phalanx.config import Job, Plan
 from phalanx.errors import RefusedError, WorkerError
 from phalanx.launch import LookAhead, look_ahead, make_ready
-from phalanx.train.assembly import Findings, refuse
+from phalanx.train.assembly import refuse
+from phalanx.train.findings import Findings
 from phalanx.verify import compare
 from phalanx.verify.capture import Dropout, Watch, capture, masks_of, proven, traced
 from phalanx.verify.compare import Difference, Tolerance

@@ -18,7 +18,7 @@ from phalanx.parallel import advice, device_kind, devices_here, notes
 from phalanx.parallel.compression import Codec, codec
 from phalanx.parallel.parameter_server import StalenessBound, WorkQueue
 from phalanx.parallel.parameter_server.protocol import TO_SERVER
-from phalanx.train.assembly import Findings
+from phalanx.train.findings import Findings
 from phalanx.train.interruptions import Interruptions
 from phalanx.train.launcher_link import LauncherLink
 from phalanx.train.loop import StepsLostError, TrainingLoop

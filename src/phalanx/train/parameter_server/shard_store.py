@@ -28,8 +28,8 @@ from phalanx.parallel.layout import SingleLayout
 from phalanx.parallel.parameter_server import Flat, RowSlice, Rule, RunProgress, Shard, cut_out, form_of, partition
 from phalanx.train.adapters import SECTION as ADAPTERS
 from phalanx.train.adapters import adapters_of
-from phalanx.train.assembly import build_optimizer
 from phalanx.train.build_model import build_model
+from phalanx.train.build_optimizer import build_optimizer
 from phalanx.train.elementwise import Parameters, elementwise
 from phalanx.train.refusals import server_problems
 from phalanx.train.state import buffer_names, identity, model_config, model_tensors, restore_values, training_state

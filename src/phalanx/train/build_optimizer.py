@@ -1,0 +1,62 @@
+"""The optimizer that a job makes of the parameters it is given, and its scheduler."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import nn
+
+from phalanx.config import Job
+from phalanx.errors import GradientError, Problem, SpecError
+from phalanx.parallel import Layout
+from phalanx.train.elementwise import Parameters, note_slices
+from phalanx.train.torch_scheduler import MadeOptimizer
+
+
+def build_optimizer(job: Job, layout: Layout, whole: Iterable[str] | None = None) -> MadeOptimizer:
+    """The job's optimizer and its scheduler, if any. It must hold exactly the parameters it was given.
+
+    ``whole`` are the names of the whole model's, where the layout may have some of them only.
+    """
+    note_slices(layout.holdings)
+    # A stage of frozen parameters alone has none to step, and no optimizer is built over nothing.
+    made = optimizer_over(job, layout.parameters or {"nothing_to_step": nn.Parameter(torch.empty(0))}, whole)
+    if not layout.parameters:
+        for group in made.optimizer.param_groups:
+            group["params"] = []
+    return made
+
+
+def optimizer_over(
+    job: Job, parameters: Mapping[str, torch.Tensor], whole: Iterable[str] | None = None
+) -> MadeOptimizer:
+    """The optimizer that the job makes of these parameters, and its scheduler, if any.
+
+    ``whole`` are the names of the whole model's where these are some of them.
+
+    Raises:
+        SpecError: if it makes none, or one that a loop over batches cannot step.
+        GradientError: if it holds other parameters.
+    """
+    given = Parameters(parameters, parameters if whole is None else whole)
+    made = MadeOptimizer.of(job.optimizer(given))
+    optimizer = made.optimizer
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        given = f"a function that gives {type(optimizer).__name__}"
+        allowed = "a function that gives a torch.optim.Optimizer"
+        fix = "optimizer=lambda params: torch.optim.AdamW(params, lr=3e-4)"
+        raise SpecError([Problem(where="job.optimizer", given=given, allowed=allowed, fix=fix)])
+    held = {id(tensor) for group in optimizer.param_groups for tensor in group["params"]}
+    known = {id(tensor) for tensor in given}
+    missing = [name for name, tensor in given.named() if id(tensor) not in held]
+    if held - known or missing:
+        what = f"{len(held - known)} tensors it was not given" if held - known else ""
+        left_out = f"not {', '.join(missing[:5])}{' and more' if len(missing) > 5 else ''}" if missing else ""
+        raise GradientError(
+            f"the optimizer holds {' and '.join(filter(None, (what, left_out)))}.\n"
+            "    Under a plan the parameters may be shards: an optimizer over the original model would step tensors "
+            "that nobody reads.\n    try: optimizer=lambda params: torch.optim.AdamW(params, lr=3e-4), over exactly "
+            "the `params` it is called with; for parameters that shall not train: requires_grad=False in the model"
+        )
+    return made
