@@ -14,7 +14,6 @@ from torch import nn
 
 import phalanx as px
 from phalanx.config import Plan
-from phalanx.data import Lane, Loader
 from phalanx.demo.jobs import gpt
 from phalanx.launch import look_ahead
 from phalanx.parallel import deferred_init, split, unwrapped_blocks
@@ -22,8 +21,8 @@ from phalanx.parallel.pipeline import StageCuts, cut, cutting
 from phalanx.parallel.split_facts import Facts
 from phalanx.parallel.survey import survey
 from phalanx.train import refusals
-from phalanx.train.assembly import example_of
 from phalanx.train.build_model import build_model
+from phalanx.train.few_samples import example_of
 
 PLANS = {
     "tp=2": "look slice_problems",
@@ -83,7 +82,7 @@ def test_facts_are_the_same_after_they_have_travelled(text: str) -> None:
     assert found is not None
     facts = Facts.from_dict(found)
     assert json.loads(json.dumps(facts.to_dict())) == found
-    example = example_of(job(), module, Loader(job().data(), job(), Lane(), micro=None))
+    example = example_of(job(), module)
     assert facts.parts == survey(module, plan, example)[1]
 
 
@@ -113,7 +112,7 @@ def test_facts_of_another_plan_or_model_are_not_used() -> None:
 
 def test_a_pipeline_is_cut_where_it_is_known_to_be_and_looked_for_where_that_cannot_be() -> None:
     plan, module = Plan.parse("pp=2"), build_model(job())
-    example = example_of(job(), module, Loader(job().data(), job(), Lane(), micro=None))
+    example = example_of(job(), module)
     fresh = cut(module, example, plan)
     known = cut(module, example, plan, fresh.cuts)
     assert (known.regions, known.stages_of, known.cuts) == (fresh.regions, fresh.stages_of, fresh.cuts)

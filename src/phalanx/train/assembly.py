@@ -21,8 +21,8 @@ from phalanx.parallel.buffer_sync import buffers_kept
 from phalanx.train.build_model import begun, build_model, give_needed_values
 from phalanx.train.build_optimizer import build_optimizer, optimizer_over
 from phalanx.train.consistency import Everyone, same_data, same_groups, same_initial_values, same_places
+from phalanx.train.few_samples import example_of
 from phalanx.train.findings import Findings, known_facts
-from phalanx.train.inputs import Inputs
 from phalanx.train.lr_schedule import START, RunStart, scheduler_notes
 from phalanx.train.phase_jobs import parameters_of_phases, phase_jobs, unowned_advice
 from phalanx.train.phased_step import PhasedStep
@@ -253,14 +253,6 @@ def _groups_of_whole(job: Job, shapes: Mapping[str, torch.Size]) -> dict[str, in
     """The same of the whole model, whose parameters take no memory here."""
     empty = {name: nn.Parameter(torch.zeros(()).expand(shape)) for name, shape in shapes.items()}
     return _groups_of_names(empty, optimizer_over(job, empty).optimizer)
-
-
-def example_of(job: Job, module: nn.Module, loader: Loader) -> Example:
-    """Two samples on the host, for the model to be looked at with; of a stream of its own, for reading goes on."""
-    if loader.length is None:
-        loader = Loader(job.data(), job, Lane(), micro=None)
-    args, kwargs, batch = Inputs(job, module)(loader.example(2), torch.device("cpu"))
-    return Example(args=args, kwargs=kwargs, batch=batch, loss=job.loss, tensor_parallel=job.tensor_parallel)
 
 
 def _row_gather(

@@ -18,18 +18,18 @@ from torch import nn
 from phalanx.config import Job, Plan
 from phalanx.config.job_loss import ModelLoss
 from phalanx.config.losses import Losses
-from phalanx.data import Lane, Loader, evaluation_batches
+from phalanx.data import Lane, evaluation_batches
 from phalanx.errors import Problem, ProfileError, RefusedError, SpecError
-from phalanx.parallel import Example, check, device_kind, global_batch_norm, notes, threads, torch_compile
+from phalanx.parallel import check, device_kind, global_batch_norm, notes, threads, torch_compile
 from phalanx.parallel.double_backward import no_differentiated_blocks, no_double_backward
 from phalanx.parallel.survey import survey
 from phalanx.parallel.unwrapped_blocks import open_unwrapped
 from phalanx.placement.ownership import Survey
 from phalanx.placement.survey_file import survey_to_dict
 from phalanx.trace import ModelCall, trace
-from phalanx.train.assembly import example_of
 from phalanx.train.build_model import begun, build_model, give_needed_values, size_of, without_values
 from phalanx.train.elementwise import half_steps
+from phalanx.train.few_samples import example_of, whole_loader
 from phalanx.train.findings import Findings, known_facts
 from phalanx.train.loss import read_loss
 from phalanx.train.lr_schedule import START, RunStart
@@ -59,7 +59,7 @@ def preview(job: Job, plan: Plan, look: Callable[[], Findings] = Findings) -> tu
     findings, found = look(), notes(module, job, plan)
     if plan.kind != "split":
         return survey(module, plan)[0].for_batch(job.batch), [*found, *findings.causes]
-    facts, example = known_facts(findings, module, plan), _example(job, module)
+    facts, example = known_facts(findings, module, plan), example_of(job, module)
     found += [*unbuilt, *([] if facts else give_needed_values(module, example)), *findings.causes]
     example = replace(example, facts=facts)
     open_unwrapped(module, plan, example)
@@ -80,7 +80,7 @@ def _refuse(job: Job, plan: Plan, module: nn.Module, start: RunStart = START) ->
     problems = job_problems(job, plan, module, start)
     if not problems and threads.share_a_stream(plan, device_kind(plan)):
         for one in phase_jobs(job):
-            problems += threads.drawn_twice(module, _example(one, module))
+            problems += threads.drawn_twice(module, example_of(one, module))
     if problems:
         raise RefusedError(problems)
 
@@ -95,14 +95,6 @@ def _refuse_evaluation(job: Job) -> None:
         raise
     except Exception:
         return
-
-
-def _loader(job: Job) -> Loader:
-    return Loader(job.data(), job, Lane(), micro=None)
-
-
-def _example(job: Job, module: nn.Module) -> Example:
-    return example_of(job, module, _loader(job))
 
 
 def refusals(job: Job, plan: Plan) -> list[Problem]:
@@ -143,7 +135,7 @@ def _look_at_phases(job: Job, plan: Plan, start: RunStart) -> Findings:
 def _refuse_double_backward(job: Job, module: nn.Module) -> None:
     """Trace the loss of a model that is too large to run: ``torch.autograd.grad`` refuses what it must not be."""
     with suppress(ProfileError):  # what cannot be followed without values
-        example = _example(job, module)
+        example = example_of(job, module)
         given = {"args": example.args, "kwargs": example.kwargs, "batch": example.batch}
 
         def loss(output: Any, batch: Any) -> Any:
@@ -167,9 +159,9 @@ def refuse_what_does_not_add_up(job: Job, plan: Plan) -> None:
 
 
 def _refuse_what_does_not_add_up(job: Job, plan: Plan, module: nn.Module) -> None:
-    problems = compared_before(job, plan, module, _loader(job))
+    problems = compared_before(job, plan, module, whole_loader(job))
     if splits_batches(job, plan):
-        problems += [*miscounted(job, module, _loader(job)), *miscounted_names(job, module, _loader(job))]
+        problems += [*miscounted(job, module, whole_loader(job)), *miscounted_names(job, module, whole_loader(job))]
     if problems:
         raise RefusedError(problems)
 
@@ -211,10 +203,10 @@ def _look(job: Job, plan: Plan, start: RunStart) -> Findings:
     if problems := global_batch_norm.sync_problems(job, plan, module, device_kind(plan)):
         raise RefusedError(problems)
     if plan.server and (size or 0) <= LARGEST:
-        found += causes(job, plan, build_model(job), _loader(job))
+        found += causes(job, plan, build_model(job), whole_loader(job))
     if as_made:
         _refuse_what_does_not_add_up(job, plan, module)
-        found += causes(job, plan, module, _loader(job))
+        found += causes(job, plan, module, whole_loader(job))
         trainable = {name: one for name, one in module.named_parameters() if one.requires_grad}
         if plan.devices > 1 and (note := half_steps(job, trainable)):
             found.append(note)
@@ -229,7 +221,7 @@ def _look(job: Job, plan: Plan, start: RunStart) -> Findings:
 
     from phalanx.parallel.split_facts import Facts, identity
 
-    of, example = identity(module, plan), _example(job, module)  # before the look leaves its marks
+    of, example = identity(module, plan), example_of(job, module)  # before the look leaves its marks
     give_needed_values(module, example)
     opened = open_unwrapped(module, plan, example)
     surveyed, parts = survey(module, plan, example)

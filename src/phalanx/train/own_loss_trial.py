@@ -20,13 +20,13 @@ from phalanx.config.losses import COUNTS, Losses
 from phalanx.data import Loader
 from phalanx.errors import PhalanxError, Problem
 from phalanx.train.evaluate import evaluation_mode
+from phalanx.train.few_samples import HOST, PARTS, few_of
 from phalanx.train.inputs import Inputs
 from phalanx.train.loss import read_loss
 from phalanx.train.named_losses import unlike
 from phalanx.train.own_loss import COUNT
 from phalanx.train.sample_rows import row_lengths, rows_of
 
-_SAMPLES = 4
 _SAME, _SAME_HALF = 2e-5, 2e-2
 """Relative difference up to which losses of a whole and of its parts are the same: in fp32, and in less."""
 
@@ -35,10 +35,9 @@ def miscounted(job: Job, module: nn.Module, loader: Loader) -> list[Problem]:
     """Whether the first samples' own losses do not add up by what is counted of them. Draws random numbers."""
     if not isinstance(job.loss, ModelLoss):
         return []
-    size = _SAMPLES if loader.length is None else min(_SAMPLES, loader.length)
-    if size < 2:
+    if loader.length is not None and loader.length < 2:
         return []
-    tries = _tries(loader, size)
+    tries = _tries(loader, PARTS if loader.length is None else min(PARTS, loader.length))
     with torch.no_grad(), evaluation_mode(module):
         given = ""
         for batch, alone in tries:
@@ -58,12 +57,12 @@ def miscounted_names(job: Job, module: nn.Module, loader: Loader) -> list[Proble
     """Whether counts by name are not alike, or not as told, in a few samples. Draws random numbers."""
     if not isinstance(job.loss, Losses) or job.loss_over == "batch":
         return []
-    size = _SAMPLES if loader.length is None else min(_SAMPLES, loader.length)
     with torch.no_grad(), evaluation_mode(module):
         try:
-            args, kwargs, batch = Inputs(job, module)(loader.example(size), torch.device("cpu"))
-            read = read_loss(job.loss(module(*args, **kwargs), batch), size, "a look at a few samples")
-            told = () if job.loss.counts is None else job.loss.counted(batch, size)
+            few = few_of(loader, PARTS)
+            args, kwargs, batch = Inputs(job, module)(few.batch, HOST)
+            read = read_loss(job.loss(module(*args, **kwargs), batch), few.samples, "a look at a few samples")
+            told = () if job.loss.counts is None else job.loss.counted(batch, few.samples)
         except PhalanxError:
             raise
         except Exception:  # the job's own, which its run shows
@@ -104,7 +103,7 @@ def _of_parts(job: Job, module: nn.Module, batch: Any, alone: Sequence[Any]) -> 
     inputs, samples = Inputs(job, module), len(alone)
 
     def total(batch: Any, samples: int) -> tuple[float, float]:
-        args, kwargs, part = inputs(batch, torch.device("cpu"))
+        args, kwargs, part = inputs(batch, HOST)
         torch.manual_seed(0)
         read = read_loss(job.loss(module(*args, **kwargs), part), samples, "a look at a few samples")
         return float(read.value), float(read.count)

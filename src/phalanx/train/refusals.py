@@ -16,7 +16,6 @@ from torch.optim.lr_scheduler import LRScheduler, OneCycleLR
 
 from phalanx.comm import is_dtensor
 from phalanx.config import Job, Plan
-from phalanx.data import Lane, Loader
 from phalanx.data.loader import stream_problems
 from phalanx.data.map_style import is_stream
 from phalanx.errors import Problem, SpecError
@@ -25,6 +24,7 @@ from phalanx.parallel.diloco import fragment_problems
 from phalanx.parallel.grad_reduce import sparse, sparse_problems
 from phalanx.parallel.parameter_server import starved
 from phalanx.train.elementwise import Parameters, elementwise, learning, rows_problem, slice_problems, small
+from phalanx.train.few_samples import whole_loader
 from phalanx.train.lr_schedule import START, RunStart, scheduler_problems
 from phalanx.train.own_loss import own_loss_problems
 from phalanx.train.param_groups import unread_options
@@ -173,7 +173,7 @@ def too_short(job: Job, scheduler: LRScheduler | None, start: RunStart = START) 
     if not isinstance(scheduler, OneCycleLR) or start.resumes:
         return []
     try:
-        steps = job.steps or Loader(job.data(), replace(job, workers=0), Lane(), micro=None).total_steps
+        steps = job.steps or whole_loader(replace(job, workers=0)).total_steps
     except Exception:  # the job's own error is what a run tells
         return []
     if steps is None or steps <= scheduler.total_steps:

@@ -26,6 +26,7 @@ from phalanx.train.build_optimizer import optimizer_over
 from phalanx.train.column_types import float64_named
 from phalanx.train.evaluate import evaluation_mode, measure, refuse_metrics
 from phalanx.train.evaluation_sums import EvaluationSums, Found
+from phalanx.train.few_samples import FEW, HOST, few_of, whole_loader
 from phalanx.train.inputs import Inputs
 from phalanx.train.loss import read_loss
 from phalanx.train.loss_scaling import compute_context
@@ -33,9 +34,6 @@ from phalanx.train.lr_schedule import START, RunStart
 from phalanx.train.phase_jobs import evaluated_job
 from phalanx.train.refusals import job_problems, rank_0
 from phalanx.train.user_traceback import users_frames
-
-_HOST = torch.device("cpu")
-_FEW = 2
 
 
 def rehearse(job: Job, plan: Plan, start: RunStart = START) -> nn.Module | None:
@@ -56,7 +54,7 @@ def rehearse(job: Job, plan: Plan, start: RunStart = START) -> nn.Module | None:
     try:
         module = build_model(alone)
         before = [one.clone() for one in module.buffers()]
-        _FirstStep(job, plan, start).run(module, [_few(Loader(job.data(), alone, Lane(), micro=None))])
+        _FirstStep(job, plan, start).run(module, [few_of(whole_loader(alone))])
     except Exception as error:
         if device_kind(plan) != "cpu":  # what cannot be done on the host may well be done there
             if isinstance(error, LossError | SpecError):
@@ -112,9 +110,9 @@ class _FirstStep:
             optimizer_over(job, trainable)
         inputs = Inputs(job, module)
         for micro in micros:
-            with compute_context(self._plan, _HOST):
+            with compute_context(self._plan, HOST):
                 with self.code_of("job.inputs" if job.inputs else "job.model"):
-                    args, kwargs, batch = inputs(micro.batch, _HOST)
+                    args, kwargs, batch = inputs(micro.batch, HOST)
                 with self.code_of("job.model"), float64_named(micro.batch, module):
                     output = module(*args, **kwargs)
                 with self.code_of("job.loss"), float64_named(micro.batch, module):
@@ -139,14 +137,14 @@ class _FirstStep:
 
     def evaluate(self, module: nn.Module, inputs: Inputs) -> None:
         """Evaluate the first samples; whether that gives the number by which the best evaluation is found."""
-        job = replace(self._job, workers=0, batch=min(self._job.batch, _FEW), batch_ramp=None, batch_tokens=None)
+        job = replace(self._job, workers=0, batch=min(self._job.batch, FEW), batch_ramp=None, batch_tokens=None)
         assert job.evaluate is not None
         with self.code_of("job.evaluate"):
             batch = next(evaluation_batches(job.evaluate(), job, Lane(), micro=None))
         micro = batch.parts[0][0]
-        with torch.no_grad(), evaluation_mode(module), compute_context(self._plan, _HOST):
+        with torch.no_grad(), evaluation_mode(module), compute_context(self._plan, HOST):
             with self.code_of("job.evaluate"):
-                args, kwargs, on_host = inputs(micro.batch, _HOST)
+                args, kwargs, on_host = inputs(micro.batch, HOST)
                 with float64_named(micro.batch, module):
                     output = module(*args, **kwargs)
             with self.code_of("job.metrics" if job.metrics else "job.loss"):
@@ -172,11 +170,6 @@ class _FirstStep:
             if isinstance(error, PhalanxError) or not self._final:
                 raise
             raise SpecError([_problem(field, error)]) from error
-
-
-def _few(loader: Loader) -> MicroBatch:
-    size = _FEW if loader.length is None else min(_FEW, loader.length)
-    return MicroBatch(batch=loader.example(size), ids=tuple(range(size)), samples=size)
 
 
 def _problem(field: str, error: Exception) -> Problem:

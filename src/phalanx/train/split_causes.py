@@ -21,6 +21,7 @@ from phalanx.data import Loader
 from phalanx.errors import LossError, Problem
 from phalanx.parallel import batch_statistics, dropouts
 from phalanx.train.evaluate import evaluation_mode
+from phalanx.train.few_samples import PARTS
 from phalanx.train.inputs import Inputs
 from phalanx.train.loss import LossReading, read_loss
 from phalanx.train.loss_parts import COUNTED, Parts, adds_up, close, finite, mean_of, of_weights, without_a_number
@@ -29,7 +30,6 @@ from phalanx.train.sample_rows import MIXES_JOINED, counted_tokens, mixes, row_l
 from phalanx.train.whole_batch import OutputPiece, WholeBatch
 from phalanx.units import show_names
 
-_SAMPLES = 4
 _COUNTED_SAMPLES, _LABELLED_SAMPLES = 64, 16
 """Samples of which the tokens are counted, where the first ones' losses add up: they may be of one length by chance.
 
@@ -86,7 +86,7 @@ class _CauseSearch:
     def __init__(self, job: Job, module: nn.Module, loader: Loader) -> None:
         self._job, self._module = job, module
         self._inputs = Inputs(job, module)
-        size = _SAMPLES if loader.length is None else min(_SAMPLES, loader.length)
+        size = PARTS if loader.length is None else min(PARTS, loader.length)
         looked_at = list(loader.spread(size))
         self._places, self._alone = [place for place, _ in looked_at], [batch for _, batch in looked_at]
         self._loader = loader
@@ -265,7 +265,7 @@ class _CauseSearch:
                 none = [place for counts, place in firsts.items() if 0 in counts]
                 some = [place for place in firsts.values() if place not in none]
                 others = [place for place in sizes if place not in firsts.values()]
-                places = [*none[:1], *some, *none[1:], *others][:_SAMPLES]
+                places = [*none[:1], *some, *none[1:], *others][:PARTS]
                 self._places, self._batch = places, self._loader.collate(places)
                 self._alone = [self._loader.collate([place]) for place in places]
                 return True

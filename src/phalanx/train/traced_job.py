@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from phalanx.config import Job
 from phalanx.config.batch_ramp import smaller_batches
-from phalanx.data import EpochOrders, Lane, Loader, changing_sampler
+from phalanx.data import EpochOrders, Loader, changing_sampler
 from phalanx.errors import Problem, ProfileError
 from phalanx.forecast import Lengths, Work
 from phalanx.forecast.layouts import lengths_of
@@ -21,9 +21,9 @@ from phalanx.parallel.grad_reduce import made_dense
 from phalanx.parallel.survey import Example
 from phalanx.parallel.unwrapped_blocks import look_inside
 from phalanx.trace import ModelCall, length_of, trace
-from phalanx.train.assembly import example_of
 from phalanx.train.build_model import begun, without_values
 from phalanx.train.elementwise import Parameters
+from phalanx.train.few_samples import FEW, HOST, example_from, example_of, whole_loader
 from phalanx.train.inputs import Inputs
 from phalanx.train.loss import read_loss
 from phalanx.train.sample_rows import joined_dimensions
@@ -99,14 +99,12 @@ _PHASES = Problem(
 
 def _example(job: Job, module: nn.Module, *, look_at_lengths: bool) -> tuple[Lengths | None, Example, list[str]]:
     """Two samples to look at the model with: where lengths differ, two of the longest; and of which data, in words."""
-    loader = Loader(job.data(), job, Lane(), micro=None)
+    loader = whole_loader(job)
     if not look_at_lengths:
         return None, example_of(job, module, loader), [*filter(None, (loader.looked_at,))]
-    host, inputs = torch.device("cpu"), Inputs(job, module)
-    lengths, batch, joined = look(loader, lambda one: inputs(one, host)[:2])
-    args, kwargs, batch = inputs(batch, host)
-    example = Example(args=args, kwargs=kwargs, batch=batch, loss=job.loss, tensor_parallel=job.tensor_parallel)
-    return lengths, example, [*filter(None, (loader.looked_at, _IN_A_ROW if joined else ""))]
+    inputs = Inputs(job, module)
+    lengths, batch, joined = look(loader, lambda one: inputs(one, HOST)[:2])
+    return lengths, example_from(job, inputs, batch), [*filter(None, (loader.looked_at, _IN_A_ROW if joined else ""))]
 
 
 _BESIDE_STEP = ("workers", "prefetch", "collate", "evaluate", "metrics", "evaluate_every", "best")
@@ -237,7 +235,7 @@ def look(
     lengths = lengths_of([length for length, _ in found], padded=not dims and _length(both) == found[-1][0])
     if dims:
         return lengths, loader.collate(ends[-1:]), True
-    return lengths, loader.collate([place for _, place in found[-2:]]) if lengths else loader.example(2), False
+    return lengths, loader.collate([place for _, place in found[-2:]]) if lengths else loader.example(FEW), False
 
 
 def _length(given: Any) -> int:

@@ -1,0 +1,44 @@
+"""The first samples of a job's data, on the host: what its model and its loss are looked at with before it trains."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from phalanx.config import Job
+from phalanx.data import Lane, Loader, MicroBatch
+from phalanx.parallel import Example
+from phalanx.train.inputs import Inputs
+
+FEW = 2
+"""Samples that a model is looked at with: more than one, for what depends on how many there are."""
+PARTS = 4
+"""Samples whose losses are compared, of all of them together with those of parts."""
+
+HOST = torch.device("cpu")
+
+
+def whole_loader(job: Job) -> Loader:
+    """Reads the data of ``job`` from the first step on as one device does, global batch by global batch."""
+    return Loader(job.data(), job, Lane(), micro=None)
+
+
+def few_of(loader: Loader, most: int = FEW) -> MicroBatch:
+    """The first samples, ``most`` at most, as one micro-batch. It takes them from a stream."""
+    size = most if loader.length is None else min(most, loader.length)
+    return MicroBatch(batch=loader.example(size), ids=tuple(range(size)), samples=size)
+
+
+def example_of(job: Job, module: nn.Module, loader: Loader | None = None) -> Example:
+    """The first samples, for ``module`` to be looked at with. A stream is made anew for them: ``loader`` reads on."""
+    if loader is None or loader.length is None:
+        loader = whole_loader(job)
+    return example_from(job, Inputs(job, module), loader.example(FEW))
+
+
+def example_from(job: Job, inputs: Inputs, batch: Any) -> Example:
+    """What the model is called with for ``batch``, which holds a few samples, and what its loss reads of it."""
+    args, kwargs, batch = inputs(batch, HOST)
+    return Example(args=args, kwargs=kwargs, batch=batch, loss=job.loss, tensor_parallel=job.tensor_parallel)
