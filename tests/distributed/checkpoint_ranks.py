@@ -9,6 +9,7 @@ import time
 import traceback
 from collections.abc import Callable
 
+import pytest
 import torch
 import torch._dynamo  # what sharding needs on first use; else every forked rank imports it anew, for seconds
 import torch.distributed as dist
@@ -20,6 +21,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from phalanx.comm import Place, default_process_group
 
 DEADLINE = 40.0
+FORKS_BESIDE_THREADS = pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
+"""For tests that fork: 3.12 and later warn of every fork in a process that has threads, whoever started them."""
 
 
 def ranks(world_size: int, target: Callable[[int], None]) -> None:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.functional import cross_entropy
 
 import phalanx as px
 from phalanx.parallel import MicroBatchWork
+from phalanx.train.build_model import build_model
 
 LENGTH, BATCH = 103, 32  # the last batch of an epoch has 7
 
@@ -72,3 +74,25 @@ def fit(plan: str, folder: str | Path, *, resume: bool = False, checkpoint_every
         forecast="none",
     )
     return px.fit(job(**how), run=run)
+
+
+def batches_of(
+    columns: Mapping[str, torch.Tensor], steps: Iterable[Any]
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """The rows of each step, as ``plain_losses`` takes them."""
+    for ids in steps:
+        yield columns["x"][ids], columns["y"][ids]
+
+
+def plain_losses(batches: Iterable[tuple[torch.Tensor, torch.Tensor]], **how: Any) -> list[float]:
+    """Plain PyTorch on one device over these ``x`` and ``y``, with the job's initial values and its optimizer."""
+    given, net, losses = job(**how), Net(), list[float]()
+    net.load_state_dict(build_model(given).state_dict())
+    optimizer = given.optimizer(net.parameters())
+    for x, y in batches:
+        loss = cross_entropy(net(x), y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses

@@ -7,14 +7,13 @@ import json
 import os
 import threading
 import time
-import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from checkpoint_ranks import laid_out, local, ranks
+from checkpoint_ranks import FORKS_BESIDE_THREADS, laid_out, local, ranks
 from small import fit, job
 
 import phalanx as px
@@ -26,11 +25,7 @@ from phalanx.errors import CheckpointError, PeerLostError, WorkerError
 
 torch.set_num_threads(1)
 
-
-@pytest.fixture(autouse=True)
-def fork_beside_threads() -> None:
-    # 3.12 and later warn of every fork in a process that has threads, whoever started them.
-    warnings.filterwarnings("ignore", message=".*multi-threaded, use of fork", category=DeprecationWarning)
+pytestmark = FORKS_BESIDE_THREADS
 
 
 @pytest.fixture

@@ -6,14 +6,13 @@ import errno
 import os
 import resource
 import subprocess
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-from checkpoint_ranks import laid_out, ranks
+from checkpoint_ranks import FORKS_BESIDE_THREADS, laid_out, ranks
 
 from phalanx import checkpoint
 from phalanx.checkpoint import writing
@@ -21,11 +20,7 @@ from phalanx.errors import CheckpointError
 
 torch.set_num_threads(1)
 
-
-@pytest.fixture(autouse=True)
-def fork_beside_threads() -> None:
-    # 3.12 and later warn of every fork in a process that has threads, whoever started them.
-    warnings.filterwarnings("ignore", message=".*multi-threaded, use of fork", category=DeprecationWarning)
+pytestmark = FORKS_BESIDE_THREADS
 
 
 def tensors(numbers: int = 1000) -> dict[str, torch.Tensor]:

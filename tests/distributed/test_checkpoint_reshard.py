@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import warnings
 import zlib
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-from checkpoint_ranks import laid_out, local, model, placed, ranks, whole
+from checkpoint_ranks import FORKS_BESIDE_THREADS, laid_out, local, model, placed, ranks, whole
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -33,11 +32,7 @@ LAYOUTS = {
     "row views x 3": ("zero", 3),
 }
 
-
-@pytest.fixture(autouse=True)
-def fork_beside_threads() -> None:
-    # 3.12 and later warn of every fork in a process that has threads, whoever started them.
-    warnings.filterwarnings("ignore", message=".*multi-threaded, use of fork", category=DeprecationWarning)
+pytestmark = FORKS_BESIDE_THREADS
 
 
 @pytest.fixture(scope="module", autouse=True)

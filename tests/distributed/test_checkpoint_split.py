@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from checkpoint_ranks import local, ranks
+from checkpoint_ranks import FORKS_BESIDE_THREADS, local, ranks
 from split_layouts import SHAPES, Net, laid_out, own, value
 from torch import Tensor, nn
 
@@ -39,11 +38,7 @@ PLANS = [
     "ep=2 tp=2",
 ]
 
-
-@pytest.fixture(autouse=True)
-def fork_beside_threads() -> None:
-    # 3.12 and later warn of every fork in a process that has threads, whoever started them.
-    warnings.filterwarnings("ignore", message=".*multi-threaded, use of fork", category=DeprecationWarning)
+pytestmark = FORKS_BESIDE_THREADS
 
 
 @pytest.fixture(scope="module", autouse=True)

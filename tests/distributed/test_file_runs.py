@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import tarfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +13,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from small import Net, fit, job, table
-from torch.nn.functional import cross_entropy
+from small import fit, job, plain_losses, table
 
 import phalanx as px
 from phalanx.data import GlobalBatchSampler, read_ledger
 from phalanx.data.dataset_facts import files_print
 from phalanx.errors import PhalanxError
 from phalanx.report.samples_seen import samples_seen
-from phalanx.train.build_model import build_model
 
 SAMPLES, BATCH, EPOCHS = 41, 16, 2  # of 16, 16 and 9
 ROWS = table(SAMPLES).columns
@@ -86,19 +84,15 @@ def steps(how: dict[str, Any]) -> list[list[int]]:
     return [order[start : start + BATCH].tolist() for order in orders for start in range(0, SAMPLES, BATCH)]
 
 
-def plain_losses(how: dict[str, Any], signs: Callable[[int, int], float] = lambda epoch, index: 1.0) -> list[float]:
+def losses_of(how: dict[str, Any], signs: Callable[[int, int], float] = lambda epoch, index: 1.0) -> list[float]:
     """Plain PyTorch on one device, over the rows as they were before they were written."""
-    net, losses = Net(), list[float]()
-    net.load_state_dict(build_model(job(**COMMON)).state_dict())
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    for number, ids in enumerate(steps(how)):
-        sign = torch.tensor([signs(number // 3, index) for index in ids])[:, None]
-        loss = cross_entropy(net(ROWS["x"][ids] * sign), ROWS["y"][ids])
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return losses
+
+    def batches() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        for number, ids in enumerate(steps(how)):
+            sign = torch.tensor([signs(number // 3, index) for index in ids])[:, None]
+            yield ROWS["x"][ids] * sign, ROWS["y"][ids]
+
+    return plain_losses(batches(), **COMMON)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -110,7 +104,7 @@ def test_a_run_takes_each_sample_once(kind: Callable[[Path], dict[str, Any]], pl
     assert ledger == [sorted(ids) for ids in steps(how)]
     seen = samples_seen(run.folder)
     assert (seen.once, seen.epochs, seen.epoch_samples) == (True, EPOCHS, SAMPLES), seen.answer
-    assert run.losses == pytest.approx(plain_losses(how), abs=2e-6)
+    assert run.losses == pytest.approx(losses_of(how), abs=2e-6)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -121,7 +115,7 @@ def test_a_resume_in_mid_epoch_under_another_plan(
     how = kind(tmp_path)
     fit(before, tmp_path / "run", **{**COMMON, **how, "epochs": None, "steps": 4})
     run = fit(after, tmp_path / "run", resume=True, **COMMON, **how)
-    assert run.losses[-2:] == pytest.approx(plain_losses(how)[-2:], abs=2e-6)
+    assert run.losses[-2:] == pytest.approx(losses_of(how)[-2:], abs=2e-6)
     assert samples_seen(tmp_path / "run").once
 
 
@@ -138,7 +132,7 @@ def test_files_that_others_have_taken_the_place_of(kind: Any, write: Any, plan: 
         fit(plan, tmp_path / "run", resume=True, **COMMON, **how)
     write(tmp_path)
     run = fit(plan, tmp_path / "run", resume=True, **COMMON, **how)
-    assert run.losses == pytest.approx(plain_losses(how), abs=2e-6)
+    assert run.losses == pytest.approx(losses_of(how), abs=2e-6)
 
 
 def test_files_within_other_data_and_files_elsewhere(tmp_path: Path) -> None:
@@ -173,7 +167,7 @@ def test_ranks_that_read_other_files_are_told_apart(tmp_path: Path) -> None:
 def test_worker_processes_change_nothing(kind: Callable[[Path], dict[str, Any]], tmp_path: Path) -> None:
     how = kind(tmp_path)
     run = fit("dp=2", tmp_path / "run", **COMMON, **how, workers=2)
-    assert run.losses == pytest.approx(plain_losses(how), abs=2e-6)
+    assert run.losses == pytest.approx(losses_of(how), abs=2e-6)
 
 
 @pytest.mark.parametrize("plan", ["single", "dp=2 micro=3"])
@@ -190,7 +184,7 @@ def test_what_a_decode_draws_is_the_same_under_every_plan(plan: str, tmp_path: P
 
     how = of_groups(tmp_path) | {"data": parquet_files(tmp_path, shuffle_within=2, decode={"x": flipped})}
     run = fit(plan, tmp_path / "run", **COMMON, **how)
-    assert run.losses == pytest.approx(plain_losses(how, sign), abs=2e-6)
+    assert run.losses == pytest.approx(losses_of(how, sign), abs=2e-6)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -10,14 +10,12 @@ import datasets
 import numpy as np
 import pytest
 import torch
-from small import BATCH, LENGTH, Net, fit, job, table
-from torch.nn.functional import cross_entropy
+from small import BATCH, LENGTH, batches_of, fit, job, plain_losses, table
 
 import phalanx as px
 from phalanx.data import GlobalBatchSampler, Lane, Loader, read_ledger
 from phalanx.errors import SpecError
 from phalanx.report.samples_seen import samples_seen
-from phalanx.train.build_model import build_model
 
 ROWS = {name: column.tolist() for name, column in table().columns.items()}
 
@@ -62,20 +60,6 @@ CASES: dict[str, tuple[dict[str, Any], Callable[[], Iterator[np.ndarray]]]] = {
 }
 
 
-def plain_losses(steps: Iterator[np.ndarray]) -> list[float]:
-    """Plain PyTorch on one device."""
-    net, data, losses = Net(), table(), list[float]()
-    net.load_state_dict(build_model(job(**HOW)).state_dict())
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    for ids in steps:
-        loss = cross_entropy(net(data.columns["x"][ids]), data.columns["y"][ids])
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return losses
-
-
 @pytest.mark.parametrize("plan", ["single", "dp=2 micro=5", "fsdp=2", "pp=2 micro=4"])
 @pytest.mark.parametrize("case", CASES)
 def test_a_run_takes_them_as_they_are(case: str, plan: str, tmp_path: Path) -> None:
@@ -83,7 +67,7 @@ def test_a_run_takes_them_as_they_are(case: str, plan: str, tmp_path: Path) -> N
     run = fit(plan, tmp_path / "run", **HOW, **how)
     assert len(read_ledger(run.folder / "ledger")) == 8
     assert samples_seen(run.folder).once
-    assert run.losses == pytest.approx(plain_losses(steps()), abs=2e-6)
+    assert run.losses == pytest.approx(plain_losses(batches_of(table().columns, steps()), **HOW), abs=2e-6)
 
 
 @pytest.mark.parametrize(("before", "after"), [("dp=2", "fsdp=2"), ("single", "dp=2")])
@@ -92,7 +76,7 @@ def test_a_resume_in_mid_epoch_under_another_plan(case: str, before: str, after:
     how, steps = CASES[case]
     fit(before, tmp_path / "run", **HOW, **how, epochs=None, steps=5)
     run = fit(after, tmp_path / "run", resume=True, **HOW, **how)
-    assert run.losses[-3:] == pytest.approx(plain_losses(steps())[-3:], abs=2e-6)
+    assert run.losses[-3:] == pytest.approx(plain_losses(batches_of(table().columns, steps()), **HOW)[-3:], abs=2e-6)
     assert samples_seen(run.folder).once
 
 
@@ -156,7 +140,7 @@ def test_a_stream_that_keeps_its_place(tmp_path: Path) -> None:
     steps = [np.arange(start, min(start + BATCH, LENGTH)) for _ in range(2) for start in range(0, LENGTH, BATCH)]
     fit("dp=2", tmp_path / "run", **HOW, data=Counting, epochs=None, steps=5)
     run = fit("fsdp=2", tmp_path / "run", resume=True, **HOW, data=Counting)
-    assert run.losses[-3:] == pytest.approx(plain_losses(iter(steps))[-3:], abs=2e-6)
+    assert run.losses[-3:] == pytest.approx(plain_losses(batches_of(table().columns, steps), **HOW)[-3:], abs=2e-6)
 
 
 def test_a_job_of_a_table_is_proven() -> None:

@@ -7,13 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from small import Net, fit, job, table
-from torch.nn.functional import cross_entropy
+from small import batches_of, fit, job, plain_losses, table
 
 import phalanx as px
 from phalanx.data import read_ledger
 from phalanx.report.samples_seen import samples_seen
-from phalanx.train.build_model import build_model
 
 SOURCES = {"many": table(60, seed=1), "few": table(9, seed=2)}
 MIXTURE = px.Mixture(SOURCES, {"many": 0.75, "few": 0.25}, samples=40)
@@ -26,21 +24,7 @@ HOW: dict[str, Any] = {
 }
 ORDERS = [MIXTURE.sampler.indices(0, epoch, 16) for epoch in range(3)]
 STEPS = [order[start : start + 16].tolist() for order in ORDERS for start in (0, 16, 32)]
-
-
-def plain_losses() -> list[float]:
-    """Plain PyTorch on one device, over the columns of both sources put together."""
-    net, losses = Net(), list[float]()
-    net.load_state_dict(build_model(job(**HOW)).state_dict())
-    columns = {name: torch.cat([SOURCES[source].columns[name] for source in ("many", "few")]) for name in "xy"}
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    for ids in STEPS:
-        loss = cross_entropy(net(columns["x"][ids]), columns["y"][ids])
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return losses
+COLUMNS = {name: torch.cat([SOURCES[source].columns[name] for source in ("many", "few")]) for name in "xy"}
 
 
 def test_each_epoch_has_so_many_of_each() -> None:
@@ -54,13 +38,13 @@ def test_a_run_takes_the_mixture(plan: str, tmp_path: Path) -> None:
     assert [ids.tolist() for _, ids in read_ledger(run.folder / "ledger").values()] == [sorted(ids) for ids in STEPS]
     seen = samples_seen(run.folder)
     assert (seen.once, seen.epochs, seen.epoch_samples) == (True, 3, 40), seen.answer
-    assert run.losses == pytest.approx(plain_losses(), abs=2e-6)
+    assert run.losses == pytest.approx(plain_losses(batches_of(COLUMNS, STEPS), **HOW), abs=2e-6)
 
 
 def test_a_resume_in_mid_epoch_under_another_plan(tmp_path: Path) -> None:
     fit("dp=2", tmp_path / "run", **{**HOW, "epochs": None, "steps": 4})
     run = fit("fsdp=2", tmp_path / "run", resume=True, **HOW)
-    assert run.losses[-5:] == pytest.approx(plain_losses()[-5:], abs=2e-6)
+    assert run.losses[-5:] == pytest.approx(plain_losses(batches_of(COLUMNS, STEPS), **HOW)[-5:], abs=2e-6)
     assert samples_seen(tmp_path / "run").once
     other = px.Mixture(SOURCES, {"many": 0.5, "few": 0.5}, samples=40)
     with pytest.raises(px.PhalanxError, match="sampler"):

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import copy
-import warnings
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from checkpoint_ranks import local, ranks
+from checkpoint_ranks import FORKS_BESIDE_THREADS, local, ranks
 from split_layouts import SHAPES, laid_out, own, value
 from torch import nn
 
@@ -29,11 +28,7 @@ OPTIMIZERS = {
     "lamb of all": lambda params: LAMB(params, lr=0.05, trust_clip=(0.5, 2.0), exclude_1d=False),
 }
 
-
-@pytest.fixture(autouse=True)
-def fork_beside_threads() -> None:
-    # 3.12 and later warn of every fork in a process that has threads, whoever started them.
-    warnings.filterwarnings("ignore", message=".*multi-threaded, use of fork", category=DeprecationWarning)
+pytestmark = FORKS_BESIDE_THREADS
 
 
 def stepped(name: str, held: RankHoldings) -> None:

@@ -7,8 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from small import LENGTH, Net, fit, job, table
-from torch.nn.functional import cross_entropy
+from small import LENGTH, batches_of, fit, job, plain_losses, table
 
 import phalanx as px
 from phalanx.data import read_ledger
@@ -26,31 +25,13 @@ HOW = {"sampler": px.Sampler(drawn, repeats=True), "optimizer": lambda params: t
 STEPS = [drawn(0, epoch)[start : start + 32] for epoch in range(2) for start in (0, 32, 64)]
 
 
-def plain_losses(start: dict[str, torch.Tensor]) -> list[float]:
-    """Plain PyTorch on one device."""
-    net, data, found = Net(), table(), []
-    net.load_state_dict(start)
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    for ids in STEPS:
-        rows = data.columns["x"][ids], data.columns["y"][ids]
-        loss = cross_entropy(net(rows[0]), rows[1])
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        found.append(loss.item())
-    return found
-
-
 @pytest.mark.parametrize("plan", ["single", "dp=2", "dp=2 micro=5", "fsdp=2 zero=3 micro=7", "dp=2 server=1"])
 def test_a_run_takes_the_order_of_the_sampler(plan: str, tmp_path: Path) -> None:
     run = fit(plan, tmp_path / "run", **HOW)
     assert [ids.tolist() for _, ids in read_ledger(run.folder / "ledger").values()] == [sorted(ids) for ids in STEPS]
     seen = samples_seen(run.folder)
     assert (seen.once, seen.epochs, seen.epoch_samples, seen.repeats) == (True, 2, 80, True), seen.answer
-    from phalanx.train.build_model import build_model
-
-    start = {name: tensor.clone() for name, tensor in build_model(job(**HOW)).state_dict().items()}
-    assert run.losses == pytest.approx(plain_losses(start), abs=2e-6)
+    assert run.losses == pytest.approx(plain_losses(batches_of(table().columns, STEPS), **HOW), abs=2e-6)
 
 
 def test_a_resume_in_mid_epoch_under_another_plan(tmp_path: Path) -> None:
