@@ -11,8 +11,7 @@ from phalanx.config.averaging import Average
 from phalanx.config.batch_ramp import BatchRamp, ramp_problems
 from phalanx.config.clip import Clip
 from phalanx.config.fields import FieldKind, is_number, is_whole, misfits
-from phalanx.config.job_loss import loss_problems
-from phalanx.config.losses import losses_problems
+from phalanx.config.losses import loss_problems
 from phalanx.config.own_sampler import Sampler, beside_sampler, sampler_problems
 from phalanx.config.phases import Phase, not_given, phase_problems
 from phalanx.config.schedule import Schedule
@@ -220,7 +219,7 @@ _CHOICES = {"unused": get_args(Unused), "loss_over": get_args(LossOver), "batch_
 
 
 def _problems(job: Job) -> list[Problem]:
-    found = loss_problems(job.loss, job.loss_over) + losses_problems(job.loss, job.loss_over)
+    found = loss_problems(job.loss, job.loss_over)
 
     def wrong(name: str, allowed: str, fix: str) -> None:
         found.append(Problem(where=f"job.{name}", given=_shown(getattr(job, name)), allowed=allowed, fix=fix))

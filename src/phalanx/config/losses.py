@@ -1,8 +1,9 @@
-"""Several losses in one step, each with a name and a weight: their weighted total is what is trained on."""
+"""What a job's loss gives back, and whose it is: a function's, or the model's own; one term, or several by name."""
 
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -13,6 +14,38 @@ from phalanx.errors import LossError, Problem, SpecError
 
 EXAMPLE = 'px.Losses(losses, weights={"tokens": 1.0, "balance": 0.01})'
 COUNTS = 'px.Losses(..., counts=lambda batch: {"tokens": (batch["labels"] != -100).sum()})'
+IGNORED = -100
+"""The label that does not count, as torch and transformers have it."""
+
+
+class Loss(NamedTuple):
+    """A loss as a sum and a count, so that any split of a batch adds up to the same number.
+
+    A mean cannot be added up: the mean over 3 tokens and the mean over 5 are not the mean over 8. Sums and
+    counts can: Phalanx adds both over micro-batches and ranks and divides once.
+
+    Attributes:
+        sum: scalar tensor, the loss summed over what is counted (tokens, samples, pixels). Backward runs on it.
+        count: how many were summed: a number or a scalar tensor. May differ per micro-batch and may be 0.
+    """
+
+    sum: Any
+    count: Any
+
+
+@dataclass(frozen=True, slots=True)
+class ModelLoss(ABC):
+    """A loss that the model computes itself; ``px.model_loss`` makes it.
+
+    Attributes:
+        count: ``count(batch)`` gives the tokens or samples that the mean is over; ``None``: known by the model's class.
+    """
+
+    count: Callable[[Any], Any] | None = None
+
+    @abstractmethod
+    def __call__(self, output: Any, batch: Any) -> Loss:
+        """The model's own mean, times what it is a mean over, of what the model gave for ``batch``."""
 
 
 class NamedLosses(NamedTuple):
@@ -99,12 +132,23 @@ def names_of(loss: Any) -> tuple[str, ...]:
     return loss.names if isinstance(loss, Losses) else ()
 
 
-def losses_problems(loss: Any, loss_over: Any) -> list[Problem]:
-    """What is wrong with ``job.loss`` beside ``job.loss_over``, where it is a ``Losses``."""
-    if not isinstance(loss, Losses) or loss.counts is None or loss_over != "batch":
-        return []
-    given = 'px.Losses(counts=...) with loss_over="batch": losses of the whole batch have their counts at hand'
-    return [Problem(where="job.loss", given=given, allowed="px.Losses without counts", fix=EXAMPLE)]
+def loss_problems(loss: Any, loss_over: Any) -> list[Problem]:
+    """What is wrong with ``job.loss``, a function, several losses or the model's own."""
+    if (itself := _makes_model_losses(loss)) or isinstance(loss, str):
+        given = "px.model_loss itself" if itself else repr(loss)
+        allowed = "px.model_loss(), called, for the model's own; or a function of the output and the batch"
+        return [Problem(where="job.loss", given=given, allowed=allowed, fix="loss=px.model_loss()")]
+    if not callable(loss):
+        fix = "loss=lambda output, batch: px.cross_entropy(output, batch['label'])"
+        return [Problem(where="job.loss", given=repr(loss), allowed="a function that builds it when called", fix=fix)]
+    if isinstance(loss, ModelLoss) and loss_over == "batch":
+        given = 'loss_over="batch" with px.model_loss(): the model computes it, of one micro-batch at a time'
+        allowed = "a function of the outputs of the whole batch"
+        return [Problem(where="job.loss", given=given, allowed=allowed, fix='loss_over="samples"')]
+    if isinstance(loss, Losses) and loss.counts is not None and loss_over == "batch":
+        given = 'px.Losses(counts=...) with loss_over="batch": losses of the whole batch have their counts at hand'
+        return [Problem(where="job.loss", given=given, allowed="px.Losses without counts", fix=EXAMPLE)]
+    return []
 
 
 def counts_problems(loss: Any, plan: Plan) -> list[Problem]:
@@ -116,6 +160,12 @@ def counts_problems(loss: Any, plan: Plan) -> list[Problem]:
         return [plan_problem("server", given, "plans without servers, or losses of one count", f"dp={plan.dp}")]
     given = f"sync={plan.sync} for px.Losses(counts=...): replicas step by themselves, each with counts of its own"
     return [plan_problem("sync", given, "sync=each, or losses of one count", "sync=each")]
+
+
+def _makes_model_losses(loss: Any) -> bool:
+    """Whether it is ``px.model_loss``, which has to be called to give a loss."""
+    name, module = getattr(loss, "__name__", ""), str(getattr(loss, "__module__", ""))
+    return name == "model_loss" and module.startswith("phalanx.")
 
 
 def _problems(losses: Losses) -> list[Problem]:

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from phalanx.config.fields import is_whole
-from phalanx.config.job_loss import IGNORED
+from phalanx.config.losses import IGNORED
 from phalanx.data.dataset_facts import MapStyle
 from phalanx.data.file_names import Names, file_paths
 from phalanx.errors import Problem, SpecError

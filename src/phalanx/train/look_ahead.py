@@ -16,8 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from phalanx.config import Job, Plan
-from phalanx.config.job_loss import ModelLoss
-from phalanx.config.losses import Losses
+from phalanx.config.losses import Losses, ModelLoss
 from phalanx.data import Lane, evaluation_batches
 from phalanx.errors import Problem, ProfileError, RefusedError, SpecError
 from phalanx.parallel import check, device_kind, global_batch_norm, notes, threads, torch_compile

@@ -18,8 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from phalanx.config.job_loss import IGNORED, Loss
-from phalanx.config.losses import NamedLosses
+from phalanx.config.losses import IGNORED, Loss, NamedLosses
 from phalanx.errors import LossError
 
 

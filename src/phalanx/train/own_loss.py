@@ -14,7 +14,7 @@ from typing import Any, final
 from torch import nn
 
 from phalanx.config import Job
-from phalanx.config.job_loss import IGNORED, Loss, ModelLoss
+from phalanx.config.losses import IGNORED, Loss, ModelLoss
 from phalanx.errors import LossError, Problem, SpecError
 
 SHIFTED = frozenset(

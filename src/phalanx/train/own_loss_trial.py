@@ -15,8 +15,7 @@ import torch
 from torch import nn
 
 from phalanx.config import Job
-from phalanx.config.job_loss import IGNORED, ModelLoss
-from phalanx.config.losses import COUNTS, Losses
+from phalanx.config.losses import COUNTS, IGNORED, Losses, ModelLoss
 from phalanx.data import Loader
 from phalanx.errors import PhalanxError, Problem
 from phalanx.train.evaluate import evaluation_mode

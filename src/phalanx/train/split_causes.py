@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from phalanx.config import Job, Plan
-from phalanx.config.job_loss import IGNORED
+from phalanx.config.losses import IGNORED
 from phalanx.data import Loader
 from phalanx.errors import LossError, Problem
 from phalanx.parallel import batch_statistics, dropouts

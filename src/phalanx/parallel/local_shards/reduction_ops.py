@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from phalanx.config.job_loss import IGNORED
+from phalanx.config.losses import IGNORED
 from phalanx.parallel.local_shards.axis import Axis, Placed, total
 from phalanx.parallel.local_shards.tensor import (
     RULES,
