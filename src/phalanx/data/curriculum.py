@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, final
 
-import numpy as np
 from torch.utils.data import IterableDataset
 
 from phalanx.config.batch_ramp import batches
@@ -15,6 +14,7 @@ from phalanx.config.own_sampler import Sampler
 from phalanx.data.changing_batches import ChangingBatchSampler, Stretch
 from phalanx.data.dataset_facts import MapStyle
 from phalanx.data.own_orders import EpochOrders, order_print
+from phalanx.data.part_index import PartIndex
 from phalanx.data.token_batches import TokenBatchSampler, beside_token_batches, lengths_print
 from phalanx.errors import Problem, SpecError
 
@@ -49,12 +49,12 @@ class Curriculum(MapStyle):
             given, allowed = problem
             raise SpecError([Problem(where="px.Curriculum.sources", given=given, allowed=allowed, fix=_EXAMPLE)])
         self.sources = dict(sources)
-        self._firsts, self._parts = tuple(self.sources), tuple(self.sources.values())
-        self._ends = np.cumsum([len(source) for source in self._parts])
+        self._firsts = tuple(self.sources)
+        self._index = PartIndex(len(source) for source in self.sources.values())
 
     def __len__(self) -> int:
         """Samples of all sources together."""
-        return int(self._ends[-1])
+        return len(self._index)
 
     def __getitem__(self, index: int) -> Any:
         first, place = self.locate(index)
@@ -66,18 +66,12 @@ class Curriculum(MapStyle):
         Raises:
             IndexError: if there is no such sample.
         """
-        if not 0 <= index < len(self):
-            raise IndexError(f"sample {index} of {len(self)}")
-        number = int(np.searchsorted(self._ends, index, side="right"))
-        return self._firsts[number], int(index) - (int(self._ends[number - 1]) if number else 0)
+        number, place = self._index.locate(index)
+        return self._firsts[number], place
 
     def places(self) -> dict[int, range]:
         """First step → the indices of the source that it begins."""
-        begins = [0, *self._ends[:-1].tolist()]
-        return {
-            first: range(begin, end)
-            for first, begin, end in zip(self._firsts, begins, self._ends.tolist(), strict=True)
-        }
+        return {first: self._index.places(number) for number, first in enumerate(self._firsts)}
 
 
 def _problem(sources: Any) -> tuple[str, str] | None:

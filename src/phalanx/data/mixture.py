@@ -11,6 +11,7 @@ import numpy as np
 from phalanx.config.fields import is_number, is_whole
 from phalanx.config.own_sampler import Sampler
 from phalanx.data.dataset_facts import MapStyle, draws
+from phalanx.data.part_index import PartIndex
 from phalanx.data.sampler import Permutation
 from phalanx.errors import Problem, SpecError
 
@@ -50,8 +51,8 @@ class Mixture(MapStyle):
         self.sources = dict(sources)
         self.draws = any(map(draws, self.sources.values()))
         sizes = [len(source) for source in self.sources.values()]
-        self._names, self._ends = tuple(self.sources), np.cumsum(sizes)
-        total = int(self._ends[-1]) if samples is None else samples
+        self._names, self._index = tuple(self.sources), PartIndex(sizes)
+        total = len(self) if samples is None else samples
         counts = _shares([float(weights[name]) for name in self._names], total)
         if not all(counts):
             given = f"{total}, of which {dict(zip(self._names, counts, strict=True))}"
@@ -64,7 +65,7 @@ class Mixture(MapStyle):
 
     def __len__(self) -> int:
         """Samples of all sources together."""
-        return int(self._ends[-1])
+        return len(self._index)
 
     def __getitem__(self, index: int) -> Any:
         name, place = self.locate(index)
@@ -76,10 +77,8 @@ class Mixture(MapStyle):
         Raises:
             IndexError: if there is no such sample.
         """
-        if not 0 <= index < len(self):
-            raise IndexError(f"sample {index} of {len(self)}")
-        number = int(np.searchsorted(self._ends, index, side="right"))
-        return self._names[number], int(index) - (int(self._ends[number - 1]) if number else 0)
+        number, place = self._index.locate(index)
+        return self._names[number], place
 
 
 @dataclass(frozen=True, slots=True)

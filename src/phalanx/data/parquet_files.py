@@ -15,6 +15,7 @@ from phalanx.config.fields import is_whole
 from phalanx.config.own_sampler import Sampler
 from phalanx.data.dataset_facts import MapStyle, print_of
 from phalanx.data.file_names import Names, file_paths
+from phalanx.data.part_index import PartIndex
 from phalanx.data.sampler import Permutation
 from phalanx.errors import DataError, MissingExtraError, Problem, SpecError
 
@@ -61,7 +62,7 @@ class ParquetFiles(MapStyle):
     shuffle_within: int | None = None
     _names: tuple[str, ...] = field(init=False, repr=False)  # of the columns
     _groups: tuple[tuple[str, int], ...] = field(init=False, repr=False)  # file, and number of the row group in it
-    _ends: np.ndarray = field(init=False, repr=False)  # rows up to the end of each row group
+    _index: PartIndex = field(init=False, repr=False)  # of rows in row groups
     _kept: _Kept = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -86,7 +87,7 @@ class ParquetFiles(MapStyle):
             object.__setattr__(self, "sampler", Sampler(order, size=sum(rows)))
         object.__setattr__(self, "_names", tuple(first[1]))
         object.__setattr__(self, "_groups", tuple(groups))
-        object.__setattr__(self, "_ends", np.cumsum(rows))
+        object.__setattr__(self, "_index", PartIndex(rows, "row"))
         object.__setattr__(self, "_kept", _Kept(self.shuffle_within or _KEPT))
         object.__setattr__(self, "draws", bool(self.decode))
         object.__setattr__(self, "files_print", print_of(footers))
@@ -94,7 +95,7 @@ class ParquetFiles(MapStyle):
 
     def __len__(self) -> int:
         """Rows of all files."""
-        return int(self._ends[-1])
+        return len(self._index)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         """The row ``index``, 0 is the first of the first file.
@@ -103,21 +104,17 @@ class ParquetFiles(MapStyle):
             IndexError: if there is no such row.
             DataError: if the file has another number of rows than when it was looked at, or is damaged.
         """
-        if not -len(self) <= index < len(self):
-            raise IndexError(f"row {index} of {len(self)}")
-        index = int(index) % len(self)
-        number = int(np.searchsorted(self._ends, index, side="right"))
-        begin = int(self._ends[number - 1]) if number else 0
+        number, place = self._index.locate(index, from_end=True)
         values = self._kept.get(number)
         if values is None:
-            values = _row_group(*self._groups[number], self._names, int(self._ends[number]) - begin)
+            values = _row_group(*self._groups[number], self._names, len(self._index.places(number)))
             self._kept.put(number, values)
-        sample = {name: value(index - begin) for name, value in zip(self._names, values, strict=True)}
+        sample = {name: value(place) for name, value in zip(self._names, values, strict=True)}
         for name, function in (self.decode or {}).items():
             try:
                 sample[name] = function(sample[name])
             except Exception as error:
-                error.add_note(f"while decoding {name} of row {index - begin} in {self._groups[number][0]}")
+                error.add_note(f"while decoding {name} of row {place} in {self._groups[number][0]}")
                 raise
         return sample
 

@@ -13,6 +13,7 @@ import torch
 
 from phalanx.data.dataset_facts import MapStyle, print_of
 from phalanx.data.file_names import Names, file_paths
+from phalanx.data.part_index import PartIndex
 from phalanx.data.tar_index import TarShard, is_extension, tar_shard
 from phalanx.errors import DataError, Problem, SpecError
 
@@ -55,7 +56,7 @@ class TarFiles(MapStyle):
     keys: Sequence[str] | Mapping[str, str | Sequence[str]] | None = None
     decode: Mapping[str, Callable[[bytes], Any]] | None = None
     _shards: tuple[TarShard, ...] = field(init=False, repr=False)
-    _ends: np.ndarray = field(init=False, repr=False)  # samples up to the end of each archive
+    _index: PartIndex = field(init=False, repr=False)  # of samples in archives
     _readers: tuple[tuple[str, Callable[[bytes], Any] | None, str], ...] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -76,13 +77,13 @@ class TarFiles(MapStyle):
             allowed = f"entries of the samples: {', '.join(entries)}, or the last part of an extension that all have"
             raise SpecError.of("px.TarFiles.decode", repr(min(unread)), allowed, _EXAMPLE)
         object.__setattr__(self, "_shards", tuple(shards))
-        object.__setattr__(self, "_ends", np.cumsum([len(shard.names) for shard in shards]))
+        object.__setattr__(self, "_index", PartIndex(len(shard.names) for shard in shards))
         object.__setattr__(self, "_readers", readers)
         object.__setattr__(self, "draws", bool(own))
         object.__setattr__(self, "files_print", print_of(shard.print.encode() for shard in shards))
 
     def __len__(self) -> int:
-        return int(self._ends[-1])
+        return len(self._index)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         """The sample ``index``, 0 is the first of the first archive.
@@ -91,11 +92,8 @@ class TarFiles(MapStyle):
             IndexError: if there is no such sample.
             DataError: if the archive is shorter than when it was indexed, or a value is not what its extension says.
         """
-        if not -len(self) <= index < len(self):
-            raise IndexError(f"sample {index} of {len(self)}")
-        index = int(index) % len(self)
-        number = int(np.searchsorted(self._ends, index, side="right"))
-        shard, place = self._shards[number], index - (int(self._ends[number - 1]) if number else 0)
+        number, place = self._index.locate(index, from_end=True)
+        shard = self._shards[number]
         sample: dict[str, Any] = {"__key__": shard.names[place]}
         for (key, read, own), content in zip(self._readers, shard.read(place), strict=True):
             try:

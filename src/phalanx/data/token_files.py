@@ -14,6 +14,7 @@ from phalanx.config.fields import is_whole
 from phalanx.config.losses import IGNORED
 from phalanx.data.dataset_facts import MapStyle
 from phalanx.data.file_names import Names, file_paths
+from phalanx.data.part_index import PartIndex
 from phalanx.errors import Problem, SpecError
 
 _EXAMPLE = 'px.TokenFile("train-*.bin", length=1024)'
@@ -64,7 +65,7 @@ class TokenFile(MapStyle):
     begin_of_text: int | None = None
     skip_bytes: int = 0
     _parts: tuple[_FilePart, ...] = field(init=False, repr=False)
-    _ends: np.ndarray = field(init=False, repr=False)  # windows up to the end of each file
+    _index: PartIndex = field(init=False, repr=False)  # of windows in files
 
     def __post_init__(self) -> None:
         if problems := _problems(self):
@@ -77,7 +78,7 @@ class TokenFile(MapStyle):
             allowed = "windows that fit into a file" + ", with the token after each" * self.shifted
             raise SpecError.of("px.TokenFile.length", given, allowed, "length=128")
         object.__setattr__(self, "_parts", parts)
-        object.__setattr__(self, "_ends", np.cumsum(windows))
+        object.__setattr__(self, "_index", PartIndex(windows, "window"))
 
     @property
     def tokens(self) -> int:
@@ -85,7 +86,7 @@ class TokenFile(MapStyle):
         return len(self) * self.length
 
     def __len__(self) -> int:
-        return int(self._ends[-1])
+        return len(self._index)
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         """The window ``index``, 0 is the first of the first file.
@@ -93,12 +94,8 @@ class TokenFile(MapStyle):
         Raises:
             IndexError: if there is no such window.
         """
-        if not -len(self) <= index < len(self):
-            raise IndexError(f"window {index} of {len(self)}")
-        index = int(index) % len(self)
-        number = int(np.searchsorted(self._ends, index, side="right"))
-        begin = (index - (int(self._ends[number - 1]) if number else 0)) * self.length
-        tokens = torch.from_numpy(self._parts[number].read(begin, self.length + self.shifted))
+        number, place = self._index.locate(index, from_end=True)
+        tokens = torch.from_numpy(self._parts[number].read(place * self.length, self.length + self.shifted))
         sample = {"input_ids": tokens[: self.length].clone(), "labels": tokens[self.shifted :].clone()}
         if self.end_of_text is None and self.begin_of_text is None:
             return sample
