@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
-from phalanx.config.fields import is_whole, plan_problem
+from phalanx.config.fields import is_whole, plan_problem, steps_misfit
 from phalanx.config.own_sampler import Sampler
 from phalanx.config.plan_rules import batch_problems, share_problems
 from phalanx.config.schedule import Schedule
@@ -71,15 +71,10 @@ def _form(given: Any) -> tuple[str, str] | None:
         what = "no step" if isinstance(given, Mapping) else f"a {type(given).__name__}"  # pyright: ignore
         return what, "step → global batch from that step on, or None"
     ramp = cast("Mapping[Any, Any]", given)
-    steps = list(ramp)
-    if bad := [step for step in steps if not is_whole(step, 0)]:
-        return f"step {bad[0]!r}", "optimizer steps: whole numbers, 0 or more"
-    if bad := [step for step in steps if not is_whole(ramp[step], 1)]:
+    if wrong := steps_misfit(list(ramp), "a batch"):
+        return wrong
+    if bad := [step for step, batch in ramp.items() if not is_whole(batch, 1)]:
         return f"{ramp[bad[0]]!r} from step {bad[0]} on", "samples in one optimizer step: a whole number, 1 or more"
-    if min(steps) != 0:
-        return f"a first step of {min(steps)}", "a batch from step 0 on"
-    if steps != sorted(steps):
-        return f"steps {', '.join(map(str, steps))}", "steps that increase"
     return None
 
 

@@ -6,9 +6,11 @@ import math
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, TypeVar, get_args
 
 from phalanx.errors import Problem
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,6 +57,22 @@ def is_number(value: object) -> bool:
     if isinstance(value, int) and not isinstance(value, bool):
         return abs(value) < sys.float_info.max
     return isinstance(value, float) and math.isfinite(value)
+
+
+def steps_misfit(steps: list[Any], what: str) -> tuple[str, str] | None:
+    """What was given in place of the steps from which on each ``what`` holds, and what is allowed."""
+    if bad := [step for step in steps if not is_whole(step, 0)]:
+        return f"step {bad[0]!r}", "optimizer steps: whole numbers, 0 or more"
+    if min(steps) != 0:
+        return f"a first step of {min(steps)}", f"{what} from step 0 on"
+    if steps != sorted(steps):
+        return f"steps {', '.join(map(str, steps))}", "steps that increase"
+    return None
+
+
+def held_in(step: int, since: Mapping[int, T]) -> T:
+    """What holds in ``step``, of what each holds ``since`` a step of its own; one of them since step 0."""
+    return since[max(first for first in since if first <= step)]
 
 
 Precision = Literal["fp32", "tf32", "bf16", "fp16", "fp8"]

@@ -8,7 +8,7 @@ from typing import Any, final
 from torch.utils.data import IterableDataset
 
 from phalanx.config.batch_ramp import batches
-from phalanx.config.fields import is_whole
+from phalanx.config.fields import held_in, steps_misfit
 from phalanx.config.job import Job
 from phalanx.config.own_sampler import Sampler
 from phalanx.data.changing_batches import ChangingBatchSampler, Stretch
@@ -79,13 +79,8 @@ def _problem(sources: Any) -> tuple[str, str] | None:
     if not isinstance(sources, Mapping) or not sources:
         given = "no source" if isinstance(sources, Mapping) else f"a {type(sources).__name__}"
         return given, "step → dataset from that step on"
-    steps = list(sources)
-    if bad := [step for step in steps if not is_whole(step, 0)]:
-        return f"step {bad[0]!r}", "optimizer steps: whole numbers, 0 or more"
-    if min(steps) != 0:
-        return f"a first step of {min(steps)}", "a dataset from step 0 on"
-    if steps != sorted(steps):
-        return f"steps {', '.join(map(str, steps))}", "steps that increase"
+    if wrong := steps_misfit(list(sources), "a dataset"):
+        return wrong
     for step, source in sources.items():
         reads = hasattr(source, "__getitem__") and hasattr(source, "__len__")
         if isinstance(source, IterableDataset | Curriculum) or not reads:
@@ -115,9 +110,9 @@ def changing_sampler(dataset: Any, job: Job) -> ChangingBatchSampler | TokenBatc
     ramp = batches(job)
     stretches: list[Stretch] = []
     for first in sorted({*ramp, *parts}):
-        places = parts[max(step for step in parts if step <= first)]
+        places = held_in(first, parts)
         own = orders[places.start]
-        batch = ramp[max(step for step in ramp if step <= first)]
+        batch = held_in(first, ramp)
         each = len(places) if own is None else own.length
         stretches.append(Stretch(first, batch, places.start, len(places), each))
     return ChangingBatchSampler(
