@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 
 from phalanx.config import Job
+from phalanx.config.job_parts import without_evaluation
 from phalanx.config.phases import Phase, PhaseInputs, owned
 from phalanx.parallel.phase_layouts import train_only
 from phalanx.units import show_names
@@ -68,16 +69,12 @@ def _plain(job: Job, index: int, phase: Phase) -> Job:
             train_only(module, parameters_of_phases(job, module)[index])
         return module
 
-    beside: dict[str, Any] = (
-        {} if index == 0 else {"evaluate": None, "metrics": None, "evaluate_every": 0, "best": None}
-    )
     return replace(
-        job,
+        job if index == 0 else without_evaluation(job),
         model=model,
         phases=(),
         loss=phase.loss,
         optimizer=phase.optimizer,
         inputs=PhaseInputs(phase.name, phase.inputs or job.inputs, first=index == 0),
         schedule=job.schedule if phase.schedule is None else phase.schedule,
-        **beside,
     )
