@@ -54,7 +54,7 @@ class Recipe:
 
 
 class StoredValue:
-    """A parameter's value that a file holds; kept like a ``Recipe``. ``mark`` says which it is, as ``prints`` does."""
+    """A parameter's value that a file holds; kept like a ``Recipe``. Its fingerprint, ``mark``, says which it is."""
 
     def __init__(self, read: Callable[[], Tensor], mark: tuple[int, float, float]) -> None:
         self.read, self.mark = read, mark
@@ -94,12 +94,12 @@ def recipes(module: nn.Module) -> dict[str, Recipe | StoredValue]:
     }
 
 
-def prints(tensor: Tensor) -> Iterator[tuple[int, float, float]]:
+def fingerprints(tensor: Tensor) -> Iterator[tuple[int, float, float]]:
     """What two ranks' recipes for a parameter can be compared by: elements, and sums as of values."""
     recipe = vars(tensor).get(_RECIPE)
     if isinstance(recipe, StoredValue):
         return iter([recipe.mark])
-    return recipe.tape.prints(recipe.place) if recipe else iter(())
+    return recipe.tape.fingerprints(recipe.place) if recipe else iter(())
 
 
 def loaded(module: nn.Module) -> int:

@@ -109,7 +109,7 @@ class OperationTape:
         self.replay([place], lambda _, tensor: found.append(tensor))
         return found[0]
 
-    def prints(self, place: TensorPlace) -> Iterator[tuple[int, float, float]]:
+    def fingerprints(self, place: TensorPlace) -> Iterator[tuple[int, float, float]]:
         """What the recipes of one tensor on two ranks can be compared by, as (elements, sum, norm).
 
         First of all its steps and states of random numbers, then of each number and each given tensor among them.

@@ -140,7 +140,7 @@ def same_initial_values(module: nn.Module, everyone: Everyone = from_every_rank)
     """
     if everyone is from_every_rank and not active():
         return
-    first, *rest = everyone([one for name, tensor in module.named_parameters() for one in _prints(name, tensor)])
+    first, *rest = everyone([one for name, tensor in module.named_parameters() for one in _fingerprints(name, tensor)])
     for rank, others in enumerate(rest, start=1):
         different = next((one[0] for one, other in zip(first, others, strict=False) if not _alike(one, other)), None)
         if different is None and len(first) != len(others):
@@ -155,21 +155,21 @@ def same_initial_values(module: nn.Module, everyone: Everyone = from_every_rank)
             )
 
 
-_Print = tuple[str, int, float, float]  # name, elements, sum, norm
+_Fingerprint = tuple[str, int, float, float]  # name, elements, sum, norm
 
 
-def _prints(name: str, tensor: torch.Tensor) -> list[_Print]:
+def _fingerprints(name: str, tensor: torch.Tensor) -> list[_Fingerprint]:
     if tensor.is_meta:
-        from phalanx.parallel.deferred_init import prints
+        from phalanx.parallel.deferred_init import fingerprints
 
-        return [(name, tensor.numel(), 0.0, 0.0), *((name, *one) for one in prints(tensor))]
+        return [(name, tensor.numel(), 0.0, 0.0), *((name, *one) for one in fingerprints(tensor))]
     values = tensor.detach()
     values = torch.view_as_real(values) if values.is_complex() else values
     norm = torch.linalg.vector_norm(values, dtype=torch.float64)
     return [(name, values.numel(), float(values.sum(dtype=torch.float64)), float(norm))]
 
 
-def _alike(one: _Print, other: _Print) -> bool:
+def _alike(one: _Fingerprint, other: _Fingerprint) -> bool:
     if one[:2] != other[:2]:
         return False
     if math.isnan(one[2]) and math.isnan(other[2]):

@@ -84,14 +84,14 @@ class DriftWatch:
         if (step + 1) % self._every:
             return
         part = self._parts[(step + 1) // self._every % PARTS]
-        digest = bit_sum(piece.of(self._tensors) for piece in part)
-        if digest.device.type == "cpu":
-            self._waiting = _Look(step, part, digest)
+        fingerprint = bit_sum(piece.of(self._tensors) for piece in part)
+        if fingerprint.device.type == "cpu":
+            self._waiting = _Look(step, part, fingerprint)
             self.settle()
             return
         # On a device one step later: the host does not wait for it while nothing is queued there.
-        host, ready = torch.empty_like(digest, device="cpu", pin_memory=True), torch.cuda.Event()
-        host.copy_(digest, non_blocking=True)
+        host, ready = torch.empty_like(fingerprint, device="cpu", pin_memory=True), torch.cuda.Event()
+        host.copy_(fingerprint, non_blocking=True)
         ready.record()
         self._waiting = _Look(step, part, host, ready)
 
@@ -106,8 +106,8 @@ class DriftWatch:
             return
         if look.ready is not None:
             look.ready.synchronize()
-        digests = self._from_all(look.digest)
-        if len(set(digests)) > 1:
+        fingerprints = self._from_all(look.fingerprint)
+        if len(set(fingerprints)) > 1:
             self.found = True
             if difference := self._look_closer(look):
                 self._take(difference)
@@ -179,8 +179,8 @@ class DriftWatch:
             most=most,
         )
 
-    def _from_all(self, digest: torch.Tensor) -> list[int]:
-        return [row[0] for row in self._rows(digest.view(1))]
+    def _from_all(self, fingerprint: torch.Tensor) -> list[int]:
+        return [row[0] for row in self._rows(fingerprint.view(1))]
 
     def _rows(self, mine: torch.Tensor) -> list[list[int]]:
         """``mine``, as every rank of the group has it."""
@@ -207,7 +207,7 @@ class Piece:
 class _Look:
     step: int
     part: Sequence[Piece]
-    digest: torch.Tensor
+    fingerprint: torch.Tensor
     ready: torch.cuda.Event | None = None
 
 

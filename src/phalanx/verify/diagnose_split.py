@@ -21,7 +21,7 @@ def other_start(evidence: Evidence, tolerance: Tolerance, job: Job, plan: Plan) 
     wrong = [one for one in evidence.initial if one.beyond]
     if not wrong:
         return ""
-    starts = evidence.other.prints("start")
+    starts = evidence.other.fingerprints("start")
     stages = [{plan.coordinate(rank)["pp"] for rank, known in enumerate(starts) if one.name in known} for one in wrong]
     usual = (
         "Usual cause: another seed there, or values drawn in another order. Parameters that start from constants agree."
@@ -226,14 +226,14 @@ def not_synchronised(evidence: Evidence, tolerance: Tolerance, job: Job, plan: P
     """Copies of a parameter get other gradients on other ranks."""
     parts: dict[str, list[str]] = {}
     names: dict[str, None] = {}
-    prints = evidence.other.prints("gradients")
+    by_rank = evidence.other.fingerprints("gradients")
     # What is zero but for rounding may have any value on any rank.
-    meant = [name for name in dict.fromkeys(name for known in prints for name in known) if name not in evidence.silent]
+    meant = [name for name in dict.fromkeys(name for known in by_rank for name in known) if name not in evidence.silent]
     for axis in evidence.axes:
         for ranks in evidence.peers(axis):
-            for name in [name for name in meant if all(name in prints[rank] for rank in ranks)]:
-                pieces = {prints[rank][name][0] for rank in ranks}
-                given = [prints[rank][name][1] for rank in ranks]
+            for name in [name for name in meant if all(name in by_rank[rank] for rank in ranks)]:
+                pieces = {by_rank[rank][name][0] for rank in ranks}
+                given = [by_rank[rank][name][1] for rank in ranks]
                 if len(pieces) > 1 or not _unlike(given, tolerance):
                     continue
                 names[name] = None
@@ -243,7 +243,7 @@ def not_synchronised(evidence: Evidence, tolerance: Tolerance, job: Job, plan: P
                     parts.setdefault(axis, [])
     if not names:
         return ""
-    everything = {name for known in prints for name in known}
+    everything = {name for known in by_rank for name in known}
     over = " and ".join(parts)
     sums = all(parts.values())
     own = "tokens" if set(parts) <= {"tp", "cp"} else "samples"

@@ -1,6 +1,6 @@
-"""Short prints of tensors, by which ranks are compared with one another and with one device without sending tensors.
+"""Fingerprints of tensors, by which ranks are compared with one another and with one device without sending tensors.
 
-A print is linear: the prints of two tensors add up to that of their sum. So it shows not only that two ranks differ,
+A fingerprint is linear: those of two tensors add up to that of their sum. So it shows not only that two ranks differ,
 but whether each has a part of what one device has.
 """
 
@@ -51,7 +51,7 @@ class Fingerprint:
 
     @classmethod
     def total(cls, several: Iterable[Fingerprint]) -> Fingerprint:
-        """The print of what the ranks hold together, each a part of it: summed."""
+        """The fingerprint of what the ranks hold together, each a part of it: summed."""
         found = list(several)
         sums = zip(*(one.products for one in found), strict=True)
         return cls(tuple(math.fsum(each) for each in sums), math.fsum(one.square for one in found))
@@ -123,5 +123,5 @@ def in_words(piece: Piece) -> str:
     return ", ".join(f"{names.get(dim, f'dimension {dim} at')} {run}" for dim, run in runs.items())
 
 
-Prints = dict[str, tuple[Piece, Fingerprint]]
-"""Name → which part of the tensor a rank has, and its print."""
+Fingerprints = dict[str, tuple[Piece, Fingerprint]]
+"""Name → which part of the tensor a rank has, and its fingerprint."""

@@ -31,7 +31,7 @@ class Passed:
     Attributes:
         rows: vectors of the output, along its last dimension; of one that is cut, the share that is here.
         cut: axes along which the rank has a part of the output.
-        output: its print.
+        output: its fingerprint.
         grad: that of the gradient that came back; ``None`` where none did.
     """
 
@@ -73,7 +73,7 @@ def _noting(name: str, found: dict[str, Passed]) -> Any:
     def note(_: nn.Module, __: Any, output: Any) -> None:
         if torch._C._current_graph_task_id() != -1:
             return  # computed once more for backward
-        # Nor may what recomputes blocks see prints being made: they are made in one of two forwards only.
+        # Nor may what recomputes blocks see fingerprints being made: they are made in one of two forwards only.
         with torch._C.DisableTorchFunction(), _disable_current_modes(), torch.no_grad():
             tensor = next((one for one in tree_leaves(output) if isinstance(one, Tensor)), None)
             if tensor is None or isinstance(tensor, FakeTensor) or not tensor.is_floating_point() or tensor.dim() < 2:
@@ -142,8 +142,8 @@ def traces_of(answers: list[dict[str, Any]], folder: Path) -> tuple[list[dict[st
 
 
 def _passed(rows: float, cut: list[str], output: Any, grad: Any) -> Passed:
-    prints = (one and Fingerprint(tuple(one["products"]), one["square"]) for one in (output, grad))
-    return Passed(rows, cut, *prints)
+    both = (one and Fingerprint(tuple(one["products"]), one["square"]) for one in (output, grad))
+    return Passed(rows, cut, *both)
 
 
 def auxiliary_gradients(step: Step, batch: StepBatch) -> dict[str, Tensor]:

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load
 from torch import Tensor
 
-from phalanx.verify.fingerprints import Fingerprint, Piece, Prints, cut_out
+from phalanx.verify.fingerprints import Fingerprint, Fingerprints, Piece, cut_out
 from phalanx.verify.module_trace import Passed
 
 Tensors = Mapping[str, Tensor]
@@ -164,17 +164,17 @@ class RunRecord:
         had = {name for grads in steps for name, grad in grads.items() if bool(grad.any())}
         return [name for name in self.options if name not in had]
 
-    def prints(self, when: str) -> list[Prints]:
+    def fingerprints(self, when: str) -> list[Fingerprints]:
         """Of each process, of what it held at a moment: ``start``, ``gradients`` (of the first step), ``end``."""
         kind, moment = ("gradient", "reduced-0") if when == "gradients" else ("value", when)
         whole = self.gradients if kind == "gradient" else self.values[moment]
-        found: list[Prints] = [{} for _ in self.ranks]
-        for rank, prints in zip(self.ranks, found, strict=True):
+        found: list[Fingerprints] = [{} for _ in self.ranks]
+        for rank, known in zip(self.ranks, found, strict=True):
             for key, copy in rank.copies.get(moment, {}).items():
                 of, _, name = key.partition(".")
                 if of == kind and name in whole:
                     values = cut_out(whole[name], copy.piece) if copy.values is None else copy.values
-                    prints[name] = copy.piece, Fingerprint.of(values)
+                    known[name] = copy.piece, Fingerprint.of(values)
         return found
 
 
