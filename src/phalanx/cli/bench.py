@@ -13,7 +13,7 @@ import click
 from phalanx.cli.options import PlanText, job_argument
 from phalanx.cli.output import json_option, print_json
 from phalanx.config import Job, Plan, RunSpec
-from phalanx.config.job_parts import without_evaluation
+from phalanx.config.job_parts import in_even_batches, without_evaluation
 from phalanx.errors import Problem, RefusedError, SpecError
 
 if TYPE_CHECKING:
@@ -228,14 +228,10 @@ def command(
     asked.refuse(counts)
     from phalanx.launch.jobfile import load_job
 
-    steps_alone: dict[str, Any] = {
-        "callbacks": {},
-        "batch_ramp": None,  # each step has the largest batch
-        "batch_tokens": None,
-    }
+    steps_alone: dict[str, Any] = {"callbacks": {}}
     from phalanx.train.torch_scheduler import without_plateau
 
-    loaded = without_evaluation(load_job(job))
+    loaded = in_even_batches(without_evaluation(load_job(job)))  # each step has the largest batch
     if loaded.phases:
         phases = [replace(phase, optimizer=without_plateau(phase.optimizer)) for phase in loaded.phases]
         steps_alone["phases"] = phases

@@ -1,4 +1,4 @@
-"""Jobs that are another one without a part of what it asks for."""
+"""Jobs that are another one without its evaluation, or without batches that change."""
 
 from __future__ import annotations
 
@@ -10,3 +10,8 @@ from phalanx.config.job import Job
 def without_evaluation(job: Job) -> Job:
     """``job``, which then evaluates nothing and looks for no best evaluation."""
     return replace(job, evaluate=None, metrics=None, evaluate_every=0, best=None)
+
+
+def in_even_batches(job: Job, most: int | None = None) -> Job:
+    """``job``, with ``job.batch`` samples in every global batch, or with ``most`` where those are fewer."""
+    return replace(job, batch=min(job.batch, most or job.batch), batch_ramp=None, batch_tokens=None)

@@ -18,6 +18,7 @@ from torch import nn
 
 from phalanx.checkpoint import BestSoFar
 from phalanx.config import Best, Job, Metric, Plan
+from phalanx.config.job_parts import in_even_batches
 from phalanx.data import Lane, Loader, MicroBatch, evaluation_batches
 from phalanx.errors import LossError, PhalanxError, Problem, RefusedError, SpecError
 from phalanx.parallel import device_kind, without_gradient
@@ -137,7 +138,7 @@ class _FirstStep:
 
     def evaluate(self, module: nn.Module, inputs: Inputs) -> None:
         """Evaluate the first samples; whether that gives the number by which the best evaluation is found."""
-        job = replace(self._job, workers=0, batch=min(self._job.batch, FEW), batch_ramp=None, batch_tokens=None)
+        job = replace(in_even_batches(self._job, FEW), workers=0)
         assert job.evaluate is not None
         with self.code_of("job.evaluate"):
             batch = next(evaluation_batches(job.evaluate(), job, Lane(), micro=None))

@@ -12,8 +12,8 @@ from phalanx.checkpoint import latest, read_state
 from phalanx.checkpoint.format import Manifest
 from phalanx.checkpoint.sections import FROZEN, MODEL, OPTIMIZER, name_in, take_out
 from phalanx.config import Job, RunSpec
-from phalanx.data import Lane, Loader
 from phalanx.errors import CheckpointError, SpecError
+from phalanx.train.few_samples import whole_loader
 from phalanx.train.state import FILES, identity
 from phalanx.units import show_names
 
@@ -72,8 +72,7 @@ def refuse_other_data(path: Path, job: Job) -> None:
     """
     try:
         saved: Any = read_state(path).get("identity")
-        loader = Loader(job.data(), job, Lane(), micro=None)
-        now = identity(job, loader.told)
+        now = identity(job, whole_loader(job).told)
     except SpecError:
         raise
     except Exception:

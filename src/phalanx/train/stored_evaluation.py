@@ -14,6 +14,7 @@ import torch
 
 from phalanx.comm import Place, device_for
 from phalanx.config import Job, Plan
+from phalanx.config.job_parts import in_even_batches
 from phalanx.data.dataset_facts import MapStyle
 from phalanx.errors import SpecError
 from phalanx.parallel import device_kind, devices_here
@@ -48,10 +49,10 @@ def evaluate_stored(job: Job, plan: Plan, values: Mapping[str, torch.Tensor], pa
             "sampler": held_out.sampler if isinstance(held_out, MapStyle) else None,
             "shuffle": None,
             "drop_last": False,
-            "batch_ramp": None,
-            "batch_tokens": None,
         }
-        alone = replace(job, **course, steps=1, epochs=None, evaluate=lambda: held_out, initial=None, average=None)
+        alone = replace(
+            in_even_batches(job), **course, steps=1, epochs=None, evaluate=lambda: held_out, initial=None, average=None
+        )
         here = devices_here(plan, Place())
         refuse(alone, plan, 1, here)
         assembly = build(
