@@ -140,7 +140,7 @@ def test_a_resume_in_mid_epoch_under_another_plan(stop: int, tmp_path: Path) -> 
 @pytest.mark.parametrize("other", [px.TokenBatch(21, LENGTHS), px.TokenBatch(TOKENS, [*LENGTHS[:-1], 3])])
 def test_other_tokens_or_lengths_mean_other_samples(other: px.TokenBatch, tmp_path: Path) -> None:
     fit("single", tmp_path / "run", **{**HOW, "epochs": None, "steps": 3})
-    with pytest.raises(px.PhalanxError, match=r"batch_tokens: 20 there, 21 now|sampler: lengths .* there, lengths"):
+    with pytest.raises(px.PhalanxError, match=r"batch_tokens: 20 there, 21 now|their order: lengths .* there, lengths"):
         fit("single", tmp_path / "run", resume=True, **{**HOW, "batch_tokens": other})
 
 

@@ -65,7 +65,7 @@ def _refuse_another_model(path: Path, manifest: Manifest, left_out: set[str], mo
 
 
 def refuse_other_data(path: Path, job: Job) -> None:
-    """Refuse the checkpoint ``path`` for data of another length or order. What is wrong with the data a worker says.
+    """Refuse the checkpoint ``path`` for data of another length, order or files. Wrong data are left to a worker.
 
     Raises:
         SpecError: a step would mean other samples.
