@@ -17,7 +17,7 @@ from small import fit, job, plain_losses, table
 
 import phalanx as px
 from phalanx.data import GlobalBatchSampler, read_ledger
-from phalanx.data.dataset_facts import files_print
+from phalanx.data.dataset_facts import files_digest
 from phalanx.errors import PhalanxError
 from phalanx.report.samples_seen import samples_seen
 
@@ -136,16 +136,16 @@ def test_files_that_others_have_taken_the_place_of(kind: Any, write: Any, plan: 
 
 
 def test_files_within_other_data_and_files_elsewhere(tmp_path: Path) -> None:
-    prints: list[str] = []
+    digests: list[str] = []
     for name, sign in (("one", 1.0), ("same", 1.0), ("other", -1.0)):
         (tmp_path / name).mkdir()
         data = tar_files(tmp_path / name, sign)()
         whole = (data, px.Curriculum({0: data, 4: data}), torch.utils.data.Subset(data, range(8)))
-        prints += [files_print(one) for one in whole]
+        digests += [files_digest(one) for one in whole]
         keyed = px.TarFiles(tmp_path / name / "s-*.tar", keys=("npy",))
-        assert files_print(keyed) == files_print(data) != ""
-    assert prints[:3] == prints[3:6]
-    assert not set(prints[:3]) & set(prints[6:])
+        assert files_digest(keyed) == files_digest(data) != ""
+    assert digests[:3] == digests[3:6]
+    assert not set(digests[:3]) & set(digests[6:])
 
 
 def test_ranks_that_read_other_files_are_told_apart(tmp_path: Path) -> None:
@@ -158,7 +158,7 @@ def test_ranks_that_read_other_files_are_told_apart(tmp_path: Path) -> None:
         return other() if ranked else how["data"]()
 
     with pytest.raises(
-        PhalanxError, match=r"job\.data reads files that are others on each rank \(checksums: rank 0: \w+"
+        PhalanxError, match=r"job\.data reads files that are others on each rank \(digests: rank 0: \w+"
     ):
         fit("dp=2", tmp_path / "run", **COMMON, **how | {"data": data})
 

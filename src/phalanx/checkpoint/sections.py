@@ -20,7 +20,7 @@ SENDER = "sender"
 """What compression left out of gradients so far; ``state.json`` says how they were sent."""
 
 FROZEN = "frozen"
-"""In ``state.json`` alone: the print of each parameter that is not in the checkpoint; null where all are."""
+"""In ``state.json`` alone: the fingerprint of each parameter that is not in the checkpoint; null where all are."""
 
 _Value = TypeVar("_Value")
 

@@ -13,9 +13,9 @@ from phalanx.config.job import Job
 from phalanx.config.own_sampler import Sampler
 from phalanx.data.changing_batches import ChangingBatchSampler, Stretch
 from phalanx.data.dataset_facts import MapStyle
-from phalanx.data.own_orders import EpochOrders, order_print
+from phalanx.data.own_orders import EpochOrders, order_digest
 from phalanx.data.part_index import PartIndex
-from phalanx.data.token_batches import TokenBatchSampler, beside_token_batches, lengths_print
+from phalanx.data.token_batches import TokenBatchSampler, beside_token_batches, lengths_digest
 from phalanx.errors import Problem, SpecError
 
 _EXAMPLE = "px.Curriculum({0: short, 1000: long})"
@@ -150,7 +150,7 @@ def _beside_curriculum(job: Job) -> list[Problem]:
 def order_text(dataset: Any, job: Job, length: int | None) -> str | None:
     """What tells the order of a job's data from another's; ``None`` where (seed, epoch) says all."""
     if not isinstance(dataset, Curriculum):
-        return "; ".join(filter(None, (order_print(job, length), lengths_print(job, length)))) or None
+        return "; ".join(filter(None, (order_digest(job, length), lengths_digest(job, length)))) or None
     each: list[str] = []
     for first, source in dataset.sources.items():
         order = _order(dataset, first, job)

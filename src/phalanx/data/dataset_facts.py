@@ -20,7 +20,7 @@ class MapStyle(Dataset[Any]):
         sampler: the order that has to be the job's; ``None``: the data can be read in any.
         keeps_orders: whether data sets that it reads are read in the orders that they have of their own.
         lists: entries of a sample that are Python's lists, which torch's default collation would turn on their side.
-        files_print: what tells the files that it reads from others of as many samples; empty where that is not known.
+        files_digest: what tells the files that it reads from others of as many samples; empty where that is not known.
         example: what stands for such a dataset in a line to copy.
     """
 
@@ -28,7 +28,7 @@ class MapStyle(Dataset[Any]):
     sampler: Sampler | None = None
     keeps_orders: ClassVar[bool] = False
     lists: tuple[str, ...] = ()
-    files_print: str = ""
+    files_digest: str = ""
     example: ClassVar[str] = "dataset"
 
 
@@ -51,14 +51,14 @@ def wrapped(dataset: Any) -> list[Any]:
     return [*getattr(dataset, "datasets", ()), *([] if inner is None else [inner])]
 
 
-def files_print(dataset: Any) -> str:
+def files_digest(dataset: Any) -> str:
     """What tells the files that a dataset reads, itself or by others, from others; empty where that is not known."""
-    own = dataset.files_print if isinstance(dataset, MapStyle) else ""
-    return " ".join(filter(None, [own, *map(files_print, wrapped(dataset))]))
+    own = dataset.files_digest if isinstance(dataset, MapStyle) else ""
+    return " ".join(filter(None, [own, *map(files_digest, wrapped(dataset))]))
 
 
-def print_of(pieces: Iterable[bytes]) -> str:
-    """A print of ``pieces`` in order, 16 hexadecimal digits."""
+def digest_of_bytes(pieces: Iterable[bytes]) -> str:
+    """A digest of ``pieces`` in order, 16 hexadecimal digits."""
     digest = sha256()
     for piece in pieces:
         digest.update(len(piece).to_bytes(8, "little"))

@@ -15,7 +15,7 @@ import numpy as np
 from phalanx.config.job import Job
 from phalanx.data.changing_batches import ChangingBatchSampler, Stretch, never_reached
 from phalanx.data.curriculum import changing_sampler, may_repeat, order_text
-from phalanx.data.dataset_facts import files_print, refuse_other_order
+from phalanx.data.dataset_facts import files_digest, refuse_other_order
 from phalanx.data.huggingface import refuse_lists
 from phalanx.data.map_style import AnySampler, Fetcher, IndexedReader, is_stream, plain
 from phalanx.data.own_orders import EpochOrders
@@ -76,7 +76,7 @@ class Loader:
         stream = is_stream(dataset)
         dataset = rewound(dataset) if stream else dataset
         self._order = partial(order_text, dataset, job)
-        self.repeats, self._files = may_repeat(dataset, job), files_print(dataset)
+        self.repeats, self._files = may_repeat(dataset, job), files_digest(dataset)
         self._anew = partial(Loader, dataset, job, lane, micro=micro, total_steps=total_steps, pin_memory=pin_memory)
         self._workers = LoaderWorkers(count=job.workers, prefetch=job.prefetch, pin_memory=pin_memory, seed=job.seed)
         self._dealing = BatchSplitter(lane, micro, first_step)
@@ -332,7 +332,7 @@ class BatchPieces:
         self._sampler = _in_order(dataset, job) if once else _sampler(dataset, job)
         self._fetcher = Fetcher(dataset, job.collate, job.seed)
         self._order, self.repeats = partial(order_text, dataset, job), may_repeat(dataset, job)
-        self._files = files_print(dataset)
+        self._files = files_digest(dataset)
         self._parts, self._micro = parts, micro
         self.length, self.epoch_samples = len(dataset), self._sampler.length
         self.stretches = _stretches(self._sampler)

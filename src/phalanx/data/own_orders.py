@@ -55,7 +55,7 @@ class EpochOrders:
     @property
     def text(self) -> str:
         """What tells this order from another: of its first epoch."""
-        return _print(self.sampler, self.seed, self.size, self.batch)
+        return _digest(self.sampler, self.seed, self.size, self.batch)
 
     def __call__(self, epoch: int) -> np.ndarray:
         """The indices of ``epoch`` in order, int64."""
@@ -134,14 +134,14 @@ def _seeded(seed: int, epoch: int) -> Generator[None]:
         torch.default_generator.set_state(before[2])
 
 
-def order_print(job: Job, size: int | None) -> str | None:
+def order_digest(job: Job, size: int | None) -> str | None:
     """What tells a job's sampler from another: of its first epoch. ``None`` where it has none."""
     orders = None if size is None else EpochOrders.of(job, size)
     return None if orders is None else orders.text
 
 
 @lru_cache(maxsize=32)  # every checkpoint has it, of each data set of a curriculum
-def _print(sampler: Sampler, seed: int, size: int, batch: int) -> str:
+def _digest(sampler: Sampler, seed: int, size: int, batch: int) -> str:
     order = EpochOrders(sampler=sampler, seed=seed, size=size, batch=batch)(0)
     return f"{len(order)} indices, {zlib.crc32(order.astype('<i8').tobytes()):08x}"
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from phalanx.config.fields import is_whole
 from phalanx.config.own_sampler import Sampler
-from phalanx.data.dataset_facts import MapStyle, print_of
+from phalanx.data.dataset_facts import MapStyle, digest_of_bytes
 from phalanx.data.file_names import Names, file_paths
 from phalanx.data.part_index import PartIndex
 from phalanx.data.sampler import Permutation
@@ -90,7 +90,7 @@ class ParquetFiles(MapStyle):
         object.__setattr__(self, "_index", PartIndex(rows, "row"))
         object.__setattr__(self, "_kept", _Kept(self.shuffle_within or _KEPT))
         object.__setattr__(self, "draws", bool(self.decode))
-        object.__setattr__(self, "files_print", print_of(footers))
+        object.__setattr__(self, "files_digest", digest_of_bytes(footers))
         object.__setattr__(self, "lists", _of_lists(first[1], self.decode or {}))
 
     def __len__(self) -> int:

@@ -11,7 +11,7 @@ from typing import Any, final
 import numpy as np
 import torch
 
-from phalanx.data.dataset_facts import MapStyle, print_of
+from phalanx.data.dataset_facts import MapStyle, digest_of_bytes
 from phalanx.data.file_names import Names, file_paths
 from phalanx.data.part_index import PartIndex
 from phalanx.data.tar_index import TarShard, is_extension, tar_shard
@@ -80,7 +80,7 @@ class TarFiles(MapStyle):
         object.__setattr__(self, "_index", PartIndex(len(shard.names) for shard in shards))
         object.__setattr__(self, "_readers", readers)
         object.__setattr__(self, "draws", bool(own))
-        object.__setattr__(self, "files_print", print_of(shard.print.encode() for shard in shards))
+        object.__setattr__(self, "files_digest", digest_of_bytes(shard.digest.encode() for shard in shards))
 
     def __len__(self) -> int:
         return len(self._index)

@@ -10,7 +10,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from phalanx.data.dataset_facts import print_of
+from phalanx.data.dataset_facts import digest_of_bytes
 from phalanx.errors import DataError, SpecError
 
 _COMPRESSED = {
@@ -40,7 +40,7 @@ class TarShard:
             where there is no sample.
         offsets: bytes before each member's content, int64 of (samples, extensions).
         sizes: bytes of it, of the same shape.
-        print: tells the archive from others: by its members' names and sizes, and by the begins of some of them.
+        digest: tells the archive from others: by its members' names and sizes, and by the begins of some of them.
     """
 
     path: str
@@ -48,7 +48,7 @@ class TarShard:
     extensions: Extensions
     offsets: np.ndarray
     sizes: np.ndarray
-    print: str
+    digest: str
 
     def read(self, place: int) -> list[bytes]:
         """The content of each member of the sample at ``place``.
@@ -110,7 +110,7 @@ def _indexed(path: str, size: int, changed: int, extensions: Extensions | None, 
         extensions=extensions or (),
         offsets=np.ascontiguousarray(array[..., 0]),
         sizes=np.ascontiguousarray(array[..., 1]),
-        print=print_of(_told_apart(path, listed)),
+        digest=digest_of_bytes(_told_apart(path, listed)),
     )
 
 

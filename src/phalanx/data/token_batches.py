@@ -160,7 +160,7 @@ def lengths_of(given: TokenBatch, size: int) -> np.ndarray:
     return found.astype(np.int64)
 
 
-def lengths_print(job: Job, size: int | None) -> str:
+def lengths_digest(job: Job, size: int | None) -> str:
     """What tells the lengths of a job's samples from others; empty where it has none."""
     if job.batch_tokens is None or size is None:
         return ""

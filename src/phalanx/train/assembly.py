@@ -45,7 +45,7 @@ class Assembly:
         advice: what the plan wastes or leaves unread.
         parameters: elements of the whole model's.
         local_sgd: what brings replicas together that step by themselves; ``None`` where none do.
-        frozen: the print of each parameter that checkpoints leave out; empty where they hold all.
+        frozen: the fingerprint of each parameter that checkpoints leave out; empty where they hold all.
     """
 
     step: Step

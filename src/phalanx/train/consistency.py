@@ -59,12 +59,12 @@ def unlike_data(
             f"remove rank-dependent filtering or sharding from {where}",
         ),
         "order": (
-            f"job.sampler gives another order of the first epoch on each rank (checksums: {by}).",
+            f"job.sampler gives another order of the first epoch on each rank (digests: {by}).",
             f"Every rank must know the whole order; {shared}.",
             "a sampler that draws from its seed and epoch alone: np.random.default_rng([seed, epoch])",
         ),
         "files": (
-            f"{where} reads files that are others on each rank (checksums: {by}).",
+            f"{where} reads files that are others on each rank (digests: {by}).",
             f"Every rank must see the same data; {shared}.",
             "the same files, in the same order, on every host",
         ),

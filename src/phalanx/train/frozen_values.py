@@ -1,7 +1,8 @@
-"""Parameters that are not trained, of a run whose checkpoints hold what is: told from others by a print of each.
+"""Parameters that are not trained, of a run whose checkpoints hold what is: told from others by a fingerprint of each.
 
-A print adds up over the blocks of a tensor, modulo 2^64: it is the same however a plan cuts it. It sums every element's
-bits times a weight of its place in the whole, so that one other value, or two that change places, give another.
+A fingerprint adds up over the blocks of a tensor, modulo 2^64: it is the same however a plan cuts it. It sums every
+element's bits times a weight of its place in the whole, so that one other value, or two that change places, give
+another.
 """
 
 from __future__ import annotations
@@ -38,11 +39,11 @@ def frozen_of(layout: Layout, tensors: Held) -> dict[str, Tensor | PartTensor]:
 
 
 @torch.no_grad()
-def prints_of(held: Held, everyone: Callable[[Any], list[Any]]) -> dict[str, str]:
-    """The print of each tensor that the ranks have together, by name. Collective by ``everyone``."""
+def fingerprints_of(held: Held, everyone: Callable[[Any], list[Any]]) -> dict[str, str]:
+    """The fingerprint of each tensor that the ranks have together, by name. Collective by ``everyone``."""
     here = {
         name: [
-            [list(offsets), list(block.shape), _print_of(block.detach(), offsets, tuple(one.shape))]
+            [list(offsets), list(block.shape), _fingerprint_of(block.detach(), offsets, tuple(one.shape))]
             for offsets, block in blocks_of(one).items()
         ]
         for name, one in held.items()
@@ -113,12 +114,12 @@ def left_out(job: Job | None, path: Path) -> dict[str, Tensor]:
     with torch.random.fork_rng(devices=[]):
         own = build_model(job).state_dict(keep_vars=True)
     there = {name: own[name].detach() for name in names_of(MODEL, saved) if name in own}
-    refuse_other(saved, prints_of(put_in(MODEL, there), lambda here: [here]), path)
+    refuse_other(saved, fingerprints_of(put_in(MODEL, there), lambda here: [here]), path)
     return there
 
 
-def _print_of(block: Tensor, offsets: tuple[int, ...], shape: tuple[int, ...]) -> int:
-    """The part of a tensor's print that a block of it has."""
+def _fingerprint_of(block: Tensor, offsets: tuple[int, ...], shape: tuple[int, ...]) -> int:
+    """The part of a tensor's fingerprint that a block of it has."""
     if not block.numel():
         return 0
     strides = [prod(shape[dim + 1 :]) for dim in range(len(shape))]

@@ -34,7 +34,7 @@ from phalanx.train.memory_use import MeasuredStep
 from phalanx.train.metrics import Metrics
 from phalanx.train.observer import AssemblyScene, Observer
 from phalanx.train.run_recorder import Lap, RunRecorder
-from phalanx.train.state import come_together, frozen_prints, restore, to_save, traffic, training_state
+from phalanx.train.state import come_together, frozen_fingerprints, restore, to_save, traffic, training_state
 from phalanx.train.survivor_save import SurvivorSave
 from phalanx.train.timeline import Listener, only_step
 
@@ -70,7 +70,7 @@ def rank_of_mesh(
                 total = assembly.loader.total_steps
                 assembly.notes.extend(resume_notes(job, run.folder, step=first, total_steps=total))
                 assembly.advice.extend(none_left(first, total))
-            assembly.frozen.update(frozen_prints(assembly) if run.checkpoint == "trainable" else {})
+            assembly.frozen.update(frozen_fingerprints(assembly) if run.checkpoint == "trainable" else {})
             return assembly
 
         path, damaged = None, list[str]()
@@ -231,7 +231,7 @@ class MeshStepper(Stepper):
         except RollBackError as error:
             raise StepsLostError(self._place.rank, str(error)) from None
         if self._assembly.frozen:
-            refuse_moved(self._assembly.frozen, frozen_prints(self._assembly))
+            refuse_moved(self._assembly.frozen, frozen_fingerprints(self._assembly))
         if self._assembly.local_sgd and not self._assembly.local_sgd.across.counts:
             return None  # it equals the replica that is saved
         asked = to_save(folder, self._job, self._assembly, keep=keep, keep_every=keep_every)

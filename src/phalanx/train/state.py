@@ -22,7 +22,7 @@ from phalanx.parallel.grad_reduce import spread
 from phalanx.train.adapters import SECTION as ADAPTERS
 from phalanx.train.adapters import adapters_of
 from phalanx.train.assembly import Assembly
-from phalanx.train.frozen_values import frozen_of, prints_of, refuse_other
+from phalanx.train.frozen_values import fingerprints_of, frozen_of, refuse_other
 from phalanx.train.loss_scaling import LossScale
 
 if TYPE_CHECKING:
@@ -122,7 +122,7 @@ def restore(path: Path, job: Job, assembly: Assembly) -> None:
     refuse_other_job(state["identity"], identity(job, assembly.loader.told), path)
     left_out = state.get(FROZEN) or {}
     if left_out:
-        refuse_other(left_out, assembly.frozen or frozen_prints(assembly), path)
+        refuse_other(left_out, assembly.frozen or frozen_fingerprints(assembly), path)
     scheduler, scheduled = assembly.step.scheduler, state.get(SCHEDULER)
     kept = scheduler.keys() if scheduler and scheduled else ()
     restore_values(path, assembly.layout, assembly.optimizer, kept, left_out)
@@ -169,10 +169,10 @@ def restore_values(
             _reset(group, values)
 
 
-def frozen_prints(assembly: Assembly) -> dict[str, str]:
-    """The print of each parameter that nothing trains. Collective."""
+def frozen_fingerprints(assembly: Assembly) -> dict[str, str]:
+    """The fingerprint of each parameter that nothing trains. Collective."""
     layout = assembly.layout
-    return prints_of(frozen_of(layout, model_tensors(layout)), assembly.from_every_rank)
+    return fingerprints_of(frozen_of(layout, model_tensors(layout)), assembly.from_every_rank)
 
 
 def model_tensors(layout: Layout, left_out: Collection[str] = ()) -> dict[str, torch.Tensor | PartTensor]:
