@@ -8,13 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from small import BATCH, LENGTH, Net, fit, job, table
-from torch.nn.functional import cross_entropy
+from small import BATCH, LENGTH, batches_of, fit, job, plain_losses, table
 
 import phalanx as px
 from phalanx.data import Lane, Loader
 from phalanx.errors import DataError
-from phalanx.train.build_model import build_model
 
 HOW: dict[str, Any] = {"optimizer": lambda params: torch.optim.SGD(params, lr=0.1)}
 STEPS = [slice(start, min(start + BATCH, LENGTH)) for _ in range(2) for start in range(0, LENGTH, BATCH)]
@@ -94,32 +92,18 @@ def by_own_draws() -> Any:
     return torch.utils.data.RandomSampler(range(LENGTH), generator=torch.Generator().manual_seed(3))
 
 
-def plain_losses() -> list[float]:
-    """Plain PyTorch on one device."""
-    net, losses, rows = Net(), list[float](), table().columns
-    net.load_state_dict(build_model(job(**HOW)).state_dict())
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    for step in STEPS:
-        loss = cross_entropy(net(rows["x"][step]), rows["y"][step])
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return losses
-
-
 @pytest.mark.parametrize("data", [Rows, NodeLoader])
 @pytest.mark.parametrize("plan", ["single", "dp=2", "fsdp=2 micro=2"])
 def test_a_run_goes_through_the_rows(plan: str, data: Any, tmp_path: Path) -> None:
     run = fit(plan, tmp_path / "run", **HOW, data=data)
-    assert run.losses == pytest.approx(plain_losses(), abs=2e-6)
+    assert run.losses == pytest.approx(plain_losses(batches_of(table().columns, STEPS), **HOW), abs=2e-6)
 
 
 @pytest.mark.parametrize("data", [Rows, NodeLoader])
 def test_a_resume_in_mid_epoch_under_another_plan(data: Any, tmp_path: Path) -> None:
     fit("dp=2", tmp_path / "run", **HOW, data=data, epochs=None, steps=5)
     run = fit("fsdp=2 micro=2", tmp_path / "run", resume=True, **HOW, data=data)
-    assert run.losses[-3:] == pytest.approx(plain_losses()[-3:], abs=2e-6)
+    assert run.losses[-3:] == pytest.approx(plain_losses(batches_of(table().columns, STEPS), **HOW)[-3:], abs=2e-6)
 
 
 @pytest.mark.parametrize("data", [Rows, NodeLoader])
@@ -131,20 +115,16 @@ def shuffled_losses(sampler: Any, seed: int) -> list[float]:
     """Plain PyTorch on one device, over a loader as torchdata's pages have it."""
     from phalanx.data.sampler import EpochSeeds
 
-    net, losses, loader = Net(), list[float](), NodeLoader(Rows(sampler))
-    net.load_state_dict(build_model(job(**HOW)).state_dict())
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    for epoch in range(3):
-        EpochSeeds.of(seed, epoch).plant(0)
-        rows = list(loader)
-        for start in range(0, LENGTH, BATCH):
-            batch = torch.utils.data.default_collate(rows[start : start + BATCH])
-            loss = cross_entropy(net(batch["x"]), batch["y"])
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            losses.append(loss.item())
-    return losses
+    def batches() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        loader = NodeLoader(Rows(sampler))
+        for epoch in range(3):
+            EpochSeeds.of(seed, epoch).plant(0)
+            rows = list(loader)
+            for start in range(0, LENGTH, BATCH):
+                batch = torch.utils.data.default_collate(rows[start : start + BATCH])
+                yield batch["x"], batch["y"]
+
+    return plain_losses(batches(), **HOW)
 
 
 SHARED: dict[Any, Any] = {}
