@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten_with_path, tree_leaves, tree_map
 
-from phalanx.config.job_loss import IGNORED
+from phalanx.config.losses import IGNORED
 from phalanx.units import show_names
 
 
