@@ -82,7 +82,8 @@ class Cluster:
         """As when it loses its power: everything on it is gone at once, and Slurm finds out."""
         for process in self._processes():
             with suppress(psutil.Error):
-                if process.environ().get("SLURMD_NODENAME") == node or node in process.cmdline():
+                files = [Path(file.path).name for file in process.open_files()]
+                if process.environ().get("SLURMD_NODENAME") == node or f"slurmd-{node}.log" in files:
                     process.kill()
         _run("scontrol", "update", f"nodename={node}", "state=down", "reason=lost")
 
@@ -115,6 +116,7 @@ class Cluster:
         for process in psutil.process_iter():
             with suppress(psutil.Error):
                 own = process.environ().get("SLURM_CONF") == str(self.folder / "slurm.conf")
+                own = own or process.cwd() == str(self.folder)  # slurmstepd writes its title over its environment
                 if own and process.pid != os.getpid() and process.status() != psutil.STATUS_ZOMBIE:
                     found.append(process)
         return found
