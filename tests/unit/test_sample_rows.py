@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from phalanx.train.sample_rows import (
+from phalanx.train.padding_free import (
     counted_tokens,
     joined_along,
     joined_dimensions,

@@ -24,7 +24,7 @@ from phalanx.train.inputs import Inputs
 from phalanx.train.loss import read_loss
 from phalanx.train.named_losses import unlike
 from phalanx.train.own_loss import COUNT
-from phalanx.train.sample_rows import row_lengths, rows_of
+from phalanx.train.padding_free import row_lengths, rows_of
 
 _SAME, _SAME_HALF = 2e-5, 2e-2
 """Relative difference up to which losses of a whole and of its parts are the same: in fp32, and in less."""

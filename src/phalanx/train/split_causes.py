@@ -25,8 +25,8 @@ from phalanx.train.few_samples import PARTS
 from phalanx.train.inputs import Inputs
 from phalanx.train.loss import LossReading, read_loss
 from phalanx.train.loss_parts import COUNTED, Parts, adds_up, close, finite, mean_of, of_weights, without_a_number
+from phalanx.train.padding_free import MIXES_JOINED, counted_tokens, mixes, row_lengths, rows_of, unlike_alone
 from phalanx.train.row_gather import RowGather
-from phalanx.train.sample_rows import MIXES_JOINED, counted_tokens, mixes, row_lengths, rows_of, unlike_alone
 from phalanx.train.whole_batch import OutputPiece, WholeBatch
 from phalanx.units import show_names
 

@@ -26,7 +26,7 @@ from phalanx.train.elementwise import Parameters
 from phalanx.train.few_samples import FEW, HOST, example_from, example_of, whole_loader
 from phalanx.train.inputs import Inputs
 from phalanx.train.loss import read_loss
-from phalanx.train.sample_rows import joined_dimensions
+from phalanx.train.padding_free import joined_dimensions
 from phalanx.train.torch_scheduler import MadeOptimizer
 from phalanx.train.whole_batch import compared
 from phalanx.units import show_names
