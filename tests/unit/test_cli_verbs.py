@@ -19,6 +19,7 @@ from phalanx.cli.options import PlanText
 from phalanx.cli.output import json_option, print_json
 from phalanx.data import Ledger, MicroBatch, StepBatch
 from phalanx.errors import LossError, Problem, SpecError, WorkerError
+from phalanx.launch.targets import TARGETS, target_class
 
 JOB = """
 import phalanx as px, torch
@@ -80,6 +81,8 @@ class TestHelp:
         assert command is not None
         parts = [command, *(command.commands.values() if isinstance(command, click.Group) else ())]
         known = {name for part in parts for parameter in part.params for name in parameter.opts}
+        if verb == "launch":
+            known |= {f"--{name}" for target in TARGETS for name in target_class(target).options}
         for example in re.findall(rf"phalanx {verb} [^\n]*", command.help or ""):
             used = set(re.findall(r"(?<= )--?[a-z][a-z-]*", re.sub(r'"[^"]*"', "", example)))
             assert used <= known

@@ -17,7 +17,13 @@ from phalanx.errors import SpecError
 @click.option("--follow", "-f", "following", is_flag=True, help="Go on as it grows, until the run ends.")
 @json_option
 def command(folder: Path, rank: int | None, following: bool, as_json: bool) -> None:
-    """Print what workers of the run in RUN have printed, which phalanx launch handed over."""
+    """Print what workers of the run in RUN have printed, which phalanx launch handed over.
+
+    \b
+    Examples:
+      phalanx logs runs/digits-1 --rank 3
+      phalanx logs runs/digits-1 --follow
+    """
     from phalanx.launch.targets.target import log_of
     from phalanx.report.run_standing import run_standing
 

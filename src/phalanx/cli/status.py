@@ -22,6 +22,10 @@ def command(folder: Path, as_json: bool) -> None:
     """How the run in the folder RUN stands: what its target says, the last step, the newest checkpoint.
 
     Exit code 0, whatever it is; 2 where RUN is no run.
+
+    \b
+    Examples:
+      phalanx status runs/digits-1
     """
     from phalanx.report.run_standing import run_standing, standing_table
 

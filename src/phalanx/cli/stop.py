@@ -21,7 +21,11 @@ _SOON = 0.2  # seconds between looks whether it has
 def command(folder: Path, wait: float, as_json: bool) -> None:
     """Have the run in RUN save after the step that is under way, and stop; it is not queued again.
 
-    --resume goes on with it. A run that has ended, or never began, is left as it is.
+    phalanx train or launch with --resume goes on with it. A run that has ended, or never began, is left as it is.
+
+    \b
+    Examples:
+      phalanx stop runs/digits-1
     """
     from phalanx.report.run_standing import run_standing, stop_run
 
