@@ -55,15 +55,15 @@ def on_both(servers: SshServers, argv: Sequence[str], outputs: Path) -> float:
             finally:
                 os._exit(1)
         pids.append(pid)
-    codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
-    if any(codes):
-        raise SystemExit("\n".join(path.read_text() for path in sorted(outputs.glob("*.out"))))
+    for pid in pids:  # whatever it gives: an agent that ends after the one that serves the store fails at its own end
+        os.waitpid(pid, 0)
     return began
 
 
 def first_step_of(folder: Path) -> float:
-    """Unix time by the log of a run."""
-    events = (json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines())
+    """Unix time by the log of a run, which has to have come to its end."""
+    events = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
+    assert events[-1]["event"] == "end", events[-1]
     return next(event["time"] for event in events if event["event"] == "step")
 
 
