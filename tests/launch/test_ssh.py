@@ -216,6 +216,7 @@ def test_a_dry_run_shows_the_commands_and_does_nothing(servers: SshServers, tmp_
         (["--to", "ssh"], "--to ssh:hosts.toml"),
         (["--to", "ssh:hosts.toml", "--time", "12h"], "ssh, with --time"),
         (["--to", "ssh:nowhere.toml"], "nowhere.toml"),
+        (["--to", "ssh:hosts.toml", "--python", "/opt/python"], "python = in the hosts file"),
     ],
 )
 def test_what_is_no_target_is_told(tmp_path: Path, words: list[str], said: str) -> None:

@@ -124,3 +124,42 @@ def test_a_dry_run_shows_files_and_commands_and_does_nothing(tmp_path: Path, cap
     assert 'plan = "dp=2"' in shown
     assert "$ nice -n 0 " in shown
     assert not Path("run").exists()
+
+
+def test_devices_are_those_of_the_other_side(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """There is no CUDA here, which says nothing of there; what is there says so itself."""
+    write_job(tmp_path)
+    words = ("launch", "train.py", "--to", "background", "--run", "run", "--plan", "dp=2 device=cuda", "--json")
+    assert command(*words) == 0
+    await_end(json.loads(capfd.readouterr().out)["pid"])
+    assert "CUDA devices here: 0" in (Path("run") / "launch" / "output.log").read_text()
+
+
+def test_a_run_that_goes_on_here_is_no_more_its_targets(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    write_job(tmp_path)
+    assert launch("--json") == 0
+    told = json.loads(capfd.readouterr().out)
+    assert command("train", "train.py", "--run", "run", "--plan", "dp=2", "--resume", "auto", "--quiet") == 2
+    assert "whose run background has already: running" in capfd.readouterr().err
+    await_end(told["pid"])
+    write_job(tmp_path, steps=8)
+    assert command("train", "train.py", "--run", "run", "--resume", "--quiet") == 0
+    assert not (Path("run") / "launch" / "ticket.json").exists()
+    capfd.readouterr()
+    assert command("status", "run", "--json") == 0
+    found = json.loads(capfd.readouterr().out)
+    assert (found["state"], found["to"], found["step"]) == ("ended", "", 7)
+
+
+def test_a_run_of_another_machine_is_not_taken_for_one_that_has_ended(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / "run.toml").touch()
+    owner = {"number": 1, "identity": "a", "host": "n7.invalid", "pid": 4711, "since": 0.0}
+    (folder / "writer.json").write_text(json.dumps(owner))
+    assert command("status", "run") == 0
+    assert "written by process 4711 on n7.invalid" in capfd.readouterr().out
+    assert command("stop", "run") == 3
+    assert "ssh n7.invalid kill -TERM 4711" in capfd.readouterr().err

@@ -44,7 +44,7 @@ class _LaunchCommand(RunCommand):
 @job_argument
 @run_options
 @click.option("--to", required=True, metavar="TARGET", help="ssh:hosts.toml or slurm.")
-@click.option("--python", default=sys.executable, help="The interpreter on the other side [this one's path].")
+@click.option("--python", help="The interpreter on the other side [this one's path].")
 @click.option("--dry-run", is_flag=True, help="Show in full what would be written and run, and do nothing.")
 @click.option("--quiet", is_flag=True, help="Show neither plan nor progress.")
 @json_option
@@ -53,7 +53,7 @@ def command(
     ctx: click.Context,
     job: str,
     to: str,
-    python: str,
+    python: str | None,
     dry_run: bool,
     quiet: bool,
     as_json: bool,
@@ -76,11 +76,14 @@ def command(
 
     target = find_target(to)
     own = settled_options(target, ctx.args)
+    if python and isinstance(target, AttachedTarget):
+        allowed, fix = "python = in the hosts file", f'python = "{python}" in {to.partition(":")[2]}'
+        raise SpecError.of("--python", f"{python}, with {target.name}", allowed, fix)
     if not dry_run and isinstance(target, AttachedTarget):
         _follow(target, Given.of(job, options), to, quiet=quiet, as_json=as_json)
         return
     run, loaded = _settled(job, options)
-    submission = _submission(target, run, loaded, python, own)
+    submission = _submission(target, run, loaded, python or sys.executable, own)
     prepared = target.prepare(submission)
     if dry_run:
         if as_json:
@@ -150,7 +153,11 @@ def _hand_over(target: QueueTarget, submission: Submission, job: Job, to: str, *
     check_folder(submission.run, job=job)
     refuse_plan(job, submission.run)
     ticket = target.submit(target.prepare(submission))
-    write_ticket(submission, to, ticket)
+    try:
+        write_ticket(submission, to, ticket)
+    except BaseException:  # nobody could find it again
+        target.stop(ticket, folder)
+        raise
     shown = _shown(folder)
     if as_json:
         print_json({"folder": str(folder), "to": to, **ticket})
@@ -170,8 +177,8 @@ def refuse_plan(job: Job, run: RunSpec) -> None:
     from phalanx.train.assembly import refuse
     from phalanx.train.lr_schedule import RunStart
 
-    refuse(job, run.plan, run.plan.world_size)
-    look_ahead(job, run.plan, RunStart.of(settled(run)))
+    refuse(job, run.plan.on_any_device, run.plan.world_size)
+    look_ahead(job, run.plan.on_any_device, RunStart.of(settled(run)))
 
 
 def _shown(folder: Path) -> str:

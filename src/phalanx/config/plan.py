@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import math
 import re
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from math import prod
 from typing import Any, Literal
 
@@ -135,6 +135,11 @@ class Plan:
         problems = problems_of(self)
         if problems:
             raise SpecError(problems)
+
+    @property
+    def on_any_device(self) -> Plan:
+        """The plan as a machine looks at it whose devices are not those that it runs on."""
+        return self if self.device == "auto" else replace(self, device="auto")
 
     @property
     def world_size(self) -> int:

@@ -37,6 +37,7 @@ from phalanx.errors import (
 from phalanx.events import EventLog
 from phalanx.files import token_of
 from phalanx.launch.runfile import absolute
+from phalanx.train.findings import Findings
 from phalanx.train.user_traceback import format_for_user
 
 _WRITTEN = (SpecError, RefusedError, ProfileError)
@@ -295,15 +296,23 @@ class WorkerReports:
                 self._progress[rank] = os.open(self._progress_file(rank), flags, 0o600)
             os.pwrite(self._progress[rank], _PROGRESS.pack(os.getpid(), _NO_STEP if step is None else step), 0)
 
-    def write_run(self, run: RunSpec) -> Path:
+    def write_run(self, run: RunSpec, findings: Findings | None = None) -> Path:
         """In the launcher: the run file that workers are started with, and the token by which they write its folder.
 
-        The run folder's own ``run.toml`` is written once the run has begun.
+        The run folder's own ``run.toml`` is written once the run has begun. ``findings``: of the launcher's look at the
+        job, for which workers need none of their own.
         """
         runfile, token = self.folder / "run.toml", token_of(run.folder)
         runfile.write_text(absolute(run).to_toml(), encoding="utf-8")
         (self.folder / "token").write_text(token.identity if token else "", encoding="utf-8")
+        if findings and findings.looked:
+            (self.folder / "findings.json").write_text(json.dumps(findings.to_dict()), encoding="utf-8")
         return runfile
+
+    def findings(self) -> Findings | None:
+        """In a worker: what its launcher has found of the job; ``None`` where it has not looked."""
+        file = self.folder / "findings.json"
+        return Findings.from_dict(json.loads(file.read_text(encoding="utf-8"))) if file.exists() else None
 
     def token(self) -> str:
         """In a worker: the identity of the token of its launcher; empty where that has none."""

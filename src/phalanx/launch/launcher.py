@@ -21,6 +21,7 @@ from phalanx.errors import Problem, SpecError
 from phalanx.launch.failure import Failure
 from phalanx.launch.hang_watch import WatchedRank
 from phalanx.launch.jobfile import load_job
+from phalanx.train.findings import Findings
 from phalanx.train.launcher_link import Unsaved
 
 # A text each, so that what one launcher needs is imported only where that one is asked for.
@@ -67,6 +68,7 @@ class Launch:
         function: what each runs, for a launcher that forks them. Its result must be JSON.
         run: the same as a run file has it, for a launcher whose workers read one (``WorkerReports.write_run``).
             ``None`` where the function is no run.
+        findings: of the look at the job, for workers that are not forked from this process.
         loadable: whether a process that is not forked from this one finds the job by ``run.job``.
         threads: that each worker computes with; its share of its machine's cores where not given.
         hosts: where workers are put; all on this machine's own network where not given.
@@ -79,6 +81,7 @@ class Launch:
     world_size: int
     function: WorkerFunction
     run: RunSpec | None = None
+    findings: Findings | None = None
     loadable: bool = False
     threads: int | None = None
     hosts: WorkerHosts | None = None

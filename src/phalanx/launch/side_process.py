@@ -182,8 +182,7 @@ def _findings(answer: dict[str, Any]) -> Findings:
         error = next(kind for kind in _REFUSED_IN_FIRST_STEP if kind.__name__ == answer["kind"])(answer["message"])
         error.exit_code = RefusedError.exit_code  # nothing has run
         raise error
-    known = {name: answer.get(name) for name in ("facts", "placement")}
-    return Findings(causes=tuple(answer.get("causes", ())), looked=bool(answer.get("looked")), **known)
+    return Findings.from_dict(answer)
 
 
 def _look(looking: Callable[[], Findings], afterwards: Afterwards | None, send: Send) -> None:

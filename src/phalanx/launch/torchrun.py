@@ -86,7 +86,7 @@ class TorchrunWorkers(Workers):
         self._reports = WorkerReports(Path(self._folder.name))
         self._probes: dict[int, ProbeFiles] = {}
         self._opened = ExitStack()
-        runfile = self._reports.write_run(run)
+        runfile = self._reports.write_run(run, launch.findings)
         threads = str(launch.threads or os.environ.get("OMP_NUM_THREADS") or threads_each(launch.world_size))
         worker = ["-m", "phalanx", "worker", str(runfile), "--reports", self._folder.name]
 

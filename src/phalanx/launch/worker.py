@@ -119,6 +119,10 @@ class WorkerStatus:
         finally:
             self._probe.end()
 
+    def findings(self) -> Findings | None:
+        """What the launcher that started it has found of the job; ``None`` where none did, or has looked."""
+        return self._reports.findings() if self._reports else None
+
     def report_stopped(self, number: int) -> None:
         """Take in that the run has stopped, with a checkpoint, for the signal of that number; 0: it is done."""
         self.stopped = number
@@ -170,10 +174,11 @@ def _train(job: Job, run: RunSpec, status: WorkerStatus, runfile: Path | None, v
     leave_compiler_out()
     _refuse_to_begin_anew(run)
     with within_folder(job, run, status, runfile, viewers) as run:
-        place, found = status.place, Findings()
+        place, known = status.place, status.findings()
         if run.plan.server:
             place = replace(place, secret=share_secret(place, run.folder))
-        if place.rank == 0:  # it writes the log; what is refused all ranks refuse together, as they build
+        found = known or Findings()
+        if place.rank == 0 and not known:  # it writes the log; what is refused all ranks refuse together, as they build
             with suppress(PhalanxError):
                 found = look_ahead(job, run.plan, RunStart.of(run))
         alone = run.grace if status.alone else None

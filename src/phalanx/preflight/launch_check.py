@@ -169,11 +169,12 @@ def refusals(job: Job, plan: Plan, question: LaunchQuestion, *, looks: bool) -> 
     """
     problems: list[Problem] = []
     try:
-        refuse(job, plan, plan.world_size)
+        looked_at = plan if question.target is None else plan.on_any_device
+        refuse(job, looked_at, plan.world_size)
         if looks:
-            look_ahead(job, plan)
+            look_ahead(job, looked_at)
     except SpecError as error:
-        problems += [one for one in error.problems if question.target is None or one.where != "plan.device"]
+        problems += error.problems
     except RunError as error:
         fix = "phalanx train JOB -n 1 --steps 1 says more"
         return [HostFinding(kind="job", hosts=(), what=str(error).splitlines()[0], fix=fix)]

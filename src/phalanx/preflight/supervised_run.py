@@ -28,6 +28,7 @@ from phalanx.launch import (
 )
 from phalanx.launch.hosts import Hosts
 from phalanx.launch.launcher import StepReport, WorkerFunction
+from phalanx.launch.targets.target import forget_handed_over, refuse_handed_over
 from phalanx.preflight.run_forecast import RunForecaster, forecast_after_look, too_little
 from phalanx.train import loop
 from phalanx.train.assembly import refuse
@@ -72,12 +73,13 @@ class RunStarter:
         finally:
             self.launcher.release()
 
-    def launch(self, run: RunSpec, work: WorkerFunction) -> Launch:
-        """What is to be started for ``run``, each of whose workers does ``work``."""
+    def launch(self, run: RunSpec, work: WorkerFunction, found: Findings | None = None) -> Launch:
+        """What is to be started for ``run``, each of whose workers does ``work``; ``found``: of a look at the job."""
         return Launch(
             world_size=run.plan.processes,
             function=work,
             run=run,
+            findings=found,
             loadable=self.loadable,
             threads=None if self.cores is None else self.cores * run.plan.threads,
             hosts=self.hosts,
@@ -103,6 +105,7 @@ def train_here(
         KeyboardInterrupt: after Ctrl-C.
         SystemExit: after SIGTERM and SIGUSR1.
     """
+    refuse_handed_over(spec.folder)
     with _called_back(job, spec.folder, watch) as look:
         try:
             _train(job, spec, how, look, begun or _nothing)
@@ -135,9 +138,10 @@ def _train(
             begun = begun.resized_to(size.plan) if size else begun
             found = found if begun.plan == before else _looked_at(job, begun)
             how.launcher.prepare(how.launch(begun, work))
-        return how.launch(begun, work)
+        return how.launch(begun, work, found)
 
-    refuse(job, spec.plan, spec.plan.world_size)
+    looked_at = spec.plan if how.launcher.here else spec.plan.on_any_device
+    refuse(job, looked_at, spec.plan.world_size)
     located = replace(spec, job=str(Reference.parse(spec.job)))
     begun = settled(located)
     with (
@@ -148,6 +152,7 @@ def _train(
         found = look.findings()
         with RunForecaster(spec, look.side, watch) as forecaster:
             begun = entered.prepare()
+            forget_handed_over(folder)
             tell_begun()
             with _recorded(folder):
                 supervise(how.launcher.start, wanted, forecaster, grace=spec.grace, restarts=restarts)

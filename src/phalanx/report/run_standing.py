@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from phalanx.errors import PhalanxError, RunError, SpecError
-from phalanx.files import is_written, writer_of
+from phalanx.files import Writer, is_written, writer_of
 from phalanx.report.summary import run_log
 
 if TYPE_CHECKING:
@@ -117,13 +117,16 @@ def stop_run(folder: Path) -> bool:
             target.stop(ticket, folder)
             return True
     writer = writer_of(folder)
-    if writer is None or not is_written(folder):
+    if writer is None:
         return False
-    if writer.host != socket.gethostname():
+    if writer.host != socket.gethostname():  # whose locks are not seen here
+        if _last_word(_events(folder)):
+            return False
         raise RunError(
-            f"{folder} is written by process {writer.pid} on {writer.host}, which is not this machine\n"
-            f"    try: ssh {writer.host} kill -TERM {writer.pid}"
+            f"{folder} is written by {_elsewhere(writer)}\n    try: ssh {writer.host} kill -TERM {writer.pid}"
         )
+    if not is_written(folder):
+        return False
     try:
         os.kill(writer.pid, signal.SIGTERM)
     except ProcessLookupError:
@@ -150,9 +153,21 @@ def _by_log(folder: Path, events: list[dict[str, Any]]) -> tuple[str, str, str]:
     """State and detail as the run's own log and lock tell them."""
     if is_written(folder):
         return "running", "", ""
-    last = next((event for event in reversed(events) if event["event"] in ("end", "error", "stopped")), None)
+    last = _last_word(events)
     if last is None:
+        writer = writer_of(folder)
+        if writer and writer.host != socket.gethostname():
+            return "unknown", f"written by {_elsewhere(writer)}", ""
         return "unknown", "its log has no end" if events else "it has not begun", ""
     if last["event"] == "error":
         return "failed", str(last.get("message", "")), ""
     return ("ended" if last["event"] == "end" else "stopped"), "", ""
+
+
+def _last_word(events: list[dict[str, Any]]) -> dict[str, Any] | None:
+    """The event that says how the run ended; ``None`` where none does."""
+    return next((event for event in reversed(events) if event["event"] in ("end", "error", "stopped")), None)
+
+
+def _elsewhere(writer: Writer) -> str:
+    return f"process {writer.pid} on {writer.host}, which is not this machine"

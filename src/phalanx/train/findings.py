@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -37,6 +38,12 @@ class Findings:
     def to_dict(self) -> dict[str, Any]:
         """What other processes are told, as JSON."""
         return {"causes": self.causes, "facts": self.facts, "placement": self.placement, "looked": self.looked}
+
+    @classmethod
+    def from_dict(cls, told: Mapping[str, Any]) -> Findings:
+        """What ``to_dict`` told, in another process."""
+        known = {name: told.get(name) for name in ("facts", "placement")}
+        return cls(causes=tuple(told.get("causes", ())), looked=bool(told.get("looked")), **known)
 
 
 def known_facts(findings: Findings | None, module: nn.Module, plan: Plan) -> Facts | None:

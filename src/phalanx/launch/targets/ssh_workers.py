@@ -93,7 +93,8 @@ class SshWorkers(Workers):
             raise
 
     def _start(self, file: HostsFile, launch: Launch, run: RunSpec) -> None:
-        files = {path.name: path.read_text() for path in (self._reports.write_run(run), self._folder / "token")}
+        self._reports.write_run(run, launch.findings)
+        files = {path.name: path.read_text(encoding="utf-8") for path in self._folder.iterdir()}
         meeting = file.hosts[0].address
         port = self._free_port(meeting)
         for host in self._hosts:

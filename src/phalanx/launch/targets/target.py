@@ -268,6 +268,11 @@ def refuse_handed_over(folder: Path) -> None:
             raise SpecError.of("run.folder", given, "one launch of a folder at a time", f"phalanx stop {folder}")
 
 
+def forget_handed_over(folder: Path) -> None:
+    """The run in ``folder`` is no more its target's, which had ended it: whoever calls this goes on with it."""
+    (folder / FOLDER / _TICKET).unlink(missing_ok=True)
+
+
 def attached_log(folder: Path, rank: int | None) -> Path:
     """The file in the run folder with what ``rank`` has printed, or all, under a launcher that has followed the run."""
     return folder / FOLDER / ("output.log" if rank is None else f"rank-{rank}.log")
