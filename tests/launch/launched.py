@@ -168,7 +168,8 @@ def working_in(folder: Path) -> list[str]:
             cwd = os.readlink(entry / "cwd")
         except OSError:
             continue
-        if ("phalanx worker" in words or "phalanx-host" in words) and cwd.startswith(str(folder)):
+        worker, agent = "phalanx worker" in words, "phalanx-host" in words and "ssh -T" not in words
+        if (worker and cwd.startswith(str(folder))) or (agent and words.rstrip().endswith(str(folder))):
             found.append(f"{entry.name}: {words[:100]}")
     return found
 

@@ -168,6 +168,12 @@ def test_an_interpreter_that_is_not_there_is_told(servers: SshServers, tmp_path:
         fit(tmp_path, file, "dp=2")
 
 
+def test_a_folder_that_is_not_there_is_told(servers: SshServers, tmp_path: Path) -> None:
+    file = servers.write_hosts((1, 1), folder='"/nowhere/there"')
+    with pytest.raises(RunError, match=r"host n[01].*No such file or directory: /nowhere/there"):
+        fit(tmp_path, file, "dp=2")
+
+
 def test_a_plan_for_other_devices_is_refused_before_anybody_is_asked(tmp_path: Path) -> None:
     file = tmp_path / "hosts.toml"
     file.write_text('[[host]]\nname = "a.invalid"\ndevices = 4\n')

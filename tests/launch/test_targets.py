@@ -84,6 +84,18 @@ def test_a_run_is_handed_over_found_by_its_folder_stopped_and_goes_on(
     assert px.load("run").losses == pytest.approx(by_hand(30), rel=1e-4)
 
 
+def test_a_folder_that_was_used_needs_resume_and_resume_needs_one(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    write_job(tmp_path)
+    assert launch("--resume") == 2
+    assert "does not exist" in capfd.readouterr().err
+    assert command("train", "train.py", "--run", "run", "--plan", "dp=2", "--quiet") == 0
+    assert launch() == 2
+    assert "which holds a run of" in capfd.readouterr().err
+    assert not (Path("run") / "launch").exists()
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [

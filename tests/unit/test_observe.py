@@ -50,6 +50,7 @@ def start(**changes: Any) -> Event:
         "repeats": False,
         "stretches": [],
         "batch_tokens": None,
+        "whole_epochs": True,
         "workers": 0,
         "total_steps": 8,
         "first_step": 0,

@@ -157,11 +157,15 @@ def test_what_ends_steps_before_their_tokens_is_told() -> None:
     )
 
 
+LAST = TokenBatchSampler(job(), 10).steps_of(2) - 1
+
+
 @pytest.mark.parametrize(
     ("words", "change"),
     [
         ("", lambda step, ids: ids),
         ("never seen", lambda step, ids: ids[1:] if step == 1 else ids),
+        ("never seen", lambda step, ids: ids[1:] if step == LAST else ids),
         ("seen more than once", lambda step, ids: [*ids, *ids[:1]] if step == 1 else ids),
         ("step 2 is missing", lambda step, ids: [] if step == 2 else ids),
         ("beyond the 10 samples", lambda step, ids: [one + 10 for one in ids] if step == 1 else ids),
@@ -174,6 +178,7 @@ def test_a_ledger_with_a_fault(words: str, change: Callable[[int, Any], Any], tm
         for batch in loader:
             if ids := tuple(change(batch.step, batch.parts[0][0].ids)):
                 ledger.record(replace(batch, parts=((replace(batch.parts[0][0], ids=ids, samples=len(ids)),),)))
-    start = {"batch": 8, "batch_tokens": 12, "drop_last": False, **data_facts(loader)}
+    length = {"whole_epochs": True, "total_steps": loader.total_steps}
+    start = {"batch": 8, "batch_tokens": 12, "drop_last": False, **length, **data_facts(loader)}
     found = audit_run(tmp_path, start)
     assert any(words in one for one in found) if words else found == []

@@ -93,7 +93,7 @@ def command(
             click.echo(prepared.shown())
         return
     assert isinstance(target, QueueTarget)
-    _hand_over(target, submission, loaded, to, as_json=as_json)
+    _hand_over(target, run, submission, loaded, to, as_json=as_json)
 
 
 def _follow(target: AttachedTarget, given: Given, to: str, *, quiet: bool, as_json: bool) -> None:
@@ -144,13 +144,14 @@ def _submission(target: Target, run: RunSpec, job: Job, python: str, own: dict[s
     return Submission(run=again, name=job.name, python=python, options=own)
 
 
-def _hand_over(target: QueueTarget, submission: Submission, job: Job, to: str, *, as_json: bool) -> None:
-    from phalanx.launch.runfile import check_folder
+def _hand_over(target: QueueTarget, run: RunSpec, submission: Submission, job: Job, to: str, *, as_json: bool) -> None:
+    """Refuse what ``run``, as it was asked for, cannot begin with; hand it over, and say where it is."""
+    from phalanx.launch.runfile import absolute, check_folder
     from phalanx.launch.targets.target import refuse_handed_over, write_ticket
 
     folder = submission.run.folder
     refuse_handed_over(folder)
-    check_folder(submission.run, job=job)
+    check_folder(absolute(run), job=job)
     refuse_plan(job, submission.run)
     ticket = target.submit(target.prepare(submission))
     try:

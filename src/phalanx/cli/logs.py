@@ -27,8 +27,10 @@ def command(folder: Path, rank: int | None, following: bool, as_json: bool) -> N
     from phalanx.launch.targets.target import log_of
     from phalanx.report.run_standing import run_standing
 
+    if following and as_json:
+        raise SpecError.of("--follow", "with --json", "one of the two", f"phalanx logs {folder} --follow")
     path = log_of(folder, rank)
-    if following and not as_json:
+    if following:
         follow(path, lambda: run_standing(folder).goes_on)
         return
     if not path.exists():

@@ -54,6 +54,7 @@ def follow(path: Path, goes_on: Any) -> None:
             quiet = time.monotonic()
         elif time.monotonic() - quiet > 10 * _SOON:
             if not goes_on():
+                click.echo(more_of(path, at)[0], nl=False)
                 return
             quiet = time.monotonic()
         time.sleep(_SOON)

@@ -125,6 +125,7 @@ def _audit_tokens(folder: Path, start: Mapping[str, Any]) -> list[str]:
     if not steps:
         return [f"the ledger {folder} is empty: no step was recorded"]
     found, last = list(_missing(list(steps))), 0
+    whole = bool(start.get("whole_epochs")) and max(steps) + 1 == start["total_steps"]
     for step, those in steps.items():
         count = sum(len(record.ids) for record in those)
         if not 1 <= count <= start["batch"]:
@@ -136,7 +137,7 @@ def _audit_tokens(folder: Path, start: Mapping[str, Any]) -> list[str]:
         those = [record for step in group for record in step]
         found += _unknown(epoch, those, start["samples"])
         found += [] if start.get("repeats") else _twice(epoch, those)
-        if epoch < last and not start.get("repeats"):
+        if (epoch < last or whole) and not start.get("repeats"):
             found += _unseen(epoch, those, start["samples"], start["epoch_samples"])
     return found
 

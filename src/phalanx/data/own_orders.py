@@ -74,7 +74,7 @@ class EpochOrders:
         if self.sampler.size not in (None, self.size):
             given, allowed = f"a sampler for {self.sampler.size} samples", f"one for the {self.size} of the data"
             raise self._problem(given, allowed, "one weight or length for each sample")
-        order = self._wholenumbers_of_samples(epoch)
+        order = self._numbers_of_samples(epoch)
         where = f"in epoch {epoch}"
         if not len(order):
             raise self._problem(f"no index {where}", "1 or more", "range(len(dataset))")
@@ -90,7 +90,7 @@ class EpochOrders:
             raise self._problem(given, "each index once, unless repeats=True", "px.Sampler(function, repeats=True)")
         return order
 
-    def _wholenumbers_of_samples(self, epoch: int) -> np.ndarray:
+    def _numbers_of_samples(self, epoch: int) -> np.ndarray:
         with _seeded(self.seed, epoch):
             try:
                 given = self.sampler.indices(self.seed, epoch, self.batch)

@@ -30,6 +30,7 @@ SCHEMA: dict[str, dict[str, tuple[type | tuple[type, ...], str]]] = {
             _INT_OR_NULL,
             "tokens that the samples of a step come to, `batch` being the most that it takes; null without; since 1.9",
         ),
+        "whole_epochs": (bool, "whether the run's length is given in epochs, the last of which is whole; since 1.9"),
         "samples": (_INT_OR_NULL, "samples in the data; null for a stream; since 1.1"),
         "drop_last": (bool, "whether the last, partial batch of an epoch is dropped; since 1.1"),
         "epoch_samples": (
@@ -301,7 +302,10 @@ _ITEMS: dict[tuple[str, str], tuple[type, ...]] = {
 """What lists and dictionaries hold."""
 
 _LATER = {
-    "start": ("exact", "samples", "drop_last", "epoch_samples", "repeats", "stretches", "batch_tokens", "workers"),
+    "start": (
+        *("exact", "samples", "drop_last", "epoch_samples", "repeats", "stretches", "batch_tokens", "whole_epochs"),
+        "workers",
+    ),
     "step": ("waited", "losses"),
     "checkpoint": ("standstill",),
     "memory": ("parameters", "gradients", "optimizer", "buffers", "activations"),

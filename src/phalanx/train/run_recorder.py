@@ -101,6 +101,7 @@ class RunRecorder:
             exact=plan.exactness,
             batch=job.batch,
             batch_tokens=None if job.batch_tokens is None else job.batch_tokens.tokens,
+            whole_epochs=job.steps is None,
             drop_last=job.drop_last,
             total_steps=self._total,
             workers=job.workers,

@@ -11,7 +11,7 @@ standard input, and ends with all its workers when that is closed, or silent for
     {"do": "still"}                 the launcher is still there
 
 It answers with lines of JSON on standard output: ``hello``, ``port``, ``output`` of a worker, a ``file`` that a worker
-left for its launcher, ``ended`` with a worker's exit code, ``over`` once there is none left.
+left for its launcher, ``ended`` with a worker's exit code, ``over`` once there is none left, ``refused`` with why.
 """
 
 from __future__ import annotations
@@ -51,6 +51,7 @@ class Agent:
 
     def run(self) -> None:
         """Serve the launcher until it is gone."""
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # of a host that shuts down
         threading.Thread(target=self._listen, daemon=True).start()
         self.say(hello=socket.gethostname(), pid=os.getpid(), python=sys.version.split()[0])
         heard = time.monotonic()
@@ -61,7 +62,10 @@ class Agent:
                     if asked is None:
                         break
                     heard = time.monotonic()
-                    self.answer(asked)
+                    try:
+                        self.answer(asked)
+                    except OSError as error:
+                        self.say(refused=f"{error.strerror or error}: {error.filename or asked['do']}")
                 self.look()
         finally:
             self.end()

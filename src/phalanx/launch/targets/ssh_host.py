@@ -44,7 +44,7 @@ class Told:
 
 def ssh_words(file: HostsFile, host: HostEntry) -> tuple[str, ...]:
     """The command that reaches ``host`` and starts the agent there."""
-    return (*ssh_command(file, host), shlex.join([file.python, "-u", "-c", _BOOT]))
+    return (*ssh_command(file, host), shlex.join([file.python, "-u", "-c", _BOOT, file.folder]))
 
 
 def ssh_command(file: HostsFile, host: HostEntry) -> tuple[str, ...]:
@@ -197,7 +197,9 @@ class SshHosts:
                 break
             if not told.message:
                 failed[told.host] = _why(self._each[told.host].last_words)
-            if not told.message or "hello" in told.message:
+            if "refused" in told.message:
+                failed[told.host] = told.message["refused"]
+            if not told.message or told.message.keys() & {"hello", "refused"}:
                 waiting.discard(told.host)
         self._reached = not failed
         if failed:
@@ -217,7 +219,7 @@ def _unreachable(failed: dict[str, str]) -> str:
     elif "ermission denied" in said:
         fix = f"ssh-copy-id {first}: nobody is asked for a password here"
     elif "not found" in said or "No such file" in said:
-        fix = 'python = "/path/to/python" in the hosts file: the interpreter on the hosts'
+        fix = 'python = "/path/to/python" and folder = "/path" in the hosts file: those on the hosts'
     else:
         fix = f"ssh {first} true"
     return "\n".join([*lines, f"    try: {fix}"])

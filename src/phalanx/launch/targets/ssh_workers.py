@@ -123,8 +123,8 @@ class SshWorkers(Workers):
             if "port" in told.message:
                 return told.message["port"]
             self._take(told)
-            if self._lost:
-                break
+            if self._failures:
+                raise RunError(self._failures[0].message)
         name = self._hosts[0].entry.name
         raise RunError(
             f"host {name} does not listen at {address}, where workers are to meet\n"
@@ -193,11 +193,15 @@ class SshWorkers(Workers):
                 self._take(self._hosts.told.get(timeout=max(0.0, until - time.monotonic())))
             except queue.Empty:
                 return
+            if time.monotonic() >= until:  # there may always be more
+                return
 
     def _take(self, told: Told) -> None:
         message = told.message
         if not message:
             self._lose(told.host)
+        elif "refused" in message:
+            self._lose(told.host, message["refused"])
         elif "output" in message:
             self._print(message["output"], message["stream"], base64.b64decode(message["data"]))
         elif "file" in message:
@@ -218,21 +222,22 @@ class SshWorkers(Workers):
                 with path.open("ab") as file:
                     file.write(data)
 
-    def _lose(self, number: int) -> None:
-        """The connection to a host is over."""
+    def _lose(self, number: int, refused: str = "") -> None:
+        """The connection to a host is over, or its agent has ``refused`` to do what it was asked."""
         ranks = [rank for rank, (host, _) in enumerate(self._host_of) if host == number and rank in self._running]
         self._running -= set(ranks)
         if number in self._lost or self._ending or not ranks:
             return
-        host = self._hosts[number]
-        self._lost[number] = said = host.last_words.splitlines()[-1] if host.last_words else "without a word"
-        name, rank = host.entry.name, ranks[0]
+        host, rank = self._hosts[number], ranks[0]
+        name, said = host.entry.name, host.last_words.splitlines()[-1] if host.last_words else "without a word"
+        why = f"the connection to host {name}, of ranks {ranks[0]} to {ranks[-1]}, ended: {said}"
+        self._lost[number] = why = f"host {name}: {refused}" if refused else why
         self._failures.append(
             Failure(
                 rank=rank,
                 step=self._reports.step(rank),
                 kind="host lost",
-                message=f"the connection to host {name}, of ranks {ranks[0]} to {ranks[-1]}, ended: {said}",
+                message=why,
                 traceback="",
                 time=time.monotonic(),
                 expected=True,
