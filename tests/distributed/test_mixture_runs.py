@@ -47,7 +47,7 @@ def test_a_resume_in_mid_epoch_under_another_plan(tmp_path: Path) -> None:
     assert run.losses[-5:] == pytest.approx(plain_losses(batches_of(COLUMNS, STEPS), **HOW)[-5:], abs=2e-6)
     assert samples_seen(tmp_path / "run").once
     other = px.Mixture(SOURCES, {"many": 0.5, "few": 0.5}, samples=40)
-    with pytest.raises(px.PhalanxError, match="sampler"):
+    with pytest.raises(px.PhalanxError, match="their order"):
         fit("single", tmp_path / "run", resume=True, **{**HOW, "data": lambda: other, "sampler": other.sampler})
 
 

@@ -165,7 +165,7 @@ LAST = TokenBatchSampler(job(), 10).steps_of(2) - 1
     [
         ("", lambda step, ids: ids),
         ("never seen", lambda step, ids: ids[1:] if step == 1 else ids),
-        ("never seen", lambda step, ids: ids[1:] if step == LAST else ids),
+        ("never seen", lambda step, ids: ids[1:] if step == LAST - 1 else ids),
         ("seen more than once", lambda step, ids: [*ids, *ids[:1]] if step == 1 else ids),
         ("step 2 is missing", lambda step, ids: [] if step == 2 else ids),
         ("beyond the 10 samples", lambda step, ids: [one + 10 for one in ids] if step == 1 else ids),

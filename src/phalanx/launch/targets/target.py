@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import os
 import shlex
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -258,7 +259,7 @@ def refuse_handed_over(folder: Path) -> None:
     Raises:
         SpecError: it does, with what its target says.
     """
-    if not (folder / FOLDER / _TICKET).exists():
+    if not os.path.exists(folder / FOLDER / _TICKET):
         return
     target, ticket = ticket_of(folder)
     if isinstance(target, QueueTarget):
@@ -284,7 +285,7 @@ def log_of(folder: Path, rank: int | None) -> Path:
     Raises:
         SpecError: its target does not keep ranks apart.
     """
-    if (folder / FOLDER / _TICKET).exists():
+    if os.path.exists(folder / FOLDER / _TICKET):
         target, ticket = ticket_of(folder)
         if isinstance(target, QueueTarget):
             return target.log(ticket, folder, rank)
