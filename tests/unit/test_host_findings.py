@@ -135,6 +135,17 @@ def test_a_torch_without_cuda_is_named() -> None:
     assert "torch sees none of 8 devices" in next(one.what for one in said if one.kind == "devices")
 
 
+def test_a_host_without_torch_is_named_beside_two_with_gpus() -> None:
+    def without_torch(host: dict[str, Any]) -> None:
+        host["versions"]["torch"] = ""
+        for name in ("cuda", "nccl", "devices"):
+            del host[name]
+
+    said = findings(surveyed(without_torch), Needs(plan=Plan.parse("fsdp=16"), memory=60.0 * GIB))
+    assert [(one.kind, one.hosts) for one in said if one.fails] == [("packages", ("n2",))]
+    assert "torch is not installed" in said[0].what
+
+
 @pytest.mark.parametrize("text", ["fsdp=25", "dp=32 device=cuda"])
 def test_more_processes_than_devices(text: str) -> None:
     (finding,) = findings(surveyed(lambda host: None), Needs(plan=Plan.parse(text)))

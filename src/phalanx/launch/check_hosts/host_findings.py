@@ -256,7 +256,7 @@ def _memory(there: Sequence[HostAnswer], needs: Needs) -> Iterator[HostFinding]:
     smaller = "phalanx plan JOB shows plans that need less"
     for one in there:
         if on_gpus:
-            for device in one.told["devices"][: counts[one.name] * plan.threads]:
+            for device in one.told.get("devices", ())[: counts[one.name] * plan.threads]:
                 if not device["error"] and device["free"] < needs.memory:
                     free, needed = show_bytes(device["free"]), show_bytes(needs.memory)
                     what = f"device {device['index']} has {free} free; a worker needs {needed}"
