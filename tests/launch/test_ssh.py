@@ -194,6 +194,8 @@ def test_a_plan_for_other_devices_is_refused_before_anybody_is_asked(tmp_path: P
         ('[[host]]\nname = "a"\n[[host]]\nname = "a"\n', ["a: named twice"]),
         ('[[host]]\nname = "a"\ncores = 2\n', ["cores = ..."]),
         ('python = 3\nssh = "-v"\nhot = 1\n[[host]]\nname = "a"\n', ["hot = ...", "3", "'-v'"]),
+        ('[[host]]\nname = "a"\n[environment]\nA_1 = "1"\n"-S x" = "1"\n1A = "1"\n', ["'-S x'", "'1A'"]),
+        ('ssh = 3\nenvironment = 4\n[[host]]\nname = "a"\n', ["3", "4"]),
     ],
 )
 def test_everything_that_is_wrong_in_a_hosts_file_is_told(tmp_path: Path, text: str, given: list[str]) -> None:

@@ -23,6 +23,7 @@ address = "10.0.0.1"    # for what workers send each other; name, where it is no
 
 _FIX = "a file such as\n" + "".join(f"        {line}\n" for line in EXAMPLE.splitlines())
 _NAME = re.compile(r"[\w.:@%+-]+")  # a host, with its user perhaps; no option of ssh, and nothing for a shell
+_VARIABLE = re.compile(r"[A-Za-z_]\w*", re.ASCII)
 _TOP = {"folder", "python", "ssh", "environment", "host"}
 _OF_HOST = {"name", "devices", "address"}
 
@@ -88,10 +89,14 @@ class HostsFile:
         kinds: dict[str, Any] = {"folder": str, "python": str, "ssh": list, "environment": dict}
         for name, kind in kinds.items():
             value = table.get(name)
-            inside = [] if kind is str or value is None else list(value.values() if kind is dict else value)
+            inside = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
             if value is not None and not (isinstance(value, kind) and all(isinstance(one, str) for one in inside)):
                 allowed = {str: "a text", list: "a list of texts", dict: "a table of texts"}[kind]
                 problems.append(_wrong(f"{path}, {name}", repr(value), allowed))
+            elif kind is dict:
+                wrong_names = [one for one in value or () if not _VARIABLE.fullmatch(one)]
+                allowed = "names of letters, digits and _"
+                problems += [_wrong(f"{path}, {name}", repr(one), allowed) for one in wrong_names]
         if problems:
             raise SpecError(problems)
         own = {name: table[name] for name in ("folder", "python", "environment") if name in table}

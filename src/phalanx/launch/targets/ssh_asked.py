@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 from collections.abc import Sequence
 from typing import final
@@ -9,6 +10,14 @@ from typing import final
 from phalanx.launch.check_hosts import TargetHost, run_here
 from phalanx.launch.targets.hosts_file import HostEntry, HostsFile
 from phalanx.launch.targets.ssh_host import ssh_command
+
+# The variables come first on stdin, since every user of a host sees its command lines; what runs has the rest of it.
+_BOOT = """
+import json, os, sys
+with open(0, "rb", 0, closefd=False) as stdin:
+    os.environ.update(json.loads(stdin.readline()))
+os.execvp(sys.argv[1], sys.argv[1:])
+"""
 
 
 @final
@@ -21,6 +30,6 @@ class SshAskedHost(TargetHost):
         self._file, self._entry = file, entry
 
     def run(self, arguments: Sequence[str], text: str, patience: float) -> str:
-        variables = [f"{name}={value}" for name, value in self._file.environment.items()]
-        words = ["env", *variables, self._file.python, *arguments]
-        return run_here([*ssh_command(self._file, self._entry), shlex.join(words)], text, patience)
+        words = shlex.join([self._file.python, "-c", _BOOT, self._file.python, *arguments])
+        variables = json.dumps({**self._file.environment})
+        return run_here([*ssh_command(self._file, self._entry), words], f"{variables}\n{text}", patience)
