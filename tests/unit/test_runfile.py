@@ -123,3 +123,11 @@ def test_default_folder_is_the_first_free(tmp_path: Path) -> None:
     (tmp_path / "digits-3").mkdir()
     assert default_folder("digits", tmp_path) == tmp_path / "digits-2"
     assert default_folder("my job/1", tmp_path) == tmp_path / "my-job-1-1"
+
+
+@pytest.mark.parametrize("name", ["output.log", "rank-0.log", "run.toml", "job.sh", "ticket.json"])
+def test_no_link_is_followed_that_a_launch_would_write_through(tmp_path: Path, name: str) -> None:
+    run = spec(tmp_path)
+    (run.folder / "launch").mkdir(parents=True)
+    (run.folder / "launch" / name).symlink_to(tmp_path / "nowhere")
+    assert f"launch/{name}, which is a symbolic link" in refusal(run)

@@ -110,6 +110,7 @@ def check_folder(run: RunSpec, *, job: Job | None = None, given: Path | None = N
         raise _unusable(folder, error) from None
     if folder.is_dir():
         refuse_links(folder, ENTRIES)
+        refuse_links(folder / "launch", [path.name for path in folder.glob("launch/*")])
         refuse_taken(folder)
     holds = os.path.exists(runfile)
     if holds and not _may_go_on(earlier := _job_in(runfile), run.job):
