@@ -23,6 +23,7 @@ from phalanx.errors import RunError, SpecError
 from phalanx.launch.runfile import newest_step
 from phalanx.launch.targets import Submission, find_target
 from phalanx.launch.targets.slurm import SlurmTarget
+from phalanx.report.run_standing import run_standing, stop_run
 
 pytestmark = pytest.mark.timeout(300)
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "how-to" / "slurm.md"
@@ -300,6 +301,25 @@ def test_what_slurm_has_forgotten_the_run_itself_tells(cluster: Cluster, tmp_pat
             file.write(json.dumps({"event": word, "time": 1.0, **FIELDS[word]}) + "\n")
         assert target.standing(forgotten, tmp_path).state == state, word
     target.stop(forgotten, tmp_path)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        pytest.param("[" * 100_000, id="deep"),
+        *("", "{", "5", '{"to": 5}', '{"to": "nowhere", "job": 1}', '{"to": "slurm"}'),
+        *(f'{{"to": "slurm", "job": {job}}}' for job in ('"--me"', '"7"', "1.5", "true", "-7", "null")),
+    ],
+)
+def test_a_damaged_ticket_is_one_error_that_says_how_to_get_rid_of_it(tmp_path: Path, text: str) -> None:
+    (tmp_path / "launch").mkdir()
+    ticket = tmp_path / "launch" / "ticket.json"
+    ticket.write_text(text)
+    for ask in (run_standing, stop_run):
+        with pytest.raises(SpecError, match="which is damaged") as caught:
+            ask(tmp_path)
+        (problem,) = caught.value.problems
+        assert problem.fix == f"rm {ticket}"
 
 
 @pytest.mark.parametrize(

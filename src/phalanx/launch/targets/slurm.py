@@ -14,11 +14,21 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, ClassVar, final
 
+from phalanx.config.fields import is_whole
 from phalanx.errors import RunError, SpecError
 from phalanx.launch.reaper import SAVED
 from phalanx.launch.targets.slurm_node import last_word
 from phalanx.launch.targets.slurm_script import OPTIONS, Request, batch_script
-from phalanx.launch.targets.target import FOLDER, Option, Prepared, QueueTarget, Standing, State, Submission
+from phalanx.launch.targets.target import (
+    FOLDER,
+    Option,
+    Prepared,
+    QueueTarget,
+    Standing,
+    State,
+    Submission,
+    damaged_ticket,
+)
 
 _LOOKS = 5
 _PATIENCE = 60  # seconds for an answer of Slurm's
@@ -69,7 +79,7 @@ class SlurmTarget(QueueTarget):
             prepared.write()
             (command,) = prepared.commands
             ticket = {"job": int(_ask(*command).strip().split(";")[0])}
-            _refuse_what_never_starts(ticket)
+            _refuse_what_never_starts(ticket, prepared.submission.run.folder)
         except BaseException:
             for path, text in before.items():
                 path.unlink(missing_ok=True) if text is None else path.write_text(text)
@@ -91,7 +101,7 @@ class SlurmTarget(QueueTarget):
         return ""
 
     def standing(self, ticket: Mapping[str, Any], folder: Path) -> Standing:
-        job = _job(ticket)
+        job = _job(ticket, folder)
         if job is None:
             return Standing(state=_LAST_WORDS.get(last_word(folder), "unknown"), detail="Slurm has forgotten it")
         state, reason = job["JobState"], job.get("Reason", "None")
@@ -108,11 +118,11 @@ class SlurmTarget(QueueTarget):
         return Standing(state="failed", detail=f"{state}: {reason}, exit code {job.get('ExitCode', '')}")
 
     def stop(self, ticket: Mapping[str, Any], folder: Path) -> None:
-        number = str(ticket["job"])
+        number = _number(ticket, folder)
         with suppress(RunError):  # it has ended
             _ask("scontrol", "update", f"JobId={number}", "Requeue=0")  # nor where a node is lost as it saves
         for _ in range(_LOOKS):  # between two words it may begin, or come to an end
-            state = (_job(ticket) or {"JobState": "none"})["JobState"]
+            state = (_job(ticket, folder) or {"JobState": "none"})["JobState"]
             with suppress(RunError):
                 if state == "PENDING":
                     _ask("scancel", "--state=PENDING", number)
@@ -126,18 +136,29 @@ class SlurmTarget(QueueTarget):
                     return
 
     def log(self, ticket: Mapping[str, Any], folder: Path, rank: int | None) -> Path:
-        name = f"slurm-{ticket['job']}.out" if rank is None else f"rank-{rank}.log"
+        name = f"slurm-{_number(ticket, folder)}.out" if rank is None else f"rank-{rank}.log"
         return folder / FOLDER / name
 
 
-def _job(ticket: Mapping[str, Any]) -> dict[str, str] | None:
+def _number(ticket: Mapping[str, Any], folder: Path) -> str:
+    """
+    Raises:
+        SpecError: the ticket is damaged.
+    """
+    if not is_whole(ticket.get("job"), 1):
+        raise damaged_ticket(folder)
+    return str(ticket["job"])
+
+
+def _job(ticket: Mapping[str, Any], folder: Path) -> dict[str, str] | None:
     """What Slurm knows of the job; ``None`` where it has forgotten it.
 
     Raises:
         RunError: Slurm cannot be asked.
+        SpecError: the ticket is damaged.
     """
     try:
-        told = _ask("scontrol", "show", "job", str(ticket["job"]), "--oneliner")
+        told = _ask("scontrol", "show", "job", _number(ticket, folder), "--oneliner")
     except RunError as error:
         if _FORGOTTEN in str(error):
             return None
@@ -146,9 +167,9 @@ def _job(ticket: Mapping[str, Any]) -> dict[str, str] | None:
     return dict(reversed(words))  # of two the first: paths, which may hold anything, come last
 
 
-def _refuse_what_never_starts(ticket: Mapping[str, Any]) -> None:
+def _refuse_what_never_starts(ticket: Mapping[str, Any], folder: Path) -> None:
     """Many a Slurm takes what its partition never serves, and keeps it in its queue for ever."""
-    job = _job(ticket) or {}
+    job = _job(ticket, folder) or {}
     if (reason := job.get("Reason", "")) in _NEVER:
         _ask("scancel", str(ticket["job"]))
         raise RunError(f"Slurm would keep it waiting for ever: {reason}\n    try: sinfo, which says what there is")

@@ -13,6 +13,7 @@ import os
 import shlex
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
@@ -299,13 +300,18 @@ def ticket_of(folder: Path) -> tuple[Target, Mapping[str, Any]]:
         SpecError: it was not launched, or what says so is damaged.
     """
     path = folder / FOLDER / _TICKET
-    fix = "phalanx launch JOB --to slurm"
     if not path.is_file():
-        given = f"{folder}, which no phalanx launch handed over"
+        given, fix = f"{folder}, which no phalanx launch handed over", "phalanx launch JOB --to slurm"
         raise SpecError.of(where="RUN", given=given, allowed="the folder of a launched run", fix=fix)
-    try:
-        told = json.loads(read_text(path, where="ticket", fix=fix))
-        return find_target(told["to"]), told
-    except (ValueError, KeyError, TypeError):
-        allowed = "what phalanx launch wrote"
-        raise SpecError.of(where="RUN", given=f"{path}, which is damaged", allowed=allowed, fix=fix) from None
+    with suppress(ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        told = json.loads(read_text(path, where="ticket", fix=f"rm {shlex.quote(str(path))}"))
+        if told["to"].partition(":")[0] in TARGETS:
+            return find_target(told["to"]), told
+    raise damaged_ticket(folder)
+
+
+def damaged_ticket(folder: Path) -> SpecError:
+    """What to raise where the ticket in the run folder is not as it was written."""
+    path = folder / FOLDER / _TICKET
+    fix = f"rm {shlex.quote(str(path))}"
+    return SpecError.of(where="RUN", given=f"{path}, which is damaged", allowed="what phalanx launch wrote", fix=fix)
