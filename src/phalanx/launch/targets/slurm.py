@@ -7,9 +7,10 @@ What the job does is in ``slurm_script.py``, and on each node in ``slurm_node.py
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, ClassVar, final
@@ -40,6 +41,16 @@ _FORGOTTEN = "Invalid job id specified"
 _LAST_WORDS: dict[str, State] = {"end": "ended", "stopped": "stopped", "error": "failed"}  # of a run's events
 # Of an earlier job, in whose shell this process may be: they say to sbatch what this job is not asked for.
 _KEPT = ("SLURM_CONF", "SLURM_CLUSTERS")
+# Variables of sbatch that change what a line of the script says, and are not named as it is; of nodes: how many jobs.
+_ALSO = {
+    "nodes": ("SBATCH_ARRAY_INX", "SBATCH_WAIT"),
+    "time": ("SBATCH_TIMELIMIT",),
+    "mem": ("SBATCH_MEM_PER_NODE", "SBATCH_MEM_PER_CPU", "SBATCH_MEM_PER_GPU"),
+    "gpus-per-node": ("SBATCH_GPUS", "SBATCH_GPUS_PER_SOCKET", "SBATCH_GPUS_PER_TASK"),
+    "cpus-per-task": ("SBATCH_CPUS_PER_GPU",),
+    "output": ("SBATCH_ERROR",),
+    "requeue": ("SBATCH_NO_REQUEUE",),
+}
 
 
 @final
@@ -78,7 +89,7 @@ class SlurmTarget(QueueTarget):
         try:
             prepared.write()
             (command,) = prepared.commands
-            ticket = {"job": int(_ask(*command).strip().split(";")[0])}
+            ticket = {"job": int(_ask(*command, without=_set_in(prepared)).strip().split(";")[0])}
             _refuse_what_never_starts(ticket, prepared.submission.run.folder)
         except BaseException:
             for path, text in before.items():
@@ -90,12 +101,11 @@ class SlurmTarget(QueueTarget):
         return ticket
 
     def why_not(self, prepared: Prepared) -> str:
-        (script,) = (text for path, text in prepared.files.items() if path.suffix == ".sh")
         with tempfile.NamedTemporaryFile("w", suffix=".sh") as file:
-            file.write(script)
+            file.write(_script_in(prepared))
             file.flush()
             try:
-                _ask("sbatch", "--test-only", file.name)
+                _ask("sbatch", "--test-only", file.name, without=_set_in(prepared))
             except RunError as error:
                 return str(error).partition("\n")[0].removeprefix(_REFUSES)
         return ""
@@ -175,8 +185,24 @@ def _refuse_what_never_starts(ticket: Mapping[str, Any], folder: Path) -> None:
         raise RunError(f"Slurm would keep it waiting for ever: {reason}\n    try: sinfo, which says what there is")
 
 
-def _ask(*words: str) -> str:
-    environment = {name: value for name, value in os.environ.items() if name in _KEPT or not name.startswith("SLURM_")}
+def _script_in(prepared: Prepared) -> str:
+    (script,) = (text for path, text in prepared.files.items() if path.suffix == ".sh")
+    return script
+
+
+def _set_in(prepared: Prepared) -> set[str]:
+    """The variables of a user's shell that would say to ``sbatch`` otherwise than the script does."""
+    names = re.findall(r"^#SBATCH --([\w-]+)", _script_in(prepared), flags=re.MULTILINE)
+    own = {f"SBATCH_{name.replace('-', '_').upper()}" for name in names}
+    return own.union(*(_ALSO.get(name, ()) for name in names))
+
+
+def _ask(*words: str, without: Collection[str] = ()) -> str:
+    environment = {
+        name: value
+        for name, value in os.environ.items()
+        if (name in _KEPT or not name.startswith("SLURM_")) and name not in without
+    }
     try:
         done = subprocess.run(
             words,
