@@ -303,6 +303,54 @@ def test_what_slurm_has_forgotten_the_run_itself_tells(cluster: Cluster, tmp_pat
     target.stop(forgotten, tmp_path)
 
 
+def pretend(folder: Path, monkeypatch: pytest.MonkeyPatch, **tools: str) -> Path:
+    """A Slurm whose commands are these lines of shell. Returns the file with what has been asked of it."""
+    made = folder / "tools"
+    made.mkdir()
+    for name, text in {"sbatch": "echo 7", "scontrol": "exit 1", "scancel": "true", "sinfo": "true", **tools}.items():
+        (made / name).write_text(f'#!/bin/sh\necho "{name} $*" >> {folder}/asked\n{text}\n')
+        (made / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{made}{os.pathsep}{os.environ['PATH']}")
+    return folder / "asked"
+
+
+def test_what_a_shell_says_to_sbatch_is_no_more_than_what_the_script_leaves_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pretend(tmp_path, monkeypatch, sbatch=f"env | grep ^SBATCH_ | sort > {tmp_path}/told; echo 7")
+    for name in ("TIMELIMIT", "SIGNAL", "OUTPUT", "ERROR", "NO_REQUEUE", "OPEN_MODE", "JOB_NAME", "PARTITION", "QOS"):
+        monkeypatch.setenv(f"SBATCH_{name}", "other")
+    target = SlurmTarget("")
+    prepared = target.prepare(submission(tmp_path, time="1h", partition="gpu"))
+    assert target.submit(prepared) == {"job": 7}
+    assert (tmp_path / "told").read_text() == "SBATCH_QOS=other\n"
+    assert target.why_not(prepared) == ""
+    assert (tmp_path / "told").read_text() == "SBATCH_QOS=other\n"
+
+
+def test_what_slurm_took_is_handed_over_also_where_it_says_no_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = pretend(tmp_path, monkeypatch, scontrol="echo busy >&2; exit 1")
+    given = submission(tmp_path)
+    assert SlurmTarget("").submit(SlurmTarget("").prepare(given)) == {"job": 7}
+    assert given.runfile.exists()
+    assert "scancel" not in asked.read_text()
+
+
+def test_a_launch_that_is_interrupted_leaves_nothing_in_the_queue(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cancels = f"test -e {tmp_path}/run/launch/job.sh && echo with its files >> {tmp_path}/asked"
+    asked = pretend(tmp_path, monkeypatch, scontrol="kill -INT $PPID; sleep 5", scancel=cancels)
+    given = submission(tmp_path)
+    prepared = SlurmTarget("").prepare(given)
+    with pytest.raises(KeyboardInterrupt):
+        SlurmTarget("").submit(prepared)
+    assert asked.read_text().splitlines()[-2:] == ["scancel 7", "with its files"]
+    assert not given.run.folder.exists()
+
+
 @pytest.mark.parametrize(
     "text",
     [

@@ -86,12 +86,15 @@ class SlurmTarget(QueueTarget):
         made = [
             folder for folder in (prepared.submission.folder, prepared.submission.run.folder) if not folder.exists()
         ]
+        ticket: dict[str, Any] = {}
         try:
             prepared.write()
             (command,) = prepared.commands
             ticket = {"job": int(_ask(*command, without=_set_in(prepared)).strip().split(";")[0])}
             _refuse_what_never_starts(ticket, prepared.submission.run.folder)
         except BaseException:
+            if ticket:
+                _take_out(ticket)
             for path, text in before.items():
                 path.unlink(missing_ok=True) if text is None else path.write_text(text)
             for folder in made:
@@ -179,10 +182,25 @@ def _job(ticket: Mapping[str, Any], folder: Path) -> dict[str, str] | None:
 
 def _refuse_what_never_starts(ticket: Mapping[str, Any], folder: Path) -> None:
     """Many a Slurm takes what its partition never serves, and keeps it in its queue for ever."""
-    job = _job(ticket, folder) or {}
+    job: Mapping[str, str] = {}
+    with suppress(RunError):  # it has taken the job, and does not say more
+        job = _job(ticket, folder) or {}
     if (reason := job.get("Reason", "")) in _NEVER:
-        _ask("scancel", str(ticket["job"]))
         raise RunError(f"Slurm would keep it waiting for ever: {reason}\n    try: sinfo, which says what there is")
+
+
+def _take_out(ticket: Mapping[str, Any]) -> None:
+    """Take out of the queue what was just put in.
+
+    Raises:
+        RunError: it may be there still.
+    """
+    words = ("scancel", str(ticket["job"]))
+    try:
+        _ask(*words)
+    except RunError as error:
+        said = str(error).partition("\n")[0]
+        raise RunError(f"job {ticket['job']} may still be in the queue: {said}\n    try: {' '.join(words)}") from None
 
 
 def _script_in(prepared: Prepared) -> str:
