@@ -328,6 +328,15 @@ def test_what_a_shell_says_to_sbatch_is_no_more_than_what_the_script_leaves_open
     assert (tmp_path / "told").read_text() == "SBATCH_QOS=other\n"
 
 
+@pytest.mark.parametrize(("word", "state"), [("stopped", "stopped"), ("error", "failed"), ("resume", "stopped")])
+def test_a_run_that_failed_as_it_was_to_stop_has_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, word: str, state: str
+) -> None:
+    pretend(tmp_path, monkeypatch, scontrol="echo JobId=7 JobState=FAILED Reason=NonZeroExitCode ExitCode=75:0")
+    (tmp_path / "events.jsonl").write_text(json.dumps({"event": word, "time": 1.0, **FIELDS[word]}) + "\n")
+    assert SlurmTarget("").standing({"job": 7}, tmp_path).state == state
+
+
 def test_what_slurm_took_is_handed_over_also_where_it_says_no_more(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

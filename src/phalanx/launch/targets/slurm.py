@@ -126,7 +126,7 @@ class SlurmTarget(QueueTarget):
         if state == "COMPLETED":
             return Standing(state="ended", detail=state)
         code = job.get("ExitCode", "").partition(":")[0]
-        if state == "CANCELLED" or code == str(SAVED):
+        if state == "CANCELLED" or (code == str(SAVED) and last_word(folder) != "error"):  # as it was to save
             return Standing(state="stopped", detail=state)
         return Standing(state="failed", detail=f"{state}: {reason}, exit code {job.get('ExitCode', '')}")
 
