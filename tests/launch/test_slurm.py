@@ -337,6 +337,24 @@ def test_a_run_that_failed_as_it_was_to_stop_has_failed(
     assert SlurmTarget("").standing({"job": 7}, tmp_path).state == state
 
 
+def test_a_copied_folder_does_not_stop_the_run_that_it_is_a_copy_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = f"JobId=7 JobState=RUNNING Reason=None Command={tmp_path}/a run/launch/job.sh WorkDir=/"
+    asked = pretend(tmp_path, monkeypatch, sbatch="echo '7;far'", scontrol=f"echo '{job}'")
+    given = submission(tmp_path)
+    target = SlurmTarget("")
+    ticket = target.submit(target.prepare(given))
+    assert ticket == {"job": 7, "cluster": "far"}
+    (tmp_path / "linked").symlink_to(tmp_path)
+    for folder, state in ((given.run.folder, "unknown"), (tmp_path / "linked" / "a run", "running")):
+        assert target.standing(ticket, folder).state == state
+        assert "scancel" not in asked.read_text()
+        target.stop(ticket, folder)
+    assert asked.read_text().splitlines()[-1] == "scancel -M far --signal=USR2 --batch 7"
+    assert asked.read_text().count("scontrol -M far ") == len(asked.read_text().splitlines()) - 3
+
+
 def test_what_slurm_took_is_handed_over_also_where_it_says_no_more(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -366,6 +384,7 @@ def test_a_launch_that_is_interrupted_leaves_nothing_in_the_queue(
         pytest.param("[" * 100_000, id="deep"),
         *("", "{", "5", '{"to": 5}', '{"to": "nowhere", "job": 1}', '{"to": "slurm"}'),
         *(f'{{"to": "slurm", "job": {job}}}' for job in ('"--me"', '"7"', "1.5", "true", "-7", "null")),
+        *(f'{{"to": "slurm", "job": 7, "cluster": {name}}}' for name in ('"--me"', '""', "7", '"a b"')),
     ],
 )
 def test_a_damaged_ticket_is_one_error_that_says_how_to_get_rid_of_it(tmp_path: Path, text: str) -> None:

@@ -37,6 +37,9 @@ _WAITING = ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD",
 _RUNNING = ("RUNNING", "COMPLETING", "SIGNALING", "STAGE_OUT", "SUSPENDED", "STOPPED", "RESIZING")
 _REFUSES = "Slurm refuses it: "
 _NEVER = ("PartitionConfig", "PartitionNodeLimit", "PartitionTimeLimit")
+_SCRIPT = "job.sh"
+_CLUSTER = re.compile(r"\w[\w.-]*")
+_COMMAND = re.compile(r" Command=(/.*?) (?:SubmitLine|WorkDir)=")
 _FORGOTTEN = "Invalid job id specified"
 _LAST_WORDS: dict[str, State] = {"end": "ended", "stopped": "stopped", "error": "failed"}  # of a run's events
 # Of an earlier job, in whose shell this process may be: they say to sbatch what this job is not asked for.
@@ -67,7 +70,7 @@ class SlurmTarget(QueueTarget):
 
     def prepare(self, submission: Submission) -> Prepared:
         request = Request.of(submission)
-        script = submission.folder / "job.sh"
+        script = submission.folder / _SCRIPT
         return Prepared(
             submission=submission,
             files={
@@ -90,11 +93,12 @@ class SlurmTarget(QueueTarget):
         try:
             prepared.write()
             (command,) = prepared.commands
-            ticket = {"job": int(_ask(*command, without=_set_in(prepared)).strip().split(";")[0])}
+            number, _, cluster = _ask(*command, without=_set_in(prepared)).strip().partition(";")
+            ticket = {"job": int(number), **({"cluster": cluster} if cluster else {})}
             _refuse_what_never_starts(ticket, prepared.submission.run.folder)
         except BaseException:
             if ticket:
-                _take_out(ticket)
+                _take_out(ticket, prepared.submission.run.folder)
             for path, text in before.items():
                 path.unlink(missing_ok=True) if text is None else path.write_text(text)
             for folder in made:
@@ -131,19 +135,21 @@ class SlurmTarget(QueueTarget):
         return Standing(state="failed", detail=f"{state}: {reason}, exit code {job.get('ExitCode', '')}")
 
     def stop(self, ticket: Mapping[str, Any], folder: Path) -> None:
-        number = _number(ticket, folder)
+        number, there = _number(ticket, folder), _cluster(ticket, folder)
+        if _job(ticket, folder) is None:
+            return
         with suppress(RunError):  # it has ended
-            _ask("scontrol", "update", f"JobId={number}", "Requeue=0")  # nor where a node is lost as it saves
+            _ask("scontrol", *there, "update", f"JobId={number}", "Requeue=0")  # nor where a node is lost as it saves
         for _ in range(_LOOKS):  # between two words it may begin, or come to an end
             state = (_job(ticket, folder) or {"JobState": "none"})["JobState"]
             with suppress(RunError):
                 if state == "PENDING":
-                    _ask("scancel", "--state=PENDING", number)
+                    _ask("scancel", *there, "--state=PENDING", number)
                 elif state in (*_WAITING, "COMPLETING"):  # which may be on its way into the queue
-                    _ask("scancel", number)
+                    _ask("scancel", *there, number)
                     return
                 elif state in _RUNNING:
-                    _ask("scancel", "--signal=USR2", "--batch", number)
+                    _ask("scancel", *there, "--signal=USR2", "--batch", number)
                     return
                 else:
                     return
@@ -163,19 +169,36 @@ def _number(ticket: Mapping[str, Any], folder: Path) -> str:
     return str(ticket["job"])
 
 
+def _cluster(ticket: Mapping[str, Any], folder: Path) -> tuple[str, ...]:
+    """Words that lead a command to the cluster that has the job; none where that is Slurm's own.
+
+    Raises:
+        SpecError: the ticket is damaged.
+    """
+    cluster = ticket.get("cluster")
+    if cluster is None:
+        return ()
+    if not isinstance(cluster, str) or not _CLUSTER.fullmatch(cluster):
+        raise damaged_ticket(folder)
+    return "-M", cluster
+
+
 def _job(ticket: Mapping[str, Any], folder: Path) -> dict[str, str] | None:
-    """What Slurm knows of the job; ``None`` where it has forgotten it.
+    """What Slurm knows of the job; ``None`` where it has forgotten it, or has another of that number.
 
     Raises:
         RunError: Slurm cannot be asked.
         SpecError: the ticket is damaged.
     """
     try:
-        told = _ask("scontrol", "show", "job", _number(ticket, folder), "--oneliner")
+        told = _ask("scontrol", *_cluster(ticket, folder), "show", "job", _number(ticket, folder), "--oneliner")
     except RunError as error:
         if _FORGOTTEN in str(error):
             return None
         raise
+    script = _COMMAND.search(told)
+    if script and Path(script[1]).resolve() != (folder / FOLDER / _SCRIPT).resolve():
+        return None
     words = [word.split("=", 1) for word in told.split() if "=" in word]
     return dict(reversed(words))  # of two the first: paths, which may hold anything, come last
 
@@ -189,13 +212,13 @@ def _refuse_what_never_starts(ticket: Mapping[str, Any], folder: Path) -> None:
         raise RunError(f"Slurm would keep it waiting for ever: {reason}\n    try: sinfo, which says what there is")
 
 
-def _take_out(ticket: Mapping[str, Any]) -> None:
+def _take_out(ticket: Mapping[str, Any], folder: Path) -> None:
     """Take out of the queue what was just put in.
 
     Raises:
         RunError: it may be there still.
     """
-    words = ("scancel", str(ticket["job"]))
+    words = ("scancel", *_cluster(ticket, folder), str(ticket["job"]))
     try:
         _ask(*words)
     except RunError as error:
