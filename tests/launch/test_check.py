@@ -25,6 +25,8 @@ from phalanx.launch.check_hosts import TargetHost, run_here
 from phalanx.launch.host_network import HostLink, HostNetwork, lacking, tool
 from phalanx.launch.targets import AttachedTarget, Option, Prepared, QueueTarget, Standing, Submission, target
 
+pytestmark = pytest.mark.alone  # links between stand-ins are held to each other's times
+
 JOB = """
 import beside
 import numpy

@@ -365,11 +365,14 @@ def test_what_slurm_took_is_handed_over_also_where_it_says_no_more(
     assert "scancel" not in asked.read_text()
 
 
+@pytest.mark.filterwarnings(
+    "ignore::pytest.PytestUnraisableExceptionWarning"
+)  # what is asked is killed, not waited for
 def test_a_launch_that_is_interrupted_leaves_nothing_in_the_queue(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cancels = f"test -e {tmp_path}/run/launch/job.sh && echo with its files >> {tmp_path}/asked"
-    asked = pretend(tmp_path, monkeypatch, scontrol="kill -INT $PPID; sleep 5", scancel=cancels)
+    asked = pretend(tmp_path, monkeypatch, scontrol="kill -INT $PPID; exec sleep 1", scancel=cancels)
     given = submission(tmp_path)
     prepared = SlurmTarget("").prepare(given)
     with pytest.raises(KeyboardInterrupt):
