@@ -78,9 +78,9 @@ def called(of):
     say(of, events=events)
 
 def shown(of):
-    print(f"{rank} watches", file=sys.stderr, flush=True)
+    print(f"{rank} watches\\n", end="", file=sys.stderr, flush=True)
     px.fit(job(), "dp=2", folder="shown")
-    print(f"{rank} has watched", file=sys.stderr, flush=True)
+    print(f"{rank} has watched\\n", end="", file=sys.stderr, flush=True)
     px.fit(job(), "dp=2", folder="silent", watch=False)
     print(f"{rank} looked away", file=sys.stderr, flush=True)
     say(of)

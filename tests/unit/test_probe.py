@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import resource
-import sys
 from pathlib import Path
 
 import pytest
-import torch
-from torch import nn
 
-import phalanx as px
 from phalanx import hardware
 from phalanx.config import Host
 from phalanx.hardware import probe
@@ -183,26 +178,3 @@ def test_this_machine_is_told_in_full() -> None:
     found = hardware.this_machine()
     assert found.devices >= 1
     assert type(found).from_toml(found.to_toml()) == found
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="thresholds of glibc")
-def test_what_a_step_frees_is_there_for_the_next_where_nothing_is_sharded() -> None:
-    def page_faults() -> int:
-        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-        for _ in range(50):
-            torch.zeros(2**20)  # 4 MiB: 1,024 pages
-        return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
-
-    job = px.Job(
-        model=lambda: nn.Linear(2, 2),
-        data=lambda: px.Table(x=torch.ones(8, 2)),
-        loss=lambda output, batch: px.Loss(output.sum(), len(output)),
-        optimizer=lambda params: torch.optim.SGD(params, lr=0.1),
-        batch=4,
-        epochs=1,
-    )
-    hardware.return_freed_memory()
-    assert page_faults() > 40 * 1024
-    step, _ = px.build(job, "single")
-    assert page_faults() < 20 * 1024  # the first few fetch what stays from then on
-    step.close()

@@ -96,7 +96,7 @@ def assemble(
         assert mesh is not None
         layout: Layout = SplitLayout(module, device, job, plan, mesh, seen)
         if not returns_freed_memory(plan.fsdp):
-            keep_freed_memory()  # building the model may have had it returned
+            keep_freed_memory()  # building the model had it returned
     else:
         module = activation_checkpointing.apply(module, plan)
         module = torch_compile.apply(module, plan)
@@ -128,8 +128,6 @@ def assemble_phases(
 
 
 def _lay_out(module: nn.Module, job: Job, plan: Plan, device: torch.device) -> Layout:
-    if not returns_freed_memory(plan.fsdp):
-        keep_freed_memory()  # else glibc may give back, and fetch anew, what each step frees
     if plan.kind == "threads":
         devices = [torch.device("cuda", index) if device.type == "cuda" else device for index in range(plan.threads)]
         return ThreadsLayout(module, devices)
