@@ -10,7 +10,8 @@ With worker processes, each of w workers reads the whole stream and collates eve
 
 A dataset may offer:
 
-- ``set_epoch(epoch)``, called before each pass, to shuffle in another order;
+- ``set_epoch(epoch)``, called before each pass, to shuffle in another order; an epoch that a stream shares with other
+  processes becomes each process's own, for each begins its passes by itself;
 - ``seek(position)``, called before each pass: the next ``iter()`` starts at this sample of the pass, and a position
   at or past the end gives an empty pass. Without it a resumed run reads, and drops, what was already seen.
 
@@ -31,6 +32,7 @@ import torch
 from torch.utils.data import default_collate
 
 from phalanx.data.sampler import EpochSeeds
+from phalanx.data.shared_epoch import with_own_epoch
 from phalanx.data.step_batch import BatchSplitter
 from phalanx.errors import DataError, SpecError
 
@@ -144,7 +146,9 @@ class StreamReader:
 
 
 def rewound(dataset: Any) -> Any:
-    """``dataset``; one that keeps its place in a pass begins each pass where it is now, nodes with a pass of their own.
+    """``dataset``, whose epoch is this process's own.
+
+    One that keeps its place in a pass begins each pass where it is now, nodes with a pass of their own.
 
     Raises:
         SpecError: if it is of nodes that make batches.
@@ -158,7 +162,7 @@ def rewound(dataset: Any) -> Any:
         return _Nodes(dataset)
     keeps = all(hasattr(dataset, name) for name in ("__iter__", "state_dict", "load_state_dict"))
     if not keeps or any(hasattr(dataset, name) for name in ("__getitem__", "set_epoch", "seek")):
-        return dataset
+        return with_own_epoch(dataset)
     return _Rewound(dataset, deepcopy(dataset.state_dict()))
 
 

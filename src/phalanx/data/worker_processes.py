@@ -11,7 +11,7 @@ import signal
 import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from traceback import clear_frames
 from typing import Any, final
@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_in
 from torch.utils.data._utils import worker as torch_worker
 
 from phalanx.data.map_style import Fetcher
+from phalanx.data.shared_epoch import with_own_epoch
 from phalanx.data.streams import StreamReader, StreamStep
 from phalanx.errors import DataError
 
@@ -120,7 +121,8 @@ class _Groups(IterableDataset[StreamStep]):
         if info is None:
             return self._reader.groups()
         _hide_worker_info()
-        return self._reader.groups(info.id, info.num_workers)
+        reader = replace(self._reader, dataset=with_own_epoch(self._reader.dataset))
+        return reader.groups(info.id, info.num_workers)
 
 
 def _hide_worker_info() -> None:
