@@ -23,6 +23,7 @@ SOURCES = Path(phalanx.__file__).parent
 OF_COMMANDS = (  # what these say is said by commands alone
     *("train/batch_scaling.py", "launch/jobfile.py"),
     *("planner/nearest_fit.py", "planner/question.py", "planner/rank.py", "planner/advise.py"),
+    *("launch/targets/", "launch/check_hosts/", "preflight/launch_check.py"),  # no call launches elsewhere
 )
 OPTIONS = [
     name
@@ -68,7 +69,7 @@ def test_a_run_says_nothing_in_the_words_of_the_command_line() -> None:
         for path, text in said()
         if OPTION.search(text) and text.strip() not in OPTIONS and "phalanx " not in text
     ]
-    assert [one for one in wrong if one[0] not in OF_COMMANDS] == []
+    assert [one for one in wrong if not one[0].startswith(OF_COMMANDS)] == []
 
 
 def test_no_call_is_advised_that_there_is_not() -> None:
