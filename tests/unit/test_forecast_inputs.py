@@ -138,7 +138,7 @@ JOBS: Mapping[str, Mapping[str, Any]] = {
     "optimizer": {"optimizer": lambda params: torch.optim.SGD(params, lr=0.1)},
     "batch": {"batch": 64},
     "batch_ramp": {"batch": 64, "batch_ramp": {0: 16, 5: 64}},
-    "batch_tokens": {"batch_tokens": px.TokenBatch(160, [80] * 6920)},
+    "batch_tokens": {"batch_tokens": px.TokenBatch(160, [80] * len(gpt.job().data()))},
     "epochs": {"epochs": 3, "steps": None},
     "steps": {"steps": 7},
     "loss_over": {"loss_over": "batch"},
