@@ -1,6 +1,7 @@
 """Handwritten digits under DistributedDataParallel: torchrun --nproc-per-node 2 before.py"""
 
 import os
+import time
 
 import torch
 import torch.distributed as dist
@@ -79,6 +80,7 @@ def main():
         torch.save(model.module.state_dict(), "model.pt")
     dist.barrier()  # none leaves while another is still at it
     dist.destroy_process_group()
+    time.sleep(0.5)  # gloo's threads let go of tensors; an interpreter that ends meanwhile aborts
 
 
 if __name__ == "__main__":
