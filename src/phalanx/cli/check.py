@@ -45,8 +45,7 @@ def command(ctx: click.Context, job: str, to: str | None, plan: Plan | None, fol
       phalanx check train.py --to ssh:hosts.toml --run /shared/runs/1
       phalanx check train.py --to slurm --plan fsdp=32
     """
-    from phalanx.launch.targets import find_target
-    from phalanx.launch.targets.target import settled_options
+    from phalanx.launch.targets import find_target, settled_options
     from phalanx.preflight.launch_check import LaunchQuestion, launch_check
     from phalanx.report.host_table import host_table
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -44,7 +43,7 @@ class _LaunchCommand(RunCommand):
 @job_argument
 @run_options
 @click.option("--to", required=True, metavar="TARGET", help="ssh:hosts.toml or slurm.")
-@click.option("--python", help="The interpreter on the other side [this one's path].")
+@click.option("--python", help="The interpreter on the other side [this one's path; in an image: python].")
 @click.option("--dry-run", is_flag=True, help="Show in full what would be written and run, and do nothing.")
 @click.option("--quiet", is_flag=True, help="Show neither plan nor progress.")
 @json_option
@@ -71,8 +70,7 @@ def command(
       phalanx launch train.py --to slurm --nodes 4 --time 12h --plan "fsdp=32"
       phalanx launch train.py --to slurm --nodes 4 --plan dp=32 --dry-run
     """
-    from phalanx.launch.targets import AttachedTarget, QueueTarget, find_target
-    from phalanx.launch.targets.target import settled_options
+    from phalanx.launch.targets import AttachedTarget, QueueTarget, find_target, settled_options
 
     target = find_target(to)
     own = settled_options(target, ctx.args)
@@ -83,7 +81,7 @@ def command(
         _follow(target, Given.of(job, options), to, quiet=quiet, as_json=as_json)
         return
     run, loaded = _settled(job, options)
-    submission = _submission(target, run, loaded, python or sys.executable, own)
+    submission = _submission(target, run, loaded, python or target.python, own)
     prepared = target.prepare(submission)
     if dry_run:
         if as_json:
@@ -147,7 +145,7 @@ def _submission(target: Target, run: RunSpec, job: Job, python: str, own: dict[s
 def _hand_over(target: QueueTarget, run: RunSpec, submission: Submission, job: Job, to: str, *, as_json: bool) -> None:
     """Refuse what ``run``, as it was asked for, cannot begin with; hand it over, and say where it is."""
     from phalanx.launch.runfile import absolute, check_folder
-    from phalanx.launch.targets.target import refuse_handed_over, write_ticket
+    from phalanx.launch.targets import refuse_handed_over, write_ticket
 
     folder = submission.run.folder
     refuse_handed_over(folder)

@@ -24,7 +24,7 @@ def command(folder: Path, rank: int | None, following: bool, as_json: bool) -> N
       phalanx logs runs/digits-1 --rank 3
       phalanx logs runs/digits-1 --follow
     """
-    from phalanx.launch.targets.target import log_of
+    from phalanx.launch.targets import log_of
     from phalanx.report.run_standing import run_standing
 
     if following and as_json:

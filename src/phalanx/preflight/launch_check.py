@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -115,7 +114,7 @@ def launch_check(question: LaunchQuestion) -> LaunchCheck:
         unknown += [f"memory that the plan needs: {missing}"] if missing else []
     found = [one for one in findings(said, None if queue else needs) if not queue or one.kind in _OF_A_QUEUE]
     if queue and job and plan and not refused:
-        words = queue.why_not(queue.prepare(_submission(job, plan, question)))
+        words = queue.why_not(queue.prepare(_submission(job, plan, question, queue.python)))
         if words is None:
             unknown += [f"whether {queue.name} would take it"]
         elif words:
@@ -141,9 +140,9 @@ def _job(reference: str) -> tuple[Job | None, list[str]]:
         return None, ["the plan, and memory that it needs: the job does not load here"]
 
 
-def _submission(job: Job, plan: Plan, question: LaunchQuestion) -> Submission:
+def _submission(job: Job, plan: Plan, question: LaunchQuestion, python: str) -> Submission:
     run = absolute(RunSpec(job=question.reference, plan=plan, folder=question.folder))
-    return Submission(run=run, name=job.name, python=sys.executable, options=question.options)
+    return Submission(run=run, name=job.name, python=python, options=question.options)
 
 
 def host_needs(job: Job, plan: Plan, answers: Sequence[HostAnswer]) -> tuple[Needs, str]:
@@ -180,7 +179,7 @@ def refusals(job: Job, plan: Plan, question: LaunchQuestion, *, looks: bool) -> 
         return [HostFinding(kind="job", hosts=(), what=str(error).splitlines()[0], fix=fix)]
     try:
         if question.target and not problems:
-            question.target.prepare(_submission(job, plan, question))
+            question.target.prepare(_submission(job, plan, question, question.target.python))
     except SpecError as error:
         problems += error.problems
     return [

@@ -28,7 +28,7 @@ from phalanx.launch import (
 )
 from phalanx.launch.hosts import Hosts
 from phalanx.launch.launcher import StepReport, WorkerFunction
-from phalanx.launch.targets.target import forget_handed_over, refuse_handed_over
+from phalanx.launch.targets import forget_handed_over, refuse_handed_over
 from phalanx.preflight.run_forecast import RunForecaster, forecast_after_look, too_little
 from phalanx.train import loop
 from phalanx.train.assembly import refuse

@@ -143,10 +143,9 @@ def _events(folder: Path) -> list[dict[str, Any]]:
 
 
 def _ticket(folder: Path) -> Any:
-    from phalanx.launch.targets import ticket_of
-    from phalanx.launch.targets.target import FOLDER
+    from phalanx.launch.targets import is_handed_over, ticket_of
 
-    return ticket_of(folder) if (folder / FOLDER / "ticket.json").exists() else None
+    return ticket_of(folder) if is_handed_over(folder) else None
 
 
 def _by_log(folder: Path, events: list[dict[str, Any]]) -> tuple[str, str, str]:

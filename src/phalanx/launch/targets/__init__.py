@@ -1,7 +1,16 @@
 """Where a run can be handed to: hosts reached by SSH, a Slurm queue. One file a target."""
 
+from phalanx.launch.targets.find_target import TARGETS, find_target, settled_options, target_class
+from phalanx.launch.targets.handed_over import (
+    forget_handed_over,
+    is_handed_over,
+    log_of,
+    refuse_handed_over,
+    ticket_of,
+    write_ticket,
+)
 from phalanx.launch.targets.target import (
-    TARGETS,
+    FOLDER,
     AttachedTarget,
     Option,
     Prepared,
@@ -9,12 +18,10 @@ from phalanx.launch.targets.target import (
     Standing,
     Submission,
     Target,
-    find_target,
-    target_class,
-    ticket_of,
 )
 
 __all__ = [
+    "FOLDER",
     "TARGETS",
     "AttachedTarget",
     "Option",
@@ -24,6 +31,12 @@ __all__ = [
     "Submission",
     "Target",
     "find_target",
+    "forget_handed_over",
+    "is_handed_over",
+    "log_of",
+    "refuse_handed_over",
+    "settled_options",
     "target_class",
     "ticket_of",
+    "write_ticket",
 ]

@@ -18,18 +18,10 @@ from typing import Any, ClassVar, final
 from phalanx.config.fields import is_whole
 from phalanx.errors import RunError, SpecError
 from phalanx.launch.reaper import SAVED
-from phalanx.launch.targets.slurm_node import last_word
+from phalanx.launch.targets.handed_over import damaged_ticket
+from phalanx.launch.targets.node_agent import last_word
 from phalanx.launch.targets.slurm_script import OPTIONS, Request, batch_script
-from phalanx.launch.targets.target import (
-    FOLDER,
-    Option,
-    Prepared,
-    QueueTarget,
-    Standing,
-    State,
-    Submission,
-    damaged_ticket,
-)
+from phalanx.launch.targets.target import FOLDER, Option, Prepared, QueueTarget, Standing, State, Submission
 
 _LOOKS = 5
 _PATIENCE = 60  # seconds for an answer of Slurm's
@@ -85,26 +77,15 @@ class SlurmTarget(QueueTarget):
         Raises:
             RunError: Slurm refuses it, or is not on this machine.
         """
-        before = {path: path.read_text() if path.is_file() else None for path in prepared.files}
-        made = [
-            folder for folder in (prepared.submission.folder, prepared.submission.run.folder) if not folder.exists()
-        ]
-        ticket: dict[str, Any] = {}
-        try:
-            prepared.write()
+        with prepared.written():
             (command,) = prepared.commands
             number, _, cluster = _ask(*command, without=_set_in(prepared)).strip().partition(";")
             ticket = {"job": int(number), **({"cluster": cluster} if cluster else {})}
-            _refuse_what_never_starts(ticket, prepared.submission.run.folder)
-        except BaseException:
-            if ticket:
+            try:
+                _refuse_what_never_starts(ticket, prepared.submission.run.folder)
+            except BaseException:
                 _take_out(ticket, prepared.submission.run.folder)
-            for path, text in before.items():
-                path.unlink(missing_ok=True) if text is None else path.write_text(text)
-            for folder in made:
-                with suppress(OSError):
-                    folder.rmdir()
-            raise
+                raise
         return ticket
 
     def why_not(self, prepared: Prepared) -> str:

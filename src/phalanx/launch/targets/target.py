@@ -1,40 +1,30 @@
-"""What a launch target offers, and the table of those there are.
+"""What a launch target offers.
 
 A target is an engine that starts processes elsewhere: hosts reached by SSH, a queue. Whatever it is, each process of
 the run is ``phalanx worker RUNFILE``, and finds its place in the environment as torchrun sets it. A new target is one
-file with an ``AttachedTarget`` or a ``QueueTarget``, and a line in ``TARGETS``.
+file with an ``AttachedTarget`` or a ``QueueTarget``, and a line in the table of ``find_target.py``.
 """
 
 from __future__ import annotations
 
-import difflib
-import json
-import os
 import shlex
+import sys
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from phalanx.config import RunSpec
-from phalanx.errors import Problem, SpecError
-from phalanx.files import read_text, replace_text
+from phalanx.files import replace_text
 from phalanx.launch.check_hosts import TargetHost
 
 if TYPE_CHECKING:
     from phalanx.launch.launcher import Launcher
 
-# A text each, so that what one target needs is imported only where that one is asked for.
-TARGETS = {"ssh": "phalanx.launch.targets.ssh:SshTarget", "slurm": "phalanx.launch.targets.slurm:SlurmTarget"}
-"""Every target: the word before the colon in ``--to``, and its class."""
-
 FOLDER = "launch"
 """What a launch writes in the run folder stands in a folder of this name."""
-
-_TICKET = "ticket.json"
 
 State = Literal["waiting", "running", "ended", "stopped", "failed", "unknown"]
 """How a run that was handed over stands: ``unknown`` where the target has forgotten it or cannot be asked."""
@@ -96,6 +86,22 @@ class Prepared:
             path.parent.mkdir(parents=True, exist_ok=True)
             replace_text(path, text)
 
+    @contextmanager
+    def written(self) -> Iterator[None]:
+        """Within, the files are there; where it fails within, all is as it was before."""
+        before = {path: path.read_text() if path.is_file() else None for path in self.files}
+        made = [folder for folder in (self.submission.folder, self.submission.run.folder) if not folder.exists()]
+        try:
+            self.write()
+            yield
+        except BaseException:
+            for path, text in before.items():
+                path.unlink(missing_ok=True) if text is None else path.write_text(text)
+            for folder in made:
+                with suppress(OSError):
+                    folder.rmdir()
+            raise
+
     def shown(self) -> str:
         """The files and commands as text."""
         parts = [f"# {path}\n{text.rstrip()}\n" for path, text in self.files.items()]
@@ -111,10 +117,17 @@ class Standing:
 
 
 class Target(ABC):
-    """One place to hand runs to. Made with the text after the colon of ``--to``, which it refuses where it is wrong."""
+    """One place to hand runs to. Made with the text after the colon of ``--to``, which it refuses where it is wrong.
+
+    Attributes:
+        name: the word before the colon.
+        options: those that it has of its own, by their names without dashes.
+        python: the interpreter there, where ``--python`` names none.
+    """
 
     name: ClassVar[str]
     options: ClassVar[Mapping[str, Option]]
+    python: ClassVar[str] = sys.executable
 
     @abstractmethod
     def __init__(self, address: str) -> None:
@@ -186,132 +199,13 @@ class QueueTarget(Target):
     def log(self, ticket: Mapping[str, Any], folder: Path, rank: int | None) -> Path:
         """The file with what ``rank`` printed, or what all did where that is ``None``; it may not be there yet.
 
+        A target that keeps it elsewhere brings the file up to date with each call.
+
         Raises:
             SpecError: this target does not keep ranks apart.
         """
 
 
-def target_class(name: str) -> type[Target]:
-    """The class of the target of that name, which there is."""
-    module, _, kind = TARGETS[name].partition(":")
-    return getattr(import_module(module), kind)
-
-
-def find_target(text: str) -> Target:
-    """The target that ``--to`` names: ``ssh:hosts.toml``, ``slurm``.
-
-    Raises:
-        SpecError: there is none of that name, or what follows the colon is wrong.
-    """
-    name, _, address = text.partition(":")
-    if name not in TARGETS:
-        near = difflib.get_close_matches(name, TARGETS, n=1, cutoff=0.4)
-        allowed = ", ".join(TARGETS)
-        raise SpecError.of(where="--to", given=repr(text), allowed=allowed, fix=f"--to {(near or ['slurm'])[0]}")
-    return target_class(name)(address)
-
-
-def settled_options(target: Target, words: list[str]) -> dict[str, str]:
-    """The target's own options out of the ``words`` of a command line, by their names without dashes.
-
-    Raises:
-        SpecError: with every word that is none, and the nearest there is.
-    """
-    found: dict[str, str] = {}
-    problems: list[Problem] = []
-    rest = list(words)
-    while rest:
-        word, equals, value = rest.pop(0).partition("=")
-        name = word.removeprefix("--")
-        option = target.options.get(name)
-        if not word.startswith("--") or option is None:
-            problems.append(_unknown(target, word))
-            if not equals and rest and not rest[0].startswith("--"):
-                rest.pop(0)
-            continue
-        if not equals:
-            if not rest or rest[0].startswith("--"):
-                allowed, fix = option.help, f"--{name} {option.example}"
-                problems.append(Problem(where=word, given="no value", allowed=allowed, fix=fix))
-                continue
-            value = rest.pop(0)
-        found[name] = value
-    if problems:
-        raise SpecError(problems)
-    return found
-
-
-def _unknown(target: Target, word: str) -> Problem:
-    names = [f"--{name}" for name in target.options]
-    near = difflib.get_close_matches(word, names, n=1, cutoff=0.4)
-    fix = f"{near[0]} {target.options[near[0][2:]].example}" if near else "phalanx launch --help"
-    allowed = f"options of {target.name}: {', '.join(names) or 'it has none'}"
-    return Problem(where="--to", given=f"{target.name}, with {word}", allowed=allowed, fix=fix)
-
-
-def write_ticket(submission: Submission, to: str, ticket: Mapping[str, Any]) -> None:
-    """Leave in the run folder what finds the run again."""
-    replace_text(submission.folder / _TICKET, json.dumps({"to": to, **ticket}) + "\n")
-
-
-def refuse_handed_over(folder: Path) -> None:
-    """Refuse a folder whose run was handed over before and still waits or runs.
-
-    Raises:
-        SpecError: it does, with what its target says.
-    """
-    if not os.path.exists(folder / FOLDER / _TICKET):
-        return
-    target, ticket = ticket_of(folder)
-    if isinstance(target, QueueTarget):
-        standing = target.standing(ticket, folder)
-        if standing.state in ("waiting", "running"):
-            given = f"{folder}, whose run {target.name} has already: {standing.state} {standing.detail}".rstrip()
-            raise SpecError.of("run.folder", given, "one launch of a folder at a time", f"phalanx stop {folder}")
-
-
-def forget_handed_over(folder: Path) -> None:
-    """The run in ``folder`` is no more its target's, which had ended it: whoever calls this goes on with it."""
-    (folder / FOLDER / _TICKET).unlink(missing_ok=True)
-
-
 def attached_log(folder: Path, rank: int | None) -> Path:
     """The file in the run folder with what ``rank`` has printed, or all, under a launcher that has followed the run."""
     return folder / FOLDER / ("output.log" if rank is None else f"rank-{rank}.log")
-
-
-def log_of(folder: Path, rank: int | None) -> Path:
-    """The file with what ``rank`` of the run in ``folder`` has printed, or all did; it may not be there yet.
-
-    Raises:
-        SpecError: its target does not keep ranks apart.
-    """
-    if os.path.exists(folder / FOLDER / _TICKET):
-        target, ticket = ticket_of(folder)
-        if isinstance(target, QueueTarget):
-            return target.log(ticket, folder, rank)
-    return attached_log(folder, rank)
-
-
-def ticket_of(folder: Path) -> tuple[Target, Mapping[str, Any]]:
-    """Where the run in ``folder`` was handed to, and its ticket.
-
-    Raises:
-        SpecError: it was not launched, or what says so is damaged.
-    """
-    path = folder / FOLDER / _TICKET
-    if not path.is_file():
-        given, fix = f"{folder}, which no phalanx launch handed over", "phalanx launch JOB --to slurm"
-        raise SpecError.of(where="RUN", given=given, allowed="the folder of a launched run", fix=fix)
-    with suppress(ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        told = json.loads(read_text(path, where="ticket", fix=f"rm {shlex.quote(str(path))}"))
-        if told["to"].partition(":")[0] in TARGETS:
-            return find_target(told["to"]), told
-    raise damaged_ticket(folder)
-
-
-def damaged_ticket(folder: Path) -> SpecError:
-    """What to raise where the ticket in the run folder is not as it was written."""
-    path = folder / FOLDER / _TICKET
-    fix = f"rm {shlex.quote(str(path))}"
-    return SpecError.of(where="RUN", given=f"{path}, which is damaged", allowed="what phalanx launch wrote", fix=fix)

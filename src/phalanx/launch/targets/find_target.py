@@ -1,0 +1,71 @@
+"""The table of launch targets, and what ``--to`` and the options beside it say."""
+
+from __future__ import annotations
+
+import difflib
+from importlib import import_module
+
+from phalanx.errors import Problem, SpecError
+from phalanx.launch.targets.target import Target
+
+# A text each, so that what one target needs is imported only where that one is asked for.
+TARGETS = {"ssh": "phalanx.launch.targets.ssh:SshTarget", "slurm": "phalanx.launch.targets.slurm:SlurmTarget"}
+"""Every target: the word before the colon in ``--to``, and its class."""
+
+
+def target_class(name: str) -> type[Target]:
+    """The class of the target of that name, which there is."""
+    module, _, kind = TARGETS[name].partition(":")
+    return getattr(import_module(module), kind)
+
+
+def find_target(text: str) -> Target:
+    """The target that ``--to`` names: ``ssh:hosts.toml``, ``slurm``.
+
+    Raises:
+        SpecError: there is none of that name, or what follows the colon is wrong.
+    """
+    name, _, address = text.partition(":")
+    if name not in TARGETS:
+        near = difflib.get_close_matches(name, TARGETS, n=1, cutoff=0.4)
+        allowed = ", ".join(TARGETS)
+        raise SpecError.of(where="--to", given=repr(text), allowed=allowed, fix=f"--to {(near or ['slurm'])[0]}")
+    return target_class(name)(address)
+
+
+def settled_options(target: Target, words: list[str]) -> dict[str, str]:
+    """The target's own options out of the ``words`` of a command line, by their names without dashes.
+
+    Raises:
+        SpecError: with every word that is none, and the nearest there is.
+    """
+    found: dict[str, str] = {}
+    problems: list[Problem] = []
+    rest = list(words)
+    while rest:
+        word, equals, value = rest.pop(0).partition("=")
+        name = word.removeprefix("--")
+        option = target.options.get(name)
+        if not word.startswith("--") or option is None:
+            problems.append(_unknown(target, word))
+            if not equals and rest and not rest[0].startswith("--"):
+                rest.pop(0)
+            continue
+        if not equals:
+            if not rest or rest[0].startswith("--"):
+                allowed, fix = option.help, f"--{name} {option.example}"
+                problems.append(Problem(where=word, given="no value", allowed=allowed, fix=fix))
+                continue
+            value = rest.pop(0)
+        found[name] = value
+    if problems:
+        raise SpecError(problems)
+    return found
+
+
+def _unknown(target: Target, word: str) -> Problem:
+    names = [f"--{name}" for name in target.options]
+    near = difflib.get_close_matches(word, names, n=1, cutoff=0.4)
+    fix = f"{near[0]} {target.options[near[0][2:]].example}" if near else "phalanx launch --help"
+    allowed = f"options of {target.name}: {', '.join(names) or 'it has none'}"
+    return Problem(where="--to", given=f"{target.name}, with {word}", allowed=allowed, fix=fix)

@@ -1,0 +1,98 @@
+"""What finds a run again that was handed to a target: a ticket in its folder."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from phalanx.errors import SpecError
+from phalanx.files import read_text, replace_text
+from phalanx.launch.targets.find_target import TARGETS, find_target
+from phalanx.launch.targets.target import FOLDER, QueueTarget, Submission, Target, attached_log
+
+_TICKET = "ticket.json"
+
+
+def write_ticket(submission: Submission, to: str, ticket: Mapping[str, Any]) -> None:
+    """Leave in the run folder what finds the run again."""
+    replace_text(submission.folder / _TICKET, json.dumps({"to": to, **ticket}) + "\n")
+
+
+def is_handed_over(folder: Path) -> bool:
+    """Whether the run in ``folder`` was, by a launch."""
+    return os.path.exists(folder / FOLDER / _TICKET)
+
+
+def earlier_ticket(folder: Path, name: str) -> Mapping[str, Any] | None:
+    """The ticket of the last launch of the run in ``folder``, where the target ``name`` took it.
+
+    Raises:
+        SpecError: it is damaged.
+    """
+    if not is_handed_over(folder):
+        return None
+    target, ticket = ticket_of(folder)
+    return ticket if target.name == name else None
+
+
+def refuse_handed_over(folder: Path) -> None:
+    """Refuse a folder whose run was handed over before and still waits or runs.
+
+    Raises:
+        SpecError: it does, with what its target says.
+    """
+    if not is_handed_over(folder):
+        return
+    target, ticket = ticket_of(folder)
+    if isinstance(target, QueueTarget):
+        standing = target.standing(ticket, folder)
+        if standing.state in ("waiting", "running"):
+            given = f"{folder}, whose run {target.name} has already: {standing.state} {standing.detail}".rstrip()
+            raise SpecError.of("run.folder", given, "one launch of a folder at a time", f"phalanx stop {folder}")
+
+
+def forget_handed_over(folder: Path) -> None:
+    """The run in ``folder`` is no more its target's, which had ended it: whoever calls this goes on with it."""
+    (folder / FOLDER / _TICKET).unlink(missing_ok=True)
+
+
+def log_of(folder: Path, rank: int | None) -> Path:
+    """The file with what ``rank`` of the run in ``folder`` has printed, or all did; it may not be there yet.
+
+    Raises:
+        SpecError: its target does not keep ranks apart.
+    """
+    if is_handed_over(folder):
+        target, ticket = ticket_of(folder)
+        if isinstance(target, QueueTarget):
+            return target.log(ticket, folder, rank)
+    return attached_log(folder, rank)
+
+
+def ticket_of(folder: Path) -> tuple[Target, Mapping[str, Any]]:
+    """Where the run in ``folder`` was handed to, and its ticket.
+
+    Raises:
+        SpecError: it was not launched, or what says so is damaged.
+    """
+    path = folder / FOLDER / _TICKET
+    if not path.is_file():
+        given, fix = f"{folder}, which no phalanx launch handed over", "phalanx launch JOB --to slurm"
+        raise SpecError.of(where="RUN", given=given, allowed="the folder of a launched run", fix=fix)
+    with suppress(ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        told = json.loads(read_text(path, where="ticket", fix=f"rm {shlex.quote(str(path))}"))
+        if told["to"].partition(":")[0] in TARGETS:
+            return find_target(told["to"]), told
+    raise damaged_ticket(folder)
+
+
+def damaged_ticket(folder: Path) -> SpecError:
+    """What to raise where the ticket in the run folder is not as it was written."""
+    path = folder / FOLDER / _TICKET
+    fix = f"rm {shlex.quote(str(path))}"
+    return SpecError.of(where="RUN", given=f"{path}, which is damaged", allowed="what phalanx launch wrote", fix=fix)

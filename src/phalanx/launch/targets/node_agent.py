@@ -1,0 +1,118 @@
+"""torchrun's agent on one node of a run that a queue has started: what the nodes of all queues have in common.
+
+The agent starts the workers of its node, one a device, passes SIGTERM on to them and waits until they have saved. What
+a rank prints goes where the agent's own output does, and into ``rank-N.log``. Where agents meet, and how a queue asks a
+run to stop, is the business of the file of each queue.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from phalanx.config import RunSpec
+from phalanx.errors import SpecError
+from phalanx.events.log import read
+from phalanx.launch.addresses import LOOPBACK, own_address
+from phalanx.launch.reaper import SAVED
+
+_WORDS = ("start", "resume", "stopped", "error", "end")
+_OLDER_GRACE = 30  # seconds, before torch 2.13
+_AFTER_GRACE = 5  # seconds, after which a worker that should have ended by itself is ended by force
+# Nothing but the end of what is printed ends the processes that copy it.
+_PLAIN = """exec "$0" -m phalanx worker "$1" > >(trap '' INT TERM; exec tee -a -- "$2/rank-$RANK.log") 2>&1"""
+_MARKED = (
+    """exec "$0" -m phalanx worker "$1" """
+    """> >(trap '' INT TERM; tee -a -- "$2/rank-$RANK.log" | exec sed -u "s/^/[rank $RANK] /") 2>&1"""
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NodePlace:
+    """One node of a run.
+
+    Attributes:
+        name: as its queue calls it, for what is said of it.
+        nodes: how many the run has, each with equally many workers.
+        cores: for the workers of this one.
+        options: of torchrun, by their names without dashes: where agents meet, and how often they start workers again.
+    """
+
+    name: str
+    nodes: int
+    cores: int
+    options: Mapping[str, str]
+
+
+def meeting_options(meeting: str, *, start: str, first: bool, patience: int = 60) -> dict[str, str]:
+    """Options with which agents meet at ``meeting`` (``host:port``), on the node that is the ``first``.
+
+    ``start``: what no other start of a run has there. ``patience``: seconds that others wait for the first to be there.
+    """
+    host = meeting.rpartition(":")[0]
+    return {
+        "rdzv-backend": "c10d",
+        "rdzv-endpoint": meeting,
+        "rdzv-id": start,
+        # A node may know itself by another name than others do: neither who serves nor where is left to be guessed.
+        "rdzv-conf": f"is_host={int(first)},read_timeout={patience}",
+        "local-addr": own_address(host, one_host=host == LOOPBACK),
+    }
+
+
+def worker_words(runfile: Path, logs: Path, *, marked: bool) -> list[str]:
+    """What torchrun starts for each rank, whose ``rank-N.log`` is in ``logs``.
+
+    ``marked``: each line of the agent's own output begins with the rank that has printed it.
+    """
+    return ["bash", "-c", _MARKED if marked else _PLAIN, sys.executable, str(runfile), str(logs)]
+
+
+def be_agent(spec: RunSpec, place: NodePlace, worker: Sequence[str]) -> int:
+    """Be the agent of this node, until its workers end or SIGTERM asks this process to stop.
+
+    Returns 0 where the run has ended, ``SAVED`` where it was asked to stop, else 1.
+    """
+    os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # of this process: agents lose each other's store as they end
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig
+    from torch.distributed.run import parse_args, run
+
+    del os.environ["TORCH_CPP_LOG_LEVEL"]
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    workers = spec.plan.processes // place.nodes
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, place.cores // workers)))
+    os.environ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(math.ceil(spec.grace) + _AFTER_GRACE)
+    if spec.grace > _OLDER_GRACE and not hasattr(LaunchConfig, "shutdown_timeout"):
+        what = f"this torch ends workers after {_OLDER_GRACE} seconds, whatever grace is: 2.13 does not"
+        print(f"{place.name}: {what}", file=sys.stderr)
+    os.environ["PYTHONUNBUFFERED"] = "1"  # what is printed goes into a pipe, and would be lost with the worker
+    options = {"nnodes": str(place.nodes), "nproc-per-node": str(workers), **place.options}
+    words = [word for name, value in options.items() for word in (f"--{name}", value)]
+    try:
+        run(parse_args([*words, "--no-python", *worker]))
+    except SignalException:
+        return 0 if last_word(spec.folder) == "end" else SAVED
+    except ChildFailedError as error:
+        rank, failure = error.get_first_failure()
+        if failure.exitcode == SAVED:  # another node was asked to stop, and all have saved
+            return SAVED
+        print(f"{place.name}: rank {rank} ended with {failure.exitcode}", file=sys.stderr, flush=True)
+        return 1
+    return 0
+
+
+def last_word(folder: Path) -> str:
+    """The last of a run's events that says how it stands: ``start``, ``resume``, ``stopped``, ``error`` or ``end``."""
+    word = ""
+    with suppress(SpecError):
+        for event in read(folder / "events.jsonl"):
+            word = event["event"] if event["event"] in _WORDS else word
+    return word
