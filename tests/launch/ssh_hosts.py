@@ -115,9 +115,9 @@ class SshServers:
 
 
 @contextmanager
-def ssh_servers(count: int, folder: Path) -> Iterator[SshServers]:
-    """So many hosts with a server each."""
-    with px.Hosts(count) as hosts:
+def ssh_servers(count: int, folder: Path, rate: str = "") -> Iterator[SshServers]:
+    """So many hosts with a server each, and links of that rate."""
+    with px.Hosts(count, rate=rate) as hosts:
         servers = SshServers(hosts, folder)
         try:
             yield servers

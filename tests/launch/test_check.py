@@ -23,7 +23,7 @@ from phalanx.cli import main
 from phalanx.launch import Launcher
 from phalanx.launch.check_hosts import TargetHost, run_here
 from phalanx.launch.host_network import HostLink, HostNetwork, lacking, tool
-from phalanx.launch.targets import AttachedTarget, Option, Prepared, QueueTarget, Standing, Submission, target
+from phalanx.launch.targets import TARGETS, AttachedTarget, Option, Prepared, QueueTarget, Standing, Submission
 
 pytestmark = pytest.mark.alone  # links between stand-ins are held to each other's times
 
@@ -143,8 +143,8 @@ def job(tmp_path: Path) -> Path:
 @pytest.fixture
 def check(job: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Check]:
     """Runs ``phalanx check`` over hosts; the exit code and the answer."""
-    monkeypatch.setitem(target.TARGETS, "stand-ins", "test_check:StandIns")
-    monkeypatch.setitem(target.TARGETS, "queue", "test_check:Queue")
+    monkeypatch.setitem(TARGETS, "stand-ins", "test_check:StandIns")
+    monkeypatch.setitem(TARGETS, "queue", "test_check:Queue")
     monkeypatch.setattr(StandIns, "made", [])
 
     def run(*hosts: TargetHost, options: str = "--plan dp=2", run: str = "runs") -> tuple[int, dict[str, Any]]:

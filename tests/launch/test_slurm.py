@@ -175,7 +175,7 @@ def test_after_its_time_a_run_goes_on_by_itself(cluster: Cluster, limited: Hande
 def test_a_run_that_is_asked_to_stop_saves_and_is_over(cluster: Cluster, tmp_path: Path) -> None:
     """By the commands that a user types."""
     folder = submission(tmp_path, run={"steps": 400}).run.folder
-    words = ["launch", str(tmp_path / "train.py"), "--to", "slurm", "--nodes", "2", "--plan", "dp=2"]
+    words = ["launch", str(tmp_path / "train.py"), "--to", "slurm", "--nodes", "2", "--plan", "dp=2", "--no-check"]
     told = json.loads(phalanx(*words, "--steps", "400", "--run", str(folder), "--grace", "10", "--json"))
     job = str(told["job"])
     events = folder / "events.jsonl"
@@ -272,6 +272,14 @@ def test_what_is_shown_is_what_slurm_takes(cluster: Cluster, tmp_path: Path) -> 
     assert not subprocess.run(["bash", "-n", copy], capture_output=True, check=True).stderr
     subprocess.run(["sbatch", "--test-only", copy], capture_output=True, check=True)
     assert "#SBATCH --time=0-01:30:00\n" in prepared.files[script]
+
+
+@pytest.mark.usefixtures("cluster")
+def test_it_says_what_its_nodes_have() -> None:
+    offer = SlurmTarget("").offer({"nodes": "2", "cpus-per-task": "1"})
+    assert offer
+    assert (offer.nodes, offer.devices, offer.device, offer.cores) == (2, 1, "", 1)
+    assert offer.memory > 0
 
 
 def test_a_folder_may_have_any_name_and_a_waiting_run_is_stopped(cluster: Cluster, tmp_path: Path) -> None:

@@ -64,7 +64,8 @@ def begun(
     """``phalanx launch`` of a slow job on both hosts, a few steps after its beginning."""
     job = write_job(folder, pause=pause, steps=steps)
     file = servers.write_hosts((1, 1), folder=f'"{folder}"')
-    process = phalanx("launch", str(job), "--to", f"ssh:{file}", "--plan", "dp=2", "--run", "run", *options, cwd=folder)
+    words = ("launch", str(job), "--to", f"ssh:{file}", "--plan", "dp=2", "--run", "run", "--no-check")
+    process = phalanx(*words, *options, cwd=folder)
     await_steps(folder / "run", 4, process)
     return process
 
@@ -96,7 +97,16 @@ def test_stop_saves_and_resume_goes_on(servers: SshServers, tmp_path: Path) -> N
     assert 4 <= taken < 60
     write_job(tmp_path, steps=60)
     again = phalanx(
-        *("launch", "train.py", "--to", f"ssh:{servers.folder / 'hosts.toml'}", "--run", "run", "--resume"),
+        *(
+            "launch",
+            "train.py",
+            "--to",
+            f"ssh:{servers.folder / 'hosts.toml'}",
+            "--run",
+            "run",
+            "--resume",
+            "--no-check",
+        ),
         cwd=tmp_path,
     )
     _, err = again.communicate(timeout=90)

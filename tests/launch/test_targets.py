@@ -55,7 +55,8 @@ def await_end(pid: int) -> None:
 
 
 def launch(*words: str) -> int:
-    return command("launch", "train.py", "--to", "background", "--run", "run", "--plan", "dp=2", *words)
+    given = ("--to", "background", "--run", "run", "--plan", "dp=2", "--no-check")
+    return command("launch", "train.py", *given, *words)
 
 
 def test_a_run_is_handed_over_found_by_its_folder_stopped_and_goes_on(
@@ -124,9 +125,31 @@ def test_what_the_plan_cannot_serve_is_refused_before_anything_is_handed_over(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     write_job(tmp_path)
-    assert command("launch", "train.py", "--to", "background", "--run", "run", "--plan", "ep=2") == 2
+    assert command("launch", "train.py", "--to", "background", "--run", "run", "--plan", "ep=2", "--no-check") == 2
     assert "ep" in capfd.readouterr().err
     assert not Path("run").exists()
+
+
+def test_what_training_would_fail_by_is_shown_and_nothing_is_handed_over(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    job = write_job(tmp_path)
+    job.write_text(job.read_text().replace("data=lambda: px.Table", "data=lambda: open('none') and px.Table"))
+    words = ("launch", "train.py", "--to", "background", "--run", "run", "--plan", "dp=2")
+    assert command(*words) == 1
+    said = capfd.readouterr()
+    assert "fails  this machine: the job's data: FileNotFoundError" in said.out
+    assert "--no-check" in said.err
+    assert not Path("run").exists()
+
+
+def test_a_run_that_nothing_is_wrong_with_is_handed_over_after_the_check(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    write_job(tmp_path)
+    assert command("launch", "train.py", "--to", "background", "--run", "run", "--plan", "dp=2", "--json") == 0
+    await_end(json.loads(capfd.readouterr().out)["pid"])
+    assert px.load("run").losses == pytest.approx(by_hand(6), rel=1e-4)
 
 
 def test_a_dry_run_shows_files_and_commands_and_does_nothing(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -141,8 +164,7 @@ def test_a_dry_run_shows_files_and_commands_and_does_nothing(tmp_path: Path, cap
 def test_devices_are_those_of_the_other_side(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """There is no CUDA here, which says nothing of there; what is there says so itself."""
     write_job(tmp_path)
-    words = ("launch", "train.py", "--to", "background", "--run", "run", "--plan", "dp=2 device=cuda", "--json")
-    assert command(*words) == 0
+    assert launch("--plan", "dp=2 device=cuda", "--json") == 0
     await_end(json.loads(capfd.readouterr().out)["pid"])
     assert "CUDA devices here: 0" in (Path("run") / "launch" / "output.log").read_text()
 

@@ -21,35 +21,46 @@ _SAMPLES = 16  # of a step that computes next to nothing
 _PATIENCE, _BUSY = 10.0, 0.3  # seconds to wait for others to rest, and the share of cores they may take
 
 
-@click.command("calibrate", short_help="Measure this machine into a cluster file.")
-@click.option("-o", "--output", "path", type=click.Path(path_type=Path), help="The file to write [machine.toml].")
+@click.command("calibrate", short_help="Measure this machine, or hosts, into a cluster file.")
+@click.option(
+    "-o",
+    "--output",
+    "path",
+    type=click.Path(path_type=Path),
+    help="The file to write [machine.toml, with --to cluster.toml].",
+)
 @click.option("--quick", is_flag=True, help="Hardly measure: shows that it works, in seconds.")
+@click.option(
+    "--to", metavar="TARGET", help="The hosts of ssh:hosts.toml in place of this machine [hosts-cluster.toml]."
+)
 @json_option
-def command(path: Path | None, quick: bool, as_json: bool) -> None:
+def command(path: Path | None, quick: bool, to: str | None, as_json: bool) -> None:
     """Measure this machine's cores and what joins its processes, in about a minute, into a TOML file.
 
-    Forecasts with --on machine.toml then use its constants. Nothing else should run meanwhile.
+    Forecasts with --on machine.toml then use its constants. Nothing else should run meanwhile. With --to it is hosts
+    that are asked for their devices and cores, whose figures are the catalog's, and the links between them that are
+    measured, in seconds; each host has as many devices as its file says.
 
     \b
     Examples:
       phalanx calibrate
       phalanx calibrate -o laptop.toml
       phalanx forecast examples/digits.py --plan dp=2 --on machine.toml
+      phalanx calibrate --to ssh:hosts.toml -o rack.toml
     """
     from phalanx.hardware import cuda_devices
     from phalanx.hardware.calibrate import default_path
 
+    if to:
+        _hosts(to, path or Path("cluster.toml"), quick=quick, as_json=as_json)
+        return
     if cuda_devices():
         given, fix = f"{cuda_devices()} CUDA devices", "CUDA_VISIBLE_DEVICES= phalanx calibrate"
         allowed = "a machine without: constants of GPUs are part of Phalanx"
         raise RefusedError.of(where="calibrate", given=given, allowed=allowed, fix=fix)
     found = _calibrated(quick)
     where = path or default_path()
-    try:
-        where.write_text(found.to_toml(), encoding="utf-8")
-    except OSError as error:
-        given, allowed = f"{where}: {error.strerror}", "a file in a folder that exists and can be written to"
-        raise SpecError.of(where="-o", given=given, allowed=allowed, fix="-o machine.toml") from None
+    _write(found, where)
     device, link = found.groups[0].device, found.groups[0].link
     if as_json:
         print_json({"file": str(where), "devices": found.devices, "device": device.name, "measured": device.measured})
@@ -60,6 +71,44 @@ def command(path: Path | None, quick: bool, as_json: bool) -> None:
     click.echo(f"{show_bytes(device.bandwidth)}/s from memory, {device.measured['floor'] * 1e6:.1f} µs an operation")
     click.echo(f"processes hand on {show_bytes(link.bandwidth)}/s after {link.latency * 1e6:.0f} µs")
     click.echo(f"written to {where}: use it with --on {where}")
+
+
+def _hosts(to: str, where: Path, *, quick: bool, as_json: bool) -> None:
+    """Write what is there, and say what it is."""
+    from phalanx.launch.check_hosts import CheckQuestion, survey
+    from phalanx.launch.targets import AttachedTarget, find_target
+    from phalanx.preflight.there import cluster_there
+    from phalanx.units import show_bytes, show_seconds
+
+    target = find_target(to)
+    if quick or not isinstance(target, AttachedTarget):
+        given = "--quick" if quick else f"{target.name}, which chooses its machines only once a run begins"
+        fix = f"phalanx calibrate --to {to}" if quick else "phalanx calibrate, on one of its machines"
+        raise SpecError.of("--to", given, "hosts by themselves: what is measured there takes seconds", fix)
+    said = survey(list(target.hosts()), CheckQuestion(folder=Path(tempfile.gettempdir()), cwd=tempfile.gettempdir()))
+    found = cluster_there(said)
+    _write(found, where)
+    if as_json:
+        print_json({"file": str(where), "cluster": str(found), "devices": found.devices, "nodes": found.nodes})
+        return
+    for group in found.groups:
+        click.echo(f"{group.host.name}: {group.per_node} x {group.device.name}, {show_bytes(group.device.memory)} each")
+    network = found.network
+    said_of = f"catalog: {network.name}" if network.name else f"measured, {show_seconds(network.latency)} a hop"
+    click.echo(f"between hosts: {show_bytes(network.bandwidth)}/s ({said_of})")
+    click.echo(f"written to {where}: use it with --on {where}")
+
+
+def _write(found: Cluster, where: Path) -> None:
+    """
+    Raises:
+        SpecError: nothing can be written there.
+    """
+    try:
+        where.write_text(found.to_toml(), encoding="utf-8")
+    except OSError as error:
+        given, allowed = f"{where}: {error.strerror}", "a file in a folder that exists and can be written to"
+        raise SpecError.of(where="-o", given=given, allowed=allowed, fix=f"-o {where.name}") from None
 
 
 def _calibrated(quick: bool) -> Cluster:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from phalanx.cli.before_launch import looked_ahead
 from phalanx.cli.options import job_argument
 from phalanx.cli.output import json_option, print_json
 from phalanx.cli.run_options import RunCommand, run_options
@@ -45,6 +46,7 @@ class _LaunchCommand(RunCommand):
 @click.option("--to", required=True, metavar="TARGET", help="ssh:hosts.toml or slurm.")
 @click.option("--python", help="The interpreter on the other side [this one's path; in an image: python].")
 @click.option("--dry-run", is_flag=True, help="Show in full what would be written and run, and do nothing.")
+@click.option("--no-check", is_flag=True, help="Do not look first whether training would fail there.")
 @click.option("--quiet", is_flag=True, help="Show neither plan nor progress.")
 @json_option
 @click.pass_context
@@ -54,6 +56,7 @@ def command(
     to: str,
     python: str | None,
     dry_run: bool,
+    no_check: bool,
     quiet: bool,
     as_json: bool,
     **options: Any,
@@ -63,6 +66,9 @@ def command(
     The job's file, its data and the run folder have to be at the same place there. A run by SSH is followed from here
     and ends with this command. A queue takes the run and this command ends: phalanx status, logs and stop find it by
     its folder. Options of a target stand beside the run's own.
+
+    Without --plan and -n the planner chooses for what is there, where the target can say that. What phalanx check
+    looks at is looked at first: what training would fail by ends the command with exit code 1.
 
     \b
     Examples:
@@ -77,10 +83,14 @@ def command(
     if python and isinstance(target, AttachedTarget):
         allowed, fix = "python = in the hosts file", f'python = "{python}" in {to.partition(":")[2]}'
         raise SpecError.of("--python", f"{python}, with {target.name}", allowed, fix)
+    given, attached = Given.of(job, options), isinstance(target, AttachedTarget)
+    if not (dry_run and attached):
+        checks = not (no_check or dry_run)
+        given = looked_ahead(target, given, own, checks=checks, quiet=quiet, as_json=as_json)
     if not dry_run and isinstance(target, AttachedTarget):
-        _follow(target, Given.of(job, options), to, quiet=quiet, as_json=as_json)
+        _follow(target, given, to, quiet=quiet, as_json=as_json)
         return
-    run, loaded = _settled(job, options)
+    run, loaded = _settled(given)
     submission = _submission(target, run, loaded, python or target.python, own)
     prepared = target.prepare(submission)
     if dry_run:
@@ -109,7 +119,7 @@ def _follow(target: AttachedTarget, given: Given, to: str, *, quiet: bool, as_js
         target.leave()
 
 
-def _settled(job: str, options: dict[str, Any]) -> tuple[RunSpec, Job]:
+def _settled(given: Given) -> tuple[RunSpec, Job]:
     """The run as it is asked for, and its job.
 
     Raises:
@@ -118,13 +128,12 @@ def _settled(job: str, options: dict[str, Any]) -> tuple[RunSpec, Job]:
     from phalanx.launch import load_job
     from phalanx.launch.jobfile import going_on
 
-    given = Given.of(job, options)
     earlier = earlier_run(given)
-    if given.plan is None and given.devices is None and earlier is None:
+    if given.plan is None and given.devices is None and given.chosen is None and earlier is None:
         allowed = "a plan: which devices there are is not known here"
         raise SpecError.of("--plan", "none", allowed, '--plan "dp=2 fsdp=8"; phalanx plan JOB --on 2x8xH100 finds one')
     if earlier:
-        given = replace(given, job=going_on(job, earlier.job))
+        given = replace(given, job=going_on(given.job, earlier.job))
     loaded = load_job(given.job)
     run, _ = settle(given, earlier, loaded)
     return run, override(loaded, run)

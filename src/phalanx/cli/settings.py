@@ -16,6 +16,7 @@ from phalanx.errors import Problem, RefusedError, SpecError
 from phalanx.files import read_text
 
 if TYPE_CHECKING:
+    from phalanx.preflight import PlanChoice
     from phalanx.report.tables import Setting
 
 # of the run alone: a job says nothing of them
@@ -33,6 +34,7 @@ class Given:
         resume: whether to go on from its newest checkpoint; ``auto``: if there is one.
         from_step: go on from the checkpoint of this step.
         values: the other options by their names in ``RunSpec``.
+        chosen: the planner's plan for where it is to run, where none is given and that is not here.
     """
 
     job: str
@@ -42,6 +44,7 @@ class Given:
     resume: Resume
     from_step: int | None = None
     values: dict[str, Any]
+    chosen: PlanChoice | None = None
 
     @classmethod
     def of(cls, job: str, options: Mapping[str, Any]) -> Given:
@@ -158,7 +161,7 @@ def _chosen(given: Given, earlier: RunSpec | None, job: Job) -> tuple[Plan, str,
         return plan, source, ""
     from phalanx.preflight import choose
 
-    choice = choose(job)
+    choice = given.chosen or choose(job)
     return choice.plan, choice.source, choice.why
 
 

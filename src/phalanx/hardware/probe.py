@@ -69,6 +69,23 @@ def cpu_group(host: Host) -> Group:
     return Group(device=device, link=known.link, host=replace(host, slots=count), per_node=count)
 
 
+def cpu_processes(group: Group, count: int, had: float, host: Host) -> Group:
+    """So many processes as devices of a ``host`` with cores like those of ``group``; each computes with ``had`` cores.
+
+    Each has an equal share of the host's memory.
+    """
+    core = group.device
+    memory = (host.memory or core.memory * (host.cores or count)) // count
+    device = replace(
+        core,
+        peak={name: had * peak for name, peak in core.peak.items()},
+        bandwidth=had * core.bandwidth,
+        memory=memory,
+        kept=min(core.kept, memory),
+    )
+    return replace(group, nodes=1, device=device, host=host, per_node=count)
+
+
 def _gpu_groups(host: Host, gpus: Sequence[Gpu], matrix: str) -> tuple[Group, ...]:
     groups: list[Group] = []
     for _, alike in groupby(sorted(gpus, key=lambda one: (one.name, one.memory)), key=lambda one: one.name):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from math import gcd
 from typing import Any, Literal, get_args
 
 from phalanx.config import Plan
@@ -188,7 +189,7 @@ def neighbours(plan: Plan, question: Question) -> Iterator[tuple[str, Plan]]:
             other = _tidy(plan, changes)
         except SpecError:
             continue
-        node = min(group.per_node for group in question.cluster.groups)
+        node = gcd(*(group.per_node for group in question.cluster.groups))
         if other in seen or node % other.tp or problems(other, question.work, question.cluster):
             continue
         seen.add(other)

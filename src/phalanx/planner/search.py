@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from math import gcd
 from typing import Any
 
 import numpy as np
@@ -135,7 +136,7 @@ def space(question: Question) -> Space:
 def _meshes(question: Question, limits: Limits) -> Iterator[tuple[int, ...]]:
     """Sizes of dp, fsdp, tp, pp, cp, ep that multiply to the devices."""
     cluster = question.cluster
-    node = min(group.per_node for group in cluster.groups)
+    node = gcd(*(group.per_node for group in cluster.groups))  # a tp group stays inside a node of each kind
     whole = [group.devices for group in cluster.groups] if question.mixed else []
     for tp in divisors(cluster.devices):
         if node % tp or not limits.evenly(tp=tp):

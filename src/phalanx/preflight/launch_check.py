@@ -93,15 +93,23 @@ class LaunchCheck:
         }
 
 
-def launch_check(question: LaunchQuestion) -> LaunchCheck:
-    """Ask the hosts that a run would be on, and say what training would fail by there."""
+def surveyed(question: LaunchQuestion) -> HostSurvey:
+    """Ask the hosts that a run would be on, or this machine where they are not known."""
     target = question.target
     hosts: list[TargetHost] = list(target.hosts()) if isinstance(target, AttachedTarget) else [ThisMachine()]
-    said = survey(hosts, _hosts_question(question))
+    return survey(hosts, _hosts_question(question))
+
+
+def launch_check(question: LaunchQuestion, said: HostSurvey | None = None) -> LaunchCheck:
+    """What training would fail by on the hosts that a run would be on.
+
+    ``said``: what they said, where they have been asked.
+    """
+    target, said = question.target, said or surveyed(question)
     there = [one for one in said.hosts if one.told]
     job, unknown = _job(question.reference)
     queue = target if isinstance(target, QueueTarget) else None
-    plan = question.plan or (plan_for(job, there) if job and not queue else None)
+    plan = question.plan or (plan_for(job, said.hosts) if job and not queue else None)
     unread = any((one.told.get("data") or {"error": "-"})["error"] for one in there)
     refused = refusals(job, plan, question, looks=not unread) if job and plan else []
     needs = Needs(plan=plan) if plan else None
@@ -114,7 +122,7 @@ def launch_check(question: LaunchQuestion) -> LaunchCheck:
         unknown += [f"memory that the plan needs: {missing}"] if missing else []
     found = [one for one in findings(said, None if queue else needs) if not queue or one.kind in _OF_A_QUEUE]
     if queue and job and plan and not refused:
-        words = queue.why_not(queue.prepare(_submission(job, plan, question, queue.python)))
+        words = queue.why_not(queue.prepare(submission_of(job, plan, question, queue.python)))
         if words is None:
             unknown += [f"whether {queue.name} would take it"]
         elif words:
@@ -140,7 +148,8 @@ def _job(reference: str) -> tuple[Job | None, list[str]]:
         return None, ["the plan, and memory that it needs: the job does not load here"]
 
 
-def _submission(job: Job, plan: Plan, question: LaunchQuestion, python: str) -> Submission:
+def submission_of(job: Job, plan: Plan, question: LaunchQuestion, python: str) -> Submission:
+    """What would be handed over, with the settings of a run that nothing more is asked of."""
     run = absolute(RunSpec(job=question.reference, plan=plan, folder=question.folder))
     return Submission(run=run, name=job.name, python=python, options=question.options)
 
@@ -179,7 +188,7 @@ def refusals(job: Job, plan: Plan, question: LaunchQuestion, *, looks: bool) -> 
         return [HostFinding(kind="job", hosts=(), what=str(error).splitlines()[0], fix=fix)]
     try:
         if question.target and not problems:
-            question.target.prepare(_submission(job, plan, question, question.target.python))
+            question.target.prepare(submission_of(job, plan, question, question.target.python))
     except SpecError as error:
         problems += error.problems
     return [

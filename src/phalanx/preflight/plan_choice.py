@@ -6,21 +6,24 @@ One process computes with all cores of a CPU as it is, so that splitting gains l
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from phalanx.config import Cluster, Device, Group, Host, Job, Plan
+from phalanx.config import Cluster, Group, Host, Job, Plan
 from phalanx.errors import PhalanxError, RefusedError, SpecError
 from phalanx.files import read_text
 from phalanx.hardware import cores, memory_bytes, this_machine
 from phalanx.hardware.calibrate import default_path
-from phalanx.hardware.probe import cpu_group
+from phalanx.hardware.probe import cpu_group, cpu_processes
 from phalanx.launch.side_process import Send, SideProcess, take_spare_time
 from phalanx.launch.worker_process import threads_each
 from phalanx.parallel import device_kind
 from phalanx.train.build_model import size_of
 from phalanx.train.findings import Findings
+
+if TYPE_CHECKING:
+    from phalanx.forecast import Forecast
 
 PATIENCE = 20.0
 """Seconds that planning may take."""
@@ -44,14 +47,18 @@ def plain(batch: int) -> Plan:
     return Plan(dp=min(max(1, cuda_devices()), batch))
 
 
-def choose(job: Job) -> PlanChoice:
-    """The best plan for ``job`` on the CUDA devices here; ``plain`` where there are none or none can be made."""
+def choose(job: Job, there: Cluster | None = None) -> PlanChoice:
+    """The best plan for ``job`` on the CUDA devices here; ``plain`` where there are none or none can be made.
+
+    ``there``: the best on all of these devices instead, of which no plan may leave one out.
+    """
     from phalanx.hardware import cuda_devices
 
-    given = plain(job.batch)
-    if not cuda_devices():
+    given = plain(job.batch) if there is None else Plan(dp=min(there.devices, job.batch))
+    if (cuda_devices() if there is None else there.devices - 1) == 0:
         return PlanChoice(plan=given, source="default")
-    with SideProcess(lambda send: _send_best(job, given, send)) as side:
+    on = "" if there is None else f"on {there}: "
+    with SideProcess(lambda send: _send_best(job, given, there, send)) as side:
         message = side.next(PATIENCE)
     if message is None:
         why = f"planning took more than {PATIENCE:g} s"
@@ -59,37 +66,44 @@ def choose(job: Job) -> PlanChoice:
         why = f"no plan was made: {message['missing']}"
     else:
         plan = Plan.parse(message["plan"])
-        return PlanChoice(plan=plan, source="planner" if plan != given else "default", why=message["why"])
-    return PlanChoice(plan=given, source="default", why=f"{why}; {given} is taken")
+        source = "planner" if plan != given else "default"
+        return PlanChoice(plan=plan, source=source, why=f"{on}{message['why']}")
+    return PlanChoice(plan=given, source="default", why=f"{on}{why}; {given} is taken")
 
 
-def _send_best(job: Job, given: Plan, send: Send) -> None:
+def _send_best(job: Job, given: Plan, there: Cluster | None, send: Send) -> None:
     try:
-        send(_best(job, given))
+        send(_best(job, given, there))
     except Exception as error:  # a job of any make
         send({"missing": one_line(error)})
 
 
-def _best(job: Job, given: Plan) -> dict[str, Any]:
+def _best(job: Job, given: Plan, there: Cluster | None) -> dict[str, Any]:
     from phalanx.forecast import forecast
     from phalanx.planner import Question, rank
     from phalanx.train.traced_job import work_of
 
-    work, cluster = work_of(job), cluster_for(given)
-    there = forecast(work, given, cluster)
+    work, cluster = work_of(job), there or cluster_for(given)
+    plain_one = forecast(work, given, cluster) if given.devices == cluster.devices else None
     # in the precision of the plain plan: another would train other numbers
     ranking = rank(Question(work=work, cluster=cluster, precision=given.precision))
-    fewer = [ranking.fewer.forecast] if ranking.fewer else []
+    fewer = [ranking.fewer.forecast] if ranking.fewer and there is None else []
     for found in (*fewer, *ranking.plans):
-        if there.fits and found.step > (1 - WORTH) * there.step:
+        if plain_one and plain_one.fits and found.step > (1 - WORTH) * plain_one.step:
             break
-        if _can_run(job, found.plan):
-            gain = f"{there.step / found.step:.1f} times as fast as" if there.fits else "it fits, unlike"
-            return {"plan": str(found.plan), "why": f"{found.plan} is forecast to be the best: {gain} {given}"}
-    why = (
-        f"{given}: no other plan is forecast to save {WORTH:.0%} of a step" if there.fits else f"{given}: nothing fits"
-    )
+        if _can_run(job, found.plan if there is None else found.plan.on_any_device):
+            return {"plan": str(found.plan), "why": f"{found.plan} is forecast to be the best{_gain(plain_one, found)}"}
+    fits = plain_one is not None and plain_one.fits
+    why = f"{given}: no other plan is forecast to save {WORTH:.0%} of a step" if fits else f"{given}: nothing fits"
     return {"plan": str(given), "why": why}
+
+
+def _gain(plain_one: Forecast | None, found: Forecast) -> str:
+    """What is better with ``found`` than with plain replicas, where these are for as many devices."""
+    if plain_one is None:
+        return ""
+    gain = f"{plain_one.step / found.step:.1f} times as fast as" if plain_one.fits else "it fits, unlike"
+    return f": {gain} {plain_one.plan}"
 
 
 def _can_run(job: Job, plan: Plan) -> bool:
@@ -205,16 +219,7 @@ def _measured() -> Cluster | None:
 def _share(group: Group, plan: Plan, threads: int | None) -> Group:
     each = threads or max(1, threads_each(plan.world_size) // plan.threads)
     had = min(float(each), cores() / plan.devices)
-    core = group.device
-    if core.measured:
+    if group.device.measured:
         had = max(1.0, had)  # what was measured says itself what processes that share a core take
-    memory = memory_bytes() // plan.devices
-    device: Device = replace(
-        core,
-        peak={name: had * peak for name, peak in core.peak.items()},
-        bandwidth=had * core.bandwidth,
-        memory=memory,
-        kept=min(core.kept, memory),
-    )
     host = replace(group.host, slots=plan.devices, cores=cores(), memory=memory_bytes())
-    return replace(group, nodes=1, device=device, host=host, per_node=plan.devices)
+    return cpu_processes(group, plan.devices, had, host)

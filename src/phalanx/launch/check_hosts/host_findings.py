@@ -50,6 +50,8 @@ def findings(survey: HostSurvey, needs: Needs | None) -> list[HostFinding]:
         *_devices(there),
         *(_places(there, needs) if needs and len(there) == len(survey.hosts) else ()),
         *(_memory(there, needs) if needs and needs.memory else ()),
+        *(_without_devices(there, needs.plan) if needs else ()),
+        *(_split_groups(there, needs) if needs and needs.plan.tp > 1 and len(there) == len(survey.hosts) else ()),
         *_limits(there, needs),
         *_clocks(there),
         *_ports(there),
@@ -249,6 +251,16 @@ def _places(there: Sequence[HostAnswer], needs: Needs) -> Iterator[HostFinding]:
         yield HostFinding(kind="plan", hosts=names, what=what, fix="--plan with device=cpu, or other hosts")
 
 
+def _without_devices(there: Sequence[HostAnswer], plan: Plan) -> Iterator[HostFinding]:
+    """Hosts with fewer GPUs than workers, where there are any: all workers compute on one, or none."""
+    for one in there:
+        have, takes = len(one.told.get("devices", ())), one.processes * plan.threads
+        if plan.device != "cpu" and not plan.server and have < takes and _gpus_of(there):  # a server needs none
+            what = f"it has {have} CUDA devices for its {one.processes} workers, which need {takes}"
+            fix = "give as many workers as it has devices, leave it out, or take a plan with device=cpu"
+            yield HostFinding(kind="plan", hosts=(one.name,), what=what, fix=fix)
+
+
 def _memory(there: Sequence[HostAnswer], needs: Needs) -> Iterator[HostFinding]:
     """Whether there is room for what each worker needs, on its device, or on its host where that computes."""
     plan, counts = needs.plan, workers_of(there, needs)
@@ -265,6 +277,18 @@ def _memory(there: Sequence[HostAnswer], needs: Needs) -> Iterator[HostFinding]:
             total = show_bytes(needs.memory * counts[one.name] * plan.threads)
             what = f"{show_bytes(one.told['memory']['free'])} of memory are free; its workers need {total}"
             yield HostFinding(kind="memory", hosts=(one.name,), what=what, fix=smaller)
+
+
+def _split_groups(there: Sequence[HostAnswer], needs: Needs) -> Iterator[HostFinding]:
+    """Ranks are laid host by host, and those of a tp group are neighbours: whether one has ranks on several hosts."""
+    plan, counts = needs.plan, workers_of(there, needs)
+    host_of = [name for name, count in counts.items() for _ in range(count)]
+    groups = [host_of[first : first + plan.tp] for first in range(0, plan.world_size, plan.tp)]
+    if split := [group for group in groups if len(set(group)) > 1]:
+        what = f"{len(split)} of {len(groups)} tp groups are on several hosts: each layer exchanges over the network"
+        fix = f"--plan with a tp that divides the devices of each host ({', '.join(map(str, counts.values()))})"
+        hosts = tuple(dict.fromkeys(name for group in split for name in group))
+        yield HostFinding(kind="plan", hosts=hosts, what=what, fix=fix, fails=False)
 
 
 def _gpus_of(there: Sequence[HostAnswer]) -> int:

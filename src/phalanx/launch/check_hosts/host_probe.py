@@ -168,22 +168,33 @@ def _gpus() -> dict[str, Any]:
         for row in rows
         if len(row) == 5
     ]
-    return {"error": "", "devices": devices, "driver": rows[0][4] if rows else "", "pids": [row[0] for row in apps]}
+    return {
+        "error": "",
+        "devices": devices,
+        "driver": rows[0][4] if rows else "",
+        "pids": [row[0] for row in apps],
+        "topology": _nvidia_smi("topo", "-m")[0] if len(devices) > 1 else "",
+    }
 
 
 def _nvidia(query: str) -> tuple[list[list[str]], str]:
+    text, error = _nvidia_smi(query, "--format=csv,noheader,nounits")
+    return [[cell.strip() for cell in line.split(",")] for line in text.splitlines() if line.strip()], error
+
+
+def _nvidia_smi(*words: str) -> tuple[str, str]:
+    """What it prints, or why it fails; nothing where there is none."""
     tool = shutil.which("nvidia-smi")
     if not tool:
-        return [], ""
+        return "", ""
     try:
-        asked = [tool, query, "--format=csv,noheader,nounits"]
-        done = subprocess.run(asked, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=20, check=False)
+        done = subprocess.run([tool, *words], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=20, check=False)
     except (OSError, subprocess.SubprocessError) as error:
-        return [], str(error)
+        return "", str(error)
     text = done.stdout.decode(errors="replace").strip()
     if done.returncode:
-        return [], text.splitlines()[-1] if text else "nvidia-smi failed"
-    return [[cell.strip() for cell in line.split(",")] for line in text.splitlines() if line.strip()], ""
+        return "", text.splitlines()[-1] if text else "nvidia-smi failed"
+    return text, ""
 
 
 def _mebibytes(text: str) -> int:

@@ -9,6 +9,7 @@ from phalanx.launch.targets.handed_over import (
     ticket_of,
     write_ticket,
 )
+from phalanx.launch.targets.offer import Offer, misfit, nearest_plan
 from phalanx.launch.targets.target import (
     FOLDER,
     AttachedTarget,
@@ -24,6 +25,7 @@ __all__ = [
     "FOLDER",
     "TARGETS",
     "AttachedTarget",
+    "Offer",
     "Option",
     "Prepared",
     "QueueTarget",
@@ -34,6 +36,8 @@ __all__ = [
     "forget_handed_over",
     "is_handed_over",
     "log_of",
+    "misfit",
+    "nearest_plan",
     "refuse_handed_over",
     "settled_options",
     "target_class",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -13,6 +14,7 @@ from phalanx.config import RunSpec
 from phalanx.config.fields import is_whole
 from phalanx.errors import Problem, SpecError
 from phalanx.files import read_toml
+from phalanx.launch.targets.offer import nearest_plan
 
 EXAMPLE = """[[host]]
 name = "n1"             # as ssh knows it: of ~/.ssh/config, user@n1, or an address
@@ -114,7 +116,8 @@ def refuse_size(run: RunSpec, file: HostsFile) -> None:
     if run.plan.processes != file.devices:
         given = f"{run.plan}, of {run.plan.processes} processes, for {file.devices} devices ({names})"
         allowed = "as many processes as the hosts have devices"
-        problems.append(Problem(where="--plan", given=given, allowed=allowed, fix=f"--plan dp={file.devices}"))
+        nearest = shlex.quote(str(nearest_plan(run.plan, file.devices)))
+        problems.append(Problem(where="--plan", given=given, allowed=allowed, fix=f"--plan {nearest}"))
     if run.devices:
         given = f"{run.devices}, on hosts by SSH"
         allowed = "a number of devices that does not change"

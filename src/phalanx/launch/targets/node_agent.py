@@ -116,3 +116,13 @@ def last_word(folder: Path) -> str:
         for event in read(folder / "events.jsonl"):
             word = event["event"] if event["event"] in _WORDS else word
     return word
+
+
+def slowest_save(folder: Path) -> float:
+    """Seconds that the slowest checkpoint of the run took; 0 where it has saved none."""
+    slowest = 0.0
+    with suppress(SpecError):
+        for event in read(folder / "events.jsonl"):
+            if event["event"] == "checkpoint":
+                slowest = max(slowest, event["seconds"])
+    return slowest

@@ -20,6 +20,8 @@ from phalanx.errors import RunError, SpecError
 from phalanx.launch.reaper import SAVED
 from phalanx.launch.targets.handed_over import damaged_ticket
 from phalanx.launch.targets.node_agent import last_word
+from phalanx.launch.targets.offer import Offer
+from phalanx.launch.targets.slurm_offer import slurm_offer
 from phalanx.launch.targets.slurm_script import OPTIONS, Request, batch_script
 from phalanx.launch.targets.target import FOLDER, Option, Prepared, QueueTarget, Standing, State, Submission
 
@@ -71,6 +73,9 @@ class SlurmTarget(QueueTarget):
             },
             commands=(("sbatch", "--parsable", str(script)),),
         )
+
+    def offer(self, options: Mapping[str, str]) -> Offer | None:
+        return slurm_offer(options)
 
     def submit(self, prepared: Prepared) -> Mapping[str, Any]:
         """

@@ -13,6 +13,8 @@ from typing import Any
 
 from phalanx.config import RunSpec
 from phalanx.errors import Problem, SpecError
+from phalanx.launch.targets.node_agent import slowest_save
+from phalanx.launch.targets.offer import Offer, misfit
 from phalanx.launch.targets.target import Option, Submission
 from phalanx.units import parse_duration
 
@@ -112,7 +114,7 @@ class Request:
         counts = {name: int(options[name]) for name in _COUNTS if _is_count(name, options.get(name, ""))}
         time, wrong = _seconds(options.get("time"))
         nodes, signal = counts.get("nodes", 1), counts.get("signal", math.ceil(run.grace) + _MARGIN)
-        problems += [*wrong, *_misfits(run, nodes), *_too_short(run, time, signal)]
+        problems += [*wrong, *_misfits(run, nodes, counts.get("gpus-per-node")), *_too_short(run, time, signal)]
         if "gres" in options and "gpus-per-node" in options:
             given = f"{options['gpus-per-node']} with --gres {options['gres']}"
             problems.append(_wrong("gpus-per-node", given, "one of the two", f"--gres {options['gres']}"))
@@ -207,9 +209,12 @@ def _as_slurm(seconds: int) -> str:
     return f"{minutes // 1440}-{minutes // 60 % 24:02}:{minutes % 60:02}:00"
 
 
-def _misfits(run: RunSpec, nodes: int) -> list[Problem]:
-    """What of the run cannot be laid on so many nodes."""
+def _misfits(run: RunSpec, nodes: int, gpus: int | None) -> list[Problem]:
+    """What of the run cannot be laid on so many nodes, with so many GPUs each where that is said."""
     problems: list[Problem] = []
+    offer = Offer(nodes=nodes, devices=gpus, device="GPU", by="--gpus-per-node") if gpus else None
+    if offer and (problem := misfit(run.plan, offer)):
+        problems.append(problem)
     processes = run.plan.processes
     if processes % nodes:
         given = f"{nodes}, for the {processes} processes of {run.plan}"
@@ -230,9 +235,14 @@ def _too_short(run: RunSpec, time: int | None, signal: int) -> list[Problem]:
     if signal < run.grace:
         given = f"{signal}, with a grace of {run.grace:g} seconds"
         problems.append(_wrong("signal", given, "grace, or more", f"--signal {math.ceil(run.grace) + _MARGIN}"))
-    if time is not None and math.ceil(time / 60) * 60 <= signal:
+    took = slowest_save(run.folder)
+    if 0 < run.grace < took:
+        given = f"{run.grace:g} seconds, in which no checkpoint is whole: the slowest of this run took {took:.0f}"
+        problems.append(_wrong("grace", given, "more than that", f"--grace {math.ceil(1.5 * took)}"))
+    if time is not None and math.ceil(time / 60) * 60 <= max(signal, took):
         given = f"{_as_slurm(time)}, of which the last {signal} seconds are kept to save (--signal)"
-        problems.append(_wrong("time", given, "more than that", f"--time {math.ceil(signal / 60) + 5}m"))
+        least = math.ceil(max(signal, 1.5 * took + _MARGIN) / 60) + 5
+        problems.append(_wrong("time", given, "more than that", f"--time {least}m"))
     elif time is not None and not run.grace and run.save_seconds >= time:
         given = f"{_as_slurm(time)}, with grace = 0 and a checkpoint every {run.checkpoint_every}"
         problems.append(_wrong("time", given, "more than that, or the run never goes on", "--grace 30"))

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from phalanx.config import RunSpec
 from phalanx.files import replace_text
 from phalanx.launch.check_hosts import TargetHost
+from phalanx.launch.targets.offer import Offer
 
 if TYPE_CHECKING:
     from phalanx.launch.launcher import Launcher
@@ -143,6 +144,13 @@ class Target(ABC):
         Raises:
             SpecError: with everything in the submission that this target cannot do.
         """
+
+    def offer(self, options: Mapping[str, str]) -> Offer | None:
+        """What a run with these ``options`` would have there; ``None`` where that cannot be said without its machines.
+
+        Nothing runs for it but what only reads.
+        """
+        return None
 
 
 class AttachedTarget(Target):

@@ -1,0 +1,69 @@
+"""What a target offers a run, as far as it can be said before its machines are asked, and the plan that fits there."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from math import prod
+
+from phalanx.config import Plan
+from phalanx.errors import Problem, SpecError
+
+_RESIZED = ("dp", "fsdp", "ep", "cp", "pp", "tp")  # what is given up first stands first
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Offer:
+    """Equal machines.
+
+    Attributes:
+        nodes: machines that the run would have.
+        devices: of each: GPUs, or processes where it has none.
+        device: what a GPU is called; empty where there is none.
+        cores: of each machine, that the run may use; 0 where not known.
+        memory: bytes of each machine; 0 where not known.
+        by: what says so, in a word or two.
+    """
+
+    nodes: int
+    devices: int
+    device: str = ""
+    cores: int = 0
+    memory: int = 0
+    by: str = ""
+
+    def __str__(self) -> str:
+        each = f"{self.devices} x {self.device}" if self.device else f"{self.cores or self.devices} cores"
+        return f"{self.nodes} {'node' if self.nodes == 1 else 'nodes'} with {each}"
+
+
+def nearest_plan(plan: Plan, processes: int) -> Plan:
+    """``plan`` with one dimension of another size, so that it is for so many processes; replicas alone where none is.
+
+    Its replicas change before what splits the model does.
+    """
+    for other in _resized(plan, processes - plan.server):
+        if other.processes == processes:
+            return other
+    return Plan(dp=processes)
+
+
+def _resized(plan: Plan, ranks: int) -> Iterator[Plan]:
+    for name in _RESIZED:
+        rest = prod(size for axis, size in plan.mesh.items() if axis != name)
+        if ranks > 0 and ranks % rest == 0 and (name in ("dp", "fsdp") or getattr(plan, name) > 1):
+            try:
+                yield replace(plan, **{name: ranks // rest})
+            except SpecError:  # what else the plan says needs that size
+                continue
+
+
+def misfit(plan: Plan, offer: Offer) -> Problem | None:
+    """What is wrong where ``plan`` needs more GPUs than ``offer`` has; ``None`` where it does not."""
+    has = offer.nodes * offer.devices
+    if not offer.device or plan.device == "cpu" or plan.devices <= has:
+        return None
+    given = f"{plan}, for {plan.devices} devices: {offer} ({offer.by}) have {has}"
+    nearest = shlex.quote(str(nearest_plan(plan, max(1, has // plan.threads))))
+    return Problem(where="--plan", given=given, allowed=f"a plan for at most {has}", fix=f"--plan {nearest}")

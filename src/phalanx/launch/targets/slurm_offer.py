@@ -1,0 +1,67 @@
+"""What a Slurm partition offers a run: its nodes' GPUs, cores and memory, by ``sinfo`` and by what is asked for."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from collections.abc import Mapping, Sequence
+
+from phalanx.hardware.catalog import find
+from phalanx.launch.targets.offer import Offer
+
+_COLUMNS = "%P|%c|%m|%G"  # partition (with * where jobs go to it unasked), cores, MiB and generic resources of a node
+_GPUS = re.compile(r"(?:gres/)?gpu(?::(?P<kind>[A-Za-z][\w.-]*))?(?::(?P<count>\d+))?(?:\(.*?\))?")
+_UNSAID = ("constraint", "nodelist", "exclude")  # of which nodes a run has, sinfo does not say by these
+_PATIENCE = 30  # seconds
+
+
+def slurm_offer(options: Mapping[str, str]) -> Offer | None:
+    """What so many nodes of the partition have; ``None`` where Slurm does not say, or they differ."""
+    said = "gres" in options or options.get("gpus-per-node") == "0"
+    return offer_of([] if said else _nodes(options.get("partition")), options)
+
+
+def offer_of(rows: Sequence[tuple[str, str, str]], options: Mapping[str, str]) -> Offer | None:
+    """From cores, MiB and resources of each kind of node in the partition, and the options of a launch.
+
+    Options that are wrong offer nothing: what prepares the launch says so.
+    """
+    count, gres = options.get("gpus-per-node", ""), options.get("gres", "")
+    nodes = _whole(options.get("nodes", "1"))
+    kinds = {(cores.rstrip("+"), memory.rstrip("+"), resources) for cores, memory, resources in rows}
+    if len(kinds) > 1 or any(name in options for name in _UNSAID) or not nodes:
+        return None
+    ((cores, memory, resources),) = kinds or {("", "", "")}
+    found = [match for one in (gres or resources).split(",") if (match := _GPUS.fullmatch(one.strip()))]
+    if count == "0" or (kinds and not (found or count)):
+        share = _whole(options.get("cpus-per-task", "1"))  # which is what a launch asks for where it is not given
+        part = min(1.0, share / _whole(cores)) if _whole(cores) else 1.0
+        room = int(part * _whole(memory) * 2**20)
+        by = "--cpus-per-task" if "cpus-per-task" in options else "without --cpus-per-task"
+        return Offer(nodes=nodes, devices=1, cores=share, memory=room, by=by) if share else None
+    known = find(found[0]["kind"] or "") if len(found) == 1 else None
+    each = _whole(count or found[0]["count"] or "1") if known else 0
+    by = "--gpus-per-node" if count else "--gres" if gres else "sinfo"
+    return Offer(nodes=nodes, devices=each, device=known.device.name, by=by) if known and each else None
+
+
+def _whole(text: str) -> int:
+    return int(text) if text.isascii() and text.isdecimal() else 0
+
+
+def _nodes(partition: str | None) -> list[tuple[str, str, str]]:
+    """Cores, MiB and generic resources of each kind of node in the partition, or in the one that jobs go to."""
+    words = ["sinfo", "--noheader", "--exact", f"--format={_COLUMNS}"]
+    try:
+        done = subprocess.run(
+            [*words, *([f"--partition={partition}"] if partition else [])],
+            capture_output=True,
+            text=True,
+            timeout=_PATIENCE,
+            check=False,
+            stdin=subprocess.DEVNULL,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return []
+    rows = [line.strip().split("|") for line in done.stdout.splitlines()]
+    return [(row[1], row[2], row[3]) for row in rows if len(row) == 4 and (partition or row[0].endswith("*"))]

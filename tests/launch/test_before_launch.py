@@ -1,0 +1,220 @@
+"""Before ``phalanx launch`` starts anything: the plan for what is there, the check, and hosts asked once for both."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+from click.testing import CliRunner, Result
+from launched import by_hand, write_job
+from ssh_hosts import SshServers, lacking_for_ssh, ssh_servers
+
+import phalanx as px
+from phalanx.cli import main
+from phalanx.errors import RunError
+from phalanx.hardware import cluster
+from phalanx.launch import Launcher
+from phalanx.launch.check_hosts import TargetHost, run_here
+from phalanx.launch.host_network import lacking
+from phalanx.launch.targets import TARGETS, AttachedTarget, Offer, Option, Prepared, QueueTarget, Standing, Submission
+from phalanx.launch.targets.hosts_file import HostEntry, HostsFile, refuse_size
+
+RATE = 8e8  # bit/s
+BEGINS = "the run would begin now"
+
+
+class StandIn(TargetHost):
+    """A host that is a process of this machine, and counts how often it is asked."""
+
+    asked: ClassVar[list[str]] = []
+
+    def __init__(self, name: str, *before: str) -> None:
+        self.name, self.address, self.processes, self.before = name, "127.0.0.1", 1, before
+
+    def run(self, arguments: Sequence[str], text: str, patience: float) -> str:
+        self.asked.append(self.name)
+        return run_here([*self.before, sys.executable, *arguments], text, patience)
+
+
+class StandIns(AttachedTarget):
+    """A target whose hosts a test sets. Where a run would begin it says so and fails."""
+
+    name = "stand-ins"
+    options: ClassVar[Mapping[str, Option]] = {}
+    made: ClassVar[list[TargetHost]] = []
+
+    def __init__(self, address: str) -> None: ...
+
+    def hosts(self) -> Sequence[TargetHost]:
+        return self.made
+
+    def prepare(self, submission: Submission) -> Prepared:
+        entries = tuple(HostEntry(name=one.name, devices=one.processes, address=one.address) for one in self.made)
+        refuse_size(submission.run, HostsFile(hosts=entries))
+        return Prepared(submission=submission, files={}, commands=())
+
+    def reach(self) -> None:
+        raise RunError(BEGINS)
+
+    def launcher(self) -> Launcher:
+        raise NotImplementedError
+
+    def leave(self) -> None: ...
+
+
+class Queue(QueueTarget):
+    """A queue that offers what a test sets."""
+
+    name = "queue"
+    options: ClassVar[Mapping[str, Option]] = {}
+    offered: ClassVar[Offer | None] = None
+    taken: ClassVar[list[Submission]] = []
+
+    def __init__(self, address: str) -> None: ...
+
+    def offer(self, options: Mapping[str, str]) -> Offer | None:
+        return self.offered
+
+    def prepare(self, submission: Submission) -> Prepared:
+        return Prepared(submission=submission, files={submission.runfile: submission.run.to_toml()}, commands=())
+
+    def submit(self, prepared: Prepared) -> Mapping[str, Any]:
+        prepared.write()
+        self.taken.append(prepared.submission)
+        return {"number": 1}
+
+    def standing(self, ticket: Mapping[str, Any], folder: Path) -> Standing:
+        return Standing(state="ended")
+
+    def stop(self, ticket: Mapping[str, Any], folder: Path) -> None:
+        raise NotImplementedError
+
+    def log(self, ticket: Mapping[str, Any], folder: Path, rank: int | None) -> Path:
+        raise NotImplementedError
+
+
+@pytest.fixture(autouse=True)
+def _targets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setitem(TARGETS, "stand-ins", "test_before_launch:StandIns")
+    monkeypatch.setitem(TARGETS, "queue", "test_before_launch:Queue")
+    for kind, name, empty in ((StandIns, "made", []), (StandIn, "asked", []), (Queue, "taken", [])):
+        monkeypatch.setattr(kind, name, empty)
+    write_job(tmp_path)
+    yield
+    sys.modules.pop("train", None)
+
+
+def launch(to: str, *words: str) -> Result:
+    return CliRunner().invoke(main, ["launch", "train.py", "--to", to, "--run", "run", *words])
+
+
+class TestHosts:
+    def test_are_asked_once_for_plan_and_check(self) -> None:
+        StandIns.made[:] = [StandIn("n1"), StandIn("n2")]
+        result = launch("stand-ins:")
+        assert BEGINS in result.stderr
+        # each by itself, and for the link both ways
+        assert sorted(StandIn.asked) == ["n1", "n1", "n2", "n2"]
+
+    def test_are_not_asked_without_a_check_and_with_a_plan(self) -> None:
+        StandIns.made[:] = [StandIn("n1"), StandIn("n2")]
+        assert BEGINS in launch("stand-ins:", "--plan", "dp=2", "--no-check").stderr
+        assert StandIn.asked == []
+
+    def test_what_training_would_fail_by_ends_the_launch_with_the_table_of_the_check(self) -> None:
+        StandIns.made[:] = [StandIn("n1"), StandIn("n2", "false")]
+        for plan in (["--plan", "dp=2"], []):
+            result = launch("stand-ins:", *plan)
+            assert result.exit_code == 1, result.output
+            assert "fails  n2: " in result.stdout
+            assert "training would fail: 1 thing to put right" in result.stdout
+            assert not Path("run").exists()
+
+    def test_what_costs_time_is_a_line(self) -> None:
+        few = StandIn("n2", "prlimit", "--nofile=1000:1000")
+        StandIns.made[:] = [StandIn("n1"), few]
+        result = launch("stand-ins:", "--plan", "dp=2")
+        assert BEGINS in result.stderr
+        assert result.stderr.startswith("note: n2: a process may open 1000 files\n")
+
+    def test_a_plan_for_other_devices_is_refused_before_any_is_asked(self) -> None:
+        StandIns.made[:] = [StandIn("n1"), StandIn("n2")]
+        result = launch("stand-ins:", "--plan", "fsdp=4")
+        assert result.exit_code == 2
+        assert "for 2 devices (n1: 1, n2: 1)" in result.stderr
+        assert "--plan fsdp=2" in result.stderr
+        assert StandIn.asked == []
+
+    def test_one_that_does_not_answer_is_named_where_only_a_plan_is_chosen(self) -> None:
+        StandIns.made[:] = [StandIn("n1"), StandIn("n2", "false")]
+        result = launch("stand-ins:", "--no-check")
+        assert result.exit_code == 3
+        assert "host n2 cannot be used" in result.stderr
+
+
+class TestQueue:
+    def test_the_planner_chooses_for_what_is_offered(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(Queue, "offered", Offer(nodes=2, devices=2, device="A100-80GB", by="sinfo"))
+        result = launch("queue", "--no-check")
+        assert result.exit_code == 0, result.output
+        (taken,) = Queue.taken
+        assert taken.run.plan.processes == 4
+        assert f"on 2x2xA100-80GB: {taken.run.plan}" in result.stderr
+
+    def test_a_plan_is_asked_for_where_nothing_is_offered(self) -> None:
+        result = launch("queue")
+        assert result.exit_code == 2
+        assert "which devices there are is not known here" in result.stderr
+
+    def test_a_plan_that_does_not_fit_is_refused_with_what_is_there(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(Queue, "offered", Offer(nodes=2, devices=2, device="A100-80GB", by="sinfo"))
+        result = launch("queue", "--plan", "fsdp=8")
+        assert result.exit_code == 2
+        assert "2 nodes with 2 x A100-80GB (sinfo) have 4" in result.stderr
+        assert "--plan fsdp=4" in result.stderr
+        assert Queue.taken == []
+
+
+@pytest.fixture(scope="module")
+def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SshServers]:
+    problem = lacking(px.Hosts(2, rate="800mbit").link)
+    if why := lacking_for_ssh() or (problem and problem.given):
+        pytest.skip(why)
+    with ssh_servers(2, tmp_path_factory.mktemp("ssh"), rate="800mbit") as made:
+        yield made
+
+
+@pytest.mark.alone  # the rate of a link is held to
+def test_calibrate_writes_what_is_there_and_plan_and_forecast_read_it(servers: SshServers, tmp_path: Path) -> None:
+    file = servers.write_hosts((2, 2))
+    result = CliRunner().invoke(main, ["calibrate", "--to", f"ssh:{file}", "-o", "rack.toml", "--json"])
+    assert result.exit_code == 0, result.output
+    told = json.loads(result.stdout)
+    found = cluster("rack.toml")
+    assert (told["devices"], told["nodes"]) == (found.devices, found.nodes) == (4, 2)
+    assert 0.4 * RATE / 8 < found.network.bandwidth < 1.3 * RATE / 8
+    for words in (["plan", "train.py"], ["forecast", "train.py", "--plan", "dp=4"]):
+        result = CliRunner().invoke(main, [*words, "--on", "rack.toml", "--json"])
+        assert result.exit_code == 0, result.output
+
+
+def test_a_launch_without_a_plan_trains_on_all_hosts_as_one_device_does(servers: SshServers, tmp_path: Path) -> None:
+    file = servers.write_hosts((1, 1), folder=f'"{tmp_path}"')
+    result = launch(f"ssh:{file}", "--json")
+    assert result.exit_code == 0, result.output
+    run = px.load("run")
+    assert run.plan.processes == 2
+    assert run.losses == pytest.approx(by_hand(6), rel=1e-4)
+    assert "on 2x1xcpu@" in result.stderr
+
+
+def test_hosts_by_themselves_can_be_calibrated(tmp_path: Path) -> None:
+    result = CliRunner().invoke(main, ["calibrate", "--to", "queue"])
+    assert result.exit_code == 2
+    assert "chooses its machines only once a run begins" in result.stderr
+    assert sorted(os.listdir(tmp_path)) == ["train.py"]

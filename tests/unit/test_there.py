@@ -1,0 +1,302 @@
+"""What hosts said, or a target says of them → the cluster that plans and forecasts are for: tables of answers."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from phalanx.comm.mesh import Mesh
+from phalanx.config import Cluster, Plan, RunSpec
+from phalanx.errors import RunError, SpecError
+from phalanx.hardware import cluster, entry
+from phalanx.launch.check_hosts import HostAnswer, HostFinding, HostSurvey, LinkAnswer, Needs, findings
+from phalanx.launch.targets import Offer, Submission, misfit, nearest_plan
+from phalanx.launch.targets.hosts_file import HostEntry
+from phalanx.launch.targets.slurm_offer import offer_of
+from phalanx.launch.targets.slurm_script import Request
+from phalanx.launch.targets.ssh_host import host_numbers
+from phalanx.preflight.there import cluster_offered, cluster_there
+
+pytestmark = pytest.mark.quick
+
+GIB = 2**30
+H100, A100 = ("NVIDIA H100 80GB HBM3", 79 * GIB), ("NVIDIA A100-SXM4-40GB", 39 * GIB)
+
+
+def host(
+    name: str,
+    processes: int = 0,
+    *,
+    has: tuple[tuple[str, int], ...] = (),
+    cores: int = 8,
+    memory: int = 64 * GIB,
+    **other: Any,
+) -> HostAnswer:
+    told: dict[str, Any] = {
+        "cores": cores,
+        "memory": {"total": memory, "free": memory},
+        "gpus": {"error": "", "devices": [], "topology": ""},
+        "devices": [
+            {"index": index, "name": kind, "free": size, "total": size, "error": ""}
+            for index, (kind, size) in enumerate(has)
+        ],
+        "interface": {"name": "eth0", "speed": 0.0},
+        "infiniband": False,
+        **other,
+    }
+    return HostAnswer(name=name, processes=processes, told=told)
+
+
+def link(source: str, target: str, bandwidth: float, latency: float = 1e-4, error: str = "") -> LinkAnswer:
+    return LinkAnswer(source=source, target=target, port=1, bandwidth=bandwidth, latency=latency, error=error)
+
+
+def there(*hosts: HostAnswer, links: tuple[LinkAnswer, ...] = ()) -> Cluster:
+    return cluster_there(HostSurvey(hosts=hosts, links=links, folder=Path("/runs")))
+
+
+def both(bandwidth: float, latency: float = 1e-4) -> tuple[LinkAnswer, ...]:
+    return (link("n0", "n1", bandwidth, latency), link("n1", "n0", bandwidth, latency))
+
+
+class TestHosts:
+    def test_alike_ones_are_a_group_with_the_devices_of_the_catalog(self) -> None:
+        found = there(host("n0", 8, has=(H100,) * 8), host("n1", 8, has=(H100,) * 8))
+        (group,) = found.groups
+        assert (group.nodes, group.per_node, group.device.name) == (2, 8, "H100")
+        assert group.link == entry("H100").link
+        assert group.device.room < 79 * GIB
+        assert found.network == entry("H100").network(8)
+        assert str(found) == "2x8xH100"
+
+    def test_only_as_many_devices_as_the_target_says(self) -> None:
+        found = there(host("n0", 4, has=(H100,) * 8), host("n1", 8, has=(H100,) * 8))
+        assert [(one.nodes, one.per_node) for one in found.groups] == [(1, 4), (1, 8)]
+
+    def test_unlike_ones_keep_their_order(self) -> None:
+        a, b = (H100,) * 2, (A100,) * 2
+        found = there(host("n0", 2, has=a), host("n1", 2, has=b), host("n2", 2, has=a), host("n3", 2, has=a))
+        assert [(one.device.name, one.nodes) for one in found.groups] == [("H100", 1), ("A100-40GB", 1), ("H100", 2)]
+
+    def test_a_device_that_does_not_work_is_none(self) -> None:
+        broken = host("n0", has=(H100,) * 4)
+        broken.told["devices"][1]["error"] = "computes wrong numbers"
+        assert there(broken).groups[0].per_node == 3
+
+    def test_links_inside_are_those_of_the_driver(self) -> None:
+        matrix = "      GPU0 GPU1\nGPU0  X    PHB\nGPU1  PHB  X\n"
+        pcie = {"error": "", "devices": [], "topology": matrix}
+        found = there(host("n0", 2, has=(H100,) * 2, gpus=pcie))
+        assert found.groups[0].link == entry("H100").host.link
+
+    def test_workers_share_the_cores_and_memory_of_their_host(self) -> None:
+        found = there(host("n0", 2), host("n1", 2, memory=63 * GIB))
+        (group,) = found.groups
+        core = entry("cpu").device
+        assert (group.nodes, group.per_node, group.device.kind) == (2, 2, "cpu")
+        assert group.device.peak["fp32"] == 4 * core.peak["fp32"]
+        assert group.device.memory == 63 * GIB // 2
+        assert group.host.name == "n0, n1"
+
+    def test_hosts_with_other_cores_are_told_apart(self) -> None:
+        found = there(host("n0", 2, cores=8), host("n1", 2, cores=16))
+        assert [one.device.name for one in found.groups] == ["cpu-4-cores", "cpu-8-cores"]
+
+    def test_hosts_with_and_without_devices_are_refused(self) -> None:
+        with pytest.raises(SpecError, match="n1, without a GPU for each worker"):
+            there(host("n0", 2, has=(H100,) * 2), host("n1", 2, has=(H100,)))
+
+    def test_a_silent_host_is_named(self) -> None:
+        with pytest.raises(RunError, match="host n1 cannot be used: Permission denied"):
+            there(host("n0", 1), HostAnswer(name="n1", told={}, error="Permission denied"))
+
+
+class TestNetwork:
+    def test_is_the_slowest_link_and_half_the_usual_trip(self) -> None:
+        hosts = [host(name, 1) for name in ("n0", "n1", "n2")]
+        links = (link("n0", "n1", 1.234567e8, 2e-4), link("n1", "n2", 5e7, 4e-4), link("n2", "n0", 1e8, 2e-4))
+        found = there(*hosts, links=links).network
+        assert (found.bandwidth, found.latency, found.name) == (5e7, 1e-4, "")
+
+    def test_is_the_catalogs_where_none_was_measured(self) -> None:
+        broken = tuple(link("n0", "n1", 0.0, error="refused") for _ in range(2))
+        assert there(host("n0", 1), host("n1", 1), links=broken).network == entry("cpu").network(1)
+
+    def test_one_connection_is_not_taken_for_a_fast_interface(self) -> None:
+        fast = [host(name, 1, interface={"name": "eth0", "speed": 12.5e9}) for name in ("n0", "n1")]
+        assert there(*fast, links=both(1.1e9)).network.bandwidth == 12.5e9
+        assert there(*fast, links=both(1e8)).network.bandwidth == 1e8
+
+    def test_tcp_tells_nothing_of_infiniband(self) -> None:
+        hosts = [host(name, 8, has=(H100,) * 8, infiniband=True) for name in ("n0", "n1")]
+        assert there(*hosts, links=both(1e9)).network == entry("H100").network(8)
+
+
+@pytest.mark.parametrize(
+    "hosts",
+    [
+        (host("n0", 2), host("n1", 2)),
+        (host("n0", 2, cores=4), host("n1", 2, cores=12)),
+        (host("n0", 8, has=(H100,) * 8), host("n1", 8, has=(H100,) * 8)),
+        (host("n0", 2, has=(("Unheard Of", 8 * GIB),) * 2),),
+    ],
+)
+def test_a_file_of_it_reads_as_it_was(hosts: tuple[HostAnswer, ...], tmp_path: Path) -> None:
+    found = there(*hosts, links=both(1e8) if len(hosts) > 1 else ())
+    (tmp_path / "rack.toml").write_text(found.to_toml())
+    assert cluster(str(tmp_path / "rack.toml")) == found
+
+
+NODES = [("128", "1000000", "gpu:a100:8(S:0-1)")]  # what sinfo says of a partition
+
+
+class TestOffer:
+    @pytest.mark.parametrize(
+        ("rows", "options", "said"),
+        [
+            (NODES, {"nodes": "2"}, "2 nodes with 8 x A100-80GB"),
+            (NODES, {"nodes": "2", "gpus-per-node": "4"}, "2 nodes with 4 x A100-80GB"),
+            ([("128+", "1000000+", "gpu:a100:8")] * 2, {}, "1 node with 8 x A100-80GB"),
+            (NODES, {"gpus-per-node": "0", "cpus-per-task": "32", "nodes": "3"}, "3 nodes with 32 cores"),
+            ([("64", "256000", "(null)")], {"nodes": "2", "cpus-per-task": "16"}, "2 nodes with 16 cores"),
+            ([("64", "256000", "(null)")], {"nodes": "2"}, "2 nodes with 1 cores"),
+            ([], {"gres": "gpu:h100:4", "nodes": "2"}, "2 nodes with 4 x H100"),
+        ],
+    )
+    def test_is_what_slurm_says(self, rows: Any, options: Mapping[str, str], said: str) -> None:
+        assert str(offer_of(rows, options)) == said
+
+    @pytest.mark.parametrize(
+        ("rows", "options"),
+        [
+            ([], {"nodes": "2"}),  # no Slurm here
+            ([*NODES, ("128", "1000000", "gpu:v100:8")], {}),
+            ([("128", "1000000", "gpu:8")], {}),  # of what kind?
+            ([("128", "1000000", "gpu:marvel:8")], {}),
+            ([("128", "1000000", "gpu:a100:4,gpu:v100:4")], {}),
+            (NODES, {"constraint": "fast"}),
+            (NODES, {"nodes": "two"}),
+            (NODES, {"gpus-per-node": "many"}),
+        ],
+    )
+    def test_is_none_where_it_does_not_say(self, rows: Any, options: Mapping[str, str]) -> None:
+        assert offer_of(rows, options) is None
+
+    def test_is_a_cluster(self) -> None:
+        assert cluster_offered(Offer(nodes=2, devices=8, device="A100-80GB")) == cluster("2x8xA100-80GB")
+        (group,) = cluster_offered(Offer(nodes=2, devices=1, cores=16, memory=64 * GIB)).groups
+        assert (group.nodes, group.per_node, group.device.memory) == (2, 1, 64 * GIB)
+        assert group.device.peak["fp32"] == 16 * entry("cpu").device.peak["fp32"]
+
+
+@pytest.mark.parametrize(
+    ("plan", "processes", "nearest"),
+    [
+        ("dp=2", 4, "dp=4"),
+        ("dp=2 tp=4", 16, "dp=4 tp=4"),
+        ("fsdp=8 zero=3", 4, "fsdp=4 zero=3"),
+        ("pp=2 tp=4 micro=2", 4, "tp=4 micro=2"),
+        ("dp=8 server=1", 5, "dp=4 server=1"),
+        ("tp=4", 3, "tp=3"),
+        ("tp=8 pp=3", 7, "dp=7"),
+    ],
+)
+def test_the_nearest_plan(plan: str, processes: int, nearest: str) -> None:
+    assert nearest_plan(Plan.parse(plan), processes) == Plan.parse(nearest)
+
+
+def test_a_plan_for_more_than_is_offered_is_refused_with_the_nearest() -> None:
+    offer = Offer(nodes=2, devices=8, device="H100", by="sinfo")
+    assert misfit(Plan.parse("dp=2 fsdp=8"), offer) is None
+    assert misfit(Plan.parse("dp=32 device=cpu"), offer) is None
+    problem = misfit(Plan.parse("dp=4 fsdp=8"), offer)
+    assert problem
+    assert problem.given == "dp=4 fsdp=8, for 32 devices: 2 nodes with 8 x H100 (sinfo) have 16"
+    assert problem.fix == "--plan 'dp=2 fsdp=8'"
+
+
+def submission(folder: Path, plan: str, *, grace: float = 30.0, **options: str) -> Submission:
+    named = {name.replace("_", "-"): value for name, value in options.items()}
+    run = RunSpec(job="train.py", plan=Plan.parse(plan), folder=folder, grace=grace)
+    return Submission(run=run, name="digits", python="python", options=named)
+
+
+class TestSlurmRefuses:
+    def test_more_devices_than_its_nodes_are_asked_for(self, tmp_path: Path) -> None:
+        with pytest.raises(SpecError) as caught:
+            Request.of(submission(tmp_path, "fsdp=16", nodes="2", gpus_per_node="4"))
+        (problem,) = caught.value.problems
+        assert problem.fix == "--plan fsdp=8"
+
+    def test_a_time_in_which_no_checkpoint_of_the_run_was_whole(self, tmp_path: Path) -> None:
+        event = '{"event": "checkpoint", "time": 1.0, "step": 3, "path": "checkpoints/step-3", "bytes": 8, '
+        (tmp_path / "events.jsonl").write_text(event + '"seconds": 200.0, "standstill": 200.0}\n')
+        with pytest.raises(SpecError) as caught:
+            Request.of(submission(tmp_path, "dp=2", nodes="2", gpus_per_node="0", time="3m"))
+        assert [problem.fix for problem in caught.value.problems] == ["--grace 300", "--time 11m"]
+        assert Request.of(submission(tmp_path, "dp=2", grace=300.0, nodes="2", gpus_per_node="0", time="11m")).time
+
+
+@pytest.mark.parametrize(
+    ("devices", "plan", "names"),
+    [
+        ((2, 1), "dp=4", ["n1"]),
+        ((2, 0), "dp=4", ["n1"]),
+        ((2, 0), "dp=4 device=cpu", []),
+        ((0, 0), "dp=4", []),
+        ((2, 2), "dp=4", []),
+    ],
+)
+def test_a_host_with_fewer_devices_than_workers_is_named(devices: tuple[int, ...], plan: str, names: list[str]) -> None:
+    found = [one for one in checked(Plan.parse(plan), (2, 2), devices) if "workers, which need" in one.what]
+    assert [name for one in found for name in one.hosts] == names
+    assert all(one.fails for one in found)
+
+
+class TestRanks:
+    @pytest.mark.parametrize(
+        ("plan", "devices"), [("dp=2 tp=2", (2, 2)), ("pp=2 tp=2", (2, 2)), ("dp=3 tp=2", (4, 2)), ("tp=2", (1, 1))]
+    )
+    def test_a_tp_group_is_on_one_host_or_it_is_said(self, plan: str, devices: tuple[int, ...]) -> None:
+        asked = Plan.parse(plan)
+        entries = [HostEntry(name=f"n{n}", devices=count, address=f"n{n}") for n, count in enumerate(devices)]
+        host_of = [number for number, _ in host_numbers(entries)]
+        groups = [{host_of[peer] for peer in Mesh(asked, rank).peers("tp")} for rank in range(asked.world_size)]
+        inside = all(len(group) == 1 for group in groups)
+        assert inside == (devices != (1, 1))
+        assert bool(split_groups(asked, devices)) != inside
+
+    def test_hosts_of_unlike_sizes_are_warned_of(self) -> None:
+        (found,) = split_groups(Plan.parse("dp=3 tp=2"), (1, 4, 1))
+        assert (found.hosts, found.fails) == (("n0", "n1", "n2"), False)
+        assert found.what.startswith("2 of 3 tp groups are on several hosts")
+        assert "divides the devices of each host (1, 4, 1)" in found.fix
+
+
+def split_groups(plan: Plan, workers: tuple[int, ...]) -> list[HostFinding]:
+    return [one for one in checked(plan, workers) if "tp groups" in one.what]
+
+
+def checked(plan: Plan, workers: tuple[int, ...], devices: tuple[int, ...] = ()) -> list[HostFinding]:
+    """What is found on hosts with nothing wrong but how many ``workers`` and ``devices`` each has."""
+    whole: dict[str, Any] = {
+        "python": "3.12.1",
+        "executable": "python",
+        "limits": {},
+        "shm": {"total": 0, "free": 0},
+        "folder": {"shared": True, "error": "", "free": 2**40},
+        "gpus": {"error": "", "devices": []},
+        "address": "10.0.0.1",
+        "port": {"number": 1, "error": ""},
+        "ending": "",
+        "versions": {"torch": "2.13.0", "phalanx": "0.1.0"},
+    }
+    hosts = [
+        host(f"n{number}", count, has=(H100,) * have, **copy.deepcopy(whole))
+        for number, (count, have) in enumerate(zip(workers, devices or [0] * len(workers), strict=True))
+    ]
+    return findings(HostSurvey(hosts=tuple(hosts), links=(), folder=Path("/runs")), Needs(plan=plan))
