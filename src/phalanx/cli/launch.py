@@ -37,13 +37,13 @@ class _LaunchCommand(RunCommand):
 
 @click.command(
     "launch",
-    short_help="Hand a job to hosts by SSH, or to Slurm.",
+    short_help="Hand a job to hosts by SSH, Slurm or Kubernetes.",
     cls=_LaunchCommand,
     context_settings={"ignore_unknown_options": True, "allow_extra_args": True},
 )
 @job_argument
 @run_options
-@click.option("--to", required=True, metavar="TARGET", help="ssh:hosts.toml or slurm.")
+@click.option("--to", required=True, metavar="TARGET", help="ssh:hosts.toml, slurm or kubernetes.")
 @click.option("--python", help="The interpreter on the other side [this one's path; in an image: python].")
 @click.option("--dry-run", is_flag=True, help="Show in full what would be written and run, and do nothing.")
 @click.option("--no-check", is_flag=True, help="Do not look first whether training would fail there.")
@@ -61,7 +61,7 @@ def command(
     as_json: bool,
     **options: Any,
 ) -> None:
-    """Train JOB elsewhere: --to ssh:hosts.toml on hosts that a file names, --to slurm in a queue.
+    """Train JOB elsewhere: --to ssh:hosts.toml on hosts that a file names, --to slurm or kubernetes in a queue.
 
     The job's file, its data and the run folder have to be at the same place there. A run by SSH is followed from here
     and ends with this command. A queue takes the run and this command ends: phalanx status, logs and stop find it by
@@ -75,6 +75,7 @@ def command(
       phalanx launch train.py --to ssh:hosts.toml --plan "dp=2 fsdp=8"
       phalanx launch train.py --to slurm --nodes 4 --time 12h --plan "fsdp=32"
       phalanx launch train.py --to slurm --nodes 4 --plan dp=32 --dry-run
+      phalanx launch train.py --to kubernetes --image train:1 --volume data:/data --plan dp=8
     """
     from phalanx.launch.targets import AttachedTarget, QueueTarget, find_target, settled_options
 
@@ -182,11 +183,19 @@ def refuse_plan(job: Job, run: RunSpec) -> None:
         SpecError: as of ``phalanx train``.
     """
     from phalanx.launch import look_ahead, settled
+    from phalanx.launch.elastic_size import allowed_plans
     from phalanx.train.assembly import refuse
     from phalanx.train.lr_schedule import RunStart
 
-    refuse(job, run.plan.on_any_device, run.plan.world_size)
-    look_ahead(job, run.plan.on_any_device, RunStart.of(settled(run)))
+    plan = run.plan.on_any_device
+    if within := run.device_range:
+        plans = allowed_plans(job, replace(run, plan=plan))
+        if within.most not in plans:
+            given, most = f"{within} with plan {run.plan}", max(plans)
+            raise SpecError.of("-n", given, f"at most {most}, for this job", f"-n {min(within.least, most)}:{most}")
+        plan = plans[within.most]
+    refuse(job, plan, plan.world_size)
+    look_ahead(job, plan, RunStart.of(settled(run)))
 
 
 def _shown(folder: Path) -> str:

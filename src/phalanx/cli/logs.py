@@ -31,7 +31,13 @@ def command(folder: Path, rank: int | None, following: bool, as_json: bool) -> N
         raise SpecError.of("--follow", "with --json", "one of the two", f"phalanx logs {folder} --follow")
     path = log_of(folder, rank)
     if following:
-        follow(path, lambda: run_standing(folder).goes_on)
+
+        def goes_on() -> bool:
+            going = run_standing(folder).goes_on
+            log_of(folder, rank)  # a target may keep it elsewhere
+            return going
+
+        follow(path, goes_on)
         return
     if not path.exists():
         given = f"{folder}, whose workers have printed nothing yet" + ("" if rank is None else f" (rank {rank})")

@@ -92,7 +92,7 @@ class WorkerStatus:
         entered.__enter__()
         run = entered.prepare()
         before, now = devices_before(run.folder), run.plan.devices
-        if again and run.devices and before not in (0, now):
+        if run.devices and before not in (0, now):
             record_resize(run.folder, before, now, "hosts of torchrun have come or gone")
         return run
 

@@ -1,4 +1,4 @@
-"""Where a run can be handed to: hosts reached by SSH, a Slurm queue. One file a target."""
+"""Where a run can be handed to: hosts reached by SSH, Slurm, Kubernetes. One file a target, and what it needs."""
 
 from phalanx.launch.targets.find_target import TARGETS, find_target, settled_options, target_class
 from phalanx.launch.targets.handed_over import (

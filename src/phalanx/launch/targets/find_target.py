@@ -9,7 +9,11 @@ from phalanx.errors import Problem, SpecError
 from phalanx.launch.targets.target import Target
 
 # A text each, so that what one target needs is imported only where that one is asked for.
-TARGETS = {"ssh": "phalanx.launch.targets.ssh:SshTarget", "slurm": "phalanx.launch.targets.slurm:SlurmTarget"}
+TARGETS = {
+    "ssh": "phalanx.launch.targets.ssh:SshTarget",
+    "slurm": "phalanx.launch.targets.slurm:SlurmTarget",
+    "kubernetes": "phalanx.launch.targets.kubernetes:KubernetesTarget",
+}
 """Every target: the word before the colon in ``--to``, and its class."""
 
 
@@ -20,7 +24,7 @@ def target_class(name: str) -> type[Target]:
 
 
 def find_target(text: str) -> Target:
-    """The target that ``--to`` names: ``ssh:hosts.toml``, ``slurm``.
+    """The target that ``--to`` names: ``ssh:hosts.toml``, ``slurm``, ``kubernetes``.
 
     Raises:
         SpecError: there is none of that name, or what follows the colon is wrong.

@@ -86,7 +86,8 @@ def be_agent(spec: RunSpec, place: NodePlace, worker: Sequence[str]) -> int:
     from torch.distributed.run import parse_args, run
 
     del os.environ["TORCH_CPP_LOG_LEVEL"]
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    for name in [name for name in logging.root.manager.loggerDict if name.startswith("torch.distributed.elastic")]:
+        logging.getLogger(name).setLevel(logging.CRITICAL)  # each has a level of its own
     workers = spec.plan.processes // place.nodes
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, place.cores // workers)))
     os.environ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(math.ceil(spec.grace) + _AFTER_GRACE)

@@ -1,0 +1,182 @@
+"""``--to kubernetes``: a JobSet, or a TrainJob of Kubeflow, of pods that each run torchrun's agent.
+
+What pods are is in ``kubernetes_manifest.py``, and what each does in ``kubernetes_node.py``. The cluster is asked
+through ``kubectl``, with the user's own settings.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Self, final
+
+from phalanx.config.fields import is_whole
+from phalanx.errors import RunError, SpecError
+from phalanx.files import replace_text
+from phalanx.launch.targets.handed_over import damaged_ticket
+from phalanx.launch.targets.kubectl import Kubectl
+from phalanx.launch.targets.kubernetes_log import printed_by, take_in
+from phalanx.launch.targets.kubernetes_manifest import KINDS, OF_JOBSET, config_name, manifests, name_of
+from phalanx.launch.targets.kubernetes_options import OPTIONS, PodRequest
+from phalanx.launch.targets.kubernetes_standing import standing_of
+from phalanx.launch.targets.node_agent import last_word
+from phalanx.launch.targets.target import FOLDER, Option, Prepared, QueueTarget, Standing, Submission
+
+_MANIFESTS = "kubernetes.json"
+_ASKED = "asked-to-stop"
+_REFUSES = "Kubernetes refuses it: "
+_NAME = re.compile(r"[a-z0-9][-a-z0-9.]*")
+_CONTEXT = re.compile(r"[^\s-]\S*")
+
+
+@final
+class KubernetesTarget(QueueTarget):
+    """The cluster that ``kubectl`` on this machine asks."""
+
+    name: ClassVar[str] = "kubernetes"
+    options: ClassVar[Mapping[str, Option]] = OPTIONS
+    python: ClassVar[str] = "python"
+
+    def __init__(self, address: str) -> None:
+        if address:
+            allowed = "nothing after the colon: options say where, such as --context"
+            raise SpecError.of(where="--to", given=f"'kubernetes:{address}'", allowed=allowed, fix="--to kubernetes")
+
+    def prepare(self, submission: Submission) -> Prepared:
+        request = PodRequest.of(submission)
+        path = submission.folder / _MANIFESTS
+        text = manifests(submission, request, name_of(submission))
+        command = _kubectl(submission.options).words("apply", "--filename", str(path))
+        return Prepared(
+            submission=submission,
+            files={submission.runfile: submission.run.to_toml(), path: text},
+            commands=(command,),
+        )
+
+    def submit(self, prepared: Prepared) -> Mapping[str, Any]:
+        """
+        Raises:
+            RunError: the cluster refuses it, or there is no kubectl on this machine.
+        """
+        submission = prepared.submission
+        kubectl, request = _kubectl(submission.options), PodRequest.of(submission)
+        text = prepared.files[submission.folder / _MANIFESTS]
+        with prepared.written():
+            try:
+                kubectl.ask("apply", "--filename", "-", text=text)
+                asked = kubectl.settled()
+                (submission.folder / _ASKED).unlink(missing_ok=True)
+            except RunError:
+                with suppress(RunError):  # of several objects it may have taken some
+                    _take_back(kubectl, text)
+                raise
+            except BaseException:
+                _take_back(kubectl, text)
+                raise
+        where = {"namespace": asked.namespace, "context": asked.context}
+        named = {name: value for name, value in where.items() if value}
+        pods = {"nodes": request.nodes, **({"least": request.least} if request.least < request.nodes else {})}
+        return {request.kind: _name_in(text), **named, **pods}
+
+    def why_not(self, prepared: Prepared) -> str:
+        submission = prepared.submission
+        text = prepared.files[submission.folder / _MANIFESTS]
+        try:
+            _kubectl(submission.options).ask("apply", "--dry-run=server", "--filename", "-", text=text)
+        except RunError as error:
+            return str(error).partition("\n")[0].removeprefix(_REFUSES)
+        return ""
+
+    def standing(self, ticket: Mapping[str, Any], folder: Path) -> Standing:
+        handed = _Handed.of(ticket, folder)
+        jobs = handed.kubectl.objects(KINDS[handed.kind], handed.name)
+        pods = handed.kubectl.objects("pods", "--selector", handed.selector)
+        job, asked = (jobs[0] if jobs else None), (folder / FOLDER / _ASKED).exists()
+        queued = _workload(handed.kubectl, job) if job else None
+        return standing_of(job, pods, nodes=handed.nodes, last=last_word(folder), asked=asked, queued=queued)
+
+    def stop(self, ticket: Mapping[str, Any], folder: Path) -> None:
+        handed = _Handed.of(ticket, folder)
+        if self.standing(ticket, folder).state not in ("waiting", "running"):
+            return
+        replace_text(folder / FOLDER / _ASKED, f"{handed.name}\n")
+        names = (f"{KINDS[handed.kind]}/{handed.name}", f"configmaps/{config_name(handed.name)}")
+        handed.kubectl.ask("delete", "--ignore-not-found", "--wait=false", *names)
+
+    def log(self, ticket: Mapping[str, Any], folder: Path, rank: int | None) -> Path:
+        """As the volume has it, where that is to be seen from here; else what pods have printed."""
+        handed = _Handed.of(ticket, folder)
+        return take_in(folder / FOLDER, rank, lambda: printed_by(handed.kubectl, handed.selector, handed.nodes[1]))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Handed:
+    """What a ticket says: a job of that kind and name, and the fewest and the most pods that it has."""
+
+    kubectl: Kubectl
+    kind: str
+    name: str
+    nodes: tuple[int, int]
+
+    @classmethod
+    def of(cls, ticket: Mapping[str, Any], folder: Path) -> Self:
+        """
+        Raises:
+            SpecError: it is damaged.
+        """
+        kinds, nodes = [kind for kind in KINDS if kind in ticket], ticket.get("nodes")
+        least = ticket.get("least", nodes)
+        forms = {**dict.fromkeys(kinds, _NAME), "namespace": _NAME, "context": _CONTEXT}
+        named = {key: ticket[key] for key in forms if key in ticket}
+        whole = all(isinstance(text, str) and forms[key].fullmatch(text) for key, text in named.items())
+        if len(kinds) != 1 or not whole or not is_whole(nodes, 1) or not is_whole(least, 1):
+            raise damaged_ticket(folder)
+        return cls(kubectl=_kubectl(ticket), kind=kinds[0], name=named[kinds[0]], nodes=(int(least), int(nodes)))
+
+    @property
+    def selector(self) -> str:
+        """Of its pods."""
+        return f"{OF_JOBSET}={self.name}"
+
+
+def _kubectl(told: Mapping[str, Any]) -> Kubectl:
+    """To the cluster that the options of a launch, or its ticket, name."""
+    return Kubectl(context=told.get("context", ""), namespace=told.get("namespace", ""))
+
+
+def _take_back(kubectl: Kubectl, text: str) -> None:
+    """Take away what was just handed over.
+
+    Raises:
+        RunError: it may be there still.
+    """
+    try:
+        kubectl.ask("delete", "--ignore-not-found", "--wait=false", "--filename", "-", text=text)
+    except RunError as error:
+        name, said = _name_in(text), str(error).partition("\n")[0]
+        words = shlex.join(kubectl.words("delete", "jobset,trainjob,configmap", f"--selector={_BY_NAME}={name}"))
+        raise RunError(f"{name} may still be in the cluster: {said}\n    try: {words}") from None
+
+
+_BY_NAME = "app.kubernetes.io/instance"
+
+
+def _workload(kubectl: Kubectl, job: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """By what Kueue knows a job that waits in its queue; ``None`` where none does, or nobody may look."""
+    if not job["spec"].get("suspend"):
+        return None
+    uid = job["metadata"].get("uid")
+    with suppress(RunError):
+        for one in kubectl.objects("workloads.kueue.x-k8s.io"):
+            if any(owner.get("uid") == uid for owner in one["metadata"].get("ownerReferences", [])):
+                return one
+    return None
+
+
+def _name_in(text: str) -> str:
+    return json.loads(text)["items"][-1]["metadata"]["name"]

@@ -1,0 +1,214 @@
+"""The objects of a run on Kubernetes: a ConfigMap with its run file, and a JobSet or a TrainJob whose pods read it.
+
+Pods have stable names: pod 0 is ``NAME-node-0-0.NAME``, where all agents meet. A run that is started again has all of
+its pods made anew: workers cannot go on without those that are gone.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+from pathlib import Path
+from typing import Any
+
+from phalanx.launch.reaper import SAVED
+from phalanx.launch.targets.kubernetes_options import RUN_FILE, PodRequest, held
+from phalanx.launch.targets.target import Submission
+
+KINDS = {"jobset": "jobsets.jobset.x-k8s.io", "trainjob": "trainjobs.trainer.kubeflow.org"}
+"""``--kind`` and what kubectl calls it, whatever else a cluster has of that name."""
+
+NODE = "node"
+"""The replicated job, and the container; of a TrainJob's runtime, too."""
+
+RESTART = "RESTART_ATTEMPT"
+"""The variable with how often the JobSet has been started again, of which the label below tells."""
+
+OF_JOBSET = "jobset.sigs.k8s.io/jobset-name"
+_RESTART_LABEL = "jobset.sigs.k8s.io/restart-attempt"
+_QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
+_PORT = 29500
+_LONGEST = 30  # letters of a job's name: with what is added, names of pods stay below 63
+
+
+def name_of(submission: Submission) -> str:
+    """A name for the objects of this launch, which no other has."""
+    stem = re.sub(r"[^a-z0-9]+", "-", submission.name.lower()).strip("-")[:_LONGEST].strip("-")
+    return f"{stem if stem[:1].isalpha() else f'run-{stem}'.strip('-')}-{secrets.token_hex(3)}"
+
+
+def config_name(name: str) -> str:
+    """The name of the ConfigMap."""
+    return f"{name}-run"
+
+
+def manifests(submission: Submission, request: PodRequest, name: str) -> str:
+    """All objects, as JSON, which is YAML."""
+    config = {
+        "apiVersion": "v1",
+        "kind": "ConfigMap",
+        "metadata": {"name": config_name(name), "labels": _labels(name)},
+        "data": {RUN_FILE.name: submission.run.to_toml()},
+    }
+    of_kind = _jobset if request.kind == "jobset" else _trainjob
+    objects = {"apiVersion": "v1", "kind": "List", "items": [config, of_kind(submission, request, name)]}
+    return json.dumps(objects, indent=2) + "\n"
+
+
+def _labels(name: str) -> dict[str, str]:
+    return {"app.kubernetes.io/managed-by": "phalanx", "app.kubernetes.io/instance": name}
+
+
+def _head(name: str, request: PodRequest) -> dict[str, Any]:
+    queue = {_QUEUE_LABEL: request.queue} if request.queue else {}
+    return {"name": name, "labels": {**_labels(name), **queue}}
+
+
+def _jobset(submission: Submission, request: PodRequest, name: str) -> dict[str, Any]:
+    job: dict[str, Any] = {
+        "parallelism": request.nodes,
+        "completions": request.nodes,
+        "completionMode": "Indexed",
+        "backoffLimit": 0,
+        # A pod that has to go, and one that has saved because another had to: neither is a failure of the run.
+        "podFailurePolicy": {
+            "rules": [
+                {"action": "FailJob", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
+                {
+                    "action": "FailJob",
+                    "onExitCodes": {"containerName": NODE, "operator": "In", "values": [SAVED]},
+                },
+            ]
+        },
+        "template": {"metadata": {"labels": _labels(name)}, "spec": _pod(submission, request, name)},
+    }
+    if request.deadline is not None:
+        job["activeDeadlineSeconds"] = request.deadline
+    if request.least < request.nodes:  # a pod that found no place keeps nothing open
+        job["successPolicy"] = {"rules": [{"succeededIndexes": "0"}]}
+    spec: dict[str, Any] = {
+        "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True, "subdomain": name},
+        "failurePolicy": {
+            "maxRestarts": request.max_restarts,
+            "rules": [
+                _rule("preempted", "RestartJobSetAndIgnoreMaxRestarts", "PodFailurePolicy"),
+                _rule("time_is_over", "FailJobSet", "DeadlineExceeded"),
+            ],
+        },
+        "replicatedJobs": [{"name": NODE, "replicas": 1, "template": {"spec": job}}],
+    }
+    if request.queue:
+        spec["suspend"] = True  # until Kueue admits it
+    return {"apiVersion": "jobset.x-k8s.io/v1alpha2", "kind": "JobSet", "metadata": _head(name, request), "spec": spec}
+
+
+def _rule(name: str, action: str, reason: str) -> dict[str, Any]:
+    return {"name": name, "action": action, "onJobFailureReasons": [reason]}
+
+
+def _pod(submission: Submission, request: PodRequest, name: str) -> dict[str, Any]:
+    container: dict[str, Any] = {
+        "name": NODE,
+        "image": request.image,
+        "command": _command(submission, request, name),
+        "env": _environment(request),
+        "volumeMounts": _mounts(request),
+    }
+    here = Path.cwd()
+    if held(here, list(request.volumes)):  # paths in the job's file may be told from there
+        container["workingDir"] = str(here)
+    if resources := _resources(request):
+        container["resources"] = resources
+    if request.secrets:
+        container["envFrom"] = [{"secretRef": {"name": secret}} for secret in request.secrets]
+    return {
+        "restartPolicy": "Never",
+        "terminationGracePeriodSeconds": request.grace,
+        **_scheduling(request),
+        "containers": [container],
+        "volumes": _volumes(request, name),
+    }
+
+
+def _trainjob(submission: Submission, request: PodRequest, name: str) -> dict[str, Any]:
+    trainer: dict[str, Any] = {
+        "image": request.image,
+        "command": _command(submission, request, name),
+        "env": _environment(request),
+        "numNodes": request.nodes,
+        "numProcPerNode": request.workers,
+    }
+    if resources := _resources(request):
+        trainer["resourcesPerNode"] = resources
+    pod = {
+        "terminationGracePeriodSeconds": request.grace,
+        **_scheduling(request),
+        "containers": [{"name": NODE, "volumeMounts": _mounts(request)}],
+        "volumes": _volumes(request, name),
+    }
+    patched = {"replicatedJobs": [{"name": NODE, "template": {"spec": {"template": {"spec": pod}}}}]}
+    spec: dict[str, Any] = {
+        "runtimeRef": {"name": request.runtime},
+        "trainer": trainer,
+        "runtimePatches": [{"manager": "phalanx", "trainingRuntimeSpec": {"template": {"spec": patched}}}],
+    }
+    if request.deadline is not None:
+        spec["activeDeadlineSeconds"] = request.deadline
+    if request.queue:
+        spec["suspend"] = True
+    group = "trainer.kubeflow.org/v1alpha1"
+    return {"apiVersion": group, "kind": "TrainJob", "metadata": _head(name, request), "spec": spec}
+
+
+def _command(submission: Submission, request: PodRequest, name: str) -> list[str]:
+    meeting = f"{name}-{NODE}-0-0.{name}:{_PORT}"
+    module = "phalanx.launch.targets.kubernetes_node"
+    elastic = request.least < request.nodes
+    pods = [f"{request.least}:{request.nodes}", str(request.wait)] if elastic else [str(request.nodes)]
+    return [submission.python, "-m", module, str(RUN_FILE), meeting, *pods]
+
+
+def _environment(request: PodRequest) -> list[dict[str, Any]]:
+    label = {"fieldRef": {"fieldPath": f"metadata.labels['{_RESTART_LABEL}']"}}
+    threads = [{"name": "OMP_NUM_THREADS", "value": str(request.threads)}] if request.threads else []
+    return [{"name": RESTART, "valueFrom": label}, *threads]
+
+
+def _resources(request: PodRequest) -> dict[str, Any]:
+    gpus = {request.gpu_resource: str(request.gpus)} if request.gpus else {}
+    memory = {"memory": request.memory} if request.memory else {}
+    cpu = {"cpu": request.cpu} if request.cpu else {}
+    limits = {**memory, **gpus}  # cores beyond what is asked for are lent where nobody needs them
+    found = {"requests": {**cpu, **limits}, "limits": limits}
+    return {key: value for key, value in found.items() if value}
+
+
+def _mounts(request: PodRequest) -> list[dict[str, Any]]:
+    claims = {claim: f"claim-{index}" for index, claim in enumerate(dict.fromkeys(request.volumes.values()))}
+    return [
+        {"name": "run", "mountPath": str(RUN_FILE.parent), "readOnly": True},
+        {"name": "shm", "mountPath": "/dev/shm"},
+        *({"name": claims[claim], "mountPath": path} for path, claim in request.volumes.items()),
+    ]
+
+
+def _volumes(request: PodRequest, name: str) -> list[dict[str, Any]]:
+    shm = {"medium": "Memory", **({"sizeLimit": request.shm} if request.shm else {})}
+    return [
+        {"name": "run", "configMap": {"name": config_name(name)}},
+        {"name": "shm", "emptyDir": shm},
+        *(
+            {"name": f"claim-{index}", "persistentVolumeClaim": {"claimName": claim}}
+            for index, claim in enumerate(dict.fromkeys(request.volumes.values()))
+        ),
+    ]
+
+
+def _scheduling(request: PodRequest) -> dict[str, Any]:
+    found: dict[str, Any] = {
+        "serviceAccountName": request.service_account,
+        "nodeSelector": dict(request.node_selector),
+        "tolerations": [dict(one) for one in request.tolerations],
+    }
+    return {key: value for key, value in found.items() if value}

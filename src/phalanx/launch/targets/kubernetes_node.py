@@ -1,0 +1,131 @@
+"""torchrun's agent in one pod of a run on Kubernetes: ``python -m ... RUNFILE HOST:PORT NODES``.
+
+The one place where a pod's environment variables are read. Agents meet in pod 0, and a pod's index is its node's rank.
+Workers are not started again here: who has lost one leaves, and Kubernetes makes all pods anew.
+
+Where the number of pods may change, ``2:8 SECONDS`` in place of ``8``, those that are there begin without the others
+after as many seconds. One that comes later has all save and begin again with it.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from phalanx.config import RunSpec
+from phalanx.files import read_text
+from phalanx.launch.reaper import SAVED
+from phalanx.launch.targets.kubernetes_manifest import RESTART
+from phalanx.launch.targets.kubernetes_options import on_most
+from phalanx.launch.targets.node_agent import NodePlace, be_agent, meeting_options, worker_words
+from phalanx.launch.targets.target import FOLDER
+
+_PATIENCE = 3600  # seconds for all pods to be there: they are scheduled one by one
+_LOOK = 1.0  # seconds between looks whether they are
+_SAYS = 60.0  # seconds of silence before what is waited for is said
+_LAST_LINES = 2.0  # seconds for what copies the workers' output
+
+
+def main(runfile: Path, meeting: str, nodes: str, wait: str = "") -> int:
+    """Be the agent of this pod. Returns 0 where the run has ended, ``SAVED`` where it was asked to stop, else 1.
+
+    ``nodes``: pods, ``8`` or ``2:8``; ``wait``: seconds that the fewest wait for the others.
+    """
+    signal.signal(signal.SIGTERM, _leave)  # a container's first process hears no signal that it does not handle
+    spec = RunSpec.from_toml(read_text(runfile, where="run file", fix="phalanx launch JOB --to kubernetes", below=0))
+    index = int(os.environ["JOB_COMPLETION_INDEX"])
+    logs = spec.folder / FOLDER
+    logs.mkdir(parents=True, exist_ok=True)
+    there = _is_known if index == 0 else _is_open  # pod 0 knows its own name a while after it has begun
+    if not _wait_for(meeting, there):
+        print(f"{socket.gethostname()}: nobody is at {meeting} after {_PATIENCE} s", file=sys.stderr)
+        return 1
+    options = _all(meeting, index) if nodes.isdecimal() else _those_there(meeting, index, nodes, wait)
+    place = NodePlace(
+        name=socket.gethostname(),
+        nodes=int(nodes.rpartition(":")[2]),
+        cores=len(os.sched_getaffinity(0)),
+        options={"max-restarts": "0", **options},
+    )
+    try:
+        return be_agent(on_most(spec), place, worker_words(runfile, logs, marked=True))
+    finally:
+        _await_last_lines()
+
+
+def _start(meeting: str) -> str:
+    """What no other start of a run has."""
+    return f"{meeting.rpartition(':')[0].partition('.')[0]}-{os.environ.get(RESTART) or '0'}"
+
+
+def _all(meeting: str, index: int) -> dict[str, str]:
+    """Options with which the agents of all pods meet, and each keeps its rank."""
+    return {
+        "rdzv-backend": "static",
+        "rdzv-endpoint": meeting,
+        "rdzv-id": _start(meeting),
+        "rdzv-conf": f"timeout={_PATIENCE}",
+        "node-rank": str(index),
+    }
+
+
+def _those_there(meeting: str, index: int, nodes: str, wait: str) -> dict[str, str]:
+    """Options with which those agents meet that are there after a while."""
+    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # a pod that comes later is not told where a shared one is
+    meets = meeting_options(meeting, start=_start(meeting), first=index == 0)
+    conf = f"{meets['rdzv-conf']},last_call_timeout={wait},join_timeout={_PATIENCE}"
+    return {**meets, "nnodes": nodes, "rdzv-conf": conf}
+
+
+def _leave(number: int, frame: object) -> None:
+    """Before there are workers nothing is to be saved."""
+    os._exit(SAVED)
+
+
+def _wait_for(meeting: str, there: Callable[[str], bool]) -> bool:
+    began = said = time.monotonic()
+    while not there(meeting):
+        now = time.monotonic()
+        if now - began > _PATIENCE:
+            return False
+        if now - said > _SAYS:
+            print(f"{socket.gethostname()}: waits for pod 0, at {meeting}", file=sys.stderr, flush=True)
+            said = now
+        time.sleep(_LOOK)
+    return True
+
+
+def _is_known(meeting: str) -> bool:
+    try:
+        return bool(socket.getaddrinfo(meeting.rpartition(":")[0], None))
+    except OSError:
+        return False
+
+
+def _is_open(meeting: str) -> bool:
+    host, _, port = meeting.rpartition(":")
+    try:
+        socket.create_connection((host, int(port)), timeout=_LOOK).close()
+    except OSError:
+        return False
+    return True
+
+
+def _await_last_lines() -> None:
+    """Wait for what still copies the output of workers that have ended: where this is the first process, it is ours."""
+    until = time.monotonic() + _LAST_LINES
+    while os.getpid() == 1 and time.monotonic() < until:
+        try:
+            if os.waitpid(-1, os.WNOHANG) == (0, 0):
+                time.sleep(0.05)
+        except ChildProcessError:
+            return
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1]), *sys.argv[2:]))

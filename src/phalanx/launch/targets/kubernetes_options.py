@@ -1,0 +1,358 @@
+"""What the options of ``--to kubernetes`` ask of a cluster, and what of it cannot be."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+from phalanx.config import RunSpec
+from phalanx.config.elastic import resized
+from phalanx.errors import Problem, SpecError
+from phalanx.launch.jobfile import Reference
+from phalanx.launch.targets.target import Option, Submission
+from phalanx.units import parse_duration
+
+OPTIONS = {
+    "image": Option(help="container image with phalanx and what the job imports", example="registry/train:1"),
+    "nodes": Option(help="pods, each with an equal part of the plan's processes; 1 where not given", example="4"),
+    "wait": Option(
+        help="with -n 2:8, how long pods that are there wait for the others; 1m where not given", example="5m"
+    ),
+    "volume": Option(help="claims and where pods have them, with commas", example="data:/data,runs:/runs"),
+    "kind": Option(help="jobset, or trainjob of Kubeflow Trainer; jobset where not given", example="jobset"),
+    "runtime": Option(help="training runtime of a trainjob; torch-distributed where not given", example="torch-a100"),
+    "namespace": Option(help="namespace; the context's where not given", example="vision"),
+    "context": Option(help="context of kubectl's settings; the current one where not given", example="cluster-a"),
+    "gpus-per-node": Option(help="GPUs of each pod; one a device of the plan, 0: none", example="8"),
+    "gpu-resource": Option(help="what the cluster calls them; nvidia.com/gpu where not given", example="amd.com/gpu"),
+    "cpu": Option(help="cores of each pod; without GPUs one a worker where not given", example="32"),
+    "memory": Option(help="memory of each pod", example="256Gi"),
+    "shm": Option(help="most that /dev/shm may hold, of that memory; all of it where not given", example="16Gi"),
+    "queue": Option(help="local queue of Kueue, which then says when the run begins", example="team-a"),
+    "toleration": Option(help="taints that nodes may have, with commas", example="nvidia.com/gpu:NoSchedule"),
+    "node-selector": Option(help="labels that nodes must have, with commas", example="pool=a100"),
+    "service-account": Option(help="service account of the pods", example="trainer"),
+    "env-from-secret": Option(help="secrets whose entries pods have as variables, with commas", example="wandb"),
+    "max-restarts": Option(help="new starts after a lost pod; --restarts where not given", example="5"),
+    "time": Option(help="time after which a start saves and stops, in m, h or d", example="12h"),
+}
+
+RUN_FILE = PurePosixPath("/etc/phalanx/run.toml")
+"""Where a pod has what its workers read."""
+
+_WAIT = 60  # seconds
+_MARGIN = 30  # seconds beside grace, for what comes before the save and after it
+_COUNTS = {"nodes": 1, "gpus-per-node": 0, "max-restarts": 0}  # name → least
+_LABEL = r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?"  # RFC 1123
+_SUBDOMAIN = rf"{_LABEL}(\.{_LABEL})*"
+_VALUE = r"[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?"
+_QUALIFIED = rf"({_SUBDOMAIN}/)?{_VALUE}"
+_QUANTITY = r"(?=.*[1-9])[0-9]+(\.[0-9]+)?(m|k|M|G|T|P|Ki|Mi|Gi|Ti|Pi)?"
+_EFFECTS = "NoSchedule|PreferNoSchedule|NoExecute"
+_NAME_OF_IT = "a name of lower-case letters, digits and dashes (RFC 1123)"
+_AMOUNT = "an amount such as 500m, 32, 256Gi"
+
+# option → what one of its words may be, as a pattern and in words
+_FORMS = {
+    "image": (r"[\w.:@/-]*\w", "an image, without spaces"),
+    "kind": ("jobset|trainjob", "jobset or trainjob"),
+    "runtime": (_SUBDOMAIN, _NAME_OF_IT),
+    "namespace": (_LABEL, _NAME_OF_IT),
+    "context": (r"[^\s-]\S*", "a name that kubectl config get-contexts shows"),
+    "gpu-resource": (_QUALIFIED, "a resource such as nvidia.com/gpu"),
+    "cpu": (_QUANTITY, _AMOUNT),
+    "memory": (_QUANTITY, _AMOUNT),
+    "shm": (_QUANTITY, _AMOUNT),
+    "queue": (_LABEL, _NAME_OF_IT),
+    "service-account": (_SUBDOMAIN, _NAME_OF_IT),
+    "volume": (rf"{_SUBDOMAIN}:/[^:,\s]+", "CLAIM:/PATH, several with commas; a claim's name is as RFC 1123 says"),
+    "toleration": (
+        rf"{_QUALIFIED}(={_VALUE})?(:({_EFFECTS}))?",
+        f"KEY, KEY=VALUE or KEY:EFFECT, where EFFECT is one of {_EFFECTS.replace('|', ', ')}",
+    ),
+    "node-selector": (rf"{_QUALIFIED}={_VALUE}", "LABEL=VALUE, several with commas"),
+    "env-from-secret": (_SUBDOMAIN, f"names of secrets, never what is in them: each {_NAME_OF_IT}"),
+}
+_SEVERAL = ("volume", "toleration", "node-selector", "env-from-secret")
+_OF_TRAINJOB = {  # what a TrainJob leaves to its runtime, or has no place for
+    "env-from-secret": "of a jobset: a TrainJob names single entries, which its runtime may",
+    "max-restarts": "of a jobset: how often a TrainJob is started again its runtime says",
+}
+_NEED_ALL = {  # what gives a run all of its pods or none
+    "kind": "which has as many pods as it says",
+    "queue": "which admits all of its pods or none",
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PodRequest:
+    """What a run asks of a cluster.
+
+    Attributes:
+        kind: ``jobset`` or ``trainjob``.
+        nodes: pods, the most where their number may change.
+        least: the fewest pods that the run goes on with.
+        wait: seconds that these wait for the others.
+        workers: of each pod.
+        gpus: of each pod; 0: none are asked for.
+        volumes: where pods have it → claim.
+        tolerations, node_selector: as a pod has them.
+        secrets: by their names.
+        max_restarts: new starts that count, of a jobset.
+        deadline: seconds; ``None``: there is none.
+        grace: seconds between SIGTERM and SIGKILL.
+        threads: of each worker; 0: as many as its part of the cores that there are.
+    """
+
+    kind: str
+    runtime: str
+    image: str
+    nodes: int
+    least: int
+    wait: int
+    workers: int
+    gpus: int
+    gpu_resource: str
+    cpu: str
+    memory: str
+    shm: str
+    volumes: Mapping[str, str]
+    queue: str
+    tolerations: tuple[Mapping[str, str], ...]
+    node_selector: Mapping[str, str]
+    service_account: str
+    secrets: tuple[str, ...]
+    max_restarts: int
+    deadline: int | None
+    grace: int
+    threads: int
+
+    @classmethod
+    def of(cls, submission: Submission) -> PodRequest:
+        """
+        Raises:
+            SpecError: with all that is wrong in the submission's options.
+        """
+        run, options = submission.run, submission.options
+        problems = [*_misshapen(options), *_wrong_counts(options)]
+        wrong = {problem.where for problem in problems}
+        counts = {name: int(options[name]) for name in _COUNTS if name in options and f"--{name}" not in wrong}
+        volumes = {} if "--volume" in wrong else _pairs(options, "volume", ":")
+        nodes = counts.get("nodes", 1)
+        deadline, late = _seconds(options, "time")
+        wait, wrong_wait = _seconds(options, "wait")
+        problems += [*late, *_too_short(options, deadline, run), *wrong_wait, *_misfits(run, nodes)]
+        problems += [*_inelastic(options, run, nodes), *_misplaced(options)]
+        problems += [] if "--volume" in wrong else [*_bad_places(volumes), *_outside(run, volumes)]
+        if problems:
+            raise SpecError(problems)
+        plan = on_most(run).plan
+        gpus = counts.get("gpus-per-node", 0 if plan.device == "cpu" else max(1, plan.devices // nodes))
+        workers = plan.processes // nodes
+        cpu = options.get("cpu", "" if gpus else f"{workers * plan.threads}")
+        tolerations = tuple(_toleration(word) for word in _words(options, "toleration"))
+        return cls(
+            kind=options.get("kind", "jobset"),
+            runtime=options.get("runtime", "torch-distributed"),
+            image=options["image"],
+            nodes=nodes,
+            least=_fewest(run, nodes),
+            wait=wait or _WAIT,
+            workers=workers,
+            gpus=gpus,
+            gpu_resource=options.get("gpu-resource", "nvidia.com/gpu"),
+            cpu=cpu,
+            memory=options.get("memory", ""),
+            shm=options.get("shm", ""),
+            volumes={path: claim for claim, path in volumes},
+            queue=options.get("queue", ""),
+            tolerations=tolerations,
+            node_selector=dict(_pairs(options, "node-selector", "=")),
+            service_account=options.get("service-account", ""),
+            secrets=tuple(_words(options, "env-from-secret")),
+            max_restarts=counts.get("max-restarts", run.restarts),
+            deadline=deadline,
+            grace=math.ceil(run.grace) + _MARGIN,
+            threads=max(1, int(_cores(cpu)) // workers) if cpu else 0,
+        )
+
+
+def _words(options: Mapping[str, str], name: str) -> list[str]:
+    text = options.get(name)
+    if text is None:
+        return []
+    return text.split(",") if name in _SEVERAL else [text]
+
+
+def _pairs(options: Mapping[str, str], name: str, between: str) -> list[tuple[str, str]]:
+    parts = [word.partition(between) for word in _words(options, name)]
+    return [(left, right.rstrip("/") or "/") if name == "volume" else (left, right) for left, _, right in parts]
+
+
+def _toleration(word: str) -> dict[str, str]:
+    rest, _, effect = word.partition(":")
+    key, equals, value = rest.partition("=")
+    found = {"key": key, "operator": "Equal", "value": value} if equals else {"key": key, "operator": "Exists"}
+    return {**found, "effect": effect} if effect else found
+
+
+def _cores(amount: str) -> float:
+    return float(amount[:-1]) / 1000 if amount.endswith("m") else float(re.sub(r"[A-Za-z]+$", "", amount))
+
+
+def _misshapen(options: Mapping[str, str]) -> list[Problem]:
+    problems: list[Problem] = []
+    if "image" not in options:
+        problems.append(_wrong("image", "none", "an image that has phalanx, and what the job imports"))
+    for name, (pattern, allowed) in _FORMS.items():
+        bad = [word for word in _words(options, name) if not re.fullmatch(pattern, word) or len(word) > 500]
+        if bad:
+            problems.append(_wrong(name, ", ".join(map(repr, bad)), allowed))
+    return problems
+
+
+def _wrong_counts(options: Mapping[str, str]) -> list[Problem]:
+    def is_count(text: str, least: int) -> bool:
+        return text.isascii() and text.isdecimal() and len(text) < 8 and int(text) >= least
+
+    return [
+        _wrong(name, repr(options[name]), f"a whole number, {least} or more")
+        for name, least in _COUNTS.items()
+        if name in options and not is_count(options[name], least)
+    ]
+
+
+def _seconds(options: Mapping[str, str], name: str) -> tuple[int | None, list[Problem]]:
+    """The time that an option says, in seconds, and what is wrong with it."""
+    text = options.get(name)
+    if text is None:
+        return None, []
+    try:
+        return math.ceil(parse_duration(text)), []
+    except ValueError:
+        return None, [_wrong(name, repr(text), "a time such as 30m, 12h, 2d")]
+
+
+def _too_short(options: Mapping[str, str], deadline: int | None, run: RunSpec) -> list[Problem]:
+    """Whether the time is over before the run can save."""
+    if deadline is None or deadline > run.grace:
+        return []
+    given = f"{options['time']}, with a grace of {run.grace:g} seconds"
+    return [_wrong("time", given, "more than it takes to save", f"--time {math.ceil(run.grace / 60) + 5}m")]
+
+
+def _misfits(run: RunSpec, nodes: int) -> list[Problem]:
+    """What of the run cannot be laid on so many pods."""
+    problems: list[Problem] = []
+    plan = on_most(run).plan
+    processes = plan.processes
+    if processes % nodes:
+        given = f"{nodes}, for the {processes} processes of {plan}"
+        fits = max(number for number in range(1, nodes + 1) if processes % number == 0)
+        allowed = "a number that divides them: each pod has equally many"
+        problems.append(_wrong("nodes", given, allowed, f"--nodes {fits}"))
+    if run.mirror and re.search(r"://[^/]*@", run.mirror):
+        given = "a URL with a name or password before @, which anybody could read in the ConfigMap"
+        allowed = "a URL without, and --env-from-secret for what it is reached by"
+        problems.append(Problem(where="--mirror", given=given, allowed=allowed, fix="--mirror s3://bucket/runs/1"))
+    return problems
+
+
+def on_most(run: RunSpec) -> RunSpec:
+    """``run`` under its plan on the most devices that it may have."""
+    within = run.device_range
+    plan = resized(run.plan, within.most) if within else None
+    return run.resized_to(plan) if plan else run
+
+
+def _fewest(run: RunSpec, nodes: int) -> int:
+    """How many pods are needed for the fewest devices that the run may have."""
+    within = run.device_range
+    return -(-within.least * nodes // within.most) if within else nodes
+
+
+def _inelastic(options: Mapping[str, str], run: RunSpec, nodes: int) -> list[Problem]:
+    """What keeps a run, where it is to, from going on with fewer pods than it has; each pod is whole."""
+    within = run.device_range
+    if within is None:
+        if "wait" in options:
+            given, allowed = (
+                f"{options['wait']}, of a run that has all of its pods",
+                "only together with a range of devices",
+            )
+            return [_wrong("wait", given, allowed, f"-n {max(1, run.plan.devices // 2)}:{run.plan.devices}")]
+        return []
+    for name, why in _NEED_ALL.items():
+        if name in options and options[name] != "jobset":
+            given, allowed = (
+                f"{run.devices}, with --{name} {options[name]}, {why}",
+                "a number of devices that does not change",
+            )
+            return [Problem(where="-n", given=given, allowed=allowed, fix=f"-n {within.most}")]
+    if resized(run.plan, within.most) is None:
+        given, allowed = f"{run.devices}, with plan {run.plan}", "a range whose most the plan can be on"
+        return [Problem(where="-n", given=given, allowed=allowed, fix=f"-n {run.plan.devices}")]
+    if within.most % nodes:
+        return []  # said of --nodes
+    each, fewest = within.most // nodes, _fewest(run, nodes)
+    wrong = [pods for pods in range(fewest, nodes) if resized(run.plan, pods * each) is None]
+    if fewest < nodes and not wrong:
+        return []
+    given = f"{run.devices} in {nodes} pods of {each} devices"
+    if wrong:
+        given += f": {wrong[0]} of them cannot be {run.plan}"
+    fix = f"-n {each}:{within.most}" if nodes > 1 and not wrong else f"-n {within.most}"
+    return [Problem(where="-n", given=given, allowed="a range that fewer pods can have, each whole", fix=fix)]
+
+
+def _misplaced(options: Mapping[str, str]) -> list[Problem]:
+    """Options of the one kind with the other."""
+    if options.get("kind") != "trainjob":
+        allowed = "only together with --kind trainjob"
+        return [_wrong("runtime", options["runtime"], allowed, "--kind trainjob")] if "runtime" in options else []
+    return [
+        _wrong(name, f"{options[name]} with --kind trainjob", allowed, "--kind jobset")
+        for name, allowed in _OF_TRAINJOB.items()
+        if name in options
+    ]
+
+
+def _bad_places(volumes: list[tuple[str, str]]) -> list[Problem]:
+    """Places of volumes that are taken."""
+    problems: list[Problem] = []
+    places = [PurePosixPath(path) for _, path in volumes]
+    for index, place in enumerate(places):
+        own = (RUN_FILE.parent, PurePosixPath("/dev/shm"))
+        if str(place) == "/" or ".." in place.parts or any(place == one or place in one.parents for one in own):
+            problems.append(_wrong("volume", str(place), f"a folder that does not hold {own[0]} or {own[1]}"))
+        elif place in places[:index]:
+            problems.append(_wrong("volume", f"{place} twice", "one claim a place"))
+    return problems
+
+
+def _outside(run: RunSpec, volumes: list[tuple[str, str]]) -> list[Problem]:
+    """What workers read and write that no volume holds: a container's own files go with it."""
+    problems: list[Problem] = []
+    file = Reference.parse(run.job).file
+    needed = {"the run folder": run.folder, "the job's file": file}
+    for what, path in needed.items():
+        if path is not None and not held(path, [place for _, place in volumes]):
+            where = path.parent
+            given = f"{', '.join(place for _, place in volumes) or 'none'}, where {what} {path} is not"
+            allowed = f"a volume that holds {what} at the same path" + (
+                "; a job that the image has is named as a module: package.train" if path == file else ""
+            )
+            problems.append(_wrong("volume", given, allowed, f"--volume CLAIM:{where}"))
+    return problems
+
+
+def held(path: Path, places: list[str]) -> bool:
+    """Whether one of the places, which are folders, holds ``path``."""
+    return any(PurePosixPath(path).is_relative_to(place) for place in places)
+
+
+def _wrong(name: str, given: str, allowed: str, fix: str = "") -> Problem:
+    return Problem(where=f"--{name}", given=given, allowed=allowed, fix=fix or f"--{name} {OPTIONS[name].example}")

@@ -1,0 +1,109 @@
+"""How a run on Kubernetes stands, by what its objects say of themselves."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from phalanx.launch.targets.target import Standing, State
+
+_OVER = ("Succeeded", "Failed")
+_TIME_IS_OVER = ("FailJobSetFailurePolicyAction", "DeadlineExceeded")  # of a JobSet, by its rule, and of a TrainJob
+_COMMON = ("ContainerCreating", "PodInitializing")
+LAST_WORDS: dict[str, State] = {"end": "ended", "stopped": "stopped", "error": "failed"}
+"""How a run stands whose target has forgotten it, by the last of its events that says so."""
+
+
+def standing_of(
+    job: Mapping[str, Any] | None,
+    pods: Sequence[Mapping[str, Any]],
+    *,
+    nodes: tuple[int, int],
+    last: str,
+    asked: bool,
+    queued: Mapping[str, Any] | None = None,
+) -> Standing:
+    """How it stands.
+
+    ``job``: the JobSet or TrainJob; ``None`` where it is gone. ``nodes``: the fewest pods that it goes on with, and the
+    most. ``last``: the last of the run's events that says how it stands, empty where they are not to be seen from here.
+    ``asked``: the run was asked to stop. ``queued``: the Workload by which Kueue knows the job, if it does.
+    """
+    there = [pod for pod in pods if pod.get("status", {}).get("phase") not in _OVER]
+    if job is None:
+        if there:
+            return Standing(state="running", detail=f"{_pods(len(there))} still to end")
+        forgotten: State = "stopped" if asked else "unknown"
+        return Standing(state=LAST_WORDS.get(last, forgotten), detail="Kubernetes has forgotten it")
+    told = {one["type"]: one for one in job.get("status", {}).get("conditions", []) if one.get("status") == "True"}
+    if done := told.get("Completed") or told.get("Complete"):
+        return Standing(state="ended", detail=_words(done))
+    if failed := told.get("Failed"):
+        if there:
+            return Standing(state="running", detail=f"{_pods(len(there))} still to end: {_words(failed)}")
+        saved = failed.get("reason") in _TIME_IS_OVER and last in ("stopped", "")
+        return Standing(state="stopped" if saved else "failed", detail=_words(failed))
+    again = _again(job)
+    if suspended := told.get("Suspended") or _is_suspended(job):
+        if there:
+            return Standing(state="running", detail=f"{_pods(len(there))} still to end: {_words(suspended)}")
+        return Standing(state="waiting", detail=_words(_of_queue(queued) or suspended) + again)
+    return _by_pods(there, *nodes, again)
+
+
+def _by_pods(pods: Sequence[Mapping[str, Any]], least: int, nodes: int, again: str) -> Standing:
+    running = [pod for pod in pods if pod.get("status", {}).get("phase") == "Running" and not _why_waiting(pod)]
+    where = ", ".join(sorted({pod.get("spec", {}).get("nodeName", "") for pod in running} - {""}))
+    on = f" on {where}" if where else ""
+    if len(running) >= nodes:
+        return Standing(state="running", detail=f"{_pods(len(running))}{on}{again}")
+    reasons = Counter(reason for pod in pods if (reason := _why_waiting(pod)))
+    if not pods:
+        return Standing(state="waiting", detail=f"no pod yet{again}")
+    why = "; ".join(f"{reason} ({_pods(count)})" for reason, count in reasons.most_common())
+    missing = [f"{nodes - len(pods)} not made yet"] if len(pods) < nodes else []
+    detail = "; ".join([*([why] if why else []), *missing])
+    if len(running) >= least:
+        return Standing(state="running", detail=f"{len(running)} of {_pods(nodes)}{on}: {detail}{again}")
+    return Standing(state="waiting", detail=f"{len(running)} of {_pods(nodes)} running: {detail}{again}")
+
+
+def _why_waiting(pod: Mapping[str, Any]) -> str:
+    """Why a pod does not run, in the words of the scheduler or of its node; empty where it does."""
+    status = pod.get("status", {})
+    containers = [*status.get("initContainerStatuses", []), *status.get("containerStatuses", [])]
+    waiting = [one["state"]["waiting"] for one in containers if one.get("state", {}).get("waiting")]
+    for one in sorted(waiting, key=lambda one: one.get("reason") in _COMMON):
+        return _words(one)
+    for one in status.get("conditions", []):
+        if one.get("type") == "PodScheduled" and one.get("status") == "False":
+            return _words(one)
+    return "" if status.get("phase") == "Running" else status.get("phase", "Pending")
+
+
+def _is_suspended(job: Mapping[str, Any]) -> dict[str, str] | None:
+    """What is said of a job that waits for its queue and that no controller has looked at."""
+    if not job.get("spec", {}).get("suspend"):
+        return None
+    queue = job.get("metadata", {}).get("labels", {}).get("kueue.x-k8s.io/queue-name", "")
+    return {"reason": "Suspended", "message": f"waits for the queue {queue}" if queue else ""}
+
+
+def _of_queue(queued: Mapping[str, Any] | None) -> dict[str, str] | None:
+    """Why Kueue has not admitted a job, where it says so."""
+    told = (queued or {}).get("status", {}).get("conditions", [])
+    return next((one for one in told if one.get("type") == "QuotaReserved" and one.get("status") == "False"), None)
+
+
+def _again(job: Mapping[str, Any]) -> str:
+    restarts = job.get("status", {}).get("restarts", 0)
+    return f", after {restarts} earlier starts" if restarts else ""
+
+
+def _words(told: Mapping[str, str]) -> str:
+    return ": ".join(part for part in (told.get("reason", ""), told.get("message", "")) if part)
+
+
+def _pods(count: int) -> str:
+    return f"{count} pod" if count == 1 else f"{count} pods"
