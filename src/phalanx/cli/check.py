@@ -21,7 +21,7 @@ _NO = 1
 )
 @click.argument("job", required=False, default="", type=JobReference())
 @set_option("job")
-@click.option("--to", metavar="TARGET", help="Where it would run: ssh:hosts.toml, slurm, kubernetes [this machine].")
+@click.option("--to", metavar="TARGET", help="Where: ssh:hosts.toml, slurm, kubernetes, sagemaker [this machine].")
 @click.option("--plan", type=PlanText(), help="The plan it would run under [dp over all devices].")
 @click.option("--run", "folder", type=click.Path(path_type=Path), default="runs", help="Run folder [runs].")
 @json_option

@@ -37,13 +37,13 @@ class _LaunchCommand(RunCommand):
 
 @click.command(
     "launch",
-    short_help="Hand a job to hosts by SSH, Slurm or Kubernetes.",
+    short_help="Hand a job to hosts by SSH, Slurm, Kubernetes or SageMaker.",
     cls=_LaunchCommand,
     context_settings={"ignore_unknown_options": True, "allow_extra_args": True},
 )
 @job_argument
 @run_options
-@click.option("--to", required=True, metavar="TARGET", help="ssh:hosts.toml, slurm or kubernetes.")
+@click.option("--to", required=True, metavar="TARGET", help="ssh:hosts.toml, slurm, kubernetes or sagemaker.")
 @click.option("--python", help="The interpreter on the other side [this one's path; in an image: python].")
 @click.option("--dry-run", is_flag=True, help="Show in full what would be written and run, and do nothing.")
 @click.option("--no-check", is_flag=True, help="Do not look first whether training would fail there.")
@@ -61,11 +61,11 @@ def command(
     as_json: bool,
     **options: Any,
 ) -> None:
-    """Train JOB elsewhere: --to ssh:hosts.toml on hosts that a file names, --to slurm or kubernetes in a queue.
+    """Train JOB elsewhere: --to ssh:hosts.toml on hosts that a file names; --to slurm, kubernetes or sagemaker in a queue.
 
-    The job's file, its data and the run folder have to be at the same place there. A run by SSH is followed from here
-    and ends with this command. A queue takes the run and this command ends: phalanx status, logs and stop find it by
-    its folder. Options of a target stand beside the run's own.
+    The job's file, its data and the run folder have to be at the same place there; but for SageMaker, to which the
+    job's folder is sent. A run by SSH is followed from here and ends with this command. A queue takes the run and this
+    command ends: phalanx status, logs and stop find it by its folder. Options of a target stand beside the run's own.
 
     Without --plan and -n the planner chooses for what is there, where the target can say that. What phalanx check
     looks at is looked at first: what training would fail by ends the command with exit code 1.
@@ -154,12 +154,12 @@ def _submission(target: Target, run: RunSpec, job: Job, python: str, own: dict[s
 
 def _hand_over(target: QueueTarget, run: RunSpec, submission: Submission, job: Job, to: str, *, as_json: bool) -> None:
     """Refuse what ``run``, as it was asked for, cannot begin with; hand it over, and say where it is."""
-    from phalanx.launch.runfile import absolute, check_folder
+    from phalanx.launch.runfile import absolute
     from phalanx.launch.targets import refuse_handed_over, write_ticket
 
     folder = submission.run.folder
     refuse_handed_over(folder)
-    check_folder(absolute(run), job=job)
+    target.refuse_folder(absolute(run), job)
     refuse_plan(job, submission.run)
     ticket = target.submit(target.prepare(submission))
     try:

@@ -34,7 +34,7 @@ def command(folder: Path, rank: int | None, following: bool, as_json: bool) -> N
 
         def goes_on() -> bool:
             going = run_standing(folder).goes_on
-            log_of(folder, rank)  # a target may keep it elsewhere
+            log_of(folder, rank)  # a target that keeps it elsewhere brings the file up to date, after the end once more
             return going
 
         follow(path, goes_on)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import struct
+import sys
 import threading
 import time
 import warnings
@@ -14,6 +16,8 @@ from types import FrameType
 from typing import Any, NoReturn, Self, final
 
 _PID = struct.Struct("=q")
+_PR_SET_CHILD_SUBREAPER = 36
+_SOON = 0.02  # seconds between looks at children that are about to end
 
 
 def fork() -> int:
@@ -46,6 +50,21 @@ def is_running(pid: int) -> bool:
     except PermissionError:
         pass
     return True
+
+
+def adopt_orphans() -> None:
+    """Become the parent of what processes that this one has started leave behind, as a container's first process is."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def await_orphans(seconds: float) -> None:
+    """Wait until every child of this process has ended, for at most so long; nobody else may wait for one."""
+    until = time.monotonic() + seconds
+    with suppress(ChildProcessError):
+        while time.monotonic() < until:
+            if os.waitpid(-1, os.WNOHANG)[0] == 0:
+                time.sleep(_SOON)
 
 
 SAVED = 75

@@ -1,5 +1,6 @@
-"""Where a run can be handed to: hosts reached by SSH, Slurm, Kubernetes. One file a target, and what it needs."""
+"""Where a run can be handed to: hosts reached by SSH, Slurm, Kubernetes, SageMaker. One file a target, and what it needs."""
 
+from phalanx.launch.targets.code_pack import CodePack, unpack
 from phalanx.launch.targets.find_target import TARGETS, find_target, settled_options, target_class
 from phalanx.launch.targets.handed_over import (
     forget_handed_over,
@@ -25,6 +26,7 @@ __all__ = [
     "FOLDER",
     "TARGETS",
     "AttachedTarget",
+    "CodePack",
     "Offer",
     "Option",
     "Prepared",
@@ -42,5 +44,6 @@ __all__ = [
     "settled_options",
     "target_class",
     "ticket_of",
+    "unpack",
     "write_ticket",
 ]

@@ -13,6 +13,7 @@ TARGETS = {
     "ssh": "phalanx.launch.targets.ssh:SshTarget",
     "slurm": "phalanx.launch.targets.slurm:SlurmTarget",
     "kubernetes": "phalanx.launch.targets.kubernetes:KubernetesTarget",
+    "sagemaker": "phalanx.launch.targets.sagemaker:SageMakerTarget",
 }
 """Every target: the word before the colon in ``--to``, and its class."""
 

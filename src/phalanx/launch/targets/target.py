@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from phalanx.config import RunSpec
+from phalanx.config import Job, RunSpec
 from phalanx.files import replace_text
 from phalanx.launch.check_hosts import TargetHost
 from phalanx.launch.targets.offer import Offer
@@ -183,6 +183,18 @@ class QueueTarget(Target):
         Raises:
             RunError: the target refuses it, in the target's own words; nothing of it is left.
         """
+
+    def refuse_folder(self, run: RunSpec, job: Job) -> None:
+        """Refuse the folder of ``run`` if the run cannot begin, or go on, in it; nothing is written.
+
+        Another target's way where the run itself stands elsewhere.
+
+        Raises:
+            SpecError: it cannot.
+        """
+        from phalanx.launch.runfile import check_folder
+
+        check_folder(run, job=job)
 
     def why_not(self, prepared: Prepared) -> str | None:
         """Why it would refuse the run, in its own words; empty where it would take it. Nothing is handed over.

@@ -1,0 +1,183 @@
+"""``--to sagemaker``: a training job of Amazon SageMaker, in an image of one's own, by its API alone (``boto3``).
+
+The folder of the job goes to S3 as one file. The run folder is ``/opt/ml/checkpoints``, which SageMaker copies to S3
+while the job trains, and back where it is started again; or it is on a file system that the instances share. What the
+job does on each instance is in ``sagemaker_node.py``.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import tempfile
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, ClassVar, final
+
+from phalanx.config import Job, RunSpec
+from phalanx.errors import PhalanxError, RunError, SpecError
+from phalanx.launch.runfile import check_folder
+from phalanx.launch.targets.aws_calls import AwsCalls, split_s3
+from phalanx.launch.targets.code_pack import CodePack
+from phalanx.launch.targets.handed_over import damaged_ticket, earlier_ticket
+from phalanx.launch.targets.sagemaker_job import CODE, RUN, JobPlaces, digest_of_text, run_text, to_json, training_job
+from phalanx.launch.targets.sagemaker_logs import TrainingLogs
+from phalanx.launch.targets.sagemaker_options import OPTIONS, SageMakerRequest
+from phalanx.launch.targets.target import FOLDER, Option, Prepared, QueueTarget, Standing, State, Submission
+
+_REQUEST = "training-job.json"
+_TRAINING = ("Training", "Uploading", "Stopping")  # secondary statuses of a job whose containers run
+_OVER: dict[str, State] = {"Completed": "ended", "Failed": "failed", "Stopped": "stopped"}
+_FORGOTTEN = ("Requested resource not found", "Could not find training job")
+_TOO_LATE = ("ValidationException",)  # of a stop, after its end
+_NAME = re.compile(r"[a-zA-Z0-9](-?[a-zA-Z0-9]){0,62}")  # of a training job
+
+
+@final
+class SageMakerTarget(QueueTarget):
+    """SageMaker in the account that the AWS settings of this machine lead to."""
+
+    name: ClassVar[str] = "sagemaker"
+    options: ClassVar[Mapping[str, Option]] = OPTIONS
+    python: ClassVar[str] = "python"  # of the image
+
+    def __init__(self, address: str) -> None:
+        if address:
+            allowed = "nothing after the colon: options say what, such as --instance"
+            raise SpecError.of(where="--to", given=f"'sagemaker:{address}'", allowed=allowed, fix="--to sagemaker")
+
+    def prepare(self, submission: Submission) -> Prepared:
+        request = SageMakerRequest.of(submission)
+        pack = CodePack.of(request.code, without=submission.run.folder)
+        places = JobPlaces.of(submission.name, request, _run_of(submission.run.folder))
+        run = run_text(submission.run, request.code, places)
+        digests = {CODE: pack.digest, RUN: digest_of_text(run)}
+        asked = training_job(submission, request, places, digests)
+        file = submission.folder / _REQUEST
+        region = ("--region", request.region) if request.region else ()
+        words = ("aws", "sagemaker", "create-training-job", "--cli-input-json", f"file://{file}")
+        return Prepared(
+            submission=submission,
+            files={
+                submission.folder / "code.txt": pack.to_text(),
+                submission.runfile: run,
+                file: to_json(asked),
+            },
+            commands=(
+                ("aws", "s3", "cp", CODE, places.uri(CODE)),
+                ("aws", "s3", "cp", str(submission.runfile), places.uri(RUN)),
+                (*words, *region),
+            ),
+        )
+
+    def refuse_folder(self, run: RunSpec, job: Job) -> None:
+        """The folder here has but the ticket of a run that stands in S3, or on a file system there."""
+        there, folder = _run_of(run.folder), run.folder
+        check_folder(replace(run, resume="auto" if there and run.resume else False), job=job)
+        if there and not run.resume:
+            allowed = "a new folder, or --resume to go on"
+            raise SpecError.of("run.folder", f"{folder}, whose run stands at {there}", allowed, "--resume")
+        if run.resume is True and not there:
+            given = f"--resume with {folder}, from which SageMaker was handed no run"
+            raise SpecError.of("run.folder", given, "the folder of an earlier launch there", "--resume auto")
+
+    def submit(self, prepared: Prepared) -> Mapping[str, Any]:
+        """
+        Raises:
+            MissingExtraError: boto3 is not installed.
+            RunError: AWS refuses it, or the code has changed meanwhile.
+            SpecError: no region is set up.
+        """
+        submission = prepared.submission
+        request = SageMakerRequest.of(submission)
+        calls = AwsCalls(request.region)
+        if not calls.region:
+            allowed = f"{OPTIONS['region'].help}; they say none"
+            raise SpecError.of("--region", "none", allowed, f"--region {OPTIONS['region'].example}")
+        asked = json.loads(prepared.files[submission.folder / _REQUEST])
+        with prepared.written(), _sent(calls, submission, request, asked):
+            calls.ask("sagemaker", "create_training_job", **asked)
+        return {"job": asked["TrainingJobName"], "region": calls.region, "run": asked["HyperParameters"]["run"]}
+
+    def standing(self, ticket: Mapping[str, Any], folder: Path) -> Standing:
+        name, region = _job_of(ticket, folder)
+        told = AwsCalls(region).ask("sagemaker", "describe_training_job", nothing=_FORGOTTEN, TrainingJobName=name)
+        if told is None:
+            return Standing(state="unknown", detail="SageMaker has forgotten it")
+        status, secondary = told["TrainingJobStatus"], told.get("SecondaryStatus", "")
+        last = (told.get("SecondaryStatusTransitions") or [{}])[-1].get("StatusMessage", "")
+        if status == "Failed":
+            return Standing(state="failed", detail=told.get("FailureReason") or secondary)
+        detail = f"{secondary}: {last}" if last else secondary
+        if status in _OVER:
+            return Standing(state=_OVER[status], detail=secondary if status == "Completed" else detail)
+        return Standing(state="running" if secondary in _TRAINING else "waiting", detail=detail)
+
+    def stop(self, ticket: Mapping[str, Any], folder: Path) -> None:
+        name, region = _job_of(ticket, folder)
+        AwsCalls(region).ask("sagemaker", "stop_training_job", nothing=_TOO_LATE, TrainingJobName=name)
+
+    def log(self, ticket: Mapping[str, Any], folder: Path, rank: int | None) -> Path:
+        name, region = _job_of(ticket, folder)
+        logs = TrainingLogs(AwsCalls(region), name, folder / FOLDER)
+        logs.fetch()
+        return logs.path(rank)
+
+
+def _job_of(ticket: Mapping[str, Any], folder: Path) -> tuple[str, str]:
+    """The training job's name, and its region.
+
+    Raises:
+        SpecError: the ticket is damaged.
+    """
+    name, region = ticket.get("job"), ticket.get("region")
+    if not (isinstance(name, str) and _NAME.fullmatch(name) and isinstance(region, str)):
+        raise damaged_ticket(folder)
+    return name, region
+
+
+def _run_of(folder: Path) -> str:
+    """Where the run in ``folder`` stands by its last launch; empty where SageMaker has not had it.
+
+    Raises:
+        SpecError: the ticket is damaged.
+    """
+    ticket = earlier_ticket(folder, SageMakerTarget.name)
+    if ticket is None:
+        return ""
+    run = ticket.get("run")
+    if not (isinstance(run, str) and run):
+        raise damaged_ticket(folder)
+    return run
+
+
+@contextmanager
+def _sent(
+    calls: AwsCalls, submission: Submission, request: SageMakerRequest, asked: Mapping[str, Any]
+) -> Generator[None]:
+    """Copy the code and the run file to S3; they are removed there where it fails within."""
+    source = asked["InputDataConfig"][0]["DataSource"]["S3DataSource"]["S3Uri"]
+    begun: list[str] = []
+    try:
+        with tempfile.TemporaryDirectory(prefix="phalanx-code-") as folder:
+            path = Path(folder) / CODE
+            digest = CodePack.of(request.code, without=submission.run.folder).write(path)
+            if digest != asked["HyperParameters"][f"{CODE}-sha256"]:
+                what = f"{request.code} changed while it was handed over"
+                raise RunError(f"{what}\n    try: once more, when nothing writes there")
+            for name, file in ((CODE, path), (RUN, submission.runfile)):
+                begun.append(f"{source}{name}")
+                calls.upload(file, f"{source}{name}")
+        yield
+    except BaseException as error:
+        if not isinstance(error, PhalanxError):  # SageMaker may have taken it
+            with suppress(RunError):
+                name = asked["TrainingJobName"]
+                calls.ask("sagemaker", "stop_training_job", nothing=_TOO_LATE, TrainingJobName=name)
+        for uri in begun:
+            bucket, key = split_s3(uri)
+            with suppress(RunError):
+                calls.ask("s3", "delete_object", Bucket=bucket, Key=key)
+        raise

@@ -1,0 +1,142 @@
+"""The folder of a job as one file: what goes in, by patterns as of Git, and that nothing else comes out."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import tarfile
+from pathlib import Path
+
+import pytest
+
+from phalanx.errors import RunError, SpecError
+from phalanx.launch.targets import CodePack, code_pack, unpack
+from phalanx.launch.targets.code_pack import IgnorePatterns, file_digest, folder_to_pack, job_within
+
+
+def test_the_same_files_are_the_same_bytes(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        folder = tmp_path / name / "deep"
+        folder.mkdir(parents=True)
+        (folder / "one.py").write_text("1")
+        (folder.parent / "run.sh").write_text("2")
+        (folder.parent / "run.sh").chmod(0o700)
+    os.utime(tmp_path / "b" / "run.sh", (1, 1))
+    packs = [CodePack.of(tmp_path / name, without=tmp_path / "run") for name in ("a", "b")]
+    written = [pack.write(tmp_path / f"{pack.root.name}.tar.gz") for pack in packs]
+    assert written[0] == written[1] == packs[0].digest == file_digest(tmp_path / "a.tar.gz")
+    (tmp_path / "a" / "run.sh").write_text("3")
+    assert CodePack.of(tmp_path / "a", without=tmp_path / "run").digest != written[0]
+    unpack(tmp_path / "b.tar.gz", written[0], tmp_path / "out")
+    assert (tmp_path / "out" / "deep" / "one.py").read_text() == "1"
+    assert os.access(tmp_path / "out" / "run.sh", os.X_OK)
+
+
+def test_runs_and_what_is_never_code_are_left_out(tmp_path: Path) -> None:
+    files = ["train.py", "lib/net.py", "lib/__pycache__/net.pyc", ".git/config", ".env", "data/big.bin", "a.log"]
+    runs = ["runs/1/events.jsonl", "runs/2/launch/ticket.json", "mine/run.toml"]
+    for name in (*files, *runs):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("x")
+    (tmp_path / ".phalanxignore").write_text("# not code\n/data/\n*.log\n!.env\n")
+    packed = CodePack.of(tmp_path, without=tmp_path / "mine").files
+    assert sorted(packed) == [".env", ".phalanxignore", "lib/net.py", "train.py"]
+
+
+def test_no_link_is_followed(tmp_path: Path) -> None:
+    inside = tmp_path / "in"
+    inside.mkdir()
+    (inside / "train.py").write_text("x")
+    (tmp_path / "secret").write_text("x")
+    (inside / "file").symlink_to(tmp_path / "secret")
+    (inside / "folder").symlink_to(tmp_path)
+    pack = CodePack.of(inside, without=tmp_path / "run")
+    assert (sorted(pack.files), pack.links) == (["train.py"], ("file", "folder"))
+    assert "left out" in pack.to_text()
+
+
+def test_what_is_too_large_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(code_pack, "LARGEST", 1000)
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "all.bin").write_bytes(bytes(1001))
+    with pytest.raises(SpecError, match=r"most of it: data/ 1001 B.*\n.*echo '/data/' >> .*\.phalanxignore"):
+        CodePack.of(tmp_path, without=tmp_path / "run")
+
+
+def test_what_is_not_what_was_packed_is_not_unpacked(tmp_path: Path) -> None:
+    with tarfile.open(tmp_path / "code.tar.gz", "w:gz"):
+        pass
+    with pytest.raises(RunError, match="is not what was packed"):
+        unpack(tmp_path / "code.tar.gz", "0" * 64, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("line", "out", "stays"),
+    [
+        ("*.log", ["x.log", "d/x.log"], ["x.logs"]),
+        ("/build", ["build"], ["d/build"]),
+        ("docs/*.md", ["docs/a.md"], ["docs/d/a.md", "x/docs/a.md"]),
+        ("a/**/z", ["a/z", "a/b/c/z"], ["b/a/z"]),
+        ("**/cache/*", ["cache/x", "q/cache/x"], ["cache"]),
+        ("f[0-9]?", ["f12"], ["f1", "fx1"]),
+        ("f[!0-9]", ["fx"], ["f1"]),
+        (r"\#x", ["#x"], ["x"]),
+        ("out/**", ["out/a/b"], ["out"]),
+        ("a.b", ["a.b"], ["axb"]),
+        ("[z-a]", ["[z-a]"], ["b"]),
+    ],
+)
+def test_patterns_are_those_of_git(line: str, out: list[str], stays: list[str]) -> None:
+    patterns = IgnorePatterns([line])
+    assert [path for path in out if not patterns.leave_out(path, folder=False)] == []
+    assert [path for path in stays if patterns.leave_out(path, folder=False)] == []
+
+
+def test_the_last_pattern_decides_and_some_are_of_folders_alone() -> None:
+    patterns = IgnorePatterns(["*.log", "!keep.log", "tmp/"])
+    assert not patterns.leave_out("d/keep.log", folder=False)
+    assert patterns.leave_out("d/tmp", folder=True)
+    assert not patterns.leave_out("d/tmp", folder=False)
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        ["*.log", "!keep.log", "/data/", "build/"],
+        ["docs/*", "!docs/a.md", "**/cache/", "lib/**/z.py"],
+        ["# a comment", "", "\\!odd", "*.[ch]", "t?mp", "/*.txt", "!/b.txt"],
+        ["deep/**", "!deep/er/one.py", "/lib/*/", "x y"],
+        ["*", "!*.py", "!*/", "lib/"],
+    ],
+)
+def test_what_is_packed_is_what_git_would_take(tmp_path: Path, lines: list[str]) -> None:
+    names = [
+        *("train.py", "a.txt", "b.txt", "x y", "!odd", "a.c", "a.log", "keep.log", "tamp", "data/one.bin", "lib/z.py"),
+        *("lib/q/z.py", "lib/q/r/z.py", "lib/data/two.bin", "docs/a.md", "docs/b.md", "docs/d/c.md", "build/x"),
+        *("lib/build/y", "cache/1", "lib/cache/2", "deep/one.py", "deep/er/one.py", "deep/keep.log"),
+    ]
+    for name in names:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("x")
+    for file in (".gitignore", ".phalanxignore"):
+        (tmp_path / file).write_text("\n".join(lines) + "\n")
+    alone = {"GIT_CONFIG_GLOBAL": "/dev/null", "GIT_CONFIG_NOSYSTEM": "1", "PATH": os.environ["PATH"]}
+    subprocess.run(["git", "init", "-q"], cwd=tmp_path, env=alone, check=True)
+    words = ["git", "ls-files", "-z", "--others", "--exclude-standard"]
+    taken = subprocess.run(words, cwd=tmp_path, env=alone, check=True, capture_output=True, text=True).stdout
+    assert [*CodePack.of(tmp_path, without=tmp_path / "run").files] == sorted(filter(None, taken.split("\0")))
+
+
+def test_a_job_is_named_from_the_folder_that_is_packed(tmp_path: Path) -> None:
+    file = tmp_path / "all" / "jobs" / "train.py"
+    file.parent.mkdir(parents=True)
+    file.touch()
+    assert folder_to_pack(f"{file}:other", None) == file.parent
+    assert folder_to_pack(f"{file}:other", str(tmp_path / "all")) == tmp_path / "all"
+    assert job_within(f"{file}:other", tmp_path / "all") == "jobs/train.py:other"
+    assert job_within("package.train:other", tmp_path) == "package.train:other"
+    with pytest.raises(SpecError, match="which is no folder"):
+        folder_to_pack(str(file), str(tmp_path / "none"))
+    with pytest.raises(SpecError, match="a folder that holds the job's file"):
+        folder_to_pack(str(file), "/usr")

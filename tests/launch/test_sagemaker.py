@@ -1,0 +1,398 @@
+"""A launch on SageMaker, as far as it goes without one: what is asked for, sent, refused, and told of a run."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from phalanx.config import Plan, RunSpec
+from phalanx.errors import MissingExtraError, RunError, SpecError
+from phalanx.launch.targets import Submission, find_target, log_of, write_ticket
+from phalanx.launch.targets.aws_calls import AwsCalls
+from phalanx.launch.targets.code_pack import file_digest
+from phalanx.launch.targets.sagemaker import SageMakerTarget
+from phalanx.launch.targets.sagemaker_instances import gpus_of
+from phalanx.launch.targets.sagemaker_logs import GROUP
+
+moto = pytest.importorskip("moto")
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning")
+
+REQUIRED = {
+    "instance": "ml.g5.12xlarge",
+    "image": "123456789012.dkr.ecr.eu-west-1.amazonaws.com/train:1",
+    "role": "arn:aws:iam::123456789012:role/train",
+    "bucket": "s3://bucket/phalanx/",
+}
+SHARED = {
+    "filesystem": "fsx:fs-0123456789abcdef0:/fsx/runs",
+    "subnets": "subnet-0a,subnet-0b",
+    "security_groups": "sg-0a",
+}
+
+
+def submission(folder: Path, *, run: dict[str, Any] | None = None, **options: str | None) -> Submission:
+    """A job in a folder of its own; ``options``: beside what is needed, or ``None`` to leave that out."""
+    code = folder / "job"
+    code.mkdir(parents=True, exist_ok=True)
+    (code / "train.py").write_text("def job(): ...\n")
+    settings: dict[str, Any] = {"plan": Plan.parse("dp=2"), "resume": "auto", **(run or {})}
+    spec = RunSpec(**{"job": str(code / "train.py"), "folder": folder / "run", **settings})
+    named = {name.replace("_", "-"): value for name, value in {**REQUIRED, **options}.items() if value is not None}
+    return Submission(run=spec, name="digits of mine", python=SageMakerTarget.python, options=named)
+
+
+def request(given: Submission) -> dict[str, Any]:
+    """What is asked of SageMaker."""
+    return json.loads(SageMakerTarget("").prepare(given).files[given.folder / "training-job.json"])
+
+
+@pytest.fixture
+def aws(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """A client of S3 with the bucket, in an account that moto plays."""
+    for name, value in {
+        "AWS_ACCESS_KEY_ID": "key",
+        "AWS_SECRET_ACCESS_KEY": "secret",
+        "AWS_DEFAULT_REGION": "us-east-1",
+    }.items():
+        monkeypatch.setenv(name, value)
+    import boto3
+
+    with moto.mock_aws():
+        client = boto3.client("s3")
+        client.create_bucket(Bucket="bucket")
+        yield client
+
+
+def keys(client: Any) -> list[str]:
+    return [one["Key"] for one in client.list_objects_v2(Bucket="bucket").get("Contents", [])]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"nodes": "2", **SHARED},
+        {"spot": "48h", "time": "12h", "data": "s3://bucket/images", "volume": "500", "region": "eu-west-1"},
+        {"environment": "FI_PROVIDER=efa,NCCL_DEBUG=INFO", "tags": "team=vision,cost center=42"},
+    ],
+)
+def test_what_is_asked_for_is_of_the_form_that_sagemaker_has(tmp_path: Path, options: dict[str, str]) -> None:
+    import botocore.session
+    from botocore.validate import ParamValidator
+
+    model = botocore.session.get_session().get_service_model("sagemaker")
+    asked = request(submission(tmp_path, **options))
+    shape = model.operation_model("CreateTrainingJob").input_shape
+    assert ParamValidator().validate(asked, shape).generate_report() == ""
+    assert shape is not None
+    instances = shape.members["ResourceConfig"].members["InstanceType"].metadata["enum"]  # type: ignore[attr-defined]
+    assert asked["ResourceConfig"]["InstanceType"] in instances
+
+
+def test_a_job_on_one_instance_has_its_run_folder_copied_to_the_bucket(tmp_path: Path) -> None:
+    asked = request(submission(tmp_path, spot="48h", time="12h", environment="FI_PROVIDER=efa", tags="team=vision"))
+    base = f"s3://bucket/phalanx/{asked['TrainingJobName']}"
+    assert asked["CheckpointConfig"] == {"S3Uri": f"{base}/run", "LocalPath": "/opt/ml/checkpoints"}
+    assert asked["StoppingCondition"] == {"MaxRuntimeInSeconds": 43_200, "MaxWaitTimeInSeconds": 172_800}
+    assert asked["EnableManagedSpotTraining"] is True
+    assert asked["Environment"] == {"FI_PROVIDER": "efa"}
+    assert asked["Tags"] == [{"Key": "team", "Value": "vision"}]
+    entry = ["python", "-m", "phalanx.launch.targets.sagemaker_node"]
+    assert asked["AlgorithmSpecification"]["ContainerEntrypoint"] == entry
+    (code,) = asked["InputDataConfig"]
+    assert code["DataSource"]["S3DataSource"]["S3Uri"] == f"{base}/code/"
+
+
+def test_a_job_on_several_has_it_on_the_file_system_that_they_share(tmp_path: Path) -> None:
+    given = submission(tmp_path, nodes="2", **SHARED)
+    asked = request(given)
+    assert "CheckpointConfig" not in asked
+    assert asked["VpcConfig"] == {"Subnets": ["subnet-0a", "subnet-0b"], "SecurityGroupIds": ["sg-0a"]}
+    source = asked["InputDataConfig"][-1]["DataSource"]["FileSystemDataSource"]
+    assert source["FileSystemAccessMode"] == "rw"
+    assert source["DirectoryPath"] == "/fsx/runs"
+    prepared = SageMakerTarget("").prepare(given)
+    run = RunSpec.from_toml(prepared.files[given.runfile])
+    name = json.loads(prepared.files[given.folder / "training-job.json"])["TrainingJobName"]
+    assert run.folder == Path("input/data/shared", name)
+    assert run.job == "train.py"
+
+
+def test_no_two_jobs_have_one_name(tmp_path: Path) -> None:
+    given = submission(tmp_path)
+    names = {request(given)["TrainingJobName"] for _ in range(8)}
+    assert len(names) == 8
+    assert all(name.startswith("digits-of-mine-") and len(name) <= 63 for name in names)
+
+
+def test_a_run_is_handed_over_and_found_again(aws: Any, tmp_path: Path) -> None:
+    given, target = submission(tmp_path), SageMakerTarget("")
+    ticket = target.submit(target.prepare(given))
+    base = f"phalanx/{ticket['job']}"
+    assert keys(aws) == [f"{base}/code/code.tar.gz", f"{base}/code/run.toml"]
+    assert ticket == {"job": ticket["job"], "region": "us-east-1", "run": f"s3://bucket/{base}/run"}
+    assert target.standing(ticket, given.run.folder).state == "ended"  # as moto has it: at once
+    assert target.standing({**ticket, "job": "another"}, given.run.folder).state == "unknown"
+    aws.download_file("bucket", f"{base}/code/code.tar.gz", str(tmp_path / "code.tar.gz"))
+    assert request_digest(given) == file_digest(tmp_path / "code.tar.gz")
+
+
+def request_digest(given: Submission) -> str:
+    return json.loads((given.folder / "training-job.json").read_text())["HyperParameters"]["code.tar.gz-sha256"]
+
+
+def test_the_next_job_of_a_run_goes_on_where_the_last_has_saved(aws: Any, tmp_path: Path) -> None:
+    given, target = submission(tmp_path), SageMakerTarget("")
+    ticket = target.submit(target.prepare(given))
+    write_ticket(given, "sagemaker", ticket)
+    again = target.submit(target.prepare(given))
+    assert again["job"] != ticket["job"]
+    assert again["run"] == ticket["run"]
+    with pytest.raises(SpecError, match="a run does not move"):
+        target.prepare(submission(tmp_path, **SHARED))
+
+
+STATES = [
+    ("InProgress", "Starting", "waiting"),
+    ("InProgress", "Pending", "waiting"),
+    ("InProgress", "DownloadingTrainingImage", "waiting"),
+    ("InProgress", "Interrupted", "waiting"),
+    ("InProgress", "Training", "running"),
+    ("InProgress", "Uploading", "running"),
+    ("Stopping", "Stopping", "running"),
+    ("Stopped", "Stopped", "stopped"),
+    ("Stopped", "MaxRuntimeExceeded", "stopped"),
+    ("Completed", "Completed", "ended"),
+    ("Failed", "Failed", "failed"),
+]
+
+
+class Answers:
+    """A stand-in for SageMaker: answers as it is told to, and keeps what it was asked."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, **answers: Any) -> None:
+        self.asked: list[tuple[str, dict[str, Any]]] = []
+
+        def ask(_: AwsCalls, service: str, operation: str, *, nothing: Any = (), **given: Any) -> Any:
+            self.asked.append((operation, given))
+            return answers.get(operation)
+
+        monkeypatch.setattr(AwsCalls, "ask", ask)
+
+
+TICKET = {"job": "digits-1", "region": "us-east-1", "run": "s3://bucket/digits-1/run"}
+
+
+@pytest.mark.parametrize(("status", "secondary", "state"), STATES)
+def test_how_a_job_stands(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, status: str, secondary: str, state: str
+) -> None:
+    said = [{"Status": secondary, "StatusMessage": "No capacity just now"}]
+    told = {"TrainingJobStatus": status, "SecondaryStatus": secondary, "SecondaryStatusTransitions": said}
+    Answers(monkeypatch, describe_training_job={**told, "FailureReason": "AlgorithmError: rank 1, step 3: no"})
+    standing = SageMakerTarget("").standing(TICKET, tmp_path)
+    assert standing.state == state
+    if state == "waiting":
+        assert standing.detail == f"{secondary}: No capacity just now"
+    if state == "failed":
+        assert standing.detail == "AlgorithmError: rank 1, step 3: no"
+
+
+def test_a_run_is_stopped_by_its_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    stand_in = Answers(monkeypatch)
+    SageMakerTarget("").stop(TICKET, tmp_path)
+    assert stand_in.asked == [("stop_training_job", {"TrainingJobName": "digits-1"})]
+
+
+def test_a_stop_that_comes_too_late_is_none(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from botocore.exceptions import ClientError
+
+    class Late:
+        def stop_training_job(self, **_: str) -> None:
+            said = {"Code": "ValidationException", "Message": "the training job is in status Completed"}
+            raise ClientError({"Error": said}, "StopTrainingJob")  # type: ignore[arg-type]
+
+    monkeypatch.setattr(AwsCalls, "_client", lambda *_: Late())
+    SageMakerTarget("").stop(TICKET, tmp_path)
+    with pytest.raises(RunError, match="AWS refuses it: ValidationException: the training job is in status"):
+        AwsCalls("us-east-1").ask("sagemaker", "stop_training_job", TrainingJobName="digits-1")
+
+
+def test_logs_are_fetched_as_they_are_asked_for(aws: Any, tmp_path: Path) -> None:
+    import boto3
+
+    given, target = submission(tmp_path), SageMakerTarget("")
+    folder = given.run.folder
+    ticket = target.submit(target.prepare(given))
+    write_ticket(given, "sagemaker", ticket)
+    assert not log_of(folder, None).exists(), "nothing was printed yet"
+    logs = boto3.client("logs")
+    logs.create_log_group(logGroupName=GROUP)
+    streams = [f"{ticket['job']}/algo-{number}-1700000000" for number in (1, 2)]
+    now = int(time.time() * 1000)
+
+    def say(stream: str, *said: tuple[int, str]) -> None:
+        events = [{"timestamp": now + at, "message": text} for at, text in said]
+        logs.put_log_events(logGroupName=GROUP, logStreamName=stream, logEvents=events)
+
+    for stream in streams:
+        logs.create_log_stream(logGroupName=GROUP, logStreamName=stream)
+    say(streams[0], (0, "[rank 0] one"), (20, "[rank 0] three"))
+    say(streams[1], (10, "[rank 1] two"))
+    assert log_of(folder, None).read_text() == "[rank 0] one\n[rank 1] two\n[rank 0] three\n"
+    assert log_of(folder, 1).read_text() == "two\n"
+    say(streams[1], (30, "algo-2: rank 1 ended with 1"), (40, "[rank 1] four"))
+    assert log_of(folder, 1).read_text() == "two\nfour\n"
+    assert log_of(folder, None).read_text().count("\n") == 5, "nothing comes twice"
+
+
+def test_a_refusal_leaves_nothing(aws: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = SageMakerTarget("")
+    given = submission(tmp_path, bucket="s3://nowhere")
+    with pytest.raises(RunError, match=r"AWS refuses it: NoSuchBucket: s3://nowhere/.*\n +try: aws s3 mb"):
+        target.submit(target.prepare(given))
+    assert not given.run.folder.exists()
+    given, ask = submission(tmp_path), AwsCalls.ask
+
+    def full(calls: AwsCalls, service: str, operation: str, **how: Any) -> Any:
+        if operation == "create_training_job":
+            raise RunError("AWS refuses it: ResourceLimitExceeded")
+        return ask(calls, service, operation, **how)
+
+    monkeypatch.setattr(AwsCalls, "ask", full)
+    with pytest.raises(RunError, match="ResourceLimitExceeded"):
+        target.submit(target.prepare(given))
+    assert keys(aws) == []
+    assert not given.run.folder.exists()
+
+
+def test_code_that_changes_while_it_is_handed_over_is_not(aws: Any, tmp_path: Path) -> None:
+    given, target = submission(tmp_path), SageMakerTarget("")
+    prepared = target.prepare(given)
+    (tmp_path / "job" / "train.py").write_text("def another(): ...\n")
+    with pytest.raises(RunError, match="changed while it was handed over"):
+        target.submit(prepared)
+    assert keys(aws) == []
+
+
+def test_without_boto3_the_extra_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setitem(sys.modules, "boto3", None)
+    target = SageMakerTarget("")
+    prepared = target.prepare(submission(tmp_path))
+    with pytest.raises(MissingExtraError, match=r"phalanx\[sagemaker\]"):
+        target.submit(prepared)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_dry_run_shows_all_that_would_be_sent_and_does_nothing(tmp_path: Path) -> None:
+    given = submission(tmp_path)
+    shown = SageMakerTarget("").prepare(given).shown()
+    assert "train.py" in shown
+    assert 'folder = "checkpoints"' in shown
+    assert '"TrainingImage": "123456789012.dkr.ecr.eu-west-1.amazonaws.com/train:1"' in shown
+    assert "$ aws sagemaker create-training-job --cli-input-json file://" in shown
+    assert not given.run.folder.exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "where", "given"),
+    [
+        ({"instance": None}, "--instance", "none"),
+        ({"image": None}, "--image", "none"),
+        ({"role": None}, "--role", "none"),
+        ({"bucket": None}, "--bucket", "none"),
+        ({"instance": "p5"}, "--instance", "'p5'"),
+        ({"instance": "ml.g5.xlarge"}, "--instance", "1 GPU, of which the plan needs 2"),
+        ({"instance": "ml.g5.3xlarge"}, "--instance", "which there is not"),
+        ({"instance": "ml.trn1.32xlarge"}, "--instance", "none of CUDA"),
+        ({"nodes": "3", **SHARED}, "--nodes", "2 processes"),
+        ({"nodes": "2"}, "--nodes", "without a file system"),
+        ({"nodes": "0"}, "--nodes", "'0'"),
+        ({"role": "train"}, "--role", "'train'"),
+        ({"bucket": "bucket"}, "--bucket", "'bucket'"),
+        ({"image": "a b"}, "--image", "'a b'"),
+        ({"time": "soon"}, "--time", "'soon'"),
+        ({"time": "100s"}, "--time", "100s"),
+        ({"time": "30d"}, "--time", "30d"),
+        ({"spot": "2h"}, "--spot", "time limit of 24h"),
+        ({"volume": "many"}, "--volume", "'many'"),
+        ({"environment": "HF_TOKEN=hf_1"}, "--environment", "HF_TOKEN"),
+        ({"environment": "FI_PROVIDER"}, "--environment", "'FI_PROVIDER'"),
+        ({"subnets": "subnet-0a"}, "--security-groups", "--subnets alone"),
+        ({**SHARED, "subnets": None}, "--subnets", "in a VPC only"),
+        ({**SHARED, "filesystem": "nfs:/x"}, "--filesystem", "nfs"),
+        ({"region": "Ireland"}, "--region", "Ireland"),
+        ({"code": "/nowhere"}, "--code", "which is no folder"),
+        ({"code": "/usr"}, "--code", "/usr"),
+    ],
+)
+def test_what_cannot_be_is_refused(tmp_path: Path, options: dict[str, Any], where: str, given: str) -> None:
+    with pytest.raises(SpecError) as caught:
+        SageMakerTarget("").prepare(submission(tmp_path, **options))
+    (problem,) = caught.value.problems
+    assert problem.where == where
+    assert given in problem.given
+    assert given not in problem.fix
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("run", "where"),
+    [
+        ({"devices": "1:2"}, "-n"),
+        ({"grace": 110.0}, "--grace"),
+        ({"plan": Plan.parse("dp=2 server=1")}, "--plan"),
+    ],
+)
+def test_runs_that_sagemaker_cannot_have_are_refused(tmp_path: Path, run: dict[str, Any], where: str) -> None:
+    with pytest.raises(SpecError) as caught:
+        SageMakerTarget("").prepare(submission(tmp_path, run=run))
+    assert [problem.where for problem in caught.value.problems] == [where]
+
+
+def test_all_that_is_wrong_is_said_at_once(tmp_path: Path) -> None:
+    with pytest.raises(SpecError) as caught:
+        SageMakerTarget("").prepare(submission(tmp_path, image=None, role="x", nodes="x", time="y"))
+    assert [problem.where for problem in caught.value.problems] == ["--image", "--role", "--nodes", "--time"]
+    with pytest.raises(SpecError, match="nothing after the colon"):
+        find_target("sagemaker:here")
+
+
+@pytest.mark.parametrize(
+    ("instance", "gpus"),
+    [
+        ("ml.p5.48xlarge", 8),
+        ("ml.g6e.12xlarge", 4),
+        ("ml.m5.large", 0),
+        ("ml.c7i-flex.xlarge", 0),
+        ("ml.p9.xlarge", None),
+    ],
+)
+def test_gpus_of_instances(instance: str, gpus: int | None) -> None:
+    assert gpus_of(instance) == gpus
+
+
+def test_every_instance_in_the_table_is_one_of_sagemakers() -> None:
+    import botocore.session
+
+    model = botocore.session.get_session().get_service_model("sagemaker")
+    known = model.shape_for("TrainingInstanceType").metadata["enum"]
+    listed = [one for one in known if gpus_of(one)]
+    families = {one.split(".")[1] for one in listed}
+    assert len(listed) > 40
+    assert [one for one in known if one.split(".")[1] in families and not gpus_of(one)] == []
+
+
+def test_nothing_of_it_needs_torch() -> None:
+    code = "import sys; from phalanx.launch.targets import find_target; find_target('sagemaker')"
+    told = subprocess.run(
+        [sys.executable, "-c", f"{code}; print('torch' in sys.modules)"], capture_output=True, text=True
+    )
+    assert told.stdout.strip() == "False", told.stderr
