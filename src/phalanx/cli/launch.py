@@ -61,7 +61,7 @@ def command(
     as_json: bool,
     **options: Any,
 ) -> None:
-    """Train JOB elsewhere: on hosts that a file names (--to ssh:hosts.toml), or in a queue (slurm, kubernetes, sagemaker).
+    """Train JOB elsewhere: on hosts that a file names (--to ssh:hosts.toml), or in a queue (--to slurm and the like).
 
     The job's file, its data and the run folder have to be at the same place there; but for SageMaker, to which the
     job's folder is sent. A run by SSH is followed from here and ends with this command. A queue takes the run and this
