@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from phalanx.train.optimizers import LAMB, LARS
     from phalanx.train.own_loss import model_loss
     from phalanx.train.param_groups import groups, no_decay
+    from phalanx.train.ray_train import ray_report
     from phalanx.train.torchmetrics_state import torchmetric
 
 __version__ = "0.1.0"
@@ -69,6 +70,7 @@ _WHERE = {
     **dict.fromkeys(("buckets", "document_mask", "weighted"), "phalanx.data"),
     "torchmetric": "phalanx.train.torchmetrics_state",
     "linear_scaling": "phalanx.train.batch_scaling",
+    "ray_report": "phalanx.train.ray_train",
 }
 
 __all__ = [
@@ -117,6 +119,7 @@ __all__ = [
     "params",
     "plan",
     "prove",
+    "ray_report",
     "router_z_loss",
     "start",
     "sweep",
@@ -139,6 +142,10 @@ class _Package(ModuleType):
         # Importing the folder forecast must not hide the function of that name.
         if name not in _WHERE or not isinstance(value, ModuleType):
             super().__setattr__(name, value)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # What sends functions elsewhere, as Ray does, takes a module by its name only where it is a plain one.
+        return import_module, (__name__,)
 
 
 sys.modules[__name__].__class__ = _Package

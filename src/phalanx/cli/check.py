@@ -21,7 +21,7 @@ _NO = 1
 )
 @click.argument("job", required=False, default="", type=JobReference())
 @set_option("job")
-@click.option("--to", metavar="TARGET", help="Where: ssh:hosts.toml, slurm, kubernetes, sagemaker [this machine].")
+@click.option("--to", metavar="TARGET", help="Where: ssh:hosts.toml, slurm, kubernetes, ray, sagemaker [this machine].")
 @click.option("--plan", type=PlanText(), help="The plan it would run under [dp over all devices].")
 @click.option("--run", "folder", type=click.Path(path_type=Path), default="runs", help="Run folder [runs].")
 @json_option
@@ -44,6 +44,7 @@ def command(ctx: click.Context, job: str, to: str | None, plan: Plan | None, fol
       phalanx check examples/digits.py --plan dp=2
       phalanx check train.py --to ssh:hosts.toml --run /shared/runs/1
       phalanx check train.py --to slurm --plan fsdp=32
+      phalanx check train.py --to ray://head:10001 --plan fsdp=8
     """
     from phalanx.launch.targets import find_target, settled_options
     from phalanx.preflight.launch_check import LaunchQuestion, launch_check

@@ -37,13 +37,13 @@ class _LaunchCommand(RunCommand):
 
 @click.command(
     "launch",
-    short_help="Hand a job to hosts by SSH, Slurm, Kubernetes or SageMaker.",
+    short_help="Hand a job to hosts by SSH, Slurm, Kubernetes, Ray or SageMaker.",
     cls=_LaunchCommand,
     context_settings={"ignore_unknown_options": True, "allow_extra_args": True},
 )
 @job_argument
 @run_options
-@click.option("--to", required=True, metavar="TARGET", help="ssh:hosts.toml, slurm, kubernetes or sagemaker.")
+@click.option("--to", required=True, metavar="TARGET", help="ssh:hosts.toml, slurm, kubernetes, ray or sagemaker.")
 @click.option("--python", help="The interpreter on the other side [this one's path; in an image: python].")
 @click.option("--dry-run", is_flag=True, help="Show in full what would be written and run, and do nothing.")
 @click.option("--no-check", is_flag=True, help="Do not look first whether training would fail there.")
@@ -61,7 +61,7 @@ def command(
     as_json: bool,
     **options: Any,
 ) -> None:
-    """Train JOB elsewhere: on hosts that a file names (--to ssh:hosts.toml), or in a queue (--to slurm and the like).
+    """Train JOB elsewhere: on hosts that a file names (--to ssh:hosts.toml), or handed over (--to slurm and the like).
 
     The job's file, its data and the run folder have to be at the same place there; but for SageMaker, to which the
     job's folder is sent. A run by SSH is followed from here and ends with this command. A queue takes the run and this
@@ -76,6 +76,7 @@ def command(
       phalanx launch train.py --to slurm --nodes 4 --time 12h --plan "fsdp=32"
       phalanx launch train.py --to slurm --nodes 4 --plan dp=32 --dry-run
       phalanx launch train.py --to kubernetes --image train:1 --volume data:/data --plan dp=8
+      phalanx launch train.py --to ray://head:10001 --plan "fsdp=8"
     """
     from phalanx.launch.targets import AttachedTarget, QueueTarget, find_target, settled_options
 

@@ -66,6 +66,8 @@ def run_standing(folder: Path) -> RunStanding:
             standing = target.standing(ticket, folder)
             if standing.state != "unknown":
                 state, detail = standing.state, standing.detail or detail
+            elif standing.detail:  # beside what the run's own log tells
+                detail = "; ".join(part for part in (detail, standing.detail) if part)
     elif not events and not (folder / "run.toml").exists():
         raise SpecError.of("RUN", f"{folder}, in which there is no run", "a run folder", "phalanx status runs/digits-1")
     steps = [event for event in events if event["event"] == "step"]
@@ -112,10 +114,10 @@ def stop_run(folder: Path) -> bool:
 
         target, ticket = launched
         if isinstance(target, QueueTarget):
-            if not run_standing(folder).goes_on:
-                return False
-            target.stop(ticket, folder)
-            return True
+            found = run_standing(folder)
+            if found.goes_on or found.state == "unknown":  # a target that cannot be asked says so
+                target.stop(ticket, folder)
+            return found.goes_on
     writer = writer_of(folder)
     if writer is None:
         return False

@@ -1,4 +1,4 @@
-"""Where a run can be handed to: hosts by SSH, Slurm, Kubernetes, SageMaker. One file a target, and its parts."""
+"""Where a run can be handed to: hosts by SSH, Slurm, Kubernetes, Ray, SageMaker. One file a target, and its parts."""
 
 from phalanx.launch.targets.code_pack import CodePack, unpack
 from phalanx.launch.targets.find_target import TARGETS, find_target, settled_options, target_class

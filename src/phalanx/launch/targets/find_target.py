@@ -13,6 +13,7 @@ TARGETS = {
     "ssh": "phalanx.launch.targets.ssh:SshTarget",
     "slurm": "phalanx.launch.targets.slurm:SlurmTarget",
     "kubernetes": "phalanx.launch.targets.kubernetes:KubernetesTarget",
+    "ray": "phalanx.launch.targets.ray:RayTarget",
     "sagemaker": "phalanx.launch.targets.sagemaker:SageMakerTarget",
 }
 """Every target: the word before the colon in ``--to``, and its class."""
@@ -25,7 +26,7 @@ def target_class(name: str) -> type[Target]:
 
 
 def find_target(text: str) -> Target:
-    """The target that ``--to`` names: ``ssh:hosts.toml``, ``slurm``, ``kubernetes``.
+    """The target that ``--to`` names: ``ssh:hosts.toml``, ``slurm``, ``ray://head:10001``.
 
     Raises:
         SpecError: there is none of that name, or what follows the colon is wrong.

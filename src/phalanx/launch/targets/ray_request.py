@@ -1,0 +1,218 @@
+"""What a run asks of a Ray cluster, by the options of its launch, and how it is laid on the nodes that are there."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Self
+
+from phalanx.config import RunSpec
+from phalanx.errors import Problem, RefusedError, SpecError
+from phalanx.launch.targets.target import Option, Submission
+
+OPTIONS = {
+    "nodes": Option(
+        help="nodes, each with an equal part of the plan's processes; the fewest that do where not given", example="2"
+    ),
+    "cpus-per-worker": Option(help="CPUs that Ray keeps for each worker; one a device where not given", example="8"),
+    "runtime-env": Option(
+        help="a file in JSON with a runtime environment of Ray's: variables, packages", example="environment.json"
+    ),
+}
+
+_NUMBER = re.compile(r"[1-9][0-9]{0,6}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NodeOffer:
+    """What a node of the cluster has in all, used or not."""
+
+    name: str
+    cpus: float
+    gpus: float
+
+    def __str__(self) -> str:
+        return f"{self.name} has {self.cpus:g} CPUs" + (f" and {self.gpus:g} GPUs" if self.gpus else "")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RayRequest:
+    """What a run asks for; as JSON in the run folder.
+
+    Attributes:
+        job: its name.
+        plan: as text, for what is said of it.
+        processes: of the run.
+        devices: that each process has.
+        computing: devices of all processes: servers have none.
+        device: ``auto``, ``cpu`` or ``cuda``: whether they are GPUs.
+        nodes: how many; 0: the fewest that do.
+        cpus: for each process; 0: one a device, or one beside GPUs.
+        runtime_env: a file in JSON with Ray's runtime environment; empty where there is none.
+        python: the interpreter of the workers; empty: that of Ray's own there.
+        folder: where the processes work.
+        runfile: what they read.
+        patience: seconds within which the launcher leaves its ticket in the run folder: a shared file system may take a
+            minute to show a file that was not there before.
+    """
+
+    job: str
+    plan: str
+    processes: int
+    devices: int
+    computing: int
+    device: str
+    nodes: int
+    cpus: int
+    runtime_env: str
+    python: str
+    folder: str
+    runfile: str
+    patience: float = 120.0
+
+    @classmethod
+    def of(cls, submission: Submission) -> Self:
+        """
+        Raises:
+            SpecError: with all that is wrong in the submission's options.
+        """
+        run, options = submission.run, submission.options
+        problems = [
+            _wrong(name, repr(options[name]), "a whole number, 1 or more")
+            for name in ("nodes", "cpus-per-worker")
+            if not _NUMBER.fullmatch(options.get(name, "1"))
+        ]
+        nodes, cpus = (int(options.get(name, "0")) if not problems else 0 for name in ("nodes", "cpus-per-worker"))
+        problems += _misfits(run, nodes)
+        environment = options.get("runtime-env", "")
+        if "runtime-env" in options and (why := _no_environment(Path(environment))):
+            problems.append(_wrong("runtime-env", f"{environment!r}, {why}", "a file with an object in JSON"))
+        if problems:
+            raise SpecError(problems)
+        return cls(
+            job=submission.name,
+            plan=str(run.plan),
+            processes=run.plan.processes,
+            devices=run.plan.threads,
+            computing=run.plan.devices,
+            device=run.plan.device,
+            nodes=nodes,
+            cpus=cpus,
+            runtime_env=str(Path(environment).absolute()) if environment else "",
+            python=submission.python,
+            folder=str(Path.cwd()),
+            runfile=str(submission.runfile),
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON."""
+        return asdict(self)
+
+    def laid_on(self, there: Sequence[NodeOffer]) -> RayLayout:
+        """How the run is laid on the nodes that are ``there``: on as few as do, each with equally many processes.
+
+        Raises:
+            RefusedError: they have too little, with what they have.
+        """
+        wants_gpus = self.device == "cuda" or (self.device == "auto" and any(node.gpus for node in there))
+        cpus = self.cpus or (1 if wants_gpus else self.devices)
+        for nodes in [self.nodes] if self.nodes else range(1, len(there) + 1):
+            workers = self.processes // nodes
+            # Servers compute on CPUs; which of several nodes they are on is not known before.
+            gpus = (self.computing if nodes == 1 else workers * self.devices) if wants_gpus else 0
+            layout = RayLayout(nodes=nodes, workers=workers, cpus=workers * cpus, gpus=gpus)
+            if self.processes % nodes == 0 and sum(layout.fits(node) for node in there) >= nodes:
+                return layout
+        gpus = self.devices if wants_gpus else 0
+        room = sorted((_room(node, cpus, gpus) for node in there), reverse=True)
+        most = max((number * room[number - 1] for number in range(1, len(room) + 1)), default=0)
+        each = f"{cpus} CPUs" + (f" and {gpus} GPUs" if gpus else "")
+        on = f" on {self.nodes} nodes" if self.nodes else ""
+        raise RefusedError.of(
+            where="--plan",
+            given=f"{self.plan}: {self.processes} processes with {each} each{on}",
+            allowed=f"what the cluster has: {'; '.join(str(node) for node in there) or 'no node'}",
+            fix=_fix(most, wants_gpus, asked=self.device),
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RayLayout:
+    """Nodes, and of each of them workers, CPUs and GPUs."""
+
+    nodes: int
+    workers: int
+    cpus: int
+    gpus: int
+
+    def fits(self, node: NodeOffer) -> bool:
+        """Whether one of its nodes may be this one."""
+        return node.cpus >= self.cpus and node.gpus >= self.gpus
+
+    def bundle(self) -> dict[str, float]:
+        """What a node is asked for, as Ray's placement groups have it."""
+        return {"CPU": float(self.cpus), **({"GPU": float(self.gpus)} if self.gpus else {})}
+
+    def __str__(self) -> str:
+        each = f"{self.cpus} CPUs" + (f" and {self.gpus} GPUs" if self.gpus else "")
+        return f"{self.nodes} nodes with {each} each" if self.nodes > 1 else f"a node with {each}"
+
+
+def _room(node: NodeOffer, cpus: int, gpus: int) -> int:
+    """How many processes the node has room for."""
+    return int(min(node.cpus // cpus, node.gpus // gpus if gpus else node.cpus // cpus))
+
+
+def _fix(most: int, wants_gpus: bool, *, asked: str) -> str:
+    if most:
+        return f"--plan dp={most}"
+    return "--plan with device=cpu" if wants_gpus and asked == "auto" else "ray status, which says what there is"
+
+
+def _misfits(run: RunSpec, nodes: int) -> list[Problem]:
+    problems: list[Problem] = []
+    if nodes and run.plan.processes % nodes:
+        fits = max(number for number in range(1, nodes + 1) if run.plan.processes % number == 0)
+        given = f"{nodes}, for the {run.plan.processes} processes of {run.plan}"
+        allowed = "a number that divides them: each node has equally many"
+        problems.append(Problem(where="--nodes", given=given, allowed=allowed, fix=f"--nodes {fits}"))
+    if run.devices:
+        given, allowed = f"{run.devices}, on Ray", "a number of devices that does not change"
+        problems.append(Problem(where="-n", given=given, allowed=allowed, fix=f"-n {run.plan.devices}"))
+    return problems
+
+
+def _no_environment(file: Path) -> str:
+    """Why it is no file with a runtime environment; empty where it is one."""
+    try:
+        return "" if isinstance(json.loads(file.read_text()), dict) else "which is no object in JSON"
+    except OSError as error:
+        return f"{error.strerror}".lower()
+    except ValueError:
+        return "which is no JSON"
+
+
+def _wrong(name: str, given: str, allowed: str) -> Problem:
+    return Problem(where=f"--{name}", given=given, allowed=allowed, fix=f"--{name} {OPTIONS[name].example}")
+
+
+def offers(nodes: Sequence[Mapping[str, Any]]) -> list[NodeOffer]:
+    """The nodes that are up, of what ``ray.nodes()`` says."""
+    return [
+        NodeOffer(
+            name=str(node["NodeManagerHostname"] if node.get("NodeManagerHostname") else node["NodeManagerAddress"]),
+            cpus=float(node["Resources"].get("CPU", 0)),
+            gpus=float(node["Resources"].get("GPU", 0)),
+        )
+        for node in nodes
+        if node["Alive"]
+    ]
+
+
+def own_version() -> str:
+    """Of Phalanx, where this is called."""
+    return sys.modules["phalanx"].__version__

@@ -1,0 +1,162 @@
+"""A Ray cluster of two nodes on this machine: ``with ray_cluster() as cluster``."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from importlib.util import find_spec
+from pathlib import Path
+
+import psutil
+
+CPUS = 3  # of each node
+_FASTER = {  # than a cluster between machines: how soon a node that is silent counts as lost
+    "RAY_health_check_initial_delay_ms": "1000",
+    "RAY_health_check_period_ms": "1000",
+    "RAY_health_check_timeout_ms": "3000",
+    "RAY_health_check_failure_threshold": "3",
+}
+
+
+_OF = "PHALANX_TEST_RAY"
+
+
+def lacking_for_ray() -> str:
+    """Why no cluster can be had here; empty where one can."""
+    return "" if find_spec("ray") else "not installed: ray"
+
+
+class RayCluster:
+    """A head and nodes that join it. A variable of each process says of which cluster and node it is."""
+
+    def __init__(self) -> None:
+        self.folder = Path(tempfile.mkdtemp(prefix="phalanx-ray-"))
+        self.port, self.client_port = _free_ports(2)
+        self._nodes = 0
+
+    @property
+    def address(self) -> str:
+        """As ``--to`` has it, of the client's server."""
+        return f"ray://127.0.0.1:{self.client_port}"
+
+    @property
+    def node_address(self) -> str:
+        """The same from one of its nodes."""
+        return f"ray:127.0.0.1:{self.port}"
+
+    def start_head(self) -> None:
+        words = ("--head", f"--port={self.port}", f"--ray-client-server-port={self.client_port}")
+        self._start(*words, "--include-dashboard=false", f"--temp-dir={self.folder}")
+
+    def start_node(self) -> int:
+        """Returns its number."""
+        return self._start(f"--address=127.0.0.1:{self.port}")
+
+    def _start(self, *words: str) -> int:
+        resources = (f"--num-cpus={CPUS}", "--num-gpus=0", "--object-store-memory=80000000")
+        ray = [sys.executable, "-c", "from ray.scripts.scripts import main; main()", "start"]
+        number, self._nodes = self._nodes, self._nodes + 1
+        log = self.folder / f"node-{number}.log"
+        with log.open("wb") as out:
+            done = subprocess.run(
+                [*ray, *words, *resources, "--disable-usage-stats"],
+                env={
+                    **os.environ,
+                    **_FASTER,
+                    "RAY_USAGE_STATS_ENABLED": "0",
+                    "HOME": str(self.folder),
+                    _OF: self._mark(number),
+                },
+                cwd=self.folder,
+                stdout=out,
+                stderr=out,
+                stdin=subprocess.DEVNULL,
+                timeout=90,
+                check=False,
+            )
+        assert not done.returncode, log.read_text()
+        return number
+
+    def _mark(self, number: int | None) -> str:
+        return f"{self.folder}:{'' if number is None else number}"
+
+    def lose(self, number: int | None) -> None:
+        """The node, or each, is gone, with all that runs there, as when it loses its power."""
+        for process in self.processes(number):
+            with suppress(psutil.Error):
+                process.kill()
+
+    def processes(self, number: int | None = None, word: str = "") -> list[psutil.Process]:
+        """Those of a node, or of all, and of what runs there, in whose command line ``word`` stands."""
+        found = set[psutil.Process]()
+        for process in psutil.process_iter():
+            with suppress(psutil.Error):
+                if process.environ().get(_OF, "").startswith(self._mark(number)):
+                    found |= {process, *process.children(recursive=True)}  # Ray's workers write over their environment
+        return [process for process in found if _runs(process) and word in _line(process)]
+
+    def end(self) -> None:
+        """End all of it."""
+        until(self._killed, 15, "all processes of the cluster are gone")
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _killed(self) -> bool:
+        left = self.processes()
+        for process in left:
+            with suppress(psutil.Error):
+                process.kill()
+        return not left
+
+
+def _runs(process: psutil.Process) -> bool:
+    with suppress(psutil.Error):
+        return process.status() != psutil.STATUS_ZOMBIE
+    return False
+
+
+def _line(process: psutil.Process) -> str:
+    with suppress(psutil.Error):
+        return " ".join(process.cmdline())
+    return ""
+
+
+@contextmanager
+def ray_cluster() -> Iterator[RayCluster]:
+    """Within, a cluster is up."""
+    cluster = RayCluster()
+    try:
+        cluster.start_head()
+        cluster.start_node()
+        until(lambda: _listens(cluster.client_port), 60, "the head takes clients")
+        yield cluster
+    finally:
+        cluster.end()
+
+
+def until(reached: Callable[[], bool], seconds: float, what: str) -> None:
+    """Wait until ``reached()``."""
+    deadline = time.monotonic() + seconds
+    while not reached():
+        assert time.monotonic() < deadline, f"not within {seconds} s: {what}"
+        time.sleep(0.1)
+
+
+def _listens(port: int) -> bool:
+    with suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1):
+        return True
+    return False
+
+
+def _free_ports(count: int) -> list[int]:
+    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports = [one.getsockname()[1] for one in sockets]
+    for one in sockets:
+        one.close()
+    return ports
