@@ -129,14 +129,15 @@ class _Handed:
         Raises:
             SpecError: it is damaged.
         """
-        kinds, nodes = [kind for kind in KINDS if kind in ticket], ticket.get("nodes")
-        least = ticket.get("least", nodes)
+        kinds = [kind for kind in KINDS if kind in ticket]
+        nodes: Any = ticket.get("nodes")
+        least: Any = ticket.get("least", nodes)
         forms = {**dict.fromkeys(kinds, _NAME), "namespace": _NAME, "context": _CONTEXT}
         named = {key: ticket[key] for key in forms if key in ticket}
         whole = all(isinstance(text, str) and forms[key].fullmatch(text) for key, text in named.items())
         if len(kinds) != 1 or not whole or not is_whole(nodes, 1) or not is_whole(least, 1):
             raise damaged_ticket(folder)
-        return cls(kubectl=_kubectl(ticket), kind=kinds[0], name=named[kinds[0]], nodes=(int(least), int(nodes)))
+        return cls(kubectl=_kubectl(ticket), kind=kinds[0], name=named[kinds[0]], nodes=(least, nodes))
 
     @property
     def selector(self) -> str:

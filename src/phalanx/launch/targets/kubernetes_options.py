@@ -140,7 +140,7 @@ class PodRequest:
         problems = [*_misshapen(options), *_wrong_counts(options)]
         wrong = {problem.where for problem in problems}
         counts = {name: int(options[name]) for name in _COUNTS if name in options and f"--{name}" not in wrong}
-        volumes = {} if "--volume" in wrong else _pairs(options, "volume", ":")
+        volumes = [] if "--volume" in wrong else _pairs(options, "volume", ":")
         nodes = counts.get("nodes", 1)
         deadline, late = _seconds(options, "time")
         wait, wrong_wait = _seconds(options, "wait")
