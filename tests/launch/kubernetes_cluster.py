@@ -176,6 +176,12 @@ class Cluster:
         self._thread = threading.Thread(target=self._control, daemon=True)
         self._thread.start()
 
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Within, its controllers do nothing: as this process is forked."""
+        with self._lock:
+            yield
+
     def refuse(self, text: str) -> None:
         """From now on the cluster takes no JobSet, and says so."""
         (self.folder / "refuse").write_text(text)
@@ -186,6 +192,12 @@ class Cluster:
     def calls(self) -> list[list[str]]:
         """What kubectl was asked."""
         return [json.loads(line) for line in (self.folder / "calls").read_text().splitlines()]
+
+    def restarts(self) -> tuple[int, int]:
+        """How often all pods of the one JobSet were made anew, and how often that counted."""
+        (jobset,) = self.objects(JOBSETS)
+        status = jobset.get("status", {})
+        return status.get("restarts", 0), status.get("restartsCountTowardsMax", 0)
 
     def pod(self, index: int) -> RunningPod:
         """The pod of that index of the one JobSet there is."""
