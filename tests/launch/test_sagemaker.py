@@ -7,14 +7,15 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from phalanx.config import Plan, RunSpec
+from phalanx.config import Job, Plan, RunSpec
 from phalanx.errors import MissingExtraError, RunError, SpecError
-from phalanx.launch.targets import Submission, find_target, log_of, write_ticket
+from phalanx.launch.targets import Submission, find_target, log_of, ticket_of, write_ticket
 from phalanx.launch.targets.aws_calls import AwsCalls
 from phalanx.launch.targets.code_pack import file_digest
 from phalanx.launch.targets.sagemaker import SageMakerTarget
@@ -271,6 +272,57 @@ def test_a_refusal_leaves_nothing(aws: Any, tmp_path: Path, monkeypatch: pytest.
         target.submit(target.prepare(given))
     assert keys(aws) == []
     assert not given.run.folder.exists()
+
+
+def test_what_is_cut_short_while_sagemaker_answers_is_stopped_and_taken_back(
+    aws: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given, target, ask, stopped = submission(tmp_path), SageMakerTarget(""), AwsCalls.ask, list[str]()
+
+    def cut_short(calls: AwsCalls, service: str, operation: str, **how: Any) -> Any:
+        if operation == "create_training_job":
+            raise KeyboardInterrupt
+        if operation == "stop_training_job":
+            return stopped.append(how["TrainingJobName"])
+        return ask(calls, service, operation, **how)
+
+    monkeypatch.setattr(AwsCalls, "ask", cut_short)
+    prepared = target.prepare(given)
+    with pytest.raises(KeyboardInterrupt):
+        target.submit(prepared)
+    assert stopped == [json.loads(prepared.files[given.folder / "training-job.json"])["TrainingJobName"]]
+    assert keys(aws) == []
+    assert not given.run.folder.exists()
+
+
+def test_a_folder_whose_run_stands_there_needs_resume_and_resume_needs_one(aws: Any, tmp_path: Path) -> None:
+    given, target, job = submission(tmp_path), SageMakerTarget(""), Job.__new__(Job)
+    with pytest.raises(SpecError, match="from which SageMaker was handed no run"):
+        target.refuse_folder(replace(given.run, resume=True), job)
+    target.refuse_folder(replace(given.run, resume="auto"), job)
+    write_ticket(given, "sagemaker", target.submit(target.prepare(given)))
+    target.refuse_folder(replace(given.run, resume=True), job)
+    with pytest.raises(SpecError, match="whose run stands at s3://bucket/phalanx/digits-of-mine-"):
+        target.refuse_folder(replace(given.run, resume=False), job)
+
+
+@pytest.mark.parametrize("wrong", [{"job": "../../x"}, {"job": 7}, {"region": None}, {"run": ""}])
+def test_a_damaged_ticket_is_said_to_be_one(aws: Any, tmp_path: Path, wrong: dict[str, Any]) -> None:
+    given = submission(tmp_path)
+    given.folder.mkdir(parents=True)
+    write_ticket(given, "sagemaker", {**TICKET, **wrong})
+    target, ticket = ticket_of(given.run.folder)
+    assert isinstance(target, SageMakerTarget)
+    asks: list[Any] = [lambda: target.prepare(given)]
+    if "run" not in wrong:
+        asks = [
+            lambda: target.standing(ticket, given.run.folder),
+            lambda: target.stop(ticket, given.run.folder),
+            lambda: target.log(ticket, given.run.folder, None),
+        ]
+    for ask in asks:
+        with pytest.raises(SpecError, match=r"ticket\.json, which is damaged"):
+            ask()
 
 
 def test_code_that_changes_while_it_is_handed_over_is_not(aws: Any, tmp_path: Path) -> None:

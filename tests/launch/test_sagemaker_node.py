@@ -104,7 +104,15 @@ def start(service: Service, tmp_path: Path) -> Start:
     return begin
 
 
-@pytest.mark.parametrize(("plan", "count"), [("dp=2", 2), ("fsdp=4", 2), ("pp=2 tp=2", 2), ("server=1 dp=2", 3)])
+@pytest.mark.parametrize(
+    ("plan", "count"),
+    [
+        pytest.param("dp=2", 2, marks=pytest.mark.long),  # as those have it that are interrupted
+        ("fsdp=4", 2),
+        ("pp=2 tp=2", 2),
+        ("server=1 dp=2", 3),
+    ],
+)
 def test_hosts_train_what_one_device_does(start: Start, plan: str, count: int) -> None:
     job = start(plan, steps=6, count=count)
     assert job.wait() == [0] * count, job.said()
@@ -203,6 +211,7 @@ def assert_no_secret(folder: Path, job: Containers) -> None:
         assert not [text for text in texts if SETTINGS[name].encode() in text], name
 
 
+@pytest.mark.long
 def test_a_machine_that_is_lost_without_a_word_costs_what_was_not_copied(
     service: Service, start: Start, tmp_path: Path
 ) -> None:
