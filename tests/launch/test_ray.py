@@ -72,7 +72,7 @@ def said(run: Path) -> str:
     return output.read_text() if output.exists() else ""
 
 
-def await_state(run: Path, state: str, seconds: float = 90) -> None:
+def await_state(run: Path, state: str, seconds: float = 200) -> None:
     """By the supervisor's word in the run folder, which asks nothing of Ray."""
     path = run / "launch" / "ray-standing.json"
     until(
