@@ -57,7 +57,7 @@ def launched(cluster: RayCluster, folder: Path, *options: str, plan: str = "dp=2
     """``phalanx launch`` of the job in a folder of its own, begun."""
     folder.mkdir(exist_ok=True)
     write_job(folder, **job)
-    words = ("launch", "train.py", "--to", cluster.node_address, "--plan", plan, "--run", "run", *options)
+    words = ("launch", "train.py", "--to", cluster.node_address, "--plan", plan, "--run", "run", "--no-check", *options)
     return phalanx(*words, cwd=folder, stderr=subprocess.STDOUT)
 
 
@@ -165,7 +165,7 @@ def test_what_a_launcher_begins_that_dies_leaves_nothing(cluster: RayCluster, tm
 def test_ctrl_c_leaves_nothing(cluster: RayCluster, tmp_path: Path) -> None:
     write_job(tmp_path)
     process = phalanx(
-        *("launch", "train.py", "--to", cluster.node_address, "--plan", "dp=2", "--run", "run"),
+        *("launch", "train.py", "--to", cluster.node_address, "--plan", "dp=2", "--run", "run", "--no-check"),
         cwd=tmp_path,
         start_new_session=True,
     )
@@ -250,7 +250,17 @@ class TestUnreachable:
             port = closed.getsockname()[1]
         write_job(tmp_path)
         began = time.monotonic()
-        words = ("launch", "train.py", "--to", f"ray://127.0.0.1:{port}", "--plan", "dp=2", "--run", "run")
+        words = (
+            "launch",
+            "train.py",
+            "--to",
+            f"ray://127.0.0.1:{port}",
+            "--plan",
+            "dp=2",
+            "--run",
+            "run",
+            "--no-check",
+        )
         text = answer(*words, cwd=tmp_path, code=3)
         assert f"no Ray cluster to be had at ray://127.0.0.1:{port}: connection refused" in text
         assert time.monotonic() - began < 20

@@ -152,7 +152,8 @@ def phalanx(*words: str, code: int = 0) -> str:
 def launch(*words: str, verb: str = "launch", code: int = 0, **options: str) -> str:
     asked = [word for name, value in {**REQUIRED, **options}.items() if value for word in (f"--{name}", value)]
     run = ("train.py", "--to", "sagemaker", "--plan", "dp=2", "--run", "run")
-    return phalanx(verb, *run, *asked, *words, code=code)
+    unlooked = ("--no-check",) if verb == "launch" else ()
+    return phalanx(verb, *run, *asked, *words, *unlooked, code=code)
 
 
 def standing() -> dict[str, Any]:

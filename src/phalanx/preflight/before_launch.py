@@ -46,6 +46,8 @@ def before_launch(question: LaunchQuestion, job: Job, *, checks: bool, chooses: 
             raise SpecError([problem])
         choice = choose(job, cluster_offered(offer)) if chooses else None
     plan = choice.plan if choice else question.plan
+    if plan:
+        question.target.prepare(submission_of(job, plan, question, question.target.python))  # refuses what is mistyped
     found = launch_check(replace(question, plan=plan)) if checks and plan else None
     return BeforeLaunch(choice=choice, check=found)
 
