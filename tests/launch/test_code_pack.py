@@ -140,3 +140,16 @@ def test_a_job_is_named_from_the_folder_that_is_packed(tmp_path: Path) -> None:
         folder_to_pack(str(file), str(tmp_path / "none"))
     with pytest.raises(SpecError, match="a folder that holds the job's file"):
         folder_to_pack(str(file), "/usr")
+
+
+@pytest.mark.parametrize("name", ["../outside", "/outside", "link"])
+def test_nothing_but_files_inside_is_unpacked(name: str, tmp_path: Path) -> None:
+    archive = tmp_path / "code.tar.gz"
+    with tarfile.open(archive, "w:gz") as opened:
+        entry = tarfile.TarInfo(name)
+        if name == "link":
+            entry.type, entry.linkname = tarfile.SYMTYPE, "/etc"
+        opened.addfile(entry)
+    with pytest.raises(RunError, match="is nothing that is packed"):
+        unpack(archive, code_pack.file_digest(archive), tmp_path / "in" / "out")
+    assert not any(path.name in ("outside", "link") for path in tmp_path.rglob("*"))
