@@ -29,6 +29,7 @@ NAMESPACE = "phalanx"
 _REACHED = 3.0  # seconds until a port takes a connection
 _CONNECTED = 75.0  # seconds until Ray has let this process in
 _STARTED = 60.0  # seconds until an actor is there
+_AGAIN = 2.0  # seconds
 _LEAVES = 3.0  # seconds until the connection is let go of
 _BUSY = "Initialization failure"  # of the process that Ray's client server starts for each client
 _CLIENT = "ray://"
@@ -57,12 +58,21 @@ def main(address: str, word: str, what: str) -> dict[str, Any]:
             if not again or _BUSY not in str(error):
                 return {"error": first_words(error), "unreachable": True}
     try:
-        told = answer(what)
+        told = _asked_twice(answer, what) if word in ("standing", "stop") else answer(what)
         return {**told, "cluster": _where()} if word == "submit" and address == "auto" else told
     except RefusedError as error:
         return {"error": str(error), "problems": [asdict(problem) for problem in error.problems]}
     except Exception as error:
         return {"error": first_words(error)}
+
+
+def _asked_twice(answer: Callable[[str], dict[str, Any]], what: str) -> dict[str, Any]:
+    """Ray's client fails in ways of its own where an actor ends while it is looked for: asked again, it is gone."""
+    try:
+        return answer(what)
+    except Exception:
+        time.sleep(_AGAIN)
+        return answer(what)
 
 
 def _connect(address: str, request: str) -> None:
