@@ -6,13 +6,11 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from phalanx.launch.targets.target import Standing, State
+from phalanx.launch.targets.target import LAST_WORDS, Standing, State
 
 _OVER = ("Succeeded", "Failed")
 _TIME_IS_OVER = ("FailJobSetFailurePolicyAction", "DeadlineExceeded")  # of a JobSet, by its rule, and of a TrainJob
 _COMMON = ("ContainerCreating", "PodInitializing")
-LAST_WORDS: dict[str, State] = {"end": "ended", "stopped": "stopped", "error": "failed"}
-"""How a run stands whose target has forgotten it, by the last of its events that says so."""
 
 
 def standing_of(

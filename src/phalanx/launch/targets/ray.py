@@ -23,6 +23,7 @@ from phalanx.launch.targets.node_agent import last_word
 from phalanx.launch.targets.ray_request import OPTIONS, RayRequest
 from phalanx.launch.targets.target import (
     FOLDER,
+    LAST_WORDS,
     Option,
     Prepared,
     QueueTarget,
@@ -34,7 +35,6 @@ from phalanx.launch.targets.target import (
 
 _STATES: tuple[State, ...] = ("waiting", "running", "ended", "stopped", "failed")
 _OVER = ("ended", "stopped", "failed")
-_LAST_WORDS: dict[str, State] = {"end": "ended", "stopped": "stopped", "error": "failed"}  # of a run's events
 _REQUEST = "ray.json"
 _PATIENCE = 180  # seconds for an answer, all told
 _HOST = re.compile(r"([\w.-]+|\[[0-9a-fA-F:]+\]):([1-9]\d{0,4})")
@@ -103,7 +103,7 @@ class RayTarget(QueueTarget):
             return Standing(state=told["state"], detail=told["detail"])
         if over := _ended(actor, folder):  # meanwhile
             return over
-        return Standing(state=_LAST_WORDS.get(last_word(folder), "unknown"), detail="Ray has no such actor")
+        return Standing(state=LAST_WORDS.get(last_word(folder), "unknown"), detail="Ray has no such actor")
 
     def stop(self, ticket: Mapping[str, Any], folder: Path) -> None:
         actor, cluster = self._named(ticket, folder)

@@ -23,7 +23,7 @@ from phalanx.launch.targets.node_agent import last_word
 from phalanx.launch.targets.offer import Offer
 from phalanx.launch.targets.slurm_offer import slurm_offer
 from phalanx.launch.targets.slurm_script import OPTIONS, Request, batch_script
-from phalanx.launch.targets.target import FOLDER, Option, Prepared, QueueTarget, Standing, State, Submission
+from phalanx.launch.targets.target import FOLDER, LAST_WORDS, Option, Prepared, QueueTarget, Standing, Submission
 
 _LOOKS = 5
 _PATIENCE = 60  # seconds for an answer of Slurm's
@@ -35,7 +35,6 @@ _SCRIPT = "job.sh"
 _CLUSTER = re.compile(r"\w[\w.-]*")
 _COMMAND = re.compile(r" Command=(/.*?) (?:SubmitLine|WorkDir)=")
 _FORGOTTEN = "Invalid job id specified"
-_LAST_WORDS: dict[str, State] = {"end": "ended", "stopped": "stopped", "error": "failed"}  # of a run's events
 # Of an earlier job, in whose shell this process may be: they say to sbatch what this job is not asked for.
 _KEPT = ("SLURM_CONF", "SLURM_CLUSTERS")
 # Variables of sbatch that change what a line of the script says, and are not named as it is; of nodes: how many jobs.
@@ -106,7 +105,7 @@ class SlurmTarget(QueueTarget):
     def standing(self, ticket: Mapping[str, Any], folder: Path) -> Standing:
         job = _job(ticket, folder)
         if job is None:
-            return Standing(state=_LAST_WORDS.get(last_word(folder), "unknown"), detail="Slurm has forgotten it")
+            return Standing(state=LAST_WORDS.get(last_word(folder), "unknown"), detail="Slurm has forgotten it")
         state, reason = job["JobState"], job.get("Reason", "None")
         if state in _WAITING:
             again = f", after {job['Restarts']} earlier starts" if job.get("Restarts", "0") != "0" else ""

@@ -30,6 +30,9 @@ FOLDER = "launch"
 State = Literal["waiting", "running", "ended", "stopped", "failed", "unknown"]
 """How a run that was handed over stands: ``unknown`` where the target has forgotten it or cannot be asked."""
 
+LAST_WORDS: Mapping[str, State] = {"end": "ended", "stopped": "stopped", "error": "failed"}
+"""How a run stands whose target has forgotten it, by the last of its events that says so."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Option:
