@@ -51,7 +51,7 @@ def take_in(folder: Path, rank: int | None, printed: Callable[[], dict[str, list
 
 
 def _add(folder: Path, printed: dict[str, list[str]]) -> None:
-    """Add what is new of each pod."""
+    """Add what is new of each pod, pods by name: kubectl's own order is another each time."""
     if not printed:
         return
     folder.mkdir(parents=True, exist_ok=True)
@@ -62,7 +62,7 @@ def _add(folder: Path, printed: dict[str, list[str]]) -> None:
         with suppress(ValueError):
             taken = dict(json.loads(file.read() or "{}"))
         with (folder / _OUTPUT).open("a") as output:
-            for pod, lines in printed.items():
+            for pod, lines in sorted(printed.items()):
                 output.writelines(lines[taken.get(pod, 0) :])
         file.truncate(0)
         file.write(json.dumps({**taken, **{pod: len(lines) for pod, lines in printed.items()}}))
