@@ -2,7 +2,7 @@
 
 SHELL := /bin/bash
 .NOTPARALLEL:
-.PHONY: help demo test check lint types contracts docs suite long parity resumed cases zoo mutants hangs recommended chaos bench gpu \
+.PHONY: help demo test check lint types contracts docs suite long parity resumed cases zoo mutants hangs recommended chaos scale bench gpu \
 	pins audit format clean
 
 BIN := .venv/bin
@@ -31,6 +31,7 @@ help:
 	@echo 'make hangs      hangs planted into runs, and who is named for each -> docs/reference/hangs.md'
 	@echo 'make recommended  what plan recommends for well-known models, run small -> docs/reference/recommended.md'
 	@echo 'make chaos      200 random kills of whole runs, and damaged checkpoints -> docs/reference/chaos.md'
+	@echo 'make scale      what grows with the ranks, counted up to 131,072 and measured up to 64 -> docs/explanation/scale.md'
 	@echo 'make bench      the comparisons with peers (about an hour on 2 cores)'
 	@echo 'make gpu        the tests that need CUDA devices'
 	@echo 'make pins       renew the exact versions and hashes of pins/'
@@ -106,6 +107,9 @@ recommended: .venv/.installed-dev
 
 chaos: .venv/.installed-dev
 	$(BIN)/python bench/chaos_kills.py --write
+
+scale: .venv/.installed-dev
+	$(BIN)/python tools/scale.py
 
 bench: .venv/.installed-bench
 	$(BIN)/python bench/startup.py

@@ -11,7 +11,7 @@ import torch
 from small import BATCH, LENGTH, fit, job, table
 
 import phalanx as px
-from phalanx.data import audit, read_ledger
+from phalanx.data import audit, host_ledger, read_ledger
 from phalanx.events import faults
 
 
@@ -29,6 +29,18 @@ def test_a_run_folder_holds_what_happened(tmp_path: Path) -> None:
     assert str(run.plan) == "dp=2"
     assert audit(run.folder / "ledger", length=LENGTH, batch=BATCH, drop_last=False) == []
     assert sorted(path.name for path in (run.folder / "checkpoints").iterdir()) == ["step-00000006", "step-00000008"]
+
+
+@pytest.mark.parametrize("plan", ["dp=2 fsdp=2", "dp=2 sync=local every=2"])
+def test_the_ranks_of_a_host_share_a_ledger_where_they_are_many(
+    plan: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host_ledger, "MOST_FILES", 1)
+    run = fit(plan, tmp_path / "run", epochs=None, steps=5)
+    run = fit(plan, tmp_path / "run", resume=True)
+    names = sorted(path.name for path in (run.folder / "ledger").iterdir())
+    assert names == ["00000000-host00000.bin", "00000005-host00000.bin"]
+    assert audit(run.folder / "ledger", length=LENGTH, batch=BATCH, drop_last=False) == []
 
 
 @pytest.fixture(scope="module")

@@ -20,7 +20,7 @@ from phalanx.config import Plan
 from phalanx.demo.jobs.gpt import Size, gpt_job
 from phalanx.errors import RefusedError
 from phalanx.launch import launch
-from phalanx.placement.ownership import TensorPiece, chunks
+from phalanx.placement.ownership import RowChunks, TensorPiece
 from phalanx.train.assembly import build
 from phalanx.train.build_model import build_model
 from phalanx.train.look_ahead import preview
@@ -186,7 +186,7 @@ def test_rows_are_dealt_out_as_torch_deals_them() -> None:
     for rows in range(12):
         for ranks in range(1, 6):
             there = [len(one) for one in torch.arange(rows).chunk(ranks)] if rows else []
-            mine = [sum(b - a for a, b in ranges) for ranges in chunks(rows, ranks)]
+            mine = [sum(b - a for a, b in ranges) for ranges in RowChunks(rows, ranks)]
             assert mine == [*there, *[0] * (ranks - len(there))]
 
 

@@ -70,8 +70,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "one rank's samples on every rank",
         "placement/batch_split.py",
-        "cut(*each[part], index, count if even else size)",
-        "cut(*each[0], index, count if even else size)",
+        "share(held, place, inner)",
+        "share(held, 0, inner)",
         ("prove mean dp=2",),
     ),
     Mutation(

@@ -13,7 +13,18 @@ from full_disk import FullDisk
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from phalanx.data import GlobalBatchSampler, Ledger, MicroBatch, StepBatch, audit, read_ledger, records, share
+from phalanx.data import (
+    GlobalBatchSampler,
+    Ledger,
+    MicroBatch,
+    StepBatch,
+    audit,
+    last_steps,
+    read_ledger,
+    records,
+    share,
+)
+from phalanx.data.host_ledger import HostKey
 from phalanx.errors import DataError, SpecError
 
 LENGTH, BATCH = 22, 6
@@ -220,6 +231,94 @@ class TestReading:
         with pytest.raises(SpecError, match="a symbolic link"):
             read_ledger(folder)
         assert [path.read_bytes() for path in victim.iterdir()] == [b"mine"]
+
+
+class TestOfAHost:
+    """Ranks of a host share a file, where a run has many."""
+
+    @staticmethod
+    def opened(folder: Path, key: bytes, world_size: int = 4, first_step: int = 0) -> list[Ledger]:
+        """Of two ranks on each host."""
+        hosts = [HostKey(rank // 2 * 2, key * 16) for rank in range(world_size)]
+        return [
+            Ledger(folder, rank=rank, first_step=first_step, world_size=world_size, host=host)
+            for rank, host in enumerate(hosts)
+        ]
+
+    @staticmethod
+    def recorded(ledgers: list[Ledger], *steps: int, at_once: bool = False) -> None:
+        for step in steps:
+            batches = [a_step(step, [10 * step + rank]) for rank in range(len(ledgers))]
+            for ledger, batch in zip(ledgers, batches, strict=True):
+                if at_once:
+                    ledger.begin(batch)
+            for ledger, batch in zip(ledgers, batches, strict=True):
+                ledger.record(batch)
+        for ledger in ledgers:
+            ledger.close()
+
+    @pytest.mark.parametrize("at_once", [False, True])
+    def test_there_is_a_file_a_host(self, at_once: bool, tmp_path: Path) -> None:
+        self.recorded(self.opened(tmp_path, b"a"), 0, 1, 2, at_once=at_once)
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["00000000-host00000.bin", "00000000-host00002.bin"]
+        found = records(tmp_path)
+        assert [[(one.rank, one.ids.tolist(), one.begun) for one in found[step]] for step in found] == [
+            [(rank, [10 * step + rank], False) for rank in range(4)] for step in range(3)
+        ]
+        assert last_steps(tmp_path, 0) == dict.fromkeys(range(4), 2)
+
+    def test_what_another_attempt_left_does_not_count(self, tmp_path: Path) -> None:
+        self.recorded(self.opened(tmp_path, b"a", world_size=6), 0, 1, 2)
+        self.recorded(self.opened(tmp_path, b"b"), 0)
+        assert {step: ids.tolist() for step, (_, ids) in read_ledger(tmp_path).items()} == {0: [0, 1, 2, 3]}
+
+    def test_who_has_lost_the_folder_writes_into_nobodys_file(self, tmp_path: Path) -> None:
+        earlier = self.opened(tmp_path, b"a")
+        later = self.opened(tmp_path, b"b")
+        self.recorded(earlier, 0, 1)
+        self.recorded(later, 0)
+        assert list(read_ledger(tmp_path)) == [0]
+
+    def test_segments_of_few_and_of_many_ranks_follow_each_other(self, tmp_path: Path) -> None:
+        run(tmp_path, 2, 0, 3)
+        self.recorded(self.opened(tmp_path, b"a", first_step=2), 2, 3)
+        assert list(read_ledger(tmp_path)) == [0, 1, 2, 3]
+        run(tmp_path, 2, 2, 3)
+        assert list(read_ledger(tmp_path)) == [0, 1, 2]
+        self.recorded(self.opened(tmp_path, b"b"), 0)
+        assert list(read_ledger(tmp_path)) == [0]
+        assert {path.name for path in tmp_path.iterdir()} == {"00000000-host00000.bin", "00000000-host00002.bin"}
+
+    def test_what_was_cut_off_is_written_over(self, tmp_path: Path) -> None:
+        first, second, *_ = ledgers = self.opened(tmp_path, b"a")
+        first.record(a_step(0, [1]))
+        first.flush()
+        with first.path.open("ab") as file:
+            file.write(b"half of a reco")
+        second.record(a_step(0, [2]))
+        self.recorded(ledgers[2:], 0)
+        for ledger in (first, second):
+            ledger.close()
+        assert [one.ids.tolist() for one in records(tmp_path)[0]][:2] == [[1], [2]]
+
+    def test_on_a_full_disk_a_record_waits_whole(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        writes = os.pwrite
+        ledgers = self.opened(tmp_path, b"a")
+
+        def refuses(file: int, data: Any, at: int) -> int:
+            if at >= 60:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            return writes(file, data[: max(1, 60 - at)], at)
+
+        monkeypatch.setattr(os, "pwrite", refuses)
+        ledgers[0].record(a_step(0, [1]))
+        with pytest.raises(DataError, match="No space left"):
+            ledgers[0].flush()
+        assert records(tmp_path) == {}
+        monkeypatch.setattr(os, "pwrite", writes)
+        self.recorded(ledgers[1:], 0)
+        ledgers[0].close()
+        assert [one.rank for one in records(tmp_path)[0]] == [0, 1, 2, 3]
 
 
 class TestAudit:

@@ -150,6 +150,24 @@ class TestGlobalBatchSampler:
         walked = {step: ids for step, _, ids in sampler.walk(0, 4300)}
         assert all(np.array_equal(walked[step], sampler.ids(step)) for step in steps)
 
+    @settings(max_examples=60, deadline=None)
+    @given(data=st.data(), length=st.integers(1, 300), batch=st.integers(1, 60), shuffle=st.booleans())
+    def test_a_part_of_a_batch_is_computed_by_itself(
+        self, data: st.DataObject, length: int, batch: int, shuffle: bool
+    ) -> None:
+        sampler = GlobalBatchSampler(length=length, batch=batch, seed=3, shuffle=shuffle)
+        parts = data.draw(st.integers(1, 8))
+        first = data.draw(st.integers(0, parts - 1))
+        lane = Lane(first=first, count=data.draw(st.integers(1, parts - first)), parts=parts)
+        found = sampler.walk_held(2, 9, lambda _, samples: cuts(samples, lane, 2))
+        for step, (at, epoch, ids, held) in enumerate(found, start=2):
+            whole = sampler.ids(step)
+            assert (at, epoch, len(ids)) == (step, sampler.epoch_of(step), len(whole))
+            assert held == cuts(len(whole), lane, 2)
+            for start, stop in (one for part in held for one in part):
+                assert ids[start:stop].tolist() == whole[start:stop].tolist() if stop else True
+            assert ids[:1].tolist() == whole[:1].tolist()
+
     def test_epochs_and_seeds_differ(self) -> None:
         sampler = GlobalBatchSampler(length=1000, batch=1000, seed=0)
         other = GlobalBatchSampler(length=1000, batch=1000, seed=1)

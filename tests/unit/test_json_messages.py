@@ -10,8 +10,17 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from phalanx.comm import Place, default_process_group, found_by_first, from_every_rank
-from phalanx.comm.json_messages import as_json, gather_json
+from phalanx.comm import Mesh, Place, alike, default_process_group, found_by_first, from_every_rank
+from phalanx.comm.json_messages import (
+    as_json,
+    gather_json,
+    gather_json_to_first,
+    receive_json,
+    scatter_json,
+    send_json_to_first,
+    true_anywhere,
+)
+from phalanx.config import Plan
 from phalanx.errors import (
     LossError,
     Problem,
@@ -127,3 +136,57 @@ def test_errors_are_told_as_json(error: Exception, kind: type[Exception]) -> Non
     if isinstance(error, SpecError):
         assert isinstance(told, SpecError)
         assert told.problems == error.problems
+
+
+def test_what_one_rank_is_told_or_tells_is_not_everybodys() -> None:
+    values = VALUES[:3]
+
+    def found(rank: int) -> dict[str, Any]:
+        told = gather_json_to_first(VALUES[rank])
+        own = scatter_json(values if rank == 0 else ())
+        if rank == 2:
+            send_json_to_first("z" * 3000)
+        return {
+            "gathered": told == (values if rank == 0 else []),
+            "own": own == values[rank],
+            "sent": receive_json(2) == "z" * 3000 if rank == 0 else True,
+            "anywhere": [true_anywhere(rank == 1), true_anywhere(False)],
+            "alike": [alike({"a": 1}), alike({"a": rank}), alike(math.nan)],
+        }
+
+    right = {"gathered": True, "own": True, "sent": True, "anywhere": [True, False], "alike": [True, False, True]}
+    assert in_ranks(3, found) == [right] * 3
+
+
+def test_a_rank_makes_its_own_groups_only() -> None:
+    """Of alike size, of other ranks in the same call, and where some rank makes none: all are of the ranks they say."""
+    plan = Plan(dp=2, pp=2)
+
+    def found(rank: int) -> list[Any]:
+        mesh = Mesh(plan, rank)
+        groups = [mesh.group("dp"), mesh.among("pp", [1]), mesh.group("pp"), dist.new_group([0, 3]), mesh.group("dp")]
+        ranks = [dist.get_process_group_ranks(one) if one else None for one in groups[:3]]
+        sums: list[float] = []
+        for group in groups[:3]:
+            value = torch.tensor([10.0**rank])
+            if group is not None:
+                dist.all_reduce(value, group=group)
+            sums.append(value.item())
+        return [ranks, sums, groups[0] is groups[4], len(dist.distributed_c10d._world.pg_names)]
+
+    every = in_ranks(4, found)
+    for rank, (ranks, sums, same, made) in enumerate(every):
+        assert ranks == [
+            mesh_ranks(plan, rank, "dp"),
+            [rank] if plan.coordinate(rank)["pp"] else None,
+            mesh_ranks(plan, rank, "pp"),
+        ]
+        assert sums == [sum(10.0**one for one in some) if some else 10.0**rank for some in ranks]
+        assert same
+        assert made == 1 + sum(some is not None for some in ranks) + (rank in (0, 3))  # and the default one
+
+
+def mesh_ranks(plan: Plan, rank: int, axis: str) -> list[int]:
+    at = plan.coordinate(rank)
+    every = range(plan.world_size)
+    return [one for one in every if {**plan.coordinate(one), axis: 0} == {**at, axis: 0}]

@@ -9,7 +9,7 @@ import hashlib
 import json
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from threading import Event
@@ -18,12 +18,20 @@ from typing import Any, TypeVar, final
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # pyright: ignore[reportPrivateImportUsage]
 
-from phalanx.comm.json_messages import gather_json
+from phalanx.comm.json_messages import (
+    alike_everywhere,
+    broadcast_json,
+    gather_json,
+    gather_json_to_first,
+    true_anywhere,
+)
 from phalanx.comm.roll_call import rank_is_lost
 from phalanx.errors import CheckpointError, DamagedError, PeerLostError
 from phalanx.units import show_names
 
 T = TypeVar("T")
+
+_LOOKS = 20_000  # at a store a second, at most, of all ranks together
 
 _alone: ContextVar[bool] = ContextVar("alone", default=False)
 
@@ -55,6 +63,16 @@ def from_all(value: Any) -> list[Any]:
     return gather_json(value)
 
 
+def from_first(value: T) -> T:
+    """What rank 0 of the default group gives; JSON. Collective."""
+    return value if not grouped() or dist.get_world_size() == 1 else broadcast_json(value)
+
+
+def anywhere(here: bool) -> bool:
+    """Whether ``here`` is true on any rank of the default group. Collective."""
+    return here if not grouped() or dist.get_world_size() == 1 else true_anywhere(here)
+
+
 def on_all_ranks(action: Callable[[], T]) -> T:
     """The result of ``action``, run by every rank of the default group (by this process where there is none).
 
@@ -63,8 +81,14 @@ def on_all_ranks(action: Callable[[], T]) -> T:
         CheckpointError: on all ranks if it failed on any, with the messages of those on which it failed.
     """
     outcome = RankOutcome.of(action)
-    outcome.settle(from_all(outcome.failure))
+    if anywhere(outcome.failure is not None):  # what each has to say is sent around only then
+        outcome.settle(failed_of(from_all(outcome.failure)))
     return outcome.result
+
+
+def failed_of(failures: Iterable[dict[str, Any] | None]) -> dict[str, dict[str, Any]]:
+    """Of what failed on each rank, by rank, that of those on which it did; JSON."""
+    return {str(rank): failure for rank, failure in enumerate(failures) if failure is not None}
 
 
 @final
@@ -90,9 +114,9 @@ class RankOutcome:
         except BaseException as error:
             return cls(None, error)
 
-    def settle(self, failures: Iterable[dict[str, Any] | None]) -> None:
-        """Raise what failed on any rank; ``failures`` by rank."""
-        by = {rank: failure for rank, failure in enumerate(failures) if failure is not None}
+    def settle(self, failed: Mapping[str, dict[str, Any]]) -> None:
+        """Raise what failed on any rank; ``failed`` as ``failed_of`` gives it."""
+        by = {int(rank): failure for rank, failure in failed.items()}
         if not by:
             return
         if self._error is not None and not isinstance(self._error, Exception):
@@ -110,15 +134,12 @@ class RankOutcome:
 def distinct(value: T) -> list[T]:
     """The different values that the ranks of the default group hold, those of lower ranks first; each rank gives one.
 
-    Values are JSON. Each is sent by one rank only: of a thousand ranks, replicas hold the same.
+    Values are JSON. Each is sent by one rank only: of a thousand ranks, replicas hold the same. Where all do, none is
+    sent.
     """
-    return distinct_of(from_all(digest_of(value)), value)
-
-
-def distinct_of(digests: Sequence[str], value: T) -> list[T]:
-    """``distinct``, where it is known already which ranks hold the same: ``digests`` by rank. Collective."""
-    if len(set(digests)) == 1:
+    if not grouped() or dist.get_world_size() == 1 or alike_everywhere(value):
         return [value]
+    digests = from_all(digest_of(value))
     sends = digests.index(digests[dist.get_rank()]) == dist.get_rank()
     return [one for one in from_all(value if sends else None) if one is not None]
 
@@ -150,8 +171,10 @@ class GroupRendezvous(Rendezvous):
         self.rank = dist.get_rank() if grouped() else 0
 
     def decide(self, given: Any, decision: Decision) -> Any:
-        everything = from_all(given)
-        return from_all(decision(everything) if self.rank == 0 else None)[0]
+        if not grouped() or dist.get_world_size() == 1:
+            return decision([given])
+        everything = gather_json_to_first(given)
+        return broadcast_json(decision(everything) if self.rank == 0 else None)
 
 
 @final
@@ -194,7 +217,7 @@ class StoreRendezvous(Rendezvous):
                 raise PeerLostError("the save was given up: a rank that had a part in it is gone")
             if time.monotonic() > deadline:
                 raise CheckpointError(f"the other ranks were not heard of for {self._patience:g} s")
-            pause = min(2 * pause, 0.2)
+            pause = min(2 * pause, max(0.2, self._world_size / _LOOKS))
         return self._store.get(key)
 
 

@@ -22,8 +22,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
 
-from phalanx.checkpoint.all_ranks import GroupRendezvous, Rendezvous, StoreRendezvous, from_all, grouped, is_first
-from phalanx.checkpoint.store import Agreement, PreparedSave, SaveRequest, prepared
+from phalanx.checkpoint.agreement import Agreement
+from phalanx.checkpoint.all_ranks import GroupRendezvous, Rendezvous, StoreRendezvous, anywhere, from_first, grouped
+from phalanx.checkpoint.store import PreparedSave, SaveRequest, prepared
 from phalanx.comm.process_group import group_timeout
 from phalanx.errors import CheckpointError
 from phalanx.hardware import memory_bytes
@@ -116,8 +117,7 @@ class BackgroundSaver:
         needed = ready.content.nbytes
         on_device = any(tensor.device.type == "cuda" for tensor in ready.content.tensors)
         meets = self._find_store()
-        answers = from_all([meets and self._allocate(needed, on_device), uuid4().hex if is_first() else ""])
-        if not all(room for room, _ in answers):
+        if anywhere(not (meets and self._allocate(needed, on_device))):
             self._memory = _nothing()
             saving = Saving.done(asked.step, ready.write(GroupRendezvous()), begun)
             saving.note = (
@@ -132,7 +132,7 @@ class BackgroundSaver:
             agreement=ready.agreement,
         )
         self._saving = saving = Saving(asked.step, ready.path, begun)
-        self._start(ready, saving, answers[0][1])
+        self._start(ready, saving, from_first(uuid4().hex))
         saving.standstill = time.perf_counter() - begun
         return saving
 

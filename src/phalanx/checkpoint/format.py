@@ -87,6 +87,10 @@ class Chunk:
     key: str
 
 
+StoredChunk = tuple[str, torch.dtype, Chunk]
+"""A chunk, with the name and dtype of its tensor."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StoredTensor:
     """A tensor as a whole: its global shape, its dtype, and the chunks that together fill it."""
@@ -176,10 +180,21 @@ class Manifest:
         given = {"format": _FORMAT, "version": 2, "step": self.step, "block": BLOCK, "files": files, "tensors": tensors}
         return seal(json.dumps(given).encode())
 
-    def misfits(self, path: Path) -> list[str]:
-        """The files that are missing from folder ``path``, are none, or have another size than was written."""
+    def chunks_by_file(self) -> dict[str, list[StoredChunk]]:
+        """By the name of a file what is to be in it; of files without tensors nothing."""
+        found: dict[str, list[StoredChunk]] = {}
+        for name, tensor in self.tensors.items():
+            for chunk in tensor.chunks:
+                found.setdefault(chunk.file, []).append((name, tensor.dtype, chunk))
+        return found
+
+    def misfits(self, path: Path, files: Iterable[StoredFile] | None = None) -> list[str]:
+        """The ``files`` that are missing from folder ``path``, are none, or have another size than was written.
+
+        All files where they are not named.
+        """
         problems = []
-        for file in self.files.values():
+        for file in self.files.values() if files is None else files:
             size = size_of(path / file.name)
             if isinstance(size, str):
                 problems.append(f"{file.name} {size}")
@@ -187,13 +202,13 @@ class Manifest:
                 problems.append(f"{file.name} has {size} bytes; {file.size} were written")
         return problems
 
-    def checked(self, path: Path) -> Manifest:
-        """This manifest.
+    def checked(self, path: Path, files: Iterable[StoredFile] | None = None) -> Manifest:
+        """This manifest. Of many ranks each looks at a share of the ``files``, all of them where they are not named.
 
         Raises:
             DamagedError: files are missing from folder ``path`` or have another size than was written.
         """
-        if misfits := self.misfits(path):
+        if misfits := self.misfits(path, files):
             raise damaged(
                 path, f"{path} is not a complete checkpoint: {'; '.join(misfits)}", file=misfits[0].split()[0]
             )

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from phalanx.checkpoint.format import STATE, Chunk, Manifest, StoredFile
+from phalanx.checkpoint.format import STATE, Chunk, Manifest, StoredChunk, StoredFile
 from phalanx.checkpoint.safe_files import damaged
 from phalanx.checkpoint.shard_file import ShardFile, TensorEntry, bytes_of
 from phalanx.checkpoint.tensor_part import PartTensor, blocks_of
@@ -99,10 +99,10 @@ def verify(path: Path) -> list[str]:
         manifest = Manifest.read(path)
     except CheckpointError as error:
         return [str(error)]
-    problems = manifest.misfits(path)
+    problems, stored = manifest.misfits(path), manifest.chunks_by_file()
     for file in () if problems else manifest.files.values():
         try:
-            verify_file(path, manifest, file)
+            verify_file(path, file, stored.get(file.name, ()))
         except CheckpointError as error:
             problems.append(str(error).replace(f"{path}/", ""))
     try:
@@ -119,15 +119,17 @@ def verify_first(path: Path, manifest: Manifest, names: Iterable[str]) -> None:
     Raises:
         DamagedError: one is not what was written, or does not hold what ``manifest`` says.
     """
-    for name in names if manifest.version == 1 else ():
-        verify_file(path, manifest, manifest.files[name])
+    if manifest.version == 1:
+        stored = manifest.chunks_by_file()
+        for name in names:
+            verify_file(path, manifest.files[name], stored.get(name, ()))
 
 
-def verify_file(path: Path, manifest: Manifest, stored: StoredFile) -> None:
-    """Read all of one file of the checkpoint in folder ``path``.
+def verify_file(path: Path, stored: StoredFile, chunks: Iterable[StoredChunk]) -> None:
+    """Read all of one file of the checkpoint in folder ``path``, which is to hold ``chunks``.
 
     Raises:
-        DamagedError: it is not what was written, or does not hold what ``manifest`` says.
+        DamagedError: it is not what was written, or does not hold them.
     """
     with ShardFile(path, stored) as file:
         file.verify()
@@ -135,10 +137,8 @@ def verify_file(path: Path, manifest: Manifest, stored: StoredFile) -> None:
         return
     with ShardFile(path, stored, trusted=True) as file:
         there = file.entries()
-    for name, tensor in manifest.tensors.items():
-        for chunk in tensor.chunks:
-            if chunk.file == stored.name:
-                _begin(path, name, tensor.dtype, chunk, there)
+    for name, dtype, chunk in chunks:
+        _begin(path, name, dtype, chunk, there)
 
 
 def _state(path: Path, manifest: Manifest) -> dict[str, Any]:

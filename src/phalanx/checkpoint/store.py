@@ -11,14 +11,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from phalanx.checkpoint.agreement import Agreement, agree
 from phalanx.checkpoint.all_ranks import (
     GroupRendezvous,
     RankOutcome,
     Rendezvous,
+    anywhere,
     digest_of,
     distinct,
-    distinct_of,
-    from_all,
+    failed_of,
+    from_first,
     grouped,
     is_first,
     on_all_ranks,
@@ -30,7 +32,7 @@ from phalanx.checkpoint.reading import fill, verify_first
 from phalanx.checkpoint.safe_files import is_folder
 from phalanx.checkpoint.shard_file import write_file
 from phalanx.checkpoint.tensor_part import PartTensor
-from phalanx.checkpoint.writing import FileContent, Tensors, WriterAssignment, assign_writers, describe, file_of
+from phalanx.checkpoint.writing import FileContent, Tensors, describe, file_of
 from phalanx.comm.process_group import is_dtensor
 from phalanx.errors import CheckpointError, DamagedError, NoneWholeError
 
@@ -86,15 +88,6 @@ def save(
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Agreement:
-    """Who writes what, and the digest of what each rank has; of equal digests the same is agreed."""
-
-    digests: list[str]
-    stored: Mapping[str, StoredTensor]
-    writers: WriterAssignment
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class PreparedSave:
     """What is to be written, agreed between all ranks; nothing is written yet."""
 
@@ -117,7 +110,7 @@ class PreparedSave:
         folder, step = self.asked.folder, self.asked.step
 
         def begun(_: Sequence[Any]) -> Any:
-            return RankOutcome.of(lambda: begin(folder, step)).failure
+            return failed_of([RankOutcome.of(lambda: begin(folder, step)).failure])
 
         def written() -> dict[str, Any] | None:
             path = temporary(folder, step)
@@ -133,15 +126,15 @@ class PreparedSave:
                 failures[0] = RankOutcome.of(lambda: self._publish(files)).failure
             if any(failures):
                 give_up(folder, step)
-            return failures
+            return failed_of(failures)
 
         outcome = RankOutcome(None, None)
-        failures = [rendezvous.decide(None, begun)]
-        if failures == [None]:
+        failed = rendezvous.decide(None, begun)
+        if not failed:
             outcome = RankOutcome.of(written)
-            failures = rendezvous.decide([outcome.failure, outcome.result], published)
+            failed = rendezvous.decide([outcome.failure, outcome.result], published)
         try:
-            outcome.settle(failures)
+            outcome.settle(failed)
         except CheckpointError as error:
             raise _unwritten(self.asked, error) from None
         return self.path
@@ -180,15 +173,11 @@ def prepared(asked: SaveRequest, before: Agreement | None = None) -> PreparedSav
         return *describe(asked.tensors), text
 
     said, memory, text = on_all_ranks(described)
-    digests = from_all(digest_of(said))
-    if before is None or before.digests != digests:
-        different = distinct_of(digests, said)
-        places = {digest: index for index, digest in enumerate(dict.fromkeys(digests))}
+    if before is None or anywhere(before.digest != digest_of(said)):
         try:  # the same on every rank
-            stored, writers = assign_writers(different, [places[digest] for digest in digests])
+            before = agree(said)
         except CheckpointError as error:
             raise _unwritten(asked, error) from None
-        before = Agreement(digests=digests, stored=stored, writers=writers)
     rank = dist.get_rank() if grouped() else 0
     content = FileContent.of(rank, before.stored, before.writers, memory, asked.infinite)
     return PreparedSave(asked=asked, state=text, content=content, agreement=before)
@@ -214,7 +203,8 @@ def load(path: Path, tensors: Tensors) -> None:
     """
     path = Path(path)
     names = _anywhere(tensors)
-    manifest = on_all_ranks(lambda: _fitting(path, tensors, names))
+    manifest = on_all_ranks(lambda: _complete(path))
+    on_all_ranks(lambda: _refuse_misfit(path, tensors, names, manifest))
     on_all_ranks(lambda: _verify_share(path, manifest))
     on_all_ranks(lambda: fill(path, manifest, tensors, verified=True))
 
@@ -235,7 +225,7 @@ def resume_newest(folder: Path, attempt: Callable[[Path], T]) -> tuple[Path, T, 
         NoneWholeError: on all ranks: none is whole; names each with what is wrong. Whatever else ``attempt`` raises
             (another model, another job) is no damage, and raised at once.
     """
-    names = from_all(on_all_ranks(lambda: [path.name for path in newest_first(folder)] if is_first() else None))[0]
+    names = from_first(on_all_ranks(lambda: [path.name for path in newest_first(folder)] if is_first() else []))
     skipped = list[str]()
     for name in names:
         try:
@@ -272,15 +262,20 @@ def _checked(asked: SaveRequest) -> bytes:
     return to_json(asked.state, "the state of a checkpoint")
 
 
-def _fitting(path: Path, tensors: Tensors, names: set[str]) -> Manifest:
+def _complete(path: Path) -> Manifest:
+    """The manifest; that its files are there each rank looks for a share of them."""
     if not path.exists():
         raise CheckpointError(f"there is no checkpoint {path}")
-    manifest = Manifest.read(path).checked(path)
+    rank, world_size = (dist.get_rank(), dist.get_world_size()) if grouped() else (0, 1)
+    manifest = Manifest.read(path)
+    return manifest.checked(path, [*manifest.files.values()][rank::world_size])
+
+
+def _refuse_misfit(path: Path, tensors: Tensors, names: set[str], manifest: Manifest) -> None:
     if meta := [name for name, held in tensors.items() if _local(held).device.type == "meta"]:
         raise CheckpointError(f"on the meta device, so there is nothing to load into: {some(meta)}")
     if different := _different(tensors, names, manifest.tensors):
         raise CheckpointError("\n    ".join([f"{path} does not fit: checkpoint of another model?", *different]))
-    return manifest
 
 
 def _verify_share(path: Path, manifest: Manifest) -> None:

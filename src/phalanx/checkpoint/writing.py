@@ -1,7 +1,7 @@
 """Who writes which block of which tensor, and the writing itself; what is not finite is not written.
 
 Every rank describes which blocks it has. A block that several have is assigned to one of them so that all write about
-as many bytes: each rank works out the same assignment from the same descriptions, and no rank is asked.
+as many bytes (``agreement.py`` has the ranks agree on it).
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def describe(tensors: Tensors) -> tuple[Description, dict[tuple[str, tuple[int, 
 def assign_writers(
     descriptions: Sequence[Description], of_rank: Sequence[int]
 ) -> tuple[dict[str, StoredTensor], WriterAssignment]:
-    """All tensors as they will be stored, and who writes what of them; the same on every rank.
+    """All tensors as they will be stored, and who writes what of them.
 
     Args:
         descriptions: the different ones.
@@ -138,7 +138,7 @@ class FileContent:
     ) -> FileContent:
         """What ``rank`` writes of ``stored``; ``memory`` is this rank's, by name and where the block begins."""
         boxes = [(name, (offsets, tuple(block.shape))) for (name, offsets), block in memory.items()]
-        mine = [(name, box) for name, box in boxes if writers[name].get(box) == rank]
+        mine = [(name, box) for name, box in boxes if writers.get(name, {}).get(box) == rank]
         # Large to small keeps every tensor aligned to its own element size behind the header.
         mine.sort(key=lambda block: -stored[block[0]].dtype.itemsize)
         entries = [

@@ -5,6 +5,7 @@ from phalanx.comm.point_agreement import PointAgreement
 from phalanx.comm.process_group import (
     Place,
     active,
+    alike,
     all_gather_flat,
     default_process_group,
     device_for,
@@ -24,6 +25,7 @@ __all__ = [
     "Place",
     "PointAgreement",
     "active",
+    "alike",
     "all_gather_flat",
     "data_mesh",
     "default_process_group",

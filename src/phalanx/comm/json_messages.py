@@ -5,8 +5,10 @@ A value comes back as JSON gives it: tuples as lists, floats with every bit, NaN
 
 from __future__ import annotations
 
+import hashlib
 import json
 import struct
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -46,6 +48,82 @@ def gather_json(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]
         dist.all_gather(rests, rest, group=group)
         texts = [text + bytes(one.cpu().numpy()) for text, one in zip(texts, rests, strict=True)]
     return [json.loads(text[:length]) for text, length in zip(texts, lengths, strict=True)]
+
+
+def gather_json_to_first(value: Any) -> list[Any]:
+    """The value of each rank of the default group, in rank order, on rank 0; an empty list on others. Collective.
+
+    Others hold what they give, and nothing of what all give.
+
+    Raises:
+        TypeError: if something in it is not JSON; it says where.
+    """
+    data, device = _encoded(value), _device(None)
+    longest = torch.tensor([len(data)], dtype=torch.int64, device=device)
+    dist.all_reduce(longest, op=dist.ReduceOp.MAX)
+    mine = _room(_LENGTH.size + int(longest), _LENGTH.pack(len(data)) + data).to(device)
+    every = [torch.empty_like(mine) for _ in range(dist.get_world_size())] if dist.get_rank() == 0 else None
+    dist.gather(mine, every, dst=0)
+    texts = (bytes(one.cpu().numpy()) for one in every or ())
+    return [json.loads(text[_LENGTH.size : _LENGTH.size + _LENGTH.unpack_from(text)[0]]) for text in texts]
+
+
+def scatter_json(values: Sequence[Any]) -> Any:
+    """Of ``values``, one a rank, which rank 0 of the default group gives, this rank's own. Collective.
+
+    Raises:
+        TypeError: on rank 0, if something in them is not JSON; it says where.
+    """
+    texts = [_encoded(value) for value in values] if dist.get_rank() == 0 else []
+    device = _device(None)
+    longest = torch.tensor([max(map(len, texts), default=0)], dtype=torch.int64, device=device)
+    dist.broadcast(longest, src=0)
+    size = _LENGTH.size + int(longest)
+    given = [_room(size, _LENGTH.pack(len(text)) + text).to(device) for text in texts]
+    mine = torch.empty(size, dtype=torch.uint8, device=device)
+    dist.scatter(mine, given or None, src=0)
+    text = bytes(mine.cpu().numpy())
+    return json.loads(text[_LENGTH.size : _LENGTH.size + _LENGTH.unpack_from(text)[0]])
+
+
+def send_json_to_first(value: Any) -> None:
+    """Send ``value`` to rank 0 of the default group, which calls ``receive_json``.
+
+    Raises:
+        TypeError: if something in it is not JSON; it says where.
+    """
+    data, device = _encoded(value), _device(None)
+    dist.send(torch.tensor([len(data)], dtype=torch.int64, device=device), dst=0)
+    dist.send(_room(len(data), data).to(device), dst=0)
+
+
+def receive_json(rank: int) -> Any:
+    """What ``rank`` of the default group sends."""
+    device = _device(None)
+    length = torch.zeros(1, dtype=torch.int64, device=device)
+    dist.recv(length, src=rank)
+    data = torch.empty(int(length), dtype=torch.uint8, device=device)
+    dist.recv(data, src=rank)
+    return json.loads(bytes(data.cpu().numpy()))
+
+
+def alike_everywhere(value: Any) -> bool:
+    """Whether every rank of the default group gives the same. Collective; two numbers, however many ranks.
+
+    Raises:
+        TypeError: if something in it is not JSON; it says where.
+    """
+    number = int.from_bytes(hashlib.sha256(_encoded(value)).digest()[:7], "little")
+    most = torch.tensor([number, -number], dtype=torch.int64, device=_device(None))
+    dist.all_reduce(most, op=dist.ReduceOp.MAX)
+    return int(most[0]) == -int(most[1])
+
+
+def true_anywhere(here: bool) -> bool:
+    """Whether ``here`` is true on any rank of the default group. Collective; one number, however many ranks."""
+    found = torch.tensor([int(here)], dtype=torch.int64, device=_device(None))
+    dist.all_reduce(found, op=dist.ReduceOp.MAX)
+    return bool(found)
 
 
 def broadcast_json(value: Any) -> Any:

@@ -7,9 +7,9 @@ same place along ``dp`` join one, and whatever works in a run of theirs alone wo
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
-from itertools import count, product
+from itertools import count
 from math import prod
 from typing import Any
 
@@ -24,10 +24,10 @@ from phalanx.config import Plan
 
 
 def data_mesh(plan: Plan, device: torch.device) -> DeviceMesh:
-    """The mesh of a sharded plan: ``fsdp``, or ``dp`` × ``fsdp`` for a hybrid, rank order row by row."""
+    """The mesh of a sharded plan: ``fsdp``, or ``copies`` × ``fsdp`` for a hybrid, rank order row by row."""
     if plan.dp == 1:
         return init_device_mesh(device.type, (plan.fsdp,), mesh_dim_names=("fsdp",))
-    return init_device_mesh(device.type, (plan.dp, plan.fsdp), mesh_dim_names=("dp", "fsdp"))
+    return Mesh(plan, dist.get_rank()).sharding(device, ("dp",))
 
 
 class Mesh:
@@ -44,7 +44,7 @@ class Mesh:
 
     def peers(self, *names: str) -> list[int]:
         """The ranks that differ from this one along these dimensions only, this one among them, in order."""
-        return self._along(names, self.at)
+        return self.plan.along(names, self.rank)
 
     def group(self, *names: str) -> dist.ProcessGroup | None:
         """The process group of ``peers``; ``None`` where this rank is alone.
@@ -57,7 +57,7 @@ class Mesh:
         if key not in self._groups:
             whole = self.size(*key) == self.plan.world_size
             default = dist.distributed_c10d._get_default_group
-            self._groups[key] = default() if whole else self._joined(self._every(key))
+            self._groups[key] = default() if whole else self._joined(key, range(self.size(*key)))
         return self._groups[key]
 
     def among(self, axis: str, positions: Iterable[int]) -> dist.ProcessGroup | None:
@@ -65,8 +65,7 @@ class Mesh:
 
         Collective over all ranks of the run.
         """
-        places = list(positions)
-        return self._joined([peers[place] for place in places] for peers in self._every((axis,)))
+        return self._joined((axis,), list(positions))
 
     def sharding(self, device: torch.device, copies: Iterable[str]) -> DeviceMesh:
         """torch's mesh to shard over ``fsdp``, in as many copies as there are ranks along other dimensions."""
@@ -76,39 +75,60 @@ class Mesh:
         assert shard is not None
         if replicas is None:
             return DeviceMesh.from_group(shard, device.type, mesh_dim_names=(over,))
-        rows = [self._along((over,), self.plan.coordinate(rank)) for rank in self.peers(*copies)]
+        # a rank's number is a sum over its places, so that both dimensions add up; torch wants the ranks of all
+        rows = torch.tensor(self.peers(*copies)).view(-1, 1) + torch.tensor(self.peers(over)) - self.rank
         return DeviceMesh.from_group([replicas, shard], device.type, mesh=rows, mesh_dim_names=("copies", over))
 
-    def _along(self, names: Iterable[str], at: dict[str, int]) -> list[int]:
-        sizes = self.plan.mesh
-        chosen = [name for name in sizes if name in set(names)]
-        found: list[int] = []
-        for place in product(*(range(sizes[name]) for name in chosen)):
-            where = {**at, **dict(zip(chosen, place, strict=True))}
-            rank = 0
-            for name, size in sizes.items():
-                rank = rank * size + where[name]
-            found.append(rank)
-        return found
+    def _joined(self, names: Collection[str], places: Sequence[int]) -> dist.ProcessGroup | None:
+        """The process group of those of ``peers`` that stand at ``places`` among them, if this rank is one.
 
-    def _every(self, names: Iterable[str]) -> Iterator[list[int]]:
-        """What ``peers`` gives, of all ranks of the run, each row once."""
-        seen: set[int] = set()
-        for rank in range(self.plan.world_size):
-            if rank not in seen:
-                ranks = self._along(names, self.plan.coordinate(rank))
-                seen.update(ranks)
-                yield ranks
+        Every rank makes its own group only. With ``dist.new_group`` it would go through the groups of all others first,
+        which for all ranks together takes time in proportion to the square of their number.
+        """
+        default = dist.distributed_c10d._get_default_group()
+        if default.bound_device_id is not None or hasattr(default, "new_group"):
+            return self._among_all(names, places)  # whoever splits a communicator takes every rank along
+        peers = self.peers(*names)
+        return _group_of([peers[place] for place in places], self.rank)
 
-    def _joined(self, rows: Iterable[list[int]]) -> dist.ProcessGroup | None:
-        """A process group of each row: the one that this rank is in."""
+    def _among_all(self, names: Collection[str], places: Sequence[int]) -> dist.ProcessGroup | None:
         mine: dist.ProcessGroup | None = None
-        for ranks in rows:
+        for first in range(self.plan.world_size):
+            peers = self.plan.along(names, first)
+            if first != peers[0]:
+                continue
+            ranks = [peers[place] for place in places]
             group = dist.new_group(ranks, timeout=group_timeout())
             if self.rank in ranks:
                 assert isinstance(group, dist.ProcessGroup)
                 mine = group
         return mine
+
+
+def _group_of(ranks: list[int], rank: int) -> dist.ProcessGroup | None:
+    """A process group of ``ranks``; ``None`` where ``rank`` is not among them, and all that is done there is to count.
+
+    As ``dist.new_group`` makes one, which calls a group by how many all ranks have made: here the same number stands
+    for groups of different ranks, so that the first of them is a part of the name.
+    """
+    torch_groups, world = dist.distributed_c10d, dist.distributed_c10d._world
+    number = world.group_count
+    world.group_count += 1
+    if rank not in ranks:
+        return None
+    backend, store = world.pg_map[torch_groups._get_default_group()]
+    group, _ = torch_groups._new_process_group_helper(
+        len(ranks),
+        ranks.index(rank),
+        ranks,
+        torch_groups.Backend(backend),
+        store,
+        f"{number}/{ranks[0]}",  # pyright: ignore[reportArgumentType]
+        timeout=group_timeout(),
+    )
+    assert isinstance(group, dist.ProcessGroup)
+    world.pg_group_ranks[group] = {one: place for place, one in enumerate(ranks)}
+    return group
 
 
 _joins = count()
@@ -162,7 +182,7 @@ class Counterparts:
 
     def named(self, rank: int) -> int:
         """The rank among all of the one that has this rank in this replica."""
-        return next(one for one in range(self.plan.world_size) if _seen(self.plan, one) == (self.index, rank))
+        return _rank_of(self.plan, self.index, rank)
 
     def sent(self, nbytes: int) -> int:
         """Bytes that a rank sends when ``nbytes`` are summed: gloo's ring sends each of n parts on 2 (n - 1) times."""
@@ -186,6 +206,18 @@ def _seen(plan: Plan, rank: int) -> tuple[int, int]:
         if name != "dp":
             inner = inner * size + at[name]
     return at["dp"], inner
+
+
+def _rank_of(plan: Plan, replica: int, rank: int) -> int:
+    """The rank among all of the one that is ``rank`` in ``replica``: what ``_seen`` undoes."""
+    at: dict[str, int] = {"dp": replica}
+    for name, size in reversed(plan.mesh.items()):
+        if name != "dp":
+            rank, at[name] = divmod(rank, size)
+    found = 0
+    for name, size in plan.mesh.items():
+        found = found * size + at[name]
+    return found
 
 
 def _gloo_group(name: str, place: Place, rank: int, size: int) -> dist.ProcessGroup:

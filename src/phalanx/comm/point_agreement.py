@@ -20,6 +20,7 @@ from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
 from phalanx.comm.roll_call import rank_is_lost
 
 _PERIOD = 0.5  # seconds between looks at the store
+_LOOKS = 20_000  # a second, at most, of all ranks together: beyond 10,000 ranks each looks less often
 _PATIENCE = (
     10.0  # seconds that a rank is held for others to tell how far they are; then all go on, and it is asked anew
 )
@@ -75,7 +76,7 @@ class PointAgreement:
 
     def _watch(self) -> None:
         with suppress(RuntimeError):  # the store is gone, and with it whoever serves it: so is the run
-            while not self._ends.wait(_PERIOD):
+            while not self._ends.wait(max(_PERIOD, self._world_size / _LOOKS)):
                 wanted = [] if self._agreed else list(self._wanted())
                 if any(wanted):
                     self._store.set(f"{self._round}/asked", "1")

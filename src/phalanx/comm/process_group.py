@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
-from phalanx.comm.json_messages import as_json, broadcast_json, gather_json
+from phalanx.comm.json_messages import alike_everywhere, as_json, broadcast_json, gather_json
 from phalanx.comm.roll_call import meet_all
 from phalanx.config.run import TIMEOUT
 from phalanx.errors import RunError, error_from_dict, error_to_dict
@@ -232,6 +232,11 @@ def from_every_rank(value: Any, group: dist.ProcessGroup | None = None) -> list[
         TypeError: if it is not JSON; it says where.
     """
     return gather_json(value, group) if active() else [as_json(value)]
+
+
+def alike(value: Any) -> bool:
+    """Whether every worker gives the same JSON-like value. Collective; two numbers, however many workers."""
+    return not active() or alike_everywhere(value)
 
 
 def found_by_first(find: Callable[[], Any]) -> Any:

@@ -10,7 +10,10 @@ import re
 import socket
 import sys
 import time
+from collections.abc import Callable
+from itertools import islice
 from typing import TYPE_CHECKING
+from uuid import uuid4
 
 from torch.distributed import PrefixStore, Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
@@ -32,8 +35,10 @@ def rank_is_lost(store: Store) -> bool:
 
 _SAYS = 5.0  # seconds of silence before what is waited for is said, and then each time twice as many
 _TRY = 2.0  # seconds for one attempt to reach the store
-_LOOK = 0.02, 0.5  # seconds between looks at who is there, at first and at most
+_LOOK = 0.02, 0.5  # seconds between looks whether somebody is there, at first and at most
+_LOOKS = 20_000  # a second, at most, of all ranks together: what one store answers without falling behind
 _MOST = 12  # ranks that are named
+_COUNT, _ALL = "phalanx/here/count", "phalanx/here/all"
 
 _LOST_KINDS = {
     "DistNetworkError",
@@ -76,25 +81,26 @@ class _RollCall:
         self._began = time.monotonic()
         self._says = _SAYS
 
-    def go_on(self, what: str, *, speaks: bool = True) -> None:
+    def go_on(self, what: Callable[[], str], *, speaks: Callable[[], bool] = lambda: True) -> None:
+        """``what`` is waited for, in words, and whether this rank ``speaks``: asked when it is to be said."""
         place, waited = self._place, time.monotonic() - self._began
         who = f"rank {place.rank} of {place.world_size}"
         if waited > place.timeout:
-            raise RunError(f"{who} has waited {waited:.0f} s {what}{_hint(place)}")
+            raise RunError(f"{who} has waited {waited:.0f} s {what()}{_hint(place)}")
         if waited > self._says:
             self._says *= 2
-            if speaks:
-                print(f"{who} waits {what}{_hint(place)}", file=sys.stderr, flush=True)
+            if speaks():
+                print(f"{who} waits {what()}{_hint(place)}", file=sys.stderr, flush=True)
 
 
 def _reach(place: Place, waiting: _RollCall) -> TCPStore:
     host, _, port = place.meeting.rpartition(":")
     serves, look = place.rank == 0 and not place.agent, _LOOK[0]
+    server = "torchrun's agent" if place.agent else "rank 0"
     while not serves and not answers(place.meeting):
         time.sleep(look)
         look = min(2 * look, _LOOK[1])
-        server = "torchrun's agent" if place.agent else "rank 0"
-        waiting.go_on(f"for {server}, which does not answer at {place.meeting}")
+        waiting.go_on(lambda: f"for {server}, which does not answer at {place.meeting}")
     try:
         # multi_tenant: the user's own init_process_group in this process may serve the same port
         how = {"is_master": serves, "wait_for_workers": False, "multi_tenant": True}
@@ -115,18 +121,33 @@ def answers(meeting: str) -> bool:
 
 
 def _call(place: Place, store: Store, waiting: _RollCall) -> None:
-    """Wait until every rank has said that it is there."""
-    store.set(_key(place.rank), "1")
-    missing, look = list(range(place.world_size)), _LOOK[0]
-    while missing := [rank for rank in missing if not store.check([_key(rank)])]:
+    """Wait until every rank has said that it is there.
+
+    Each counts itself once, and the last one says that all are there: a rank waits for one key, not for one of every
+    rank. Which are missing is looked for only when it is to be said.
+    """
+    own = uuid4().hex  # a process that was forked comes a second time
+    if store.compare_set(_key(place.rank), "", own) == own.encode() and store.add(_COUNT, 1) == place.world_size:
+        store.set(_ALL, "1")
+    least = place.world_size / _LOOKS
+    look = max(_LOOK[0], least)
+    while not store.check([_ALL]):
         time.sleep(look)
-        look = min(2 * look, _LOOK[1])
-        names = ", ".join(map(str, missing[:_MOST])) + (" and more" if len(missing) > _MOST else "")
-        first = min(set(range(place.world_size)) - set(missing))
-        waiting.go_on(
-            f"for {'ranks' if len(missing) > 1 else 'rank'} {names}, not yet at {place.meeting}",
-            speaks=place.rank == first,
-        )
+        look = max(least, min(2 * look, _LOOK[1]))
+        waiting.go_on(lambda: _missing(place, store), speaks=lambda: _speaks(place, store))
+
+
+def _missing(place: Place, store: Store) -> str:
+    """Which ranks are waited for, in words; looked for no further than they are named."""
+    there = (rank for rank in range(place.world_size) if not store.check([_key(rank)]))
+    missing = list(islice(there, _MOST + 1))
+    names = ", ".join(map(str, missing[:_MOST])) + (" and more" if len(missing) > _MOST else "")
+    return f"for {'rank' if len(missing) == 1 else 'ranks'} {names}, not yet at {place.meeting}"
+
+
+def _speaks(place: Place, store: Store) -> bool:
+    """Whether this is the first of the ranks that are there, the one that says for whom all wait."""
+    return not any(store.check([_key(rank)]) for rank in range(place.rank))
 
 
 def _key(rank: int) -> str:

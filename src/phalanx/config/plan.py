@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import math
 import re
+from collections.abc import Collection
 from dataclasses import dataclass, fields, replace
 from math import prod
 from typing import Any, Literal
@@ -204,6 +205,17 @@ class Plan:
         found: dict[str, int] = {}
         for name, size in reversed(self.mesh.items()):
             rank, found[name] = divmod(rank, size)
+        return found
+
+    def along(self, names: Collection[str], rank: int) -> list[int]:
+        """The ranks that differ from ``rank`` along dimensions ``names`` at most, itself among them, in order.
+
+        Takes time in proportion to those, whatever the number of all ranks.
+        """
+        at, found = self.coordinate(rank), [0]
+        for name, size in self.mesh.items():
+            places = range(size) if name in names else (at[name],)
+            found = [first * size + place for first in found for place in places]
         return found
 
     def part(self, rank: int) -> int:

@@ -1,7 +1,8 @@
 """The sample ledger: which samples each rank saw in each step, as the run went.
 
-A run folder's ``ledger/`` holds one file a rank and *segment*; a segment begins where a run starts or goes on. A
-segment's file is named by its first step and its rank, ``00000100-rank00002.bin``, and holds
+A run folder's ``ledger/`` holds one file a rank and *segment*; a segment begins where a run starts or goes on. Of runs
+of more than a thousand ranks it holds one file a host and segment (``host_ledger.py``). A segment's file is named by
+its first step and its rank, ``00000100-rank00002.bin``, and holds
 
 - a header, 16 bytes: ``b"PHXLEDG1"``, world size (uint32, 0: not known), 4 bytes unused;
 - a record a step, in order: step (uint64), epoch (uint32), count of ids (uint32), bytes of an id (uint32, 4 or 8; 256
@@ -26,12 +27,13 @@ import zlib
 from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import zip_longest
+from itertools import groupby, zip_longest
 from pathlib import Path
 from typing import Self, final
 
 import numpy as np
 
+from phalanx.data.host_ledger import HEADER_BYTES, HOST_MAGIC, RANK, HostFile, HostKey, end_of, key_of
 from phalanx.data.step_batch import StepBatch
 from phalanx.errors import DataError
 from phalanx.files import open_plain
@@ -39,7 +41,7 @@ from phalanx.files import open_plain
 _MAGIC = b"PHXLEDG1"
 _FILE = struct.Struct("<8sI4x")
 _RECORD = struct.Struct("<QIIII")
-_NAME = re.compile(r"(\d+)-rank(\d+)\.bin")
+_NAME = re.compile(r"(\d+)-(rank|host)(\d+)\.bin")
 _BUFFER = 2**18  # bytes
 _WIDTH_AT = 16  # where in a record the bytes of an id stand
 _LEFT_OUT, _BEGUN = 256, 512
@@ -49,29 +51,33 @@ _LEFT_OUT, _BEGUN = 256, 512
 class Ledger:
     """One rank's side of the ledger, for one segment. Records are buffered: ``flush()`` before a checkpoint counts."""
 
-    def __init__(self, folder: Path, *, rank: int, first_step: int, world_size: int = 0) -> None:
+    def __init__(
+        self, folder: Path, *, rank: int, first_step: int, world_size: int = 0, host: HostKey | None = None
+    ) -> None:
         """Begins a segment in ``folder``. What an earlier attempt wrote from ``first_step`` on is given up.
 
         With ``world_size``, the processes of the run, files that more ranks left at the same first step do not count.
+        ``host``: of this process, where its ranks share a file.
 
         Raises:
             DataError: if it cannot be written.
             SpecError: if a link or no plain file stands in its place.
         """
-        self.path = folder / f"{first_step:08d}-rank{rank:05d}.bin"
-        self._waiting = bytearray(_FILE.pack(_MAGIC, world_size))
+        self.path = folder / (host.file_name(first_step) if host else f"{first_step:08d}-rank{rank:05d}.bin")
+        self._waiting = bytearray(b"" if host else _FILE.pack(_MAGIC, world_size))
+        self._rank = RANK.pack(rank) if host else b""
         self._written = 0  # bytes in the file
         self._begun: tuple[int, int, int] | None = None  # step, where its record stands, bytes of an id
         self._patches: list[tuple[int, bytes]] = []  # of what is in the file: place, and what is to stand there
         self._failed: OSError | None = None
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            os.close(open_plain(self.path, os.O_WRONLY | os.O_CREAT, below=2))
-            self.path.unlink()  # a run that has lost the folder and does not know it yet goes on in the old file
-            self._file = open_plain(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, below=2)
-            for found in _files(folder):
-                # A run that goes on from before a segment's start takes that segment's place.
-                if found.first_step > first_step:
+            self._file: _OwnFile | HostFile = HostFile(self.path, host, world_size) if host else _OwnFile(self.path)
+            # A run that goes on from before a segment's start takes that segment's place. One rank sees to it: of many
+            # each would list the files of all.
+            for found in _files(folder) if rank == 0 else ():
+                unlike = found.first_step == first_step and found.shared != bool(host)
+                if found.first_step > first_step or unlike:
                     found.path.unlink(missing_ok=True)
         except OSError as error:
             raise self._unwritten(error) from error
@@ -106,7 +112,8 @@ class Ledger:
         words = _words(ids)
         payload = words.tobytes()
         width = words.itemsize + mark
-        self._waiting += _RECORD.pack(batch.step, batch.epoch, len(ids), width, zlib.crc32(payload)) + payload
+        head = _RECORD.pack(batch.step, batch.epoch, len(ids), width, zlib.crc32(payload))
+        self._waiting += head + self._rank + payload
         return words.itemsize
 
     def _patch(self, at: int, data: bytes) -> None:
@@ -131,13 +138,12 @@ class Ledger:
 
     def close(self) -> None:
         """Flushes and closes; a second call does nothing. Raises as ``flush`` does."""
-        if self._file < 0:
+        if self._file.closed:
             return
         try:
             self.flush()
         finally:
-            os.close(self._file)
-            self._file = -1
+            self._file.close()
 
     def _write(self) -> None:
         """Write what waits, as far as that goes: what is left is tried again by the next call."""
@@ -151,14 +157,14 @@ class Ledger:
     def _write_patches(self) -> None:
         while self._patches:
             at, data = self._patches[0]
-            done = os.pwrite(self._file, data, at)
+            done = self._file.patch(at, data)
             self._patches[0] = at + done, data[done:]
             if done == len(data):
                 del self._patches[0]
 
     def _write_new(self) -> None:
         while self._waiting:
-            written = os.write(self._file, self._waiting)
+            written = self._file.append(self._waiting)
             self._written += written
             del self._waiting[:written]
 
@@ -175,6 +181,32 @@ class Ledger:
     def _unwritten(self, error: OSError) -> DataError:
         what = f"the sample ledger {self.path} cannot be written: {error.strerror}"
         return DataError(f"{what}\n    try: free space there, then go on with resume=True")
+
+
+@final
+class _OwnFile:
+    """A file that one rank writes."""
+
+    def __init__(self, path: Path) -> None:
+        os.close(open_plain(path, os.O_WRONLY | os.O_CREAT, below=2))
+        path.unlink()  # a run that has lost the folder and does not know it yet goes on in the old file
+        self._file = open_plain(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, below=2)
+
+    @property
+    def closed(self) -> bool:
+        return self._file < 0
+
+    def append(self, data: bytearray) -> int:
+        """Write at the end. Returns how many bytes there was room for."""
+        return os.write(self._file, data)
+
+    def patch(self, at: int, data: bytes) -> int:
+        """Write in the place of what was appended ``at`` this many bytes from the begin. Returns how many were."""
+        return os.pwrite(self._file, data, at)
+
+    def close(self) -> None:
+        os.close(self._file)
+        self._file = -1
 
 
 def _words(ids: list[int]) -> array[int]:
@@ -211,23 +243,27 @@ def records(folder: Path) -> dict[int, list[LedgerRecord]]:
     Raises:
         DataError: if a file is no ledger.
     """
-    files = _files(folder)
-    starts = sorted({file.first_step for file in files})
+    segments = {first: list(files) for first, files in groupby(_files(folder), key=lambda file: file.first_step)}
     found: dict[int, list[LedgerRecord]] = {}
-    for first_step, end in zip_longest(starts, starts[1:]):
-        for record in _segment([file for file in files if file.first_step == first_step]):
+    for files, end in zip_longest(segments.values(), [*segments][1:]):
+        for record in _segment(files):
             if end is None or record.step < end:
                 found.setdefault(record.step, []).append(record)
-    last = max(found, default=-1)
-    if found and last >= starts[-1] and all(record.begun for record in found[last]):
+    last, newest = max(found, default=-1), max(segments, default=0)
+    if found and last >= newest and all(record.begun for record in found[last]):
         del found[last]
-    return dict(sorted(found.items()))
+    return {step: sorted(found[step], key=lambda record: record.rank) for step in sorted(found)}
 
 
 def last_steps(folder: Path, first_step: int) -> dict[int, int]:
     """Rank → the last step of which its file has the samples, in the segment that begins with ``first_step``."""
-    files = [file for file in _files(folder) if file.first_step == first_step]
-    return {file.rank: max((one.step for one in _parse(_content(file.path), 0)), default=-1) for file in files}
+    files, found = [file for file in _files(folder) if file.first_step == first_step], dict[int, int]()
+    for file in files:
+        if not file.shared:
+            found.setdefault(file.rank, -1)
+        for one in _parse(_content(file.path), file.rank):
+            found[one.rank] = max(found.get(one.rank, -1), one.step)
+    return found
 
 
 def read_ledger(folder: Path) -> dict[int, tuple[int, np.ndarray]]:
@@ -246,21 +282,31 @@ def read_ledger(folder: Path) -> dict[int, tuple[int, np.ndarray]]:
 class _File:
     path: Path
     first_step: int
-    rank: int
+    rank: int  # of those that share it the first
+    shared: bool
 
 
 def _files(folder: Path) -> list[_File]:
     matches = [(path, _NAME.fullmatch(path.name)) for path in folder.glob("*.bin")]
-    files = [_File(path=path, first_step=int(match[1]), rank=int(match[2])) for path, match in matches if match]
-    return sorted(files, key=lambda file: (file.first_step, file.rank))
+    files = [
+        _File(path=path, first_step=int(match[1]), rank=int(match[3]), shared=match[2] == "host")
+        for path, match in matches
+        if match
+    ]
+    return sorted(files, key=lambda file: (file.first_step, file.shared, file.rank))
 
 
 def _segment(files: list[_File]) -> Iterator[LedgerRecord]:
-    """The records of one segment's files, without those of ranks that the run no longer had."""
+    """The records of one segment's files, without those of ranks and hosts that the run no longer had."""
     contents = [(file, _content(file.path)) for file in files]
-    known = [_FILE.unpack_from(content)[1] for file, content in contents if file.rank == 0 and len(content)]
+    first = {file.shared: content for file, content in contents if file.rank == 0 and len(content)}
+    world_size = _FILE.unpack_from(first[False])[1] if False in first else 0
     for file, content in contents:
-        if not known or known[0] == 0 or file.rank < known[0]:
+        if file.shared:
+            counts = True in first and key_of(content) == key_of(first[True])
+        else:
+            counts = world_size == 0 or file.rank < world_size
+        if counts:
             yield from _parse(content, file.rank)
 
 
@@ -273,7 +319,7 @@ def _content(path: Path) -> mmap.mmap | bytes:
             content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     except OSError as error:
         raise _no_ledger(f"{path} cannot be read: {error.strerror}") from None
-    if content[: len(_MAGIC)] != _MAGIC:
+    if content[: len(_MAGIC)] not in (_MAGIC, HOST_MAGIC):
         raise _no_ledger(f"{path} is no sample ledger: it does not begin with {_MAGIC.decode()}")
     return content
 
@@ -285,12 +331,19 @@ def _no_ledger(what: str) -> DataError:
 
 
 def _parse(content: mmap.mmap | bytes, rank: int) -> Iterator[LedgerRecord]:
-    at = _FILE.size
-    while at + _RECORD.size <= len(content):
+    """The records of ``rank``'s file; those of a host's file say of which rank each is."""
+    shared = content[: len(HOST_MAGIC)] == HOST_MAGIC
+    at, end = (HEADER_BYTES, end_of(content)) if shared else (_FILE.size, len(content))
+    while at + _RECORD.size <= end:
         step, epoch, count, width, crc = _RECORD.unpack_from(content, at)
         at += _RECORD.size
+        if shared:
+            if at + RANK.size > end:
+                return
+            (rank,) = RANK.unpack_from(content, at)
+            at += RANK.size
         width, left_out, begun = width & ~(_LEFT_OUT | _BEGUN), bool(width & _LEFT_OUT), bool(width & _BEGUN)
-        if width not in (4, 8) or at + count * width > len(content):
+        if width not in (4, 8) or at + count * width > end:
             return
         ids = np.frombuffer(content, dtype=f"<u{width}", count=count, offset=at)
         if zlib.crc32(ids.tobytes()) != crc:

@@ -14,11 +14,12 @@ from torch.utils.data import DataLoader, IterableDataset, StackDataset, Subset, 
 from phalanx.data.changing_batches import ChangingBatchSampler
 from phalanx.data.curriculum import Curriculum
 from phalanx.data.dataset_facts import draws
-from phalanx.data.sampler import EpochSeeds, GlobalBatchSampler
+from phalanx.data.sampler import BLOCK, EpochSeeds, GlobalBatchSampler, HeldIds
 from phalanx.data.step_batch import BatchSplitter, StepBatch, step_batch
 from phalanx.data.table import Table
 from phalanx.data.token_batches import TokenBatchSampler
 from phalanx.errors import Problem, SpecError
+from phalanx.placement.batch_split import Cuts
 
 AnySampler = GlobalBatchSampler | ChangingBatchSampler | TokenBatchSampler
 """Which samples each step of a run over map-style data has."""
@@ -201,12 +202,21 @@ class IndexedReader:
 
     def steps(self, load: Callable[[int, np.ndarray], Any]) -> Generator[StepBatch, None, None]:
         """The steps, with ``load(epoch, ids)`` giving each micro-batch."""
-        for step, epoch, ids in self.sampler.walk(self.first, self.stop):
-            yield step_batch(step, epoch, ids, self.splitter.cuts(step, len(ids)), load)
+        for step, epoch, ids, cuts in self._walk():
+            yield step_batch(step, epoch, ids, cuts, load)
 
     def requests(self) -> Iterator[tuple[int, np.ndarray]]:
         """What ``steps`` will ask of ``load``, in order, for those that read ahead."""
-        for step, epoch, ids in self.sampler.walk(self.first, self.stop):
-            for part in self.splitter.cuts(step, len(ids)):
+        for _, epoch, ids, cuts in self._walk():
+            for part in cuts:
                 for start, stop in part:
                     yield epoch, ids[start:stop] if stop else ids[:1]
+
+    def _walk(self) -> Iterator[tuple[int, int, np.ndarray | HeldIds, Cuts]]:
+        """Step, epoch, ids and what of them is held here, step by step."""
+        sampler = self.sampler
+        if isinstance(sampler, GlobalBatchSampler) and sampler.batch > BLOCK:
+            yield from sampler.walk_held(self.first, self.stop, self.splitter.cuts)
+            return
+        for step, epoch, ids in sampler.walk(self.first, self.stop):
+            yield step, epoch, ids, self.splitter.cuts(step, len(ids))

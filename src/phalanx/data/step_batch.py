@@ -8,6 +8,7 @@ from typing import Any, final
 
 import numpy as np
 
+from phalanx.data.sampler import HeldIds
 from phalanx.placement.batch_split import Cuts, Lane, cuts
 
 
@@ -89,7 +90,7 @@ class StepBatch:
 
 
 def step_batch(
-    step: int, epoch: int, ids: np.ndarray, pieces: Cuts, load: Callable[[int, np.ndarray], Any]
+    step: int, epoch: int, ids: np.ndarray | HeldIds, pieces: Cuts, load: Callable[[int, np.ndarray], Any]
 ) -> StepBatch:
     """The step whose global batch has these ``ids`` (int64), with ``load(epoch, ids)`` giving each micro-batch."""
     parts: list[tuple[MicroBatch, ...]] = []

@@ -30,7 +30,7 @@ from phalanx.parallel.buffer_sync import BufferSync
 from phalanx.parallel.deferred_init import fill, recipes
 from phalanx.parallel.grad_reduce import buckets, found_anywhere
 from phalanx.parallel.layout import Layout, MicroBatchWork, RankHoldings, each_micro_batch
-from phalanx.placement.ownership import chunk_rows, chunks
+from phalanx.placement.ownership import RowChunks, chunk_rows
 
 
 class ShardedRows(Layout):
@@ -181,7 +181,7 @@ class Partition:
         mesh = data_mesh(plan, device)
         if plan.dp == 1:
             return cls(module, mesh, None, dist.group.WORLD)
-        return cls(module, mesh["fsdp"], mesh["dp"].get_group(), dist.group.WORLD)
+        return cls(module, mesh["fsdp"], mesh["copies"].get_group(), dist.group.WORLD)
 
     def stepped(self) -> None:
         """The optimizer has stepped: bring the new rows to all ranks, and drop the gradients."""
@@ -199,7 +199,7 @@ class Partition:
 class ParameterSlice:
     """One parameter's rows on this rank, as a view into the whole and as the DTensor the optimizer steps.
 
-    Rows are cut as ``placement.ownership.chunks`` says. A parameter without dimensions is held whole by every rank.
+    Rows are cut as ``placement.ownership.RowChunks`` says. A parameter without dimensions is held whole by every rank.
     """
 
     def __init__(self, name: str, whole: torch.Tensor, mesh: DeviceMesh) -> None:
@@ -207,7 +207,7 @@ class ParameterSlice:
         self.ranks = mesh.size()
         rows = whole.shape[0] if whole.dim() else 0
         self.rows = chunk_rows(rows, self.ranks) if whole.dim() else 1
-        own = chunks(rows, self.ranks)[mesh.get_local_rank()]
+        own = RowChunks(rows, self.ranks)[mesh.get_local_rank()]
         self.first, self.last = (own[0] if own else (rows, rows)) if whole.dim() else (0, 1)
         self.padded = self.rows * (whole[0].numel() if whole.dim() and whole.shape[0] else 1)
         self._mesh = mesh

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 from phalanx.config import Plan
@@ -104,18 +105,33 @@ def cuts(total: int, lane: Lane, micro: int | None) -> Cuts:
     shares, one with fewer samples is filled up with empty ranges; uneven ones are each cut evenly into that many.
     ``micro`` is the most samples in a micro-batch; ``None``: the whole share.
     """
-    each, inner = spans(total, lane.parts, lane.weights), lane.parts // max(1, len(lane.weights))
+    runs, inner = _runs(total, lane)
     found: list[tuple[tuple[int, int], ...]] = []
     for part in range(lane.first, lane.first + lane.count):
-        first = part // inner * inner  # of the parts that share one weight with this one
-        together = each if lane.alike else each[first : first + inner]
-        largest = max(stop - start for start, stop in together)
+        run, place = divmod(part, inner)  # parts of one run share one weight
+        first, held = runs[run]
+        largest = largest_even(max(size for _, size in runs) if lane.alike else held, inner)
         size = micro or max(1, largest)
         count = max(1, pieces(largest, size))
         even = bool(lane.weights) and lane.alike
         cut = _evenly if even else _by_size
-        found.append(tuple(cut(*each[part], index, count if even else size) for index in range(count)))
+        start, stop = (first + end for end in share(held, place, inner))
+        found.append(tuple(cut(start, stop, index, count if even else size) for index in range(count)))
     return tuple(found)
+
+
+def _runs(total: int, lane: Lane) -> tuple[list[tuple[int, int]], int]:
+    """Of each run of parts that share a weight its first sample and how many it has; and the parts of a run.
+
+    What a part has follows from its run alone: no rank works out the shares of all others.
+    """
+    if not lane.weights:
+        return [(0, total)], lane.parts
+    inner, left = divmod(lane.parts, len(lane.weights))
+    if left:
+        raise ValueError(f"{lane.parts} parts do not divide over {len(lane.weights)} weights")
+    counts = split_by_weight(total, lane.weights)
+    return list(zip(accumulate(counts, initial=0), counts, strict=False)), inner
 
 
 def _by_size(start: int, stop: int, index: int, size: int) -> tuple[int, int]:
@@ -130,8 +146,10 @@ def _evenly(start: int, stop: int, index: int, count: int) -> tuple[int, int]:
 
 def micro_batches(plan: Plan, batch: int) -> int:
     """Micro-batches of the largest share of a full global batch."""
-    ranks = range(0, plan.world_size, plan.world_size // plan.dp) if plan.shares else (0,)
-    return max(len(cuts(batch, Lane.of(plan, rank), plan.micro)[0]) for rank in ranks)
+    lane = Lane.of(plan, 0)
+    runs, inner = _runs(batch, lane)
+    largest = largest_even(max(size for _, size in runs), inner)
+    return max(1, pieces(largest, plan.micro or max(1, largest)))
 
 
 def largest_share(plan: Plan, batch: int) -> int:

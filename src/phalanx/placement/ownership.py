@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from math import prod
-from typing import Any
+from typing import Any, overload
 
 from phalanx.config import Plan
 from phalanx.placement.batch_split import micro_batches
@@ -83,7 +83,7 @@ class DimensionShare:
 
     axes: tuple[str, ...]
     dim: int
-    ranges: tuple[Ranges, ...]
+    ranges: Sequence[Ranges]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -206,7 +206,7 @@ class Survey:
         if not zero or not tensor.shape:
             kept = mine if learns else None
             return ParameterShard(tensor=tensor, parameter=mine, gradient=kept, stepped=kept, shares=shares)
-        rows = DimensionShare(axes=("fsdp",), dim=0, ranges=chunks(mine.shape[0], self.plan.fsdp))
+        rows = DimensionShare(axes=("fsdp",), dim=0, ranges=RowChunks(mine.shape[0], self.plan.fsdp))
         own = mine.part(0, rows.ranges[at["fsdp"]])
         stays = bool(keeps_whole_gradients(zero, self.micros, self.plan.pp))
         return ParameterShard(
@@ -227,15 +227,35 @@ def keeps_whole_gradients(zero: Any, micros: Any, pp: Any) -> Any:
 
 
 def chunk_rows(rows: int, ranks: int) -> int:
-    """Rows that the first of so many ranks gets; see ``chunks``."""
+    """Rows that the first of so many ranks gets; see ``RowChunks``."""
     return -(-rows // ranks)
 
 
-def chunks(rows: int, ranks: int) -> tuple[Ranges, ...]:
-    """Rows dealt out as ``torch.chunk`` does: as many to each as the first gets, the last ones fewer or none."""
-    each = chunk_rows(rows, ranks)
-    edges = [min(rank * each, rows) for rank in range(ranks + 1)]
-    return tuple(((a, b),) if a < b else () for a, b in pairwise(edges))
+@dataclass(frozen=True, slots=True)
+class RowChunks(Sequence[Ranges]):
+    """``rows`` dealt out as ``torch.chunk`` does: as many to each as the first gets, the last ones fewer or none.
+
+    Those of a rank are worked out when they are asked for: a rank that needs its own does not list all others'.
+    """
+
+    rows: int
+    ranks: int
+
+    def __len__(self) -> int:
+        return self.ranks
+
+    @overload
+    def __getitem__(self, index: int) -> Ranges: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> tuple[Ranges, ...]: ...
+
+    def __getitem__(self, index: int | slice) -> Ranges | tuple[Ranges, ...]:
+        if isinstance(index, slice):
+            return tuple(self[one] for one in range(self.ranks)[index])
+        each, rank = chunk_rows(self.rows, self.ranks), range(self.ranks)[index]
+        start, stop = min(rank * each, self.rows), min((rank + 1) * each, self.rows)
+        return ((start, stop),) if start < stop else ()
 
 
 def _index(plan: Plan, axes: Sequence[str], at: Mapping[str, int]) -> int:

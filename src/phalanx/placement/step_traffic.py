@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import product
-from math import prod
 
 from phalanx.config import Plan
 from phalanx.config.fields import DATA_AXES
@@ -206,7 +205,4 @@ def _together(found: Sequence[Exchange]) -> list[Exchange]:
 
 def peers(plan: Plan, rank: int, over: Sequence[str]) -> tuple[int, ...]:
     """Ranks of one group of an exchange: those that differ from ``rank`` along ``over`` at most."""
-    mine = plan.coordinate(rank)
-    rest = [axis for axis in mine if axis not in over]
-    every = range(prod(plan.mesh.values()))
-    return tuple(other for other in every if all(plan.coordinate(other)[axis] == mine[axis] for axis in rest))
+    return tuple(plan.along(over, rank))

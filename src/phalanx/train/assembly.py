@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from phalanx.comm import Counterparts, Place, from_every_rank, place_within
+from phalanx.comm import Counterparts, Place, alike, from_every_rank, place_within
 from phalanx.config import Job, Phase, Plan
 from phalanx.config.averaging import never_averaged
 from phalanx.config.sync import within
@@ -125,7 +125,7 @@ def build(
     if plan.shares:
         step.sharing = Sharing(job, plan, place, loader, first, apart.from_every_rank if apart else everyone)
         step.sharing.watch(step.layout.holdings, step.optimizer, cuda=cuda)
-    everyone(None)  # a rank that ended at once would cut connections of groups that others are still making
+    (everyone if across else alike)(None)  # who ended at once would cut connections that others are still making
     return Assembly(
         step=step,
         loader=loader,

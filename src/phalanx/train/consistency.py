@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from phalanx.comm import active, from_every_rank
+from phalanx.comm import active, alike, from_every_rank
 from phalanx.data import StepBatch
 from phalanx.errors import DataError, RefusedError
 
@@ -23,6 +23,8 @@ def same_length(length: int | None, where: str, everyone: Everyone = from_every_
     Raises:
         DataError: with the length on each rank.
     """
+    if _alike_everywhere(length, everyone):
+        return
     if error := unlike_data({f"rank {rank}": {"length": one} for rank, one in enumerate(everyone(length))}, where):
         raise error
 
@@ -33,6 +35,8 @@ def same_data(told: Mapping[str, Any], everyone: Everyone = from_every_rank) -> 
     Raises:
         DataError: with what each rank has.
     """
+    if _alike_everywhere(told, everyone):
+        return
     if error := unlike_data({f"rank {rank}": one for rank, one in enumerate(everyone(told))}):
         raise error
 
@@ -99,6 +103,8 @@ def same_groups(groups: int, everyone: Everyone = from_every_rank) -> None:
     Raises:
         DataError: with the number on each rank. A scheduler keeps a rate for each group, and clipping takes a norm.
     """
+    if _alike_everywhere(groups, everyone):
+        return
     counts = everyone(groups)
     if len(set(counts)) > 1:
         by_rank = ", ".join(f"rank {rank}: {count}" for rank, count in enumerate(counts))
@@ -116,6 +122,8 @@ def same_stream(batch: StepBatch | None) -> None:
         DataError: with what differs. Without it, ranks that have more to read would wait for the others for ever.
     """
     mine = (batch.step, batch.epoch, batch.samples) if batch else ("ended", "ended", 0)
+    if alike(mine):
+        return
     differing = [
         f"{name} by rank: {', '.join(map(str, values))}"
         for name, values in zip(("step", "epoch", "samples"), zip(*from_every_rank(mine), strict=True), strict=True)
@@ -140,7 +148,10 @@ def same_initial_values(module: nn.Module, everyone: Everyone = from_every_rank)
     """
     if everyone is from_every_rank and not active():
         return
-    first, *rest = everyone([one for name, tensor in module.named_parameters() for one in _fingerprints(name, tensor)])
+    here = [one for name, tensor in module.named_parameters() for one in _fingerprints(name, tensor)]
+    if _alike_everywhere(here, everyone):  # so it is where processors are alike
+        return
+    first, *rest = everyone(here)
     for rank, others in enumerate(rest, start=1):
         different = next((one[0] for one, other in zip(first, others, strict=False) if not _alike(one, other)), None)
         if different is None and len(first) != len(others):
@@ -153,6 +164,11 @@ def same_initial_values(module: nn.Module, everyone: Everyone = from_every_rank)
                 "global generator and random), or asks for the rank.\n"
                 "    try: in job.model, numpy.random.default_rng(0) in place of numpy.random.default_rng()"
             )
+
+
+def _alike_everywhere(value: Any, everyone: Everyone) -> bool:
+    """Whether all ranks are known to give the same; else each has to hear what the others have."""
+    return everyone is from_every_rank and alike(value)
 
 
 _Fingerprint = tuple[str, int, float, float]  # name, elements, sum, norm
