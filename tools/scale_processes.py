@@ -26,6 +26,7 @@ from phalanx.launch.addresses import LOOPBACK, listen_at
 from phalanx.launch.reaper import fork
 
 PROCESSES = (1, 8, 64)
+_LATE = "TORCH_GLOO_LAZY_INIT"  # what Phalanx sets for more than 256 ranks
 _PATIENCE = 300.0  # seconds that ranks wait for each other
 
 
@@ -42,8 +43,20 @@ class Measured:
 MEASURED: tuple[Measured, ...] = (
     Measured(name="meet", what="seconds until all have met at the store", where="all together", law="O(n)"),
     Measured(name="group", what="seconds to make the default group (gloo)", where="all together", law="O(n²)"),
+    Measured(
+        name="late group",
+        what="the same, connected when they first talk, as of more than 256 ranks",
+        where="all together",
+        law="O(n)",
+    ),
     Measured(name="axes", what="seconds to make groups of two and of n / 2", where="all together", law="O(n²)"),
     Measured(name="sockets", what="connections of the default group (gloo)", where="each rank", law="O(n)"),
+    Measured(
+        name="late sockets",
+        what="the same, connected when they first talk",
+        where="each rank",
+        law="O(log n)",
+    ),
     Measured(name="keys", what="keys in the store, all groups made", where="one place", law="O(n)"),
     Measured(name="alike", what="seconds to find that all have the same", where="all together", law="O(n log n)"),
     Measured(name="resident", what="MiB that a rank has for itself", where="each rank", law="O(n)"),
@@ -56,8 +69,10 @@ MEASURED: tuple[Measured, ...] = (
 def measure(processes: int) -> dict[str, float]:
     """Every one of ``MEASURED``, by name, with so many processes."""
     found = dict(meeting(processes))
-    found.update(small_run(processes))
-    return found
+    os.environ[_LATE] = "1"
+    found |= {f"late {name}": value for name, value in meeting(processes).items()}
+    del os.environ[_LATE]
+    return found | dict(small_run(processes))
 
 
 def meeting(processes: int) -> Mapping[str, float]:

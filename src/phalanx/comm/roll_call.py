@@ -81,16 +81,23 @@ class _RollCall:
         self._began = time.monotonic()
         self._says = _SAYS
 
-    def go_on(self, what: Callable[[], str], *, speaks: Callable[[], bool] = lambda: True) -> None:
-        """``what`` is waited for, in words, and whether this rank ``speaks``: asked when it is to be said."""
+    def go_on(self, what: Callable[[], str], *, speaks: Callable[[], bool] = lambda: True) -> bool:
+        """``what`` is waited for, in words, and whether this rank ``speaks``: asked when it is to be said.
+
+        Returns whether there is anything to wait for, as far as is known.
+        """
         place, waited = self._place, time.monotonic() - self._began
         who = f"rank {place.rank} of {place.world_size}"
+        if waited <= min(self._says, place.timeout):
+            return True
+        if not (missing := what()):
+            return False
         if waited > place.timeout:
-            raise RunError(f"{who} has waited {waited:.0f} s {what()}{_hint(place)}")
-        if waited > self._says:
-            self._says *= 2
-            if speaks():
-                print(f"{who} waits {what()}{_hint(place)}", file=sys.stderr, flush=True)
+            raise RunError(f"{who} has waited {waited:.0f} s {missing}{_hint(place)}")
+        self._says *= 2
+        if speaks():
+            print(f"{who} waits {missing}{_hint(place)}", file=sys.stderr, flush=True)
+        return True
 
 
 def _reach(place: Place, waiting: _RollCall) -> TCPStore:
@@ -134,13 +141,15 @@ def _call(place: Place, store: Store, waiting: _RollCall) -> None:
     while not store.check([_ALL]):
         time.sleep(look)
         look = max(least, min(2 * look, _LOOK[1]))
-        waiting.go_on(lambda: _missing(place, store), speaks=lambda: _speaks(place, store))
+        if not waiting.go_on(lambda: _missing(place, store), speaks=lambda: _speaks(place, store)):
+            return
 
 
 def _missing(place: Place, store: Store) -> str:
-    """Which ranks are waited for, in words; looked for no further than they are named."""
+    """Which ranks are waited for, looked for no further than they are named; empty where none is missing."""
     there = (rank for rank in range(place.world_size) if not store.check([_key(rank)]))
-    missing = list(islice(there, _MOST + 1))
+    if not (missing := list(islice(there, _MOST + 1))):
+        return ""
     names = ", ".join(map(str, missing[:_MOST])) + (" and more" if len(missing) > _MOST else "")
     return f"for {'rank' if len(missing) == 1 else 'ranks'} {names}, not yet at {place.meeting}"
 

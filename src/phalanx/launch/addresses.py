@@ -11,6 +11,7 @@ from contextlib import suppress
 
 LOOPBACK = "127.0.0.1"
 
+_MOST_CONNECTED = 256  # ranks of which each is connected with every other as a group is made
 _ANYWHERE = "198.51.100.1"  # an address kept for documentation: nothing is sent there, only a route looked up
 
 
@@ -40,6 +41,16 @@ def listen_at(address: str) -> None:
     os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
     if ipaddress.ip_address(address).is_loopback:  # between machines NCCL knows better which of its links are fast
         os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
+
+
+def connect_late(ranks: int) -> None:
+    """Of many ranks have gloo connect two when they first send to each other, not each with every other at once.
+
+    A ring needs two connections a rank, and a process may have no more than 1,024 files open on most machines. What the
+    user has set stays.
+    """
+    if ranks > _MOST_CONNECTED:
+        os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
 
 
 def _source(towards: str) -> str:

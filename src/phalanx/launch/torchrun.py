@@ -27,7 +27,7 @@ from phalanx.comm import Place
 from phalanx.comm.roll_call import answers
 from phalanx.config import RunSpec
 from phalanx.errors import Problem, RunError, SpecError
-from phalanx.launch.addresses import LOOPBACK, listen_at, own_address
+from phalanx.launch.addresses import LOOPBACK, connect_late, listen_at, own_address
 from phalanx.launch.failure import Failure, WorkerReports, failure_of_exit, first_failure, gave_up, time_for_others
 from phalanx.launch.hang_report import RankStand
 from phalanx.launch.hang_watch import WatchedRank
@@ -58,6 +58,7 @@ class TorchrunLauncher(Launcher):
         place = place_from_environment()
         if place:
             listen_at(place.host)
+            connect_late(place.world_size)
         return place
 
     def prepare(self, launch: Launch) -> None:

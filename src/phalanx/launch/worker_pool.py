@@ -41,7 +41,7 @@ from phalanx.comm import Place
 from phalanx.comm.handshake import new_secret
 from phalanx.comm.roll_call import LOST
 from phalanx.errors import RunError
-from phalanx.launch.addresses import LOOPBACK, listen_at
+from phalanx.launch.addresses import LOOPBACK, connect_late, listen_at
 from phalanx.launch.failure import Failure, first_failure, time_for_others
 from phalanx.launch.hang_watch import WatchedRank, state_of
 from phalanx.launch.launcher import Launch, WorkerFunction, Workers
@@ -313,6 +313,7 @@ class WorkerPool(Workers):
         size, meeting = self._world_size, f"tcp://{self._address}:{self._port}"
         host = self._hosts.enter(rank) if self._hosts else self._address
         listen_at(host)
+        connect_late(size)
         here = {"local_rank": rank, "local_world_size": size, "host": host, "generation": generation}
         common = {"world_size": size, "store": meeting, "secret": self._secret, "timeout": self._timeout}
         return Place(rank=rank, **common, **here)
