@@ -161,9 +161,15 @@ def test_what_one_rank_is_told_or_tells_is_not_everybodys() -> None:
     assert in_ranks(3, found) == [right] * 3
 
 
-def test_a_rank_makes_its_own_groups_only() -> None:
-    """Of alike size, of other ranks in the same call, and where some rank makes none: all are of the ranks they say."""
-    plan = Plan(dp=2, pp=2)
+@pytest.mark.parametrize("newest", [(2, 99), (2, 10)])
+def test_a_rank_makes_its_own_groups_only(newest: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of alike size, of other ranks in the same call, and where some rank makes none: all are of the ranks they say.
+
+    With a torch that was read and with one that was not, of which only the public function is used.
+    """
+    plan, public, asked = Plan(dp=2, pp=2), dist.new_group, list[Any]()
+    monkeypatch.setattr("phalanx.comm.mesh._READ", newest)
+    monkeypatch.setattr(dist, "new_group", lambda *ranks, **how: (asked.append(ranks), public(*ranks, **how))[1])
 
     def found(rank: int) -> list[Any]:
         mesh = Mesh(plan, rank)
@@ -175,10 +181,11 @@ def test_a_rank_makes_its_own_groups_only() -> None:
             if group is not None:
                 dist.all_reduce(value, group=group)
             sums.append(value.item())
-        return [ranks, sums, groups[0] is groups[4], len(dist.distributed_c10d._world.pg_names)]
+        return [ranks, sums, groups[0] is groups[4], len(dist.distributed_c10d._world.pg_names), len(asked)]
 
     every = in_ranks(4, found)
-    for rank, (ranks, sums, same, made) in enumerate(every):
+    for rank, (ranks, sums, same, made, times) in enumerate(every):
+        assert times == (1 if newest == (2, 99) else 1 + 3 * 2)  # of three groups of each rank two are made each time
         assert ranks == [
             mesh_ranks(plan, rank, "dp"),
             [rank] if plan.coordinate(rank)["pp"] else None,

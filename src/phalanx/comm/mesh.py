@@ -85,13 +85,13 @@ class Mesh:
         Every rank makes its own group only. With ``dist.new_group`` it would go through the groups of all others first,
         which for all ranks together takes time in proportion to the square of their number.
         """
-        default = dist.distributed_c10d._get_default_group()
-        if default.bound_device_id is not None or hasattr(default, "new_group"):
-            return self._among_all(names, places)  # whoever splits a communicator takes every rank along
+        if not _made_alone():
+            return self._among_all(names, places)
         peers = self.peers(*names)
-        return _group_of([peers[place] for place in places], self.rank)
+        return _group_of(sorted(peers[place] for place in places), self.rank)
 
     def _among_all(self, names: Collection[str], places: Sequence[int]) -> dist.ProcessGroup | None:
+        """The same by torch's public function, with which every rank goes through the groups of all."""
         mine: dist.ProcessGroup | None = None
         for first in range(self.plan.world_size):
             peers = self.plan.along(names, first)
@@ -105,11 +105,31 @@ class Mesh:
         return mine
 
 
+# The newest torch whose sources ``_group_of`` was read against. In 2.11, 2.12 and 2.13 ``_new_process_group_helper``
+# takes the same arguments, makes the same backends and enters the group under its name in the same tables;
+# ``new_group`` adds the places of ranks, as done here, and a barrier only where TORCH_DIST_INIT_BARRIER asks for one.
+_READ = (2, 13)
+
+
+def _made_alone() -> bool:
+    """Whether a rank can make its group without the ranks that are in other groups; the same answer on all ranks.
+
+    Not with a torch that nobody has compared ``_group_of`` with, nor where making a group takes all ranks along: NCCL
+    bound to a device splits the communicator of all, and a default group with a ``new_group`` of its own does as it
+    likes.
+    """
+    default = dist.distributed_c10d._get_default_group()
+    version = tuple(int(part) for part in torch.__version__.split(".")[:2])
+    return version <= _READ and default.bound_device_id is None and not hasattr(default, "new_group")
+
+
 def _group_of(ranks: list[int], rank: int) -> dist.ProcessGroup | None:
     """A process group of ``ranks``; ``None`` where ``rank`` is not among them, and all that is done there is to count.
 
     As ``dist.new_group`` makes one, which calls a group by how many all ranks have made: here the same number stands
-    for groups of different ranks, so that the first of them is a part of the name.
+    for groups of different ranks, so that the first of them is a part of the name. (With ``use_local_synchronization``
+    it would be made alone as well, under a name from how many groups this rank is in: another one on each member where
+    they have been in unlike many before, as stages with and without tied weights have.)
     """
     torch_groups, world = dist.distributed_c10d, dist.distributed_c10d._world
     number = world.group_count
