@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import socket
 import threading
+from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
-from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
+from torch.distributed import PrefixStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from phalanx.comm import Place, meet, roll_call
 from phalanx.comm.roll_call import meet_all
@@ -51,6 +53,50 @@ def test_ranks_that_come_late_are_met(meeting: str) -> None:
     for one in late:
         one.join()
     assert len(found) == 3
+
+
+@pytest.fixture
+def agent() -> tuple[str, TCPStore]:
+    """A store that outlives those who meet there: where it is, and itself."""
+    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    return f"127.0.0.1:{server.port}", server
+
+
+def meeting_at_once(places: Sequence[Place]) -> dict[int, str]:
+    """What became of each: the first line of what it raised, or nothing."""
+    said: dict[int, str] = {}
+
+    def meets(one: Place) -> None:
+        try:
+            meet_all(one)
+            said[one.rank] = ""
+        except RunError as error:
+            said[one.rank] = str(error).partition("\n")[0]
+
+    threads = [threading.Thread(target=meets, args=(one,)) for one in places]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return said
+
+
+@pytest.mark.usefixtures("meeting")
+def test_who_said_it_was_there_and_was_lost_before_it_was_counted_is_there(agent: tuple[str, TCPStore]) -> None:
+    where, server = agent
+    PrefixStore("phalanx/attempt/0", server).set(roll_call._key(1), "its own")
+    others = [replace(place(rank, where, agent=True), timeout=30.0) for rank in (0, 2)]
+    assert meeting_at_once(others) == {0: "", 2: ""}
+
+
+@pytest.mark.usefixtures("meeting")
+def test_of_many_ranks_one_looks_for_those_that_are_missing(
+    agent: tuple[str, TCPStore], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(roll_call, "_MANY", 2)
+    said = meeting_at_once([place(rank, agent[0], agent=True) for rank in (0, 1)])
+    assert "for rank 2, not yet at" in said[0]
+    assert "for ranks that are not yet at" in said[1]
 
 
 def test_a_forked_process_meets_through_a_connection_of_its_own() -> None:

@@ -38,6 +38,7 @@ _TRY = 2.0  # seconds for one attempt to reach the store
 _LOOK = 0.02, 0.5  # seconds between looks whether somebody is there, at first and at most
 _LOOKS = 20_000  # a second, at most, of all ranks together: what one store answers without falling behind
 _MOST = 12  # ranks that are named
+_MANY = 1024  # ranks of which one alone looks for those that are missing
 _COUNT, _ALL = "phalanx/here/count", "phalanx/here/all"
 
 _LOST_KINDS = {
@@ -90,13 +91,14 @@ class _RollCall:
         who = f"rank {place.rank} of {place.world_size}"
         if waited <= min(self._says, place.timeout):
             return True
+        self._says *= 2
+        if waited <= place.timeout and not speaks():
+            return True
         if not (missing := what()):
             return False
         if waited > place.timeout:
             raise RunError(f"{who} has waited {waited:.0f} s {missing}{_hint(place)}")
-        self._says *= 2
-        if speaks():
-            print(f"{who} waits {missing}{_hint(place)}", file=sys.stderr, flush=True)
+        print(f"{who} waits {missing}{_hint(place)}", file=sys.stderr, flush=True)
         return True
 
 
@@ -131,7 +133,7 @@ def _call(place: Place, store: Store, waiting: _RollCall) -> None:
     """Wait until every rank has said that it is there.
 
     Each counts itself once, and the last one says that all are there: a rank waits for one key, not for one of every
-    rank. Which are missing is looked for only when it is to be said.
+    rank. Which are missing is looked for only when it is to be said, by the one that says it.
     """
     own = uuid4().hex  # a process that was forked comes a second time
     if store.compare_set(_key(place.rank), "", own) == own.encode() and store.add(_COUNT, 1) == place.world_size:
@@ -142,11 +144,16 @@ def _call(place: Place, store: Store, waiting: _RollCall) -> None:
         time.sleep(look)
         look = max(least, min(2 * look, _LOOK[1]))
         if not waiting.go_on(lambda: _missing(place, store), speaks=lambda: _speaks(place, store)):
-            return
+            store.set(_ALL, "1")  # one that had said it was there is gone before it was counted
 
 
 def _missing(place: Place, store: Store) -> str:
-    """Which ranks are waited for, looked for no further than they are named; empty where none is missing."""
+    """Which ranks are waited for, looked for no further than they are named; empty where none is missing.
+
+    Of many ranks one looks for all: each would ask the store for each other rank.
+    """
+    if place.world_size > _MANY and not _speaks(place, store):
+        return f"for ranks that are not yet at {place.meeting}"
     there = (rank for rank in range(place.world_size) if not store.check([_key(rank)]))
     if not (missing := list(islice(there, _MOST + 1))):
         return ""
