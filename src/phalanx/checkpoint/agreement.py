@@ -12,16 +12,10 @@ from typing import Any
 
 import torch.distributed as dist
 
-from phalanx.checkpoint.all_ranks import digest_of, grouped
+from phalanx.checkpoint.all_ranks import different_at_first, digest_of, grouped
 from phalanx.checkpoint.format import DTYPES, StoredTensor
 from phalanx.checkpoint.writing import Description, WriterAssignment, assign_writers
-from phalanx.comm.json_messages import (
-    broadcast_json,
-    gather_json_to_first,
-    receive_json,
-    scatter_json,
-    send_json_to_first,
-)
+from phalanx.comm.json_messages import broadcast_json, scatter_json
 from phalanx.errors import CheckpointError
 
 Part = list[list[Any]]
@@ -56,7 +50,7 @@ def agree(said: Description) -> Agreement:
     if not grouped() or dist.get_world_size() == 1:
         stored, writers = assign_writers([said], [0])
         return Agreement(digest=digest, stored=stored, writers=writers)
-    different, of_rank = _described(said, digest)
+    different, of_rank = different_at_first(said)
     if dist.get_rank():
         if failed := broadcast_json(None):
             raise CheckpointError(failed)
@@ -70,20 +64,6 @@ def agree(said: Description) -> Agreement:
     broadcast_json("")
     scatter_json(parts_of(writers, len(of_rank)))
     return Agreement(digest=digest, stored=stored, writers=writers)
-
-
-def _described(said: Description, digest: str) -> tuple[list[Description], list[int]]:
-    """On rank 0 the different descriptions, and which is that of each rank; nothing on others."""
-    digests = gather_json_to_first(digest)
-    places = {one: index for index, one in enumerate(dict.fromkeys(digests))}
-    firsts = {one: rank for rank, one in reversed([*enumerate(digests)])}
-    sends = scatter_json([firsts[one] == rank for rank, one in enumerate(digests)])
-    if dist.get_rank():
-        if sends:
-            send_json_to_first(said)
-        return [], []
-    different = [said if rank == 0 else receive_json(rank) for rank in (firsts[one] for one in places)]
-    return different, [places[one] for one in digests]
 
 
 def parts_of(writers: WriterAssignment, world_size: int) -> Sequence[Part]:

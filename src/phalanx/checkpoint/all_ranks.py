@@ -23,6 +23,9 @@ from phalanx.comm.json_messages import (
     broadcast_json,
     gather_json,
     gather_json_to_first,
+    receive_json,
+    scatter_json,
+    send_json_to_first,
     true_anywhere,
 )
 from phalanx.comm.roll_call import rank_is_lost
@@ -139,9 +142,24 @@ def distinct(value: T) -> list[T]:
     """
     if not grouped() or dist.get_world_size() == 1 or alike_everywhere(value):
         return [value]
-    digests = from_all(digest_of(value))
-    sends = digests.index(digests[dist.get_rank()]) == dist.get_rank()
-    return [one for one in from_all(value if sends else None) if one is not None]
+    return broadcast_json(different_at_first(value)[0])
+
+
+def different_at_first(value: T) -> tuple[list[T], list[int]]:
+    """On rank 0 what ``distinct`` gives, and which of them each rank holds, by rank; nothing on others.
+
+    Collective, of a default group of several ranks. No rank but the first hears anything of all others.
+    """
+    digests = gather_json_to_first(digest_of(value))
+    places = {one: index for index, one in enumerate(dict.fromkeys(digests))}
+    firsts = {one: rank for rank, one in reversed([*enumerate(digests)])}
+    sends = scatter_json([firsts[one] == rank for rank, one in enumerate(digests)])
+    if dist.get_rank():
+        if sends:
+            send_json_to_first(value)
+        return [], []
+    different = [value if firsts[one] == 0 else receive_json(firsts[one]) for one in places]
+    return different, [places[one] for one in digests]
 
 
 def digest_of(value: Any) -> str:
