@@ -203,7 +203,8 @@ LAWS: tuple[Law, ...] = (
         law="O(n)",
         power=1,
         cost=costs.manifest_read,
-        above="every rank that loads reads all of it; of shards in copies it is as large as the shards are many",
+        above="every rank that goes on from a checkpoint reads all of it, for the model, the optimizer and the state "
+        "each; of shards in copies it is as large as the shards are many",
     ),
     Law(
         name="save met",
