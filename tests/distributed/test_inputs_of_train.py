@@ -442,6 +442,9 @@ OPTIONS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "--delay": ("--delay", "20ms"),
         "--loss": ("--loss", "1%"),
         "--slow": ("--slow", "1:4x"),
+        "--run": ("--run", "there"),
+        "--at-once": ("--at-once", "2"),
+        "--dry-run": ("--dry-run",),
         "--json": ("--json",),
     },
 }
@@ -454,7 +457,7 @@ SETS = {
         *("--on-nonfinite", "--spike", "--on-spike", "--timeout", "--drift", "--drift-every", "--grow-after"),
     },
     "prove": {"--set"},
-    "bench": {"--hosts", "--set"},
+    "bench": {"--hosts", "--set", "--to"},
 }
 
 

@@ -1,4 +1,4 @@
-"""A Slurm cluster of two nodes on this machine, with its own munge: ``with slurm_cluster() as cluster``."""
+"""A Slurm cluster on this machine, with its own munge: two nodes, and three in a partition of their own."""
 
 from __future__ import annotations
 
@@ -47,8 +47,10 @@ KillWait=5
 MinJobAge={remembered}
 SlurmdTimeout=120
 PartitionName=cpu Nodes=n[1-2] Default=YES MaxTime=1-00:00:00 State=UP
+PartitionName=three Nodes=n[1-3] MaxTime=1-00:00:00 State=UP
 NodeName=n1 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[1]} CPUs=16 RealMemory=4000
 NodeName=n2 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[2]} CPUs=16 RealMemory=4000
+NodeName=n3 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[3]} CPUs=16 RealMemory=4000
 """
 
 
@@ -131,9 +133,10 @@ def slurm_cluster(*, remembered: int = 300) -> Iterator[Cluster]:
     cluster = Cluster(folder)
     try:
         _start(folder, remembered)
-        for node in ("n1", "n2"):
+        for node in ("n1", "n2", "n3"):
             cluster.start_node(node)
-        until(lambda: _run("sinfo", "--noheader", "--format=%t %D").split() == ["idle", "2"], 20, "both nodes are up")
+        asked = ("sinfo", "--noheader", "--partition=three", "--format=%t %D")
+        until(lambda: _run(*asked).split() == ["idle", "3"], 20, "all nodes are up")
         yield cluster
     finally:
         cluster.end()
@@ -155,7 +158,7 @@ def _start(folder: Path, remembered: int) -> None:
         path.mkdir(mode=0o700)
     (munge / "key").write_bytes(secrets.token_bytes(1024))
     (munge / "key").chmod(0o400)
-    ports = _free_ports(3)
+    ports = _free_ports(4)
     text = CONFIGURATION.format(host=socket.gethostname(), folder=folder, ports=ports, remembered=remembered)
     (folder / "slurm.conf").write_text(text)
     files = {"key-file": "key", "socket": "socket", "pid-file": "pid", "log-file": "log", "seed-file": "seed"}

@@ -12,12 +12,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import launched
 import pytest
 import torch
 from slurm_cluster import Cluster, lacking, slurm_cluster, until
 from torch import Tensor, nn
 
 import phalanx as px
+from longer import longer
 from phalanx.config import Plan, RunSpec
 from phalanx.errors import RunError, SpecError
 from phalanx.launch.runfile import newest_step
@@ -157,6 +159,25 @@ def test_two_nodes_train_what_one_device_does(cluster: Cluster, tmp_path: Path) 
     assert all(words[:2] == ["rank", str(rank)] for rank, words in enumerate(printed))
     assert all(" ".join(words) in run.said() for words in printed)
     assert "Traceback" not in run.said()
+
+
+@pytest.mark.parametrize(
+    ("plan", "nodes"),
+    [
+        ("pp=2 tp=2 micro=4", "2"),
+        *longer(("fsdp=4", "2"), ("dp=2 server=1", "3")),
+    ],
+)
+def test_each_plan_trains_what_one_device_does(cluster: Cluster, tmp_path: Path, plan: str, nodes: str) -> None:
+    settings: dict[str, Any] = {"plan": Plan.parse(plan), "forecast": "none"}
+    given = submission(tmp_path, nodes=nodes, partition="three" if nodes == "3" else "cpu", run=settings)
+    launched.write_job(tmp_path)
+    run = Handed(given)
+    run.wait("ended")
+    assert px.load(run.folder).losses == pytest.approx(launched.by_hand(6), rel=1e-5)
+    logs = [run.target.log(run.ticket, run.folder, rank) for rank in range(Plan.parse(plan).processes)]
+    assert all(log.exists() for log in logs)
+    assert not cluster.processes_with(str(run.folder))
 
 
 def test_after_its_time_a_run_goes_on_by_itself(cluster: Cluster, limited: Handed) -> None:

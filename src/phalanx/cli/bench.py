@@ -1,25 +1,34 @@
-"""``phalanx bench``: how fast a job is under several plans, measured here or between several hosts with slow links."""
+"""``phalanx bench``: how fast a job is under several plans, measured here, in a queue, or on hosts with slow links."""
 
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from phalanx.cli.bench_queue import (
+    QUEUE_OPTIONS,
+    BenchCommand,
+    QueueBench,
+    QueueOptions,
+    devices_there,
+    queue_options,
+    show_prepared,
+)
 from phalanx.cli.options import PlanText, job_argument
 from phalanx.cli.output import json_option, print_json
 from phalanx.config import Job, Plan, RunSpec
-from phalanx.config.job_parts import in_even_batches, without_evaluation
 from phalanx.errors import Problem, RefusedError, SpecError
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from phalanx.launch.hosts import Hosts
+    from phalanx.launch.targets import ArrayTarget
     from phalanx.report.comparison import BetweenHosts
     from phalanx.report.summary import RunSummary
 
@@ -180,6 +189,7 @@ def show_apart(
         stdout.print(f"[dim]{note}[/]", highlight=False)
 
 
+_FAILED = 3
 _CPU_NOTE = "A device here is one CPU core; the single process computes on one, too."
 
 
@@ -197,7 +207,7 @@ class _Counts(click.ParamType):
         return tuple(int(word) for word in words)
 
 
-@click.command("bench", short_help="Measure a job's speed under several plans.")
+@click.command("bench", short_help="Measure a job's speed under several plans.", cls=BenchCommand)
 @job_argument
 @click.option("-n", "counts", type=_Counts(), help="Devices to measure replicas on [1, 2, 4, ... up to all].")
 @click.option(
@@ -205,9 +215,17 @@ class _Counts(click.ParamType):
 )
 @click.option("--steps", type=click.IntRange(min=2), default=20, show_default=True, help="Optimizer steps a plan.")
 @network_options
+@queue_options
 @json_option
+@click.pass_context
 def command(
-    job: str, counts: tuple[int, ...] | None, plans: tuple[Plan, ...], steps: int, as_json: bool, **network: Any
+    ctx: click.Context,
+    job: str,
+    counts: tuple[int, ...] | None,
+    plans: tuple[Plan, ...],
+    steps: int,
+    as_json: bool,
+    **where: Any,
 ) -> None:
     """Run JOB for a few steps under each plan and show time, speed-up, efficiency and memory side by side.
 
@@ -216,6 +234,12 @@ def command(
     With --hosts, workers are put on so many hosts within this machine, each with a network of its own whose links are
     as slow as asked, and every plan [one replica a host] is shown beside itself on this machine's own network.
 
+    With --to slurm, every plan is measured on the cluster's nodes, as a task of one array of jobs, and the command
+    waits for them. Options of that target stand beside these, as of phalanx launch. A plan that fails there is named
+    with why, and the others go on; the runs' folders are kept, without checkpoints.
+
+    Exit code 0: all were measured. 2: wrong use; nothing ran. 3: a plan failed.
+
     \b
     Examples:
       phalanx bench examples/gpt.py
@@ -223,50 +247,103 @@ def command(
       phalanx bench examples/gpt.py --plan dp=2 --plan "fsdp=2 zero=3" --json
       phalanx bench examples/gpt.py --hosts 4 --rate 100mbit --delay 20ms
       phalanx bench examples/gpt.py --hosts 2 --slow 1:4x --plan dp=2
+      phalanx bench train.py --to slurm --nodes 2 --partition gpu --plan dp=16 --plan "fsdp=16"
     """
-    asked = HostOptions(**network)
+    queue = QueueOptions(**{name: where.pop(name) for name in QUEUE_OPTIONS})
+    asked = HostOptions(**where)
+    target = queue.target({f"--{name}": value for name, value in where.items()})
     asked.refuse(counts)
     from phalanx.launch.jobfile import load_job
+    from phalanx.train.measured_job import steps_alone
 
-    steps_alone: dict[str, Any] = {"callbacks": {}}
-    from phalanx.train.torch_scheduler import without_plateau
-
-    loaded = in_even_batches(without_evaluation(load_job(job)))  # each step has the largest batch
-    if loaded.phases:
-        phases = [replace(phase, optimizer=without_plateau(phase.optimizer)) for phase in loaded.phases]
-        steps_alone["phases"] = phases
-    else:
-        steps_alone["optimizer"] = without_plateau(loaded.optimizer)
-    loaded = replace(loaded, steps=steps, epochs=None, **steps_alone)
+    loaded = steps_alone(load_job(job), steps)
+    if target:
+        _bench_there(target, queue, ctx.args, Asked(job, loaded, counts, plans), as_json)
+        return
     chosen = list(plans or [Plan(dp=asked.hosts)]) if asked.hosts is not None else _plans(counts, plans)
     refuse_plans(loaded, chosen)
 
-    from phalanx.report.tables import PlainConsole, scaled, scaling_table
+    from phalanx.report.tables import PlainConsole
 
     if asked.hosts is not None:
         rows, about = measure_apart(loaded, job, chosen, asked, PlainConsole(stderr=True))
         show_apart(loaded, rows, about, asked, as_json)
         return
-    summaries = _measure(loaded, job, chosen, PlainConsole(stderr=True))
+    _show_scaling(loaded, _measure(loaded, job, chosen, PlainConsole(stderr=True)), as_json)
+
+
+def _show_scaling(
+    job: Job, summaries: Sequence[RunSummary], as_json: bool, *, there: Mapping[str, Any] | None = None
+) -> None:
+    """Print what was measured, each beside the first; ``there``: where else than here, and what failed."""
+    from rich.markup import escape
+
+    from phalanx.report.tables import PlainConsole, scaled, scaling_table
+
     rows = [scaled(summary, summaries[0]) for summary in summaries]
     if as_json:
-        measured = {"job": loaded.name, "batch": loaded.batch, "steps": steps}
-        print_json({**measured, "plans": [asdict(row) for row in rows]})
+        measured = {"job": job.name, "batch": job.batch, "steps": job.steps}
+        print_json({**measured, "plans": [asdict(row) for row in rows], **(there or {})})
         return
     stdout = PlainConsole()
-    stdout.print(f"{loaded.name}: {loaded.batch} samples a step, {steps} steps a plan", highlight=False)
-    stdout.print(scaling_table(rows), highlight=False)
+    stdout.print(f"{job.name}: {job.batch} samples a step, {job.steps} steps a plan", highlight=False)
+    if rows:
+        stdout.print(scaling_table(rows), highlight=False)
     if any(row.device == "cpu" for row in rows):
         stdout.print(f"[dim]{_CPU_NOTE}[/]", highlight=False)
+    for one in (there or {}).get("failed", ()):
+        stdout.print(f"[red]{one['plan']} failed[/]: {escape(one['why'])}\n    {escape(one['log'])}", highlight=False)
 
 
-def _plans(counts: Sequence[int] | None, plans: Sequence[Plan]) -> list[Plan]:
-    """What to measure, the first being what the others are compared with."""
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What is to be measured: the job's reference, the job as it is measured, numbers of devices, and plans."""
+
+    reference: str
+    job: Job
+    counts: Sequence[int] | None
+    plans: Sequence[Plan]
+
+
+def _bench_there(target: ArrayTarget, queue: QueueOptions, words: list[str], asked: Asked, as_json: bool) -> None:
+    """Measure on ``target``, whose options are ``words``; ends the command where a plan failed."""
+    from phalanx.launch import Reference
+    from phalanx.launch.targets import settled_options
+
+    own = settled_options(target, words)
+    plans = _plans(asked.counts, asked.plans, lambda: devices_there(target, own))
+    where = Reference.parse(asked.reference)
+    bench = QueueBench(
+        target=target,
+        to=queue.to or target.name,
+        options=own,
+        folder=queue.place(where.stem),
+        reference=str(where),
+        job=asked.job,
+        plans=plans,
+        at_once=queue.at_once or 1,
+    )
+    prepared = bench.prepared()
+    if queue.dry_run:
+        show_prepared(prepared, as_json)
+        return
+    refuse_plans(asked.job, [plan.on_any_device for plan in plans])
+    found = bench.measure()
+    there = {"to": bench.to, "folder": str(bench.folder), "failed": [asdict(one) for one in found.failed]}
+    _show_scaling(asked.job, found.summaries, as_json, there=there)
+    if found.failed:
+        raise click.exceptions.Exit(_FAILED)
+
+
+def _plans(counts: Sequence[int] | None, plans: Sequence[Plan], devices: Callable[[], int] | None = None) -> list[Plan]:
+    """What to measure, the first being what the others are compared with. ``devices``: there are, where not here."""
     from phalanx.hardware import this_machine
 
-    if counts is None:
-        devices = this_machine().devices
-        counts = [1] if plans else sorted({*(2**power for power in range(devices.bit_length())), devices})
+    if counts is None and plans:
+        counts = [1]
+    elif counts is None:
+        most = devices() if devices else this_machine().devices
+        counts = sorted({*(2**power for power in range(most.bit_length())), most})
     return list(dict.fromkeys([*(Plan(dp=count) for count in counts), *plans]))
 
 

@@ -13,6 +13,7 @@ from phalanx.launch.targets.handed_over import (
 from phalanx.launch.targets.offer import Offer, misfit, nearest_plan
 from phalanx.launch.targets.target import (
     FOLDER,
+    ArrayTarget,
     AttachedTarget,
     Option,
     Prepared,
@@ -25,6 +26,7 @@ from phalanx.launch.targets.target import (
 __all__ = [
     "FOLDER",
     "TARGETS",
+    "ArrayTarget",
     "AttachedTarget",
     "CodePack",
     "Offer",

@@ -10,7 +10,7 @@ import os
 import re
 import subprocess
 import tempfile
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, ClassVar, final
@@ -21,9 +21,10 @@ from phalanx.launch.reaper import SAVED
 from phalanx.launch.targets.handed_over import damaged_ticket
 from phalanx.launch.targets.node_agent import last_word
 from phalanx.launch.targets.offer import Offer
+from phalanx.launch.targets.slurm_array import array_files
 from phalanx.launch.targets.slurm_offer import slurm_offer
-from phalanx.launch.targets.slurm_script import OPTIONS, Request, batch_script
-from phalanx.launch.targets.target import FOLDER, LAST_WORDS, Option, Prepared, QueueTarget, Standing, Submission
+from phalanx.launch.targets.slurm_script import OPTIONS, SCRIPT, Request, batch_script
+from phalanx.launch.targets.target import FOLDER, LAST_WORDS, ArrayTarget, Option, Prepared, Standing, Submission
 
 _LOOKS = 5
 _PATIENCE = 60  # seconds for an answer of Slurm's
@@ -31,7 +32,6 @@ _WAITING = ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD",
 _RUNNING = ("RUNNING", "COMPLETING", "SIGNALING", "STAGE_OUT", "SUSPENDED", "STOPPED", "RESIZING")
 _REFUSES = "Slurm refuses it: "
 _NEVER = ("PartitionConfig", "PartitionNodeLimit", "PartitionTimeLimit")
-_SCRIPT = "job.sh"
 _CLUSTER = re.compile(r"\w[\w.-]*")
 _COMMAND = re.compile(r" Command=(/.*?) (?:SubmitLine|WorkDir)=")
 _FORGOTTEN = "Invalid job id specified"
@@ -50,7 +50,7 @@ _ALSO = {
 
 
 @final
-class SlurmTarget(QueueTarget):
+class SlurmTarget(ArrayTarget):
     """The cluster whose ``sbatch`` is on this machine."""
 
     name: ClassVar[str] = "slurm"
@@ -63,7 +63,7 @@ class SlurmTarget(QueueTarget):
 
     def prepare(self, submission: Submission) -> Prepared:
         request = Request.of(submission)
-        script = submission.folder / _SCRIPT
+        script = submission.folder / SCRIPT
         return Prepared(
             submission=submission,
             files={
@@ -73,6 +73,11 @@ class SlurmTarget(QueueTarget):
             commands=(("sbatch", "--parsable", str(script)),),
         )
 
+    def prepare_array(self, submissions: Sequence[Submission], at_once: int) -> Prepared:
+        files = array_files(submissions, at_once, SAVED)
+        (script,) = (path for path in files if path.name == SCRIPT)
+        return Prepared(submission=submissions[0], files=files, commands=(("sbatch", "--parsable", str(script)),))
+
     def offer(self, options: Mapping[str, str]) -> Offer | None:
         return slurm_offer(options)
 
@@ -81,16 +86,11 @@ class SlurmTarget(QueueTarget):
         Raises:
             RunError: Slurm refuses it, or is not on this machine.
         """
-        with prepared.written():
-            (command,) = prepared.commands
-            number, _, cluster = _ask(*command, without=_set_in(prepared)).strip().partition(";")
-            ticket = {"job": int(number), **({"cluster": cluster} if cluster else {})}
-            try:
-                _refuse_what_never_starts(ticket, prepared.submission.run.folder)
-            except BaseException:
-                _take_out(ticket, prepared.submission.run.folder)
-                raise
-        return ticket
+        return _handed_over(prepared)
+
+    def submit_array(self, prepared: Prepared, count: int) -> Sequence[Mapping[str, Any]]:
+        first = _handed_over(prepared, task=0)
+        return [{**first, "task": task} for task in range(count)]
 
     def why_not(self, prepared: Prepared) -> str:
         with tempfile.NamedTemporaryFile("w", suffix=".sh") as file:
@@ -144,14 +144,34 @@ class SlurmTarget(QueueTarget):
         return folder / FOLDER / name
 
 
-def _number(ticket: Mapping[str, Any], folder: Path) -> str:
+def _handed_over(prepared: Prepared, **more: Any) -> dict[str, Any]:
+    """Write the files and hand them over. Returns the ticket, with what ``more`` there is to it.
+
+    Raises:
+        RunError: Slurm refuses it, or is not on this machine.
     """
+    with prepared.written():
+        (command,) = prepared.commands
+        number, _, cluster = _ask(*command, without=_set_in(prepared)).strip().partition(";")
+        ticket = {"job": int(number), **({"cluster": cluster} if cluster else {}), **more}
+        try:
+            _refuse_what_never_starts(ticket, prepared.submission.run.folder)
+        except BaseException:
+            _take_out(ticket, prepared.submission.run.folder)
+            raise
+    return ticket
+
+
+def _number(ticket: Mapping[str, Any], folder: Path) -> str:
+    """As Slurm's commands take it: of a job, or of one task of an array.
+
     Raises:
         SpecError: the ticket is damaged.
     """
-    if not is_whole(ticket.get("job"), 1):
+    task = ticket.get("task")
+    if not is_whole(ticket.get("job"), 1) or not (task is None or is_whole(task, 0)):
         raise damaged_ticket(folder)
-    return str(ticket["job"])
+    return str(ticket["job"]) if task is None else f"{ticket['job']}_{task}"
 
 
 def _cluster(ticket: Mapping[str, Any], folder: Path) -> tuple[str, ...]:
@@ -182,7 +202,8 @@ def _job(ticket: Mapping[str, Any], folder: Path) -> dict[str, str] | None:
             return None
         raise
     script = _COMMAND.search(told)
-    if script and Path(script[1]).resolve() != (folder / FOLDER / _SCRIPT).resolve():
+    own = (folder if ticket.get("task") is None else folder.parent) / FOLDER / SCRIPT
+    if script and Path(script[1]).resolve() != own.resolve():
         return None
     words = [word.split("=", 1) for word in told.split() if "=" in word]
     return dict(reversed(words))  # of two the first: paths, which may hold anything, come last

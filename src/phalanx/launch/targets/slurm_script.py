@@ -1,4 +1,4 @@
-"""The batch script of a launch on Slurm, and what its options say to ``sbatch``."""
+"""The batch script of a launch on Slurm, of one run or of an array of them, and what its options say to ``sbatch``."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import math
 import re
 import shlex
 import subprocess
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from phalanx.config import RunSpec
 from phalanx.errors import Problem, SpecError
 from phalanx.launch.targets.node_agent import slowest_save
 from phalanx.launch.targets.offer import Offer, misfit
-from phalanx.launch.targets.target import Option, Submission
+from phalanx.launch.targets.target import FOLDER, Option, Submission
 from phalanx.units import parse_duration
 
 OPTIONS = {
@@ -37,6 +37,9 @@ OPTIONS = {
     "signal": Option(help="seconds before the time limit at which the run saves", example="120"),
 }
 
+SCRIPT = "job.sh"
+"""The name of the file that ``sbatch`` takes."""
+
 _PASSED_ON = ("partition", "account", "qos", "constraint", "gres", "mem", "nodelist", "exclude")
 _COUNTS = {"nodes": 1, "gpus-per-node": 0, "cpus-per-task": 1, "signal": 1}  # name → least
 _WORD = re.compile(r"[^\s\"'\\#`$]+")  # nothing that sbatch, as it reads the script, takes for more than a word
@@ -48,10 +51,11 @@ _SCRIPT = """\
 #!/bin/bash
 {directives}
 
+{run}
 # SIGUSR1 comes when the time is nearly over. Whoever else asks the run to stop does not want it queued again.
 trap 'asked=${{asked:-time}}' USR1
 trap 'asked=stop' TERM USR2
-saved() {{ ls {checkpoints} 2>/dev/null; }}
+saved() {{ ls "$run/checkpoints" 2>/dev/null; }}
 before=$(saved)
 {setup}
 host=$(scontrol show node --oneliner "$SLURMD_NODENAME" | grep -o 'NodeAddr=[^ ]*')
@@ -60,8 +64,8 @@ while (exec 3<>"/dev/tcp/127.0.0.1/$port") 2>/dev/null; do port=$((port + 1)); d
 [ -n "$SLURM_CPUS_PER_TASK" ] && export SRUN_CPUS_PER_TASK="$SLURM_CPUS_PER_TASK"
 
 [ -n "$asked" ] && exit {saved_code}
-srun --wait={wait} --input=none {python} -m phalanx.launch.targets.slurm_node \\
-    {runfile} "${{host#NodeAddr=}}:$port" &
+srun {part}--wait={wait} --input=none {python} -m phalanx.launch.targets.slurm_node \\
+    "$run/{runfile}" "${{host#NodeAddr=}}:$port" &
 step=$!
 wait "$step"; code=$?
 while [ -n "$asked" ] && kill -0 "$step" 2>/dev/null; do    # a signal ended the wait, not the run
@@ -77,7 +81,7 @@ if [ "$asked" = time ] && [ "$code" -ne 0 ]; then
     fi
 fi
 [ "$asked" = stop ] && [ "$code" -gt 128 ] && code={saved_code}    # before its first step there was nothing to save
-exit "$code"
+{after}exit "$code"
 """
 
 
@@ -131,11 +135,45 @@ class Request:
         return cls(nodes=nodes, time=time, signal=signal, gpus=gpus or None, cores=cores, words=words, setup=setup)
 
 
-def batch_script(submission: Submission, request: Request, saved_code: int) -> str:
-    """The text of ``job.sh``. ``saved_code``: the exit code of a run that was asked to stop."""
-    folder, run = submission.folder, submission.run
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Tasks:
+    """Several runs as the tasks of one array, by their numbers.
+
+    Attributes:
+        folder: with the folder of each run in it, called by its number.
+        nodes: that each has, of those that the array asks for.
+        cores: of each node that each has; ``None``: as Slurm gives them.
+        at_once: how many may run at a time.
+    """
+
+    folder: Path
+    nodes: Sequence[int]
+    cores: Sequence[int | None]
+    at_once: int
+
+    @property
+    def shell(self) -> str:
+        """Lines that say where this task's run is, and what it has."""
+        each = '"${nodes[$SLURM_ARRAY_TASK_ID]}"'
+        words = [f"--relative=0 --nodes={each} --ntasks={each}"]
+        lines = [f"nodes=({' '.join(map(str, self.nodes))})    # of each plan"]
+        if None not in self.cores:
+            lines.append(f"cores=({' '.join(map(str, self.cores))})    # of each of them")
+            words.append('--cpus-per-task="${cores[$SLURM_ARRAY_TASK_ID]}"')
+        run = f'run={shlex.quote(str(self.folder))}/"$SLURM_ARRAY_TASK_ID"'
+        return "\n".join([run, *lines, f"part=({' '.join(words)})"])
+
+
+def batch_script(submission: Submission, request: Request, saved_code: int, tasks: Tasks | None = None) -> str:
+    """The text of ``job.sh``: of one run, or of each of ``tasks``.
+
+    ``saved_code``: the exit code of a run that was asked to stop.
+    """
+    folder = tasks.folder if tasks else submission.folder
+    output = f"%a/{FOLDER}/slurm-%A_%a.out" if tasks else "slurm-%j.out"
     directives: dict[str, Any] = {
         "job-name": re.sub(r"[^\w.-]+", "-", submission.name),
+        "array": f"0-{len(tasks.nodes) - 1}%{tasks.at_once}" if tasks else None,
         "nodes": request.nodes,
         "ntasks-per-node": 1,
         "cpus-per-task": request.cores,
@@ -144,18 +182,32 @@ def batch_script(submission: Submission, request: Request, saved_code: int) -> s
         **request.words,
         "signal": f"B:USR1@{request.signal}",
         "chdir": Path.cwd(),
-        "output": f"{str(folder).replace('%', '%%')}/slurm-%j.out",
+        "output": f"{str(folder).replace('%', '%%')}/{output}",
     }
     lines = [f"--{name}={shlex.quote(str(value))}" for name, value in directives.items() if value is not None]
     return _SCRIPT.format(
         directives="\n".join(f"#SBATCH {line}" for line in [*lines, "--requeue", "--open-mode=append"]),
-        checkpoints=shlex.quote(str(run.folder / "checkpoints")),
+        run=tasks.shell if tasks else f"run={shlex.quote(str(submission.run.folder))}",
+        part='"${part[@]}" ' if tasks else "",
+        after='[ "$code" -eq 0 ] && rm -rf -- "$run/checkpoints"    # measured, not trained\n' if tasks else "",
         setup=f"{request.setup}\n" if request.setup else "",
         saved_code=saved_code,
         wait=request.signal,
         python=shlex.quote(submission.python),
-        runfile=shlex.quote(str(submission.runfile)),
+        runfile=submission.runfile.relative_to(submission.run.folder),
     )
+
+
+def laid_on_nodes(submission: Submission) -> Submission:
+    """``submission`` on so many of its nodes as the plan's processes divide by, in equal parts."""
+    nodes, processes = submission.options.get("nodes", "1"), submission.run.plan.processes
+    if not _is_count("nodes", nodes):
+        return submission
+    return replace(submission, options={**submission.options, "nodes": str(_most_nodes(int(nodes), processes))})
+
+
+def _most_nodes(nodes: int, processes: int) -> int:
+    return max(number for number in range(1, min(nodes, processes) + 1) if processes % number == 0)
 
 
 def _wrong_words(options: Mapping[str, str]) -> list[Problem]:
@@ -219,8 +271,7 @@ def _misfits(run: RunSpec, nodes: int, gpus: int | None) -> list[Problem]:
     if processes % nodes:
         given = f"{nodes}, for the {processes} processes of {run.plan}"
         allowed = "a number that divides them: each node has equally many"
-        fits = max(number for number in range(1, nodes + 1) if processes % number == 0)
-        problems.append(_wrong("nodes", given, allowed, f"--nodes {fits}"))
+        problems.append(_wrong("nodes", given, allowed, f"--nodes {_most_nodes(nodes, processes)}"))
     if run.devices:
         given, allowed = f"{run.devices}, on Slurm", "a number of devices that does not change"
         problems.append(Problem(where="-n", given=given, allowed=allowed, fix=f"-n {run.plan.devices}"))

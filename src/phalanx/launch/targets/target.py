@@ -94,14 +94,14 @@ class Prepared:
     def written(self) -> Iterator[None]:
         """Within, the files are there; where it fails within, all is as it was before."""
         before = {path: path.read_text() if path.is_file() else None for path in self.files}
-        made = [folder for folder in (self.submission.folder, self.submission.run.folder) if not folder.exists()]
+        made = {folder for path in self.files for folder in path.parents if not folder.exists()}
         try:
             self.write()
             yield
         except BaseException:
             for path, text in before.items():
                 path.unlink(missing_ok=True) if text is None else path.write_text(text)
-            for folder in made:
+            for folder in sorted(made, reverse=True):
                 with suppress(OSError):
                     folder.rmdir()
             raise
@@ -226,6 +226,29 @@ class QueueTarget(Target):
 
         Raises:
             SpecError: this target does not keep ranks apart.
+        """
+
+
+class ArrayTarget(QueueTarget):
+    """A queue that takes several runs at once, each of which it then runs, follows and stops as one of its own."""
+
+    @abstractmethod
+    def prepare_array(self, submissions: Sequence[Submission], at_once: int) -> Prepared:
+        """What would be written and run for them, as of ``prepare``; their options are the same.
+
+        The folder of the run that is the k-th, from 0, is called ``k``, and stands beside those of the others.
+        ``at_once``: how many of them may run at a time.
+
+        Raises:
+            SpecError: with everything in them that this target cannot do.
+        """
+
+    @abstractmethod
+    def submit_array(self, prepared: Prepared, count: int) -> Sequence[Mapping[str, Any]]:
+        """Write the files and hand the ``count`` runs over. Returns the ticket of each, at once.
+
+        Raises:
+            RunError: as of ``submit``; nothing of any is left.
         """
 
 
