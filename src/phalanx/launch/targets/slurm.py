@@ -23,7 +23,8 @@ from phalanx.launch.targets.node_agent import last_word
 from phalanx.launch.targets.offer import Offer
 from phalanx.launch.targets.slurm_array import array_files
 from phalanx.launch.targets.slurm_offer import slurm_offer
-from phalanx.launch.targets.slurm_script import OPTIONS, SCRIPT, Request, batch_script
+from phalanx.launch.targets.slurm_request import OPTIONS, Request
+from phalanx.launch.targets.slurm_script import SCRIPT, batch_script
 from phalanx.launch.targets.target import FOLDER, LAST_WORDS, ArrayTarget, Option, Prepared, Standing, Submission
 
 _LOOKS = 5

@@ -7,7 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from phalanx.errors import Problem, SpecError
-from phalanx.launch.targets.slurm_script import SCRIPT, Request, Tasks, batch_script, laid_on_nodes
+from phalanx.launch.targets.slurm_request import Request, laid_on_nodes
+from phalanx.launch.targets.slurm_script import SCRIPT, Tasks, batch_script
 from phalanx.launch.targets.target import FOLDER, Submission
 
 
