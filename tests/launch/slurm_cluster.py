@@ -36,8 +36,8 @@ SlurmdLogFile={folder}/slurmd-%n.log
 ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
 SlurmdParameters=config_overrides
-SchedulerType=sched/builtin
-SchedulerParameters=sched_interval=1,batch_sched_delay=0
+SchedulerType=sched/{scheduler}
+SchedulerParameters=sched_interval=1,batch_sched_delay=0,bf_interval=1
 SelectType=select/cons_tres
 SelectTypeParameters=CR_CPU
 GresTypes=gpu
@@ -125,14 +125,18 @@ class Cluster:
 
 
 @contextmanager
-def slurm_cluster(*, remembered: int = 300) -> Iterator[Cluster]:
-    """Within, a cluster is up. ``remembered``: seconds for which it knows of a job that has ended, 2 or more."""
+def slurm_cluster(*, remembered: int = 300, scheduler: str = "builtin") -> Iterator[Cluster]:
+    """Within, a cluster is up.
+
+    ``remembered``: seconds for which it knows of a job that has ended, 2 or more. ``scheduler``: jobs of several kinds
+    of nodes need ``backfill``, which is slower to begin others.
+    """
     folder = Path(tempfile.mkdtemp(prefix="phalanx-slurm-"))
     before = dict(os.environ)
     os.environ["SLURM_CONF"] = str(folder / "slurm.conf")
     cluster = Cluster(folder)
     try:
-        _start(folder, remembered)
+        _start(folder, remembered, scheduler)
         for node in ("n1", "n2", "n3"):
             cluster.start_node(node)
         asked = ("sinfo", "--noheader", "--partition=three", "--format=%t %D")
@@ -152,14 +156,15 @@ def until(reached: Callable[[], bool], seconds: float, what: str) -> None:
         time.sleep(0.1)
 
 
-def _start(folder: Path, remembered: int) -> None:
+def _start(folder: Path, remembered: int, scheduler: str) -> None:
     munge = folder / "munge"
     for path in (munge, folder / "state"):
         path.mkdir(mode=0o700)
     (munge / "key").write_bytes(secrets.token_bytes(1024))
     (munge / "key").chmod(0o400)
     ports = _free_ports(4)
-    text = CONFIGURATION.format(host=socket.gethostname(), folder=folder, ports=ports, remembered=remembered)
+    given = {"host": socket.gethostname(), "folder": folder, "ports": ports}
+    text = CONFIGURATION.format(**given, remembered=remembered, scheduler=scheduler)
     (folder / "slurm.conf").write_text(text)
     files = {"key-file": "key", "socket": "socket", "pid-file": "pid", "log-file": "log", "seed-file": "seed"}
     _run("munged", "--force", *(f"--{option}={munge / name}" for option, name in files.items()))

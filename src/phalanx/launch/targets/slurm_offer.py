@@ -11,7 +11,7 @@ from phalanx.launch.targets.offer import Offer
 
 _COLUMNS = "%P|%c|%m|%G"  # partition (with * where jobs go to it unasked), cores, MiB and generic resources of a node
 _GPUS = re.compile(r"(?:gres/)?gpu(?::(?P<kind>[A-Za-z][\w.-]*))?(?::(?P<count>\d+))?(?:\(.*?\))?")
-_UNSAID = ("constraint", "nodelist", "exclude")  # of which nodes a run has, sinfo does not say by these
+_UNSAID = ("constraint", "nodelist", "exclude", "also")  # of which nodes a run has, sinfo does not say by these
 _PATIENCE = 30  # seconds
 
 

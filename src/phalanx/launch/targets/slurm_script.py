@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from phalanx.launch.targets.slurm_kinds import Kind
 from phalanx.launch.targets.slurm_request import Request, as_slurm
 from phalanx.launch.targets.target import FOLDER, Submission
 
@@ -32,8 +33,9 @@ while (exec 3<>"/dev/tcp/127.0.0.1/$port") 2>/dev/null; do port=$((port + 1)); d
 [ -n "$SLURM_CPUS_PER_TASK" ] && export SRUN_CPUS_PER_TASK="$SLURM_CPUS_PER_TASK"
 
 [ -n "$asked" ] && exit {saved_code}
-srun {part}--wait={wait} --input=none {python} -m phalanx.launch.targets.slurm_node \\
-    "$run/{runfile}" "${{host#NodeAddr=}}:$port" &
+node=(--wait={wait} --input=none {python} -m phalanx.launch.targets.slurm_node
+    "$run/{runfile}" "${{host#NodeAddr=}}:$port" {laid})
+srun {part} &
 step=$!
 wait "$step"; code=$?
 while [ -n "$asked" ] && kill -0 "$step" 2>/dev/null; do    # a signal ended the wait, not the run
@@ -92,21 +94,19 @@ def batch_script(submission: Submission, request: Request, saved_code: int, task
     directives: dict[str, Any] = {
         "job-name": re.sub(r"[^\w.-]+", "-", submission.name),
         "array": f"0-{len(tasks.nodes) - 1}%{tasks.at_once}" if tasks else None,
-        "nodes": request.nodes,
-        "ntasks-per-node": 1,
-        "cpus-per-task": request.cores,
-        "gpus-per-node": request.gpus,
-        "time": None if request.time is None else as_slurm(request.time),
-        **request.words,
+        **_asked(request, request.kinds[0]),
         "signal": f"B:USR1@{request.signal}",
         "chdir": Path.cwd(),
         "output": f"{str(folder).replace('%', '%%')}/{output}",
     }
-    lines = [f"--{name}={shlex.quote(str(value))}" for name, value in directives.items() if value is not None]
+    lines = [*_lines(directives), "--requeue", "--open-mode=append"]
+    for kind in request.kinds[1:]:
+        lines += ["hetjob", *_lines(_asked(request, kind))]
     return _SCRIPT.format(
-        directives="\n".join(f"#SBATCH {line}" for line in [*lines, "--requeue", "--open-mode=append"]),
+        directives="\n".join(f"#SBATCH {line}" for line in lines),
         run=tasks.shell if tasks else f"run={shlex.quote(str(submission.run.folder))}",
-        part='"${part[@]}" ' if tasks else "",
+        part='"${part[@]}" "${node[@]}"' if tasks else _steps(request.kinds),
+        laid=",".join(f"{kind.nodes}x{kind.workers}" for kind in request.kinds) if len(request.kinds) > 1 else "",
         after='[ "$code" -eq 0 ] && rm -rf -- "$run/checkpoints"    # measured, not trained\n' if tasks else "",
         setup=f"{request.setup}\n" if request.setup else "",
         saved_code=saved_code,
@@ -114,3 +114,27 @@ def batch_script(submission: Submission, request: Request, saved_code: int, task
         python=shlex.quote(submission.python),
         runfile=submission.runfile.relative_to(submission.run.folder),
     )
+
+
+def _asked(request: Request, kind: Kind) -> dict[str, Any]:
+    """Directives for the nodes of one kind, name → value; ``None``: none."""
+    return {
+        "nodes": kind.nodes,
+        "ntasks-per-node": 1,
+        "cpus-per-task": kind.cores,
+        "gpus-per-node": kind.gpus,
+        "time": None if request.time is None else as_slurm(request.time),
+        **kind.words,
+    }
+
+
+def _lines(directives: Mapping[str, Any]) -> list[str]:
+    return [f"--{name}={shlex.quote(str(value))}" for name, value in directives.items() if value is not None]
+
+
+def _steps(kinds: Sequence[Kind]) -> str:
+    """What srun starts: on all nodes, or on those of each kind as parts of one step."""
+    if len(kinds) == 1:
+        return '"${node[@]}"'
+    each = [f"--cpus-per-task={kind.cores} " if kind.cores else "" for kind in kinds]
+    return " : ".join(f'--het-group={number} {cores}"${{node[@]}}"' for number, cores in enumerate(each))

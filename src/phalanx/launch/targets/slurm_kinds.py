@@ -1,0 +1,156 @@
+"""Nodes of one kind or of two that a job asks Slurm for, and how many of a run's processes each of them has."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from phalanx.config import RunSpec
+from phalanx.errors import Problem
+from phalanx.launch.targets.target import Option
+
+NODE_OPTIONS = {
+    "nodes": Option(help="nodes, each with an equal part of the plan's processes; 1 where not given", example="2"),
+    "partition": Option(help="partition, or several with commas", example="gpu"),
+    "account": Option(help="account that pays", example="vision"),
+    "qos": Option(help="quality of service", example="long"),
+    "constraint": Option(help="features that nodes must have", example="a100"),
+    "gres": Option(help="generic resources of each node, in place of --gpus-per-node", example="gpu:a100:8"),
+    "gpus-per-node": Option(
+        help="GPUs of each node; one a device of the plan where the partition has any, 0: none", example="8"
+    ),
+    "cpus-per-task": Option(help="cores of each node; without GPUs one a worker where not given", example="32"),
+    "mem": Option(help="memory of each node, 0: all that it has", example="256G"),
+    "nodelist": Option(help="nodes that the job must have", example="n[1-2]"),
+    "exclude": Option(help="nodes that it must not have", example="n7"),
+}
+"""Options that say which nodes, and what of each."""
+
+_COUNTS = {"nodes": 1, "gpus-per-node": 0, "cpus-per-task": 1, "processes": 1}  # name → least
+_WORD = re.compile(r"[^\s\"'\\#`$]+")  # nothing that sbatch, as it reads the script, takes for more than a word
+_ALSO = "nodes=2 partition=old"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Kind:
+    """Nodes that are alike.
+
+    Attributes:
+        nodes: how many.
+        workers: processes of the run on each.
+        gpus: of each node; ``None``: none are asked for, or ``gres`` does.
+        cores: of each node; ``None``: as Slurm gives them.
+        words: further options of ``sbatch``, name → value.
+    """
+
+    nodes: int
+    workers: int
+    gpus: int | None
+    cores: int | None
+    words: Mapping[str, str]
+
+    @classmethod
+    def of(cls, options: Mapping[str, str], workers: int, threads: int) -> Kind:
+        """From options without fault; ``threads``: devices of each worker."""
+        gpus, cores = _count(options, "gpus-per-node"), _count(options, "cpus-per-task")
+        if gpus is None and "gres" not in options and _has_gpus(options.get("partition")):
+            gpus = workers * threads
+        if cores is None and not gpus and "gres" not in options:
+            cores = workers * threads
+        words = {name: options[name] for name in NODE_OPTIONS if name in options and name not in _COUNTS}
+        nodes = _count(options, "nodes") or 1
+        return cls(nodes=nodes, workers=workers, gpus=gpus or None, cores=cores, words=words)
+
+
+def also_options(text: str | None) -> tuple[dict[str, str], list[Problem]]:
+    """The options in ``--also "nodes=2 partition=old"``, and what is wrong in them; empty where it is not given."""
+    if text is None:
+        return {}, []
+    found: dict[str, str] = {}
+    problems: list[Problem] = []
+    for word in text.split():
+        name, equals, value = word.partition("=")
+        if not equals or name not in (*NODE_OPTIONS, "processes") or name in found:
+            allowed = f"NAME=VALUE of these, each once: {', '.join((*NODE_OPTIONS, 'processes'))}"
+            problems.append(_wrong_also(word, allowed))
+        found[name] = value
+    if not found:
+        problems.append(_wrong_also(repr(text), "what other nodes are asked for"))
+    problems += [_wrong_also(f"{one.where[2:]}={found[one.where[2:]]}", one.allowed) for one in node_problems(found)]
+    return found, problems
+
+
+def node_problems(options: Mapping[str, str]) -> list[Problem]:
+    """What is wrong in options that say which nodes, each by itself."""
+    words = [
+        _wrong(name, repr(options[name]), "a word, without spaces and quotes")
+        for name in NODE_OPTIONS
+        if name in options and name not in _COUNTS and not _WORD.fullmatch(options[name])
+    ]
+    counts = [
+        _wrong(name, repr(options[name]), f"a whole number, {least} or more")
+        for name, least in _COUNTS.items()
+        if name in options and not is_count(options[name], least)
+    ]
+    if not counts and "gres" in options and "gpus-per-node" in options:
+        given = f"{options['gpus-per-node']} with --gres {options['gres']}"
+        counts.append(_wrong("gpus-per-node", given, "one of the two", f"--gres {options['gres']}"))
+    return [*words, *counts]
+
+
+def is_count(text: str, least: int) -> bool:
+    """Whether the text is a whole number, ``least`` or more."""
+    return text.isascii() and text.isdecimal() and len(text) < 8 and int(text) >= least
+
+
+def workers_of(run: RunSpec, options: Mapping[str, str], also: Mapping[str, str]) -> tuple[list[int], list[Problem]]:
+    """Processes on each node of each kind, and why they cannot be laid so. The options are without fault."""
+    processes, nodes = run.plan.processes, _count(options, "nodes") or 1
+    if not also:
+        if processes % nodes:
+            given = f"{nodes}, for the {processes} processes of {run.plan}"
+            allowed = "a number that divides them: each node has equally many"
+            return [1], [_wrong("nodes", given, allowed, f"--nodes {most_nodes(nodes, processes)}")]
+        return [processes // nodes], []
+    others = _count(also, "nodes") or 1
+    each = _count(also, "processes") or processes // (nodes + others)
+    rest = processes - others * each
+    if not each or rest < nodes or rest % nodes:
+        given = f"{each} processes on each of {others}, so that {rest} of the {processes} of {run.plan} are for {nodes}"
+        allowed = "as many as leave equally many for each of --nodes"
+        fits = [one for one in range(1, processes) if (left := processes - others * one) >= nodes and left % nodes == 0]
+        fix = f'--also "nodes={others} processes={fits[-1]}"' if fits else f"--nodes 1 --also {_ALSO!r}"
+        return [1, 1], [Problem(where="--also", given=given, allowed=allowed, fix=fix)]
+    return [rest // nodes, each], []
+
+
+def most_nodes(nodes: int, processes: int) -> int:
+    """The most nodes, ``nodes`` at most, that ``processes`` can be laid over in equal parts."""
+    return max(number for number in range(1, min(nodes, processes) + 1) if processes % number == 0)
+
+
+def _count(options: Mapping[str, str], name: str) -> int | None:
+    text = options.get(name, "")
+    return int(text) if is_count(text, _COUNTS[name]) else None
+
+
+def _has_gpus(partition: str | None) -> bool:
+    """Whether a node of the partition, or of the one that jobs go to, has GPUs; Slurm alone knows."""
+    words = ["sinfo", "--noheader", "--format=%P %G", *([f"--partition={partition}"] if partition else [])]
+    try:
+        done = subprocess.run(words, capture_output=True, text=True, timeout=30, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return False
+    lines = [line.split(maxsplit=1) for line in done.stdout.splitlines()]
+    return any("gpu" in words[-1] for words in lines if partition or words[0].endswith("*"))
+
+
+def _wrong(name: str, given: str, allowed: str, fix: str = "") -> Problem:
+    example = NODE_OPTIONS[name].example if name in NODE_OPTIONS else "4"
+    return Problem(where=f"--{name}", given=given, allowed=allowed, fix=fix or f"--{name} {example}")
+
+
+def _wrong_also(given: str, allowed: str) -> Problem:
+    return Problem(where="--also", given=given, allowed=allowed, fix=f'--also "{_ALSO}"')
