@@ -6,12 +6,14 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path, PurePosixPath
 
 from phalanx.config import RunSpec
 from phalanx.config.elastic import resized
 from phalanx.errors import Problem, SpecError
 from phalanx.launch.jobfile import Reference
+from phalanx.launch.targets.option_checks import uneven_nodes, wrong_counts, wrong_option
 from phalanx.launch.targets.target import Option, Submission
 from phalanx.units import parse_duration
 
@@ -39,6 +41,7 @@ OPTIONS = {
     "max-restarts": Option(help="new starts after a lost pod; --restarts where not given", example="5"),
     "time": Option(help="time after which a start saves and stops, in m, h or d", example="12h"),
 }
+_wrong = partial(wrong_option, OPTIONS)
 
 RUN_FILE = PurePosixPath("/etc/phalanx/run.toml")
 """Where a pod has what its workers read."""
@@ -137,7 +140,7 @@ class PodRequest:
             SpecError: with all that is wrong in the submission's options.
         """
         run, options = submission.run, submission.options
-        problems = [*_misshapen(options), *_wrong_counts(options)]
+        problems = [*_misshapen(options), *wrong_counts(OPTIONS, options, _COUNTS)]
         wrong = {problem.where for problem in problems}
         counts = {name: int(options[name]) for name in _COUNTS if name in options and f"--{name}" not in wrong}
         volumes = [] if "--volume" in wrong else _pairs(options, "volume", ":")
@@ -214,17 +217,6 @@ def _misshapen(options: Mapping[str, str]) -> list[Problem]:
     return problems
 
 
-def _wrong_counts(options: Mapping[str, str]) -> list[Problem]:
-    def is_count(text: str, least: int) -> bool:
-        return text.isascii() and text.isdecimal() and len(text) < 8 and int(text) >= least
-
-    return [
-        _wrong(name, repr(options[name]), f"a whole number, {least} or more")
-        for name, least in _COUNTS.items()
-        if name in options and not is_count(options[name], least)
-    ]
-
-
 def _seconds(options: Mapping[str, str], name: str) -> tuple[int | None, list[Problem]]:
     """The time that an option says, in seconds, and what is wrong with it."""
     text = options.get(name)
@@ -246,14 +238,7 @@ def _too_short(options: Mapping[str, str], deadline: int | None, run: RunSpec) -
 
 def _misfits(run: RunSpec, nodes: int) -> list[Problem]:
     """What of the run cannot be laid on so many pods."""
-    problems: list[Problem] = []
-    plan = on_most(run).plan
-    processes = plan.processes
-    if processes % nodes:
-        given = f"{nodes}, for the {processes} processes of {plan}"
-        fits = max(number for number in range(1, nodes + 1) if processes % number == 0)
-        allowed = "a number that divides them: each pod has equally many"
-        problems.append(_wrong("nodes", given, allowed, f"--nodes {fits}"))
+    problems = uneven_nodes(on_most(run).plan, nodes, "each pod")
     if run.mirror and re.search(r"://[^/]*@", run.mirror):
         given = "a URL with a name or password before @, which anybody could read in the ConfigMap"
         allowed = "a URL without, and --env-from-secret for what it is reached by"
@@ -352,7 +337,3 @@ def _outside(run: RunSpec, volumes: list[tuple[str, str]]) -> list[Problem]:
 def held(path: Path, places: list[str]) -> bool:
     """Whether one of the places, which are folders, holds ``path``."""
     return any(PurePosixPath(path).is_relative_to(place) for place in places)
-
-
-def _wrong(name: str, given: str, allowed: str, fix: str = "") -> Problem:
-    return Problem(where=f"--{name}", given=given, allowed=allowed, fix=fix or f"--{name} {OPTIONS[name].example}")

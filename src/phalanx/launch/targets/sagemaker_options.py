@@ -6,11 +6,19 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from phalanx.config import RunSpec
 from phalanx.errors import Problem, SpecError
 from phalanx.launch.targets.code_pack import CODE_OPTION, folder_to_pack
+from phalanx.launch.targets.option_checks import (
+    changing_devices,
+    is_count,
+    uneven_nodes,
+    wrong_counts,
+    wrong_option,
+)
 from phalanx.launch.targets.sagemaker_instances import instance_problems
 from phalanx.launch.targets.target import Option, Submission
 from phalanx.units import parse_duration
@@ -36,6 +44,7 @@ OPTIONS = {
     "region": Option(help="AWS region; as the AWS settings here say where not given", example="eu-west-1"),
     "code": CODE_OPTION,
 }
+_wrong = partial(wrong_option, OPTIONS)
 
 _NEEDED = ("instance", "image", "role", "bucket")
 _COUNTS = {"nodes": 1, "volume": 1}  # name → least
@@ -98,11 +107,17 @@ class SageMakerRequest:
             SpecError: with all that is wrong in the submission's options.
         """
         run, options = submission.run, submission.options
-        counts = {name: int(options[name]) for name in _COUNTS if _is_count(name, options.get(name, ""))}
+        counts = {name: int(options[name]) for name, least in _COUNTS.items() if is_count(options.get(name, ""), least)}
         nodes = counts.get("nodes", 1)
         code, wrong = _code_of(run, options.get("code"))
         time, wait, mistimed = _times(options)
-        problems = [*_missing(options), *_wrong_words(options), *_wrong_counts(options), *_secrets(options), *wrong]
+        problems = [
+            *_missing(options),
+            *_wrong_words(options),
+            *wrong_counts(OPTIONS, options, _COUNTS),
+            *_secrets(options),
+            *wrong,
+        ]
         problems += [*mistimed, *_misfits(run, nodes, options), *_unshared(run, nodes, options)]
         if problems:
             raise SpecError(problems)
@@ -130,7 +145,7 @@ class SageMakerRequest:
 
 def _missing(options: Mapping[str, str]) -> list[Problem]:
     return [
-        _wrong(name, "none", f"{OPTIONS[name].help}: SageMaker has none that could be taken", _example(name))
+        _wrong(name, "none", f"{OPTIONS[name].help}: SageMaker has none that could be taken")
         for name in _NEEDED
         if name not in options
     ]
@@ -138,22 +153,10 @@ def _missing(options: Mapping[str, str]) -> list[Problem]:
 
 def _wrong_words(options: Mapping[str, str]) -> list[Problem]:
     return [
-        _wrong(name, repr(options[name]), f"{OPTIONS[name].help}: {OPTIONS[name].example}", _example(name))
+        _wrong(name, repr(options[name]), f"{OPTIONS[name].help}: {OPTIONS[name].example}")
         for name, pattern in _PATTERNS.items()
         if name in options and not re.fullmatch(pattern, options[name])
     ]
-
-
-def _wrong_counts(options: Mapping[str, str]) -> list[Problem]:
-    return [
-        _wrong(name, repr(options[name]), f"a whole number, {least} or more", _example(name))
-        for name, least in _COUNTS.items()
-        if name in options and not _is_count(name, options[name])
-    ]
-
-
-def _is_count(name: str, text: str) -> bool:
-    return text.isascii() and text.isdecimal() and len(text) < 7 and int(text) >= _COUNTS[name]
 
 
 def _secrets(options: Mapping[str, str]) -> list[Problem]:
@@ -174,7 +177,7 @@ def _times(options: Mapping[str, str]) -> tuple[int, int | None, list[Problem]]:
                 found[name] = math.ceil(parse_duration(options[name]))
             except ValueError:
                 allowed = f"{OPTIONS[name].help}: a time such as 30m, 12h or 2d"
-                problems.append(_wrong(name, repr(options[name]), allowed, _example(name)))
+                problems.append(_wrong(name, repr(options[name]), allowed))
     time, wait = found.get("time", _DAY), found.get("spot")
     if not _STOP < time <= _LONGEST:
         allowed = f"more than the {_STOP} seconds that are kept to save, at most 28d"
@@ -190,18 +193,12 @@ def _times(options: Mapping[str, str]) -> tuple[int, int | None, list[Problem]]:
 
 def _misfits(run: RunSpec, nodes: int, options: Mapping[str, str]) -> list[Problem]:
     """What of the run cannot be laid on such instances, or not be stopped there."""
-    problems: list[Problem] = []
     plan, processes = run.plan, run.plan.processes
-    if processes % nodes:
-        given = f"{nodes}, for the {processes} processes of {plan}"
-        fits = max(number for number in range(1, nodes + 1) if processes % number == 0)
-        problems.append(_wrong("nodes", given, "a number that divides them: each has equally many", f"--nodes {fits}"))
-    elif "instance" in options:
+    problems = uneven_nodes(plan, nodes, "each")
+    if not problems and "instance" in options:
         gpus = min(processes // nodes, plan.world_size) * (plan.devices // plan.world_size)
         problems += instance_problems(options["instance"], gpus)
-    if run.devices:
-        given, allowed = f"{run.devices}, on SageMaker", "a number of devices that does not change"
-        problems.append(Problem(where="-n", given=given, allowed=allowed, fix=f"-n {plan.devices}"))
+    problems += changing_devices(run, "SageMaker")
     if run.grace > _STOP - _MARGIN:
         given = f"{run.grace:g} on SageMaker, which ends a container {_STOP} seconds after it has asked"
         problems.append(_wrong("grace", given, f"at most {_STOP - _MARGIN}", f"--grace {_STOP - _MARGIN}"))
@@ -224,9 +221,7 @@ def _unshared(run: RunSpec, nodes: int, options: Mapping[str, str]) -> list[Prob
     if len(vpc) < 2 and (there or vpc):
         given = "a file system, which is reached in a VPC only" if there else f"--{vpc[0]} alone"
         lacks = next(name for name in ("subnets", "security-groups") if name not in vpc)
-        problems.append(
-            _wrong(lacks, f"none, with {given}", "--subnets and --security-groups together", _example(lacks))
-        )
+        problems.append(_wrong(lacks, f"none, with {given}", "--subnets and --security-groups together"))
     return problems
 
 
@@ -248,7 +243,3 @@ def _pairs(text: str | None) -> dict[str, str]:
 
 def _example(name: str) -> str:
     return f"--{name} {OPTIONS[name].example}"
-
-
-def _wrong(name: str, given: str, allowed: str, fix: str) -> Problem:
-    return Problem(where=f"--{name}", given=given, allowed=allowed, fix=fix)

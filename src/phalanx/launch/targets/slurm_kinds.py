@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from phalanx.config import RunSpec
 from phalanx.errors import Problem
+from phalanx.launch.targets.option_checks import is_count, uneven_nodes, wrong_counts, wrong_option
 from phalanx.launch.targets.target import Option
 
 NODE_OPTIONS = {
@@ -30,6 +31,7 @@ NODE_OPTIONS = {
 
 _COUNTS = {"nodes": 1, "gpus-per-node": 0, "cpus-per-task": 1, "processes": 1}  # name → least
 _WORD = re.compile(r"[^\s\"'\\#`$]+")  # nothing that sbatch, as it reads the script, takes for more than a word
+_PROCESSES = Option(help="processes of each of these nodes", example="4")
 _ALSO = "nodes=2 partition=old"
 
 
@@ -85,35 +87,23 @@ def also_options(text: str | None) -> tuple[dict[str, str], list[Problem]]:
 def node_problems(options: Mapping[str, str]) -> list[Problem]:
     """What is wrong in options that say which nodes, each by itself."""
     words = [
-        _wrong(name, repr(options[name]), "a word, without spaces and quotes")
+        wrong_option(NODE_OPTIONS, name, repr(options[name]), "a word, without spaces and quotes")
         for name in NODE_OPTIONS
         if name in options and name not in _COUNTS and not _WORD.fullmatch(options[name])
     ]
-    counts = [
-        _wrong(name, repr(options[name]), f"a whole number, {least} or more")
-        for name, least in _COUNTS.items()
-        if name in options and not is_count(options[name], least)
-    ]
+    counts = wrong_counts({**NODE_OPTIONS, "processes": _PROCESSES}, options, _COUNTS)
     if not counts and "gres" in options and "gpus-per-node" in options:
         given = f"{options['gpus-per-node']} with --gres {options['gres']}"
-        counts.append(_wrong("gpus-per-node", given, "one of the two", f"--gres {options['gres']}"))
+        fix = f"--gres {options['gres']}"
+        counts.append(wrong_option(NODE_OPTIONS, "gpus-per-node", given, "one of the two", fix))
     return [*words, *counts]
-
-
-def is_count(text: str, least: int) -> bool:
-    """Whether the text is a whole number, ``least`` or more."""
-    return text.isascii() and text.isdecimal() and len(text) < 8 and int(text) >= least
 
 
 def workers_of(run: RunSpec, options: Mapping[str, str], also: Mapping[str, str]) -> tuple[list[int], list[Problem]]:
     """Processes on each node of each kind, and why they cannot be laid so. The options are without fault."""
     processes, nodes = run.plan.processes, _count(options, "nodes") or 1
     if not also:
-        if processes % nodes:
-            given = f"{nodes}, for the {processes} processes of {run.plan}"
-            allowed = "a number that divides them: each node has equally many"
-            return [1], [_wrong("nodes", given, allowed, f"--nodes {most_nodes(nodes, processes)}")]
-        return [processes // nodes], []
+        return [processes // nodes], uneven_nodes(run.plan, nodes)
     others = _count(also, "nodes") or 1
     each = _count(also, "processes") or processes // (nodes + others)
     rest = processes - others * each
@@ -124,11 +114,6 @@ def workers_of(run: RunSpec, options: Mapping[str, str], also: Mapping[str, str]
         fix = f'--also "nodes={others} processes={fits[-1]}"' if fits else f"--nodes 1 --also {_ALSO!r}"
         return [1, 1], [Problem(where="--also", given=given, allowed=allowed, fix=fix)]
     return [rest // nodes, each], []
-
-
-def most_nodes(nodes: int, processes: int) -> int:
-    """The most nodes, ``nodes`` at most, that ``processes`` can be laid over in equal parts."""
-    return max(number for number in range(1, min(nodes, processes) + 1) if processes % number == 0)
 
 
 def _count(options: Mapping[str, str], name: str) -> int | None:
@@ -145,11 +130,6 @@ def _has_gpus(partition: str | None) -> bool:
         return False
     lines = [line.split(maxsplit=1) for line in done.stdout.splitlines()]
     return any("gpu" in words[-1] for words in lines if partition or words[0].endswith("*"))
-
-
-def _wrong(name: str, given: str, allowed: str, fix: str = "") -> Problem:
-    example = NODE_OPTIONS[name].example if name in NODE_OPTIONS else "4"
-    return Problem(where=f"--{name}", given=given, allowed=allowed, fix=fix or f"--{name} {example}")
 
 
 def _wrong_also(given: str, allowed: str) -> Problem:

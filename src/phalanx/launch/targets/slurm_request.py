@@ -6,17 +6,17 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 
 from phalanx.config import RunSpec
 from phalanx.errors import Problem, SpecError
 from phalanx.launch.targets.node_agent import slowest_save
 from phalanx.launch.targets.offer import Offer, misfit
+from phalanx.launch.targets.option_checks import changing_devices, is_count, most_nodes, wrong_counts, wrong_option
 from phalanx.launch.targets.slurm_kinds import (
     NODE_OPTIONS,
     Kind,
     also_options,
-    is_count,
-    most_nodes,
     node_problems,
     workers_of,
 )
@@ -33,6 +33,7 @@ OPTIONS = {
     "signal": Option(help="seconds before the time limit at which the run saves", example="120"),
 }
 """All that a launch on Slurm may be asked for."""
+_wrong = partial(wrong_option, OPTIONS)
 
 _TIME = re.compile(r"(?:(?P<days>\d+)-(?P<of_day>\d+(?::\d+){0,2})|(?P<clock>\d+(?::\d+){0,2}))")
 _LONGEST = 65_535  # seconds that Slurm's --signal can say
@@ -96,13 +97,9 @@ def laid_on_nodes(submission: Submission) -> Submission:
 
 
 def _wrong_lines(options: Mapping[str, str]) -> list[Problem]:
-    setup, signal = options.get("setup", ""), options.get("signal", "1")
-    problems = (
-        [] if is_count(signal, 1) else [_wrong("signal", repr(signal), "a whole number, 1 or more", "--signal 120")]
-    )
-    if not setup.isprintable():
-        problems.append(_wrong("setup", repr(setup), "one line of shell", f"--setup {OPTIONS['setup'].example}"))
-    return problems
+    setup = options.get("setup", "")
+    problems = [] if setup.isprintable() else [_wrong("setup", repr(setup), "one line of shell")]
+    return [*problems, *wrong_counts(OPTIONS, options, {"signal": 1})]
 
 
 def _seconds(text: str | None) -> tuple[int | None, list[Problem]]:
@@ -139,10 +136,7 @@ def _misfits(run: RunSpec, options: Mapping[str, str]) -> list[Problem]:
     if is_count(nodes, 1) and is_count(gpus, 1) and "also" not in options:
         offer = Offer(nodes=int(nodes), devices=int(gpus), device="GPU", by="--gpus-per-node")
         problems += [problem] if (problem := misfit(run.plan, offer)) else []
-    if run.devices:
-        given, allowed = f"{run.devices}, on Slurm", "a number of devices that does not change"
-        problems.append(Problem(where="-n", given=given, allowed=allowed, fix=f"-n {run.plan.devices}"))
-    return problems
+    return [*problems, *changing_devices(run, "Slurm")]
 
 
 def _too_short(run: RunSpec, time: int | None, signal: int) -> list[Problem]:
@@ -165,7 +159,3 @@ def _too_short(run: RunSpec, time: int | None, signal: int) -> list[Problem]:
         given = f"{as_slurm(time)}, with grace = 0 and a checkpoint every {run.checkpoint_every}"
         problems.append(_wrong("time", given, "more than that, or the run never goes on", "--grace 30"))
     return problems
-
-
-def _wrong(name: str, given: str, allowed: str, fix: str) -> Problem:
-    return Problem(where=f"--{name}", given=given, allowed=allowed, fix=fix)
