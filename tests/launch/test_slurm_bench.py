@@ -65,9 +65,12 @@ def test_plans_are_measured_side_by_side_and_one_that_fails_is_named(cluster: Cl
     assert run_standing(folder / "2").state == "failed"
     assert not list(folder.glob("*/checkpoints")), "measured, not trained"
     assert not cluster.jobs()
-    again = phalanx(*words, cwd=tmp_path)
-    assert "bench, which holds something" in again.communicate(timeout=60)[1]
-    assert again.returncode == 2
+    again = phalanx(*words, "--json", cwd=tmp_path)
+    assert json.loads(again.communicate(timeout=60)[0]) == told, "found again, and not measured again"
+    assert again.returncode == 3
+    other = phalanx(*words, "--plan", "tp=2", cwd=tmp_path)
+    assert "bench, which holds something" in other.communicate(timeout=60)[1]
+    assert other.returncode == 2
 
 
 def test_a_plan_has_as_many_nodes_as_it_divides_by(cluster: Cluster, tmp_path: Path) -> None:
@@ -98,6 +101,20 @@ def test_ctrl_c_leaves_nothing_in_the_queue(cluster: Cluster, tmp_path: Path) ->
     until(lambda: not cluster.jobs(), 90, "the queue is empty")
     assert not cluster.processes_with(str(tmp_path))
     assert not (tmp_path / "bench" / "1" / "events.jsonl").exists()
+
+
+def test_a_command_that_was_killed_is_given_again(cluster: Cluster, tmp_path: Path) -> None:
+    write_job(tmp_path, pause=0.1)
+    words = ("bench", "train.py", *NODES, "-n", "2", "--steps", "20", "--json")
+    process = phalanx(*words, cwd=tmp_path)
+    await_steps(tmp_path / "bench" / "0", 2, process, patience=120)
+    process.kill()
+    process.communicate()
+    again = phalanx(*words, cwd=tmp_path)
+    out, err = again.communicate(timeout=120)
+    assert again.returncode == 0, err
+    assert [row["plan"] for row in json.loads(out)["plans"]] == ["dp=2"]
+    assert px.load(tmp_path / "bench" / "0").losses == pytest.approx(by_hand(20), rel=1e-5), "once"
 
 
 @pytest.mark.long

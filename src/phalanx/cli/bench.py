@@ -236,7 +236,8 @@ def command(
 
     With --to slurm, every plan is measured on the cluster's nodes, as a task of one array of jobs, and the command
     waits for them. Options of that target stand beside these, as of phalanx launch. A plan that fails there is named
-    with why, and the others go on; the runs' folders are kept, without checkpoints.
+    with why, and the others go on; the runs' folders are kept, without checkpoints. The same command with the same
+    --run finds its array again, should it have been killed meanwhile.
 
     Exit code 0: all were measured. 2: wrong use; nothing ran. 3: a plan failed.
 
@@ -327,8 +328,10 @@ def _bench_there(target: ArrayTarget, queue: QueueOptions, words: list[str], ask
     if queue.dry_run:
         show_prepared(prepared, as_json)
         return
-    refuse_plans(asked.job, [plan.on_any_device for plan in plans])
-    found = bench.measure()
+    earlier = bench.earlier()
+    if not earlier:
+        refuse_plans(asked.job, [plan.on_any_device for plan in plans])
+    found = bench.measure(earlier)
     there = {"to": bench.to, "folder": str(bench.folder), "failed": [asdict(one) for one in found.failed]}
     _show_scaling(asked.job, found.summaries, as_json, there=there)
     if found.failed:

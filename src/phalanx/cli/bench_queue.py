@@ -102,14 +102,10 @@ class QueueOptions:
         return target
 
     def place(self, stem: str) -> Path:
-        """The folder, absolute; nothing is in it.
+        """The folder, absolute."""
+        from phalanx.launch import default_folder
 
-        Raises:
-            SpecError: there is something in it.
-        """
-        from phalanx.sweep import sweep_folder
-
-        return sweep_folder(f"{stem}-bench", self.folder, "--run").absolute()
+        return (self.folder or default_folder(f"{stem}-bench")).absolute()
 
 
 def devices_there(target: ArrayTarget, options: Mapping[str, str]) -> int:
@@ -155,15 +151,33 @@ class QueueBench:
         prepared = self.target.prepare_array(self._submissions(), self.at_once)
         return replace(prepared, files={self._job_file: text, **prepared.files})
 
-    def measure(self) -> Measured:
-        """Hand the plans over and wait until each has come to its end; Ctrl-C stops what waits or runs there.
+    def earlier(self) -> list[Mapping[str, Any]]:
+        """The tickets of the same plans, where they were handed over by the same command in the same folder.
+
+        Raises:
+            SpecError: there is something else in it.
+        """
+        from phalanx.launch.targets import is_handed_over, ticket_of
+        from phalanx.sweep import sweep_folder
+
+        runs = [one.run.folder for one in self._submissions()]
+        same = all(path.is_file() and path.read_text() == text for path, text in self.prepared().files.items())
+        if same and all(map(is_handed_over, runs)):
+            return [ticket_of(run)[1] for run in runs]
+        sweep_folder("", self.folder, "--run")
+        return []
+
+    def measure(self, tickets: Sequence[Mapping[str, Any]]) -> Measured:
+        """Hand the plans over, or find again those of ``tickets``, and wait until each has come to its end.
+
+        Ctrl-C stops what waits or runs there.
 
         Raises:
             RunError: the target refuses them, or cannot be asked any more.
         """
         from phalanx.launch.targets import write_ticket
 
-        tickets = self.target.submit_array(self.prepared(), len(self.plans))
+        tickets = tickets or self.target.submit_array(self.prepared(), len(self.plans))
         try:
             for submission, ticket in zip(self._submissions(), tickets, strict=True):
                 write_ticket(submission, self.to, ticket)
