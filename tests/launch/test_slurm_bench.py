@@ -174,7 +174,7 @@ def test_the_script_is_shown_in_full_and_nothing_is_done(tmp_path: Path, monkeyp
         ((*NODES, "-n", "1", "--dry-run"), "--nodes: given 2, for the plans single"),
         ((*NODES, "-n", "2", "--time", "soon", "--dry-run"), "--time: given 'soon'"),
         ((*NODES, "--constraint", "a100", "--dry-run"), "which there are is not known here"),
-        ((*NODES, "-n", "2", "--plan", "tp=16"), "refused"),
+        ((*NODES, "-n", "2", "--plan", "ep=2"), "refused"),
     ],
 )
 def test_what_cannot_be_is_refused_by_name(
