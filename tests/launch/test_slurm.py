@@ -257,6 +257,7 @@ def test_a_run_goes_on_after_a_node_is_lost(cluster: Cluster, tmp_path: Path) ->
         ({"nodes": "3"}, "would keep it waiting for ever: Partition"),
         ({"time": "2d"}, "would keep it waiting for ever: Partition"),
         ({"constraint": "a100"}, "Invalid feature specification"),
+        ({"also": "partition=three"}, "Requested operation"),  # this cluster's scheduler is not backfill
     ],
 )
 def test_what_slurm_refuses_is_said_in_its_words(
