@@ -161,6 +161,19 @@ def test_two_nodes_train_what_one_device_does(cluster: Cluster, tmp_path: Path) 
     assert "Traceback" not in run.said()
 
 
+def test_after_its_time_a_run_goes_on_by_itself(cluster: Cluster, limited: Handed) -> None:
+    run = px.load(limited.folder)
+    until(lambda: bool(list(run.events("stopped"))), 90, "its time is over")
+    cluster.set_time_limit(limited.ticket["job"], 10)
+    limited.wait("ended")
+    (stopped,) = run.events("stopped")
+    assert limited.steps == list(range(LONG)), "none was taken twice"
+    assert run.losses == pytest.approx(by_hand(LONG), rel=1e-5)
+    assert [event["step"] for event in run.events("resume")] == [stopped["step"]]
+    assert 0 < stopped["step"] < LONG
+    assert str(limited.ticket["job"]) not in cluster.jobs()
+
+
 @pytest.mark.parametrize(
     ("plan", "nodes"),
     [
@@ -178,19 +191,6 @@ def test_each_plan_trains_what_one_device_does(cluster: Cluster, tmp_path: Path,
     logs = [run.target.log(run.ticket, run.folder, rank) for rank in range(Plan.parse(plan).processes)]
     assert all(log.exists() for log in logs)
     assert not cluster.processes_with(str(run.folder))
-
-
-def test_after_its_time_a_run_goes_on_by_itself(cluster: Cluster, limited: Handed) -> None:
-    run = px.load(limited.folder)
-    until(lambda: bool(list(run.events("stopped"))), 90, "its time is over")
-    cluster.set_time_limit(limited.ticket["job"], 10)
-    limited.wait("ended")
-    (stopped,) = run.events("stopped")
-    assert limited.steps == list(range(LONG)), "none was taken twice"
-    assert run.losses == pytest.approx(by_hand(LONG), rel=1e-5)
-    assert [event["step"] for event in run.events("resume")] == [stopped["step"]]
-    assert 0 < stopped["step"] < LONG
-    assert str(limited.ticket["job"]) not in cluster.jobs()
 
 
 def test_a_run_that_is_asked_to_stop_saves_and_is_over(cluster: Cluster, tmp_path: Path) -> None:
