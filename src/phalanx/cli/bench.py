@@ -259,7 +259,7 @@ def command(
 
     loaded = steps_alone(load_job(job), steps)
     if target:
-        _bench_there(target, queue, ctx.args, Asked(job, loaded, counts, plans), as_json)
+        _bench_there(target, queue, ctx.args, BenchOrder(job, loaded, counts, plans), as_json)
         return
     chosen = list(plans or [Plan(dp=asked.hosts)]) if asked.hosts is not None else _plans(counts, plans)
     refuse_plans(loaded, chosen)
@@ -297,7 +297,7 @@ def _show_scaling(
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class BenchOrder:
     """What is to be measured: the job's reference, the job as it is measured, numbers of devices, and plans."""
 
     reference: str
@@ -306,21 +306,21 @@ class Asked:
     plans: Sequence[Plan]
 
 
-def _bench_there(target: ArrayTarget, queue: QueueOptions, words: list[str], asked: Asked, as_json: bool) -> None:
+def _bench_there(target: ArrayTarget, queue: QueueOptions, words: list[str], order: BenchOrder, as_json: bool) -> None:
     """Measure on ``target``, whose options are ``words``; ends the command where a plan failed."""
     from phalanx.launch import Reference
     from phalanx.launch.targets import settled_options
 
     own = settled_options(target, words)
-    plans = _plans(asked.counts, asked.plans, lambda: devices_there(target, own))
-    where = Reference.parse(asked.reference)
+    plans = _plans(order.counts, order.plans, lambda: devices_there(target, own))
+    where = Reference.parse(order.reference)
     bench = QueueBench(
         target=target,
         to=queue.to or target.name,
         options=own,
         folder=queue.place(where.stem),
         reference=str(where),
-        job=asked.job,
+        job=order.job,
         plans=plans,
         at_once=queue.at_once or 1,
     )
@@ -330,10 +330,10 @@ def _bench_there(target: ArrayTarget, queue: QueueOptions, words: list[str], ask
         return
     earlier = bench.earlier()
     if not earlier:
-        refuse_plans(asked.job, [plan.on_any_device for plan in plans])
+        refuse_plans(order.job, [plan.on_any_device for plan in plans])
     found = bench.measure(earlier)
     there = {"to": bench.to, "folder": str(bench.folder), "failed": [asdict(one) for one in found.failed]}
-    _show_scaling(asked.job, found.summaries, as_json, there=there)
+    _show_scaling(order.job, found.summaries, as_json, there=there)
     if found.failed:
         raise click.exceptions.Exit(_FAILED)
 
