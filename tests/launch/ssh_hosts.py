@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import shutil
 import signal
@@ -31,10 +32,13 @@ def lacking_for_ssh() -> str:
 
 @final
 class SshServers:
-    """The servers of ``hosts``, and the files with which ``phalanx launch`` finds them."""
+    """The servers of ``hosts``, and the files with which ``phalanx launch`` finds them.
 
-    def __init__(self, hosts: px.Hosts, folder: Path) -> None:
-        self.hosts, self.folder = hosts, folder
+    ``own``: folders in whose place each host has an empty one of its own, as a machine without a shared disk has.
+    """
+
+    def __init__(self, hosts: px.Hosts, folder: Path, own: Sequence[Path] = ()) -> None:
+        self.hosts, self.folder, self.own = hosts, folder, own
         self.pids: list[int] = []
         for name in ("key", "host_key", "other_key"):
             subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(folder / name)], check=True)
@@ -98,6 +102,7 @@ class SshServers:
             try:
                 die_with(launcher)
                 self.hosts.enter(number * self.hosts.per_host)
+                _have_own(self.own)
                 os.setsid()
                 os.execv(_SSHD, [_SSHD, "-D", "-f", str(config), "-E", str(self.folder / f"sshd-{number}.log")])
             finally:
@@ -114,11 +119,22 @@ class SshServers:
                 time.sleep(0.1)
 
 
+def _have_own(folders: Sequence[Path]) -> None:
+    """Put an empty folder that no other process sees in the place of each."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    new_mounts, private, recursive = 0x20000, 1 << 18, 1 << 14
+    if folders and (libc.unshare(new_mounts) or libc.mount(b"none", b"/", None, private | recursive, None)):
+        raise OSError(ctypes.get_errno(), "no mounts of its own")
+    for folder in folders:
+        if libc.mount(b"tmpfs", str(folder).encode(), b"tmpfs", 0, None):
+            raise OSError(ctypes.get_errno(), f"nothing can be mounted at {folder}")
+
+
 @contextmanager
-def ssh_servers(count: int, folder: Path, rate: str = "") -> Iterator[SshServers]:
-    """So many hosts with a server each, and links of that rate."""
+def ssh_servers(count: int, folder: Path, rate: str = "", own: Sequence[Path] = ()) -> Iterator[SshServers]:
+    """So many hosts with a server each, links of that rate, and folders of their ``own``."""
     with px.Hosts(count, rate=rate) as hosts:
-        servers = SshServers(hosts, folder)
+        servers = SshServers(hosts, folder, own)
         try:
             yield servers
         finally:

@@ -23,7 +23,7 @@ from launched import (
 from ssh_hosts import SshServers, lacking_for_ssh, ssh_servers
 
 import phalanx as px
-from phalanx.errors import RunError, SpecError
+from phalanx.errors import RunError, SpecError, WorkerError
 from phalanx.launch import load_job
 from phalanx.launch.host_network import lacking
 from phalanx.launch.targets.hosts_file import HostsFile
@@ -114,6 +114,20 @@ def test_stop_saves_and_resume_goes_on(servers: SshServers, tmp_path: Path) -> N
     assert px.load(tmp_path / "run").losses == pytest.approx(by_hand(60), rel=1e-4)
 
 
+def test_a_second_launch_of_a_folder_is_refused_and_writes_nothing(servers: SshServers, tmp_path: Path) -> None:
+    process = begun(servers, tmp_path, pause=0.5, steps=600)
+    writer = (tmp_path / "run" / "writer.json").read_text()
+    words = ("launch", "train.py", "--to", f"ssh:{servers.folder / 'hosts.toml'}", "--plan", "dp=2", "--run", "run")
+    second = phalanx(*words, "--no-check", cwd=tmp_path)
+    _, err = second.communicate(timeout=60)
+    assert second.returncode == 2, err
+    assert f"in which another training goes on: process {process.pid} on" in err
+    assert (tmp_path / "run" / "writer.json").read_text() == writer
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130, err
+
+
 def test_ctrl_c_saves_and_stops(servers: SshServers, tmp_path: Path) -> None:
     process = begun(servers, tmp_path)
     process.send_signal(signal.SIGINT)
@@ -144,6 +158,22 @@ def test_a_host_that_is_lost_ends_the_others_and_is_named(tmp_path: Path) -> Non
         assert time.monotonic() - began < 40
         servers.hosts.restore(1)
     assert "newest checkpoint" in err or "no checkpoint yet" in err
+
+
+def test_a_rank_that_does_not_come_is_named_with_where_it_stands(servers: SshServers, tmp_path: Path) -> None:
+    path = write_job(tmp_path)
+    waits = 'if os.environ.get("RANK") == "1" and len(CALLS) > 2:\n        time.sleep(600)\n    CALLS.append(1)'
+    path.write_text("import os\n\nCALLS = []\n" + path.read_text().replace("time.sleep(PAUSE)", waits))
+    spec = px.RunSpec(job=str(path), plan=px.Plan.parse("dp=2"), folder=tmp_path / "run", timeout=8.0, restarts=0)
+    with pytest.raises(WorkerError) as caught:
+        px.fit(load_job(str(path)), run=spec, launcher=f"ssh:{servers.write_hosts((1, 1))}", watch=False)
+    text = str(caught.value)
+    assert caught.value.rank == 1, text
+    assert "did not come to" in text
+    assert "train.py" in text
+    (hang,) = px.load(tmp_path / "run").events("hang")
+    assert hang["ranks"] == [1]
+    assert not working_in(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -203,6 +233,8 @@ def test_a_plan_for_other_devices_is_refused_before_anybody_is_asked(tmp_path: P
         ('[[host]]\nname = "a; rm"\ndevices = 0\n', ["'a; rm'", "'a; rm'", "0"]),
         ('[[host]]\nname = "a"\n[[host]]\nname = "a"\n', ["a: named twice"]),
         ('[[host]]\nname = "a"\ncores = 2\n', ["cores = ..."]),
+        ('[[host]]\nname = "a"\naddress = "fd00::1"\n', ["'fd00::1', an address of IPv6"]),
+        ('scratch = 3\ncode = []\n[[host]]\nname = "root@[::1]"\n', ["'[::1]', an address of IPv6", "[]", "3"]),
         ('python = 3\nssh = "-v"\nhot = 1\n[[host]]\nname = "a"\n', ["hot = ...", "3", "'-v'"]),
         ('[[host]]\nname = "a"\n[environment]\nA_1 = "1"\n"-S x" = "1"\n1A = "1"\n', ["'-S x'", "'1A'"]),
         ('ssh = 3\nenvironment = 4\n[[host]]\nname = "a"\n', ["3", "4"]),
@@ -222,7 +254,9 @@ def test_a_dry_run_shows_the_commands_and_does_nothing(servers: SshServers, tmp_
     shown = phalanx("launch", "train.py", "--to", f"ssh:{file}", "--plan", "dp=2", "--dry-run", cwd=tmp_path)
     out, err = shown.communicate(timeout=60)
     assert shown.returncode == 0, err
-    assert [line.split()[-1] != "" and line.startswith("$ ssh -T ") for line in out.splitlines()] == [True, True]
+    assert [line.startswith("$ ssh -T ") for line in out.splitlines()][-2:] == [True, True]
+    assert "code.txt\nfor a host that has it not: 1 files" in out
+    assert re.search(r"\d  train.py\n", out)
     assert "StrictHostKeyChecking=yes" in out
     assert {path.name for path in tmp_path.iterdir()} - {"__pycache__"} == {"train.py"}
 

@@ -34,6 +34,11 @@ def _example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def command(*words: str) -> int:
     """The exit code of ``phalanx`` in a process forked from this one, which ends before what it has started."""
+    return os.waitstatus_to_exitcode(os.waitpid(begun(*words), 0)[1])
+
+
+def begun(*words: str) -> int:
+    """The process id of ``phalanx``, begun."""
     pid = fork()
     if pid == 0:
         code = 3
@@ -43,7 +48,7 @@ def command(*words: str) -> int:
             code = int(ended.code or 0)
         finally:
             os._exit(code)
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    return pid
 
 
 def await_end(pid: int) -> None:
@@ -54,9 +59,24 @@ def await_end(pid: int) -> None:
         time.sleep(0.05)
 
 
+GIVEN = ("launch", "train.py", "--to", "background", "--run", "run", "--plan", "dp=2", "--no-check")
+
+
 def launch(*words: str) -> int:
-    given = ("--to", "background", "--run", "run", "--plan", "dp=2", "--no-check")
-    return command("launch", "train.py", *given, *words)
+    return command(*GIVEN, *words)
+
+
+def test_of_two_launches_of_a_folder_at_the_same_time_one_is_refused(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    write_job(tmp_path, pause=0.3, steps=30)
+    both = [begun(*GIVEN) for _ in range(2)]
+    assert sorted(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in both) == [0, 2]
+    err = capfd.readouterr().err
+    assert "whose run background has already" in err or "in which another training goes on" in err
+    ticket = json.loads(Path("run/launch/ticket.json").read_text())
+    assert command("stop", "run") == 0
+    await_end(ticket["pid"])
 
 
 def test_a_run_is_handed_over_found_by_its_folder_stopped_and_goes_on(

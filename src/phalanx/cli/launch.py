@@ -63,9 +63,10 @@ def command(
 ) -> None:
     """Train JOB elsewhere: on hosts that a file names (--to ssh:hosts.toml), or handed over (--to slurm and the like).
 
-    The job's file, its data and the run folder have to be at the same place there; but for SageMaker, to which the
-    job's folder is sent. A run by SSH is followed from here and ends with this command. A queue takes the run and this
-    command ends: phalanx status, logs and stop find it by its folder. Options of a target stand beside the run's own.
+    The job's file, its data and the run folder have to be at the same place there. To SageMaker, and to hosts by SSH
+    that have it not, the job's folder is sent; where such hosts share no run folder, theirs is brought here. A run by
+    SSH is followed from here and ends with this command. A queue takes the run and this command ends: phalanx status,
+    logs and stop find it by its folder. Options of a target stand beside the run's own.
 
     Without --plan and -n the planner chooses for what is there, where the target can say that. What phalanx check
     looks at is looked at first: what training would fail by ends the command with exit code 1.
@@ -156,18 +157,21 @@ def _submission(target: Target, run: RunSpec, job: Job, python: str, own: dict[s
 def _hand_over(target: QueueTarget, run: RunSpec, submission: Submission, job: Job, to: str, *, as_json: bool) -> None:
     """Refuse what ``run``, as it was asked for, cannot begin with; hand it over, and say where it is."""
     from phalanx.launch.runfile import absolute
-    from phalanx.launch.targets import refuse_handed_over, write_ticket
+    from phalanx.launch.targets import one_launch_at_a_time, refuse_handed_over, write_ticket
 
     folder = submission.run.folder
     refuse_handed_over(folder)
     target.refuse_folder(absolute(run), job)
     refuse_plan(job, submission.run)
-    ticket = target.submit(target.prepare(submission))
-    try:
-        write_ticket(submission, to, ticket)
-    except BaseException:  # nobody could find it again
-        target.stop(ticket, folder)
-        raise
+    with one_launch_at_a_time(folder):
+        refuse_handed_over(folder)  # since it was looked at
+        target.refuse_folder(absolute(run), job)
+        ticket = target.submit(target.prepare(submission))
+        try:
+            write_ticket(submission, to, ticket)
+        except BaseException:  # nobody could find it again
+            target.stop(ticket, folder)
+            raise
     shown = _shown(folder)
     if as_json:
         print_json({"folder": str(folder), "to": to, **ticket})

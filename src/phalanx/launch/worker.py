@@ -25,7 +25,7 @@ from phalanx.errors import PhalanxError, Problem, RefusedError, RunError, SpecEr
 from phalanx.events.following import Viewer, callback_viewers, followed
 from phalanx.files import join, read_text, token_of
 from phalanx.launch.elastic_size import devices_before, fitted, record_resize
-from phalanx.launch.failure import Failure, WorkerReports, describe_error, record, worker_error
+from phalanx.launch.failure import Failure, WorkerReports, describe_error, gave_up, record, worker_error
 from phalanx.launch.hang_watch import blamed
 from phalanx.launch.jobfile import load_job
 from phalanx.launch.launcher import place_of_this_process
@@ -74,6 +74,11 @@ class WorkerStatus:
         return self._reports is not None
 
     @property
+    def gathered(self) -> bool:
+        """Whether each host has a copy of the run folder, from which its launcher brings together what they write."""
+        return self._reports is not None and self._reports.gathered()
+
+    @property
     def alone(self) -> bool:
         """Whether nobody but this process looks at how long it takes to stop."""
         return self._reports is None and self.place.store != "env://"
@@ -85,7 +90,7 @@ class WorkerStatus:
         """
         token = self._reports.token() if self._reports else ""
         if token:
-            join(entered.folder, token)
+            join(entered.folder, token, gathered=self.gathered)
             return settled(entered.run)
         if again:
             entered.again()
@@ -108,7 +113,7 @@ class WorkerStatus:
     def watched(self, plan: Plan) -> Generator[None]:
         """Within, this process tells where it stands if it does not go on."""
         files, publish, place = None, None, self.place
-        if self._reports:
+        if self._reports and not self._reports.elsewhere():
             files = ProbeFiles.made(self._reports.probe_file(place.rank, name) for name in PROBE_FILES)
         elif place.store == "env://" and place.world_size > 1:
             publish, self._plan = SharedStands(place).publish, plan
@@ -133,6 +138,8 @@ class WorkerStatus:
         """The error as a launcher words it, appended to the run's events; ``None`` where a launcher or worker does."""
         failure = Failure(rank=self.place.rank, step=self._step, **describe_error(error))
         if self._reports:
+            if self._plan and gave_up(failure):
+                failure = blamed(failure, SharedStands(self.place).read(), self._plan, self.place.timeout)
             with suppress(OSError):  # on a full disk this worker says itself what its launcher cannot learn
                 self._reports.write_failure(failure)
                 return None
@@ -206,7 +213,7 @@ def within_folder(
     if started_by_agent():
         die_with(os.getppid())
     entered = RunFolder(run, job=job, given=runfile)
-    run = enter_folder(run, place, partial(status.enter, entered))
+    run = enter_folder(run, place, partial(status.enter, entered), own=run.folder if status.gathered else None)
     status.folder = run.folder
     looking = [*callback_viewers(job.callbacks), *viewers] if place.rank == 0 and not status.launched else []
     try:
@@ -217,7 +224,7 @@ def within_folder(
 
 
 def await_place(told: TextIO) -> bool:
-    """Wait for a line of JSON with the variables that say where this process stands among all, and set them.
+    """Wait for a line of JSON with the variables that say where this process stands among all, and where it works.
 
     What is the slowest of a start has been done by then: this file has been imported. Such a process ends with the one
     that started it.
@@ -229,8 +236,17 @@ def await_place(told: TextIO) -> bool:
     make_ready(Plan())
     line = told.readline()
     if line:
-        os.environ.update(json.loads(line))
+        own = json.loads(line)
+        os.environ.update(own["environment"])
+        _work_in(own["folder"])
     return bool(line)
+
+
+def _work_in(folder: str) -> None:
+    """Be as a process that was started in ``folder``."""
+    before = os.getcwd()
+    os.chdir(folder)
+    sys.path[:] = [folder if path == before else path for path in sys.path]
 
 
 def main(runfile: Path, reports: Path | None = None) -> int:
@@ -296,8 +312,10 @@ def _refuse_to_begin_anew(run: RunSpec) -> None:
         raise SpecError.of(where="run.resume", given=given, allowed=allowed, fix='resume = "auto"')
 
 
-def enter_folder(run: RunSpec, place: Place, enter: Callable[[bool], RunSpec]) -> RunSpec:
+def enter_folder(run: RunSpec, place: Place, enter: Callable[[bool], RunSpec], own: Path | None = None) -> RunSpec:
     """Have rank 0 ``enter`` the run folder, and give back the run with the folder it took. Collective.
+
+    ``own``: this host's copy of it, where each host has one.
 
     Raises:
         SpecError: on every rank, if the folder cannot be used.
@@ -311,10 +329,10 @@ def enter_folder(run: RunSpec, place: Place, enter: Callable[[bool], RunSpec]) -
         return json.dumps([told, token.identity if token else ""])
 
     decided, writer = json.loads(decided_by_rank_0(place, decide))
-    entered = replace(absolute(run), **{**decided, "folder": Path(decided["folder"])})
+    entered = replace(absolute(run), **{**decided, "folder": own or Path(decided["folder"])})
     if writer and place.rank:
         with suppress(RunError):  # on storage of another host it is not there, and this rank publishes nothing
-            join(entered.folder, writer)
+            join(entered.folder, writer, gathered=own is not None)
     return entered
 
 

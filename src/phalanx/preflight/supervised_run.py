@@ -28,7 +28,7 @@ from phalanx.launch import (
 )
 from phalanx.launch.hosts import Hosts
 from phalanx.launch.launcher import StepReport, WorkerFunction
-from phalanx.launch.targets import forget_handed_over, refuse_handed_over
+from phalanx.launch.targets import forget_handed_over, one_launch_at_a_time, refuse_handed_over
 from phalanx.preflight.run_forecast import RunForecaster, forecast_after_look, too_little
 from phalanx.train import loop
 from phalanx.train.assembly import refuse
@@ -152,7 +152,9 @@ def _train(
         found = look.findings()
         with RunForecaster(spec, look.side, watch) as forecaster:
             begun = entered.prepare()
-            forget_handed_over(folder)
+            with one_launch_at_a_time(folder):
+                refuse_handed_over(folder)  # since it was looked at
+                forget_handed_over(folder)
             tell_begun()
             with _recorded(folder):
                 supervise(how.launcher.start, wanted, forecaster, grace=spec.grace, restarts=restarts)

@@ -62,7 +62,8 @@ class SurvivorSave:
         tell: Callable[[Unsaved], None],
     ) -> SurvivorSave | None:
         """That of this rank; ``None`` where it could not save the training, or is given no time to."""
-        if token_of(run.folder) is None or job.phases or not (run.grace and holds_all(run.plan, assembly)):
+        token = token_of(run.folder)
+        if token is None or token.gathered or job.phases or not (run.grace and holds_all(run.plan, assembly)):
             return None
         assembly.step.boundary.keep(assembly.layout.modules)
         recorder.outlive()

@@ -5,6 +5,8 @@ Nothing is judged here: ``host_findings`` does that.
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import json
 import os
 import secrets
@@ -12,7 +14,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +64,8 @@ class HostAnswer:
         error: why nothing came.
         ahead: the least and the most seconds that its clock may be ahead of this machine's.
         seen: whether its word in the run folder is seen here.
+        scratch: where the target puts what the host does not share; empty where it needs shared folders.
+        sent: bytes of the job's code that was sent for the asking, which the host has not; 0 where it has it.
     """
 
     name: str
@@ -71,6 +75,8 @@ class HostAnswer:
     error: str = ""
     ahead: tuple[float, float] = (0.0, 0.0)
     seen: bool = True
+    scratch: str = ""
+    sent: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -126,28 +132,48 @@ def survey(hosts: Sequence[TargetHost], asked: CheckQuestion) -> HostSurvey:
             (host, {**common, "name": f"host-{number}", "cwd": host.folder or asked.cwd, "meets": not number})
             for number, host in enumerate(hosts)
         ]
-        answers = list(pool.map(lambda row: _ask(*row), rows))
+        answers = list(pool.map(lambda row: _ask_with_code(row[0], row[1], asked), rows))
         there = {host.name for host, answer in zip(hosts, answers, strict=True) if answer.told}
         seen = _seen(folder, token, [number for number, answer in enumerate(answers) if _wrote(answer)])
-        answers = [
-            HostAnswer(
-                name=one.name,
-                processes=one.processes,
-                port=one.port,
-                told=one.told,
-                error=one.error,
-                ahead=one.ahead,
-                seen=not _wrote(one) or number in seen,
-            )
-            for number, one in enumerate(answers)
-        ]
+        answers = [replace(one, seen=not _wrote(one) or number in seen) for number, one in enumerate(answers)]
         links = _links([host for host in hosts if host.name in there], answers, pool)
     return HostSurvey(hosts=tuple(answers), links=tuple(links), folder=folder, folder_error=error)
 
 
+def _ask_with_code(host: TargetHost, question: Mapping[str, Any], asked: CheckQuestion) -> HostAnswer:
+    """Ask ``host``; where it has not the job's code, and the target sends it, once more with that."""
+    answer = _ask(host, question)
+    if not (host.scratch and _lacks_code(answer, asked)) or not (code := host.sent_code(asked.reference, asked.folder)):
+        return answer
+    pack, root = code
+    within = str(Path(asked.file).relative_to(root))
+    job = {**question["job"], "pack": base64.b64encode(pack).decode(), "within": within}
+    return replace(_ask(host, {**question, "job": job}), sent=len(pack))
+
+
+def _lacks_code(answer: HostAnswer, asked: CheckQuestion) -> bool:
+    """Whether the job's file, or one beside it that it imports, is not there or another than here."""
+    source = answer.told.get("source")
+    if not source:
+        return False
+    here = Path(asked.file).parent
+    return source["missing"] or any(_digest(here / name) != found for name, found in source["files"].items())
+
+
+def _digest(path: Path) -> str:
+    with suppress(OSError):
+        return hashlib.sha256(path.read_bytes()).hexdigest()
+    return ""
+
+
 def _ask(host: TargetHost, question: Mapping[str, Any]) -> HostAnswer:
-    question = {**question, "port": host.port}
-    known = {"name": host.name, "processes": host.processes, "port": host.port}
+    question = {**question, "port": host.port, "scratch": host.scratch}
+    known: dict[str, Any] = {
+        "name": host.name,
+        "processes": host.processes,
+        "port": host.port,
+        "scratch": host.scratch,
+    }
     before = time.time()
     try:
         told = _run(host, host_probe, question, PATIENCE)

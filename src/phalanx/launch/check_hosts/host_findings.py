@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import statistics
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from phalanx.config import Plan
@@ -168,6 +169,11 @@ def _job(there: Sequence[HostAnswer]) -> Iterator[HostFinding]:
             if sources[one.name]["files"].get(file, "") != common:
                 fix = "copy the job's folder there again, or put it where all hosts see it"
                 yield HostFinding(kind="job", hosts=(one.name,), what=f"{file} is not what it is on others", fix=fix)
+    for one in there:
+        if one.sent:
+            fix = "put the job's folder where all hosts see it, if none of it is to be sent"
+            what = f"the job's code is not there, or another: {show_bytes(one.sent)} of it are sent"
+            yield HostFinding(kind="job", hosts=(one.name,), what=what, fix=fix, fails=False)
     for one in whole:
         missing = any(not version or version.startswith("!") for version in sources[one.name]["imports"].values())
         told = one.told.get("data")
@@ -186,7 +192,9 @@ def _job(there: Sequence[HostAnswer]) -> Iterator[HostFinding]:
 
 def _folder(survey: HostSurvey, there: Sequence[HostAnswer], needs: Needs | None) -> Iterator[HostFinding]:
     where = survey.folder.parent if survey.folder.name.startswith(".phalanx-check-") else survey.folder
-    cannot = {one.name: error for one in there if (error := one.told["folder"].get("error"))}
+    apart = {one.name for one in there if one.scratch and not (one.told["folder"]["shared"] and one.seen)}
+    yield from _copies(there, apart, needs, where)
+    cannot = {one.name: error for one in there if (error := one.told["folder"].get("error")) and one.name not in apart}
     space = "make room there, or choose another folder: --run"
     rights = "choose a folder that can be written to: --run"
     for name, error in (cannot or ({"here": survey.folder_error} if survey.folder_error else {})).items():
@@ -196,6 +204,8 @@ def _folder(survey: HostSurvey, there: Sequence[HostAnswer], needs: Needs | None
         return
     for one in there:
         told = one.told["folder"]
+        if one.name in apart:
+            continue
         if not told["shared"] or not one.seen:
             what = f"{where} is not the folder of that path here: what one writes the other does not see"
             fix = "choose a folder that all hosts share, such as one on NFS: --run"
@@ -204,6 +214,31 @@ def _folder(survey: HostSurvey, there: Sequence[HostAnswer], needs: Needs | None
             what = f"{where} has {show_bytes(told['free'])} free; a checkpoint takes {show_bytes(needs.state)}"
             fails = told["free"] < needs.state
             yield HostFinding(kind="folder", hosts=(one.name,), what=what, fix=space, fails=fails)
+
+
+def _copies(
+    there: Sequence[HostAnswer], apart: Collection[str], needs: Needs | None, where: Path
+) -> Iterator[HostFinding]:
+    """What is to be known where hosts get copies of the run folder, or the job's code."""
+    for one in there:
+        if not (one.sent or one.name in apart):
+            continue
+        told = one.told["scratch"]
+        if told["error"]:
+            fix = 'scratch = "/path" in the hosts file: a folder for code and a copy of the run folder there'
+            yield HostFinding(kind="folder", hosts=(one.name,), what=f"{told['path']}: {told['error']}", fix=fix)
+        elif one.name in apart and needs and needs.state and told["free"] < needs.state:
+            what = f"{told['path']} has {show_bytes(told['free'])} free; a checkpoint takes {show_bytes(needs.state)}"
+            fix = 'make room there, or scratch = "/path" in the hosts file'
+            yield HostFinding(kind="folder", hosts=(one.name,), what=what, fix=fix)
+        if one.name in apart:
+            what = f"{where} is not the folder of that path here: it gets a copy, whose changes are brought here"
+            fix = "choose a folder that all hosts share, such as one on NFS, if nothing is to be copied: --run"
+            yield HostFinding(kind="folder", hosts=(one.name,), what=what, fix=fix, fails=False)
+    if apart and needs and needs.plan.server:
+        what = f"{needs.plan} takes a run folder that all hosts share"
+        fix = f"--plan dp={needs.plan.processes}, or --run with a folder that all hosts share"
+        yield HostFinding(kind="plan", hosts=tuple(sorted(apart)), what=what, fix=fix)
 
 
 def _devices(there: Sequence[HostAnswer]) -> Iterator[HostFinding]:

@@ -59,6 +59,7 @@ def answer(question: dict[str, Any]) -> dict[str, Any]:
         "limits": _limits(),
         "shm": _room("/dev/shm"),
         "folder": _folder(question["folder"], question["token"], question["name"]),
+        "scratch": _scratch(question.get("scratch", "")),
         "gpus": _gpus(),
         "address": _address(question["towards"]),
         "interface": _interface(_address(question["towards"])),
@@ -71,14 +72,17 @@ def answer(question: dict[str, Any]) -> dict[str, Any]:
 
 def _asked(job: Any, question: dict[str, Any]) -> dict[str, Any]:
     """What ``job_probe`` says, as far as it comes: each of its lines says more."""
-    said = json.dumps({"program": question["job_probe"], "job": question["job"]}).encode()
     ending = ""
+    room = tempfile.mkdtemp(prefix="phalanx-check-")  # for code that comes with the question
+    said = json.dumps({"program": question["job_probe"], "job": {**question["job"], "room": room}}).encode()
     try:
         out, err = job.communicate(said, timeout=question["patience"])
     except subprocess.TimeoutExpired:
         os.killpg(job.pid, 9)
         out, err = job.communicate()
         ending = f"has not come to its end within {question['patience']:g} s"
+    finally:
+        shutil.rmtree(room, ignore_errors=True)
     if job.returncode and not ending:
         number, lines = job.returncode, err.decode(errors="replace").strip().splitlines()
         ending = f"ended by signal {-number}" if number < 0 else (lines or [f"exit code {number}"])[-1]
@@ -155,6 +159,17 @@ def _folder(path: str, token: str, name: str) -> dict[str, Any]:
     except OSError as error:
         told["error"] = error.strerror or str(error)
     return told
+
+
+def _scratch(path: str) -> dict[str, Any]:
+    """Whether something can be put below ``path``, or what there is of it; nothing is."""
+    if not path:
+        return {"path": "", "error": "", "free": 0}
+    path = above = os.path.abspath(os.path.expanduser(path))
+    while not os.path.exists(above) and os.path.dirname(above) != above:
+        above = os.path.dirname(above)
+    error = "" if os.path.isdir(above) and os.access(above, os.W_OK | os.X_OK) else f"{above} cannot be written to"
+    return {"path": path, "error": error, "free": _room(above)["free"]}
 
 
 def _gpus() -> dict[str, Any]:

@@ -6,12 +6,16 @@ It runs by itself, beside ``host_probe``, and says what it knows line by line: u
 from __future__ import annotations
 
 import ast
+import base64
 import hashlib
 import importlib
 import importlib.util
+import io
 import json
 import os
+import shutil
 import sys
+import tarfile
 from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
@@ -28,6 +32,8 @@ def main() -> None:
         os.write(stdout, ("\n" + MARK + json.dumps(told) + "\n").encode())
 
     job = QUESTION["job"]  # type: ignore[name-defined]  # noqa: F821  (put there by what reads this text)
+    if job.get("pack"):
+        unpack(job)
     say(versions={"torch": version("torch"), "phalanx": version("phalanx")})
     if job["file"]:
         say(source=source(job["file"]))
@@ -39,6 +45,22 @@ def main() -> None:
             say(data=data(job["reference"]))
         except Exception as error:  # of whatever Phalanx itself imports
             say(data={"error": f"{type(error).__name__}: {error}", "fix": "", "of": "job"})
+
+
+def unpack(job: dict[str, Any]) -> None:
+    """Put the code that came with the question into its ``room``, and have the job be the one there."""
+    with tarfile.open(fileobj=io.BytesIO(base64.b64decode(job["pack"])), mode="r:gz") as archive:
+        for entry in archive:
+            content = archive.extractfile(entry) if entry.isreg() else None
+            if content is None or os.path.isabs(entry.name) or ".." in entry.name.split("/"):
+                continue
+            path = os.path.join(job["room"], entry.name)
+            os.makedirs(os.path.dirname(path), exist_ok=True)
+            with open(path, "wb") as file:
+                shutil.copyfileobj(content, file)
+    file = os.path.join(job["room"], job["within"])
+    job["reference"], job["file"] = file + job["reference"][len(job["file"]) :], file
+    os.chdir(job["room"])
 
 
 def version(name: str) -> str:

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from pathlib import Path
 from typing import final
 
 from phalanx.errors import RunError
@@ -21,6 +22,8 @@ class TargetHost(ABC):
         port: where all workers meet, on the host that they meet at; 0 where any free port will do.
         processes: workers it is to have; 0 where that follows from its devices.
         folder: that workers work in there; empty where it is that of whoever asks.
+        scratch: where the target puts what the host does not share with whoever asks, the job's code and a copy of the
+            run folder; empty where the target needs shared folders.
     """
 
     name: str
@@ -28,6 +31,14 @@ class TargetHost(ABC):
     port: int = 0
     processes: int = 0
     folder: str = ""
+    scratch: str = ""
+
+    def sent_code(self, reference: str, run_folder: Path) -> tuple[bytes, Path] | None:
+        """The pack of the job's code as the target sends it to a host that has it not, and the folder that it is of.
+
+        ``None`` where it sends none, or it is too much for a check.
+        """
+        return None
 
     @abstractmethod
     def run(self, arguments: Sequence[str], text: str, patience: float) -> str:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import shlex
-from collections.abc import Mapping
-from contextlib import suppress
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,8 @@ from phalanx.launch.targets.find_target import TARGETS, find_target
 from phalanx.launch.targets.target import FOLDER, QueueTarget, Submission, Target, attached_log
 
 _TICKET = "ticket.json"
+_PATIENCE = 60.0  # seconds for another launch to have been handed over
+_SOON = 0.05
 
 
 def write_ticket(submission: Submission, to: str, ticket: Mapping[str, Any]) -> None:
@@ -54,6 +58,41 @@ def refuse_handed_over(folder: Path) -> None:
         if standing.state in ("waiting", "running"):
             given = f"{folder}, whose run {target.name} has already: {standing.state} {standing.detail}".rstrip()
             raise SpecError.of("run.folder", given, "one launch of a folder at a time", f"phalanx stop {folder}")
+
+
+@contextmanager
+def one_launch_at_a_time(folder: Path) -> Iterator[None]:
+    """Within, no other launch sees whether the run in ``folder`` was handed over, or hands it over.
+
+    Waits for one that does. The lock is on the folder above it, and so is of all runs there; it writes nothing, and
+    ends with this process at the latest. Storage without locks has none.
+
+    Raises:
+        SpecError: another launch has not come to its end within a minute.
+    """
+    above = folder.absolute().parent
+    while not above.is_dir() and above != above.parent:
+        above = above.parent
+    handle = os.open(above, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    until = time.monotonic() + _PATIENCE
+    try:
+        while True:
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                if time.monotonic() > until:
+                    given = f"{folder}, beside which another launch has been under way for {_PATIENCE:g} s"
+                    raise SpecError.of("run.folder", given, "one launch at a time", "wait for it, or end it") from None
+                time.sleep(_SOON)
+                continue
+            except OSError:
+                pass
+            break
+        yield
+    finally:
+        with suppress(OSError):
+            fcntl.flock(handle, fcntl.LOCK_UN)  # what was started within has it, too
+        os.close(handle)
 
 
 def forget_handed_over(folder: Path) -> None:

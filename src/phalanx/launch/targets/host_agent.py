@@ -4,6 +4,8 @@ Its text is sent to the host's interpreter, so it is of the standard library alo
 standard input, and ends with all its workers when that is closed, or silent for a minute:
 
     {"do": "port", "address": A}    find a free port of that address
+    {"do": "files", "call": C, ...} what ``HostFiles`` does under that name; its result comes as ``files``
+    {"do": "read", ...}             a ``piece`` of a file of the run folder's copy
     {"do": "load", ...}             start processes that load what workers need: see ``Agent.load``
     {"do": "start", ...}            have them be workers: see ``Agent.start``
     {"do": "signal", "number": N}   send it to each worker
@@ -29,19 +31,26 @@ import tempfile
 import threading
 import time
 from contextlib import suppress
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from phalanx.launch.targets.host_folder import HostFiles  # whose text comes before this one's
 
 SILENCE = 60.0  # seconds after which the launcher is taken to be gone
 _LOOK = 0.05  # seconds between looks at workers and what they left
 _TOLD = ("progress-", "failure-", "stopped-")
 _KILL = 1.0  # seconds that workers have to be gone after SIGKILL
+_BRING = 0.25  # seconds between looks at what has changed in the run folder
+_WAITING = 64  # messages that wait to be answered; what sends more waits
 
 
 class Agent:
     """The workers of one host."""
 
     def __init__(self) -> None:
-        self._asked: queue.Queue[dict[str, Any] | None] = queue.Queue()
+        self._asked: queue.Queue[dict[str, Any] | None] = queue.Queue(_WAITING)
+        self._files = HostFiles()
+        self._brought = 0.0
         self._waiting: list[subprocess.Popen[bytes]] = []
         self._workers: dict[int, subprocess.Popen[bytes]] = {}
         self._readers: list[threading.Thread] = []
@@ -65,10 +74,11 @@ class Agent:
                     try:
                         self.answer(asked)
                     except OSError as error:
-                        self.say(refused=f"{error.strerror or error}: {error.filename or asked['do']}")
+                        self.say(refused=f"{error.strerror}: {error.filename}" if error.filename else str(error))
                 self.look()
         finally:
             self.end()
+            self._files.give_up()
 
     def answer(self, asked: dict[str, Any]) -> None:
         """Do what is asked."""
@@ -76,9 +86,14 @@ class Agent:
             with socket.create_server((asked["address"], 0)) as free:
                 self.say(port=free.getsockname()[1])
         elif asked["do"] == "start":
-            self.start(asked["files"], asked["ranks"])
+            self.start(asked["files"], asked["ranks"], asked["folder"])
         elif asked["do"] == "load":
-            self.load(asked["folder"], asked["environment"], asked["argv"], asked["count"])
+            there = asked["named"] or os.path.isdir(asked["folder"])
+            self.load(asked["folder"] if there else "", asked["environment"], asked["argv"], asked["count"])
+        elif asked["do"] == "files":
+            self._call_files(asked["call"], asked["with"], asked["tells"])
+        elif asked["do"] == "read":
+            self.say(**self._files.read(asked["path"], asked["at"]))
         elif asked["do"] == "signal":
             for worker in self._workers.values():
                 with suppress(ProcessLookupError):
@@ -90,8 +105,8 @@ class Agent:
     def load(self, folder: str, environment: dict[str, str], argv: list[str], count: int) -> None:
         """Start so many processes, which load what takes its time and then wait to be told who they are.
 
-        ``folder``: where they work; ``environment``: of all; ``argv``: the command, in which ``{reports}`` is the place
-        for what is the launcher's to know.
+        ``folder``: where they load it, which need not be where they work; empty: a place of their own. ``environment``:
+        of all; ``argv``: the command, in which ``{reports}`` is the place for what is the launcher's to know.
         """
         self._folder = tempfile.mkdtemp(prefix="phalanx-host-")
         threads = str(max(1, len(os.sched_getaffinity(0)) // count))
@@ -99,7 +114,7 @@ class Agent:
         for _ in range(count):
             waiting = subprocess.Popen(
                 words,
-                cwd=folder,
+                cwd=folder or self._folder,
                 env={"OMP_NUM_THREADS": threads, **os.environ, **environment},
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
@@ -108,10 +123,10 @@ class Agent:
             )
             self._waiting.append(waiting)
 
-    def start(self, files: dict[str, str], ranks: dict[str, dict[str, str]]) -> None:
+    def start(self, files: dict[str, str], ranks: dict[str, dict[str, str]], folder: str) -> None:
         """Have processes that were loaded be the workers ``ranks``, which holds the environment of each.
 
-        ``files``: what stands in their folder beforehand, name → text.
+        ``files``: what stands in their folder beforehand, name → text; ``folder``: where they work.
         """
         for name, text in files.items():
             with open(os.path.join(self._folder, name), "w", encoding="utf-8") as file:
@@ -124,7 +139,7 @@ class Agent:
                 self._readers.append(reader)
             with suppress(OSError):  # it has ended, which the next look tells
                 assert worker.stdin
-                worker.stdin.write(json.dumps(own).encode() + b"\n")
+                worker.stdin.write(json.dumps({"environment": own, "folder": folder}).encode() + b"\n")
                 worker.stdin.close()
 
     def look(self) -> None:
@@ -136,7 +151,10 @@ class Agent:
             self.say(ended=rank, code=code)
         if ended and not self._workers:
             self._finish()
+            self._tell_changes()
             self.say(over=True)
+        elif time.monotonic() - self._brought > _BRING:
+            self._tell_changes()
 
     def end(self) -> None:
         """End workers and what they started by force."""
@@ -153,12 +171,26 @@ class Agent:
         self._workers.clear()
         self._waiting.clear()
         self._finish()
+        self._tell_changes()
 
     def say(self, **told: Any) -> None:
         """Tell the launcher."""
         with self._speaking, suppress(OSError):
             sys.stdout.buffer.write(json.dumps(told).encode() + b"\n")
             sys.stdout.buffer.flush()
+
+    def _call_files(self, call: str, given: dict[str, Any], tells: bool) -> None:
+        if call == "hold":
+            self._tell_changes()  # what belongs to that checkpoint is known before it
+        result = getattr(self._files, call)(**given)
+        if tells:
+            self.say(files=call, result=result)
+
+    def _tell_changes(self) -> None:
+        self._brought = time.monotonic()
+        with suppress(OSError):
+            if changes := self._files.changes():
+                self.say(**changes)
 
     def _finish(self) -> None:
         for reader in self._readers:

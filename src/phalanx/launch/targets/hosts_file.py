@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ipaddress
 import re
 import shlex
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,7 +28,8 @@ address = "10.0.0.1"    # for what workers send each other; name, where it is no
 _FIX = "a file such as\n" + "".join(f"        {line}\n" for line in EXAMPLE.splitlines())
 _NAME = re.compile(r"[\w.:@%+-]+")  # a host, with its user perhaps; no option of ssh, and nothing for a shell
 _VARIABLE = re.compile(r"[A-Za-z_]\w*", re.ASCII)
-_TOP = {"folder", "python", "ssh", "environment", "host"}
+_TOP = {"folder", "python", "ssh", "environment", "code", "scratch", "host"}
+_TEXTS = ("folder", "python", "code", "scratch")
 _OF_HOST = {"name", "devices", "address"}
 
 
@@ -54,10 +57,16 @@ class HostsFile:
         python: the interpreter there; this process's own path where it is not given.
         ssh: options for ``ssh``, such as ``["-F", "ssh.config"]``.
         environment: variables for workers.
+        code: the folder here that is sent to hosts which have it not; that of the job's file where it is not given.
+        scratch: where on the hosts stands what is sent; a ``~`` is the home of who connects.
+        folder_named: the file names ``folder``, so that it has to be there.
     """
 
     hosts: tuple[HostEntry, ...]
     folder: str = field(default_factory=lambda: str(Path.cwd()))
+    folder_named: bool = False
+    code: str | None = None
+    scratch: str = "~/.cache/phalanx"
     python: str = sys.executable
     ssh: tuple[str, ...] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
@@ -88,7 +97,7 @@ class HostsFile:
         twice = sorted({one.name for one in hosts if sum(other.name == one.name for other in hosts) > 1})
         if twice:
             problems.append(_wrong(path, f"{', '.join(twice)}: named twice", "each host once, with all its devices"))
-        kinds: dict[str, Any] = {"folder": str, "python": str, "ssh": list, "environment": dict}
+        kinds: dict[str, Any] = {**dict.fromkeys(_TEXTS, str), "ssh": list, "environment": dict}
         for name, kind in kinds.items():
             value = table.get(name)
             inside = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
@@ -101,8 +110,8 @@ class HostsFile:
                 problems += [_wrong(f"{path}, {name}", repr(one), allowed) for one in wrong_names]
         if problems:
             raise SpecError(problems)
-        own = {name: table[name] for name in ("folder", "python", "environment") if name in table}
-        return cls(hosts=tuple(hosts), ssh=tuple(table.get("ssh", ())), **own)
+        own = {name: table[name] for name in (*_TEXTS, "environment") if name in table}
+        return cls(hosts=tuple(hosts), ssh=tuple(table.get("ssh", ())), folder_named="folder" in table, **own)
 
 
 def refuse_size(run: RunSpec, file: HostsFile) -> None:
@@ -130,6 +139,9 @@ def _entry(entry: dict[str, Any], where: str) -> tuple[HostEntry | None, list[Pr
     problems = _unknown(entry, _OF_HOST, where)
     name, devices = entry.get("name"), entry.get("devices", 1)
     address = entry.get("address", name.rpartition("@")[2] if isinstance(name, str) else name)
+    if isinstance(address, str) and _is_ipv6(address):
+        allowed = "a name, or an address of IPv4: workers meet at those"
+        return None, [*problems, _wrong(f"{where}, address", f"{address!r}, an address of IPv6", allowed)]
     for key, value in (("name", name), ("address", address)):
         if not isinstance(value, str) or not _NAME.fullmatch(value) or value.startswith("-"):
             problems.append(_wrong(f"{where}, {key}", repr(value), "a host's name or address"))
@@ -138,6 +150,12 @@ def _entry(entry: dict[str, Any], where: str) -> tuple[HostEntry | None, list[Pr
     if problems:
         return None, problems
     return HostEntry(name=str(name), devices=devices, address=str(address)), []
+
+
+def _is_ipv6(address: str) -> bool:
+    with suppress(ValueError):
+        return ipaddress.ip_address(address.strip("[]")).version == 6
+    return False
 
 
 def _unknown(table: Mapping[str, Any], known: set[str], where: str) -> list[Problem]:

@@ -2,7 +2,8 @@
 
 One connection a host. On each an agent (``host_agent.py``) starts ``phalanx worker``, passes on what workers print and
 report, and ends them when the connection does. Host keys are checked, and no password is asked for: ``ssh n1 true`` has
-to work by itself. The job's file, the data and the run folder must be at the same place on all hosts.
+to work by itself. A host that has not the job's folder of this machine is sent it; where not all share the run folder,
+each gets a copy, and what workers write there is brought here.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from phalanx.errors import SpecError
 from phalanx.launch.targets.hosts_file import HostsFile, refuse_size
 from phalanx.launch.targets.ssh_asked import SshAskedHost
 from phalanx.launch.targets.ssh_host import SshHosts, ssh_words
+from phalanx.launch.targets.ssh_storage import CODE_LIST, code_to_send
 from phalanx.launch.targets.target import AttachedTarget, Option, Prepared, Submission
 
 if TYPE_CHECKING:
@@ -38,7 +40,9 @@ class SshTarget(AttachedTarget):
     def prepare(self, submission: Submission) -> Prepared:
         refuse_size(submission.run, self.file)
         commands = tuple(ssh_words(self.file, host) for host in self.file.hosts)
-        return Prepared(submission=submission, files={}, commands=commands)
+        code = code_to_send(submission.run, self.file)
+        files = {submission.folder / CODE_LIST: f"for a host that has it not: {code}"} if code else {}
+        return Prepared(submission=submission, files=files, commands=commands)
 
     def reach(self) -> None:
         self._hosts = SshHosts(self.file)

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import json
 import shlex
+import tempfile
 from collections.abc import Sequence
+from functools import lru_cache
+from pathlib import Path
 from typing import final
 
+from phalanx.errors import PhalanxError
 from phalanx.launch.check_hosts import TargetHost, run_here
+from phalanx.launch.targets.code_pack import CodePack, folder_to_pack
 from phalanx.launch.targets.hosts_file import HostEntry, HostsFile
 from phalanx.launch.targets.ssh_host import ssh_command
 
+_LARGEST = 32 << 20  # bytes of code that a check sends
 # The variables come first on stdin, since every user of a host sees its command lines; what runs has the rest of it.
 _BOOT = """
 import json, os, sys
@@ -26,10 +32,27 @@ class SshAskedHost(TargetHost):
 
     def __init__(self, file: HostsFile, entry: HostEntry) -> None:
         self.name, self.address, self.processes = entry.name, entry.address, entry.devices
-        self.folder = file.folder
+        self.folder, self.scratch = file.folder, file.scratch
         self._file, self._entry = file, entry
+
+    def sent_code(self, reference: str, run_folder: Path) -> tuple[bytes, Path] | None:
+        try:
+            return _packed(folder_to_pack(reference, self._file.code), run_folder.absolute())
+        except PhalanxError:  # which launching says
+            return None
 
     def run(self, arguments: Sequence[str], text: str, patience: float) -> str:
         words = shlex.join([self._file.python, "-c", _BOOT, self._file.python, *arguments])
         variables = json.dumps({**self._file.environment})
         return run_here([*ssh_command(self._file, self._entry), words], f"{variables}\n{text}", patience)
+
+
+@lru_cache(maxsize=1)
+def _packed(root: Path, run_folder: Path) -> tuple[bytes, Path] | None:
+    """The same for all hosts of a check."""
+    pack = CodePack.of(root, without=run_folder)
+    if pack.nbytes > _LARGEST:
+        return None
+    with tempfile.TemporaryDirectory(prefix="phalanx-code-") as folder:
+        pack.write(Path(folder) / "pack")
+        return (Path(folder) / "pack").read_bytes(), root

@@ -8,17 +8,18 @@ import shlex
 import subprocess
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, final
 
 from phalanx.errors import RunError
-from phalanx.launch.targets import host_agent
+from phalanx.launch.targets import host_agent, host_folder
 from phalanx.launch.targets.hosts_file import HostEntry, HostsFile
 
 _CONNECT = 10  # seconds
+_ANSWER = 60.0  # seconds for a host to look at files
 _STILL = 5.0  # seconds between signs of life
 _END = 1.0  # seconds that an agent has to end once its launcher has hung up
 _LAST_WORDS = 4096  # bytes of what ssh says
@@ -76,7 +77,7 @@ class SshHost:
             raise RunError("ssh is not installed here\n    try: apt-get install openssh-client") from None
         self._sending = threading.Lock()
         self._over = threading.Event()
-        text = Path(host_agent.__file__).read_bytes()
+        text = _agent_text()
         self._write(f"{len(text)}\n".encode() + text)
         self._words = threading.Thread(target=self._read_words, daemon=True)
         others = [threading.Thread(target=each, daemon=True) for each in (self._hear, self._live)]
@@ -88,6 +89,15 @@ class SshHost:
         """Have the agent do something; nothing happens where the connection is over, which ``told`` says."""
         self._write(json.dumps({"do": do, **what}).encode() + b"\n")
 
+    def call(self, name: str, /, *, tells: bool = True, **given: Any) -> None:
+        """Have the agent call ``HostFiles.name``; what that gives comes as ``files``, where it ``tells``."""
+        self.ask("files", call=name, tells=tells, **{"with": given})
+
+    @property
+    def is_over(self) -> bool:
+        """Whether this side has hung up."""
+        return self._over.is_set()
+
     @property
     def last_words(self) -> str:
         """What ssh, or the host's shell, has said."""
@@ -96,9 +106,13 @@ class SshHost:
     def close(self) -> None:
         """Hang up, upon which the agent ends its workers; ends ssh by force where that takes long."""
         self._over.set()
-        with suppress(OSError, ValueError):
-            assert self._ssh.stdin
-            self._ssh.stdin.close()
+        if self._sending.acquire(timeout=_END):
+            with suppress(OSError, ValueError):
+                assert self._ssh.stdin
+                self._ssh.stdin.close()
+            self._sending.release()
+        else:  # what is being sent does not get through
+            self._ssh.kill()
         try:
             self._ssh.wait(_END)
         except subprocess.TimeoutExpired:
@@ -159,7 +173,8 @@ class SshHosts:
         try:
             for number in range(len(file.hosts)):
                 self._each.append(host := SshHost(file, number, self.told))
-                host.ask("load", folder=file.folder, environment=environment, argv=argv, count=host.entry.devices)
+                loads = {"folder": file.folder, "named": file.folder_named, "environment": environment, "argv": argv}
+                host.ask("load", **loads, count=host.entry.devices)
         except BaseException:
             self.close()
             raise
@@ -179,6 +194,19 @@ class SshHosts:
             thread.join()
         self._each.clear()
 
+    def call(self, name: str, given: Mapping[int, Mapping[str, Any]]) -> dict[int, Any]:
+        """Have agents call ``HostFiles.name``, each with what is ``given`` for its host, and wait for what it gives.
+
+        Raises:
+            RunError: some do not answer; each is named.
+        """
+        self.await_all()
+        for number, one in given.items():
+            self._each[number].call(name, **one)
+        return self._await(
+            set(given), lambda message: message.get("files") == name, lambda message: message["result"], _ANSWER
+        )
+
     def await_all(self) -> None:
         """Wait until each has been reached; nothing where that is so.
 
@@ -187,23 +215,43 @@ class SshHosts:
         """
         if self._reached:
             return
-        waiting, failed = set(range(len(self._each))), dict[int, str]()
-        until = time.monotonic() + _CONNECT + 5
+        self._await(set(range(len(self._each))), lambda message: "hello" in message, lambda message: None, _CONNECT + 5)
+        self._reached = True
+
+    def _await(
+        self,
+        waiting: set[int],
+        fits: Callable[[Mapping[str, Any]], bool],
+        result: Callable[[Mapping[str, Any]], Any],
+        patience: float,
+    ) -> dict[int, Any]:
+        """The ``result`` of the first message that ``fits`` of each host in ``waiting``."""
+        results, failed = dict[int, Any](), dict[int, str]()
+        until = time.monotonic() + patience
         while waiting:
             try:
                 told = self.told.get(timeout=max(0.0, until - time.monotonic()))
             except queue.Empty:
-                failed |= dict.fromkeys(waiting, f"no answer within {_CONNECT} s")
+                failed |= dict.fromkeys(waiting, f"no answer within {patience:g} s")
                 break
             if not told.message:
                 failed[told.host] = _why(self._each[told.host].last_words)
-            if "refused" in told.message:
+            elif "refused" in told.message:
                 failed[told.host] = told.message["refused"]
-            if not told.message or told.message.keys() & {"hello", "refused"}:
-                waiting.discard(told.host)
-        self._reached = not failed
+            elif fits(told.message):
+                results[told.host] = result(told.message)
+            else:
+                continue
+            waiting.discard(told.host)
         if failed:
             raise RunError(_unreachable({self._each[number].entry.name: why for number, why in sorted(failed.items())}))
+        return results
+
+
+def _agent_text() -> bytes:
+    """The agent's program: what it keeps of files comes first, as no import finds it there."""
+    programs = [Path(str(one.__file__)).read_text(encoding="utf-8") for one in (host_folder, host_agent)]
+    return "".join(f"exec(compile({text!r}, 'phalanx-host', 'exec'))\n" for text in programs).encode()
 
 
 def _why(words: str) -> str:

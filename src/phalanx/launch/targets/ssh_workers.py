@@ -6,20 +6,34 @@ import base64
 import json
 import queue
 import shutil
+import sys
 import tempfile
 import time
 from contextlib import suppress
 from pathlib import Path
-from typing import final
+from typing import TYPE_CHECKING, final
 
 from phalanx.comm import Place
 from phalanx.config import RunSpec
 from phalanx.errors import RunError
-from phalanx.launch.failure import Failure, WorkerReports, failure_of_exit, first_failure, time_for_others
+from phalanx.launch.failure import (
+    ELSEWHERE,
+    GATHERED,
+    Failure,
+    WorkerReports,
+    failure_of_exit,
+    first_failure,
+    time_for_others,
+)
 from phalanx.launch.launcher import Launch, Launcher, Workers, refuse_what_needs_a_fork
 from phalanx.launch.targets.hosts_file import HostsFile, refuse_size
 from phalanx.launch.targets.ssh_host import SshHosts, Told, host_numbers
+from phalanx.launch.targets.ssh_sending import HostSending
+from phalanx.launch.targets.ssh_storage import HostStorage
 from phalanx.launch.targets.target import attached_log
+
+if TYPE_CHECKING:
+    from phalanx.launch.targets.run_gathering import RunGathering
 from phalanx.launch.worker_process import OutputRelay
 
 _PORT = 10.0  # seconds for the first host to find a free port
@@ -35,6 +49,7 @@ class SshLauncher(Launcher):
     def __init__(self, file: HostsFile, hosts: SshHosts | None = None) -> None:
         """``hosts``: where they are being reached already."""
         self._file, self._hosts = file, hosts
+        self._storage: HostStorage | None = None
 
     def place(self) -> Place | None:
         """A worker finds it in the variables that torchrun sets, too."""
@@ -43,8 +58,11 @@ class SshLauncher(Launcher):
     def prepare(self, launch: Launch) -> None:
         """Refuse what the hosts cannot serve, reach each of them, and have processes there load what workers need.
 
+        Each host is asked what it shares with this machine.
+
         Raises:
-            SpecError: the plan is for another number of devices, or new processes cannot load the job.
+            SpecError: the plan is for another number of devices, or new processes cannot load the job; the run needs
+                a run folder that all hosts share, and they do not.
             RunError: a host cannot be reached; it says which, and why.
         """
         refuse_what_needs_a_fork(launch, "ssh")
@@ -52,6 +70,7 @@ class SshLauncher(Launcher):
         refuse_size(launch.run, self._file)
         self._hosts = self._hosts or SshHosts(self._file, launch.threads)
         self._hosts.await_all()
+        self._storage = HostStorage.of(self._hosts, self._file, launch.run)
 
     def release(self) -> None:
         """Hang up."""
@@ -63,7 +82,8 @@ class SshLauncher(Launcher):
         hosts, self._hosts = self._hosts or SshHosts(self._file, launch.threads), None
         assert launch.run is not None
         try:
-            workers = SshWorkers(self._file, hosts, launch, launch.run)
+            storage = self._storage or HostStorage.of(hosts, self._file, launch.run)
+            workers = SshWorkers(hosts, storage, launch, launch.run)
         except BaseException:
             hosts.close()
             raise
@@ -72,45 +92,64 @@ class SshLauncher(Launcher):
 
 @final
 class SshWorkers(Workers):
-    """The agents, and what the workers there have left for their launcher, copied here."""
+    """The agents, and what the workers there have left for their launcher, copied here.
 
-    def __init__(self, file: HostsFile, hosts: SshHosts, launch: Launch, run: RunSpec) -> None:
-        self._hosts, self._host_of = hosts, host_numbers(file.hosts)
+    Workers begin once each host has what it does not share with this machine; what they write in a run folder that is
+    not shared is brought here, also once they have ended.
+    """
+
+    def __init__(self, hosts: SshHosts, storage: HostStorage, launch: Launch, run: RunSpec) -> None:
+        self._hosts, self._storage, self._launch, self._run = hosts, storage, launch, run
+        self._host_of = host_numbers(storage.file.hosts)
         self._running = set(range(launch.world_size))
         self._failures: list[Failure] = []
         self._lost: dict[int, str] = {}
-        self._stopped, self._ending = 0, False
-        self._run_folder = run.folder
+        self._stopped, self._ending, self._ends = 0, False, 0.0
         self._relays = {
             (rank, stream): OutputRelay(rank, stream) for rank in self._running for stream in ("stdout", "stderr")
         }
         self._folder = Path(tempfile.mkdtemp(prefix="phalanx-ssh-"))
         self._reports = WorkerReports(self._folder)
+        self._gathering: RunGathering | None = None
+        self._sending: HostSending | None = None
         try:
-            self._start(file, launch, run)
+            self._reports.write_run(run, launch.findings)
+            self._sending = HostSending(list(hosts), storage, run)
+            if self._sending.snapshot:
+                from phalanx.launch.targets.run_gathering import RunGathering
+
+                self._gathering = RunGathering(list(hosts), run, self._sending.snapshot.log)
+            if not self._sending.goes_on:
+                self._start()
         except BaseException:
-            shutil.rmtree(self._folder, ignore_errors=True)
+            hosts.close()
+            self._let_go()
             raise
 
-    def _start(self, file: HostsFile, launch: Launch, run: RunSpec) -> None:
-        self._reports.write_run(run, launch.findings)
-        files = {path.name: path.read_text(encoding="utf-8") for path in self._folder.iterdir()}
-        meeting = file.hosts[0].address
+    def _start(self) -> None:
+        """Have workers begin: each host has all that they need."""
+        if self._sending:
+            self._sending.close()
+            self._sending = None
+        files = {path.name: path.read_text(encoding="utf-8") for path in self._folder.iterdir() if path.is_file()}
+        files |= {ELSEWHERE: "", **({GATHERED: ""} if self._gathering else {})}
+        meeting = self._storage.file.hosts[0].address
         port = self._free_port(meeting)
         for host in self._hosts:
+            run, folder = self._storage.place(host.number, self._run, self._storage.copy(host.number, self._run))
             ranks = {
                 str(rank): {
                     "RANK": str(rank),
                     "LOCAL_RANK": str(local),
                     "LOCAL_WORLD_SIZE": str(host.entry.devices),
-                    "WORLD_SIZE": str(launch.world_size),
+                    "WORLD_SIZE": str(self._launch.world_size),
                     "MASTER_ADDR": meeting,
                     "MASTER_PORT": str(port),
                 }
                 for rank, (number, local) in enumerate(self._host_of)
                 if number == host.number
             }
-            host.ask("start", files=files, ranks=ranks)
+            host.ask("start", files={**files, "run.toml": run.to_toml()}, ranks=ranks, folder=folder)
 
     def _free_port(self, address: str) -> int:
         self._hosts[0].ask("port", address=address)
@@ -134,12 +173,21 @@ class SshWorkers(Workers):
     def follow(self, timeout: float) -> bool:
         """Take in what agents tell, for at most ``timeout`` seconds."""
         self._take_for(timeout)
-        if not (self._failures or self._lost or self._reports.failures()):
-            return bool(self._running)
-        until = time.monotonic() + time_for_others(self._known())
-        while self._running and time.monotonic() < until:
-            self._take_for(until - time.monotonic())
-        return False
+        if self._sending and not self._sending.goes_on and not self._lost:
+            self._start()
+        failed = self._failures or self._lost or self._reports.failures()
+        if failed and not self._ends:
+            until = time.monotonic() + time_for_others(self._known())
+            while self._running and time.monotonic() < until:
+                self._take_for(until - time.monotonic())
+            self._ends = time.monotonic()
+            if self._gathering:  # workers that are left write nothing more, and all that was written comes here
+                self._ask_end()
+        if not self._gathering:
+            return bool(self._running) and not failed
+        if not self._gathering.goes_on and self._gathering.lacking and not failed:
+            self._miss(self._gathering.lacking)
+        return self._gathering.goes_on
 
     def request_stop(self, number: int) -> bool:
         """By a signal to every worker."""
@@ -155,9 +203,9 @@ class SshWorkers(Workers):
 
     def stop(self) -> None:
         """Have agents end what is left, and hang up."""
-        self._ending = True
-        for host in self._hosts:
-            host.ask("end")
+        gathering, sending = self._gathering, self._sending
+        self._gathering = self._sending = None  # nothing more is taken in
+        self._ask_end()
         over, until = set(self._lost), time.monotonic() + _END
         while len(over) < len({number for number, _ in self._host_of}) and time.monotonic() < until:
             try:
@@ -167,10 +215,32 @@ class SshWorkers(Workers):
             self._take(told)
             if not told.message or "over" in told.message:
                 over.add(told.host)
+        if gathering and (sending or not (gathering.goes_on or gathering.lacking)):
+            gathering.drop()
+        elif gathering:
+            self._tell_copies()
         self._hosts.close()
+        if sending:
+            sending.close()
         for relay in self._relays.values():
             relay.close()
         self._failures, self._stopped = self._known(), self._reports.stopped()
+        self._let_go()
+
+    def _ask_end(self) -> None:
+        self._ending = True
+        for host in self._hosts:
+            host.ask("end")
+
+    def _tell_copies(self) -> None:
+        """Say where copies of the run folder stay, of which not all has come here."""
+        for host in self._hosts:
+            where = f"{host.entry.name}:{self._storage.copy(host.number, self._run)}"
+            print(f"not all of the run has come here; what a host has of it stays there: {where}", file=sys.stderr)
+
+    def _let_go(self) -> None:
+        if self._sending:
+            self._sending.close()
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def failure(self) -> Failure | None:
@@ -188,7 +258,7 @@ class SshWorkers(Workers):
 
     def _take_for(self, timeout: float) -> None:
         until = time.monotonic() + timeout
-        while self._running:
+        while self._running or self._gathering:
             try:
                 self._take(self._hosts.told.get(timeout=max(0.0, until - time.monotonic())))
             except queue.Empty:
@@ -198,6 +268,10 @@ class SshWorkers(Workers):
 
     def _take(self, told: Told) -> None:
         message = told.message
+        if self._sending:
+            self._sending.take(told.host, message)
+        if self._gathering:
+            self._gathering.take(told.host, message) if message else self._gathering.lose(told.host)
         if not message:
             self._lose(told.host)
         elif "refused" in message:
@@ -216,7 +290,7 @@ class SshWorkers(Workers):
         """What a worker prints goes on to this process's streams, and into the run folder as this machine sees it."""
         if relay := self._relays.get((rank, stream)):
             relay.feed(data)
-        for path in (attached_log(self._run_folder, None), attached_log(self._run_folder, rank)):
+        for path in (attached_log(self._run.folder, None), attached_log(self._run.folder, rank)):
             with suppress(OSError):  # a full disk ends no run by what was printed
                 path.parent.mkdir(exist_ok=True)
                 with path.open("ab") as file:
@@ -243,6 +317,12 @@ class SshWorkers(Workers):
                 expected=True,
             )
         )
+
+    def _miss(self, names: list[str]) -> None:
+        """All workers have done what they were to do, and not all of it has come."""
+        what = f"the connection to host {', '.join(names)} ended before all that it has of the run had come here"
+        facts = {"kind": "host lost", "message": what, "traceback": "", "time": time.monotonic(), "expected": True}
+        self._failures.append(Failure(rank=0, step=self._reports.step(0), **facts))
 
     def _copy(self, name: str, data: bytes, now: float) -> None:
         """Have a file that a worker left stand here, too. A failure's time becomes one of this machine's clock."""

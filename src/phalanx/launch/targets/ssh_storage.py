@@ -1,0 +1,204 @@
+"""What the hosts of a launch by SSH share with this machine, and the sending of what they do not: ``HostStorage``.
+
+Nobody says it: each host is asked whether the job's file there is this machine's, and whether it sees what this
+machine writes where the run folder is. Code that is not there, or is another, is sent as one pack, once. Where the run
+folder is not the same on all, each host gets a copy, and ``run_gathering`` brings here what changes in any.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Self, final
+
+from phalanx.config import RunSpec
+from phalanx.errors import Problem, RunError, SpecError
+from phalanx.files import token_of
+from phalanx.launch.jobfile import Reference
+from phalanx.launch.runfile import absolute
+from phalanx.launch.targets.code_pack import CodePack, file_digest, folder_to_pack, job_within
+from phalanx.launch.targets.host_folder import stamp_of
+from phalanx.launch.targets.hosts_file import HostsFile
+from phalanx.launch.targets.ssh_host import SshHosts
+from phalanx.units import show_bytes, show_names
+
+CODE_LIST = "code.txt"
+"""In the folder of a launch: what was sent of the job's code, and its SHA-256."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SentCode:
+    """The job's code as it is sent.
+
+    Attributes:
+        digest: the SHA-256 of the pack.
+        there: host that runs it → the folder it stands in.
+        missing: of these, hosts that have not got it from an earlier launch.
+    """
+
+    pack: CodePack
+    digest: str
+    there: Mapping[int, str]
+    missing: frozenset[int]
+
+
+@final
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HostStorage:
+    """What each host has, by its number in the file.
+
+    Attributes:
+        shared: all hosts see the run folder that this machine sees.
+        scratch: by host, where what is sent stands.
+        works: hosts that have the folder of this command, or the one the file names.
+        code: ``None`` where all hosts have the job's code.
+    """
+
+    file: HostsFile
+    shared: bool
+    scratch: Mapping[int, str]
+    works: frozenset[int]
+    code: SentCode | None = None
+
+    @classmethod
+    def of(cls, hosts: SshHosts, file: HostsFile, run: RunSpec) -> Self:
+        """Ask the hosts. What is sent is packed and counted here, not sent yet.
+
+        Raises:
+            SpecError: the run needs a run folder that all share, and they do not; the code is too much to send.
+            RunError: a host does not answer.
+        """
+        job, numbers = Reference.parse(run.job).file, range(len(file.hosts))
+        stamps = {path: _stamp(Path(path)) for path in (*([str(job)] if job else []), file.folder)}
+        with _probe(run.folder) as (probe, token):
+            question = {"probe": probe, "token": token, "files": stamps, "scratch": file.scratch}
+            looks = hosts.call("look", dict.fromkeys(numbers, question))
+        shared = not token or all(look["sees"] for look in looks.values())
+        if not shared:
+            refuse_gathered(run)
+        found = cls(
+            file=file,
+            shared=shared,
+            scratch={number: look["scratch"] for number, look in looks.items()},
+            works=frozenset(number for number, look in looks.items() if look["files"][file.folder] != "missing"),
+        )
+        if not (job or file.code) and (without := [number for number in numbers if number not in found.works]):
+            names = show_names([file.hosts[number].name for number in without])
+            raise RunError(
+                f'{names} has no {file.folder}\n    try: folder = "/path", in which workers are to work there'
+            )
+        states = {number: look["files"][str(job)] for number, look in looks.items()} if job else {}
+        if not job and file.code:
+            states = dict.fromkeys(numbers, "other")
+        if lacking := {number: state for number, state in states.items() if state != "same"}:
+            return replace(found, code=found._code(hosts, run, lacking))
+        return found
+
+    def place(self, number: int, run: RunSpec, copy: str) -> tuple[RunSpec, str]:
+        """The run as the host of that number has it, and the folder that workers work in there."""
+        run, folder = absolute(run), self.file.folder
+        file = Reference.parse(run.job).file
+        if self.code and number in self.code.there:
+            sent, job = self.code.there[number], job_within(run.job, self.code.pack.root)
+            run = replace(run, job=f"{sent}/{job}" if file else job)
+            folder = folder if self.file.folder_named else self._within(sent, self.code.pack)
+        elif number not in self.works and file:
+            folder = str(file.parent)
+        return (run if self.shared else replace(run, folder=Path(copy))), folder
+
+    def _within(self, sent: str, pack: CodePack) -> str:
+        """The folder of the sent code that is the one of this command, where that was packed; else all of it."""
+        here = Path(self.file.folder).resolve()
+        if here.is_relative_to(pack.root) and (below := str(here.relative_to(pack.root))) != ".":
+            return f"{sent}/{below}" if any(path.startswith(f"{below}/") for path in pack.files) else sent
+        return sent
+
+    def copy(self, number: int, run: RunSpec) -> str:
+        """Where the copy of the run folder is on that host."""
+        return f"{self.scratch[number]}/runs/{self.copy_name(number, run)}"
+
+    def copy_name(self, number: int, run: RunSpec) -> str:
+        """What the copy is called there: no two launches, and no two hosts of one, have the same."""
+        token = token_of(run.folder)
+        return f"{run.folder.name}-{token.identity[:16] if token else 'run'}-{number}"
+
+    def _code(self, hosts: SshHosts, run: RunSpec, lacking: Mapping[int, str]) -> SentCode | None:
+        root = folder_to_pack(run.job, self.file.code)
+        pack = CodePack.of(root, without=run.folder.absolute())
+        others = [number for number, state in lacking.items() if state == "other"]
+        same: set[int] = set()
+        if others:  # copied by hand, perhaps
+            question = {"root": str(root), "digests": {path: file_digest(root / path) for path in pack.files}}
+            same = {number for number, alike in hosts.call("compare", dict.fromkeys(others, question)).items() if alike}
+        if not (needing := set(lacking) - same):
+            return None
+        digest = pack.digest
+        has = hosts.call("code", {one: {"scratch": self.scratch[one], "digest": digest} for one in needing})
+        there = {number: f"{self.scratch[number]}/code/{digest}" for number in needing}
+        missing = frozenset(number for number, folder in has.items() if not folder)
+        return SentCode(pack=pack, digest=digest, there=there, missing=missing)
+
+
+def refuse_gathered(run: RunSpec) -> None:
+    """Refuse what needs a run folder that all hosts share, before any worker has begun.
+
+    Raises:
+        SpecError: with all of it.
+    """
+    shared = "a run folder that all hosts and this machine share (--run)"
+    problems: list[Problem] = []
+    if run.plan.server:
+        given = f"{run.plan}, with a run folder ({run.folder}) that not all hosts share"
+        fix = f"--plan dp={run.plan.processes}"
+        problems.append(Problem(where="plan.server", given=given, allowed=f"{shared}, or no servers", fix=fix))
+    if run.rolls_back:
+        given = f"'rollback', with a run folder ({run.folder}) that not all hosts share"
+        fix = 'on_nonfinite="skip"'
+        problems.append(Problem(where="run.on_nonfinite", given=given, allowed=f"{shared}, or stop or skip", fix=fix))
+    if run.mirror:
+        given = f"{run.mirror}, with a run folder ({run.folder}) that not all hosts share"
+        allowed = f"{shared}, or none: checkpoints are brought to the run folder here"
+        problems.append(Problem(where="run.mirror", given=given, allowed=allowed, fix="no --mirror"))
+    if problems:
+        raise SpecError(problems)
+
+
+def code_to_send(run: RunSpec, file: HostsFile) -> str:
+    """What a host that has not the job's folder is sent, for people; empty where a job is a module that hosts have."""
+    if not (Reference.parse(run.job).file or file.code):
+        return ""
+    try:
+        pack = CodePack.of(folder_to_pack(run.job, file.code), without=run.folder.absolute())
+    except SpecError as error:  # hosts may have it
+        return f"it cannot be sent: {error.problems[0].given}\n"
+    lines = [f"{len(pack.files)} files of {pack.root}, {show_bytes(pack.nbytes)}", ""]
+    return "\n".join([*lines, *(f"{size:>12,}  {path}" for path, size in pack.files.items())]) + "\n"
+
+
+@contextmanager
+def _probe(folder: Path) -> Iterator[tuple[str, str]]:
+    """A file with a word, in what there is of the path to ``folder``; no word where it cannot be written."""
+    above = folder.absolute()
+    while not above.exists() and above != above.parent:
+        above = above.parent
+    token = secrets.token_hex(16)
+    path = above / f".phalanx-launch-{token}"
+    try:
+        path.write_text(token)
+    except OSError:  # which is said when the folder is entered
+        token = ""
+    try:
+        yield str(path), token
+    finally:
+        with suppress(OSError):
+            path.unlink()
+
+
+def _stamp(path: Path) -> list[int]:
+    try:
+        return stamp_of(path.stat())
+    except OSError:
+        return []
