@@ -274,7 +274,7 @@ class Cluster:
             self._tell(name, state, {})
             return
         for index in sorted(state.pending):
-            if self.places is None or index < self.places:
+            if (self.places is None or index < self.places) and self._mountable(state.pending[index]):
                 self._bind(name, index, state)
         codes = {index: pod.process.poll() for index, pod in state.pods.items()}
         for index, code in codes.items():
@@ -372,6 +372,11 @@ class Cluster:
             }
             _write(self.folder / PODS / f"{pod_name}.json", pod)
             state.pending[index] = pod
+
+    def _mountable(self, pod: dict[str, Any]) -> bool:
+        """Whether what it mounts is there, which a node waits for: of a job that is taken away it may be gone first."""
+        names = [one["configMap"]["name"] for one in pod["spec"]["volumes"] if "configMap" in one]
+        return all((self.folder / CONFIGS / f"{name}.json").exists() for name in names)
 
     def _bind(self, name: str, index: int, state: JobSetState) -> None:
         """A pod has found a place."""

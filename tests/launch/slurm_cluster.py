@@ -140,7 +140,7 @@ def slurm_cluster(*, remembered: int = 300, scheduler: str = "builtin") -> Itera
         for node in ("n1", "n2", "n3"):
             cluster.start_node(node)
         asked = ("sinfo", "--noheader", "--partition=three", "--format=%t %D")
-        until(lambda: _run(*asked).split() == ["idle", "3"], 20, "all nodes are up")
+        until(lambda: _run(*asked).split() == ["idle", "3"], 60, "all nodes are up")
         yield cluster
     finally:
         cluster.end()

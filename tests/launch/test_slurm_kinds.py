@@ -81,7 +81,9 @@ def test_ranks_lie_over_both_kinds_and_compute_what_one_device_does(
     cluster: Cluster, tmp_path: Path, plan: str, also: str, laid: list[tuple[str, int]]
 ) -> None:
     write_telling_job(tmp_path)
-    run = Handed(submission(tmp_path, plan, nodelist="n1", also=f"partition=three {also}"))
+    given = submission(tmp_path, plan, nodelist="n1", also=f"partition=three {also}")
+    assert SlurmTarget("").why_not(SlurmTarget("").prepare(given)) == ""
+    run = Handed(given)
     run.wait("ended")
     assert px.load(run.folder).losses == pytest.approx(by_hand(6), rel=1e-5)
     assert [places(run.folder, rank) for rank in range(3)] == [{one} for one in laid]
