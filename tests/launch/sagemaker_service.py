@@ -112,7 +112,7 @@ class Containers:
         self._stopped = True
         self.signal()
 
-    def wait(self, seconds: float = 90, *, taken_back: bool = False) -> list[int]:
+    def wait(self, seconds: float = 180, *, taken_back: bool = False) -> list[int]:
         """Wait for their end, and do what SageMaker does then. Returns the exit codes.
 
         ``taken_back``: it was the capacity's, and the job waits for more.

@@ -21,6 +21,7 @@ from phalanx.launch.targets.code_pack import file_digest
 from phalanx.launch.targets.sagemaker import SageMakerTarget
 from phalanx.launch.targets.sagemaker_instances import gpus_of
 from phalanx.launch.targets.sagemaker_logs import GROUP
+from phalanx.report.run_standing import run_standing
 
 moto = pytest.importorskip("moto")
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning")
@@ -204,6 +205,42 @@ def test_how_a_job_stands(
         assert standing.detail == f"{secondary}: No capacity just now"
     if state == "failed":
         assert standing.detail == "AlgorithmError: rank 1, step 3: no"
+
+
+def test_the_last_step_is_that_of_the_events_in_the_bucket(aws: Any, tmp_path: Path) -> None:
+    given, target = submission(tmp_path), SageMakerTarget("")
+    ticket = target.submit(target.prepare(given))
+    write_ticket(given, "sagemaker", ticket)
+    assert run_standing(given.run.folder).step is None
+    key = f"phalanx/{ticket['job']}/run/events.jsonl"
+    events = [{"event": "step", "step": step, "loss": step / 8, "note": "x" * 64} for step in range(4000)]
+    saved = {"event": "checkpoint", "step": 4000, "path": "/opt/ml/checkpoints/checkpoints/step-4000"}
+    lines = [json.dumps(event) for event in (*events, saved)]
+    for body, step, checkpoint in (
+        ("", None, ""),
+        (f"{lines[0]}\n", 0, ""),
+        ("\n".join(lines) + "\n", 3999, "step-4000"),
+        ("\n".join([*lines, lines[5][:20]]), 3999, "step-4000"),  # copied as it was written
+    ):
+        aws.put_object(Bucket="bucket", Key=key, Body=body.encode())
+        found = run_standing(given.run.folder)
+        assert (found.step, found.checkpoint) == (step, checkpoint)
+        assert found.loss == (None if step is None else step / 8)
+
+
+def test_whoever_may_not_read_the_bucket_is_told_how_the_job_stands(
+    aws: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given, target = submission(tmp_path), SageMakerTarget("")
+    ticket = target.submit(target.prepare(given))
+
+    def denied(*_: Any) -> bytes:
+        raise RunError("AWS refuses it: AccessDenied")
+
+    monkeypatch.setattr(AwsCalls, "tail", denied)
+    standing = target.standing(ticket, given.run.folder)
+    assert standing.state in ("running", "ended")  # as moto has it
+    assert not standing.events
 
 
 def test_a_run_is_stopped_by_its_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ from phalanx.launch.runfile import newest_step
 from phalanx.launch.targets import Submission, write_ticket
 from phalanx.launch.targets.sagemaker import SageMakerTarget
 from phalanx.launch.targets.sagemaker_node import main
+from phalanx.report.run_standing import run_standing
 
 boto3 = pytest.importorskip("boto3")
 moto = pytest.importorskip("moto.server")
@@ -114,12 +115,14 @@ def start(service: Service, tmp_path: Path) -> Start:
         ("server=1 dp=2", 3),
     ],
 )
-def test_hosts_train_what_one_device_does(start: Start, plan: str, count: int) -> None:
+def test_hosts_train_what_one_device_does(start: Start, tmp_path: Path, plan: str, count: int) -> None:
     job = start(plan, steps=6, count=count)
     assert job.wait() == [0] * count, job.said()
     assert px.load(job.run).losses == pytest.approx(by_hand(6), rel=1e-5)
     assert [job.failure(number) for number in range(count)] == [""] * count
     assert "Traceback" not in job.said()
+    found = run_standing(tmp_path / "run")
+    assert (found.state, found.step, found.loss) == ("ended", 5, pytest.approx(by_hand(6)[-1], rel=1e-5))
 
 
 def test_two_hosts_that_are_taken_back_save_and_go_on(start: Start, service: Service) -> None:
@@ -179,8 +182,10 @@ def test_a_spot_run_is_interrupted_stopped_and_ends_as_if_it_had_not_been(
     assert standing()["state"] == "running"
     first.signal()
     assert first.wait(taken_back=True) == [SAVED], first.said()
-    assert standing()["state"] == "waiting"
     one = newest_step(first.run)
+    found = standing()
+    assert (found["state"], found["step"]) == ("waiting", one - 1)
+    assert int(found["checkpoint"].removeprefix("step-")) == one
 
     second = service.start(told["job"])
     await_steps(second.run, one + 3)
@@ -195,7 +200,9 @@ def test_a_spot_run_is_interrupted_stopped_and_ends_as_if_it_had_not_been(
     assert again["job"] != told["job"]
     third = service.start(again["job"])
     assert third.wait() == [0], third.said()
-    assert standing()["state"] == "ended"
+    found = standing()
+    assert (found["state"], found["step"]) == ("ended", STEPS - 1)
+    assert found["loss"] == pytest.approx(by_hand(STEPS)[-1], rel=1e-5)
     assert_undisturbed(third.run, STEPS, one, two)
     assert_no_secret(Path("run"), third)
 
@@ -265,12 +272,12 @@ def test_a_signal_before_there_are_workers_ends_it_at_once(start: Start) -> None
     job = start("dp=2", steps=6, pause=1.0)
     until_code_is_there(job.roots[0])
     job.stop()
-    assert job.wait(30) == [SAVED], job.said()
+    assert job.wait() == [SAVED], job.said()
     assert job.failure() == ""
 
 
 def until_code_is_there(root: Path) -> None:
-    until = time.monotonic() + 30
+    until = time.monotonic() + 90
     while not (root / "phalanx" / "run.toml").exists():
         assert time.monotonic() < until
         time.sleep(0.01)

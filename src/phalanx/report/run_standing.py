@@ -64,6 +64,7 @@ def run_standing(folder: Path) -> RunStanding:
         to = ticket["to"]
         if isinstance(target, QueueTarget):
             standing = target.standing(ticket, folder)
+            events = events or [dict(event) for event in standing.events]
             if standing.state != "unknown":
                 state, detail = standing.state, standing.detail or detail
             elif standing.detail:  # beside what the run's own log tells

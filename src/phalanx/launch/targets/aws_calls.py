@@ -22,6 +22,8 @@ _FIXES = {
     "EndpointConnectionError": "--region, and whether this machine reaches AWS",
 }
 
+_NOTHING_THERE = ("NoSuchKey", "NoSuchBucket", "InvalidRange")  # the last of an object without a byte
+
 _CAUSE = re.compile(r"An error occurred \((\w+)\) when calling the \w+ operation(?: \([^)]*\))?: (.*)")
 
 
@@ -85,6 +87,21 @@ class AwsCalls:
             said = _CAUSE.search(str(error))  # of a transfer, whose error names its cause in its text alone
             code, message = said.groups() if said else (type(error).__name__, str(error))
             raise _refused(code, f"{uri}: {message}") from None
+
+    def tail(self, uri: str, nbytes: int) -> bytes:
+        """The last so many bytes of an object in S3; empty where there is none.
+
+        Raises:
+            RunError: AWS refuses it, or cannot be asked.
+        """
+        from botocore.exceptions import BotoCoreError
+
+        (bucket, key), last = split_s3(uri), f"bytes=-{nbytes}"
+        told = self.ask("s3", "get_object", nothing=_NOTHING_THERE, Bucket=bucket, Key=key, Range=last)
+        try:
+            return told["Body"].read() if told else b""
+        except BotoCoreError as error:
+            raise _refused(type(error).__name__, f"{uri}: {error}") from None
 
     def _client(self, service: str) -> Any:
         if service not in self._clients:

@@ -25,6 +25,7 @@ from phalanx.launch.targets.handed_over import damaged_ticket, earlier_ticket
 from phalanx.launch.targets.sagemaker_job import CODE, RUN, JobPlaces, digest_of_text, run_text, to_json, training_job
 from phalanx.launch.targets.sagemaker_logs import TrainingLogs
 from phalanx.launch.targets.sagemaker_options import OPTIONS, SageMakerRequest
+from phalanx.launch.targets.sagemaker_steps import last_events
 from phalanx.launch.targets.target import FOLDER, Option, Prepared, QueueTarget, Standing, State, Submission
 
 _REQUEST = "training-job.json"
@@ -103,17 +104,12 @@ class SageMakerTarget(QueueTarget):
 
     def standing(self, ticket: Mapping[str, Any], folder: Path) -> Standing:
         name, region = _job_of(ticket, folder)
-        told = AwsCalls(region).ask("sagemaker", "describe_training_job", nothing=_FORGOTTEN, TrainingJobName=name)
+        calls = AwsCalls(region)
+        told = calls.ask("sagemaker", "describe_training_job", nothing=_FORGOTTEN, TrainingJobName=name)
+        events = last_events(calls, name, ticket.get("run"), told)
         if told is None:
-            return Standing(state="unknown", detail="SageMaker has forgotten it")
-        status, secondary = told["TrainingJobStatus"], told.get("SecondaryStatus", "")
-        last = (told.get("SecondaryStatusTransitions") or [{}])[-1].get("StatusMessage", "")
-        if status == "Failed":
-            return Standing(state="failed", detail=told.get("FailureReason") or secondary)
-        detail = f"{secondary}: {last}" if last else secondary
-        if status in _OVER:
-            return Standing(state=_OVER[status], detail=secondary if status == "Completed" else detail)
-        return Standing(state="running" if secondary in _TRAINING else "waiting", detail=detail)
+            return Standing(state="unknown", detail="SageMaker has forgotten it", events=events)
+        return replace(_standing(told), events=events)
 
     def stop(self, ticket: Mapping[str, Any], folder: Path) -> None:
         name, region = _job_of(ticket, folder)
@@ -124,6 +120,18 @@ class SageMakerTarget(QueueTarget):
         logs = TrainingLogs(AwsCalls(region), name, folder / FOLDER)
         logs.fetch()
         return logs.path(rank)
+
+
+def _standing(told: Mapping[str, Any]) -> Standing:
+    """As SageMaker describes the job."""
+    status, secondary = told["TrainingJobStatus"], told.get("SecondaryStatus", "")
+    last = (told.get("SecondaryStatusTransitions") or [{}])[-1].get("StatusMessage", "")
+    if status == "Failed":
+        return Standing(state="failed", detail=told.get("FailureReason") or secondary)
+    detail = f"{secondary}: {last}" if last else secondary
+    if status in _OVER:
+        return Standing(state=_OVER[status], detail=secondary if status == "Completed" else detail)
+    return Standing(state="running" if secondary in _TRAINING else "waiting", detail=detail)
 
 
 def _job_of(ticket: Mapping[str, Any], folder: Path) -> tuple[str, str]:

@@ -40,7 +40,7 @@ class TrainingLogs:
         """
         tokens = self._tokens()
         lines: list[tuple[int, str]] = []
-        for stream in self._streams():
+        for stream in streams_of(self._calls, self._job):
             for event, token in self._events(stream, tokens.get(stream)):
                 tokens[stream] = token
                 if event:
@@ -69,17 +69,6 @@ class TrainingLogs:
                     return {str(stream): str(token) for stream, token in found.items()}
         return {}
 
-    def _streams(self) -> Iterator[str]:
-        """One a host, and more where the job has been started again."""
-        more: dict[str, Any] = {}
-        while True:
-            asked = {"logGroupName": GROUP, "logStreamNamePrefix": f"{self._job}/", **more}
-            told = self._calls.ask("logs", "describe_log_streams", nothing=_NONE, **asked)
-            yield from (one["logStreamName"] for one in (told or {}).get("logStreams", []))
-            if not (told and told.get("nextToken")):
-                return
-            more = {"nextToken": told["nextToken"]}
-
     def _events(self, stream: str, token: str | None) -> Iterator[tuple[dict[str, Any] | None, str]]:
         """Each line since ``token``, and the token to go on with: the same again says that there is no more."""
         while True:
@@ -96,3 +85,19 @@ class TrainingLogs:
             if following == token:
                 return
             token = following
+
+
+def streams_of(calls: AwsCalls, job: str) -> Iterator[str]:
+    """The log streams of a job: one a host, and more where the job has been started again.
+
+    Raises:
+        RunError: CloudWatch refuses it, or cannot be asked.
+    """
+    more: dict[str, Any] = {}
+    while True:
+        asked = {"logGroupName": GROUP, "logStreamNamePrefix": f"{job}/", **more}
+        told = calls.ask("logs", "describe_log_streams", nothing=_NONE, **asked)
+        yield from (one["logStreamName"] for one in (told or {}).get("logStreams", []))
+        if not (told and told.get("nextToken")):
+            return
+        more = {"nextToken": told["nextToken"]}

@@ -14,9 +14,11 @@ import shutil
 import signal
 import socket
 import sys
+import threading
 import time
 import traceback
-from contextlib import suppress
+from collections.abc import Generator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
@@ -30,11 +32,13 @@ from phalanx.launch.reaper import SAVED, adopt_orphans, await_orphans
 from phalanx.launch.runfile import absolute
 from phalanx.launch.targets.code_pack import file_digest, unpack
 from phalanx.launch.targets.node_agent import NodePlace, be_agent, meeting_options, worker_words
-from phalanx.launch.targets.sagemaker_job import CODE, CODE_CHANNEL, ROOT, RUN
+from phalanx.launch.targets.sagemaker_job import CHECKPOINTS, CODE, CODE_CHANNEL, ROOT, RUN
+from phalanx.launch.targets.sagemaker_steps import StepsTold
 
 _PORT = 29400
 _PATIENCE = 600  # seconds for the first host to be there
 _FLUSH = 5.0  # seconds for what workers printed last
+_TELLS = 30.0  # seconds between words of how far the run has come
 _REASON = 1024  # bytes that SageMaker keeps of what went wrong
 _FIX = "phalanx launch JOB --to sagemaker, which writes it"
 
@@ -138,9 +142,29 @@ def _be_agent(root: Path, run: RunSpec, there: ContainerHosts) -> int:
     runfile = _runfile(root)
     adopt_orphans()
     try:
-        return be_agent(run, place, worker_words(runfile, runfile.parent, marked=True))
+        with _steps_told(run, tells=there.here == 0 and run.folder != root / CHECKPOINTS):
+            return be_agent(run, place, worker_words(runfile, runfile.parent, marked=True))
     finally:
         await_orphans(_FLUSH)  # with this process the container ends, and with it what copies what workers printed
+
+
+@contextmanager
+def _steps_told(run: RunSpec, *, tells: bool) -> Generator[None]:
+    """Within, this container says how far the run has come, where it ``tells``: its folder is not copied to S3."""
+    steps, over = StepsTold(run.folder / "events.jsonl"), threading.Event()
+
+    def tell() -> None:
+        while not over.wait(_TELLS):
+            steps.tell()
+
+    if tells:
+        threading.Thread(target=tell, daemon=True).start()
+    try:
+        yield
+    finally:
+        over.set()
+        if tells:
+            steps.tell()
 
 
 def _wait_for(host: str, hosts: int) -> None:

@@ -114,10 +114,15 @@ class Prepared:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Standing:
-    """How a run stands there, and what the target says of it in its own words."""
+    """How a run stands there, and what the target says of it in its own words.
+
+    Attributes:
+        events: the last of the run's events, of a run whose folder is elsewhere.
+    """
 
     state: State
     detail: str = ""
+    events: Sequence[Mapping[str, Any]] = ()
 
 
 class Target(ABC):
