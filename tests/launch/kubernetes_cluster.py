@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -20,6 +19,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from launched import free_ports
 
 JOBSETS, PODS, CONFIGS = "jobsets.jobset.x-k8s.io", "pods", "configmaps"
 WORKLOADS = "workloads.kueue.x-k8s.io"
@@ -351,8 +352,7 @@ class Cluster:
         state.pending.clear()
 
     def _make_pods(self, name: str, job: dict[str, Any], state: JobSetState) -> None:
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            state.port = free.getsockname()[1]
+        (state.port,) = free_ports(1)
         state.began = time.monotonic()
         for index in range(job["completions"]):
             pod_name = f"{name}-node-0-{index}-{state.restarts}"

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+import random
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -150,13 +153,23 @@ def steps_in(folder: Path) -> int:
     return log.read_text().count('"event": "step"') if log.exists() else 0
 
 
-def await_steps(folder: Path, count: int, process: subprocess.Popen[str] | None = None, patience: float = 60) -> None:
+def await_steps(folder: Path, count: int, process: subprocess.Popen[str] | None = None, patience: float = 120) -> None:
     """Wait until the run has come so far."""
     until = time.monotonic() + patience
     while steps_in(folder) < count:
         assert time.monotonic() < until, f"{steps_in(folder)} steps after {patience} s"
         assert process is None or process.poll() is None, process.communicate()
         time.sleep(0.05)
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports of this machine that are free, out of those that are given only to who asks for one of them."""
+    found, any_of = set[int](), random.SystemRandom()
+    while len(found) < count:
+        port = any_of.randrange(25_000, 32_000)
+        with suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            found.add(port)
+    return sorted(found)
 
 
 def working_in(folder: Path) -> list[str]:
@@ -174,7 +187,7 @@ def working_in(folder: Path) -> list[str]:
     return found
 
 
-def await_none_left(folder: Path, patience: float = 10) -> None:
+def await_none_left(folder: Path, patience: float = 60) -> None:
     """Wait until no worker or agent works in ``folder``."""
     until = time.monotonic() + patience
     while left := working_in(folder):

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
+from launched import free_ports
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "scancel", "squeue", "sinfo")
 # cred_expire is how long a job that is queued again waits, 6 s or more.
@@ -109,7 +110,7 @@ class Cluster:
         for process in self._processes():
             with suppress(psutil.Error):
                 process.kill()
-        until(lambda: not self._processes(), 5, "all processes of the cluster are gone")
+        until(lambda: not self._processes(), 60, "all processes of the cluster are gone")
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def _processes(self) -> list[psutil.Process]:
@@ -162,21 +163,13 @@ def _start(folder: Path, remembered: int, scheduler: str) -> None:
         path.mkdir(mode=0o700)
     (munge / "key").write_bytes(secrets.token_bytes(1024))
     (munge / "key").chmod(0o400)
-    ports = _free_ports(4)
+    ports = free_ports(4)
     given = {"host": socket.gethostname(), "folder": folder, "ports": ports}
     text = CONFIGURATION.format(**given, remembered=remembered, scheduler=scheduler)
     (folder / "slurm.conf").write_text(text)
     files = {"key-file": "key", "socket": "socket", "pid-file": "pid", "log-file": "log", "seed-file": "seed"}
     _run("munged", "--force", *(f"--{option}={munge / name}" for option, name in files.items()))
     _run("slurmctld", "-c")
-
-
-def _free_ports(count: int) -> list[int]:
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [one.getsockname()[1] for one in sockets]
-    for one in sockets:
-        one.close()
-    return ports
 
 
 def _program(name: str) -> str | None:
@@ -189,7 +182,7 @@ def _run(name: str, *words: str) -> str:
     assert program
     with tempfile.TemporaryFile("w+") as out:
         done = subprocess.run(
-            [program, *words], stdout=out, stderr=out, stdin=subprocess.DEVNULL, timeout=30, check=False
+            [program, *words], stdout=out, stderr=out, stdin=subprocess.DEVNULL, timeout=90, check=False
         )
         out.seek(0)
         said = out.read()

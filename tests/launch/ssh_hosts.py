@@ -19,7 +19,7 @@ from phalanx.launch.reaper import fork
 from phalanx.launch.worker_process import die_with
 
 _SSHD = shutil.which("sshd") or "/usr/sbin/sshd"
-_UP = 10.0  # seconds for a server to listen
+_UP = 60.0  # seconds for a server to listen
 
 
 def lacking_for_ssh() -> str:

@@ -454,7 +454,7 @@ def test_earlier_starts_are_counted_and_a_queue_is_named() -> None:
     assert found.detail == "Pending: insufficient unused quota"
 
 
-def until(what: Callable[[], Any], patience: float = 20) -> None:
+def until(what: Callable[[], Any], patience: float = 90) -> None:
     end = time.monotonic() + patience
     while not what():
         assert time.monotonic() < end
