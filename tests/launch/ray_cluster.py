@@ -15,17 +15,20 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import psutil
+from launched import free_ports
 
-CPUS = 3  # of each node
+CPUS = 4  # of each node
 _FASTER = {  # than a cluster between machines: how soon a node that is silent counts as lost
     "RAY_health_check_initial_delay_ms": "1000",
     "RAY_health_check_period_ms": "1000",
     "RAY_health_check_timeout_ms": "3000",
     "RAY_health_check_failure_threshold": "3",
+    "RAY_prestart_worker_first_driver": "0",  # of as many processes as there are CPUs, for nobody
 }
 
 
 _OF = "PHALANX_TEST_RAY"
+_COVERED = 'mount -t tmpfs none "$0" && exec "$@"'  # an empty folder in place of one, for what runs there alone
 
 
 def lacking_for_ray() -> str:
@@ -33,12 +36,27 @@ def lacking_for_ray() -> str:
     return "" if find_spec("ray") else "not installed: ray"
 
 
+def covers() -> bool:
+    """Whether nodes can be kept here from seeing a folder."""
+    words = ["unshare", "--mount", "mount", "-t", "tmpfs", "none", tempfile.gettempdir()]
+    return bool(shutil.which("unshare")) and not subprocess.run(words, capture_output=True, check=False).returncode
+
+
 class RayCluster:
-    """A head and nodes that join it. A variable of each process says of which cluster and node it is."""
+    """A head and nodes that join it. A variable of each process says of which cluster and node it is.
+
+    Attributes:
+        head_only: a folder that the head alone sees, where ``covers``; on the others it is empty.
+        covers: whether that can be had.
+        scratch: where its processes have what is temporary.
+    """
 
     def __init__(self) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="phalanx-ray-"))
-        self.port, self.client_port = _free_ports(2)
+        self.head_only, self.scratch, self.covers = self.folder / "head-only", self.folder / "scratch", covers()
+        self.head_only.mkdir()
+        self.scratch.mkdir()
+        self.port, self.client_port = free_ports(2)
         self._nodes = 0
 
     @property
@@ -61,24 +79,28 @@ class RayCluster:
 
     def _start(self, *words: str) -> int:
         resources = (f"--num-cpus={CPUS}", "--num-gpus=0", "--object-store-memory=80000000")
+        ports = ("--min-worker-port=0", "--max-worker-port=0")  # any: two nodes of a machine would take the same
         ray = [sys.executable, "-c", "from ray.scripts.scripts import main; main()", "start"]
+        if self.covers and "--head" not in words:
+            ray = ["unshare", "--mount", "sh", "-c", _COVERED, str(self.head_only), *ray]
         number, self._nodes = self._nodes, self._nodes + 1
         log = self.folder / f"node-{number}.log"
         with log.open("wb") as out:
             done = subprocess.run(
-                [*ray, *words, *resources, "--disable-usage-stats"],
+                [*ray, *words, *resources, *ports, "--disable-usage-stats"],
                 env={
                     **os.environ,
                     **_FASTER,
                     "RAY_USAGE_STATS_ENABLED": "0",
                     "HOME": str(self.folder),
+                    "TMPDIR": str(self.scratch),
                     _OF: self._mark(number),
                 },
                 cwd=self.folder,
                 stdout=out,
                 stderr=out,
                 stdin=subprocess.DEVNULL,
-                timeout=90,
+                timeout=180,
                 check=False,
             )
         assert not done.returncode, log.read_text()
@@ -104,7 +126,7 @@ class RayCluster:
 
     def end(self) -> None:
         """End all of it."""
-        until(self._killed, 15, "all processes of the cluster are gone")
+        until(self._killed, 60, "all processes of the cluster are gone")
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def _killed(self) -> bool:
@@ -134,7 +156,7 @@ def ray_cluster() -> Iterator[RayCluster]:
     try:
         cluster.start_head()
         cluster.start_node()
-        until(lambda: _listens(cluster.client_port), 60, "the head takes clients")
+        until(lambda: _listens(cluster.client_port), 120, "the head takes clients")
         yield cluster
     finally:
         cluster.end()
@@ -152,11 +174,3 @@ def _listens(port: int) -> bool:
     with suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1):
         return True
     return False
-
-
-def _free_ports(count: int) -> list[int]:
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [one.getsockname()[1] for one in sockets]
-    for one in sockets:
-        one.close()
-    return ports

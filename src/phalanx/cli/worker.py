@@ -21,9 +21,10 @@ from phalanx.errors import SpecError
 @click.option(
     "--wait", is_flag=True, help="Load what takes its time, then wait for a line of JSON: the variables of its place."
 )
+@click.option("--job", default="", help="Where this worker finds the job, if not where RUNFILE says: a copy of it.")
 @json_option
 @click.pass_context
-def command(ctx: click.Context, runfile: Path, reports: Path | None, wait: bool, as_json: bool) -> None:
+def command(ctx: click.Context, runfile: Path, reports: Path | None, wait: bool, job: str, as_json: bool) -> None:
     """Be one worker of the run that RUNFILE describes.
 
     torchrun starts it once for each device, and says to each where it stands; alone, it is the only worker. The plan
@@ -38,7 +39,7 @@ def command(ctx: click.Context, runfile: Path, reports: Path | None, wait: bool,
 
     if wait and not await_place(sys.stdin):
         ctx.exit(0)  # whoever started it is gone, or has no use for it
-    code = main(runfile, reports)
+    code = main(runfile, reports, job)
     if as_json and _speaks():
         print_json({"runfile": str(runfile), "exit_code": code})
     ctx.exit(code)

@@ -249,11 +249,12 @@ def _work_in(folder: str) -> None:
     sys.path[:] = [folder if path == before else path for path in sys.path]
 
 
-def main(runfile: Path, reports: Path | None = None) -> int:
+def main(runfile: Path, reports: Path | None = None, job_here: str = "") -> int:
     """Be one worker of the run in ``runfile``: one of a launcher's, or the only one.
 
     An error goes to stderr and to the run's events, once for all workers, with the rank and the step; or into
     ``reports``, for the launcher that started this worker and then says it. Such a worker ends with its parent.
+    ``job_here``: where this worker finds the job, if not where the run file says.
 
     Returns:
         The exit code for this process: 0, that of the error, or ``SAVED`` where the run was asked to stop and saved.
@@ -270,7 +271,7 @@ def main(runfile: Path, reports: Path | None = None) -> int:
         if not run.devices:
             _refuse_another_world(run, status.place, runfile)
         status.place = replace(status.place, timeout=run.timeout)
-        job = override(load_job(run.job), run)
+        job = override(load_job(job_here or run.job), run)
         train_as_worker(job, fitted(run, status.place.world_size, job), status, runfile=runfile)
     except BaseException as error:
         if not (reports or isinstance(error, Exception)):

@@ -25,11 +25,12 @@ from phalanx.launch.reaper import SAVED
 _WORDS = ("start", "resume", "stopped", "error", "end")
 _OLDER_GRACE = 30  # seconds, before torch 2.13
 _AFTER_GRACE = 5  # seconds, after which a worker that should have ended by itself is ended by force
+_WORKER = """exec "$0" -m phalanx worker "$1" ${3:+--job "$3"} """
 # Nothing but the end of what is printed ends the processes that copy it.
-_PLAIN = """exec "$0" -m phalanx worker "$1" > >(trap '' INT TERM; exec tee -a -- "$2/rank-$RANK.log") 2>&1"""
+_PLAIN = _WORKER + """> >(trap '' INT TERM; exec tee -a -- "$2/rank-$RANK.log") 2>&1"""
 _MARKED = (
-    """exec "$0" -m phalanx worker "$1" """
-    """> >(trap '' INT TERM; tee -a -- "$2/rank-$RANK.log" | exec sed -u "s/^/[rank $RANK] /") 2>&1"""
+    f"{_WORKER}> >(trap '' INT TERM; "
+    """tee -a -- "$2/rank-$RANK.log" | exec sed -u "s/^/[rank $RANK] /") 2>&1"""
 )
 
 
@@ -75,12 +76,14 @@ def ordered_options(meeting: str, *, start: str, number: int) -> dict[str, str]:
     return {**meets, "node-rank": str(number)}
 
 
-def worker_words(runfile: Path, logs: Path, *, marked: bool) -> list[str]:
+def worker_words(runfile: Path, logs: Path, *, marked: bool, job: str = "") -> list[str]:
     """What torchrun starts for each rank, whose ``rank-N.log`` is in ``logs``.
 
-    ``marked``: each line of the agent's own output begins with the rank that has printed it.
+    ``marked``: each line of the agent's own output begins with the rank that has printed it. ``job``: where the job is
+    on this node, if not where the run file says.
     """
-    return ["bash", "-c", _MARKED if marked else _PLAIN, sys.executable, str(runfile), str(logs)]
+    script = _MARKED if marked else _PLAIN
+    return ["bash", "-c", script, sys.executable, str(runfile), str(logs), *([job] if job else [])]
 
 
 def be_agent(spec: RunSpec, place: NodePlace, worker: Sequence[str]) -> int:

@@ -1,7 +1,8 @@
 """``--to ray://head:10001``: a run as actors in a placement group of a Ray cluster that is there.
 
-A detached actor (``ray_actors.py``) starts torchrun's agent on each node, starts all anew where one is lost, and ends
-with the run. Every question to the cluster is asked by a process of its own (``ray_ask.py``).
+The folder of the job goes with it as one file (``ray_code.py``). A detached actor (``ray_actors.py``) starts torchrun's
+agent on each node, starts all anew where one is lost, and ends with the run. Every question to the cluster is asked by
+a process of its own (``ray_ask.py``).
 """
 
 from __future__ import annotations
@@ -12,14 +13,18 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, ClassVar, final
 
 from phalanx.errors import MissingExtraError, Problem, RefusedError, RunError, SpecError
+from phalanx.launch.targets.code_pack import CodePack
 from phalanx.launch.targets.handed_over import damaged_ticket
 from phalanx.launch.targets.node_agent import last_word
+from phalanx.launch.targets.ray_code import ARCHIVE
 from phalanx.launch.targets.ray_request import OPTIONS, RayRequest
 from phalanx.launch.targets.target import (
     FOLDER,
@@ -59,10 +64,13 @@ class RayTarget(QueueTarget):
 
     def prepare(self, submission: Submission) -> Prepared:
         request = RayRequest.of(submission)
+        pack = CodePack.of(Path(request.code), without=submission.run.folder)
+        request = replace(request, sha256=pack.digest)
         file = submission.folder / _REQUEST
         return Prepared(
             submission=submission,
             files={
+                submission.folder / "code.txt": pack.to_text(),
                 submission.runfile: submission.run.to_toml(),
                 file: json.dumps(request.to_dict(), indent=2) + "\n",
             },
@@ -74,9 +82,9 @@ class RayTarget(QueueTarget):
         Raises:
             MissingExtraError: Ray is not installed here.
             RefusedError: the cluster has too little for the plan, with what it has.
-            RunError: the cluster is not there, or refuses it.
+            RunError: the cluster is not there, or refuses it, or the code has changed meanwhile.
         """
-        with prepared.written():
+        with prepared.written(), _packed(prepared):
             (words,) = prepared.commands
             return _ask(words, self.address)
 
@@ -125,6 +133,23 @@ class RayTarget(QueueTarget):
         if not isinstance(cluster, str) or not (cluster == "" or _HOST.fullmatch(cluster)):
             raise damaged_ticket(folder)
         return actor, cluster or self.address
+
+
+@contextmanager
+def _packed(prepared: Prepared) -> Generator[None]:
+    """Within, the code is packed in the run folder; with its end as the archive that nodes read, unless it fails."""
+    submission = prepared.submission
+    asked = json.loads(prepared.files[submission.folder / _REQUEST])
+    archive = submission.folder / ARCHIVE
+    partial = archive.with_name(f"{ARCHIVE}.partial")
+    try:
+        if CodePack.of(Path(asked["code"]), without=submission.run.folder).write(partial) != asked["sha256"]:
+            what = f"{asked['code']} changed while it was handed over"
+            raise RunError(f"{what}\n    try: once more, when nothing writes there")
+        yield
+        partial.replace(archive)
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 def _ended(actor: str, folder: Path) -> Standing | None:

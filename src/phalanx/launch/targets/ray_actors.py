@@ -14,6 +14,7 @@ import platform
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,6 +28,7 @@ from phalanx.files import read_text, replace_text
 from phalanx.launch.addresses import LOOPBACK
 from phalanx.launch.reaper import SAVED
 from phalanx.launch.targets.node_agent import last_word
+from phalanx.launch.targets.ray_code import SentCode
 from phalanx.launch.targets.ray_request import RayLayout, own_version
 
 if TYPE_CHECKING:
@@ -275,8 +277,13 @@ class NodeActor:
 
     def train(self, told: Mapping[str, Any]) -> int:
         """Be with the agent until it ends. Returns its exit code, negative for a signal."""
+        with tempfile.TemporaryDirectory(prefix="phalanx-code-", ignore_cleanup_errors=True) as scratch:
+            return self._train(told, scratch)
+
+    def _train(self, told: Mapping[str, Any], scratch: str) -> int:
         request = self._request
-        place = json.dumps({**told, "name": platform.node(), "cores": self._cores})
+        own = {"name": platform.node(), "cores": self._cores, "scratch": scratch}
+        place = json.dumps({**told, **own, "code": SentCode.of(request).to_dict()})
         python = request["python"] or sys.executable
         words = [python, "-m", "phalanx.launch.targets.ray_node", request["runfile"], place]
         with self._lock:
@@ -284,7 +291,6 @@ class NodeActor:
                 return SAVED
             self._agent = agent = subprocess.Popen(
                 words,
-                cwd=request["folder"] if Path(request["folder"]).is_dir() else None,
                 env=self._environment(),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,

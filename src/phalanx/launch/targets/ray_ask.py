@@ -29,7 +29,6 @@ NAMESPACE = "phalanx"
 _REACHED = 3.0  # seconds until a port takes a connection
 _CONNECTED = 75.0  # seconds until Ray has let this process in
 _STARTED = 60.0  # seconds until an actor is there
-_AGAIN = 2.0  # seconds
 _LEAVES = 3.0  # seconds until the connection is let go of
 _BUSY = "Initialization failure"  # of the process that Ray's client server starts for each client
 _CLIENT = "ray://"
@@ -58,21 +57,12 @@ def main(address: str, word: str, what: str) -> dict[str, Any]:
             if not again or _BUSY not in str(error):
                 return {"error": first_words(error), "unreachable": True}
     try:
-        told = _asked_twice(answer, what) if word in ("standing", "stop") else answer(what)
+        told = answer(what)
         return {**told, "cluster": _where()} if word == "submit" and address == "auto" else told
     except RefusedError as error:
         return {"error": str(error), "problems": [asdict(problem) for problem in error.problems]}
     except Exception as error:
         return {"error": first_words(error)}
-
-
-def _asked_twice(answer: Callable[[str], dict[str, Any]], what: str) -> dict[str, Any]:
-    """Ray's client fails in ways of its own where an actor ends while it is looked for: asked again, it is gone."""
-    try:
-        return answer(what)
-    except Exception:
-        time.sleep(_AGAIN)
-        return answer(what)
 
 
 def _connect(address: str, request: str) -> None:
@@ -172,9 +162,8 @@ def _standing(name: str) -> dict[str, Any]:
     import ray
     from ray.exceptions import GetTimeoutError, RayActorError
 
-    try:
-        actor: Any = ray.get_actor(name, namespace=NAMESPACE)
-    except ValueError:
+    actor = _supervisor(name)
+    if actor is None:
         return {}
     try:
         told: Any = ray.get(actor.standing.remote(), timeout=_STARTED)
@@ -189,9 +178,30 @@ def _stop(name: str) -> dict[str, Any]:
     import ray
     from ray.exceptions import RayActorError
 
-    with suppress(ValueError, RayActorError):  # it has ended
-        ray.get(ray.get_actor(name, namespace=NAMESPACE).stop.remote(), timeout=_STARTED)
+    if (actor := _supervisor(name)) is not None:
+        with suppress(RayActorError):  # it has ended
+            ray.get(actor.stop.remote(), timeout=_STARTED)
     return {}
+
+
+def _supervisor(name: str) -> Any:
+    """The supervisor of that name; ``None`` where it has ended.
+
+    Ray looks the actor up by its name, and then its class in a table of the job that made it, which is dropped with the
+    job's last actor. Where the supervisor ends between the two, Ray finds no class, and an assertion of its own fails:
+    "Expected str or bytes, got NoneType".
+    """
+    import ray
+    from ray.util import list_named_actors
+
+    try:
+        return ray.get_actor(name, namespace=NAMESPACE)
+    except ValueError:
+        return None
+    except AssertionError:
+        if {"name": name, "namespace": NAMESPACE} in list_named_actors(all_namespaces=True):
+            raise
+        return None
 
 
 def first_words(error: Exception) -> str:

@@ -2,30 +2,44 @@
 ``python -m phalanx.launch.targets.ray_node RUNFILE PLACE``.
 
 Its standard input is a pipe of that actor's, at whose end the agent ends at once, and the workers with it: whatever
-becomes of the actor, nothing of the run stays on the node.
+becomes of the actor, nothing of the run stays on the node, a copy of the job's code included.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import shutil
+import signal
 import sys
 import threading
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from phalanx.config import RunSpec
+from phalanx.errors import PhalanxError
 from phalanx.files import read_text
 from phalanx.launch.targets.node_agent import NodePlace, be_agent, meeting_options, worker_words
+from phalanx.launch.targets.ray_code import ARCHIVE, SentCode
 
 
 def main(runfile: Path, told: str) -> int:
-    """Be the agent of this node. Returns 0 where the run has ended, ``SAVED`` where it was asked to stop, else 1.
+    """Be the agent of this node. Returns 0 where the run has ended, ``SAVED`` where it was asked to stop, else why not.
 
     ``told``: in JSON the node's ``name``, whether it is the ``first`` of how many ``nodes``, its ``cores``, where
-    agents ``meet``, and what no other ``start`` has there.
+    agents ``meet``, what no other ``start`` has there, the ``code``, and a ``scratch`` folder of the actor's.
     """
-    _end_with_actor()
     place = json.loads(told)
+    _end_with_actor(Path(place["scratch"]))
+    try:
+        return _be_agent(runfile, place)
+    except PhalanxError as error:
+        print(f"{place['name']}: {error}", file=sys.stderr, flush=True)
+        return error.exit_code
+
+
+def _be_agent(runfile: Path, place: dict[str, Any]) -> int:
     spec = RunSpec.from_toml(read_text(runfile, where="run file", fix="phalanx launch JOB --to ray", below=0))
     meets = meeting_options(place["meet"], start=place["start"], first=place["first"])
     node = NodePlace(
@@ -34,10 +48,14 @@ def main(runfile: Path, told: str) -> int:
         cores=place["cores"],
         options={"max-restarts": str(spec.restarts), **meets},
     )
-    return be_agent(spec, node, worker_words(runfile, runfile.parent, marked=False))
+    code = SentCode(**place["code"]).found(runfile.with_name(ARCHIVE), Path(place["scratch"]))
+    if code.why:
+        print(f"phalanx: {place['name']} works in a copy of the job's folder: {code.why}", flush=True)
+    os.chdir(code.folder)
+    return be_agent(spec, node, worker_words(runfile, runfile.parent, marked=False, job=code.job))
 
 
-def _end_with_actor() -> None:
+def _end_with_actor(scratch: Path) -> None:
     life = os.dup(0)  # which workers do not inherit
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
@@ -45,9 +63,17 @@ def _end_with_actor() -> None:
 
     def wait() -> None:
         os.read(life, 1)
+        for worker in _children():  # they work in what is removed
+            with suppress(ProcessLookupError):
+                os.kill(worker, signal.SIGKILL)
+        shutil.rmtree(scratch, ignore_errors=True)
         os._exit(1)
 
     threading.Thread(target=wait, daemon=True).start()
+
+
+def _children() -> list[int]:
+    return [int(pid) for task in Path("/proc/self/task").glob("*/children") for pid in task.read_text().split()]
 
 
 if __name__ == "__main__":

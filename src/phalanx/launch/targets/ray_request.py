@@ -12,6 +12,8 @@ from typing import Any, Self
 
 from phalanx.config import RunSpec
 from phalanx.errors import Problem, RefusedError, SpecError
+from phalanx.launch.jobfile import Reference
+from phalanx.launch.targets.code_pack import CODE_OPTION, folder_to_pack, job_within
 from phalanx.launch.targets.target import Option, Submission
 
 OPTIONS = {
@@ -22,6 +24,7 @@ OPTIONS = {
     "runtime-env": Option(
         help="a file in JSON with a runtime environment of Ray's: variables, packages", example="environment.json"
     ),
+    "code": CODE_OPTION,
 }
 
 _NUMBER = re.compile(r"[1-9][0-9]{0,6}")
@@ -36,7 +39,7 @@ class NodeOffer:
     gpus: float
 
     def __str__(self) -> str:
-        return f"{self.name} has {self.cpus:g} CPUs" + (f" and {self.gpus:g} GPUs" if self.gpus else "")
+        return f"{self.name} has {_devices(self.cpus, self.gpus)}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,6 +59,9 @@ class RayRequest:
         python: the interpreter of the workers; empty: that of Ray's own there.
         folder: where the processes work.
         runfile: what they read.
+        code: the folder that is packed, absolute.
+        reference: the job as whoever works in that folder names it; empty where it is no file, but a module.
+        sha256: of that folder, packed.
         patience: seconds within which the launcher leaves its ticket in the run folder: a shared file system may take a
             minute to show a file that was not there before.
     """
@@ -72,6 +78,9 @@ class RayRequest:
     python: str
     folder: str
     runfile: str
+    code: str
+    reference: str
+    sha256: str = ""
     patience: float = 120.0
 
     @classmethod
@@ -91,6 +100,8 @@ class RayRequest:
         environment = options.get("runtime-env", "")
         if "runtime-env" in options and (why := _no_environment(Path(environment))):
             problems.append(_wrong("runtime-env", f"{environment!r}, {why}", "a file with an object in JSON"))
+        code, unpacked = _code_of(run, options.get("code"))
+        problems += unpacked
         if problems:
             raise SpecError(problems)
         return cls(
@@ -106,6 +117,8 @@ class RayRequest:
             python=submission.python,
             folder=str(Path.cwd()),
             runfile=str(submission.runfile),
+            code=str(code),
+            reference=job_within(run.job, code) if Reference.parse(run.job).file else "",
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -130,11 +143,10 @@ class RayRequest:
         gpus = self.devices if wants_gpus else 0
         room = sorted((_room(node, cpus, gpus) for node in there), reverse=True)
         most = max((number * room[number - 1] for number in range(1, len(room) + 1)), default=0)
-        each = f"{cpus} CPUs" + (f" and {gpus} GPUs" if gpus else "")
-        on = f" on {self.nodes} nodes" if self.nodes else ""
+        on = f" on {_counted(self.nodes, 'node')}" if self.nodes else ""
         raise RefusedError.of(
             where="--plan",
-            given=f"{self.plan}: {self.processes} processes with {each} each{on}",
+            given=f"{self.plan}: {_counted(self.processes, 'process')} with {_devices(cpus, gpus)} each{on}",
             allowed=f"what the cluster has: {'; '.join(str(node) for node in there) or 'no node'}",
             fix=_fix(most, wants_gpus, asked=self.device),
         )
@@ -158,8 +170,18 @@ class RayLayout:
         return {"CPU": float(self.cpus), **({"GPU": float(self.gpus)} if self.gpus else {})}
 
     def __str__(self) -> str:
-        each = f"{self.cpus} CPUs" + (f" and {self.gpus} GPUs" if self.gpus else "")
+        each = _devices(self.cpus, self.gpus)
         return f"{self.nodes} nodes with {each} each" if self.nodes > 1 else f"a node with {each}"
+
+
+def _devices(cpus: float, gpus: float) -> str:
+    return _counted(cpus, "CPU") + (f" and {_counted(gpus, 'GPU')}" if gpus else "")
+
+
+def _counted(number: float, word: str) -> str:
+    if number == 1:
+        return f"1 {word}"
+    return f"{number:g} {word}es" if word.endswith("s") else f"{number:g} {word}s"
 
 
 def _room(node: NodeOffer, cpus: int, gpus: int) -> int:
@@ -177,13 +199,20 @@ def _misfits(run: RunSpec, nodes: int) -> list[Problem]:
     problems: list[Problem] = []
     if nodes and run.plan.processes % nodes:
         fits = max(number for number in range(1, nodes + 1) if run.plan.processes % number == 0)
-        given = f"{nodes}, for the {run.plan.processes} processes of {run.plan}"
+        given = f"{nodes}, for the {_counted(run.plan.processes, 'process')} of {run.plan}"
         allowed = "a number that divides them: each node has equally many"
         problems.append(Problem(where="--nodes", given=given, allowed=allowed, fix=f"--nodes {fits}"))
     if run.devices:
         given, allowed = f"{run.devices}, on Ray", "a number of devices that does not change"
         problems.append(Problem(where="-n", given=given, allowed=allowed, fix=f"-n {run.plan.devices}"))
     return problems
+
+
+def _code_of(run: RunSpec, given: str | None) -> tuple[Path, list[Problem]]:
+    try:
+        return folder_to_pack(run.job, given), []
+    except SpecError as error:
+        return Path(), [*error.problems]
 
 
 def _no_environment(file: Path) -> str:

@@ -1,0 +1,403 @@
+"""The actors of a run on Ray, each by itself: what they ask of each other, of Ray, and of torchrun's agent."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import psutil
+import pytest
+from launched import await_steps, write_job
+from ray_cluster import lacking_for_ray, until
+
+from phalanx.config import Plan, RunSpec
+from phalanx.launch.reaper import SAVED
+from phalanx.launch.targets import CodePack, ray_actors, ray_ask
+from phalanx.launch.targets.ray_actors import LOST, STANDING, NodeActor, Supervisor
+from phalanx.launch.targets.ray_code import ARCHIVE, SentCode
+from phalanx.launch.targets.ray_request import RayLayout
+
+pytestmark = [
+    pytest.mark.timeout(300),
+    pytest.mark.skipif(bool(lacking_for_ray()), reason=lacking_for_ray() or "ray"),
+]
+
+if not lacking_for_ray():  # before any test: it sets variables of its own
+    import ray
+    import ray.util.client
+    import ray.util.placement_group
+
+    groups = sys.modules["ray.util.placement_group"]  # whose name in ray.util is a function's
+
+
+class Future:
+    """Of the exit code of an agent."""
+
+    def __init__(self, code: int) -> None:
+        self.code = code
+
+
+class Calls:
+    """A method of an actor: ``remote`` calls it at once, and gives what it returned in place of a future."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.remote = function
+
+
+@pytest.fixture(autouse=True)
+def ray_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Futures are what they give."""
+    monkeypatch.setattr(ray, "get", lambda future, **how: future)
+    monkeypatch.setattr(ray, "wait", lambda futures, **how: (futures[:1], futures[1:]))
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # pipes end with an actor's process
+class TestNodeActor:
+    """Its agent is a shell script in place of Python."""
+
+    def actor(self, tmp_path: Path, script: str) -> tuple[NodeActor, list[bytes]]:
+        python = tmp_path / "python"
+        python.write_text(f"#!/bin/bash\n{script}\n")
+        python.chmod(0o755)
+        printed: list[bytes] = []
+        supervisor = SimpleNamespace(take=Calls(printed.append))
+        request = {"python": str(python), "runfile": str(tmp_path / "run.toml"), "folder": str(tmp_path)}
+        return NodeActor(supervisor, {**request, "code": "", "sha256": "", "reference": ""}, 2), printed
+
+    def test_the_agents_exit_code_and_all_that_it_prints_are_passed_on(self, tmp_path: Path) -> None:
+        script = 'for n in $(seq 2000); do echo "line $n of rank 0"; done; echo the last >&2; exit 3'
+        actor, printed = self.actor(tmp_path, script)
+        assert actor.train({"meet": "host:1"}) == 3
+        lines = b"".join(printed).decode().splitlines()
+        assert (len(lines), lines[-1]) == (2001, "the last")
+
+    def test_an_agent_that_a_signal_ended_has_a_code_of_its_own(self, tmp_path: Path) -> None:
+        actor, _ = self.actor(tmp_path, "kill -KILL $$")
+        assert actor.train({}) == -9
+
+    def test_a_stop_is_passed_on_to_the_agent(self, tmp_path: Path) -> None:
+        script = f"trap 'echo asked; exit {SAVED}' TERM; touch {tmp_path}/up; while true; do sleep 0.05; done"
+        actor, printed = self.actor(tmp_path, script)
+        codes: list[int] = []
+        trains = threading.Thread(target=lambda: codes.append(actor.train({})))
+        trains.start()
+        until((tmp_path / "up").exists, 60, "the agent is up")
+        actor.stop()
+        trains.join(60)
+        assert codes == [SAVED]
+        assert b"".join(printed) == b"asked\n"
+
+    def test_after_a_stop_no_agent_is_started(self, tmp_path: Path) -> None:
+        actor, _ = self.actor(tmp_path, f"touch {tmp_path}/up")
+        actor.stop()
+        assert actor.train({}) == SAVED
+        assert not (tmp_path / "up").exists()
+
+    def test_the_agent_is_told_its_place_and_its_folder_is_gone_with_it(self, tmp_path: Path) -> None:
+        actor, printed = self.actor(tmp_path, 'shift 3; echo "$1"')
+        assert actor.train({"meet": "host:1", "start": "a-1", "nodes": 2, "first": True}) == 0
+        told = json.loads(b"".join(printed))
+        assert (told["meet"], told["start"], told["nodes"], told["first"], told["cores"]) == (
+            "host:1",
+            "a-1",
+            2,
+            True,
+            2,
+        )
+        assert told["code"]["works"] == str(tmp_path)
+        assert not Path(told["scratch"]).exists()
+
+    @pytest.mark.parametrize(("given", "left"), [("2", ""), ("5", "5")])
+    def test_rays_share_of_threads_is_not_that_of_each_worker(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: str, left: str
+    ) -> None:
+        monkeypatch.setenv("OMP_NUM_THREADS", given)
+        actor, printed = self.actor(tmp_path, 'echo "$OMP_NUM_THREADS"')
+        actor.train({})
+        assert b"".join(printed).decode().strip() == left
+
+
+class TestNodeActors:
+    """What the supervisor asks of all nodes."""
+
+    def trained(self, codes: Sequence[int], *, asked: bool = False) -> tuple[dict[int, int], list[dict[str, Any]], int]:
+        """What became of agents that end with ``codes``, what each was told, and how many were asked to stop."""
+        told: list[dict[str, Any]] = []
+        stops: list[None] = []
+
+        def node(number: int) -> Any:
+            def train(place: dict[str, Any]) -> Any:
+                told.append(place)
+                return Future(codes[number])
+
+            return SimpleNamespace(train=Calls(train), stop=Calls(lambda: stops.append(None)))
+
+        event = threading.Event()
+        if asked:
+            event.set()
+        actors = [node(number) for number in range(len(codes))]
+        settings: Any = SimpleNamespace(asked=event)
+        nodes = ray_actors._NodeActors(settings, actors)
+        places = [{"name": f"n{n}", "address": f"10.0.0.{n}", "port": 7000 + n} for n in range(len(codes))]
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(ray_actors, "_code", lambda future: future.code)
+            found = nodes.train(places, spec(Path("run")), "digits-1-0")
+        return found, told, len(stops)
+
+    def test_agents_meet_on_the_first_node_at_its_address_and_port(self) -> None:
+        codes, told, stops = self.trained([0, 0, 0])
+        assert (codes, stops) == ({0: 0, 1: 0, 2: 0}, 0)
+        assert [one["first"] for one in told] == [True, False, False]
+        assert {(one["meet"], one["start"], one["nodes"]) for one in told} == {("10.0.0.0:7000", "digits-1-0", 3)}
+
+    def test_agents_of_one_node_meet_on_loopback(self) -> None:
+        _, told, _ = self.trained([0])
+        assert told[0]["meet"] == "127.0.0.1:7000"
+
+    def test_each_code_is_of_its_node(self) -> None:
+        assert self.trained([0, 3, LOST])[0] == {0: 0, 1: 3, 2: LOST}
+
+    def test_all_are_asked_to_stop(self) -> None:
+        assert self.trained([SAVED, SAVED], asked=True)[2] == 2
+
+
+def spec(folder: Path, **more: Any) -> RunSpec:
+    return RunSpec(job="digits", folder=folder, plan=Plan.parse("dp=2"), resume="auto", **more)
+
+
+class Standby(Supervisor):
+    """A supervisor whose placement groups and nodes are a test's: ``codes`` of one start after the other."""
+
+    def __init__(self, folder: Path, codes: Sequence[Mapping[str, int]], **more: Any) -> None:
+        self._actor, self._runfile, self._asked = "digits-1", folder / "launch" / "run.toml", threading.Event()
+        self._folder = self._runfile.parent
+        self._folder.mkdir(parents=True)
+        self._runfile.write_text(spec(folder, **more).to_toml())
+        self._me = "me"
+        settings = {"request": {"patience": 0.3}, "layout": RayLayout(nodes=2, workers=1, cpus=1, gpus=0)}
+        self._settings: Any = SimpleNamespace(**settings, asked=self._asked)
+        self._standing = {"actor": "digits-1", "state": "waiting", "detail": ""}
+        self.codes, self.starts, self.open = list(codes), list[str](), 0
+        self.saves = 0
+
+    def _place(self, again: str) -> Any:
+        self.open += 1
+        return self
+
+    def _train_in(self, group: Any, spec: RunSpec, start: str) -> dict[str, int]:
+        assert self.open == 1, "the group before has been given back"
+        self.starts.append(start)
+        for number in range(self.saves):
+            (spec.folder / "checkpoints" / f"step-{len(self.starts)}{number}").mkdir(parents=True)
+        return dict(self.codes.pop(0))
+
+    def printed(self) -> str:
+        output = self._folder / "output.log"
+        return output.read_text() if output.exists() else ""
+
+    def word(self) -> dict[str, str]:
+        """What it has left in the run folder."""
+        path = self._folder / STANDING
+        return json.loads(path.read_text()) if path.exists() else {}
+
+
+@pytest.fixture
+def killed(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What Ray was asked to kill; groups that are given back count as closed."""
+    found: list[Any] = []
+    monkeypatch.setattr(ray, "kill", found.append)
+    monkeypatch.setattr(groups, "remove_placement_group", lambda group: setattr(group, "open", group.open - 1))
+    return found
+
+
+class TestSupervisor:
+    @pytest.fixture(autouse=True)
+    def _killed(self, killed: list[Any]) -> None: ...
+
+    def test_where_an_actor_is_lost_all_are_started_anew_in_another_group(self, tmp_path: Path) -> None:
+        one = Standby(tmp_path / "run", [{"n0": 0, "n1": LOST}, {"n0": 0, "n1": 0}])
+        assert one._train() == ("ended", "")
+        assert (one.starts, one.open) == (["digits-1-0", "digits-1-1"], 0)
+        assert one.printed() == "phalanx: lost the actor on n1; starting all anew\n"
+
+    @pytest.mark.parametrize("restarts", [0, 2])
+    def test_it_gives_up_where_actors_are_lost_too_often(self, tmp_path: Path, restarts: int) -> None:
+        one = Standby(tmp_path / "run", [{"n0": LOST}] * 9, restarts=restarts)
+        state, detail = one._train()
+        assert (state, len(one.starts), one.open) == ("failed", restarts + 1, 0)
+        assert "the actor on n0 was lost" in detail
+
+    def test_what_was_saved_in_between_counts_for_it(self, tmp_path: Path) -> None:
+        one = Standby(tmp_path / "run", [*[{"n0": LOST}] * 5, {"n0": 0}], restarts=1)
+        one.saves = 1
+        assert one._train()[0] == "ended"
+        assert len(one.starts) == 6
+
+    @pytest.mark.parametrize(
+        ("codes", "state", "words"),
+        [
+            ({"n0": 0, "n1": 0}, "ended", ""),
+            ({"n0": SAVED, "n1": 1}, "stopped", ""),
+            ({"n0": 0, "n1": 3}, "failed", "n1: 3"),
+            ({"n0": -9, "n1": 0}, "failed", "n0: -9"),
+        ],
+    )
+    def test_how_it_ended_is_by_the_codes_of_agents(
+        self, tmp_path: Path, codes: dict[str, int], state: str, words: str
+    ) -> None:
+        found = Standby(tmp_path / "run", [codes])._train()
+        assert found[0] == state
+        assert words in found[1]
+
+    def test_one_that_is_asked_to_stop_starts_nothing_anew(self, tmp_path: Path) -> None:
+        one: Any = Standby(tmp_path / "run", [{"n0": LOST, "n1": 1}])
+        one._train_in = lambda *given: (one.stop(), {"n0": LOST, "n1": 1})[1]
+        assert one._train() == ("stopped", "")
+
+    def test_one_that_is_asked_to_stop_while_it_waits_for_room_leaves(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        one = Standby(tmp_path / "run", [])
+        asked: list[tuple[Any, ...]] = []
+
+        def place(bundles: list[dict[str, float]], strategy: str) -> Any:
+            asked.append((bundles, strategy))
+            return SimpleNamespace(open=1, wait=lambda seconds: one.stop())
+
+        monkeypatch.setattr(groups, "placement_group", place)
+        one._place = lambda again: Supervisor._place(one, again)
+        assert one._train() == ("stopped", "before it began")
+        assert asked == [([{"CPU": 1.0}] * 2, "STRICT_SPREAD")]
+        assert one.word()["state"] == "waiting"
+        assert one.word()["detail"] == "for 2 nodes with 1 CPU each"
+
+    def test_it_begins_only_with_its_own_ticket_and_ends_itself(self, tmp_path: Path, killed: list[Any]) -> None:
+        one = Standby(tmp_path / "run", [])
+        (tmp_path / "run" / "launch" / "ticket.json").write_text('{"actor": "another"}')
+        one._live()
+        assert (one.starts, killed, one.word()) == ([], ["me"], {})
+
+    def test_one_whose_launch_was_taken_back_ends_at_once(self, tmp_path: Path, killed: list[Any]) -> None:
+        one = Standby(tmp_path / "run", [])
+        one._settings.request["patience"] = 300.0
+        one._runfile.unlink()
+        one._live()
+        assert (one.starts, killed) == ([], ["me"])
+
+    def test_it_leaves_word_of_the_end(self, tmp_path: Path, killed: list[Any]) -> None:
+        one = Standby(tmp_path / "run", [{"n0": 0}])
+        (tmp_path / "run" / "launch" / "ticket.json").write_text('{"actor": "digits-1"}')
+        one._live()
+        assert one.word() == {"actor": "digits-1", "state": "ended", "detail": ""}
+        assert killed == ["me"]
+
+    def test_started_again_after_the_end_it_does_nothing_more(self, tmp_path: Path, killed: list[Any]) -> None:
+        one = Standby(tmp_path / "run", [])
+        for name, told in (("ticket.json", {"actor": "digits-1"}), (STANDING, {"actor": "digits-1", "state": "ended"})):
+            (tmp_path / "run" / "launch" / name).write_text(json.dumps(told))
+        one._live()
+        assert (one.starts, killed) == ([], ["me"])
+
+    def test_an_error_of_its_own_is_the_runs_end(self, tmp_path: Path, killed: list[Any]) -> None:
+        one = Standby(tmp_path / "run", [])  # which has no codes to give
+        (tmp_path / "run" / "launch" / "ticket.json").write_text('{"actor": "digits-1"}')
+        with pytest.raises(IndexError):
+            one._live()
+        assert (one.word()["state"], one.word()["detail"]) == ("failed", "IndexError: pop from empty list")
+        assert killed == ["me"]
+
+
+class TestAsking:
+    """What the process that asks a cluster makes of a supervisor that is not there any more, or not yet again."""
+
+    @pytest.fixture
+    def found(self, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+        """Sets what Ray has of that name, and what its answer is."""
+
+        def set_up(*, lookup: Exception | None = None, answer: Exception | None = None, listed: bool = False) -> None:
+            actor = SimpleNamespace(standing=Calls(lambda: {"state": "running"}), stop=Calls(lambda: None))
+            names = [{"name": "digits-1", "namespace": ray_ask.NAMESPACE}] if listed else []
+            monkeypatch.setattr(ray, "get_actor", lambda name, namespace: _given(actor, lookup))
+            monkeypatch.setattr(ray, "get", lambda told, timeout: _given(told, answer))
+            monkeypatch.setattr("ray.util.list_named_actors", lambda all_namespaces: names)
+
+        return set_up
+
+    def test_one_that_is_there_is_asked(self, found: Callable[..., None]) -> None:
+        found()
+        assert ray_ask._standing("digits-1") == {"state": "running"}
+        assert ray_ask._stop("digits-1") == {}
+
+    @pytest.mark.parametrize(
+        "what", [{"lookup": ValueError("no such name")}, {"lookup": AssertionError("no class")}, {"answer": "gone"}]
+    )
+    def test_one_that_has_ended_is_none(self, found: Callable[..., None], what: dict[str, Any]) -> None:
+        from ray.exceptions import ActorDiedError
+
+        found(**{name: ActorDiedError() if value == "gone" else value for name, value in what.items()})
+        assert ray_ask._standing("digits-1") == {}
+        assert ray_ask._stop("digits-1") == {}
+
+    def test_another_failure_of_rays_is_no_end(self, found: Callable[..., None]) -> None:
+        found(lookup=AssertionError("another"), listed=True)
+        with pytest.raises(AssertionError, match="another"):
+            ray_ask._standing("digits-1")
+
+    def test_one_that_ray_starts_again_is_waited_for(self, found: Callable[..., None]) -> None:
+        from ray.exceptions import GetTimeoutError
+
+        found(answer=GetTimeoutError())
+        told = ray_ask._standing("digits-1")
+        assert told == {"state": "waiting", "detail": "its supervisor is being started again"}
+
+
+def _given(value: Any, error: Exception | None) -> Any:
+    if error:
+        raise error
+    return value
+
+
+@pytest.fixture
+def agent(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """The agent of one node, with two workers in a copy of the job's folder, which was taken away."""
+    project = tmp_path / "project"
+    project.mkdir()
+    write_job(project, pause=0.2, steps=2000)
+    run, scratch = tmp_path / "run", tmp_path / "scratch"
+    (run / "launch").mkdir(parents=True)
+    scratch.mkdir()
+    given = RunSpec(job=str(project / "train.py"), folder=run, plan=Plan.parse("dp=2"), resume="auto", restarts=0)
+    (run / "launch" / "run.toml").write_text(given.to_toml())
+    digest = CodePack.of(project, without=run).write(run / "launch" / ARCHIVE)
+    code = SentCode(root=str(project), sha256=digest, reference="train.py", works=str(project))
+    project.rename(tmp_path / "away")
+    place = {"name": "n0", "nodes": 1, "first": True, "meet": "127.0.0.1:0", "start": "digits-0", "cores": 2}
+    told = json.dumps({**place, "scratch": str(scratch), "code": code.to_dict()})
+    words = [sys.executable, "-m", "phalanx.launch.targets.ray_node", str(run / "launch" / "run.toml"), told]
+    with (tmp_path / "agent.log").open("wb") as out:
+        process = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=out, stderr=out)
+    yield process
+    process.kill()
+    process.communicate()
+
+
+def test_with_its_actor_the_agent_ends_and_all_that_it_has_made(agent: subprocess.Popen[bytes], tmp_path: Path) -> None:
+    await_steps(tmp_path / "run", 2)
+    there = psutil.Process(agent.pid).children(recursive=True)
+    assert len([one for one in there if "worker" in one.cmdline()]) == 2
+    assert (tmp_path / "scratch" / "train.py").exists()
+    assert agent.stdin
+    agent.stdin.close()
+    began = time.monotonic()
+    agent.wait(60)
+    assert time.monotonic() - began < 60
+    assert not (tmp_path / "scratch").exists()
+    until(lambda: not any(one.is_running() and one.status() != psutil.STATUS_ZOMBIE for one in there), 60, "no worker")
+    assert "n0 works in a copy of the job's folder" in (tmp_path / "agent.log").read_text()
