@@ -21,7 +21,7 @@ from phalanx.config import Plan, RunSpec
 from phalanx.launch.reaper import SAVED
 from phalanx.launch.targets import CodePack, ray_actors, ray_ask
 from phalanx.launch.targets.ray_actors import LOST, STANDING, NodeActor, Supervisor
-from phalanx.launch.targets.ray_code import ARCHIVE, SentCode
+from phalanx.launch.targets.ray_code import ARCHIVE, RequestCode
 from phalanx.launch.targets.ray_request import RayLayout
 
 pytestmark = [
@@ -376,7 +376,7 @@ def agent(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
     given = RunSpec(job=str(project / "train.py"), folder=run, plan=Plan.parse("dp=2"), resume="auto", restarts=0)
     (run / "launch" / "run.toml").write_text(given.to_toml())
     digest = CodePack.of(project, without=run).write(run / "launch" / ARCHIVE)
-    code = SentCode(root=str(project), sha256=digest, reference="train.py", works=str(project))
+    code = RequestCode(root=str(project), sha256=digest, reference="train.py", works=str(project))
     project.rename(tmp_path / "away")
     place = {"name": "n0", "nodes": 1, "first": True, "meet": "127.0.0.1:0", "start": "digits-0", "cores": 2}
     told = json.dumps({**place, "scratch": str(scratch), "code": code.to_dict()})

@@ -8,7 +8,7 @@ import pytest
 
 from phalanx.errors import RunError
 from phalanx.launch.targets import CodePack
-from phalanx.launch.targets.ray_code import CodePlace, SentCode
+from phalanx.launch.targets.ray_code import CodePlace, RequestCode
 
 
 @pytest.fixture
@@ -20,11 +20,11 @@ def project(tmp_path: Path) -> Path:
     return folder
 
 
-def sent(project: Path, works: Path, reference: str = "train.py:tiny?lr=0.1") -> tuple[SentCode, Path]:
+def sent(project: Path, works: Path, reference: str = "train.py:tiny?lr=0.1") -> tuple[RequestCode, Path]:
     """The code as a request says it, and the archive."""
     archive = project.parent / "code.tar.gz"
     digest = CodePack.of(project, without=project / "run").write(archive)
-    return SentCode(root=str(project), sha256=digest, reference=reference, works=str(works)), archive
+    return RequestCode(root=str(project), sha256=digest, reference=reference, works=str(works)), archive
 
 
 def test_where_the_folder_has_the_same_files_it_is_worked_in_whatever_else_is_there(

@@ -28,7 +28,7 @@ from phalanx.files import read_text, replace_text
 from phalanx.launch.addresses import LOOPBACK
 from phalanx.launch.reaper import SAVED
 from phalanx.launch.targets.node_agent import last_word
-from phalanx.launch.targets.ray_code import SentCode
+from phalanx.launch.targets.ray_code import RequestCode
 from phalanx.launch.targets.ray_request import RayLayout, own_version
 
 if TYPE_CHECKING:
@@ -283,7 +283,7 @@ class NodeActor:
     def _train(self, told: Mapping[str, Any], scratch: str) -> int:
         request = self._request
         own = {"name": platform.node(), "cores": self._cores, "scratch": scratch}
-        place = json.dumps({**told, **own, "code": SentCode.of(request).to_dict()})
+        place = json.dumps({**told, **own, "code": RequestCode.of(request).to_dict()})
         python = request["python"] or sys.executable
         words = [python, "-m", "phalanx.launch.targets.ray_node", request["runfile"], place]
         with self._lock:

@@ -37,7 +37,7 @@ class CodePlace:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class SentCode:
+class RequestCode:
     """The code of a run, as its request says it.
 
     Attributes:

@@ -21,7 +21,7 @@ from phalanx.config import RunSpec
 from phalanx.errors import PhalanxError
 from phalanx.files import read_text
 from phalanx.launch.targets.node_agent import NodePlace, be_agent, meeting_options, worker_words
-from phalanx.launch.targets.ray_code import ARCHIVE, SentCode
+from phalanx.launch.targets.ray_code import ARCHIVE, RequestCode
 
 
 def main(runfile: Path, told: str) -> int:
@@ -48,7 +48,7 @@ def _be_agent(runfile: Path, place: dict[str, Any]) -> int:
         cores=place["cores"],
         options={"max-restarts": str(spec.restarts), **meets},
     )
-    code = SentCode(**place["code"]).found(runfile.with_name(ARCHIVE), Path(place["scratch"]))
+    code = RequestCode(**place["code"]).found(runfile.with_name(ARCHIVE), Path(place["scratch"]))
     if code.why:
         print(f"phalanx: {place['name']} works in a copy of the job's folder: {code.why}", flush=True)
     os.chdir(code.folder)
