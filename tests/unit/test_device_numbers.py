@@ -17,7 +17,6 @@ from phalanx.errors import RefusedError, SpecError
 from phalanx.launch import ElasticSize, Restarts
 from phalanx.launch.elastic_size import allowed_plans, fitted
 from phalanx.launch.failure import Failure
-from phalanx.launch.torchrun import place_from_environment
 
 pytestmark = pytest.mark.quick
 
@@ -143,16 +142,6 @@ class TestWorkersThatAreThere:
     def test_others_are_refused(self, plan: str, devices: str, world: int) -> None:
         with pytest.raises(RefusedError, match=f"given {world}; allowed: 2"):
             fitted(elastic(plan, devices if world != 5 else "2:4"), world, job())
-
-    def test_agents_that_have_started_workers_differently_often_meet(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        names = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
-        for name, value in {**names, "TORCHELASTIC_RESTART_COUNT": "2"}.items():
-            monkeypatch.setenv(name, value)
-        for shared, attempt in (("True", 2), ("False", 0)):
-            monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", shared)
-            place = place_from_environment()
-            assert place is not None
-            assert place.attempt == attempt
 
 
 class TestWhichNumbersServe:

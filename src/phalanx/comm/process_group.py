@@ -37,15 +37,13 @@ class Place:
             where a launcher such as torchrun serves it.
         host: the address at which other workers reach this one.
         generation: how often the process of this rank has been replaced.
-        attempt: how often all workers have been started again that meet at a store which outlives them; what stands
-            there of an earlier attempt is not of this one.
         number: of the run, among those that the same workers take part in one after the other.
         group: names the workers among all that meet at the store, where they are not all of them.
         secret: of the run, by which parameter servers and workers know each other; empty where there are none.
         timeout: seconds that workers wait for each other: at the store and in every process group.
         meeting: where torchrun's variables say that the store is, ``host:port``.
         torchrun: one of its agents has started this process.
-        agent: torchrun's agent serves that store, in all attempts of its workers; else rank 0 does.
+        agent: torchrun's agent serves that store, however often it starts its workers; else rank 0 does.
     """
 
     rank: int = 0
@@ -55,7 +53,6 @@ class Place:
     store: str = ""
     host: str = "127.0.0.1"
     generation: int = 0
-    attempt: int = 0
     number: int = 0
     group: str = ""
     secret: bytes = field(default=b"", repr=False)

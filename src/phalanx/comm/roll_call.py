@@ -11,6 +11,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING
 from uuid import uuid4
@@ -39,7 +40,7 @@ _LOOK = 0.02, 0.5  # seconds between looks whether somebody is there, at first a
 _LOOKS = 20_000  # a second, at most, of all ranks together: what one store answers without falling behind
 _MOST = 12  # ranks that are named
 _MANY = 1024  # ranks of which one alone looks for those that are missing
-_COUNT, _ALL = "phalanx/here/count", "phalanx/here/all"
+_LED, _COUNT, _ALL = "phalanx/led", "phalanx/here/count", "phalanx/here/all"
 
 _LOST_KINDS = {
     "DistNetworkError",
@@ -59,8 +60,20 @@ _LOST_TEXTS = re.compile(
 )
 
 
+_words: dict[tuple[str, int], str] = {}  # of this process, and of those that it was forked from
+
+
+def word_of(meeting: str, rank: int) -> str:
+    """The word under which all ranks have met at ``meeting``, which no other start of them has; empty before that."""
+    return _words.get((meeting, rank), "")
+
+
 def meet_all(place: Place) -> Store:
     """The store, once every worker is there. Collective.
+
+    The store may outlive workers, which are then started again: what stands there of earlier starts is not seen in the
+    one that is given back. Rank 0 makes up a word for each start. How often a worker was started again does not tell:
+    each of torchrun's agents counts by itself, and only what has failed on its own host.
 
     Raises:
         RunError: if not all have come within the timeout.
@@ -68,10 +81,15 @@ def meet_all(place: Place) -> Store:
     waiting = _RollCall(place)
     reached = _reach(place, waiting)
     reached.set_timeout(place.patience)
-    store = PrefixStore(f"phalanx/attempt/{place.attempt}", reached)
-    if place.world_size > 1:
-        _call(place, store, waiting)
-    return store
+    word = word_of(place.meeting, place.rank)  # a process that was forked has met
+    if not word:
+        word = (_follow if place.rank else _lead)(place, reached, waiting)
+        _words[place.meeting, place.rank] = word
+    return _of_start(reached, word)
+
+
+def _of_start(reached: Store, word: str) -> Store:
+    return PrefixStore(f"phalanx/start/{word}", reached)
 
 
 class _RollCall:
@@ -129,40 +147,68 @@ def answers(meeting: str) -> bool:
     return True
 
 
-def _call(place: Place, store: Store, waiting: _RollCall) -> None:
-    """Wait until every rank has said that it is there.
+def _lead(place: Place, reached: Store, waiting: _RollCall) -> str:
+    """Rank 0's part: make up the word, wait until all others have counted themselves under it, and say that.
 
-    Each counts itself once, and the last one says that all are there: a rank waits for one key, not for one of every
-    rank. Which are missing is looked for only when it is to be said, by the one that says it.
+    A rank waits for one key, not for one of every rank. Which are missing is looked for only when it is to be said, by
+    the one that says it.
     """
-    own = uuid4().hex  # a process that was forked comes a second time
-    if store.compare_set(_key(place.rank), "", own) == own.encode() and store.add(_COUNT, 1) == place.world_size:
-        store.set(_ALL, "1")
+    word = uuid4().hex
+    store = _of_start(reached, word)
+    store.set(_key(0), word)
+    reached.set(_LED, word)
+    look = _LOOK[0]
+    while store.add(_COUNT, 0) < place.world_size - 1:
+        time.sleep(look)
+        look = min(2 * look, _LOOK[1])
+        if not waiting.go_on(partial(_missing, place, store)):
+            break  # one that had said it was there is gone before it was counted
+    store.set(_ALL, "1")
+    return word
+
+
+def _follow(place: Place, reached: Store, waiting: _RollCall) -> str:
+    """The others' part: count oneself under rank 0's newest word, until it says that all have."""
+    own, word, counted, store = uuid4().hex, "", False, reached
     least = place.world_size / _LOOKS
     look = max(_LOOK[0], least)
-    while not store.check([_ALL]):
+    while True:
+        newest = reached.get(_LED).decode() if reached.check([_LED]) else ""
+        if newest != word:
+            word, store, look = newest, _of_start(reached, newest), max(_LOOK[0], least)
+            # where this rank has been counted before, the word is that of an earlier start
+            if counted := store.compare_set(_key(place.rank), "", own) == own.encode():
+                store.add(_COUNT, 1)
+        if counted and store.check([_ALL]):
+            return word
         time.sleep(look)
         look = max(least, min(2 * look, _LOOK[1]))
-        if not waiting.go_on(lambda: _missing(place, store), speaks=lambda: _speaks(place, store)):
-            store.set(_ALL, "1")  # one that had said it was there is gone before it was counted
+        met = store if counted else None
+        waiting.go_on(partial(_missing, place, met), speaks=partial(_speaks, place, met))
 
 
-def _missing(place: Place, store: Store) -> str:
-    """Which ranks are waited for, looked for no further than they are named; empty where none is missing.
+def _missing(place: Place, store: Store | None) -> str:
+    """Which ranks are waited for, looked for no further than they are named; empty on rank 0 where none is missing.
 
-    Of many ranks one looks for all: each would ask the store for each other rank.
+    ``None``: this rank knows of no ``store`` for this start. Of many ranks one looks for all: each would ask the store
+    for each other rank.
     """
+    if store is None:
+        return f"for rank 0, not yet at {place.meeting}"
     if place.world_size > _MANY and not _speaks(place, store):
         return f"for ranks that are not yet at {place.meeting}"
     there = (rank for rank in range(place.world_size) if not store.check([_key(rank)]))
     if not (missing := list(islice(there, _MOST + 1))):
-        return ""
+        return f"for rank 0 at {place.meeting} to say that all are there" if place.rank else ""
     names = ", ".join(map(str, missing[:_MOST])) + (" and more" if len(missing) > _MOST else "")
     return f"for {'rank' if len(missing) == 1 else 'ranks'} {names}, not yet at {place.meeting}"
 
 
-def _speaks(place: Place, store: Store) -> bool:
-    """Whether this is the first of the ranks that are there, the one that says for whom all wait."""
+def _speaks(place: Place, store: Store | None) -> bool:
+    """Whether this is the first of the ranks that are there, the one that says for whom all wait; one of each host
+    where that cannot be told."""
+    if store is None:
+        return place.local_rank == 0
     return not any(store.check([_key(rank)]) for rank in range(place.rank))
 
 

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, final
 
 from phalanx.comm import Place
-from phalanx.comm.roll_call import answers
+from phalanx.comm.roll_call import answers, word_of
 from phalanx.config import RunSpec
 from phalanx.errors import Problem, RunError, SpecError
 from phalanx.launch.addresses import LOOPBACK, connect_late, listen_at, own_address
@@ -241,7 +241,6 @@ def place_from_environment() -> Place | None:
     beside = int(here) if here.isdecimal() else 0
     master = os.environ["MASTER_ADDR"]
     one_host = beside == world_size or master == "localhost" or master.startswith("127.")
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "")  # of this host's agent: of another it may differ
     return Place(
         rank=rank,
         world_size=world_size,
@@ -251,7 +250,6 @@ def place_from_environment() -> Place | None:
         host=own_address(master, one_host=one_host),
         meeting=f"{master}:{os.environ['MASTER_PORT']}",
         agent=agent_serves(),
-        attempt=int(attempt) if attempt.isdecimal() and agent_serves() else 0,
         torchrun=started_by_agent(),
     )
 
@@ -283,17 +281,21 @@ def agent_serves() -> bool:
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
-def claim(key: str) -> bool:
-    """Whether this worker is the first of all to ask for ``key``; also true where that cannot be found out.
+def claim(place: Place, key: str) -> bool:
+    """Whether this worker is the first of its start to ask for ``key``; also true where that cannot be found out.
 
     It asks torchrun's own store, which outlives the workers, so that it works while they are failing.
     """
     store = _agent_store()
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     try:
-        return store is None or store.add(f"phalanx/{attempt}/{key}", 1) == 1
+        return store is None or store.add(f"phalanx/{_start_of(place)}/{key}", 1) == 1
     except RuntimeError:
         return True
+
+
+def _start_of(place: Place) -> str:
+    """What tells this start of all workers from others; before they have met, how often this host's agent counts."""
+    return word_of(place.meeting, place.rank) or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
 
 
 def _agent_store() -> TCPStore | None:
@@ -342,4 +344,4 @@ class SharedStands:
         return found
 
     def _key(self, rank: int) -> str:
-        return f"phalanx/{self._place.attempt}/stands/{self._place.number}/{rank}"
+        return f"phalanx/{_start_of(self._place)}/stands/{self._place.number}/{rank}"

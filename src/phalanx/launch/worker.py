@@ -145,7 +145,7 @@ class WorkerStatus:
                 return None
         if self.place.store == "env://":
             time.sleep(_SECOND_THOUGHTS if failure.lost_peer else 0.0)
-            if not claim(f"failed/{self.place.number}"):
+            if not claim(self.place, f"failed/{self.place.number}"):
                 return None
             if failure.lost_peer and self._plan:
                 failure = blamed(failure, SharedStands(self.place).read(), self._plan, self.place.timeout)
