@@ -52,8 +52,6 @@ def _be_agent(runfile: Path, place: dict[str, Any]) -> int:
     if code.why:
         print(f"phalanx: {place['name']} works in a copy of the job's folder: {code.why}", flush=True)
     os.chdir(code.folder)
-    if place["nodes"] > 1:  # agents count restarts each by itself, and in their store unlike counts never meet
-        os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     return be_agent(spec, node, worker_words(runfile, runfile.parent, marked=False, job=code.job))
 
 
