@@ -268,6 +268,7 @@ MUTABLE = {
     "comm/process_group.py: _joins",
     "comm/process_group.py: _left",  # groups that outlive whoever used them
     "comm/process_group.py: _stores",  # as there is one default process group in a process
+    "comm/roll_call.py: _words",  # of those stores, by rank, also in processes that are forked
     "data/streams.py: _begun",  # where the first pass over nodes began, for as long as they live
     "files/single_writer.py: _held",  # locks that this process holds, as the kernel knows them
     "launch/host_network.py: _numbers",
