@@ -78,7 +78,7 @@ def test_half_of_torchruns_variables_is_an_error(monkeypatch: pytest.MonkeyPatch
 
 
 def test_everyone_speaks_where_nobody_can_be_asked() -> None:
-    assert claim("anything")
+    assert claim(Place(), "anything")
 
 
 def test_no_run_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
