@@ -23,6 +23,7 @@ from phalanx.errors import RunError, SpecError
 from phalanx.launch.targets import Standing, Submission, find_target
 from phalanx.launch.targets.kubectl import Kubectl
 from phalanx.launch.targets.kubernetes import KubernetesTarget
+from phalanx.launch.targets.kubernetes_log import take_in
 from phalanx.launch.targets.kubernetes_standing import standing_of
 
 pytestmark = pytest.mark.timeout(60)
@@ -689,6 +690,12 @@ class TestKubectl:
             target.submit(target.prepare(given))
         assert not server.objects
         assert not given.run.folder.exists()
+
+
+def test_lines_stand_by_the_name_of_their_pod_in_whatever_order_pods_are_given(tmp_path: Path) -> None:
+    printed = {f"pod-{number}": [f"[rank {number}] of the pod\n"] for number in (1, 0, 2)}
+    path = take_in(tmp_path, None, lambda: printed)
+    assert path.read_text().splitlines() == [f"[rank {number}] of the pod" for number in range(3)]
 
 
 def test_a_machine_without_kubectl_is_told_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
