@@ -127,7 +127,7 @@ def test_a_run_goes_on_after_an_actor_is_killed(cluster: RayCluster, tmp_path: P
     assert samples_seen(run).once
     until(lambda: not cluster.processes(word="ray::NodeActor"), 60, "no actor is left")
     until(lambda: not cluster.processes(word=str(run)), 60, "no agent and no worker is left")
-    assert not [*cluster.scratch.glob("phalanx-code-*")]
+    until(lambda: not [*cluster.scratch.glob("phalanx-code-*")], 60, "no copy of the code is left")
     assert RunSpec.from_toml((run / "run.toml").read_text()).job == str(project / "train.py")
 
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
+import subprocess
 import sys
 import threading
 from contextlib import suppress
@@ -23,6 +23,9 @@ from phalanx.files import read_text
 from phalanx.launch.targets.node_agent import NodePlace, be_agent, meeting_options, worker_words
 from phalanx.launch.targets.ray_code import ARCHIVE, RequestCode
 
+# Until nothing is left: workers may still write there. What a shell has in the background reads nothing of its input.
+_REMOVE = """exec 3<&0; { cat <&3; until rm -rf -- "$0"; do sleep 1; done; } &"""
+
 
 def main(runfile: Path, told: str) -> int:
     """Be the agent of this node. Returns 0 where the run has ended, ``SAVED`` where it was asked to stop, else why not.
@@ -31,7 +34,8 @@ def main(runfile: Path, told: str) -> int:
     agents ``meet``, what no other ``start`` has there, the ``code``, and a ``scratch`` folder of the actor's.
     """
     place = json.loads(told)
-    _end_with_actor(Path(place["scratch"]))
+    _end_with_actor()
+    _removed_after(Path(place["scratch"]))
     try:
         return _be_agent(runfile, place)
     except PhalanxError as error:
@@ -55,7 +59,7 @@ def _be_agent(runfile: Path, place: dict[str, Any]) -> int:
     return be_agent(spec, node, worker_words(runfile, runfile.parent, marked=False, job=code.job))
 
 
-def _end_with_actor(scratch: Path) -> None:
+def _end_with_actor() -> None:
     life = os.dup(0)  # which workers do not inherit
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
@@ -63,13 +67,26 @@ def _end_with_actor(scratch: Path) -> None:
 
     def wait() -> None:
         os.read(life, 1)
-        for worker in _children():  # they work in what is removed
+        for worker in _children():
             with suppress(ProcessLookupError):
                 os.kill(worker, signal.SIGKILL)
-        shutil.rmtree(scratch, ignore_errors=True)
         os._exit(1)
 
     threading.Thread(target=wait, daemon=True).start()
+
+
+def _removed_after(scratch: Path) -> int:
+    """Have the folder removed when this process is gone, by whatever, Ray included: by one that is nobody's child.
+
+    Returns the open end of a pipe, with which this process lives and which workers do not inherit.
+    """
+    ended, alive = os.pipe()
+    words = ["sh", "-c", _REMOVE, str(scratch)]
+    subprocess.run(
+        words, stdin=ended, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True, check=True
+    )
+    os.close(ended)
+    return alive
 
 
 def _children() -> list[int]:
