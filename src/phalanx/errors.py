@@ -151,6 +151,7 @@ class WorkerError(RunError):
         kind: class name of its exception, or ``signal 9`` and the like.
         traceback: its own traceback text, empty where a signal ended it.
         hang: where every rank stands, where one did not come and the others waited; the ``hang`` event of the log.
+        lost: whether a worker was lost, rather than that its code failed or went another way than its peers'.
     """
 
     def __init__(
@@ -160,6 +161,7 @@ class WorkerError(RunError):
         self.rank, self.step, self.kind, self.traceback = rank, step, kind, traceback
         self.exit_code = exit_code
         self.hang: Mapping[str, Any] | None = None
+        self.lost = False
 
 
 def error_to_dict(error: Exception) -> dict[str, Any]:

@@ -107,8 +107,8 @@ def test_a_failure_stands_in_the_events_and_the_folder_is_then_taken(
     assert len(list(read(runfile.with_name("events.jsonl")))) == len(events)
 
 
-def torchrun(runfile: Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
+def torchrun(runfile: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", *options]
     return subprocess.run(
         [*command, "-m", "phalanx", "worker", str(runfile)], capture_output=True, text=True, timeout=100
     )
@@ -129,3 +129,16 @@ def test_torchrun_says_the_first_error_once(tmp_path: Path) -> None:
     assert again.stderr.count("which holds a run of") == 1
     assert again.stderr.count("exitcode  : 2") >= 1
     assert runfile.with_name("events.jsonl").read_bytes() == before
+
+
+def test_what_fails_by_its_own_code_is_not_trained_again_however_often_torchrun_would(tmp_path: Path) -> None:
+    runfile = prepare(tmp_path, Plan(dp=2))
+    done = torchrun(runfile, "--max-restarts", "2")
+    assert done.returncode != 0
+    events = list(read(runfile.with_name("events.jsonl")))
+    kinds = [event["event"] for event in events]
+    assert (kinds.count("start"), kinds.count("resume"), kinds.count("error")) == (1, 0, 1)
+    assert [event["lost"] for event in events if event["event"] == "error"] == [False]
+    again = "own code, which would come again: rank 1 of 2 failed in step 2: ValueError: the injected"
+    assert done.stderr.count(again) == 2  # once for each start, whichever rank says it
+    assert "with --resume" in done.stderr

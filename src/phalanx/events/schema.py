@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-SCHEMA_VERSION = "1.9"
+SCHEMA_VERSION = "1.10"
 
 _INT_OR_NULL, _FLOAT_OR_NULL = (int, type(None)), (float, type(None))
 
@@ -250,6 +250,10 @@ SCHEMA: dict[str, dict[str, tuple[type | tuple[type, ...], str]]] = {
         "step": (_INT_OR_NULL, "the step it was in"),
         "kind": (str, "class of the exception, or the signal"),
         "message": (str, "its text"),
+        "lost": (
+            bool,
+            "a worker was lost, or did not come; else its code failed, and would again in new workers; since 1.10",
+        ),
     },
     "ended_early": {
         "step": (int, "optimizer steps taken; since 1.7, as all of this event"),

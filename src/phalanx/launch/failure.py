@@ -87,6 +87,13 @@ class Failure:
     problems: Sequence[Mapping[str, str]] = ()
     hang: Mapping[str, Any] | None = None
 
+    @property
+    def is_loss(self) -> bool:
+        """Whether a worker was lost, rather than that its code failed or went another way than its peers'."""
+        if self.hang:
+            return self.hang["cause"] != "mismatch"
+        return bool(self.signal) or self.lost_peer
+
 
 def describe_error(error: BaseException) -> dict[str, Any]:
     """What a worker reports about its own exception: the fields of a Failure that only the worker knows, as JSON."""
@@ -184,20 +191,20 @@ def worker_error(failure: Failure, world_size: int, *, memory_kills: int, launch
         text += f"\n\nwhat to do: {hint}"
     where_and_how = ("rank", "step", "kind", "traceback", "exit_code")
     error = WorkerError(text, **{name: getattr(failure, name) for name in where_and_how})
-    error.hang = failure.hang
+    error.hang, error.lost = failure.hang, failure.is_loss
     return error
 
 
 def record(error: WorkerError | SpecError, folder: Path) -> None:
     """Append the error to the events of the run in ``folder``."""
     message = str(error).partition("\n\n")[0]
-    rank, step, kind = 0, None, type(error).__name__
+    rank, step, kind, lost = 0, None, type(error).__name__, False
     if isinstance(error, WorkerError):
-        rank, step, kind = error.rank, error.step, error.kind
+        rank, step, kind, lost = error.rank, error.step, error.kind, error.lost
     with EventLog(folder / "events.jsonl", warns=False) as log:
         if isinstance(error, WorkerError) and error.hang:
             log.write("hang", step=step, **error.hang)
-        log.write("error", rank=rank, step=step, kind=kind, message=message)
+        log.write("error", rank=rank, step=step, kind=kind, message=message, lost=lost)
 
 
 def advice(failure: Failure, world_size: int, *, memory_kills: int) -> str:

@@ -64,7 +64,7 @@ class Restarts:
                 self.pause = 0.0
                 return True
         short = size is not None and size.lacks_devices()
-        if self.count >= self._limit or not (_is_loss(failure) or short):
+        if self.count >= self._limit or not (failure.is_loss or short):
             return False
         known = self._furthest[1]
         nowhere, often = self._repeated(failure, memory_kills), self._lost_soon(failure)
@@ -143,13 +143,6 @@ class Restarts:
         from phalanx.checkpoint.folder import newest_first
 
         return [path.name for path in newest_first(self._folder / "checkpoints")]
-
-
-def _is_loss(failure: Failure) -> bool:
-    """Whether a worker was lost, rather than that its code failed or went another way than its peers'."""
-    if failure.hang:
-        return failure.hang["cause"] != "mismatch"
-    return bool(failure.signal) or failure.lost_peer
 
 
 def _cause(failure: Failure) -> str:

@@ -6,12 +6,14 @@ import os
 import re
 import shlex
 import stat
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self, final
 
 from phalanx.config import Job, RunSpec
 from phalanx.errors import CheckpointError, Problem, SpecError
+from phalanx.events.log import read
 from phalanx.files import read_text, refuse_links, refuse_taken, release, take, token_of
 from phalanx.launch.jobfile import Reference
 
@@ -77,7 +79,12 @@ class RunFolder:
         return replace(settled(self.run), from_step=None)
 
     def again(self) -> RunSpec:
-        """From now on the run is one whose workers are started again. Returns it as it begins."""
+        """From now on the run is one whose workers are started again. Returns it as it begins.
+
+        Raises:
+            SpecError: those before have ended by an exception of the job's own code.
+        """
+        _refuse_what_would_come_again(self.folder)
         self.run = replace(self.run, resume="auto", from_step=None)
         give_back(self.folder / "checkpoints")
         return settled(self.run)
@@ -87,6 +94,20 @@ class RunFolder:
             self._aside.give_back_unless_begun()
         if token := token_of(self.folder):
             release(token)
+
+
+def _refuse_what_would_come_again(folder: Path) -> None:
+    last: dict[str, Any] = {}
+    with suppress(SpecError):
+        for event in read(folder / "events.jsonl"):
+            last = event if event["event"] in ("start", "resume", "error") else last
+    if last.get("event") == "error" and not last.get("lost", True):
+        raise SpecError.of(
+            where="workers that are started again",
+            given=f"an exception of the job's own code, which would come again: {last['message']}",
+            allowed="those before were lost",
+            fix="mend the job, then launch it with --resume",
+        )
 
 
 def absolute(run: RunSpec) -> RunSpec:
