@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from phalanx.cli.before_launch import looked_ahead
+from phalanx.cli.launch_preflight import looked_ahead
 from phalanx.cli.options import job_argument
 from phalanx.cli.output import json_option, print_json
 from phalanx.cli.run_options import RunCommand, run_options
