@@ -693,9 +693,15 @@ class TestKubectl:
 
 
 def test_lines_stand_by_the_name_of_their_pod_in_whatever_order_pods_are_given(tmp_path: Path) -> None:
-    printed = {f"pod-{number}": [f"[rank {number}] of the pod\n"] for number in (1, 0, 2)}
+    printed = {f"pod-{number}": [f"[rank {number}] of the pod\n"] for number in (10, 1, 0, 2)}
     path = take_in(tmp_path, None, lambda: printed)
-    assert path.read_text().splitlines() == [f"[rank {number}] of the pod" for number in range(3)]
+    assert path.read_text().splitlines() == [f"[rank {number}] of the pod" for number in (0, 1, 2, 10)]
+
+
+def test_what_ranks_have_left_stands_in_their_order(tmp_path: Path) -> None:
+    for rank in range(11):
+        (tmp_path / f"rank-{rank}.log").write_text(f"of rank {rank}\n")
+    assert take_in(tmp_path, None, dict).read_text().splitlines() == [f"of rank {rank}" for rank in range(11)]
 
 
 def test_a_machine_without_kubectl_is_told_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

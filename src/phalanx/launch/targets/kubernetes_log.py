@@ -45,7 +45,7 @@ def take_in(folder: Path, rank: int | None, printed: Callable[[], dict[str, list
         if lines:
             replace_text(own, "".join(line.removeprefix(mark) for line in lines if line.startswith(mark)))
         return own if lines else path
-    if not path.exists() and (kept := sorted(folder.glob("rank-*.log"))):
+    if not path.exists() and (kept := sorted(folder.glob("rank-*.log"), key=lambda one: _by_number(one.name))):
         replace_text(path, "".join(one.read_text(errors="replace") for one in kept))
     return path
 
@@ -62,10 +62,15 @@ def _add(folder: Path, printed: dict[str, list[str]]) -> None:
         with suppress(ValueError):
             taken = dict(json.loads(file.read() or "{}"))
         with (folder / _OUTPUT).open("a") as output:
-            for pod, lines in sorted(printed.items()):
+            for pod, lines in sorted(printed.items(), key=lambda one: _by_number(one[0])):
                 output.writelines(lines[taken.get(pod, 0) :])
         file.truncate(0)
         file.write(json.dumps({**taken, **{pod: len(lines) for pod, lines in printed.items()}}))
+
+
+def _by_number(name: str) -> list[tuple[int, str]]:
+    """What names are sorted by, so that 2 comes before 10."""
+    return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", name)]
 
 
 def _lines(path: Path) -> list[str]:
