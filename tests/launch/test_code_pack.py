@@ -52,6 +52,7 @@ def test_no_link_is_followed(tmp_path: Path) -> None:
     (inside / "folder").symlink_to(tmp_path)
     pack = CodePack.of(inside, without=tmp_path / "run")
     assert (sorted(pack.files), pack.links) == (["train.py"], ("file", "folder"))
+    assert pack.to_text().startswith(f"1 file of {inside}, 1 B\n")
     assert "left out" in pack.to_text()
 
 

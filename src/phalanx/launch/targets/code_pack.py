@@ -111,6 +111,11 @@ class CodePack:
         return sum(self.files.values())
 
     @property
+    def headline(self) -> str:
+        """How much of what folder it is, in words."""
+        return f"{len(self.files)} file{'s' if len(self.files) > 1 else ''} of {self.root}, {show_bytes(self.nbytes)}"
+
+    @property
     def digest(self) -> str:
         """The SHA-256 of what ``write`` writes, as long as no file changes."""
         return _digest(self)
@@ -126,7 +131,7 @@ class CodePack:
 
     def to_text(self) -> str:
         """What is in it, for people."""
-        lines = [f"{len(self.files)} files of {self.root}, {show_bytes(self.nbytes)}", f"sha256 {self.digest}", ""]
+        lines = [self.headline, f"sha256 {self.digest}", ""]
         lines += [f"{size:>12,}  {path}" for path, size in self.files.items()]
         lines += ["", "left out, being no files but links or the like:", *self.links] if self.links else []
         return "\n".join(lines) + "\n"

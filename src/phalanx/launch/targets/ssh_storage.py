@@ -23,7 +23,7 @@ from phalanx.launch.targets.code_pack import CodePack, file_digest, folder_to_pa
 from phalanx.launch.targets.host_folder import stamp_of
 from phalanx.launch.targets.hosts_file import HostsFile
 from phalanx.launch.targets.ssh_host import SshHosts
-from phalanx.units import show_bytes, show_names
+from phalanx.units import show_names
 
 CODE_LIST = "code.txt"
 """In the folder of a launch: what was sent of the job's code, and its SHA-256."""
@@ -174,8 +174,7 @@ def code_to_send(run: RunSpec, file: HostsFile) -> str:
         pack = CodePack.of(folder_to_pack(run.job, file.code), without=run.folder.absolute())
     except SpecError as error:  # hosts may have it
         return f"it cannot be sent: {error.problems[0].given}\n"
-    lines = [f"{len(pack.files)} files of {pack.root}, {show_bytes(pack.nbytes)}", ""]
-    return "\n".join([*lines, *(f"{size:>12,}  {path}" for path, size in pack.files.items())]) + "\n"
+    return "\n".join([pack.headline, "", *(f"{size:>12,}  {path}" for path, size in pack.files.items())]) + "\n"
 
 
 @contextmanager
