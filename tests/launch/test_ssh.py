@@ -255,7 +255,7 @@ def test_a_dry_run_shows_the_commands_and_does_nothing(servers: SshServers, tmp_
     out, err = shown.communicate(timeout=60)
     assert shown.returncode == 0, err
     assert [line.startswith("$ ssh -T ") for line in out.splitlines()][-2:] == [True, True]
-    assert "code.txt\nfor a host that has it not: 1 files" in out
+    assert "code.txt\nfor a host that has it not: 1 file of" in out
     assert re.search(r"\d  train.py\n", out)
     assert "StrictHostKeyChecking=yes" in out
     assert {path.name for path in tmp_path.iterdir()} - {"__pycache__"} == {"train.py"}
