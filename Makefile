@@ -127,6 +127,7 @@ bench: .venv/.installed-bench
 	$(BIN)/python bench/together.py
 	$(BIN)/python bench/coupled_loss.py
 	$(BIN)/python bench/step_extras.py
+	$(BIN)/python bench/keras_step.py
 	$(BIN)/python bench/server_transport.py
 	$(BIN)/python bench/unequal.py
 	$(BIN)/python bench/slow_network.py

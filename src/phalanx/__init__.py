@@ -40,8 +40,10 @@ if TYPE_CHECKING:
     )
     from phalanx.errors import PhalanxError
     from phalanx.launch.hosts import Hosts
+    from phalanx.report.to_keras import to_keras
     from phalanx.sweep import sweep
     from phalanx.train.batch_scaling import linear_scaling
+    from phalanx.train.keras.keras_job import from_keras
     from phalanx.train.loss import accuracy, cross_entropy, load_balancing_loss, mse, next_token_loss, router_z_loss
     from phalanx.train.optimizers import LAMB, LARS
     from phalanx.train.own_loss import model_loss
@@ -71,6 +73,8 @@ _WHERE = {
     "torchmetric": "phalanx.train.torchmetrics_state",
     "linear_scaling": "phalanx.train.batch_scaling",
     "ray_report": "phalanx.train.ray_train",
+    "from_keras": "phalanx.train.keras.keras_job",
+    "to_keras": "phalanx.report.to_keras",
 }
 
 __all__ = [
@@ -107,6 +111,7 @@ __all__ = [
     "document_mask",
     "fit",
     "forecast",
+    "from_keras",
     "groups",
     "linear_scaling",
     "load",
@@ -123,6 +128,7 @@ __all__ = [
     "router_z_loss",
     "start",
     "sweep",
+    "to_keras",
     "torchmetric",
     "weighted",
 ]

@@ -185,7 +185,7 @@ def test_init_only_reexports() -> None:
 def test_every_package_imported_is_declared_and_explained() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
-    used = ("tensorboard", "transformers", "peft", "page", "pandas", "parquet", "ray", "sagemaker")
+    used = ("tensorboard", "transformers", "peft", "keras", "page", "pandas", "parquet", "ray", "sagemaker")
     lines = [*project["dependencies"], *(line for extra in used for line in extras[extra])]
     declared = {re.split(r"[<>=\[~! ]", line)[0] for line in lines}
     called = {"sklearn": "scikit-learn", "tomli_w": "tomli-w", "botocore": "boto3"}  # the last: a part of it

@@ -13,6 +13,7 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 from phalanx.config import Job, Plan
 from phalanx.config.sync import AUTO
 from phalanx.errors import GradientError
+from phalanx.parallel.buffer_sync import statistics_of
 from phalanx.placement.batch_split import largest_even, micro_batches
 from phalanx.placement.limits import unread
 from phalanx.placement.schedules import bubble, order
@@ -68,7 +69,8 @@ def batch_statistics(module: nn.Module) -> list[str]:
     return [
         name or _ITSELF
         for name, child in module.named_modules()
-        if isinstance(child, _NormBase) and not isinstance(child, _InstanceNorm | SyncBatchNorm)
+        if (isinstance(child, _NormBase) and not isinstance(child, _InstanceNorm | SyncBatchNorm))
+        or (not isinstance(child, _NormBase) and statistics_of(child))
     ]
 
 
@@ -79,6 +81,7 @@ def dropouts(module: nn.Module) -> list[str]:
         for name, child in module.named_modules()
         if (isinstance(child, _DropoutNd) and child.p > 0)
         or (isinstance(child, nn.MultiheadAttention) and child.dropout > 0)
+        or vars(child).get("draws_in_training") is True  # a layer of another library says so itself
     ]
 
 
@@ -90,6 +93,8 @@ def balances(module: nn.Module) -> bool:
 def notes(module: nn.Module, job: Job, plan: Plan) -> list[str]:
     """What differs from one device under ``plan``, one sentence each; empty where nothing does."""
     found = [plan.exact_note] if plan.exact_note else []
+    own = getattr(module, "own_notes", None)  # of a model of another library, which says so itself
+    found += own() if callable(own) else []
     split = plan.replicas > 1 or (plan.micro is not None and plan.micro < job.batch)
     apart = batch_statistics(module) if job.batch_statistics == "micro" else []
     if split and (names := apart):

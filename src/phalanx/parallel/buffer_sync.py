@@ -19,13 +19,22 @@ from phalanx.comm import active
 from phalanx.parallel.grad_reduce import spread
 
 
+def statistics_of(layer: nn.Module) -> tuple[str, ...]:
+    """Names of the buffers in which ``layer`` itself keeps running statistics; empty where it keeps none.
+
+    A layer of another library than torch says so itself: its class has these names as ``running_statistics``.
+    """
+    if isinstance(layer, _NormBase):
+        return ("running_mean", "running_var") if layer.track_running_stats else ()
+    return getattr(type(layer), "running_statistics", ())
+
+
 def running_statistics(module: nn.Module) -> dict[str, torch.Tensor]:
     """Name → running mean or variance of each normalisation layer: what is the same on every rank after a step."""
     return {
         f"{prefix}.{name}".lstrip("."): buffer
         for prefix, layer in module.named_modules()
-        if isinstance(layer, _NormBase) and layer.track_running_stats
-        for name in ("running_mean", "running_var")
+        for name in statistics_of(layer)
         if isinstance(buffer := getattr(layer, name), torch.Tensor) and not buffer.is_meta
     }
 
@@ -38,9 +47,7 @@ class BufferSync:
 
     def __init__(self, module: nn.Module, group: dist.ProcessGroup | None = None, *, alone: bool = False) -> None:
         self._group, self._alone = group, alone
-        self._layers = [
-            child for child in module.modules() if isinstance(child, _NormBase) and child.track_running_stats
-        ]
+        self._layers = [(child, names) for child in module.modules() if (names := statistics_of(child))]
 
     @property
     def buffers(self) -> list[torch.Tensor]:
@@ -48,9 +55,9 @@ class BufferSync:
         # Looked up each time: moving a module to a device puts other tensors in place of its buffers.
         return [
             buffer
-            for layer in self._layers
-            for buffer in (layer.running_mean, layer.running_var)
-            if isinstance(buffer, torch.Tensor)
+            for layer, names in self._layers
+            for name in names
+            if isinstance(buffer := getattr(layer, name), torch.Tensor)
         ]
 
     def share(self) -> None:
@@ -81,7 +88,7 @@ def has_running_statistics(module: nn.Module) -> bool:
 
 
 def _counting(module: nn.Module) -> Iterator[nn.Module]:
-    return (layer for layer in module.modules() if isinstance(layer, _NormBase) and layer.track_running_stats)
+    return (layer for layer in module.modules() if statistics_of(layer))
 
 
 @contextmanager

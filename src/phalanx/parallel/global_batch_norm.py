@@ -36,6 +36,7 @@ from phalanx.comm.process_group import all_gather_flat
 from phalanx.config import Job, Plan
 from phalanx.config.fields import DATA_AXES
 from phalanx.errors import Problem
+from phalanx.parallel.buffer_sync import statistics_of
 from phalanx.placement.batch_split import largest_share
 from phalanx.units import show_names
 
@@ -44,12 +45,13 @@ _PATIENCE = 600.0  # seconds that a thread waits for the others
 _OWN = 'px.Job(..., batch_statistics="micro")'
 
 
-def batch_norms(module: nn.Module) -> dict[str, _NormBase]:
-    """Name → layer that normalises by statistics of the batch."""
+def batch_norms(module: nn.Module) -> dict[str, Any]:
+    """Name → layer that normalises by statistics of the batch, of torch or of another library."""
     return {
         name: layer
         for name, layer in module.named_modules()
-        if isinstance(layer, _NormBase) and not isinstance(layer, _InstanceNorm)
+        if (isinstance(layer, _NormBase) and not isinstance(layer, _InstanceNorm))
+        or (not isinstance(layer, _NormBase) and statistics_of(layer))
     }
 
 
@@ -82,7 +84,7 @@ def problems(job: Job, plan: Plan, module: nn.Module) -> list[Problem]:
             f"samples. recompute=full saves memory instead; {_OWN} takes the statistics of each micro-batch"
         )
         found.append(problem("micro", f"micro={plan.micro}", allowed, replace(plan, micro=None)))
-    untracked = [name for name, layer in layers.items() if not layer.track_running_stats]
+    untracked = [name for name, layer in layers.items() if not statistics_of(layer)]
     if plan.threads > 1 and untracked and job.evaluate is not None:
         what = f"threads, for layers without running statistics ({show_names(untracked)}) in a job that evaluates"
         allowed = "processes, which evaluate a batch together; threads evaluate share by share"
@@ -227,6 +229,38 @@ def join(replicas: Sequence[nn.Module], plan: Plan, mesh: Mesh | None) -> BatchS
     if mesh is None or (group := mesh.group(*DATA_AXES)) is None:
         return None
     return BatchStatistics.over_ranks(replicas[0], group)
+
+
+def joined_moments(layer: nn.Module, input: Tensor, axis: int) -> tuple[Tensor, Tensor] | None:
+    """Mean and biased variance (C,) of the global batch, for a layer that normalises ``input`` by itself.
+
+    ``None`` where its replicas are not joined: the layer's own are right then. Channels are along ``axis``.
+    """
+    exchange = _EXCHANGES.get(layer)
+    if exchange is None or isinstance(input, FakeTensor) or input.is_meta:
+        return None
+    return _Moments.apply(_whole(input).movedim(axis, 1), exchange)  # pyright: ignore
+
+
+class _Moments(torch.autograd.Function):
+    """Mean and variance over all replicas' inputs, on which what each of them gives depends."""
+
+    @staticmethod
+    def forward(ctx: Any, *given: Any) -> tuple[Tensor, Tensor]:
+        input, exchange = given
+        mean, var, count = (one.to(torch.promote_types(input.dtype, torch.float32)) for one in _statistics(*given))
+        ctx.save_for_backward(input, mean)
+        ctx.count, ctx.exchange = count, exchange
+        return mean.to(input.dtype), var.to(input.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
+        input, mean = ctx.saved_tensors
+        both = ctx.exchange.total(torch.cat(grads).to(mean.dtype)) / ctx.count
+        shape = [1, -1, *[1] * (input.dim() - 2)]
+        first, second = both.view(2, *shape)
+        return (first + 2 * second * (input - mean.view(shape))).to(input.dtype), None
 
 
 def _forward(layer: _NormBase, plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -158,7 +158,7 @@ def look(module: nn.Module, plan: Plan, example: Example) -> SplitParts:
     if plan.tp == plan.cp == 1 and not experts:
         return SplitParts(experts=[], weights={}, whole=[], over_cp={}, over_tp={}, late=[])
     with dry(module, example) as model:
-        split = find(model, plan.tp) if plan.tp > 1 else Split(cuts={}, whole=[])
+        split = find(model, plan.tp, across=_across(module, plan)) if plan.tp > 1 else Split(cuts={}, whole=[])
         if plan.tp > 1 and not split.cuts:
             raise RefusedError([no_layers_to_cut(plan)])
         dealt = expert.rows_of(experts, plan)
@@ -171,6 +171,15 @@ def look(module: nn.Module, plan: Plan, example: Example) -> SplitParts:
             over_tp=over_tp,
             late=added_late(model, over_tp, split.cuts) if plan.sequence else [],
         )
+
+
+def _across(module: nn.Module, plan: Plan) -> bool:
+    """Whether weights of different parts may be cut as a pair: what lies between them is then cut, too.
+
+    Of a model that is a flat list of single layers, as it says itself; and where nothing is done around each part.
+    """
+    flat = getattr(type(module), "single_layers", False)
+    return flat and plan.pp == plan.cp == 1 and plan.recompute == "none" and not plan.sequence
 
 
 def _tokens(model: Model, plan: Plan, key: str) -> dict[str, Entrance]:

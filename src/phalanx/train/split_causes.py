@@ -20,6 +20,7 @@ from phalanx.config.losses import IGNORED
 from phalanx.data import Loader
 from phalanx.errors import LossError, Problem
 from phalanx.parallel import batch_statistics, dropouts
+from phalanx.parallel.buffer_sync import statistics_of
 from phalanx.train.evaluate import evaluation_mode
 from phalanx.train.few_samples import PARTS
 from phalanx.train.inputs import Inputs
@@ -344,7 +345,7 @@ def _always_of_batch(module: nn.Module) -> bool:
     """Whether the module normalises by the batch in evaluation mode as well: then nothing beside that is seen."""
     children = dict(module.named_modules())
     norms = (children.get(name, module) for name in batch_statistics(module))  # the model itself has no name
-    return any(getattr(norm, "running_mean", None) is None for norm in norms)
+    return any(not statistics_of(norm) for norm in norms)
 
 
 def _is_counted(leaf: Any) -> bool:

@@ -15,6 +15,7 @@ from typing import Any
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase  # pyright: ignore[reportPrivateUsage]
 
+from phalanx.parallel.buffer_sync import statistics_of
 from phalanx.verify.record import RunRecord
 
 Fed = Mapping[str, Sequence[Any]]
@@ -26,11 +27,16 @@ def fed_by(module: nn.Module) -> dict[str, list[Any]]:
     found: dict[str, list[Any]] = {}
     before: tuple[str, nn.Module] | None = None
     for name, one in module.named_modules():
-        mean = one.running_mean if isinstance(one, _NormBase) else None
+        keys = statistics_of(one)
+        mean = getattr(one, keys[0], None) if keys else None
         if mean is not None and before is not None:
-            bias = getattr(before[1], "bias", None)
+            of_torch = isinstance(one, _NormBase)
+            own = "bias" if of_torch else "bias_"  # of Keras, whose momentum is the share of what was
+            bias = before[1]._parameters.get(own)
             if isinstance(bias, nn.Parameter) and bias.shape == mean.shape:
-                found[f"{name}.running_mean".lstrip(".")] = [f"{before[0]}.bias".lstrip("."), one.momentum]
+                momentum: Any = one.momentum
+                moves = momentum if of_torch or momentum is None else 1 - momentum
+                found[f"{name}.{keys[0]}".lstrip(".")] = [f"{before[0]}.{own}".lstrip("."), moves]
         if next(one.parameters(recurse=False), None) is not None:
             before = name, one
     return found
@@ -77,11 +83,13 @@ def _steps(one: RunRecord, bias: str) -> list[float]:
     """
     options: Mapping[str, Any] = one.options.get(bias, {})
     rates = [step.rates.get(bias, 0.0) for step in one.steps]
-    if "betas" in options:
-        first, second = options["betas"][:2]
+    if "betas" in options or "beta_2" in options:
+        first, second = options["betas"][:2] if "betas" in options else (options["beta_1"], options["beta_2"])
         return [rate * _adam_factor(taken, first, second) for taken, rate in enumerate(rates, 1)]
     if "alpha" in options:
         return [rate / math.sqrt(1 - options["alpha"]) for rate in rates]
+    if "rho" in options and not options.get("centered"):
+        return [rate / math.sqrt(1 - options["rho"]) for rate in rates]
     return [0.0] * len(rates)
 
 

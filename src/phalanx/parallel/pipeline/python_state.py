@@ -128,7 +128,7 @@ class _Slots:
 
 
 _GONE = repeat(object())
-_LIBRARY_NAMES = frozenset({"torch", "phalanx", "numpy", *sys.stdlib_module_names})
+_LIBRARY_NAMES = frozenset({"torch", "phalanx", "numpy", "keras", "optree", *sys.stdlib_module_names})
 
 
 def _items(held: Any) -> Iterable[Any]:

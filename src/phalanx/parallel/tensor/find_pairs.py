@@ -38,8 +38,10 @@ class Split:
     whole: list[str]  # weights of two or more dimensions that every rank holds whole
 
 
-def find(model: Model, ranks: int) -> Split:
+def find(model: Model, ranks: int, *, across: bool = False) -> Split:
     """How to share the weights of a model that has run dry out over this many ranks.
+
+    ``across``: weights of different parts may pair up, in a model without repeated blocks.
 
     Raises:
         RefusedError: if the job wants cuts that cannot be.
@@ -49,6 +51,9 @@ def find(model: Model, ranks: int) -> Split:
     known: dict[Any, tuple[nn.Module, list[WeightCut]]] = {}
     for block, calls in model.calls.items():
         for choice in _like(block, known, said, partial(_pairs, block, calls, ranks, said)):
+            chosen.setdefault(id(choice.weight), choice)
+    if across and not model.repeats:
+        for choice in _pairs(model.module, model.call, ranks, said):
             chosen.setdefault(id(choice.weight), choice)
     for choice in [*_vocabulary(model, chosen, ranks, said), *_told(model, chosen, ranks, said)]:
         chosen.setdefault(id(choice.weight), choice)
@@ -107,6 +112,11 @@ class Model:
         except Exception as error:
             raise _UnfitError(error) from None
 
+    @property
+    def call(self) -> Call:
+        """What the model is called with."""
+        return self._args, self._kwargs
+
     def run(self) -> Any:
         """The model and the loss."""
         return self.example.loss(self.module(*self._args, **self._kwargs), self._batch)
@@ -161,7 +171,7 @@ def _paired(
     members: dict[tuple[int, ...], list[tuple[WeightCut, Trial]]] = {}
     for weight in block.parameters():
         for dim in dims(weight):
-            found = _cut(block, weight, dim, run, ranks, _ends_in_sums)
+            found = _cut(block, weight, dim, run, ranks, partial(_ends_in_sums, dims))
             if found is not None and all(one.dim in dims(one.weight) for one in found[1].met):
                 choice, trial = found
                 members.setdefault(tuple(id(one.weight) for one in trial.met), []).append((choice, trial))
@@ -221,8 +231,9 @@ def _outcome(
         return None, None
 
 
-def _ends_in_sums(trial: Trial, result: Any) -> bool:
-    weights = all(isinstance(one.weight, nn.Parameter) and one.weight.dim() == 2 for one in trial.met)
+def _ends_in_sums(dims: Callable[[nn.Parameter], Sequence[int]], trial: Trial, result: Any) -> bool:
+    two = lambda weight: weight.dim() == 2 or len(dims(weight)) > 2  # noqa: E731
+    weights = all(isinstance(one.weight, nn.Parameter) and two(one.weight) for one in trial.met)
     return bool(trial.met) and weights and trial.sent == ["all_reduce"] * len(trial.met) and not _any_sliced(result)
 
 

@@ -157,6 +157,7 @@ class Overrides:
 
     of_job: Mapping[int, int | None]  # the dimension to cut, or None for a weight that is to stay whole
     of_model: Mapping[int, int]  # by its own plan; followed where it goes well
+    of_heads: frozenset[int] = frozenset()  # weights of three dimensions, of which any may be cut
 
     def dims(self, weight: Tensor, *, own: bool = True) -> Sequence[int]:
         """The dimensions of ``weight`` to try; ``own=False`` leaves the model's own plan aside."""
@@ -165,7 +166,7 @@ class Overrides:
             return () if dim is None else (dim,)
         if own and id(weight) in self.of_model:
             return (self.of_model[id(weight)],)
-        return range(2) if weight.dim() == 2 else ()
+        return range(weight.dim()) if weight.dim() == 2 or id(weight) in self.of_heads else ()
 
 
 def wishes(module: nn.Module, told: Mapping[str, Cutting]) -> Overrides:
@@ -190,7 +191,14 @@ def wishes(module: nn.Module, told: Mapping[str, Cutting]) -> Overrides:
             found |= {id(weight): _dim(owner, how) for owner, _, weight in matrices}
     if problems:
         raise RefusedError(problems)
-    return Overrides(of_job=found, of_model=_own(module))
+    return Overrides(of_job=found, of_model=_own(module), of_heads=_of_heads(module))
+
+
+def _of_heads(module: nn.Module) -> frozenset[int]:
+    """Ids of weights with a dimension of heads, of layers that say so themselves: Keras' products by ``einsum``."""
+    named = ((one, name) for one in module.modules() for name in getattr(type(one), "weights_by_heads", ()))
+    found = (one._parameters.get(name) for one, name in named)
+    return frozenset(id(weight) for weight in found if weight is not None and weight.dim() == 3)
 
 
 _UNKNOWN = -1

@@ -24,6 +24,7 @@ from phalanx.checkpoint.sections import MODEL, OPTIMIZER, name_in, put_in
 from phalanx.config import Job, Plan
 from phalanx.errors import RefusedError
 from phalanx.files import check_writer
+from phalanx.parallel.buffer_sync import statistics_of
 from phalanx.parallel.layout import SingleLayout
 from phalanx.parallel.parameter_server import Flat, RowSlice, Rule, RunProgress, Shard, cut_out, form_of, partition
 from phalanx.train.adapters import SECTION as ADAPTERS
@@ -255,24 +256,25 @@ def _owner(name: str, whole: Mapping[str, torch.Tensor]) -> str:
     return rest
 
 
-_NAMES = ("running_mean", "running_var", "num_batches_tracked")
-
-
 @final
 class ServerStatistics:
     """The running means and variances in ``module``, and their form on the wire."""
 
     def __init__(self, module: nn.Module) -> None:
-        layers = ((name, child) for name, child in module.named_modules() if isinstance(child, _NormBase))
-        self._layers = {name: child for name, child in layers if child.track_running_stats}
+        layers = {name: child for name, child in module.named_modules() if statistics_of(child)}
+        counts = ("num_batches_tracked",)
+        self._layers = {
+            name: (child, statistics_of(child) + (counts if isinstance(child, _NormBase) else ()))
+            for name, child in layers.items()
+        }
 
     @property
     def tensors(self) -> dict[str, torch.Tensor]:
         """Name → buffer. Looked up each time: moving a module puts others in their place."""
         return {
             f"{name}.{key}" if name else key: value
-            for name, layer in self._layers.items()
-            for key in _NAMES
+            for name, (layer, keys) in self._layers.items()
+            for key in keys
             if isinstance(value := getattr(layer, key), torch.Tensor)
         }
 

@@ -1,0 +1,164 @@
+"""A job of a Keras model: ``px.from_keras`` takes the function that builds and compiles it, and what ``fit`` takes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any
+
+from phalanx.config import Job
+from phalanx.errors import MissingExtraError, Problem, SpecError
+
+if TYPE_CHECKING:
+    from phalanx.train.keras.compiled import Compiled
+    from phalanx.train.keras.keras_data import KerasData
+
+_COMPILE = ("optimizer", "loss", "loss_weights", "metrics", "weighted_metrics")
+_OURS = ("model", "inputs")
+_BACKEND = 'os.environ["KERAS_BACKEND"] = "torch"  # before the first import of keras'
+
+
+def from_keras(
+    make: Callable[[], Any],
+    *,
+    data: Any,
+    batch: int,
+    evaluate: Any = None,
+    class_weight: Mapping[int, float] | None = None,
+    **settings: Any,
+) -> Job:
+    """A job of the Keras model that ``make`` builds, on Keras' torch backend.
+
+    It trains as Keras' ``fit`` does: by Keras' losses, reductions, sample and class weights and regularisers, by the
+    formula of its optimizer and its learning-rate schedule. What is exact under which plan is in
+    ``docs/how-to/keras.md``.
+
+    Args:
+        make: builds the model, a Sequential, Functional or subclassed one, and compiles it, or leaves that to
+            ``settings``. With ``keras.utils.set_random_seed`` as its first line the run starts where a script does.
+        data: ``(x, y)`` or ``(x, y, sample_weight)`` of arrays, a ``keras.utils.PyDataset`` whose batches have
+            ``batch`` samples, a ``tf.data.Dataset`` that is batched; or a function that gives one of these.
+        batch: the **global** batch, on any number of devices; Keras' ``batch_size``.
+        evaluate: the data for evaluation, as ``data``; Keras' ``validation_data``.
+        class_weight: class → the weight of its samples, as of ``fit``.
+        settings: what ``compile`` takes (optimizer, loss, loss_weights, metrics, weighted_metrics), where ``make`` does
+            not compile; and fields of ``Job``, such as ``epochs=5`` or ``shuffle=False``.
+
+    Raises:
+        SpecError: what is not proven here, by name: a ``train_step`` of its own, an optimizer without a formula here,
+            a policy of dtypes, a layer that adds a loss of its own; or Keras runs on another backend.
+        MissingExtraError: Keras is not installed.
+    """
+    _need_keras()
+    from phalanx.train.keras.compiled import Compiled, check_reduction
+    from phalanx.train.keras.keras_data import KerasData, order_of_batches, rows_of
+    from phalanx.train.keras.keras_module import KerasMaker
+    from phalanx.train.keras.keras_optimizers import parts_of
+    from phalanx.train.keras.keras_refusals import model_problems
+
+    known = {field.name for field in fields(Job)} - {*_OURS}
+    if strange := [name for name in settings if name not in known and name not in _COMPILE]:
+        allowed = f"what compile takes ({', '.join(_COMPILE)}) and fields of px.Job"
+        raise SpecError.of(strange[0], repr(settings[strange[0]])[:60], allowed, "epochs=5")
+    given = {name: settings.pop(name) for name in _COMPILE if name in settings}
+    source = KerasData(data, batch, class_weight)
+    maker = KerasMaker(_compiling(make, given), source.example)
+    with _draws_kept():
+        model = maker.plain()
+    _need_compiled(model)
+    if problems := model_problems(model):
+        raise SpecError(problems)
+    config = model._compile_config.config
+    check_reduction(config["loss"])
+    how = Compiled(
+        **{name: config[name] for name in ("loss", "loss_weights", "metrics", "weighted_metrics")},
+        output_names=getattr(model, "output_names", None),
+        batch=batch,
+    )
+    _need_whole_batches(how, source, batch, settings)
+    parts = parts_of(model.optimizer)
+    defaults: dict[str, Any] = {"schedule": parts.schedule, "clip": parts.clip, "optimizer": parts, "loss": how.loss_of}
+    if source.in_batches and settings.get("shuffle") is not False and settings.get("sampler") is None:
+        settings.pop("shuffle", None)
+        defaults["sampler"] = order_of_batches(len(source()), batch)
+    if evaluate is not None:
+        defaults["evaluate"] = KerasData(evaluate, batch)
+        if how.metrics is not None or how.weighted_metrics is not None:
+            defaults["metrics"] = how.metrics_of
+    given = {"model": maker, "data": source, "batch": batch, "inputs": lambda one: (rows_of(one, "x"),)}
+    return Job(**{**defaults, **given, **settings})
+
+
+def _compiling(make: Callable[[], Any], given: Mapping[str, Any]) -> Callable[[], Any]:
+    if not callable(make) or hasattr(make, "named_parameters"):
+        allowed = "a function that builds the model when called: each process builds its own"
+        raise SpecError.of("make", f"a {type(make).__name__}", allowed, "px.from_keras(make, data=(x, y), batch=32)")
+    if not given:
+        return make
+
+    def compiled() -> Any:
+        model = make()
+        if getattr(model, "compiled", False):
+            name = next(iter(given))
+            allowed = "compile() in the function, or its arguments here"
+            raise SpecError.of(name, "beside a model that is compiled already", allowed, f"model.compile({name}=...)")
+        model.compile(**given)
+        return model
+
+    return compiled
+
+
+def _need_keras() -> None:
+    try:
+        import keras
+    except ModuleNotFoundError as error:
+        if error.name == "keras":
+            raise MissingExtraError("keras", "keras") from None
+        given = f"Keras on a backend that is not installed ({error.name})"
+        raise SpecError.of("KERAS_BACKEND", given, "torch, whose tensors plans are of", _BACKEND) from None
+    if keras.backend.backend() != "torch":
+        given = keras.backend.backend()
+        raise SpecError.of("KERAS_BACKEND", given, "torch, whose tensors plans are of", _BACKEND)
+
+
+def _need_compiled(model: Any) -> None:
+    problems: list[Problem] = []
+    if not model.compiled or model.optimizer is None:
+        fix = 'model.compile(optimizer="adam", loss="sparse_categorical_crossentropy")'
+        problems.append(Problem(where="make", given="a model that is not compiled", allowed="a compiled one", fix=fix))
+    elif model._compile_loss is None:
+        allowed = "compile() with a loss: what layers add by themselves is of the batch that they happen to see"
+        fix = 'model.compile(optimizer="adam", loss="mse")'
+        problems.append(Problem(where="loss", given="none", allowed=allowed, fix=fix))
+    if problems:
+        raise SpecError(problems)
+
+
+def _need_whole_batches(how: Compiled, source: KerasData, batch: int, settings: Mapping[str, Any]) -> None:
+    """A sum over each batch is of another size for the last, partial one, which is divided as the others are."""
+    from torch.utils._pytree import tree_leaves
+
+    if settings.get("drop_last") or all(getattr(one, "reduction", "") != "sum" for one in tree_leaves(how.loss)):
+        return
+    samples = len(source()) if hasattr(source(), "__len__") else 0
+    if samples % batch or not samples:
+        given = f'reduction="sum" with {samples or "unknown"} samples in batches of {batch}'
+        raise SpecError.of("loss", given, "whole batches alone, or a mean", "drop_last=True")
+
+
+@contextmanager
+def _draws_kept() -> Iterator[None]:
+    """Around a model that is only looked at: who draws random numbers after it gets what would have come."""
+    import random
+
+    import numpy as np
+    import torch
+
+    before = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng(devices=[]):
+            yield
+    finally:
+        random.setstate(before[0])
+        np.random.set_state(before[1])

@@ -1,0 +1,164 @@
+"""A Keras model as a torch module, and the function of a job that makes it."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import keras
+import torch
+from keras.src.backend.common import global_state
+from torch import Tensor, nn
+
+from phalanx.config import Plan
+from phalanx.errors import Problem, RefusedError, SpecError
+from phalanx.train.keras.layer_modules import PENALTIES, as_modules, on_device_of
+from phalanx.units import show_names
+
+_NAMES, _DEVICE = "object_name_uids", "torch_device"
+
+
+class Penalised(NamedTuple):
+    """What a model with regularisers gives: its output, and what they come to."""
+
+    output: Any
+    penalty: Tensor
+
+
+class KerasModule(nn.Module):
+    """A Keras model whose layers are its children, under the names that they have in the model.
+
+    Called with what the model is called with. It gives what the model gives, in training mode as Keras' ``fit`` calls
+    it; beside it the penalty where layers have regularisers.
+    """
+
+    single_layers = True
+    """Sequential and Functional models are flat: two layers that pair up have no block in common."""
+
+    def __init__(self, model: keras.Model) -> None:
+        super().__init__()
+        self.__dict__["keras_model"] = model
+        as_modules(model, self)
+        layers = model._flatten_layers()
+        self.penalises = any(vars(layer).get("_regularised") for layer in layers)
+        self.masks = any(_masks(layer) for layer in layers)
+        self._looked = False
+
+    def forward(self, x: Any) -> Any:
+        """What the model gives for ``x``.
+
+        Raises:
+            RefusedError: a layer has added a loss of its own.
+        """
+        model = self.__dict__["keras_model"]
+        training = {"training": self.training} if model._call_has_training_arg else {}
+        before = PENALTIES.terms
+        PENALTIES.terms, PENALTIES.layers = ([] if self.penalises else None), set()
+        try:
+            with on_device_of(x):
+                output = model(x, **training)
+            terms = PENALTIES.terms
+        finally:
+            PENALTIES.terms = before
+        if not self._looked:
+            _refuse_added(model)
+            self._looked = True
+        return Penalised(output, torch.stack(terms).sum()) if terms else output
+
+    def own_notes(self) -> list[str]:
+        """What is to be said of the model whatever the plan, one sentence each."""
+        drawing = [name for name, layer in self.named_modules() if vars(layer).get("draws_in_training")]
+        if self.__dict__["keras_model"]._call_has_training_arg or not drawing:
+            return []
+        return [
+            f"call of the model takes no `training`: in Keras' own fit, and so here, {show_names(drawing)} drops "
+            "nothing. call(self, x, training=None) would have it drop in training."
+        ]
+
+    def plan_problems(self, plan: Plan) -> list[Problem]:
+        """What of the model keeps ``plan`` from it."""
+        found: list[Problem] = []
+        if plan.compile:
+            given = "compile=true for a model of Keras, whose layers decide by Python's state how they run"
+            fix = str(replace(plan, compile=False))
+            found.append(Problem(where="plan.compile", given=given, allowed="plans without compile", fix=fix))
+        if plan.pp > 1 and self.penalises:
+            given = f"pp={plan.pp} for a model with regularisers: its last stage has the weights of no other"
+            allowed = "plans without pp; or decay by the optimizer, such as keras.optimizers.AdamW(weight_decay=...)"
+            found.append(Problem(where="plan.pp", given=given, allowed=allowed, fix=f"fsdp={plan.pp}"))
+        if plan.pp > 1 and self.masks:
+            given = f"pp={plan.pp} for a model with masks, which Keras ties to tensors: they do not go along to a stage"
+            allowed = "plans without pp; or a mask that is an input of the model"
+            found.append(Problem(where="plan.pp", given=given, allowed=allowed, fix=f"fsdp={plan.pp}"))
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class KerasMaker:
+    """``Job.model`` of a Keras job: builds the model, and makes a torch module of it.
+
+    Attributes:
+        make: builds the Keras model, compiled or not.
+        example: the model's input of one sample; a model that has no shapes of its own is called with it once.
+    """
+
+    make: Callable[[], Any]
+    example: Callable[[], Any]
+
+    def __call__(self) -> KerasModule:
+        """The module, on torch's default device, with initial values by torch's and Python's seeds."""
+        return KerasModule(self.plain())
+
+    def plain(self) -> Any:
+        """The Keras model as it is, built; its layers have the names of a process in which it is the first.
+
+        Raises:
+            SpecError: ``make`` gives no Keras model.
+        """
+        with _names_from_start(), _on_default_device():
+            model = self.make()
+            if not isinstance(model, keras.Model):
+                given, allowed = f"a function that gives a {type(model).__name__}", "one that builds a keras.Model"
+                raise SpecError.of("make", given, allowed, "px.from_keras(make, data=(x, y), batch=32, epochs=5)")
+            if not model.built or any(not layer.built for layer in model._flatten_layers()):
+                model(self.example())
+        return model
+
+
+@contextmanager
+def _names_from_start() -> Iterator[None]:
+    """Layers get the names that they would get in a process that has made none before."""
+    before = global_state.get_global_attribute(_NAMES)
+    global_state.set_global_attribute(_NAMES, defaultdict(int))
+    try:
+        yield
+    finally:
+        global_state.set_global_attribute(_NAMES, before)
+
+
+@contextmanager
+def _on_default_device() -> Iterator[None]:
+    before = global_state.get_global_attribute(_DEVICE)
+    global_state.set_global_attribute(_DEVICE, str(torch.get_default_device()))
+    try:
+        yield
+    finally:
+        global_state.set_global_attribute(_DEVICE, before)
+
+
+def _masks(layer: Any) -> bool:
+    return isinstance(layer, keras.layers.Masking) or bool(getattr(layer, "mask_zero", False))
+
+
+def _refuse_added(model: Any) -> None:
+    for layer in model._flatten_layers():
+        if layer._losses:
+            raise RefusedError.of(
+                "job.model",
+                f"add_loss in layer {layer.name!r} ({type(layer).__name__}): a loss of the batch that it sees",
+                "losses of compile(), and regularisers of weights",
+                "the term as an output of the model, with a loss of its own in compile(loss=[...])",
+            )

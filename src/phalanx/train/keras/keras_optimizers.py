@@ -1,0 +1,279 @@
+"""Keras' optimizers by Keras' formulas, as torch's optimizers that plans can shard, split and save.
+
+They are not torch's of the same names: Keras adds epsilon before the bias correction of Adam, RMSprop's is within the
+root, momentum of SGD has the learning rate in it, and decay of weights comes before the step in all. State is kept like
+the parameters (a ``DTensor`` for a ``DTensor``), so that a checkpoint can reshard it. Formulas are those of Keras 3,
+``keras/src/optimizers``.
+"""
+
+# pyright: reportPrivateImportUsage=false
+# torch's foreach functions have no public names; they turn hundreds of small kernels into a few.
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from phalanx.config import Clip, Schedule
+from phalanx.errors import Problem, SpecError
+
+
+class KerasFormula(Optimizer):
+    """An optimizer that Keras has, over parameters of torch.
+
+    Args:
+        params: parameters or parameter groups.
+        lr: learning rate; the schedule of the job multiplies it.
+        weight_decay: share of each weight that a step takes away, times the learning rate; 0: none.
+        options: of the formula, by Keras' names.
+    """
+
+    def __init__(self, params: Iterable[Any], lr: float = 1.0, *, weight_decay: float = 0.0, **options: Any) -> None:
+        super().__init__(params, {"lr": lr, "weight_decay": weight_decay, **options})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """One step over all parameters that have a gradient. Returns what ``closure`` gives."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            given = [one for one in group["params"] if one.grad is not None]
+            if not given:
+                continue
+            lr = float(group["lr"])
+            weights, grads = _local(given), [_gradient(one) for one in given]
+            if group["weight_decay"]:
+                torch._foreach_mul_(weights, 1 - group["weight_decay"] * lr)
+            self._update(given, weights, grads, group)
+        return loss
+
+    def _update(self, given: list[Tensor], weights: list[Tensor], grads: list[Tensor], group: dict[str, Any]) -> None:
+        raise NotImplementedError
+
+    def _slot(self, given: list[Tensor], name: str) -> list[Tensor]:
+        """State of that name, zeros at first; the local part of each."""
+        for one in given:
+            if name not in self.state[one]:
+                self.state[one][name] = torch.zeros_like(one)
+        return _local(self.state[one][name] for one in given)
+
+    def _count(self, given: list[Tensor]) -> int:
+        """The step that is being taken, 1 at first."""
+        for one in given:
+            if "step" not in self.state[one]:
+                self.state[one]["step"] = torch.zeros((), dtype=torch.float32)
+            self.state[one]["step"] += 1
+        return int(self.state[given[0]]["step"])
+
+
+@final
+class KerasSGD(KerasFormula):
+    """``v = momentum * v - lr * g``; ``w = w + v``, or with Nesterov's look ahead ``w + momentum * v - lr * g``."""
+
+    def _update(self, given: list[Tensor], weights: list[Tensor], grads: list[Tensor], group: dict[str, Any]) -> None:
+        lr, momentum = float(group["lr"]), group["momentum"]
+        if not momentum:
+            torch._foreach_add_(weights, grads, alpha=-lr)
+            return
+        velocity = self._slot(given, "momentum")
+        torch._foreach_mul_(velocity, momentum)
+        torch._foreach_add_(velocity, grads, alpha=-lr)
+        if group["nesterov"]:
+            torch._foreach_add_(weights, grads, alpha=-lr)
+            torch._foreach_add_(weights, velocity, alpha=momentum)
+        else:
+            torch._foreach_add_(weights, velocity)
+
+
+class KerasAdam(KerasFormula):
+    """``m`` and ``v`` as Adam has them; ``w = w - lr * sqrt(1 - beta2^t) / (1 - beta1^t) * m / (sqrt(v) + epsilon)``.
+
+    With ``amsgrad`` the largest ``v`` so far, without its bias correction, stands in place of ``v``.
+    """
+
+    def _update(self, given: list[Tensor], weights: list[Tensor], grads: list[Tensor], group: dict[str, Any]) -> None:
+        first, second = group["beta_1"], group["beta_2"]
+        step = self._count(given)
+        alpha = float(group["lr"]) * (1 - second**step) ** 0.5 / (1 - first**step)
+        mean, square = self._slot(given, "momentum"), self._slot(given, "velocity")
+        torch._foreach_lerp_(mean, grads, 1 - first)
+        torch._foreach_mul_(square, second)
+        torch._foreach_addcmul_(square, grads, grads, 1 - second)
+        if group["amsgrad"]:
+            most = self._slot(given, "velocity_hat")
+            torch._foreach_maximum_(most, square)
+            square = most
+        root = torch._foreach_sqrt(square)
+        torch._foreach_add_(root, group["epsilon"])
+        torch._foreach_addcdiv_(weights, mean, root, -alpha)
+
+
+@final
+class KerasAdamW(KerasAdam):
+    """``KerasAdam``; weights decay before the step."""
+
+
+@final
+class KerasRMSprop(KerasFormula):
+    """``v = rho * v + (1 - rho) * g^2``; ``w = w - lr * g / sqrt(v + epsilon)``, with momentum over the increments.
+
+    ``centered`` takes the square of the mean gradient away from ``v``.
+    """
+
+    def _update(self, given: list[Tensor], weights: list[Tensor], grads: list[Tensor], group: dict[str, Any]) -> None:
+        rho = group["rho"]
+        square = self._slot(given, "velocity")
+        torch._foreach_mul_(square, rho)
+        torch._foreach_addcmul_(square, grads, grads, 1 - rho)
+        root = list(torch._foreach_add(square, group["epsilon"]))
+        if group["centered"]:
+            mean = self._slot(given, "average_gradient")
+            torch._foreach_mul_(mean, rho)
+            torch._foreach_add_(mean, grads, alpha=1 - rho)
+            torch._foreach_addcmul_(root, mean, mean, -1.0)
+        torch._foreach_sqrt_(root)
+        if not group["momentum"]:
+            torch._foreach_addcdiv_(weights, grads, root, -float(group["lr"]))
+            return
+        moved = self._slot(given, "momentum")
+        torch._foreach_mul_(moved, group["momentum"])
+        torch._foreach_addcdiv_(moved, grads, root, float(group["lr"]))
+        torch._foreach_add_(weights, moved, alpha=-1.0)
+
+
+@final
+class KerasLion(KerasFormula):
+    """``w = w - lr * sign(beta1 * m + (1 - beta1) * g)``, then ``m = beta2 * m + (1 - beta2) * g``."""
+
+    def _update(self, given: list[Tensor], weights: list[Tensor], grads: list[Tensor], group: dict[str, Any]) -> None:
+        mean = self._slot(given, "momentum")
+        direction = list(torch._foreach_mul(mean, group["beta_1"]))
+        torch._foreach_add_(direction, grads, alpha=1 - group["beta_1"])
+        torch._foreach_sign_(direction)
+        torch._foreach_add_(weights, direction, alpha=-float(group["lr"]))
+        torch._foreach_mul_(mean, group["beta_2"])
+        torch._foreach_add_(mean, grads, alpha=1 - group["beta_2"])
+
+
+FORMULAS: Mapping[str, tuple[type[KerasFormula], tuple[str, ...]]] = {
+    "SGD": (KerasSGD, ("momentum", "nesterov")),
+    "Adam": (KerasAdam, ("beta_1", "beta_2", "epsilon", "amsgrad")),
+    "AdamW": (KerasAdamW, ("beta_1", "beta_2", "epsilon", "amsgrad")),
+    "RMSprop": (KerasRMSprop, ("rho", "momentum", "epsilon", "centered")),
+    "Lion": (KerasLion, ("beta_1", "beta_2")),
+}
+"""Keras' name of an optimizer → the formula, and the options that it reads."""
+
+_INSTEAD = {
+    "gradient_accumulation_steps": ("a batch of so many samples in all, and the plan's micro", "batch=256, micro=32"),
+    "use_ema": ("px.Average, which keeps the average of the weights", "average=px.Average(decay=0.99)"),
+    "loss_scale_factor": ("the plan's precision, which scales the loss where that needs it", "precision=fp16"),
+    "clipnorm": ("global_clipnorm, of all gradients together", "global_clipnorm=1.0"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerParts:
+    """What a Keras optimizer comes to: an optimizer of a job, its schedule and what clips its gradients."""
+
+    kind: str
+    options: Mapping[str, Any]
+    weight_decay: float
+    without_decay: Any  # a compiled pattern of Keras' names of variables that do not decay, or None
+    rate: float
+    schedule: Schedule
+    clip: Clip | None
+
+    def __call__(self, params: Any) -> KerasFormula:
+        """``Job.optimizer``."""
+        made, _ = FORMULAS[self.kind]
+        if not self.weight_decay or self.without_decay is None:
+            return made(list(params), self.rate, weight_decay=self.weight_decay, **self.options)
+        named = list(params.named())
+        out = [one for name, one in named if self.without_decay.search(name.rpartition(".")[2].rstrip("_"))]
+        kept = [one for _, one in named if all(one is not other for other in out)]
+        groups = [{"params": kept}, {"params": out, "weight_decay": 0.0}]
+        groups = [group for group in groups if group["params"]]
+        return made(groups, self.rate, weight_decay=self.weight_decay, **self.options)
+
+
+def parts_of(optimizer: Any) -> OptimizerParts:
+    """What ``optimizer``, of Keras, comes to here.
+
+    Raises:
+        SpecError: there is no formula of it here, or it asks for what is the plan's or the job's.
+    """
+    kind = type(optimizer).__name__
+    if kind == "LossScaleOptimizer":
+        given, allowed = "LossScaleOptimizer", "the optimizer within; a plan of precision=fp16 scales the loss"
+        raise SpecError.of("optimizer", given, allowed, f'optimizer="{type(optimizer.inner_optimizer).__name__}"')
+    if kind not in FORMULAS or not type(optimizer).__module__.startswith("keras."):
+        given = f"{kind}, of which there is no formula here"
+        allowed = f"{', '.join(FORMULAS)} of Keras; or any of torch's by the job"
+        fix = "dataclasses.replace(job, optimizer=lambda params: torch.optim.Adamax(params))"
+        raise SpecError.of("optimizer", given, allowed, fix)
+    problems = [
+        Problem(where=f"optimizer.{name}", given=repr(value), allowed=allowed, fix=fix)
+        for name, (allowed, fix) in _INSTEAD.items()
+        if (value := getattr(optimizer, name, None))
+    ]
+    if getattr(optimizer, "_exclude_from_weight_decay", None):
+        allowed = "names: variables of one model are not those of another that is built alike"
+        fix = 'optimizer.exclude_from_weight_decay(var_names=["bias"])'
+        problems.append(
+            Problem(where="optimizer", given="exclude_from_weight_decay(var_list)", allowed=allowed, fix=fix)
+        )
+    if problems:
+        raise SpecError(problems)
+    rate, schedule = _rates(optimizer._learning_rate)
+    pattern = getattr(optimizer, "_exclude_from_weight_decay_pattern", None)
+    clip = None
+    if optimizer.global_clipnorm:
+        clip = Clip(norm=float(optimizer.global_clipnorm))
+    elif optimizer.clipvalue:
+        clip = Clip(value=float(optimizer.clipvalue))
+    return OptimizerParts(
+        kind=kind,
+        options={name: getattr(optimizer, name) for name in FORMULAS[kind][1]},
+        weight_decay=float(optimizer.weight_decay or 0.0),
+        without_decay=re.compile(pattern) if pattern else None,
+        rate=rate,
+        schedule=schedule,
+        clip=clip,
+    )
+
+
+def _rates(given: Any) -> tuple[float, Schedule]:
+    """The learning rate, and the schedule that multiplies it: of a Keras schedule 1, and the rate of each step."""
+    from keras.optimizers.schedules import LearningRateSchedule
+
+    if isinstance(given, LearningRateSchedule):
+        return 1.0, Schedule(function=lambda step: float(given(step)))
+    if callable(given) and not hasattr(given, "assign"):
+        name = getattr(given, "__name__", type(given).__name__)
+        allowed = "a number, or a keras.optimizers.schedules.LearningRateSchedule, which is of the step alone"
+        raise SpecError.of("optimizer.learning_rate", f"the function {name}", allowed, "CosineDecay(1e-3, 1000)")
+    return float(given), Schedule()
+
+
+def _local(tensors: Iterable[Tensor]) -> list[Tensor]:
+    return [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
+
+
+def _gradient(parameter: Tensor) -> Tensor:
+    gradient = parameter.grad
+    assert gradient is not None
+    if not isinstance(gradient, DTensor):
+        return gradient
+    if isinstance(parameter, DTensor) and gradient.placements != parameter.placements:
+        gradient = gradient.redistribute(parameter.device_mesh, parameter.placements)
+    return gradient.to_local()

@@ -1,0 +1,54 @@
+"""What of a Keras model is not proven here: named, each with the way out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+
+from phalanx.errors import Problem
+
+_STEPS = ("train_step", "compute_loss", "make_train_function")
+_POLICIES = ("float32", "int32", "int64")
+
+
+def model_problems(model: Any) -> list[Problem]:
+    """What of ``model``, built and compiled, keeps it from being trained here."""
+    found: list[Problem] = []
+
+    def wrong(where: str, given: str, allowed: str, fix: str) -> None:
+        found.append(Problem(where=where, given=given, allowed=allowed, fix=fix))
+
+    kind = type(model)
+    for name in _STEPS:
+        if not getattr(kind, name).__module__.startswith("keras."):
+            allowed = "a model that Keras' own fit trains; a step of several losses by px.Job(phases=...)"
+            wrong("make", f"{kind.__name__}.{name}, a step of its own", allowed, f"a {kind.__name__} without {name}")
+    for layer in model._flatten_layers():
+        what = f"layer {layer.name!r} ({type(layer).__name__})"
+        if layer.activity_regularizer is not None:
+            allowed = "regularisers of weights; or the activity as an output of the model with a loss of its own"
+            wrong(
+                "make",
+                f"activity_regularizer of {what}: a loss of the batch that it sees",
+                allowed,
+                "kernel_regularizer",
+            )
+        for variable in layer._trainable_variables:
+            if variable.constraint is not None:
+                allowed = "weights without constraint, or decay of weights by the optimizer"
+                given = f"{type(variable.constraint).__name__} on {variable.name} of {what}: it needs the whole weight"
+                wrong("make", given, allowed, "keras.optimizers.AdamW(weight_decay=0.01)")
+        policy = layer.dtype_policy
+        if policy.quantization_mode is not None or policy.name not in _POLICIES:
+            half = "fp16" if "float16" in policy.name and "bfloat16" not in policy.name else "bf16"
+            allowed = "float32; the plan says what is computed in, and scales the loss where that needs it"
+            wrong("make", f"the policy {policy.name} of {what}", allowed, f"precision={half} in the plan")
+        if getattr(layer, "_remat_mode", None):
+            wrong("make", f"RematScope around {what}", "recompute by the plan", "recompute=full in the plan")
+        if getattr(layer, "stateful", False):
+            allowed = "layers whose state begins anew with each batch"
+            wrong("make", f"stateful=True in {what}: it goes on from the batch before", allowed, "stateful=False")
+        if isinstance(layer, keras.layers.BatchNormalization) and layer.renorm:
+            wrong("make", f"renorm=True in {what}", "BatchNormalization as it is by default", "renorm=False")
+    return found[:8]

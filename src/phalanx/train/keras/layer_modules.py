@@ -1,0 +1,360 @@
+"""Keras layers as torch modules: their variables are parameters and buffers that others may cut, gather or swap.
+
+Keras 3 on torch has modules of its own, of which three things stand in the way of a plan: a variable holds its own
+tensor, so that one put in its place is not heard; layers in lists are no children; and seeds and moving averages are
+parameters without a gradient. Here a variable reads its value where its layer has it, under Keras' name for the
+variable with an underscore behind it (``kernel_``), layers in lists are children, and what no gradient reaches is a
+buffer. Random numbers come from torch's own streams, which plans keep: a mask then does not depend on how often a layer
+was called.
+
+What is relied upon here Keras does not promise; the next version is looked at in this file.
+"""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial, partialmethod
+from types import MethodType
+from typing import Any
+
+import torch
+from keras.src.backend.common import global_state
+from keras.src.backend.common.variables import AutocastScope, get_autocast_scope
+from keras.src.backend.torch import random as keras_random
+from keras.src.backend.torch.core import Variable
+from keras.src.backend.torch.layer import TorchLayer
+from keras.src.layers import BatchNormalization, EinsumDense, InputLayer, Layer
+from keras.src.layers.layer import CallContext
+from keras.src.models.functional import Functional
+from keras.src.random.seed_generator import SeedGenerator
+from torch import Tensor, nn
+
+from phalanx.errors import RefusedError
+from phalanx.parallel.global_batch_norm import joined_moments
+
+_CALL, _DEVICE = "current_call_ctx", "torch_device"
+
+
+class ModuleVariable(Variable):
+    """A variable whose value is the parameter or buffer of that name in the module of its layer."""
+
+    @property
+    def _value(self) -> Any:
+        home, key = self.__dict__["_home"]
+        return getattr(home, key)
+
+    @_value.setter
+    def _value(self, value: Any) -> None:
+        home, key = self.__dict__["_home"]
+        setattr(home, key, value)
+
+
+class Penalties(threading.local):
+    """What regularisers of the layers that run in this thread have come to, of each layer once a call of the model."""
+
+    terms: list[Tensor] | None = None
+    layers: set[int]
+
+
+PENALTIES = Penalties()
+
+
+class _LayerModule(TorchLayer):
+    """What stands between ``Layer`` and torch's module in a layer that ``as_modules`` has been given."""
+
+    named_parameters = nn.Module.named_parameters
+
+    def _track_variables(self) -> None:
+        """Keras' own table of parameters is not made again."""
+
+    def _post_track_variable(self, variable: Any) -> None: ...
+
+    def _post_untrack_variable(self, variable: Any) -> None: ...
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        # Keras' own call ends here; what it knows of the calls around goes along, for a forward that comes again later.
+        context = global_state.get_global_attribute(_CALL)
+        scope = get_autocast_scope()
+        penalised = False
+        if self.__dict__["_regularised"] and PENALTIES.terms is not None and id(self) not in PENALTIES.layers:
+            PENALTIES.layers.add(id(self))
+            penalised = True
+        within = (getattr(context, "training", None), scope.dtype if scope else None, penalised)
+        return nn.Module.__call__(self, *args, keras_within=within, **kwargs)
+
+    def forward(self, *args: Any, keras_within: tuple[Any, ...] = (None, None, False), **kwargs: Any) -> Any:
+        training, dtype, penalised = keras_within
+        if not (penalised or self.__dict__["_shared"]) and global_state.get_global_attribute(_CALL) is not None:
+            return self.call(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
+        with _as_it_was(self, training, dtype, (args, kwargs)), _read_here(self):
+            if penalised:
+                penalty = sum(one.regularizer(one) for one in self.__dict__["_regularised"])
+                if PENALTIES.terms is not None:
+                    PENALTIES.terms.append(penalty)
+            return self.call(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        # Keras copies by writing a file; nodes of its graph lead from layer to layer, and are those of all copies.
+        made = object.__new__(type(self))
+        memo[id(self)] = made
+        for name, value in vars(self).items():
+            own = name not in _GRAPH and _holds(value)
+            made.__dict__[name] = copy.deepcopy(value, memo) if own else value
+        return made
+
+
+def _called(self: Any, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Keras' own call; not where the layer is called again with what its forward was called with."""
+    return nn.Module.__call__(self, *args, **kwargs) if "keras_within" in kwargs else own(self, *args, **kwargs)
+
+
+def _moments(self: Any, own: Callable[..., Any], inputs: Any, mask: Any) -> Any:
+    """Mean and variance of the batch: of the global one where the plan joins replicas."""
+    joined = None if mask is not None or not isinstance(self.axis, int) else joined_moments(self, inputs, self.axis)
+    return own(self, inputs, mask) if joined is None else joined
+
+
+def _operation_of(self: Any, node: Any) -> Any:
+    """The layer of this copy of the model that a node of the graph, which all copies share, calls."""
+    return self.__dict__["_own_layers"].get(id(node.operation), node.operation)
+
+
+_GRAPH = frozenset({"_inbound_nodes", "_outbound_nodes", "_nodes", "_nodes_by_depth", "_tracker"})
+_GRAPH |= {"_operations", "_operations_by_depth", "_layers"}
+_KINDS: dict[type, type] = {}
+
+
+def as_modules(model: Any, top: nn.Module) -> None:
+    """Make torch modules of the layers of ``model``, in place, and ``top`` the module of the model itself.
+
+    ``model`` is built. Its layers become children of ``top``, its own variables parameters and buffers of it.
+    """
+    layers = [model, *_functional(model), *model._flatten_layers(include_self=False)]
+    layers += [inner for layer in layers[1:] for inner in _functional(layer)]
+    layers = list({id(layer): layer for layer in layers}.values())
+    keep_streams()
+    for layer in layers:
+        for generator in layer._seed_generators:
+            generator.__dict__["_drawn_by_torch"] = True
+            generator._initial_seed = None
+        layer.__dict__["draws_in_training"] = _draws(layer)
+    homes: dict[int, tuple[Any, nn.Module, str]] = {}
+    for layer in layers:
+        layer.__dict__["_shared"] = []
+        _place_children(layer, top if layer is model else layer)
+    for layer in layers:
+        _place_variables(layer, top if layer is model else layer, homes)
+    for layer in layers:
+        _become(layer, layers)
+
+
+def children_of(layer: Any) -> dict[str, Any]:
+    """The layers that ``layer`` holds, by attribute or by name; those in lists and dicts as containers of torch."""
+    own = [*_functional(layer), layer]
+    found: dict[str, Any] = {}
+    for name, value in list(vars(layer).items()):
+        if not name.startswith("_") and (container := _container(value)):
+            found[name] = container
+    found |= {name: one for name, one in layer._modules.items() if isinstance(one, Layer) and one not in own}
+    held = {id(one) for value in found.values() for one in (value, *value.children())}
+    for child in layer._layers:
+        if id(child) not in held and not any(child is one for one in own) and not isinstance(child, InputLayer):
+            found[_free(child.name, found)] = child
+    order = {id(child): at for at, child in enumerate(layer._layers)}
+
+    def place(value: Any) -> int:
+        return min((order[id(one)] for one in (value, *value.modules()) if id(one) in order), default=len(order))
+
+    return dict(sorted(found.items(), key=lambda item: place(item[1])))
+
+
+def _functional(layer: Any) -> list[Any]:
+    """The graph that a Sequential model runs its layers by, if it is one."""
+    inner = vars(layer).get("_functional") or layer._modules.get("_functional")
+    return [inner] if isinstance(inner, Functional) else []
+
+
+def _container(value: Any) -> nn.Module | None:
+    """``value``, a list or a dict of layers, as torch has it; ``None`` for anything else."""
+    if isinstance(value, Mapping):
+        parts = {str(key).replace(".", "_"): _member(one) for key, one in value.items()}
+        return nn.ModuleDict(parts) if parts and all(parts.values()) else None  # pyright: ignore[reportArgumentType]
+    if isinstance(value, list | tuple):
+        members = [_member(one) for one in value]
+        return nn.ModuleList(members) if members and all(one is not None for one in members) else None
+    return None
+
+
+def _member(value: Any) -> nn.Module | None:
+    return value if isinstance(value, Layer) else _container(value)
+
+
+def _place_children(layer: Any, home: nn.Module) -> None:
+    children = children_of(layer)
+    for name, value in list(vars(layer).items()):
+        if type(value).__name__ in ("TrackedList", "TrackedDict"):  # which ask to be told of changes
+            layer.__dict__[name] = dict(value) if isinstance(value, Mapping) else list(value)
+    if functional := layer._modules.pop("_functional", None):
+        layer.__dict__["_functional"] = functional
+    layer._modules.pop("_torch_params", None)
+    home._modules.update(children)
+
+
+def _place_variables(layer: Any, home: nn.Module, homes: dict[int, tuple[Any, nn.Module, str]]) -> None:
+    """The layer's own variables as parameters and buffers of ``home``; one that is of several layers is one tensor."""
+    own = [
+        *((one, True) for one in layer._trainable_variables),
+        *((one, False) for one in layer._non_trainable_variables),
+    ]
+    for variable, learns in own:
+        if id(variable) in homes and homes[id(variable)][0] is layer:
+            continue
+        key = _free(variable.name + "_", {**home._parameters, **home._buffers, **home._modules})
+        if id(variable) in homes:
+            first, there, as_there = homes[id(variable)]
+            value = getattr(there, as_there)
+            layer.__dict__["_shared"].append((variable, home, key))
+            first.__dict__["_shared"].append((variable, there, as_there))
+        else:
+            homes[id(variable)] = layer, home, key
+            value = variable.__dict__.pop("_value")
+            variable.__class__ = ModuleVariable
+            variable.__dict__["_home"] = (home, key)
+        if learns:
+            home._parameters[key] = value.requires_grad_(bool(variable.trainable))
+        else:
+            home._buffers[key] = value.detach() if isinstance(value, nn.Parameter) else value
+    layer.__dict__["_regularised"] = [one for one, learns in own if learns and one.regularizer is not None]
+
+
+def _draws(layer: Any) -> bool:
+    """Whether the layer draws random numbers in training: a rate of 0 does not."""
+    given = (getattr(layer, name, None) for name in ("rate", "dropout", "recurrent_dropout", "stddev"))
+    rates = [rate for rate in given if isinstance(rate, int | float)]
+    return bool(layer._seed_generators) and (not rates or any(rates))
+
+
+def _free(name: str, taken: Collection[str]) -> str:
+    name = name.replace(".", "_")
+    return name if name not in taken else next(new for at in range(1, 10**6) if (new := f"{name}{at}") not in taken)
+
+
+def _become(layer: Any, layers: list[Any]) -> None:
+    kind = type(layer)
+    if isinstance(layer, Functional):
+        layer.__dict__["_own_layers"] = {id(one): one for one in layers}
+    if kind not in _KINDS:
+        names: dict[str, Any] = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
+        names["__setattr__"] = nn.Module.__setattr__  # Keras' own tracks what is set, and refuses it once built
+        names["__delattr__"] = nn.Module.__delattr__
+        names["__call__"] = partialmethod(_called, kind.__call__)
+        names["__deepcopy__"] = _LayerModule.__deepcopy__
+        if issubclass(kind, Functional):
+            names["_get_operation_for_node"] = _operation_of
+        if issubclass(kind, BatchNormalization):
+            names["running_statistics"] = ("moving_mean_", "moving_variance_")
+            names["_moments"] = partialmethod(_moments, kind._moments)
+        if issubclass(kind, EinsumDense):
+            names["weights_by_heads"] = ("kernel_",)
+        _KINDS[kind] = type(kind.__name__, (kind, _LayerModule), names)
+    object.__setattr__(layer, "__class__", _KINDS[kind])
+
+
+def _holds(value: Any, depth: int = 0) -> bool:
+    """Whether a copy of a layer needs its own of it: what has tensors or layers in it, or is bound to the layer."""
+    if isinstance(value, nn.Module | Variable | Tensor | MethodType | partial):
+        return True
+    if depth > 3:
+        return False
+    if isinstance(value, Mapping):
+        return any(_holds(one, depth + 1) for one in value.values())
+    return isinstance(value, list | tuple | set) and any(_holds(one, depth + 1) for one in value)
+
+
+@contextmanager
+def _as_it_was(layer: Any, training: Any, dtype: Any, given: Any) -> Iterator[None]:
+    """What was around a layer's call, where it runs again without: recomputed in backward, or by itself."""
+    if global_state.get_global_attribute(_CALL) is not None:
+        yield
+        return
+    context: Any = CallContext(entry_layer=layer)
+    context.training = training
+    global_state.set_global_attribute(_CALL, context)
+    try:
+        with on_device_of(given):
+            if dtype is None:
+                yield
+            else:
+                with AutocastScope(dtype):
+                    yield
+    finally:
+        global_state.set_global_attribute(_CALL, None)
+
+
+@contextmanager
+def _read_here(layer: Any) -> Iterator[None]:
+    """Variables that several layers have are read from the one that runs: that is where a plan has them ready."""
+    if not (shared := layer.__dict__["_shared"]):
+        yield
+        return
+    before = [variable.__dict__["_home"] for variable, _, _ in shared]
+    for variable, *home in shared:
+        variable.__dict__["_home"] = tuple(home)
+    try:
+        yield
+    finally:
+        for (variable, *_), home in zip(shared, before, strict=True):
+            variable.__dict__["_home"] = home
+
+
+@contextmanager
+def on_device_of(given: Any) -> Iterator[None]:
+    """Keras makes new tensors on the device of the first tensor in ``given``; a device, and not its name.
+
+    Of names Keras thinks that no tensor is on that device already.
+    """
+    from torch.utils._pytree import tree_leaves
+
+    device = next((leaf.device for leaf in tree_leaves(given) if isinstance(leaf, Tensor)), None)
+    before = global_state.get_global_attribute(_DEVICE)
+    if device is not None:
+        global_state.set_global_attribute(_DEVICE, device)
+    try:
+        yield
+    finally:
+        global_state.set_global_attribute(_DEVICE, before)
+
+
+_PLAIN: Callable[[Any], Any] = keras_random.torch_seed_generator
+_PLAIN_DROPOUT: Callable[..., Any] = keras_random.dropout
+
+
+def keep_streams() -> None:
+    """From now on layers that are torch modules draw from torch's streams; everything else as before."""
+    keras_random.torch_seed_generator = _generator
+    keras_random.dropout = _dropout
+
+
+def _dropout(inputs: Any, rate: float, noise_shape: Any = None, seed: Any = None) -> Any:
+    if noise_shape is None or _generator(seed) is not None or not 0 < rate < 1:
+        return _PLAIN_DROPOUT(inputs, rate, noise_shape, seed)
+    shape = [size if wanted is None else wanted for size, wanted in zip(inputs.shape, noise_shape, strict=True)]
+    return inputs * torch.nn.functional.dropout(inputs.new_ones(shape), rate, training=True)
+
+
+def _generator(seed: Any) -> Any:
+    if isinstance(seed, SeedGenerator) and "_drawn_by_torch" in vars(seed):
+        return None
+    if isinstance(global_state.get_global_attribute(_DEVICE), torch.device):  # a model that runs under a plan
+        if seed is None:
+            return None
+        raise RefusedError.of(
+            "job.model",
+            f"a layer that draws random numbers by the seed {seed!r:.40} of its own each time it is called",
+            "random numbers by a keras.random.SeedGenerator that the layer has: the plan keeps its stream",
+            "self.seed_generator = keras.random.SeedGenerator(), and seed=self.seed_generator in call",
+        )
+    return _PLAIN(seed)

@@ -1,0 +1,328 @@
+"""What ``compile`` and ``fit`` get of a Keras job: losses, weights, optimizers, metrics, data, and the model back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from keras_models import BATCH, CLASSES, MODELS, apart, data, fitted, furthest, keras, layers, made
+
+import phalanx as px
+from longer import longer
+from phalanx.errors import PhalanxError, RefusedError
+
+# Keras hands arrays to numpy in a way that numpy 2 is about to drop.
+pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation")
+
+optimizers, losses = keras.optimizers, keras.losses
+
+
+def job_of(make: Callable[[], Any], given: Any, **how: Any) -> px.Job:
+    return px.from_keras(make, **{"data": given, "batch": BATCH, "epochs": 1, "shuffle": False, **how})
+
+
+@pytest.mark.parametrize("model", ["mlp", *longer(*(name for name in MODELS if name != "mlp"))])
+def test_twenty_steps_are_those_of_fit(model: str) -> None:
+    expected, trained = fitted(made(model), *data(model), epochs=4)
+    run = px.fit(job_of(made(model), data(model), epochs=4))
+    assert apart(run.losses, expected) < 1e-5
+    assert furthest(px.to_keras(run), trained) < 1e-5
+
+
+OPTIMIZERS: dict[str, Callable[[], Any]] = {
+    "sgd": lambda: optimizers.SGD(0.05),
+    "momentum": lambda: optimizers.SGD(0.05, momentum=0.9, weight_decay=0.01),
+    "nesterov": lambda: optimizers.SGD(0.05, momentum=0.9, nesterov=True),
+    "adam": lambda: optimizers.Adam(1e-2, epsilon=1e-3),
+    "amsgrad": lambda: optimizers.Adam(1e-2, amsgrad=True, epsilon=1e-3),
+    "adamw": lambda: optimizers.AdamW(1e-2, weight_decay=0.1, epsilon=1e-3),
+    "rmsprop": lambda: optimizers.RMSprop(1e-3, epsilon=1e-3),
+    "rmsprop centered": lambda: optimizers.RMSprop(1e-3, centered=True, momentum=0.9, epsilon=1e-3),
+    "lion": lambda: optimizers.Lion(1e-3),
+    "cosine": lambda: optimizers.SGD(optimizers.schedules.CosineDecay(0.1, 8, alpha=0.1)),
+    "warm-up": lambda: optimizers.Adam(
+        optimizers.schedules.CosineDecay(0.0, 6, warmup_target=1e-2, warmup_steps=3), epsilon=1e-3
+    ),
+    "global norm": lambda: optimizers.SGD(0.05, global_clipnorm=0.5),
+    "clipped values": lambda: optimizers.SGD(0.05, clipvalue=0.01),
+}
+
+
+def excluding() -> Any:
+    optimizer = optimizers.AdamW(1e-2, weight_decay=0.5, epsilon=1e-3)
+    optimizer.exclude_from_weight_decay(var_names=["bias"])
+    return optimizer
+
+
+OPTIMIZERS["without decay of biases"] = excluding
+
+
+@pytest.mark.parametrize(
+    ("name", "plan"),
+    [
+        *((name, "") for name in OPTIMIZERS),
+        *((name, "fsdp=2") for name in ("adamw", "rmsprop centered", "lion", "without decay of biases")),
+        *((name, "tp=2") for name in ("adam", "global norm")),
+        *longer(*((name, plan) for name in OPTIMIZERS for plan in ("fsdp=2 zero=1", "pp=2"))),
+    ],
+)
+def test_an_optimizer_steps_by_the_formula_of_keras(name: str, plan: str) -> None:
+    make = made("mlp", OPTIMIZERS[name])
+    expected, trained = fitted(make, *data("mlp"), epochs=2)
+    run = px.fit(job_of(make, data("mlp"), epochs=2), plan)
+    assert apart(run.losses, expected) < 2e-5
+    assert furthest(px.to_keras(run), trained) < (1e-4 if name == "lion" else 2e-5)
+
+
+def test_torchs_adam_is_another_optimizer() -> None:
+    make = made("mlp", lambda: optimizers.Adam(1e-2, epsilon=1e-3))
+    expected, _ = fitted(make, *data("mlp"))
+    given = lambda params: torch.optim.Adam(params, lr=1e-2, eps=1e-3)  # noqa: E731
+    assert apart(px.fit(replace(job_of(make, data("mlp")), optimizer=given)).losses, expected) > 1e-4
+
+
+WEIGHTS = np.linspace(0.0, 2.0, 40).astype("float32")
+ONE_HOT = np.eye(CLASSES, dtype="float32")
+
+
+@pytest.mark.parametrize(
+    ("loss", "y", "weight"),
+    [
+        (lambda: losses.SparseCategoricalCrossentropy(from_logits=True), None, WEIGHTS),
+        (lambda: losses.SparseCategoricalCrossentropy(True, reduction="mean_with_sample_weight"), None, WEIGHTS),
+        (lambda: losses.SparseCategoricalCrossentropy(True, reduction="sum"), None, None),
+        (lambda: losses.CategoricalCrossentropy(from_logits=True, label_smoothing=0.1), ONE_HOT, None),
+        (lambda: "mse", ONE_HOT, WEIGHTS),
+        (lambda: losses.Huber(0.5), ONE_HOT, None),
+        (lambda: lambda y, p: keras.ops.mean(keras.ops.abs(y - p) ** 1.5, -1), ONE_HOT, None),
+    ],
+)
+@pytest.mark.parametrize("plan", ["", "dp=2 micro=2"])
+def test_a_loss_is_reduced_over_the_global_batch(loss: Callable[[], Any], y: Any, weight: Any, plan: str) -> None:
+    x, labels = data("mlp")
+    labels = labels if y is None else y[labels]
+    make = made("mlp", lambda: optimizers.SGD(0.01), loss=loss())
+    expected, trained = fitted(make, x, labels, sample_weight=weight)
+    run = px.fit(job_of(make, (x, labels) if weight is None else (x, labels, weight)), plan)
+    assert np.allclose(run.losses, expected, rtol=1e-5)
+    assert furthest(px.to_keras(run), trained) < 2e-5
+
+
+def test_class_weights() -> None:
+    classes = {0: 2.0, 3: 0.25}
+    make = made("mlp")
+    expected, trained = fitted(make, *data("mlp"), class_weight=classes)
+    run = px.fit(job_of(make, data("mlp"), class_weight=classes), "dp=2")
+    assert apart(run.losses, expected) < 2e-5
+    assert furthest(px.to_keras(run), trained) < 2e-5
+
+
+def regularised() -> Any:
+    keras.utils.set_random_seed(1)
+    again = layers.Dense(9, activation="tanh", kernel_regularizer=keras.regularizers.L1L2(0.01, 0.02))
+    found = keras.Sequential([keras.Input((9,)), again, layers.Dense(CLASSES, kernel_regularizer="l2")])
+    given = keras.Input((9,))
+    found = keras.Model(given, found.layers[-1](again(again(given))))
+    loss = losses.SparseCategoricalCrossentropy(from_logits=True)
+    found.compile(optimizer=optimizers.SGD(0.05), loss=loss)
+    return found
+
+
+@pytest.mark.parametrize("plan", ["", "dp=2 micro=2", "fsdp=2", "tp=2", "fsdp=2 recompute=full"])
+def test_regularisers_count_once_a_step(plan: str) -> None:
+    expected, trained = fitted(regularised, *data("mlp"))
+    run = px.fit(job_of(regularised, data("mlp")), plan)
+    assert apart(run.losses, expected) < 2e-5
+    assert furthest(px.to_keras(run), trained) < 2e-5
+
+
+def test_regularisers_are_refused_where_a_stage_has_no_other_weights() -> None:
+    with pytest.raises(RefusedError, match="regularisers"):
+        px.fit(job_of(regularised, data("mlp")), "pp=2")
+
+
+def masked() -> Any:
+    keras.utils.set_random_seed(1)
+    found = keras.Sequential(
+        [
+            keras.Input((6,)),
+            layers.Embedding(11, 8, mask_zero=True),
+            layers.LSTM(6, return_sequences=True),
+            layers.Dense(11),
+        ]
+    )
+    loss = losses.SparseCategoricalCrossentropy(from_logits=True)
+    found.compile(optimizer=optimizers.SGD(0.05), loss=loss)
+    return found
+
+
+@pytest.mark.parametrize("plan", ["", "dp=2 micro=2", "fsdp=2", "fsdp=2 recompute=full"])
+def test_masks_are_counted_over_the_global_batch(plan: str) -> None:
+    expected, trained = fitted(masked, *data("gpt"))
+    run = px.fit(job_of(masked, data("gpt")), plan)
+    assert apart(run.losses, expected) < 2e-5
+    assert furthest(px.to_keras(run), trained) < 2e-5
+
+
+def test_masks_are_refused_where_they_do_not_go_along() -> None:
+    with pytest.raises(RefusedError, match="masks"):
+        px.fit(job_of(masked, data("gpt")), "pp=2")
+
+
+def two_outputs() -> Any:
+    keras.utils.set_random_seed(1)
+    given = keras.Input((9,))
+    x = layers.Dense(16, activation="relu")(given)
+    outputs = {"kind": layers.Dense(CLASSES, name="kind")(x), "size": layers.Dense(1, name="size")(x)}
+    found = keras.Model(given, outputs)
+    found.compile(
+        optimizer=optimizers.SGD(0.05),
+        loss={"kind": losses.SparseCategoricalCrossentropy(from_logits=True), "size": "mse"},
+        loss_weights={"kind": 1.0, "size": 0.3},
+        metrics={"kind": ["accuracy"], "size": ["mae"]},
+    )
+    return found
+
+
+@pytest.mark.parametrize("plan", ["", "dp=2 micro=2", "pp=2"])
+def test_losses_of_several_outputs(plan: str) -> None:
+    x, labels = data("mlp")
+    y = {"kind": labels, "size": x[:, :1]}
+    expected, trained = fitted(two_outputs, x, y)
+    run = px.fit(job_of(two_outputs, (x, y), evaluate=(x, y)), plan)
+    assert apart(run.losses, expected) < 2e-5
+    found = dict(trained.evaluate(x, y, batch_size=BATCH, verbose=0, return_dict=True))
+    assert run.evaluation is not None
+    for name, value in run.evaluation["metrics"].items():
+        assert value == pytest.approx(found[name], abs=1e-4), name
+    assert {"kind_accuracy", "size_mae"} <= set(run.evaluation["metrics"])
+
+
+@pytest.mark.parametrize("plan", ["", "dp=2", "pp=2"])
+def test_metrics_are_those_of_evaluate(plan: str) -> None:
+    x, labels = data("mlp")
+    labels = (labels > 2).astype("float32")[:, None]
+
+    def make() -> Any:
+        keras.utils.set_random_seed(1)
+        found = keras.Sequential(
+            [keras.Input((9,)), layers.Dense(8, activation="relu"), layers.Dense(1, activation="sigmoid")]
+        )
+        metrics = ["accuracy", keras.metrics.AUC(name="auc"), keras.metrics.Precision(name="precision")]
+        found.compile(optimizer=optimizers.SGD(0.05), loss="binary_crossentropy", metrics=metrics)
+        return found
+
+    _, trained = fitted(make, x, labels)
+    run = px.fit(job_of(make, (x, labels), evaluate=(x[:37], labels[:37])), plan)
+    found = trained.evaluate(x[:37], labels[:37], batch_size=BATCH, verbose=0, return_dict=True)
+    assert run.evaluation is not None
+    assert run.evaluation["loss"] == pytest.approx(found.pop("loss"), abs=1e-5)
+    assert run.evaluation["metrics"] == pytest.approx(found, abs=1e-5)
+
+
+class Batches(keras.utils.PyDataset):
+    def __init__(self, x: Any, y: Any) -> None:
+        super().__init__()
+        self.x, self.y = x, y
+
+    def __len__(self) -> int:
+        return -(-len(self.x) // BATCH)
+
+    def __getitem__(self, at: int) -> Any:
+        rows = slice(at * BATCH, (at + 1) * BATCH)
+        return self.x[rows], self.y[rows]
+
+
+@pytest.mark.parametrize("plan", ["", "dp=2"])
+def test_a_dataset_that_gives_batches_by_number(plan: str) -> None:
+    x, y = data("mlp", 37)
+    expected, _ = fitted(made("mlp"), x, y)
+    run = px.fit(job_of(made("mlp"), Batches(x, y)), plan)
+    assert apart(run.losses, expected) < 2e-5
+
+
+def test_a_model_goes_to_a_file_and_back(tmp_path: Path) -> None:
+    run = px.fit(job_of(made("gpt"), data("gpt")), "fsdp=2")
+    trained = px.to_keras(run)
+    trained.save_weights(tmp_path / "model.weights.h5")
+    other = px.to_keras(px.load(run.folder, run.job))
+    for variable in other.weights:
+        variable.assign(variable * 0)
+    other.load_weights(tmp_path / "model.weights.h5")
+    assert furthest(trained, other) == 0.0
+    values = px.to_keras(px.fit(job_of(made("residual"), data("residual")), "pp=2"))
+    values.save(tmp_path / "model.keras")
+    again = keras.saving.load_model(tmp_path / "model.keras")
+    assert furthest(values, again) == 0.0
+    x, _ = data("residual")
+    assert np.array_equal(values.predict(x, verbose=0), again.predict(x, verbose=0))
+
+
+def dropping(rate: float) -> Callable[[], Any]:
+    def make() -> Any:
+        keras.utils.set_random_seed(1)
+        found = keras.Sequential(
+            [
+                keras.Input((9,)),
+                layers.Dense(64, activation="relu"),
+                layers.Dropout(rate, seed=3),
+                layers.Dense(CLASSES),
+            ]
+        )
+        found.compile(optimizer=optimizers.SGD(0.05), loss=losses.SparseCategoricalCrossentropy(from_logits=True))
+        return found
+
+    return make
+
+
+@pytest.mark.parametrize("plan", ["dp=2", "fsdp=2 recompute=full", "tp=2", "pp=2"])
+def test_dropout_is_on_in_training_and_off_in_evaluation(plan: str) -> None:
+    x, y = data("mlp")
+    without, _ = fitted(dropping(0.0), x, y)
+    run = px.fit(job_of(dropping(0.5), (x, y), evaluate=(x, y)), plan)
+    assert apart(run.losses, without) > 1e-3
+    found = px.to_keras(run).evaluate(x, y, verbose=0)
+    assert run.evaluation is not None
+    assert run.evaluation["loss"] == pytest.approx(found, abs=1e-5)
+    again = px.fit(job_of(dropping(0.5), (x, y)), plan)
+    assert apart(run.losses, again.losses) < 1e-6
+
+
+def test_a_loss_of_a_batch_is_refused() -> None:
+    make = made("mlp", loss=lambda y, p: keras.ops.sqrt(keras.ops.mean((y - p) ** 2)))
+    x, y = data("mlp")
+    with pytest.raises(PhalanxError, match="one number for a batch"):
+        px.fit(job_of(make, (x, ONE_HOT[y])))
+
+
+def adding() -> Any:
+    class Adding(layers.Layer):
+        def call(self, x: Any) -> Any:
+            self.add_loss(keras.ops.mean(x**2))
+            return x
+
+    found = keras.Sequential([keras.Input((9,)), layers.Dense(8), Adding(), layers.Dense(CLASSES)])
+    found.compile(optimizer="sgd", loss=losses.SparseCategoricalCrossentropy(from_logits=True))
+    return found
+
+
+def test_a_loss_that_a_layer_adds_is_refused() -> None:
+    with pytest.raises(RefusedError, match="add_loss in layer"):
+        px.fit(job_of(adding, data("mlp")), "dp=2")
+
+
+@pytest.mark.parametrize("plan", ["dp=2", "tp=2", "pp=2"])
+def test_a_proof_of_a_keras_job(plan: str) -> None:
+    proof = px.prove(job_of(made("gpt"), data("gpt")), plan, steps=3)
+    assert proof.equal, f"{proof.first}\n{proof.cause}"
+
+
+def test_weights_of_attention_are_cut() -> None:
+    run = px.fit(job_of(made("gpt"), data("gpt")), "tp=2")
+    whole = [event.get("message", "") for event in run.events("note")]
+    assert not any("attention" in one for one in whole), whole

@@ -1,0 +1,146 @@
+"""What of a Keras model is not proven is refused by name, before anything runs, with the way out."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import phalanx as px
+from phalanx.errors import SpecError
+from phalanx.parallel import notes
+
+os.environ.setdefault("KERAS_BACKEND", "torch")
+keras = pytest.importorskip("keras", reason="Keras is not installed: pip install 'phalanx[keras]'")
+if keras.backend.backend() != "torch":
+    pytest.skip("Keras runs on another backend than torch", allow_module_level=True)
+layers, optimizers = keras.layers, keras.optimizers
+
+pytestmark = pytest.mark.quick
+DATA = np.zeros((8, 4), dtype="float32"), np.zeros((8, 2), dtype="float32")
+
+
+def model(*inner: Any, kind: Any = None, **compiled: Any) -> Callable[[], Any]:
+    def make() -> Any:
+        made = [one() for one in inner]
+        found = (kind or keras.Sequential)([keras.Input((4,)), *made, layers.Dense(2)])
+        found.compile(**{"optimizer": "sgd", "loss": "mse", **compiled})
+        return found
+
+    return make
+
+
+def job(make: Callable[[], Any], **how: Any) -> px.Job:
+    return px.from_keras(make, **{"data": DATA, "batch": 4, "epochs": 1, **how})
+
+
+class OwnStep(keras.Sequential):
+    def train_step(self, data: Any) -> Any:
+        return super().train_step(data)
+
+
+class OwnLoss(keras.Sequential):
+    def compute_loss(self, *given: Any, **how: Any) -> Any:
+        return super().compute_loss(*given, **how)
+
+
+class OwnOptimizer(optimizers.SGD):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (model(kind=OwnStep), ("OwnStep.train_step", "px.Job")),
+        (model(kind=OwnLoss), ("OwnLoss.compute_loss", "px.Job")),
+        (model(optimizer="adamax"), ("Adamax", "AdamW")),
+        (model(optimizer=OwnOptimizer()), ("OwnOptimizer", "no formula")),
+        (model(optimizer=optimizers.SGD(0.1, clipnorm=1.0)), ("clipnorm", "global_clipnorm")),
+        (model(optimizer=optimizers.SGD(0.1, use_ema=True)), ("use_ema", "px.Average")),
+        (model(optimizer=optimizers.SGD(0.1, gradient_accumulation_steps=2)), ("gradient_accumulation", "micro")),
+        (model(optimizer=optimizers.SGD(lambda: 0.1)), ("learning_rate", "LearningRateSchedule")),
+        (model(lambda: layers.Dense(4, dtype="mixed_float16")), ("mixed_float16", "precision=fp16")),
+        (model(lambda: layers.Dense(4, dtype="bfloat16")), ("bfloat16", "precision=bf16")),
+        (model(lambda: layers.Dense(4, kernel_constraint="max_norm")), ("MaxNorm", "weight_decay")),
+        (model(lambda: layers.Dense(4, activity_regularizer="l2")), ("activity_regularizer", "output of the model")),
+        (model(lambda: layers.Dense(4, dtype="mixed_bfloat16")), ("mixed_bfloat16", "precision=bf16")),
+        (model(lambda: layers.BatchNormalization(renorm=True)), ("renorm=True", "by default")),
+        (model(loss=keras.losses.MeanSquaredError(reduction=None)), ("reduction=None", "sum_over_batch_size")),
+        (lambda: keras.Sequential([keras.Input((4,)), layers.Dense(2)]), ("not compiled", "model.compile")),
+        (lambda: 3, ("gives a int", "keras.Model")),
+    ],
+)
+def test_refused_by_name(make: Callable[[], Any], words: tuple[str, str]) -> None:
+    with pytest.raises(SpecError) as caught:
+        job(make)
+    assert all(word in str(caught.value) for word in words), caught.value
+
+
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        ({"data": iter([])}, ("data", "PyDataset")),
+        ({"data": (*DATA, np.ones(8)), "class_weight": {0: 2.0}}, ("class_weight", "sample weights")),
+        ({"optimiser": "sgd"}, ("optimiser", "what compile takes")),
+        ({"optimizer": "sgd"}, ("optimizer", "compiled already")),
+        ({"batch": 3, "loss_sum": True}, ("loss_sum", "px.Job")),
+    ],
+)
+def test_settings_are_refused_by_name(how: dict[str, Any], words: tuple[str, str]) -> None:
+    with pytest.raises(SpecError) as caught:
+        job(model(), **how).data()
+    assert all(word in str(caught.value) for word in words), caught.value
+
+
+def test_a_sum_over_batches_of_two_sizes_is_refused() -> None:
+    make = model(loss=keras.losses.MeanSquaredError(reduction="sum"))
+    with pytest.raises(SpecError, match="drop_last"):
+        job(make, batch=3)
+    assert job(make, batch=3, drop_last=True).batch == 3
+
+
+def test_compile_may_be_left_to_the_job() -> None:
+    found = job(lambda: keras.Sequential([keras.Input((4,)), layers.Dense(2)]), optimizer="adam", loss="mse")
+    assert type(found.optimizer([torch.nn.Parameter(torch.zeros(2))])).__name__ == "KerasAdam"
+
+
+class Dropping(keras.Model):
+    def __init__(self) -> None:
+        super().__init__()
+        self.drop, self.head = layers.Dropout(0.5), layers.Dense(2)
+
+    def call(self, x: Any) -> Any:
+        return self.head(self.drop(x))
+
+
+class DroppingInTraining(Dropping):
+    def call(self, x: Any, training: bool | None = None) -> Any:
+        return self.head(self.drop(x, training=training))
+
+
+@pytest.mark.parametrize(("kind", "words"), [(Dropping, "drops nothing"), (DroppingInTraining, "other random numbers")])
+def test_dropout_is_told_of(kind: Any, words: str) -> None:
+    def make() -> Any:
+        found = kind()
+        found.compile(optimizer="sgd", loss="mse")
+        return found
+
+    found = job(make)
+    told = notes(found.model(), found, px.Plan(dp=2))
+    assert any(words in one and "drop" in one for one in told), told
+
+
+def test_batch_normalization_is_told_of() -> None:
+    found = job(model(layers.BatchNormalization))
+    told = notes(found.model(), found, px.Plan(dp=2))
+    assert any("BatchNorm takes its statistics from each micro-batch" in one for one in told), told
+
+
+def test_names_do_not_count_up() -> None:
+    found = job(model(lambda: layers.Dense(4)))
+    names = [[name for name, _ in found.model().named_parameters()] for _ in range(2)]
+    assert names[0] == names[1] == ["dense.kernel_", "dense.bias_", "dense_1.kernel_", "dense_1.bias_"]
