@@ -133,7 +133,7 @@ def regularised() -> Any:
     return found
 
 
-@pytest.mark.parametrize("plan", ["", "dp=2 micro=2", "fsdp=2", "tp=2", "fsdp=2 recompute=full"])
+@pytest.mark.parametrize("plan", ["", "dp=2 micro=2", "fsdp=2", "fsdp=2 recompute=full"])
 def test_regularisers_count_once_a_step(plan: str) -> None:
     expected, trained = fitted(regularised, *data("mlp"))
     run = px.fit(job_of(regularised, data("mlp")), plan)
@@ -141,9 +141,10 @@ def test_regularisers_count_once_a_step(plan: str) -> None:
     assert furthest(px.to_keras(run), trained) < 2e-5
 
 
-def test_regularisers_are_refused_where_a_stage_has_no_other_weights() -> None:
-    with pytest.raises(RefusedError, match="regularisers"):
-        px.fit(job_of(regularised, data("mlp")), "pp=2")
+@pytest.mark.parametrize(("plan", "why"), [("pp=2", "regularisers"), ("tp=2", "no two layers")])
+def test_regularisers_are_refused_where_no_rank_has_whole_weights(plan: str, why: str) -> None:
+    with pytest.raises(RefusedError, match=why):
+        px.fit(job_of(regularised, data("mlp")), plan)
 
 
 def masked() -> Any:

@@ -28,6 +28,9 @@ PLANS = (
 )
 REFUSED = {
     **{(model, "cp=2"): "attend" for model in MODELS if model != "gpt"},
+    **{(model, plan): "no two layers" for model in NORMALISED for plan in ("tp=2", "dp=2 tp=2")},
+    **{(model, plan): "plan.micro" for model in NORMALISED for plan in PLANS if "micro" in plan},
+    **{(model, "dp=2 server=1"): "plan.server" for model in NORMALISED},
 }
 """(model, plan) → a word of the reason."""
 QUICK = (
@@ -60,4 +63,4 @@ def test_a_plan_gives_what_fit_gives(model: str, plan: str) -> None:
         return
     run = px.fit(job_of(model), plan)
     assert apart(run.losses, losses) < 2e-5
-    assert furthest(px.to_keras(run), expected) < 5e-5
+    assert furthest(px.to_keras(run), expected) < 1e-4

@@ -37,4 +37,5 @@ def to_keras(run: Run, job: Job | None = None, *, step: Which = None, averaged: 
     there = trained.keras_model.weights
     for variable, value in zip(model.weights, there, strict=True):
         variable.assign(value.value)
+    model.optimizer.build(model.trainable_variables)  # files of Keras have its state, here that of a first step
     return model

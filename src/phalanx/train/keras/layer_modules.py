@@ -26,8 +26,9 @@ from keras.src.backend.common.variables import AutocastScope, get_autocast_scope
 from keras.src.backend.torch import random as keras_random
 from keras.src.backend.torch.core import Variable
 from keras.src.backend.torch.layer import TorchLayer
-from keras.src.layers import BatchNormalization, EinsumDense, InputLayer, Layer
+from keras.src.layers import BatchNormalization, Dropout, EinsumDense, InputLayer, Layer
 from keras.src.layers.layer import CallContext
+from keras.src.layers.regularization.spatial_dropout import BaseSpatialDropout
 from keras.src.models.functional import Functional
 from keras.src.random.seed_generator import SeedGenerator
 from torch import Tensor, nn
@@ -109,6 +110,13 @@ class _LayerModule(TorchLayer):
 def _called(self: Any, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Keras' own call; not where the layer is called again with what its forward was called with."""
     return nn.Module.__call__(self, *args, **kwargs) if "keras_within" in kwargs else own(self, *args, **kwargs)
+
+
+def _drops(self: Any, own: Callable[..., Any], inputs: Any, training: bool = False) -> Any:
+    """Dropout that is an operation in evaluation, too, so that stages of a pipeline do the same in both."""
+    if training or not 0 < self.rate < 1:
+        return own(self, inputs, training=training)
+    return _masked(inputs, self.rate, getattr(self, "_get_noise_shape", lambda _: self.noise_shape)(inputs), False)
 
 
 def _moments(self: Any, own: Callable[..., Any], inputs: Any, mask: Any) -> Any:
@@ -257,6 +265,8 @@ def _become(layer: Any, layers: list[Any]) -> None:
         if issubclass(kind, BatchNormalization):
             names["running_statistics"] = ("moving_mean_", "moving_variance_")
             names["_moments"] = partialmethod(_moments, kind._moments)
+        if issubclass(kind, Dropout | BaseSpatialDropout):
+            names["call"] = partialmethod(_drops, kind.call)
         if issubclass(kind, EinsumDense):
             names["weights_by_heads"] = ("kernel_",)
         _KINDS[kind] = type(kind.__name__, (kind, _LayerModule), names)
@@ -341,8 +351,14 @@ def keep_streams() -> None:
 def _dropout(inputs: Any, rate: float, noise_shape: Any = None, seed: Any = None) -> Any:
     if noise_shape is None or _generator(seed) is not None or not 0 < rate < 1:
         return _PLAIN_DROPOUT(inputs, rate, noise_shape, seed)
+    return _masked(inputs, rate, noise_shape, True)
+
+
+def _masked(inputs: Tensor, rate: float, noise_shape: Any, training: bool) -> Tensor:
+    if noise_shape is None:
+        return torch.nn.functional.dropout(inputs, rate, training=training)
     shape = [size if wanted is None else wanted for size, wanted in zip(inputs.shape, noise_shape, strict=True)]
-    return inputs * torch.nn.functional.dropout(inputs.new_ones(shape), rate, training=True)
+    return inputs * torch.nn.functional.dropout(inputs.new_ones(shape), rate, training=training)
 
 
 def _generator(seed: Any) -> Any:
