@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 from torch import nn
 from torch.nn.modules.batchnorm import SyncBatchNorm, _NormBase
@@ -93,7 +94,7 @@ def balances(module: nn.Module) -> bool:
 def notes(module: nn.Module, job: Job, plan: Plan) -> list[str]:
     """What differs from one device under ``plan``, one sentence each; empty where nothing does."""
     found = [plan.exact_note] if plan.exact_note else []
-    own = getattr(module, "own_notes", None)  # of a model of another library, which says so itself
+    own: Any = getattr(module, "own_notes", None)  # of a model of another library, which says so itself
     found += own() if callable(own) else []
     split = plan.replicas > 1 or (plan.micro is not None and plan.micro < job.batch)
     apart = batch_statistics(module) if job.batch_statistics == "micro" else []

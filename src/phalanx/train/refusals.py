@@ -62,7 +62,7 @@ def model_problems(job: Job, plan: Plan, module: nn.Module) -> list[Problem]:
         from phalanx.parallel.fsdp import scalar_problems  # loads torch's DTensor
 
         problems += scalar_problems(module, plan)
-    own = getattr(module, "plan_problems", None)  # of a model that knows itself what plans do not keep of it
+    own: Any = getattr(module, "plan_problems", None)  # of a model that knows itself what plans do not keep of it
     return [*problems, *(own(plan) if callable(own) else [])]
 
 

@@ -4,6 +4,10 @@ Keras reduces a loss to a mean within each batch. A mean of means is another num
 masked or weighted; so each loss is taken as its sum and what Keras divides it by, and divided once.
 """
 
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportCallIssue=false
+# pyright: reportArgumentType=false, reportOptionalMemberAccess=false, reportIncompatibleMethodOverride=false
+# Keras has no types that hold for the backend that it runs on.
+
 from __future__ import annotations
 
 import threading

@@ -1,5 +1,9 @@
 """A Keras model as a torch module, and the function of a job that makes it."""
 
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportCallIssue=false
+# pyright: reportArgumentType=false, reportOptionalMemberAccess=false, reportIncompatibleMethodOverride=false
+# Keras has no types that hold for the backend that it runs on.
+
 from __future__ import annotations
 
 from collections import defaultdict

@@ -262,7 +262,8 @@ def _rates(given: Any) -> tuple[float, Schedule]:
         name = getattr(given, "__name__", type(given).__name__)
         allowed = "a number, or a keras.optimizers.schedules.LearningRateSchedule, which is of the step alone"
         raise SpecError.of("optimizer.learning_rate", f"the function {name}", allowed, "CosineDecay(1e-3, 1000)")
-    return float(given), Schedule()
+    rate: Any = given
+    return float(rate), Schedule()
 
 
 def _local(tensors: Iterable[Tensor]) -> list[Tensor]:

@@ -1,5 +1,9 @@
 """What of a Keras model is not proven here: named, each with the way out."""
 
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportCallIssue=false
+# pyright: reportArgumentType=false, reportOptionalMemberAccess=false, reportIncompatibleMethodOverride=false
+# Keras has no types that hold for the backend that it runs on.
+
 from __future__ import annotations
 
 from typing import Any

@@ -10,6 +10,10 @@ was called.
 What is relied upon here Keras does not promise; the next version is looked at in this file.
 """
 
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportCallIssue=false
+# pyright: reportArgumentType=false, reportOptionalMemberAccess=false, reportIncompatibleMethodOverride=false
+# Keras has no types that hold for the backend that it runs on.
+
 from __future__ import annotations
 
 import copy
@@ -89,13 +93,13 @@ class _LayerModule(TorchLayer):
     def forward(self, *args: Any, keras_within: tuple[Any, ...] = (None, None, False), **kwargs: Any) -> Any:
         training, dtype, penalised = keras_within
         if not (penalised or self.__dict__["_shared"]) and global_state.get_global_attribute(_CALL) is not None:
-            return self.call(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
+            return self.call(*args, **kwargs)
         with _as_it_was(self, training, dtype, (args, kwargs)), _read_here(self):
             if penalised:
                 penalty = sum(one.regularizer(one) for one in self.__dict__["_regularised"])
                 if PENALTIES.terms is not None:
                     PENALTIES.terms.append(penalty)
-            return self.call(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
+            return self.call(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         # Keras copies by writing a file; nodes of its graph lead from layer to layer, and are those of all copies.
@@ -189,7 +193,7 @@ def _container(value: Any) -> nn.Module | None:
     """``value``, a list or a dict of layers, as torch has it; ``None`` for anything else."""
     if isinstance(value, Mapping):
         parts = {str(key).replace(".", "_"): _member(one) for key, one in value.items()}
-        return nn.ModuleDict(parts) if parts and all(parts.values()) else None  # pyright: ignore[reportArgumentType]
+        return nn.ModuleDict(parts) if parts and all(parts.values()) else None
     if isinstance(value, list | tuple):
         members = [_member(one) for one in value]
         return nn.ModuleList(members) if members and all(one is not None for one in members) else None
