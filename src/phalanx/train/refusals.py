@@ -63,7 +63,7 @@ def model_problems(job: Job, plan: Plan, module: nn.Module) -> list[Problem]:
 
         problems += scalar_problems(module, plan)
     own: Any = getattr(module, "plan_problems", None)  # of a model that knows itself what plans do not keep of it
-    return [*problems, *(own(plan) if callable(own) else [])]
+    return problems if own is None else [*problems, *own(plan)]
 
 
 def data_problems(job: Job, plan: Plan) -> list[Problem]:

@@ -64,7 +64,7 @@ def from_keras(
     given = {name: settings.pop(name) for name in _COMPILE if name in settings}
     source = KerasData(data, batch, class_weight)
     maker = KerasMaker(_compiling(make, given), source.example)
-    with _draws_kept():
+    with _only_looked_at():
         model = maker.plain()
     _need_compiled(model)
     if problems := model_problems(model):
@@ -148,17 +148,22 @@ def _need_whole_batches(how: Compiled, source: KerasData, batch: int, settings: 
 
 
 @contextmanager
-def _draws_kept() -> Iterator[None]:
-    """Around a model that is only looked at: who draws random numbers after it gets what would have come."""
+def _only_looked_at() -> Iterator[None]:
+    """Around a model that is only looked at: who draws random numbers after it gets what would have come.
+
+    It is computed by one thread: those of a pool would be missing in workers that are forked from here.
+    """
     import random
 
     import numpy as np
     import torch
 
-    before = random.getstate(), np.random.get_state()
+    before, threads = (random.getstate(), np.random.get_state()), torch.get_num_threads()
+    torch.set_num_threads(1)
     try:
         with torch.random.fork_rng(devices=[]):
             yield
     finally:
+        torch.set_num_threads(threads)
         random.setstate(before[0])
         np.random.set_state(before[1])

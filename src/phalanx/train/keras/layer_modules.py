@@ -269,7 +269,7 @@ def _become(layer: Any, layers: list[Any]) -> None:
         if issubclass(kind, BatchNormalization):
             names["running_statistics"] = ("moving_mean_", "moving_variance_")
             names["_moments"] = partialmethod(_moments, kind._moments)
-        if issubclass(kind, Dropout | BaseSpatialDropout):
+        if issubclass(kind, Dropout | BaseSpatialDropout) and kind.call.__module__.startswith("keras."):
             names["call"] = partialmethod(_drops, kind.call)
         if issubclass(kind, EinsumDense):
             names["weights_by_heads"] = ("kernel_",)
