@@ -282,6 +282,7 @@ MUTABLE = {
     "launch/worker.py: _runs",
     "parallel/global_batch_norm.py: _EXCHANGES",  # of layers whose replicas are joined, for as long as they live
     "parallel/local_shards/tensor.py: RULES",  # filled where operations on shards are defined, while they are loaded
+    "train/keras/layer_modules.py: _KINDS",  # of each kind of layer the one that is a torch module, made once
     "trace/blocks.py: _opened",  # models that are looked into, for as long as they live
 }
 """What a module keeps and changes; without a comment: a counter, by which names differ."""

@@ -69,6 +69,7 @@ class OwnOptimizer(optimizers.SGD):
         (model(lambda: layers.Dense(4, activity_regularizer="l2")), ("activity_regularizer", "output of the model")),
         (model(lambda: layers.Dense(4, dtype="mixed_bfloat16")), ("mixed_bfloat16", "precision=bf16")),
         (model(lambda: layers.BatchNormalization(renorm=True)), ("renorm=True", "by default")),
+        (model(jit_compile=True), ("jit_compile", "eager")),
         (model(loss=keras.losses.MeanSquaredError(reduction=None)), ("reduction=None", "sum_over_batch_size")),
         (lambda: keras.Sequential([keras.Input((4,)), layers.Dense(2)]), ("not compiled", "model.compile")),
         (lambda: 3, ("gives a int", "keras.Model")),
@@ -132,6 +133,14 @@ def test_dropout_is_told_of(kind: Any, words: str) -> None:
     found = job(make)
     told = notes(found.model(), found, px.Plan(dp=2))
     assert any(words in one and "drop" in one for one in told), told
+
+
+def test_metrics_without_an_evaluation_are_told_of() -> None:
+    measured = model(metrics=["mae"])
+    without, with_one = job(measured), job(measured, evaluate=DATA)
+    assert any("metrics of compile()" in one for one in notes(without.model(), without, px.Plan()))
+    assert not any("metrics of compile()" in one for one in notes(with_one.model(), with_one, px.Plan()))
+    assert with_one.metrics is not None
 
 
 def test_batch_normalization_is_told_of() -> None:

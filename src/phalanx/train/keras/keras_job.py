@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any
 
 from phalanx.config import Job
@@ -13,10 +13,14 @@ from phalanx.errors import MissingExtraError, Problem, SpecError
 if TYPE_CHECKING:
     from phalanx.train.keras.compiled import Compiled
     from phalanx.train.keras.keras_data import KerasData
+    from phalanx.train.keras.keras_module import KerasMaker
 
 _COMPILE = ("optimizer", "loss", "loss_weights", "metrics", "weighted_metrics")
 _OURS = ("model", "inputs")
-_BACKEND = 'os.environ["KERAS_BACKEND"] = "torch"  # before the first import of keras'
+_BACKEND = "KERAS_BACKEND=torch in the environment, before Keras is first imported"
+_NOT_MEASURED = (
+    "metrics of compile() are of evaluations, of which this job has none: evaluate=(x, y) in px.from_keras gives them."
+)
 
 
 def from_keras(
@@ -51,43 +55,61 @@ def from_keras(
         MissingExtraError: Keras is not installed.
     """
     _need_keras()
-    from phalanx.train.keras.compiled import Compiled, check_reduction
     from phalanx.train.keras.keras_data import KerasData, order_of_batches, rows_of
     from phalanx.train.keras.keras_module import KerasMaker
     from phalanx.train.keras.keras_optimizers import parts_of
-    from phalanx.train.keras.keras_refusals import model_problems
 
+    given = _compile_settings(settings)
+    source = KerasData(data, batch, class_weight)
+    maker = KerasMaker(_compiling(make, given), source.example)
+    model = _looked_at(maker)
+    how = _compiled(model, batch)
+    _need_whole_batches(how, source, batch, settings)
+    parts = parts_of(model.optimizer)
+    found: dict[str, Any] = {"schedule": parts.schedule, "clip": parts.clip, "optimizer": parts, "loss": how.loss_of}
+    if source.in_batches and settings.get("shuffle") is not False and settings.get("sampler") is None:
+        settings.pop("shuffle", None)
+        found["sampler"] = order_of_batches(len(source()), batch)
+    measures = how.metrics is not None or how.weighted_metrics is not None
+    if evaluate is not None:
+        found |= {"evaluate": KerasData(evaluate, batch), **({"metrics": how.metrics_of} if measures else {})}
+    elif measures:
+        maker = replace(maker, notes=(_NOT_MEASURED,))
+    own = {"model": maker, "data": source, "batch": batch, "inputs": lambda one: (rows_of(one, "x"),)}
+    return Job(**{**found, **own, **settings})
+
+
+def _compile_settings(settings: dict[str, Any]) -> dict[str, Any]:
+    """What of ``settings`` is for ``compile``, taken out of them."""
     known = {field.name for field in fields(Job)} - {*_OURS}
     if strange := [name for name in settings if name not in known and name not in _COMPILE]:
         allowed = f"what compile takes ({', '.join(_COMPILE)}) and fields of px.Job"
         raise SpecError.of(strange[0], repr(settings[strange[0]])[:60], allowed, "epochs=5")
-    given = {name: settings.pop(name) for name in _COMPILE if name in settings}
-    source = KerasData(data, batch, class_weight)
-    maker = KerasMaker(_compiling(make, given), source.example)
+    return {name: settings.pop(name) for name in _COMPILE if name in settings}
+
+
+def _looked_at(maker: KerasMaker) -> Any:
+    """The model once, for what it was compiled with, if it is one that is proven here."""
+    from phalanx.train.keras.keras_refusals import model_problems
+
     with _only_looked_at():
         model = maker.plain()
     _need_compiled(model)
     if problems := model_problems(model):
         raise SpecError(problems)
+    return model
+
+
+def _compiled(model: Any, batch: int) -> Compiled:
+    from phalanx.train.keras.compiled import Compiled, check_reduction
+
     config = model._compile_config.config
     check_reduction(config["loss"])
-    how = Compiled(
+    return Compiled(
         **{name: config[name] for name in ("loss", "loss_weights", "metrics", "weighted_metrics")},
         output_names=getattr(model, "output_names", None),
         batch=batch,
     )
-    _need_whole_batches(how, source, batch, settings)
-    parts = parts_of(model.optimizer)
-    defaults: dict[str, Any] = {"schedule": parts.schedule, "clip": parts.clip, "optimizer": parts, "loss": how.loss_of}
-    if source.in_batches and settings.get("shuffle") is not False and settings.get("sampler") is None:
-        settings.pop("shuffle", None)
-        defaults["sampler"] = order_of_batches(len(source()), batch)
-    if evaluate is not None:
-        defaults["evaluate"] = KerasData(evaluate, batch)
-        if how.metrics is not None or how.weighted_metrics is not None:
-            defaults["metrics"] = how.metrics_of
-    given = {"model": maker, "data": source, "batch": batch, "inputs": lambda one: (rows_of(one, "x"),)}
-    return Job(**{**defaults, **given, **settings})
 
 
 def _compiling(make: Callable[[], Any], given: Mapping[str, Any]) -> Callable[[], Any]:

@@ -42,8 +42,10 @@ class KerasModule(nn.Module):
     single_layers = True
     """Sequential and Functional models are flat: two layers that pair up have no block in common."""
 
-    def __init__(self, model: keras.Model) -> None:
+    def __init__(self, model: keras.Model, notes: tuple[str, ...] = ()) -> None:
+        """``notes`` are what is to be said of the job that it is of."""
         super().__init__()
+        self._notes = notes
         self.__dict__["keras_model"] = model
         as_modules(model, self)
         layers = model._flatten_layers()
@@ -76,10 +78,11 @@ class KerasModule(nn.Module):
         """What is to be said of the model whatever the plan, one sentence each."""
         drawing = [name for name, layer in self.named_modules() if vars(layer).get("draws_in_training")]
         if self.__dict__["keras_model"]._call_has_training_arg or not drawing:
-            return []
+            return [*self._notes]
         return [
+            *self._notes,
             f"call of the model takes no `training`: in Keras' own fit, and so here, {show_names(drawing)} drops "
-            "nothing. call(self, x, training=None) would have it drop in training."
+            "nothing. call(self, x, training=None) would have it drop in training.",
         ]
 
     def plan_problems(self, plan: Plan) -> list[Problem]:
@@ -107,14 +110,16 @@ class KerasMaker:
     Attributes:
         make: builds the Keras model, compiled or not.
         example: the model's input of one sample; a model that has no shapes of its own is called with it once.
+        notes: what is to be said of the job whatever the plan, one sentence each.
     """
 
     make: Callable[[], Any]
     example: Callable[[], Any]
+    notes: tuple[str, ...] = ()
 
     def __call__(self) -> KerasModule:
         """The module, on torch's default device, with initial values by torch's and Python's seeds."""
-        return KerasModule(self.plain())
+        return KerasModule(self.plain(), self.notes)
 
     def plain(self) -> Any:
         """The Keras model as it is, built; its layers have the names of a process in which it is the first.

@@ -28,6 +28,8 @@ def model_problems(model: Any) -> list[Problem]:
         if not getattr(kind, name).__module__.startswith("keras."):
             allowed = "a model that Keras' own fit trains; a step of several losses by px.Job(phases=...)"
             wrong("make", f"{kind.__name__}.{name}, a step of its own", allowed, f"a {kind.__name__} without {name}")
+    if model.jit_compile:
+        wrong("make", "compile(jit_compile=True)", "eager layers, which plans cut and gather", "jit_compile=False")
     for layer in model._flatten_layers():
         what = f"layer {layer.name!r} ({type(layer).__name__})"
         if layer.activity_regularizer is not None:
