@@ -170,9 +170,38 @@ def test_masks_are_counted_over_the_global_batch(plan: str) -> None:
     assert furthest(px.to_keras(run), trained) < 2e-5
 
 
-def test_masks_are_refused_where_they_do_not_go_along() -> None:
+class Attending(layers.Layer):
+    """Attends to what is no padding: the mask is tied to what comes in, and no argument."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.attention = layers.LayerNormalization(), layers.MultiHeadAttention(2, 4)
+        self.supports_masking = True
+
+    def call(self, x: Any) -> Any:
+        return x + self.attention(self.norm(x), x)
+
+
+def attending() -> Any:
+    keras.utils.set_random_seed(1)
+    blocks = [Attending() for _ in range(2)]
+    found = keras.Sequential([keras.Input((6,)), layers.Embedding(11, 8, mask_zero=True), *blocks, layers.Dense(11)])
+    found.compile(optimizer=optimizers.SGD(0.05), loss=losses.SparseCategoricalCrossentropy(from_logits=True))
+    return found
+
+
+@pytest.mark.parametrize("plan", ["", "dp=2 micro=2", "fsdp=2", "fsdp=2 recompute=full", "tp=2"])
+def test_masks_reach_layers_inside_of_others(plan: str) -> None:
+    expected, trained = fitted(attending, *data("gpt"))
+    run = px.fit(job_of(attending, data("gpt")), plan)
+    assert apart(run.losses, expected) < 2e-5
+    assert furthest(px.to_keras(run), trained) < 1e-4
+
+
+@pytest.mark.parametrize("plan", ["pp=2", "cp=2"])
+def test_masks_are_refused_where_they_do_not_go_along(plan: str) -> None:
     with pytest.raises(RefusedError, match="masks"):
-        px.fit(job_of(masked, data("gpt")), "pp=2")
+        px.fit(job_of(attending, data("gpt")), plan)
 
 
 def two_outputs() -> Any:
@@ -327,3 +356,9 @@ def test_weights_of_attention_are_cut() -> None:
     run = px.fit(job_of(made("gpt"), data("gpt")), "tp=2")
     whole = [event.get("message", "") for event in run.events("note")]
     assert not any("attention" in one for one in whole), whole
+
+
+def test_plans_forecasts_and_drawings_are_made_of_it() -> None:
+    job = job_of(made("gpt"), data("gpt"))
+    assert px.forecast(job, "dp=2 tp=2", "8xH100").allocated > 0
+    assert px.plan(job, "2xH100").ranking.best is not None

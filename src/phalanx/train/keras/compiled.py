@@ -28,8 +28,8 @@ from torch.utils._pytree import tree_leaves
 from phalanx.config import Loss, Metric
 from phalanx.errors import LossError, SpecError
 from phalanx.train.keras.keras_data import rows_of
-from phalanx.train.keras.keras_module import Penalised
-from phalanx.train.keras.layer_modules import on_device_of
+from phalanx.train.keras.keras_module import KerasOutput
+from phalanx.train.keras.layer_modules import on_device_of, put_masks
 
 _MEANS = ("sum_over_batch_size", "mean")
 
@@ -122,7 +122,7 @@ class Compiled:
         Raises:
             LossError: a loss gives one number for a batch, or several are counted otherwise than by samples.
         """
-        output, penalty = output if isinstance(output, Penalised) else (output, None)
+        output, penalty = _parts(output)
         with on_device_of(output):
             self._terms.found = []
             total = self._losses()(rows_of(batch, "y"), output, rows_of(batch, "weight"))
@@ -140,8 +140,7 @@ class Compiled:
 
     def metrics_of(self, output: Any, batch: Any) -> dict[str, Any]:
         """``Job.metrics``: of each metric a sum and a count, or its state and what Keras computes of it."""
-        if isinstance(output, Penalised):
-            output = output.output
+        output, _ = _parts(output)
         y, weight = rows_of(batch, "y"), rows_of(batch, "weight")
         with on_device_of(output), torch.no_grad():
             made = CompileMetrics(self.metrics, self.weighted_metrics, output_names=self.output_names)
@@ -172,6 +171,15 @@ class Compiled:
             made._metrics[:] = [_NoMetric()] * len(made._metrics)
 
         return builds
+
+
+def _parts(given: Any) -> tuple[Any, Any]:
+    """The model's output, its masks tied to it, and the penalty of its regularisers, if any."""
+    if not isinstance(given, KerasOutput):
+        return given, None
+    if given.masks is not None:
+        put_masks(given.output, given.masks)
+    return given.output, given.penalty
 
 
 def _named(made: CompileMetrics) -> Iterator[tuple[str, Any]]:

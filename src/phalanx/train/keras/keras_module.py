@@ -19,17 +19,18 @@ from torch import Tensor, nn
 
 from phalanx.config import Plan
 from phalanx.errors import Problem, RefusedError, SpecError
-from phalanx.train.keras.layer_modules import PENALTIES, as_modules, on_device_of
+from phalanx.train.keras.layer_modules import PENALTIES, as_modules, masks_of, on_device_of
 from phalanx.units import show_names
 
 _NAMES, _DEVICE = "object_name_uids", "torch_device"
 
 
-class Penalised(NamedTuple):
-    """What a model with regularisers gives: its output, and what they come to."""
+class KerasOutput(NamedTuple):
+    """What a model with regularisers or masks gives: its output, what they come to, and the masks of its tensors."""
 
     output: Any
-    penalty: Tensor
+    penalty: Tensor | None
+    masks: tuple[Tensor | None, ...] | None
 
 
 class KerasModule(nn.Module):
@@ -72,7 +73,10 @@ class KerasModule(nn.Module):
         if not self._looked:
             _refuse_added(model)
             self._looked = True
-        return Penalised(output, torch.stack(terms).sum()) if terms else output
+        masks = masks_of(output) if self.masks else None
+        if not terms and masks is None:
+            return output
+        return KerasOutput(output, torch.stack(terms).sum() if terms else None, masks)
 
     def own_notes(self) -> list[str]:
         """What is to be said of the model whatever the plan, one sentence each."""
@@ -96,10 +100,12 @@ class KerasModule(nn.Module):
             given = f"pp={plan.pp} for a model with regularisers: its last stage has the weights of no other"
             allowed = "plans without pp; or decay by the optimizer, such as keras.optimizers.AdamW(weight_decay=...)"
             found.append(Problem(where="plan.pp", given=given, allowed=allowed, fix=f"fsdp={plan.pp}"))
-        if plan.pp > 1 and self.masks:
-            given = f"pp={plan.pp} for a model with masks, which Keras ties to tensors: they do not go along to a stage"
-            allowed = "plans without pp; or a mask that is an input of the model"
-            found.append(Problem(where="plan.pp", given=given, allowed=allowed, fix=f"fsdp={plan.pp}"))
+        for key, size in (("pp", plan.pp), ("cp", plan.cp)):
+            if size > 1 and self.masks:
+                given = f"{key}={size} for a model with masks, which Keras ties to tensors: those that go to another"
+                given += " rank leave theirs behind"
+                allowed = f"plans without {key}; or a mask that is an input of the model"
+                found.append(Problem(where=f"plan.{key}", given=given, allowed=allowed, fix=f"fsdp={size}"))
         return found
 
 
@@ -159,7 +165,8 @@ def _on_default_device() -> Iterator[None]:
 
 
 def _masks(layer: Any) -> bool:
-    return isinstance(layer, keras.layers.Masking) or bool(getattr(layer, "mask_zero", False))
+    own = not type(layer).compute_mask.__module__.startswith("keras.")
+    return own or isinstance(layer, keras.layers.Masking) or bool(getattr(layer, "mask_zero", False))
 
 
 def _refuse_added(model: Any) -> None:

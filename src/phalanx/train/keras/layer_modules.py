@@ -18,29 +18,28 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial, partialmethod
 from types import MethodType
 from typing import Any
 
-import torch
 from keras.src.backend.common import global_state
+from keras.src.backend.common.masking import get_keras_mask, set_keras_mask
 from keras.src.backend.common.variables import AutocastScope, get_autocast_scope
-from keras.src.backend.torch import random as keras_random
 from keras.src.backend.torch.core import Variable
 from keras.src.backend.torch.layer import TorchLayer
 from keras.src.layers import BatchNormalization, Dropout, EinsumDense, InputLayer, Layer
 from keras.src.layers.layer import CallContext
 from keras.src.layers.regularization.spatial_dropout import BaseSpatialDropout
 from keras.src.models.functional import Functional
-from keras.src.random.seed_generator import SeedGenerator
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
-from phalanx.errors import RefusedError
 from phalanx.parallel.global_batch_norm import joined_moments
+from phalanx.train.keras.keras_streams import DEVICE, drawn_by_torch, keep_streams, masked
 
-_CALL, _DEVICE = "current_call_ctx", "torch_device"
+_CALL = "current_call_ctx"
 
 
 class ModuleVariable(Variable):
@@ -87,11 +86,14 @@ class _LayerModule(TorchLayer):
         if self.__dict__["_regularised"] and PENALTIES.terms is not None and id(self) not in PENALTIES.layers:
             PENALTIES.layers.add(id(self))
             penalised = True
-        within = (getattr(context, "training", None), scope.dtype if scope else None, penalised)
+        masks = masks_of((args, kwargs)) if self._layers else None
+        within = (getattr(context, "training", None), scope.dtype if scope else None, penalised, masks)
         return nn.Module.__call__(self, *args, keras_within=within, **kwargs)
 
-    def forward(self, *args: Any, keras_within: tuple[Any, ...] = (None, None, False), **kwargs: Any) -> Any:
-        training, dtype, penalised = keras_within
+    def forward(self, *args: Any, keras_within: tuple[Any, ...] = (None, None, False, None), **kwargs: Any) -> Any:
+        training, dtype, penalised, masks = keras_within
+        if masks is not None:
+            put_masks((args, kwargs), masks)
         if not (penalised or self.__dict__["_shared"]) and global_state.get_global_attribute(_CALL) is not None:
             return self.call(*args, **kwargs)
         with _as_it_was(self, training, dtype, (args, kwargs)), _read_here(self):
@@ -120,13 +122,26 @@ def _drops(self: Any, own: Callable[..., Any], inputs: Any, training: bool = Fal
     """Dropout that is an operation in evaluation, too, so that stages of a pipeline do the same in both."""
     if training or not 0 < self.rate < 1:
         return own(self, inputs, training=training)
-    return _masked(inputs, self.rate, getattr(self, "_get_noise_shape", lambda _: self.noise_shape)(inputs), False)
+    return masked(inputs, self.rate, getattr(self, "_get_noise_shape", lambda _: self.noise_shape)(inputs), False)
 
 
 def _moments(self: Any, own: Callable[..., Any], inputs: Any, mask: Any) -> Any:
     """Mean and variance of the batch: of the global one where the plan joins replicas."""
     joined = None if mask is not None or not isinstance(self.axis, int) else joined_moments(self, inputs, self.axis)
     return own(self, inputs, mask) if joined is None else joined
+
+
+def masks_of(given: Any) -> tuple[Any, ...] | None:
+    """The masks that Keras has tied to the tensors of ``given``, in order; ``None`` where there is none."""
+    masks = tuple(get_keras_mask(leaf) if isinstance(leaf, Tensor) else None for leaf in tree_leaves(given))
+    return masks if any(mask is not None for mask in masks) else None
+
+
+def put_masks(given: Any, masks: Iterable[Any]) -> None:
+    """Tie masks to tensors that have lost theirs: what gathers weights, or casts, makes other tensors of them."""
+    for leaf, mask in zip(tree_leaves(given), masks, strict=True):
+        if mask is not None and get_keras_mask(leaf) is None:
+            set_keras_mask(leaf, mask)
 
 
 def _operation_of(self: Any, node: Any) -> Any:
@@ -150,8 +165,7 @@ def as_modules(model: Any, top: nn.Module) -> None:
     keep_streams()
     for layer in layers:
         for generator in layer._seed_generators:
-            generator.__dict__["_drawn_by_torch"] = True
-            generator._initial_seed = None
+            drawn_by_torch(generator)
         layer.__dict__["draws_in_training"] = _draws(layer)
     homes: dict[int, tuple[Any, nn.Module, str]] = {}
     for layer in layers:
@@ -330,51 +344,11 @@ def on_device_of(given: Any) -> Iterator[None]:
 
     Of names Keras thinks that no tensor is on that device already.
     """
-    from torch.utils._pytree import tree_leaves
-
     device = next((leaf.device for leaf in tree_leaves(given) if isinstance(leaf, Tensor)), None)
-    before = global_state.get_global_attribute(_DEVICE)
+    before = global_state.get_global_attribute(DEVICE)
     if device is not None:
-        global_state.set_global_attribute(_DEVICE, device)
+        global_state.set_global_attribute(DEVICE, device)
     try:
         yield
     finally:
-        global_state.set_global_attribute(_DEVICE, before)
-
-
-_PLAIN: Callable[[Any], Any] = keras_random.torch_seed_generator
-_PLAIN_DROPOUT: Callable[..., Any] = keras_random.dropout
-
-
-def keep_streams() -> None:
-    """From now on layers that are torch modules draw from torch's streams; everything else as before."""
-    keras_random.torch_seed_generator = _generator
-    keras_random.dropout = _dropout
-
-
-def _dropout(inputs: Any, rate: float, noise_shape: Any = None, seed: Any = None) -> Any:
-    if noise_shape is None or _generator(seed) is not None or not 0 < rate < 1:
-        return _PLAIN_DROPOUT(inputs, rate, noise_shape, seed)
-    return _masked(inputs, rate, noise_shape, True)
-
-
-def _masked(inputs: Tensor, rate: float, noise_shape: Any, training: bool) -> Tensor:
-    if noise_shape is None:
-        return torch.nn.functional.dropout(inputs, rate, training=training)
-    shape = [size if wanted is None else wanted for size, wanted in zip(inputs.shape, noise_shape, strict=True)]
-    return inputs * torch.nn.functional.dropout(inputs.new_ones(shape), rate, training=training)
-
-
-def _generator(seed: Any) -> Any:
-    if isinstance(seed, SeedGenerator) and "_drawn_by_torch" in vars(seed):
-        return None
-    if isinstance(global_state.get_global_attribute(_DEVICE), torch.device):  # a model that runs under a plan
-        if seed is None:
-            return None
-        raise RefusedError.of(
-            "job.model",
-            f"a layer that draws random numbers by the seed {seed!r:.40} of its own each time it is called",
-            "random numbers by a keras.random.SeedGenerator that the layer has: the plan keeps its stream",
-            "self.seed_generator = keras.random.SeedGenerator(), and seed=self.seed_generator in call",
-        )
-    return _PLAIN(seed)
+        global_state.set_global_attribute(DEVICE, before)
