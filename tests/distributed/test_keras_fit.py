@@ -360,5 +360,5 @@ def test_weights_of_attention_are_cut() -> None:
 
 def test_plans_forecasts_and_drawings_are_made_of_it() -> None:
     job = job_of(made("gpt"), data("gpt"))
-    assert px.forecast(job, "dp=2 tp=2", "8xH100").allocated > 0
+    assert px.forecast(job, "dp=4 tp=2", "8xH100").allocated > 0
     assert px.plan(job, "2xH100").ranking.best is not None

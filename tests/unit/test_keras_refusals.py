@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -147,6 +148,16 @@ def test_batch_normalization_is_told_of() -> None:
     found = job(model(layers.BatchNormalization))
     told = notes(found.model(), found, px.Plan(dp=2))
     assert any("BatchNorm takes its statistics from each micro-batch" in one for one in told), told
+
+
+def test_a_script_changes_in_four_lines() -> None:
+    page = (Path(__file__).resolve().parents[2] / "docs" / "tutorial" / "keras.md").read_text()
+    before, after = (
+        [line.strip() for line in page.partition(f'title="{name}.py"\n')[2].partition("```")[0].splitlines()]
+        for name in ("before", "after")
+    )
+    new = [line for line in after if line and line not in before and not line.startswith("import ")]
+    assert len(new) == 4, new
 
 
 def test_names_do_not_count_up() -> None:
