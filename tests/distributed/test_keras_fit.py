@@ -352,10 +352,19 @@ def test_a_proof_of_a_keras_job(plan: str) -> None:
     assert proof.equal, f"{proof.first}\n{proof.cause}"
 
 
-def test_weights_of_attention_are_cut() -> None:
-    run = px.fit(job_of(made("gpt"), data("gpt")), "tp=2")
-    whole = [event.get("message", "") for event in run.events("note")]
-    assert not any("attention" in one for one in whole), whole
+def test_a_job_says_which_layers_are_cut_by_columns() -> None:
+    expected, trained = fitted(made("mlp"), *data("mlp"))
+    how = {"dense": "colwise", "dense_1": "rowwise", "dense_2": "whole"}
+    run = px.fit(job_of(made("mlp"), data("mlp"), tensor_parallel=how), "tp=2")
+    assert apart(run.losses, expected) < 2e-5
+    assert furthest(px.to_keras(run), trained) < 2e-5
+
+
+def test_weights_of_attention_are_cut(caplog: pytest.LogCaptureFixture) -> None:
+    px.fit(job_of(made("gpt"), data("gpt")), "tp=2")
+    (whole,) = [one.message for one in caplog.records if "leaves on every rank" in one.message]
+    assert "tokens.embeddings_" in whole
+    assert "attention" not in whole
 
 
 def test_plans_forecasts_and_drawings_are_made_of_it() -> None:

@@ -221,6 +221,9 @@ def _dim(owner: nn.Module, how: Cutting) -> int | None:
         return None
     if isinstance(how, int):
         return how
+    columns = getattr(type(owner), "column_dimension", None)  # of a layer of another library, which says so itself
+    if columns is not None:
+        return columns if how == "colwise" else 1 - columns
     if isinstance(owner, nn.Linear):
         return 0 if how == "colwise" else 1
     if isinstance(owner, nn.Embedding):

@@ -29,7 +29,7 @@ from keras.src.backend.common.masking import get_keras_mask, set_keras_mask
 from keras.src.backend.common.variables import AutocastScope, get_autocast_scope
 from keras.src.backend.torch.core import Variable
 from keras.src.backend.torch.layer import TorchLayer
-from keras.src.layers import BatchNormalization, Dropout, EinsumDense, InputLayer, Layer
+from keras.src.layers import BatchNormalization, Dense, Dropout, EinsumDense, Embedding, InputLayer, Layer
 from keras.src.layers.layer import CallContext
 from keras.src.layers.regularization.spatial_dropout import BaseSpatialDropout
 from keras.src.models.functional import Functional
@@ -285,6 +285,8 @@ def _become(layer: Any, layers: list[Any]) -> None:
             names["_moments"] = partialmethod(_moments, kind._moments)
         if issubclass(kind, Dropout | BaseSpatialDropout) and kind.call.__module__.startswith("keras."):
             names["call"] = partialmethod(_drops, kind.call)
+        if issubclass(kind, Dense | Embedding):
+            names["column_dimension"] = 1
         if issubclass(kind, EinsumDense):
             names["weights_by_heads"] = ("kernel_",)
         _KINDS[kind] = type(kind.__name__, (kind, _LayerModule), names)
