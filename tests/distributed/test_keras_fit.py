@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -276,6 +276,35 @@ def test_a_dataset_that_gives_batches_by_number(plan: str) -> None:
     assert apart(run.losses, expected) < 2e-5
 
 
+class Stream:
+    """What is asked of a ``tf.data.Dataset``: batches of arrays, in order."""
+
+    element_spec = unbatch = None
+
+    def __init__(self, x: Any, y: Any) -> None:
+        self.x, self.y = x, y
+
+    def as_numpy_iterator(self) -> Iterator[Any]:
+        return ((self.x[at : at + BATCH], self.y[at : at + BATCH]) for at in range(0, len(self.x), BATCH))
+
+
+@pytest.mark.parametrize("plan", ["", "dp=2"])
+def test_a_stream_of_batches_is_read_in_its_order(plan: str) -> None:
+    x, y = data("mlp")
+    expected, _ = fitted(made("mlp"), x, y)
+    run = px.fit(job_of(made("mlp"), lambda: Stream(x, y), shuffle=None), plan)
+    assert apart(run.losses, expected) < 2e-5
+
+
+def test_a_run_goes_on_under_another_plan(tmp_path: Path) -> None:
+    make = made("mlp", OPTIMIZERS["warm-up"])
+    expected, trained = fitted(make, *data("mlp"), epochs=2)
+    px.fit(job_of(make, data("mlp")), "dp=2", folder=tmp_path / "run")
+    run = px.fit(job_of(make, data("mlp"), epochs=2), "fsdp=2", folder=tmp_path / "run", resume=True)
+    assert apart(run.losses, expected) < 2e-5
+    assert furthest(px.to_keras(run), trained) < 2e-5
+
+
 def test_a_model_goes_to_a_file_and_back(tmp_path: Path) -> None:
     run = px.fit(job_of(made("gpt"), data("gpt")), "fsdp=2")
     trained = px.to_keras(run)
@@ -346,9 +375,10 @@ def test_a_loss_that_a_layer_adds_is_refused() -> None:
         px.fit(job_of(adding, data("mlp")), "dp=2")
 
 
-@pytest.mark.parametrize("plan", ["dp=2", "tp=2", "pp=2"])
-def test_a_proof_of_a_keras_job(plan: str) -> None:
-    proof = px.prove(job_of(made("gpt"), data("gpt")), plan, steps=3)
+@pytest.mark.parametrize(("model", "plan"), [("gpt", "dp=2"), ("gpt", "tp=2"), ("gpt", "pp=2"), ("conv", "dp=2")])
+def test_a_proof_of_a_keras_job(model: str, plan: str) -> None:
+    more = {"batch_statistics": "global"} if model == "conv" else {}
+    proof = px.prove(job_of(made(model), data(model), **more), plan, steps=3)
     assert proof.equal, f"{proof.first}\n{proof.cause}"
 
 

@@ -35,6 +35,7 @@ REFUSED = {
 """(model, plan) → a word of the reason."""
 QUICK = (
     *(("mlp", plan) for plan in PLANS),
+    ("mlp", "threads=2"),
     *(("gpt", plan) for plan in ("fsdp=2", "tp=2", "pp=2", "cp=2", "fsdp=2 recompute=full")),
     ("conv", "dp=2"),
     ("conv", "pp=2"),

@@ -56,8 +56,16 @@ class KerasData:
         self._made: Any = None
 
     def __call__(self) -> Any:
-        """The dataset."""
+        """The dataset.
+
+        Raises:
+            SpecError: it is of TensorFlow and was made here: threads that it has begun are missing in forked workers.
+        """
         if self._made is None:
+            if type(self._given).__module__.startswith("tensorflow."):
+                given = f"a tf.data.Dataset, {type(self._given).__name__}, made before workers start"
+                allowed = "a function that makes it, which each process calls: TensorFlow does not outlive a fork"
+                raise SpecError.of("data", given, allowed, "data=lambda: tf.data.Dataset.from_tensor_slices((x, y))")
             own = hasattr(self._given, "__getitem__") or hasattr(self._given, "unbatch")
             data = self._given() if callable(self._given) and not own else self._given
             self._made = dataset_of(data, self._batch, self._class_weight)
@@ -65,8 +73,8 @@ class KerasData:
 
     @property
     def in_batches(self) -> bool:
-        """Whether it gives batches by their number."""
-        return isinstance(self(), IndexedBatches)
+        """Whether it gives batches by their number; of a function, which is called where data are read, not known."""
+        return hasattr(self._given, "__getitem__") and isinstance(self(), IndexedBatches)
 
     def example(self) -> Any:
         """The model's input of the first sample."""

@@ -42,7 +42,7 @@ def from_keras(
         make: builds the model, a Sequential, Functional or subclassed one, and compiles it, or leaves that to
             ``settings``. With ``keras.utils.set_random_seed`` as its first line the run starts where a script does.
         data: ``(x, y)`` or ``(x, y, sample_weight)`` of arrays, a ``keras.utils.PyDataset`` whose batches have
-            ``batch`` samples, a ``tf.data.Dataset`` that is batched; or a function that gives one of these.
+            ``batch`` samples; or a function that gives one of these, or a ``tf.data.Dataset`` that is batched.
         batch: the **global** batch, on any number of devices; Keras' ``batch_size``.
         evaluate: the data for evaluation, as ``data``; Keras' ``validation_data``.
         class_weight: class → the weight of its samples, as of ``fit``.
