@@ -205,10 +205,11 @@ def _additive(metric: Any) -> Any:
     names = [f"state_{at}" for at in range(len(metric.variables))]
     sums = {name: one.value.detach().clone() for name, one in zip(names, metric.variables, strict=True)}
 
-    def compute(**found: Tensor) -> float:
+    def compute(**found: Tensor) -> Any:
         for name, variable in zip(names, metric.variables, strict=True):
             variable.assign(found[name].to(variable.value))
-        return float(ops.convert_to_tensor(metric.result()).mean())
+        result = ops.convert_to_tensor(metric.result())
+        return {str(at): float(one) for at, one in enumerate(result)} if result.dim() else float(result)
 
     return Metric(sums=sums, compute=compute)
 

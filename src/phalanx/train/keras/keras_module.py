@@ -52,7 +52,8 @@ class KerasModule(nn.Module):
         layers = model._flatten_layers()
         self.penalises = any(vars(layer).get("_regularised") for layer in layers)
         self.masks = any(_masks(layer) for layer in layers)
-        self._looked = False
+        # Of Keras' own layers those that add losses are refused when the job is made.
+        self._may_add = [layer for layer in layers if not type(layer).call.__module__.startswith("keras.")]
 
     def forward(self, x: Any) -> Any:
         """What the model gives for ``x``.
@@ -70,9 +71,8 @@ class KerasModule(nn.Module):
             terms = PENALTIES.terms
         finally:
             PENALTIES.terms = before
-        if not self._looked:
-            _refuse_added(model)
-            self._looked = True
+        if any(layer._losses for layer in self._may_add):
+            _refuse_added(self._may_add)
         masks = masks_of(output) if self.masks else None
         if not terms and masks is None:
             return output
@@ -169,8 +169,8 @@ def _masks(layer: Any) -> bool:
     return own or isinstance(layer, keras.layers.Masking) or bool(getattr(layer, "mask_zero", False))
 
 
-def _refuse_added(model: Any) -> None:
-    for layer in model._flatten_layers():
+def _refuse_added(layers: list[Any]) -> None:
+    for layer in layers:
         if layer._losses:
             raise RefusedError.of(
                 "job.model",

@@ -185,7 +185,7 @@ def children_of(layer: Any) -> dict[str, Any]:
         if not name.startswith("_") and (container := _container(value)):
             found[name] = container
     found |= {name: one for name, one in layer._modules.items() if isinstance(one, Layer) and one not in own}
-    held = {id(one) for value in found.values() for one in (value, *value.children())}
+    held = {id(one) for value in found.values() for one in _layers_in(value)}
     for child in layer._layers:
         if id(child) not in held and not any(child is one for one in own) and not isinstance(child, InputLayer):
             found[_free(child.name, found)] = child
@@ -207,11 +207,19 @@ def _container(value: Any) -> nn.Module | None:
     """``value``, a list or a dict of layers, as torch has it; ``None`` for anything else."""
     if isinstance(value, Mapping):
         parts = {str(key).replace(".", "_"): _member(one) for key, one in value.items()}
-        return nn.ModuleDict(parts) if parts and all(parts.values()) else None
+        return nn.ModuleDict(parts) if parts and all(one is not None for one in parts.values()) else None
     if isinstance(value, list | tuple):
         members = [_member(one) for one in value]
         return nn.ModuleList(members) if members and all(one is not None for one in members) else None
     return None
+
+
+def _layers_in(value: nn.Module) -> Iterator[nn.Module]:
+    if isinstance(value, Layer):
+        yield value
+    else:
+        for child in value.children():
+            yield from _layers_in(child)
 
 
 def _member(value: Any) -> nn.Module | None:
@@ -297,7 +305,7 @@ def _holds(value: Any, depth: int = 0) -> bool:
     """Whether a copy of a layer needs its own of it: what has tensors or layers in it, or is bound to the layer."""
     if isinstance(value, nn.Module | Variable | Tensor | MethodType | partial):
         return True
-    if depth > 3:
+    if depth > 8:
         return False
     if isinstance(value, Mapping):
         return any(_holds(one, depth + 1) for one in value.values())
