@@ -95,7 +95,8 @@ def notes(module: nn.Module, job: Job, plan: Plan) -> list[str]:
     """What differs from one device under ``plan``, one sentence each; empty where nothing does."""
     found = [plan.exact_note] if plan.exact_note else []
     own: Any = getattr(module, "own_notes", None)  # of a model of another library, which says so itself
-    found += own() if callable(own) else []
+    if own is not None:
+        found += own()
     split = plan.replicas > 1 or (plan.micro is not None and plan.micro < job.batch)
     apart = batch_statistics(module) if job.batch_statistics == "micro" else []
     if split and (names := apart):
