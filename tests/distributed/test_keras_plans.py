@@ -28,7 +28,8 @@ PLANS = (
 )
 REFUSED = {
     **{(model, "cp=2"): "attend" for model in MODELS if model != "gpt"},
-    **{(model, plan): "no two layers" for model in NORMALISED for plan in ("tp=2", "dp=2 tp=2")},
+    **{(model, "cp=2"): "plan.cp" for model in NORMALISED},
+    **{(model, plan): "no two layers" for model in ("conv", "shared layer") for plan in ("tp=2", "dp=2 tp=2")},
     **{(model, plan): "plan.micro" for model in NORMALISED for plan in PLANS if "micro" in plan},
     **{(model, "dp=2 server=1"): "plan.server" for model in NORMALISED},
 }

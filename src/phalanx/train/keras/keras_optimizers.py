@@ -102,19 +102,26 @@ class KerasAdam(KerasFormula):
 
     def _update(self, given: list[Tensor], weights: list[Tensor], grads: list[Tensor], group: dict[str, Any]) -> None:
         first, second = group["beta_1"], group["beta_2"]
-        step = self._count(given)
-        alpha = float(group["lr"]) * (1 - second**step) ** 0.5 / (1 - first**step)
+        alpha = _bias_correction(first, second, self._count(given)) * float(group["lr"])
         mean, square = self._slot(given, "momentum"), self._slot(given, "velocity")
-        torch._foreach_lerp_(mean, grads, 1 - first)
+        torch._foreach_mul_(mean, first)
+        torch._foreach_add_(mean, grads, alpha=1 - first)
         torch._foreach_mul_(square, second)
-        torch._foreach_addcmul_(square, grads, grads, 1 - second)
+        torch._foreach_add_(square, torch._foreach_mul(grads, grads), alpha=1 - second)
         if group["amsgrad"]:
             most = self._slot(given, "velocity_hat")
             torch._foreach_maximum_(most, square)
             square = most
         root = torch._foreach_sqrt(square)
         torch._foreach_add_(root, group["epsilon"])
-        torch._foreach_addcdiv_(weights, mean, root, -alpha)
+        torch._foreach_add_(weights, torch._foreach_div(torch._foreach_mul(mean, float(alpha)), root), alpha=-1)
+
+
+def _bias_correction(first: float, second: float, step: int) -> Tensor:
+    """``sqrt(1 - beta2^t) / (1 - beta1^t)`` in fp32, as Keras has it: of the first step that is 1e-5 off."""
+    taken = torch.tensor(float(step))
+    powers = [torch.pow(torch.tensor(beta), taken) for beta in (first, second)]
+    return torch.sqrt(1 - powers[1]) / (1 - powers[0])
 
 
 @final
@@ -133,7 +140,7 @@ class KerasRMSprop(KerasFormula):
         rho = group["rho"]
         square = self._slot(given, "velocity")
         torch._foreach_mul_(square, rho)
-        torch._foreach_addcmul_(square, grads, grads, 1 - rho)
+        torch._foreach_add_(square, torch._foreach_mul(grads, grads), alpha=1 - rho)
         root = list(torch._foreach_add(square, group["epsilon"]))
         if group["centered"]:
             mean = self._slot(given, "average_gradient")
@@ -141,13 +148,13 @@ class KerasRMSprop(KerasFormula):
             torch._foreach_add_(mean, grads, alpha=1 - rho)
             torch._foreach_addcmul_(root, mean, mean, -1.0)
         torch._foreach_sqrt_(root)
-        if not group["momentum"]:
-            torch._foreach_addcdiv_(weights, grads, root, -float(group["lr"]))
-            return
-        moved = self._slot(given, "momentum")
-        torch._foreach_mul_(moved, group["momentum"])
-        torch._foreach_addcdiv_(moved, grads, root, float(group["lr"]))
-        torch._foreach_add_(weights, moved, alpha=-1.0)
+        moves = torch._foreach_div(torch._foreach_mul(grads, float(group["lr"])), root)
+        if group["momentum"]:
+            moved = self._slot(given, "momentum")
+            torch._foreach_mul_(moved, group["momentum"])
+            torch._foreach_add_(moved, moves)
+            moves = moved
+        torch._foreach_add_(weights, moves, alpha=-1.0)
 
 
 @final
