@@ -189,7 +189,11 @@ def _flat(name: str, given: Any) -> Iterator[tuple[str, torch.Tensor]]:
 def _tensor(given: Any) -> torch.Tensor:
     import keras
 
-    tensor = given.detach().cpu() if isinstance(given, torch.Tensor) else torch.as_tensor(np.asarray(given))
+    if isinstance(given, torch.Tensor):
+        tensor = given.detach().cpu()
+    else:
+        array = np.asarray(given)
+        tensor = torch.as_tensor(array if array.flags.writeable else array.copy())
     return tensor.to(getattr(torch, keras.config.floatx())) if tensor.is_floating_point() else tensor
 
 
