@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from keras_models import MODELS, NORMALISED, apart, data, furthest, made, one_device
 
@@ -49,7 +51,7 @@ QUICK = (
 
 
 def job_of(model: str) -> px.Job:
-    more = {"batch_statistics": "global"} if model in NORMALISED else {}
+    more: dict[str, Any] = {"batch_statistics": "global"} if model in NORMALISED else {}
     return px.from_keras(made(model), data=data(model), batch=8, epochs=1, shuffle=False, **more)
 
 

@@ -239,6 +239,8 @@ def _fix(error: BaseException) -> str:
     """What would mend the user's code, where that can be told from the error."""
     if isinstance(error, ModuleNotFoundError) and error.name:
         missing = error.name.partition(".")[0]
+        if missing in ("tensorflow", "jax") and _raised_in(error, "keras"):
+            return 'os.environ["KERAS_BACKEND"] = "torch" before keras is imported, or KERAS_BACKEND=torch in the shell'
         return "pip install 'phalanx[transformers]'" if missing == "transformers" else f"pip install {missing}"
     unknown = re.match(r"Job\.__init__\(\) got an unexpected keyword argument '(\w+)'", str(error))
     if isinstance(error, TypeError) and unknown:
@@ -246,6 +248,12 @@ def _fix(error: BaseException) -> str:
         (near,) = difflib.get_close_matches(unknown[1], names, n=1, cutoff=0.0)
         return f"{near}= in px.Job, whose fields are {', '.join(names)}"
     return ""
+
+
+def _raised_in(error: BaseException, package: str) -> bool:
+    """Whether code of ``package`` is among what ``error`` has come through."""
+    frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
+    return any(str(frame.f_globals.get("__name__", "")).partition(".")[0] == package for frame in frames)
 
 
 def _tail(error: BaseException, file: str | None) -> str:
