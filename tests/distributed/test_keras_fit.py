@@ -15,6 +15,8 @@ from keras_models import BATCH, CLASSES, MODELS, apart, data, fitted, furthest, 
 import phalanx as px
 from longer import longer
 from phalanx.errors import PhalanxError, RefusedError
+from phalanx.train.elementwise import Parameters
+from phalanx.train.keras.keras_optimizers import parts_of
 
 # Keras hands arrays to numpy in a way that numpy 2 is about to drop.
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation")
@@ -60,14 +62,38 @@ def excluding() -> Any:
 
 
 OPTIMIZERS["without decay of biases"] = excluding
+WITHOUT_PROCESSES = ("momentum", "adamw", "warm-up", "clipped values")
+
+
+@pytest.mark.parametrize("name", [name for name in OPTIMIZERS if name not in ("global norm", "clipped values")])
+def test_a_formula_is_that_of_keras(name: str) -> None:
+    """Six steps over two variables by the same gradients, without a model."""
+    rng = np.random.default_rng(0)
+    start = {"kernel": rng.normal(size=(3, 4)).astype("float32"), "bias": rng.normal(size=(4,)).astype("float32")}
+    variables = [keras.Variable(value, name=key) for key, value in start.items()]
+    params = {f"dense.{key}_": torch.nn.Parameter(torch.tensor(value)) for key, value in start.items()}
+    plain, parts = OPTIMIZERS[name](), parts_of(OPTIMIZERS[name]())
+    optimizer = parts(Parameters(params))
+    for step in range(6):
+        grads = [rng.normal(size=value.shape).astype("float32") for value in start.values()]
+        plain.apply([torch.tensor(grad) for grad in grads], variables)
+        for group in optimizer.param_groups:
+            group["lr"] = parts.rate * parts.schedule.factor(step=step, batch=1, total_steps=6)
+        for param, grad in zip(params.values(), grads, strict=True):
+            param.grad = torch.tensor(grad)
+        optimizer.step()
+        for variable, param in zip(variables, params.values(), strict=True):
+            assert torch.allclose(variable.value.detach(), param.detach(), rtol=1e-6, atol=1e-7), step
 
 
 @pytest.mark.parametrize(
     ("name", "plan"),
     [
-        *((name, "") for name in OPTIMIZERS),
-        *((name, "fsdp=2") for name in ("adamw", "rmsprop centered", "lion", "without decay of biases")),
-        *((name, "tp=2") for name in ("adam", "global norm")),
+        *((name, "") for name in WITHOUT_PROCESSES),
+        *((name, "fsdp=2") for name in ("rmsprop centered", "lion", "without decay of biases")),
+        ("global norm", "tp=2"),
+        *longer(*((name, "") for name in OPTIMIZERS if name not in WITHOUT_PROCESSES)),
+        *longer(("adamw", "fsdp=2"), ("adam", "tp=2")),
         *longer(*((name, plan) for name in OPTIMIZERS for plan in ("fsdp=2 zero=1", "pp=2"))),
     ],
 )
@@ -102,7 +128,7 @@ ONE_HOT = np.eye(CLASSES, dtype="float32")
         (lambda: lambda y, p: keras.ops.mean(keras.ops.abs(y - p) ** 1.5, -1), ONE_HOT, None),
     ],
 )
-@pytest.mark.parametrize("plan", ["", "dp=2 micro=2"])
+@pytest.mark.parametrize("plan", ["dp=2 micro=2", *longer("")])
 def test_a_loss_is_reduced_over_the_global_batch(loss: Callable[[], Any], y: Any, weight: Any, plan: str) -> None:
     x, labels = data("mlp")
     labels = labels if y is None else y[labels]
@@ -133,7 +159,7 @@ def regularised() -> Any:
     return found
 
 
-@pytest.mark.parametrize("plan", ["", "dp=2 micro=2", "fsdp=2", "fsdp=2 recompute=full"])
+@pytest.mark.parametrize("plan", ["dp=2 micro=2", "fsdp=2 recompute=full", *longer("", "fsdp=2")])
 def test_regularisers_count_once_a_step(plan: str) -> None:
     expected, trained = fitted(regularised, *data("mlp"))
     run = px.fit(job_of(regularised, data("mlp")), plan)
@@ -162,7 +188,7 @@ def masked() -> Any:
     return found
 
 
-@pytest.mark.parametrize("plan", ["", "dp=2 micro=2", "fsdp=2", "fsdp=2 recompute=full"])
+@pytest.mark.parametrize("plan", ["dp=2 micro=2", "fsdp=2", *longer("", "fsdp=2 recompute=full")])
 def test_masks_are_counted_over_the_global_batch(plan: str) -> None:
     expected, trained = fitted(masked, *data("gpt"))
     run = px.fit(job_of(masked, data("gpt")), plan)
@@ -190,7 +216,7 @@ def attending() -> Any:
     return found
 
 
-@pytest.mark.parametrize("plan", ["", "dp=2 micro=2", "fsdp=2", "fsdp=2 recompute=full", "tp=2"])
+@pytest.mark.parametrize("plan", ["fsdp=2 recompute=full", "tp=2", *longer("", "dp=2 micro=2", "fsdp=2")])
 def test_masks_reach_layers_inside_of_others(plan: str) -> None:
     expected, trained = fitted(attending, *data("gpt"))
     run = px.fit(job_of(attending, data("gpt")), plan)
@@ -219,7 +245,7 @@ def two_outputs() -> Any:
     return found
 
 
-@pytest.mark.parametrize("plan", ["", "dp=2 micro=2", "pp=2"])
+@pytest.mark.parametrize("plan", ["dp=2 micro=2", "pp=2", *longer("")])
 def test_losses_of_several_outputs(plan: str) -> None:
     x, labels = data("mlp")
     y = {"kind": labels, "size": x[:, :1]}
@@ -233,7 +259,7 @@ def test_losses_of_several_outputs(plan: str) -> None:
     assert {"kind_accuracy", "size_mae"} <= set(run.evaluation["metrics"])
 
 
-@pytest.mark.parametrize("plan", ["", "dp=2", "pp=2"])
+@pytest.mark.parametrize("plan", ["dp=2", "pp=2", *longer("")])
 def test_metrics_are_those_of_evaluate(plan: str) -> None:
     x, labels = data("mlp")
     labels = (labels > 2).astype("float32")[:, None]
@@ -268,7 +294,7 @@ class Batches(keras.utils.PyDataset):
         return self.x[rows], self.y[rows]
 
 
-@pytest.mark.parametrize("plan", ["", "dp=2"])
+@pytest.mark.parametrize("plan", ["dp=2", *longer("")])
 def test_a_dataset_that_gives_batches_by_number(plan: str) -> None:
     x, y = data("mlp", 37)
     expected, _ = fitted(made("mlp"), x, y)
@@ -288,7 +314,7 @@ class Stream:
         return ((self.x[at : at + BATCH], self.y[at : at + BATCH]) for at in range(0, len(self.x), BATCH))
 
 
-@pytest.mark.parametrize("plan", ["", "dp=2"])
+@pytest.mark.parametrize("plan", ["dp=2", *longer("")])
 def test_a_stream_of_batches_is_read_in_its_order(plan: str) -> None:
     x, y = data("mlp")
     expected, _ = fitted(made("mlp"), x, y)
@@ -376,7 +402,9 @@ def test_a_loss_that_a_layer_adds_is_refused() -> None:
         px.fit(job_of(adding, data("mlp")), "dp=2")
 
 
-@pytest.mark.parametrize(("model", "plan"), [("gpt", "dp=2"), ("gpt", "tp=2"), ("gpt", "pp=2"), ("conv", "dp=2")])
+@pytest.mark.parametrize(
+    ("model", "plan"), [("gpt", "tp=2"), ("conv", "dp=2"), *longer(("gpt", "dp=2"), ("gpt", "pp=2"))]
+)
 def test_a_proof_of_a_keras_job(model: str, plan: str) -> None:
     more = {"batch_statistics": "global"} if model == "conv" else {}
     proof = px.prove(job_of(made(model), data(model), **more), plan, steps=3)
