@@ -69,8 +69,9 @@ def get_over_with() -> None:
 
     import phalanx
 
+    left_out = ("phalanx.demo.jobs", "phalanx.__main__", "phalanx.train.keras.")  # the last: loads Keras, if it can
     for module in pkgutil.walk_packages(phalanx.__path__, "phalanx."):
-        if not module.name.startswith("phalanx.demo.jobs") and module.name != "phalanx.__main__":
+        if not module.name.startswith(left_out):
             importlib.import_module(module.name)
     _first_operations()
 
