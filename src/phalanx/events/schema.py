@@ -313,6 +313,7 @@ _LATER = {
     "step": ("waited", "losses"),
     "checkpoint": ("standstill",),
     "memory": ("parameters", "gradients", "optimizer", "buffers", "activations"),
+    "error": ("lost",),
 }
 """Fields that logs of earlier versions lack in events that they have; those of ``memory`` came together."""
 
