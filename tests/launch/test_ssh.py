@@ -134,7 +134,21 @@ def test_ctrl_c_saves_and_stops(servers: SshServers, tmp_path: Path) -> None:
     _, err = process.communicate(timeout=60)
     assert process.returncode == 130, err
     assert "newest checkpoint: step-" in err
+    assert f"try: phalanx launch {tmp_path / 'train.py'} --to ssh:" in err
+    assert "hosts.toml --run run --resume" in err
     await_none_left(tmp_path)
+
+
+def test_a_rank_that_fails_is_named_with_its_host(servers: SshServers, tmp_path: Path) -> None:
+    path = write_job(tmp_path)
+    fails = 'if os.environ.get("RANK") == "1":\n        raise ValueError("its own")'
+    path.write_text("import os\n\n" + path.read_text().replace("time.sleep(PAUSE)", fails))
+    file = servers.write_hosts((1, 1), folder=f'"{tmp_path}"')
+    words = ("launch", str(path), "--to", f"ssh:{file}", "--plan", "dp=2", "--run", "run")
+    process = phalanx(*words, "--no-check", cwd=tmp_path)
+    _, err = process.communicate(timeout=90)
+    assert process.returncode == 3, err
+    assert "rank 1 of 2, on n1, failed in step 0: ValueError: its own" in err
 
 
 def test_nothing_outlives_a_launcher_that_is_killed(servers: SshServers, tmp_path: Path) -> None:

@@ -63,8 +63,8 @@ def command(
 ) -> None:
     """Train JOB elsewhere: on hosts that a file names (--to ssh:hosts.toml), or handed over (--to slurm and the like).
 
-    The job's file, its data and the run folder have to be at the same place there. To SageMaker and Ray, and to hosts
-    by SSH that have it not, the job's folder is sent; where such hosts share no run folder, theirs is brought here. A
+    To SageMaker and Ray, and to hosts by SSH that have it not, the job's folder is sent, and what of the run such hosts
+    do not share comes here; Slurm and Kubernetes have to have the job's file and the run folder at the same place. A
     run by SSH is followed from here and ends with this command. A queue takes the run and this command ends: phalanx
     status, logs and stop find it by its folder. Options of a target stand beside the run's own.
 

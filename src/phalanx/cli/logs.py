@@ -39,11 +39,23 @@ def command(folder: Path, rank: int | None, following: bool, as_json: bool) -> N
 
         follow(path, goes_on)
         return
-    if not path.exists():
-        given = f"{folder}, whose workers have printed nothing yet" + ("" if rank is None else f" (rank {rank})")
-        raise SpecError.of("RUN", given, "a run that has begun", f"phalanx status {folder}")
     text, _ = more_of(path, 0)
+    if not text:
+        _say_nothing(folder, rank, quiet=as_json)
     if as_json:
         print_json({"path": str(path), "text": text})
     else:
         click.echo(text, nl=False)
+
+
+def _say_nothing(folder: Path, rank: int | None, *, quiet: bool) -> None:
+    """Refuse what is no run, and a rank that it has not; else say that nothing was printed."""
+    from phalanx.report.run_standing import ranks_of, run_standing
+
+    run_standing(folder)
+    ranks = ranks_of(folder)
+    if rank is not None and ranks is not None and rank >= ranks:
+        raise SpecError.of("--rank", f"{rank}", f"0 to {ranks - 1}", f"phalanx logs {folder} --rank {ranks - 1}")
+    if not quiet:
+        who = "its workers have" if rank is None else f"rank {rank} has"
+        click.echo(f"{who} printed nothing\n    phalanx status {folder} says how it stands", err=True)

@@ -15,6 +15,8 @@ def way_on(run: RunSpec, launcher: str, error: RunError | None = None) -> str:
 
     ``error``: what it failed by. Where that would come again, it is to be mended first.
     """
+    if not run.folder.is_dir():
+        return "nothing of it was written"
     where = f"run folder: {run.folder}"
     if isinstance(error, NoneWholeError) or getattr(error, "kind", "") == NoneWholeError.__name__:
         return f"{where}, of which no checkpoint is whole\n    {_without_checkpoint(run, launcher)}"
@@ -57,5 +59,9 @@ def _without_checkpoint(run: RunSpec, launcher: str) -> str:
 
 def _command(run: RunSpec, launcher: str, *options: str, folder: Path | None = None) -> str:
     """The command that goes on with ``run``; what it does not say stands in the run file."""
-    started_by = [] if launcher == "local" else ["--launcher", launcher]
-    return shlex.join(["phalanx", "train", run.job, "--run", str(folder or run.folder), *options, *started_by])
+    words = ["phalanx", "train", run.job, "--run", str(folder or run.folder), *options]
+    if ":" in launcher:  # hosts of a file
+        words[1:3] = ["launch", run.job, "--to", launcher]
+    elif launcher != "local":
+        words += ["--launcher", launcher]
+    return shlex.join(words)

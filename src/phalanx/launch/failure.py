@@ -71,6 +71,7 @@ class Failure:
         everywhere: by all ranks together.
         problems: of a SpecError, each as JSON: it is raised again as what it was.
         hang: where every rank stands, as the ``hang`` event has it, where the run did not go on.
+        host: the name of the worker's, where the launcher knows several.
     """
 
     rank: int
@@ -86,6 +87,7 @@ class Failure:
     exit_code: int = 3
     problems: Sequence[Mapping[str, str]] = ()
     hang: Mapping[str, Any] | None = None
+    host: str = ""
 
     @property
     def is_loss(self) -> bool:
@@ -166,7 +168,7 @@ def worker_error(failure: Failure, world_size: int, *, memory_kills: int, launch
     ``memory_kills``: processes the kernel ended for lack of memory since the launch began; ``launched``: a launcher of
     Phalanx says it, which knows how the other workers fared, rather than the worker itself.
     """
-    where = f"rank {failure.rank} of {world_size}"
+    where = f"rank {failure.rank} of {world_size}" + (f", on {failure.host}," if failure.host else "")
     when = "before the first step" if failure.step is None else f"in step {failure.step}"
     if failure.expected and (failure.exit_code == 2 or failure.everywhere):
         text = failure.message  # what was written is wrong, whichever rank says so; or all say so
@@ -224,7 +226,7 @@ def advice(failure: Failure, world_size: int, *, memory_kills: int) -> str:
     if "No space left on device" in failure.message:
         return "free some disk space, then go on from the last whole checkpoint with resume=True"
     if failure.kind.startswith("exit "):
-        return "something called os._exit() in the worker; sys.exit() or an exception would have said where"
+        return "see what the worker has printed; if that is nothing, something in it called os._exit()"
     if failure.lost_peer:
         return (
             "a connection between workers broke, though none of them died first: look at the network and its timeouts"

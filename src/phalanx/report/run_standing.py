@@ -26,7 +26,9 @@ class RunStanding:
         state: ``waiting`` in a queue, ``running``, ``ended``, ``stopped``, ``failed``; ``unknown`` where nothing tells.
         detail: what the target, or the run's last error, says.
         to: where it was handed to; empty for a run of ``phalanx train``.
-        step: of the last step in its log; ``None`` before the first.
+        plan: by which it trains; empty before it has begun.
+        step: of the last step in its log, from 0; ``None`` before the first.
+        steps: that it is to take; ``None`` before it has begun.
         loss: of that step.
         checkpoint: the name of the newest, as its log has it.
     """
@@ -35,7 +37,9 @@ class RunStanding:
     state: str
     detail: str
     to: str
+    plan: str
     step: int | None
+    steps: int | None
     loss: float | None
     checkpoint: str
 
@@ -70,7 +74,10 @@ def run_standing(folder: Path) -> RunStanding:
             elif standing.detail:  # beside what the run's own log tells
                 detail = "; ".join(part for part in (detail, standing.detail) if part)
     elif not events and not (folder / "run.toml").exists():
-        raise SpecError.of("RUN", f"{folder}, in which there is no run", "a run folder", "phalanx status runs/digits-1")
+        if not (is_written(folder) or (folder / "launch").is_dir()):
+            raise SpecError.of("RUN", f"{folder}, in which there is no run", "a run folder", f"ls {folder}")
+        detail = "it has not begun" if state == "running" else f"{detail}; phalanx logs {folder}"
+    begun = next((event for event in reversed(events) if event["event"] == "start"), {})
     steps = [event for event in events if event["event"] == "step"]
     saved = [event for event in events if event["event"] == "checkpoint"]
     return RunStanding(
@@ -78,7 +85,9 @@ def run_standing(folder: Path) -> RunStanding:
         state=state,
         detail=detail,
         to=to,
+        plan=begun.get("plan", ""),
         step=steps[-1]["step"] if steps else None,
+        steps=begun.get("total_steps"),
         loss=steps[-1].get("loss") if steps else None,
         checkpoint=Path(saved[-1]["path"]).name if saved else "",
     )
@@ -93,7 +102,8 @@ def standing_table(found: RunStanding) -> Table:
         "run": found.folder,
         "state": f"{found.state}: {found.detail}" if found.detail else found.state,
         "handed to": found.to,
-        "step": "" if found.step is None else f"{found.step}",
+        "plan": found.plan,
+        "steps": "" if found.step is None else f"{found.step + 1} of {found.steps or '?'}",
         "loss": "" if found.loss is None else f"{found.loss:.6g}",
         "checkpoint": found.checkpoint,
     }
@@ -137,6 +147,11 @@ def stop_run(folder: Path) -> bool:
     except PermissionError:
         raise RunError(f"process {writer.pid}, which trains in {folder}, is another user's\n    try: sudo") from None
     return True
+
+
+def ranks_of(folder: Path) -> int | None:
+    """How many ranks the run in ``folder`` has, by its log; ``None`` before it has begun."""
+    return next((event["world_size"] for event in reversed(_events(folder)) if event["event"] == "start"), None)
 
 
 def _events(folder: Path) -> list[dict[str, Any]]:

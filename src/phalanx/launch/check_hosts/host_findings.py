@@ -82,8 +82,24 @@ def _together(found: Iterable[HostFinding]) -> list[HostFinding]:
 def _unreached(answers: Sequence[HostAnswer]) -> Iterator[HostFinding]:
     for one in answers:
         if not one.told:
-            fix = "see that it is up, that its name and address are right, and that the Python named for it is there"
-            yield HostFinding(kind="host", hosts=(one.name,), what=one.error, fix=fix)
+            yield HostFinding(kind="host", hosts=(one.name,), what=one.error, fix=_way_there(one))
+
+
+_PHALANX = "install the same Phalanx on all hosts, from one folder: pip install path/to/phalanx"
+_WAYS = (
+    ("host key", "ssh {name}, once by hand: compare its key, and have it among the known ones"),
+    ("resolve hostname", 'an entry {name} in ~/.ssh/config; or ssh = ["-F", "ssh.config"] in the hosts file'),
+    ("connection refused", "see that sshd listens there, at the port that ~/.ssh/config has for {name}"),
+    ("permission denied", "ssh-copy-id {name}, or an agent with the key: nobody is asked for a password"),
+    ("no such file", "python = in the hosts file: without it, it is the path of the interpreter here"),
+)
+
+
+def _way_there(answer: HostAnswer) -> str:
+    """What to do about a host that does not answer, by what ssh has said."""
+    ways = (way for sign, way in _WAYS if sign in answer.error.lower())
+    other = "see that it is up, that its name and address are right, and that the Python named for it is there"
+    return next(ways, other).format(name=answer.name)
 
 
 def _versions(there: Sequence[HostAnswer]) -> Iterator[HostFinding]:
@@ -126,12 +142,13 @@ def _package(
             others = Counter(found for other in there if (found := version(other)) and not found.startswith("!"))
             pin = f"=={others.most_common(1)[0][0].partition('+')[0]}" if others else ""
             what = f"{name} cannot be imported: {here[1:]}" if here else f"{name} is not installed"
-            fix = f"pip install {name}{pin}, with {one.told['executable']}"
+            fix = _PHALANX if name == "phalanx" else f"pip install {name}{pin}, with {one.told['executable']}"
             yield HostFinding(kind="packages", hosts=(one.name,), what=what, fix=fix, fails=missing)
         else:
             whole.append(one)
     common = Counter(version(one) for one in whole).most_common(1)
     fix = f"pip install {name}=={str(common[0][0]).partition('+')[0]} there" if common else ""
+    fix = _PHALANX if name == "phalanx" else fix
     yield from _odd(name, whole, version, fix, fails=fails)
 
 

@@ -10,6 +10,7 @@ import sys
 import tempfile
 import time
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, final
 
@@ -254,7 +255,8 @@ class SshWorkers(Workers):
         """What workers have said of themselves goes before what is seen of their end."""
         reported = self._reports.failures()
         ranks = {failure.rank for failure in reported}
-        return [*reported, *(failure for failure in self._failures if failure.rank not in ranks)]
+        known = [*reported, *(failure for failure in self._failures if failure.rank not in ranks)]
+        return [replace(failure, host=self._hosts[self._host_of[failure.rank][0]].entry.name) for failure in known]
 
     def _take_for(self, timeout: float) -> None:
         until = time.monotonic() + timeout

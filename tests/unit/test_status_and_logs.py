@@ -1,0 +1,84 @@
+"""``phalanx status`` and ``logs`` of runs in each state: what they say, and what they refuse."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+from phalanx.cli import main
+
+pytestmark = pytest.mark.quick
+START: dict[str, Any] = {
+    "event": "start",
+    "time": 1.0,
+    "schema": "1.10",
+    "job": "j",
+    "plan": "dp=2",
+    "world_size": 2,
+    "device": "cpu",
+    "batch": 3,
+    "total_steps": 20,
+    "first_step": 0,
+}
+
+
+def run_of(folder: Path, *events: dict[str, Any]) -> Path:
+    (folder / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in (START, *events)))
+    return folder
+
+
+def step(number: int) -> dict[str, Any]:
+    return {"event": "step", "time": 2.0, "step": number, "loss": 0.5}
+
+
+def invoke(*words: str) -> Result:
+    return CliRunner().invoke(main, list(words))
+
+
+class TestStatus:
+    def test_steps_are_counted_as_progress_counts_them(self, tmp_path: Path) -> None:
+        run_of(tmp_path, step(0), step(1))
+        said = " ".join(invoke("status", str(tmp_path)).stdout.split())
+        assert "steps 2 of 20 loss 0.5" in said
+        assert "plan dp=2" in said
+        told = json.loads(invoke("status", str(tmp_path), "--json").stdout)
+        assert (told["step"], told["steps"], told["plan"]) == (1, 20, "dp=2")
+
+    def test_one_that_has_not_begun_leads_to_what_was_printed(self, tmp_path: Path) -> None:
+        (tmp_path / "launch").mkdir()
+        done = invoke("status", str(tmp_path))
+        assert done.exit_code == 0
+        assert f"it has not begun; phalanx logs {tmp_path}" in "".join(done.stdout.split("\n"))
+
+    def test_a_folder_without_a_run(self, tmp_path: Path) -> None:
+        done = invoke("status", str(tmp_path))
+        assert done.exit_code == 2
+        assert "in which there is no run" in done.stderr
+        assert f"try: ls {tmp_path}" in done.stderr
+
+
+class TestLogs:
+    def test_a_run_that_has_printed_nothing(self, tmp_path: Path) -> None:
+        done = invoke("logs", str(run_of(tmp_path, step(0))))
+        assert (done.exit_code, done.stdout) == (0, "")
+        assert f"its workers have printed nothing\n    phalanx status {tmp_path}" in done.stderr
+
+    def test_a_rank_that_has(self, tmp_path: Path) -> None:
+        (run_of(tmp_path) / "launch").mkdir()
+        (tmp_path / "launch" / "rank-1.log").write_text("hello\n")
+        assert invoke("logs", str(tmp_path), "--rank", "1").stdout == "hello\n"
+        assert "rank 0 has printed nothing" in invoke("logs", str(tmp_path), "--rank", "0").stderr
+
+    def test_a_rank_that_is_not_there(self, tmp_path: Path) -> None:
+        done = invoke("logs", str(run_of(tmp_path)), "--rank", "7")
+        assert done.exit_code == 2
+        assert "given 7; allowed: 0 to 1" in done.stderr
+
+    def test_a_folder_without_a_run(self, tmp_path: Path) -> None:
+        done = invoke("logs", str(tmp_path))
+        assert done.exit_code == 2
+        assert "in which there is no run" in done.stderr
