@@ -114,6 +114,24 @@ def test_who_is_started_again_meets_none_of_those_before(agent: tuple[str, TCPSt
     assert set(before.values()).isdisjoint(roll_call._words.values())
 
 
+def test_all_ranks_of_a_large_world_look_no_more_often_than_one_store_answers(
+    agent: tuple[str, TCPStore], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pauses: list[float] = []
+
+    def pause(seconds: float) -> None:
+        pauses.append(seconds)
+        if len(pauses) == 3:
+            raise TimeoutError
+
+    where, server = agent
+    many = replace(place(7, where, agent=True), world_size=131_072, timeout=300.0)
+    monkeypatch.setattr(roll_call.time, "sleep", pause)
+    with pytest.raises(TimeoutError):
+        roll_call._follow(many, server, roll_call._RollCall(many))
+    assert all(131_072 / seconds <= 20_000 for seconds in pauses), pauses
+
+
 @pytest.mark.usefixtures("meeting")
 def test_of_many_ranks_one_looks_for_those_that_are_missing(
     agent: tuple[str, TCPStore], monkeypatch: pytest.MonkeyPatch

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import os
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ from phalanx.data import (
     MicroBatch,
     StepBatch,
     audit,
+    host_ledger,
     last_steps,
     read_ledger,
     records,
@@ -266,6 +269,32 @@ class TestOfAHost:
             [(rank, [10 * step + rank], False) for rank in range(4)] for step in range(3)
         ]
         assert last_steps(tmp_path, 0) == dict.fromkeys(range(4), 2)
+
+    def test_ranks_write_in_turn(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Though each takes its time between looking where the end is and writing there."""
+        write = host_ledger._write_all
+
+        def slowly(file: int, data: bytes | bytearray, at: int) -> None:
+            time.sleep(0.002)
+            write(file, data, at)
+
+        monkeypatch.setattr(host_ledger, "_write_all", slowly)
+        ledgers = self.opened(tmp_path, b"a", world_size=2)
+
+        def record(ledger: Ledger, rank: int) -> None:
+            for step in range(20):
+                ledger.record(a_step(step, [10 * step + rank]))
+            ledger.close()
+
+        ranks = [threading.Thread(target=record, args=(ledger, rank)) for rank, ledger in enumerate(ledgers)]
+        for one in ranks:
+            one.start()
+        for one in ranks:
+            one.join()
+        found = records(tmp_path)
+        assert {step: sorted((one.rank, *one.ids.tolist()) for one in found[step]) for step in found} == {
+            step: [(rank, 10 * step + rank) for rank in (0, 1)] for step in range(20)
+        }
 
     def test_what_another_attempt_left_does_not_count(self, tmp_path: Path) -> None:
         self.recorded(self.opened(tmp_path, b"a", world_size=6), 0, 1, 2)

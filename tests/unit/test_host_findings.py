@@ -6,12 +6,12 @@ import copy
 from collections.abc import Callable
 from itertools import combinations, permutations
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
 from phalanx.config import Plan
-from phalanx.launch.check_hosts import HostAnswer, HostSurvey, LinkAnswer, Needs, findings, workers_of
+from phalanx.launch.check_hosts import HostAnswer, HostSurvey, LinkAnswer, Needs, findings, host_probe, workers_of
 from phalanx.launch.check_hosts.asking import rounds
 
 pytestmark = pytest.mark.quick
@@ -99,6 +99,8 @@ TABLE = [
     ("busy", put("gpus.devices.5.used", 30 * GIB), "devices", False, "device 5 is busy: 30.0 GiB in use"),
     ("full", put("devices.5.free", 40 * GIB), "memory", True, "device 5 has 40.0 GiB free; a worker needs 60.0 GiB"),
     ("memlock", put("limits.memlock", 65536), "limits", False, "may lock 64.0 KiB"),
+    ("few files for 24 workers", put("limits.open_files", 200), "limits", True, "may open 200 files"),
+    ("files", put("limits.open_files", 300), "limits", False, "may open 300 files"),
     ("shm", put("shm.free", 8 * 2**20), "limits", True, "/dev/shm has 8.0 MiB free"),
     ("disk", put("folder.free", 50 * GIB), "folder", True, "50.0 GiB free; a checkpoint takes 100.0 GiB"),
     ("little disk", put("folder.free", 150 * GIB), "folder", False, "150.0 GiB free"),
@@ -215,3 +217,28 @@ def test_the_clock_that_is_off_is_that_of_few(off: float) -> None:
 
     assert ahead(0.0, off, 0.0) == [("n2",)]
     assert ahead(off, off, off) == []
+
+
+class TestMemory:
+    """Of the machine, or of a container that has less."""
+
+    FILES: ClassVar[dict[str, str]] = {
+        "/proc/meminfo": "MemTotal: 1000 kB\nMemAvailable: 800 kB\n",
+        "/proc/self/cgroup": "0::/pod/main\n",
+        "/sys/fs/cgroup/pod/memory.max": "512000",
+        "/sys/fs/cgroup/pod/memory.current": "300000",
+        "/sys/fs/cgroup/pod/memory.stat": "anon 1\ninactive_file 100000\n",
+        "/sys/fs/cgroup/pod/main/memory.max": "max",
+        "/sys/fs/cgroup/pod/main/memory.current": "300000",
+    }
+
+    def asked(self, monkeypatch: pytest.MonkeyPatch, **files: str) -> dict[str, int]:
+        monkeypatch.setattr(host_probe, "_read", lambda path: {**self.FILES, **files}.get(path, ""))
+        return host_probe._memory()
+
+    def test_a_group_above_it_has_less_and_what_it_could_drop_is_free(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        assert self.asked(monkeypatch) == {"total": 512000, "free": 312000}
+
+    def test_without_a_group_it_is_the_machines(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        found = self.asked(monkeypatch, **{"/proc/self/cgroup": "0::/\n"})
+        assert found == {"total": 1024000, "free": 819200}
