@@ -23,6 +23,8 @@ START: dict[str, Any] = {
     "batch": 3,
     "total_steps": 20,
     "first_step": 0,
+    "parameters": 1,
+    "notes": [],
 }
 
 
@@ -32,7 +34,8 @@ def run_of(folder: Path, *events: dict[str, Any]) -> Path:
 
 
 def step(number: int) -> dict[str, Any]:
-    return {"event": "step", "time": 2.0, "step": number, "loss": 0.5}
+    beside = {"epoch": 0, "count": 3, "samples": 3, "seconds": 0.1, "lr": 0.1, "grad_norm": 1.0, "skipped": False}
+    return {"event": "step", "time": 2.0, "step": number, "loss": 0.5, **beside}
 
 
 def invoke(*words: str) -> Result:
@@ -50,9 +53,9 @@ class TestStatus:
 
     def test_one_that_has_not_begun_leads_to_what_was_printed(self, tmp_path: Path) -> None:
         (tmp_path / "launch").mkdir()
-        done = invoke("status", str(tmp_path))
+        done = invoke("status", str(tmp_path), "--json")
         assert done.exit_code == 0
-        assert f"it has not begun; phalanx logs {tmp_path}" in "".join(done.stdout.split("\n"))
+        assert json.loads(done.stdout)["detail"] == f"it has not begun; phalanx logs {tmp_path}"
 
     def test_a_folder_without_a_run(self, tmp_path: Path) -> None:
         done = invoke("status", str(tmp_path))
