@@ -102,8 +102,9 @@ def processes_table(store: Store) -> str:
             f"{value:,.0f}" if value >= 100 or value == int(value) else f"{value:.3g}" for value in values
         )
         power = exponent(counts[1:], [1e6 * value for value in values[1:]])
-        rows.append(f"| {one.what} | {one.where} | {one.law} | {cells} | {power:.2f} |")
-    return "\n".join(rows)
+        rows.append(f"| {one.what}{' ²' if one.above else ''} | {one.where} | {one.law} | {cells} | {power:.2f} |")
+    notes = [f"² Above its law: {one.above}." for one in MEASURED if one.above]
+    return "\n".join([*rows, "", *notes])
 
 
 def above(store: Store) -> str:

@@ -32,37 +32,58 @@ _PATIENCE = 300.0  # seconds that ranks wait for each other
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Measured:
-    """What is measured with processes, in words; ``law`` as it is written."""
+    """What is measured with processes, in words; ``law`` as it is written, its ``power`` as a number.
+
+    ``above``: why what was measured grows faster; empty where it does not.
+    """
 
     name: str
     what: str
     where: str
     law: str
+    power: float
+    above: str = ""
 
 
 MEASURED: tuple[Measured, ...] = (
-    Measured(name="meet", what="seconds until all have met at the store", where="all together", law="O(n)"),
-    Measured(name="group", what="seconds to make the default group (gloo)", where="all together", law="O(n²)"),
+    Measured(
+        name="meet",
+        what="seconds until all have met at the store",
+        where="all together",
+        law="O(n)",
+        power=1.0,
+        above="processes are begun one after the other, the first waits for the last, and that for cores which those "
+        "that wait keep busy",
+    ),
+    Measured(
+        name="group", what="seconds to make the default group (gloo)", where="all together", law="O(n²)", power=2.0
+    ),
     Measured(
         name="late group",
         what="the same, connected when they first talk, as of more than 256 ranks",
         where="all together",
         law="O(n)",
+        power=1.0,
     ),
-    Measured(name="axes", what="seconds to make groups of two and of n / 2", where="all together", law="O(n²)"),
-    Measured(name="sockets", what="connections of the default group (gloo)", where="each rank", law="O(n)"),
+    Measured(
+        name="axes", what="seconds to make groups of two and of n / 2", where="all together", law="O(n²)", power=2.0
+    ),
+    Measured(name="sockets", what="connections of the default group (gloo)", where="each rank", law="O(n)", power=1.0),
     Measured(
         name="late sockets",
         what="the same, connected when they first talk",
         where="each rank",
         law="O(log n)",
+        power=0.2,
     ),
-    Measured(name="keys", what="keys in the store, all groups made", where="one place", law="O(n)"),
-    Measured(name="alike", what="seconds to find that all have the same", where="all together", law="O(n log n)"),
-    Measured(name="resident", what="MiB that a rank has for itself", where="each rank", law="O(n)"),
-    Measured(name="start", what="seconds from `px.fit` to its first step", where="all together", law="O(n)"),
-    Measured(name="events", what="bytes of the event log of 8 steps", where="one place", law="O(n)"),
-    Measured(name="ledger", what="files of the ledger", where="all together", law="O(n), then O(hosts)"),
+    Measured(name="keys", what="keys in the store, all groups made", where="one place", law="O(n)", power=1.0),
+    Measured(
+        name="alike", what="seconds to find that all have the same", where="all together", law="O(n log n)", power=1.2
+    ),
+    Measured(name="resident", what="MiB that a rank has for itself", where="each rank", law="O(n)", power=1.0),
+    Measured(name="start", what="seconds from `px.fit` to its first step", where="all together", law="O(n)", power=1.0),
+    Measured(name="events", what="bytes of the event log of 8 steps", where="one place", law="O(n)", power=1.0),
+    Measured(name="ledger", what="files of the ledger", where="all together", law="O(n), then O(hosts)", power=1.0),
 )
 
 

@@ -10,7 +10,8 @@ import pytest
 import scale
 import scale_costs
 from scale_costs import Cost, spent
-from scale_laws import LAWS, WORLDS, Law, broken, exponent
+from scale_laws import LAWS, SLACK, WORLDS, Law, broken, exponent
+from scale_processes import MEASURED, PROCESSES
 
 SMALL = WORLDS[:2]
 
@@ -55,3 +56,11 @@ def test_every_law_was_measured_and_is_on_the_page() -> None:
         costs = [Cost(**cost) for cost in store["laws"][law.name]]
         assert broken(law, WORLDS, costs) == []
     assert scale.page(scale.PAGE.read_text(), store) == scale.PAGE.read_text(), "try: python tools/scale.py --render"
+
+
+def test_what_was_measured_with_processes_grows_no_faster_than_its_law_or_says_why() -> None:
+    store = json.loads(scale.RESULTS.read_text())["processes"]
+    counts = [count for count in PROCESSES if str(count) in store][1:]
+    for one in MEASURED:
+        power = exponent(counts, [1e6 * store[str(count)][one.name] for count in counts])
+        assert (power > one.power + SLACK) == bool(one.above), (one.name, power)
