@@ -1,0 +1,47 @@
+"""The agent on a host that SSH reaches: with its launcher silent, nothing of a run stays there."""
+
+from __future__ import annotations
+
+import base64
+import json
+import subprocess
+import sys
+from typing import IO, Any
+
+import psutil
+import pytest
+
+from phalanx.launch.targets import ssh_host
+
+pytestmark = pytest.mark.timeout(120)
+WORKER = "import os, sys, time; print(os.getpid(), flush=True); time.sleep(600)"
+
+
+def asked(pipe: IO[bytes], **what: Any) -> None:
+    pipe.write(json.dumps(what).encode() + b"\n")
+    pipe.flush()
+
+
+def test_a_launcher_that_says_nothing_for_long_is_taken_to_be_gone() -> None:
+    """Its connection stays open: of a machine without power, or behind a network that is cut."""
+    text = ssh_host._agent_text().decode()
+    assert "SILENCE = 60.0" in text
+    program = text.replace("SILENCE = 60.0", "SILENCE = 3.0")
+    agent = subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert agent.stdin
+    assert agent.stdout
+    try:
+        argv = [sys.executable, "-c", WORKER]
+        asked(agent.stdin, do="load", named=False, folder="", environment={}, argv=argv, count=1)
+        asked(agent.stdin, do="start", files={}, ranks={"0": {}}, folder="")
+        worker = next(
+            psutil.Process(int(base64.b64decode(told["data"])))
+            for told in map(json.loads, agent.stdout)
+            if told.get("output") == 0
+        )
+        assert worker.is_running()
+        assert agent.wait(60) == 0
+        assert not worker.is_running() or worker.status() == psutil.STATUS_ZOMBIE
+    finally:
+        agent.kill()
+        agent.communicate()
