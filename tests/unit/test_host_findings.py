@@ -242,3 +242,24 @@ class TestMemory:
     def test_without_a_group_it_is_the_machines(self, monkeypatch: pytest.MonkeyPatch) -> None:
         found = self.asked(monkeypatch, **{"/proc/self/cgroup": "0::/\n"})
         assert found == {"total": 1024000, "free": 819200}
+
+
+@pytest.mark.parametrize(
+    ("said", "way"),
+    [
+        ("Host key verification failed.", "ssh n2, once by hand"),
+        ("ssh: Could not resolve hostname n2: Name or service not known", "an entry n2 in ~/.ssh/config"),
+        ("connect to host n2 port 22: Connection refused", "sshd listens there"),
+        ("me@n2: Permission denied (publickey).", "ssh-copy-id n2"),
+        ("sh: 1: /opt/nope/bin/python: not found", "python = "),
+        ("exec: /opt/nope/bin/python: No such file or directory", "python = "),
+        ("without a word", "ssh n2 true"),
+    ],
+)
+def test_what_to_do_about_a_host_goes_by_why_it_is_not_reached(said: str, way: str) -> None:
+    hosts = (HostAnswer(name="n1", told=told()), HostAnswer(name="n2", told={}, error=said))
+    (finding,) = [
+        one for one in findings(HostSurvey(hosts=hosts, links=(), folder=Path("/runs")), None) if one.kind == "host"
+    ]
+    assert finding.what == said
+    assert way in finding.fix

@@ -15,6 +15,7 @@ from typing import Any
 from phalanx.config import Plan
 from phalanx.launch.check_hosts.asking import HostAnswer, HostSurvey
 from phalanx.launch.check_hosts.link_findings import HostFinding, link_findings
+from phalanx.launch.check_hosts.way_there import way_there
 from phalanx.units import show_bytes, show_names, show_seconds
 
 _CLOCK = 5.0  # seconds that clocks may differ by
@@ -82,24 +83,10 @@ def _together(found: Iterable[HostFinding]) -> list[HostFinding]:
 def _unreached(answers: Sequence[HostAnswer]) -> Iterator[HostFinding]:
     for one in answers:
         if not one.told:
-            yield HostFinding(kind="host", hosts=(one.name,), what=one.error, fix=_way_there(one))
+            yield HostFinding(kind="host", hosts=(one.name,), what=one.error, fix=way_there(one.name, one.error))
 
 
 _PHALANX = "install the same Phalanx on all hosts, from one folder: pip install path/to/phalanx"
-_WAYS = (
-    ("host key", "ssh {name}, once by hand: compare its key, and have it among the known ones"),
-    ("resolve hostname", 'an entry {name} in ~/.ssh/config; or ssh = ["-F", "ssh.config"] in the hosts file'),
-    ("connection refused", "see that sshd listens there, at the port that ~/.ssh/config has for {name}"),
-    ("permission denied", "ssh-copy-id {name}, or an agent with the key: nobody is asked for a password"),
-    ("no such file", "python = in the hosts file: without it, it is the path of the interpreter here"),
-)
-
-
-def _way_there(answer: HostAnswer) -> str:
-    """What to do about a host that does not answer, by what ssh has said."""
-    ways = (way for sign, way in _WAYS if sign in answer.error.lower())
-    other = "see that it is up, that its name and address are right, and that the Python named for it is there"
-    return next(ways, other).format(name=answer.name)
 
 
 def _versions(there: Sequence[HostAnswer]) -> Iterator[HostFinding]:

@@ -228,4 +228,7 @@ class Agent:
 
 
 if __name__ == "__main__":
-    Agent().run()
+    with suppress(SystemExit):
+        Agent().run()
+    sys.stdout.flush()
+    os._exit(0)  # the thread that reads may be within a read, which Python would wait for, and then abort

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, final
 
 from phalanx.errors import RunError
+from phalanx.launch.check_hosts.way_there import way_there
 from phalanx.launch.targets import host_agent, host_folder
 from phalanx.launch.targets.hosts_file import HostEntry, HostsFile
 
@@ -260,16 +261,7 @@ def _why(words: str) -> str:
 
 def _unreachable(failed: dict[str, str]) -> str:
     lines = [f"host {name} cannot be used: {why}" for name, why in failed.items()]
-    said = " ".join(failed.values())
-    first = next(iter(failed))
-    if "Host key verification failed" in said:
-        fix = f"ssh {first}, once by hand: look at its key, and accept it if it is the right one"
-    elif "ermission denied" in said:
-        fix = f"ssh-copy-id {first}: nobody is asked for a password here"
-    elif "not found" in said or "No such file" in said:
-        fix = 'python = "/path/to/python" and folder = "/path" in the hosts file: those on the hosts'
-    else:
-        fix = f"ssh {first} true"
+    fix = way_there(next(iter(failed)), " ".join(failed.values()))
     return "\n".join([*lines, f"    try: {fix}"])
 
 
