@@ -115,6 +115,7 @@ bench: .venv/.installed-bench
 	$(BIN)/python bench/startup.py
 	$(BIN)/python bench/step_time.py
 	$(BIN)/python bench/launch_hosts.py
+	$(BIN)/python bench/check_eight.py
 	$(BIN)/python bench/scaling.py
 	$(BIN)/python bench/memory.py
 	$(BIN)/python bench/checkpoint.py

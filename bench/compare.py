@@ -50,8 +50,9 @@ class BenchError(Exception):
 
 
 def environment() -> dict[str, str]:
-    """What every contender's process gets: one thread a process, and this folder to import the workloads from."""
-    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(BENCH), "PYTHONWARNINGS": "ignore"}
+    """What every contender's process gets: one thread, this folder to import workloads from, and the code beside it."""
+    paths = f"{BENCH}{os.pathsep}{BENCH.parent / 'src'}"
+    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths, "PYTHONWARNINGS": "ignore"}
 
 
 def execute(argv: Sequence[str]) -> tuple[float, float, str]:
