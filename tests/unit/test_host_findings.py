@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+import json
+import time
+from collections.abc import Callable, Sequence
 from itertools import combinations, permutations
 from pathlib import Path
 from typing import Any, ClassVar
@@ -11,8 +13,22 @@ from typing import Any, ClassVar
 import pytest
 
 from phalanx.config import Plan
-from phalanx.launch.check_hosts import HostAnswer, HostSurvey, LinkAnswer, Needs, findings, host_probe, workers_of
+from phalanx.launch.check_hosts import (
+    CheckQuestion,
+    HostAnswer,
+    HostSurvey,
+    LinkAnswer,
+    Needs,
+    TargetHost,
+    asking,
+    findings,
+    host_probe,
+    survey,
+    workers_of,
+)
 from phalanx.launch.check_hosts.asking import rounds
+from phalanx.launch.check_hosts.host_probe import MARK
+from phalanx.preflight.launch_check import LaunchQuestion, launch_check
 
 pytestmark = pytest.mark.quick
 
@@ -205,6 +221,29 @@ def test_rounds_ask_every_pair_and_no_host_twice_at_once(count: int) -> None:
     every = sorted(combinations(range(count), 2))
     ring = sorted({tuple(sorted((one, (one + 1) % count))) for one in range(count)})
     assert pairs == (every if count <= 8 else ring)
+
+
+def test_links_that_there_is_no_time_for_are_counted_and_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two rounds are asked in any case: each of eight hosts is one of two pairs."""
+
+    class Answering(TargetHost):
+        def __init__(self, number: int) -> None:
+            self.name = f"n{number}"
+            self.asked = 0
+
+        def run(self, arguments: Sequence[str], text: str, patience: float) -> str:
+            link = "peer" in json.loads(text)
+            self.asked += link
+            clock = {"began": time.time(), "ended": time.time()}
+            return MARK + json.dumps({"error": "", "latency": 1e-4, "bandwidth": 1e9} if link else {**told(), **clock})
+
+    monkeypatch.setattr(asking, "_UNTIL", 0.0)
+    hosts = [Answering(number) for number in range(8)]
+    said = survey(hosts, CheckQuestion(folder=tmp_path, cwd=str(tmp_path)))
+    assert {host.asked for host in hosts} == {2}
+    assert (len(said.links), said.links_left) == (2 * 8, 28 - 8)
+    found = launch_check(LaunchQuestion(folder=tmp_path, options={}), said)
+    assert "links of 20 pairs of hosts: there was no time for them" in found.not_looked_at
 
 
 @pytest.mark.parametrize("off", [3600.0, -3600.0])

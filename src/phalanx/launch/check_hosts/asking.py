@@ -26,6 +26,8 @@ PATIENCE = 50.0
 """Seconds that a host has to answer in."""
 _OF_JOB = 40.0  # seconds of them for the job's file, imports and data
 _OF_LINK = 12.0
+_UNTIL = 45.0  # seconds from the beginning, after which no further round of links begins
+_LEAST = 2  # rounds that there are in any case, so that each host has a link, and most have two
 _RING = 8  # hosts; where there are more, each is asked for its links to two others, not to all
 _LOOKS = 20  # at a folder on several machines, whose view of it may be some seconds old
 _BOOT = """
@@ -107,16 +109,19 @@ class HostSurvey:
     Attributes:
         folder: where the words were left.
         folder_error: why this machine could not write there; empty where it could.
+        links_left: pairs of hosts whose link there was no time for.
     """
 
     hosts: tuple[HostAnswer, ...]
     links: tuple[LinkAnswer, ...]
     folder: Path
     folder_error: str = ""
+    links_left: int = 0
 
 
 def survey(hosts: Sequence[TargetHost], asked: CheckQuestion) -> HostSurvey:
     """Ask all ``hosts``, and leave nothing behind there or here."""
+    until = time.monotonic() + _UNTIL
     with _shared_folder(asked.folder) as (folder, token, error), ThreadPoolExecutor(max(1, len(hosts))) as pool:
         meeting = hosts[0].address if hosts else ""
         common = {
@@ -136,8 +141,8 @@ def survey(hosts: Sequence[TargetHost], asked: CheckQuestion) -> HostSurvey:
         there = {host.name for host, answer in zip(hosts, answers, strict=True) if answer.told}
         seen = _seen(folder, token, [number for number, answer in enumerate(answers) if _wrote(answer)])
         answers = [replace(one, seen=not _wrote(one) or number in seen) for number, one in enumerate(answers)]
-        links = _links([host for host in hosts if host.name in there], answers, pool)
-    return HostSurvey(hosts=tuple(answers), links=tuple(links), folder=folder, folder_error=error)
+        links, left = _links([host for host in hosts if host.name in there], answers, pool, until)
+    return HostSurvey(hosts=tuple(answers), links=tuple(links), folder=folder, folder_error=error, links_left=left)
 
 
 def _ask_with_code(host: TargetHost, question: Mapping[str, Any], asked: CheckQuestion) -> HostAnswer:
@@ -242,15 +247,21 @@ def _seen(folder: Path, token: str, wrote: list[int]) -> set[int]:
     return set(wrote) - missing
 
 
-def _links(hosts: Sequence[TargetHost], answers: Sequence[HostAnswer], pool: ThreadPoolExecutor) -> list[LinkAnswer]:
-    """Round after round, in each of which a host is asked for one link only."""
+def _links(
+    hosts: Sequence[TargetHost], answers: Sequence[HostAnswer], pool: ThreadPoolExecutor, until: float
+) -> tuple[list[LinkAnswer], int]:
+    """Round after round, in each of which a host is asked for one link only; and how many pairs are left ``until``."""
     told = {answer.name: answer.told for answer in answers}
     found: list[LinkAnswer] = []
-    for pairs in rounds(len(hosts)):
+    left = 0
+    for number, pairs in enumerate(rounds(len(hosts))):
+        if number >= _LEAST and time.monotonic() > until:
+            left += len(pairs)
+            continue
         rows = [(hosts[one], hosts[other], told) for one, other in pairs]
         for both in pool.map(lambda row: _both_ways(*row), rows):
             found += both
-    return found
+    return found, left
 
 
 def rounds(count: int) -> list[list[tuple[int, int]]]:
