@@ -141,4 +141,4 @@ def test_what_fails_by_its_own_code_is_not_trained_again_however_often_torchrun_
     assert [event["lost"] for event in events if event["event"] == "error"] == [False]
     again = "own code, which would come again: rank 1 of 2 failed in step 2: ValueError: the injected"
     assert done.stderr.count(again) == 2  # once for each start, whichever rank says it
-    assert "with --resume" in done.stderr
+    assert "go on with resume = true" in done.stderr

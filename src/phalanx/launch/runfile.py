@@ -106,7 +106,7 @@ def _refuse_what_would_come_again(folder: Path) -> None:
             where="workers that are started again",
             given=f"an exception of the job's own code, which would come again: {last['message']}",
             allowed="those before were lost",
-            fix="mend the job, then launch it with --resume",
+            fix="mend the job, and go on with resume = true",
         )
 
 
