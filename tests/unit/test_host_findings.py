@@ -242,7 +242,7 @@ def test_links_that_there_is_no_time_for_are_counted_and_said(tmp_path: Path, mo
     said = survey(hosts, CheckQuestion(folder=tmp_path, cwd=str(tmp_path)))
     assert {host.asked for host in hosts} == {2}
     assert (len(said.links), said.links_left) == (2 * 8, 28 - 8)
-    found = launch_check(LaunchQuestion(folder=tmp_path, options={}), said)
+    found = launch_check(LaunchQuestion(folder=tmp_path), said)
     assert "links of 20 pairs of hosts: there was no time for them" in found.not_looked_at
 
 
