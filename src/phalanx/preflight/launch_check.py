@@ -120,6 +120,9 @@ def launch_check(question: LaunchQuestion, said: HostSurvey | None = None) -> La
     elif job and plan and not refused:
         needs, missing = host_needs(job, plan, there)
         unknown += [f"memory that the plan needs: {missing}"] if missing else []
+    unknown += said.not_looked_at
+    if needs and job and plan:
+        needs = replace(needs, run=submission_of(job, plan, question, "").run)
     found = [one for one in findings(said, None if queue else needs) if not queue or one.kind in _OF_A_QUEUE]
     if queue and job and plan and not refused:
         words = queue.why_not(queue.prepare(submission_of(job, plan, question, queue.python)))

@@ -19,8 +19,10 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.errors import RunError
+from phalanx.launch import unpacking
 from phalanx.launch.check_hosts import host_probe, job_probe, link_probe
-from phalanx.launch.check_hosts.target_host import TargetHost
+from phalanx.launch.check_hosts.target_host import CODE_OF_CHECK, TargetHost, program_text
+from phalanx.units import show_bytes, show_names
 
 PATIENCE = 50.0
 """Seconds that a host has to answer in."""
@@ -66,6 +68,8 @@ class HostAnswer:
         seen: whether its word in the run folder is seen here.
         scratch: where the target puts what the host does not share; empty where it needs shared folders.
         sent: bytes of the job's code that was sent for the asking, which the host has not; 0 where it has it.
+        unsent: bytes of files of that code, which a launch would send there, but are too many for the asking, so that
+            nothing is told of the job; 0 else.
     """
 
     name: str
@@ -77,6 +81,7 @@ class HostAnswer:
     seen: bool = True
     scratch: str = ""
     sent: int = 0
+    unsent: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -114,6 +119,15 @@ class HostSurvey:
     folder: Path
     folder_error: str = ""
 
+    @property
+    def not_looked_at(self) -> list[str]:
+        """What hosts could not be asked, and why."""
+        unsent = {one.name: one.unsent for one in self.hosts if one.unsent}
+        if not unsent:
+            return []
+        most = f"{show_bytes(max(unsent.values()))}, which launching sends; a check sends {show_bytes(CODE_OF_CHECK)}"
+        return [f"the job, its imports and data on {show_names([*unsent])}: its code is not there, and {most} at most"]
+
 
 def survey(hosts: Sequence[TargetHost], asked: CheckQuestion) -> HostSurvey:
     """Ask all ``hosts``, and leave nothing behind there or here."""
@@ -122,7 +136,7 @@ def survey(hosts: Sequence[TargetHost], asked: CheckQuestion) -> HostSurvey:
         common = {
             "job": {"reference": asked.reference, "file": asked.file},
             "boot": _BOOT,
-            "job_probe": _text(job_probe),
+            "job_probe": program_text(unpacking, job_probe),
             "patience": _OF_JOB,
             "folder": str(folder),
             "token": token,
@@ -145,10 +159,19 @@ def _ask_with_code(host: TargetHost, question: Mapping[str, Any], asked: CheckQu
     answer = _ask(host, question)
     if not (host.scratch and _lacks_code(answer, asked)) or not (code := host.sent_code(asked.reference, asked.folder)):
         return answer
-    pack, root = code
-    within = str(Path(asked.file).relative_to(root))
-    job = {**question["job"], "pack": base64.b64encode(pack).decode(), "within": within}
-    return replace(_ask(host, {**question, "job": job}), sent=len(pack))
+    if not code.pack:
+        return _of_host_alone(answer, code.nbytes)
+    within = str(Path(asked.file).relative_to(code.root))
+    job = {**question["job"], "pack": base64.b64encode(code.pack).decode(), "within": within}
+    return replace(_ask(host, {**question, "job": job}), sent=len(code.pack))
+
+
+def _of_host_alone(answer: HostAnswer, unsent: int) -> HostAnswer:
+    """What ``answer`` says of the host: what it says of a job is of files that launching does not leave there."""
+    told = {name: value for name, value in answer.told.items() if name not in ("source", "data")}
+    if told.get("versions"):  # torch was loaded, and the rest was the job's
+        told["ending"] = ""
+    return replace(answer, told=told, unsent=unsent)
 
 
 def _lacks_code(answer: HostAnswer, asked: CheckQuestion) -> bool:
@@ -187,16 +210,12 @@ def _ask(host: TargetHost, question: Mapping[str, Any]) -> HostAnswer:
 
 def _run(host: TargetHost, program: Any, question: Mapping[str, Any], patience: float) -> dict[str, Any]:
     """What one of the programs answers on ``host``."""
-    text = json.dumps({**question, "program": _text(program)})
+    text = json.dumps({**question, "program": program_text(program)})
     out = host.run(["-c", _BOOT], text, patience)
     lines = [line for line in out.splitlines() if line.startswith(host_probe.MARK)]
     if not lines:
         raise RunError("runs Python, which does not say what it was asked")
     return json.loads(lines[-1].removeprefix(host_probe.MARK))
-
-
-def _text(program: Any) -> str:
-    return Path(program.__file__).read_text(encoding="utf-8")
 
 
 @contextmanager

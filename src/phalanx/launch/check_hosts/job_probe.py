@@ -1,6 +1,7 @@
 """The second program that one host runs: its torch and its devices, the job's file and imports, its data.
 
-It runs by itself, beside ``host_probe``, and says what it knows line by line: user code may end it or hang it.
+It runs by itself, beside ``host_probe``, and says what it knows line by line: user code may end it or hang it. Its text
+is sent after that of ``unpacking``.
 """
 
 from __future__ import annotations
@@ -13,12 +14,12 @@ import importlib.util
 import io
 import json
 import os
-import shutil
 import sys
-import tarfile
 from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
+
+from phalanx.launch.unpacking import unpack_files
 
 MARK = "phalanx-check:"
 
@@ -33,7 +34,11 @@ def main() -> None:
 
     job = QUESTION["job"]  # type: ignore[name-defined]  # noqa: F821  (put there by what reads this text)
     if job.get("pack"):
-        unpack(job)
+        try:
+            unpack(job)
+        except OSError as error:  # such as a full disk
+            say(unpacked=f"{error}")
+            return
     say(versions={"torch": version("torch"), "phalanx": version("phalanx")})
     if job["file"]:
         say(source=source(job["file"]))
@@ -49,15 +54,7 @@ def main() -> None:
 
 def unpack(job: dict[str, Any]) -> None:
     """Put the code that came with the question into its ``room``, and have the job be the one there."""
-    with tarfile.open(fileobj=io.BytesIO(base64.b64decode(job["pack"])), mode="r:gz") as archive:
-        for entry in archive:
-            content = archive.extractfile(entry) if entry.isreg() else None
-            if content is None or os.path.isabs(entry.name) or ".." in entry.name.split("/"):
-                continue
-            path = os.path.join(job["room"], entry.name)
-            os.makedirs(os.path.dirname(path), exist_ok=True)
-            with open(path, "wb") as file:
-                shutil.copyfileobj(content, file)
+    unpack_files(io.BytesIO(base64.b64decode(job["pack"])), job["room"], mode=0o755)
     file = os.path.join(job["room"], job["within"])
     job["reference"], job["file"] = file + job["reference"][len(job["file"]) :], file
     os.chdir(job["room"])

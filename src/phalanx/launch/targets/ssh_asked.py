@@ -11,12 +11,11 @@ from pathlib import Path
 from typing import final
 
 from phalanx.errors import PhalanxError
-from phalanx.launch.check_hosts import TargetHost, run_here
+from phalanx.launch.check_hosts import CODE_OF_CHECK, CodeForHost, TargetHost, run_here
 from phalanx.launch.targets.code_pack import CodePack, folder_to_pack
 from phalanx.launch.targets.hosts_file import HostEntry, HostsFile
 from phalanx.launch.targets.ssh_host import ssh_command
 
-_LARGEST = 32 << 20  # bytes of code that a check sends
 # The variables come first on stdin, since every user of a host sees its command lines; what runs has the rest of it.
 _BOOT = """
 import json, os, sys
@@ -35,7 +34,7 @@ class SshAskedHost(TargetHost):
         self.folder, self.scratch = file.folder, file.scratch
         self._file, self._entry = file, entry
 
-    def sent_code(self, reference: str, run_folder: Path) -> tuple[bytes, Path] | None:
+    def sent_code(self, reference: str, run_folder: Path) -> CodeForHost | None:
         try:
             return _packed(folder_to_pack(reference, self._file.code), run_folder.absolute())
         except PhalanxError:  # which launching says
@@ -48,11 +47,11 @@ class SshAskedHost(TargetHost):
 
 
 @lru_cache(maxsize=1)
-def _packed(root: Path, run_folder: Path) -> tuple[bytes, Path] | None:
+def _packed(root: Path, run_folder: Path) -> CodeForHost:
     """The same for all hosts of a check."""
     pack = CodePack.of(root, without=run_folder)
-    if pack.nbytes > _LARGEST:
-        return None
+    if pack.nbytes > CODE_OF_CHECK:
+        return CodeForHost(root=root, nbytes=pack.nbytes)
     with tempfile.TemporaryDirectory(prefix="phalanx-code-") as folder:
         pack.write(Path(folder) / "pack")
-        return (Path(folder) / "pack").read_bytes(), root
+        return CodeForHost(root=root, nbytes=pack.nbytes, pack=(Path(folder) / "pack").read_bytes())
