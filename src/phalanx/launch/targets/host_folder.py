@@ -1,6 +1,7 @@
 """What a host of a launch by SSH keeps for a run whose files it does not share with the launcher: code, run folder.
 
-Its text is sent to the host before ``host_agent``, whose it becomes a part of: it is of the standard library alone.
+Its text is sent to the host before ``host_agent``, whose it becomes a part of: but for ``unpacking``, which goes before
+it, it is of the standard library alone.
 All of it stands below one folder, ``scratch``, and nothing that was there before is ever written over:
 
     code/DIGEST        the job's code, unpacked once from the pack of that SHA-256
@@ -14,13 +15,13 @@ import hashlib
 import os
 import secrets
 import shutil
-import tarfile
 from contextlib import suppress
 from typing import Any
 
+from phalanx.launch.unpacking import unpack_files
+
 PIECE = 1 << 18  # bytes that are read and sent at a time
 _HELD = ".held"  # in a copy: files of a checkpoint that is on its way, which no worker deletes
-_NOT_BROUGHT = {_HELD, "launch", "writer.json", ".secret"}
 
 
 class HostFiles:
@@ -30,6 +31,7 @@ class HostFiles:
         self._copy = ""
         self._known: dict[str, list[int]] = {}
         self._manifest = ""
+        self._stays: set[str] = set()
         self._incoming = ""
 
     def look(self, probe: str, token: str, files: dict[str, list[int]], scratch: str) -> dict[str, Any]:
@@ -74,9 +76,8 @@ class HostFiles:
             found = digest_of(pack)
             if found != digest:
                 raise OSError(f"the code that came is not what was sent: its SHA-256 is {found}, not {digest}")
-            with tarfile.open(pack, "r:gz") as archive:
-                for entry in archive:
-                    _unpack_file(archive, entry, new)
+            with open(pack, "rb") as file:
+                unpack_files(file, new, mode=0o555)  # it goes by its digest: nobody is to change it
             try:
                 os.rename(new, folder)
             except OSError:
@@ -103,9 +104,12 @@ class HostFiles:
         with open(within, "ab") as file:
             file.write(base64.b64decode(data))
 
-    def follow(self, manifest: str) -> None:
-        """From now on ``changes`` tells what is another than it is now; ``manifest``: a whole checkpoint has it."""
-        self._manifest = manifest
+    def follow(self, manifest: str, stays: list[str]) -> None:
+        """From now on ``changes`` tells what is another than it is now.
+
+        ``manifest``: a whole checkpoint has it; ``stays``: files and folders of the copy that are not the launcher's.
+        """
+        self._manifest, self._stays = manifest, {_HELD, *stays}
         self._known = self._listed()
 
     def changes(self) -> dict[str, Any]:
@@ -178,13 +182,13 @@ class HostFiles:
         for folder, folders, files in os.walk(self._copy):
             below = os.path.relpath(folder, self._copy)
             if below == ".":
-                folders[:] = [name for name in folders if name not in _NOT_BROUGHT]
+                folders[:] = [name for name in folders if name not in self._stays]
             in_checkpoints = below.split("/")[0] == "checkpoints"
             if in_checkpoints:
                 folders[:] = [name for name in folders if name.startswith("step-")]
             for name in files:
                 path = name if below == "." else f"{below}/{name}"
-                if path in _NOT_BROUGHT or name.startswith(".") or (in_checkpoints and name != self._manifest):
+                if path in self._stays or name.startswith(".") or (in_checkpoints and name != self._manifest):
                     continue
                 with suppress(OSError):
                     status = os.lstat(os.path.join(folder, name))
@@ -204,17 +208,6 @@ def digest_of(path: str) -> str:
         while data := file.read(PIECE):
             digest.update(data)
     return digest.hexdigest()
-
-
-def _unpack_file(archive: tarfile.TarFile, entry: tarfile.TarInfo, folder: str) -> None:
-    content = archive.extractfile(entry) if entry.isreg() else None
-    if content is None or os.path.isabs(entry.name) or ".." in entry.name.split("/"):
-        raise OSError(f"{entry.name!r} is nothing that is packed")
-    path = os.path.join(folder, entry.name)
-    os.makedirs(os.path.dirname(path), exist_ok=True)
-    with open(path, "xb") as file:
-        shutil.copyfileobj(content, file)
-    os.chmod(path, entry.mode & 0o555)  # it goes by its digest: nobody is to change it
 
 
 def _text(path: str) -> str:
