@@ -6,7 +6,6 @@ Nothing is judged here: ``host_findings`` does that.
 from __future__ import annotations
 
 import base64
-import hashlib
 import json
 import os
 import secrets
@@ -18,8 +17,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from phalanx.errors import RunError
-from phalanx.launch import unpacking
+from phalanx.errors import Problem, RunError
+from phalanx.launch import code_files
 from phalanx.launch.check_hosts import host_probe, job_probe, link_probe
 from phalanx.launch.check_hosts.target_host import CODE_OF_CHECK, TargetHost, program_text
 from phalanx.units import show_bytes, show_names
@@ -70,6 +69,7 @@ class HostAnswer:
         sent: bytes of the job's code that was sent for the asking, which the host has not; 0 where it has it.
         unsent: bytes of files of that code, which a launch would send there, but are too many for the asking, so that
             nothing is told of the job; 0 else.
+        refused: why a launch would refuse to send there what it has not; ``None`` where it would not.
     """
 
     name: str
@@ -82,6 +82,7 @@ class HostAnswer:
     scratch: str = ""
     sent: int = 0
     unsent: int = 0
+    refused: Problem | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -134,9 +135,9 @@ def survey(hosts: Sequence[TargetHost], asked: CheckQuestion) -> HostSurvey:
     with _shared_folder(asked.folder) as (folder, token, error), ThreadPoolExecutor(max(1, len(hosts))) as pool:
         meeting = hosts[0].address if hosts else ""
         common = {
-            "job": {"reference": asked.reference, "file": asked.file},
+            "job": {"reference": asked.reference, "file": asked.file, "stamp": _stamp(Path(asked.file))},
             "boot": _BOOT,
-            "job_probe": program_text(unpacking, job_probe),
+            "job_probe": program_text(code_files, job_probe),
             "patience": _OF_JOB,
             "folder": str(folder),
             "token": token,
@@ -155,38 +156,33 @@ def survey(hosts: Sequence[TargetHost], asked: CheckQuestion) -> HostSurvey:
 
 
 def _ask_with_code(host: TargetHost, question: Mapping[str, Any], asked: CheckQuestion) -> HostAnswer:
-    """Ask ``host``; where it has not the job's code, and the target sends it, once more with that."""
+    """Ask ``host``; where it does not share the job's file, and the target sends code that is lacking, with that.
+
+    Whether it lacks any is what a launch goes by: the job's file is the very one here, or all files are alike.
+    """
     answer = _ask(host, question)
-    if not (host.scratch and _lacks_code(answer, asked)) or not (code := host.sent_code(asked.reference, asked.folder)):
+    shares = answer.told.get("source", {"state": "same"})["state"] == "same"
+    if not host.scratch or shares or not (code := host.sent_code(asked.reference, asked.folder)):
         return answer
-    if not code.pack:
-        return _of_host_alone(answer, code.nbytes)
-    within = str(Path(asked.file).relative_to(code.root))
-    job = {**question["job"], "pack": base64.b64encode(code.pack).decode(), "within": within}
-    return replace(_ask(host, {**question, "job": job}), sent=len(code.pack))
+    if code.refused:
+        return replace(answer, refused=code.refused)
+    job = {
+        **question["job"],
+        "within": str(Path(asked.file).relative_to(code.root)),
+        "root": str(code.root),
+        "digests": dict(code.digests),
+        "pack": base64.b64encode(code.pack).decode(),
+    }
+    answer = _ask(host, {**question, "job": job})
+    if answer.told.get("alike", True):  # copied by hand
+        return answer
+    return replace(answer, sent=len(code.pack), unsent=0 if code.pack else code.nbytes)
 
 
-def _of_host_alone(answer: HostAnswer, unsent: int) -> HostAnswer:
-    """What ``answer`` says of the host: what it says of a job is of files that launching does not leave there."""
-    told = {name: value for name, value in answer.told.items() if name not in ("source", "data")}
-    if told.get("versions"):  # torch was loaded, and the rest was the job's
-        told["ending"] = ""
-    return replace(answer, told=told, unsent=unsent)
-
-
-def _lacks_code(answer: HostAnswer, asked: CheckQuestion) -> bool:
-    """Whether the job's file, or one beside it that it imports, is not there or another than here."""
-    source = answer.told.get("source")
-    if not source:
-        return False
-    here = Path(asked.file).parent
-    return source["missing"] or any(_digest(here / name) != found for name, found in source["files"].items())
-
-
-def _digest(path: Path) -> str:
+def _stamp(path: Path) -> list[int]:
     with suppress(OSError):
-        return hashlib.sha256(path.read_bytes()).hexdigest()
-    return ""
+        return code_files.stamp_of(path.stat())
+    return []
 
 
 def _ask(host: TargetHost, question: Mapping[str, Any]) -> HostAnswer:

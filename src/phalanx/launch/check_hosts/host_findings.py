@@ -167,6 +167,10 @@ def _job(there: Sequence[HostAnswer]) -> Iterator[HostFinding]:
             fix = "make room there, in the folder for temporary files (TMPDIR)"
             what = f"the job's code cannot be unpacked there: {error}"
             yield HostFinding(kind="job", hosts=(one.name,), what=what, fix=fix)
+        if one.refused:
+            sources.pop(one.name, None)
+            what = f"the job's code is not there, or another, and is not sent: {one.refused.given}"
+            yield HostFinding(kind="job", hosts=(one.name,), what=what, fix=one.refused.fix)
     for name in (name for name, source in sources.items() if source["missing"]):
         fix = "put the job's folder where all hosts see it under the same path, or copy it there"
         yield HostFinding(kind="job", hosts=(name,), what="the job's file is not there", fix=fix)

@@ -1,7 +1,7 @@
 """The second program that one host runs: its torch and its devices, the job's file and imports, its data.
 
 It runs by itself, beside ``host_probe``, and says what it knows line by line: user code may end it or hang it. Its text
-is sent after that of ``unpacking``.
+is sent after that of ``code_files``.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
 
-from phalanx.launch.unpacking import unpack_files
+from phalanx.launch.code_files import are_alike, state_of, unpack_files
 
 MARK = "phalanx-check:"
 
@@ -33,15 +33,18 @@ def main() -> None:
         os.write(stdout, ("\n" + MARK + json.dumps(told) + "\n").encode())
 
     job = QUESTION["job"]  # type: ignore[name-defined]  # noqa: F821  (put there by what reads this text)
-    if job.get("pack"):
+    if "digests" in job:
+        alike = are_alike(job["root"], job["digests"])
+        say(alike=alike)
         try:
-            unpack(job)
+            if not alike:
+                unpack(job)
         except OSError as error:  # such as a full disk
             say(unpacked=f"{error}")
             return
     say(versions={"torch": version("torch"), "phalanx": version("phalanx")})
     if job["file"]:
-        say(source=source(job["file"]))
+        say(source={**source(job["file"]), "state": state_of(job["file"], job["stamp"])})
     if "torch" in sys.modules:
         say(**cuda())
     there = not job["file"] or os.path.isfile(job["file"])
@@ -53,7 +56,10 @@ def main() -> None:
 
 
 def unpack(job: dict[str, Any]) -> None:
-    """Put the code that came with the question into its ``room``, and have the job be the one there."""
+    """Put the code that came with the question into its ``room``, and have the job be that; none, without."""
+    if not job["pack"]:
+        job["reference"], job["file"] = "", ""
+        return
     unpack_files(io.BytesIO(base64.b64decode(job["pack"])), job["room"], mode=0o755)
     file = os.path.join(job["room"], job["within"])
     job["reference"], job["file"] = file + job["reference"][len(job["file"]) :], file

@@ -6,13 +6,13 @@ import os
 import subprocess
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
 from typing import final
 
-from phalanx.errors import RunError
+from phalanx.errors import Problem, RunError
 
 CODE_OF_CHECK = 32 << 20
 """Bytes of all files of a job's code that are sent to a host for a check; there must be time for what it asks."""
@@ -25,12 +25,16 @@ class CodeForHost:
     Attributes:
         root: the folder that it is of.
         nbytes: of all its files.
+        digests: path of each, below ``root`` → its SHA-256.
         pack: as a ``tar.gz``; empty where that is too much for a check.
+        refused: why launching would refuse to send it; ``None`` where it would not.
     """
 
-    root: Path
-    nbytes: int
+    root: Path = Path()
+    nbytes: int = 0
+    digests: Mapping[str, str] = field(default_factory=dict[str, str])
     pack: bytes = b""
+    refused: Problem | None = None
 
 
 class TargetHost(ABC):

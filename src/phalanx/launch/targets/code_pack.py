@@ -20,9 +20,9 @@ from typing import IO, Any, Self, final
 
 from phalanx.errors import RunError, SpecError
 from phalanx.files import read_text
+from phalanx.launch.code_files import unpack_files
 from phalanx.launch.jobfile import Reference
 from phalanx.launch.targets.target import Option
-from phalanx.launch.unpacking import unpack_files
 from phalanx.units import show_bytes
 
 CODE_OPTION = Option(help="folder that is packed; that of the job's file where not given", example=".")
@@ -114,6 +114,11 @@ class CodePack:
     def headline(self) -> str:
         """How much of what folder it is, in words."""
         return f"{len(self.files)} file{'s' if len(self.files) > 1 else ''} of {self.root}, {show_bytes(self.nbytes)}"
+
+    @property
+    def digests(self) -> dict[str, str]:
+        """The SHA-256 of each file; raises OSError where one cannot be read."""
+        return {path: file_digest(self.root / path) for path in self.files}
 
     @property
     def digest(self) -> str:

@@ -1,7 +1,7 @@
 """What a host of a launch by SSH keeps for a run whose files it does not share with the launcher: code, run folder.
 
-Its text is sent to the host before ``host_agent``, whose it becomes a part of: but for ``unpacking``, which goes before
-it, it is of the standard library alone.
+Its text is sent to the host before ``host_agent``, whose it becomes a part of: but for ``code_files``, which goes
+before it, it is of the standard library alone.
 All of it stands below one folder, ``scratch``, and nothing that was there before is ever written over:
 
     code/DIGEST        the job's code, unpacked once from the pack of that SHA-256
@@ -11,14 +11,13 @@ All of it stands below one folder, ``scratch``, and nothing that was there befor
 from __future__ import annotations
 
 import base64
-import hashlib
 import os
 import secrets
 import shutil
 from contextlib import suppress
 from typing import Any
 
-from phalanx.launch.unpacking import unpack_files
+from phalanx.launch.code_files import are_alike, digest_of, state_of, unpack_files
 
 PIECE = 1 << 18  # bytes that are read and sent at a time
 _HELD = ".held"  # in a copy: files of a checkpoint that is on its way, which no worker deletes
@@ -40,22 +39,13 @@ class HostFiles:
         ``files``: path → size, time and number of the file in its file system. Which are the very same, which only
         have that name and which are not there, is told of each.
         """
-        found = {}
-        for path, stamp in files.items():
-            try:
-                status = os.stat(path)
-                found[path] = "same" if stamp_of(status) == stamp else "other"
-            except OSError:
-                found[path] = "missing"
+        found = {path: state_of(path, stamp) for path, stamp in files.items()}
         scratch = os.path.abspath(os.path.expanduser(scratch))
         return {"sees": _text(probe) == token, "files": found, "scratch": scratch}
 
     def compare(self, root: str, digests: dict[str, str]) -> bool:
         """Whether each file below ``root`` is that of its SHA-256."""
-        try:
-            return all(digest_of(os.path.join(root, path)) == digest for path, digest in digests.items())
-        except OSError:
-            return False
+        return are_alike(root, digests)
 
     def code(self, scratch: str, digest: str) -> str:
         """Where the code of that pack is unpacked; empty where it is not."""
@@ -194,20 +184,6 @@ class HostFiles:
                     status = os.lstat(os.path.join(folder, name))
                     found[path] = [status.st_size, status.st_mtime_ns]
         return found
-
-
-def stamp_of(status: os.stat_result) -> list[int]:
-    """By which a file is known on another host that has the same file system."""
-    return [status.st_size, status.st_mtime_ns, status.st_ino]
-
-
-def digest_of(path: str) -> str:
-    """The SHA-256 of a file."""
-    digest = hashlib.sha256()
-    with open(path, "rb") as file:
-        while data := file.read(PIECE):
-            digest.update(data)
-    return digest.hexdigest()
 
 
 def _text(path: str) -> str:

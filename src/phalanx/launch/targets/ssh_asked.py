@@ -6,11 +6,12 @@ import json
 import shlex
 import tempfile
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from typing import final
 
-from phalanx.errors import PhalanxError
+from phalanx.errors import Problem, RunError, SpecError
 from phalanx.launch.check_hosts import CODE_OF_CHECK, CodeForHost, TargetHost, run_here
 from phalanx.launch.targets.code_pack import CodePack, folder_to_pack
 from phalanx.launch.targets.hosts_file import HostEntry, HostsFile
@@ -37,8 +38,12 @@ class SshAskedHost(TargetHost):
     def sent_code(self, reference: str, run_folder: Path) -> CodeForHost | None:
         try:
             return _packed(folder_to_pack(reference, self._file.code), run_folder.absolute())
-        except PhalanxError:  # which launching says
-            return None
+        except SpecError as error:
+            return CodeForHost(refused=error.problems[0])
+        except (RunError, OSError) as error:
+            given = f"{error}".partition("\n")[0]
+            fix = "once more, when nothing writes there"
+            return CodeForHost(refused=Problem(where="--code", given=given, allowed="what stays as it is", fix=fix))
 
     def run(self, arguments: Sequence[str], text: str, patience: float) -> str:
         words = shlex.join([self._file.python, "-c", _BOOT, self._file.python, *arguments])
@@ -50,8 +55,9 @@ class SshAskedHost(TargetHost):
 def _packed(root: Path, run_folder: Path) -> CodeForHost:
     """The same for all hosts of a check."""
     pack = CodePack.of(root, without=run_folder)
+    found = CodeForHost(root=root, nbytes=pack.nbytes, digests=pack.digests)
     if pack.nbytes > CODE_OF_CHECK:
-        return CodeForHost(root=root, nbytes=pack.nbytes)
+        return found
     with tempfile.TemporaryDirectory(prefix="phalanx-code-") as folder:
         pack.write(Path(folder) / "pack")
-        return CodeForHost(root=root, nbytes=pack.nbytes, pack=(Path(folder) / "pack").read_bytes())
+        return replace(found, pack=(Path(folder) / "pack").read_bytes())

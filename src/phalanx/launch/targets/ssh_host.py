@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, final
 
 from phalanx.errors import RunError
-from phalanx.launch import unpacking
+from phalanx.launch import code_files
 from phalanx.launch.check_hosts import program_text
 from phalanx.launch.targets import host_agent, host_folder
 from phalanx.launch.targets.hosts_file import HostEntry, HostsFile
@@ -251,7 +251,7 @@ class SshHosts:
 
 def _agent_text() -> bytes:
     """The agent's program: what it keeps of files comes first."""
-    return program_text(unpacking, host_folder, host_agent).encode()
+    return program_text(code_files, host_folder, host_agent).encode()
 
 
 def _why(words: str) -> str:

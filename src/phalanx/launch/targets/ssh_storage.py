@@ -17,10 +17,10 @@ from typing import Self, final
 from phalanx.config import RunSpec
 from phalanx.errors import RunError, SpecError
 from phalanx.files import token_of
+from phalanx.launch.code_files import stamp_of
 from phalanx.launch.jobfile import Reference
 from phalanx.launch.runfile import absolute
-from phalanx.launch.targets.code_pack import CodePack, file_digest, folder_to_pack, job_within
-from phalanx.launch.targets.host_folder import stamp_of
+from phalanx.launch.targets.code_pack import CodePack, folder_to_pack, job_within
 from phalanx.launch.targets.hosts_file import HostsFile
 from phalanx.launch.targets.ssh_host import SshHosts
 from phalanx.launch.unshared_folder import unshared_problems
@@ -132,7 +132,7 @@ class HostStorage:
         others = [number for number, state in lacking.items() if state == "other"]
         same: set[int] = set()
         if others:  # copied by hand, perhaps
-            question = {"root": str(root), "digests": {path: file_digest(root / path) for path in pack.files}}
+            question = {"root": str(root), "digests": pack.digests}
             same = {number for number, alike in hosts.call("compare", dict.fromkeys(others, question)).items() if alike}
         if not (needing := set(lacking) - same):
             return None
