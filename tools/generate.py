@@ -19,6 +19,7 @@ import phalanx
 from phalanx.cli import main as cli
 from phalanx.config import Job, Plan, RunSpec, plan
 from phalanx.config.run import NOT_IN_FILE
+from phalanx.config.run_files import LAUNCH_FILES, RUN_FILES
 from phalanx.events import SCHEMA, SCHEMA_VERSION
 from phalanx.hardware import entry, names
 from phalanx.hardware.catalog import HEADINGS, cells
@@ -95,6 +96,25 @@ def run_table() -> str:
     for field in (field for field in fields(RunSpec) if field.name not in NOT_IN_FILE):
         rows.append(f"| `{field.name}` | {_default(field.default)} | {meanings[field.name]} |")
     return "\n".join(rows)
+
+
+def run_files_table() -> str:
+    """Everything in a run folder, and what of it travels to hosts that do not share it."""
+    rows = [
+        "| name | what it is | written | read by | in a [copy](#copies-on-other-hosts) |",
+        "| --- | --- | --- | --- | --- |",
+    ]
+    for name, file in RUN_FILES.items():
+        travels = [*(["sent"] if file.sent else []), *([f"brought {file.brought}"] if file.brought else [])]
+        shown = f"{name}{'' if '.' in name else '/'}"
+        rows.append(f"| `{shown}` | {file.what} | {file.written} | {file.read} | {', '.join(travels) or 'not'} |")
+    return "\n".join(rows)
+
+
+def launch_files_table() -> str:
+    """Everything in the folder of a launch."""
+    rows = [f"| `{name.replace('*', '…')}` | {what} |" for name, what in LAUNCH_FILES.items()]
+    return "\n".join(["| name | what it is |", "| --- | --- |", *rows])
 
 
 def names_table() -> str:
@@ -191,6 +211,8 @@ TABLES: dict[str, tuple[str, Callable[[], str]]] = {
     "kinds": ("reference/plan.md", kinds_table),
     "plan": ("reference/plan.md", plan_table),
     "run": ("reference/run-folder.md", run_table),
+    "run_files": ("reference/run-folder.md", run_files_table),
+    "launch_files": ("reference/run-folder.md", launch_files_table),
     "events": ("reference/events.md", event_tables),
     "names": ("reference/python.md", names_table),
     "job": ("reference/python.md", job_table),

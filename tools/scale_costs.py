@@ -32,6 +32,7 @@ from phalanx.data.host_ledger import HostKey, share_files
 from phalanx.data.map_style import Fetcher, IndexedReader
 from phalanx.data.sampler import GlobalBatchSampler
 from phalanx.data.step_batch import BatchSplitter
+from phalanx.launch.targets.target import attached_log
 from phalanx.placement.batch_split import Lane
 from phalanx.placement.batch_split import cuts as cuts_of
 from phalanx.placement.ownership import Survey, Tensor
@@ -194,6 +195,11 @@ def _ledger(world: int) -> tuple[int, int, Cost]:
 def ledger_files(world: int) -> Cost:
     """Files of the sample ledger, hosts of 8."""
     return Cost(count=_ledger(world)[0])
+
+
+def launch_logs(world: int) -> Cost:
+    """Files of what ranks print, in the folder of a launch."""
+    return Cost(count=len({attached_log(Path("run"), rank) for rank in range(world)}))
 
 
 def ledger_bytes(world: int) -> Cost:

@@ -129,6 +129,15 @@ LAWS: tuple[Law, ...] = (
         counts="files",
     ),
     Law(
+        name="launch logs",
+        what="files of what ranks print, in the folder of a launch",
+        where="all together",
+        law="O(n)",
+        power=1,
+        cost=costs.launch_logs,
+        counts="files",
+    ),
+    Law(
         name="ledger bytes",
         what="bytes of the ledger in a step of 4 samples a rank",
         where="all together",

@@ -21,9 +21,9 @@ from click.testing import CliRunner, Result
 import phalanx as px
 from phalanx import checkpoint
 from phalanx.cli import main
+from phalanx.config.run_files import RUN_FILES
 from phalanx.errors import PhalanxError, SpecError, WorkerError
 from phalanx.events import read
-from phalanx.launch.runfile import ENTRIES
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "distributed"))
 from small import LENGTH, fit, job, table
@@ -254,7 +254,7 @@ class TestFullDisk:
         assert audit(run.folder / "ledger", length=103, batch=32, drop_last=False) == []
 
 
-@pytest.mark.parametrize("name", [*ENTRIES, "ledger/00000000-rank00000.bin"])
+@pytest.mark.parametrize("name", [*RUN_FILES, "ledger/00000000-rank00000.bin"])
 def test_nothing_outside_is_written_through_a_link(name: str, tmp_path: Path) -> None:
     run = fit("single", "run", steps=2, epochs=None)
     entry, victim = run.folder / name, tmp_path / "victim"
@@ -298,14 +298,15 @@ def test_a_link_hides_no_accident() -> None:
 
 
 def test_all_that_a_run_writes_is_looked_at_before(toy: Path) -> None:
-    """With accidents, servers, a forecast and TensorBoard: no name but those in which links are refused."""
+    """With accidents, servers, a forecast, a best evaluation and TensorBoard: no name but those of the table."""
     with pytest.raises(WorkerError):
         fit("dp=2", "run", data=unusable)
     argv = ["train", toy, "--run", "all", "--plan", "dp=2 server=1", "--epochs", "1", "--tensorboard", "--quiet"]
     done = invoke(*argv)
     assert done.exit_code == 0, done.output
-    there = {path.name for folder in ("run", "all") for path in Path(folder).iterdir()}
-    assert there == {*ENTRIES} - {
+    fit("single", "best", steps=2, epochs=None, evaluate=table, evaluate_every=1, best=px.Best())
+    there = {path.name for folder in ("run", "all", "best") for path in Path(folder).iterdir()}
+    assert there == {*RUN_FILES} - {
         ".secret",
         "launch",
     }  # of torchrun's workers, while they read it; of a launch elsewhere

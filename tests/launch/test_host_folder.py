@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from phalanx.config.run_files import RUN_FILES
 from phalanx.launch.targets import CodePack
 from phalanx.launch.targets.host_folder import HostFiles
 
@@ -23,7 +24,7 @@ def copy(tmp_path: Path) -> tuple[HostFiles, Path]:
     files = HostFiles()
     where = files.begin(str(tmp_path / "scratch"), "run-1")
     files.put("events.jsonl", encoded(b"one\n"))
-    files.follow("manifest.json")
+    files.follow("manifest.json", [name for name, file in RUN_FILES.items() if not file.brought])
     return files, Path(where)
 
 

@@ -341,7 +341,6 @@ def test_what_has_all_of_its_pods_or_none_is_named(options: dict[str, str], give
         ({"devices": "3:4"}, "data:/data", "-n", "3:4 in 2 pods of 2 devices"),
         ({"devices": "2:6", "plan": Plan.parse("dp=2 tp=2")}, "data:/data", "-n", "1 of them cannot be dp=2 tp=2"),
         ({"devices": "2:5", "plan": Plan.parse("dp=2 tp=2")}, "data:/data", "-n", "2:5, with plan dp=2 tp=2"),
-        ({"mirror": "s3://name:hunter2@bucket/runs"}, "data:/data", "--mirror", "before @"),
         ({"folder": Path("/scratch/run")}, "data:/data", "--volume", "the run folder /scratch/run"),
         ({"folder": Path("/database/run")}, "data:/data", "--volume", "the run folder /database/run"),
         ({"job": "/home/me/train.py"}, "data:/data", "--volume", "the job's file /home/me/train.py"),
@@ -353,7 +352,6 @@ def test_a_run_that_no_pod_could_have_is_refused(run: dict[str, Any], volume: st
     (problem,) = caught.value.problems
     assert problem.where == where
     assert given in problem.given
-    assert "hunter2" not in str(caught.value)
 
 
 def test_all_that_is_wrong_is_said_at_once() -> None:

@@ -202,6 +202,20 @@ def test_check_looks_at_code_that_is_sent_and_leaves_nothing_there(apart: Apart)
     assert apart.files(0, ".") + apart.files(1, ".") == []
 
 
+def test_code_that_only_a_launch_sends_fails_no_check(apart: Apart) -> None:
+    write_job(apart.job)
+    with (apart.job / "weights.bin").open("wb") as file:
+        file.truncate(33 << 20)
+    words = ("check", "train.py", "--to", f"ssh:{apart.hosts()}", "--plan", "fsdp=2", "--run", "run", "--json")
+    out, err = phalanx(*words, cwd=apart.job).communicate(timeout=120)
+    told = json.loads(out)
+    assert not told["would_fail"], (told["findings"], err)
+    (unsaid,) = [words for words in told["not_looked_at"] if "its code is not there" in words]
+    assert "on n0, n1" in unsaid
+    assert "33.0 MiB" in unsaid
+    assert apart.files(0, ".") + apart.files(1, ".") == []
+
+
 def test_a_scratch_that_cannot_be_is_told_by_the_check_and_by_the_launch(apart: Apart) -> None:
     write_job(apart.job)
     file = apart.hosts(scratch='"/etc/hostname/here"')

@@ -6,13 +6,14 @@ import copy
 import json
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import combinations, permutations
 from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
 
-from phalanx.config import Plan
+from phalanx.config import Plan, RunSpec
 from phalanx.launch.check_hosts import (
     CheckQuestion,
     HostAnswer,
@@ -28,6 +29,7 @@ from phalanx.launch.check_hosts import (
 )
 from phalanx.launch.check_hosts.asking import rounds
 from phalanx.launch.check_hosts.host_probe import MARK
+from phalanx.launch.unshared_folder import unshared_problems
 from phalanx.preflight.launch_check import LaunchQuestion, launch_check
 
 pytestmark = pytest.mark.quick
@@ -130,6 +132,32 @@ TABLE = [
 def test_three_good_hosts() -> None:
     assert findings(surveyed(lambda host: None), NEEDS) == []
     assert workers_of(surveyed(lambda host: None).hosts, NEEDS) == dict.fromkeys(NAMES, 8)
+
+
+@pytest.mark.parametrize(
+    ("settings", "wheres"),
+    [
+        ({"plan": Plan.parse("dp=2")}, []),
+        ({"plan": Plan.parse("dp=1 server=1")}, ["plan.server"]),
+        ({"plan": Plan.parse("dp=2"), "on_nonfinite": "rollback"}, ["run.on_nonfinite"]),
+        (
+            {"plan": Plan.parse("dp=2"), "mirror": "s3://b/x", "spike": 4.0, "on_spike": "rollback"},
+            ["run.on_nonfinite", "run.mirror"],
+        ),
+    ],
+)
+def test_what_needs_a_shared_folder_fails_where_a_launch_refuses_it(
+    settings: dict[str, Any], wheres: list[str]
+) -> None:
+    run = RunSpec(job="train.py", folder=Path("/runs/1"), **settings)
+    said = surveyed(put("folder.shared", False))
+    apart = replace(
+        said.hosts[1], scratch="/tmp", told={**said.hosts[1].told, "scratch": {"error": "", "path": "/tmp"}}
+    )
+    found = findings(replace(said, hosts=(said.hosts[0], apart, said.hosts[2])), Needs(plan=run.plan, run=run))
+    assert [one.what.partition(":")[0] for one in found if one.fails] == wheres
+    assert [problem.where for problem in unshared_problems(run)] == wheres
+    assert all(one.hosts == ("n2",) for one in found)
 
 
 @pytest.mark.parametrize(("_", "change", "kind", "fails", "words"), TABLE, ids=[row[0] for row in TABLE])

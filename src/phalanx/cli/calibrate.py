@@ -30,9 +30,7 @@ _PATIENCE, _BUSY = 10.0, 0.3  # seconds to wait for others to rest, and the shar
     help="The file to write [machine.toml, with --to cluster.toml].",
 )
 @click.option("--quick", is_flag=True, help="Hardly measure: shows that it works, in seconds.")
-@click.option(
-    "--to", metavar="TARGET", help="The hosts of ssh:hosts.toml in place of this machine [hosts-cluster.toml]."
-)
+@click.option("--to", metavar="TARGET", help="The hosts of ssh:hosts.toml in place of this machine.")
 @json_option
 def command(path: Path | None, quick: bool, to: str | None, as_json: bool) -> None:
     """Measure this machine's cores and what joins its processes, in about a minute, into a TOML file.

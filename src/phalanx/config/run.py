@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -59,6 +60,7 @@ _KINDS = {
 }
 NOT_IN_FILE = ("asked_plan",)
 """Fields of a ``RunSpec`` that no run file has."""
+_PASSWORD = re.compile(r"([\w+.-]+)://([^/?#:]*):[^/?#]*@(.*)")  # a URL's scheme, user, and what is after its password
 _SNAPSHOTS = 100
 _GROW_AFTER = "5m"
 _LONGEST = 86_400
@@ -89,7 +91,8 @@ class RunSpec:
         keep: checkpoints kept; older ones are deleted.
         keep_every: of those the ones whose step is a multiple of this are kept besides.
         mirror: URL of a folder that each checkpoint is copied to, such as ``s3://bucket/runs/digits-1``; a run that
-            goes on fetches the newest from there if it is newer than those of its own folder.
+            goes on fetches the newest from there if it is newer than those of its own folder. It holds no password:
+            fsspec takes one from ``FSSPEC_SFTP_PASSWORD`` or the like, or from ``~/.config/fsspec``.
         grace: seconds that a run which is asked to stop has for its last checkpoint; 0: it is ended at once. As
             long have workers that hold what would be lost with another, to save it.
         restarts: how often workers that were lost are started again, from the newest checkpoint.
@@ -309,6 +312,14 @@ def _of_going_on(run: RunSpec) -> list[Problem]:
             'mirror="s3://bucket/runs/1"',
         )
         problems.append(_wrong("mirror", repr(run.mirror), allowed, fix))
+    elif run.mirror and (found := _PASSWORD.match(run.mirror)):
+        scheme, user, rest = found.groups()
+        on_s3 = scheme.startswith("s3")
+        given = "a URL with a password before @, which would stand in run.toml and in what a launch sends"
+        variable = "AWS_SECRET_ACCESS_KEY" if on_s3 else f"FSSPEC_{scheme.upper()}_PASSWORD"
+        allowed = f"a URL without: fsspec takes it from {variable} or ~/.config/fsspec, where the workers run"
+        name = f"{user}@" if user and not on_s3 else ""
+        problems.append(_wrong("mirror", given, allowed, f'mirror="{scheme}://{name}{rest}"'))
     if not (is_number(grace) and grace >= 0):
         problems.append(_wrong("grace", repr(grace), "seconds, 0 or more", "grace=30"))
     if isinstance(run.resume, str) and run.resume != "auto":

@@ -1,4 +1,4 @@
-"""The run folder, from before the first worker to the run's end: what it may hold, and who writes it."""
+"""The run folder, from before the first worker to the run's end: when a run may begin in it, and who writes it."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Self, final
 
 from phalanx.config import Job, RunSpec
+from phalanx.config.run_files import RUN_FILES
 from phalanx.errors import CheckpointError, Problem, SpecError
 from phalanx.events.log import read
 from phalanx.files import read_text, refuse_links, refuse_taken, release, take, token_of
@@ -19,11 +20,6 @@ from phalanx.launch.jobfile import Reference
 
 _STEP = re.compile(r"step-(\d+)")
 _LONGEST = 200  # bytes of a folder's name, of 255 that most file systems allow
-ENTRIES = (
-    *("run.toml", "plan.toml", "placement.json", "forecast.json", "events.jsonl", "writer.json"),
-    *("checkpoints", "ledger", "accidents", "servers", "tensorboard", "launch", ".secret"),
-)
-"""All that a run reads and writes in its folder: whoever adds to it stands here, for no link there is followed."""
 
 
 @final
@@ -130,7 +126,7 @@ def check_folder(run: RunSpec, *, job: Job | None = None, given: Path | None = N
     except (OSError, ValueError) as error:
         raise _unusable(folder, error) from None
     if folder.is_dir():
-        refuse_links(folder, ENTRIES)
+        refuse_links(folder, RUN_FILES)
         refuse_links(folder / "launch", [path.name for path in folder.glob("launch/*")])
         refuse_taken(folder)
     holds = os.path.exists(runfile)

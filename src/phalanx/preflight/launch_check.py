@@ -131,6 +131,9 @@ def launch_check(question: LaunchQuestion, said: HostSurvey | None = None) -> La
         needs, missing = host_needs(job, asked.run, there)
         unknown += [f"memory that the plan needs: {missing}"] if missing else []
     unknown += [f"links of {said.links_left} pairs of hosts: there was no time for them"] if said.links_left else []
+    unknown += said.not_looked_at
+    if needs and asked:
+        needs = replace(needs, run=asked.run)
     found = [one for one in findings(said, None if queue else needs) if not queue or one.kind in _OF_A_QUEUE]
     if queue and asked and not refused:
         words = queue.why_not(queue.prepare(asked))

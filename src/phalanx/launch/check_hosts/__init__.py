@@ -3,10 +3,19 @@
 from phalanx.launch.check_hosts.asking import CheckQuestion, HostAnswer, HostSurvey, LinkAnswer, survey
 from phalanx.launch.check_hosts.host_findings import Needs, findings, workers_of
 from phalanx.launch.check_hosts.link_findings import HostFinding
-from phalanx.launch.check_hosts.target_host import TargetHost, ThisMachine, run_here
+from phalanx.launch.check_hosts.target_host import (
+    CODE_OF_CHECK,
+    CodeForHost,
+    TargetHost,
+    ThisMachine,
+    program_text,
+    run_here,
+)
 
 __all__ = [
+    "CODE_OF_CHECK",
     "CheckQuestion",
+    "CodeForHost",
     "HostAnswer",
     "HostFinding",
     "HostSurvey",
@@ -15,6 +24,7 @@ __all__ = [
     "TargetHost",
     "ThisMachine",
     "findings",
+    "program_text",
     "run_here",
     "survey",
     "workers_of",

@@ -6,7 +6,6 @@ Nothing is judged here: ``host_findings`` does that.
 from __future__ import annotations
 
 import base64
-import hashlib
 import json
 import os
 import secrets
@@ -18,9 +17,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from phalanx.errors import RunError
+from phalanx.errors import Problem, RunError
+from phalanx.launch import code_files
 from phalanx.launch.check_hosts import host_probe, job_probe, link_probe
-from phalanx.launch.check_hosts.target_host import TargetHost
+from phalanx.launch.check_hosts.target_host import CODE_OF_CHECK, TargetHost, program_text
+from phalanx.units import show_bytes, show_names
 
 PATIENCE = 50.0
 """Seconds that a host has to answer in."""
@@ -68,6 +69,9 @@ class HostAnswer:
         seen: whether its word in the run folder is seen here.
         scratch: where the target puts what the host does not share; empty where it needs shared folders.
         sent: bytes of the job's code that was sent for the asking, which the host has not; 0 where it has it.
+        unsent: bytes of files of that code, which a launch would send there, but are too many for the asking, so that
+            nothing is told of the job; 0 else.
+        refused: why a launch would refuse to send there what it has not; ``None`` where it would not.
     """
 
     name: str
@@ -79,6 +83,8 @@ class HostAnswer:
     seen: bool = True
     scratch: str = ""
     sent: int = 0
+    unsent: int = 0
+    refused: Problem | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -118,6 +124,15 @@ class HostSurvey:
     folder_error: str = ""
     links_left: int = 0
 
+    @property
+    def not_looked_at(self) -> list[str]:
+        """What hosts could not be asked, and why."""
+        unsent = {one.name: one.unsent for one in self.hosts if one.unsent}
+        if not unsent:
+            return []
+        most = f"{show_bytes(max(unsent.values()))}, which launching sends; a check sends {show_bytes(CODE_OF_CHECK)}"
+        return [f"the job, its imports and data on {show_names([*unsent])}: its code is not there, and {most} at most"]
+
 
 def survey(hosts: Sequence[TargetHost], asked: CheckQuestion) -> HostSurvey:
     """Ask all ``hosts``, and leave nothing behind there or here."""
@@ -125,9 +140,9 @@ def survey(hosts: Sequence[TargetHost], asked: CheckQuestion) -> HostSurvey:
     with _shared_folder(asked.folder) as (folder, token, error), ThreadPoolExecutor(max(1, len(hosts))) as pool:
         meeting = hosts[0].address if hosts else ""
         common = {
-            "job": {"reference": asked.reference, "file": asked.file},
+            "job": {"reference": asked.reference, "file": asked.file, "stamp": _stamp(Path(asked.file))},
             "boot": _BOOT,
-            "job_probe": _text(job_probe),
+            "job_probe": program_text(code_files, job_probe),
             "patience": _OF_JOB,
             "folder": str(folder),
             "token": token,
@@ -146,29 +161,33 @@ def survey(hosts: Sequence[TargetHost], asked: CheckQuestion) -> HostSurvey:
 
 
 def _ask_with_code(host: TargetHost, question: Mapping[str, Any], asked: CheckQuestion) -> HostAnswer:
-    """Ask ``host``; where it has not the job's code, and the target sends it, once more with that."""
+    """Ask ``host``; where it does not share the job's file, and the target sends code that is lacking, with that.
+
+    Whether it lacks any is what a launch goes by: the job's file is the very one here, or all files are alike.
+    """
     answer = _ask(host, question)
-    if not (host.scratch and _lacks_code(answer, asked)) or not (code := host.sent_code(asked.reference, asked.folder)):
+    shares = answer.told.get("source", {"state": "same"})["state"] == "same"
+    if not host.scratch or shares or not (code := host.sent_code(asked.reference, asked.folder)):
         return answer
-    pack, root = code
-    within = str(Path(asked.file).relative_to(root))
-    job = {**question["job"], "pack": base64.b64encode(pack).decode(), "within": within}
-    return replace(_ask(host, {**question, "job": job}), sent=len(pack))
+    if code.refused:
+        return replace(answer, refused=code.refused)
+    job = {
+        **question["job"],
+        "within": str(Path(asked.file).relative_to(code.root)),
+        "root": str(code.root),
+        "digests": dict(code.digests),
+        "pack": base64.b64encode(code.pack).decode(),
+    }
+    answer = _ask(host, {**question, "job": job})
+    if answer.told.get("alike", True):  # copied by hand
+        return answer
+    return replace(answer, sent=len(code.pack), unsent=0 if code.pack else code.nbytes)
 
 
-def _lacks_code(answer: HostAnswer, asked: CheckQuestion) -> bool:
-    """Whether the job's file, or one beside it that it imports, is not there or another than here."""
-    source = answer.told.get("source")
-    if not source:
-        return False
-    here = Path(asked.file).parent
-    return source["missing"] or any(_digest(here / name) != found for name, found in source["files"].items())
-
-
-def _digest(path: Path) -> str:
+def _stamp(path: Path) -> list[int]:
     with suppress(OSError):
-        return hashlib.sha256(path.read_bytes()).hexdigest()
-    return ""
+        return code_files.stamp_of(path.stat())
+    return []
 
 
 def _ask(host: TargetHost, question: Mapping[str, Any]) -> HostAnswer:
@@ -192,16 +211,12 @@ def _ask(host: TargetHost, question: Mapping[str, Any]) -> HostAnswer:
 
 def _run(host: TargetHost, program: Any, question: Mapping[str, Any], patience: float) -> dict[str, Any]:
     """What one of the programs answers on ``host``."""
-    text = json.dumps({**question, "program": _text(program)})
+    text = json.dumps({**question, "program": program_text(program)})
     out = host.run(["-c", _BOOT], text, patience)
     lines = [line for line in out.splitlines() if line.startswith(host_probe.MARK)]
     if not lines:
         raise RunError("runs Python, which does not say what it was asked")
     return json.loads(lines[-1].removeprefix(host_probe.MARK))
-
-
-def _text(program: Any) -> str:
-    return Path(program.__file__).read_text(encoding="utf-8")
 
 
 @contextmanager

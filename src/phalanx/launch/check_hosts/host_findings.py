@@ -12,10 +12,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from phalanx.config import Plan
+from phalanx.config import Plan, RunSpec
 from phalanx.launch.check_hosts.asking import HostAnswer, HostSurvey
 from phalanx.launch.check_hosts.link_findings import HostFinding, link_findings
 from phalanx.launch.check_hosts.way_there import way_there
+from phalanx.launch.unshared_folder import unshared_problems
 from phalanx.units import show_bytes, show_names, show_seconds
 
 _CLOCK = 5.0  # seconds that clocks may differ by
@@ -32,11 +33,13 @@ class Needs:
 
     Attributes:
         plan: of the run.
+        run: all of its settings; ``None``: those of a run that nothing more is asked of.
         memory: bytes that each worker needs of its device, or of its host where that computes; 0 where not known.
         state: bytes of a checkpoint; 0 where not known.
     """
 
     plan: Plan
+    run: RunSpec | None = None
     memory: float = 0.0
     state: float = 0.0
 
@@ -102,8 +105,9 @@ def _versions(there: Sequence[HostAnswer]) -> Iterator[HostFinding]:
         )
     imports = sorted({name for one in there for name in one.told.get("source", {}).get("imports", {})})
     for name in imports:
-        loads = [one for one in there if one.told.get("data") and not one.told["data"]["error"]]
-        fails = len(loads) < len(there)  # what a job imports only when it needs it may be missing
+        asked = [one for one in there if not one.unsent]
+        loads = [one for one in asked if one.told.get("data") and not one.told["data"]["error"]]
+        fails = len(loads) < len(asked)  # what a job imports only when it needs it may be missing
         yield from _package(name, there, lambda one, key=name: _import(one, key), fails=False, missing=fails)
 
 
@@ -162,6 +166,15 @@ def _odd(
 
 def _job(there: Sequence[HostAnswer]) -> Iterator[HostFinding]:
     sources = {one.name: one.told["source"] for one in there if one.told.get("source")}
+    for one in there:
+        if error := one.told.get("unpacked"):
+            fix = "make room there, in the folder for temporary files (TMPDIR)"
+            what = f"the job's code cannot be unpacked there: {error}"
+            yield HostFinding(kind="job", hosts=(one.name,), what=what, fix=fix)
+        if one.refused:
+            sources.pop(one.name, None)
+            what = f"the job's code is not there, or another, and is not sent: {one.refused.given}"
+            yield HostFinding(kind="job", hosts=(one.name,), what=what, fix=one.refused.fix)
     for name in (name for name, source in sources.items() if source["missing"]):
         fix = "put the job's folder where all hosts see it under the same path, or copy it there"
         yield HostFinding(kind="job", hosts=(name,), what="the job's file is not there", fix=fix)
@@ -225,7 +238,7 @@ def _copies(
 ) -> Iterator[HostFinding]:
     """What is to be known where hosts get copies of the run folder, or the job's code."""
     for one in there:
-        if not (one.sent or one.name in apart):
+        if not (one.sent or one.unsent or one.name in apart):
             continue
         told = one.told["scratch"]
         if told["error"]:
@@ -239,10 +252,10 @@ def _copies(
             what = f"{where} is not the folder of that path here: it gets a copy, whose changes are brought here"
             fix = "choose a folder that all hosts share, such as one on NFS, if nothing is to be copied: --run"
             yield HostFinding(kind="folder", hosts=(one.name,), what=what, fix=fix, fails=False)
-    if apart and needs and needs.plan.server:
-        what = f"{needs.plan} takes a run folder that all hosts share"
-        fix = f"--plan dp={needs.plan.processes}, or --run with a folder that all hosts share"
-        yield HostFinding(kind="plan", hosts=tuple(sorted(apart)), what=what, fix=fix)
+    run = needs and (needs.run or RunSpec(job="job", plan=needs.plan, folder=where))
+    for problem in unshared_problems(run) if apart and run else ():
+        what = f"{problem.where}: given {problem.given}; allowed: {problem.allowed}"
+        yield HostFinding(kind="folder", hosts=tuple(sorted(apart)), what=what, fix=problem.fix)
 
 
 def _devices(there: Sequence[HostAnswer]) -> Iterator[HostFinding]:

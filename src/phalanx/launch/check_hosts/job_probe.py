@@ -1,6 +1,7 @@
 """The second program that one host runs: its torch and its devices, the job's file and imports, its data.
 
-It runs by itself, beside ``host_probe``, and says what it knows line by line: user code may end it or hang it.
+It runs by itself, beside ``host_probe``, and says what it knows line by line: user code may end it or hang it. Its text
+is sent after that of ``code_files``.
 """
 
 from __future__ import annotations
@@ -13,12 +14,12 @@ import importlib.util
 import io
 import json
 import os
-import shutil
 import sys
-import tarfile
 from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
+
+from phalanx.launch.code_files import are_alike, state_of, unpack_files
 
 MARK = "phalanx-check:"
 
@@ -32,11 +33,18 @@ def main() -> None:
         os.write(stdout, ("\n" + MARK + json.dumps(told) + "\n").encode())
 
     job = QUESTION["job"]  # type: ignore[name-defined]  # noqa: F821  (put there by what reads this text)
-    if job.get("pack"):
-        unpack(job)
+    if "digests" in job:
+        alike = are_alike(job["root"], job["digests"])
+        say(alike=alike)
+        try:
+            if not alike:
+                unpack(job)
+        except OSError as error:  # such as a full disk
+            say(unpacked=f"{error}")
+            return
     say(versions={"torch": version("torch"), "phalanx": phalanx_version()})
     if job["file"]:
-        say(source=source(job["file"]))
+        say(source={**source(job["file"]), "state": state_of(job["file"], job["stamp"])})
     if "torch" in sys.modules:
         say(**cuda())
     there = not job["file"] or os.path.isfile(job["file"])
@@ -48,16 +56,11 @@ def main() -> None:
 
 
 def unpack(job: dict[str, Any]) -> None:
-    """Put the code that came with the question into its ``room``, and have the job be the one there."""
-    with tarfile.open(fileobj=io.BytesIO(base64.b64decode(job["pack"])), mode="r:gz") as archive:
-        for entry in archive:
-            content = archive.extractfile(entry) if entry.isreg() else None
-            if content is None or os.path.isabs(entry.name) or ".." in entry.name.split("/"):
-                continue
-            path = os.path.join(job["room"], entry.name)
-            os.makedirs(os.path.dirname(path), exist_ok=True)
-            with open(path, "wb") as file:
-                shutil.copyfileobj(content, file)
+    """Put the code that came with the question into its ``room``, and have the job be that; none, without."""
+    if not job["pack"]:
+        job["reference"], job["file"] = "", ""
+        return
+    unpack_files(io.BytesIO(base64.b64decode(job["pack"])), job["room"], mode=0o755)
     file = os.path.join(job["room"], job["within"])
     job["reference"], job["file"] = file + job["reference"][len(job["file"]) :], file
     os.chdir(job["room"])

@@ -6,11 +6,35 @@ import os
 import subprocess
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from types import ModuleType
 from typing import final
 
-from phalanx.errors import RunError
+from phalanx.errors import Problem, RunError
+
+CODE_OF_CHECK = 32 << 20
+"""Bytes of all files of a job's code that are sent to a host for a check; there must be time for what it asks."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CodeForHost:
+    """A job's code as a target sends it to a host that has it not.
+
+    Attributes:
+        root: the folder that it is of.
+        nbytes: of all its files.
+        digests: path of each, below ``root`` → its SHA-256.
+        pack: as a ``tar.gz``; empty where that is too much for a check.
+        refused: why launching would refuse to send it; ``None`` where it would not.
+    """
+
+    root: Path = Path()
+    nbytes: int = 0
+    digests: Mapping[str, str] = field(default_factory=dict[str, str])
+    pack: bytes = b""
+    refused: Problem | None = None
 
 
 class TargetHost(ABC):
@@ -33,11 +57,8 @@ class TargetHost(ABC):
     folder: str = ""
     scratch: str = ""
 
-    def sent_code(self, reference: str, run_folder: Path) -> tuple[bytes, Path] | None:
-        """The pack of the job's code as the target sends it to a host that has it not, and the folder that it is of.
-
-        ``None`` where it sends none, or it is too much for a check.
-        """
+    def sent_code(self, reference: str, run_folder: Path) -> CodeForHost | None:
+        """What the target sends of the job's code to a host that has it not; ``None`` where it sends none."""
         return None
 
     @abstractmethod
@@ -62,6 +83,20 @@ class ThisMachine(TargetHost):
 
     def run(self, arguments: Sequence[str], text: str, patience: float) -> str:
         return run_here([sys.executable, *arguments], text, patience)
+
+
+def program_text(*modules: ModuleType) -> str:
+    """One program of the texts of ``modules``, each after those that it imports.
+
+    It is sent to where no import finds them, or finds those of another version: their imports of Phalanx at the start
+    of a line, each in one line, are left out.
+    """
+    parts: list[str] = []
+    for module in modules:
+        lines = Path(str(module.__file__)).read_text(encoding="utf-8").splitlines(keepends=True)
+        text = "".join("\n" if line.startswith("from phalanx.") else line for line in lines)
+        parts.append(f"exec(compile({text!r}, {module.__name__!r}, 'exec'))\n")
+    return "".join(parts)
 
 
 def run_here(command: Sequence[str], text: str, patience: float) -> str:

@@ -11,9 +11,11 @@ from phalanx.launch.targets.handed_over import (
     ticket_of,
     write_ticket,
 )
+from phalanx.launch.targets.node_agent import last_word
 from phalanx.launch.targets.offer import Offer, misfit, nearest_plan
 from phalanx.launch.targets.target import (
     FOLDER,
+    LAST_WORDS,
     ArrayTarget,
     AttachedTarget,
     Option,
@@ -26,6 +28,7 @@ from phalanx.launch.targets.target import (
 
 __all__ = [
     "FOLDER",
+    "LAST_WORDS",
     "TARGETS",
     "ArrayTarget",
     "AttachedTarget",
@@ -40,6 +43,7 @@ __all__ = [
     "find_target",
     "forget_handed_over",
     "is_handed_over",
+    "last_word",
     "log_of",
     "misfit",
     "nearest_plan",

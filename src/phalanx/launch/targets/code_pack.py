@@ -10,7 +10,6 @@ import gzip
 import hashlib
 import os
 import re
-import shutil
 import stat
 import tarfile
 from collections.abc import Iterator, Sequence
@@ -21,6 +20,7 @@ from typing import IO, Any, Self, final
 
 from phalanx.errors import RunError, SpecError
 from phalanx.files import read_text
+from phalanx.launch.code_files import unpack_files
 from phalanx.launch.jobfile import Reference
 from phalanx.launch.targets.target import Option
 from phalanx.units import show_bytes
@@ -116,6 +116,11 @@ class CodePack:
         return f"{len(self.files)} file{'s' if len(self.files) > 1 else ''} of {self.root}, {show_bytes(self.nbytes)}"
 
     @property
+    def digests(self) -> dict[str, str]:
+        """The SHA-256 of each file; raises OSError where one cannot be read."""
+        return {path: file_digest(self.root / path) for path in self.files}
+
+    @property
     def digest(self) -> str:
         """The SHA-256 of what ``write`` writes, as long as no file changes."""
         return _digest(self)
@@ -180,7 +185,7 @@ def unpack(archive: Path, digest: str, folder: Path) -> None:
     """Unpack ``archive``, whose SHA-256 is to be ``digest``, into the new ``folder``.
 
     Raises:
-        RunError: it is another; nothing of it is unpacked.
+        RunError: it is another, of which nothing is unpacked, or it cannot be.
     """
     if (found := file_digest(archive)) != digest:
         raise RunError(
@@ -188,21 +193,12 @@ def unpack(archive: Path, digest: str, folder: Path) -> None:
             "    try: phalanx launch once more; and who else may write there"
         )
     folder.mkdir(parents=True, exist_ok=True)
-    with tarfile.open(archive, "r:gz") as opened:
-        for entry in opened:
-            _unpack_file(opened, entry, folder)
-
-
-def _unpack_file(archive: tarfile.TarFile, entry: tarfile.TarInfo, folder: Path) -> None:
-    """By hand: Python 3.11 has learnt only with 3.11.4 to leave out links, devices and what is outside."""
-    content = archive.extractfile(entry) if entry.isreg() else None
-    if content is None or os.path.isabs(entry.name) or ".." in Path(entry.name).parts:
-        raise RunError(f"{entry.name!r} is nothing that is packed\n    try: phalanx launch once more")
-    path = folder / entry.name
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("xb") as file:
-        shutil.copyfileobj(content, file)
-    path.chmod(entry.mode & 0o755)
+    try:
+        with archive.open("rb") as pack:
+            unpack_files(pack, str(folder), mode=0o755)
+    except OSError as error:
+        why = f"{error.filename}: {error.strerror}" if error.filename else f"{error}"
+        raise RunError(f"{archive} cannot be unpacked: {why}\n    try: phalanx launch once more") from None
 
 
 def file_digest(path: Path) -> str:

@@ -4,16 +4,18 @@ Its text is sent to the host's interpreter, so it is of the standard library alo
 standard input, and ends with all its workers when that is closed, or silent for a minute:
 
     {"do": "port", "address": A}    find a free port of that address
-    {"do": "files", "call": C, ...} what ``HostFiles`` does under that name; its result comes as ``files``
-    {"do": "read", ...}             a ``piece`` of a file of the run folder's copy
+    {"do": "files", "call": C, ...} what ``HostFiles`` does under that name; its result comes as ``files``, if asked for
+    {"do": "read", ...}             a ``piece`` of a file of the run folder's copy, or the ``error`` in its place
     {"do": "load", ...}             start processes that load what workers need: see ``Agent.load``
     {"do": "start", ...}            have them be workers: see ``Agent.start``
     {"do": "signal", "number": N}   send it to each worker
     {"do": "end"}                   end workers by force
     {"do": "still"}                 the launcher is still there
 
-It answers with lines of JSON on standard output: ``hello``, ``port``, ``output`` of a worker, a ``file`` that a worker
-left for its launcher, ``ended`` with a worker's exit code, ``over`` once there is none left, ``refused`` with why.
+It answers with lines of JSON on standard output, known by one key each: ``hello``, ``port``, ``output`` of a worker, a
+``file`` that a worker left for its launcher, ``ended`` with a worker's exit code, ``over`` once there is none left,
+``refused`` with why, ``files`` and ``piece`` as above. Unasked it tells which files of the run folder's copy are others
+than the launcher knows of, ``changed``, and which are ``gone``.
 """
 
 from __future__ import annotations
@@ -31,10 +33,9 @@ import tempfile
 import threading
 import time
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from phalanx.launch.targets.host_folder import HostFiles  # whose text comes before this one's
+from phalanx.launch.targets.host_folder import HostFiles  # whose text comes before this one's
 
 SILENCE = 60.0  # seconds after which the launcher is taken to be gone
 _LOOK = 0.05  # seconds between looks at workers and what they left

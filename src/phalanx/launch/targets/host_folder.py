@@ -1,6 +1,7 @@
 """What a host of a launch by SSH keeps for a run whose files it does not share with the launcher: code, run folder.
 
-Its text is sent to the host before ``host_agent``, whose it becomes a part of: it is of the standard library alone.
+Its text is sent to the host before ``host_agent``, whose it becomes a part of: but for ``code_files``, which goes
+before it, it is of the standard library alone.
 All of it stands below one folder, ``scratch``, and nothing that was there before is ever written over:
 
     code/DIGEST        the job's code, unpacked once from the pack of that SHA-256
@@ -10,17 +11,16 @@ All of it stands below one folder, ``scratch``, and nothing that was there befor
 from __future__ import annotations
 
 import base64
-import hashlib
 import os
 import secrets
 import shutil
-import tarfile
 from contextlib import suppress
 from typing import Any
 
+from phalanx.launch.code_files import are_alike, digest_of, state_of, unpack_files
+
 PIECE = 1 << 18  # bytes that are read and sent at a time
 _HELD = ".held"  # in a copy: files of a checkpoint that is on its way, which no worker deletes
-_NOT_BROUGHT = {_HELD, "launch", "writer.json", ".secret"}
 
 
 class HostFiles:
@@ -30,6 +30,7 @@ class HostFiles:
         self._copy = ""
         self._known: dict[str, list[int]] = {}
         self._manifest = ""
+        self._stays: set[str] = set()
         self._incoming = ""
 
     def look(self, probe: str, token: str, files: dict[str, list[int]], scratch: str) -> dict[str, Any]:
@@ -38,22 +39,13 @@ class HostFiles:
         ``files``: path → size, time and number of the file in its file system. Which are the very same, which only
         have that name and which are not there, is told of each.
         """
-        found = {}
-        for path, stamp in files.items():
-            try:
-                status = os.stat(path)
-                found[path] = "same" if stamp_of(status) == stamp else "other"
-            except OSError:
-                found[path] = "missing"
+        found = {path: state_of(path, stamp) for path, stamp in files.items()}
         scratch = os.path.abspath(os.path.expanduser(scratch))
         return {"sees": _text(probe) == token, "files": found, "scratch": scratch}
 
     def compare(self, root: str, digests: dict[str, str]) -> bool:
         """Whether each file below ``root`` is that of its SHA-256."""
-        try:
-            return all(digest_of(os.path.join(root, path)) == digest for path, digest in digests.items())
-        except OSError:
-            return False
+        return are_alike(root, digests)
 
     def code(self, scratch: str, digest: str) -> str:
         """Where the code of that pack is unpacked; empty where it is not."""
@@ -74,9 +66,8 @@ class HostFiles:
             found = digest_of(pack)
             if found != digest:
                 raise OSError(f"the code that came is not what was sent: its SHA-256 is {found}, not {digest}")
-            with tarfile.open(pack, "r:gz") as archive:
-                for entry in archive:
-                    _unpack_file(archive, entry, new)
+            with open(pack, "rb") as file:
+                unpack_files(file, new, mode=0o555)  # it goes by its digest: nobody is to change it
             try:
                 os.rename(new, folder)
             except OSError:
@@ -103,9 +94,12 @@ class HostFiles:
         with open(within, "ab") as file:
             file.write(base64.b64decode(data))
 
-    def follow(self, manifest: str) -> None:
-        """From now on ``changes`` tells what is another than it is now; ``manifest``: a whole checkpoint has it."""
-        self._manifest = manifest
+    def follow(self, manifest: str, stays: list[str]) -> None:
+        """From now on ``changes`` tells what is another than it is now.
+
+        ``manifest``: a whole checkpoint has it; ``stays``: files and folders of the copy that are not the launcher's.
+        """
+        self._manifest, self._stays = manifest, {_HELD, *stays}
         self._known = self._listed()
 
     def changes(self) -> dict[str, Any]:
@@ -178,43 +172,18 @@ class HostFiles:
         for folder, folders, files in os.walk(self._copy):
             below = os.path.relpath(folder, self._copy)
             if below == ".":
-                folders[:] = [name for name in folders if name not in _NOT_BROUGHT]
+                folders[:] = [name for name in folders if name not in self._stays]
             in_checkpoints = below.split("/")[0] == "checkpoints"
             if in_checkpoints:
                 folders[:] = [name for name in folders if name.startswith("step-")]
             for name in files:
                 path = name if below == "." else f"{below}/{name}"
-                if path in _NOT_BROUGHT or name.startswith(".") or (in_checkpoints and name != self._manifest):
+                if path in self._stays or name.startswith(".") or (in_checkpoints and name != self._manifest):
                     continue
                 with suppress(OSError):
                     status = os.lstat(os.path.join(folder, name))
                     found[path] = [status.st_size, status.st_mtime_ns]
         return found
-
-
-def stamp_of(status: os.stat_result) -> list[int]:
-    """By which a file is known on another host that has the same file system."""
-    return [status.st_size, status.st_mtime_ns, status.st_ino]
-
-
-def digest_of(path: str) -> str:
-    """The SHA-256 of a file."""
-    digest = hashlib.sha256()
-    with open(path, "rb") as file:
-        while data := file.read(PIECE):
-            digest.update(data)
-    return digest.hexdigest()
-
-
-def _unpack_file(archive: tarfile.TarFile, entry: tarfile.TarInfo, folder: str) -> None:
-    content = archive.extractfile(entry) if entry.isreg() else None
-    if content is None or os.path.isabs(entry.name) or ".." in entry.name.split("/"):
-        raise OSError(f"{entry.name!r} is nothing that is packed")
-    path = os.path.join(folder, entry.name)
-    os.makedirs(os.path.dirname(path), exist_ok=True)
-    with open(path, "xb") as file:
-        shutil.copyfileobj(content, file)
-    os.chmod(path, entry.mode & 0o555)  # it goes by its digest: nobody is to change it
 
 
 def _text(path: str) -> str:

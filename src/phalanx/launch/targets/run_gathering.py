@@ -19,13 +19,13 @@ from typing import Any, final
 from phalanx.checkpoint.folder import begin, give_up, name_of, newest_first, prune, publish, temporary
 from phalanx.checkpoint.format import MANIFEST, Manifest, step_of
 from phalanx.config import RunSpec
+from phalanx.config.run_files import EVENTS, RUN_FILES
 from phalanx.errors import CheckpointError, RunError
 from phalanx.launch.runfile import absolute
 from phalanx.launch.targets.host_folder import PIECE
 from phalanx.launch.targets.ssh_host import SshHost
 
 _WINDOW = 8  # pieces that are asked for at a time
-_LOG = "events.jsonl"
 
 
 @dataclass(slots=True)
@@ -152,19 +152,20 @@ class RunGathering:
     def _want(self, host: int, path: str, size: int) -> None:
         self._changed_by[path] = host
         top, _, below = path.partition("/")
-        if path == _LOG:
+        how = RUN_FILES[top].brought if top in RUN_FILES else "whole"
+        if how == "appended":
             self._log_end[host] = max(self._log_end[host], size)
             self._bring_log(host)
-        elif top == "checkpoints":
+        elif how == "complete":
             name = below.partition("/")[0]
             step = step_of(Path(name))
             if step is not None and name not in self._met:
                 self._steps[step] = name
-        elif top == "ledger":
+        elif how == "with a checkpoint":
             self._ledgers[path] = host, size
-        elif path == "run.toml":
+        elif how == "with paths here":
             self._bring(_Transfer(host, path, None, 0, size, self._write_runfile, _nothing))
-        else:
+        elif how:
             self._bring_file(host, path, size)
 
     def _remove(self, host: int, path: str) -> None:
@@ -174,16 +175,16 @@ class RunGathering:
                 (self._folder / path).unlink()
 
     def _bring_log(self, host: int) -> None:
-        on_its_way = any(one.path == _LOG for one in self._of(host))
+        on_its_way = any(one.path == EVENTS for one in self._of(host))
         if self._log_end[host] > self._log_at[host] and not on_its_way and host not in self._lost:
             start, end = self._log_at[host], self._log_end[host]
-            self._bring(_Transfer(host, _LOG, None, start, end, self._append_log, _nothing), first=True)
+            self._bring(_Transfer(host, EVENTS, None, start, end, self._append_log, _nothing), first=True)
 
     def _append_log(self, one: _Transfer) -> None:
         """Whole lines only: other hosts, and this machine, write there too."""
         whole = one.data.rfind(b"\n") + 1
         self._log_at[one.host] += whole
-        with (self._folder / _LOG).open("ab") as file:
+        with (self._folder / EVENTS).open("ab") as file:
             file.write(one.data[:whole])
         if self._log_end[one.host] > self._log_at[one.host] + len(one.data) - whole:
             self._bring_log(one.host)

@@ -15,6 +15,7 @@ from phalanx.launch.targets.code_pack import CODE_OPTION, folder_to_pack
 from phalanx.launch.targets.option_checks import (
     changing_devices,
     is_count,
+    secret_names,
     uneven_nodes,
     wrong_counts,
     wrong_option,
@@ -64,7 +65,6 @@ _PATTERNS = {
     "environment": r"[A-Za-z_]\w*=[^,]*(,[A-Za-z_]\w*=[^,]*)*",
     "tags": r"[\w .:/=+@-]*[^,=]=[^,]*(,[^,=]+=[^,]*)*",
 }
-_SECRET = {"KEY", "TOKEN", "SECRET", "SECRETS", "PASSWORD", "PASSWD", "CREDENTIAL", "CREDENTIALS", "AUTH"}
 _FILE_SYSTEMS = {"fsx": "FSxLustre", "efs": "EFS"}
 
 
@@ -161,10 +161,12 @@ def _wrong_words(options: Mapping[str, str]) -> list[Problem]:
 
 def _secrets(options: Mapping[str, str]) -> list[Problem]:
     """Variables that are called as secrets are: whoever may describe the job reads them."""
-    names = [name for name in _pairs(options.get("environment")) if _SECRET & set(name.upper().split("_"))]
     allowed = "what all may read who may describe the job; a secret the job reads itself, by its role"
     fix = "AWS Secrets Manager: boto3.client('secretsmanager').get_secret_value(...) in the job"
-    return [_wrong("environment", f"{name}, which is called as a secret is", allowed, fix) for name in names]
+    return [
+        _wrong("environment", f"{name}, which is called as a secret is", allowed, fix)
+        for name in secret_names(_pairs(options.get("environment")))
+    ]
 
 
 def _times(options: Mapping[str, str]) -> tuple[int, int | None, list[Problem]]:

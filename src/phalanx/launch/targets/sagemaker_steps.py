@@ -15,6 +15,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, final
 
+from phalanx.config.run_files import EVENTS
 from phalanx.errors import RunError
 from phalanx.launch.targets.aws_calls import AwsCalls
 from phalanx.launch.targets.sagemaker_logs import GROUP, streams_of
@@ -52,7 +53,7 @@ def last_events(calls: AwsCalls, job: str, run: object, described: Mapping[str, 
     """
     with suppress(RunError):  # whoever may ask for a job need not read its bucket, or its log
         if isinstance(run, str) and run.startswith("s3://"):
-            return _parsed(calls.tail(f"{run}/events.jsonl", _TAIL).splitlines())
+            return _parsed(calls.tail(f"{run}/{EVENTS}", _TAIL).splitlines())
         if described:
             return _printed(calls, job, described.get("TrainingEndTime"))
     return []

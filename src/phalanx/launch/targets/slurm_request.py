@@ -12,7 +12,14 @@ from phalanx.config import RunSpec
 from phalanx.errors import Problem, SpecError
 from phalanx.launch.targets.node_agent import slowest_save
 from phalanx.launch.targets.offer import Offer, misfit
-from phalanx.launch.targets.option_checks import changing_devices, is_count, most_nodes, wrong_counts, wrong_option
+from phalanx.launch.targets.option_checks import (
+    changing_devices,
+    is_count,
+    most_nodes,
+    secrets_set,
+    wrong_counts,
+    wrong_option,
+)
 from phalanx.launch.targets.slurm_kinds import (
     NODE_OPTIONS,
     Kind,
@@ -99,6 +106,10 @@ def laid_on_nodes(submission: Submission) -> Submission:
 def _wrong_lines(options: Mapping[str, str]) -> list[Problem]:
     setup = options.get("setup", "")
     problems = [] if setup.isprintable() else [_wrong("setup", repr(setup), "one line of shell")]
+    allowed = "what all may read who may read the run folder; a secret that the line looks up as it runs"
+    fix = "$(cat FILE) in place of its value, or a variable of this shell, which sbatch hands on"
+    for name in secrets_set(setup):
+        problems.append(_wrong("setup", f"{name}, which is called as a secret is", allowed, fix))
     return [*problems, *wrong_counts(OPTIONS, options, {"signal": 1})]
 
 

@@ -6,17 +6,17 @@ import json
 import shlex
 import tempfile
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from typing import final
 
-from phalanx.errors import PhalanxError
-from phalanx.launch.check_hosts import TargetHost, run_here
+from phalanx.errors import Problem, RunError, SpecError
+from phalanx.launch.check_hosts import CODE_OF_CHECK, CodeForHost, TargetHost, run_here
 from phalanx.launch.targets.code_pack import CodePack, folder_to_pack
 from phalanx.launch.targets.hosts_file import HostEntry, HostsFile
 from phalanx.launch.targets.ssh_host import ssh_command
 
-_LARGEST = 32 << 20  # bytes of code that a check sends
 # The variables come first on stdin, since every user of a host sees its command lines; what runs has the rest of it.
 _BOOT = """
 import json, os, sys
@@ -35,11 +35,15 @@ class SshAskedHost(TargetHost):
         self.folder, self.scratch = file.folder, file.scratch
         self._file, self._entry = file, entry
 
-    def sent_code(self, reference: str, run_folder: Path) -> tuple[bytes, Path] | None:
+    def sent_code(self, reference: str, run_folder: Path) -> CodeForHost | None:
         try:
             return _packed(folder_to_pack(reference, self._file.code), run_folder.absolute())
-        except PhalanxError:  # which launching says
-            return None
+        except SpecError as error:
+            return CodeForHost(refused=error.problems[0])
+        except (RunError, OSError) as error:
+            given = f"{error}".partition("\n")[0]
+            fix = "once more, when nothing writes there"
+            return CodeForHost(refused=Problem(where="--code", given=given, allowed="what stays as it is", fix=fix))
 
     def run(self, arguments: Sequence[str], text: str, patience: float) -> str:
         words = shlex.join([self._file.python, "-c", _BOOT, self._file.python, *arguments])
@@ -48,11 +52,12 @@ class SshAskedHost(TargetHost):
 
 
 @lru_cache(maxsize=1)
-def _packed(root: Path, run_folder: Path) -> tuple[bytes, Path] | None:
+def _packed(root: Path, run_folder: Path) -> CodeForHost:
     """The same for all hosts of a check."""
     pack = CodePack.of(root, without=run_folder)
-    if pack.nbytes > _LARGEST:
-        return None
+    found = CodeForHost(root=root, nbytes=pack.nbytes, digests=pack.digests)
+    if pack.nbytes > CODE_OF_CHECK:
+        return found
     with tempfile.TemporaryDirectory(prefix="phalanx-code-") as folder:
         pack.write(Path(folder) / "pack")
-        return (Path(folder) / "pack").read_bytes(), root
+        return replace(found, pack=(Path(folder) / "pack").read_bytes())

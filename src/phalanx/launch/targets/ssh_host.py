@@ -11,10 +11,11 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, final
 
 from phalanx.errors import RunError
+from phalanx.launch import code_files
+from phalanx.launch.check_hosts import program_text
 from phalanx.launch.check_hosts.way_there import way_there
 from phalanx.launch.targets import host_agent, host_folder
 from phalanx.launch.targets.hosts_file import HostEntry, HostsFile
@@ -250,9 +251,8 @@ class SshHosts:
 
 
 def _agent_text() -> bytes:
-    """The agent's program: what it keeps of files comes first, as no import finds it there."""
-    programs = [Path(str(one.__file__)).read_text(encoding="utf-8") for one in (host_folder, host_agent)]
-    return "".join(f"exec(compile({text!r}, 'phalanx-host', 'exec'))\n" for text in programs).encode()
+    """The agent's program: what it keeps of files comes first."""
+    return program_text(code_files, host_folder, host_agent).encode()
 
 
 def _why(words: str) -> str:

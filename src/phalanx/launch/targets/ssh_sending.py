@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, final
 
 from phalanx.config import RunSpec
+from phalanx.config.run_files import EVENTS, RUN_FILES
 from phalanx.errors import RunError
 from phalanx.files import replace_text
 from phalanx.launch.targets.host_folder import PIECE
@@ -19,7 +20,6 @@ from phalanx.launch.targets.ssh_host import SshHost
 from phalanx.launch.targets.ssh_storage import CODE_LIST, HostStorage
 from phalanx.launch.targets.target import FOLDER
 
-_STAYS = {"launch", "tensorboard", ".secret"}  # of the run folder: what no worker reads
 _MANIFEST = "manifest.json"
 _END = 1.0  # seconds that a thread has to end once its connection is over
 
@@ -96,7 +96,8 @@ class HostSending:
                 name = storage.copy_name(host.number, self._run)
                 host.call("begin", scratch=storage.scratch[host.number], name=name, tells=False)
                 self.snapshot.send(host)
-                host.call("follow", manifest=_MANIFEST)
+                stays = [name for name, file in RUN_FILES.items() if not file.brought]
+                host.call("follow", manifest=_MANIFEST, stays=stays)
         except OSError as error:
             self._error = f"what {host.entry.name} is to have cannot be read: {error}"
 
@@ -115,19 +116,25 @@ class FolderSnapshot:
         for folder, folders, files in os.walk(run.folder):
             below = Path(folder).relative_to(run.folder)
             if below == Path():
-                folders[:] = [name for name in folders if name not in _STAYS]
+                folders[:] = [name for name in folders if _is_sent(name)]
             elif below == Path("checkpoints"):
                 folders[:] = [name for name in folders if name in chosen]
             for name in files:
                 path = Path(folder) / name
-                if not name.startswith(".") and not path.is_symlink():
+                sent = below != Path() or _is_sent(name)
+                if sent and not name.startswith(".") and not path.is_symlink():
                     self.files[str(below / name)] = path.stat().st_size
-        self.log = self.files.get("events.jsonl", 0)
+        self.log = self.files.get(EVENTS, 0)
 
     def send(self, host: SshHost) -> None:
         """Send all of it to the copy on ``host``."""
         for path, size in self.files.items():
             send_file(host, self._folder / path, path, size)
+
+
+def _is_sent(name: str) -> bool:
+    """Whether what has this name in the run folder is sent; what the user has put there is."""
+    return name not in RUN_FILES or RUN_FILES[name].sent
 
 
 def send_file(host: SshHost, path: Path, name: str, size: int | None = None) -> None:

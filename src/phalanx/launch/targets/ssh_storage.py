@@ -15,14 +15,15 @@ from pathlib import Path
 from typing import Self, final
 
 from phalanx.config import RunSpec
-from phalanx.errors import Problem, RunError, SpecError
+from phalanx.errors import RunError, SpecError
 from phalanx.files import token_of
+from phalanx.launch.code_files import stamp_of
 from phalanx.launch.jobfile import Reference
 from phalanx.launch.runfile import absolute
-from phalanx.launch.targets.code_pack import CodePack, file_digest, folder_to_pack, job_within
-from phalanx.launch.targets.host_folder import stamp_of
+from phalanx.launch.targets.code_pack import CodePack, folder_to_pack, job_within
 from phalanx.launch.targets.hosts_file import HostsFile
 from phalanx.launch.targets.ssh_host import SshHosts, host_numbers
+from phalanx.launch.unshared_folder import unshared_problems
 from phalanx.units import show_names
 
 CODE_LIST = "code.txt"
@@ -92,8 +93,8 @@ class HostStorage:
             question = {"probe": probe, "token": token, "files": stamps, "scratch": file.scratch}
             looks = hosts.call("look", dict.fromkeys(numbers, question))
         shared = not token or all(look["sees"] for look in looks.values())
-        if not shared:
-            refuse_gathered(run)
+        if not shared and (problems := unshared_problems(run)):
+            raise SpecError(problems)
         found = cls(
             file=file,
             shared=shared,
@@ -179,7 +180,7 @@ class HostStorage:
         others = [number for number, state in lacking.items() if state == "other"]
         same: set[int] = set()
         if others:  # copied by hand, perhaps
-            question = {"root": str(root), "digests": {path: file_digest(root / path) for path in pack.files}}
+            question = {"root": str(root), "digests": pack.digests}
             same = {number for number, alike in hosts.call("compare", dict.fromkeys(others, question)).items() if alike}
         if not (needing := set(lacking) - same):
             return None
@@ -188,30 +189,6 @@ class HostStorage:
         there = {number: f"{self.scratch[number]}/code/{digest}" for number in needing}
         missing = frozenset(number for number, folder in has.items() if not folder)
         return SentCode(pack=pack, digest=digest, there=there, missing=missing)
-
-
-def refuse_gathered(run: RunSpec) -> None:
-    """Refuse what needs a run folder that all hosts share, before any worker has begun.
-
-    Raises:
-        SpecError: with all of it.
-    """
-    shared = "a run folder that all hosts and this machine share (--run)"
-    problems: list[Problem] = []
-    if run.plan.server:
-        given = f"{run.plan}, with a run folder ({run.folder}) that not all hosts share"
-        fix = f"--plan dp={run.plan.processes}"
-        problems.append(Problem(where="plan.server", given=given, allowed=f"{shared}, or no servers", fix=fix))
-    if run.rolls_back:
-        given = f"'rollback', with a run folder ({run.folder}) that not all hosts share"
-        fix = 'on_nonfinite="skip"'
-        problems.append(Problem(where="run.on_nonfinite", given=given, allowed=f"{shared}, or stop or skip", fix=fix))
-    if run.mirror:
-        given = f"{run.mirror}, with a run folder ({run.folder}) that not all hosts share"
-        allowed = f"{shared}, or none: checkpoints are brought to the run folder here"
-        problems.append(Problem(where="run.mirror", given=given, allowed=allowed, fix="no --mirror"))
-    if problems:
-        raise SpecError(problems)
 
 
 def code_to_send(run: RunSpec, file: HostsFile) -> str:

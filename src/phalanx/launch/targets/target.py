@@ -101,7 +101,8 @@ class Submission:
 
     @property
     def runfile(self) -> Path:
-        """What workers read."""
+        """The run file as it is handed over: on Slurm and Ray what workers read; on Kubernetes and SageMaker what the
+        target is sent a copy of. By SSH there is none: each host's agent writes its own."""
         return self.folder / "run.toml"
 
 
