@@ -8,8 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from phalanx.config import Job
-from phalanx.errors import SpecError
-from phalanx.launch.targets import AttachedTarget, Target, misfit
+from phalanx.launch.targets import AttachedTarget, Target
 from phalanx.preflight.launch_check import LaunchCheck, LaunchQuestion, launch_check, submission_of, surveyed
 from phalanx.preflight.plan_choice import PlanChoice, choose
 from phalanx.preflight.there import cluster_offered, cluster_there
@@ -41,10 +40,8 @@ def before_launch(question: LaunchQuestion, job: Job, *, checks: bool, chooses: 
     if isinstance(question.target, AttachedTarget):
         return _on_hosts(question, question.target, job, checks=checks, chooses=chooses)
     choice = None
-    if offer := question.target.offer(question.options):
-        if question.plan and (problem := misfit(question.plan, offer)):
-            raise SpecError([problem])
-        choice = choose(job, cluster_offered(offer)) if chooses else None
+    if chooses and (offer := question.target.offer(question.options)):
+        choice = choose(job, cluster_offered(offer))
     plan = choice.plan if choice else question.plan
     if plan:
         question.target.prepare(submission_of(job, plan, question, question.target.python))  # refuses what is mistyped

@@ -22,10 +22,12 @@ from phalanx.launch.targets.handed_over import damaged_ticket
 from phalanx.launch.targets.kubectl import Kubectl
 from phalanx.launch.targets.kubernetes_log import printed_by, take_in
 from phalanx.launch.targets.kubernetes_manifest import KINDS, OF_JOBSET, config_name, manifests, name_of
+from phalanx.launch.targets.kubernetes_offer import pods_offered
 from phalanx.launch.targets.kubernetes_options import OPTIONS, PodRequest
 from phalanx.launch.targets.kubernetes_standing import standing_of
 from phalanx.launch.targets.node_agent import last_word
-from phalanx.launch.targets.target import FOLDER, Option, Prepared, QueueTarget, Standing, Submission
+from phalanx.launch.targets.offer import Offer
+from phalanx.launch.targets.target import FOLDER, Option, Prepared, QueueTarget, Standing, Submission, own_words
 
 _MANIFESTS = "kubernetes.json"
 _ASKED = "asked-to-stop"
@@ -58,6 +60,9 @@ class KubernetesTarget(QueueTarget):
             commands=(command,),
         )
 
+    def offer(self, options: Mapping[str, str]) -> Offer | None:
+        return pods_offered(options)
+
     def submit(self, prepared: Prepared) -> Mapping[str, Any]:
         """
         Raises:
@@ -89,7 +94,7 @@ class KubernetesTarget(QueueTarget):
         try:
             _kubectl(submission.options).ask("apply", "--dry-run=server", "--filename", "-", text=text)
         except RunError as error:
-            return str(error).partition("\n")[0].removeprefix(_REFUSES)
+            return own_words(error).removeprefix(_REFUSES)
         return ""
 
     def standing(self, ticket: Mapping[str, Any], folder: Path) -> Standing:
@@ -159,7 +164,7 @@ def _take_back(kubectl: Kubectl, text: str) -> None:
     try:
         kubectl.ask("delete", "--ignore-not-found", "--wait=false", "--filename", "-", text=text)
     except RunError as error:
-        name, said = _name_in(text), str(error).partition("\n")[0]
+        name, said = _name_in(text), own_words(error)
         words = shlex.join(kubectl.words("delete", "jobset,trainjob,configmap", f"--selector={_BY_NAME}={name}"))
         raise RunError(f"{name} may still be in the cluster: {said}\n    try: {words}") from None
 

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 
 from phalanx.config import Plan, RunSpec
 from phalanx.errors import Problem
 from phalanx.launch.targets.target import Option
 
 _DIGITS = 7  # more than anything that is counted has
+_SECRET = {"KEY", "TOKEN", "SECRET", "SECRETS", "PASSWORD", "PASSWD", "CREDENTIAL", "CREDENTIALS", "AUTH", "APIKEY"}
+_PLACES = {"FILE", "FILES", "PATH", "DIR"}  # as of SSL_KEY_FILE
+# What a line of shell sets a variable or an option to, but where that is looked up only as the line runs
+_SET = re.compile(r"""(?:(?<![\w-])([A-Za-z_]\w*)\+?=|--([A-Za-z][\w-]*)(?:=|\s+(?!-)))["']?(?![$`"'\s;&|]|$)""")
 
 
 def is_count(text: str, least: int) -> bool:
@@ -28,6 +33,20 @@ def wrong_counts(table: Mapping[str, Option], options: Mapping[str, str], counts
         for name, least in counts.items()
         if name in options and not is_count(options[name], least)
     ]
+
+
+def secret_names(names: Iterable[str]) -> list[str]:
+    """Those of ``names``, of variables or options, that are called as secrets are."""
+    words = {name: {*re.split("[_-]", name.upper())} for name in names}
+    return [name for name, parts in words.items() if parts & _SECRET and not parts & _PLACES]
+
+
+def secrets_set(line: str) -> list[str]:
+    """Variables and options that are called as secrets are and that a line of shell says the value of.
+
+    What the line looks up only as it runs, ``KEY=$(cat file)`` or ``KEY=$OTHER``, is not said.
+    """
+    return secret_names(dict.fromkeys(first or second for first, second in _SET.findall(line)))
 
 
 def most_nodes(nodes: int, processes: int) -> int:
@@ -53,3 +72,10 @@ def changing_devices(run: RunSpec, target: str) -> list[Problem]:
         return []
     given, allowed = f"{run.devices}, on {target}", "a number of devices that does not change"
     return [Problem(where="-n", given=given, allowed=allowed, fix=f"-n {run.plan.devices}")]
+
+
+def named_twice(table: Mapping[str, Option], name: str, names: Iterable[str]) -> list[Problem]:
+    """What is wrong in the option ``name``, whose pairs are called so: of two of one name only one would count."""
+    given = list(names)
+    twice = [one for one in dict.fromkeys(given) if given.count(one) > 1]
+    return [wrong_option(table, name, f"{one} twice", "one value a name") for one in twice]
