@@ -16,12 +16,24 @@ from ssh_hosts import SshServers, lacking_for_ssh, ssh_servers
 
 import phalanx as px
 from phalanx.cli import main
-from phalanx.errors import RunError
+from phalanx.config import Plan
+from phalanx.errors import RunError, SpecError
 from phalanx.hardware import cluster
 from phalanx.launch import Launcher
 from phalanx.launch.check_hosts import TargetHost, run_here
 from phalanx.launch.host_network import lacking
-from phalanx.launch.targets import TARGETS, AttachedTarget, Offer, Option, Prepared, QueueTarget, Standing, Submission
+from phalanx.launch.targets import (
+    TARGETS,
+    AttachedTarget,
+    Offer,
+    Option,
+    Prepared,
+    QueueTarget,
+    Standing,
+    Submission,
+    misfit,
+)
+from phalanx.launch.targets import ray as ray_target
 from phalanx.launch.targets.hosts_file import HostEntry, HostsFile, refuse_size
 
 RATE = 8e8  # bit/s
@@ -81,6 +93,8 @@ class Queue(QueueTarget):
         return self.offered
 
     def prepare(self, submission: Submission) -> Prepared:
+        if self.offered and (problem := misfit(submission.run.plan, self.offered)):
+            raise SpecError([problem])
         return Prepared(submission=submission, files={submission.runfile: submission.run.to_toml()}, commands=())
 
     def submit(self, prepared: Prepared) -> Mapping[str, Any]:
@@ -173,11 +187,88 @@ class TestQueue:
 
     def test_a_plan_that_does_not_fit_is_refused_with_what_is_there(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(Queue, "offered", Offer(nodes=2, devices=2, device="A100-80GB", by="sinfo"))
-        result = launch("queue", "--plan", "fsdp=8")
+        for more in ([], ["--no-check"], ["--dry-run"]):
+            result = launch("queue", "--plan", "fsdp=8", *more)
+            assert result.exit_code == 2
+            assert "2 nodes with 2 x A100-80GB (sinfo) have 4" in result.stderr
+            assert "--plan fsdp=4" in result.stderr
+            assert Queue.taken == []
+
+
+SAGEMAKER = (
+    *("--image", "123456789012.dkr.ecr.eu-west-1.amazonaws.com/train:1", "--bucket", "s3://bucket/phalanx"),
+    *("--role", "arn:aws:iam::123456789012:role/train", "--filesystem", "fsx:fs-0123456789abcdef0:/fsx/runs"),
+    *("--subnets", "subnet-0a", "--security-groups", "sg-0a"),
+)
+NODES = [{"name": f"n{number}", "cpus": 2.0, "gpus": 0.0, "kind": "", "memory": 8e9} for number in range(2)]
+
+
+class TestWithoutAPlan:
+    """By what each queue offers; nothing is handed over."""
+
+    @pytest.mark.parametrize(
+        ("to", "words", "there", "processes"),
+        [
+            ("sagemaker", ("--instance", "ml.p5.48xlarge", "--nodes", "2", *SAGEMAKER), "on 2x8xH100: ", 16),
+            ("sagemaker", ("--instance", "ml.c5.2xlarge", "--nodes", "2", *SAGEMAKER), "on 2x1x", 2),
+            ("ray", (), "on 2x2x", 4),
+            ("ray", ("--cpus-per-worker", "2"), "on 2x1x", 2),
+            (
+                "kubernetes",
+                ("--image", "train:1", "--nodes", "2", "--gpus-per-node", "4", "--node-selector", "gpu=nvidia-l4"),
+                "on 2x4xL4: ",
+                8,
+            ),
+            ("slurm", ("--nodes", "2", "--gres", "gpu:h100:4"), "on 2x4xH100: ", 8),
+        ],
+    )
+    def test_the_planner_chooses(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, to: str, words: Sequence[str], there: str, processes: int
+    ) -> None:
+        monkeypatch.setattr(ray_target, "_answer", lambda *given: {"nodes": NODES})
+        volume = ("--volume", f"data:{tmp_path}") if to == "kubernetes" else ()
+        result = launch(to, *words, *volume, "--dry-run", "--json")
+        assert result.exit_code == 0, result.output
+        assert there in result.stderr
+        files = json.loads(result.stdout)["files"]
+        (text,) = [text for path, text in files.items() if path.endswith("run.toml")]
+        (plan,) = [line for line in text.splitlines() if line.startswith("plan = ")]
+        assert Plan.parse(plan.partition('"')[2].rstrip('"')).processes == processes
+
+    def test_a_cluster_that_cannot_be_asked_is_named(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(ray_target, "_answer", lambda *given: {"unreachable": True, "error": "connection refused"})
+        result = launch("ray://head:10001")
+        assert result.exit_code == 3
+        assert "no Ray cluster to be had at ray://head:10001: connection refused" in result.stderr
+        assert "--plan" not in result.stderr
+
+    def test_an_instance_that_there_is_not_is_named(self) -> None:
+        result = launch("sagemaker", "--instance", "ml.g5.3xlarge", *SAGEMAKER)
         assert result.exit_code == 2
-        assert "2 nodes with 2 x A100-80GB (sinfo) have 4" in result.stderr
-        assert "--plan fsdp=4" in result.stderr
-        assert Queue.taken == []
+        assert "ml.g5.3xlarge, which there is not" in result.stderr
+
+
+def test_a_job_that_is_installed_needs_no_file_in_a_volume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def launch_package(*words: str) -> Result:
+        own = ("--image", "train:1", "--volume", "data:/data", "--run", "/data/run", "--plan", "dp=2", "--dry-run")
+        return CliRunner().invoke(main, ["launch", *words, "--to", "kubernetes", *own])
+
+    result = launch_package("train.py")
+    assert result.exit_code == 2
+    assert "a job that is installed in the image and here is named as a module: package.train" in result.stderr
+    result = launch_package("own_package.train")
+    assert result.exit_code == 2
+    assert "there is no module 'own_package" in result.stderr
+    (tmp_path / "elsewhere" / "own_package").mkdir(parents=True)
+    (tmp_path / "train.py").rename(tmp_path / "elsewhere" / "own_package" / "train.py")
+    monkeypatch.syspath_prepend(tmp_path / "elsewhere")
+    try:
+        result = launch_package("own_package.train")
+    finally:
+        for name in ("own_package.train", "own_package"):
+            sys.modules.pop(name, None)
+    assert result.exit_code == 0, result.output
+    assert 'job = "own_package.train' in result.stdout
 
 
 @pytest.fixture(scope="module")

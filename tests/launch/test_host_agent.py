@@ -6,6 +6,7 @@ import base64
 import json
 import subprocess
 import sys
+import time
 from typing import IO, Any
 
 import psutil
@@ -39,7 +40,12 @@ def test_a_launcher_that_says_nothing_for_long_is_taken_to_be_gone() -> None:
             for told in map(json.loads, agent.stdout)
             if told.get("output") == 0
         )
+        until = time.monotonic() + 6.0
+        while time.monotonic() < until:  # it is not its age that ends it
+            asked(agent.stdin, do="still")
+            time.sleep(0.2)
         assert worker.is_running()
+        assert agent.poll() is None
         assert agent.wait(60) == 0
         assert not worker.is_running() or worker.status() == psutil.STATUS_ZOMBIE
     finally:

@@ -35,6 +35,8 @@ FULL = {
     "service_account": "trainer",
     "queue": "team-a",
     "env_from_secret": "wandb,s3",
+    "environment": "NCCL_DEBUG=INFO,FI_PROVIDER=efa",
+    "image_pull_secret": "ecr",
     "time": "12h",
     "shm": "16Gi",
     "memory": "64Gi",
@@ -573,9 +575,9 @@ class TestStandIn:
         run.wait("running")
 
     def test_what_is_refused_is_said_in_its_words_and_nothing_is_left(self, cluster: Cluster, tmp_path: Path) -> None:
-        cluster.refuse("Error from server (Forbidden): exceeded quota: gpus")
+        cluster.refuse("Warning: an old API\nError from server (Forbidden): exceeded quota: gpus")
         target, given = KubernetesTarget(""), submission(tmp_path)
-        assert "exceeded quota: gpus" in target.why_not(target.prepare(given))
+        assert target.why_not(target.prepare(given)) == "Error from server (Forbidden): exceeded quota: gpus"
         with pytest.raises(RunError, match="exceeded quota: gpus"):
             target.submit(target.prepare(given))
         assert not given.run.folder.exists()

@@ -21,7 +21,7 @@ from typing import Any
 
 import pytest
 from launched import await_steps, by_hand, commands_end, phalanx, steps_in, write_job  # noqa: F401
-from ray_cluster import RayCluster, lacking_for_ray, ray_cluster, until
+from ray_cluster import CPUS, RayCluster, lacking_for_ray, ray_cluster, until
 
 import phalanx as px
 from phalanx.config import Plan, RunSpec
@@ -269,6 +269,18 @@ def test_a_plan_that_the_cluster_has_no_devices_for_is_refused_before_anything_i
     why = target.why_not(target.prepare(given))
     assert "16 processes" in why
     assert target.why_not(target.prepare(submission(tmp_path))) == ""
+
+
+def test_without_a_plan_the_planner_chooses_for_what_the_cluster_has(cluster: RayCluster, tmp_path: Path) -> None:
+    write_job(tmp_path)
+    words = ("launch", "train.py", "--to", cluster.node_address, "--run", "run", "--dry-run")
+    text = answer(*words, cwd=tmp_path)
+    assert f"on 2x{CPUS}xcpu" in text
+    assert f'plan = "dp={2 * CPUS}"' in text
+    offer = RayTarget(cluster.address.removeprefix("ray:")).offer({"cpus-per-worker": "2"})
+    assert offer
+    assert (offer.nodes, offer.devices, offer.device, offer.cores) == (2, CPUS // 2, "", CPUS)
+    assert offer.memory > 0
 
 
 def test_inside_ray_train_a_loop_of_ones_own_reports_the_loss_of_the_global_batch(

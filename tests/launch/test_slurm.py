@@ -30,6 +30,7 @@ from phalanx.report.run_standing import run_standing, stop_run
 pytestmark = pytest.mark.timeout(300)
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "how-to" / "slurm.md"
 STEPS = 40
+FURTHER = {"sbatch": "--exclusive\n--mail-type=END"}
 LONG = 400  # that the time limit comes in
 FIELDS = {
     "resume": {"step": 3, "path": "checkpoints/step-3"},
@@ -285,7 +286,8 @@ def test_a_refusal_leaves_what_was_there(cluster: Cluster, tmp_path: Path) -> No
 
 def test_what_is_shown_is_what_slurm_takes(cluster: Cluster, tmp_path: Path) -> None:
     folder = tmp_path / "a b'c #%d\"e"
-    prepared = SlurmTarget("").prepare(submission(folder, time="1.5h", mem="100M", setup="export ONE=1; true 'a b'"))
+    options = {"time": "1.5h", "mem": "100M", "setup": "export ONE=1; true 'a b'", **FURTHER}
+    prepared = SlurmTarget("").prepare(submission(folder, **options))
     (script,) = [path for path in prepared.files if path.name == "job.sh"]
     assert prepared.files[script] in prepared.shown()
     assert prepared.shown().endswith(f"$ sbatch --parsable {shlex.quote(str(script))}")
@@ -445,7 +447,7 @@ def test_a_damaged_ticket_is_one_error_that_says_how_to_get_rid_of_it(tmp_path: 
         ({"partition": "a b"}, "--partition", "'a b'"),
         ({"account": "x\n#SBATCH --uid=0"}, "--account", "uid"),
         ({"qos": ""}, "--qos", "''"),
-        ({"setup": "true\nfalse"}, "--setup", "false"),
+        ({"setup": "true\nfalse\x1b"}, "--setup", "false"),
         ({"gres": "gpu:1", "gpus_per_node": "1"}, "--gpus-per-node", "--gres gpu:1"),
     ],
 )
@@ -487,25 +489,101 @@ def test_a_time_limit_may_be_written_as_slurm_does(tmp_path: Path, text: str, sl
 
 
 def test_each_node_is_asked_for_what_its_workers_need(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def shown(partitions: str, **options: str) -> str:
+    def shown(partitions: str, plan: str = "dp=4", **options: str) -> str:
         tools = tmp_path / "bin"
         tools.mkdir(exist_ok=True)
         (tools / "sinfo").write_text(f"#!/bin/sh\nprintf '{partitions}'\n")
         (tools / "sinfo").chmod(0o755)
         monkeypatch.setenv("PATH", f"{tools}{os.pathsep}{os.environ['PATH']}")
-        given = submission(tmp_path, run={"plan": Plan.parse("dp=4")}, **options)
+        given = submission(tmp_path, run={"plan": Plan.parse(plan)}, **options)
         return SlurmTarget("").prepare(given).files[given.folder / "job.sh"]
 
-    without = shown("cpu* (null)\\ngpu gpu:8\\n")
+    without = shown("cpu*|8|1000|(null)\\ngpu|8|1000|gpu:8\\n")
     assert "#SBATCH --cpus-per-task=2\n" in without
     assert "gpus" not in without
-    with_gpus = shown("cpu (null)\\ngpu* gpu:8\\n")
+    with_gpus = shown("cpu|8|1000|(null)\\ngpu*|8|1000|gpu:8\\n")
     assert "#SBATCH --gpus-per-node=2\n" in with_gpus
     assert "cpus" not in with_gpus.partition("\n\n")[0]
-    assert "#SBATCH --gpus-per-node=2\n" in shown("gpu gpu:8\\n", partition="gpu")
-    assert "--gpus" not in shown("gpu* gpu:8\\n", gpus_per_node="0")
-    assert "--gres=gpu:a100:2\n" in shown("gpu* gpu:8\\n", gres="gpu:a100:2")
-    assert "--gpus" not in shown("gpu* gpu:8\\n", gres="gpu:a100:2")
+    assert "#SBATCH --gpus-per-node=2\n" in shown("gpu|8|1000|gpu:8\\n", partition="gpu")
+    assert "--gpus" not in shown("gpu*|8|1000|gpu:8\\n", gpus_per_node="0")
+    assert "--gres=gpu:a100:2\n" in shown("gpu*|8|1000|gpu:8\\n", gres="gpu:a100:2")
+    assert "--gpus" not in shown("gpu*|8|1000|gpu:8\\n", gres="gpu:a100:2")
+    assert "--gpus" not in shown("gpu*|8|1000|gpu:8\\n", plan="dp=4 device=cpu")
+    with pytest.raises(SpecError, match=r"2 nodes with 1 x A100-80GB \(sinfo\) have 2"):
+        shown("gpu*|8|1000|gpu:a100:1\\n")
+    with pytest.raises(SpecError, match=r"which computes on GPUs: 2 nodes with 1 cores \(sinfo\)"):
+        shown("cpu*|8|1000|(null)\\n", plan="dp=4 device=cuda")
+
+
+GUESSED = "sinfo is not here: taken as nodes without GPUs; give --gpus-per-node"
+
+
+@pytest.mark.parametrize(
+    ("plan", "options", "words", "notes"),
+    [
+        ("dp=4", {"partition": "gpu"}, "--cpus-per-task=2", (GUESSED,)),
+        ("dp=4", {"also": "nodes=2", "nodes": "2"}, "--cpus-per-task=1", (GUESSED,)),
+        ("dp=4", {"partition": "gpu", "gpus_per_node": "2"}, "--gpus-per-node=2", ()),
+        ("dp=4", {"gpus_per_node": "0"}, "--cpus-per-task=2", ()),
+        ("dp=4", {"gres": "gpu:2"}, "--gres=gpu:2", ()),
+        ("dp=4 device=cuda", {"partition": "gpu"}, "--gpus-per-node=2", ()),
+        ("dp=4 device=cpu", {"partition": "gpu"}, "--cpus-per-task=2", ()),
+    ],
+)
+def test_what_is_taken_for_granted_without_slurm_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, plan: str, options: dict[str, str], words: str, notes: Any
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    prepared = SlurmTarget("").prepare(submission(tmp_path, run={"plan": Plan.parse(plan)}, **options))
+    assert f"#SBATCH {words}\n" in prepared.shown()
+    assert prepared.notes == notes
+    assert prepared.shown().endswith("".join(f"\nnote: {note}" for note in notes))
+    runs = [submission(tmp_path / "bench", run={"plan": Plan.parse(plan)}, **options)]
+    if "also" not in options:
+        assert SlurmTarget("").prepare_array(runs, 1).notes == notes
+
+
+def test_a_slurm_that_does_not_answer_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend(tmp_path, monkeypatch, sinfo="exit 1")
+    assert SlurmTarget("").prepare(submission(tmp_path)).notes == (GUESSED.replace("is not here", "does not answer"),)
+
+
+@pytest.mark.parametrize(
+    ("setup", "code", "said"),
+    [
+        ("export ONE=1 # comment\n# nothing\n\nexport TWO=$ONE", 0, ""),
+        (
+            "export ONE=1\nno-such-module load cuda\nexport TWO=2",
+            3,
+            "this line of --setup failed: no-such-module load cuda",
+        ),
+        (
+            "[ -d /no/such/place ] # 'quoted",
+            3,
+            "the run does not begin: this line of --setup failed: [ -d /no/such/place ] # 'quoted",
+        ),
+    ],
+)
+def test_a_line_of_setup_that_fails_ends_the_job_before_anything_begins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, setup: str, code: int, said: str
+) -> None:
+    asked = pretend(tmp_path, monkeypatch, scontrol="echo NodeAddr=127.0.0.1", srun='echo "$ONE$TWO"')
+    given = submission(tmp_path, setup=setup, gpus_per_node="1")
+    script = SlurmTarget("").prepare(given).files[given.folder / "job.sh"]
+    environment = {**os.environ, "SLURM_JOB_ID": "7", "SLURMD_NODENAME": "n1"}
+    done = subprocess.run(["bash", "-c", script], env=environment, capture_output=True, text=True, timeout=60)
+    assert done.returncode == code, done.stderr
+    assert said in done.stderr
+    begun = "srun" in (asked.read_text() if asked.exists() else "")
+    assert begun == (code == 0)
+    assert done.stdout == ("11\n" if begun else "")
+
+
+def test_a_warning_does_not_hide_why_slurm_would_refuse(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    words = "sbatch: error: Batch job submission failed: Invalid qos specification"
+    pretend(tmp_path, monkeypatch, sbatch=f"echo 'sbatch: warning: much' >&2; echo '{words}' >&2; exit 1")
+    target = SlurmTarget("")
+    assert target.why_not(target.prepare(submission(tmp_path))) == words
 
 
 def test_a_machine_without_slurm_is_told_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

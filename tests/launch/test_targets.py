@@ -129,7 +129,7 @@ def test_a_folder_that_was_used_needs_resume_and_resume_needs_one(
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--nise", "1"], "--nice 10"),
+        (["--nise", "1"], "try: --nice\n"),
         (["--nice"], "--nice 10"),
         (["--partition", "gpu"], "options of background: --nice"),
     ],

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import signal
+import sys
+import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,7 +26,7 @@ QUEUE_OPTIONS = ("to", "folder", "at_once", "dry_run")
 """The fields of ``QueueOptions``, which ``queue_options`` fill."""
 
 _LOOK, _LATER = 1.0, 10.0  # seconds between looks at the queue, at first and at last
-_UNANSWERED = 30  # looks that the queue may leave unanswered, one after the other
+_UNANSWERED = 30  # looks at all plans that the queue may leave unanswered, one after the other
 _JOB_FILE = "measured.py"
 _JOB = '''\
 """The job that is measured: {steps} steps of another, and nothing beside them."""
@@ -170,22 +174,24 @@ class QueueBench:
     def measure(self, tickets: Sequence[Mapping[str, Any]]) -> Measured:
         """Hand the plans over, or find again those of ``tickets``, and wait until each has come to its end.
 
-        Ctrl-C stops what waits or runs there.
+        Ctrl-C and SIGTERM stop what waits or runs there.
 
         Raises:
             RunError: the target refuses them, or cannot be asked any more.
+            SystemExit: after SIGTERM.
         """
         from phalanx.launch.targets import write_ticket
 
-        tickets = tickets or self.target.submit_array(self.prepared(), len(self.plans))
-        try:
-            for submission, ticket in zip(self._submissions(), tickets, strict=True):
-                write_ticket(submission, self.to, ticket)
-            click.echo(f"handed to {self.target.name}: job {tickets[0]['job']}, in {self.folder}", err=True)
-            over = self._followed(tickets)
-        except (KeyboardInterrupt, OSError):
-            self._stop(tickets)
-            raise
+        with _ended_by_sigterm():
+            tickets = tickets or self.target.submit_array(self.prepared(), len(self.plans))
+            try:
+                for submission, ticket in zip(self._submissions(), tickets, strict=True):
+                    write_ticket(submission, self.to, ticket)
+                click.echo(f"handed to {self.target.name}: job {tickets[0]['job']}, in {self.folder}", err=True)
+                over = self._followed(tickets)
+            except (KeyboardInterrupt, SystemExit, OSError):
+                self._stop(tickets)
+                raise
         return Measured.of(self, over)
 
     @property
@@ -206,34 +212,68 @@ class QueueBench:
         return [Submission.of(run, job, self.target, options=self.options) for run in runs]
 
     def _followed(self, tickets: Sequence[Mapping[str, Any]]) -> list[Standing]:
-        """How each stands at its end."""
+        """How each stands at its end.
+
+        Raises:
+            RunError: the target has not answered for long; what it has goes on.
+        """
         over: dict[int, Standing] = {}
         said: dict[int, str] = {}
         pause, unanswered = _LOOK, 0
         while len(over) < len(tickets):
             time.sleep(pause)
             pause = min(1.2 * pause, _LATER)
+            answered, refusal = False, RunError("")
             for number in [one for one in range(len(tickets)) if one not in over]:
                 try:
                     standing = self.target.standing(tickets[number], self.folder / str(number))
-                except RunError:
-                    unanswered += 1
-                    if unanswered > _UNANSWERED:
-                        raise
+                except RunError as error:
+                    refusal = error
                     continue
-                unanswered = 0
+                answered = True
                 line = f"{self.plans[number]}: {standing.state} {standing.detail}"
                 if said.get(number) != line:
                     said[number], pause = line, _LOOK
                     click.echo(line.rstrip(), err=True)
                 if standing.state not in ("waiting", "running"):
                     over[number] = standing
+            unanswered = 0 if answered else unanswered + 1
+            if unanswered > _UNANSWERED:
+                raise self._given_up(refusal)
         return [over[number] for number in range(len(tickets))]
 
+    def _given_up(self, refusal: RunError) -> RunError:
+        from phalanx.launch.targets import own_words
+
+        what = f"{self.target.name} has not answered {_UNANSWERED + 1} times: {own_words(refusal)}"
+        again = f"the same command with --run {self.folder}, which finds it again"
+        ends = f"phalanx stop {self.folder}/0, which ends the first plan"
+        return RunError(f"{what}; what it has goes on there\n    try: {again}; or {ends}")
+
     def _stop(self, tickets: Sequence[Mapping[str, Any]]) -> None:
-        """Those first that wait: they would begin in the place of others."""
+        """Those first that wait: they would begin in the place of others. Says of which that could not be asked."""
+        from phalanx.launch.targets import own_words
+
         for number in reversed(range(len(tickets))):
-            self.target.stop(tickets[number], self.folder / str(number))
+            folder = self.folder / str(number)
+            try:
+                self.target.stop(tickets[number], folder)
+            except RunError as error:
+                what = f"{self.plans[number]} may still wait or run there: {own_words(error)}"
+                click.echo(f"{what}\n    try: phalanx stop {folder}", err=True)
+
+
+@contextmanager
+def _ended_by_sigterm() -> Iterator[None]:
+    """Within, SIGTERM ends this process as an exception does, with the code that a shell expects."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -292,7 +332,6 @@ def _why(folder: Path, standing: Standing) -> str:
 def show_prepared(prepared: Prepared, as_json: bool) -> None:
     """Print what would be written and run."""
     if as_json:
-        files = {str(path): text for path, text in prepared.files.items()}
-        print_json({"files": files, "commands": [list(words) for words in prepared.commands]})
+        print_json(prepared.to_dict())
     else:
         click.echo(prepared.shown())

@@ -136,8 +136,7 @@ def _under_its_plan(question: LaunchQuestion, choice: PlanChoice | None, *, quie
 
 def _show(prepared: Prepared, *, as_json: bool) -> None:
     if as_json:
-        files = {str(path): text for path, text in prepared.files.items()}
-        print_json({"files": files, "commands": [list(words) for words in prepared.commands]})
+        print_json(prepared.to_dict())
     else:
         click.echo(prepared.shown())
 

@@ -8,8 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from phalanx.config import Job
-from phalanx.errors import SpecError
-from phalanx.launch.targets import AttachedTarget, misfit
+from phalanx.launch.targets import AttachedTarget
 from phalanx.preflight.launch_check import LaunchCheck, LaunchQuestion, launch_check, surveyed
 from phalanx.preflight.plan_choice import PlanChoice, choose
 from phalanx.preflight.there import cluster_offered, cluster_there
@@ -43,10 +42,8 @@ def before_launch(question: LaunchQuestion, *, checks: bool, chooses: bool) -> B
     if isinstance(question.target, AttachedTarget):
         return _on_hosts(question, checks=checks, chooses=chooses)
     choice = None
-    if offer := question.target.offer(question.submission.options):
-        if question.plan and (problem := misfit(question.plan, offer)):
-            raise SpecError([problem])
-        choice = choose(_job_of(question), cluster_offered(offer)) if chooses else None
+    if chooses and (offer := question.target.offer(question.submission.options)):
+        choice = choose(_job_of(question), cluster_offered(offer))
     plan = choice.plan if choice else question.plan
     if plan:
         question.target.prepare(question.under(plan))  # refuses what is mistyped

@@ -24,6 +24,7 @@ from phalanx.launch.targets.target import (
     Standing,
     Submission,
     Target,
+    own_words,
 )
 
 __all__ = [
@@ -48,6 +49,7 @@ __all__ = [
     "misfit",
     "nearest_plan",
     "one_launch_at_a_time",
+    "own_words",
     "refuse_handed_over",
     "settled_options",
     "target_class",

@@ -43,7 +43,8 @@ def settled_options(target: Target, words: list[str]) -> dict[str, str]:
     """The target's own options out of the ``words`` of a command line, by their names without dashes.
 
     Raises:
-        SpecError: with every word that is none, and the nearest there is.
+        SpecError: with every word that is none, and the one that was meant where that can be told; with every option
+            that is given twice and may be given once.
     """
     found: dict[str, str] = {}
     problems: list[Problem] = []
@@ -58,20 +59,44 @@ def settled_options(target: Target, words: list[str]) -> dict[str, str]:
                 rest.pop(0)
             continue
         if not equals:
-            if not rest or rest[0].startswith("--"):
+            if not rest or (rest[0].startswith("--") and not option.dashes):
                 allowed, fix = option.help, f"--{name} {option.example}"
                 problems.append(Problem(where=word, given="no value", allowed=allowed, fix=fix))
                 continue
             value = rest.pop(0)
-        found[name] = value
+        if name not in found:
+            found[name] = value
+        elif option.between:
+            found[name] += f"{option.between}{value}"
+        else:
+            given = f"twice: {found[name]}, {value}"
+            problems.append(Problem(where=word, given=given, allowed="once", fix=f"--{name} {value}"))
     if problems:
         raise SpecError(problems)
     return found
 
 
 def _unknown(target: Target, word: str) -> Problem:
-    names = [f"--{name}" for name in target.options]
-    near = difflib.get_close_matches(word, names, n=1, cutoff=0.4)
-    fix = f"{near[0]} {target.options[near[0][2:]].example}" if near else "phalanx launch --help"
-    allowed = f"options of {target.name}: {', '.join(names) or 'it has none'}"
+    name = word.removeprefix("--")
+    allowed = f"options of {target.name}: {', '.join(f'--{one}' for one in target.options) or 'it has none'}"
+    for one in (one for one, option in target.options.items() if option.dashes):
+        allowed += f"; others as --{one} {target.options[one].example}"
+    near = [one for one in target.options if _is_slip(name, one)]
+    fix = " or ".join(f"--{one}" for one in near) or "phalanx launch --help"
+    others = [one for one in TARGETS if one != target.name and name in target_class(one).options]
+    if others:
+        allowed += f"; {word} belongs to {', '.join(others)}"
+        fix = fix if near else f"without {word}, or --to {others[0]}"
     return Problem(where="--to", given=f"{target.name}, with {word}", allowed=allowed, fix=fix)
+
+
+def _is_slip(name: str, meant: str) -> bool:
+    """Whether ``name`` is the beginning of the option ``meant``, or no more than two letters away from it."""
+    if len(name) > 2 and meant.startswith(name):
+        return True
+    row = list(range(len(meant) + 1))
+    for number, letter in enumerate(name, 1):
+        above, row[0] = row[0], number
+        for at, other in enumerate(meant, 1):
+            above, row[at] = row[at], min(row[at] + 1, row[at - 1] + 1, above + (letter != other))
+    return row[-1] <= min(2, len(meant) // 3)

@@ -24,10 +24,12 @@ from phalanx.launch.targets.handed_over import damaged_ticket, earlier_ticket
 from phalanx.launch.targets.kubectl import Kubectl
 from phalanx.launch.targets.kubernetes_log import printed_by, take_in
 from phalanx.launch.targets.kubernetes_manifest import KINDS, OF_JOBSET, config_name, manifests, name_of
+from phalanx.launch.targets.kubernetes_offer import pods_offered
 from phalanx.launch.targets.kubernetes_options import OPTIONS, PodRequest
 from phalanx.launch.targets.kubernetes_standing import standing_of
 from phalanx.launch.targets.node_agent import last_word
-from phalanx.launch.targets.target import FOLDER, Option, Prepared, QueueTarget, Standing, Submission
+from phalanx.launch.targets.offer import Offer
+from phalanx.launch.targets.target import FOLDER, Option, Prepared, QueueTarget, Standing, Submission, own_words
 
 _MANIFESTS = "kubernetes.json"
 _ASKED = "asked-to-stop"
@@ -59,6 +61,9 @@ class KubernetesTarget(QueueTarget):
             files={submission.runfile: submission.run.to_toml(), path: text},
             commands=(command,),
         )
+
+    def offer(self, options: Mapping[str, str]) -> Offer | None:
+        return pods_offered(options)
 
     def refuse_folder(self, run: RunSpec, job: Job) -> None:
         """The folder here has but the ticket of a run whose volume is not seen here."""
@@ -96,7 +101,7 @@ class KubernetesTarget(QueueTarget):
         try:
             _kubectl(submission.options).ask("apply", "--dry-run=server", "--filename", "-", text=text)
         except RunError as error:
-            return str(error).partition("\n")[0].removeprefix(_REFUSES)
+            return own_words(error).removeprefix(_REFUSES)
         return ""
 
     def standing(self, ticket: Mapping[str, Any], folder: Path) -> Standing:
@@ -166,7 +171,7 @@ def _take_back(kubectl: Kubectl, text: str) -> None:
     try:
         kubectl.ask("delete", "--ignore-not-found", "--wait=false", "--filename", "-", text=text)
     except RunError as error:
-        name, said = _name_in(text), str(error).partition("\n")[0]
+        name, said = _name_in(text), own_words(error)
         words = shlex.join(kubectl.words("delete", "jobset,trainjob,configmap", f"--selector={_BY_NAME}={name}"))
         raise RunError(f"{name} may still be in the cluster: {said}\n    try: {words}") from None
 

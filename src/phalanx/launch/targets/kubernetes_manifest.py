@@ -170,8 +170,9 @@ def _command(submission: Submission, request: PodRequest, name: str) -> list[str
 
 def _environment(request: PodRequest) -> list[dict[str, Any]]:
     label = {"fieldRef": {"fieldPath": f"metadata.labels['{_RESTART_LABEL}']"}}
-    threads = [{"name": "OMP_NUM_THREADS", "value": str(request.threads)}] if request.threads else []
-    return [{"name": RESTART, "valueFrom": label}, *threads]
+    threads = {"OMP_NUM_THREADS": str(request.threads)} if request.threads else {}
+    plain = [{"name": name, "value": value} for name, value in {**threads, **request.environment}.items()]
+    return [{"name": RESTART, "valueFrom": label}, *plain]
 
 
 def _resources(request: PodRequest) -> dict[str, Any]:
@@ -209,5 +210,6 @@ def _scheduling(request: PodRequest) -> dict[str, Any]:
         "serviceAccountName": request.service_account,
         "nodeSelector": dict(request.node_selector),
         "tolerations": [dict(one) for one in request.tolerations],
+        "imagePullSecrets": [{"name": name} for name in request.pull_secrets],
     }
     return {key: value for key, value in found.items() if value}

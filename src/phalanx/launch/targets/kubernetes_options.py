@@ -13,8 +13,16 @@ from phalanx.config import RunSpec
 from phalanx.config.elastic import resized
 from phalanx.errors import Problem, SpecError
 from phalanx.launch.jobfile import Reference
-from phalanx.launch.targets.option_checks import uneven_nodes, wrong_counts, wrong_option
+from phalanx.launch.targets.offer import gpus_offered, misfit
+from phalanx.launch.targets.option_checks import (
+    named_twice,
+    secret_names,
+    uneven_nodes,
+    wrong_counts,
+    wrong_option,
+)
 from phalanx.launch.targets.target import Option, Submission
+from phalanx.launch.targets.time_limit import TimeLimit
 from phalanx.units import parse_duration
 
 OPTIONS = {
@@ -23,7 +31,7 @@ OPTIONS = {
     "wait": Option(
         help="with -n 2:8, how long pods that are there wait for the others; 1m where not given", example="5m"
     ),
-    "volume": Option(help="claims and where pods have them, with commas", example="data:/data,runs:/runs"),
+    "volume": Option(help="claims and where pods have them, with commas", example="data:/data,runs:/runs", between=","),
     "kind": Option(help="jobset, or trainjob of Kubeflow Trainer; jobset where not given", example="jobset"),
     "runtime": Option(help="training runtime of a trainjob; torch-distributed where not given", example="torch-a100"),
     "namespace": Option(help="namespace; the context's where not given", example="vision"),
@@ -34,10 +42,18 @@ OPTIONS = {
     "memory": Option(help="memory of each pod", example="256Gi"),
     "shm": Option(help="most that /dev/shm may hold, of that memory; all of it where not given", example="16Gi"),
     "queue": Option(help="local queue of Kueue, which then says when the run begins", example="team-a"),
-    "toleration": Option(help="taints that nodes may have, with commas", example="nvidia.com/gpu:NoSchedule"),
-    "node-selector": Option(help="labels that nodes must have, with commas", example="pool=a100"),
+    "toleration": Option(
+        help="taints that nodes may have, with commas", example="nvidia.com/gpu:NoSchedule", between=","
+    ),
+    "node-selector": Option(help="labels that nodes must have, with commas", example="pool=a100", between=","),
     "service-account": Option(help="service account of the pods", example="trainer"),
-    "env-from-secret": Option(help="secrets whose entries pods have as variables, with commas", example="wandb"),
+    "image-pull-secret": Option(help="secrets by which the image is pulled, with commas", example="ecr", between=","),
+    "environment": Option(
+        help="variables of the pods, with commas; no secrets", example="NCCL_DEBUG=INFO,FI_PROVIDER=efa", between=","
+    ),
+    "env-from-secret": Option(
+        help="secrets whose entries pods have as variables, with commas", example="wandb", between=","
+    ),
     "max-restarts": Option(help="new starts after a lost pod; --restarts where not given", example="5"),
     "time": Option(help="time after which a start saves and stops, in m, h or d", example="12h"),
 }
@@ -78,8 +94,11 @@ _FORMS = {
     ),
     "node-selector": (rf"{_QUALIFIED}={_VALUE}", "LABEL=VALUE, several with commas"),
     "env-from-secret": (_SUBDOMAIN, f"names of secrets, never what is in them: each {_NAME_OF_IT}"),
+    "image-pull-secret": (_SUBDOMAIN, f"names of secrets, never what is in them: each {_NAME_OF_IT}"),
+    "environment": (r"[A-Za-z_]\w*=[^,]*", "NAME=VALUE, several with commas"),
 }
-_SEVERAL = ("volume", "toleration", "node-selector", "env-from-secret")
+_SEVERAL = [name for name, option in OPTIONS.items() if option.between]
+_OWN = ("RESTART_ATTEMPT", "JOB_COMPLETION_INDEX")  # variables by which pods know their place
 _OF_TRAINJOB = {  # what a TrainJob leaves to its runtime, or has no place for
     "env-from-secret": "of a jobset: a TrainJob names single entries, which its runtime may",
     "max-restarts": "of a jobset: how often a TrainJob is started again its runtime says",
@@ -103,7 +122,8 @@ class PodRequest:
         gpus: of each pod; 0: none are asked for.
         volumes: where pods have it → claim.
         tolerations, node_selector: as a pod has them.
-        secrets: by their names.
+        environment: of the pods, beside what this package sets itself.
+        secrets, pull_secrets: by their names; the latter are for the image.
         max_restarts: new starts that count, of a jobset.
         deadline: seconds; ``None``: there is none.
         grace: seconds between SIGTERM and SIGKILL.
@@ -127,7 +147,9 @@ class PodRequest:
     tolerations: tuple[Mapping[str, str], ...]
     node_selector: Mapping[str, str]
     service_account: str
+    environment: Mapping[str, str]
     secrets: tuple[str, ...]
+    pull_secrets: tuple[str, ...]
     max_restarts: int
     deadline: int | None
     grace: int
@@ -140,14 +162,18 @@ class PodRequest:
             SpecError: with all that is wrong in the submission's options.
         """
         run, options = submission.run, submission.options
-        problems = [*_misshapen(options), *wrong_counts(OPTIONS, options, _COUNTS)]
+        problems = [*_misshapen(options), *wrong_counts(OPTIONS, options, _COUNTS), *_secrets(options)]
+        for name in ("environment", "node-selector"):
+            problems += named_twice(OPTIONS, name, [left for left, _ in _pairs(options, name, "=")])
         wrong = {problem.where for problem in problems}
         counts = {name: int(options[name]) for name in _COUNTS if name in options and f"--{name}" not in wrong}
         volumes = [] if "--volume" in wrong else _pairs(options, "volume", ":")
         nodes = counts.get("nodes", 1)
         deadline, late = _seconds(options, "time")
         wait, wrong_wait = _seconds(options, "wait")
-        problems += [*late, *_too_short(options, deadline, run), *wrong_wait, *_misfits(run, nodes)]
+        said = f"{options.get('time', '')}, with a grace of {run.grace:g} seconds"
+        problems += [*late, *TimeLimit(seconds=deadline, kept=run.grace, said=said).problems(run), *wrong_wait]
+        problems += _misfits(run, nodes, counts.get("gpus-per-node"))
         problems += [*_inelastic(options, run, nodes), *_misplaced(options)]
         problems += [] if "--volume" in wrong else [*_bad_places(volumes), *_outside(run, volumes)]
         if problems:
@@ -175,7 +201,9 @@ class PodRequest:
             tolerations=tolerations,
             node_selector=dict(_pairs(options, "node-selector", "=")),
             service_account=options.get("service-account", ""),
+            environment=dict(_pairs(options, "environment", "=")),
             secrets=tuple(_words(options, "env-from-secret")),
+            pull_secrets=tuple(_words(options, "image-pull-secret")),
             max_restarts=counts.get("max-restarts", run.restarts),
             deadline=deadline,
             grace=math.ceil(run.grace) + _MARGIN,
@@ -228,17 +256,27 @@ def _seconds(options: Mapping[str, str], name: str) -> tuple[int | None, list[Pr
         return None, [_wrong(name, repr(text), "a time such as 30m, 12h, 2d")]
 
 
-def _too_short(options: Mapping[str, str], deadline: int | None, run: RunSpec) -> list[Problem]:
-    """Whether the time is over before the run can save."""
-    if deadline is None or deadline > run.grace:
-        return []
-    given = f"{options['time']}, with a grace of {run.grace:g} seconds"
-    return [_wrong("time", given, "more than it takes to save", f"--time {math.ceil(run.grace / 60) + 5}m")]
+def _secrets(options: Mapping[str, str]) -> list[Problem]:
+    """Variables that nobody may set here: those called as secrets are, and those by which pods know their place."""
+    names = [name for name, _ in _pairs(options, "environment", "=")]
+    allowed = "what all may read who may see the job; --env-from-secret names a secret that has it"
+    fix = f"--env-from-secret {OPTIONS['env-from-secret'].example}"
+    called = [
+        _wrong("environment", f"{name}, which is called as a secret is", allowed, fix) for name in secret_names(names)
+    ]
+    own = [
+        _wrong("environment", name, "variables that the cluster does not set itself") for name in _OWN if name in names
+    ]
+    return [*called, *own]
 
 
-def _misfits(run: RunSpec, nodes: int) -> list[Problem]:
-    """What of the run cannot be laid on so many pods."""
-    return uneven_nodes(on_most(run).plan, nodes, "each pod")
+def _misfits(run: RunSpec, nodes: int, gpus: int | None) -> list[Problem]:
+    """What of the run cannot be laid on so many pods; ``gpus``: of each, where that is said."""
+    plan = on_most(run).plan
+    problems = uneven_nodes(plan, nodes, "each pod")
+    if gpus is not None and (problem := misfit(plan, gpus_offered(nodes, gpus, "--gpus-per-node"))):
+        problems.append(problem)
+    return problems
 
 
 def on_most(run: RunSpec) -> RunSpec:
@@ -323,7 +361,9 @@ def _outside(run: RunSpec, volumes: list[tuple[str, str]]) -> list[Problem]:
             where = path.parent
             given = f"{', '.join(place for _, place in volumes) or 'none'}, where {what} {path} is not"
             allowed = f"a volume that holds {what} at the same path" + (
-                "; a job that the image has is named as a module: package.train" if path == file else ""
+                "; a job that is installed in the image and here is named as a module: package.train"
+                if path == file
+                else ""
             )
             problems.append(_wrong("volume", given, allowed, f"--volume CLAIM:{where}"))
     return problems

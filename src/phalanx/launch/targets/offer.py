@@ -34,7 +34,8 @@ class Offer:
     by: str = ""
 
     def __str__(self) -> str:
-        each = f"{self.devices} x {self.device}" if self.device else f"{self.cores or self.devices} cores"
+        cores = self.cores or self.devices
+        each = f"{self.devices} x {self.device}" if self.device else f"{cores} cores" if cores else "no GPU"
         return f"{self.nodes} {'node' if self.nodes == 1 else 'nodes'} with {each}"
 
 
@@ -59,11 +60,25 @@ def _resized(plan: Plan, ranks: int) -> Iterator[Plan]:
                 continue
 
 
-def misfit(plan: Plan, offer: Offer) -> Problem | None:
-    """What is wrong where ``plan`` needs more GPUs than ``offer`` has; ``None`` where it does not."""
-    has = offer.nodes * offer.devices
-    if not offer.device or plan.device == "cpu" or plan.devices <= has:
+def misfit(plan: Plan, *offers: Offer) -> Problem | None:
+    """What is wrong where ``plan`` needs more GPUs than all ``offers`` together have; ``None`` where it does not.
+
+    Without ``device=cuda`` it computes on cores where there are no GPUs.
+    """
+    gpus = sum(one.nodes * one.devices for one in offers if one.device)
+    needed = plan.device == "cuda" or (plan.device == "auto" and all(one.device for one in offers))
+    if not needed or plan.devices <= gpus:
         return None
-    given = f"{plan}, for {plan.devices} devices: {offer} ({offer.by}) have {has}"
-    nearest = shlex.quote(str(nearest_plan(plan, max(1, has // plan.threads))))
-    return Problem(where="--plan", given=given, allowed=f"a plan for at most {has}", fix=f"--plan {nearest}")
+    there = " and ".join(f"{one} ({one.by})" if one.by else str(one) for one in offers)
+    if not gpus:
+        given, allowed = f"{plan}, which computes on GPUs: {there}", "nodes with GPUs, or a plan without device=cuda"
+        fix = f"--plan {shlex.quote(str(plan.on_any_device))}"
+        return Problem(where="--plan", given=given, allowed=allowed, fix=fix)
+    given = f"{plan}, for {plan.devices} devices: {there} have {gpus}"
+    nearest = shlex.quote(str(nearest_plan(plan, max(1, gpus // plan.threads))))
+    return Problem(where="--plan", given=given, allowed=f"a plan for at most {gpus}", fix=f"--plan {nearest}")
+
+
+def gpus_offered(nodes: int, gpus: int, by: str) -> Offer:
+    """Nodes with so many GPUs of any kind, or with none."""
+    return Offer(nodes=nodes, devices=gpus, device="GPU" if gpus else "", by=by)

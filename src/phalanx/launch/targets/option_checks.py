@@ -72,3 +72,10 @@ def changing_devices(run: RunSpec, target: str) -> list[Problem]:
         return []
     given, allowed = f"{run.devices}, on {target}", "a number of devices that does not change"
     return [Problem(where="-n", given=given, allowed=allowed, fix=f"-n {run.plan.devices}")]
+
+
+def named_twice(table: Mapping[str, Option], name: str, names: Iterable[str]) -> list[Problem]:
+    """What is wrong in the option ``name``, whose pairs are called so: of two of one name only one would count."""
+    given = list(names)
+    twice = [one for one in dict.fromkeys(given) if given.count(one) > 1]
+    return [wrong_option(table, name, f"{one} twice", "one value a name") for one in twice]

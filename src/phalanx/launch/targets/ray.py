@@ -24,8 +24,9 @@ from phalanx.errors import MissingExtraError, Problem, RefusedError, RunError, S
 from phalanx.launch.targets.code_pack import CodePack
 from phalanx.launch.targets.handed_over import damaged_ticket
 from phalanx.launch.targets.node_agent import last_word
+from phalanx.launch.targets.offer import Offer
 from phalanx.launch.targets.ray_code import ARCHIVE
-from phalanx.launch.targets.ray_request import OPTIONS, RayRequest
+from phalanx.launch.targets.ray_request import OPTIONS, NodeOffer, RayRequest, offer_of
 from phalanx.launch.targets.target import (
     FOLDER,
     LAST_WORDS,
@@ -76,6 +77,15 @@ class RayTarget(QueueTarget):
             },
             commands=(_words(self.address, "submit", str(file)),),
         )
+
+    def offer(self, options: Mapping[str, str]) -> Offer | None:
+        """
+        Raises:
+            MissingExtraError: Ray is not installed here.
+            RunError: the cluster is not there, or does not answer.
+        """
+        told = _ask(_words(self.address, "nodes", "all"), self.address)
+        return offer_of([NodeOffer(**one) for one in told["nodes"]], options)
 
     def submit(self, prepared: Prepared) -> Mapping[str, Any]:
         """

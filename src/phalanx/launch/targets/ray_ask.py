@@ -37,10 +37,12 @@ _CLIENT = "ray://"
 def main(address: str, word: str, what: str) -> dict[str, Any]:
     """Connect to the cluster at ``address`` (``auto``, ``host:port``, ``ray://host:port``) and ask it.
 
-    ``word``: ``fits`` or ``submit`` with the file of a request, ``standing`` or ``stop`` with the name of a supervisor.
+    ``word``: ``fits`` or ``submit`` with the file of a request, ``standing`` or ``stop`` with the name of a supervisor,
+    ``nodes`` with anything.
     """
     asked: Mapping[str, Callable[[str], dict[str, Any]]] = {
         "fits": _fits,
+        "nodes": _nodes,
         "submit": _submit,
         "standing": _standing,
         "stop": _stop,
@@ -99,6 +101,14 @@ def _closed(address: str) -> str:
 
 def _fits(file: str) -> dict[str, Any]:
     return {"layout": str(_layout(json.loads(Path(file).read_text())))}
+
+
+def _nodes(_: str) -> dict[str, Any]:
+    import ray
+
+    from phalanx.launch.targets.ray_request import offers
+
+    return {"nodes": [asdict(node) for node in offers(ray.nodes())]}
 
 
 def _layout(told: dict[str, Any]) -> Any:

@@ -12,8 +12,10 @@ from typing import Any, Self
 
 from phalanx.config import RunSpec
 from phalanx.errors import Problem, RefusedError, SpecError
+from phalanx.hardware.catalog import find
 from phalanx.launch.jobfile import Reference
 from phalanx.launch.targets.code_pack import CODE_OPTION, folder_to_pack, job_within
+from phalanx.launch.targets.offer import Offer
 from phalanx.launch.targets.target import Option, Submission
 
 OPTIONS = {
@@ -27,6 +29,7 @@ OPTIONS = {
     "code": CODE_OPTION,
 }
 
+_KIND = "accelerator_type:"
 _NUMBER = re.compile(r"[1-9][0-9]{0,6}")
 
 
@@ -37,6 +40,8 @@ class NodeOffer:
     name: str
     cpus: float
     gpus: float
+    kind: str = ""  # of GPU, as Ray calls it
+    memory: float = 0.0  # bytes that Ray gives to its processes
 
     def __str__(self) -> str:
         return f"{self.name} has {_devices(self.cpus, self.gpus)}"
@@ -236,10 +241,33 @@ def offers(nodes: Sequence[Mapping[str, Any]]) -> list[NodeOffer]:
             name=str(node["NodeManagerHostname"] if node.get("NodeManagerHostname") else node["NodeManagerAddress"]),
             cpus=float(node["Resources"].get("CPU", 0)),
             gpus=float(node["Resources"].get("GPU", 0)),
+            kind=next((one.removeprefix(_KIND) for one in node["Resources"] if one.startswith(_KIND)), ""),
+            memory=float(node["Resources"].get("memory", 0)),
         )
         for node in nodes
         if node["Alive"]
     ]
+
+
+def offer_of(there: Sequence[NodeOffer], options: Mapping[str, str]) -> Offer | None:
+    """What a run with the ``options`` of its launch would have on the nodes that are ``there``.
+
+    On those with GPUs where there are any, else a process for each ``--cpus-per-worker`` of their CPUs. ``None`` where
+    they differ, or have GPUs of no kind that the catalog knows.
+
+    Options that are wrong offer nothing: what prepares the launch says so.
+    """
+    nodes, share = options.get("nodes", "1"), options.get("cpus-per-worker", "1")
+    alike = [node for node in there if node.gpus] or list(there)
+    known = len({(node.cpus, node.gpus, node.kind) for node in alike}) == 1
+    if not (known and _NUMBER.fullmatch(nodes) and _NUMBER.fullmatch(share)):
+        return None
+    first, count = alike[0], int(nodes) if "nodes" in options else len(alike)
+    if gpus := first.gpus:
+        kind = find(first.kind) or find(f"{first.kind}B")  # Ray's A100-40G is the catalog's A100-40GB
+        return Offer(nodes=count, devices=int(gpus), device=kind.device.name, by="Ray") if kind and gpus >= 1 else None
+    places, memory = int(first.cpus // int(share)), int(min(node.memory for node in alike))
+    return Offer(nodes=count, devices=places, cores=places * int(share), memory=memory, by="Ray") if places else None
 
 
 def own_version() -> str:

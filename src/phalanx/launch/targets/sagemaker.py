@@ -22,6 +22,8 @@ from phalanx.launch.runfile import check_folder
 from phalanx.launch.targets.aws_calls import AwsCalls, split_s3
 from phalanx.launch.targets.code_pack import CodePack
 from phalanx.launch.targets.handed_over import damaged_ticket, earlier_ticket
+from phalanx.launch.targets.offer import Offer
+from phalanx.launch.targets.sagemaker_instances import instances_offered
 from phalanx.launch.targets.sagemaker_job import CODE, RUN, JobPlaces, digest_of_text, run_text, to_json, training_job
 from phalanx.launch.targets.sagemaker_logs import TrainingLogs
 from phalanx.launch.targets.sagemaker_options import OPTIONS, SageMakerRequest
@@ -83,6 +85,9 @@ class SageMakerTarget(QueueTarget):
         if run.resume is True and not there:
             given = f"--resume with {folder}, from which SageMaker was handed no run"
             raise SpecError.of("run.folder", given, "the folder of an earlier launch there", "--resume auto")
+
+    def offer(self, options: Mapping[str, str]) -> Offer | None:
+        return instances_offered(options)
 
     def submit(self, prepared: Prepared) -> Mapping[str, Any]:
         """

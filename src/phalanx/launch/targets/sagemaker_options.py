@@ -12,16 +12,19 @@ from pathlib import Path
 from phalanx.config import RunSpec
 from phalanx.errors import Problem, SpecError
 from phalanx.launch.targets.code_pack import CODE_OPTION, folder_to_pack
+from phalanx.launch.targets.offer import gpus_offered, misfit
 from phalanx.launch.targets.option_checks import (
     changing_devices,
     is_count,
+    named_twice,
     secret_names,
     uneven_nodes,
     wrong_counts,
     wrong_option,
 )
-from phalanx.launch.targets.sagemaker_instances import instance_problems
+from phalanx.launch.targets.sagemaker_instances import gpus_of, instance_problems
 from phalanx.launch.targets.target import Option, Submission
+from phalanx.launch.targets.time_limit import TimeLimit
 from phalanx.units import parse_duration
 
 OPTIONS = {
@@ -37,11 +40,13 @@ OPTIONS = {
         help="shared by all instances, for the run folder; needed for several",
         example="fsx:fs-0123456789abcdef0:/fsx/runs",
     ),
-    "subnets": Option(help="of a VPC, with commas", example="subnet-0a,subnet-0b"),
-    "security-groups": Option(help="of that VPC, with commas", example="sg-0a"),
+    "subnets": Option(help="of a VPC, with commas", example="subnet-0a,subnet-0b", between=","),
+    "security-groups": Option(help="of that VPC, with commas", example="sg-0a", between=","),
     "volume": Option(help="GiB of disk of each instance; 100 where not given", example="500"),
-    "environment": Option(help="variables of the container, with commas; no secrets", example="FI_PROVIDER=efa"),
-    "tags": Option(help="tags of the job, with commas", example="team=vision,cost=42"),
+    "environment": Option(
+        help="variables of the container, with commas; no secrets", example="FI_PROVIDER=efa", between=","
+    ),
+    "tags": Option(help="tags of the job, with commas", example="team=vision,cost=42", between=","),
     "region": Option(help="AWS region; as the AWS settings here say where not given", example="eu-west-1"),
     "code": CODE_OPTION,
 }
@@ -65,6 +70,7 @@ _PATTERNS = {
     "environment": r"[A-Za-z_]\w*=[^,]*(,[A-Za-z_]\w*=[^,]*)*",
     "tags": r"[\w .:/=+@-]*[^,=]=[^,]*(,[^,=]+=[^,]*)*",
 }
+_PAIRS = ("environment", "tags")
 _FILE_SYSTEMS = {"fsx": "FSxLustre", "efs": "EFS"}
 
 
@@ -110,12 +116,13 @@ class SageMakerRequest:
         counts = {name: int(options[name]) for name, least in _COUNTS.items() if is_count(options.get(name, ""), least)}
         nodes = counts.get("nodes", 1)
         code, wrong = _code_of(run, options.get("code"))
-        time, wait, mistimed = _times(options)
+        time, wait, mistimed = _times(run, options)
         problems = [
             *_missing(options),
             *_wrong_words(options),
             *wrong_counts(OPTIONS, options, _COUNTS),
             *_secrets(options),
+            *_twice(options),
             *wrong,
         ]
         problems += [*mistimed, *_misfits(run, nodes, options), *_unshared(run, nodes, options)]
@@ -169,7 +176,12 @@ def _secrets(options: Mapping[str, str]) -> list[Problem]:
     ]
 
 
-def _times(options: Mapping[str, str]) -> tuple[int, int | None, list[Problem]]:
+def _twice(options: Mapping[str, str]) -> list[Problem]:
+    names = {name: [pair.partition("=")[0].strip() for pair in _listed(options.get(name))] for name in _PAIRS}
+    return [problem for name, given in names.items() for problem in named_twice(OPTIONS, name, given)]
+
+
+def _times(run: RunSpec, options: Mapping[str, str]) -> tuple[int, int | None, list[Problem]]:
     """The time limit, that with all waiting, and what is wrong with them."""
     problems: list[Problem] = []
     found: dict[str, int] = {}
@@ -181,9 +193,12 @@ def _times(options: Mapping[str, str]) -> tuple[int, int | None, list[Problem]]:
                 allowed = f"{OPTIONS[name].help}: a time such as 30m, 12h or 2d"
                 problems.append(_wrong(name, repr(options[name]), allowed))
     time, wait = found.get("time", _DAY), found.get("spot")
-    if not _STOP < time <= _LONGEST:
-        allowed = f"more than the {_STOP} seconds that are kept to save, at most 28d"
-        problems.append(_wrong("time", options["time"], allowed, "--time 12h"))
+    said = f"{options.get('time', '24h')}, of which the last {_STOP} seconds are kept to save"
+    limit = TimeLimit(seconds=None if problems else time, kept=_STOP, said=said, most_grace=_STOP - _MARGIN)
+    if short := limit.problems(run):
+        problems += short
+    elif time > _LONGEST:
+        problems.append(_wrong("time", options["time"], "at most 28d", "--time 12h"))
     elif wait is not None and wait < time:
         given = f"{options['spot']}, with a time limit of {options.get('time', '24h')}"
         allowed = "as much, or more: what it trains and what it waits together"
@@ -198,8 +213,10 @@ def _misfits(run: RunSpec, nodes: int, options: Mapping[str, str]) -> list[Probl
     plan, processes = run.plan, run.plan.processes
     problems = uneven_nodes(plan, nodes, "each")
     if not problems and "instance" in options:
-        gpus = min(processes // nodes, plan.world_size) * (plan.devices // plan.world_size)
-        problems += instance_problems(options["instance"], gpus)
+        each = min(processes // nodes, plan.world_size) * plan.threads
+        problems += instance_problems(options["instance"], 0 if plan.device == "cpu" else each)
+        if plan.device == "cuda" and gpus_of(options["instance"]) == 0:
+            problems += [problem] if (problem := misfit(plan, gpus_offered(nodes, 0, options["instance"]))) else []
     problems += changing_devices(run, "SageMaker")
     if run.grace > _STOP - _MARGIN:
         given = f"{run.grace:g} on SageMaker, which ends a container {_STOP} seconds after it has asked"

@@ -23,9 +23,18 @@ from phalanx.launch.targets.node_agent import last_word
 from phalanx.launch.targets.offer import Offer
 from phalanx.launch.targets.slurm_array import array_files
 from phalanx.launch.targets.slurm_offer import slurm_offer
-from phalanx.launch.targets.slurm_request import OPTIONS, Request
+from phalanx.launch.targets.slurm_request import OPTIONS, Request, laid_on_nodes
 from phalanx.launch.targets.slurm_script import SCRIPT, batch_script
-from phalanx.launch.targets.target import FOLDER, LAST_WORDS, ArrayTarget, Option, Prepared, Standing, Submission
+from phalanx.launch.targets.target import (
+    FOLDER,
+    LAST_WORDS,
+    ArrayTarget,
+    Option,
+    Prepared,
+    Standing,
+    Submission,
+    own_words,
+)
 
 _LOOKS = 5
 _PATIENCE = 60  # seconds for an answer of Slurm's
@@ -72,12 +81,14 @@ class SlurmTarget(ArrayTarget):
                 script: batch_script(submission, request, SAVED),
             },
             commands=(("sbatch", "--parsable", str(script)),),
+            notes=request.guessed,
         )
 
     def prepare_array(self, submissions: Sequence[Submission], at_once: int) -> Prepared:
         files = array_files(submissions, at_once, SAVED)
         (script,) = (path for path in files if path.name == SCRIPT)
-        return Prepared(submission=submissions[0], files=files, commands=(("sbatch", "--parsable", str(script)),))
+        command, notes = ("sbatch", "--parsable", str(script)), Request.of(laid_on_nodes(submissions[0])).guessed
+        return Prepared(submission=submissions[0], files=files, commands=(command,), notes=notes)
 
     def offer(self, options: Mapping[str, str]) -> Offer | None:
         return slurm_offer(options)
@@ -100,7 +111,7 @@ class SlurmTarget(ArrayTarget):
             try:
                 _ask("sbatch", "--test-only", file.name, without=_set_in(prepared))
             except RunError as error:
-                return str(error).partition("\n")[0].removeprefix(_REFUSES)
+                return own_words(error).removeprefix(_REFUSES)
         return ""
 
     def standing(self, ticket: Mapping[str, Any], folder: Path) -> Standing:
@@ -229,7 +240,7 @@ def _take_out(ticket: Mapping[str, Any], folder: Path) -> None:
     try:
         _ask(*words)
     except RunError as error:
-        said = str(error).partition("\n")[0]
+        said = own_words(error)
         raise RunError(f"job {ticket['job']} may still be in the queue: {said}\n    try: {' '.join(words)}") from None
 
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import re
-import subprocess
+import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from phalanx.config import RunSpec
+from phalanx.config import Plan, RunSpec
 from phalanx.errors import Problem
+from phalanx.launch.targets.offer import Offer, gpus_offered, misfit
 from phalanx.launch.targets.option_checks import is_count, uneven_nodes, wrong_counts, wrong_option
+from phalanx.launch.targets.slurm_offer import gpus_in, has_gpus, slurm_offer
 from phalanx.launch.targets.target import Option
 
 NODE_OPTIONS = {
@@ -33,6 +35,7 @@ _COUNTS = {"nodes": 1, "gpus-per-node": 0, "cpus-per-task": 1, "processes": 1}  
 _WORD = re.compile(r"[^\s\"'\\#`$]+")  # nothing that sbatch, as it reads the script, takes for more than a word
 _PROCESSES = Option(help="processes of each of these nodes", example="4")
 _ALSO = "nodes=2 partition=old"
+_GUESSED = "sinfo {}: taken as nodes without GPUs; give --gpus-per-node"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,6 +48,7 @@ class Kind:
         gpus: of each node; ``None``: none are asked for, or ``gres`` does.
         cores: of each node; ``None``: as Slurm gives them.
         words: further options of ``sbatch``, name → value.
+        guessed: what was taken for granted, in a sentence; empty where all is known.
     """
 
     nodes: int
@@ -52,18 +56,21 @@ class Kind:
     gpus: int | None
     cores: int | None
     words: Mapping[str, str]
+    guessed: str = ""
 
     @classmethod
-    def of(cls, options: Mapping[str, str], workers: int, threads: int) -> Kind:
-        """From options without fault; ``threads``: devices of each worker."""
-        gpus, cores = _count(options, "gpus-per-node"), _count(options, "cpus-per-task")
-        if gpus is None and "gres" not in options and _has_gpus(options.get("partition")):
-            gpus = workers * threads
+    def of(cls, options: Mapping[str, str], workers: int, plan: Plan) -> Kind:
+        """From options without fault; ``workers``: of ``plan`` on each of these nodes."""
+        gpus, cores, guessed = _count(options, "gpus-per-node"), _count(options, "cpus-per-task"), ""
+        if gpus is None and "gres" not in options and plan.device != "cpu":
+            there = plan.device == "cuda" or has_gpus(options.get("partition"))
+            gpus, guessed = workers * plan.threads if there else None, _GUESSED if there is None else ""
         if cores is None and not gpus and "gres" not in options:
-            cores = workers * threads
+            cores = workers * plan.threads
         words = {name: options[name] for name in NODE_OPTIONS if name in options and name not in _COUNTS}
         nodes = _count(options, "nodes") or 1
-        return cls(nodes=nodes, workers=workers, gpus=gpus or None, cores=cores, words=words)
+        guessed = guessed.format("does not answer" if guessed and shutil.which("sinfo") else "is not here")
+        return cls(nodes=nodes, workers=workers, gpus=gpus or None, cores=cores, words=words, guessed=guessed)
 
 
 def also_options(text: str | None) -> tuple[dict[str, str], list[Problem]]:
@@ -116,20 +123,29 @@ def workers_of(run: RunSpec, options: Mapping[str, str], also: Mapping[str, str]
     return [rest // nodes, each], []
 
 
+def too_few_gpus(plan: Plan, options: Mapping[str, str], also: Mapping[str, str]) -> list[Problem]:
+    """Whether ``plan`` needs more GPUs than nodes of the one kind, or of both, have. The options are without fault."""
+    if plan.device == "cpu":
+        return []
+    offers = [_offered(one) for one in (options, also) if one or one is options]
+    known = [one for one in offers if one]
+    problem = misfit(plan, *known) if len(known) == len(offers) else None
+    return [problem] if problem else []
+
+
 def _count(options: Mapping[str, str], name: str) -> int | None:
     text = options.get(name, "")
     return int(text) if is_count(text, _COUNTS[name]) else None
 
 
-def _has_gpus(partition: str | None) -> bool:
-    """Whether a node of the partition, or of the one that jobs go to, has GPUs; Slurm alone knows."""
-    words = ["sinfo", "--noheader", "--format=%P %G", *([f"--partition={partition}"] if partition else [])]
-    try:
-        done = subprocess.run(words, capture_output=True, text=True, timeout=30, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return False
-    lines = [line.split(maxsplit=1) for line in done.stdout.splitlines()]
-    return any("gpu" in words[-1] for words in lines if partition or words[0].endswith("*"))
+def _offered(options: Mapping[str, str]) -> Offer | None:
+    """The GPUs that the options ask for, else what ``sinfo`` says; ``None`` where neither says how many."""
+    nodes, gpus = _count(options, "nodes") or 1, _count(options, "gpus-per-node")
+    if gpus is None and "gres" not in options:
+        return slurm_offer(options)
+    by = "--gres" if gpus is None else "--gpus-per-node"
+    gpus = gpus_in(options["gres"]) if gpus is None else gpus
+    return None if gpus is None else gpus_offered(nodes, gpus, by)
 
 
 def _wrong_also(given: str, allowed: str) -> Problem:

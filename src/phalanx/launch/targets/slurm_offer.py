@@ -11,6 +11,7 @@ from phalanx.launch.targets.offer import Offer
 
 _COLUMNS = "%P|%c|%m|%G"  # partition (with * where jobs go to it unasked), cores, MiB and generic resources of a node
 _GPUS = re.compile(r"(?:gres/)?gpu(?::(?P<kind>[A-Za-z][\w.-]*))?(?::(?P<count>\d+))?(?:\(.*?\))?")
+_SHARES = re.compile(r"(?:gres/)?(?:gpu|shard|mps)\b")  # of which part of a GPU, or of how many, nothing is said
 _UNSAID = ("constraint", "nodelist", "exclude", "also")  # of which nodes a run has, sinfo does not say by these
 _PATIENCE = 30  # seconds
 
@@ -18,7 +19,7 @@ _PATIENCE = 30  # seconds
 def slurm_offer(options: Mapping[str, str]) -> Offer | None:
     """What so many nodes of the partition have; ``None`` where Slurm does not say, or they differ."""
     said = "gres" in options or options.get("gpus-per-node") == "0"
-    return offer_of([] if said else _nodes(options.get("partition")), options)
+    return offer_of([] if said else _nodes(options.get("partition")) or [], options)
 
 
 def offer_of(rows: Sequence[tuple[str, str, str]], options: Mapping[str, str]) -> Offer | None:
@@ -37,7 +38,7 @@ def offer_of(rows: Sequence[tuple[str, str, str]], options: Mapping[str, str]) -
         share = _whole(options.get("cpus-per-task", "1"))  # which is what a launch asks for where it is not given
         part = min(1.0, share / _whole(cores)) if _whole(cores) else 1.0
         room = int(part * _whole(memory) * 2**20)
-        by = "--cpus-per-task" if "cpus-per-task" in options else "without --cpus-per-task"
+        by = "--gpus-per-node 0" if count == "0" else "sinfo"
         return Offer(nodes=nodes, devices=1, cores=share, memory=room, by=by) if share else None
     known = find(found[0]["kind"] or "") if len(found) == 1 else None
     each = _whole(count or found[0]["count"] or "1") if known else 0
@@ -45,12 +46,30 @@ def offer_of(rows: Sequence[tuple[str, str, str]], options: Mapping[str, str]) -
     return Offer(nodes=nodes, devices=each, device=known.device.name, by=by) if known and each else None
 
 
+def gpus_in(gres: str) -> int | None:
+    """GPUs that generic resources such as ``gpu:a100:8`` ask for; ``None`` where that cannot be told."""
+    parts = [one.strip() for one in gres.split(",")]
+    found = [_GPUS.fullmatch(one) for one in parts]
+    if any(not match and _SHARES.match(one) for match, one in zip(found, parts, strict=True)):
+        return None
+    return sum(_whole(match["count"] or "1") for match in found if match)
+
+
+def has_gpus(partition: str | None) -> bool | None:
+    """Whether a node of the partition, or of the one that jobs go to, has GPUs; ``None``: Slurm cannot be asked."""
+    rows = _nodes(partition)
+    return None if rows is None else any("gpu" in resources for _, _, resources in rows)
+
+
 def _whole(text: str) -> int:
     return int(text) if text.isascii() and text.isdecimal() else 0
 
 
-def _nodes(partition: str | None) -> list[tuple[str, str, str]]:
-    """Cores, MiB and generic resources of each kind of node in the partition, or in the one that jobs go to."""
+def _nodes(partition: str | None) -> list[tuple[str, str, str]] | None:
+    """Cores, MiB and generic resources of each kind of node in the partition, or in the one that jobs go to.
+
+    ``None`` where Slurm does not say.
+    """
     words = ["sinfo", "--noheader", "--exact", f"--format={_COLUMNS}"]
     try:
         done = subprocess.run(
@@ -62,6 +81,8 @@ def _nodes(partition: str | None) -> list[tuple[str, str, str]]:
             stdin=subprocess.DEVNULL,
         )
     except (OSError, subprocess.TimeoutExpired):
-        return []
+        return None
+    if done.returncode:
+        return None
     rows = [line.strip().split("|") for line in done.stdout.splitlines()]
     return [(row[1], row[2], row[3]) for row in rows if len(row) == 4 and (partition or row[0].endswith("*"))]

@@ -10,8 +10,6 @@ from functools import partial
 
 from phalanx.config import RunSpec
 from phalanx.errors import Problem, SpecError
-from phalanx.launch.targets.node_agent import slowest_save
-from phalanx.launch.targets.offer import Offer, misfit
 from phalanx.launch.targets.option_checks import (
     changing_devices,
     is_count,
@@ -25,9 +23,11 @@ from phalanx.launch.targets.slurm_kinds import (
     Kind,
     also_options,
     node_problems,
+    too_few_gpus,
     workers_of,
 )
 from phalanx.launch.targets.target import Option, Submission
+from phalanx.launch.targets.time_limit import TimeLimit
 from phalanx.units import parse_duration
 
 OPTIONS = {
@@ -36,8 +36,14 @@ OPTIONS = {
         help="other nodes beside these, by the same options and processes=N on each", example="'nodes=2 partition=old'"
     ),
     "time": Option(help="time limit, in m, h or d or as Slurm writes it; the run goes on after it", example="12h"),
-    "setup": Option(help="a line of shell that runs before", example="'module load cuda'"),
+    "setup": Option(help="a line of shell that runs before; repeat it", example="'module load cuda'", between="\n"),
     "signal": Option(help="seconds before the time limit at which the run saves", example="120"),
+    "sbatch": Option(
+        help="another option of sbatch, as a line of the script; repeat it",
+        example="'--exclusive'",
+        between="\n",
+        dashes=True,
+    ),
 }
 """All that a launch on Slurm may be asked for."""
 _wrong = partial(wrong_option, OPTIONS)
@@ -45,6 +51,12 @@ _wrong = partial(wrong_option, OPTIONS)
 _TIME = re.compile(r"(?:(?P<days>\d+)-(?P<of_day>\d+(?::\d+){0,2})|(?P<clock>\d+(?::\d+){0,2}))")
 _LONGEST = 65_535  # seconds that Slurm's --signal can say
 _MARGIN = 30  # seconds beside grace, for what comes before the save and after it
+_FURTHER = re.compile(r"--(?P<name>[a-z][a-z0-9-]*)(?:[= ](?P<value>[^\s\"'\\#`$]+))?")
+# Of sbatch's options those that the script says itself, or that would keep the run from being followed
+_OWN = {
+    *("array", "chdir", "error", "hetjob", "input", "job-name", "no-requeue", "ntasks", "ntasks-per-node"),
+    *("open-mode", "output", "parsable", "requeue", "test-only", "wait", "wrap"),
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,13 +67,15 @@ class Request:
         kinds: of nodes, those first that have the run's first ranks.
         time: limit in seconds; ``None``: the partition's own.
         signal: seconds before the limit at which the run is asked to save.
-        setup: a line of shell.
+        setup: lines of shell.
+        further: options of ``sbatch`` as they are, for nodes of each kind.
     """
 
     kinds: tuple[Kind, ...]
     time: int | None
     signal: int
-    setup: str
+    setup: tuple[str, ...]
+    further: tuple[str, ...]
 
     @classmethod
     def of(cls, submission: Submission) -> Request:
@@ -71,27 +85,35 @@ class Request:
         """
         run, options = submission.run, submission.options
         also, wrong = also_options(options.get("also"))
-        problems = [*node_problems(options), *wrong, *_wrong_lines(options)]
+        astray = [*node_problems(options), *wrong]
+        problems = [*astray, *_wrong_lines(options), *_wrong_further(options)]
         time, wrong = _seconds(options.get("time"))
         problems += wrong
         told = options.get("signal", "")
         signal = int(told) if is_count(told, 1) else math.ceil(run.grace) + _MARGIN
         workers, unlaid = workers_of(run, options, also)
-        problems += [*([] if also and problems else unlaid), *_misfits(run, options), *_too_short(run, time, signal)]
+        problems += [*([] if also and problems else unlaid), *([] if astray else too_few_gpus(run.plan, options, also))]
+        problems += [*changing_devices(run, "Slurm"), *_too_short(run, time, signal)]
         if problems:
             raise SpecError(problems)
         kinds = zip((options, also), workers, strict=False)
         return cls(
-            kinds=tuple(Kind.of(one, each, run.plan.threads) for one, each in kinds),
+            kinds=tuple(Kind.of(one, each, run.plan) for one, each in kinds),
             time=time,
             signal=signal,
-            setup=options.get("setup", ""),
+            setup=tuple(line for line in options.get("setup", "").split("\n") if line.partition("#")[0].strip()),
+            further=tuple(options["sbatch"].split("\n")) if "sbatch" in options else (),
         )
 
     @property
     def nodes(self) -> int:
         """Of all kinds."""
         return sum(kind.nodes for kind in self.kinds)
+
+    @property
+    def guessed(self) -> tuple[str, ...]:
+        """What was taken for granted of its nodes, a sentence each."""
+        return tuple(dict.fromkeys(kind.guessed for kind in self.kinds if kind.guessed))
 
 
 def laid_on_nodes(submission: Submission) -> Submission:
@@ -104,13 +126,36 @@ def laid_on_nodes(submission: Submission) -> Submission:
 
 
 def _wrong_lines(options: Mapping[str, str]) -> list[Problem]:
-    setup = options.get("setup", "")
-    problems = [] if setup.isprintable() else [_wrong("setup", repr(setup), "one line of shell")]
+    lines = options.get("setup", "").split("\n")
+    problems = [_wrong("setup", repr(line), "a line of shell") for line in lines if not line.isprintable()]
     allowed = "what all may read who may read the run folder; a secret that the line looks up as it runs"
     fix = "$(cat FILE) in place of its value, or a variable of this shell, which sbatch hands on"
-    for name in secrets_set(setup):
+    for name in (name for line in lines for name in secrets_set(line)):
         problems.append(_wrong("setup", f"{name}, which is called as a secret is", allowed, fix))
     return [*problems, *wrong_counts(OPTIONS, options, {"signal": 1})]
+
+
+def _wrong_further(options: Mapping[str, str]) -> list[Problem]:
+    """What is wrong in further options of ``sbatch``: each is one line of the script, and says what no other does."""
+    problems: list[Problem] = []
+    names: list[str] = []
+    for line in options["sbatch"].split("\n") if "sbatch" in options else ():
+        matched = _FURTHER.fullmatch(line)
+        if not matched:
+            problems.append(_wrong("sbatch", repr(line), "--NAME or --NAME=VALUE of sbatch, without spaces and quotes"))
+            continue
+        name = matched["name"]
+        if name in OPTIONS:
+            problems.append(_wrong("sbatch", line, "what no other option says", f"--{name} {OPTIONS[name].example}"))
+        elif name in _OWN:
+            problems.append(_wrong("sbatch", line, "what the script does not say itself", f"without --sbatch {line!r}"))
+        elif name in names:
+            problems.append(_wrong("sbatch", f"--{name} twice", "once", f"--sbatch {line!r}"))
+        elif said := secrets_set(line):
+            given, fix = f"{said[0]}, which is called as a secret is", f"{said[0]} of this shell, which sbatch hands on"
+            problems.append(_wrong("sbatch", given, "what all may read who may read the run folder", fix))
+        names.append(name)
+    return problems
 
 
 def _seconds(text: str | None) -> tuple[int | None, list[Problem]]:
@@ -140,16 +185,6 @@ def as_slurm(seconds: int) -> str:
     return f"{minutes // 1440}-{minutes // 60 % 24:02}:{minutes % 60:02}:00"
 
 
-def _misfits(run: RunSpec, options: Mapping[str, str]) -> list[Problem]:
-    """What of the run cannot be had on Slurm, or not with so many GPUs where that is said of all nodes."""
-    problems: list[Problem] = []
-    nodes, gpus = options.get("nodes", "1"), options.get("gpus-per-node", "")
-    if is_count(nodes, 1) and is_count(gpus, 1) and "also" not in options:
-        offer = Offer(nodes=int(nodes), devices=int(gpus), device="GPU", by="--gpus-per-node")
-        problems += [problem] if (problem := misfit(run.plan, offer)) else []
-    return [*problems, *changing_devices(run, "Slurm")]
-
-
 def _too_short(run: RunSpec, time: int | None, signal: int) -> list[Problem]:
     """Whether the time is over before the run can save."""
     problems: list[Problem] = []
@@ -158,15 +193,6 @@ def _too_short(run: RunSpec, time: int | None, signal: int) -> list[Problem]:
     if signal < run.grace:
         given = f"{signal}, with a grace of {run.grace:g} seconds"
         problems.append(_wrong("signal", given, "grace, or more", f"--signal {math.ceil(run.grace) + _MARGIN}"))
-    took = slowest_save(run.folder)
-    if 0 < run.grace < took:
-        given = f"{run.grace:g} seconds, in which no checkpoint is whole: the slowest of this run took {took:.0f}"
-        problems.append(_wrong("grace", given, "more than that", f"--grace {math.ceil(1.5 * took)}"))
-    if time is not None and math.ceil(time / 60) * 60 <= max(signal, took):
-        given = f"{as_slurm(time)}, of which the last {signal} seconds are kept to save (--signal)"
-        least = math.ceil(max(signal, 1.5 * took + _MARGIN) / 60) + 5
-        problems.append(_wrong("time", given, "more than that", f"--time {least}m"))
-    elif time is not None and not run.grace and run.save_seconds >= time:
-        given = f"{as_slurm(time)}, with grace = 0 and a checkpoint every {run.checkpoint_every}"
-        problems.append(_wrong("time", given, "more than that, or the run never goes on", "--grace 30"))
-    return problems
+    said = f"{as_slurm(time)}, of which the last {signal} seconds are kept to save (--signal)" if time else ""
+    whole = math.ceil(time / 60) * 60 if time else None
+    return [*problems, *TimeLimit(seconds=whole, kept=signal, said=said).problems(run)]

@@ -13,6 +13,8 @@ from phalanx.launch.targets.slurm_kinds import Kind
 from phalanx.launch.targets.slurm_request import Request, as_slurm
 from phalanx.launch.targets.target import FOLDER, Submission
 
+_NOT_BEGUN = 3  # exit code of a job whose nodes are not as it needs them
+
 SCRIPT = "job.sh"
 """The name of the file that ``sbatch`` takes."""
 
@@ -99,21 +101,27 @@ def batch_script(submission: Submission, request: Request, saved_code: int, task
         "chdir": Path.cwd(),
         "output": f"{str(folder).replace('%', '%%')}/{output}",
     }
-    lines = [*_lines(directives), "--requeue", "--open-mode=append"]
+    lines = [*_lines(directives), "--requeue", "--open-mode=append", *request.further]
     for kind in request.kinds[1:]:
-        lines += ["hetjob", *_lines(_asked(request, kind))]
+        lines += ["hetjob", *_lines(_asked(request, kind)), *request.further]
     return _SCRIPT.format(
         directives="\n".join(f"#SBATCH {line}" for line in lines),
         run=tasks.shell if tasks else f"run={shlex.quote(str(submission.run.folder))}",
         part='"${part[@]}" "${node[@]}"' if tasks else _steps(request.kinds),
         laid=",".join(f"{kind.nodes}x{kind.workers}" for kind in request.kinds) if len(request.kinds) > 1 else "",
         after='[ "$code" -eq 0 ] && rm -rf -- "$run/checkpoints"    # measured, not trained\n' if tasks else "",
-        setup=f"{request.setup}\n" if request.setup else "",
+        setup="".join(map(_checked, request.setup)),
         saved_code=saved_code,
         wait=request.signal,
         python=shlex.quote(submission.python),
         runfile=submission.runfile.relative_to(submission.run.folder),
     )
+
+
+def _checked(line: str) -> str:
+    """A line of ``--setup``, without which nothing begins; what it sets stays set, and it may end in a comment."""
+    said = shlex.quote(f"the run does not begin: this line of --setup failed: {line}")
+    return f"{{ {line}\n}} || {{ echo {said} >&2; exit {_NOT_BEGUN}; }}\n"
 
 
 def _asked(request: Request, kind: Kind) -> dict[str, Any]:

@@ -7,6 +7,7 @@ file with an ``AttachedTarget`` or a ``QueueTarget``, and a line in the table of
 
 from __future__ import annotations
 
+import re
 import secrets
 import shlex
 import sys
@@ -19,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from phalanx.config import Job, Plan, RunSpec
-from phalanx.errors import SpecError
+from phalanx.errors import RunError, SpecError
 from phalanx.files import replace_text
 from phalanx.launch.check_hosts import TargetHost
 from phalanx.launch.targets.offer import Offer
@@ -33,16 +34,25 @@ FOLDER = "launch"
 State = Literal["waiting", "running", "ended", "stopped", "failed", "unknown"]
 """How a run that was handed over stands: ``unknown`` where the target has forgotten it or cannot be asked."""
 
+_WARNS = re.compile(r"(^|: )warning:", re.IGNORECASE)
+
 LAST_WORDS: Mapping[str, State] = {"end": "ended", "stopped": "stopped", "error": "failed"}
 """How a run stands whose target has forgotten it, by the last of its events that says so."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Option:
-    """One option of a target, ``--time 12h``: what it is, as ``--help`` says it, and an example."""
+    """One option of a target, ``--time 12h``: what it is, as ``--help`` says it, and an example.
+
+    Attributes:
+        between: what stands between its values where it is given several times; empty: it may be given once.
+        dashes: its value may begin with two, as another option does.
+    """
 
     help: str
     example: str
+    between: str = ""
+    dashes: bool = False
 
 
 def _token() -> str:
@@ -114,11 +124,13 @@ class Prepared:
         submission: what it is for.
         files: path → text.
         commands: each as its words.
+        notes: what was taken for granted in it, a sentence each.
     """
 
     submission: Submission
     files: Mapping[Path, str]
     commands: tuple[tuple[str, ...], ...]
+    notes: tuple[str, ...] = ()
 
     def write(self) -> None:
         """Write the files, and make their folders."""
@@ -143,9 +155,15 @@ class Prepared:
             raise
 
     def shown(self) -> str:
-        """The files and commands as text."""
+        """The files, commands and notes as text."""
         parts = [f"# {path}\n{text.rstrip()}\n" for path, text in self.files.items()]
-        return "\n".join([*parts, *(f"$ {shlex.join(words)}" for words in self.commands)])
+        commands = [f"$ {shlex.join(words)}" for words in self.commands]
+        return "\n".join([*parts, *commands, *(f"note: {note}" for note in self.notes)])
+
+    def to_dict(self) -> dict[str, Any]:
+        """The same as JSON."""
+        files = {str(path): text for path, text in self.files.items()}
+        return {"files": files, "commands": [list(words) for words in self.commands], "notes": list(self.notes)}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -192,7 +210,13 @@ class Target(ABC):
     def offer(self, options: Mapping[str, str]) -> Offer | None:
         """What a run with these ``options`` would have there; ``None`` where that cannot be said without its machines.
 
-        Nothing runs for it but what only reads.
+        It is asked for where no plan is given; a plan that does not fit there is refused by ``prepare``. Nothing runs
+        for it but what only reads.
+
+        Raises:
+            MissingExtraError: a package is missing to ask with.
+            RunError: who knows cannot be asked.
+            SpecError: an option that it depends on is wrong.
         """
         return None
 
@@ -296,3 +320,10 @@ class ArrayTarget(QueueTarget):
 def attached_log(folder: Path, rank: int | None) -> Path:
     """The file in the run folder with what ``rank`` has printed, or all, under a launcher that has followed the run."""
     return folder / FOLDER / ("output.log" if rank is None else f"rank-{rank}.log")
+
+
+def own_words(error: RunError) -> str:
+    """What an engine said of a refusal, in one line; without its warnings, where it said more than these."""
+    said = str(error).partition("\n    try: ")[0]
+    lines = [line.strip() for line in said.splitlines() if line.strip()]
+    return "; ".join([line for line in lines if not _WARNS.search(line)] or lines)

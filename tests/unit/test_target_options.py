@@ -1,0 +1,429 @@
+"""Options of launch targets: given twice, mistyped, for too few GPUs or too little time; and what they say is there."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from phalanx.config import Plan, RunSpec
+from phalanx.errors import RunError, SpecError
+from phalanx.launch.targets import TARGETS, Offer, Submission, Target, find_target, own_words, settled_options
+from phalanx.launch.targets.kubernetes import KubernetesTarget
+from phalanx.launch.targets.kubernetes_offer import pods_offered
+from phalanx.launch.targets.ray_request import NodeOffer, offer_of, offers
+from phalanx.launch.targets.sagemaker import SageMakerTarget
+from phalanx.launch.targets.sagemaker_instances import instances_offered
+from phalanx.launch.targets.slurm import SlurmTarget
+from phalanx.launch.targets.slurm_offer import gpus_in
+
+pytestmark = pytest.mark.quick
+
+QUEUES = {
+    "slurm": {"nodes": "2", "gpus-per-node": "8"},
+    "kubernetes": {"nodes": "2", "gpus-per-node": "8", "image": "train:1"},
+    "sagemaker": {
+        "instance": "ml.g5.12xlarge",
+        "image": "123456789012.dkr.ecr.eu-west-1.amazonaws.com/train:1",
+        "role": "arn:aws:iam::123456789012:role/train",
+        "bucket": "s3://bucket/phalanx",
+    },
+}
+
+
+def prepared(name: str, folder: Path, *, plan: str = "dp=4", run: dict[str, Any] | None = None, **options: str) -> str:
+    """What a launch to a queue would write, as text. ``options``: in place of those that it needs; empty: without."""
+    (folder / "job").mkdir(exist_ok=True)
+    (folder / "job" / "train.py").write_text("def job(): ...\n")
+    spec = RunSpec(
+        **{"job": str(folder / "job" / "train.py"), "plan": Plan.parse(plan), "folder": folder / "run", **(run or {})}
+    )
+    named = {one.replace("_", "-"): value for one, value in options.items()}
+    own = {**QUEUES[name], **({"volume": f"data:{folder}"} if name == "kubernetes" else {}), **named}
+    given = {one: value for one, value in own.items() if value}
+    return find_target(name).prepare(Submission(run=spec, name="train", python="python", options=given)).shown()
+
+
+def problem_of(name: str, folder: Path, **given: Any) -> tuple[str, str, str]:
+    with pytest.raises(SpecError) as caught:
+        prepared(name, folder, **given)
+    (problem,) = caught.value.problems
+    return problem.where, problem.given, problem.fix
+
+
+def settled(to: str, *words: str) -> dict[str, str]:
+    return settled_options(find_target(to), list(words))
+
+
+@pytest.fixture(params=list(TARGETS))
+def target(request: pytest.FixtureRequest, tmp_path: Path) -> Target:
+    (tmp_path / "hosts.toml").write_text('[[host]]\nname = "n1"\naddress = "127.0.0.1"\n')
+    return find_target(f"ssh:{tmp_path}/hosts.toml" if request.param == "ssh" else request.param)
+
+
+class TestGivenTwice:
+    def test_an_option_is_refused_or_has_both_values_in_their_order(self, target: Target) -> None:
+        for name, option in target.options.items():
+            words = [f"--{name}=one", f"--{name}=two"]
+            if option.between:
+                assert settled_options(target, words) == {name: f"one{option.between}two"}
+                continue
+            with pytest.raises(SpecError) as caught:
+                settled_options(target, words)
+            (problem,) = caught.value.problems
+            assert (problem.where, problem.given, problem.fix) == (f"--{name}", "twice: one, two", f"--{name} two")
+
+    def test_both_lines_of_setup_are_in_the_script_in_their_order(self, tmp_path: Path) -> None:
+        own = settled("slurm", "--setup", "module load cuda", "--setup", "source env.sh")
+        script = prepared("slurm", tmp_path, **own)
+        assert 0 < script.index("module load cuda") < script.index("source env.sh") < script.index("srun ")
+
+    @pytest.mark.parametrize(
+        ("name", "option", "text"),
+        [
+            ("kubernetes", "environment", "A=1,A=2"),
+            ("kubernetes", "node_selector", "A=1,A=2"),
+            ("sagemaker", "environment", "A=1,B=1,A=2"),
+            ("sagemaker", "tags", "A=1,A=2"),
+        ],
+    )
+    def test_a_name_with_two_values_is_refused(self, tmp_path: Path, name: str, option: str, text: str) -> None:
+        where, given, _ = problem_of(name, tmp_path, **{option: text})
+        assert (where, given) == (f"--{option.replace('_', '-')}", "A twice")
+
+
+class TestUnknown:
+    @pytest.mark.parametrize(
+        ("to", "words", "fix", "allowed"),
+        [
+            ("slurm", ["--gpu-per-node", "8"], "--gpus-per-node", ""),
+            ("slurm", ["--noodes", "8"], "--nodes", ""),
+            ("slurm", ["--gpus", "8"], "--gpus-per-node", ""),
+            ("slurm", ["--exclusive"], "phalanx launch --help", "others as --sbatch '--exclusive'"),
+            ("slurm", ["--bogus", "3"], "phalanx launch --help", ""),
+            ("slurm", ["--image", "a"], "without --image, or --to kubernetes", "belongs to kubernetes, sagemaker"),
+            (
+                "kubernetes",
+                ["--partition", "gpu"],
+                "without --partition, or --to slurm",
+                "--partition belongs to slurm",
+            ),
+            ("kubernetes", ["--mem", "8G"], "--memory", "--mem belongs to slurm"),
+            ("kubernetes", ["--env", "A=1"], "--environment or --env-from-secret", ""),
+            ("ray", ["--gres=gpu:1"], "without --gres, or --to slurm", "--gres belongs to slurm"),
+        ],
+    )
+    def test_only_what_was_meant_is_named_and_never_a_value(
+        self, to: str, words: list[str], fix: str, allowed: str
+    ) -> None:
+        with pytest.raises(SpecError) as caught:
+            settled(to, *words)
+        (problem,) = caught.value.problems
+        assert problem.fix == fix
+        assert allowed in problem.allowed
+        assert problem.given == f"{to}, with {words[0].partition('=')[0]}"
+
+
+SAID = """Slurm refuses it: sbatch: warning: you ask for much
+sbatch: error: Batch job submission failed: Invalid qos specification
+sbatch: error: for account vision
+    try: sinfo, which says what there is"""
+
+
+@pytest.mark.parametrize(
+    ("said", "words"),
+    [
+        (
+            SAID,
+            "sbatch: error: Batch job submission failed: Invalid qos specification; sbatch: error: for account vision",
+        ),
+        (
+            "refuses it: Warning: old API\nError from server (Forbidden): no\n    try: it",
+            "Error from server (Forbidden): no",
+        ),
+        (
+            "Slurm refuses it: sbatch: warning: no more than this",
+            "Slurm refuses it: sbatch: warning: no more than this",
+        ),
+        ("one line", "one line"),
+    ],
+)
+def test_a_warning_does_not_hide_what_was_refused(said: str, words: str) -> None:
+    assert own_words(RunError(said)) == words
+
+
+class TestGpus:
+    @pytest.mark.parametrize(
+        ("name", "plan", "options", "words"),
+        [
+            ("slurm", "dp=32", {}, "2 nodes with 8 x GPU (--gpus-per-node) have 16"),
+            ("slurm", "dp=2 device=cuda", {"gpus_per_node": "0"}, "2 nodes with no GPU (--gpus-per-node)"),
+            ("slurm", "dp=8", {"gpus_per_node": "", "gres": "gpu:a100:1"}, "2 nodes with 1 x GPU (--gres) have 2"),
+            ("slurm", "dp=2 device=cuda", {"gpus_per_node": "", "gres": "fpga:1"}, "2 nodes with no GPU (--gres)"),
+            ("slurm", "dp=20", {"also": "nodes=1 gpus-per-node=2 processes=2"}, "and 1 node with 2 x GPU"),
+            ("kubernetes", "dp=8 device=cuda", {"gpus_per_node": "1"}, "2 nodes with 1 x GPU (--gpus-per-node) have 2"),
+            ("kubernetes", "dp=2 device=cuda", {"gpus_per_node": "0"}, "2 nodes with no GPU"),
+            ("sagemaker", "dp=2 device=cuda", {"instance": "ml.m5.large"}, "1 node with no GPU (ml.m5.large)"),
+        ],
+    )
+    def test_a_plan_for_more_than_there_are_is_refused(
+        self, tmp_path: Path, name: str, plan: str, options: dict[str, str], words: str
+    ) -> None:
+        where, given, fix = problem_of(name, tmp_path, plan=plan, **options)
+        assert where == "--plan"
+        assert words in given
+        assert "device=cuda" not in fix or "no GPU" not in words
+
+    @pytest.mark.parametrize(
+        ("name", "plan", "options"),
+        [
+            ("slurm", "dp=16 device=cuda", {}),
+            ("slurm", "dp=16", {"gpus_per_node": "0"}),
+            ("slurm", "dp=16 server=2", {"nodes": "2"}),
+            ("slurm", "dp=8", {"gpus_per_node": "", "gres": "shard:4"}),
+            ("slurm", "dp=18", {"also": "nodes=1 gpus-per-node=2 processes=2"}),
+            ("kubernetes", "dp=16", {"gpus_per_node": "0"}),
+            ("kubernetes", "dp=16 device=cpu", {"gpus_per_node": "1"}),
+            ("sagemaker", "dp=2", {"instance": "ml.m5.large"}),
+            ("sagemaker", "dp=8 device=cpu", {}),
+        ],
+    )
+    def test_one_that_fits_is_not(self, tmp_path: Path, name: str, plan: str, options: dict[str, str]) -> None:
+        assert "train" in prepared(name, tmp_path, plan=plan, **options)
+
+    @pytest.mark.parametrize(
+        ("gres", "gpus"),
+        [("gpu", 1), ("gpu:a100:4,fpga:1", 4), ("gres/gpu:2(S:0-1)", 2), ("fpga:1", 0), ("gpu:1g.5gb:2", None)],
+    )
+    def test_generic_resources_are_counted(self, gres: str, gpus: int | None) -> None:
+        assert gpus_in(gres) == gpus
+
+
+class TestTime:
+    """By a checkpoint that the run has saved, which took 200 seconds."""
+
+    @pytest.fixture(autouse=True)
+    def _saved(self, tmp_path: Path) -> None:
+        (tmp_path / "run").mkdir()
+        saved = {
+            "event": "checkpoint",
+            "time": 1.0,
+            "step": 3,
+            "seconds": 200.0,
+            "bytes": 10,
+            "path": "checkpoints/step-3",
+        }
+        (tmp_path / "run" / "events.jsonl").write_text(json.dumps(saved) + "\n")
+
+    @pytest.mark.parametrize("name", QUEUES)
+    def test_that_ends_before_a_checkpoint_is_whole_is_refused(self, tmp_path: Path, name: str) -> None:
+        for grace in (0.0, 250.0):
+            if name == "sagemaker" and grace:
+                continue  # more than it gives
+            run = {"grace": grace}
+            where, given, fix = problem_of(
+                name, tmp_path, run=run, time="3m", **({"signal": "10"} if not grace else {})
+            )
+            assert where == "--time"
+            assert "the slowest checkpoint of this run took 200 seconds" in given or grace
+            prepared(name, tmp_path, run=run, time=fix.removeprefix("--time "))
+
+    @pytest.mark.parametrize("name", QUEUES)
+    def test_to_save_in_that_is_less_is_refused(self, tmp_path: Path, name: str) -> None:
+        where, given, fix = problem_of(name, tmp_path, run={"grace": 100.0}, time="12h")
+        assert where == "--grace"
+        assert "the slowest of this run took 200" in given
+        assert fix == ("--grace 0 --checkpoint-every 10m" if name == "sagemaker" else "--grace 300")
+
+    @pytest.mark.parametrize("name", QUEUES)
+    def test_in_which_nothing_is_saved_is_refused(self, tmp_path: Path, name: str) -> None:
+        where, given, fix = problem_of(name, tmp_path, run={"grace": 0.0, "checkpoint_every": "1h"}, time="30m")
+        assert (where, fix) == ("--time", "--grace 30")
+        assert "a checkpoint every 1h" in given
+
+
+class TestOffers:
+    @pytest.mark.parametrize(
+        ("options", "said"),
+        [
+            ({"instance": "ml.p5.48xlarge", "nodes": "2"}, "2 nodes with 8 x H100"),
+            ({"instance": "ml.g5.12xlarge"}, "1 node with 4 x A10G"),
+            ({"instance": "ml.c5.4xlarge", "nodes": "3"}, "3 nodes with 16 cores"),
+            ({"instance": "ml.m5.large"}, "1 node with 2 cores"),
+            ({"instance": "ml.p6-b300.48xlarge"}, "None"),
+            ({"instance": "ml.p9.xlarge"}, "None"),
+            ({"instance": "ml.p5.48xlarge", "nodes": "two"}, "None"),
+        ],
+    )
+    def test_of_instances(self, options: dict[str, str], said: str) -> None:
+        assert str(instances_offered(options)) == said
+        assert str(SageMakerTarget("").offer(options)) == said
+
+    def test_of_an_instance_that_there_is_not_is_an_error(self) -> None:
+        with pytest.raises(SpecError, match="which there is not"):
+            instances_offered({"instance": "ml.g5.3xlarge"})
+        with pytest.raises(SpecError, match="--instance"):
+            instances_offered({})
+
+    def test_an_instance_has_memory_by_its_family(self) -> None:
+        offer = instances_offered({"instance": "ml.r5.2xlarge"})
+        assert offer == Offer(nodes=1, devices=1, cores=8, memory=64 * 2**30, by="ml.r5.2xlarge")
+
+    @pytest.mark.parametrize(
+        ("options", "said"),
+        [
+            (
+                {"nodes": "2", "gpus-per-node": "8", "node-selector": "nvidia.com/gpu.product=NVIDIA-A100-SXM4-80GB"},
+                "A100-80GB",
+            ),
+            (
+                {"gpus-per-node": "8", "node-selector": "zone=b,cloud.google.com/gke-accelerator=nvidia-h100-80gb"},
+                "H100",
+            ),
+            ({"gpus-per-node": "4", "node-selector": "cloud.google.com/gke-accelerator=nvidia-tesla-t4"}, "T4"),
+            (
+                {"gpus-per-node": "4", "node-selector": "cloud.google.com/gke-accelerator=nvidia-tesla-a100"},
+                "A100-40GB",
+            ),
+        ],
+    )
+    def test_of_pods_with_gpus(self, options: dict[str, str], said: str) -> None:
+        offer = KubernetesTarget("").offer(options)
+        assert offer
+        assert (offer.nodes, offer.devices) == (int(options.get("nodes", "1")), int(options["gpus-per-node"]))
+        assert offer.device == said
+
+    def test_of_pods_without(self) -> None:
+        offer = pods_offered({"gpus-per-node": "0", "cpu": "8", "memory": "16Gi", "nodes": "3"})
+        assert offer == Offer(nodes=3, devices=1, cores=8, memory=16 * 2**30, by="--cpu")
+
+    @pytest.mark.parametrize(
+        "options",
+        [
+            {"gpus-per-node": "8"},  # of what kind?
+            {"gpus-per-node": "8", "node-selector": "pool=a100"},
+            {"node-selector": "nvidia.com/gpu.product=NVIDIA-L4"},  # how many?
+            {"gpus-per-node": "0"},
+            {"gpus-per-node": "0", "cpu": "500m"},
+            {"cpu": "8"},  # and GPUs?
+            {"gpus-per-node": "0", "cpu": "8", "nodes": "two"},
+        ],
+    )
+    def test_of_pods_is_none_where_the_options_do_not_say(self, options: dict[str, str]) -> None:
+        assert pods_offered(options) is None
+
+    @pytest.mark.parametrize(
+        ("nodes", "options", "said"),
+        [
+            ([(2, 0, ""), (64, 8, "A100"), (64, 8, "A100")], {}, "2 nodes with 8 x A100-80GB"),
+            ([(64, 8, "A100-40G")] * 4, {"nodes": "2"}, "2 nodes with 8 x A100-40GB"),
+            ([(4, 0, "")] * 2, {}, "2 nodes with 4 cores"),
+            ([(5, 0, "")] * 2, {"cpus-per-worker": "2"}, "2 nodes with 4 cores"),
+            ([(4, 0, ""), (8, 0, "")], {}, "None"),
+            ([(64, 8, "A100"), (64, 8, "H100")], {}, "None"),
+            ([(64, 8, "MARVEL")], {}, "None"),
+            ([(64, 0.5, "A100")], {}, "None"),
+            ([(1, 0, "")], {"cpus-per-worker": "2"}, "None"),
+            ([(4, 0, "")], {"nodes": "two"}, "None"),
+            ([], {}, "None"),
+        ],
+    )
+    def test_of_a_ray_cluster(self, nodes: list[tuple[float, float, str]], options: dict[str, str], said: str) -> None:
+        there = [
+            NodeOffer(name=f"n{number}", cpus=cpus, gpus=gpus, kind=kind)
+            for number, (cpus, gpus, kind) in enumerate(nodes)
+        ]
+        offer = offer_of(there, options)
+        assert str(offer) == said
+        if offer and not offer.device:
+            assert offer.devices == int(nodes[0][0]) // int(options.get("cpus-per-worker", "1"))
+
+    def test_of_ray_is_read_from_what_ray_says(self) -> None:
+        up = {"NodeManagerHostname": "g0", "NodeManagerAddress": "10.0.0.1", "Alive": True}
+        resources = {"CPU": 64.0, "GPU": 8.0, "memory": 1e11, "accelerator_type:H100": 1.0, "node:10.0.0.1": 1.0}
+        (node,) = offers([{**up, "Resources": resources}, {**up, "Alive": False, "Resources": resources}])
+        assert node == NodeOffer(name="g0", cpus=64, gpus=8, kind="H100", memory=1e11)
+        assert str(node) == "g0 has 64 CPUs and 8 GPUs"
+
+
+class TestSbatch:
+    def test_further_options_are_lines_of_the_script(self, tmp_path: Path) -> None:
+        own = settled("slurm", "--sbatch", "--exclusive", "--nodes", "1", "--sbatch", "--mail-type=END")
+        assert own == {"sbatch": "--exclusive\n--mail-type=END", "nodes": "1"}
+        lines = prepared("slurm", tmp_path, **own).partition("\n\n")[2].splitlines()
+        assert lines.count("#SBATCH --exclusive") == lines.count("#SBATCH --mail-type=END") == 1
+
+    def test_they_are_asked_of_both_kinds_of_nodes(self, tmp_path: Path) -> None:
+        script = prepared("slurm", tmp_path, nodes="1", also="nodes=1 gpus-per-node=8", sbatch="--exclusive")
+        first, second = script.split("#SBATCH hetjob\n")
+        assert "#SBATCH --exclusive\n" in first
+        assert "#SBATCH --exclusive\n" in second
+
+    @pytest.mark.parametrize(
+        ("text", "given", "fix"),
+        [
+            ("exclusive", "'exclusive'", "--sbatch '--exclusive'"),
+            ("-x", "'-x'", "--sbatch '--exclusive'"),
+            ("--comment=a b", "'--comment=a b'", "--sbatch '--exclusive'"),
+            ("--comment=$(id)", "$(id)", "--sbatch '--exclusive'"),
+            ("", "''", "--sbatch '--exclusive'"),
+            ("--partition=gpu", "--partition=gpu", "--partition gpu"),
+            ("--output=x", "--output=x", "without --sbatch '--output=x'"),
+            ("--nice=5\n--nice=6", "--nice twice", "--sbatch '--nice=6'"),
+            (
+                "--export=ALL,HF_TOKEN=hf_1",
+                "HF_TOKEN, which is called as a secret is",
+                "HF_TOKEN of this shell, which sbatch hands on",
+            ),
+        ],
+    )
+    def test_what_cannot_be_is_refused(self, tmp_path: Path, text: str, given: str, fix: str) -> None:
+        spec = RunSpec(job=str(tmp_path / "train.py"), plan=Plan.parse("dp=2"), folder=tmp_path / "run")
+        options = {"gpus-per-node": "2", "sbatch": text}
+        with pytest.raises(SpecError) as caught:
+            SlurmTarget("").prepare(Submission(run=spec, name="train", python="python", options=options))
+        (problem,) = caught.value.problems
+        assert problem.where == "--sbatch"
+        assert given in problem.given
+        assert problem.fix == fix
+
+
+class TestPods:
+    def container(self, folder: Path, **options: str) -> dict[str, Any]:
+        text = prepared("kubernetes", folder, **options)
+        objects = json.loads(text[text.index("{\n") : text.rindex("}\n") + 1])
+        self.pod = objects["items"][1]["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
+        return self.pod["containers"][0]
+
+    def test_have_variables_and_pull_their_image_by_a_secret(self, tmp_path: Path) -> None:
+        own = settled(
+            "kubernetes",
+            *("--environment", "NCCL_DEBUG=INFO", "--environment", "OMP_NUM_THREADS=3"),
+            *("--image-pull-secret", "ecr", "--image-pull-secret", "mirror"),
+        )
+        env = self.container(tmp_path, gpus_per_node="0", cpu="8", **own)["env"]
+        assert [one["name"] for one in env] == ["RESTART_ATTEMPT", "OMP_NUM_THREADS", "NCCL_DEBUG"]
+        assert [one.get("value") for one in env[1:]] == ["3", "INFO"]
+        assert self.pod["imagePullSecrets"] == [{"name": "ecr"}, {"name": "mirror"}]
+
+    def test_have_none_that_nobody_asked_for(self, tmp_path: Path) -> None:
+        assert [one["name"] for one in self.container(tmp_path)["env"]] == ["RESTART_ATTEMPT"]
+        assert "imagePullSecrets" not in self.pod
+
+    @pytest.mark.parametrize(
+        ("option", "text", "given"),
+        [
+            ("environment", "HF_TOKEN=hf_1", "HF_TOKEN, which is called as a secret is"),
+            ("environment", "RESTART_ATTEMPT=1", "RESTART_ATTEMPT"),
+            ("environment", "NCCL_DEBUG", "'NCCL_DEBUG'"),
+            ("environment", "2A=1", "'2A=1'"),
+            ("image_pull_secret", "ecr:password", "'ecr:password'"),
+        ],
+    )
+    def test_what_cannot_be_is_refused(self, tmp_path: Path, option: str, text: str, given: str) -> None:
+        where, said, _ = problem_of("kubernetes", tmp_path, **{option: text})
+        assert where == f"--{option.replace('_', '-')}"
+        assert given in said
+        assert "hf_1" not in said
