@@ -14,13 +14,13 @@ import tomli_w
 
 from phalanx.config.fields import (
     AXES,
-    CHOICES,
     DATA_AXES,
     NUMBERS,
     STAGES,
     TEXTS,
     TRUTHS,
     UNBOUNDED,
+    WORDS,
     Attention,
     Compensate,
     Device,
@@ -330,7 +330,7 @@ def _take(key: str, text: str, values: dict[str, Any], problems: list[Problem]) 
     names = [field.name for field in fields(Plan)]
     if key not in names:
         problems.append(plan_problem(key, f"unknown key {key!r}", ", ".join(names), f"{_nearest(key)}={text}"))
-    elif key in CHOICES or key in TEXTS:
+    elif key in WORDS or key in TEXTS:
         values[key] = text  # Plan itself checks choices
     elif key in TRUTHS:
         values[key] = text == "true"

@@ -10,9 +10,8 @@ import importlib
 from collections.abc import Callable
 from typing import Any, final
 
-import torch
-
 from phalanx.config.run import TIMEOUT
+from phalanx.device_kinds import all_kinds
 from phalanx.errors import RunError
 from phalanx.launch.launcher import Launch, Launcher, WorkerFunction, WorkerHosts
 from phalanx.launch.supervision import supervise
@@ -29,13 +28,14 @@ class LocalLauncher(Launcher):
         return
 
     def prepare(self, launch: Launch) -> None:
-        """Refuse to fork a process that uses CUDA, and load what the plan needs once for all workers."""
-        if torch.cuda.is_initialized():
-            raise RunError(
-                "this process already uses CUDA, and workers forked from it could not\n"
-                "    try: phalanx train JOB from the command line, or move CUDA work (.cuda(), .to('cuda'), "
-                "torch.cuda.synchronize()) out of the module level of the job file and into model() and data()"
-            )
+        """Refuse to fork a process that uses an accelerator, and load what the plan needs once for all workers."""
+        for kind in all_kinds():
+            if kind.in_use():
+                raise RunError(
+                    f"this process already uses {kind.label}, and workers forked from it could not\n"
+                    f"    try: phalanx train JOB from the command line, or move {kind.label} work "
+                    f"({kind.heavy_ways}) out of the module level of the job file and into model() and data()"
+                )
         if launch.run:
             make_ready(launch.run.plan)
             if launch.run.resume is True:

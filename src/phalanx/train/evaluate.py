@@ -17,6 +17,7 @@ from phalanx.comm import from_every_rank, sum_over_ranks
 from phalanx.config import Job, Metric, Plan
 from phalanx.config.losses import Losses
 from phalanx.data import evaluation_batches
+from phalanx.device_kinds import kind_named
 from phalanx.errors import LossError
 from phalanx.train.assembly import Assembly
 from phalanx.train.evaluation_sums import EvaluationSums, Found, Sums
@@ -68,8 +69,9 @@ def evaluate(
     begun, job = time.perf_counter(), evaluated_job(job)
     layout = assembly.layout
     device = next(layout.module.parameters()).device
-    if device.type == "cpu" and assembly.device == "cuda":  # parameters offloaded between uses
-        device = torch.device("cuda", torch.cuda.current_device())
+    kind = kind_named(assembly.device)
+    if device.type == "cpu" and not kind.on_host:  # parameters offloaded between uses
+        device = kind.current()
     inputs = Inputs(job, layout.module)
     sums, samples = EvaluationSums(), 0
     with _weights(assembly), torch.no_grad(), evaluation_mode(layout.module):

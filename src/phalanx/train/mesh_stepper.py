@@ -16,6 +16,7 @@ from phalanx.config.sync import within
 from phalanx.data import Ledger, StepBatch
 from phalanx.data.host_ledger import HostKey, share_files
 from phalanx.data.loader import data_facts
+from phalanx.device_kinds import kind_named
 from phalanx.errors import CheckpointError, is_out_of_memory
 from phalanx.events import EventLog
 from phalanx.hardware import peak_memory
@@ -83,7 +84,8 @@ def rank_of_mesh(
         assembly.step.drift = _drift_watch(run, place, assembly)
         assembly.step.observer = observer
         observer.built(AssemblyScene(assembly))
-        how = {"writes": place.rank == 0, "total_steps": assembly.loader.total_steps, "late": assembly.device == "cuda"}
+        late = not kind_named(assembly.device).on_host
+        how = {"writes": place.rank == 0, "total_steps": assembly.loader.total_steps, "late": late}
         with RunRecorder(run, ledger=_ledger(run, place, assembly, assembly.step.progress.step), **how) as recorder:
             recorder.start(
                 job,

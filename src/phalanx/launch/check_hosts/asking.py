@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from phalanx.device_kinds import probed_kinds
 from phalanx.errors import RunError
 from phalanx.launch.check_hosts import host_probe, job_probe, link_probe
 from phalanx.launch.check_hosts.target_host import TargetHost
@@ -119,8 +120,9 @@ def survey(hosts: Sequence[TargetHost], asked: CheckQuestion) -> HostSurvey:
     """Ask all ``hosts``, and leave nothing behind there or here."""
     with _shared_folder(asked.folder) as (folder, token, error), ThreadPoolExecutor(max(1, len(hosts))) as pool:
         meeting = hosts[0].address if hosts else ""
+        probed = {kind.name: kind.probe for kind in probed_kinds()}
         common = {
-            "job": {"reference": asked.reference, "file": asked.file},
+            "job": {"reference": asked.reference, "file": asked.file, "kinds": probed},
             "boot": _BOOT,
             "job_probe": _text(job_probe),
             "patience": _OF_JOB,

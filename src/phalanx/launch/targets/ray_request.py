@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from phalanx.config import RunSpec
+from phalanx.device_kinds import kind_named
 from phalanx.errors import Problem, RefusedError, SpecError
 from phalanx.launch.jobfile import Reference
 from phalanx.launch.targets.code_pack import CODE_OPTION, folder_to_pack, job_within
@@ -52,7 +53,7 @@ class RayRequest:
         processes: of the run.
         devices: that each process has.
         computing: devices of all processes: servers have none.
-        device: ``auto``, ``cpu`` or ``cuda``: whether they are GPUs.
+        device: ``auto``, or their kind: whether they are GPUs.
         nodes: how many; 0: the fewest that do.
         cpus: for each process; 0: one a device, or one beside GPUs.
         runtime_env: a file in JSON with Ray's runtime environment; empty where there is none.
@@ -131,7 +132,8 @@ class RayRequest:
         Raises:
             RefusedError: they have too little, with what they have.
         """
-        wants_gpus = self.device == "cuda" or (self.device == "auto" and any(node.gpus for node in there))
+        on_gpus = self.device != "auto" and not kind_named(self.device).on_host
+        wants_gpus = on_gpus or (self.device == "auto" and any(node.gpus for node in there))
         cpus = self.cpus or (1 if wants_gpus else self.devices)
         for nodes in [self.nodes] if self.nodes else range(1, len(there) + 1):
             workers = self.processes // nodes

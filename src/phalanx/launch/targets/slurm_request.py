@@ -29,7 +29,7 @@ OPTIONS = {
         help="other nodes beside these, by the same options and processes=N on each", example="'nodes=2 partition=old'"
     ),
     "time": Option(help="time limit, in m, h or d or as Slurm writes it; the run goes on after it", example="12h"),
-    "setup": Option(help="a line of shell that runs before", example="'module load cuda'"),
+    "setup": Option(help="a line of shell that runs before", example="'module load python'"),
     "signal": Option(help="seconds before the time limit at which the run saves", example="120"),
 }
 """All that a launch on Slurm may be asked for."""
