@@ -27,7 +27,7 @@ def register(kind: DeviceKind) -> None:
     Raises:
         ValueError: there is another kind of that name.
     """
-    if kind.name in _built_in() or _added.get(kind.name, kind) is not kind:
+    if kind.name in ("auto", *_built_in()) or _added.get(kind.name, kind) is not kind:
         raise ValueError(f"there is a kind of device called {kind.name!r} already")
     _added[kind.name] = kind
 

@@ -305,7 +305,7 @@ class Stopwatch:
         if not self._kind.streams:
             self._kind.synchronize()
             return time.perf_counter()
-        event = self._kind.event(timed=True) if again is None or isinstance(again, float) else again
+        event = self._kind.event(timed=True) if again is None or isinstance(again, float | int) else again
         event.record()
         return event
 
@@ -347,8 +347,8 @@ class StepTiming:
 
 
 def _between(begin: Moment, end: Moment) -> float:
-    if isinstance(begin, float) or isinstance(end, float):
-        return end - begin if isinstance(begin, float) and isinstance(end, float) else 0.0
+    if isinstance(begin, float | int) or isinstance(end, float | int):
+        return end - begin if isinstance(begin, float | int) and isinstance(end, float | int) else 0.0
     end.synchronize()
     return begin.elapsed_time(end) / 1e3
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, Any, cast, final
 
 from phalanx.device_kinds.accelerator import Accelerator
 
@@ -21,12 +21,12 @@ class _Xpu(Accelerator):
     def event(self, *, timed: bool = False) -> torch.Event:
         import torch
 
-        return torch.xpu.Event(enable_timing=timed)
+        return cast(Any, torch.xpu.Event(enable_timing=timed))
 
     def queued_on(self, stream: torch.Stream) -> Any:
         import torch
 
-        return torch.xpu.stream(stream)
+        return torch.xpu.stream(cast(Any, stream))
 
 
 KIND = _Xpu()
