@@ -11,13 +11,14 @@ import sys
 from collections.abc import Callable
 from dataclasses import MISSING, fields
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import click
 
 import phalanx
 from phalanx.cli import main as cli
-from phalanx.config import Job, Plan, RunSpec, plan
+from phalanx.config import Job, Plan, RunSpec
+from phalanx.config.fields import choices
 from phalanx.config.run import NOT_IN_FILE
 from phalanx.events import SCHEMA, SCHEMA_VERSION
 from phalanx.hardware import entry, names
@@ -82,8 +83,8 @@ def plan_table() -> str:
     meanings = attributes(Plan)
     rows = ["| key | values | default | meaning |", "| --- | --- | --- | --- |"]
     for field in fields(Plan):
-        choices = get_args(getattr(plan, field.name.capitalize(), None))
-        values = ", ".join(f"`{choice}`" for choice in choices) or _values(str(field.type), field.name)
+        words = ", ".join(f"`{word}`" for word in choices().get(field.name, ()))
+        values = words or _values(str(field.type), field.name)
         rows.append(f"| `{field.name}` | {values} | {_default(field.default)} | {meanings[field.name]} |")
     return "\n".join(rows)
 

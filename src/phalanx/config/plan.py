@@ -65,7 +65,7 @@ class Plan:
             attention), ``full`` (all but block inputs).
         offload: what lives in host memory between uses.
         compile: ``torch.compile`` each block.
-        device: ``auto`` takes CUDA devices where there are any.
+        device: kind of device; ``auto`` takes accelerators where there are enough of one kind, else the host's cores.
         sync: how ranks of ``dp`` are brought together: ``each`` sums gradients in every step; ``local`` lets each step
             by itself and averages parameters; ``diloco`` hands the average of what they learnt to an outer optimizer.
         every: steps from one averaging to the next, with ``local`` and ``diloco``.
