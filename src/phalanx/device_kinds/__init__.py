@@ -1,6 +1,6 @@
 """Kinds of devices: what Phalanx asks of one, the registry, and a file for each kind in ``kinds``."""
 
-from phalanx.device_kinds.interface import Attention, DeviceKind, DeviceMemory
+from phalanx.device_kinds.interface import AttentionKernels, DeviceKind, DeviceMemory
 from phalanx.device_kinds.registry import (
     accelerator,
     accelerator_count,
@@ -20,7 +20,7 @@ from phalanx.device_kinds.registry import (
 )
 
 __all__ = [
-    "Attention",
+    "AttentionKernels",
     "DeviceKind",
     "DeviceMemory",
     "accelerator",

@@ -30,7 +30,7 @@ class DeviceMemory:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Attention:
+class AttentionKernels:
     """Which fused kernels of attention torch has on a device, and may use: its switches rule all devices.
 
     Attributes:
@@ -165,9 +165,9 @@ class DeviceKind(ABC):
         """Of the device in use; ``None`` where it is the host's, or the kind does not tell."""
         return None
 
-    def attention(self) -> Attention:
+    def attention(self) -> AttentionKernels:
         """The fused kernels of attention that ring attention may call."""
-        return Attention()
+        return AttentionKernels()
 
     def attention_switches(self) -> tuple[bool, ...]:
         """torch's switches that choose between kernels of attention, asked of the host's kind: they rule all."""

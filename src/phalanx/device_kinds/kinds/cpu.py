@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, final
 
-from phalanx.device_kinds.interface import Attention, DeviceKind
+from phalanx.device_kinds.interface import AttentionKernels, DeviceKind
 
 if TYPE_CHECKING:
     import torch
@@ -35,8 +35,8 @@ class _Cpu(DeviceKind):
 
         return torch.default_generator
 
-    def attention(self) -> Attention:
-        return Attention(flash=self.attention_switches()[0])
+    def attention(self) -> AttentionKernels:
+        return AttentionKernels(flash=self.attention_switches()[0])
 
     def attention_switches(self) -> tuple[bool, ...]:
         import torch

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, ClassVar, cast, final
 
 from phalanx.device_kinds.accelerator import Accelerator
-from phalanx.device_kinds.interface import Attention, DeviceMemory
+from phalanx.device_kinds.interface import AttentionKernels, DeviceMemory
 
 if TYPE_CHECKING:
     import torch
@@ -123,11 +123,11 @@ class _Cuda(Accelerator):
             total=total,
         )
 
-    def attention(self) -> Attention:
+    def attention(self) -> AttentionKernels:
         import torch
 
         switches = torch.backends.cuda
-        return Attention(
+        return AttentionKernels(
             flash=switches.is_flash_attention_available() and switches.flash_sdp_enabled(),
             efficient=switches.mem_efficient_sdp_enabled(),
             features=8,
