@@ -270,6 +270,7 @@ MUTABLE = {
     "comm/process_group.py: _stores",  # as there is one default process group in a process
     "comm/roll_call.py: _words",  # of those stores, by rank, also in processes that are forked
     "data/streams.py: _begun",  # where the first pass over nodes began, for as long as they live
+    "device_kinds/registry.py: _added",  # kinds of devices that a program or a package brings
     "files/single_writer.py: _held",  # locks that this process holds, as the kernel knows them
     "launch/host_network.py: _numbers",
     "launch/host_process.py: _numbers",
