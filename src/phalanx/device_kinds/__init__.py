@@ -10,6 +10,7 @@ from phalanx.device_kinds.registry import (
     host,
     interface_variables,
     is_kind,
+    kind_for,
     kind_named,
     kind_names,
     kind_of,
@@ -17,6 +18,7 @@ from phalanx.device_kinds.registry import (
     probed_kinds,
     register,
     registered,
+    widened,
 )
 
 __all__ = [
@@ -31,6 +33,7 @@ __all__ = [
     "host",
     "interface_variables",
     "is_kind",
+    "kind_for",
     "kind_named",
     "kind_names",
     "kind_of",
@@ -38,4 +41,5 @@ __all__ = [
     "probed_kinds",
     "register",
     "registered",
+    "widened",
 ]

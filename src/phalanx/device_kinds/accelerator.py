@@ -25,10 +25,11 @@ print(json.dumps([["", torch.accelerator.get_memory_info(index)[1]] for index in
         return self.module().device_count() if self.is_built() else 0
 
     def is_built(self) -> bool:
-        """Whether the torch that is installed knows the kind."""
+        """Whether the torch that is installed is for this kind, of which each torch has one. Begins to use none."""
         import torch
 
-        return hasattr(torch, self.torch_type)
+        there = torch.accelerator.current_accelerator()
+        return there is not None and there.type == self.torch_type
 
     def module(self) -> Any:
         """torch's own, such as ``torch.NAME``."""

@@ -62,6 +62,9 @@ class DeviceKind(ABC):
         pinned: copies from pinned memory of the host go on by themselves.
         in_order: a process group tells messages between two ranks apart by their order alone.
         shared: one process may compute on several.
+        forks: workers may be forked from a process that has loaded torch and not begun to use one; else each is a
+            process of its own from the start.
+        precisions: that plans may compute in.
         fitted: the constants of forecasts were fitted to measurements of devices of this name.
         compiles: ``torch.compile`` makes its kernels without the C++ compiler of the host.
         backend: for collectives of its tensors.
@@ -89,6 +92,8 @@ class DeviceKind(ABC):
     pinned: ClassVar[bool] = False
     in_order: ClassVar[bool] = False
     shared: ClassVar[bool] = False
+    forks: ClassVar[bool] = True
+    precisions: ClassVar[tuple[str, ...]] = ("fp32", "bf16", "fp16")
     fitted: ClassVar[bool] = False
     compiles: ClassVar[bool] = False
     interfaces: ClassVar[tuple[str, ...]] = ()
@@ -128,6 +133,10 @@ class DeviceKind(ABC):
     @abstractmethod
     def generator(self, device: torch.device) -> torch.Generator:
         """The default stream of random numbers of ``device``."""
+
+    def before_workers(self, machines: int, workers: int) -> None:
+        """Called in the process that starts ``workers`` on each of so many machines, before it does."""
+        return
 
     def in_use(self) -> bool:
         """Whether this process has begun to use one, so that workers forked from it could not."""

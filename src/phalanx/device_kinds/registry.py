@@ -104,6 +104,16 @@ def automatic_kind(devices: int) -> DeviceKind:
     return next((one for one in automatic_kinds() if not one.on_host and one.count() >= devices), host())
 
 
+def kind_for(named: str, devices: int) -> DeviceKind:
+    """The kind that a plan with ``device=named`` computes on, which needs so many devices of this machine."""
+    return automatic_kind(devices) if named == "auto" else kind_named(named)
+
+
+def widened(tensor: torch.Tensor) -> torch.Tensor:
+    """``tensor`` in the widest floating point type that its device adds up in: fp64 where there is one."""
+    return tensor.to(kind_of(tensor.device).widest())
+
+
 def probed_kinds() -> tuple[DeviceKind, ...]:
     """The kinds that hosts are asked for devices of."""
     return tuple(kind for kind in all_kinds() if kind.probe)

@@ -37,8 +37,10 @@ def memory_bytes() -> int:
     return memory_of(_ROOT, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
 
 
-def this_machine() -> Cluster:
+def this_machine(kind: DeviceKind | None = None) -> Cluster:
     """The devices of this machine: its accelerators, else its CPU cores, each good for one process.
+
+    ``kind``: of the accelerators; what ``device=auto`` takes where not given.
 
     What cannot be read here is the catalog's: peak and bandwidth of all devices, and all of a GPU it does not know.
     GPUs of several kinds in one machine are told as groups of their own.
@@ -46,7 +48,7 @@ def this_machine() -> Cluster:
     host = Host(name="this machine", cores=cores(), memory=memory_bytes(), numa=numa_of(_ROOT))
     found = network_of(_ROOT)
     network = found or entry("cpu").network(1)
-    return Cluster(groups=_gpu_groups(host, _gpus(), _topology()) or (cpu_group(host),), network=network)
+    return Cluster(groups=_gpu_groups(host, _gpus(kind), _topology()) or (cpu_group(host),), network=network)
 
 
 def cpu_group(host: Host) -> Group:
@@ -86,9 +88,9 @@ def _gpu_groups(host: Host, gpus: Sequence[Gpu], matrix: str) -> tuple[Group, ..
     return tuple(groups)
 
 
-def _gpus() -> tuple[Gpu, ...]:
-    kind = accelerator()
-    if kind is None:
+def _gpus(kind: DeviceKind | None = None) -> tuple[Gpu, ...]:
+    kind = kind or accelerator()
+    if kind is None or kind.on_host or not kind.count():
         return ()
     unknown = Gpu(name="", memory=generic(kind.name).device.memory, kind=kind.name)
     return _asked_elsewhere(kind) or (unknown,) * kind.count()

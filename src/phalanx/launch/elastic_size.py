@@ -15,7 +15,7 @@ from typing import Self, final
 from phalanx.config import Job, Plan, RunSpec
 from phalanx.config.batch_ramp import smaller_batches
 from phalanx.config.elastic import plans_of
-from phalanx.device_kinds import automatic_kind, kind_named
+from phalanx.device_kinds import kind_for
 from phalanx.errors import Problem, RefusedError, SpecError
 from phalanx.events import EventLog
 from phalanx.files import read_text
@@ -185,5 +185,5 @@ def _more_than_samples(run: RunSpec, job: Job) -> Problem:
 
 def _devices_here(run: RunSpec, least: int) -> Callable[[], float]:
     """What counts the devices that the run could have: the accelerators here, if it takes these, or processes."""
-    kind = automatic_kind(least) if run.plan.device == "auto" else kind_named(run.plan.device)
+    kind = kind_for(run.plan.device, least)
     return (lambda: math.inf) if kind.on_host else kind.count

@@ -11,8 +11,8 @@ from collections.abc import Callable
 from typing import Any, final
 
 from phalanx.config.run import TIMEOUT
-from phalanx.device_kinds import all_kinds
-from phalanx.errors import RunError
+from phalanx.device_kinds import all_kinds, kind_for
+from phalanx.errors import RefusedError, RunError
 from phalanx.launch.launcher import Launch, Launcher, WorkerFunction, WorkerHosts
 from phalanx.launch.supervision import supervise
 from phalanx.launch.torch_warmup import make_ready
@@ -36,6 +36,10 @@ class LocalLauncher(Launcher):
                     f"    try: phalanx train JOB from the command line, or move {kind.label} work "
                     f"({kind.heavy_ways}) out of the module level of the job file and into model() and data()"
                 )
+        if launch.run and not (kind := kind_for(launch.run.plan.device, launch.run.plan.devices)).forks:
+            given = f"workers on {kind.label} devices forked from this process"
+            allowed = "processes of their own, each of which begins with its device"
+            raise RefusedError.of(where="launcher", given=given, allowed=allowed, fix='launcher="torchrun"')
         if launch.run:
             make_ready(launch.run.plan)
             if launch.run.resume is True:

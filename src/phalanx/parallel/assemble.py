@@ -16,7 +16,7 @@ from phalanx.config.clip import clip_problems
 from phalanx.config.fields import plan_problem
 from phalanx.config.losses import counts_problems
 from phalanx.config.plan_rules import stage_problems
-from phalanx.device_kinds import automatic_kind, host, kind_named, kind_of
+from phalanx.device_kinds import host, kind_for, kind_named, kind_of
 from phalanx.errors import Problem
 from phalanx.hardware import keep_freed_memory, return_freed_memory
 from phalanx.parallel import (
@@ -65,9 +65,7 @@ def check(job: Job, plan: Plan, here: int | None = None) -> list[Problem]:
 
 def device_kind(plan: Plan, here: int | None = None) -> str:
     """The kind that ``plan`` computes on: ``device=auto`` takes one of which every replica can have a device."""
-    if plan.device != "auto":
-        return plan.device
-    return automatic_kind(here or plan.devices).name
+    return kind_for(plan.device, here or plan.devices).name
 
 
 def devices_here(plan: Plan, place: Place) -> int:
@@ -160,6 +158,9 @@ def _check_device(plan: Plan, here: int | None) -> list[Problem]:
         given = f"threads={plan.threads} on {kind.label} devices, of which a process has one"
         processes = str(replace(plan, threads=1, dp=plan.threads))
         return [plan_problem("threads", given, "processes, each with a device of its own", processes)]
+    if plan.precision not in kind.precisions and plan.precision in host().precisions:
+        given = f"precision={plan.precision} on {kind.label} devices"
+        return [plan_problem("precision", given, ", ".join(kind.precisions), f"precision={kind.precisions[-1]}")]
     there, needed = kind.count(), here or plan.devices
     if there >= needed:
         return []

@@ -35,7 +35,7 @@ from phalanx.comm import Mesh
 from phalanx.comm.process_group import all_gather_flat
 from phalanx.config import Job, Plan
 from phalanx.config.fields import DATA_AXES
-from phalanx.device_kinds import kind_named
+from phalanx.device_kinds import kind_named, kind_of
 from phalanx.errors import Problem
 from phalanx.parallel.buffer_sync import statistics_of
 from phalanx.placement.batch_split import largest_share
@@ -319,7 +319,7 @@ def _whole(tensor: Any) -> Any:
 def _statistics(input: Tensor, exchange: _Joining) -> tuple[Tensor, Tensor, Tensor]:
     """Mean and biased variance (C,) of fp64 of the global batch, and how many values a channel they are of."""
     channels = input.shape[1]
-    row = torch.zeros(2 * channels + 1, dtype=torch.float64, device=input.device)
+    row = torch.zeros(2 * channels + 1, dtype=kind_of(input.device).widest(), device=input.device)
     if exchange.counts and input.numel():
         values = input.to(torch.promote_types(input.dtype, torch.float32))
         var, mean = torch.var_mean(values, _but_channels(input), correction=0)

@@ -189,8 +189,8 @@ def cluster_for(plan: Plan, threads: int | None = None) -> Cluster:
 
     ``threads``: that each replica computes with; its share of the cores where not given.
     """
-    there = this_machine()
     kind = kind_named(device_kind(plan))
+    there = this_machine() if plan.device == "auto" or kind.on_host else this_machine(kind)
     if not kind.on_host and kind_of_hardware(there.groups[0].device.kind) is kind:
         return Cluster(groups=(replace(there.groups[0], nodes=1, per_node=plan.devices),), network=there.network)
     measured = _measured()

@@ -1,32 +1,42 @@
 """TPUs of Google by TorchTPU, the package ``torch_tpu``. Written against its version 0.2; never run on a TPU.
 
-torch loads it with itself where it is installed (an entry point), and has ``torch.tpu`` and the backend ``tpu_dist``
-from then on. A process has one TPU, which its local rank picks; streams and events are there in name only.
+torch loads it by itself where it is installed (an entry point of ``torch.backends``). Where it finds TPUs, torch has
+the device type ``tpu`` and the backend ``tpu_dist`` for collectives from then on. A process has one TPU, which
+torchrun's variables pick: workers are started by torchrun, not forked. Streams and events are there in name only.
 """
 
 from __future__ import annotations
 
+import warnings
+from importlib import import_module
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, final
+from typing import TYPE_CHECKING, Any, final
 
 from phalanx.device_kinds.accelerator import Accelerator
 
 if TYPE_CHECKING:
     import torch
 
-_INSTALL = "pip install torch_tpu, on a machine with TPUs; torch then loads it by itself"
+    from phalanx.device_kinds.interface import DeviceMemory
+
+_LISTING = """
+import json, torch
+found = [torch.tpu.get_device_properties(index) for index in range(torch.accelerator.device_count())]
+print(json.dumps([[one.name, one.total_memory] for one in found]))
+"""
 
 
 @final
 class _Tpu(Accelerator):
     name, label, torch_type, hardware = "tpu", "TPU", "tpu", ("tpu",)
-    backend = "tpu_dist"
+    backend, precisions, listing = "tpu_dist", ("fp32", "bf16"), _LISTING
     in_order = compiles = True
+    automatic = forks = False  # a run says that it wants them, and how its workers start
 
     def missing(self) -> str:
         if find_spec("torch_tpu") is None:
-            return f"torch_tpu is not installed here: {_INSTALL}"
-        return "" if self.is_built() else "torch has not loaded torch_tpu: leave TORCH_DEVICE_BACKEND_AUTOLOAD alone"
+            return "torch_tpu, by which torch uses TPUs, is not installed: pip install torch_tpu libtpu"
+        return "" if self.is_built() else "torch_tpu finds no TPU on this machine"
 
     def count(self) -> int:
         import torch
@@ -34,9 +44,25 @@ class _Tpu(Accelerator):
         return torch.accelerator.device_count() if self.is_built() else 0
 
     def device(self, index: int) -> torch.device:
-        import torch
+        return self.current()  # that of this process, whatever its place: it has no other
 
-        return torch.device("tpu", torch.accelerator.current_device_index())
+    def generator(self, device: torch.device) -> torch.Generator:
+        return self.module()._get_generator(device)
+
+    def before_workers(self, machines: int, workers: int) -> None:
+        set_up: Any = import_module("torch.tpu.distributed").set_tpu_launch_env
+        set_up(nnodes=machines, nproc_per_node=workers)
+
+    def in_use(self) -> bool:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # it says of itself that it is experimental
+            return super().in_use()
+
+    def memory(self) -> DeviceMemory | None:
+        try:
+            return super().memory()
+        except RuntimeError:  # not every version of it counts memory
+            return None
 
 
 KIND = _Tpu()
