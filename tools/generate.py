@@ -20,6 +20,7 @@ from phalanx.cli import main as cli
 from phalanx.config import Job, Plan, RunSpec
 from phalanx.config.fields import choices
 from phalanx.config.run import NOT_IN_FILE
+from phalanx.device_kinds import all_kinds
 from phalanx.events import SCHEMA, SCHEMA_VERSION
 from phalanx.hardware import entry, names
 from phalanx.hardware.catalog import HEADINGS, cells
@@ -140,6 +141,32 @@ def event_tables() -> str:
     return "\n\n".join(parts)
 
 
+def device_kinds_table() -> str:
+    """Every kind of device with what it can do."""
+    heads = ("`device=`", "proven", "`auto`", "collectives", "devices of a run", "of a process", "forked", "streams")
+    heads += ("pinned memory", "computes in", "widest sums", "fitted")
+    rows = [f"| {' | '.join(heads)} |", "| --- |" + " --- |" * (len(heads) - 1)]
+    for kind in all_kinds():
+        words = (
+            f"`{kind.name}`",
+            _yes(kind.proven),
+            "where there is nothing else" if kind.on_host else _yes(kind.automatic),
+            f"`{kind.backend}`" if kind.most is None else "none",
+            "any number" if kind.most is None else str(kind.most),
+            "several" if kind.shared else "1",
+            *map(_yes, (kind.forks, kind.streams, kind.pinned)),
+            ", ".join(f"`{one}`" for one in kind.precisions),
+            f"`{kind.widest()}`".replace("torch.", ""),
+            _yes(kind.fitted),
+        )
+        rows.append(f"| {' | '.join(words)} |")
+    return "\n".join(rows)
+
+
+def _yes(fact: bool) -> str:
+    return "yes" if fact else "no"
+
+
 def cli_help() -> str:
     """The help text of every verb, as the terminal shows it at 80 columns."""
     parts = []
@@ -197,6 +224,7 @@ TABLES: dict[str, tuple[str, Callable[[], str]]] = {
     "job": ("reference/python.md", job_table),
     "cli": ("reference/cli.md", cli_help),
     "devices": ("reference/devices.md", catalog_table),
+    "device_kinds": ("reference/device-kinds.md", device_kinds_table),
     "from_ddp": ("how-to/from-ddp.md", lambda: conversion("from_ddp")),
     "from_accelerate": ("how-to/from-accelerate.md", lambda: conversion("from_accelerate")),
     "from_transformers_trainer": (
