@@ -135,7 +135,7 @@ def not_run_yet(plan: Plan, cluster: Cluster) -> str:
         return f"precision={plan.precision} can be forecast but not run yet"
     unlike = [group.device for group in cluster.groups if not kind_of_hardware(group.device.kind).proven]
     if unlike:
-        return f"{unlike[0].name} is of kind {unlike[0].kind}, on which nothing has run yet"
+        return f"{unlike[0].name} is of kind {unlike[0].kind}, on which nothing runs yet"
     if len({group.device.kind for group in cluster.groups}) > 1:
         return "devices of several kinds in one run"
     return ""
