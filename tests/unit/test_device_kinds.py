@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from phalanx.config import Device, Job, Plan
 from phalanx.device_kinds import (
@@ -34,6 +35,9 @@ from phalanx.device_kinds import (
 from phalanx.device_kinds import registry as kinds_registry
 from phalanx.errors import SpecError
 from phalanx.parallel import check, device_kind
+from phalanx.parallel.context.flash_block import kernel_for
+from phalanx.parallel.pipeline.messages import wants_order
+from phalanx.train.uneven_shares import MemoryRoom
 from stand_in_kind import KIND
 
 pytestmark = pytest.mark.quick
@@ -242,3 +246,92 @@ class TestFacts:
     @pytest.mark.parametrize("name", BUILT_IN)
     def test_proven(self, name: str) -> None:
         assert kind_named(name).proven == (name in ("cpu", "cuda"))
+
+
+class TestCuda:
+    """What is asked of torch.cuda, on a machine without: each answer is torch's own."""
+
+    @pytest.fixture
+    def asked(self, monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
+        asked: list[tuple[Any, ...]] = []
+
+        def answers(name: str, answer: Any) -> None:
+            monkeypatch.setattr(torch.cuda, name, lambda *args, **how: (asked.append((name, *args, how)), answer)[1])
+
+        for name in ("device_count", "current_device", "max_memory_allocated", "memory_allocated", "memory_reserved"):
+            answers(name, len(name))
+        for name in ("is_initialized", "_is_in_bad_fork", "set_device", "synchronize"):
+            answers(name, True)
+        for name in ("Event", "Stream", "stream", "current_stream"):
+            answers(name, name)
+        answers("mem_get_info", (5, 80))
+        monkeypatch.setattr(torch.cuda, "default_generators", ("first", "second"))
+        return asked
+
+    def test_counts_and_devices(self, asked: list[tuple[Any, ...]]) -> None:
+        kind = kind_named("cuda")
+        assert (kind.count(), kind.device(3), kind.current()) == (12, torch.device("cuda", 3), torch.device("cuda", 14))
+        kind.use(torch.device("cuda", 1))
+        assert asked[-1] == ("set_device", torch.device("cuda", 1), {})
+        assert (kind.in_use(), kind.spoilt()) == (True, True)
+
+    def test_streams_and_events(self, asked: list[tuple[Any, ...]]) -> None:
+        kind, device = kind_named("cuda"), torch.device("cuda", 1)
+        found: list[Any] = [kind.event(), kind.event(timed=True), kind.stream(device), kind.current_stream(device)]
+        assert found == ["Event", "Event", "Stream", "current_stream"]
+        stream: Any = "one"
+        assert kind.queued_on(stream) == "stream"
+        kind.synchronize()
+        assert asked == [
+            ("Event", {"enable_timing": False}),
+            ("Event", {"enable_timing": True}),
+            ("Stream", device, {}),
+            ("current_stream", device, {}),
+            ("stream", "one", {}),
+            ("synchronize", {}),
+        ]
+
+    def test_memory(self, asked: list[tuple[Any, ...]]) -> None:
+        assert kind_named("cuda").memory() == DeviceMemory(peak=20, allocated=16, reserved=15, free=5, total=80)
+
+    def test_random_numbers(self, asked: list[tuple[Any, ...]]) -> None:
+        kind = kind_named("cuda")
+        assert [kind.generator(torch.device(name)) for name in ("cuda", "cuda:0", "cuda:1")] == [
+            "first",
+            "first",
+            "second",
+        ]
+
+    def test_messages_are_told_apart_by_their_order(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        for backends, there in (("cpu:gloo,cuda:nccl", True), ("cpu:gloo,cuda:gloo", False)):
+            monkeypatch.setattr("torch.distributed.get_backend_config", lambda group, text=backends: text)
+            group: Any = None
+            assert wants_order(group, torch.device("cuda", 0)) == there
+            assert not wants_order(group, torch.device("cpu"))
+
+    def test_room_for_samples(self, asked: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch) -> None:
+        room = MemoryRoom(kind_named("cuda"), workers_here=2, bounded=False)
+        room.took(2)
+        assert room.most() == 2  # 5 free and 15 reserved hold no more than the peak of 20
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (25, 80))
+        assert room.most() == 2 + int(0.9 * 20 / 2)  # a sample takes 2: 4 beyond what is there between steps
+
+    @pytest.mark.parametrize(
+        ("dtype", "mask", "features", "kernel"),
+        [
+            (torch.bfloat16, False, 16, "Flash"),
+            (torch.bfloat16, True, 16, "Efficient"),
+            (torch.float32, False, 16, "Efficient"),
+            (torch.float64, False, 16, "UnfusedAttention"),
+            (torch.bfloat16, False, 12, "UnfusedAttention"),
+            (torch.bfloat16, False, 264, "UnfusedAttention"),
+        ],
+    )
+    def test_kernels_of_attention(
+        self, dtype: torch.dtype, mask: bool, features: int, kernel: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            q = torch.empty(1, 2, 4, features, dtype=dtype, device="cuda")
+        given = torch.zeros(4, 4) if mask else None
+        assert type(kernel_for(q, q, q, given, scale=None, dropout=0.0)).__name__ == kernel
