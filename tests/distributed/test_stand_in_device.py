@@ -118,6 +118,21 @@ def test_it_computes_what_one_device_computes(
     assert [event["device"] for event in run.events("start")] == ["standin"]
 
 
+@pytest.mark.parametrize("plan", ["dp=2", "fsdp=2 zero=3", "tp=2", "pp=2 micro=4"])
+def test_an_accelerator_that_torch_calls_by_another_name(
+    plan: str, by_hand: tuple[list[float], dict[str, Tensor]], tmp_path: Path
+) -> None:
+    """It is counted, forecast and followed as an accelerator is, a step late."""
+    beside = type("Beside", (StandIn,), {"on_host": False})()
+    with registered(beside):
+        run = px.fit(job(), f"{plan} device=standin", folder=tmp_path / "run")
+    losses, values = by_hand
+    assert [event["loss"] for event in run.events("step")] == pytest.approx(losses, rel=2e-5)
+    for name, value in run.state_dict().items():
+        torch.testing.assert_close(value, values[name], rtol=2e-4, atol=2e-5)
+    assert [event["device"] for event in run.events("start")] == ["standin"]
+
+
 def test_another_kind_of_device_than_the_plans_is_not_taken(stand_in: StandIn, tmp_path: Path) -> None:
     run = fit("dp=2", tmp_path / "run")
     assert [event["device"] for event in run.events("start")] != ["standin"]

@@ -109,6 +109,11 @@ def kind_for(named: str, devices: int) -> DeviceKind:
     return automatic_kind(devices) if named == "auto" else kind_named(named)
 
 
+def on_host(named: str) -> bool:
+    """Whether a plan with ``device=named`` computes with the host's cores, whatever else a machine has."""
+    return named != "auto" and is_kind(named) and kind_named(named).on_host
+
+
 def widened(tensor: torch.Tensor) -> torch.Tensor:
     """``tensor`` in the widest floating point type that its device adds up in: fp64 where there is one."""
     return tensor.to(kind_of(tensor.device).widest())

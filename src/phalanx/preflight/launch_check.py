@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.config import Cluster, Group, Host, Job, Plan, RunSpec
+from phalanx.device_kinds import on_host
 from phalanx.errors import PhalanxError, Problem, RunError, SpecError
 from phalanx.hardware import entry
 from phalanx.hardware.probe import Gpu, matched, measured
@@ -156,7 +157,7 @@ def submission_of(job: Job, plan: Plan, question: LaunchQuestion, python: str) -
 
 def host_needs(job: Job, plan: Plan, answers: Sequence[HostAnswer]) -> tuple[Needs, str]:
     """What each worker needs there, and why its memory is not known; empty where it is."""
-    gpu = _smallest(answers) if plan.device != "cpu" else None
+    gpu = _smallest(answers) if not on_host(plan.device) else None
     with SideProcess(lambda send: _send_needs(job, plan, gpu, send)) as side:
         message = side.next(PATIENCE)
     if message is None:

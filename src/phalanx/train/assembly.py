@@ -135,7 +135,7 @@ def build(
         device=kind.name,
         notes=found,
         advice=[
-            *advice(job, plan, device.type, loader.epoch_samples),
+            *advice(job, plan, kind.name, loader.epoch_samples),
             *_never_done(job, loader),
             *step.layout.holdings.remarks,
             *unowned_advice(job, module),

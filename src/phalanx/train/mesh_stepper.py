@@ -16,7 +16,7 @@ from phalanx.config.sync import within
 from phalanx.data import Ledger, StepBatch
 from phalanx.data.host_ledger import HostKey, share_files
 from phalanx.data.loader import data_facts
-from phalanx.device_kinds import kind_named
+from phalanx.device_kinds import kind_named, on_host
 from phalanx.errors import CheckpointError, is_out_of_memory
 from phalanx.events import EventLog
 from phalanx.hardware import peak_memory
@@ -84,7 +84,7 @@ def rank_of_mesh(
         assembly.step.drift = _drift_watch(run, place, assembly)
         assembly.step.observer = observer
         observer.built(AssemblyScene(assembly))
-        late = not kind_named(assembly.device).on_host
+        late = not on_host(assembly.device)
         how = {"writes": place.rank == 0, "total_steps": assembly.loader.total_steps, "late": late}
         with RunRecorder(run, ledger=_ledger(run, place, assembly, assembly.step.progress.step), **how) as recorder:
             recorder.start(
@@ -161,7 +161,7 @@ class MeshStepper(Stepper):
         self._samples_before = progress.samples
         self._batches = iter(loader)
         self._evaluation_data = _evaluation_data(job)
-        self._measured = MeasuredStep(assembly.step, assembly.device)
+        self._measured = MeasuredStep(assembly.step, kind_named(assembly.device).torch_type)
         only = only_step(assembly.device, progress.step, loader.total_steps)
         in_mesh = place.rank if replicas is None else replicas.across.rank
         self._listener = Listener(assembly.layout.holdings, within(run.plan), in_mesh, only)

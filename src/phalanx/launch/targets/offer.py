@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from math import prod
 
 from phalanx.config import Plan
+from phalanx.device_kinds import on_host
 from phalanx.errors import Problem, SpecError
 
 _RESIZED = ("dp", "fsdp", "ep", "cp", "pp", "tp")  # what is given up first stands first
@@ -62,7 +63,7 @@ def _resized(plan: Plan, ranks: int) -> Iterator[Plan]:
 def misfit(plan: Plan, offer: Offer) -> Problem | None:
     """What is wrong where ``plan`` needs more GPUs than ``offer`` has; ``None`` where it does not."""
     has = offer.nodes * offer.devices
-    if not offer.device or plan.device == "cpu" or plan.devices <= has:
+    if not offer.device or on_host(plan.device) or plan.devices <= has:
         return None
     given = f"{plan}, for {plan.devices} devices: {offer} ({offer.by}) have {has}"
     nearest = shlex.quote(str(nearest_plan(plan, max(1, has // plan.threads))))

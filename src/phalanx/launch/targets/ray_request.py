@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from phalanx.config import RunSpec
-from phalanx.device_kinds import kind_named
+from phalanx.device_kinds import on_host
 from phalanx.errors import Problem, RefusedError, SpecError
 from phalanx.launch.jobfile import Reference
 from phalanx.launch.targets.code_pack import CODE_OPTION, folder_to_pack, job_within
@@ -132,8 +132,9 @@ class RayRequest:
         Raises:
             RefusedError: they have too little, with what they have.
         """
-        on_gpus = self.device != "auto" and not kind_named(self.device).on_host
-        wants_gpus = on_gpus or (self.device == "auto" and any(node.gpus for node in there))
+        wants_gpus = not (self.device == "auto" or on_host(self.device)) or (
+            self.device == "auto" and any(node.gpus for node in there)
+        )
         cpus = self.cpus or (1 if wants_gpus else self.devices)
         for nodes in [self.nodes] if self.nodes else range(1, len(there) + 1):
             workers = self.processes // nodes
