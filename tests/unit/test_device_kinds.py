@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import inspect
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +15,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from phalanx import device_kinds
 from phalanx.config import Device, Job, Plan
 from phalanx.device_kinds import (
     DeviceKind,
@@ -107,6 +109,10 @@ class TestOneFileAKind:
 
     def test_the_files_are_the_kinds(self) -> None:
         assert tuple(sorted(path.stem for path in OWN.glob("[a-z]*.py"))) == BUILT_IN == kind_names()
+
+    def test_what_the_package_offers_is_no_file_of_it(self) -> None:
+        assert len(all_kinds()) == len(BUILT_IN)  # each file is loaded now, and with it a name of the package
+        assert [name for name in device_kinds.__all__ if inspect.ismodule(getattr(device_kinds, name))] == []
 
     @pytest.mark.parametrize("name", BUILT_IN)
     def test_each_is_called_as_its_file(self, name: str) -> None:

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, ClassVar, cast, final
 
-from phalanx.device_kinds.accelerator import Accelerator
 from phalanx.device_kinds.interface import AttentionKernels, DeviceMemory
+from phalanx.device_kinds.torch_accelerator import Accelerator
 
 if TYPE_CHECKING:
     import torch

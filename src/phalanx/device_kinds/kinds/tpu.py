@@ -12,7 +12,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, final
 
-from phalanx.device_kinds.accelerator import Accelerator
+from phalanx.device_kinds.torch_accelerator import Accelerator
 
 if TYPE_CHECKING:
     import torch

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, cast, final
 
-from phalanx.device_kinds.accelerator import Accelerator
+from phalanx.device_kinds.torch_accelerator import Accelerator
 
 if TYPE_CHECKING:
     import torch
