@@ -18,6 +18,7 @@ class _Mps(DeviceKind):
     name, label, torch_type, hardware = "mps", "MPS", "mps", ("mps",)
     backend, most = "gloo", 1
     compiles = True
+    forks = False  # Metal does not work in a process that was forked
     listing = "import json, torch; print(json.dumps([['', torch.mps.recommended_max_memory()]]))"
 
     def count(self) -> int:

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 @final
 class _Xpu(Accelerator):
     name, label, torch_type, hardware = "xpu", "XPU", "xpu", ("xpu",)
-    backend, interfaces = "xccl", ("CCL_KVS_IFACE",)
+    backend = "xccl"
     streams = pinned = in_order = shared = compiles = True
     light_way = "torch.xpu.device_count()"
     heavy_ways = ".xpu(), .to('xpu'), torch.xpu.synchronize()"
