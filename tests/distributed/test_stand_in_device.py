@@ -133,6 +133,19 @@ def test_an_accelerator_that_torch_calls_by_another_name(
     assert [event["device"] for event in run.events("start")] == ["standin"]
 
 
+def test_its_processes_are_told_which_device_is_theirs(
+    tmp_path: Path, by_hand: tuple[list[float], dict[str, Tensor]]
+) -> None:
+    class Told(StandIn):
+        def use(self, device: torch.device) -> None:
+            (tmp_path / f"{os.getpid()}.told").write_text(str(device))
+
+    with registered(Told()):
+        run = fit("dp=2 device=standin", tmp_path / "run")
+    assert [event["loss"] for event in run.events("step")] == pytest.approx(by_hand[0], rel=2e-5)
+    assert [path.read_text() for path in tmp_path.glob("*.told")] == ["cpu", "cpu"]
+
+
 def test_another_kind_of_device_than_the_plans_is_not_taken(stand_in: StandIn, tmp_path: Path) -> None:
     run = fit("dp=2", tmp_path / "run")
     assert [event["device"] for event in run.events("start")] != ["standin"]

@@ -113,11 +113,13 @@ def meet(place: Place) -> Store:
 
 
 @contextmanager
-def default_process_group(place: Place, device: torch.device) -> Iterator[None]:
+def default_process_group(place: Place, device: torch.device, named: str = "auto") -> Iterator[None]:
     """The default process group for the length of the block; nothing for a world of one.
 
     Tensors go by the backend of their kind, those of the host by gloo, which offload needs beside another. A group that
     this process of torchrun has joined already, the user's own or one of ``phalanx.build``, is used and stays.
+
+    ``named``: the kind of device that the plan names.
 
     Raises:
         RunError: if that group is of other ranks than those that are to join.
@@ -125,7 +127,7 @@ def default_process_group(place: Place, device: torch.device) -> Iterator[None]:
     if place.world_size == 1 and not place.group:
         yield
         return
-    kind = kind_of(device)
+    kind = kind_of(device, named)
     kind.use(device)
     if place.store == "env://":
         atexit.unregister(_let_threads_finish)

@@ -250,7 +250,8 @@ def _of_cluster(cluster: Cluster) -> Iterator[str]:
     fitted = [kind for kind in all_kinds() if kind.fitted]
     known = " or ".join(kind.label for kind in fitted if not kind.on_host)
     for kind in sorted({group.device.kind for group in cluster.groups} - {kind.name for kind in fitted}):
-        yield f"Devices of kind {kind} are priced with the constants of kernels and collectives of {known} devices."
+        priced = f"priced with the constants of kernels and collectives of {known} devices"
+        yield f"Devices of kind {kind} are {priced}, never calibrated on their own."
     measured = [group for group in cluster.groups if group.device.measured]
     if any(name.endswith(".byte") for group in measured for name in group.device.measured):
         yield "Measured exchanges stand in place of the bandwidth and latency of link and network."

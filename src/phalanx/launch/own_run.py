@@ -89,7 +89,7 @@ def laid_out(job: Job, plan: Plan, place: Place | None, run: RunSpec | None) -> 
     if run:
         place = replace(place, timeout=run.timeout)
     device = device_for(place, device_kind(plan, here))
-    _group.enter_context(default_process_group(place_within(plan, place), device))
+    _group.enter_context(default_process_group(place_within(plan, place), device, plan.device))
     if run:
         assembly, own = _begun(job, run, place)
     else:

@@ -62,7 +62,7 @@ def rank_of_mesh(
         CheckpointError: if there is nothing to resume from.
     """
     device = device_for(place, device_kind(run.plan, devices_here(run.plan, place)))
-    with default_process_group(place_within(run.plan, place), device):
+    with default_process_group(place_within(run.plan, place), device, run.plan.device):
 
         def assembled(path: Path | None) -> Assembly:
             first = training_state(path)["step"] if path else 0
