@@ -24,6 +24,7 @@ from phalanx.device_kinds import all_kinds
 from phalanx.events import SCHEMA, SCHEMA_VERSION
 from phalanx.hardware import entry, names
 from phalanx.hardware.catalog import HEADINGS, cells
+from phalanx.hardware.proven import shipped
 from phalanx.placement.schedules import SCHEDULES
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
@@ -213,6 +214,15 @@ def lines_of(path: Path) -> int:
     return sum(1 for line in path.read_text().splitlines() if line.strip() and not line.strip().startswith("#"))
 
 
+def proven_table() -> str:
+    """On which kinds of device, and with which versions of torch, plans are proven as Phalanx ships."""
+    rows = ["| device | collectives | torch | plans | shown by | last seen |", "| --- | --- | --- | --- | --- | --- |"]
+    for row in shipped():
+        versions, shown = ", ".join(row["torch"]), f"[{row['by']}]({row['shown']})"
+        rows.append(f"| `{row['kind']}` | {row['backend']} | {versions} | {row['plans']} | {shown} | {row['when']} |")
+    return "\n".join(rows)
+
+
 # marker → page, table
 TABLES: dict[str, tuple[str, Callable[[], str]]] = {
     "plans": ("../README.md", kinds_table),
@@ -225,6 +235,7 @@ TABLES: dict[str, tuple[str, Callable[[], str]]] = {
     "cli": ("reference/cli.md", cli_help),
     "devices": ("reference/devices.md", catalog_table),
     "device_kinds": ("reference/device-kinds.md", device_kinds_table),
+    "proven": ("reference/proven.md", proven_table),
     "from_ddp": ("how-to/from-ddp.md", lambda: conversion("from_ddp")),
     "from_accelerate": ("how-to/from-accelerate.md", lambda: conversion("from_accelerate")),
     "from_transformers_trainer": (

@@ -269,8 +269,10 @@ def prove(
 ) -> Proof:
     """Compare ``job`` under ``plan`` with one device over ``steps`` steps; see ``phalanx.verify.prove``.
 
-    One device is a plain PyTorch loop that the job is turned into, or ``against``: a training loop of your own.
+    One device is a plain PyTorch loop that the job is turned into, or ``against``: a training loop of your own. What is
+    equal on a kind of device where nothing had shown that is remembered, and no run asks for it again.
     """
+    from phalanx.preflight.first_proof import remember_proof
     from phalanx.verify import prove as compare
 
     _need(job, Job, "job", "px.prove(job(), plan)")
@@ -281,7 +283,10 @@ def prove(
     if plan is None:  # pyright: ignore[reportUnnecessaryComparison]
         _need(plan, (Plan, str), "plan", 'px.prove(job(), "dp=2")')
     compared = {"against": against, "say": say, "watch": watch, "dropout": dropout}
-    return compare(job, _plan(plan, job, None), steps=steps, **compared)
+    proof = compare(job, _plan(plan, job, None), steps=steps, **compared)
+    if proof.equal:
+        remember_proof(job, proof)
+    return proof
 
 
 def forecast(job: Job, plan: Plan | str, cluster: Cluster | str) -> Forecast:

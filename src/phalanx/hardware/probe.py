@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import platform
 import re
 import resource
 import shutil
@@ -106,6 +107,22 @@ def _asked_elsewhere(kind: DeviceKind) -> tuple[Gpu, ...]:
         return tuple(Gpu(name=name, memory=memory, kind=kind.name) for name, memory in told)
     except (OSError, subprocess.SubprocessError, ValueError, IndexError):
         return ()
+
+
+def device_name(kind: str) -> str:
+    """What the driver calls this machine's devices of that ``kind``; several names where they are not all alike.
+
+    Asks nothing that keeps workers from being forked. Of CPUs, whose cores all compute alike, the architecture.
+    """
+    if kind == "cpu":
+        return platform.machine()
+    models = {_model(path) for path in sorted(Path("/proc/driver/nvidia/gpus").glob("*/information"))} - {""}
+    return ", ".join(sorted(models or {gpu.name for gpu in _gpus()} - {""}))
+
+
+def _model(information: Path) -> str:
+    found = re.search(r"^Model:\s*(.+)$", _read(information), flags=re.MULTILINE)
+    return found.group(1).strip() if found else ""
 
 
 def _topology() -> str:

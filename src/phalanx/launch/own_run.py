@@ -15,6 +15,8 @@ from phalanx.comm import Place, default_process_group, device_for, place_within
 from phalanx.config import Job, Plan, RunSpec
 from phalanx.config.run import Resume
 from phalanx.errors import Problem, RefusedError, SpecError
+from phalanx.hardware.proven import Ground, is_proven
+from phalanx.launch.proof_asked import unproven_loop
 from phalanx.launch.reaper import LoopSignals, raise_stopped
 from phalanx.launch.runfile import job_of
 from phalanx.launch.worker import WorkerStatus, within_folder
@@ -88,7 +90,8 @@ def laid_out(job: Job, plan: Plan, place: Place | None, run: RunSpec | None) -> 
         raise RefusedError([_servers_step(plan)])
     if run:
         place = replace(place, timeout=run.timeout)
-    device = device_for(place, device_kind(plan, here))
+    kind = device_kind(plan, here)
+    device = device_for(place, kind)
     _group.enter_context(default_process_group(place_within(plan, place), device, plan.device))
     if run:
         assembly, own = _begun(job, run, place)
@@ -98,6 +101,7 @@ def laid_out(job: Job, plan: Plan, place: Place | None, run: RunSpec | None) -> 
             raise RefusedError([_no_evaluations()])
     if place.rank == 0:
         unread = [] if run else _unread(job)
+        unread += [] if is_proven(plan, kind) else [unproven_loop(Ground.of(plan, kind))]
         for note in [*(f"differs from one device: {note}" for note in assembly.notes), *assembly.advice, *unread]:
             _log.warning("%s", note)
     loop = own or LoopWithoutRun(assembly.step, assembly.loader)

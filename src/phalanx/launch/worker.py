@@ -29,6 +29,7 @@ from phalanx.launch.failure import Failure, WorkerReports, describe_error, gave_
 from phalanx.launch.hang_watch import blamed
 from phalanx.launch.jobfile import load_job
 from phalanx.launch.launcher import place_of_this_process
+from phalanx.launch.proof_asked import refuse_unproven
 from phalanx.launch.rank_probe import PROBE_FILES, ProbeFiles, RankProbe
 from phalanx.launch.reaper import SAVED, StopSignals, leave_signals
 from phalanx.launch.run_secret import share_secret
@@ -174,7 +175,9 @@ def train_as_worker(
 
 
 def _train(job: Job, run: RunSpec, status: WorkerStatus, runfile: Path | None, viewers: Sequence[Viewer]) -> RunSpec:
-    refuse(job, run.plan, status.place.world_size, devices_here(run.plan, status.place))
+    here = devices_here(run.plan, status.place)
+    refuse(job, run.plan, status.place.world_size, here)
+    unproven = refuse_unproven(run, here)
     if run.plan.server:  # what keeps others from a job they find as they build its model together
         refuse_job(job, run.plan)
     make_ready(run.plan)
@@ -188,6 +191,7 @@ def _train(job: Job, run: RunSpec, status: WorkerStatus, runfile: Path | None, v
         if place.rank == 0 and not known:  # it writes the log; what is refused all ranks refuse together, as they build
             with suppress(PhalanxError):
                 found = look_ahead(job, run.plan, RunStart.of(run))
+        found = replace(found, unproven=unproven)
         alone = run.grace if status.alone else None
         with StopSignals(alone=alone) as signals:
             link = LauncherLink(report=status.report_step, asked=signals.asked if run.grace else no_signal)

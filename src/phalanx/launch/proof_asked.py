@@ -1,0 +1,43 @@
+"""What a worker that nobody forked asks before it trains: whether its plan is proven on the devices it has."""
+
+from __future__ import annotations
+
+from phalanx.config import Plan, RunSpec
+from phalanx.errors import Problem, RefusedError
+from phalanx.hardware.proven import Ground, is_proven
+from phalanx.parallel import device_kind
+
+
+def refuse_unproven(run: RunSpec, here: int) -> str:
+    """Refuse the plan of ``run`` where nothing has proven it on the devices of this machine, ``here`` many of it.
+
+    Returns:
+        That the run goes on without a proof, in words; empty where there is one.
+
+    Raises:
+        RefusedError: nothing has, and the run does not say ``unproven``.
+    """
+    kind = device_kind(run.plan, here)
+    if is_proven(run.plan, kind):
+        return ""
+    ground = Ground.of(run.plan, kind)
+    if run.unproven:
+        return went_on_unproven(ground)
+    given = f"{run.plan} on {ground}, where {ground.techniques} was never proven"
+    allowed = "what one proof on such a machine has shown; a smaller plan of the same techniques will do"
+    raise RefusedError([Problem(where="plan", given=given, allowed=allowed, fix=fix_of(run.plan))])
+
+
+def went_on_unproven(ground: Ground) -> str:
+    """What a run says that goes on all the same."""
+    return f"not proven: {ground.techniques} on {ground}, and the run was told to go on without a proof"
+
+
+def unproven_loop(ground: Ground) -> str:
+    """What a loop of the user's own is told, which begins all the same."""
+    return f"{ground.techniques} was never proven on {ground}: px.prove(job, plan) compares it with one device."
+
+
+def fix_of(plan: Plan) -> str:
+    """What to do about a plan that is not proven."""
+    return f'phalanx prove JOB --plan "{plan}" shows all that was compared; unproven=True trains all the same'
