@@ -204,6 +204,7 @@ def _take_part(job: Job, spec: RunSpec, place: Place, cores: int | None, watch: 
     from phalanx.launch import raise_stopped
     from phalanx.launch.elastic_size import fitted
     from phalanx.launch.worker import WorkerStatus, train_as_worker
+    from phalanx.preflight.first_proof import first_proof
     from phalanx.report.shown_progress import viewers_of_worker
 
     spec = fitted(spec, place.world_size, job)
@@ -211,7 +212,7 @@ def _take_part(job: Job, spec: RunSpec, place: Place, cores: int | None, watch: 
         torch.set_num_threads(cores * spec.plan.threads)
     status = WorkerStatus(replace(place, timeout=spec.timeout))
     try:
-        folder = train_as_worker(job, spec, status, viewers=viewers_of_worker(watch)).folder
+        folder = train_as_worker(job, spec, status, prove=first_proof, viewers=viewers_of_worker(watch)).folder
     except Exception as error:
         status.report_failure(error)
         raise

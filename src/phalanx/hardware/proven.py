@@ -17,7 +17,6 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import cache
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, final
 
@@ -148,6 +147,8 @@ def torch_version() -> str:
 
 
 def _phalanx_version() -> str:
+    from importlib.metadata import PackageNotFoundError, version  # takes longer than the whole look
+
     with suppress(PackageNotFoundError):
         return version("phalanx")
     return "unknown"

@@ -2,10 +2,37 @@
 
 from __future__ import annotations
 
-from phalanx.config import Plan, RunSpec
+from collections.abc import Callable
+from itertools import count
+
+from phalanx.comm import Place
+from phalanx.config import Job, Plan, RunSpec
 from phalanx.errors import Problem, RefusedError
-from phalanx.hardware.proven import Ground, is_proven
-from phalanx.parallel import device_kind
+from phalanx.hardware.proven import Ground, is_proven, ships_proven, torch_version
+from phalanx.launch.rank_0 import decided_by_rank_0
+from phalanx.parallel import device_kind, devices_here
+
+Prove = Callable[[Job, RunSpec, Callable[[], None] | None], str]
+"""What proves the plan of a run with a job, and looks on meanwhile; gives and raises what ``refuse_unproven`` does."""
+
+_proofs = count()  # that these workers have asked for together
+
+
+def asked_for_proof(job: Job, run: RunSpec, place: Place, prove: Prove | None) -> str:
+    """That the run goes on though its plan was never proven on such devices, in words; empty where it was. Collective.
+
+    Raises:
+        RefusedError: on every rank: it was not, and is not equal, or cannot be proven by rank 0.
+    """
+    number, here = next(_proofs), devices_here(run.plan, place)
+    if ships_proven(device_kind(run.plan, here), torch_version()):
+        return ""
+    alone = prove is not None and place.workers_here == place.world_size
+
+    def ask() -> str:
+        return prove(job, run, None) if alone and prove else refuse_unproven(run, here)
+
+    return decided_by_rank_0(place, ask, f"proof/{number}")
 
 
 def refuse_unproven(run: RunSpec, here: int) -> str:

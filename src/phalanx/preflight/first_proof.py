@@ -44,7 +44,7 @@ def first_proof(job: Job, run: RunSpec, watch: Callable[[], None] | None) -> str
     if not plan.exact:
         raise RefusedError([_none_to_be_had(plan, ground, f"no step of it is one device's: {plan.bound}")])
     what = f'{ground.techniques} was never proven on {ground}: {STEPS} steps of "{plan}" are compared with one device'
-    _log.warning("%s first; asked once, and not with unproven=True (--unproven)", what)
+    _log.warning("%s first, once; unproven=True (--unproven) leaves that out", what)
     proof = _proof(job, plan, ground, watch)
     if not proof.equal:
         raise RefusedError([_differs(plan, ground, proof)])
