@@ -93,12 +93,15 @@ def techniques(plan: Plan) -> str:
 
 def is_proven(plan: Plan, kind: str) -> bool:
     """Whether what ``plan`` uses is proven on this machine's devices of that ``kind``, by the table or by a run."""
-    return ships_proven(kind, torch_version()) or stored(Ground.of(plan, kind)) is not None
+    return ships_proven(kind) or stored(Ground.of(plan, kind)) is not None
 
 
-def ships_proven(kind: str, torch: str) -> bool:
-    """Whether the table that ships has devices of that ``kind``, their collectives, and that version of torch."""
-    minor = ".".join(torch.split(".")[:2])
+def ships_proven(kind: str, torch: str = "") -> bool:
+    """Whether the table that ships has devices of that ``kind``, their collectives, and that version of ``torch``.
+
+    Without one: this process's.
+    """
+    minor = ".".join((torch or torch_version()).split(".")[:2])
     return any(
         row["kind"] == kind and row["backend"] == _BACKENDS.get(kind, kind) and minor in row["torch"]
         for row in shipped()

@@ -8,7 +8,7 @@ from itertools import count
 from phalanx.comm import Place
 from phalanx.config import Job, Plan, RunSpec
 from phalanx.errors import Problem, RefusedError
-from phalanx.hardware.proven import Ground, is_proven, ships_proven, torch_version
+from phalanx.hardware.proven import Ground, is_proven, ships_proven
 from phalanx.launch.rank_0 import decided_by_rank_0
 from phalanx.parallel import device_kind, devices_here
 
@@ -25,7 +25,7 @@ def asked_for_proof(job: Job, run: RunSpec, place: Place, prove: Prove | None) -
         RefusedError: on every rank: it was not, and is not equal, or cannot be proven by rank 0.
     """
     number, here = next(_proofs), devices_here(run.plan, place)
-    if ships_proven(device_kind(run.plan, here), torch_version()):
+    if ships_proven(device_kind(run.plan, here)):
         return ""
     alone = prove is not None and place.workers_here == place.world_size
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from phalanx.config import Job, Plan, RunSpec
 from phalanx.errors import PhalanxError, Problem, RefusedError
-from phalanx.hardware.proven import Ground, is_proven, ships_proven, store, torch_version
+from phalanx.hardware.proven import Ground, is_proven, ships_proven, store
 from phalanx.launch.proof_asked import fix_of, went_on_unproven
 from phalanx.parallel import device_kind
 
@@ -44,7 +44,7 @@ def first_proof(job: Job, run: RunSpec, watch: Callable[[], None] | None) -> str
     if not plan.exact:
         raise RefusedError([_none_to_be_had(plan, ground, f"no step of it is one device's: {plan.bound}")])
     what = f'{ground.techniques} was never proven on {ground}: {STEPS} steps of "{plan}" are compared with one device'
-    _log.warning("%s first, once; unproven=True (--unproven) leaves that out", what)
+    _log.warning("%s first, once; a run that is told to go on unproven leaves that out", what)
     proof = _proof(job, plan, ground, watch)
     if not proof.equal:
         raise RefusedError([_differs(plan, ground, proof)])
@@ -55,7 +55,7 @@ def first_proof(job: Job, run: RunSpec, watch: Callable[[], None] | None) -> str
 def remember_proof(job: Job, proof: Proof) -> None:
     """Store that ``proof``, which was made on this machine, is equal, where what ships does not say so."""
     kind = device_kind(proof.plan)
-    if proof.equal and not ships_proven(kind, torch_version()):
+    if proof.equal and not ships_proven(kind):
         _keep(job, proof, Ground.of(proof.plan, kind))
 
 

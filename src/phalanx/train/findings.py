@@ -50,7 +50,7 @@ class Findings:
     @classmethod
     def from_dict(cls, told: Mapping[str, Any]) -> Findings:
         """What ``to_dict`` told, in another process."""
-        known = {name: told.get(name) for name in ("facts", "placement")}
+        known: dict[str, Any] = {name: told.get(name) for name in ("facts", "placement")}
         return cls(causes=tuple(told.get("causes", ())), looked=bool(told.get("looked")), **known)
 
 
