@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -53,7 +53,8 @@ class DeviceKind(ABC):
         hardware: kinds of the catalog and of cluster files whose devices these are; one that torch calls otherwise
             than their maker stands beside the kind's own name.
         torch_type: of the ``torch.device``, which torch's functions go by.
-        proven: plans on it were proven to compute what one device computes. What never was proves itself first.
+        proven: what is planned for it is what runs there. With which versions of torch that was shown,
+            ``hardware/proven.toml`` says; what never was proves itself first.
         automatic: ``device=auto`` takes it where each replica can have a device of its own.
         on_host: it computes with the host's cores, in the host's memory.
         most: devices of it that one run may have; ``None``: any number.
@@ -113,6 +114,10 @@ class DeviceKind(ABC):
     @abstractmethod
     def count(self) -> int:
         """Devices of this machine, asked so that workers can still be forked from this process."""
+
+    def names_at_hand(self) -> Collection[str]:
+        """What the driver calls the devices of this machine, where a file of the system says it; else empty."""
+        return ()
 
     def missing(self) -> str:
         """Why there can be none here, and what to install; empty where nothing is missing."""

@@ -109,20 +109,15 @@ def _asked_elsewhere(kind: DeviceKind) -> tuple[Gpu, ...]:
         return ()
 
 
-def device_name(kind: str) -> str:
+def device_name(kind: DeviceKind) -> str:
     """What the driver calls this machine's devices of that ``kind``; several names where they are not all alike.
 
-    Asks nothing that keeps workers from being forked. Of CPUs, whose cores all compute alike, the architecture.
+    Asks nothing that keeps workers from being forked. Of the host, whose cores all compute alike, the architecture.
     """
-    if kind == "cpu":
+    if kind.on_host:
         return platform.machine()
-    models = {_model(path) for path in sorted(Path("/proc/driver/nvidia/gpus").glob("*/information"))} - {""}
-    return ", ".join(sorted(models or {gpu.name for gpu in _gpus()} - {""}))
-
-
-def _model(information: Path) -> str:
-    found = re.search(r"^Model:\s*(.+)$", _read(information), flags=re.MULTILINE)
-    return found.group(1).strip() if found else ""
+    names = kind.names_at_hand() or {one.name for one in _asked_elsewhere(kind)}
+    return ", ".join(sorted({*names} - {""}))
 
 
 def _topology() -> str:

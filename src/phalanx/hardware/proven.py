@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, final
 
 from phalanx.config import Plan
+from phalanx.device_kinds import kind_named
 from phalanx.errors import PhalanxError
 from phalanx.files import json_value, read_text, replace_text
 from phalanx.hardware.probe import device_name
@@ -30,7 +31,6 @@ FILE = Path(__file__).with_name("proven.toml")
 
 _MOST = 2**16  # bytes of one stored proof
 _REPLICAS = {"dp", "fsdp", "zero=1", "zero=2"}
-_BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 
 
 @final
@@ -39,7 +39,7 @@ class Ground:
     """What a proof is of: where a plan computes, with which versions, and what it uses.
 
     Attributes:
-        kind: of device, such as ``cuda``.
+        kind: of device, as plans say it, such as ``cuda``.
         name: of the device, as its driver says it: ``NVIDIA H100 80GB HBM3``.
         backend: what carries collectives between such devices, such as ``nccl``.
         torch: its version.
@@ -59,8 +59,8 @@ class Ground:
         """That of ``plan`` on this machine's devices of that ``kind``."""
         return cls(
             kind=kind,
-            name=device_name(kind),
-            backend=_BACKENDS.get(kind, kind),
+            name=device_name(kind_named(kind)),
+            backend=kind_named(kind).backend,
             torch=torch_version(),
             phalanx=_phalanx_version(),
             techniques=techniques(plan),
@@ -102,10 +102,8 @@ def ships_proven(kind: str, torch: str = "") -> bool:
     Without one: this process's.
     """
     minor = ".".join((torch or torch_version()).split(".")[:2])
-    return any(
-        row["kind"] == kind and row["backend"] == _BACKENDS.get(kind, kind) and minor in row["torch"]
-        for row in shipped()
-    )
+    backend = kind_named(kind).backend
+    return any(row["kind"] == kind and row["backend"] == backend and minor in row["torch"] for row in shipped())
 
 
 @cache

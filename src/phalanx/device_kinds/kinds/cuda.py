@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, cast, final
 
 from phalanx.device_kinds.interface import AttentionKernels, DeviceMemory
@@ -61,6 +63,13 @@ class _Cuda(Accelerator):
         import torch
 
         return torch.cuda.device_count()
+
+    def names_at_hand(self) -> set[str]:
+        found: set[str] = set()
+        for path in Path("/proc/driver/nvidia/gpus").glob("*/information"):
+            with suppress(OSError):
+                found |= set(re.findall(r"^Model:\s*(\S.*?)\s*$", path.read_text(errors="replace"), re.MULTILINE))
+        return found
 
     def current(self) -> torch.device:
         import torch
