@@ -2,15 +2,14 @@
 
 A proof is of a kind of device with its collectives, a version of torch, and the techniques that a plan uses. What ships
 is a small table, ``proven.toml``. What was proven on this machine or another with the same home stands in one file a
-proof, in ``proofs`` of Phalanx's folder among the user's caches: each is written whole, so that runs which prove at the
-same time do not disturb each other, and one that is damaged or lost is a proof that is asked for again.
+proof, in ``~/.cache/phalanx/proofs``: each is written whole, so that runs which prove at the same time do not disturb
+each other, and one that is damaged or lost is a proof that is asked for again.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import os
 import time
 import tomllib
 from collections.abc import Mapping
@@ -116,7 +115,7 @@ def stored(ground: Ground) -> dict[str, Any] | None:
     """What a run of this user has shown there; ``None`` where none has, or what it wrote cannot be read."""
     try:
         found = json_value(read_text(_path(ground), where="proof", fix="phalanx prove", most=_MOST))
-    except (PhalanxError, ValueError):
+    except (PhalanxError, ValueError, RuntimeError):  # the last: this user has no home
         return None
     return found if isinstance(found, dict) and found.get("of") == asdict(ground) else None
 
@@ -135,7 +134,7 @@ def store(ground: Ground, shown: Mapping[str, Any]) -> str:
         _folder().mkdir(parents=True, exist_ok=True)
         for one in (ground, replace(ground, techniques=alone)):
             replace_text(_path(one), json.dumps({"of": asdict(one), **told}, indent=2) + "\n")
-    except (OSError, PhalanxError) as error:
+    except (OSError, PhalanxError, RuntimeError) as error:
         return str(error)
     return ""
 
@@ -156,7 +155,7 @@ def _phalanx_version() -> str:
 
 
 def _folder() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "phalanx" / "proofs"
+    return Path.home() / ".cache" / "phalanx" / "proofs"
 
 
 def _path(ground: Ground) -> Path:
