@@ -278,10 +278,19 @@ def test_many_write_the_same_proof(tmp_path: Path) -> None:
     assert sorted(path.suffix for path in (tmp_path / "proofs").iterdir()) == [".json", ".json"]
 
 
-def test_a_loop_of_ones_own_is_told(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(
+    ("how", "then"), [({}, "px.prove(job, plan)"), ({"unproven": True}, "told to go on without a proof")]
+)
+def test_a_loop_of_ones_own_is_told(how: dict[str, Any], then: str, caplog: pytest.LogCaptureFixture) -> None:
+    spec = px.RunSpec(job="mine", plan=px.Plan.parse("device=standin"), folder=Path("run"), forecast="none", **how)
     with caplog.at_level(logging.WARNING, "phalanx"):
-        px.build(given(), "device=standin")
-    assert any("single was never proven on standin" in one.getMessage() for one in caplog.records)
+        step, loader = px.build(given(), run=spec)
+        for batch in loader:
+            step(batch)
+    told = [one.getMessage() for one in caplog.records if "not proven: single on standin" in one.getMessage()]
+    assert len(told) == 1
+    assert then in told[0]
+    assert [one["message"] for one in px.load("run").events("warning")] == told
 
 
 SCRIPT = f"""

@@ -60,9 +60,14 @@ def went_on_unproven(ground: Ground) -> str:
     return f"not proven: {ground.techniques} on {ground}, and the run was told to go on without a proof"
 
 
-def unproven_loop(ground: Ground) -> str:
-    """What a loop of the user's own is told, which begins all the same."""
-    return f"{ground.techniques} was never proven on {ground}: px.prove(job, plan) compares it with one device."
+def told_unproven(plan: Plan, kind: str, run: RunSpec | None) -> str:
+    """What a loop of the user's own is told, which begins all the same; empty where ``plan`` is proven on the kind."""
+    if is_proven(plan, kind):
+        return ""
+    ground = Ground.of(plan, kind)
+    if run and run.unproven:
+        return went_on_unproven(ground)
+    return f"not proven: {ground.techniques} on {ground}; px.prove(job, plan) compares it with one device"
 
 
 def fix_of(plan: Plan) -> str:
