@@ -75,7 +75,9 @@ def _proof(job: Job, plan: Plan, ground: Ground, watch: Callable[[], None] | Non
 
 
 def _differs(plan: Plan, ground: Ground, proof: Proof) -> Problem:
+    known = [note for note in proof.notes if not note.startswith("dropout")]
     cause = f"; likely cause: {proof.cause}" if proof.cause else ""
+    cause += f"; known of this job on any device: {'; '.join(known)}" if known else ""
     return Problem(
         where="plan",
         given=f"{plan} on {ground}, where it is not equal to one device over {proof.steps} steps: {proof.first}{cause}",
