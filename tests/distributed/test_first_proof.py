@@ -78,11 +78,6 @@ class Faulty(StandIn):
 
 
 @pytest.fixture(autouse=True)
-def _own_proofs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(proven, "_folder", lambda: tmp_path / "proofs")
-
-
-@pytest.fixture(autouse=True)
 def _standin() -> Iterator[None]:
     with registered(KIND):
         yield

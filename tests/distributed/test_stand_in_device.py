@@ -102,7 +102,7 @@ def stand_in() -> Iterator[StandIn]:
 
 
 def fit(plan: str, folder: Path, **how: Any) -> px.Run:
-    run = px.RunSpec(job="words", plan=px.Plan.parse(plan), folder=folder, forecast="none")
+    run = px.RunSpec(job="words", plan=px.Plan.parse(plan), folder=folder, forecast="none", unproven=True)
     return px.fit(job(), run=run, **how)
 
 
@@ -125,7 +125,7 @@ def test_an_accelerator_that_torch_calls_by_another_name(
     """It is counted, forecast and followed as an accelerator is, a step late."""
     beside = type("Beside", (StandIn,), {"on_host": False})()
     with registered(beside):
-        run = px.fit(job(), f"{plan} device=standin", folder=tmp_path / "run")
+        run = px.fit(job(), f"{plan} device=standin", folder=tmp_path / "run", unproven=True)
     losses, values = by_hand
     assert [event["loss"] for event in run.events("step")] == pytest.approx(losses, rel=2e-5)
     for name, value in run.state_dict().items():
@@ -222,7 +222,10 @@ def test_an_installed_package_brings_a_kind_to_every_process(tmp_path: Path) -> 
     refused = command("--run", "forked")
     assert (refused.returncode, (tmp_path / "forked").exists()) == (2, False), refused.stderr
     assert "torchrun" in refused.stderr
-    done = command("--run", "started", "--launcher", "torchrun")
+    refused = command("--run", "started", "--launcher", "torchrun")
+    assert "no proof can be had: it forks workers" in refused.stderr
+    assert not (tmp_path / "started").exists()
+    done = command("--run", "started", "--launcher", "torchrun", "--unproven")
     assert done.returncode == 0, done.stderr
     run = px.load(tmp_path / "started")
     assert [event["device"] for event in run.events("start")] == ["standin"]

@@ -20,8 +20,8 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(proven, "_folder", lambda: tmp_path / "proofs")
+def folder(tmp_path: Path) -> Path:
+    """Where a test's proofs stand."""
     return tmp_path / "proofs"
 
 

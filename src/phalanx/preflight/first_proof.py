@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from phalanx.config import Job, Plan, RunSpec
+from phalanx.device_kinds import kind_named
 from phalanx.errors import PhalanxError, Problem, RefusedError
 from phalanx.hardware.proven import Ground, is_proven, ships_proven, store
 from phalanx.launch.proof_asked import fix_of, went_on_unproven
@@ -41,14 +42,22 @@ def first_proof(job: Job, run: RunSpec, watch: Callable[[], None] | None) -> str
     ground = Ground.of(plan, kind)
     if run.unproven:
         return went_on_unproven(ground)
-    if not plan.exact:
-        raise RefusedError([_none_to_be_had(plan, ground, f"no step of it is one device's: {plan.bound}")])
+    if why := _why_none(plan, kind):
+        raise RefusedError([_none_to_be_had(plan, ground, why)])
     what = f'{ground.techniques} was never proven on {ground}: {STEPS} steps of "{plan}" are compared with one device'
     _log.warning("%s first, once; a run that is told to go on unproven leaves that out", what)
     proof = _proof(job, plan, ground, watch)
     if not proof.equal:
         raise RefusedError([_differs(plan, ground, proof)])
     _keep(job, proof, ground)
+    return ""
+
+
+def _why_none(plan: Plan, kind: str) -> str:
+    if not plan.exact:
+        return f"no step of it is one device's: {plan.bound}"
+    if not kind_named(kind).forks:
+        return f"it forks workers, and on {kind_named(kind).label} devices each is a process of its own"
     return ""
 
 
