@@ -11,18 +11,21 @@ import sys
 from collections.abc import Callable
 from dataclasses import MISSING, fields
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import click
 
 import phalanx
 from phalanx.cli import main as cli
-from phalanx.config import Job, Plan, RunSpec, plan
+from phalanx.config import Job, Plan, RunSpec
+from phalanx.config.fields import choices
 from phalanx.config.run import NOT_IN_FILE
 from phalanx.config.run_files import LAUNCH_FILES, RUN_FILES
+from phalanx.device_kinds import all_kinds
 from phalanx.events import SCHEMA, SCHEMA_VERSION
 from phalanx.hardware import entry, names
 from phalanx.hardware.catalog import HEADINGS, cells
+from phalanx.hardware.proven import shipped
 from phalanx.placement.schedules import SCHEDULES
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
@@ -83,8 +86,8 @@ def plan_table() -> str:
     meanings = attributes(Plan)
     rows = ["| key | values | default | meaning |", "| --- | --- | --- | --- |"]
     for field in fields(Plan):
-        choices = get_args(getattr(plan, field.name.capitalize(), None))
-        values = ", ".join(f"`{choice}`" for choice in choices) or _values(str(field.type), field.name)
+        words = ", ".join(f"`{word}`" for word in choices().get(field.name, ()))
+        values = words or _values(str(field.type), field.name)
         rows.append(f"| `{field.name}` | {values} | {_default(field.default)} | {meanings[field.name]} |")
     return "\n".join(rows)
 
@@ -159,6 +162,32 @@ def event_tables() -> str:
     return "\n\n".join(parts)
 
 
+def device_kinds_table() -> str:
+    """Every kind of device with what it can do."""
+    heads = ("`device=`", "proven", "`auto`", "collectives", "devices of a run", "of a process", "forked", "streams")
+    heads += ("pinned memory", "computes in", "widest sums", "fitted")
+    rows = [f"| {' | '.join(heads)} |", "| --- |" + " --- |" * (len(heads) - 1)]
+    for kind in all_kinds():
+        words = (
+            f"`{kind.name}`",
+            _yes(any(row["kind"] == kind.name for row in shipped())),
+            "where there is nothing else" if kind.on_host else _yes(kind.automatic),
+            f"`{kind.backend}`" if kind.most is None else "none",
+            "any number" if kind.most is None else str(kind.most),
+            "several" if kind.shared else "1",
+            *map(_yes, (kind.forks, kind.streams, kind.pinned)),
+            ", ".join(f"`{one}`" for one in kind.precisions),
+            f"`{kind.widest()}`".replace("torch.", ""),
+            _yes(kind.fitted),
+        )
+        rows.append(f"| {' | '.join(words)} |")
+    return "\n".join(rows)
+
+
+def _yes(fact: bool) -> str:
+    return "yes" if fact else "no"
+
+
 def cli_help() -> str:
     """The help text of every verb, as the terminal shows it at 80 columns."""
     parts = []
@@ -205,6 +234,15 @@ def lines_of(path: Path) -> int:
     return sum(1 for line in path.read_text().splitlines() if line.strip() and not line.strip().startswith("#"))
 
 
+def proven_table() -> str:
+    """On which kinds of device, and with which versions of torch, plans are proven as Phalanx ships."""
+    rows = ["| device | collectives | torch | plans | shown by | last seen |", "| --- | --- | --- | --- | --- | --- |"]
+    for row in shipped():
+        versions, shown = ", ".join(row["torch"]), f"[{row['by']}]({row['shown']})"
+        rows.append(f"| `{row['kind']}` | {row['backend']} | {versions} | {row['plans']} | {shown} | {row['when']} |")
+    return "\n".join(rows)
+
+
 # marker → page, table
 TABLES: dict[str, tuple[str, Callable[[], str]]] = {
     "plans": ("../README.md", kinds_table),
@@ -218,6 +256,8 @@ TABLES: dict[str, tuple[str, Callable[[], str]]] = {
     "job": ("reference/python.md", job_table),
     "cli": ("reference/cli.md", cli_help),
     "devices": ("reference/devices.md", catalog_table),
+    "device_kinds": ("reference/device-kinds.md", device_kinds_table),
+    "proven": ("reference/proven.md", proven_table),
     "from_ddp": ("how-to/from-ddp.md", lambda: conversion("from_ddp")),
     "from_accelerate": ("how-to/from-accelerate.md", lambda: conversion("from_accelerate")),
     "from_transformers_trainer": (

@@ -360,10 +360,11 @@ ELSEWHERE = {
     *("job", "plan", "folder", "resume", "from_step", "forecast", "checkpoint", "keep_every", "mirror", "grace"),
     "restarts",
     *("on_nonfinite", "spike", "on_spike", "timeout", "drift", "drift_every", "devices", "grow_after", "asked_plan"),
+    "unproven",
 }
 """Where the job is and the run lies. What a resume does, what a forecast refuses, which checkpoints stay or are copied,
 and what becomes of a run that is asked to stop, loses a worker, waits for one, or meets numbers or replicas that went
-wrong, or whose number of devices changes, have tests of their own."""
+wrong, or whose number of devices changes, have tests of their own; so has what is unproven (test_first_proof)."""
 
 
 def test_every_field_of_a_run_is_looked_at() -> None:
@@ -453,7 +454,7 @@ OPTIONS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
 SETS = {
     "train": {
         *("--set", "--anyway", "--launcher", "--from", "--checkpoint", "--keep-every", "--mirror", "--grace"),
-        "--restarts",
+        *("--restarts", "--unproven"),
         *("--on-nonfinite", "--spike", "--on-spike", "--timeout", "--drift", "--drift-every", "--grow-after"),
     },
     "prove": {"--set"},

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from phalanx.device_kinds import kind_named
 from phalanx.parallel import RankHoldings
 from phalanx.train.uneven_shares import MemoryRoom, Stopwatch
 
@@ -19,7 +20,7 @@ def test_a_step_is_timed_on_the_device(backward: bool) -> None:
     module = nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(4))).cuda()
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     held = RankHoldings(module=module, parameters=dict(module.named_parameters()))
-    watch = Stopwatch(held, optimizer, backward=backward, cuda=True)
+    watch = Stopwatch(held, optimizer, kind_named("cuda"), backward=backward)
     seconds: list[float] = []
     for samples in (64, 16384, 64, 16384):
         module(torch.ones(samples, 1024, device="cuda")).sum().backward()
@@ -34,6 +35,6 @@ def test_memory_is_the_devices() -> None:
     module = nn.Linear(4096, 4096).cuda()
     module(torch.ones(512, 4096, device="cuda")).sum().backward()
     module.zero_grad()
-    room = MemoryRoom(cuda=True, workers_here=1, bounded=False)
+    room = MemoryRoom(kind_named("cuda"), workers_here=1, bounded=False)
     room.took(512)
     assert 512 < room.most() < math.inf

@@ -399,7 +399,7 @@ def test_a_dry_run_shows_all_that_would_be_sent_and_does_nothing(tmp_path: Path)
         ({"instance": "p5"}, "--instance", "'p5'"),
         ({"instance": "ml.g5.xlarge"}, "--instance", "1 GPU, of which the plan needs 2"),
         ({"instance": "ml.g5.3xlarge"}, "--instance", "which there is not"),
-        ({"instance": "ml.trn1.32xlarge"}, "--instance", "none of CUDA"),
+        ({"instance": "ml.trn1.32xlarge"}, "--instance", "no GPUs of NVIDIA"),
         ({"nodes": "3", **SHARED}, "--nodes", "2 processes"),
         ({"nodes": "2"}, "--nodes", "without a file system"),
         ({"nodes": "0"}, "--nodes", "'0'"),

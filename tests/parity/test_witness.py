@@ -26,6 +26,8 @@ from phalanx.verify.witness.samples import GlobalBatches, KeyedOrder
 
 SOURCE = Path(px.__file__).parent
 HERE = SOURCE / "verify" / "witness"
+# What is written of a job and a plan, and what devices there are.
+SPOKEN = (*(SOURCE / "config").glob("*"), *(SOURCE / "device_kinds").rglob("*"))
 # What a job's own functions call: the user's side, with tests of its own.
 USERS = {"train/loss.py", "data/table.py", "train/optimizers.py", "__init__.py"}  # the last looks up px.NAME
 
@@ -344,7 +346,7 @@ def test_it_imports_nothing_that_it_judges() -> None:
         found = {one for module in imported(path) if (one := file_of(module)) is not None}
         waiting += [one for one in found if one not in known]
     reached = {str(path.relative_to(SOURCE)) for path in known - set(HERE.rglob("*.py"))}
-    allowed = ("config/", "files/", "errors.py", "units.py")
+    allowed = ("config/", "device_kinds/", "files/", "errors.py", "units.py")
     assert [path for path in sorted(reached) if not path.startswith(allowed)] == []
     outside = {name.partition(".")[0] for path in HERE.rglob("*.py") for name in imported(path)}
     assert outside - sys.stdlib_module_names <= {"torch", "numpy", "safetensors", "phalanx"}
@@ -354,7 +356,7 @@ def test_it_imports_nothing_that_it_judges() -> None:
 @pytest.mark.parametrize("masks", [False, True])
 def test_it_calls_nothing_that_it_judges(make: Any, masks: bool) -> None:
     one, called = make(), set[str]()
-    witness_and_spec = {str(path.relative_to(SOURCE)) for path in (*HERE.rglob("*.py"), *(SOURCE / "config").glob("*"))}
+    witness_and_spec = {str(path.relative_to(SOURCE)) for path in (*HERE.rglob("*.py"), *SPOKEN)}
 
     def look(frame: FrameType, event: str, _: Any) -> None:
         if event == "call" and frame.f_code.co_filename.startswith(str(SOURCE)):

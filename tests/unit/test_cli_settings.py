@@ -80,6 +80,7 @@ def test_a_resume_takes_each_setting_of_the_run_file(tmp_path: Path) -> None:
         "drift": "warn",
         "drift_every": 6,
         "forecast": "anyway",
+        "unproven": True,
         "snapshot_every": 2,
         "devices": "1:2",
         "grow_after": "9m",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 import time
 from collections.abc import Callable
 
@@ -95,8 +94,7 @@ class TestDevices:
 class TestChoice:
     @pytest.fixture
     def gpus(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("phalanx.hardware.cuda_devices", lambda: 4)
-        monkeypatch.setattr(sys.modules["phalanx.parallel.assemble"], "cuda_devices", lambda: 4)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
         monkeypatch.setattr("phalanx.preflight.plan_choice.this_machine", lambda: cluster("4xA100-40GB"))
 
     def test_one_process_where_there_is_no_gpu(self) -> None:

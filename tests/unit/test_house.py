@@ -270,6 +270,7 @@ MUTABLE = {
     "comm/process_group.py: _stores",  # as there is one default process group in a process
     "comm/roll_call.py: _words",  # of those stores, by rank, also in processes that are forked
     "data/streams.py: _begun",  # where the first pass over nodes began, for as long as they live
+    "device_kinds/registry.py: _added",  # kinds of devices that a program or a package brings
     "files/single_writer.py: _held",  # locks that this process holds, as the kernel knows them
     "launch/host_network.py: _numbers",
     "launch/host_process.py: _numbers",
@@ -279,6 +280,7 @@ MUTABLE = {
     "launch/background_run.py: _live",  # runs that end with this process
     "launch/own_run.py: _group",  # the process group that build() joins, till the process ends
     "launch/own_run.py: _open",  # runs of loops of one's own, till they or the process end
+    "launch/proof_asked.py: _proofs",
     "launch/worker.py: _runs",
     "parallel/global_batch_norm.py: _EXCHANGES",  # of layers whose replicas are joined, for as long as they live
     "parallel/local_shards/tensor.py: RULES",  # filled where operations on shards are defined, while they are loaded

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import sys
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -26,8 +25,7 @@ def job() -> Job:
 
 
 def devices(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
-    # By the module's full name: in its package, ``assemble`` is the function.
-    monkeypatch.setattr(sys.modules["phalanx.parallel.assemble"], "cuda_devices", lambda: count)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
 
 
 def fixes(job: Job, plan: str, here: int | None = None) -> list[str]:

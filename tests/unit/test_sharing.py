@@ -15,6 +15,7 @@ from torch.utils.data import IterableDataset
 from phalanx.comm import Place
 from phalanx.config import Job, Plan
 from phalanx.data import Lane, Loader, StepBatch, Table
+from phalanx.device_kinds import host
 from phalanx.errors import RefusedError
 from phalanx.parallel import RankHoldings
 from phalanx.train import uneven_shares
@@ -74,7 +75,7 @@ def a_job(**options: Any) -> Job:
 class TestStopwatch:
     def test_from_the_first_forward_to_the_last_gradient(self, clock: list[float]) -> None:
         held, optimizer = model(clock)
-        watch = Stopwatch(held, optimizer, backward=True, cuda=False)
+        watch = Stopwatch(held, optimizer, host(), backward=True)
         for _ in range(2):
             held.module(torch.ones(3, 2)).sum().backward()
         clock[0] += 100  # others' gradients are waited for
@@ -85,7 +86,7 @@ class TestStopwatch:
 
     def test_forwards_alone(self, clock: list[float]) -> None:
         held, optimizer = model(clock)
-        watch = Stopwatch(held, optimizer, backward=False, cuda=False)
+        watch = Stopwatch(held, optimizer, host(), backward=False)
         for _ in range(2):
             held.module(torch.ones(3, 2)).sum().backward()
             clock[0] += 100
@@ -94,7 +95,7 @@ class TestStopwatch:
     @pytest.mark.parametrize("backward", [True, False])
     def test_evaluation_does_not_count(self, clock: list[float], backward: bool) -> None:
         held, optimizer = model(clock)
-        watch = Stopwatch(held, optimizer, backward=backward, cuda=False)
+        watch = Stopwatch(held, optimizer, host(), backward=backward)
         with torch.no_grad():
             held.module(torch.ones(3, 2))
         assert watch.lap().passes == 0.0
@@ -107,7 +108,7 @@ class TestRoom:
         monkeypatch.setattr(uneven_shares, "peak_memory", lambda: 4_000)
 
     def test_by_what_samples_took(self) -> None:
-        there = MemoryRoom(cuda=False, workers_here=2, bounded=False)
+        there = MemoryRoom(host(), workers_here=2, bounded=False)
         assert there.most() == math.inf
         there.took(8)
         assert there.most() == math.inf  # nobody has told what a sample takes
@@ -115,7 +116,7 @@ class TestRoom:
         assert there.most() == 8 + 18  # of 1000 bytes free, 900 over 50
 
     def test_micro_batches_of_a_stated_size_take_what_they_take(self) -> None:
-        there = MemoryRoom(cuda=False, workers_here=2, bounded=True)
+        there = MemoryRoom(host(), workers_here=2, bounded=True)
         there.took(8)
         there.saved(400, 8)
         assert there.most() == math.inf
@@ -132,7 +133,7 @@ class Together:
         self.step = 0
         self.sharing = Sharing(job, plan, Place(world_size=2), self.loader, 0, self._everyone)
         self.held, self.optimizer = model(clock)
-        self.sharing.watch(self.held, self.optimizer, cuda=False)
+        self.sharing.watch(self.held, self.optimizer, host())
 
     def _everyone(self, row: list[float]) -> list[list[float]]:
         self.looks.append(self.step)

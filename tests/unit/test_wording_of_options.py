@@ -98,6 +98,7 @@ def test_no_call_is_advised_that_there_is_not() -> None:
         (SpecError.of("hosts", "0", "b", "Hosts(2)"), "try: --hosts 2\n"),
         (SpecError.of("factor", "0", "b", "hosts.throttle(1, 4)"), "try: --slow 1:4x\n"),
         (SpecError.of("plan", "a", "b", 'forecast="anyway"'), "try: --anyway\n"),
+        (SpecError.of("plan", "a", "b", "see more; unproven=True trains"), "try: see more; --unproven trains\n"),
         (SpecError.of("plan", "a", "b", 'plan="micro=8 dp=2"'), 'try: --plan "micro=8 dp=2"\n'),
         (SpecError.of("run", "a", "b", 'px.RunSpec(folder="a")'), 'try: px.RunSpec(folder="a")\n'),
         (LossError('a\n    try: resume=True, on_spike="skip"; or b'), "try: --resume --on-spike skip; or b\n"),

@@ -26,6 +26,7 @@ from phalanx.checkpoint.agreement import Agreement
 from phalanx.checkpoint.all_ranks import GroupRendezvous, Rendezvous, StoreRendezvous, anywhere, from_first, grouped
 from phalanx.checkpoint.store import PreparedSave, SaveRequest, prepared
 from phalanx.comm.process_group import group_timeout
+from phalanx.device_kinds import kind_of
 from phalanx.errors import CheckpointError
 from phalanx.hardware import memory_bytes
 
@@ -115,7 +116,7 @@ class BackgroundSaver:
         if at_once:
             return Saving.done(asked.step, ready.write(GroupRendezvous()), begun)
         needed = ready.content.nbytes
-        on_device = any(tensor.device.type == "cuda" for tensor in ready.content.tensors)
+        on_device = any(kind_of(tensor.device).pinned for tensor in ready.content.tensors)
         meets = self._find_store()
         if anywhere(not (meets and self._allocate(needed, on_device))):
             self._memory = _nothing()

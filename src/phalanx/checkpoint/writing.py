@@ -169,7 +169,7 @@ class FileContent:
             copies.append(here.copy_(tensor.detach(), non_blocking=memory.is_pinned()))
             at += entry.nbytes
         if memory.is_pinned():
-            torch.cuda.synchronize()
+            torch.accelerator.synchronize()  # only an accelerator has memory pinned
         return replace(self, tensors=copies, given_up=given_up)
 
     def _pieces(self) -> Iterator[memoryview | bytes]:

@@ -22,6 +22,7 @@ from phalanx.cli.bench_queue import (
 from phalanx.cli.options import PlanText, job_argument
 from phalanx.cli.output import json_option, print_json
 from phalanx.config import Job, Plan, RunSpec
+from phalanx.device_kinds import on_host
 from phalanx.errors import Problem, RefusedError, SpecError
 
 if TYPE_CHECKING:
@@ -47,7 +48,7 @@ def measured(job: Job, run: RunSpec, console: Console, *, label: str = "", hosts
     folder: Path = run.folder
     viewer = progress(console, label=label or str(run.plan), lines=frozenset({"start", "warning"}))
     with Follower(folder / "events.jsonl", [viewer]) as follower:
-        cores = 1 if hosts or device_kind(run.plan) == "cpu" else None
+        cores = 1 if hosts or on_host(device_kind(run.plan)) else None
         fit(job, run=replace(run, forecast="none"), watch=follower, cores=cores, hosts=hosts)
     return summarise(folder)
 
@@ -184,7 +185,7 @@ def show_apart(
     stdout.print(apart_table(rows), highlight=False)
     cores = this_machine().devices
     most = max(row.workers for row in rows)
-    if rows[0].device == "cpu" and most > cores:
+    if on_host(rows[0].device) and most > cores:
         note = f"{most} workers share {cores} cores: with a core each they compute faster."
         stdout.print(f"[dim]{note}[/]", highlight=False)
 
@@ -290,7 +291,7 @@ def _show_scaling(
     stdout.print(f"{job.name}: {job.batch} samples a step, {job.steps} steps a plan", highlight=False)
     if rows:
         stdout.print(scaling_table(rows), highlight=False)
-    if any(row.device == "cpu" for row in rows):
+    if any(on_host(row.device) for row in rows):
         stdout.print(f"[dim]{_CPU_NOTE}[/]", highlight=False)
     for one in (there or {}).get("failed", ()):
         stdout.print(f"[red]{one['plan']} failed[/]: {escape(one['why'])}\n    {escape(one['log'])}", highlight=False)

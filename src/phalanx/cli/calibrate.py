@@ -46,14 +46,14 @@ def command(path: Path | None, quick: bool, to: str | None, as_json: bool) -> No
       phalanx forecast examples/digits.py --plan dp=2 --on machine.toml
       phalanx calibrate --to ssh:hosts.toml -o rack.toml
     """
-    from phalanx.hardware import cuda_devices
+    from phalanx.device_kinds import accelerator
     from phalanx.hardware.calibrate import default_path
 
     if to:
         _hosts(to, path or Path("cluster.toml"), quick=quick, as_json=as_json)
         return
-    if cuda_devices():
-        given, fix = f"{cuda_devices()} CUDA devices", "CUDA_VISIBLE_DEVICES= phalanx calibrate"
+    if kind := accelerator():
+        given, fix = f"{kind.count()} {kind.label} devices", f"{kind.visible}= phalanx calibrate"
         allowed = "a machine without: constants of GPUs are part of Phalanx"
         raise RefusedError.of(where="calibrate", given=given, allowed=allowed, fix=fix)
     found = _calibrated(quick)

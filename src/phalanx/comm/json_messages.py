@@ -14,6 +14,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from phalanx.device_kinds import host, kind_of
+
 _LENGTH = struct.Struct("<q")
 _FIRST = 1024  # bytes of the first message, the length included: most values need no second one
 
@@ -153,8 +155,8 @@ def _room(size: int, data: bytes) -> torch.Tensor:
 
 def _device(group: dist.ProcessGroup | None) -> torch.device:
     """Where the group's messages are from: host memory where a backend takes it."""
-    kinds = {device.type for device in (group or dist.distributed_c10d._get_default_group())._device_types}
-    return torch.device("cuda", torch.cuda.current_device()) if kinds == {"cuda"} else torch.device("cpu")
+    kinds = {kind_of(device) for device in (group or dist.distributed_c10d._get_default_group())._device_types}
+    return (kinds.pop() if len(kinds) == 1 else host()).current()
 
 
 def _encoded(value: Any) -> bytes:

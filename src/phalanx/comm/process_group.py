@@ -20,6 +20,7 @@ from torch.distributed import PrefixStore, Store, TCPStore  # pyright: ignore[re
 from phalanx.comm.json_messages import alike_everywhere, as_json, broadcast_json, gather_json
 from phalanx.comm.roll_call import meet_all
 from phalanx.config.run import TIMEOUT
+from phalanx.device_kinds import kind_named, kind_of
 from phalanx.errors import RunError, error_from_dict, error_to_dict
 
 if TYPE_CHECKING:
@@ -78,18 +79,19 @@ _joins = count()
 
 
 def device_for(place: Place, device: str) -> torch.device:
-    """The device of this worker: its CUDA device by local rank where ``device`` is ``cuda``, else the CPU.
+    """The device of this worker: of the kind called ``device`` the one of its local rank.
 
     Raises:
-        RunError: if this worker was forked from a process that had already asked CUDA something.
+        RunError: if this worker was forked from a process that had already asked an accelerator something.
     """
-    if device == "cuda" and torch.cuda._is_in_bad_fork():
+    kind = kind_named(device)
+    if kind.spoilt():
         raise RunError(
-            "this process has already asked CUDA something, and workers forked from it cannot use CUDA any more\n"
-            "    try: torch.cuda.device_count() in place of torch.cuda.is_available(), which asks nothing that "
+            f"this process has already asked {kind.label} something, and workers forked from it cannot use "
+            f"{kind.label} any more\n    try: {kind.light_way}, which asks nothing that "
             "outlives the call; or phalanx train JOB from the command line"
         )
-    return torch.device("cuda", place.local_rank) if device == "cuda" else torch.device("cpu")
+    return kind.device(place.local_rank)
 
 
 def meet(place: Place) -> Store:
@@ -111,11 +113,13 @@ def meet(place: Place) -> Store:
 
 
 @contextmanager
-def default_process_group(place: Place, device: torch.device) -> Iterator[None]:
+def default_process_group(place: Place, device: torch.device, named: str = "auto") -> Iterator[None]:
     """The default process group for the length of the block; nothing for a world of one.
 
-    CUDA tensors go by NCCL, CPU tensors by gloo; both are there on a CUDA machine, which offload needs. A group that
+    Tensors go by the backend of their kind, those of the host by gloo, which offload needs beside another. A group that
     this process of torchrun has joined already, the user's own or one of ``phalanx.build``, is used and stays.
+
+    ``named``: the kind of device that the plan names.
 
     Raises:
         RunError: if that group is of other ranks than those that are to join.
@@ -123,9 +127,8 @@ def default_process_group(place: Place, device: torch.device) -> Iterator[None]:
     if place.world_size == 1 and not place.group:
         yield
         return
-    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
+    kind = kind_of(device, named)
+    kind.use(device)
     if place.store == "env://":
         atexit.unregister(_let_threads_finish)
         atexit.register(_let_threads_finish)
@@ -139,7 +142,9 @@ def default_process_group(place: Place, device: torch.device) -> Iterator[None]:
     # torch begins to count its keys anew with each default group, and would find those of an earlier one
     store = PrefixStore(f"phalanx/group/{next(_joins)}{place.group}", meet(place))
     store.set_timeout(place.patience)
-    dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.world_size, timeout=place.patience)
+    dist.init_process_group(
+        kind.backends, store=store, rank=place.rank, world_size=place.world_size, timeout=place.patience
+    )
     keep(dist.group.WORLD)
     yield
     # only after a good end: NCCL would wait here for peers that may be gone, and after an error the process ends anyway

@@ -18,6 +18,7 @@ from uuid import uuid4
 
 from torch.distributed import PrefixStore, Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
+from phalanx.device_kinds import all_kinds
 from phalanx.errors import RunError
 
 if TYPE_CHECKING:
@@ -52,12 +53,10 @@ _LOST_KINDS = {
     "ConnectionRefusedError",
     "PeerLostError",
 }
-_LOST_TEXTS = re.compile(
+_LOST_TEXTS = (
     r"connection (was )?(closed|reset|refused|aborted)|connection was likely closed|broken pipe|socket closed|"
-    r"gloo.*(timed out|timeout)|nccl.*(abort|remote|system error|timeout|unhandled)|remote process exited|"
-    r"application timeout caused pair closure|store.*timed out|wait timeout after",
-    re.IGNORECASE | re.DOTALL,
-)
+    r"remote process exited|application timeout caused pair closure|store.*timed out|wait timeout after"
+)  # and what each kind's backend says
 
 
 _words: dict[tuple[str, int], str] = {}  # of this process, and of those that it was forked from
@@ -236,4 +235,5 @@ def reports_lost_peer(error: BaseException) -> bool:
         error = earlier
     if type(error).__name__ in _LOST_KINDS:
         return True
-    return isinstance(error, RuntimeError | OSError) and bool(_LOST_TEXTS.search(str(error)))
+    pattern = "|".join([_LOST_TEXTS, *(kind.lost_peer for kind in all_kinds() if kind.lost_peer)])
+    return isinstance(error, RuntimeError | OSError) and bool(re.search(pattern, str(error), re.IGNORECASE | re.DOTALL))

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, cast, get_args
+from typing import Any, cast
 
 from phalanx.config.fields import FieldKind, is_number, misfits
+from phalanx.device_kinds import hardware_names
 from phalanx.errors import Problem, SpecError
 
-DeviceKind = Literal["cpu", "cuda", "rocm", "tpu"]
 DTYPES = ("fp64", "fp32", "tf32", "fp16", "bf16", "fp8")
 """Names a device's ``peak`` may have, in the order they are shown."""
 
@@ -31,7 +31,7 @@ _LATENCY = _number("seconds", "latency = 3.4e-6")
 _LINK = {"name": _text('name = "NVLink 4"'), "bandwidth": _BANDWIDTH, "latency": _LATENCY}
 _DEVICE = {
     "name": _text('name = "H100"'),
-    "kind": FieldKind(types=(str,), allowed=", ".join(get_args(DeviceKind)), fix='kind = "cuda"'),
+    "kind": FieldKind(types=(str,), allowed="a kind of device", fix='kind = "cpu"'),
     "memory": _whole("bytes", "memory = 85899345920"),
     "bandwidth": _number("bytes per second", "bandwidth = 3.35e12"),
     "kept": _whole("bytes", "kept = 1073741824"),
@@ -54,7 +54,7 @@ class Device:
 
     Attributes:
         name: as the catalog calls it, such as ``H100``.
-        kind: ``cpu``, ``cuda``, ``rocm`` or ``tpu``.
+        kind: as plans say it, such as ``cpu``; ``rocm`` where torch has one name for the devices of two makers.
         peak: most FLOP/s of matrix products by dtype, without sparsity. A dtype that is not there is not supported.
         memory: bytes of its memory.
         bandwidth: bytes per second between it and its memory.
@@ -67,7 +67,7 @@ class Device:
     """
 
     name: str
-    kind: DeviceKind
+    kind: str
     peak: Mapping[str, float] = field(hash=False)
     memory: int
     bandwidth: float
@@ -79,9 +79,9 @@ class Device:
 
     def __post_init__(self) -> None:
         problems = _wrong("device", self, _DEVICE) + _wrong_peak(self.peak) + _wrong_measured(self.measured)
-        if _DEVICE["kind"].holds(self.kind) and self.kind not in get_args(DeviceKind):
-            kind = _DEVICE["kind"]
-            problems.append(Problem(where="device.kind", given=repr(self.kind), allowed=kind.allowed, fix=kind.fix))
+        if _DEVICE["kind"].holds(self.kind) and self.kind not in (words := hardware_names()):
+            fix = _DEVICE["kind"].fix
+            problems.append(Problem(where="device.kind", given=repr(self.kind), allowed=", ".join(words), fix=fix))
         if not problems and self.bandwidth == 0:
             allowed = "more than 0 bytes per second"
             problems.append(Problem(where="device.bandwidth", given="0", allowed=allowed, fix="bandwidth = 3.35e12"))

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar, get_args
 
+from phalanx.device_kinds import kind_names
 from phalanx.errors import Problem
 
 T = TypeVar("T")
@@ -40,6 +41,11 @@ def misfits(where: str, values: Mapping[str, object], kinds: Mapping[str, FieldK
         for name, kind in kinds.items()
         if name in values and not kind.holds(values[name])
     ]
+
+
+def choices() -> dict[str, tuple[str, ...]]:
+    """The words that each key of ``WORDS`` may take now."""
+    return {**CHOICES, "device": ("auto", *kind_names())}
 
 
 def plan_problem(name: str, given: str, allowed: str, fix: str) -> Problem:
@@ -78,7 +84,7 @@ def held_in(step: int, since: Mapping[int, T]) -> T:
 Precision = Literal["fp32", "tf32", "bf16", "fp16", "fp8"]
 Recompute = Literal["none", "selective", "full"]
 Offload = Literal["none", "optimizer", "parameters"]
-Device = Literal["auto", "cpu", "cuda"]
+Device = str  # "auto", or the name of a device kind
 Schedule = Literal["gpipe", "1f1b", "interleaved", "zero-bubble", "zbv", "dualpipev"]
 Attention = Literal["ring", "alltoall", "gather"]
 Sync = Literal["each", "local", "diloco"]
@@ -95,14 +101,16 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "precision": get_args(Precision),
     "recompute": get_args(Recompute),
     "offload": get_args(Offload),
-    "device": get_args(Device),
     "schedule": get_args(Schedule),
     "attention": get_args(Attention),
     "sync": get_args(Sync),
     "outer": get_args(Outer),
     "compensate": get_args(Compensate),
 }
-"""Keys that take one of a few words."""
+"""Keys that take one of a few words; ``device`` is one more, whose words are the kinds of devices there are."""
+
+WORDS = (*CHOICES, "device")
+"""Keys that take a word."""
 
 STAGES = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zero-bubble": 2, "zbv": 2, "dualpipev": 2}
 """Stages on each rank that a schedule needs, and has where a plan does not say."""

@@ -14,13 +14,13 @@ import tomli_w
 
 from phalanx.config.fields import (
     AXES,
-    CHOICES,
     DATA_AXES,
     NUMBERS,
     STAGES,
     TEXTS,
     TRUTHS,
     UNBOUNDED,
+    WORDS,
     Attention,
     Compensate,
     Device,
@@ -65,7 +65,7 @@ class Plan:
             attention), ``full`` (all but block inputs).
         offload: what lives in host memory between uses.
         compile: ``torch.compile`` each block.
-        device: ``auto`` takes CUDA devices where there are any.
+        device: kind of device; ``auto`` takes accelerators where there are enough of one kind, else the host's cores.
         sync: how ranks of ``dp`` are brought together: ``each`` sums gradients in every step; ``local`` lets each step
             by itself and averages parameters; ``diloco`` hands the average of what they learnt to an outer optimizer.
         every: steps from one averaging to the next, with ``local`` and ``diloco``.
@@ -330,7 +330,7 @@ def _take(key: str, text: str, values: dict[str, Any], problems: list[Problem]) 
     names = [field.name for field in fields(Plan)]
     if key not in names:
         problems.append(plan_problem(key, f"unknown key {key!r}", ", ".join(names), f"{_nearest(key)}={text}"))
-    elif key in CHOICES or key in TEXTS:
+    elif key in WORDS or key in TEXTS:
         values[key] = text  # Plan itself checks choices
     elif key in TRUTHS:
         values[key] = text == "true"

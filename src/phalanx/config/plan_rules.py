@@ -8,8 +8,20 @@ from collections.abc import Callable, Iterator
 from dataclasses import fields, replace
 from typing import TYPE_CHECKING
 
-from phalanx.config.fields import AXES, CHOICES, STAGES, TEXTS, TRUTHS, UNBOUNDED, is_number, is_whole, plan_problem
+from phalanx.config.fields import (
+    AXES,
+    STAGES,
+    TEXTS,
+    TRUTHS,
+    UNBOUNDED,
+    WORDS,
+    choices,
+    is_number,
+    is_whole,
+    plan_problem,
+)
 from phalanx.config.sync import apart_problems, split_by_weight, weights
+from phalanx.device_kinds import is_kind
 from phalanx.errors import Problem, SpecError
 
 if TYPE_CHECKING:
@@ -36,14 +48,15 @@ def problems_of(plan: Plan) -> list[Problem]:
 
     def wrong(name: str, allowed: str, fix: str) -> None:
         value = getattr(plan, name)
-        quoted = isinstance(value, str) and name not in (*CHOICES, *TEXTS)
+        quoted = isinstance(value, str) and name not in (*WORDS, *TEXTS)
         found.append(plan_problem(name, f"{name}={value!r}" if quoted else f"{name}={show(value)}", allowed, fix))
 
     _numbers(plan, wrong)
-    for name, choices in CHOICES.items():
-        if getattr(plan, name) not in choices:
-            near = difflib.get_close_matches(str(getattr(plan, name)), choices, n=1, cutoff=0.0)
-            wrong(name, ", ".join(choices), f"{name}={near[0] if near else choices[0]}")
+    for name, words in choices().items():
+        value = getattr(plan, name)
+        if value not in words and not (name == "device" and is_kind(value)):
+            near = difflib.get_close_matches(str(value), words, n=1, cutoff=0.7 * (name == "device"))
+            wrong(name, ", ".join(words), f"{name}={near[0] if near else words[0]}")
     for name in TRUTHS:
         if not isinstance(getattr(plan, name), bool):
             wrong(name, "true or false", f"{name}=true")

@@ -57,6 +57,7 @@ _KINDS = {
     "plan": FieldKind(types=(str, Plan), allowed="a plan as one line of text", fix='plan = "dp=2"'),
     "folder": FieldKind(types=(str, Path), allowed="a path", fix='folder = "runs/digits-1"'),
     "resume": FieldKind(types=(bool, str), allowed='true, false or "auto"', fix="resume = true"),
+    "unproven": FieldKind(types=(bool,), allowed="true or false", fix="unproven = true"),
 }
 NOT_IN_FILE = ("asked_plan",)
 """Fields of a ``RunSpec`` that no run file has."""
@@ -112,6 +113,8 @@ class RunSpec:
         drift: what is done where replicas' parameters are no longer the same: ``stop``, ``warn``, or ``off``, no look.
         drift_every: optimizer steps between looks at a fifth of the parameters.
         forecast: ``refuse`` a plan that is forecast not to fit; run it ``anyway``; or ``none``, make no forecast.
+        unproven: train without a proof first where nothing has shown yet that such a plan computes what one device
+            does: on that kind of device, with that version of torch.
         asked_plan: the plan that was asked for, where ``plan`` is that plan on another number of devices; a run file
             holds it as ``plan``. Set by ``resized_to``.
     """
@@ -143,6 +146,7 @@ class RunSpec:
     drift: DriftPolicy = "stop"
     drift_every: int = DRIFT_EVERY
     forecast: Foresight = "refuse"
+    unproven: bool = False
     asked_plan: Plan | None = None
 
     def __post_init__(self) -> None:

@@ -16,8 +16,10 @@ from rich.table import Table
 from phalanx.api import fit, prove
 from phalanx.config import Cluster, Job, Plan, RunSpec
 from phalanx.config.plan import Device
+from phalanx.device_kinds import accelerator, accelerator_count
 from phalanx.events.following import Follower
-from phalanx.hardware import cluster, cores, cuda_devices
+from phalanx.hardware import cluster, cores
+from phalanx.hardware.catalog import generic
 from phalanx.launch.jobfile import load_job
 from phalanx.report.drawing import draw
 from phalanx.report.progress import Waiting, progress
@@ -73,15 +75,15 @@ class Tour:
 
     Args:
         folder: where its run folders go.
-        devices: to split over; all CUDA devices or up to 4 cores where not given, and 2 processes at least.
+        devices: to split over; all accelerators or up to 4 cores where not given, and 2 processes at least.
         steps: of each run, in place of the jobs' own length.
     """
 
     def __init__(self, *, folder: Path, devices: int | None, steps: int | None, console: Console) -> None:
         self._folder, self._steps, self._console = folder, steps, console
-        gpus = cuda_devices()
-        if gpus >= (devices or 2):
-            self._machine = cluster(f"{devices or gpus}xcuda")
+        kind, gpus = accelerator(), accelerator_count()
+        if kind and gpus >= (devices or 2):
+            self._machine = cluster(f"{devices or gpus}x{generic(kind.name).device.name}")
         else:
             self._machine = cluster(f"{devices or max(2, min(cores(), _MOST_CORES))}xcpu")
         # a GPU for one run and cores for the other would be no comparison
@@ -98,7 +100,7 @@ class Tour:
         return Result(machine=self._machine, stops=tuple(stops))
 
     def _greet(self) -> None:
-        devices, kind = self._machine.devices, "GPU" if self._kind == "cuda" else "CPU core"
+        devices, kind = self._machine.devices, "CPU core" if self._kind == "cpu" else "GPU"
         on = f"{devices} {kind}s: two jobs, each on 1 and on {devices} of them."
         self._console.print(f"[bold]Phalanx demo[/] on {on}")
         if self._kind == "cpu" and devices > cores():

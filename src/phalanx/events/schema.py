@@ -24,7 +24,7 @@ SCHEMA: dict[str, dict[str, tuple[type | tuple[type, ...], str]]] = {
             "whether the plan's steps are those of one device: `yes`, `within the rounding of TYPE`, `no`; since 1.5",
         ),
         "world_size": (int, "processes"),
-        "device": (str, "kind of device: cpu or cuda"),
+        "device": (str, "kind of device, as plans say it"),
         "batch": (int, "samples in one optimizer step; the most, where that changes with the step"),
         "batch_tokens": (
             _INT_OR_NULL,
@@ -124,7 +124,7 @@ SCHEMA: dict[str, dict[str, tuple[type | tuple[type, ...], str]]] = {
     },
     "memory": {
         "rank": (int, "rank"),
-        "peak_bytes": (int, "largest memory so far: resident set on CPU, allocated on CUDA"),
+        "peak_bytes": (int, "largest memory so far: resident set on CPU, allocated on accelerators"),
         "parameters": (int, "bytes of parameters here, and the most gathered from other ranks at a time; since 1.2"),
         "gradients": (int, "bytes of gradients; since 1.2"),
         "optimizer": (int, "bytes of optimizer state, and of averaged weights; since 1.2"),

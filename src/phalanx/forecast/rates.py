@@ -200,7 +200,7 @@ _HOPPER = Kernels(
     floor=12e-6,
     host=10e-6,
 )
-_CUDA = Wires(
+_GPU_WIRES = Wires(
     inside=0.68,
     between=0.993,
     start=43e-6,
@@ -239,7 +239,13 @@ def rates(device: Device) -> Rates:
         kernels = replace(kernels, host=max(kernels.host, device.launch))
     return measured(
         device,
-        Rates(peak=device.peak, bandwidth=device.bandwidth, units=device.processors or 1, kernels=kernels, wires=_CUDA),
+        Rates(
+            peak=device.peak,
+            bandwidth=device.bandwidth,
+            units=device.processors or 1,
+            kernels=kernels,
+            wires=_GPU_WIRES,
+        ),
     )
 
 

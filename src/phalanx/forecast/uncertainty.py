@@ -20,6 +20,7 @@ from typing import Any, Literal
 
 from phalanx.config import Cluster, Device, Plan
 from phalanx.config.plan import words
+from phalanx.device_kinds import all_kinds
 from phalanx.forecast.presets import PHALANX, Preset
 from phalanx.forecast.rates import family
 from phalanx.placement.limits import unread
@@ -246,8 +247,11 @@ def _of_cluster(cluster: Cluster) -> Iterator[str]:
     }
     if hosts:
         yield f"Of the hosts, {' and '.join(sorted(hosts))} are not priced: loading data is taken to keep up."
-    for kind in sorted({group.device.kind for group in cluster.groups} - {"cpu", "cuda"}):
-        yield f"Devices of kind {kind} are priced with the constants of kernels and collectives of CUDA devices."
+    fitted = [kind for kind in all_kinds() if kind.fitted]
+    known = " or ".join(kind.label for kind in fitted if not kind.on_host)
+    for kind in sorted({group.device.kind for group in cluster.groups} - {kind.name for kind in fitted}):
+        priced = f"priced with the constants of kernels and collectives of {known} devices"
+        yield f"Devices of kind {kind} are {priced}, never calibrated on their own."
     measured = [group for group in cluster.groups if group.device.measured]
     if any(name.endswith(".byte") for group in measured for name in group.device.measured):
         yield "Measured exchanges stand in place of the bandwidth and latency of link and network."

@@ -4,7 +4,6 @@ from phalanx.hardware.catalog import device, entry, names
 from phalanx.hardware.cluster_text import cluster
 from phalanx.hardware.probe import (
     cores,
-    cuda_devices,
     keep_freed_memory,
     memory_bytes,
     peak_memory,
@@ -15,7 +14,6 @@ from phalanx.hardware.probe import (
 __all__ = [
     "cluster",
     "cores",
-    "cuda_devices",
     "device",
     "entry",
     "keep_freed_memory",

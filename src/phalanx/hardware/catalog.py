@@ -96,6 +96,14 @@ def context(kind: str) -> int:
     return parse_bytes(_tables()["assumptions"][kind])
 
 
+def generic(kind: str = "") -> CatalogEntry:
+    """The entry of any device of this ``kind`` that the catalog does not know; of any accelerator, where it has none.
+
+    ``kind``: as plans say it.
+    """
+    return find(kind) or entry(_tables()["generic"]["accelerator"])
+
+
 def find(name: str) -> CatalogEntry | None:
     """The entry called ``name``, which may be an alias, in any case; ``None`` if there is none."""
     known = _by_any_name().get(_key(name))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import platform
 import re
 import resource
 import shutil
@@ -21,21 +22,10 @@ from itertools import groupby
 from pathlib import Path
 
 from phalanx.config import Cluster, Device, Group, Host, Link, Network
-from phalanx.hardware.catalog import CatalogEntry, context, entry, find, names
+from phalanx.device_kinds import DeviceKind, accelerator, all_kinds, kind_of_hardware
+from phalanx.hardware.catalog import CatalogEntry, context, entry, find, generic, names
 
 _ROOT = Path("/")
-_ASK_TORCH = """
-import json, torch
-found = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
-print(json.dumps([[one.name, one.total_memory] for one in found]))
-"""
-
-
-def cuda_devices() -> int:
-    """CUDA devices here. Asked through NVML: initialising CUDA here would keep workers from being forked."""
-    import torch
-
-    return torch.cuda.device_count()
 
 
 def cores() -> int:
@@ -48,8 +38,10 @@ def memory_bytes() -> int:
     return memory_of(_ROOT, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
 
 
-def this_machine() -> Cluster:
-    """The devices of this machine: its CUDA devices, else its CPU cores, each good for one process.
+def this_machine(kind: DeviceKind | None = None) -> Cluster:
+    """The devices of this machine: its accelerators, else its CPU cores, each good for one process.
+
+    ``kind``: of the accelerators; what ``device=auto`` takes where not given.
 
     What cannot be read here is the catalog's: peak and bandwidth of all devices, and all of a GPU it does not know.
     GPUs of several kinds in one machine are told as groups of their own.
@@ -57,7 +49,7 @@ def this_machine() -> Cluster:
     host = Host(name="this machine", cores=cores(), memory=memory_bytes(), numa=numa_of(_ROOT))
     found = network_of(_ROOT)
     network = found or entry("cpu").network(1)
-    return Cluster(groups=_gpu_groups(host, _gpus(), _topology()) or (cpu_group(host),), network=network)
+    return Cluster(groups=_gpu_groups(host, _gpus(kind), _topology()) or (cpu_group(host),), network=network)
 
 
 def cpu_group(host: Host) -> Group:
@@ -97,23 +89,35 @@ def _gpu_groups(host: Host, gpus: Sequence[Gpu], matrix: str) -> tuple[Group, ..
     return tuple(groups)
 
 
-def _gpus() -> tuple[Gpu, ...]:
-    count = cuda_devices()
-    if count == 0:
+def _gpus(kind: DeviceKind | None = None) -> tuple[Gpu, ...]:
+    kind = kind or accelerator()
+    if kind is None or kind.on_host or not kind.count():
         return ()
-    unknown = tuple(Gpu(name="", memory=entry("cuda").device.memory) for _ in range(count))
-    return _asked_elsewhere() or unknown
+    unknown = Gpu(name="", memory=generic(kind.name).device.memory, kind=kind.name)
+    return _asked_elsewhere(kind) or (unknown,) * kind.count()
 
 
 @cache
-def _asked_elsewhere() -> tuple[Gpu, ...]:
-    # names and memory cost an initialised CUDA, which this process must not have before it forks
-    asked = [sys.executable, "-c", _ASK_TORCH]
+def _asked_elsewhere(kind: DeviceKind) -> tuple[Gpu, ...]:
+    # names and memory cost a device that is begun to be used, which this process must not do before it forks
+    asked = [sys.executable, "-c", kind.listing]
     try:
         done = subprocess.run(asked, capture_output=True, text=True, timeout=120, check=True)
-        return tuple(Gpu(name=name, memory=memory) for name, memory in json.loads(done.stdout.splitlines()[-1]))
+        told = json.loads(done.stdout.splitlines()[-1])
+        return tuple(Gpu(name=name, memory=memory, kind=kind.name) for name, memory in told)
     except (OSError, subprocess.SubprocessError, ValueError, IndexError):
         return ()
+
+
+def device_name(kind: DeviceKind) -> str:
+    """What the driver calls this machine's devices of that ``kind``; several names where they are not all alike.
+
+    Asks nothing that keeps workers from being forked. Of the host, whose cores all compute alike, the architecture.
+    """
+    if kind.on_host:
+        return platform.machine()
+    names = kind.names_at_hand() or {one.name for one in _asked_elsewhere(kind)}
+    return ", ".join(sorted({*names} - {""}))
 
 
 def _topology() -> str:
@@ -127,11 +131,10 @@ def _topology() -> str:
 
 
 def peak_memory() -> int:
-    """Largest memory this process has held, in bytes: allocated on its CUDA device, else its resident set."""
-    import torch
-
-    if torch.cuda.is_initialized():
-        return torch.cuda.max_memory_allocated()
+    """Largest memory this process has held, in bytes: allocated on its accelerator, else its resident set."""
+    for kind in all_kinds():
+        if kind.in_use() and (memory := kind.memory()):
+            return memory.peak
     try:
         with open("/proc/self/status") as file:
             for line in file:
@@ -149,14 +152,18 @@ _SLOW_LANES = 4
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Gpu:
-    """One device as the driver reports it: ``NVIDIA A100-SXM4-80GB``, and the bytes of memory it offers."""
+    """One device as the driver reports it: ``NVIDIA A100-SXM4-80GB``, and the bytes of memory it offers.
+
+    ``kind``: of device, as plans say it; empty where the catalog says it.
+    """
 
     name: str
     memory: int
+    kind: str = ""
 
 
 def matched(gpu: Gpu) -> CatalogEntry:
-    """The catalog's entry for a device; the entry ``cuda`` where the catalog does not know it."""
+    """The catalog's entry for a device; the one of any of its kind where the catalog does not know it."""
     name = gpu.name.strip()
     while (shorter := re.sub(_MAKERS, "", name, flags=re.IGNORECASE)) != name:
         name = shorter
@@ -167,14 +174,16 @@ def matched(gpu: Gpu) -> CatalogEntry:
     family = name.split()[0].split("-")[0].lower() if name else ""
     same = [one for one in map(entry, names()) if one.device.name.lower().split("-")[0] == family]
     fitting = [one for one in same if found and _fits(gpu, one.device)]
-    return min(fitting, key=lambda one: one.device.memory - gpu.memory, default=entry("cuda"))
+    return min(fitting, key=lambda one: one.device.memory - gpu.memory, default=generic(gpu.kind))
 
 
 def measured(gpu: Gpu, found: CatalogEntry) -> Device:
     """The entry's device, with the memory that the driver offers on this one."""
-    size = max(found.device.memory, gpu.memory) if found.device.name != "cuda" else gpu.memory
+    known = found.device.name != generic(gpu.kind).device.name
+    size = max(found.device.memory, gpu.memory) if known else gpu.memory
     kept = min(size, size - gpu.memory + context(found.device.kind))
-    return replace(found.device, memory=size, kept=kept)
+    kind = gpu.kind if gpu.kind and kind_of_hardware(found.device.kind).name != gpu.kind else found.device.kind
+    return replace(found.device, memory=size, kept=kept, kind=kind)
 
 
 def link_of(matrix: str, count: int, found: CatalogEntry) -> Link:

@@ -16,6 +16,8 @@ from itertools import cycle
 from statistics import mean, median
 from typing import TYPE_CHECKING, Any, Literal
 
+from phalanx.device_kinds import kind_of
+
 if TYPE_CHECKING:
     import torch
 
@@ -261,18 +263,19 @@ def seconds_of(work: Callable[[], Any], pace: Pace, device: str = "cpu") -> floa
 
     On a CPU they are those of this thread alone, which other processes hardly change.
     """
-    clock = time.perf_counter if device.startswith("cuda") else time.thread_time
+    kind = kind_of(device)
+    clock = time.thread_time if kind.on_host else time.perf_counter
     results = deque([work()], maxlen=_KEPT)
     begun = clock()
     results.append(work())
-    _finish(device)
+    kind.synchronize()
     calls = max(1, int(pace.seconds / max(clock() - begun, 1e-7)))
     rounds: list[float] = []
     for _ in range(pace.rounds):
         begun = clock()
         for _ in range(calls):
             results.append(work())
-        _finish(device)
+        kind.synchronize()
         rounds.append((clock() - begun) / calls)
     return median(rounds)
 
@@ -285,13 +288,6 @@ def _both(forward: Callable[[], Any], inputs: tuple[Any, ...], pace: Pace, devic
     gradient = torch.randn_like(made)
     ahead = seconds_of(forward, pace, device)
     return ahead, seconds_of(lambda: torch.autograd.grad(made, inputs, gradient, retain_graph=True), pace, device)
-
-
-def _finish(device: str) -> None:
-    if device.startswith("cuda"):
-        import torch
-
-        torch.cuda.synchronize()
 
 
 @contextmanager
@@ -382,7 +378,7 @@ def _together(work: Callable[[], Any], device: str, rounds: int) -> float:
     import torch
     import torch.distributed as dist
 
-    matrix = torch.ones(_SIDE, _SIDE, device=device)
+    kind, matrix = kind_of(device), torch.ones(_SIDE, _SIDE, device=device)
     compute = partial(torch.mm, matrix, matrix)
 
     def seconds(*calls: Callable[[], Any]) -> float:
@@ -391,8 +387,7 @@ def _together(work: Callable[[], Any], device: str, rounds: int) -> float:
         for _ in range(_CALLS):
             for call in calls:
                 call()
-        if device.startswith("cuda"):
-            torch.cuda.synchronize()
+        kind.synchronize()
         return (time.perf_counter() - begun) / _CALLS
 
     seconds(compute, work)

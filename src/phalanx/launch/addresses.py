@@ -9,6 +9,8 @@ import struct
 import sys
 from contextlib import suppress
 
+from phalanx.device_kinds import interface_variables
+
 LOOPBACK = "127.0.0.1"
 
 _MOST_CONNECTED = 256  # ranks of which each is connected with every other as a group is made
@@ -30,7 +32,7 @@ def own_address(master: str, *, one_host: bool) -> str:
 
 
 def listen_at(address: str) -> None:
-    """Have gloo listen at ``address`` of this machine from now on; on loopback NCCL, too.
+    """Have gloo listen at ``address`` of this machine from now on; on loopback the backends of accelerators, too.
 
     gloo listens at the address that the machine's name resolves to, unless its variable says otherwise: torch hands no
     other device to the groups that it makes itself, sub-groups and those of a DeviceMesh. What the user has set stays.
@@ -39,8 +41,9 @@ def listen_at(address: str) -> None:
     if interface is None:
         return
     os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
-    if ipaddress.ip_address(address).is_loopback:  # between machines NCCL knows better which of its links are fast
-        os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
+    if ipaddress.ip_address(address).is_loopback:  # between machines they know better which of their links are fast
+        for name in interface_variables():
+            os.environ.setdefault(name, interface)
 
 
 def connect_late(ranks: int) -> None:

@@ -15,10 +15,10 @@ from typing import Self, final
 from phalanx.config import Job, Plan, RunSpec
 from phalanx.config.batch_ramp import smaller_batches
 from phalanx.config.elastic import plans_of
+from phalanx.device_kinds import kind_for
 from phalanx.errors import Problem, RefusedError, SpecError
 from phalanx.events import EventLog
 from phalanx.files import read_text
-from phalanx.hardware import cuda_devices
 from phalanx.launch.runfile import newest_step
 from phalanx.train.assembly import refuse
 
@@ -184,7 +184,6 @@ def _more_than_samples(run: RunSpec, job: Job) -> Problem:
 
 
 def _devices_here(run: RunSpec, least: int) -> Callable[[], float]:
-    """What counts the devices that the run could have: the CUDA devices here, if it takes these, or processes."""
-    if run.plan.device == "cpu" or (run.plan.device == "auto" and cuda_devices() < least):
-        return lambda: math.inf
-    return cuda_devices
+    """What counts the devices that the run could have: the accelerators here, if it takes these, or processes."""
+    kind = kind_for(run.plan.device, least)
+    return (lambda: math.inf) if kind.on_host else kind.count

@@ -9,6 +9,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Self, final
 
+from phalanx.device_kinds import interface_variables
 from phalanx.errors import RunError, SpecError
 from phalanx.launch.host_network import HostLink, HostNetwork, move_into, refuse
 from phalanx.launch.host_process import Quotas
@@ -97,7 +98,7 @@ class Hosts:
     def enter(self, rank: int) -> str:
         """Move this process onto the host of ``rank``; its threads must not have been started yet. Returns its address.
 
-        Collectives by gloo, NCCL and torch's RPC go over the host's link from then on.
+        Collectives of every kind of device and torch's RPC go over the host's link from then on.
 
         Raises:
             RunError: if the kernel does not let it in.
@@ -105,7 +106,7 @@ class Hosts:
         host, network = self.host_of(rank), self._there
         names = {f"host{other}": network.address(other) for other in range(self.count)}
         move_into(network.namespace(host), {"launcher": network.launcher, **names})
-        os.environ.update(dict.fromkeys(("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), _DEVICE))
+        os.environ.update(dict.fromkeys((*interface_variables(), "TP_SOCKET_IFNAME"), _DEVICE))
         network.tell(f"join {host} {os.getpid()}")
         if self._quotas:
             self._quotas.join(host)

@@ -25,6 +25,7 @@ from urllib.parse import parse_qsl, urlencode
 
 from phalanx.config import Job
 from phalanx.config.params import DeclaredParam, ParamOverrides, overriding
+from phalanx.device_kinds import all_kinds
 from phalanx.errors import PhalanxError, SpecError
 
 _TAIL = 12  # lines of a user's traceback that an error shows
@@ -117,7 +118,7 @@ def load_job(reference: str) -> Job:
         reference,
         with_no_values(reference),
     )
-    with _cuda_left_alone(), overriding(overrides):
+    with _accelerators_left_alone(), overriding(overrides):
         module = _loaded(where, reference, overrides)
         function = _find(module, where, reference)
         _needs_no_arguments(function, where, reference)
@@ -167,7 +168,7 @@ def load_function(reference: str) -> Callable[..., object]:
     """
     where = Reference.parse(reference)
     named = reference.endswith(f":{where.function}")
-    with _cuda_left_alone():
+    with _accelerators_left_alone():
         module = _import_file(where.file, reference) if where.file else _import_module(where.module, reference)
         if named:
             return _find(
@@ -202,21 +203,22 @@ def _split_file(text: str) -> tuple[str, str, str]:
 
 
 @contextmanager
-def _cuda_left_alone() -> Iterator[None]:
-    """Let ``torch.cuda.is_available()`` at a job file's module level ask the driver's library for management.
+def _accelerators_left_alone() -> Iterator[None]:
+    """Let a job file ask at its module level whether there is an accelerator without beginning to use one.
 
-    Its usual way initialises CUDA in this process, after which no worker forked from it can use CUDA.
+    After that no worker forked from this process could use it.
     """
-    name = "PYTORCH_NVML_BASED_CUDA_CHECK"
-    before = os.environ.get(name)
-    os.environ[name] = "1"
+    wanted = {name: value for kind in all_kinds() for name, value in kind.asks_lightly().items()}
+    before = {name: os.environ.get(name) for name in wanted}
+    os.environ.update(wanted)
     try:
         yield
     finally:
-        if before is None:
-            os.environ.pop(name, None)
-        else:
-            os.environ[name] = before
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
 
 
 @contextmanager

@@ -10,10 +10,9 @@ import importlib
 from collections.abc import Callable
 from typing import Any, final
 
-import torch
-
 from phalanx.config.run import TIMEOUT
-from phalanx.errors import RunError
+from phalanx.device_kinds import all_kinds, kind_for
+from phalanx.errors import RefusedError, RunError
 from phalanx.launch.launcher import Launch, Launcher, WorkerFunction, WorkerHosts
 from phalanx.launch.supervision import supervise
 from phalanx.launch.torch_warmup import make_ready
@@ -29,13 +28,18 @@ class LocalLauncher(Launcher):
         return
 
     def prepare(self, launch: Launch) -> None:
-        """Refuse to fork a process that uses CUDA, and load what the plan needs once for all workers."""
-        if torch.cuda.is_initialized():
-            raise RunError(
-                "this process already uses CUDA, and workers forked from it could not\n"
-                "    try: phalanx train JOB from the command line, or move CUDA work (.cuda(), .to('cuda'), "
-                "torch.cuda.synchronize()) out of the module level of the job file and into model() and data()"
-            )
+        """Refuse to fork a process that uses an accelerator, and load what the plan needs once for all workers."""
+        for kind in all_kinds():
+            if kind.in_use():
+                raise RunError(
+                    f"this process already uses {kind.label}, and workers forked from it could not\n"
+                    f"    try: phalanx train JOB from the command line, or move {kind.label} work "
+                    f"({kind.heavy_ways}) out of the module level of the job file and into model() and data()"
+                )
+        if launch.run and not (kind := kind_for(launch.run.plan.device, launch.run.plan.devices)).forks:
+            given = f"workers on {kind.label} devices forked from this process"
+            allowed = "processes of their own, each of which begins with its device"
+            raise RefusedError.of(where="launcher", given=given, allowed=allowed, fix='launcher="torchrun"')
         if launch.run:
             make_ready(launch.run.plan)
             if launch.run.resume is True:

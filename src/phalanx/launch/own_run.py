@@ -15,6 +15,7 @@ from phalanx.comm import Place, default_process_group, device_for, place_within
 from phalanx.config import Job, Plan, RunSpec
 from phalanx.config.run import Resume
 from phalanx.errors import Problem, RefusedError, SpecError
+from phalanx.launch.proof_asked import told_unproven
 from phalanx.launch.reaper import LoopSignals, raise_stopped
 from phalanx.launch.runfile import job_of
 from phalanx.launch.worker import WorkerStatus, within_folder
@@ -88,17 +89,24 @@ def laid_out(job: Job, plan: Plan, place: Place | None, run: RunSpec | None) -> 
         raise RefusedError([_servers_step(plan)])
     if run:
         place = replace(place, timeout=run.timeout)
-    device = device_for(place, device_kind(plan, here))
-    _group.enter_context(default_process_group(place_within(plan, place), device))
+    kind = device_kind(plan, here)
+    device = device_for(place, kind)
+    _group.enter_context(default_process_group(place_within(plan, place), device, plan.device))
+    found = Findings(unproven=told_unproven(plan, kind, run) if place.rank == 0 else "")
     if run:
-        assembly, own = _begun(job, run, place)
+        assembly, own = _begun(job, run, place, found)
     else:
         assembly, own = build(job, plan, place, device), None
         if (scheduler := assembly.step.scheduler) is not None and scheduler.follows_evaluations:
             raise RefusedError([_no_evaluations()])
     if place.rank == 0:
         unread = [] if run else _unread(job)
-        for note in [*(f"differs from one device: {note}" for note in assembly.notes), *assembly.advice, *unread]:
+        for note in [
+            *(f"differs from one device: {note}" for note in assembly.notes),
+            *assembly.advice,
+            *unread,
+            *found.warnings,
+        ]:
             _log.warning("%s", note)
     loop = own or LoopWithoutRun(assembly.step, assembly.loader)
     return OwnStep(job, plan, assembly, loop, first=place.rank == 0), OwnLoader(assembly.loader, loop)
@@ -112,7 +120,7 @@ def _unread(job: Job) -> list[str]:
     return [f'{what}: heeded with a run, px.build(job, plan, run="runs/mine"), and not without.'] if names else []
 
 
-def _begun(job: Job, run: RunSpec, place: Place) -> tuple[Assembly, OwnRun]:
+def _begun(job: Job, run: RunSpec, place: Place, found: Findings) -> tuple[Assembly, OwnRun]:
     """The run in this process up to its first step, restored where it resumes."""
     key = run.folder.resolve()
     if before := _open.get(key):
@@ -123,7 +131,7 @@ def _begun(job: Job, run: RunSpec, place: Place) -> tuple[Assembly, OwnRun]:
             over.enter_context(status.watched(run.plan))
             run = over.enter_context(within_folder(job, run, status))
             link = LauncherLink(report=status.report_step, asked=signals.asked)
-            observer, found = Observer(), Findings()
+            observer = Observer()
             ranks = rank_of_mesh(job, run, status.place, link, observer=observer, findings=found)
             stepper, recorder = over.enter_context(ranks)
             interruptions = over.enter_context(Interruptions(run, link.asked, place=status.place))

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, final
 from phalanx.comm import Place
 from phalanx.comm.roll_call import answers, word_of
 from phalanx.config import RunSpec
+from phalanx.device_kinds import kind_for
 from phalanx.errors import Problem, RunError, SpecError
 from phalanx.launch.addresses import LOOPBACK, connect_late, listen_at, own_address
 from phalanx.launch.failure import Failure, WorkerReports, failure_of_exit, first_failure, gave_up, time_for_others
@@ -93,6 +94,7 @@ class TorchrunWorkers(Workers):
 
         def agent(place: Place, report: Callable[[int], None]) -> dict[int, int]:
             os.environ["OMP_NUM_THREADS"] = threads
+            kind_for(run.plan.device, run.plan.devices).before_workers(1, launch.world_size)
             return _run_agent(launch.world_size, [sys.executable, *worker], self._folder.name)
 
         self._agent = WorkerPool(Launch(world_size=1, function=agent))

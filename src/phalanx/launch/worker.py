@@ -8,20 +8,17 @@ import sys
 import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from io import TextIOWrapper
 from itertools import count
 from pathlib import Path
 from typing import TextIO
 
-from torch.distributed import PrefixStore  # pyright: ignore[reportPrivateImportUsage]
-
 from phalanx.comm import Place
-from phalanx.comm.process_group import meet
 from phalanx.config import Job, Plan, RunSpec
 from phalanx.config.run import override
-from phalanx.errors import PhalanxError, Problem, RefusedError, RunError, SpecError, WorkerError
+from phalanx.errors import PhalanxError, RefusedError, RunError, SpecError, WorkerError
 from phalanx.events.following import Viewer, callback_viewers, followed
 from phalanx.files import join, read_text, token_of
 from phalanx.launch.elastic_size import devices_before, fitted, record_resize
@@ -29,6 +26,8 @@ from phalanx.launch.failure import Failure, WorkerReports, describe_error, gave_
 from phalanx.launch.hang_watch import blamed
 from phalanx.launch.jobfile import load_job
 from phalanx.launch.launcher import place_of_this_process
+from phalanx.launch.proof_asked import Prove, asked_for_proof
+from phalanx.launch.rank_0 import decided_by_rank_0
 from phalanx.launch.rank_probe import PROBE_FILES, ProbeFiles, RankProbe
 from phalanx.launch.reaper import SAVED, StopSignals, leave_signals
 from phalanx.launch.run_secret import share_secret
@@ -156,25 +155,36 @@ class WorkerStatus:
 
 
 def train_as_worker(
-    job: Job, run: RunSpec, status: WorkerStatus, *, runfile: Path | None = None, viewers: Sequence[Viewer] = ()
+    job: Job,
+    run: RunSpec,
+    status: WorkerStatus,
+    *,
+    prove: Prove | None = None,
+    runfile: Path | None = None,
+    viewers: Sequence[Viewer] = (),
 ) -> RunSpec:
     """Train ``job``, with the run's overrides applied, as the worker whose status this is. Collective.
 
-    ``runfile``: the file that ``run`` was read from, if any. ``viewers``: who sees the events of the run on rank 0.
+    ``prove``: what rank 0 calls where the plan was never proven on such devices, and all of the run's are here; without
+    it such a run is refused. ``runfile``: the file that ``run`` was read from, if any. ``viewers``: who sees the events
+    of the run on rank 0.
 
     Returns:
         The run with the folder that rank 0 took.
 
     Raises:
-        RefusedError: if the plan cannot serve the job here.
+        RefusedError: if the plan cannot serve the job here, or nothing has proven it here.
         SpecError: if the run folder cannot be used.
     """
     with status.watched(run.plan):
-        return _train(job, run, status, runfile, viewers)
+        return _train(job, run, status, prove, runfile, viewers)
 
 
-def _train(job: Job, run: RunSpec, status: WorkerStatus, runfile: Path | None, viewers: Sequence[Viewer]) -> RunSpec:
+def _train(
+    job: Job, run: RunSpec, status: WorkerStatus, prove: Prove | None, runfile: Path | None, viewers: Sequence[Viewer]
+) -> RunSpec:
     refuse(job, run.plan, status.place.world_size, devices_here(run.plan, status.place))
+    unproven = asked_for_proof(job, run, status.place, prove)
     if run.plan.server:  # what keeps others from a job they find as they build its model together
         refuse_job(job, run.plan)
     make_ready(run.plan)
@@ -188,6 +198,7 @@ def _train(job: Job, run: RunSpec, status: WorkerStatus, runfile: Path | None, v
         if place.rank == 0 and not known:  # it writes the log; what is refused all ranks refuse together, as they build
             with suppress(PhalanxError):
                 found = look_ahead(job, run.plan, RunStart.of(run))
+        found = replace(found, unproven=unproven)
         alone = run.grace if status.alone else None
         with StopSignals(alone=alone) as signals:
             link = LauncherLink(report=status.report_step, asked=signals.asked if run.grace else no_signal)
@@ -249,12 +260,12 @@ def _work_in(folder: str) -> None:
     sys.path[:] = [folder if path == before else path for path in sys.path]
 
 
-def main(runfile: Path, reports: Path | None = None, job_here: str = "") -> int:
+def main(runfile: Path, reports: Path | None = None, job_here: str = "", prove: Prove | None = None) -> int:
     """Be one worker of the run in ``runfile``: one of a launcher's, or the only one.
 
     An error goes to stderr and to the run's events, once for all workers, with the rank and the step; or into
     ``reports``, for the launcher that started this worker and then says it. Such a worker ends with its parent.
-    ``job_here``: where this worker finds the job, if not where the run file says.
+    ``job_here``: where this worker finds the job, if not where the run file says. ``prove``: of ``train_as_worker``.
 
     Returns:
         The exit code for this process: 0, that of the error, or ``SAVED`` where the run was asked to stop and saved.
@@ -272,7 +283,7 @@ def main(runfile: Path, reports: Path | None = None, job_here: str = "") -> int:
             _refuse_another_world(run, status.place, runfile)
         status.place = replace(status.place, timeout=run.timeout)
         job = override(load_job(job_here or run.job), run)
-        train_as_worker(job, fitted(run, status.place.world_size, job), status, runfile=runfile)
+        train_as_worker(job, fitted(run, status.place.world_size, job), status, prove=prove, runfile=runfile)
     except BaseException as error:
         if not (reports or isinstance(error, Exception)):
             raise
@@ -329,35 +340,9 @@ def enter_folder(run: RunSpec, place: Place, enter: Callable[[bool], RunSpec], o
         told = {"folder": str(run.folder.absolute()), "resume": chosen.resume, "from_step": None}
         return json.dumps([told, token.identity if token else ""])
 
-    decided, writer = json.loads(decided_by_rank_0(place, decide))
+    decided, writer = json.loads(decided_by_rank_0(place, decide, f"decision/{place.number}"))
     entered = replace(absolute(run), **{**decided, "folder": own or Path(decided["folder"])})
     if writer and place.rank:
         with suppress(RunError):  # on storage of another host it is not there, and this rank publishes nothing
             join(entered.folder, writer, gathered=own is not None)
     return entered
-
-
-def decided_by_rank_0(place: Place, decide: Callable[[], str]) -> str:
-    """What ``decide`` gives on rank 0, where alone it is called; its error is every rank's. Collective."""
-    if place.world_size == 1:
-        return decide()
-    store = PrefixStore(f"phalanx/decision/{place.number}", meet(place))
-    if place.rank == 0:
-        answer: dict[str, object] = {}
-        try:
-            answer = {"decision": (decision := decide())}
-        except SpecError as error:
-            answer = {"problems": [asdict(problem) for problem in error.problems]}
-            raise
-        except BaseException as error:
-            answer = {"error": f"{type(error).__name__}: {error}"}
-            raise
-        finally:
-            store.set("answer", json.dumps(answer))
-        return decision
-    decided = json.loads(store.get("answer"))
-    if "problems" in decided:
-        raise SpecError([Problem(**problem) for problem in decided["problems"]])
-    if "error" in decided:
-        raise RunError(f"rank 0 could not prepare the run: {decided['error']}")
-    return decided["decision"]

@@ -13,6 +13,7 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 
 from phalanx.config import Job, Plan
 from phalanx.config.sync import AUTO
+from phalanx.device_kinds import on_host
 from phalanx.errors import GradientError
 from phalanx.parallel.buffer_sync import statistics_of
 from phalanx.placement.batch_split import largest_even, micro_batches
@@ -29,7 +30,7 @@ def advice(job: Job, plan: Plan, kind: str, epoch_samples: int | None = None) ->
     An epoch has ``epoch_samples``; ``None``: it is not known.
     """
     found = [*_bubble(job, plan), *unread(plan, job.batch, job.tensor_parallel)]
-    if plan.offload != "none" and kind == "cpu":
+    if plan.offload != "none" and on_host(kind):
         found.append(f"offload={plan.offload} moves nothing: on CPU cores all of it lives in host memory.")
     if epoch_samples is not None and job.batch > epoch_samples and job.batch_tokens is None:
         found.append(

@@ -13,10 +13,12 @@ from phalanx.config import Job, Plan
 from phalanx.config.averaging import average_problems
 from phalanx.config.batch_ramp import global_batch_problems
 from phalanx.config.clip import clip_problems
+from phalanx.config.fields import plan_problem
 from phalanx.config.losses import counts_problems
 from phalanx.config.plan_rules import stage_problems
+from phalanx.device_kinds import host, kind_for, kind_named, kind_of
 from phalanx.errors import Problem
-from phalanx.hardware import cuda_devices, keep_freed_memory, return_freed_memory
+from phalanx.hardware import keep_freed_memory, return_freed_memory
 from phalanx.parallel import (
     activation_checkpointing,
     compression,
@@ -62,10 +64,8 @@ def check(job: Job, plan: Plan, here: int | None = None) -> list[Problem]:
 
 
 def device_kind(plan: Plan, here: int | None = None) -> str:
-    """``cuda`` or ``cpu``: what ``device=auto`` comes to. CUDA where every replica can have a device of its own."""
-    if plan.device != "auto":
-        return plan.device
-    return "cuda" if cuda_devices() >= (here or plan.devices) else "cpu"
+    """The kind that ``plan`` computes on: ``device=auto`` takes one of which every replica can have a device."""
+    return kind_for(plan.device, here or plan.devices).name
 
 
 def devices_here(plan: Plan, place: Place) -> int:
@@ -129,7 +129,7 @@ def assemble_phases(
 
 def _lay_out(module: nn.Module, job: Job, plan: Plan, device: torch.device) -> Layout:
     if plan.kind == "threads":
-        devices = [torch.device("cuda", index) if device.type == "cuda" else device for index in range(plan.threads)]
+        devices = [kind_of(device).device(index) for index in range(plan.threads)]
         return ThreadsLayout(module, devices)
     if plan.kind == "replicate":
         return DdpLayout(module, device, job, plan.world_size, plan.compress)
@@ -144,11 +144,26 @@ def _lay_out(module: nn.Module, job: Job, plan: Plan, device: torch.device) -> L
 
 
 def _check_device(plan: Plan, here: int | None) -> list[Problem]:
-    if plan.device != "cuda":
+    """Devices of the kind that the plan names: whether they can be there, may be so many, and are."""
+    if plan.device == "auto" or (kind := kind_named(plan.device)).on_host:
         return []
-    there, needed = cuda_devices(), here or plan.devices
+    on_host = str(replace(plan, device=host().name))
+    if missing := kind.missing():
+        allowed = f"device={kind.name} where it is installed, or device={host().name}"
+        return [plan_problem("device", f"device={kind.name}; {missing}", allowed, on_host)]
+    if kind.most is not None and plan.devices > kind.most:
+        given = f"device={kind.name} for {plan.devices} replicas: {kind.label} devices have no backend for collectives"
+        return [plan_problem("device", given, f"a plan for one device, or device={host().name}", on_host)]
+    if plan.threads > 1 and not kind.shared:
+        given = f"threads={plan.threads} on {kind.label} devices, of which a process has one"
+        processes = str(replace(plan, threads=1, dp=plan.threads))
+        return [plan_problem("threads", given, "processes, each with a device of its own", processes)]
+    if plan.precision not in kind.precisions and plan.precision in host().precisions:
+        given = f"precision={plan.precision} on {kind.label} devices"
+        return [plan_problem("precision", given, ", ".join(kind.precisions), f"precision={kind.precisions[-1]}")]
+    there, needed = kind.count(), here or plan.devices
     if there >= needed:
         return []
-    given = f"device=cuda for {needed} replicas on this machine; CUDA devices here: {there}"
-    allowed, fix = "as many replicas as CUDA devices, or device=cpu", str(replace(plan, device="cpu"))
-    return [Problem(where="plan.device", given=given, allowed=allowed, fix=fix)]
+    given = f"device={kind.name} for {needed} replicas on this machine; {kind.label} devices here: {there}"
+    allowed = f"as many replicas as {kind.label} devices, or device={host().name}"
+    return [plan_problem("device", given, allowed, on_host)]

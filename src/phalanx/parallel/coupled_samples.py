@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from phalanx.config import Job, Plan
 from phalanx.config.fields import plan_problem
+from phalanx.device_kinds import kind_named
 from phalanx.errors import Problem
 from phalanx.placement.batch_split import micro_batches
 
@@ -27,7 +28,7 @@ def check(job: Job, plan: Plan, kind: str) -> list[Problem]:
     elif plan.sync != "each":
         given = f"sync={plan.sync} for {coupled}: replicas step by themselves, each on its own share"
         found.append(plan_problem("sync", given, "sync=each", "sync=each"))
-    if plan.threads > 1 and kind == "cpu" and micro_batches(plan, job.batch) > 1:
+    if plan.threads > 1 and kind_named(kind).on_host and micro_batches(plan, job.batch) > 1:
         given = (
             f"threads and micro={plan.micro} on a CPU for {coupled}: forward then runs twice, and threads that share "
             "one stream of random numbers would not draw the same ones again"

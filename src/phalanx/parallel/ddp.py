@@ -24,6 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from phalanx.comm.mesh import own_group
 from phalanx.config import Job
+from phalanx.device_kinds import kind_of
 from phalanx.parallel.advice import without_gradient
 from phalanx.parallel.buffer_sync import BufferSync
 from phalanx.parallel.compression import Sender
@@ -73,7 +74,7 @@ def distributed(module: nn.Module, device: torch.device, job: Job) -> Distribute
     buffers: dict[str, Any] = {_SYNC_BUFFERS: False}  # BufferSync does it, after the last backward
     return DistributedDataParallel(
         module,
-        device_ids=[device.index] if device.type == "cuda" else None,
+        device_ids=None if kind_of(device).on_host else [device.index],
         gradient_as_bucket_view=True,
         find_unused_parameters=job.unused == "allow",
         **buffers,

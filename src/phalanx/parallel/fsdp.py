@@ -38,6 +38,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 
 from phalanx.comm import data_mesh
 from phalanx.config import Plan
+from phalanx.device_kinds import kind_of
 from phalanx.errors import Problem
 from phalanx.parallel.buffer_sync import BufferSync
 from phalanx.parallel.deferred_init import fill, recipes
@@ -102,7 +103,7 @@ def apply(
     reduce = torch.float32 if dtype else None
     offload = OffloadPolicy()
     if plan.offload == "parameters":
-        offload = CPUOffloadPolicy(pin_memory=device.type == "cuda")
+        offload = CPUOffloadPolicy(pin_memory=kind_of(device).pinned)
     inner = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduce, cast_forward_inputs=False)
     for block in blocks(module):
         values(block)

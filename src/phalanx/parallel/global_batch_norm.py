@@ -35,6 +35,7 @@ from phalanx.comm import Mesh
 from phalanx.comm.process_group import all_gather_flat
 from phalanx.config import Job, Plan
 from phalanx.config.fields import DATA_AXES
+from phalanx.device_kinds import kind_named, kind_of
 from phalanx.errors import Problem
 from phalanx.parallel.buffer_sync import statistics_of
 from phalanx.placement.batch_split import largest_share
@@ -93,8 +94,8 @@ def problems(job: Job, plan: Plan, module: nn.Module) -> list[Problem]:
 
 
 def sync_problems(job: Job, plan: Plan, module: nn.Module, kind: str) -> list[Problem]:
-    """Layers of SyncBatchNorm that compute by themselves where they cannot: in processes on devices of ``kind`` cpu."""
-    if job.batch_statistics == "global" or kind != "cpu" or plan.processes == 1:
+    """Layers of SyncBatchNorm that compute by themselves where they cannot: in processes on cores, by ``kind``."""
+    if job.batch_statistics == "global" or not kind_named(kind).on_host or plan.processes == 1:
         return []
     names = [name for name, layer in module.named_modules() if type(layer) is SyncBatchNorm]
     if not names:
@@ -318,7 +319,7 @@ def _whole(tensor: Any) -> Any:
 def _statistics(input: Tensor, exchange: _Joining) -> tuple[Tensor, Tensor, Tensor]:
     """Mean and biased variance (C,) of fp64 of the global batch, and how many values a channel they are of."""
     channels = input.shape[1]
-    row = torch.zeros(2 * channels + 1, dtype=torch.float64, device=input.device)
+    row = torch.zeros(2 * channels + 1, dtype=kind_of(input.device).widest(), device=input.device)
     if exchange.counts and input.numel():
         values = input.to(torch.promote_types(input.dtype, torch.float32))
         var, mean = torch.var_mean(values, _but_channels(input), correction=0)

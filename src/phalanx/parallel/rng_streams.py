@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from phalanx.device_kinds import kind_of
+
 if TYPE_CHECKING:
     from phalanx.parallel.local_shards.axis import Axis
 
@@ -30,7 +32,7 @@ def branch(device: torch.device, index: int) -> None:
 
 def generator(device: torch.device) -> torch.Generator:
     """The default stream of the device."""
-    return torch.cuda.default_generators[device.index or 0] if device.type == "cuda" else torch.default_generator
+    return kind_of(device).generator(device)
 
 
 class OwnStream:

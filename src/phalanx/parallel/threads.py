@@ -34,6 +34,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint as checkpointing
 
 from phalanx.config import Plan
+from phalanx.device_kinds import kind_named
 from phalanx.errors import Problem, RefusedError
 from phalanx.parallel.layout import Layout, MicroBatchWork, RankHoldings, drop_gradients, each_micro_batch, trainable
 from phalanx.parallel.pipeline.value_flow import RANDOM
@@ -51,7 +52,7 @@ def check(plan: Plan, kind: str) -> list[Problem]:
     if plan.compile:
         allowed = "one of the two: torch.compile does not compile in several threads at once"
         problems.append(Problem(where="plan.compile", given="threads and compile", allowed=allowed, fix=processes))
-    if plan.recompute != "none" and kind == "cpu":
+    if plan.recompute != "none" and kind_named(kind).on_host:
         # Recompute sets the generator back to draw the same dropout again; the threads of a CPU share one generator.
         given = f"threads and recompute={plan.recompute} on a CPU"
         allowed = "one of the two: recompute would draw other random numbers in backward than in forward"
@@ -61,7 +62,7 @@ def check(plan: Plan, kind: str) -> list[Problem]:
 
 def share_a_stream(plan: Plan, kind: str) -> bool:
     """Whether threads on devices of this ``kind`` draw from one stream of random numbers."""
-    return plan.threads > 1 and kind == "cpu"
+    return plan.threads > 1 and kind_named(kind).on_host
 
 
 def drawn_twice(module: nn.Module, example: Example) -> list[Problem]:

@@ -9,6 +9,7 @@ from dataclasses import replace
 from torch import nn
 
 from phalanx.config import Plan
+from phalanx.device_kinds import kind_named
 from phalanx.errors import Problem
 from phalanx.trace.blocks import blocks
 
@@ -31,7 +32,7 @@ def check(plan: Plan, kind: str) -> list[Problem]:
     """Also, compiling for CPUs needs a C++ compiler on the machine."""
     if problems := slice_problems(plan):
         return problems
-    if not plan.compile or kind == "cuda" or shutil.which("g++") or shutil.which("clang++"):
+    if not plan.compile or kind_named(kind).compiles or shutil.which("g++") or shutil.which("clang++"):
         return []
     return [
         Problem(

@@ -11,6 +11,7 @@ from phalanx.config import Cluster, Plan
 from phalanx.config.fields import plan_problem
 from phalanx.config.plan_rules import BEGIN_STAGES, batch_problems, share_problems, stage_problems
 from phalanx.config.sync import AUTO, weights
+from phalanx.device_kinds import kind_of_hardware
 from phalanx.errors import Problem, RefusedError
 from phalanx.forecast import Work
 from phalanx.placement.limits import Limits
@@ -100,7 +101,7 @@ def _nodes(plan: Plan, cluster: Cluster) -> Iterator[Problem]:
 
 def _device(plan: Plan, cluster: Cluster) -> Iterator[Problem]:
     for group in cluster.groups:
-        if plan.device not in ("auto", "cuda" if group.device.kind == "rocm" else group.device.kind):
+        if plan.device not in ("auto", kind_of_hardware(group.device.kind).name):
             given = f"device={plan.device} on {group.device.name}, which is of kind {group.device.kind}"
             yield plan_problem("device", given, "auto, or the kind of the cluster's devices", "device=auto")
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.config import Cluster, Group, Host, Job, Plan, RunSpec
+from phalanx.device_kinds import on_host
 from phalanx.errors import Problem, RunError, SpecError
 from phalanx.hardware import entry
 from phalanx.hardware.probe import Gpu, matched, measured
@@ -162,7 +163,7 @@ def _unknown_of(question: LaunchQuestion) -> list[str]:
 def host_needs(job: Job, run: RunSpec, answers: Sequence[HostAnswer]) -> tuple[Needs, str]:
     """What each worker needs there, and why its memory is not known, or asked for; empty where it is."""
     plan = run.plan
-    gpu = _smallest(answers) if plan.device != "cpu" else None
+    gpu = _smallest(answers) if not on_host(plan.device) else None
     with SideProcess(lambda send: _send_needs(job, plan, gpu, send)) as side:
         message = side.next(PATIENCE)
     if message is None:

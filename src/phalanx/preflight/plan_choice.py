@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from phalanx.config import Cluster, Group, Host, Job, Plan
+from phalanx.device_kinds import accelerator_count, kind_named, kind_of_hardware
 from phalanx.errors import PhalanxError, RefusedError, SpecError
 from phalanx.files import read_text
 from phalanx.hardware import cores, memory_bytes, this_machine
@@ -41,21 +42,17 @@ class PlanChoice:
 
 
 def plain(batch: int) -> Plan:
-    """All CUDA devices as replicas, as far as a batch goes round; one process where there is none."""
-    from phalanx.hardware import cuda_devices
-
-    return Plan(dp=min(max(1, cuda_devices()), batch))
+    """All accelerators as replicas, as far as a batch goes round; one process where there is none."""
+    return Plan(dp=min(max(1, accelerator_count()), batch))
 
 
 def choose(job: Job, there: Cluster | None = None) -> PlanChoice:
-    """The best plan for ``job`` on the CUDA devices here; ``plain`` where there are none or none can be made.
+    """The best plan for ``job`` on the accelerators here; ``plain`` where there are none or none can be made.
 
     ``there``: the best on all of these devices instead, of which no plan may leave one out.
     """
-    from phalanx.hardware import cuda_devices
-
     given = plain(job.batch) if there is None else Plan(dp=min(there.devices, job.batch))
-    if (cuda_devices() if there is None else there.devices - 1) == 0:
+    if (accelerator_count() if there is None else there.devices - 1) == 0:
         return PlanChoice(plan=given, source="default")
     on = "" if there is None else f"on {there}: "
     with SideProcess(lambda send: _send_best(job, given, there, send)) as side:
@@ -117,7 +114,7 @@ def _can_run(job: Job, plan: Plan) -> bool:
 
 
 _LIGHT = 0.05  # of the room: what a plan may hold without activations for its run to begin at once
-_GPU = 4 * 2**30  # bytes that any CUDA device in use for training has
+_GPU = 4 * 2**30  # bytes that any accelerator in use for training has
 _STATE = 16.0  # bytes of a parameter, its gradient and Adam's state in fp32
 
 
@@ -144,7 +141,7 @@ def one_line(error: Exception) -> str:
 
 def _light(size: int | None, plan: Plan) -> bool:
     """Whether what is there without activations is so little that only they could be too much."""
-    room = _GPU if device_kind(plan) == "cuda" else memory_bytes() // plan.devices
+    room = memory_bytes() // plan.devices if kind_named(device_kind(plan)).on_host else _GPU
     return size is not None and size * _STATE < _LIGHT * room
 
 
@@ -192,8 +189,9 @@ def cluster_for(plan: Plan, threads: int | None = None) -> Cluster:
 
     ``threads``: that each replica computes with; its share of the cores where not given.
     """
-    there = this_machine()
-    if device_kind(plan) == "cuda" and there.groups[0].device.kind == "cuda":
+    kind = kind_named(device_kind(plan))
+    there = this_machine() if plan.device == "auto" or kind.on_host else this_machine(kind)
+    if not kind.on_host and kind_of_hardware(there.groups[0].device.kind) is kind:
         return Cluster(groups=(replace(there.groups[0], nodes=1, per_node=plan.devices),), network=there.network)
     measured = _measured()
     if measured:

@@ -29,6 +29,7 @@ from phalanx.launch import (
 from phalanx.launch.hosts import Hosts
 from phalanx.launch.launcher import StepReport, WorkerFunction
 from phalanx.launch.targets import forget_handed_over, one_launch_at_a_time, refuse_handed_over
+from phalanx.preflight.first_proof import first_proof
 from phalanx.preflight.run_forecast import RunForecaster, forecast_after_look, too_little
 from phalanx.train import loop
 from phalanx.train.assembly import refuse
@@ -100,7 +101,7 @@ def train_here(
 
     Raises:
         SpecError: the launcher cannot start this run, or the folder cannot be used.
-        RefusedError: the plan cannot serve the job here, or is forecast not to fit.
+        RefusedError: the plan cannot serve the job here, is forecast not to fit, or is not proven here and not equal.
         WorkerError: a worker failed.
         KeyboardInterrupt: after Ctrl-C.
         SystemExit: after SIGTERM and SIGUSR1.
@@ -136,7 +137,7 @@ def _train(
         if restarts.starts:
             begun, before = entered.again(), begun.plan
             begun = begun.resized_to(size.plan) if size else begun
-            found = found if begun.plan == before else _looked_at(job, begun)
+            found = found if begun.plan == before else replace(_looked_at(job, begun), unproven=found.unproven)
             how.launcher.prepare(how.launch(begun, work))
         return how.launch(begun, work, found)
 
@@ -150,6 +151,8 @@ def _train(
     ):
         how.launcher.prepare(how.launch(spec, work))  # loads what workers need, while the job is looked at
         found = look.findings()
+        if how.launcher.here:  # elsewhere workers ask, of the devices that they have
+            found = replace(found, unproven=first_proof(job, spec, watch))
         with RunForecaster(spec, look.side, watch) as forecaster:
             begun = entered.prepare()
             with one_launch_at_a_time(folder):

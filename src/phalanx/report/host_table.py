@@ -56,7 +56,7 @@ def _cells(host: Mapping[str, Any]) -> list[str]:
     if not told:
         return ["-"] * 7
     devices, versions = told.get("devices") or (), told.get("versions", {})
-    kinds = sorted({device.get("name", "CUDA") for device in devices})
+    kinds = sorted({device.get("name", "devices") for device in devices})
     data = told.get("data")
     free = told["folder"].get("free")
     middle, spread = sum(host["ahead"]) / 2, (host["ahead"][1] - host["ahead"][0]) / 2

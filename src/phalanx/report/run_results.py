@@ -213,7 +213,7 @@ class Run:
         *,
         step: Which = None,
         micro: int | None = None,
-        device: Literal["cpu", "cuda"] = "cpu",
+        device: str = "cpu",
     ) -> dict[str, Any]:
         """Evaluate the stored model in this process, on one device, with the loss and the metrics of the run's job.
 
@@ -224,7 +224,8 @@ class Run:
             data: a map-style dataset, or a function that gives one; the job's evaluation data where not given.
             step: as of ``checkpoint``.
             micro: most samples in a forward; ``job.batch`` where not given.
-            device: ``"cuda"``: the first one. A process that has used it can fork no more workers for CUDA (``fit``).
+            device: kind of device, such as ``"cuda"``: the first one. A process that has used it can fork no more
+                workers for that kind (``fit``).
 
         Returns:
             ``step``, ``loss``, ``samples`` and ``metrics``, as in ``evaluations``.

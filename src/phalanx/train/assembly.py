@@ -15,6 +15,7 @@ from phalanx.config import Job, Phase, Plan
 from phalanx.config.averaging import never_averaged
 from phalanx.config.sync import within
 from phalanx.data import Lane, Loader
+from phalanx.device_kinds import kind_of
 from phalanx.errors import Problem, RefusedError, SpecError
 from phalanx.parallel import Example, Layout, LocalSgd, advice, assemble, assemble_phases, check, notes
 from phalanx.parallel.buffer_sync import buffers_kept
@@ -111,8 +112,8 @@ def build(
     same_initial_values(module, everyone)
     found, size = [*notes(module, job, plan), *unbuilt], sum(tensor.numel() for tensor in module.parameters())
     lane = Lane.of(plan, place.rank)
-    first, cuda = start.step, device.type == "cuda"
-    loader = Loader(job.data(), job, lane, micro=plan.micro, first_step=first, pin_memory=cuda)
+    first, kind = start.step, kind_of(device, plan.device)
+    loader = Loader(job.data(), job, lane, micro=plan.micro, first_step=first, pin_memory=kind.pinned)
     same_data(loader.told, everyone)
 
     site = _Site(plan=plan, own=own, rank=there.rank, device=device, start=start, lane=lane, loader=loader)
@@ -124,17 +125,17 @@ def build(
         found += remarks
     if plan.shares:
         step.sharing = Sharing(job, plan, place, loader, first, apart.from_every_rank if apart else everyone)
-        step.sharing.watch(step.layout.holdings, step.optimizer, cuda=cuda)
+        step.sharing.watch(step.layout.holdings, step.optimizer, kind)
     (everyone if across else alike)(None)  # who ended at once would cut connections that others are still making
     return Assembly(
         step=step,
         loader=loader,
         layout=step.layout,
         optimizer=step.optimizer,
-        device=device.type,
+        device=kind.name,
         notes=found,
         advice=[
-            *advice(job, plan, device.type, loader.epoch_samples),
+            *advice(job, plan, kind.name, loader.epoch_samples),
             *_never_done(job, loader),
             *step.layout.holdings.remarks,
             *unowned_advice(job, module),

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from phalanx.data import MicroBatch, StepBatch
+from phalanx.device_kinds import widened
 from phalanx.errors import LossError
 from phalanx.parallel.buffer_sync import buffers_kept
 from phalanx.parallel.rng_streams import reseed, stream
@@ -110,7 +111,7 @@ class CoupledLoss(GradAccumulation):
         pairs = ((total, read.count), *read.named)
         if total.device.type == "cpu":
             return self._given([float(number) for pair in pairs for number in pair])
-        numbers = [torch.as_tensor(number, device=total.device).double() for pair in pairs for number in pair]
+        numbers = [widened(torch.as_tensor(number, device=total.device)) for pair in pairs for number in pair]
         return self._given(torch.stack([number.reshape(()) for number in numbers]))
 
     def _keep(self, place: Place, output: Any, micro: MicroBatch) -> None:

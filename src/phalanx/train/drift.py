@@ -32,6 +32,7 @@ import torch.distributed as dist
 from phalanx.comm import Mesh, all_gather_flat, local
 from phalanx.config import Plan
 from phalanx.config.run import DriftPolicy
+from phalanx.device_kinds import kind_of
 from phalanx.errors import DriftError
 
 PARTS = 5
@@ -85,12 +86,12 @@ class DriftWatch:
             return
         part = self._parts[(step + 1) // self._every % PARTS]
         fingerprint = bit_sum(piece.of(self._tensors) for piece in part)
-        if fingerprint.device.type == "cpu":
+        if not (kind := kind_of(fingerprint.device)).streams:
             self._waiting = _Look(step, part, fingerprint)
             self.settle()
             return
         # On a device one step later: the host does not wait for it while nothing is queued there.
-        host, ready = torch.empty_like(fingerprint, device="cpu", pin_memory=True), torch.cuda.Event()
+        host, ready = torch.empty_like(fingerprint, device="cpu", pin_memory=True), kind.event()
         host.copy_(fingerprint, non_blocking=True)
         ready.record()
         self._waiting = _Look(step, part, host, ready)
@@ -208,7 +209,7 @@ class _Look:
     step: int
     part: Sequence[Piece]
     fingerprint: torch.Tensor
-    ready: torch.cuda.Event | None = None
+    ready: torch.Event | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -17,6 +17,7 @@ from phalanx.comm import from_every_rank, sum_over_ranks
 from phalanx.config import Job, Metric, Plan
 from phalanx.config.losses import Losses
 from phalanx.data import evaluation_batches
+from phalanx.device_kinds import kind_named, kind_of
 from phalanx.errors import LossError
 from phalanx.train.assembly import Assembly
 from phalanx.train.evaluation_sums import EvaluationSums, Found, Sums
@@ -68,8 +69,9 @@ def evaluate(
     begun, job = time.perf_counter(), evaluated_job(job)
     layout = assembly.layout
     device = next(layout.module.parameters()).device
-    if device.type == "cpu" and assembly.device == "cuda":  # parameters offloaded between uses
-        device = torch.device("cuda", torch.cuda.current_device())
+    kind = kind_named(assembly.device)
+    if device.type == "cpu" and not kind.on_host:  # parameters offloaded between uses
+        device = kind.current()
     inputs = Inputs(job, layout.module)
     sums, samples = EvaluationSums(), 0
     with _weights(assembly), torch.no_grad(), evaluation_mode(layout.module):
@@ -107,7 +109,7 @@ def _of_all_ranks(ratios: Sums, samples: int, assembly: Assembly, device: torch.
     if layout.holdings.stages is not None:
         names = max(from_every_rank(names), key=len)
     flat = [value for name in names for value in ratios.get(name, (0.0, 0.0))]
-    totals = torch.tensor([float(samples), *flat], dtype=torch.float64, device=device)
+    totals = torch.tensor([float(samples), *flat], dtype=kind_of(device).widest(), device=device)
     if not layout.holdings.counts:
         totals.zero_()  # another rank computes the same
     sum_over_ranks(totals)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from phalanx.config import Metric
+from phalanx.device_kinds import widened
 from phalanx.errors import LossError
 from phalanx.train.row_gather import with_whole_tensors
 
@@ -59,7 +60,7 @@ class EvaluationSums:
         sums, rows = self._sums.setdefault(name, {}), self._rows.setdefault(name, {})
         for key, given in metric.sums.items():
             value = _on_host(name, key, given)
-            value = value.double() if value.is_floating_point() else value.long()
+            value = widened(value) if value.is_floating_point() else value.long()
             if key in sums and sums[key].shape != value.shape:
                 shapes = f"{list(value.shape)}, and before {list(sums[key].shape)}"
                 raise LossError(f"metric {name!r}: {key!r} of sums has the shape {shapes}: they cannot be added")

@@ -20,6 +20,7 @@ from torch import nn
 from phalanx.comm import active
 from phalanx.config.losses import Losses, names_of
 from phalanx.data import MicroBatch, StepBatch
+from phalanx.device_kinds import kind_of, widened
 from phalanx.parallel import MicroBatchWork
 from phalanx.parallel.rng_streams import reseed, stream
 from phalanx.train.column_types import float64_named
@@ -163,12 +164,12 @@ class GradAccumulation(MicroBatchWork):
     def _local_numbers(self, device: torch.device) -> list[float] | torch.Tensor:
         """Sum and count of the loss here, then of each by name."""
         reads = [self._read[place] for place in sorted(self._read)] if self._step.layout.holdings.counts else []
-        pairs = [((read.value.detach().double() * read.weight, read.count), *read.named) for read in reads]
+        pairs = [((widened(read.value.detach()) * read.weight, read.count), *read.named) for read in reads]
         rows = [[number for pair in row for number in pair] for row in pairs]
         length = 2 + 2 * len(names_of(self._job.loss))
         if device.type == "cpu":
             return [sum(map(float, column)) for column in zip(*rows, strict=True)] or [0.0] * length
-        numbers = torch.zeros(length, dtype=torch.float64, device=device)
+        numbers = torch.zeros(length, dtype=kind_of(device).widest(), device=device)
         for row in rows:
             for index, number in enumerate(row):
                 numbers[index] += number.to(device) if isinstance(number, torch.Tensor) else number

@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from phalanx.config.losses import IGNORED, Loss, NamedLosses
+from phalanx.device_kinds import widened
 from phalanx.errors import LossError
 
 
@@ -244,7 +245,7 @@ def _read_named(result: NamedLosses, samples: int, where: int | str, shares: Sha
     at = f"step {where}" if isinstance(where, int) else where
     reads = [read_loss(one, samples, f"{at}, as {name!r}") for name, one in result.losses.items()]
     weights, first = result.weights.values(), reads[0]
-    named = tuple((read.value.detach().double() * read.weight, read.count) for read in reads)
+    named = tuple((widened(read.value.detach()) * read.weight, read.count) for read in reads)
     if all(read.mean for read in reads):
         return replace(
             first, value=_added(weight * read.value for weight, read in zip(weights, reads, strict=True)), named=named

@@ -16,6 +16,7 @@ from phalanx.config.sync import within
 from phalanx.data import Ledger, StepBatch
 from phalanx.data.host_ledger import HostKey, share_files
 from phalanx.data.loader import data_facts
+from phalanx.device_kinds import kind_named, on_host
 from phalanx.errors import CheckpointError, is_out_of_memory
 from phalanx.events import EventLog
 from phalanx.hardware import peak_memory
@@ -61,7 +62,7 @@ def rank_of_mesh(
         CheckpointError: if there is nothing to resume from.
     """
     device = device_for(place, device_kind(run.plan, devices_here(run.plan, place)))
-    with default_process_group(place_within(run.plan, place), device):
+    with default_process_group(place_within(run.plan, place), device, run.plan.device):
 
         def assembled(path: Path | None) -> Assembly:
             first = training_state(path)["step"] if path else 0
@@ -83,11 +84,12 @@ def rank_of_mesh(
         assembly.step.drift = _drift_watch(run, place, assembly)
         assembly.step.observer = observer
         observer.built(AssemblyScene(assembly))
-        how = {"writes": place.rank == 0, "total_steps": assembly.loader.total_steps, "late": assembly.device == "cuda"}
+        late = not on_host(assembly.device)
+        how = {"writes": place.rank == 0, "total_steps": assembly.loader.total_steps, "late": late}
         with RunRecorder(run, ledger=_ledger(run, place, assembly, assembly.step.progress.step), **how) as recorder:
             recorder.start(
                 job,
-                advice=[*damaged, *assembly.advice],
+                advice=[*damaged, *findings.warnings, *assembly.advice],
                 resumed=path,
                 placement=findings.placement,
                 world_size=place.world_size,
@@ -159,7 +161,7 @@ class MeshStepper(Stepper):
         self._samples_before = progress.samples
         self._batches = iter(loader)
         self._evaluation_data = _evaluation_data(job)
-        self._measured = MeasuredStep(assembly.step, assembly.device)
+        self._measured = MeasuredStep(assembly.step, kind_named(assembly.device).torch_type)
         only = only_step(assembly.device, progress.step, loader.total_steps)
         in_mesh = place.rank if replicas is None else replicas.across.rank
         self._listener = Listener(assembly.layout.holdings, within(run.plan), in_mesh, only)

@@ -8,8 +8,10 @@ from dataclasses import dataclass, field
 
 import torch
 
+from phalanx.device_kinds import kind_of
+
 Totals = torch.Tensor | tuple[float, float]
-"""Sum and count of a loss: numbers on a CPU, where a tensor would cost more than adding; fp64, shape (2,) on CUDA."""
+"""Sum and count of a loss: numbers on a CPU, where a tensor would cost more than adding; of shape (2,) elsewhere."""
 Numbers = torch.Tensor | tuple[float, ...]
 """Sum and count of a loss, followed by those of each that the job has by name."""
 
@@ -30,7 +32,7 @@ class Metrics:
     skipped: bool
     _totals: Numbers
     _norm: torch.Tensor | None
-    _ready: torch.cuda.Event | None = None
+    _ready: torch.Event | None = None
     accident: str = ""
     phases: Mapping[str, Metrics] = field(default_factory=dict[str, "Metrics"])
     names: tuple[str, ...] = ()
@@ -55,7 +57,7 @@ class Metrics:
 
     @property
     def totals(self) -> tuple[float, float]:
-        """Sum and count of the loss. On CUDA it waits for this step's backward, not for what was queued after it."""
+        """Sum and count of the loss. With streams it waits for this step's backward, not for what was queued later."""
         numbers = self._numbers()
         return numbers[0], numbers[1]
 
@@ -87,20 +89,18 @@ class Metrics:
             self._ready.synchronize()
 
 
-def towards_host(
-    totals: Numbers, norm: torch.Tensor | None
-) -> tuple[Numbers, torch.Tensor | None, torch.cuda.Event | None]:
+def towards_host(totals: Numbers, norm: torch.Tensor | None) -> tuple[Numbers, torch.Tensor | None, torch.Event | None]:
     """Start to copy ``totals`` (sums, counts) and ``norm`` to the host, and when they may be read; at once on a CPU.
 
-    Reading a CUDA tensor waits for all that is queued, the next step included. A copy into pinned memory, queued here
-    and followed by an event, is there as soon as this step has come to it.
+    Reading an accelerator's tensor waits for all that is queued, the next step included. Where there are streams, a
+    copy into pinned memory, queued here and followed by an event, is there as soon as this step has come to it.
     """
-    if isinstance(totals, tuple):
+    if isinstance(totals, tuple) or not (kind := kind_of(totals.device)).streams:
         return totals, norm, None
     both = norm is not None and norm.device == totals.device
     numbers = torch.cat((totals, norm.detach().to(totals.dtype).reshape(1))) if both and norm is not None else totals
     host = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
     host.copy_(numbers, non_blocking=True)
-    ready = torch.cuda.Event()
-    ready.record(torch.cuda.current_stream(totals.device))
+    ready = kind.event()
+    ready.record(kind.current_stream(totals.device))
     return host[: len(totals)], host[-1] if both else norm, ready

@@ -19,6 +19,7 @@ from torch import Tensor
 from phalanx.comm import active
 from phalanx.config.losses import COUNTS, Losses, NamedLosses
 from phalanx.data import StepBatch
+from phalanx.device_kinds import widened
 from phalanx.errors import LossError
 from phalanx.train.loss import LossReading, Shares, check_count, read_loss
 
@@ -102,5 +103,5 @@ _SAME = 1e-6
 
 def _share(first: Any, count: Any) -> Any:
     if isinstance(count, Tensor):
-        return torch.as_tensor(first, device=count.device).double() / count.where(count != 0, 1)
+        return widened(torch.as_tensor(first, device=count.device)) / count.where(count != 0, 1)
     return first / (count or 1)

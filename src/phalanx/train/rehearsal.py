@@ -20,6 +20,7 @@ from phalanx.checkpoint import BestSoFar
 from phalanx.config import Best, Job, Metric, Plan
 from phalanx.config.job_parts import in_even_batches
 from phalanx.data import Lane, Loader, MicroBatch, evaluation_batches
+from phalanx.device_kinds import on_host
 from phalanx.errors import LossError, PhalanxError, Problem, RefusedError, SpecError
 from phalanx.parallel import device_kind, without_gradient
 from phalanx.train.build_model import build_model
@@ -57,7 +58,7 @@ def rehearse(job: Job, plan: Plan, start: RunStart = START) -> nn.Module | None:
         before = [one.clone() for one in module.buffers()]
         _FirstStep(job, plan, start).run(module, [few_of(whole_loader(alone))])
     except Exception as error:
-        if device_kind(plan) != "cpu":  # what cannot be done on the host may well be done there
+        if not on_host(device_kind(plan)):  # what cannot be done on the host may well be done there
             if isinstance(error, LossError | SpecError):
                 raise
             return None

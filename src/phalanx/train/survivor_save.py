@@ -27,6 +27,7 @@ from phalanx.comm import Place
 from phalanx.comm.roll_call import reports_lost_peer
 from phalanx.config import Job, Plan, RunSpec
 from phalanx.data import last_steps
+from phalanx.device_kinds import on_host
 from phalanx.errors import CheckpointError
 from phalanx.events import EventLog
 from phalanx.files import token_of
@@ -134,7 +135,7 @@ class SurvivorSave:
 def holds_all(plan: Plan, assembly: Assembly) -> bool:
     """Whether each rank has all that a checkpoint of this training has, as the others have it, between two steps."""
     held = assembly.layout.holdings
-    return plan.kind == "replicate" and assembly.device == "cpu" and not (assembly.local_sgd or held.sender)
+    return plan.kind == "replicate" and on_host(assembly.device) and not (assembly.local_sgd or held.sender)
 
 
 def saved_by(path: Path) -> int | None:

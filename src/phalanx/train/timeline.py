@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 from phalanx.comm import active, from_every_rank
 from phalanx.config import Plan
+from phalanx.device_kinds import on_host
 from phalanx.parallel import RankHoldings
 
 _WARM = 5  # steps of a run
@@ -78,7 +79,7 @@ class Listener:
 
 def only_step(device: str, first_step: int, total_steps: int | None) -> int | None:
     """The one step to listen to on a kind of device; ``None`` for all."""
-    if device == "cpu":
+    if on_host(device):
         return None
     return first_step + _WARM if total_steps is None else total_steps - 1
 

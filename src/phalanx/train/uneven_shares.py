@@ -27,6 +27,7 @@ from phalanx.comm import Place, from_every_rank
 from phalanx.config import Job, Plan
 from phalanx.config.sync import AUTO, split_by_weight
 from phalanx.data import Loader, StepBatch
+from phalanx.device_kinds import DeviceKind, DeviceMemory, host
 from phalanx.errors import Problem, RefusedError
 from phalanx.hardware import memory_bytes, peak_memory
 from phalanx.parallel import RankHoldings
@@ -76,16 +77,16 @@ class Sharing:
                 raise RefusedError([read_ahead(job, plan)])
             self._balance = Balance(counts, least=min(plan.fsdp * plan.ep, *counts))
         self._watch: Stopwatch | None = None
-        self._room = MemoryRoom(cuda=False, workers_here=place.workers_here, bounded=plan.micro is not None)
+        self._room = MemoryRoom(host(), workers_here=place.workers_here, bounded=plan.micro is not None)
         self._since = step + _WARM_UP
         self._laps: list[tuple[StepTiming, int]] = []
 
-    def watch(self, held: RankHoldings, optimizer: torch.optim.Optimizer, *, cuda: bool) -> None:
+    def watch(self, held: RankHoldings, optimizer: torch.optim.Optimizer, kind: DeviceKind) -> None:
         """Time the steps of this rank from now on, if shares follow its speed."""
         if self._balance is None:
             return
-        self._watch = Stopwatch(held, optimizer, backward=self._plan.zero == 0, cuda=cuda)
-        self._room = MemoryRoom(cuda=cuda, workers_here=self._place.workers_here, bounded=self._plan.micro is not None)
+        self._watch = Stopwatch(held, optimizer, kind, backward=self._plan.zero == 0)
+        self._room = MemoryRoom(kind, workers_here=self._place.workers_here, bounded=self._plan.micro is not None)
 
     def saved(self, nbytes: int, samples: int) -> None:
         """Autograd has saved so many bytes for a step with so many samples here."""
@@ -267,16 +268,18 @@ def _blended(old: RankNeeds, new: RankNeeds) -> RankNeeds:
     return RankNeeds(each=each, rest=new.rest, most=new.most)
 
 
-Moment = float | torch.cuda.Event
+Moment = float | torch.Event
 
 
 @final
 class Stopwatch:
     """Times the steps of one rank; it hangs on the model and the optimizer as long as they live."""
 
-    def __init__(self, held: RankHoldings, optimizer: torch.optim.Optimizer, *, backward: bool, cuda: bool) -> None:
+    def __init__(
+        self, held: RankHoldings, optimizer: torch.optim.Optimizer, kind: DeviceKind, *, backward: bool
+    ) -> None:
         """``backward``: time it too, as nothing in it waits for other replicas."""
-        self._cuda, self._backward = cuda, backward
+        self._kind, self._backward = kind, backward
         self._passes: list[tuple[Moment, Moment]] = []
         self._update: tuple[Moment, Moment] | None = None
         self._began: Moment | None = None
@@ -299,9 +302,10 @@ class Stopwatch:
         return found
 
     def _now(self, again: Moment | None = None) -> Moment:
-        if not self._cuda:
+        if not self._kind.streams:
+            self._kind.synchronize()
             return time.perf_counter()
-        event = again if isinstance(again, torch.cuda.Event) else torch.cuda.Event(enable_timing=True)
+        event = self._kind.event(timed=True) if again is None or isinstance(again, float | int) else again
         event.record()
         return event
 
@@ -343,19 +347,19 @@ class StepTiming:
 
 
 def _between(begin: Moment, end: Moment) -> float:
-    if isinstance(begin, torch.cuda.Event) and isinstance(end, torch.cuda.Event):
-        end.synchronize()
-        return begin.elapsed_time(end) / 1e3
-    return end - begin if isinstance(begin, float) and isinstance(end, float) else 0.0
+    if isinstance(begin, float | int) or isinstance(end, float | int):
+        return end - begin if isinstance(begin, float | int) and isinstance(end, float | int) else 0.0
+    end.synchronize()
+    return begin.elapsed_time(end) / 1e3
 
 
 @final
 class MemoryRoom:
     """Follows one rank's memory. Of micro-batches of a stated size there is nothing to follow."""
 
-    def __init__(self, *, cuda: bool, workers_here: int, bounded: bool) -> None:
+    def __init__(self, kind: DeviceKind, *, workers_here: int, bounded: bool) -> None:
         """``bounded``: micro-batches are no larger however many samples a rank takes."""
-        self._cuda, self._workers, self._bounded = cuda, workers_here, bounded
+        self._kind, self._workers, self._bounded = kind, workers_here, bounded
         self._seen = 0
         self._saved = 0.0
 
@@ -372,14 +376,13 @@ class MemoryRoom:
         """Samples that there is memory for; infinite where that is not known."""
         if self._bounded or not self._seen:
             return math.inf
-        each, free = self._on_device() if self._cuda else (self._saved, self._on_host())
+        memory = self._kind.memory()
+        each, free = self._on_device(memory) if memory else (self._saved, self._on_host())
         return self._seen + math.floor(max(0.0, _USABLE * free) / each) if each > 0 else math.inf
 
-    def _on_device(self) -> tuple[float, float]:
+    def _on_device(self, memory: DeviceMemory) -> tuple[float, float]:
         """Bytes that a sample takes at the peak, and bytes beyond that peak."""
-        peak, fixed = torch.cuda.max_memory_allocated(), torch.cuda.memory_allocated()
-        free, _ = torch.cuda.mem_get_info()
-        return (peak - fixed) / self._seen, free + torch.cuda.memory_reserved() - peak
+        return (memory.peak - memory.allocated) / self._seen, memory.free + memory.reserved - memory.peak
 
     def _on_host(self) -> float:
         """What is left of this process's even share of the host's memory."""

@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from phalanx.device_kinds import probed_kinds
 from phalanx.errors import Problem, RunError
 from phalanx.launch import code_files
 from phalanx.launch.check_hosts import host_probe, job_probe, link_probe
@@ -139,8 +140,14 @@ def survey(hosts: Sequence[TargetHost], asked: CheckQuestion) -> HostSurvey:
     until = time.monotonic() + _UNTIL
     with _shared_folder(asked.folder) as (folder, token, error), ThreadPoolExecutor(max(1, len(hosts))) as pool:
         meeting = hosts[0].address if hosts else ""
+        probed = {kind.name: kind.probe for kind in probed_kinds()}
         common = {
-            "job": {"reference": asked.reference, "file": asked.file, "stamp": _stamp(Path(asked.file))},
+            "job": {
+                "reference": asked.reference,
+                "file": asked.file,
+                "stamp": _stamp(Path(asked.file)),
+                "kinds": probed,
+            },
             "boot": _BOOT,
             "job_probe": program_text(code_files, job_probe),
             "patience": _OF_JOB,

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.config import Plan, RunSpec
+from phalanx.device_kinds import DeviceKind, all_kinds, kind_named, probed_kinds
 from phalanx.launch.check_hosts.asking import HostAnswer, HostSurvey
 from phalanx.launch.check_hosts.link_findings import HostFinding, link_findings
 from phalanx.launch.check_hosts.way_there import way_there
@@ -99,7 +100,7 @@ def _versions(there: Sequence[HostAnswer]) -> Iterator[HostFinding]:
     yield from _odd("Python", there, minor, "use the same Python on all hosts", fails=False)
     for name in ("torch", "phalanx"):
         yield from _package(name, there, lambda one, key=name: one.told.get("versions", {}).get(key), fails=True)
-    for name, key in (("CUDA of torch", "cuda"), ("NCCL", "nccl")):
+    for key, name in {key: name for kind in all_kinds() for key, name in kind.versions.items()}.items():
         yield from _odd(
             name, there, lambda one, key=key: one.told.get(key) or None, "install the same torch on all hosts"
         )
@@ -259,8 +260,10 @@ def _copies(
 
 
 def _devices(there: Sequence[HostAnswer]) -> Iterator[HostFinding]:
+    kind = _kind_of(there)
+    counted = f"{kind.label} devices:"
     yield from _odd(
-        "CUDA devices:", there, lambda one: str(len(one.told.get("devices", ()))), "see nvidia-smi there", fails=False
+        counted, there, lambda one: str(len(one.told.get("devices", ()))), "see nvidia-smi there", fails=False
     )
     for one in there:
         gpus = one.told["gpus"]
@@ -269,46 +272,47 @@ def _devices(there: Sequence[HostAnswer]) -> Iterator[HostFinding]:
             yield HostFinding(kind="devices", hosts=(one.name,), what=f"nvidia-smi: {gpus['error']}", fix=fix)
         if gpus["devices"] and "devices" in one.told and not one.told["devices"]:
             what = f"torch sees none of {len(gpus['devices'])} devices: torch {one.told['versions']['torch']}"
-            fix = "install torch for that driver's CUDA there, and see CUDA_VISIBLE_DEVICES"
+            fix = f"install torch for that driver's {kind.label} there, and see {kind.visible}"
             yield HostFinding(kind="devices", hosts=(one.name,), what=what, fix=fix)
         for device in one.told.get("devices", ()):
             if device["error"]:
                 what = f"device {device['index']} does not work: {device['error']}"
-                fix = f"leave it out by CUDA_VISIBLE_DEVICES there, or reset it: nvidia-smi -r -i {device['index']}"
+                fix = f"leave it out by {kind.visible} there, or reset it: nvidia-smi -r -i {device['index']}"
                 yield HostFinding(kind="devices", hosts=(one.name,), what=what, fix=fix)
         for device in gpus["devices"]:
             if device["used"] > _BUSY:
                 pids = f" (process {show_names(gpus['pids'])})" if gpus["pids"] else ""
                 what = f"device {device['index']} is busy: {show_bytes(device['used'])} in use{pids}"
-                fix = "end what uses it, or leave the device out by CUDA_VISIBLE_DEVICES there"
+                fix = f"end what uses it, or leave the device out by {kind.visible} there"
                 yield HostFinding(kind="devices", hosts=(one.name,), what=what, fix=fix, fails=False)
 
 
 def _places(there: Sequence[HostAnswer], needs: Needs) -> Iterator[HostFinding]:
     """Whether there are as many places for processes as the plan takes: what the target says, devices, or cores."""
     plan, names = needs.plan, tuple(one.name for one in there)
-    devices = _gpus_of(there)
+    devices, kind = _gpus_of(there), _kind_of(there, plan)
     if any(one.processes for one in there):
         places, word = sum(one.processes for one in there), "places"
-    elif devices and plan.device != "cpu":
-        places, word = devices // plan.threads, "CUDA devices"
+    elif devices and not kind.on_host:
+        places, word = devices // plan.threads, f"{kind.label} devices"
     else:
         places, word = sum(one.told["cores"] for one in there), "cores"
     if places < plan.processes:
         what = f"{plan} takes {plan.processes} processes; there are {places} {word} in all"
         fix = f"--plan dp={places}, or more hosts"
         yield HostFinding(kind="plan", hosts=names, what=what, fix=fix, fails=word != "cores")  # cores can be shared
-    elif plan.device == "cuda" and devices < plan.devices:
-        what = f"{plan} takes {plan.devices} CUDA devices; there are {devices} in all"
+    elif plan.device != "auto" and not kind.on_host and devices < plan.devices:
+        what = f"{plan} takes {plan.devices} {kind.label} devices; there are {devices} in all"
         yield HostFinding(kind="plan", hosts=names, what=what, fix="--plan with device=cpu, or other hosts")
 
 
 def _without_devices(there: Sequence[HostAnswer], plan: Plan) -> Iterator[HostFinding]:
     """Hosts with fewer GPUs than workers, where there are any: all workers compute on one, or none."""
+    kind = _kind_of(there, plan)
     for one in there:
         have, takes = len(one.told.get("devices", ())), one.processes * plan.threads
-        if plan.device != "cpu" and not plan.server and have < takes and _gpus_of(there):  # a server needs none
-            what = f"it has {have} CUDA devices for its {one.processes} workers, which need {takes}"
+        if not kind.on_host and not plan.server and have < takes and _gpus_of(there):  # a server needs none
+            what = f"it has {have} {kind.label} devices for its {one.processes} workers, which need {takes}"
             fix = "give as many workers as it has devices, leave it out, or take a plan with device=cpu"
             yield HostFinding(kind="plan", hosts=(one.name,), what=what, fix=fix)
 
@@ -316,7 +320,7 @@ def _without_devices(there: Sequence[HostAnswer], plan: Plan) -> Iterator[HostFi
 def _memory(there: Sequence[HostAnswer], needs: Needs) -> Iterator[HostFinding]:
     """Whether there is room for what each worker needs, on its device, or on its host where that computes."""
     plan, counts = needs.plan, workers_of(there, needs)
-    on_gpus = plan.device != "cpu" and _gpus_of(there) >= plan.devices
+    on_gpus = not _kind_of(there, plan).on_host and _gpus_of(there) >= plan.devices
     smaller = "phalanx plan JOB shows plans that need less"
     for one in there:
         if on_gpus:
@@ -341,6 +345,13 @@ def _split_groups(there: Sequence[HostAnswer], needs: Needs) -> Iterator[HostFin
         fix = f"--plan with a tp that divides the devices of each host ({', '.join(map(str, counts.values()))})"
         hosts = tuple(dict.fromkeys(name for group in split for name in group))
         yield HostFinding(kind="plan", hosts=hosts, what=what, fix=fix, fails=False)
+
+
+def _kind_of(there: Sequence[HostAnswer], plan: Plan | None = None) -> DeviceKind:
+    """The kind of the devices that are looked for: the plan's, or that of those that are there."""
+    if plan and plan.device != "auto":
+        return kind_named(plan.device)
+    return kind_named(next((one.told["kind"] for one in there if one.told.get("kind")), probed_kinds()[0].name))
 
 
 def _gpus_of(there: Sequence[HostAnswer]) -> int:

@@ -16,7 +16,6 @@ import json
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import suppress
 from typing import Any
 
 from phalanx.launch.code_files import are_alike, state_of, unpack_files
@@ -46,7 +45,7 @@ def main() -> None:
     if job["file"]:
         say(source={**source(job["file"]), "state": state_of(job["file"], job["stamp"])})
     if "torch" in sys.modules:
-        say(**cuda())
+        say(**devices(job.get("kinds", {})))
     there = not job["file"] or os.path.isfile(job["file"])
     if job["reference"] and there and {"torch", "phalanx"} <= set(sys.modules):
         try:
@@ -175,26 +174,16 @@ def _within(node: Any) -> Iterator[ast.AST]:
         yield from ast.walk(statement)
 
 
-def cuda() -> dict[str, Any]:
-    """Each device: what is free of its memory, and whether it computes."""
-    import torch
-
-    told: dict[str, Any] = {"cuda": torch.version.cuda or "", "nccl": "", "devices": []}
-    if not torch.cuda.is_available():
-        return told
-    with suppress(Exception):  # a build without it
-        told["nccl"] = ".".join(map(str, importlib.import_module("torch.cuda.nccl").version()))
-    for index in range(torch.cuda.device_count()):
-        device: dict[str, Any] = {"index": index, "error": ""}
-        try:
-            device["name"] = torch.cuda.get_device_name(index)
-            device["free"], device["total"] = torch.cuda.mem_get_info(index)
-            ones = torch.ones(64, 64, device=f"cuda:{index}")
-            if float((ones @ ones).sum()) != 64.0**3:
-                device["error"] = "computes wrong numbers"
-        except Exception as error:  # CUDA's own are of many kinds
-            device["error"] = str(error).partition("\n")[0]
-        told["devices"].append(device)
+def devices(kinds: dict[str, str]) -> dict[str, Any]:
+    """What each of these kinds of device says of itself here, by the text of its ``told()``; devices of the first."""
+    told: dict[str, Any] = {"kind": "", "devices": []}
+    for kind, text in kinds.items():
+        scope: dict[str, Any] = {}
+        exec(compile(text, kind, "exec"), scope)
+        found = scope["told"]()
+        if found["devices"] and not told["devices"]:
+            told = {**told, "kind": kind, "devices": found["devices"]}
+        told = {**found, **told}
     return told
 
 

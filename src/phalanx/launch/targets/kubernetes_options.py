@@ -11,6 +11,7 @@ from pathlib import Path, PurePosixPath
 
 from phalanx.config import RunSpec
 from phalanx.config.elastic import resized
+from phalanx.device_kinds import on_host
 from phalanx.errors import Problem, SpecError
 from phalanx.launch.jobfile import Reference
 from phalanx.launch.targets.offer import gpus_offered, misfit
@@ -179,7 +180,7 @@ class PodRequest:
         if problems:
             raise SpecError(problems)
         plan = on_most(run).plan
-        gpus = counts.get("gpus-per-node", 0 if plan.device == "cpu" else max(1, plan.devices // nodes))
+        gpus = counts.get("gpus-per-node", 0 if on_host(plan.device) else max(1, plan.devices // nodes))
         workers = plan.processes // nodes
         cpu = options.get("cpu", "" if gpus else f"{workers * plan.threads}")
         tolerations = tuple(_toleration(word) for word in _words(options, "toleration"))

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from phalanx.config import RunSpec
+from phalanx.device_kinds import kind_for
 from phalanx.errors import SpecError
 from phalanx.events.log import read
 from phalanx.launch.addresses import LOOPBACK, own_address
@@ -102,6 +103,7 @@ def be_agent(spec: RunSpec, place: NodePlace, worker: Sequence[str]) -> int:
         logging.getLogger(name).setLevel(logging.CRITICAL)  # each has a level of its own
     workers = place.workers or spec.plan.processes // place.nodes
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, place.cores // workers)))
+    kind_for(spec.plan.device, workers * spec.plan.threads).before_workers(place.nodes, workers)
     os.environ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(math.ceil(spec.grace) + _AFTER_GRACE)
     if spec.grace > _OLDER_GRACE and not hasattr(LaunchConfig, "shutdown_timeout"):
         what = f"this torch ends workers after {_OLDER_GRACE} seconds, whatever grace is: 2.13 does not"

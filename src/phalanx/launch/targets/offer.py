@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from math import prod
 
 from phalanx.config import Plan
+from phalanx.device_kinds import on_host
 from phalanx.errors import Problem, SpecError
 
 _RESIZED = ("dp", "fsdp", "ep", "cp", "pp", "tp")  # what is given up first stands first
@@ -63,15 +64,17 @@ def _resized(plan: Plan, ranks: int) -> Iterator[Plan]:
 def misfit(plan: Plan, *offers: Offer) -> Problem | None:
     """What is wrong where ``plan`` needs more GPUs than all ``offers`` together have; ``None`` where it does not.
 
-    Without ``device=cuda`` it computes on cores where there are no GPUs.
+    Unless it names a kind of device, it computes on cores where there are no GPUs.
     """
     gpus = sum(one.nodes * one.devices for one in offers if one.device)
-    needed = plan.device == "cuda" or (plan.device == "auto" and all(one.device for one in offers))
+    named = plan.device != "auto" and not on_host(plan.device)
+    needed = named or (plan.device == "auto" and all(one.device for one in offers))
     if not needed or plan.devices <= gpus:
         return None
     there = " and ".join(f"{one} ({one.by})" if one.by else str(one) for one in offers)
     if not gpus:
-        given, allowed = f"{plan}, which computes on GPUs: {there}", "nodes with GPUs, or a plan without device=cuda"
+        given = f"{plan}, which computes on GPUs: {there}"
+        allowed = f"nodes with GPUs, or a plan without device={plan.device}"
         fix = f"--plan {shlex.quote(str(plan.on_any_device))}"
         return Problem(where="--plan", given=given, allowed=allowed, fix=fix)
     given = f"{plan}, for {plan.devices} devices: {there} have {gpus}"

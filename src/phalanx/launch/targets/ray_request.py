@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from phalanx.config import RunSpec
+from phalanx.device_kinds import on_host
 from phalanx.errors import Problem, RefusedError, SpecError
 from phalanx.hardware.catalog import find
 from phalanx.launch.jobfile import Reference
@@ -57,7 +58,7 @@ class RayRequest:
         processes: of the run.
         devices: that each process has.
         computing: devices of all processes: servers have none.
-        device: ``auto``, ``cpu`` or ``cuda``: whether they are GPUs.
+        device: ``auto``, or their kind: whether they are GPUs.
         nodes: how many; 0: the fewest that do.
         cpus: for each process; 0: one a device, or one beside GPUs.
         runtime_env: a file in JSON with Ray's runtime environment; empty where there is none.
@@ -136,7 +137,9 @@ class RayRequest:
         Raises:
             RefusedError: they have too little, with what they have.
         """
-        wants_gpus = self.device == "cuda" or (self.device == "auto" and any(node.gpus for node in there))
+        wants_gpus = not (self.device == "auto" or on_host(self.device)) or (
+            self.device == "auto" and any(node.gpus for node in there)
+        )
         cpus = self.cpus or (1 if wants_gpus else self.devices)
         for nodes in [self.nodes] if self.nodes else range(1, len(there) + 1):
             workers = self.processes // nodes

@@ -93,7 +93,7 @@ def instance_problems(instance: str, gpus: int) -> list[Problem]:
         return [_wrong(repr(instance), "an instance type of SageMaker", _nearest(instance, gpus))]
     family = matched["family"]
     if family.startswith(_OTHER_DEVICES):
-        given = f"{instance}, whose devices are none of CUDA"
+        given = f"{instance}, whose devices are no GPUs of NVIDIA"
         return [_wrong(given, "types with GPUs of NVIDIA, or without accelerators", _smallest(gpus))]
     if family in _GPUS and matched["size"] not in _GPUS[family]:
         return [_wrong(f"{instance}, which there is not", _sizes(family), _nearest(instance, gpus))]

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from phalanx.config import RunSpec
+from phalanx.device_kinds import interface_variables
 from phalanx.errors import PhalanxError, RunError, SpecError
 from phalanx.events.log import read
 from phalanx.files import read_json, read_text
@@ -129,7 +130,7 @@ def unpacked(root: Path) -> RunSpec:
 def _be_agent(root: Path, run: RunSpec, there: ContainerHosts) -> int:
     _wait_for(there.hosts[0], len(there.hosts))
     if len(there.hosts) > 1 and there.interface in (name for _, name in socket.if_nameindex()):
-        for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        for name in interface_variables():
             os.environ.setdefault(name, there.interface)
     start = "phalanx"  # no other job reaches these hosts
     meets = meeting_options(there.meeting, start=start, first=there.here == 0, patience=_PATIENCE)

@@ -36,7 +36,7 @@ OPTIONS = {
         help="other nodes beside these, by the same options and processes=N on each", example="'nodes=2 partition=old'"
     ),
     "time": Option(help="time limit, in m, h or d or as Slurm writes it; the run goes on after it", example="12h"),
-    "setup": Option(help="a line of shell that runs before; repeat it", example="'module load cuda'", between="\n"),
+    "setup": Option(help="a line of shell that runs before; repeat it", example="'module load python'", between="\n"),
     "signal": Option(help="seconds before the time limit at which the run saves", example="120"),
     "sbatch": Option(
         help="another option of sbatch, as a line of the script; repeat it",

@@ -17,6 +17,8 @@ import torch
 from torch import Tensor
 from torch.futures import Future
 
+from phalanx.device_kinds import DeviceKind, kind_of
+
 Exchange = Callable[[], Tensor]
 
 
@@ -33,8 +35,9 @@ class ExchangeQueue(ABC):
 
 
 def lane(device: torch.device) -> ExchangeQueue:
-    """The lane of a device: a thread on a CPU, a stream of its own on CUDA."""
-    return _Stream(device) if device.type == "cuda" else _Thread()
+    """The lane of a device: a stream of its own where it has streams, else a thread."""
+    kind = kind_of(device)
+    return _Stream(kind, device) if kind.streams else _Thread()
 
 
 _Queue = queue.SimpleQueue["tuple[Exchange, Future[Tensor]] | None"]
@@ -73,14 +76,14 @@ def _work(waiting: _Queue) -> None:
 
 
 class _Stream(ExchangeQueue):
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._stream = torch.cuda.Stream(device)
+    def __init__(self, kind: DeviceKind, device: torch.device) -> None:
+        self._kind, self._device = kind, device
+        self._stream = kind.stream(device)
 
     def start(self, exchange: Exchange) -> Future[Tensor]:
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        self._stream.wait_stream(self._kind.current_stream(self._device))
         found: Future[Tensor] = Future(devices=[self._device])
-        with torch.cuda.stream(self._stream):
+        with self._kind.queued_on(self._stream):
             found.set_result(exchange())
         return found
 

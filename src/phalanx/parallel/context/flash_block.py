@@ -17,6 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from phalanx.device_kinds import kind_of
+
 _aten = torch.ops.aten
 Gradients = tuple[Tensor, Tensor, Tensor, Tensor | None]
 """Of queries, keys, values, and bias where that has one."""
@@ -74,15 +76,18 @@ def kernel_for(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, scale: f
     plain = UnfusedAttention(factor, dropout)
     if dropout or q.shape[-1] != v.shape[-1] or (mask is not None and mask.requires_grad):
         return plain
-    if q.device.type == "cpu":
-        fits = q.dtype in (torch.float32, torch.float64, *_HALVES)
-        return OnCpu(factor) if fits and torch.backends.cuda.flash_sdp_enabled() else plain
-    if q.device.type != "cuda" or q.shape[-1] % 8 or q.shape[-1] > 256:
+    kind = kind_of(q.device)
+    fused = kind.attention()
+    if kind.torch_type != q.device.type:  # meta
         return plain
-    flash = torch.backends.cuda.is_flash_attention_available() and torch.backends.cuda.flash_sdp_enabled()
-    if flash and mask is None and q.dtype in _HALVES:
+    if kind.on_host:
+        fits = q.dtype in (torch.float32, torch.float64, *_HALVES)
+        return OnCpu(factor) if fits and fused.flash else plain
+    if q.shape[-1] % fused.features or q.shape[-1] > fused.most_features:
+        return plain
+    if fused.flash and mask is None and q.dtype in _HALVES:
         return Flash(factor)
-    if q.dtype in (torch.float32, *_HALVES) and torch.backends.cuda.mem_efficient_sdp_enabled():
+    if q.dtype in (torch.float32, *_HALVES) and fused.efficient:
         return Efficient(factor)
     return plain
 

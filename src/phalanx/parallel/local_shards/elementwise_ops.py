@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from phalanx.device_kinds import all_kinds
 from phalanx.parallel.local_shards.tensor import RULES, Sliced, aligned, is_sliced, local_of, result
 from phalanx.parallel.rng_streams import OwnStream
 
@@ -71,4 +72,5 @@ for _name in _NAMES:
     RULES[_name + "_"] = in_place
 for _name in _DROPS:
     RULES[_name] = dropped
-RULES["to"] = RULES["cuda"] = RULES["cpu"] = converted
+RULES["to"] = converted
+RULES |= {kind.torch_type: converted for kind in all_kinds()}  # methods of a tensor, such as ``cpu()``

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_any, tree_map
 
+from phalanx.device_kinds import all_kinds
 from phalanx.errors import RunError
 from phalanx.parallel.local_shards.axis import Axis, Placed, opened, shared, taken, whole
 from phalanx.parallel.local_shards.cut import Cut
@@ -137,11 +138,11 @@ def arguments(args: Any, kwargs: Any, **defaults: Any) -> list[Any]:
 METADATA = frozenset(
     """
     shape size dim ndim ndimension numel nelement dtype device requires_grad is_floating_point is_complex
-    is_cuda is_leaf layout is_sparse is_quantized is_meta names element_size itemsize nbytes is_nested is_mkldnn
-    _base is_inference is_conj is_neg is_signed get_device is_xla is_mps is_xpu grad_fn output_nr is_contiguous stride
+    is_leaf layout is_sparse is_quantized is_meta names element_size itemsize nbytes is_nested is_mkldnn
+    _base is_inference is_conj is_neg is_signed get_device is_xla grad_fn output_nr is_contiguous stride
     storage_offset len retains_grad
     """.split()
-)
+) | {f"is_{kind.torch_type}" for kind in all_kinds()}
 
 
 def name_of(func: Any) -> str:

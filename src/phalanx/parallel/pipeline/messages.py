@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+from phalanx.device_kinds import kind_of
 from phalanx.parallel.local_shards import Axis, Cut, Placed, is_sliced, sliced
 from phalanx.parallel.local_shards.tensor import local_of
 from phalanx.placement.schedules import Order, timed
@@ -55,7 +56,8 @@ def messages(order: Order, rank: int) -> dict[int, list[tuple[Message, bool]]]:
 
 def wants_order(group: dist.ProcessGroup, device: torch.device) -> bool:
     """Whether the group tells messages of tensors on ``device`` apart by their order alone."""
-    return device.type == "cuda" and "nccl" in dist.get_backend_config(group)
+    kind = kind_of(device)
+    return kind.in_order and kind.backend in dist.get_backend_config(group)
 
 
 class StageMessages:

@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from phalanx.parallel.pipeline.python_state import PythonState
+from phalanx.parallel.pipeline.value_flow import autocast_devices
 
 
 class Slot(int):
@@ -173,10 +174,10 @@ def _in_context(wanted: tuple[Any, ...], ambient: tuple[Any, ...]) -> Iterator[N
     if wanted == ambient:
         yield
         return
-    (grad, types), kinds = wanted, ("cpu", "cuda")
+    grad, types = wanted
     with ExitStack() as stack:
         stack.enter_context(torch.set_grad_enabled(grad))
-        for kind, now, before in zip(kinds, types, ambient[1], strict=True):
+        for kind, now, before in zip(autocast_devices(), types, ambient[1], strict=True):
             if now != before:
                 stack.enter_context(torch.autocast(kind, dtype=now or before, enabled=now is not None))
         yield

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from phalanx.comm import Mesh
+from phalanx.device_kinds import kind_of
 from phalanx.parallel.layout import MicroBatchWork
 from phalanx.parallel.local_shards import Axis
 from phalanx.parallel.pipeline.backward import WeightHalf, input_half
@@ -263,9 +264,9 @@ class PipelineRun:
         passing.ended = 0.0
 
     def _now(self) -> float:
-        if self._event is not None and self._device.type == "cuda":
+        if self._event is not None and (kind := kind_of(self._device)).streams:
             # Not the whole device: what is being sent waits for other ranks.
-            torch.cuda.current_stream(self._device).synchronize()
+            kind.current_stream(self._device).synchronize()
         return time.perf_counter()
 
 

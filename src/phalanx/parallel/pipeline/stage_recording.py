@@ -13,6 +13,7 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_flatten
 
+from phalanx.device_kinds import host
 from phalanx.parallel.local_shards import is_sliced
 from phalanx.parallel.pipeline.python_state import PythonState, calls_not_watched, calls_watched, chance
 from phalanx.parallel.pipeline.replay import CONSTANTS, NO_GUARD, ArgumentTree, Attribute, ReplayedCall, Slot, StageTape
@@ -256,9 +257,7 @@ def _surroundings() -> tuple[Any, ...]:
         tuple(map(id, _get_current_dispatch_mode_stack())),
         torch.is_inference_mode_enabled(),
         torch.get_default_dtype(),
-        torch.backends.cuda.flash_sdp_enabled(),
-        torch.backends.cuda.math_sdp_enabled(),
-        torch.backends.cuda.mem_efficient_sdp_enabled(),
+        host().attention_switches(),
         torch.are_deterministic_algorithms_enabled(),
     )
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager, nullcontext
-from functools import partial
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -23,6 +23,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint as checkpointing
 from torch.utils._pytree import tree_leaves, tree_map
 
+from phalanx.device_kinds import host
 from phalanx.parallel.local_shards.axis import parameter_of
 from phalanx.parallel.local_shards.tensor import METADATA, is_sliced, name_of
 from phalanx.trace.fake_tensors import fake
@@ -275,9 +276,16 @@ def writes(name: str) -> bool:
     return name.endswith("_")
 
 
+@cache
+def autocast_devices() -> tuple[str, ...]:
+    """The types of the devices that this process may compute on, each of which has an autocast of its own."""
+    there = torch.accelerator.current_accelerator()
+    return (host().torch_type, *((there.type,) if there else ()))
+
+
 def autocast_types() -> tuple[torch.dtype | None, ...]:
-    """In what autocast computes on CPUs and on CUDA; ``None`` where it is off."""
-    kinds = ("cpu", "cuda")
+    """In what autocast computes on each of them; ``None`` where it is off."""
+    kinds = autocast_devices()
     return tuple(torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None for kind in kinds)
 
 

@@ -14,6 +14,7 @@ from phalanx.config import Job, Plan
 from phalanx.config.losses import names_of
 from phalanx.data import MicroBatch
 from phalanx.data.loader import BatchPieces
+from phalanx.device_kinds import kind_of
 from phalanx.hardware import peak_memory
 from phalanx.parallel import activation_checkpointing, torch_compile, without_gradient
 from phalanx.parallel.layout import Layout, SingleLayout, drop_gradients
@@ -136,7 +137,7 @@ def _on_host(parameters: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     def host(tensor: torch.Tensor) -> torch.Tensor:
         if tensor.device.type == "cpu" and tensor.is_contiguous():
             return tensor
-        return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.device.type == "cuda")
+        return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=kind_of(tensor.device).pinned)
 
     return {name: host(tensor) for name, tensor in parameters.items()}
 

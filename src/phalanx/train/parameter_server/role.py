@@ -207,6 +207,7 @@ class ServerProcess:
             job,
             advice=[
                 *damaged,
+                *findings.warnings,
                 *advice(job, run.plan, device, pieces.epoch_samples),
                 *pieces.remarks,
                 *(none_left(first, pieces.total_steps) if resumed else []),

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from phalanx.config import Job, Schedule
+from phalanx.device_kinds import kind_of
 from phalanx.verify.witness import samples
 from phalanx.verify.witness.averages import PlainAverage
 from phalanx.verify.witness.clipping import clip
@@ -229,8 +230,8 @@ class _PlainLoop:
 
     def _backward(self, step: int, part: Part, batch: Any, size: int) -> None:
         """Gradients of the loss of the whole global batch."""
-        seed = torch.cuda.manual_seed if self.device.type == "cuda" else torch.default_generator.manual_seed
-        seed(samples.stream_seed(self.job.seed, step, 0, 0, *part.words))
+        generator = kind_of(self.device).generator(self.device)
+        generator.manual_seed(samples.stream_seed(self.job.seed, step, 0, 0, *part.words))
         part.optimizer.zero_grad()
         looked_at = set(part.trained) if step < WHOLE else self.pending & set(part.trained)
         around = self.magnitudes.forward() if looked_at else nullcontext()

@@ -1,0 +1,147 @@
+"""GPUs of NVIDIA, and of AMD where torch is built for ROCm, which it calls by the same name."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, cast, final
+
+from phalanx.device_kinds.interface import AttentionKernels, DeviceMemory
+from phalanx.device_kinds.torch_accelerator import Accelerator
+
+if TYPE_CHECKING:
+    import torch
+
+
+_LISTING = """
+import json, torch
+found = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+print(json.dumps([[one.name, one.total_memory] for one in found]))
+"""
+_PROBE = """
+def told():
+    import importlib, torch
+    found = {"cuda": torch.version.cuda or "", "nccl": "", "devices": []}
+    if not torch.cuda.is_available():
+        return found
+    try:
+        found["nccl"] = ".".join(map(str, importlib.import_module("torch.cuda.nccl").version()))
+    except Exception:  # a build without it
+        pass
+    for index in range(torch.cuda.device_count()):
+        device = {"index": index, "error": ""}
+        try:
+            device["name"] = torch.cuda.get_device_name(index)
+            device["free"], device["total"] = torch.cuda.mem_get_info(index)
+            ones = torch.ones(64, 64, device=f"cuda:{index}")
+            if float((ones @ ones).sum()) != 64.0**3:
+                device["error"] = "computes wrong numbers"
+        except Exception as error:  # CUDA's own are of many kinds
+            device["error"] = str(error).partition("\\n")[0]
+        found["devices"].append(device)
+    return found
+"""
+
+
+@final
+class _Cuda(Accelerator):
+    name, label, torch_type, hardware = "cuda", "CUDA", "cuda", ("cuda", "rocm")
+    backend, interfaces = "nccl", ("NCCL_SOCKET_IFNAME",)
+    proven = fitted = streams = pinned = in_order = shared = compiles = True
+    lost_peer = "nccl.*(abort|remote|system error|timeout|unhandled)"
+    visible = "CUDA_VISIBLE_DEVICES"
+    versions: ClassVar[Mapping[str, str]] = {"cuda": "CUDA of torch", "nccl": "NCCL"}
+    listing = _LISTING
+    probe = _PROBE
+    light_way = "torch.cuda.device_count() in place of torch.cuda.is_available()"
+    heavy_ways = ".cuda(), .to('cuda'), torch.cuda.synchronize()"
+
+    def count(self) -> int:
+        """Asked through NVML: initialising CUDA here would keep workers from being forked."""
+        import torch
+
+        return torch.cuda.device_count()
+
+    def names_at_hand(self) -> set[str]:
+        found: set[str] = set()
+        for path in Path("/proc/driver/nvidia/gpus").glob("*/information"):
+            with suppress(OSError):
+                found |= set(re.findall(r"^Model:\s*(\S.*?)\s*$", path.read_text(errors="replace"), re.MULTILINE))
+        return found
+
+    def current(self) -> torch.device:
+        import torch
+
+        return torch.device("cuda", torch.cuda.current_device())
+
+    def use(self, device: torch.device) -> None:
+        import torch
+
+        torch.cuda.set_device(device)
+
+    def in_use(self) -> bool:
+        import torch
+
+        return torch.cuda.is_initialized()
+
+    def spoilt(self) -> bool:
+        import torch
+
+        return torch.cuda._is_in_bad_fork()
+
+    def asks_lightly(self) -> Mapping[str, str]:
+        # torch.cuda.is_available() then asks the driver's library for management, and initialises nothing
+        return {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+
+    def synchronize(self) -> None:
+        import torch
+
+        torch.cuda.synchronize()
+
+    def event(self, *, timed: bool = False) -> torch.Event:
+        import torch
+
+        return torch.cuda.Event(enable_timing=timed)
+
+    def stream(self, device: torch.device) -> torch.Stream:
+        import torch
+
+        return torch.cuda.Stream(device)
+
+    def queued_on(self, stream: torch.Stream) -> AbstractContextManager[Any]:
+        import torch
+
+        return torch.cuda.stream(cast(Any, stream))
+
+    def current_stream(self, device: torch.device) -> torch.Stream:
+        import torch
+
+        return torch.cuda.current_stream(device)
+
+    def memory(self) -> DeviceMemory:
+        import torch
+
+        free, total = torch.cuda.mem_get_info()
+        return DeviceMemory(
+            peak=torch.cuda.max_memory_allocated(),
+            allocated=torch.cuda.memory_allocated(),
+            reserved=torch.cuda.memory_reserved(),
+            free=free,
+            total=total,
+        )
+
+    def attention(self) -> AttentionKernels:
+        import torch
+
+        switches = torch.backends.cuda
+        return AttentionKernels(
+            flash=switches.is_flash_attention_available() and switches.flash_sdp_enabled(),
+            efficient=switches.mem_efficient_sdp_enabled(),
+            features=8,
+            most_features=256,
+        )
+
+
+KIND = _Cuda()

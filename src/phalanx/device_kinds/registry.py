@@ -1,0 +1,169 @@
+"""The kinds there are: files of ``kinds``, those that a program registers, and those of installed packages."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from importlib import import_module, metadata
+from pkgutil import iter_modules
+from typing import TYPE_CHECKING
+
+from phalanx.device_kinds.interface import DeviceKind
+
+if TYPE_CHECKING:
+    import torch
+
+ENTRY_POINTS = "phalanx.device_kinds"
+"""The group of entry points by which an installed package brings kinds: its name, and where the ``DeviceKind`` is."""
+
+_FILES = f"{__package__}.kinds"
+_added: dict[str, DeviceKind] = {}
+
+
+def register(kind: DeviceKind) -> None:
+    """Have plans take ``device=NAME`` of this kind from now on; workers forked from this process know it, too.
+
+    Raises:
+        ValueError: there is another kind of that name.
+    """
+    if kind.name in ("auto", *_built_in()) or _added.get(kind.name, kind) is not kind:
+        raise ValueError(f"there is a kind of device called {kind.name!r} already")
+    _added[kind.name] = kind
+
+
+@contextmanager
+def registered(kind: DeviceKind) -> Iterator[DeviceKind]:
+    """``register`` for the length of the block."""
+    register(kind)
+    try:
+        yield kind
+    finally:
+        del _added[kind.name]
+
+
+def kind_names() -> tuple[str, ...]:
+    """What ``device=`` of a plan may say beside ``auto``."""
+    return (*_built_in(), *_added)
+
+
+def is_kind(name: object) -> bool:
+    """Whether there is a kind of that name, here or in an installed package."""
+    return isinstance(name, str) and (name in _built_in() or name in _added or _from_package(name))
+
+
+def kind_named(name: str) -> DeviceKind:
+    """The kind that plans call ``name``.
+
+    Raises:
+        KeyError: there is none; no plan says so.
+    """
+    if not is_kind(name):
+        raise KeyError(name)
+    return _added[name] if name in _added else _loaded(name)
+
+
+def all_kinds() -> tuple[DeviceKind, ...]:
+    """Every kind that is known in this process."""
+    return tuple(map(kind_named, kind_names()))
+
+
+def host() -> DeviceKind:
+    """The kind whose devices are the host's own cores."""
+    return _loaded("cpu")
+
+
+def kind_of(device: torch.device | str, named: str = "auto") -> DeviceKind:
+    """The kind that tensors on ``device`` are of, by the type that torch gives it; the host's for those without values.
+
+    ``device`` may be its text, such as ``cpu``. ``named``: what the plan says, of kinds to which torch gives one type.
+    """
+    if named != "auto" and kind_named(named).torch_type == str(device).partition(":")[0]:
+        return kind_named(named)
+    return _kind_of_type(device.partition(":")[0] if isinstance(device, str) else device.type)
+
+
+def automatic_kinds() -> tuple[DeviceKind, ...]:
+    """The kinds that ``device=auto`` takes where there are enough devices, best first; the host's comes last."""
+    return tuple(sorted((one for one in all_kinds() if one.automatic), key=lambda one: one.on_host))
+
+
+def accelerator() -> DeviceKind | None:
+    """The kind of accelerator that this machine has and ``device=auto`` may take; ``None`` where it has none."""
+    return next((one for one in automatic_kinds() if not one.on_host and one.count()), None)
+
+
+def accelerator_count() -> int:
+    """Devices of that kind here; 0 where there is none."""
+    kind = accelerator()
+    return kind.count() if kind else 0
+
+
+def automatic_kind(devices: int) -> DeviceKind:
+    """What ``device=auto`` takes for so many devices of this machine; the host's own where others are fewer."""
+    return next((one for one in automatic_kinds() if not one.on_host and one.count() >= devices), host())
+
+
+def kind_for(named: str, devices: int) -> DeviceKind:
+    """The kind that a plan with ``device=named`` computes on, which needs so many devices of this machine."""
+    return automatic_kind(devices) if named == "auto" else kind_named(named)
+
+
+def on_host(named: str) -> bool:
+    """Whether a plan with ``device=named`` computes with the host's cores, whatever else a machine has."""
+    return named != "auto" and is_kind(named) and kind_named(named).on_host
+
+
+def widened(tensor: torch.Tensor) -> torch.Tensor:
+    """``tensor`` in the widest floating point type that its device adds up in: fp64 where there is one."""
+    return tensor.to(kind_of(tensor.device).widest())
+
+
+def probed_kinds() -> tuple[DeviceKind, ...]:
+    """The kinds that hosts are asked for devices of."""
+    return tuple(kind for kind in all_kinds() if kind.probe)
+
+
+def interface_variables() -> tuple[str, ...]:
+    """The environment variables that say over which network interfaces collectives go, of every kind."""
+    return tuple(dict.fromkeys(name for kind in all_kinds() for name in kind.interfaces))
+
+
+def kind_of_hardware(word: str) -> DeviceKind:
+    """The kind of which devices are that the catalog and cluster files call ``word``.
+
+    Raises:
+        KeyError: there is none.
+    """
+    found = next((one for one in all_kinds() if word in one.hardware), None)
+    return found or kind_named(word)
+
+
+def hardware_names() -> tuple[str, ...]:
+    """What the catalog and cluster files may call the kind of a device."""
+    return tuple(dict.fromkeys(word for one in all_kinds() for word in (*one.hardware, one.name)))
+
+
+@cache
+def _built_in() -> tuple[str, ...]:
+    return tuple(sorted(found.name for found in iter_modules(import_module(_FILES).__path__)))
+
+
+@cache
+def _loaded(name: str) -> DeviceKind:
+    return import_module(f"{_FILES}.{name}").KIND
+
+
+def _kind_of_type(torch_type: str) -> DeviceKind:
+    if torch_type in _built_in():
+        return _loaded(torch_type)
+    found = next((one for one in _added.values() if one.torch_type == torch_type), None)
+    return found or host()
+
+
+def _from_package(name: str) -> bool:
+    found = next(iter(metadata.entry_points(group=ENTRY_POINTS, name=name)), None)
+    if found is None:
+        return False
+    _added[name] = found.load()
+    return True

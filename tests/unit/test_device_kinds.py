@@ -1,0 +1,343 @@
+"""Kinds of devices: each is one file, and no other file of the product names one."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from phalanx import device_kinds
+from phalanx.config import Device, Job, Plan
+from phalanx.device_kinds import (
+    DeviceKind,
+    DeviceMemory,
+    accelerator,
+    accelerator_count,
+    all_kinds,
+    automatic_kind,
+    hardware_names,
+    host,
+    interface_variables,
+    kind_named,
+    kind_names,
+    kind_of,
+    kind_of_hardware,
+    register,
+    registered,
+)
+from phalanx.device_kinds import registry as kinds_registry
+from phalanx.errors import SpecError
+from phalanx.parallel import check, device_kind
+from phalanx.parallel.context.flash_block import kernel_for
+from phalanx.parallel.pipeline.messages import wants_order
+from phalanx.train.uneven_shares import MemoryRoom
+from stand_in_kind import KIND
+
+pytestmark = pytest.mark.quick
+
+SOURCE = Path(__file__).resolve().parents[2] / "src" / "phalanx"
+OWN = SOURCE / "device_kinds" / "kinds"
+BUILT_IN = ("cpu", "cuda", "mps", "tpu", "xpu")
+LATER = {"cuda": ("cuda", "nccl", "rocm", "hip"), "mps": ("mps",), "tpu": ("tpu",), "xpu": ("xpu", "xccl")}
+"""What an accelerator, its collectives and its makers are called; the host's cores are no kind among others."""
+
+
+def words_in(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """Every name and text of a file with its line; texts that stand for nothing, such as docstrings, are left out."""
+    spoken = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    for node in ast.walk(tree):
+        if id(node) in spoken:
+            continue
+        line = getattr(node, "lineno", 0)
+        for name in ("id", "attr", "name", "asname", "arg", "module"):
+            if isinstance(value := getattr(node, name, None), str):
+                yield line, value
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield line, node.value
+
+
+def named_in(text: str, names: tuple[str, ...]) -> list[str]:
+    """The lines of a program that name one of these kinds, as ``line: word``."""
+    pattern = re.compile(rf"(?<![a-z])({'|'.join(names)})(?![a-z])", re.IGNORECASE)
+    return [f"{line}: {word[:60]!r}" for line, word in words_in(ast.parse(text)) if pattern.search(word)]
+
+
+class TestOneFileAKind:
+    def test_no_other_file_names_one(self) -> None:
+        names = tuple(name for names in LATER.values() for name in names)
+        files = [path for path in sorted(SOURCE.rglob("*.py")) if OWN not in path.parents]
+        found = {str(path.relative_to(SOURCE)): lines for path in files if (lines := named_in(path.read_text(), names))}
+        assert found == {}
+
+    @pytest.mark.parametrize("kind", BUILT_IN)
+    def test_a_kinds_file_names_itself_alone(self, kind: str) -> None:
+        others = tuple(name for other, names in LATER.items() if other != kind for name in names)
+        found = named_in((OWN / f"{kind}.py").read_text(), others)
+        # torch keeps the switches of all devices under one kind's name
+        assert [line for line in found if not (kind == "cpu" and line.endswith(" 'cuda'"))] == []
+
+    @pytest.mark.parametrize(
+        "line",
+        [
+            'if device.type == "cuda": pass',
+            "torch.cuda.synchronize()",
+            "from torch import cuda",
+            "import torch.cuda.nccl",
+            'f"{count} CUDA devices"',
+            'os.environ["NCCL_SOCKET_IFNAME"] = "lo"',
+            "def start(cuda=False): pass",
+            'backend = "cpu:gloo,tpu:tpu_dist"',
+        ],
+    )
+    def test_the_rule_sees(self, line: str) -> None:
+        assert named_in(
+            f"import os, torch\n{line}" if "pass" in line else line.replace('f"', 'x = f"'), ("cuda", "nccl", "tpu")
+        )
+
+    def test_the_rule_lets_words_be(self) -> None:
+        text = '"""On CUDA."""\n# on CUDA\ndef outputs(dumps):\n    """As on MPS."""\n    return dumps(outputs)\n'
+        assert named_in(text, ("cuda", "mps", "tpu")) == []
+
+    def test_the_files_are_the_kinds(self) -> None:
+        assert tuple(sorted(path.stem for path in OWN.glob("[a-z]*.py"))) == BUILT_IN == kind_names()
+
+    def test_what_the_package_offers_is_no_file_of_it(self) -> None:
+        assert len(all_kinds()) == len(BUILT_IN)  # each file is loaded now, and with it a name of the package
+        assert [name for name in device_kinds.__all__ if inspect.ismodule(getattr(device_kinds, name))] == []
+
+    @pytest.mark.parametrize("name", BUILT_IN)
+    def test_each_is_called_as_its_file(self, name: str) -> None:
+        kind = importlib.import_module(f"phalanx.device_kinds.kinds.{name}").KIND
+        assert isinstance(kind, DeviceKind)
+        assert (kind.name, kind.torch_type) == (name, name)
+        assert name in kind.hardware
+        assert kind is kind_named(name) is kind_of(name) is kind_of(f"{name}:0") is kind_of_hardware(name)
+        assert not (kind.streams and kind.on_host)
+        assert kind.lost_peer == "" or re.compile(kind.lost_peer)
+        compile(kind.listing, name, "exec")
+        compile(kind.probe, name, "exec")
+
+
+class TestThisMachine:
+    """What holds where there is no accelerator."""
+
+    @pytest.fixture(autouse=True)
+    def _without(self) -> None:
+        if torch.accelerator.device_count():
+            pytest.skip("there is an accelerator")
+
+    def test_none_is_counted_and_none_is_begun(self) -> None:
+        assert [kind.name for kind in all_kinds() if not kind.on_host and kind.count()] == []
+        assert [kind.name for kind in all_kinds() if kind.in_use() or kind.spoilt()] == []
+        assert (accelerator(), accelerator_count(), automatic_kind(1)) == (None, 0, host())
+
+    def test_the_first_with_enough_is_taken(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+        kind = kind_named("cuda")
+        assert (accelerator(), accelerator_count()) == (kind, 4)
+        assert [automatic_kind(devices) for devices in (1, 4, 5)] == [kind, kind, host()]
+
+
+class TestOpen:
+    """A program brings a kind of its own."""
+
+    def test_a_plan_takes_it_by_its_name(self) -> None:
+        with registered(KIND):
+            plan = Plan.parse("dp=2 device=standin")
+            assert str(plan) == "dp=2 device=standin"
+            assert device_kind(plan) == "standin"
+            assert kind_named("standin") is KIND
+            assert "standin" in hardware_names()
+            assert Device(name="x", kind="standin", peak={"fp32": 1.0}, memory=1, bandwidth=1.0).kind == "standin"
+        assert "standin" not in kind_names()
+
+    def test_a_name_that_nobody_knows_is_refused_with_those_there_are(self) -> None:
+        with pytest.raises(SpecError) as caught:
+            Plan.parse("dp=2 device=standin")
+        (problem,) = caught.value.problems
+        assert (problem.where, problem.given) == ("plan.device", "device=standin")
+        assert problem.allowed == "auto, cpu, cuda, mps, tpu, xpu"
+        assert problem.fix == "device=auto"
+
+    @pytest.mark.parametrize("given", [3, None, ["cpu"], ""])
+    def test_what_is_no_name_is_refused(self, given: Any) -> None:
+        with pytest.raises(SpecError):
+            Plan(device=given)
+
+    def test_names_are_taken_once(self) -> None:
+        for name in ("cuda", "auto"):
+            with pytest.raises(ValueError, match=name):
+                register(type("Other", (type(KIND),), {"name": name})())
+        with registered(KIND):
+            register(KIND)  # the same again
+            with pytest.raises(ValueError, match="standin"):
+                register(type(KIND)())
+
+    def test_an_installed_package_brings_one(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        asked: list[str] = []
+
+        def entry_points(*, group: str, name: str) -> list[Any]:
+            asked.append(name)
+            return [SimpleNamespace(load=lambda: KIND)] if (group, name) == ("phalanx.device_kinds", "standin") else []
+
+        monkeypatch.setattr(kinds_registry.metadata, "entry_points", entry_points)
+        monkeypatch.setattr(kinds_registry, "_added", {})
+        assert Plan.parse("device=standin").device == "standin"
+        assert kind_named("standin") is KIND
+        assert Plan.parse("device=cpu").device == "cpu"
+        assert asked == ["standin"]  # only for a name that is not here
+
+
+class TestRefused:
+    """Before a process starts."""
+
+    @pytest.fixture
+    def job(self) -> Job:
+        unused: Any = print
+        return Job(model=unused, data=unused, loss=unused, optimizer=unused, batch=64, steps=1)
+
+    def test_a_package_that_is_missing_is_named(self, job: Job) -> None:
+        (problem,) = check(job, Plan.parse("dp=2 device=tpu"))
+        assert problem.where == "plan.device"
+        assert "is not installed" in problem.given
+        assert "pip install torch_tpu libtpu" in problem.given
+        assert problem.fix == "dp=2 device=cpu"
+
+    @pytest.mark.parametrize("plan", ["dp=2", "fsdp=2 zero=1", "tp=2", "pp=2", "threads=2"])
+    def test_a_kind_of_which_there_is_one(self, plan: str, job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(type(kind_named("mps")), "count", lambda self: 1)
+        problem = next(one for one in check(job, Plan.parse(f"{plan} device=mps")) if one.where == "plan.device")
+        assert "device=mps for 2 replicas" in problem.given
+        assert problem.allowed == "a plan for one device, or device=cpu"
+        assert check(job, Plan.parse("device=mps")) == []
+
+    def test_too_few_are_counted(self, job: Job) -> None:
+        (problem,) = check(job, Plan.parse("dp=2 device=xpu"))
+        assert problem.given == "device=xpu for 2 replicas on this machine; XPU devices here: 0"
+
+
+class TestFacts:
+    def test_hosts_are_asked_for_interfaces_of_all(self) -> None:
+        assert {"GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"} <= set(interface_variables())
+
+    @pytest.mark.parametrize(("name", "backends"), [("cpu", "gloo"), ("cuda", "cpu:gloo,cuda:nccl")])
+    def test_backends(self, name: str, backends: str) -> None:
+        assert kind_named(name).backends == backends
+
+    def test_makers_that_torch_has_one_name_for(self) -> None:
+        assert kind_of_hardware("rocm") is kind_named("cuda")
+
+    def test_what_has_no_values_is_the_hosts(self) -> None:
+        assert kind_of(torch.device("meta")) is host()
+
+    def test_a_plans_word_decides_between_kinds_of_one_type(self) -> None:
+        with registered(KIND):
+            assert kind_of(torch.device("cpu"), "standin") is KIND
+            assert kind_of(torch.device("cpu"), "auto") is host()
+            assert kind_of(torch.device("cpu"), "cuda") is host()
+
+    def test_memory_of_the_host_is_nobodys(self) -> None:
+        assert host().memory() is None
+        assert DeviceMemory(peak=3, allocated=1, reserved=4, free=5, total=10).peak == 3
+
+    @pytest.mark.parametrize("name", BUILT_IN)
+    def test_proven(self, name: str) -> None:
+        assert kind_named(name).proven == (name in ("cpu", "cuda"))
+
+
+class TestCuda:
+    """What is asked of torch.cuda, on a machine without: each answer is torch's own."""
+
+    @pytest.fixture
+    def asked(self, monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
+        asked: list[tuple[Any, ...]] = []
+
+        def answers(name: str, answer: Any) -> None:
+            monkeypatch.setattr(torch.cuda, name, lambda *args, **how: (asked.append((name, *args, how)), answer)[1])
+
+        for name in ("device_count", "current_device", "max_memory_allocated", "memory_allocated", "memory_reserved"):
+            answers(name, len(name))
+        for name in ("is_initialized", "_is_in_bad_fork", "set_device", "synchronize"):
+            answers(name, True)
+        for name in ("Event", "Stream", "stream", "current_stream"):
+            answers(name, name)
+        answers("mem_get_info", (5, 80))
+        monkeypatch.setattr(torch.cuda, "default_generators", ("first", "second"))
+        return asked
+
+    def test_counts_and_devices(self, asked: list[tuple[Any, ...]]) -> None:
+        kind = kind_named("cuda")
+        assert (kind.count(), kind.device(3), kind.current()) == (12, torch.device("cuda", 3), torch.device("cuda", 14))
+        kind.use(torch.device("cuda", 1))
+        assert asked[-1] == ("set_device", torch.device("cuda", 1), {})
+        assert (kind.in_use(), kind.spoilt()) == (True, True)
+
+    def test_streams_and_events(self, asked: list[tuple[Any, ...]]) -> None:
+        kind, device = kind_named("cuda"), torch.device("cuda", 1)
+        found: list[Any] = [kind.event(), kind.event(timed=True), kind.stream(device), kind.current_stream(device)]
+        assert found == ["Event", "Event", "Stream", "current_stream"]
+        stream: Any = "one"
+        assert kind.queued_on(stream) == "stream"
+        kind.synchronize()
+        assert asked == [
+            ("Event", {"enable_timing": False}),
+            ("Event", {"enable_timing": True}),
+            ("Stream", device, {}),
+            ("current_stream", device, {}),
+            ("stream", "one", {}),
+            ("synchronize", {}),
+        ]
+
+    def test_memory(self, asked: list[tuple[Any, ...]]) -> None:
+        assert kind_named("cuda").memory() == DeviceMemory(peak=20, allocated=16, reserved=15, free=5, total=80)
+
+    def test_random_numbers(self, asked: list[tuple[Any, ...]]) -> None:
+        kind = kind_named("cuda")
+        assert [kind.generator(torch.device(name)) for name in ("cuda", "cuda:0", "cuda:1")] == [
+            "first",
+            "first",
+            "second",
+        ]
+
+    def test_messages_are_told_apart_by_their_order(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        for backends, there in (("cpu:gloo,cuda:nccl", True), ("cpu:gloo,cuda:gloo", False)):
+            monkeypatch.setattr("torch.distributed.get_backend_config", lambda group, text=backends: text)
+            group: Any = None
+            assert wants_order(group, torch.device("cuda", 0)) == there
+            assert not wants_order(group, torch.device("cpu"))
+
+    def test_room_for_samples(self, asked: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch) -> None:
+        room = MemoryRoom(kind_named("cuda"), workers_here=2, bounded=False)
+        room.took(2)
+        assert room.most() == 2  # 5 free and 15 reserved hold no more than the peak of 20
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (25, 80))
+        assert room.most() == 2 + int(0.9 * 20 / 2)  # a sample takes 2: 4 beyond what is there between steps
+
+    @pytest.mark.parametrize(
+        ("dtype", "mask", "features", "kernel"),
+        [
+            (torch.bfloat16, False, 16, "Flash"),
+            (torch.bfloat16, True, 16, "Efficient"),
+            (torch.float32, False, 16, "Efficient"),
+            (torch.float64, False, 16, "UnfusedAttention"),
+            (torch.bfloat16, False, 12, "UnfusedAttention"),
+            (torch.bfloat16, False, 264, "UnfusedAttention"),
+        ],
+    )
+    def test_kernels_of_attention(
+        self, dtype: torch.dtype, mask: bool, features: int, kernel: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            q = torch.empty(1, 2, 4, features, dtype=dtype, device="cuda")
+        given = torch.zeros(4, 4) if mask else None
+        assert type(kernel_for(q, q, q, given, scale=None, dropout=0.0)).__name__ == kernel
