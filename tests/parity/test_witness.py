@@ -344,9 +344,10 @@ def test_it_imports_nothing_that_it_judges() -> None:
         path = waiting.pop()
         known.add(path)
         found = {one for module in imported(path) if (one := file_of(module)) is not None}
-        waiting += [one for one in found if one not in known]
+        # kinds of devices find their files by name; what they import themselves is below config, as contracts have it
+        waiting += [one for one in found if one not in known and SOURCE / "device_kinds" not in one.parents]
     reached = {str(path.relative_to(SOURCE)) for path in known - set(HERE.rglob("*.py"))}
-    allowed = ("config/", "device_kinds/", "files/", "errors.py", "units.py")
+    allowed = ("config/", "files/", "errors.py", "units.py")
     assert [path for path in sorted(reached) if not path.startswith(allowed)] == []
     outside = {name.partition(".")[0] for path in HERE.rglob("*.py") for name in imported(path)}
     assert outside - sys.stdlib_module_names <= {"torch", "numpy", "safetensors", "phalanx"}

@@ -109,7 +109,8 @@ class DeviceKind(ABC):
     @property
     def backends(self) -> str:
         """As ``init_process_group`` takes it: tensors of the host go by gloo, which offload needs."""
-        return self.backend if self.on_host else f"cpu:gloo,{self.torch_type}:{self.backend}"
+        of_host = self.on_host or self.torch_type == "cpu"
+        return self.backend if of_host else f"cpu:gloo,{self.torch_type}:{self.backend}"
 
     @abstractmethod
     def count(self) -> int:
