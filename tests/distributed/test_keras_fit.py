@@ -348,6 +348,33 @@ def test_a_model_goes_to_a_file_and_back(tmp_path: Path) -> None:
     assert np.array_equal(values.predict(x, verbose=0), again.predict(x, verbose=0))
 
 
+@pytest.mark.parametrize(
+    ("name", "plan"),
+    [
+        ("warm-up", "fsdp=2"),
+        ("rmsprop centered", "dp=2 server=1"),
+        *longer(*((name, plan) for name in OPTIMIZERS for plan in ("", "tp=2", "pp=2", "fsdp=2 zero=1"))),
+    ],
+)
+def test_fit_goes_on_where_a_run_has_ended(name: str, plan: str, tmp_path: Path) -> None:
+    """By way of a file: the optimizer's state, its steps and its schedule are those of one training."""
+    make = made("mlp", OPTIMIZERS[name])
+    expected, trained = fitted(make, *data("mlp"), epochs=2)
+    run = px.fit(job_of(make, data("mlp")), plan)
+    px.to_keras(run).save(tmp_path / "model.keras")
+    model = keras.saving.load_model(tmp_path / "model.keras")
+    assert int(model.optimizer.iterations) == len(run.losses)
+    after, model = fitted(lambda: model, *data("mlp"))
+    assert apart([*run.losses, *after], expected) < 2e-5
+    assert furthest(model, trained) < (1e-4 if name == "lion" else 2e-5)
+
+
+def test_no_state_is_made_up_for_another_optimizer() -> None:
+    given = lambda params: torch.optim.Adam(params, lr=1e-2)  # noqa: E731
+    model = px.to_keras(px.fit(replace(job_of(made("mlp"), data("mlp")), optimizer=given)))
+    assert not any(float(keras.ops.max(keras.ops.abs(one))) for one in model.optimizer.variables[2:])
+
+
 def dropping(rate: float) -> Callable[[], Any]:
     def make() -> Any:
         keras.utils.set_random_seed(1)

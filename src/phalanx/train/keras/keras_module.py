@@ -78,6 +78,12 @@ class KerasModule(nn.Module):
             return output
         return KerasOutput(output, torch.stack(terms).sum() if terms else None, masks)
 
+    @property
+    def learning(self) -> list[Tensor]:
+        """The parameters of the model's trainable variables, in Keras' order."""
+        homes = (variable.__dict__["_home"] for variable in self.__dict__["keras_model"].trainable_variables)
+        return [getattr(home, key) for home, key in homes]
+
     def own_notes(self) -> list[str]:
         """What is to be said of the model whatever the plan, one sentence each."""
         drawing = [name for name, layer in self.named_modules() if vars(layer).get("draws_in_training")]
