@@ -110,6 +110,26 @@ def test_compile_may_be_left_to_the_job() -> None:
     assert type(found.optimizer([torch.nn.Parameter(torch.zeros(2))])).__name__ == "KerasAdam"
 
 
+@pytest.mark.parametrize(
+    ("inner", "plan", "words", "instead"),
+    [
+        (lambda: layers.Dense(4), "compile=true dp=2", "Python's state", "dp=2"),
+        (lambda: layers.Dense(4, kernel_regularizer="l2"), "pp=2 dp=2 precision=bf16", "weights of no other", "fsdp=2"),
+        (layers.Masking, "pp=2 tp=2", "leave theirs behind", "fsdp=2 tp=2"),
+        (layers.Masking, "cp=2", "leave theirs behind", "fsdp=2"),
+    ],
+)
+def test_a_plan_is_refused_with_one_that_trains_the_model(inner: Any, plan: str, words: str, instead: str) -> None:
+    module: Any = job(model(inner)).model()
+    given = px.Plan.parse(plan)
+    (problem,) = module.plan_problems(given)
+    assert words in problem.given
+    found = px.Plan.parse(problem.fix)
+    assert (found.world_size, found.precision) == (given.world_size, given.precision)
+    assert module.plan_problems(found) == []
+    assert set(instead.split()) <= set(problem.fix.split())
+
+
 class Dropping(keras.Model):
     def __init__(self) -> None:
         super().__init__()
