@@ -114,7 +114,9 @@ def attending() -> Any:
     return found
 
 
-@pytest.mark.parametrize("plan", ["fsdp=2 recompute=full", "tp=2", *longer("", "dp=2 micro=2", "fsdp=2")])
+@pytest.mark.parametrize(
+    "plan", ["fsdp=2 recompute=full", "tp=2", *longer("", "dp=2 micro=2", "fsdp=2", "dp=2 server=1")]
+)
 def test_masks_reach_layers_inside_of_others(plan: str) -> None:
     expected, trained = fitted(attending, *data("gpt"))
     run = px.fit(job_of(attending, data("gpt")), plan)

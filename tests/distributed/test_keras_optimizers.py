@@ -130,5 +130,8 @@ def test_fit_goes_on_where_a_run_has_ended(name: str, plan: str, tmp_path: Path)
 
 def test_no_state_is_made_up_for_another_optimizer() -> None:
     given = lambda params: torch.optim.Adam(params, lr=1e-2)  # noqa: E731
-    model = px.to_keras(px.fit(replace(job_of(made("mlp"), data("mlp")), optimizer=given)))
-    assert not any(float(keras.ops.max(keras.ops.abs(one))) for one in model.optimizer.variables[2:])
+    run = px.fit(replace(job_of(made("mlp"), data("mlp")), optimizer=given))
+    for job in (run.job, job_of(made("mlp", OPTIMIZERS["adam"]), data("mlp"))):
+        optimizer = px.to_keras(run, job).optimizer
+        assert int(optimizer.iterations) == 0
+        assert not any(float(keras.ops.max(keras.ops.abs(one))) for one in optimizer.variables[2:])

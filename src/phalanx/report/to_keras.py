@@ -14,8 +14,8 @@ def to_keras(run: Run, job: Job | None = None, *, step: Which = None, averaged: 
     """The Keras model that ``run`` has trained, as the job's function builds and compiles it, with the trained values.
 
     It is a model of Keras alone: ``to_keras(run).save("model.keras")``, ``.save_weights("model.weights.h5")``. Its
-    optimizer has the state that the run's had at that step, so that Keras' ``fit`` goes on from it as a run does; not
-    where the job has another optimizer in place of the compiled one, nor beside averaged weights.
+    optimizer has the state that the run's had at that step, so that Keras' ``fit`` goes on as the run would have; it
+    begins anew beside averaged weights, and where the compiled optimizer is not the one that the run has stepped.
 
     Args:
         run: of a job that ``px.from_keras`` has made.
@@ -45,18 +45,19 @@ def to_keras(run: Run, job: Job | None = None, *, step: Which = None, averaged: 
     model.optimizer.build(model.trainable_variables)  # files of Keras have its state
     if not averaged:
         _give_state(known, trained, path, model.optimizer)
-        model.optimizer.iterations.assign(at)
     return model
 
 
 def _give_state(job: Job, trained: Any, path: Path, optimizer: Any) -> None:
     """Put what the checkpoint ``path`` has of the job's optimizer into ``optimizer``, of Keras and built."""
-    from phalanx.checkpoint import restore_optimizer
+    from phalanx.checkpoint import read_state, restore_optimizer
     from phalanx.train.build_optimizer import optimizer_over
     from phalanx.train.keras.keras_optimizers import KerasFormula
 
     learning = {name: one for name, one in trained.named_parameters() if one.requires_grad}
     saved = optimizer_over(job, learning).optimizer
-    if isinstance(saved, KerasFormula):
+    kind = (read_state(path).get("optimizer") or {}).get("kind")
+    if isinstance(saved, KerasFormula) and type(saved).__name__ == kind:
         restore_optimizer(saved, learning, path)
         saved.give_state(trained.learning, optimizer)
+        optimizer.iterations.assign(int(path.name.removeprefix("step-")))
