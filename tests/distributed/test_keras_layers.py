@@ -206,6 +206,40 @@ def adding() -> Any:
     return found
 
 
+class Counting(layers.Layer):
+    """Counts its calls, in a weight that learns or in one that does not."""
+
+    def __init__(self, learns: bool) -> None:
+        super().__init__()
+        self.calls = self.add_weight(shape=(), initializer="zeros", trainable=learns, name="calls")
+
+    def call(self, x: Any, training: bool | None = None) -> Any:
+        if training:
+            self.calls.assign(self.calls + 1.0)
+        return x
+
+
+def counting(learns: bool) -> Callable[[], Any]:
+    def make() -> Any:
+        found = keras.Sequential([keras.Input((9,)), layers.Dense(8), Counting(learns), layers.Dense(CLASSES)])
+        found.compile(optimizer="sgd", loss=losses.SparseCategoricalCrossentropy(from_logits=True))
+        return found
+
+    return make
+
+
+@pytest.mark.parametrize("plan", ["fsdp=2", *longer("", "tp=2", "pp=2")])
+def test_a_weight_that_a_layer_assigns_to_is_refused(plan: str) -> None:
+    with pytest.raises(RefusedError, match="assigns to its weight"):
+        px.fit(job_of(counting(True), data("mlp")), plan)
+
+
+def test_a_state_that_a_layer_keeps_is_told_of() -> None:
+    run = px.fit(job_of(counting(False), data("mlp")), "dp=2 micro=2")
+    (start,) = run.events("start")
+    assert any("buffers updated in forward" in note and "calls" in note for note in start["notes"]), start["notes"]
+
+
 def test_a_loss_that_a_layer_adds_is_refused() -> None:
     with pytest.raises(RefusedError, match="add_loss in layer"):
         px.fit(job_of(adding, data("mlp")), "dp=2")

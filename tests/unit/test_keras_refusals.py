@@ -70,6 +70,7 @@ class OwnOptimizer(optimizers.SGD):
         (model(lambda: layers.Dense(4, activity_regularizer="l2")), ("activity_regularizer", "output of the model")),
         (model(lambda: layers.Dense(4, dtype="mixed_bfloat16")), ("mixed_bfloat16", "precision=bf16")),
         (model(lambda: layers.BatchNormalization(renorm=True)), ("renorm=True", "by default")),
+        (model(lambda: layers.SpectralNormalization(layers.Dense(4))), ("writes its kernel", "AdamW")),
         (model(jit_compile=True), ("jit_compile", "eager")),
         (model(loss=keras.losses.MeanSquaredError(reduction=None)), ("reduction=None", "sum_over_batch_size")),
         (lambda: keras.Sequential([keras.Input((4,)), layers.Dense(2)]), ("not compiled", "model.compile")),
