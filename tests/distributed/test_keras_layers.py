@@ -206,6 +206,26 @@ def adding() -> Any:
     return found
 
 
+def frozen() -> Any:
+    """A part that does not learn, with a BatchNormalization that then goes by its running statistics."""
+    keras.utils.set_random_seed(1)
+    base = keras.Sequential([keras.Input((9,)), layers.Dense(16, activation="relu"), layers.BatchNormalization()])
+    base.trainable = False
+    found = keras.Sequential([keras.Input((9,)), base, layers.Dense(16, activation="relu"), layers.Dense(CLASSES)])
+    found.compile(optimizer=optimizers.Adam(0.01), loss=losses.SparseCategoricalCrossentropy(from_logits=True))
+    return found
+
+
+@pytest.mark.parametrize("plan", ["fsdp=2", *longer("", "dp=2 micro=2", "tp=2", "pp=2", "dp=2 server=1")])
+def test_a_part_that_does_not_learn_stays(plan: str) -> None:
+    expected, trained = fitted(frozen, *data("mlp"))
+    run = px.fit(job_of(frozen, data("mlp")), plan)
+    assert apart(run.losses, expected) < 2e-5
+    after = px.to_keras(run)
+    assert furthest(after, trained) < 2e-5
+    assert len(after.trainable_weights) == len(trained.trainable_weights) == 4
+
+
 class Counting(layers.Layer):
     """Counts its calls, in a weight that learns or in one that does not."""
 

@@ -99,6 +99,18 @@ def test_settings_are_refused_by_name(how: dict[str, Any], words: tuple[str, str
     assert all(word in str(caught.value) for word in words), caught.value
 
 
+def test_an_optimizer_that_has_taken_steps_is_refused() -> None:
+    """As that of a model which is loaded from a file: its moments would be lost."""
+
+    def make() -> Any:
+        found = model()()
+        found.optimizer.iterations.assign(3)
+        return found
+
+    with pytest.raises(SpecError, match="has taken 3 steps"):
+        job(make)
+
+
 def test_a_sum_over_batches_of_two_sizes_is_refused() -> None:
     make = model(loss=keras.losses.MeanSquaredError(reduction="sum"))
     with pytest.raises(SpecError, match="drop_last"):

@@ -263,6 +263,11 @@ def parts_of(optimizer: Any) -> OptimizerParts:
         problems.append(
             Problem(where="optimizer", given="exclude_from_weight_decay(var_list)", allowed=allowed, fix=fix)
         )
+    if taken := int(optimizer.iterations):
+        given = f"an optimizer that has taken {taken} steps: a run begins with none of its moments, at the first rate"
+        allowed = "one that has taken none; a run that was interrupted goes on by itself, with resume"
+        fix = 'model.compile(optimizer="adam", loss="mse") in the function, after the model is loaded'
+        problems.append(Problem(where="optimizer", given=given, allowed=allowed, fix=fix))
     if problems:
         raise SpecError(problems)
     rate, schedule = _rates(optimizer._learning_rate)
