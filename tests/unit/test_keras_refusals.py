@@ -181,6 +181,8 @@ def test_batch_normalization_is_told_of() -> None:
     found = job(model(layers.BatchNormalization))
     told = notes(found.model(), found, px.Plan(dp=2))
     assert any("BatchNorm takes its statistics from each micro-batch" in one for one in told), told
+    frozen = job(model(lambda: layers.BatchNormalization(trainable=False)))
+    assert not any("BatchNorm" in one for one in notes(frozen.model(), frozen, px.Plan(dp=2)))
 
 
 def test_a_script_changes_in_four_lines() -> None:

@@ -308,6 +308,8 @@ def _become(layer: Any, layers: list[Any]) -> None:
             names["weights_by_heads"] = ("kernel_",)
         _KINDS[kind] = type(kind.__name__, (kind, _LayerModule), names)
     object.__setattr__(layer, "__class__", _KINDS[kind])
+    if issubclass(kind, BatchNormalization) and not layer.trainable:  # then it goes by what it has
+        layer.__dict__["running_statistics"] = ()
 
 
 def _holds(value: Any, depth: int = 0) -> bool:
