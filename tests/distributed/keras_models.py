@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+import phalanx as px
+
 os.environ.setdefault("KERAS_BACKEND", "torch")
 keras = pytest.importorskip("keras", reason="Keras is not installed: pip install 'phalanx[keras]'")
 if keras.backend.backend() != "torch":
@@ -152,6 +154,11 @@ def made(model: str, optimizer: Callable[[], Any] | None = None, **compiled: Any
         return found
 
     return make
+
+
+def job_of(make: Callable[[], Any], given: Any, **how: Any) -> px.Job:
+    """A job of one epoch in the order of the data, as ``fitted`` trains."""
+    return px.from_keras(make, **{"data": given, "batch": BATCH, "epochs": 1, "shuffle": False, **how})
 
 
 class Each(keras.callbacks.Callback):

@@ -70,6 +70,7 @@ class OwnOptimizer(optimizers.SGD):
         (model(lambda: layers.Dense(4, activity_regularizer="l2")), ("activity_regularizer", "output of the model")),
         (model(lambda: layers.Dense(4, dtype="mixed_bfloat16")), ("mixed_bfloat16", "precision=bf16")),
         (model(lambda: layers.BatchNormalization(renorm=True)), ("renorm=True", "by default")),
+        (model(lambda: layers.SpectralNormalization(layers.Dense(4))), ("writes its kernel", "AdamW")),
         (model(jit_compile=True), ("jit_compile", "eager")),
         (model(loss=keras.losses.MeanSquaredError(reduction=None)), ("reduction=None", "sum_over_batch_size")),
         (lambda: keras.Sequential([keras.Input((4,)), layers.Dense(2)]), ("not compiled", "model.compile")),
@@ -98,6 +99,18 @@ def test_settings_are_refused_by_name(how: dict[str, Any], words: tuple[str, str
     assert all(word in str(caught.value) for word in words), caught.value
 
 
+def test_an_optimizer_that_has_taken_steps_is_refused() -> None:
+    """As that of a model which is loaded from a file: its moments would be lost."""
+
+    def make() -> Any:
+        found = model()()
+        found.optimizer.iterations.assign(3)
+        return found
+
+    with pytest.raises(SpecError, match="has taken 3 steps"):
+        job(make)
+
+
 def test_a_sum_over_batches_of_two_sizes_is_refused() -> None:
     make = model(loss=keras.losses.MeanSquaredError(reduction="sum"))
     with pytest.raises(SpecError, match="drop_last"):
@@ -108,6 +121,26 @@ def test_a_sum_over_batches_of_two_sizes_is_refused() -> None:
 def test_compile_may_be_left_to_the_job() -> None:
     found = job(lambda: keras.Sequential([keras.Input((4,)), layers.Dense(2)]), optimizer="adam", loss="mse")
     assert type(found.optimizer([torch.nn.Parameter(torch.zeros(2))])).__name__ == "KerasAdam"
+
+
+@pytest.mark.parametrize(
+    ("inner", "plan", "words", "instead"),
+    [
+        (lambda: layers.Dense(4), "compile=true dp=2", "Python's state", "dp=2"),
+        (lambda: layers.Dense(4, kernel_regularizer="l2"), "pp=2 dp=2 precision=bf16", "weights of no other", "fsdp=2"),
+        (layers.Masking, "pp=2 tp=2", "leave theirs behind", "fsdp=2 tp=2"),
+        (layers.Masking, "cp=2", "leave theirs behind", "fsdp=2"),
+    ],
+)
+def test_a_plan_is_refused_with_one_that_trains_the_model(inner: Any, plan: str, words: str, instead: str) -> None:
+    module: Any = job(model(inner)).model()
+    given = px.Plan.parse(plan)
+    (problem,) = module.plan_problems(given)
+    assert words in problem.given
+    found = px.Plan.parse(problem.fix)
+    assert (found.world_size, found.precision) == (given.world_size, given.precision)
+    assert module.plan_problems(found) == []
+    assert set(instead.split()) <= set(problem.fix.split())
 
 
 class Dropping(keras.Model):
@@ -148,6 +181,8 @@ def test_batch_normalization_is_told_of() -> None:
     found = job(model(layers.BatchNormalization))
     told = notes(found.model(), found, px.Plan(dp=2))
     assert any("BatchNorm takes its statistics from each micro-batch" in one for one in told), told
+    frozen = job(model(lambda: layers.BatchNormalization(trainable=False)))
+    assert not any("BatchNorm" in one for one in notes(frozen.model(), frozen, px.Plan(dp=2)))
 
 
 def test_a_script_changes_in_four_lines() -> None:

@@ -22,11 +22,13 @@ from phalanx.parallel.grad_reduce import spread
 def statistics_of(layer: nn.Module) -> tuple[str, ...]:
     """Names of the buffers in which ``layer`` itself keeps running statistics; empty where it keeps none.
 
-    A layer of another library than torch says so itself: its class has these names as ``running_statistics``.
+    A layer of another library than torch says so itself: its class has these names as ``running_statistics``; so has
+    the layer, where they are others than those of its class.
     """
     if isinstance(layer, _NormBase):
         return ("running_mean", "running_var") if layer.track_running_stats else ()
-    return getattr(type(layer), "running_statistics", ())
+    own: tuple[str, ...] = getattr(type(layer), "running_statistics", ())
+    return vars(layer).get("running_statistics", own) if own else ()
 
 
 def running_statistics(module: nn.Module) -> dict[str, torch.Tensor]:

@@ -78,6 +78,12 @@ class KerasModule(nn.Module):
             return output
         return KerasOutput(output, torch.stack(terms).sum() if terms else None, masks)
 
+    @property
+    def learning(self) -> list[Tensor]:
+        """The parameters of the model's trainable variables, in Keras' order."""
+        homes = (variable.__dict__["_home"] for variable in self.__dict__["keras_model"].trainable_variables)
+        return [getattr(home, key) for home, key in homes]
+
     def own_notes(self) -> list[str]:
         """What is to be said of the model whatever the plan, one sentence each."""
         drawing = [name for name, layer in self.named_modules() if vars(layer).get("draws_in_training")]
@@ -96,16 +102,17 @@ class KerasModule(nn.Module):
             given = "compile=true for a model of Keras, whose layers decide by Python's state how they run"
             fix = str(replace(plan, compile=False))
             found.append(Problem(where="plan.compile", given=given, allowed="plans without compile", fix=fix))
+        fix = str(Plan(dp=plan.dp, fsdp=plan.fsdp * plan.pp * plan.cp, tp=plan.tp, precision=plan.precision))
         if plan.pp > 1 and self.penalises:
             given = f"pp={plan.pp} for a model with regularisers: its last stage has the weights of no other"
             allowed = "plans without pp; or decay by the optimizer, such as keras.optimizers.AdamW(weight_decay=...)"
-            found.append(Problem(where="plan.pp", given=given, allowed=allowed, fix=f"fsdp={plan.pp}"))
+            found.append(Problem(where="plan.pp", given=given, allowed=allowed, fix=fix))
         for key, size in (("pp", plan.pp), ("cp", plan.cp)):
             if size > 1 and self.masks:
                 given = f"{key}={size} for a model with masks, which Keras ties to tensors: those that go to another"
                 given += " rank leave theirs behind"
                 allowed = f"plans without {key}; or a mask that is an input of the model"
-                found.append(Problem(where=f"plan.{key}", given=given, allowed=allowed, fix=f"fsdp={size}"))
+                found.append(Problem(where=f"plan.{key}", given=given, allowed=allowed, fix=fix))
         return found
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, final
+from typing import Any, ClassVar, final
 
 import torch
 from torch import Tensor
@@ -34,6 +34,9 @@ class KerasFormula(Optimizer):
         weight_decay: share of each weight that a step takes away, times the learning rate; 0: none.
         options: of the formula, by Keras' names.
     """
+
+    slots: ClassVar[Mapping[str, str]] = {"momentum": "_momentums"}
+    """The name of a state here → Keras' attribute that has it of all variables."""
 
     def __init__(self, params: Iterable[Any], lr: float = 1.0, *, weight_decay: float = 0.0, **options: Any) -> None:
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay, **options})
@@ -59,6 +62,13 @@ class KerasFormula(Optimizer):
     def _update(self, given: list[Tensor], weights: list[Tensor], grads: list[Tensor], group: dict[str, Any]) -> None:
         raise NotImplementedError
 
+    def give_state(self, parameters: Iterable[Tensor], optimizer: Any) -> None:
+        """Put the state of ``parameters`` into ``optimizer``, of Keras and built over their variables in this order."""
+        for at, parameter in enumerate(parameters):
+            for name, attribute in self.slots.items():
+                if name in self.state[parameter]:
+                    getattr(optimizer, attribute)[at].assign(self.state[parameter][name])
+
     def _slot(self, given: list[Tensor], name: str) -> list[Tensor]:
         """State of that name, zeros at first; the local part of each."""
         for one in given:
@@ -78,6 +88,8 @@ class KerasFormula(Optimizer):
 @final
 class KerasSGD(KerasFormula):
     """``v = momentum * v - lr * g``; ``w = w + v``, or with Nesterov's look ahead ``w + momentum * v - lr * g``."""
+
+    slots: ClassVar[Mapping[str, str]] = {"momentum": "momentums"}
 
     def _update(self, given: list[Tensor], weights: list[Tensor], grads: list[Tensor], group: dict[str, Any]) -> None:
         lr, momentum = float(group["lr"]), group["momentum"]
@@ -99,6 +111,12 @@ class KerasAdam(KerasFormula):
 
     With ``amsgrad`` the largest ``v`` so far, without its bias correction, stands in place of ``v``.
     """
+
+    slots: ClassVar[Mapping[str, str]] = {
+        "momentum": "_momentums",
+        "velocity": "_velocities",
+        "velocity_hat": "_velocity_hats",
+    }
 
     def _update(self, given: list[Tensor], weights: list[Tensor], grads: list[Tensor], group: dict[str, Any]) -> None:
         first, second = group["beta_1"], group["beta_2"]
@@ -135,6 +153,12 @@ class KerasRMSprop(KerasFormula):
 
     ``centered`` takes the square of the mean gradient away from ``v``.
     """
+
+    slots: ClassVar[Mapping[str, str]] = {
+        "momentum": "_momentums",
+        "velocity": "_velocities",
+        "average_gradient": "_average_gradients",
+    }
 
     def _update(self, given: list[Tensor], weights: list[Tensor], grads: list[Tensor], group: dict[str, Any]) -> None:
         rho = group["rho"]
@@ -239,6 +263,11 @@ def parts_of(optimizer: Any) -> OptimizerParts:
         problems.append(
             Problem(where="optimizer", given="exclude_from_weight_decay(var_list)", allowed=allowed, fix=fix)
         )
+    if taken := int(optimizer.iterations):
+        given = f"an optimizer that has taken {taken} steps: a run begins with none of its moments, at the first rate"
+        allowed = "one that has taken none; a run that was interrupted goes on by itself, with resume"
+        fix = 'model.compile(optimizer="adam", loss="mse") in the function, after the model is loaded'
+        problems.append(Problem(where="optimizer", given=given, allowed=allowed, fix=fix))
     if problems:
         raise SpecError(problems)
     rate, schedule = _rates(optimizer._learning_rate)

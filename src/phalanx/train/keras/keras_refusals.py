@@ -55,6 +55,16 @@ def model_problems(model: Any) -> list[Problem]:
         if getattr(layer, "stateful", False):
             allowed = "layers whose state begins anew with each batch"
             wrong("make", f"stateful=True in {what}: it goes on from the batch before", allowed, "stateful=False")
+        if isinstance(layer, keras.layers.SpectralNormalization):
+            allowed = (
+                "layers that leave their weights to the optimizer: what a plan has gathered for a call is not kept"
+            )
+            wrong(
+                "make",
+                f"{what}, which writes its kernel anew in each call",
+                allowed,
+                "keras.optimizers.AdamW(weight_decay=0.01)",
+            )
         if isinstance(layer, keras.layers.BatchNormalization) and layer.renorm:
             wrong("make", f"renorm=True in {what}", "BatchNormalization as it is by default", "renorm=False")
     return found[:8]

@@ -36,6 +36,7 @@ from keras.src.models.functional import Functional
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from phalanx.errors import RefusedError
 from phalanx.parallel.global_batch_norm import joined_moments
 from phalanx.train.keras.keras_streams import DEVICE, drawn_by_torch, keep_streams, masked
 
@@ -54,6 +55,14 @@ class ModuleVariable(Variable):
     def _value(self, value: Any) -> None:
         home, key = self.__dict__["_home"]
         setattr(home, key, value)
+
+    def _direct_assign(self, value: Any) -> None:
+        home, key = self.__dict__["_home"]
+        if key in home._parameters and global_state.get_global_attribute(_CALL) is not None:
+            given = f"a layer that assigns to its weight {self.path!r} when it is called"
+            allowed = "weights that the optimizer alone changes: what a plan has gathered for a call is not kept"
+            raise RefusedError.of("job.model", given, allowed, "self.add_weight(..., trainable=False) for that value")
+        super()._direct_assign(value)
 
 
 class Penalties(threading.local):
@@ -299,6 +308,8 @@ def _become(layer: Any, layers: list[Any]) -> None:
             names["weights_by_heads"] = ("kernel_",)
         _KINDS[kind] = type(kind.__name__, (kind, _LayerModule), names)
     object.__setattr__(layer, "__class__", _KINDS[kind])
+    if issubclass(kind, BatchNormalization) and not layer.trainable:  # then it goes by what it has
+        layer.__dict__["running_statistics"] = ()
 
 
 def _holds(value: Any, depth: int = 0) -> bool:
