@@ -8,17 +8,18 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from phalanx.cli.launch_preflight import looked_ahead
+from phalanx.cli.launch_preflight import launch_question, leaves_plan_open, looked_ahead, refuse_python
 from phalanx.cli.options import job_argument
 from phalanx.cli.output import json_option, print_json
 from phalanx.cli.run_options import RunCommand, run_options
-from phalanx.cli.settings import Given, earlier_run, settle
-from phalanx.config import Job, RunSpec
-from phalanx.config.run import override
+from phalanx.cli.settings import Given
+from phalanx.config import RunSpec
 from phalanx.errors import SpecError
 
 if TYPE_CHECKING:
-    from phalanx.launch.targets import AttachedTarget, QueueTarget, Submission, Target
+    from phalanx.launch.targets import AttachedTarget, Prepared, QueueTarget, Submission
+    from phalanx.preflight import PlanChoice
+    from phalanx.preflight.launch_check import LaunchQuestion
 
 
 class _LaunchCommand(RunCommand):
@@ -83,28 +84,24 @@ def command(
 
     target = find_target(to)
     own = settled_options(target, ctx.args)
-    if python and isinstance(target, AttachedTarget):
-        allowed, fix = "python = in the hosts file", f'python = "{python}" in {to.partition(":")[2]}'
-        raise SpecError.of("--python", f"{python}, with {target.name}", allowed, fix)
-    given, attached = Given.of(job, options), isinstance(target, AttachedTarget)
-    if not (dry_run and attached):
-        checks = not (no_check or dry_run)
-        given = looked_ahead(target, given, own, checks=checks, quiet=quiet, as_json=as_json)
-    if not dry_run and isinstance(target, AttachedTarget):
+    refuse_python(target, to, python)
+    given, checks = Given.of(job, options), not (no_check or dry_run)
+    if isinstance(target, AttachedTarget) and not (dry_run or checks or leaves_plan_open(given)):
         _follow(target, given, to, quiet=quiet, as_json=as_json)
         return
-    run, loaded = _settled(given)
-    submission = _submission(target, run, loaded, python or target.python, own)
-    prepared = target.prepare(submission)
+    question, run = launch_question(target, given, own, python or "")
+    if isinstance(target, QueueTarget) and not dry_run:
+        _refuse_folder(target, run, question)
+    choice = looked_ahead(question, checks=checks, quiet=quiet, as_json=as_json)
+    if isinstance(target, AttachedTarget) and not dry_run:
+        _follow(target, replace(given, chosen=choice), to, quiet=quiet, as_json=as_json)  # which says why that plan
+        return
+    submission = _under_its_plan(question, choice, quiet=quiet)
     if dry_run:
-        if as_json:
-            files = {str(path): text for path, text in prepared.files.items()}
-            print_json({"files": files, "commands": [list(words) for words in prepared.commands]})
-        else:
-            click.echo(prepared.shown())
+        _show(target.prepare(submission), as_json=as_json)
         return
     assert isinstance(target, QueueTarget)
-    _hand_over(target, run, submission, loaded, to, as_json=as_json)
+    _hand_over(target, run, submission, question, to, as_json=as_json)
 
 
 def _follow(target: AttachedTarget, given: Given, to: str, *, quiet: bool, as_json: bool) -> None:
@@ -122,50 +119,51 @@ def _follow(target: AttachedTarget, given: Given, to: str, *, quiet: bool, as_js
         target.leave()
 
 
-def _settled(given: Given) -> tuple[RunSpec, Job]:
-    """The run as it is asked for, and its job.
+def _under_its_plan(question: LaunchQuestion, choice: PlanChoice | None, *, quiet: bool) -> Submission:
+    """What is handed over, under the plan that was asked for or chosen; says why it was.
 
     Raises:
-        SpecError: neither a plan nor a number of devices is given: those that are here are not those that are there.
+        SpecError: neither: the devices that are here are not those that are there.
     """
-    from phalanx.launch import load_job
-    from phalanx.launch.jobfile import going_on
-
-    earlier = earlier_run(given)
-    if given.plan is None and given.devices is None and given.chosen is None and earlier is None:
+    plan = choice.plan if choice else question.plan
+    if plan is None:
         allowed = "a plan: which devices there are is not known here"
         raise SpecError.of("--plan", "none", allowed, '--plan "dp=2 fsdp=8"; phalanx plan JOB --on 2x8xH100 finds one')
-    if earlier:
-        given = replace(given, job=going_on(given.job, earlier.job))
-    loaded = load_job(given.job)
-    run, _ = settle(given, earlier, loaded)
-    return run, override(loaded, run)
+    if choice and choice.why and not quiet:
+        click.echo(f"{choice.why}\n", err=True)
+    return question.under(plan)
 
 
-def _submission(target: Target, run: RunSpec, job: Job, python: str, own: dict[str, str]) -> Submission:
+def _show(prepared: Prepared, *, as_json: bool) -> None:
+    if as_json:
+        files = {str(path): text for path, text in prepared.files.items()}
+        print_json({"files": files, "commands": [list(words) for words in prepared.commands]})
+    else:
+        click.echo(prepared.shown())
+
+
+def _refuse_folder(target: QueueTarget, run: RunSpec, question: LaunchQuestion) -> None:
+    """Refuse the folder of ``run``, as it was asked for, if it cannot begin in it, or is handed over already."""
     from phalanx.launch.runfile import absolute
-    from phalanx.launch.targets import Submission
+    from phalanx.launch.targets import refuse_handed_over
 
-    if run.from_step is not None:
-        given, allowed = f"{run.from_step}, with {target.name}", "not of a target that may start workers again"
-        fix = f"phalanx checkpoint prune {run.folder}, or phalanx train JOB --run {run.folder} --from {run.from_step}"
-        raise SpecError.of("--from", given, allowed, fix)
-    again = replace(absolute(run), resume="auto")  # started again, it goes on
-    return Submission(run=again, name=job.name, python=python, options=own)
+    assert question.job
+    refuse_handed_over(absolute(run).folder)
+    target.refuse_folder(absolute(run), question.job)
 
 
-def _hand_over(target: QueueTarget, run: RunSpec, submission: Submission, job: Job, to: str, *, as_json: bool) -> None:
-    """Refuse what ``run``, as it was asked for, cannot begin with; hand it over, and say where it is."""
-    from phalanx.launch.runfile import absolute
-    from phalanx.launch.targets import one_launch_at_a_time, refuse_handed_over, write_ticket
+def _hand_over(
+    target: QueueTarget, run: RunSpec, submission: Submission, question: LaunchQuestion, to: str, *, as_json: bool
+) -> None:
+    """Refuse a plan that cannot serve the job, by one look at it here; hand the run over, and say where it is."""
+    from phalanx.launch.targets import one_launch_at_a_time, write_ticket
+    from phalanx.preflight.launch_check import refuse_plan
 
     folder = submission.run.folder
-    refuse_handed_over(folder)
-    target.refuse_folder(absolute(run), job)
-    refuse_plan(job, submission.run)
+    assert question.job
+    refuse_plan(question.job, submission.run, target)
     with one_launch_at_a_time(folder):
-        refuse_handed_over(folder)  # since it was looked at
-        target.refuse_folder(absolute(run), job)
+        _refuse_folder(target, run, question)  # since it was looked at
         ticket = target.submit(target.prepare(submission))
         try:
             write_ticket(submission, to, ticket)
@@ -179,28 +177,6 @@ def _hand_over(target: QueueTarget, run: RunSpec, submission: Submission, job: J
     named = ", ".join(f"{name} {value}" for name, value in ticket.items())
     click.echo(f"handed to {target.name}: {named}\nrun folder: {folder}")
     click.echo(f"    phalanx status {shown} · phalanx logs {shown} · phalanx stop {shown}")
-
-
-def refuse_plan(job: Job, run: RunSpec) -> None:
-    """Refuse a plan that cannot serve the job, by one look at it here.
-
-    Raises:
-        SpecError: as of ``phalanx train``.
-    """
-    from phalanx.launch import look_ahead, settled
-    from phalanx.launch.elastic_size import allowed_plans
-    from phalanx.train.assembly import refuse
-    from phalanx.train.lr_schedule import RunStart
-
-    plan = run.plan.on_any_device
-    if within := run.device_range:
-        plans = allowed_plans(job, replace(run, plan=plan))
-        if within.most not in plans:
-            given, most = f"{within} with plan {run.plan}", max(plans)
-            raise SpecError.of("-n", given, f"at most {most}, for this job", f"-n {min(within.least, most)}:{most}")
-        plan = plans[within.most]
-    refuse(job, plan, plan.world_size)
-    look_ahead(job, plan, RunStart.of(settled(run)))
 
 
 def _shown(folder: Path) -> str:

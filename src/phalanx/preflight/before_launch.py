@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 
 from phalanx.config import Job
 from phalanx.errors import SpecError
-from phalanx.launch.targets import AttachedTarget, Target, misfit
-from phalanx.preflight.launch_check import LaunchCheck, LaunchQuestion, launch_check, submission_of, surveyed
+from phalanx.launch.targets import AttachedTarget, misfit
+from phalanx.preflight.launch_check import LaunchCheck, LaunchQuestion, launch_check, surveyed
 from phalanx.preflight.plan_choice import PlanChoice, choose
 from phalanx.preflight.there import cluster_offered, cluster_there
 
@@ -28,36 +28,43 @@ class BeforeLaunch:
     check: LaunchCheck | None = None
 
 
-def before_launch(question: LaunchQuestion, job: Job, *, checks: bool, chooses: bool) -> BeforeLaunch:
-    """Choose a plan of ``job`` where ``chooses``, and look where ``checks`` whether training would fail under it.
+def before_launch(question: LaunchQuestion, *, checks: bool, chooses: bool) -> BeforeLaunch:
+    """Choose a plan of its job where ``chooses``, and look where ``checks`` whether training would fail under it.
 
     Raises:
-        SpecError: the plan needs more than there is; it names what there is, and the nearest plan.
+        SpecError: the plan needs more than there is, with what there is and the nearest plan; or the target cannot do
+            what is asked for.
         RunError: a host does not answer, and no check is to say so.
     """
     if not (checks or chooses):
         return BeforeLaunch()
     assert question.target
+    assert question.submission
     if isinstance(question.target, AttachedTarget):
-        return _on_hosts(question, question.target, job, checks=checks, chooses=chooses)
+        return _on_hosts(question, checks=checks, chooses=chooses)
     choice = None
-    if offer := question.target.offer(question.options):
+    if offer := question.target.offer(question.submission.options):
         if question.plan and (problem := misfit(question.plan, offer)):
             raise SpecError([problem])
-        choice = choose(job, cluster_offered(offer)) if chooses else None
+        choice = choose(_job_of(question), cluster_offered(offer)) if chooses else None
     plan = choice.plan if choice else question.plan
     if plan:
-        question.target.prepare(submission_of(job, plan, question, question.target.python))  # refuses what is mistyped
+        question.target.prepare(question.under(plan))  # refuses what is mistyped
     found = launch_check(replace(question, plan=plan)) if checks and plan else None
     return BeforeLaunch(choice=choice, check=found)
 
 
-def _on_hosts(question: LaunchQuestion, target: Target, job: Job, *, checks: bool, chooses: bool) -> BeforeLaunch:
-    if question.plan:
-        target.prepare(submission_of(job, question.plan, question, target.python))  # refuses before any is asked
+def _on_hosts(question: LaunchQuestion, *, checks: bool, chooses: bool) -> BeforeLaunch:
+    if question.plan and question.target and question.submission:
+        question.target.prepare(question.submission)  # refuses before any is asked
     asked = question if checks else replace(question, reference="")  # which takes less than to load the job there
     said, choice = surveyed(asked), None
     if chooses and not (checks and any(not one.told for one in said.hosts)):
-        choice = choose(job, cluster_there(said))
+        choice = choose(_job_of(question), cluster_there(said))
         question = replace(question, plan=choice.plan)
     return BeforeLaunch(choice=choice, check=launch_check(question, said) if checks else None)
+
+
+def _job_of(question: LaunchQuestion) -> Job:
+    assert question.job
+    return question.job

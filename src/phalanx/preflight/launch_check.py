@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from phalanx.config import Cluster, Group, Host, Job, Plan, RunSpec
-from phalanx.errors import PhalanxError, Problem, RunError, SpecError
+from phalanx.errors import Problem, RunError, SpecError
 from phalanx.hardware import entry
 from phalanx.hardware.probe import Gpu, matched, measured
 from phalanx.launch.check_hosts import (
@@ -23,13 +23,15 @@ from phalanx.launch.check_hosts import (
     findings,
     survey,
 )
-from phalanx.launch.jobfile import Reference, load_job
-from phalanx.launch.runfile import absolute
+from phalanx.launch.elastic_size import allowed_plans
+from phalanx.launch.jobfile import Reference
+from phalanx.launch.runfile import settled
 from phalanx.launch.side_process import Send, SideProcess, look_ahead
 from phalanx.launch.targets import AttachedTarget, QueueTarget, Submission, Target
 from phalanx.preflight.plan_choice import cluster_for, one_line
 from phalanx.train.assembly import refuse
 from phalanx.train.build_model import size_of
+from phalanx.train.lr_schedule import RunStart
 
 PATIENCE = 30.0
 """Seconds that the forecast may take."""
@@ -44,17 +46,24 @@ class LaunchQuestion:
 
     Attributes:
         reference: of the job; empty where only hosts are looked at.
-        plan: of the run; ``None``: replicas on all devices there are.
+        job: with what the run has in place of its own; ``None`` where there is none, or it does not load here.
+        submission: what is handed over, of a job that there is; without a plan it has one only in its place.
+        plan: of the run; ``None``: none was asked for.
         folder: of the run.
         target: ``None``: this machine.
-        options: of the target, by their names without dashes.
     """
 
     reference: str = ""
+    job: Job | None = None
+    submission: Submission | None = None
     plan: Plan | None = None
     folder: Path
     target: Target | None = None
-    options: Mapping[str, str]
+
+    def under(self, plan: Plan) -> Submission:
+        """What is handed over where the run is under ``plan``."""
+        assert self.submission
+        return self.submission.under(plan)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -107,22 +116,23 @@ def launch_check(question: LaunchQuestion, said: HostSurvey | None = None) -> La
     """
     target, said = question.target, said or surveyed(question)
     there = [one for one in said.hosts if one.told]
-    job, unknown = _job(question.reference)
+    job, unknown = question.job, _unknown_of(question)
     queue = target if isinstance(target, QueueTarget) else None
     plan = question.plan or (plan_for(job, said.hosts) if job and not queue else None)
     unread = any((one.told.get("data") or {"error": "-"})["error"] for one in there)
-    refused = refusals(job, plan, question, looks=not unread) if job and plan else []
+    asked = question.under(plan) if job and plan else None
+    refused = refusals(job, asked, target, looks=not unread) if job and asked else []
     needs = Needs(plan=plan) if plan else None
     if queue:
         unknown += [f"the machines of {queue.name}, which chooses them only once a run begins"]
         if job and not plan:
             unknown += [f"whether {queue.name} would take it: no --plan was given"]
-    elif job and plan and not refused:
-        needs, missing = host_needs(job, plan, there)
+    elif job and asked and not refused:
+        needs, missing = host_needs(job, asked.run, there)
         unknown += [f"memory that the plan needs: {missing}"] if missing else []
     found = [one for one in findings(said, None if queue else needs) if not queue or one.kind in _OF_A_QUEUE]
-    if queue and job and plan and not refused:
-        words = queue.why_not(queue.prepare(submission_of(job, plan, question, queue.python)))
+    if queue and asked and not refused:
+        words = queue.why_not(queue.prepare(asked))
         if words is None:
             unknown += [f"whether {queue.name} would take it"]
         elif words:
@@ -139,29 +149,24 @@ def _hosts_question(question: LaunchQuestion) -> CheckQuestion:
     return CheckQuestion(reference=str(where or ""), file=file, folder=question.folder, cwd=os.getcwd())
 
 
-def _job(reference: str) -> tuple[Job | None, list[str]]:
-    if not reference:
-        return None, ["a job: none was named"]
-    try:
-        return load_job(reference), []
-    except PhalanxError:
-        return None, ["the plan, and memory that it needs: the job does not load here"]
+def _unknown_of(question: LaunchQuestion) -> list[str]:
+    if not question.reference:
+        return ["a job: none was named"]
+    return [] if question.job else ["the plan, and memory that it needs: the job does not load here"]
 
 
-def submission_of(job: Job, plan: Plan, question: LaunchQuestion, python: str) -> Submission:
-    """What would be handed over, with the settings of a run that nothing more is asked of."""
-    run = absolute(RunSpec(job=question.reference, plan=plan, folder=question.folder))
-    return Submission(run=run, name=job.name, python=python, options=question.options)
-
-
-def host_needs(job: Job, plan: Plan, answers: Sequence[HostAnswer]) -> tuple[Needs, str]:
-    """What each worker needs there, and why its memory is not known; empty where it is."""
+def host_needs(job: Job, run: RunSpec, answers: Sequence[HostAnswer]) -> tuple[Needs, str]:
+    """What each worker needs there, and why its memory is not known, or asked for; empty where it is."""
+    plan = run.plan
     gpu = _smallest(answers) if plan.device != "cpu" else None
     with SideProcess(lambda send: _send_needs(job, plan, gpu, send)) as side:
         message = side.next(PATIENCE)
     if message is None:
         return Needs(plan=plan), f"its forecast took more than {PATIENCE:g} s"
-    return Needs(plan=plan, memory=message.get("memory", 0.0), state=message["state"]), message.get("missing", "")
+    needs = Needs(plan=plan, memory=message.get("memory", 0.0), state=message["state"])
+    if run.forecast != "refuse":
+        return replace(needs, memory=0.0), "the run is to begin whatever its forecast says"
+    return needs, message.get("missing", "")
 
 
 def plan_for(job: Job | None, answers: Sequence[HostAnswer]) -> Plan:
@@ -170,31 +175,47 @@ def plan_for(job: Job | None, answers: Sequence[HostAnswer]) -> Plan:
     return Plan(dp=max(1, min(places, job.batch if job else places)))
 
 
-def refusals(job: Job, plan: Plan, question: LaunchQuestion, *, looks: bool) -> list[HostFinding]:
-    """What a run of ``job`` under ``plan`` is refused for there, whatever devices there are here.
+def refusals(job: Job, asked: Submission, target: Target | None, *, looks: bool) -> list[HostFinding]:
+    """What a run of ``job`` is refused for there, whatever devices there are here.
 
     ``looks``: also by running the model on a few samples.
     """
     problems: list[Problem] = []
     try:
-        looked_at = plan if question.target is None else plan.on_any_device
-        refuse(job, looked_at, plan.world_size)
-        if looks:
-            look_ahead(job, looked_at)
+        refuse_plan(job, asked.run, target, looks=looks)
     except SpecError as error:
         problems += error.problems
     except RunError as error:
         fix = "phalanx train JOB -n 1 --steps 1 says more"
         return [HostFinding(kind="job", hosts=(), what=str(error).splitlines()[0], fix=fix)]
     try:
-        if question.target and not problems:
-            question.target.prepare(submission_of(job, plan, question, question.target.python))
+        if target and not problems:
+            target.prepare(asked)
     except SpecError as error:
         problems += error.problems
     return [
         HostFinding(kind="plan", hosts=(), what=f"{one.where}: given {one.given}; allowed: {one.allowed}", fix=one.fix)
         for one in problems
     ]
+
+
+def refuse_plan(job: Job, run: RunSpec, target: Target | None, *, looks: bool = True) -> None:
+    """Refuse a plan that cannot serve the job, whatever devices there are here; ``looks``: by one look at it, too.
+
+    Raises:
+        SpecError: as of ``phalanx train``.
+        RunError: the job fails as it is looked at.
+    """
+    plan = run.plan.on_any_device if target else run.plan
+    if within := run.device_range:
+        plans = allowed_plans(job, replace(run, plan=plan))
+        if within.most not in plans:
+            given, most = f"{within} with plan {run.plan}", max(plans)
+            raise SpecError.of("-n", given, f"at most {most}, for this job", f"-n {min(within.least, most)}:{most}")
+        plan = plans[within.most]
+    refuse(job, plan, plan.world_size)
+    if looks:
+        look_ahead(job, plan, RunStart.of(settled(run)))
 
 
 def _smallest(answers: Sequence[HostAnswer]) -> Gpu | None:

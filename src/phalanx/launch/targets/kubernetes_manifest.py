@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import re
-import secrets
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +34,7 @@ _LONGEST = 30  # letters of a job's name: with what is added, names of pods stay
 def name_of(submission: Submission) -> str:
     """A name for the objects of this launch, which no other has."""
     stem = re.sub(r"[^a-z0-9]+", "-", submission.name.lower()).strip("-")[:_LONGEST].strip("-")
-    return f"{stem if stem[:1].isalpha() else f'run-{stem}'.strip('-')}-{secrets.token_hex(3)}"
+    return f"{stem if stem[:1].isalpha() else f'run-{stem}'.strip('-')}-{submission.token[-6:]}"
 
 
 def config_name(name: str) -> str:

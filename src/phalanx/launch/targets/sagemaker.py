@@ -52,7 +52,7 @@ class SageMakerTarget(QueueTarget):
     def prepare(self, submission: Submission) -> Prepared:
         request = SageMakerRequest.of(submission)
         pack = CodePack.of(request.code, without=submission.run.folder)
-        places = JobPlaces.of(submission.name, request, _run_of(submission.run.folder))
+        places = JobPlaces.of(submission, request, _run_of(submission.run.folder))
         run = run_text(submission.run, request.code, places)
         digests = {CODE: pack.digest, RUN: digest_of_text(run)}
         asked = training_job(submission, request, places, digests)

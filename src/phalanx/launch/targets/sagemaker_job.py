@@ -5,8 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-import secrets
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -50,13 +48,13 @@ class JobPlaces:
     run: str
 
     @classmethod
-    def of(cls, name: str, request: SageMakerRequest, earlier: str) -> JobPlaces:
-        """Of a new job called after ``name``, of a run that stands at ``earlier``; empty where it is new.
+    def of(cls, submission: Submission, request: SageMakerRequest, earlier: str) -> JobPlaces:
+        """Of a new job, of a run that stands at ``earlier``; empty where it is new.
 
         Raises:
             SpecError: that run stands where this request does not lead.
         """
-        unique = _unique(name)
+        unique = _unique(submission)
         base = f"{request.bucket}/{unique}"
         shared = _shared(request)
         run = earlier or (f"{shared}#{unique}" if shared else f"{base}/run")
@@ -140,10 +138,10 @@ def to_json(asked: Mapping[str, Any]) -> str:
     return json.dumps(asked, indent=1) + "\n"
 
 
-def _unique(name: str) -> str:
+def _unique(submission: Submission) -> str:
     """A name that no other training job of the account has: of the job, the time, and chance."""
-    end = f"-{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}-{secrets.token_hex(2)}"
-    head = re.sub(r"[^a-zA-Z0-9]+", "-", name).strip("-")[: _LONGEST_NAME - len(end)].strip("-")
+    end = f"-{submission.token}"
+    head = re.sub(r"[^a-zA-Z0-9]+", "-", submission.name).strip("-")[: _LONGEST_NAME - len(end)].strip("-")
     return f"{head or 'job'}{end}"
 
 

@@ -7,16 +7,19 @@ file with an ``AttachedTarget`` or a ``QueueTarget``, and a line in the table of
 
 from __future__ import annotations
 
+import secrets
 import shlex
 import sys
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
-from phalanx.config import Job, RunSpec
+from phalanx.config import Job, Plan, RunSpec
+from phalanx.errors import SpecError
 from phalanx.files import replace_text
 from phalanx.launch.check_hosts import TargetHost
 from phalanx.launch.targets.offer import Offer
@@ -42,9 +45,13 @@ class Option:
     example: str
 
 
+def _token() -> str:
+    return f"{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}-{secrets.token_hex(3)}"
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Submission:
-    """What is handed over; the same for every target.
+    """What is handed over; the same for every target, and for the check before it.
 
     Attributes:
         run: as the workers read it, with absolute paths; it goes on where its folder holds a checkpoint, since a target
@@ -52,12 +59,40 @@ class Submission:
         name: the job's.
         python: the interpreter that workers run under, on the other side.
         options: the target's own, by their names without dashes.
+        token: what no other launch has, for the names of what is made there: the time in UTC, and six digits by chance.
     """
 
     run: RunSpec
     name: str
     python: str
     options: Mapping[str, str] = field(default_factory=dict)
+    token: str = field(default_factory=_token, compare=False)
+
+    @classmethod
+    def of(cls, run: RunSpec, job: Job, target: Target | None, *, python: str = "", options: Mapping[str, str]) -> Self:
+        """``run``, as it is asked for, as ``target`` is handed it; ``None``: as it would be here.
+
+        ``python``: the interpreter there; the target's own where it is empty.
+
+        Raises:
+            SpecError: the run is to go on from an earlier checkpoint, which one that is started again would do each
+                time.
+        """
+        from phalanx.launch.runfile import absolute
+
+        run = absolute(run)
+        if isinstance(target, QueueTarget):
+            if run.from_step is not None:
+                given, allowed = f"{run.from_step}, with {target.name}", "not of a target that may start workers again"
+                went_on = f"phalanx train JOB --run {run.folder} --from {run.from_step}"
+                raise SpecError.of("--from", given, allowed, f"phalanx checkpoint prune {run.folder}, or {went_on}")
+            run = replace(run, resume="auto")  # started again, it goes on
+        python = python or (target.python if target else sys.executable)
+        return cls(run=run, name=job.name, python=python, options=options)
+
+    def under(self, plan: Plan) -> Self:
+        """The same under another plan."""
+        return replace(self, run=replace(self.run, plan=plan))
 
     @property
     def folder(self) -> Path:
