@@ -84,14 +84,37 @@ class Given:
 def earlier_run(given: Given) -> RunSpec | None:
     """The run file of the run to resume; ``None`` where there is none.
 
+    That of its last launch, where the run was handed to a target and its folder is not seen here. Such a file has
+    other paths of the job and the folder than this machine: those that are given stand in their place.
+
     Raises:
         SpecError: if it cannot be read.
     """
-    runfile = given.folder / "run.toml" if given.resume and given.folder else None
-    if runfile is None or not os.path.lexists(runfile):
+    if not (given.resume and given.folder):
         return None
+    runfile = given.folder / "run.toml"
+    if os.path.lexists(runfile):
+        return _read(runfile)
+    from phalanx.launch.targets.handed_over import is_handed_over
+
+    handed = given.folder / "launch" / "run.toml"
+    if not (is_handed_over(given.folder) and os.path.lexists(handed)):
+        return None
+    return _with_paths_of(given.job, given.folder, _read(handed))
+
+
+def _read(runfile: Path) -> RunSpec:
     fix = f"mv {runfile} {runfile}.away, and give --plan and what else the run had"
     return RunSpec.from_toml(read_text(runfile, where="run.toml", fix=fix))
+
+
+def _with_paths_of(job: str, folder: Path, run: RunSpec) -> RunSpec:
+    from phalanx.launch.jobfile import Reference, with_no_values, with_values
+
+    here, there = Reference.parse(job), Reference.parse(run.job)
+    same = here.stem == there.stem  # a file of that name, as far as can be said
+    values = dict(there.values) if same else {}
+    return replace(run, job=with_values(with_no_values(job), values), folder=folder)
 
 
 def settle(given: Given, earlier: RunSpec | None, job: Job) -> tuple[RunSpec, list[Setting]]:

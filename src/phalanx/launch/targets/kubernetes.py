@@ -11,14 +11,16 @@ import re
 import shlex
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, Self, final
 
+from phalanx.config import Job, RunSpec
 from phalanx.config.fields import is_whole
 from phalanx.errors import RunError, SpecError
 from phalanx.files import replace_text
-from phalanx.launch.targets.handed_over import damaged_ticket
+from phalanx.launch.runfile import check_folder
+from phalanx.launch.targets.handed_over import damaged_ticket, earlier_ticket
 from phalanx.launch.targets.kubectl import Kubectl
 from phalanx.launch.targets.kubernetes_log import printed_by, take_in
 from phalanx.launch.targets.kubernetes_manifest import KINDS, OF_JOBSET, config_name, manifests, name_of
@@ -57,6 +59,11 @@ class KubernetesTarget(QueueTarget):
             files={submission.runfile: submission.run.to_toml(), path: text},
             commands=(command,),
         )
+
+    def refuse_folder(self, run: RunSpec, job: Job) -> None:
+        """The folder here has but the ticket of a run whose volume is not seen here."""
+        elsewhere = earlier_ticket(run.folder, self.name) is not None and not (run.folder / "run.toml").exists()
+        check_folder(replace(run, resume="auto") if elsewhere and run.resume else run, job=job)
 
     def submit(self, prepared: Prepared) -> Mapping[str, Any]:
         """
