@@ -8,19 +8,24 @@ each gets a copy, and what workers write there is brought here.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, final
 
 from phalanx.errors import SpecError
+from phalanx.launch.runfile import settled
 from phalanx.launch.targets.hosts_file import HostsFile, refuse_size
 from phalanx.launch.targets.ssh_asked import SshAskedHost
 from phalanx.launch.targets.ssh_host import SshHosts, ssh_words
-from phalanx.launch.targets.ssh_storage import CODE_LIST, code_to_send
+from phalanx.launch.targets.ssh_storage import CODE_LIST, HostStorage, code_to_send
 from phalanx.launch.targets.target import AttachedTarget, Option, Prepared, Submission
 
 if TYPE_CHECKING:
     from phalanx.launch.launcher import Launcher
+
+_A_PORT = "a free one of the first host"
 
 
 @final
@@ -38,10 +43,19 @@ class SshTarget(AttachedTarget):
         self._hosts: SshHosts | None = None
 
     def prepare(self, submission: Submission) -> Prepared:
+        """What each host gets where it has the job and shares the run folder: paths are others where it does not."""
         refuse_size(submission.run, self.file)
+        # as whoever follows a run has workers begin it
+        run = replace(settled(submission.run), from_step=None, forecast="none")
+        storage, files = HostStorage.alike(self.file, run), dict[Path, str]()
+        for number, host in enumerate(self.file.hosts):
+            start = storage.start(number, run, _A_PORT)
+            told = {"folder": start.folder, "variables": start.ranks, "environment": [*self.file.environment]}
+            files[Path(f"{host.name}:run.toml")] = start.run.to_toml()
+            files[Path(f"{host.name}:workers.json")] = json.dumps(told, indent=2)
+        if code := code_to_send(submission.run, self.file):
+            files[submission.folder / CODE_LIST] = f"for a host that has it not: {code}"
         commands = tuple(ssh_words(self.file, host) for host in self.file.hosts)
-        code = code_to_send(submission.run, self.file)
-        files = {submission.folder / CODE_LIST: f"for a host that has it not: {code}"} if code else {}
         return Prepared(submission=submission, files=files, commands=commands)
 
     def reach(self) -> None:

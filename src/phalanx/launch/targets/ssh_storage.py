@@ -22,11 +22,26 @@ from phalanx.launch.runfile import absolute
 from phalanx.launch.targets.code_pack import CodePack, file_digest, folder_to_pack, job_within
 from phalanx.launch.targets.host_folder import stamp_of
 from phalanx.launch.targets.hosts_file import HostsFile
-from phalanx.launch.targets.ssh_host import SshHosts
+from phalanx.launch.targets.ssh_host import SshHosts, host_numbers
 from phalanx.units import show_names
 
 CODE_LIST = "code.txt"
 """In the folder of a launch: what was sent of the job's code, and its SHA-256."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HostStart:
+    """What one host is told so that workers begin.
+
+    Attributes:
+        run: as workers there read it.
+        ranks: rank → the variables by which a worker finds its place.
+        folder: where they work.
+    """
+
+    run: RunSpec
+    ranks: Mapping[str, Mapping[str, str]]
+    folder: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -96,6 +111,39 @@ class HostStorage:
         if lacking := {number: state for number, state in states.items() if state != "same"}:
             return replace(found, code=found._code(hosts, run, lacking))
         return found
+
+    @classmethod
+    def alike(cls, file: HostsFile, run: RunSpec) -> Self:
+        """Of hosts that have what this machine has, and share the run folder with it; none is asked.
+
+        Raises:
+            SpecError: code that all are sent, as the job is a module, is too much.
+        """
+        numbers = range(len(file.hosts))
+        found = cls(file=file, shared=True, scratch=dict.fromkeys(numbers, file.scratch), works=frozenset(numbers))
+        if Reference.parse(run.job).file or not file.code:
+            return found
+        pack = CodePack.of(folder_to_pack(run.job, file.code), without=run.folder.absolute())
+        there = dict.fromkeys(numbers, f"{file.scratch}/code/{pack.digest}")
+        return replace(found, code=SentCode(pack=pack, digest=pack.digest, there=there, missing=frozenset()))
+
+    def start(self, number: int, run: RunSpec, port: str) -> HostStart:
+        """What the host of that number is told; ``port``: of the first host, where all meet."""
+        placed, folder = self.place(number, run, self.copy(number, run))
+        entry, meeting = self.file.hosts[number], self.file.hosts[0].address
+        ranks = {
+            str(rank): {
+                "RANK": str(rank),
+                "LOCAL_RANK": str(local),
+                "LOCAL_WORLD_SIZE": str(entry.devices),
+                "WORLD_SIZE": str(self.file.devices),
+                "MASTER_ADDR": meeting,
+                "MASTER_PORT": port,
+            }
+            for rank, (host, local) in enumerate(host_numbers(self.file.hosts))
+            if host == number
+        }
+        return HostStart(run=placed, ranks=ranks, folder=folder)
 
     def place(self, number: int, run: RunSpec, copy: str) -> tuple[RunSpec, str]:
         """The run as the host of that number has it, and the folder that workers work in there."""

@@ -133,23 +133,10 @@ class SshWorkers(Workers):
             self._sending = None
         files = {path.name: path.read_text(encoding="utf-8") for path in self._folder.iterdir() if path.is_file()}
         files |= {ELSEWHERE: "", **({GATHERED: ""} if self._gathering else {})}
-        meeting = self._storage.file.hosts[0].address
-        port = self._free_port(meeting)
+        port = self._free_port(self._storage.file.hosts[0].address)
         for host in self._hosts:
-            run, folder = self._storage.place(host.number, self._run, self._storage.copy(host.number, self._run))
-            ranks = {
-                str(rank): {
-                    "RANK": str(rank),
-                    "LOCAL_RANK": str(local),
-                    "LOCAL_WORLD_SIZE": str(host.entry.devices),
-                    "WORLD_SIZE": str(self._launch.world_size),
-                    "MASTER_ADDR": meeting,
-                    "MASTER_PORT": str(port),
-                }
-                for rank, (number, local) in enumerate(self._host_of)
-                if number == host.number
-            }
-            host.ask("start", files={**files, "run.toml": run.to_toml()}, ranks=ranks, folder=folder)
+            start = self._storage.start(host.number, self._run, str(port))
+            host.ask("start", files={**files, "run.toml": start.run.to_toml()}, ranks=start.ranks, folder=start.folder)
 
     def _free_port(self, address: str) -> int:
         self._hosts[0].ask("port", address=address)
