@@ -1,0 +1,348 @@
+"""What holds of every target, by what it prepares: none of their engines is asked."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+from launched import write_job
+
+from phalanx.cli import main
+from phalanx.cli.launch import command as launch_command
+from phalanx.cli.launch_preflight import launch_question
+from phalanx.cli.settings import Given, earlier_run
+from phalanx.config import RunSpec
+from phalanx.errors import RunError, SpecError
+from phalanx.launch.check_hosts import HostSurvey
+from phalanx.launch.targets import (
+    TARGETS,
+    AttachedTarget,
+    Prepared,
+    QueueTarget,
+    Standing,
+    Submission,
+    Target,
+    find_target,
+    settled_options,
+    target_class,
+    ticket_of,
+)
+from phalanx.launch.targets.ssh_host import SshHost
+from phalanx.preflight import launch_check
+
+HOSTS = "".join(f'[[host]]\nname = "{name}"\naddress = "127.0.0.1"\n' for name in ("n1", "n2"))
+SAGEMAKER = (
+    *("--instance", "ml.g5.12xlarge", "--image", "123456789012.dkr.ecr.eu-west-1.amazonaws.com/train:1"),
+    *("--role", "arn:aws:iam::123456789012:role/train", "--bucket", "s3://bucket/phalanx"),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A target as ``--to`` names it, and a launch that it takes: ``own`` words of its options, ``run``: of the run.
+
+    ``elsewhere``: what the run file says otherwise there than the submission does.
+    """
+
+    to: str
+    own: Sequence[str] = ()
+    run: Sequence[str] = ("--plan", "dp=2", "--grace", "10", "--lr-scale", "2", "--keep", "3", "--steps", "4")
+    elsewhere: Mapping[str, Any]
+
+
+CASES = {
+    "ssh": Case(to="ssh:hosts.toml", elsewhere={"forecast": "none"}),
+    "slurm": Case(to="slurm", own=("--nodes", "2", "--signal", "20"), elsewhere={}),
+    "kubernetes": Case(
+        to="kubernetes",
+        own=("--image", "registry/train:1", "--volume", "data:HERE", "--nodes", "4", "--wait", "5m"),
+        run=("-n", "2:8", "--mirror", "s3://bucket/runs/1", "--batch", "8", "--keep", "3", "--steps", "4"),
+        elsewhere={},
+    ),
+    "ray": Case(to="ray://head:10001", own=("--nodes", "2"), elsewhere={}),
+    "sagemaker": Case(to="sagemaker", own=SAGEMAKER, elsewhere={"job": "train.py", "folder": Path("checkpoints")}),
+}
+QUEUES = [name for name in CASES if name != "ssh"]
+
+
+@pytest.fixture(autouse=True)
+def _here(tmp_path: Path) -> Iterator[None]:
+    write_job(tmp_path)
+    Path("hosts.toml").write_text(HOSTS)
+    yield
+    sys.modules.pop("train", None)
+
+
+def own_words(name: str) -> list[str]:
+    return [word.replace("HERE", os.getcwd()) for word in CASES[name].own]
+
+
+def submission(name: str) -> tuple[Target, Submission]:
+    """What its case hands over."""
+    target = find_target(CASES[name].to)
+    context = launch_command.make_context("launch", ["train.py", "--to", name, *CASES[name].run])
+    names = ("job", "to", "python", "dry_run", "no_check", "quiet", "as_json", "overrides")
+    options = {key: value for key, value in context.params.items() if key not in names}
+    given = Given.of("train.py", {**options, "folder": Path("run")})
+    question, _ = launch_question(target, given, settled_options(target, own_words(name)))
+    assert question.submission
+    return target, question.submission
+
+
+def phalanx(verb: str, name: str, *words: str) -> Result:
+    argv = [verb, "train.py", "--to", CASES[name].to, "--run", "run", *own_words(name), *words]
+    return CliRunner().invoke(main, argv)
+
+
+def test_every_target_has_a_case() -> None:
+    assert list(CASES) == list(TARGETS)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_run_file_that_it_prepares_is_the_run(name: str) -> None:
+    target, given = submission(name)
+    prepared = target.prepare(given)
+    files = {path: text for path, text in prepared.files.items() if path.name.endswith("run.toml")}
+    assert files
+    for path, text in files.items():
+        assert RunSpec.from_toml(text) == replace(given.run, **CASES[name].elsewhere), path
+    shown = prepared.shown()
+    assert all(text.rstrip() in shown for text in prepared.files.values())
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_prepared_twice_it_is_the_same_and_another_launch_has_other_names(name: str) -> None:
+    target, given = submission(name)
+    first = target.prepare(given)
+    assert target.prepare(given) == first
+    _, other = submission(name)
+    assert other == given
+    assert other.token != given.token
+    if name in ("kubernetes", "sagemaker"):
+        assert target.prepare(other).files != first.files
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_options_of_another_target_are_refused_by_name(name: str) -> None:
+    target = find_target(CASES[name].to)
+    for other in TARGETS:
+        for option in set(target_class(other).options) - set(target.options):
+            with pytest.raises(SpecError) as caught:
+                settled_options(target, [f"--{option}", "2"])
+            (problem,) = caught.value.problems
+            assert problem.given == f"{name}, with --{option}"
+
+
+@pytest.mark.parametrize("name", QUEUES)
+@pytest.mark.parametrize(
+    "text",
+    ["", "[]", "7", "{}", "{", '{"to": 3}', '{"to": "moon"}', '{"to": "TO"}', '{"to": "TO", "job": [], "actor": 3}'],
+)
+def test_a_damaged_ticket_is_one_clear_error(name: str, text: str) -> None:
+    path = Path("run/launch/ticket.json")
+    path.parent.mkdir(parents=True)
+    path.write_text(text.replace("TO", CASES[name].to))
+    asked: list[Callable[[QueueTarget, Mapping[str, Any]], Any]] = [
+        lambda target, ticket: target.standing(ticket, Path("run")),
+        lambda target, ticket: target.stop(ticket, Path("run")),
+    ]
+    for ask in asked:
+        with pytest.raises(SpecError) as caught:
+            ask(*ticket_of(Path("run")))  # type: ignore[arg-type]
+        (problem,) = caught.value.problems
+        assert problem.given == f"{path}, which is damaged"
+        assert problem.fix == f"rm {path}"
+
+
+@pytest.fixture
+def prepared_for(monkeypatch: pytest.MonkeyPatch) -> list[Submission]:
+    """All that targets are asked to prepare, in order; no host and no engine is asked, and nothing begins."""
+    seen: list[Submission] = []
+    for name in TARGETS:
+        kind = target_class(name)
+
+        def prepare(self: Any, given: Submission, own: Any = kind.prepare) -> Prepared:
+            seen.append(given)
+            return own(self, given)
+
+        monkeypatch.setattr(kind, "prepare", prepare)
+        monkeypatch.setattr(kind, "offer", lambda self, options: None)
+        if issubclass(kind, AttachedTarget):
+            monkeypatch.setattr(kind, "reach", lambda self: _raise(RunError("begun")))
+        else:
+            monkeypatch.setattr(kind, "why_not", lambda self, prepared: "")
+            monkeypatch.setattr(kind, "submit", _submitted)
+            monkeypatch.setattr(kind, "standing", lambda self, ticket, folder: Standing(state="ended"))
+    nobody = HostSurvey(hosts=(), links=(), folder=Path("run"))
+    monkeypatch.setattr(launch_check, "survey", lambda hosts, question: nobody)
+    return seen
+
+
+def _raise(error: Exception) -> None:
+    raise error
+
+
+def _submitted(self: QueueTarget, prepared: Prepared) -> Mapping[str, Any]:
+    prepared.write()
+    return {"job": "j", "run": "s3://bucket/run", "region": "us-east-1"}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_check_judges_the_run_that_is_launched(name: str, prepared_for: list[Submission]) -> None:
+    """By itself and before a launch: a launch is taken that is right, and is right in all that it asks for."""
+    _, given = submission(name)
+    result = phalanx("check", name, *CASES[name].run, "--json")
+    assert result.exit_code == 0, result.output
+    checked = len(prepared_for)
+    result = phalanx("launch", name, *CASES[name].run)
+    assert (result.exit_code, "begun" in result.stderr) == ((3, True) if name == "ssh" else (0, False)), result.output
+    assert 0 < checked < len(prepared_for)
+    assert all(one == given for one in prepared_for)
+    assert len({one.token for one in prepared_for}) == 2  # one a command
+
+
+def test_a_time_limit_that_the_runs_own_grace_fits_is_right(prepared_for: list[Submission]) -> None:
+    words = ("--image", "i:1", "--volume", f"data:{os.getcwd()}", "--plan", "dp=2", "--time", "25s", "--grace", "5")
+    for verb in ("check", "launch"):
+        result = CliRunner().invoke(main, [verb, "train.py", "--to", "kubernetes", "--run", "run", *words])
+        assert result.exit_code == 0, result.output
+
+
+@pytest.mark.parametrize(
+    ("name", "words", "said"),
+    [
+        ("kubernetes", ("--mirror", "s3://me:word@bucket/runs"), "--mirror"),
+        ("slurm", ("-n", "1:2"), "-n: given 1:2, on Slurm"),
+        ("sagemaker", ("-n", "1:2"), "-n: given 1:2, on SageMaker"),
+        ("sagemaker", ("--grace", "200"), "--grace: given 200"),
+        ("slurm", ("--resume", "--from", "3"), "--from: given 3, with slurm"),
+        ("ssh", ("-n", "1:2"), "-n: given 1:2, on hosts by SSH"),
+        ("ssh", ("--python", "/opt/python"), "python = in the hosts file"),
+    ],
+)
+def test_what_it_cannot_do_is_refused_before_anything_is_looked_at(
+    name: str, words: Sequence[str], said: str, prepared_for: list[Submission], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launch_check, "survey", lambda hosts, question: _raise(AssertionError("hosts were asked")))
+    plan = [] if "-n" in words else ["--plan", "dp=4" if name == "kubernetes" else "dp=2"]
+    own = [] if name == "kubernetes" else own_words(name)
+    own = own or ["--image", "i:1", "--volume", f"data:{os.getcwd()}"]
+    own = [] if name == "ssh" else own
+    result = CliRunner().invoke(
+        main, ["launch", "train.py", "--to", CASES[name].to, "--run", "run", *own, *plan, *words]
+    )
+    assert result.exit_code == 2, result.output
+    assert said in result.stderr
+    assert not Path("run").exists()
+
+
+def test_the_batch_of_the_run_is_what_its_plan_is_held_against(prepared_for: list[Submission]) -> None:
+    assert phalanx("check", "slurm", "--plan", "dp=4", "--batch", "2", "--signal", "60").exit_code == 1
+    assert phalanx("check", "slurm", "--plan", "dp=4", "--signal", "60").exit_code == 0
+
+
+def test_the_memory_of_a_run_that_is_to_begin_anyway_is_held_against_nothing(prepared_for: list[Submission]) -> None:
+    result = phalanx("check", "ssh", "--plan", "dp=2", "--anyway", "--json")
+    assert result.exit_code == 0, result.output
+    told = "memory that the plan needs: the run is to begin whatever its forecast says"
+    assert json.loads(result.stdout)["not_looked_at"] == [told]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [(("--steps", "4"), "--steps"), (("--anyway",), "--anyway or --no-forecast"), (("-n", "2"), "-n")],
+)
+def test_words_of_a_run_without_a_job_are_refused(words: Sequence[str], said: str) -> None:
+    result = CliRunner().invoke(main, ["check", *words])
+    assert result.exit_code == 2, result.output
+    assert f"{said}: of a run, and no JOB was named" in result.stderr
+
+
+@pytest.mark.parametrize("name", QUEUES)
+def test_a_run_whose_folder_is_elsewhere_goes_on_as_it_was_launched(name: str, prepared_for: list[Submission]) -> None:
+    result = phalanx("launch", name, *CASES[name].run, "--no-check")
+    assert result.exit_code == 0, result.output
+    assert not Path("run/run.toml").exists()
+    given = prepared_for[-1]
+    result = phalanx("launch", name, "--resume", "auto", "--dry-run", "--json")
+    assert result.exit_code == 0, result.output
+    assert prepared_for[-1] == given
+    result = phalanx("launch", name, "--resume", "auto", "--dry-run", "--keep", "5")
+    assert prepared_for[-1].run == replace(given.run, keep=5)
+    if name in ("kubernetes", "sagemaker"):  # which need not see from here what there is to go on from
+        result = phalanx("launch", name, "--resume", "--no-check")
+        assert result.exit_code == 0, result.output
+        assert prepared_for[-1] == given
+
+
+def test_without_a_ticket_a_run_file_of_a_launch_is_none_to_go_on_with() -> None:
+    folder = Path("run/launch")
+    folder.mkdir(parents=True)
+    text = 'job = "job/train.py?lr=0.5"\nplan = "dp=2"\nfolder = "checkpoints"\nkeep = 7\n'
+    (folder / "run.toml").write_text(text)
+    asked = {"plan": None, "devices": None, "from_step": None, "resume": "auto"}
+    given = Given.of("train.py", {**asked, "folder": Path("run")})
+    assert earlier_run(given) is None
+    (folder / "ticket.json").write_text("{}")
+    found = earlier_run(given)
+    assert found
+    assert (found.job, found.folder, found.keep) == ("train.py?lr=0.5", Path("run"), 7)
+    (folder / "run.toml").write_text(text.replace("job/train.py", "job/other.py"))
+    found = earlier_run(given)
+    assert found
+    assert found.job == "train.py"
+
+
+@pytest.fixture
+def ssh_to_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An ``ssh`` whose hosts are all this machine."""
+    program = tmp_path / "bin" / "ssh"
+    program.parent.mkdir()
+    program.write_text('#!/bin/sh\nwhile [ "$1" != "--" ]; do shift; done\nshift 2\nexec sh -c "$*"\n')
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
+    environment = f'environment = {{PYTHONPATH = "{os.environ.get("PYTHONPATH", "")}", OMP_NUM_THREADS = "1"}}\n'
+    Path("hosts.toml").write_text(environment + HOSTS)
+
+
+@pytest.mark.usefixtures("ssh_to_here")
+def test_a_dry_run_by_ssh_shows_what_its_hosts_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    result = phalanx("launch", "ssh", *CASES["ssh"].run, "--dry-run", "--json")
+    assert result.exit_code == 0, result.output
+    shown = json.loads(result.stdout)["files"]
+    told: dict[str, dict[str, Any]] = {}
+
+    def ask(self: SshHost, do: str, own: Any = SshHost.ask, **what: Any) -> None:
+        if do == "start":
+            told[self.entry.name] = what
+        own(self, do, **what)
+
+    monkeypatch.setattr(SshHost, "ask", ask)
+    result = phalanx("launch", "ssh", *CASES["ssh"].run, "--no-check", "--quiet")
+    assert result.exit_code == 0, result.output
+    assert list(told) == ["n1", "n2"]
+    for name, what in told.items():
+        assert shown[f"{name}:run.toml"] == what["files"]["run.toml"]
+        workers = json.loads(shown[f"{name}:workers.json"])
+        assert workers["folder"] == what["folder"] == os.getcwd()
+        for rank, variables in what["ranks"].items():
+            assert workers["variables"].pop(rank) == {**variables, "MASTER_PORT": "a free one of the first host"}
+        assert workers["variables"] == {}
+        assert workers["environment"] == ["PYTHONPATH", "OMP_NUM_THREADS"]
+
+
+@pytest.mark.usefixtures("ssh_to_here")
+def test_a_dry_run_by_ssh_chooses_the_plan_that_its_launch_would() -> None:
+    result = phalanx("launch", "ssh", "--dry-run", "--json")
+    assert result.exit_code == 0, result.output
+    files = json.loads(result.stdout)["files"]
+    plan = RunSpec.from_toml(files["n1:run.toml"]).plan
+    assert plan.processes == 2
+    assert f"{plan}" in result.stderr
