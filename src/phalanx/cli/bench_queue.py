@@ -197,16 +197,13 @@ class QueueBench:
     def _submissions(self) -> list[Submission]:
         from phalanx.launch.targets import Submission
 
-        how: dict[str, Any] = {"resume": "auto", "restarts": 0, "forecast": "none"}
-        return [
-            Submission(
-                run=RunSpec(job=str(self._job_file), plan=plan, folder=self.folder / str(number), **how),
-                name=f"{self.job.name}-bench",
-                python=self.target.python,
-                options=self.options,
-            )
+        how: dict[str, Any] = {"restarts": 0, "forecast": "none"}
+        job, file = replace(self.job, name=f"{self.job.name}-bench"), str(self._job_file)
+        runs = [
+            RunSpec(job=file, plan=plan, folder=self.folder / str(number), **how)
             for number, plan in enumerate(self.plans)
         ]
+        return [Submission.of(run, job, self.target, options=self.options) for run in runs]
 
     def _followed(self, tickets: Sequence[Mapping[str, Any]]) -> list[Standing]:
         """How each stands at its end."""
