@@ -128,8 +128,7 @@ def test_a_job_on_several_has_it_on_the_file_system_that_they_share(tmp_path: Pa
 
 
 def test_no_two_jobs_have_one_name(tmp_path: Path) -> None:
-    given = submission(tmp_path)
-    names = {request(given)["TrainingJobName"] for _ in range(8)}
+    names = {request(submission(tmp_path))["TrainingJobName"] for _ in range(8)}
     assert len(names) == 8
     assert all(name.startswith("digits-of-mine-") and len(name) <= 63 for name in names)
 
@@ -154,7 +153,7 @@ def test_the_next_job_of_a_run_goes_on_where_the_last_has_saved(aws: Any, tmp_pa
     given, target = submission(tmp_path), SageMakerTarget("")
     ticket = target.submit(target.prepare(given))
     write_ticket(given, "sagemaker", ticket)
-    again = target.submit(target.prepare(given))
+    again = target.submit(target.prepare(submission(tmp_path)))
     assert again["job"] != ticket["job"]
     assert again["run"] == ticket["run"]
     with pytest.raises(SpecError, match="a run does not move"):

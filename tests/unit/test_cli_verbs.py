@@ -81,7 +81,7 @@ class TestHelp:
         assert command is not None
         parts = [command, *(command.commands.values() if isinstance(command, click.Group) else ())]
         known = {name for part in parts for parameter in part.params for name in parameter.opts}
-        if verb in ("launch", "bench"):
+        if verb in ("launch", "bench", "check"):
             known |= {f"--{name}" for target in TARGETS for name in target_class(target).options}
         for example in re.findall(rf"phalanx {verb} [^\n]*", command.help or ""):
             used = set(re.findall(r"(?<= )--?[a-z][a-z-]*", re.sub(r'"[^"]*"', "", example)))
