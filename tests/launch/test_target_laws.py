@@ -177,7 +177,7 @@ def prepared_for(monkeypatch: pytest.MonkeyPatch) -> list[Submission]:
         if issubclass(kind, AttachedTarget):
             monkeypatch.setattr(kind, "reach", lambda self: _raise(RunError("begun")))
         else:
-            monkeypatch.setattr(kind, "why_not", lambda self, prepared: "")
+            monkeypatch.setattr(kind, "why_not", lambda self, prepared, patience: "")
             monkeypatch.setattr(kind, "submit", _submitted)
             monkeypatch.setattr(kind, "standing", lambda self, ticket, folder: Standing(state="ended"))
     nobody = HostSurvey(hosts=(), links=(), folder=Path("run"))

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from phalanx.config import Plan
-from phalanx.launch.check_hosts import HostAnswer, HostSurvey, LinkAnswer, Needs, findings, workers_of
-from phalanx.launch.check_hosts.asking import rounds
+from phalanx.launch.check_hosts import HostAnswer, HostSurvey, LinkAnswer, Needs, findings, host_probe, workers_of
+from phalanx.launch.check_hosts.asking_links import rounds
 
 pytestmark = pytest.mark.quick
 
@@ -28,7 +28,7 @@ def told(devices: int = 8) -> dict[str, Any]:
         "host": "n",
         "cores": 96,
         "memory": {"total": 1024 * GIB, "free": 900 * GIB},
-        "limits": {"open_files": 65536, "memlock": -1},
+        "limits": {"open_files": 65536, "memlock": -1, "processes": 65536},
         "shm": {"total": 64 * GIB, "free": 64 * GIB},
         "folder": {"path": "/runs", "exists": True, "shared": True, "error": "", "free": 5000 * GIB},
         "gpus": {
@@ -40,7 +40,7 @@ def told(devices: int = 8) -> dict[str, Any]:
         "address": "10.0.0.1",
         "interface": {"name": "eth0", "speed": 1.25e9},
         "infiniband": True,
-        "port": {"number": 29500, "error": ""},
+        "meets": "",
         "free_port": 40000,
         "ending": "",
         "versions": {"torch": "2.13.0+cu126", "phalanx": "0.1.0"},
@@ -83,11 +83,17 @@ def none_for_torch(host: dict[str, Any]) -> None:
     host["devices"].clear()
 
 
+def hanging_data(host: dict[str, Any]) -> None:
+    host.update(loaded=True, ending="has not come to its end within 37 s")
+    del host["data"]
+
+
 NEEDS = Needs(plan=Plan.parse("fsdp=24"), memory=60.0 * GIB, state=100.0 * GIB)
 
 TABLE = [
     ("nccl", put("nccl", "2.21.5"), "versions", True, "NCCL 2.21.5 on n2, 2.27.3 on n1, n3"),
     ("cuda", put("cuda", "12.4"), "versions", True, "CUDA of torch 12.4 on n2"),
+    ("other driver", put("gpus.driver", "535.2"), "versions", False, "NVIDIA driver 535.2 on n2, 550.1 on n1, n3"),
     ("driver gone", put("gpus.error", "has failed"), "devices", True, "nvidia-smi: has failed"),
     (
         "broken",
@@ -98,11 +104,15 @@ TABLE = [
     ),
     ("busy", put("gpus.devices.5.used", 30 * GIB), "devices", False, "device 5 is busy: 30.0 GiB in use"),
     ("full", put("devices.5.free", 40 * GIB), "memory", True, "device 5 has 40.0 GiB free; a worker needs 60.0 GiB"),
+    ("few processes", put("limits.processes", 60), "limits", True, "its user may have 60 processes and threads"),
+    ("processes", put("limits.processes", 1000), "limits", False, "its user may have 1000 processes and threads"),
     ("memlock", put("limits.memlock", 65536), "limits", False, "may lock 64.0 KiB"),
     ("shm", put("shm.free", 8 * 2**20), "limits", True, "/dev/shm has 8.0 MiB free"),
     ("disk", put("folder.free", 50 * GIB), "folder", True, "50.0 GiB free; a checkpoint takes 100.0 GiB"),
     ("little disk", put("folder.free", 150 * GIB), "folder", False, "150.0 GiB free"),
     ("hangs", put("ending", "has not come to its end within 40 s"), "job", True, "has not come to its end"),
+    ("data hang", hanging_data, "data", True, "has not come to its end"),
+    ("not its own", put("meets", "Cannot assign requested address"), "links", True, "cannot meet at 10.0.0.1: Cannot"),
     ("file", put("source.files", {"train.py": "b"}), "job", True, "train.py is not what it is on others"),
     ("own phalanx", put("versions.phalanx", "0.0.9"), "versions", True, "phalanx 0.0.9 on n2"),
     ("broken torch", put("versions.torch", "!OSError: libcudart.so.12"), "packages", True, "libcudart.so.12"),
@@ -158,6 +168,12 @@ def test_cpus_are_shared_with_a_warning() -> None:
     survey = HostSurvey(hosts=hosts, links=(), folder=Path("/runs"))
     (finding,) = findings(survey, Needs(plan=Plan.parse("dp=12")))
     assert (finding.kind, finding.fails) == ("plan", False)
+
+
+@pytest.mark.parametrize(("user", "told"), [(1000, True), (0, False)])
+def test_a_limit_of_processes_is_none_for_root(monkeypatch: pytest.MonkeyPatch, user: int, told: bool) -> None:
+    monkeypatch.setattr("os.geteuid", lambda: user)
+    assert ("processes" in host_probe._limits()) == told
 
 
 def links(bandwidth: Callable[[str, str], float], latency: Callable[[str, str], float]) -> tuple[LinkAnswer, ...]:

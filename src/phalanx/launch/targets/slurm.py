@@ -28,7 +28,7 @@ from phalanx.launch.targets.slurm_script import SCRIPT, batch_script
 from phalanx.launch.targets.target import FOLDER, LAST_WORDS, ArrayTarget, Option, Prepared, Standing, Submission
 
 _LOOKS = 5
-_PATIENCE = 60  # seconds for an answer of Slurm's
+_PATIENCE = 60.0  # seconds for an answer of Slurm's
 _WAITING = ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "RESV_DEL_HOLD", "SPECIAL_EXIT")
 _RUNNING = ("RUNNING", "COMPLETING", "SIGNALING", "STAGE_OUT", "SUSPENDED", "STOPPED", "RESIZING")
 _REFUSES = "Slurm refuses it: "
@@ -93,12 +93,12 @@ class SlurmTarget(ArrayTarget):
         first = _handed_over(prepared, task=0)
         return [{**first, "task": task} for task in range(count)]
 
-    def why_not(self, prepared: Prepared) -> str:
+    def why_not(self, prepared: Prepared, patience: float = _PATIENCE) -> str:
         with tempfile.NamedTemporaryFile("w", suffix=".sh") as file:
             file.write(_script_in(prepared))
             file.flush()
             try:
-                _ask("sbatch", "--test-only", file.name, without=_set_in(prepared))
+                _ask("sbatch", "--test-only", file.name, without=_set_in(prepared), patience=patience)
             except RunError as error:
                 return str(error).partition("\n")[0].removeprefix(_REFUSES)
         return ""
@@ -245,7 +245,7 @@ def _set_in(prepared: Prepared) -> set[str]:
     return own.union(*(_ALSO.get(name, ()) for name in names))
 
 
-def _ask(*words: str, without: Collection[str] = ()) -> str:
+def _ask(*words: str, without: Collection[str] = (), patience: float = _PATIENCE) -> str:
     environment = {
         name: value
         for name, value in os.environ.items()
@@ -257,7 +257,7 @@ def _ask(*words: str, without: Collection[str] = ()) -> str:
             env=environment,
             capture_output=True,
             text=True,
-            timeout=_PATIENCE,
+            timeout=patience,
             check=False,
             stdin=subprocess.DEVNULL,
         )
@@ -268,7 +268,7 @@ def _ask(*words: str, without: Collection[str] = ()) -> str:
         ) from None
     except subprocess.TimeoutExpired:
         raise RunError(
-            f"Slurm does not answer: {words[0]} took more than {_PATIENCE} seconds\n    try: sinfo"
+            f"Slurm does not answer: {words[0]} took more than {patience:.0f} seconds\n    try: sinfo"
         ) from None
     if done.returncode:
         said = (done.stderr or done.stdout).strip() or f"{words[0]} ended with {done.returncode}"
