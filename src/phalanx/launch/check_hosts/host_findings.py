@@ -22,6 +22,8 @@ from phalanx.units import show_bytes, show_names, show_seconds
 _CLOCK = 5.0  # seconds that clocks may differ by
 _FILES = 1024  # open files that are always enough; below it they may not be
 _FILES_OF = 128, 4  # that a worker has at least, and for each other worker
+_PROCESSES = 1024  # processes and threads of a user that are enough; below it they may not be
+_THREADS_OF = 4  # that a worker has at least
 _SHARED_MEMORY = 128 * 2**20, 16 * 2**20  # bytes of /dev/shm that may be too little, and that are
 _BUSY = 2**30  # bytes of a device that somebody else uses
 _KEPT = 3  # checkpoints on the disk at a time
@@ -58,8 +60,8 @@ def findings(survey: HostSurvey, needs: Needs | None) -> list[HostFinding]:
         *(_without_devices(there, needs.plan) if needs else ()),
         *(_split_groups(there, needs) if needs and needs.plan.tp > 1 and len(there) == len(survey.hosts) else ()),
         *_limits(there, needs),
+        *_few_processes(there, needs),
         *_clocks(there),
-        *_ports(there),
         *link_findings(survey.links, {one.name: one.told for one in there}),
     ]
     return sorted(_together(found), key=lambda one: not one.fails)
@@ -100,9 +102,10 @@ def _versions(there: Sequence[HostAnswer]) -> Iterator[HostFinding]:
     for name in ("torch", "phalanx"):
         yield from _package(name, there, lambda one, key=name: one.told.get("versions", {}).get(key), fails=True)
     for name, key in (("CUDA of torch", "cuda"), ("NCCL", "nccl")):
-        yield from _odd(
-            name, there, lambda one, key=key: one.told.get(key) or None, "install the same torch on all hosts"
-        )
+        same = "install the same torch on all hosts"
+        yield from _odd(name, there, lambda one, key=key: one.told.get(key) or None, same)
+    same = "install the same driver on all hosts"
+    yield from _odd("NVIDIA driver", there, lambda one: one.told["gpus"].get("driver") or None, same, fails=False)
     imports = sorted({name for one in there for name in one.told.get("source", {}).get("imports", {})})
     for name in imports:
         asked = [one for one in there if not one.unsent]
@@ -204,7 +207,8 @@ def _job(there: Sequence[HostAnswer]) -> Iterator[HostFinding]:
             doing = "its data" if one.told.get("versions") else "torch"
             what = f"the process that was to load the job and {doing} {one.told['ending']}"
             fix = "load the job there by hand and see what takes so long, or ends it"
-            yield HostFinding(kind="job", hosts=(one.name,), what=what, fix=fix)
+            kind = "data" if one.told.get("loaded") else "job"
+            yield HostFinding(kind=kind, hosts=(one.name,), what=what, fix=fix)
 
 
 def _folder(survey: HostSurvey, there: Sequence[HostAnswer], needs: Needs | None) -> Iterator[HostFinding]:
@@ -371,6 +375,19 @@ def _limits(there: Sequence[HostAnswer], needs: Needs | None) -> Iterator[HostFi
                 yield HostFinding(kind="limits", hosts=(one.name,), what=what, fix=fix, fails=fails)
 
 
+def _few_processes(there: Sequence[HostAnswer], needs: Needs | None) -> Iterator[HostFinding]:
+    """Of a user, to which threads count: fewer than its workers and what loads their data begin with, or few."""
+    counts = workers_of(there, needs) if needs else {}
+    for one in there:
+        most = one.told["limits"].get("processes", -1)
+        loads = (one.told.get("data") or {}).get("workers", 0)
+        least = counts.get(one.name, 1) * (_THREADS_OF + loads)
+        if 0 <= most < max(_PROCESSES, least):
+            what = f"its user may have {most} processes and threads"
+            fix = "ulimit -u 65536 there, in /etc/security/limits.conf for good"
+            yield HostFinding(kind="limits", hosts=(one.name,), what=what, fix=fix, fails=most < least)
+
+
 def _clocks(there: Sequence[HostAnswer]) -> Iterator[HostFinding]:
     middles = [0.0, *(sum(one.ahead) / 2 for one in there)]
     right = statistics.median_low(sorted(middles, key=abs)) if len(middles) > 2 else 0.0
@@ -381,17 +398,3 @@ def _clocks(there: Sequence[HostAnswer]) -> Iterator[HostFinding]:
             what = f"its clock is {show_seconds(least)} {way}"
             fix = "set it by NTP: timedatectl set-ntp true there"
             yield HostFinding(kind="clock", hosts=(one.name,), what=what, fix=fix, fails=False)
-
-
-def _ports(there: Sequence[HostAnswer]) -> Iterator[HostFinding]:
-    for one in there:
-        if error := one.told["port"]["error"]:
-            taken = "in use" in error
-            what = f"workers cannot meet at {one.told['address']}{f':{one.port}' if one.port else ''}: {error}"
-            free = "end what listens there, such as another run, or choose another port"
-            fix = free if taken else "give an address of the host's own that the others reach"
-            yield HostFinding(kind="port", hosts=(one.name,), what=what, fix=fix)
-        elif not one.told["address"] and len(there) > 1:
-            fix = "connect it to the network of the others, and let it know their names"
-            what = f"it knows no way to {there[0].told['address'] or there[0].name}, where all workers meet"
-            yield HostFinding(kind="links", hosts=(one.name,), what=what, fix=fix)
