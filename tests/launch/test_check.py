@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shlex
-import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -110,7 +109,7 @@ class Queue(QueueTarget):
     def prepare(self, submission: Submission) -> Prepared:
         return Prepared(submission=submission, files={}, commands=())
 
-    def why_not(self, prepared: Prepared) -> str | None:
+    def why_not(self, prepared: Prepared, patience: float = 60.0) -> str | None:
         self.asked.append(prepared)
         return self.words
 
@@ -428,12 +427,13 @@ class TestLinks:
         assert (code, found(answer)) == (1, [("links", ("n2",), True)])
         assert "it reaches no other host, and none reaches it at" in answer["findings"][0]["what"]
 
-    def test_a_port_that_one_host_may_not_reach(self, check: Check, wired: Wired) -> None:
-        wired.hosts[0].port = 29500
-        wired.do(2, "ip rule add pref 100 ipproto tcp dport 29500 prohibit")
+    def test_a_host_that_another_may_not_reach(self, check: Check, wired: Wired) -> None:
+        wired.do(2, f"ip rule add pref 100 to {wired.network.address(0)} ipproto tcp prohibit")  # answers, too
         code, answer = check(*wired.hosts)
-        assert (code, found(answer)) == (1, [("links", ("n1",), True)])
-        assert f"n3 does not reach n1 at {wired.network.address(0)}:29500" in answer["findings"][0]["what"]
+        said = {hosts: one["what"] for one, (_, hosts, _) in zip(answer["findings"], found(answer), strict=True)}
+        assert (code, sorted(said)) == (1, [("n1",), ("n3",)])
+        assert f"n3 does not reach n1 at {wired.network.address(0)}:" in said["n1",]
+        assert f"n1 does not reach n3 at {wired.network.address(2)}:" in said["n3",]
 
     def test_a_link_at_a_tenth_of_the_others(self, check: Check, wired: Wired) -> None:
         wired.do(2, "tc qdisc del dev net0 root")
@@ -443,12 +443,10 @@ class TestLinks:
         assert answer["findings"][0]["what"].startswith("it sends ")
 
 
-def test_a_meeting_port_that_is_taken(check: Check) -> None:
-    with socket.create_server(("", 0)) as listener:
-        host = StandIn("n1")
-        host.port = listener.getsockname()[1]
-        code, answer = check(host, StandIn("n2"))
-    assert (code, found(answer)) == (1, [("port", ("n1",), True)])
+def test_an_address_to_meet_at_that_is_not_the_hosts_own(check: Check) -> None:
+    code, answer = check(StandIn("n1", address="198.51.100.7"), options="--plan dp=1")
+    assert (code, found(answer)) == (1, [("links", ("n1",), True)])
+    assert "workers cannot meet at 198.51.100.7: " in answer["findings"][0]["what"]
 
 
 @pytest.fixture(scope="module")

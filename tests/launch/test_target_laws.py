@@ -177,7 +177,7 @@ def prepared_for(monkeypatch: pytest.MonkeyPatch) -> list[Submission]:
         if issubclass(kind, AttachedTarget):
             monkeypatch.setattr(kind, "reach", lambda self: _raise(RunError("begun")))
         else:
-            monkeypatch.setattr(kind, "why_not", lambda self, prepared: "")
+            monkeypatch.setattr(kind, "why_not", lambda self, prepared, patience: "")
             monkeypatch.setattr(kind, "submit", _submitted)
             monkeypatch.setattr(kind, "standing", lambda self, ticket, folder: Standing(state="ended"))
     nobody = HostSurvey(hosts=(), links=(), folder=Path("run"))
@@ -244,8 +244,8 @@ def test_what_it_cannot_do_is_refused_before_anything_is_looked_at(
 
 
 def test_the_batch_of_the_run_is_what_its_plan_is_held_against(prepared_for: list[Submission]) -> None:
-    assert phalanx("check", "slurm", "--plan", "dp=4", "--batch", "2", "--signal", "60").exit_code == 1
-    assert phalanx("check", "slurm", "--plan", "dp=4", "--signal", "60").exit_code == 0
+    assert phalanx("check", "slurm", "--plan", "dp=4", "--batch", "2", "--grace", "10").exit_code == 1
+    assert phalanx("check", "slurm", "--plan", "dp=4", "--grace", "10").exit_code == 0
 
 
 def test_the_memory_of_a_run_that_is_to_begin_anyway_is_held_against_nothing(prepared_for: list[Submission]) -> None:

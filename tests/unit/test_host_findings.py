@@ -16,6 +16,7 @@ import pytest
 from phalanx.config import Plan, RunSpec
 from phalanx.launch.check_hosts import (
     CheckQuestion,
+    CheckTime,
     HostAnswer,
     HostSurvey,
     LinkAnswer,
@@ -27,7 +28,7 @@ from phalanx.launch.check_hosts import (
     survey,
     workers_of,
 )
-from phalanx.launch.check_hosts.asking import rounds
+from phalanx.launch.check_hosts.asking_links import rounds
 from phalanx.launch.check_hosts.host_probe import MARK
 from phalanx.launch.unshared_folder import unshared_problems
 from phalanx.preflight.launch_check import LaunchQuestion, launch_check
@@ -46,7 +47,7 @@ def told(devices: int = 8) -> dict[str, Any]:
         "host": "n",
         "cores": 96,
         "memory": {"total": 1024 * GIB, "free": 900 * GIB},
-        "limits": {"open_files": 65536, "memlock": -1},
+        "limits": {"open_files": 65536, "memlock": -1, "processes": 65536},
         "shm": {"total": 64 * GIB, "free": 64 * GIB},
         "folder": {"path": "/runs", "exists": True, "shared": True, "error": "", "free": 5000 * GIB},
         "gpus": {
@@ -58,7 +59,7 @@ def told(devices: int = 8) -> dict[str, Any]:
         "address": "10.0.0.1",
         "interface": {"name": "eth0", "speed": 1.25e9},
         "infiniband": True,
-        "port": {"number": 29500, "error": ""},
+        "meets": "",
         "free_port": 40000,
         "ending": "",
         "versions": {"torch": "2.13.0+cu126", "phalanx": "0.1.0"},
@@ -101,11 +102,17 @@ def none_for_torch(host: dict[str, Any]) -> None:
     host["devices"].clear()
 
 
+def hanging_data(host: dict[str, Any]) -> None:
+    host.update(loaded=True, ending="has not come to its end within 37 s")
+    del host["data"]
+
+
 NEEDS = Needs(plan=Plan.parse("fsdp=24"), memory=60.0 * GIB, state=100.0 * GIB)
 
 TABLE = [
     ("nccl", put("nccl", "2.21.5"), "versions", True, "NCCL 2.21.5 on n2, 2.27.3 on n1, n3"),
     ("cuda", put("cuda", "12.4"), "versions", True, "CUDA of torch 12.4 on n2"),
+    ("other driver", put("gpus.driver", "535.2"), "versions", False, "GPU driver 535.2 on n2, 550.1 on n1, n3"),
     ("driver gone", put("gpus.error", "has failed"), "devices", True, "nvidia-smi: has failed"),
     (
         "broken",
@@ -116,6 +123,8 @@ TABLE = [
     ),
     ("busy", put("gpus.devices.5.used", 30 * GIB), "devices", False, "device 5 is busy: 30.0 GiB in use"),
     ("full", put("devices.5.free", 40 * GIB), "memory", True, "device 5 has 40.0 GiB free; a worker needs 60.0 GiB"),
+    ("few processes", put("limits.processes", 60), "limits", True, "its user may have 60 processes and threads"),
+    ("processes", put("limits.processes", 1000), "limits", False, "its user may have 1000 processes and threads"),
     ("memlock", put("limits.memlock", 65536), "limits", False, "may lock 64.0 KiB"),
     ("few files for 24 workers", put("limits.open_files", 200), "limits", True, "may open 200 files"),
     ("files", put("limits.open_files", 300), "limits", False, "may open 300 files"),
@@ -123,6 +132,8 @@ TABLE = [
     ("disk", put("folder.free", 50 * GIB), "folder", True, "50.0 GiB free; a checkpoint takes 100.0 GiB"),
     ("little disk", put("folder.free", 150 * GIB), "folder", False, "150.0 GiB free"),
     ("hangs", put("ending", "has not come to its end within 40 s"), "job", True, "has not come to its end"),
+    ("data hang", hanging_data, "data", True, "has not come to its end"),
+    ("not its own", put("meets", "Cannot assign requested address"), "links", True, "cannot meet at 10.0.0.1: Cannot"),
     ("file", put("source.files", {"train.py": "b"}), "job", True, "train.py is not what it is on others"),
     ("own phalanx", put("versions.phalanx", "0.0.9"), "versions", True, "phalanx 0.0.9 on n2"),
     ("broken torch", put("versions.torch", "!OSError: libcudart.so.12"), "packages", True, "libcudart.so.12"),
@@ -206,6 +217,12 @@ def test_cpus_are_shared_with_a_warning() -> None:
     assert (finding.kind, finding.fails) == ("plan", False)
 
 
+@pytest.mark.parametrize(("user", "told"), [(1000, True), (0, False)])
+def test_a_limit_of_processes_is_none_for_root(monkeypatch: pytest.MonkeyPatch, user: int, told: bool) -> None:
+    monkeypatch.setattr("os.geteuid", lambda: user)
+    assert ("processes" in host_probe._limits()) == told
+
+
 def links(bandwidth: Callable[[str, str], float], latency: Callable[[str, str], float]) -> tuple[LinkAnswer, ...]:
     return tuple(
         LinkAnswer(source=one, target=two, port=1, bandwidth=bandwidth(one, two), latency=latency(one, two))
@@ -257,21 +274,24 @@ def test_links_that_there_is_no_time_for_are_counted_and_said(tmp_path: Path, mo
     class Answering(TargetHost):
         def __init__(self, number: int) -> None:
             self.name = f"n{number}"
+            self.told = False
             self.asked = 0
 
         def run(self, arguments: Sequence[str], text: str, patience: float) -> str:
             link = "peer" in json.loads(text)
             self.asked += link
+            self.told = True
             clock = {"began": time.time(), "ended": time.time()}
             return MARK + json.dumps({"error": "", "latency": 1e-4, "bandwidth": 1e9} if link else {**told(), **clock})
 
-    monkeypatch.setattr(asking, "_UNTIL", 0.0)
     hosts = [Answering(number) for number in range(8)]
+    monkeypatch.setattr(asking, "_LOOKS", 1)
+    monkeypatch.setattr(CheckTime, "left", property(lambda limit: 0.0 if all(one.told for one in hosts) else 50.0))
     said = survey(hosts, CheckQuestion(folder=tmp_path, cwd=str(tmp_path)))
     assert {host.asked for host in hosts} == {2}
-    assert (len(said.links), said.links_left) == (2 * 8, 28 - 8)
+    assert (len(said.links), said.unasked) == (2 * 8, 28 - 8)
     found = launch_check(LaunchQuestion(folder=tmp_path), said)
-    assert "links of 20 pairs of hosts: there was no time for them" in found.not_looked_at
+    assert "links between 20 pairs of hosts: no time was left" in found.not_looked_at
 
 
 @pytest.mark.parametrize("off", [3600.0, -3600.0])

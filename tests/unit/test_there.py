@@ -291,7 +291,7 @@ def checked(plan: Plan, workers: tuple[int, ...], devices: tuple[int, ...] = ())
         "folder": {"shared": True, "error": "", "free": 2**40},
         "gpus": {"error": "", "devices": []},
         "address": "10.0.0.1",
-        "port": {"number": 1, "error": ""},
+        "meets": "",
         "ending": "",
         "versions": {"torch": "2.13.0", "phalanx": "0.1.0"},
     }

@@ -135,10 +135,11 @@ _REFUSED_IN_FIRST_STEP = (LossError, GradientError, DataError)
 _PATIENCE = 60.0  # seconds that a run waits for the look; workers look at a model that takes longer to build
 
 
-def look_ahead(job: Job, plan: Plan, start: RunStart = START) -> Findings:
+def look_ahead(job: Job, plan: Plan, start: RunStart = START, patience: float = _PATIENCE) -> Findings:
     """What there is to be found of ``job`` under ``plan`` before it runs, such as causes of a difference.
 
-    Nothing where it cannot be looked at. ``start`` says how the run begins that it is for.
+    Nothing where it cannot be looked at, or not within ``patience`` seconds. ``start`` says how the run begins that it
+    is for.
 
     Raises:
         RefusedError: if the model, the optimizer or the data are such that the plan cannot serve the job.
@@ -147,7 +148,7 @@ def look_ahead(job: Job, plan: Plan, start: RunStart = START) -> Findings:
         GradientError: if parameters get no gradient, or the optimizer holds others than it was given.
     """
     with LookAhead(job, plan, start) as look:
-        return look.findings()
+        return look.findings(patience)
 
 
 @final
@@ -168,9 +169,9 @@ class LookAhead:
     def __exit__(self, *_: object) -> None:
         self.side.close()
 
-    def findings(self) -> Findings:
-        """What was found; waits for it. To be called once. Raises what ``look_ahead`` does."""
-        message = self.side.next(_PATIENCE)
+    def findings(self, patience: float = _PATIENCE) -> Findings:
+        """What was found; waits for it ``patience`` seconds. To be called once. Raises what ``look_ahead`` does."""
+        message = self.side.next(patience)
         return _findings((message or {}).get("look", {}))
 
 

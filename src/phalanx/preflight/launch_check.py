@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import shutil
+import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +17,11 @@ from phalanx.hardware import entry
 from phalanx.hardware.probe import Gpu, matched, measured
 from phalanx.launch.check_hosts import (
     CheckQuestion,
+    CheckTime,
     HostAnswer,
     HostFinding,
     HostSurvey,
     Needs,
-    TargetHost,
     ThisMachine,
     findings,
     survey,
@@ -34,11 +36,14 @@ from phalanx.train.assembly import refuse
 from phalanx.train.build_model import size_of
 from phalanx.train.lr_schedule import RunStart
 
-PATIENCE = 30.0
-"""Seconds that the forecast may take."""
+_LOOK = 2.0  # seconds that must be left for a look at the model, or a forecast
+_OF_QUEUE = 16.0  # seconds that are kept for what a queue says
 _STATE = 12.0  # bytes of a parameter and Adam's state in a checkpoint
-_OF_A_QUEUE = {"packages", "job", "data", "folder", "plan"}
-"""What the machine that hands a run to a queue has in common with those that the queue will choose."""
+_UNREAD = "the job's data could not be read"
+_HANDED_OVER = {"job", "folder", "plan"}
+"""What is wrong for a queue where it is wrong on the machine that hands a run to it."""
+_SHARED = {"packages", "data"}
+"""The same where the queue's machines have the packages and data of that machine."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,6 +57,7 @@ class LaunchQuestion:
         plan: of the run; ``None``: none was asked for.
         folder: of the run.
         target: ``None``: this machine.
+        time: that all may take.
     """
 
     reference: str = ""
@@ -60,6 +66,7 @@ class LaunchQuestion:
     plan: Plan | None = None
     folder: Path
     target: Target | None = None
+    time: CheckTime = field(default_factory=CheckTime, compare=False)
 
     def under(self, plan: Plan) -> Submission:
         """What is handed over where the run is under ``plan``."""
@@ -106,8 +113,10 @@ class LaunchCheck:
 def surveyed(question: LaunchQuestion) -> HostSurvey:
     """Ask the hosts that a run would be on, or this machine where they are not known."""
     target = question.target
-    hosts: list[TargetHost] = list(target.hosts()) if isinstance(target, AttachedTarget) else [ThisMachine()]
-    return survey(hosts, _hosts_question(question))
+    if isinstance(target, AttachedTarget):
+        return survey(list(target.hosts()), _hosts_question(question, question.time))
+    time = CheckTime(question.time.left - _OF_QUEUE) if target else question.time
+    return survey([ThisMachine(_python_here(question) or sys.executable)], _hosts_question(question, time))
 
 
 def launch_check(question: LaunchQuestion, said: HostSurvey | None = None) -> LaunchCheck:
@@ -118,40 +127,88 @@ def launch_check(question: LaunchQuestion, said: HostSurvey | None = None) -> La
     target, said = question.target, said or surveyed(question)
     there = [one for one in said.hosts if one.told]
     job, unknown = question.job, _unknown_of(question)
+    unknown += [f"links between {said.unasked} pairs of hosts: no time was left"] if said.unasked else []
     queue = target if isinstance(target, QueueTarget) else None
     plan = question.plan or (plan_for(job, said.hosts) if job and not queue else None)
-    unread = any((one.told.get("data") or {"error": "-"})["error"] for one in there)
+    unread = [one for one in there if (one.told.get("data") or {"error": "-"})["error"]]
+    lacking = any(not one.unsent for one in unread)  # where the code was too much for a check, nothing is known of data
     asked = question.under(plan) if job and plan else None
-    refused = refusals(job, asked, target, looks=not unread) if job and asked else []
+    refused: list[HostFinding] = []
+    if job and asked:
+        refused, missing = refusals(job, asked, target, question.time, looks=not unread)
+        unknown += [f"the model by a step of its own: {missing}"] if missing else []
     needs = Needs(plan=plan) if plan else None
     if queue:
-        unknown += [f"the machines of {queue.name}, which chooses them only once a run begins"]
-        if job and not plan:
-            unknown += [f"whether {queue.name} would take it: no --plan was given"]
+        unknown += _unknown_of_queue(queue, question)
     elif job and asked and not refused:
-        needs, missing = host_needs(job, asked.run, there)
+        needs, missing = (needs, _UNREAD) if lacking else host_needs(job, asked.run, there, question.time)
         unknown += [f"memory that the plan needs: {missing}"] if missing else []
-    unknown += [f"links of {said.links_left} pairs of hosts: there was no time for them"] if said.links_left else []
     unknown += said.not_looked_at
     if needs and asked:
         needs = replace(needs, run=asked.run)
-    found = [one for one in findings(said, None if queue else needs) if not queue or one.kind in _OF_A_QUEUE]
+    found = [*findings(said, None if queue else needs)]
+    if queue:
+        found = [*_of_interpreter(question), *(one for one in found if one.kind in _kinds_of(question))]
     if queue and asked and not refused:
-        words = queue.why_not(queue.prepare(asked))
-        if words is None:
-            unknown += [f"whether {queue.name} would take it"]
-        elif words:
-            what = f"{queue.name} says: {words}"
-            refused = [HostFinding(kind="queue", hosts=(), what=what, fix="ask for what there is")]
+        refused, missing = _asked_of(queue, asked, question.time)
+        unknown += [missing] if missing else []
     if refused:
         found = [one for one in found if one.kind != "plan"]  # the same in other words
     return LaunchCheck(survey=said, findings=(*refused, *found), plan=plan, not_looked_at=tuple(unknown))
 
 
-def _hosts_question(question: LaunchQuestion) -> CheckQuestion:
+def _asked_of(queue: QueueTarget, asked: Submission, time: CheckTime) -> tuple[list[HostFinding], str]:
+    """What the queue refuses, and what it could not be asked."""
+    until = CheckTime(max(_OF_QUEUE, time.left))
+    words = queue.why_not(queue.prepare(asked), until.left)
+    if words is None or not until.left:
+        late = "" if words is None else ": it has not answered in time"
+        return [], f"whether {queue.name} would take it{late}"
+    what = f"{queue.name} says: {words}"
+    return [HostFinding(kind="queue", hosts=(), what=what, fix="ask for what there is")] if words else [], ""
+
+
+def _kinds_of(question: LaunchQuestion) -> set[str]:
+    """What of this machine's findings is wrong for a queue; a job that does not load here is not handed over."""
+    if question.reference and not question.job:
+        return _HANDED_OVER | _SHARED
+    if _image_of(question):
+        return _HANDED_OVER
+    return _HANDED_OVER | (_SHARED if _python_here(question) else {"data"})
+
+
+def _image_of(question: LaunchQuestion) -> str:
+    target, given = question.target, question.submission
+    return target.image(given.options) if given and isinstance(target, QueueTarget) else ""
+
+
+def _unknown_of_queue(queue: QueueTarget, question: LaunchQuestion) -> list[str]:
+    unknown = [f"the machines of {queue.name}, which chooses them only once a run begins"]
+    if image := _image_of(question):
+        unknown += [f"the image {image}: its packages, and the data that the job reads there"]
+    if question.job and not question.plan:
+        unknown += [f"whether {queue.name} would take it: no --plan was given"]
+    return unknown
+
+
+def _python_here(question: LaunchQuestion) -> str:
+    """The interpreter that workers are started by, where this machine has it; empty else."""
+    named = question.submission.python if question.submission else ""
+    return sys.executable if _image_of(question) or not named else shutil.which(named) or ""
+
+
+def _of_interpreter(question: LaunchQuestion) -> list[HostFinding]:
+    if _python_here(question) or not question.submission:
+        return []
+    what = f"{question.submission.python} is not on this machine: its packages were not looked at"
+    fix = "--python with the path of an interpreter there, if this is none"
+    return [HostFinding(kind="packages", hosts=(), what=what, fix=fix, fails=False)]
+
+
+def _hosts_question(question: LaunchQuestion, time: CheckTime) -> CheckQuestion:
     where = Reference.parse(question.reference) if question.reference else None
     file = str(where.file) if where and where.file else ""
-    return CheckQuestion(reference=str(where or ""), file=file, folder=question.folder, cwd=os.getcwd())
+    return CheckQuestion(reference=str(where or ""), file=file, folder=question.folder, cwd=os.getcwd(), time=time)
 
 
 def _unknown_of(question: LaunchQuestion) -> list[str]:
@@ -160,14 +217,14 @@ def _unknown_of(question: LaunchQuestion) -> list[str]:
     return [] if question.job else ["the plan, and memory that it needs: the job does not load here"]
 
 
-def host_needs(job: Job, run: RunSpec, answers: Sequence[HostAnswer]) -> tuple[Needs, str]:
+def host_needs(job: Job, run: RunSpec, answers: Sequence[HostAnswer], time: CheckTime) -> tuple[Needs, str]:
     """What each worker needs there, and why its memory is not known, or asked for; empty where it is."""
     plan = run.plan
     gpu = _smallest(answers) if not on_host(plan.device) else None
     with SideProcess(lambda send: _send_needs(job, plan, gpu, send)) as side:
-        message = side.next(PATIENCE)
+        message = side.next(max(_LOOK, time.left))
     if message is None:
-        return Needs(plan=plan), f"its forecast took more than {PATIENCE:g} s"
+        return Needs(plan=plan), "its forecast took too long"
     needs = Needs(plan=plan, memory=message.get("memory", 0.0), state=message["state"])
     if run.forecast != "refuse":
         return replace(needs, memory=0.0), "the run is to begin whatever its forecast says"
@@ -180,32 +237,40 @@ def plan_for(job: Job | None, answers: Sequence[HostAnswer]) -> Plan:
     return Plan(dp=max(1, min(places, job.batch if job else places)))
 
 
-def refusals(job: Job, asked: Submission, target: Target | None, *, looks: bool) -> list[HostFinding]:
-    """What a run of ``job`` is refused for there, whatever devices there are here.
+def refusals(
+    job: Job, asked: Submission, target: Target | None, time: CheckTime, *, looks: bool
+) -> tuple[list[HostFinding], str]:
+    """What a run of ``job`` is refused for there, whatever devices there are here, and why not all was looked at.
 
     ``looks``: also by running the model on a few samples.
     """
     problems: list[Problem] = []
+    missing = "" if looks else _UNREAD
+    patience = max(_LOOK, time.left - (_OF_QUEUE if isinstance(target, QueueTarget) else 0.0))
+    until = CheckTime(patience)
     try:
-        refuse_plan(job, asked.run, target, looks=looks)
+        refuse_plan(job, asked.run, target, patience if looks else 0.0)
     except SpecError as error:
         problems += error.problems
     except RunError as error:
         fix = "phalanx train JOB -n 1 --steps 1 says more"
-        return [HostFinding(kind="job", hosts=(), what=str(error).splitlines()[0], fix=fix)]
+        return [HostFinding(kind="job", hosts=(), what=str(error).splitlines()[0], fix=fix)], ""
     try:
         if target and not problems:
             target.prepare(asked)
     except SpecError as error:
         problems += error.problems
-    return [
+    found = [
         HostFinding(kind="plan", hosts=(), what=f"{one.where}: given {one.given}; allowed: {one.allowed}", fix=one.fix)
         for one in problems
     ]
+    return found, missing or ("" if found or until.left else "it took too long")
 
 
-def refuse_plan(job: Job, run: RunSpec, target: Target | None, *, looks: bool = True) -> None:
-    """Refuse a plan that cannot serve the job, whatever devices there are here; ``looks``: by one look at it, too.
+def refuse_plan(job: Job, run: RunSpec, target: Target | None, patience: float = 60.0) -> None:
+    """Refuse a plan that cannot serve the job, whatever devices there are here.
+
+    ``patience``: seconds that one look at the model may take, too; 0: it is not looked at.
 
     Raises:
         SpecError: as of ``phalanx train``.
@@ -219,8 +284,8 @@ def refuse_plan(job: Job, run: RunSpec, target: Target | None, *, looks: bool = 
             raise SpecError.of("-n", given, f"at most {most}, for this job", f"-n {min(within.least, most)}:{most}")
         plan = plans[within.most]
     refuse(job, plan, plan.world_size)
-    if looks:
-        look_ahead(job, plan, RunStart.of(settled(run)))
+    if patience:
+        look_ahead(job, plan, RunStart.of(settled(run)), patience)
 
 
 def _smallest(answers: Sequence[HostAnswer]) -> Gpu | None:

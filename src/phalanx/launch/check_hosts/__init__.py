@@ -1,20 +1,16 @@
 """Before a run: what each host of a launch target says of itself, and what would keep training from running there."""
 
-from phalanx.launch.check_hosts.asking import CheckQuestion, HostAnswer, HostSurvey, LinkAnswer, survey
+from phalanx.launch.check_hosts.asking import CheckQuestion, HostAnswer, HostSurvey, survey
+from phalanx.launch.check_hosts.asking_links import LinkAnswer
 from phalanx.launch.check_hosts.host_findings import Needs, findings, workers_of
 from phalanx.launch.check_hosts.link_findings import HostFinding
-from phalanx.launch.check_hosts.target_host import (
-    CODE_OF_CHECK,
-    CodeForHost,
-    TargetHost,
-    ThisMachine,
-    program_text,
-    run_here,
-)
+from phalanx.launch.check_hosts.started_program import CheckTime, run_here
+from phalanx.launch.check_hosts.target_host import CODE_OF_CHECK, CodeForHost, TargetHost, ThisMachine, program_text
 
 __all__ = [
     "CODE_OF_CHECK",
     "CheckQuestion",
+    "CheckTime",
     "CodeForHost",
     "HostAnswer",
     "HostFinding",

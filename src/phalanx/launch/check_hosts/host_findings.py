@@ -15,15 +15,13 @@ from typing import Any
 from phalanx.config import Plan, RunSpec
 from phalanx.device_kinds import DeviceKind, all_kinds, kind_named, probed_kinds
 from phalanx.launch.check_hosts.asking import HostAnswer, HostSurvey
+from phalanx.launch.check_hosts.limit_findings import few_processes, limits
 from phalanx.launch.check_hosts.link_findings import HostFinding, link_findings
 from phalanx.launch.check_hosts.way_there import way_there
 from phalanx.launch.unshared_folder import unshared_problems
 from phalanx.units import show_bytes, show_names, show_seconds
 
 _CLOCK = 5.0  # seconds that clocks may differ by
-_FILES = 1024  # open files that are always enough; below it they may not be
-_FILES_OF = 128, 4  # that a worker has at least, and for each other worker
-_SHARED_MEMORY = 128 * 2**20, 16 * 2**20  # bytes of /dev/shm that may be too little, and that are
 _BUSY = 2**30  # bytes of a device that somebody else uses
 _KEPT = 3  # checkpoints on the disk at a time
 
@@ -58,9 +56,9 @@ def findings(survey: HostSurvey, needs: Needs | None) -> list[HostFinding]:
         *(_memory(there, needs) if needs and needs.memory else ()),
         *(_without_devices(there, needs.plan) if needs else ()),
         *(_split_groups(there, needs) if needs and needs.plan.tp > 1 and len(there) == len(survey.hosts) else ()),
-        *_limits(there, needs),
+        *limits(there, needs.plan.processes if needs else 1),
+        *few_processes(there, workers_of(there, needs) if needs else {}),
         *_clocks(there),
-        *_ports(there),
         *link_findings(survey.links, {one.name: one.told for one in there}),
     ]
     return sorted(_together(found), key=lambda one: not one.fails)
@@ -101,9 +99,10 @@ def _versions(there: Sequence[HostAnswer]) -> Iterator[HostFinding]:
     for name in ("torch", "phalanx"):
         yield from _package(name, there, lambda one, key=name: one.told.get("versions", {}).get(key), fails=True)
     for key, name in {key: name for kind in all_kinds() for key, name in kind.versions.items()}.items():
-        yield from _odd(
-            name, there, lambda one, key=key: one.told.get(key) or None, "install the same torch on all hosts"
-        )
+        same = "install the same torch on all hosts"
+        yield from _odd(name, there, lambda one, key=key: one.told.get(key) or None, same)
+    same = "install the same driver on all hosts"
+    yield from _odd("GPU driver", there, lambda one: one.told["gpus"].get("driver") or None, same, fails=False)
     imports = sorted({name for one in there for name in one.told.get("source", {}).get("imports", {})})
     for name in imports:
         asked = [one for one in there if not one.unsent]
@@ -205,7 +204,8 @@ def _job(there: Sequence[HostAnswer]) -> Iterator[HostFinding]:
             doing = "its data" if one.told.get("versions") else "torch"
             what = f"the process that was to load the job and {doing} {one.told['ending']}"
             fix = "load the job there by hand and see what takes so long, or ends it"
-            yield HostFinding(kind="job", hosts=(one.name,), what=what, fix=fix)
+            kind = "data" if one.told.get("loaded") else "job"
+            yield HostFinding(kind=kind, hosts=(one.name,), what=what, fix=fix)
 
 
 def _folder(survey: HostSurvey, there: Sequence[HostAnswer], needs: Needs | None) -> Iterator[HostFinding]:
@@ -358,30 +358,6 @@ def _gpus_of(there: Sequence[HostAnswer]) -> int:
     return sum(len(one.told.get("devices", ())) for one in there)
 
 
-def _limits(there: Sequence[HostAnswer], needs: Needs | None) -> Iterator[HostFinding]:
-    workers = needs.plan.processes if needs else 1
-    for one in there:
-        files = one.told["limits"].get("open_files", -1)
-        if 0 <= files < _FILES:
-            least = _FILES_OF[0] + _FILES_OF[1] * workers
-            what = f"a process may open {files} files"
-            fix = "ulimit -n 65536 there, in /etc/security/limits.conf for good"
-            yield HostFinding(kind="limits", hosts=(one.name,), what=what, fix=fix, fails=files < least)
-        locked = one.told["limits"].get("memlock", -1)
-        if one.told.get("infiniband") and locked >= 0:
-            what = f"a process may lock {show_bytes(locked)} of memory, which InfiniBand needs more of"
-            yield HostFinding(kind="limits", hosts=(one.name,), what=what, fix="ulimit -l unlimited there", fails=False)
-        loads = (one.told.get("data") or {}).get("workers", 0)
-        if one.told["shm"]["total"] and (loads or len(one.told.get("devices", ())) > 1):
-            free = one.told["shm"]["free"]
-            if free < _SHARED_MEMORY[0]:
-                by = f"{loads} loader processes" if loads else "its devices"
-                what = f"/dev/shm has {show_bytes(free)} free, over which {by} hand on tensors"
-                fix = "mount -o remount,size=8G /dev/shm there; of a container --shm-size=8g"
-                fails = bool(loads) and free < _SHARED_MEMORY[1]
-                yield HostFinding(kind="limits", hosts=(one.name,), what=what, fix=fix, fails=fails)
-
-
 def _clocks(there: Sequence[HostAnswer]) -> Iterator[HostFinding]:
     middles = [0.0, *(sum(one.ahead) / 2 for one in there)]
     right = statistics.median_low(sorted(middles, key=abs)) if len(middles) > 2 else 0.0
@@ -392,17 +368,3 @@ def _clocks(there: Sequence[HostAnswer]) -> Iterator[HostFinding]:
             what = f"its clock is {show_seconds(least)} {way}"
             fix = "set it by NTP: timedatectl set-ntp true there"
             yield HostFinding(kind="clock", hosts=(one.name,), what=what, fix=fix, fails=False)
-
-
-def _ports(there: Sequence[HostAnswer]) -> Iterator[HostFinding]:
-    for one in there:
-        if error := one.told["port"]["error"]:
-            taken = "in use" in error
-            what = f"workers cannot meet at {one.told['address']}{f':{one.port}' if one.port else ''}: {error}"
-            free = "end what listens there, such as another run, or choose another port"
-            fix = free if taken else "give an address of the host's own that the others reach"
-            yield HostFinding(kind="port", hosts=(one.name,), what=what, fix=fix)
-        elif not one.told["address"] and len(there) > 1:
-            fix = "connect it to the network of the others, and let it know their names"
-            what = f"it knows no way to {there[0].told['address'] or there[0].name}, where all workers meet"
-            yield HostFinding(kind="links", hosts=(one.name,), what=what, fix=fix)

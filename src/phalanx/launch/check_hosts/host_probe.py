@@ -17,6 +17,7 @@ import struct
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from typing import Any
 
@@ -43,13 +44,7 @@ def answer(question: dict[str, Any]) -> dict[str, Any]:
     """What there is to say but the time."""
     if question.get("cwd") and os.path.isdir(question["cwd"]):
         os.chdir(question["cwd"])
-    job = subprocess.Popen(
-        [sys.executable, "-c", question["boot"]],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        start_new_session=True,
-    )
+    job, life = _job_begun(question["boot"])
     return {
         "python": platform.python_version(),
         "executable": sys.executable,
@@ -64,25 +59,40 @@ def answer(question: dict[str, Any]) -> dict[str, Any]:
         "address": _address(question["towards"]),
         "interface": _interface(_address(question["towards"])),
         "infiniband": os.path.isdir("/sys/class/infiniband") and bool(os.listdir("/sys/class/infiniband")),
-        "port": _port(question["port"], question["towards"] if question["meets"] else ""),
-        "free_port": _port(0)["number"],
-        **_asked(job, question),
+        "meets": _port(question["towards"])[1] if question["meets"] else "",
+        "free_port": _port()[0],
+        **_asked(job, life, question),
     }
 
 
-def _asked(job: Any, question: dict[str, Any]) -> dict[str, Any]:
+def _job_begun(boot: str) -> tuple[Any, int]:
+    """The process of ``job_probe``, and the pipe by which it is told and lives."""
+    reading, writing = os.pipe()
+    pipes = {"stdin": reading, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    job = subprocess.Popen([sys.executable, "-c", boot], start_new_session=True, **pipes)  # type: ignore[call-overload]
+    os.close(reading)
+    return job, writing
+
+
+def _asked(job: Any, life: int, question: dict[str, Any]) -> dict[str, Any]:
     """What ``job_probe`` says, as far as it comes: each of its lines says more."""
     ending = ""
     room = tempfile.mkdtemp(prefix="phalanx-check-")  # for code that comes with the question
-    said = json.dumps({"program": question["job_probe"], "job": {**question["job"], "room": room}}).encode()
+    said = json.dumps({"program": question["job_probe"], "job": {**question["job"], "room": room}})
+    telling = threading.Thread(target=_tell, args=(life, said.encode() + b"\n"), daemon=True)
+    telling.start()
     try:
-        out, err = job.communicate(said, timeout=question["patience"])
+        out, err = job.communicate(timeout=question["patience"])
     except subprocess.TimeoutExpired:
         os.killpg(job.pid, 9)
         out, err = job.communicate()
-        ending = f"has not come to its end within {question['patience']:g} s"
+        ending = f"has not come to its end within {question['patience']:.0f} s"
     finally:
+        if job.poll() is None:  # whoever asked is gone
+            os.killpg(job.pid, 9)
         shutil.rmtree(room, ignore_errors=True)
+    telling.join()
+    os.close(life)
     if job.returncode and not ending:
         number, lines = job.returncode, err.decode(errors="replace").strip().splitlines()
         ending = f"ended by signal {-number}" if number < 0 else (lines or [f"exit code {number}"])[-1]
@@ -91,6 +101,15 @@ def _asked(job: Any, question: dict[str, Any]) -> dict[str, Any]:
         if line.startswith(MARK):
             document.update(json.loads(line[len(MARK) :]))
     return {**document, "ending": ending}
+
+
+def _tell(pipe: int, text: bytes) -> None:
+    left = memoryview(text)
+    try:
+        while left:
+            left = left[os.write(pipe, left) :]
+    except OSError:  # it has ended
+        pass
 
 
 def _cores() -> int:
@@ -125,8 +144,9 @@ def _groups() -> list[str]:
 
 
 def _limits() -> dict[str, int]:
-    """Soft limits of this process; -1 where there is none."""
-    names = {"open_files": "RLIMIT_NOFILE", "memlock": "RLIMIT_MEMLOCK", "processes": "RLIMIT_NPROC"}
+    """Soft limits of this process; -1 where there is none, as there is none of processes for root."""
+    names = {"open_files": "RLIMIT_NOFILE", "memlock": "RLIMIT_MEMLOCK"}
+    names.update({"processes": "RLIMIT_NPROC"} if os.geteuid() else {})
     kinds = {name: getattr(resource, kind) for name, kind in names.items() if hasattr(resource, kind)}
     soft = {name: resource.getrlimit(kind)[0] for name, kind in kinds.items()}
     return {name: -1 if limit == resource.RLIM_INFINITY else limit for name, limit in soft.items()}
@@ -243,16 +263,16 @@ def _interface(address: str) -> dict[str, Any]:
     return {"name": "", "speed": 0.0}
 
 
-def _port(number: int, address: str = "") -> dict[str, Any]:
-    """Whether a port can be listened at, by an address of this host; for 0, one that can."""
+def _port(address: str = "") -> tuple[int, str]:
+    """A port that can be listened at by an address of this host, or why there is none."""
     try:
         with socket.socket() as listener:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listener.bind(("" if address == ANYWHERE else address, number))
+            listener.bind(("" if address == ANYWHERE else address, 0))
             listener.listen()
-            return {"number": listener.getsockname()[1], "error": ""}
+            return listener.getsockname()[1], ""
     except OSError as error:
-        return {"number": number, "error": error.strerror or str(error)}
+        return 0, error.strerror or str(error)
 
 
 def _read(path: str) -> str:

@@ -49,7 +49,7 @@ def main() -> None:
     there = not job["file"] or os.path.isfile(job["file"])
     if job["reference"] and there and {"torch", "phalanx"} <= set(sys.modules):
         try:
-            say(data=data(job["reference"]))
+            say(data=data(job["reference"], say))
         except Exception as error:  # of whatever Phalanx itself imports
             say(data={"error": f"{type(error).__name__}: {error}", "fix": "", "of": "job"})
 
@@ -187,8 +187,8 @@ def devices(kinds: dict[str, str]) -> dict[str, Any]:
     return told
 
 
-def data(reference: str) -> dict[str, Any]:
-    """Load the job, make its data, and take the first sample, as a worker does."""
+def data(reference: str, say: Any) -> dict[str, Any]:
+    """Load the job, say that it is ``loaded``, make its data, and take the first sample, as a worker does."""
     from phalanx.data.map_style import is_stream
     from phalanx.errors import SpecError
     from phalanx.launch.jobfile import load_job
@@ -198,6 +198,7 @@ def data(reference: str) -> dict[str, Any]:
     except SpecError as error:
         first = error.problems[0]
         return {"error": f"{first.where}: {first.given}", "fix": first.fix, "of": "job"}
+    say(loaded=True)
     try:
         made: Any = job.data()
         if not is_stream(made):

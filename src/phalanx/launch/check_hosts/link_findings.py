@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from phalanx.launch.check_hosts.asking import LinkAnswer
+from phalanx.launch.check_hosts.asking_links import LinkAnswer
 from phalanx.units import show_bytes, show_names, show_seconds
 
 _SLOW = 0.25  # of the bandwidth that most hosts have on their best link
@@ -38,7 +38,8 @@ class HostFinding:
 
 
 def link_findings(links: Sequence[LinkAnswer], hosts: Mapping[str, Mapping[str, Any]]) -> Iterator[HostFinding]:
-    """Of the ``links`` between ``hosts``, by what each host told."""
+    """Of the ``links`` between ``hosts``, that where all workers meet first, by what each host told."""
+    yield from _addresses(hosts)
     alone = _alone(links)
     for name in alone:
         errors = sorted({one.error for one in links if name in (one.source, one.target)})
@@ -50,6 +51,19 @@ def link_findings(links: Sequence[LinkAnswer], hosts: Mapping[str, Mapping[str, 
     yield from _slow(measured)
     yield from _late(measured)
     yield from _below_what_it_could(measured, hosts)
+
+
+def _addresses(hosts: Mapping[str, Mapping[str, Any]]) -> Iterator[HostFinding]:
+    for name, told in hosts.items():
+        if told["meets"]:
+            what = f"workers cannot meet at {told['address']}: {told['meets']}"
+            fix = "give an address of the host's own that the others reach"
+            yield HostFinding(kind="links", hosts=(name,), what=what, fix=fix)
+        elif not told["address"] and len(hosts) > 1:
+            first = next(iter(hosts))
+            fix = "connect it to the network of the others, and let it know their names"
+            what = f"it knows no way to {hosts[first]['address'] or first}, where all workers meet"
+            yield HostFinding(kind="links", hosts=(name,), what=what, fix=fix)
 
 
 def _alone(links: Sequence[LinkAnswer]) -> list[str]:

@@ -1,6 +1,7 @@
 """The program that both hosts of a pair run at one time: can each reach the other, how soon, how fast.
 
-Each listens, and opens a connection to the other over which it measures: first one of them, then the other.
+Each listens, and opens a connection to the other over which it measures: first one of them, then the other. Where many
+are only to reach one, that one listens for all of them, and each of them takes the time of a round trip.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import json
 import socket
 import threading
 import time
+from contextlib import suppress
 from typing import Any
 
 MARK = "phalanx-check:"
@@ -23,7 +25,38 @@ _TRIP, _BULK, _END, _DONE = b"t", b"b", b"e", b"d"
 def main() -> None:
     """Answer the question, JSON on stdin, by one line on stdout."""
     question = QUESTION  # type: ignore[name-defined]  # noqa: F821  (put there by what reads this text)
-    print("\n" + MARK + json.dumps(link(question)), flush=True)
+    answer = listen(question) if "comers" in question else come(question) if "comes" in question else link(question)
+    print("\n" + MARK + json.dumps(answer), flush=True)
+
+
+def listen(question: dict[str, Any]) -> dict[str, Any]:
+    """Answer as many as come, until all have, or it takes too long."""
+    ended = time.monotonic() + _MOST + _REACHING
+    answering = []
+    with socket.socket() as listener, suppress(OSError):
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(("", question["port"]))
+        listener.listen(question["comers"])
+        while len(answering) < question["comers"] and time.monotonic() < ended:
+            listener.settimeout(max(0.1, ended - time.monotonic()))
+            peer, _ = listener.accept()
+            answering.append(threading.Thread(target=_answer, args=(peer, threading.Event()), daemon=True))
+            answering[-1].start()
+    for thread in answering:
+        thread.join(max(0.0, ended - time.monotonic()))
+    return {}
+
+
+def come(question: dict[str, Any]) -> dict[str, Any]:
+    """The way to one that listens: the error, or seconds of a round trip."""
+    try:
+        with _reached(tuple(question["peer"]), _MOST) as peer:
+            peer.settimeout(_REACHING)
+            latency = _trip(peer)
+            peer.sendall(_DONE)
+            return {"error": "", "latency": latency}
+    except OSError as error:
+        return {"error": error.strerror or str(error)}
 
 
 def link(question: dict[str, Any]) -> dict[str, Any]:
@@ -41,7 +74,7 @@ def link(question: dict[str, Any]) -> dict[str, Any]:
             threading.Thread(target=_serve, args=(listener, other_done), daemon=True).start()
         told: dict[str, Any] = {"error": ""}
         try:
-            with _reached(tuple(question["peer"])) as peer:
+            with _reached(tuple(question["peer"]), _REACHING) as peer:
                 if not question["first"]:
                     other_done.wait(_MOST / 3)
                 told.update(latency=_trip(peer), bandwidth=_rate(peer))
@@ -52,8 +85,8 @@ def link(question: dict[str, Any]) -> dict[str, Any]:
     return told
 
 
-def _reached(where: Any) -> socket.socket:
-    until = time.monotonic() + _REACHING
+def _reached(where: Any, patience: float) -> socket.socket:
+    until = time.monotonic() + patience
     while True:
         try:
             return socket.create_connection(where, timeout=max(0.5, until - time.monotonic()))
@@ -91,9 +124,17 @@ def _rate(peer: socket.socket) -> float:
 
 
 def _serve(listener: socket.socket, done: threading.Event) -> None:
-    """Answer bytes that ask for a round trip, and take in the others, until the other end has done."""
     try:
         peer, _ = listener.accept()
+    except OSError:
+        done.set()
+    else:
+        _answer(peer, done)
+
+
+def _answer(peer: socket.socket, done: threading.Event) -> None:
+    """Answer bytes that ask for a round trip, and take in the others, until the other end has done."""
+    try:
         with peer:
             peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             while True:

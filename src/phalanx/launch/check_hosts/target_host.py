@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -12,7 +10,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import final
 
-from phalanx.errors import Problem, RunError
+from phalanx.errors import Problem
+from phalanx.launch.check_hosts.started_program import run_here
 
 CODE_OF_CHECK = 32 << 20
 """Bytes of all files of a job's code that are sent to a host for a check; there must be time for what it asks."""
@@ -43,7 +42,6 @@ class TargetHost(ABC):
     Attributes:
         name: as the user knows it; no two hosts of a target have one name.
         address: that the other hosts reach it by; empty where it is to say so itself.
-        port: where all workers meet, on the host that they meet at; 0 where any free port will do.
         processes: workers it is to have; 0 where that follows from its devices.
         folder: that workers work in there; empty where it is that of whoever asks.
         scratch: where the target puts what the host does not share with whoever asks, the job's code and a copy of the
@@ -52,7 +50,6 @@ class TargetHost(ABC):
 
     name: str
     address: str = ""
-    port: int = 0
     processes: int = 0
     folder: str = ""
     scratch: str = ""
@@ -65,8 +62,8 @@ class TargetHost(ABC):
     def run(self, arguments: Sequence[str], text: str, patience: float) -> str:
         """What the Python that workers are started by prints, given ``arguments`` and ``text`` on stdin.
 
-        It runs with the environment that workers have. Called from several threads at once, it does not wait for other
-        calls.
+        Stdin stays open until it has ended: it closes where whoever asks is gone, upon which the program ends. It runs
+        with the environment that workers have. Called from several threads at once, it does not wait for other calls.
 
         Raises:
             RunError: it cannot be reached, has no such Python, or has not ended within ``patience`` seconds; in a
@@ -78,11 +75,13 @@ class TargetHost(ABC):
 class ThisMachine(TargetHost):
     """The machine that asks."""
 
-    def __init__(self) -> None:
+    def __init__(self, python: str = sys.executable) -> None:
+        """``python``: the interpreter that workers are started by."""
         self.name = "this machine"
+        self._python = python
 
     def run(self, arguments: Sequence[str], text: str, patience: float) -> str:
-        return run_here([sys.executable, *arguments], text, patience)
+        return run_here([self._python, *arguments], text, patience)
 
 
 def program_text(*modules: ModuleType) -> str:
@@ -97,29 +96,3 @@ def program_text(*modules: ModuleType) -> str:
         text = "".join("\n" if line.startswith("from phalanx.") else line for line in lines)
         parts.append(f"exec(compile({text!r}, {module.__name__!r}, 'exec'))\n")
     return "".join(parts)
-
-
-def run_here(command: Sequence[str], text: str, patience: float) -> str:
-    """What ``command`` prints, given ``text`` on stdin.
-
-    Raises:
-        RunError: there is no such program, it fails, or it has not ended within ``patience`` seconds; what it started
-            is ended, too.
-    """
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    try:
-        started = subprocess.Popen([*command], text=True, errors="replace", start_new_session=True, **pipes)  # pyright: ignore
-    except OSError as error:
-        raise RunError(f"{command[0]} cannot be started: {error.strerror}") from None
-    with started:
-        try:
-            out, err = started.communicate(text, timeout=patience)
-        except subprocess.TimeoutExpired:
-            raise RunError(f"gives no answer within {patience:g} s") from None
-        finally:
-            if started.poll() is None:
-                os.killpg(started.pid, 9)
-    if started.returncode:
-        lines = [line for line in err.splitlines() if line.strip()]
-        raise RunError(lines[-1].strip() if lines else f"{command[0]} ended with exit code {started.returncode}")
-    return out

@@ -31,8 +31,10 @@ _CAUSE = re.compile(r"An error occurred \((\w+)\) when calling the \w+ operation
 class AwsCalls:
     """Calls in one region, by the credentials that are set up here."""
 
-    def __init__(self, region: str = "") -> None:
+    def __init__(self, region: str = "", patience: float | None = None) -> None:
         """``region``: as the AWS settings say where it is empty.
+
+        ``patience``: seconds for AWS to be reached, and as many to answer, once; ``None``: as boto3 has it.
 
         Raises:
             MissingExtraError: boto3 is not installed.
@@ -43,6 +45,7 @@ class AwsCalls:
             raise MissingExtraError("boto3", "sagemaker") from None
         self._session = boto3.Session(region_name=region or None)
         self._clients: dict[str, Any] = {}
+        self._patience = patience
 
     @property
     def region(self) -> str:
@@ -105,8 +108,16 @@ class AwsCalls:
 
     def _client(self, service: str) -> Any:
         if service not in self._clients:
-            self._clients[service] = self._session.client(service)
+            self._clients[service] = self._session.client(service, config=self._config())
         return self._clients[service]
+
+    def _config(self) -> Any:
+        if self._patience is None:
+            return None
+        from botocore.config import Config
+
+        once = {"total_max_attempts": 1}
+        return Config(connect_timeout=self._patience, read_timeout=self._patience, retries=once)
 
 
 def split_s3(uri: str) -> tuple[str, str]:

@@ -9,7 +9,7 @@ from typing import Any
 
 from phalanx.errors import RunError
 
-_PATIENCE = 60  # seconds for an answer
+_PATIENCE = 60.0  # seconds for an answer
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,8 +30,8 @@ class Kubectl:
         namespace = ("--namespace", self.namespace) if self.namespace else ()
         return ("kubectl", *context, *namespace, *words)
 
-    def ask(self, *words: str, text: str | None = None) -> str:
-        """What the command prints. ``text``: what it reads.
+    def ask(self, *words: str, text: str | None = None, patience: float = _PATIENCE) -> str:
+        """What the command prints, within ``patience`` seconds. ``text``: what it reads.
 
         Raises:
             RunError: it refuses, in its own words; does not answer; or is not on this machine.
@@ -39,7 +39,7 @@ class Kubectl:
         command = self.words(*words)
         given: dict[str, Any] = {"stdin": subprocess.DEVNULL} if text is None else {"input": text}
         try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=_PATIENCE, check=False, **given)
+            done = subprocess.run(command, capture_output=True, text=True, timeout=patience, check=False, **given)
         except FileNotFoundError:
             raise RunError(
                 "kubectl is not on this machine, so that it cannot hand anything to Kubernetes\n"
@@ -47,7 +47,7 @@ class Kubectl:
             ) from None
         except subprocess.TimeoutExpired:
             raise RunError(
-                f"Kubernetes does not answer: kubectl {words[0]} took more than {_PATIENCE} seconds\n"
+                f"Kubernetes does not answer: kubectl {words[0]} took more than {patience:.0f} seconds\n"
                 "    try: kubectl cluster-info"
             ) from None
         if done.returncode:

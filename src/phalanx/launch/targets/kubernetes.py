@@ -95,11 +95,16 @@ class KubernetesTarget(QueueTarget):
         pods = {"nodes": request.nodes, **({"least": request.least} if request.least < request.nodes else {})}
         return {request.kind: _name_in(text), **named, **pods}
 
-    def why_not(self, prepared: Prepared) -> str:
+    def image(self, options: Mapping[str, str]) -> str:
+        return options.get("image", "of the training runtime")
+
+    def why_not(self, prepared: Prepared, patience: float = 60.0) -> str:
         submission = prepared.submission
         text = prepared.files[submission.folder / _MANIFESTS]
         try:
-            _kubectl(submission.options).ask("apply", "--dry-run=server", "--filename", "-", text=text)
+            _kubectl(submission.options).ask(
+                *("apply", "--dry-run=server", "--filename", "-"), text=text, patience=patience
+            )
         except RunError as error:
             return own_words(error).removeprefix(_REFUSES)
         return ""

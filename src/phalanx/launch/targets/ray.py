@@ -42,7 +42,7 @@ from phalanx.launch.targets.target import (
 _STATES: tuple[State, ...] = ("waiting", "running", "ended", "stopped", "failed")
 _OVER = ("ended", "stopped", "failed")
 _REQUEST = "ray.json"
-_PATIENCE = 180  # seconds for an answer, all told
+_PATIENCE = 180.0  # seconds for an answer, all told
 _HOST = re.compile(r"([\w.-]+|\[[0-9a-fA-F:]+\]):([1-9]\d{0,4})")
 _NAME = re.compile(r"[\w.-]{1,200}")
 
@@ -98,13 +98,13 @@ class RayTarget(QueueTarget):
             (words,) = prepared.commands
             return _ask(words, self.address)
 
-    def why_not(self, prepared: Prepared) -> str:
+    def why_not(self, prepared: Prepared, patience: float = _PATIENCE) -> str:
         request = next(text for path, text in prepared.files.items() if path.name == _REQUEST)
         with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
             file.write(request)
             file.flush()
             try:
-                _ask(_words(self.address, "fits", file.name), self.address)
+                _ask(_words(self.address, "fits", file.name), self.address, patience)
             except (RunError, SpecError) as error:
                 return str(error).partition("\n")[0]
         return ""
@@ -177,14 +177,14 @@ def _words(address: str, word: str, what: str) -> tuple[str, ...]:
     return sys.executable, "-m", "phalanx.launch.targets.ray_ask", address, word, what
 
 
-def _ask(words: tuple[str, ...], address: str) -> dict[str, Any]:
+def _ask(words: tuple[str, ...], address: str, patience: float = _PATIENCE) -> dict[str, Any]:
     """
     Raises:
         MissingExtraError: Ray is not installed here.
         RefusedError: the cluster cannot serve the plan.
         RunError: the cluster cannot be asked, or refuses.
     """
-    told = _answer(words, address)
+    told = _answer(words, address, patience)
     if told.get("unreachable"):
         fix = "ray start --head" if address == "auto" else f"ray status --address {address.removeprefix('ray://')}"
         raise RunError(f"{_unreachable(told, address)}\n    try: {fix}")
@@ -192,7 +192,7 @@ def _ask(words: tuple[str, ...], address: str) -> dict[str, Any]:
     return told
 
 
-def _answer(words: tuple[str, ...], address: str) -> dict[str, Any]:
+def _answer(words: tuple[str, ...], address: str, patience: float = _PATIENCE) -> dict[str, Any]:
     """What the process says that asks the cluster, whatever it is."""
     if find_spec("ray") is None:
         raise MissingExtraError("ray", "ray")
@@ -203,12 +203,12 @@ def _answer(words: tuple[str, ...], address: str) -> dict[str, Any]:
             env=environment,
             capture_output=True,
             text=True,
-            timeout=_PATIENCE,
+            timeout=patience,
             check=False,
             stdin=subprocess.DEVNULL,
         )
     except subprocess.TimeoutExpired:
-        raise RunError(f"Ray at {address} has not answered within {_PATIENCE} s\n    try: ray status") from None
+        raise RunError(f"Ray at {address} has not answered within {patience:.0f} s\n    try: ray status") from None
     try:
         return json.loads(done.stdout.splitlines()[-1])
     except (ValueError, IndexError):

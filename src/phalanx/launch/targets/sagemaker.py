@@ -26,6 +26,7 @@ from phalanx.launch.targets.offer import Offer
 from phalanx.launch.targets.sagemaker_instances import instances_offered
 from phalanx.launch.targets.sagemaker_job import CODE, RUN, JobPlaces, digest_of_text, run_text, to_json, training_job
 from phalanx.launch.targets.sagemaker_logs import TrainingLogs
+from phalanx.launch.targets.sagemaker_missing import what_is_missing
 from phalanx.launch.targets.sagemaker_options import OPTIONS, SageMakerRequest
 from phalanx.launch.targets.sagemaker_steps import last_events
 from phalanx.launch.targets.target import FOLDER, Option, Prepared, QueueTarget, Standing, State, Submission
@@ -106,6 +107,16 @@ class SageMakerTarget(QueueTarget):
         with prepared.written(), _sent(calls, submission, request, asked):
             calls.ask("sagemaker", "create_training_job", **asked)
         return {"job": asked["TrainingJobName"], "region": calls.region, "run": asked["HyperParameters"]["run"]}
+
+    def image(self, options: Mapping[str, str]) -> str:
+        return options.get("image", "that --image names")
+
+    def why_not(self, prepared: Prepared, patience: float = 60.0) -> str | None:
+        """What is not there of what the launch names, as far as one may look; SageMaker cannot be asked the rest."""
+        try:
+            return what_is_missing(SageMakerRequest.of(prepared.submission), patience) or None
+        except PhalanxError as error:
+            return str(error).partition("\n")[0]
 
     def standing(self, ticket: Mapping[str, Any], folder: Path) -> Standing:
         name, region = _job_of(ticket, folder)

@@ -37,7 +37,7 @@ from phalanx.launch.targets.target import (
 )
 
 _LOOKS = 5
-_PATIENCE = 60  # seconds for an answer of Slurm's
+_PATIENCE = 60.0  # seconds for an answer of Slurm's
 _WAITING = ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "RESV_DEL_HOLD", "SPECIAL_EXIT")
 _RUNNING = ("RUNNING", "COMPLETING", "SIGNALING", "STAGE_OUT", "SUSPENDED", "STOPPED", "RESIZING")
 _REFUSES = "Slurm refuses it: "
@@ -104,12 +104,12 @@ class SlurmTarget(ArrayTarget):
         first = _handed_over(prepared, task=0)
         return [{**first, "task": task} for task in range(count)]
 
-    def why_not(self, prepared: Prepared) -> str:
+    def why_not(self, prepared: Prepared, patience: float = _PATIENCE) -> str:
         with tempfile.NamedTemporaryFile("w", suffix=".sh") as file:
             file.write(_script_in(prepared))
             file.flush()
             try:
-                _ask("sbatch", "--test-only", file.name, without=_set_in(prepared))
+                _ask("sbatch", "--test-only", file.name, without=_set_in(prepared), patience=patience)
             except RunError as error:
                 return own_words(error).removeprefix(_REFUSES)
         return ""
@@ -256,7 +256,7 @@ def _set_in(prepared: Prepared) -> set[str]:
     return own.union(*(_ALSO.get(name, ()) for name in names))
 
 
-def _ask(*words: str, without: Collection[str] = ()) -> str:
+def _ask(*words: str, without: Collection[str] = (), patience: float = _PATIENCE) -> str:
     environment = {
         name: value
         for name, value in os.environ.items()
@@ -268,7 +268,7 @@ def _ask(*words: str, without: Collection[str] = ()) -> str:
             env=environment,
             capture_output=True,
             text=True,
-            timeout=_PATIENCE,
+            timeout=patience,
             check=False,
             stdin=subprocess.DEVNULL,
         )
@@ -279,7 +279,7 @@ def _ask(*words: str, without: Collection[str] = ()) -> str:
         ) from None
     except subprocess.TimeoutExpired:
         raise RunError(
-            f"Slurm does not answer: {words[0]} took more than {_PATIENCE} seconds\n    try: sinfo"
+            f"Slurm does not answer: {words[0]} took more than {patience:.0f} seconds\n    try: sinfo"
         ) from None
     if done.returncode:
         said = (done.stderr or done.stdout).strip() or f"{words[0]} ended with {done.returncode}"

@@ -264,12 +264,19 @@ class QueueTarget(Target):
 
         check_folder(run, job=job)
 
-    def why_not(self, prepared: Prepared) -> str | None:
+    def why_not(self, prepared: Prepared, patience: float = 60.0) -> str | None:
         """Why it would refuse the run, in its own words; empty where it would take it. Nothing is handed over.
 
-        ``None`` where it cannot be asked that.
+        ``None`` where it cannot be asked that. ``patience``: seconds that asking may take.
         """
         return None
+
+    def image(self, options: Mapping[str, str]) -> str:
+        """The image that a run with these ``options`` finds its packages in, and data at paths of its own.
+
+        Empty where its machines have the packages and the data of this one, at the same paths.
+        """
+        return ""
 
     @abstractmethod
     def standing(self, ticket: Mapping[str, Any], folder: Path) -> Standing:

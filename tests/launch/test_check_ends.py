@@ -1,0 +1,182 @@
+"""A check ends in its time, and leaves nothing behind however it is ended."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from click.testing import CliRunner
+from launched import write_job
+from ssh_hosts import lacking_for_ssh, ssh_servers
+
+from phalanx.cli import main
+from phalanx.launch.check_hosts import (
+    CheckTime,
+    TargetHost,
+    ThisMachine,
+    asking,
+    link_probe,
+    run_here,
+    started_program,
+)
+from phalanx.launch.check_hosts.asking_links import ask_links
+from phalanx.launch.host_network import HostLink, lacking
+from phalanx.preflight import launch_check
+
+DATA = "data=lambda: px.Table(x=x, y=x[:, :4].argmax(1))"
+HANGS = """
+import os
+import time
+from pathlib import Path
+
+
+def data():
+    Path("begun.part").write_text(f"{os.getppid()} {os.getpid()}")
+    Path("begun.part").rename("begun")
+    while True:
+        try:
+            time.sleep(1000)
+        except KeyboardInterrupt:
+            pass
+"""
+
+
+@pytest.fixture
+def hanging(tmp_path: Path) -> Iterator[Path]:
+    """A job whose data never come, and leave in ``begun`` which processes wait for them."""
+    path = write_job(tmp_path)
+    (tmp_path / "hangs.py").write_text(HANGS)
+    text = path.read_text()
+    assert DATA in text
+    path.write_text(f"import hangs\n{text.replace(DATA, 'data=hangs.data')}")
+    yield path
+    for name in ("train", "hangs"):
+        sys.modules.pop(name, None)
+
+
+def await_gone(pids: list[int], seconds: float = 20.0) -> None:
+    until = time.monotonic() + seconds
+    while left := [pid for pid in pids if psutil.pid_exists(pid)]:
+        assert time.monotonic() < until, left
+        time.sleep(0.1)
+
+
+def test_data_that_hang_end_a_check_in_its_time(hanging: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(started_program, "MOST", 24.0)
+    monkeypatch.setattr(launch_check, "host_needs", lambda *given: pytest.fail("a forecast takes the data, too"))
+    result = CliRunner().invoke(main, ["check", "train.py", "--plan", "dp=2", "--json"])
+    assert result.exit_code == 1, result.output
+    told = json.loads(result.stdout)
+    (finding,) = told["findings"]
+    assert "has not come to its end within " in finding["what"]
+    assert told["seconds"] < 30.0
+    assert "memory that the plan needs: the job's data could not be read" in told["not_looked_at"]
+    await_gone([int(word) for word in Path("begun").read_text().split()])
+
+
+def end(number: int, *words: str) -> int:
+    """Signal a check of the job whose data hang; its exit code, once all that was asked has ended, too."""
+    Path("tmp").mkdir()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "phalanx", "check", "train.py", *words],
+        env={**os.environ, "TMPDIR": str(Path("tmp").absolute())},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    try:
+        until = time.monotonic() + 60
+        while not Path("begun").exists():
+            assert process.poll() is None
+            assert time.monotonic() < until
+            time.sleep(0.05)
+        process.send_signal(number)
+        code = process.wait(20)  # not once the data's time is over
+    finally:
+        process.kill()
+        process.wait()
+    await_gone([int(word) for word in Path("begun").read_text().split()])
+    return code
+
+
+@pytest.mark.usefixtures("hanging")
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)])
+def test_a_check_that_is_ended_leaves_nothing_behind(number: int, code: int) -> None:
+    assert end(number, "--plan", "dp=2") == code
+    assert os.listdir("tmp") == []
+    if number != signal.SIGKILL:
+        assert not list(Path().rglob(".phalanx-check-*"))
+
+
+@pytest.mark.usefixtures("hanging")
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_nor_on_a_host(tmp_path_factory: pytest.TempPathFactory, number: int) -> None:
+    problem = lacking(HostLink())
+    if why := lacking_for_ssh() or (problem and problem.given):
+        pytest.skip(why)
+    with ssh_servers(1, tmp_path_factory.mktemp("ssh")) as servers:
+        assert end(number, "--to", f"ssh:{servers.write_hosts((1,))}", "--plan", "dp=1") in (143, -9)
+
+
+def test_a_program_whose_asker_lets_go_ends() -> None:
+    """As where the connection to its host is cut."""
+    reading, writing = os.pipe()
+    boot = started_program.BOOT
+    process = subprocess.Popen([sys.executable, "-c", boot], stdin=reading, stderr=subprocess.DEVNULL)
+    os.close(reading)
+    program = "import time\nopen('begun', 'w').close()\ntime.sleep(1000)"
+    os.write(writing, json.dumps({"program": program}).encode() + b"\n")
+    try:
+        while not Path("begun").exists():
+            assert process.poll() is None
+            time.sleep(0.02)
+        os.close(writing)
+        assert process.wait(20)
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_what_a_program_is_told_may_be_long_and_unread() -> None:
+    text = "x" * (1 << 20)
+    assert run_here([sys.executable, "-c", "print(len(input()))"], f"{text}\n", 30.0) == f"{1 << 20}\n"
+    assert run_here([sys.executable, "-c", "print('hello')"], text, 30.0) == "hello\n"
+
+
+def test_of_many_hosts_each_reaches_the_first() -> None:
+    hosts: list[TargetHost] = []
+    for number in range(10):
+        hosts.append(ThisMachine())
+        hosts[-1].name = f"n{number}"
+    ports = [launch_port() for _ in hosts]
+    told = {one.name: {"address": "127.0.0.1", "free_port": port} for one, port in zip(hosts, ports, strict=True)}
+
+    def ask(host: TargetHost, question: dict[str, Any]) -> dict[str, Any]:
+        if host.name == "n5" and "comes" in question:  # its way to the first is closed
+            question = {**question, "peer": ["127.0.0.1", launch_port()]}
+        return asking._run(host, link_probe, question, 60.0)
+
+    with ThreadPoolExecutor(len(hosts)) as pool:
+        said = ask_links(hosts, told, ask, pool, CheckTime(300.0))
+    tried = {one.source: one for one in said.links if one.target == "n0"}
+    assert sorted(tried) == [f"n{number}" for number in range(1, 10)]
+    assert [name for name, one in tried.items() if one.error] == ["n5"]
+    assert "refused" in tried["n5"].error
+    assert all(one.latency > 0 for one in tried.values() if not one.error)
+
+
+def launch_port() -> int:
+    """A free one."""
+    from phalanx.launch.check_hosts import host_probe
+
+    return host_probe._port()[0]
