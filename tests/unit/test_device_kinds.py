@@ -249,10 +249,6 @@ class TestFacts:
         assert host().memory() is None
         assert DeviceMemory(peak=3, allocated=1, reserved=4, free=5, total=10).peak == 3
 
-    @pytest.mark.parametrize("name", BUILT_IN)
-    def test_proven(self, name: str) -> None:
-        assert kind_named(name).proven == (name in ("cpu", "cuda"))
-
 
 class TestCuda:
     """What is asked of torch.cuda, on a machine without: each answer is torch's own."""

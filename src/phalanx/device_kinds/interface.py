@@ -53,8 +53,6 @@ class DeviceKind(ABC):
         hardware: kinds of the catalog and of cluster files whose devices these are; one that torch calls otherwise
             than their maker stands beside the kind's own name.
         torch_type: of the ``torch.device``, which torch's functions go by.
-        proven: what is planned for it is what runs there. With which versions of torch that was shown,
-            ``hardware/proven.toml`` says; what never was proves itself first.
         automatic: ``device=auto`` takes it where each replica can have a device of its own.
         on_host: it computes with the host's cores, in the host's memory.
         most: devices of it that one run may have; ``None``: any number.
@@ -85,7 +83,6 @@ class DeviceKind(ABC):
     hardware: ClassVar[tuple[str, ...]]
     torch_type: ClassVar[str]
     backend: ClassVar[str]
-    proven: ClassVar[bool] = False
     automatic: ClassVar[bool] = False
     on_host: ClassVar[bool] = False
     most: ClassVar[int | None] = None

@@ -8,7 +8,6 @@ from typing import Any
 
 from phalanx.config import Cluster, Plan
 from phalanx.config.fields import plan_problem
-from phalanx.device_kinds import kind_of_hardware
 from phalanx.errors import Problem
 from phalanx.placement.batch_split import largest_share
 
@@ -133,9 +132,6 @@ def not_run_yet(plan: Plan, cluster: Cluster) -> str:
     """Why ``train`` does not run ``plan`` on ``cluster``'s kind of devices yet; empty where it does."""
     if plan.precision not in _PRECISIONS:
         return f"precision={plan.precision} can be forecast but not run yet"
-    unlike = [group.device for group in cluster.groups if not kind_of_hardware(group.device.kind).proven]
-    if unlike:
-        return f"{unlike[0].name} is of kind {unlike[0].kind}, on which nothing runs yet"
     if len({group.device.kind for group in cluster.groups}) > 1:
         return "devices of several kinds in one run"
     return ""

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 class _Cpu(DeviceKind):
     name, label, torch_type, hardware = "cpu", "CPU", "cpu", ("cpu",)
     backend, interfaces = "gloo", ("GLOO_SOCKET_IFNAME",)
-    proven = fitted = automatic = on_host = shared = True
+    fitted = automatic = on_host = shared = True
     lost_peer = "gloo.*(timed out|timeout)"
 
     def count(self) -> int:

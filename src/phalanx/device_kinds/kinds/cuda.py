@@ -49,7 +49,7 @@ def told():
 class _Cuda(Accelerator):
     name, label, torch_type, hardware = "cuda", "CUDA", "cuda", ("cuda", "rocm")
     backend, interfaces = "nccl", ("NCCL_SOCKET_IFNAME",)
-    proven = fitted = streams = pinned = in_order = shared = compiles = True
+    fitted = streams = pinned = in_order = shared = compiles = True
     lost_peer = "nccl.*(abort|remote|system error|timeout|unhandled)"
     visible = "CUDA_VISIBLE_DEVICES"
     versions: ClassVar[Mapping[str, str]] = {"cuda": "CUDA of torch", "nccl": "NCCL"}
