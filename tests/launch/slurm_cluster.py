@@ -28,6 +28,7 @@ SlurmdUser=root
 AuthType=auth/munge
 CredType=cred/munge
 AuthInfo=socket={folder}/munge/socket,cred_expire=6
+FirstJobId={first}
 StateSaveLocation={folder}/state
 SlurmdSpoolDir={folder}/spool-%n
 SlurmctldPidFile={folder}/slurmctld.pid
@@ -164,7 +165,8 @@ def _start(folder: Path, remembered: int, scheduler: str) -> None:
     (munge / "key").write_bytes(secrets.token_bytes(1024))
     (munge / "key").chmod(0o400)
     ports = free_ports(4)
-    given = {"host": socket.gethostname(), "folder": folder, "ports": ports}
+    first = 1 + secrets.randbelow(19_000)  # jobs meet at a port by their number, and other clusters are on this machine
+    given = {"host": socket.gethostname(), "folder": folder, "ports": ports, "first": first}
     text = CONFIGURATION.format(**given, remembered=remembered, scheduler=scheduler)
     (folder / "slurm.conf").write_text(text)
     files = {"key-file": "key", "socket": "socket", "pid-file": "pid", "log-file": "log", "seed-file": "seed"}
