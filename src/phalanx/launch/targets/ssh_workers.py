@@ -243,7 +243,8 @@ class SshWorkers(Workers):
         reported = self._reports.failures()
         ranks = {failure.rank for failure in reported}
         known = [*reported, *(failure for failure in self._failures if failure.rank not in ranks)]
-        return [replace(failure, host=self._hosts[self._host_of[failure.rank][0]].entry.name) for failure in known]
+        entries = self._storage.file.hosts  # those that were reached may be let go of
+        return [replace(failure, host=entries[self._host_of[failure.rank][0]].name) for failure in known]
 
     def _take_for(self, timeout: float) -> None:
         until = time.monotonic() + timeout
