@@ -69,7 +69,7 @@ def told(devices: int = 8) -> dict[str, Any]:
             {"index": n, "name": "NVIDIA H100 80GB HBM3", "free": 78 * GIB, "total": 79 * GIB, "error": ""}
             for n in range(devices)
         ],
-        "source": {"missing": False, "files": {"train.py": "a"}, "imports": {"numpy": "2.0.0"}},
+        "source": {"state": "same", "missing": False, "files": {"train.py": "a"}, "imports": {"numpy": "2.0.0"}},
         "data": {"error": "", "samples": 100, "workers": 4},
     }
 

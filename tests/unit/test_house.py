@@ -274,6 +274,7 @@ MUTABLE = {
     "files/single_writer.py: _held",  # locks that this process holds, as the kernel knows them
     "launch/host_network.py: _numbers",
     "launch/host_process.py: _numbers",
+    "launch/check_hosts/started_program.py: _RUNNING",  # programs that end with what started them
     "launch/jobfile.py: _stamps",  # as Python keeps what it has imported
     "launch/jobfile.py: _declared_by",  # what those imports declared
     "launch/jobfile.py: _values_of",  # and what a job declared that was loaded last

@@ -50,7 +50,7 @@ OPTIONS = {
     "service-account": Option(help="service account of the pods", example="trainer"),
     "image-pull-secret": Option(help="secrets by which the image is pulled, with commas", example="ecr", between=","),
     "environment": Option(
-        help="variables of the pods, with commas; no secrets", example="NCCL_DEBUG=INFO,FI_PROVIDER=efa", between=","
+        help="variables of the pods, with commas; no secrets", example="OMP_NUM_THREADS=8,FI_PROVIDER=efa", between=","
     ),
     "env-from-secret": Option(
         help="secrets whose entries pods have as variables, with commas", example="wandb", between=","

@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 
 from phalanx.config import RunSpec
+from phalanx.device_kinds import on_host
 from phalanx.errors import Problem, SpecError
 from phalanx.launch.targets.code_pack import CODE_OPTION, folder_to_pack
 from phalanx.launch.targets.offer import gpus_offered, misfit
@@ -214,8 +215,8 @@ def _misfits(run: RunSpec, nodes: int, options: Mapping[str, str]) -> list[Probl
     problems = uneven_nodes(plan, nodes, "each")
     if not problems and "instance" in options:
         each = min(processes // nodes, plan.world_size) * plan.threads
-        problems += instance_problems(options["instance"], 0 if plan.device == "cpu" else each)
-        if plan.device == "cuda" and gpus_of(options["instance"]) == 0:
+        problems += instance_problems(options["instance"], 0 if on_host(plan.device) else each)
+        if plan.device != "auto" and not on_host(plan.device) and gpus_of(options["instance"]) == 0:
             problems += [problem] if (problem := misfit(plan, gpus_offered(nodes, 0, options["instance"]))) else []
     problems += changing_devices(run, "SageMaker")
     if run.grace > _STOP - _MARGIN:

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from phalanx.config import Plan, RunSpec
+from phalanx.device_kinds import on_host
 from phalanx.errors import Problem
 from phalanx.launch.targets.offer import Offer, gpus_offered, misfit
 from phalanx.launch.targets.option_checks import is_count, uneven_nodes, wrong_counts, wrong_option
@@ -62,8 +63,8 @@ class Kind:
     def of(cls, options: Mapping[str, str], workers: int, plan: Plan) -> Kind:
         """From options without fault; ``workers``: of ``plan`` on each of these nodes."""
         gpus, cores, guessed = _count(options, "gpus-per-node"), _count(options, "cpus-per-task"), ""
-        if gpus is None and "gres" not in options and plan.device != "cpu":
-            there = plan.device == "cuda" or has_gpus(options.get("partition"))
+        if gpus is None and "gres" not in options and not on_host(plan.device):
+            there = plan.device != "auto" or has_gpus(options.get("partition"))
             gpus, guessed = workers * plan.threads if there else None, _GUESSED if there is None else ""
         if cores is None and not gpus and "gres" not in options:
             cores = workers * plan.threads
@@ -125,7 +126,7 @@ def workers_of(run: RunSpec, options: Mapping[str, str], also: Mapping[str, str]
 
 def too_few_gpus(plan: Plan, options: Mapping[str, str], also: Mapping[str, str]) -> list[Problem]:
     """Whether ``plan`` needs more GPUs than nodes of the one kind, or of both, have. The options are without fault."""
-    if plan.device == "cpu":
+    if on_host(plan.device):
         return []
     offers = [_offered(one) for one in (options, also) if one or one is options]
     known = [one for one in offers if one]
