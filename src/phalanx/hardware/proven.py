@@ -71,7 +71,7 @@ class Ground:
 
 
 def techniques(plan: Plan) -> str:
-    """What ``plan`` uses, whatever the sizes: ``dp tp precision=bf16`` of ``dp=4 tp=2 micro=8 precision=bf16``.
+    """What ``plan`` uses, whatever the sizes: ``dp tp micro precision=bf16`` of ``dp=4 tp=2 micro=8 precision=bf16``.
 
     Keys with words stay whole, of those with numbers the name stays, but for ``zero``, whose stages are techniques of
     their own. ``micro`` is one as well: gradients are accumulated.
@@ -87,7 +87,7 @@ def techniques(plan: Plan) -> str:
             found.append(key)
         else:
             found.append(word)
-    return " ".join(found)
+    return " ".join(found) or "single"
 
 
 def is_proven(plan: Plan, kind: str) -> bool:

@@ -24,6 +24,7 @@ from functools import partial, partialmethod
 from types import MethodType
 from typing import Any
 
+import torch
 from keras.src.backend.common import global_state
 from keras.src.backend.common.masking import get_keras_mask, set_keras_mask
 from keras.src.backend.common.variables import AutocastScope, get_autocast_scope
@@ -71,8 +72,25 @@ class Penalties(threading.local):
     terms: list[Tensor] | None = None
     layers: set[int]
 
+    def counted(self) -> frozenset[int] | None:
+        """The layers whose penalty this call of the model has by now; ``None`` where it collects none."""
+        return None if self.terms is None else frozenset(self.layers)
+
+    @contextmanager
+    def again(self, counted: frozenset[int] | None) -> Iterator[None]:
+        """Have layers that backward calls again do what they did when ``counted`` was so; it was collected then."""
+        if counted is None or self.terms is not None or torch._C._current_graph_task_id() < 0:
+            yield
+            return
+        self.terms, self.layers = [], set(counted)
+        try:
+            yield
+        finally:
+            self.terms = None
+
 
 PENALTIES = Penalties()
+_ALONE = (None, None, False, None, None)  # what is around a layer that is called by itself
 
 
 class _LayerModule(TorchLayer):
@@ -91,21 +109,21 @@ class _LayerModule(TorchLayer):
         # Keras' own call ends here; what it knows of the calls around goes along, for a forward that comes again later.
         context = global_state.get_global_attribute(_CALL)
         scope = get_autocast_scope()
-        penalised = False
+        penalised, counted = False, PENALTIES.counted() if self._layers else None
         if self.__dict__["_regularised"] and PENALTIES.terms is not None and id(self) not in PENALTIES.layers:
             PENALTIES.layers.add(id(self))
             penalised = True
         masks = masks_of((args, kwargs)) if self._layers else None
-        within = (getattr(context, "training", None), scope.dtype if scope else None, penalised, masks)
+        within = (getattr(context, "training", None), scope.dtype if scope else None, penalised, counted, masks)
         return nn.Module.__call__(self, *args, keras_within=within, **kwargs)
 
-    def forward(self, *args: Any, keras_within: tuple[Any, ...] = (None, None, False, None), **kwargs: Any) -> Any:
-        training, dtype, penalised, masks = keras_within
+    def forward(self, *args: Any, keras_within: tuple[Any, ...] = _ALONE, **kwargs: Any) -> Any:
+        training, dtype, penalised, counted, masks = keras_within
         if masks is not None:
             put_masks((args, kwargs), masks)
         if not (penalised or self.__dict__["_shared"]) and global_state.get_global_attribute(_CALL) is not None:
             return self.call(*args, **kwargs)
-        with _as_it_was(self, training, dtype, (args, kwargs)), _read_here(self):
+        with _as_it_was(self, training, dtype, (args, kwargs)), PENALTIES.again(counted), _read_here(self):
             if penalised:
                 penalty = sum(one.regularizer(one) for one in self.__dict__["_regularised"])
                 if PENALTIES.terms is not None:
