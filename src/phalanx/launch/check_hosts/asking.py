@@ -236,7 +236,7 @@ def _remove(folder: Path) -> None:
     """Again where a host has put something in just then."""
     for number in range(_CLEARING):
         time.sleep(0.1 if number else 0.0)
-        with suppress(FileNotFoundError):
+        with suppress(OSError):
             for file in folder.iterdir():
                 with suppress(OSError):
                     file.unlink()
