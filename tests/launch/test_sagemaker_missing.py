@@ -36,7 +36,8 @@ def account(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         boto3.client("iam").create_role(RoleName="train", AssumeRolePolicyDocument="{}")
         images = boto3.client("ecr", region_name="eu-west-1")
         images.create_repository(repositoryName="train")
-        manifest = {"schemaVersion": 2, "config": {"digest": "sha256:0"}, "layers": []}
+        form = "application/vnd.docker.distribution.manifest.v2+json"
+        manifest = {"schemaVersion": 2, "mediaType": form, "config": {"digest": "sha256:0"}, "layers": []}
         images.put_image(repositoryName="train", imageTag="1", imageManifest=json.dumps(manifest))
         yield
 
