@@ -166,7 +166,7 @@ def test_the_script_is_shown_in_full_and_nothing_is_done(tmp_path: Path, monkeyp
         ((*NODES, "--rate", "1gbit"), "--rate: given together with --to slurm"),
         (("--to", "ray://head:1", "--plan", "dp=2"), "which takes no arrays of jobs; allowed: slurm"),
         (("--to", "slurn", "--plan", "dp=2"), "--to slurm"),
-        ((*NODES, "--plan", "dp=2", "--qoz", "long"), "try: --qos long"),
+        ((*NODES, "--plan", "dp=2", "--qoz", "long"), "try: --qos"),
         ((*NODES, "-n", "1", "--dry-run"), "--nodes: given 2, for the plans single"),
         ((*NODES, "-n", "2", "--time", "soon", "--dry-run"), "--time: given 'soon'"),
         ((*NODES, "--constraint", "a100", "--dry-run"), "which there are is not known here"),

@@ -30,6 +30,7 @@ _REACHED = 3.0  # seconds until a port takes a connection
 _CONNECTED = 75.0  # seconds until Ray has let this process in
 _STARTED = 60.0  # seconds until an actor is there
 _LEAVES = 3.0  # seconds until the connection is let go of
+_NAMED = 10.0  # seconds in which the name of an actor that ends goes
 _BUSY = "Initialization failure"  # of the process that Ray's client server starts for each client
 _CLIENT = "ray://"
 
@@ -199,19 +200,20 @@ def _supervisor(name: str) -> Any:
 
     Ray looks the actor up by its name, and then its class in a table of the job that made it, which is dropped with the
     job's last actor. Where the supervisor ends between the two, Ray finds no class, and an assertion of its own fails:
-    "Expected str or bytes, got NoneType".
+    "Expected str or bytes, got NoneType". Its name may be there for a moment more.
     """
     import ray
-    from ray.util import list_named_actors
 
-    try:
-        return ray.get_actor(name, namespace=NAMESPACE)
-    except ValueError:
-        return None
-    except AssertionError:
-        if {"name": name, "namespace": NAMESPACE} in list_named_actors(all_namespaces=True):
-            raise
-        return None
+    until = time.monotonic() + _NAMED
+    while True:
+        try:
+            return ray.get_actor(name, namespace=NAMESPACE)
+        except ValueError:
+            return None
+        except AssertionError:
+            if time.monotonic() > until:
+                raise
+            time.sleep(0.2)
 
 
 def first_words(error: Exception) -> str:
