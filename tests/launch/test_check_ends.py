@@ -54,6 +54,8 @@ def data():
 @pytest.fixture
 def hanging(tmp_path: Path) -> Iterator[Path]:
     """A job whose data never come, and leave in ``begun`` which processes wait for them."""
+    for name in ("train", "hangs"):  # of another folder
+        sys.modules.pop(name, None)
     path = write_job(tmp_path)
     (tmp_path / "hangs.py").write_text(HANGS)
     text = path.read_text()

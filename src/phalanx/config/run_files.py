@@ -78,7 +78,7 @@ RUN_FILES: Mapping[str, RunFile] = {
     "checkpoints": RunFile(
         what="parameters, optimizer state and where the run stood, after a step",
         written="whole or not at all: under a temporary name, renamed when complete",
-        read="`--resume`, under any plan",
+        read="`phalanx train --resume`, under any plan",
         brought="complete",
     ),
     "ledger": RunFile(
@@ -101,7 +101,7 @@ RUN_FILES: Mapping[str, RunFile] = {
     ),
     "tensorboard": RunFile(
         what="event files of TensorBoard",
-        written="with `--tensorboard`, by the command that follows the run",
+        written="with `phalanx train --tensorboard`, by the command that follows the run",
         read="TensorBoard",
         sent=False,
     ),
