@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
-from importlib import import_module, metadata
+from importlib import import_module
 from pkgutil import iter_modules
 from typing import TYPE_CHECKING
 
@@ -162,6 +162,8 @@ def _kind_of_type(torch_type: str) -> DeviceKind:
 
 
 def _from_package(name: str) -> bool:
+    from importlib import metadata  # takes longer than all else here, and is asked for unknown kinds alone
+
     found = next(iter(metadata.entry_points(group=ENTRY_POINTS, name=name)), None)
     if found is None:
         return False
