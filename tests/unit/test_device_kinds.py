@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import importlib.metadata
 import inspect
 import re
 from collections.abc import Iterator
@@ -197,7 +198,7 @@ class TestOpen:
             asked.append(name)
             return [SimpleNamespace(load=lambda: KIND)] if (group, name) == ("phalanx.device_kinds", "standin") else []
 
-        monkeypatch.setattr(kinds_registry.metadata, "entry_points", entry_points)
+        monkeypatch.setattr(importlib.metadata, "entry_points", entry_points)
         monkeypatch.setattr(kinds_registry, "_added", {})
         assert Plan.parse("device=standin").device == "standin"
         assert kind_named("standin") is KIND
