@@ -31,7 +31,7 @@ from phalanx.launch.jobfile import Reference
 from phalanx.launch.runfile import settled
 from phalanx.launch.side_process import Send, SideProcess, look_ahead
 from phalanx.launch.targets import AttachedTarget, QueueTarget, Submission, Target
-from phalanx.preflight.plan_choice import cluster_for, one_line
+from phalanx.preflight.machine_forecast import cluster_for, one_line
 from phalanx.train.assembly import refuse
 from phalanx.train.build_model import size_of
 from phalanx.train.lr_schedule import RunStart
