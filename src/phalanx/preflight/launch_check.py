@@ -18,6 +18,7 @@ from phalanx.hardware.probe import Gpu, matched, measured
 from phalanx.launch.check_hosts import (
     CheckQuestion,
     CheckTime,
+    FindingKind,
     HostAnswer,
     HostFinding,
     HostSurvey,
@@ -40,9 +41,9 @@ _LOOK = 2.0  # seconds that must be left for a look at the model, or a forecast
 _OF_QUEUE = 16.0  # seconds that are kept for what a queue says
 _STATE = 12.0  # bytes of a parameter and Adam's state in a checkpoint
 _UNREAD = "the job's data could not be read"
-_HANDED_OVER = {"job", "folder", "plan"}
+_HANDED_OVER: set[FindingKind] = {"job", "folder", "plan"}
 """What is wrong for a queue where it is wrong on the machine that hands a run to it."""
-_SHARED = {"packages", "data"}
+_SHARED: set[FindingKind] = {"packages", "data"}
 """The same where the queue's machines have the packages and data of that machine."""
 
 
@@ -168,7 +169,7 @@ def _asked_of(queue: QueueTarget, asked: Submission, time: CheckTime) -> tuple[l
     return [HostFinding(kind="queue", hosts=(), what=what, fix="ask for what there is")] if words else [], ""
 
 
-def _kinds_of(question: LaunchQuestion) -> set[str]:
+def _kinds_of(question: LaunchQuestion) -> set[FindingKind]:
     """What of this machine's findings is wrong for a queue; a job that does not load here is not handed over."""
     if question.reference and not question.job:
         return _HANDED_OVER | _SHARED
@@ -233,7 +234,7 @@ def host_needs(job: Job, run: RunSpec, answers: Sequence[HostAnswer], time: Chec
 
 def plan_for(job: Job | None, answers: Sequence[HostAnswer]) -> Plan:
     """Plain replicas on all devices, as far as a batch goes round; a process for each host that has none."""
-    places = sum(one.processes or len(one.told.get("devices", ())) for one in answers) or len(answers)
+    places = sum(one.processes or len(one.devices) for one in answers) or len(answers)
     return Plan(dp=max(1, min(places, job.batch if job else places)))
 
 
@@ -289,7 +290,7 @@ def refuse_plan(job: Job, run: RunSpec, target: Target | None, patience: float =
 
 
 def _smallest(answers: Sequence[HostAnswer]) -> Gpu | None:
-    devices = [device for one in answers for device in one.told.get("devices", ()) if not device["error"]]
+    devices = [device for one in answers for device in one.whole_devices]
     least = min(devices, key=lambda device: device["total"], default=None)
     return Gpu(name=least["name"], memory=least["total"]) if least else None
 

@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 from phalanx.device_kinds import probed_kinds
 from phalanx.errors import Problem, RunError
@@ -51,6 +51,19 @@ class CheckQuestion:
     time: CheckTime = field(default_factory=CheckTime)
 
 
+class DeviceThere(TypedDict):
+    """A device of a host by the ``probe`` of its kind, with bytes of memory; ``error`` is empty where it works.
+
+    Of one that does not, the name and the memory may be missing.
+    """
+
+    index: int
+    name: str
+    free: int
+    total: int
+    error: str
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HostAnswer:
     """What one host said.
@@ -79,6 +92,16 @@ class HostAnswer:
     sent: int = 0
     unsent: int = 0
     refused: Problem | None = None
+
+    @property
+    def devices(self) -> Sequence[DeviceThere]:
+        """Those that its torch has; none where it has not said."""
+        return self.told.get("devices", ())
+
+    @property
+    def whole_devices(self) -> list[DeviceThere]:
+        """Those of them that work."""
+        return [one for one in self.devices if not one["error"]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
