@@ -11,7 +11,7 @@ from phalanx.config import Job
 from phalanx.launch.targets import AttachedTarget
 from phalanx.preflight.launch_check import LaunchCheck, LaunchQuestion, launch_check, surveyed
 from phalanx.preflight.plan_choice import PlanChoice, choose_plan
-from phalanx.preflight.there import cluster_offered, cluster_there
+from phalanx.preflight.target_cluster import cluster_offered, cluster_there
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

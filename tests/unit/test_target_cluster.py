@@ -19,7 +19,7 @@ from phalanx.launch.targets.hosts_file import HostEntry
 from phalanx.launch.targets.slurm_offer import offer_of
 from phalanx.launch.targets.slurm_script import Request
 from phalanx.launch.targets.ssh_host import host_numbers
-from phalanx.preflight.there import cluster_offered, cluster_there
+from phalanx.preflight.target_cluster import cluster_offered, cluster_there
 
 pytestmark = pytest.mark.quick
 
