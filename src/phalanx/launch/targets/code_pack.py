@@ -18,7 +18,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import IO, Any, Self, final
 
-from phalanx.errors import RunError, SpecError
+from phalanx.errors import Problem, RunError, SpecError
 from phalanx.files import read_text
 from phalanx.launch.code_files import unpack_files
 from phalanx.launch.jobfile import Reference
@@ -170,6 +170,14 @@ def folder_to_pack(job: str, given: str | None) -> Path:
         allowed = f"a folder that holds the job's file, {file}"
         raise SpecError.of("--code", f"{folder}", allowed, f"--code {file.parent}")
     return folder
+
+
+def folder_and_problems(job: str, given: str | None) -> tuple[Path, list[Problem]]:
+    """``folder_to_pack``, with what is wrong where it would raise."""
+    try:
+        return folder_to_pack(job, given), []
+    except SpecError as error:
+        return Path(), [*error.problems]
 
 
 def job_within(job: str, folder: Path) -> str:
