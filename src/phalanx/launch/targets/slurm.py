@@ -19,15 +19,13 @@ from phalanx.config.fields import is_whole
 from phalanx.errors import RunError, SpecError
 from phalanx.launch.reaper import SAVED
 from phalanx.launch.targets.handed_over import damaged_ticket
-from phalanx.launch.targets.node_agent import last_word
+from phalanx.launch.targets.launch_folder import FOLDER, LAST_WORDS, attached_log, last_word
 from phalanx.launch.targets.offer import Offer
 from phalanx.launch.targets.slurm_array import array_files
 from phalanx.launch.targets.slurm_offer import slurm_offer
 from phalanx.launch.targets.slurm_request import OPTIONS, Request, laid_on_nodes
 from phalanx.launch.targets.slurm_script import SCRIPT, batch_script
 from phalanx.launch.targets.target import (
-    FOLDER,
-    LAST_WORDS,
     ArrayTarget,
     Option,
     Prepared,
@@ -152,8 +150,9 @@ class SlurmTarget(ArrayTarget):
                     return
 
     def log(self, ticket: Mapping[str, Any], folder: Path, rank: int | None) -> Path:
-        name = f"slurm-{_number(ticket, folder)}.out" if rank is None else f"rank-{rank}.log"
-        return folder / FOLDER / name
+        if rank is None:
+            return folder / FOLDER / f"slurm-{_number(ticket, folder)}.out"
+        return attached_log(folder, rank)
 
 
 def _handed_over(prepared: Prepared, **more: Any) -> dict[str, Any]:

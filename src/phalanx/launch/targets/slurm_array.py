@@ -7,9 +7,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from phalanx.errors import Problem, SpecError
+from phalanx.launch.targets.launch_folder import FOLDER
 from phalanx.launch.targets.slurm_request import Request, laid_on_nodes
 from phalanx.launch.targets.slurm_script import SCRIPT, Tasks, batch_script
-from phalanx.launch.targets.target import FOLDER, Submission
+from phalanx.launch.targets.target import Submission
 
 
 def array_files(submissions: Sequence[Submission], at_once: int, saved_code: int) -> dict[Path, str]:

@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from phalanx.launch.targets.launch_folder import FOLDER
 from phalanx.launch.targets.slurm_kinds import Kind
 from phalanx.launch.targets.slurm_request import Request, as_slurm
-from phalanx.launch.targets.target import FOLDER, Submission
+from phalanx.launch.targets.target import Submission
 
 _NOT_BEGUN = 3  # exit code of a job whose nodes are not as it needs them
 

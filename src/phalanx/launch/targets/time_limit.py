@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from phalanx.config import RunSpec
 from phalanx.errors import Problem
-from phalanx.launch.targets.node_agent import slowest_save
+from phalanx.launch.targets.launch_folder import slowest_save
 
 _MARGIN = 30  # seconds of a time limit for what comes before a save and after it
 
