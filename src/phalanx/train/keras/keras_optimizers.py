@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 
 from phalanx.config import Clip, Schedule
 from phalanx.errors import Problem, SpecError
+from phalanx.train.keras.keras_own import is_keras_code
 
 
 class KerasFormula(Optimizer):
@@ -247,7 +248,7 @@ def parts_of(optimizer: Any) -> OptimizerParts:
     if kind == "LossScaleOptimizer":
         given, allowed = "LossScaleOptimizer", "the optimizer within; a plan of precision=fp16 scales the loss"
         raise SpecError.of("optimizer", given, allowed, f'optimizer="{type(optimizer.inner_optimizer).__name__}"')
-    if kind not in FORMULAS or not type(optimizer).__module__.startswith("keras."):
+    if kind not in FORMULAS or not is_keras_code(type(optimizer)):
         given = f"{kind}, of which there is no formula here"
         allowed = f"{', '.join(FORMULAS)} of Keras; or any of torch's by the job"
         fix = "dataclasses.replace(job, optimizer=lambda params: torch.optim.Adamax(params))"
