@@ -10,14 +10,14 @@ import click
 
 from phalanx.cli.launch_preflight import launch_question, leaves_plan_open, looked_ahead, refuse_python
 from phalanx.cli.options import job_argument
-from phalanx.cli.output import json_option, print_json
+from phalanx.cli.output import json_option, print_json, show_prepared
 from phalanx.cli.run_options import RunCommand, run_options
 from phalanx.cli.settings import Given
 from phalanx.config import RunSpec
 from phalanx.errors import SpecError
 
 if TYPE_CHECKING:
-    from phalanx.launch.targets import AttachedTarget, Prepared, QueueTarget, Submission
+    from phalanx.launch.targets import AttachedTarget, QueueTarget, Submission
     from phalanx.preflight import PlanChoice
     from phalanx.preflight.launch_check import LaunchQuestion
 
@@ -98,7 +98,7 @@ def command(
         return
     submission = _under_its_plan(question, choice, quiet=quiet)
     if dry_run:
-        _show(target.prepare(submission), as_json=as_json)
+        show_prepared(target.prepare(submission), as_json=as_json)
         return
     assert isinstance(target, QueueTarget)
     _hand_over(target, run, submission, question, to, as_json=as_json)
@@ -132,13 +132,6 @@ def _under_its_plan(question: LaunchQuestion, choice: PlanChoice | None, *, quie
     if choice and choice.why and not quiet:
         click.echo(f"{choice.why}\n", err=True)
     return question.under(plan)
-
-
-def _show(prepared: Prepared, *, as_json: bool) -> None:
-    if as_json:
-        print_json(prepared.to_dict())
-    else:
-        click.echo(prepared.shown())
 
 
 def _refuse_folder(target: QueueTarget, run: RunSpec, question: LaunchQuestion) -> None:
