@@ -92,15 +92,18 @@ def command(
     question, run = launch_question(target, given, own, python or "")
     if isinstance(target, QueueTarget) and not dry_run:
         _refuse_folder(target, run, question)
-    choice = looked_ahead(question, checks=checks, quiet=quiet, as_json=as_json)
+    found = looked_ahead(question, checks=checks, quiet=quiet, as_json=as_json)
     if isinstance(target, AttachedTarget) and not dry_run:
-        _follow(target, replace(given, chosen=choice), to, quiet=quiet, as_json=as_json)  # which says why that plan
+        given = replace(given, chosen=found.choice)  # which says why that plan
+        _follow(target, given, to, quiet=quiet, as_json=as_json)
         return
-    submission = _under_its_plan(question, choice, quiet=quiet)
+    submission = _under_its_plan(question, found.choice, quiet=quiet)
     if dry_run:
         show_prepared(target.prepare(submission), as_json=as_json)
         return
     assert isinstance(target, QueueTarget)
+    if not found.plan_looked_at:
+        _refuse_plan(target, submission, question)
     _hand_over(target, run, submission, question, to, as_json=as_json)
 
 
@@ -144,16 +147,21 @@ def _refuse_folder(target: QueueTarget, run: RunSpec, question: LaunchQuestion) 
     target.refuse_folder(absolute(run), question.job)
 
 
+def _refuse_plan(target: QueueTarget, submission: Submission, question: LaunchQuestion) -> None:
+    """Refuse a plan that cannot serve the job, by one look at it here."""
+    from phalanx.preflight.launch_check import refuse_plan
+
+    assert question.job
+    refuse_plan(question.job, submission.run, target)
+
+
 def _hand_over(
     target: QueueTarget, run: RunSpec, submission: Submission, question: LaunchQuestion, to: str, *, as_json: bool
 ) -> None:
-    """Refuse a plan that cannot serve the job, by one look at it here; hand the run over, and say where it is."""
+    """Hand the run over, and say where it is."""
     from phalanx.launch.targets import one_launch_at_a_time, write_ticket
-    from phalanx.preflight.launch_check import refuse_plan
 
     folder = submission.run.folder
-    assert question.job
-    refuse_plan(question.job, submission.run, target)
     with one_launch_at_a_time(folder):
         _refuse_folder(target, run, question)  # since it was looked at
         ticket = target.submit(target.prepare(submission))

@@ -26,6 +26,11 @@ class BeforeLaunch:
     choice: PlanChoice | None = None
     check: LaunchCheck | None = None
 
+    @property
+    def plan_looked_at(self) -> bool:
+        """Whether the check has held the plan against the job."""
+        return self.check is not None and self.check.plan_looked_at
+
 
 def before_launch(question: LaunchQuestion, *, checks: bool, chooses: bool) -> BeforeLaunch:
     """Choose a plan of its job where ``chooses``, and look where ``checks`` whether training would fail under it.

@@ -77,12 +77,14 @@ class LaunchCheck:
         findings: what is wrong, what fails first.
         plan: that it was looked at for; ``None`` where for none.
         not_looked_at: what could not be looked at, and why.
+        plan_looked_at: whether a plan was held against the job, also by a step of its model.
     """
 
     survey: HostSurvey
     findings: tuple[HostFinding, ...]
     plan: Plan | None
     not_looked_at: tuple[str, ...]
+    plan_looked_at: bool = False
 
     @property
     def would_fail(self) -> bool:
@@ -127,9 +129,10 @@ def launch_check(question: LaunchQuestion, said: HostSurvey | None = None) -> La
     unread = [one for one in there if (one.told.get("data") or {"error": "-"})["error"]]
     lacking = any(not one.unsent for one in unread)  # where the code was too much for a check, nothing is known of data
     asked = question.under(plan) if job and plan else None
-    refused: list[HostFinding] = []
+    refused, looked_at = list[HostFinding](), False
     if job and asked:
         refused, missing = refusals(job, asked, target, question.time, looks=not unread)
+        looked_at = not missing
         unknown += [f"the model by a step of its own: {missing}"] if missing else []
     needs = Needs(plan=plan) if plan else None
     if queue:
@@ -148,7 +151,13 @@ def launch_check(question: LaunchQuestion, said: HostSurvey | None = None) -> La
         unknown += [missing] if missing else []
     if refused:
         found = [one for one in found if one.kind != "plan"]  # the same in other words
-    return LaunchCheck(survey=said, findings=(*refused, *found), plan=plan, not_looked_at=tuple(unknown))
+    return LaunchCheck(
+        survey=said,
+        findings=(*refused, *found),
+        plan=plan,
+        not_looked_at=tuple(unknown),
+        plan_looked_at=looked_at,
+    )
 
 
 def _asked_of(queue: QueueTarget, asked: Submission, time: CheckTime) -> tuple[list[HostFinding], str]:
