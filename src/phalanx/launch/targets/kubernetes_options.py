@@ -23,7 +23,7 @@ from phalanx.launch.targets.option_checks import (
     wrong_option,
 )
 from phalanx.launch.targets.target import Option, Submission
-from phalanx.launch.targets.time_limit import TimeLimit
+from phalanx.launch.targets.time_limit import SAVE_MARGIN, TimeLimit
 from phalanx.units import parse_duration
 
 OPTIONS = {
@@ -64,7 +64,6 @@ RUN_FILE = PurePosixPath("/etc/phalanx/run.toml")
 """Where a pod has what its workers read."""
 
 _WAIT = 60  # seconds
-_MARGIN = 30  # seconds beside grace, for what comes before the save and after it
 _COUNTS = {"nodes": 1, "gpus-per-node": 0, "max-restarts": 0}  # name → least
 _LABEL = r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?"  # RFC 1123
 _SUBDOMAIN = rf"{_LABEL}(\.{_LABEL})*"
@@ -207,7 +206,7 @@ class PodRequest:
             pull_secrets=tuple(_words(options, "image-pull-secret")),
             max_restarts=counts.get("max-restarts", run.restarts),
             deadline=deadline,
-            grace=math.ceil(run.grace) + _MARGIN,
+            grace=math.ceil(run.grace) + SAVE_MARGIN,
             threads=max(1, int(_cores(cpu)) // workers) if cpu else 0,
         )
 

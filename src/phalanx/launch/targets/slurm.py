@@ -22,7 +22,7 @@ from phalanx.launch.targets.offer import Offer
 from phalanx.launch.targets.slurm_array import array_files
 from phalanx.launch.targets.slurm_commands import PATIENCE, REFUSES, ask_slurm
 from phalanx.launch.targets.slurm_offer import slurm_offer
-from phalanx.launch.targets.slurm_request import OPTIONS, Request, laid_on_nodes
+from phalanx.launch.targets.slurm_request import OPTIONS, SlurmRequest, laid_on_nodes
 from phalanx.launch.targets.slurm_script import SCRIPT, batch_script
 from phalanx.launch.targets.target import (
     ArrayTarget,
@@ -65,7 +65,7 @@ class SlurmTarget(ArrayTarget):
             raise SpecError.of(where="--to", given=f"'slurm:{address}'", allowed=allowed, fix="--to slurm")
 
     def prepare(self, submission: Submission) -> Prepared:
-        request = Request.of(submission)
+        request = SlurmRequest.of(submission)
         script = submission.folder / SCRIPT
         return Prepared(
             submission=submission,
@@ -80,7 +80,7 @@ class SlurmTarget(ArrayTarget):
     def prepare_array(self, submissions: Sequence[Submission], at_once: int) -> Prepared:
         files = array_files(submissions, at_once, SAVED)
         (script,) = (path for path in files if path.name == SCRIPT)
-        command, notes = ("sbatch", "--parsable", str(script)), Request.of(laid_on_nodes(submissions[0])).guessed
+        command, notes = ("sbatch", "--parsable", str(script)), SlurmRequest.of(laid_on_nodes(submissions[0])).guessed
         return Prepared(submission=submissions[0], files=files, commands=(command,), notes=notes)
 
     def offer(self, options: Mapping[str, str]) -> Offer | None:
