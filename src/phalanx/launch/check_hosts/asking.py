@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypedDict
 
-from phalanx.device_kinds import probed_kinds
+from phalanx.device_kinds import all_kinds, probed_kinds
 from phalanx.errors import Problem, RunError
 from phalanx.launch import code_files
 from phalanx.launch.check_hosts import host_probe, job_probe, link_probe
@@ -135,6 +135,7 @@ def survey(hosts: Sequence[TargetHost], asked: CheckQuestion) -> HostSurvey:
     with ended_by_signals(), _shared_folder(asked.folder) as (folder, token, error), _asking(hosts, asked.time) as pool:
         meeting = hosts[0].address if hosts else ""
         probed = {kind.name: kind.probe for kind in probed_kinds()}
+        drivers = {kind.name: kind.driver for kind in all_kinds() if kind.driver}
         common = {
             "job": {
                 "reference": asked.reference,
@@ -142,6 +143,7 @@ def survey(hosts: Sequence[TargetHost], asked: CheckQuestion) -> HostSurvey:
                 "stamp": _stamp(Path(asked.file)),
                 "kinds": probed,
             },
+            "drivers": drivers,
             "boot": BOOT,
             "job_probe": program_text(code_files, job_probe),
             "folder": str(folder),

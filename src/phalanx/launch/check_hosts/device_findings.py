@@ -45,13 +45,13 @@ def workers_of(answers: Sequence[HostAnswer], needs: Needs) -> dict[str, int]:
 def device_findings(there: Sequence[HostAnswer]) -> Iterator[HostFinding]:
     """Of the devices themselves: how many there are, whether they work, and who uses them."""
     kind = _kind_of(there)
-    counted = f"{kind.label} devices:"
-    yield from odd_ones(counted, there, lambda one: str(len(one.devices)), "see nvidia-smi there", fails=False)
+    counted, tool = f"{kind.label} devices:", kind.driver_tool or "the driver"
+    yield from odd_ones(counted, there, lambda one: str(len(one.devices)), f"see {tool} there", fails=False)
     for one in there:
         gpus = one.told["gpus"]
         if gpus["error"]:
-            fix = "mend the driver there: nvidia-smi must list the devices"
-            yield HostFinding(kind="devices", hosts=(one.name,), what=f"nvidia-smi: {gpus['error']}", fix=fix)
+            fix = f"mend the driver there: {tool} must list the devices"
+            yield HostFinding(kind="devices", hosts=(one.name,), what=f"{tool}: {gpus['error']}", fix=fix)
         if gpus["devices"] and "devices" in one.told and not one.told["devices"]:
             what = f"torch sees none of {len(gpus['devices'])} devices: torch {one.told['versions']['torch']}"
             fix = f"install torch for that driver's {kind.label} there, and see {kind.visible}"
@@ -59,7 +59,8 @@ def device_findings(there: Sequence[HostAnswer]) -> Iterator[HostFinding]:
         for device in one.devices:
             if device["error"]:
                 what = f"device {device['index']} does not work: {device['error']}"
-                fix = f"leave it out by {kind.visible} there, or reset it: nvidia-smi -r -i {device['index']}"
+                reset = kind.driver_reset.format(index=device["index"])
+                fix = f"leave it out by {kind.visible} there" + (f", or reset it: {reset}" if reset else "")
                 yield HostFinding(kind="devices", hosts=(one.name,), what=what, fix=fix)
         for device in gpus["devices"]:
             if device["used"] > _BUSY:
