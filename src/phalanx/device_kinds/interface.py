@@ -80,6 +80,7 @@ class DeviceKind(ABC):
             dictionary with what the driver says of its ``devices`` (of each ``index``, ``name``, ``total`` and ``used``
             bytes), its version (``driver``), processes on them (``pids``), how they are joined (``topology``), and
             ``error``, which is empty where it answers; empty where hosts are not asked.
+        pod_resource: what Kubernetes calls such a device, by its maker's plugin; empty where that is not known.
         driver_tool: the program by which the driver lists its devices, and ``driver_reset`` the command that resets the
             device ``{index}``, for messages; empty where there is none.
     """
@@ -109,6 +110,7 @@ class DeviceKind(ABC):
     probe: ClassVar[str] = ""
     versions: ClassVar[Mapping[str, str]] = {}
     driver: ClassVar[str] = ""
+    pod_resource: ClassVar[str] = ""
     driver_tool: ClassVar[str] = ""
     driver_reset: ClassVar[str] = ""
 

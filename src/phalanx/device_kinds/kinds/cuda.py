@@ -93,7 +93,7 @@ class _Cuda(Accelerator):
     backend, interfaces = "nccl", ("NCCL_SOCKET_IFNAME",)
     fitted = streams = pinned = in_order = shared = compiles = True
     lost_peer = "nccl.*(abort|remote|system error|timeout|unhandled)"
-    visible = "CUDA_VISIBLE_DEVICES"
+    visible, pod_resource = "CUDA_VISIBLE_DEVICES", "nvidia.com/gpu"
     versions: ClassVar[Mapping[str, str]] = {"cuda": "CUDA of torch", "nccl": "NCCL"}
     listing = _LISTING
     probe = _PROBE
