@@ -32,7 +32,7 @@ from phalanx.data.host_ledger import HostKey, share_files
 from phalanx.data.map_style import Fetcher, IndexedReader
 from phalanx.data.sampler import GlobalBatchSampler
 from phalanx.data.step_batch import BatchSplitter
-from phalanx.launch.targets.target import attached_log
+from phalanx.launch.targets.launch_folder import attached_log
 from phalanx.placement.batch_split import Lane
 from phalanx.placement.batch_split import cuts as cuts_of
 from phalanx.placement.ownership import Survey, Tensor

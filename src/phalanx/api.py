@@ -354,6 +354,6 @@ def _plan(plan: Plan | str | None, job: Job, place: Place | None) -> Plan:
         return Plan.parse(plan)
     if place is not None:
         return Plan(dp=place.world_size)
-    from phalanx.preflight import choose
+    from phalanx.preflight import choose_plan
 
-    return choose(job).plan
+    return choose_plan(job).plan

@@ -333,11 +333,11 @@ class SweepRuns:
             self.rows.append(SweepRow(values=one.values, **told, **numbers))
 
     def _trained(self, one: Combination, folder: Path, label: str) -> Plan:
-        from phalanx.preflight import choose
+        from phalanx.preflight import choose_plan
 
         job = one.source.make(one.values)
         self.best = self.best or job.best
-        plan = one.plan or choose(job).plan
+        plan = one.plan or choose_plan(job).plan
         run = RunSpec(job=one.source.reference_with(one.values), plan=plan, folder=folder, steps=self.steps)
         with self.look(folder / "events.jsonl", label) as watch:
             fit(job, run=run, watch=watch)

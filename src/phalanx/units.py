@@ -127,6 +127,12 @@ def show_number(number: float) -> str:
     return f"{float(f'{number:.3g}'):,.15g}" if number == 0 or abs(number) >= 1e-4 else f"{number:.3g}"
 
 
+def show_counted(number: float, noun: str) -> str:
+    """``1 node``, ``2 processes``, ``0.5 GPUs``."""
+    text = f"{int(number)}" if number == int(number) else f"{number:g}"
+    return f"{text} {noun}" if number == 1 else f"{text} {noun}{'es' if noun.endswith('s') else 's'}"
+
+
 def show_names(names: Sequence[str], most: int = 3) -> str:
     """The first ``most`` names and how many more there are: ``a, b, c and 4 more``."""
     more = f" and {len(names) - most} more" if len(names) > most else ""

@@ -18,8 +18,8 @@ import phalanx as px
 from phalanx.config import Cluster, Plan, RunSpec
 from phalanx.errors import RefusedError, WorkerError
 from phalanx.events import faults
-from phalanx.preflight import plan_choice, run_forecast
-from phalanx.preflight.plan_choice import forecast_here
+from phalanx.preflight import machine_forecast, run_forecast
+from phalanx.preflight.machine_forecast import forecast_here
 from phalanx.report.comparison import COMPUTING, LATE, beside_table, stored
 from phalanx.report.summary import summarise
 
@@ -35,15 +35,15 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def cramped(monkeypatch: pytest.MonkeyPatch) -> None:
     """Devices with 1 MiB."""
-    found = plan_choice.cluster_for
+    found = machine_forecast.cluster_for
 
     def with_little_room(plan: Plan, threads: int | None = None) -> Cluster:
         cluster = found(plan, threads)
         group = cluster.groups[0]
         return replace(cluster, groups=(replace(group, device=replace(group.device, memory=ROOM, kept=0)),))
 
-    monkeypatch.setattr("phalanx.preflight.plan_choice.cluster_for", with_little_room)
-    monkeypatch.setattr("phalanx.preflight.plan_choice._LIGHT", 0.0)  # a run so short would else be over before
+    monkeypatch.setattr("phalanx.preflight.machine_forecast.cluster_for", with_little_room)
+    monkeypatch.setattr("phalanx.preflight.machine_forecast._LIGHT", 0.0)  # a run so short would else be over before
 
 
 @pytest.mark.parametrize("text", ["single", "dp=2", "fsdp=2 zero=3", "pp=2 micro=8"])
@@ -76,7 +76,7 @@ def test_forecast_is_stored_and_set_beside_the_measurement(text: str, patient: N
 def test_forecast_stands_in_the_log_of_a_run_that_lasts(
     patient: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(plan_choice, "_LIGHT", 0.0)  # else it lasts long enough only where other cores are idle
+    monkeypatch.setattr(machine_forecast, "_LIGHT", 0.0)  # else it lasts long enough only where other cores are idle
 
     class Slow(small.Net):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -122,7 +122,7 @@ def test_a_model_that_cannot_be_traced_trains_without_a_forecast(patient: None, 
 
 def test_a_run_that_is_over_before_has_none_and_show_makes_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(run_forecast, "PATIENCE", 0.0)
-    monkeypatch.setattr(run_forecast, "answer", lambda *_: __import__("time").sleep(60))
+    monkeypatch.setattr(run_forecast, "send_forecast", lambda *_: __import__("time").sleep(60))
     monkeypatch.setattr(run_forecast, "_LONGEST", 0.0)
     run = px.fit(small.job(), folder=tmp_path / "run")
     assert stored(run.folder) == {"missing": LATE}

@@ -228,6 +228,24 @@ class TestManifests:
         assert pod["nodeSelector"] == {"pool": "a100", "zone": "b"}
         assert pod["serviceAccountName"] == "trainer"
 
+    @pytest.mark.parametrize(
+        ("device", "resource"), [("auto", "nvidia.com/gpu"), ("cuda", "nvidia.com/gpu"), ("tpu", "google.com/tpu")]
+    )
+    def test_devices_are_called_as_their_maker_does(self, device: str, resource: str) -> None:
+        given = submission(Path("/data"), run={"plan": Plan.parse(f"dp=4 device={device}")})
+        (container,) = pod_of(handed(given)["JobSet"])["containers"]
+        assert container["resources"]["limits"] == {resource: "2"}
+
+    def test_devices_that_nobody_knows_the_name_of_are_to_be_named(self) -> None:
+        run = {"plan": Plan.parse("dp=4 device=xpu")}
+        with pytest.raises(SpecError) as caught:
+            handed(submission(Path("/data"), run=run))
+        (problem,) = caught.value.problems
+        assert problem.where == "--gpu-resource"
+        given = submission(Path("/data"), run=run, gpu_resource="gpu.intel.com/i915")
+        (container,) = pod_of(handed(given)["JobSet"])["containers"]
+        assert container["resources"]["limits"] == {"gpu.intel.com/i915": "2"}
+
     def test_without_gpus_each_worker_has_a_core(self) -> None:
         for given in (
             submission(Path("/data"), gpus_per_node="0"),

@@ -10,11 +10,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
 from click.testing import CliRunner, Result
 from launched import write_job
 
 from phalanx.cli import main
+from phalanx.cli.check import command as check_command
 from phalanx.cli.launch import command as launch_command
 from phalanx.cli.launch_preflight import launch_question
 from phalanx.cli.settings import Given, earlier_run
@@ -37,6 +39,7 @@ from phalanx.launch.targets import (
 from phalanx.launch.targets.ssh_host import SshHost
 from phalanx.preflight import launch_check
 
+PAGES = Path(__file__).resolve().parents[2] / "docs" / "how-to"
 HOSTS = "".join(f'[[host]]\nname = "{name}"\naddress = "127.0.0.1"\n' for name in ("n1", "n2"))
 SAGEMAKER = (
     *("--instance", "ml.g5.12xlarge", "--image", "123456789012.dkr.ecr.eu-west-1.amazonaws.com/train:1"),
@@ -103,6 +106,15 @@ def phalanx(verb: str, name: str, *words: str) -> Result:
 
 def test_every_target_has_a_case() -> None:
     assert list(CASES) == list(TARGETS)
+
+
+@pytest.mark.parametrize("command", [launch_command, check_command])
+def test_commands_and_pages_name_every_target(command: click.Command) -> None:
+    (option,) = (one for one in command.params if one.name == "to")
+    assert isinstance(option, click.Option)
+    assert [name for name in TARGETS if name not in (option.help or "")] == []
+    assert [name for name in TARGETS if name not in str(launch_command.short_help).lower()] == []
+    assert [name for name in TARGETS if not (PAGES / f"{name}.md").is_file()] == []
 
 
 @pytest.mark.parametrize("name", CASES)

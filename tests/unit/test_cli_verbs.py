@@ -195,6 +195,16 @@ class TestWrongUse:
         assert words in result.stderr
         assert result.stdout == ""
 
+    @pytest.mark.parametrize("verb", ["train", "launch"])
+    def test_a_verb_of_runs_with_nothing_behind_it(self, verb: str) -> None:
+        result = invoke(verb)
+        assert (result.exit_code, "Missing argument 'JOB'" in result.stderr) == (2, True), result.stderr
+
+    def test_check_with_nothing_behind_it_is_of_this_machine(self) -> None:
+        command = main.get_command(click.Context(main), "check")
+        assert command is not None
+        assert command.make_context("check", []).params["job"] == ""
+
     def test_usage_as_json(self) -> None:
         result = invoke("prove", "job.py", "--json")
         assert json.loads(result.stdout)["error"]["exit_code"] == 2

@@ -134,6 +134,7 @@ class TestOneFileAKind:
         assert kind.lost_peer == "" or re.compile(kind.lost_peer)
         compile(kind.listing, name, "exec")
         compile(kind.probe, name, "exec")
+        compile(kind.driver, name, "exec")
 
 
 class TestThisMachine:

@@ -14,7 +14,7 @@ import phalanx as px
 from phalanx.config import Plan
 from phalanx.hardware import cluster, cores, memory_bytes
 from phalanx.launch.side_process import SideProcess
-from phalanx.preflight import choose, cluster_for
+from phalanx.preflight import choose_plan, cluster_for, machine_forecast
 from phalanx.preflight import plan_choice as choices
 from phalanx.preflight.run_forecast import problem
 from phalanx.report.comparison import memory_beside, step_beside, under_forecast
@@ -79,9 +79,10 @@ class TestDevices:
         assert four.device.peak["fp32"] <= one.device.peak["fp32"] * cores() / 4 + 1
 
     def test_a_run_on_fewer_cores_is_forecast_to_take_longer(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(choices, "cores", lambda: 8)
+        monkeypatch.setattr(machine_forecast, "cores", lambda: 8)
         one, all_of_them = (
-            choices.forecast_of(job(512), Plan(device="cpu"), threads)["forecast"]["step"] for threads in (1, 8)
+            machine_forecast.forecast_of(job(512), Plan(device="cpu"), threads)["forecast"]["step"]
+            for threads in (1, 8)
         )
         assert one > 2 * all_of_them
 
@@ -95,19 +96,19 @@ class TestChoice:
     @pytest.fixture
     def gpus(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
-        monkeypatch.setattr("phalanx.preflight.plan_choice.this_machine", lambda: cluster("4xA100-40GB"))
+        monkeypatch.setattr("phalanx.preflight.machine_forecast.this_machine", lambda: cluster("4xA100-40GB"))
 
     def test_one_process_where_there_is_no_gpu(self) -> None:
-        found = choose(job(4))
+        found = choose_plan(job(4))
         assert (found.plan, found.source, found.why) == (Plan(), "default", "")
 
     def test_plain_replicas_where_nothing_gains_much(self, gpus: None) -> None:
-        found = choose(job(8192, batch=32_768))
+        found = choose_plan(job(8192, batch=32_768))
         assert found.plan == Plan(dp=4), found
         assert found.source == "default"
 
     def test_a_model_too_large_for_replicas_is_sharded(self, gpus: None) -> None:
-        found = choose(job(20_000, depth=9))  # one layer of as much could not even be gathered
+        found = choose_plan(job(20_000, depth=9))  # one layer of as much could not even be gathered
         assert found.source == "planner"
         assert found.plan.zero or found.plan.tp * found.plan.pp > 1, found
         assert "fits, unlike dp=4" in found.why
@@ -116,12 +117,12 @@ class TestChoice:
         self, gpus: None, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(choices, "_best", lambda *_: 1 / 0)
-        failed = choose(job(4))
+        failed = choose_plan(job(4))
         assert failed.plan == Plan(dp=4)
         assert failed.why == "no plan was made: ZeroDivisionError: division by zero; dp=4 is taken"
         monkeypatch.setattr(choices, "PATIENCE", 0.05)
         monkeypatch.setattr(choices, "_best", lambda *_: time.sleep(60))
-        assert choose(job(4)).why == "planning took more than 0.05 s; dp=4 is taken"
+        assert choose_plan(job(4)).why == "planning took more than 0.05 s; dp=4 is taken"
 
 
 class TestBeside:

@@ -159,7 +159,7 @@ def test_a_bridge_is_slower_than_a_switch() -> None:
 def test_gpus_make_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     same = [Gpu(name="NVIDIA A100-SXM4-80GB", memory=85_000_000_000)] * 3
     monkeypatch.setattr(probe, "_gpus", lambda kind: (*same, Gpu(name="Tesla T4", memory=15_600_000_000)))
-    monkeypatch.setattr(probe, "_topology", lambda: "")
+    monkeypatch.setattr(probe, "_topology", lambda kind: "")
     found = hardware.this_machine()
     shape = {group.device.name: (group.nodes, group.per_node, group.link.name) for group in found.groups}
     assert shape == {"A100-80GB": (1, 3, "NVLink 3"), "T4": (1, 1, "PCIe 3.0 x16")}

@@ -12,7 +12,7 @@ import pytest
 from phalanx.config import Plan, RunSpec
 from phalanx.errors import RefusedError
 from phalanx.hardware import proven
-from phalanx.hardware.proven import Ground, is_proven, shipped, ships_proven, store, stored, techniques
+from phalanx.hardware.proven import Ground, missing_proof, shipped, ships_proven, store, stored, techniques
 from phalanx.launch.proof_asked import refuse_unproven
 
 pytestmark = pytest.mark.quick
@@ -70,7 +70,7 @@ def test_no_version_of_torch_is_claimed_but_those_the_suite_runs() -> None:
 def test_a_kind_that_ships_proven_costs_no_look(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("device_name", "stored", "_phalanx_version", "_path"):
         monkeypatch.setattr(proven, name, None)
-    assert is_proven(Plan.parse("dp=2 tp=2"), "cpu")
+    assert missing_proof(Plan.parse("dp=2 tp=2"), "cpu") is None
 
 
 def test_a_stored_proof_is_of_its_ground_alone(folder: Path) -> None:

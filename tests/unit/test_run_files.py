@@ -14,12 +14,11 @@ from phalanx.config import Plan, RunSpec
 from phalanx.config.run_files import EVENTS, LAUNCH_FILES, RUN_FILES
 from phalanx.files import single_writer
 from phalanx.launch import run_secret
-from phalanx.launch.targets import FOLDER, handed_over, kubernetes, kubernetes_log, ray, ray_actors, ray_code, sagemaker
+from phalanx.launch.targets import kubernetes, kubernetes_log, ray, ray_actors, ray_code, sagemaker
+from phalanx.launch.targets.launch_folder import CODE_LIST, FOLDER, OUTPUT, TICKET, attached_log
 from phalanx.launch.targets.sagemaker_logs import TrainingLogs
 from phalanx.launch.targets.slurm_script import SCRIPT
 from phalanx.launch.targets.ssh_sending import FolderSnapshot
-from phalanx.launch.targets.ssh_storage import CODE_LIST
-from phalanx.launch.targets.target import attached_log
 from phalanx.placement.survey_file import PLACEMENT
 from phalanx.report.comparison import FORECAST
 
@@ -29,9 +28,9 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "reference" / "run-folder.
 NAMES = (BEST, PLACEMENT, FORECAST, EVENTS, FOLDER, single_writer.NAME, run_secret._NAME)  # pyright: ignore
 LOGS = TrainingLogs(None, "digits-1", Path())  # pyright: ignore  (asks nothing for its names)
 OF_LAUNCH = (
-    *(SCRIPT, CODE_LIST, "slurm-7.out", bench_queue._JOB_FILE, handed_over._TICKET),  # pyright: ignore
-    *(kubernetes._MANIFESTS, kubernetes._ASKED, kubernetes_log._TAKEN, kubernetes_log._OUTPUT),  # pyright: ignore
-    *(ray._REQUEST, ray_code.ARCHIVE, ray_actors.STANDING, ray_actors.OUTPUT),  # pyright: ignore
+    *(SCRIPT, CODE_LIST, "slurm-7.out", bench_queue._JOB_FILE, TICKET),  # pyright: ignore
+    *(kubernetes._MANIFESTS, kubernetes._ASKED, kubernetes_log._TAKEN, OUTPUT),  # pyright: ignore
+    *(ray._REQUEST, ray_code.ARCHIVE, ray_actors.STANDING),  # pyright: ignore
     *(sagemaker._REQUEST, LOGS.path().name, LOGS.path(3).name, LOGS._tokens_file.name),  # pyright: ignore
     *(attached_log(Path(), None).name, attached_log(Path(), 3).name),
 )

@@ -17,10 +17,9 @@ from phalanx.cli.bench_queue import (
     QueueOptions,
     devices_there,
     queue_options,
-    show_prepared,
 )
 from phalanx.cli.options import PlanText, job_argument
-from phalanx.cli.output import json_option, print_json
+from phalanx.cli.output import json_option, print_json, show_prepared
 from phalanx.config import Job, Plan, RunSpec
 from phalanx.device_kinds import on_host
 from phalanx.errors import Problem, RefusedError, SpecError
@@ -327,7 +326,7 @@ def _bench_there(target: ArrayTarget, queue: QueueOptions, words: list[str], ord
     )
     prepared = bench.prepared()
     if queue.dry_run:
-        show_prepared(prepared, as_json)
+        show_prepared(prepared, as_json=as_json)
         return
     earlier = bench.earlier()
     if not earlier:

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from phalanx.cli.output import print_json
 from phalanx.config import Job, Plan, RunSpec
 from phalanx.errors import PhalanxError, RunError, SpecError
 
@@ -327,11 +326,3 @@ def _why(folder: Path, standing: Standing) -> str:
         last = errors[-1]
         return f"rank {last['rank']}: {last['kind']}: {last['message'].strip().partition(chr(10))[0]}"
     return f"{standing.state}: {standing.detail}"
-
-
-def show_prepared(prepared: Prepared, as_json: bool) -> None:
-    """Print what would be written and run."""
-    if as_json:
-        print_json(prepared.to_dict())
-    else:
-        click.echo(prepared.shown())

@@ -75,7 +75,7 @@ def _hosts(to: str, where: Path, *, quick: bool, as_json: bool) -> None:
     """Write what is there, and say what it is."""
     from phalanx.launch.check_hosts import CheckQuestion, survey
     from phalanx.launch.targets import AttachedTarget, find_target
-    from phalanx.preflight.there import cluster_there
+    from phalanx.preflight.target_cluster import cluster_there
     from phalanx.units import show_bytes, show_seconds
 
     target = find_target(to)

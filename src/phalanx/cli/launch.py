@@ -10,14 +10,14 @@ import click
 
 from phalanx.cli.launch_preflight import launch_question, leaves_plan_open, looked_ahead, refuse_python
 from phalanx.cli.options import job_argument
-from phalanx.cli.output import json_option, print_json
+from phalanx.cli.output import json_option, print_json, show_prepared
 from phalanx.cli.run_options import RunCommand, run_options
 from phalanx.cli.settings import Given
 from phalanx.config import RunSpec
 from phalanx.errors import SpecError
 
 if TYPE_CHECKING:
-    from phalanx.launch.targets import AttachedTarget, Prepared, QueueTarget, Submission
+    from phalanx.launch.targets import AttachedTarget, QueueTarget, Submission
     from phalanx.preflight import PlanChoice
     from phalanx.preflight.launch_check import LaunchQuestion
 
@@ -92,15 +92,18 @@ def command(
     question, run = launch_question(target, given, own, python or "")
     if isinstance(target, QueueTarget) and not dry_run:
         _refuse_folder(target, run, question)
-    choice = looked_ahead(question, checks=checks, quiet=quiet, as_json=as_json)
+    found = looked_ahead(question, checks=checks, quiet=quiet, as_json=as_json)
     if isinstance(target, AttachedTarget) and not dry_run:
-        _follow(target, replace(given, chosen=choice), to, quiet=quiet, as_json=as_json)  # which says why that plan
+        given = replace(given, chosen=found.choice)  # which says why that plan
+        _follow(target, given, to, quiet=quiet, as_json=as_json)
         return
-    submission = _under_its_plan(question, choice, quiet=quiet)
+    submission = _under_its_plan(question, found.choice, quiet=quiet)
     if dry_run:
-        _show(target.prepare(submission), as_json=as_json)
+        show_prepared(target.prepare(submission), as_json=as_json)
         return
     assert isinstance(target, QueueTarget)
+    if not found.plan_looked_at:
+        _refuse_plan(target, submission, question)
     _hand_over(target, run, submission, question, to, as_json=as_json)
 
 
@@ -134,13 +137,6 @@ def _under_its_plan(question: LaunchQuestion, choice: PlanChoice | None, *, quie
     return question.under(plan)
 
 
-def _show(prepared: Prepared, *, as_json: bool) -> None:
-    if as_json:
-        print_json(prepared.to_dict())
-    else:
-        click.echo(prepared.shown())
-
-
 def _refuse_folder(target: QueueTarget, run: RunSpec, question: LaunchQuestion) -> None:
     """Refuse the folder of ``run``, as it was asked for, if it cannot begin in it, or is handed over already."""
     from phalanx.launch.runfile import absolute
@@ -151,16 +147,21 @@ def _refuse_folder(target: QueueTarget, run: RunSpec, question: LaunchQuestion) 
     target.refuse_folder(absolute(run), question.job)
 
 
+def _refuse_plan(target: QueueTarget, submission: Submission, question: LaunchQuestion) -> None:
+    """Refuse a plan that cannot serve the job, by one look at it here."""
+    from phalanx.preflight.launch_check import refuse_plan
+
+    assert question.job
+    refuse_plan(question.job, submission.run, target)
+
+
 def _hand_over(
     target: QueueTarget, run: RunSpec, submission: Submission, question: LaunchQuestion, to: str, *, as_json: bool
 ) -> None:
-    """Refuse a plan that cannot serve the job, by one look at it here; hand the run over, and say where it is."""
+    """Hand the run over, and say where it is."""
     from phalanx.launch.targets import one_launch_at_a_time, write_ticket
-    from phalanx.preflight.launch_check import refuse_plan
 
     folder = submission.run.folder
-    assert question.job
-    refuse_plan(question.job, submission.run, target)
     with one_launch_at_a_time(folder):
         _refuse_folder(target, run, question)  # since it was looked at
         ticket = target.submit(target.prepare(submission))

@@ -17,7 +17,7 @@ from phalanx.units import show_names
 
 if TYPE_CHECKING:
     from phalanx.launch.targets import Target
-    from phalanx.preflight import PlanChoice
+    from phalanx.preflight.before_launch import BeforeLaunch
     from phalanx.preflight.launch_check import LaunchCheck, LaunchQuestion
 
 _NO = 1
@@ -75,8 +75,8 @@ def launch_question(
     return question, run
 
 
-def looked_ahead(question: LaunchQuestion, *, checks: bool, quiet: bool, as_json: bool) -> PlanChoice | None:
-    """The plan for what is there where none was asked for; ends the command where training would fail there.
+def looked_ahead(question: LaunchQuestion, *, checks: bool, quiet: bool, as_json: bool) -> BeforeLaunch:
+    """The plan for what is there where none was asked for, and the check; ends the command where training would fail.
 
     ``checks``: whether to look at all.
 
@@ -88,7 +88,7 @@ def looked_ahead(question: LaunchQuestion, *, checks: bool, quiet: bool, as_json
     found = before_launch(question, checks=checks, chooses=question.plan is None)
     if found.check:
         _tell(found.check, question, quiet=quiet, as_json=as_json)
-    return found.choice
+    return found
 
 
 def _tell(check: LaunchCheck, question: LaunchQuestion, *, quiet: bool, as_json: bool) -> None:

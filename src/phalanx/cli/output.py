@@ -13,13 +13,16 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, redirect_stdout
 from dataclasses import asdict, replace
 from functools import update_wrapper
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 import click
 
 from phalanx.errors import PhalanxError, Problem, RefusedError, SpecError
 from phalanx.events import finite
 from phalanx.units import visible
+
+if TYPE_CHECKING:
+    from phalanx.launch.targets import Prepared
 
 STOPPED = 130  # exit code after Ctrl-C
 
@@ -69,6 +72,14 @@ def answer(as_json: bool, told: dict[str, Any], view: Callable[[int], Any]) -> N
 
     console = PlainConsole()
     console.print(view(console.width), highlight=False)
+
+
+def show_prepared(prepared: Prepared, *, as_json: bool) -> None:
+    """Print all that a launch would write and run."""
+    if as_json:
+        print_json(prepared.to_dict())
+    else:
+        click.echo(prepared.shown())
 
 
 def show_error(error: PhalanxError, *, as_json: bool) -> None:

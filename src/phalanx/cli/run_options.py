@@ -18,7 +18,7 @@ class RunCommand(click.Command):
     """Of a run: ``--resume`` stands by itself, or has the word ``auto`` after it; what else follows is not its own."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        following = [*args[1:], ""]
+        following = [*args, ""][1:]
         alone = [one == "--resume" and after != "auto" for one, after in zip(args, following, strict=True)]
         return super().parse_args(
             ctx, ["--resume=yes" if by_itself else one for one, by_itself in zip(args, alone, strict=True)]

@@ -182,9 +182,9 @@ def _chosen(given: Given, earlier: RunSpec | None, job: Job) -> tuple[Plan, str,
     plan, source = plan_of(given, earlier, job.batch)
     if source != "default":
         return plan, source, ""
-    from phalanx.preflight import choose
+    from phalanx.preflight import choose_plan
 
-    choice = given.chosen or choose(job)
+    choice = given.chosen or choose_plan(job)
     return choice.plan, choice.source, choice.why
 
 
@@ -197,6 +197,6 @@ def plan_of(given: Given, earlier: RunSpec | None, batch: int) -> tuple[Plan, st
         return Plan(dp=within), "argument"
     if earlier:
         return earlier.plan, "run file"
-    from phalanx.preflight import plain
+    from phalanx.preflight import plain_replicas
 
-    return plain(batch), "default"
+    return plain_replicas(batch), "default"

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from phalanx.data.ledger import LedgerRecord, records
+from phalanx.units import show_counted
 
 _NAMED = 5  # how many samples of a kind are named before "and N more"
 
@@ -112,7 +113,7 @@ def _audit_stretches(folder: Path, stretches: Sequence[Sequence[int]], *, drop_l
         if len(beyond := ids[(ids < must.among.start) | (ids >= must.among.stop)]):
             names = _more([str(sample) for sample in beyond[:_NAMED].tolist()], len(beyond))
             data = f"samples {must.among.start} to {must.among.stop - 1}"
-            found.append(f"step {step}: {_counted(len(beyond), 'id')} beyond {data}, whose turn it is: {names}")
+            found.append(f"step {step}: {show_counted(len(beyond), 'id')} beyond {data}, whose turn it is: {names}")
     # with as many as are due in each step, and none twice in a pass, none is left out
     for epoch, group in groupby(steps.values(), key=lambda those: those[0].epoch):
         found += [] if repeats else _twice(epoch, [record for step in group for record in step])
@@ -172,7 +173,8 @@ def _twice(epoch: int, those: list[LedgerRecord]) -> Iterator[str]:
             for _ in range(np.count_nonzero(record.ids == sample))
         ]
         samples.append(f"{sample} (by {_listed(places)})")
-    yield f"epoch {epoch}: {_counted(len(repeated), 'sample')} seen more than once: " + _more(samples, len(repeated))
+    several = show_counted(len(repeated), "sample")
+    yield f"epoch {epoch}: {several} seen more than once: " + _more(samples, len(repeated))
 
 
 def _unknown(epoch: int, those: list[LedgerRecord], length: int) -> Iterator[str]:
@@ -180,7 +182,7 @@ def _unknown(epoch: int, those: list[LedgerRecord], length: int) -> Iterator[str
     beyond = ids[ids >= length]
     if len(beyond):
         names = _more([str(sample) for sample in beyond[:_NAMED].tolist()], len(beyond))
-        yield f"epoch {epoch}: {_counted(len(beyond), 'id')} beyond the {length} samples of the data: {names}"
+        yield f"epoch {epoch}: {show_counted(len(beyond), 'id')} beyond the {length} samples of the data: {names}"
 
 
 def _short(epoch: int, those: list[LedgerRecord], length: int, batch: int, per_epoch: int) -> Iterator[str]:
@@ -206,11 +208,7 @@ def _unseen(epoch: int, those: list[LedgerRecord], length: int, whole: int) -> I
         first = np.setdiff1d(np.arange(most, dtype=np.uint64), seen)[:_NAMED]
         names = _more([str(sample) for sample in first.tolist()], unseen)
         allowed = f" ({length - whole} are left out on purpose)" if whole < length else ""
-        yield f"epoch {epoch}: {_counted(unseen, 'sample')} never seen{allowed}: {names}"
-
-
-def _counted(count: int, noun: str) -> str:
-    return f"{count} {noun}{'' if count == 1 else 's'}"
+        yield f"epoch {epoch}: {show_counted(unseen, 'sample')} never seen{allowed}: {names}"
 
 
 def _listed(words: list[str]) -> str:

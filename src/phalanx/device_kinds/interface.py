@@ -76,6 +76,13 @@ class DeviceKind(ABC):
             the versions that ``versions`` names and ``devices``, each with ``index``, ``name``, ``free`` and ``total``
             bytes, and ``error``, which is empty where it computes; empty where hosts are not asked.
         versions: which of the words in that dictionary hosts of one run should have alike, and what they are of.
+        driver: the text of a function ``driver_told()`` for a host that may be without torch, and have an old Python: a
+            dictionary with what the driver says of its ``devices`` (of each ``index``, ``name``, ``total`` and ``used``
+            bytes), its version (``driver``), processes on them (``pids``), how they are joined (``topology``), and
+            ``error``, which is empty where it answers; empty where hosts are not asked.
+        pod_resource: what Kubernetes calls such a device, by its maker's plugin; empty where that is not known.
+        driver_tool: the program by which the driver lists its devices, and ``driver_reset`` the command that resets the
+            device ``{index}``, for messages; empty where there is none.
     """
 
     name: ClassVar[str]
@@ -102,6 +109,10 @@ class DeviceKind(ABC):
     listing: ClassVar[str] = "print([])"
     probe: ClassVar[str] = ""
     versions: ClassVar[Mapping[str, str]] = {}
+    driver: ClassVar[str] = ""
+    pod_resource: ClassVar[str] = ""
+    driver_tool: ClassVar[str] = ""
+    driver_reset: ClassVar[str] = ""
 
     @property
     def backends(self) -> str:
@@ -116,6 +127,10 @@ class DeviceKind(ABC):
     def names_at_hand(self) -> Collection[str]:
         """What the driver calls the devices of this machine, where a file of the system says it; else empty."""
         return ()
+
+    def topology(self) -> str:
+        """How the devices of this machine are joined, as the driver prints it; empty where it does not."""
+        return ""
 
     def missing(self) -> str:
         """Why there can be none here, and what to install; empty where nothing is missing."""

@@ -129,6 +129,12 @@ def interface_variables() -> tuple[str, ...]:
     return tuple(dict.fromkeys(name for kind in all_kinds() for name in kind.interfaces))
 
 
+def pod_resource(named: str) -> str:
+    """What Kubernetes calls the devices of a plan with ``device=named``; empty where that is not known."""
+    kinds = automatic_kinds() if named == "auto" else (kind_named(named),)
+    return next((one.pod_resource for one in kinds if one.pod_resource), "")
+
+
 def kind_of_hardware(word: str) -> DeviceKind:
     """The kind of which devices are that the catalog and cluster files call ``word``.
 

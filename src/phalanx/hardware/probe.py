@@ -12,7 +12,6 @@ import os
 import platform
 import re
 import resource
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -49,7 +48,7 @@ def this_machine(kind: DeviceKind | None = None) -> Cluster:
     host = Host(name="this machine", cores=cores(), memory=memory_bytes(), numa=numa_of(_ROOT))
     found = network_of(_ROOT)
     network = found or entry("cpu").network(1)
-    return Cluster(groups=_gpu_groups(host, _gpus(kind), _topology()) or (cpu_group(host),), network=network)
+    return Cluster(groups=_gpu_groups(host, _gpus(kind), _topology(kind)) or (cpu_group(host),), network=network)
 
 
 def cpu_group(host: Host) -> Group:
@@ -120,14 +119,9 @@ def device_name(kind: DeviceKind) -> str:
     return ", ".join(sorted({*names} - {""}))
 
 
-def _topology() -> str:
-    tool = shutil.which("nvidia-smi")
-    if tool is None:
-        return ""
-    try:
-        return subprocess.run([tool, "topo", "-m"], capture_output=True, text=True, timeout=30, check=True).stdout
-    except (OSError, subprocess.SubprocessError):
-        return ""
+def _topology(kind: DeviceKind | None) -> str:
+    kind = kind or accelerator()
+    return kind.topology() if kind else ""
 
 
 def peak_memory() -> int:

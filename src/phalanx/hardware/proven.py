@@ -90,9 +90,15 @@ def techniques(plan: Plan) -> str:
     return " ".join(found) or "single"
 
 
-def is_proven(plan: Plan, kind: str) -> bool:
-    """Whether what ``plan`` uses is proven on this machine's devices of that ``kind``, by the table or by a run."""
-    return ships_proven(kind) or stored(Ground.of(plan, kind)) is not None
+def missing_proof(plan: Plan, kind: str) -> Ground | None:
+    """The proof that what ``plan`` uses lacks on this machine's devices of that ``kind``, by the table and by runs.
+
+    ``None`` where it is proven.
+    """
+    if ships_proven(kind):
+        return None
+    ground = Ground.of(plan, kind)
+    return ground if stored(ground) is None else None
 
 
 def ships_proven(kind: str, torch: str = "") -> bool:

@@ -8,7 +8,7 @@ from itertools import count
 from phalanx.comm import Place
 from phalanx.config import Job, Plan, RunSpec
 from phalanx.errors import Problem, RefusedError
-from phalanx.hardware.proven import Ground, is_proven, ships_proven
+from phalanx.hardware.proven import Ground, missing_proof, ships_proven
 from phalanx.launch.rank_0 import decided_by_rank_0
 from phalanx.parallel import device_kind, devices_here
 
@@ -18,7 +18,7 @@ Prove = Callable[[Job, RunSpec, Callable[[], None] | None], str]
 _proofs = count()  # that these workers have asked for together
 
 
-def asked_for_proof(job: Job, run: RunSpec, place: Place, prove: Prove | None) -> str:
+def require_proof(job: Job, run: RunSpec, place: Place, prove: Prove | None) -> str:
     """That the run goes on though its plan was never proven on such devices, in words; empty where it was. Collective.
 
     Raises:
@@ -45,31 +45,31 @@ def refuse_unproven(run: RunSpec, here: int) -> str:
         RefusedError: nothing has, and the run does not say ``unproven``.
     """
     kind = device_kind(run.plan, here)
-    if is_proven(run.plan, kind):
+    ground = missing_proof(run.plan, kind)
+    if ground is None:
         return ""
-    ground = Ground.of(run.plan, kind)
     if run.unproven:
-        return went_on_unproven(ground)
+        return unproven_note(ground)
     given = f"{run.plan} on {ground}, where {ground.techniques} was never proven"
     allowed = "what one proof on such a machine has shown; a smaller plan of the same techniques will do"
-    raise RefusedError([Problem(where="plan", given=given, allowed=allowed, fix=fix_of(run.plan))])
+    raise RefusedError([Problem(where="plan", given=given, allowed=allowed, fix=fix_unproven(run.plan))])
 
 
-def went_on_unproven(ground: Ground) -> str:
+def unproven_note(ground: Ground) -> str:
     """What a run says that goes on all the same."""
     return f"not proven: {ground.techniques} on {ground}, and the run was told to go on without a proof"
 
 
-def told_unproven(plan: Plan, kind: str, run: RunSpec | None) -> str:
+def own_loop_note(plan: Plan, kind: str, run: RunSpec | None) -> str:
     """What a loop of the user's own is told, which begins all the same; empty where ``plan`` is proven on the kind."""
-    if is_proven(plan, kind):
+    ground = missing_proof(plan, kind)
+    if ground is None:
         return ""
-    ground = Ground.of(plan, kind)
     if run and run.unproven:
-        return went_on_unproven(ground)
+        return unproven_note(ground)
     return f"not proven: {ground.techniques} on {ground}; px.prove(job, plan) compares it with one device"
 
 
-def fix_of(plan: Plan) -> str:
+def fix_unproven(plan: Plan) -> str:
     """What to do about a plan that is not proven."""
     return f'phalanx prove JOB --plan "{plan}" shows all that was compared; unproven=True trains all the same'

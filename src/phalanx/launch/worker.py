@@ -26,7 +26,7 @@ from phalanx.launch.failure import Failure, WorkerReports, describe_error, gave_
 from phalanx.launch.hang_watch import blamed
 from phalanx.launch.jobfile import load_job
 from phalanx.launch.launcher import place_of_this_process
-from phalanx.launch.proof_asked import Prove, asked_for_proof
+from phalanx.launch.proof_asked import Prove, require_proof
 from phalanx.launch.rank_0 import decided_by_rank_0
 from phalanx.launch.rank_probe import PROBE_FILES, ProbeFiles, RankProbe
 from phalanx.launch.reaper import SAVED, StopSignals, leave_signals
@@ -184,7 +184,7 @@ def _train(
     job: Job, run: RunSpec, status: WorkerStatus, prove: Prove | None, runfile: Path | None, viewers: Sequence[Viewer]
 ) -> RunSpec:
     refuse(job, run.plan, status.place.world_size, devices_here(run.plan, status.place))
-    unproven = asked_for_proof(job, run, status.place, prove)
+    unproven = require_proof(job, run, status.place, prove)
     if run.plan.server:  # what keeps others from a job they find as they build its model together
         refuse_job(job, run.plan)
     make_ready(run.plan)

@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 from phalanx.config import Job
 from phalanx.launch.targets import AttachedTarget
 from phalanx.preflight.launch_check import LaunchCheck, LaunchQuestion, launch_check, surveyed
-from phalanx.preflight.plan_choice import PlanChoice, choose
-from phalanx.preflight.there import cluster_offered, cluster_there
+from phalanx.preflight.plan_choice import PlanChoice, choose_plan
+from phalanx.preflight.target_cluster import cluster_offered, cluster_there
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -25,6 +25,11 @@ class BeforeLaunch:
 
     choice: PlanChoice | None = None
     check: LaunchCheck | None = None
+
+    @property
+    def plan_looked_at(self) -> bool:
+        """Whether the check has held the plan against the job."""
+        return self.check is not None and self.check.plan_looked_at
 
 
 def before_launch(question: LaunchQuestion, *, checks: bool, chooses: bool) -> BeforeLaunch:
@@ -43,7 +48,7 @@ def before_launch(question: LaunchQuestion, *, checks: bool, chooses: bool) -> B
         return _on_hosts(question, checks=checks, chooses=chooses)
     choice = None
     if chooses and (offer := question.target.offer(question.submission.options)):
-        choice = choose(_job_of(question), cluster_offered(offer))
+        choice = choose_plan(_job_of(question), cluster_offered(offer))
     plan = choice.plan if choice else question.plan
     if plan:
         question.target.prepare(question.under(plan))  # refuses what is mistyped
@@ -57,7 +62,7 @@ def _on_hosts(question: LaunchQuestion, *, checks: bool, chooses: bool) -> Befor
     asked = question if checks else replace(question, reference="")  # which takes less than to load the job there
     said, choice = surveyed(asked), None
     if chooses and not (checks and any(not one.told for one in said.hosts)):
-        choice = choose(_job_of(question), cluster_there(said))
+        choice = choose_plan(_job_of(question), cluster_there(said))
         question = replace(question, plan=choice.plan)
     return BeforeLaunch(choice=choice, check=launch_check(question, said) if checks else None)
 

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 from phalanx.config import Job, Plan, RunSpec
 from phalanx.device_kinds import kind_named
 from phalanx.errors import PhalanxError, Problem, RefusedError
-from phalanx.hardware.proven import Ground, is_proven, ships_proven, store
-from phalanx.launch.proof_asked import fix_of, went_on_unproven
+from phalanx.hardware.proven import Ground, missing_proof, ships_proven, store
+from phalanx.launch.proof_asked import fix_unproven, unproven_note
 from phalanx.parallel import device_kind
 
 if TYPE_CHECKING:
@@ -37,11 +37,11 @@ def first_proof(job: Job, run: RunSpec, watch: Callable[[], None] | None) -> str
         RefusedError: the plan is not equal to one device here, or no proof can be had.
     """
     plan, kind = run.plan, device_kind(run.plan)
-    if is_proven(plan, kind):
+    ground = missing_proof(plan, kind)
+    if ground is None:
         return ""
-    ground = Ground.of(plan, kind)
     if run.unproven:
-        return went_on_unproven(ground)
+        return unproven_note(ground)
     if why := _why_none(plan, kind):
         raise RefusedError([_none_to_be_had(plan, ground, why)])
     what = f'{ground.techniques} was never proven on {ground}: {STEPS} steps of "{plan}" are compared with one device'
@@ -91,7 +91,7 @@ def _differs(plan: Plan, ground: Ground, proof: Proof) -> Problem:
         where="plan",
         given=f"{plan} on {ground}, where it is not equal to one device over {proof.steps} steps: {proof.first}{cause}",
         allowed="a plan that is equal to one device on that kind of device",
-        fix=fix_of(plan),
+        fix=fix_unproven(plan),
     )
 
 

@@ -5,20 +5,16 @@ from __future__ import annotations
 import os
 import shutil
 import sys
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from phalanx.config import Cluster, Group, Host, Job, Plan, RunSpec
-from phalanx.device_kinds import on_host
+from phalanx.config import Job, Plan, RunSpec
 from phalanx.errors import Problem, RunError, SpecError
-from phalanx.hardware import entry
-from phalanx.hardware.probe import Gpu, matched, measured
 from phalanx.launch.check_hosts import (
     CheckQuestion,
     CheckTime,
-    HostAnswer,
+    FindingKind,
     HostFinding,
     HostSurvey,
     Needs,
@@ -29,20 +25,18 @@ from phalanx.launch.check_hosts import (
 from phalanx.launch.elastic_size import allowed_plans
 from phalanx.launch.jobfile import Reference
 from phalanx.launch.runfile import settled
-from phalanx.launch.side_process import Send, SideProcess, look_ahead
+from phalanx.launch.side_process import look_ahead
 from phalanx.launch.targets import AttachedTarget, QueueTarget, Submission, Target
-from phalanx.preflight.plan_choice import cluster_for, one_line
+from phalanx.preflight.host_needs import host_needs, replicas_on
 from phalanx.train.assembly import refuse
-from phalanx.train.build_model import size_of
 from phalanx.train.lr_schedule import RunStart
 
-_LOOK = 2.0  # seconds that must be left for a look at the model, or a forecast
+_LOOK = 2.0  # seconds that a look at the model is given in any case
 _OF_QUEUE = 16.0  # seconds that are kept for what a queue says
-_STATE = 12.0  # bytes of a parameter and Adam's state in a checkpoint
 _UNREAD = "the job's data could not be read"
-_HANDED_OVER = {"job", "folder", "plan"}
+_HANDED_OVER: set[FindingKind] = {"job", "folder", "plan"}
 """What is wrong for a queue where it is wrong on the machine that hands a run to it."""
-_SHARED = {"packages", "data"}
+_SHARED: set[FindingKind] = {"packages", "data"}
 """The same where the queue's machines have the packages and data of that machine."""
 
 
@@ -83,12 +77,14 @@ class LaunchCheck:
         findings: what is wrong, what fails first.
         plan: that it was looked at for; ``None`` where for none.
         not_looked_at: what could not be looked at, and why.
+        plan_looked_at: whether a plan was held against the job, also by a step of its model.
     """
 
     survey: HostSurvey
     findings: tuple[HostFinding, ...]
     plan: Plan | None
     not_looked_at: tuple[str, ...]
+    plan_looked_at: bool = False
 
     @property
     def would_fail(self) -> bool:
@@ -129,13 +125,14 @@ def launch_check(question: LaunchQuestion, said: HostSurvey | None = None) -> La
     job, unknown = question.job, _unknown_of(question)
     unknown += [f"links between {said.unasked} pairs of hosts: no time was left"] if said.unasked else []
     queue = target if isinstance(target, QueueTarget) else None
-    plan = question.plan or (plan_for(job, said.hosts) if job and not queue else None)
+    plan = question.plan or (replicas_on(said.hosts, job) if job and not queue else None)
     unread = [one for one in there if (one.told.get("data") or {"error": "-"})["error"]]
     lacking = any(not one.unsent for one in unread)  # where the code was too much for a check, nothing is known of data
     asked = question.under(plan) if job and plan else None
-    refused: list[HostFinding] = []
+    refused, looked_at = list[HostFinding](), False
     if job and asked:
         refused, missing = refusals(job, asked, target, question.time, looks=not unread)
+        looked_at = not missing
         unknown += [f"the model by a step of its own: {missing}"] if missing else []
     needs = Needs(plan=plan) if plan else None
     if queue:
@@ -154,7 +151,13 @@ def launch_check(question: LaunchQuestion, said: HostSurvey | None = None) -> La
         unknown += [missing] if missing else []
     if refused:
         found = [one for one in found if one.kind != "plan"]  # the same in other words
-    return LaunchCheck(survey=said, findings=(*refused, *found), plan=plan, not_looked_at=tuple(unknown))
+    return LaunchCheck(
+        survey=said,
+        findings=(*refused, *found),
+        plan=plan,
+        not_looked_at=tuple(unknown),
+        plan_looked_at=looked_at,
+    )
 
 
 def _asked_of(queue: QueueTarget, asked: Submission, time: CheckTime) -> tuple[list[HostFinding], str]:
@@ -168,7 +171,7 @@ def _asked_of(queue: QueueTarget, asked: Submission, time: CheckTime) -> tuple[l
     return [HostFinding(kind="queue", hosts=(), what=what, fix="ask for what there is")] if words else [], ""
 
 
-def _kinds_of(question: LaunchQuestion) -> set[str]:
+def _kinds_of(question: LaunchQuestion) -> set[FindingKind]:
     """What of this machine's findings is wrong for a queue; a job that does not load here is not handed over."""
     if question.reference and not question.job:
         return _HANDED_OVER | _SHARED
@@ -215,26 +218,6 @@ def _unknown_of(question: LaunchQuestion) -> list[str]:
     if not question.reference:
         return ["a job: none was named"]
     return [] if question.job else ["the plan, and memory that it needs: the job does not load here"]
-
-
-def host_needs(job: Job, run: RunSpec, answers: Sequence[HostAnswer], time: CheckTime) -> tuple[Needs, str]:
-    """What each worker needs there, and why its memory is not known, or asked for; empty where it is."""
-    plan = run.plan
-    gpu = _smallest(answers) if not on_host(plan.device) else None
-    with SideProcess(lambda send: _send_needs(job, plan, gpu, send)) as side:
-        message = side.next(max(_LOOK, time.left))
-    if message is None:
-        return Needs(plan=plan), "its forecast took too long"
-    needs = Needs(plan=plan, memory=message.get("memory", 0.0), state=message["state"])
-    if run.forecast != "refuse":
-        return replace(needs, memory=0.0), "the run is to begin whatever its forecast says"
-    return needs, message.get("missing", "")
-
-
-def plan_for(job: Job | None, answers: Sequence[HostAnswer]) -> Plan:
-    """Plain replicas on all devices, as far as a batch goes round; a process for each host that has none."""
-    places = sum(one.processes or len(one.told.get("devices", ())) for one in answers) or len(answers)
-    return Plan(dp=max(1, min(places, job.batch if job else places)))
 
 
 def refusals(
@@ -286,33 +269,3 @@ def refuse_plan(job: Job, run: RunSpec, target: Target | None, patience: float =
     refuse(job, plan, plan.world_size)
     if patience:
         look_ahead(job, plan, RunStart.of(settled(run)), patience)
-
-
-def _smallest(answers: Sequence[HostAnswer]) -> Gpu | None:
-    devices = [device for one in answers for device in one.told.get("devices", ()) if not device["error"]]
-    least = min(devices, key=lambda device: device["total"], default=None)
-    return Gpu(name=least["name"], memory=least["total"]) if least else None
-
-
-def _send_needs(job: Job, plan: Plan, gpu: Gpu | None, send: Send) -> None:
-    told: dict[str, Any] = {"state": _STATE * (size_of(job) or 0)}
-    try:
-        send({**told, "memory": _memory(job, plan, gpu)})
-    except Exception as error:  # a job of any make
-        send({**told, "missing": one_line(error)})
-
-
-def _memory(job: Job, plan: Plan, gpu: Gpu | None) -> float:
-    from phalanx.forecast import forecast
-    from phalanx.train.traced_job import work_of
-
-    work = work_of(job)
-    if gpu is None:
-        cluster = cluster_for(replace(plan, device="cpu"))
-        return forecast(work, plan, cluster).reserved + cluster.groups[0].device.kept
-    known = matched(gpu)
-    group = Group(
-        device=measured(gpu, known), link=known.link, host=Host(name="a host"), nodes=1, per_node=plan.devices
-    )
-    # what CUDA itself takes is not free there any more
-    return forecast(work, plan, Cluster(groups=(group,), network=entry("cpu").network(1))).reserved

@@ -16,7 +16,7 @@ from phalanx.errors import Problem, RefusedError, RunError, WorkerError, is_out_
 from phalanx.events import EventLog, read
 from phalanx.files import check_writer, open_plain, replace_text
 from phalanx.launch.side_process import Afterwards, SideProcess
-from phalanx.preflight.plan_choice import answer
+from phalanx.preflight.machine_forecast import send_forecast
 from phalanx.report.comparison import FORECAST, LATE, memory_beside, stored, under_forecast
 from phalanx.units import show_bytes
 
@@ -31,7 +31,7 @@ def forecast_after_look(job: Job, run: RunSpec, threads: int | None = None) -> A
 
     ``threads``: that each replica computes with.
     """
-    return None if run.forecast == "none" else lambda look, send: answer(job, run.plan, threads, look, send)
+    return None if run.forecast == "none" else lambda look, send: send_forecast(job, run.plan, threads, look, send)
 
 
 @final

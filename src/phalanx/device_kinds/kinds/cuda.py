@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import shutil
+import subprocess
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
@@ -43,6 +45,46 @@ def told():
         found["devices"].append(device)
     return found
 """
+_DRIVER = """
+import shutil, subprocess
+
+def driver_told():
+    rows, error = table("--query-gpu=index,name,memory.total,memory.used,driver_version")
+    if error:
+        return {"error": error, "devices": []}
+    devices = [
+        {"index": int(row[0]), "name": row[1], "total": mebibytes(row[2]), "used": mebibytes(row[3])}
+        for row in rows
+        if len(row) == 5
+    ]
+    return {
+        "error": "",
+        "devices": devices,
+        "driver": rows[0][4] if rows else "",
+        "pids": [row[0] for row in table("--query-compute-apps=pid")[0]],
+        "topology": printed("topo", "-m")[0] if len(devices) > 1 else "",
+    }
+
+def table(query):
+    text, error = printed(query, "--format=csv,noheader,nounits")
+    return [[cell.strip() for cell in line.split(",")] for line in text.splitlines() if line.strip()], error
+
+def printed(*words):  # and why it fails; nothing where there is none
+    tool = shutil.which("nvidia-smi")
+    if not tool:
+        return "", ""
+    try:
+        done = subprocess.run([tool, *words], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=20, check=False)
+    except (OSError, subprocess.SubprocessError) as error:
+        return "", str(error)
+    text = done.stdout.decode(errors="replace").strip()
+    if done.returncode:
+        return "", text.splitlines()[-1] if text else "nvidia-smi failed"
+    return text, ""
+
+def mebibytes(text):
+    return int(text) * 2**20 if text.isdigit() else 0
+"""
 
 
 @final
@@ -51,10 +93,11 @@ class _Cuda(Accelerator):
     backend, interfaces = "nccl", ("NCCL_SOCKET_IFNAME",)
     fitted = streams = pinned = in_order = shared = compiles = True
     lost_peer = "nccl.*(abort|remote|system error|timeout|unhandled)"
-    visible = "CUDA_VISIBLE_DEVICES"
+    visible, pod_resource = "CUDA_VISIBLE_DEVICES", "nvidia.com/gpu"
     versions: ClassVar[Mapping[str, str]] = {"cuda": "CUDA of torch", "nccl": "NCCL"}
     listing = _LISTING
     probe = _PROBE
+    driver, driver_tool, driver_reset = _DRIVER, "nvidia-smi", "nvidia-smi -r -i {index}"
     light_way = "torch.cuda.device_count() in place of torch.cuda.is_available()"
     heavy_ways = ".cuda(), .to('cuda'), torch.cuda.synchronize()"
 
@@ -70,6 +113,15 @@ class _Cuda(Accelerator):
             with suppress(OSError):
                 found |= set(re.findall(r"^Model:\s*(\S.*?)\s*$", path.read_text(errors="replace"), re.MULTILINE))
         return found
+
+    def topology(self) -> str:
+        tool = shutil.which(self.driver_tool)
+        if tool is None:
+            return ""
+        try:
+            return subprocess.run([tool, "topo", "-m"], capture_output=True, text=True, timeout=30, check=True).stdout
+        except (OSError, subprocess.SubprocessError):
+            return ""
 
     def current(self) -> torch.device:
         import torch

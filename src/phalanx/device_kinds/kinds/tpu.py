@@ -30,6 +30,7 @@ print(json.dumps([[one.name, one.total_memory] for one in found]))
 class _Tpu(Accelerator):
     name, label, torch_type, hardware = "tpu", "TPU", "tpu", ("tpu",)
     backend, precisions, listing = "tpu_dist", ("fp32", "bf16"), _LISTING
+    pod_resource = "google.com/tpu"
     in_order = compiles = True
     automatic = forks = False  # a run says that it wants them, and how its workers start
 

@@ -2,8 +2,9 @@
 
 from phalanx.launch.check_hosts.asking import CheckQuestion, HostAnswer, HostSurvey, survey
 from phalanx.launch.check_hosts.asking_links import LinkAnswer
-from phalanx.launch.check_hosts.host_findings import Needs, findings, workers_of
-from phalanx.launch.check_hosts.link_findings import HostFinding
+from phalanx.launch.check_hosts.device_findings import Needs, workers_of
+from phalanx.launch.check_hosts.finding import FindingKind, HostFinding
+from phalanx.launch.check_hosts.host_findings import findings
 from phalanx.launch.check_hosts.started_program import CheckTime, run_here
 from phalanx.launch.check_hosts.target_host import CODE_OF_CHECK, CodeForHost, TargetHost, ThisMachine, program_text
 
@@ -12,6 +13,7 @@ __all__ = [
     "CheckQuestion",
     "CheckTime",
     "CodeForHost",
+    "FindingKind",
     "HostAnswer",
     "HostFinding",
     "HostSurvey",

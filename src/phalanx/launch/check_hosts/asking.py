@@ -15,9 +15,9 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
-from phalanx.device_kinds import probed_kinds
+from phalanx.device_kinds import all_kinds, probed_kinds
 from phalanx.errors import Problem, RunError
 from phalanx.launch import code_files
 from phalanx.launch.check_hosts import host_probe, job_probe, link_probe
@@ -51,6 +51,19 @@ class CheckQuestion:
     time: CheckTime = field(default_factory=CheckTime)
 
 
+class DeviceThere(TypedDict):
+    """A device of a host by the ``probe`` of its kind, with bytes of memory; ``error`` is empty where it works.
+
+    Of one that does not, the name and the memory may be missing.
+    """
+
+    index: int
+    name: str
+    free: int
+    total: int
+    error: str
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HostAnswer:
     """What one host said.
@@ -79,6 +92,16 @@ class HostAnswer:
     sent: int = 0
     unsent: int = 0
     refused: Problem | None = None
+
+    @property
+    def devices(self) -> Sequence[DeviceThere]:
+        """Those that its torch has; none where it has not said."""
+        return self.told.get("devices", ())
+
+    @property
+    def whole_devices(self) -> list[DeviceThere]:
+        """Those of them that work."""
+        return [one for one in self.devices if not one["error"]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -112,6 +135,7 @@ def survey(hosts: Sequence[TargetHost], asked: CheckQuestion) -> HostSurvey:
     with ended_by_signals(), _shared_folder(asked.folder) as (folder, token, error), _asking(hosts, asked.time) as pool:
         meeting = hosts[0].address if hosts else ""
         probed = {kind.name: kind.probe for kind in probed_kinds()}
+        drivers = {kind.name: kind.driver for kind in all_kinds() if kind.driver}
         common = {
             "job": {
                 "reference": asked.reference,
@@ -119,6 +143,7 @@ def survey(hosts: Sequence[TargetHost], asked: CheckQuestion) -> HostSurvey:
                 "stamp": _stamp(Path(asked.file)),
                 "kinds": probed,
             },
+            "drivers": drivers,
             "boot": BOOT,
             "job_probe": program_text(code_files, job_probe),
             "folder": str(folder),

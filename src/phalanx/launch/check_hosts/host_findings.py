@@ -8,39 +8,23 @@ from __future__ import annotations
 import statistics
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from phalanx.config import Plan, RunSpec
-from phalanx.device_kinds import DeviceKind, all_kinds, kind_named, probed_kinds
+from phalanx.config import RunSpec
+from phalanx.device_kinds import all_kinds
 from phalanx.launch.check_hosts.asking import HostAnswer, HostSurvey
-from phalanx.launch.check_hosts.limit_findings import few_processes, limits
-from phalanx.launch.check_hosts.link_findings import HostFinding, link_findings
+from phalanx.launch.check_hosts.device_findings import Needs, device_findings, plan_findings, workers_of
+from phalanx.launch.check_hosts.finding import HostFinding, odd_ones
+from phalanx.launch.check_hosts.limit_findings import few_processes, limit_findings
+from phalanx.launch.check_hosts.link_findings import link_findings
 from phalanx.launch.check_hosts.way_there import way_there
 from phalanx.launch.unshared_folder import unshared_problems
-from phalanx.units import show_bytes, show_names, show_seconds
+from phalanx.units import show_bytes, show_seconds
 
 _CLOCK = 5.0  # seconds that clocks may differ by
-_BUSY = 2**30  # bytes of a device that somebody else uses
 _KEPT = 3  # checkpoints on the disk at a time
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Needs:
-    """What the run needs there.
-
-    Attributes:
-        plan: of the run.
-        run: all of its settings; ``None``: those of a run that nothing more is asked of.
-        memory: bytes that each worker needs of its device, or of its host where that computes; 0 where not known.
-        state: bytes of a checkpoint; 0 where not known.
-    """
-
-    plan: Plan
-    run: RunSpec | None = None
-    memory: float = 0.0
-    state: float = 0.0
 
 
 def findings(survey: HostSurvey, needs: Needs | None) -> list[HostFinding]:
@@ -51,28 +35,14 @@ def findings(survey: HostSurvey, needs: Needs | None) -> list[HostFinding]:
         *_versions(there),
         *_job(there),
         *_folder(survey, there, needs),
-        *_devices(there),
-        *(_places(there, needs) if needs and len(there) == len(survey.hosts) else ()),
-        *(_memory(there, needs) if needs and needs.memory else ()),
-        *(_without_devices(there, needs.plan) if needs else ()),
-        *(_split_groups(there, needs) if needs and needs.plan.tp > 1 and len(there) == len(survey.hosts) else ()),
-        *limits(there, needs.plan.processes if needs else 1),
+        *device_findings(there),
+        *(plan_findings(there, needs, whole=len(there) == len(survey.hosts)) if needs else ()),
+        *limit_findings(there, needs.plan.processes if needs else 1),
         *few_processes(there, workers_of(there, needs) if needs else {}),
         *_clocks(there),
         *link_findings(survey.links, {one.name: one.told for one in there}),
     ]
     return sorted(_together(found), key=lambda one: not one.fails)
-
-
-def workers_of(answers: Sequence[HostAnswer], needs: Needs) -> dict[str, int]:
-    """Workers that each host would have: as many as the target says, else by its devices, else an equal share."""
-    left, counts = needs.plan.processes, {}
-    even = -(-left // max(1, len(answers)))
-    for answer in answers:
-        devices = len(answer.told.get("devices", ())) // needs.plan.threads
-        counts[answer.name] = min(left, answer.processes or devices or even)
-        left -= counts[answer.name]
-    return counts
 
 
 def _together(found: Iterable[HostFinding]) -> list[HostFinding]:
@@ -95,14 +65,14 @@ def _versions(there: Sequence[HostAnswer]) -> Iterator[HostFinding]:
     def minor(answer: HostAnswer) -> str:
         return ".".join(answer.told["python"].split(".")[:2])
 
-    yield from _odd("Python", there, minor, "use the same Python on all hosts", fails=False)
+    yield from odd_ones("Python", there, minor, "use the same Python on all hosts", fails=False)
     for name in ("torch", "phalanx"):
         yield from _package(name, there, lambda one, key=name: one.told.get("versions", {}).get(key), fails=True)
     for key, name in {key: name for kind in all_kinds() for key, name in kind.versions.items()}.items():
         same = "install the same torch on all hosts"
-        yield from _odd(name, there, lambda one, key=key: one.told.get(key) or None, same)
+        yield from odd_ones(name, there, lambda one, key=key: one.told.get(key) or None, same)
     same = "install the same driver on all hosts"
-    yield from _odd("GPU driver", there, lambda one: one.told["gpus"].get("driver") or None, same, fails=False)
+    yield from odd_ones("GPU driver", there, lambda one: one.told["gpus"].get("driver") or None, same, fails=False)
     imports = sorted({name for one in there for name in one.told.get("source", {}).get("imports", {})})
     for name in imports:
         asked = [one for one in there if not one.unsent]
@@ -140,28 +110,7 @@ def _package(
     common = Counter(version(one) for one in whole).most_common(1)
     fix = f"pip install {name}=={str(common[0][0]).partition('+')[0]} there" if common else ""
     fix = _PHALANX if name == "phalanx" else fix
-    yield from _odd(name, whole, version, fix, fails=fails)
-
-
-def _odd(
-    what: str,
-    there: Sequence[HostAnswer],
-    value: Callable[[HostAnswer], str | None],
-    fix: str,
-    *,
-    fails: bool = True,
-) -> Iterator[HostFinding]:
-    """A finding of the hosts whose ``value`` is not that of most, where they differ."""
-    groups: dict[str, list[str]] = defaultdict(list)
-    for one in there:
-        if (found := value(one)) is not None:
-            groups[found].append(one.name)
-    if len(groups) > 1:
-        few = sorted(groups.items(), key=lambda item: len(item[1]))  # the first hosts are most where as many differ
-        few = [*few[:-1], few[-1]] if len(few[0][1]) < len(few[-1][1]) else [*reversed(few)]
-        words = ", ".join(f"{found} on {show_names(names)}" for found, names in few)
-        odd = tuple(name for _, names in few[:-1] for name in names)
-        yield HostFinding(kind="versions", hosts=odd, what=f"{what} {words}", fix=fix, fails=fails)
+    yield from odd_ones(name, whole, version, fix, fails=fails)
 
 
 def _job(there: Sequence[HostAnswer]) -> Iterator[HostFinding]:
@@ -257,105 +206,6 @@ def _copies(
     for problem in unshared_problems(run) if apart and run else ():
         what = f"{problem.where}: given {problem.given}; allowed: {problem.allowed}"
         yield HostFinding(kind="folder", hosts=tuple(sorted(apart)), what=what, fix=problem.fix)
-
-
-def _devices(there: Sequence[HostAnswer]) -> Iterator[HostFinding]:
-    kind = _kind_of(there)
-    counted = f"{kind.label} devices:"
-    yield from _odd(
-        counted, there, lambda one: str(len(one.told.get("devices", ()))), "see nvidia-smi there", fails=False
-    )
-    for one in there:
-        gpus = one.told["gpus"]
-        if gpus["error"]:
-            fix = "mend the driver there: nvidia-smi must list the devices"
-            yield HostFinding(kind="devices", hosts=(one.name,), what=f"nvidia-smi: {gpus['error']}", fix=fix)
-        if gpus["devices"] and "devices" in one.told and not one.told["devices"]:
-            what = f"torch sees none of {len(gpus['devices'])} devices: torch {one.told['versions']['torch']}"
-            fix = f"install torch for that driver's {kind.label} there, and see {kind.visible}"
-            yield HostFinding(kind="devices", hosts=(one.name,), what=what, fix=fix)
-        for device in one.told.get("devices", ()):
-            if device["error"]:
-                what = f"device {device['index']} does not work: {device['error']}"
-                fix = f"leave it out by {kind.visible} there, or reset it: nvidia-smi -r -i {device['index']}"
-                yield HostFinding(kind="devices", hosts=(one.name,), what=what, fix=fix)
-        for device in gpus["devices"]:
-            if device["used"] > _BUSY:
-                pids = f" (process {show_names(gpus['pids'])})" if gpus["pids"] else ""
-                what = f"device {device['index']} is busy: {show_bytes(device['used'])} in use{pids}"
-                fix = f"end what uses it, or leave the device out by {kind.visible} there"
-                yield HostFinding(kind="devices", hosts=(one.name,), what=what, fix=fix, fails=False)
-
-
-def _places(there: Sequence[HostAnswer], needs: Needs) -> Iterator[HostFinding]:
-    """Whether there are as many places for processes as the plan takes: what the target says, devices, or cores."""
-    plan, names = needs.plan, tuple(one.name for one in there)
-    devices, kind = _gpus_of(there), _kind_of(there, plan)
-    if any(one.processes for one in there):
-        places, word = sum(one.processes for one in there), "places"
-    elif devices and not kind.on_host:
-        places, word = devices // plan.threads, f"{kind.label} devices"
-    else:
-        places, word = sum(one.told["cores"] for one in there), "cores"
-    if places < plan.processes:
-        what = f"{plan} takes {plan.processes} processes; there are {places} {word} in all"
-        fix = f"--plan dp={places}, or more hosts"
-        yield HostFinding(kind="plan", hosts=names, what=what, fix=fix, fails=word != "cores")  # cores can be shared
-    elif plan.device != "auto" and not kind.on_host and devices < plan.devices:
-        what = f"{plan} takes {plan.devices} {kind.label} devices; there are {devices} in all"
-        yield HostFinding(kind="plan", hosts=names, what=what, fix="--plan with device=cpu, or other hosts")
-
-
-def _without_devices(there: Sequence[HostAnswer], plan: Plan) -> Iterator[HostFinding]:
-    """Hosts with fewer GPUs than workers, where there are any: all workers compute on one, or none."""
-    kind = _kind_of(there, plan)
-    for one in there:
-        have, takes = len(one.told.get("devices", ())), one.processes * plan.threads
-        if not kind.on_host and not plan.server and have < takes and _gpus_of(there):  # a server needs none
-            what = f"it has {have} {kind.label} devices for its {one.processes} workers, which need {takes}"
-            fix = "give as many workers as it has devices, leave it out, or take a plan with device=cpu"
-            yield HostFinding(kind="plan", hosts=(one.name,), what=what, fix=fix)
-
-
-def _memory(there: Sequence[HostAnswer], needs: Needs) -> Iterator[HostFinding]:
-    """Whether there is room for what each worker needs, on its device, or on its host where that computes."""
-    plan, counts = needs.plan, workers_of(there, needs)
-    on_gpus = not _kind_of(there, plan).on_host and _gpus_of(there) >= plan.devices
-    smaller = "phalanx plan JOB shows plans that need less"
-    for one in there:
-        if on_gpus:
-            for device in one.told.get("devices", ())[: counts[one.name] * plan.threads]:
-                if not device["error"] and device["free"] < needs.memory:
-                    free, needed = show_bytes(device["free"]), show_bytes(needs.memory)
-                    what = f"device {device['index']} has {free} free; a worker needs {needed}"
-                    yield HostFinding(kind="memory", hosts=(one.name,), what=what, fix=smaller)
-        elif one.told["memory"]["free"] < needs.memory * counts[one.name] * plan.threads:
-            total = show_bytes(needs.memory * counts[one.name] * plan.threads)
-            what = f"{show_bytes(one.told['memory']['free'])} of memory are free; its workers need {total}"
-            yield HostFinding(kind="memory", hosts=(one.name,), what=what, fix=smaller)
-
-
-def _split_groups(there: Sequence[HostAnswer], needs: Needs) -> Iterator[HostFinding]:
-    """Ranks are laid host by host, and those of a tp group are neighbours: whether one has ranks on several hosts."""
-    plan, counts = needs.plan, workers_of(there, needs)
-    host_of = [name for name, count in counts.items() for _ in range(count)]
-    groups = [host_of[first : first + plan.tp] for first in range(0, plan.world_size, plan.tp)]
-    if split := [group for group in groups if len(set(group)) > 1]:
-        what = f"{len(split)} of {len(groups)} tp groups are on several hosts: each layer exchanges over the network"
-        fix = f"--plan with a tp that divides the devices of each host ({', '.join(map(str, counts.values()))})"
-        hosts = tuple(dict.fromkeys(name for group in split for name in group))
-        yield HostFinding(kind="plan", hosts=hosts, what=what, fix=fix, fails=False)
-
-
-def _kind_of(there: Sequence[HostAnswer], plan: Plan | None = None) -> DeviceKind:
-    """The kind of the devices that are looked for: the plan's, or that of those that are there."""
-    if plan and plan.device != "auto":
-        return kind_named(plan.device)
-    return kind_named(next((one.told["kind"] for one in there if one.told.get("kind")), probed_kinds()[0].name))
-
-
-def _gpus_of(there: Sequence[HostAnswer]) -> int:
-    return sum(len(one.told.get("devices", ())) for one in there)
 
 
 def _clocks(there: Sequence[HostAnswer]) -> Iterator[HostFinding]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from phalanx.launch.check_hosts.asking import HostAnswer
-from phalanx.launch.check_hosts.link_findings import HostFinding
+from phalanx.launch.check_hosts.finding import HostFinding
 from phalanx.units import show_bytes
 
 _FILES = 1024  # open files that are always enough; below it they may not be
@@ -15,7 +15,7 @@ _THREADS_OF = 4  # that a worker has at least
 _SHARED_MEMORY = 128 * 2**20, 16 * 2**20  # bytes of /dev/shm that may be too little, and that are
 
 
-def limits(there: Sequence[HostAnswer], workers: int) -> Iterator[HostFinding]:
+def limit_findings(there: Sequence[HostAnswer], workers: int) -> Iterator[HostFinding]:
     """Open files, locked memory and shared memory that are few for a run of so many ``workers``."""
     for one in there:
         files = one.told["limits"].get("open_files", -1)
@@ -29,7 +29,7 @@ def limits(there: Sequence[HostAnswer], workers: int) -> Iterator[HostFinding]:
             what = f"a process may lock {show_bytes(locked)} of memory, which InfiniBand needs more of"
             yield HostFinding(kind="limits", hosts=(one.name,), what=what, fix="ulimit -l unlimited there", fails=False)
         loads = (one.told.get("data") or {}).get("workers", 0)
-        if one.told["shm"]["total"] and (loads or len(one.told.get("devices", ())) > 1):
+        if one.told["shm"]["total"] and (loads or len(one.devices) > 1):
             free = one.told["shm"]["free"]
             if free < _SHARED_MEMORY[0]:
                 by = f"{loads} loader processes" if loads else "its devices"

@@ -5,10 +5,10 @@ from __future__ import annotations
 import statistics
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from phalanx.launch.check_hosts.asking_links import LinkAnswer
+from phalanx.launch.check_hosts.finding import HostFinding
 from phalanx.units import show_bytes, show_names, show_seconds
 
 _SLOW = 0.25  # of the bandwidth that most hosts have on their best link
@@ -16,25 +16,6 @@ _LATE = 10.0, 0.005  # times the round trip of most links, and seconds more, tha
 _STREAM = 1.25e9, 0.1  # bytes per second that one connection can carry at most, and the share of them that is too few
 _OPEN = "let firewalls pass TCP between the hosts, to {} on all ports, and see that they share a network"
 _CABLE = "see the cable, the switch and the speed that the interface shows: ethtool, ip -s link"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class HostFinding:
-    """One thing that is wrong on hosts.
-
-    Attributes:
-        kind: what it is about, in a word.
-        hosts: where; those that differ from most, where hosts differ.
-        what: was found.
-        fix: what to do.
-        fails: whether training would fail by it.
-    """
-
-    kind: str
-    hosts: tuple[str, ...]
-    what: str
-    fix: str
-    fails: bool = True
 
 
 def link_findings(links: Sequence[LinkAnswer], hosts: Mapping[str, Mapping[str, Any]]) -> Iterator[HostFinding]:

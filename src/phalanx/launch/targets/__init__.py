@@ -11,11 +11,9 @@ from phalanx.launch.targets.handed_over import (
     ticket_of,
     write_ticket,
 )
-from phalanx.launch.targets.node_agent import last_word
+from phalanx.launch.targets.launch_folder import FOLDER, LAST_WORDS, last_word
 from phalanx.launch.targets.offer import Offer, misfit, nearest_plan
 from phalanx.launch.targets.target import (
-    FOLDER,
-    LAST_WORDS,
     ArrayTarget,
     AttachedTarget,
     Option,

@@ -18,10 +18,12 @@ from functools import lru_cache
 from pathlib import Path
 from typing import IO, Any, Self, final
 
-from phalanx.errors import RunError, SpecError
+from phalanx.config.run_files import EVENTS
+from phalanx.errors import Problem, RunError, SpecError
 from phalanx.files import read_text
 from phalanx.launch.code_files import unpack_files
 from phalanx.launch.jobfile import Reference
+from phalanx.launch.targets.launch_folder import FOLDER, TICKET
 from phalanx.launch.targets.target import Option
 from phalanx.units import show_bytes
 
@@ -172,6 +174,14 @@ def folder_to_pack(job: str, given: str | None) -> Path:
     return folder
 
 
+def folder_and_problems(job: str, given: str | None) -> tuple[Path, list[Problem]]:
+    """``folder_to_pack``, with what is wrong where it would raise."""
+    try:
+        return folder_to_pack(job, given), []
+    except SpecError as error:
+        return Path(), [*error.problems]
+
+
 def job_within(job: str, folder: Path) -> str:
     """The job as whoever works in the unpacked ``folder`` names it."""
     reference = Reference.parse(job)
@@ -259,7 +269,7 @@ def _walk(root: Path, below: str, patterns: IgnorePatterns, without: Path) -> It
 
 
 def _is_run(folder: Path) -> bool:
-    return (folder / "events.jsonl").is_file() or (folder / "launch" / "ticket.json").is_file()
+    return (folder / EVENTS).is_file() or (folder / FOLDER / TICKET).is_file()
 
 
 def _trimmed(line: str) -> str:

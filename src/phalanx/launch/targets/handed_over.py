@@ -15,21 +15,21 @@ from typing import Any
 from phalanx.errors import SpecError
 from phalanx.files import read_text, replace_text
 from phalanx.launch.targets.find_target import TARGETS, find_target
-from phalanx.launch.targets.target import FOLDER, QueueTarget, Submission, Target, attached_log
+from phalanx.launch.targets.launch_folder import FOLDER, TICKET, attached_log
+from phalanx.launch.targets.target import QueueTarget, Submission, Target
 
-_TICKET = "ticket.json"
 _PATIENCE = 60.0  # seconds for another launch to have been handed over
 _SOON = 0.05
 
 
 def write_ticket(submission: Submission, to: str, ticket: Mapping[str, Any]) -> None:
     """Leave in the run folder what finds the run again."""
-    replace_text(submission.folder / _TICKET, json.dumps({"to": to, **ticket}) + "\n")
+    replace_text(submission.folder / TICKET, json.dumps({"to": to, **ticket}) + "\n")
 
 
 def is_handed_over(folder: Path) -> bool:
     """Whether the run in ``folder`` was, by a launch."""
-    return os.path.exists(folder / FOLDER / _TICKET)
+    return os.path.exists(folder / FOLDER / TICKET)
 
 
 def earlier_ticket(folder: Path, name: str) -> Mapping[str, Any] | None:
@@ -97,7 +97,7 @@ def one_launch_at_a_time(folder: Path) -> Iterator[None]:
 
 def forget_handed_over(folder: Path) -> None:
     """The run in ``folder`` is no more its target's, which had ended it: whoever calls this goes on with it."""
-    (folder / FOLDER / _TICKET).unlink(missing_ok=True)
+    (folder / FOLDER / TICKET).unlink(missing_ok=True)
 
 
 def log_of(folder: Path, rank: int | None) -> Path:
@@ -119,7 +119,7 @@ def ticket_of(folder: Path) -> tuple[Target, Mapping[str, Any]]:
     Raises:
         SpecError: it was not launched, or what says so is damaged.
     """
-    path = folder / FOLDER / _TICKET
+    path = folder / FOLDER / TICKET
     if not path.is_file():
         given, fix = f"{folder}, which no phalanx launch handed over", "phalanx launch JOB --to slurm"
         raise SpecError.of(where="RUN", given=given, allowed="the folder of a launched run", fix=fix)
@@ -132,6 +132,6 @@ def ticket_of(folder: Path) -> tuple[Target, Mapping[str, Any]]:
 
 def damaged_ticket(folder: Path) -> SpecError:
     """What to raise where the ticket in the run folder is not as it was written."""
-    path = folder / FOLDER / _TICKET
+    path = folder / FOLDER / TICKET
     fix = f"rm {shlex.quote(str(path))}"
     return SpecError.of(where="RUN", given=f"{path}, which is damaged", allowed="what phalanx launch wrote", fix=fix)

@@ -27,9 +27,9 @@ from phalanx.launch.targets.kubernetes_manifest import KINDS, OF_JOBSET, config_
 from phalanx.launch.targets.kubernetes_offer import pods_offered
 from phalanx.launch.targets.kubernetes_options import OPTIONS, PodRequest
 from phalanx.launch.targets.kubernetes_standing import standing_of
-from phalanx.launch.targets.node_agent import last_word
+from phalanx.launch.targets.launch_folder import FOLDER, last_word
 from phalanx.launch.targets.offer import Offer
-from phalanx.launch.targets.target import FOLDER, Option, Prepared, QueueTarget, Standing, Submission, own_words
+from phalanx.launch.targets.target import Option, Prepared, QueueTarget, Standing, Submission, own_words
 
 _MANIFESTS = "kubernetes.json"
 _ASKED = "asked-to-stop"

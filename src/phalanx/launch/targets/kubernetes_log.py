@@ -17,8 +17,8 @@ from phalanx.errors import RunError
 from phalanx.files import replace_text
 from phalanx.launch.targets.kubectl import Kubectl
 from phalanx.launch.targets.kubernetes_manifest import NODE
+from phalanx.launch.targets.launch_folder import OUTPUT, log_name
 
-_OUTPUT = "output.log"
 _TAKEN = "pods.json"
 _PREFIXED = re.compile(r"\[pod/([^/\]]+)/[^\]]+\] ?(.*\n)")
 
@@ -35,13 +35,13 @@ def printed_by(kubectl: Kubectl, selector: str, pods: int) -> dict[str, list[str
 
 def take_in(folder: Path, rank: int | None, printed: Callable[[], dict[str, list[str]]]) -> Path:
     """The file in ``folder`` with what ``rank`` has printed, or all did, up to date; it may not be there yet."""
-    path = folder / (_OUTPUT if rank is None else f"rank-{rank}.log")
+    path = folder / log_name(rank)
     own = path.with_name(f"pods-{path.name}")  # beside that of the volume, which is a worker's
     if rank is not None and path.exists() and not own.exists():
         return path
     _add(folder, printed())
     if rank is not None:
-        mark, lines = f"[rank {rank}] ", _lines(folder / _OUTPUT)
+        mark, lines = f"[rank {rank}] ", _lines(folder / OUTPUT)
         if lines:
             replace_text(own, "".join(line.removeprefix(mark) for line in lines if line.startswith(mark)))
         return own if lines else path
@@ -61,7 +61,7 @@ def _add(folder: Path, printed: dict[str, list[str]]) -> None:
         taken: dict[str, int] = {}
         with suppress(ValueError):
             taken = dict(json.loads(file.read() or "{}"))
-        with (folder / _OUTPUT).open("a") as output:
+        with (folder / OUTPUT).open("a") as output:
             for pod, lines in sorted(printed.items(), key=lambda one: _by_number(one[0])):
                 output.writelines(lines[taken.get(pod, 0) :])
         file.truncate(0)

@@ -17,13 +17,11 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from phalanx.config import RunSpec
-from phalanx.files import read_text
 from phalanx.launch.reaper import SAVED
 from phalanx.launch.targets.kubernetes_manifest import RESTART
 from phalanx.launch.targets.kubernetes_options import on_most
+from phalanx.launch.targets.launch_folder import FOLDER, run_from
 from phalanx.launch.targets.node_agent import NodePlace, be_agent, meeting_options, worker_words
-from phalanx.launch.targets.target import FOLDER
 
 _PATIENCE = 3600  # seconds for all pods to be there: they are scheduled one by one
 _LOOK = 1.0  # seconds between looks whether they are
@@ -37,7 +35,7 @@ def main(runfile: Path, meeting: str, nodes: str, wait: str = "") -> int:
     ``nodes``: pods, ``8`` or ``2:8``; ``wait``: seconds that the fewest wait for the others.
     """
     signal.signal(signal.SIGTERM, _leave)  # a container's first process hears no signal that it does not handle
-    spec = RunSpec.from_toml(read_text(runfile, where="run file", fix="phalanx launch JOB --to kubernetes", below=0))
+    spec = run_from(runfile, "phalanx launch JOB --to kubernetes")
     index = int(os.environ["JOB_COMPLETION_INDEX"])
     logs = spec.folder / FOLDER
     logs.mkdir(parents=True, exist_ok=True)

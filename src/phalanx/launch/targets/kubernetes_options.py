@@ -11,7 +11,7 @@ from pathlib import Path, PurePosixPath
 
 from phalanx.config import RunSpec
 from phalanx.config.elastic import resized
-from phalanx.device_kinds import on_host
+from phalanx.device_kinds import on_host, pod_resource
 from phalanx.errors import Problem, SpecError
 from phalanx.launch.jobfile import Reference
 from phalanx.launch.targets.offer import gpus_offered, misfit
@@ -23,7 +23,7 @@ from phalanx.launch.targets.option_checks import (
     wrong_option,
 )
 from phalanx.launch.targets.target import Option, Submission
-from phalanx.launch.targets.time_limit import TimeLimit
+from phalanx.launch.targets.time_limit import SAVE_MARGIN, TimeLimit
 from phalanx.units import parse_duration
 
 OPTIONS = {
@@ -64,7 +64,6 @@ RUN_FILE = PurePosixPath("/etc/phalanx/run.toml")
 """Where a pod has what its workers read."""
 
 _WAIT = 60  # seconds
-_MARGIN = 30  # seconds beside grace, for what comes before the save and after it
 _COUNTS = {"nodes": 1, "gpus-per-node": 0, "max-restarts": 0}  # name → least
 _LABEL = r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?"  # RFC 1123
 _SUBDOMAIN = rf"{_LABEL}(\.{_LABEL})*"
@@ -175,6 +174,7 @@ class PodRequest:
         said = f"{options.get('time', '')}, with a grace of {run.grace:g} seconds"
         problems += [*late, *TimeLimit(seconds=deadline, kept=run.grace, said=said).problems(run), *wrong_wait]
         problems += _misfits(run, nodes, counts.get("gpus-per-node"))
+        problems += _nameless(options, run, counts.get("gpus-per-node"))
         problems += [*_inelastic(options, run, nodes), *_misplaced(options)]
         problems += [] if "--volume" in wrong else [*_bad_places(volumes), *_outside(run, volumes)]
         if problems:
@@ -193,7 +193,7 @@ class PodRequest:
             wait=wait or _WAIT,
             workers=workers,
             gpus=gpus,
-            gpu_resource=options.get("gpu-resource", "nvidia.com/gpu"),
+            gpu_resource=options.get("gpu-resource", pod_resource(plan.device)),
             cpu=cpu,
             memory=options.get("memory", ""),
             shm=options.get("shm", ""),
@@ -207,7 +207,7 @@ class PodRequest:
             pull_secrets=tuple(_words(options, "image-pull-secret")),
             max_restarts=counts.get("max-restarts", run.restarts),
             deadline=deadline,
-            grace=math.ceil(run.grace) + _MARGIN,
+            grace=math.ceil(run.grace) + SAVE_MARGIN,
             threads=max(1, int(_cores(cpu)) // workers) if cpu else 0,
         )
 
@@ -278,6 +278,15 @@ def _misfits(run: RunSpec, nodes: int, gpus: int | None) -> list[Problem]:
     if gpus is not None and (problem := misfit(plan, gpus_offered(nodes, gpus, "--gpus-per-node"))):
         problems.append(problem)
     return problems
+
+
+def _nameless(options: Mapping[str, str], run: RunSpec, gpus: int | None) -> list[Problem]:
+    """Devices that pods would be asked to have, and that nobody knows the cluster's name of."""
+    plan = run.plan
+    if "gpu-resource" in options or gpus == 0 or on_host(plan.device) or pod_resource(plan.device):
+        return []
+    allowed = "what the cluster calls such devices: kubectl describe nodes shows it"
+    return [_wrong("gpu-resource", f"none, for {plan}", allowed)]
 
 
 def on_most(run: RunSpec) -> RunSpec:

@@ -6,7 +6,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from phalanx.launch.targets.target import LAST_WORDS, Standing, State
+from phalanx.launch.targets.launch_folder import LAST_WORDS, State
+from phalanx.launch.targets.target import Standing
 
 _OVER = ("Succeeded", "Failed")
 _TIME_IS_OVER = ("FailJobSetFailurePolicyAction", "DeadlineExceeded")  # of a JobSet, by its rule, and of a TrainJob

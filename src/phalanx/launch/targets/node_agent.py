@@ -12,18 +12,15 @@ import math
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from phalanx.config import RunSpec
 from phalanx.device_kinds import kind_for
-from phalanx.errors import SpecError
-from phalanx.events.log import read
 from phalanx.launch.addresses import LOOPBACK, own_address
 from phalanx.launch.reaper import SAVED
+from phalanx.launch.targets.launch_folder import last_word
 
-_WORDS = ("start", "resume", "stopped", "error", "end")
 _OLDER_GRACE = 30  # seconds, before torch 2.13
 _AFTER_GRACE = 5  # seconds, after which a worker that should have ended by itself is ended by force
 _WORKER = """exec "$0" -m phalanx worker "$1" ${3:+--job "$3"} """
@@ -122,22 +119,3 @@ def be_agent(spec: RunSpec, place: NodePlace, worker: Sequence[str]) -> int:
         print(f"{place.name}: rank {rank} ended with {failure.exitcode}", file=sys.stderr, flush=True)
         return 1
     return 0
-
-
-def last_word(folder: Path) -> str:
-    """The last of a run's events that says how it stands: ``start``, ``resume``, ``stopped``, ``error`` or ``end``."""
-    word = ""
-    with suppress(SpecError):
-        for event in read(folder / "events.jsonl"):
-            word = event["event"] if event["event"] in _WORDS else word
-    return word
-
-
-def slowest_save(folder: Path) -> float:
-    """Seconds that the slowest checkpoint of the run took; 0 where it has saved none."""
-    slowest = 0.0
-    with suppress(SpecError):
-        for event in read(folder / "events.jsonl"):
-            if event["event"] == "checkpoint":
-                slowest = max(slowest, event["seconds"])
-    return slowest

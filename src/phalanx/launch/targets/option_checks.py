@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 from phalanx.config import Plan, RunSpec
 from phalanx.errors import Problem
 from phalanx.launch.targets.target import Option
+from phalanx.units import show_counted
 
 _DIGITS = 7  # more than anything that is counted has
 _SECRET = {"KEY", "TOKEN", "SECRET", "SECRETS", "PASSWORD", "PASSWD", "CREDENTIAL", "CREDENTIALS", "AUTH", "APIKEY"}
@@ -58,7 +59,7 @@ def uneven_nodes(plan: Plan, nodes: int, each: str = "each node") -> list[Proble
     """Whether the processes of ``plan`` cannot be laid over so many ``--nodes`` in equal parts."""
     if plan.processes % nodes == 0:
         return []
-    given = f"{nodes}, for the {plan.processes} processes of {plan}"
+    given = f"{nodes}, for the {show_counted(plan.processes, 'process')} of {plan}"
     allowed, fix = (
         f"a number that divides them: {each} has equally many",
         f"--nodes {most_nodes(nodes, plan.processes)}",

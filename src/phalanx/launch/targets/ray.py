@@ -23,21 +23,12 @@ from typing import Any, ClassVar, final
 from phalanx.errors import MissingExtraError, Problem, RefusedError, RunError, SpecError
 from phalanx.launch.targets.code_pack import CodePack
 from phalanx.launch.targets.handed_over import damaged_ticket
-from phalanx.launch.targets.node_agent import last_word
+from phalanx.launch.targets.launch_folder import CODE_LIST, FOLDER, LAST_WORDS, State, attached_log, last_word
 from phalanx.launch.targets.offer import Offer
+from phalanx.launch.targets.ray_actors import STANDING
 from phalanx.launch.targets.ray_code import ARCHIVE
 from phalanx.launch.targets.ray_request import OPTIONS, NodeOffer, RayRequest, offer_of
-from phalanx.launch.targets.target import (
-    FOLDER,
-    LAST_WORDS,
-    Option,
-    Prepared,
-    QueueTarget,
-    Standing,
-    State,
-    Submission,
-    attached_log,
-)
+from phalanx.launch.targets.target import Option, Prepared, QueueTarget, Standing, Submission
 
 _STATES: tuple[State, ...] = ("waiting", "running", "ended", "stopped", "failed")
 _OVER = ("ended", "stopped", "failed")
@@ -71,7 +62,7 @@ class RayTarget(QueueTarget):
         return Prepared(
             submission=submission,
             files={
-                submission.folder / "code.txt": pack.to_text(),
+                submission.folder / CODE_LIST: pack.to_text(),
                 submission.runfile: submission.run.to_toml(),
                 file: json.dumps(request.to_dict(), indent=2) + "\n",
             },
@@ -165,7 +156,7 @@ def _packed(prepared: Prepared) -> Generator[None]:
 def _ended(actor: str, folder: Path) -> Standing | None:
     """How the run has ended, as its supervisor left word in the run folder; ``None`` where it has not yet."""
     try:
-        told = json.loads((folder / FOLDER / "ray-standing.json").read_text())
+        told = json.loads((folder / FOLDER / STANDING).read_text())
         if told["actor"] == actor and told["state"] in _OVER:
             return Standing(state=told["state"], detail=str(told["detail"]))
     except (OSError, ValueError, KeyError, TypeError):

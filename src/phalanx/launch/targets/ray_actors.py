@@ -24,10 +24,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from phalanx.config import RunSpec
-from phalanx.files import read_text, replace_text
+from phalanx.files import replace_text
 from phalanx.launch.addresses import LOOPBACK
 from phalanx.launch.reaper import SAVED
-from phalanx.launch.targets.node_agent import last_word
+from phalanx.launch.targets.launch_folder import OUTPUT, TICKET, last_word, run_from
 from phalanx.launch.targets.ray_code import RequestCode
 from phalanx.launch.targets.ray_request import RayLayout, own_version
 
@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from ray.util.placement_group import PlacementGroup
 
 STANDING = "ray-standing.json"
-OUTPUT = "output.log"
 LOST = -1000  # in place of an exit code: the actor is gone
 _SOON = 0.5  # seconds
 _OTHERS = 30  # seconds that other agents have to end, after one has failed
@@ -100,7 +99,7 @@ class Supervisor:
 
     def _ticket_comes(self) -> bool:
         until = time.monotonic() + self._settings.request["patience"]
-        while _read(self._folder / "ticket.json").get("actor") != self._actor:
+        while _read(self._folder / TICKET).get("actor") != self._actor:
             taken_back = not self._runfile.is_file()  # by a launcher that was interrupted
             if taken_back or time.monotonic() > until or self._asked.is_set():
                 return False
@@ -111,7 +110,7 @@ class Supervisor:
         """Start all actors as often as the run allows. Returns state and detail of its end."""
         from ray.util.placement_group import remove_placement_group
 
-        spec = RunSpec.from_toml(read_text(self._runfile, where="run file", fix="phalanx launch JOB --to ray", below=0))
+        spec = run_from(self._runfile, "phalanx launch JOB --to ray")
         lost, starts, known = 0, 0, _checkpoints(spec)
         while not self._asked.is_set():
             group = self._place(f", after {starts} earlier starts" if starts else "")

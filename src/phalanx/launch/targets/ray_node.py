@@ -17,9 +17,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from phalanx.config import RunSpec
 from phalanx.errors import PhalanxError
-from phalanx.files import read_text
+from phalanx.launch.targets.launch_folder import run_from
 from phalanx.launch.targets.node_agent import NodePlace, be_agent, meeting_options, worker_words
 from phalanx.launch.targets.ray_code import ARCHIVE, RequestCode
 
@@ -44,7 +43,7 @@ def main(runfile: Path, told: str) -> int:
 
 
 def _be_agent(runfile: Path, place: dict[str, Any]) -> int:
-    spec = RunSpec.from_toml(read_text(runfile, where="run file", fix="phalanx launch JOB --to ray", below=0))
+    spec = run_from(runfile, "phalanx launch JOB --to ray")
     meets = meeting_options(place["meet"], start=place["start"], first=place["first"])
     node = NodePlace(
         name=place["name"],

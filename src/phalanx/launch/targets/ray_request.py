@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import json
-import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from phalanx.config import RunSpec
 from phalanx.device_kinds import on_host
-from phalanx.errors import Problem, RefusedError, SpecError
+from phalanx.errors import RefusedError, SpecError
 from phalanx.hardware.catalog import find
 from phalanx.launch.jobfile import Reference
-from phalanx.launch.targets.code_pack import CODE_OPTION, folder_to_pack, job_within
+from phalanx.launch.targets.code_pack import CODE_OPTION, folder_and_problems, job_within
 from phalanx.launch.targets.offer import Offer
+from phalanx.launch.targets.option_checks import (
+    changing_devices,
+    is_count,
+    uneven_nodes,
+    wrong_counts,
+    wrong_option,
+)
 from phalanx.launch.targets.target import Option, Submission
+from phalanx.units import show_counted
 
 OPTIONS = {
     "nodes": Option(
@@ -31,7 +37,7 @@ OPTIONS = {
 }
 
 _KIND = "accelerator_type:"
-_NUMBER = re.compile(r"[1-9][0-9]{0,6}")
+_COUNTS = {"nodes": 1, "cpus-per-worker": 1}  # name → least
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -96,17 +102,14 @@ class RayRequest:
             SpecError: with all that is wrong in the submission's options.
         """
         run, options = submission.run, submission.options
-        problems = [
-            _wrong(name, repr(options[name]), "a whole number, 1 or more")
-            for name in ("nodes", "cpus-per-worker")
-            if not _NUMBER.fullmatch(options.get(name, "1"))
-        ]
-        nodes, cpus = (int(options.get(name, "0")) if not problems else 0 for name in ("nodes", "cpus-per-worker"))
-        problems += _misfits(run, nodes)
+        problems = wrong_counts(OPTIONS, options, _COUNTS)
+        nodes, cpus = (int(options.get(name, "0")) if not problems else 0 for name in _COUNTS)
+        problems += [*(uneven_nodes(run.plan, nodes) if nodes else []), *changing_devices(run, "Ray")]
         environment = options.get("runtime-env", "")
         if "runtime-env" in options and (why := _no_environment(Path(environment))):
-            problems.append(_wrong("runtime-env", f"{environment!r}, {why}", "a file with an object in JSON"))
-        code, unpacked = _code_of(run, options.get("code"))
+            allowed = "a file with an object in JSON"
+            problems.append(wrong_option(OPTIONS, "runtime-env", f"{environment!r}, {why}", allowed))
+        code, unpacked = folder_and_problems(run.job, options.get("code"))
         problems += unpacked
         if problems:
             raise SpecError(problems)
@@ -151,10 +154,10 @@ class RayRequest:
         gpus = self.devices if wants_gpus else 0
         room = sorted((_room(node, cpus, gpus) for node in there), reverse=True)
         most = max((number * room[number - 1] for number in range(1, len(room) + 1)), default=0)
-        on = f" on {_counted(self.nodes, 'node')}" if self.nodes else ""
+        on = f" on {show_counted(self.nodes, 'node')}" if self.nodes else ""
         raise RefusedError.of(
             where="--plan",
-            given=f"{self.plan}: {_counted(self.processes, 'process')} with {_devices(cpus, gpus)} each{on}",
+            given=f"{self.plan}: {show_counted(self.processes, 'process')} with {_devices(cpus, gpus)} each{on}",
             allowed=f"what the cluster has: {'; '.join(str(node) for node in there) or 'no node'}",
             fix=_fix(most, wants_gpus, asked=self.device),
         )
@@ -183,13 +186,7 @@ class RayLayout:
 
 
 def _devices(cpus: float, gpus: float) -> str:
-    return _counted(cpus, "CPU") + (f" and {_counted(gpus, 'GPU')}" if gpus else "")
-
-
-def _counted(number: float, word: str) -> str:
-    if number == 1:
-        return f"1 {word}"
-    return f"{number:g} {word}es" if word.endswith("s") else f"{number:g} {word}s"
+    return show_counted(cpus, "CPU") + (f" and {show_counted(gpus, 'GPU')}" if gpus else "")
 
 
 def _room(node: NodeOffer, cpus: int, gpus: int) -> int:
@@ -203,26 +200,6 @@ def _fix(most: int, wants_gpus: bool, *, asked: str) -> str:
     return "--plan with device=cpu" if wants_gpus and asked == "auto" else "ray status, which says what there is"
 
 
-def _misfits(run: RunSpec, nodes: int) -> list[Problem]:
-    problems: list[Problem] = []
-    if nodes and run.plan.processes % nodes:
-        fits = max(number for number in range(1, nodes + 1) if run.plan.processes % number == 0)
-        given = f"{nodes}, for the {_counted(run.plan.processes, 'process')} of {run.plan}"
-        allowed = "a number that divides them: each node has equally many"
-        problems.append(Problem(where="--nodes", given=given, allowed=allowed, fix=f"--nodes {fits}"))
-    if run.devices:
-        given, allowed = f"{run.devices}, on Ray", "a number of devices that does not change"
-        problems.append(Problem(where="-n", given=given, allowed=allowed, fix=f"-n {run.plan.devices}"))
-    return problems
-
-
-def _code_of(run: RunSpec, given: str | None) -> tuple[Path, list[Problem]]:
-    try:
-        return folder_to_pack(run.job, given), []
-    except SpecError as error:
-        return Path(), [*error.problems]
-
-
 def _no_environment(file: Path) -> str:
     """Why it is no file with a runtime environment; empty where it is one."""
     try:
@@ -231,10 +208,6 @@ def _no_environment(file: Path) -> str:
         return f"{error.strerror}".lower()
     except ValueError:
         return "which is no JSON"
-
-
-def _wrong(name: str, given: str, allowed: str) -> Problem:
-    return Problem(where=f"--{name}", given=given, allowed=allowed, fix=f"--{name} {OPTIONS[name].example}")
 
 
 def offers(nodes: Sequence[Mapping[str, Any]]) -> list[NodeOffer]:
@@ -263,7 +236,7 @@ def offer_of(there: Sequence[NodeOffer], options: Mapping[str, str]) -> Offer | 
     nodes, share = options.get("nodes", "1"), options.get("cpus-per-worker", "1")
     alike = [node for node in there if node.gpus] or list(there)
     known = len({(node.cpus, node.gpus, node.kind) for node in alike}) == 1
-    if not (known and _NUMBER.fullmatch(nodes) and _NUMBER.fullmatch(share)):
+    if not (known and is_count(nodes, 1) and is_count(share, 1)):
         return None
     first, count = alike[0], int(nodes) if "nodes" in options else len(alike)
     if gpus := first.gpus:

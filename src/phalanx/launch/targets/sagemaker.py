@@ -22,6 +22,7 @@ from phalanx.launch.runfile import check_folder
 from phalanx.launch.targets.aws_calls import AwsCalls, split_s3
 from phalanx.launch.targets.code_pack import CodePack
 from phalanx.launch.targets.handed_over import damaged_ticket, earlier_ticket
+from phalanx.launch.targets.launch_folder import CODE_LIST, FOLDER, State
 from phalanx.launch.targets.offer import Offer
 from phalanx.launch.targets.sagemaker_instances import instances_offered
 from phalanx.launch.targets.sagemaker_job import CODE, RUN, JobPlaces, digest_of_text, run_text, to_json, training_job
@@ -29,7 +30,7 @@ from phalanx.launch.targets.sagemaker_logs import TrainingLogs
 from phalanx.launch.targets.sagemaker_missing import what_is_missing
 from phalanx.launch.targets.sagemaker_options import OPTIONS, SageMakerRequest
 from phalanx.launch.targets.sagemaker_steps import last_events
-from phalanx.launch.targets.target import FOLDER, Option, Prepared, QueueTarget, Standing, State, Submission
+from phalanx.launch.targets.target import Option, Prepared, QueueTarget, Standing, Submission
 
 _REQUEST = "training-job.json"
 _TRAINING = ("Training", "Uploading", "Stopping")  # secondary statuses of a job whose containers run
@@ -65,7 +66,7 @@ class SageMakerTarget(QueueTarget):
         return Prepared(
             submission=submission,
             files={
-                submission.folder / "code.txt": pack.to_text(),
+                submission.folder / CODE_LIST: pack.to_text(),
                 submission.runfile: run,
                 file: to_json(asked),
             },

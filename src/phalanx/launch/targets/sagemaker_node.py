@@ -27,11 +27,12 @@ from phalanx.config import RunSpec
 from phalanx.device_kinds import interface_variables
 from phalanx.errors import PhalanxError, RunError, SpecError
 from phalanx.events.log import read
-from phalanx.files import read_json, read_text
+from phalanx.files import read_json
 from phalanx.launch.addresses import LOOPBACK
 from phalanx.launch.reaper import SAVED, adopt_orphans, await_orphans
 from phalanx.launch.runfile import absolute
 from phalanx.launch.targets.code_pack import file_digest, unpack
+from phalanx.launch.targets.launch_folder import run_from
 from phalanx.launch.targets.node_agent import NodePlace, be_agent, meeting_options, worker_words
 from phalanx.launch.targets.sagemaker_job import CHECKPOINTS, CODE, CODE_CHANNEL, ROOT, RUN
 from phalanx.launch.targets.sagemaker_steps import StepsTold
@@ -121,7 +122,7 @@ def unpacked(root: Path) -> RunSpec:
     if (found := file_digest(channel / RUN)) != asked.get(f"{RUN}-sha256"):
         raise RunError(f"{channel / RUN} is not what was handed over: its SHA-256 is {found}\n    try: {_FIX}")
     os.chdir(code)  # what the job names is named from there
-    given = RunSpec.from_toml(read_text(channel / RUN, where="run file", fix=_FIX, below=0))
+    given = run_from(channel / RUN, _FIX)
     run = absolute(replace(given, folder=root / given.folder))
     _runfile(root).write_text(run.to_toml())
     return run

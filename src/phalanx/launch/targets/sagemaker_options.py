@@ -12,7 +12,7 @@ from pathlib import Path
 from phalanx.config import RunSpec
 from phalanx.device_kinds import on_host
 from phalanx.errors import Problem, SpecError
-from phalanx.launch.targets.code_pack import CODE_OPTION, folder_to_pack
+from phalanx.launch.targets.code_pack import CODE_OPTION, folder_and_problems
 from phalanx.launch.targets.offer import gpus_offered, misfit
 from phalanx.launch.targets.option_checks import (
     changing_devices,
@@ -116,7 +116,7 @@ class SageMakerRequest:
         run, options = submission.run, submission.options
         counts = {name: int(options[name]) for name, least in _COUNTS.items() if is_count(options.get(name, ""), least)}
         nodes = counts.get("nodes", 1)
-        code, wrong = _code_of(run, options.get("code"))
+        code, wrong = folder_and_problems(run.job, options.get("code"))
         time, wait, mistimed = _times(run, options)
         problems = [
             *_missing(options),
@@ -243,13 +243,6 @@ def _unshared(run: RunSpec, nodes: int, options: Mapping[str, str]) -> list[Prob
         lacks = next(name for name in ("subnets", "security-groups") if name not in vpc)
         problems.append(_wrong(lacks, f"none, with {given}", "--subnets and --security-groups together"))
     return problems
-
-
-def _code_of(run: RunSpec, given: str | None) -> tuple[Path, list[Problem]]:
-    try:
-        return folder_to_pack(run.job, given), []
-    except SpecError as error:
-        return Path(), [*error.problems]
 
 
 def _listed(text: str | None) -> tuple[str, ...]:

@@ -6,11 +6,9 @@ What the job does is in ``slurm_script.py``, and on each node in ``slurm_node.py
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
 import tempfile
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, ClassVar, final
@@ -19,15 +17,14 @@ from phalanx.config.fields import is_whole
 from phalanx.errors import RunError, SpecError
 from phalanx.launch.reaper import SAVED
 from phalanx.launch.targets.handed_over import damaged_ticket
-from phalanx.launch.targets.node_agent import last_word
+from phalanx.launch.targets.launch_folder import FOLDER, LAST_WORDS, attached_log, last_word
 from phalanx.launch.targets.offer import Offer
 from phalanx.launch.targets.slurm_array import array_files
+from phalanx.launch.targets.slurm_commands import PATIENCE, REFUSES, ask_slurm
 from phalanx.launch.targets.slurm_offer import slurm_offer
-from phalanx.launch.targets.slurm_request import OPTIONS, Request, laid_on_nodes
+from phalanx.launch.targets.slurm_request import OPTIONS, SlurmRequest, laid_on_nodes
 from phalanx.launch.targets.slurm_script import SCRIPT, batch_script
 from phalanx.launch.targets.target import (
-    FOLDER,
-    LAST_WORDS,
     ArrayTarget,
     Option,
     Prepared,
@@ -37,16 +34,12 @@ from phalanx.launch.targets.target import (
 )
 
 _LOOKS = 5
-_PATIENCE = 60.0  # seconds for an answer of Slurm's
 _WAITING = ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "RESV_DEL_HOLD", "SPECIAL_EXIT")
 _RUNNING = ("RUNNING", "COMPLETING", "SIGNALING", "STAGE_OUT", "SUSPENDED", "STOPPED", "RESIZING")
-_REFUSES = "Slurm refuses it: "
 _NEVER = ("PartitionConfig", "PartitionNodeLimit", "PartitionTimeLimit")
 _CLUSTER = re.compile(r"\w[\w.-]*")
 _COMMAND = re.compile(r" Command=(/.*?) (?:SubmitLine|WorkDir)=")
 _FORGOTTEN = "Invalid job id specified"
-# Of an earlier job, in whose shell this process may be: they say to sbatch what this job is not asked for.
-_KEPT = ("SLURM_CONF", "SLURM_CLUSTERS")
 # Variables of sbatch that change what a line of the script says, and are not named as it is; of nodes: how many jobs.
 _ALSO = {
     "nodes": ("SBATCH_ARRAY_INX", "SBATCH_WAIT"),
@@ -72,7 +65,7 @@ class SlurmTarget(ArrayTarget):
             raise SpecError.of(where="--to", given=f"'slurm:{address}'", allowed=allowed, fix="--to slurm")
 
     def prepare(self, submission: Submission) -> Prepared:
-        request = Request.of(submission)
+        request = SlurmRequest.of(submission)
         script = submission.folder / SCRIPT
         return Prepared(
             submission=submission,
@@ -87,7 +80,7 @@ class SlurmTarget(ArrayTarget):
     def prepare_array(self, submissions: Sequence[Submission], at_once: int) -> Prepared:
         files = array_files(submissions, at_once, SAVED)
         (script,) = (path for path in files if path.name == SCRIPT)
-        command, notes = ("sbatch", "--parsable", str(script)), Request.of(laid_on_nodes(submissions[0])).guessed
+        command, notes = ("sbatch", "--parsable", str(script)), SlurmRequest.of(laid_on_nodes(submissions[0])).guessed
         return Prepared(submission=submissions[0], files=files, commands=(command,), notes=notes)
 
     def offer(self, options: Mapping[str, str]) -> Offer | None:
@@ -104,14 +97,14 @@ class SlurmTarget(ArrayTarget):
         first = _handed_over(prepared, task=0)
         return [{**first, "task": task} for task in range(count)]
 
-    def why_not(self, prepared: Prepared, patience: float = _PATIENCE) -> str:
+    def why_not(self, prepared: Prepared, patience: float = PATIENCE) -> str:
         with tempfile.NamedTemporaryFile("w", suffix=".sh") as file:
             file.write(_script_in(prepared))
             file.flush()
             try:
-                _ask("sbatch", "--test-only", file.name, without=_set_in(prepared), patience=patience)
+                ask_slurm("sbatch", "--test-only", file.name, without=_set_in(prepared), patience=patience)
             except RunError as error:
-                return own_words(error).removeprefix(_REFUSES)
+                return own_words(error).removeprefix(REFUSES)
         return ""
 
     def standing(self, ticket: Mapping[str, Any], folder: Path) -> Standing:
@@ -135,25 +128,26 @@ class SlurmTarget(ArrayTarget):
         number, there = _number(ticket, folder), _cluster(ticket, folder)
         if _job(ticket, folder) is None:
             return
-        with suppress(RunError):  # it has ended
-            _ask("scontrol", *there, "update", f"JobId={number}", "Requeue=0")  # nor where a node is lost as it saves
+        with suppress(RunError):  # it has ended; nor is it to be queued again where a node is lost as it saves
+            ask_slurm("scontrol", *there, "update", f"JobId={number}", "Requeue=0")
         for _ in range(_LOOKS):  # between two words it may begin, or come to an end
             state = (_job(ticket, folder) or {"JobState": "none"})["JobState"]
             with suppress(RunError):
                 if state == "PENDING":
-                    _ask("scancel", *there, "--state=PENDING", number)
+                    ask_slurm("scancel", *there, "--state=PENDING", number)
                 elif state in (*_WAITING, "COMPLETING"):  # which may be on its way into the queue
-                    _ask("scancel", *there, number)
+                    ask_slurm("scancel", *there, number)
                     return
                 elif state in _RUNNING:
-                    _ask("scancel", *there, "--signal=USR2", "--batch", number)
+                    ask_slurm("scancel", *there, "--signal=USR2", "--batch", number)
                     return
                 else:
                     return
 
     def log(self, ticket: Mapping[str, Any], folder: Path, rank: int | None) -> Path:
-        name = f"slurm-{_number(ticket, folder)}.out" if rank is None else f"rank-{rank}.log"
-        return folder / FOLDER / name
+        if rank is None:
+            return folder / FOLDER / f"slurm-{_number(ticket, folder)}.out"
+        return attached_log(folder, rank)
 
 
 def _handed_over(prepared: Prepared, **more: Any) -> dict[str, Any]:
@@ -164,7 +158,7 @@ def _handed_over(prepared: Prepared, **more: Any) -> dict[str, Any]:
     """
     with prepared.written():
         (command,) = prepared.commands
-        number, _, cluster = _ask(*command, without=_set_in(prepared)).strip().partition(";")
+        number, _, cluster = ask_slurm(*command, without=_set_in(prepared)).strip().partition(";")
         ticket = {"job": int(number), **({"cluster": cluster} if cluster else {}), **more}
         try:
             _refuse_what_never_starts(ticket, prepared.submission.run.folder)
@@ -208,7 +202,7 @@ def _job(ticket: Mapping[str, Any], folder: Path) -> dict[str, str] | None:
         SpecError: the ticket is damaged.
     """
     try:
-        told = _ask("scontrol", *_cluster(ticket, folder), "show", "job", _number(ticket, folder), "--oneliner")
+        told = ask_slurm("scontrol", *_cluster(ticket, folder), "show", "job", _number(ticket, folder), "--oneliner")
     except RunError as error:
         if _FORGOTTEN in str(error):
             return None
@@ -238,7 +232,7 @@ def _take_out(ticket: Mapping[str, Any], folder: Path) -> None:
     """
     words = ("scancel", *_cluster(ticket, folder), str(ticket["job"]))
     try:
-        _ask(*words)
+        ask_slurm(*words)
     except RunError as error:
         said = own_words(error)
         raise RunError(f"job {ticket['job']} may still be in the queue: {said}\n    try: {' '.join(words)}") from None
@@ -254,34 +248,3 @@ def _set_in(prepared: Prepared) -> set[str]:
     names = re.findall(r"^#SBATCH --([\w-]+)", _script_in(prepared), flags=re.MULTILINE)
     own = {f"SBATCH_{name.replace('-', '_').upper()}" for name in names}
     return own.union(*(_ALSO.get(name, ()) for name in names))
-
-
-def _ask(*words: str, without: Collection[str] = (), patience: float = _PATIENCE) -> str:
-    environment = {
-        name: value
-        for name, value in os.environ.items()
-        if (name in _KEPT or not name.startswith("SLURM_")) and name not in without
-    }
-    try:
-        done = subprocess.run(
-            words,
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=patience,
-            check=False,
-            stdin=subprocess.DEVNULL,
-        )
-    except FileNotFoundError:
-        raise RunError(
-            f"{words[0]} is not on this machine, so that it cannot hand anything to Slurm\n"
-            "    try: on a login node of the cluster; --dry-run shows the script to take there"
-        ) from None
-    except subprocess.TimeoutExpired:
-        raise RunError(
-            f"Slurm does not answer: {words[0]} took more than {patience:.0f} seconds\n    try: sinfo"
-        ) from None
-    if done.returncode:
-        said = (done.stderr or done.stdout).strip() or f"{words[0]} ended with {done.returncode}"
-        raise RunError(f"{_REFUSES}{said}\n    try: sinfo, which says what there is")
-    return done.stdout

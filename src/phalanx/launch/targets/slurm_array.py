@@ -7,9 +7,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from phalanx.errors import Problem, SpecError
-from phalanx.launch.targets.slurm_request import Request, laid_on_nodes
+from phalanx.launch.targets.launch_folder import FOLDER
+from phalanx.launch.targets.slurm_request import SlurmRequest, laid_on_nodes
 from phalanx.launch.targets.slurm_script import SCRIPT, Tasks, batch_script
-from phalanx.launch.targets.target import FOLDER, Submission
+from phalanx.launch.targets.target import Submission
 
 
 def array_files(submissions: Sequence[Submission], at_once: int, saved_code: int) -> dict[Path, str]:
@@ -23,11 +24,11 @@ def array_files(submissions: Sequence[Submission], at_once: int, saved_code: int
     if "also" in submissions[0].options:
         allowed, fix = "nodes of one kind: Slurm takes no array of two", "--nodes 2"
         raise SpecError.of("--also", submissions[0].options["also"], allowed, fix)
-    requests: list[Request] = []
+    requests: list[SlurmRequest] = []
     problems: list[Problem] = []
     for submission in submissions:
         try:
-            requests.append(Request.of(laid_on_nodes(submission)))
+            requests.append(SlurmRequest.of(laid_on_nodes(submission)))
         except SpecError as error:
             problems += [one for one in error.problems if one not in problems]
     if problems:
@@ -50,7 +51,7 @@ def array_files(submissions: Sequence[Submission], at_once: int, saved_code: int
     }
 
 
-def _whole(requests: Sequence[Request]) -> Request:
+def _whole(requests: Sequence[SlurmRequest]) -> SlurmRequest:
     """What has room for each of them."""
     kinds = [one.kinds[0] for one in requests]
     kind = replace(

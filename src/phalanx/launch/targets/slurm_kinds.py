@@ -40,7 +40,7 @@ _GUESSED = "sinfo {}: taken as nodes without GPUs; give --gpus-per-node"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Kind:
+class NodeKind:
     """Nodes that are alike.
 
     Attributes:
@@ -60,7 +60,7 @@ class Kind:
     guessed: str = ""
 
     @classmethod
-    def of(cls, options: Mapping[str, str], workers: int, plan: Plan) -> Kind:
+    def of(cls, options: Mapping[str, str], workers: int, plan: Plan) -> NodeKind:
         """From options without fault; ``workers``: of ``plan`` on each of these nodes."""
         gpus, cores, guessed = _count(options, "gpus-per-node"), _count(options, "cpus-per-task"), ""
         if gpus is None and "gres" not in options and not on_host(plan.device):

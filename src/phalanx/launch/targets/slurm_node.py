@@ -16,15 +16,14 @@ import sys
 import threading
 from pathlib import Path
 
-from phalanx.config import RunSpec
-from phalanx.files import read_text
+from phalanx.launch.targets.launch_folder import run_from
 from phalanx.launch.targets.node_agent import NodePlace, be_agent, meeting_options, ordered_options, worker_words
 
 
 def main(runfile: Path, meeting: str, laid: str = "") -> int:
     """Be the agent of this node. Returns 0 where the run has ended, ``SAVED`` where it was asked to stop, else 1."""
     _only_this_process_hears(signal.SIGUSR1)
-    spec = RunSpec.from_toml(read_text(runfile, where="run file", fix="phalanx launch JOB --to slurm", below=0))
+    spec = run_from(runfile, "phalanx launch JOB --to slurm")
     name, number = os.environ["SLURMD_NODENAME"], int(os.environ["SLURM_PROCID"])  # a task a node
     job = os.environ.get("SLURM_HET_JOB_ID") or os.environ["SLURM_JOB_ID"]
     start = f"{job}-{os.environ.get('SLURM_RESTART_COUNT', '0')}"

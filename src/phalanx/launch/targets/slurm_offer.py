@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
-import subprocess
 from collections.abc import Mapping, Sequence
 
+from phalanx.errors import RunError
 from phalanx.hardware.catalog import find
 from phalanx.launch.targets.offer import Offer
+from phalanx.launch.targets.slurm_commands import ask_slurm
 
 _COLUMNS = "%P|%c|%m|%G"  # partition (with * where jobs go to it unasked), cores, MiB and generic resources of a node
 _GPUS = re.compile(r"(?:gres/)?gpu(?::(?P<kind>[A-Za-z][\w.-]*))?(?::(?P<count>\d+))?(?:\(.*?\))?")
@@ -70,19 +71,10 @@ def _nodes(partition: str | None) -> list[tuple[str, str, str]] | None:
 
     ``None`` where Slurm does not say.
     """
-    words = ["sinfo", "--noheader", "--exact", f"--format={_COLUMNS}"]
+    of_one = [f"--partition={partition}"] if partition else []
     try:
-        done = subprocess.run(
-            [*words, *([f"--partition={partition}"] if partition else [])],
-            capture_output=True,
-            text=True,
-            timeout=_PATIENCE,
-            check=False,
-            stdin=subprocess.DEVNULL,
-        )
-    except (OSError, subprocess.TimeoutExpired):
+        told = ask_slurm("sinfo", "--noheader", "--exact", f"--format={_COLUMNS}", *of_one, patience=_PATIENCE)
+    except (RunError, OSError):
         return None
-    if done.returncode:
-        return None
-    rows = [line.strip().split("|") for line in done.stdout.splitlines()]
+    rows = [line.strip().split("|") for line in told.splitlines()]
     return [(row[1], row[2], row[3]) for row in rows if len(row) == 4 and (partition or row[0].endswith("*"))]

@@ -20,14 +20,14 @@ from phalanx.launch.targets.option_checks import (
 )
 from phalanx.launch.targets.slurm_kinds import (
     NODE_OPTIONS,
-    Kind,
+    NodeKind,
     also_options,
     node_problems,
     too_few_gpus,
     workers_of,
 )
 from phalanx.launch.targets.target import Option, Submission
-from phalanx.launch.targets.time_limit import TimeLimit
+from phalanx.launch.targets.time_limit import SAVE_MARGIN, TimeLimit
 from phalanx.units import parse_duration
 
 OPTIONS = {
@@ -50,7 +50,6 @@ _wrong = partial(wrong_option, OPTIONS)
 
 _TIME = re.compile(r"(?:(?P<days>\d+)-(?P<of_day>\d+(?::\d+){0,2})|(?P<clock>\d+(?::\d+){0,2}))")
 _LONGEST = 65_535  # seconds that Slurm's --signal can say
-_MARGIN = 30  # seconds beside grace, for what comes before the save and after it
 _FURTHER = re.compile(r"--(?P<name>[a-z][a-z0-9-]*)(?:[= ](?P<value>[^\s\"'\\#`$]+))?")
 # Of sbatch's options those that the script says itself, or that would keep the run from being followed
 _OWN = {
@@ -60,7 +59,7 @@ _OWN = {
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Request:
+class SlurmRequest:
     """What a job asks of Slurm.
 
     Attributes:
@@ -71,14 +70,14 @@ class Request:
         further: options of ``sbatch`` as they are, for nodes of each kind.
     """
 
-    kinds: tuple[Kind, ...]
+    kinds: tuple[NodeKind, ...]
     time: int | None
     signal: int
     setup: tuple[str, ...]
     further: tuple[str, ...]
 
     @classmethod
-    def of(cls, submission: Submission) -> Request:
+    def of(cls, submission: Submission) -> SlurmRequest:
         """
         Raises:
             SpecError: with all that is wrong in the submission's options.
@@ -90,7 +89,7 @@ class Request:
         time, wrong = _seconds(options.get("time"))
         problems += wrong
         told = options.get("signal", "")
-        signal = int(told) if is_count(told, 1) else math.ceil(run.grace) + _MARGIN
+        signal = int(told) if is_count(told, 1) else math.ceil(run.grace) + SAVE_MARGIN
         workers, unlaid = workers_of(run, options, also)
         problems += [*([] if also and problems else unlaid), *([] if astray else too_few_gpus(run.plan, options, also))]
         problems += [*changing_devices(run, "Slurm"), *_too_short(run, time, signal)]
@@ -98,7 +97,7 @@ class Request:
             raise SpecError(problems)
         kinds = zip((options, also), workers, strict=False)
         return cls(
-            kinds=tuple(Kind.of(one, each, run.plan) for one, each in kinds),
+            kinds=tuple(NodeKind.of(one, each, run.plan) for one, each in kinds),
             time=time,
             signal=signal,
             setup=tuple(line for line in options.get("setup", "").split("\n") if line.partition("#")[0].strip()),
@@ -192,7 +191,7 @@ def _too_short(run: RunSpec, time: int | None, signal: int) -> list[Problem]:
         problems.append(_wrong("signal", f"{signal}", f"at most {_LONGEST} seconds", "--signal 600"))
     if signal < run.grace:
         given = f"{signal}, with a grace of {run.grace:g} seconds"
-        problems.append(_wrong("signal", given, "grace, or more", f"--signal {math.ceil(run.grace) + _MARGIN}"))
+        problems.append(_wrong("signal", given, "grace, or more", f"--signal {math.ceil(run.grace) + SAVE_MARGIN}"))
     said = f"{as_slurm(time)}, of which the last {signal} seconds are kept to save (--signal)" if time else ""
     whole = math.ceil(time / 60) * 60 if time else None
     return [*problems, *TimeLimit(seconds=whole, kept=signal, said=said).problems(run)]

@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from phalanx.launch.targets.slurm_kinds import Kind
-from phalanx.launch.targets.slurm_request import Request, as_slurm
-from phalanx.launch.targets.target import FOLDER, Submission
+from phalanx.launch.targets.launch_folder import FOLDER
+from phalanx.launch.targets.slurm_kinds import NodeKind
+from phalanx.launch.targets.slurm_request import SlurmRequest, as_slurm
+from phalanx.launch.targets.target import Submission
 
 _NOT_BEGUN = 3  # exit code of a job whose nodes are not as it needs them
 
@@ -86,7 +87,7 @@ class Tasks:
         return "\n".join([run, *lines, f"part=({' '.join(words)})"])
 
 
-def batch_script(submission: Submission, request: Request, saved_code: int, tasks: Tasks | None = None) -> str:
+def batch_script(submission: Submission, request: SlurmRequest, saved_code: int, tasks: Tasks | None = None) -> str:
     """The text of ``job.sh``: of one run, or of each of ``tasks``.
 
     ``saved_code``: the exit code of a run that was asked to stop.
@@ -124,7 +125,7 @@ def _checked(line: str) -> str:
     return f"{{ {line}\n}} || {{ echo {said} >&2; exit {_NOT_BEGUN}; }}\n"
 
 
-def _asked(request: Request, kind: Kind) -> dict[str, Any]:
+def _asked(request: SlurmRequest, kind: NodeKind) -> dict[str, Any]:
     """Directives for the nodes of one kind, name → value; ``None``: none."""
     return {
         "nodes": kind.nodes,
@@ -140,7 +141,7 @@ def _lines(directives: Mapping[str, Any]) -> list[str]:
     return [f"--{name}={shlex.quote(str(value))}" for name, value in directives.items() if value is not None]
 
 
-def _steps(kinds: Sequence[Kind]) -> str:
+def _steps(kinds: Sequence[NodeKind]) -> str:
     """What srun starts: on all nodes, or on those of each kind as parts of one step."""
     if len(kinds) == 1:
         return '"${node[@]}"'

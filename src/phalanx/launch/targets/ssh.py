@@ -17,9 +17,10 @@ from typing import TYPE_CHECKING, ClassVar, final
 from phalanx.errors import SpecError
 from phalanx.launch.runfile import settled
 from phalanx.launch.targets.hosts_file import HostsFile, refuse_size
+from phalanx.launch.targets.launch_folder import CODE_LIST
 from phalanx.launch.targets.ssh_asked import SshAskedHost
 from phalanx.launch.targets.ssh_host import SshHosts, ssh_words
-from phalanx.launch.targets.ssh_storage import CODE_LIST, HostStorage, code_to_send
+from phalanx.launch.targets.ssh_storage import HostStorage, code_to_send
 from phalanx.launch.targets.target import AttachedTarget, Option, Prepared, Submission
 
 if TYPE_CHECKING:

@@ -16,9 +16,9 @@ from phalanx.config.run_files import EVENTS, RUN_FILES
 from phalanx.errors import RunError
 from phalanx.files import replace_text
 from phalanx.launch.targets.host_folder import PIECE
+from phalanx.launch.targets.launch_folder import CODE_LIST, FOLDER
 from phalanx.launch.targets.ssh_host import SshHost
-from phalanx.launch.targets.ssh_storage import CODE_LIST, HostStorage
-from phalanx.launch.targets.target import FOLDER
+from phalanx.launch.targets.ssh_storage import HostStorage
 
 _MANIFEST = "manifest.json"
 _END = 1.0  # seconds that a thread has to end once its connection is over

@@ -26,9 +26,6 @@ from phalanx.launch.targets.ssh_host import SshHosts, host_numbers
 from phalanx.launch.unshared_folder import unshared_problems
 from phalanx.units import show_names
 
-CODE_LIST = "code.txt"
-"""In the folder of a launch: what was sent of the job's code, and its SHA-256."""
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HostStart:

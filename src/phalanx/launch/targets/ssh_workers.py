@@ -28,10 +28,10 @@ from phalanx.launch.failure import (
 )
 from phalanx.launch.launcher import Launch, Launcher, Workers, refuse_what_needs_a_fork
 from phalanx.launch.targets.hosts_file import HostsFile, refuse_size
+from phalanx.launch.targets.launch_folder import attached_log
 from phalanx.launch.targets.ssh_host import SshHosts, Told, host_numbers
 from phalanx.launch.targets.ssh_sending import HostSending
 from phalanx.launch.targets.ssh_storage import HostStorage
-from phalanx.launch.targets.target import attached_log
 
 if TYPE_CHECKING:
     from phalanx.launch.targets.run_gathering import RunGathering

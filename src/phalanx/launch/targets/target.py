@@ -17,27 +17,19 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from phalanx.config import Job, Plan, RunSpec
 from phalanx.errors import RunError, SpecError
 from phalanx.files import replace_text
 from phalanx.launch.check_hosts import TargetHost
+from phalanx.launch.targets.launch_folder import FOLDER, State
 from phalanx.launch.targets.offer import Offer
 
 if TYPE_CHECKING:
     from phalanx.launch.launcher import Launcher
 
-FOLDER = "launch"
-"""What a launch writes in the run folder stands in a folder of this name."""
-
-State = Literal["waiting", "running", "ended", "stopped", "failed", "unknown"]
-"""How a run that was handed over stands: ``unknown`` where the target has forgotten it or cannot be asked."""
-
 _WARNS = re.compile(r"(^|: )warning:", re.IGNORECASE)
-
-LAST_WORDS: Mapping[str, State] = {"end": "ended", "stopped": "stopped", "error": "failed"}
-"""How a run stands whose target has forgotten it, by the last of its events that says so."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -322,11 +314,6 @@ class ArrayTarget(QueueTarget):
         Raises:
             RunError: as of ``submit``; nothing of any is left.
         """
-
-
-def attached_log(folder: Path, rank: int | None) -> Path:
-    """The file in the run folder with what ``rank`` has printed, or all, under a launcher that has followed the run."""
-    return folder / FOLDER / ("output.log" if rank is None else f"rank-{rank}.log")
 
 
 def own_words(error: RunError) -> str:

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 
 from phalanx.config import RunSpec
 from phalanx.errors import Problem
-from phalanx.launch.targets.node_agent import slowest_save
+from phalanx.launch.targets.launch_folder import slowest_save
 
-_MARGIN = 30  # seconds of a time limit for what comes before a save and after it
+SAVE_MARGIN = 30
+"""Seconds, beside those of a save, for what comes before it and after it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,7 +42,7 @@ class TimeLimit:
         if self.seconds <= max(self.kept, took):
             slow = f"; the slowest checkpoint of this run took {took:.0f} seconds" if took > self.kept else ""
             between = 0 if run.grace else run.save_seconds
-            least = math.ceil(max(self.kept, between, 1.5 * took + _MARGIN) / 60) + 5
+            least = math.ceil(max(self.kept, between, 1.5 * took + SAVE_MARGIN) / 60) + 5
             given, fix = f"{self.said}{slow}", f"--time {least}m"
             problems.append(Problem(where="--time", given=given, allowed="more than that", fix=fix))
         elif not run.grace and run.save_seconds >= self.seconds:

@@ -29,6 +29,7 @@ from phalanx.config import Loss, Metric
 from phalanx.errors import LossError, SpecError
 from phalanx.train.keras.keras_data import rows_of
 from phalanx.train.keras.keras_module import KerasOutput
+from phalanx.train.keras.keras_own import is_keras_code
 from phalanx.train.keras.layer_modules import on_device_of, put_masks
 
 _MEANS = ("sum_over_batch_size", "mean")
@@ -196,7 +197,7 @@ def _named(made: CompileMetrics) -> Iterator[tuple[str, Any]]:
 
 
 def _additive(metric: Any) -> Any:
-    if not type(metric).__module__.startswith("keras."):
+    if not is_keras_code(type(metric)):
         given = f"{type(metric).__name__}, whose state nobody knows to add up over parts of a batch"
         allowed = "metrics of Keras, and functions that give a number for each sample"
         raise SpecError.of("metrics", given, allowed, "px.Metric(sums={...}, compute=...) in job.metrics")

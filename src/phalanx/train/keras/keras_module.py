@@ -19,10 +19,9 @@ from torch import Tensor, nn
 
 from phalanx.config import Plan
 from phalanx.errors import Problem, RefusedError, SpecError
-from phalanx.train.keras.layer_modules import PENALTIES, as_modules, masks_of, on_device_of
+from phalanx.train.keras.keras_own import DEVICE, NAMES, is_keras_code
+from phalanx.train.keras.layer_modules import PENALTIES, as_modules, home_of, is_regularised, masks_of, on_device_of
 from phalanx.units import show_names
-
-_NAMES, _DEVICE = "object_name_uids", "torch_device"
 
 
 class KerasOutput(NamedTuple):
@@ -50,10 +49,10 @@ class KerasModule(nn.Module):
         self.__dict__["keras_model"] = model
         as_modules(model, self)
         layers = model._flatten_layers()
-        self.penalises = any(vars(layer).get("_regularised") for layer in layers)
+        self.penalises = any(is_regularised(layer) for layer in layers)
         self.masks = any(_masks(layer) for layer in layers)
         # Of Keras' own layers those that add losses are refused when the job is made.
-        self._may_add = [layer for layer in layers if not type(layer).call.__module__.startswith("keras.")]
+        self._may_add = [layer for layer in layers if not is_keras_code(type(layer).call)]
 
     def forward(self, x: Any) -> Any:
         """What the model gives for ``x``.
@@ -81,7 +80,7 @@ class KerasModule(nn.Module):
     @property
     def learning(self) -> list[Tensor]:
         """The parameters of the model's trainable variables, in Keras' order."""
-        homes = (variable.__dict__["_home"] for variable in self.__dict__["keras_model"].trainable_variables)
+        homes = (home_of(variable) for variable in self.__dict__["keras_model"].trainable_variables)
         return [getattr(home, key) for home, key in homes]
 
     def own_notes(self) -> list[str]:
@@ -153,26 +152,26 @@ class KerasMaker:
 @contextmanager
 def _names_from_start() -> Iterator[None]:
     """Layers get the names that they would get in a process that has made none before."""
-    before = global_state.get_global_attribute(_NAMES)
-    global_state.set_global_attribute(_NAMES, defaultdict(int))
+    before = global_state.get_global_attribute(NAMES)
+    global_state.set_global_attribute(NAMES, defaultdict(int))
     try:
         yield
     finally:
-        global_state.set_global_attribute(_NAMES, before)
+        global_state.set_global_attribute(NAMES, before)
 
 
 @contextmanager
 def _on_default_device() -> Iterator[None]:
-    before = global_state.get_global_attribute(_DEVICE)
-    global_state.set_global_attribute(_DEVICE, str(torch.get_default_device()))
+    before = global_state.get_global_attribute(DEVICE)
+    global_state.set_global_attribute(DEVICE, str(torch.get_default_device()))
     try:
         yield
     finally:
-        global_state.set_global_attribute(_DEVICE, before)
+        global_state.set_global_attribute(DEVICE, before)
 
 
 def _masks(layer: Any) -> bool:
-    own = not type(layer).compute_mask.__module__.startswith("keras.")
+    own = not is_keras_code(type(layer).compute_mask)
     return own or isinstance(layer, keras.layers.Masking) or bool(getattr(layer, "mask_zero", False))
 
 

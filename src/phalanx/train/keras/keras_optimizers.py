@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 
 from phalanx.config import Clip, Schedule
 from phalanx.errors import Problem, SpecError
+from phalanx.train.keras.keras_own import is_keras_code
 
 
 class KerasFormula(Optimizer):
@@ -37,6 +38,9 @@ class KerasFormula(Optimizer):
 
     slots: ClassVar[Mapping[str, str]] = {"momentum": "_momentums"}
     """The name of a state here → Keras' attribute that has it of all variables."""
+
+    read: ClassVar[tuple[str, ...]] = ()
+    """The options that the formula reads, by Keras' names."""
 
     def __init__(self, params: Iterable[Any], lr: float = 1.0, *, weight_decay: float = 0.0, **options: Any) -> None:
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay, **options})
@@ -90,6 +94,7 @@ class KerasSGD(KerasFormula):
     """``v = momentum * v - lr * g``; ``w = w + v``, or with Nesterov's look ahead ``w + momentum * v - lr * g``."""
 
     slots: ClassVar[Mapping[str, str]] = {"momentum": "momentums"}
+    read: ClassVar[tuple[str, ...]] = ("momentum", "nesterov")
 
     def _update(self, given: list[Tensor], weights: list[Tensor], grads: list[Tensor], group: dict[str, Any]) -> None:
         lr, momentum = float(group["lr"]), group["momentum"]
@@ -117,6 +122,7 @@ class KerasAdam(KerasFormula):
         "velocity": "_velocities",
         "velocity_hat": "_velocity_hats",
     }
+    read: ClassVar[tuple[str, ...]] = ("beta_1", "beta_2", "epsilon", "amsgrad")
 
     def _update(self, given: list[Tensor], weights: list[Tensor], grads: list[Tensor], group: dict[str, Any]) -> None:
         first, second = group["beta_1"], group["beta_2"]
@@ -159,6 +165,7 @@ class KerasRMSprop(KerasFormula):
         "velocity": "_velocities",
         "average_gradient": "_average_gradients",
     }
+    read: ClassVar[tuple[str, ...]] = ("rho", "momentum", "epsilon", "centered")
 
     def _update(self, given: list[Tensor], weights: list[Tensor], grads: list[Tensor], group: dict[str, Any]) -> None:
         rho = group["rho"]
@@ -185,6 +192,8 @@ class KerasRMSprop(KerasFormula):
 class KerasLion(KerasFormula):
     """``w = w - lr * sign(beta1 * m + (1 - beta1) * g)``, then ``m = beta2 * m + (1 - beta2) * g``."""
 
+    read: ClassVar[tuple[str, ...]] = ("beta_1", "beta_2")
+
     def _update(self, given: list[Tensor], weights: list[Tensor], grads: list[Tensor], group: dict[str, Any]) -> None:
         mean = self._slot(given, "momentum")
         direction = list(torch._foreach_mul(mean, group["beta_1"]))
@@ -195,14 +204,14 @@ class KerasLion(KerasFormula):
         torch._foreach_add_(mean, grads, alpha=1 - group["beta_2"])
 
 
-FORMULAS: Mapping[str, tuple[type[KerasFormula], tuple[str, ...]]] = {
-    "SGD": (KerasSGD, ("momentum", "nesterov")),
-    "Adam": (KerasAdam, ("beta_1", "beta_2", "epsilon", "amsgrad")),
-    "AdamW": (KerasAdamW, ("beta_1", "beta_2", "epsilon", "amsgrad")),
-    "RMSprop": (KerasRMSprop, ("rho", "momentum", "epsilon", "centered")),
-    "Lion": (KerasLion, ("beta_1", "beta_2")),
+FORMULAS: Mapping[str, type[KerasFormula]] = {
+    "SGD": KerasSGD,
+    "Adam": KerasAdam,
+    "AdamW": KerasAdamW,
+    "RMSprop": KerasRMSprop,
+    "Lion": KerasLion,
 }
-"""Keras' name of an optimizer → the formula, and the options that it reads."""
+"""Keras' name of an optimizer → the formula."""
 
 _INSTEAD = {
     "gradient_accumulation_steps": ("a batch of so many samples in all, and the plan's micro", "batch=256, micro=32"),
@@ -226,7 +235,7 @@ class OptimizerParts:
 
     def __call__(self, params: Any) -> KerasFormula:
         """``Job.optimizer``."""
-        made, _ = FORMULAS[self.kind]
+        made = FORMULAS[self.kind]
         if not self.weight_decay or self.without_decay is None:
             return made(list(params), self.rate, weight_decay=self.weight_decay, **self.options)
         named = list(params.named())
@@ -247,7 +256,7 @@ def parts_of(optimizer: Any) -> OptimizerParts:
     if kind == "LossScaleOptimizer":
         given, allowed = "LossScaleOptimizer", "the optimizer within; a plan of precision=fp16 scales the loss"
         raise SpecError.of("optimizer", given, allowed, f'optimizer="{type(optimizer.inner_optimizer).__name__}"')
-    if kind not in FORMULAS or not type(optimizer).__module__.startswith("keras."):
+    if kind not in FORMULAS or not is_keras_code(type(optimizer)):
         given = f"{kind}, of which there is no formula here"
         allowed = f"{', '.join(FORMULAS)} of Keras; or any of torch's by the job"
         fix = "dataclasses.replace(job, optimizer=lambda params: torch.optim.Adamax(params))"
@@ -279,7 +288,7 @@ def parts_of(optimizer: Any) -> OptimizerParts:
         clip = Clip(value=float(optimizer.clipvalue))
     return OptimizerParts(
         kind=kind,
-        options={name: getattr(optimizer, name) for name in FORMULAS[kind][1]},
+        options={name: getattr(optimizer, name) for name in FORMULAS[kind].read},
         weight_decay=float(optimizer.weight_decay or 0.0),
         without_decay=re.compile(pattern) if pattern else None,
         rate=rate,

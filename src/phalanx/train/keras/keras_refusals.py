@@ -11,6 +11,7 @@ from typing import Any
 import keras
 
 from phalanx.errors import Problem
+from phalanx.train.keras.keras_own import is_keras_code
 
 _STEPS = ("train_step", "compute_loss", "make_train_function")
 _POLICIES = ("float32", "int32", "int64")
@@ -25,7 +26,7 @@ def model_problems(model: Any) -> list[Problem]:
 
     kind = type(model)
     for name in _STEPS:
-        if not getattr(kind, name).__module__.startswith("keras."):
+        if not is_keras_code(getattr(kind, name)):
             allowed = "a model that Keras' own fit trains; a step of several losses by px.Job(phases=...)"
             wrong("make", f"{kind.__name__}.{name}, a step of its own", allowed, f"a {kind.__name__} without {name}")
     if model.jit_compile:

@@ -20,9 +20,7 @@ from keras.src.random.seed_generator import SeedGenerator
 from torch import Tensor
 
 from phalanx.errors import RefusedError
-
-DEVICE = "torch_device"
-"""Keras' name for the device that it makes tensors on; a ``torch.device`` while a model runs under a plan."""
+from phalanx.train.keras.keras_own import DEVICE
 
 
 def drawn_by_torch(generator: Any) -> None:

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial, partialmethod
 from types import MethodType
@@ -30,7 +30,7 @@ from keras.src.backend.common.masking import get_keras_mask, set_keras_mask
 from keras.src.backend.common.variables import AutocastScope, get_autocast_scope
 from keras.src.backend.torch.core import Variable
 from keras.src.backend.torch.layer import TorchLayer
-from keras.src.layers import BatchNormalization, Dense, Dropout, EinsumDense, Embedding, InputLayer, Layer
+from keras.src.layers import BatchNormalization, Dense, Dropout, EinsumDense, Embedding
 from keras.src.layers.layer import CallContext
 from keras.src.layers.regularization.spatial_dropout import BaseSpatialDropout
 from keras.src.models.functional import Functional
@@ -39,9 +39,9 @@ from torch.utils._pytree import tree_leaves
 
 from phalanx.errors import RefusedError
 from phalanx.parallel.global_batch_norm import joined_moments
-from phalanx.train.keras.keras_streams import DEVICE, drawn_by_torch, keep_streams, masked
-
-_CALL = "current_call_ctx"
+from phalanx.train.keras.keras_own import CALL, DEVICE, is_keras_code
+from phalanx.train.keras.keras_streams import drawn_by_torch, keep_streams, masked
+from phalanx.train.keras.layer_children import children_of, free_name, functional_of
 
 
 class ModuleVariable(Variable):
@@ -59,11 +59,21 @@ class ModuleVariable(Variable):
 
     def _direct_assign(self, value: Any) -> None:
         home, key = self.__dict__["_home"]
-        if key in home._parameters and global_state.get_global_attribute(_CALL) is not None:
+        if key in home._parameters and global_state.get_global_attribute(CALL) is not None:
             given = f"a layer that assigns to its weight {self.path!r} when it is called"
             allowed = "weights that the optimizer alone changes: what a plan has gathered for a call is not kept"
             raise RefusedError.of("job.model", given, allowed, "self.add_weight(..., trainable=False) for that value")
         super()._direct_assign(value)
+
+
+def home_of(variable: Any) -> tuple[nn.Module, str]:
+    """The module that has the value of ``variable``, and the name that it has there."""
+    return variable.__dict__["_home"]
+
+
+def is_regularised(layer: Any) -> bool:
+    """Whether a layer that is a torch module has weights with a regulariser."""
+    return bool(vars(layer).get("_regularised"))
 
 
 class Penalties(threading.local):
@@ -107,7 +117,7 @@ class _LayerModule(TorchLayer):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         # Keras' own call ends here; what it knows of the calls around goes along, for a forward that comes again later.
-        context = global_state.get_global_attribute(_CALL)
+        context = global_state.get_global_attribute(CALL)
         scope = get_autocast_scope()
         penalised, counted = False, PENALTIES.counted() if self._layers else None
         if self.__dict__["_regularised"] and PENALTIES.terms is not None and id(self) not in PENALTIES.layers:
@@ -121,7 +131,7 @@ class _LayerModule(TorchLayer):
         training, dtype, penalised, counted, masks = keras_within
         if masks is not None:
             put_masks((args, kwargs), masks)
-        if not (penalised or self.__dict__["_shared"]) and global_state.get_global_attribute(_CALL) is not None:
+        if not (penalised or self.__dict__["_shared"]) and global_state.get_global_attribute(CALL) is not None:
             return self.call(*args, **kwargs)
         with _as_it_was(self, training, dtype, (args, kwargs)), PENALTIES.again(counted), _read_here(self):
             if penalised:
@@ -186,8 +196,8 @@ def as_modules(model: Any, top: nn.Module) -> None:
 
     ``model`` is built. Its layers become children of ``top``, its own variables parameters and buffers of it.
     """
-    layers = [model, *_functional(model), *model._flatten_layers(include_self=False)]
-    layers += [inner for layer in layers[1:] for inner in _functional(layer)]
+    layers = [model, *functional_of(model), *model._flatten_layers(include_self=False)]
+    layers += [inner for layer in layers[1:] for inner in functional_of(layer)]
     layers = list({id(layer): layer for layer in layers}.values())
     keep_streams()
     for layer in layers:
@@ -202,55 +212,6 @@ def as_modules(model: Any, top: nn.Module) -> None:
         _place_variables(layer, top if layer is model else layer, homes)
     for layer in layers:
         _become(layer, layers)
-
-
-def children_of(layer: Any) -> dict[str, Any]:
-    """The layers that ``layer`` holds, by attribute or by name; those in lists and dicts as containers of torch."""
-    own = [*_functional(layer), layer]
-    found: dict[str, Any] = {}
-    for name, value in list(vars(layer).items()):
-        if not name.startswith("_") and (container := _container(value)):
-            found[name] = container
-    found |= {name: one for name, one in layer._modules.items() if isinstance(one, Layer) and one not in own}
-    held = {id(one) for value in found.values() for one in _layers_in(value)}
-    for child in layer._layers:
-        if id(child) not in held and not any(child is one for one in own) and not isinstance(child, InputLayer):
-            found[_free(child.name, found)] = child
-    order = {id(child): at for at, child in enumerate(layer._layers)}
-
-    def place(value: Any) -> int:
-        return min((order[id(one)] for one in (value, *value.modules()) if id(one) in order), default=len(order))
-
-    return dict(sorted(found.items(), key=lambda item: place(item[1])))
-
-
-def _functional(layer: Any) -> list[Any]:
-    """The graph that a Sequential model runs its layers by, if it is one."""
-    inner = vars(layer).get("_functional") or layer._modules.get("_functional")
-    return [inner] if isinstance(inner, Functional) else []
-
-
-def _container(value: Any) -> nn.Module | None:
-    """``value``, a list or a dict of layers, as torch has it; ``None`` for anything else."""
-    if isinstance(value, Mapping):
-        parts = {str(key).replace(".", "_"): _member(one) for key, one in value.items()}
-        return nn.ModuleDict(parts) if parts and all(one is not None for one in parts.values()) else None
-    if isinstance(value, list | tuple):
-        members = [_member(one) for one in value]
-        return nn.ModuleList(members) if members and all(one is not None for one in members) else None
-    return None
-
-
-def _layers_in(value: nn.Module) -> Iterator[nn.Module]:
-    if isinstance(value, Layer):
-        yield value
-    else:
-        for child in value.children():
-            yield from _layers_in(child)
-
-
-def _member(value: Any) -> nn.Module | None:
-    return value if isinstance(value, Layer) else _container(value)
 
 
 def _place_children(layer: Any, home: nn.Module) -> None:
@@ -273,7 +234,7 @@ def _place_variables(layer: Any, home: nn.Module, homes: dict[int, tuple[Any, nn
     for variable, learns in own:
         if id(variable) in homes and homes[id(variable)][0] is layer:
             continue
-        key = _free(variable.name + "_", {**home._parameters, **home._buffers, **home._modules})
+        key = free_name(variable.name + "_", {**home._parameters, **home._buffers, **home._modules})
         if id(variable) in homes:
             first, there, as_there = homes[id(variable)]
             value = getattr(there, as_there)
@@ -298,11 +259,6 @@ def _draws(layer: Any) -> bool:
     return bool(layer._seed_generators) and (not rates or any(rates))
 
 
-def _free(name: str, taken: Collection[str]) -> str:
-    name = name.replace(".", "_")
-    return name if name not in taken else next(new for at in range(1, 10**6) if (new := f"{name}{at}") not in taken)
-
-
 def _become(layer: Any, layers: list[Any]) -> None:
     kind = type(layer)
     if isinstance(layer, Functional):
@@ -318,7 +274,7 @@ def _become(layer: Any, layers: list[Any]) -> None:
         if issubclass(kind, BatchNormalization):
             names["running_statistics"] = ("moving_mean_", "moving_variance_")
             names["_moments"] = partialmethod(_moments, kind._moments)
-        if issubclass(kind, Dropout | BaseSpatialDropout) and kind.call.__module__.startswith("keras."):
+        if issubclass(kind, Dropout | BaseSpatialDropout) and is_keras_code(kind.call):
             names["call"] = partialmethod(_drops, kind.call)
         if issubclass(kind, Dense | Embedding):
             names["column_dimension"] = 1
@@ -344,12 +300,12 @@ def _holds(value: Any, depth: int = 0) -> bool:
 @contextmanager
 def _as_it_was(layer: Any, training: Any, dtype: Any, given: Any) -> Iterator[None]:
     """What was around a layer's call, where it runs again without: recomputed in backward, or by itself."""
-    if global_state.get_global_attribute(_CALL) is not None:
+    if global_state.get_global_attribute(CALL) is not None:
         yield
         return
     context: Any = CallContext(entry_layer=layer)
     context.training = training
-    global_state.set_global_attribute(_CALL, context)
+    global_state.set_global_attribute(CALL, context)
     try:
         with on_device_of(given):
             if dtype is None:
@@ -358,7 +314,7 @@ def _as_it_was(layer: Any, training: Any, dtype: Any, given: Any) -> Iterator[No
                 with AutocastScope(dtype):
                     yield
     finally:
-        global_state.set_global_attribute(_CALL, None)
+        global_state.set_global_attribute(CALL, None)
 
 
 @contextmanager

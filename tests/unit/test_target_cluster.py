@@ -17,9 +17,9 @@ from phalanx.launch.check_hosts import HostAnswer, HostFinding, HostSurvey, Link
 from phalanx.launch.targets import Offer, Submission, misfit, nearest_plan
 from phalanx.launch.targets.hosts_file import HostEntry
 from phalanx.launch.targets.slurm_offer import offer_of
-from phalanx.launch.targets.slurm_script import Request
+from phalanx.launch.targets.slurm_request import SlurmRequest
 from phalanx.launch.targets.ssh_host import host_numbers
-from phalanx.preflight.there import cluster_offered, cluster_there
+from phalanx.preflight.target_cluster import cluster_offered, cluster_there
 
 pytestmark = pytest.mark.quick
 
@@ -228,7 +228,7 @@ def submission(folder: Path, plan: str, *, grace: float = 30.0, **options: str) 
 class TestSlurmRefuses:
     def test_more_devices_than_its_nodes_are_asked_for(self, tmp_path: Path) -> None:
         with pytest.raises(SpecError) as caught:
-            Request.of(submission(tmp_path, "fsdp=16", nodes="2", gpus_per_node="4"))
+            SlurmRequest.of(submission(tmp_path, "fsdp=16", nodes="2", gpus_per_node="4"))
         (problem,) = caught.value.problems
         assert problem.fix == "--plan fsdp=8"
 
@@ -236,9 +236,9 @@ class TestSlurmRefuses:
         event = '{"event": "checkpoint", "time": 1.0, "step": 3, "path": "checkpoints/step-3", "bytes": 8, '
         (tmp_path / "events.jsonl").write_text(event + '"seconds": 200.0, "standstill": 200.0}\n')
         with pytest.raises(SpecError) as caught:
-            Request.of(submission(tmp_path, "dp=2", nodes="2", gpus_per_node="0", time="3m"))
+            SlurmRequest.of(submission(tmp_path, "dp=2", nodes="2", gpus_per_node="0", time="3m"))
         assert [problem.fix for problem in caught.value.problems] == ["--grace 300", "--time 11m"]
-        assert Request.of(submission(tmp_path, "dp=2", grace=300.0, nodes="2", gpus_per_node="0", time="11m")).time
+        assert SlurmRequest.of(submission(tmp_path, "dp=2", grace=300.0, nodes="2", gpus_per_node="0", time="11m")).time
 
 
 @pytest.mark.parametrize(

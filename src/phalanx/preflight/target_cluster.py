@@ -42,12 +42,12 @@ class _Machine:
     @classmethod
     def of(cls, answer: HostAnswer) -> _Machine:
         told: dict[str, Any] = {**answer.told}
-        whole = [one for one in told.get("devices", ()) if not one["error"]]
+        whole = answer.whole_devices
         count = answer.processes or len(whole) or 1
         gpu, link = None, entry("cpu").link
         if len(whole) >= count:
             gpu = min((Gpu(name=one["name"], memory=one["total"]) for one in whole), key=lambda one: one.memory)
-            link = link_of(told["gpus"].get("topology", ""), len(told["devices"]), matched(gpu))
+            link = link_of(told["gpus"].get("topology", ""), len(answer.devices), matched(gpu))
         return cls(
             name=answer.name, gpu=gpu, link=link, count=count, cores=told["cores"], memory=told["memory"]["total"]
         )
