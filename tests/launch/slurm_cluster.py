@@ -79,7 +79,8 @@ class Cluster:
         with suppress(subprocess.CalledProcessError):  # it is taken back by itself as soon as it answers
             _run("scontrol", "update", f"nodename={node}", "state=resume")
 
-    def set_time_limit(self, job: int, minutes: int) -> None:
+    def set_time_limit(self, job: int | str, minutes: int) -> None:
+        """``job``: its number, of a task of an array with that (``7_0``)."""
         _run("scontrol", "update", f"JobId={job}", f"TimeLimit={minutes}")
 
     def lose_node(self, node: str) -> None:
