@@ -107,15 +107,16 @@ def test_shares_follow_what_a_node_of_each_kind_takes_for_a_sample(cluster: Clus
 
 
 @pytest.mark.long
+@pytest.mark.timeout(600)
 def test_a_run_on_both_kinds_goes_on_by_itself_after_its_time(cluster: Cluster, tmp_path: Path) -> None:
     write_telling_job(tmp_path, pause=3.0, steps=40)
     job = tmp_path / "train.py"
     goes_on = "time.sleep(0 if os.path.exists(os.path.join(os.path.dirname(__file__), 'fast')) else PAUSE)"
     job.write_text(job.read_text().replace("time.sleep(PAUSE)", goes_on))
-    limits = {"time": "10m", "signal": "12"}
-    run = Handed(submission(tmp_path, "dp=2", nodelist="n1", also="partition=three nodelist=n3", **limits))
+    also = "partition=three nodelist=n3"
+    run = Handed(submission(tmp_path, "dp=2", nodelist="n1", also=also, time="10m", signal="12"))
     await_steps(run.folder, 2, patience=120)
-    cluster.set_time_limit(run.ticket["job"], 1)
+    cluster.let_end(run.ticket["job"], 12)
     trained = px.load(run.folder)
     until(lambda: bool(list(trained.events("stopped"))), 150, "its time is over")
     (tmp_path / "fast").touch()
