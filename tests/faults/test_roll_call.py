@@ -7,6 +7,7 @@ import socket
 import threading
 from collections.abc import Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from torch.distributed import PrefixStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]
@@ -53,6 +54,17 @@ def test_ranks_that_come_late_are_met(meeting: str) -> None:
     for one in late:
         one.join()
     assert len(found) == 3
+
+
+def test_a_look_is_late_by_a_tenth_of_what_was_waited_and_half_a_second_at_most(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    paused: list[float] = []
+    monkeypatch.setattr(roll_call, "time", SimpleNamespace(monotonic=lambda: 100.0, sleep=paused.append))
+    for waited in (0.0, 1.0, 60.0):
+        roll_call._pause(100.0 - waited)
+    roll_call._pause(100.0, least=2.0)  # of very many ranks
+    assert paused == pytest.approx([0.01, 0.1, 0.5, 2.0])
 
 
 @pytest.fixture

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -154,6 +155,7 @@ class JobSetState:
     began: float = 0.0
     expired: bool = False
     reason: str = ""
+    message: str = ""
     port: int = 0
     pods: dict[int, RunningPod] = field(default_factory=dict)
     pending: dict[int, dict[str, Any]] = field(default_factory=dict)
@@ -280,7 +282,7 @@ class Cluster:
         codes = {index: pod.process.poll() for index, pod in state.pods.items()}
         for index, code in codes.items():
             if code is not None:
-                self._phase(state.pods[index].name, "Failed" if code else "Succeeded")
+                self._phase(state.pods[index].name, code)
         if "successPolicy" in job and codes.get(0) == 0:
             assert job["successPolicy"] == {"rules": [{"succeededIndexes": "0"}]}
             if self._gone(state):
@@ -289,42 +291,59 @@ class Cluster:
             return
         limit = job.get("activeDeadlineSeconds")
         if not state.reason and (state.expired or (limit and time.monotonic() - state.began > limit)):
-            state.reason = "DeadlineExceeded"
+            state.reason, state.message = "DeadlineExceeded", "Job was active longer than specified deadline"
         elif not state.reason and any(codes.values()):
-            state.reason = self._reason(job, state, codes)
+            state.reason, state.message = self._reason(job, state, codes)
         if state.reason:
             self._failed(name, spec, state)
         elif not state.pending and all(code == 0 for code in codes.values()):
             self._tell(name, state, {"Completed": ("AllJobsCompleted", "jobset completed successfully")})
 
-    def _reason(self, job: dict[str, Any], state: JobSetState, codes: dict[int, int | None]) -> str:
-        for rule in job["podFailurePolicy"]["rules"]:
-            values = rule.get("onExitCodes", {}).get("values", [])
-            conditions = [one["type"] for one in rule.get("onPodConditions", [])]
-            for index, code in codes.items():
-                disrupted = state.pods[index].disrupted and "DisruptionTarget" in conditions
+    def _reason(self, job: dict[str, Any], state: JobSetState, codes: dict[int, int | None]) -> tuple[str, str]:
+        """Why the Job has failed, and in which words: of the first of its pods that one of its rules is for."""
+        for index, code in codes.items():
+            pod = state.pods[index]
+            for number, rule in enumerate(job["podFailurePolicy"]["rules"]):
+                values = rule.get("onExitCodes", {}).get("values", [])
+                conditions = [one["type"] for one in rule.get("onPodConditions", [])]
+                disrupted = pod.disrupted and "DisruptionTarget" in conditions
                 if code and (code in values or disrupted):
                     assert rule["action"] == "FailJob"
-                    return "PodFailurePolicy"
-        return "BackoffLimitExceeded"
+                    what = (
+                        f"Pod default/{pod.name} has condition DisruptionTarget"
+                        if disrupted
+                        else f"Container node for pod default/{pod.name} failed with exit code {code}"
+                    )
+                    return "PodFailurePolicy", f"{what} matching FailJob rule at index {number}"
+        return "BackoffLimitExceeded", "Job has reached the specified backoff limit"
 
     def _failed(self, name: str, spec: dict[str, Any], state: JobSetState) -> None:
-        if not self._ended(state):
+        if not self._gone(state):
             return
-        policy, reason = spec["failurePolicy"], state.reason
+        policy, reason, message = spec["failurePolicy"], state.reason, state.message
         state.reason = ""
-        rules = [rule for rule in policy["rules"] if reason in rule["onJobFailureReasons"]]
+        rules = [rule for rule in policy["rules"] if _is_for(rule, reason, message)]
         action = rules[0]["action"] if rules else "RestartJobSet"
         if action == "FailJobSet":
             said = ("FailJobSetFailurePolicyAction", "applying FailJobSet failure policy action")
-            self._tell(name, state, {"Failed": said})
+            self._fail(name, state, said)
         elif action == "RestartJobSet" and state.counted >= policy["maxRestarts"]:
-            said = ("ReachedMaxRestarts", "jobset failed due to reaching max number of restarts")
-            self._tell(name, state, {"Failed": said})
+            self._fail(name, state, ("ReachedMaxRestarts", "jobset failed due to reaching max number of restarts"))
         else:
+            self._ended(state)
             state.counted += action == "RestartJobSet"
             state.restarts += 1
             self._tell(name, state, {})
+
+    def _fail(self, name: str, state: JobSetState, said: tuple[str, str]) -> None:
+        """The JobSet is over; of its pods those stay that have ended by themselves."""
+        self._forget_pending(state)
+        for pod in state.pods.values():
+            if pod.asked:
+                (self.folder / PODS / f"{pod.name}.json").unlink(missing_ok=True)
+            else:
+                self._phase(pod.name, pod.process.returncode)
+        self._tell(name, state, {"Failed": said})
 
     def _gone(self, state: JobSetState) -> bool:
         """Ask all pods to go; whether they have."""
@@ -419,11 +438,13 @@ class Cluster:
                 cwd=container.get("workingDir"),
             )
 
-    def _phase(self, name: str, phase: str) -> None:
-        path = self.folder / PODS / f"{name}.json"
+    def _phase(self, name: str, code: int) -> None:
+        """The process of a pod has ended."""
+        path, phase = self.folder / PODS / f"{name}.json", "Failed" if code else "Succeeded"
         pod = json.loads(path.read_text())
         if pod["status"]["phase"] != phase:
-            _write(path, {**pod, "status": {"phase": phase}})
+            ended = {"terminated": {"exitCode": code if code >= 0 else 128 - code}}
+            _write(path, {**pod, "status": {"phase": phase, "containerStatuses": [{"state": ended}]}})
 
     def _tell(self, name: str, state: JobSetState, conditions: dict[str, tuple[str, str]]) -> None:
         told = [
@@ -450,6 +471,12 @@ def kubernetes_cluster(folder: Path) -> Iterator[Cluster]:
     finally:
         cluster.close()
         assert cluster.error is None
+
+
+def _is_for(rule: dict[str, Any], reason: str, message: str) -> bool:
+    """Whether a rule of a JobSet is for a Job that has failed so."""
+    patterns = rule.get("onJobFailureMessagePatterns", [])
+    return reason in rule["onJobFailureReasons"] and (not patterns or any(re.search(one, message) for one in patterns))
 
 
 def _finished(jobset: dict[str, Any]) -> list[dict[str, Any]]:

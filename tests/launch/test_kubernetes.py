@@ -26,6 +26,7 @@ import phalanx as px
 from phalanx.cli import main
 from phalanx.config import Plan, RunSpec
 from phalanx.data import audit
+from phalanx.events.log import EventLog
 from phalanx.launch.reaper import fork
 from phalanx.launch.runfile import newest_step
 from phalanx.launch.targets import Submission, kubernetes_node, write_ticket
@@ -200,10 +201,23 @@ def test_a_job_that_fails_is_told_of_and_leaves_nothing(cluster: Cluster, tmp_pa
     job = write_job(tmp_path, steps=4)
     fails = '    import os\n    if "RANK" in os.environ:\n        raise ValueError("of the job")\n'
     job.write_text(job.read_text().replace("    time.sleep(PAUSE)\n", fails))
-    run = Handed(tmp_path, max_restarts="0")
+    run = Handed(tmp_path, max_restarts="3")
+    run.await_end(cluster, "failed")
+    assert "an exception of the job's own code" in run.target.standing(run.ticket, run.folder).detail
+    assert cluster.restarts() == (0, 0), "what would come again is not started again"
+    assert "of the job" in run.target.log(run.ticket, run.folder, None).read_text()
+
+
+def test_what_fails_before_the_run_has_begun_is_started_again_up_to_its_number(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    job = write_job(tmp_path, steps=4)
+    fails = '    import os\n    if "RANK" in os.environ:\n        os._exit(3)\n'
+    job.write_text(job.read_text().replace("def job():\n", f"def job():\n{fails}"))
+    run = Handed(tmp_path, max_restarts="1")
     run.await_end(cluster, "failed")
     assert "max number of restarts" in run.target.standing(run.ticket, run.folder).detail
-    assert "of the job" in run.target.log(run.ticket, run.folder, None).read_text()
+    assert cluster.restarts() == (1, 1)
 
 
 class TestNode:
@@ -236,6 +250,45 @@ class TestNode:
         options = place[0].options
         assert (options["node-rank"], options["rdzv-endpoint"], place[0].nodes) == ("0", "localhost:29500", 2)
         assert options["rdzv-id"] == "localhost-2"
+
+    @pytest.mark.parametrize(
+        ("before", "events", "code", "ends"),
+        [
+            ([], [{"event": "error", "lost": False}], 1, 70),
+            ([], [{"event": "error", "lost": True}], 1, 1),
+            ([], [{"event": "error", "lost": False}], 75, 75),
+            ([{"event": "error", "lost": False}], [], 1, 1),
+            ([{"event": "error", "lost": False}], [{"event": "resume", "step": 2, "path": "checkpoints/step-2"}], 1, 1),
+        ],
+        ids=["own", "lost", "asked to stop", "of an earlier start", "lost without a word"],
+    )
+    def test_its_exit_code_says_whether_the_jobs_own_code_has_raised(
+        self,
+        tmp_path: Path,
+        place: list[NodePlace],
+        monkeypatch: pytest.MonkeyPatch,
+        before: list[dict[str, Any]],
+        events: list[dict[str, Any]],
+        code: int,
+        ends: int,
+    ) -> None:
+        monkeypatch.setenv("JOB_COMPLETION_INDEX", "0")
+        log = tmp_path / "run" / "events.jsonl"
+
+        def note(told: list[dict[str, Any]]) -> None:
+            error = {"rank": 1, "step": 3, "kind": "ValueError", "message": "rank 1 of 4 failed in step 3: of the job"}
+            with EventLog(log) as written:
+                for one in told:
+                    given = {**(error if one["event"] == "error" else {}), **one}
+                    written.write(given.pop("event"), **given)
+
+        def be_agent(*_: object) -> int:
+            note(events)
+            return code
+
+        note(before)
+        monkeypatch.setattr(kubernetes_node, "be_agent", be_agent)
+        assert kubernetes_node.main(tmp_path / "run.toml", "localhost:29500", "2") == ends
 
     def test_where_pods_may_be_fewer_those_there_are_begin(
         self, tmp_path: Path, place: list[NodePlace], monkeypatch: pytest.MonkeyPatch

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import stat
 import subprocess
@@ -72,7 +73,7 @@ print(f"[rank {{index}}] of {{nodes}}, start {{start}}, with {{threads}}", flush
 while not (folder / "finish").exists():
     time.sleep(0.02)
     if (folder / "crash").exists() and index == "1":
-        sys.exit(1)
+        sys.exit(int((folder / "crash").read_text()))
 note("end", samples=48, seconds=1.0, loss=0.5)
 """
 
@@ -203,13 +204,20 @@ class TestManifests:
         jobset = full()["JobSet"]
         job = jobset["spec"]["replicatedJobs"][0]["template"]["spec"]
         assert (job["backoffLimit"], job["activeDeadlineSeconds"]) == (0, 12 * 3600)
-        disruption, saved = job["podFailurePolicy"]["rules"]
+        disruption, *ended = job["podFailurePolicy"]["rules"]
         assert disruption["onPodConditions"][0]["type"] == "DisruptionTarget"
-        assert saved["onExitCodes"]["values"] == [75]
-        actions = {rule["onJobFailureReasons"][0]: rule["action"] for rule in jobset["spec"]["failurePolicy"]["rules"]}
+        assert [rule["onExitCodes"]["values"] for rule in ended] == [[75], [70]]
+        raised, *rules = jobset["spec"]["failurePolicy"]["rules"]
+        assert (raised["action"], raised["onJobFailureReasons"]) == ("FailJobSet", ["PodFailurePolicy"])
+        actions = {rule["onJobFailureReasons"][0]: rule["action"] for rule in rules}
         assert actions == {"PodFailurePolicy": "RestartJobSetAndIgnoreMaxRestarts", "DeadlineExceeded": "FailJobSet"}
         assert jobset["spec"]["failurePolicy"]["maxRestarts"] == 5
         assert pod_of(jobset)["restartPolicy"] == "Never"
+        (pattern,) = raised["onJobFailureMessagePatterns"]
+        words = (
+            "Container node for pod vision/digits-node-0-70-x failed with exit code {} matching FailJob rule at index 2"
+        )
+        assert [code for code in (1, 7, 70, 75, 700, 137) if re.search(pattern, words.format(code))] == [70]
         for grace in (10.0, 29.5, 600.0):
             pod = pod_of(handed(submission(Path("/data"), run={"grace": grace}))["JobSet"])
             assert pod["terminationGracePeriodSeconds"] > grace + 5
@@ -388,8 +396,12 @@ def condition(kind: str, reason: str = "Why", message: str = "in its words") -> 
     return {"type": kind, "status": "True", "reason": reason, "message": message}
 
 
-def pod(phase: str = "Running", waiting: tuple[str, str] | None = None, scheduled: str = "") -> dict[str, Any]:
+def pod(
+    phase: str = "Running", waiting: tuple[str, str] | None = None, scheduled: str = "", code: int | None = None
+) -> dict[str, Any]:
     status: dict[str, Any] = {"phase": phase}
+    if code is not None:
+        status["containerStatuses"] = [{"state": {}}, {"state": {"terminated": {"exitCode": code}}}]
     if waiting:
         status["containerStatuses"] = [{"state": {"waiting": {"reason": waiting[0], "message": waiting[1]}}}]
     if scheduled:
@@ -423,6 +435,20 @@ FULL_NODES = pod("Pending", scheduled="0/3 nodes are available: 3 Insufficient n
         ([condition("Failed", "FailJobSetFailurePolicyAction")], [], "stopped", "stopped", "in its words"),
         ([condition("Failed", "FailJobSetFailurePolicyAction")], [], "", "stopped", "in its words"),
         ([condition("Failed", "FailJobSetFailurePolicyAction")], [], "resume", "failed", "in its words"),
+        (
+            [condition("Failed", "FailJobSetFailurePolicyAction")],
+            [pod("Failed", code=75)],
+            "",
+            "stopped",
+            "in its words",
+        ),
+        (
+            [condition("Failed", "FailJobSetFailurePolicyAction")],
+            [pod("Failed", code=70)],
+            "",
+            "failed",
+            "own code: Fail",
+        ),
         ([condition("Failed", "DeadlineExceeded")], [pod()], "", "running", "1 pod still to end: DeadlineExceeded"),
     ],
 )
@@ -545,10 +571,19 @@ class TestStandIn:
         run.begun()
         cluster.kill(1)
         run.begun(start=1)
-        (run.folder / "crash").touch()
+        (run.folder / "crash").write_text("1")
         (run.folder / "events.jsonl").unlink(missing_ok=True)
         run.wait("failed")
         assert "max number of restarts" in run.standing.detail
+
+    def test_what_the_jobs_own_code_has_raised_is_not_started_again(self, cluster: Cluster, tmp_path: Path) -> None:
+        run = Handed(tmp_path, max_restarts="3")
+        run.begun()
+        (run.folder / "crash").write_text("70")
+        found = run.wait("failed")
+        assert found.detail.startswith("an exception of the job's own code: FailJobSetFailurePolicyAction")
+        assert cluster.restarts() == (0, 0)
+        assert run.said(0) == "of 2, start 0, with 1\n"
 
     def test_the_end_of_its_time_is_the_end(self, cluster: Cluster, tmp_path: Path) -> None:
         run = Handed(tmp_path, time="12h")

@@ -127,6 +127,31 @@ def test_a_node_that_is_lost_delays_a_plan(cluster: Cluster, tmp_path: Path) -> 
     assert px.load(tmp_path / "bench" / "0").losses == pytest.approx(by_hand(20), rel=1e-5)
 
 
+@pytest.mark.long
+@pytest.mark.timeout(600)
+def test_a_plan_whose_time_is_over_goes_on_by_itself(cluster: Cluster, tmp_path: Path) -> None:
+    job = write_job(tmp_path, pause=3.0)
+    goes_on = f"time.sleep(0 if os.path.exists({str(tmp_path / 'fast')!r}) else PAUSE)"
+    job.write_text("import os\n" + job.read_text().replace("time.sleep(PAUSE)", goes_on))
+    words = ("bench", "train.py", *NODES, "--plan", "dp=2", "-n", "2", "--steps", "40", "--time", "10m", "--json")
+    process = phalanx(*words, "--signal", "35", cwd=tmp_path)
+    folder = tmp_path / "bench" / "0"
+    await_steps(folder, 2, process, patience=120)
+    ticket = json.loads((folder / "launch" / "ticket.json").read_text())
+    task = f"{ticket['job']}_{ticket['task']}"
+    cluster.let_end(task, 35)
+    run = px.load(folder)
+    until(lambda: bool(list(run.events("stopped"))), 150, "its time is over")
+    (tmp_path / "fast").touch()
+    cluster.set_time_limit(task, 10)
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 0, err
+    assert [row["plan"] for row in json.loads(out)["plans"]] == ["dp=2"]
+    assert [event["step"] for event in run.events("step")] == list(range(40)), "none was taken twice"
+    assert run.losses == pytest.approx(by_hand(40), rel=1e-5)
+    assert not cluster.jobs()
+
+
 def test_what_slurm_refuses_leaves_nothing(cluster: Cluster, tmp_path: Path) -> None:
     write_job(tmp_path)
     process = phalanx("bench", "train.py", *NODES, "--plan", "dp=2", "--partition", "nowhere", cwd=tmp_path)

@@ -91,6 +91,43 @@ def test_ranks_lie_over_both_kinds_and_compute_what_one_device_does(
     assert not cluster.processes_with(str(run.folder))
 
 
+def test_shares_follow_what_a_node_of_each_kind_takes_for_a_sample(cluster: Cluster, tmp_path: Path) -> None:
+    write_telling_job(tmp_path, steps=40)
+    job = tmp_path / "train.py"
+    slow = "time.sleep(0.01 * len(output) * (3 if os.environ.get('SLURMD_NODENAME') == 'n3' else 1))"
+    job.write_text(job.read_text().replace("time.sleep(PAUSE)", slow))
+    run = Handed(submission(tmp_path, "dp=2 shares=auto", nodelist="n1", also="partition=three nodelist=n3"))
+    run.wait("ended")
+    trained = px.load(run.folder)
+    assert trained.losses == pytest.approx(by_hand(40), rel=1e-5)
+    first, *_, last = [event["shares"] for event in trained.events("shares")]
+    assert first == [8, 8]
+    assert last[0] > last[1], "what n3 takes for a sample is three times as long"
+    assert {node for node, _ in places(run.folder, 1)} == {"n3"}
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+def test_a_run_on_both_kinds_goes_on_by_itself_after_its_time(cluster: Cluster, tmp_path: Path) -> None:
+    write_telling_job(tmp_path, pause=3.0, steps=40)
+    job = tmp_path / "train.py"
+    goes_on = "time.sleep(0 if os.path.exists(os.path.join(os.path.dirname(__file__), 'fast')) else PAUSE)"
+    job.write_text(job.read_text().replace("time.sleep(PAUSE)", goes_on))
+    also = "partition=three nodelist=n3"
+    run = Handed(submission(tmp_path, "dp=2", nodelist="n1", also=also, time="10m", signal="12"))
+    await_steps(run.folder, 2, patience=120)
+    cluster.let_end(run.ticket["job"], 12)
+    trained = px.load(run.folder)
+    until(lambda: bool(list(trained.events("stopped"))), 150, "its time is over")
+    (tmp_path / "fast").touch()
+    cluster.set_time_limit(run.ticket["job"], 10)
+    run.wait("ended")
+    assert [event["step"] for event in trained.events("step")] == list(range(40)), "none was taken twice"
+    assert trained.losses == pytest.approx(by_hand(40), rel=1e-5)
+    assert len(list(trained.events("resume"))) == 1
+    assert not cluster.jobs()
+
+
 @pytest.mark.long
 def test_a_run_on_both_kinds_goes_on_after_a_node_of_the_second_is_lost(cluster: Cluster, tmp_path: Path) -> None:
     write_telling_job(tmp_path, pause=0.2, steps=20)

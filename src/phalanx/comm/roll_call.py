@@ -37,7 +37,8 @@ def rank_is_lost(store: Store) -> bool:
 
 _SAYS = 5.0  # seconds of silence before what is waited for is said, and then each time twice as many
 _TRY = 2.0  # seconds for one attempt to reach the store
-_LOOK = 0.02, 0.5  # seconds between looks whether somebody is there, at first and at most
+_LOOK = 0.01, 0.5  # seconds between looks whether somebody is there, at first and at most
+_LATE = 0.1  # of the time that was waited so far: what a look may be too late
 _LOOKS = 20_000  # a second, at most, of all ranks together: what one store answers without falling behind
 _MOST = 12  # ranks that are named
 _MANY = 1024  # ranks of which one alone looks for those that are missing
@@ -121,11 +122,10 @@ class _RollCall:
 
 def _reach(place: Place, waiting: _RollCall) -> TCPStore:
     host, _, port = place.meeting.rpartition(":")
-    serves, look = place.rank == 0 and not place.agent, _LOOK[0]
+    serves, began = place.rank == 0 and not place.agent, time.monotonic()
     server = "torchrun's agent" if place.agent else "rank 0"
     while not serves and not answers(place.meeting):
-        time.sleep(look)
-        look = min(2 * look, _LOOK[1])
+        _pause(began, least=min(_LOOK[1], place.world_size / _LOOKS))
         waiting.go_on(lambda: f"for {server}, which does not answer at {place.meeting}")
     try:
         # multi_tenant: the user's own init_process_group in this process may serve the same port
@@ -156,10 +156,9 @@ def _lead(place: Place, reached: Store, waiting: _RollCall) -> str:
     store = _of_start(reached, word)
     store.set(_key(0), word)
     reached.set(_LED, word)
-    look = _LOOK[0]
+    began = time.monotonic()
     while store.add(_COUNT, 0) < place.world_size - 1:
-        time.sleep(look)
-        look = min(2 * look, _LOOK[1])
+        _pause(began)
         if not waiting.go_on(partial(_missing, place, store)):
             break  # one that had said it was there is gone before it was counted
     store.set(_ALL, "1")
@@ -169,21 +168,24 @@ def _lead(place: Place, reached: Store, waiting: _RollCall) -> str:
 def _follow(place: Place, reached: Store, waiting: _RollCall) -> str:
     """The others' part: count oneself under rank 0's newest word, until it says that all have."""
     own, word, counted, store = uuid4().hex, "", False, reached
-    least = place.world_size / _LOOKS
-    look = max(_LOOK[0], least)
+    began = time.monotonic()
     while True:
         newest = reached.get(_LED).decode() if reached.check([_LED]) else ""
         if newest != word:
-            word, store, look = newest, _of_start(reached, newest), max(_LOOK[0], least)
+            word, store, began = newest, _of_start(reached, newest), time.monotonic()
             # where this rank has been counted before, the word is that of an earlier start
             if counted := store.compare_set(_key(place.rank), "", own) == own.encode():
                 store.add(_COUNT, 1)
         if counted and store.check([_ALL]):
             return word
-        time.sleep(look)
-        look = max(least, min(2 * look, _LOOK[1]))
+        _pause(began, least=place.world_size / _LOOKS)
         met = store if counted else None
         waiting.go_on(partial(_missing, place, met), speaks=partial(_speaks, place, met))
+
+
+def _pause(began: float, *, least: float = 0.0) -> None:
+    """Until the next look of who has waited since ``began``: soon at first, so that a start is not held up by looks."""
+    time.sleep(max(least, min(_LOOK[1], max(_LOOK[0], _LATE * (time.monotonic() - began)))))
 
 
 def _missing(place: Place, store: Store | None) -> str:

@@ -6,6 +6,7 @@ import os
 import re
 import shlex
 import stat
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -93,17 +94,27 @@ class RunFolder:
 
 
 def _refuse_what_would_come_again(folder: Path) -> None:
-    last: dict[str, Any] = {}
+    raised = ""
     with suppress(SpecError):
-        for event in read(folder / "events.jsonl"):
-            last = event if event["event"] in ("start", "resume", "error") else last
-    if last.get("event") == "error" and not last.get("lost", True):
+        raised = own_failure(read(folder / "events.jsonl"))
+    if raised:
         raise SpecError.of(
             where="workers that are started again",
-            given=f"an exception of the job's own code, which would come again: {last['message']}",
+            given=f"an exception of the job's own code, which would come again: {raised}",
             allowed="those before were lost",
             fix="mend the job, and go on with resume = true",
         )
+
+
+def own_failure(events: Iterable[Mapping[str, Any]]) -> str:
+    """By what the job's own code has ended the run, whose last ``events`` these are; empty where it has not.
+
+    A worker that was lost is none of it: it may well not be lost again.
+    """
+    last: Mapping[str, Any] = {}
+    for event in events:
+        last = event if event["event"] in ("start", "resume", "error") else last
+    return last["message"] if last.get("event") == "error" and not last.get("lost", True) else ""
 
 
 def absolute(run: RunSpec) -> RunSpec:

@@ -24,9 +24,13 @@ NODE = "node"
 RESTART = "RESTART_ATTEMPT"
 """The variable with how often the JobSet has been started again, of which the label below tells."""
 
+OWN_FAILURE = 70
+"""Exit code of a pod where an exception of the job's own code, which would come again, has ended the run."""
+
 OF_JOBSET = "jobset.sigs.k8s.io/jobset-name"
 _RESTART_LABEL = "jobset.sigs.k8s.io/restart-attempt"
 _QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
+_FAILED = f".* failed with exit code {OWN_FAILURE} matching .*"  # as a Job says which of its rules it has failed by
 _PORT = 29500
 _LONGEST = 30  # letters of a job's name: with what is added, names of pods stay below 63
 
@@ -70,14 +74,13 @@ def _jobset(submission: Submission, request: PodRequest, name: str) -> dict[str,
         "completions": request.nodes,
         "completionMode": "Indexed",
         "backoffLimit": 0,
-        # A pod that has to go, and one that has saved because another had to: neither is a failure of the run.
+        # A pod that has to go, and one that has saved because another had to, are no failures of the run; what its own
+        # code has raised is one that comes again. Which it was the JobSet tells by its message.
         "podFailurePolicy": {
             "rules": [
                 {"action": "FailJob", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
-                {
-                    "action": "FailJob",
-                    "onExitCodes": {"containerName": NODE, "operator": "In", "values": [SAVED]},
-                },
+                _exit_rule(SAVED),
+                _exit_rule(OWN_FAILURE),
             ]
         },
         "template": {"metadata": {"labels": _labels(name)}, "spec": _pod(submission, request, name)},
@@ -91,6 +94,7 @@ def _jobset(submission: Submission, request: PodRequest, name: str) -> dict[str,
         "failurePolicy": {
             "maxRestarts": request.max_restarts,
             "rules": [
+                {**_rule("own_failure", "FailJobSet", "PodFailurePolicy"), "onJobFailureMessagePatterns": [_FAILED]},
                 _rule("preempted", "RestartJobSetAndIgnoreMaxRestarts", "PodFailurePolicy"),
                 _rule("time_is_over", "FailJobSet", "DeadlineExceeded"),
             ],
@@ -100,6 +104,10 @@ def _jobset(submission: Submission, request: PodRequest, name: str) -> dict[str,
     if request.queue:
         spec["suspend"] = True  # until Kueue admits it
     return {"apiVersion": "jobset.x-k8s.io/v1alpha2", "kind": "JobSet", "metadata": _head(name, request), "spec": spec}
+
+
+def _exit_rule(code: int) -> dict[str, Any]:
+    return {"action": "FailJob", "onExitCodes": {"containerName": NODE, "operator": "In", "values": [code]}}
 
 
 def _rule(name: str, action: str, reason: str) -> dict[str, Any]:

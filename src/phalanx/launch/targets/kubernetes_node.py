@@ -1,7 +1,8 @@
 """torchrun's agent in one pod of a run on Kubernetes: ``python -m ... RUNFILE HOST:PORT NODES``.
 
 The one place where a pod's environment variables are read. Agents meet in pod 0, and a pod's index is its node's rank.
-Workers are not started again here: who has lost one leaves, and Kubernetes makes all pods anew.
+Workers are not started again here: who has lost one leaves, and Kubernetes makes all pods anew. It does not where the
+job's own code has raised what would come again, of which the exit code tells it.
 
 Where the number of pods may change, ``2:8 SECONDS`` in place of ``8``, those that are there begin without the others
 after as many seconds. One that comes later has all save and begin again with it.
@@ -17,8 +18,10 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from phalanx.events.log import EventReader
 from phalanx.launch.reaper import SAVED
-from phalanx.launch.targets.kubernetes_manifest import RESTART
+from phalanx.launch.runfile import own_failure
+from phalanx.launch.targets.kubernetes_manifest import OWN_FAILURE, RESTART
 from phalanx.launch.targets.kubernetes_options import on_most
 from phalanx.launch.targets.launch_folder import FOLDER, run_from
 from phalanx.launch.targets.node_agent import NodePlace, be_agent, meeting_options, worker_words
@@ -30,7 +33,10 @@ _LAST_LINES = 2.0  # seconds for what copies the workers' output
 
 
 def main(runfile: Path, meeting: str, nodes: str, wait: str = "") -> int:
-    """Be the agent of this pod. Returns 0 where the run has ended, ``SAVED`` where it was asked to stop, else 1.
+    """Be the agent of this pod.
+
+    Returns 0 where the run has ended, ``SAVED`` where it was asked to stop, ``OWN_FAILURE`` where an exception of the
+    job's own code has ended it, on whichever pod, else 1.
 
     ``nodes``: pods, ``8`` or ``2:8``; ``wait``: seconds that the fewest wait for the others.
     """
@@ -39,6 +45,8 @@ def main(runfile: Path, meeting: str, nodes: str, wait: str = "") -> int:
     index = int(os.environ["JOB_COMPLETION_INDEX"])
     logs = spec.folder / FOLDER
     logs.mkdir(parents=True, exist_ok=True)
+    events = EventReader(spec.folder / "events.jsonl")
+    events.new()  # of earlier starts
     there = _is_known if index == 0 else _is_open  # pod 0 knows its own name a while after it has begun
     if not _wait_for(meeting, there):
         print(f"{socket.gethostname()}: nobody is at {meeting} after {_PATIENCE} s", file=sys.stderr)
@@ -51,7 +59,8 @@ def main(runfile: Path, meeting: str, nodes: str, wait: str = "") -> int:
         options={"max-restarts": "0", **options},
     )
     try:
-        return be_agent(on_most(spec), place, worker_words(runfile, logs, marked=True))
+        code = be_agent(on_most(spec), place, worker_words(runfile, logs, marked=True))
+        return OWN_FAILURE if code == 1 and own_failure(events.new()) else code
     finally:
         _await_last_lines()
 

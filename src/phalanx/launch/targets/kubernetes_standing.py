@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from phalanx.launch.targets.kubernetes_manifest import OWN_FAILURE
 from phalanx.launch.targets.launch_folder import LAST_WORDS, State
 from phalanx.launch.targets.target import Standing
 
@@ -41,6 +42,8 @@ def standing_of(
     if failed := told.get("Failed"):
         if there:
             return Standing(state="running", detail=f"{_pods(len(there))} still to end: {_words(failed)}")
+        if any(OWN_FAILURE in _exit_codes(pod) for pod in pods):
+            return Standing(state="failed", detail=f"an exception of the job's own code: {_words(failed)}")
         saved = failed.get("reason") in _TIME_IS_OVER and last in ("stopped", "")
         return Standing(state="stopped" if saved else "failed", detail=_words(failed))
     again = _again(job)
@@ -79,6 +82,12 @@ def _why_waiting(pod: Mapping[str, Any]) -> str:
         if one.get("type") == "PodScheduled" and one.get("status") == "False":
             return _words(one)
     return "" if status.get("phase") == "Running" else status.get("phase", "Pending")
+
+
+def _exit_codes(pod: Mapping[str, Any]) -> list[int]:
+    """Of those of its containers that have ended."""
+    states = [one.get("state", {}) for one in pod.get("status", {}).get("containerStatuses", [])]
+    return [one["terminated"]["exitCode"] for one in states if one.get("terminated")]
 
 
 def _is_suspended(job: Mapping[str, Any]) -> dict[str, str] | None:
