@@ -100,6 +100,7 @@ def dataset_of(data: Any, batch: int, class_weight: Mapping[int, float] | None =
         return BatchedStream(data)
     if hasattr(data, "__getitem__") and any(one.__name__ == "PyDataset" for one in kind.__mro__):
         _no_class_weight(class_weight, "a PyDataset")
+        _no_own_epochs(kind)
         return IndexedBatches(data, batch)
     given = f"a {kind.__name__}"
     allowed = "(x, y) or (x, y, sample_weight) of arrays, a keras.utils.PyDataset, or a tf.data.Dataset"
@@ -210,6 +211,14 @@ def _class_weights(found: Mapping[str, torch.Tensor], weights: Mapping[int, floa
     for name, weight in weights.items():
         made[y.round().long() == int(name)] = float(weight)
     return made
+
+
+def _no_own_epochs(kind: type) -> None:
+    for name in ("on_epoch_begin", "on_epoch_end"):
+        if not getattr(kind, name).__module__.startswith("keras."):
+            given = f"{kind.__name__}.{name}: processes read ahead, each its own samples, and call it for no epoch"
+            allowed = "a PyDataset that is the same in every epoch, whose batches the job shuffles"
+            raise SpecError.of("data", given, allowed, f"a {kind.__name__} without {name}, and shuffle=True")
 
 
 def _no_class_weight(given: Any, what: str) -> None:

@@ -50,7 +50,8 @@ class KerasModule(nn.Module):
         self.__dict__["keras_model"] = model
         as_modules(model, self)
         layers = model._flatten_layers()
-        self.penalises = any(vars(layer).get("_regularised") for layer in layers)
+        self._penalised = [layer for layer in layers if vars(layer).get("_regularised")]
+        self.penalises = bool(self._penalised)
         self.masks = any(_masks(layer) for layer in layers)
         # Of Keras' own layers those that add losses are refused when the job is made.
         self._may_add = [layer for layer in layers if not type(layer).call.__module__.startswith("keras.")]
@@ -59,7 +60,7 @@ class KerasModule(nn.Module):
         """What the model gives for ``x``.
 
         Raises:
-            RefusedError: a layer has added a loss of its own.
+            RefusedError: a layer has added a loss of its own, or one with regularisers was not called.
         """
         model = self.__dict__["keras_model"]
         training = {"training": self.training} if model._call_has_training_arg else {}
@@ -69,6 +70,8 @@ class KerasModule(nn.Module):
             with on_device_of(x):
                 output = model(x, **training)
             terms = PENALTIES.terms
+            if terms is not None and (left := [one for one in self._penalised if id(one) not in PENALTIES.layers]):
+                _refuse_uncalled(left[0])
         finally:
             PENALTIES.terms = before
         if any(layer._losses for layer in self._may_add):
@@ -174,6 +177,15 @@ def _on_default_device() -> Iterator[None]:
 def _masks(layer: Any) -> bool:
     own = not type(layer).compute_mask.__module__.startswith("keras.")
     return own or isinstance(layer, keras.layers.Masking) or bool(getattr(layer, "mask_zero", False))
+
+
+def _refuse_uncalled(layer: Any) -> None:
+    raise RefusedError.of(
+        "job.model",
+        f"regularisers of {layer.name!r} ({type(layer).__name__}), which Keras counts, and the model does not call",
+        "regularisers of layers that are called: there a plan has their weights at hand",
+        "kernel_regularizer=None for that layer",
+    )
 
 
 def _refuse_added(layers: list[Any]) -> None:

@@ -30,7 +30,18 @@ from keras.src.backend.common.masking import get_keras_mask, set_keras_mask
 from keras.src.backend.common.variables import AutocastScope, get_autocast_scope
 from keras.src.backend.torch.core import Variable
 from keras.src.backend.torch.layer import TorchLayer
-from keras.src.layers import BatchNormalization, Dense, Dropout, EinsumDense, Embedding, InputLayer, Layer
+from keras.src.layers import (
+    GRU,
+    LSTM,
+    BatchNormalization,
+    Dense,
+    Dropout,
+    EinsumDense,
+    Embedding,
+    InputLayer,
+    Layer,
+    TimeDistributed,
+)
 from keras.src.layers.layer import CallContext
 from keras.src.layers.regularization.spatial_dropout import BaseSpatialDropout
 from keras.src.models.functional import Functional
@@ -201,6 +212,8 @@ def as_modules(model: Any, top: nn.Module) -> None:
     for layer in layers:
         _place_variables(layer, top if layer is model else layer, homes)
     for layer in layers:
+        _penalise_within(layer)
+    for layer in layers:
         _become(layer, layers)
 
 
@@ -288,7 +301,17 @@ def _place_variables(layer: Any, home: nn.Module, homes: dict[int, tuple[Any, nn
             home._parameters[key] = value.requires_grad_(bool(variable.trainable))
         else:
             home._buffers[key] = value.detach() if isinstance(value, nn.Parameter) else value
-    layer.__dict__["_regularised"] = [one for one, learns in own if learns and one.regularizer is not None]
+    layer.__dict__["_regularised"] = [
+        one for one, _ in own if one.trainable and one.regularizer is not None and homes[id(one)][0] is layer
+    ]  # once where several layers have it, and not where it does not learn, as Keras counts them
+
+
+def _penalise_within(layer: Any) -> None:
+    """Have ``layer`` count the regularisers of the layer whose weights, or whose ``call``, it takes by itself."""
+    within = layer.cell if isinstance(layer, LSTM | GRU) else getattr(layer, "layer", None)
+    if isinstance(layer, LSTM | GRU | TimeDistributed):
+        layer.__dict__["_regularised"] += within.__dict__["_regularised"]
+        within.__dict__["_regularised"] = []
 
 
 def _draws(layer: Any) -> bool:
