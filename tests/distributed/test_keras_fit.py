@@ -151,11 +151,11 @@ class Stream:
         return ((self.x[at : at + BATCH], self.y[at : at + BATCH]) for at in range(0, len(self.x), BATCH))
 
 
-@pytest.mark.parametrize("plan", ["dp=2", *longer("")])
-def test_a_stream_of_batches_is_read_in_its_order(plan: str) -> None:
-    x, y = data("mlp")
-    expected, _ = fitted(made("mlp"), x, y)
-    run = px.fit(job_of(made("mlp"), lambda: Stream(x, y), shuffle=None), plan)
+@pytest.mark.parametrize(("model", "plan"), [("mlp", "dp=2"), ("gpt", "dp=2"), *longer(("mlp", ""))])
+def test_a_stream_of_batches_is_read_in_its_order(model: str, plan: str) -> None:
+    x, y = data(model)
+    expected, _ = fitted(made(model), x, y)
+    run = px.fit(job_of(made(model), lambda: Stream(x, y), shuffle=None), plan)
     assert apart(run.losses, expected) < 2e-5
 
 

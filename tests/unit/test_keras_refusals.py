@@ -14,6 +14,7 @@ import torch
 import phalanx as px
 from phalanx.errors import SpecError
 from phalanx.parallel import notes
+from phalanx.train.keras.keras_data import dataset_of
 
 os.environ.setdefault("KERAS_BACKEND", "torch")
 keras = pytest.importorskip("keras", reason="Keras is not installed: pip install 'phalanx[keras]'")
@@ -68,6 +69,22 @@ class Epochs(keras.utils.PyDataset):
 
     def on_epoch_end(self) -> None:
         """What fit calls after each epoch."""
+
+
+class _ShuffleDataset:
+    """What a ``tf.data.Dataset`` that was shuffled says of itself."""
+
+    def __init__(self, seeds: tuple[int, int], again: bool) -> None:
+        (self._seed, self._seed2), self._reshuffle_each_iteration = seeds, again
+
+
+class Batched:
+    """A ``tf.data.Dataset`` that batches another."""
+
+    element_spec = unbatch = None
+
+    def __init__(self, within: Any) -> None:
+        self._inputs = lambda: [within]
 
 
 class OwnOptimizer(optimizers.SGD):
@@ -135,6 +152,15 @@ def test_what_the_optimizer_says_the_job_does_not_say_again(optimizer: Any, how:
     with pytest.raises(SpecError, match="beside the optimizer's own"):
         job(model(optimizer=optimizer), **how)
     assert job(model(), **how).batch == 4
+
+
+@pytest.mark.parametrize(("seeds", "again"), [((0, 0), False), ((0, 0), True), ((87654321, 3), True)])
+def test_a_shuffle_that_each_process_has_by_itself_is_refused(seeds: tuple[int, int], again: bool) -> None:
+    for data in (Batched(_ShuffleDataset(seeds, again)), Batched(Batched(_ShuffleDataset(seeds, again)))):
+        with pytest.raises(SpecError, match="another order in each pass") as caught:
+            dataset_of(data, 4)
+        assert "seed=1, reshuffle_each_iteration=False" in str(caught.value)
+    assert dataset_of(Batched(_ShuffleDataset((87654321, 3), False)), 4)
 
 
 def test_an_optimizer_that_has_taken_steps_is_refused() -> None:

@@ -79,7 +79,7 @@ class KerasData:
     def example(self) -> Any:
         """The model's input of the first sample."""
         dataset = self()
-        sample = dataset[0] if hasattr(dataset, "__getitem__") else next(iter(dataset))
+        sample = next(iter(dataset)) if isinstance(dataset, IterableDataset) else dataset[0]
         return tree_map(lambda one: one[None], rows_of(sample, "x"))
 
 
@@ -97,6 +97,7 @@ def dataset_of(data: Any, batch: int, class_weight: Mapping[int, float] | None =
         return Table(**found)
     if hasattr(data, "element_spec") and hasattr(data, "unbatch"):
         _no_class_weight(class_weight, "a tf.data.Dataset")
+        _need_one_order(data)
         return BatchedStream(data)
     if hasattr(data, "__getitem__") and any(one.__name__ == "PyDataset" for one in kind.__mro__):
         _no_class_weight(class_weight, "a PyDataset")
@@ -211,6 +212,18 @@ def _class_weights(found: Mapping[str, torch.Tensor], weights: Mapping[int, floa
     for name, weight in weights.items():
         made[y.round().long() == int(name)] = float(weight)
     return made
+
+
+def _need_one_order(data: Any) -> None:
+    """Refuse a shuffle of ``tf.data`` of which each process, or a run that goes on, would have an order of its own."""
+    if type(data).__name__ == "_ShuffleDataset":
+        seeded = any(int(seed) for seed in (data._seed, data._seed2))
+        if not seeded or data._reshuffle_each_iteration:
+            given = f"shuffle with{'' if seeded else 'out a seed, and with'} another order in each pass"
+            allowed = "the same order in every process, and in a run that goes on"
+            raise SpecError.of("data", given, allowed, "shuffle(1000, seed=1, reshuffle_each_iteration=False)")
+    for one in getattr(data, "_inputs", list)():
+        _need_one_order(one)
 
 
 def _no_own_epochs(kind: type) -> None:
