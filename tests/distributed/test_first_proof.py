@@ -199,9 +199,11 @@ def test_the_command_line(loses: str) -> None:
 
 
 def test_prove_stores_what_it_finds_equal(asked: list[str]) -> None:
-    px.prove(small.job(), "dp=2 device=standin", steps=2)
+    assert px.prove(small.job(), "dp=2 device=standin", steps=2).equal  # which is too few
+    assert not Path("proofs").exists()
+    px.prove(small.job(), "dp=2 device=standin", steps=3)
     fit("dp=2 device=standin", "run")
-    assert asked == ["dp=2 device=standin"]  # that of ``px.prove``
+    assert asked == ["dp=2 device=standin"] * 2  # those of ``px.prove``
 
 
 def test_prove_stores_nothing_of_what_ships_proven() -> None:

@@ -274,6 +274,28 @@ def test_dropout_is_on_in_training_and_off_in_evaluation(plan: str) -> None:
     assert apart(run.losses, again.losses) < 1e-6
 
 
+class Dropping(layers.Layer):
+    """A block that drops half, and noise."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.drop, self.noise = layers.Dense(9), layers.Dropout(0.5), layers.GaussianNoise(0.1)
+
+    def call(self, x: Any, training: bool | None = None) -> Any:
+        return x + self.noise(self.drop(self.inner(x), training=training), training=training)
+
+
+def test_what_is_computed_again_drops_the_same() -> None:
+    def make() -> Any:
+        keras.utils.set_random_seed(1)
+        found = keras.Sequential([keras.Input((9,)), Dropping(), Dropping(), layers.Dense(CLASSES)])
+        found.compile(optimizer=optimizers.SGD(0.05), loss=losses.SparseCategoricalCrossentropy(from_logits=True))
+        return found
+
+    once, again = (px.fit(job_of(make, data("mlp")), plan).losses for plan in ("", "recompute=full"))
+    assert apart(once, again) == 0.0
+
+
 def adding() -> Any:
     class Adding(layers.Layer):
         def call(self, x: Any, training: bool | None = None) -> Any:
