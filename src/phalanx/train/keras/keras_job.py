@@ -127,10 +127,27 @@ def _compiling(make: Callable[[], Any], given: Mapping[str, Any]) -> Callable[[]
             name = next(iter(given))
             allowed = "compile() in the function, or its arguments here"
             raise SpecError.of(name, "beside a model that is compiled already", allowed, f"model.compile({name}=...)")
-        model.compile(**given)
+        model.compile(**{name: _anew(value) for name, value in given.items()})
         return model
 
     return compiled
+
+
+def _anew(given: Any) -> Any:
+    """Another optimizer that is set as ``given``, which is of one model alone; anything else is given back."""
+    import keras
+
+    if not isinstance(given, keras.optimizers.Optimizer) or not type(given).__module__.startswith("keras."):
+        return given
+    config: dict[str, Any] = given.get_config()
+    if not isinstance(given._learning_rate, keras.Variable):
+        config["learning_rate"] = given._learning_rate  # a schedule, of a class that Keras need not know by name
+    made: Any = type(given).from_config(config)
+    made.iterations.assign(given.iterations)
+    for name in ("_exclude_from_weight_decay", "_exclude_from_weight_decay_pattern"):
+        if hasattr(given, name):
+            setattr(made, name, getattr(given, name))
+    return made
 
 
 def _need_keras() -> None:
