@@ -29,7 +29,10 @@ def regularised() -> Any:
     return found
 
 
-@pytest.mark.parametrize("plan", ["dp=2 micro=2", "fsdp=2 recompute=full", *longer("", "fsdp=2")])
+@pytest.mark.parametrize(
+    "plan",
+    ["dp=2 micro=2", "fsdp=2 recompute=full", *longer("", "fsdp=2", "fsdp=2 zero=1", "fsdp=2 zero=2", "threads=2")],
+)
 def test_regularisers_count_once_a_step(plan: str) -> None:
     expected, trained = fitted(regularised, *data("mlp"))
     run = px.fit(job_of(regularised, data("mlp")), plan)
@@ -166,7 +169,9 @@ def masked() -> Any:
     return found
 
 
-@pytest.mark.parametrize("plan", ["dp=2 micro=2", "fsdp=2", *longer("", "fsdp=2 recompute=full")])
+@pytest.mark.parametrize(
+    "plan", ["dp=2 micro=2", "fsdp=2", *longer("", "fsdp=2 recompute=full", "fsdp=2 zero=1", "fsdp=2 zero=2")]
+)
 def test_masks_are_counted_over_the_global_batch(plan: str) -> None:
     expected, trained = fitted(masked, *data("gpt"))
     run = px.fit(job_of(masked, data("gpt")), plan)

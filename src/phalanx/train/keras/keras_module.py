@@ -19,7 +19,8 @@ from torch import Tensor, nn
 
 from phalanx.config import Plan
 from phalanx.errors import Problem, RefusedError, SpecError
-from phalanx.train.keras.layer_modules import PENALTIES, as_modules, masks_of, on_device_of
+from phalanx.train.keras.keras_penalties import PENALTIES
+from phalanx.train.keras.layer_modules import as_modules, masks_of, on_device_of
 from phalanx.units import show_names
 
 _NAMES, _DEVICE = "object_name_uids", "torch_device"

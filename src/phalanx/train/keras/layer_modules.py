@@ -17,31 +17,18 @@ What is relied upon here Keras does not promise; the next version is looked at i
 from __future__ import annotations
 
 import copy
-import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial, partialmethod
 from types import MethodType
 from typing import Any
 
-import torch
 from keras.src.backend.common import global_state
 from keras.src.backend.common.masking import get_keras_mask, set_keras_mask
 from keras.src.backend.common.variables import AutocastScope, get_autocast_scope
 from keras.src.backend.torch.core import Variable
 from keras.src.backend.torch.layer import TorchLayer
-from keras.src.layers import (
-    GRU,
-    LSTM,
-    BatchNormalization,
-    Dense,
-    Dropout,
-    EinsumDense,
-    Embedding,
-    InputLayer,
-    Layer,
-    TimeDistributed,
-)
+from keras.src.layers import BatchNormalization, Dense, Dropout, EinsumDense, Embedding, InputLayer, Layer
 from keras.src.layers.layer import CallContext
 from keras.src.layers.regularization.spatial_dropout import BaseSpatialDropout
 from keras.src.models.functional import Functional
@@ -50,6 +37,7 @@ from torch.utils._pytree import tree_leaves
 
 from phalanx.errors import RefusedError
 from phalanx.parallel.global_batch_norm import joined_moments
+from phalanx.train.keras.keras_penalties import PENALTIES, penalise_within
 from phalanx.train.keras.keras_streams import DEVICE, drawn_by_torch, keep_streams, masked
 
 _CALL = "current_call_ctx"
@@ -77,30 +65,6 @@ class ModuleVariable(Variable):
         super()._direct_assign(value)
 
 
-class Penalties(threading.local):
-    """What regularisers of the layers that run in this thread have come to, of each layer once a call of the model."""
-
-    terms: list[Tensor] | None = None
-    layers: set[int]
-
-    def counted(self) -> frozenset[int] | None:
-        """The layers whose penalty this call of the model has by now; ``None`` where it collects none."""
-        return None if self.terms is None else frozenset(self.layers)
-
-    @contextmanager
-    def again(self, counted: frozenset[int] | None) -> Iterator[None]:
-        """Have layers that backward calls again do what they did when ``counted`` was so; it was collected then."""
-        if counted is None or self.terms is not None or torch._C._current_graph_task_id() < 0:
-            yield
-            return
-        self.terms, self.layers = [], set(counted)
-        try:
-            yield
-        finally:
-            self.terms = None
-
-
-PENALTIES = Penalties()
 _ALONE = (None, None, False, None, None)  # what is around a layer that is called by itself
 
 
@@ -212,7 +176,7 @@ def as_modules(model: Any, top: nn.Module) -> None:
     for layer in layers:
         _place_variables(layer, top if layer is model else layer, homes)
     for layer in layers:
-        _penalise_within(layer)
+        penalise_within(layer)
     for layer in layers:
         _become(layer, layers)
 
@@ -304,14 +268,6 @@ def _place_variables(layer: Any, home: nn.Module, homes: dict[int, tuple[Any, nn
     layer.__dict__["_regularised"] = [
         one for one, _ in own if one.trainable and one.regularizer is not None and homes[id(one)][0] is layer
     ]  # once where several layers have it, and not where it does not learn, as Keras counts them
-
-
-def _penalise_within(layer: Any) -> None:
-    """Have ``layer`` count the regularisers of the layer whose weights, or whose ``call``, it takes by itself."""
-    within = layer.cell if isinstance(layer, LSTM | GRU) else getattr(layer, "layer", None)
-    if isinstance(layer, LSTM | GRU | TimeDistributed):
-        layer.__dict__["_regularised"] += within.__dict__["_regularised"]
-        within.__dict__["_regularised"] = []
 
 
 def _draws(layer: Any) -> bool:
