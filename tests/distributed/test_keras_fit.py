@@ -139,6 +139,22 @@ def test_a_dataset_that_gives_batches_by_number(plan: str) -> None:
     assert apart(run.losses, expected) < 2e-5
 
 
+class Noisy(Batches):
+    """Adds noise to each batch, as a dataset that augments does."""
+
+    def __getitem__(self, at: int) -> Any:
+        x, y = super().__getitem__(at)
+        return x + np.random.normal(size=x.shape), y
+
+
+@pytest.mark.parametrize("plan", ["dp=2 micro=2", *longer("dp=2", "pp=2")])
+def test_what_a_batch_draws_is_the_same_under_every_plan(plan: str) -> None:
+    expected, run = (px.fit(job_of(made("mlp"), Noisy(*data("mlp", 37)), epochs=2), one) for one in ("", plan))
+    assert apart(run.losses, expected.losses) < 2e-5
+    without = px.fit(job_of(made("mlp"), Batches(*data("mlp", 37)), epochs=2))
+    assert apart(without.losses, expected.losses) > 1e-2
+
+
 class Stream:
     """What is asked of a ``tf.data.Dataset``: batches of arrays, in order."""
 

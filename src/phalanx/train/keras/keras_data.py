@@ -16,6 +16,7 @@ from torch.utils.data import IterableDataset
 
 from phalanx.data import Table
 from phalanx.data.dataset_facts import MapStyle
+from phalanx.data.sampler import EpochSeeds
 from phalanx.errors import SpecError
 
 _EXAMPLE = "data=(x, y)"
@@ -117,6 +118,7 @@ class IndexedBatches(MapStyle):
 
     def __init__(self, data: Any, batch: int) -> None:
         self._data, self._batch = data, batch
+        self._seeds: EpochSeeds | None = None
         sizes = [len(_first(self._read(at))) for at in dict.fromkeys((0, len(data) - 1))]
         if (len(data) > 1 and sizes[0] != batch) or sizes[-1] > batch:
             given = f"a PyDataset whose batches have {sizes[0]} samples, with batch={batch}"
@@ -131,13 +133,19 @@ class IndexedBatches(MapStyle):
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         return {name: column[0] for name, column in self.__getitems__([index]).items()}
 
+    def seeded(self, seeds: EpochSeeds) -> None:
+        self._seeds = seeds
+
     def __getitems__(self, ids: Sequence[int]) -> dict[str, torch.Tensor]:
         """The batch of these rows: name → tensor."""
         index = np.asarray(ids)
         found: list[dict[str, torch.Tensor]] = []
         cuts = np.flatnonzero(np.diff(index // self._batch)) + 1
         for part in np.split(index, cuts):
-            read = self._read(int(part[0]) // self._batch)
+            number = int(part[0]) // self._batch
+            if self._seeds is not None:  # what a batch draws is the same, whoever takes which of its samples
+                self._seeds.plant(number * self._batch)
+            read = self._read(number)
             rows = torch.from_numpy(part % self._batch)
             found.append({name: column.index_select(0, rows) for name, column in read.items()})
         return found[0] if len(found) == 1 else {name: torch.cat([one[name] for one in found]) for name in found[0]}
