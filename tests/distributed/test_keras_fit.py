@@ -153,6 +153,13 @@ def test_what_a_batch_draws_is_the_same_under_every_plan(plan: str) -> None:
     assert apart(run.losses, expected.losses) < 2e-5
     without = px.fit(job_of(made("mlp"), Batches(*data("mlp", 37)), epochs=2))
     assert apart(without.losses, expected.losses) > 1e-2
+    assert not any("random" in note for start in run.events("start") for note in start["notes"])
+
+
+def test_a_proof_draws_what_a_batch_draws() -> None:
+    noisy = lambda: Noisy(*data("mlp", 37))  # noqa: E731 - whose samples are shuffled each by itself
+    proof = px.prove(job_of(made("mlp"), noisy, epochs=2, shuffle=True), "dp=2", steps=7)
+    assert proof.equal, f"{proof.first}\n{proof.cause}"
 
 
 class Stream:
