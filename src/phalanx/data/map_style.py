@@ -109,8 +109,9 @@ class Fetcher:
         wanted: list[int] = ids.tolist()
         if self._own_collate or (self._at_once and self._draws):
             self._seeds.plant(wanted[0])
-            if isinstance(self._dataset, MapStyle):
-                self._dataset.seeded(self._seeds)
+            dataset = self._dataset
+            if isinstance(dataset, MapStyle):
+                dataset.seeded(self._seeds)
         if self._at_once:
             got = self._dataset.__getitems__(wanted)
             if isinstance(got, list):

@@ -112,7 +112,7 @@ class Seeded(Dataset[Any]):
         """The samples of a batch; those of data that read many at once as one thing that is a batch already."""
         if self._own_collate or (self._at_once and self._draws):
             self.plant(samples[0])
-        if hasattr(self._data, "seeded"):  # it draws for more than a sample at a time
+        if _kind(self._data)[0] == "phalanx" and hasattr(self._data, "seeded"):  # it draws for several at a time
             self._data.seeded(self)
         if self._at_once and self._draws:
             found = self._data.__getitems__(samples)
