@@ -199,9 +199,11 @@ def test_the_command_line(loses: str) -> None:
 
 
 def test_prove_stores_what_it_finds_equal(asked: list[str]) -> None:
-    px.prove(small.job(), "dp=2 device=standin", steps=2)
+    assert px.prove(small.job(), "dp=2 device=standin", steps=2).equal  # which is too few
+    assert not Path("proofs").exists()
+    px.prove(small.job(), "dp=2 device=standin", steps=3)
     fit("dp=2 device=standin", "run")
-    assert asked == ["dp=2 device=standin"]  # that of ``px.prove``
+    assert asked == ["dp=2 device=standin"] * 2  # those of ``px.prove``
 
 
 def test_prove_stores_nothing_of_what_ships_proven() -> None:
@@ -324,3 +326,17 @@ def test_rank_0_of_torchruns_workers_proves_for_all(tmp_path: Path) -> None:
     assert first["asked"] == ["dp=2 device=faulty", "dp=2 device=standin"]  # and not for the second run of it
     assert second["asked"] == []
     assert first["losses"] == second["losses"] == [pytest.approx(plain(2), rel=1e-5)] * 2
+
+
+def test_a_run_that_may_lose_devices_proves_the_plans_on_fewer(asked: list[str]) -> None:
+    fit("dp=2 device=standin", "first", devices="1:2")
+    assert asked == ["dp=2 device=standin", "micro=16 device=standin"]  # one device takes the batch in two
+    fit("dp=2 device=standin", "second", devices="1:2")
+    assert len(asked) == 2
+
+
+def test_a_run_is_told_of_fewer_devices_that_are_not_proven() -> None:
+    px.prove(given(), "dp=2 device=standin", steps=3)
+    run = fit("dp=2 device=standin", "run", devices="1:2", unproven=True)
+    (told,) = run.events("warning")
+    assert told["message"].startswith("not proven: micro on standin")

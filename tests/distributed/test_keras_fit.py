@@ -38,6 +38,8 @@ ONE_HOT = np.eye(CLASSES, dtype="float32")
         (lambda: losses.SparseCategoricalCrossentropy(from_logits=True), None, WEIGHTS),
         (lambda: losses.SparseCategoricalCrossentropy(True, reduction="mean_with_sample_weight"), None, WEIGHTS),
         (lambda: losses.SparseCategoricalCrossentropy(True, reduction="sum"), None, None),
+        (lambda: losses.SparseCategoricalCrossentropy(True, ignore_class=2), None, None),
+        (lambda: losses.SparseCategoricalCrossentropy(True, ignore_class=2), None, WEIGHTS),
         (lambda: losses.CategoricalCrossentropy(from_logits=True, label_smoothing=0.1), ONE_HOT, None),
         (lambda: "mse", ONE_HOT, WEIGHTS),
         (lambda: losses.Huber(0.5), ONE_HOT, None),
@@ -104,6 +106,7 @@ def test_metrics_are_those_of_evaluate(plan: str) -> None:
             [keras.Input((9,)), layers.Dense(8, activation="relu"), layers.Dense(1, activation="sigmoid")]
         )
         metrics = ["accuracy", keras.metrics.AUC(name="auc"), keras.metrics.Precision(name="precision")]
+        metrics.append(keras.metrics.RootMeanSquaredError(name="root"))  # no mean, though Keras has it as one
         found.compile(optimizer=optimizers.SGD(0.05), loss="binary_crossentropy", metrics=metrics)
         return found
 
@@ -136,6 +139,29 @@ def test_a_dataset_that_gives_batches_by_number(plan: str) -> None:
     assert apart(run.losses, expected) < 2e-5
 
 
+class Noisy(Batches):
+    """Adds noise to each batch, as a dataset that augments does."""
+
+    def __getitem__(self, at: int) -> Any:
+        x, y = super().__getitem__(at)
+        return x + np.random.normal(size=x.shape), y
+
+
+@pytest.mark.parametrize("plan", ["dp=2 micro=2", *longer("dp=2", "pp=2")])
+def test_what_a_batch_draws_is_the_same_under_every_plan(plan: str) -> None:
+    expected, run = (px.fit(job_of(made("mlp"), Noisy(*data("mlp", 37)), epochs=2), one) for one in ("", plan))
+    assert apart(run.losses, expected.losses) < 2e-5
+    without = px.fit(job_of(made("mlp"), Batches(*data("mlp", 37)), epochs=2))
+    assert apart(without.losses, expected.losses) > 1e-2
+    assert not any("random" in note for start in run.events("start") for note in start["notes"])
+
+
+def test_a_proof_draws_what_a_batch_draws() -> None:
+    noisy = lambda: Noisy(*data("mlp", 37))  # noqa: E731 - whose samples are shuffled each by itself
+    proof = px.prove(job_of(made("mlp"), noisy, epochs=2, shuffle=True), "dp=2", steps=7)
+    assert proof.equal, f"{proof.first}\n{proof.cause}"
+
+
 class Stream:
     """What is asked of a ``tf.data.Dataset``: batches of arrays, in order."""
 
@@ -148,11 +174,11 @@ class Stream:
         return ((self.x[at : at + BATCH], self.y[at : at + BATCH]) for at in range(0, len(self.x), BATCH))
 
 
-@pytest.mark.parametrize("plan", ["dp=2", *longer("")])
-def test_a_stream_of_batches_is_read_in_its_order(plan: str) -> None:
-    x, y = data("mlp")
-    expected, _ = fitted(made("mlp"), x, y)
-    run = px.fit(job_of(made("mlp"), lambda: Stream(x, y), shuffle=None), plan)
+@pytest.mark.parametrize(("model", "plan"), [("mlp", "dp=2"), ("gpt", "dp=2"), *longer(("mlp", ""))])
+def test_a_stream_of_batches_is_read_in_its_order(model: str, plan: str) -> None:
+    x, y = data(model)
+    expected, _ = fitted(made(model), x, y)
+    run = px.fit(job_of(made(model), lambda: Stream(x, y), shuffle=None), plan)
     assert apart(run.losses, expected) < 2e-5
 
 
@@ -171,6 +197,29 @@ def test_a_model_goes_to_a_file_and_back(tmp_path: Path) -> None:
     assert furthest(values, again) == 0.0
     x, _ = data("residual")
     assert np.array_equal(values.predict(x, verbose=0), again.predict(x, verbose=0))
+
+
+@pytest.mark.parametrize("plan", ["dp=2 micro=2", *longer("")])
+def test_a_loss_that_compares_samples_is_of_the_global_batch(plan: str) -> None:
+    def make() -> Any:
+        keras.utils.set_random_seed(1)
+        found = keras.Sequential([keras.Input((9,)), layers.Dense(CLASSES), layers.UnitNormalization()])
+        found.compile(optimizer=optimizers.SGD(0.05), loss=losses.Circle(gamma=4.0))
+        return found
+
+    x, _ = data("mlp")
+    y = np.arange(len(x)) % 4
+    expected, trained = fitted(make, x, y)
+    run = px.fit(job_of(make, (x, y), loss_over="batch"), plan)
+    assert apart(run.losses, expected) < 2e-5
+    assert furthest(px.to_keras(run), trained) < 2e-5
+
+
+def test_a_metric_of_a_batch_is_refused() -> None:
+    x, y = data("mlp")
+    make = made("mlp", loss="mse", metrics=[lambda y, p: keras.ops.sqrt(keras.ops.mean((y - p) ** 2))])
+    with pytest.raises(PhalanxError, match="one number for a batch"):
+        px.fit(job_of(make, (x, ONE_HOT[y]), evaluate=(x, ONE_HOT[y])))
 
 
 def test_a_loss_of_a_batch_is_refused() -> None:

@@ -29,12 +29,93 @@ def regularised() -> Any:
     return found
 
 
-@pytest.mark.parametrize("plan", ["dp=2 micro=2", "fsdp=2 recompute=full", *longer("", "fsdp=2")])
+@pytest.mark.parametrize(
+    "plan",
+    ["dp=2 micro=2", "fsdp=2 recompute=full", *longer("", "fsdp=2", "fsdp=2 zero=1", "fsdp=2 zero=2", "threads=2")],
+)
 def test_regularisers_count_once_a_step(plan: str) -> None:
     expected, trained = fitted(regularised, *data("mlp"))
     run = px.fit(job_of(regularised, data("mlp")), plan)
     assert apart(run.losses, expected) < 2e-5
     assert furthest(px.to_keras(run), trained) < 2e-5
+
+
+class Tied(layers.Layer):
+    """Takes the kernel of another layer, and its regulariser with it."""
+
+    def __init__(self, other: Any) -> None:
+        super().__init__()
+        self.other = other
+
+    def build(self, shape: Any) -> None:
+        self.kernel = self.other.kernel
+
+    def call(self, x: Any) -> Any:
+        return keras.ops.matmul(x, keras.ops.transpose(self.kernel))
+
+
+def in_part() -> list[Any]:
+    """A layer that does not learn, whose regulariser Keras leaves out, and a kernel that two layers have."""
+    first = layers.Dense(16, kernel_regularizer="l2", use_bias=False)
+    return [layers.Dense(9, kernel_regularizer="l1", trainable=False), first, Tied(first)]
+
+
+def by_others() -> list[Any]:
+    """Layers whose weights, or whose ``call``, the layer around them takes by itself."""
+    return [
+        layers.Reshape((3, 3)),
+        layers.TimeDistributed(layers.Dense(4, kernel_regularizer="l1")),
+        layers.Bidirectional(layers.GRU(3, kernel_regularizer="l2", return_sequences=True)),
+        layers.LSTM(4, recurrent_regularizer="l2", bias_regularizer="l1"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("inner", "plan"),
+    [
+        (in_part, "dp=2"),
+        (by_others, "fsdp=2"),
+        *longer(
+            *((inner, plan) for inner in (in_part, by_others) for plan in ("", "micro=2", "fsdp=2 recompute=full"))
+        ),
+        *longer((in_part, "fsdp=2"), (by_others, "dp=2 server=1")),
+    ],
+)
+def test_regularisers_count_where_keras_counts_them(inner: Callable[[], list[Any]], plan: str) -> None:
+    def make() -> Any:
+        keras.utils.set_random_seed(1)
+        found = keras.Sequential([keras.Input((9,)), *inner(), layers.Dense(CLASSES)])
+        found.compile(optimizer=optimizers.SGD(0.05), loss=losses.SparseCategoricalCrossentropy(from_logits=True))
+        return found
+
+    expected, trained = fitted(make, *data("mlp"))
+    run = px.fit(job_of(make, data("mlp")), plan)
+    assert apart(run.losses, expected) < 2e-5
+    assert furthest(px.to_keras(run), trained) < 2e-5
+
+
+class Reading(layers.Layer):
+    """Reads the kernel of a layer that nobody calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = layers.Dense(9, kernel_regularizer="l2", use_bias=False)
+
+    def build(self, shape: Any) -> None:
+        self.inner.build(shape)
+
+    def call(self, x: Any) -> Any:
+        return x @ self.inner.kernel
+
+
+def test_a_regulariser_of_a_layer_that_is_not_called_is_refused() -> None:
+    def make() -> Any:
+        found = keras.Sequential([keras.Input((9,)), Reading(), layers.Dense(CLASSES)])
+        found.compile(optimizer="sgd", loss=losses.SparseCategoricalCrossentropy(from_logits=True))
+        return found
+
+    with pytest.raises(RefusedError, match="which Keras counts, and the model does not call"):
+        px.fit(job_of(make, data("mlp")))
 
 
 def test_regularisers_are_refused_where_no_rank_has_all_weights() -> None:
@@ -88,7 +169,9 @@ def masked() -> Any:
     return found
 
 
-@pytest.mark.parametrize("plan", ["dp=2 micro=2", "fsdp=2", *longer("", "fsdp=2 recompute=full")])
+@pytest.mark.parametrize(
+    "plan", ["dp=2 micro=2", "fsdp=2", *longer("", "fsdp=2 recompute=full", "fsdp=2 zero=1", "fsdp=2 zero=2")]
+)
 def test_masks_are_counted_over_the_global_batch(plan: str) -> None:
     expected, trained = fitted(masked, *data("gpt"))
     run = px.fit(job_of(masked, data("gpt")), plan)
@@ -194,6 +277,28 @@ def test_dropout_is_on_in_training_and_off_in_evaluation(plan: str) -> None:
     assert run.evaluation["loss"] == pytest.approx(found, abs=1e-5)
     again = px.fit(job_of(dropping(0.5), (x, y)), plan)
     assert apart(run.losses, again.losses) < 1e-6
+
+
+class Dropping(layers.Layer):
+    """A block that drops half, and noise."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.drop, self.noise = layers.Dense(9), layers.Dropout(0.5), layers.GaussianNoise(0.1)
+
+    def call(self, x: Any, training: bool | None = None) -> Any:
+        return x + self.noise(self.drop(self.inner(x), training=training), training=training)
+
+
+def test_what_is_computed_again_drops_the_same() -> None:
+    def make() -> Any:
+        keras.utils.set_random_seed(1)
+        found = keras.Sequential([keras.Input((9,)), Dropping(), Dropping(), layers.Dense(CLASSES)])
+        found.compile(optimizer=optimizers.SGD(0.05), loss=losses.SparseCategoricalCrossentropy(from_logits=True))
+        return found
+
+    once, again = (px.fit(job_of(make, data("mlp")), plan).losses for plan in ("", "recompute=full"))
+    assert apart(once, again) == 0.0
 
 
 def adding() -> Any:

@@ -14,6 +14,7 @@ import torch
 import phalanx as px
 from phalanx.errors import SpecError
 from phalanx.parallel import notes
+from phalanx.train.keras.keras_data import dataset_of
 
 os.environ.setdefault("KERAS_BACKEND", "torch")
 keras = pytest.importorskip("keras", reason="Keras is not installed: pip install 'phalanx[keras]'")
@@ -49,6 +50,43 @@ class OwnLoss(keras.Sequential):
         return super().compute_loss(*given, **how)
 
 
+class OwnEvaluation(keras.Sequential):
+    def test_step(self, data: Any) -> Any:
+        return super().test_step(data)
+
+
+class OwnReduction(keras.losses.MeanSquaredError):
+    def __call__(self, *given: Any, **how: Any) -> Any:
+        return 2 * super().__call__(*given, **how)
+
+
+class Epochs(keras.utils.PyDataset):
+    def __len__(self) -> int:
+        return 2
+
+    def __getitem__(self, at: int) -> Any:
+        return tuple(part[4 * at : 4 * at + 4] for part in DATA)
+
+    def on_epoch_end(self) -> None:
+        """What fit calls after each epoch."""
+
+
+class _ShuffleDataset:
+    """What a ``tf.data.Dataset`` that was shuffled says of itself."""
+
+    def __init__(self, seeds: tuple[int, int], again: bool) -> None:
+        (self._seed, self._seed2), self._reshuffle_each_iteration = seeds, again
+
+
+class Batched:
+    """A ``tf.data.Dataset`` that batches another."""
+
+    element_spec = unbatch = None
+
+    def __init__(self, within: Any) -> None:
+        self._inputs = lambda: [within]
+
+
 class OwnOptimizer(optimizers.SGD):
     pass
 
@@ -58,6 +96,8 @@ class OwnOptimizer(optimizers.SGD):
     [
         (model(kind=OwnStep), ("OwnStep.train_step", "px.Job")),
         (model(kind=OwnLoss), ("OwnLoss.compute_loss", "px.Job")),
+        (model(kind=OwnEvaluation), ("OwnEvaluation.test_step", "metrics of compile")),
+        (model(loss=OwnReduction()), ("OwnReduction.__call__", "for each sample")),
         (model(optimizer="adamax"), ("Adamax", "AdamW")),
         (model(optimizer=OwnOptimizer()), ("OwnOptimizer", "no formula")),
         (model(optimizer=optimizers.SGD(0.1, clipnorm=1.0)), ("clipnorm", "global_clipnorm")),
@@ -88,6 +128,7 @@ def test_refused_by_name(make: Callable[[], Any], words: tuple[str, str]) -> Non
     [
         ({"data": iter([])}, ("data", "PyDataset")),
         ({"data": (*DATA, np.ones(8)), "class_weight": {0: 2.0}}, ("class_weight", "sample weights")),
+        ({"data": Epochs()}, ("Epochs.on_epoch_end", "shuffle=True")),
         ({"optimiser": "sgd"}, ("optimiser", "what compile takes")),
         ({"optimizer": "sgd"}, ("optimizer", "compiled already")),
         ({"batch": 3, "loss_sum": True}, ("loss_sum", "px.Job")),
@@ -97,6 +138,29 @@ def test_settings_are_refused_by_name(how: dict[str, Any], words: tuple[str, str
     with pytest.raises(SpecError) as caught:
         job(model(), **how).data()
     assert all(word in str(caught.value) for word in words), caught.value
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "how"),
+    [
+        (optimizers.SGD(optimizers.schedules.CosineDecay(0.1, 8)), {"schedule": px.Schedule(warmup_steps=2)}),
+        (optimizers.SGD(0.1, global_clipnorm=1.0), {"clip": 2.0}),
+        (optimizers.SGD(0.1, clipvalue=1.0), {"clip": 2.0}),
+    ],
+)
+def test_what_the_optimizer_says_the_job_does_not_say_again(optimizer: Any, how: dict[str, Any]) -> None:
+    with pytest.raises(SpecError, match="beside the optimizer's own"):
+        job(model(optimizer=optimizer), **how)
+    assert job(model(), **how).batch == 4
+
+
+@pytest.mark.parametrize(("seeds", "again"), [((0, 0), False), ((0, 0), True), ((87654321, 3), True)])
+def test_a_shuffle_that_each_process_has_by_itself_is_refused(seeds: tuple[int, int], again: bool) -> None:
+    for data in (Batched(_ShuffleDataset(seeds, again)), Batched(Batched(_ShuffleDataset(seeds, again)))):
+        with pytest.raises(SpecError, match="another order in each pass") as caught:
+            dataset_of(data, 4)
+        assert "seed=1, reshuffle_each_iteration=False" in str(caught.value)
+    assert dataset_of(Batched(_ShuffleDataset((87654321, 3), False)), 4)
 
 
 def test_an_optimizer_that_has_taken_steps_is_refused() -> None:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from hashlib import sha256
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch.utils.data import Dataset, Subset, TensorDataset
 
 from phalanx.config.own_sampler import Sampler
 from phalanx.errors import SpecError
+
+if TYPE_CHECKING:
+    from phalanx.data.sampler import EpochSeeds
 
 
 class MapStyle(Dataset[Any]):
@@ -30,6 +33,10 @@ class MapStyle(Dataset[Any]):
     lists: tuple[str, ...] = ()
     files_digest: str = ""
     example: ClassVar[str] = "dataset"
+
+    def seeded(self, seeds: EpochSeeds) -> None:
+        """Take the seeds of the epoch of what is read next; for data that draw for more than a sample at a time."""
+        return
 
 
 def draws(dataset: Any) -> bool:

@@ -62,9 +62,12 @@ def _why_none(plan: Plan, kind: str) -> str:
 
 
 def remember_proof(job: Job, proof: Proof) -> None:
-    """Store that ``proof``, which was made on this machine, is equal, where what ships does not say so."""
+    """Store that ``proof``, which was made on this machine, is equal, where what ships does not say so.
+
+    One of fewer steps than a first proof has stands for none: moments and counts of steps come in with the second.
+    """
     kind = device_kind(proof.plan)
-    if proof.equal and not ships_proven(kind):
+    if proof.equal and proof.steps >= STEPS and not ships_proven(kind):
         _keep(job, proof, Ground.of(proof.plan, kind))
 
 

@@ -177,7 +177,7 @@ def _kinds_of(question: LaunchQuestion) -> set[FindingKind]:
         return _HANDED_OVER | _SHARED
     if _image_of(question):
         return _HANDED_OVER
-    return _HANDED_OVER | (_SHARED if _python_here(question) else {"data"})
+    return _HANDED_OVER | (_SHARED if _python_here(question) else _SHARED - {"packages"})
 
 
 def _image_of(question: LaunchQuestion) -> str:

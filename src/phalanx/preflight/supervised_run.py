@@ -152,7 +152,8 @@ def _train(
         how.launcher.prepare(how.launch(spec, work))  # loads what workers need, while the job is looked at
         found = look.findings()
         if how.launcher.here:  # elsewhere workers ask, of the devices that they have
-            found = replace(found, unproven=first_proof(job, spec, watch))
+            proofs = [first_proof(job, one, watch) for one in _on_fewer_devices(spec, size)]
+            found = replace(found, unproven=next(filter(None, proofs), ""))
         with RunForecaster(spec, look.side, watch) as forecaster:
             begun = entered.prepare()
             with one_launch_at_a_time(folder):
@@ -161,6 +162,12 @@ def _train(
             tell_begun()
             with _recorded(folder):
                 supervise(how.launcher.start, wanted, forecaster, grace=spec.grace, restarts=restarts)
+
+
+def _on_fewer_devices(spec: RunSpec, size: ElasticSize | None) -> list[RunSpec]:
+    """``spec``, and as it goes on should devices be lost: fewer may take their samples in several micro-batches."""
+    smaller = [plan for plan in size.plans.values() if plan.devices < spec.plan.devices] if size else []
+    return [spec, *map(spec.resized_to, reversed(smaller))]
 
 
 def _start(run: RunSpec) -> RunStart:

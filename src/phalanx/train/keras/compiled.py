@@ -11,8 +11,10 @@ masked or weighted; so each loss is taken as its sum and what Keras divides it b
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import reduce
+from operator import and_
 from typing import Any
 
 import keras
@@ -20,7 +22,7 @@ import torch
 from keras import ops
 from keras.src import backend
 from keras.src.losses.loss import squeeze_or_expand_to_same_rank
-from keras.src.metrics.reduction_metrics import Mean
+from keras.src.metrics.reduction_metrics import Mean, MeanMetricWrapper
 from keras.src.trainers.compile_utils import CompileLoss, CompileMetrics
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
@@ -58,10 +60,13 @@ class _Summed:
     def _term(self, y_true: Any, y_pred: Any, weight: Any) -> _Term:
         """As ``keras.losses.Loss.__call__`` and ``reduce_weighted_values``, up to the division."""
         loss = self._loss
-        mask = backend.get_keras_mask(y_pred)
+        masks = [backend.get_keras_mask(y_pred)]
         samples = len(y_pred)
         y_pred, y_true = (ops.convert_to_tensor(one, dtype=loss.dtype) for one in (y_pred, y_true))
-        values = ops.convert_to_tensor(loss.call(y_true, y_pred), dtype=loss.dtype)
+        values = loss.call(y_true, y_pred)
+        masks.append(backend.get_keras_mask(values))  # of the loss itself, such as by ``ignore_class``
+        mask = _all_of(masks)
+        values = ops.convert_to_tensor(values, dtype=loss.dtype)
         if not values.dim():
             raise LossError(
                 f"the loss {loss.name!r} gives one number for a batch; a mean of such numbers is that of no larger "
@@ -87,6 +92,27 @@ class _Summed:
         if loss.reduction == "sum":
             count = samples / self._batch  # comes to 1 over the global batch
         return _Term(values.sum(), count, even)
+
+
+def _all_of(masks: Iterable[Any]) -> Any:
+    """What every one of ``masks`` leaves; ``None`` where there is none."""
+    given = [one for one in masks if one is not None]
+    return reduce(and_, given) if given else None
+
+
+@dataclass(frozen=True, slots=True)
+class _OfSamples:
+    """A metric's function, which is to give a number for each sample: means over batches are of no larger batch."""
+
+    function: Any
+    name: str
+
+    def __call__(self, *given: Any, **how: Any) -> Any:
+        values = ops.convert_to_tensor(self.function(*given, **how))
+        if not values.dim():
+            allowed = "functions that give a number for each sample, whose mean is the same however batches are split"
+            raise SpecError.of("metrics", f"{self.name!r}, one number for a batch", allowed, "ops.mean(..., axis=-1)")
+        return values
 
 
 class _NoMetric:
@@ -146,6 +172,9 @@ class Compiled:
         with on_device_of(output), torch.no_grad():
             made = CompileMetrics(self.metrics, self.weighted_metrics, output_names=self.output_names)
             made.build(y, output)
+            for _, metric in _named(made):
+                if isinstance(metric, MeanMetricWrapper) and not isinstance(metric._fn, _OfSamples):
+                    metric._fn = _OfSamples(metric._fn, metric.name)
             made.reset_state()
             made.update_state(y, output, sample_weight=weight)
             return {name: _additive(metric) for name, metric in _named(made)}
@@ -201,7 +230,7 @@ def _additive(metric: Any) -> Any:
         given = f"{type(metric).__name__}, whose state nobody knows to add up over parts of a batch"
         allowed = "metrics of Keras, and functions that give a number for each sample"
         raise SpecError.of("metrics", given, allowed, "px.Metric(sums={...}, compute=...) in job.metrics")
-    if isinstance(metric, Mean):
+    if isinstance(metric, Mean) and type(metric).result is Mean.result:  # RootMeanSquaredError takes a root of it
         return Loss(metric.total.value.detach().clone(), metric.count.value.detach().clone())
     names = [f"state_{at}" for at in range(len(metric.variables))]
     sums = {name: one.value.detach().clone() for name, one in zip(names, metric.variables, strict=True)}
@@ -223,12 +252,16 @@ def _instead(loss: Any) -> str:
 
 
 def check_reduction(loss: Any) -> None:
-    """Refuse losses that are not reduced to a number.
+    """Refuse losses that are not reduced to a number, or by a way of their own.
 
     Raises:
         SpecError: if there is one.
     """
     for one in tree_leaves(loss):
+        if isinstance(one, keras.losses.Loss) and type(one).__call__ is not keras.losses.Loss.__call__:
+            allowed = "losses whose call gives a number for each sample, and whose reduction is Keras' own"
+            fix = f"call(self, y_true, y_pred) in {type(one).__name__}, and no __call__"
+            raise SpecError.of("loss", f"{type(one).__name__}.__call__, a reduction of its own", allowed, fix)
         if isinstance(one, keras.losses.Loss) and one.reduction in (None, "none"):
             allowed = "sum_over_batch_size, mean, mean_with_sample_weight or sum"
             fix = f"keras.losses.{type(one).__name__}()"

@@ -16,6 +16,7 @@ from torch.utils.data import IterableDataset
 
 from phalanx.data import Table
 from phalanx.data.dataset_facts import MapStyle
+from phalanx.data.sampler import EpochSeeds
 from phalanx.errors import SpecError
 
 _EXAMPLE = "data=(x, y)"
@@ -79,7 +80,7 @@ class KerasData:
     def example(self) -> Any:
         """The model's input of the first sample."""
         dataset = self()
-        sample = dataset[0] if hasattr(dataset, "__getitem__") else next(iter(dataset))
+        sample = next(iter(dataset)) if isinstance(dataset, IterableDataset) else dataset[0]
         return tree_map(lambda one: one[None], rows_of(sample, "x"))
 
 
@@ -97,9 +98,11 @@ def dataset_of(data: Any, batch: int, class_weight: Mapping[int, float] | None =
         return Table(**found)
     if hasattr(data, "element_spec") and hasattr(data, "unbatch"):
         _no_class_weight(class_weight, "a tf.data.Dataset")
+        _need_one_order(data)
         return BatchedStream(data)
     if hasattr(data, "__getitem__") and any(one.__name__ == "PyDataset" for one in kind.__mro__):
         _no_class_weight(class_weight, "a PyDataset")
+        _no_own_epochs(kind)
         return IndexedBatches(data, batch)
     given = f"a {kind.__name__}"
     allowed = "(x, y) or (x, y, sample_weight) of arrays, a keras.utils.PyDataset, or a tf.data.Dataset"
@@ -115,6 +118,7 @@ class IndexedBatches(MapStyle):
 
     def __init__(self, data: Any, batch: int) -> None:
         self._data, self._batch = data, batch
+        self._seeds: EpochSeeds | None = None
         sizes = [len(_first(self._read(at))) for at in dict.fromkeys((0, len(data) - 1))]
         if (len(data) > 1 and sizes[0] != batch) or sizes[-1] > batch:
             given = f"a PyDataset whose batches have {sizes[0]} samples, with batch={batch}"
@@ -129,13 +133,19 @@ class IndexedBatches(MapStyle):
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         return {name: column[0] for name, column in self.__getitems__([index]).items()}
 
+    def seeded(self, seeds: EpochSeeds) -> None:
+        self._seeds = seeds
+
     def __getitems__(self, ids: Sequence[int]) -> dict[str, torch.Tensor]:
         """The batch of these rows: name → tensor."""
         index = np.asarray(ids)
         found: list[dict[str, torch.Tensor]] = []
         cuts = np.flatnonzero(np.diff(index // self._batch)) + 1
         for part in np.split(index, cuts):
-            read = self._read(int(part[0]) // self._batch)
+            number = int(part[0]) // self._batch
+            if self._seeds is not None:  # what a batch draws is the same, whoever takes which of its samples
+                self._seeds.plant(number * self._batch)
+            read = self._read(number)
             rows = torch.from_numpy(part % self._batch)
             found.append({name: column.index_select(0, rows) for name, column in read.items()})
         return found[0] if len(found) == 1 else {name: torch.cat([one[name] for one in found]) for name in found[0]}
@@ -210,6 +220,26 @@ def _class_weights(found: Mapping[str, torch.Tensor], weights: Mapping[int, floa
     for name, weight in weights.items():
         made[y.round().long() == int(name)] = float(weight)
     return made
+
+
+def _need_one_order(data: Any) -> None:
+    """Refuse a shuffle of ``tf.data`` of which each process, or a run that goes on, would have an order of its own."""
+    if type(data).__name__ == "_ShuffleDataset":
+        seeded = any(int(seed) for seed in (data._seed, data._seed2))
+        if not seeded or data._reshuffle_each_iteration:
+            given = f"shuffle with{'' if seeded else 'out a seed, and with'} another order in each pass"
+            allowed = "the same order in every process, and in a run that goes on"
+            raise SpecError.of("data", given, allowed, "shuffle(1000, seed=1, reshuffle_each_iteration=False)")
+    for one in getattr(data, "_inputs", list)():
+        _need_one_order(one)
+
+
+def _no_own_epochs(kind: type) -> None:
+    for name in ("on_epoch_begin", "on_epoch_end"):
+        if not getattr(kind, name).__module__.startswith("keras."):
+            given = f"{kind.__name__}.{name}: processes read ahead, each its own samples, and call it for no epoch"
+            allowed = "a PyDataset that is the same in every epoch, whose batches the job shuffles"
+            raise SpecError.of("data", given, allowed, f"a {kind.__name__} without {name}, and shuffle=True")
 
 
 def _no_class_weight(given: Any, what: str) -> None:

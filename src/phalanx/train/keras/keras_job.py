@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from phalanx.train.keras.compiled import Compiled
     from phalanx.train.keras.keras_data import KerasData
     from phalanx.train.keras.keras_module import KerasMaker
+    from phalanx.train.keras.keras_optimizers import OptimizerParts
 
 _COMPILE = ("optimizer", "loss", "loss_weights", "metrics", "weighted_metrics")
 _OURS = ("model", "inputs")
@@ -66,6 +67,7 @@ def from_keras(
     how = _compiled(model, batch)
     _need_whole_batches(how, source, batch, settings)
     parts = parts_of(model.optimizer)
+    _need_one_of_two(parts, settings)
     found: dict[str, Any] = {"schedule": parts.schedule, "clip": parts.clip, "optimizer": parts, "loss": how.loss_of}
     if source.in_batches and settings.get("shuffle") is not False and settings.get("sampler") is None:
         settings.pop("shuffle", None)
@@ -125,10 +127,27 @@ def _compiling(make: Callable[[], Any], given: Mapping[str, Any]) -> Callable[[]
             name = next(iter(given))
             allowed = "compile() in the function, or its arguments here"
             raise SpecError.of(name, "beside a model that is compiled already", allowed, f"model.compile({name}=...)")
-        model.compile(**given)
+        model.compile(**{name: _anew(value) for name, value in given.items()})
         return model
 
     return compiled
+
+
+def _anew(given: Any) -> Any:
+    """Another optimizer that is set as ``given``, which is of one model alone; anything else is given back."""
+    import keras
+
+    if not isinstance(given, keras.optimizers.Optimizer) or not type(given).__module__.startswith("keras."):
+        return given
+    config: dict[str, Any] = given.get_config()
+    if not isinstance(given._learning_rate, keras.Variable):
+        config["learning_rate"] = given._learning_rate  # a schedule, of a class that Keras need not know by name
+    made: Any = type(given).from_config(config)
+    made.iterations.assign(given.iterations)
+    for name in ("_exclude_from_weight_decay", "_exclude_from_weight_decay_pattern"):
+        if hasattr(given, name):
+            setattr(made, name, getattr(given, name))
+    return made
 
 
 def _need_keras() -> None:
@@ -155,6 +174,15 @@ def _need_compiled(model: Any) -> None:
         problems.append(Problem(where="loss", given="none", allowed=allowed, fix=fix))
     if problems:
         raise SpecError(problems)
+
+
+def _need_one_of_two(parts: OptimizerParts, settings: Mapping[str, Any]) -> None:
+    """Refuse what both the optimizer and the job say: the rates of a Keras schedule are no factors of another rate."""
+    own = {"schedule": parts.schedule.function, "clip": parts.clip}
+    for name, what in (("schedule", "LearningRateSchedule"), ("clip", "global_clipnorm or clipvalue")):
+        if own[name] is not None and settings.get(name) is not None:
+            given, allowed = f"beside the optimizer's own {what}", "one of the two"
+            raise SpecError.of(name, given, allowed, f"px.from_keras(...) without {name}")
 
 
 def _need_whole_batches(how: Compiled, source: KerasData, batch: int, settings: Mapping[str, Any]) -> None:

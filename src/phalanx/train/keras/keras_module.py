@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from phalanx.config import Plan
 from phalanx.errors import Problem, RefusedError, SpecError
 from phalanx.train.keras.keras_own import DEVICE, NAMES, is_keras_code
-from phalanx.train.keras.layer_modules import PENALTIES, as_modules, home_of, is_regularised, masks_of, on_device_of
+from phalanx.train.keras.keras_penalties import PENALTIES
+from phalanx.train.keras.layer_modules import as_modules, home_of, is_regularised, masks_of, on_device_of
 from phalanx.units import show_names
 
 
@@ -49,7 +50,8 @@ class KerasModule(nn.Module):
         self.__dict__["keras_model"] = model
         as_modules(model, self)
         layers = model._flatten_layers()
-        self.penalises = any(is_regularised(layer) for layer in layers)
+        self._penalised = [layer for layer in layers if is_regularised(layer)]
+        self.penalises = bool(self._penalised)
         self.masks = any(_masks(layer) for layer in layers)
         # Of Keras' own layers those that add losses are refused when the job is made.
         self._may_add = [layer for layer in layers if not is_keras_code(type(layer).call)]
@@ -58,7 +60,7 @@ class KerasModule(nn.Module):
         """What the model gives for ``x``.
 
         Raises:
-            RefusedError: a layer has added a loss of its own.
+            RefusedError: a layer has added a loss of its own, or one with regularisers was not called.
         """
         model = self.__dict__["keras_model"]
         training = {"training": self.training} if model._call_has_training_arg else {}
@@ -68,6 +70,8 @@ class KerasModule(nn.Module):
             with on_device_of(x):
                 output = model(x, **training)
             terms = PENALTIES.terms
+            if terms is not None and (left := [one for one in self._penalised if id(one) not in PENALTIES.layers]):
+                _refuse_uncalled(left[0])
         finally:
             PENALTIES.terms = before
         if any(layer._losses for layer in self._may_add):
@@ -173,6 +177,15 @@ def _on_default_device() -> Iterator[None]:
 def _masks(layer: Any) -> bool:
     own = not is_keras_code(type(layer).compute_mask)
     return own or isinstance(layer, keras.layers.Masking) or bool(getattr(layer, "mask_zero", False))
+
+
+def _refuse_uncalled(layer: Any) -> None:
+    raise RefusedError.of(
+        "job.model",
+        f"regularisers of {layer.name!r} ({type(layer).__name__}), which Keras counts, and the model does not call",
+        "regularisers of layers that are called: there a plan has their weights at hand",
+        "kernel_regularizer=None for that layer",
+    )
 
 
 def _refuse_added(layers: list[Any]) -> None:

@@ -259,7 +259,7 @@ def parts_of(optimizer: Any) -> OptimizerParts:
     if kind not in FORMULAS or not is_keras_code(type(optimizer)):
         given = f"{kind}, of which there is no formula here"
         allowed = f"{', '.join(FORMULAS)} of Keras; or any of torch's by the job"
-        fix = "dataclasses.replace(job, optimizer=lambda params: torch.optim.Adamax(params))"
+        fix = 'compile with "sgd", then replace(job, optimizer=lambda params: torch.optim.Adamax(params))'
         raise SpecError.of("optimizer", given, allowed, fix)
     problems = [
         Problem(where=f"optimizer.{name}", given=repr(value), allowed=allowed, fix=fix)

@@ -14,6 +14,7 @@ from phalanx.errors import Problem
 from phalanx.train.keras.keras_own import is_keras_code
 
 _STEPS = ("train_step", "compute_loss", "make_train_function")
+_MEASURES = ("test_step", "make_test_function", "compute_metrics")
 _POLICIES = ("float32", "int32", "int64")
 
 
@@ -29,6 +30,10 @@ def model_problems(model: Any) -> list[Problem]:
         if not is_keras_code(getattr(kind, name)):
             allowed = "a model that Keras' own fit trains; a step of several losses by px.Job(phases=...)"
             wrong("make", f"{kind.__name__}.{name}, a step of its own", allowed, f"a {kind.__name__} without {name}")
+    for name in _MEASURES:
+        if not getattr(kind, name).__module__.startswith("keras."):
+            given, allowed = f"{kind.__name__}.{name}, an evaluation of its own", "metrics of compile(), or of the job"
+            wrong("make", given, allowed, f"a {kind.__name__} without {name}")
     if model.jit_compile:
         wrong("make", "compile(jit_compile=True)", "eager layers, which plans cut and gather", "jit_compile=False")
     for layer in model._flatten_layers():

@@ -17,14 +17,12 @@ What is relied upon here Keras does not promise; the next version is looked at i
 from __future__ import annotations
 
 import copy
-import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial, partialmethod
 from types import MethodType
 from typing import Any
 
-import torch
 from keras.src.backend.common import global_state
 from keras.src.backend.common.masking import get_keras_mask, set_keras_mask
 from keras.src.backend.common.variables import AutocastScope, get_autocast_scope
@@ -40,6 +38,7 @@ from torch.utils._pytree import tree_leaves
 from phalanx.errors import RefusedError
 from phalanx.parallel.global_batch_norm import joined_moments
 from phalanx.train.keras.keras_own import CALL, DEVICE, is_keras_code
+from phalanx.train.keras.keras_penalties import PENALTIES, penalise_within
 from phalanx.train.keras.keras_streams import drawn_by_torch, keep_streams, masked
 from phalanx.train.keras.layer_children import children_of, free_name, functional_of
 
@@ -76,30 +75,6 @@ def is_regularised(layer: Any) -> bool:
     return bool(vars(layer).get("_regularised"))
 
 
-class Penalties(threading.local):
-    """What regularisers of the layers that run in this thread have come to, of each layer once a call of the model."""
-
-    terms: list[Tensor] | None = None
-    layers: set[int]
-
-    def counted(self) -> frozenset[int] | None:
-        """The layers whose penalty this call of the model has by now; ``None`` where it collects none."""
-        return None if self.terms is None else frozenset(self.layers)
-
-    @contextmanager
-    def again(self, counted: frozenset[int] | None) -> Iterator[None]:
-        """Have layers that backward calls again do what they did when ``counted`` was so; it was collected then."""
-        if counted is None or self.terms is not None or torch._C._current_graph_task_id() < 0:
-            yield
-            return
-        self.terms, self.layers = [], set(counted)
-        try:
-            yield
-        finally:
-            self.terms = None
-
-
-PENALTIES = Penalties()
 _ALONE = (None, None, False, None, None)  # what is around a layer that is called by itself
 
 
@@ -211,6 +186,8 @@ def as_modules(model: Any, top: nn.Module) -> None:
     for layer in layers:
         _place_variables(layer, top if layer is model else layer, homes)
     for layer in layers:
+        penalise_within(layer)
+    for layer in layers:
         _become(layer, layers)
 
 
@@ -249,7 +226,9 @@ def _place_variables(layer: Any, home: nn.Module, homes: dict[int, tuple[Any, nn
             home._parameters[key] = value.requires_grad_(bool(variable.trainable))
         else:
             home._buffers[key] = value.detach() if isinstance(value, nn.Parameter) else value
-    layer.__dict__["_regularised"] = [one for one, learns in own if learns and one.regularizer is not None]
+    layer.__dict__["_regularised"] = [
+        one for one, _ in own if one.trainable and one.regularizer is not None and homes[id(one)][0] is layer
+    ]  # once where several layers have it, and not where it does not learn, as Keras counts them
 
 
 def _draws(layer: Any) -> bool:

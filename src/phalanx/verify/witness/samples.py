@@ -111,7 +111,9 @@ class Seeded(Dataset[Any]):
     def __getitems__(self, samples: list[int]) -> list[Any]:
         """The samples of a batch; those of data that read many at once as one thing that is a batch already."""
         if self._own_collate or (self._at_once and self._draws):
-            seed_everything(sample_seed(self._seed, self._epoch, samples[0]))
+            self.plant(samples[0])
+        if _kind(self._data)[0] == "phalanx" and hasattr(self._data, "seeded"):  # it draws for several at a time
+            self._data.seeded(self)
         if self._at_once and self._draws:
             found = self._data.__getitems__(samples)
             if isinstance(found, list) or not self._own_collate:
@@ -120,8 +122,12 @@ class Seeded(Dataset[Any]):
 
     def _read(self, sample: int) -> Any:
         if self._draws:
-            seed_everything(sample_seed(self._seed, self._epoch, sample))
+            self.plant(sample)
         return self._data[sample]
+
+    def plant(self, sample: int) -> None:
+        """Seed the generators as for this sample."""
+        seed_everything(sample_seed(self._seed, self._epoch, sample))
 
 
 def _draws_nothing(data: Any) -> bool:
