@@ -14,7 +14,6 @@ from typing import Any, ClassVar
 import pytest
 
 from phalanx.config import Plan, RunSpec
-from phalanx.device_kinds import all_kinds, kind_named
 from phalanx.launch.check_hosts import (
     CheckQuestion,
     CheckTime,
@@ -351,46 +350,3 @@ def test_what_to_do_about_a_host_goes_by_why_it_is_not_reached(said: str, way: s
     ]
     assert finding.what == said
     assert way in finding.fix
-
-
-DRIVER = """#!/bin/sh
-case "$1" in
-    --query-gpu=*) printf '0, H100, 81559, 1024, 550.1\\n1, H100, 81559, [N/A], 550.1\\n' ;;
-    --query-compute-apps=*) echo 4242 ;;
-    topo) echo matrix ;;
-esac
-"""
-
-
-@pytest.mark.parametrize(
-    ("tool", "told"),
-    [
-        (
-            DRIVER,
-            {
-                "error": "",
-                "devices": [
-                    {"index": 0, "name": "H100", "total": 81559 * 2**20, "used": 1024 * 2**20},
-                    {"index": 1, "name": "H100", "total": 81559 * 2**20, "used": 0},
-                ],
-                "driver": "550.1",
-                "pids": ["4242"],
-                "topology": "matrix",
-            },
-        ),
-        ("#!/bin/sh\necho first\necho has failed\nexit 9\n", {"error": "has failed"}),
-        ("", {}),
-    ],
-)
-def test_drivers_are_asked_by_the_texts_of_their_kinds(
-    tool: str, told: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    drivers = {kind.name: kind.driver for kind in all_kinds() if kind.driver}
-    (path,) = (tmp_path / kind.driver_tool for kind in all_kinds() if kind.driver_tool)
-    if tool:
-        path.write_text(tool)
-        path.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin" if tool else str(tmp_path))
-    nothing = {"error": "", "devices": [], "driver": "", "pids": [], "topology": ""}
-    assert host_probe._gpus(drivers) == {**nothing, **told}
-    assert kind_named("cuda").topology().strip() == told.get("topology", "")

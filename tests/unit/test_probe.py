@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from phalanx import hardware
 from phalanx.config import Host
+from phalanx.device_kinds import all_kinds, kind_named
 from phalanx.hardware import probe
 from phalanx.hardware.probe import Gpu
+from phalanx.launch.check_hosts import host_probe
 
 GIB = 2**30
 NVSWITCH = """\
@@ -178,3 +181,46 @@ def test_this_machine_is_told_in_full() -> None:
     found = hardware.this_machine()
     assert found.devices >= 1
     assert type(found).from_toml(found.to_toml()) == found
+
+
+DRIVER = """#!/bin/sh
+case "$1" in
+    --query-gpu=*) printf '0, H100, 81559, 1024, 550.1\\n1, H100, 81559, [N/A], 550.1\\n' ;;
+    --query-compute-apps=*) echo 4242 ;;
+    topo) echo matrix ;;
+esac
+"""
+
+
+@pytest.mark.parametrize(
+    ("tool", "told"),
+    [
+        (
+            DRIVER,
+            {
+                "error": "",
+                "devices": [
+                    {"index": 0, "name": "H100", "total": 81559 * 2**20, "used": 1024 * 2**20},
+                    {"index": 1, "name": "H100", "total": 81559 * 2**20, "used": 0},
+                ],
+                "driver": "550.1",
+                "pids": ["4242"],
+                "topology": "matrix",
+            },
+        ),
+        ("#!/bin/sh\necho first\necho has failed\nexit 9\n", {"error": "has failed"}),
+        ("", {}),
+    ],
+)
+def test_drivers_are_asked_by_the_texts_of_their_kinds(
+    tool: str, told: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drivers = {kind.name: kind.driver for kind in all_kinds() if kind.driver}
+    (path,) = (tmp_path / kind.driver_tool for kind in all_kinds() if kind.driver_tool)
+    if tool:
+        path.write_text(tool)
+        path.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin" if tool else str(tmp_path))
+    nothing = {"error": "", "devices": [], "driver": "", "pids": [], "topology": ""}
+    assert host_probe._gpus(drivers) == {**nothing, **told}
+    assert kind_named("cuda").topology().strip() == told.get("topology", "")
