@@ -23,8 +23,8 @@ SOURCES = Path(phalanx.__file__).parent
 OF_COMMANDS = (  # what these say is said by commands alone
     *("train/batch_scaling.py", "launch/jobfile.py"),
     *("planner/nearest_fit.py", "planner/question.py", "planner/rank.py", "planner/advise.py"),
-    *("launch/targets/", "launch/check_hosts/", "launch/unshared_folder.py"),  # no call launches elsewhere
-    "preflight/launch_check.py",  # no call launches elsewhere
+    *("launch/targets/", "launch/check_hosts/", "preflight/launch_check.py"),  # no call launches elsewhere
+    *("launch/unshared_folder.py", "config/run_files.py"),  # of hosts by SSH, and of a page
 )
 OPTIONS = [
     name

@@ -38,6 +38,8 @@ _HANDED_OVER: set[FindingKind] = {"job", "folder", "plan"}
 """What is wrong for a queue where it is wrong on the machine that hands a run to it."""
 _SHARED: set[FindingKind] = {"packages", "data"}
 """The same where the queue's machines have the packages and data of that machine."""
+_SEEN_ALIKE: set[FindingKind] = {"data"}
+"""The same where they have its data alone."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -177,7 +179,7 @@ def _kinds_of(question: LaunchQuestion) -> set[FindingKind]:
         return _HANDED_OVER | _SHARED
     if _image_of(question):
         return _HANDED_OVER
-    return _HANDED_OVER | (_SHARED if _python_here(question) else _SHARED - {"packages"})
+    return _HANDED_OVER | (_SHARED if _python_here(question) else _SEEN_ALIKE)
 
 
 def _image_of(question: LaunchQuestion) -> str:
