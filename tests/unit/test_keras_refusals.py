@@ -87,6 +87,10 @@ class Batched:
         self._inputs = lambda: [within]
 
 
+class OwnCallback(keras.callbacks.Callback):
+    pass
+
+
 class OwnOptimizer(optimizers.SGD):
     pass
 
@@ -132,6 +136,10 @@ def test_refused_by_name(make: Callable[[], Any], words: tuple[str, str]) -> Non
         ({"optimiser": "sgd"}, ("optimiser", "what compile takes")),
         ({"optimizer": "sgd"}, ("optimizer", "compiled already")),
         ({"batch": 3, "loss_sum": True}, ("loss_sum", "px.Job")),
+        ({"validation_data": DATA}, ("argument of Keras' fit", "evaluate=(x, y)")),
+        ({"verbose": 1, "batch_size": 8}, ("--quiet", "batch=32")),
+        ({"callbacks": [keras.callbacks.EarlyStopping()]}, ("EarlyStopping of keras", "patience=3")),
+        ({"callbacks": OwnCallback()}, ("Callback of keras.callbacks", "names of events")),
     ],
 )
 def test_settings_are_refused_by_name(how: dict[str, Any], words: tuple[str, str]) -> None:

@@ -164,6 +164,7 @@ def _check_device(plan: Plan, here: int | None) -> list[Problem]:
     there, needed = kind.count(), here or plan.devices
     if there >= needed:
         return []
-    given = f"device={kind.name} for {needed} replicas on this machine; {kind.label} devices here: {there}"
+    replicas = f"{needed} replica{'s' if needed > 1 else ''}"
+    given = f"device={kind.name} for {replicas} on this machine; {kind.label} devices here: {there}"
     allowed = f"as many replicas as {kind.label} devices, or device={host().name}"
     return [plan_problem("device", given, allowed, on_host)]

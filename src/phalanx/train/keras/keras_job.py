@@ -83,10 +83,16 @@ def from_keras(
 
 def _compile_settings(settings: dict[str, Any]) -> dict[str, Any]:
     """What of ``settings`` is for ``compile``, taken out of them."""
+    from phalanx.train.keras.keras_refusals import fit_problems
+
     known = {field.name for field in fields(Job)} - {*_OURS}
-    if strange := [name for name in settings if name not in known and name not in _COMPILE]:
+    strange = [name for name in settings if name not in known and name not in _COMPILE]
+    if problems := fit_problems(settings, strange):
+        raise SpecError(problems)
+    if strange:
         allowed = f"what compile takes ({', '.join(_COMPILE)}) and fields of px.Job"
-        raise SpecError.of(strange[0], repr(settings[strange[0]])[:60], allowed, "epochs=5")
+        given = " ".join(repr(settings[strange[0]]).split())[:60]
+        raise SpecError.of(strange[0], given, allowed, "epochs=5")
     return {name: settings.pop(name) for name in _COMPILE if name in settings}
 
 

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import keras
@@ -16,6 +17,26 @@ from phalanx.train.keras.keras_own import is_keras_code
 _STEPS = ("train_step", "compute_loss", "make_train_function")
 _MEASURES = ("test_step", "make_test_function", "compute_metrics")
 _POLICIES = ("float32", "int32", "int64")
+_OF_FIT = {  # argument of fit → what it is here, and a line to copy
+    "x": ("arrays in data", "data=(x, y)"),
+    "y": ("arrays in data", "data=(x, y)"),
+    "sample_weight": ("the third of data", "data=(x, y, sample_weight)"),
+    "batch_size": ("batch, the global one", "batch=32"),
+    "validation_data": ("evaluate, of the same form as data", "evaluate=(x, y), evaluate_every=100"),
+    "validation_split": ("evaluate, of samples that data leaves out", "evaluate=(x[900:], y[900:])"),
+    "validation_freq": ("evaluate_every, in optimizer steps", "evaluate_every=100"),
+    "validation_steps": ("evaluate, which is read to its end", "evaluate=(x, y)"),
+    "steps_per_epoch": ("steps, of the whole run; an epoch is what data has", "steps=1000"),
+    "initial_epoch": ("nothing: a run goes on from its checkpoint", "phalanx train JOB --run runs/one --resume"),
+    "verbose": ("a word on the command line", "phalanx train JOB --quiet"),
+}
+_CALLBACKS = {  # class of keras.callbacks → what does that here
+    "EarlyStopping": 'best=px.Best("loss", patience=3), evaluate_every=100',
+    "ModelCheckpoint": 'best=px.Best("loss"), evaluate_every=100',
+    "LearningRateScheduler": "optimizer=keras.optimizers.Adam(keras.optimizers.schedules.CosineDecay(1e-3, 1000))",
+    "TensorBoard": "phalanx train JOB --tensorboard",
+    "CSVLogger": "run.metrics().to_csv(path), after the run",
+}
 
 
 def model_problems(model: Any) -> list[Problem]:
@@ -74,3 +95,25 @@ def model_problems(model: Any) -> list[Problem]:
         if isinstance(layer, keras.layers.BatchNormalization) and layer.renorm:
             wrong("make", f"renorm=True in {what}", "BatchNormalization as it is by default", "renorm=False")
     return found[:8]
+
+
+def fit_problems(settings: Mapping[str, Any], strange: Sequence[str]) -> list[Problem]:
+    """What of ``settings`` is an argument of Keras' ``fit``, each with what takes its place; ``strange`` no job has."""
+    found = [
+        Problem(where=name, given="an argument of Keras' fit", allowed=_OF_FIT[name][0], fix=_OF_FIT[name][1])
+        for name in strange
+        if name in _OF_FIT
+    ]
+    given = settings.get("callbacks")
+    for one in given if isinstance(given, list | tuple) else [given]:
+        if (kind := _callback_of_keras(one)) is not None:
+            allowed = "names of events → functions, which change nothing of the run; best= ends it early"
+            fix = _CALLBACKS.get(kind, 'callbacks={"evaluate": print}')
+            found.append(Problem(where="callbacks", given=f"{kind} of keras.callbacks", allowed=allowed, fix=fix))
+    return found
+
+
+def _callback_of_keras(one: Any) -> str | None:
+    """The name of the class of Keras that ``one`` is a callback by, its own or the nearest it has."""
+    names = [kind.__name__ for kind in type(one).__mro__ if kind.__module__.startswith("keras.")]
+    return names[0] if "Callback" in names else None
