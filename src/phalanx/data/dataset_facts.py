@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from hashlib import sha256
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -34,9 +35,13 @@ class MapStyle(Dataset[Any]):
     files_digest: str = ""
     example: ClassVar[str] = "dataset"
 
+
+class DrawsTogether(MapStyle, ABC):
+    """Base of data sets that draw for more than a sample at a time, and so by seeds that they choose themselves."""
+
+    @abstractmethod
     def seeded(self, seeds: EpochSeeds) -> None:
-        """Take the seeds of the epoch of what is read next; for data that draw for more than a sample at a time."""
-        return
+        """Take the seeds of the epoch of what is read next."""
 
 
 def draws(dataset: Any) -> bool:

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, IterableDataset, StackDataset, Subset, 
 
 from phalanx.data.changing_batches import ChangingBatchSampler
 from phalanx.data.curriculum import Curriculum
-from phalanx.data.dataset_facts import MapStyle, draws
+from phalanx.data.dataset_facts import DrawsTogether, draws
 from phalanx.data.sampler import BLOCK, EpochSeeds, GlobalBatchSampler, HeldIds
 from phalanx.data.step_batch import BatchSplitter, StepBatch, step_batch
 from phalanx.data.table import Table
@@ -110,7 +110,7 @@ class Fetcher:
         if self._own_collate or (self._at_once and self._draws):
             self._seeds.plant(wanted[0])
             dataset = self._dataset
-            if isinstance(dataset, MapStyle):
+            if isinstance(dataset, DrawsTogether):
                 dataset.seeded(self._seeds)
         if self._at_once:
             got = self._dataset.__getitems__(wanted)

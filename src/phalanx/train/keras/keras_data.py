@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_map
 from torch.utils.data import IterableDataset
 
 from phalanx.data import Table
-from phalanx.data.dataset_facts import MapStyle
+from phalanx.data.dataset_facts import DrawsTogether
 from phalanx.data.sampler import EpochSeeds
 from phalanx.errors import SpecError
 
@@ -110,7 +110,7 @@ def dataset_of(data: Any, batch: int, class_weight: Mapping[int, float] | None =
 
 
 @final
-class IndexedBatches(MapStyle):
+class IndexedBatches(DrawsTogether):
     """Samples of a ``PyDataset``, which gives batches by their number; each has ``batch`` samples, but for the last."""
 
     draws = True
