@@ -10,8 +10,8 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Generator
+from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any, NoReturn, Self, final
 
@@ -185,6 +185,22 @@ def leave_signals() -> None:
     """From now on this process does nothing about signals that ask a run to stop: it is about to end."""
     for number in _catch(lambda number, frame: None):
         signal.signal(number, signal.SIG_IGN)
+
+
+@contextmanager
+def terminated_later() -> Generator[None]:
+    """Within, SIGTERM does nothing, so that what has been begun is whole; whoever sent it has to say so once more.
+
+    On another thread than the main one nothing changes.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL if before is None else before)
 
 
 @final

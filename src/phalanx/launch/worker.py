@@ -29,7 +29,7 @@ from phalanx.launch.launcher import place_of_this_process
 from phalanx.launch.proof_asked import Prove, require_proof
 from phalanx.launch.rank_0 import decided_by_rank_0
 from phalanx.launch.rank_probe import PROBE_FILES, ProbeFiles, RankProbe
-from phalanx.launch.reaper import SAVED, StopSignals, leave_signals
+from phalanx.launch.reaper import SAVED, StopSignals, leave_signals, terminated_later
 from phalanx.launch.run_secret import share_secret
 from phalanx.launch.runfile import RunFolder, absolute, settled
 from phalanx.launch.side_process import look_ahead
@@ -142,12 +142,17 @@ class WorkerStatus:
             with suppress(OSError):  # on a full disk this worker says itself what its launcher cannot learn
                 self._reports.write_failure(failure)
                 return None
-        if self.place.store == "env://":
-            time.sleep(_SECOND_THOUGHTS if failure.lost_peer else 0.0)
+        if self.place.store != "env://":
+            return self._recorded(failure)
+        time.sleep(_SECOND_THOUGHTS if failure.lost_peer else 0.0)
+        with terminated_later():  # as another leaves the word to this one and ends, torchrun's agent ends this one
             if not claim(self.place, f"failed/{self.place.number}"):
                 return None
             if failure.lost_peer and self._plan:
                 failure = blamed(failure, SharedStands(self.place).read(), self._plan, self.place.timeout)
+            return self._recorded(failure)
+
+    def _recorded(self, failure: Failure) -> WorkerError:
         worded = worker_error(failure, self.place.world_size, memory_kills=0, launched=False)
         if self.folder:
             record(worded, self.folder)
