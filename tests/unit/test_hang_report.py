@@ -101,6 +101,8 @@ def test_stacks_are_those_of_the_main_thread() -> None:
     other = 'Thread 0x01 (most recent call first):\n  File "/a.py", line 1 in other\n\n'
     dump = f"{other}Current thread 0x02 (most recent call first):\n{inner}{outer}"
     assert parse_stacks(dump) == (StackFrame("/b.py", 2, "inner"), StackFrame("/b.py", 9, "main"))
+    alone = dump.replace("Current thread 0x02", "Stack")
+    assert parse_stacks(alone) == parse_stacks(dump)
     crash = dump.replace("Current thread", "Thread")  # in compiled code's own thread, which has no Python
     assert parse_stacks(f"Fatal Python error: Aborted\n\n{crash}") == parse_stacks(dump)
     assert parse_stacks("ready\n") == ()

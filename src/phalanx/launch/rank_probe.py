@@ -114,7 +114,8 @@ class RankProbe:
         if _RECORDER not in os.environ:
             os.putenv(_RECORDER, _BUFFER)  # torch alone reads it, when the first process group is made
         if self._files:
-            faulthandler.register(SIGNAL, file=self._files.stacks, all_threads=True)
+            # of the thread that takes the signal alone: frames of others change while they are read, which may crash
+            faulthandler.register(SIGNAL, file=self._files.stacks, all_threads=False)
             os.write(self._files.stacks, b"ready\n")
         threading.Thread(target=self._run, name="phalanx-probe", daemon=True).start()
 

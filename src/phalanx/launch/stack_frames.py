@@ -67,11 +67,11 @@ def parse_stacks(text: str) -> tuple[StackFrame, ...]:
     """
     parts = _THREAD.split(text)  # what stood before; then of each thread its title and its lines
     threads = [(title, _frames(lines)) for title, lines in zip(parts[1::2], parts[2::2], strict=True)]
-    signalled = [frames for title, frames in threads if title.startswith("Current") and frames]
+    signalled = [frames for title, frames in threads if title.startswith(("Current", "Stack")) and frames]
     return (signalled or [frames for _, frames in threads] or [()])[-1]
 
 
-_THREAD = re.compile(r"^((?:Current thread|Thread) .*)$", re.MULTILINE)
+_THREAD = re.compile(r"^((?:Current thread|Thread|Stack) .*)$", re.MULTILINE)
 _FRAME = re.compile(r'^ +File "(.*)", line (\d+),? in (.*)$', re.MULTILINE)
 
 
