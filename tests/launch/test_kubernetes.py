@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
@@ -255,12 +256,18 @@ class TestNode:
         ("before", "events", "code", "ends"),
         [
             ([], [{"event": "error", "lost": False}], 1, 70),
+            (
+                [],
+                [{"event": "resume", "step": 2, "path": "checkpoints/step-2"}, {"event": "error", "lost": False}],
+                1,
+                70,
+            ),
             ([], [{"event": "error", "lost": True}], 1, 1),
             ([], [{"event": "error", "lost": False}], 75, 75),
             ([{"event": "error", "lost": False}], [], 1, 1),
             ([{"event": "error", "lost": False}], [{"event": "resume", "step": 2, "path": "checkpoints/step-2"}], 1, 1),
         ],
-        ids=["own", "lost", "asked to stop", "of an earlier start", "lost without a word"],
+        ids=["own", "own, after others went", "lost", "asked to stop", "of an earlier start", "lost without a word"],
     )
     def test_its_exit_code_says_whether_the_jobs_own_code_has_raised(
         self,
@@ -289,6 +296,29 @@ class TestNode:
         note(before)
         monkeypatch.setattr(kubernetes_node, "be_agent", be_agent)
         assert kubernetes_node.main(tmp_path / "run.toml", "localhost:29500", "2") == ends
+
+    def test_its_log_has_why_the_run_failed_though_another_pods_worker_says_it_a_little_later(
+        self, tmp_path: Path, place: list[NodePlace], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    ) -> None:
+        """As this pod ends the others are removed, and with them what they have printed."""
+        monkeypatch.setenv("JOB_COMPLETION_INDEX", "1")
+        monkeypatch.setattr(kubernetes_node, "_is_open", lambda _: True)
+        log = tmp_path / "run" / "events.jsonl"
+
+        def say() -> None:
+            with EventLog(log) as written:
+                written.write("error", rank=0, step=3, kind="ValueError", message="rank 0: of the job", lost=False)
+
+        later = threading.Timer(0.3, say)
+
+        def be_agent(*_: object) -> int:
+            later.start()
+            return 1
+
+        monkeypatch.setattr(kubernetes_node, "be_agent", be_agent)
+        assert kubernetes_node.main(tmp_path / "run.toml", "localhost:29500", "2") == 70
+        later.join()
+        assert capfd.readouterr().err.endswith(": rank 0: of the job\n")
 
     def test_where_pods_may_be_fewer_those_there_are_begin(
         self, tmp_path: Path, place: list[NodePlace], monkeypatch: pytest.MonkeyPatch

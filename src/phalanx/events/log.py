@@ -12,7 +12,7 @@ import os
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
@@ -158,6 +158,23 @@ class EventReader:
 def read(path: Path) -> Iterator[dict[str, Any]]:
     """All events of a finished log, in order."""
     yield from EventReader(path).new()
+
+
+def last_failure(events: Iterable[Mapping[str, Any]]) -> Mapping[str, Any]:
+    """The error that has ended the run whose last ``events`` these are; empty where none has since it last began."""
+    last: Mapping[str, Any] = {}
+    for event in events:
+        last = event if event["event"] in ("start", "resume", "error") else last
+    return last if last.get("event") == "error" else {}
+
+
+def own_failure(events: Iterable[Mapping[str, Any]]) -> str:
+    """By what the job's own code has ended the run, whose last ``events`` these are; empty where it has not.
+
+    A worker that was lost is none of it: it may well not be lost again.
+    """
+    last = last_failure(events)
+    return "" if last.get("lost", True) else last["message"]
 
 
 def _event(line: bytes) -> dict[str, Any] | None:

@@ -6,7 +6,6 @@ import os
 import re
 import shlex
 import stat
-from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,7 +14,7 @@ from typing import Any, Self, final
 from phalanx.config import Job, RunSpec
 from phalanx.config.run_files import RUN_FILES
 from phalanx.errors import CheckpointError, Problem, SpecError
-from phalanx.events.log import read
+from phalanx.events.log import own_failure, read
 from phalanx.files import read_text, refuse_links, refuse_taken, release, take, token_of
 from phalanx.launch.jobfile import Reference
 
@@ -104,17 +103,6 @@ def _refuse_what_would_come_again(folder: Path) -> None:
             allowed="those before were lost",
             fix="mend the job, and go on with resume = true",
         )
-
-
-def own_failure(events: Iterable[Mapping[str, Any]]) -> str:
-    """By what the job's own code has ended the run, whose last ``events`` these are; empty where it has not.
-
-    A worker that was lost is none of it: it may well not be lost again.
-    """
-    last: Mapping[str, Any] = {}
-    for event in events:
-        last = event if event["event"] in ("start", "resume", "error") else last
-    return last["message"] if last.get("event") == "error" and not last.get("lost", True) else ""
 
 
 def absolute(run: RunSpec) -> RunSpec:

@@ -292,8 +292,9 @@ def main(runfile: Path, reports: Path | None = None, job_here: str = "", prove: 
     except BaseException as error:
         if not (reports or isinstance(error, Exception)):
             raise
-        if worded := status.report_failure(error):
-            print(visible(str(worded)), file=sys.stderr, flush=True)
+        with terminated_later():
+            if worded := status.report_failure(error):
+                print(visible(str(worded)), file=sys.stderr, flush=True)
         return describe_error(error)["exit_code"]
     return SAVED if status.stopped and not reports else 0
 

@@ -18,9 +18,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from phalanx.events.log import EventReader
+from phalanx.events.log import EventReader, last_failure, own_failure
 from phalanx.launch.reaper import SAVED
-from phalanx.launch.runfile import own_failure
 from phalanx.launch.targets.kubernetes_manifest import OWN_FAILURE, RESTART
 from phalanx.launch.targets.kubernetes_options import on_most
 from phalanx.launch.targets.launch_folder import FOLDER, run_from
@@ -30,6 +29,7 @@ _PATIENCE = 3600  # seconds for all pods to be there: they are scheduled one by 
 _LOOK = 1.0  # seconds between looks whether they are
 _SAYS = 60.0  # seconds of silence before what is waited for is said
 _LAST_LINES = 2.0  # seconds for what copies the workers' output
+_LAST_WORD = 2.0  # seconds for the worker that says for all how they failed, perhaps on another pod
 
 
 def main(runfile: Path, meeting: str, nodes: str, wait: str = "") -> int:
@@ -60,7 +60,7 @@ def main(runfile: Path, meeting: str, nodes: str, wait: str = "") -> int:
     )
     try:
         code = be_agent(on_most(spec), place, worker_words(runfile, logs, marked=True))
-        return OWN_FAILURE if code == 1 and own_failure(events.new()) else code
+        return _failed(events) if code == 1 else code
     finally:
         _await_last_lines()
 
@@ -121,6 +121,20 @@ def _is_open(meeting: str) -> bool:
     except OSError:
         return False
     return True
+
+
+def _failed(events: EventReader) -> int:
+    """Say why the run has failed, and return this pod's exit code.
+
+    As the first pod ends all others are removed, and what they have printed with them: one may have had the only word.
+    """
+    told, until = events.new(), time.monotonic() + _LAST_WORD
+    while not (failure := last_failure(told)) and time.monotonic() < until:
+        time.sleep(0.05)
+        told += events.new()
+    if failure:
+        print(f"{socket.gethostname()}: {failure['message']}", file=sys.stderr, flush=True)
+    return OWN_FAILURE if own_failure(told) else 1
 
 
 def _await_last_lines() -> None:

@@ -24,9 +24,10 @@ from pathlib import Path
 from typing import Any, Self
 
 from phalanx.config import RunSpec
+from phalanx.config.run_files import EVENTS
 from phalanx.device_kinds import interface_variables
 from phalanx.errors import PhalanxError, RunError, SpecError
-from phalanx.events.log import read
+from phalanx.events.log import last_failure, read
 from phalanx.files import read_json
 from phalanx.launch.addresses import LOOPBACK
 from phalanx.launch.reaper import SAVED, adopt_orphans, await_orphans
@@ -196,12 +197,9 @@ def _runfile(root: Path) -> Path:
 def _what_failed(run: RunSpec, root: Path) -> str:
     """The error that the run's log tells of, or else what a rank here printed last."""
     with suppress(SpecError, OSError):
-        for event in reversed([*read(run.folder / "events.jsonl")]):
-            if event["event"] == "error":
-                at = "" if event.get("step") is None else f", step {event['step']}"
-                return f"rank {event['rank']}{at}: {event['message']}"
-            if event["event"] in ("start", "resume"):
-                break
+        if error := last_failure(read(run.folder / EVENTS)):
+            at = "" if error.get("step") is None else f", step {error['step']}"
+            return f"rank {error['rank']}{at}: {error['message']}"
     last: dict[str, list[str]] = {}
     for path in sorted(_runfile(root).parent.glob("rank-*.log")):
         lines = path.read_text(errors="replace").strip().splitlines()
