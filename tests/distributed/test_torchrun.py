@@ -259,6 +259,34 @@ def test_workers_of_a_script_end_with_their_agent(tmp_path: Path) -> None:
         time.sleep(0.05)
 
 
+FAILS_EARLY = """
+from phalanx.train.run_recorder import RunRecorder
+
+def loss(output, batch):
+    if rank == 1:
+        raise ValueError("of the job")
+    return px.cross_entropy(output, batch["y"])
+
+def late(*given, **how):
+    time.sleep(0.5 if rank == 0 else 0.0)
+    return start(*given, **how)
+
+start, RunRecorder.start = RunRecorder.start, late
+px.fit(job(loss=loss), "PLAN", folder="early")
+"""
+
+
+@pytest.mark.parametrize("plan", ["dp=2", "dp=2 sync=local every=4"])
+def test_an_error_stands_behind_the_start_of_its_run(plan: str, tmp_path: Path) -> None:
+    """Rank 1 fails in its first step, while rank 0 is still about to write that the run has begun."""
+    (tmp_path / "script.py").write_text(HEAD + FAILS_EARLY.replace("PLAN", plan))
+    command = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
+    done = subprocess.run([*command, "script.py"], capture_output=True, text=True, check=False, cwd=tmp_path)
+    assert done.returncode == 1, done.stderr
+    events = [event["event"] for event in px.load(tmp_path / "early").events()]
+    assert [name for name in events if name != "step"] == ["start", "error"]  # some are of a replica by itself
+
+
 def _runs(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"

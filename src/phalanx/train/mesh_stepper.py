@@ -10,7 +10,7 @@ from typing import Any, Self, final
 from uuid import uuid4
 
 from phalanx.checkpoint import BackgroundSaver, Saving, resume_newest
-from phalanx.comm import Place, default_process_group, device_for, found_by_first, place_within
+from phalanx.comm import Place, alike, default_process_group, device_for, found_by_first, place_within
 from phalanx.config import Job, RunSpec
 from phalanx.config.sync import within
 from phalanx.data import Ledger, StepBatch
@@ -99,10 +99,22 @@ def rank_of_mesh(
                 parameters=assembly.parameters,
                 notes=assembly.notes,
             )
+            _await_start(assembly)
             writer = _event_writer(run, place, recorder)
             assembly.step.meets_accidents(lambda phase: Accidents(run, writer, phase=phase))
             with MeshStepper(job, run, place, assembly, recorder, link) as stepper:
                 yield stepper, recorder
+
+
+def _await_start(assembly: Assembly) -> None:
+    """No rank computes, and may fail, before the log has the start: an error that stood before it would be of none.
+
+    Collective.
+    """
+    if assembly.local_sgd:
+        assembly.from_every_rank(None)
+    else:
+        alike(None)
 
 
 def _drift_watch(run: RunSpec, place: Place, assembly: Assembly) -> DriftWatch | None:
