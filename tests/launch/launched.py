@@ -66,7 +66,7 @@ def job():
         data=lambda: px.Table(x=x, y=x[:, :4].argmax(1)),
         shuffle=False,
         loss=loss,
-        optimizer=lambda params: torch.optim.SGD(params, lr=0.5),
+        optimizer=lambda params: torch.optim.SGD(params, lr=0.1),
         batch=16,
         steps=STEPS,
     )
@@ -95,12 +95,16 @@ class _Net(nn.Module):
 
 
 def by_hand(steps: int) -> list[float]:
-    """The loss of each step, by plain PyTorch on one device."""
+    """The loss of each step, by plain PyTorch on one device.
+
+    At this rate rounding does not grow: fp32 is within 6e-7 of fp64 in 100 steps. At 0.5 it is 4e-4 away, and another
+    order of additions, or another processor's kernels, as far.
+    """
     torch.manual_seed(0)
     model = _Net()
     x = torch.randn(64, 8, generator=torch.Generator().manual_seed(0))
     y, losses = x[:, :4].argmax(1), list[float]()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(steps):
         part = slice(16 * (step % 4), 16 * (step % 4) + 16)
         value = nn.functional.cross_entropy(model(x[part]), y[part])

@@ -305,7 +305,7 @@ def test_inside_ray_train_a_loop_of_ones_own_reports_the_loss_of_the_global_batc
     reports = [ast.literal_eval(line) for line in told.read_text().splitlines()]
     assert all(one == other for one, other in reports), "both ranks report the same"
     assert [one["loss"] for one, _ in reports] == pytest.approx(by_hand(6), rel=1e-5)
-    assert [(one["step"], one["samples"], one["lr"]) for one, _ in reports] == [(n, 16, 0.5) for n in range(6)]
+    assert [(one["step"], one["samples"], one["lr"]) for one, _ in reports] == [(n, 16, 0.1) for n in range(6)]
 
 
 @pytest.mark.long
