@@ -67,7 +67,8 @@ class RequestHandler:
         self.statistics: dict[int, Flat] = {}
         self._what, self._data, self._form, self._patience = "train", data, form, patience
         self._secret, self._finished, self._from = secret, False, queue.version
-        self._nobody_since = time.monotonic()
+        self._nobody_since = self._looked = time.monotonic()
+        self._skipped = False  # the last look
         self._laps: deque[float] = deque(maxlen=64)
         self.trouble: Exception | None = None
 
@@ -109,8 +110,15 @@ class RequestHandler:
             return 0.0 if self.present else time.monotonic() - self._nobody_since
 
     def look(self) -> None:
-        """Find out who has fallen silent, who computes and does not come on, and who has done so for too long."""
+        """Find out who has fallen silent, who computes and does not come on, and who has done so for too long.
+
+        Not by the first look after long: this process may have been stopped itself, and has yet to read what came.
+        """
         patience, now, fallen = self._patience, time.monotonic(), False
+        gap, self._looked = now - self._looked, now
+        self._skipped = gap > patience.silent and not self._skipped
+        if self._skipped:
+            return
         limit = patience.silent + patience.pieces * (statistics.median(self._laps) if self._laps else 0.0)
         slow = limit if self._laps else max(limit, patience.answer)  # nobody knows yet how long a piece takes
         lost: list[tuple[int, Connection, str]] = []
