@@ -20,6 +20,7 @@ import torch.distributed as dist
 import phalanx as px
 import phalanx.checkpoint.store  # once, here: what is forked has it then
 from phalanx.comm import Place
+from phalanx.comm.frames import Frame
 from phalanx.comm.handshake import Identity, Role, new_secret
 from phalanx.comm.listener import Caller
 from phalanx.data import read_ledger
@@ -35,6 +36,7 @@ from phalanx.train.parameter_server.role import ServerProcess
 from phalanx.train.parameter_server.server import Server
 from phalanx.train.parameter_server.server_group import Address, Directory, Patience
 from phalanx.train.parameter_server.server_links import ServerLinks
+from phalanx.train.parameter_server.shard_store import ShardStore
 
 SAMPLES, EPOCHS = 64, 6  # 4 steps an epoch
 QUICK = Patience(beat=0.05, silent=0.4, pieces=0.0, answer=5.0, back=5.0, parting=2.0)
@@ -164,6 +166,43 @@ def test_a_killed_server_comes_back_and_no_more_is_lost_than_stated(plan: str, i
     assert (told["index"], told["restarted"]) == (index, True)
     assert 0 <= told["lost_updates"] <= 3
     assert events[-1]["step"] == 24
+
+
+def test_a_run_in_which_a_server_was_lost_comes_to_the_same_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without staleness, though workers ask for more once one server has gone back and before the other has."""
+    pull, go_back, ask = Server._pull, ShardStore.go_back, ServerLinks.ask
+
+    def dies(self: Server, *of: Any) -> None:
+        here = self._store.index == 1 and self._store.shard.version == 8  # and pieces of step 8 are to be computed
+        if here and Path("lose").exists() and not Path("lost").exists():
+            Path("lost").touch()
+            kill()
+        pull(self, *of)
+
+    def slowly(self: ShardStore, *where: Any) -> None:
+        if self.index == 1:
+            time.sleep(0.3)
+        go_back(self, *where)
+        if self.index == 0:
+            Path("one-is-back").touch()
+
+    def late(self: ServerLinks, *of: Any) -> Frame:
+        if Path("lost").exists():
+            await_file("one-is-back")
+        return ask(self, *of)
+
+    def values() -> bytes:
+        return Path("run/checkpoints/step-00000024/rank-00000.safetensors").read_bytes()
+
+    monkeypatch.setattr(Server, "_pull", dies)
+    monkeypatch.setattr(ShardStore, "go_back", slowly)
+    monkeypatch.setattr(ServerLinks, "ask", late)
+    served("dp=2 server=2", lambda *_: None)
+    undisturbed = values()
+    Path("run").rename("before")
+    Path("lose").touch()
+    assert len(of(served("dp=2 server=2", lambda *_: None), "server")) == 1
+    assert values() == undisturbed
 
 
 def test_a_server_that_is_lost_as_the_run_ends_ends_no_run(monkeypatch: pytest.MonkeyPatch) -> None:

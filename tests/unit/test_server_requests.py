@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from phalanx.parallel.parameter_server import Form, StalenessBound, WorkQueue
+from phalanx.comm.frames import Frame
+from phalanx.parallel.parameter_server import Form, FrameKind, StalenessBound, WorkQueue
 from phalanx.train.parameter_server import requests
 from phalanx.train.parameter_server.requests import RequestHandler
 from phalanx.train.parameter_server.server_group import Patience
@@ -42,6 +43,19 @@ def test_who_is_not_heard_of_is_silent_and_then_lost(clock: SimpleNamespace) -> 
     assert looked(clock, *[0.2] * 20) == ["joined"]
     assert looked(clock, *[0.2] * 30) == ["joined", "silent"]
     assert looked(clock, *[0.2] * 310) == ["joined", "silent", "lost"]
+
+
+def test_nothing_is_dealt_while_servers_go_back(clock: SimpleNamespace) -> None:
+    queue, dealt = WorkQueue(lambda step: [8], first=0, limit=4, pace=StalenessBound()), list[dict[str, Any]]()
+    handler = RequestHandler(queue, DATA, Form(), Patience(), b"")
+    worker: Any = SimpleNamespace(heard=clock.now, send=lambda kind, meta: dealt.append(meta))
+    handler.connected(0, worker, DATA)
+    handler.restart(1)
+    handler.asked(0, worker, Frame(FrameKind.ASK, {}, 0))
+    handler.answer(0)
+    assert dealt == []
+    handler.turn_to("train", queue)
+    assert [(one["step"], one["part"], one["term"]) for one in dealt] == [(0, 0, 1)]
 
 
 def test_after_a_stop_of_its_own_it_reads_first_what_came(clock: SimpleNamespace) -> None:

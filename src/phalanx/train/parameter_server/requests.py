@@ -67,6 +67,7 @@ class RequestHandler:
         self.statistics: dict[int, Flat] = {}
         self._what, self._data, self._form, self._patience = "train", data, form, patience
         self._secret, self._finished, self._from = secret, False, queue.version
+        self._held_back = False  # servers go back: what would be dealt now is of no version that all of them have
         self._nobody_since = self._looked = time.monotonic()
         self._skipped = False  # the last look
         self._laps: deque[float] = deque(maxlen=64)
@@ -76,6 +77,7 @@ class RequestHandler:
         """From now on deal pieces of ``queue`` out, for ``train`` or ``evaluate``."""
         with self.news:
             self._what, self.queue, self._from = what, queue, queue.version
+            self._held_back = False
         self.dispatch()
 
     def dispatch(self) -> None:
@@ -86,9 +88,9 @@ class RequestHandler:
             self.answer(rank)
 
     def restart(self, term: int) -> None:
-        """What was dealt before counts no more."""
+        """What was dealt before counts no more, and nothing is dealt until ``turn_to``."""
         with self.news:
-            self.term = term
+            self.term, self._held_back = term, True
             self.statistics.clear()
             self.news.notify_all()
 
@@ -190,7 +192,7 @@ class RequestHandler:
             known = self.workers.get(rank)
             if known is None or not known.waiting or known.connection is None:
                 return
-            piece = None if self._finished else self.queue.ask(rank)
+            piece = None if self._finished or self._held_back else self.queue.ask(rank)
             if piece is None and not self._finished:
                 return
             known.waiting, connection, known.moved = False, known.connection, time.monotonic()
