@@ -10,9 +10,12 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import psutil
 import pytest
+import torch
+import torch.distributed as dist
 from small import job
 
 import phalanx as px
@@ -24,11 +27,11 @@ from phalanx.launch.reaper import fork
 
 Make = Callable[..., px.Hosts]
 
-MEGABYTES, RATE = 2, 40e6
+MEGABYTES, TIMES, RATE = 2, 3, 40e6
 
 
-def transfer(place: Place, report: Callable[[int], None]) -> dict[str, float] | None:
-    """Rank 0 sends rank 1 some megabytes, then a byte to and fro; what rank 0 saw."""
+def transfer(place: Place, report: Callable[[int], None]) -> dict[str, list[float]] | None:
+    """Rank 0 sends rank 1 some megabytes, then a byte to and fro, each some times; what rank 0 saw."""
     store = meet(place)
     if place.rank == 1:
         with socket.create_server((place.host, 0)) as server:
@@ -36,26 +39,30 @@ def transfer(place: Place, report: Callable[[int], None]) -> dict[str, float] | 
             peer, _ = server.accept()
             with peer:
                 peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                left = MEGABYTES * 10**6
-                while left:
-                    left -= len(peer.recv(min(left, 1 << 16)))
+                for _ in range(TIMES):
+                    left = MEGABYTES * 10**6
+                    while left:
+                        left -= len(peer.recv(min(left, 1 << 16)))
+                    peer.send(b".")
                 while data := peer.recv(1):
                     peer.send(data)
         return None
     host, _, port = store.get("port").decode().rpartition(":")
     with socket.create_connection((host, int(port))) as peer:
         peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        began = time.monotonic()
-        peer.sendall(bytes(MEGABYTES * 10**6) + b".")
-        peer.recv(1)
-        seconds = time.monotonic() - began
+        rates: list[float] = []
         trips: list[float] = []
-        for _ in range(3):
+        for _ in range(TIMES):
+            began = time.monotonic()
+            peer.sendall(bytes(MEGABYTES * 10**6))
+            peer.recv(1)
+            rates.append(MEGABYTES * 8e6 / (time.monotonic() - began))
+        for _ in range(TIMES):
             began = time.monotonic()
             peer.send(b".")
             peer.recv(1)
             trips.append(time.monotonic() - began)
-    return {"rate": MEGABYTES * 8e6 / seconds, "trip": min(trips)}
+    return {"rates": rates, "trips": trips}
 
 
 @pytest.mark.parametrize("delay", ["", "20ms"])
@@ -63,9 +70,10 @@ def transfer(place: Place, report: Callable[[int], None]) -> dict[str, float] | 
 def test_links_are_as_slow_as_asked(hosts: Make, delay: str) -> None:
     made = hosts(2, rate=f"{RATE / 1e6:g}mbit", delay=delay)
     seen = launch(transfer, 2, hosts=made)[0]
-    assert 0.5 * RATE <= seen["rate"] <= 1.2 * RATE
-    assert seen["trip"] >= (0.04 if delay else 0)
-    assert MEGABYTES * 1e6 < made.bytes_sent(0) < 1.2e6 * MEGABYTES
+    # a process that is held up takes longer, and is not held up each time; nothing goes faster than the link
+    assert 0.5 * RATE <= max(seen["rates"]) <= 1.2 * RATE
+    assert min(seen["trips"]) >= (0.04 if delay else 0)
+    assert MEGABYTES * TIMES * 1e6 < made.bytes_sent(0) < 1.2e6 * MEGABYTES * TIMES
     assert made.bytes_sent(1) < 1e6
 
 
@@ -100,17 +108,29 @@ def test_a_throttled_host_gets_its_share_of_a_core(hosts: Make, brake: str, monk
 
 
 class Cut:
-    """Cuts a host off while a run is in the middle of its steps, and restores it after a while."""
+    """Cuts a host off while a run is in the middle of its steps, and restores it after a while.
 
-    def __init__(self, hosts: px.Hosts, log: Path, seconds: float) -> None:
+    With ``loss`` ranks wait for that in their third step.
+    """
+
+    def __init__(self, hosts: px.Hosts, folder: Path, seconds: float) -> None:
         self.steps: list[int] = []  # that the log showed when it was cut and when it was restored
-        self._hosts, self._log, self._seconds = hosts, log, seconds
+        self._hosts, self._log, self._seconds = hosts, folder / "events.jsonl", seconds
         self._until = 0.0
+        self._cut = folder.with_name("cut-off")
+        self._calls = 0
+
+    def loss(self, output: torch.Tensor, batch: Any) -> px.Loss:
+        self._calls += dist.is_initialized() and dist.get_backend() == "gloo"  # not of the look before the run
+        while self._calls > 2 and not self._cut.exists():
+            time.sleep(0.01)
+        return px.cross_entropy(output, batch["y"])
 
     def __call__(self) -> None:
         steps = self._log.read_text().count('"event": "step"') if self._log.exists() else 0
         if not self.steps and steps >= 1:
             self._hosts.cut(1)
+            self._cut.touch()
             self.steps, self._until = [steps], time.monotonic() + self._seconds
         elif len(self.steps) == 1 and time.monotonic() > self._until:
             self.steps.append(steps)
@@ -124,10 +144,9 @@ def test_a_cut_that_ends_changes_nothing_but_time(
 ) -> None:
     made = hosts(2, **how)
     alone = px.fit(job(epochs=4), "dp=2", folder=tmp_path / "alone")
-    log = tmp_path / "cut" / "events.jsonl"
-    cut = Cut(made, log, seconds)
+    cut = Cut(made, tmp_path / "cut", seconds)
     run = px.RunSpec(job="small", plan=px.Plan(dp=2), folder=tmp_path / "cut", forecast="none")
-    apart = px.fit(job(epochs=4), run=run, hosts=made, watch=cut)
+    apart = px.fit(job(epochs=4, loss=cut.loss), run=run, hosts=made, watch=cut)
     before, after = cut.steps
     assert after <= before + 2 < len(apart.losses)
     assert apart.losses == alone.losses

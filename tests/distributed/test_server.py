@@ -67,8 +67,9 @@ def test_every_sample_counts_once_and_staleness_stays_within_its_bound(plan: str
     assert summary.serving is not None
     assert sum(summary.serving.staleness.values()) == sum(summary.serving.pieces.values())
     pieces, rates = summary.serving.pieces, summary.serving.rates
-    assert sorted(pieces) == list(range(run.plan.dp))
-    assert {rank for rank, many in pieces.items() if many} <= rates.keys()  # who came last may have found none left
+    # who came last may have found none left, or the run over
+    assert pieces.keys() <= set(range(run.plan.dp))
+    assert {rank for rank, many in pieces.items() if many} <= rates.keys()
 
 
 def test_backup_workers_are_left_out_and_what_is_in_is_divided_by_its_count() -> None:

@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,19 +20,23 @@ import torch.distributed as dist
 import phalanx as px
 import phalanx.checkpoint.store  # once, here: what is forked has it then
 from phalanx.comm import Place
+from phalanx.comm.frames import Frame
 from phalanx.comm.handshake import Identity, Role, new_secret
 from phalanx.comm.listener import Caller
 from phalanx.data import read_ledger
 from phalanx.errors import RunError
+from phalanx.events import read
 from phalanx.launch.local import launch
 from phalanx.parallel.parameter_server import FrameKind
 from phalanx.train.launcher_link import LauncherLink
 from phalanx.train.observer import Observer
 from phalanx.train.parameter_server import take_part
+from phalanx.train.parameter_server.requests import RequestHandler
 from phalanx.train.parameter_server.role import ServerProcess
 from phalanx.train.parameter_server.server import Server
 from phalanx.train.parameter_server.server_group import Address, Directory, Patience
 from phalanx.train.parameter_server.server_links import ServerLinks
+from phalanx.train.parameter_server.shard_store import ShardStore
 
 SAMPLES, EPOCHS = 64, 6  # 4 steps an epoch
 QUICK = Patience(beat=0.05, silent=0.4, pieces=0.0, answer=5.0, back=5.0, parting=2.0)
@@ -56,7 +61,12 @@ def run_of(plan: str, folder: str = "run") -> px.RunSpec:
 
 
 def served(
-    plan: str, strike: Callable[[Place, int], None], *, reserves: int = 1, trained: px.Job | None = None
+    plan: str,
+    strike: Callable[[Place, int], None],
+    *,
+    reserves: int = 1,
+    trained: px.Job | None = None,
+    patience: Patience = QUICK,
 ) -> list[dict[str, Any]]:
     """Run ``plan``; ``strike`` is called with each process's place and the step it begins. Returns the events."""
     run = run_of(plan)
@@ -66,7 +76,7 @@ def served(
             report(step)
             strike(place, step)
 
-        return take_part(trained or job(), run, place, LauncherLink(report=reported), patience=QUICK)
+        return take_part(trained or job(), run, place, LauncherLink(report=reported), patience=patience)
 
     launch(work, run.plan.processes, reserves=reserves)
     ids = np.concatenate([ids for _, ids in read_ledger(run.folder / "ledger").values()])
@@ -85,11 +95,35 @@ def of(events: list[dict[str, Any]], name: str) -> list[dict[str, Any]]:
     return [event for event in events if event["event"] == name]
 
 
+def states_of(rank: int) -> list[str]:
+    """What has become of the worker ``rank`` by now, as the log of the run that goes on has it."""
+    return [event["state"] for event in of(list(read(Path("run/events.jsonl"))), "worker") if event["rank"] == rank]
+
+
+def await_state(rank: int, state: str) -> None:
+    """Wait, in another worker, until the worker ``rank`` has once been in this state.
+
+    A worker that goes on alone is through with the run in less time than one may be held up for: what is to become of
+    the other would come too late.
+    """
+    while state not in states_of(rank):
+        time.sleep(0.02)
+
+
+def await_file(name: str) -> None:
+    while not Path(name).exists():
+        time.sleep(0.02)
+
+
 @pytest.mark.parametrize("plan", ["dp=2 server=1", "dp=3 server=2 staleness=2"])
 def test_a_killed_workers_pieces_go_to_others_and_another_is_let_in(plan: str) -> None:
+    workers = px.Plan.parse(plan).dp
+
     def strike(place: Place, step: int) -> None:
         if (place.rank, place.generation) == (1, 0) and step >= 5:
             kill()
+        if place.rank < workers and place.rank != 1 and step >= 20:
+            await_state(1, "lost")
 
     events = served(plan, strike)
     states = [event["state"] for event in of(events, "worker") if event["rank"] == 1]
@@ -106,12 +140,13 @@ def test_a_killed_server_comes_back_and_no_more_is_lost_than_stated(plan: str, i
     servers = px.Plan.parse(plan).dp
 
     def strike(place: Place, step: int) -> None:
-        # Only the coordinator begins steps; another server is killed by the first worker that begins this one.
+        # Only the coordinator begins steps; another server is killed by the first workers that begin this one.
         if index == 0 and (place.rank, place.generation) == (servers, 0) and step == 8:
             kill()
-        if index and place.rank == 0 and step >= 8 and not Path("struck").exists():
+        if index and place.rank < servers and step >= 8 and not Path("struck").exists():
+            with suppress(ProcessLookupError):
+                os.kill(int(Path("pid").read_text()), signal.SIGKILL)
             Path("struck").touch()
-            os.kill(int(Path("pid").read_text()), signal.SIGKILL)
 
     def work(place: Place, report: Callable[[int], None]) -> dict[str, Any]:
         if place.rank == servers + index and place.generation == 0:
@@ -133,23 +168,92 @@ def test_a_killed_server_comes_back_and_no_more_is_lost_than_stated(plan: str, i
     assert events[-1]["step"] == 24
 
 
+def test_a_run_in_which_a_server_was_lost_comes_to_the_same_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without staleness, though workers ask for more once one server has gone back and before the other has."""
+    pull, go_back, ask = Server._pull, ShardStore.go_back, ServerLinks.ask
+
+    def dies(self: Server, *of: Any) -> None:
+        here = self._store.index == 1 and self._store.shard.version == 8  # and pieces of step 8 are to be computed
+        if here and Path("lose").exists() and not Path("lost").exists():
+            Path("lost").touch()
+            kill()
+        pull(self, *of)
+
+    def slowly(self: ShardStore, *where: Any) -> None:
+        if self.index == 1:
+            time.sleep(0.3)
+        go_back(self, *where)
+        if self.index == 0:
+            Path("one-is-back").touch()
+
+    def late(self: ServerLinks, *of: Any) -> Frame:
+        if Path("lost").exists():
+            await_file("one-is-back")
+        return ask(self, *of)
+
+    def values() -> bytes:
+        return Path("run/checkpoints/step-00000024/rank-00000.safetensors").read_bytes()
+
+    monkeypatch.setattr(Server, "_pull", dies)
+    monkeypatch.setattr(ShardStore, "go_back", slowly)
+    monkeypatch.setattr(ServerLinks, "ask", late)
+    served("dp=2 server=2", lambda *_: None)
+    undisturbed = values()
+    Path("run").rename("before")
+    Path("lose").touch()
+    assert len(of(served("dp=2 server=2", lambda *_: None), "server")) == 1
+    assert values() == undisturbed
+
+
 def test_a_server_that_is_lost_as_the_run_ends_ends_no_run(monkeypatch: pytest.MonkeyPatch) -> None:
     obey = Server.obey
 
     def dies(self: Server, kind: FrameKind, meta: dict[str, Any]) -> dict[str, Any]:
         if kind == FrameKind.END and self._store.index == 1:
+            Path("died").touch()
             kill()
         return obey(self, kind, meta)
 
+    def strike(place: Place, step: int) -> None:
+        if place.rank == 0:
+            await_state(1, "joined")  # what one held is told by who was there
+
     monkeypatch.setattr(Server, "obey", dies)
     evaluated = replace(job(), evaluate=job().data)  # for which workers would be needed once more
-    began = time.monotonic()
-    events = served("dp=2 server=2", lambda *_: None, trained=evaluated)
-    assert time.monotonic() - began < QUICK.back + QUICK.parting, "what came in its place sees that all is done"
+    events = served("dp=2 server=2", strike, trained=evaluated)
+    since = time.time() - Path("died").stat().st_mtime
+    assert since < QUICK.back + QUICK.parting, "what came in its place sees that all is done"
     assert [event["rank"] for event in of(events, "memory")] == [0, 1, 2]
     assert [event["message"] for event in of(events, "warning")] == [
         "server 1 was lost as the run ended: what memory it held is not known"
     ]
+
+
+def test_what_a_worker_says_as_it_leaves_is_heard_behind_its_signs_of_life(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of which some have not been read as the run ends, and are to be answered first."""
+    ending = threading.Event()
+    heard, finish = RequestHandler.heard, RequestHandler.finish
+
+    def heard_late(self: RequestHandler, *of: Any) -> None:
+        if ending.is_set():
+            time.sleep(2 * QUICK.beat)
+        heard(self, *of)
+
+    def finish_late(self: RequestHandler) -> None:
+        ending.set()
+        time.sleep(10 * QUICK.beat)
+        finish(self)
+
+    monkeypatch.setattr(RequestHandler, "heard", heard_late)
+    monkeypatch.setattr(RequestHandler, "finish", finish_late)
+
+    def strike(place: Place, step: int) -> None:
+        if place.rank == 0:
+            await_state(1, "joined")
+
+    events = served("dp=2 server=1", strike, reserves=0, patience=replace(QUICK, parting=30.0))
+    assert [event["rank"] for event in of(events, "memory")] == [0, 1, 2]
+    assert "lost" not in {event["state"] for event in of(events, "worker")}
 
 
 def test_a_silent_worker_holds_nobody_up_and_goes_on_when_it_is_back() -> None:
@@ -158,11 +262,13 @@ def test_a_silent_worker_holds_nobody_up_and_goes_on_when_it_is_back() -> None:
             Path("struck").touch()
             if os.fork() == 0:  # wakes its parent once the others have gone on
                 deadline = time.monotonic() + 10
-                while "silent" not in Path("run/events.jsonl").read_text() and time.monotonic() < deadline:
+                while "silent" not in states_of(1) and time.monotonic() < deadline:
                     time.sleep(0.02)
                 os.kill(os.getppid(), signal.SIGCONT)
                 os._exit(0)
             os.kill(os.getpid(), signal.SIGSTOP)
+        if place.rank == 0 and step >= 20:
+            await_state(1, "silent")
 
     events = served("dp=2 server=1", strike, reserves=0)
     states = [event["state"] for event in of(events, "worker") if event["rank"] == 1]
@@ -178,10 +284,14 @@ def place() -> Iterator[Place]:
     del store  # it serves until here
 
 
-def test_two_servers_of_one_shard_are_refused(place: Place) -> None:
+def test_two_servers_of_one_shard_are_refused(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     run = run_of("dp=1 server=1")
     quick = replace(QUICK, back=1.0)
     failed: list[BaseException] = []
+    alone: Any = RequestHandler.nobody_for
+    refused = threading.Event()  # until then the first does not give up, however late the second comes
+    patched = property(lambda self: alone.fget(self) if refused.is_set() else 0.0)
+    monkeypatch.setattr(RequestHandler, "nobody_for", patched)
 
     def first() -> None:
         try:
@@ -193,9 +303,12 @@ def test_two_servers_of_one_shard_are_refused(place: Place) -> None:
     thread.start()
     while Directory(place).find(0) is None:
         time.sleep(0.01)
-    with pytest.raises(RunError, match="server 0 is running already, at 127"):
-        ServerProcess(job(), run, place, quick, Observer(), LauncherLink())
-    thread.join()
+    try:
+        with pytest.raises(RunError, match="server 0 is running already, at 127"):
+            ServerProcess(job(), run, place, quick, Observer(), LauncherLink())
+    finally:
+        refused.set()
+        thread.join()
     assert "no worker has been there for 1 s" in str(failed[0]), "and the first ends, since nobody comes"
 
 
@@ -232,41 +345,47 @@ def test_a_server_without_its_coordinator_gives_up(place: Place) -> None:
 
 
 class Cut:
-    """Cuts the host of rank 1 off once the run goes on, until the others have gone on without it, and ``extra`` s."""
+    """Cuts the host of rank 1 off once it is in a step, until others have gone on without it, and ``extra`` s."""
 
-    def __init__(self, hosts: px.Hosts, log: Path, extra: float) -> None:
-        self._hosts, self._log, self._extra, self._state = hosts, log, extra, "joined"
-        self.steps = 0
+    def __init__(self, hosts: px.Hosts, extra: float) -> None:
+        self._hosts, self._extra, self._done, self._until = hosts, extra, 0, float("inf")
 
     def __call__(self) -> None:
-        text = self._log.read_text() if self._log.exists() else ""
-        if self._state == "joined" and text.count('"event": "step"') >= 2:
+        done = len(of(list(read(Path("run/events.jsonl"))), "step"))
+        if Path("in-step").exists() and not Path("cut").exists():
             self._hosts.cut(1)
-            self._state, self._until = "cut", float("inf")
-        elif self._state == "cut":
-            if '"silent"' in text and self._until == float("inf"):
+            self._done = done
+            Path("cut").touch()
+        elif Path("cut").exists() and not Path("restored").exists():
+            if states_of(1)[-1:] == ["silent"] and done >= self._done + 2 and self._until == float("inf"):
                 self._until = time.monotonic() + self._extra
             if time.monotonic() > self._until:
-                self.steps = text.count('"event": "step"')
                 self._hosts.restore(1)
-                self._state = "restored"
+                Path("restored").touch()
 
 
 def test_a_worker_that_is_cut_off_holds_nobody_up_and_comes_back_by_itself(hosts: Callable[..., px.Hosts]) -> None:
     made, run = hosts(3), run_of("dp=2 server=1 staleness=1")
-    cut = Cut(made, run.folder / "events.jsonl", 0.3)
+    patience = replace(QUICK, answer=60.0)  # the kernel takes its time to send again what was cut off
 
     def work(place: Place, report: Callable[[int], None]) -> dict[str, Any]:
         def reported(step: int) -> None:
             report(step)
-            while place.rank == 0 and step > 20 and "returned" not in (run.folder / "events.jsonl").read_text():
-                time.sleep(0.02)
+            if place.rank == 1 and step >= 2:
+                Path("in-step").touch()
+                await_file("cut")
+            if place.rank == 0 and step >= 3:
+                await_file("cut")
+            if place.rank == 0 and step > 20:
+                await_file("restored")
+                while states_of(1)[-1:] != ["returned"]:
+                    time.sleep(0.02)
 
-        return take_part(job(), run, place, LauncherLink(report=reported), patience=QUICK)
+        return take_part(job(), run, place, LauncherLink(report=reported), patience=patience)
 
-    launch(work, 3, hosts=made, watch=cut)
+    launch(work, 3, hosts=made, watch=Cut(made, 0.3))
     ids = np.concatenate([ids for _, ids in read_ledger(run.folder / "ledger").values()])
     assert (np.bincount(ids, minlength=SAMPLES) == EPOCHS).all()
     states = [event["state"] for event in of(list(px.Run(folder=run.folder).events()), "worker") if event["rank"] == 1]
-    assert states[:3] == ["joined", "silent", "returned"], "its connection was never lost"
-    assert cut.steps > 2
+    assert states[:3] == ["joined", "silent", "returned"]
+    assert "lost" not in states, "its connection was never lost"

@@ -140,7 +140,7 @@ class Ending(Observer):
 
 
 def trained(folder: str, attacker: Attacker | None = None) -> dict[str, torch.Tensor]:
-    """The values that ``server=1 dp=2`` ends with; under attack rank 0 waits in step 5 until all of it was done."""
+    """The values that ``server=1 dp=2`` ends with; under attack workers wait in step 5 until all of it was done."""
     run = run_of("dp=2 server=1", folder)
     publish = Directory.publish
 
@@ -155,7 +155,7 @@ def trained(folder: str, attacker: Attacker | None = None) -> dict[str, torch.Te
 
         def reported(step: int) -> None:
             report(step)
-            while attacker and place.rank == 0 and step >= 5 and not Path("attacked").exists():
+            while attacker and place.rank < 2 and step >= 5 and not Path("attacked").exists():
                 time.sleep(0.02)
 
         observer = Ending(Path(f"{folder}.pt")) if place.rank == 2 else None

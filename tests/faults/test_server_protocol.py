@@ -7,6 +7,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -107,9 +108,11 @@ def test_every_frame_is_one_that_the_other_end_takes(monkeypatch: pytest.MonkeyP
     judged(monkeypatch, said)
 
     def strike(place: Place, step: int) -> None:
-        if place.rank == 0 and step >= 8 and not Path("struck").exists():
+        # whoever comes first: one that is held up may come to none of these steps
+        if place.rank < 2 and step >= 8 and not Path("struck").exists():
+            with suppress(ProcessLookupError):
+                os.kill(int(Path("pid").read_text()), signal.SIGKILL)
             Path("struck").touch()
-            os.kill(int(Path("pid").read_text()), signal.SIGKILL)
 
     def change(job: Job, run: RunSpec) -> tuple[Job, RunSpec]:
         return replace(job, evaluate=job.data), replace(run, checkpoint_every=10)

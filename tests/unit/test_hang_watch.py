@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,39 +22,63 @@ PID, CHILD = 1 << 22, (1 << 22) + 1  # above any number that the kernel gives
 SILENT: Any = SimpleNamespace(answer=lambda since: (0, ()), read=lambda: (None, None))
 
 
-def asked(steps: Callable[[int], list[int | None]], monkeypatch: pytest.MonkeyPatch) -> int:
+class Clock:
+    """Goes on by what is slept: a test that something else holds up sees no time pass meanwhile."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+@pytest.fixture(autouse=True)
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    made = Clock()
+    monkeypatch.setattr(hang_watch, "time", made)
+    return made
+
+
+def asked(steps: Callable[[int], list[int | None]], clock: Clock, monkeypatch: pytest.MonkeyPatch) -> int:
     """How often ranks were asked, of which ``steps`` says at each look in which step they are."""
     times, looks = list[float](), 0
-    monkeypatch.setattr(HangWatch, "_ask", lambda self, ranks: times.append(time.monotonic()))
+    monkeypatch.setattr(HangWatch, "_ask", lambda self, ranks: times.append(clock.now))
 
     def ranks() -> dict[int, WatchedRank]:
         files = lambda step: None if step == ENDED else SILENT  # noqa: E731
         return {rank: WatchedRank(PID, step, files(step)) for rank, step in enumerate(steps(looks))}
 
     watch = HangWatch(ranks, TIMEOUT)
-    until = time.monotonic() + 2 * TIMEOUT
-    while time.monotonic() < until:
+    until = clock.now + 2 * TIMEOUT
+    while clock.now < until:
         watch.look()
         looks += 1
-        time.sleep(0.01)
+        clock.sleep(0.01)
     return len(times)
 
 
-def test_a_server_without_steps_has_nobody_asked_while_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert asked(lambda looks: [looks, looks // 2, None], monkeypatch) == 0
+def test_a_server_without_steps_has_nobody_asked_while_others_go_on(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert asked(lambda looks: [looks, looks // 2, None], clock, monkeypatch) == 0
 
 
-def test_where_others_wait_for_a_rank_that_never_begins_all_are_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert asked(lambda looks: [0, 0, None], monkeypatch) > 0
-    assert asked(lambda looks: [None, None, None], monkeypatch) > 0
-    assert asked(lambda looks: [ENDED, ENDED, None], monkeypatch) > 0
+def test_where_others_wait_for_a_rank_that_never_begins_all_are_asked(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert asked(lambda looks: [0, 0, None], clock, monkeypatch) > 0
+    assert asked(lambda looks: [None, None, None], clock, monkeypatch) > 0
+    assert asked(lambda looks: [ENDED, ENDED, None], clock, monkeypatch) > 0
 
 
 class Processes:
     """What the kernel tells of a rank and a process that it has started: both sleep and never compute."""
 
-    def __init__(self, root: Path) -> None:
-        self.root, self.moved = root, 0
+    def __init__(self, root: Path, clock: Clock) -> None:
+        self.root, self.moved, self.clock = root, 0, clock
         for pid in (PID, CHILD):
             (root / f"{pid}/task/{pid}").mkdir(parents=True)
             self.be(pid, "S")
@@ -71,26 +94,27 @@ class Processes:
 
 
 @pytest.fixture
-def processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Processes:
+def processes(tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> Processes:
     monkeypatch.setattr(hang_watch, "_PROC", tmp_path)
     monkeypatch.setattr(hang_watch, "_LATER", 0.1)
-    return Processes(tmp_path)
+    return Processes(tmp_path, clock)
 
 
-def looked_at(between: Callable[[], None] = lambda: None) -> Failure | None:
+def looked_at(processes: Processes, between: Callable[[], None] = lambda: None) -> Failure | None:
     """What comes of a rank that stays in its step for three timeouts."""
     watch = HangWatch(lambda: {0: WatchedRank(PID, 3, SILENT)}, TIMEOUT)
-    until = time.monotonic() + 3 * TIMEOUT
-    while time.monotonic() < until:
+    clock = processes.clock
+    until = clock.now + 3 * TIMEOUT
+    while clock.now < until:
         if failure := watch.look():
             return failure
         between()
-        time.sleep(0.01)
+        clock.sleep(0.01)
     return None
 
 
 def test_who_sleeps_is_blocked(processes: Processes) -> None:
-    failure = looked_at()
+    failure = looked_at(processes)
     assert failure is not None
     assert failure.hang is not None
     assert failure.hang["cause"] in ("blocked", "silent")
@@ -131,21 +155,21 @@ def test_who_has_given_up_and_saves_stood_where_it_did_before() -> None:
 @pytest.mark.parametrize("pid", [PID, CHILD])
 def test_who_waits_for_a_disk_goes_on(processes: Processes, pid: int) -> None:
     processes.be(pid, "D")
-    assert looked_at() is None
+    assert looked_at(processes) is None
 
 
 def test_so_does_who_waits_in_another_thread(processes: Processes) -> None:
     thread = processes.root / f"{PID}/task/{CHILD + 1}"
     thread.mkdir()
     (thread / "stat").write_text(f"{CHILD + 1} (save) D 0")
-    assert looked_at() is None
+    assert looked_at(processes) is None
 
 
 @pytest.mark.parametrize("how", ["rchar", "wchar", "read_bytes", "write_bytes"])
 @pytest.mark.parametrize("pid", [PID, CHILD])
 def test_who_reads_or_writes_goes_on(processes: Processes, pid: int, how: str) -> None:
-    assert looked_at(lambda: processes.move(pid, 1 << 20, how)) is None
+    assert looked_at(processes, lambda: processes.move(pid, 1 << 20, how)) is None
 
 
 def test_what_a_worker_writes_down_of_itself_does_not_count(processes: Processes) -> None:
-    assert looked_at(lambda: processes.move(PID, 1 << 10, "wchar")) is not None
+    assert looked_at(processes, lambda: processes.move(PID, 1 << 10, "wchar")) is not None

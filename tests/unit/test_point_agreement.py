@@ -6,6 +6,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterator
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -50,7 +51,7 @@ def side_by_side(*ranks: Callable[[], None]) -> None:
 
 
 class Rank:
-    """Passes points until the end or until it is stopped; ``together`` is called before each."""
+    """Passes points until it is stopped; ``together`` is called before each."""
 
     def __init__(
         self, store: Store, rank: int, size: int, pauses: Iterator[float], asks_at: int, together: Callable[[], object]
@@ -65,14 +66,13 @@ class Rank:
             return [self._rank + 1 if asked and not self.found else 0, 0]
 
         with PointAgreement(PrefixStore("test", self._store), self._rank, self._size, wanted) as agreement:
-            for point in range(1, 401):
+            for point in count(1):  # one that came to an end could do so while another is held up before it asks
                 self._together()  # what ranks exchange in a step
                 time.sleep(next(self._pauses))
                 asked = asked or point == self._asks_at
                 if numbers := agreement.pass_point():
                     self.found.append((point, numbers))
                     return
-            agreement.close(finished=True)
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -97,7 +97,6 @@ def test_all_stop_at_the_same_point_however_fast_they_are(seed: int, size: int, 
     (found,) = {(point, *numbers) for rank in ranks for point, numbers in rank.found}
     assert all(len(rank.found) == 1 for rank in ranks)
     assert found[1] == asking + 1 or seed % 3 == 0  # of those that had asked by then the largest
-    assert found[0] < 400
 
 
 def test_work_that_gets_slower_is_stopped_at_its_next_point(store: Store) -> None:

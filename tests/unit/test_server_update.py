@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping
 from typing import Any
 
@@ -138,6 +139,23 @@ def test_what_is_being_read_stays_as_it_is(ahead: bool) -> None:
     with one.values() as (version, flat):
         assert version == 1
         assert torch.equal(torch.cat([flat.named[name].reshape(-1) for name in one.parameters]), values(one))
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_who_reads_while_it_goes_back_gets_what_it_goes_back_to(ahead: bool) -> None:
+    one, found = shard(Rule(ahead=ahead)), list[tuple[int, bool]]()
+
+    def read() -> None:
+        with one.values() as (version, flat):
+            found.append((version, bool((flat.named["a"] == 7.0).all())))
+
+    reader = threading.Thread(target=read)
+    with one.restoring(5, 1, 5):
+        reader.start()
+        reader.join(0.1)
+        one.parameters["a"].fill_(7.0)
+    reader.join()
+    assert found == [(5, True)]
 
 
 def test_going_back_forgets_what_was_on_its_way() -> None:

@@ -241,12 +241,15 @@ class Shard:
         """Inside the block parameters and optimizer state are set to those of ``version``.
 
         Every gradient on its way is forgotten. Steps below ``floor`` and those in ``done`` are the ones applied.
+        Whoever wants values waits for the end of the block: those of before are of an earlier term.
         """
         with self._news:
             self.term = term
             self._open, self._ready, self._squares = {}, None, None
             self._then.clear()
         self._make_way()
+        with self._news:
+            self._applying = True
         with torch.no_grad():
             yield
         with self._news:

@@ -67,7 +67,9 @@ class RequestHandler:
         self.statistics: dict[int, Flat] = {}
         self._what, self._data, self._form, self._patience = "train", data, form, patience
         self._secret, self._finished, self._from = secret, False, queue.version
-        self._nobody_since = time.monotonic()
+        self._held_back = False  # servers go back: what would be dealt now is of no version that all of them have
+        self._nobody_since = self._looked = time.monotonic()
+        self._skipped = False  # the last look
         self._laps: deque[float] = deque(maxlen=64)
         self.trouble: Exception | None = None
 
@@ -75,6 +77,7 @@ class RequestHandler:
         """From now on deal pieces of ``queue`` out, for ``train`` or ``evaluate``."""
         with self.news:
             self._what, self.queue, self._from = what, queue, queue.version
+            self._held_back = False
         self.dispatch()
 
     def dispatch(self) -> None:
@@ -85,9 +88,9 @@ class RequestHandler:
             self.answer(rank)
 
     def restart(self, term: int) -> None:
-        """What was dealt before counts no more."""
+        """What was dealt before counts no more, and nothing is dealt until ``turn_to``."""
         with self.news:
-            self.term = term
+            self.term, self._held_back = term, True
             self.statistics.clear()
             self.news.notify_all()
 
@@ -109,8 +112,15 @@ class RequestHandler:
             return 0.0 if self.present else time.monotonic() - self._nobody_since
 
     def look(self) -> None:
-        """Find out who has fallen silent, who computes and does not come on, and who has done so for too long."""
+        """Find out who has fallen silent, who computes and does not come on, and who has done so for too long.
+
+        Not by the first look after long: this process may have been stopped itself, and has yet to read what came.
+        """
         patience, now, fallen = self._patience, time.monotonic(), False
+        gap, self._looked = now - self._looked, now
+        self._skipped = gap > patience.silent and not self._skipped
+        if self._skipped:
+            return
         limit = patience.silent + patience.pieces * (statistics.median(self._laps) if self._laps else 0.0)
         slow = limit if self._laps else max(limit, patience.answer)  # nobody knows yet how long a piece takes
         lost: list[tuple[int, Connection, str]] = []
@@ -182,7 +192,7 @@ class RequestHandler:
             known = self.workers.get(rank)
             if known is None or not known.waiting or known.connection is None:
                 return
-            piece = None if self._finished else self.queue.ask(rank)
+            piece = None if self._finished or self._held_back else self.queue.ask(rank)
             if piece is None and not self._finished:
                 return
             known.waiting, connection, known.moved = False, known.connection, time.monotonic()

@@ -223,9 +223,10 @@ class Server:
 
     def _pull(self, connection: Connection, frame: Frame) -> None:
         shard = self._store.shard
+        term = shard.term  # before the values: those of a later term under an earlier one are only sent once more
         with shard.values() as (version, flat):
-            meta = {"version": version, "term": shard.term}
-            if (frame.meta["version"], frame.meta["term"]) == (version, shard.term):
+            meta = {"version": version, "term": term}
+            if (frame.meta["version"], frame.meta["term"]) == (version, term):
                 connection.send(FrameKind.VALUES, meta)
                 return
             statistics = [one.clone() for one in self._store.statistics.whole] if self._store.index == 0 else []

@@ -154,10 +154,18 @@ class ServerLinks:
         self._moved_at = time.monotonic()
 
     def say_goodbye(self, memory: dict[str, Any]) -> None:
-        """Tell the coordinator what was held in memory."""
-        with suppress(LostError):
+        """Tell the coordinator what was held in memory, and wait until it has heard that and hangs up.
+
+        Before that it may be about to answer signs of life: if this end were closed by then, to answer would fail, and
+        what is behind them would not be read.
+        """
+        self._gone.set()
+        with suppress(OSError):
             if connection := self._links[0].connection:
                 connection.send(FrameKind.END, {"memory": memory})
+                connection.wait_at_most(self._patience.parting)
+                while True:
+                    connection.receive()
 
     def pull(self, into: Mapping[str, torch.Tensor], statistics: list[memoryview]) -> tuple[int, int]:
         """Bring ``into`` (name → whole parameter, on the host) up to date. Returns the oldest version and the term.
