@@ -60,11 +60,16 @@ def fails(target: Callable[..., object], world_size: int) -> tuple[WorkerError, 
 
 
 def striking(fault: Fault, folder: Path) -> Callable[..., object]:
-    """A worker that has a child process, takes 5 steps and would then wait for ever."""
+    """A worker that has a child process, takes 5 steps and would then wait for ever.
+
+    The fault strikes once all have begun: workers are ended soon after it, whether they have or not.
+    """
 
     def target(place: Place, report: Callable[[int], None]) -> None:
         note(folder, os.getpid())
         start_child(folder)
+        if place.rank == fault.rank:
+            wait_until(lambda: len(noted(folder)) == 2 * place.world_size, LIMIT)
         for step in range(5):
             report(step)
             fault.strike(place.rank, step)
