@@ -104,7 +104,8 @@ def test_a_signal_to_the_launcher_stops_the_run_with_a_checkpoint(
     assert stops(replace(slow, steps=400), run) == code
     (stopped,) = events(run.folder, "stopped")
     assert stopped["signal"] == signal.Signals(number).name
-    assert AT < stopped["step"] < 400
+    # a worker of servers may compute both pieces of each step, where the other begins later
+    assert (AT // 2 if "server" in plan else AT) < stopped["step"] < 400
     newest = latest(run.folder / "checkpoints")
     assert newest is not None
     assert newest.name == f"step-{stopped['step']:08d}"  # none of its steps is lost
