@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import mmap
 import os
 import resource
 import signal
@@ -92,6 +93,23 @@ def alive(pids: list[int]) -> list[int]:
         except psutil.NoSuchProcess:
             continue
     return found
+
+
+class Looks:
+    """Calls that the processes which this one forks see as well: by them they go no further than it has seen."""
+
+    def __init__(self) -> None:
+        self._count = memoryview(mmap.mmap(-1, 8)).cast("q")
+
+    def __call__(self) -> None:
+        """This process looks."""
+        self._count[0] += 1
+
+    def wait(self, looks: int = 1) -> None:
+        """In another process: wait for so many, for as long as everything may take; not before the first of all."""
+        before, until = self._count[0], time.monotonic() + LIMIT
+        while before and self._count[0] < before + looks and time.monotonic() < until:
+            time.sleep(0.002)
 
 
 def wait_until(condition: Callable[[], bool], timeout: float) -> bool:

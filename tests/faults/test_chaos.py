@@ -13,31 +13,36 @@ import shlex
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import IO, Any
 
 import pytest
 from click.testing import CliRunner
+from inject import Looks
 
+from phalanx.checkpoint.writing import FileContent
 from phalanx.cli import main
 from phalanx.events import read
 from phalanx.verify.chaos import Chaos, train_command
+from phalanx.verify.chaos.injector import InjectedRun
 
+LOOKS = Looks()  # of who strikes at what the run has done
 JOB = '''
 import sys
 sys.path.insert(0, {small!r})
-import time
 import torch
 import phalanx as px
 import small
 from dataclasses import replace
 from pathlib import Path
 from small import Net
+from test_chaos import LOOKS
 
 def job(**how):
-    """Whose steps take long enough for who strikes to see them come, beside other work."""
+    """Whose steps wait for who strikes to see the one before, whatever keeps it: one look may have begun already."""
     given = small.job(**how)
-    return replace(given, loss=lambda *of: (time.sleep(0.01), given.loss(*of))[1])
+    return replace(given, loss=lambda *of: (LOOKS.wait(2), given.loss(*of))[1])
 
 def forgets():
     """Each time it is begun its learning rate is another."""
@@ -98,6 +103,23 @@ def _forked_commands(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(train_command, "subprocess", Forking)
 
 
+@pytest.fixture(autouse=True)
+def _no_run_outruns_who_strikes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its steps wait to be seen, and its saves take longer than it takes to find out which process is which rank."""
+    take, write = InjectedRun._take_events, FileContent.write
+
+    def take_events(run: InjectedRun) -> None:
+        take(run)
+        LOOKS()
+
+    def write_slowly(content: FileContent, path: Path) -> Any:
+        time.sleep(0.03)
+        return write(content, path)
+
+    monkeypatch.setattr(InjectedRun, "_take_events", take_events)
+    monkeypatch.setattr(FileContent, "write", write_slowly)
+
+
 @pytest.fixture
 def job(tmp_path: Path) -> str:
     path = tmp_path / "job.py"
@@ -143,7 +165,7 @@ def test_what_goes_wrong_within_a_rank_and_around_it(job: str, tmp_path: Path) -
     verdict = chaos.run(
         [
             *("exception rank 1 step 4", "clock rank 0 step 10", "SIGSTOP rank 1 step 15 for 0.2s"),
-            *("slow-disk ranks save 6 for 0.2s", "full-disk rank 0 save 7", "SIGTERM step 25"),
+            *("slow-disk ranks save 6 for 0.2s", "full-disk rank 0 save 7", "SIGTERM step 40"),
         ]
     )
     assert verdict.nothing_lost, verdict

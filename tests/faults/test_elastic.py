@@ -17,11 +17,13 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
+from inject import Looks
 from test_stopping import events, spec
 
 import phalanx as px
 from phalanx.data import audit
 from phalanx.errors import WorkerError
+from phalanx.launch.worker_process import RANK_NAME
 from phalanx.placement.survey_file import stored_survey
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "distributed"))
@@ -33,11 +35,18 @@ SAME = 1e-6  # relative: sums over another number of ranks are rounded in anothe
 
 
 def failing(
-    world: int, strikes: int, folder: Path, *, slow: float = 0.0, strike: Any = None, steps: int = STEPS
+    world: int,
+    strikes: int,
+    folder: Path,
+    *,
+    slow: float = 0.0,
+    looks: Looks | None = None,
+    strike: Any = None,
+    steps: int = STEPS,
 ) -> Any:
     """The small job; among ``world`` processes the last is killed in step 3, or later in its fourth, so many times.
 
-    With fewer processes each forward pass takes ``slow`` seconds.
+    With fewer processes each forward pass takes ``slow`` seconds, or waits for one of the ``looks``.
     """
     launcher, calls = os.getpid(), list[int]()
 
@@ -49,6 +58,9 @@ def failing(
                 if len(calls) == AT + 1 and len(list(folder.glob("strike-*"))) < strikes:
                     (folder / f"strike-{time.monotonic_ns()}").touch()
                     (strike or be_killed)()
+            elif ranks < world and looks:
+                if Path("/proc/self/comm").read_text().startswith(RANK_NAME):  # who looks at the job is waited for
+                    looks.wait()
             elif ranks < world:
                 time.sleep(slow)
         return px.cross_entropy(output, batch["y"])
@@ -140,8 +152,8 @@ def test_it_grows_back_and_that_is_no_restart(tmp_path: Path) -> None:
 
 def test_more_that_fail_again_are_left_at_once_and_for_longer(tmp_path: Path) -> None:
     run = spec("dp=2", tmp_path / "run", devices="1:2", restarts=3, grow_after=6)
-    # steps long enough for the launcher to see the sixth before the twelfth, beside other work
-    done = px.fit(failing(2, 99, tmp_path, slow=0.1, steps=60), run=run)
+    looks = Looks()  # of the launcher, which is to see the sixth step before the twelfth, whatever else goes on
+    done = px.fit(failing(2, 99, tmp_path, looks=looks, steps=60), run=run, watch=looks)
     there_and_back = [(1, 2), (2, 1)]
     assert sizes(run.folder)[:5] == [(2, 1), *there_and_back, *there_and_back]
     grown = [event["step"] for event in events(run.folder, "resize") if event["to"] == 2]

@@ -32,6 +32,7 @@ from phalanx.comm import Place, default_process_group, device_for
 from phalanx.errors import DataError, Problem, RefusedError, RunError, WorkerError
 from phalanx.launch.failure import Failure, advice, worker_error
 from phalanx.launch.local import launch
+from phalanx.launch.worker_pool import WorkerPool
 
 
 @pytest.fixture(scope="module")
@@ -59,11 +60,16 @@ def fails(target: Callable[..., object], world_size: int) -> tuple[WorkerError, 
 
 
 def striking(fault: Fault, folder: Path) -> Callable[..., object]:
-    """A worker that has a child process, takes 5 steps and would then wait for ever."""
+    """A worker that has a child process, takes 5 steps and would then wait for ever.
+
+    The fault strikes once all have begun: workers are ended soon after it, whether they have or not.
+    """
 
     def target(place: Place, report: Callable[[int], None]) -> None:
         note(folder, os.getpid())
         start_child(folder)
+        if place.rank == fault.rank:
+            wait_until(lambda: len(noted(folder)) == 2 * place.world_size, LIMIT)
         for step in range(5):
             report(step)
             fault.strike(place.rank, step)
@@ -147,6 +153,20 @@ def test_first_failing_rank_is_named_and_not_the_one_that_lost_its_peer(how: Cal
     assert seconds < LIMIT
     assert (error.rank, error.step) == (1, 2)
     assert "Connection closed" not in str(error)
+
+
+def test_a_launcher_that_was_held_looks_once_more_before_it_says_who_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It hears of a lost peer, has no core for longer than it waits for others, and who was lost has ended by then."""
+
+    def target(place: Place, report: Callable[[int], None]) -> None:
+        if place.rank == 0:
+            raise ConnectionResetError("connection reset by peer")
+        time.sleep(0.5)
+        be_killed()
+
+    monkeypatch.setattr(WorkerPool, "_tell_of_the_lost", lambda pool: time.sleep(1.5))
+    error, _ = fails(target, 2)
+    assert (error.rank, error.kind) == (1, "signal 9")
 
 
 def test_lost_peer_is_named_where_nothing_else_is_known() -> None:

@@ -117,9 +117,15 @@ def test_standard_input_is_empty() -> None:
 
 
 def test_watch_is_called_while_workers_run_and_once_more() -> None:
-    calls: list[float] = []
+    calls, enough = list[float](), Path("enough")
+
+    def watch() -> None:
+        calls.append(time.monotonic())
+        if len(calls) == 2:
+            enough.touch()
+
     began = time.monotonic()
-    launch(lambda place, report: time.sleep(0.5), 1, watch=lambda: calls.append(time.monotonic()))
+    launch(lambda place, report: wait_until(enough.exists, LIMIT), 1, watch=watch)
     assert 3 <= len(calls) <= 3 + (time.monotonic() - began) / 0.1
 
 

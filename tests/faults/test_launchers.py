@@ -177,7 +177,7 @@ def test_a_worker_that_is_lost_is_replaced(name: str, tmp_path: Path) -> None:
 
 
 def test_a_worker_that_is_lost_costs_no_step(name: str, tmp_path: Path) -> None:
-    run = replace(spec(tmp_path, "kill once, unsaved"), restarts=1)
+    run = replace(spec(tmp_path, "kill once, unsaved"), restarts=1, grace=30.0)
     done = fit(run, name)
     (restart,) = done.events("restart")
     if name != EXAMPLE:  # which ends workers without asking what they hold

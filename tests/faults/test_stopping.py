@@ -75,10 +75,10 @@ def events(folder: Path, name: str) -> list[dict[str, Any]]:
     return [event for event in read(folder / "events.jsonl") if event["event"] == name]
 
 
-def stops(given: px.Job, run: RunSpec) -> int:
+def stops(given: px.Job, run: RunSpec, watch: Callable[[], None] | None = None) -> int:
     """Train until the run stops; the exit code of a script that does."""
     with pytest.raises((KeyboardInterrupt, SystemExit)) as stop:
-        px.fit(given, run=run)
+        px.fit(given, run=run, watch=watch)
     return getattr(stop.value, "code", 130)
 
 
@@ -104,7 +104,8 @@ def test_a_signal_to_the_launcher_stops_the_run_with_a_checkpoint(
     assert stops(replace(slow, steps=400), run) == code
     (stopped,) = events(run.folder, "stopped")
     assert stopped["signal"] == signal.Signals(number).name
-    assert AT < stopped["step"] < 400
+    # a worker of servers may compute both pieces of each step, where the other begins later
+    assert (AT // 2 if "server" in plan else AT) < stopped["step"] < 400
     newest = latest(run.folder / "checkpoints")
     assert newest is not None
     assert newest.name == f"step-{stopped['step']:08d}"  # none of its steps is lost
@@ -132,15 +133,17 @@ def test_what_goes_on_is_the_run_that_would_have_been(tmp_path: Path) -> None:
 
 
 def test_a_second_signal_ends_it_at_once(tmp_path: Path) -> None:
-    launcher = os.getpid()
+    """Both from the launcher itself: of two that come while it has no core it would see one."""
+    struck, sent = tmp_path / "struck", list[float]()
 
     def twice() -> None:
-        for _ in range(2):
-            os.kill(launcher, signal.SIGTERM)
-            time.sleep(0.4)
-        time.sleep(600)
+        if struck.exists() and (not sent or time.monotonic() > sent[0] + 0.4):
+            os.kill(os.getpid(), signal.SIGTERM)
+            sent.append(time.monotonic())
 
-    assert stops(striking(twice), spec("single", tmp_path / "run", grace=600.0)) == 143
+    given = striking(lambda: time.sleep(600), once=struck)
+    assert stops(given, spec("single", tmp_path / "run", grace=600.0), twice) == 143
+    assert len(sent) == 1  # the second was none to come back from
     assert latest(tmp_path / "run" / "checkpoints") is None
 
 

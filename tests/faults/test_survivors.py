@@ -178,12 +178,23 @@ def test_no_step_is_lost_with_a_worker(plan: str, rank: int, step: int, place: s
 
 @pytest.mark.parametrize("milliseconds", [0, 1, 2, 4, 8, 16])
 def test_no_step_is_lost_in_the_middle_of_an_exchange(milliseconds: int, tmp_path: Path) -> None:
+    begun: list[int] = []
+
     def later() -> None:
+        begun.append(1)
         threading.Timer(milliseconds / 1000, be_killed).start()
 
     run = spec("dp=2", tmp_path / "run", checkpoint_every=0)
     strike = Strike(rank=1, step=3, place="backward", once=tmp_path / "struck", how=later)
-    done = px.fit(job_of(strike, model=Wide), run=run)
+    given = job_of(strike, model=Wide)
+
+    def loss(output: Any, batch: Any) -> Any:
+        begun.extend(begun[:1])
+        if len(begun) > 3:  # the timer is late, and the run's end near
+            time.sleep(20)
+        return given.loss(output, batch)
+
+    done = px.fit(replace(given, loss=loss), run=run)
     (restart,) = events(run.folder, "restart")
     assert restart["again"] == 0
     assert "no step is lost" in restart["source"]
@@ -249,6 +260,7 @@ def test_what_is_of_no_step_is_not_saved(how: str, tmp_path: Path) -> None:
             mine.touch()
             self.state[self.param_groups[0]["params"][0]]["exp_avg"].add_(1.0)
             if dist.get_rank() == 0:
+                wait_until((tmp_path / "struck-1").exists, 10)  # else the other would strike in the next start
                 raise ConnectionResetError("Connection reset by peer")
             return be_killed_after(tmp_path / "struck-0")
 

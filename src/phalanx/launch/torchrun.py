@@ -115,9 +115,10 @@ class TorchrunWorkers(Workers):
         while more:
             known = self._reports.failures()
             broken = all(failure.lost_peer and not gave_up(failure) for failure in known)
-            if time.monotonic() > began + (_AGENT_ENDS if broken else time_for_others(known)):
-                break
+            late = time.monotonic() > began + (_AGENT_ENDS if broken else time_for_others(known))
             more = self._agent.follow(_SOON)
+            if late:
+                break
         self._failures = [*self._reports.failures(), *self._unreported()]
         if not self._failures and (trouble := self._agent.failure()):
             raise RunError(f'torchrun failed: {trouble.kind}: {trouble.message}\n    try: launcher="local"')

@@ -211,9 +211,10 @@ class WorkerPool(Workers):
         while not self._done:
             cause_known = any(not failure.lost_peer for failure in self.failures)
             patience = max(self._patience(cause_known), time_for_others(self.failures))
-            if time.monotonic() > began + patience:
+            late = time.monotonic() > began + patience
+            self._listen(_SOON)  # once more where it is late: this process may have been held meanwhile
+            if late:
                 return
-            self._listen(_SOON)
 
     def _patience(self, cause_known: bool) -> float:
         """Seconds from the first failure that are given to workers which save, or will once they find out; 0 for none.
@@ -239,9 +240,10 @@ class WorkerPool(Workers):
             for worker in self._processes:
                 if not worker.ended:
                     kill_group(worker.pid, number)
-            deadline = time.monotonic() + patience
-            while not all(worker.ended for worker in self._processes) and time.monotonic() < deadline:
-                self._listen(_SOON)
+            deadline, late = time.monotonic() + patience, False
+            while not late and not all(worker.ended for worker in self._processes):
+                late = time.monotonic() > deadline
+                self._listen(_SOON)  # as above
         self.failures = before  # what failed since then failed because it was being ended
         if self._reaper:
             self._reaper.dismiss()
