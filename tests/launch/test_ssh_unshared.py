@@ -30,6 +30,7 @@ from phalanx.checkpoint import checkpoints, verify
 from phalanx.errors import SpecError
 from phalanx.launch import load_job
 from phalanx.launch.host_network import lacking
+from phalanx.launch.targets import ssh_host
 
 
 @dataclass(frozen=True)
@@ -97,7 +98,18 @@ def test_a_run_without_a_shared_disk_is_that_of_one_device(apart: Apart, plan: s
     for host in range(2):
         assert apart.files(host, "runs") == []
         assert [name for name in apart.files(host, "code") if name.endswith("train.py")]
-    assert not working_in(apart.scratch)
+    await_none_left(apart.scratch)
+
+
+def test_a_copy_is_gone_with_the_run_also_where_its_host_is_held_up(
+    apart: Apart, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begins, text = '"""All of the copy has come to the launcher."""', ssh_host._agent_text().decode()
+    assert begins in text
+    held_up = text.replace(begins, "import time; time.sleep(1.5)").encode()
+    monkeypatch.setattr(ssh_host, "_agent_text", lambda: held_up)
+    fit(apart, "dp=2")
+    assert apart.files(0, "runs") + apart.files(1, "runs") == []
 
 
 def test_a_run_goes_on_under_another_plan_from_what_has_come_here(apart: Apart) -> None:
