@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 from launched import (
     await_none_left,
@@ -70,10 +71,19 @@ def begun(
     return process
 
 
-def test_a_worker_that_is_killed_is_started_again_and_nothing_is_lost(servers: SshServers, tmp_path: Path) -> None:
+@pytest.mark.parametrize("held", [0.0, 1.5], ids=["at once", "once its peers have failed"])
+def test_a_worker_that_is_killed_is_started_again_and_nothing_is_lost(
+    servers: SshServers, tmp_path: Path, held: float
+) -> None:
+    """``held``: seconds until its agent comes to tell how it has ended."""
     process = begun(servers, tmp_path, "--checkpoint-every", "3")
-    worker = next(one for one in working_in(tmp_path) if "phalanx worker" in one)
-    os.kill(int(worker.partition(":")[0]), signal.SIGKILL)
+    worker = psutil.Process(int(next(one for one in working_in(tmp_path) if "phalanx worker" in one).partition(":")[0]))
+    agent = worker.parent()
+    assert agent
+    agent.suspend()
+    worker.kill()
+    time.sleep(held)
+    agent.resume()
     out, err = process.communicate(timeout=90)
     assert process.returncode == 0, err
     run = px.load(tmp_path / "run")

@@ -284,7 +284,7 @@ class SshWorkers(Workers):
         elif "ended" in message:
             rank, code = message["ended"], message["code"]
             self._running.discard(rank)
-            if code and not self._ending and not self._reports.stopped():
+            if code and not self._reports.stopped():  # agents tell of none that they have ended by force
                 self._failures.append(failure_of_exit(rank, self._reports.step(rank), code))
 
     def _print(self, rank: int, stream: str, data: bytes) -> None:
