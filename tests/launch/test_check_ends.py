@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -25,6 +28,8 @@ from phalanx.launch.check_hosts import (
     TargetHost,
     ThisMachine,
     asking,
+    host_probe,
+    link_findings,
     link_probe,
     run_here,
     started_program,
@@ -177,8 +182,58 @@ def test_of_many_hosts_each_reaches_the_first() -> None:
     assert all(one.latency > 0 for one in tried.values() if not one.error)
 
 
-def launch_port() -> int:
-    """A free one."""
-    from phalanx.launch.check_hosts import host_probe
+class HeldUp:
+    """One end of a connection, of a process that stands still for a while as the first bytes in bulk have come."""
 
-    return host_probe._port()[0]
+    def __init__(self, end: socket.socket) -> None:
+        self._end, self._held = end, False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._end, name)
+
+    def __enter__(self) -> HeldUp:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._end.close()
+
+    def recv(self, size: int) -> bytes:
+        data = self._end.recv(size)
+        if len(data) > 1 and not self._held:
+            self._held = True
+            time.sleep(1.0)
+        return data
+
+
+def test_a_host_that_is_held_up_once_is_not_told_to_be_slow() -> None:
+    rates: list[float] = []
+    for held_up in (True, False):
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            near = socket.create_connection(listener.getsockname())
+            far, _ = listener.accept()
+        end: Any = HeldUp(far) if held_up else far
+        answers = threading.Thread(target=link_probe._answer, args=(end, threading.Event()))
+        answers.start()
+        with near:
+            rates.append(link_probe._rate(near))
+        answers.join()
+    held, free = rates
+    assert held > link_findings._SLOW * free
+
+
+def test_a_driver_that_takes_its_time_leaves_the_job_that_much_less(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that the host's answer comes before it is given up."""
+    given: list[float] = []
+
+    def communicate(timeout: float) -> tuple[bytes, bytes]:
+        given.append(timeout)
+        return b"", b""
+
+    job = SimpleNamespace(communicate=communicate, poll=lambda: 0, returncode=0)
+    reading, writing = os.pipe()
+    monkeypatch.setattr(host_probe, "_job_begun", lambda boot: (job, writing))
+    slow = "def driver_told():\n    import time\n    time.sleep(0.5)\n    return {'devices': [], 'error': ''}\n"
+    question = {"boot": "", "folder": "none", "token": "", "name": "", "towards": host_probe.ANYWHERE, "meets": False}
+    host_probe.answer({**question, "drivers": {"slow": slow}, "job_probe": "", "job": {}, "patience": 10.0})
+    os.close(reading)
+    assert given[0] <= 9.5
