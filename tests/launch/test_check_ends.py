@@ -144,14 +144,49 @@ def test_a_program_whose_asker_lets_go_ends() -> None:
     program = "import time\nopen('begun', 'w').close()\ntime.sleep(1000)"
     os.write(writing, json.dumps({"program": program}).encode() + b"\n")
     try:
-        while not Path("begun").exists():
-            assert process.poll() is None
-            time.sleep(0.02)
+        await_file(process, "begun")
         os.close(writing)
         assert process.wait(20)
     finally:
         process.kill()
         process.wait()
+
+
+def test_a_program_that_stands_still_as_its_asker_lets_go_clears_away_before_it_ends() -> None:
+    reading, writing = os.pipe()
+    process = subprocess.Popen([sys.executable, "-c", started_program.BOOT], stdin=reading, stderr=subprocess.DEVNULL)
+    os.close(reading)
+    program = """
+import time
+try:
+    open("begun", "w").close()
+    time.sleep(1000)
+except KeyboardInterrupt:
+    open("told", "w").close()
+    until = time.process_time() + 0.2
+    while time.process_time() < until:
+        pass
+    open("cleared", "w").close()
+"""
+    os.write(writing, json.dumps({"program": program}).encode() + b"\n")
+    try:
+        await_file(process, "begun")
+        os.close(writing)
+        await_file(process, "told")
+        os.kill(process.pid, signal.SIGSTOP)
+        time.sleep(1.2)
+        os.kill(process.pid, signal.SIGCONT)
+        assert process.wait(20) is not None
+        assert Path("cleared").exists()
+    finally:
+        process.kill()
+        process.wait()
+
+
+def await_file(process: subprocess.Popen[bytes], name: str) -> None:
+    while not Path(name).exists():
+        assert process.poll() is None
+        time.sleep(0.02)
 
 
 def test_what_a_program_is_told_may_be_long_and_unread() -> None:
