@@ -19,7 +19,7 @@ from typing import Any
 import psutil
 import pytest
 from click.testing import CliRunner
-from launched import write_job
+from launched import free_ports, write_job
 from ssh_hosts import lacking_for_ssh, ssh_servers
 
 from phalanx.cli import main
@@ -200,12 +200,12 @@ def test_of_many_hosts_each_reaches_the_first() -> None:
     for number in range(10):
         hosts.append(ThisMachine())
         hosts[-1].name = f"n{number}"
-    ports = [launch_port() for _ in hosts]
+    closed, *ports = free_ports(len(hosts) + 1)
     told = {one.name: {"address": "127.0.0.1", "free_port": port} for one, port in zip(hosts, ports, strict=True)}
 
     def ask(host: TargetHost, question: dict[str, Any]) -> dict[str, Any]:
         if host.name == "n5" and "comes" in question:  # its way to the first is closed
-            question = {**question, "peer": ["127.0.0.1", launch_port()]}
+            question = {**question, "peer": ["127.0.0.1", closed]}
         return asking._run(host, link_probe, question, 60.0)
 
     with ThreadPoolExecutor(len(hosts)) as pool:
