@@ -56,7 +56,7 @@ def test_a_run_on_two_hosts_is_that_of_one_device(
     run = fit(tmp_path, servers.write_hosts(devices), plan)
     assert run.losses == pytest.approx(by_hand(6), rel=1e-5)
     assert [event["event"] for event in run.events()][-1] == "end"
-    assert not working_in(tmp_path)
+    await_none_left(tmp_path)
 
 
 def begun(
@@ -197,7 +197,7 @@ def test_a_rank_that_does_not_come_is_named_with_where_it_stands(servers: SshSer
     assert "train.py" in text
     (hang,) = px.load(tmp_path / "run").events("hang")
     assert hang["ranks"] == [1]
-    assert not working_in(tmp_path)
+    await_none_left(tmp_path)
 
 
 @pytest.mark.parametrize(
