@@ -5,18 +5,21 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
 import pytest
 from click.testing import CliRunner
-from launched import write_job
+from launched import free_ports, write_job
 from ssh_hosts import lacking_for_ssh, ssh_servers
 
 from phalanx.cli import main
@@ -25,6 +28,8 @@ from phalanx.launch.check_hosts import (
     TargetHost,
     ThisMachine,
     asking,
+    host_probe,
+    link_findings,
     link_probe,
     run_here,
     started_program,
@@ -139,14 +144,49 @@ def test_a_program_whose_asker_lets_go_ends() -> None:
     program = "import time\nopen('begun', 'w').close()\ntime.sleep(1000)"
     os.write(writing, json.dumps({"program": program}).encode() + b"\n")
     try:
-        while not Path("begun").exists():
-            assert process.poll() is None
-            time.sleep(0.02)
+        await_file(process, "begun")
         os.close(writing)
         assert process.wait(20)
     finally:
         process.kill()
         process.wait()
+
+
+def test_a_program_that_stands_still_as_its_asker_lets_go_clears_away_before_it_ends() -> None:
+    reading, writing = os.pipe()
+    process = subprocess.Popen([sys.executable, "-c", started_program.BOOT], stdin=reading, stderr=subprocess.DEVNULL)
+    os.close(reading)
+    program = """
+import time
+try:
+    open("begun", "w").close()
+    time.sleep(1000)
+except KeyboardInterrupt:
+    open("told", "w").close()
+    until = time.process_time() + 0.2
+    while time.process_time() < until:
+        pass
+    open("cleared", "w").close()
+"""
+    os.write(writing, json.dumps({"program": program}).encode() + b"\n")
+    try:
+        await_file(process, "begun")
+        os.close(writing)
+        await_file(process, "told")
+        os.kill(process.pid, signal.SIGSTOP)
+        time.sleep(1.2)
+        os.kill(process.pid, signal.SIGCONT)
+        assert process.wait(20) is not None
+        assert Path("cleared").exists()
+    finally:
+        process.kill()
+        process.wait()
+
+
+def await_file(process: subprocess.Popen[bytes], name: str) -> None:
+    while not Path(name).exists():
+        assert process.poll() is None
+        time.sleep(0.02)
 
 
 def test_what_a_program_is_told_may_be_long_and_unread() -> None:
@@ -160,12 +200,12 @@ def test_of_many_hosts_each_reaches_the_first() -> None:
     for number in range(10):
         hosts.append(ThisMachine())
         hosts[-1].name = f"n{number}"
-    ports = [launch_port() for _ in hosts]
+    closed, *ports = free_ports(len(hosts) + 1)
     told = {one.name: {"address": "127.0.0.1", "free_port": port} for one, port in zip(hosts, ports, strict=True)}
 
     def ask(host: TargetHost, question: dict[str, Any]) -> dict[str, Any]:
         if host.name == "n5" and "comes" in question:  # its way to the first is closed
-            question = {**question, "peer": ["127.0.0.1", launch_port()]}
+            question = {**question, "peer": ["127.0.0.1", closed]}
         return asking._run(host, link_probe, question, 60.0)
 
     with ThreadPoolExecutor(len(hosts)) as pool:
@@ -177,8 +217,58 @@ def test_of_many_hosts_each_reaches_the_first() -> None:
     assert all(one.latency > 0 for one in tried.values() if not one.error)
 
 
-def launch_port() -> int:
-    """A free one."""
-    from phalanx.launch.check_hosts import host_probe
+class HeldUp:
+    """One end of a connection, of a process that stands still for a while as the first bytes in bulk have come."""
 
-    return host_probe._port()[0]
+    def __init__(self, end: socket.socket) -> None:
+        self._end, self._held = end, False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._end, name)
+
+    def __enter__(self) -> HeldUp:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._end.close()
+
+    def recv(self, size: int) -> bytes:
+        data = self._end.recv(size)
+        if len(data) > 1 and not self._held:
+            self._held = True
+            time.sleep(1.0)
+        return data
+
+
+def test_a_host_that_is_held_up_once_is_not_told_to_be_slow() -> None:
+    rates: list[float] = []
+    for held_up in (True, False):
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            near = socket.create_connection(listener.getsockname())
+            far, _ = listener.accept()
+        end: Any = HeldUp(far) if held_up else far
+        answers = threading.Thread(target=link_probe._answer, args=(end, threading.Event()))
+        answers.start()
+        with near:
+            rates.append(link_probe._rate(near))
+        answers.join()
+    held, free = rates
+    assert held > link_findings._SLOW * free
+
+
+def test_a_driver_that_takes_its_time_leaves_the_job_that_much_less(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that the host's answer comes before it is given up."""
+    given: list[float] = []
+
+    def communicate(timeout: float) -> tuple[bytes, bytes]:
+        given.append(timeout)
+        return b"", b""
+
+    job = SimpleNamespace(communicate=communicate, poll=lambda: 0, returncode=0)
+    reading, writing = os.pipe()
+    monkeypatch.setattr(host_probe, "_job_begun", lambda boot: (job, writing))
+    slow = "def driver_told():\n    import time\n    time.sleep(0.5)\n    return {'devices': [], 'error': ''}\n"
+    question = {"boot": "", "folder": "none", "token": "", "name": "", "towards": host_probe.ANYWHERE, "meets": False}
+    host_probe.answer({**question, "drivers": {"slow": slow}, "job_probe": "", "job": {}, "patience": 10.0})
+    os.close(reading)
+    assert given[0] <= 9.5

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import base64
 import json
+import signal
 import subprocess
 import sys
 import time
+from itertools import takewhile
 from typing import IO, Any
 
 import psutil
@@ -21,6 +23,34 @@ WORKER = "import os, sys, time; print(os.getpid(), flush=True); time.sleep(600)"
 def asked(pipe: IO[bytes], **what: Any) -> None:
     pipe.write(json.dumps(what).encode() + b"\n")
     pipe.flush()
+
+
+def test_what_ended_a_worker_is_told_also_where_the_launcher_has_all_ended() -> None:
+    """Its peers have failed as it was lost, and their launcher has not waited for more."""
+    text = ssh_host._agent_text().decode()
+    assert "_LOOK = 0.05" in text
+    program = text.replace("_LOOK = 0.05", "_LOOK = 600.0")  # it comes to look only as it is asked
+    agent = subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert agent.stdin
+    assert agent.stdout
+    try:
+        argv = [sys.executable, "-c", WORKER]
+        asked(agent.stdin, do="load", named=False, folder="", environment={}, argv=argv, count=2)
+        asked(agent.stdin, do="start", files={}, ranks={"0": {}, "1": {}}, folder="")
+        told, pids = map(json.loads, agent.stdout), dict[int, int]()
+        while len(pids) < 2:
+            if "output" in (one := next(told)):
+                pids[one["output"]] = int(base64.b64decode(one["data"]))
+        worker = psutil.Process(pids[1])
+        worker.kill()
+        while worker.status() != psutil.STATUS_ZOMBIE:
+            time.sleep(0.02)
+        asked(agent.stdin, do="end")
+        said = takewhile(lambda one: "over" not in one, told)
+        assert [one for one in said if "ended" in one] == [{"ended": 1, "code": -signal.SIGKILL}]
+    finally:
+        agent.kill()
+        agent.communicate()
 
 
 def test_a_launcher_that_says_nothing_for_long_is_taken_to_be_gone() -> None:

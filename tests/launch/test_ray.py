@@ -26,6 +26,7 @@ from ray_cluster import CPUS, RayCluster, lacking_for_ray, ray_cluster, until
 import phalanx as px
 from phalanx.config import Plan, RunSpec
 from phalanx.errors import MissingExtraError, RefusedError, RunError, SpecError
+from phalanx.launch.runfile import newest_step
 from phalanx.launch.targets import Prepared, Submission, find_target, ray_ask, write_ticket
 from phalanx.launch.targets import ray as ray_target
 from phalanx.launch.targets.code_pack import file_digest
@@ -85,6 +86,11 @@ def await_state(run: Path, state: str, seconds: float = 200) -> None:
     assert json.loads(path.read_text())["state"] == state, (path.read_text(), said(run))
 
 
+def await_saved(run: Path) -> None:
+    """Wait until there is a checkpoint to go on from."""
+    until(lambda: newest_step(run) is not None, 120, f"it has saved: {said(run)}")
+
+
 @pytest.fixture(scope="module")
 def trained(cluster: RayCluster, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Plan → run folder of a run that was handed over: they wait for each other, as there is no room for all."""
@@ -118,7 +124,7 @@ def test_a_run_goes_on_after_an_actor_is_killed(cluster: RayCluster, tmp_path: P
     run = tmp_path / "run"
     await_steps(run, 1)
     (actor,) = cluster.processes(1, "ray::NodeActor")
-    await_steps(run, 8)
+    await_saved(run)
     actor.kill()
     await_state(run, "ended")
     assert said(run).count(f"works in a copy of the job's folder: {project} is not there") == 2 * cluster.covers
@@ -139,7 +145,7 @@ def test_a_run_goes_on_after_a_worker_and_then_the_supervisor_is_killed(cluster:
     (supervisor,) = cluster.processes(word="ray::Supervisor")
     workers = cluster.processes(word=f"phalanx worker {run}")
     assert len(workers) == 2
-    await_steps(run, 5)
+    await_saved(run)
     workers[0].kill()
     until(lambda: bool(list(px.load(run).events("resume"))), 120, f"it goes on: {said(run)}")
     before = len(list(px.load(run).events("resume")))
@@ -194,7 +200,6 @@ def test_what_a_launcher_begins_that_dies_leaves_nothing(cluster: RayCluster, tm
     file = given.folder / "ray.json"
     files = {**prepared.files, file: json.dumps({**json.loads(prepared.files[file]), "patience": 3.0})}
     ticket = target.submit(replace(prepared, files=files))
-    assert target.standing(ticket, given.run.folder).state == "waiting"
     until(lambda: not cluster.processes(word="ray::Supervisor"), 60, "no actor is left")
     assert target.standing(ticket, given.run.folder).state == "unknown"
     target.stop(ticket, given.run.folder)
@@ -237,8 +242,9 @@ def test_a_supervisor_that_ends_while_ray_looks_it_up_is_one_that_has_ended(
 ) -> None:
     """Ray has found its name, and no more its class, which it drops with the last actor of a job."""
     given, target = submission(tmp_path), RayTarget(cluster.node_address.removeprefix("ray:"))
-    name = target.submit(target.prepare(given))["actor"]
-    words = [sys.executable, "-c", _ENDS_MEANWHILE, target.address, str(given.runfile), name]
+    ticket = target.submit(target.prepare(given))
+    assert target.standing(ticket, given.run.folder).state == "waiting"
+    words = [sys.executable, "-c", _ENDS_MEANWHILE, target.address, str(given.runfile), ticket["actor"]]
     done = subprocess.run(words, capture_output=True, text=True, check=False, cwd=tmp_path)
     assert done.stdout.splitlines()[-2:] == ["Expected str or bytes, got <class 'NoneType'>", "{}"], done.stderr
 
@@ -324,6 +330,7 @@ def test_when_the_head_is_away_status_says_so_at_once(cluster: RayCluster, tmp_p
     run = launch(cluster, tmp_path, "--nodes", "2", pause=0.3, steps=400)
     await_steps(run, 2)
     cluster.lose(0)
+    until(lambda: not cluster.processes(0), 60, "it is gone")
     began = time.monotonic()
     standing = run_standing(run)
     assert time.monotonic() - began < 30  # Ray's own client tries for longer

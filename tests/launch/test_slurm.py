@@ -22,6 +22,7 @@ import phalanx as px
 from longer import longer
 from phalanx.config import Plan, RunSpec
 from phalanx.errors import RunError, SpecError
+from phalanx.launch.reaper import SAVED
 from phalanx.launch.runfile import newest_step
 from phalanx.launch.targets import Submission, find_target
 from phalanx.launch.targets.slurm import SlurmTarget
@@ -239,7 +240,7 @@ def test_the_script_on_the_page_goes_on_after_its_time(
 
 def test_a_run_goes_on_after_a_node_is_lost(cluster: Cluster, tmp_path: Path) -> None:
     run = Handed(submission(tmp_path, run={"checkpoint_every": 2}))
-    until(lambda: len(run.steps) > 4, 90, "it trains")
+    until(lambda: newest_step(run.folder) is not None, 90, "it has saved")
     cluster.lose_node("n2")
     run.wait("waiting")
     cluster.bring_back("n2")
@@ -581,6 +582,22 @@ def test_a_line_of_setup_that_fails_ends_the_job_before_anything_begins(
     begun = "srun" in (asked.read_text() if asked.exists() else "")
     assert begun == (code == 0)
     assert done.stdout == ("11\n" if begun else "")
+
+
+def test_a_word_to_stop_that_comes_just_as_the_run_begins_is_heard(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bash has started srun, and does not wait for it yet."""
+    waits = f"trap 'exit {SAVED}' USR1; for n in $(seq 200); do sleep 0.1; done"
+    pretend(tmp_path, monkeypatch, scontrol="echo NodeAddr=127.0.0.1", srun=waits)
+    given = submission(tmp_path, gpus_per_node="1")
+    script = SlurmTarget("").prepare(given).files[given.folder / "job.sh"]
+    begun = "step=$!\n"
+    assert script.count(begun) == 1
+    environment = {**os.environ, "SLURM_JOB_ID": "7", "SLURMD_NODENAME": "n1"}
+    asked = script.replace(begun, f"{begun}sleep 1\nkill -USR2 $$\n")
+    done = subprocess.run(["bash", "-c", asked], env=environment, capture_output=True, timeout=60, check=False)
+    assert done.returncode == SAVED, done.stderr
 
 
 def test_a_warning_does_not_hide_why_slurm_would_refuse(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,6 +16,7 @@ from slurm_cluster import Cluster, lacking, slurm_cluster, until
 import phalanx as px
 from phalanx.config import Plan, RunSpec
 from phalanx.errors import SpecError
+from phalanx.launch.runfile import newest_step
 from phalanx.launch.targets import Submission
 from phalanx.launch.targets.slurm import SlurmTarget
 
@@ -133,7 +134,7 @@ def test_a_run_on_both_kinds_goes_on_after_a_node_of_the_second_is_lost(cluster:
     write_telling_job(tmp_path, pause=0.2, steps=20)
     given = submission(tmp_path, "dp=2", run={"checkpoint_every": 2}, nodelist="n1", also="partition=three nodelist=n3")
     run = Handed(given)
-    await_steps(run.folder, 4, patience=120)
+    until(lambda: newest_step(run.folder) is not None, 120, "it has saved")
     cluster.lose_node("n3")
     run.wait("waiting")
     cluster.bring_back("n3")

@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 from launched import (
     await_none_left,
@@ -55,7 +56,7 @@ def test_a_run_on_two_hosts_is_that_of_one_device(
     run = fit(tmp_path, servers.write_hosts(devices), plan)
     assert run.losses == pytest.approx(by_hand(6), rel=1e-5)
     assert [event["event"] for event in run.events()][-1] == "end"
-    assert not working_in(tmp_path)
+    await_none_left(tmp_path)
 
 
 def begun(
@@ -70,10 +71,19 @@ def begun(
     return process
 
 
-def test_a_worker_that_is_killed_is_started_again_and_nothing_is_lost(servers: SshServers, tmp_path: Path) -> None:
+@pytest.mark.parametrize("held", [0.0, 1.5], ids=["at once", "once its peers have failed"])
+def test_a_worker_that_is_killed_is_started_again_and_nothing_is_lost(
+    servers: SshServers, tmp_path: Path, held: float
+) -> None:
+    """``held``: seconds until its agent comes to tell how it has ended."""
     process = begun(servers, tmp_path, "--checkpoint-every", "3")
-    worker = next(one for one in working_in(tmp_path) if "phalanx worker" in one)
-    os.kill(int(worker.partition(":")[0]), signal.SIGKILL)
+    worker = psutil.Process(int(next(one for one in working_in(tmp_path) if "phalanx worker" in one).partition(":")[0]))
+    agent = worker.parent()
+    assert agent
+    agent.suspend()
+    worker.kill()
+    time.sleep(held)
+    agent.resume()
     out, err = process.communicate(timeout=90)
     assert process.returncode == 0, err
     run = px.load(tmp_path / "run")
@@ -187,7 +197,7 @@ def test_a_rank_that_does_not_come_is_named_with_where_it_stands(servers: SshSer
     assert "train.py" in text
     (hang,) = px.load(tmp_path / "run").events("hang")
     assert hang["ranks"] == [1]
-    assert not working_in(tmp_path)
+    await_none_left(tmp_path)
 
 
 @pytest.mark.parametrize(

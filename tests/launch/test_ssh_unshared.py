@@ -30,6 +30,7 @@ from phalanx.checkpoint import checkpoints, verify
 from phalanx.errors import SpecError
 from phalanx.launch import load_job
 from phalanx.launch.host_network import lacking
+from phalanx.launch.targets import ssh_host
 
 
 @dataclass(frozen=True)
@@ -97,7 +98,18 @@ def test_a_run_without_a_shared_disk_is_that_of_one_device(apart: Apart, plan: s
     for host in range(2):
         assert apart.files(host, "runs") == []
         assert [name for name in apart.files(host, "code") if name.endswith("train.py")]
-    assert not working_in(apart.scratch)
+    await_none_left(apart.scratch)
+
+
+def test_a_copy_is_gone_with_the_run_also_where_its_host_is_held_up(
+    apart: Apart, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begins, text = '"""All of the copy has come to the launcher."""', ssh_host._agent_text().decode()
+    assert begins in text
+    held_up = text.replace(begins, "import time; time.sleep(1.5)").encode()
+    monkeypatch.setattr(ssh_host, "_agent_text", lambda: held_up)
+    fit(apart, "dp=2")
+    assert apart.files(0, "runs") + apart.files(1, "runs") == []
 
 
 def test_a_run_goes_on_under_another_plan_from_what_has_come_here(apart: Apart) -> None:
@@ -111,18 +123,26 @@ def test_a_run_goes_on_under_another_plan_from_what_has_come_here(apart: Apart) 
     assert audit.returncode == 0
 
 
-def begun(apart: Apart, *options: str, steps: int = 60) -> subprocess.Popen[str]:
+def begun(apart: Apart, *options: str, pause: float = 0.05) -> subprocess.Popen[str]:
     """``phalanx launch`` of a slow job, a few steps after its beginning, as the run folder here has it."""
-    write_job(apart.job, pause=0.05, steps=steps)
+    write_job(apart.job, pause=pause, steps=60)
     words = ("launch", "train.py", "--to", f"ssh:{apart.hosts()}", "--plan", "fsdp=2", "--run", "run", "--no-check")
     process = phalanx(*words, *options, cwd=apart.job)
     await_steps(apart.job / "run", 4, process)
     return process
 
 
+def await_checkpoint(apart: Apart) -> None:
+    """Wait until one has come here."""
+    until = time.monotonic() + 60
+    while not checkpoints(apart.job / "run" / "checkpoints"):
+        assert time.monotonic() < until
+        time.sleep(0.05)
+
+
 def test_a_worker_that_is_killed_is_started_again_from_what_has_come_here(apart: Apart) -> None:
     process = begun(apart, "--checkpoint-every", "3")
-    await_steps(apart.job / "run", 12, process)
+    await_checkpoint(apart)
     worker = next(one for one in working_in(apart.scratch) if "phalanx worker" in one)
     os.kill(int(worker.partition(":")[0]), signal.SIGKILL)
     out, err = process.communicate(timeout=150)
@@ -137,7 +157,7 @@ def test_a_worker_that_is_killed_is_started_again_from_what_has_come_here(apart:
 
 
 def test_stop_brings_the_checkpoint_and_resume_goes_on(apart: Apart) -> None:
-    process = begun(apart)
+    process = begun(apart, pause=0.5)  # two commands come before its end
     status = phalanx("status", "run", "--json", cwd=apart.job)
     assert '"state": "running"' in status.communicate(timeout=30)[0]
     assert phalanx("stop", "run", cwd=apart.job).communicate(timeout=60) == ("run: stopped\n", "")
@@ -147,6 +167,7 @@ def test_stop_brings_the_checkpoint_and_resume_goes_on(apart: Apart) -> None:
     await_none_left(apart.scratch)
     taken = len(px.load(apart.job / "run").losses)
     refuse_damage(apart.job / "run", taken)
+    write_job(apart.job, steps=60)
     again = phalanx(
         *("launch", "train.py", "--to", f"ssh:{apart.hosts()}", "--run", "run", "--resume", "--no-check"),
         cwd=apart.job,
@@ -243,10 +264,7 @@ def test_a_host_that_is_lost_leaves_here_only_what_is_whole(apart: Apart) -> Non
 
 def test_after_the_launcher_is_killed_a_run_goes_on_from_what_had_come(apart: Apart) -> None:
     process = begun(apart, "--checkpoint-every", "3")
-    until = time.monotonic() + 60
-    while not checkpoints(apart.job / "run" / "checkpoints"):
-        assert time.monotonic() < until
-        time.sleep(0.05)
+    await_checkpoint(apart)
     process.kill()
     process.communicate()
     await_none_left(apart.scratch)

@@ -10,6 +10,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from phalanx.cli import main
+from phalanx.report import run_standing
 
 pytestmark = pytest.mark.quick
 START: dict[str, Any] = {
@@ -50,6 +51,23 @@ class TestStatus:
         assert "plan dp=2" in said
         told = json.loads(invoke("status", str(tmp_path), "--json").stdout)
         assert (told["step"], told["steps"], told["plan"]) == (1, 20, "dp=2")
+
+    def test_one_that_stops_as_its_log_is_read_goes_on_or_has_stopped(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Not that its log has no end."""
+        run_of(tmp_path, step(0))
+        read, trained = run_standing._events, [True]
+
+        def read_and_stop(folder: Path) -> list[dict[str, Any]]:
+            found = read(folder)
+            run_of(folder, step(0), {"event": "stopped", "time": 3.0, "step": 1, "signal": "SIGTERM"})
+            trained.clear()
+            return found
+
+        monkeypatch.setattr(run_standing, "is_written", lambda folder: bool(trained))
+        monkeypatch.setattr(run_standing, "_events", read_and_stop)
+        assert [run_standing.run_standing(tmp_path).state for _ in range(2)] == ["running", "stopped"]
 
     def test_one_that_has_not_begun_leads_to_what_was_printed(self, tmp_path: Path) -> None:
         (tmp_path / "launch").mkdir()

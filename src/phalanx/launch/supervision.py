@@ -123,7 +123,8 @@ class _Watches:
         if first is None or not first.lost_peer:
             return None
         self._hangs.last_look()
-        return self._hangs.blamed(first, self._workers.known_failures())
+        found = self._hangs.blamed(first, self._workers.known_failures())
+        return None if found is first else found  # as workers are ended it may come out who was lost
 
 
 def _follow(

@@ -58,8 +58,9 @@ def run_standing(folder: Path) -> RunStanding:
     Raises:
         SpecError: there is neither a run nor a launch in the folder.
     """
+    written = is_written(folder)  # asked before its log is read: a run says how it ended, then lets go of its folder
     events = _events(folder)
-    state, detail, to = _by_log(folder, events)
+    state, detail, to = _by_log(folder, events, written=written)
     launched = _ticket(folder)
     if launched:
         from phalanx.launch.targets import QueueTarget
@@ -74,7 +75,7 @@ def run_standing(folder: Path) -> RunStanding:
             elif standing.detail:  # beside what the run's own log tells
                 detail = "; ".join(part for part in (detail, standing.detail) if part)
     elif not events and not (folder / "run.toml").exists():
-        if not (is_written(folder) or (folder / "launch").is_dir()):
+        if not (written or (folder / "launch").is_dir()):
             raise SpecError.of("RUN", f"{folder}, in which there is no run", "a run folder", f"ls {folder}")
         detail = "it has not begun" if state == "running" else f"{detail}; phalanx logs {folder}"
     begun = next((event for event in reversed(events) if event["event"] == "start"), {})
@@ -166,9 +167,9 @@ def _ticket(folder: Path) -> Any:
     return ticket_of(folder) if is_handed_over(folder) else None
 
 
-def _by_log(folder: Path, events: list[dict[str, Any]]) -> tuple[str, str, str]:
+def _by_log(folder: Path, events: list[dict[str, Any]], *, written: bool) -> tuple[str, str, str]:
     """State and detail as the run's own log and lock tell them."""
-    if is_written(folder):
+    if written:
         return "running", "", ""
     last = _last_word(events)
     if last is None:

@@ -41,6 +41,7 @@ def main() -> None:
 
 def answer(question: dict[str, Any]) -> dict[str, Any]:
     """What there is to say but the time."""
+    until = time.monotonic() + question["patience"]
     if question.get("cwd") and os.path.isdir(question["cwd"]):
         os.chdir(question["cwd"])
     job, life = _job_begun(question["boot"])
@@ -60,7 +61,7 @@ def answer(question: dict[str, Any]) -> dict[str, Any]:
         "infiniband": os.path.isdir("/sys/class/infiniband") and bool(os.listdir("/sys/class/infiniband")),
         "meets": _port(question["towards"])[1] if question["meets"] else "",
         "free_port": _port()[0],
-        **_asked(job, life, question),
+        **_asked(job, life, question, until),
     }
 
 
@@ -73,15 +74,15 @@ def _job_begun(boot: str) -> tuple[Any, int]:
     return job, writing
 
 
-def _asked(job: Any, life: int, question: dict[str, Any]) -> dict[str, Any]:
-    """What ``job_probe`` says, as far as it comes: each of its lines says more."""
+def _asked(job: Any, life: int, question: dict[str, Any], until: float) -> dict[str, Any]:
+    """What ``job_probe`` says ``until`` then, as far as it comes: each of its lines says more."""
     ending = ""
     room = tempfile.mkdtemp(prefix="phalanx-check-")  # for code that comes with the question
     said = json.dumps({"program": question["job_probe"], "job": {**question["job"], "room": room}})
     telling = threading.Thread(target=_tell, args=(life, said.encode() + b"\n"), daemon=True)
     telling.start()
     try:
-        out, err = job.communicate(timeout=question["patience"])
+        out, err = job.communicate(timeout=max(0.0, until - time.monotonic()))
     except subprocess.TimeoutExpired:
         os.killpg(job.pid, 9)
         out, err = job.communicate()

@@ -30,7 +30,8 @@ def end_with_asker():
     while os.read(LIFE, 1):
         pass
     signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
-    time.sleep(1)
+    for nap in range(20):  # each of which the clearing away has, too, where this process stands still for long
+        time.sleep(0.05)
     if os.getpgrp() == os.getpid():
         os.killpg(0, 9)
     os._exit(1)

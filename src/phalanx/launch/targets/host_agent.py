@@ -145,12 +145,7 @@ class Agent:
 
     def look(self) -> None:
         """Tell what workers have left, and who has ended."""
-        ended = {rank: code for rank, one in self._workers.items() if (code := one.poll()) is not None}
-        self._tell_files()  # of those that have ended, too: before their end is told
-        for rank, code in ended.items():
-            del self._workers[rank]
-            self.say(ended=rank, code=code)
-        if ended and not self._workers:
+        if self._tell_ended() and not self._workers:
             self._finish()
             self._tell_changes()
             self.say(over=True)
@@ -158,13 +153,15 @@ class Agent:
             self._tell_changes()
 
     def end(self) -> None:
-        """End workers and what they started by force."""
-        for worker in (*self._workers.values(), *self._waiting):
+        """End workers and what they started by force. Who has ended before that is told, as ever."""
+        every = (*self._workers.values(), *self._waiting)
+        self._tell_ended()
+        for worker in every:
             for kill in (os.killpg, os.kill):
                 with suppress(ProcessLookupError, PermissionError):
                     kill(worker.pid, signal.SIGKILL)
         until = time.monotonic() + _KILL
-        for worker in (*self._workers.values(), *self._waiting):
+        for worker in every:
             with suppress(subprocess.TimeoutExpired):
                 worker.wait(max(0.0, until - time.monotonic()))
         if self._folder:
@@ -179,6 +176,15 @@ class Agent:
         with self._speaking, suppress(OSError):
             sys.stdout.buffer.write(json.dumps(told).encode() + b"\n")
             sys.stdout.buffer.flush()
+
+    def _tell_ended(self) -> bool:
+        """Tell what workers have left, and who has ended by itself. Returns whether any has."""
+        ended = {rank: code for rank, one in self._workers.items() if (code := one.poll()) is not None}
+        self._tell_files()  # of those that have ended, too: before their end is told
+        for rank, code in ended.items():
+            del self._workers[rank]
+            self.say(ended=rank, code=code)
+        return bool(ended)
 
     def _call_files(self, call: str, given: dict[str, Any], tells: bool) -> None:
         if call == "hold":

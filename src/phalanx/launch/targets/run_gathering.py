@@ -343,9 +343,9 @@ class RunGathering:
                 host.call("release", name=one.name, tells=False)
 
     def drop(self) -> None:
-        """Have hosts remove their copies, all of which is here."""
+        """Have hosts remove their copies, all of which is here, and say so."""
         for host in self._hosts:
-            host.call("drop", tells=False)
+            host.call("drop")
 
 
 def _nothing(_: _Transfer) -> None:

@@ -40,10 +40,9 @@ node=(--wait={wait} --input=none {python} -m phalanx.launch.targets.slurm_node
     "$run/{runfile}" "${{host#NodeAddr=}}:$port" {laid})
 srun {part} &
 step=$!
-wait "$step"; code=$?
-while [ -n "$asked" ] && kill -0 "$step" 2>/dev/null; do    # a signal ended the wait, not the run
-    kill -USR1 "$step"
-    sleep 1
+while kill -0 "$step" 2>/dev/null; do    # a signal may come between any two lines, and too early for srun
+    [ -n "$asked" ] && kill -USR1 "$step"
+    sleep 1 & wait $!    # which a signal ends
 done
 wait "$step"; code=$?
 if [ "$asked" = time ] && [ "$code" -ne 0 ]; then

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 from phalanx.launch.worker_process import OutputRelay
 
 _PORT = 10.0  # seconds for the first host to find a free port
-_END = 2.0  # seconds for workers to be gone, once they are ended by force
+_END = 2.0  # seconds for workers to be gone, once they are ended by force, and copies of the run folder
 
 
 @final
@@ -194,17 +194,11 @@ class SshWorkers(Workers):
         gathering, sending = self._gathering, self._sending
         self._gathering = self._sending = None  # nothing more is taken in
         self._ask_end()
-        over, until = set(self._lost), time.monotonic() + _END
-        while len(over) < len({number for number, _ in self._host_of}) and time.monotonic() < until:
-            try:
-                told = self._hosts.told.get(timeout=max(0.0, until - time.monotonic()))
-            except queue.Empty:
-                break
-            self._take(told)
-            if not told.message or "over" in told.message:
-                over.add(told.host)
+        gone, until = set(self._lost), time.monotonic() + _END
+        self._hear_each("over", gone, until)
         if gathering and (sending or not (gathering.goes_on or gathering.lacking)):
             gathering.drop()
+            self._hear_each("drop", gone, until)
         elif gathering:
             self._tell_copies()
         self._hosts.close()
@@ -214,6 +208,23 @@ class SshWorkers(Workers):
             relay.close()
         self._failures, self._stopped = self._known(), self._reports.stopped()
         self._let_go()
+
+    def _hear_each(self, word: str, gone: set[int], until: float) -> None:
+        """Take in what agents tell until each that is not ``gone`` has said ``word``, or what that call gives.
+
+        ``until``: by ``time.monotonic``, at the latest.
+        """
+        waiting = {number for number, _ in self._host_of} - gone
+        while waiting and time.monotonic() < until:
+            try:
+                told = self._hosts.told.get(timeout=max(0.0, until - time.monotonic()))
+            except queue.Empty:
+                return
+            self._take(told)
+            if not told.message:
+                gone.add(told.host)
+            if not told.message or word in (*told.message, told.message.get("files")):
+                waiting.discard(told.host)
 
     def _ask_end(self) -> None:
         self._ending = True
@@ -273,7 +284,7 @@ class SshWorkers(Workers):
         elif "ended" in message:
             rank, code = message["ended"], message["code"]
             self._running.discard(rank)
-            if code and not self._ending and not self._reports.stopped():
+            if code and not self._reports.stopped():  # agents tell of none that they have ended by force
                 self._failures.append(failure_of_exit(rank, self._reports.step(rank), code))
 
     def _print(self, rank: int, stream: str, data: bytes) -> None:
