@@ -2,11 +2,13 @@
 
 Its ``kubectl`` is a program in ``cluster.tools``, for PATH; it reads and writes objects as files. A thread of this
 process does what the controllers of a cluster do with a JobSet, by the same rules, and each pod is a process of this
-machine. The names of a pod become loopback, a ConfigMap that it mounts a folder.
+machine. The names of a pod become loopback, a ConfigMap that it mounts a folder. Objects are one's at a time, by a lock
+on a file: what kubectl takes away does not vanish under a controller's hands, nor come back as that writes it.
 """
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import re
@@ -27,7 +29,7 @@ JOBSETS, PODS, CONFIGS = "jobsets.jobset.x-k8s.io", "pods", "configmaps"
 WORKLOADS = "workloads.kueue.x-k8s.io"
 NO_PLACE = "0/3 nodes are available: 3 Insufficient nvidia.com/gpu."
 KUBECTL = r'''
-import json, os, sys, time, uuid
+import fcntl, json, os, sys, time, uuid
 from pathlib import Path
 
 HERE = Path({here!r})
@@ -132,7 +134,9 @@ if words == ["config", "current-context"]:
 elif words[:2] == ["config", "view"]:
     print(os.environ.get("STAND_IN_NAMESPACE", ""), end="")
 else:
-    {{"apply": apply, "get": get, "delete": delete, "logs": logs}}[words[0]](words[1:])
+    with (HERE / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        {{"apply": apply, "get": get, "delete": delete, "logs": logs}}[words[0]](words[1:])
 '''
 
 
@@ -222,7 +226,7 @@ class Cluster:
 
     def admit(self, name: str, *, suspend: bool) -> None:
         """As Kueue does."""
-        with self._lock:
+        with self._alone():
             self._change(name, lambda one: one["spec"].update(suspend=suspend))
 
     def queue(self, uid: str, message: str) -> None:
@@ -245,10 +249,17 @@ class Cluster:
                     os.killpg(pod.process.pid, signal.SIGKILL)
                 pod.process.wait()
 
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Within, no other thread and no kubectl reads or changes objects."""
+        with self._lock, (self.folder / "lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            yield
+
     def _control(self) -> None:
         while not self._over.wait(0.05):
             try:
-                with self._lock:
+                with self._alone():
                     self._look()
             except BaseException as error:
                 self.error = error
@@ -456,11 +467,9 @@ class Cluster:
 
     def _change(self, name: str, change: Callable[[dict[str, Any]], object]) -> None:
         path = self.folder / JOBSETS / f"{name}.json"
-        with suppress(FileNotFoundError):  # it has been deleted meanwhile
-            one = json.loads(path.read_text())
-            change(one)
-            if path.exists():
-                _write(path, one)
+        one = json.loads(path.read_text())
+        change(one)
+        _write(path, one)
 
 
 @contextmanager

@@ -107,6 +107,12 @@ class Containers:
             with suppress(ProcessLookupError):
                 os.kill(pid, number)
 
+    def signal_in_turn(self) -> None:
+        """As it may come to them: to each as the one before has ended."""
+        for pid in self._pids:
+            os.kill(pid, signal.SIGTERM)
+            os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+
     def stop(self) -> None:
         """Have them save, for the job to be over."""
         self._stopped = True
@@ -138,7 +144,9 @@ class Containers:
             client = boto3.client("s3")
             for path in sorted(self.run.rglob("*")):
                 if path.is_file() and not path.is_symlink():
-                    client.put_object(Bucket=bucket, Key=f"{key}/{path.relative_to(self.run)}", Body=path.read_bytes())
+                    with suppress(FileNotFoundError):  # the run goes on, and removes what it has no use for
+                        where = f"{key}/{path.relative_to(self.run)}"
+                        client.put_object(Bucket=bucket, Key=where, Body=path.read_bytes())
 
     def copy_logs(self) -> None:
         """What was printed since the last time, to CloudWatch: a stream for each container."""

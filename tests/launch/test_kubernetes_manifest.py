@@ -21,6 +21,7 @@ from kubernetes_cluster import JOBSETS, PODS, Cluster, kubernetes_cluster
 
 from phalanx.config import Plan, RunSpec
 from phalanx.errors import RunError, SpecError
+from phalanx.files import replace_text
 from phalanx.launch.targets import Standing, Submission, find_target
 from phalanx.launch.targets.kubectl import Kubectl
 from phalanx.launch.targets.kubernetes import KubernetesTarget
@@ -537,6 +538,10 @@ class Handed:
         path = self.target.log(self.ticket, self.folder, rank)
         return path.read_text() if path.exists() else ""
 
+    def crash(self, code: int) -> None:
+        """Have pod 1 end with that exit code, which stands there whole from the moment that it can be seen."""
+        replace_text(self.folder / "crash", str(code))
+
     def begun(self, start: int = 0) -> None:
         until(lambda: all(f"[rank {rank}] of 2, start {start}" in self.said() for rank in range(2)))
 
@@ -571,7 +576,7 @@ class TestStandIn:
         run.begun()
         cluster.kill(1)
         run.begun(start=1)
-        (run.folder / "crash").write_text("1")
+        run.crash(1)
         (run.folder / "events.jsonl").unlink(missing_ok=True)
         run.wait("failed")
         assert "max number of restarts" in run.standing.detail
@@ -579,7 +584,7 @@ class TestStandIn:
     def test_what_the_jobs_own_code_has_raised_is_not_started_again(self, cluster: Cluster, tmp_path: Path) -> None:
         run = Handed(tmp_path, max_restarts="3")
         run.begun()
-        (run.folder / "crash").write_text("70")
+        run.crash(70)
         found = run.wait("failed")
         assert found.detail.startswith("an exception of the job's own code: FailJobSetFailurePolicyAction")
         assert cluster.restarts() == (0, 0)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -21,9 +23,9 @@ from launched import await_none_left, await_steps, by_hand, write_job
 import phalanx as px
 from phalanx.cli import main as phalanx_main
 from phalanx.config import Plan, RunSpec
-from phalanx.launch.reaper import SAVED
+from phalanx.launch.reaper import SAVED, fork
 from phalanx.launch.runfile import newest_step
-from phalanx.launch.targets import Submission, write_ticket
+from phalanx.launch.targets import Submission, sagemaker_node, write_ticket
 from phalanx.launch.targets.sagemaker import SageMakerTarget
 from phalanx.launch.targets.sagemaker_node import main
 from phalanx.report.run_standing import run_standing
@@ -128,7 +130,7 @@ def test_hosts_train_what_one_device_does(start: Start, tmp_path: Path, plan: st
 def test_two_hosts_that_are_taken_back_save_and_go_on(start: Start, service: Service) -> None:
     job = start("dp=2", steps=STEPS, count=2, pause=0.1)
     await_steps(job.run, 3)
-    job.signal()
+    job.signal_in_turn()
     assert job.wait(taken_back=True) == [SAVED, SAVED], job.said()
     (stopped,) = px.load(job.run).events("stopped")
     assert newest_step(job.run) == stopped["step"] < STEPS
@@ -170,7 +172,7 @@ def test_a_spot_run_is_interrupted_stopped_and_ends_as_if_it_had_not_been(
     """By the commands alone. Its folder goes from one machine to the next by way of S3."""
     (tmp_path / "job").mkdir()
     monkeypatch.chdir(tmp_path / "job")
-    write_job(Path(), pause=0.15, steps=STEPS)
+    write_job(Path(), pause=0.5, steps=STEPS)
     Path(".env").write_text(f"KEY={SETTINGS['AWS_SECRET_ACCESS_KEY']}")
     spot = ("--time", "1h", "--spot", "2h", "--grace", "20")
     told = json.loads(launch(*spot, "--json"))
@@ -196,6 +198,7 @@ def test_a_spot_run_is_interrupted_stopped_and_ends_as_if_it_had_not_been(
     assert 0 < one < two < STEPS
     assert "whose run stands at s3://bucket/phalanx/" in launch(code=2)
 
+    write_job(Path(), steps=STEPS)  # nothing is to come before its end any more
     again = json.loads(launch(*spot, "--resume", "--json"))
     assert again["job"] != told["job"]
     third = service.start(again["job"])
@@ -225,14 +228,14 @@ def test_a_machine_that_is_lost_without_a_word_costs_what_was_not_copied(
     service: Service, start: Start, tmp_path: Path
 ) -> None:
     """What stands in S3 then may be half of a checkpoint."""
-    job = start("dp=2", steps=STEPS, pause=0.1, checkpoint_every=4)
+    job = start("dp=2", steps=STEPS, pause=0.1, checkpoint_every=4, keep=8)
     await_steps(job.run, 10)
     job.copy_run()
     job.close()
     await_none_left(tmp_path)
     client = boto3.client("s3")
     kept = [one["Key"] for one in client.list_objects_v2(Bucket="bucket", Prefix=f"phalanx/{job.job}/run/")["Contents"]]
-    newest = sorted({key.split("/")[-2] for key in kept if "/step-" in key})[-1]
+    newest = max({key.split("/")[-2] for key in kept if "/step-" in key}, key=lambda name: int(name[len("step-") :]))
     client.delete_object(
         Bucket="bucket", Key=next(key for key in kept if newest in key and key.endswith(".safetensors"))
     )
@@ -347,11 +350,48 @@ class TestBeforeWorkers:
         assert "is not what was packed" in (root / "output" / "failure").read_text()
         assert not (root / "phalanx" / "code").exists()
 
+    def test_a_signal_ends_it_whatever_it_interrupts(self) -> None:
+        """Such as an import that takes what is raised for its own failure."""
+        pid = fork()
+        if pid == 0:
+            signal.signal(signal.SIGTERM, sagemaker_node._leave)
+            try:
+                os.kill(os.getpid(), signal.SIGTERM)
+                time.sleep(10)
+            except BaseException:
+                os._exit(9)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == SAVED
+
     def test_hosts_that_are_none(self, tmp_path: Path) -> None:
         root = container(tmp_path)
         (root / "input" / "config" / "resourceconfig.json").write_text('{"hosts": ["algo-1"], "current_host": "x"}')
         assert main(root) == 2
         assert "current_host, which is one of them" in (root / "output" / "failure").read_text()
+
+
+def test_of_what_is_told_of_steps_the_last_comes_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who tells now and then may have read the events just before the run ended."""
+    begun, told, threads = threading.Event(), list[str](), list[threading.Thread]()
+
+    class Told:
+        def __init__(self, events: Path) -> None:
+            """Of no run."""
+
+        def tell(self) -> None:
+            now_and_then = threading.current_thread() is not threading.main_thread()
+            if now_and_then:
+                threads.append(threading.current_thread())
+                begun.set()
+                time.sleep(0.3)
+            told.append("now and then" if now_and_then else "at the end")
+
+    monkeypatch.setattr(sagemaker_node, "StepsTold", Told)
+    monkeypatch.setattr(sagemaker_node, "_TELLS", 0.01)
+    run = RunSpec(job="train.py", plan=Plan.parse("dp=2"), folder=tmp_path)
+    with sagemaker_node._steps_told(run, tells=True):
+        begun.wait()
+    threads[0].join()
+    assert told[-1] == "at the end"
 
 
 _LAST_LINES = """

@@ -11,6 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -179,6 +180,20 @@ def test_the_forecast_of_a_run_that_another_has_taken_is_not_written(tmp_path: P
     made()
     assert written.read_text() == "another's"
     release(token)
+
+
+@pytest.mark.parametrize("before", [False, True], ids=["never taken", "let go of by who takes it again"])
+def test_whoever_looks_whether_a_folder_is_written_is_not_in_the_way_of_who_takes_it(
+    tmp_path: Path, before: bool
+) -> None:
+    if before:
+        release(take(tmp_path))
+    looks = os.open(tmp_path / "writer.json", os.O_RDONLY | os.O_CREAT)
+    fcntl.flock(looks, fcntl.LOCK_SH)
+    later = threading.Timer(0.3, os.close, [looks])
+    later.start()
+    release(take(tmp_path))
+    later.join()
 
 
 def test_a_folder_is_asked_for_on_nfs_where_only_who_may_write_locks_alone(

@@ -9,7 +9,10 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
-from phalanx.cli import main
+from phalanx.cli import main, status
+from phalanx.events import EventLog
+from phalanx.files import Token, release, take
+from phalanx.launch import targets
 from phalanx.report import run_standing
 
 pytestmark = pytest.mark.quick
@@ -75,6 +78,35 @@ class TestStatus:
         assert done.exit_code == 0
         assert json.loads(done.stdout)["detail"] == f"it has not begun; phalanx logs {tmp_path}"
 
+    def test_one_that_ends_while_it_is_looked_at_does_not_lack_its_end(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        token = take(run_of(tmp_path, step(0)))
+
+        def events(folder: Path, own: Any = run_standing._events) -> list[dict[str, Any]]:
+            found = own(folder)
+            with EventLog(folder / "events.jsonl") as log:
+                log.write("end", step=1, samples=3, seconds=1.0, loss=0.5)
+            release(token)
+            return found
+
+        with monkeypatch.context() as patch:
+            patch.setattr(run_standing, "_events", events)
+            assert run_standing.run_standing(tmp_path).state == "running"
+        assert run_standing.run_standing(tmp_path).state == "ended"
+
+    def test_one_that_begins_while_it_is_looked_at_runs(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        begun: list[Token] = []
+
+        def events(folder: Path, own: Any = run_standing._events) -> list[dict[str, Any]]:
+            begun.append(take(run_of(folder)))
+            return own(folder)
+
+        (tmp_path / "launch").mkdir()
+        monkeypatch.setattr(run_standing, "_events", events)
+        assert run_standing.run_standing(tmp_path).state == "running"
+        release(*begun)
+
     def test_a_folder_without_a_run(self, tmp_path: Path) -> None:
         done = invoke("status", str(tmp_path))
         assert done.exit_code == 2
@@ -93,6 +125,16 @@ class TestLogs:
         (tmp_path / "launch" / "rank-1.log").write_text("hello\n")
         assert invoke("logs", str(tmp_path), "--rank", "1").stdout == "hello\n"
         assert "rank 0 has printed nothing" in invoke("logs", str(tmp_path), "--rank", "0").stderr
+
+    def test_a_file_that_comes_while_it_is_waited_for_is_followed(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """As of pods whose volume is not seen here: first there is neither what they print nor what workers leave."""
+        files = [tmp_path / "rank-1.log", tmp_path / "pods-rank-1.log"]
+        (run_of(tmp_path) / files[1]).write_text("hello\n")
+        monkeypatch.setattr(targets, "log_of", lambda *_: files.pop(0))
+        monkeypatch.setattr(status, "_SOON", 0.001)
+        assert invoke("logs", str(tmp_path), "--rank", "1", "--follow").stdout == "hello\n"
 
     def test_a_rank_that_is_not_there(self, tmp_path: Path) -> None:
         done = invoke("logs", str(run_of(tmp_path)), "--rank", "7")

@@ -32,12 +32,12 @@ def command(folder: Path, rank: int | None, following: bool, as_json: bool) -> N
     path = log_of(folder, rank)
     if following:
 
-        def goes_on() -> bool:
+        def look() -> tuple[Path, bool]:
             going = run_standing(folder).goes_on
-            log_of(folder, rank)  # a target that keeps it elsewhere brings the file up to date, after the end once more
-            return going
+            # a target that keeps it elsewhere brings the file up to date, after the end once more
+            return log_of(folder, rank), going
 
-        follow(path, goes_on)
+        follow(path, look)
         return
     text, _ = more_of(path, 0)
     if not text:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import click
 
@@ -44,8 +44,12 @@ def more_of(path: Path, since: int) -> tuple[str, int]:
     return data.decode(errors="replace"), since + len(data)
 
 
-def follow(path: Path, goes_on: Any) -> None:
-    """Print a file as it grows, as long as ``goes_on()`` says so, which is asked when nothing has come for a while."""
+def follow(path: Path, look: Callable[[], tuple[Path, bool]]) -> None:
+    """Print a file as it grows.
+
+    ``look()`` is asked when nothing has come for a while: which file it is, where another has come in the place of one
+    that was not there yet, and whether there is more to come.
+    """
     at, quiet = 0, time.monotonic()
     while True:
         text, at = more_of(path, at)
@@ -53,7 +57,8 @@ def follow(path: Path, goes_on: Any) -> None:
             click.echo(text, nl=False)
             quiet = time.monotonic()
         elif time.monotonic() - quiet > 10 * _SOON:
-            if not goes_on():
+            path, goes_on = look()
+            if not goes_on:
                 click.echo(more_of(path, at)[0], nl=False)
                 return
             quiet = time.monotonic()

@@ -161,10 +161,14 @@ def read(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def last_failure(events: Iterable[Mapping[str, Any]]) -> Mapping[str, Any]:
-    """The error that has ended the run whose last ``events`` these are; empty where none has since it last began."""
+    """The error that has ended the run whose last ``events`` these are; empty where none has since it last began.
+
+    A worker that only lost another may say so after the one that failed by itself: where they met is gone by then.
+    """
     last: Mapping[str, Any] = {}
     for event in events:
-        last = event if event["event"] in ("start", "resume", "error") else last
+        if event["event"] in ("start", "resume") or (event["event"] == "error" and not (_own(last) and _lost(event))):
+            last = event
     return last if last.get("event") == "error" else {}
 
 
@@ -174,7 +178,16 @@ def own_failure(events: Iterable[Mapping[str, Any]]) -> str:
     A worker that was lost is none of it: it may well not be lost again.
     """
     last = last_failure(events)
-    return "" if last.get("lost", True) else last["message"]
+    return last["message"] if _own(last) else ""
+
+
+def _own(event: Mapping[str, Any]) -> bool:
+    return event.get("event") == "error" and not _lost(event)
+
+
+def _lost(event: Mapping[str, Any]) -> bool:
+    """Of an error: by a worker that was lost, as far as is known."""
+    return bool(event.get("lost", True))
 
 
 def _event(line: bytes) -> dict[str, Any] | None:

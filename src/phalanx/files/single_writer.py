@@ -225,15 +225,25 @@ def _lock(folder: Path, descriptor: int, kind: int = fcntl.LOCK_EX) -> None:
         except BlockingIOError:
             owner = _parse(os.pread(descriptor, _LENGTH, 0))
             gone = owner.get("host") == socket.gethostname() and not _lives(_whole(owner.get("pid")))
-            if not gone or time.monotonic() > until:
+            soon = gone or not owner or (kind == fcntl.LOCK_EX and _only_looked_at(descriptor))
+            if not soon or time.monotonic() > until:
                 raise _taken(folder, owner, gone) from None
-            time.sleep(_SOON)  # what it had started is about to end, too
+            time.sleep(_SOON)  # what it had started is about to end, too; or it is about to say who it is
         except OSError as error:
             if error.errno in _NO_LOCKS:
                 return  # the token alone has to do
             raise
         else:
             return
+
+
+def _only_looked_at(descriptor: int) -> bool:
+    """Whether those that hold a lock look whether the folder is written, and are about to let go of it."""
+    with suppress(OSError):
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        fcntl.flock(descriptor, fcntl.LOCK_UN)
+        return True
+    return False
 
 
 def _taken(folder: Path, owner: dict[str, Any], gone: bool) -> SpecError:

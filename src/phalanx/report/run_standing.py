@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import socket
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -16,6 +17,8 @@ from phalanx.report.summary import run_log
 
 if TYPE_CHECKING:
     from rich.table import Table
+
+    from phalanx.launch.targets import Standing, Target
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,24 +61,19 @@ def run_standing(folder: Path) -> RunStanding:
     Raises:
         SpecError: there is neither a run nor a launch in the folder.
     """
-    written = is_written(folder)  # asked before its log is read: a run says how it ended, then lets go of its folder
-    events = _events(folder)
-    state, detail, to = _by_log(folder, events, written=written)
     launched = _ticket(folder)
-    if launched:
-        from phalanx.launch.targets import QueueTarget
-
-        target, ticket = launched
-        to = ticket["to"]
-        if isinstance(target, QueueTarget):
-            standing = target.standing(ticket, folder)
-            events = events or [dict(event) for event in standing.events]
-            if standing.state != "unknown":
-                state, detail = standing.state, standing.detail or detail
-            elif standing.detail:  # beside what the run's own log tells
-                detail = "; ".join(part for part in (detail, standing.detail) if part)
-    elif not events and not (folder / "run.toml").exists():
-        if not (written or (folder / "launch").is_dir()):
+    standing = _by_target(*launched, folder) if launched else None
+    written = is_written(folder)
+    events = _events(folder)  # later: a run that nobody writes any more has written its end
+    state, detail = ("running", "") if written else _by_log(folder, events)
+    if standing:
+        events = events or [dict(event) for event in standing.events]
+        if standing.state != "unknown":
+            state, detail = standing.state, standing.detail or detail
+        elif standing.detail:  # beside what the run's own log tells
+            detail = "; ".join(part for part in (detail, standing.detail) if part)
+    elif not launched and not events and not (folder / "run.toml").exists():
+        if not (state == "running" or (folder / "launch").is_dir()):
             raise SpecError.of("RUN", f"{folder}, in which there is no run", "a run folder", f"ls {folder}")
         detail = "it has not begun" if state == "running" else f"{detail}; phalanx logs {folder}"
     begun = next((event for event in reversed(events) if event["event"] == "start"), {})
@@ -85,7 +83,7 @@ def run_standing(folder: Path) -> RunStanding:
         folder=str(folder),
         state=state,
         detail=detail,
-        to=to,
+        to=launched[1]["to"] if launched else "",
         plan=begun.get("plan", ""),
         step=steps[-1]["step"] if steps else None,
         steps=begun.get("total_steps"),
@@ -167,19 +165,26 @@ def _ticket(folder: Path) -> Any:
     return ticket_of(folder) if is_handed_over(folder) else None
 
 
-def _by_log(folder: Path, events: list[dict[str, Any]], *, written: bool) -> tuple[str, str, str]:
-    """State and detail as the run's own log and lock tell them."""
-    if written:
-        return "running", "", ""
+def _by_target(target: Target, ticket: Mapping[str, Any], folder: Path) -> Standing | None:
+    """As its target tells it; ``None`` of one that follows its runs."""
+    from phalanx.launch.targets import QueueTarget
+
+    return target.standing(ticket, folder) if isinstance(target, QueueTarget) else None
+
+
+def _by_log(folder: Path, events: list[dict[str, Any]]) -> tuple[str, str]:
+    """State and detail as the log of a run tells them that nobody wrote when it was looked at."""
     last = _last_word(events)
     if last is None:
+        if is_written(folder):  # it has begun meanwhile
+            return "running", ""
         writer = writer_of(folder)
         if writer and writer.host != socket.gethostname():
-            return "unknown", f"written by {_elsewhere(writer)}", ""
-        return "unknown", "its log has no end" if events else "it has not begun", ""
+            return "unknown", f"written by {_elsewhere(writer)}"
+        return "unknown", "its log has no end" if events else "it has not begun"
     if last["event"] == "error":
-        return "failed", str(last.get("message", "")), ""
-    return ("ended" if last["event"] == "end" else "stopped"), "", ""
+        return "failed", str(last.get("message", ""))
+    return ("ended" if last["event"] == "end" else "stopped"), ""
 
 
 def _last_word(events: list[dict[str, Any]]) -> dict[str, Any] | None:

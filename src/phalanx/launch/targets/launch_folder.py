@@ -5,10 +5,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from phalanx.config import RunSpec
 from phalanx.config.run_files import EVENTS
@@ -53,11 +53,15 @@ def run_from(runfile: Path, fix: str) -> RunSpec:
 
 def last_word(folder: Path) -> str:
     """The last of a run's events that says how it stands: ``start``, ``resume``, ``stopped``, ``error`` or ``end``."""
-    word = ""
     with suppress(SpecError):
-        for event in read(folder / EVENTS):
-            word = event["event"] if event["event"] in _WORDS else word
-    return word
+        return word_of(read(folder / EVENTS))
+    return ""
+
+
+def word_of(events: Iterable[Mapping[str, Any]]) -> str:
+    """The same of these events of a run; empty where none says it."""
+    words = [event["event"] for event in events if event["event"] in _WORDS]
+    return words[-1] if words else ""
 
 
 def slowest_save(folder: Path) -> float:

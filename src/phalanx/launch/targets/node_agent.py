@@ -10,16 +10,22 @@ from __future__ import annotations
 import logging
 import math
 import os
+import signal
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from phalanx.config import RunSpec
+from phalanx.config.run_files import EVENTS
 from phalanx.device_kinds import kind_for
+from phalanx.errors import SpecError
+from phalanx.events.log import EventReader
 from phalanx.launch.addresses import LOOPBACK, own_address
 from phalanx.launch.reaper import SAVED
-from phalanx.launch.targets.launch_folder import last_word
+from phalanx.launch.targets.launch_folder import word_of
 
 _OLDER_GRACE = 30  # seconds, before torch 2.13
 _AFTER_GRACE = 5  # seconds, after which a worker that should have ended by itself is ended by force
@@ -89,9 +95,10 @@ def be_agent(spec: RunSpec, place: NodePlace, worker: Sequence[str]) -> int:
 
     Returns 0 where the run has ended, ``SAVED`` where it was asked to stop, else 1.
     """
+    events = EventReader(spec.folder / EVENTS)
+    _last_word(events)  # of earlier starts
     os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # of this process: agents lose each other's store as they end
     from torch.distributed.elastic.multiprocessing.api import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig
     from torch.distributed.run import parse_args, run
 
@@ -108,10 +115,25 @@ def be_agent(spec: RunSpec, place: NodePlace, worker: Sequence[str]) -> int:
     os.environ["PYTHONUNBUFFERED"] = "1"  # what is printed goes into a pipe, and would be lost with the worker
     options = {"nnodes": str(place.nodes), "nproc-per-node": str(workers), **place.options}
     words = [word for name, value in options.items() for word in (f"--{name}", value)]
+    asked = parse_args([*words, "--no-python", *worker])
     try:
-        run(parse_args([*words, "--no-python", *worker]))
+        return _as_workers_end(place, partial(run, asked))
     except SignalException:
-        return 0 if last_word(spec.folder) == "end" else SAVED
+        return 0 if _last_word(events) == "end" else SAVED
+    except Exception:  # where agents meet is gone with the agent of another node, perhaps one that was asked to stop
+        if _last_word(events) == "stopped":
+            return SAVED
+        raise
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torch's handler would raise in whoever takes the exit code
+
+
+def _as_workers_end(place: NodePlace, run: Callable[[], object]) -> int:
+    """The exit code for this node, by those of its workers."""
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    try:
+        run()
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         if failure.exitcode == SAVED:  # another node was asked to stop, and all have saved
@@ -119,3 +141,10 @@ def be_agent(spec: RunSpec, place: NodePlace, worker: Sequence[str]) -> int:
         print(f"{place.name}: rank {rank} ended with {failure.exitcode}", file=sys.stderr, flush=True)
         return 1
     return 0
+
+
+def _last_word(events: EventReader) -> str:
+    """How the run stands by what it has written since this was asked last."""
+    with suppress(SpecError):
+        return word_of(events.new())
+    return ""
