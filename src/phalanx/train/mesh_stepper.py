@@ -44,13 +44,7 @@ from phalanx.train.timeline import Listener, only_step
 
 @contextmanager
 def rank_of_mesh(
-    job: Job,
-    run: RunSpec,
-    place: Place,
-    link: LauncherLink,
-    *,
-    observer: Observer,
-    findings: Findings,
+    job: Job, run: RunSpec, place: Place, link: LauncherLink, *, observer: Observer, findings: Findings
 ) -> Generator[tuple[MeshStepper, RunRecorder]]:
     """Within, this process is the rank of the mesh that ``place.rank`` is, restored where the run resumes. Collective.
 
