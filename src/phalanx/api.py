@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from phalanx.config import Cluster, Job, Plan, RunSpec
 from phalanx.config.fields import is_whole
 from phalanx.config.run import NOT_IN_FILE
+from phalanx.config.run_files import EVENTS
 from phalanx.errors import SpecError
 from phalanx.files import read_text
 from phalanx.report.run_results import Run, load
@@ -82,7 +83,7 @@ def fit(
         return _take_part(asked, spec, place, cores, watch)
     loadable = isinstance(run, RunSpec)
     there = RunStarter(launcher=_launcher(launcher), hosts=hosts, cores=cores, loadable=loadable)
-    with looked_on(watch, spec.folder / "events.jsonl") as look:
+    with looked_on(watch, spec.folder / EVENTS) as look:
         try:
             train_here(asked, spec, there, look)
         except KeyboardInterrupt:
@@ -133,7 +134,7 @@ def start(
     there.refuse(spec)
 
     def work(begun: Callable[[], None]) -> None:
-        with logged(spec.folder / "events.jsonl") as look:
+        with logged(spec.folder / EVENTS) as look:
             train_here(asked, spec, there, look, begun)
 
     process = BackgroundRun.begin(spec.folder, work)

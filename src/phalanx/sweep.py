@@ -14,6 +14,7 @@ from phalanx.api import fit
 from phalanx.config import Best, Job, Plan, RunSpec
 from phalanx.config.fields import is_whole
 from phalanx.config.params import Value, params
+from phalanx.config.run_files import EVENTS
 from phalanx.errors import PhalanxError, Problem, SpecError
 from phalanx.report.summary import ended_since
 from phalanx.report.sweep_rows import SweepResult, SweepRow, Yardstick, numbers_of, reason_of
@@ -339,6 +340,6 @@ class SweepRuns:
         self.best = self.best or job.best
         plan = one.plan or choose_plan(job).plan
         run = RunSpec(job=one.source.reference_with(one.values), plan=plan, folder=folder, steps=self.steps)
-        with self.look(folder / "events.jsonl", label) as watch:
+        with self.look(folder / EVENTS, label) as watch:
             fit(job, run=run, watch=watch)
         return plan

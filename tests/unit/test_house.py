@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from phalanx.config.run_files import CHECKPOINTS, EVENTS, LEDGER, RUN_TOML
+
 ROOT = Path(__file__).resolve().parents[2]
 SOURCE = ROOT / "src" / "phalanx"
 FILES = sorted(SOURCE.rglob("*.py"))
@@ -289,6 +291,13 @@ MUTABLE = {
     "trace/blocks.py: _opened",  # models that are looked into, for as long as they live
 }
 """What a module keeps and changes; without a comment: a counter, by which names differ."""
+
+
+@pytest.mark.quick
+def test_names_in_the_run_folder_stand_in_one_file() -> None:
+    """But for what is sent to a host as text, with the standard library alone."""
+    named = re.compile("|".join(f'/ "{re.escape(name)}"' for name in (RUN_TOML, EVENTS, CHECKPOINTS, LEDGER)))
+    assert [name_of(path) for path in FILES if named.search(path.read_text())] == []
 
 
 @pytest.mark.quick

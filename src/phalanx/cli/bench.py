@@ -21,6 +21,7 @@ from phalanx.cli.bench_queue import (
 from phalanx.cli.options import PlanText, job_argument
 from phalanx.cli.output import json_option, print_json, show_prepared
 from phalanx.config import Job, Plan, RunSpec
+from phalanx.config.run_files import EVENTS
 from phalanx.device_kinds import on_host
 from phalanx.errors import Problem, RefusedError, SpecError
 
@@ -46,7 +47,7 @@ def measured(job: Job, run: RunSpec, console: Console, *, label: str = "", hosts
 
     folder: Path = run.folder
     viewer = progress(console, label=label or str(run.plan), lines=frozenset({"start", "warning"}))
-    with Follower(folder / "events.jsonl", [viewer]) as follower:
+    with Follower(folder / EVENTS, [viewer]) as follower:
         cores = 1 if hosts or on_host(device_kind(run.plan)) else None
         fit(job, run=replace(run, forecast="none"), watch=follower, cores=cores, hosts=hosts)
     return summarise(folder)

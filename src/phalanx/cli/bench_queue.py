@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from phalanx.config import Job, Plan, RunSpec
+from phalanx.config.run_files import EVENTS
 from phalanx.errors import PhalanxError, RunError, SpecError
 
 if TYPE_CHECKING:
@@ -319,7 +320,7 @@ def _why(folder: Path, standing: Standing) -> str:
     from phalanx.events.log import read
 
     try:
-        errors = [event for event in read(folder / "events.jsonl") if event["event"] == "error"]
+        errors = [event for event in read(folder / EVENTS) if event["event"] == "error"]
     except SpecError:
         errors = []
     if errors:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from phalanx.cli.output import answer, json_option
+from phalanx.config.run_files import CHECKPOINTS
 from phalanx.errors import CheckpointError, DamagedError, Problem, SpecError
 
 if TYPE_CHECKING:
@@ -231,7 +232,7 @@ def _folder(place: Path) -> Path:
     """The folder ``checkpoints`` that ``place`` stands for: a run's, or itself."""
     from phalanx.checkpoint.format import step_of
 
-    return place / "checkpoints" if step_of(place) is None else place.parent
+    return place / CHECKPOINTS if step_of(place) is None else place.parent
 
 
 def _found(place: Path) -> list[FoundCheckpoint]:

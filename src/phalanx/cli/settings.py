@@ -12,6 +12,7 @@ from phalanx.config import Job, Plan, RunSpec
 from phalanx.config.elastic import DeviceRange
 from phalanx.config.params import DeclaredParam
 from phalanx.config.run import Resume
+from phalanx.config.run_files import RUN_TOML
 from phalanx.errors import Problem, RefusedError, SpecError
 from phalanx.files import read_text
 
@@ -92,12 +93,12 @@ def earlier_run(given: Given) -> RunSpec | None:
     """
     if not (given.resume and given.folder):
         return None
-    runfile = given.folder / "run.toml"
+    runfile = given.folder / RUN_TOML
     if os.path.lexists(runfile):
         return _read(runfile)
     from phalanx.launch.targets.handed_over import is_handed_over
 
-    handed = given.folder / "launch" / "run.toml"
+    handed = given.folder / "launch" / RUN_TOML
     if not (is_handed_over(given.folder) and os.path.lexists(handed)):
         return None
     return _with_paths_of(given.job, given.folder, _read(handed))

@@ -11,6 +11,7 @@ import click
 from phalanx.cli.options import PlanText, set_option, write
 from phalanx.cli.output import answer, json_option
 from phalanx.config import Plan
+from phalanx.config.run_files import EVENTS
 from phalanx.errors import SpecError
 
 if TYPE_CHECKING:
@@ -52,9 +53,6 @@ def command(
     answer(as_json, shown.to_dict(), lambda width: shown_text(shown, width))
 
 
-_LOG = "events.jsonl"
-
-
 def _of_job(what: str, plan: Plan | None, devices: int | None, named: str | None) -> Shown:
     if named:
         given, allowed = f"--job {named} with the job {what}", "--job with a run folder only"
@@ -78,7 +76,7 @@ def _of_job(what: str, plan: Plan | None, devices: int | None, named: str | None
 
 
 def _of_run(folder: Path, plan: Plan | None, devices: int | None, named: str | None) -> Shown:
-    if not os.path.lexists(folder / _LOG):
+    if not os.path.lexists(folder / EVENTS):
         raise _neither(str(folder), "a folder that holds no run", f"phalanx show {folder.name}:job --plan tp=2")
     if plan or devices:
         option = "--plan" if plan else "-n"

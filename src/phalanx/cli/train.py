@@ -17,6 +17,7 @@ from phalanx.cli.settings import Given, earlier_run, params_settings, settle
 from phalanx.cli.way_on import way_on
 from phalanx.config import Job, RunSpec
 from phalanx.config.run import override
+from phalanx.config.run_files import EVENTS
 from phalanx.errors import RunError
 
 if TYPE_CHECKING:
@@ -150,7 +151,7 @@ class _Output:
             viewers = [Opening(self._stderr, self._drawn()), progress(self._stderr)]
         if tensorboard:
             viewers.append(TensorBoard(self._run.folder / "tensorboard"))
-        return Follower(self._run.folder / "events.jsonl", viewers)
+        return Follower(self._run.folder / EVENTS, viewers)
 
     def _drawn(self) -> str:
         from phalanx.launch import ElasticSize

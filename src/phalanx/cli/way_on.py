@@ -7,6 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from phalanx.config import RunSpec
+from phalanx.config.run_files import CHECKPOINTS
 from phalanx.errors import NoneWholeError, PhalanxError, RunError, WorkerError
 
 
@@ -42,7 +43,7 @@ def _newest(folder: Path) -> Path | None:
                 damaged.add(event["message"].partition(" ")[0])
             elif event["event"] == "checkpoint":  # of that step once more, in the place of the damaged one
                 damaged.discard(Path(event["path"]).name)
-    found = checkpoints(folder / "checkpoints")
+    found = checkpoints(folder / CHECKPOINTS)
     return next((one.path for one in found if one.whole and one.path.name not in damaged), None)
 
 

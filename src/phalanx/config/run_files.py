@@ -10,8 +10,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+RUN_TOML = "run.toml"
+"""What was asked."""
+
 EVENTS = "events.jsonl"
 """The log of what happened."""
+
+CHECKPOINTS = "checkpoints"
+"""The folder of checkpoints."""
+
+LEDGER = "ledger"
+"""The folder that says which samples were seen in which step."""
 
 Brought = Literal["", "whole", "appended", "complete", "with a checkpoint", "with paths here"]
 """How what a host writes in its copy comes to the folder of whoever launched: not at all; as a file that replaces the
@@ -39,7 +48,7 @@ class RunFile:
 
 
 RUN_FILES: Mapping[str, RunFile] = {
-    "run.toml": RunFile(
+    RUN_TOML: RunFile(
         what="what was asked: job, plan, steps, where to",
         written="when the run has begun, each time it goes on",
         read="`phalanx worker`, `--resume`",
@@ -75,13 +84,13 @@ RUN_FILES: Mapping[str, RunFile] = {
         written="after each evaluation, where the job has a `best`",
         read="whoever deletes checkpoints; `phalanx export --from best`",
     ),
-    "checkpoints": RunFile(
+    CHECKPOINTS: RunFile(
         what="parameters, optimizer state and where the run stood, after a step",
         written="whole or not at all: under a temporary name, renamed when complete",
         read="`phalanx train --resume`, under any plan",
         brought="complete",
     ),
-    "ledger": RunFile(
+    LEDGER: RunFile(
         what="which samples were seen in which step",
         written="appended by every rank",
         read="`phalanx audit`",
@@ -124,7 +133,7 @@ RUN_FILES: Mapping[str, RunFile] = {
 
 LAUNCH_FILES: Mapping[str, str] = {
     "ticket.json": "where the run was handed to, and what it is called there",
-    "run.toml": "on Slurm and Ray what workers read; else a copy of what the target has of it",
+    RUN_TOML: "on Slurm and Ray what workers read; else a copy of what the target has of it",
     "job.sh": "on Slurm: the batch script",
     "measured.py": "of `phalanx bench` over Slurm: the job",
     "slurm-*.out": "on Slurm: what the batch script and all workers print",

@@ -16,6 +16,7 @@ from rich.table import Table
 from phalanx.api import fit, prove
 from phalanx.config import Cluster, Job, Plan, RunSpec
 from phalanx.config.plan import Device
+from phalanx.config.run_files import EVENTS
 from phalanx.device_kinds import accelerator, accelerator_count
 from phalanx.events.following import Follower
 from phalanx.hardware import cluster, cores
@@ -126,7 +127,7 @@ class Tour:
         folder = self._folder / f"{job.name}-{plan.kind if plan.kind == 'single' else f'dp{plan.dp}'}"
         viewer = progress(self._console, label=f"{plan!s:<7}", lines=frozenset({"warning"}))
         run = RunSpec(job=reference, plan=plan, folder=folder, steps=self._steps, forecast="none")
-        with Follower(folder / "events.jsonl", [viewer]) as follower:
+        with Follower(folder / EVENTS, [viewer]) as follower:
             fit(job, run=run, watch=follower, cores=1 if self._kind == "cpu" else None)
         return summarise(folder)
 

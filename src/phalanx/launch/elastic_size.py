@@ -15,6 +15,7 @@ from typing import Self, final
 from phalanx.config import Job, Plan, RunSpec
 from phalanx.config.batch_ramp import smaller_batches
 from phalanx.config.elastic import plans_of
+from phalanx.config.run_files import EVENTS
 from phalanx.device_kinds import kind_for
 from phalanx.errors import Problem, RefusedError, SpecError
 from phalanx.events import EventLog
@@ -163,7 +164,7 @@ def fitted(run: RunSpec, world_size: int, job: Job) -> RunSpec:
 
 def record_resize(folder: Path, before: int, to: int, cause: str) -> None:
     """Have the log of the run in ``folder`` say that it goes on with another number of devices."""
-    with EventLog(folder / "events.jsonl") as log:
+    with EventLog(folder / EVENTS) as log:
         log.write("resize", **{"from": before}, to=to, step=newest_step(folder) or 0, cause=cause)
 
 

@@ -24,6 +24,7 @@ from typing import Any, final
 
 from phalanx.comm.roll_call import reports_lost_peer
 from phalanx.config import RunSpec
+from phalanx.config.run_files import EVENTS, RUN_TOML
 from phalanx.errors import (
     PhalanxError,
     Problem,
@@ -203,7 +204,7 @@ def record(error: WorkerError | SpecError, folder: Path) -> None:
     rank, step, kind, lost = 0, None, type(error).__name__, False
     if isinstance(error, WorkerError):
         rank, step, kind, lost = error.rank, error.step, error.kind, error.lost
-    with EventLog(folder / "events.jsonl", warns=False) as log:
+    with EventLog(folder / EVENTS, warns=False) as log:
         if isinstance(error, WorkerError) and error.hang:
             log.write("hang", step=step, **error.hang)
         log.write("error", rank=rank, step=step, kind=kind, message=message, lost=lost)
@@ -313,7 +314,7 @@ class WorkerReports:
         The run folder's own ``run.toml`` is written once the run has begun. ``findings``: of the launcher's look at the
         job, for which workers need none of their own.
         """
-        runfile, token = self.folder / "run.toml", token_of(run.folder)
+        runfile, token = self.folder / RUN_TOML, token_of(run.folder)
         runfile.write_text(absolute(run).to_toml(), encoding="utf-8")
         (self.folder / "token").write_text(token.identity if token else "", encoding="utf-8")
         if findings and findings.looked:

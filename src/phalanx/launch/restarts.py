@@ -8,6 +8,7 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import final
 
+from phalanx.config.run_files import CHECKPOINTS, EVENTS
 from phalanx.events import EventLog
 from phalanx.launch.elastic_size import ElasticSize, record_resize
 from phalanx.launch.failure import Failure
@@ -92,7 +93,7 @@ class Restarts:
         self._begun = time.monotonic()
         failure, self._lost = self._lost, None
         if failure:
-            with EventLog(self._folder / "events.jsonl") as log:
+            with EventLog(self._folder / EVENTS) as log:
                 if failure.hang:
                     log.write("hang", step=failure.step, **failure.hang)
                 log.write(
@@ -142,7 +143,7 @@ class Restarts:
     def _saved(self) -> list[str]:
         from phalanx.checkpoint.folder import newest_first
 
-        return [path.name for path in newest_first(self._folder / "checkpoints")]
+        return [path.name for path in newest_first(self._folder / CHECKPOINTS)]
 
 
 def _cause(failure: Failure) -> str:
@@ -167,7 +168,7 @@ def _source(folder: Path, begun: int | None, known: Collection[str]) -> tuple[st
     from phalanx.checkpoint.format import step_of
     from phalanx.train.survivor_save import saved_by
 
-    newest = latest(folder / "checkpoints")
+    newest = latest(folder / CHECKPOINTS)
     step = (step_of(newest) or 0) if newest else 0
     again = max(0, (begun or 0) - step)
     how_many = "no step is" if not again else "1 step is" if again == 1 else f"{again} steps are"

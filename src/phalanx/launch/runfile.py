@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Self, final
 
 from phalanx.config import Job, RunSpec
-from phalanx.config.run_files import RUN_FILES
+from phalanx.config.run_files import CHECKPOINTS, EVENTS, RUN_FILES, RUN_TOML
 from phalanx.errors import CheckpointError, Problem, SpecError
 from phalanx.events.log import own_failure, read
 from phalanx.files import read_text, refuse_links, refuse_taken, release, take, token_of
@@ -69,7 +69,7 @@ class RunFolder:
             raise _unusable(folder, error) from None
         take(folder)
         check_folder(self.run, job=self._job, given=self._given)  # another may have come and gone in it meanwhile
-        give_back(folder / "checkpoints")
+        give_back(folder / CHECKPOINTS)
         fetch(self.run)
         self._aside = set_aside(self.run)
         return replace(settled(self.run), from_step=None)
@@ -82,7 +82,7 @@ class RunFolder:
         """
         _refuse_what_would_come_again(self.folder)
         self.run = replace(self.run, resume="auto", from_step=None)
-        give_back(self.folder / "checkpoints")
+        give_back(self.folder / CHECKPOINTS)
         return settled(self.run)
 
     def __exit__(self, *_: object) -> None:
@@ -95,7 +95,7 @@ class RunFolder:
 def _refuse_what_would_come_again(folder: Path) -> None:
     raised = ""
     with suppress(SpecError):
-        raised = own_failure(read(folder / "events.jsonl"))
+        raised = own_failure(read(folder / EVENTS))
     if raised:
         raise SpecError.of(
             where="workers that are started again",
@@ -116,7 +116,7 @@ def check_folder(run: RunSpec, *, job: Job | None = None, given: Path | None = N
     Raises:
         SpecError: as of entering a ``RunFolder``.
     """
-    folder, runfile = run.folder, run.folder / "run.toml"
+    folder, runfile = run.folder, run.folder / RUN_TOML
     try:
         if not stat.S_ISDIR(folder.stat().st_mode):
             raise _wrong(f"{folder}, which is a file", "a folder", f'folder="{folder}-1"')
@@ -137,7 +137,7 @@ def check_folder(run: RunSpec, *, job: Job | None = None, given: Path | None = N
         )
     newest = _newest(folder)
     step = newest_step(folder)
-    events = folder / "events.jsonl"
+    events = folder / EVENTS
     unused = step is None and not (events.exists() and events.stat().st_size)
     own = given is not None and holds and runfile.samefile(given)
     if holds and not run.resume and not (own and unused):  # "auto" goes on, or begins anew
@@ -205,9 +205,9 @@ def fetch(run: RunSpec) -> None:
     from phalanx.checkpoint.mirror import fetch_newest, fetch_step
 
     if run.from_step is None:
-        fetch_newest(run.mirror, run.folder / "checkpoints")
+        fetch_newest(run.mirror, run.folder / CHECKPOINTS)
     else:
-        fetch_step(run.mirror, run.folder / "checkpoints", run.from_step)
+        fetch_step(run.mirror, run.folder / CHECKPOINTS, run.from_step)
 
 
 def give_back(folder: Path) -> None:
@@ -258,7 +258,7 @@ def set_aside(run: RunSpec) -> Aside | None:
     from phalanx.checkpoint import verify
     from phalanx.checkpoint.folder import is_complete
 
-    folder = run.folder / "checkpoints"
+    folder = run.folder / CHECKPOINTS
     steps = {int(path.name.removeprefix("step-")): path for path in folder.glob("step-*") if _STEP.fullmatch(path.name)}
     whole = [step for step, path in sorted(steps.items()) if is_complete(path)]
     if run.from_step not in whole:
@@ -289,7 +289,7 @@ def set_aside(run: RunSpec) -> Aside | None:
 def _written(folder: Path) -> int:
     """When what was asked was written last, in nanoseconds."""
     try:
-        return (folder / "run.toml").lstat().st_mtime_ns
+        return (folder / RUN_TOML).lstat().st_mtime_ns
     except OSError:
         return 0
 
@@ -313,7 +313,7 @@ def next_free(folder: Path) -> Path:
 def job_of(folder: Path, name: str) -> str:
     """Where the job of the run in ``folder`` is, if that may be the job ``name``, which no file was named for."""
     try:
-        earlier = _job_in(folder / "run.toml") if (folder / "run.toml").is_file() else name
+        earlier = _job_in(folder / RUN_TOML) if (folder / RUN_TOML).is_file() else name
     except (SpecError, OSError):
         return name  # what is wrong with it is said when the folder is entered
     return earlier if _may_go_on(earlier, name) else name
@@ -338,20 +338,20 @@ def _job_in(runfile: Path) -> str:
 
 def _newest(folder: Path) -> Path | None:
     """The newest whole checkpoint."""
-    if not (folder / "checkpoints").is_dir():
+    if not (folder / CHECKPOINTS).is_dir():
         return None
     from phalanx.checkpoint import latest  # needs torch
 
-    return latest(folder / "checkpoints")
+    return latest(folder / CHECKPOINTS)
 
 
 def _damages(folder: Path) -> list[str]:
     """What is wrong with each checkpoint of the run in ``folder``; as of a run that has no whole one."""
-    if not (folder / "checkpoints").is_dir():
+    if not (folder / CHECKPOINTS).is_dir():
         return []
     from phalanx.checkpoint import checkpoints, verify
 
-    found = [one.path for one in checkpoints(folder / "checkpoints")]
+    found = [one.path for one in checkpoints(folder / CHECKPOINTS)]
     return [f"{path.name} is damaged: {'; '.join(verify(path)[:1])}" for path in found]
 
 

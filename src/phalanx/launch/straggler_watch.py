@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from phalanx.config import Plan
+from phalanx.config.run_files import EVENTS
 from phalanx.events import EventLog
 from phalanx.launch.hang_watch import WatchedRank
 from phalanx.launch.rank_probe import TimeSpent
@@ -139,7 +140,7 @@ class StragglerWatch:
             steps = max(after[pace.rank][0] - before[pace.rank][0] for pace in paces)
             events.append(("pace", {"step": max(pace.step for pace in paces), "steps": steps, "ranks": rows}))
         if events and self.folder.is_dir():
-            with EventLog(self.folder / "events.jsonl") as log:
+            with EventLog(self.folder / EVENTS) as log:
                 for name, fields in events:
                     log.write(name, **fields)
 

@@ -18,6 +18,7 @@ from typing import TextIO
 from phalanx.comm import Place
 from phalanx.config import Job, Plan, RunSpec
 from phalanx.config.run import override
+from phalanx.config.run_files import EVENTS
 from phalanx.errors import PhalanxError, RefusedError, RunError, SpecError, WorkerError
 from phalanx.events.following import Viewer, callback_viewers, followed
 from phalanx.files import join, read_text, token_of
@@ -233,7 +234,7 @@ def within_folder(
     status.folder = run.folder
     looking = [*callback_viewers(job.callbacks), *viewers] if place.rank == 0 and not status.launched else []
     try:
-        with followed(looking, run.folder / "events.jsonl"):
+        with followed(looking, run.folder / EVENTS):
             yield run
     finally:
         entered.__exit__()

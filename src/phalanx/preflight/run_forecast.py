@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Self, final
 
 from phalanx.config import Job, RunSpec
+from phalanx.config.run_files import EVENTS
 from phalanx.errors import Problem, RefusedError, RunError, WorkerError, is_out_of_memory
 from phalanx.events import EventLog, read
 from phalanx.files import check_writer, open_plain, replace_text
@@ -49,7 +50,7 @@ class RunForecaster:
         """
         self._run, self._watch = run, watch
         self._side = None if run.forecast == "none" else side
-        self._log = run.folder / "events.jsonl"
+        self._log = run.folder / EVENTS
         self._said: dict[str, Any] | None = None
         self._logged = False
         self._began = time.monotonic()
@@ -168,7 +169,7 @@ def too_little(error: WorkerError, folder: Path) -> str | None:
     if not forecast:
         return None
     whole = f"the forecast was {show_bytes(forecast['reserved'])} of {show_bytes(forecast['room'])} on each device"
-    seen = [event for event in read(folder / "events.jsonl") if event["event"] == "memory"]
+    seen = [event for event in read(folder / EVENTS) if event["event"] == "memory"]
     mine = [event for event in seen if event["rank"] == error.rank][-1:]
     rows = memory_beside(forecast, mine)
     if not rows:

@@ -10,6 +10,7 @@ from typing import Any
 
 from phalanx.comm import Place
 from phalanx.config import Job, RunSpec
+from phalanx.config.run_files import EVENTS
 from phalanx.errors import PhalanxError, SpecError, WorkerError
 from phalanx.events.following import Follower, callback_viewers
 from phalanx.launch import (
@@ -47,7 +48,7 @@ def _called_back(job: Job, folder: Path, watch: Callable[[], None] | None) -> It
     if not job.callbacks:
         yield watch
         return
-    with Follower(folder / "events.jsonl", callback_viewers(job.callbacks)) as follower:
+    with Follower(folder / EVENTS, callback_viewers(job.callbacks)) as follower:
 
         def look() -> None:
             follower()

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 from phalanx.config import Job, Plan
+from phalanx.config.run_files import CHECKPOINTS, EVENTS
 from phalanx.errors import MissingExtraError, SpecError
 from phalanx.events import read
 from phalanx.files import is_written, read_text
@@ -45,7 +46,7 @@ class Run:
 
     def events(self, name: str | None = None) -> Iterator[dict[str, Any]]:
         """The run's events in order; those called ``name`` where given."""
-        return (event for event in read(self.folder / "events.jsonl") if name is None or event["event"] == name)
+        return (event for event in read(self.folder / EVENTS) if name is None or event["event"] == name)
 
     @property
     def losses(self) -> list[float]:
@@ -151,7 +152,7 @@ class Run:
         """
         from phalanx.checkpoint import best_step, checkpoints
 
-        found = [one for one in checkpoints(self.folder / "checkpoints") if one.whole]
+        found = [one for one in checkpoints(self.folder / CHECKPOINTS) if one.whole]
         there = ", ".join(str(one.step) for one in found) or "none yet"
         wanted: object = step
         if step == "best":
@@ -311,7 +312,7 @@ def load(folder: str | Path, job: Job | None = None) -> Run:
         SpecError: there is no run.
     """
     where = Path(folder)
-    if not (where / "events.jsonl").exists() and not (where / "checkpoints").is_dir():
+    if not (where / EVENTS).exists() and not (where / CHECKPOINTS).is_dir():
         given = f"{where}, which {'is no folder' if not where.is_dir() else 'holds no run'}"
         raise SpecError.of("folder", given, "the folder of a run", 'px.load("runs/digits-1", job())')
     return Run(folder=where, job=job)

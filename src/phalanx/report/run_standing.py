@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from phalanx.config.run_files import RUN_TOML
 from phalanx.errors import PhalanxError, RunError, SpecError
 from phalanx.files import Writer, is_written, writer_of
 from phalanx.report.summary import run_log
@@ -62,7 +63,7 @@ def run_standing(folder: Path) -> RunStanding:
         SpecError: there is neither a run nor a launch in the folder.
     """
     launched = _ticket(folder)
-    standing = _by_target(*launched, folder) if launched else None
+    standing = _by_target(launched[0], launched[1], folder) if launched else None
     written = is_written(folder)
     events = _events(folder)  # later: a run that nobody writes any more has written its end
     state, detail = ("running", "") if written else _by_log(folder, events)
@@ -72,7 +73,7 @@ def run_standing(folder: Path) -> RunStanding:
             state, detail = standing.state, standing.detail or detail
         elif standing.detail:  # beside what the run's own log tells
             detail = "; ".join(part for part in (detail, standing.detail) if part)
-    elif not launched and not events and not (folder / "run.toml").exists():
+    elif not launched and not events and not (folder / RUN_TOML).exists():
         if not (state == "running" or (folder / "launch").is_dir()):
             raise SpecError.of("RUN", f"{folder}, in which there is no run", "a run folder", f"ls {folder}")
         detail = "it has not begun" if state == "running" else f"{detail}; phalanx logs {folder}"

@@ -7,6 +7,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from phalanx.config.run_files import LEDGER
 from phalanx.errors import DataError
 from phalanx.report.summary import left_out, run_log
 
@@ -99,7 +100,7 @@ def samples_seen(folder: Path) -> SamplesSeen:
         error.exit_code = 2  # what was given is wrong; nothing has run
         raise error
     samples, batch, drop_last = start["samples"], start["batch"], start["drop_last"]
-    recorded = records(folder / "ledger")
+    recorded = records(folder / LEDGER)
     steps = len(recorded)
     without_update = tuple(step for step, those in recorded.items() if any(one.left_out for one in those))
     order = {"epoch_samples": start.get("epoch_samples"), "repeats": bool(start.get("repeats"))}
@@ -108,8 +109,8 @@ def samples_seen(folder: Path) -> SamplesSeen:
     if stretches := start.get("stretches"):
         epochs = next(islice(due(stretches, drop_last=drop_last), steps, None)).epoch
     if start.get("batch_tokens"):
-        epochs = finished_epochs(folder / "ledger", start["epoch_samples"])
-    wrong = tuple(audit_run(folder / "ledger", start))
+        epochs = finished_epochs(folder / LEDGER, start["epoch_samples"])
+    wrong = tuple(audit_run(folder / LEDGER, start))
     notes = tuple(left_out(log.skipped))
     data: dict[str, Any] = {"folder": str(folder), "samples": samples, "batch": batch, "drop_last": drop_last, **order}
     data["changes"] = bool(stretches or start.get("batch_tokens"))

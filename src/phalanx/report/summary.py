@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.config import Plan
+from phalanx.config.run_files import EVENTS
 from phalanx.errors import PhalanxError, SpecError
 from phalanx.events import EventReader
 from phalanx.report.comparison import Compared, memory_beside, step_beside, stored
@@ -214,7 +215,7 @@ def run_log(folder: Path) -> RunLog:
     Raises:
         SpecError: if it holds no start.
     """
-    reader = EventReader(folder / "events.jsonl")
+    reader = EventReader(folder / EVENTS)
     events = tuple(reader.new())
     return RunLog(events=events, part=tuple(_last_part(events, folder)), skipped=reader.skipped)
 

@@ -10,6 +10,7 @@ from typing import Any, final
 from phalanx.checkpoint import BestSoFar, Saving
 from phalanx.comm import Place
 from phalanx.config import Job, RunSpec
+from phalanx.config.run_files import CHECKPOINTS
 from phalanx.data import StepBatch
 from phalanx.train.evaluate import Evaluation
 from phalanx.train.findings import Findings
@@ -297,7 +298,7 @@ class TrainingLoop:
         """Begin a checkpoint of this moment; it is written while steps go on."""
         self.wait_for_save()
         run = self._run
-        self._saving = self._stepper.save(run.folder / "checkpoints", keep=run.keep, keep_every=run.keep_every)
+        self._saving = self._stepper.save(run.folder / CHECKPOINTS, keep=run.keep, keep_every=run.keep_every)
         self._saved_at = self._stepper.taken
         self._interruptions.saved()
         self._record_saved()

@@ -19,6 +19,7 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler
 
 from phalanx.config import Job, Plan, RunSpec, Schedule
+from phalanx.config.run_files import EVENTS
 from phalanx.errors import Problem, RefusedError
 from phalanx.events import read
 from phalanx.train.torch_scheduler import MadeOptimizer, given_scheduler_problems
@@ -77,7 +78,7 @@ def resume_notes(job: Job, folder: Path, *, step: int, total_steps: int | None) 
 
     ``folder`` is the run's, whose event log says what its length was.
     """
-    if not total_steps or not (log := folder / "events.jsonl").exists():
+    if not total_steps or not (log := folder / EVENTS).exists():
         return []
     lengths = [event.get("total_steps") for event in read(log) if event["event"] == "start"]
     before = lengths[-1] if lengths else None

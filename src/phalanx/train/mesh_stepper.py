@@ -12,6 +12,7 @@ from uuid import uuid4
 from phalanx.checkpoint import BackgroundSaver, Saving, resume_newest
 from phalanx.comm import Place, alike, default_process_group, device_for, found_by_first, place_within
 from phalanx.config import Job, RunSpec
+from phalanx.config.run_files import CHECKPOINTS, EVENTS, LEDGER
 from phalanx.config.sync import within
 from phalanx.data import Ledger, StepBatch
 from phalanx.data.host_ledger import HostKey, share_files
@@ -72,7 +73,7 @@ def rank_of_mesh(
 
         path, damaged = None, list[str]()
         if run.resume:
-            path, assembly, damaged = resume_newest(run.folder / "checkpoints", assembled)
+            path, assembly, damaged = resume_newest(run.folder / CHECKPOINTS, assembled)
         else:
             assembly = assembled(None)
         assembly.step.drift = _drift_watch(run, place, assembly)
@@ -123,7 +124,7 @@ def _event_writer(run: RunSpec, place: Place, recorder: RunRecorder) -> Callable
         return recorder.write
 
     def write(event: str, **fields: Any) -> None:
-        with EventLog(run.folder / "events.jsonl") as log:
+        with EventLog(run.folder / EVENTS) as log:
             log.write(event, **fields)
 
     return write if place_within(run.plan, place).rank == 0 else None
@@ -143,7 +144,7 @@ def _ledger(run: RunSpec, place: Place, assembly: Assembly, first_step: int) -> 
     at = plan.coordinate(place.rank)
     if at["pp"] or at["cp"] or at["tp"]:
         return None
-    return Ledger(run.folder / "ledger", rank=reader, first_step=first_step, world_size=readers, host=host)
+    return Ledger(run.folder / LEDGER, rank=reader, first_step=first_step, world_size=readers, host=host)
 
 
 @final
@@ -284,7 +285,7 @@ class MeshStepper(Stepper):
             restore(path, self._job, self._assembly)
             return self.taken
 
-        path, first, damaged = resume_newest(self._run.folder / "checkpoints", restored)
+        path, first, damaged = resume_newest(self._run.folder / CHECKPOINTS, restored)
         boundary.reached()
         if self._survival:
             self._survival.began(first)
@@ -344,7 +345,7 @@ class MeshStepper(Stepper):
             yield
         except (MemoryError, RuntimeError) as error:
             if is_out_of_memory(type(error).__name__, str(error)):
-                with suppress(Exception), EventLog(self._run.folder / "events.jsonl") as log:
+                with suppress(Exception), EventLog(self._run.folder / EVENTS) as log:
                     held = asdict(self._measured.parts())
                     log.write("memory", rank=self._place.rank, peak_bytes=peak_memory(), **held)
             raise

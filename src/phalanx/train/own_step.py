@@ -18,6 +18,7 @@ from torch import nn
 
 from phalanx.checkpoint.folder import name_of
 from phalanx.config import Job, Plan, RunSpec
+from phalanx.config.run_files import CHECKPOINTS
 from phalanx.data import Loader, StepBatch
 from phalanx.errors import RunError, SpecError
 from phalanx.train.assembly import Assembly
@@ -114,7 +115,7 @@ class OwnRun:
         Raises:
             RunError: the run was closed without one.
         """
-        path = self._run.folder / "checkpoints" / name_of(self._stepper.taken)
+        path = self._run.folder / CHECKPOINTS / name_of(self._stepper.taken)
         if self._over and not path.is_dir():
             raise _ended("a save", self._stepper.taken)
         with self._reported():

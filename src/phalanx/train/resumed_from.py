@@ -12,6 +12,7 @@ from phalanx.checkpoint import latest, read_state
 from phalanx.checkpoint.format import Manifest
 from phalanx.checkpoint.sections import FROZEN, MODEL, OPTIMIZER, name_in, take_out
 from phalanx.config import Job, RunSpec
+from phalanx.config.run_files import CHECKPOINTS
 from phalanx.errors import CheckpointError, SpecError
 from phalanx.train.few_samples import whole_loader
 from phalanx.train.state import FILES, identity
@@ -20,7 +21,7 @@ from phalanx.units import show_names
 
 def checkpoint_of(run: RunSpec) -> Path | None:
     """The checkpoint that ``run`` goes on from, as far as its folder says; ``None`` where it begins anew."""
-    folder = run.folder / "checkpoints"
+    folder = run.folder / CHECKPOINTS
     if run.resume is not True or not folder.is_dir():
         return None
     if run.from_step is None:

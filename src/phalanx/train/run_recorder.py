@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, final
 
 from phalanx.checkpoint.best import BEST, BestSoFar
 from phalanx.config import Job, RunSpec
+from phalanx.config.run_files import EVENTS, RUN_TOML
 from phalanx.data import Ledger, StepBatch
 from phalanx.errors import RunError
 from phalanx.events import SCHEMA_VERSION, EventLog
@@ -46,7 +47,7 @@ class RunRecorder:
         """
         self._run, self._ledger, self._total, self._late = run, ledger, total_steps, late
         self._at_once = False
-        self._log = EventLog(run.folder / "events.jsonl") if writes else None
+        self._log = EventLog(run.folder / EVENTS) if writes else None
         self._mirror = _mirror(run) if writes else None
         self._waiting: tuple[Metrics, float, float | None] | None = None
         self._unwritten: tuple[Metrics, float, float | None] | None = None
@@ -138,7 +139,7 @@ class RunRecorder:
                 replace_text(folder / PLACEMENT, json.dumps(placement) + "\n")
             else:
                 (folder / PLACEMENT).unlink(missing_ok=True)  # an earlier part's, under another plan
-            replace_text(folder / "run.toml", replace(self._run, folder=folder.absolute()).to_toml())
+            replace_text(folder / RUN_TOML, replace(self._run, folder=folder.absolute()).to_toml())
         except OSError as error:
             what = f"the run folder {folder} cannot be written: {error.strerror}"
             raise RunError(f"{what}\n    try: free space there, or another folder") from error
@@ -250,12 +251,12 @@ class RunRecorder:
 
     def complete(self, metrics: Metrics, seconds: float) -> None:
         """Append the event of the last finished step if it is due and not there: who writes events may be gone."""
-        if not self._due(metrics) or _has_step(self._run.folder / "events.jsonl", metrics.step):
+        if not self._due(metrics) or _has_step(self._run.folder / EVENTS, metrics.step):
             return
         if self._log:
             self._write_step(metrics, seconds)
             return
-        with EventLog(self._run.folder / "events.jsonl") as self._log:
+        with EventLog(self._run.folder / EVENTS) as self._log:
             self._write_step(metrics, seconds)
         self._log = None
 

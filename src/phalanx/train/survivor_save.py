@@ -26,6 +26,7 @@ from phalanx.checkpoint.format import step_of
 from phalanx.comm import Place
 from phalanx.comm.roll_call import reports_lost_peer
 from phalanx.config import Job, Plan, RunSpec
+from phalanx.config.run_files import CHECKPOINTS, EVENTS, LEDGER
 from phalanx.data import last_steps
 from phalanx.device_kinds import on_host
 from phalanx.errors import CheckpointError
@@ -75,7 +76,7 @@ class SurvivorSave:
     def began(self, step: int) -> None:
         """The run goes on from ``step``: later checkpoints that are there have been found damaged."""
         self._first = step
-        paths = newest_first(self._run.folder / "checkpoints")
+        paths = newest_first(self._run.folder / CHECKPOINTS)
         self._known = frozenset(path.name for path in paths if (step_of(path) or 0) > step)
 
     def stepped(self) -> None:
@@ -103,14 +104,14 @@ class SurvivorSave:
 
     def _save(self, assembly: Assembly) -> None:
         run, rank, step = self._run, self._place.rank, assembly.step
-        begun, there = time.perf_counter(), last_steps(run.folder / "ledger", self._first)
+        begun, there = time.perf_counter(), last_steps(run.folder / LEDGER, self._first)
         if lacking := [one for one in range(run.plan.world_size) if there.get(one, -1) < step.progress.step - 1]:
             ranks = show_names([str(one) for one in lacking], 10)
             what = f"the samples of rank {ranks} in its last step are not in the ledger"
             raise CheckpointError(f"{what}, which could perhaps not be written")
         with alone():
             asked = to_save(
-                run.folder / "checkpoints", self._job, assembly, keep=run.keep, keep_every=run.keep_every, survivor=rank
+                run.folder / CHECKPOINTS, self._job, assembly, keep=run.keep, keep_every=run.keep_every, survivor=rank
             )
             path = save_as_survivor(asked, rank=rank, known=self._known)
         if path is None:
@@ -124,7 +125,7 @@ class SurvivorSave:
         self._write("checkpoint", step=asked.step, path=relative, **facts)
 
     def _write(self, event: str, **fields: Any) -> None:
-        with EventLog(self._run.folder / "events.jsonl") as log:
+        with EventLog(self._run.folder / EVENTS) as log:
             log.write(event, **fields)
 
     def _say(self, unsaved: Unsaved) -> None:

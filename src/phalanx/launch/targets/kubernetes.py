@@ -17,6 +17,7 @@ from typing import Any, ClassVar, Self, final
 
 from phalanx.config import Job, RunSpec
 from phalanx.config.fields import is_whole
+from phalanx.config.run_files import RUN_TOML
 from phalanx.errors import RunError, SpecError
 from phalanx.files import replace_text
 from phalanx.launch.runfile import check_folder
@@ -67,7 +68,7 @@ class KubernetesTarget(QueueTarget):
 
     def refuse_folder(self, run: RunSpec, job: Job) -> None:
         """The folder here has but the ticket of a run whose volume is not seen here."""
-        elsewhere = earlier_ticket(run.folder, self.name) is not None and not (run.folder / "run.toml").exists()
+        elsewhere = earlier_ticket(run.folder, self.name) is not None and not (run.folder / RUN_TOML).exists()
         check_folder(replace(run, resume="auto") if elsewhere and run.resume else run, job=job)
 
     def submit(self, prepared: Prepared) -> Mapping[str, Any]:

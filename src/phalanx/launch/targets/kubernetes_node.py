@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from phalanx.config.run_files import EVENTS
 from phalanx.events.log import EventReader, last_failure, own_failure
 from phalanx.launch.reaper import SAVED
 from phalanx.launch.targets.kubernetes_manifest import OWN_FAILURE, RESTART
@@ -45,7 +46,7 @@ def main(runfile: Path, meeting: str, nodes: str, wait: str = "") -> int:
     index = int(os.environ["JOB_COMPLETION_INDEX"])
     logs = spec.folder / FOLDER
     logs.mkdir(parents=True, exist_ok=True)
-    events = EventReader(spec.folder / "events.jsonl")
+    events = EventReader(spec.folder / EVENTS)
     events.new()  # of earlier starts
     there = _is_known if index == 0 else _is_open  # pod 0 knows its own name a while after it has begun
     if not _wait_for(meeting, there):

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from phalanx.config import RunSpec
+from phalanx.config.run_files import CHECKPOINTS
 from phalanx.files import replace_text
 from phalanx.launch.addresses import LOOPBACK
 from phalanx.launch.reaper import SAVED
@@ -338,7 +339,7 @@ def _code(future: Any) -> int:
 
 def _checkpoints(spec: RunSpec) -> Sequence[str]:
     with suppress(OSError):
-        return sorted(os.listdir(spec.folder / "checkpoints"))
+        return sorted(os.listdir(spec.folder / CHECKPOINTS))
     return []
 
 

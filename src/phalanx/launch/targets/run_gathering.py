@@ -19,7 +19,7 @@ from typing import Any, final
 from phalanx.checkpoint.folder import begin, give_up, name_of, newest_first, prune, publish, temporary
 from phalanx.checkpoint.format import MANIFEST, Manifest, step_of
 from phalanx.config import RunSpec
-from phalanx.config.run_files import EVENTS, RUN_FILES
+from phalanx.config.run_files import CHECKPOINTS, EVENTS, RUN_FILES, RUN_TOML
 from phalanx.errors import CheckpointError, RunError
 from phalanx.launch.runfile import absolute
 from phalanx.launch.targets.host_folder import PIECE
@@ -92,7 +92,7 @@ class RunGathering:
         self._ledgers: dict[str, tuple[int, int]] = {}  # path → host that writes it, bytes
         self._changed_by: dict[str, int] = {}
         self._steps: dict[int, str] = {}  # step → name, of checkpoints that have not been looked at
-        self._met = {path.name for path in newest_first(run.folder / "checkpoints")}
+        self._met = {path.name for path in newest_first(run.folder / CHECKPOINTS)}
         self._checkpoint: _Checkpoint | None = None
         self._over: set[int] = set()
         self._lost: set[int] = set()
@@ -195,7 +195,7 @@ class RunGathering:
         text = replace(told, job=self._run.job, folder=self._run.folder).to_toml()
         partial = self._folder / ".run.toml.partial"
         partial.write_text(text, encoding="utf-8")
-        partial.replace(self._folder / "run.toml")
+        partial.replace(self._folder / RUN_TOML)
 
     def _bring_file(self, host: int, path: str, size: int, done: Callable[[], None] | None = None) -> None:
         target = self._folder / path
@@ -297,19 +297,19 @@ class RunGathering:
         if MANIFEST not in one.held:
             self._release(one)
             return
-        begin(self._folder / "checkpoints", one.step)
+        begin(self._folder / CHECKPOINTS, one.step)
         one.left = 1
         self._bring_part(one, MANIFEST, self._take_manifest)
 
     def _bring_part(self, one: _Checkpoint, name: str, done: Callable[[_Transfer], None]) -> None:
         host, path, size = one.held[name]
-        into = temporary(self._folder / "checkpoints", one.step) / name
+        into = temporary(self._folder / CHECKPOINTS, one.step) / name
         self._bring(_Transfer(host, path, into, 0, size, done, lambda _: self._come(one, whole=False)))
 
     def _take_manifest(self, _: _Transfer) -> None:
         one = self._checkpoint
         assert one
-        manifest = Manifest.read(temporary(self._folder / "checkpoints", one.step))
+        manifest = Manifest.read(temporary(self._folder / CHECKPOINTS, one.step))
         lacking = [file for file in manifest.files.values() if one.held.get(file.name, (0, "", -1))[2] != file.size]
         if lacking:
             self._come(one, whole=False)
@@ -328,7 +328,7 @@ class RunGathering:
         one.given_up |= not whole
         if one.left > 0 or one is not self._checkpoint:
             return
-        folder = self._folder / "checkpoints"
+        folder = self._folder / CHECKPOINTS
         if one.given_up:
             give_up(folder, one.step)
         else:

@@ -157,7 +157,7 @@ def _steps_told(run: RunSpec, *, tells: bool) -> Generator[None]:
     if not tells:
         yield
         return
-    steps, over = StepsTold(run.folder / "events.jsonl"), threading.Event()
+    steps, over = StepsTold(run.folder / EVENTS), threading.Event()
 
     def tell() -> None:
         while not over.wait(_TELLS):

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, final
 
 from phalanx.config import RunSpec
-from phalanx.config.run_files import EVENTS, RUN_FILES
+from phalanx.config.run_files import CHECKPOINTS, EVENTS, RUN_FILES
 from phalanx.errors import RunError
 from phalanx.files import replace_text
 from phalanx.launch.targets.host_folder import PIECE
@@ -117,7 +117,7 @@ class FolderSnapshot:
             below = Path(folder).relative_to(run.folder)
             if below == Path():
                 folders[:] = [name for name in folders if _is_sent(name)]
-            elif below == Path("checkpoints"):
+            elif below == Path(CHECKPOINTS):
                 folders[:] = [name for name in folders if name in chosen]
             for name in files:
                 path = Path(folder) / name
@@ -154,5 +154,5 @@ def _checkpoints_for(run: RunSpec) -> set[str]:
     from phalanx.checkpoint import verify
     from phalanx.checkpoint.folder import is_complete, newest_first
 
-    whole = [path for path in newest_first(run.folder / "checkpoints") if is_complete(path)]
+    whole = [path for path in newest_first(run.folder / CHECKPOINTS) if is_complete(path)]
     return {path.name for path in (whole[:1] if whole and not verify(whole[0]) else whole)}

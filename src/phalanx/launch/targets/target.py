@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from phalanx.config import Job, Plan, RunSpec
+from phalanx.config.run_files import RUN_TOML
 from phalanx.errors import RunError, SpecError
 from phalanx.files import replace_text
 from phalanx.launch.check_hosts import TargetHost
@@ -105,7 +106,7 @@ class Submission:
     def runfile(self) -> Path:
         """The run file as it is handed over: on Slurm and Ray what workers read; on Kubernetes and SageMaker what the
         target is sent a copy of. By SSH there is none: each host's agent writes its own."""
-        return self.folder / "run.toml"
+        return self.folder / RUN_TOML
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -19,6 +19,7 @@ from phalanx.checkpoint import Saving
 from phalanx.checkpoint.sections import MODEL, name_in
 from phalanx.config import Job, RunSpec
 from phalanx.config.losses import names_of
+from phalanx.config.run_files import LEDGER
 from phalanx.data import Ledger, MicroBatch, StepBatch
 from phalanx.data.loader import BatchPieces
 from phalanx.errors import RunError
@@ -344,7 +345,7 @@ def divisor_of(job: Job) -> float:
 
 def segment(run: RunSpec, first: int) -> Ledger:
     """The part of the run's ledger that begins with the step ``first``; server 0 writes it for all workers."""
-    return Ledger(run.folder / "ledger", rank=0, first_step=first, world_size=1)
+    return Ledger(run.folder / LEDGER, rank=0, first_step=first, world_size=1)
 
 
 def batch_of(pieces: BatchPieces, step: int, parts: list[int]) -> StepBatch:

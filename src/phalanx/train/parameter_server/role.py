@@ -11,6 +11,7 @@ from phalanx.comm import Place, device_for
 from phalanx.comm.handshake import SECRET, Identity, Role
 from phalanx.comm.listener import Caller
 from phalanx.config import Job, RunSpec
+from phalanx.config.run_files import CHECKPOINTS, EVENTS
 from phalanx.data.loader import BatchPieces, data_facts
 from phalanx.errors import RunError
 from phalanx.events import read
@@ -120,7 +121,7 @@ class ServerProcess:
         store = ShardStore(self._job, self._run.plan, self._index, self._run.folder)
         resumed, state, damaged = None, dict[str, Any](), list[str]()
         if self._run.resume and not self._again:
-            resumed, state, damaged = resume_newest(self._run.folder / "checkpoints", store.resume)
+            resumed, state, damaged = resume_newest(self._run.folder / CHECKPOINTS, store.resume)
         if not self._again:
             store.clear()
         store.settle()
@@ -249,7 +250,7 @@ class ServerProcess:
 def _last_version(run: RunSpec) -> int:
     """Updates that the run in this folder has made since it last began, as its events tell."""
     version = 0
-    for event in read(run.folder / "events.jsonl"):
+    for event in read(run.folder / EVENTS):
         if event["event"] == "start":
             version = int(event["first_step"])
         elif event["event"] in ("update", "server"):

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, final
 
+from phalanx.config.run_files import CHECKPOINTS, EVENTS
 from phalanx.events import EventReader
 from phalanx.launch.host_network import tool
 from phalanx.verify.chaos import faulty_data
@@ -128,7 +129,7 @@ class InjectedRun:
         self.starts += 1
         self._hit_since_start, self._step, self._heard = False, None, time.monotonic()
         if not self._run.exists() or self.starts == 1:
-            self._log = EventReader(self._run / "events.jsonl")
+            self._log = EventReader(self._run / EVENTS)
 
     def _inject(self, fault: Fault) -> Outcome:
         while not self._over:
@@ -150,7 +151,7 @@ class InjectedRun:
         """The step whose checkpoint is being written now; what an earlier save left when it died is older."""
         steps: list[int] = []
         with suppress(OSError):
-            for path in (self._run / "checkpoints").iterdir():
+            for path in (self._run / CHECKPOINTS).iterdir():
                 if (found := _SAVING.fullmatch(path.name)) and path.stat().st_ctime > self._alive_since:
                     steps.append(int(found[1]))
         return max(steps, default=None)
@@ -189,7 +190,7 @@ class InjectedRun:
                 send(pids, signal.SIGKILL)
                 self._process.wait()
                 self._await_nobody()
-                strike.damaged = damage(self._run / "checkpoints", fault, self._dice)
+                strike.damaged = damage(self._run / CHECKPOINTS, fault, self._dice)
             case _:
                 strike.armed = faulty_data.arm(self._armed, fault.kind, fault.rank)
         return strike

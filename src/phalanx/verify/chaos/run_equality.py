@@ -17,6 +17,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from phalanx.config import Plan
+from phalanx.config.run_files import CHECKPOINTS, EVENTS, LEDGER
 from phalanx.data import audit_run, read_ledger
 from phalanx.errors import CheckpointError, DataError
 from phalanx.events import read
@@ -111,7 +112,7 @@ def final_tensors(folder: Path) -> dict[str, torch.Tensor]:
     Raises:
         CheckpointError: there is none, or chunks are missing or do not fill their tensor.
     """
-    steps = sorted((folder / "checkpoints").glob("step-*"), key=lambda path: (len(path.name), path.name))
+    steps = sorted((folder / CHECKPOINTS).glob("step-*"), key=lambda path: (len(path.name), path.name))
     if not steps:
         raise CheckpointError(f"{folder} holds no checkpoint")
     try:
@@ -160,11 +161,11 @@ class SamplesCompared:
 
 def compare_samples(one: Path, other: Path) -> SamplesCompared:
     """Which samples the run in folder ``other`` saw in each step, against those of the run in ``one``."""
-    wanted = read_ledger(one / "ledger")
+    wanted = read_ledger(one / LEDGER)
     try:
-        seen = read_ledger(other / "ledger")
-        start = next(event for event in read(other / "events.jsonl") if event["event"] == "start")
-        wrong = tuple(audit_run(other / "ledger", start))
+        seen = read_ledger(other / LEDGER)
+        start = next(event for event in read(other / EVENTS) if event["event"] == "start")
+        wrong = tuple(audit_run(other / LEDGER, start))
     except (DataError, OSError) as error:
         return SamplesCompared(steps=len(wanted), lost=0, doubled=0, wrong=(str(error),))
     nothing = (0, np.empty(0, dtype=np.int64))

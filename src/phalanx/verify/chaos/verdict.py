@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, final
 
 from phalanx.config import Plan
+from phalanx.config.run_files import CHECKPOINTS
 from phalanx.errors import CheckpointError, Problem, RunError, SpecError
 from phalanx.launch import load_job
 from phalanx.launch.host_network import HostLink, lacking
@@ -313,6 +314,6 @@ def kinds_here(job: str) -> tuple[list[str], dict[str, str]]:
 def _stray_files(folder: Path) -> list[str]:
     """Files that the run left where nothing of it should be: its temporary folder, and what saves that died left."""
     found = [path for path in (folder / "tmp").rglob("*") if path.is_file() and "torchinductor" not in str(path)]
-    found += (folder / "run" / "checkpoints").glob(".*")
+    found += (folder / "run" / CHECKPOINTS).glob(".*")
     found += (folder / "run").glob(".*.toml.*")
     return [f"file {path.relative_to(folder)}" for path in found]
