@@ -28,6 +28,8 @@ from phalanx.events import read
 sys.path.insert(0, str(Path(__file__).parents[1] / "distributed"))
 from small import job, table
 
+from together import Together
+
 STEPS, AT = 8, 3
 
 pytestmark = pytest.mark.timeout(300)
@@ -43,13 +45,20 @@ def spec(plan: str, folder: Path, **how: Any) -> RunSpec:
     return RunSpec(job="small", plan=Plan.parse(plan), folder=folder, forecast="none", **how)
 
 
-def striking(strike: Callable[[], None], *, at: int = AT, once: Path | None = None) -> px.Job:
-    """The small job; whoever computes the first loss of step ``at`` strikes, with ``once`` only the first of all."""
+def striking(
+    strike: Callable[[], None], *, at: int = AT, once: Path | None = None, together: Together | None = None
+) -> px.Job:
+    """The small job; whoever computes the first loss of step ``at`` strikes, with ``once`` only the first of all.
+
+    ``together``: up to then no worker computes a second loss of a step, as one of servers may where another is late.
+    """
     launcher, calls = os.getpid(), list[int]()
 
     def loss(output: Any, batch: Any) -> Any:
         if os.getpid() != launcher and torch.is_grad_enabled() and psutil.Process().ppid() == launcher:
             calls.append(1)
+            if together and len(calls) <= at + 1:
+                together.meet()
             if len(calls) == at + 1 and (once is None or _first(once)):
                 strike()
         return px.cross_entropy(output, batch["y"])
@@ -99,13 +108,13 @@ def test_a_signal_to_the_launcher_stops_the_run_with_a_checkpoint(
     plan: str, number: int, code: int, tmp_path: Path
 ) -> None:
     launcher, run = os.getpid(), spec(plan, tmp_path / "run")
-    given = striking(lambda: os.kill(launcher, number), once=tmp_path / "struck")
+    together = Together(tmp_path / "workers", 2) if "server" in plan else None
+    given = striking(lambda: os.kill(launcher, number), once=tmp_path / "struck", together=together)
     slow = replace(given, loss=lambda output, batch: (time.sleep(0.02), given.loss(output, batch))[1])
     assert stops(replace(slow, steps=400), run) == code
     (stopped,) = events(run.folder, "stopped")
     assert stopped["signal"] == signal.Signals(number).name
-    # a worker of servers may compute both pieces of each step, where the other begins later
-    assert (AT // 2 if "server" in plan else AT) < stopped["step"] < 400
+    assert AT < stopped["step"] < 400
     newest = latest(run.folder / "checkpoints")
     assert newest is not None
     assert newest.name == f"step-{stopped['step']:08d}"  # none of its steps is lost

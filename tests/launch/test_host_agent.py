@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from itertools import takewhile
 from typing import IO, Any
 
@@ -25,6 +26,15 @@ def asked(pipe: IO[bytes], **what: Any) -> None:
     pipe.flush()
 
 
+def first_lines(told: Iterator[dict[str, Any]], ranks: int) -> dict[int, int]:
+    """The number that each rank has printed; a line may come in two parts, of a worker that holds no output back."""
+    printed = dict.fromkeys(range(ranks), b"")
+    while not all(text.endswith(b"\n") for text in printed.values()):
+        if "output" in (one := next(told)):
+            printed[one["output"]] += base64.b64decode(one["data"])
+    return {rank: int(text) for rank, text in printed.items()}
+
+
 def test_what_ended_a_worker_is_told_also_where_the_launcher_has_all_ended() -> None:
     """Its peers have failed as it was lost, and their launcher has not waited for more."""
     text = ssh_host._agent_text().decode()
@@ -37,11 +47,8 @@ def test_what_ended_a_worker_is_told_also_where_the_launcher_has_all_ended() -> 
         argv = [sys.executable, "-c", WORKER]
         asked(agent.stdin, do="load", named=False, folder="", environment={}, argv=argv, count=2)
         asked(agent.stdin, do="start", files={}, ranks={"0": {}, "1": {}}, folder="")
-        told, pids = map(json.loads, agent.stdout), dict[int, int]()
-        while len(pids) < 2:
-            if "output" in (one := next(told)):
-                pids[one["output"]] = int(base64.b64decode(one["data"]))
-        worker = psutil.Process(pids[1])
+        told = map(json.loads, agent.stdout)
+        worker = psutil.Process(first_lines(told, 2)[1])
         worker.kill()
         while worker.status() != psutil.STATUS_ZOMBIE:
             time.sleep(0.02)
@@ -65,11 +72,7 @@ def test_a_launcher_that_says_nothing_for_long_is_taken_to_be_gone() -> None:
         argv = [sys.executable, "-c", WORKER]
         asked(agent.stdin, do="load", named=False, folder="", environment={}, argv=argv, count=1)
         asked(agent.stdin, do="start", files={}, ranks={"0": {}}, folder="")
-        worker = next(
-            psutil.Process(int(base64.b64decode(told["data"])))
-            for told in map(json.loads, agent.stdout)
-            if told.get("output") == 0
-        )
+        worker = psutil.Process(first_lines(map(json.loads, agent.stdout), 1)[0])
         until = time.monotonic() + 6.0
         while time.monotonic() < until:  # it is not its age that ends it
             asked(agent.stdin, do="still")

@@ -158,27 +158,25 @@ def test_a_node_less_and_a_node_more(cluster: Cluster, tmp_path: Path) -> None:
     """The run goes on with the pods that there are; the global batch is the same, and so are the losses."""
     write_job(tmp_path, pause=0.2, steps=STEPS)
     cluster.places = 2
-    run = Handed(tmp_path, run={"devices": "1:2", "checkpoint_every": 2}, wait="2s")
+    run = Handed(tmp_path, run={"devices": "1:2", "checkpoint_every": 2}, wait="20s")
     log = run.folder / "events.jsonl"
 
     def worlds() -> list[int]:
         return [event["world_size"] for event in px.load(run.folder).events("start")] if log.exists() else []
 
-    until(lambda: worlds()[-1:] == [2] and steps_in(run.folder) > 4, 90, "it trains on two")
-    first = worlds()
-    assert first in ([2], [1, 2]), "a pod that is slow to start comes to one that has begun without it"
+    until(lambda: worlds() == [2] and steps_in(run.folder) > 4, 90, "it trains on two")
     write_job(tmp_path, pause=1.0, steps=STEPS)  # on one it goes on for longer than another pod takes to start
     cluster.kill(1)
-    until(lambda: worlds() == [*first, 1], 90, "it goes on on one")
+    until(lambda: worlds() == [2, 1], 90, "it goes on on one")
     before = steps_in(run.folder)
     until(lambda: steps_in(run.folder) > before + 2, 90, "it comes on")
     assert run.target.standing(run.ticket, run.folder).detail.startswith("1 of 2 pods on n0: Unschedulable")
     write_job(tmp_path, steps=STEPS)
     cluster.places = 2
-    until(lambda: worlds() == [*first, 1, 2], 90, "it goes on on two")
+    until(lambda: worlds() == [2, 1, 2], 90, "it goes on on two")
     run.await_end(cluster)
     resizes = [(event["from"], event["to"]) for event in px.load(run.folder).events("resize")]
-    assert resizes[-2:] == [(2, 1), (1, 2)]
+    assert resizes == [(2, 1), (1, 2)]
     run.is_what_one_device_trains(twice=True)
 
 
