@@ -11,13 +11,13 @@ import pytest
 import torch
 from small import LENGTH, fit, job, table
 from torch import nn
+from workers_together import Together
 
 import phalanx as px
 from phalanx.data import read_ledger
 from phalanx.errors import RefusedError, SpecError, WorkerError
 from phalanx.events import faults
 from phalanx.report.summary import summarise
-from together import Together
 
 DRAWS = {"evaluate": lambda: table(20, seed=1), "clip": 1.0}
 

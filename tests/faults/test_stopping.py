@@ -27,8 +27,7 @@ from phalanx.events import read
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "distributed"))
 from small import job, table
-
-from together import Together
+from workers_together import Together
 
 STEPS, AT = 8, 3
 
