@@ -196,6 +196,13 @@ class Cluster:
     def objects(self, kind: str) -> list[dict[str, Any]]:
         return [json.loads(path.read_text()) for path in sorted((self.folder / kind).glob("*.json"))]
 
+    def seen(self) -> str:
+        """How each JobSet stands, and the end of what each pod has printed."""
+        told = [f"{one['metadata']['name']}: {one.get('status')}" for one in self.objects(JOBSETS)]
+        for log in sorted((self.folder / "logs").iterdir(), key=lambda path: path.stat().st_mtime):
+            told.append(f"--- {log.name}\n{log.read_text(errors='replace')[-3000:]}")
+        return "\n".join(told)
+
     def calls(self) -> list[list[str]]:
         """What kubectl was asked."""
         return [json.loads(line) for line in (self.folder / "calls").read_text().splitlines()]

@@ -45,6 +45,7 @@ def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster
     with kubernetes_cluster(tmp_path / "cluster") as up:
         monkeypatch.setenv("PATH", f"{up.tools}{os.pathsep}{os.environ['PATH']}")
         yield up
+        print(up.seen())  # for who reads why a test has failed
     await_none_left(tmp_path)
 
 
@@ -133,7 +134,7 @@ def test_pods_train_what_one_device_does(cluster: Cluster, tmp_path: Path, plan:
 
 def test_a_pod_that_has_to_go_costs_no_step_and_one_that_is_lost_is_made_anew(cluster: Cluster, tmp_path: Path) -> None:
     """By itself all pods are made anew; only who is lost without a word counts towards ``--max-restarts``."""
-    write_job(tmp_path, pause=0.2, steps=STEPS)
+    write_job(tmp_path, pause=1.0, steps=STEPS)
     run = Handed(tmp_path, run={"checkpoint_every": 2}, max_restarts="1")
 
     def steps() -> list[int]:

@@ -128,7 +128,7 @@ def test_hosts_train_what_one_device_does(start: Start, tmp_path: Path, plan: st
 
 
 def test_two_hosts_that_are_taken_back_save_and_go_on(start: Start, service: Service) -> None:
-    job = start("dp=2", steps=STEPS, count=2, pause=0.1)
+    job = start("dp=2", steps=STEPS, count=2, pause=0.3)
     await_steps(job.run, 3)
     job.signal_in_turn()
     assert job.wait(taken_back=True) == [SAVED, SAVED], job.said()

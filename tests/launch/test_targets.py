@@ -75,7 +75,7 @@ def launch(*words: str) -> int:
 def test_of_two_launches_of_a_folder_at_the_same_time_one_is_refused(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    write_job(tmp_path, pause=0.3, steps=30)
+    write_job(tmp_path, pause=1.0, steps=30)
     both = [begun(*GIVEN) for _ in range(2)]
     assert sorted(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in both) == [0, 2]
     err = capfd.readouterr().err
@@ -88,7 +88,7 @@ def test_of_two_launches_of_a_folder_at_the_same_time_one_is_refused(
 def test_a_run_is_handed_over_found_by_its_folder_stopped_and_goes_on(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    write_job(tmp_path, pause=0.3, steps=30)
+    write_job(tmp_path, pause=1.0, steps=30)
     assert launch("--nice", "1", "--json") == 0
     told = json.loads(capfd.readouterr().out)
     assert told["to"] == "background"
