@@ -134,7 +134,8 @@ class StragglerWatch:
             return
         paces = _paces(before, after)
         events = [("straggler", one.to_dict()) for one in self._stragglers(paces, now - began)]
-        if now - self._paced >= _PACE and paces:
+        whole = len(paces) == len(before.keys() | after.keys())  # not while some have ended, or are just writing
+        if now - self._paced >= _PACE and paces and whole:
             self._paced = now
             rows = [[pace.rank, pace.computes, pace.waits, pace.loads] for pace in paces]
             steps = max(after[pace.rank][0] - before[pace.rank][0] for pace in paces)
