@@ -260,6 +260,9 @@ class Late:
     def __init__(self, host: torch.Tensor, values: list[float]) -> None:
         self.host, self.values = host, values
 
+    def query(self) -> bool:
+        return False
+
     def synchronize(self) -> None:
         self.host.copy_(torch.tensor(self.values))
 

@@ -67,6 +67,11 @@ class LossSpikes:
         self._limit = limit
         self._losses: deque[float] = deque(maxlen=_WINDOW)
 
+    @property
+    def watched(self) -> bool:
+        """True if a finite loss can be a spike."""
+        return self._limit is not None
+
     def describe(self, loss: float) -> str:
         """What makes ``loss`` a spike; empty where it is none. One that is none is remembered."""
         if self._limit is None:
@@ -109,6 +114,11 @@ class Accidents:
         goes_on = {self._answer, self._answer_to_spikes} != {"stop"}
         self._buffers = BufferCopies() if goes_on else None
         self.left_out: dict[int, str] = {}
+
+    @property
+    def only_stops(self) -> bool:
+        """True if all that can happen is a stop, because of a number that is not finite."""
+        return self._buffers is None and not self._spikes.watched
 
     def judge(self, step: int, loss: float, norm: float, *, overflows: bool = False) -> Accident | None:
         """What is wrong with a step of this loss and gradient norm, if anything is.

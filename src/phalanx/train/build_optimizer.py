@@ -7,7 +7,9 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import nn
 
+from phalanx.comm import is_dtensor
 from phalanx.config import Job
+from phalanx.device_kinds import kind_of
 from phalanx.errors import GradientError, Problem, SpecError
 from phalanx.parallel import Layout
 from phalanx.train.elementwise import Parameters, note_slices
@@ -25,7 +27,38 @@ def build_optimizer(job: Job, layout: Layout, whole: Iterable[str] | None = None
     if not layout.parameters:
         for group in made.optimizer.param_groups:
             group["params"] = []
+    use_fused(made.optimizer, layout.module)
     return made
+
+
+def use_fused(optimizer: torch.optim.Optimizer, module: nn.Module) -> None:
+    """Have torch's Adam, AdamW and SGD step by one kernel on devices with streams.
+
+    Not where the job has chosen an implementation, has a learning rate that is a tensor, or has sparse gradients, which
+    the fused kernels refuse.
+    """
+    if type(optimizer) not in _FUSED or any(getattr(each, "sparse", False) for each in module.modules()):
+        return
+    parameters = [tensor for group in optimizer.param_groups for tensor in group["params"]]
+    if not parameters or not all(kind_of(one.device).streams and one.is_floating_point() for one in parameters):
+        return
+    if type(optimizer) is torch.optim.SGD and any(map(is_dtensor, parameters)):
+        return  # DTensor has rules for the fused Adam alone
+    chosen = ("foreach", "fused", "capturable", "differentiable")
+    if any(group.get(key) is not None and group[key] is not False for group in optimizer.param_groups for key in chosen):
+        return
+    if any(isinstance(group["lr"], torch.Tensor) for group in optimizer.param_groups):
+        return
+    for group in optimizer.param_groups:
+        group["fused"] = True
+
+
+def skips_on_device(optimizer: torch.optim.Optimizer) -> bool:
+    """Return True if ``optimizer`` skips its update where its ``found_inf``, a tensor on the device, is not 0."""
+    return type(optimizer) in _FUSED and all(group.get("fused") for group in optimizer.param_groups)
+
+
+_FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
 
 
 def optimizer_over(

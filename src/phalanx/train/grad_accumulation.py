@@ -113,7 +113,7 @@ class GradAccumulation(MicroBatchWork):
         if not self._read and self._step.reads_means is None:
             self._step.reads_means = bool(numbers[-1])  # one look, in the first step: the form of a loss stays
         self._exact = self._exact or bool(self._step.reads_means)
-        return self._given(numbers[:-1] if numbers.device.type != "cpu" else numbers[:-1].tolist())
+        return self._given(numbers[:-1].tolist() if kind_of(numbers.device).on_host else numbers[:-1])
 
     def _given(self, numbers: list[float] | torch.Tensor) -> Totals:
         """Sum and count; those of losses by name are kept."""
@@ -167,7 +167,7 @@ class GradAccumulation(MicroBatchWork):
         pairs = [((widened(read.value.detach()) * read.weight, read.count), *read.named) for read in reads]
         rows = [[number for pair in row for number in pair] for row in pairs]
         length = 2 + 2 * len(names_of(self._job.loss))
-        if device.type == "cpu":
+        if kind_of(device).on_host:
             return [sum(map(float, column)) for column in zip(*rows, strict=True)] or [0.0] * length
         numbers = torch.zeros(length, dtype=kind_of(device).widest(), device=device)
         for row in rows:

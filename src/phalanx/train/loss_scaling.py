@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -17,6 +18,25 @@ def compute_context(plan: Plan, device: torch.device) -> AbstractContextManager[
     if plan.precision == "fp32":
         return nullcontext()
     return torch.autocast(device.type, dtype=HALVES[plan.precision])
+
+
+@contextmanager
+def cast_weights_once(plan: Plan, *, micro_batches: int) -> Iterator[None]:
+    """Have autocast cast each weight once a step, not once a micro-batch.
+
+    autocast forgets its casts where the outermost context ends, which is that of one forward. With recomputation they
+    are not kept: backward would hold two bytes a parameter more than the forecast says.
+    """
+    keep = micro_batches > 1 and plan.precision != "fp32" and plan.zero != 3 and plan.recompute == "none"
+    if not keep:
+        yield
+        return
+    torch.autocast_increment_nesting()
+    try:
+        yield
+    finally:
+        if torch.autocast_decrement_nesting() == 0:
+            torch.clear_autocast_cache()
 
 
 _LEAST = 2.0**-24

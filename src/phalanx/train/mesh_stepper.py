@@ -229,6 +229,7 @@ class MeshStepper(Stepper):
     def settle(self) -> None:
         """Steps pause: no evaluation and no checkpoint of replicas that are not the same."""
         step = self._assembly.step
+        step.settle()
         if step.drift is not None:
             step.drift.settle()
         if self._ended:

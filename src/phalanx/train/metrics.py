@@ -85,7 +85,7 @@ class Metrics:
         return self._totals.tolist()
 
     def _wait(self) -> None:
-        if self._ready is not None:
+        if self._ready is not None and not self._ready.query():
             self._ready.synchronize()
 
 
@@ -99,7 +99,7 @@ def towards_host(totals: Numbers, norm: torch.Tensor | None) -> tuple[Numbers, t
         return totals, norm, None
     both = norm is not None and norm.device == totals.device
     numbers = torch.cat((totals, norm.detach().to(totals.dtype).reshape(1))) if both and norm is not None else totals
-    host = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
+    host = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=kind.pinned)
     host.copy_(numbers, non_blocking=True)
     ready = kind.event()
     ready.record(kind.current_stream(totals.device))

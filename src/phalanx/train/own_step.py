@@ -212,6 +212,7 @@ class LoopWithoutRun:
                 yield batch
                 if self._taken <= batch.step:
                     raise _left_out(batch.step, self._taken)
+        self._step.settle()
         self._over = True
 
     def take(self, batch: StepBatch) -> Metrics:
@@ -352,6 +353,7 @@ class OwnStep:
             assert self._job.evaluate
             data = self._evaluation_data = self._job.evaluate()
             same_length(len(data) if hasattr(data, "__len__") else None, "job.evaluate")
+        self._step.settle()
         found = evaluate(self._job, self._plan, self._assembly, self._evaluation_data)
         assert found  # nobody asks it to leave off
         return found

@@ -35,6 +35,7 @@ class PhasedStep(Step):
         schedulers = {one.name: step.scheduler for one, step in phases}
         for _, step in phases:
             step.scheduler = None  # each is stepped with those of the other phases
+            step.checks_late = False  # another phase's update may come before the check
         if any(schedulers.values()):
             groups = {one.name: len(step.optimizer.param_groups) for one, step in phases}
             self.scheduler = SchedulersOfPhases(schedulers, groups)

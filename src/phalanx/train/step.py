@@ -14,18 +14,21 @@ from phalanx.comm import active
 from phalanx.config import Job, Plan
 from phalanx.config.losses import names_of
 from phalanx.data import StepBatch
+from phalanx.device_kinds import kind_of
 from phalanx.parallel import EveryStep, Layout, Sync, without_gradient
 from phalanx.parallel.double_backward import no_double_backward
 from phalanx.train.accidents import LOOK_AT_VALUES, Accidents
+from phalanx.train.build_optimizer import skips_on_device
 from phalanx.train.coupled_loss import CoupledLoss
 from phalanx.train.drift import DriftWatch
 from phalanx.train.grad_accumulation import GradAccumulation
 from phalanx.train.grad_clipping import Clipping, add_up_rows, global_norm, local_gradients, scale
 from phalanx.train.inputs import Inputs
 from phalanx.train.loss import check_count
-from phalanx.train.loss_scaling import LossScale, compute_context
+from phalanx.train.loss_scaling import LossScale, cast_weights_once, compute_context
 from phalanx.train.lr_schedule import LearningRates
 from phalanx.train.metrics import Metrics, Totals, towards_host
+from phalanx.train.named_losses import NamedCounts
 from phalanx.train.observer import Observer
 from phalanx.train.row_gather import RowGather
 from phalanx.train.step_boundary import StepBoundary
@@ -80,6 +83,21 @@ class StepObserver:
     gradients: Callable[[], None]
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Computed:
+    """Batch and numbers of a step whose loss and gradient norm are still to be checked.
+
+    Attributes:
+        counts: of losses by name, if the job has some.
+        before: optimizer steps and samples taken before this step.
+    """
+
+    batch: StepBatch
+    metrics: Metrics
+    counts: NamedCounts | None
+    before: tuple[int, int]
+
+
 class Step:
     """Calling it with a global batch takes one optimizer step and gives its ``Metrics``.
 
@@ -96,6 +114,7 @@ class Step:
         seconds: that the host took, in the last step, for forward and backward, and for the update.
         inputs, first_part, streams, whole_here, reads_means: what gradient accumulation reads of the step.
         rows: what brings the global batch together for a loss that compares its samples.
+        checks_late: True if a step's numbers may be checked after its update is queued, where the device can skip it.
     """
 
     def __init__(
@@ -132,6 +151,8 @@ class Step:
         self._work: GradAccumulation | None = None
         self.average = WeightAverage(job.average, layout) if job.average else None
         self.boundary = StepBoundary()
+        self.checks_late = not self.sync.per_replica
+        self._unchecked: _Computed | None = None
         self.last: Metrics | None = None
         self.seconds = (0.0, 0.0)
 
@@ -163,7 +184,7 @@ class Step:
         work = self._work = (GradAccumulation if self.job.loss_over == "samples" else CoupledLoss)(self, batch)
         self.layout.begin()
         work.prepare()
-        with no_double_backward(self.plan):
+        with no_double_backward(self.plan), cast_weights_once(self.plan, micro_batches=len(batch.parts[0])):
             self.layout.accumulate(batch.parts, work)
         if self.watch is not None:
             self.watch.gradients()
@@ -188,8 +209,8 @@ class Step:
     def update(self, batch: StepBatch, totals: Totals) -> Metrics:
         """Clip, step the optimizer at the schedule's rate, bring the new values to where forward reads them.
 
-        Before, the loss and the norm of the gradient are looked at. On CUDA this is where the host waits for the
-        device, once a step: no optimizer can be asked to undo what it did with gradients that are not finite.
+        The loss and the gradient norm must be finite. Where the optimizer can skip an update on the device, the host
+        checks them one step later, while the device computes (``settle``). Elsewhere it waits for them here.
         """
         held, progress, scaling = self.layout.holdings, self.progress, self.progress.loss_scale
         lr = self._rates.set(progress.step)
@@ -201,20 +222,21 @@ class Step:
         facts = {"step": progress.step, "epoch": batch.epoch, "samples": batch.samples, "lr": lr}
         names = names_of(self.job.loss) if work else ()
         metrics = Metrics(skipped=False, _totals=numbers, _norm=host_norm, _ready=ready, names=names, **facts)
-        if not nothing:
-            check_count(progress.step, metrics.count)
-            if work and work.counts:
-                work.counts.check([count for _, count in metrics.sums.values()])
-            if why := self._accident(batch, metrics, exact=wanted):
-                return self._without_update(batch, metrics.totals, why)
+        counts, before = work.counts if work else None, (progress.step, progress.samples)
+        computed = _Computed(batch=batch, metrics=metrics, counts=counts, before=before)
+        if self._skips_on_device(totals, norm):
+            self.settle()
+            self._unchecked = computed
+        elif not nothing and (why := self._accident(computed, exact=wanted)):
+            return self._without_update(batch, metrics.totals, why)
         overflow = scaling is not None and not math.isfinite(metrics.grad_norm or 0.0)
         metrics = replace(metrics, skipped=overflow, _norm=host_norm if wanted else None)
         self.boundary.updates()
         if scaling:
-            before = scaling.scale
+            before_update = scaling.scale
             scaling.update(not overflow)
             if held.sender is not None:
-                held.sender.scale(scaling.scale / before)
+                held.sender.scale(scaling.scale / before_update)
         if not overflow and not nothing:
             self._clipping(norm)
             self.observer.steps(batch)
@@ -222,8 +244,38 @@ class Step:
         self._stepped(batch, totals, metrics)
         return metrics
 
-    def _accident(self, batch: StepBatch, metrics: Metrics, *, exact: bool) -> str:
+    def settle(self) -> None:
+        """Check the loss and the gradient norm of the last step, if that is still to be done. Collective.
+
+        Raises:
+            LossError, GradientError: they are not finite. Parameters and optimizer are those before that step.
+        """
+        computed, self._unchecked = self._unchecked, None
+        if computed is None:
+            return
+        progress, now = self.progress, (self.progress.step, self.progress.samples)
+        progress.step, progress.samples = computed.before
+        self._accident(computed, exact=True)
+        progress.step, progress.samples = now
+
+    def _skips_on_device(self, totals: Totals, norm: torch.Tensor) -> bool:
+        """True if the optimizer is told, on the device, to skip this update where a number is not finite."""
+        if not self.checks_late or not isinstance(totals, torch.Tensor) or norm.device != totals.device:
+            return False
+        if not kind_of(totals.device).streams or self.progress.loss_scale or not self.accidents.only_stops:
+            return False
+        if not skips_on_device(self.optimizer):
+            return False
+        usable = torch.isfinite(totals[0] / totals[1]) & torch.isfinite(norm) & (totals[1] > 0)
+        self.optimizer.found_inf = usable.logical_not().float()  # pyright: ignore[reportAttributeAccessIssue]
+        return True
+
+    def _accident(self, computed: _Computed, *, exact: bool) -> str:
         """Why no update is to be made, if something is wrong; ``exact``: the norm is finite if all gradients are."""
+        metrics = computed.metrics
+        check_count(metrics.step, metrics.count)
+        if computed.counts:
+            computed.counts.check([count for _, count in metrics.sums.values()])
         scaling, norm = self.progress.loss_scale, metrics.grad_norm or 0.0
         if not exact and not math.isfinite(norm) and math.isfinite(metrics.loss):
             norm = float(global_norm(self.layout.holdings, values=True))
@@ -232,7 +284,7 @@ class Step:
         if found is None:
             self.accidents.passed()
             return ""
-        return self.accidents.meet(found, self, batch)
+        return self.accidents.meet(found, self, computed.batch)
 
     def _without_update(self, batch: StepBatch, totals: tuple[float, float], why: str) -> Metrics:
         """The step goes by, and parameters and optimizer stay as they are."""
