@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import phalanx as px
 from phalanx.device_kinds import host
 from phalanx.errors import GradientError, LossError
+from phalanx.train import loss as losses
 from phalanx.train import metrics as numbers_of_a_step
 
 READS = {"aten::_local_scalar_dense", "aten::is_nonzero", "aten::equal", "aten::nonzero", "aten::masked_select"}
@@ -174,6 +175,39 @@ def test_autocast_casts_a_weight_once_a_step(plan: str, casts: int) -> None:
         with Casts() as seen:
             next(taken)
         assert seen.found == casts
+
+
+def test_a_compiled_plan_compiles_the_loss(queue: Queue, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled: list[torch.Size] = []
+
+    def summed(logits: torch.Tensor, *given: Any) -> torch.Tensor:
+        compiled.append(logits.shape)
+        return losses._summed(logits, *given)
+
+    monkeypatch.setattr(nn.Module, "compile", lambda self: None)
+    monkeypatch.setattr(losses, "_compiled", lambda: summed)
+    for compiles, shapes in ((False, []), (True, [torch.Size([BATCH, 3])])):
+        monkeypatch.setattr(type(host()), "compiles", compiles)
+        taken = steps(job(), "compile=true")
+        next(taken), next(taken)
+        assert compiled == shapes
+    assert compiled
+    assert losses._compiles.get() is False
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_compiled_loss_is_the_loss(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    graph = torch.compile(losses._summed, backend="aot_eager")
+    monkeypatch.setattr(losses, "_compiled", lambda: graph)
+    logits = torch.randn(2, 5, 7, generator=torch.Generator().manual_seed(0)).to(dtype).requires_grad_()
+    found: list[tuple[float, torch.Tensor]] = []
+    for wanted in (False, True):
+        with losses.compiled_losses(wanted=wanted):
+            loss = px.next_token_loss(logits, torch.arange(10).view(2, 5) % 7)
+        (grad,) = torch.autograd.grad(loss.sum, logits)
+        found.append((float(loss.sum), grad))
+    assert found[0][0] == pytest.approx(found[1][0], rel=1e-6)
+    assert torch.allclose(found[0][1], found[1][1], rtol=1e-6 if dtype is torch.float32 else 2**-7, atol=1e-7)
 
 
 @pytest.mark.parametrize("how", [{"on_nonfinite": "skip"}, {"spike": 8.0}])

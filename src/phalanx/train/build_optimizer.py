@@ -45,7 +45,9 @@ def use_fused(optimizer: torch.optim.Optimizer, module: nn.Module) -> None:
     if type(optimizer) is torch.optim.SGD and any(map(is_dtensor, parameters)):
         return  # DTensor has rules for the fused Adam alone
     chosen = ("foreach", "fused", "capturable", "differentiable")
-    if any(group.get(key) is not None and group[key] is not False for group in optimizer.param_groups for key in chosen):
+    if any(
+        group.get(key) is not None and group[key] is not False for group in optimizer.param_groups for key in chosen
+    ):
         return
     if any(isinstance(group["lr"], torch.Tensor) for group in optimizer.param_groups):
         return

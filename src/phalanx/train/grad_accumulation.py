@@ -25,7 +25,7 @@ from phalanx.parallel import MicroBatchWork
 from phalanx.parallel.rng_streams import reseed, stream
 from phalanx.train.column_types import float64_named
 from phalanx.train.inputs import to_device
-from phalanx.train.loss import LossReading, read_loss
+from phalanx.train.loss import LossReading, compiled_losses, read_loss
 from phalanx.train.metrics import Numbers, Totals
 from phalanx.train.named_losses import NamedCounts
 
@@ -82,7 +82,8 @@ class GradAccumulation(MicroBatchWork):
 
     def loss(self, output: Any, device: torch.device, micro: MicroBatch, last: bool) -> torch.Tensor:
         step = self._step
-        with step.computing(device):
+        compiles = step.plan.compile and kind_of(device).compiles
+        with step.computing(device), compiled_losses(wanted=compiles):
             result = self._job.loss(output, self._on_device(micro, device))
             read = self._reading(result, micro.samples)
         # kept to the end of the step: with its graph it would keep a half-done backward's activations, too

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from numbers import Real
 from typing import Any
@@ -39,10 +41,35 @@ def cross_entropy(
     """
     logits = _logits(output)
     _check(logits, target, "cross_entropy")
-    rows, classes = _at_least_fp32(logits).reshape(-1, logits.shape[-1]), target.reshape(-1).long()
-    ignored = IGNORED if ignore_index is None else ignore_index
-    total = F.cross_entropy(rows, classes, ignore_index=ignored, reduction="sum", label_smoothing=label_smoothing)
+    summed = _compiled() if _compiles.get() else _summed
+    total = summed(logits, target, IGNORED if ignore_index is None else ignore_index, label_smoothing)
     return Loss(total, _count(target, ignore_index))
+
+
+@contextmanager
+def compiled_losses(*, wanted: bool) -> Iterator[None]:
+    """Have ``cross_entropy`` and ``next_token_loss`` run as one compiled kernel inside.
+
+    Without it, logits in half precision are written out twice in fp32: for the softmax, and for its gradient.
+    """
+    before = _compiles.set(wanted)
+    try:
+        yield
+    finally:
+        _compiles.reset(before)
+
+
+_compiles: ContextVar[bool] = ContextVar("compiles", default=False)
+
+
+@functools.cache
+def _compiled() -> Callable[..., Tensor]:
+    return torch.compile(_summed)
+
+
+def _summed(logits: Tensor, target: Tensor, ignored: int, label_smoothing: float) -> Tensor:
+    rows, classes = _at_least_fp32(logits).reshape(-1, logits.shape[-1]), target.reshape(-1).long()
+    return F.cross_entropy(rows, classes, ignore_index=ignored, reduction="sum", label_smoothing=label_smoothing)
 
 
 def next_token_loss(output: Any, tokens: Tensor, mask: Tensor | None = None) -> Loss:
