@@ -2,7 +2,7 @@
 
 SHELL := /bin/bash
 .NOTPARALLEL:
-.PHONY: help demo test check lint types contracts docs suite long parity resumed cases zoo mutants hangs recommended chaos scale bench gpu \
+.PHONY: help demo test check lint types contracts docs suite long parity resumed cases zoo mutants hangs recommended chaos scale bench gpu gpu-pack \
 	pins audit format clean
 
 BIN := .venv/bin
@@ -34,6 +34,7 @@ help:
 	@echo 'make scale      what grows with the ranks, counted up to 131,072 and measured up to 64 -> docs/explanation/scale.md'
 	@echo 'make bench      the comparisons with peers (about an hour on 2 cores)'
 	@echo 'make gpu        the tests that need CUDA devices'
+	@echo 'make gpu-pack   wheels for a Linux GPU machine with torch and no network -> gpu_pack/'
 	@echo 'make pins       renew the exact versions and hashes of pins/'
 	@echo 'make audit      ask for known vulnerabilities of what pins/ lists'
 	@echo 'make docs       the documentation as a web site in site/'
@@ -83,6 +84,10 @@ long: .venv/.installed-dev
 
 gpu: .venv/.installed-dev
 	$(BIN)/pytest -m gpu tests/gpu
+
+PACK_PYTHON ?= 3.12
+gpu-pack: .venv/.installed-dev
+	$(BIN)/python tools/gpu_record/pack.py --python $(PACK_PYTHON)
 
 parity: .venv/.installed-dev
 	$(BIN)/python tests/parity/write_page.py docs/reference/parity.md

@@ -2,7 +2,7 @@
 
 The model is the real one of 23.5 million parameters (25.6 with ImageNet's 1,000 classes); only the images are small:
 Debian's ``dataset-fashion-mnist`` where it is installed (``apt install dataset-fashion-mnist``), else scikit-learn's
-digits, both brought to 32 x 32. A short run by default:
+digits, both brought to 32 x 32. It needs ``pip install scikit-learn``. A short run by default:
 
     phalanx train examples/resnet50.py -n 2
     phalanx train examples/resnet50.py:large_batch -n 2

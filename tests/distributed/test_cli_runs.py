@@ -267,13 +267,6 @@ def test_worker_alone(toy: Path) -> None:
     assert [event["event"] for event in read(Path("out/events.jsonl"))][-1] == "end"
 
 
-@pytest.fixture(scope="module")
-def _digits() -> None:
-    """What the demo's first job reads sets variables of this process when it is first imported."""
-    import sklearn.datasets  # noqa: F401
-
-
-@pytest.mark.usefixtures("_digits")
 def test_demo_from_an_empty_directory() -> None:
     done = invoke("demo", "--devices", 2, "--steps", 4, "--json")
     assert done.exit_code == 0, done.stderr

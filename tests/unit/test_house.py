@@ -190,7 +190,7 @@ def test_every_package_imported_is_declared_and_explained() -> None:
     used = ("tensorboard", "transformers", "peft", "keras", "page", "pandas", "parquet", "ray", "sagemaker")
     lines = [*project["dependencies"], *(line for extra in used for line in extras[extra])]
     declared = {re.split(r"[<>=\[~! ]", line)[0] for line in lines}
-    called = {"sklearn": "scikit-learn", "tomli_w": "tomli-w", "botocore": "boto3"}  # the last: a part of it
+    called = {"tomli_w": "tomli-w", "botocore": "boto3"}  # the last: a part of it
     known = {"phalanx", *sys.stdlib_module_names}
     imported = {called.get(name, name) for path in FILES for name in _imports(path) if name not in known}
     assert imported - declared == set()
