@@ -25,7 +25,7 @@ SMALL = "small versions on a CPU: they show that the programme works, not how fa
 
 def training(model: str, method: str, measured: float, forecast: float, **more: Any) -> dict[str, Any]:
     plain = method == "plain PyTorch"
-    told = {"step_seconds": forecast, "low_seconds": 0.8 * forecast, "high_seconds": 1.2 * forecast}
+    content = {"step_seconds": forecast, "low_seconds": 0.8 * forecast, "high_seconds": 1.2 * forecast}
     row = {
         "model": model,
         "method": method,
@@ -36,7 +36,7 @@ def training(model: str, method: str, measured: float, forecast: float, **more: 
         "rate_unit": "tokens/s",
         "mfu": 0.47,
         "peak_bytes": 40 * 2**30,
-        "forecast": None if plain else {**told, "peak_bytes": 42 * 2**30, "blame": "matrix products"},
+        "forecast": None if plain else {**content, "peak_bytes": 42 * 2**30, "blame": "matrix products"},
         "time_error": None if plain else forecast / measured - 1,
         "memory_error": None if plain else 0.05,
         "ratio": None if plain else 0.981,
@@ -45,13 +45,13 @@ def training(model: str, method: str, measured: float, forecast: float, **more: 
 
 
 def step(name: str, rows: list[dict[str, Any]] | None = None, **more: Any) -> dict[str, Any]:
-    told = {"name": name, "status": "done", "limit": 60, "seconds": 12.5, "reason": "", "traceback": "", "facts": {}}
-    return {**told, "rows": rows or [], **more}
+    content = {"name": name, "status": "done", "limit": 60, "seconds": 12.5, "reason": "", "traceback": "", "facts": {}}
+    return {**content, "rows": rows or [], **more}
 
 
 def proof(model: str, plan: str, result: str = "equal", **more: Any) -> dict[str, Any]:
-    told = {"model": model, "plan": plan, "result": result, "difference": 3.1e-7, "where": "", "reason": ""}
-    return {**told, "seconds": 4.0, **more}
+    content = {"model": model, "plan": plan, "result": result, "difference": 3.1e-7, "where": "", "reason": ""}
+    return {**content, "seconds": 4.0, **more}
 
 
 def record(**more: Any) -> dict[str, Any]:
@@ -89,14 +89,14 @@ def record(**more: Any) -> dict[str, Any]:
         step("gpu_tests", facts={"passed": 41, "failed": 0, "skipped": 3, "errors": 0, "tail": "41 passed"}),
         step("trace", [{"kernel": "gemm<128, 64>", "seconds": 0.11, "share": 0.52}], facts=shares),
     ]
-    told = {"schema": 1, "started": "2026-11-28T10:00:00Z", "seconds": 512.3, "minutes": 9, "device": "cuda"}
-    told |= {"small": False, "phalanx": {"version": "0.1.0", "commit": "3f7d206f"}, "complete": True, "steps": steps}
-    return {**told, **more}
+    content = {"schema": 1, "started": "2026-11-28T10:00:00Z", "seconds": 512.3, "minutes": 9, "device": "cuda"}
+    content |= {"small": False, "phalanx": {"version": "0.1.0", "commit": "3f7d206f"}, "complete": True, "steps": steps}
+    return {**content, **more}
 
 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
-    """A clone with nothing but what the page touches."""
+    """Build a clone with the files that the page needs."""
     (tmp_path / "docs" / "project").mkdir(parents=True)
     (tmp_path / "tools" / "published" / "gpu").mkdir(parents=True)
     (tmp_path / "README.md").write_text("# Top\n\n<!-- generated: gpu -->\nold\n<!-- end -->\n\nrest\n")
@@ -104,20 +104,20 @@ def root(tmp_path: Path) -> Path:
 
 
 def written(root: Path, *records: dict[str, Any]) -> tuple[str, str]:
-    """Page and README's paragraph made of ``records``."""
+    """Return the page and the README's paragraph made of ``records``."""
     for index, one in enumerate(records):
         (root / "tools" / "published" / "gpu" / f"run{index}.json").write_text(json.dumps(one))
     assert main([], root) == 0
     readme = (root / "README.md").read_text()
     assert readme.startswith("# Top\n")
     assert readme.endswith("<!-- end -->\n\nrest\n")
-    told = readme.partition("<!-- generated: gpu -->\n")[2].partition("<!-- end -->")[0]
-    return (root / "docs" / "project" / "gpu.md").read_text(), " ".join(told.split())
+    content = readme.partition("<!-- generated: gpu -->\n")[2].partition("<!-- end -->")[0]
+    return (root / "docs" / "project" / "gpu.md").read_text(), " ".join(content.split())
 
 
-def rows_of(told: str, heading: str) -> list[list[str]]:
-    """Cells of all tables below a heading, up to the next heading."""
-    part = told.partition(f"{heading}\n")[2]
+def rows_of(content: str, heading: str) -> list[list[str]]:
+    """Return the cells of all tables below a heading, up to the next heading."""
+    part = content.partition(f"{heading}\n")[2]
     part = re.split(r"^#+ ", part, maxsplit=1, flags=re.MULTILINE)[0]
     lines = [line for line in part.splitlines() if line.startswith("|")]
     return [[cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in lines]
@@ -125,11 +125,11 @@ def rows_of(told: str, heading: str) -> list[list[str]]:
 
 class TestNoRecord:
     def test_page_names_the_commands_and_every_step(self, root: Path) -> None:
-        told, readme = written(root)
-        assert "No run on a GPU is on record yet." in told
-        assert "`make gpu-pack`" in told
-        assert "`make gpu-record`" in told
-        assert [name for name, one in STEPS.items() if f"| {one.title} | {one.limit} |" not in told] == []
+        content, readme = written(root)
+        assert "No run on a GPU is on record yet." in content
+        assert "`make gpu-pack`" in content
+        assert "`make gpu-record`" in content
+        assert [name for name, one in STEPS.items() if f"| {one.title} | {one.limit} |" not in content] == []
         assert readme == (
             "No run on a GPU is on record yet. `make gpu-record` makes one ([GPU record](docs/project/gpu.md))."
         )
@@ -144,14 +144,14 @@ class TestNoRecord:
 
 class TestFullRecord:
     def test_glance_says_met_or_missed(self, root: Path) -> None:
-        told, _ = written(root, record())
-        rows = {(row[0], row[1]): row[2:] for row in rows_of(told, "## At a glance")}
+        content, _ = written(root, record())
+        rows = {(row[0], row[1]): row[2:] for row in rows_of(content, "## At a glance")}
         assert rows["Llama 1 B", "plain PyTorch"] == ["–", "47.0 %", "–", "–"]
         missed = [f"{number}, **missed**" for number in ("0.660", "31.0 %", "+30.0 %")]
         assert rows["Llama 1 B", "phalanx eager"] == [*missed, "+5.0 %, met"]
         assert rows["Llama 1 B", "phalanx compiled"] == ["0.981, met", "47.0 %, met", "+9.8 %, met", "+5.0 %, met"]
         assert rows["LoRA 8 B", "phalanx eager"] == ["–", "47.0 %, met", "+7.1 %, met", "-12.0 %, **missed**"]
-        assert told.index("## At a glance") < told.index("## NVIDIA T1000, 2026-11-28")
+        assert content.index("## At a glance") < content.index("## NVIDIA T1000, 2026-11-28")
 
     @pytest.mark.parametrize(
         ("heading", "cells"),
@@ -173,30 +173,30 @@ class TestFullRecord:
         ],
     )
     def test_tables_hold_the_numbers(self, root: Path, heading: str, cells: list[str]) -> None:
-        told, _ = written(root, record())
-        assert cells in rows_of(told, heading)
+        content, _ = written(root, record())
+        assert cells in rows_of(content, heading)
 
     def test_training_rows_hold_measured_and_forecast(self, root: Path) -> None:
-        told, _ = written(root, record())
-        rows = rows_of(told, "### Llama, 1 B parameters")
+        content, _ = written(root, record())
+        rows = rows_of(content, "### Llama, 1 B parameters")
         plan = "`compile=true precision=bf16`"
         head = ["Llama 1 B", "phalanx compiled", plan, "40,200 tokens/s", "204 ms", "204 ms, 206 ms, 202 ms"]
         assert [*head, "47.0 %", "40.0 GiB", "0.981"] in rows
         beside = ["204 ms", "224 ms", "179 ms to 269 ms", "+9.8 %", "40.0 GiB", "42.0 GiB", "+5.0 %"]
         assert ["Llama 1 B, phalanx compiled", *beside, "matrix products"] in rows
-        assert "parameters 1.1 G; sequence 2,048; note random tokens." in told
+        assert "parameters 1.1 G; sequence 2,048; note random tokens." in content
         assert ["ResNet-50", "phalanx compiled", plan, "711 samples/s"] in [
-            row[:4] for row in rows_of(told, "### ResNet-50")
+            row[:4] for row in rows_of(content, "### ResNet-50")
         ]
 
     def test_every_row_has_as_many_cells_as_its_heading(self, root: Path) -> None:
-        told, _ = written(root, record())
+        content, _ = written(root, record())
         width = 0
-        for line in told.splitlines():
+        for line in content.splitlines():
             cells = len(re.findall(r"(?<!\\)\|", line)) if line.startswith("|") else 0
             assert not (cells and width) or cells == width, line
             width = cells
-        assert "ResNet, `tp=2`, refused: no attention \\| nothing to cut" in told
+        assert "ResNet, `tp=2`, refused: no attention \\| nothing to cut" in content
 
     def test_readme_has_the_numbers(self, root: Path) -> None:
         _, readme = written(root, record())
@@ -215,13 +215,13 @@ class TestPartOfARecord:
             "proof": ("timed out", "150 s"),
         }
         ends |= {"lora_8b": ("skipped", "needs 40 GiB, 16 GiB are free"), "trace": ("running", "")}
-        told = record(complete=False)
-        for one in told["steps"]:
+        content = record(complete=False)
+        for one in content["steps"]:
             if one["name"] in ends:
                 one["status"], one["reason"] = ends[one["name"]]
             if one["name"] in ("overhead", "lora_8b"):
                 one["rows"] = []
-        page_text, _ = written(root, told)
+        page_text, _ = written(root, content)
         rows = {row[0]: row[1:] for row in rows_of(page_text, "## NVIDIA T1000, 2026-11-28")}
         assert rows["LoRA on 8 B parameters"][0] == "**skipped**"
         assert rows["LoRA on 8 B parameters"][-1] == "needs 40 GiB, 16 GiB are free"
@@ -236,12 +236,12 @@ class TestPartOfARecord:
         assert ["`tp=2`", "equal, 3.1e-07", "refused", "–"] in rows_of(page_text, "### Proofs")
 
     def test_nulls_are_dashes(self, root: Path) -> None:
-        told = record()
-        for one in told["steps"]:
+        content = record()
+        for one in content["steps"]:
             one["rows"] = [{key: _emptied(key, value) for key, value in row.items()} for row in one["rows"]]
             one["facts"] = dict.fromkeys(one["facts"])
             one["seconds"] = math.nan  # json writes NaN for it
-        page_text, readme = written(root, told)
+        page_text, readme = written(root, content)
         for name in ("overhead", "checkpoint", "calibrate", "trace", *TRAINING):
             cells = rows_of(page_text, f"### {STEPS[name].title}")[2:]
             assert cells
@@ -251,13 +251,13 @@ class TestPartOfARecord:
         assert list(root.rglob("*.svg")) == []
 
     def test_steps_that_never_began_are_named(self, root: Path) -> None:
-        told = record(steps=record()["steps"][:-2])
-        assert "Not in this record: GPU tests, Trace of one step." in written(root, told)[0]
+        content = record(steps=record()["steps"][:-2])
+        assert "Not in this record: GPU tests, Trace of one step." in written(root, content)[0]
 
     def test_several_devices_are_counted(self, root: Path) -> None:
-        told = record()
-        told["steps"][0]["facts"]["gpus"] = 2
-        page_text, readme = written(root, told)
+        content = record()
+        content["steps"][0]["facts"]["gpus"] = 2
+        page_text, readme = written(root, content)
         assert "## 2 × NVIDIA T1000, 2026-11-28" in page_text
         assert "(2 × NVIDIA T1000, 2026-11-28)" in readme
 
@@ -271,31 +271,31 @@ def _emptied(key: str, value: Any) -> Any:
 class TestSmallRecords:
     @pytest.mark.parametrize("change", [{"device": "cpu"}, {"small": True}, {"device": "cpu", "small": True}])
     def test_they_never_reach_readme_or_glance(self, root: Path, change: dict[str, Any]) -> None:
-        told, readme = written(root, record(**change))
+        content, readme = written(root, record(**change))
         assert readme.startswith("No run on a GPU is on record yet.")
-        assert "At a glance" not in told
-        assert ("they show that the programme works, not how fast Phalanx is") in told
-        assert (SMALL in told) == (change.get("device") == "cpu")
+        assert "At a glance" not in content
+        assert ("they show that the programme works, not how fast Phalanx is") in content
+        assert (SMALL in content) == (change.get("device") == "cpu")
         assert "small versions" in (root / "docs" / "project" / "gpu-time.svg").read_text()
 
     def test_the_gpu_record_is_taken_where_a_newer_small_one_is_there(self, root: Path) -> None:
         newer = record(device="cpu", small=True, started="2026-12-24T10:00:00Z")
         newer["steps"][3]["rows"][2]["ratio"] = 1.5
-        told, readme = written(root, record(), newer)
+        content, readme = written(root, record(), newer)
         assert "2026-11-28" in readme
         assert "1.5" not in readme
-        assert "1.500" not in str(rows_of(told, "## At a glance"))
+        assert "1.500" not in str(rows_of(content, "## At a glance"))
         assert "small" not in (root / "docs" / "project" / "gpu-time.svg").read_text()
 
 
 def test_several_records_stand_newest_first(root: Path) -> None:
     other = record(started="2026-12-01T08:00:00+00:00")
     other["steps"][0]["facts"]["gpu"] = "NVIDIA T2000"
-    told, readme = written(root, record(), other)
-    assert told.index("## NVIDIA T2000, 2026-12-01") < told.index("## NVIDIA T1000, 2026-11-28")
+    content, readme = written(root, record(), other)
+    assert content.index("## NVIDIA T2000, 2026-12-01") < content.index("## NVIDIA T1000, 2026-11-28")
     assert "NVIDIA T2000" in readme
     assert "T1000" not in readme
-    assert "NVIDIA T2000, 2026-12-01. 1 of 3" in told
+    assert "NVIDIA T2000, 2026-12-01. 1 of 3" in content
     drawn = ElementTree.parse(root / "docs" / "project" / "gpu-time.svg").getroot()
     assert len(list(drawn.iter(f"{SVG}circle"))) == 12
 
@@ -308,7 +308,7 @@ def test_files_can_be_named(root: Path, tmp_path: Path) -> None:
 
 
 def scale_of(drawn: ElementTree.Element, axis: str) -> Callable[[float], float]:
-    """Place of a value on an axis, from two labelled ticks."""
+    """Return the map from a value to its place on an axis, from two labelled ticks."""
     at = {"x": "x", "y": "y"}[axis]
     ticks = [
         (float(str(each.text).split()[0]), float(each.attrib[at])) for each in drawn.iter() if each.get("class") == axis
@@ -322,36 +322,42 @@ def scale_of(drawn: ElementTree.Element, axis: str) -> Callable[[float], float]:
     ("file", "key", "unit"), [("gpu-time.svg", "step_seconds", 1e-3), ("gpu-memory.svg", "peak_bytes", 1e9)]
 )
 def test_each_row_has_a_point_at_its_place(root: Path, file: str, key: str, unit: float) -> None:
-    told = record()
-    written(root, told)
+    content = record()
+    written(root, content)
     drawn = ElementTree.parse(root / "docs" / "project" / file).getroot()
     across, up = scale_of(drawn, "x"), scale_of(drawn, "y")
     points = {str(each[0].text): each for each in drawn.iter(f"{SVG}circle")}
-    rows = [row for one in told["steps"] if one["name"] in TRAINING for row in one["rows"] if row["forecast"]]
+    rows = [row for one in content["steps"] if one["name"] in TRAINING for row in one["rows"] if row["forecast"]]
     assert len(points) == len(rows) == 6
     for row in rows:
         (point,) = (each for label, each in points.items() if label.startswith(f"{row['model']}, {row['method']}:"))
         assert float(point.attrib["cx"]) == pytest.approx(across(row[key] / unit), abs=0.3)
         assert float(point.attrib["cy"]) == pytest.approx(up(row["forecast"][key] / unit), abs=0.3)
+    (exact,) = (each.attrib["d"] for each in drawn.iter(f"{SVG}path") if each.get("stroke-dasharray"))
+    ends = [float(number) for number in re.findall(r"[\d.]+", exact)]
+    ticks = {axis: [each for each in drawn.iter(f"{SVG}text") if each.get("class") == axis] for axis in ("x", "y")}
+    assert [str(each.text) for each in ticks["x"]] == [str(each.text) for each in ticks["y"]]
+    assert [float(ticks["x"][at].attrib["x"]) for at in (0, -1)] == pytest.approx(ends[::2], abs=0.1)
+    assert [float(ticks["y"][at].attrib["y"]) - 4 for at in (0, -1)] == pytest.approx(ends[1::2], abs=0.1)
     labels = [float(each.attrib["y"]) for each in drawn.iter(f"{SVG}text") if str(each.text) in points]
     assert len(labels) == 6
     assert min(abs(one - other) for one in labels for other in labels if one is not other) >= 12
 
 
-def without(told: dict[str, Any], *path: str | int) -> dict[str, Any]:
-    inner: Any = told
+def without(content: dict[str, Any], *path: str | int) -> dict[str, Any]:
+    inner: Any = content
     for key in path[:-1]:
         inner = inner[key]
     del inner[path[-1]]
-    return told
+    return content
 
 
-def changed(told: dict[str, Any], value: Any, *path: str | int) -> dict[str, Any]:
-    inner: Any = told
+def changed(content: dict[str, Any], value: Any, *path: str | int) -> dict[str, Any]:
+    inner: Any = content
     for key in path[:-1]:
         inner = inner[key]
     inner[path[-1]] = value
-    return told
+    return content
 
 
 BAD: list[tuple[str | dict[str, Any], str]] = [
@@ -382,10 +388,10 @@ def test_bad_files_are_named(
     bad.write_text(content if isinstance(content, str) else json.dumps(content))
     before = (root / "README.md").read_text()
     assert main([str(good), str(bad)], root) == 2
-    told = capsys.readouterr().err
-    assert told.count("\n") == 1
-    assert str(bad) in told
-    assert wrong in told
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert str(bad) in error
+    assert wrong in error
     assert (root / "README.md").read_text() == before
     assert list((root / "docs" / "project").iterdir()) == []
 
@@ -411,9 +417,9 @@ def test_writing_twice_changes_nothing(root: Path) -> None:
 
 def test_the_committed_page_and_readme_are_those_of_the_records() -> None:
     records = read_records(sorted((ROOT / "tools" / "published" / "gpu").glob("*.json")))
-    told, plots = page(records)
+    content, plots = page(records)
     again = "try: python tools/gpu_record/page.py"
-    assert (ROOT / "docs" / "project" / "gpu.md").read_text() == told, again
+    assert (ROOT / "docs" / "project" / "gpu.md").read_text() == content, again
     drawn = {path.name: path.read_text() for path in (ROOT / "docs" / "project").glob("gpu-*.svg")}
     assert drawn == plots, again
     readme = (ROOT / "README.md").read_text()

@@ -80,11 +80,11 @@ def paragraph(records: Sequence[Record]) -> str:
     """Return the README's paragraph: the numbers of the newest full-size record of a CUDA device."""
     record = next((record for record in records if record.counts), None)
     if record is None:
-        told = f"{_NO_RUN} `make gpu-record` makes one ([GPU record](docs/project/gpu.md))."
-        return textwrap.fill(told, 120, break_long_words=False, break_on_hyphens=False)
+        content = f"{_NO_RUN} `make gpu-record` makes one ([GPU record](docs/project/gpu.md))."
+        return textwrap.fill(content, 120, break_long_words=False, break_on_hyphens=False)
     proofs = record.rows("proof")
     summary = proof_summary(proofs).removesuffix(".") if proofs else "no proof ran"
-    told = f"Newest run on a GPU ({_device(record)}, {record.started:%Y-%m-%d}): {summary}. {_llama(record)}"
+    content = f"Newest run on a GPU ({_device(record)}, {record.started:%Y-%m-%d}): {summary}. {_llama(record)}"
     errors = {key: [abs(row[key]) for row in record.rows(*TRAINING) if row[key] is not None] for key in _ERRORS}
     off_by = [
         f"{share(statistics.median(found))} off in {name} in the median ({share(max(found))} at most)"
@@ -92,9 +92,9 @@ def paragraph(records: Sequence[Record]) -> str:
         if (found := errors[key])
     ]
     count = max(map(len, errors.values()))
-    told += f" Forecasts of {count} rows are {' and '.join(off_by)}" if off_by else " No forecast was compared"
-    told += " ([GPU record](docs/project/gpu.md))."
-    return textwrap.fill(told, 120, break_long_words=False, break_on_hyphens=False)
+    content += f" Forecasts of {count} rows are {' and '.join(off_by)}" if off_by else " No forecast was compared"
+    content += " ([GPU record](docs/project/gpu.md))."
+    return textwrap.fill(content, 120, break_long_words=False, break_on_hyphens=False)
 
 
 _ERRORS = {"time_error": "time", "memory_error": "memory"}
@@ -126,26 +126,26 @@ def _glance(records: Sequence[Record]) -> list[str]:
 
 
 def _section(record: Record) -> list[str]:
-    told, environment = record.told, record.facts("environment")
+    content, environment = record.content, record.facts("environment")
     heading = f"## {_device(record)}, {record.started:%Y-%m-%d}"
     lines = [heading if record.counts else f"{heading} (small versions)", ""]
     lines += [] if record.counts else [f"{_kind(record)}{_SMALL}.", ""]
     facts = [
         ("file", f"`{record.name}`"),
         ("started", f"{record.started:%Y-%m-%d %H:%M} UTC"),
-        ("took", shown(told["seconds"], lambda value: f"{value:.0f} s")),
+        ("took", shown(content["seconds"], lambda value: f"{value:.0f} s")),
         ("GPU", text(environment.get("gpu"))),
         ("torch", text(environment.get("torch"))),
         ("driver", text(environment.get("driver"))),
-        ("Phalanx", text(told["phalanx"]["version"])),
-        ("commit", text(told["phalanx"]["commit"])),
+        ("Phalanx", text(content["phalanx"]["version"])),
+        ("commit", text(content["phalanx"]["commit"])),
     ]
     lines += table(("run", "value"), facts)
-    lines += [] if told["complete"] else ["The programme ended before its last step.", ""]
-    lines += status_table(told["steps"])
+    lines += [] if content["complete"] else ["The programme ended before its last step.", ""]
+    lines += status_table(content["steps"])
     absent = [step.title for name, step in STEPS.items() if name not in record.steps]
     lines += [f"Not in this record: {', '.join(absent)}.", ""] if absent else []
-    for step in told["steps"]:
+    for step in content["steps"]:
         if step["status"] != "skipped" or step["rows"]:
             lines += ["", *step_lines(step)]
     return lines
@@ -153,14 +153,14 @@ def _section(record: Record) -> list[str]:
 
 def _device(record: Record) -> str:
     facts = record.facts("environment")
-    if record.told["device"] == "cpu":
+    if record.content["device"] == "cpu":
         return "A CPU"
     name = text(facts["gpu"]) if facts.get("gpu") else "a CUDA device"
     return f"{facts['gpus']} × {name}" if facts.get("gpus", 1) not in (1, None) else name
 
 
 def _kind(record: Record) -> str:
-    return "Small versions on a CPU" if record.told["device"] == "cpu" else "Small versions"
+    return "Small versions on a CPU" if record.content["device"] == "cpu" else "Small versions"
 
 
 def _plots(records: Sequence[Record]) -> dict[str, str]:
@@ -215,8 +215,8 @@ def _joined(lines: Sequence[str]) -> str:
 def write(records: Sequence[Record], root: Path) -> bool:
     """Write page, plots and README below ``root``; False if the README lacks the marker lines."""
     folder = root / "docs" / "project"
-    told, plots = page(records)
-    (folder / "gpu.md").write_text(told, encoding="utf-8")
+    content, plots = page(records)
+    (folder / "gpu.md").write_text(content, encoding="utf-8")
     for file, *_ in _PLOTS:
         if file in plots:
             (folder / file).write_text(plots[file], encoding="utf-8")

@@ -139,21 +139,21 @@ class Record:
 
     Attributes:
         name: file name without its folder.
-        told: content of the file.
+        content: content of the file.
     """
 
     name: str
     started: datetime
-    told: Mapping[str, Any]
+    content: Mapping[str, Any]
 
     @property
     def counts(self) -> bool:
         """True for full-size runs on a GPU; only these stand for Phalanx's speed."""
-        return self.told["device"] == "cuda" and not self.told["small"]
+        return self.content["device"] == "cuda" and not self.content["small"]
 
     @property
     def steps(self) -> dict[str, Mapping[str, Any]]:
-        return {step["name"]: step for step in self.told["steps"]}
+        return {step["name"]: step for step in self.content["steps"]}
 
     def facts(self, step: str) -> Mapping[str, Any]:
         """Return the facts of ``step``; empty if it did not run."""
@@ -176,31 +176,31 @@ def read_records(paths: Sequence[Path]) -> list[Record]:
 def _read(path: Path) -> Record:
     try:
         # NaN and infinities are no measurement.
-        told = json.loads(path.read_text(encoding="utf-8"), parse_constant=lambda _: None)
+        content = json.loads(path.read_text(encoding="utf-8"), parse_constant=lambda _: None)
     except OSError as error:
         raise RecordError(f"{path}: cannot be read: {error.strerror}") from None
     except ValueError as error:
         raise RecordError(f"{path}: not JSON: {error}") from None
-    if not isinstance(told, dict) or "schema" not in told:
+    if not isinstance(content, dict) or "schema" not in content:
         raise RecordError(f"{path}: not a GPU record: it has no key 'schema'")
-    if told["schema"] != SCHEMA:
-        raise RecordError(f"{path}: schema {told['schema']!r}; this page reads schema {SCHEMA}")
-    fault = next(_faults(told), "")
+    if content["schema"] != SCHEMA:
+        raise RecordError(f"{path}: schema {content['schema']!r}; this page reads schema {SCHEMA}")
+    fault = next(_faults(content), "")
     if fault:
         raise RecordError(f"{path}: {fault}")
     try:
-        started = datetime.fromisoformat(told["started"])
+        started = datetime.fromisoformat(content["started"])
     except ValueError:
-        raise RecordError(f"{path}: started is no time: {told['started']!r}") from None
+        raise RecordError(f"{path}: started is no time: {content['started']!r}") from None
     utc = started.astimezone(UTC) if started.tzinfo else started.replace(tzinfo=UTC)
-    return Record(name=path.name, started=utc, told=told)
+    return Record(name=path.name, started=utc, content=content)
 
 
-def _faults(told: Any) -> Iterator[str]:
-    yield from _unlike(told, _RECORD, "the record")
-    for step in told["steps"]:
+def _faults(content: Any) -> Iterator[str]:
+    yield from _unlike(content, _RECORD, "the record")
+    for step in content["steps"]:
         yield from _unlike(step, {"rows": [STEPS[step["name"]].row]}, f"step {step['name']}")
-    names = [step["name"] for step in told["steps"]]
+    names = [step["name"] for step in content["steps"]]
     yield from (f"step {name} is there twice" for name in STEPS if names.count(name) > 1)
 
 

@@ -35,12 +35,12 @@ def shown(value: Any, form: Callable[[float], str]) -> str:
 
 
 def share(value: float) -> str:
-    """``0.472`` → ``47.2 %``."""
+    """Return ``47.2 %`` for ``0.472``."""
     return f"{100 * value:.1f} %"
 
 
 def off(value: float) -> str:
-    """``-0.04`` → ``-4.0 %``; zero has a sign, too."""
+    """Return ``-4.0 %`` for ``-0.04``; positive numbers have a sign, too."""
     return f"{100 * value:+.1f} %"
 
 
