@@ -1,0 +1,1 @@
+"""Programme that measures Phalanx on a GPU, and the page made from its records."""
