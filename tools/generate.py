@@ -31,31 +31,31 @@ from phalanx.placement.schedules import SCHEDULES
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 CONVERSIONS = DOCS.parent / "tests" / "conversions"
 
-# Plans of each kind → what they are. Those of a row are equally exact.
+# Plans of each kind → their description. Those of a row are equally exact.
 KINDS: tuple[tuple[tuple[str, ...], str], ...] = (
     (("single",), "one device"),
-    (("threads=2",), "one process, a replica and a thread a device"),
+    (("threads=2",), "data parallelism in one process: a thread and a replica for each device"),
     (("dp=4",), "synchronous data parallelism, four processes"),
-    (("fsdp=4 zero=1",), "optimizer state in shards; `zero=2`: gradients too; `zero=3`: parameters too"),
-    (("dp=2 fsdp=4",), "hybrid: two groups of four that share one copy each"),
-    (("tp=2", "tp=2 sequence=true"), "each layer's weights over two; activations too"),
-    (("pp=2 micro=4",), f"two stages of layers, micro-batches in a pipeline; {len(SCHEDULES)} schedules"),
-    (("cp=2",), "each sample's tokens over two: ring, all-to-all or gathered attention"),
-    (("ep=2",), "the experts of a mixture over two"),
-    (("dp=2 tp=2 pp=2",), "all of them go together"),
-    (("dp=4 shares=auto", "dp=2 shares=3,1"), "samples by the speed of each device"),
-    (("dp=4 server=1",), "workers and a parameter server, in step"),
-    (("dp=4 server=1 staleness=4",), "the same, and nobody waits for anybody beyond 4 updates"),
-    (("dp=4 server=1 backup=1",), "the same, without waiting for the slowest worker of a step"),
-    (("dp=2 fsdp=4 sync=diloco every=100",), "replicas step by themselves and meet every 100 steps; also `sync=local`"),
-    (("dp=4 compress=fp16",), "gradients take half of the bytes; also `bf16`"),
-    (("dp=4 compress=int8",), "gradients take a quarter of the bytes, with error feedback"),
-    (("dp=4 compress=powersgd:4",), "what says most of a gradient is sent at once, the rest later; also `topk`"),
-    (("micro=8",), "8 samples at a time; how often gradients are accumulated follows from it"),
-    (("precision=bf16",), "autocast; sums and parameters stay fp32; also `fp16`"),
-    (("recompute=full", "recompute=selective"), "activations computed again in backward"),
-    (("fsdp=2 offload=optimizer",), "optimizer state, or `parameters`, in host memory"),
-    (("compile=true",), "`torch.compile` of each block"),
+    (("fsdp=4 zero=1",), "shards the optimizer state; `zero=2` also the gradients; `zero=3` also the parameters"),
+    (("dp=2 fsdp=4",), "hybrid sharding: two replicas, each in four shards"),
+    (("tp=2", "tp=2 sequence=true"), "tensor parallelism: splits layers' weights; with `sequence`, also activations"),
+    (("pp=2 micro=4",), f"pipeline of two stages with micro-batches of 4 samples; {len(SCHEDULES)} schedules"),
+    (("cp=2",), "context parallelism: splits each sample's tokens; ring, all-to-all or gathered attention"),
+    (("ep=2",), "expert parallelism: splits the experts of a mixture"),
+    (("dp=2 tp=2 pp=2",), "several of these together"),
+    (("dp=4 shares=auto", "dp=2 shares=3,1"), "more samples for faster devices"),
+    (("dp=4 server=1",), "synchronous parameter server"),
+    (("dp=4 server=1 staleness=4",), "parameter server; a worker waits only if it is more than 4 updates ahead"),
+    (("dp=4 server=1 backup=1",), "parameter server that does not wait for the slowest worker of a step"),
+    (("dp=2 fsdp=4 sync=diloco every=100",), "DiLoCo: replicas synchronise every 100 steps; `sync=local` is local SGD"),
+    (("dp=4 compress=fp16",), "sends gradients in half the bytes; also `bf16`"),
+    (("dp=4 compress=int8",), "sends gradients in a quarter of the bytes, with error feedback"),
+    (("dp=4 compress=powersgd:4",), "sends a low-rank part of each gradient; `topk`: the largest values"),
+    (("micro=8",), "micro-batches of 8 samples, with gradient accumulation"),
+    (("precision=bf16",), "autocast; parameters and sums stay fp32; also `fp16`"),
+    (("recompute=full", "recompute=selective"), "activation checkpointing"),
+    (("fsdp=2 offload=optimizer",), "keeps the optimizer state in host memory; also `parameters`"),
+    (("compile=true",), "`torch.compile` for each block"),
 )
 
 
@@ -245,7 +245,6 @@ def proven_table() -> str:
 
 # marker → page, table
 TABLES: dict[str, tuple[str, Callable[[], str]]] = {
-    "plans": ("../README.md", kinds_table),
     "kinds": ("reference/plan.md", kinds_table),
     "plan": ("reference/plan.md", plan_table),
     "run": ("reference/run-folder.md", run_table),

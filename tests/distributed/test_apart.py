@@ -325,7 +325,7 @@ class TestRuns:
         found = list(run.events("sync"))
         assert [event["bytes"] for event in found] == [4 * elements + 32] * 2  # a ring of two, and four numbers
         notes = next(run.events("start"))["notes"]
-        assert any(note.startswith("exact: no. Replicas step by themselves") for note in notes)
+        assert any(note.startswith("exact: no. Replicas are synchronised only") for note in notes)
         summary = summarise(run.folder)
         assert summary.averagings is not None
         assert (summary.averagings.count, summary.averagings.bytes) == (2, 2 * (4 * elements + 32))

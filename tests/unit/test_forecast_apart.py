@@ -75,7 +75,7 @@ class TestAveraging:
         assert often.seconds["products"] == each.seconds["products"]
         assert (of_plan(each), of_plan(often)[0]) == (
             [],
-            "exact: no. Replicas step by themselves, and are brought together after 4 steps.",
+            "exact: no. Replicas are synchronised only after every 4 steps.",
         )
 
     @pytest.mark.parametrize(

@@ -77,6 +77,19 @@ def test_the_readme_states_the_accuracy_that_was_measured() -> None:
     assert told in re.sub(r"\s+", " ", (ROOT / "README.md").read_text())
 
 
+def test_the_readme_states_the_parity_that_was_measured() -> None:
+    found = re.search(r"Of the others (\d+) of (\d+) are equal", (DOCS / "reference" / "parity.md").read_text())
+    assert found
+    assert found[1] == found[2]
+    assert f"all {found[1]} combinations of a plan and a model that can run" in (ROOT / "README.md").read_text()
+
+
+def test_the_readme_is_short_and_has_a_place_for_the_gpu_record() -> None:
+    lines = (ROOT / "README.md").read_text().splitlines()
+    assert len(lines) <= 200
+    assert lines.index("<!-- generated: gpu -->") < lines.index("<!-- end -->")
+
+
 def test_the_python_reference_has_every_public_name() -> None:
     page = (DOCS / "reference/python.md").read_text()
     told = re.findall(r"^::: (\S+)", page, re.MULTILINE)

@@ -21,7 +21,7 @@ _UNCHECKED = (
 @json_option
 @click.pass_context
 def command(ctx: click.Context, run: Path, as_json: bool) -> None:
-    """Read the ledger in the run folder RUN, in which every rank wrote down the samples of each step.
+    """Read the ledger in the run folder RUN, which records the samples of each step.
 
     It checks which samples were seen, and nothing else: what the run's log says of errors, hangs and drift stands
     beside the answer, and so does what was not checked.

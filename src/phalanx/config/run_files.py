@@ -92,7 +92,7 @@ RUN_FILES: Mapping[str, RunFile] = {
     ),
     LEDGER: RunFile(
         what="which samples were seen in which step",
-        written="appended by every rank",
+        written="appended by each data-parallel rank",
         read="`phalanx audit`",
         brought="with a checkpoint",
     ),

@@ -34,17 +34,17 @@ def within(plan: Plan) -> Plan:
 def bounds(plan: Plan) -> Iterator[str]:
     """What bounds the difference from one device, a sentence for each way in which a plan gives its result up."""
     if plan.sync != "each":
-        yield f"replicas step by themselves, and are brought together after {_count(plan.every, 'step')}"
+        yield f"replicas are synchronised only after every {_count(plan.every, 'step')}"
     if plan.staleness == math.inf:
-        yield "gradients are of parameters that lack any number of updates"
+        yield "parameters may be any number of updates behind when a gradient is computed"
     elif plan.staleness:
-        yield f"gradients are of parameters that lack at most {_count(int(plan.staleness), 'update')}"
+        yield f"parameters are at most {_count(int(plan.staleness), 'update')} behind when a gradient is computed"
     if plan.backup:
         slowest = "worker" if plan.backup == 1 else _count(plan.backup, "worker")
-        yield f"the samples of the slowest {slowest} are left out of each step"
+        yield f"each step leaves out the samples of the slowest {slowest}"
     what = "gradient" if plan.sync == "each" else "difference"
     if Compression.parse(plan.compress).facts.feeds_back:
-        yield f"what {plan.compress} leaves out of a {what} comes with later ones"
+        yield f"{plan.compress} sends a part of each {what} in later steps"
     elif plan.compress != "none":
         yield f"{what}s are rounded to {plan.compress} where they are sent"
 
