@@ -239,3 +239,11 @@ def overhead_job(model: str, device: str, small: bool) -> px.Job:
         batch=32,
         steps=100_000,
     )
+
+
+def checkpoint_work(small: bool) -> Workload:
+    """Return a Llama whose parameters and moments are about 4 GB, small 40 MB."""
+    size = Size(layers=16, width=1024, heads=16, key_heads=8, inner=4096, vocabulary=32000, context=512)
+    if small:
+        size = replace(size, layers=2, width=256, heads=4, key_heads=4, inner=1024, vocabulary=2048, context=16)
+    return Workload(name="checkpoint", label="Llama", build=lambda: Llama(size), batch=2, size=size)

@@ -10,13 +10,14 @@ from gpu_record.steps.methods import Take, phalanx_steps, plain_steps
 from gpu_record.workloads import overhead_job
 
 _ROUNDS = 5
+_MANY = {"MLP": 200, "GPT 10M": 60}  # steps of a round
 
 
 def run(step: Step) -> None:
     """Take steps by a bare loop and by Phalanx in turn."""
     for model in ("MLP", "GPT 10M"):
         job = overhead_job(model, step.device, step.small)
-        many = 200 if model == "MLP" else (50 if not step.small else 5)
+        many = _MANY[model] // (20 if step.small else 1)
         takes: dict[str, Take] = {
             "bare loop": plain_steps(job, step.device, compiled=False, half=False),
             "phalanx": phalanx_steps(job, f"device={step.device}"),

@@ -97,7 +97,7 @@ def _measured(
             if name == PLAIN
             else phalanx_steps(job, plan)
         )
-        take(_WARM_UP)
+        take(1 if step.small else _WARM_UP)
         synchronize(step.device)
         gc.collect()
         methods.append(Method(name=name, plan=plan, take=take, held=memory.held() - before))
@@ -127,7 +127,7 @@ def _note(step: Step, work: Workload) -> str:
 
 def _count(step: Step, methods: list[Method]) -> int:
     """Return steps of a round: as many as take about two seconds, as far as the time limit allows."""
-    each = max(seconds_of(lambda method=method: method.take(2), 1, step.device) / 2 for method in methods)
+    each = max(seconds_of(lambda method=method: method.take(1), 1, step.device) for method in methods)
     wanted = 0.3 if step.small else _ROUND_SECONDS
     affordable = 0.5 * max(0.0, step.left) / (_ROUNDS * len(methods))
     return max(2, min(200, int(min(wanted, affordable) / each)))

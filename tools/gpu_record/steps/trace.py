@@ -1,0 +1,75 @@
+"""Step ``trace``: one step of the 1B Llama under the profiler: computing, gaps, waits, and the costliest kernels."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from typing import Any
+
+from gpu_record.measure import WAITS, device_memory_gib, profiled, synchronize
+from gpu_record.report import Step
+from gpu_record.steps.methods import phalanx_steps
+from gpu_record.workloads import workload
+
+_WARM_UP, _COSTLIEST = 4, 5
+
+
+def run(step: Step) -> None:
+    """Profile the step after those that compile and warm up."""
+    work = workload("llama_1b", small=step.small, memory_gib=device_memory_gib(step.device))
+    take = phalanx_steps(work.job(step.device), f"compile=true {work.plan} device={step.device}")
+    take(_WARM_UP)
+    with profiled(step.device):  # the first use of the profiler costs seconds
+        take(1)
+    synchronize(step.device)
+    with profiled(step.device) as profile:
+        begun = time.perf_counter()
+        take(1)
+        synchronize(step.device)
+        seconds = time.perf_counter() - begun
+    step.facts(step_seconds=seconds, compute_share=None, launch_gap_share=None, host_wait_share=None)
+    events = profile.events()
+    kernels = _kernels(events) if step.device == "cuda" else _operations(events)
+    busy = union([(start, end) for _, start, end in kernels])
+    step.facts(
+        compute_share=busy / seconds,
+        launch_gap_share=max(0.0, 1 - busy / seconds),
+        host_wait_share=sum(_seconds(one) for one in events if one.name in WAITS) / seconds,
+    )
+    costs: Counter[str] = Counter()
+    for name, start, end in kernels:
+        costs[name] += end - start
+    for name, cost in costs.most_common(_COSTLIEST):
+        step.row(name, kernel=name[:200], seconds=cost, share=cost / seconds)
+
+
+def _seconds(event: Any) -> float:
+    return (event.time_range.end - event.time_range.start) / 1e6
+
+
+def _kernels(events: Any) -> list[tuple[str, float, float]]:
+    from torch.autograd import DeviceType
+
+    return [
+        (one.name, one.time_range.start / 1e6, one.time_range.end / 1e6)
+        for one in events
+        if one.device_type == DeviceType.CUDA and not getattr(one, "is_user_annotation", False)
+    ]
+
+
+def _operations(events: Any) -> list[tuple[str, float, float]]:
+    """Return operations of the host that call no other: they compute."""
+    return [
+        (one.name, one.time_range.start / 1e6, one.time_range.end / 1e6)
+        for one in events
+        if one.name.startswith("aten::") and not one.cpu_children
+    ]
+
+
+def union(spans: list[tuple[float, float]]) -> float:
+    """Return seconds that at least one span covers."""
+    total, until = 0.0, float("-inf")
+    for start, end in sorted(spans):
+        total += max(0.0, end - max(start, until))
+        until = max(until, end)
+    return total
