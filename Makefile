@@ -2,7 +2,7 @@
 
 SHELL := /bin/bash
 .NOTPARALLEL:
-.PHONY: help demo test check lint types contracts docs suite long parity resumed cases zoo mutants hangs recommended chaos scale bench gpu \
+.PHONY: help demo test check lint types contracts docs suite long parity resumed cases zoo mutants hangs recommended chaos scale bench gpu gpu-record \
 	pins audit format clean
 
 BIN := .venv/bin
@@ -34,6 +34,7 @@ help:
 	@echo 'make scale      what grows with the ranks, counted up to 131,072 and measured up to 64 -> docs/explanation/scale.md'
 	@echo 'make bench      the comparisons with peers (about an hour on 2 cores)'
 	@echo 'make gpu        the tests that need CUDA devices'
+	@echo 'make gpu-record what Phalanx does on the GPU here, in 9 minutes and without a network -> gpu_record.json'
 	@echo 'make pins       renew the exact versions and hashes of pins/'
 	@echo 'make audit      ask for known vulnerabilities of what pins/ lists'
 	@echo 'make docs       the documentation as a web site in site/'
@@ -83,6 +84,12 @@ long: .venv/.installed-dev
 
 gpu: .venv/.installed-dev
 	$(BIN)/pytest -m gpu tests/gpu
+
+# Needs neither .venv nor a network: that of .venv if its torch sees a device, else the machine's own Python.
+SEES_CUDA := -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' >/dev/null 2>&1
+GPU_PYTHON ?= $(shell if $(BIN)/python $(SEES_CUDA); then echo $(BIN)/python; else echo python3; fi)
+gpu-record:
+	$(GPU_PYTHON) tools/gpu_record/run.py --minutes 9 --out gpu_record.json
 
 parity: .venv/.installed-dev
 	$(BIN)/python tests/parity/write_page.py docs/reference/parity.md

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -122,18 +122,27 @@ def catalog_cluster(device: str) -> px.Cluster | None:
     return cluster(f"1x{name}") if name else None
 
 
-def forecast(job: px.Job, plan: str, cluster: px.Cluster) -> dict[str, Any]:
-    """Return a row's ``forecast``: seconds with their interval, bytes at the peak, and what takes most of the step."""
-    import phalanx as px
+def forecasts(job: px.Job, plans: Iterable[str], cluster: px.Cluster) -> dict[str, dict[str, Any]]:
+    """Map each plan to a row's ``forecast``: seconds with their interval, bytes at the peak, what takes most time.
 
-    found = px.forecast(job, px.Plan.parse(plan), cluster)
-    return {
-        "step_seconds": found.step,
-        "low_seconds": found.low,
-        "high_seconds": found.high,
-        "peak_bytes": int(found.allocated),
-        "blame": ", ".join(found.limits),
-    }
+    The same as ``px.forecast`` for each plan, but the model is looked at once.
+    """
+    from phalanx.config import Plan
+    from phalanx.forecast import forecast
+    from phalanx.preflight.subject import Subject
+
+    subject, made = Subject.of(job), dict[str, dict[str, Any]]()
+    for text in plans:
+        plan = Plan.parse(text)
+        found = forecast(subject.question(cluster, plan).work, plan, cluster)
+        made[text] = {
+            "step_seconds": found.step,
+            "low_seconds": found.low,
+            "high_seconds": found.high,
+            "peak_bytes": int(found.allocated),
+            "blame": ", ".join(found.limits),
+        }
+    return made
 
 
 def relative(forecast: float | None, measured: float | None) -> float | None:

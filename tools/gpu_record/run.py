@@ -27,7 +27,7 @@ from gpu_record.recorder import SCHEMA, PlannedStep, Record, run_steps  # noqa: 
 
 _CLONE = _TOOLS.parent
 _MINUTES = 9.0  # that the limits are made for
-_LEAST_LIMIT = 30.0  # seconds that a scaled limit keeps, for the start of Python and torch
+_LEAST_LIMIT = 60.0  # seconds that a scaled limit keeps: starting torch and compiling do not shrink
 _OLDEST = (2, 11)
 # The most valuable evidence first. Name, time limit, seconds it needs at least, GiB of device memory.
 STEPS = (

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 import phalanx as px
-
 from gpu_record.models import Llama, ResNet, Size, Transformer, make
 
 _SAMPLES = 64  # samples held in memory
@@ -226,9 +225,7 @@ def overhead_job(model: str, device: str, small: bool) -> px.Job:
             name="gpt_10m", label=model, build=lambda: Transformer(size, causal=True), batch=8, size=size
         ).job(device)
     generator = torch.Generator().manual_seed(1)
-    table = px.Table(
-        x=torch.randn(1024, 64, generator=generator), y=torch.randint(10, (1024,), generator=generator)
-    )
+    table = px.Table(x=torch.randn(1024, 64, generator=generator), y=torch.randint(10, (1024,), generator=generator))
     return px.Job(
         name="mlp",
         model=lambda: make(lambda: nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 10)), device),

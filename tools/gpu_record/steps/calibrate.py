@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn.functional as F
 
-from gpu_record.measure import best_of, catalog_cluster, device_memory_gib, forecast, relative, synchronize
+from gpu_record.measure import best_of, catalog_cluster, device_memory_gib, forecasts, relative, synchronize
 from gpu_record.report import Step
 from gpu_record.workloads import workload
 
@@ -38,33 +38,33 @@ def run(step: Step) -> None:
     found = measured(known) if step.device == "cuda" else _command()
     step.facts(cluster=found.to_toml(), seconds=round(time.monotonic() - begun, 2))
     for name in _TRAINING:
-        facts, rows = step.facts_of(name), step.rows_of(name)
-        if not rows:
-            continue
-        batch = facts.get("batch", 0)
-        work = workload(name, small=step.small, memory_gib=device_memory_gib(step.device))
-        job = work.job(step.device, steps=10, batch=batch)
-        for row in rows:
-            if step.left < 4:
-                step.note("No time was left for further rows.")
-                return
-            _compare(step, name, job, row["plan"] or f"compile=true {work.plan}", row, found)
+        rows = step.rows_of(name)
+        if rows and step.left < 5:
+            step.note(f"No time was left for {name}.")
+        elif rows:
+            _compare(step, name, rows, found)
 
 
-def _compare(step: Step, name: str, job: px.Job, plan: str, row: dict[str, Any], found: px.Cluster) -> None:
-    by_catalog = (row.get("forecast") or {}).get("step_seconds")
-    calibrated = forecast(job, plan, found)["step_seconds"]
-    step.row(
-        name,
-        row["method"],
-        model=row["model"],
-        method=row["method"],
-        measured_seconds=row["step_seconds"],
-        forecast_catalog=by_catalog,
-        forecast_calibrated=calibrated,
-        error_catalog=relative(by_catalog, row["step_seconds"]),
-        error_calibrated=relative(calibrated, row["step_seconds"]),
-    )
+def _compare(step: Step, name: str, rows: list[dict[str, Any]], found: px.Cluster) -> None:
+    """Record the step's rows, each with its forecast by the catalog, which the step made, and by ``found``."""
+    work = workload(name, small=step.small, memory_gib=device_memory_gib(step.device))
+    job = work.job(step.device, steps=10, batch=step.facts_of(name).get("batch", 0))
+    plans = {row["method"]: row["plan"] or f"compile=true {work.plan}" for row in rows}
+    calibrated = forecasts(job, sorted(set(plans.values())), found)
+    for row in rows:
+        seconds, mine = row["step_seconds"], calibrated[plans[row["method"]]]["step_seconds"]
+        by_catalog = (row.get("forecast") or {}).get("step_seconds")
+        step.row(
+            name,
+            row["method"],
+            model=row["model"],
+            method=row["method"],
+            measured_seconds=seconds,
+            forecast_catalog=by_catalog,
+            forecast_calibrated=mine,
+            error_catalog=relative(by_catalog, seconds),
+            error_calibrated=relative(mine, seconds),
+        )
 
 
 def _command() -> px.Cluster:

@@ -24,9 +24,7 @@ def run(step: Step) -> None:
     pause = 0.3 if step.small else 2.0  # for the first save to end before the second begins
     with tempfile.TemporaryDirectory(prefix="gpu-record-run-") as name:
         folder = Path(name, "run")
-        taken, loader = px.build(
-            job, f"precision=bf16 device={step.device}", run=folder, checkpoint_every=_EVERY
-        )
+        taken, loader = px.build(job, f"precision=bf16 device={step.device}", run=folder, checkpoint_every=_EVERY)
         before = host_before = 0
         for index, batch in enumerate(loader, start=1):
             taken(batch)

@@ -6,7 +6,7 @@ import subprocess
 import sys
 import time
 
-from gpu_record.report import Step
+from gpu_record.report import Step, first_line
 from gpu_record.workloads import proof_job
 
 MODELS = ("GPT", "LoRA", "ResNet")
@@ -29,6 +29,7 @@ _ONE = (
 )
 _TWO = ("dp=2", "fsdp=2", "tp=2", "pp=2", "cp=2", "ep=2")
 _MARGIN = 3.0  # seconds before the limit by which the step ends
+_SMALL = 40.0  # seconds of the small version
 
 
 def run(step: Step) -> None:
@@ -39,9 +40,9 @@ def run(step: Step) -> None:
     models = (step.part,) if step.part else MODELS
     proofs = Proofs(step)
     pairs = [(model, plan) for plan in _plans(step) for model in models]
-    longest = 0.0
+    longest, ends = 0.0, time.monotonic() + (min(step.left, _SMALL) if step.small else step.left) - _MARGIN
     for index, (model, plan) in enumerate(pairs):
-        if step.left < _MARGIN + 1.5 * longest:
+        if time.monotonic() + 1.5 * longest > ends:
             left = ", ".join(f"{model} {plan}" for model, plan in pairs[index:])
             step.note(f"No time was left for: {left}.")
             return
@@ -109,9 +110,3 @@ class Proofs:
             "where": proof.first,
             "reason": proof.cause,
         }
-
-
-def first_line(error: Exception) -> str:
-    """Return the first line of an error's text, or its type if it has none."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[0][:300] if lines else type(error).__name__

@@ -30,7 +30,7 @@ def run(step: Step) -> None:
     step.facts(step_seconds=seconds, compute_share=None, launch_gap_share=None, host_wait_share=None)
     events = profile.events()
     kernels = _kernels(events) if step.device == "cuda" else _operations(events)
-    busy = union([(start, end) for _, start, end in kernels])
+    busy = union([(start, end) for _, start, end in kernels]) if step.device == "cuda" else _total(kernels)
     step.facts(
         compute_share=busy / seconds,
         launch_gap_share=max(0.0, 1 - busy / seconds),
@@ -58,12 +58,12 @@ def _kernels(events: Any) -> list[tuple[str, float, float]]:
 
 
 def _operations(events: Any) -> list[tuple[str, float, float]]:
-    """Return operations of the host that call no other: they compute."""
-    return [
-        (one.name, one.time_range.start / 1e6, one.time_range.end / 1e6)
-        for one in events
-        if one.name.startswith("aten::") and not one.cpu_children
-    ]
+    """Return operations of the host as spans from 0, each as long as it computed itself."""
+    return [(one.name, 0.0, one.self_cpu_time_total / 1e6) for one in events if one.name.startswith("aten::")]
+
+
+def _total(spans: list[tuple[str, float, float]]) -> float:
+    return sum(end - start for _, start, end in spans)
 
 
 def union(spans: list[tuple[float, float]]) -> float:

@@ -13,13 +13,13 @@ from gpu_record.measure import (
     Memory,
     catalog_cluster,
     device_memory_gib,
-    forecast,
+    forecasts,
     peak_flops,
     relative,
     seconds_of,
     synchronize,
 )
-from gpu_record.report import Step
+from gpu_record.report import Step, first_line
 from gpu_record.steps.methods import Take, phalanx_steps, plain_steps
 from gpu_record.workloads import Workload, workload
 
@@ -160,15 +160,17 @@ def _forecast(step: Step, work: Workload, batch: int, rows: dict[str, dict[str, 
         step.note("The catalog does not know this device: no forecasts.")
         return
     job = work.job(step.device, steps=10, batch=batch)
+    plans = {name: row["plan"] or f"compile=true {work.plan}" for name, row in rows.items()}
+    try:
+        found = forecasts(job, sorted(set(plans.values())), cluster)
+    except Exception as error:  # rows without forecasts are worth recording
+        step.note(f"No forecasts: {first_line(error)}")
+        return
     for name, row in rows.items():
-        try:
-            found = forecast(job, row["plan"] or f"compile=true {work.plan}", cluster)
-        except Exception as error:  # a row without its forecast is worth recording
-            step.note(f"No forecast of {name}: {str(error).splitlines()[0] if str(error) else error!r}")
-            continue
+        each = found[plans[name]]
         step.row(
             name,
-            forecast=found,
-            time_error=relative(found["step_seconds"], row["step_seconds"]),
-            memory_error=relative(found["peak_bytes"], row["peak_bytes"]),
+            forecast=each,
+            time_error=relative(each["step_seconds"], row["step_seconds"]),
+            memory_error=relative(each["peak_bytes"], row["peak_bytes"]),
         )
