@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -65,10 +65,8 @@ class Memory:
         if self.device == "cuda":
             torch.cuda.reset_peak_memory_stats()
             return
-        try:
+        with suppress(OSError):
             Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
-        except OSError:
-            pass
 
     def peak(self) -> int:
         """Return the most bytes in use since ``reset``."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import ctypes
+import contextlib
 import json
 import os
 import signal
@@ -108,6 +108,8 @@ def run_steps(
 
 
 def _stop(number: int, frame: object) -> None:
+    for each in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(each, signal.SIG_IGN)  # a second one must not disturb the last write
     raise Stopped(number)
 
 
@@ -142,7 +144,6 @@ def _one(
                 stderr=subprocess.STDOUT,
                 env=environment,
                 start_new_session=True,
-                preexec_fn=_die_with_parent,
             )
             try:
                 code = _watched(process, begun + limit, lambda: _heard(messages, record, entry))
@@ -160,12 +161,6 @@ def _filled(word: str, values: Mapping[str, str]) -> str:
     return word
 
 
-def _die_with_parent() -> None:
-    """Have the kernel kill this process when ``run.py`` dies, so that no step holds a device after it."""
-    if os.uname().sysname == "Linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-
-
 def _watched(process: subprocess.Popen[bytes], until: float, look: Callable[[], object]) -> int | None:
     """Wait for ``process`` and return its exit code, or ``None`` once ``until`` has passed."""
     while time.monotonic() < until:
@@ -178,10 +173,8 @@ def _watched(process: subprocess.Popen[bytes], until: float, look: Callable[[], 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
     """Kill the step's process and all of its group; also processes that a finished step left."""
-    try:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
-    except (ProcessLookupError, PermissionError):
-        pass
     process.wait()
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import ctypes
+import signal
 import sys
 import traceback
 from importlib import import_module
@@ -15,6 +17,7 @@ _TRAINING = ("llama_1b", "gpt2_124m", "resnet50", "bert_base", "lora_8b")
 
 def main() -> int:
     """Run one step; tell a traceback if it fails."""
+    _die_with_parent()
     parser = argparse.ArgumentParser()
     parser.add_argument("name")
     parser.add_argument("--device", choices=("cuda", "cpu"), required=True)
@@ -41,6 +44,12 @@ def main() -> int:
         step.failed(traceback.format_exc())
         raise
     return 0
+
+
+def _die_with_parent() -> None:
+    """Have the kernel kill this process when ``run.py`` dies, so that no step holds a device after it."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
 def _compile_cheaply() -> None:

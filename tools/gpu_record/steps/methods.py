@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import phalanx as px
+from gpu_record.measure import seconds_of
 
 Take = Callable[[int], None]
 """Take so many optimizer steps."""
@@ -57,6 +58,11 @@ def phalanx_steps(job: px.Job, plan: str) -> Take:
         step.zero_grad()
 
     return take
+
+
+def timed(take: Take, count: int, device: str) -> float:
+    """Return seconds of one step of ``count``."""
+    return seconds_of(lambda: take(count), 1, device) / count
 
 
 def _loss(job: px.Job, ignored: int) -> Callable[[Any, dict[str, Tensor]], Tensor]:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import statistics
 
-from gpu_record.measure import profiled, seconds_of, synchronize, waits_of
+from gpu_record.measure import profiled, synchronize, waits_of
 from gpu_record.report import Step
-from gpu_record.steps.methods import Take, phalanx_steps, plain_steps
+from gpu_record.steps.methods import Take, phalanx_steps, plain_steps, timed
 from gpu_record.workloads import overhead_job
 
 _ROUNDS = 5
@@ -27,7 +27,7 @@ def run(step: Step) -> None:
         seconds: dict[str, list[float]] = {method: [] for method in takes}
         for _ in range(_ROUNDS):
             for method, take in takes.items():
-                seconds[method].append(seconds_of(lambda take=take: take(many), 1, step.device) / many)
+                seconds[method].append(timed(take, many, step.device))
         found = {method: statistics.median(each) for method, each in seconds.items()}
         for method, take in takes.items():
             step.row(

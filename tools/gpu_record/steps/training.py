@@ -16,11 +16,10 @@ from gpu_record.measure import (
     forecasts,
     peak_flops,
     relative,
-    seconds_of,
     synchronize,
 )
 from gpu_record.report import Step, first_line
-from gpu_record.steps.methods import Take, phalanx_steps, plain_steps
+from gpu_record.steps.methods import Take, phalanx_steps, plain_steps, timed
 from gpu_record.workloads import Workload, workload
 
 PLAIN, EAGER, COMPILED = "plain PyTorch", "phalanx eager", "phalanx compiled"
@@ -107,7 +106,7 @@ def _measured(
         for method in methods:
             others = memory.held() - method.held
             memory.reset()
-            method.seconds.append(seconds_of(lambda method=method: method.take(count), 1, step.device) / count)
+            method.seconds.append(timed(method.take, count, step.device))
             method.peak = max(method.peak, memory.peak() - others)
         for method in methods:
             rows[method.name] = _row(work, method, methods, facts)
@@ -127,7 +126,7 @@ def _note(step: Step, work: Workload) -> str:
 
 def _count(step: Step, methods: list[Method]) -> int:
     """Return steps of a round: as many as take about two seconds, as far as the time limit allows."""
-    each = max(seconds_of(lambda method=method: method.take(1), 1, step.device) for method in methods)
+    each = max(timed(method.take, 1, step.device) for method in methods)
     wanted = 0.3 if step.small else _ROUND_SECONDS
     affordable = 0.5 * max(0.0, step.left) / (_ROUNDS * len(methods))
     return max(2, min(200, int(min(wanted, affordable) / each)))
