@@ -149,7 +149,7 @@ class Llama(nn.Module):
 
     def __init__(self, size: Size) -> None:
         super().__init__()
-        self.half = size.width // size.heads // 2
+        self.pairs = size.width // size.heads // 2
         frozen, dtype = size.rank > 0, size.dtype
         self.token = nn.Embedding(size.vocabulary, size.width, dtype=dtype).requires_grad_(not frozen)
         self.blocks = nn.ModuleList(LlamaBlock(size) for _ in range(size.layers))
@@ -159,7 +159,7 @@ class Llama(nn.Module):
     def forward(self, tokens_BT: Tensor) -> Tensor:
         """Logits of shape (B, T, V)."""
         place = torch.arange(tokens_BT.shape[1], device=tokens_BT.device, dtype=torch.float32)
-        pace = torch.arange(self.half, device=tokens_BT.device, dtype=torch.float32) / self.half
+        pace = torch.arange(self.pairs, device=tokens_BT.device, dtype=torch.float32) / self.pairs
         angle_TK = (place[:, None] * torch.exp(-9.210340371976184 * pace)).repeat(1, 2)  # 10,000 ** -pace
         cos_TK, sin_TK = angle_TK.cos(), angle_TK.sin()
         x_BTD = self.token(tokens_BT)

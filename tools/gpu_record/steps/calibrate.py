@@ -68,7 +68,7 @@ def _compare(step: Step, name: str, rows: list[dict[str, Any]], found: px.Cluste
 
 
 def _command() -> px.Cluster:
-    """Run ``phalanx calibrate --quick`` and read its file."""
+    """Run ``phalanx calibrate --quick`` and return one core of its file."""
     from phalanx.hardware import cluster
 
     with tempfile.TemporaryDirectory(prefix="gpu-record-calibrate-") as name:
@@ -77,7 +77,8 @@ def _command() -> px.Cluster:
         done = subprocess.run(asked, capture_output=True, text=True, check=False)
         if done.returncode:
             raise RuntimeError(done.stderr.strip() or f"phalanx calibrate: exit code {done.returncode}")
-        return cluster(str(path))
+        found = cluster(str(path))
+    return replace(found, groups=(replace(found.groups[0], per_node=1),))
 
 
 def measured(known: px.Cluster) -> px.Cluster:

@@ -12,7 +12,7 @@ from gpu_record.report import Step
 
 _CLONE = Path(__file__).resolve().parents[3]
 _NEEDED = ("pytest", "psutil")
-_COUNTED = ("passed", "failed", "skipped", "errors")
+_COUNTED: tuple[str, ...] = ("passed", "failed", "skipped", "errors")
 _TAIL = 4000  # characters
 
 
@@ -49,7 +49,7 @@ def run(step: Step) -> None:
 
 def counts(output: str) -> dict[str, int]:
     """Return how many tests had which outcome, by pytest's last line; zeros if there is none."""
-    found = dict.fromkeys(_COUNTED, 0)
+    found: dict[str, int] = dict.fromkeys(_COUNTED, 0)
     for line in output.splitlines()[-3:]:
         for number, word in re.findall(r"(\d+) (passed|failed|skipped|errors?)", line):
             found["errors" if word.startswith("error") else word] = int(number)

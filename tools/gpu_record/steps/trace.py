@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
+from collections import defaultdict
 from typing import Any
 
 from gpu_record.measure import WAITS, device_memory_gib, profiled, synchronize
@@ -36,10 +36,10 @@ def run(step: Step) -> None:
         launch_gap_share=max(0.0, 1 - busy / seconds),
         host_wait_share=sum(_seconds(one) for one in events if one.name in WAITS) / seconds,
     )
-    costs: Counter[str] = Counter()
+    costs: dict[str, float] = defaultdict(float)
     for name, start, end in kernels:
         costs[name] += end - start
-    for name, cost in costs.most_common(_COSTLIEST):
+    for name, cost in sorted(costs.items(), key=lambda one: -one[1])[:_COSTLIEST]:
         step.row(name, kernel=name[:200], seconds=cost, share=cost / seconds)
 
 
@@ -48,12 +48,10 @@ def _seconds(event: Any) -> float:
 
 
 def _kernels(events: Any) -> list[tuple[str, float, float]]:
-    from torch.autograd import DeviceType
-
     return [
         (one.name, one.time_range.start / 1e6, one.time_range.end / 1e6)
         for one in events
-        if one.device_type == DeviceType.CUDA and not getattr(one, "is_user_annotation", False)
+        if str(one.device_type).endswith("CUDA") and not getattr(one, "is_user_annotation", False)
     ]
 
 
