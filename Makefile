@@ -2,8 +2,8 @@
 
 SHELL := /bin/bash
 .NOTPARALLEL:
-.PHONY: help demo test check lint types contracts docs suite long parity resumed cases zoo mutants hangs recommended chaos scale bench gpu gpu-pack \
-	pins audit format clean
+.PHONY: help demo test check lint types contracts docs suite long parity resumed cases zoo mutants hangs recommended chaos scale bench gpu \
+	gpu-pack gpu-record pins audit format clean
 
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet
@@ -35,6 +35,7 @@ help:
 	@echo 'make bench      the comparisons with peers (about an hour on 2 cores)'
 	@echo 'make gpu        the tests that need CUDA devices'
 	@echo 'make gpu-pack   wheels for a Linux GPU machine with torch and no network -> gpu_pack/'
+	@echo 'make gpu-record what Phalanx does on the GPU here, in 9 minutes and without a network -> gpu_record.json'
 	@echo 'make pins       renew the exact versions and hashes of pins/'
 	@echo 'make audit      ask for known vulnerabilities of what pins/ lists'
 	@echo 'make docs       the documentation as a web site in site/'
@@ -88,6 +89,11 @@ gpu: .venv/.installed-dev
 PACK_PYTHON ?= 3.12
 gpu-pack: .venv/.installed-dev
 	$(BIN)/python tools/gpu_record/pack.py --python $(PACK_PYTHON)
+# Needs neither .venv nor a network: that of .venv if its torch sees a device, else the machine's own Python.
+SEES_CUDA := -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' >/dev/null 2>&1
+GPU_PYTHON ?= $(shell if $(BIN)/python $(SEES_CUDA); then echo $(BIN)/python; else echo python3; fi)
+gpu-record:
+	$(GPU_PYTHON) tools/gpu_record/run.py --minutes 9 --out gpu_record.json
 
 parity: .venv/.installed-dev
 	$(BIN)/python tests/parity/write_page.py docs/reference/parity.md

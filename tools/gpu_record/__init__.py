@@ -1,1 +1,1 @@
-"""Programme that measures Phalanx on a GPU, and the page made from its records."""
+"""A programme that measures Phalanx on a GPU, and the page made from its records."""

@@ -1,0 +1,332 @@
+"""The record of a GPU: every step's fields, kills at any moment, failing steps, and input that cannot be served."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from gpu_record import run
+from gpu_record.recorder import PlannedStep, Record, run_steps
+from gpu_record.steps.gpu_tests import counts
+from gpu_record.steps.trace import union
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPT = ROOT / "tools" / "gpu_record" / "run.py"
+ENTRY = {"name", "status", "limit", "seconds", "reason", "traceback", "facts", "rows"}
+TOP = {"schema", "started", "seconds", "minutes", "device", "small", "phalanx", "complete", "steps"}
+TRAINING_FACTS = {"parameters", "flops_per_step", "sequence", "batch", "peak_tflops_used", "note"}
+TRAINING_ROW = {
+    *("model", "method", "plan", "rounds", "step_seconds", "rate", "rate_unit", "mfu", "peak_bytes"),
+    *("forecast", "time_error", "memory_error", "ratio"),
+}
+# Facts of each step, and keys of its rows.
+FIELDS: dict[str, tuple[set[str], set[str]]] = {
+    "environment": (
+        {
+            *("gpu", "gpus", "memory_bytes", "capability", "driver", "cuda", "torch", "python", "cores", "sm_mhz"),
+            *("memory_mhz", "power_limit_w", "matmul_tflops", "copy_gbps", "peak_tflops"),
+        },
+        set(),
+    ),
+    "overhead": (set(), {"model", "method", "step_seconds", "steps", "host_waits_per_step", "ratio"}),
+    "proof": (set(), {"model", "plan", "result", "difference", "where", "reason", "seconds"}),
+    **dict.fromkeys(("llama_1b", "gpt2_124m", "resnet50", "bert_base", "lora_8b"), (TRAINING_FACTS, TRAINING_ROW)),
+    "checkpoint": (
+        set(),
+        {"bytes", "standstill_seconds", "seconds", "peak_bytes_before", "peak_bytes_during", "host_bytes"},
+    ),
+    "calibrate": (
+        {"cluster", "seconds"},
+        {
+            *("model", "method", "measured_seconds", "forecast_catalog", "forecast_calibrated", "error_catalog"),
+            "error_calibrated",
+        },
+    ),
+    "gpu_tests": ({"passed", "failed", "skipped", "errors", "tail"}, set()),
+    "trace": (
+        {"step_seconds", "compute_share", "launch_gap_share", "host_wait_share"},
+        {"kernel", "seconds", "share"},
+    ),
+}
+
+
+def recorded(*words: str) -> tuple[int, dict[str, Any]]:
+    """Run the script for CPUs; its exit code and record."""
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT), "--device", "cpu", "--out", "record.json", *words],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert done.stderr == ""
+    return done.returncode, json.loads(Path("record.json").read_text())
+
+
+def check_fields(step: dict[str, Any]) -> None:
+    facts, columns = FIELDS[step["name"]]
+    assert set(step) == ENTRY
+    assert (step["status"], step["reason"], step["traceback"]) == ("done", "", "")
+    assert set(step["facts"]) >= facts
+    assert bool(step["rows"]) == bool(columns)
+    assert all(set(row) == columns for row in step["rows"])
+
+
+@pytest.mark.timeout(240)
+def test_a_record_has_every_field_of_its_steps() -> None:
+    code, record = recorded("--minutes", "3", "--only", "overhead", "environment")
+    assert code == 0
+    assert set(record) == TOP
+    assert (record["schema"], record["device"], record["small"], record["complete"]) == (1, "cpu", True, True)
+    assert [step["name"] for step in record["steps"]] == ["environment", "overhead"]
+    for step in record["steps"]:
+        check_fields(step)
+    ratio = {row["method"]: row["ratio"] for row in record["steps"][1]["rows"]}
+    assert ratio["bare loop"] is None
+    assert ratio["phalanx"] > 0
+
+
+@pytest.mark.long
+@pytest.mark.alone
+@pytest.mark.timeout(400)
+def test_every_step_has_a_small_version() -> None:
+    code, record = recorded("--minutes", "4")
+    assert {step["name"]: step["traceback"] for step in record["steps"] if step["traceback"]} == {}
+    assert code == 0
+    assert {step["name"] for step in record["steps"]} == set(FIELDS)
+    for step in record["steps"]:
+        check_fields(step)
+    proofs = next(step["rows"] for step in record["steps"] if step["name"] == "proof")
+    assert {row["result"] for row in proofs} <= {"equal", "refused"}
+
+
+# A step: says where it is, then waits as long as its parent lives.
+SLEEPING = """
+import json, os, sys, time
+messages, name, seconds = sys.argv[1:]
+parent = os.getppid()
+with open(messages, "a") as file:
+    for message in ({"facts": {"pid": os.getpid()}}, {"row": "1", "values": {"a": 1}}):
+        file.write(json.dumps(message) + "\\n")
+open(name, "w").close()
+until = time.monotonic() + float(seconds)
+while time.monotonic() < until and os.getppid() == parent:
+    time.sleep(0.01)
+"""
+DRIVER = """
+import sys, time
+from pathlib import Path
+from gpu_record.recorder import PlannedStep, Record, run_steps
+step = (sys.executable, "-S", "-c", sys.argv[1], "{messages}")
+steps = [PlannedStep(name=f"s{i}", limit=20, least=0, command=(*step, f"s{i}", "0.15")) for i in range(40)]
+record = Record(path=Path("record.json"), header={"schema": 1}, until=time.monotonic() + 60)
+sys.exit(run_steps(record, steps, None))
+"""
+
+
+def driven() -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        [sys.executable, "-c", DRIVER, SLEEPING],
+        start_new_session=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT / "tools")},
+    )
+
+
+def wait_for(there: Callable[[], bool], seconds: float = 20.0) -> None:
+    until = time.monotonic() + seconds
+    while not there():
+        assert time.monotonic() < until
+        time.sleep(0.005)
+
+
+def gone(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except OSError:
+        return True
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_kill_at_any_moment_leaves_a_whole_record(seed: int) -> None:
+    process = driven()
+    wait_for(Path("s1").exists)
+    time.sleep(random.Random(seed).uniform(0.0, 1.0))
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    record = json.loads(Path("record.json").read_text())
+    begun = sum(Path(step["name"]).exists() for step in record["steps"])
+    assert begun > 1
+    assert len(record["steps"]) == 40
+    # A step begins only once the one before it has been written.
+    for step in record["steps"][: begun - 1]:
+        assert (step["status"], step["rows"]) == ("done", [{"a": 1}])
+    assert not record["complete"]
+    pids = [step["facts"]["pid"] for step in record["steps"] if step["facts"]]
+    wait_for(lambda: all(map(gone, pids)))
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_signal_ends_the_step_in_work_and_is_recorded(number: int, code: int) -> None:
+    process = driven()
+    wait_for(Path("s1").exists)
+    process.send_signal(number)
+    assert process.wait(20) == code
+    steps = json.loads(Path("record.json").read_text())["steps"]
+    assert steps[0]["status"] == "done"
+    assert [step["status"] for step in steps if step["status"] not in ("done", "skipped")] in ([], ["failed"])
+    assert steps[-1]["reason"] == f"stopped by {signal.Signals(number).name}"
+    assert all(gone(step["facts"]["pid"]) for step in steps if step["facts"])
+
+
+def python(code: str) -> tuple[str, ...]:
+    return (sys.executable, "-S", "-c", code, "{messages}")
+
+
+def steps_recorded(*steps: PlannedStep, memory: float | None = None) -> tuple[int, list[dict[str, Any]]]:
+    record = Record(path=Path("record.json"), header={"schema": 1}, until=time.monotonic() + 30)
+    code = run_steps(record, steps, memory)
+    return code, json.loads(Path("record.json").read_text())["steps"]
+
+
+GOOD = PlannedStep(name="good", limit=10, least=0, command=python("print(1)"))
+
+
+def test_a_step_that_raises_is_recorded_and_the_next_runs() -> None:
+    bad = PlannedStep(name="bad", limit=10, least=0, command=python("raise ValueError('a fault')"))
+    code, (first, second) = steps_recorded(bad, GOOD)
+    assert code == 1
+    assert (first["status"], first["reason"]) == ("failed", "ValueError: a fault")
+    assert first["traceback"].startswith("Traceback (most recent call last)")
+    assert second["status"] == "done"
+
+
+def test_a_step_beyond_its_limit_is_killed_with_its_processes() -> None:
+    code = (
+        "import json, subprocess, sys, time\n"
+        "child = subprocess.Popen(['sleep', '60'])\n"
+        "open(sys.argv[1], 'a').write(json.dumps({'facts': {'pid': child.pid}}) + '\\n')\n"
+        "time.sleep(60)"
+    )
+    slow = PlannedStep(name="slow", limit=1.5, least=0, command=python(code))
+    ended, (first, second) = steps_recorded(slow, GOOD)
+    assert ended == 1
+    assert (first["status"], second["status"]) == ("timed out", "done")
+    assert first["seconds"] == pytest.approx(1.5, abs=1.0)
+    wait_for(lambda: gone(first["facts"]["pid"]))
+
+
+def test_a_step_that_is_killed_is_recorded() -> None:
+    dies = PlannedStep(name="dies", limit=10, least=0, command=python("import os; os.kill(os.getpid(), 9)"))
+    code, (first, second) = steps_recorded(dies, GOOD)
+    assert code == 1
+    assert (first["status"], first["reason"]) == ("failed", "killed by SIGKILL")
+    assert first["traceback"] != ""
+    assert second["status"] == "done"
+
+
+def test_a_step_is_skipped_with_too_little_memory_or_time() -> None:
+    large = PlannedStep(name="large", limit=10, gib=40, least=0, command=GOOD.command)
+    late = PlannedStep(name="late", limit=10, least=100, command=GOOD.command)
+    code, (first, second, third) = steps_recorded(large, late, GOOD, memory=16 * 2**30)
+    assert code == 0
+    assert (first["status"], first["reason"]) == (
+        "skipped",
+        "needs 40 GiB of device memory, and there are 16.0 GiB",
+    )
+    assert second["status"] == "skipped"
+    assert second["reason"].endswith("s are left, and it needs at least 100 s")
+    assert third["status"] == "done"
+
+
+def test_half_a_line_and_numbers_that_are_not_finite_do_no_harm() -> None:
+    code = (
+        "import sys\n"
+        'lines = [\'{"row": "a", "values": {"x": 1, "y": 2}}\', \'{"row": "a", "values": {"y": 3}}\', "{half"]\n'
+        "open(sys.argv[1], 'a').write('\\n'.join(lines))"
+    )
+    _, (step,) = steps_recorded(PlannedStep(name="one", limit=10, least=0, command=python(code)))
+    assert step["rows"] == [{"x": 1, "y": 3}]
+
+
+CUDA = "class cuda:\n    is_available = staticmethod(lambda: False)\n"
+
+
+@pytest.mark.parametrize(
+    ("torch", "words", "said"),
+    [
+        ("raise ImportError('none')", [], "torch is not installed in"),
+        ("__version__ = '2.10.1+cu130'\n" + CUDA, [], "torch 2.10.1+cu130 is too old: 2.11 or newer is needed"),
+        ("__version__ = '2.11.0'\n" + CUDA, [], "no CUDA device: torch.cuda sees none here. Try: --device cpu"),
+        ("", ["--only", "proof", "prove"], "--only: no step 'prove'. Steps: environment, overhead"),
+        ("", ["--minutes", "nine"], "--minutes: not a number above 0"),
+        ("", ["--minutes", "0"], "--minutes: not a number above 0"),
+        ("", ["--minutes", "nan"], "--minutes: not a number above 0"),
+        ("", ["--out", "nowhere/record.json"], "--out: nowhere/record.json is not a file in a folder that exists"),
+    ],
+)
+def test_what_cannot_be_recorded_is_refused_in_one_line(torch: str, words: list[str], said: str) -> None:
+    stand_in = Path("stand_in")
+    for name, text in (("torch", torch), ("phalanx", "")):
+        (stand_in / name).mkdir(parents=True)
+        (stand_in / name / "__init__.py").write_text(text)
+    (stand_in / "phalanx" / "api.py").touch()
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT), *words],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "PYTHONPATH": str(stand_in.absolute())},
+    )
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert len(done.stderr.splitlines()) == 1
+    assert said in done.stderr
+    assert not Path("gpu_record.json").exists()
+
+
+def facts_of_probe(**facts: Any) -> dict[str, Any]:
+    return {"torch": "2.11.0", "devices": [], "problem": "", "phalanx": "", "missing": [], **facts}
+
+
+def test_the_pack_is_installed_where_phalanx_is_missing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    installed: list[tuple[Path, Path]] = []
+    pack = ModuleType("gpu_record.pack")
+    pack.install = lambda folder, target: installed.append((folder, target))  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "gpu_record.pack", pack)
+    answers = iter([facts_of_probe(), facts_of_probe(phalanx="0.1.0")])
+    monkeypatch.setattr(run, "_probed", lambda device, environment: next(answers))
+    folder, scratch = tmp_path / "pack", tmp_path / "scratch"
+    folder.mkdir()
+    asked = run._parsed(["--device", "cpu", "--pack", str(folder)])
+    environment, _ = run._prepared(asked, scratch)
+    assert installed == [(folder, scratch)]
+    assert environment["PYTHONPATH"].split(os.pathsep)[0] == str(scratch)
+
+
+def test_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(run, "_probed", lambda device, environment: facts_of_probe(missing=["isal", "tomli_w"]))
+    with pytest.raises(SystemExit) as caught:
+        run._prepared(run._parsed(["--device", "cpu", "--pack", "nowhere"]), Path())
+    assert caught.value.code == 2
+    assert "missing isal, tomli-w. Try: make gpu-pack" in capsys.readouterr().err
+
+
+def test_counts_of_a_test_run() -> None:
+    found = counts("..s\nFAILED tests/a.py\n1 failed, 12 passed, 3 skipped, 2 errors in 4.20s\n")
+    assert found == {"passed": 12, "failed": 1, "skipped": 3, "errors": 2}
+    assert counts("") == {"passed": 0, "failed": 0, "skipped": 0, "errors": 0}
+
+
+def test_spans_that_overlap_count_once() -> None:
+    assert union([(0, 2), (1, 3), (1, 2), (5, 6)]) == 4
