@@ -179,3 +179,10 @@ def test_steps_before_replicas_go_apart_equal_one_device(plan: str) -> None:
     proof = OneDevice.run(replace(MODELS["MLP"](), batch=13), 8).prove(Plan.parse(plan))
     assert proof.equal, f"{proof.first}\n{proof.cause}"
     assert max(proof.largest["loss"], proof.largest["gradient"]) <= BAR
+
+
+def test_a_model_in_channels_last_equals_one_device() -> None:
+    given = MODELS["ConvNet"]()
+    last: Any = {"memory_format": torch.channels_last}
+    proof = OneDevice.run(replace(given, model=lambda: given.model().to(**last)), 2).prove(Plan.parse("micro=5"))
+    assert proof.equal, f"{proof.first}\n{proof.cause}"

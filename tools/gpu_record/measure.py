@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -148,18 +149,43 @@ def relative(forecast: float | None, measured: float | None) -> float | None:
     return forecast / measured - 1 if forecast and measured else None
 
 
-@contextmanager
-def profiled(device: str) -> Iterator[Any]:
-    """Profile what runs within; the profiler's events are there afterwards."""
-    from torch.profiler import ProfilerActivity, profile
+@dataclass(frozen=True, kw_only=True)
+class Profile:
+    """What torch's profiler saw of some work.
+
+    Attributes:
+        events: all of them, but the mark around the work.
+        waits: calls by which the host waited for the device while it gave it the work.
+        seconds: until the device had finished it.
+    """
+
+    events: list[Any]
+    waits: list[Any]
+    seconds: float
+
+
+_MARK = "gpu_record.work"
+
+
+def profiled(work: Callable[[], object], device: str) -> Profile:
+    """Profile ``work``; the wait for its end is none of its own."""
+    from torch.profiler import ProfilerActivity, profile, record_function
 
     kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device == "cuda" else [])]
+    synchronize(device)
     with profile(activities=kinds) as found:
-        yield found
+        begun = time.perf_counter()
+        with record_function(_MARK):
+            work()
         synchronize(device)
+        seconds = time.perf_counter() - begun
+    events = list(found.events() or [])
+    ends = [one.time_range.end for one in events if one.name == _MARK and not on_device(one)]
+    until = max(ends, default=float("inf"))
+    waits = [one for one in events if one.name in WAITS and one.time_range.start < until]
+    return Profile(events=[one for one in events if one.name != _MARK], waits=waits, seconds=seconds)
 
 
-def waits_of(profile: Any) -> int:
-    """Return how often the host waited for the device, without the one wait of ``profiled`` at its end."""
-    found = sum(1 for event in profile.events() if event.name in WAITS)
-    return max(0, found - 1)
+def on_device(event: Any) -> bool:
+    """Return whether a profiler's event is of the device's time line."""
+    return str(event.device_type).endswith("CUDA")

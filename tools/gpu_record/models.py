@@ -45,12 +45,12 @@ class Size:
         return torch.bfloat16 if self.rank and self.half else torch.float32
 
 
-def make(build: Callable[[], nn.Module], device: str) -> nn.Module:
-    """Build a model on ``device`` with cheap values, the same at every call; without values on the meta device."""
+def make(build: Callable[[], nn.Module]) -> nn.Module:
+    """Build a model on the host with cheap values, the same at every call; without values on the meta device."""
     on_meta = torch.get_default_device().type == "meta"
     with torch.device("meta"):
         model = build()
-    return model if on_meta else fill(model.to_empty(device=device))
+    return model if on_meta else fill(model.to_empty(device="cpu"))
 
 
 @torch.no_grad()

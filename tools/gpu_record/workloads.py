@@ -39,12 +39,12 @@ class Workload:
     pixels: int = 0
     classes: int = 0
 
-    def job(self, device: str, steps: int = 100_000, batch: int = 0) -> px.Job:
-        """Return the job; its model is built on ``device``."""
+    def job(self, steps: int = 100_000, batch: int = 0) -> px.Job:
+        """Return the job."""
         channels_last = self.size is None
         return px.Job(
             name=self.name,
-            model=lambda: _formatted(make(self.build, device), channels_last),
+            model=lambda: _formatted(make(self.build), channels_last),
             data=lambda: self.data(),
             inputs=self.inputs,
             loss=lambda output, batch: px.cross_entropy(output, self.target(batch), ignore_index=self.ignored),
@@ -211,10 +211,10 @@ def proof_job(model: str) -> px.Job:
     else:
         size = replace(sizes["gpt2_124m" if model == "GPT" else "lora_8b"], context=16, half=False)
         given |= {"size": size, "build": lambda: Transformer(size, causal=True) if model == "GPT" else Llama(size)}
-    return Workload(name=model.lower(), label=model, **given).job("cpu", steps=5)
+    return Workload(name=model.lower(), label=model, **given).job(steps=5)
 
 
-def overhead_job(model: str, device: str, small: bool) -> px.Job:
+def overhead_job(model: str, small: bool) -> px.Job:
     """Return the job whose step costs little beside its loop: ``MLP`` or ``GPT 10M``."""
     if model == "GPT 10M":
         size = Size(
@@ -223,12 +223,12 @@ def overhead_job(model: str, device: str, small: bool) -> px.Job:
         size = replace(size, layers=2, width=128, heads=4, inner=512) if small else size
         return Workload(
             name="gpt_10m", label=model, build=lambda: Transformer(size, causal=True), batch=8, size=size
-        ).job(device)
+        ).job()
     generator = torch.Generator().manual_seed(1)
     table = px.Table(x=torch.randn(1024, 64, generator=generator), y=torch.randint(10, (1024,), generator=generator))
     return px.Job(
         name="mlp",
-        model=lambda: make(lambda: nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 10)), device),
+        model=lambda: make(lambda: nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 10))),
         data=lambda: table,
         inputs=lambda batch: batch["x"],
         loss=lambda output, batch: px.cross_entropy(output, batch["y"], ignore_index=None),

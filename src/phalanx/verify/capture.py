@@ -221,8 +221,13 @@ def read_back(job: Job, path: Path, folder: Path) -> tuple[dict[str, Tensor], di
                 if isinstance(tensor, Tensor)
             }
             found["progress.step"] = torch.tensor(float(assembly.step.progress.step))
-            save_file({name: tensor.detach().clone() for name, tensor in found.items()}, file)
+            save_file({name: _packed(tensor) for name, tensor in found.items()}, file)
 
     launch(work, 1, watch=meanwhile)
     meanwhile()
     return saved, load(file.read_bytes())
+
+
+def _packed(tensor: Tensor) -> Tensor:
+    # safetensors takes no tensor in another order of memory, such as channels last
+    return tensor.detach().clone(memory_format=torch.contiguous_format)

@@ -76,8 +76,7 @@ def _observed(run: Callable[[torch.device], Witness], alone: Plan, folder: Path,
     def work(place: Place, report: Callable[[int], None]) -> dict[str, Any]:
         witness = run(device_for(place, device_kind(alone, place.workers_here)))
         tensors, numbers = _flat(witness)
-        # safetensors takes no tensor in another order of memory, such as convolutions in channels last
-        save_file({name: one.contiguous() for name, one in tensors.items()}, folder / "plain.safetensors")
+        save_file(tensors, folder / "plain.safetensors")
         return numbers
 
     def meanwhile() -> None:

@@ -48,7 +48,7 @@ def run(step: Step) -> None:
 def _compare(step: Step, name: str, rows: list[dict[str, Any]], found: px.Cluster) -> None:
     """Record the step's rows, each with its forecast by the catalog, which the step made, and by ``found``."""
     work = workload(name, small=step.small, memory_gib=device_memory_gib(step.device))
-    job = work.job(step.device, steps=10, batch=step.facts_of(name).get("batch", 0))
+    job = work.job(steps=10, batch=step.facts_of(name).get("batch", 0))
     plans = {row["method"]: row["plan"] or f"compile=true {work.plan}" for row in rows}
     calibrated = forecasts(job, sorted(set(plans.values())), found)
     for row in rows:

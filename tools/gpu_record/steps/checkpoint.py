@@ -19,7 +19,7 @@ def run(step: Step) -> None:
     import phalanx as px
 
     work = checkpoint_work(step.small)
-    job = replace(work.job(step.device), steps=_STEPS)
+    job = replace(work.job(), steps=_STEPS)
     device, host = Memory(step.device), Memory("cpu")
     pause = 0.3 if step.small else 2.0  # for the first save to end before the second begins
     with tempfile.TemporaryDirectory(prefix="gpu-record-run-") as name:

@@ -29,7 +29,7 @@ def plain_steps(job: px.Job, device: str, *, compiled: bool, half: bool = True, 
     if compiled:
         blocks = getattr(module, "blocks", None)
         for block in blocks if isinstance(blocks, nn.ModuleList) else [module]:
-            block.compile()
+            block.compile(dynamic=False)
         loss_of = torch.compile(loss_of)
     batches = endless(_batches(job, device))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 
-from gpu_record.measure import profiled, synchronize, waits_of
+from gpu_record.measure import profiled
 from gpu_record.report import Step
 from gpu_record.steps.methods import Take, phalanx_steps, plain_steps, timed
 from gpu_record.workloads import overhead_job
@@ -16,7 +16,7 @@ _MANY = {"MLP": 200, "GPT 10M": 60}  # steps of a round
 def run(step: Step) -> None:
     """Take steps by a bare loop and by Phalanx in turn."""
     for model in ("MLP", "GPT 10M"):
-        job = overhead_job(model, step.device, step.small)
+        job = overhead_job(model, step.small)
         many = _MANY[model] // (20 if step.small else 1)
         takes: dict[str, Take] = {
             "bare loop": plain_steps(job, step.device, compiled=False, half=False),
@@ -46,10 +46,7 @@ def _waits(step: Step, take: Take, count: int = 10) -> float | None:
     if step.device != "cuda":
         return None
     try:
-        synchronize(step.device)
-        with profiled(step.device) as profile:
-            take(count)
-        return waits_of(profile) / count
+        return len(profiled(lambda: take(count), step.device).waits) / count
     except Exception as error:  # the times are worth more than this count
         print(f"{type(error).__name__}: {error}")
         return None

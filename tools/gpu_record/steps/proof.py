@@ -14,15 +14,15 @@ _STEPS = 3
 # The cheapest first. Compiling takes longest; half precision needs a run on one device of its own.
 _ONE = (
     "single",
+    "fsdp=1 zero=1",
+    "fsdp=1 zero=2",
+    "fsdp=1 zero=3",
+    "offload=parameters",
     "micro=3",
     "recompute=full",
     "recompute=selective",
     "offload=optimizer",
     "threads=1",
-    "fsdp=1 zero=1",
-    "fsdp=1 zero=2",
-    "fsdp=1 zero=3",
-    "offload=parameters",
     "precision=bf16",
     "precision=fp16",
     "compile=true",
@@ -39,7 +39,7 @@ def run(step: Step) -> None:
         return
     models = (step.part,) if step.part else MODELS
     proofs = Proofs(step)
-    pairs = [(model, plan) for plan in _plans(step) for model in models]
+    pairs = [(model, plan) for model in models for plan in _plans(step)]
     longest, ends = 0.0, time.monotonic() + (min(step.left, _SMALL) if step.small else step.left) - _MARGIN
     for index, (model, plan) in enumerate(pairs):
         if time.monotonic() + 1.5 * longest > ends:

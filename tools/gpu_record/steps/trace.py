@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import time
 from collections import defaultdict
 from typing import Any
 
-from gpu_record.measure import WAITS, device_memory_gib, profiled, synchronize
+from gpu_record.measure import device_memory_gib, on_device, profiled
 from gpu_record.report import Step
 from gpu_record.steps.methods import phalanx_steps
 from gpu_record.workloads import workload
@@ -17,24 +16,18 @@ _WARM_UP, _COSTLIEST = 4, 5
 def run(step: Step) -> None:
     """Profile the step after those that compile and warm up."""
     work = workload("llama_1b", small=step.small, memory_gib=device_memory_gib(step.device))
-    take = phalanx_steps(work.job(step.device), f"compile=true {work.plan} device={step.device}")
+    take = phalanx_steps(work.job(), f"compile=true {work.plan} device={step.device}")
     take(_WARM_UP)
-    with profiled(step.device):  # the first use of the profiler costs seconds
-        take(1)
-    synchronize(step.device)
-    with profiled(step.device) as profile:
-        begun = time.perf_counter()
-        take(1)
-        synchronize(step.device)
-        seconds = time.perf_counter() - begun
+    profiled(lambda: take(1), step.device)  # the first use of the profiler costs seconds
+    found = profiled(lambda: take(1), step.device)
+    seconds = found.seconds
     step.facts(step_seconds=seconds, compute_share=None, launch_gap_share=None, host_wait_share=None)
-    events = profile.events()
-    kernels = _kernels(events) if step.device == "cuda" else _operations(events)
+    kernels = _kernels(found.events) if step.device == "cuda" else _operations(found.events)
     busy = union([(start, end) for _, start, end in kernels]) if step.device == "cuda" else _total(kernels)
     step.facts(
         compute_share=busy / seconds,
         launch_gap_share=max(0.0, 1 - busy / seconds),
-        host_wait_share=sum(_seconds(one) for one in events if one.name in WAITS) / seconds,
+        host_wait_share=sum(one.time_range.end - one.time_range.start for one in found.waits) / 1e6 / seconds,
     )
     costs: dict[str, float] = defaultdict(float)
     for name, start, end in kernels:
@@ -43,19 +36,18 @@ def run(step: Step) -> None:
         step.row(name, kernel=name[:200], seconds=cost, share=cost / seconds)
 
 
-def _seconds(event: Any) -> float:
-    return (event.time_range.end - event.time_range.start) / 1e6
-
-
-def _kernels(events: Any) -> list[tuple[str, float, float]]:
+def _kernels(events: list[Any]) -> list[tuple[str, float, float]]:
+    """Return kernels and copies of the device, without the spans that mark what the host did."""
     return [
         (one.name, one.time_range.start / 1e6, one.time_range.end / 1e6)
         for one in events
-        if str(one.device_type).endswith("CUDA") and not getattr(one, "is_user_annotation", False)
+        if on_device(one)
+        and not getattr(one, "is_user_annotation", False)
+        and not one.name.startswith(("##", "Profiler"))
     ]
 
 
-def _operations(events: Any) -> list[tuple[str, float, float]]:
+def _operations(events: list[Any]) -> list[tuple[str, float, float]]:
     """Return operations of the host as spans from 0, each as long as it computed itself."""
     return [(one.name, 0.0, one.self_cpu_time_total / 1e6) for one in events if one.name.startswith("aten::")]
 

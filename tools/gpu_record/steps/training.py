@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gc
 import statistics
+import traceback
 from dataclasses import dataclass, field
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -49,21 +51,41 @@ class Method:
 def run(step: Step) -> None:
     """Measure, with half the batch if memory runs out; then forecast each row."""
     work = workload(step.name, small=step.small, memory_gib=device_memory_gib(step.device))
-    names = (EAGER,) if step.name == "lora_8b" else (PLAIN, EAGER, COMPILED)
-    batch = work.batch
+    _compile_every_block()
+    step.facts(note=_note(step, work))
+    batch, failed = work.batch, dict[str, str]()
     while True:
         facts = _facts(step, work, batch)
         try:
-            rows = _measured(step, work, batch, names, facts)
+            rows = _measured(step, work, facts, failed)
             break
-        except torch.OutOfMemoryError:
-            if batch == 1:
+        except Exception as error:
+            if batch == 1 or not _out_of_memory(error):
                 raise
-            rows, batch = {}, batch // 2
+            batch //= 2
         step.note(f"Memory ran out, so the batch was halved to {batch}.")
         gc.collect()
         torch.cuda.empty_cache()
     _forecast(step, work, batch, rows)
+    if failed:
+        raise RuntimeError(_in_words(failed))
+
+
+def _out_of_memory(error: Exception) -> bool:
+    return isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error).lower()
+
+
+def _in_words(failed: dict[str, str]) -> str:
+    return "\n".join(f"{name}:\n{text}" for name, text in failed.items())
+
+
+def _compile_every_block() -> None:
+    """Let ResNet's eight shapes of blocks be compiled by two methods: torch stops after eight."""
+    config = import_module("torch._dynamo").config
+    for name in ("recompile_limit", "cache_size_limit"):
+        if hasattr(config, name):
+            setattr(config, name, 64)
+            return
 
 
 def _facts(step: Step, work: Workload, batch: int) -> dict[str, Any]:
@@ -80,26 +102,22 @@ def _facts(step: Step, work: Workload, batch: int) -> dict[str, Any]:
     return {**facts, "peak": peak}
 
 
-def _measured(
-    step: Step, work: Workload, batch: int, names: tuple[str, ...], facts: dict[str, Any]
-) -> dict[str, dict[str, Any]]:
-    """Build every method, then run rounds in turn; each method reports its row after each round."""
-    job, memory = work.job(step.device, batch=batch), Memory(step.device)
-    step.facts(note=_note(step, work))
-    methods: list[Method] = []
-    for name in names:
-        plan = "" if name == PLAIN else _plan(step, work, name)
-        gc.collect()
-        before = memory.held()
-        take = (
-            plain_steps(job, step.device, compiled=True, ignored=work.ignored)
-            if name == PLAIN
-            else phalanx_steps(job, plan)
-        )
-        take(1 if step.small else _WARM_UP)
-        synchronize(step.device)
-        gc.collect()
-        methods.append(Method(name=name, plan=plan, take=take, held=memory.held() - before))
+def _measured(step: Step, work: Workload, facts: dict[str, Any], failed: dict[str, str]) -> dict[str, dict[str, Any]]:
+    """Build every method, then run rounds in turn; each method reports its row after each round.
+
+    A method that cannot be built is put into ``failed`` with its traceback, and the others are measured.
+    """
+    memory, methods = Memory(step.device), list[Method]()
+    for name in (EAGER,) if work.name == "lora_8b" else (PLAIN, EAGER, COMPILED):
+        try:
+            methods.append(_built(step, work, name, facts["batch"]))
+        except Exception as error:  # of one method; the others are worth measuring
+            if _out_of_memory(error):
+                raise
+            failed[name] = traceback.format_exc()
+            step.failed(_in_words(failed))
+    if not methods:
+        raise RuntimeError(_in_words(failed))
     count = _count(step, methods)
     rows: dict[str, dict[str, Any]] = {}
     for _ in range(_ROUNDS):
@@ -114,14 +132,36 @@ def _measured(
     return rows
 
 
+def _built(step: Step, work: Workload, name: str, batch: int) -> Method:
+    """Build a method and take the steps that compile and warm up."""
+    job, memory = work.job(batch=batch), Memory(step.device)
+    plan = "" if name == PLAIN else _plan(step, work, name)
+    gc.collect()
+    before = memory.held()
+    if name == PLAIN:
+        take = plain_steps(job, step.device, compiled=True, ignored=work.ignored)
+    else:
+        take = phalanx_steps(job, plan)
+    take(1 if step.small else _WARM_UP)
+    synchronize(step.device)
+    gc.collect()
+    return Method(name=name, plan=plan, take=take, held=memory.held() - before)
+
+
 def _plan(step: Step, work: Workload, name: str) -> str:
     compiled = "compile=true " if name == COMPILED else ""
     return f"{compiled}{work.plan} device={step.device}"
 
 
 def _note(step: Step, work: Workload) -> str:
-    note = "Plain PyTorch compiles blocks and loss; a round is the mean of its steps."
-    return note + (" The small version traces compiled blocks without generating code." if step.small else "")
+    notes = ["A round is the mean of its steps."]
+    if work.name == "lora_8b":
+        notes.append("Frozen weights count 4 FLOPs a token in place of 6.")
+    else:
+        notes.append("Plain PyTorch compiles blocks and loss, and steps a fused AdamW.")
+    if step.small:
+        notes.append("Small version: compiled blocks are traced without generating code; memory is the process's.")
+    return " ".join(notes)
 
 
 def _count(step: Step, methods: list[Method]) -> int:
@@ -158,7 +198,7 @@ def _forecast(step: Step, work: Workload, batch: int, rows: dict[str, dict[str, 
     if cluster is None:
         step.note("The catalog does not know this device: no forecasts.")
         return
-    job = work.job(step.device, steps=10, batch=batch)
+    job = work.job(steps=10, batch=batch)
     plans = {name: row["plan"] or f"compile=true {work.plan}" for name, row in rows.items()}
     try:
         found = forecasts(job, sorted(set(plans.values())), cluster)
