@@ -89,6 +89,7 @@ gpu: .venv/.installed-dev
 PACK_PYTHON ?= 3.12
 gpu-pack: .venv/.installed-dev
 	$(BIN)/python tools/gpu_record/pack.py --python $(PACK_PYTHON)
+
 # Needs neither .venv nor a network: that of .venv if its torch sees a device, else the machine's own Python.
 SEES_CUDA := -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' >/dev/null 2>&1
 GPU_PYTHON ?= $(shell if $(BIN)/python $(SEES_CUDA); then echo $(BIN)/python; else echo python3; fi)

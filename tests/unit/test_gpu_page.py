@@ -15,6 +15,7 @@ import pytest
 
 from gpu_record.page import main, page, paragraph
 from gpu_record.page_records import STEPS, TRAINING, read_records
+from gpu_record.run import STEPS as PLANNED
 
 pytestmark = pytest.mark.quick
 
@@ -129,7 +130,8 @@ class TestNoRecord:
         assert "No run on a GPU is on record yet." in content
         assert "`make gpu-pack`" in content
         assert "`make gpu-record`" in content
-        assert [name for name, one in STEPS.items() if f"| {one.title} | {one.limit} |" not in content] == []
+        assert [name for name, limit, *_ in PLANNED if f"| {STEPS[name].title} | {limit:g} s |" not in content] == []
+        assert {name for name, *_ in PLANNED} == set(STEPS)
         assert readme == (
             "No run on a GPU is on record yet. `make gpu-record` makes one ([GPU record](docs/project/gpu.md))."
         )

@@ -11,7 +11,6 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -301,9 +300,7 @@ def facts_of_probe(**facts: Any) -> dict[str, Any]:
 
 def test_the_pack_is_installed_where_phalanx_is_missing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     installed: list[tuple[Path, Path]] = []
-    pack = ModuleType("gpu_record.pack")
-    pack.install = lambda folder, target: installed.append((folder, target))  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "gpu_record.pack", pack)
+    monkeypatch.setattr(run, "install", lambda folder, target: installed.append((folder, target)))
     answers = iter([facts_of_probe(), facts_of_probe(phalanx="0.1.0")])
     monkeypatch.setattr(run, "_probed", lambda device, environment: next(answers))
     folder, scratch = tmp_path / "pack", tmp_path / "scratch"
@@ -311,7 +308,18 @@ def test_the_pack_is_installed_where_phalanx_is_missing(monkeypatch: pytest.Monk
     asked = run._parsed(["--device", "cpu", "--pack", str(folder)])
     environment, _ = run._prepared(asked, scratch)
     assert installed == [(folder, scratch)]
-    assert environment["PYTHONPATH"].split(os.pathsep)[0] == str(scratch)
+    source = SCRIPT.parents[2] / "src"  # before the pack: what is measured is this clone
+    assert environment["PYTHONPATH"].split(os.pathsep)[:3] == [str(SCRIPT.parents[1]), str(source), str(scratch)]
+
+
+def test_a_damaged_pack_is_refused(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(run, "_probed", lambda device, environment: facts_of_probe())
+    with pytest.raises(SystemExit) as caught:
+        run._prepared(run._parsed(["--device", "cpu", "--pack", str(tmp_path)]), tmp_path / "scratch")
+    assert caught.value.code == 2
+    assert len(capsys.readouterr().err.splitlines()) == 1
 
 
 def test_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

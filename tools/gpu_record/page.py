@@ -18,6 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from gpu_record.page_plots import Point, plot
 from gpu_record.page_records import STEPS, TRAINING, Record, RecordError, read_records
 from gpu_record.page_tables import NONE, off, proof_summary, ratio, share, shown, status_table, step_lines, table, text
+from gpu_record.run import STEPS as PLANNED
 
 ROOT = Path(__file__).resolve().parents[2]
 _NO_RUN = "No run on a GPU is on record yet."
@@ -66,7 +67,7 @@ def page(records: Sequence[Record]) -> tuple[str, dict[str, str]]:
         records: newest first.
     """
     if not records:
-        steps = [(step.title, step.limit, step.measures) for step in STEPS.values()]
+        steps = [(STEPS[name].title, f"{limit:g} s", STEPS[name].measures) for name, limit, *_ in PLANNED]
         lines = [f"{_NO_RUN} {_HOW}", *table(("step", "time limit", "measures"), steps)]
         return _joined(["# GPU record", "", _WRITTEN, "", *lines]), {}
     plots = _plots(records)

@@ -34,13 +34,11 @@ class Step:
     """One step of the programme.
 
     Attributes:
-        limit: time limit, in words.
         measures: one line for readers.
         row: keys of each row and the form of their values.
     """
 
     title: str
-    limit: str
     measures: str
     row: Mapping[str, Any] = field(default_factory=dict)
 
@@ -48,12 +46,10 @@ class Step:
 STEPS = {
     "environment": Step(
         title="Environment",
-        limit="10 s",
         measures="GPU, driver, CUDA, torch, clocks; TFLOP/s of a bf16 matrix product, GB/s of a copy",
     ),
     "overhead": Step(
         title="Step overhead",
-        limit="30 s",
         measures="a tiny MLP and a 10 M GPT beside a bare loop: time per step, host synchronisations per step",
         row={
             **dict.fromkeys(("model", "method"), _TEXT),
@@ -62,7 +58,6 @@ STEPS = {
     ),
     "proof": Step(
         title="Proofs",
-        limit="150 s",
         measures="`phalanx prove` of a GPT, a ResNet and a LoRA model under each plan: the largest difference",
         row={
             **dict.fromkeys(("model", "plan", "where", "reason"), _TEXT),
@@ -72,24 +67,19 @@ STEPS = {
     ),
     "llama_1b": Step(
         title="Llama, 1 B parameters",
-        limit="150 s",
         measures="tokens/s, MFU, peak memory of plain PyTorch and of Phalanx, eager and compiled; each forecast",
         row=_TRAINING,
     ),
-    "gpt2_124m": Step(
-        title="GPT-2, 124 M parameters", limit="90 s, with the next two", measures="the same", row=_TRAINING
-    ),
-    "resnet50": Step(title="ResNet-50", limit="see GPT-2", measures="the same, in samples/s", row=_TRAINING),
-    "bert_base": Step(title="BERT-base", limit="see GPT-2", measures="the same", row=_TRAINING),
+    "gpt2_124m": Step(title="GPT-2, 124 M parameters", measures="the same as for the 1 B Llama", row=_TRAINING),
+    "resnet50": Step(title="ResNet-50", measures="the same as for the 1 B Llama, in samples/s", row=_TRAINING),
+    "bert_base": Step(title="BERT-base", measures="the same as for the 1 B Llama", row=_TRAINING),
     "lora_8b": Step(
         title="LoRA on 8 B parameters",
-        limit="60 s",
         measures="tokens/s and peak memory with recomputation; the forecast",
         row=_TRAINING,
     ),
     "checkpoint": Step(
         title="Checkpoint",
-        limit="30 s",
         measures="an asynchronous checkpoint of 4 GB: standstill, seconds, memory",
         row=dict.fromkeys(
             ("bytes", "standstill_seconds", "seconds", "peak_bytes_before", "peak_bytes_during", "host_bytes"),
@@ -98,7 +88,6 @@ STEPS = {
     ),
     "calibrate": Step(
         title="Calibration",
-        limit="60 s",
         measures="`phalanx calibrate`: forecast errors with the catalog and with the measured cluster file",
         row={
             **dict.fromkeys(("model", "method"), _TEXT),
@@ -106,10 +95,9 @@ STEPS = {
             **dict.fromkeys(("error_catalog", "error_calibrated"), _OPTIONAL),
         },
     ),
-    "gpu_tests": Step(title="GPU tests", limit="60 s", measures="`pytest -m gpu -x`: passed, failed, skipped"),
+    "gpu_tests": Step(title="GPU tests", measures="`pytest -m gpu -x`: passed, failed, skipped"),
     "trace": Step(
         title="Trace of one step",
-        limit="20 s",
         measures="one step of the 1 B model: share of compute, launch gaps and host waits; the five costliest kernels",
         row={"kernel": _TEXT, "seconds": _OPTIONAL, "share": _OPTIONAL},
     ),

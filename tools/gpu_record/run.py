@@ -23,6 +23,7 @@ _TOOLS = Path(__file__).resolve().parent.parent
 if str(_TOOLS) not in sys.path:
     sys.path.insert(0, str(_TOOLS))
 
+from gpu_record.pack_install import PackError, install  # noqa: E402
 from gpu_record.recorder import SCHEMA, PlannedStep, Record, run_steps  # noqa: E402
 
 _CLONE = _TOOLS.parent
@@ -33,16 +34,16 @@ _OLDEST = (2, 11)
 STEPS = (
     ("environment", 20.0, 8.0, 1.0),
     ("overhead", 40.0, 10.0, 1.0),
-    ("llama_1b", 150.0, 40.0, 40.0),
-    ("proof", 150.0, 15.0, 2.0),
-    ("gpt2_124m", 60.0, 25.0, 24.0),
-    ("lora_8b", 60.0, 30.0, 45.0),
-    ("resnet50", 60.0, 25.0, 20.0),
-    ("bert_base", 60.0, 25.0, 24.0),
+    ("llama_1b", 150.0, 40.0, 60.0),
+    ("proof", 120.0, 15.0, 2.0),
     ("trace", 45.0, 20.0, 40.0),
-    ("checkpoint", 40.0, 15.0, 8.0),
-    ("calibrate", 60.0, 15.0, 4.0),
     ("gpu_tests", 60.0, 15.0, 4.0),
+    ("lora_8b", 60.0, 30.0, 45.0),
+    ("gpt2_124m", 45.0, 25.0, 24.0),
+    ("checkpoint", 30.0, 15.0, 8.0),
+    ("calibrate", 60.0, 15.0, 4.0),
+    ("bert_base", 45.0, 25.0, 24.0),
+    ("resnet50", 45.0, 25.0, 20.0),
 )
 _NAMES = tuple(step[0] for step in STEPS)
 # The packages that Phalanx' training, proofs and forecasts import, as Python and as pip call them.
@@ -153,26 +154,24 @@ def _parsed(given: list[str] | None) -> argparse.Namespace:
 
 
 def _prepared(asked: argparse.Namespace, scratch: Path) -> tuple[dict[str, str], dict[str, Any]]:
-    """Find torch and Phalanx, from the pack or the clone if need be; return the steps' environment and the facts."""
-    environment = _with_path(dict(os.environ), _TOOLS)
+    """Find torch, and Phalanx in this clone; install missing packages from the pack.
+
+    Returns:
+        The environment of the steps, and what was found.
+    """
+    environment = _with_path(_with_path(dict(os.environ), _CLONE / "src"), _TOOLS)
     found = _probed(asked.device, environment)
     if not found["torch"]:
         _refuse(f"torch is not installed in {sys.executable}. Try: another Python, or pip install torch")
     if _numbers(found["torch"]) < _OLDEST:
         _refuse(f"torch {found['torch']} is too old: 2.11 or newer is needed. Try: pip install --upgrade torch")
-    if found["phalanx"]:
-        return environment, found
-    if asked.pack.is_dir():
+    if not found["phalanx"] and asked.pack.is_dir():
         try:
-            from gpu_record.pack import install  # pyright: ignore
-
             install(asked.pack, scratch)
-        except Exception as error:  # any fault of the pack is told in one line
-            _refuse(f"{asked.pack}: cannot be installed ({str(error).splitlines()[0] if str(error) else error!r})")
-        environment = _with_path(environment, scratch)
-    elif (_CLONE / "src" / "phalanx").is_dir():
-        environment = _with_path(environment, _CLONE / "src")
-    found = _probed(asked.device, environment)
+        except (PackError, OSError) as error:
+            _refuse(f"{asked.pack}: cannot be installed: {' '.join(str(error).split())}")
+        environment = _with_path(_with_path(_with_path(dict(os.environ), scratch), _CLONE / "src"), _TOOLS)
+        found = _probed(asked.device, environment)
     if not found["phalanx"]:
         missing = ", ".join(_NEEDED[name] for name in found["missing"]) or found["problem"]
         _refuse(f"Phalanx cannot be imported: missing {missing}. Try: make gpu-pack, on a machine with a network")
