@@ -248,14 +248,18 @@ def test_a_step_is_skipped_with_too_little_memory_or_time() -> None:
     assert third["status"] == "done"
 
 
-def test_half_a_line_and_numbers_that_are_not_finite_do_no_harm() -> None:
-    code = (
-        "import sys\n"
-        'lines = [\'{"row": "a", "values": {"x": 1, "y": 2}}\', \'{"row": "a", "values": {"y": 3}}\', "{half"]\n'
-        "open(sys.argv[1], 'a').write('\\n'.join(lines))"
-    )
+def test_broken_lines_and_numbers_that_are_not_finite_do_no_harm() -> None:
+    lines = [
+        '{"row": "a", "values": {"x": 1, "y": 2}}',
+        '{"row": "a", "val',
+        '{"row": "a", "values": {"y": NaN}}',
+        "[]",
+        '{"row": "b", "values": {"x": 1}}',
+        "{half",
+    ]
+    code = f"import sys; open(sys.argv[1], 'a').write({chr(10).join(lines)!r})"
     _, (step,) = steps_recorded(PlannedStep(name="one", limit=10, least=0, command=python(code)))
-    assert step["rows"] == [{"x": 1, "y": 3}]
+    assert step["rows"] == [{"x": 1, "y": None}, {"x": 1}]
 
 
 CUDA = "class cuda:\n    is_available = staticmethod(lambda: False)\n"

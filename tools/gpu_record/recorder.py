@@ -187,7 +187,7 @@ def _heard(messages: Path, record: Record, entry: dict[str, Any]) -> None:
     entry["_read"] = entry.get("_read", 0) + len(whole)
     for line in whole.splitlines():
         try:
-            _take(json.loads(line), entry)
+            _take(json.loads(line, parse_constant=lambda _: None), entry)  # NaN is no JSON
         except (ValueError, KeyError, TypeError, AttributeError):
             continue  # a step that dies while it writes costs that line
     if whole:
