@@ -40,7 +40,7 @@ def run(step: Step) -> None:
         return
     models = (step.part,) if step.part else MODELS
     proofs = Proofs(step)
-    pairs = [(model, plan) for model in models for plan in _plans(step)]
+    pairs = [(model, plan) for plan in _plans(step) for model in models]
     longest, ends = 0.0, time.monotonic() + (min(step.left, _SMALL) if step.small else step.left) - _MARGIN
     for index, (model, plan) in enumerate(pairs):
         needed = max(1.5 * longest, _COMPILES if "compile" in plan and not step.small else 0.0)
