@@ -5,6 +5,8 @@ from __future__ import annotations
 import shutil
 from collections.abc import Iterable
 from dataclasses import replace
+from importlib import import_module
+from typing import Any
 
 from torch import nn
 
@@ -47,6 +49,17 @@ def check(plan: Plan, kind: str) -> list[Problem]:
 def apply(module: nn.Module, plan: Plan, each: Iterable[nn.Module] | None = None) -> nn.Module:
     """Compile ``each`` in place: the repeated blocks where it is not given, or the whole model where it has none."""
     if plan.compile:
-        for part in blocks(module) or [module] if each is None else each:
+        parts = list(blocks(module) or [module] if each is None else each)
+        _allow_versions(_VERSIONS * len(parts))
+        for part in parts:
             part.compile()
     return module
+
+
+def _allow_versions(count: int) -> None:
+    # torch counts the versions of all modules together, and beyond its limit of 8 runs a module without compiling it
+    config: Any = import_module("torch._dynamo").config
+    config.recompile_limit = max(config.recompile_limit, count)
+
+
+_VERSIONS = 4  # of a block: for training, without gradient, and each once more with sizes that vary
