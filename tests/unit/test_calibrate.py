@@ -10,6 +10,7 @@ import pytest
 
 from phalanx.cli.app import main
 from phalanx.config import Cluster, Host, Network
+from phalanx.device_kinds import host
 from phalanx.errors import SpecError
 from phalanx.forecast.network import Fabric, collective
 from phalanx.forecast.rates import Core, Wires, rates
@@ -18,6 +19,9 @@ from phalanx.hardware import calibrate, cluster
 from phalanx.hardware.calibrate import Sweeps, busy_share, calibrated
 from phalanx.hardware.probe import cpu_group
 from phalanx.hardware.sweeps import QUICK, MeasuredExchange, Measurement, operations, sweep
+from phalanx.launch import measure_gpu
+from phalanx.launch.measure_gpu import QUICK as QUICK_GPU
+from phalanx.launch.measure_gpu import with_measured_kernels
 
 PEAK, OPERAND, FLOOR = 150e9, 3e-10, 2e-6
 NEAR, FAR, CACHE, FRESH = 80e9, 12e9, 4e6, 3e-10
@@ -249,3 +253,27 @@ class TestMeasuring:
         assert ended.value.code == 0
         assert json.loads(capsys.readouterr().out)["file"] == str(path)
         assert Core.of(cluster(str(path)).groups[0].device.measured) is not None
+
+
+def test_kernels_of_a_gpu_are_what_forecasts_read(tmp_path: Path) -> None:
+    kind = host()  # in place of a GPU: the arithmetic and the file are the same
+    found = with_measured_kernels(cluster("2xH100"), kind, QUICK_GPU)
+    (tmp_path / "machine.toml").write_text(found.to_toml())
+    device = cluster(str(tmp_path / "machine.toml")).groups[0].device
+    assert set(device.measured) == {"product", "stream", "attention", "attention_backward", "host"}
+    known, read = rates(cluster("2xH100").groups[0].device), rates(device)
+    assert {name: getattr(read.kernels, name) for name in device.measured} == dict(device.measured)
+    assert read.kernels.floor == known.kernels.floor  # not measured without CUDA
+    assert all(0 < value <= 1 for value in device.measured.values())
+
+
+def test_shares_are_of_the_data_sheet(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measure_gpu._Timer, "_seconds", lambda self, work, count=10: (work(), 1e-3)[1])
+    device = with_measured_kernels(cluster("1xH100"), host(), QUICK_GPU).groups[0].device
+    flops, moved = 2 * QUICK_GPU.product**3 / 1e-3, 12 * QUICK_GPU.stream / 1e-3
+    depth = rates(cluster("1xH100").groups[0].device).kernels.depth
+    assert device.measured["product"] == pytest.approx(flops / device.peak["bf16"] * (1 + depth / QUICK_GPU.product))
+    assert device.measured["stream"] == pytest.approx(moved / device.bandwidth)
+    assert device.measured["attention"] == pytest.approx(
+        64 * 2 * QUICK_GPU.tokens**2 * 128 / 1e-3 / device.peak["bf16"]
+    )

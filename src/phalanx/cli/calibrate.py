@@ -14,6 +14,7 @@ from phalanx.errors import RefusedError, SpecError
 
 if TYPE_CHECKING:
     from phalanx.config import Cluster, Job, Plan
+    from phalanx.device_kinds import DeviceKind
 
 _COUNTS = (2, 4)
 _STEPS = 40
@@ -33,9 +34,10 @@ _PATIENCE, _BUSY = 10.0, 0.3  # seconds to wait for others to rest, and the shar
 @click.option("--to", metavar="TARGET", help="The hosts of ssh:hosts.toml in place of this machine.")
 @json_option
 def command(path: Path | None, quick: bool, to: str | None, as_json: bool) -> None:
-    """Measure this machine's cores and what joins its processes, in about a minute, into a TOML file.
+    """Measure this machine's CUDA GPUs, or its cores and what joins its processes, into a TOML file.
 
-    Forecasts with --on machine.toml then use its constants. Nothing else should run meanwhile. With --to it is hosts
+    Forecasts with --on machine.toml then use its constants. Nothing else should run meanwhile. Cores take about a
+    minute. Of GPUs the kernels of the first are timed, in seconds; their links are the catalog's. With --to it is hosts
     that are asked for their devices and cores, whose figures are the catalog's, and the links between them that are
     measured, in seconds; each host has as many devices as its file says.
 
@@ -52,12 +54,16 @@ def command(path: Path | None, quick: bool, to: str | None, as_json: bool) -> No
     if to:
         _hosts(to, path or Path("cluster.toml"), quick=quick, as_json=as_json)
         return
-    if kind := accelerator():
+    kind = accelerator()
+    if kind and not kind.fitted:
         given, fix = f"{kind.count()} {kind.label} devices", f"{kind.visible}= phalanx calibrate"
-        allowed = "a machine without: constants of GPUs are part of Phalanx"
+        allowed = "CUDA GPUs, or a machine of CPU cores alone"
         raise RefusedError.of(where="calibrate", given=given, allowed=allowed, fix=fix)
-    found = _calibrated(quick)
     where = path or default_path()
+    if kind:
+        _gpus(kind, where, quick=quick, as_json=as_json)
+        return
+    found = _calibrated(quick)
     _write(found, where)
     device, link = found.groups[0].device, found.groups[0].link
     if as_json:
@@ -68,6 +74,26 @@ def command(path: Path | None, quick: bool, to: str | None, as_json: bool) -> No
     click.echo(f"{found.devices} cores, each {device.peak['fp32'] / 1e9:.0f} GFLOP/s in fp32, ", nl=False)
     click.echo(f"{show_bytes(device.bandwidth)}/s from memory, {device.measured['floor'] * 1e6:.1f} µs an operation")
     click.echo(f"processes hand on {show_bytes(link.bandwidth)}/s after {link.latency * 1e6:.0f} µs")
+    click.echo(f"written to {where}: use it with --on {where}")
+
+
+def _gpus(kind: DeviceKind, where: Path, *, quick: bool, as_json: bool) -> None:
+    """Measure the first GPU, write the machine's cluster, and print what was measured."""
+    from phalanx.hardware import this_machine
+    from phalanx.launch.measure_gpu import QUICK, with_measured_kernels
+    from phalanx.units import show_bytes
+
+    found = with_measured_kernels(this_machine(kind), kind, QUICK if quick else None)
+    _write(found, where)
+    device = found.groups[0].device
+    if as_json:
+        print_json({"file": str(where), "devices": found.devices, "device": device.name, "measured": device.measured})
+        return
+    share = device.measured
+    click.echo(f"{found.devices} x {device.name}, {show_bytes(device.memory)} each; measured on the first:")
+    click.echo(f"bf16 products reach {share['product']:.0%} of the data sheet, causal attention ", nl=False)
+    click.echo(f"{share['attention']:.0%} forward and {share['attention_backward']:.0%} backward, memory ", nl=False)
+    click.echo(f"{share['stream']:.0%}; an operation takes the host {share['host'] * 1e6:.1f} µs")
     click.echo(f"written to {where}: use it with --on {where}")
 
 

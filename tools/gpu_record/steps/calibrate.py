@@ -1,9 +1,4 @@
-"""Step ``calibrate``: a cluster file measured on this machine, and forecasts of earlier rows with it.
-
-``phalanx calibrate`` measures CPU cores. For a GPU this step measures the constants of ``phalanx.forecast.rates``
-that one device has: the share of the peak that products and attention reach, of the bandwidth that elementwise
-kernels reach, the least time of a kernel, and the host's time for an operation.
-"""
+"""Step ``calibrate``: the cluster file of ``phalanx calibrate``, and forecasts of earlier rows with it."""
 
 from __future__ import annotations
 
@@ -15,10 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-import torch.nn.functional as F
-
-from gpu_record.measure import best_of, catalog_cluster, device_memory_gib, forecasts, relative, synchronize
+from gpu_record.measure import catalog_cluster, device_memory_gib, forecasts, relative
 from gpu_record.report import Step
 from gpu_record.workloads import workload
 
@@ -35,7 +27,7 @@ def run(step: Step) -> None:
     if known is None:
         step.skip("the catalog does not know this device")
         return
-    found = measured(known) if step.device == "cuda" else _command()
+    found = _command(quick=step.small)
     step.facts(cluster=found.to_toml(), seconds=round(time.monotonic() - begun, 2))
     for name in _TRAINING:
         rows = step.rows_of(name)
@@ -67,74 +59,15 @@ def _compare(step: Step, name: str, rows: list[dict[str, Any]], found: px.Cluste
         )
 
 
-def _command() -> px.Cluster:
-    """Run ``phalanx calibrate --quick`` and return one core of its file."""
+def _command(*, quick: bool) -> px.Cluster:
+    """Run ``phalanx calibrate`` and return one device of its file."""
     from phalanx.hardware import cluster
 
     with tempfile.TemporaryDirectory(prefix="gpu-record-calibrate-") as name:
         path = Path(name, "machine.toml")
-        asked = [sys.executable, "-m", "phalanx", "calibrate", "--quick", "-o", str(path)]
+        asked = [sys.executable, "-m", "phalanx", "calibrate", "-o", str(path), *(["--quick"] if quick else [])]
         done = subprocess.run(asked, capture_output=True, text=True, check=False)
         if done.returncode:
             raise RuntimeError(done.stderr.strip() or f"phalanx calibrate: exit code {done.returncode}")
         found = cluster(str(path))
     return replace(found, groups=(replace(found.groups[0], per_node=1),))
-
-
-def measured(known: px.Cluster) -> px.Cluster:
-    """Return ``known``, a GPU of the catalog, with what was measured on it; see ``Kernels`` for the names."""
-    from phalanx.forecast.rates import rates
-
-    group = known.groups[0]
-    device, family = group.device, rates(group.device).kernels
-    peak = device.peak["bf16"]
-    floor, host = _launches()
-    found = {
-        "product": min(1.0, _product() / peak * (1 + family.depth / 8192)),
-        "stream": min(1.0, _stream() / device.bandwidth),
-        "floor": floor,
-        "host": host,
-    }
-    forward, backward = _attention()
-    found |= {"attention": min(1.0, forward / peak), "attention_backward": min(1.0, backward / peak)}
-    mine = replace(device, name=f"{device.name}-measured", measured=found)
-    return replace(known, groups=(replace(group, device=mine),))
-
-
-def _product() -> float:
-    a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-    return 2 * 8192**3 / best_of(lambda: a @ b, 10, "cuda")
-
-
-def _stream() -> float:
-    a, b = (torch.zeros(2**28, device="cuda") for _ in range(2))
-    return 12 * 2**28 / best_of(lambda: torch.add(a, b, out=a), 10, "cuda")
-
-
-def _launches() -> tuple[float, float]:
-    """Return seconds of a kernel however small, and of the host for an eager operation."""
-    small = torch.zeros(16, device="cuda")
-    both = best_of(lambda: small.add_(1), 2000, "cuda")
-    graph = torch.cuda.CUDAGraph()
-    synchronize("cuda")
-    with torch.cuda.graph(graph):
-        for _ in range(200):
-            small.add_(1)
-    return best_of(graph.replay, 10, "cuda") / 200, both
-
-
-def _attention() -> tuple[float, float]:
-    """Return FLOP/s of fused causal attention, forward and backward, with heads of 128.
-
-    Causal attention computes half of the products; backward has 2.5 times those of forward.
-    """
-    q, k, v = (torch.randn(4, 16, 2048, 128, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
-    flops = 4 * 4 * 16 * 2048**2 * 128 / 2
-    grad = torch.randn(4, 16, 2048, 128, device="cuda", dtype=torch.bfloat16)
-
-    def forward() -> torch.Tensor:
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
-
-    once = best_of(forward, 10, "cuda")
-    both = best_of(lambda: forward().backward(grad), 10, "cuda")
-    return flops / once, 2.5 * flops / max(both - once, 1e-9)
