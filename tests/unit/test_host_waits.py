@@ -276,9 +276,52 @@ def test_nothing_counted_is_told(queue: Queue) -> None:
         list(steps(px.Job(**made), "single"))
 
 
-def test_an_optimizer_that_cannot_skip_on_the_device_is_waited_for(queue: Queue) -> None:
-    taken = steps(job(lambda params: torch.optim.AdamW(params, lr=0.1, foreach=True)), "single")
-    next(taken), next(taken)
+CHOSEN = {
+    "foreach": lambda params: torch.optim.AdamW(params, lr=0.1, foreach=True),
+    "for loop": lambda params: torch.optim.SGD(params, lr=0.1, foreach=False),
+    "not fused": lambda params: torch.optim.Adam(params, lr=0.1, fused=False),
+    "lr a tensor": lambda params: torch.optim.AdamW(params, lr=torch.tensor(0.1), foreach=False),
+    "not torch's": lambda params: torch.optim.RMSprop(params, lr=0.1),
+}
+
+
+@pytest.mark.parametrize("optimizer", CHOSEN)
+def test_an_optimizer_that_cannot_skip_on_the_device_is_waited_for(optimizer: str, queue: Queue) -> None:
+    taken = steps(job(CHOSEN[optimizer]), "single")
+    step = next(taken)
+    next(taken)
     queue.waits.clear()
     next(taken)
     assert queue.waits == [0]
+    assert not any(group.get("fused") for group in step.optimizer.param_groups)
+
+
+def test_sparse_gradients_keep_the_implementation_that_takes_them(queue: Queue) -> None:
+    def model() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Embedding(10, 3, sparse=True))
+
+    made = vars_of(job(OPTIMIZERS["sgd"])) | {
+        "model": model,
+        "data": lambda: px.Table(input=torch.arange(SAMPLES) % 10, label=torch.arange(SAMPLES) % 3),
+    }
+    assert len(list(steps(px.Job(**made), "single"))) == 1 + SAMPLES // BATCH
+
+
+def test_a_run_goes_on_from_a_checkpoint_of_another_implementation(
+    tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    """A checkpoint of the foreach kernels, whose counts of steps are on the host, goes on with the fused ones."""
+    given = {"run": tmp_path / "run", "checkpoint_every": 3}
+    made = job()
+    whole = [one.loss for one in list(steps(made, "single"))[1:]]
+    first = steps(made, "single", **given)
+    for _ in range(4):
+        next(first)
+    next(first).loss  # noqa: B018
+    first.close()
+    request.getfixturevalue("queue")
+    resumed = steps(made, "single", run=tmp_path / "run", resume=True)
+    step = next(resumed)
+    assert all(group["fused"] for group in step.optimizer.param_groups)
+    assert [one.loss for one in resumed] == pytest.approx(whole[3:], rel=1e-5)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from phalanx.comm import is_dtensor
 from phalanx.config import Job
@@ -37,19 +38,12 @@ def use_fused(optimizer: torch.optim.Optimizer, module: nn.Module) -> None:
     Not where the job has chosen an implementation, has a learning rate that is a tensor, or has sparse gradients, which
     the fused kernels refuse.
     """
-    if type(optimizer) not in _FUSED or any(getattr(each, "sparse", False) for each in module.modules()):
-        return
     parameters = [tensor for group in optimizer.param_groups for tensor in group["params"]]
-    if not parameters or not all(kind_of(one.device).streams and one.is_floating_point() for one in parameters):
+    if type(optimizer) not in _FUSED or not all(_fusible(one) for one in parameters):
         return
-    if type(optimizer) is torch.optim.SGD and any(map(is_dtensor, parameters)):
-        return  # DTensor has rules for the fused Adam alone
-    chosen = ("foreach", "fused", "capturable", "differentiable")
-    if any(
-        group.get(key) is not None and group[key] is not False for group in optimizer.param_groups for key in chosen
-    ):
+    if any(is_dtensor(one) for one in parameters) and not _FUSED[type(optimizer)]:
         return
-    if any(isinstance(group["lr"], torch.Tensor) for group in optimizer.param_groups):
+    if any(getattr(each, "sparse", False) for each in module.modules()) or any(map(_chosen, optimizer.param_groups)):
         return
     for group in optimizer.param_groups:
         group["fused"] = True
@@ -60,7 +54,18 @@ def skips_on_device(optimizer: torch.optim.Optimizer) -> bool:
     return type(optimizer) in _FUSED and all(group.get("fused") for group in optimizer.param_groups)
 
 
-_FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
+# Optimizers of torch with a fused kernel that can skip its update → whether DTensor has rules for that kernel.
+_FUSED: dict[type, bool] = {torch.optim.Adam: True, torch.optim.AdamW: True, torch.optim.SGD: False}
+
+
+def _fusible(parameter: torch.Tensor) -> bool:
+    return kind_of(parameter.device).streams and parameter.is_floating_point()
+
+
+def _chosen(group: Mapping[str, Any]) -> bool:
+    """Return True if the job says how ``group`` is stepped."""
+    named = any(group.get(key) is not None for key in ("foreach", "fused"))
+    return named or any(group.get(key) for key in ("capturable", "differentiable")) or isinstance(group["lr"], Tensor)
 
 
 def optimizer_over(

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -219,7 +220,7 @@ class Step:
         norm = global_norm(held, quick=not wanted, values=progress.step % LOOK_AT_VALUES == 0)
         work, self._work = self._work, None
         numbers, host_norm, ready = towards_host(work.beside(totals) if work else totals, norm)
-        facts = {"step": progress.step, "epoch": batch.epoch, "samples": batch.samples, "lr": lr}
+        facts = self._facts(batch, lr)
         names = names_of(self.job.loss) if work else ()
         metrics = Metrics(skipped=False, _totals=numbers, _norm=host_norm, _ready=ready, names=names, **facts)
         counts, before = work.counts if work else None, (progress.step, progress.samples)
@@ -227,7 +228,7 @@ class Step:
         if self._skips_on_device(totals, norm):
             self.settle()
             self._unchecked = computed
-        elif not nothing and (why := self._accident(computed, exact=wanted)):
+        elif not nothing and (why := self._reason_to_skip(computed, exact=wanted)):
             return self._without_update(batch, metrics.totals, why)
         overflow = scaling is not None and not math.isfinite(metrics.grad_norm or 0.0)
         metrics = replace(metrics, skipped=overflow, _norm=host_norm if wanted else None)
@@ -255,7 +256,7 @@ class Step:
             return
         progress, now = self.progress, (self.progress.step, self.progress.samples)
         progress.step, progress.samples = computed.before
-        self._accident(computed, exact=True)
+        self._reason_to_skip(computed, exact=True)
         progress.step, progress.samples = now
 
     def _skips_on_device(self, totals: Totals, norm: torch.Tensor) -> bool:
@@ -270,8 +271,8 @@ class Step:
         self.optimizer.found_inf = usable.logical_not().float()  # pyright: ignore[reportAttributeAccessIssue]
         return True
 
-    def _accident(self, computed: _Computed, *, exact: bool) -> str:
-        """Why no update is to be made, if something is wrong; ``exact``: the norm is finite if all gradients are."""
+    def _reason_to_skip(self, computed: _Computed, *, exact: bool) -> str:
+        """Return the reason to skip this update, or ""; ``exact``: the norm is finite if all gradients are."""
         metrics = computed.metrics
         check_count(metrics.step, metrics.count)
         if computed.counts:
@@ -289,10 +290,12 @@ class Step:
     def _without_update(self, batch: StepBatch, totals: tuple[float, float], why: str) -> Metrics:
         """The step goes by, and parameters and optimizer stay as they are."""
         lr = self._rates.set(self.progress.step)
-        facts = {"step": self.progress.step, "epoch": batch.epoch, "samples": batch.samples, "lr": lr}
-        metrics = Metrics(skipped=True, accident=why, _totals=totals, _norm=None, **facts)
+        metrics = Metrics(skipped=True, accident=why, _totals=totals, _norm=None, **self._facts(batch, lr))
         self._stepped(batch, (0.0, 0.0), metrics)
         return metrics
+
+    def _facts(self, batch: StepBatch, lr: float) -> dict[str, Any]:
+        return {"step": self.progress.step, "epoch": batch.epoch, "samples": batch.samples, "lr": lr}
 
     def _stepped(self, batch: StepBatch, totals: Totals, metrics: Metrics) -> None:
         self.sync.parameters_stepped(self.progress.step + 1, totals)
