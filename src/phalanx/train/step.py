@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from phalanx.comm import active
+from phalanx.comm import active, from_every_rank
 from phalanx.config import Job, Plan
 from phalanx.config.losses import names_of
 from phalanx.data import StepBatch
@@ -153,6 +153,7 @@ class Step:
         self.average = WeightAverage(job.average, layout) if job.average else None
         self.boundary = StepBoundary()
         self.checks_late = not self.sync.per_replica
+        self._late: bool | None = None  # known from the first step on
         self._unchecked: _Computed | None = None
         self.last: Metrics | None = None
         self.seconds = (0.0, 0.0)
@@ -261,15 +262,21 @@ class Step:
 
     def _skips_on_device(self, totals: Totals, norm: torch.Tensor) -> bool:
         """True if the optimizer is told, on the device, to skip this update where a number is not finite."""
-        if not self.checks_late or not isinstance(totals, torch.Tensor) or norm.device != totals.device:
-            return False
-        if not kind_of(totals.device).streams or self.progress.loss_scale or not self.accidents.only_stops:
-            return False
-        if not skips_on_device(self.optimizer):
+        if self._late is None:
+            self._late = self._every_rank_can_skip(totals, norm)
+        if not self._late or not isinstance(totals, torch.Tensor):
             return False
         usable = torch.isfinite(totals[0] / totals[1]) & torch.isfinite(norm) & (totals[1] > 0)
         self.optimizer.found_inf = usable.logical_not().float()  # pyright: ignore[reportAttributeAccessIssue]
         return True
+
+    def _every_rank_can_skip(self, totals: Totals, norm: torch.Tensor) -> bool:
+        """Collective where it can be: ranks that check at different times would wait for each other for ever."""
+        if not self.checks_late or not isinstance(totals, torch.Tensor) or not kind_of(totals.device).streams:
+            return False
+        if self.progress.loss_scale or not self.accidents.only_stops:
+            return False
+        return all(from_every_rank(skips_on_device(self.optimizer) and norm.device == totals.device))
 
     def _reason_to_skip(self, computed: _Computed, *, exact: bool) -> str:
         """Return the reason to skip this update, or ""; ``exact``: the norm is finite if all gradients are."""
