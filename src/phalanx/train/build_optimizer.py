@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from phalanx.comm import is_dtensor
+from phalanx.comm import is_dtensor, local
 from phalanx.config import Job
 from phalanx.device_kinds import kind_of
 from phalanx.errors import GradientError, Problem, SpecError
@@ -28,25 +28,27 @@ def build_optimizer(job: Job, layout: Layout, whole: Iterable[str] | None = None
     if not layout.parameters:
         for group in made.optimizer.param_groups:
             group["params"] = []
-    use_fused(made.optimizer, layout.module)
     return made
 
 
-def use_fused(optimizer: torch.optim.Optimizer, module: nn.Module) -> None:
-    """Have torch's Adam, AdamW and SGD step by one kernel on devices with streams.
+def use_fused(optimizer: torch.optim.Optimizer) -> None:
+    """Have torch's Adam, AdamW and SGD step by one kernel on devices with streams; called with the first gradients.
 
-    Not where the job has chosen an implementation, has a learning rate that is a tensor, or has sparse gradients, which
-    the fused kernels refuse.
+    Not where the job has chosen an implementation or has a learning rate that is a tensor, and not where the fused
+    kernels raise: sparse gradients, gradients laid out unlike their parameters, and, with momentum of SGD, parameters
+    that have no gradient yet.
     """
-    parameters = [tensor for group in optimizer.param_groups for tensor in group["params"]]
-    if type(optimizer) not in _FUSED or not all(_fusible(one) for one in parameters):
+    held = [tensor for group in optimizer.param_groups for tensor in group["params"]]
+    if type(optimizer) not in _FUSED or any(map(_chosen, optimizer.param_groups)) or not all(map(_fusible, held)):
         return
-    if any(is_dtensor(one) for one in parameters) and not _FUSED[type(optimizer)]:
-        return
-    if any(getattr(each, "sparse", False) for each in module.modules()) or any(map(_chosen, optimizer.param_groups)):
-        return
+    if type(optimizer) is torch.optim.SGD and any(is_dtensor(one) or one.grad is None for one in held):
+        return  # DTensor has rules for the fused Adam alone
     for group in optimizer.param_groups:
         group["fused"] = True
+        for tensor in group["params"]:
+            state = optimizer.state.get(tensor, {})  # of a checkpoint
+            if isinstance(count := state.get("step"), Tensor):
+                state["step"] = count.to(tensor.device, torch.float32)
 
 
 def skips_on_device(optimizer: torch.optim.Optimizer) -> bool:
@@ -54,12 +56,16 @@ def skips_on_device(optimizer: torch.optim.Optimizer) -> bool:
     return type(optimizer) in _FUSED and all(group.get("fused") for group in optimizer.param_groups)
 
 
-# Optimizers of torch with a fused kernel that can skip its update → whether DTensor has rules for that kernel.
-_FUSED: dict[type, bool] = {torch.optim.Adam: True, torch.optim.AdamW: True, torch.optim.SGD: False}
+_FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)  # whose fused kernels can skip their update
 
 
-def _fusible(parameter: torch.Tensor) -> bool:
-    return kind_of(parameter.device).streams and parameter.is_floating_point()
+def _fusible(parameter: Tensor) -> bool:
+    if not kind_of(parameter.device).streams or not parameter.is_floating_point():
+        return False
+    if parameter.grad is None:
+        return True
+    here, grad = local(parameter), local(parameter.grad)
+    return not grad.is_sparse and (grad.dtype, grad.stride()) == (here.dtype, here.stride())
 
 
 def _chosen(group: Mapping[str, Any]) -> bool:

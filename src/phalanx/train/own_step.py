@@ -139,9 +139,15 @@ class OwnRun:
         return found
 
     def close(self) -> None:
-        """No more steps come, though it may not be the end: what is being written is waited for."""
+        """No more steps come, though it may not be the end: what is being written is waited for.
+
+        Raises:
+            LossError, GradientError: of the last step, if that was still to be checked.
+        """
         if self._over:
             return
+        with self._reported():
+            self._stepper.assembly.step.settle()
         self._over = True
         with self._here.over:
             self._loop.flush()
@@ -244,6 +250,9 @@ def _left_out(step: int, taken: int) -> RunError:
 class OwnStep:
     """Calling it with a batch of the loader takes one optimizer step and gives its ``Metrics``; every rank has to.
 
+    On an accelerator the loss and the gradient of a step may be checked in the next call, in ``evaluate``, ``save`` and
+    ``close``, and where the loader ends. Weights never take in a step that fails its check.
+
     Raises, when called:
         LossError: if the loss is not finite, or not of an allowed form, or if nothing was counted.
         GradientError: if a gradient is not finite, or parameters get none and the job does not allow it.
@@ -343,6 +352,8 @@ class OwnStep:
         """
         if self._run is not None:
             self._run.close()
+        else:
+            self._step.settle()
 
     @property
     def _step(self) -> Step:

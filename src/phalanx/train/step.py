@@ -19,7 +19,7 @@ from phalanx.device_kinds import kind_of
 from phalanx.parallel import EveryStep, Layout, Sync, without_gradient
 from phalanx.parallel.double_backward import no_double_backward
 from phalanx.train.accidents import LOOK_AT_VALUES, Accidents
-from phalanx.train.build_optimizer import skips_on_device
+from phalanx.train.build_optimizer import skips_on_device, use_fused
 from phalanx.train.coupled_loss import CoupledLoss
 from phalanx.train.drift import DriftWatch
 from phalanx.train.grad_accumulation import GradAccumulation
@@ -263,6 +263,7 @@ class Step:
     def _skips_on_device(self, totals: Totals, norm: torch.Tensor) -> bool:
         """True if the optimizer is told, on the device, to skip this update where a number is not finite."""
         if self._late is None:
+            use_fused(self.optimizer)
             self._late = self._every_rank_can_skip(totals, norm)
         if not self._late or not isinstance(totals, torch.Tensor):
             return False
