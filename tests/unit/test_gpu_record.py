@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import random
@@ -9,11 +10,13 @@ import signal
 import subprocess
 import sys
 import time
+import tomllib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from packaging.requirements import Requirement
 
 from gpu_record import run
 from gpu_record.recorder import PlannedStep, Record, run_steps
@@ -302,10 +305,19 @@ def facts_of_probe(**facts: Any) -> dict[str, Any]:
     return {"torch": "2.11.0", "devices": [], "problem": "", "phalanx": "", "missing": [], **facts}
 
 
-def test_the_pack_is_installed_where_phalanx_is_missing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_every_dependency_is_probed() -> None:
+    declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    assert {*run._NEEDED.values(), "torch"} == {Requirement(text).name for text in declared}
+    assert [name for name in run._NEEDED if importlib.util.find_spec(name) is None] == []
+
+
+@pytest.mark.parametrize("first", [{}, {"phalanx": "0.1.0", "missing": ["numpy"]}], ids=["phalanx", "numpy"])
+def test_the_pack_is_installed_if_a_package_is_missing(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, first: dict[str, Any]
+) -> None:
     installed: list[tuple[Path, Path]] = []
     monkeypatch.setattr(run, "install", lambda folder, target: installed.append((folder, target)))
-    answers = iter([facts_of_probe(), facts_of_probe(phalanx="0.1.0")])
+    answers = iter([facts_of_probe(**first), facts_of_probe(phalanx="0.1.0")])
     monkeypatch.setattr(run, "_probed", lambda device, environment: next(answers))
     folder, scratch = tmp_path / "pack", tmp_path / "scratch"
     folder.mkdir()
@@ -326,8 +338,12 @@ def test_a_damaged_pack_is_refused(
     assert len(capsys.readouterr().err.splitlines()) == 1
 
 
-def test_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(run, "_probed", lambda device, environment: facts_of_probe(missing=["isal", "tomli_w"]))
+@pytest.mark.parametrize("phalanx", ["", "0.1.0"])
+def test_missing_packages_are_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], phalanx: str
+) -> None:
+    found = facts_of_probe(phalanx=phalanx, missing=["isal", "tomli_w"])
+    monkeypatch.setattr(run, "_probed", lambda device, environment: found)
     with pytest.raises(SystemExit) as caught:
         run._prepared(run._parsed(["--device", "cpu", "--pack", "nowhere"]), Path())
     assert caught.value.code == 2

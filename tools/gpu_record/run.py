@@ -46,7 +46,7 @@ STEPS = (
     ("resnet50", 45.0, 25.0, 20.0),
 )
 _NAMES = tuple(step[0] for step in STEPS)
-# The packages that Phalanx' training, proofs and forecasts import, as Python and as pip call them.
+# The dependencies in pyproject.toml but torch, as Python and as pip call them.
 _NEEDED = {
     "numpy": "numpy",
     "safetensors": "safetensors",
@@ -165,17 +165,23 @@ def _prepared(asked: argparse.Namespace, scratch: Path) -> tuple[dict[str, str],
         _refuse(f"torch is not installed in {sys.executable}. Try: another Python, or pip install torch")
     if _numbers(found["torch"]) < _OLDEST:
         _refuse(f"torch {found['torch']} is too old: 2.11 or newer is needed. Try: pip install --upgrade torch")
-    if not found["phalanx"] and asked.pack.is_dir():
+    if not _is_complete(found) and asked.pack.is_dir():
         try:
             install(asked.pack, scratch)
         except (PackError, OSError) as error:
             _refuse(f"{asked.pack}: cannot be installed: {' '.join(str(error).split())}")
         environment = _with_path(_with_path(_with_path(dict(os.environ), scratch), _CLONE / "src"), _TOOLS)
         found = _probed(asked.device, environment)
-    if not found["phalanx"]:
-        missing = ", ".join(_NEEDED[name] for name in found["missing"]) or found["problem"]
-        _refuse(f"Phalanx cannot be imported: missing {missing}. Try: make gpu-pack, on a machine with a network")
+    if not _is_complete(found):
+        missing = ", ".join(_NEEDED[name] for name in found["missing"])
+        why = f"missing {missing}" if missing else found["problem"]
+        _refuse(f"Phalanx cannot be imported: {why}. Try: make gpu-pack, on a machine with a network")
     return environment, found
+
+
+def _is_complete(found: dict[str, Any]) -> bool:
+    # phalanx.api imports its packages late: an import of it alone does not show that all are installed.
+    return bool(found["phalanx"]) and not found["missing"]
 
 
 def _probed(device: str, environment: dict[str, str]) -> dict[str, Any]:
