@@ -203,10 +203,10 @@ class TestFullRecord:
     def test_readme_has_the_numbers(self, root: Path) -> None:
         _, readme = written(root, record())
         assert readme == (
-            "Newest full run on a GPU (NVIDIA T1000, 2026-11-28): 1 of 3 proofs equal, 1 not equal, 1 refused. Compiled, "
-            "Phalanx trains a Llama of 1 B parameters at 0.981 times the rate of plain PyTorch, with 47.0 % MFU. "
-            "Forecasts of 6 rows are 9.9 % off in time in the median (30.0 % at most) and 5.0 % off in memory in the "
-            "median (12.0 % at most) ([GPU record](docs/project/gpu.md))."
+            "Newest full run on a GPU (NVIDIA T1000, 2026-11-28): 1 of 3 proofs equal, 1 not equal, 1 refused. "
+            "Compiled, Phalanx trains a Llama of 1 B parameters at 0.981 times the rate of plain PyTorch, with "
+            "47.0 % MFU. Forecasts of 6 rows are 9.9 % off in time in the median (30.0 % at most) and 5.0 % off in "
+            "memory in the median (12.0 % at most) ([GPU record](docs/project/gpu.md))."
         )
 
 

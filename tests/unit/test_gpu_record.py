@@ -20,6 +20,8 @@ from packaging.requirements import Requirement
 
 from gpu_record import run
 from gpu_record.recorder import PlannedStep, Record, run_steps
+from gpu_record.report import Step
+from gpu_record.steps import gpu_tests
 from gpu_record.steps.gpu_tests import counts
 from gpu_record.steps.trace import union
 
@@ -350,10 +352,45 @@ def test_missing_packages_are_named(
     assert "missing isal, tomli-w. Try: make gpu-pack" in capsys.readouterr().err
 
 
-def test_counts_of_a_test_run() -> None:
-    found = counts("..s\nFAILED tests/a.py\n1 failed, 12 passed, 3 skipped, 2 errors in 4.20s\n")
-    assert found == {"passed": 12, "failed": 1, "skipped": 3, "errors": 2}
+VERBOSE = """collected 5 items
+
+tests/gpu/test_a.py::test_one PASSED                  [ 20%]
+tests/gpu/test_a.py::TestIt::test_two[a b] SKIPPED (no: tensor cores) [ 40%]
+tests/gpu/test_a.py::test_three PASSED                [ 60%]
+tests/gpu/test_a.py::test_three ERROR                 [ 60%]
+tests/gpu/test_a.py::test_four FAILED                 [ 80%]
+tests/gpu/test_b.py::test_five """
+
+
+def test_outcomes_are_counted_line_by_line() -> None:
+    ends = "\nFAILED tests/gpu/test_a.py::test_four - assert 1 PASSED\n=== 1 failed, 2 passed in 1.00s ===\n"
+    for output in (VERBOSE, VERBOSE + ends):
+        assert counts(output) == {"passed": 2, "failed": 1, "skipped": 1, "errors": 1}
     assert counts("") == {"passed": 0, "failed": 0, "skipped": 0, "errors": 0}
+    assert counts("____ ERROR collecting tests/gpu/test_a.py ____\n")["errors"] == 1
+
+
+def test_gpu_tests_that_time_out_fail_with_the_counts_so_far(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    folder, messages = tmp_path / "tests" / "gpu", tmp_path / "messages"
+    folder.mkdir(parents=True)
+    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = gpu\n")
+    (folder / "test_slow.py").write_text(
+        "import time, pytest\n"
+        "pytestmark = pytest.mark.gpu\n"
+        "def test_fast(): pass\n"
+        "def test_left_out(): pytest.skip()\n"
+        "def test_slow(): time.sleep(60)\n"
+    )
+    monkeypatch.setattr(gpu_tests, "_CLONE", tmp_path)
+    step = Step(name="gpu_tests", messages=messages, record=Path(), device="cuda", small=False, limit=10)
+    with pytest.raises(TimeoutError, match="timed out after 8 s"):
+        gpu_tests.run(step)
+    facts = json.loads(messages.read_text().splitlines()[-1])["facts"]
+    assert {key: facts[key] for key in ("passed", "failed", "skipped", "errors")} == counts("") | {
+        "passed": 1,
+        "skipped": 1,
+    }
+    assert "test_slow.py::test_slow" in facts["tail"]
 
 
 def test_spans_that_overlap_count_once() -> None:
