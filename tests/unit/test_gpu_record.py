@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import json
 import os
@@ -16,14 +17,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from packaging.requirements import Requirement
 
 from gpu_record import run
+from gpu_record.models import Transformer
 from gpu_record.recorder import PlannedStep, Record, run_steps
 from gpu_record.report import Step
-from gpu_record.steps import gpu_tests
+from gpu_record.steps import gpu_tests, training
 from gpu_record.steps.gpu_tests import counts
 from gpu_record.steps.trace import union
+from gpu_record.workloads import workload
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "tools" / "gpu_record" / "run.py"
@@ -131,6 +135,7 @@ while time.monotonic() < until and os.getppid() == parent:
 DRIVER = """
 import sys, time
 from pathlib import Path
+from gpu_record.models import Transformer
 from gpu_record.recorder import PlannedStep, Record, run_steps
 step = (sys.executable, "-S", "-c", sys.argv[1], "{messages}")
 steps = [PlannedStep(name=f"s{i}", limit=20, least=0, command=(*step, f"s{i}", "0.15")) for i in range(40)]
@@ -350,6 +355,55 @@ def test_missing_packages_are_named(
         run._prepared(run._parsed(["--device", "cpu", "--pack", "nowhere"]), Path())
     assert caught.value.code == 2
     assert "missing isal, tomli-w. Try: make gpu-pack" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("free", "fits"), [(59.0, False), (60.0, True)])
+def test_rounds_are_in_turn_if_memory_suffices(monkeypatch: pytest.MonkeyPatch, free: float, fits: bool) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (int(free * 2**30), 80 * 2**30))
+    step = Step(name="llama_1b", messages=Path(), record=Path(), device="cuda", small=False, limit=60)
+    assert training.fits_all(step, workload("llama_1b", small=False)) == fits
+    assert training.fits_all(step, workload("lora_8b", small=False))
+
+
+@pytest.mark.filterwarnings("default")  # of torch's compiler
+def test_methods_are_measured_one_after_another_on_a_small_device(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    built, events = training._built, list[str]()
+
+    def spy(step: Step, work: Any, name: str, batch: int) -> Any:
+        gc.collect()
+        assert not any(type(one) is Transformer for one in gc.get_objects())  # the method before was freed
+        events.append(name)
+        return built(step, work, name, batch)
+
+    def timed(take: Any, count: int, device: str) -> float:
+        events.append("timed")
+        take(count)
+        return 0.5
+
+    monkeypatch.setattr(training, "_built", spy)
+    monkeypatch.setattr(training, "timed", timed)
+    monkeypatch.setattr(training, "_compile_every_block", lambda: None)  # a setting of the whole process
+    monkeypatch.setattr(training, "fits_all", lambda step, work: False)
+    compile_as = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda one, **how: compile_as(one, **{**how, "backend": "aot_eager"}))
+    messages = tmp_path / "messages"
+    training.run(Step(name="gpt2_124m", messages=messages, record=Path(), device="cpu", small=True, limit=60))
+    said = [json.loads(line) for line in messages.read_text().splitlines()]
+    each = ["timed"] * 4  # to choose the count of steps, then three rounds
+    assert events == [training.PLAIN, *each, training.EAGER, *each, training.COMPILED, *each]
+    assert "Rounds not in turn: the device is too small to hold all methods." in said[0]["facts"]["note"]
+    rows: dict[str, dict[str, Any]] = {}
+    for one in said:
+        if "row" in one:
+            rows.setdefault(one["row"], {}).update(one["values"])
+    assert {name: row["ratio"] for name, row in rows.items()} == {
+        training.PLAIN: None,
+        training.EAGER: 1.0,
+        training.COMPILED: 1.0,
+    }
+    assert [len(row["rounds"]) for row in rows.values()] == [3, 3, 3]
 
 
 VERBOSE = """collected 5 items

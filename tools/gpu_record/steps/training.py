@@ -1,4 +1,4 @@
-"""Training steps of one model: plain PyTorch and Phalanx in turn, three rounds, in one process."""
+"""Training steps of one model: plain PyTorch and Phalanx, three rounds in turn if memory suffices, in one process."""
 
 from __future__ import annotations
 
@@ -28,6 +28,8 @@ PLAIN, EAGER, COMPILED = "plain PyTorch", "phalanx eager", "phalanx compiled"
 _ROUNDS = 3
 _ROUND_SECONDS = 2.0  # of a round, about
 _WARM_UP = 3  # steps
+_STATE = 16  # bytes of fp32 parameters, gradients and both moments of AdamW, a parameter
+_WORK = 10 * 2**30  # bytes of activations and logits, about
 
 
 @dataclass(kw_only=True)
@@ -103,12 +105,58 @@ def _facts(step: Step, work: Workload, batch: int) -> dict[str, Any]:
 
 
 def _measured(step: Step, work: Workload, facts: dict[str, Any], failed: dict[str, str]) -> dict[str, dict[str, Any]]:
-    """Build every method, then run rounds in turn; each method reports its row after each round.
+    """Measure all methods in turn, or one after another if the device is too small to hold them together.
 
     A method that cannot be built is put into ``failed`` with its traceback, and the others are measured.
     """
+    names = _methods(work)
+    groups = [names] if fits_all(step, work) else [(name,) for name in names]
+    rows: dict[str, dict[str, Any]] = {}
+    for index, group in enumerate(groups):
+        _rounds(step, work, facts, failed, rows, group, after=len(names) - index - len(group))
+        if len(groups) > 1:
+            _free(step.device)
+    if not rows:
+        raise RuntimeError(_in_words(failed))
+    return rows
+
+
+def _methods(work: Workload) -> tuple[str, ...]:
+    return (EAGER,) if work.name == "lora_8b" else (PLAIN, EAGER, COMPILED)
+
+
+def fits_all(step: Step, work: Workload) -> bool:
+    """Return True if the device's free memory holds all methods at once."""
+    count = len(_methods(work))
+    if step.device != "cuda" or count == 1:
+        return True
+    return torch.cuda.mem_get_info()[0] >= count * _STATE * work.parameters() + _WORK
+
+
+def _free(device: str) -> None:
+    import_module("torch._dynamo").reset()
+    gc.collect()
+    if device == "cuda":
+        torch.cuda.empty_cache()
+
+
+def _rounds(
+    step: Step,
+    work: Workload,
+    facts: dict[str, Any],
+    failed: dict[str, str],
+    rows: dict[str, dict[str, Any]],
+    group: tuple[str, ...],
+    *,
+    after: int,
+) -> None:
+    """Build the methods of ``group``, then run rounds in turn; each method reports its row after each round.
+
+    Args:
+        after: number of methods measured after this group, in the same time limit.
+    """
     memory, methods = Memory(step.device), list[Method]()
-    for name in (EAGER,) if work.name == "lora_8b" else (PLAIN, EAGER, COMPILED):
+    for name in group:
         try:
             methods.append(_built(step, work, name, facts["batch"]))
         except Exception as error:  # of one method; the others are worth measuring
@@ -117,9 +165,8 @@ def _measured(step: Step, work: Workload, facts: dict[str, Any], failed: dict[st
             failed[name] = traceback.format_exc()
             step.failed(_in_words(failed))
     if not methods:
-        raise RuntimeError(_in_words(failed))
-    count = _count(step, methods)
-    rows: dict[str, dict[str, Any]] = {}
+        return
+    count = _count(step, methods, after)
     for _ in range(_ROUNDS):
         for method in methods:
             others = memory.held() - method.held
@@ -127,9 +174,9 @@ def _measured(step: Step, work: Workload, facts: dict[str, Any], failed: dict[st
             method.seconds.append(timed(method.take, count, step.device))
             method.peak = max(method.peak, memory.peak() - others)
         for method in methods:
-            rows[method.name] = _row(work, method, methods, facts)
+            plain = rows.get(PLAIN, {}).get("step_seconds")
+            rows[method.name] = _row(work, method, plain, facts)
             step.row(method.name, **rows[method.name])
-    return rows
 
 
 def _built(step: Step, work: Workload, name: str, batch: int) -> Method:
@@ -159,22 +206,23 @@ def _note(step: Step, work: Workload) -> str:
         notes.append("Frozen weights count 4 FLOPs a token in place of 6.")
     else:
         notes.append("Plain PyTorch compiles blocks and loss, and steps a fused AdamW.")
+    if not fits_all(step, work):
+        notes.append("Rounds not in turn: the device is too small to hold all methods.")
     if step.small:
         notes.append("Small version: compiled blocks are traced without generating code; memory is the process's.")
     return " ".join(notes)
 
 
-def _count(step: Step, methods: list[Method]) -> int:
+def _count(step: Step, methods: list[Method], after: int) -> int:
     """Return steps of a round: as many as take about two seconds, as far as the time limit allows."""
     each = max(timed(method.take, 1, step.device) for method in methods)
     wanted = 0.3 if step.small else _ROUND_SECONDS
-    affordable = 0.5 * max(0.0, step.left) / (_ROUNDS * len(methods))
+    affordable = 0.5 * max(0.0, step.left) / (_ROUNDS * (len(methods) + after))
     return max(2, min(200, int(min(wanted, affordable) / each)))
 
 
-def _row(work: Workload, method: Method, methods: list[Method], facts: dict[str, Any]) -> dict[str, Any]:
+def _row(work: Workload, method: Method, plain: float | None, facts: dict[str, Any]) -> dict[str, Any]:
     seconds = statistics.median(method.seconds)
-    plain = next((one for one in methods if one.name == PLAIN), None)
     unit_count = facts["batch"] * work.units
     return {
         "model": work.label,
@@ -189,7 +237,7 @@ def _row(work: Workload, method: Method, methods: list[Method], facts: dict[str,
         "forecast": None,
         "time_error": None,
         "memory_error": None,
-        "ratio": statistics.median(plain.seconds) / seconds if plain and plain is not method else None,
+        "ratio": plain / seconds if plain and method.name != PLAIN else None,
     }
 
 
