@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 
 from gpu_record.page import main, page, paragraph
-from gpu_record.page_records import STEPS, TRAINING, read_records
+from gpu_record.page_records import STEPS, read_records
+from gpu_record.recorder import TRAINING
 from gpu_record.run import STEPS as PLANNED
 
 pytestmark = pytest.mark.quick

@@ -22,7 +22,9 @@ from packaging.requirements import Requirement
 
 from gpu_record import run
 from gpu_record.models import Transformer
-from gpu_record.recorder import PlannedStep, Record, run_steps
+from gpu_record.page import page
+from gpu_record.page_records import STEPS, read_records
+from gpu_record.recorder import TRAINING, PlannedStep, Record, run_steps
 from gpu_record.report import Step
 from gpu_record.steps import gpu_tests, training
 from gpu_record.steps.gpu_tests import counts
@@ -34,38 +36,15 @@ SCRIPT = ROOT / "tools" / "gpu_record" / "run.py"
 ENTRY = {"name", "status", "limit", "seconds", "reason", "traceback", "facts", "rows"}
 TOP = {"schema", "started", "seconds", "minutes", "device", "small", "phalanx", "complete", "steps"}
 TRAINING_FACTS = {"parameters", "flops_per_step", "sequence", "batch", "peak_tflops_used", "note"}
-TRAINING_ROW = {
-    *("model", "method", "plan", "rounds", "step_seconds", "rate", "rate_unit", "mfu", "peak_bytes"),
-    *("forecast", "time_error", "memory_error", "ratio"),
-}
-# Facts of each step, and keys of its rows.
-FIELDS: dict[str, tuple[set[str], set[str]]] = {
-    "environment": (
-        {
-            *("gpu", "gpus", "memory_bytes", "capability", "driver", "cuda", "torch", "python", "cores", "sm_mhz"),
-            *("memory_mhz", "power_limit_w", "matmul_tflops", "copy_gbps", "peak_tflops"),
-        },
-        set(),
-    ),
-    "overhead": (set(), {"model", "method", "step_seconds", "steps", "host_waits_per_step", "ratio"}),
-    "proof": (set(), {"model", "plan", "result", "difference", "where", "reason", "seconds"}),
-    **dict.fromkeys(("llama_1b", "gpt2_124m", "resnet50", "bert_base", "lora_8b"), (TRAINING_FACTS, TRAINING_ROW)),
-    "checkpoint": (
-        set(),
-        {"bytes", "standstill_seconds", "seconds", "peak_bytes_before", "peak_bytes_during", "host_bytes"},
-    ),
-    "calibrate": (
-        {"cluster", "seconds"},
-        {
-            *("model", "method", "measured_seconds", "forecast_catalog", "forecast_calibrated", "error_catalog"),
-            "error_calibrated",
-        },
-    ),
-    "gpu_tests": ({"passed", "failed", "skipped", "errors", "tail"}, set()),
-    "trace": (
-        {"step_seconds", "compute_share", "launch_gap_share", "host_wait_share"},
-        {"kernel", "seconds", "share"},
-    ),
+FACTS: dict[str, set[str]] = {
+    "environment": {
+        *("gpu", "gpus", "memory_bytes", "capability", "driver", "cuda", "torch", "python", "cores", "sm_mhz"),
+        *("memory_mhz", "power_limit_w", "matmul_tflops", "copy_gbps", "peak_tflops"),
+    },
+    **dict.fromkeys(TRAINING, TRAINING_FACTS),
+    "calibrate": {"cluster", "seconds"},
+    "gpu_tests": {"passed", "failed", "skipped", "errors", "tail"},
+    "trace": {"step_seconds", "compute_share", "launch_gap_share", "host_wait_share"},
 }
 
 
@@ -83,12 +62,23 @@ def recorded(*words: str) -> tuple[int, dict[str, Any]]:
 
 
 def check_fields(step: dict[str, Any]) -> None:
-    facts, columns = FIELDS[step["name"]]
+    """Compare a step of the file with the reader's table of columns."""
+    columns = set(STEPS[step["name"]].row)
     assert set(step) == ENTRY
     assert (step["status"], step["reason"], step["traceback"]) == ("done", "", "")
-    assert set(step["facts"]) >= facts
+    assert set(step["facts"]) >= FACTS.get(step["name"], set())
     assert bool(step["rows"]) == bool(columns)
     assert all(set(row) == columns for row in step["rows"])
+
+
+def check_page() -> None:
+    """Make the page of the file: the section of every step, and of each row its model."""
+    (record,) = read_records([Path("record.json")])
+    content, _ = page([record])
+    for name, step in record.steps.items():
+        _, found, section = content.partition(f"### {STEPS[name].title}\n")
+        assert found, name
+        assert [row for row in step["rows"] if "model" in row and f"| {row['model']}" not in section] == []
 
 
 @pytest.mark.timeout(240)
@@ -100,6 +90,7 @@ def test_a_record_has_every_field_of_its_steps() -> None:
     assert [step["name"] for step in record["steps"]] == ["environment", "overhead"]
     for step in record["steps"]:
         check_fields(step)
+    check_page()
     ratio = {row["method"]: row["ratio"] for row in record["steps"][1]["rows"]}
     assert ratio["bare loop"] is None
     assert ratio["phalanx"] > 0
@@ -112,9 +103,10 @@ def test_every_step_has_a_small_version() -> None:
     code, record = recorded("--minutes", "4")
     assert {step["name"]: step["traceback"] for step in record["steps"] if step["traceback"]} == {}
     assert code == 0
-    assert {step["name"] for step in record["steps"]} == set(FIELDS)
+    assert {step["name"] for step in record["steps"]} == set(STEPS)
     for step in record["steps"]:
         check_fields(step)
+    check_page()
     proofs = next(step["rows"] for step in record["steps"] if step["name"] == "proof")
     assert {row["result"] for row in proofs} <= {"equal", "refused"}
 
@@ -136,7 +128,9 @@ DRIVER = """
 import sys, time
 from pathlib import Path
 from gpu_record.models import Transformer
-from gpu_record.recorder import PlannedStep, Record, run_steps
+from gpu_record.page import page
+from gpu_record.page_records import STEPS, read_records
+from gpu_record.recorder import TRAINING, PlannedStep, Record, run_steps
 step = (sys.executable, "-S", "-c", sys.argv[1], "{messages}")
 steps = [PlannedStep(name=f"s{i}", limit=20, least=0, command=(*step, f"s{i}", "0.15")) for i in range(40)]
 record = Record(path=Path("record.json"), header={"schema": 1}, until=time.monotonic() + 60)

@@ -16,8 +16,9 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from gpu_record.page_plots import Point, plot
-from gpu_record.page_records import STEPS, TRAINING, Record, RecordError, read_records
+from gpu_record.page_records import STEPS, Record, RecordError, read_records
 from gpu_record.page_tables import NONE, off, proof_summary, ratio, share, shown, status_table, step_lines, table, text
+from gpu_record.recorder import TRAINING
 from gpu_record.run import STEPS as PLANNED
 
 ROOT = Path(__file__).resolve().parents[2]

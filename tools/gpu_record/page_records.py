@@ -10,7 +10,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-SCHEMA = 1
+from gpu_record.recorder import SCHEMA
+
 _NULL, _NUMBER, _TEXT = type(None), "number", "text"
 _OPTIONAL = (_NULL, _NUMBER)
 _FORECAST = {
@@ -102,8 +103,6 @@ STEPS = {
         row={"kernel": _TEXT, "seconds": _OPTIONAL, "share": _OPTIONAL},
     ),
 }
-TRAINING = ("llama_1b", "gpt2_124m", "resnet50", "bert_base", "lora_8b")
-
 _STEP = {
     "name": frozenset(STEPS),
     "status": frozenset({"done", "failed", "timed out", "skipped", "running"}),

@@ -7,7 +7,8 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from gpu_record.page_records import STEPS, TRAINING
+from gpu_record.page_records import STEPS
+from gpu_record.recorder import TRAINING
 from phalanx.units import show_bytes, show_count, show_number, show_seconds, visible
 
 NONE = "–"

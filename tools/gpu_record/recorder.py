@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 SCHEMA = 1
+TRAINING = ("llama_1b", "gpt2_124m", "resnet50", "bert_base", "lora_8b")  # steps of steps/training.py
 _POLL = 0.1  # seconds between looks at a step
 _KEEP = 2.0  # seconds that are kept back for writing the record
 _LONGEST = 20_000  # characters of a traceback

@@ -11,13 +11,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gpu_record.measure import catalog_cluster, device_memory_gib, forecasts, relative
+from gpu_record.recorder import TRAINING
 from gpu_record.report import Step
 from gpu_record.workloads import workload
 
 if TYPE_CHECKING:
     import phalanx as px
-
-_TRAINING = ("llama_1b", "gpt2_124m", "lora_8b", "resnet50", "bert_base")
 
 
 def run(step: Step) -> None:
@@ -29,7 +28,7 @@ def run(step: Step) -> None:
         return
     found = _command(quick=step.small)
     step.facts(cluster=found.to_toml(), seconds=round(time.monotonic() - begun, 2))
-    for name in _TRAINING:
+    for name in TRAINING:
         rows = step.rows_of(name)
         if rows and step.left < 5:
             step.note(f"No time was left for {name}.")
