@@ -38,7 +38,7 @@ TOP = {"schema", "started", "seconds", "minutes", "device", "small", "phalanx", 
 TRAINING_FACTS = {"parameters", "flops_per_step", "sequence", "batch", "peak_tflops_used", "note"}
 FACTS: dict[str, set[str]] = {
     "environment": {
-        *("gpu", "gpus", "memory_bytes", "capability", "driver", "cuda", "torch", "python", "cores", "sm_mhz"),
+        *("gpu", "gpus", "memory_bytes", "capability", "driver", "cuda", "hip", "torch", "python", "cores", "sm_mhz"),
         *("memory_mhz", "power_limit_w", "matmul_tflops", "copy_gbps", "peak_tflops"),
     },
     **dict.fromkeys(TRAINING, TRAINING_FACTS),

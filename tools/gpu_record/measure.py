@@ -22,8 +22,11 @@ WAITS = (
     "cuStreamSynchronize",
     "cuCtxSynchronize",
     "cuEventSynchronize",
+    "hipStreamSynchronize",
+    "hipDeviceSynchronize",
+    "hipEventSynchronize",
 )
-"""Calls of CUDA by which the host waits for the device; ``.item()`` and blocking copies make the first."""
+"""Calls of CUDA and HIP by which the host waits for the device; ``.item()`` and blocking copies make the first."""
 
 
 def synchronize(device: str) -> None:

@@ -97,6 +97,7 @@ _FACTS: tuple[tuple[str, str, Callable[[float], str]], ...] = (
     ("capability", "compute capability", str),
     ("driver", "driver", str),
     ("cuda", "CUDA", str),
+    ("hip", "HIP", str),
     ("torch", "torch", str),
     ("python", "Python", str),
     ("cores", "CPU cores", _counted),

@@ -29,6 +29,7 @@ def run(step: Step) -> None:
         python=platform.python_version(),
         cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         cuda=torch.version.cuda,
+        hip=torch.version.hip,
         driver=None,
         sm_mhz=None,
         memory_mhz=None,
