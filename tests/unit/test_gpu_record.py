@@ -354,7 +354,7 @@ def test_missing_packages_are_named(
 @pytest.mark.parametrize(("free", "fits"), [(59.0, False), (60.0, True)])
 def test_rounds_are_in_turn_if_memory_suffices(monkeypatch: pytest.MonkeyPatch, free: float, fits: bool) -> None:
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (int(free * 2**30), 80 * 2**30))
-    step = Step(name="llama_1b", messages=Path(), record=Path(), device="cuda", small=False, limit=60)
+    step = Step(name="llama_1b", messages=Path(), record=Path(), device="cuda", limit=60)
     assert training.fits_all(step, workload("llama_1b", small=False)) == fits
     assert training.fits_all(step, workload("lora_8b", small=False))
 
@@ -383,7 +383,7 @@ def test_methods_are_measured_one_after_another_on_a_small_device(
     compile_as = torch.compile
     monkeypatch.setattr(torch, "compile", lambda one, **how: compile_as(one, **{**how, "backend": "aot_eager"}))
     messages = tmp_path / "messages"
-    training.run(Step(name="gpt2_124m", messages=messages, record=Path(), device="cpu", small=True, limit=60))
+    training.run(Step(name="gpt2_124m", messages=messages, record=Path(), device="cpu", limit=60))
     said = [json.loads(line) for line in messages.read_text().splitlines()]
     each = ["timed"] * 4  # to choose the count of steps, then three rounds
     assert events == [training.PLAIN, *each, training.EAGER, *each, training.COMPILED, *each]
@@ -430,7 +430,7 @@ def test_gpu_tests_that_time_out_fail_with_the_counts_so_far(monkeypatch: pytest
         "def test_slow(): time.sleep(60)\n"
     )
     monkeypatch.setattr(gpu_tests, "_CLONE", tmp_path)
-    step = Step(name="gpu_tests", messages=messages, record=Path(), device="cuda", small=False, limit=10)
+    step = Step(name="gpu_tests", messages=messages, record=Path(), device="cuda", limit=10)
     with pytest.raises(TimeoutError, match="timed out after 8 s"):
         gpu_tests.run(step)
     facts = json.loads(messages.read_text().splitlines()[-1])["facts"]

@@ -18,7 +18,6 @@ class Step:
         messages: file of JSON lines that ``run.py`` reads.
         record: the record so far, a JSON file.
         device: ``cuda`` or ``cpu``.
-        small: True if the small version is to run.
         limit: seconds from the start of the process to its kill.
         part: name of a part of the step, for a step that starts processes; else "".
     """
@@ -27,10 +26,14 @@ class Step:
     messages: Path
     record: Path
     device: str
-    small: bool
     limit: float
     part: str = ""
     begun: float = field(default_factory=time.monotonic)
+
+    @property
+    def small(self) -> bool:
+        """True on a CPU, which runs the small versions."""
+        return self.device == "cpu"
 
     def facts(self, **facts: Any) -> None:
         """Add facts to the record; a second value for a name replaces the first."""

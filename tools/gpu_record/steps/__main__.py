@@ -30,7 +30,6 @@ def main() -> int:
         messages=given.messages,
         record=given.record,
         device=given.device,
-        small=given.device == "cpu",
         limit=given.limit,
         part=given.part,
     )
