@@ -45,7 +45,7 @@ def seconds_of(work: Callable[[], object], count: int, device: str) -> float:
     return (time.perf_counter() - begun) / count
 
 
-def best_of(work: Callable[[], object], count: int, device: str, rounds: int = 3) -> float:
+def median_seconds(work: Callable[[], object], count: int, device: str, rounds: int = 3) -> float:
     """Return the median of ``rounds`` of ``seconds_of``, after one call to warm up."""
     work()
     return statistics.median(seconds_of(work, count, device) for _ in range(rounds))

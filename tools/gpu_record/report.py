@@ -60,15 +60,10 @@ class Step:
         """Seconds until the limit."""
         return self.limit - (time.monotonic() - self.begun)
 
-    def rows_of(self, name: str) -> list[dict[str, Any]]:
-        """Return the rows of an earlier step of this record."""
+    def earlier(self, name: str) -> dict[str, Any]:
+        """Return an earlier step of this record; without rows and facts if it was not asked for."""
         steps = json.loads(self.record.read_text(encoding="utf-8"))["steps"]
-        return next((step["rows"] for step in steps if step["name"] == name), [])
-
-    def facts_of(self, name: str) -> dict[str, Any]:
-        """Return the facts of an earlier step of this record."""
-        steps = json.loads(self.record.read_text(encoding="utf-8"))["steps"]
-        return next((step["facts"] for step in steps if step["name"] == name), {})
+        return next((step for step in steps if step["name"] == name), {"rows": [], "facts": {}})
 
     def _say(self, message: dict[str, Any]) -> None:
         # One write to a file opened for appending: lines of several processes do not mix.

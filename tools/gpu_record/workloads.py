@@ -115,12 +115,6 @@ class Workload:
     def parameters(self) -> int:
         return sum(parameter.numel() for parameter in self.on_meta().parameters())
 
-    def state_bytes(self) -> int:
-        """Return bytes of parameters and of both moments of AdamW."""
-        return sum(
-            one.numel() * (one.itemsize + (8 if one.requires_grad else 0)) for one in self.on_meta().parameters()
-        )
-
 
 def _formatted(module: nn.Module, channels_last: bool) -> nn.Module:
     # Convolutions on tensor cores want channels last.

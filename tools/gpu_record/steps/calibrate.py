@@ -29,7 +29,7 @@ def run(step: Step) -> None:
     found = _command(quick=step.small)
     step.facts(cluster=found.to_toml(), seconds=round(time.monotonic() - begun, 2))
     for name in TRAINING:
-        rows = step.rows_of(name)
+        rows = step.earlier(name)["rows"]
         if rows and step.left < 5:
             step.note(f"No time was left for {name}.")
         elif rows:
@@ -39,7 +39,7 @@ def run(step: Step) -> None:
 def _compare(step: Step, name: str, rows: list[dict[str, Any]], found: px.Cluster) -> None:
     """Record the step's rows, each with its forecast by the catalog, which the step made, and by ``found``."""
     work = workload(name, small=step.small, memory_gib=device_memory_gib(step.device))
-    job = work.job(steps=10, batch=step.facts_of(name).get("batch", 0))
+    job = work.job(steps=10, batch=step.earlier(name)["facts"].get("batch", 0))
     plans = {row["method"]: row["plan"] or f"compile=true {work.plan}" for row in rows}
     calibrated = forecasts(job, sorted(set(plans.values())), found)
     for row in rows:

@@ -16,7 +16,7 @@ _WARM_UP, _COSTLIEST = 4, 5
 def run(step: Step) -> None:
     """Profile the step after those that compile and warm up."""
     work = workload("llama_1b", small=step.small, memory_gib=device_memory_gib(step.device))
-    batch = step.facts_of("llama_1b").get("batch", work.batch)  # smaller if memory ran out there
+    batch = step.earlier("llama_1b")["facts"].get("batch", work.batch)  # smaller if memory ran out there
     take = phalanx_steps(work.job(batch=batch), f"compile=true {work.plan} device={step.device}")
     take(_WARM_UP)
     profiled(lambda: take(1), step.device)  # the first use of the profiler costs seconds
