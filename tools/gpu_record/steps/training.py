@@ -186,7 +186,7 @@ def _built(step: Step, work: Workload, name: str, batch: int) -> Method:
     gc.collect()
     before = memory.held()
     if name == PLAIN:
-        take = plain_steps(job, step.device, compiled=True, ignored=work.ignored)
+        take = plain_steps(job, work.target, step.device, compiled=True, ignored=work.ignored)
     else:
         take = phalanx_steps(job, plan)
     take(1 if step.small else _WARM_UP)
