@@ -111,7 +111,7 @@ def test_every_step_has_a_small_version() -> None:
     assert {row["result"] for row in proofs} <= {"equal", "refused"}
 
 
-# A step: says where it is, then waits as long as its parent lives.
+# A step: records its process id, then waits as long as its parent lives.
 SLEEPING = """
 import json, os, sys, time
 messages, name, seconds = sys.argv[1:]
@@ -319,11 +319,11 @@ def test_the_pack_is_installed_if_a_package_is_missing(
     installed: list[tuple[Path, Path]] = []
     monkeypatch.setattr(run, "install", lambda folder, target: installed.append((folder, target)))
     answers = iter([facts_of_probe(**first), facts_of_probe(phalanx="0.1.0")])
-    monkeypatch.setattr(run, "_probed", lambda device, environment: next(answers))
+    monkeypatch.setattr(run, "_probe", lambda device, environment: next(answers))
     folder, scratch = tmp_path / "pack", tmp_path / "scratch"
     folder.mkdir()
-    asked = run._parsed(["--device", "cpu", "--pack", str(folder)])
-    environment, _ = run._prepared(asked, scratch)
+    asked = run._parse(["--device", "cpu", "--pack", str(folder)])
+    environment, _ = run._prepare(asked, scratch)
     assert installed == [(folder, scratch)]
     source = SCRIPT.parents[2] / "src"  # before the pack: what is measured is this clone
     assert environment["PYTHONPATH"].split(os.pathsep)[:3] == [str(SCRIPT.parents[1]), str(source), str(scratch)]
@@ -332,9 +332,9 @@ def test_the_pack_is_installed_if_a_package_is_missing(
 def test_a_damaged_pack_is_refused(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(run, "_probed", lambda device, environment: facts_of_probe())
+    monkeypatch.setattr(run, "_probe", lambda device, environment: facts_of_probe())
     with pytest.raises(SystemExit) as caught:
-        run._prepared(run._parsed(["--device", "cpu", "--pack", str(tmp_path)]), tmp_path / "scratch")
+        run._prepare(run._parse(["--device", "cpu", "--pack", str(tmp_path)]), tmp_path / "scratch")
     assert caught.value.code == 2
     assert len(capsys.readouterr().err.splitlines()) == 1
 
@@ -344,9 +344,9 @@ def test_missing_packages_are_named(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], phalanx: str
 ) -> None:
     found = facts_of_probe(phalanx=phalanx, missing=["isal", "tomli_w"])
-    monkeypatch.setattr(run, "_probed", lambda device, environment: found)
+    monkeypatch.setattr(run, "_probe", lambda device, environment: found)
     with pytest.raises(SystemExit) as caught:
-        run._prepared(run._parsed(["--device", "cpu", "--pack", "nowhere"]), Path())
+        run._prepare(run._parse(["--device", "cpu", "--pack", "nowhere"]), Path())
     assert caught.value.code == 2
     assert "missing isal, tomli-w. Try: make gpu-pack" in capsys.readouterr().err
 

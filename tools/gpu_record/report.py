@@ -1,4 +1,4 @@
-"""The side of a step: what it was asked for, and lines that it appends for ``run.py`` to read."""
+"""A running step: its arguments, and the lines it appends for ``run.py`` to read."""
 
 from __future__ import annotations
 

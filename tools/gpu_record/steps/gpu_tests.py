@@ -23,7 +23,7 @@ _UNCOLLECTED = re.compile(r"^_+ ERROR collecting ", re.MULTILINE)
 
 
 def run(step: Step) -> None:
-    """Run pytest, with what pyproject.toml asks of plugins switched off, and count outcomes."""
+    """Run pytest without the options of pyproject.toml that need plugins, and count outcomes."""
     if not (_CLONE / "tests" / "gpu").is_dir():
         step.skip("tests/gpu is not beside tools/")
         return

@@ -1,4 +1,4 @@
-"""Ways to train a workload: plain PyTorch by hand, and Phalanx. Each is built once and then takes steps."""
+"""Training loops of a workload: plain PyTorch by hand, and Phalanx, built once and then called for steps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Step ``overhead``: what a loop costs in a step, for models so small that little else is in it."""
+"""Step ``overhead``: the cost of the loop in a step, for models so small that little else is in it."""
 
 from __future__ import annotations
 

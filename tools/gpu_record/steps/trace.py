@@ -38,7 +38,7 @@ def run(step: Step) -> None:
 
 
 def _kernels(events: list[Any]) -> list[tuple[str, float, float]]:
-    """Return kernels and copies of the device, without the spans that mark what the host did."""
+    """Return kernels and copies of the device, without the spans of host annotations."""
     return [
         (one.name, one.time_range.start / 1e6, one.time_range.end / 1e6)
         for one in events
