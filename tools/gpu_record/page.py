@@ -25,8 +25,9 @@ ROOT = Path(__file__).resolve().parents[2]
 _NO_RUN = "No run on a GPU is on record yet."
 _WRITTEN = "Written by `python tools/gpu_record/page.py`; do not edit."
 _HOW = """`make gpu-record` makes one. Run `make gpu-pack` on a machine with a network,
-carry the clone to the machine with the GPU, and run `make gpu-record` there.
-It takes at most 9 minutes and needs no network. It measures, in this order:"""
+copy the clone to the machine with the GPU, and run `make gpu-record` there.
+It takes at most 9 minutes and needs no network. The time limits together are longer than that:
+a step is skipped when the time left is too short for it. It measures, in this order:"""
 _SMALL = ": they show that the programme works, not how fast Phalanx is"
 _FACTORS = """Bars: at least 0.97 of plain PyTorch's rate, 45 % MFU, a forecast within 20 % in time and 10 % in memory.
 They were set for the compiled 1 B Llama; other rows of Phalanx are held to the same bars."""
