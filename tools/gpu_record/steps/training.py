@@ -50,6 +50,14 @@ class Method:
     seconds: list[float] = field(default_factory=list[float])
 
 
+@dataclass(kw_only=True)
+class Results:
+    """Rows by method, and tracebacks of the methods that could not be built."""
+
+    failed: dict[str, str]
+    rows: dict[str, dict[str, Any]] = field(default_factory=dict[str, dict[str, Any]])
+
+
 def run(step: Step) -> None:
     """Measure, with half the batch if memory runs out; then forecast each row."""
     work = workload(step.name, small=step.small, memory_gib=device_memory_gib(step.device))
@@ -109,16 +117,15 @@ def _measured(step: Step, work: Workload, facts: dict[str, Any], failed: dict[st
 
     A method that cannot be built is put into ``failed`` with its traceback, and the others are measured.
     """
-    names = _methods(work)
+    names, found = _methods(work), Results(failed=failed)
     groups = [names] if fits_all(step, work) else [(name,) for name in names]
-    rows: dict[str, dict[str, Any]] = {}
-    for index, group in enumerate(groups):
-        _rounds(step, work, facts, failed, rows, group, after=len(names) - index - len(group))
+    for group in groups:
+        _rounds(step, work, facts, found, group)
         if len(groups) > 1:
             _free(step.device)
-    if not rows:
+    if not found.rows:
         raise RuntimeError(_in_words(failed))
-    return rows
+    return found.rows
 
 
 def _methods(work: Workload) -> tuple[str, ...]:
@@ -140,21 +147,8 @@ def _free(device: str) -> None:
         torch.cuda.empty_cache()
 
 
-def _rounds(
-    step: Step,
-    work: Workload,
-    facts: dict[str, Any],
-    failed: dict[str, str],
-    rows: dict[str, dict[str, Any]],
-    group: tuple[str, ...],
-    *,
-    after: int,
-) -> None:
-    """Build the methods of ``group``, then run rounds in turn; each method reports its row after each round.
-
-    Args:
-        after: number of methods measured after this group, in the same time limit.
-    """
+def _rounds(step: Step, work: Workload, facts: dict[str, Any], found: Results, group: tuple[str, ...]) -> None:
+    """Build the methods of ``group``, then run rounds in turn; each method reports its row after each round."""
     memory, methods = Memory(step.device), list[Method]()
     for name in group:
         try:
@@ -162,11 +156,12 @@ def _rounds(
         except Exception as error:  # of one method; the others are worth measuring
             if _out_of_memory(error):
                 raise
-            failed[name] = traceback.format_exc()
-            step.failed(_in_words(failed))
+            found.failed[name] = traceback.format_exc()
+            step.failed(_in_words(found.failed))
     if not methods:
         return
-    count = _count(step, methods, after)
+    unmeasured = len(_methods(work)) - len(found.rows) - len(found.failed)
+    count = _count(step, methods, max(len(methods), unmeasured))
     for _ in range(_ROUNDS):
         for method in methods:
             others = memory.held() - method.held
@@ -174,9 +169,9 @@ def _rounds(
             method.seconds.append(timed(method.take, count, step.device))
             method.peak = max(method.peak, memory.peak() - others)
         for method in methods:
-            plain = rows.get(PLAIN, {}).get("step_seconds")
-            rows[method.name] = _row(work, method, plain, facts)
-            step.row(method.name, **rows[method.name])
+            plain = found.rows.get(PLAIN, {}).get("step_seconds")
+            found.rows[method.name] = _row(work, method, plain, facts)
+            step.row(method.name, **found.rows[method.name])
 
 
 def _built(step: Step, work: Workload, name: str, batch: int) -> Method:
@@ -213,11 +208,11 @@ def _note(step: Step, work: Workload) -> str:
     return " ".join(notes)
 
 
-def _count(step: Step, methods: list[Method], after: int) -> int:
+def _count(step: Step, methods: list[Method], unmeasured: int) -> int:
     """Return steps of a round: as many as take about two seconds, as far as the time limit allows."""
     each = max(timed(method.take, 1, step.device) for method in methods)
     wanted = 0.3 if step.small else _ROUND_SECONDS
-    affordable = 0.5 * max(0.0, step.left) / (_ROUNDS * (len(methods) + after))
+    affordable = 0.5 * max(0.0, step.left) / (_ROUNDS * unmeasured)
     return max(2, min(200, int(min(wanted, affordable) / each)))
 
 
