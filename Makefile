@@ -35,7 +35,7 @@ help:
 	@echo 'make bench      the comparisons with peers (about an hour on 2 cores)'
 	@echo 'make gpu        the tests that need CUDA devices'
 	@echo 'make gpu-pack   wheels for a Linux GPU machine with torch and no network -> gpu_pack/'
-	@echo 'make gpu-record what Phalanx does on the GPU here, in 9 minutes and without a network -> gpu_record.json'
+	@echo 'make gpu-record measure Phalanx on this machine'"'"'s GPU, in 9 minutes and without a network -> gpu_record.json'
 	@echo 'make pins       renew the exact versions and hashes of pins/'
 	@echo 'make audit      ask for known vulnerabilities of what pins/ lists'
 	@echo 'make docs       the documentation as a web site in site/'

@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 
 from gpu_record.page import main, page, paragraph
-from gpu_record.page_records import STEPS, TRAINING, read_records
+from gpu_record.page_records import STEPS, read_records
+from gpu_record.recorder import TRAINING
 from gpu_record.run import STEPS as PLANNED
 
 pytestmark = pytest.mark.quick
@@ -203,10 +204,10 @@ class TestFullRecord:
     def test_readme_has_the_numbers(self, root: Path) -> None:
         _, readme = written(root, record())
         assert readme == (
-            "Newest run on a GPU (NVIDIA T1000, 2026-11-28): 1 of 3 proofs equal, 1 not equal, 1 refused. Compiled, "
-            "Phalanx trains a Llama of 1 B parameters at 0.981 times the rate of plain PyTorch, with 47.0 % MFU. "
-            "Forecasts of 6 rows are 9.9 % off in time in the median (30.0 % at most) and 5.0 % off in memory in the "
-            "median (12.0 % at most) ([GPU record](docs/project/gpu.md))."
+            "Newest full run on a GPU (NVIDIA T1000, 2026-11-28): 1 of 3 proofs equal, 1 not equal, 1 refused. "
+            "Compiled, Phalanx trains a Llama of 1 B parameters at 0.981 times the rate of plain PyTorch, with "
+            "47.0 % MFU. Forecasts of 6 rows are 9.9 % off in time in the median (30.0 % at most) and 5.0 % off in "
+            "memory in the median (12.0 % at most) ([GPU record](docs/project/gpu.md))."
         )
 
 
@@ -302,6 +303,50 @@ def test_several_records_stand_newest_first(root: Path) -> None:
     assert len(list(drawn.iter(f"{SVG}circle"))) == 12
 
 
+class TestNewerRecordOfTwoSteps:
+    """A record of ``--only environment lora_8b``, newer than the full one."""
+
+    def partial(self, gpu: str) -> dict[str, Any]:
+        content = record(started="2026-12-01T08:00:00Z")
+        content["steps"] = [one for one in content["steps"] if one["name"] in ("environment", "lora_8b")]
+        content["steps"][0]["facts"]["gpu"] = gpu
+        content["steps"][1]["rows"][0]["mfu"] = 0.123
+        return content
+
+    @pytest.mark.parametrize("gpu", ["NVIDIA T1000", "NVIDIA T2000"])
+    def test_the_full_record_keeps_readme_and_glance(self, root: Path, gpu: str) -> None:
+        _, alone = written(root, record())
+        content, readme = written(root, record(), self.partial(gpu))
+        assert readme == alone
+        assert readme.startswith("Newest full run on a GPU (NVIDIA T1000, 2026-11-28): 1 of 3 proofs")
+        glance = rows_of(content, "## At a glance")
+        assert len(glance) == 9
+        assert "12.3 %" not in str(glance)
+        again = "Measured again on 2026-12-01, below: LoRA on 8 B parameters." in content
+        assert again == (gpu == "NVIDIA T1000")
+
+    def test_alone_it_is_taken(self, root: Path) -> None:
+        _, readme = written(root, self.partial("NVIDIA T1000"))
+        assert readme.startswith("Newest run on a GPU (NVIDIA T1000, 2026-12-01): no proof ran.")
+        assert "The forecast of 1 row is 7.1 % off in time and 12.0 % off in memory (" in readme
+
+
+@pytest.mark.parametrize(
+    ("path", "key"),
+    [
+        (("steps", 3, "rows", 2), "mfu"),
+        (("steps", 3, "rows", 2, "forecast"), "blame"),
+        (("steps", 3, "rows", 2), "forecast"),
+        (("steps", 1, "rows", 0), "host_waits_per_step"),
+        (("steps", 2, "rows", 0), "difference"),
+        (("steps", 2), "limit"),
+        ((), "seconds"),
+    ],
+)
+def test_a_record_without_a_newer_column_is_read(root: Path, path: tuple[str | int, ...], key: str) -> None:
+    assert written(root, without(record(), *path, key)) == written(root, changed(record(), None, *path, key))
+
+
 def test_files_can_be_named(root: Path, tmp_path: Path) -> None:
     path = tmp_path / "mine.json"
     path.write_text(json.dumps(record()))
@@ -371,8 +416,9 @@ BAD: list[tuple[str | dict[str, Any], str]] = [
     (without(record(), "steps"), "the record has no key 'steps'"),
     (without(record(), "steps", 4, "status"), "steps[4] has no key 'status'"),
     (without(record(), "steps", 4, "rows"), "step gpt2_124m has no key 'rows'"),
-    (without(record(), "steps", 4, "rows", 0, "mfu"), "step gpt2_124m, rows[0] has no key 'mfu'"),
-    (without(record(), "steps", 4, "rows", 0, "forecast", "blame"), "rows[0], forecast has no key 'blame'"),
+    (without(record(), "steps", 4, "rows", 0, "model"), "step gpt2_124m, rows[0] has no key 'model'"),
+    (without(record(), "steps", 4, "rows", 0, "plan"), "step gpt2_124m, rows[0] has no key 'plan'"),
+    (without(record(), "steps", 2, "rows", 0, "result"), "step proof, rows[0] has no key 'result'"),
     (changed(record(), "fast", "steps", 4, "rows", 0, "rate"), "rows[0], rate is 'fast', not a number"),
     (changed(record(), "fine", "steps", 4, "status"), "status is 'fine', not one of done, failed"),
     (changed(record(), "trace", "steps", 0, "name"), "step trace is there twice"),

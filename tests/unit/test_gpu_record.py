@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import importlib.util
 import json
 import os
 import random
@@ -9,54 +11,40 @@ import signal
 import subprocess
 import sys
 import time
+import tomllib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from packaging.requirements import Requirement
 
 from gpu_record import run
-from gpu_record.recorder import PlannedStep, Record, run_steps
+from gpu_record.models import Transformer
+from gpu_record.page import page
+from gpu_record.page_records import STEPS, read_records
+from gpu_record.recorder import TRAINING, PlannedStep, Record, run_steps
+from gpu_record.report import Step
+from gpu_record.steps import gpu_tests, training
 from gpu_record.steps.gpu_tests import counts
 from gpu_record.steps.trace import union
+from gpu_record.workloads import workload
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "tools" / "gpu_record" / "run.py"
 ENTRY = {"name", "status", "limit", "seconds", "reason", "traceback", "facts", "rows"}
 TOP = {"schema", "started", "seconds", "minutes", "device", "small", "phalanx", "complete", "steps"}
 TRAINING_FACTS = {"parameters", "flops_per_step", "sequence", "batch", "peak_tflops_used", "note"}
-TRAINING_ROW = {
-    *("model", "method", "plan", "rounds", "step_seconds", "rate", "rate_unit", "mfu", "peak_bytes"),
-    *("forecast", "time_error", "memory_error", "ratio"),
-}
-# Facts of each step, and keys of its rows.
-FIELDS: dict[str, tuple[set[str], set[str]]] = {
-    "environment": (
-        {
-            *("gpu", "gpus", "memory_bytes", "capability", "driver", "cuda", "torch", "python", "cores", "sm_mhz"),
-            *("memory_mhz", "power_limit_w", "matmul_tflops", "copy_gbps", "peak_tflops"),
-        },
-        set(),
-    ),
-    "overhead": (set(), {"model", "method", "step_seconds", "steps", "host_waits_per_step", "ratio"}),
-    "proof": (set(), {"model", "plan", "result", "difference", "where", "reason", "seconds"}),
-    **dict.fromkeys(("llama_1b", "gpt2_124m", "resnet50", "bert_base", "lora_8b"), (TRAINING_FACTS, TRAINING_ROW)),
-    "checkpoint": (
-        set(),
-        {"bytes", "standstill_seconds", "seconds", "peak_bytes_before", "peak_bytes_during", "host_bytes"},
-    ),
-    "calibrate": (
-        {"cluster", "seconds"},
-        {
-            *("model", "method", "measured_seconds", "forecast_catalog", "forecast_calibrated", "error_catalog"),
-            "error_calibrated",
-        },
-    ),
-    "gpu_tests": ({"passed", "failed", "skipped", "errors", "tail"}, set()),
-    "trace": (
-        {"step_seconds", "compute_share", "launch_gap_share", "host_wait_share"},
-        {"kernel", "seconds", "share"},
-    ),
+FACTS: dict[str, set[str]] = {
+    "environment": {
+        *("gpu", "gpus", "memory_bytes", "capability", "driver", "cuda", "hip", "torch", "python", "cores", "sm_mhz"),
+        *("memory_mhz", "power_limit_w", "matmul_tflops", "copy_gbps", "peak_tflops"),
+    },
+    **dict.fromkeys(TRAINING, TRAINING_FACTS),
+    "calibrate": {"cluster", "seconds"},
+    "gpu_tests": {"passed", "failed", "skipped", "errors", "tail"},
+    "trace": {"step_seconds", "compute_share", "launch_gap_share", "host_wait_share"},
 }
 
 
@@ -74,12 +62,23 @@ def recorded(*words: str) -> tuple[int, dict[str, Any]]:
 
 
 def check_fields(step: dict[str, Any]) -> None:
-    facts, columns = FIELDS[step["name"]]
+    """Compare a step of the file with the reader's table of columns."""
+    columns = set(STEPS[step["name"]].row)
     assert set(step) == ENTRY
     assert (step["status"], step["reason"], step["traceback"]) == ("done", "", "")
-    assert set(step["facts"]) >= facts
+    assert set(step["facts"]) >= FACTS.get(step["name"], set())
     assert bool(step["rows"]) == bool(columns)
     assert all(set(row) == columns for row in step["rows"])
+
+
+def check_page() -> None:
+    """Make the page of the file: the section of every step, and of each row its model."""
+    (record,) = read_records([Path("record.json")])
+    content, _ = page([record])
+    for name, step in record.steps.items():
+        _, found, section = content.partition(f"### {STEPS[name].title}\n")
+        assert found, name
+        assert [row for row in step["rows"] if "model" in row and f"| {row['model']}" not in section] == []
 
 
 @pytest.mark.timeout(240)
@@ -91,6 +90,7 @@ def test_a_record_has_every_field_of_its_steps() -> None:
     assert [step["name"] for step in record["steps"]] == ["environment", "overhead"]
     for step in record["steps"]:
         check_fields(step)
+    check_page()
     ratio = {row["method"]: row["ratio"] for row in record["steps"][1]["rows"]}
     assert ratio["bare loop"] is None
     assert ratio["phalanx"] > 0
@@ -103,14 +103,15 @@ def test_every_step_has_a_small_version() -> None:
     code, record = recorded("--minutes", "4")
     assert {step["name"]: step["traceback"] for step in record["steps"] if step["traceback"]} == {}
     assert code == 0
-    assert {step["name"] for step in record["steps"]} == set(FIELDS)
+    assert {step["name"] for step in record["steps"]} == set(STEPS)
     for step in record["steps"]:
         check_fields(step)
+    check_page()
     proofs = next(step["rows"] for step in record["steps"] if step["name"] == "proof")
     assert {row["result"] for row in proofs} <= {"equal", "refused"}
 
 
-# A step: says where it is, then waits as long as its parent lives.
+# A step: records its process id, then waits as long as its parent lives.
 SLEEPING = """
 import json, os, sys, time
 messages, name, seconds = sys.argv[1:]
@@ -126,7 +127,10 @@ while time.monotonic() < until and os.getppid() == parent:
 DRIVER = """
 import sys, time
 from pathlib import Path
-from gpu_record.recorder import PlannedStep, Record, run_steps
+from gpu_record.models import Transformer
+from gpu_record.page import page
+from gpu_record.page_records import STEPS, read_records
+from gpu_record.recorder import TRAINING, PlannedStep, Record, run_steps
 step = (sys.executable, "-S", "-c", sys.argv[1], "{messages}")
 steps = [PlannedStep(name=f"s{i}", limit=20, least=0, command=(*step, f"s{i}", "0.15")) for i in range(40)]
 record = Record(path=Path("record.json"), header={"schema": 1}, until=time.monotonic() + 60)
@@ -302,15 +306,24 @@ def facts_of_probe(**facts: Any) -> dict[str, Any]:
     return {"torch": "2.11.0", "devices": [], "problem": "", "phalanx": "", "missing": [], **facts}
 
 
-def test_the_pack_is_installed_where_phalanx_is_missing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_every_dependency_is_probed() -> None:
+    declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    assert {*run._NEEDED.values(), "torch"} == {Requirement(text).name for text in declared}
+    assert [name for name in run._NEEDED if importlib.util.find_spec(name) is None] == []
+
+
+@pytest.mark.parametrize("first", [{}, {"phalanx": "0.1.0", "missing": ["numpy"]}], ids=["phalanx", "numpy"])
+def test_the_pack_is_installed_if_a_package_is_missing(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, first: dict[str, Any]
+) -> None:
     installed: list[tuple[Path, Path]] = []
     monkeypatch.setattr(run, "install", lambda folder, target: installed.append((folder, target)))
-    answers = iter([facts_of_probe(), facts_of_probe(phalanx="0.1.0")])
-    monkeypatch.setattr(run, "_probed", lambda device, environment: next(answers))
+    answers = iter([facts_of_probe(**first), facts_of_probe(phalanx="0.1.0")])
+    monkeypatch.setattr(run, "_probe", lambda device, environment: next(answers))
     folder, scratch = tmp_path / "pack", tmp_path / "scratch"
     folder.mkdir()
-    asked = run._parsed(["--device", "cpu", "--pack", str(folder)])
-    environment, _ = run._prepared(asked, scratch)
+    asked = run._parse(["--device", "cpu", "--pack", str(folder)])
+    environment, _ = run._prepare(asked, scratch)
     assert installed == [(folder, scratch)]
     source = SCRIPT.parents[2] / "src"  # before the pack: what is measured is this clone
     assert environment["PYTHONPATH"].split(os.pathsep)[:3] == [str(SCRIPT.parents[1]), str(source), str(scratch)]
@@ -319,25 +332,113 @@ def test_the_pack_is_installed_where_phalanx_is_missing(monkeypatch: pytest.Monk
 def test_a_damaged_pack_is_refused(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(run, "_probed", lambda device, environment: facts_of_probe())
+    monkeypatch.setattr(run, "_probe", lambda device, environment: facts_of_probe())
     with pytest.raises(SystemExit) as caught:
-        run._prepared(run._parsed(["--device", "cpu", "--pack", str(tmp_path)]), tmp_path / "scratch")
+        run._prepare(run._parse(["--device", "cpu", "--pack", str(tmp_path)]), tmp_path / "scratch")
     assert caught.value.code == 2
     assert len(capsys.readouterr().err.splitlines()) == 1
 
 
-def test_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(run, "_probed", lambda device, environment: facts_of_probe(missing=["isal", "tomli_w"]))
+@pytest.mark.parametrize("phalanx", ["", "0.1.0"])
+def test_missing_packages_are_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], phalanx: str
+) -> None:
+    found = facts_of_probe(phalanx=phalanx, missing=["isal", "tomli_w"])
+    monkeypatch.setattr(run, "_probe", lambda device, environment: found)
     with pytest.raises(SystemExit) as caught:
-        run._prepared(run._parsed(["--device", "cpu", "--pack", "nowhere"]), Path())
+        run._prepare(run._parse(["--device", "cpu", "--pack", "nowhere"]), Path())
     assert caught.value.code == 2
     assert "missing isal, tomli-w. Try: make gpu-pack" in capsys.readouterr().err
 
 
-def test_counts_of_a_test_run() -> None:
-    found = counts("..s\nFAILED tests/a.py\n1 failed, 12 passed, 3 skipped, 2 errors in 4.20s\n")
-    assert found == {"passed": 12, "failed": 1, "skipped": 3, "errors": 2}
+@pytest.mark.parametrize(("free", "fits"), [(59.0, False), (60.0, True)])
+def test_rounds_are_in_turn_if_memory_suffices(monkeypatch: pytest.MonkeyPatch, free: float, fits: bool) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (int(free * 2**30), 80 * 2**30))
+    step = Step(name="llama_1b", messages=Path(), record=Path(), device="cuda", limit=60)
+    assert training.fits_all(step, workload("llama_1b", small=False)) == fits
+    assert training.fits_all(step, workload("lora_8b", small=False))
+
+
+@pytest.mark.filterwarnings("default")  # of torch's compiler
+def test_methods_are_measured_one_after_another_on_a_small_device(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    built, events = training._built, list[str]()
+
+    def spy(step: Step, work: Any, name: str, batch: int) -> Any:
+        gc.collect()
+        assert not any(type(one) is Transformer for one in gc.get_objects())  # the method before was freed
+        events.append(name)
+        return built(step, work, name, batch)
+
+    def timed(take: Any, count: int, device: str) -> float:
+        events.append("timed")
+        take(count)
+        return 0.5
+
+    monkeypatch.setattr(training, "_built", spy)
+    monkeypatch.setattr(training, "timed", timed)
+    monkeypatch.setattr(training, "_compile_every_block", lambda: None)  # a setting of the whole process
+    monkeypatch.setattr(training, "fits_all", lambda step, work: False)
+    compile_as = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda one, **how: compile_as(one, **{**how, "backend": "aot_eager"}))
+    messages = tmp_path / "messages"
+    training.run(Step(name="gpt2_124m", messages=messages, record=Path(), device="cpu", limit=60))
+    said = [json.loads(line) for line in messages.read_text().splitlines()]
+    each = ["timed"] * 4  # to choose the count of steps, then three rounds
+    assert events == [training.PLAIN, *each, training.EAGER, *each, training.COMPILED, *each]
+    assert "Rounds not in turn: the device is too small to hold all methods." in said[0]["facts"]["note"]
+    rows: dict[str, dict[str, Any]] = {}
+    for one in said:
+        if "row" in one:
+            rows.setdefault(one["row"], {}).update(one["values"])
+    assert {name: row["ratio"] for name, row in rows.items()} == {
+        training.PLAIN: None,
+        training.EAGER: 1.0,
+        training.COMPILED: 1.0,
+    }
+    assert [len(row["rounds"]) for row in rows.values()] == [3, 3, 3]
+
+
+VERBOSE = """collected 5 items
+
+tests/gpu/test_a.py::test_one PASSED                  [ 20%]
+tests/gpu/test_a.py::TestIt::test_two[a b] SKIPPED (no: tensor cores) [ 40%]
+tests/gpu/test_a.py::test_three PASSED                [ 60%]
+tests/gpu/test_a.py::test_three ERROR                 [ 60%]
+tests/gpu/test_a.py::test_four FAILED                 [ 80%]
+tests/gpu/test_b.py::test_five """
+
+
+def test_outcomes_are_counted_line_by_line() -> None:
+    ends = "\nFAILED tests/gpu/test_a.py::test_four - assert 1 PASSED\n=== 1 failed, 2 passed in 1.00s ===\n"
+    for output in (VERBOSE, VERBOSE + ends):
+        assert counts(output) == {"passed": 2, "failed": 1, "skipped": 1, "errors": 1}
     assert counts("") == {"passed": 0, "failed": 0, "skipped": 0, "errors": 0}
+    assert counts("____ ERROR collecting tests/gpu/test_a.py ____\n")["errors"] == 1
+
+
+def test_gpu_tests_that_time_out_fail_with_the_counts_so_far(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    folder, messages = tmp_path / "tests" / "gpu", tmp_path / "messages"
+    folder.mkdir(parents=True)
+    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = gpu\n")
+    (folder / "test_slow.py").write_text(
+        "import time, pytest\n"
+        "pytestmark = pytest.mark.gpu\n"
+        "def test_fast(): pass\n"
+        "def test_left_out(): pytest.skip()\n"
+        "def test_slow(): time.sleep(60)\n"
+    )
+    monkeypatch.setattr(gpu_tests, "_CLONE", tmp_path)
+    step = Step(name="gpu_tests", messages=messages, record=Path(), device="cuda", limit=10)
+    with pytest.raises(TimeoutError, match="timed out after 8 s"):
+        gpu_tests.run(step)
+    facts = json.loads(messages.read_text().splitlines()[-1])["facts"]
+    assert {key: facts[key] for key in ("passed", "failed", "skipped", "errors")} == counts("") | {
+        "passed": 1,
+        "skipped": 1,
+    }
+    assert "test_slow.py::test_slow" in facts["tail"]
 
 
 def test_spans_that_overlap_count_once() -> None:

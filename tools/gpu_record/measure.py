@@ -22,8 +22,11 @@ WAITS = (
     "cuStreamSynchronize",
     "cuCtxSynchronize",
     "cuEventSynchronize",
+    "hipStreamSynchronize",
+    "hipDeviceSynchronize",
+    "hipEventSynchronize",
 )
-"""Calls of CUDA by which the host waits for the device; ``.item()`` and blocking copies make the first."""
+"""Calls of CUDA and HIP by which the host waits for the device; ``.item()`` and blocking copies make the first."""
 
 
 def synchronize(device: str) -> None:
@@ -42,7 +45,7 @@ def seconds_of(work: Callable[[], object], count: int, device: str) -> float:
     return (time.perf_counter() - begun) / count
 
 
-def best_of(work: Callable[[], object], count: int, device: str, rounds: int = 3) -> float:
+def median_seconds(work: Callable[[], object], count: int, device: str, rounds: int = 3) -> float:
     """Return the median of ``rounds`` of ``seconds_of``, after one call to warm up."""
     work()
     return statistics.median(seconds_of(work, count, device) for _ in range(rounds))
@@ -122,7 +125,7 @@ def catalog_cluster(device: str) -> px.Cluster | None:
 
 
 def forecasts(job: px.Job, plans: Iterable[str], cluster: px.Cluster) -> dict[str, dict[str, Any]]:
-    """Map each plan to a row's ``forecast``: seconds with their interval, bytes at the peak, what takes most time.
+    """Map each plan to a row's ``forecast``: seconds with their interval, bytes at the peak, the costliest part.
 
     The same as ``px.forecast`` for each plan, but the model is looked at once.
     """
@@ -145,13 +148,13 @@ def forecasts(job: px.Job, plans: Iterable[str], cluster: px.Cluster) -> dict[st
 
 
 def relative(forecast: float | None, measured: float | None) -> float | None:
-    """Return by how much a forecast is too high, as a share of the measured value."""
+    """Return the excess of a forecast, as a share of the measured value."""
     return forecast / measured - 1 if forecast and measured else None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Profile:
-    """What torch's profiler saw of some work.
+    """Events of torch's profiler during some work.
 
     Attributes:
         events: all of them, but the mark around the work.
@@ -187,5 +190,5 @@ def profiled(work: Callable[[], object], device: str) -> Profile:
 
 
 def on_device(event: Any) -> bool:
-    """Return whether a profiler's event is of the device's time line."""
+    """Return True if a profiler's event is of the device's time line."""
     return str(event.device_type).endswith("CUDA")

@@ -16,16 +16,18 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from gpu_record.page_plots import Point, plot
-from gpu_record.page_records import STEPS, TRAINING, Record, RecordError, read_records
+from gpu_record.page_records import STEPS, Record, RecordError, read_records
 from gpu_record.page_tables import NONE, off, proof_summary, ratio, share, shown, status_table, step_lines, table, text
+from gpu_record.recorder import TRAINING
 from gpu_record.run import STEPS as PLANNED
 
 ROOT = Path(__file__).resolve().parents[2]
 _NO_RUN = "No run on a GPU is on record yet."
 _WRITTEN = "Written by `python tools/gpu_record/page.py`; do not edit."
 _HOW = """`make gpu-record` makes one. Run `make gpu-pack` on a machine with a network,
-carry the clone to the machine with the GPU, and run `make gpu-record` there.
-It takes at most 9 minutes and needs no network. It measures, in this order:"""
+copy the clone to the machine with the GPU, and run `make gpu-record` there.
+It takes at most 9 minutes and needs no network. The time limits together are longer than that:
+a step is skipped when the time left is too short for it. It measures, in this order:"""
 _SMALL = ": they show that the programme works, not how fast Phalanx is"
 _FACTORS = """Bars: at least 0.97 of plain PyTorch's rate, 45 % MFU, a forecast within 20 % in time and 10 % in memory.
 They were set for the compiled 1 B Llama; other rows of Phalanx are held to the same bars."""
@@ -78,27 +80,57 @@ def page(records: Sequence[Record]) -> tuple[str, dict[str, str]]:
 
 
 def paragraph(records: Sequence[Record]) -> str:
-    """Return the README's paragraph: the numbers of the newest full-size record of a CUDA device."""
-    record = next((record for record in records if record.counts), None)
+    """Return the README's paragraph: the numbers of the record that stands for Phalanx."""
+    record = headline(records)
     if record is None:
         content = f"{_NO_RUN} `make gpu-record` makes one ([GPU record](docs/project/gpu.md))."
         return textwrap.fill(content, 120, break_long_words=False, break_on_hyphens=False)
     proofs = record.rows("proof")
     summary = proof_summary(proofs).removesuffix(".") if proofs else "no proof ran"
-    content = f"Newest run on a GPU ({_device(record)}, {record.started:%Y-%m-%d}): {summary}. {_llama(record)}"
+    kind = "full run" if _is_full(record) else "run"
+    content = f"Newest {kind} on a GPU ({_device(record)}, {record.started:%Y-%m-%d}): {summary}. {_llama(record)}"
     errors = {key: [abs(row[key]) for row in record.rows(*TRAINING) if row[key] is not None] for key in _ERRORS}
-    off_by = [
-        f"{share(statistics.median(found))} off in {name} in the median ({share(max(found))} at most)"
-        for (key, name) in _ERRORS.items()
-        if (found := errors[key])
-    ]
+    off_by = [_off_by(found, name) for (key, name) in _ERRORS.items() if (found := errors[key])]
     count = max(map(len, errors.values()))
-    content += f" Forecasts of {count} rows are {' and '.join(off_by)}" if off_by else " No forecast was compared"
+    of = "The forecast of 1 row is" if count == 1 else f"Forecasts of {count} rows are"
+    content += f" {of} {' and '.join(off_by)}" if off_by else " No forecast was compared"
     content += " ([GPU record](docs/project/gpu.md))."
     return textwrap.fill(content, 120, break_long_words=False, break_on_hyphens=False)
 
 
 _ERRORS = {"time_error": "time", "memory_error": "memory"}
+
+
+def _off_by(errors: Sequence[float], name: str) -> str:
+    if len(errors) == 1:
+        return f"{share(errors[0])} off in {name}"
+    return f"{share(statistics.median(errors))} off in {name} in the median ({share(max(errors))} at most)"
+
+
+def headline(records: Sequence[Record]) -> Record | None:
+    """Return the newest full record of a GPU, else the newest of a GPU; ``None`` if no GPU was measured.
+
+    A record of a few steps (``--only``) does not displace a full one.
+
+    Args:
+        records: newest first.
+    """
+    on_gpus = [record for record in records if record.counts]
+    return next(filter(_is_full, on_gpus), on_gpus[0] if on_gpus else None)
+
+
+def _is_full(record: Record) -> bool:
+    return bool(record.rows("llama_1b") and record.rows("proof"))
+
+
+def _measured_again(record: Record, records: Sequence[Record]) -> list[str]:
+    """Return a sentence for each newer record of the same GPU with rows of training steps."""
+    newer = [one for one in records if one.counts and one.started > record.started and _device(one) == _device(record)]
+    lines: list[str] = []
+    for one in newer:
+        again = [STEPS[name].title for name in TRAINING if one.rows(name)]
+        lines += [f"Measured again on {one.started:%Y-%m-%d}, below: {', '.join(again)}.", ""] if again else []
+    return lines
 
 
 def _llama(record: Record) -> str:
@@ -111,7 +143,7 @@ def _llama(record: Record) -> str:
 
 
 def _glance(records: Sequence[Record]) -> list[str]:
-    record = next((record for record in records if record.counts), None)
+    record = headline(records)
     if record is None:
         kind = _kind(records[0]).replace("Small", "small")
         return [f"{_NO_RUN} `make gpu-record` makes one. Below are {kind}{_SMALL}.", ""]
@@ -120,7 +152,8 @@ def _glance(records: Sequence[Record]) -> list[str]:
     ]
     where = f"{_device(record)}, {record.started:%Y-%m-%d}."
     proofs = record.rows("proof")
-    lines = ["## At a glance", "", f"{where} {proof_summary(proofs)}" if proofs else where, "", _FACTORS]
+    lines = ["## At a glance", "", f"{where} {proof_summary(proofs)}" if proofs else where, ""]
+    lines += [*_measured_again(record, records), _FACTORS]
     if not rows:
         return [*lines, "", "No training row was measured.", ""]
     return [*lines, *table(("model", "method", *(bar.heading for bar in BARS)), rows)]

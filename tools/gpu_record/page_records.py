@@ -10,7 +10,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-SCHEMA = 1
+from gpu_record.recorder import SCHEMA
+
 _NULL, _NUMBER, _TEXT = type(None), "number", "text"
 _OPTIONAL = (_NULL, _NUMBER)
 _FORECAST = {
@@ -35,7 +36,7 @@ class Step:
 
     Attributes:
         measures: one line for readers.
-        row: keys of each row and the form of their values.
+        row: keys of each row and the form of their values; a key whose value may be null may also be missing.
     """
 
     title: str
@@ -102,8 +103,6 @@ STEPS = {
         row={"kernel": _TEXT, "seconds": _OPTIONAL, "share": _OPTIONAL},
     ),
 }
-TRAINING = ("llama_1b", "gpt2_124m", "resnet50", "bert_base", "lora_8b")
-
 _STEP = {
     "name": frozenset(STEPS),
     "status": frozenset({"done", "failed", "timed out", "skipped", "running"}),
@@ -180,6 +179,9 @@ def _read(path: Path) -> Record:
         started = datetime.fromisoformat(content["started"])
     except ValueError:
         raise RecordError(f"{path}: started is no time: {content['started']!r}") from None
+    _fill(content, _RECORD)
+    for step in content["steps"]:
+        _fill(step, {"rows": [STEPS[step["name"]].row]})
     utc = started.astimezone(UTC) if started.tzinfo else started.replace(tzinfo=UTC)
     return Record(name=path.name, started=utc, content=content)
 
@@ -192,6 +194,21 @@ def _faults(content: Any) -> Iterator[str]:
     yield from (f"step {name} is there twice" for name in STEPS if names.count(name) > 1)
 
 
+def _fill(value: Any, form: Any) -> None:
+    # A record made before a column was added has no value for it.
+    if isinstance(form, list):
+        for item in value:
+            _fill(item, form[0])
+    elif isinstance(form, tuple):
+        if value is not None:
+            _fill(value, form[1])
+    elif isinstance(form, Mapping):
+        for key, inner in form.items():
+            if isinstance(inner, tuple):
+                value.setdefault(key, None)
+            _fill(value[key], inner)
+
+
 def _unlike(value: Any, form: Any, where: str) -> Iterator[str]:
     if isinstance(form, Mapping):
         if not isinstance(value, Mapping):
@@ -199,7 +216,8 @@ def _unlike(value: Any, form: Any, where: str) -> Iterator[str]:
             return
         for key, inner in form.items():
             if key not in value:
-                yield f"{where} has no key {key!r}"
+                if not isinstance(inner, tuple):
+                    yield f"{where} has no key {key!r}"
             else:
                 yield from _unlike(value[key], inner, key if where == "the record" else f"{where}, {key}")
     elif isinstance(form, list):

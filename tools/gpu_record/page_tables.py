@@ -7,7 +7,8 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from gpu_record.page_records import STEPS, TRAINING
+from gpu_record.page_records import STEPS
+from gpu_record.recorder import TRAINING
 from phalanx.units import show_bytes, show_count, show_number, show_seconds, visible
 
 NONE = "–"
@@ -96,6 +97,7 @@ _FACTS: tuple[tuple[str, str, Callable[[float], str]], ...] = (
     ("capability", "compute capability", str),
     ("driver", "driver", str),
     ("cuda", "CUDA", str),
+    ("hip", "HIP", str),
     ("torch", "torch", str),
     ("python", "Python", str),
     ("cores", "CPU cores", _counted),
@@ -158,7 +160,7 @@ def proof(facts: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> list[s
 
 
 def proof_summary(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Return one sentence: how many proofs of how many are equal, and what the others are."""
+    """Return one sentence: the number of proofs by result."""
     counts = {name: sum(row["result"] == name for row in rows) for name in ("not equal", "refused", "failed")}
     others = "".join(f", {count} {name}" for name, count in counts.items() if count)
     return f"{len(rows) - sum(counts.values())} of {len(rows)} proofs equal{others}."
@@ -172,7 +174,7 @@ def _proof(row: Mapping[str, Any]) -> str:
 
 
 def training(facts: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return the table of what was measured, and the one of forecasts beside it."""
+    """Return the table of measured numbers, and the table of forecasts beside them."""
     head = [f"{key.replace('_', ' ')} {_fact(value)}" for key, value in facts.items() if _fact(value) != NONE]
     measured = [
         (
@@ -264,7 +266,7 @@ def gpu_tests(facts: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> li
 
 
 def trace(facts: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return how one step's time divides, and its costliest kernels."""
+    """Return the shares of one step's time, and its costliest kernels."""
     keys = ("compute_share", "launch_gap_share", "host_wait_share")
     cells = [shown(facts.get("step_seconds"), show_seconds), *(shown(facts.get(key), share) for key in keys)]
     lines = table((">time of the step", ">compute", ">launch gaps", ">host waits"), [cells]) if facts else []

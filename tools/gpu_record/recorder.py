@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 SCHEMA = 1
+TRAINING = ("llama_1b", "gpt2_124m", "resnet50", "bert_base", "lora_8b")  # steps of steps/training.py
 _POLL = 0.1  # seconds between looks at a step
 _KEEP = 2.0  # seconds that are kept back for writing the record
 _LONGEST = 20_000  # characters of a traceback
@@ -92,7 +93,7 @@ def run_steps(
     record.write()
     try:
         for planned, entry in zip(steps, record.steps, strict=True):
-            _one(record, planned, entry, memory, dict(environment or os.environ))
+            _run_step(record, planned, entry, memory, dict(environment or os.environ))
         record.write(complete=True)
     except Stopped as stopped:
         for entry in record.steps:
@@ -118,7 +119,7 @@ def _empty(step: PlannedStep) -> dict[str, Any]:
     return {**entry, "reason": "", "traceback": "", "facts": {}, "rows": [], "_keys": []}
 
 
-def _one(
+def _run_step(
     record: Record, planned: PlannedStep, entry: dict[str, Any], memory: float | None, environment: dict[str, str]
 ) -> None:
     if memory is not None and memory < planned.gib * 2**30:
@@ -138,7 +139,7 @@ def _one(
         filled = {"messages": str(messages), "record": str(record.path.absolute()), "limit": f"{limit:.1f}"}
         with output.open("wb") as file:
             process = subprocess.Popen(
-                [_filled(word, filled) for word in planned.command],
+                [_fill(word, filled) for word in planned.command],
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=subprocess.STDOUT,
@@ -146,22 +147,22 @@ def _one(
                 start_new_session=True,
             )
             try:
-                code = _watched(process, begun + limit, lambda: _heard(messages, record, entry))
+                code = _wait(process, begun + limit, lambda: _read_messages(messages, record, entry))
             finally:
                 _kill(process)
                 entry["seconds"] = round(time.monotonic() - begun, 2)
-        _heard(messages, record, entry)
+        _read_messages(messages, record, entry)
         _judge(entry, code, limit, output.read_text(encoding="utf-8", errors="replace"))
     record.write()
 
 
-def _filled(word: str, values: Mapping[str, str]) -> str:
+def _fill(word: str, values: Mapping[str, str]) -> str:
     for name, value in values.items():
         word = word.replace("{" + name + "}", value)
     return word
 
 
-def _watched(process: subprocess.Popen[bytes], until: float, look: Callable[[], object]) -> int | None:
+def _wait(process: subprocess.Popen[bytes], until: float, look: Callable[[], object]) -> int | None:
     """Wait for ``process`` and return its exit code, or ``None`` once ``until`` has passed."""
     while time.monotonic() < until:
         try:
@@ -178,7 +179,7 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
-def _heard(messages: Path, record: Record, entry: dict[str, Any]) -> None:
+def _read_messages(messages: Path, record: Record, entry: dict[str, Any]) -> None:
     """Take new lines of a step into its entry, and write the record if there are any."""
     with messages.open("rb") as file:
         file.seek(entry.get("_read", 0))

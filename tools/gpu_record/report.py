@@ -1,4 +1,4 @@
-"""The side of a step: what it was asked for, and lines that it appends for ``run.py`` to read."""
+"""A running step: its arguments, and the lines it appends for ``run.py`` to read."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ class Step:
         messages: file of JSON lines that ``run.py`` reads.
         record: the record so far, a JSON file.
         device: ``cuda`` or ``cpu``.
-        small: True if the small version is to run.
         limit: seconds from the start of the process to its kill.
         part: name of a part of the step, for a step that starts processes; else "".
     """
@@ -27,10 +26,14 @@ class Step:
     messages: Path
     record: Path
     device: str
-    small: bool
     limit: float
     part: str = ""
     begun: float = field(default_factory=time.monotonic)
+
+    @property
+    def small(self) -> bool:
+        """True on a CPU, which runs the small versions."""
+        return self.device == "cpu"
 
     def facts(self, **facts: Any) -> None:
         """Add facts to the record; a second value for a name replaces the first."""
@@ -57,15 +60,10 @@ class Step:
         """Seconds until the limit."""
         return self.limit - (time.monotonic() - self.begun)
 
-    def rows_of(self, name: str) -> list[dict[str, Any]]:
-        """Return the rows of an earlier step of this record."""
+    def earlier(self, name: str) -> dict[str, Any]:
+        """Return an earlier step of this record; without rows and facts if it was not asked for."""
         steps = json.loads(self.record.read_text(encoding="utf-8"))["steps"]
-        return next((step["rows"] for step in steps if step["name"] == name), [])
-
-    def facts_of(self, name: str) -> dict[str, Any]:
-        """Return the facts of an earlier step of this record."""
-        steps = json.loads(self.record.read_text(encoding="utf-8"))["steps"]
-        return next((step["facts"] for step in steps if step["name"] == name), {})
+        return next((step for step in steps if step["name"] == name), {"rows": [], "facts": {}})
 
     def _say(self, message: dict[str, Any]) -> None:
         # One write to a file opened for appending: lines of several processes do not mix.

@@ -1,4 +1,4 @@
-"""Record what Phalanx does on this machine's GPU: ``python tools/gpu_record/run.py --minutes 9 --out gpu_record.json``.
+"""Measure Phalanx on this machine's GPU: ``python tools/gpu_record/run.py --minutes 9 --out gpu_record.json``.
 
 Only the standard library is needed to start it. Every step is a process of its own with a time limit, and the record
 is written after each row: a kill at any moment loses only the row in work. Without Phalanx' packages, ``gpu_pack/`` is
@@ -31,22 +31,23 @@ _MINUTES = 9.0  # that the limits are made for
 _LEAST_LIMIT = 60.0  # seconds that a scaled limit keeps: starting torch and compiling do not shrink
 _OLDEST = (2, 11)
 # The most valuable evidence first. Name, time limit, seconds it needs at least, GiB of device memory.
+# 22 GiB: cards sold with 24 GB, at which the steps halve their batch if memory runs out.
 STEPS = (
     ("environment", 20.0, 8.0, 1.0),
     ("overhead", 40.0, 10.0, 1.0),
-    ("llama_1b", 150.0, 40.0, 60.0),
+    ("llama_1b", 150.0, 40.0, 22.0),
     ("proof", 120.0, 15.0, 2.0),
-    ("trace", 45.0, 20.0, 40.0),
+    ("trace", 45.0, 20.0, 22.0),
     ("gpu_tests", 60.0, 15.0, 4.0),
-    ("lora_8b", 60.0, 30.0, 45.0),
-    ("gpt2_124m", 45.0, 25.0, 24.0),
+    ("lora_8b", 60.0, 30.0, 22.0),
+    ("gpt2_124m", 45.0, 25.0, 22.0),
     ("checkpoint", 30.0, 15.0, 8.0),
     ("calibrate", 60.0, 15.0, 4.0),
-    ("bert_base", 45.0, 25.0, 24.0),
+    ("bert_base", 45.0, 25.0, 22.0),
     ("resnet50", 45.0, 25.0, 20.0),
 )
 _NAMES = tuple(step[0] for step in STEPS)
-# The packages that Phalanx' training, proofs and forecasts import, as Python and as pip call them.
+# The dependencies in pyproject.toml but torch, as Python and as pip call them.
 _NEEDED = {
     "numpy": "numpy",
     "safetensors": "safetensors",
@@ -85,9 +86,9 @@ print(json.dumps(found))
 def main(given: list[str] | None = None) -> int:
     """Read the command line, look at the machine, and record."""
     begun = time.monotonic()
-    asked = _parsed(given)
+    asked = _parse(given)
     with tempfile.TemporaryDirectory(prefix="gpu-record-packages-") as scratch:
-        environment, found = _prepared(asked, Path(scratch))
+        environment, found = _prepare(asked, Path(scratch))
         devices = found["devices"]
         if asked.device == "cuda" and not devices:
             _refuse("no CUDA device: torch.cuda sees none here. Try: --device cpu for the small versions")
@@ -130,8 +131,8 @@ def planned(only: list[str], device: str, minutes: float) -> list[PlannedStep]:
     return made
 
 
-def _parsed(given: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="run.py", description="Record what Phalanx does on this machine's GPU.")
+def _parse(given: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="run.py", description="Measure Phalanx on this machine's GPU.")
     parser.add_argument("--minutes", default="9", help="time for everything [9]")
     parser.add_argument("--out", type=Path, default=Path("gpu_record.json"), help="the record [gpu_record.json]")
     parser.add_argument("--only", nargs="+", default=[], metavar="STEP", help=f"some of: {', '.join(_NAMES)}")
@@ -153,32 +154,38 @@ def _parsed(given: list[str] | None) -> argparse.Namespace:
     return asked
 
 
-def _prepared(asked: argparse.Namespace, scratch: Path) -> tuple[dict[str, str], dict[str, Any]]:
+def _prepare(asked: argparse.Namespace, scratch: Path) -> tuple[dict[str, str], dict[str, Any]]:
     """Find torch, and Phalanx in this clone; install missing packages from the pack.
 
     Returns:
-        The environment of the steps, and what was found.
+        The environment of the steps, and the facts of the probe.
     """
     environment = _with_path(_with_path(dict(os.environ), _CLONE / "src"), _TOOLS)
-    found = _probed(asked.device, environment)
+    found = _probe(asked.device, environment)
     if not found["torch"]:
         _refuse(f"torch is not installed in {sys.executable}. Try: another Python, or pip install torch")
     if _numbers(found["torch"]) < _OLDEST:
         _refuse(f"torch {found['torch']} is too old: 2.11 or newer is needed. Try: pip install --upgrade torch")
-    if not found["phalanx"] and asked.pack.is_dir():
+    if not _is_complete(found) and asked.pack.is_dir():
         try:
             install(asked.pack, scratch)
         except (PackError, OSError) as error:
             _refuse(f"{asked.pack}: cannot be installed: {' '.join(str(error).split())}")
         environment = _with_path(_with_path(_with_path(dict(os.environ), scratch), _CLONE / "src"), _TOOLS)
-        found = _probed(asked.device, environment)
-    if not found["phalanx"]:
-        missing = ", ".join(_NEEDED[name] for name in found["missing"]) or found["problem"]
-        _refuse(f"Phalanx cannot be imported: missing {missing}. Try: make gpu-pack, on a machine with a network")
+        found = _probe(asked.device, environment)
+    if not _is_complete(found):
+        missing = ", ".join(_NEEDED[name] for name in found["missing"])
+        why = f"missing {missing}" if missing else found["problem"]
+        _refuse(f"Phalanx cannot be imported: {why}. Try: make gpu-pack, on a machine with a network")
     return environment, found
 
 
-def _probed(device: str, environment: dict[str, str]) -> dict[str, Any]:
+def _is_complete(found: dict[str, Any]) -> bool:
+    # phalanx.api imports its packages late: an import of it alone does not show that all are installed.
+    return bool(found["phalanx"]) and not found["missing"]
+
+
+def _probe(device: str, environment: dict[str, str]) -> dict[str, Any]:
     asked = [sys.executable, "-c", _PROBE, device, json.dumps(list(_NEEDED))]
     try:
         done = subprocess.run(asked, capture_output=True, text=True, env=environment, timeout=120, check=False)

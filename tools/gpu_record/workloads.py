@@ -17,6 +17,9 @@ _SAMPLES = 64  # samples held in memory
 _RESNET_50 = ((64, 3), (128, 4), (256, 6), (512, 3))
 _MASKED = 0.15  # share of tokens that BERT predicts
 
+Target = Callable[[dict[str, Tensor]], Tensor]
+"""Return the part of a batch that outputs are compared with."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
@@ -115,12 +118,6 @@ class Workload:
     def parameters(self) -> int:
         return sum(parameter.numel() for parameter in self.on_meta().parameters())
 
-    def state_bytes(self) -> int:
-        """Return bytes of parameters and of both moments of AdamW."""
-        return sum(
-            one.numel() * (one.itemsize + (8 if one.requires_grad else 0)) for one in self.on_meta().parameters()
-        )
-
 
 def _formatted(module: nn.Module, channels_last: bool) -> nn.Module:
     # Convolutions on tensor cores want channels last.
@@ -214,19 +211,18 @@ def proof_job(model: str) -> px.Job:
     return Workload(name=model.lower(), label=model, **given).job(steps=5)
 
 
-def overhead_job(model: str, small: bool) -> px.Job:
-    """Return the job whose step costs little beside its loop: ``MLP`` or ``GPT 10M``."""
+def overhead_job(model: str, small: bool) -> tuple[px.Job, Target]:
+    """Return the job whose step costs little beside its loop, ``MLP`` or ``GPT 10M``, and its target."""
     if model == "GPT 10M":
         size = Size(
             layers=6, width=384, heads=6, key_heads=6, inner=1536, vocabulary=256, context=64 if not small else 16
         )
         size = replace(size, layers=2, width=128, heads=4, inner=512) if small else size
-        return Workload(
-            name="gpt_10m", label=model, build=lambda: Transformer(size, causal=True), batch=8, size=size
-        ).job()
+        work = Workload(name="gpt_10m", label=model, build=lambda: Transformer(size, causal=True), batch=8, size=size)
+        return work.job(), work.target
     generator = torch.Generator().manual_seed(1)
     table = px.Table(x=torch.randn(1024, 64, generator=generator), y=torch.randint(10, (1024,), generator=generator))
-    return px.Job(
+    job = px.Job(
         name="mlp",
         model=lambda: make(lambda: nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 10))),
         data=lambda: table,
@@ -236,6 +232,7 @@ def overhead_job(model: str, small: bool) -> px.Job:
         batch=32,
         steps=100_000,
     )
+    return job, lambda batch: batch["y"]
 
 
 def checkpoint_work(small: bool) -> Workload:

@@ -10,9 +10,8 @@ import traceback
 from importlib import import_module
 from pathlib import Path
 
+from gpu_record.recorder import TRAINING
 from gpu_record.report import Step
-
-_TRAINING = ("llama_1b", "gpt2_124m", "resnet50", "bert_base", "lora_8b")
 
 
 def main() -> int:
@@ -31,14 +30,13 @@ def main() -> int:
         messages=given.messages,
         record=given.record,
         device=given.device,
-        small=given.device == "cpu",
         limit=given.limit,
         part=given.part,
     )
     try:
         if step.small:
             _compile_cheaply()
-        module = "training" if step.name in _TRAINING else step.name
+        module = "training" if step.name in TRAINING else step.name
         import_module(f"gpu_record.steps.{module}").run(step)
     except BaseException:
         step.failed(traceback.format_exc())

@@ -11,13 +11,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gpu_record.measure import catalog_cluster, device_memory_gib, forecasts, relative
+from gpu_record.recorder import TRAINING
 from gpu_record.report import Step
 from gpu_record.workloads import workload
 
 if TYPE_CHECKING:
     import phalanx as px
-
-_TRAINING = ("llama_1b", "gpt2_124m", "lora_8b", "resnet50", "bert_base")
 
 
 def run(step: Step) -> None:
@@ -29,8 +28,8 @@ def run(step: Step) -> None:
         return
     found = _command(quick=step.small)
     step.facts(cluster=found.to_toml(), seconds=round(time.monotonic() - begun, 2))
-    for name in _TRAINING:
-        rows = step.rows_of(name)
+    for name in TRAINING:
+        rows = step.earlier(name)["rows"]
         if rows and step.left < 5:
             step.note(f"No time was left for {name}.")
         elif rows:
@@ -40,7 +39,7 @@ def run(step: Step) -> None:
 def _compare(step: Step, name: str, rows: list[dict[str, Any]], found: px.Cluster) -> None:
     """Record the step's rows, each with its forecast by the catalog, which the step made, and by ``found``."""
     work = workload(name, small=step.small, memory_gib=device_memory_gib(step.device))
-    job = work.job(steps=10, batch=step.facts_of(name).get("batch", 0))
+    job = work.job(steps=10, batch=step.earlier(name)["facts"].get("batch", 0))
     plans = {row["method"]: row["plan"] or f"compile=true {work.plan}" for row in rows}
     calibrated = forecasts(job, sorted(set(plans.values())), found)
     for row in rows:

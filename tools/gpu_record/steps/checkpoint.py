@@ -1,4 +1,4 @@
-"""Step ``checkpoint``: how long training stands still for a save, and how long the save takes."""
+"""Step ``checkpoint``: seconds that training waits for a save, and seconds until it is written."""
 
 from __future__ import annotations
 

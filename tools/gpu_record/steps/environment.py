@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from gpu_record.measure import best_of, peak_flops
+from gpu_record.measure import median_seconds, peak_flops
 from gpu_record.report import Step
 
 _ASKED = {
@@ -29,6 +29,7 @@ def run(step: Step) -> None:
         python=platform.python_version(),
         cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         cuda=torch.version.cuda,
+        hip=torch.version.hip,
         driver=None,
         sm_mhz=None,
         memory_mhz=None,
@@ -57,7 +58,7 @@ def matmul(device: str) -> float:
     size, dtype, count = (8192, torch.bfloat16, 10) if device == "cuda" else (512, torch.float32, 5)
     a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
     out = torch.empty_like(a)
-    return 2 * size**3 / best_of(lambda: torch.mm(a, b, out=out), count, device) / 1e12
+    return 2 * size**3 / median_seconds(lambda: torch.mm(a, b, out=out), count, device) / 1e12
 
 
 def copy(device: str) -> float:
@@ -65,7 +66,7 @@ def copy(device: str) -> float:
     size = 2**31 if device == "cuda" else 2**26
     source = torch.zeros(size, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    return 2 * size / best_of(lambda: target.copy_(source), 10, device) / 1e9
+    return 2 * size / median_seconds(lambda: target.copy_(source), 10, device) / 1e9
 
 
 def _driver() -> dict[str, Any]:

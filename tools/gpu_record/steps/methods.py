@@ -1,9 +1,9 @@
-"""Ways to train a workload: plain PyTorch by hand, and Phalanx. Each is built once and then takes steps."""
+"""Training loops of a workload: plain PyTorch by hand, and Phalanx, built once and then called for steps."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any
+import itertools
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -11,12 +11,15 @@ from torch import Tensor, nn
 
 import phalanx as px
 from gpu_record.measure import seconds_of
+from gpu_record.workloads import Target
 
 Take = Callable[[int], None]
 """Take so many optimizer steps."""
 
 
-def plain_steps(job: px.Job, device: str, *, compiled: bool, half: bool = True, ignored: int | None = None) -> Take:
+def plain_steps(
+    job: px.Job, target: Target, device: str, *, compiled: bool, half: bool = True, ignored: int | None = None
+) -> Take:
     """Return plain PyTorch at its best: compiled blocks and loss, fused AdamW, bf16 autocast, pinned batches.
 
     The host waits for nothing: batches are pinned beforehand and copied asynchronously, and no loss is read.
@@ -25,13 +28,13 @@ def plain_steps(job: px.Job, device: str, *, compiled: bool, half: bool = True, 
     optimizer = torch.optim.AdamW(
         [one for one in module.parameters() if one.requires_grad], lr=1e-4, fused=device == "cuda"
     )
-    loss_of = _loss(job, -100 if ignored is None else ignored)
+    loss_of = _loss(-100 if ignored is None else ignored)
     if compiled:
         blocks = getattr(module, "blocks", None)
         for block in blocks if isinstance(blocks, nn.ModuleList) else [module]:
             block.compile(dynamic=False)
         loss_of = torch.compile(loss_of)
-    batches = endless(_batches(job, device))
+    batches = itertools.cycle(_batches(job, device))
 
     def take(count: int) -> None:
         for _ in range(count):
@@ -39,7 +42,7 @@ def plain_steps(job: px.Job, device: str, *, compiled: bool, half: bool = True, 
             optimizer.zero_grad(set_to_none=True)
             with torch.autocast(device, torch.bfloat16, enabled=half):
                 output = module(job.inputs(batch) if job.inputs else batch)
-                loss = loss_of(output, batch)
+                loss = loss_of(output, target(batch))
             loss.backward()
             optimizer.step()
         optimizer.zero_grad(set_to_none=True)
@@ -65,23 +68,11 @@ def timed(take: Take, count: int, device: str) -> float:
     return seconds_of(lambda: take(count), 1, device) / count
 
 
-def _loss(job: px.Job, ignored: int) -> Callable[[Any, dict[str, Tensor]], Tensor]:
-    target_of: Callable[[dict[str, Tensor]], Tensor] = target
-
-    def loss_of(output: Tensor, batch: dict[str, Tensor]) -> Tensor:
-        return F.cross_entropy(
-            output.float().flatten(0, -2), target_of(batch).flatten(), ignore_index=ignored, reduction="mean"
-        )
+def _loss(ignored: int) -> Callable[[Tensor, Tensor], Tensor]:
+    def loss_of(output: Tensor, target: Tensor) -> Tensor:
+        return F.cross_entropy(output.float().flatten(0, -2), target.flatten(), ignore_index=ignored, reduction="mean")
 
     return loss_of
-
-
-def target(batch: dict[str, Tensor]) -> Tensor:
-    """Return what a batch's outputs are compared with."""
-    for name in ("label", "y"):
-        if name in batch:
-            return batch[name]
-    return batch["tokens"][:, 1:]
 
 
 def _batches(job: px.Job, device: str) -> list[dict[str, Tensor]]:
@@ -92,9 +83,3 @@ def _batches(job: px.Job, device: str) -> list[dict[str, Tensor]]:
         rows = {name: column[index * job.batch : (index + 1) * job.batch] for name, column in columns.items()}
         made.append({name: one.contiguous().pin_memory() if device == "cuda" else one for name, one in rows.items()})
     return made
-
-
-def endless(batches: list[dict[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
-    """Return the batches over and over."""
-    while True:
-        yield from batches

@@ -1,4 +1,4 @@
-"""Step ``overhead``: what a loop costs in a step, for models so small that little else is in it."""
+"""Step ``overhead``: the cost of the loop in a step, for models so small that little else is in it."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _MANY = {"MLP": 200, "GPT 10M": 60}  # steps of a round
 def run(step: Step) -> None:
     """Take steps by a bare loop and by Phalanx in turn."""
     for model in ("MLP", "GPT 10M"):
-        job = overhead_job(model, step.small)
+        job, target = overhead_job(model, step.small)
         many = _MANY[model] // (20 if step.small else 1)
         takes: dict[str, Take] = {
-            "bare loop": plain_steps(job, step.device, compiled=False, half=False),
+            "bare loop": plain_steps(job, target, step.device, compiled=False, half=False),
             "phalanx": phalanx_steps(job, f"device={step.device}"),
         }
         for take in takes.values():

@@ -16,7 +16,8 @@ _WARM_UP, _COSTLIEST = 4, 5
 def run(step: Step) -> None:
     """Profile the step after those that compile and warm up."""
     work = workload("llama_1b", small=step.small, memory_gib=device_memory_gib(step.device))
-    take = phalanx_steps(work.job(), f"compile=true {work.plan} device={step.device}")
+    batch = step.earlier("llama_1b")["facts"].get("batch", work.batch)  # smaller if memory ran out there
+    take = phalanx_steps(work.job(batch=batch), f"compile=true {work.plan} device={step.device}")
     take(_WARM_UP)
     profiled(lambda: take(1), step.device)  # the first use of the profiler costs seconds
     found = profiled(lambda: take(1), step.device)
@@ -37,7 +38,7 @@ def run(step: Step) -> None:
 
 
 def _kernels(events: list[Any]) -> list[tuple[str, float, float]]:
-    """Return kernels and copies of the device, without the spans that mark what the host did."""
+    """Return kernels and copies of the device, without the spans of host annotations."""
     return [
         (one.name, one.time_range.start / 1e6, one.time_range.end / 1e6)
         for one in events

@@ -1,4 +1,4 @@
-"""Training steps of one model: plain PyTorch and Phalanx in turn, three rounds, in one process."""
+"""Training steps of one model: plain PyTorch and Phalanx, three rounds in turn if memory suffices, in one process."""
 
 from __future__ import annotations
 
@@ -28,6 +28,8 @@ PLAIN, EAGER, COMPILED = "plain PyTorch", "phalanx eager", "phalanx compiled"
 _ROUNDS = 3
 _ROUND_SECONDS = 2.0  # of a round, about
 _WARM_UP = 3  # steps
+_STATE = 16  # bytes of fp32 parameters, gradients and both moments of AdamW, a parameter
+_WORK = 10 * 2**30  # bytes of activations and logits, about
 
 
 @dataclass(kw_only=True)
@@ -46,6 +48,14 @@ class Method:
     held: int
     peak: int = 0
     seconds: list[float] = field(default_factory=list[float])
+
+
+@dataclass(kw_only=True)
+class Results:
+    """Rows by method, and tracebacks of the methods that could not be built."""
+
+    failed: dict[str, str]
+    rows: dict[str, dict[str, Any]] = field(default_factory=dict[str, dict[str, Any]])
 
 
 def run(step: Step) -> None:
@@ -103,23 +113,55 @@ def _facts(step: Step, work: Workload, batch: int) -> dict[str, Any]:
 
 
 def _measured(step: Step, work: Workload, facts: dict[str, Any], failed: dict[str, str]) -> dict[str, dict[str, Any]]:
-    """Build every method, then run rounds in turn; each method reports its row after each round.
+    """Measure all methods in turn, or one after another if the device is too small to hold them together.
 
     A method that cannot be built is put into ``failed`` with its traceback, and the others are measured.
     """
+    names, found = _methods(work), Results(failed=failed)
+    groups = [names] if fits_all(step, work) else [(name,) for name in names]
+    for group in groups:
+        _rounds(step, work, facts, found, group)
+        if len(groups) > 1:
+            _free(step.device)
+    if not found.rows:
+        raise RuntimeError(_in_words(failed))
+    return found.rows
+
+
+def _methods(work: Workload) -> tuple[str, ...]:
+    return (EAGER,) if work.name == "lora_8b" else (PLAIN, EAGER, COMPILED)
+
+
+def fits_all(step: Step, work: Workload) -> bool:
+    """Return True if the device's free memory holds all methods at once."""
+    count = len(_methods(work))
+    if step.device != "cuda" or count == 1:
+        return True
+    return torch.cuda.mem_get_info()[0] >= count * _STATE * work.parameters() + _WORK
+
+
+def _free(device: str) -> None:
+    import_module("torch._dynamo").reset()
+    gc.collect()
+    if device == "cuda":
+        torch.cuda.empty_cache()
+
+
+def _rounds(step: Step, work: Workload, facts: dict[str, Any], found: Results, group: tuple[str, ...]) -> None:
+    """Build the methods of ``group``, then run rounds in turn; each method reports its row after each round."""
     memory, methods = Memory(step.device), list[Method]()
-    for name in (EAGER,) if work.name == "lora_8b" else (PLAIN, EAGER, COMPILED):
+    for name in group:
         try:
             methods.append(_built(step, work, name, facts["batch"]))
         except Exception as error:  # of one method; the others are worth measuring
             if _out_of_memory(error):
                 raise
-            failed[name] = traceback.format_exc()
-            step.failed(_in_words(failed))
+            found.failed[name] = traceback.format_exc()
+            step.failed(_in_words(found.failed))
     if not methods:
-        raise RuntimeError(_in_words(failed))
-    count = _count(step, methods)
-    rows: dict[str, dict[str, Any]] = {}
+        return
+    unmeasured = len(_methods(work)) - len(found.rows) - len(found.failed)
+    count = _count(step, methods, max(len(methods), unmeasured))
     for _ in range(_ROUNDS):
         for method in methods:
             others = memory.held() - method.held
@@ -127,9 +169,9 @@ def _measured(step: Step, work: Workload, facts: dict[str, Any], failed: dict[st
             method.seconds.append(timed(method.take, count, step.device))
             method.peak = max(method.peak, memory.peak() - others)
         for method in methods:
-            rows[method.name] = _row(work, method, methods, facts)
-            step.row(method.name, **rows[method.name])
-    return rows
+            plain = found.rows.get(PLAIN, {}).get("step_seconds")
+            found.rows[method.name] = _row(work, method, plain, facts)
+            step.row(method.name, **found.rows[method.name])
 
 
 def _built(step: Step, work: Workload, name: str, batch: int) -> Method:
@@ -139,7 +181,7 @@ def _built(step: Step, work: Workload, name: str, batch: int) -> Method:
     gc.collect()
     before = memory.held()
     if name == PLAIN:
-        take = plain_steps(job, step.device, compiled=True, ignored=work.ignored)
+        take = plain_steps(job, work.target, step.device, compiled=True, ignored=work.ignored)
     else:
         take = phalanx_steps(job, plan)
     take(1 if step.small else _WARM_UP)
@@ -159,22 +201,23 @@ def _note(step: Step, work: Workload) -> str:
         notes.append("Frozen weights count 4 FLOPs a token in place of 6.")
     else:
         notes.append("Plain PyTorch compiles blocks and loss, and steps a fused AdamW.")
+    if not fits_all(step, work):
+        notes.append("Rounds not in turn: the device is too small to hold all methods.")
     if step.small:
         notes.append("Small version: compiled blocks are traced without generating code; memory is the process's.")
     return " ".join(notes)
 
 
-def _count(step: Step, methods: list[Method]) -> int:
+def _count(step: Step, methods: list[Method], unmeasured: int) -> int:
     """Return steps of a round: as many as take about two seconds, as far as the time limit allows."""
     each = max(timed(method.take, 1, step.device) for method in methods)
     wanted = 0.3 if step.small else _ROUND_SECONDS
-    affordable = 0.5 * max(0.0, step.left) / (_ROUNDS * len(methods))
+    affordable = 0.5 * max(0.0, step.left) / (_ROUNDS * unmeasured)
     return max(2, min(200, int(min(wanted, affordable) / each)))
 
 
-def _row(work: Workload, method: Method, methods: list[Method], facts: dict[str, Any]) -> dict[str, Any]:
+def _row(work: Workload, method: Method, plain: float | None, facts: dict[str, Any]) -> dict[str, Any]:
     seconds = statistics.median(method.seconds)
-    plain = next((one for one in methods if one.name == PLAIN), None)
     unit_count = facts["batch"] * work.units
     return {
         "model": work.label,
@@ -189,7 +232,7 @@ def _row(work: Workload, method: Method, methods: list[Method], facts: dict[str,
         "forecast": None,
         "time_error": None,
         "memory_error": None,
-        "ratio": statistics.median(plain.seconds) / seconds if plain and plain is not method else None,
+        "ratio": plain / seconds if plain and method.name != PLAIN else None,
     }
 
 
