@@ -34,7 +34,7 @@ help:
 	@echo 'make scale      what grows with the ranks, counted up to 131,072 and measured up to 64 -> docs/explanation/scale.md'
 	@echo 'make bench      the comparisons with peers (about an hour on 2 cores)'
 	@echo 'make gpu        the tests that need CUDA devices'
-	@echo 'make gpu-pack   wheels for a Linux GPU machine with torch and no network -> gpu_pack/'
+	@echo 'make gpu-pack   wheels for a Linux GPU machine with torch and no network (PACK_PYTHON=3.12) -> gpu_pack/'
 	@echo 'make gpu-record measure Phalanx on this machine'"'"'s GPU, in 9 minutes and without a network -> gpu_record.json'
 	@echo 'make pins       renew the exact versions and hashes of pins/'
 	@echo 'make audit      ask for known vulnerabilities of what pins/ lists'

@@ -21,6 +21,7 @@ import torch
 from packaging.requirements import Requirement
 
 from gpu_record import run
+from gpu_record.measure import relative
 from gpu_record.models import Transformer
 from gpu_record.page import page
 from gpu_record.page_records import STEPS, read_records
@@ -127,6 +128,7 @@ while time.monotonic() < until and os.getppid() == parent:
 DRIVER = """
 import sys, time
 from pathlib import Path
+from gpu_record.measure import relative
 from gpu_record.models import Transformer
 from gpu_record.page import page
 from gpu_record.page_records import STEPS, read_records
@@ -351,6 +353,82 @@ def test_missing_packages_are_named(
     assert "missing isal, tomli-w. Try: make gpu-pack" in capsys.readouterr().err
 
 
+def test_a_write_that_fails_leaves_the_record_before_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    record = Record(path=tmp_path / "record.json", header={"device": "cpu"}, until=time.monotonic())
+    record.write()
+    before = record.path.read_text()
+
+    def fails(*given: Any) -> None:
+        raise OSError("no space left")
+
+    for name in ("fsync", "replace"):
+        with monkeypatch.context() as patched:
+            patched.setattr(os, name, fails)
+            record.header["device"] = "cuda"
+            with pytest.raises(OSError, match="no space left"):
+                record.write()
+        assert record.path.read_text() == before
+
+
+def test_memory_is_compared_in_gib() -> None:
+    step = PlannedStep(name="step", limit=10, gib=15, least=0, command=GOOD.command)
+    assert steps_recorded(step, memory=15 * 2**30)[1][0]["status"] == "done"
+    assert steps_recorded(step, memory=15 * 10**9)[1][0]["status"] == "skipped"
+
+
+def test_limits_of_a_gpu_are_asked_for() -> None:
+    planned = {step.name: step for step in run.planned([], "cuda", 9.0)}
+    assert [planned[name].gib for name in ("llama_1b", "lora_8b")] == [22, 22]
+    assert all(step.gib == 0 for step in run.planned([], "cpu", 9.0))
+
+
+def test_a_step_ends_with_the_programme(tmp_path: Path) -> None:
+    """Its limit is cut to the time that is left."""
+    step = PlannedStep(
+        name="long", limit=60, least=0, command=(sys.executable, "-S", "-c", "import time; time.sleep(60)")
+    )
+    record = Record(path=tmp_path / "record.json", header={}, until=time.monotonic() + 3.5)
+    assert run_steps(record, [step], None) == 1
+    assert record.steps[0]["status"] == "timed out"
+    assert record.steps[0]["limit"] < 3.5
+
+
+def test_flops_of_a_step_by_hand() -> None:
+    llama = workload("llama_1b", small=False, memory_gib=80)
+    block = 2 * 2048 * 2048 + 2 * 2048 * 512 + 3 * 2048 * 8192 + 2 * 2048  # projections, SwiGLU, norms
+    products = 16 * block + 2048 + 2048 * 32000  # blocks, last norm, head; no embedding
+    attention = 12 * 16 * 2048 * 2048  # layers, width, tokens
+    assert llama.flops(4) == 4 * 2048 * (6 * products + attention)
+    lora = workload("lora_8b", small=False)
+    trained = sum(one.numel() for one in lora.on_meta().parameters() if one.requires_grad)
+    frozen = sum(one.numel() for one in lora.on_meta().parameters() if not one.requires_grad) - 128256 * 4096
+    assert lora.flops(1) == 2048 * (6 * trained + 4 * frozen + 12 * 32 * 4096 * 2048)
+    assert workload("resnet50", small=False).flops(1) == pytest.approx(
+        3 * 2 * 4.09e9, rel=0.01
+    )  # He et al.: 4.1e9 products
+
+
+def test_numbers_of_a_row() -> None:
+    work = workload("gpt2_124m", small=True)
+    method = training.Method(
+        name=training.EAGER, plan="", take=lambda count: None, held=0, peak=7, seconds=[2.0, 4.0, 3.0]
+    )
+    row = training._row(work, method, 1.5, {"batch": 2, "flops_per_step": 6e12, "peak": 10e12})
+    assert (row["step_seconds"], row["rate"], row["mfu"], row["ratio"]) == (3.0, 2 * 64 / 3, 0.2, 0.5)
+    assert relative(1.2, 1.0) == pytest.approx(0.2)
+
+
+def test_plain_pytorch_is_eager_where_it_cannot_be_compiled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def refuses(self: Any, **how: Any) -> None:
+        raise RuntimeError("no C compiler")
+
+    monkeypatch.setattr(torch.nn.Module, "compile", refuses)
+    work = workload("gpt2_124m", small=True)
+    step = Step(name="gpt2_124m", messages=tmp_path / "messages", record=Path(), device="cpu", limit=60)
+    training._plain(step, work, work.job())(1)
+    assert "could not be compiled: no C compiler" in step.messages.read_text()
+
+
 @pytest.mark.parametrize(("free", "fits"), [(59.0, False), (60.0, True)])
 def test_rounds_are_in_turn_if_memory_suffices(monkeypatch: pytest.MonkeyPatch, free: float, fits: bool) -> None:
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (int(free * 2**30), 80 * 2**30))
@@ -378,7 +456,7 @@ def test_methods_are_measured_one_after_another_on_a_small_device(
 
     monkeypatch.setattr(training, "_built", spy)
     monkeypatch.setattr(training, "timed", timed)
-    monkeypatch.setattr(training, "_compile_every_block", lambda: None)  # a setting of the whole process
+    monkeypatch.setattr(training, "_set_up_torch", lambda: None)  # a setting of the whole process
     monkeypatch.setattr(training, "fits_all", lambda step, work: False)
     compile_as = torch.compile
     monkeypatch.setattr(torch, "compile", lambda one, **how: compile_as(one, **{**how, "backend": "aot_eager"}))

@@ -143,7 +143,7 @@ def _run_step(
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=subprocess.STDOUT,
-                env=environment,
+                env={**environment, "TMPDIR": name},  # what a killed step leaves there goes with it
                 start_new_session=True,
             )
             try:
@@ -216,6 +216,8 @@ def _judge(entry: dict[str, Any], code: int | None, limit: float, output: str) -
     """Set the status of a step that has ended, and why."""
     if code is None:
         entry |= {"status": "timed out", "reason": f"killed after {limit:.0f} s, its time limit"}
+        if lines := entry["traceback"].strip().splitlines():
+            entry["reason"] += f", as it ended by {lines[-1].strip()}"
         return
     if code == 0:
         entry |= {"status": "skipped" if "_skip" in entry else "done", "reason": entry.get("_skip", "")}

@@ -36,15 +36,22 @@ def run(step: Step) -> None:
             elif index > _EVERY:
                 synchronize(step.device)
                 time.sleep(pause)
+                _report(step, folder, device, host, (before, host_before))
         taken.close()
-        run = px.load(folder)
-        for event in [one for one in run.events() if one["event"] == "checkpoint"]:
-            step.row(
-                str(event["step"]),
-                bytes=event["bytes"],
-                standstill_seconds=event["standstill"],
-                seconds=event["seconds"],
-                peak_bytes_before=before,
-                peak_bytes_during=device.peak(),
-                host_bytes=max(0, host.peak() - host_before),
-            )
+        _report(step, folder, device, host, (before, host_before))
+
+
+def _report(step: Step, folder: Path, device: Memory, host: Memory, before: tuple[int, int]) -> None:
+    """Add a row for each save that is whole; ``before``: bytes at the peak of the device, and held by the host."""
+    import phalanx as px
+
+    for event in [one for one in px.load(folder).events() if one["event"] == "checkpoint"]:
+        step.row(
+            str(event["step"]),
+            bytes=event["bytes"],
+            standstill_seconds=event["standstill"],
+            seconds=event["seconds"],
+            peak_bytes_before=before[0],
+            peak_bytes_during=device.peak(),
+            host_bytes=max(0, host.peak() - before[1]),
+        )

@@ -30,6 +30,7 @@ def run(step: Step) -> None:
         cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         cuda=torch.version.cuda,
         hip=torch.version.hip,
+        compiler=shutil.which("cc") or shutil.which("gcc") or "",
         driver=None,
         sm_mhz=None,
         memory_mhz=None,
@@ -73,15 +74,20 @@ def _driver() -> dict[str, Any]:
     tool = shutil.which("nvidia-smi")
     if tool is None:
         return {}
-    found: dict[str, Any] = {}
-    for name, field in _ASKED.items():
-        try:
-            asked = [tool, f"--query-gpu={field}", "--format=csv,noheader,nounits", "--id=0"]
-            text = subprocess.run(asked, capture_output=True, text=True, timeout=5, check=True).stdout.strip()
-            found[name] = text if name == "driver" else float(text)
-        except (OSError, subprocess.SubprocessError, ValueError):
-            continue
-    return found
+    asked = [tool, f"--query-gpu={','.join(_ASKED.values())}", "--format=csv,noheader,nounits", "--id=0"]
+    try:
+        text = subprocess.run(asked, capture_output=True, text=True, timeout=5, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return {}
+    told = zip(_ASKED, (value.strip() for value in text.split(",")), strict=False)
+    return {name: value if name == "driver" else _number(value) for name, value in told}
+
+
+def _number(text: str) -> float | None:
+    try:
+        return float(text)
+    except ValueError:  # "[N/A]"
+        return None
 
 
 def _or_none(work: Callable[[], float | None]) -> float | None:

@@ -20,7 +20,7 @@ Take = Callable[[int], None]
 def plain_steps(
     job: px.Job, target: Target, device: str, *, compiled: bool, half: bool = True, ignored: int | None = None
 ) -> Take:
-    """Return plain PyTorch at its best: compiled blocks and loss, fused AdamW, bf16 autocast, pinned batches.
+    """Return plain PyTorch by hand: compiled blocks and loss, fused AdamW, bf16 autocast, pinned batches.
 
     The host waits for nothing: batches are pinned beforehand and copied asynchronously, and no loss is read.
     """

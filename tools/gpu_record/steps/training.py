@@ -7,7 +7,7 @@ import statistics
 import traceback
 from dataclasses import dataclass, field
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -23,6 +23,9 @@ from gpu_record.measure import (
 from gpu_record.report import Step, first_line
 from gpu_record.steps.methods import Take, phalanx_steps, plain_steps, timed
 from gpu_record.workloads import Workload, workload
+
+if TYPE_CHECKING:
+    import phalanx as px
 
 PLAIN, EAGER, COMPILED = "plain PyTorch", "phalanx eager", "phalanx compiled"
 _ROUNDS = 3
@@ -61,7 +64,7 @@ class Results:
 def run(step: Step) -> None:
     """Measure, with half the batch if memory runs out; then forecast each row."""
     work = workload(step.name, small=step.small, memory_gib=device_memory_gib(step.device))
-    _compile_every_block()
+    _set_up_torch()
     step.facts(note=_note(step, work))
     batch, failed = work.batch, dict[str, str]()
     while True:
@@ -89,13 +92,10 @@ def _in_words(failed: dict[str, str]) -> str:
     return "\n".join(f"{name}:\n{text}" for name, text in failed.items())
 
 
-def _compile_every_block() -> None:
-    """Let ResNet's eight shapes of blocks be compiled by two methods: torch stops after eight."""
-    config = import_module("torch._dynamo").config
-    for name in ("recompile_limit", "cache_size_limit"):
-        if hasattr(config, name):
-            setattr(config, name, 64)
-            return
+def _set_up_torch() -> None:
+    """Set what all methods share: convolutions are tried, and ResNet's eight sizes of blocks are compiled twice."""
+    torch.backends.cudnn.benchmark = True
+    import_module("torch._dynamo").config.recompile_limit = 64
 
 
 def _facts(step: Step, work: Workload, batch: int) -> dict[str, Any]:
@@ -180,14 +180,24 @@ def _built(step: Step, work: Workload, name: str, batch: int) -> Method:
     plan = "" if name == PLAIN else _plan(step, work, name)
     gc.collect()
     before = memory.held()
-    if name == PLAIN:
-        take = plain_steps(job, work.target, step.device, compiled=True, ignored=work.ignored)
-    else:
-        take = phalanx_steps(job, plan)
+    take = _plain(step, work, job) if name == PLAIN else phalanx_steps(job, plan)
     take(1 if step.small else _WARM_UP)
     synchronize(step.device)
     gc.collect()
     return Method(name=name, plan=plan, take=take, held=memory.held() - before)
+
+
+def _plain(step: Step, work: Workload, job: px.Job) -> Take:
+    """Return plain PyTorch compiled, or eager where it cannot be compiled: without it no row has a ratio."""
+    try:
+        take = plain_steps(job, work.target, step.device, compiled=True, ignored=work.ignored)
+        take(1)
+        return take
+    except Exception as error:
+        if _out_of_memory(error):
+            raise
+        step.note(f"Plain PyTorch is eager, as it could not be compiled: {first_line(error)}")
+    return plain_steps(job, work.target, step.device, compiled=False, ignored=work.ignored)
 
 
 def _plan(step: Step, work: Workload, name: str) -> str:
