@@ -2,7 +2,7 @@
 
 SHELL := /bin/bash
 .NOTPARALLEL:
-.PHONY: help demo test check lint types contracts docs suite long parity resumed cases zoo mutants hangs recommended chaos scale bench gpu \
+.PHONY: help demo test check lint types contracts docs suite long engines parity resumed cases zoo mutants hangs recommended chaos scale bench gpu \
 	gpu-pack gpu-record pins audit format clean
 
 BIN := .venv/bin
@@ -23,6 +23,7 @@ help:
 	@echo 'make test       the whole suite: lint, types, contracts, docs, tests'
 	@echo 'make check      style, types, import contracts and the tests that start no process: about a minute'
 	@echo 'make long       further rows of the laws that `make test` holds by some: other models, plans and ranks'
+	@echo 'make engines    tests on Slurm, Ray, SSH, and stand-ins of Kubernetes and SageMaker; `make test` runs the first of each file'
 	@echo 'make parity     every plan x model x ranks against one device -> docs/reference/parity.md'
 	@echo 'make resumed    every plan that saved x every plan that goes on, against one device -> docs/reference/resumed.md'
 	@echo 'make cases      jobs as people write them x plans: equal, named, or refused before they run -> docs/reference/cases.md'
@@ -82,6 +83,10 @@ suite: .venv/.installed-dev
 long: export PYTHONDONTWRITEBYTECODE :=
 long: .venv/.installed-dev
 	$(BIN)/pytest -m long $(if $(filter-out 1,$(SIDES)),-n $(SIDES) --dist loadscope --max-worker-restart 2)
+
+engines: export PYTHONDONTWRITEBYTECODE :=
+engines: .venv/.installed-dev
+	$(BIN)/pytest -m 'engine and not long' tests/launch
 
 gpu: .venv/.installed-dev
 	$(BIN)/pytest -m gpu tests/gpu

@@ -137,7 +137,20 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return Files(config, log)
 
 
+# Fixtures of tests/launch that start an engine, hosts with a server, or programs on stand-ins for hosts.
+ENGINES = frozenset({"apart", "check", "cluster", "servers", "service", "start", "wired"})
+
+
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark tests that need an engine, but for the first test of each file and fixture, which runs in every suite."""
+    seen: set[tuple[Path, str]] = set()
+    for item in items:
+        if item.path.parent.name == "launch" and "long" not in item.keywords:
+            used = {(item.path, name) for name in ENGINES.intersection(getattr(item, "fixturenames", ()))}
+            if used and used <= seen:
+                item.add_marker(pytest.mark.engine)
+            seen |= used
     if torch.cuda.device_count() == 0:
         for item in items:
             if "gpu" in item.keywords:
