@@ -57,7 +57,7 @@ def command(path: Path | None, quick: bool, to: str | None, as_json: bool) -> No
     kind = accelerator()
     if kind and not kind.fitted:
         given, fix = f"{kind.count()} {kind.label} devices", f"{kind.visible}= phalanx calibrate"
-        allowed = "CUDA GPUs, or a machine of CPU cores alone"
+        allowed = "devices that forecasts were fitted to, or a machine of cores alone"
         raise RefusedError.of(where="calibrate", given=given, allowed=allowed, fix=fix)
     where = path or default_path()
     if kind:

@@ -18,14 +18,14 @@ _ROUNDS = 3
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Sizes:
+class KernelSizes:
     """Sizes of what is timed.
 
     Attributes:
         product: rows and columns of the matrices that are multiplied.
         stream: elements of the tensors that are added.
         tokens: of each of 64 attention heads.
-        calls: of a small kernel.
+        calls: of a small operation.
     """
 
     product: int = 8192
@@ -34,17 +34,17 @@ class Sizes:
     calls: int = 2000
 
 
-QUICK = Sizes(product=256, stream=2**20, tokens=64, calls=50)
+QUICK = KernelSizes(product=256, stream=2**20, tokens=64, calls=50)
 
 
-def with_measured_kernels(machine: Cluster, kind: DeviceKind, sizes: Sizes | None = None) -> Cluster:
+def with_measured_kernels(machine: Cluster, kind: DeviceKind, sizes: KernelSizes | None = None) -> Cluster:
     """Return ``machine`` with its first group's devices measured, by the first of them.
 
     Measured are the shares of the data sheet's peak (bf16 products, causal attention with heads of 128) and bandwidth
-    (fp32 additions), and the seconds of a small kernel on the device and on the host, by the names of ``Kernels``.
+    (fp32 additions), and the host's seconds for an operation, by the names of ``Kernels``.
     """
     group, timed = machine.groups[0], _Timer(kind)
-    device, sizes = group.device, sizes or Sizes()
+    device, sizes = group.device, sizes or KernelSizes()
     peak = device.peak["bf16"]
     # products of infinite depth are that much faster, by the law of ``Kernels.depth``
     filled = 1 + rates(device).kernels.depth / sizes.product
@@ -56,8 +56,6 @@ def with_measured_kernels(machine: Cluster, kind: DeviceKind, sizes: Sizes | Non
         "attention_backward": min(1.0, backward / peak),
         "host": timed.call(sizes.calls),
     }
-    if kind.torch_type == "cuda":
-        found["floor"] = timed.kernel()
     measured = replace(device, name=f"{device.name}-measured", measured=dict(sorted(found.items())))
     return replace(machine, groups=(replace(group, device=measured), *machine.groups[1:]))
 
@@ -94,16 +92,6 @@ class _Timer:
         """Return seconds that the host needs for an eager operation."""
         small = torch.zeros(16, device=self._device)
         return self._seconds(lambda: small.add_(1), count)
-
-    def kernel(self) -> float:
-        """Return seconds of a kernel however small, launched by a CUDA graph and not by the host."""
-        small, graph, count = torch.zeros(16, device=self._device), torch.cuda.CUDAGraph(), 200
-        small.add_(1)
-        self._kind.synchronize()
-        with torch.cuda.graph(graph):
-            for _ in range(count):
-                small.add_(1)
-        return self._seconds(graph.replay) / count
 
     def _seconds(self, work: Callable[[], object], count: int = 10) -> float:
         """Return seconds of one of ``count`` calls, the median of some rounds, after one to warm up."""
