@@ -23,12 +23,17 @@ from phalanx.trace.blocks import leave_cache_out, parts
 from phalanx.trace.operations import is_dear
 
 
+def recomputes(plan: Plan) -> bool:
+    """Return True if backward computes activations again."""
+    return plan.recompute != "none"
+
+
 def apply(module: nn.Module, plan: Plan, each: Iterable[nn.Module] | None = None) -> nn.Module:
     """Recompute ``each`` of the parts of ``module``, in place; names stay as they are.
 
     The cache of keys and values is left out: the second forward would append to it.
     """
-    if plan.recompute == "none":
+    if not recomputes(plan):
         return module
     leave_cache_out(module)
     for part in parts(module) if each is None else each:

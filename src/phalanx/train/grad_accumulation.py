@@ -23,6 +23,7 @@ from phalanx.data import MicroBatch, StepBatch
 from phalanx.device_kinds import kind_of, widened
 from phalanx.parallel import MicroBatchWork
 from phalanx.parallel.rng_streams import reseed, stream
+from phalanx.parallel.torch_compile import compiles_losses
 from phalanx.train.column_types import float64_named
 from phalanx.train.inputs import to_device
 from phalanx.train.loss import LossReading, compiled_losses, read_loss
@@ -82,8 +83,8 @@ class GradAccumulation(MicroBatchWork):
 
     def loss(self, output: Any, device: torch.device, micro: MicroBatch, last: bool) -> torch.Tensor:
         step = self._step
-        compiles = step.plan.compile and kind_of(device).compiles
-        with step.computing(device), compiled_losses(wanted=compiles):
+        wanted = compiles_losses(step.plan, kind_of(device))
+        with step.computing(device), compiled_losses(wanted=wanted):
             result = self._job.loss(output, self._on_device(micro, device))
             read = self._reading(result, micro.samples)
         # kept to the end of the step: with its graph it would keep a half-done backward's activations, too

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 import torch
 
 from phalanx.config import Plan
-from phalanx.parallel.mixed_precision import HALVES
+from phalanx.parallel.activation_checkpointing import recomputes
+from phalanx.parallel.mixed_precision import HALVES, gathered_type
 
 
 def compute_context(plan: Plan, device: torch.device) -> AbstractContextManager[object]:
@@ -27,8 +28,7 @@ def cast_weights_once(plan: Plan, *, micro_batches: int) -> Iterator[None]:
     autocast forgets its casts where the outermost context ends, which is that of one forward. With recomputation they
     are not kept: backward would hold two bytes a parameter more than the forecast says.
     """
-    keep = micro_batches > 1 and plan.precision != "fp32" and plan.zero != 3 and plan.recompute == "none"
-    if not keep:
+    if micro_batches == 1 or plan.precision not in HALVES or gathered_type(plan) or recomputes(plan):
         yield
         return
     torch.autocast_increment_nesting()
