@@ -63,7 +63,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "each rank divides by its own count",
         ACCUMULATION,
-        '        return self._given(numbers[:-1] if numbers.device.type != "cpu" else numbers[:-1].tolist())',
+        "        return self._given(numbers[:-1].tolist() if kind_of(numbers.device).on_host else numbers[:-1])",
         "        return float(numbers[0]), self._local_numbers(self._device())[1] * dist.get_world_size()",
         ("prove rich dp=2",),
     ),

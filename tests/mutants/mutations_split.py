@@ -163,7 +163,7 @@ TECHNIQUES: tuple[Mutation, ...] = (
     Mutation(
         "compress: what a codec left out keeps the loss scale of then",
         "train/step.py",
-        "                held.sender.scale(scaling.scale / before)\n",
+        "                held.sender.scale(scaling.scale / before_update)\n",
         "                pass\n",
         ("test distributed/test_compress.py follows_a_loss_scale",),
     ),
