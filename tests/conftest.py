@@ -24,7 +24,7 @@ from phalanx.launch.host_network import lacking
 
 # A shell starts what it runs in the background with interrupts ignored, and programs inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
-START_WORKERS = {"cases", "conversions", "distributed", "faults", "launch", "parity", "recommended"}
+START_WORKERS = {"cases", "conversions", "distributed", "faults", "launch", "mutants", "parity", "recommended"}
 torch.set_num_threads(1)  # workers are forked: a parallel region here would leave them a broken thread pool
 
 

@@ -6,7 +6,7 @@
 ``resume JOB PLAN``  the same of a run that is cut in two
 ``again JOB PLAN``    the same of a whole run that is taken up once more from its middle
 ``ledger JOB PLAN``  each sample once an epoch, by the run's ledger
-``test PATH [WORD]`` a test file, those of its tests whose names have the word
+``test PATH [WORD]`` the tests of a file that every suite runs, and whose names have the word
 """
 
 from __future__ import annotations

@@ -18,17 +18,24 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 
 from mutation import SOURCE, Mutation
-from mutations import MUTATIONS
-from mutations_coupled import COUPLED
-from mutations_random import RANDOM
-from mutations_split import TECHNIQUES
 
-ALL = (*MUTATIONS, *TECHNIQUES, *RANDOM, *COUPLED)
+
+def _listed() -> Iterator[Mutation]:
+    """The mutations of each file ``mutations*.py`` of this folder."""
+    for path in sorted(Path(__file__).parent.glob("mutations*.py")):
+        for value in vars(import_module(path.stem)).values():
+            if isinstance(value, tuple):
+                yield from (one for one in value if isinstance(one, Mutation))
+
+
+ALL = tuple(_listed())
+KERNEL = sorted({words for one in ALL for words in one.checks if not words.startswith("test ")})
 _PATIENCE = 300.0  # seconds for the checks of one mutation; one that hangs is found, too
 
 
