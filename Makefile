@@ -22,7 +22,7 @@ help:
 	@echo 'make demo       install, then train, prove and report a small model on this machine'
 	@echo 'make test       the whole suite: lint, types, contracts, docs, tests'
 	@echo 'make check      style, types, import contracts and the tests that start no process: about a minute'
-	@echo 'make long       further rows of the laws that `make test` holds by some: other models, plans and ranks'
+	@echo 'make long       further rows of the laws that `make test` holds by some (PART=1/4 for every fourth)'
 	@echo 'make engines    tests on Slurm, Ray, SSH, and stand-ins of Kubernetes and SageMaker; `make test` runs the first of each file'
 	@echo 'make parity     every plan x model x ranks against one device -> docs/reference/parity.md'
 	@echo 'make resumed    every plan that saved x every plan that goes on, against one device -> docs/reference/resumed.md'
@@ -80,9 +80,12 @@ suite: export PYTHONDONTWRITEBYTECODE :=  # workers and commands load hundreds o
 suite: .venv/.installed-dev
 	@echo "== suite"; $(BIN)/pytest $(if $(filter-out 1,$(SIDES)),-n $(SIDES) --dist loadscope --max-worker-restart 2)
 
+PART ?= 0/1
+ALSO ?=
 long: export PYTHONDONTWRITEBYTECODE :=
 long: .venv/.installed-dev
-	$(BIN)/pytest -m long $(if $(filter-out 1,$(SIDES)),-n $(SIDES) --dist loadscope --max-worker-restart 2)
+	@echo "== long, part $(PART)$(if $(ALSO), and $(ALSO))"; \
+	$(BIN)/pytest -m 'long$(if $(ALSO), or $(ALSO))' --part $(PART) $(if $(filter-out 1,$(SIDES)),-n $(SIDES) --dist loadscope --max-worker-restart 2)
 
 engines: export PYTHONDONTWRITEBYTECODE :=
 engines: .venv/.installed-dev

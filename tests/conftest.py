@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 import psutil
 import pytest
@@ -21,6 +22,7 @@ import phalanx as px
 from forked import get_over_with
 from phalanx.hardware import proven
 from phalanx.launch.host_network import lacking
+from suite_minutes import SuiteMinutes
 
 # A shell starts what it runs in the background with interrupts ignored, and programs inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -141,8 +143,32 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 ENGINES = frozenset({"apart", "check", "cluster", "servers", "service", "start", "wired"})
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--part", metavar="I/N", help="of the tests marked long only every N-th, from the I-th; 0/4 to 3/4"
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(SuiteMinutes(config))
+
+
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.option.part:
+        part, parts = map(int, config.option.part.split("/"))
+        others = [one for one in items if "long" in one.keywords and crc32(one.nodeid.encode()) % parts != part % parts]
+        config.hook.pytest_deselected(items=others)
+        left_out = set(others)
+        items[:] = [one for one in items if one not in left_out]
+    _mark_engines(items)
+    if torch.cuda.device_count() == 0:
+        for item in items:
+            if "gpu" in item.keywords:
+                item.add_marker(pytest.mark.skip(reason="no CUDA device here"))
+
+
+def _mark_engines(items: list[pytest.Item]) -> None:
     """Mark tests that need an engine, but for the first test of each file and fixture, which runs in every suite."""
     seen: set[tuple[Path, str]] = set()
     for item in items:
@@ -151,7 +177,3 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             if used and used <= seen:
                 item.add_marker(pytest.mark.engine)
             seen |= used
-    if torch.cuda.device_count() == 0:
-        for item in items:
-            if "gpu" in item.keywords:
-                item.add_marker(pytest.mark.skip(reason="no CUDA device here"))
