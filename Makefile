@@ -200,9 +200,9 @@ ASKS_FOR_CUDA := $(BIN)/python -c 'import sys; from importlib.metadata import re
 	else $(PIP) -c constraints.txt -e '.[dev]'; fi
 	@touch $@ .venv/.installed
 
-.venv/.installed-bench: .venv/.installed-dev
+.venv/.installed-bench: pins/bench.txt .venv/.installed-dev
 	@echo 'installing the peers that bench/ compares with'
-	@$(PIP) -c constraints.txt -e '.[bench]'
+	@if $(HAS_PINS); then $(PINNED) --no-deps -r pins/bench.txt; else $(PIP) -c constraints.txt -e '.[bench]'; fi
 	@touch $@
 
 # In a folder that only the zoo sees, and without what they ask for: torch is not to be another.

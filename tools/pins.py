@@ -11,8 +11,9 @@ the hashes of all files of each version from the registry. Four files come of it
 - cuda.txt: what the registry's build of torch for Linux loads besides, and no other build needs.
 - dev.txt: everything else.
 
-audit.txt has what `make audit` needs, in the versions of dev.txt where that names them. zoo.txt has what `make zoo`
-installs besides, without what that asks for: it is there, and torch is not to be another.
+audit.txt has what `make audit` needs, in the versions of dev.txt where that names them. bench.txt has the peers that
+`make bench` compares with and what they need, but torch. zoo.txt has what `make zoo` installs besides,
+without what that asks for: it is there, and torch is not to be another.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ HEADS = {
     "cuda.txt": "What the registry's build of torch for Linux loads; not installed where torch is a build for CPUs.",
     "dev.txt": "What development and CI install, but torch and what only its CUDA build loads.",
     "audit.txt": "What `make audit` installs.",
+    "bench.txt": "What `make bench` installs besides: the peers and what they need, but torch.",
     "zoo.txt": "What `make zoo` installs besides, in a folder of its own and without what that asks for.",
 }
 
@@ -100,6 +102,13 @@ def zoo(uv: str, asked: list[str]) -> dict[str, list[str]]:
     return resolve(uv, "-", "--no-deps", "--constraint", "constraints.txt", asked="\n".join(asked))
 
 
+def bench(uv: str, asked: list[str]) -> dict[str, list[str]]:
+    """The peers and what they need, without torch: some need older versions than dev.txt has."""
+    wanted = "\n".join(one for one in asked if not one.startswith("phalanx"))
+    found = resolve(uv, "-", "--constraint", "constraints.txt", asked=wanted)
+    return {name: blocks for name, blocks in found.items() if name != "torch" and not name.startswith(_CUDA)}
+
+
 def main() -> None:
     """Resolve, and write every file of pins."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
@@ -119,6 +128,7 @@ def main() -> None:
         write("cuda.txt", cuda)
         write("dev.txt", everything)
         write("audit.txt", resolve(uv, "-", "--constraint", "pins/dev.txt", asked="\n".join(extras["audit"])))
+        write("bench.txt", bench(uv, extras["bench"]))
         write("zoo.txt", zoo(uv, extras["zoo"]))
 
 

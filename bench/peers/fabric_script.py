@@ -7,15 +7,15 @@ import sys
 import warnings
 from itertools import chain, islice, repeat
 
-from lightning.fabric import Fabric, seed_everything
-from lightning.fabric.strategies import DDPStrategy
+from lightning_fabric import Fabric, seed_everything
+from lightning_fabric.strategies import DDPStrategy
 from torch.utils.data import DataLoader
 
 from stopwatch import Stopwatch
 from workloads import WORKLOADS, as_it_is, loss
 
 warnings.filterwarnings("ignore")
-logging.getLogger("lightning.fabric").setLevel(logging.ERROR)
+logging.getLogger("lightning_fabric").setLevel(logging.ERROR)
 
 
 def main(name: str, steps: int, processes: int) -> None:

@@ -10,9 +10,9 @@ import sys
 import warnings
 from typing import Any
 
-import lightning as L
+import pytorch_lightning as L
 import torch
-from lightning.pytorch.strategies import DDPStrategy
+from pytorch_lightning.strategies import DDPStrategy
 from torch import Tensor
 from torch.utils.data import DataLoader
 
@@ -20,7 +20,7 @@ from stopwatch import Stopwatch
 from workloads import WORKLOADS, Workload, as_it_is, loss
 
 warnings.filterwarnings("ignore")
-logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+logging.getLogger("pytorch_lightning").setLevel(logging.ERROR)
 
 
 class Module(L.LightningModule):

@@ -198,6 +198,17 @@ def test_every_package_imported_is_declared_and_explained() -> None:
     assert [name for name in declared if name not in explained] == []
 
 
+@pytest.mark.quick
+def test_no_package_with_stolen_credentials_is_asked_for() -> None:
+    """Releases of `lightning` stole credentials: bench/ uses `pytorch-lightning` and `lightning-fabric`."""
+    asked = (ROOT / "pyproject.toml").read_text()
+    pinned = "".join(path.read_text() for path in (ROOT / "pins").glob("*.txt"))
+    scripts = [path for folder in ("bench", "tests", "src", "examples") for path in (ROOT / folder).rglob("*.py")]
+    assert re.findall(r'"lightning[<>=\[~! "]', asked) + re.findall(r"^lightning[=<> ]", pinned, re.MULTILINE) == []
+    imports = re.compile(r"^\s*(import|from) lightning\b", re.MULTILINE)
+    assert [str(path) for path in scripts if imports.search(path.read_text())] == []
+
+
 def test_wheel_carries_the_demo_and_nothing_else(tmp_path: Path) -> None:
     build = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path)]
     done = subprocess.run(build, cwd=ROOT, capture_output=True, text=True, check=False)
