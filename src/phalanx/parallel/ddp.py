@@ -53,7 +53,9 @@ class DdpLayout(Layout):
         sender = None if compress == "none" else Sender(compress, own_group(), parameters)
         if sender:
             self._ddp.register_comm_hook(None, lambda _, bucket: sender.send(bucket))
-        self.holdings = RankHoldings(module=self._module, parameters=parameters, divisor=world_size, sender=sender)
+        self.holdings = RankHoldings(
+            module=self._module, parameters=parameters, divisor=world_size, whole=True, sender=sender
+        )
 
     def accumulate(self, parts: Sequence[Sequence[Any]], work: MicroBatchWork) -> None:
         accumulate(self._ddp, self._device, parts[0], work)

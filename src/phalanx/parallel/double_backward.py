@@ -18,6 +18,9 @@ from phalanx.trace.blocks import blocks
 from phalanx.trace.replaced import replaced
 
 
+_ALLOWED = nullcontext()
+
+
 def no_double_backward(plan: Plan) -> AbstractContextManager[object]:
     """Within, autograd refuses to make a graph of gradients, where ``plan`` cannot go back through it.
 
@@ -28,7 +31,7 @@ def no_double_backward(plan: Plan) -> AbstractContextManager[object]:
         RefusedError: there.
     """
     if plan.zero != 3:
-        return nullcontext()
+        return _ALLOWED
     plain: Any = torch.autograd._engine_run_backward  # pyright: ignore[reportPrivateImportUsage]
 
     def run_backward(outputs: Any, gradients: Any, keep: bool, create_graph: bool, *args: Any, **kwargs: Any) -> Any:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -64,6 +64,7 @@ class RankHoldings:
         counts: whether this rank's losses count; on ranks that compute the same ones only the first's do.
         slices: of tensors that are split over ranks by name (tensor, expert and pipeline parallelism) this rank's
             part; the others are whole, or DTensors.
+        whole: True if every rank holds all of each parameter and its gradient, as plain tensors.
         stages: the ranks of a pipeline, which hold parameters of other names.
         runner: of this rank's stages of it.
         remarks: what could not be split and is on every rank, in words.
@@ -75,6 +76,7 @@ class RankHoldings:
     divisor: float = 1.0
     counts: bool = True
     slices: Mapping[str, TensorShard] = field(default_factory=dict[str, TensorShard])
+    whole: bool = False
     stages: dist.ProcessGroup | None = None
     runner: PipelineRunner | None = None
     remarks: tuple[str, ...] = ()
@@ -86,10 +88,14 @@ class Layout(ABC):
 
     holdings: RankHoldings
     statistics: BatchStatistics | None = None  # of the global batch, where layers take them and replicas are several
+    _with_gradients: tuple[torch.Tensor, ...] = ()  # parameters of the module and of the optimizer, listed once
 
     def begin(self) -> None:
         """A step begins: drop gradients that others left, such as a second loss that reads this model's output."""
-        drop_gradients((*self.holdings.module.parameters(), *self.holdings.parameters.values()))
+        if not self._with_gradients:
+            held = self.holdings
+            self._with_gradients = (*{*held.module.parameters(), *held.parameters.values()},)
+        drop_gradients(self._with_gradients)
 
     def computes(self, part: int, samples: int) -> None:
         """A micro-batch of so many samples is about to be computed on this part; 0: a filler, which weighs nothing."""
@@ -135,7 +141,7 @@ class SingleLayout(Layout):
 
     def __init__(self, module: nn.Module, device: torch.device) -> None:
         self._device = device
-        self.holdings = RankHoldings(module=module.to(device), parameters=trainable(module))
+        self.holdings = RankHoldings(module=module.to(device), parameters=trainable(module), whole=True)
 
     def accumulate(self, parts: Sequence[Sequence[Any]], work: MicroBatchWork) -> None:
         each_micro_batch(self.module, self._device, parts[0], work)
@@ -158,7 +164,10 @@ def each_micro_batch(
     """Run ``work`` on one part's micro-batches in turn, each inside ``around(last)``."""
     for index, micro in enumerate(micros):
         last = index == len(micros) - 1
-        with around(last) if around else nullcontext():
+        if around is None:
+            work.run(module, device, micro, last)
+            continue
+        with around(last):
             work.run(module, device, micro, last)
 
 

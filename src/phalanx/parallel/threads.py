@@ -94,7 +94,7 @@ class ThreadsLayout(Layout):
         self._devices = list(devices)
         first = module.to(self._devices[0])
         self._replicas = [first, *(_replica(first, device) for device in self._devices[1:])]
-        self.holdings = RankHoldings(module=first, parameters=trainable(first))
+        self.holdings = RankHoldings(module=first, parameters=trainable(first), whole=True)
         self._copies = [dict(replica.named_parameters()) for replica in self._replicas[1:]]
         cores = torch.get_num_threads()
         self._pool = ThreadPoolExecutor(

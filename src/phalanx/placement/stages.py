@@ -6,6 +6,9 @@ from collections.abc import Sequence
 from functools import lru_cache
 from itertools import accumulate, pairwise
 
+import numpy as np
+import numpy.typing as npt
+
 from phalanx.config.fields import Schedule
 from phalanx.config.model_costs import ModelPart, flops
 from phalanx.placement.schedules import holders
@@ -17,29 +20,29 @@ def balanced(costs: Sequence[float], stages: int, allowed: Sequence[bool]) -> li
     Of the ways with the least largest cost the one whose costs differ least. ``allowed[c]``: whether there can be a
     cut before region ``c``.
     """
-    sums = [0.0, *accumulate(costs)]
     count = len(costs)
-    # best[s][c]: (largest cost, sum of squares, cut before) of s stages made of the regions before c
-    best: list[dict[int, tuple[float, float, int]]] = [{0: (0.0, 0.0, 0)}]
-    for stage in range(1, stages + 1):
-        row: dict[int, tuple[float, float, int]] = {}
-        for end in range(stage, count + 1):
-            if (end < count and not allowed[end]) or (stage == stages and end < count):
-                continue
-            ways = [
-                (max(largest, cost := sums[end] - sums[cut]), squares + cost * cost, cut)
-                for cut, (largest, squares, _) in best[-1].items()
-                if cut < end
-            ]
-            if ways:
-                row[end] = min(ways)
-        best.append(row)
-    if count not in best[stages]:
+    if not 0 < stages <= count:
+        return None
+    sums = np.array([0.0, *accumulate(costs)])
+    # cost[end, cut]: of a stage made of the regions from cut to before end; endless where it would be empty
+    cost = np.where(np.tri(count + 1, k=-1, dtype=bool), sums[:, None] - sums[None, :], np.inf)
+    cost[[at for at in range(1, count) if not allowed[at]]] = np.inf
+    square = cost * cost
+    largest, squares = np.full(count + 1, np.inf), np.full(count + 1, np.inf)
+    largest[0] = squares[0] = 0.0
+    best_cuts: list[npt.NDArray[np.intp]] = []
+    for _ in range(stages):  # one stage more of the regions before each end: least largest cost, then squares, then cut
+        most, total = np.maximum(cost, largest), square + squares
+        largest = most.min(axis=1)
+        total[most > largest[:, None]] = np.inf
+        best_cuts.append(total.argmin(axis=1))
+        squares = total.min(axis=1)
+    if np.isinf(largest[count]):
         return None
     cuts: list[int] = []
     end = count
-    for stage in range(stages, 0, -1):
-        end = best[stage][end][2]
+    for row in reversed(best_cuts):
+        end = int(row[end])
         cuts.append(end)
     return cuts[::-1]
 

@@ -26,18 +26,27 @@ def float64_named(batch: Any, module: nn.Module) -> Generator[None]:
     try:
         yield
     except RuntimeError as error:
-        if isinstance(error, PhalanxError) or not _OF_TYPES.search(str(error)):
-            raise
-        columns = [] if any(one.dtype == torch.float64 for one in module.parameters()) else _float64_in(batch)
-        if not columns:
-            raise
-        said = next(iter(str(error).strip().splitlines()))
-        raise SpecError.of(
-            where="job.data",
-            given=f"float64 in {', '.join(columns)}, for a model that has none: {said}",
-            allowed="the type of the model's parameters",
-            fix='.astype("float32") where data are made by NumPy, which has float64 by default; .float() of a tensor',
-        ) from error
+        refuse_float64(error, batch, module)
+        raise
+
+
+def refuse_float64(error: RuntimeError, batch: Any, module: nn.Module) -> None:
+    """Raise an error that names the columns of float64, if ``error`` is PyTorch's about types and ``batch`` has some.
+
+    Raises:
+        SpecError: it is, and the model has no parameter of float64.
+    """
+    if isinstance(error, PhalanxError) or not _OF_TYPES.search(str(error)):
+        return
+    if any(one.dtype == torch.float64 for one in module.parameters()) or not (columns := _float64_in(batch)):
+        return
+    said = next(iter(str(error).strip().splitlines()))
+    raise SpecError.of(
+        where="job.data",
+        given=f"float64 in {', '.join(columns)}, for a model that has none: {said}",
+        allowed="the type of the model's parameters",
+        fix='.astype("float32") where data are made by NumPy, which has float64 by default; .float() of a tensor',
+    ) from error
 
 
 def _float64_in(batch: Any) -> list[str]:

@@ -10,23 +10,21 @@ from __future__ import annotations
 
 import math
 import threading
-from dataclasses import replace
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from phalanx.comm import active
 from phalanx.config.losses import Losses, names_of
 from phalanx.data import MicroBatch, StepBatch
 from phalanx.device_kinds import kind_of, widened
 from phalanx.parallel import MicroBatchWork
 from phalanx.parallel.rng_streams import reseed, stream
-from phalanx.parallel.torch_compile import compiles_losses
-from phalanx.train.column_types import float64_named
+from phalanx.train.column_types import refuse_float64
 from phalanx.train.inputs import to_device
-from phalanx.train.loss import LossReading, compiled_losses, read_loss
+from phalanx.train.loss import LossReading, read_loss
 from phalanx.train.metrics import Numbers, Totals
 from phalanx.train.named_losses import NamedCounts
 
@@ -68,8 +66,11 @@ class GradAccumulation(MicroBatchWork):
             self.counts.count(self._batch, self._device(), counts=self._step.layout.holdings.counts)
 
     def run(self, module: nn.Module, device: torch.device, micro: MicroBatch, last: bool) -> None:
-        with float64_named(micro.batch, module):
-            super().run(module, device, micro, last)
+        try:
+            self.loss(self.forward(module, device, micro), device, micro, last).backward()
+        except RuntimeError as error:
+            refuse_float64(error, micro.batch, module)
+            raise
 
     def forward(self, module: nn.Module, device: torch.device, micro: MicroBatch) -> Any:
         step = self._step
@@ -83,14 +84,14 @@ class GradAccumulation(MicroBatchWork):
 
     def loss(self, output: Any, device: torch.device, micro: MicroBatch, last: bool) -> torch.Tensor:
         step = self._step
-        wanted = compiles_losses(step.plan, kind_of(device))
-        with step.computing(device), compiled_losses(wanted=wanted):
-            result = self._job.loss(output, self._on_device(micro, device))
-            read = self._reading(result, micro.samples)
+        with step.computing_loss(device):
+            read = self._reading(self._job.loss(output, self._on_device(micro, device)), micro.samples)
         # kept to the end of the step: with its graph it would keep a half-done backward's activations, too
-        self._read[self._places[id(micro)]] = replace(read, value=read.value.detach())
+        value = read.value.detach()
+        kept = LossReading(value, read.weight, read.count, read.samples, read.mean, read.named)
+        self._read[self._places[id(micro)]] = kept
         factor = self._factor(read)
-        if last and active() and step.layout.holdings.stages is None:
+        if last and step.joined and step.layout.holdings.stages is None:
             self._start_reducing(device)
         return read.value * factor if isinstance(factor, torch.Tensor) or factor != 1.0 else read.value
 
@@ -106,7 +107,7 @@ class GradAccumulation(MicroBatchWork):
 
     def totals(self) -> Totals:
         """Sum and count over the global batch."""
-        if self._reduced is None and active():
+        if self._reduced is None and self._step.joined:
             self._start_reducing(self._device())  # a rank of a pipeline that computes no losses
         if self._reduced is None:
             return self._given(self._local_numbers(self._device()))
@@ -166,14 +167,16 @@ class GradAccumulation(MicroBatchWork):
     def _local_numbers(self, device: torch.device) -> list[float] | torch.Tensor:
         """Sum and count of the loss here, then of each by name."""
         reads = [self._read[place] for place in sorted(self._read)] if self._step.layout.holdings.counts else []
-        pairs = [((widened(read.value.detach()) * read.weight, read.count), *read.named) for read in reads]
-        rows = [[number for pair in row for number in pair] for row in pairs]
-        length = 2 + 2 * len(names_of(self._job.loss))
-        if kind_of(device).on_host:
-            return [sum(map(float, column)) for column in zip(*rows, strict=True)] or [0.0] * length
-        numbers = torch.zeros(length, dtype=kind_of(device).widest(), device=device)
-        for row in rows:
-            for index, number in enumerate(row):
+        length, kind = 2 + 2 * len(names_of(self._job.loss)), kind_of(device)
+        if kind.on_host:
+            sums = [0.0] * length
+            for read in reads:
+                for index, number in enumerate((float(read.value) * read.weight, read.count, *chain(*read.named))):
+                    sums[index] += float(number)
+            return sums
+        numbers = torch.zeros(length, dtype=kind.widest(), device=device)
+        for read in reads:
+            for index, number in enumerate((widened(read.value) * read.weight, read.count, *chain(*read.named))):
                 numbers[index] += number.to(device) if isinstance(number, torch.Tensor) else number
         return numbers
 

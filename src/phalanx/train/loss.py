@@ -47,12 +47,12 @@ def cross_entropy(
 
 
 @contextmanager
-def compiled_losses(*, wanted: bool) -> Iterator[None]:
+def compiled_losses() -> Iterator[None]:
     """Have ``cross_entropy`` and ``next_token_loss`` run as one compiled kernel inside.
 
     Without it, logits in half precision are written out twice in fp32: for the softmax, and for its gradient.
     """
-    before = _compiles.set(wanted)
+    before = _compiles.set(True)
     try:
         yield
     finally:

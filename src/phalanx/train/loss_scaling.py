@@ -14,23 +14,29 @@ from phalanx.parallel.activation_checkpointing import recomputes
 from phalanx.parallel.mixed_precision import HALVES, gathered_type
 
 
+UNCHANGED = nullcontext()
+
+
 def compute_context(plan: Plan, device: torch.device) -> AbstractContextManager[object]:
     """Where forward and loss run: autocast to the plan's precision; nothing for fp32."""
     if plan.precision == "fp32":
-        return nullcontext()
+        return UNCHANGED
     return torch.autocast(device.type, dtype=HALVES[plan.precision])
 
 
-@contextmanager
-def cast_weights_once(plan: Plan, *, micro_batches: int) -> Iterator[None]:
+def cast_weights_once(plan: Plan, *, micro_batches: int) -> AbstractContextManager[object]:
     """Have autocast cast each weight once a step, not once a micro-batch.
 
     autocast forgets its casts where the outermost context ends, which is that of one forward. With recomputation they
     are not kept: backward would hold two bytes a parameter more than the forecast says.
     """
     if micro_batches == 1 or plan.precision not in HALVES or gathered_type(plan) or recomputes(plan):
-        yield
-        return
+        return UNCHANGED
+    return _one_autocast()
+
+
+@contextmanager
+def _one_autocast() -> Iterator[None]:
     torch.autocast_increment_nesting()
     try:
         yield

@@ -36,7 +36,8 @@ class LearningRates:
         self, job: Job, optimizer: torch.optim.Optimizer, *, total_steps: int, scale: float, scheduled: bool = False
     ) -> None:
         """``scheduled``: a scheduler of torch's sets the rates, of which the first group's is read here."""
-        self._job, self._groups, self._scheduled = job, optimizer.param_groups, scheduled
+        self._batch, self._schedule = job.batch, job.lr_schedule
+        self._groups, self._scheduled = optimizer.param_groups, scheduled
         self._total_steps, self._scale = total_steps, scale
         self._base = [float(group["lr"]) for group in self._groups]
         self._set = list(self._base)
@@ -49,8 +50,7 @@ class LearningRates:
         """
         if self._scheduled:
             return float(self._groups[0]["lr"])
-        job = self._job
-        factor = self._scale * job.lr_schedule.factor(step=step, batch=job.batch, total_steps=self._total_steps)
+        factor = self._scale * self._schedule.factor(step=step, batch=self._batch, total_steps=self._total_steps)
         for index, group in enumerate(self._groups):
             self._base[index] = self._base_of(index, group["lr"], step)
             rate = self._set[index] = self._base[index] * factor
@@ -65,7 +65,7 @@ class LearningRates:
             return self._base[index]  # looking would wait for the device
         if math.isclose(float(found), self._set[index], rel_tol=1e-6):
             return self._base[index]
-        if self._job.lr_schedule == Schedule() and self._scale == 1.0:
+        if self._schedule == Schedule() and self._scale == 1.0:
             return float(found)
         had = f"where the schedule had set {self._set[index]:g}"
         given = f"a learning rate that something else set to {float(found):g} before step {step}, {had}"

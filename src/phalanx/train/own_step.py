@@ -99,13 +99,16 @@ class OwnRun:
             raise _ended("a step", stepper.taken)
         if batch.step != stepper.taken:
             raise _left_out(batch.step, stepper.taken)
-        with self._reported():
+        try:
             metrics = stepper.take(batch)
             self._loop.stepped(batch, metrics, stepper.assembly.step.seconds)
             stepper.stepped()
             if self._interruptions.reached(stepper.taken) or stepper.taken == self._loop.pause_after(batch.step):
                 stepper.settle()
                 self._loop.between()
+        except Exception as error:
+            self._failed(error)
+            raise
         self._stop_if_asked()
         return metrics
 
@@ -177,15 +180,18 @@ class OwnRun:
             self._finish()
             self._here.stop(self._interruptions.stop)
 
+    def _failed(self, error: Exception) -> None:
+        """Have the run's events say what it failed by."""
+        self._over = True
+        self._here.failed(error)
+        self._here.over.__exit__(type(error), error, error.__traceback__)
+
     @contextmanager
     def _reported(self) -> Iterator[None]:
-        """Have the run's events say what it failed by."""
         try:
             yield
         except Exception as error:
-            self._over = True
-            self._here.failed(error)
-            self._here.over.__exit__(type(error), error, error.__traceback__)
+            self._failed(error)
             raise
 
 

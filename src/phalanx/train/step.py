@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,6 +18,7 @@ from phalanx.data import StepBatch
 from phalanx.device_kinds import kind_of
 from phalanx.parallel import EveryStep, Layout, Sync, without_gradient
 from phalanx.parallel.double_backward import no_double_backward
+from phalanx.parallel.torch_compile import compiles_losses
 from phalanx.train.accidents import LOOK_AT_VALUES, Accidents
 from phalanx.train.build_optimizer import skips_on_device, use_fused
 from phalanx.train.coupled_loss import CoupledLoss
@@ -25,7 +26,7 @@ from phalanx.train.drift import DriftWatch
 from phalanx.train.grad_accumulation import GradAccumulation
 from phalanx.train.grad_clipping import Clipping, add_up_rows, global_norm, local_gradients, scale
 from phalanx.train.inputs import Inputs
-from phalanx.train.loss import check_count
+from phalanx.train.loss import check_count, compiled_losses
 from phalanx.train.loss_scaling import LossScale, cast_weights_once, compute_context
 from phalanx.train.lr_schedule import LearningRates
 from phalanx.train.metrics import Metrics, Totals, towards_host
@@ -89,12 +90,14 @@ class _Computed:
     """Batch and numbers of a step whose loss and gradient norm are still to be checked.
 
     Attributes:
+        norm: of the gradients; it may be read once ``metrics.loss`` was.
         counts: of losses by name, if the job has some.
         before: optimizer steps and samples taken before this step.
     """
 
     batch: StepBatch
     metrics: Metrics
+    norm: torch.Tensor | None
     counts: NamedCounts | None
     before: tuple[int, int]
 
@@ -113,7 +116,7 @@ class Step:
         scheduler: of torch's, that sets the learning rates, or those of all phases; ``None`` where the job gives none.
         last: of the last finished step; ``None`` before the first.
         seconds: that the host took, in the last step, for forward and backward, and for the update.
-        inputs, first_part, streams, whole_here, reads_means: what gradient accumulation reads of the step.
+        inputs, first_part, streams, joined, whole_here, reads_means: what gradient accumulation reads of the step.
         rows: what brings the global batch together for a loss that compares its samples.
         checks_late: True if a step's numbers may be checked after its update is queued, where the device can skip it.
     """
@@ -139,11 +142,14 @@ class Step:
         total, scale_of_run = course.total_steps, course.lr_scale
         self._rates = LearningRates(job, optimizer, total_steps=total, scale=scale_of_run, scheduled=scheduled)
         self.first_part, self.streams = course.first_part, course.streams
-        self.whole_here = not active() and plan.devices == 1 and not self.sync.per_replica
+        self.joined = active()
+        self.whole_here = not self.joined and plan.devices == 1 and not self.sync.per_replica
         self._clipping = Clipping(job.clipping, layout.holdings, optimizer)
         self._checked = False
         self.reads_means: bool | None = None
-        self.rows = rows or RowGather(next(layout.module.parameters()).device)
+        device = next(layout.module.parameters()).device
+        self._compiles_losses = compiles_losses(plan, kind_of(device))
+        self.rows = rows or RowGather(device)
         self.accidents = Accidents()
         self.watch: StepObserver | None = None
         self.observer = Observer()
@@ -191,20 +197,20 @@ class Step:
         if self.watch is not None:
             self.watch.gradients()
         self.layout.finish()
-        add_up_rows(self.layout.parameters.values())
+        add_up_rows(self.layout.holdings.parameters.values())
         if self.watch is not None:
             self.watch.gradients()
         totals = work.totals()
         if not self._checked:
             self._checked = True
-            without = [name for name, tensor in self.layout.parameters.items() if tensor.grad is None]
+            without = [name for name, tensor in self.layout.holdings.parameters.items() if tensor.grad is None]
             if without and self.job.unused == "error":
                 raise without_gradient(without, "in the first step")
         totals = self.sync.gradients_ready(self.progress.step, totals)
         work.named = self.sync.named_ready(self.progress.step, work.named)
         correction = work.correction(totals)
         if correction is not None:
-            scale(local_gradients(self.layout.parameters.values()), correction)
+            scale(local_gradients(self.layout.holdings.parameters.values()), correction)
         self.observer.gradients(batch, totals)
         return totals
 
@@ -223,16 +229,18 @@ class Step:
         numbers, host_norm, ready = towards_host(work.beside(totals) if work else totals, norm)
         facts = self._facts(batch, lr)
         names = names_of(self.job.loss) if work else ()
-        metrics = Metrics(skipped=False, _totals=numbers, _norm=host_norm, _ready=ready, names=names, **facts)
+        kept = host_norm if wanted else None
+        metrics = Metrics(skipped=False, _totals=numbers, _norm=kept, _ready=ready, names=names, **facts)
         counts, before = work.counts if work else None, (progress.step, progress.samples)
-        computed = _Computed(batch=batch, metrics=metrics, counts=counts, before=before)
+        computed = _Computed(batch=batch, metrics=metrics, norm=host_norm, counts=counts, before=before)
         if self._skips_on_device(totals, norm):
             self.settle()
             self._unchecked = computed
         elif not nothing and (why := self._reason_to_skip(computed, exact=wanted)):
             return self._without_update(batch, metrics.totals, why)
         overflow = scaling is not None and not math.isfinite(metrics.grad_norm or 0.0)
-        metrics = replace(metrics, skipped=overflow, _norm=host_norm if wanted else None)
+        if overflow:
+            metrics = replace(metrics, skipped=True)
         self.boundary.updates()
         if scaling:
             before_update = scaling.scale
@@ -282,14 +290,16 @@ class Step:
     def _reason_to_skip(self, computed: _Computed, *, exact: bool) -> str:
         """Return the reason to skip this update, or ""; ``exact``: the norm is finite if all gradients are."""
         metrics = computed.metrics
-        check_count(metrics.step, metrics.count)
+        total, count = metrics.totals
+        loss = total / count if count else math.nan
+        check_count(metrics.step, count)
         if computed.counts:
             computed.counts.check([count for _, count in metrics.sums.values()])
-        scaling, norm = self.progress.loss_scale, metrics.grad_norm or 0.0
-        if not exact and not math.isfinite(norm) and math.isfinite(metrics.loss):
+        scaling, norm = self.progress.loss_scale, 0.0 if computed.norm is None else float(computed.norm)
+        if not exact and not math.isfinite(norm) and math.isfinite(loss):
             norm = float(global_norm(self.layout.holdings, values=True))
         overflows = scaling is not None and not scaling.exhausted
-        found = self.accidents.judge(metrics.step, metrics.loss, norm, overflows=overflows)
+        found = self.accidents.judge(metrics.step, loss, norm, overflows=overflows)
         if found is None:
             self.accidents.passed()
             return ""
@@ -342,6 +352,16 @@ class Step:
         """What forward and loss run inside: the plan's precision, looked at by ``watch``."""
         context = compute_context(self.plan, device)
         return context if self.watch is None else self.watch.around(context)
+
+    def computing_loss(self, device: torch.device) -> AbstractContextManager[object]:
+        """The context of the loss: that of ``computing``, with Phalanx's losses compiled if the plan compiles."""
+        context = self.computing(device)
+        if not self._compiles_losses:
+            return context
+        together = ExitStack()
+        for one in (context, compiled_losses()):
+            together.enter_context(one)
+        return together
 
     def _nothing_here(self, batch: StepBatch, totals: Totals) -> bool:
         """Whether the losses of a replica that steps by itself counted nothing: it has no share of a short last batch.
