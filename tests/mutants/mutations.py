@@ -21,7 +21,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "gradients × 2 where sums are divided by the count",
         STEP,
-        "scale(local_gradients(self.layout.parameters.values()), correction)",
+        "scale(local_gradients(self.layout.holdings.parameters.values()), correction)",
         "scale(local_gradients(self.layout.parameters.values()), correction * 2)",
         ("prove rich dp=2",),
     ),
@@ -93,8 +93,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "the schedule counts micro-batches",
         "train/lr_schedule.py",
-        "self._scale * job.lr_schedule.factor(step=step,",
-        "self._scale * job.lr_schedule.factor(step=step * 2,",
+        "self._scale * self._schedule.factor(step=step,",
+        "self._scale * self._schedule.factor(step=step * 2,",
         ("prove rich single",),
     ),
     Mutation(

@@ -17,7 +17,6 @@ from phalanx.errors import RefusedError
 from phalanx.trace.blocks import blocks
 from phalanx.trace.replaced import replaced
 
-
 _ALLOWED = nullcontext()
 
 

@@ -144,7 +144,7 @@ class SingleLayout(Layout):
         self.holdings = RankHoldings(module=module.to(device), parameters=trainable(module), whole=True)
 
     def accumulate(self, parts: Sequence[Sequence[Any]], work: MicroBatchWork) -> None:
-        each_micro_batch(self.module, self._device, parts[0], work)
+        each_micro_batch(self.holdings.module, self._device, parts[0], work)
 
     def finish(self) -> None:
         """Gradients are complete."""

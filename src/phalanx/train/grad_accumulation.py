@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from phalanx.config.losses import Losses, names_of
+from phalanx.config.losses import Losses
 from phalanx.data import MicroBatch, StepBatch
 from phalanx.device_kinds import kind_of, widened
 from phalanx.parallel import MicroBatchWork
@@ -167,7 +167,7 @@ class GradAccumulation(MicroBatchWork):
     def _local_numbers(self, device: torch.device) -> list[float] | torch.Tensor:
         """Sum and count of the loss here, then of each by name."""
         reads = [self._read[place] for place in sorted(self._read)] if self._step.layout.holdings.counts else []
-        length, kind = 2 + 2 * len(names_of(self._job.loss)), kind_of(device)
+        length, kind = 2 + 2 * len(self._step.names), kind_of(device)
         if kind.on_host:
             sums = [0.0] * length
             for read in reads:

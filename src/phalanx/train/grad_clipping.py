@@ -121,8 +121,12 @@ def global_norm(held: RankHoldings, *, quick: bool = False, values: bool = False
         values: look at the parameters, too: where one is not finite, neither is the norm.
     """
     if held.whole and not values:
-        grads = [tensor.grad for tensor in held.parameters.values() if tensor.grad is not None]
-        if grads and quick and grads[0].device.type == "cpu" and not any(grad.is_sparse for grad in grads):
+        grads, sparse = list[torch.Tensor](), False
+        for tensor in held.parameters.values():
+            if (grad := tensor.grad) is not None:
+                grads.append(grad)
+                sparse = sparse or grad.is_sparse
+        if grads and quick and grads[0].device.type == "cpu" and not sparse:
             norms = torch._foreach_norm(grads, 2)  # pyright: ignore[reportPrivateImportUsage]
             return torch.stack(norms).sum()
         if grads:

@@ -22,6 +22,7 @@ class Inputs:
         self._given = job.inputs.given if isinstance(job.inputs, PhaseInputs) else job.inputs
         self._names, self._takes_all = _forward_names(module)
         self._beside: dict[str, Any] = {}
+        self._first = True
         if isinstance(job.inputs, PhaseInputs) and "phase" in self._names:
             self._beside = {"phase": job.inputs.phase}
             self._names.remove("phase")
@@ -32,8 +33,8 @@ class Inputs:
 
     def _of_batch(self, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
         if self._given is not None:
-            given = self._given(batch)
-            if any(type(leaf).__name__ == "FakeTensor" for leaf in tree_leaves(given)):
+            given, first, self._first = self._given(batch), self._first, False
+            if first and any(type(leaf).__name__ == "FakeTensor" for leaf in tree_leaves(given)):
                 raise RefusedError([_ELSEWHERE])
             return (*_as_arguments(given), batch)
         if isinstance(batch, Mapping):

@@ -13,7 +13,6 @@ from phalanx.config import Plan
 from phalanx.parallel.activation_checkpointing import recomputes
 from phalanx.parallel.mixed_precision import HALVES, gathered_type
 
-
 UNCHANGED = nullcontext()
 
 

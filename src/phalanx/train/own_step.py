@@ -233,7 +233,7 @@ class LoopWithoutRun:
         Raises:
             RunError: it is not the batch of the next step.
         """
-        if batch.step != self._taken:
+        if batch.step != self._step.progress.step:
             raise _left_out(batch.step, self._taken)
         return self._step(batch)
 

@@ -27,7 +27,7 @@ from phalanx.train.grad_accumulation import GradAccumulation
 from phalanx.train.grad_clipping import Clipping, add_up_rows, global_norm, local_gradients, scale
 from phalanx.train.inputs import Inputs
 from phalanx.train.loss import check_count, compiled_losses
-from phalanx.train.loss_scaling import LossScale, cast_weights_once, compute_context
+from phalanx.train.loss_scaling import UNCHANGED, LossScale, cast_weights_once, compute_context
 from phalanx.train.lr_schedule import LearningRates
 from phalanx.train.metrics import Metrics, Totals, towards_host
 from phalanx.train.named_losses import NamedCounts
@@ -116,7 +116,7 @@ class Step:
         scheduler: of torch's, that sets the learning rates, or those of all phases; ``None`` where the job gives none.
         last: of the last finished step; ``None`` before the first.
         seconds: that the host took, in the last step, for forward and backward, and for the update.
-        inputs, first_part, streams, joined, whole_here, reads_means: what gradient accumulation reads of the step.
+        inputs, first_part, streams, joined, whole_here, reads_means, names: what gradient accumulation reads.
         rows: what brings the global batch together for a loss that compares its samples.
         checks_late: True if a step's numbers may be checked after its update is queued, where the device can skip it.
     """
@@ -148,6 +148,8 @@ class Step:
         self._checked = False
         self.reads_means: bool | None = None
         device = next(layout.module.parameters()).device
+        self.names = names_of(job.loss)
+        self._widest = compute_context(plan, device) is UNCHANGED
         self._compiles_losses = compiles_losses(plan, kind_of(device))
         self.rows = rows or RowGather(device)
         self.accidents = Accidents()
@@ -228,12 +230,12 @@ class Step:
         work, self._work = self._work, None
         numbers, host_norm, ready = towards_host(work.beside(totals) if work else totals, norm)
         facts = self._facts(batch, lr)
-        names = names_of(self.job.loss) if work else ()
+        names = self.names if work else ()
         kept = host_norm if wanted else None
         metrics = Metrics(skipped=False, _totals=numbers, _norm=kept, _ready=ready, names=names, **facts)
         counts, before = work.counts if work else None, (progress.step, progress.samples)
         computed = _Computed(batch=batch, metrics=metrics, norm=host_norm, counts=counts, before=before)
-        if self._skips_on_device(totals, norm):
+        if self._late is not False and self._skips_on_device(totals, norm):
             self.settle()
             self._unchecked = computed
         elif not nothing and (why := self._reason_to_skip(computed, exact=wanted)):
@@ -350,7 +352,7 @@ class Step:
 
     def computing(self, device: torch.device) -> AbstractContextManager[object]:
         """What forward and loss run inside: the plan's precision, looked at by ``watch``."""
-        context = compute_context(self.plan, device)
+        context = UNCHANGED if self._widest else compute_context(self.plan, device)
         return context if self.watch is None else self.watch.around(context)
 
     def computing_loss(self, device: torch.device) -> AbstractContextManager[object]:
