@@ -217,13 +217,13 @@ class LoopWithoutRun:
         """
         if self._over:
             return
-        loader = self._loader.starting_at(self._taken) if self._read else self._loader
+        loader = self._loader.starting_at(self._step.progress.step) if self._read else self._loader
         self._read = True
         with closing(iter(loader)) as batches:
             for batch in batches:
                 yield batch
-                if self._taken <= batch.step:
-                    raise _left_out(batch.step, self._taken)
+                if self._step.progress.step <= batch.step:
+                    raise _left_out(batch.step, self._step.progress.step)
         self._step.settle()
         self._over = True
 
@@ -234,12 +234,8 @@ class LoopWithoutRun:
             RunError: it is not the batch of the next step.
         """
         if batch.step != self._step.progress.step:
-            raise _left_out(batch.step, self._taken)
+            raise _left_out(batch.step, self._step.progress.step)
         return self._step(batch)
-
-    @property
-    def _taken(self) -> int:
-        return self._step.progress.step
 
 
 def _left_out(step: int, taken: int) -> RunError:
