@@ -64,11 +64,11 @@ def test_nothing_is_over_its_budget() -> None:
 def test_budgets_follow_what_was_deleted() -> None:
     budgets, now = json.loads(BUDGETS.read_text()), counted()
     assert {kind: set(rows) for kind, rows in budgets.items()} == {kind: set(rows) for kind, rows in now.items()}
-    loose = [
-        f"{name}: {row}, its budget is {most}"
-        for name, most in budgets["packages"].items()
-        if any(count < 0.95 * limit for count, limit in zip(row := now["packages"][name], most, strict=True))
-    ]
+    loose = list[str]()
+    for name, most in budgets["packages"].items():
+        row = now["packages"][name]
+        if any(count < 0.95 * limit for count, limit in zip(row, most, strict=True)):
+            loose.append(f"{name}: {row}, its budget is {most}")
     assert not loose, "try: python tests/unit/test_budgets.py\n" + "\n".join(loose)
 
 
