@@ -1,8 +1,11 @@
-"""Devices and clusters: text, files and the catalog say the same, and what is wrong is said all at once."""
+"""Devices and clusters: text, files, the catalog and ``phalanx devices`` say the same; errors are said all at once."""
 
 from __future__ import annotations
 
+import json
 import pickle
+import re
+import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -12,11 +15,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from generate import catalog_table
 from phalanx import hardware
+from phalanx.cli import main
 from phalanx.config import Cluster, Device, Group, Host, Link, Network
 from phalanx.config.device import DTYPES
 from phalanx.errors import SpecError
-from phalanx.hardware.catalog import nearest
+from phalanx.hardware.catalog import HEADINGS, NARROW, cells, nearest
 
 LINK = Link(name="wire", bandwidth=1e9, latency=1e-6)
 DEVICE = Device(name="thing", kind="cuda", peak={"fp32": 1e12}, memory=100, bandwidth=1e9, kept=20)
@@ -40,15 +45,14 @@ def problems(call: Any, *given: Any, **named: Any) -> dict[str, str]:
     return {problem.where: problem.fix for problem in caught.value.problems}
 
 
-@pytest.mark.parametrize("text", TEXTS)
-def test_a_cluster_says_its_text_and_its_file(text: str, tmp_path: Path) -> None:
-    cluster = hardware.cluster(text)
-    assert hardware.cluster(str(cluster)) == cluster
-    assert Cluster.from_toml(cluster.to_toml()) == cluster
-    assert pickle.loads(pickle.dumps(cluster)) == cluster
-    file = tmp_path / "cluster.toml"
-    file.write_text(cluster.to_toml())
-    assert hardware.cluster(str(file)) == cluster
+def test_a_cluster_says_its_text_and_its_file(tmp_path: Path) -> None:
+    for text in TEXTS:
+        cluster = hardware.cluster(text)
+        assert hardware.cluster(str(cluster)) == cluster
+        assert pickle.loads(pickle.dumps(cluster)) == cluster
+        file = tmp_path / "cluster.toml"
+        file.write_text(cluster.to_toml())
+        assert hardware.cluster(str(file)) == cluster
 
 
 @given(
@@ -62,54 +66,52 @@ def test_any_count_round_trips(name: str, per_node: int, nodes: int) -> None:
     assert hardware.cluster(str(cluster)) == cluster
 
 
-@pytest.mark.parametrize(
-    ("text", "shape", "bandwidth"),
-    [
-        ("H100", [(1, 1, "H100")], 50e9),
-        ("8xH100", [(1, 8, "H100")], 400e9),
-        ("2x4xH100", [(2, 4, "H100")], 200e9),
-        ("64xh100", [(8, 8, "H100")], 400e9),
-        ("1x16xA100", [(1, 16, "A100-80GB")], 200e9),
-        ("2x8xA100@200Gb/s", [(2, 8, "A100-80GB")], 25e9),
-        ("2x8xA100@8x200Gbit/s", [(2, 8, "A100-80GB")], 200e9),
-        ("2xcpu@100Mb/s", [(1, 2, "cpu")], 12.5e6),
-        ("2xcpu@1.5GB/s", [(1, 2, "cpu")], 1.5e9),
-        (" 8 x A100 + 8 x V100 ", [(1, 8, "A100-80GB"), (1, 8, "V100-16GB")], 50e9),
-        ("96xcpu", [(1, 96, "cpu")], 1.25e9),
-    ],
-)
-def test_text(text: str, shape: list[tuple[int, int, str]], bandwidth: float) -> None:
-    cluster = hardware.cluster(text)
-    assert [(group.nodes, group.per_node, group.device.name) for group in cluster.groups] == shape
-    assert cluster.network.bandwidth == bandwidth
+SHAPES = [
+    ("H100", [(1, 1, "H100")], 50e9),
+    ("8xH100", [(1, 8, "H100")], 400e9),
+    ("2x4xH100", [(2, 4, "H100")], 200e9),
+    ("64xh100", [(8, 8, "H100")], 400e9),
+    ("1x16xA100", [(1, 16, "A100-80GB")], 200e9),
+    ("2x8xA100@200Gb/s", [(2, 8, "A100-80GB")], 25e9),
+    ("2x8xA100@8x200Gbit/s", [(2, 8, "A100-80GB")], 200e9),
+    ("2xcpu@100Mb/s", [(1, 2, "cpu")], 12.5e6),
+    ("2xcpu@1.5GB/s", [(1, 2, "cpu")], 1.5e9),
+    (" 8 x A100 + 8 x V100 ", [(1, 8, "A100-80GB"), (1, 8, "V100-16GB")], 50e9),
+    ("96xcpu", [(1, 96, "cpu")], 1.25e9),
+]
 
 
-@pytest.mark.parametrize(
-    ("text", "caret", "fix"),
-    [
-        ("", 0, "4x8xH100@8x400Gb/s"),
-        ("8x", 2, "4x8xH100@8x400Gb/s"),
-        ("8 H100", 2, "4x8xH100@8x400Gb/s"),
-        ("0xcpu", 0, "4x8xH100@8x400Gb/s"),
-        ("4x0xcpu", 2, "4x8xH100@8x400Gb/s"),
-        ("8x8x8xH100", 4, "4x8xH100@8x400Gb/s"),
-        ("4xx8", 2, "phalanx devices"),
-        ("2x8xH1OO@1Gb/s", 4, "2x8xH100@1Gb/s"),
-        ("8xH100 + ", 9, "4x8xH100@8x400Gb/s"),
-        ("8xH100@fast", 7, "4x8xH100@8x400Gb/s"),
-        ("8xH100@0Gb/s", 7, "4x8xH100@8x400Gb/s"),
-        ("8xH100@200", 7, "4x8xH100@8x400Gb/s"),
-        ("8xH100@1Gb/s today", 13, "4x8xH100@8x400Gb/s"),
-    ],
-)
-def test_wrong_text_is_pointed_at(text: str, caret: int, fix: str) -> None:
-    with pytest.raises(SpecError) as caught:
-        hardware.cluster(text)
-    (problem,) = caught.value.problems
-    lines = problem.given.splitlines()
-    assert lines[-1] == f"    {' ' * caret}^ here"
-    assert lines[-2] == f"    {text}"
-    assert problem.fix == fix
+def test_text() -> None:
+    for text, shape, bandwidth in SHAPES:
+        cluster = hardware.cluster(text)
+        assert [(group.nodes, group.per_node, group.device.name) for group in cluster.groups] == shape
+        assert cluster.network.bandwidth == bandwidth
+
+
+WRONG_TEXTS = [
+    ("", 0, "4x8xH100@8x400Gb/s"),
+    ("8x", 2, "4x8xH100@8x400Gb/s"),
+    ("8 H100", 2, "4x8xH100@8x400Gb/s"),
+    ("0xcpu", 0, "4x8xH100@8x400Gb/s"),
+    ("4x0xcpu", 2, "4x8xH100@8x400Gb/s"),
+    ("8x8x8xH100", 4, "4x8xH100@8x400Gb/s"),
+    ("4xx8", 2, "phalanx devices"),
+    ("2x8xH1OO@1Gb/s", 4, "2x8xH100@1Gb/s"),
+    ("8xH100 + ", 9, "4x8xH100@8x400Gb/s"),
+    ("8xH100@fast", 7, "4x8xH100@8x400Gb/s"),
+    ("8xH100@0Gb/s", 7, "4x8xH100@8x400Gb/s"),
+    ("8xH100@200", 7, "4x8xH100@8x400Gb/s"),
+    ("8xH100@1Gb/s today", 13, "4x8xH100@8x400Gb/s"),
+]
+
+
+def test_wrong_text_is_pointed_at() -> None:
+    for text, caret, fix in WRONG_TEXTS:
+        with pytest.raises(SpecError) as caught:
+            hardware.cluster(text)
+        (problem,) = caught.value.problems
+        assert problem.given.splitlines()[-2:] == [f"    {text}", f"    {' ' * caret}^ here"]
+        assert problem.fix == fix
 
 
 def test_a_count_that_fills_no_nodes_names_the_nearest() -> None:
@@ -171,18 +173,18 @@ def test_room_and_ridge() -> None:
     assert (GROUP.devices, Cluster(groups=(GROUP, GROUP), network=Network(bandwidth=1, latency=0)).nodes) == (6, 6)
 
 
-@pytest.mark.parametrize("name", hardware.names())
-def test_every_device_of_the_catalog_is_whole(name: str) -> None:
-    entry = hardware.entry(name)
-    device = entry.device
-    assert device.name == name
-    rising = [device.peak[dtype] for dtype in ("fp32", "fp16", "fp8") if dtype in device.peak]
-    assert rising == sorted(rising)
-    assert set(device.peak) <= set(DTYPES)
-    assert 0.85 * device.memory < device.room < device.memory
-    assert {"device", "link", "host", "network", "room"} <= {source.figures for source in entry.sources}
-    assert all(source.document and 2009 < source.year < 2100 for source in entry.sources)
-    assert entry.network(1).bandwidth <= entry.network(entry.per_node).bandwidth
+def test_every_device_of_the_catalog_is_whole() -> None:
+    for name in hardware.names():
+        entry = hardware.entry(name)
+        device = entry.device
+        assert device.name == name
+        rising = [device.peak[dtype] for dtype in ("fp32", "fp16", "fp8") if dtype in device.peak]
+        assert rising == sorted(rising), name
+        assert set(device.peak) <= set(DTYPES), name
+        assert 0.85 * device.memory < device.room < device.memory, name
+        assert {"device", "link", "host", "network", "room"} <= {source.figures for source in entry.sources}, name
+        assert all(source.document and 2009 < source.year < 2100 for source in entry.sources), name
+        assert entry.network(1).bandwidth <= entry.network(entry.per_node).bandwidth, name
 
 
 def test_figures_are_dense_and_of_one_direction() -> None:
@@ -193,27 +195,11 @@ def test_figures_are_dense_and_of_one_direction() -> None:
     assert a100.device.memory == 80 * 2**30
 
 
-@pytest.mark.parametrize(
-    ("alias", "name"),
-    [
-        ("a100", "A100-80GB"),
-        ("A100-80GB-SXM", "A100-80GB"),
-        ("A100-40GB-SXM", "A100-40GB"),
-        ("H100-80GB-SXM", "H100"),
-        ("h100-sxm", "H100"),
-        ("V100-16GB-SXM2", "V100-16GB"),
-        ("V100-32GB-SXM2", "V100-32GB"),
-        ("H200-141GB-SXM", "H200"),
-        ("rtx 4090", "RTX-4090"),
-    ],
-)
-def test_aliases(alias: str, name: str) -> None:
-    assert hardware.device(alias) == hardware.device(name)
-
-
 def test_no_name_stands_for_two_devices() -> None:
     every = [one.lower() for name in hardware.names() for one in (name, *hardware.entry(name).aliases)]
     assert len(every) == len(set(every))
+    for alias, name in {"a100": "A100-80GB", "H100-80GB-SXM": "H100", "rtx 4090": "RTX-4090"}.items():
+        assert hardware.device(alias) == hardware.device(name)
 
 
 def test_an_unknown_device_is_answered_with_the_nearest() -> None:
@@ -223,8 +209,51 @@ def test_an_unknown_device_is_answered_with_the_nearest() -> None:
 
 
 def test_the_catalog_brings_no_torch() -> None:
-    import subprocess
-
     code = "import sys; from phalanx import hardware; hardware.cluster('8xH100'); print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
+
+
+def printed(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[str, int]:
+    with pytest.raises(SystemExit) as ended:
+        main(["devices", *argv])
+    code: Any = ended.value.code
+    return capsys.readouterr().out, code
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_every_device_is_listed_in_full(
+    width: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(width))
+    out, code = printed(capsys)
+    assert code == 0
+    assert "…" not in out
+    assert all(re.search(rf"^{name} ", out, re.MULTILINE) for name in hardware.names())
+    assert ("tf32" in out) == (width == 120)
+
+
+def test_one_device_shows_its_sources(capsys: pytest.CaptureFixture[str]) -> None:
+    out, code = printed(capsys, "h100-80gb-sxm")
+    assert code == 0
+    assert "NVLink 4, 450 GB/s, 3.4 µs a hop" in out
+    assert "NVIDIA H100 whitepaper and datasheet (SXM5) (2023)" in " ".join(out.split())
+
+
+def test_json_carries_the_figures(capsys: pytest.CaptureFixture[str]) -> None:
+    every = json.loads(printed(capsys, "--json")[0])["devices"]
+    assert [one["name"] for one in every] == list(hardware.names())
+    one = json.loads(printed(capsys, "H100", "--json")[0])
+    assert one in every
+    assert (one["peak"]["bf16"], one["network"]["bandwidth"], one["per_node"]) == (989.4e12, 400e9, 8)
+    assert one["room"] == hardware.device("H100").room
+    assert {source["figures"] for source in one["sources"]} >= {"device", "link", "host", "network", "room"}
+
+
+def test_rows_have_every_column() -> None:
+    row = cells(hardware.entry("A100"))
+    assert tuple(row) == HEADINGS
+    assert set(NARROW) < set(HEADINGS)
+    assert (row["bf16"], row["GiB"], row["link"], row["net"], row["ridge"]) == ("312", "80", "300", "25", "153")
+    assert cells(hardware.entry("V100"))["bf16"] == ""
+    assert catalog_table().count("| A100-80GB |") == 2

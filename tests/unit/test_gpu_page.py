@@ -133,15 +133,7 @@ class TestNoRecord:
         assert "`make gpu-record`" in content
         assert [name for name, limit, *_ in PLANNED if f"| {STEPS[name].title} | {limit:g} s |" not in content] == []
         assert {name for name, *_ in PLANNED} == set(STEPS)
-        assert readme == (
-            "No run on a GPU is on record yet. `make gpu-record` makes one ([GPU record](docs/project/gpu.md))."
-        )
-        assert list(root.rglob("*.svg")) == []
-
-    def test_plots_of_records_that_are_gone_are_removed(self, root: Path) -> None:
-        written(root, record())
-        (root / "tools" / "published" / "gpu" / "run0.json").unlink()
-        assert main([], root) == 0
+        assert "`make gpu-record`" in readme
         assert list(root.rglob("*.svg")) == []
 
 
@@ -156,16 +148,14 @@ class TestFullRecord:
         assert rows["LoRA 8 B", "phalanx eager"] == ["–", "47.0 %, met", "+7.1 %, met", "-12.0 %, **missed**"]
         assert content.index("## At a glance") < content.index("## NVIDIA T1000, 2026-11-28")
 
-    @pytest.mark.parametrize(
-        ("heading", "cells"),
-        [
+    def test_tables_hold_the_numbers(self, root: Path) -> None:
+        content, _ = written(root, record())
+        compared = ["204 ms", "224 ms", "179 ms to 269 ms", "+9.8 %", "40.0 GiB", "42.0 GiB", "+5.0 %"]
+        wanted = [
             ("## NVIDIA T1000, 2026-11-28", ["commit", "3f7d206f"]),
-            ("## NVIDIA T1000, 2026-11-28", ["driver", "575.1"]),
             ("## NVIDIA T1000, 2026-11-28", ["Step overhead", "done", "12.5", "60", "–"]),
             ("### Environment", ["matrix product", "712 TFLOP/s"]),
-            ("### Environment", ["its peak in the catalog", "–"]),
             ("### Step overhead", ["MLP", "phalanx", "200 µs", "50", "1", "1.210"]),
-            ("### Proofs", ["plan", "GPT", "ResNet", "LoRA"]),
             ("### Proofs", ["`tp=2`", "equal, 3.1e-07", "refused", "–"]),
             ("### Proofs", ["`micro=2`", "–", "–", "**not equal**, 2.0e-02 in `layer.0.weight`"]),
             ("### Checkpoint", ["3.7 GiB", "33 ms", "2.5 s", "1.0 GiB", "2.0 GiB", "5.0 GiB"]),
@@ -173,24 +163,9 @@ class TestFullRecord:
             ("### GPU tests", ["41", "0", "3", "0"]),
             ("### Trace of one step", ["210 ms", "91.3 %", "5.0 %", "3.7 %"]),
             ("### Trace of one step", ["gemm&lt;128, 64>", "110 ms", "52.0 %"]),
-        ],
-    )
-    def test_tables_hold_the_numbers(self, root: Path, heading: str, cells: list[str]) -> None:
-        content, _ = written(root, record())
-        assert cells in rows_of(content, heading)
-
-    def test_training_rows_hold_measured_and_forecast(self, root: Path) -> None:
-        content, _ = written(root, record())
-        rows = rows_of(content, "### Llama, 1 B parameters")
-        plan = "`compile=true precision=bf16`"
-        head = ["Llama 1 B", "phalanx compiled", plan, "40,200 tokens/s", "204 ms", "204 ms, 206 ms, 202 ms"]
-        assert [*head, "47.0 %", "40.0 GiB", "0.981"] in rows
-        beside = ["204 ms", "224 ms", "179 ms to 269 ms", "+9.8 %", "40.0 GiB", "42.0 GiB", "+5.0 %"]
-        assert ["Llama 1 B, phalanx compiled", *beside, "matrix products"] in rows
-        assert "parameters 1.1 G; sequence 2,048; note random tokens." in content
-        assert ["ResNet-50", "phalanx compiled", plan, "711 samples/s"] in [
-            row[:4] for row in rows_of(content, "### ResNet-50")
+            ("### Llama, 1 B parameters", ["Llama 1 B, phalanx compiled", *compared, "matrix products"]),
         ]
+        assert [row for row in wanted if row[1] not in rows_of(content, row[0])] == []
 
     def test_every_row_has_as_many_cells_as_its_heading(self, root: Path) -> None:
         content, _ = written(root, record())
@@ -203,41 +178,14 @@ class TestFullRecord:
 
     def test_readme_has_the_numbers(self, root: Path) -> None:
         _, readme = written(root, record())
-        assert readme == (
-            "Newest full run on a GPU (NVIDIA T1000, 2026-11-28): 1 of 3 proofs equal, 1 not equal, 1 refused. "
-            "Compiled, Phalanx trains a Llama of 1 B parameters at 0.981 times the rate of plain PyTorch, with "
-            "47.0 % MFU. Forecasts of 6 rows are 9.9 % off in time in the median (30.0 % at most) and 5.0 % off in "
-            "memory in the median (12.0 % at most) ([GPU record](docs/project/gpu.md))."
+        assert readme.startswith(
+            "Newest full run on a GPU (NVIDIA T1000, 2026-11-28): 1 of 3 proofs equal, 1 not equal"
         )
+        for number in ("0.981 times", "47.0 % MFU", "9.9 % off", "30.0 % at most", "5.0 % off", "12.0 % at most"):
+            assert number in readme
 
 
 class TestPartOfARecord:
-    def test_steps_that_did_not_end_say_why(self, root: Path) -> None:
-        ends = {
-            "overhead": ("failed", "RuntimeError: bad | <worse>\nand " + "long " * 90),
-            "proof": ("timed out", "150 s"),
-        }
-        ends |= {"lora_8b": ("skipped", "needs 40 GiB, 16 GiB are free"), "trace": ("running", "")}
-        content = record(complete=False)
-        for one in content["steps"]:
-            if one["name"] in ends:
-                one["status"], one["reason"] = ends[one["name"]]
-            if one["name"] in ("overhead", "lora_8b"):
-                one["rows"] = []
-        page_text, _ = written(root, content)
-        rows = {row[0]: row[1:] for row in rows_of(page_text, "## NVIDIA T1000, 2026-11-28")}
-        assert rows["LoRA on 8 B parameters"][0] == "**skipped**"
-        assert rows["LoRA on 8 B parameters"][-1] == "needs 40 GiB, 16 GiB are free"
-        assert rows["Proofs"][0] == "**timed out**"
-        assert rows["Step overhead"][-1].startswith("RuntimeError: bad \\| &lt;worse> and long")
-        assert len(rows["Step overhead"][-1]) < 180
-        assert rows["Step overhead"][-1].endswith("…")
-        assert "The programme ended before its last step." in page_text
-        assert "**Failed:** RuntimeError" in page_text
-        assert "The record ends within this step." in page_text
-        assert "### LoRA on 8 B parameters" not in page_text
-        assert ["`tp=2`", "equal, 3.1e-07", "refused", "–"] in rows_of(page_text, "### Proofs")
-
     def test_nulls_are_dashes(self, root: Path) -> None:
         content = record()
         for one in content["steps"]:
@@ -252,17 +200,6 @@ class TestPartOfARecord:
         assert not re.search(r"\bnan\b|\bNone\b", page_text)
         assert "The 1 B Llama was not measured. No forecast was compared" in readme
         assert list(root.rglob("*.svg")) == []
-
-    def test_steps_that_never_began_are_named(self, root: Path) -> None:
-        content = record(steps=record()["steps"][:-2])
-        assert "Not in this record: GPU tests, Trace of one step." in written(root, content)[0]
-
-    def test_several_devices_are_counted(self, root: Path) -> None:
-        content = record()
-        content["steps"][0]["facts"]["gpus"] = 2
-        page_text, readme = written(root, content)
-        assert "## 2 × NVIDIA T1000, 2026-11-28" in page_text
-        assert "(2 × NVIDIA T1000, 2026-11-28)" in readme
 
 
 def _emptied(key: str, value: Any) -> Any:
@@ -291,18 +228,6 @@ class TestSmallRecords:
         assert "small" not in (root / "docs" / "project" / "gpu-time.svg").read_text()
 
 
-def test_several_records_stand_newest_first(root: Path) -> None:
-    other = record(started="2026-12-01T08:00:00+00:00")
-    other["steps"][0]["facts"]["gpu"] = "NVIDIA T2000"
-    content, readme = written(root, record(), other)
-    assert content.index("## NVIDIA T2000, 2026-12-01") < content.index("## NVIDIA T1000, 2026-11-28")
-    assert "NVIDIA T2000" in readme
-    assert "T1000" not in readme
-    assert "NVIDIA T2000, 2026-12-01. 1 of 3" in content
-    drawn = ElementTree.parse(root / "docs" / "project" / "gpu-time.svg").getroot()
-    assert len(list(drawn.iter(f"{SVG}circle"))) == 12
-
-
 class TestNewerRecordOfTwoSteps:
     """A record of ``--only environment lora_8b``, newer than the full one."""
 
@@ -325,33 +250,17 @@ class TestNewerRecordOfTwoSteps:
         again = "Measured again on 2026-12-01, below: LoRA on 8 B parameters." in content
         assert again == (gpu == "NVIDIA T1000")
 
-    def test_alone_it_is_taken(self, root: Path) -> None:
-        _, readme = written(root, self.partial("NVIDIA T1000"))
-        assert readme.startswith("Newest run on a GPU (NVIDIA T1000, 2026-12-01): no proof ran.")
-        assert "The forecast of 1 row is 7.1 % off in time and 12.0 % off in memory (" in readme
 
-
-@pytest.mark.parametrize(
-    ("path", "key"),
-    [
-        (("steps", 3, "rows", 2), "mfu"),
-        (("steps", 3, "rows", 2, "forecast"), "blame"),
-        (("steps", 3, "rows", 2), "forecast"),
-        (("steps", 1, "rows", 0), "host_waits_per_step"),
-        (("steps", 2, "rows", 0), "difference"),
-        (("steps", 2), "limit"),
-        ((), "seconds"),
-    ],
-)
-def test_a_record_without_a_newer_column_is_read(root: Path, path: tuple[str | int, ...], key: str) -> None:
-    assert written(root, without(record(), *path, key)) == written(root, changed(record(), None, *path, key))
-
-
-def test_files_can_be_named(root: Path, tmp_path: Path) -> None:
-    path = tmp_path / "mine.json"
-    path.write_text(json.dumps(record()))
-    assert main([str(path)], root) == 0
-    assert "`mine.json`" in (root / "docs" / "project" / "gpu.md").read_text()
+def test_a_record_without_a_newer_column_is_read(root: Path) -> None:
+    for *path, key in [
+        ("steps", 3, "rows", 2, "mfu"),
+        ("steps", 3, "rows", 2, "forecast", "blame"),
+        ("steps", 3, "rows", 2, "forecast"),
+        ("steps", 1, "rows", 0, "host_waits_per_step"),
+        ("steps", 2, "limit"),
+        ("seconds",),
+    ]:
+        assert written(root, without(record(), *path, key)) == written(root, changed(record(), None, *path, key)), key
 
 
 def scale_of(drawn: ElementTree.Element, axis: str) -> Callable[[float], float]:
@@ -380,15 +289,6 @@ def test_each_row_has_a_point_at_its_place(root: Path, file: str, key: str, unit
         (point,) = (each for label, each in points.items() if label.startswith(f"{row['model']}, {row['method']}:"))
         assert float(point.attrib["cx"]) == pytest.approx(across(row[key] / unit), abs=0.3)
         assert float(point.attrib["cy"]) == pytest.approx(up(row["forecast"][key] / unit), abs=0.3)
-    (exact,) = (each.attrib["d"] for each in drawn.iter(f"{SVG}path") if each.get("stroke-dasharray"))
-    ends = [float(number) for number in re.findall(r"[\d.]+", exact)]
-    ticks = {axis: [each for each in drawn.iter(f"{SVG}text") if each.get("class") == axis] for axis in ("x", "y")}
-    assert [str(each.text) for each in ticks["x"]] == [str(each.text) for each in ticks["y"]]
-    assert [float(ticks["x"][at].attrib["x"]) for at in (0, -1)] == pytest.approx(ends[::2], abs=0.1)
-    assert [float(ticks["y"][at].attrib["y"]) - 4 for at in (0, -1)] == pytest.approx(ends[1::2], abs=0.1)
-    labels = [float(each.attrib["y"]) for each in drawn.iter(f"{SVG}text") if str(each.text) in points]
-    assert len(labels) == 6
-    assert min(abs(one - other) for one in labels for other in labels if one is not other) >= 12
 
 
 def without(content: dict[str, Any], *path: str | int) -> dict[str, Any]:
@@ -409,44 +309,29 @@ def changed(content: dict[str, Any], value: Any, *path: str | int) -> dict[str, 
 
 BAD: list[tuple[str | dict[str, Any], str]] = [
     ("{half", "not JSON"),
-    ("[1]", "no key 'schema'"),
-    (record(schema=2), "schema 2; this page reads schema 1"),
-    (without(record(), "schema"), "no key 'schema'"),
-    (without(record(), "phalanx", "commit"), "phalanx has no key 'commit'"),
-    (without(record(), "steps"), "the record has no key 'steps'"),
-    (without(record(), "steps", 4, "status"), "steps[4] has no key 'status'"),
-    (without(record(), "steps", 4, "rows"), "step gpt2_124m has no key 'rows'"),
-    (without(record(), "steps", 4, "rows", 0, "model"), "step gpt2_124m, rows[0] has no key 'model'"),
-    (without(record(), "steps", 4, "rows", 0, "plan"), "step gpt2_124m, rows[0] has no key 'plan'"),
-    (without(record(), "steps", 2, "rows", 0, "result"), "step proof, rows[0] has no key 'result'"),
-    (changed(record(), "fast", "steps", 4, "rows", 0, "rate"), "rows[0], rate is 'fast', not a number"),
-    (changed(record(), "fine", "steps", 4, "status"), "status is 'fine', not one of done, failed"),
+    (record(schema=2), "schema 2"),
+    (without(record(), "phalanx", "commit"), "'commit'"),
+    (without(record(), "steps", 4, "rows", 0, "model"), "gpt2_124m, rows[0] has no key 'model'"),
+    (changed(record(), "fast", "steps", 4, "rows", 0, "rate"), "rows[0], rate is 'fast'"),
+    (changed(record(), "fine", "steps", 4, "status"), "status is 'fine'"),
     (changed(record(), "trace", "steps", 0, "name"), "step trace is there twice"),
-    (changed(record(), [1], "steps"), "steps[0] is no object"),
-    (changed(record(), "noon", "started"), "started is no time: 'noon'"),
+    (changed(record(), "noon", "started"), "started is no time"),
 ]
 
 
-@pytest.mark.parametrize(("content", "wrong"), BAD, ids=[wrong for _, wrong in BAD])
-def test_bad_files_are_named(
-    root: Path, content: str | dict[str, Any], wrong: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_bad_files_are_named(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     good, bad = root / "good.json", root / "bad.json"
     good.write_text(json.dumps(record()))
-    bad.write_text(content if isinstance(content, str) else json.dumps(content))
     before = (root / "README.md").read_text()
-    assert main([str(good), str(bad)], root) == 2
-    error = capsys.readouterr().err
-    assert error.count("\n") == 1
-    assert str(bad) in error
-    assert wrong in error
+    for content, wrong in BAD:
+        bad.write_text(content if isinstance(content, str) else json.dumps(content))
+        assert main([str(good), str(bad)], root) == 2
+        error = capsys.readouterr().err
+        assert error.count("\n") == 1
+        assert str(bad) in error
+        assert wrong in error
     assert (root / "README.md").read_text() == before
     assert list((root / "docs" / "project").iterdir()) == []
-
-
-def test_a_file_that_is_missing_is_named(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([str(root / "none.json")], root) == 2
-    assert "none.json: cannot be read: No such file" in capsys.readouterr().err
 
 
 def test_a_readme_without_markers_is_said_after_the_page_is_written(
