@@ -36,19 +36,6 @@ def test_a_reader_waits_for_a_whole_line(tmp_path: Path) -> None:
     assert len(reader.new()) == 1
 
 
-def test_numbers_that_json_lacks_become_null(tmp_path: Path) -> None:
-    with EventLog(tmp_path / "e") as log:
-        log.write("end", step=1, samples=1, seconds=1.0, loss=float("nan"))
-    assert next(iter(read(tmp_path / "e")))["loss"] is None
-
-
-def test_a_log_is_appended_to(tmp_path: Path) -> None:
-    for _ in range(2):
-        with EventLog(tmp_path / "e") as log:
-            log.write("warning", message="x")
-    assert len(list(read(tmp_path / "e"))) == 2
-
-
 def test_numbers_that_json_lacks_become_null_at_any_depth(tmp_path: Path) -> None:
     with EventLog(tmp_path / "e") as log:
         log.write("evaluate", step=1, loss=float("inf"), samples=2, seconds=1.0, metrics={"accuracy": float("nan")})
@@ -126,11 +113,6 @@ class TestFullDisk:
         with EventLog(tmp_path / "e") as log:
             log.write("warning", message="0")
         assert "1 event of the run is not in" in capsys.readouterr().err
-
-    def test_a_folder_that_cannot_be_made_ends_nothing(self, tmp_path: Path) -> None:
-        (tmp_path / "taken").touch()
-        with EventLog(tmp_path / "taken" / "e") as log:
-            log.write("warning", message="0")
 
 
 class TestStrangersLogs:
