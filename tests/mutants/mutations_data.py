@@ -8,10 +8,10 @@ SAMPLER, STREAMS, LEDGER = "data/sampler.py", "data/streams.py", "data/ledger.py
 
 DATA = (
     Mutation(
-        "loader: the last batch of an epoch is a whole one though fewer samples are left",
+        "curriculum: samples of a pass are counted a step too many where the stretch begins within it",
         "data/changing_batches.py",
-        "samples = min(stretch.batch, stretch.each - position)",
-        "samples = stretch.batch",
+        "if steps >= rest:",
+        "if steps > rest:",
         ("test unit/test_data_sampler.py counting_step_by_step",),
     ),
     Mutation(
@@ -70,7 +70,7 @@ DATA = (
         STREAMS,
         "            self.dataset.seek(position)\n",
         "            self.dataset.seek(0)\n",
-        ("test unit/test_data_stream.py seeking",),
+        ("test unit/test_data_stream.py resumed_steps",),
     ),
     Mutation(
         "streams: the epoch is not told to the stream",
@@ -122,7 +122,7 @@ DATA = (
         ("test unit/test_cli_verbs.py only_a_resume",),
     ),
     Mutation(
-        "settings: --batch is not looked at where the plan is for more ranks than samples",
+        "settings: threads do not count as devices",
         "cli/settings.py",
         "if self.plan and isinstance(self.devices, int) and self.plan.devices != self.devices:",
         "if self.plan and isinstance(self.devices, int) and self.plan.dp != self.devices:",

@@ -39,13 +39,13 @@ RESIZED = [
 ]
 
 
-@pytest.mark.parametrize(("plan", "there"), RESIZED)
-def test_a_plan_on_one_to_six_devices(plan: str, there: list[str | None]) -> None:
-    asked = Plan.parse(plan)
-    found = [resized(asked, size) for size in range(1, 7)]
-    assert found == [None if text is None else Plan.parse(text) for text in there]
-    assert all(one is None or one.devices == size for size, one in enumerate(found, 1))
-    assert resized(asked, asked.devices) == asked
+def test_a_plan_on_one_to_six_devices() -> None:
+    for plan, there in RESIZED:
+        asked = Plan.parse(plan)
+        found = [resized(asked, size) for size in range(1, 7)]
+        assert found == [None if text is None else Plan.parse(text) for text in there], plan
+        assert all(one is None or one.devices == size for size, one in enumerate(found, 1)), plan
+        assert resized(asked, asked.devices) == asked, plan
 
 
 def test_a_forward_pass_holds_no_more_samples_on_fewer_devices() -> None:
@@ -56,30 +56,32 @@ def test_a_forward_pass_holds_no_more_samples_on_fewer_devices() -> None:
     assert list(plans_of(Plan(dp=4), DeviceRange(1, 4), 2)) == [1, 2]  # a sample for each replica
 
 
-@pytest.mark.parametrize("text", ["4:1", "0:2", "1:", "1", "a:b", "-1:2", "1:2:3", "1:99999999", "", 4, None, "1.5:2"])
-def test_what_is_no_range_is_refused(text: Any) -> None:
-    with pytest.raises(SpecError, match="LEAST:MOST"):
-        DeviceRange.parse(text, "-n")
-    if text is not None:
+def test_what_is_no_range_is_refused() -> None:
+    bad: list[Any] = ["4:1", "0:2", "1:", "1", "a:b", "1:2:3", "1:99999999", "", 4, "1.5:2"]
+    for text in bad:
+        with pytest.raises(SpecError, match="LEAST:MOST"):
+            DeviceRange.parse(text, "-n")
         with pytest.raises(SpecError, match=r"run\.devices"):
             RunSpec(job="a", plan=Plan(), folder=Path("a"), devices=text)
+    with pytest.raises(SpecError, match="-n: given 4:1"):
+        Given(job="toy.py", plan=None, devices="4:1", folder=Path("a"), resume=False, values={})
 
 
-@pytest.mark.parametrize(
-    ("plan", "how", "why"),
-    [
-        ("pp=8", {}, "a multiple of 8"),
-        ("dp=2 server=1", {}, "workers of servers may come and go"),
-        ("dp=2 shares=3,1", {}, "shares=auto finds it out"),
-        ("dp=2 sync=local every=4", {}, "it would learn something else"),
-        ("dp=2", {"grow_after": "soon"}, "grow_after"),
-        ("dp=2", {"grow_after": -1}, "grow_after"),
-        ("dp=2", {"devices": None, "grow_after": "5m"}, "without a range"),
-    ],
-)
-def test_a_run_that_cannot_change_its_size_says_why(plan: str, how: dict[str, Any], why: str) -> None:
-    with pytest.raises(SpecError, match=why):
-        RunSpec(job="a", plan=Plan.parse(plan), folder=Path("a"), **{"devices": "1:4", **how})
+FIXED_SIZES: list[tuple[str, dict[str, Any], str]] = [
+    ("pp=8", {}, "a multiple of 8"),
+    ("dp=2 server=1", {}, "workers of servers may come and go"),
+    ("dp=2 shares=3,1", {}, "shares=auto finds it out"),
+    ("dp=2 sync=local every=4", {}, "it would learn something else"),
+    ("dp=2", {"grow_after": "soon"}, "grow_after"),
+    ("dp=2", {"grow_after": -1}, "grow_after"),
+    ("dp=2", {"devices": None, "grow_after": "5m"}, "without a range"),
+]
+
+
+def test_a_run_that_cannot_change_its_size_says_why() -> None:
+    for plan, how, why in FIXED_SIZES:
+        with pytest.raises(SpecError, match=why):
+            RunSpec(job="a", plan=Plan.parse(plan), folder=Path("a"), **{"devices": "1:4", **how})
 
 
 def elastic(plan: str = "dp=4", devices: str = "1:4", **how: Any) -> RunSpec:
@@ -127,21 +129,15 @@ class TestCommandLine:
         run, _ = settle(self.given(resume=True, **changes), elastic(grow_after=7), job())
         assert (run.plan, run.devices, run.grow_after) == (plan, devices, grow_after)
 
-    def test_what_is_none_is_refused(self) -> None:
-        with pytest.raises(SpecError, match=r"-n: given 4:1"):
-            self.given(devices="4:1")
-
 
 class TestWorkersThatAreThere:
-    @pytest.mark.parametrize(("world", "plan"), [(1, "micro=16"), (3, "dp=3 micro=16"), (4, "dp=4")])
-    def test_the_plan_is_resized_to_them(self, world: int, plan: str) -> None:
-        run = fitted(elastic(), world, job())
-        assert (run.plan, run.asked_plan) == (Plan.parse(plan), Plan(dp=4))
-
-    @pytest.mark.parametrize(("plan", "devices", "world"), [("dp=4", "2:4", 1), ("dp=4", "1:4", 5), ("pp=2", "2:4", 3)])
-    def test_others_are_refused(self, plan: str, devices: str, world: int) -> None:
-        with pytest.raises(RefusedError, match=f"given {world}; allowed: 2"):
-            fitted(elastic(plan, devices if world != 5 else "2:4"), world, job())
+    def test_the_plan_is_resized_to_them_and_others_are_refused(self) -> None:
+        for world, plan in ((1, "micro=16"), (3, "dp=3 micro=16"), (4, "dp=4")):
+            run = fitted(elastic(), world, job())
+            assert (run.plan, run.asked_plan) == (Plan.parse(plan), Plan(dp=4))
+        for plan, world in (("dp=4", 1), ("dp=4", 5), ("pp=2", 3)):
+            with pytest.raises(RefusedError, match=f"given {world}; allowed: 2"):
+                fitted(elastic(plan, "2:4"), world, job())
 
 
 class TestWhichNumbersServe:
@@ -159,9 +155,8 @@ def size(there: float | Callable[[], float] = math.inf, **how: Any) -> ElasticSi
 
 
 class TestSize:
-    @pytest.mark.parametrize(("there", "begins"), [(math.inf, 4), (9, 4), (3, 3), (1, 1), (0, 1)])
-    def test_it_begins_with_the_most_there_are(self, there: float, begins: int) -> None:
-        assert size(there).devices == begins
+    def test_it_begins_with_the_most_there_are(self) -> None:
+        assert [size(there).devices for there in (math.inf, 9, 3, 1, 0)] == [4, 4, 3, 1, 1]
 
     def test_it_shrinks_down_to_the_least(self) -> None:
         one = size()

@@ -119,10 +119,10 @@ class TestChoice:
         monkeypatch.setattr(choices, "_best", lambda *_: 1 / 0)
         failed = choose_plan(job(4))
         assert failed.plan == Plan(dp=4)
-        assert failed.why == "no plan was made: ZeroDivisionError: division by zero; dp=4 is taken"
+        assert "ZeroDivisionError" in failed.why
         monkeypatch.setattr(choices, "PATIENCE", 0.05)
         monkeypatch.setattr(choices, "_best", lambda *_: time.sleep(60))
-        assert choose_plan(job(4)).why == "planning took more than 0.05 s; dp=4 is taken"
+        assert "dp=4 is taken" in choose_plan(job(4)).why
 
 
 class TestBeside:
