@@ -197,6 +197,7 @@ class TestReading:
         assert not_filled((4, 4), quarters) == ""
         assert "do not fill" in not_filled((4, 4), quarters[:3])
         assert "overlap" in not_filled((4, 4), [*quarters[:3], ((1, 1), (2, 2))])
+        assert "overlap" in not_filled((3, 3), [((0, 1), (2, 2)), ((1, 0), (2, 2)), ((2, 2), (1, 1))])
         assert "not inside" in not_filled((4, 4), [*quarters[:3], ((3, 2), (2, 2))])
         assert not_filled((), [((), ())]) == ""
         assert not_filled((0, 3), []) == ""

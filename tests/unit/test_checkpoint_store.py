@@ -111,10 +111,6 @@ class TestRoundTrip:
         assert checkpoint.read_state(path) == state
         assert checkpoint.verify(path) == []
 
-    def test_bytes_do_not_depend_on_when_or_where(self, tmp_path: Path) -> None:
-        one, two = saved(tmp_path / "a"), saved(tmp_path / "b")
-        assert all((one / name).read_bytes() == (two / name).read_bytes() for name in names(one))
-
     def test_no_pickle_is_read_or_written(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         class Bomb:
             def __reduce__(self):
@@ -277,11 +273,6 @@ class TestFolder:
         saved(tmp_path, step=100_000_000, keep=1)
         assert names(tmp_path) == ["step-100000000"]
         assert checkpoint.latest(tmp_path) == tmp_path / "step-100000000"
-
-    def test_later_steps_are_left_alone(self, tmp_path: Path) -> None:
-        for step in (10, 20, 5, 6):
-            saved(tmp_path, step=step, keep=1)
-        assert names(tmp_path) == ["step-00000006", "step-00000020"]
 
     def test_saving_a_step_again_replaces_it(self, tmp_path: Path) -> None:
         saved(tmp_path)

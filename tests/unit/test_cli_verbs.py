@@ -179,11 +179,6 @@ class TestWrongUse:
             if (result.exit_code, result.stdout) != (2, "") or words not in result.stderr
         } == {}
 
-    def test_check_with_nothing_behind_it_is_of_this_machine(self) -> None:
-        command = main.get_command(click.Context(main), "check")
-        assert command is not None
-        assert command.make_context("check", []).params["job"] == ""
-
     def test_job_file_without_job(self, tmp_path: Path) -> None:
         path = tmp_path / "mine.py"
         path.write_text(JOB.format(batch=4))

@@ -180,22 +180,6 @@ class TestReading:
         with pytest.raises(DataError, match="is no sample ledger"):
             read_ledger(tmp_path)
 
-    def test_a_disk_that_fills_up_is_said_when_records_have_to_be_there(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        disk = FullDisk(monkeypatch)
-        ledger = Ledger(tmp_path, rank=0, first_step=0)
-        disk.room = 30
-        for step in range(3):
-            ledger.record(a_step(step, [step]))
-        with pytest.raises(DataError, match="No space left") as caught:
-            ledger.flush()
-        assert isinstance(caught.value.__cause__, OSError)
-        disk.room = 10**9
-        ledger.flush()
-        ledger.close()
-        assert {step: ids.tolist() for step, (_, ids) in read_ledger(tmp_path).items()} == {0: [0], 1: [1], 2: [2]}
-
     def test_what_ends_a_run_is_not_hidden_by_its_ledger(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         disk = FullDisk(monkeypatch)
 
@@ -292,13 +276,6 @@ class TestOfAHost:
         self.recorded(self.opened(tmp_path, b"b"), 0)
         assert {step: ids.tolist() for step, (_, ids) in read_ledger(tmp_path).items()} == {0: [0, 1, 2, 3]}
 
-    def test_who_has_lost_the_folder_writes_into_nobodys_file(self, tmp_path: Path) -> None:
-        earlier = self.opened(tmp_path, b"a")
-        later = self.opened(tmp_path, b"b")
-        self.recorded(earlier, 0, 1)
-        self.recorded(later, 0)
-        assert list(read_ledger(tmp_path)) == [0]
-
     def test_segments_of_few_and_of_many_ranks_follow_each_other(self, tmp_path: Path) -> None:
         run(tmp_path, 2, 0, 3)
         self.recorded(self.opened(tmp_path, b"a", first_step=2), 2, 3)
@@ -357,13 +334,6 @@ class TestAudit:
         twice, unseen = audited(tmp_path)
         assert f": {ids[0]} (by rank 0 in step 1 and rank 0 in step 1)" in twice
         assert unseen.endswith(f"never seen: {ids[1]}")
-
-    def test_padding_of_the_last_batch(self, tmp_path: Path) -> None:
-        last = SAMPLER.ids(3).tolist()
-        run(tmp_path, 1, 0, 4, rank0step3=[*last, *SAMPLER.ids(0)[:2].tolist()])
-        found = audited(tmp_path)
-        assert any("2 samples seen more than once" in line for line in found)
-        assert "epoch 0: step 3 holds 6 samples instead of 4 (recorded by ranks 0)" in found
 
     def test_a_missing_rank(self, tmp_path: Path) -> None:
         run(tmp_path, 2, 0, 2)

@@ -1,24 +1,29 @@
-"""The page of GPU records: its tables, plots and the README's paragraph, and files that cannot be used."""
+"""The page of GPU records, and the pack that brings a GPU machine what it needs, without a network."""
 
 from __future__ import annotations
 
-import copy
 import json
-import math
 import re
-import xml.etree.ElementTree as ElementTree
+import subprocess
+import sys
+import sysconfig
+import tomllib
 from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError, distribution, distributions
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
+from gpu_record import pack, pack_install
+from gpu_record.pack_install import PackError
 from gpu_record.page import main, page, paragraph
 from gpu_record.page_records import STEPS, read_records
-from gpu_record.recorder import TRAINING
 from gpu_record.run import STEPS as PLANNED
-
-pytestmark = pytest.mark.quick
 
 ROOT = Path(__file__).resolve().parents[2]
 SVG = "{http://www.w3.org/2000/svg}"
@@ -125,6 +130,7 @@ def rows_of(content: str, heading: str) -> list[list[str]]:
     return [[cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in lines]
 
 
+@pytest.mark.quick
 class TestNoRecord:
     def test_page_names_the_commands_and_every_step(self, root: Path) -> None:
         content, readme = written(root)
@@ -137,6 +143,7 @@ class TestNoRecord:
         assert list(root.rglob("*.svg")) == []
 
 
+@pytest.mark.quick
 class TestFullRecord:
     def test_glance_says_met_or_missed(self, root: Path) -> None:
         content, _ = written(root, record())
@@ -167,15 +174,6 @@ class TestFullRecord:
         ]
         assert [row for row in wanted if row[1] not in rows_of(content, row[0])] == []
 
-    def test_every_row_has_as_many_cells_as_its_heading(self, root: Path) -> None:
-        content, _ = written(root, record())
-        width = 0
-        for line in content.splitlines():
-            cells = len(re.findall(r"(?<!\\)\|", line)) if line.startswith("|") else 0
-            assert not (cells and width) or cells == width, line
-            width = cells
-        assert "ResNet, `tp=2`, refused: no attention \\| nothing to cut" in content
-
     def test_readme_has_the_numbers(self, root: Path) -> None:
         _, readme = written(root, record())
         assert readme.startswith(
@@ -185,29 +183,7 @@ class TestFullRecord:
             assert number in readme
 
 
-class TestPartOfARecord:
-    def test_nulls_are_dashes(self, root: Path) -> None:
-        content = record()
-        for one in content["steps"]:
-            one["rows"] = [{key: _emptied(key, value) for key, value in row.items()} for row in one["rows"]]
-            one["facts"] = dict.fromkeys(one["facts"])
-            one["seconds"] = math.nan  # json writes NaN for it
-        page_text, readme = written(root, content)
-        for name in ("overhead", "checkpoint", "calibrate", "trace", *TRAINING):
-            cells = rows_of(page_text, f"### {STEPS[name].title}")[2:]
-            assert cells
-            assert {cell for row in cells for cell in row if re.search(r"\b0\b|nan|None|inf", cell)} == set(), name
-        assert not re.search(r"\bnan\b|\bNone\b", page_text)
-        assert "The 1 B Llama was not measured. No forecast was compared" in readme
-        assert list(root.rglob("*.svg")) == []
-
-
-def _emptied(key: str, value: Any) -> Any:
-    if key == "forecast":
-        return value and dict.fromkeys(value)
-    return [None, None] if key == "rounds" else None if isinstance(value, int | float) else value
-
-
+@pytest.mark.quick
 class TestSmallRecords:
     @pytest.mark.parametrize("change", [{"device": "cpu"}, {"small": True}, {"device": "cpu", "small": True}])
     def test_they_never_reach_readme_or_glance(self, root: Path, change: dict[str, Any]) -> None:
@@ -218,39 +194,8 @@ class TestSmallRecords:
         assert (SMALL in content) == (change.get("device") == "cpu")
         assert "small versions" in (root / "docs" / "project" / "gpu-time.svg").read_text()
 
-    def test_the_gpu_record_is_taken_where_a_newer_small_one_is_there(self, root: Path) -> None:
-        newer = record(device="cpu", small=True, started="2026-12-24T10:00:00Z")
-        newer["steps"][3]["rows"][2]["ratio"] = 1.5
-        content, readme = written(root, record(), newer)
-        assert "2026-11-28" in readme
-        assert "1.5" not in readme
-        assert "1.500" not in str(rows_of(content, "## At a glance"))
-        assert "small" not in (root / "docs" / "project" / "gpu-time.svg").read_text()
 
-
-class TestNewerRecordOfTwoSteps:
-    """A record of ``--only environment lora_8b``, newer than the full one."""
-
-    def partial(self, gpu: str) -> dict[str, Any]:
-        content = record(started="2026-12-01T08:00:00Z")
-        content["steps"] = [one for one in content["steps"] if one["name"] in ("environment", "lora_8b")]
-        content["steps"][0]["facts"]["gpu"] = gpu
-        content["steps"][1]["rows"][0]["mfu"] = 0.123
-        return content
-
-    @pytest.mark.parametrize("gpu", ["NVIDIA T1000", "NVIDIA T2000"])
-    def test_the_full_record_keeps_readme_and_glance(self, root: Path, gpu: str) -> None:
-        _, alone = written(root, record())
-        content, readme = written(root, record(), self.partial(gpu))
-        assert readme == alone
-        assert readme.startswith("Newest full run on a GPU (NVIDIA T1000, 2026-11-28): 1 of 3 proofs")
-        glance = rows_of(content, "## At a glance")
-        assert len(glance) == 9
-        assert "12.3 %" not in str(glance)
-        again = "Measured again on 2026-12-01, below: LoRA on 8 B parameters." in content
-        assert again == (gpu == "NVIDIA T1000")
-
-
+@pytest.mark.quick
 def test_a_record_without_a_newer_column_is_read(root: Path) -> None:
     for *path, key in [
         ("steps", 3, "rows", 2, "mfu"),
@@ -261,34 +206,6 @@ def test_a_record_without_a_newer_column_is_read(root: Path) -> None:
         ("seconds",),
     ]:
         assert written(root, without(record(), *path, key)) == written(root, changed(record(), None, *path, key)), key
-
-
-def scale_of(drawn: ElementTree.Element, axis: str) -> Callable[[float], float]:
-    """Return the map from a value to its place on an axis, from two labelled ticks."""
-    at = {"x": "x", "y": "y"}[axis]
-    ticks = [
-        (float(str(each.text).split()[0]), float(each.attrib[at])) for each in drawn.iter() if each.get("class") == axis
-    ]
-    (low, begin), (high, end) = ticks[0], ticks[-1]
-    shift = -4 if axis == "y" else 0  # a label's baseline is below the middle of its digits
-    return lambda value: begin + shift + (end - begin) * math.log(value / low) / math.log(high / low)
-
-
-@pytest.mark.parametrize(
-    ("file", "key", "unit"), [("gpu-time.svg", "step_seconds", 1e-3), ("gpu-memory.svg", "peak_bytes", 1e9)]
-)
-def test_each_row_has_a_point_at_its_place(root: Path, file: str, key: str, unit: float) -> None:
-    content = record()
-    written(root, content)
-    drawn = ElementTree.parse(root / "docs" / "project" / file).getroot()
-    across, up = scale_of(drawn, "x"), scale_of(drawn, "y")
-    points = {str(each[0].text): each for each in drawn.iter(f"{SVG}circle")}
-    rows = [row for one in content["steps"] if one["name"] in TRAINING for row in one["rows"] if row["forecast"]]
-    assert len(points) == len(rows) == 6
-    for row in rows:
-        (point,) = (each for label, each in points.items() if label.startswith(f"{row['model']}, {row['method']}:"))
-        assert float(point.attrib["cx"]) == pytest.approx(across(row[key] / unit), abs=0.3)
-        assert float(point.attrib["cy"]) == pytest.approx(up(row["forecast"][key] / unit), abs=0.3)
 
 
 def without(content: dict[str, Any], *path: str | int) -> dict[str, Any]:
@@ -319,6 +236,7 @@ BAD: list[tuple[str | dict[str, Any], str]] = [
 ]
 
 
+@pytest.mark.quick
 def test_bad_files_are_named(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     good, bad = root / "good.json", root / "bad.json"
     good.write_text(json.dumps(record()))
@@ -334,20 +252,7 @@ def test_bad_files_are_named(root: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert list((root / "docs" / "project").iterdir()) == []
 
 
-def test_a_readme_without_markers_is_said_after_the_page_is_written(
-    root: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (root / "README.md").write_text("# Top\n")
-    assert main([], root) == 1
-    assert "README.md has no line '<!-- generated: gpu -->'" in capsys.readouterr().err
-    assert (root / "docs" / "project" / "gpu.md").exists()
-    assert (root / "README.md").read_text() == "# Top\n"
-
-
-def test_writing_twice_changes_nothing(root: Path) -> None:
-    assert written(root, copy.deepcopy(record())) == written(root)
-
-
+@pytest.mark.quick
 def test_the_committed_page_and_readme_are_those_of_the_records() -> None:
     records = read_records(sorted((ROOT / "tools" / "published" / "gpu").glob("*.json")))
     content, plots = page(records)
@@ -357,3 +262,160 @@ def test_the_committed_page_and_readme_are_those_of_the_records() -> None:
     assert drawn == plots, again
     readme = (ROOT / "README.md").read_text()
     assert f"<!-- generated: gpu -->\n\n{paragraph(records)}\n\n<!-- end -->" in readme, again
+
+
+HERE = f"{sys.version_info[0]}.{sys.version_info[1]}"
+MODULES = {"tomli-w": "tomli_w"}  # where a package's module has another name
+LOADED = """
+import importlib, json, pkgutil, sys
+for name in sys.argv[1:]: importlib.import_module(name)
+import phalanx
+for name in phalanx.__all__: getattr(phalanx, name)
+for module in pkgutil.walk_packages(phalanx.__path__, "phalanx."):
+    if not module.name.startswith(("phalanx.__main__", "phalanx.train.keras.")): importlib.import_module(module.name)
+from phalanx.demo.jobs import digits
+assert len(digits.digits(training=False)) == 297
+print(json.dumps({name: module.__file__ for name, module in sys.modules.items() if getattr(module, "__file__", None)}))
+"""
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Build the pack for this Python once."""
+    folder = tmp_path_factory.mktemp("pack")
+    try:
+        pack.build(folder, HERE)
+    except pack.DownloadError as error:
+        pytest.skip(str(error))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def installed(built: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    target = tmp_path_factory.mktemp("installed") / "target"
+    pack_install.install(built, target)
+    return target
+
+
+@pytest.fixture(scope="module")
+def torch_alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Link torch and its requirements into a folder that stands for a machine with torch alone."""
+    folder = tmp_path_factory.mktemp("torch")
+    for name in pack.closure(["torch"], HERE):
+        try:
+            files = distribution(name).files or []
+        except PackageNotFoundError:
+            continue
+        for top in {file.parts[0] for file in files} - {"..", "__pycache__"}:
+            (folder / top).symlink_to(Path(str(distribution(name).locate_file(top))))
+    return folder
+
+
+def run(*arguments: str, paths: tuple[Path, ...], cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    """Run this interpreter with ``paths`` and the standard library alone."""
+    environment = {"PYTHONPATH": ":".join(map(str, paths)), "OMP_NUM_THREADS": "1", "PATH": "/usr/bin:/bin"}
+    command = [sys.executable, "-S", "-P", *arguments]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False, cwd=cwd)
+
+
+def dependencies() -> list[str]:
+    """Return the modules of Phalanx' own dependencies, without torch."""
+    declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    found = [Requirement(text).name for text in declared]
+    return [MODULES.get(name, name) for name in found if name != "torch"]
+
+
+def lacking(target: Path) -> set[str]:
+    """Return the packages that an installed pack requires, and that neither it nor torch brings."""
+    found = list(distributions(path=[str(target)]))
+    brought = {canonicalize_name(one.name) for one in found} | pack.closure(["torch"], HERE)
+    needs = [Requirement(text) for one in found for text in one.requires or []]
+    applying = [one for one in needs if not one.marker or one.marker.evaluate(pack.environment(HERE))]
+    return {canonicalize_name(one.name) for one in applying} - brought
+
+
+class TestInstalled:
+    def test_has_the_pinned_packages_and_no_torch(self, built: Path, installed: Path) -> None:
+        found = {canonicalize_name(one.name): one.version for one in distributions(path=[str(installed)])}
+        assert found.keys() == pack.names(HERE) | {"phalanx"}
+        assert found.keys() & pack.closure(["torch"], HERE) == set()
+        assert {*pack.FOR_TESTS, "numpy", "isal", "pluggy"} <= found.keys()
+        for line in pack.pinned(pack.names(HERE), HERE).splitlines():
+            name, _, version = line.split()[0].partition("==")
+            assert found[name] == version
+        assert pack_install.check_size(built) < pack_install.LARGEST
+
+    def test_lacks_no_dependency(self, installed: Path) -> None:
+        assert lacking(installed) == set()
+
+    def test_everything_loads_from_the_pack(self, installed: Path, torch_alone: Path) -> None:
+        done = run("-c", LOADED, *dependencies(), paths=(installed, torch_alone))
+        assert done.returncode == 0, done.stderr
+        known = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib")]
+        site = sysconfig.get_path("purelib")
+        strange = {
+            name: file
+            for name, file in json.loads(done.stdout.splitlines()[-1]).items()
+            if Path(file).is_absolute()  # torch.ops and torch.classes have no file
+            and not Path(file).is_relative_to(installed)
+            and not Path(file).is_relative_to(torch_alone)
+            and (Path(file).is_relative_to(site) or not any(Path(file).is_relative_to(one) for one in known))
+        }
+        assert strange == {}
+
+
+class TestRefusals:
+    """Packs of small files: none is installed."""
+
+    @pytest.fixture
+    def folder(self, tmp_path: Path) -> Path:
+        for name in ("one-1-py3-none-any.whl", "two-2-py2.py3-none-any.whl"):
+            (tmp_path / name).write_bytes(name.encode())
+        pack_install.write_sums(tmp_path)
+        return tmp_path
+
+    def test_a_whole_pack_passes(self, folder: Path) -> None:
+        assert [wheel.name[:3] for wheel in pack_install.verify(folder)] == ["one", "two"]
+
+    @pytest.mark.parametrize(
+        ("harm", "error"),
+        [
+            (lambda folder: (folder / "one-1-py3-none-any.whl").write_bytes(b"0ne"), "one-1.* is damaged"),
+            (lambda folder: (folder / "one-1-py3-none-any.whl").unlink(), "lacks the wheel one-1"),
+            (lambda folder: (folder / "new-1-py3-none-any.whl").touch(), "new-1.* is not listed"),
+            (lambda folder: (folder / "SHA256SUMS").unlink(), "has no SHA256SUMS"),
+        ],
+        ids=["damaged", "missing", "not listed", "no sums"],
+    )
+    def test_a_harmed_pack(self, folder: Path, harm: Callable[[Path], object], error: str) -> None:
+        harm(folder)
+        with pytest.raises(PackError, match=error) as raised:
+            pack_install.install(folder, folder / "target")
+        assert str(raised.value).count("\n") == 1
+        assert not (folder / "target").exists()
+
+    @pytest.mark.parametrize(
+        ("wheel", "fitting"),
+        [
+            ("a-1-py3-none-any.whl", True),
+            ("a-1-cp312-cp312-manylinux2014_x86_64.manylinux_2_17_x86_64.whl", True),
+            ("a-1-cp310-abi3-manylinux_2_17_x86_64.whl", True),
+            ("a-1-cp311-cp311-manylinux_2_17_x86_64.whl", False),
+            ("a-1-cp313-abi3-manylinux_2_17_x86_64.whl", False),
+            ("a-1-cp312-cp312-manylinux_2_17_aarch64.whl", False),
+        ],
+    )
+    def test_which_wheels_fit(self, wheel: str, fitting: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+        named = {"platform": "linux", "version_info": (3, 12, 1)}
+        monkeypatch.setattr(pack_install, "sys", SimpleNamespace(**named))
+        monkeypatch.setattr(pack_install.platform, "machine", lambda: "x86_64")
+        assert pack_install.fits(wheel) is fitting
+
+
+def test_the_digits_are_those_of_scikit_learn() -> None:
+    from phalanx.demo.jobs.digits import IMAGES
+
+    theirs = distribution("scikit-learn").locate_file("sklearn/datasets/data/digits.csv.gz")  # what load_digits reads
+    table = np.loadtxt(IMAGES, delimiter=",", dtype=np.int64)
+    assert table.shape == (1797, 65)
+    np.testing.assert_array_equal(table, np.loadtxt(str(theirs), delimiter=","))

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from packaging.requirements import Requirement
 
 from gpu_record import run
@@ -24,10 +23,7 @@ from gpu_record.measure import relative
 from gpu_record.page import page
 from gpu_record.page_records import STEPS, read_records
 from gpu_record.recorder import TRAINING, PlannedStep, Record, run_steps
-from gpu_record.report import Step
 from gpu_record.steps import training
-from gpu_record.steps.gpu_tests import counts
-from gpu_record.steps.trace import union
 from gpu_record.workloads import workload
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -289,57 +285,10 @@ def test_what_cannot_be_recorded_is_refused_in_one_line(torch: str, words: list[
     assert not Path("gpu_record.json").exists()
 
 
-def facts_of_probe(**facts: Any) -> dict[str, Any]:
-    return {"torch": "2.11.0", "devices": [], "problem": "", "phalanx": "", "missing": [], **facts}
-
-
 def test_every_dependency_is_probed() -> None:
     declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
     assert {*run._NEEDED.values(), "torch"} == {Requirement(text).name for text in declared}
     assert [name for name in run._NEEDED if importlib.util.find_spec(name) is None] == []
-
-
-@pytest.mark.parametrize("first", [{}, {"phalanx": "0.1.0", "missing": ["numpy"]}], ids=["phalanx", "numpy"])
-def test_the_pack_is_installed_if_a_package_is_missing(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, first: dict[str, Any]
-) -> None:
-    installed: list[tuple[Path, Path]] = []
-    monkeypatch.setattr(run, "install", lambda folder, target: installed.append((folder, target)))
-    answers = iter([facts_of_probe(**first), facts_of_probe(phalanx="0.1.0")])
-    monkeypatch.setattr(run, "_probe", lambda device, environment: next(answers))
-    folder, scratch = tmp_path / "pack", tmp_path / "scratch"
-    folder.mkdir()
-    asked = run._parse(["--device", "cpu", "--pack", str(folder)])
-    environment, _ = run._prepare(asked, scratch)
-    assert installed == [(folder, scratch)]
-    source = SCRIPT.parents[2] / "src"  # before the pack: what is measured is this clone
-    assert environment["PYTHONPATH"].split(os.pathsep)[:3] == [str(SCRIPT.parents[1]), str(source), str(scratch)]
-
-
-def test_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    found = facts_of_probe(phalanx="0.1.0", missing=["isal", "tomli_w"])
-    monkeypatch.setattr(run, "_probe", lambda device, environment: found)
-    with pytest.raises(SystemExit) as caught:
-        run._prepare(run._parse(["--device", "cpu", "--pack", "nowhere"]), Path())
-    assert caught.value.code == 2
-    assert "missing isal, tomli-w. Try: make gpu-pack" in capsys.readouterr().err
-
-
-def test_a_write_that_fails_leaves_the_record_before_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    record = Record(path=tmp_path / "record.json", header={"device": "cpu"}, until=time.monotonic())
-    record.write()
-    before = record.path.read_text()
-
-    def fails(*given: Any) -> None:
-        raise OSError("no space left")
-
-    for name in ("fsync", "replace"):
-        with monkeypatch.context() as patched:
-            patched.setattr(os, name, fails)
-            record.header["device"] = "cuda"
-            with pytest.raises(OSError, match="no space left"):
-                record.write()
-        assert record.path.read_text() == before
 
 
 def test_a_step_ends_with_the_programme(tmp_path: Path) -> None:
@@ -376,33 +325,3 @@ def test_numbers_of_a_row() -> None:
     row = training._row(work, method, 1.5, {"batch": 2, "flops_per_step": 6e12, "peak": 10e12})
     assert (row["step_seconds"], row["rate"], row["mfu"], row["ratio"]) == (3.0, 2 * 64 / 3, 0.2, 0.5)
     assert relative(1.2, 1.0) == pytest.approx(0.2)
-
-
-@pytest.mark.parametrize(("free", "fits"), [(59.0, False), (60.0, True)])
-def test_rounds_are_in_turn_if_memory_suffices(monkeypatch: pytest.MonkeyPatch, free: float, fits: bool) -> None:
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (int(free * 2**30), 80 * 2**30))
-    step = Step(name="llama_1b", messages=Path(), record=Path(), device="cuda", limit=60)
-    assert training.fits_all(step, workload("llama_1b", small=False)) == fits
-    assert training.fits_all(step, workload("lora_8b", small=False))
-
-
-VERBOSE = """collected 5 items
-
-tests/gpu/test_a.py::test_one PASSED                  [ 20%]
-tests/gpu/test_a.py::TestIt::test_two[a b] SKIPPED (no: tensor cores) [ 40%]
-tests/gpu/test_a.py::test_three PASSED                [ 60%]
-tests/gpu/test_a.py::test_three ERROR                 [ 60%]
-tests/gpu/test_a.py::test_four FAILED                 [ 80%]
-tests/gpu/test_b.py::test_five """
-
-
-def test_outcomes_are_counted_line_by_line() -> None:
-    ends = "\nFAILED tests/gpu/test_a.py::test_four - assert 1 PASSED\n=== 1 failed, 2 passed in 1.00s ===\n"
-    for output in (VERBOSE, VERBOSE + ends):
-        assert counts(output) == {"passed": 2, "failed": 1, "skipped": 1, "errors": 1}
-    assert counts("") == {"passed": 0, "failed": 0, "skipped": 0, "errors": 0}
-    assert counts("____ ERROR collecting tests/gpu/test_a.py ____\n")["errors"] == 1
-
-
-def test_spans_that_overlap_count_once() -> None:
-    assert union([(0, 2), (1, 3), (1, 2), (5, 6)]) == 4
