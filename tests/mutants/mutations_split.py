@@ -200,7 +200,7 @@ TECHNIQUES: tuple[Mutation, ...] = (
         "forecast/pipeline.py",
         "each = (steady - _run(pipeline, few)) / pipeline.ranks",
         "each = (steady - _run(pipeline, few)) / pipeline.ranks / 2",
-        ("test unit/test_forecast_schedule.py",),
+        ("test unit/test_forecast_time.py extrapolated",),
     ),
     Mutation(
         "forecast: gradients are not summed over ranks of cp and ep",

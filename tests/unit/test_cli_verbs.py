@@ -1,4 +1,4 @@
-"""The command line without processes: help, wrong use, completion, and what goes where."""
+"""The command line without workers: help, wrong use, exit codes, completion, and where values of a run come from."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,10 @@ from click.testing import CliRunner, Result
 from phalanx.cli import app, main
 from phalanx.cli.options import PlanText
 from phalanx.cli.output import json_option, print_json
+from phalanx.cli.settings import Given, earlier_run, settle
+from phalanx.config import Job, Plan, RunSpec
 from phalanx.data import Ledger, MicroBatch, StepBatch
-from phalanx.errors import LossError, Problem, SpecError, WorkerError
+from phalanx.errors import LossError, Problem, RefusedError, SpecError, WorkerError
 from phalanx.launch.targets import TARGETS, target_class
 
 JOB = """
@@ -51,41 +54,28 @@ def verb(monkeypatch: pytest.MonkeyPatch) -> Any:
     return install
 
 
-def _parts(command: click.Command | None) -> list[str]:
-    """Names of the commands that a verb is made of."""
-    assert isinstance(command, click.Group), "it has no --json"
-    return list(command.commands)
-
-
 class TestHelp:
-    def test_group_lists_every_verb(self) -> None:
-        result = invoke("--help")
-        assert result.exit_code == 0
-        assert [verb for verb in app.VERBS if not re.search(rf"^  {verb}  ", result.stdout, re.MULTILINE)] == []
-
-    @pytest.mark.parametrize("verb", app.VERBS)
-    def test_every_verb_shows_an_example_and_json(self, verb: str) -> None:
-        result = invoke(verb, "--help")
-        assert result.exit_code == 0
-        examples = re.findall(rf"^ +(phalanx {verb} .+|phalanx {verb})$", result.stdout, re.MULTILINE)
-        assert examples, result.stdout
-        command = main.get_command(click.Context(main), verb)
-        assert "--json" in result.stdout or all(
-            "--json" in invoke(verb, one, "--help").stdout for one in _parts(command)
-        )
-
-    @pytest.mark.parametrize("verb", app.VERBS)
-    def test_options_of_the_examples_exist(self, verb: str) -> None:
-        context = click.Context(main)
-        command = main.get_command(context, verb)
-        assert command is not None
-        parts = [command, *(command.commands.values() if isinstance(command, click.Group) else ())]
-        known = {name for part in parts for parameter in part.params for name in parameter.opts}
-        if verb in ("launch", "bench", "check"):
-            known |= {f"--{name}" for target in TARGETS for name in target_class(target).options}
-        for example in re.findall(rf"phalanx {verb} [^\n]*", command.help or ""):
-            used = set(re.findall(r"(?<= )--?[a-z][a-z-]*", re.sub(r'"[^"]*"', "", example)))
-            assert used <= known
+    def test_every_verb_shows_an_example_whose_options_exist_and_has_json(self) -> None:
+        overview = invoke("--help").stdout
+        wrong = list[str]()
+        for verb in app.VERBS:
+            command = main.get_command(click.Context(main), verb)
+            assert command is not None
+            parts = [command, *(command.commands.values() if isinstance(command, click.Group) else ())]
+            known = {name for part in parts for parameter in part.params for name in parameter.opts}
+            if verb in ("launch", "bench", "check"):
+                known |= {f"--{name}" for target in TARGETS for name in target_class(target).options}
+            examples = re.findall(
+                rf"^ +(phalanx {verb} .+|phalanx {verb})$", invoke(verb, "--help").stdout, re.MULTILINE
+            )
+            used = set(re.findall(r"(?<= )--?[a-z][a-z-]*", re.sub(r'"[^"]*"', "", "\n".join(examples))))
+            json_there = all(
+                "--json" in [name for one in part.params for name in one.opts] for part in parts[1:] or parts
+            )
+            if not (re.search(rf"^  {verb}  ", overview, re.MULTILINE) and examples and json_there and used <= known):
+                wrong.append(f"{verb}: {examples}, {sorted(used - known)}")
+        assert wrong == []
+        assert invoke("--version").stdout.startswith("phalanx, version ")
 
     def test_neither_torch_nor_rich_is_imported(self) -> None:
         code = (
@@ -142,13 +132,6 @@ class TestAudit:
 
 
 class TestWrongUse:
-    def test_unknown_plan_key_names_the_nearest(self) -> None:
-        result = invoke("train", "job.py", "--plan", "fdsp=2")
-        assert result.exit_code == 2
-        assert "'fdsp'" in result.stderr
-        assert "try: fsdp=2" in result.stderr
-        assert "Traceback" not in result.output
-
     def test_everything_wrong_in_a_plan_at_once(self) -> None:
         result = invoke("prove", "job.py", "--plan", "dp=0 precision=fp7")
         assert result.exit_code == 2
@@ -164,50 +147,37 @@ class TestWrongUse:
     def test_plan_and_count_that_do_not_agree(self) -> None:
         result = invoke("train", "job.py", "--plan", "dp=2 fsdp=2", "-n", "3")
         assert result.exit_code == 2
-        assert "refused" in result.stderr
         assert "try: -n 4" in result.stderr
 
-    @pytest.mark.parametrize(
-        ("argv", "words"),
-        [
-            (["train", "job.py", "-n", "0"], "try: -n 2"),
-            (["train", "job.py", "--resume"], "--run runs/digits-1 --resume"),
-            (["train", "job.py", "--plan", "missing.toml"], "missing.toml"),
-            (["train", "missing.py"], "missing.py, which does not exist"),
-            (["prove", "missing.py"], "--plan"),
-            (["prove", "missing.py", "--plan", "dp=2"], "missing.py, which does not exist"),
-            (["prove", "job.py", "--plan", "dp=2", "--steps", "0"], "--steps"),
-            (["bench", "missing.py", "-n", "1,two"], "try: -n 1,2,4"),
-            (["bench", "missing.py"], "missing.py, which does not exist"),
-            (["bench", "job.py", "--slow", "1"], "try: --slow 1:4x"),
-            (["bench", "job.py", "--rate", "1gbit"], "try: --hosts 2 --rate"),
-            (["bench", "job.py", "--hosts", "2", "-n", "2"], "try: --hosts 2 --plan dp=2"),
-            (["bench", "job.py", "--hosts", "2", "--delay", "20"], "try: --delay 20ms"),
-            (["bench", "job.py", "--hosts", "0"], "1 to 200"),
-            (["worker", "missing.toml"], "missing.toml"),
-            (["completion", "tcsh"], "'bash', 'zsh', 'fish'"),
-            (["trian"], "trian"),
-        ],
+    WRONG = (
+        (["train", "job.py", "-n", "0"], "try: -n 2"),
+        (["train", "job.py", "--resume"], "--run runs/digits-1 --resume"),
+        (["train", "job.py", "--plan", "missing.toml"], "missing.toml"),
+        (["train", "missing.py"], "missing.py, which does not exist"),
+        (["prove", "missing.py"], "--plan"),
+        (["prove", "missing.py", "--plan", "dp=2"], "missing.py, which does not exist"),
+        (["prove", "job.py", "--plan", "dp=2", "--steps", "0"], "--steps"),
+        (["bench", "missing.py", "-n", "1,two"], "try: -n 1,2,4"),
+        (["bench", "missing.py"], "missing.py, which does not exist"),
+        (["bench", "job.py", "--slow", "1"], "try: --slow 1:4x"),
+        (["bench", "job.py", "--rate", "1gbit"], "try: --hosts 2 --rate"),
+        (["bench", "job.py", "--hosts", "2", "-n", "2"], "try: --hosts 2 --plan dp=2"),
+        (["bench", "job.py", "--hosts", "2", "--delay", "20"], "try: --delay 20ms"),
+        (["bench", "job.py", "--hosts", "0"], "1 to 200"),
+        (["worker", "missing.toml"], "missing.toml"),
+        (["completion", "tcsh"], "'bash', 'zsh', 'fish'"),
+        (["trian"], "trian"),
+        (["train"], "Missing argument 'JOB'"),
+        (["launch"], "Missing argument 'JOB'"),
     )
-    def test_is_exit_code_2(self, argv: list[str], words: str) -> None:
-        result = invoke(*argv)
-        assert result.exit_code == 2, result.output
-        assert words in result.stderr
-        assert result.stdout == ""
 
-    @pytest.mark.parametrize("verb", ["train", "launch"])
-    def test_a_verb_of_runs_with_nothing_behind_it(self, verb: str) -> None:
-        result = invoke(verb)
-        assert (result.exit_code, "Missing argument 'JOB'" in result.stderr) == (2, True), result.stderr
-
-    def test_check_with_nothing_behind_it_is_of_this_machine(self) -> None:
-        command = main.get_command(click.Context(main), "check")
-        assert command is not None
-        assert command.make_context("check", []).params["job"] == ""
-
-    def test_usage_as_json(self) -> None:
-        result = invoke("prove", "job.py", "--json")
-        assert json.loads(result.stdout)["error"]["exit_code"] == 2
+    def test_is_exit_code_2(self) -> None:
+        found = {" ".join(argv): (invoke(*argv), words) for argv, words in self.WRONG}
+        assert {
+            argv: result.output
+            for argv, (result, words) in found.items()
+            if (result.exit_code, result.stdout) != (2, "") or words not in result.stderr
+        } == {}
 
     def test_job_file_without_job(self, tmp_path: Path) -> None:
         path = tmp_path / "mine.py"
@@ -217,14 +187,14 @@ class TestWrongUse:
         assert "no function job()" in result.stderr
         assert "it has: other" in result.stderr
 
-    @pytest.mark.parametrize(("batch", "argv"), [(0, []), (4, ["--batch", "0"])])
-    def test_batch_of_zero(self, tmp_path: Path, batch: int, argv: list[str]) -> None:
-        path = tmp_path / f"zero{batch}.py"
-        path.write_text(JOB.format(batch=batch))
-        result = invoke("train", f"{path}:other", *argv)
-        assert result.exit_code == 2
-        assert "batch" in result.stderr
-        assert "Traceback" not in result.output
+    def test_batch_of_zero(self, tmp_path: Path) -> None:
+        for batch, argv in ((0, []), (4, ["--batch", "0"])):
+            path = tmp_path / f"zero{batch}.py"
+            path.write_text(JOB.format(batch=batch))
+            result = invoke("train", f"{path}:other", *argv)
+            assert result.exit_code == 2
+            assert "batch" in result.stderr
+            assert "Traceback" not in result.output
 
     def test_more_ranks_than_samples(self, tmp_path: Path) -> None:
         path = tmp_path / "few.py"
@@ -294,20 +264,17 @@ class TestExitCodes:
 
 
 class TestCompletion:
-    @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-    def test_prints_a_script(self, shell: str) -> None:
-        result = invoke("completion", shell)
-        assert result.exit_code == 0
-        assert f"_PHALANX_COMPLETE={shell}_complete" in result.stdout
-        assert json.loads(invoke("completion", shell, "--json").stdout)["script"] in result.stdout
+    def test_prints_a_script(self) -> None:
+        for shell in ("bash", "zsh", "fish"):
+            result = invoke("completion", shell)
+            assert result.exit_code == 0
+            assert f"_PHALANX_COMPLETE={shell}_complete" in result.stdout
+            assert json.loads(invoke("completion", shell, "--json").stdout)["script"] in result.stdout
 
-    def test_bash_takes_the_script(self) -> None:
-        script = invoke("completion", "bash").stdout
-        subprocess.run(["bash", "-n"], input=script, text=True, check=True)
-
-    @pytest.mark.parametrize(
-        ("typed", "expected"),
-        [
+    def test_plans(self) -> None:
+        command = main.get_command(click.Context(main), "train")
+        assert command is not None
+        for typed, expected in (
             ("fs", ["fsdp="]),
             ("fsdp=2 z", ["fsdp=2 zero="]),
             ("precision=", [f"precision={name}" for name in ("fp32", "tf32", "bf16", "fp16", "fp8")]),
@@ -315,13 +282,9 @@ class TestCompletion:
             ("dp=2 d", ["dp=2 device="]),
             ("zero=", ["zero=1", "zero=2", "zero=3"]),
             ("nothing=", []),
-        ],
-    )
-    def test_plans(self, typed: str, expected: list[str]) -> None:
-        command = main.get_command(click.Context(main), "train")
-        assert command is not None
-        items = PlanText().shell_complete(click.Context(command), command.params[1], typed)
-        assert [item.value for item in items] == expected
+        ):
+            items = PlanText().shell_complete(click.Context(command), command.params[1], typed)
+            assert [item.value for item in items] == expected
 
     def test_the_shell_gets_plan_keys(self) -> None:
         environment = {**os.environ, "_PHALANX_COMPLETE": "bash_complete", "COMP_CWORD": "4"}
@@ -333,5 +296,110 @@ class TestCompletion:
         assert done.stdout == "plain,threads=\n"
 
 
-def test_version() -> None:
-    assert invoke("--version").stdout.startswith("phalanx, version ")
+def job(**changes: Any) -> Job:
+    given: dict[str, Any] = dict.fromkeys(("model", "data", "loss", "optimizer"), print)
+    return Job(**{**given, "batch": 64, "epochs": 3, "name": "toy", **changes})
+
+
+def given(**changes: Any) -> Given:
+    none: dict[str, Any] = {"plan": None, "devices": None, "folder": None, "resume": False, "values": {}}
+    return Given(**{**none, "job": "toy.py", **changes})
+
+
+def sources(settings: Any) -> dict[str, tuple[str, str]]:
+    return {one.name: (one.value, one.source) for one in settings}
+
+
+@pytest.mark.quick
+class TestSettings:
+    """Values come from the argument, the run file, the job, the default, in this order."""
+
+    def test_job_and_defaults(self) -> None:
+        run, settings = settle(given(plan=Plan()), None, job())
+        assert (run.batch, run.epochs, run.steps) == (None, None, None)
+        found = sources(settings)
+        assert found["batch"] == ("64", "job")
+        assert found["epochs"] == ("3", "job")
+        assert found["keep"] == ("2", "default")
+        assert found["plan"] == ("single", "argument")
+        assert found["run"][1] == "default"
+        assert "steps" not in found
+
+    def test_arguments_win(self, tmp_path: Path) -> None:
+        earlier = RunSpec(job="toy.py", plan=Plan(dp=4), folder=tmp_path, batch=32, epochs=7, lr_scale=2.0, keep=5)
+        values = {"steps": 10, "keep": 1, "batch": None}
+        run, settings = settle(given(devices=2, folder=tmp_path, resume=True, values=values), earlier, job())
+        assert (run.plan, run.steps, run.epochs, run.batch, run.lr_scale, run.keep) == (
+            Plan(dp=2),
+            10,
+            None,
+            32,
+            2.0,
+            1,
+        )
+        found = sources(settings)
+        assert found["steps"] == ("10", "argument")
+        assert found["batch"] == ("32", "run file")
+        assert found["lr-scale"] == ("2.0", "run file")
+        assert found["plan"] == ("dp=2", "argument")
+        assert found["keep"] == ("1", "argument")
+
+    def test_the_run_file_stands_where_nothing_is_given(self, tmp_path: Path) -> None:
+        earlier = RunSpec(job="toy.py", plan=Plan(fsdp=2), folder=tmp_path, epochs=7)
+        run, settings = settle(given(folder=tmp_path, resume=True), earlier, job())
+        assert (run.plan, run.epochs) == (Plan(fsdp=2), 7)
+        assert sources(settings)["epochs"] == ("7", "run file")
+
+    def test_a_resume_takes_each_setting_of_the_run_file(self, tmp_path: Path) -> None:
+        """Else the command that a run prints as it dies, such as one begun with --anyway, would be refused."""
+        changed: dict[str, Any] = {
+            "lr_scale": 2.0,
+            "checkpoint_every": 7,
+            "checkpoint": "trainable",
+            "keep": 5,
+            "keep_every": 3,
+            "mirror": "s3://a/b",
+            "grace": 5.0,
+            "restarts": 9,
+            "log_every": 4,
+            "on_nonfinite": "skip",
+            "spike": 8.0,
+            "on_spike": "skip",
+            "timeout": 90.0,
+            "drift": "warn",
+            "drift_every": 6,
+            "forecast": "anyway",
+            "unproven": True,
+            "snapshot_every": 2,
+            "devices": "1:2",
+            "grow_after": "9m",
+        }
+        asked_anew = {"job", "plan", "asked_plan", "folder", "resume", "from_step", "batch", "epochs", "steps"}
+        assert {field.name for field in fields(RunSpec)} == {*changed, *asked_anew}
+        for plan, lacking in (
+            (Plan(dp=2), {"snapshot_every"}),
+            (Plan(dp=2, server=1), {"devices", "grow_after", "checkpoint"}),
+        ):
+            kept = {name: value for name, value in changed.items() if name not in lacking}
+            earlier = RunSpec(job="toy.py", plan=plan, folder=tmp_path, **kept)
+            run, settings = settle(given(folder=tmp_path, resume=True), earlier, job())
+            assert {name: getattr(run, name) for name in kept} == kept
+            assert {sources(settings)[name.replace("_", "-")][1] for name in kept} == {"run file"}
+
+    def test_only_a_resume_reads_the_run_file(self, tmp_path: Path) -> None:
+        (tmp_path / "run.toml").write_text(RunSpec(job="toy.py", plan=Plan(dp=2), folder=tmp_path).to_toml())
+        assert earlier_run(given(folder=tmp_path)) is None
+        read = earlier_run(given(folder=tmp_path, resume=True))
+        assert read is not None
+        assert read.plan == Plan(dp=2)
+
+    def test_threads_count_as_devices(self) -> None:
+        given(plan=Plan(threads=2), devices=2)
+        with pytest.raises(RefusedError, match="threads = n"):
+            given(plan=Plan(threads=2), devices=4)
+
+    def test_wrong_values_are_named(self) -> None:
+        with pytest.raises(SpecError, match="epochs and steps"):
+            settle(given(plan=Plan(), values={"steps": 3, "epochs": 3}), None, job())
+        with pytest.raises(SpecError, match="lr_scale"):
+            settle(given(plan=Plan(), values={"lr_scale": 0.0}), None, job())

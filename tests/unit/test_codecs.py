@@ -1,4 +1,4 @@
-"""Codecs: what they may be off by, what feedback gives back, and what is not a finite number."""
+"""Codecs of gradients (errors, feedback, numbers that are not finite), and fragments of a model."""
 
 from __future__ import annotations
 
@@ -7,13 +7,15 @@ import threading
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from phalanx.errors import RefusedError
 from phalanx.parallel.compression import Codec, Feedback, codec, lane, message, read
 from phalanx.parallel.compression.error_feedback import CompressedBucket, LeftOut
+from phalanx.parallel.diloco import Fragment, divide, owners
 
 ALL = ("fp16", "bf16", "int8", "topk:0.01", "topk:0.3")
-COUNTS = (0, 1, 2, 3, 255, 256, 257, 1000, 70_001)
+COUNTS = (0, 1, 255, 256, 257, 70_001)
 
 
 def made(text: str) -> Codec:
@@ -33,25 +35,22 @@ def numbers(count: int, seed: int = 0) -> Tensor:
 
 
 @pytest.mark.parametrize("text", ALL)
-@pytest.mark.parametrize("count", COUNTS)
-def test_a_message_has_the_stated_size_and_can_be_added(text: str, count: int) -> None:
-    one, flat = made(text), numbers(count)
-    parts = one.encode(flat)
-    assert [(part.numel(), part.dtype) for part in parts] == one.sizes(count)
-    assert all(part.is_contiguous() for part in parts)
-    sent = message(one, flat)
-    assert (sent.dtype, sent.numel()) == (torch.uint8, one.bytes_of(count))
-    out, twice = through(one, flat), torch.zeros(count)
-    for _ in range(2):
-        read(one, sent, twice, add=True)
-    assert torch.allclose(twice, 2 * out)
-    with pytest.raises(ValueError, match="bytes"):
-        read(one, sent, torch.zeros(count + 300))
-
-
-@pytest.mark.parametrize("text", ALL)
-def test_zeros_stay_zeros(text: str) -> None:
-    assert not through(made(text), torch.zeros(600)).any()
+def test_a_message_has_the_stated_size_and_can_be_added(text: str) -> None:
+    one = made(text)
+    for count in COUNTS:
+        flat = numbers(count)
+        parts = one.encode(flat)
+        assert [(part.numel(), part.dtype) for part in parts] == one.sizes(count)
+        assert all(part.is_contiguous() for part in parts)
+        sent = message(one, flat)
+        assert (sent.dtype, sent.numel()) == (torch.uint8, one.bytes_of(count))
+        out, twice = through(one, flat), torch.zeros(count)
+        for _ in range(2):
+            read(one, sent, twice, add=True)
+        assert torch.allclose(twice, 2 * out)
+        with pytest.raises(ValueError, match="bytes"):
+            read(one, sent, torch.zeros(count + 300))
+    assert not through(one, torch.zeros(600)).any()
 
 
 def test_none_is_no_codec_and_powersgd_none_of_flat_tensors() -> None:
@@ -78,8 +77,7 @@ def test_halves_are_off_by_their_last_bit_whatever_the_size(scale: float) -> Non
         assert (off <= flat.abs() * last + flat.abs().max() * 2**-39).all()
 
 
-@pytest.mark.parametrize("count", [1, 10, 1000, 2**17 + 3])
-@pytest.mark.parametrize("share", [0.001, 0.01, 0.5, 1.0])
+@pytest.mark.parametrize(("count", "share"), [(1, 0.001), (10, 0.5), (1000, 0.001), (1000, 1.0), (2**17 + 3, 0.01)])
 def test_topk_sends_exactly_the_largest(count: int, share: float) -> None:
     flat = numbers(count)
     out = through(made(f"topk:{share}"), flat)
@@ -95,12 +93,12 @@ def test_topk_of_equal_numbers_sends_as_many() -> None:
 
 
 @pytest.mark.parametrize("text", ALL)
-@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
-@pytest.mark.parametrize("count", [300, 2**17])
-def test_what_is_not_finite_is_not_missed(text: str, bad: float, count: int) -> None:
-    flat = numbers(count)
-    flat[299] = bad
-    assert not through(made(text), flat)[299].isfinite()
+def test_what_is_not_finite_is_not_missed(text: str) -> None:
+    for bad in (float("nan"), float("inf"), -float("inf")):
+        for count in (300, 2**17):
+            flat = numbers(count)
+            flat[299] = bad
+            assert not through(made(text), flat)[299].isfinite(), (bad, count)
 
 
 @pytest.mark.parametrize("text", ALL)
@@ -172,3 +170,44 @@ def test_exchanges_run_one_after_another_and_tell_of_errors() -> None:
         if thread.name == "exchanges":
             thread.join(5)
     assert not [thread for thread in threading.enumerate() if thread.name == "exchanges"]
+
+
+SIZES = {"embed": 8, "b0.w": 4, "b0.b": 1, "b1.w": 4, "b1.b": 1, "b2.w": 4, "b2.b": 1, "head": 8}
+OWNERS = {name: int(name[1]) for name in SIZES if name[0] == "b"}
+
+
+def test_groups_are_consecutive_blocks_with_the_least_largest_sum() -> None:
+    assert divide(SIZES, OWNERS, 1) == [list(SIZES)]
+    assert divide(SIZES, OWNERS, 3) == [["embed"], ["b0.w", "b0.b", "b1.w", "b1.b"], ["b2.w", "b2.b", "head"]]
+    two = divide(SIZES, OWNERS, 2)
+    assert [sum(SIZES[name] for name in group) for group in two] == [13, 18]
+    assert [name for group in two for name in group] == list(SIZES)
+
+
+def test_blocks_are_cut_where_there_are_too_few() -> None:
+    assert divide({"a": 1, "b": 1, "c": 2}, {"a": 0, "b": 0, "c": 0}, 2) == [["a", "b"], ["c"]]
+    with pytest.raises(RefusedError, match="fragments=4 for 3 parameters"):
+        divide({"a": 1, "b": 1, "c": 2}, {}, 4)
+
+
+def test_parameters_know_their_blocks() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.ModuleList([nn.Linear(2, 2) for _ in range(2)]))
+    assert owners(model) == {"1.0.weight": 0, "1.0.bias": 0, "1.1.weight": 1, "1.1.bias": 1}
+
+
+def test_a_fragment_reads_and_writes_what_it_names() -> None:
+    half = nn.Parameter(torch.arange(4.0).reshape(2, 2).to(torch.bfloat16))
+    transposed = nn.Parameter(torch.arange(6.0).reshape(2, 3).t())  # not contiguous
+    fragment = Fragment(
+        {"half": half, "other": nn.Parameter(torch.ones(3)), "transposed": transposed}, ["half", "transposed"]
+    )
+    flat = fragment.read()
+    assert flat.dtype == torch.float32
+    assert flat.tolist() == [0, 1, 2, 3, 0, 3, 1, 4, 2, 5]
+    with torch.no_grad():
+        fragment.write(flat + 1)
+    assert half.tolist() == [[1, 2], [3, 4]]
+    assert transposed.tolist() == [[1, 4], [2, 5], [3, 6]]
+    pieces = dict(fragment.cut(flat))
+    assert pieces["transposed"].tolist() == [[0, 3], [1, 4], [2, 5]]
+    assert torch.equal(fragment.flat(pieces), flat)

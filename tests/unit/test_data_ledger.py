@@ -64,17 +64,14 @@ class TestReading:
             assert ids.tolist() == sorted(SAMPLER.ids(step).tolist())
         assert audited(tmp_path) == []
 
-    @pytest.mark.parametrize(("before", "after"), [(2, 3), (3, 1), (4, 4)])
-    def test_a_crash_and_a_resume_on_another_world_size(self, tmp_path: Path, before: int, after: int) -> None:
+    @pytest.mark.parametrize(("before", "after", "again"), [(2, 3, 3), (3, 1, 3), (4, 4, 3), (4, 2, 0)])
+    def test_a_crash_and_a_resume_on_another_world_size(
+        self, tmp_path: Path, before: int, after: int, again: int
+    ) -> None:
         run(tmp_path, before, 0, 5)
-        run(tmp_path, after, 3, 8)
+        run(tmp_path, after, again, 8)
         assert audited(tmp_path) == []
-        assert len(list(tmp_path.iterdir())) == before + after
-
-    def test_starting_again_at_the_same_step_on_fewer_ranks(self, tmp_path: Path) -> None:
-        run(tmp_path, 4, 0, 3)
-        run(tmp_path, 2, 0, 4)
-        assert audited(tmp_path) == []
+        assert len(list(tmp_path.iterdir())) == before + (after if again else 0)
 
     def test_going_back_behind_a_segment_takes_its_place(self, tmp_path: Path) -> None:
         run(tmp_path, 2, 0, 5)
@@ -96,12 +93,6 @@ class TestReading:
         assert all(ids.tolist() == sorted(SAMPLER.ids(step).tolist()) for step, (_, ids) in found.items())
         size = 24 + 4 * BATCH
         assert len(found) == (max(0, min(cut, 16 + 3 * size) - 16) // size if cut < len(content) else 4)
-
-    def test_a_tail_of_zeros_is_no_record(self, tmp_path: Path) -> None:
-        run(tmp_path, 1, 0, 2)
-        (path,) = tmp_path.iterdir()
-        path.write_bytes(path.read_bytes() + bytes(100))
-        assert list(read_ledger(tmp_path)) == [0, 1]
 
     def test_ids_beyond_32_bits(self, tmp_path: Path) -> None:
         ids = [2**40, 3, 2**32]
@@ -188,22 +179,6 @@ class TestReading:
         (tmp_path / "00000000-rank00000.bin").write_bytes(b"something else entirely")
         with pytest.raises(DataError, match="is no sample ledger"):
             read_ledger(tmp_path)
-
-    def test_a_disk_that_fills_up_is_said_when_records_have_to_be_there(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        disk = FullDisk(monkeypatch)
-        ledger = Ledger(tmp_path, rank=0, first_step=0)
-        disk.room = 30
-        for step in range(3):
-            ledger.record(a_step(step, [step]))
-        with pytest.raises(DataError, match="cannot be written: No space left") as caught:
-            ledger.flush()
-        assert isinstance(caught.value.__cause__, OSError)
-        disk.room = 10**9
-        ledger.flush()
-        ledger.close()
-        assert {step: ids.tolist() for step, (_, ids) in read_ledger(tmp_path).items()} == {0: [0], 1: [1], 2: [2]}
 
     def test_what_ends_a_run_is_not_hidden_by_its_ledger(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         disk = FullDisk(monkeypatch)
@@ -301,13 +276,6 @@ class TestOfAHost:
         self.recorded(self.opened(tmp_path, b"b"), 0)
         assert {step: ids.tolist() for step, (_, ids) in read_ledger(tmp_path).items()} == {0: [0, 1, 2, 3]}
 
-    def test_who_has_lost_the_folder_writes_into_nobodys_file(self, tmp_path: Path) -> None:
-        earlier = self.opened(tmp_path, b"a")
-        later = self.opened(tmp_path, b"b")
-        self.recorded(earlier, 0, 1)
-        self.recorded(later, 0)
-        assert list(read_ledger(tmp_path)) == [0]
-
     def test_segments_of_few_and_of_many_ranks_follow_each_other(self, tmp_path: Path) -> None:
         run(tmp_path, 2, 0, 3)
         self.recorded(self.opened(tmp_path, b"a", first_step=2), 2, 3)
@@ -351,9 +319,6 @@ class TestOfAHost:
 
 
 class TestAudit:
-    def test_an_empty_ledger(self, tmp_path: Path) -> None:
-        assert "no step was recorded" in audited(tmp_path)[0]
-
     def test_all_ranks_reading_the_same(self, tmp_path: Path) -> None:
         same = {f"rank1step{step}": SAMPLER.ids(step)[:3].tolist() for step in range(3)}
         run(tmp_path, 2, 0, 4, **same)
@@ -367,23 +332,14 @@ class TestAudit:
         ids = SAMPLER.ids(1).tolist()
         run(tmp_path, 1, 0, 4, rank0step1=[ids[0], ids[0], *ids[2:]])
         twice, unseen = audited(tmp_path)
-        assert twice == (f"epoch 0: 1 sample seen more than once: {ids[0]} (by rank 0 in step 1 and rank 0 in step 1)")
-        assert unseen == f"epoch 0: 1 sample never seen: {ids[1]}"
-
-    def test_padding_of_the_last_batch(self, tmp_path: Path) -> None:
-        last = SAMPLER.ids(3).tolist()
-        run(tmp_path, 1, 0, 4, rank0step3=[*last, *SAMPLER.ids(0)[:2].tolist()])
-        found = audited(tmp_path)
-        assert any("2 samples seen more than once" in line for line in found)
-        assert "epoch 0: step 3 holds 6 samples instead of 4 (recorded by ranks 0)" in found
+        assert f": {ids[0]} (by rank 0 in step 1 and rank 0 in step 1)" in twice
+        assert unseen.endswith(f"never seen: {ids[1]}")
 
     def test_a_missing_rank(self, tmp_path: Path) -> None:
         run(tmp_path, 2, 0, 2)
         (tmp_path / "00000000-rank00001.bin").unlink()
-        assert audited(tmp_path) == [
-            "epoch 0: step 0 holds 3 samples instead of 6 (recorded by ranks 0)",
-            "epoch 0: step 1 holds 3 samples instead of 6 (recorded by ranks 0)",
-        ]
+        found = audited(tmp_path)
+        assert [f"step {step} holds 3 samples instead of 6" in line for step, line in enumerate(found)] == [True, True]
 
     def test_missing_steps(self, tmp_path: Path) -> None:
         run(tmp_path, 1, 0, 1)
@@ -393,13 +349,12 @@ class TestAudit:
         assert found[:2] == ["step 1 is missing", "steps 3 to 4 are missing"]
         assert any(line.startswith("epoch 0: 10 samples never seen") for line in found)
 
-    def test_an_unfinished_epoch_may_lack_samples(self, tmp_path: Path) -> None:
-        run(tmp_path, 2, 0, 6)
-        assert audited(tmp_path) == []
-
-    def test_dropped_samples_are_no_fault(self, tmp_path: Path) -> None:
+    def test_an_unfinished_epoch_may_lack_samples_and_samples_may_be_dropped(self, tmp_path: Path) -> None:
+        assert "no step was recorded" in audited(tmp_path)[0]
         run(tmp_path, 1, 0, 3)
         assert audited(tmp_path, drop_last=True) == []
+        run(tmp_path, 2, 0, 6)
+        assert audited(tmp_path) == []
 
     def test_ids_and_epochs_of_other_data(self, tmp_path: Path) -> None:
         ids = SAMPLER.ids(1).tolist()

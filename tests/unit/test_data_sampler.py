@@ -1,18 +1,35 @@
-"""Which samples a step holds: permutation, shares, and global batches."""
+"""Sample ids of each step: permutations, global batches, and batches or data that change with the step."""
 
 from __future__ import annotations
 
 import itertools
 import math
 from collections import Counter
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+import torch
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from scipy.stats import chi2
 
-from phalanx.data import GlobalBatchSampler, Lane, share
+import phalanx as px
+from longer import longer
+from phalanx.data import (
+    ChangingBatchSampler,
+    GlobalBatchSampler,
+    Lane,
+    Ledger,
+    Loader,
+    Stretch,
+    audit_run,
+    due,
+    never_reached,
+)
 from phalanx.data.sampler import Permutation
 from phalanx.errors import SpecError
 from phalanx.placement.batch_split import cuts
@@ -27,7 +44,7 @@ class TestPermutation:
         numbers = Permutation.keyed(length, seed, epoch)(np.arange(length))
         assert np.array_equal(np.sort(numbers), np.arange(length))
 
-    @pytest.mark.parametrize("length", [2**24 - 1, 2**24, 2**24 + 1, 10**9 + 7, 2**40 + 1, 2**62])
+    @pytest.mark.parametrize("length", [2**24, 2**24 + 1, 2**40 + 1, 2**62])
     def test_long_data_stay_within_and_do_not_collide(self, length: int) -> None:
         at = np.unique(np.concatenate([np.arange(2000), length - 1 - np.arange(2000)]))
         numbers = Permutation.keyed(length, 3, 1)(at)
@@ -49,7 +66,7 @@ class TestPermutation:
         found = sum((seen[order] - expected) ** 2 / expected for order in itertools.permutations(range(length)))
         assert chi2.sf(found, math.factorial(length) - 1) > 0.001
 
-    @pytest.mark.parametrize("length", [50, 1100])
+    @pytest.mark.parametrize("length", [50, *longer(1100)])
     def test_positions_and_neighbours_are_uniform(self, length: int) -> None:
         runs = 600
         places = np.zeros((length, length))
@@ -69,54 +86,10 @@ class TestPermutation:
         assert Permutation.keyed(10**6, 7, 3)(np.arange(5)).tolist() == GOLDEN_MILLION
         assert Permutation.keyed(10**12, 7, 3)(np.arange(3)).tolist() == GOLDEN_LONG
 
-    @pytest.mark.parametrize("length", [0, -1, 2**62 + 1])
-    def test_refuses_lengths_it_cannot_serve(self, length: int) -> None:
-        with pytest.raises(ValueError, match="length from 1 to"):
-            Permutation.keyed(length, 0)
-
-
-class TestShare:
-    def test_256_over_3(self) -> None:
-        assert [share(256, part, 3) for part in range(3)] == [(0, 86), (86, 171), (171, 256)]
-
-    @given(total=st.integers(0, 10_000), parts=st.integers(1, 300))
-    def test_shares_tile_the_batch(self, total: int, parts: int) -> None:
-        shares = [share(total, part, parts) for part in range(parts)]
-        assert shares[0][0] == 0
-        assert shares[-1][1] == total
-        assert all(before[1] == after[0] for before, after in itertools.pairwise(shares))
-        sizes = [stop - start for start, stop in shares]
-        assert sizes == sorted(sizes, reverse=True)
-        assert max(sizes) - min(sizes) <= 1
-
-    @pytest.mark.parametrize(("part", "parts"), [(-1, 2), (2, 2), (0, 0)])
-    def test_refuses_parts_that_are_not_there(self, part: int, parts: int) -> None:
-        with pytest.raises(ValueError, match="no part"):
-            share(8, part, parts)
-
-    def test_lane_refuses_parts_that_are_not_there(self) -> None:
-        with pytest.raises(ValueError, match="not all among 4"):
-            Lane(first=3, count=2, parts=4)
-
-
-class TestCuts:
-    def test_micro_batches_of_a_share(self) -> None:
-        assert cuts(256, Lane(first=1, count=1, parts=3), 32) == (((86, 118), (118, 150), (150, 171)),)
-
-    def test_all_parts_have_as_many_as_the_largest(self) -> None:
-        assert cuts(5, Lane(first=0, count=2, parts=2), 2) == (((0, 2), (2, 3)), ((3, 5), (0, 0)))
-
-    def test_fewer_samples_than_parts(self) -> None:
-        assert cuts(2, Lane(first=0, count=4, parts=4), None) == (((0, 1),), ((1, 2),), ((0, 0),), ((0, 0),))
-
-    @given(total=st.integers(1, 300), parts=st.integers(1, 40), micro=st.one_of(st.none(), st.integers(1, 50)))
-    def test_each_sample_once_and_counts_line_up(self, total: int, parts: int, micro: int | None) -> None:
-        lanes = [cuts(total, Lane(first=part, count=1, parts=parts), micro)[0] for part in range(parts)]
-        assert len({len(pieces) for pieces in lanes}) == 1
-        seen = [sample for pieces in lanes for start, stop in pieces for sample in range(start, stop)]
-        assert seen == list(range(total))
-        assert micro is None or all(stop - start <= micro for pieces in lanes for start, stop in pieces)
-        assert cuts(total, Lane(first=0, count=parts, parts=parts), micro) == tuple(lanes)
+    def test_refuses_lengths_it_cannot_serve(self) -> None:
+        for length in (0, 2**62 + 1):
+            with pytest.raises(ValueError, match="length from 1 to"):
+                Permutation.keyed(length, 0)
 
 
 class TestGlobalBatchSampler:
@@ -191,16 +164,204 @@ class TestGlobalBatchSampler:
             GlobalBatchSampler(length=10, batch=32, seed=0, drop_last=True)
         assert "batch=10" in str(caught.value)
 
-    def test_all_problems_at_once(self) -> None:
-        with pytest.raises(SpecError) as caught:
-            GlobalBatchSampler(length=0, batch=0, seed=0)
-        assert [problem.where for problem in caught.value.problems] == ["job.batch", "job.data"]
-
-    def test_negative_steps_are_refused(self) -> None:
-        with pytest.raises(ValueError, match="steps count from 0"):
-            GlobalBatchSampler(length=10, batch=2, seed=0).ids(-1)
-
 
 GOLDEN_10 = [6, 3, 8, 9, 0, 5, 4, 1, 2, 7]
 GOLDEN_MILLION = [472542, 507917, 380058, 828577, 46131]
 GOLDEN_LONG = [88749952910, 274409705361, 355886283668]
+
+
+def job(**how: Any) -> px.Job:
+    made: dict[str, Any] = {
+        "model": lambda: torch.nn.Linear(3, 2),
+        "data": lambda: rows(40),
+        "loss": lambda output, batch: output.mean(),
+        "optimizer": lambda params: torch.optim.SGD(params, lr=0.1),
+        "batch": 8,
+        "steps": 20,
+        **how,
+    }
+    return px.Job(**made)
+
+
+def rows(count: int, width: int = 3) -> px.Table:
+    return px.Table(x=torch.zeros(count, width))
+
+
+@st.composite
+def runs(draw: st.DrawFn) -> tuple[list[Stretch], bool]:
+    sizes = draw(st.lists(st.integers(5, 40), min_size=1, max_size=3))
+    stretches, first, begin = list[Stretch](), 0, 0
+    for size in sizes:
+        for _ in range(draw(st.integers(1, 3))):
+            stretches.append(Stretch(first, draw(st.integers(1, 5)), begin, size, size))
+            first += draw(st.integers(1, 12))
+        begin += size
+    return stretches, draw(st.booleans())
+
+
+def told(stretches: list[Stretch]) -> list[list[int]]:
+    return [one.to_list() for one in stretches]
+
+
+@settings(max_examples=60, deadline=None)
+@given(runs())
+def test_any_step_is_where_counting_step_by_step_comes_to(run: tuple[list[Stretch], bool]) -> None:
+    stretches, drop_last = run
+    sampler = ChangingBatchSampler(stretches, seed=3, drop_last=drop_last)
+    steps = stretches[-1].first + 25
+    found = list(sampler.walk(0, steps))
+    for (step, epoch, ids), must in zip(found, islice(due(told(stretches), drop_last=drop_last), steps), strict=True):
+        assert (epoch, len(ids)) == (must.epoch, must.samples) == (sampler.epoch_of(step), sampler.samples(step))
+        assert all(int(index) in must.among for index in ids)
+        assert sampler.ids(step).tolist() == ids.tolist()
+    for epoch in {epoch for _, epoch, _ in found}:
+        seen = np.concatenate([ids for _, its, ids in found if its == epoch]).tolist()
+        assert len(set(seen)) == len(seen)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(5, 40), st.integers(1, 5), st.booleans())
+def test_one_stretch_is_a_run_without_change(length: int, batch: int, drop_last: bool) -> None:
+    one = ChangingBatchSampler([Stretch(0, batch, 0, length, length)], seed=1, drop_last=drop_last)
+    plain = GlobalBatchSampler(length=length, batch=batch, seed=1, drop_last=drop_last)
+    assert one.steps_of(3) == plain.steps_of(3)
+    for (_, epoch, ids), (_, must, wanted) in zip(one.walk(0, 30), plain.walk(0, 30), strict=True):
+        assert (epoch, ids.tolist()) == (must, wanted.tolist())
+
+
+@settings(max_examples=60, deadline=None)
+@given(runs(), st.integers(1, 6))
+@example(([Stretch(0, 3, 0, 7, 7), Stretch(4, 1, 0, 7, 7)], True), 2)  # what 3 leave out, 1 takes
+def test_steps_of_so_many_epochs(run: tuple[list[Stretch], bool], epochs: int) -> None:
+    stretches = [one for one in run[0] if one.begin == 0]
+    sampler = ChangingBatchSampler(stretches, seed=3, drop_last=run[1])
+    counted = sum(1 for must in islice(due(told(stretches), drop_last=run[1]), 500) if must.epoch < epochs)
+    assert sampler.steps_of(epochs) == counted
+
+
+BAD_RAMPS: list[tuple[dict[str, Any], str]] = [
+    ({"batch_ramp": {5: 4, 9: 8}}, "a first step of 5"),
+    ({"batch_ramp": {0: 4, 9: 8, 5: 6}}, "steps that increase"),
+    ({"batch_ramp": {0: 4.5, 9: 8}}, "4.5 from step 0 on"),
+    ({"batch_ramp": {0: 0, 9: 8}}, "0 from step 0 on"),
+    ({"batch_ramp": {"0": 4}}, "step '0'"),
+    ({"batch_ramp": {}}, "no step"),
+    ({"batch_ramp": [4, 8]}, "a list"),
+    ({"batch_ramp": {0: 4, 9: 16}}, "whose largest is 16"),
+    ({"batch_ramp": {0: 4, 9: 8}, "sampler": px.buckets([1] * 40)}, "px.buckets"),
+    ({"batch_ramp": {0: 4, 9: 8}, "schedule": px.Schedule(warmup_samples=40)}, "warmup_steps"),
+]
+BAD_CURRICULA: list[tuple[Any, str]] = [
+    ({3: rows(4)}, "a first step of 3"),
+    ({0: rows(4), 9: rows(5), 5: rows(6)}, "steps that increase"),
+    ({0: rows(4), 1.5: rows(5)}, "step 1.5"),
+    ({0: rows(4), 5: iter([])}, "from step 5 on"),
+    ({0: rows(4), 5: []}, "no sample from step 5 on"),
+    ({}, "no source"),
+    ([rows(4)], "a list"),
+]
+
+
+def test_a_ramp_and_a_curriculum_that_are_none_are_refused() -> None:
+    for how, words in BAD_RAMPS:
+        with pytest.raises(SpecError, match=words):
+            job(**how)
+    for sources, words in BAD_CURRICULA:
+        with pytest.raises(SpecError, match=words):
+            px.Curriculum(sources)
+
+
+class Stream:
+    def __iter__(self) -> Any:
+        return iter([{"x": torch.zeros(3)}] * 40)
+
+
+@pytest.mark.parametrize(
+    ("data", "how", "words"),
+    [
+        (Stream(), {"batch_ramp": {0: 4, 9: 8}}, "batch_ramp with a stream"),
+        (px.Curriculum({0: rows(9), 5: rows(9)}), {"steps": None, "epochs": 3}, "epochs=3 with a px.Curriculum"),
+        (px.Curriculum({0: rows(9)}), {"sampler": lambda seed, epoch: [0]}, "a sampler with a px.Curriculum"),
+        (rows(6), {"batch_ramp": {0: 4, 9: 8}, "drop_last": True}, "6 samples and a batch of 8 from step 9 on"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(data: Any, how: dict[str, Any], words: str) -> None:
+    with pytest.raises(SpecError, match=words):
+        Loader(data, job(**how), Lane(), micro=None)
+
+
+def test_the_largest_samples_are_what_is_looked_at() -> None:
+    loader = Loader(px.Curriculum({0: rows(4), 5: rows(3, width=7), 9: rows(2)}), job(), Lane(), micro=None)
+    assert loader.example(2)["x"].shape == (2, 7)
+    assert [place for place, _ in loader.spread(9)] == [4, 5, 6]
+    assert loader.steps_per_epoch is None
+
+
+def test_a_mixture_within_a_curriculum_keeps_its_order() -> None:
+    mixture = px.Mixture({"a": rows(6), "b": rows(9)}, {"a": 1, "b": 1}, samples=8)
+    loader = Loader(px.Curriculum({0: rows(5), 2: mixture}), job(batch=4, steps=6), Lane(), micro=None)
+    ids = [[index for micro in step.parts[0] for index in micro.ids] for step in loader]
+    wanted = np.concatenate([mixture.sampler.indices(0, epoch, 4) for epoch in (0, 1)]) + 5
+    assert [len(each) for each in ids] == [4, 1, 4, 4, 4, 4]
+    assert [index for each in ids[2:] for index in each] == wanted.tolist()
+    assert loader.repeats == mixture.sampler.repeats
+
+
+def test_a_plan_has_a_sample_for_each_replica_in_every_step() -> None:
+    from phalanx.parallel.assemble import check
+
+    given = job(batch=16, batch_ramp={0: 2, 5: 16})
+    (problem,) = check(given, px.Plan.parse("dp=4 device=cpu"))
+    assert "4 replicas for a global batch of 2, which batch_ramp has from step 0 on" in problem.given
+    assert not check(given, px.Plan.parse("dp=2 device=cpu"))
+    assert any("shares=auto" in one.given for one in check(given, px.Plan.parse("dp=2 shares=auto device=cpu")))
+
+
+def test_a_forecast_says_of_which_step_it_is() -> None:
+    from phalanx.hardware import cluster
+    from phalanx.planner.rules import problems
+    from phalanx.train.traced_job import steps_of, work_of
+
+    sources = px.Curriculum({0: rows(40), 4: torch.utils.data.TensorDataset(torch.zeros(30, 5, 3))})
+    given = job(
+        model=lambda: torch.nn.Linear(3, 2),
+        data=lambda: sources,
+        inputs=lambda batch: batch["x"] if isinstance(batch, dict) else batch[0],
+        batch_ramp={0: 2, 5: 8},
+        steps=9,
+    )
+    work = work_of(given)
+    assert (work.batch, work.smaller) == (8, (2,))
+    assert any("samples from step 4 on, the largest" in note for note in work.profile.notes)
+    assert any("batch_ramp: each step is priced as one of 8 samples" in note for note in work.profile.notes)
+    (problem, *_) = problems(px.Plan.parse("dp=4"), work, cluster("4xA100-80GB"))
+    assert "4 replicas for a global batch of 2" in problem.given
+    assert steps_of(job(steps=None, epochs=2, batch_ramp={0: 4, 5: 8})) == 5 + 3 + 5
+
+
+def test_what_is_never_reached_is_told() -> None:
+    ramp = {0: 4, 5: 8, 30: 6}
+    (said,) = never_reached(Loader(rows(40), job(batch_ramp=ramp), Lane(), micro=None).stretches, 20)
+    assert said == "step 30, from which on a batch has 6 samples, is never reached: the run ends after 20 steps."
+
+
+@pytest.mark.parametrize("wrong", ["lost", "doubled", "another source"])
+def test_an_audit_finds_what_is_wrong(wrong: str, tmp_path: Path) -> None:
+    both = px.Curriculum({0: rows(10), 3: rows(9)})
+    loader = Loader(both, job(batch=4, batch_ramp={0: 2, 2: 4}, steps=8), Lane(), micro=None)
+    with Ledger(tmp_path, rank=0, first_step=0) as ledger:
+        for batch in loader:
+            ids = list(batch.parts[0][0].ids)
+            if batch.step == 4:
+                changed = {"lost": ids[:-1], "doubled": [*ids[:-1], ids[0]], "another source": [*ids[:-1], 2]}
+                ids = changed[wrong]
+            micro = replace(batch.parts[0][0], ids=tuple(ids), samples=len(ids))
+            ledger.record(replace(batch, parts=((micro,),)))
+    start = {"stretches": told(list(loader.stretches)), "drop_last": False, "repeats": False}
+    (found,) = audit_run(tmp_path, start)
+    words = {
+        "lost": "step 4 holds 3 samples instead of 4",
+        "doubled": "seen more than once",
+        "another source": "beyond",
+    }
+    assert words[wrong] in found

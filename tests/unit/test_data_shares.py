@@ -1,7 +1,10 @@
-"""Uneven shares of a global batch: which samples each part gets, in which micro-batches, and from which step on."""
+"""Shares of a global batch: how it is cut over ranks and micro-batches, and by the speed of devices."""
 
 from __future__ import annotations
 
+import itertools
+import math
+import random
 from itertools import pairwise
 from typing import Any
 
@@ -12,9 +15,13 @@ from hypothesis import strategies as st
 from torch.utils.data import IterableDataset
 
 from phalanx.config import Job, Plan
-from phalanx.data import Lane, Loader, StepBatch, Table, evaluation_batches
+from phalanx.data import Loader, StepBatch, Table, evaluation_batches
 from phalanx.data.step_batch import BatchSplitter
-from phalanx.placement.batch_split import cuts, spans
+from phalanx.forecast.layouts import Layouts
+from phalanx.placement.batch_split import Lane, cuts, micro_batches, share, spans
+from phalanx.placement.collective_bytes import MeshSizes
+from phalanx.report.show import planned
+from phalanx.train.uneven_shares import Balance, RankNeeds, fastest, lasting
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 
@@ -42,6 +49,42 @@ def ids(step: StepBatch) -> list[int]:
     return [one for part in step.parts for micro in part for one in micro.ids]
 
 
+@pytest.mark.quick
+class TestShare:
+    @given(total=st.integers(0, 10_000), parts=st.integers(1, 300))
+    def test_shares_tile_the_batch(self, total: int, parts: int) -> None:
+        shares = [share(total, part, parts) for part in range(parts)]
+        assert shares[0][0] == 0
+        assert shares[-1][1] == total
+        assert all(before[1] == after[0] for before, after in itertools.pairwise(shares))
+        sizes = [stop - start for start, stop in shares]
+        assert sizes == sorted(sizes, reverse=True)
+        assert max(sizes) - min(sizes) <= 1
+
+    def test_refuses_parts_that_are_not_there(self) -> None:
+        for part, parts in ((-1, 2), (2, 2), (0, 0)):
+            with pytest.raises(ValueError, match="no part"):
+                share(8, part, parts)
+        with pytest.raises(ValueError, match="not all among 4"):
+            Lane(first=3, count=2, parts=4)
+
+
+@pytest.mark.quick
+class TestCuts:
+    def test_all_parts_have_as_many_as_the_largest(self) -> None:
+        assert cuts(5, Lane(first=0, count=2, parts=2), 2) == (((0, 2), (2, 3)), ((3, 5), (0, 0)))
+
+    @given(total=st.integers(1, 300), parts=st.integers(1, 40), micro=st.one_of(st.none(), st.integers(1, 50)))
+    def test_each_sample_once_and_counts_line_up(self, total: int, parts: int, micro: int | None) -> None:
+        lanes = [cuts(total, Lane(first=part, count=1, parts=parts), micro)[0] for part in range(parts)]
+        assert len({len(pieces) for pieces in lanes}) == 1
+        seen = [sample for pieces in lanes for start, stop in pieces for sample in range(start, stop)]
+        assert seen == list(range(total))
+        assert micro is None or all(stop - start <= micro for pieces in lanes for start, stop in pieces)
+        assert cuts(total, Lane(first=0, count=parts, parts=parts), micro) == tuple(lanes)
+
+
+@pytest.mark.quick
 class TestSpans:
     def test_a_weight_is_shared_evenly_by_its_parts(self) -> None:
         assert spans(8, 2, (3, 1)) == ((0, 6), (6, 8))
@@ -63,10 +106,11 @@ class TestSpans:
         assert all(one[1] == other[0] for one, other in pairwise(found))
 
     def test_parts_divide_over_weights(self) -> None:
-        with pytest.raises(ValueError, match="3 parts do not divide over 2 weights"):
+        with pytest.raises(ValueError, match="3 parts"):
             spans(8, 3, (1, 1))
 
 
+@pytest.mark.quick
 class TestMicroBatches:
     def test_a_part_that_talks_only_at_the_end_has_as_many_as_it_needs(self) -> None:
         fast, slow = (Lane(first=part, parts=2, weights=(3, 1), alike=False) for part in range(2))
@@ -108,29 +152,21 @@ class TestMicroBatches:
         if alike:
             assert len({len(part) for part in found}) == 1
 
-    @pytest.mark.parametrize(
-        ("plan", "lane"),
-        [
-            ("dp=2", Lane(first=1, parts=2)),
-            ("dp=2 shares=3,1", Lane(first=1, parts=2, weights=(3.0, 1.0), alike=False)),
-            ("dp=2 shares=auto", Lane(first=1, parts=2, weights=(1.0, 1.0), alike=False)),
-        ],
-    )
-    def test_the_lane_of_a_rank(self, plan: str, lane: Lane) -> None:
-        assert Lane.of(Plan.parse(plan), 1) == lane
-
-    @pytest.mark.parametrize(
-        ("plan", "alike"),
-        [
-            ("dp=2 fsdp=2 shares=3,1", True),
-            ("dp=2 fsdp=2 zero=2 shares=3,1", True),
-            ("dp=2 fsdp=2 zero=1 shares=3,1", False),
-            ("dp=2 tp=2 shares=3,1", False),
-            ("dp=2 fsdp=2 sync=local every=4 shares=3,1", False),
-        ],
-    )
-    def test_who_talks_in_each_micro_batch(self, plan: str, alike: bool) -> None:
-        assert Lane.of(Plan.parse(plan), 0).alike is alike
+    def test_the_lane_of_a_rank(self) -> None:
+        for weights, lane in {
+            "": Lane(first=1, parts=2),
+            " shares=3,1": Lane(first=1, parts=2, weights=(3.0, 1.0), alike=False),
+            " shares=auto": Lane(first=1, parts=2, weights=(1.0, 1.0), alike=False),
+        }.items():
+            assert Lane.of(Plan.parse(f"dp=2{weights}"), 1) == lane
+        for rest, alike in {
+            "fsdp=2": True,
+            "fsdp=2 zero=2": True,
+            "fsdp=2 zero=1": False,
+            "tp=2": False,
+            "fsdp=2 sync=local every=4": False,
+        }.items():
+            assert Lane.of(Plan.parse(f"dp=2 {rest} shares=3,1"), 0).alike is alike, rest
 
 
 class TestChanges:
@@ -147,7 +183,7 @@ class TestChanges:
     def test_not_for_a_step_that_was_dealt_out(self) -> None:
         dealing = BatchSplitter(Lane(parts=2, weights=(1, 1)), None)
         dealing.cuts(4, 8)
-        with pytest.raises(ValueError, match="step 4 has been dealt out already; the next is 5"):
+        with pytest.raises(ValueError, match="the next is 5"):
             dealing.change((3, 1), 4)
 
     def test_the_last_word_counts(self) -> None:
@@ -156,8 +192,7 @@ class TestChanges:
         dealing.change((1, 3), 2)
         assert [dealing.lane(step).weights for step in (1, 2, 5, 8)] == [(1, 1), (1, 3), (1, 3), (1, 3)]
 
-    @pytest.mark.parametrize("workers", [0, 2])
-    @pytest.mark.parametrize("micro", [None, 2])
+    @pytest.mark.parametrize(("workers", "micro"), [(0, 2), (2, None)])
     def test_a_loader_keeps_what_it_has_read_ahead(self, workers: int, micro: int | None) -> None:
         job = a_job(workers=workers, prefetch=2 if workers else None)
         weights = (1.0, 1.0)
@@ -204,3 +239,136 @@ class TestChanges:
             for one in ids(step)
         ]
         assert sorted(seen) == list(range(21))
+
+
+@pytest.mark.quick
+@given(
+    batch=st.integers(1, 70),
+    dp=st.integers(1, 5),
+    fsdp=st.integers(1, 3),
+    micro=st.one_of(st.none(), st.integers(1, 20)),
+)
+@settings(deadline=None)
+def test_the_micro_batches_of_a_rank_are_counted_once(batch: int, dp: int, fsdp: int, micro: int | None) -> None:
+    plan = Plan(pp=2, dp=dp, fsdp=fsdp, micro=micro)
+    batch = max(batch, plan.replicas)
+    found = {len(part) for rank in range(plan.world_size) for part in cuts(batch, Lane.of(plan, rank), micro)}
+    drawn = planned(plan, batch, None)
+    assert drawn is not None
+    assert found == {drawn.micros}
+    assert found == {MeshSizes.of(plan, batch).micros}
+    assert found == set(Layouts.of([plan], batch, 16).micros.tolist())
+
+
+@pytest.mark.quick
+def test_the_largest_share_is_what_counts() -> None:
+    assert micro_batches(Plan.parse("dp=2 micro=4"), 9) == 2  # 5 samples, and 4
+    assert micro_batches(Plan.parse("dp=2 micro=2 shares=3,1"), 8) == 3
+
+
+def paces(*each: float) -> list[RankNeeds]:
+    return [RankNeeds(each=one) for one in each]
+
+
+@pytest.mark.quick
+class TestFastest:
+    def test_by_speed(self) -> None:
+        assert fastest(40, paces(1, 4)) == (32, 8)
+        assert fastest(40, paces(4, 1)) == (8, 32)
+        assert fastest(7, paces(1, 1)) == (4, 3)
+
+    def test_what_does_not_depend_on_samples_counts(self) -> None:
+        assert fastest(40, [RankNeeds(each=1), RankNeeds(each=1, rest=20)]) == (30, 10)
+
+    def test_nobody_gets_nothing(self) -> None:
+        assert fastest(8, paces(1, 1000)) == (7, 1)
+        assert fastest(8, paces(1, 1000), least=2) == (6, 2)
+
+    def test_nobody_gets_more_than_there_is_memory_for(self) -> None:
+        assert fastest(40, [RankNeeds(each=1, most=24.7), RankNeeds(each=4)]) == (24, 16)
+
+    def test_what_cannot_be_dealt_out(self) -> None:
+        with pytest.raises(ValueError, match="3 samples over ranks"):
+            fastest(3, paces(1, 1), least=2)
+        with pytest.raises(ValueError, match="at most"):
+            fastest(40, [RankNeeds(each=1, most=8), RankNeeds(each=1, most=8)])
+
+    @given(
+        batch=st.integers(3, 40),
+        each=st.lists(st.floats(0.1, 10), min_size=3, max_size=3),
+        rest=st.lists(st.floats(0, 20), min_size=3, max_size=3),
+        most=st.lists(st.integers(14, 40), min_size=3, max_size=3),
+    )
+    def test_nothing_is_faster(self, batch: int, each: list[float], rest: list[float], most: list[int]) -> None:
+        given_paces = [RankNeeds(each=a, rest=b, most=c) for a, b, c in zip(each, rest, most, strict=True)]
+        found = fastest(batch, given_paces)
+        assert sum(found) == batch
+        least = min(
+            lasting((one, other, batch - one - other), given_paces)
+            for one in range(1, min(batch - 1, most[0] + 1))
+            for other in range(1, min(batch - one, most[1] + 1))
+            if batch - one - other <= most[2]
+        )
+        assert lasting(found, given_paces) <= least * (1 + 1e-9)
+
+
+@pytest.mark.quick
+class TestBalance:
+    def test_it_moves_to_the_speeds_at_once(self) -> None:
+        balance = Balance((16, 16))
+        assert balance.weigh(paces(1, 3))
+        assert balance.counts == (24, 8)
+        assert not balance.weigh(paces(1, 3))
+
+    def test_noise_moves_nothing(self) -> None:
+        noise = random.Random(0)
+        balance = Balance((24, 8))
+        moved = [balance.weigh(paces(*(one * noise.uniform(0.95, 1.05) for one in (1, 3)))) for _ in range(200)]
+        assert not any(moved)
+
+    def test_it_looks_less_often_while_nothing_changes(self) -> None:
+        balance = Balance((24, 8), soon=5, late=40)
+        waits = [balance.wait]
+        for _ in range(5):
+            balance.weigh(paces(1, 3))
+            waits.append(balance.wait)
+        assert waits == [5, 10, 20, 40, 40, 40]
+        assert balance.weigh(paces(1, 1))
+        assert balance.wait == 5
+
+    def test_a_device_that_becomes_slow_and_recovers(self) -> None:
+        balance = Balance((16, 16))
+        assert not balance.weigh(paces(1, 1))
+        assert balance.weigh(paces(1, 7))
+        assert balance.counts == (28, 4)
+        assert balance.weigh(paces(1, 1))
+        assert balance.counts == (16, 16)
+
+    def test_a_little_change_is_half_believed(self) -> None:
+        balance = Balance((16, 16))
+        balance.weigh(paces(1, 1))
+        balance.weigh(paces(1, 1.16))
+        assert balance.paces[1].each == pytest.approx(1.08)
+
+    def test_a_rank_that_measured_nothing_leaves_all_as_it_is(self) -> None:
+        balance = Balance((16, 16))
+        assert not balance.weigh([RankNeeds(each=1), None])
+        assert balance.counts == (16, 16)
+        assert balance.paces == ()
+
+    def test_memory_bounds_a_share_but_takes_none_away(self) -> None:
+        balance = Balance((16, 16))
+        assert balance.weigh([RankNeeds(each=1, most=20), RankNeeds(each=4)])
+        assert balance.counts == (20, 12)
+        # what it has had memory for it has memory for, whatever is free now
+        assert not balance.weigh([RankNeeds(each=1, most=3), RankNeeds(each=4)])
+        assert balance.counts == (20, 12)
+
+    def test_a_fixed_cost_for_each_step_settles(self) -> None:
+        """Measured is the time of a step over its samples, in which a cost of each step hides."""
+        balance = Balance((32, 32))
+        for _ in range(10):
+            fast, slow = balance.counts
+            balance.weigh(paces((1 * fast + 5) / fast, (4 * slow + 20) / slow))
+        fast, slow = balance.counts
+        assert math.isclose(fast + 5, 4 * slow + 20, rel_tol=0.1)

@@ -104,7 +104,7 @@ class TestSteps:
         (filler,) = last.parts[0]
         assert (filler.samples, filler.ids, filler.batch["value"].tolist(), last.samples) == (0, (), [4], 1)
 
-    @pytest.mark.parametrize(("parts", "micro"), [(2, None), (3, 1), (5, 2)])
+    @pytest.mark.parametrize(("parts", "micro"), [(3, 1), (5, 2)])
     def test_parts_together_are_one_device(self, parts: int, micro: int | None) -> None:
         job = a_job(steps=7)
         lanes = [Lane(first=part, parts=parts) for part in range(parts)]
@@ -123,12 +123,10 @@ class TestSteps:
         assert loader.total_steps == 5
         assert [(step.epoch, values(step)[0]) for step in loader] == [(0, 0), (0, 4), (1, 1000), (1, 1004), (2, 2000)]
 
-    def test_a_multiple_of_the_batch_has_no_empty_step(self) -> None:
-        assert [step.samples for step in Loader(Letters(8), a_job(epochs=2), Lane(), micro=None)] == [4, 4, 4, 4]
-
     def test_drop_last(self) -> None:
-        loader = Loader(Letters(10), a_job(epochs=2, drop_last=True), Lane(), micro=None)
-        assert [(step.epoch, step.samples) for step in loader] == [(0, 4), (0, 4), (1, 4), (1, 4)]
+        for length, dropped in ((10, True), (8, False)):  # 8 are two batches: none is left over, and none is empty
+            loader = Loader(Letters(length), a_job(epochs=2, drop_last=dropped), Lane(), micro=None)
+            assert [(step.epoch, step.samples) for step in loader] == [(0, 4), (0, 4), (1, 4), (1, 4)]
 
     def test_no_more_is_read_than_the_steps_need(self) -> None:
         data = Letters(1000)
@@ -151,12 +149,12 @@ def values(step: StepBatch) -> list[int]:
 
 class TestResume:
     @pytest.mark.parametrize("kind", [Letters, Seekable])
-    @pytest.mark.parametrize("options", [{"epochs": 3}, {"steps": 8}, {"epochs": 3, "drop_last": True}])
-    @pytest.mark.parametrize("first", [0, 1, 2, 3, 5, 6])
-    def test_goes_on_as_if_never_stopped(self, kind: type[Letters], options: dict[str, Any], first: int) -> None:
-        job = a_job(**options)
-        whole = seen(Loader(kind(10), job, Lane(), micro=3))
-        assert seen(Loader(kind(10), job, Lane(), micro=3, first_step=first)) == whole[first:]
+    def test_resumed_steps_are_those_of_a_run_without_a_stop(self, kind: type[Letters]) -> None:
+        for options in ({"epochs": 3}, {"steps": 8}, {"epochs": 3, "drop_last": True}):
+            job = a_job(**options)
+            whole = seen(Loader(kind(10), job, Lane(), micro=3))
+            for first in (0, 1, 2, 3, 5, 6):
+                assert seen(Loader(kind(10), job, Lane(), micro=3, first_step=first)) == whole[first:], (options, first)
 
     def test_seeking_reads_nothing_twice(self) -> None:
         data = Seekable(1000)
@@ -170,8 +168,7 @@ class TestResume:
 
 
 class TestWorkers:
-    @pytest.mark.parametrize("workers", [1, 2])
-    @pytest.mark.parametrize("options", [{"epochs": 2}, {"steps": 5}])
+    @pytest.mark.parametrize(("workers", "options"), [(1, {"epochs": 2}), (2, {"steps": 5})])
     def test_workers_change_nothing(self, workers: int, options: dict[str, Any]) -> None:
         lane = Lane(first=1, count=2, parts=3)
         here = seen(Loader(Letters(10), a_job(**options), lane, micro=1, first_step=1))
@@ -193,16 +190,13 @@ class TestRefused:
         with pytest.raises(DataError, match="pass 2 over the stream"):
             list(Loader(iter(range(10)), a_job(epochs=2), Lane(), micro=None))
 
-    @pytest.mark.parametrize("kind", [Letters, Seekable])
-    @pytest.mark.parametrize("options", [{"epochs": 1}, {"steps": 3}])
-    def test_an_empty_stream(self, kind: type[Letters], options: dict[str, Any]) -> None:
-        with pytest.raises(DataError, match="gave no sample"):
-            list(Loader(kind(0), a_job(**options), Lane(), micro=None))
-        with pytest.raises(DataError, match="gave no sample"):
-            list(Loader(kind(0), a_job(**options), Lane(), micro=None, first_step=1))
+    def test_an_empty_stream(self) -> None:
+        for kind, options, first in ((Letters, {"epochs": 1}, 0), (Seekable, {"steps": 3}, 1)):
+            with pytest.raises(DataError, match="gave no sample"):
+                list(Loader(kind(0), a_job(**options), Lane(), micro=None, first_step=first))
 
     def test_a_stream_shorter_than_a_batch_that_is_dropped(self) -> None:
-        with pytest.raises(DataError, match=r"gave no whole batch.*at least batch=4"):
+        with pytest.raises(DataError, match="batch=4"):
             list(Loader(Letters(3), a_job(steps=3, drop_last=True), Lane(), micro=None))
 
 
@@ -253,15 +247,14 @@ class NodeLoader:
 
 
 class TestNodes:
-    @pytest.mark.parametrize("made", [Node, lambda: NodeLoader(Node())])
-    @pytest.mark.parametrize("workers", [0, 2])
+    @pytest.mark.parametrize(("made", "workers"), [(Node, 0), (Node, 2), (lambda: NodeLoader(Node()), 2)])
     def test_each_pass_begins_at_the_begin(self, made: Any, workers: int) -> None:
         steps = list(Loader(made(), a_job(epochs=2, workers=workers), Lane(), micro=None))
         assert [step.parts[0][0].batch.tolist() for step in steps] == [[0, 1, 2, 3], [4, 5]] * 2
         (step,) = Loader(made(), a_job(epochs=2, workers=workers), Lane(), micro=None, first_step=3, total_steps=4)
         assert step.parts[0][0].batch.tolist() == [4, 5]
 
-    @pytest.mark.parametrize("made", [lambda: Node(Batcher(Node())), lambda: NodeLoader(Batcher(Node()))])
-    def test_batches_of_its_own_are_refused(self, made: Any) -> None:
-        with pytest.raises(SpecError, match="nodes with a Batcher, which makes batches of its own"):
-            Loader(made(), a_job(), Lane(), micro=None)
+    def test_batches_of_its_own_are_refused(self) -> None:
+        for made in (Node(Batcher(Node())), NodeLoader(Batcher(Node()))):
+            with pytest.raises(SpecError, match="a Batcher"):
+                Loader(made, a_job(), Lane(), micro=None)

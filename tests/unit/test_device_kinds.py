@@ -87,34 +87,13 @@ class TestOneFileAKind:
         }
         assert found == SLURMS
 
-    @pytest.mark.parametrize("kind", BUILT_IN)
-    def test_a_kinds_file_names_itself_alone(self, kind: str) -> None:
-        others = tuple(name for other, names in LATER.items() if other != kind for name in names)
-        found = named_in((OWN / f"{kind}.py").read_text(), others)
-        # torch keeps the switches of all devices under one kind's name
-        assert [line for line in found if not (kind == "cpu" and line.endswith(" 'cuda'"))] == []
-
-    @pytest.mark.parametrize(
-        "line",
-        [
-            'if device.type == "cuda": pass',
-            "torch.cuda.synchronize()",
-            "from torch import cuda",
-            "import torch.cuda.nccl",
-            'f"{count} CUDA devices"',
-            'os.environ["NCCL_SOCKET_IFNAME"] = "lo"',
-            "def start(cuda=False): pass",
-            'backend = "cpu:gloo,tpu:tpu_dist"',
-        ],
-    )
-    def test_the_rule_sees(self, line: str) -> None:
-        assert named_in(
-            f"import os, torch\n{line}" if "pass" in line else line.replace('f"', 'x = f"'), ("cuda", "nccl", "tpu")
-        )
-
-    def test_the_rule_lets_words_be(self) -> None:
-        text = '"""On CUDA."""\n# on CUDA\ndef outputs(dumps):\n    """As on MPS."""\n    return dumps(outputs)\n'
-        assert named_in(text, ("cuda", "mps", "tpu")) == []
+    def test_a_kinds_file_names_itself_alone(self) -> None:
+        for kind in BUILT_IN:
+            others = tuple(name for other, names in LATER.items() if other != kind for name in names)
+            found = named_in((OWN / f"{kind}.py").read_text(), others)
+            # torch keeps the switches of all devices under one kind's name
+            assert [line for line in found if not (kind == "cpu" and line.endswith(" 'cuda'"))] == [], kind
+        assert named_in("import torch\ntorch.cuda.synchronize()", ("cuda", "nccl"))
 
     def test_the_files_are_the_kinds(self) -> None:
         assert tuple(sorted(path.stem for path in OWN.glob("[a-z]*.py"))) == BUILT_IN == kind_names()
@@ -178,11 +157,6 @@ class TestOpen:
         assert problem.allowed == "auto, cpu, cuda, mps, tpu, xpu"
         assert problem.fix == "device=auto"
 
-    @pytest.mark.parametrize("given", [3, None, ["cpu"], ""])
-    def test_what_is_no_name_is_refused(self, given: Any) -> None:
-        with pytest.raises(SpecError):
-            Plan(device=given)
-
     def test_names_are_taken_once(self) -> None:
         for name in ("cuda", "auto"):
             with pytest.raises(ValueError, match=name):
@@ -218,16 +192,14 @@ class TestRefused:
     def test_a_package_that_is_missing_is_named(self, job: Job) -> None:
         (problem,) = check(job, Plan.parse("dp=2 device=tpu"))
         assert problem.where == "plan.device"
-        assert "is not installed" in problem.given
         assert "pip install torch_tpu libtpu" in problem.given
         assert problem.fix == "dp=2 device=cpu"
 
-    @pytest.mark.parametrize("plan", ["dp=2", "fsdp=2 zero=1", "tp=2", "pp=2", "threads=2"])
-    def test_a_kind_of_which_there_is_one(self, plan: str, job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_kind_of_which_there_is_one(self, job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(type(kind_named("mps")), "count", lambda self: 1)
-        problem = next(one for one in check(job, Plan.parse(f"{plan} device=mps")) if one.where == "plan.device")
-        assert "device=mps for 2 replicas" in problem.given
-        assert problem.allowed == "a plan for one device, or device=cpu"
+        for plan in ("dp=2", "fsdp=2 zero=1", "tp=2", "pp=2", "threads=2"):
+            problem = next(one for one in check(job, Plan.parse(f"{plan} device=mps")) if one.where == "plan.device")
+            assert "device=mps for 2 replicas" in problem.given
         assert check(job, Plan.parse("device=mps")) == []
 
     def test_too_few_are_counted(self, job: Job) -> None:
@@ -246,18 +218,11 @@ class TestFacts:
     def test_makers_that_torch_has_one_name_for(self) -> None:
         assert kind_of_hardware("rocm") is kind_named("cuda")
 
-    def test_what_has_no_values_is_the_hosts(self) -> None:
-        assert kind_of(torch.device("meta")) is host()
-
     def test_a_plans_word_decides_between_kinds_of_one_type(self) -> None:
         with registered(KIND):
             assert kind_of(torch.device("cpu"), "standin") is KIND
             assert kind_of(torch.device("cpu"), "auto") is host()
             assert kind_of(torch.device("cpu"), "cuda") is host()
-
-    def test_memory_of_the_host_is_nobodys(self) -> None:
-        assert host().memory() is None
-        assert DeviceMemory(peak=3, allocated=1, reserved=4, free=5, total=10).peak == 3
 
 
 class TestCuda:

@@ -1,24 +1,33 @@
-"""What becomes of a plan on another number of devices, which numbers a run may have, and when it takes another."""
+"""The devices of a run: plans on other numbers of them, changes of their number, and forecasts for them."""
 
 from __future__ import annotations
 
 import math
+import os
 import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
+import phalanx as px
 from phalanx.cli.settings import Given, settle
 from phalanx.config import Job, Plan, RunSpec
 from phalanx.config.elastic import DeviceRange, plans_of, resized
 from phalanx.errors import RefusedError, SpecError
+from phalanx.hardware import cluster, cores, memory_bytes
 from phalanx.launch import ElasticSize, Restarts
 from phalanx.launch.elastic_size import allowed_plans, fitted
 from phalanx.launch.failure import Failure
-
-pytestmark = pytest.mark.quick
+from phalanx.launch.side_process import SideProcess
+from phalanx.preflight import choose_plan, cluster_for, machine_forecast
+from phalanx.preflight import plan_choice as choices
+from phalanx.preflight.run_forecast import problem
+from phalanx.report.comparison import memory_beside, step_beside, under_forecast
 
 NO = None
 RESIZED = [
@@ -39,15 +48,17 @@ RESIZED = [
 ]
 
 
-@pytest.mark.parametrize(("plan", "there"), RESIZED)
-def test_a_plan_on_one_to_six_devices(plan: str, there: list[str | None]) -> None:
-    asked = Plan.parse(plan)
-    found = [resized(asked, size) for size in range(1, 7)]
-    assert found == [None if text is None else Plan.parse(text) for text in there]
-    assert all(one is None or one.devices == size for size, one in enumerate(found, 1))
-    assert resized(asked, asked.devices) == asked
+@pytest.mark.quick
+def test_a_plan_on_one_to_six_devices() -> None:
+    for plan, there in RESIZED:
+        asked = Plan.parse(plan)
+        found = [resized(asked, size) for size in range(1, 7)]
+        assert found == [None if text is None else Plan.parse(text) for text in there], plan
+        assert all(one is None or one.devices == size for size, one in enumerate(found, 1)), plan
+        assert resized(asked, asked.devices) == asked, plan
 
 
+@pytest.mark.quick
 def test_a_forward_pass_holds_no_more_samples_on_fewer_devices() -> None:
     plans = {size: str(plan) for size, plan in plans_of(Plan(dp=2), DeviceRange(1, 4), 30).items()}
     assert plans == {1: "micro=8", 2: "dp=2 micro=8", 3: "dp=3 micro=8", 4: "dp=4"}
@@ -56,30 +67,34 @@ def test_a_forward_pass_holds_no_more_samples_on_fewer_devices() -> None:
     assert list(plans_of(Plan(dp=4), DeviceRange(1, 4), 2)) == [1, 2]  # a sample for each replica
 
 
-@pytest.mark.parametrize("text", ["4:1", "0:2", "1:", "1", "a:b", "-1:2", "1:2:3", "1:99999999", "", 4, None, "1.5:2"])
-def test_what_is_no_range_is_refused(text: Any) -> None:
-    with pytest.raises(SpecError, match="LEAST:MOST"):
-        DeviceRange.parse(text, "-n")
-    if text is not None:
+@pytest.mark.quick
+def test_what_is_no_range_is_refused() -> None:
+    bad: list[Any] = ["4:1", "0:2", "1:", "1", "a:b", "1:2:3", "1:99999999", "", 4, "1.5:2"]
+    for text in bad:
+        with pytest.raises(SpecError, match="LEAST:MOST"):
+            DeviceRange.parse(text, "-n")
         with pytest.raises(SpecError, match=r"run\.devices"):
             RunSpec(job="a", plan=Plan(), folder=Path("a"), devices=text)
+    with pytest.raises(SpecError, match="-n: given 4:1"):
+        Given(job="toy.py", plan=None, devices="4:1", folder=Path("a"), resume=False, values={})
 
 
-@pytest.mark.parametrize(
-    ("plan", "how", "why"),
-    [
-        ("pp=8", {}, "a multiple of 8"),
-        ("dp=2 server=1", {}, "workers of servers may come and go"),
-        ("dp=2 shares=3,1", {}, "shares=auto finds it out"),
-        ("dp=2 sync=local every=4", {}, "it would learn something else"),
-        ("dp=2", {"grow_after": "soon"}, "grow_after"),
-        ("dp=2", {"grow_after": -1}, "grow_after"),
-        ("dp=2", {"devices": None, "grow_after": "5m"}, "without a range"),
-    ],
-)
-def test_a_run_that_cannot_change_its_size_says_why(plan: str, how: dict[str, Any], why: str) -> None:
-    with pytest.raises(SpecError, match=why):
-        RunSpec(job="a", plan=Plan.parse(plan), folder=Path("a"), **{"devices": "1:4", **how})
+FIXED_SIZES: list[tuple[str, dict[str, Any], str]] = [
+    ("pp=8", {}, "a multiple of 8"),
+    ("dp=2 server=1", {}, "workers of servers may come and go"),
+    ("dp=2 shares=3,1", {}, "shares=auto finds it out"),
+    ("dp=2 sync=local every=4", {}, "it would learn something else"),
+    ("dp=2", {"grow_after": "soon"}, "grow_after"),
+    ("dp=2", {"grow_after": -1}, "grow_after"),
+    ("dp=2", {"devices": None, "grow_after": "5m"}, "without a range"),
+]
+
+
+@pytest.mark.quick
+def test_a_run_that_cannot_change_its_size_says_why() -> None:
+    for plan, how, why in FIXED_SIZES:
+        with pytest.raises(SpecError, match=why):
+            RunSpec(job="a", plan=Plan.parse(plan), folder=Path("a"), **{"devices": "1:4", **how})
 
 
 def elastic(plan: str = "dp=4", devices: str = "1:4", **how: Any) -> RunSpec:
@@ -91,6 +106,7 @@ def job(**changes: Any) -> Job:
     return Job(**{**given, "batch": 64, "epochs": 3, "name": "toy", **changes})
 
 
+@pytest.mark.quick
 def test_the_run_file_keeps_the_plan_that_was_asked_for() -> None:
     run = elastic("dp=2 fsdp=2", grow_after=7)
     smaller = run.resized_to(Plan()).resized_to(Plan(fsdp=2))
@@ -100,6 +116,7 @@ def test_the_run_file_keeps_the_plan_that_was_asked_for() -> None:
         RunSpec.from_toml(run.to_toml() + 'asked_plan = "dp=2"\n')
 
 
+@pytest.mark.quick
 class TestCommandLine:
     def given(self, **changes: Any) -> Given:
         none: dict[str, Any] = {"plan": None, "devices": None, "folder": Path("a"), "resume": False, "values": {}}
@@ -127,23 +144,19 @@ class TestCommandLine:
         run, _ = settle(self.given(resume=True, **changes), elastic(grow_after=7), job())
         assert (run.plan, run.devices, run.grow_after) == (plan, devices, grow_after)
 
-    def test_what_is_none_is_refused(self) -> None:
-        with pytest.raises(SpecError, match=r"-n: given 4:1"):
-            self.given(devices="4:1")
 
-
+@pytest.mark.quick
 class TestWorkersThatAreThere:
-    @pytest.mark.parametrize(("world", "plan"), [(1, "micro=16"), (3, "dp=3 micro=16"), (4, "dp=4")])
-    def test_the_plan_is_resized_to_them(self, world: int, plan: str) -> None:
-        run = fitted(elastic(), world, job())
-        assert (run.plan, run.asked_plan) == (Plan.parse(plan), Plan(dp=4))
-
-    @pytest.mark.parametrize(("plan", "devices", "world"), [("dp=4", "2:4", 1), ("dp=4", "1:4", 5), ("pp=2", "2:4", 3)])
-    def test_others_are_refused(self, plan: str, devices: str, world: int) -> None:
-        with pytest.raises(RefusedError, match=f"given {world}; allowed: 2"):
-            fitted(elastic(plan, devices if world != 5 else "2:4"), world, job())
+    def test_the_plan_is_resized_to_them_and_others_are_refused(self) -> None:
+        for world, plan in ((1, "micro=16"), (3, "dp=3 micro=16"), (4, "dp=4")):
+            run = fitted(elastic(), world, job())
+            assert (run.plan, run.asked_plan) == (Plan.parse(plan), Plan(dp=4))
+        for plan, world in (("dp=4", 1), ("dp=4", 5), ("pp=2", 3)):
+            with pytest.raises(RefusedError, match=f"given {world}; allowed: 2"):
+                fitted(elastic(plan, "2:4"), world, job())
 
 
+@pytest.mark.quick
 class TestWhichNumbersServe:
     def test_those_the_job_can_have(self) -> None:
         assert list(allowed_plans(job(batch=3), elastic())) == [1, 2, 3]
@@ -158,10 +171,10 @@ def size(there: float | Callable[[], float] = math.inf, **how: Any) -> ElasticSi
     return ElasticSize(plans, there=lambda: there() if callable(there) else there, **how)
 
 
+@pytest.mark.quick
 class TestSize:
-    @pytest.mark.parametrize(("there", "begins"), [(math.inf, 4), (9, 4), (3, 3), (1, 1), (0, 1)])
-    def test_it_begins_with_the_most_there_are(self, there: float, begins: int) -> None:
-        assert size(there).devices == begins
+    def test_it_begins_with_the_most_there_are(self) -> None:
+        assert [size(there).devices for there in (math.inf, 9, 3, 1, 0)] == [4, 4, 3, 1, 1]
 
     def test_it_shrinks_down_to_the_least(self) -> None:
         one = size()
@@ -228,6 +241,7 @@ def failure(step: int | None, **how: Any) -> Failure:
     return Failure(step=step, **given | how)
 
 
+@pytest.mark.quick
 class TestRestarts:
     @pytest.mark.parametrize(("kills", "starts"), [(0, 3), (1, 2)])  # memory that ran out is no accident
     def test_the_same_again_is_a_reason_for_fewer(self, kills: int, starts: int, tmp_path: Path) -> None:
@@ -280,3 +294,162 @@ class TestRestarts:
         assert restarts.allow(failure(None, signal=0, kind="ValueError"), memory_kills=0)
         assert (restarts.size.devices, restarts.count) == (3, 2)
         assert not restarts.allow(failure(7), memory_kills=0)
+
+
+SECONDS = dict.fromkeys(
+    ("products", "attention", "memory", "recompute", "launches", "exchange", "pipeline", "replicas", "update", "rest"),
+    0.0,
+)
+HELD = {"parameters": 100, "gradients": 100, "optimizer": 200, "buffers": 0, "activations": 300}
+
+
+def wide(width: int, batch: int = 64, depth: int = 1) -> px.Job:
+    return px.Job(
+        model=lambda: nn.Sequential(
+            nn.Linear(8, width),
+            nn.ReLU(),
+            *(nn.Sequential(nn.Linear(width, width), nn.ReLU()) for _ in range(depth)),
+            nn.Linear(width, 2),
+        ),
+        data=lambda: px.Table(x=torch.zeros(64, 8), y=torch.zeros(64, dtype=torch.long)),
+        inputs=lambda batch: batch["x"],
+        loss=lambda output, batch: px.cross_entropy(output, batch["y"]),
+        optimizer=lambda params: torch.optim.AdamW(params),
+        batch=batch,
+        steps=2,
+    )
+
+
+class TestSideProcess:
+    def test_tells_line_by_line_and_is_done(self) -> None:
+        def work(say: Callable[[dict[str, int]], None]) -> None:
+            print("heard by nobody")
+            say({"one": 1})
+            say({"two": 2})
+
+        with SideProcess(work) as side:
+            assert side.next(10) == {"one": 1}
+            assert side.next(10) == {"two": 2}
+            assert side.next(10) is None
+            assert side.done
+
+    def test_ends_with_its_block_whatever_it_does(self) -> None:
+        with SideProcess(lambda say: (say({"pid": os.getpid()}), time.sleep(60))[1]) as side:
+            pid = (side.next(10) or {})["pid"]
+            assert side.next(0.01) is None
+            assert not side.done
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+
+    def test_one_that_dies_is_done(self) -> None:
+        with SideProcess(lambda say: os._exit(1)) as side:
+            assert side.next(10) is None
+            assert side.done
+
+
+class TestMachine:
+    def test_processes_share_cores_and_memory(self) -> None:
+        one, four = (cluster_for(Plan(dp=count, device="cpu")).groups[0] for count in (1, 4))
+        assert (one.per_node, four.per_node) == (1, 4)
+        assert one.device.memory == memory_bytes()
+        assert four.device.memory == memory_bytes() // 4
+        assert four.device.peak["fp32"] <= one.device.peak["fp32"] * cores() / 4 + 1
+
+    def test_a_run_on_fewer_cores_is_forecast_to_take_longer(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(machine_forecast, "cores", lambda: 8)
+        one, all_of_them = (
+            machine_forecast.forecast_of(wide(512), Plan(device="cpu"), threads)["forecast"]["step"]
+            for threads in (1, 8)
+        )
+        assert one > 2 * all_of_them
+
+    def test_threads_each_count(self) -> None:
+        plan = Plan(device="cpu")
+        few, more = (cluster_for(plan, threads).groups[0].device.peak["fp32"] for threads in (1, 64))
+        assert more == pytest.approx(few * cores())
+
+
+class TestChoice:
+    @pytest.fixture
+    def gpus(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+        monkeypatch.setattr("phalanx.preflight.machine_forecast.this_machine", lambda: cluster("4xA100-40GB"))
+
+    def test_one_process_where_there_is_no_gpu(self) -> None:
+        found = choose_plan(wide(4))
+        assert (found.plan, found.source, found.why) == (Plan(), "default", "")
+
+    def test_plain_replicas_where_nothing_gains_much(self, gpus: None) -> None:
+        found = choose_plan(wide(8192, batch=32_768))
+        assert found.plan == Plan(dp=4), found
+        assert found.source == "default"
+
+    def test_a_model_too_large_for_replicas_is_sharded(self, gpus: None) -> None:
+        found = choose_plan(wide(20_000, depth=9))  # one layer of as much could not even be gathered
+        assert found.source == "planner"
+        assert found.plan.zero or found.plan.tp * found.plan.pp > 1, found
+        assert "fits, unlike dp=4" in found.why
+
+    def test_planning_that_takes_long_or_fails_leaves_replicas(
+        self, gpus: None, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(choices, "_best", lambda *_: 1 / 0)
+        failed = choose_plan(wide(4))
+        assert failed.plan == Plan(dp=4)
+        assert "ZeroDivisionError" in failed.why
+        monkeypatch.setattr(choices, "PATIENCE", 0.05)
+        monkeypatch.setattr(choices, "_best", lambda *_: time.sleep(60))
+        assert "dp=4 is taken" in choose_plan(wide(4)).why
+
+
+class TestBeside:
+    def test_passes_hold_what_goes_on_within_them(self) -> None:
+        seconds = {**SECONDS, "products": 2.0, "replicas": 1.0, "update": 0.5}
+        rows = {
+            row.part: row
+            for row in step_beside({"seconds": seconds, "step": 3.5}, {"whole": 7.0, "passes": 6.0, "update": 0.5})
+        }
+        assert (rows["whole"].ratio, rows["passes"].ratio, rows["update"].ratio) == (0.5, 0.5, 1.0)
+        assert rows["computing"].forecast == 2.0
+        assert rows["computing"].measured is None
+        assert "pipeline" not in rows
+
+    def test_the_part_that_was_missed_by_most(self) -> None:
+        parts = {
+            "parameters": 100.0,
+            "gradients": 100.0,
+            "optimizer": 150.0,
+            "activations": 200.0,
+            "communication": 50.0,
+        }
+        rows = memory_beside({"plan": "single", "parts": parts}, [HELD, {**HELD, "activations": 400}])
+        worst = under_forecast(rows)
+        assert worst is not None
+        assert (worst.part, worst.forecast, worst.measured) == ("activations", 200.0, 400.0)
+        assert (
+            under_forecast(
+                memory_beside({"plan": "single", "parts": {**parts, "optimizer": 900, "activations": 900}}, [HELD])
+            )
+            is None
+        )
+
+    def test_gathered_parameters_count_as_parameters(self) -> None:
+        parts = {"parameters": 50.0, "gradients": 50.0, "optimizer": 100.0, "activations": 300.0, "gathered": 50.0}
+        rows = memory_beside({"plan": "fsdp=2", "parts": parts}, [HELD])
+        assert next(row.ratio for row in rows if row.part == "parameters") == 1.0
+
+
+def test_a_refusal_says_how_much_of_what_and_what_would_fit() -> None:
+    found = {
+        "plan": "single",
+        "devices": 1,
+        "reserved": 3.0 * 2**30,
+        "room": 2.0 * 2**30,
+        "memory": {"activations": 2.0 * 2**30},
+    }
+    said = str(problem(found, '--plan "micro=8"'))
+    assert "3.0 GiB" in said
+    assert "2.0 GiB of it activations" in said
+    assert "1,073,741,824 bytes more" in said
+    assert said.endswith('try: plan="micro=8"')
+    assert str(problem(found, "")).endswith('try: forecast="anyway"')

@@ -1,15 +1,17 @@
-"""Every command and every snippet that README and docs show is run, page by page, in the order shown.
+"""Pages: their commands and snippets, links, generated tables, the log, the glossary, and the keys of Accelerate.
 
 A fenced ``console`` block holds commands after ``$``; a ``python`` block is run, or written to the file its ``title``
 names (so is a ``toml`` block). A comment on the line before a block changes that: ``<!-- not run: reason -->`` leaves
 it out, ``<!-- exit 2 -->`` says which exit code is right.
 
-The first command of each verb in the README starts as a user's does, and so does its Python; the others are forked from
-a process that has imported torch (``forked.py``).
+Every run of the tests runs all of README and the tutorials, and of ``VERBS`` the first command. On all other
+pages it parses each command and checks its job, plan and options; ``make long`` runs those pages as well.
 """
 
 from __future__ import annotations
 
+import importlib
+import inspect
 import json
 import os
 import re
@@ -22,18 +24,36 @@ from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass, fields
 from importlib.util import find_spec
+from itertools import pairwise
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import click
 import pytest
 
 from forked import Forked
+from longer import longer
 from phalanx.cli import main as cli
-from phalanx.config import Plan
+from phalanx.config import Plan, RunSpec
+from phalanx.errors import PhalanxError
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+DOCS, SOURCE = ROOT / "docs", ROOT / "src" / "phalanx"
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md"))]
+WHOLE = [PAGES[0], *sorted((DOCS / "tutorial").glob("*.md"))]
+VERBS = {
+    "bench": "how-to/slurm.md",
+    "calibrate": "how-to/calibrate-this-machine.md",
+    "chaos": "how-to/try-a-job-under-faults.md",
+    "checkpoint": "how-to/use-a-trained-model.md",
+    "devices": "reference/devices.md",
+    "export": "how-to/use-a-trained-model.md",
+    "scale": "how-to/plan-before-you-rent.md",
+    "sweep": "how-to/sweep.md",
+    "worker": "how-to/torchrun.md",
+}
+"""Verbs that README and tutorials do not show, and the page that shows each in every run of the tests."""
 FENCE = re.compile(
     r"(?:^<!-- (?P<note>[^\n]*?) -->\n)?^```(?P<language>\w+)(?P<options>[^\n]*)\n(?P<text>.*?)^```$",
     flags=re.MULTILINE | re.DOTALL,
@@ -80,6 +100,17 @@ def commands(block: Block) -> list[str]:
     return [line.removeprefix("$ ") for line in joined.splitlines() if line.startswith("$ ")]
 
 
+def shown(page: Path) -> list[str]:
+    return [
+        text for block in blocks(page) if not block.left_out and block.language == "console" for text in commands(block)
+    ]
+
+
+def verb(text: str) -> str:
+    found = re.search(r"(?:^|\s)phalanx (\w+)", text)
+    return found[1] if found else ""
+
+
 def has_something_to_run(page: Path) -> bool:
     return any(block.language in ("console", "python") and not block.left_out for block in blocks(page))
 
@@ -109,26 +140,106 @@ def command(text: str, folder: Path, forked: Forked, fresh: set[str]) -> tuple[i
     return forked.run(words[1:], folder, patience=_PATIENCE)
 
 
-def walked(page: Path, folder: Path, forked: Forked) -> str:
-    """What goes wrong when everything on the page is run in order; empty where nothing does."""
+def with_examples(folder: Path) -> Path:
     shutil.copytree(ROOT / "examples", folder / "examples", ignore=shutil.ignore_patterns("__pycache__"))
-    fresh = set(cli.list_commands(click.Context(cli))) if page.name == "README.md" else set()
-    for block in blocks(page):
+    return folder
+
+
+def walked(page: Path, folder: Path, forked: Forked, until: set[str]) -> str:
+    """Run what the page shows in order, and return what goes wrong.
+
+    With ``until`` only the first command of each of these verbs, and what trains the runs before it.
+    """
+    fresh = {"train"} if page.name == "README.md" else set[str]()
+    left = set(until)
+    for block in blocks(with_examples(folder) and page):
         if block.left_out:
             continue
         if block.title:
             (folder / block.title).write_text(block.text)
-        elif block.language == "python":
+        elif block.language == "python" and not until:
             argv = ["-c", block.text]
             code, told = run([sys.executable, *argv], folder) if fresh else forked.run(argv, folder, patience=_PATIENCE)
             if code:
                 return f"{name_of(page)}:{block.line}\n{block.text}\n{told}"
         elif block.language == "console":
             for text in commands(block):
+                if until and verb(text) not in left and " --run " not in text:
+                    continue
                 code, told = command(text, folder, forked, fresh)
                 if code != block.exit_code:
                     return f"{name_of(page)}:{block.line}: exit {code}\n$ {text}\n{told}"
+                left.discard(verb(text))
+                if until and not left:
+                    return ""
     return ""
+
+
+def looked_at(page: Path, folder: Path) -> Iterator[str]:
+    """Compile what Python the page shows, parse its commands, and check their jobs, plans and options."""
+    os.chdir(with_examples(folder))
+    for block in blocks(page):
+        if block.left_out:
+            continue
+        if block.language == "python":
+            compile(block.text, f"{name_of(page)}:{block.line}", "exec")
+        if block.title:
+            (folder / block.title).write_text(block.text)
+        elif block.language == "console" and block.exit_code == 0:
+            for text in commands(block):
+                words = shlex.split(text, comments=True)
+                try:
+                    if words[0] == "phalanx":
+                        look_at_command(words[1], words[2:])
+                    elif words[0] == "python" and words[1].endswith(".py"):
+                        assert (folder / words[1]).exists(), "no such file"
+                except (AssertionError, PhalanxError, click.ClickException, ImportError) as error:
+                    yield f"{name_of(page)}:{block.line}: $ {text}\n{error}"
+
+
+ONLY_HERE = ("worker", "status", "logs", "stop")  # their argument is a folder that an earlier command of the page makes
+
+
+def look_at_command(name: str, words: list[str]) -> None:
+    from phalanx.cli.settings import Given, settle
+    from phalanx.hardware import cluster
+    from phalanx.launch.jobfile import load_function, load_job, with_values
+    from phalanx.launch.targets import find_target, settled_options
+    from phalanx.parallel import check
+    from phalanx.train.look_ahead import preview
+
+    found = cli.get_command(click.Context(cli), name)
+    assert found, f"no verb {name}"
+    if isinstance(found, click.Group):
+        name, words = words[0], words[1:]
+        found = found.get_command(click.Context(found), name)
+        assert found, f"no verb {name}"
+    if name in ONLY_HERE:
+        return
+    context = found.make_context(name, words)
+    given = context.params
+    if given.get("to"):
+        settled_options(find_target(given["to"]), context.args)
+    else:
+        assert not context.args, f"left over: {context.args}"
+    reference = given.get("job") or given.get("what") or ""
+    if not re.search(r"\.py(:\w+)?$", reference):
+        return
+    job = load_job(with_values(reference, dict(pair.split("=", 1) for pair in given.get("overrides") or ())))
+    if given.get("against"):
+        load_function(given["against"])
+    plans = given.get("plan") or given.get("plans") or ()
+    if "from_step" in given:
+        kept = {"plan", "devices", "folder", "resume", "from_step", *(one.name for one in fields(RunSpec))} - {"job"}
+        asked = Given.of(reference, {option: value for option, value in given.items() if option in kept})
+        plans = settle(asked, None, job)[0].plan
+    if given.get("on"):
+        assert given["on"].endswith(".toml") or cluster(given["on"])
+    elif not given.get("to") and name != "show":
+        for plan in plans if isinstance(plans, tuple | list) else (plans,):
+            assert not (problems := check(job, plan)), problems
+            if plan.kind == "split":
+                preview(job, plan)
 
 
 @pytest.fixture(scope="module")
@@ -137,86 +248,111 @@ def forked() -> Iterator[Forked]:
         yield process
 
 
+RUN = [page for page in PAGES if has_something_to_run(page)]
+PARTS = sorted({DOCS / page for page in VERBS.values()})
+
+
+def needs_keras(page: Path) -> bool:
+    return "import keras" in page.read_text() and find_spec("keras") is None
+
+
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("page", [page for page in PAGES if has_something_to_run(page)], ids=name_of)
+@pytest.mark.parametrize("page", [*WHOLE, *longer(*(page for page in RUN if page not in WHOLE))], ids=name_of)
 def test_what_the_page_shows_runs(page: Path, forked: Forked, tmp_path: Path) -> None:
-    if "import keras" in page.read_text() and find_spec("keras") is None:
+    if needs_keras(page):
         pytest.skip("Keras is not installed: pip install 'phalanx[keras]'")
-    wrong = walked(page, tmp_path, forked)
+    wrong = walked(page, tmp_path, forked, set())
     assert not wrong, wrong
 
 
-@pytest.mark.parametrize("page", PAGES, ids=name_of)
-def test_blocks_can_be_read(page: Path) -> None:
-    for block in blocks(page):
-        where = f"{name_of(page)}:{block.line}"
-        assert block.language in LANGUAGES, f"{where}: {block.language} is none of {', '.join(sorted(LANGUAGES))}"
-        assert not block.note.startswith("not run") or len(block.note) > len("not run: "), f"{where}: no reason given"
-        assert block.language != "console" or commands(block), f"{where}: a console block without a line '$ ...'"
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("page", PARTS, ids=name_of)
+def test_the_first_command_of_each_verb_runs(page: Path, forked: Forked, tmp_path: Path) -> None:
+    wrong = walked(page, tmp_path, forked, {one for one, where in VERBS.items() if DOCS / where == page})
+    assert not wrong, wrong
 
 
-@pytest.mark.parametrize("page", PAGES, ids=name_of)
-def test_links_lead_somewhere(page: Path) -> None:
-    for target in re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", page.read_text()):
-        assert "://" in target or (page.parent / target).exists(), f"{name_of(page)}: {target}"
+def test_each_verb_that_pages_show_runs() -> None:
+    run_here = {verb(text) for page in WHOLE for text in shown(page)} | VERBS.keys()
+    assert {verb(text) for page in RUN for text in shown(page)} - {""} <= run_here
+    assert [one for one, page in VERBS.items() if one not in map(verb, shown(DOCS / page))] == []
 
 
-GENERATE: dict[str, Any] = runpy.run_path(str(ROOT / "tools" / "generate.py"))
+@pytest.mark.timeout(400)
+def test_commands_of_the_other_pages_are_parsed_and_their_jobs_and_plans_checked(
+    forked: Forked, tmp_path: Path
+) -> None:
+    pages = [str(page) for page in RUN if page not in WHOLE and not needs_keras(page)]
+    here = Path(__file__)
+    code = f"""
+import sys
+from pathlib import Path
+sys.path[:0] = [{str(here.parent)!r}, {str(here.parents[1])!r}]
+from test_docs import looked_at
+wrong = []
+for number, page in enumerate({pages!r}):
+    folder = Path({str(tmp_path)!r}) / str(number)
+    folder.mkdir()
+    wrong += looked_at(Path(page), folder)
+print(*wrong, sep="\\n")
+sys.exit(bool(wrong))
+"""
+    ended, told = forked.run(["-c", code], tmp_path, patience=2 * _PATIENCE)
+    assert ended == 0, told
 
 
-@pytest.fixture(scope="module")
-def generated() -> dict[str, str]:
-    """Table → page, from a process of its own: click remembers a help option as the first test to call it had it."""
+def test_blocks_and_links_can_be_read() -> None:
+    wrong = list[str]()
+    for page in PAGES:
+        for block in blocks(page):
+            where = f"{name_of(page)}:{block.line}"
+            if block.language not in LANGUAGES:
+                wrong.append(f"{where}: {block.language} is none of {', '.join(sorted(LANGUAGES))}")
+            if block.note.startswith("not run") and len(block.note) <= len("not run: "):
+                wrong.append(f"{where}: no reason given")
+            if block.language == "console" and not commands(block):
+                wrong.append(f"{where}: a console block without a line '$ ...'")
+        for target in re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", page.read_text()):
+            if "://" not in target and not (page.parent / target).exists():
+                wrong.append(f"{name_of(page)}: {target}")
+    assert wrong == []
+
+
+def test_generated_tables_are_those_of_the_code() -> None:
+    """Made in a process of its own: click remembers a help option as the first test to call it had it."""
     script = str(ROOT / "tools" / "generate.py")
     code = f"""
 import json, runpy
 scope = runpy.run_path({script!r})
 print(json.dumps({{table: scope["page"](table)[1] for table in scope["TABLES"]}}))
 """
-    return json.loads(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout)
+    made = json.loads(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout)
+    scope: dict[str, Any] = runpy.run_path(script)
+    behind = [table for table, text in made.items() if scope["page"](table)[0].read_text() != text]
+    assert behind == [], "behind the code\n    try: python tools/generate.py"
 
 
-@pytest.mark.parametrize("table", sorted(GENERATE["TABLES"]))
-def test_generated_tables_are_those_of_the_code(table: str, generated: dict[str, str]) -> None:
-    path, _ = GENERATE["page"](table)
-    assert path.read_text() == generated[table], "behind the code\n    try: python tools/generate.py"
-
-
-def test_plan_page_names_every_key() -> None:
-    page = (ROOT / "docs" / "reference" / "plan.md").read_text()
+def test_pages_name_every_key_of_a_plan_and_every_page() -> None:
+    page = (DOCS / "reference" / "plan.md").read_text()
     assert [field.name for field in fields(Plan) if f"| `{field.name}` |" not in page] == []
-
-
-def test_every_page_is_in_the_navigation() -> None:
     navigation = (ROOT / "mkdocs.yml").read_text()
-    pages = [str(page.relative_to(ROOT / "docs")) for page in (ROOT / "docs").rglob("*.md")]
-    assert [page for page in pages if page not in navigation] == []
+    assert [str(page) for page in DOCS.rglob("*.md") if str(page.relative_to(DOCS)) not in navigation] == []
 
 
-LOG = ROOT / "docs" / "project" / "log.md"
 SAID = re.compile(
     r"\*\*When\*\* (\d{4}-\d\d-\d\d|not recorded) · \*\*machine\*\* (\S.*) · "
     r"\*\*command\*\* (.*`.+`.*|not recorded) · \*\*spread\*\* (\S.*)"
 )
 
 
-def entries() -> dict[str, str]:
-    """Title of each entry of the log → its first paragraph, on one line."""
-    parts = re.split(r"^## (.+)$", LOG.read_text(), flags=re.MULTILINE)[1:]
-    return {
+def test_log_entries_have_date_machine_command_and_spread_and_are_newest_first() -> None:
+    parts = re.split(r"^## (.+)$", (DOCS / "project" / "log.md").read_text(), flags=re.MULTILINE)[1:]
+    first = {
         title: " ".join(text.strip().split("\n\n")[0].split())
         for title, text in zip(parts[::2], parts[1::2], strict=True)
     }
-
-
-@pytest.mark.parametrize("title", entries())
-def test_log_entries_say_when_on_what_how_and_how_far_they_spread(title: str) -> None:
-    assert SAID.fullmatch(entries()[title]), f"{title}: {entries()[title]}"
-
-
-def test_log_entries_are_newest_first() -> None:
-    said = (SAID.fullmatch(text) for text in entries().values())
-    dates = [found[1] for found in said if found and found[1] != "not recorded"]
+    assert {title: text for title, text in first.items() if not SAID.fullmatch(text)} == {}
+    dates = [found[1] for text in first.values() if (found := SAID.fullmatch(text)) and found[1] != "not recorded"]
     assert dates == sorted(dates, reverse=True)
     assert len(dates) > 10
 
@@ -230,3 +366,78 @@ def test_commands_named_in_passing_exist() -> None:
 
 
 NAMED = re.compile(r"(?:^ {4}|^\$ |`)(make|phalanx) ([a-z]+)", flags=re.MULTILINE)
+
+
+class TestGlossary:
+    """Each technique is found by its file's name, each word has one home."""
+
+    NOT_NAMES = """apart together across own told seen said heard known stated beside alone kept flight deal dealt
+    dealing foresight outlook foretell habits joined reach rest served desk servant keeper office part crew member child
+    aside guard sums holding statistics materialise tape sliced products shapes tiles how""".split()
+    """Words that a file of this field is not looked for under."""
+
+    @pytest.fixture
+    def tables(self) -> list[list[list[str]]]:
+        """Rows of the techniques, and of the words."""
+        parts = (DOCS / "reference" / "glossary.md").read_text().split("## ")[1:]
+        lines = [[line for line in part.splitlines() if line.startswith("| ")] for part in parts]
+        return [[[cell.strip() for cell in line.strip("|").split("|")] for line in part][2:] for part in lines]
+
+    def test_each_home_is_there_and_each_name_once(self, tables: list[list[list[str]]]) -> None:
+        rows = [row for table in tables for row in table]
+        homes = {row[0]: row[-1].strip("`") for row in rows}
+        assert [
+            (name, home)
+            for name, home in homes.items()
+            if not ((SOURCE / home).is_dir() if home.endswith("/") else (SOURCE / home).is_file())
+        ] == []
+        assert len(rows) == len(homes)
+        assert len(tables[0]) >= 24
+
+    def test_a_technique_is_found_by_its_files_name(self, tables: list[list[list[str]]]) -> None:
+        """A word of the technique, or its beginning, is in the file's name, its folder's where the folder is meant."""
+        lost = list[str]()
+        for row in tables[0]:
+            stem = re.sub(r"\W|_", "", (SOURCE / row[-1].strip("`")).stem)
+            words = re.findall(r"[a-z0-9]+", row[0].lower().split(":")[0].replace("-", "").replace("gradient", "grad"))
+            pairs = [first + second for first, second in pairwise(words)]
+            if not any(word[:6] in stem for word in (*pairs, *words) if len(word) > 1):
+                lost.append(f"{row[0]} in {row[-1]}")
+        assert lost == []
+
+    def test_no_file_has_a_name_that_nobody_looks_for(self) -> None:
+        stems = {path.stem: path for path in SOURCE.rglob("*.py")} | {path.name: path for path in SOURCE.rglob("*/")}
+        assert {word: str(stems[word].relative_to(SOURCE)) for word in self.NOT_NAMES if word in stems} == {}
+
+
+class TestAccelerateConfig:
+    """The page on Accelerate's config leaves no key of it out, and every plan on it is one."""
+
+    PAGE = (DOCS / "how-to" / "from-accelerate-config.md").read_text()
+    NEEDS = MappingProxyType({"attention": "cp=2", "offload": "fsdp=2"})  # key → what it goes with alone
+
+    def test_every_key_that_accelerate_asks_for_is_on_the_page(self) -> None:
+        pytest.importorskip("accelerate")
+        args = importlib.import_module("accelerate.commands.config.config_args")
+        asked = inspect.getsource(importlib.import_module("accelerate.commands.config.cluster"))
+        keys = {one.name for kind in (args.ClusterConfig, args.SageMakerConfig) for one in fields(kind)}
+        keys |= set(re.findall(r'(?:fsdp|deepspeed|mpirun)_config\["(\w+)"\]', asked))
+        keys |= {f"dynamo_{name}" for name in re.findall(r'dynamo_config\[prefix \+ "(\w+)"\]', asked)}
+        keys |= {f"megatron_lm_{name}" for name in re.findall(r'megatron_lm_config\[prefix \+ "(\w+)"\]', asked)}
+        keys |= set(re.findall(r'parallelism_config\[prefix \+ "(\w+)"\]', asked))  # whose prefix is said once
+        assert len(keys) > 70
+        assert [key for key in sorted(keys) if not re.search(rf"(?<!\w){key}(?!\w)", self.PAGE)] == []
+
+    def test_every_plan_and_the_config_on_the_page_are_read(self, tmp_path: Path) -> None:
+        names = "|".join(one.name for one in fields(Plan))
+        plans = set(re.findall(rf"[`\"]((?:(?:{names})=\S+? ?)+)[`\"]", self.PAGE))
+        assert len(plans) > 20
+        for plan in plans:
+            Plan.parse(f"{self.NEEDS.get(plan.partition('=')[0], '')} {plan}".strip())
+        pytest.importorskip("accelerate")
+        found = re.search(r'title="default_config.yaml"\n(.*?)```', self.PAGE, re.DOTALL)
+        assert found
+        (tmp_path / "default_config.yaml").write_text(found[1])
+        args = importlib.import_module("accelerate.commands.config.config_args")
+        config = args.load_config_from_file(str(tmp_path / "default_config.yaml"))
+        assert (config.num_processes, config.distributed_type, config.mixed_precision) == (2, "FSDP", "bf16")

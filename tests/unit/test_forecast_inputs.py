@@ -114,12 +114,14 @@ def test_every_key_of_a_plan_is_looked_at() -> None:
     assert set(PLANS) == {one.name for one in fields(Plan)}
 
 
-@pytest.mark.parametrize(("name", "before", "after"), [*((name, *texts) for name, texts in PLANS.items()), *MORE])
-def test_no_key_of_a_plan_is_ignored(name: str, before: str, after: str) -> None:
-    base = answer(before, machines())
-    assert not isinstance(base[0], str), base[0]
-    word = "first 10 steps" if name == "after" else name
-    assert counts(base, answer(after, machines()), word) or (name, after) == ("device", "dp=8 device=cuda")
+def test_no_key_of_a_plan_is_ignored() -> None:
+    ignored = list[str]()
+    for name, before, after in (*((name, *texts) for name, texts in PLANS.items()), *MORE):
+        base = answer(before, machines())
+        assert not isinstance(base[0], str), base[0]
+        if not counts(base, answer(after, machines()), "first 10 steps" if name == "after" else name):
+            ignored.append(after)
+    assert ignored == ["dp=8 device=cuda"]  # which they are
 
 
 def test_names_of_stages_are_checked() -> None:
@@ -179,9 +181,14 @@ def of_job(given: Job) -> tuple[Any, tuple[str, ...]]:
     return found, notes
 
 
+@cache
+def of_the_job() -> tuple[Any, tuple[str, ...]]:
+    return of_job(gpt.job())
+
+
 @pytest.mark.parametrize("name", JOBS)
 def test_no_field_of_a_job_is_ignored(name: str) -> None:
-    assert counts(of_job(gpt.job()), of_job(replace(gpt.job(), **JOBS[name])), name)
+    assert counts(of_the_job(), of_job(replace(gpt.job(), **JOBS[name])), name)
 
 
 CLUSTERS: Mapping[tuple[type, str], tuple[Any, str]] = {
@@ -229,13 +236,15 @@ def changed(part: Any, kind: type, name: str, value: Any) -> Any:
     return part
 
 
-@pytest.mark.parametrize(("kind", "name"), CLUSTERS)
-def test_no_field_of_a_cluster_is_ignored(kind: type, name: str) -> None:
-    value, plan = CLUSTERS[kind, name]
-    words = {"numa": "NUMA", "kind": "rocm"}
-    there = changed(machines(), kind, name, value)
-    assert there != machines()
-    assert counts(answer(plan, machines()), answer(plan, there), words.get(name, name))
+def test_no_field_of_a_cluster_is_ignored() -> None:
+    ignored = list[tuple[type, str]]()
+    for (kind, name), (value, plan) in CLUSTERS.items():
+        there = changed(machines(), kind, name, value)
+        assert there != machines()
+        word = {"numa": "NUMA", "kind": "rocm"}.get(name, name)
+        if not counts(answer(plan, machines()), answer(plan, there), word):
+            ignored.append((kind, name))
+    assert ignored == []
 
 
 def test_the_latency_of_the_way_to_the_host_counts_where_it_is_used() -> None:
@@ -257,8 +266,7 @@ def test_a_host_without_memory_for_what_is_offloaded_does_not_fit() -> None:
     )  # four ranks, each with values, gradients and Adam's state
 
 
-@pytest.mark.parametrize("name", ["link.bandwidth", "link.latency", "launch", "processors", "numa"])
-def test_what_was_measured_says_what_it_stands_in_place_of(name: str) -> None:
+def test_what_was_measured_says_what_it_stands_in_place_of() -> None:
     core = Device(
         name="core",
         kind="cpu",
@@ -271,7 +279,8 @@ def test_what_was_measured_says_what_it_stands_in_place_of(name: str) -> None:
     link = Link(name="memory", bandwidth=1e10, latency=1e-6)
     group = Group(device=core, link=link, host=host, per_node=2)
     notes = answer("dp=2", Cluster(groups=(group,), network=Network(bandwidth=1e9, latency=1e-5)))[1]
-    assert any(name.split(".")[-1].replace("numa", "NUMA") in note for note in notes)
+    for word in ("bandwidth", "latency", "launch", "processors", "NUMA"):
+        assert any(word in note for note in notes), word
 
 
 class OfWords(torch.nn.Module):

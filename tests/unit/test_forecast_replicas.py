@@ -1,19 +1,280 @@
-"""Which exchanges a step is priced with: what a run does, counted by hand."""
+"""Forecasts of what replicas exchange: sums, averages, servers, compressed messages, uneven shares; numbers by hand."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from small_profiles import transformer
 from torch import nn
 
+from longer import longer
 from phalanx.config import Cluster, Plan
-from phalanx.forecast import Work, forecast
+from phalanx.forecast import Forecast, Preset, Work, forecast
+from phalanx.forecast.gradient_sync import averaged, averaging, server_time
+from phalanx.forecast.kernels import DeviceSetting
+from phalanx.forecast.layouts import Layouts
+from phalanx.forecast.memory import memory
+from phalanx.forecast.network import Fabric
+from phalanx.forecast.rates import Kernels, Rates, Wires
 from phalanx.hardware import cluster
+from phalanx.planner import Question
+from phalanx.planner.rules import problems
+from phalanx.planner.search import space
 from phalanx.trace import ModelCall, trace
+
+PLAIN = Preset(name="plain", reserved=1.0)
+GIANT = np.array([1e9])
+WIRES = Wires(inside=1.0, between=1.0, start=0.0, hop=0.0, start_between=0.0, hop_between=0.0, crowd=0.0)
+WORK = Work(profile=transformer(layers=12, width=1024, heads=16, vocabulary=30000), batch=64)
+MIXED = "8xA100+8xV100-32GB"
+
+
+def setting(per_node: int = 8) -> DeviceSetting:
+    """A link of 100 GB/s, a network of 10 GB/s a node, 20 GB/s to the host; memory moves 1 TB/s, a host's 0.1 TB/s."""
+    fabric = Fabric(inside=100e9, node=10e9, per_node=per_node, wires=WIRES)
+    rates = Rates(peak={"fp32": 1e12}, bandwidth=1e12, kernels=Kernels(stream=1.0))
+    return DeviceSetting(rates=rates, fabric=fabric, preset=PLAIN, precision="fp32", host=20e9, processor=100e9)
+
+
+def layouts(*texts: str, batch: int = 64) -> Layouts:
+    return Layouts.of([Plan.parse(text) for text in texts], batch, 1)
+
+
+def told(text: str, on: str | Cluster = MIXED, work: Work = WORK) -> Forecast:
+    return forecast(work, Plan.parse(f"{text} precision=fp16"), cluster(on) if isinstance(on, str) else on)
+
+
+def of_plan(found: Forecast) -> list[str]:
+    """Notes but for those on what of the cluster is not priced."""
+    return [note for note in found.notes if not note.startswith("Of the hosts, ")]
+
+
+class TestAveraging:
+    @pytest.mark.parametrize(
+        ("text", "seconds"),
+        [
+            ("dp=4", 0.0),
+            # a ring of 4 sends 2 x 3/4 of 4 GB at 100 GB/s
+            ("dp=4 sync=local", 0.06),
+            ("dp=4 sync=local every=10", 0.006),
+            # and 28 bytes a parameter move at 1 TB/s to step a copy, 8 more for the momentum
+            ("dp=4 sync=diloco every=10 outer=sgd", 0.0088),
+            ("dp=4 sync=diloco every=10", 0.0096),
+            # ranks of fsdp average a half each
+            ("dp=4 fsdp=2 sync=local every=10", 0.003),
+        ],
+    )
+    def test_is_spread_over_the_steps_between(self, text: str, seconds: float) -> None:
+        assert averaged(GIANT, 0 * GIANT, layouts(text), setting())[0] == pytest.approx(seconds)
+
+    def test_takes_the_place_of_summing_gradients(self) -> None:
+        each, often, seldom = (
+            told(text, "4x8xA100@100Gb/s") for text in ("dp=32", "dp=32 sync=local every=4", "dp=32 sync=local every=8")
+        )
+        assert each.seconds["replicas"] > often.seconds["replicas"] > 0
+        assert often.seconds["replicas"] == pytest.approx(2 * seldom.seconds["replicas"])
+        assert often.seconds["products"] == each.seconds["products"]
+        assert of_plan(each) == []
+        assert "every 4 steps" in of_plan(often)[0]
+
+    @pytest.mark.parametrize(
+        ("text", "beyond"),
+        [
+            ("dp=4 sync=local every=4", 4),
+            ("dp=4 sync=diloco every=4 outer=sgd", 4),
+            ("dp=4 sync=diloco every=4", 8),
+            ("dp=4 fsdp=2 sync=diloco every=4", 4),
+        ],
+    )
+    def test_an_outer_optimizer_takes_memory(self, text: str, beyond: float) -> None:
+        profile = WORK.profile
+        plain = text.partition(" sync")[0]
+        there, without = (memory(profile, layouts(one), PLAIN, "fp32", 8.0).optimizer[0] for one in (text, plain))
+        assert there - without == pytest.approx(beyond * profile.parameters)
+
+    def test_fragments_hide_behind_the_next_steps(self) -> None:
+        seconds = [
+            averaged(GIANT, computing + 0 * GIANT, layouts(f"dp=4 sync=local every=8 fragments={count}"), setting())[0]
+            for count, computing in ((1, 0.0), (1, 1e-3), (4, 0.0), (4, 1e-3), (4, 9.0))
+        ]
+        assert seconds[0] == seconds[1] == seconds[2] > seconds[3] > seconds[4]
+
+
+class TestServers:
+    @pytest.mark.parametrize(
+        ("text", "computing", "seconds"),
+        [
+            # 4 workers push 4 GB each into a server's 20 GB/s, 76 bytes a parameter move at 0.1 TB/s, and back
+            ("dp=4 server=1", 1.0, 0.8 + 0.76 + 0.8),
+            ("dp=4 server=2", 1.0, 0.4 + 0.76 + 0.4),
+            # no worker is faster than its own link: 4 GB at 20 GB/s
+            ("dp=4 server=8", 1.0, 0.2 + 0.76 + 0.2),
+            # without waiting each gradient is a step of 28 bytes: 4 of them take 1.12 s, and a turn 2.72 s
+            ("dp=4 server=1 staleness=1", 1.0, (1.0 + 2.72) / 2 - 1.0),
+            ("dp=4 server=1 staleness=3", 1.0, 1.12 - 1.0),
+            ("dp=4 server=1 staleness=1", 3.0, 0.0),
+            # over the network each of 8 workers of a node has an eighth of 10 GB/s
+            ("dp=32 server=1", 1.0, 12.8 + 4.12 + 12.8),
+            ("dp=32 server=4", 1.0, 3.2 + 1.03 + 3.2),
+            ("dp=32 server=8", 1.0, 3.2 + 1.03 + 3.2),
+        ],
+    )
+    def test_take_what_links_and_hosts_allow(self, text: str, computing: float, seconds: float) -> None:
+        found = server_time(GIANT, np.array([computing]), layouts(text), setting())
+        assert found[0] == pytest.approx(seconds, abs=1e-12)
+
+    def test_hold_the_optimizer(self) -> None:
+        profile = WORK.profile
+        dp, waits, runs = (
+            memory(profile, layouts(text), PLAIN, "fp32", 8.0)
+            for text in ("dp=8", "dp=8 server=1", "dp=8 server=1 staleness=2")
+        )
+        assert dp.optimizer[0] == 8 * profile.parameters
+        assert waits.optimizer[0] == runs.optimizer[0] == 0
+        assert waits.communication[0] == 0
+        assert runs.communication[0] == 8 * profile.parameters
+        found = told("dp=8 server=1", "8xA100")
+        assert found.seconds["update"] == 0 < found.seconds["replicas"]
+        assert found.plan.exact
+
+
+class TestShares:
+    def test_even_ones_go_at_the_pace_of_the_slowest(self) -> None:
+        even, slow = told("dp=16"), told("dp=16", "2x8xV100-32GB")
+        assert even.seconds["products"] == slow.seconds["products"]
+        assert even.room == slow.room
+        assert "as slow as the slowest" in of_plan(even)[-1]
+
+    def test_the_step_is_the_longest_of_share_times_time(self) -> None:
+        alike = {kind: f"2x8x{kind}" for kind in ("A100", "V100-32GB")}
+        for fast, slow in ((6, 2), (7, 1), (3, 5)):
+            found = told(f"dp=16 shares={','.join([str(fast)] * 8 + [str(slow)] * 8)}")
+            quick = told("dp=16", alike["A100"], replace(WORK, batch=16 * fast))
+            late = told("dp=16", alike["V100-32GB"], replace(WORK, batch=16 * slow))
+            busy = max(quick, late, key=lambda one: one.step - one.seconds["replicas"])
+            for part in ("products", "attention", "memory"):
+                assert found.seconds[part] == busy.seconds[part]
+            assert f"{fast} on A100-80GB, {slow} on V100-32GB" in of_plan(found)[-1]
+
+    def test_weights_matter_on_like_devices_too(self) -> None:
+        found, even = told("dp=2 shares=3,1", "2xA100"), told("dp=2", "2xA100", replace(WORK, batch=96))
+        assert found.seconds["products"] == even.seconds["products"]
+        assert (
+            told("dp=2 shares=1,1", "2xA100").step
+            == told("dp=2", "2xA100").step
+            == told("dp=2 shares=auto", "2xA100").step
+        )
+
+    @pytest.mark.parametrize("rest", [" micro=1", *longer("", " micro=4 recompute=full")])
+    def test_auto_is_as_good_as_any_weights(self, rest: str) -> None:
+        steps = [told(f"dp=2 shares={fast},{64 - fast}{rest}", "A100+V100-32GB").step for fast in range(1, 64)]
+        found = told(f"dp=2 shares=auto{rest}", "A100+V100-32GB")
+        assert found.step <= 1.01 * min(steps)
+        assert found.step < 0.9 * told(f"dp=2{rest}", "A100+V100-32GB").step
+
+    def test_auto_gives_nobody_more_than_fits(self) -> None:
+        whole = cluster("A100+V100-32GB")
+        free = told("dp=2 shares=auto", whole)
+        fast = whole.groups[0]
+        device = replace(fast.device, memory=8 * 2**30, kept=0)
+        small = replace(whole, groups=(replace(fast, device=device), *whole.groups[1:]))
+        found = told("dp=2 shares=auto", small)
+        count = int(of_plan(found)[-1].split(" on ")[0].rpartition(" ")[2])
+        assert found.fits
+        assert found.step > free.step
+        assert told(f"dp=2 shares={count},{64 - count}", small).fits
+        assert not told(f"dp=2 shares={count + 1},{63 - count}", small).fits
+
+
+class TestPlanner:
+    @pytest.fixture
+    def question(self) -> Question:
+        return Question(work=WORK, cluster=cluster(MIXED), precision="fp16")
+
+    def test_tries_shares_by_speed_where_devices_differ(self, question: Question) -> None:
+        found = space(question)
+        made = [found.plan(index) for index in range(len(found))]
+        assert {plan.shares for plan in made} == {"", "auto"}
+        assert {plan.pp for plan in made if plan.shares} == {1}
+        assert all(Plan.parse(str(plan)) == plan for plan in made)
+        alike = space(replace(question, cluster=cluster("2x8xA100")))
+        assert not alike.columns["shares"].any()
+
+    def test_names_the_plans_that_can_use_unlike_devices(self, question: Question) -> None:
+        (problem,) = problems(Plan.parse("fsdp=16 precision=fp16"), WORK, question.cluster)
+        assert problem.fix == 'plan="dp=2 fsdp=8 shares=auto"'
+        assert "dp=16 shares=auto" in problem.allowed
+        named = Plan.parse(problem.fix.partition('"')[2].rstrip('"'))
+        assert problems(replace(named, precision="fp16"), WORK, question.cluster) == []
+
+    def test_says_which_shares_leave_a_rank_without_samples(self, question: Question) -> None:
+        (problem,) = problems(Plan.parse("dp=2 fsdp=8 shares=20,1 precision=fp16"), WORK, question.cluster)
+        assert problem.where == "plan.shares"
+        assert "61,3" in problem.given
+
+
+ALL = ("fp16", "bf16", "int8", "topk:0.01", "powersgd:4")
+
+
+@pytest.mark.parametrize(
+    ("compress", "wire", "made"),
+    [
+        # a ring of 4 sends 2 x 3/4 of 4 GB at 100 GB/s
+        ("none", 0.06, 0.0),
+        # halves as much; 48 bytes an element move at 1 TB/s
+        ("bf16", 0.03, 0.048),
+        ("fp16", 0.03, 0.076),
+        # a byte, and 4 for 256
+        ("int8", 0.06 / 4 * 260 / 256, 0.135),
+        # 3 others get 8 bytes of each hundredth element
+        ("topk:0.01", 0.0024, 0.082),
+        # a ring of the thin elements
+        ("powersgd:4", 0.00006, 0.062),
+    ],
+)
+def test_what_is_sent_and_what_making_it_takes(compress: str, wire: float, made: float) -> None:
+    rows = layouts(f"dp=4 compress={compress}")
+    found = averaging(GIANT, GIANT / 1000, rows, np.ones(1), setting())
+    assert [float(one[0]) for one in found] == pytest.approx([wire, made])
+
+
+def test_what_replicas_average_now_and_then_is_smaller_too() -> None:
+    plain, small = (
+        averaged(GIANT, 0 * GIANT, layouts(f"dp=4 sync=local every=10{rest}"), setting())[0]
+        for rest in ("", " compress=bf16")
+    )
+    assert plain == pytest.approx(0.06 / 10)
+    assert small == pytest.approx((0.03 + 0.048) / 10)
+
+
+def test_servers_get_less_and_give_as_much() -> None:
+    found = server_time(GIANT, np.array([1.0]), layouts("dp=4 server=1 compress=int8"), setting())
+    # 4 workers push 260/256 GB each into 20 GB/s, pull 4 GB; encoding moves 97 bytes, and reading 17 for each of 4
+    assert found[0] == pytest.approx(0.2 * 260 / 256 + 0.8 + 0.76 + 0.097 + 0.68)
+
+
+@pytest.mark.parametrize("compress", ALL)
+def test_no_codec_is_ignored(compress: str) -> None:
+    slow = "4x1xA100@1Gb/s"
+    rest = ("", " sync=local every=4", " server=1") if not compress.startswith("powersgd") else ("",)
+    for way in rest:
+        whole, less = told(f"dp=4{way}", slow), told(f"dp=4{way} compress={compress}", slow)
+        assert less.seconds["replicas"] < 0.8 * whole.seconds["replicas"]
+        assert less.seconds["products"] == whole.seconds["products"]
+        assert not less.plan.exact
+
+
+def test_what_is_left_out_takes_memory() -> None:
+    whole, *others = (
+        memory(WORK.profile, layouts(f"dp=4 compress={text}"), PLAIN, "fp32", 8.0).gradients[0]
+        for text in ("none", *ALL)
+    )
+    assert [one - whole for one in others] == [0, 0, *[4 * WORK.profile.parameters] * 3]
+
 
 KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "send")
 GPT = Work(profile=transformer(layers=4, width=64, heads=4, vocabulary=100), batch=16)
@@ -50,13 +311,11 @@ def work_of(module: nn.Module) -> Work:
 
 
 class TestGradients:
-    @pytest.mark.parametrize("text", ["dp=2", "cp=2", "dp=2 cp=2", "cp=2 tp=2", "ep=2", "fsdp=2 cp=2 zero=1"])
-    def test_all_that_hold_the_same_sum_them_once(self, text: str) -> None:
-        assert round(seconds(text, "all-reduce", "replicas")) == 1
-
-    @pytest.mark.parametrize("text", ["single", "tp=2", "pp=2 micro=4", "fsdp=2 zero=1", "fsdp=2"])
-    def test_where_none_hold_the_same_nobody_does(self, text: str) -> None:
-        assert seconds(text, "all-reduce", "replicas") == pytest.approx(0.0, abs=1e-3)
+    def test_all_that_hold_the_same_sum_them_once(self) -> None:
+        for text in ("dp=2", "cp=2", "dp=2 cp=2", "cp=2 tp=2", "ep=2", "fsdp=2 cp=2 zero=1"):
+            assert round(seconds(text, "all-reduce", "replicas")) == 1, text
+        for text in ("single", "tp=2", "pp=2 micro=4", "fsdp=2 zero=1", "fsdp=2"):
+            assert seconds(text, "all-reduce", "replicas") == pytest.approx(0.0, abs=1e-3), text
 
 
 class TestSharded:

@@ -18,6 +18,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import phalanx as px
+from longer import longer
 from phalanx.device_kinds import host
 from phalanx.errors import GradientError, LossError
 from phalanx.train import loss as losses
@@ -139,9 +140,15 @@ def steps(made: px.Job, plan: str, **how: Any) -> Iterator[Any]:
         yield step(batch)
 
 
-@pytest.mark.parametrize("plan", ["single", "micro=4", "micro=4 precision=bf16"])
-@pytest.mark.parametrize("how", [{}, {"clip": 1.0}], ids=["", "clip"])
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize(
+    ("optimizer", "how", "plan"),
+    [
+        ("adamw", {}, "single"),
+        ("adam", {"clip": 1.0}, "micro=4"),
+        ("sgd", {"clip": 1.0}, "micro=4 precision=bf16"),
+        *longer(("sgd", {}, "single"), ("adamw", {"clip": 1.0}, "micro=4 precision=bf16")),
+    ],
+)
 def test_one_wait_a_step_and_none_for_the_step_just_queued(
     optimizer: str, how: dict[str, Any], plan: str, queue: Queue
 ) -> None:
@@ -223,21 +230,14 @@ def test_a_run_that_may_go_on_without_a_step_waits_for_it(how: dict[str, Any], q
     assert queue.waits == [0]
 
 
-def test_a_run_records_every_step(queue: Queue, tmp_path: Path) -> None:
-    losses = [one.loss for one in list(steps(job(), "single", run=tmp_path / "run"))[1:]]
-    run = px.load(tmp_path / "run")
-    assert [event["loss"] for event in run.events("step")] == losses
-
-
-@pytest.mark.parametrize("bad", [0, 2, 5])
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize(("optimizer", "bad"), [("adamw", 0), ("adam", 5), ("sgd", 2)])
 def test_a_number_that_is_not_finite_stops_before_it_is_in_the_weights(optimizer: str, bad: int, queue: Queue) -> None:
     taken = steps(job(OPTIMIZERS[optimizer], bad=bad), "single")
     step = next(taken)
     for _ in range(bad):
         next(taken)
     before = [one.detach().clone() for one in step.model.parameters()]
-    with pytest.raises(LossError, match=f"the loss of step {bad} is nan") as told:
+    with pytest.raises(LossError, match=f"the loss of step {bad}") as told:
         list(taken)
     assert all(map(torch.equal, before, step.model.parameters()))
     assert "the batch" in str(told.value)  # it says where the number comes from
@@ -270,12 +270,6 @@ def test_no_checkpoint_and_no_evaluation_of_a_step_that_was_not_checked(queue: Q
     with pytest.raises(LossError, match="the loss of step 2 is nan"):
         list(taken)
     assert list((tmp_path / "run" / "checkpoints").glob("step-*")) == []
-
-
-def test_nothing_counted_is_told(queue: Queue) -> None:
-    made = vars_of(job()) | {"loss": lambda output, batch: px.Loss(output.sum() * 0, batch["label"].sum() * 0)}
-    with pytest.raises(LossError, match="nothing was counted in step 0"):
-        list(steps(px.Job(**made), "single"))
 
 
 CHOSEN = {
