@@ -21,6 +21,7 @@ import pytest
 from click.testing import CliRunner
 from inject import Looks
 
+from longer import longer
 from phalanx.checkpoint.writing import FileContent
 from phalanx.cli import main
 from phalanx.events import read
@@ -198,7 +199,7 @@ SHOWN = re.findall(r"^\$ phalanx (chaos train\.py .*)$", PAGE.read_text(), flags
 FEWER = {"--kills 50": "--kills 2", "--faults 30": "--faults 2"}
 
 
-@pytest.mark.parametrize("shown", SHOWN)
+@pytest.mark.parametrize("shown", longer(*SHOWN))
 def test_commands_of_the_page_that_take_long_run_with_smaller_numbers(shown: str, job: str) -> None:
     for text, fewer in FEWER.items():
         shown = shown.replace(text, fewer)

@@ -21,8 +21,10 @@ from inject import Looks
 from test_stopping import events, spec
 
 import phalanx as px
+from longer import longer
 from phalanx.data import audit
 from phalanx.errors import WorkerError
+from phalanx.launch import worker
 from phalanx.launch.worker_process import RANK_NAME
 from phalanx.placement.survey_file import stored_survey
 
@@ -96,10 +98,8 @@ def is_the_run_that_would_have_been(done: px.Run, steps: int, tmp_path: Path, sa
 @pytest.mark.parametrize(
     ("plan", "devices", "world", "fewer"),
     [
-        ("dp=2", "1:2", 2, "micro=16"),
-        ("fsdp=2", "1:2", 2, "micro=16"),
         ("dp=2 pp=2", "2:4", 4, "pp=2 micro=16"),
-        ("dp=3", "1:3", 3, "dp=2 micro=11"),
+        *longer(*((plan, "1:2", 2, "micro=16") for plan in ("dp=2", "fsdp=2")), ("dp=3", "1:3", 3, "dp=2 micro=11")),
     ],
 )
 def test_who_is_lost_again_and_again_is_gone_on_without(
@@ -129,13 +129,15 @@ def test_what_happens_once_is_no_reason_for_fewer(tmp_path: Path) -> None:
 
 
 def test_the_least_there_may_be_ends_the_run_as_ever(tmp_path: Path) -> None:
-    run = spec("dp=3", tmp_path / "run", devices="3:4", restarts=10)  # dp=4 begins, and does not fail
-    done = px.fit(failing(3, 99, tmp_path, steps=5), run=run)
-    assert done.plan == px.Plan(dp=4)
-    run = spec("dp=2", tmp_path / "other" / "run", devices="2:2", restarts=10)
-    (tmp_path / "other").mkdir()
+    run = spec("dp=2", tmp_path / "run", devices="2:2", restarts=10)
     with pytest.raises(WorkerError, match="SIGKILL"):
-        px.fit(failing(2, 99, tmp_path / "other", steps=5), run=run)
+        px.fit(failing(2, 99, tmp_path, steps=5), run=run)
+
+
+@pytest.mark.long
+def test_more_than_the_plan_said_begin_where_there_may_be_no_fewer(tmp_path: Path) -> None:
+    run = spec("dp=3", tmp_path / "run", devices="3:4", restarts=10)  # dp=4 begins, and does not fail
+    assert px.fit(failing(3, 99, tmp_path, steps=5), run=run).plan == px.Plan(dp=4)
 
 
 def test_it_grows_back_and_that_is_no_restart(tmp_path: Path) -> None:
@@ -150,6 +152,7 @@ def test_it_grows_back_and_that_is_no_restart(tmp_path: Path) -> None:
     is_the_run_that_would_have_been(done, 60, tmp_path)
 
 
+@pytest.mark.long
 def test_more_that_fail_again_are_left_at_once_and_for_longer(tmp_path: Path) -> None:
     run = spec("dp=2", tmp_path / "run", devices="1:2", restarts=3, grow_after=6)
     looks = Looks()  # of the launcher, which is to see the sixth step before the twelfth, whatever else goes on
@@ -161,6 +164,7 @@ def test_more_that_fail_again_are_left_at_once_and_for_longer(tmp_path: Path) ->
     is_the_run_that_would_have_been(done, 60, tmp_path)
 
 
+@pytest.mark.long
 def test_it_goes_back_from_more_whatever_fails_there(tmp_path: Path) -> None:
     def strike() -> None:
         if len(list(tmp_path.glob("strike-*"))) > 3:
@@ -211,6 +215,7 @@ def jobfile(folder: Path, steps: int, *marks: str) -> Path:
     return file
 
 
+@pytest.mark.long
 def test_workers_of_torchrun_become_fewer_and_more(tmp_path: Path) -> None:
     file, folder = jobfile(tmp_path, 60, "kill"), tmp_path / "run"
     command = [sys.executable, "-m", "phalanx", "train", str(file), "-n", "1:2", "--run", str(folder), "--quiet"]
@@ -298,6 +303,7 @@ def test_an_agent_is_lost_and_comes_back(tmp_path: Path) -> None:
     is_the_run_that_would_have_been(px.api.Run(folder=folder), 300, tmp_path, 1e-5)
 
 
+@pytest.mark.long
 def test_agents_that_share_no_store_need_to_be_told_that_they_may_go_on(tmp_path: Path) -> None:
     jobfile(tmp_path, 5, "fast")
     (tmp_path / "run.toml").write_text(RUNFILE.replace('"auto"', "false"))
@@ -311,14 +317,14 @@ def test_agents_that_share_no_store_need_to_be_told_that_they_may_go_on(tmp_path
         assert "start" not in (tmp_path / "run" / "events.jsonl").read_text()
 
 
-def test_workers_that_the_range_has_no_plan_for_are_refused(tmp_path: Path) -> None:
+def test_workers_that_the_range_has_no_plan_for_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker, "leave_compiler_out", lambda: None)  # this process is the tests'
     jobfile(tmp_path, 5, "fast")
-    text = RUNFILE.replace("dp=2", "pp=2").replace("1:2", "2:4")
-    (tmp_path / "run.toml").write_text(text)
-    command = [sys.executable, "-m", "phalanx", "worker", "run.toml"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=tmp_path, check=False)
-    assert done.returncode == 2
-    assert "given 1; allowed: 2, 4, as the plan pp=2 on 2:4 devices says" in done.stderr
+    (tmp_path / "run.toml").write_text(RUNFILE.replace("dp=2", "pp=2").replace("1:2", "2:4"))
+    assert worker.main(tmp_path / "run.toml") == 2
+    assert "given 1; allowed: 2, 4" in capsys.readouterr().err
 
 
 def test_the_page_says_what_the_agents_here_were_given() -> None:

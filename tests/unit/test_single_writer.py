@@ -101,7 +101,7 @@ def test_where_there_are_no_locks_the_earlier_writer_is_told_to_stop(tmp_path: P
     release(token)
 
 
-@pytest.mark.parametrize("where", ["", "checkpoints", "servers/0", "servers/0/step-00000001"])
+@pytest.mark.parametrize("where", ["", "checkpoints", "servers/0/step-00000001"])
 def test_whoever_writes_in_the_run_folder_is_told(tmp_path: Path, where: str) -> None:
     token, path = take(tmp_path), tmp_path / where
     check_writer(path)
