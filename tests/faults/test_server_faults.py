@@ -27,7 +27,7 @@ from phalanx.comm.frames import Connection, Frame
 from phalanx.comm.handshake import Identity, Role, new_secret
 from phalanx.comm.listener import Caller
 from phalanx.data import read_ledger
-from phalanx.errors import RunError, WorkerError
+from phalanx.errors import RunError
 from phalanx.events import read
 from phalanx.launch import worker_pool
 from phalanx.launch.local import launch
@@ -256,26 +256,6 @@ def test_what_a_worker_says_as_it_leaves_is_heard_behind_its_signs_of_life(monke
     assert "lost" not in {event["state"] for event in of(events, "worker")}
 
 
-@pytest.mark.long
-def test_a_silent_worker_holds_nobody_up_and_goes_on_when_it_is_back() -> None:
-    def strike(place: Place, step: int) -> None:
-        if place.rank == 1 and step >= 4 and not Path("struck").exists():
-            Path("struck").touch()
-            if os.fork() == 0:  # wakes its parent once the others have gone on
-                deadline = time.monotonic() + 10
-                while "silent" not in states_of(1) and time.monotonic() < deadline:
-                    time.sleep(0.02)
-                os.kill(os.getppid(), signal.SIGCONT)
-                os._exit(0)
-            os.kill(os.getpid(), signal.SIGSTOP)
-        if place.rank == 0 and step >= 20:
-            await_state(1, "silent")
-
-    events = served("dp=2 server=1", strike, reserves=0)
-    assert states_of(1, events)[0] == "joined"
-    assert "silent" in states_of(1, events)
-
-
 @pytest.fixture
 def place() -> Iterator[Place]:
     """The place of the only server of ``dp=1 server=1``, with a store to meet at."""
@@ -490,37 +470,10 @@ def freeze(place: Place) -> None:
         os.kill(os.getpid(), signal.SIGSTOP)
 
 
-@pytest.mark.long
-def test_a_worker_that_is_stopped_for_too_long_is_ended_and_replaced(capfd: pytest.CaptureFixture[str]) -> None:
-    def strike(place: Place, step: int) -> None:
-        if step >= 4:
-            freeze(place)
-        if place.rank == 0 and step == 23:
-            await_return("lost")  # the run is over only once the other is back
-
-    states = stopped(strike, timeout=2.0)
-    assert states[:2] == ["joined", "silent"]
-    assert "returned" in states[states.index("lost") :]
-    assert "worker 1 has been stopped for" in capfd.readouterr().err
-
-
 def test_a_worker_that_is_stopped_does_not_outlive_the_run(capfd: pytest.CaptureFixture[str]) -> None:
     states = stopped(lambda place, step: freeze(place) if step >= 4 else None, timeout=600.0)
     assert states[:2] == ["joined", "silent"]
     assert "worker 1 has been stopped for" in capfd.readouterr().err
-
-
-@pytest.mark.long
-def test_one_that_nobody_can_replace_ends_soon_after_the_others() -> None:
-    def strike(place: Place, step: int) -> None:
-        if place.rank == 0 and step >= 3 and place.generation == 0:
-            os.kill(os.getpid(), signal.SIGKILL)  # the one reserve is used up
-        if step >= 6:
-            freeze(place)
-
-    with pytest.raises(WorkerError, match=r"rank 1 of 3 was ended in step .* by SIGKILL"):
-        stopped(strike, timeout=600.0)
-    assert list(px.Run(folder=Path("run")).events())[-1]["event"] == "end", "the training is whole"
 
 
 def test_who_is_stopped_is_ended_where_others_wait_or_have_ended(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -150,24 +150,6 @@ def test_a_second_signal_ends_it_at_once(tmp_path: Path) -> None:
     assert latest(tmp_path / "run" / "checkpoints") is None
 
 
-@pytest.mark.parametrize("slow", longer("steps", "evaluation"))
-def test_what_gets_slower_than_it_was_is_stopped_at_once_too(slow: str, tmp_path: Path) -> None:
-    """After hundreds of steps of a few milliseconds each, a step or a batch of an evaluation takes half a second."""
-    launcher, run, fast = os.getpid(), spec("dp=2", tmp_path / "run", grace=8.0), 300
-    given, calls = striking(lambda: os.kill(launcher, signal.SIGTERM), at=fast, once=tmp_path / "struck"), list[int]()
-
-    def loss(output: Any, batch: Any) -> Any:
-        calls.append(1)
-        if len(calls) > fast + 1 and torch.is_grad_enabled() == (slow == "steps"):
-            time.sleep(0.5)
-        return given.loss(output, batch)
-
-    evaluated = {"evaluate": lambda: table(1600), "evaluate_every": fast + 1} if slow == "evaluation" else {}
-    assert stops(replace(given, loss=loss, steps=2 * fast, **evaluated), run) == 75
-    (stopped,) = events(run.folder, "stopped")
-    assert fast < stopped["step"] < fast + 15
-
-
 @pytest.mark.parametrize("grace", [0.0, *longer(0.3)])
 def test_when_the_time_to_save_is_over_the_newest_checkpoint_stands(grace: float, tmp_path: Path) -> None:
     launcher = os.getpid()
@@ -270,7 +252,7 @@ def job():
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, *longer(signal.SIGKILL)])
+@pytest.mark.parametrize("number", longer(signal.SIGTERM, signal.SIGKILL))
 def test_workers_of_torchrun_go_on_after_a_loss_and_end_with_their_agent(number: int, tmp_path: Path) -> None:
     """Rank 1 is killed in step 3, started again by torchrun, and then the agent gets a signal."""
     (tmp_path / "agent.py").write_text(f"END = {int(number)}{AGENT}")

@@ -30,7 +30,6 @@ from phalanx.checkpoint import read_state
 from phalanx.config import RunSpec
 from phalanx.data import audit
 from phalanx.errors import WorkerError
-from phalanx.launch.jobfile import load_job
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "distributed"))
 from small import BATCH, LENGTH, Net, job
@@ -300,23 +299,6 @@ def test_a_failure_of_the_jobs_own_code_leaves_what_was_trained(tmp_path: Path) 
     is_as_undisturbed(run, px.fit(job_of(strike), run=replace(run, resume=True)))
 
 
-@pytest.mark.long
-def test_a_worker_that_is_lost_in_every_step(tmp_path: Path) -> None:
-    run = spec("dp=2", tmp_path / "run", checkpoint_every=0, restarts=20)
-    counted = [0]
-
-    def loss(output: Any, batch: Any) -> Any:
-        if torch.is_grad_enabled() and dist.is_initialized() and dist.get_rank() == 1:
-            counted[0] += 1
-            if counted[0] == 2:
-                be_killed()
-        return px.cross_entropy(output, batch["y"])
-
-    done = px.fit(replace(job_of(), loss=loss), run=run)
-    assert [event["first_step"] for event in events(run.folder, "start")] == list(range(STEPS))
-    is_as_undisturbed(run, done)
-
-
 def test_a_worker_that_is_lost_in_the_middle_of_a_save(tmp_path: Path) -> None:
     """Survivors wait for its part in the next save, and are told that it does not come."""
     run = spec("dp=2", tmp_path / "run", checkpoint_every=1)
@@ -369,47 +351,4 @@ def test_a_step_whose_samples_nobody_has_written_down_is_not_saved(tmp_path: Pat
     (restart,) = events(run.folder, "restart")
     assert restart["source"] == "from the beginning, for nothing was saved; 4 steps are computed again"
     assert any("the samples of rank 1 in its last step" in event["message"] for event in events(run.folder, "warning"))
-    assert audit(run.folder / "ledger", length=LENGTH, batch=BATCH, drop_last=False) == []
-
-
-JOB_OF_TORCHRUN = """
-import os, signal, sys, time
-from pathlib import Path
-sys.path.insert(0, {folder!r})
-import torch
-import phalanx as px
-import small
-from phalanx.train import survivor_save
-
-here, calls, save = Path(__file__).parent, [], survivor_save.save_as_survivor
-
-def slowly(*args, **how):
-    time.sleep(2.5)
-    return save(*args, **how)
-
-survivor_save.save_as_survivor = slowly
-
-def loss(output, batch):
-    if os.environ.get("RANK") == "1" and torch.is_grad_enabled():
-        calls.append(1)
-        if len(calls) == 4 and not (here / "struck").exists():
-            (here / "struck").touch()
-            os.kill(os.getpid(), signal.SIGKILL)
-    return px.cross_entropy(output, batch["y"])
-
-def job():
-    return small.job(loss=loss, epochs=None, steps={steps})
-"""
-
-
-@pytest.mark.long
-def test_who_was_lost_is_named_under_torchrun_though_its_peer_takes_long_to_save(tmp_path: Path) -> None:
-    """What workers say comes long before what torchrun knows: by which signal one of them ended."""
-    file = tmp_path / "slow.py"
-    file.write_text(JOB_OF_TORCHRUN.format(folder=str(Path(__file__).parents[1] / "distributed"), steps=STEPS))
-    run = replace(spec("dp=2", tmp_path / "run"), job=str(file))
-    px.fit(load_job(str(file)), run=run, launcher="torchrun")
-    (restart,) = events(run.folder, "restart")
-    assert "rank 1 was ended by SIGKILL" in restart["cause"]
-    assert restart["again"] == 0
     assert audit(run.folder / "ledger", length=LENGTH, batch=BATCH, drop_last=False) == []

@@ -402,6 +402,22 @@ def test_nothing_is_dealt_while_servers_go_back(clock: SimpleNamespace) -> None:
     assert [(one["step"], one["part"], one["term"]) for one in dealt] == [(0, 0, 1)]
 
 
+@pytest.mark.parametrize(("term", "counts"), [(0, False), (1, True)])
+def test_a_piece_that_was_dealt_before_servers_went_back_does_not_count(
+    clock: SimpleNamespace, term: int, counts: bool
+) -> None:
+    queue = WorkQueue(lambda step: [8], first=0, limit=4, pace=StalenessBound())
+    handler = RequestHandler(queue, DATA, Form(), Patience(), b"")
+    worker: Any = SimpleNamespace(heard=clock.now, send=lambda kind, meta: None)
+    handler.connected(0, worker, DATA)
+    handler.restart(1)
+    handler.turn_to("train", queue)
+    queue.ask(0)
+    done = {"step": 0, "part": 0, "term": term, "what": "train", "version": 0, "samples": 8, "seconds": 1.0}
+    handler.asked(0, worker, Frame(FrameKind.ASK, {"done": {**done, "sums": {"loss": [1.0, 8.0]}}}, 0))
+    assert (queue.ready() == 0) is counts
+
+
 def test_after_a_stop_of_its_own_it_reads_first_what_came(clock: SimpleNamespace) -> None:
     assert looked(clock, 0.2, 100.0) == ["joined"]
     assert looked(clock, 0.2, 6.0, 0.2) == ["joined", "silent"]
