@@ -21,7 +21,7 @@ from phalanx import checkpoint
 from phalanx.data import records
 from phalanx.data.saved_batch import SavedBatch
 from phalanx.demo.jobs.gpt import gpt_job
-from phalanx.errors import DataError, GradientError, SpecError, WorkerError
+from phalanx.errors import DataError, SpecError, WorkerError
 from phalanx.events.schema import faults
 from phalanx.report.samples_seen import samples_seen
 from phalanx.train import nonfinite_trace
@@ -425,20 +425,6 @@ def test_plans_that_split_the_model(plan: str) -> None:
     error = stopped(plan, "run", {"job": transformer(clean_only=False)})
     assert error.kind == "GradientError"
     assert "First not finite: the backward of blocks.1.root" in str(error)
-
-
-@pytest.mark.parametrize(
-    ("plan", "advised"),
-    [
-        ("dp=2", 'on_nonfinite="rollback"'),
-        *((f"dp=2 {one}", "lr_scale=0.5") for one in ("server=1", "sync=local", "shares=2,1")),
-    ],
-)
-def test_what_is_advised_about_a_parameter_can_be_had(plan: str, advised: str, tmp_path: Path) -> None:
-    spec = px.RunSpec(job="job", plan=px.Plan.parse(plan), folder=tmp_path, on_nonfinite="stop")
-    with pytest.raises(GradientError) as stop:
-        Accidents(spec).spoilt(3, "head.weight")
-    assert f"try: resume=True, {advised}" in str(stop.value)
 
 
 def test_judging_costs_no_look_at_overflows_of_fp16() -> None:

@@ -157,9 +157,7 @@ def test_first_failing_rank_is_named_and_not_the_one_that_lost_its_peer(how: Cal
     assert "Connection closed" not in str(error)
 
 
-def test_a_launcher_that_was_held_looks_once_more_before_it_says_who_failed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_launcher_that_was_held_looks_once_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It hears of a lost peer, has no core for longer than it waits for others, and who was lost has ended by then."""
     held = tmp_path / "held"
 

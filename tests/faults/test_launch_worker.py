@@ -81,11 +81,6 @@ def test_half_of_torchruns_variables_is_an_error(monkeypatch: pytest.MonkeyPatch
     ]
 
 
-def test_no_run_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(tmp_path / "run.toml") == 2
-    assert "No such file" in capsys.readouterr().err
-
-
 def test_plan_of_another_world(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     runfile = prepare(tmp_path, Plan(dp=2))
     assert main(runfile) == 2
@@ -125,9 +120,7 @@ def test_what_fails_by_its_own_code_is_said_once_and_not_trained_again_by_torchr
     assert (error["rank"], error["step"], error["lost"]) == (1, 2, False)
 
 
-def test_an_error_is_recorded_though_the_agent_ends_its_worker_meanwhile(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_error_is_recorded_before_the_agents_signal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The agent's SIGTERM comes as soon as another worker has ended, which left the word to this one."""
 
     def claim(place: Place, key: str) -> bool:
@@ -155,9 +148,7 @@ def test_an_error_is_recorded_though_the_agent_ends_its_worker_meanwhile(
     assert (event["rank"], event["lost"]) == (1, False)
 
 
-def test_an_error_is_printed_though_the_agent_ends_its_worker_meanwhile(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_error_is_printed_before_the_agents_signal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def visible(text: str) -> str:
         os.kill(os.getpid(), signal.SIGTERM)
         return text

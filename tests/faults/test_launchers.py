@@ -123,9 +123,7 @@ def fit(run: RunSpec, name: str, watch: Callable[[], None] | None = None) -> px.
 
 
 @pytest.mark.parametrize("name", ["torchrun", *longer("local", EXAMPLE)])
-def test_a_run_file_goes_through_every_rank_is_there_and_the_result_is_that_of_local(
-    name: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_the_result_is_that_of_local(name: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     run = spec(tmp_path)
     done = fit(run, name)
     assert RunSpec.from_toml((run.folder / "run.toml").read_text()) == replace(run, folder=run.folder.absolute())
@@ -220,9 +218,7 @@ def started(run: RunSpec, name: str, temporary: Path) -> subprocess.Popen[bytes]
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_what_cannot_be_started_is_refused_before_anything_is_written(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_cannot_be_started_is_refused(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kind, words = SpecError, f"{name}, for a job that only this process has"
     if name == "local":
         kind, words = RunError, "this process already uses CUDA"

@@ -43,9 +43,7 @@ def tensors(folder: Path) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize(
     ("plan", "every"), [("fsdp=2", 2), ("pp=2", 2), *longer(("dp=2", 2), ("dp=2", 0), ("single", 2))]
 )
-def test_a_killed_worker_is_replaced_and_the_run_is_the_one_that_would_have_been(
-    plan: str, every: int, tmp_path: Path
-) -> None:
+def test_a_killed_worker_is_replaced(plan: str, every: int, tmp_path: Path) -> None:
     run = spec(plan, tmp_path / "run", checkpoint_every=every)
     done = px.fit(striking(be_killed, at=3 if plan != "pp=2" else 1, once=tmp_path / "struck"), run=run)
     (restart,) = events(run.folder, "restart")
@@ -97,9 +95,7 @@ class TestWhichFailures:
         assert not restarts.allow(failure(6, 0, kind="ValueError"), memory_kills=0)
 
     @pytest.mark.parametrize(("cause", "again"), [("absent", True), ("link", True), ("mismatch", False)])
-    def test_who_did_not_come_may_come_the_next_time_unless_its_code_went_another_way(
-        self, cause: str, again: bool, tmp_path: Path
-    ) -> None:
+    def test_a_hang_is_tried_once_more(self, cause: str, again: bool, tmp_path: Path) -> None:
         restarts = Restarts(9, tmp_path)
         hung = failure(5, 0, kind="hang", message="rank 1 did not come", hang={"cause": cause})
         assert restarts.allow(hung, memory_kills=0) is again
@@ -114,7 +110,7 @@ class TestWhichFailures:
             (None, signal.SIGKILL, 0, 1),  # it never begins
         ],
     )
-    def test_the_same_again_is_no_accident(
+    def test_repeated_is_no_accident(
         self, step: int | None, number: int, kills: int, starts: int, tmp_path: Path
     ) -> None:
         restarts = Restarts(9, tmp_path)

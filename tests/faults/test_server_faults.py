@@ -324,48 +324,6 @@ def test_a_server_without_its_coordinator_gives_up(place: Place) -> None:
         take_part(job(), run, replace(place, rank=2, world_size=3), patience=quick)
 
 
-class Cut:
-    """Cuts the host of rank 1 off once it is in a step, until others have gone on without it, and ``extra`` s."""
-
-    def __init__(self, hosts: px.Hosts, extra: float) -> None:
-        self._hosts, self._extra, self._done, self._until = hosts, extra, 0, float("inf")
-
-    def __call__(self) -> None:
-        done = len(of(list(read(Path("run/events.jsonl"))), "step"))
-        if Path("in-step").exists() and not Path("cut").exists():
-            self._hosts.cut(1)
-            self._done = done
-            Path("cut").touch()
-        elif Path("cut").exists() and not Path("restored").exists():
-            if states_of(1)[-1:] == ["silent"] and done >= self._done + 2 and self._until == float("inf"):
-                self._until = time.monotonic() + self._extra
-            if time.monotonic() > self._until:
-                self._hosts.restore(1)
-                Path("restored").touch()
-
-
-@pytest.mark.long
-def test_a_worker_that_is_cut_off_holds_nobody_up_and_comes_back_by_itself(hosts: Callable[..., px.Hosts]) -> None:
-    made = hosts(3)
-    patience = replace(QUICK, answer=60.0)  # the kernel takes its time to send again what was cut off
-
-    def strike(place: Place, step: int) -> None:
-        if place.rank == 1 and step >= 2:
-            Path("in-step").touch()
-            await_file("cut")
-        if place.rank == 0 and step >= 3:
-            await_file("cut")
-        if place.rank == 0 and step > 20:
-            await_file("restored")
-            while states_of(1)[-1:] != ["returned"]:
-                time.sleep(0.02)
-
-    plan, watch = "dp=2 server=1 staleness=1", Cut(made, 0.3)
-    events = served(plan, strike, patience=lambda place: patience, reserves=0, hosts=made, watch=watch)
-    assert states_of(1, events)[:3] == ["joined", "silent", "returned"]
-    assert "lost" not in states_of(1, events), "its connection was never lost"
-
-
 @pytest.fixture
 def always_heard(monkeypatch: pytest.MonkeyPatch) -> None:
     """No sign of life comes late, whatever else this machine has to do."""
@@ -490,7 +448,8 @@ def test_who_is_stopped_is_ended_where_others_wait_or_have_ended(monkeypatch: py
         for pause in (100.0, *seconds):
             now[0] += pause
             looks.look(those, replaceable=replaceable)
-        return ended == [1]
+        assert 0 not in ended
+        return bool(ended)
 
     assert ends(*[1.0] * 11, replaceable=True)
     assert not ends(*[1.0] * 9, replaceable=True)

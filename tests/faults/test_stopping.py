@@ -98,9 +98,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("plan", "number", "code"), CASES)
-def test_a_signal_to_the_launcher_stops_the_run_with_a_checkpoint(
-    plan: str, number: int, code: int, tmp_path: Path
-) -> None:
+def test_a_signal_stops_the_run_with_a_checkpoint(plan: str, number: int, code: int, tmp_path: Path) -> None:
     launcher, run = os.getpid(), spec(plan, tmp_path / "run")
     together = Together(tmp_path / "workers", 2) if "server" in plan else None
     given = striking(lambda: os.kill(launcher, number), once=tmp_path / "struck", together=together)

@@ -169,9 +169,7 @@ PLACES: list[Any] = [
 
 
 @pytest.mark.parametrize(("plan", "model", "rank", "step", "place"), PLACES)
-def test_no_step_is_lost_with_a_worker(
-    plan: str, model: type[nn.Module], rank: int, step: int, place: str, tmp_path: Path
-) -> None:
+def test_no_step_is_lost(plan: str, model: type[nn.Module], rank: int, step: int, place: str, tmp_path: Path) -> None:
     """Nor running statistics, nor the scale of the loss."""
     run = spec(plan, tmp_path / "run", checkpoint_every=0)
     strike = Strike(rank=rank, step=step, place=place, once=tmp_path / "struck")

@@ -87,9 +87,7 @@ def test_a_save_that_begins_leaves_alone_what_a_survivor_writes(tmp_path: Path) 
 @pytest.mark.parametrize(
     "write", [partial(save_as_survivor, rank=0), lambda one: save_at(one.folder, one.step)], ids=["survivor", "all"]
 )
-def test_nothing_is_published_in_a_folder_that_another_run_has_taken(
-    write: Callable[[SaveRequest], object], tmp_path: Path
-) -> None:
+def test_nothing_is_published_in_a_taken_folder(write: Callable[[SaveRequest], object], tmp_path: Path) -> None:
     token = take(tmp_path)
     try:
         writer = tmp_path / "writer.json"
@@ -102,9 +100,7 @@ def test_nothing_is_published_in_a_folder_that_another_run_has_taken(
 
 
 @pytest.mark.parametrize("drifted", [False, True])
-def test_what_replicas_do_not_hold_alike_is_not_saved(
-    drifted: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_drifted_replicas_are_not_saved(drifted: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     saved, told = list[object](), list[Unsaved]()
     monkeypatch.setattr(SurvivorSave, "_save", lambda self, assembly: saved.append(assembly))
     step = SimpleNamespace(

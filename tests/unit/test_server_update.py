@@ -403,9 +403,7 @@ def test_nothing_is_dealt_while_servers_go_back(clock: SimpleNamespace) -> None:
 
 
 @pytest.mark.parametrize(("term", "counts"), [(0, False), (1, True)])
-def test_a_piece_that_was_dealt_before_servers_went_back_does_not_count(
-    clock: SimpleNamespace, term: int, counts: bool
-) -> None:
+def test_a_piece_dealt_before_servers_went_back_is_none(clock: SimpleNamespace, term: int, counts: bool) -> None:
     queue = WorkQueue(lambda step: [8], first=0, limit=4, pace=StalenessBound())
     handler = RequestHandler(queue, DATA, Form(), Patience(), b"")
     worker: Any = SimpleNamespace(heard=clock.now, send=lambda kind, meta: None)

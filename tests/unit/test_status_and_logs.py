@@ -63,9 +63,7 @@ class TestStatus:
         told = json.loads(invoke("status", str(tmp_path), "--json").stdout)
         assert (told["step"], told["steps"], told["plan"]) == (1, 20, "dp=2")
 
-    def test_one_that_stops_as_its_log_is_read_goes_on_or_has_stopped(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_one_that_stops_as_its_log_is_read(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """Not that its log has no end."""
         run_of(tmp_path, step(0))
         read, trained = run_standing._events, [True]
@@ -86,9 +84,7 @@ class TestStatus:
         assert done.exit_code == 0
         assert json.loads(done.stdout)["detail"] == f"it has not begun; phalanx logs {tmp_path}"
 
-    def test_one_that_ends_while_it_is_looked_at_does_not_lack_its_end(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_one_that_ends_while_it_is_looked_at(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         token = take(run_of(tmp_path, step(0)))
 
         def events(folder: Path, own: Any = run_standing._events) -> list[dict[str, Any]]:
@@ -134,9 +130,7 @@ class TestLogs:
         assert invoke("logs", str(tmp_path), "--rank", "1").stdout == "hello\n"
         assert "rank 0 has printed nothing" in invoke("logs", str(tmp_path), "--rank", "0").stderr
 
-    def test_a_file_that_comes_while_it_is_waited_for_is_followed(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_a_file_that_comes_late_is_followed(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """As of pods whose volume is not seen here: first there is neither what they print nor what workers leave."""
         files = [tmp_path / "rank-1.log", tmp_path / "pods-rank-1.log"]
         (run_of(tmp_path) / files[1]).write_text("hello\n")
