@@ -93,7 +93,7 @@ class TestRefused:
         assert result.exit_code == 2
         assert "batch: 12 there, 24 now" in result.stderr
         assert settings() == before
-        again = train(toy, *tried(result.stderr)[2:], "--steps", 4)
+        again = train(toy, *tried(result.stderr), "--steps", 4)
         assert again.exit_code == 0, again.stderr
         assert train(toy, "--resume", "--steps", 5).exit_code == 0, "and what the run file says still works"
 
