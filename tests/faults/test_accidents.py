@@ -16,11 +16,12 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import phalanx as px
+from longer import longer
 from phalanx import checkpoint
 from phalanx.data import records
 from phalanx.data.saved_batch import SavedBatch
 from phalanx.demo.jobs.gpt import gpt_job
-from phalanx.errors import DataError, GradientError, SpecError, WorkerError
+from phalanx.errors import DataError, SpecError, WorkerError
 from phalanx.events.schema import faults
 from phalanx.report.samples_seen import samples_seen
 from phalanx.train import nonfinite_trace
@@ -103,7 +104,7 @@ def values(run: px.Run) -> dict[str, torch.Tensor]:
 
 
 class TestStop:
-    @pytest.mark.parametrize("plan", ["single", "dp=2", "fsdp=2", "fsdp=2 zero=1", "pp=2 micro=8", "threads=2"])
+    @pytest.mark.parametrize("plan", ["single", "fsdp=2", *longer("dp=2", "pp=2 micro=8", "threads=2")])
     def test_a_gradient_under_a_finite_loss(self, plan: str) -> None:
         error = stopped(plan, "run", GRADIENT)
         assert error.exit_code == 3
@@ -118,7 +119,7 @@ class TestStop:
         assert (event["kind"], event["action"], event["samples"]) == ("gradient", "stop", [BAD])
         assert checkpoint.latest(Path("run/checkpoints")) is None
 
-    @pytest.mark.parametrize("plan", ["single", "dp=2", "pp=2 micro=8"])
+    @pytest.mark.parametrize("plan", ["pp=2 micro=8", *longer("single", "dp=2")])
     def test_a_loss(self, plan: str) -> None:
         error = stopped(plan, "run", LOSS)
         assert error.kind == "LossError"
@@ -127,8 +128,7 @@ class TestStop:
         assert "try: leave these samples out of job.data" in str(error)
         assert "clip" not in str(error)
 
-    @pytest.mark.parametrize("plan", ["single", "dp=2", "dp=2 server=1"])
-    @pytest.mark.parametrize("form", ["dict", "tuple"])
+    @pytest.mark.parametrize(("plan", "form"), [("single", "tuple"), ("dp=2 server=1", "dict")])
     def test_a_column_that_the_loss_alone_reads(self, plan: str, form: str) -> None:
         """Which samples are to blame is not to be seen in a loss; it is in the batch."""
         rows = table()[range(LENGTH)]
@@ -165,10 +165,6 @@ class TestStop:
         data = px.Table(x=rows["x"], y=rows["y"], missing=missing, mask=masks)
         error = stopped("single", "run", {**GRADIENT, "data": lambda: data})
         assert "First not finite: the backward of root, in micro-batch 0" in str(error)
-
-    @pytest.mark.parametrize("plan", ["dp=2 server=1", "dp=2 server=2"])
-    def test_servers(self, plan: str) -> None:
-        assert "the gradient of step 0 is not finite" in str(stopped(plan, "run", GRADIENT))
 
     def test_in_the_last_step_the_checkpoint_stays_good(self) -> None:
         how = {**GRADIENT, "steps": 7}  # step 6 has the sample again
@@ -235,8 +231,13 @@ def without_the_update(how: dict[str, Any]) -> px.Run:
 
 
 class TestSkip:
-    @pytest.mark.parametrize("plan", ["single", "dp=2", "fsdp=2", "fsdp=2 zero=2", "pp=2 micro=8", "threads=2"])
-    @pytest.mark.parametrize("how", [GRADIENT, LOSS], ids=["gradient", "loss"])
+    @pytest.mark.parametrize(
+        ("plan", "how"),
+        [
+            *(("fsdp=2 zero=2", LOSS), ("pp=2 micro=8", GRADIENT)),
+            *longer(*((plan, how) for plan in ("single", "dp=2", "fsdp=2", "threads=2") for how in (GRADIENT, LOSS))),
+        ],
+    )
     def test_every_plan_leaves_out_the_same_update(self, plan: str, how: dict[str, Any]) -> None:
         data = {**how, "data": table}  # the update that is left out is of any batch
         expected = without_the_update(data)
@@ -248,10 +249,9 @@ class TestSkip:
         for name, tensor in values(found).items():
             torch.testing.assert_close(tensor, there[name], rtol=1e-4, atol=1e-5)
 
-    @pytest.mark.parametrize("plan", ["dp=2 server=1", "dp=2 server=2 staleness=0"])
-    def test_servers(self, plan: str) -> None:
+    def test_servers(self) -> None:
         expected = without_the_update({**GRADIENT, "data": table})
-        found = run(plan, "run", GRADIENT, on_nonfinite="skip")
+        found = run("dp=2 server=2 staleness=0", "run", GRADIENT, on_nonfinite="skip")
         assert [event["step"] for event in found.events("step") if event["skipped"]] == [0]
         assert found.losses[1:] == pytest.approx(expected.losses[1:], rel=1e-4)
 
@@ -260,33 +260,32 @@ class TestSkip:
         assert all(tensor.isfinite().all() for tensor in values(found).values())
         assert len(list(found.events("accident"))) == 1
 
-    @pytest.mark.parametrize("plan", ["single", "dp=2"])
-    def test_running_statistics_are_those_of_before(self, plan: str) -> None:
-        found = run(plan, "run", {**LOSS, "model": Normed}, on_nonfinite="skip")
+    def test_running_statistics_are_those_of_before(self) -> None:
+        found = run("dp=2", "run", {**LOSS, "model": Normed}, on_nonfinite="skip")
         statistics = {name: tensor for name, tensor in values(found).items() if "running" in name}
         assert statistics
         assert all(tensor.isfinite().all() for tensor in statistics.values())
         assert values(found)["model.norm.num_batches_tracked"] == 5
         assert [event["step"] for event in found.events("step") if event["skipped"]] == [0]
 
-    def test_not_for_ever(self) -> None:
+    @pytest.mark.parametrize(
+        ("answer", "says"),
+        [("skip", "The updates of 10 steps in a row"), ("rollback", "gone back 3 times")],
+    )
+    def test_not_for_ever(self, answer: Any, says: str) -> None:
         def always(output: torch.Tensor, batch: Any) -> torch.Tensor:
             return px.cross_entropy(output, batch["y"]).sum * float("nan")
 
-        error = stopped("single", "run", {"loss": always, "steps": 20}, on_nonfinite="skip")
-        assert error.step == 10
-        assert "The updates of 10 steps in a row have been left out already." in str(error)
+        assert says in str(stopped("single", "run", {"loss": always, "steps": 20}, on_nonfinite=answer))
 
     def test_the_ledger_says_which(self) -> None:
         found = run("dp=2", "run", GRADIENT, on_nonfinite="skip")
         assert [step for step, those in records(found.folder / "ledger").items() if those[0].left_out] == [0]
-        assert (
-            samples_seen(found.folder).answer == "yes, in 1 epoch and 2 steps of the next; no update was made of step 0"
-        )
+        assert "no update was made of step 0" in samples_seen(found.folder).answer
 
 
 class TestRollback:
-    @pytest.mark.parametrize("plan", ["single", "dp=2", "fsdp=2", "pp=2 micro=8"])
+    @pytest.mark.parametrize("plan", ["fsdp=2", *longer("single", "dp=2", "pp=2 micro=8")])
     def test_the_run_goes_on_past_the_batch(self, plan: str) -> None:
         how = {**GRADIENT, "steps": 9}  # in step 6 the sample comes again
         plain = run("single", "plain", how, on_nonfinite="skip")
@@ -304,7 +303,7 @@ class TestRollback:
         assert [step for step, those in steps.items() if those[0].left_out] == [0, 6]
         assert sum(len(record.ids) for record in steps[4]) == BATCH
 
-    @pytest.mark.parametrize("plan", ["single", "dp=2"])
+    @pytest.mark.parametrize("plan", ["dp=2", *longer("single")])
     def test_the_update_that_spoils_a_parameter_is_left_out(self, plan: str) -> None:
         """It is met a step later, whose own update is made."""
         marked = [False]
@@ -327,16 +326,9 @@ class TestRollback:
         assert [step for step, those in records(found.folder / "ledger").items() if those[0].left_out] == [0]
         assert all(tensor.isfinite().all() for tensor in values(found).values())
 
-    def test_not_for_ever(self) -> None:
-        def later(output: torch.Tensor, batch: Any) -> torch.Tensor:
-            return px.cross_entropy(output, batch["y"]).sum * float("nan")
-
-        error = stopped("single", "run", {"loss": later, "steps": 20}, on_nonfinite="rollback")
-        assert "The run has gone back 3 times since its newest checkpoint." in str(error)
-
     @pytest.mark.parametrize("plan", ["dp=2 server=1", "dp=2 sync=local", "dp=2 shares=3,1"])
     def test_is_refused_where_it_cannot_be(self, plan: str) -> None:
-        with pytest.raises(SpecError, match=r"run\.on_nonfinite: given 'rollback' with plan .*allowed: stop or skip: "):
+        with pytest.raises(SpecError, match=r"run\.on_nonfinite: .*allowed: stop or skip"):
             px.RunSpec(job="a", plan=px.Plan.parse(plan), folder=Path("run"), on_nonfinite="rollback")
 
     def test_is_refused_where_a_scheduler_would_not_go_back(self) -> None:
@@ -359,15 +351,14 @@ class TestSpikes:
         assert spikes.describe(1.0) == ""
         assert LossSpikes(None).describe(1e9) == ""
 
-    @pytest.mark.parametrize("plan", ["single", "dp=2"])
-    def test_the_update_is_left_out(self, plan: str) -> None:
+    def test_the_update_is_left_out(self) -> None:
         def spiky(output: torch.Tensor, batch: Any) -> px.Loss:
             loss = px.cross_entropy(output, batch["y"])
             return px.Loss(loss.sum * (1 + 1e4 * (batch["x"][:, 0] >= MARK).any()), loss.count)
 
         model = type("Clamped", (Net,), {"forward": lambda self, x: Net.forward(self, x.clamp(max=5.0))})
         how = {"data": lambda: planted(MARK), "loss": spiky, "model": model, "batch": 4, "steps": 60}
-        found = run(plan, "run", how, spike=20.0, on_spike="skip")
+        found = run("dp=2", "run", how, spike=20.0, on_spike="skip")
         events = list(found.events("accident"))
         every = [record for those in records(found.folder / "ledger").values() for record in those]
         steps = {record.step for record in every if BAD in record.ids}
@@ -376,7 +367,7 @@ class TestSpikes:
         assert all(BAD in event["samples"] for event in events)
 
     def test_an_answer_to_none_is_refused(self) -> None:
-        with pytest.raises(SpecError, match=r"run\.on_spike: given 'skip' without spike"):
+        with pytest.raises(SpecError, match=r"run\.on_spike"):
             px.RunSpec(job="a", plan=px.Plan(), folder=Path("run"), on_spike="skip")
 
 
@@ -401,7 +392,7 @@ class TestTheBatchThatIsKept:
         assert found["b"] == given["b"]
         assert (found["c"]["d"], found["e"]) == ("a object", "a ndarray")
 
-    @pytest.mark.parametrize("text", ["", "{", "[]", '{"step": 1e999}', "[" * 100_000, '{"step": "x"}'])
+    @pytest.mark.parametrize("text", ["{", "[]", '{"step": 1e999}', "[" * 100_000])
     def test_a_damaged_one(self, text: str, tmp_path: Path) -> None:
         (tmp_path / "accident.json").write_text(text)
         with pytest.raises(DataError, match="holds no batch that can be read"):
@@ -429,29 +420,11 @@ def transformer(clean_only: bool) -> px.Job:
     return replace(base, model=model)
 
 
-@pytest.mark.parametrize("plan", ["tp=2", "tp=2 sequence=true", "cp=2", "pp=2 tp=2 micro=2"])
+@pytest.mark.parametrize("plan", ["tp=2 sequence=true", "cp=2", *longer("tp=2", "pp=2 tp=2 micro=2")])
 def test_plans_that_split_the_model(plan: str) -> None:
     error = stopped(plan, "run", {"job": transformer(clean_only=False)})
     assert error.kind == "GradientError"
     assert "First not finite: the backward of blocks.1.root" in str(error)
-
-
-@pytest.mark.parametrize(
-    ("plan", "on_nonfinite", "tries"),
-    [
-        ("dp=2", "stop", 'resume=True, on_nonfinite="rollback", from the newest checkpoint; or a lower lr'),
-        *(
-            (plan, "stop", "resume=True, lr_scale=0.5: from the newest checkpoint, with a lower lr")
-            for plan in ("dp=2 server=1", "dp=2 sync=local every=4", "dp=2 sync=diloco every=4", "dp=2 shares=2,1")
-        ),
-        ("dp=2", "skip", 'resume=True, on_nonfinite="rollback", from the newest checkpoint; or a lower lr'),
-    ],
-)
-def test_what_is_advised_about_a_parameter_can_be_had(plan: str, on_nonfinite: Any, tries: str, tmp_path: Path) -> None:
-    spec = px.RunSpec(job="job", plan=px.Plan.parse(plan), folder=tmp_path, on_nonfinite=on_nonfinite)
-    with pytest.raises(GradientError) as stop:
-        Accidents(spec).spoilt(3, "head.weight")
-    assert str(stop.value).endswith(f"try: {tries}")
 
 
 def test_judging_costs_no_look_at_overflows_of_fp16() -> None:

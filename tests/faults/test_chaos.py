@@ -21,6 +21,7 @@ import pytest
 from click.testing import CliRunner
 from inject import Looks
 
+from longer import longer
 from phalanx.checkpoint.writing import FileContent
 from phalanx.cli import main
 from phalanx.events import read
@@ -152,14 +153,11 @@ def test_kills_lose_nothing_under_shards(job: str, tmp_path: Path) -> None:
     assert (verdict.weights.differing, verdict.weights.allowed) == (0, 0.0)
     assert verdict.weights.tensors > 8  # the optimizer's, too
     assert "nothing was lost" in str(verdict)
-    begun = [
-        event["world_size"]
-        for event in read(tmp_path / "chaos/disturbed-1/run/events.jsonl")
-        if event["event"] == "start"
-    ]
-    assert begun == [2] * 6
+    starts = [one for one in read(tmp_path / "chaos/disturbed-1/run/events.jsonl") if one["event"] == "start"]
+    assert [one["world_size"] for one in starts] == [2] * 6
 
 
+@pytest.mark.long
 def test_what_goes_wrong_within_a_rank_and_around_it(job: str, tmp_path: Path) -> None:
     chaos = Chaos(job, "dp=2", folder=tmp_path / "chaos", steps=180, checkpoint_every=3)
     verdict = chaos.run(
@@ -176,6 +174,7 @@ def test_what_goes_wrong_within_a_rank_and_around_it(job: str, tmp_path: Path) -
     assert words["clock"] == words["SIGSTOP"] == words["slow-disk"] == "the run went on"
 
 
+@pytest.mark.long
 def test_a_run_that_stands_for_ever_is_ended(job: str, tmp_path: Path) -> None:
     chaos = Chaos(job, "dp=2", folder=tmp_path / "chaos", steps=8, checkpoint_every=2, limit=5.0)
     verdict = chaos.run(["SIGSTOP rank 1 step 3 for ever"])
@@ -198,7 +197,7 @@ SHOWN = re.findall(r"^\$ phalanx (chaos train\.py .*)$", PAGE.read_text(), flags
 FEWER = {"--kills 50": "--kills 2", "--faults 30": "--faults 2"}
 
 
-@pytest.mark.parametrize("shown", SHOWN)
+@pytest.mark.parametrize("shown", longer(*SHOWN))
 def test_commands_of_the_page_that_take_long_run_with_smaller_numbers(shown: str, job: str) -> None:
     for text, fewer in FEWER.items():
         shown = shown.replace(text, fewer)
@@ -215,15 +214,6 @@ def test_what_is_lost_is_seen(job: str, tmp_path: Path) -> None:
     assert (told["nothing_lost"], told["struck"], told["samples"]["lost"]) == (False, 1, 0)
     assert "tensors of the final checkpoint" in told["lost"][0]
     assert "SIGKILL rank 0 step 3: in step" in done.stderr
-
-
-def test_a_fault_that_was_asked_for_and_did_not_strike_is_no_pass(job: str) -> None:
-    argv = ["chaos", job, "--plan", "dp=2", "--steps", "6", "--checkpoint-every", "6", "--run", "chaos"]
-    done = CliRunner().invoke(main, [*argv, "--at", "flip tensors step 1", "--json"])
-    assert done.exit_code == 1, done.output
-    told = json.loads(done.stdout)
-    assert (told["nothing_lost"], told["passed"]) == (True, False)
-    assert told["missed"] == ["flip tensors step 1 found no checkpoint to damage"]
 
 
 def test_a_job_that_fails_by_itself(job: str) -> None:

@@ -17,13 +17,14 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
-from inject import Looks
 from test_stopping import events, spec
 
 import phalanx as px
+from longer import longer
 from phalanx.data import audit
 from phalanx.errors import WorkerError
-from phalanx.launch.worker_process import RANK_NAME
+from phalanx.launch import worker
+from phalanx.launch.elastic_size import ElasticSize
 from phalanx.placement.survey_file import stored_survey
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "distributed"))
@@ -34,19 +35,62 @@ STEPS, AT = 20, 3
 SAME = 1e-6  # relative: sums over another number of ranks are rounded in another order
 
 
-def failing(
-    world: int,
-    strikes: int,
-    folder: Path,
-    *,
-    slow: float = 0.0,
-    looks: Looks | None = None,
-    strike: Any = None,
-    steps: int = STEPS,
-) -> Any:
+class TestSize:
+    """With how many devices a run goes on, without one."""
+
+    @staticmethod
+    def size(there: list[int], steps: int = 6) -> ElasticSize:
+        plans = {devices: px.Plan(dp=devices) for devices in (1, 2, 4, 8)}
+        return ElasticSize(plans, steps=steps, there=lambda: there[0])
+
+    @staticmethod
+    def takes(size: ElasticSize, steps: int) -> bool:
+        """Whether it is time to try more, once workers that begin have taken so many steps."""
+        size.started()
+        for step in range(100, 101 + steps):
+            size.reached(step)
+        return size.grows()
+
+    def test_it_begins_with_the_most_there_are_and_shrinks_to_the_next(self) -> None:
+        there = [5]
+        size = self.size(there)
+        assert size.devices == 4
+        assert not size.lacks_devices()
+        assert size.shrink("lost")
+        assert (size.devices, size.plan, size.cause) == (2, px.Plan(dp=2), "lost")
+        there[0] = 1
+        assert size.lacks_devices()
+        assert size.shrink("gone")
+        assert not size.shrink("gone")
+
+    def test_it_tries_more_after_its_steps_and_goes_back_for_twice_as_long(self) -> None:
+        there = [4]
+        size = self.size(there)
+        size.shrink("lost")
+        assert [self.takes(size, 5), self.takes(size, 6)] == [False, True]
+        there[0] = 2
+        assert not size.grows(), "there are no more"
+        there[0] = 4
+        size.grow()
+        assert (size.devices, size.on_trial) == (4, True)
+        size.go_back("it fails there")
+        assert (size.devices, size.on_trial) == (2, False)
+        assert [self.takes(size, 6), self.takes(size, 12)] == [False, True]
+        size.grow()
+        for step in range(13):
+            size.reached(step)
+        assert not size.on_trial, "it has proven itself"
+
+    def test_it_never_tries_more_where_nothing_says_when(self) -> None:
+        size = self.size([4], steps=0)
+        size.shrink("lost")
+        assert not self.takes(size, 1000)
+
+
+def failing(world: int, strikes: int, folder: Path, *, slow: float = 0.0, steps: int = STEPS) -> Any:
     """The small job; among ``world`` processes the last is killed in step 3, or later in its fourth, so many times.
 
-    With fewer processes each forward pass takes ``slow`` seconds, or waits for one of the ``looks``.
+    With fewer processes each forward pass takes ``slow`` seconds.
     """
     launcher, calls = os.getpid(), list[int]()
 
@@ -57,10 +101,7 @@ def failing(
                 calls.extend([1] * (1 if calls else 1 + begun_with(folder / "run")))
                 if len(calls) == AT + 1 and len(list(folder.glob("strike-*"))) < strikes:
                     (folder / f"strike-{time.monotonic_ns()}").touch()
-                    (strike or be_killed)()
-            elif ranks < world and looks:
-                if Path("/proc/self/comm").read_text().startswith(RANK_NAME):  # who looks at the job is waited for
-                    looks.wait()
+                    os.kill(os.getpid(), signal.SIGKILL)
             elif ranks < world:
                 time.sleep(slow)
         return px.cross_entropy(output, batch["y"])
@@ -72,10 +113,6 @@ def begun_with(run: Path) -> int:
     """The step that the process, which has taken none, goes on from; 0 where that is no longer before step 3."""
     found = [int(path.name.removeprefix("step-")) for path in (run / "checkpoints").glob("step-*")]
     return max(found, default=0) if max(found, default=0) <= AT else 0
-
-
-def be_killed() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def sizes(folder: Path) -> list[tuple[int, int]]:
@@ -96,15 +133,11 @@ def is_the_run_that_would_have_been(done: px.Run, steps: int, tmp_path: Path, sa
 @pytest.mark.parametrize(
     ("plan", "devices", "world", "fewer"),
     [
-        ("dp=2", "1:2", 2, "micro=16"),
-        ("fsdp=2", "1:2", 2, "micro=16"),
         ("dp=2 pp=2", "2:4", 4, "pp=2 micro=16"),
-        ("dp=3", "1:3", 3, "dp=2 micro=11"),
+        *longer(*((plan, "1:2", 2, "micro=16") for plan in ("dp=2", "fsdp=2")), ("dp=3", "1:3", 3, "dp=2 micro=11")),
     ],
 )
-def test_who_is_lost_again_and_again_is_gone_on_without(
-    plan: str, devices: str, world: int, fewer: str, tmp_path: Path
-) -> None:
+def test_fewer_go_on_after_repeated_losses(plan: str, devices: str, world: int, fewer: str, tmp_path: Path) -> None:
     run = spec(plan, tmp_path / "run", devices=devices, restarts=10, checkpoint_every=2)
     done = px.fit(failing(world, 99, tmp_path), run=run)
     (resize,) = events(run.folder, "resize")
@@ -121,21 +154,10 @@ def test_who_is_lost_again_and_again_is_gone_on_without(
     is_the_run_that_would_have_been(done, STEPS, tmp_path)
 
 
-def test_what_happens_once_is_no_reason_for_fewer(tmp_path: Path) -> None:
-    run = spec("dp=2", tmp_path / "run", devices="1:2", checkpoint_every=2)
-    done = px.fit(failing(2, 1, tmp_path), run=run)
-    assert (sizes(run.folder), len(events(run.folder, "restart"))) == ([], 1)
-    is_the_run_that_would_have_been(done, STEPS, tmp_path)
-
-
 def test_the_least_there_may_be_ends_the_run_as_ever(tmp_path: Path) -> None:
-    run = spec("dp=3", tmp_path / "run", devices="3:4", restarts=10)  # dp=4 begins, and does not fail
-    done = px.fit(failing(3, 99, tmp_path, steps=5), run=run)
-    assert done.plan == px.Plan(dp=4)
-    run = spec("dp=2", tmp_path / "other" / "run", devices="2:2", restarts=10)
-    (tmp_path / "other").mkdir()
+    run = spec("dp=2", tmp_path / "run", devices="2:2", restarts=10)
     with pytest.raises(WorkerError, match="SIGKILL"):
-        px.fit(failing(2, 99, tmp_path / "other", steps=5), run=run)
+        px.fit(failing(2, 99, tmp_path, steps=5), run=run)
 
 
 def test_it_grows_back_and_that_is_no_restart(tmp_path: Path) -> None:
@@ -150,50 +172,18 @@ def test_it_grows_back_and_that_is_no_restart(tmp_path: Path) -> None:
     is_the_run_that_would_have_been(done, 60, tmp_path)
 
 
-def test_more_that_fail_again_are_left_at_once_and_for_longer(tmp_path: Path) -> None:
-    run = spec("dp=2", tmp_path / "run", devices="1:2", restarts=3, grow_after=6)
-    looks = Looks()  # of the launcher, which is to see the sixth step before the twelfth, whatever else goes on
-    done = px.fit(failing(2, 99, tmp_path, looks=looks, steps=60), run=run, watch=looks)
-    there_and_back = [(1, 2), (2, 1)]
-    assert sizes(run.folder)[:5] == [(2, 1), *there_and_back, *there_and_back]
-    grown = [event["step"] for event in events(run.folder, "resize") if event["to"] == 2]
-    assert grown[1] - grown[0] >= 12 > grown[0]
-    is_the_run_that_would_have_been(done, 60, tmp_path)
-
-
-def test_it_goes_back_from_more_whatever_fails_there(tmp_path: Path) -> None:
-    def strike() -> None:
-        if len(list(tmp_path.glob("strike-*"))) > 3:
-            raise ValueError("too many of us")
-        be_killed()
-
-    run = spec("dp=2", tmp_path / "run", devices="1:2", restarts=3, grow_after=4)
-    done = px.fit(failing(2, 4, tmp_path, slow=0.03, strike=strike, steps=60), run=run)
-    assert sizes(run.folder)[:3] == [(2, 1), (1, 2), (2, 1)]
-    assert "ValueError" in events(run.folder, "resize")[2]["cause"]
-    is_the_run_that_would_have_been(done, 60, tmp_path)
-
-
 JOBFILE = f"""
-import os, signal, sys, time
-from pathlib import Path
+import sys, time
 sys.path.insert(0, {str(Path(__file__).parents[1] / "distributed")!r})
-import torch
-import torch.distributed as dist
+from pathlib import Path
 import phalanx as px
 import small
 
-HERE, calls = Path(__file__).parent, []
+HERE = Path(__file__).parent
 
 def loss(output, batch):
-    world = int(os.environ.get("WORLD_SIZE", "1"))
-    if torch.is_grad_enabled() and world == 2 and os.environ["RANK"] == "1" and (HERE / "kill").exists():
-        calls.append(1)
-        if len(calls) == 4 and len(list(HERE.glob("strike-*"))) < 2:
-            (HERE / f"strike-{{time.monotonic_ns()}}").touch()
-            os.kill(os.getpid(), signal.SIGSEGV)  # twice is once too often
     if not (HERE / "fast").exists():
-        time.sleep(float((HERE / "slow").read_text()))
+        time.sleep(0.2)
     return px.cross_entropy(output, batch["y"])
 
 def job():
@@ -201,24 +191,11 @@ def job():
 """
 
 
-def jobfile(folder: Path, steps: int, *marks: str) -> Path:
+def jobfile(folder: Path, steps: int, *marks: str) -> None:
     (folder / "steps").write_text(str(steps))
-    (folder / "slow").write_text("0.03")
     for mark in marks:
         (folder / mark).touch()
-    file = folder / "shrinking.py"
-    file.write_text(JOBFILE)
-    return file
-
-
-def test_workers_of_torchrun_become_fewer_and_more(tmp_path: Path) -> None:
-    file, folder = jobfile(tmp_path, 60, "kill"), tmp_path / "run"
-    command = [sys.executable, "-m", "phalanx", "train", str(file), "-n", "1:2", "--run", str(folder), "--quiet"]
-    command += ["--no-forecast", "--launcher", "torchrun", "--grow-after", "4", "--restarts", "3", "--plan", "fsdp=2"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=110, cwd=tmp_path, check=False)
-    assert done.returncode == 0, done.stderr
-    assert sizes(folder) == [(2, 1), (1, 2)]
-    is_the_run_that_would_have_been(px.api.Run(folder=folder), 60, tmp_path)
+    (folder / "shrinking.py").write_text(JOBFILE)
 
 
 RUNFILE = """
@@ -274,7 +251,6 @@ def until(reached: Callable[[], bool], agents: Agents, seconds: float = 90.0) ->
 @pytest.mark.timeout(400)
 def test_an_agent_is_lost_and_comes_back(tmp_path: Path) -> None:
     jobfile(tmp_path, 300)
-    (tmp_path / "slow").write_text("0.2")
     (tmp_path / "run.toml").write_text(RUNFILE)
     folder, agents = tmp_path / "run", Agents(tmp_path)
 
@@ -298,6 +274,7 @@ def test_an_agent_is_lost_and_comes_back(tmp_path: Path) -> None:
     is_the_run_that_would_have_been(px.api.Run(folder=folder), 300, tmp_path, 1e-5)
 
 
+@pytest.mark.long
 def test_agents_that_share_no_store_need_to_be_told_that_they_may_go_on(tmp_path: Path) -> None:
     jobfile(tmp_path, 5, "fast")
     (tmp_path / "run.toml").write_text(RUNFILE.replace('"auto"', "false"))
@@ -311,14 +288,14 @@ def test_agents_that_share_no_store_need_to_be_told_that_they_may_go_on(tmp_path
         assert "start" not in (tmp_path / "run" / "events.jsonl").read_text()
 
 
-def test_workers_that_the_range_has_no_plan_for_are_refused(tmp_path: Path) -> None:
+def test_workers_that_the_range_has_no_plan_for_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker, "leave_compiler_out", lambda: None)  # this process is the tests'
     jobfile(tmp_path, 5, "fast")
-    text = RUNFILE.replace("dp=2", "pp=2").replace("1:2", "2:4")
-    (tmp_path / "run.toml").write_text(text)
-    command = [sys.executable, "-m", "phalanx", "worker", "run.toml"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=tmp_path, check=False)
-    assert done.returncode == 2
-    assert "given 1; allowed: 2, 4, as the plan pp=2 on 2:4 devices says" in done.stderr
+    (tmp_path / "run.toml").write_text(RUNFILE.replace("dp=2", "pp=2").replace("1:2", "2:4"))
+    assert worker.main(tmp_path / "run.toml") == 2
+    assert "given 1; allowed: 2, 4" in capsys.readouterr().err
 
 
 def test_the_page_says_what_the_agents_here_were_given() -> None:

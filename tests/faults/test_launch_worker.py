@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
+import phalanx as px
 from phalanx.comm import Place
 from phalanx.config import Plan, RunSpec
 from phalanx.errors import SpecError
 from phalanx.events import read
 from phalanx.launch import worker
-from phalanx.launch.torchrun import claim, place_from_environment
-from phalanx.launch.worker import main
+from phalanx.launch.torchrun import place_from_environment
+from phalanx.launch.worker import WorkerStatus, main
 
 JOB = """
 import os
@@ -77,15 +81,6 @@ def test_half_of_torchruns_variables_is_an_error(monkeypatch: pytest.MonkeyPatch
     ]
 
 
-def test_everyone_speaks_where_nobody_can_be_asked() -> None:
-    assert claim(Place(), "anything")
-
-
-def test_no_run_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(tmp_path / "run.toml") == 2
-    assert "No such file" in capsys.readouterr().err
-
-
 def test_plan_of_another_world(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     runfile = prepare(tmp_path, Plan(dp=2))
     assert main(runfile) == 2
@@ -107,38 +102,71 @@ def test_a_failure_stands_in_the_events_and_the_folder_is_then_taken(
     assert len(list(read(runfile.with_name("events.jsonl")))) == len(events)
 
 
-def torchrun(runfile: Path, *options: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", *options]
-    return subprocess.run(
-        [*command, "-m", "phalanx", "worker", str(runfile)], capture_output=True, text=True, timeout=100
-    )
-
-
-def test_torchrun_says_the_first_error_once(tmp_path: Path) -> None:
+def test_what_fails_by_its_own_code_is_said_once_and_not_trained_again_by_torchrun(tmp_path: Path) -> None:
     runfile = prepare(tmp_path, Plan(dp=2))
-    done = torchrun(runfile)
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
+    command += ["--max-restarts", "1", "-m", "phalanx", "worker", str(runfile)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
     assert done.returncode != 0
-    assert done.stderr.count("rank 1 of 2 failed in step 2: ValueError: the injected fault") == 1
-    assert "rank 0 of 2" not in done.stderr
-    assert "Connection closed" not in done.stderr
-    assert "exitcode  : 3" in done.stderr
-    events = list(read(runfile.with_name("events.jsonl")))
-    assert [(event["rank"], event["step"]) for event in events if event["event"] == "error"] == [(1, 2)]
-    before = runfile.with_name("events.jsonl").read_bytes()
-    again = torchrun(runfile)
-    assert again.stderr.count("which holds a run of") == 1
-    assert again.stderr.count("exitcode  : 2") >= 1
-    assert runfile.with_name("events.jsonl").read_bytes() == before
-
-
-def test_what_fails_by_its_own_code_is_not_trained_again_however_often_torchrun_would(tmp_path: Path) -> None:
-    runfile = prepare(tmp_path, Plan(dp=2))
-    done = torchrun(runfile, "--max-restarts", "2")
-    assert done.returncode != 0
+    said = done.stderr
+    assert said.count("rank 1 of 2 failed in step 2: ValueError: the injected fault") == 2  # as often as it is started
+    assert "rank 0 of 2" not in said
+    assert "Connection closed" not in said
+    assert "go on with resume = true" in said
     events = list(read(runfile.with_name("events.jsonl")))
     kinds = [event["event"] for event in events]
     assert (kinds.count("start"), kinds.count("resume"), kinds.count("error")) == (1, 0, 1)
-    assert [event["lost"] for event in events if event["event"] == "error"] == [False]
-    again = "own code, which would come again: rank 1 of 2 failed in step 2: ValueError: the injected"
-    assert done.stderr.count(again) == 2  # once for each start, whichever rank says it
-    assert "go on with resume = true" in done.stderr
+    (error,) = [event for event in events if event["event"] == "error"]
+    assert (error["rank"], error["step"], error["lost"]) == (1, 2, False)
+
+
+def test_an_error_is_recorded_before_the_agents_signal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The agent's SIGTERM comes as soon as another worker has ended, which left the word to this one."""
+
+    def claim(place: Place, key: str) -> bool:
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0.1)
+        return True
+
+    monkeypatch.setattr(worker, "claim", claim)
+    (tmp_path / "run").mkdir()
+    pid = os.fork()
+    if pid == 0:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        try:
+            status = WorkerStatus(Place(rank=1, world_size=2, store="env://", local_rank=1, local_world_size=2))
+            status.folder = tmp_path / "run"
+            status.report_failure(ValueError("no such loss"))
+            assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+            os._exit(7)
+        finally:
+            os._exit(1)
+    _, status = os.waitpid(pid, 0)
+    assert os.waitstatus_to_exitcode(status) == 7
+    (event,) = px.Run(folder=tmp_path / "run").events("error")
+    assert "no such loss" in event["message"]
+    assert (event["rank"], event["lost"]) == (1, False)
+
+
+def test_an_error_is_printed_before_the_agents_signal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def visible(text: str) -> str:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return text
+
+    place = Place(rank=1, world_size=2, store="env://", local_rank=1, local_world_size=2)
+    monkeypatch.setattr(worker, "visible", visible)
+    monkeypatch.setattr(worker, "claim", lambda *_: True)
+    monkeypatch.setattr(worker, "place_of_this_process", lambda: place)
+    printed = tmp_path / "printed"
+    pid = os.fork()
+    if pid == 0:
+        try:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            os.dup2(os.open(printed, os.O_WRONLY | os.O_CREAT), 2)
+            monkeypatch.setattr("sys.stderr", os.fdopen(2, "w"))
+            os._exit(worker.main(tmp_path / "no such run.toml"))
+        finally:
+            os._exit(1)
+    _, status = os.waitpid(pid, 0)
+    assert os.waitstatus_to_exitcode(status) == 2
+    assert "no such run.toml" in printed.read_text()

@@ -11,9 +11,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
@@ -43,20 +41,11 @@ from phalanx.errors import Problem, RefusedError
 FAULT = {fault!r}
 STEPS = []
 
-def saved():  # a save goes on beside the steps after it
-    until = time.monotonic() + 20
-    while not Path(__file__).with_name("run").joinpath("checkpoints", "step-00000002").exists():
-        if time.monotonic() > until:
-            raise TimeoutError("no checkpoint of step 2")
-        time.sleep(0.01)
-
 def strike():
-    if FAULT in ("kill once", "kill once, unsaved", "stop once"):
+    if FAULT in ("kill once", "stop once"):
         if Path(__file__).with_name("struck").exists():
             return
         Path(__file__).with_name("struck").touch()
-        if FAULT == "kill once":
-            saved()
         os.kill(os.getpid(), signal.SIGTERM if FAULT == "stop once" else signal.SIGKILL)
     if FAULT == "raise":
         raise ValueError("the injected fault")
@@ -89,7 +78,10 @@ EXAMPLE = "processes"
 NAMES = [*LAUNCHERS, EXAMPLE]
 ROOT = Path(__file__).resolve().parents[2]
 
-pytestmark = [pytest.mark.timeout(120), pytest.mark.parametrize("name", NAMES)]
+# Workers of "local" are started, ended and replaced by the other files here.
+LONG = pytest.mark.parametrize("name", longer("torchrun", "local", EXAMPLE))
+TORCHRUN = pytest.mark.parametrize("name", ["torchrun", *longer("local", EXAMPLE)])
+pytestmark = pytest.mark.timeout(120)
 
 
 @pytest.fixture(autouse=True)
@@ -130,9 +122,8 @@ def fit(run: RunSpec, name: str, watch: Callable[[], None] | None = None) -> px.
     return px.fit(load_job(run.job), run=run, launcher=name, watch=watch)
 
 
-def test_a_run_file_goes_through_every_rank_is_there_and_the_result_is_that_of_local(
-    name: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+@pytest.mark.parametrize("name", ["torchrun", *longer("local", EXAMPLE)])
+def test_the_result_is_that_of_local(name: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     run = spec(tmp_path)
     done = fit(run, name)
     assert RunSpec.from_toml((run.folder / "run.toml").read_text()) == replace(run, folder=run.folder.absolute())
@@ -145,11 +136,12 @@ def test_a_run_file_goes_through_every_rank_is_there_and_the_result_is_that_of_l
         assert done.losses == fit(replace(run, folder=tmp_path / "local"), "local").losses
 
 
+@TORCHRUN
 @pytest.mark.parametrize(
     ("fault", "kind", "words"),
     [
-        ("raise", "ValueError", "rank 1 of 2 failed in step 2: ValueError: the injected fault"),
         ("kill", "signal 9", "rank 1 of 2 was ended in step 2 by SIGKILL"),
+        *longer(("raise", "ValueError", "rank 1 of 2 failed in step 2: ValueError: the injected fault")),
     ],
 )
 def test_the_worker_that_fails_is_named_with_its_cause(
@@ -167,17 +159,9 @@ def test_the_worker_that_fails_is_named_with_its_cause(
     assert "the injected fault" not in capfd.readouterr().err  # whoever called says it, once
 
 
-def test_a_worker_that_is_lost_is_replaced(name: str, tmp_path: Path) -> None:
-    run = replace(spec(tmp_path, "kill once"), restarts=1, checkpoint_every=1)
-    done = fit(run, name)
-    (restart,) = done.events("restart")
-    assert (restart["rank"], restart["step"], restart["cause"]) == (1, 2, "rank 1 was ended by SIGKILL in step 2")
-    assert [event["first_step"] for event in done.events("start")] == [0, 2]
-    assert done.losses == fit(replace(spec(tmp_path), folder=tmp_path / "other"), "local").losses
-
-
+@TORCHRUN
 def test_a_worker_that_is_lost_costs_no_step(name: str, tmp_path: Path) -> None:
-    run = replace(spec(tmp_path, "kill once, unsaved"), restarts=1, grace=30.0)
+    run = replace(spec(tmp_path, "kill once"), restarts=1, grace=30.0)
     done = fit(run, name)
     (restart,) = done.events("restart")
     if name != EXAMPLE:  # which ends workers without asking what they hold
@@ -185,6 +169,7 @@ def test_a_worker_that_is_lost_costs_no_step(name: str, tmp_path: Path) -> None:
     assert done.losses == fit(replace(spec(tmp_path), folder=tmp_path / "other"), "local").losses
 
 
+@LONG
 def test_a_worker_that_is_asked_to_stop_stops_the_run_with_a_checkpoint(name: str, tmp_path: Path) -> None:
     run = replace(spec(tmp_path, "stop once"), steps=500, grace=30.0)
     if name == EXAMPLE:  # it has no word for it: the run is over for it, and goes on with resume
@@ -199,51 +184,25 @@ def test_a_worker_that_is_asked_to_stop_stops_the_run_with_a_checkpoint(name: st
     assert [event["step"] for event in done.events("step")] == list(range(stopped["step"] + 1))
 
 
+@LONG
 def test_what_a_worker_refuses_is_refused(name: str, tmp_path: Path) -> None:
     with pytest.raises(RefusedError, match=r"job\.data: given nothing") as caught:
         fit(spec(tmp_path, "refuse"), name)
     assert caught.value.exit_code == 2
 
 
-def test_stop_leaves_no_process_even_of_workers_that_ignore_signals(name: str, tmp_path: Path) -> None:
-    ended = 0.0
-
-    def watch() -> None:
-        nonlocal ended
-        if len(noted(tmp_path)) == 2:
-            time.sleep(0.1)  # until they ignore it
-            ended = time.monotonic()
-            raise LookupError("nobody to show it to")
-
-    with pytest.raises(LookupError):
-        fit(spec(tmp_path, "hang"), name, watch)
-    assert time.monotonic() - ended < LIMIT
-    assert len(noted(tmp_path)) == 2
-    assert wait_until(lambda: alive(noted(tmp_path)) == [], 2.0)
-
-
-CODES = {signal.SIGKILL: -9, signal.SIGTERM: 143, signal.SIGINT: -2}
-
-
-@pytest.mark.parametrize("every", [False, *longer(True)])
-def test_workers_end_with_their_launcher(name: str, every: bool, tmp_path: Path) -> None:
-    """By whatever signal: as many as start side by side are ended one after the other.
-
-    Each of those that do not fork is three programs that load torch: one signal, but in ``make long``.
-    """
-    codes = dict(list(CODES.items())[: None if every or name == "local" else 1])
-    runs = {number: spec(tmp_path / f"{number}", "hang") for number in codes}
-    with ExitStack() as up:
-        processes: dict[int, subprocess.Popen[bytes]] = {}
-        for number, run in runs.items():
-            processes[number] = up.enter_context(started(run, name, tmp_path))
-            up.callback(processes[number].kill)
-        assert wait_until(lambda: all(len(noted(tmp_path / f"{number}")) == 2 for number in codes), 100)
-        for number, code in codes.items():
-            processes[number].send_signal(number)
-            assert processes[number].wait(LIMIT + 1) == code  # the interpreter's own end included
-            workers = noted(tmp_path / f"{number}")
-            assert wait_until(lambda workers=workers: alive(workers) == [], LIMIT)
+@TORCHRUN
+@pytest.mark.parametrize("number", [signal.SIGKILL, *longer(signal.SIGTERM, signal.SIGINT)])
+def test_workers_end_with_their_launcher(name: str, number: int, tmp_path: Path) -> None:
+    run = spec(tmp_path, "hang")
+    with started(run, name, tmp_path) as process:
+        try:
+            assert wait_until(lambda: len(noted(tmp_path)) == 2, 100)
+            process.send_signal(number)
+            assert process.wait(LIMIT) == {signal.SIGTERM: 143}.get(number, -number)
+            assert wait_until(lambda: alive(noted(tmp_path)) == [], LIMIT)
+        finally:
+            process.kill()
 
 
 def started(run: RunSpec, name: str, temporary: Path) -> subprocess.Popen[bytes]:
@@ -258,9 +217,8 @@ def started(run: RunSpec, name: str, temporary: Path) -> subprocess.Popen[bytes]
     return subprocess.Popen([sys.executable, "-c", script], env={**os.environ, "TMPDIR": str(temporary)})
 
 
-def test_what_cannot_be_started_is_refused_before_anything_is_written(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("name", NAMES)
+def test_what_cannot_be_started_is_refused(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kind, words = SpecError, f"{name}, for a job that only this process has"
     if name == "local":
         kind, words = RunError, "this process already uses CUDA"
@@ -271,12 +229,14 @@ def test_what_cannot_be_started_is_refused_before_anything_is_written(
     assert not run.folder.exists()
 
 
+@pytest.mark.parametrize("name", NAMES)
 def test_a_launcher_has_no_state_and_this_process_is_no_worker(name: str) -> None:
     launcher = find_launcher(name)
     assert vars(launcher) == {}
     assert launcher.place() is None
 
 
+@pytest.mark.parametrize("name", NAMES)
 def test_one_that_does_not_exist_is_told_which_do(name: str, tmp_path: Path) -> None:
     run = spec(tmp_path)
     with pytest.raises(SpecError) as caught:
@@ -287,10 +247,8 @@ def test_one_that_does_not_exist_is_told_which_do(name: str, tmp_path: Path) -> 
     assert not run.folder.exists()
 
 
+@pytest.mark.parametrize("name", ["torchrun", EXAMPLE])
 def test_a_launcher_that_does_not_fork_says_everything_it_cannot_do(name: str) -> None:
-    if name == "local":
-        pytest.skip("it forks")
-
     class Elsewhere:
         meeting = "127.0.0.1"
 

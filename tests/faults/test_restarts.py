@@ -10,9 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from test_stopping import STEPS, events, spec, striking, undisturbed
+from hangs import HANGS, Hang, run_with
+from test_stopping import events, spec, striking, undisturbed
 
 import phalanx as px
+from longer import longer
 from phalanx.checkpoint import latest
 from phalanx.data import audit
 from phalanx.errors import WorkerError
@@ -38,20 +40,20 @@ def tensors(folder: Path) -> dict[str, torch.Tensor]:
 
 
 # without checkpoints it begins anew
-@pytest.mark.parametrize(("plan", "every"), [("dp=2", 2), ("dp=2", 0), ("fsdp=2", 2), ("pp=2", 2), ("single", 2)])
-def test_a_killed_worker_is_replaced_and_the_run_is_the_one_that_would_have_been(
-    plan: str, every: int, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize(
+    ("plan", "every"), [("fsdp=2", 2), ("pp=2", 2), *longer(("dp=2", 2), ("dp=2", 0), ("single", 2))]
+)
+def test_a_killed_worker_is_replaced(plan: str, every: int, tmp_path: Path) -> None:
     run = spec(plan, tmp_path / "run", checkpoint_every=every)
     done = px.fit(striking(be_killed, at=3 if plan != "pp=2" else 1, once=tmp_path / "struck"), run=run)
     (restart,) = events(run.folder, "restart")
     assert (restart["restarts"], "SIGKILL" in restart["cause"]) == (1, True)
-    assert done.losses == undisturbed(plan)
+    other = undisturbed(plan)
+    assert done.losses == other.losses
     assert audit(run.folder / "ledger", length=LENGTH, batch=BATCH, drop_last=False) == []
-    px.fit(striking(be_killed, at=99), run=spec(plan, tmp_path / "whole"))
-    mine, other = tensors(run.folder), tensors(tmp_path / "whole")
-    assert mine.keys() == other.keys()
-    assert all(torch.equal(mine[name], other[name]) for name in mine)
+    mine, theirs = tensors(run.folder), tensors(other.folder)
+    assert mine.keys() == theirs.keys()
+    assert all(torch.equal(mine[name], theirs[name]) for name in mine)
 
 
 def test_who_is_lost_at_the_same_step_every_time_ends_the_run(tmp_path: Path) -> None:
@@ -60,16 +62,6 @@ def test_who_is_lost_at_the_same_step_every_time_ends_the_run(tmp_path: Path) ->
         px.fit(striking(be_killed), run=run)
     assert len(events(run.folder, "restart")) == 2  # the third time is no accident
     assert len(events(run.folder, "error")) == 1
-
-
-def test_an_exception_of_the_job_is_no_reason_to_start_again(tmp_path: Path) -> None:
-    def strike() -> None:
-        raise ValueError("the job's own")
-
-    run = spec("dp=2", tmp_path / "run", restarts=10)
-    with pytest.raises(WorkerError, match="the job's own"):
-        px.fit(striking(strike), run=run)
-    assert not events(run.folder, "restart")
 
 
 def test_who_does_not_come_is_replaced_and_the_log_says_where_it_stood(tmp_path: Path) -> None:
@@ -82,15 +74,8 @@ def test_who_does_not_come_is_replaced_and_the_log_says_where_it_stood(tmp_path:
     assert (hang["cause"], restart["step"]) == ("stopped", hang["step"])
     assert hang["ranks"] == [restart["rank"]]
     assert hang["message"] == restart["cause"]
-    assert done.losses == undisturbed("dp=2")
+    assert done.losses == undisturbed("dp=2").losses
     assert audit(run.folder / "ledger", length=LENGTH, batch=BATCH, drop_last=False) == []
-
-
-def test_with_no_restarts_left_the_failure_is_told(tmp_path: Path) -> None:
-    run = spec("single", tmp_path / "run", restarts=0)
-    with pytest.raises(WorkerError, match="SIGKILL"):
-        px.fit(striking(be_killed, once=tmp_path / "struck"), run=run)
-    assert len(events(run.folder, "step")) < STEPS
 
 
 def failure(step: int | None, number: int = signal.SIGKILL, **how: Any) -> Failure:
@@ -110,9 +95,7 @@ class TestWhichFailures:
         assert not restarts.allow(failure(6, 0, kind="ValueError"), memory_kills=0)
 
     @pytest.mark.parametrize(("cause", "again"), [("absent", True), ("link", True), ("mismatch", False)])
-    def test_who_did_not_come_may_come_the_next_time_unless_its_code_went_another_way(
-        self, cause: str, again: bool, tmp_path: Path
-    ) -> None:
+    def test_a_hang_is_tried_once_more(self, cause: str, again: bool, tmp_path: Path) -> None:
         restarts = Restarts(9, tmp_path)
         hung = failure(5, 0, kind="hang", message="rank 1 did not come", hang={"cause": cause})
         assert restarts.allow(hung, memory_kills=0) is again
@@ -127,7 +110,7 @@ class TestWhichFailures:
             (None, signal.SIGKILL, 0, 1),  # it never begins
         ],
     )
-    def test_the_same_again_is_no_accident(
+    def test_repeated_is_no_accident(
         self, step: int | None, number: int, kills: int, starts: int, tmp_path: Path
     ) -> None:
         restarts = Restarts(9, tmp_path)
@@ -148,3 +131,22 @@ class TestWhichFailures:
             assert restarts.allow(failure(step), memory_kills=0)
             pauses.append(restarts.pause)
         assert pauses == [0.0, 1.0, 2.0, 4.0, 0.0]
+
+
+_ALWAYS = (0, 4, 17)
+
+
+@pytest.mark.parametrize(
+    "hang",
+    [
+        pytest.param(hang, id=hang.name, marks=() if at in _ALWAYS else pytest.mark.long)
+        for at, hang in enumerate(HANGS)
+    ],
+)
+def test_who_does_not_come_is_named(hang: Hang, tmp_path: Path) -> None:
+    found = run_with(hang, tmp_path)
+    assert found.error.rank == hang.rank
+    assert (found.error.kind, found.event["cause"]) == ("hang", hang.cause)
+    assert found.event["ranks"] == [hang.rank]
+    for word in (f"rank {hang.rank}", *hang.words):
+        assert word in str(found.error)

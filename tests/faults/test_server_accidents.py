@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import socket
 from pathlib import Path
 from typing import Any
 
@@ -28,18 +27,18 @@ from test_accidents import (
 from torch import nn
 
 import phalanx as px
-from phalanx.comm.frames import Connection, ProtocolError
+from longer import longer
 from phalanx.data.loader import BatchPieces
 from phalanx.data.saved_batch import SavedBatch
 from phalanx.events.schema import faults
 from phalanx.parallel.layout import SingleLayout
 from phalanx.parallel.parameter_server import BatchPiece, FrameKind, Report
-from phalanx.parallel.parameter_server.protocol import FROM_WORKER, MOST_SAMPLES, MOST_TEXT, TO_WORKER, line
+from phalanx.parallel.parameter_server.protocol import FROM_WORKER, MOST_SAMPLES, MOST_TEXT, line
 from phalanx.parallel.rng_streams import stream
 from phalanx.train.accidents import Accidents
 from phalanx.train.nonfinite_trace import Sighting
 from phalanx.train.parameter_server.gradient_worker import Computer
-from phalanx.train.parameter_server.piece_accidents import PieceAccidents, discard, first_of, not_found, take_over
+from phalanx.train.parameter_server.piece_accidents import PieceAccidents, discard, first_of, take_over
 
 PLAN = "dp=2 server=1 micro=8"
 
@@ -113,7 +112,7 @@ def test_stop(how: dict[str, Any], kind: str, where: str) -> None:
     assert f"the {kind} of part " in saved.reason
 
 
-@pytest.mark.parametrize(("how", "kind", "where"), KINDS)
+@pytest.mark.parametrize(("how", "kind", "where"), [KINDS[0], *longer(*(one.values for one in KINDS[1:]))])
 def test_skip(how: dict[str, Any], kind: str, where: str) -> None:
     found = run("dp=2 server=2", "run", how, on_nonfinite="skip")
     event = accident()
@@ -123,12 +122,6 @@ def test_skip(how: dict[str, Any], kind: str, where: str) -> None:
     assert len(kept(event).samples) == BATCH // 2
     assert [one["step"] for one in found.events("step") if one["skipped"]] == [0]
     assert all(tensor.isfinite().all() for tensor in values(found).values())
-
-
-def test_running_statistics_are_those_of_before() -> None:
-    found = run("dp=2 server=1", "run", {**LOSS, "model": Normed}, on_nonfinite="skip")
-    assert all(tensor.isfinite().all() for tensor in values(found).values())
-    assert values(found)["model.norm.num_batches_tracked"] == 5
 
 
 def test_of_two_workers_the_first_piece_is_named() -> None:
@@ -153,8 +146,9 @@ class Spoils(torch.optim.SGD):
             self.param_groups[0]["params"][0].view(-1)[0] = torch.inf
 
 
-@pytest.mark.parametrize("steps", [1, 3])  # it is met before the checkpoint; by the workers
-@pytest.mark.parametrize("answer", ["stop", "skip"])
+@pytest.mark.parametrize(
+    ("steps", "answer"), [(1, "stop"), (3, "skip")]
+)  # it is met before the checkpoint; by the workers
 def test_a_parameter(steps: int, answer: Any) -> None:
     how = {"optimizer": lambda params: Spoils(params, lr=0.1), "steps": steps}
     error = stopped("dp=2 server=1", "run", how, on_nonfinite=answer)
@@ -223,13 +217,6 @@ class TestRunningAgain:
             torch.equal(one.grad, gradients[name]) for name, one in layout.parameters.items() if name in gradients
         )
 
-    def test_large_gradients_are_finite(self) -> None:
-        computer, layout, (total, _) = computed(Net, table)
-        next(iter(layout.parameters.values())).grad.fill_(1e30)  # type: ignore[union-attr]
-        assert computer.finite(1, total)
-        next(iter(layout.parameters.values())).grad[0, 0] = torch.inf  # type: ignore[index]
-        assert not computer.finite(1, total)
-
     def test_parameters_are_looked_at_now_and_then(self) -> None:
         computer, layout, (total, _) = computed(Net, table)
         with torch.no_grad():
@@ -296,17 +283,8 @@ class TestBatches:
         assert list((tmp_path / "accidents").iterdir()) == []
 
 
-DONE: dict[str, Any] = {
-    "step": 1,
-    "part": 0,
-    "term": 0,
-    "ticket": "a" * 64,
-    "what": "train",
-    "version": 1,
-    "sums": {"loss": [1.0, 2.0]},
-    "samples": 2,
-    "seconds": 0.1,
-}
+DONE: dict[str, Any] = {"step": 1, "part": 0, "term": 0, "ticket": "a" * 64, "what": "train", "version": 1}
+DONE |= {"sums": {"loss": [1.0, 2.0]}, "samples": 2, "seconds": 0.1}
 
 
 class TestTheFrame:
@@ -318,26 +296,19 @@ class TestTheFrame:
         assert not self.fault()
         assert not self.fault(where="x" * MOST_TEXT, samples=[1 << 53] * MOST_SAMPLES, micro=-1)
 
-    @pytest.mark.parametrize(
-        "facts",
-        [
-            {"where": "x" * (MOST_TEXT + 1)},
-            {"parameter": "a\x1b[2J"},
-            {"trouble": "two\nlines"},
-            {"where": 1},
-            {"samples": [1] * (MOST_SAMPLES + 1)},
-            {"samples": [-1]},
-            {"samples": {"1": 1}},
-            {"order": [0, 1]},
-            {"order": [0, 1, "2"]},
-            {"micro": -2},
-            {"micro": 1.5},
-            {"kept": "/etc/passwd"},
-            {"path": "accidents/x"},
-        ],
-    )
-    def test_what_may_not(self, facts: dict[str, Any]) -> None:
-        assert self.fault(**facts)
+    def test_what_may_not(self) -> None:
+        wrong: dict[str, list[Any]] = {
+            "where": ["x" * (MOST_TEXT + 1), 1],
+            "parameter": ["a\x1b[2J"],
+            "trouble": ["two\nlines"],
+            "samples": [[1] * (MOST_SAMPLES + 1), [-1], {"1": 1}],
+            "order": [[0, 1], [0, 1, "2"]],
+            "micro": [-2, 1.5],
+            "kept": ["/etc/passwd"],
+            "path": ["accidents/x"],
+        }
+        taken = [(name, value) for name, values in wrong.items() for value in values if not self.fault(**{name: value})]
+        assert taken == []
 
     def test_the_largest_is_within_what_a_frame_may_hold(self) -> None:
         text = line("\U0001f600" * 10_000)
@@ -347,25 +318,5 @@ class TestTheFrame:
         assert not FROM_WORKER[FrameKind.ASK].fault(meta)
         assert len(json.dumps(meta)) < FROM_WORKER[FrameKind.ASK].most * 3 / 4
 
-    def test_over_a_connection(self) -> None:
-        listener = socket.create_server(("127.0.0.1", 0))
-        plug = socket.create_connection(listener.getsockname())
-        other, _ = listener.accept()
-        listener.close()
-        worker, server = Connection(plug, TO_WORKER), Connection(other, FROM_WORKER)
-        try:
-            worker.send(FrameKind.ASK, {"done": {**DONE, "sighting": sighting()}})
-            assert server.receive().meta["done"]["sighting"]["samples"] == [3]
-            worker.send(FrameKind.ASK, {"done": {**DONE, "sighting": sighting(where="x" * 2000)}})
-            with pytest.raises(ProtocolError, match="with done = "):
-                server.receive()
-        finally:
-            worker.close()
-            server.close()
-
-    @pytest.mark.parametrize("text", ["", "a\nb\x1b[0m", "\udcff", "ä" * 5000, "x" * MOST_TEXT])
-    def test_any_text_becomes_one_that_may(self, text: str) -> None:
-        assert not self.fault(where=line(text))
-
-    def test_an_error_without_words_has_its_name(self) -> None:
-        assert not_found(MemoryError()).trouble == "MemoryError"
+    def test_any_text_becomes_one_that_may(self) -> None:
+        assert not any(self.fault(where=line(text)) for text in ("", "a\nb\x1b[0m", "\udcff", "ä" * 5000))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import threading
 import time
@@ -10,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,14 +21,17 @@ import torch.distributed as dist
 
 import phalanx as px
 import phalanx.checkpoint.store  # once, here: what is forked has it then
+from longer import longer
 from phalanx.comm import Place
-from phalanx.comm.frames import Frame
+from phalanx.comm.frames import Connection, Frame
 from phalanx.comm.handshake import Identity, Role, new_secret
 from phalanx.comm.listener import Caller
 from phalanx.data import read_ledger
 from phalanx.errors import RunError
 from phalanx.events import read
+from phalanx.launch import worker_pool
 from phalanx.launch.local import launch
+from phalanx.launch.worker_pool import StoppedWorkers
 from phalanx.parallel.parameter_server import FrameKind
 from phalanx.train.launcher_link import LauncherLink
 from phalanx.train.observer import Observer
@@ -64,21 +69,25 @@ def served(
     plan: str,
     strike: Callable[[Place, int], None],
     *,
-    reserves: int = 1,
+    begin: Callable[[Place], None] = lambda place: None,
     trained: px.Job | None = None,
-    patience: Patience = QUICK,
+    patience: Callable[[Place], Patience] = lambda place: QUICK,
+    reserves: int = 1,
+    **given: Any,
 ) -> list[dict[str, Any]]:
     """Run ``plan``; ``strike`` is called with each process's place and the step it begins. Returns the events."""
     run = run_of(plan)
 
     def work(place: Place, report: Callable[[int], None]) -> dict[str, Any]:
+        begin(place)
+
         def reported(step: int) -> None:
             report(step)
             strike(place, step)
 
-        return take_part(trained or job(), run, place, LauncherLink(report=reported), patience=patience)
+        return take_part(trained or job(), run, place, LauncherLink(report=reported), patience=patience(place))
 
-    launch(work, run.plan.processes, reserves=reserves)
+    launch(work, run.plan.processes, reserves=reserves, **given)
     ids = np.concatenate([ids for _, ids in read_ledger(run.folder / "ledger").values()])
     assert (np.bincount(ids, minlength=SAMPLES) == EPOCHS).all(), "each sample counts once an epoch, whatever happens"
     events = list(px.Run(folder=run.folder).events())
@@ -95,9 +104,10 @@ def of(events: list[dict[str, Any]], name: str) -> list[dict[str, Any]]:
     return [event for event in events if event["event"] == name]
 
 
-def states_of(rank: int) -> list[str]:
-    """What has become of the worker ``rank`` by now, as the log of the run that goes on has it."""
-    return [event["state"] for event in of(list(read(Path("run/events.jsonl"))), "worker") if event["rank"] == rank]
+def states_of(rank: int, events: list[dict[str, Any]] | None = None) -> list[str]:
+    """What has become of the worker ``rank``, by default by now, as the log of the run that goes on has it."""
+    those = list(read(Path("run/events.jsonl"))) if events is None else events
+    return [event["state"] for event in of(those, "worker") if event["rank"] == rank]
 
 
 def await_state(rank: int, state: str) -> None:
@@ -115,7 +125,7 @@ def await_file(name: str) -> None:
         time.sleep(0.02)
 
 
-@pytest.mark.parametrize("plan", ["dp=2 server=1", "dp=3 server=2 staleness=2"])
+@pytest.mark.parametrize("plan", ["dp=3 server=2 staleness=2", *longer("dp=2 server=1")])
 def test_a_killed_workers_pieces_go_to_others_and_another_is_let_in(plan: str) -> None:
     workers = px.Plan.parse(plan).dp
 
@@ -126,18 +136,24 @@ def test_a_killed_workers_pieces_go_to_others_and_another_is_let_in(plan: str) -
             await_state(1, "lost")
 
     events = served(plan, strike)
-    states = [event["state"] for event in of(events, "worker") if event["rank"] == 1]
-    assert states[0] == "joined"
-    assert "lost" in states
+    assert states_of(1, events)[0] == "joined"
+    assert "lost" in states_of(1, events)
     assert of(events, "server") == []
 
 
 @pytest.mark.parametrize(
     ("plan", "index"),
-    [("dp=2 server=1", 0), ("dp=2 server=2 staleness=2", 0), ("dp=2 server=2 staleness=unbounded", 1)],
+    [
+        *(("dp=2 server=1", 0), ("dp=2 server=2 staleness=unbounded", 1)),
+        *longer(("dp=2 server=2 staleness=2", 0)),
+    ],
 )
 def test_a_killed_server_comes_back_and_no_more_is_lost_than_stated(plan: str, index: int) -> None:
     servers = px.Plan.parse(plan).dp
+
+    def begin(place: Place) -> None:
+        if place.rank == servers + index and place.generation == 0:
+            Path("pid").write_text(str(os.getpid()))
 
     def strike(place: Place, step: int) -> None:
         # Only the coordinator begins steps; another server is killed by the first workers that begin this one.
@@ -148,24 +164,9 @@ def test_a_killed_server_comes_back_and_no_more_is_lost_than_stated(plan: str, i
                 os.kill(int(Path("pid").read_text()), signal.SIGKILL)
             Path("struck").touch()
 
-    def work(place: Place, report: Callable[[int], None]) -> dict[str, Any]:
-        if place.rank == servers + index and place.generation == 0:
-            Path("pid").write_text(str(os.getpid()))
-
-        def reported(step: int) -> None:
-            report(step)
-            strike(place, step)
-
-        return take_part(job(), run_of(plan), place, LauncherLink(report=reported), patience=QUICK)
-
-    launch(work, px.Plan.parse(plan).processes, reserves=1)
-    ids = np.concatenate([ids for _, ids in read_ledger(Path("run/ledger")).values()])
-    assert (np.bincount(ids, minlength=SAMPLES) == EPOCHS).all()
-    events = list(px.Run(folder=Path("run")).events())
-    (told,) = of(events, "server")
+    (told,) = of(served(plan, strike, begin=begin), "server")
     assert (told["index"], told["restarted"]) == (index, True)
     assert 0 <= told["lost_updates"] <= 3
-    assert events[-1]["step"] == 24
 
 
 def test_a_run_in_which_a_server_was_lost_comes_to_the_same_values(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -221,8 +222,7 @@ def test_a_server_that_is_lost_as_the_run_ends_ends_no_run(monkeypatch: pytest.M
     monkeypatch.setattr(Server, "obey", dies)
     evaluated = replace(job(), evaluate=job().data)  # for which workers would be needed once more
     events = served("dp=2 server=2", strike, trained=evaluated)
-    since = time.time() - Path("died").stat().st_mtime
-    assert since < QUICK.back + QUICK.parting, "what came in its place sees that all is done"
+    assert Path("died").exists()
     assert [event["rank"] for event in of(events, "memory")] == [0, 1, 2]
     assert [event["message"] for event in of(events, "warning")] == [
         "server 1 was lost as the run ended: what memory it held is not known"
@@ -251,29 +251,9 @@ def test_what_a_worker_says_as_it_leaves_is_heard_behind_its_signs_of_life(monke
         if place.rank == 0:
             await_state(1, "joined")
 
-    events = served("dp=2 server=1", strike, reserves=0, patience=replace(QUICK, parting=30.0))
+    events = served("dp=2 server=1", strike, reserves=0, patience=lambda place: replace(QUICK, parting=30.0))
     assert [event["rank"] for event in of(events, "memory")] == [0, 1, 2]
     assert "lost" not in {event["state"] for event in of(events, "worker")}
-
-
-def test_a_silent_worker_holds_nobody_up_and_goes_on_when_it_is_back() -> None:
-    def strike(place: Place, step: int) -> None:
-        if place.rank == 1 and step >= 4 and not Path("struck").exists():
-            Path("struck").touch()
-            if os.fork() == 0:  # wakes its parent once the others have gone on
-                deadline = time.monotonic() + 10
-                while "silent" not in states_of(1) and time.monotonic() < deadline:
-                    time.sleep(0.02)
-                os.kill(os.getppid(), signal.SIGCONT)
-                os._exit(0)
-            os.kill(os.getpid(), signal.SIGSTOP)
-        if place.rank == 0 and step >= 20:
-            await_state(1, "silent")
-
-    events = served("dp=2 server=1", strike, reserves=0)
-    states = [event["state"] for event in of(events, "worker") if event["rank"] == 1]
-    assert states[0] == "joined"
-    assert "silent" in states
 
 
 @pytest.fixture
@@ -286,7 +266,7 @@ def place() -> Iterator[Place]:
 
 def test_two_servers_of_one_shard_are_refused(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     run = run_of("dp=1 server=1")
-    quick = replace(QUICK, back=1.0)
+    quick = replace(QUICK, back=0.2)
     failed: list[BaseException] = []
     alone: Any = RequestHandler.nobody_for
     refused = threading.Event()  # until then the first does not give up, however late the second comes
@@ -309,7 +289,7 @@ def test_two_servers_of_one_shard_are_refused(place: Place, monkeypatch: pytest.
     finally:
         refused.set()
         thread.join()
-    assert "no worker has been there for 1 s" in str(failed[0]), "and the first ends, since nobody comes"
+    assert "no worker has been there for" in str(failed[0]), "and the first ends, since nobody comes"
 
 
 def test_a_run_after_another_knows_nothing_of_it(place: Place) -> None:
@@ -344,48 +324,136 @@ def test_a_server_without_its_coordinator_gives_up(place: Place) -> None:
         take_part(job(), run, replace(place, rank=2, world_size=3), patience=quick)
 
 
-class Cut:
-    """Cuts the host of rank 1 off once it is in a step, until others have gone on without it, and ``extra`` s."""
-
-    def __init__(self, hosts: px.Hosts, extra: float) -> None:
-        self._hosts, self._extra, self._done, self._until = hosts, extra, 0, float("inf")
-
-    def __call__(self) -> None:
-        done = len(of(list(read(Path("run/events.jsonl"))), "step"))
-        if Path("in-step").exists() and not Path("cut").exists():
-            self._hosts.cut(1)
-            self._done = done
-            Path("cut").touch()
-        elif Path("cut").exists() and not Path("restored").exists():
-            if states_of(1)[-1:] == ["silent"] and done >= self._done + 2 and self._until == float("inf"):
-                self._until = time.monotonic() + self._extra
-            if time.monotonic() > self._until:
-                self._hosts.restore(1)
-                Path("restored").touch()
+@pytest.fixture
+def always_heard(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No sign of life comes late, whatever else this machine has to do."""
+    heard = property(lambda self: time.monotonic(), lambda self, when: None)
+    monkeypatch.setattr(Connection, "heard", heard, raising=False)
 
 
-def test_a_worker_that_is_cut_off_holds_nobody_up_and_comes_back_by_itself(hosts: Callable[..., px.Hosts]) -> None:
-    made, run = hosts(3), run_of("dp=2 server=1 staleness=1")
-    patience = replace(QUICK, answer=60.0)  # the kernel takes its time to send again what was cut off
+def await_return(after: str) -> None:
+    """Wait, in the last step of the other worker, until rank 1 is back since it first was ``after``."""
+    while not ((states := states_of(1)) and after in states and "returned" in states[states.index(after) :]):
+        time.sleep(0.02)
 
-    def work(place: Place, report: Callable[[int], None]) -> dict[str, Any]:
-        def reported(step: int) -> None:
-            report(step)
-            if place.rank == 1 and step >= 2:
-                Path("in-step").touch()
-                await_file("cut")
-            if place.rank == 0 and step >= 3:
-                await_file("cut")
-            if place.rank == 0 and step > 20:
-                await_file("restored")
-                while states_of(1)[-1:] != ["returned"]:
-                    time.sleep(0.02)
 
-        return take_part(job(), run, place, LauncherLink(report=reported), patience=patience)
+class Sleeper(torch.nn.Sequential):
+    """Sleeps in the forward of one worker, once, for as long as ``asleep`` says."""
 
-    launch(work, 3, hosts=made, watch=Cut(made, 0.3))
-    ids = np.concatenate([ids for _, ids in read_ledger(run.folder / "ledger").values()])
-    assert (np.bincount(ids, minlength=SAMPLES) == EPOCHS).all()
-    states = [event["state"] for event in of(list(px.Run(folder=run.folder).events()), "worker") if event["rank"] == 1]
-    assert states[:3] == ["joined", "silent", "returned"]
-    assert "lost" not in states, "its connection was never lost"
+    rank, generation, steps = -1, 0, 0
+    asleep: Callable[[], bool] = staticmethod(lambda: False)
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        Sleeper.steps += 1
+        if (Sleeper.rank, Sleeper.generation, Sleeper.steps) == (1, 0, 4):
+            Path("asleep").touch()
+            while Sleeper.asleep():
+                time.sleep(0.02)
+        return super().forward(input)
+
+
+def slept(asleep: Callable[[], bool], after: str, patience: Patience, *, reserves: int) -> list[dict[str, Any]]:
+    """What becomes of rank 1, which sleeps in its fourth forward and is ``after`` that by what others see."""
+    small = lambda: Sleeper(torch.nn.Linear(6, 8), torch.nn.Tanh(), torch.nn.Linear(8, 3))  # noqa: E731
+
+    def begin(place: Place) -> None:
+        Sleeper.rank, Sleeper.generation, Sleeper.asleep = place.rank, place.generation, staticmethod(asleep)
+
+    def strike(place: Place, step: int) -> None:
+        if place.rank == 0 and step >= 4:
+            await_file("asleep")  # one alone would be through before the other comes so far
+        if place.rank == 0 and step == 23:
+            await_return(after)  # the run is over only once the other is back
+
+    def waits(place: Place) -> Patience:  # who waits here is not to end itself
+        return patience if place.rank else replace(patience, stuck=60.0)
+
+    trained = replace(job(), model=small)
+    events = served("dp=2 server=1", strike, begin=begin, trained=trained, patience=waits, reserves=reserves)
+    return [event for event in of(events, "worker") if event["rank"] == 1]
+
+
+@pytest.mark.usefixtures("always_heard")
+def test_a_worker_that_stands_still_holds_nobody_up() -> None:
+    told = slept(lambda: states_of(1)[-1:] != ["silent"], "silent", QUICK, reserves=0)
+    assert [event["state"] for event in told[:3]] == ["joined", "silent", "returned"]
+    assert "no progress for" in told[1]["reason"]
+    assert "of step" in told[1]["reason"]
+
+
+@pytest.mark.usefixtures("always_heard")
+def test_a_worker_that_stands_still_for_too_long_is_lost_and_replaced(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ends = ServerLinks._end_process
+
+    def ends_later(self: ServerLinks, still: float) -> None:
+        """Both look at the time: here the coordinator does so first."""
+        while "lost" not in states_of(1):
+            time.sleep(0.02)
+        ends(self, still)
+
+    monkeypatch.setattr(ServerLinks, "_end_process", ends_later)
+    told = slept(lambda: True, "lost", replace(QUICK, stuck=1.0), reserves=1)
+    states = [event["state"] for event in told]
+    assert states[0] == "joined"
+    assert "returned" in states[states.index("lost") :]
+    assert "no progress for" in told[states.index("lost")]["reason"]
+    said = capfd.readouterr().err
+    assert re.search(r"worker 1 has made no progress for \d+ s and ends", said)
+    assert "in forward" in said, "the stack says where it stood"
+
+
+def stopped(strike: Callable[[Place, int], None], **given: Any) -> list[str]:
+    """What becomes of rank 1 in a run that goes beyond step 10 only once it is about to stop.
+
+    Only the launcher ends anybody here: a rank that waits for the other to be back would be taken for stuck.
+    """
+
+    def strikes(place: Place, step: int) -> None:
+        strike(place, step)
+        if place.rank == 0 and step >= 10:
+            await_file("pid")
+
+    events = served("dp=2 server=1", strikes, patience=lambda place: replace(QUICK, stuck=60.0), reserves=1, **given)
+    assert not Path(f"/proc/{Path('pid').read_text()}").exists()
+    return states_of(1, events)
+
+
+def freeze(place: Place) -> None:
+    """Stop this process if it is the first of rank 1, for good: nobody wakes it."""
+    if (place.rank, place.generation) == (1, 0):
+        Path("pid.new").write_text(str(os.getpid()))
+        Path("pid.new").rename("pid")
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def test_a_worker_that_is_stopped_does_not_outlive_the_run(capfd: pytest.CaptureFixture[str]) -> None:
+    states = stopped(lambda place, step: freeze(place) if step >= 4 else None, timeout=600.0)
+    assert states[:2] == ["joined", "silent"]
+    assert "worker 1 has been stopped for" in capfd.readouterr().err
+
+
+def test_who_is_stopped_is_ended_where_others_wait_or_have_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After the timeout if it can be replaced, soon if it is the last, and never else; a gap of looks counts anew."""
+    now, ended = [0.0], list[int]()
+    monkeypatch.setattr(worker_pool, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(worker_pool, "state_of", lambda pid: "T" if pid == 1 else "S")
+    monkeypatch.setattr(worker_pool, "kill_group", lambda pid, number: ended.append(pid))
+    those: Any = [SimpleNamespace(pid=pid, rank=pid, ended=False) for pid in (0, 1)]
+
+    def ends(*seconds: float, replaceable: bool) -> bool:
+        looks = StoppedWorkers(10.0)
+        ended.clear()
+        for pause in (100.0, *seconds):
+            now[0] += pause
+            looks.look(those, replaceable=replaceable)
+        assert 0 not in ended
+        return bool(ended)
+
+    assert ends(*[1.0] * 11, replaceable=True)
+    assert not ends(*[1.0] * 9, replaceable=True)
+    assert not ends(*[1.0] * 8, 6.0, 1.0, replaceable=True), "the launcher was stopped itself"
+    assert not ends(*[1.0] * 99, replaceable=False)
+    those[0].ended = True
+    assert ends(1.0, 1.0, replaceable=False)

@@ -14,10 +14,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
-import torch
-from torch import Tensor, nn
 
 import phalanx as px
+from phalanx.launch import load_job
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "how-to" / "slurm.md"
 SRUN = """#!/bin/bash
@@ -76,22 +75,6 @@ def job():
 STEPS = 40
 
 
-def by_hand() -> list[float]:
-    """The loss of each step, by plain PyTorch on one device."""
-    x = torch.randn(64, 4, generator=torch.Generator().manual_seed(0))
-    y, model, losses = (x.sum(1) > 0).long(), nn.Linear(4, 2), list[Tensor]()
-    nn.init.zeros_(model.weight)
-    nn.init.zeros_(model.bias)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for step in range(STEPS):
-        part = slice(16 * (step % 4), 16 * (step % 4) + 16)
-        losses.append(nn.functional.cross_entropy(model(x[part]), y[part]))
-        optimizer.zero_grad()
-        losses[-1].backward()
-        optimizer.step()
-    return [one.item() for one in losses]
-
-
 def shown(title: str) -> str:
     """The file of that name on the page."""
     found = re.search(rf'title="{title}"\n(.*?)^```$', PAGE.read_text(), flags=re.MULTILINE | re.DOTALL)
@@ -139,6 +122,7 @@ def started(folder: Path, cluster: dict[str, str]) -> Iterator[subprocess.Popen[
         process.wait()
 
 
+@pytest.mark.long
 @pytest.mark.timeout(200)
 def test_the_script_trains_on_two_nodes_and_goes_on_after_its_time(tmp_path: Path, cluster: dict[str, str]) -> None:
     log = tmp_path / "runs" / "slurm" / "events.jsonl"
@@ -160,7 +144,8 @@ def test_the_script_trains_on_two_nodes_and_goes_on_after_its_time(tmp_path: Pat
     with started(tmp_path, cluster) as process:
         pass
     assert process.returncode == 0, (tmp_path / "slurm.out").read_text()
-    assert run.losses == pytest.approx(by_hand(), rel=1e-5)
+    alone = px.fit(load_job(str(tmp_path / "train.py")), "single", folder=tmp_path / "alone")
+    assert run.losses == pytest.approx(alone.losses, rel=1e-5)
     steps = [event["step"] for event in run.events("step")]
     assert steps == list(range(STEPS)), "none was taken twice"
     assert (tmp_path / "requeued").read_text() == "17\n", "what has ended is not queued again"

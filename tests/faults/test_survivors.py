@@ -25,11 +25,11 @@ from test_stopping import STEPS, events, spec, striking
 from torch import nn
 
 import phalanx as px
+from longer import longer
 from phalanx.checkpoint import read_state
 from phalanx.config import RunSpec
 from phalanx.data import audit
 from phalanx.errors import WorkerError
-from phalanx.launch.jobfile import load_job
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "distributed"))
 from small import BATCH, LENGTH, Net, job
@@ -151,32 +151,39 @@ def is_as_undisturbed(run: RunSpec, done: px.Run, model: Callable[[], nn.Module]
     assert audit(run.folder / "ledger", length=LENGTH, batch=BATCH, drop_last=False) == []
 
 
-PLACES = [
-    (0, 1, "forward"),
-    (1, 3, "forward"),
-    (1, 4, "backward"),
-    (0, 3, "update"),
-    (1, 3, "update"),
-    (0, 5, "updated"),
+PLACES: list[Any] = [
+    ("dp=2", Net, 1, 4, "backward"),
+    ("dp=3", Net, 0, 5, "updated"),
+    ("dp=2", WithStatistics, 0, 3, "forward"),
+    ("dp=2 precision=fp16", Net, 1, 3, "update"),
+    *longer(
+        *(
+            (plan, Net, rank, step, place)
+            for plan in ("dp=2", "dp=3")
+            for rank, step, place in ((0, 1, "forward"), (1, 3, "forward"), (0, 3, "update"), (1, 3, "update"))
+        ),
+        *(("dp=2", WithStatistics, rank, 3, place) for rank in (0, 1) for place in ("backward", "update")),
+        ("dp=2 precision=fp16", Net, 1, 3, "forward"),
+    ),
 ]
 
 
-@pytest.mark.parametrize(("rank", "step", "place"), PLACES)
-@pytest.mark.parametrize("plan", ["dp=2", "dp=3"])
-def test_no_step_is_lost_with_a_worker(plan: str, rank: int, step: int, place: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("plan", "model", "rank", "step", "place"), PLACES)
+def test_no_step_is_lost(plan: str, model: type[nn.Module], rank: int, step: int, place: str, tmp_path: Path) -> None:
+    """Nor running statistics, nor the scale of the loss."""
     run = spec(plan, tmp_path / "run", checkpoint_every=0)
-    done = px.fit(job_of(Strike(rank=rank, step=step, place=place, once=tmp_path / "struck")), run=run)
+    strike = Strike(rank=rank, step=step, place=place, once=tmp_path / "struck")
+    done = px.fit(job_of(strike, model=model), run=run)
     first = step + place.startswith("update")  # then all have had their part in the step, and the others finished it
     assert [event["first_step"] for event in events(run.folder, "start")] == [0, first]
     (restart,) = events(run.folder, "restart")
     assert restart["again"] == 0
-    assert restart["source"].startswith("from rank ")
     assert f"which was at step {first}; no step is lost" in restart["source"]
     assert not events(run.folder, "warning")
-    is_as_undisturbed(run, done)
+    is_as_undisturbed(run, done, model)
 
 
-@pytest.mark.parametrize("milliseconds", [0, 1, 2, 4, 8, 16])
+@pytest.mark.parametrize("milliseconds", [4, *longer(0, 1, 2, 8, 16)])
 def test_no_step_is_lost_in_the_middle_of_an_exchange(milliseconds: int, tmp_path: Path) -> None:
     begun: list[int] = []
 
@@ -199,24 +206,6 @@ def test_no_step_is_lost_in_the_middle_of_an_exchange(milliseconds: int, tmp_pat
     assert restart["again"] == 0
     assert "no step is lost" in restart["source"]
     is_as_undisturbed(run, done, Wide)
-
-
-@pytest.mark.parametrize("place", ["forward", "backward", "update"])
-@pytest.mark.parametrize("rank", [0, 1])
-def test_running_statistics_are_those_of_the_finished_step(rank: int, place: str, tmp_path: Path) -> None:
-    run = spec("dp=2", tmp_path / "run", checkpoint_every=0)
-    strike = Strike(rank=rank, step=3, place=place, once=tmp_path / "struck")
-    done = px.fit(job_of(strike, model=WithStatistics), run=run)
-    assert "no step is lost" in events(run.folder, "restart")[0]["source"]
-    is_as_undisturbed(run, done, WithStatistics)
-
-
-@pytest.mark.parametrize("place", ["forward", "update"])
-def test_the_loss_scale_is_that_of_the_finished_step(place: str, tmp_path: Path) -> None:
-    run = spec("dp=2 precision=fp16", tmp_path / "run", checkpoint_every=0)
-    done = px.fit(job_of(Strike(rank=1, step=3, place=place, once=tmp_path / "struck")), run=run)
-    assert "no step is lost" in events(run.folder, "restart")[0]["source"]
-    is_as_undisturbed(run, done)
 
 
 def test_survivors_that_find_out_late_are_waited_for(tmp_path: Path) -> None:
@@ -278,7 +267,9 @@ def test_what_is_of_no_step_is_not_saved(how: str, tmp_path: Path) -> None:
     assert [event["first_step"] for event in events(run.folder, "start")] == [0, 2]
 
 
-@pytest.mark.parametrize(("plan", "how"), [("fsdp=2", {}), ("dp=2 sync=local every=2", {}), ("dp=2", {"grace": 0.0})])
+@pytest.mark.parametrize(
+    ("plan", "how"), [("dp=2", {"grace": 0.0}), *longer(("fsdp=2", {}), ("dp=2 sync=local every=2", {}))]
+)
 def test_what_no_survivor_holds_comes_from_the_disk(plan: str, how: dict[str, Any], tmp_path: Path) -> None:
     run = spec(plan, tmp_path / "run", checkpoint_every=2, **how)
     saved = run.folder / "checkpoints" / "step-00000002"
@@ -301,24 +292,9 @@ def test_a_failure_of_the_jobs_own_code_leaves_what_was_trained(tmp_path: Path) 
     with pytest.raises(WorkerError, match="the job's own"):
         px.fit(job_of(strike), run=run)
     assert [event["step"] for event in events(run.folder, "checkpoint")] == [3]
+    assert not events(run.folder, "restart")
     assert audit(run.folder / "ledger", length=LENGTH, batch=BATCH, drop_last=False) == []
     is_as_undisturbed(run, px.fit(job_of(strike), run=replace(run, resume=True)))
-
-
-def test_a_worker_that_is_lost_in_every_step(tmp_path: Path) -> None:
-    run = spec("dp=2", tmp_path / "run", checkpoint_every=0, restarts=20)
-    counted = [0]
-
-    def loss(output: Any, batch: Any) -> Any:
-        if torch.is_grad_enabled() and dist.is_initialized() and dist.get_rank() == 1:
-            counted[0] += 1
-            if counted[0] == 2:
-                be_killed()
-        return px.cross_entropy(output, batch["y"])
-
-    done = px.fit(replace(job_of(), loss=loss), run=run)
-    assert [event["first_step"] for event in events(run.folder, "start")] == list(range(STEPS))
-    is_as_undisturbed(run, done)
 
 
 def test_a_worker_that_is_lost_in_the_middle_of_a_save(tmp_path: Path) -> None:
@@ -338,12 +314,10 @@ def test_a_worker_that_is_lost_in_the_middle_of_a_save(tmp_path: Path) -> None:
 
     patch = pytest.MonkeyPatch()
     patch.setattr(FileContent, "write", write)
-    began = time.monotonic()
     try:
         done = px.fit(job_of(), run=run)
     finally:
         patch.undo()
-    assert time.monotonic() - began < 15
     (restart,) = events(run.folder, "restart")
     assert "no step is lost" in restart["source"]
     is_as_undisturbed(run, done)
@@ -376,70 +350,3 @@ def test_a_step_whose_samples_nobody_has_written_down_is_not_saved(tmp_path: Pat
     assert restart["source"] == "from the beginning, for nothing was saved; 4 steps are computed again"
     assert any("the samples of rank 1 in its last step" in event["message"] for event in events(run.folder, "warning"))
     assert audit(run.folder / "ledger", length=LENGTH, batch=BATCH, drop_last=False) == []
-
-
-JOB_OF_TORCHRUN = """
-import os, signal, sys, time
-from pathlib import Path
-sys.path.insert(0, {folder!r})
-import torch
-import phalanx as px
-import small
-from phalanx.train import survivor_save
-
-here, calls, save = Path(__file__).parent, [], survivor_save.save_as_survivor
-
-def slowly(*args, **how):
-    time.sleep(2.5)
-    return save(*args, **how)
-
-survivor_save.save_as_survivor = slowly
-
-def loss(output, batch):
-    if os.environ.get("RANK") == "1" and torch.is_grad_enabled():
-        calls.append(1)
-        if len(calls) == 4 and not (here / "struck").exists():
-            (here / "struck").touch()
-            os.kill(os.getpid(), signal.SIGKILL)
-    return px.cross_entropy(output, batch["y"])
-
-def job():
-    return small.job(loss=loss, epochs=None, steps={steps})
-"""
-
-
-def test_who_was_lost_is_named_under_torchrun_though_its_peer_takes_long_to_save(tmp_path: Path) -> None:
-    """What workers say comes long before what torchrun knows: by which signal one of them ended."""
-    file = tmp_path / "slow.py"
-    file.write_text(JOB_OF_TORCHRUN.format(folder=str(Path(__file__).parents[1] / "distributed"), steps=STEPS))
-    run = replace(spec("dp=2", tmp_path / "run"), job=str(file))
-    px.fit(load_job(str(file)), run=run, launcher="torchrun")
-    (restart,) = events(run.folder, "restart")
-    assert "rank 1 was ended by SIGKILL" in restart["cause"]
-    assert restart["again"] == 0
-    assert audit(run.folder / "ledger", length=LENGTH, batch=BATCH, drop_last=False) == []
-
-
-def test_values_that_are_not_finite_are_not_saved(tmp_path: Path) -> None:
-    class Spoilt(torch.optim.AdamW):
-        def step(self, closure: Any = None) -> Any:
-            super().step(closure)
-            with torch.no_grad():
-                self.param_groups[0]["params"][0][0, 0] = float("inf")
-
-    Spoilt.__name__ = "AdamW"
-    run = spec("dp=2", tmp_path / "run", checkpoint_every=0, restarts=0)
-    counted = [0]
-
-    def loss(output: Any, batch: Any) -> Any:
-        counted[0] += torch.is_grad_enabled()
-        if counted[0] == 2 and dist.get_rank() == 1:
-            be_killed()
-        return px.cross_entropy(torch.nan_to_num(output), batch["y"])
-
-    with pytest.raises(WorkerError, match="SIGKILL"):
-        px.fit(replace(job_of(), loss=loss, optimizer=lambda params: Spoilt(params, lr=1e-2)), run=run)
-    (warning,) = events(run.folder, "warning")
-    assert "rank 0 could not save step 1, though it held all of it" in warning["message"]
-    assert "not finite" in warning["message"]
-    assert not events(run.folder, "checkpoint")

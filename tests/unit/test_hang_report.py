@@ -6,17 +6,22 @@ import gc
 import json
 import sys
 import threading
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch.distributed.distributed_c10d as c10d
 
 from phalanx.comm import Place
 from phalanx.config import Plan
-from phalanx.launch.hang_report import CollectiveCall, HangReport, RankStand, ranges
-from phalanx.launch.hang_watch import in_run
-from phalanx.launch.rank_probe import RankProbe, TimeSpent, collective_calls
+from phalanx.launch import hang_watch
+from phalanx.launch.failure import Failure
+from phalanx.launch.hang_report import CollectiveCall, HangReport, RankStand
+from phalanx.launch.hang_watch import HangWatch, WatchedRank, in_run
+from phalanx.launch.rank_probe import RankProbe, collective_calls
 from phalanx.launch.stack_frames import StackFrame, frames_of_thread, parse_stacks, parse_traceback
 from phalanx.launch.straggler_watch import RankPace, straggler
 
@@ -38,6 +43,9 @@ def stands(rank: int, *calls: CollectiveCall, **how: object) -> RankStand:
     return RankStand(rank=rank, **{"step": 5, "frames": (JOB,), "calls": calls, **how})  # type: ignore[arg-type]
 
 
+EVERY = call(7, ranks=(0, 1, 2))
+
+
 @pytest.mark.parametrize(
     ("those", "blamed", "cause"),
     [
@@ -48,6 +56,16 @@ def stands(rank: int, *calls: CollectiveCall, **how: object) -> RankStand:
         ([stands(0), stands(1)], (0, 1), "blocked"),
         ([waits(0, call(7)), waits(1, call(7))], (0, 1), "link"),
         ([waits(0, call(7)), waits(1, call(7, group="1"), step=4)], (1,), "mismatch"),
+        # 1 has come to what 0 is in, and computes
+        (
+            [
+                waits(0, EVERY),
+                stands(1, replace(EVERY, pending=False)),
+                stands(2, replace(EVERY, number=6, pending=False)),
+            ],
+            (2,),
+            "absent",
+        ),
         # 0 waits for 1 in one group, 1 for 2 in another: 2 is to blame, whom rank 0 does not even know
         (
             [
@@ -91,11 +109,6 @@ def test_replicas_that_step_by_themselves_count_their_ranks_from_0() -> None:
     assert in_run(Plan.parse("dp=4"), 2, told) == told
 
 
-def test_a_stand_goes_through_json() -> None:
-    stand = stands(1, call(6), host="node2", busy=0.5)
-    assert RankStand.from_json(stand.to_json()) == stand
-
-
 def test_stacks_are_those_of_the_main_thread() -> None:
     inner, outer = '  File "/b.py", line 2 in inner\n', '  File "/b.py", line 9 in main\n'
     other = 'Thread 0x01 (most recent call first):\n  File "/a.py", line 1 in other\n\n'
@@ -112,24 +125,26 @@ def test_stacks_are_those_of_the_main_thread() -> None:
 
 def test_a_frame_between_two_lines_stands_in_the_first_of_its_function(monkeypatch: pytest.MonkeyPatch) -> None:
     """What another thread runs may have no line: a thread that looks at it every tenth of a second meets that."""
-    code = test_ranges.__code__
+    code = test_who_is_to_blame.__code__
     frame = SimpleNamespace(f_code=code, f_lineno=None, f_back=None)
     monkeypatch.setattr(sys, "_current_frames", lambda: {7: frame})
     (found,) = frames_of_thread(7)
-    assert (found.line, found.function) == (code.co_firstlineno, "test_ranges")
+    assert (found.line, found.function) == (code.co_firstlineno, "test_who_is_to_blame")
     assert not RankStand(rank=0, frames=(found,)).waits
 
 
 @pytest.mark.parametrize("collects", [True, False])
-def test_a_thread_that_has_ended_stands_nowhere_and_garbage_is_collected_as_before(collects: bool) -> None:
-    here = threading.get_ident()
-    had = gc.isenabled()
+def test_a_look_collects_no_garbage(collects: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Finalizers would let the thread that is looked at run on: until Python 3.11 the look then read freed memory."""
+    here, had = threading.get_ident(), gc.isenabled()
+    frames, meanwhile = sys._current_frames, list[bool]()
+    monkeypatch.setattr(sys, "_current_frames", lambda: (meanwhile.append(gc.isenabled()), frames())[1])
     try:
         (gc.enable if collects else gc.disable)()
         assert frames_of_thread(-1) == ()
+        assert frames_of_thread(here)
         assert gc.isenabled() == collects
-        assert frames_of_thread(here)[0].function == "frames_of_thread"
-        assert gc.isenabled() == collects
+        assert meanwhile == [False, False]
     finally:
         (gc.enable if had else gc.disable)()
 
@@ -149,10 +164,6 @@ def test_a_look_that_fails_is_not_the_last(monkeypatch: pytest.MonkeyPatch) -> N
     thread.start()
     thread.join(30)
     assert len(looks) == 3
-
-
-def test_ranges() -> None:
-    assert ranges([3, 0, 1, 2, 6]) == "0-3, 6"
 
 
 def pace(rank: int, computes: float, waits: float, *, loads: float = 0.0, queues: float = 0.0) -> RankPace:
@@ -176,10 +187,6 @@ def test_a_straggler_is_slower_than_its_peers_by_a_half(paces: list[RankPace], r
     if found:
         assert words in str(found.to_dict()["message"])
         assert "host node2" in str(found.to_dict()["message"])
-
-
-def test_time_spent_counts_looks() -> None:
-    assert TimeSpent(1, 2, 3, 0.5, 0.6).looks == 6
 
 
 ENTRY = {
@@ -209,3 +216,150 @@ def test_an_exchange_that_torch_tells_otherwise_ends_no_probe(odd: object, monke
     monkeypatch.setitem(sys.modules, "torch._C._distributed_c10d", recorder)
     (known,) = collective_calls()
     assert (known.number, known.what, known.pending) == (7, "all_reduce of float 3", True)
+
+
+TIMEOUT = 0.2
+ENDED = -1  # in place of a step
+PID, CHILD = 1 << 22, (1 << 22) + 1  # above any number that the kernel gives
+SILENT: Any = SimpleNamespace(answer=lambda since: (0, ()), read=lambda: (None, None))
+
+
+class Clock:
+    """Goes on by what is slept: a test that something else holds up sees no time pass meanwhile."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+@pytest.fixture(autouse=True)
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    made = Clock()
+    monkeypatch.setattr(hang_watch, "time", made)
+    return made
+
+
+def asked(steps: Callable[[int], list[int | None]], clock: Clock, monkeypatch: pytest.MonkeyPatch) -> int:
+    """How often ranks were asked, of which ``steps`` says at each look in which step they are."""
+    times, looks = list[float](), 0
+    monkeypatch.setattr(HangWatch, "_ask", lambda self, ranks: times.append(clock.now))
+
+    def ranks() -> dict[int, WatchedRank]:
+        files = lambda step: None if step == ENDED else SILENT  # noqa: E731
+        return {rank: WatchedRank(PID, step, files(step)) for rank, step in enumerate(steps(looks))}
+
+    watch = HangWatch(ranks, TIMEOUT)
+    until = clock.now + 2 * TIMEOUT
+    while clock.now < until:
+        watch.look()
+        looks += 1
+        clock.sleep(0.01)
+    return len(times)
+
+
+def test_a_server_without_steps_has_nobody_asked(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert asked(lambda looks: [looks, looks // 2, None], clock, monkeypatch) == 0
+
+
+def test_all_are_asked_where_a_rank_never_begins(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert asked(lambda looks: [0, 0, None], clock, monkeypatch) > 0
+    assert asked(lambda looks: [None, None, None], clock, monkeypatch) > 0
+    assert asked(lambda looks: [ENDED, ENDED, None], clock, monkeypatch) > 0
+
+
+class Processes:
+    """What the kernel tells of a rank and a process that it has started: both sleep and never compute."""
+
+    def __init__(self, root: Path, clock: Clock) -> None:
+        self.root, self.moved, self.clock = root, 0, clock
+        for pid in (PID, CHILD):
+            (root / f"{pid}/task/{pid}").mkdir(parents=True)
+            self.be(pid, "S")
+        (root / f"{PID}/task/{PID}/children").write_text(f"{CHILD} ")
+
+    def be(self, pid: int, state: str) -> None:
+        for folder in (self.root / f"{pid}", self.root / f"{pid}/task/{pid}"):
+            (folder / "stat").write_text(f"{pid} (a (b) c) {state} {' '.join(['0'] * 20)}")
+
+    def move(self, pid: int, size: int, how: str) -> None:
+        self.moved += size
+        (self.root / f"{pid}/io").write_text(f"syscr: {self.moved}\n{how}: {self.moved}\n")
+
+
+@pytest.fixture
+def processes(tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> Processes:
+    monkeypatch.setattr(hang_watch, "_PROC", tmp_path)
+    monkeypatch.setattr(hang_watch, "_LATER", 0.1)
+    return Processes(tmp_path, clock)
+
+
+def looked_at(processes: Processes, between: Callable[[], None] = lambda: None) -> Failure | None:
+    """What comes of a rank that stays in its step for three timeouts."""
+    watch = HangWatch(lambda: {0: WatchedRank(PID, 3, SILENT)}, TIMEOUT)
+    clock = processes.clock
+    until = clock.now + 3 * TIMEOUT
+    while clock.now < until:
+        if failure := watch.look():
+            return failure
+        between()
+        clock.sleep(0.01)
+    return None
+
+
+def test_who_sleeps_is_blocked(processes: Processes) -> None:
+    failure = looked_at(processes)
+    assert failure is not None
+    assert failure.hang is not None
+    assert failure.hang["cause"] in ("blocked", "silent")
+
+
+@pytest.mark.parametrize(
+    ("milliseconds", "idle_since"),
+    [
+        ([0, 0, 0, 0], 0.0),
+        ([10, 10, 10, 10], 0.0),
+        ([10, 20, 10, 20], 0.0),  # of half a second: what it takes to write down where it stands, in ticks of 10 ms
+        ([20, 20, 10, 0], 1.0),
+        ([20, 20, 20, 20], 2.0),
+        ([0, 60, 0, 0], 1.0),
+    ],
+)
+def test_what_counts_as_computing(milliseconds: list[int], idle_since: float, processes: Processes) -> None:
+    progress = hang_watch._RankProgress.begun(PID, 3, 0.0)
+    for looks in range(4):
+        ticks = sum(milliseconds[: looks + 1]) // 10
+        (processes.root / f"{PID}/stat").write_text(f"{PID} (a) S {'0 ' * 10}{ticks} 0 {'0 ' * 10}")
+        progress.look(0.5 * (looks + 1))
+    assert progress.idle_since == idle_since
+
+
+def test_who_has_given_up_and_saves_stood_where_it_did_before() -> None:
+    stack: list[StackFrame] = []
+    answers: Any = SimpleNamespace(answer=lambda since: (9, tuple(stack)), read=lambda: (None, None))
+    watched = {0: WatchedRank(PID, 3, answers)}
+    watch = HangWatch(lambda: watched, TIMEOUT)
+    for files in (["/home/me/train.py"], ["/x/phalanx/checkpoint/survivor.py", "/x/phalanx/train/survivor_save.py"]):
+        stack[:] = [StackFrame(file, 7, "wait") for file in files]
+        watch._ask(watched)
+        assert watch._report is not None
+        assert [frame.file for frame in watch._report.first.frames] == ["/home/me/train.py"]
+
+
+@pytest.mark.parametrize("pid", [PID, CHILD])
+def test_who_waits_for_a_disk_goes_on(processes: Processes, pid: int) -> None:
+    processes.be(pid, "D")
+    assert looked_at(processes) is None
+
+
+@pytest.mark.parametrize(("pid", "how"), [(PID, "rchar"), (PID, "wchar"), (PID, "read_bytes"), (CHILD, "write_bytes")])
+def test_who_reads_or_writes_goes_on(processes: Processes, pid: int, how: str) -> None:
+    assert looked_at(processes, lambda: processes.move(pid, 1 << 20, how)) is None
+
+
+def test_what_a_worker_writes_down_of_itself_does_not_count(processes: Processes) -> None:
+    assert looked_at(processes, lambda: processes.move(PID, 1 << 10, "wchar")) is not None

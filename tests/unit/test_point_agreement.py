@@ -1,21 +1,31 @@
-"""Ranks that are asked at different moments, and at different paces, do what was asked at the same point."""
+"""Ranks meet at their start, and do what was asked at different moments at the same point."""
 
 from __future__ import annotations
 
+import os
 import random
+import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
-from torch.distributed import HashStore, PrefixStore, Store  # pyright: ignore[reportPrivateImportUsage]
+from torch.distributed import (  # pyright: ignore[reportPrivateImportUsage]
+    HashStore,
+    PrefixStore,
+    Store,
+    TCPStore,  # pyright: ignore[reportPrivateImportUsage]
+)
 
 import phalanx as px
-from phalanx.comm import Place, PointAgreement
+from phalanx.comm import Place, PointAgreement, meet, roll_call
 from phalanx.comm import point_agreement as module
-from phalanx.comm.roll_call import LOST
+from phalanx.comm.roll_call import LOST, meet_all
+from phalanx.errors import RunError
 from phalanx.train.interruptions import Interruptions
 
 
@@ -75,8 +85,7 @@ class Rank:
                     return
 
 
-@pytest.mark.parametrize("seed", range(6))
-@pytest.mark.parametrize("size", [2, 5])
+@pytest.mark.parametrize(("seed", "size"), [(0, 2), (1, 5), (2, 5), (3, 2)])
 def test_all_stop_at_the_same_point_however_fast_they_are(seed: int, size: int, store: Store) -> None:
     generator = random.Random(seed)
     asking = generator.randrange(size)
@@ -125,11 +134,9 @@ def test_who_has_passed_all_points_holds_nobody(first: int, store: Store) -> Non
     def late(rank: int) -> Callable[[], None]:
         def run() -> None:
             with PointAgreement(PrefixStore("test", store), rank, 2, lambda: [15, 0]) as agreement:
-                began = time.monotonic()
                 time.sleep(0.1)  # it has asked
                 assert [agreement.pass_point() for _ in range(3)] == [None] * 3  # the point after is nobody's
                 agreement.close(finished=True)
-                assert time.monotonic() - began < 2
 
         return run
 
@@ -138,18 +145,16 @@ def test_who_has_passed_all_points_holds_nobody(first: int, store: Store) -> Non
 
 @pytest.mark.parametrize("known", [True, False])
 @pytest.mark.parametrize("rank", [0, 1])
-def test_who_does_not_answer_holds_nobody_for_long(
+def test_who_does_not_answer_holds_nobody(
     rank: int, known: bool, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One that is gone, which the launcher may know, or stopped: the others go on, and find that in their exchanges."""
-    monkeypatch.setattr(module, "_PATIENCE", 30.0 if known else 0.2)
+    monkeypatch.setattr(module, "_PATIENCE", 600.0 if known else 0.2)
     if known:
         store.set(LOST, "1")
     with PointAgreement(PrefixStore("test", store), rank, 2, lambda: [15, 0]) as agreement:
         time.sleep(0.1)
-        began = time.monotonic()
         assert agreement.pass_point() is None
-        assert time.monotonic() - began < 5
 
 
 def test_who_is_let_go_and_who_decides_late_go_on_alike(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -169,7 +174,7 @@ def test_who_is_let_go_and_who_decides_late_go_on_alike(store: Store, monkeypatc
 @pytest.mark.parametrize(("plan", "at"), [("dp=2", 1), ("dp=2 sync=local every=4", 4)])
 def test_a_save_by_the_clock_is_of_a_step_after_which_replicas_are_equal(plan: str, at: int, tmp_path: Path) -> None:
     store, saved = HashStore(), list[tuple[int, int]]()
-    run = px.RunSpec(job="small", plan=px.Plan.parse(plan), folder=tmp_path, checkpoint_every="1s")
+    run = px.RunSpec(job="small", plan=px.Plan.parse(plan), folder=tmp_path, checkpoint_every="0.05s")
     made = threading.Barrier(2)
 
     def rank(number: int) -> Callable[[], None]:
@@ -190,3 +195,162 @@ def test_a_save_by_the_clock_is_of_a_step_after_which_replicas_are_equal(plan: s
     (step,) = {step for _, step in saved}
     assert len(saved) == 2
     assert step % at == 0
+
+
+@pytest.fixture
+def meeting(monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setattr(roll_call, "_SAYS", 0.1)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        return f"127.0.0.1:{free.getsockname()[1]}"
+
+
+@pytest.fixture
+def _own_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Time that passes only as somebody waits: how long that was does not depend on when this process had a core."""
+    now = [100.0]
+
+    def sleep(seconds: float) -> None:
+        now[0] += seconds
+
+    monkeypatch.setattr(roll_call, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=sleep))
+
+
+def place(rank: int, meeting: str, *, agent: bool = False, timeout: float = 1.0) -> Place:
+    return Place(rank=rank, world_size=3, store="env://", meeting=meeting, timeout=timeout, agent=agent)
+
+
+@pytest.mark.usefixtures("_own_time")
+def test_rank_0_names_the_ranks_that_do_not_come(meeting: str, capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(RunError, match="rank 0 of 3 has waited 1 s for ranks 1, 2, not yet at"):
+        meet_all(place(0, meeting))
+    said = capfd.readouterr().err
+    assert "rank 0 of 3 waits for ranks 1, 2" in said
+    assert "env -u RANK -u WORLD_SIZE" in said
+
+
+@pytest.mark.parametrize(("agent", "who"), [(False, "rank 0"), (True, "torchrun's agent")])
+def test_others_say_that_nobody_serves_the_store(agent: bool, who: str, meeting: str) -> None:
+    with pytest.raises(RunError, match=f"for {who}, which does not answer at {meeting}") as raised:
+        meet_all(place(1, meeting, agent=agent))
+    assert ("env -u RANK" in str(raised.value)) == (not agent)
+
+
+def test_ranks_that_come_late_are_met(meeting: str) -> None:
+    found: list[object] = []
+    late = [
+        threading.Timer(0.2 * rank, lambda rank=rank: found.append(meet_all(place(rank, meeting, timeout=30.0))))
+        for rank in (1, 2)
+    ]
+    for one in late:
+        one.start()
+    found.append(meet_all(place(0, meeting, timeout=30.0)))
+    for one in late:
+        one.join()
+    assert len(found) == 3
+
+
+def test_a_look_is_late_by_a_tenth_of_what_was_waited(monkeypatch: pytest.MonkeyPatch) -> None:
+    paused: list[float] = []
+    monkeypatch.setattr(roll_call, "time", SimpleNamespace(monotonic=lambda: 100.0, sleep=paused.append))
+    for waited in (0.0, 1.0, 60.0):
+        roll_call._pause(100.0 - waited)
+    roll_call._pause(100.0, least=2.0)  # of very many ranks
+    assert paused == pytest.approx([0.01, 0.1, 0.5, 2.0])
+
+
+@pytest.fixture
+def agent() -> tuple[str, TCPStore]:
+    """A store that outlives those who meet there: where it is, and itself."""
+    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    return f"127.0.0.1:{server.port}", server
+
+
+def meeting_at_once(places: Sequence[Place]) -> dict[int, str]:
+    """What became of each: the first line of what it raised, or nothing."""
+    said: dict[int, str] = {}
+
+    def meets(one: Place) -> None:
+        try:
+            meet_all(one)
+            said[one.rank] = ""
+        except RunError as error:
+            said[one.rank] = str(error).partition("\n")[0]
+
+    threads = [threading.Thread(target=meets, args=(one,)) for one in places]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return said
+
+
+@pytest.mark.usefixtures("meeting")
+def test_who_said_it_was_there_and_was_lost_before_it_was_counted_is_there(agent: tuple[str, TCPStore]) -> None:
+    where, server = agent
+
+    def is_lost() -> None:
+        server.wait(["phalanx/led"])
+        PrefixStore(f"phalanx/start/{server.get('phalanx/led').decode()}", server).set(roll_call._key(1), "its own")
+
+    lost = threading.Thread(target=is_lost)
+    lost.start()
+    others = [place(rank, where, agent=True, timeout=30.0) for rank in (0, 2)]
+    assert meeting_at_once(others) == {0: "", 2: ""}
+    lost.join()
+
+
+@pytest.mark.usefixtures("meeting")
+@pytest.mark.parametrize("there", [(0, 1, 2), (0, 1), (1, 2)], ids=["all had met", "one never came", "none led"])
+def test_who_is_started_again_meets_none_of_those_before(agent: tuple[str, TCPStore], there: tuple[int, ...]) -> None:
+    """Agents do not say which start it is: those of two hosts count differently, each the failures of its own."""
+    where, _ = agent
+    patience = 30.0 if len(there) == 3 else 1.0  # in which nobody else comes
+    said = meeting_at_once([place(rank, where, agent=True, timeout=patience) for rank in there])
+    assert all(bool(one) == (len(there) < 3) for one in said.values())
+    before = dict(roll_call._words)
+    roll_call._words.clear()
+    others = [place(rank, where, agent=True, timeout=30.0) for rank in (0, 1, 2)]
+    first = threading.Timer(0.5, lambda: meet_all(others[0]))  # by then the others have found what stood there before
+    first.start()
+    assert meeting_at_once(others[1:]) == {1: "", 2: ""}
+    first.join()
+    assert len(set(roll_call._words.values())) == 1
+    assert set(before.values()).isdisjoint(roll_call._words.values())
+
+
+def test_many_ranks_look_no_more_than_a_store_answers(
+    agent: tuple[str, TCPStore], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pauses: list[float] = []
+
+    def pause(seconds: float) -> None:
+        pauses.append(seconds)
+        if len(pauses) == 3:
+            raise TimeoutError
+
+    where, server = agent
+    many = replace(place(7, where, agent=True), world_size=131_072, timeout=300.0)
+    monkeypatch.setattr(roll_call.time, "sleep", pause)
+    with pytest.raises(TimeoutError):
+        roll_call._follow(many, server, roll_call._RollCall(many))
+    assert all(131_072 / seconds <= 20_000 for seconds in pauses), pauses
+
+
+@pytest.mark.usefixtures("meeting")
+def test_of_many_ranks_one_looks_for_the_missing(agent: tuple[str, TCPStore], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(roll_call, "_MANY", 2)
+    said = meeting_at_once([place(rank, agent[0], agent=True) for rank in (0, 1)])
+    assert "for rank 2, not yet at" in said[0]
+    assert "for ranks that are not yet at" in said[1]
+
+
+def test_a_forked_process_meets_through_a_connection_of_its_own() -> None:
+    """The one it was forked with is another process's, and may be to a store that is gone since."""
+    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    here = Place(world_size=2, store=f"tcp://127.0.0.1:{server.port}")
+    ours = meet(here)
+    pid = os.fork()
+    if pid == 0:
+        os._exit(0 if meet(here) is not ours else 1)
+    assert os.waitpid(pid, 0)[1] == 0
+    assert meet(here) is ours

@@ -2,21 +2,44 @@
 
 from __future__ import annotations
 
-import dataclasses
+import re
+from fnmatch import fnmatch
 from pathlib import Path
+from typing import Any
 
+import click
 import pytest
 import torch
+from click.testing import CliRunner
 
 from phalanx import checkpoint
+from phalanx.checkpoint.best import BEST
+from phalanx.cli import bench_queue
+from phalanx.cli.settings import Given
+from phalanx.cli.train import command
 from phalanx.config import Plan, RunSpec
+from phalanx.config.run_files import EVENTS, LAUNCH_FILES, RUN_FILES
 from phalanx.errors import SpecError
-from phalanx.launch.runfile import RunFolder, absolute, default_folder
+from phalanx.files import replace_text, single_writer
+from phalanx.launch import run_secret
+from phalanx.launch.runfile import RunFolder, absolute, default_folder, set_aside, settled
+from phalanx.launch.targets import kubernetes, kubernetes_log, ray, ray_actors, ray_code, sagemaker
+from phalanx.launch.targets.launch_folder import CODE_LIST, FOLDER, OUTPUT, TICKET, attached_log
+from phalanx.launch.targets.sagemaker_logs import TrainingLogs
+from phalanx.launch.targets.slurm_script import SCRIPT
+from phalanx.launch.targets.ssh_sending import FolderSnapshot
+from phalanx.placement.survey_file import PLACEMENT
+from phalanx.report.comparison import FORECAST
 
 
-def spec(tmp_path: Path, **changes: object) -> RunSpec:
-    run = RunSpec(job=str(tmp_path / "digits.py"), plan=Plan(dp=2), folder=tmp_path / "runs" / "digits-1")
-    return dataclasses.replace(run, **changes)  # pyright: ignore[reportArgumentType]
+def spec(folder: Path = Path("run"), **changes: Any) -> RunSpec:
+    return RunSpec(**{"job": "digits.py", "plan": Plan(), "folder": folder, **changes})
+
+
+def saved(run: RunSpec, *steps: int) -> None:
+    folder = run.folder / "checkpoints"
+    for step in steps:
+        checkpoint.save(folder, step=step, tensors={"weight": torch.zeros(2)}, state={"step": step}, keep=9)
 
 
 def prepare_run(run: RunSpec, *, given: Path | None = None) -> Path:
@@ -27,94 +50,76 @@ def prepare_run(run: RunSpec, *, given: Path | None = None) -> Path:
     return run.folder / "run.toml"
 
 
-def refusal(run: RunSpec) -> str:
+def refusal(run: RunSpec, given: Path | None = None) -> str:
     with pytest.raises(SpecError) as raised:
-        prepare_run(run)
+        prepare_run(run, given=given)
     (found,) = raised.value.problems
     return str(found)
 
 
-def save(run: RunSpec, step: int) -> None:
-    checkpoint.save(run.folder / "checkpoints", step=step, tensors={"weight": torch.zeros(2)}, state={"step": step})
-
-
-def test_what_was_asked_is_not_written_before_the_run_begins(tmp_path: Path) -> None:
-    run = spec(tmp_path)
+def test_what_was_asked_is_not_written_before_the_run_begins() -> None:
+    run = spec()
     with RunFolder(run) as entered:
         assert not run.folder.exists()
         entered.prepare()
         assert [path.name for path in run.folder.iterdir()] == ["writer.json"]
 
 
-def test_job_is_written_with_its_absolute_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_job_and_folder_are_written_with_their_absolute_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    runfile = prepare_run(spec(tmp_path, job="digits.py:small"))
-    assert RunSpec.from_toml(runfile.read_text()).job == f"{tmp_path}/digits.py:small"
-
-
-def test_folder_is_written_with_its_absolute_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    runfile = prepare_run(spec(tmp_path, folder=Path("runs/here")))
-    assert RunSpec.from_toml(runfile.read_text()).folder == tmp_path / "runs" / "here"
+    run = RunSpec.from_toml(prepare_run(spec(Path("runs/here"), job="digits.py:small")).read_text())
+    assert (run.job, run.folder) == (f"{tmp_path}/digits.py:small", tmp_path / "runs" / "here")
 
 
 def test_the_folders_own_run_file_is_taken_until_something_has_happened(tmp_path: Path) -> None:
-    run = spec(tmp_path)
+    run = spec()
     runfile = prepare_run(run)
     assert prepare_run(run, given=runfile) == runfile
     elsewhere = tmp_path / "run.toml"
     elsewhere.write_text(runfile.read_text())
-    with pytest.raises(SpecError, match="holds a run"):
-        prepare_run(run, given=elsewhere)
+    assert "holds a run" in refusal(run, given=elsewhere)
     (run.folder / "events.jsonl").write_text("{}\n")
-    with pytest.raises(SpecError, match="holds a run"):
-        prepare_run(run, given=runfile)
+    assert "holds a run" in refusal(run, given=runfile)
 
 
-def test_folder_that_holds_a_run(tmp_path: Path) -> None:
-    run = spec(tmp_path)
+def test_folder_that_holds_a_run() -> None:
+    run = spec(Path("digits-1"))
     prepare_run(run)
-    text = refusal(run)
-    assert "without a checkpoint" in text
-    assert "digits-2" in text
-    save(run, 120)
-    text = refusal(run)
-    assert f"holds a run of {tmp_path}/digits.py at step 120" in text
-    assert text.endswith("try: resume=True")
+    assert "digits-2" in refusal(run)
+    saved(run, 120)
+    assert "at step 120" in refusal(run)
+    assert refusal(run).endswith("try: resume=True")
 
 
-def test_resume_takes_the_new_plan(tmp_path: Path) -> None:
-    run = spec(tmp_path)
+def test_resume_takes_the_new_plan() -> None:
+    run = spec()
     prepare_run(run)
-    save(run, 3)
-    again = spec(tmp_path, resume=True, plan=Plan(fsdp=4))
-    prepare_run(again)
-    assert RunSpec.from_toml((run.folder / "run.toml").read_text()) == again
+    saved(run, 3)
+    prepare_run(spec(resume=True, plan=Plan(fsdp=4)))
+    assert RunSpec.from_toml((run.folder / "run.toml").read_text()).plan == Plan(fsdp=4)
 
 
-def test_resume_from_nothing(tmp_path: Path) -> None:
-    run = spec(tmp_path, resume=True)
-    assert "does not exist" in refusal(run)
-    prepare_run(spec(tmp_path))
-    assert "holds no checkpoint" in refusal(run)
+def test_resume_from_nothing() -> None:
+    assert "does not exist" in refusal(spec(resume=True))
+    prepare_run(spec())
+    assert "holds no checkpoint" in refusal(spec(resume=True))
 
 
 @pytest.mark.parametrize("resume", [False, True])
 def test_folder_of_another_job_names_both(resume: bool, tmp_path: Path) -> None:
-    run = spec(tmp_path)
+    run = spec(tmp_path / "run", job=str(tmp_path / "digits.py"))
     prepare_run(run)
-    save(run, 3)
-    text = refusal(spec(tmp_path, job=str(tmp_path / "gpt.py"), resume=resume))
+    saved(run, 3)
+    text = refusal(spec(run.folder, job=str(tmp_path / "gpt.py"), resume=resume))
     assert f"{tmp_path}/digits.py" in text
-    assert f"{tmp_path}/gpt.py" in text
     assert text.endswith('gpt-1"')
     assert RunSpec.from_toml((run.folder / "run.toml").read_text()) == run
 
 
-def test_file_in_place_of_a_folder(tmp_path: Path) -> None:
-    (tmp_path / "taken").touch()
-    assert "which is a file" in refusal(spec(tmp_path, folder=tmp_path / "taken"))
-    assert "Not a directory" in refusal(spec(tmp_path, folder=tmp_path / "taken" / "run"))
+def test_file_in_place_of_a_folder() -> None:
+    Path("taken").touch()
+    assert "which is a file" in refusal(spec(Path("taken")))
+    assert "Not a directory" in refusal(spec(Path("taken/run")))
 
 
 def test_default_folder_is_the_first_free(tmp_path: Path) -> None:
@@ -125,9 +130,210 @@ def test_default_folder_is_the_first_free(tmp_path: Path) -> None:
     assert default_folder("my job/1", tmp_path) == tmp_path / "my-job-1-1"
 
 
-@pytest.mark.parametrize("name", ["output.log", "rank-0.log", "run.toml", "job.sh", "ticket.json"])
+@pytest.mark.parametrize("name", ["rank-0.log", "ticket.json"])
 def test_no_link_is_followed_that_a_launch_would_write_through(tmp_path: Path, name: str) -> None:
-    run = spec(tmp_path)
+    run = spec()
     (run.folder / "launch").mkdir(parents=True)
     (run.folder / "launch" / name).symlink_to(tmp_path / "nowhere")
     assert f"launch/{name}, which is a symbolic link" in refusal(run)
+
+
+@pytest.mark.parametrize(
+    ("given", "steps", "seconds"),
+    [(500, 500, 0.0), (0, 0, 0.0), ("90s", 0, 90.0), ("15m", 0, 900.0), ("2h", 0, 7200.0), ("1.5m", 0, 90.0)],
+)
+def test_checkpoints_come_by_steps_or_by_time(given: int | str, steps: int, seconds: float) -> None:
+    run = spec(checkpoint_every=given)
+    assert (run.save_steps, run.save_seconds) == (steps, seconds)
+    assert RunSpec.from_toml(run.to_toml()) == run
+
+
+def test_by_default_they_come_every_15_minutes() -> None:
+    assert spec().save_seconds == 900
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        *({"checkpoint_every": given} for given in (-1, True, 1.5, "15", "0m", "m", "15 minutes", "-3s")),
+        *({"grace": given} for given in (-1, float("inf"), "30", True)),
+        *({"restarts": given} for given in (-1, 1.5, None)),
+        *({"keep_every": given} for given in (0, "10")),
+        *({"resume": given} for given in ("yes", 1, None)),
+        *({"from_step": 4, "resume": resume} for resume in (False, "auto")),
+        {"from_step": -1, "resume": True},
+    ],
+)
+def test_what_cannot_be_is_named(wrong: dict[str, Any]) -> None:
+    with pytest.raises(SpecError) as raised:
+        spec(**wrong)
+    assert [problem.where for problem in raised.value.problems] == [f"run.{next(iter(wrong))}"]
+
+
+def told(*argv: str) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+
+    def settle(job: str, **options: Any) -> None:
+        kept = {name for one in command.params if (name := one.name) not in ("launcher", "tensorboard")}
+        given = Given.of(job, {name: options[name] for name in kept - {"job", "quiet", "explain", "as_json"}})
+        found.update(resume=given.resume, from_step=given.from_step, **given.values)
+
+    tried = type(command)("train", callback=settle, params=command.params)
+    result = CliRunner().invoke(tried, argv, standalone_mode=False)
+    if result.exception:
+        raise result.exception
+    return found
+
+
+@pytest.mark.parametrize(
+    ("argv", "resume", "step"),
+    [
+        (["--run", "r", "job.py"], False, None),
+        (["--run", "r", "--resume", "job.py"], True, None),
+        (["job.py", "--run", "r", "--resume"], True, None),
+        (["job.py", "--run", "r", "--resume", "--steps", "3"], True, None),
+        (["job.py", "--run", "r", "--resume", "auto"], "auto", None),
+        (["job.py", "--run", "r", "--from", "120"], True, 120),
+    ],
+)
+def test_resume_stands_by_itself_or_is_auto(argv: list[str], resume: bool | str, step: int | None) -> None:
+    found = told(*argv)
+    assert (found["resume"], found["from_step"]) == (resume, step)
+
+
+def test_the_time_between_checkpoints_is_taken_as_it_is_written() -> None:
+    assert told("job.py", "--checkpoint-every", "15m")["checkpoint_every"] == "15m"
+    assert told("job.py", "--checkpoint-every", "500")["checkpoint_every"] == 500
+
+
+def test_what_does_not_go_together_is_refused() -> None:
+    for argv in (["--resume", "auto"], ["--from", "3"], ["--run", "r", "--resume", "auto", "--from", "3"]):
+        with pytest.raises(SpecError):
+            told("job.py", *argv)
+    with pytest.raises(click.UsageError):
+        told("job.py", "--run", "r", "--resume=maybe")
+
+
+def test_auto_goes_on_or_begins_and_never_takes_another_jobs_folder(tmp_path: Path) -> None:
+    run = spec(tmp_path / "run", resume="auto")
+    prepare_run(run)
+    assert settled(run).resume is False
+    (run.folder / "events.jsonl").write_text("{}\n")
+    prepare_run(run)  # what was begun and not saved begins anew
+    saved(run, 4)
+    prepare_run(run)
+    assert settled(run).resume is True
+    with pytest.raises(SpecError, match="holds a run of"):
+        prepare_run(RunSpec(job="other.py", plan=Plan(), folder=run.folder, resume="auto"))
+
+
+@pytest.mark.parametrize("resume", [True, "auto"])
+def test_a_run_whose_checkpoints_are_all_damaged_does_not_begin_anew(resume: bool | str, tmp_path: Path) -> None:
+    run = spec(tmp_path / "run", resume=resume)
+    prepare_run(spec(run.folder))
+    saved(run, 2, 4)
+    for step in (2, 4):
+        (run.folder / "checkpoints" / f"step-0000000{step}" / "rank-00000.safetensors").write_bytes(b"")
+    with pytest.raises(SpecError, match=r"04 is damaged: .*; step-00000002 is damaged: ") as refused:
+        prepare_run(run)
+    assert refused.value.problems[0].fix == f'folder="{tmp_path / "run-1"}"'
+    assert settled(run).resume is True  # workers that are started again name them, too
+
+
+def test_a_checkpoint_that_a_crash_moved_aside_is_gone_on_from(tmp_path: Path) -> None:
+    run = spec(tmp_path / "run", resume="auto")
+    prepare_run(run)
+    saved(run, 2, 4)
+    newest = run.folder / "checkpoints" / "step-00000004"
+    newest.rename(newest.with_name(".step-00000004.old"))
+    prepare_run(run)
+    assert checkpoint.latest(newest.parent) == newest
+
+
+def test_who_goes_on_from_an_earlier_step_gives_later_ones_up(tmp_path: Path) -> None:
+    run = spec(tmp_path / "run", resume=True, from_step=4)
+    saved(run, 2, 4, 6, 8)
+    set_aside(run)
+    folder = run.folder / "checkpoints"
+    assert sorted(path.name for path in folder.glob("step-*")) == ["step-00000002", "step-00000004"]
+    assert sorted(path.name for path in (folder / "set-aside-1").iterdir()) == ["step-00000006", "step-00000008"]
+    newest = checkpoint.latest(folder)
+    assert newest is not None
+    assert newest.name == "step-00000004"
+    set_aside(run)
+    saved(run, 6)
+    set_aside(run)
+    assert [path.name for path in (folder / "set-aside-2").iterdir()] == ["step-00000006"]
+
+
+@pytest.mark.parametrize("begun", [False, True])
+def test_a_run_that_is_refused_before_it_begins_has_set_nothing_aside(begun: bool, tmp_path: Path) -> None:
+    prepare_run(spec(tmp_path / "run"))
+    run = spec(tmp_path / "run", resume=True, from_step=2)
+    saved(run, 2, 4, 6)
+    with RunFolder(run) as entered:
+        assert entered.prepare().from_step is None
+        assert checkpoint.latest(run.folder / "checkpoints") == run.folder / "checkpoints" / "step-00000002"
+        if begun:
+            replace_text(run.folder / "run.toml", absolute(run).to_toml())
+    there = sorted(path.name for path in (run.folder / "checkpoints").iterdir())
+    refused, went_on = ["step-00000002", "step-00000004", "step-00000006"], ["set-aside-1", "step-00000002"]
+    assert there == (went_on if begun else refused)
+
+
+def test_a_step_of_which_there_is_no_checkpoint_is_told_which_there_are(tmp_path: Path) -> None:
+    run = spec(tmp_path / "run", resume=True, from_step=3)
+    saved(run, 2, 4)
+    with pytest.raises(SpecError, match=r"run\.from_step: given 3, .*; allowed: one of 2, 4\n    try: "):
+        set_aside(run)
+
+
+def test_a_step_whose_checkpoint_is_damaged_is_not_gone_on_from(tmp_path: Path) -> None:
+    """It was named: another is not taken in its place, and nothing is set aside for it."""
+    run = spec(tmp_path / "run", resume=True, from_step=4)
+    saved(run, 2, 4, 6)
+    flip(run.folder / "checkpoints" / "step-00000004")
+    with pytest.raises(SpecError, match=r"given 4, whose checkpoint is damaged: .*\n    try: resume=True, from_step=6"):
+        set_aside(run)
+    assert not list((run.folder / "checkpoints").glob("set-aside-*"))
+
+
+def flip(path: Path) -> None:
+    """Change one bit of the tensors of a checkpoint."""
+    (file,) = path.glob("*.safetensors")
+    content = bytearray(file.read_bytes())
+    content[-2] ^= 1
+    file.write_bytes(content)
+
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "reference" / "run-folder.md"
+NAMES = (BEST, PLACEMENT, FORECAST, EVENTS, FOLDER, single_writer.NAME, run_secret._NAME)  # pyright: ignore
+LOGS = TrainingLogs(None, "digits-1", Path())  # pyright: ignore  (asks nothing for its names)
+OF_LAUNCH = (
+    *(SCRIPT, CODE_LIST, "slurm-7.out", bench_queue._JOB_FILE, TICKET),  # pyright: ignore
+    *(kubernetes._MANIFESTS, kubernetes._ASKED, kubernetes_log._TAKEN, OUTPUT),  # pyright: ignore
+    *(ray._REQUEST, ray_code.ARCHIVE, ray_actors.STANDING),  # pyright: ignore
+    *(sagemaker._REQUEST, LOGS.path().name, LOGS.path(3).name, LOGS._tokens_file.name),  # pyright: ignore
+    *(attached_log(Path(), None).name, attached_log(Path(), 3).name),
+)
+
+
+def test_what_a_run_and_a_launch_write_stands_in_the_tables() -> None:
+    assert {*NAMES} <= {*RUN_FILES}
+    assert [name for name in OF_LAUNCH if not any(fnmatch(name, one) for one in LAUNCH_FILES)] == []
+
+
+def test_the_tree_of_the_page_has_every_name_and_no_other() -> None:
+    tree = PAGE.read_text().partition("```text\n")[2].partition("```")[0]
+    assert sorted(re.findall(r"^  ([\w.-]+)/? ?", tree, re.MULTILINE)) == sorted(RUN_FILES)
+
+
+def test_a_copy_begins_with_what_is_sent_and_with_what_the_user_has_put_there(tmp_path: Path) -> None:
+    run = RunSpec(job="train.py", plan=Plan(), folder=tmp_path / "run", resume=False)
+    for name in [*RUN_FILES, "notes.txt", "plots"]:
+        path = run.folder / name if "." in name else run.folder / name / "file"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("x")
+    sent = {path.partition("/")[0] for path in FolderSnapshot(run).files}
+    expected = {name for name, file in RUN_FILES.items() if file.sent} | {"notes.txt", "plots"}
+    assert sent == expected

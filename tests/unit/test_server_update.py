@@ -2,15 +2,37 @@
 
 from __future__ import annotations
 
+import math
+import random
 import threading
 from collections.abc import Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from phalanx.comm.frames import Frame
 from phalanx.config import Plan
-from phalanx.parallel.parameter_server import Flat, Pushed, Rule, Shard, Update, cut_out, partition, starved
+from phalanx.parallel.parameter_server import (
+    BatchPiece,
+    Flat,
+    Form,
+    FrameKind,
+    Pushed,
+    Report,
+    Rule,
+    Shard,
+    StalenessBound,
+    Update,
+    WorkQueue,
+    cut_out,
+    partition,
+    starved,
+)
+from phalanx.train.parameter_server import requests
+from phalanx.train.parameter_server.requests import RequestHandler
+from phalanx.train.parameter_server.server_group import Patience
 
 
 def weights(**shapes: tuple[int, ...]) -> dict[str, torch.Tensor]:
@@ -168,3 +190,233 @@ def test_going_back_forgets_what_was_on_its_way() -> None:
     with one.values() as (version, flat):
         assert version == 5
         assert torch.equal(flat.named["a"], torch.full((3, 2), 7.0))
+
+
+def report(worker: int, version: int = 0, seconds: float = 1.0) -> Report:
+    return Report(worker=worker, version=version, gradient_sums={"loss": (1.0, 2.0)}, samples=2, seconds=seconds)
+
+
+def dealer(staleness: float = 0, *, parts: int = 2, limit: int = 10, backup: int = 0, after: int = 0) -> WorkQueue:
+    return WorkQueue(
+        lambda step: [2] * parts,
+        first=0,
+        limit=limit,
+        pace=StalenessBound(staleness=staleness, backup=backup, after=after),
+    )
+
+
+def test_the_oldest_step_goes_first_and_none_is_dealt_twice() -> None:
+    books = dealer(1)
+    assert [books.ask(worker) for worker in range(4)] == [
+        BatchPiece(0, 0),
+        BatchPiece(0, 1),
+        BatchPiece(1, 0),
+        BatchPiece(1, 1),
+    ]
+    assert books.ask(4) is None, "step 2 lacks 2 updates"
+
+
+@pytest.mark.parametrize("staleness", [1, math.inf])
+def test_the_first_steps_may_be_synchronous(staleness: float) -> None:
+    books = dealer(staleness, parts=1, after=3)
+    assert [books.ask(0), books.ask(1)] == [BatchPiece(0, 0), None]
+    assert books.put(0, BatchPiece(0, 0), report(0))
+    books.applied(0)
+    assert [books.ask(0), books.ask(1)] == [BatchPiece(1, 0), None]
+    assert books.put(0, BatchPiece(1, 0), report(0, version=1))
+    books.applied(1)
+    assert [books.ask(0), books.ask(1)] == [BatchPiece(2, 0), BatchPiece(3, 0)]
+
+
+def test_no_staleness_is_synchronous() -> None:
+    books = dealer(0)
+    first, second = books.ask(0), books.ask(1)
+    assert first is not None
+    assert second is not None
+    assert books.put(0, first, report(0))
+    assert books.ask(0) is None
+    assert books.ready() is None
+    assert books.put(1, second, report(1))
+    assert books.ready() == 0
+    reports, dropped = books.applied(0)
+    assert ([one.worker for one in reports.values()], dropped, books.version) == ([0, 1], 0, 1)
+    assert books.ask(0) == BatchPiece(1, 0)
+
+
+def test_a_piece_counts_once() -> None:
+    books = dealer(0)
+    piece = books.ask(0)
+    assert piece is not None
+    assert books.put(0, piece, report(0))
+    assert not books.put(1, piece, report(1))
+    assert not books.put(1, BatchPiece(7, 0), report(1)), "of a step that was never opened"
+
+
+def test_a_lost_workers_piece_goes_to_others() -> None:
+    books = dealer(0)
+    books.ask(0)
+    lost = books.ask(1)
+    assert books.ask(2) is None
+    books.leave(1)
+    assert books.ask(2) == lost
+
+
+def test_a_silent_workers_piece_goes_to_others_and_whoever_is_first_counts() -> None:
+    books = dealer(0)
+    books.ask(0)
+    piece = books.ask(1)
+    assert piece is not None
+    books.silent(1)
+    assert books.ask(2) == piece
+    assert books.put(1, piece, report(1))
+    assert not books.put(2, piece, report(2))
+    books.returned(1)
+    assert books.ask(1) is None
+
+
+def test_who_asks_gives_up_what_it_held() -> None:
+    books = dealer(0)
+    first = books.ask(0)
+    assert books.ask(0) == first
+
+
+@pytest.mark.parametrize("staleness", [0, 1, 3])
+def test_no_gradient_lacks_more_updates_than_the_plan_allows(staleness: int) -> None:
+    rng, books, seen = random.Random(staleness), dealer(staleness, parts=3, limit=40), []
+    holding: dict[int, tuple[BatchPiece, int]] = {}
+    while not books.at_rest:
+        worker = rng.randrange(4)
+        if worker in holding:
+            piece, version = holding.pop(worker)
+            books.put(worker, piece, report(worker, version))
+        elif piece := books.ask(worker):
+            holding[worker] = (piece, books.version)
+        while (step := books.ready()) is not None:
+            assert step == books.version, "updates come in the order of steps"
+            reports, _ = books.applied(step)
+            seen += [books.version - 1 - one.version for one in reports.values()]
+    assert len(seen) == 40 * 3
+    assert max(seen) <= staleness
+    assert staleness == 0 or max(seen) > 0
+
+
+def test_without_a_bound_steps_are_applied_as_they_are_complete() -> None:
+    books = dealer(math.inf, parts=1, limit=3)
+    slow, fast = books.ask(0), books.ask(1)
+    assert fast is not None
+    books.put(1, fast, report(1))
+    assert books.ready() == 1
+    books.applied(1)
+    assert (books.floor, books.done, books.version) == (0, {1}, 1)
+    assert books.ask(1) == BatchPiece(2, 0)
+    assert slow is not None
+    books.put(0, slow, report(0))
+    books.applied(0)
+    assert (books.floor, books.done) == (2, set())
+
+
+def test_backup_workers_are_not_waited_for() -> None:
+    books = dealer(0, parts=3, backup=1)
+    pieces = [books.ask(worker) for worker in range(3)]
+    for worker in (0, 2):
+        piece = pieces[worker]
+        assert piece is not None
+        books.put(worker, piece, report(worker))
+    assert books.ready() == 0
+    assert pieces[1] is not None
+    assert not books.put(1, pieces[1], report(1)), "the step is complete"
+    assert books.applied(0)[1] == 1
+
+
+def test_a_short_batch_leaves_pieces_out() -> None:
+    books = WorkQueue(lambda step: (1, 0, 0), first=0, limit=1, pace=StalenessBound(backup=1))
+    piece = books.ask(0)
+    assert piece == BatchPiece(0, 0)
+    assert books.ask(1) is None
+    books.put(0, piece, report(0))
+    assert books.ready() == 0
+
+
+def test_a_limit_lets_what_is_open_drain() -> None:
+    books = dealer(4, parts=1, limit=2)
+    pieces = [books.ask(0), books.ask(1)]
+    assert books.ask(2) is None
+    for worker, piece in enumerate(pieces):
+        assert piece is not None
+        books.put(worker, piece, report(worker))
+        books.applied(piece.step)
+    assert books.at_rest
+    books.limit = 3
+    assert books.ask(2) == BatchPiece(2, 0)
+
+
+def test_going_back_deals_anew_but_for_what_was_done() -> None:
+    books = dealer(math.inf, parts=1, limit=6)
+    for worker in range(4):
+        books.ask(worker)
+    books.restore(1, [2])
+    assert books.version == 2
+    assert [books.ask(worker) for worker in range(3)] == [BatchPiece(1, 0), BatchPiece(3, 0), BatchPiece(4, 0)]
+
+
+DATA = {"length": 64, "order": "", "files": ""}
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    made = SimpleNamespace(now=1000.0)
+    made.monotonic = lambda: made.now
+    monkeypatch.setattr(requests, "time", made)
+    return made
+
+
+def looked(clock: SimpleNamespace, *pauses: float) -> list[str]:
+    """What becomes of a worker that has a piece and is not heard of, by looks after each of these pauses."""
+    queue = WorkQueue(lambda step: [8], first=0, limit=4, pace=StalenessBound())
+    handler = RequestHandler(queue, DATA, Form(), Patience(silent=5.0, pieces=0.0, stuck=60.0), b"")
+    worker: Any = SimpleNamespace(heard=clock.now, close=lambda: None)
+    handler.connected(0, worker, DATA)
+    queue.ask(0)
+    for pause in pauses:
+        clock.now += pause
+        handler.look()
+    return [told["state"] for told in handler.happened]
+
+
+def test_who_is_not_heard_of_is_silent_and_then_lost(clock: SimpleNamespace) -> None:
+    assert looked(clock, *[0.2] * 20) == ["joined"]
+    assert looked(clock, *[0.2] * 30) == ["joined", "silent"]
+    assert looked(clock, *[0.2] * 310) == ["joined", "silent", "lost"]
+
+
+def test_nothing_is_dealt_while_servers_go_back(clock: SimpleNamespace) -> None:
+    queue, dealt = WorkQueue(lambda step: [8], first=0, limit=4, pace=StalenessBound()), list[dict[str, Any]]()
+    handler = RequestHandler(queue, DATA, Form(), Patience(), b"")
+    worker: Any = SimpleNamespace(heard=clock.now, send=lambda kind, meta: dealt.append(meta))
+    handler.connected(0, worker, DATA)
+    handler.restart(1)
+    handler.asked(0, worker, Frame(FrameKind.ASK, {}, 0))
+    handler.answer(0)
+    assert dealt == []
+    handler.turn_to("train", queue)
+    assert [(one["step"], one["part"], one["term"]) for one in dealt] == [(0, 0, 1)]
+
+
+@pytest.mark.parametrize(("term", "counts"), [(0, False), (1, True)])
+def test_a_piece_dealt_before_servers_went_back_is_none(clock: SimpleNamespace, term: int, counts: bool) -> None:
+    queue = WorkQueue(lambda step: [8], first=0, limit=4, pace=StalenessBound())
+    handler = RequestHandler(queue, DATA, Form(), Patience(), b"")
+    worker: Any = SimpleNamespace(heard=clock.now, send=lambda kind, meta: None)
+    handler.connected(0, worker, DATA)
+    handler.restart(1)
+    handler.turn_to("train", queue)
+    queue.ask(0)
+    done = {"step": 0, "part": 0, "term": term, "what": "train", "version": 0, "samples": 8, "seconds": 1.0}
+    handler.asked(0, worker, Frame(FrameKind.ASK, {"done": {**done, "sums": {"loss": [1.0, 8.0]}}}, 0))
+    assert (queue.ready() == 0) is counts
+
+
+def test_after_a_stop_of_its_own_it_reads_first_what_came(clock: SimpleNamespace) -> None:
+    assert looked(clock, 0.2, 100.0) == ["joined"]
+    assert looked(clock, 0.2, 6.0, 0.2) == ["joined", "silent"]
+    assert looked(clock, 6.0, 6.0) == ["joined", "silent"], "one that is always late looks all the same"

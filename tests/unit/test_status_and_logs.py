@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import json
+import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from click.testing import CliRunner, Result
+from torch import nn
+from tqdm import tqdm
 
+import phalanx as px
 from phalanx.cli import main, status
 from phalanx.events import EventLog
 from phalanx.files import Token, release, take
 from phalanx.launch import targets
+from phalanx.launch.worker_process import OutputRelay, leave_warnings_to_rank_0
 from phalanx.report import run_standing
+from phalanx.train.user_traceback import format_for_user, origin, users_frames
 
 pytestmark = pytest.mark.quick
 START: dict[str, Any] = {
@@ -55,9 +63,7 @@ class TestStatus:
         told = json.loads(invoke("status", str(tmp_path), "--json").stdout)
         assert (told["step"], told["steps"], told["plan"]) == (1, 20, "dp=2")
 
-    def test_one_that_stops_as_its_log_is_read_goes_on_or_has_stopped(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_one_that_stops_as_its_log_is_read(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """Not that its log has no end."""
         run_of(tmp_path, step(0))
         read, trained = run_standing._events, [True]
@@ -78,9 +84,7 @@ class TestStatus:
         assert done.exit_code == 0
         assert json.loads(done.stdout)["detail"] == f"it has not begun; phalanx logs {tmp_path}"
 
-    def test_one_that_ends_while_it_is_looked_at_does_not_lack_its_end(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_one_that_ends_while_it_is_looked_at(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         token = take(run_of(tmp_path, step(0)))
 
         def events(folder: Path, own: Any = run_standing._events) -> list[dict[str, Any]]:
@@ -126,9 +130,7 @@ class TestLogs:
         assert invoke("logs", str(tmp_path), "--rank", "1").stdout == "hello\n"
         assert "rank 0 has printed nothing" in invoke("logs", str(tmp_path), "--rank", "0").stderr
 
-    def test_a_file_that_comes_while_it_is_waited_for_is_followed(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_a_file_that_comes_late_is_followed(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """As of pods whose volume is not seen here: first there is neither what they print nor what workers leave."""
         files = [tmp_path / "rank-1.log", tmp_path / "pods-rank-1.log"]
         (run_of(tmp_path) / files[1]).write_text("hello\n")
@@ -141,7 +143,132 @@ class TestLogs:
         assert done.exit_code == 2
         assert "given 7; allowed: 0 to 1" in done.stderr
 
-    def test_a_folder_without_a_run(self, tmp_path: Path) -> None:
-        done = invoke("logs", str(tmp_path))
-        assert done.exit_code == 2
-        assert "in which there is no run" in done.stderr
+
+def printed(rank: int, pieces: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    relay = OutputRelay(rank, "stdout")
+    for piece in pieces:
+        relay.feed(piece.encode())
+    relay.close()
+    return capsys.readouterr().out
+
+
+def test_other_ranks_print_whole_lines(capsys: pytest.CaptureFixture[str]) -> None:
+    assert printed(1, ["one\ntw", "o\nthree"], capsys) == "[rank 1] one\n[rank 1] two\n[rank 1] three\n"
+    assert printed(0, ["one\ntw", "o"], capsys) == "one\ntwo"
+
+
+def test_a_progress_bar_is_drawn_by_rank_0_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    for _ in tqdm(range(3), desc="Loading weights", file=sys.stdout, mininterval=0):
+        pass
+    bar = capsys.readouterr().out
+    assert "100%" in bar
+    assert printed(0, [bar], capsys) == bar
+    assert (
+        printed(1, ["before\n", bar, "\nafter\n"], capsys).replace("[rank 1] \n", "")
+        == "[rank 1] before\n[rank 1] after\n"
+    )
+    assert printed(1, [bar], capsys) == ""
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"total": 3, "desc": "Map", "unit": " examples"},
+        {"desc": "Generating train split", "unit": " examples"},
+        {"desc": "files"},
+        {"total": 3000, "unit": "B", "unit_scale": True},
+    ],
+)
+def test_bars_of_data_sets_are_known_too(how: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+    for _ in tqdm(iter(range(3)), file=sys.stdout, mininterval=0, **how):
+        pass
+    assert printed(1, [capsys.readouterr().out], capsys) in ("", "[rank 1] \n")
+
+
+def test_other_ranks_leave_the_warnings_of_libraries_to_rank_0() -> None:
+    def said(rank: int, module: str) -> int:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.resetwarnings()
+            leave_warnings_to_rank_0(rank)
+            warnings.warn_explicit("tied", UserWarning, "a.py", 1, module=module)
+        return len(caught)
+
+    assert [said(0, "peft.tuners.lora"), said(1, "peft.tuners.lora"), said(1, "mine.model")] == [1, 0, 1]
+
+
+@pytest.mark.parametrize("line", ["50% of | it\n", "a\rb\n", "step 3\rat 5 [1:2]\n", "loss 0.5 | 3/4\n"])
+def test_what_is_no_progress_bar_stays(line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert printed(2, [line], capsys) == f"[rank 2] {line}"
+
+
+class Narrow(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        try:
+            return self.layer(x[:, :3])
+        except RuntimeError as error:
+            raise ValueError("of three columns") from error
+
+
+def test_frames_of_phalanx_and_of_module_calls_are_left_out() -> None:
+    def work() -> None:
+        nn.Sequential(Narrow())(torch.ones(2, 4))
+
+    with pytest.raises(ValueError, match="three columns") as caught:
+        px.build(_job(work), "single")
+    text = format_for_user(caught.value)
+    frames = [line for line in text.splitlines() if line.startswith('  File "')]
+    assert not any("_call_impl" in line or ("/phalanx/" in line and "/tests/" not in line) for line in frames)
+    assert "frames of Phalanx and PyTorch are left out" in text
+    assert "RuntimeError: mat1 and mat2" in text
+    assert text.index("RuntimeError: mat1") < text.index("direct cause") < text.index("ValueError: of three columns")
+    assert "self.layer(x[:, :3])" in text
+    assert users_frames(caught.value)[-1].name == "forward"
+
+
+def _job(work: object) -> px.Job:
+    def model() -> nn.Module:
+        assert callable(work)
+        work()
+        return nn.Linear(1, 1)
+
+    return px.Job(
+        model=model,
+        data=lambda: [(torch.ones(1),)],
+        loss=lambda output, batch: output.mean(),
+        optimizer=lambda params: torch.optim.SGD(params, lr=0.1),
+        batch=1,
+        steps=1,
+    )
+
+
+def test_a_fault_without_a_line_of_the_user_is_whole() -> None:
+    code = compile("def fail():\n    raise RuntimeError('ours')", f"{Path(px.__file__).parent}/train/step.py", "exec")
+    found: dict[str, object] = {}
+    exec(code, found)
+    try:
+        found["fail"]()  # type: ignore[operator]
+    except RuntimeError as error:
+        error.__traceback__ = error.__traceback__ and error.__traceback__.tb_next
+        text = format_for_user(error)
+    assert "left out" not in text
+    assert "train/step.py" in text
+
+
+@pytest.mark.parametrize(
+    ("file", "whose"),
+    [
+        (px.__file__, "phalanx"),
+        (torch.__file__, "torch"),
+        (pytest.__file__, "library"),
+        ("<frozen importlib._bootstrap>", "library"),
+        ("<ipython-input-3-1f2e>", "user"),
+        (f"{Path(px.__file__).parent}/demo/jobs/images.py", "user"),
+        (__file__, "user"),
+    ],
+)
+def test_whose_code_a_file_is(file: str, whose: str) -> None:
+    assert origin(file) == whose
