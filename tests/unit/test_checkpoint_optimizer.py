@@ -258,3 +258,9 @@ class TestRefusals:
         optimizer.state[module[0].bias]["c"] = torch.ones(1)
         with pytest.raises(CheckpointError, match=r"optimizer.a.b.c"):
             checkpoint.optimizer_tensors(optimizer, parameters)
+
+    def test_nothing_saved(self, tmp_path: Path) -> None:
+        module = model()
+        path = checkpoint.save(tmp_path, step=1, tensors=module.state_dict(prefix="model."), state={})
+        with pytest.raises(CheckpointError, match="holds no optimizer state"):
+            restore(path, module, AdamW(module.parameters()))

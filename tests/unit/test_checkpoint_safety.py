@@ -15,6 +15,7 @@ from phalanx import checkpoint
 from phalanx.checkpoint import PartTensor, TensorPart
 from phalanx.checkpoint.folder import name_of
 from phalanx.checkpoint.format import BLOCK, Manifest, not_filled
+from phalanx.checkpoint.reading import fill
 from phalanx.checkpoint.shard_file import ShardFile, write_file
 from phalanx.errors import CheckpointError, DamagedError, RunError
 from phalanx.files import release, take
@@ -241,6 +242,15 @@ class TestFormatOne:
             checkpoint.export(path, tmp_path / "out.safetensors")
         assert not (tmp_path / "out.safetensors").exists()
 
+    def test_is_verified_by_whoever_fills_from_it(self, tmp_path: Path) -> None:
+        path = self.old(tmp_path)
+        manifest, file = Manifest.read(path), path / "rank-00000.safetensors"
+        data = bytearray(file.read_bytes())
+        data[-2] ^= 1
+        file.write_bytes(data)
+        with pytest.raises(DamagedError, match="has changed"):
+            fill(path, manifest, {"model.x": torch.zeros(5)})
+
 
 class TestWhichStay:
     def test_multiples_stay_for_ever(self, tmp_path: Path) -> None:
@@ -317,3 +327,7 @@ class TestResumeNewest:
         shutil.copytree(path, tmp_path / name_of(7))
         assert "it is of step 1" in checkpoint.verify(tmp_path / name_of(7))[0]
         assert Manifest.read(shutil.copytree(path, tmp_path / "best")).step == 1
+
+    def test_nothing_to_resume_from(self, tmp_path: Path) -> None:
+        with pytest.raises(CheckpointError, match=r"no complete checkpoint to resume from\n    try: a new run"):
+            checkpoint.resume_newest(tmp_path, lambda path: None)

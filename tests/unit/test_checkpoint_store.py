@@ -260,6 +260,11 @@ class TestDamage:
         (problem,) = checkpoint.verify(path)
         assert problem.endswith("model.weight: the chunk at [0, 0] has the key 'model.half'")
 
+    def test_no_manifest(self, tmp_path: Path) -> None:
+        path = saved(tmp_path)
+        (path / "manifest.json").unlink()
+        assert checkpoint.verify(path) == [f"{path} is not a complete checkpoint: it has no manifest.json"]
+
 
 class TestFolder:
     def test_keeps_the_newest(self, tmp_path: Path) -> None:
@@ -305,3 +310,8 @@ class TestFolder:
         saved(tmp_path, step=2)
         assert names(tmp_path) == ["step-00000001", "step-00000002"]
         assert checkpoint.verify(path) == []
+
+    def test_later_steps_are_left_alone(self, tmp_path: Path) -> None:
+        for step in (10, 20, 5, 6):
+            saved(tmp_path, step=step, keep=1)
+        assert names(tmp_path) == ["step-00000006", "step-00000020"]

@@ -210,6 +210,12 @@ class TestReading:
             read_ledger(folder)
         assert [path.read_bytes() for path in victim.iterdir()] == [b"mine"]
 
+    def test_a_tail_of_zeros_is_no_record(self, tmp_path: Path) -> None:
+        run(tmp_path, 1, 0, 2)
+        (path,) = tmp_path.iterdir()
+        path.write_bytes(path.read_bytes() + bytes(100))
+        assert list(read_ledger(tmp_path)) == [0, 1]
+
 
 class TestOfAHost:
     """Ranks of a host share a file, where a run has many."""

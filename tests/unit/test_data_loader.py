@@ -140,6 +140,10 @@ class TestSteps:
             with pytest.raises(SpecError, match=told):
                 Loader(data, a_job(), Lane(), micro=None)
 
+    def test_iterating_again_starts_again(self) -> None:
+        loader = Loader(a_table(20), a_job(), Lane(), micro=None, first_step=1)
+        assert flat(loader) == flat(loader)
+
 
 class TestFetching:
     def test_table_gives_what_collating_rows_gives(self) -> None:
@@ -197,6 +201,10 @@ class TestTable:
             Table(a=[1, 2], b=torch.tensor(3))  # pyright: ignore[reportArgumentType]
         assert [problem.where for problem in caught.value.problems] == ["Table.a", "Table.b"]
 
+    def test_with_torchs_own_loader(self) -> None:
+        loader = torch.utils.data.DataLoader(a_table(4), batch_size=2, collate_fn=Table.collate)
+        assert [batch["id"].tolist() for batch in loader] == [[0, 1], [2, 3]]
+
 
 class TestRandomness:
     def test_a_sample_is_augmented_alike_on_any_parts_and_after_a_resume(self) -> None:
@@ -243,6 +251,11 @@ class TestRandomness:
         seeds = [EpochSeeds.of(seed, epoch).seed(k) for seed in (0, 1) for epoch in (0, 1) for k in range(500)]
         assert len({seed & 0xFFFFFFFF for seed in seeds}) == 2000
         assert 0.48 < sum(seed.bit_count() for seed in seeds) / (64 * 2000) < 0.52
+
+    def test_the_seed_changes_it(self) -> None:
+        one = drawn(Loader(Augmented(8), a_job(seed=0), Lane(), micro=None))
+        two = drawn(Loader(Augmented(8), a_job(seed=1), Lane(), micro=None))
+        assert not set(one.values()) & set(two.values())
 
 
 class TestWorkers:
