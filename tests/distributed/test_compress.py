@@ -208,35 +208,6 @@ class TestRefusals:
         fit("dp=2 compress=int8", tmp_path / "fixed", **how)
 
 
-def known(place: Place, report: Any) -> dict[str, float]:
-    """Programs of which everybody knows what they send."""
-    torch.set_num_threads(1)
-    found: dict[str, float] = {}
-    with default_process_group(place, torch.device("cpu")):
-        from torch.distributed.fsdp import fully_shard
-        from torch.nn.parallel import DistributedDataParallel
-
-        x = torch.ones(2, 64)
-        replica = DistributedDataParallel(nn.Linear(64, 64, bias=False))
-        sharded = fully_shard(nn.Linear(64, 64, bias=False), reshard_after_forward=True)
-        for name, module in (("ddp", replica), ("fsdp", sharded)):
-            for _ in range(3):  # DDP makes its buckets anew after the first step
-                with Sent() as sent:
-                    module(x).sum().backward()
-            found[name] = sent.total
-        with Sent() as sent:
-            going, coming = ([2, 3], [2, 2]) if place.rank == 0 else ([2, 2], [3, 2])
-            dist.all_to_all_single(torch.empty(sum(coming)), torch.ones(sum(going)), coming, going)
-        found["exchange"] = sent.total
-        with Sent() as sent:
-            if place.rank == 0:
-                dist.send(torch.ones(10), 1)
-            else:
-                dist.recv(torch.ones(10), 0)
-        found["message"] = sent.total
-    return found
-
-
 class Heavy(nn.Module):
     """Seven layers of 4.8 MiB, of which five fill a bucket."""
 
@@ -263,14 +234,6 @@ def scattered(place: Place, report: Any) -> list[tuple[int, int]]:
 
 
 class TestBytes:
-    def test_counter_sees_what_known_programs_send(self) -> None:
-        first, second = launch(known, 2)
-        weights = 64 * 64 * 4
-        assert first["ddp"] == second["ddp"] == weights  # 2 (n - 1) / n
-        assert first["fsdp"] == second["fsdp"] == 3 * weights / 2  # gathered twice, scattered once
-        assert (first["exchange"], second["exchange"]) == (3 * 4, 2 * 4)
-        assert (first["message"], second["message"]) == (40, 0)
-
     @pytest.mark.parametrize(
         "text",
         [

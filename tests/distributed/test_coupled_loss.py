@@ -357,7 +357,7 @@ def test_evaluation_compares_whole_batches_under_every_plan(tmp_path: Path) -> N
 
 
 def test_a_loss_that_reads_similarities_of_a_micro_batch_is_refused(tmp_path: Path) -> None:
-    given = job(model=ModelOutputTowers, loss=lambda output, batch: of_logits(output.similarity, batch))
+    given = job(model=ModelOutputTowers, loss=lambda output, batch: of_logits(output.scale * output.similarity, batch))
     with pytest.raises(RefusedError, match=r"compares samples in its forward|differs in its shape"):
         fit(given, "dp=2", tmp_path / "run")
 

@@ -172,13 +172,13 @@ TRAINING = (
     Mutation(
         "adapters: they are converted before they are merged",
         "train/adapters.py",
-        '''    if form.content == "adapter":
+        """    if form.content == "adapter":
         _refuse_more_than_adapters(model, path)
-    else:''',
-        '''    model = model if form.dtype is None else model.to(form.dtype)
+    else:""",
+        """    model = model if form.dtype is None else model.to(form.dtype)
     if form.content == "adapter":
         _refuse_more_than_adapters(model, path)
-    else:''',
+    else:""",
         ("test distributed/test_adapter_export.py before_it_is_converted",),
     ),
 )
