@@ -171,7 +171,7 @@ def same(given: px.Job, plan: str, folder: Path, tolerance: float = 1e-5) -> px.
     "plan",
     [
         "micro=3",
-        "dp=3 micro=2",
+        "dp=3 micro=3",
         "fsdp=2 zero=1 micro=2",
         *longer(
             "threads=3",
