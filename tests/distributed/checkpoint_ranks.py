@@ -1,4 +1,4 @@
-"""Forked ranks for the checkpoint tests, and the layouts that hold one set of tensors in different shards."""
+"""Forked ranks for the checkpoint tests, and a model in shards."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from phalanx.comm import Place, default_process_group
 
@@ -90,25 +90,11 @@ def model() -> nn.Module:
     return nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Tanh(), nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 1))
 
 
-def laid_out(layout: str) -> tuple[nn.Module, dict[str, Tensor]]:
-    """The model under ``layout`` in this rank's group, and by name the tensors that an optimizer steps."""
+def sharded() -> tuple[nn.Module, dict[str, Tensor]]:
+    """The model in torch's shards over this rank's group, and its parameters by name."""
     module = model()
-    if layout == "fsdp":
-        fully_shard(module, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
-    elif layout == "hsdp":
-        fully_shard(
-            module, mesh=init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("dp", "fsdp"))
-        )
-    parameters: dict[str, Tensor] = dict(module.named_parameters())
-    if layout == "zero":
-        parameters = {name: row_view(tensor) for name, tensor in parameters.items()}
-    elif layout == "replicated":
-        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-        parameters = {
-            name: DTensor.from_local(tensor.detach(), mesh, [Replicate()], run_check=False)
-            for name, tensor in parameters.items()
-        }
-    return module, parameters
+    fully_shard(module, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    return module, dict(module.named_parameters())
 
 
 def row_view(whole: Tensor, mesh: DeviceMesh | None = None) -> DTensor:

@@ -31,6 +31,21 @@ class Net(nn.Module):
         return self.head(x)
 
 
+class Normal(nn.Module):
+    """Batch normalisation inside blocks and after them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Sequential(nn.Linear(9, 9), nn.BatchNorm1d(9)) for _ in range(2)])
+        self.last = nn.BatchNorm1d(9)
+        self.head = nn.Linear(9, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.relu(layer(x))
+        return self.head(self.last(x))
+
+
 class OfOutput(MicroBatchWork):
     """A step's work with a loss that depends on the output alone."""
 

@@ -6,17 +6,17 @@ import math
 import os
 import shutil
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from small import Net, job, table
-from test_buffers import Normal
+from small import Net, Normal, fit, job, table
 from torch import nn
 
 import phalanx as px
+from longer import longer
 from phalanx.comm import Counterparts, Place, default_process_group, place_within
 from phalanx.config import Plan
 from phalanx.config.sync import within
@@ -33,38 +33,33 @@ def sgd(params: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(params, lr=0.1)
 
 
-def fit(plan: str, folder: Path, *, resume: bool = False, checkpoint_every: int = 0, **how: Any) -> px.Run:
-    """Train the small job under ``plan`` in ``folder``."""
-    run = px.RunSpec(
-        job="small",
-        plan=Plan.parse(plan),
-        folder=folder,
-        resume=resume,
-        checkpoint_every=checkpoint_every,
-        forecast="none",
-    )
-    return px.fit(job(**how), run=run)
-
-
 def short(steps: int, **how: Any) -> dict[str, Any]:
     return {"epochs": None, "steps": steps, **how}
 
 
-def stepped(plan: str, steps: int, look: Callable[[Assembly], Any], **how: Any) -> list[Any]:
-    """What ``look`` finds on each rank after so many of a job's eight steps."""
+def looked(plan: str, steps: Collection[int], look: Callable[[Assembly], Any], **how: Any) -> list[list[Any]]:
+    """What ``look`` finds after each of these numbers of a job's eight steps: for each rank, in the order of steps."""
     chosen = Plan.parse(plan)
 
-    def work(place: Place, report: Any) -> Any:
+    def work(place: Place, report: Any) -> list[Any]:
         torch.set_num_threads(1)
+        found: list[Any] = []
         with default_process_group(place_within(chosen, place), CPU):
             assembly = build(job(**short(8, **how)), chosen, place, CPU)
             for batch in assembly.loader:
                 assembly.step(batch)
-                if batch.step + 1 == steps:
-                    break
-            return look(assembly)
+                if batch.step + 1 in steps:
+                    found.append(look(assembly))
+                if batch.step + 1 == max(steps):
+                    return found
+        raise AssertionError("no such step")
 
     return launch(work, chosen.world_size)
+
+
+def stepped(plan: str, steps: int, look: Callable[[Assembly], Any], **how: Any) -> list[Any]:
+    """What ``look`` finds on each rank after so many of a job's eight steps."""
+    return [found for (found,) in looked(plan, [steps], look, **how)]
 
 
 def values(assembly: Assembly) -> dict[str, list[float]]:
@@ -92,40 +87,36 @@ class TestPlaces:
         assert place_within(plan, place) is place
 
     def test_values_of_every_rank_come_in_rank_order(self) -> None:
-        plan = Plan.parse("pp=2 dp=2 fsdp=2 sync=local every=4")
+        plan = Plan.parse("pp=2 dp=2 sync=local every=4")
 
         def work(place: Place, report: Any) -> Any:
             with default_process_group(place_within(plan, place), CPU):
                 across = Counterparts(plan, place)
                 same = torch.full((3,), float(place.rank))
                 across.sum(same)
-                mine = [across.named(rank) for rank in range(4)]
+                mine = [across.named(rank) for rank in range(2)]
                 return across.from_every_rank(place.rank), same.tolist(), mine
 
-        found = launch(work, 8)
-        assert [everyone for everyone, _, _ in found] == [list(range(8))] * 8
-        # rank = 4 pp + 2 dp + fsdp: counterparts are two ranks apart
-        assert [sums[0] for _, sums, _ in found] == [2.0, 4.0, 2.0, 4.0, 10.0, 12.0, 10.0, 12.0]
-        assert found[0][2] == [0, 1, 4, 5]
-        assert found[2][2] == [2, 3, 6, 7]
+        found = launch(work, 4)
+        assert [everyone for everyone, _, _ in found] == [list(range(4))] * 4
+        assert [sums[0] for _, sums, _ in found] == [1.0, 1.0, 5.0, 5.0]  # rank = 2 pp + dp
+        assert found[0][2] == [0, 2]
+        assert found[1][2] == [1, 3]
 
 
 class TestAveraging:
     def test_replicas_part_and_come_together_with_the_same_bits(self) -> None:
-        one, two, three = stepped("dp=3 sync=local every=4", 4, values)
+        (one, later), (two, later_two), (three, later_three) = looked("dp=3 sync=local every=4", (4, 5), values)
         assert one == two == three
-        one, two, three = stepped("dp=3 sync=local every=4", 5, values)
-        assert one != two
-        assert two != three
+        assert later != later_two != later_three
 
     def test_every_replica_weighs_what_its_losses_counted(self) -> None:
         """A share of 12 samples and one of 4: with plain SGD one averaged step is that of the whole batch."""
         how: dict[str, Any] = {"optimizer": sgd, "batch": 16}
         (alone,) = stepped("single", 3, values, **how)
-        for plan in ("dp=2 shares=3,1 sync=local every=1", "dp=2 shares=3,1 sync=diloco outer=sgd every=1"):
-            for found in stepped(plan, 3, values, **how):
-                for name, expected in alone.items():
-                    assert found[name] == pytest.approx(expected, abs=1e-6)
+        for found in stepped("dp=2 shares=3,1 sync=diloco outer=sgd every=1", 3, values, **how):
+            for name, expected in alone.items():
+                assert found[name] == pytest.approx(expected, abs=1e-6)
 
     def test_a_replica_without_a_sample_in_a_short_last_batch_waits(self, tmp_path: Path) -> None:
         # 33 samples in batches of 32: the second replica has none of the last one
@@ -162,7 +153,7 @@ class TestAveraging:
             halves = [(a + b) / 2 for a, b in zip(left, right, strict=True)]
             assert mean == pytest.approx(halves, rel=1e-6)
 
-    @pytest.mark.parametrize("codec", ["fp16", "bf16", "int8", "topk:0.2"])
+    @pytest.mark.parametrize("codec", ["topk:0.2", *longer("fp16", "bf16", "int8")])
     def test_less_is_sent_and_the_last_averaging_is_whole(self, codec: str, tmp_path: Path) -> None:
         run = fit(f"dp=2 sync=local every=3 compress={codec}", tmp_path / "run", **short(7))
         whole = fit("dp=2 sync=local every=3", tmp_path / "whole", **short(7))
@@ -203,9 +194,7 @@ class TestOuterStep:
         # Outer: momentum m = 4, w = 0 - 0.5 (4 + 0.5 * 4) = -3. Two steps later 4 lower again:
         # m = 0.5 * 4 + 4 = 6, w = -3 - 0.5 (4 + 0.5 * 6) = -6.5.
         plan = "dp=2 sync=diloco every=2 outer_lr=0.5 outer_momentum=0.5"
-        assert stepped(plan, 2, weight, **how) == [-3.0, -3.0]
-        assert stepped(plan, 3, weight, **how) == [-4.0, -6.0]
-        assert stepped(plan, 4, weight, **how) == [-6.5, -6.5]
+        assert looked(plan, (2, 3, 4), weight, **how) == [[-3.0, -4.0, -6.5], [-3.0, -6.0, -6.5]]
         # Without momentum: w = -0.5 * 4 = -2, then -4. As local averages: -4, then -8.
         assert stepped("dp=2 sync=diloco every=2 outer=sgd outer_lr=0.5", 4, weight, **how) == [-4.0, -4.0]
         assert stepped("dp=2 sync=local every=2", 4, weight, **how) == [-8.0, -8.0]
@@ -237,9 +226,8 @@ class TestFragments:
             "optimizer": lambda params: torch.optim.SGD(params, lr=1.0),
             "data": lambda: table(64),
         }
-        for steps in range(1, 9):
-            for found in stepped("dp=2 sync=local every=6 fragments=2", steps, values, **how):
-                assert found == {"w.0": [-steps] * 2, "w.1": [-steps] * 2}
+        for each in looked("dp=2 sync=local every=6 fragments=2", range(1, 9), values, **how):
+            assert each == [{"w.0": [-steps] * 2, "w.1": [-steps] * 2} for steps in range(1, 9)]
 
     def test_more_than_the_model_has_parameters_are_refused(self, tmp_path: Path) -> None:
         with pytest.raises(RefusedError, match="fragments=9 for 8 parameters") as caught:
@@ -248,7 +236,9 @@ class TestFragments:
 
 
 class TestEvaluation:
-    @pytest.mark.parametrize("plan", ["dp=2 sync=diloco every=5", "dp=2 fsdp=2 sync=local every=4 fragments=2"])
+    @pytest.mark.parametrize(
+        "plan", ["dp=2 fsdp=2 sync=local every=4 fragments=2", *longer("dp=2 sync=diloco every=5")]
+    )
     def test_it_is_of_the_average_and_changes_nothing(self, plan: str, tmp_path: Path) -> None:
         how = short(7, evaluate=lambda: table(35, seed=1))
         looked = fit(plan, tmp_path / "looked", **how, evaluate_every=1)
@@ -256,18 +246,10 @@ class TestEvaluation:
         assert looked.losses == not_looked.losses
         evaluations = list(looked.events("evaluate"))
         assert [one["samples"] for one in evaluations] == [35] * 7
-        assert not_looked.evaluation is not None
-        assert evaluations[-1]["loss"] == not_looked.evaluation["loss"]
-
-    def test_an_average_is_what_averaging_now_would_give(self, tmp_path: Path) -> None:
-        how = {"evaluate": lambda: table(35, seed=1)}
-        looked = fit("dp=2 sync=local every=100", tmp_path / "looked", **short(7, **how), evaluate_every=3)
-        ended = fit("dp=2 sync=local every=100", tmp_path / "ended", **short(3, **how))
-        assert ended.evaluation is not None
-        assert next(iter(looked.events("evaluate")))["loss"] == pytest.approx(ended.evaluation["loss"], rel=1e-6)
-
-
-PLANS = ["dp=2 sync=diloco every=3", "dp=2 fsdp=2 sync=diloco every=4 fragments=2", "dp=2 sync=local every=3 after=2"]
+        ended = fit(plan, tmp_path / "ended", **{**how, "steps": 3})
+        for run, step, tolerance in ((not_looked, 7, 1e-12), (ended, 3, 1e-6)):
+            assert run.evaluation is not None
+            assert evaluations[step - 1]["loss"] == pytest.approx(run.evaluation["loss"], rel=tolerance)
 
 
 @pytest.fixture(scope="module")
@@ -278,7 +260,14 @@ def evaluated(tmp_path_factory: pytest.TempPathFactory) -> px.Run:
 
 
 class TestCheckpoints:
-    @pytest.mark.parametrize("plan", [*PLANS, "dp=2 sync=local every=3 compress=int8"])
+    @pytest.mark.parametrize(
+        "plan",
+        [
+            "dp=2 fsdp=2 sync=diloco every=4 fragments=2",
+            "dp=2 sync=local every=3 after=2",
+            *longer("dp=2 sync=diloco every=3", "dp=2 sync=local every=3 compress=int8"),
+        ],
+    )
     def test_a_resumed_run_is_the_uninterrupted_one(self, plan: str, tmp_path: Path) -> None:
         how = {"model": Normal, "drop_last": True} if "fsdp" not in plan else {}
         whole = fit(plan, tmp_path / "whole", checkpoint_every=5, **short(10, **how))
@@ -287,7 +276,7 @@ class TestCheckpoints:
         assert half.losses == whole.losses
         assert [one["loss"] for one in half.events("sync")][-2:] == [one["loss"] for one in whole.events("sync")][-2:]
 
-    @pytest.mark.parametrize("other", ["single", "fsdp=2", "dp=2", "dp=2 sync=diloco", "pp=2 dp=2 sync=local every=2"])
+    @pytest.mark.parametrize("other", ["pp=2 dp=2 sync=local every=2", *longer("single", "fsdp=2", "dp=2 sync=diloco")])
     def test_any_plan_goes_on_from_one(self, other: str, evaluated: px.Run, tmp_path: Path) -> None:
         how = {"evaluate": lambda: table(35, seed=1)}
         first = evaluated
@@ -299,8 +288,8 @@ class TestCheckpoints:
         assert len(fit(other, tmp_path / "run", resume=True, **short(6, **how)).losses) == 6
 
     def test_replicas_begin_from_the_checkpoint_of_another_plan(self, tmp_path: Path) -> None:
-        fit("fsdp=2", tmp_path / "run", **short(3))
-        run = fit("dp=3 sync=diloco every=2", tmp_path / "run", resume=True, **short(7))
+        fit("single", tmp_path / "run", **short(3))
+        run = fit("dp=2 sync=diloco every=2", tmp_path / "run", resume=True, **short(7))
         assert [step for step, _ in syncs(run)] == [4, 6, 7]
 
     def test_the_outer_momentum_goes_on_under_other_shards(self, tmp_path: Path) -> None:
@@ -336,7 +325,9 @@ class TestRuns:
         assert [event["loss"] for event in run.events("sync")] == pytest.approx(alone, rel=1e-6)
         assert run.losses != pytest.approx(alone, rel=1e-6)
 
-    @pytest.mark.parametrize("plan", ["dp=2 pp=2 micro=4 sync=diloco every=2", "dp=2 fsdp=2 zero=1 sync=local every=2"])
+    @pytest.mark.parametrize(
+        "plan", ["dp=2 pp=2 micro=4 sync=diloco every=2", *longer("dp=2 fsdp=2 zero=1 sync=local every=2")]
+    )
     def test_a_replica_may_be_several_ranks(self, plan: str, tmp_path: Path) -> None:
         run = fit(plan, tmp_path / "run", **short(5), checkpoint_every=2)
         assert len(run.losses) == 5

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -11,11 +10,12 @@ import pytest
 import torch
 from click.testing import CliRunner
 from safetensors.torch import load_file
-from small import BATCH, fit, job, table
+from small import BATCH, LENGTH, fit, job, table
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, get_swa_multi_avg_fn
 
 import phalanx as px
+from longer import longer
 from phalanx.cli import main
 from phalanx.errors import RefusedError, SpecError
 from phalanx.train.weight_average import WeightAverage
@@ -25,17 +25,6 @@ from phalanx.verify.witness.initial import initial_model
 STEPS = 8
 EMA = px.Average(decay=0.7)
 MEAN = px.Average(kind="mean", start=2, every=2)
-PLANS = (
-    "single",
-    "dp=2",
-    "threads=2",
-    "fsdp=2",
-    "fsdp=2 zero=1",
-    "fsdp=2 zero=2",
-    "tp=2",
-    "pp=2",
-    "dp=2 offload=optimizer",
-)
 
 
 class Net(nn.Module):
@@ -73,7 +62,7 @@ def averaging(how: px.Average, **more: Any) -> dict[str, Any]:
 
 
 @cache
-def plain(how: px.Average) -> tuple[dict[str, Tensor], dict[int, float]]:
+def plain(how: px.Average, skipped: frozenset[int] = frozenset()) -> tuple[dict[str, Tensor], dict[int, float]]:
     """The averaged weights and buffers after a handwritten loop, and losses of evaluations by steps taken."""
     model, data = _initial(), table()
     function = get_ema_multi_avg_fn(how.factor) if how.kind == "ema" else get_swa_multi_avg_fn()
@@ -82,6 +71,8 @@ def plain(how: px.Average) -> tuple[dict[str, Tensor], dict[int, float]]:
     x, y = (torch.stack([data[at][name] for at in range(len(data))]) for name in ("x", "y"))
     losses: dict[int, float] = {}
     for step in range(STEPS):
+        if step in skipped:
+            continue
         at = step % (len(data) // BATCH) * BATCH
         optimizer.zero_grad()
         nn.functional.cross_entropy(model(x[at : at + BATCH]), y[at : at + BATCH]).backward()
@@ -121,16 +112,27 @@ def assert_averaged(run: px.Run, how: px.Average) -> None:
     assert told == pytest.approx({step: losses[step] for step in told}, rel=1e-5)
 
 
-@pytest.mark.parametrize("how", [EMA, MEAN], ids=["ema", "mean"])
-@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize(
+    ("plan", "how"),
+    [
+        ("dp=2", MEAN),
+        ("fsdp=2 zero=1", EMA),
+        ("pp=2", EMA),
+        *longer(
+            ("single", MEAN), ("threads=2", MEAN), ("fsdp=2", EMA), ("tp=2", MEAN), ("dp=2 offload=optimizer", EMA)
+        ),
+    ],
+)
 def test_is_that_of_one_device(plan: str, how: px.Average, tmp_path: Path) -> None:
     run = fit(plan, tmp_path / "run", **averaging(how))
     assert_averaged(run, how)
     assert len(run.evaluations()) == STEPS // 2
 
 
-@pytest.mark.parametrize("how", [EMA, MEAN], ids=["ema", "mean"])
-@pytest.mark.parametrize(("first", "then"), [("dp=2", "fsdp=2"), ("tp=2", "pp=2"), ("fsdp=2 zero=1", "single")])
+@pytest.mark.parametrize(
+    ("first", "then", "how"),
+    [("tp=2", "fsdp=2", MEAN), *longer(("dp=2", "pp=2", EMA), ("fsdp=2 zero=1", "single", EMA))],
+)
 def test_goes_on_under_another_plan(first: str, then: str, how: px.Average, tmp_path: Path) -> None:
     fit(first, tmp_path / "run", **averaging(how, steps=5))
     assert_averaged(fit(then, tmp_path / "run", resume=True, **averaging(how)), how)
@@ -155,7 +157,7 @@ def test_in_a_loop_of_ones_own() -> None:
     assert all(torch.equal(tensor, before[name]) for name, tensor in module.state_dict().items())
 
 
-@pytest.mark.parametrize("plan", ["single", "fsdp=2", "fsdp=2 zero=1", "threads=2"])
+@pytest.mark.parametrize("plan", ["fsdp=2", *longer("single", "fsdp=2 zero=1", "threads=2")])
 def test_changes_nothing_of_the_training(plan: str, tmp_path: Path) -> None:
     without = fit(plan, tmp_path / "without", **averaging(EMA, average=None))
     beside = fit(plan, tmp_path / "beside", **averaging(px.Average(decay=0.7, evaluate=False)))
@@ -168,37 +170,23 @@ def test_changes_nothing_of_the_training(plan: str, tmp_path: Path) -> None:
     assert_averaged(used, EMA)
 
 
-@pytest.mark.parametrize("plan", ["single", "dp=2"])
+@pytest.mark.parametrize("plan", ["dp=2", *longer("single")])
 def test_a_step_that_is_skipped_is_not_averaged(plan: str, tmp_path: Path) -> None:
-    data = table()
-    x, y = (torch.stack([data[at][name] for at in range(len(data))]) for name in ("x", "y"))
-    spoilt = px.Table(x=x, y=y, bad=torch.arange(len(data)) == 40)  # in each second of three steps
+    spoilt = px.Table(**table().columns, bad=torch.arange(LENGTH) == 40)  # in each second of three steps
 
     def loss(output: Tensor, batch: dict[str, Tensor]) -> px.Loss:
         total, count = px.cross_entropy(output, batch["y"])
         return px.Loss(total * torch.where(batch["bad"].any(), torch.nan, 1.0), count)
 
-    sgd: Callable[[Any], Any] = lambda params: torch.optim.SGD(params, lr=0.3)  # noqa: E731
-    how = {"data": lambda: spoilt, "loss": loss, "optimizer": sgd, "average": EMA}
-    given = job(**how, steps=STEPS, epochs=None, shuffle=False, drop_last=True, inputs=lambda batch: batch["x"])
-    spec = px.RunSpec(
-        job="skips", plan=px.Plan.parse(plan), folder=tmp_path / "run", forecast="none", on_nonfinite="skip"
-    )
-    run = px.fit(given, run=spec)
-    with torch.random.fork_rng():
-        samples.seed_everything(samples.stream_seed(0, 0))
-        model = initial_model(given)
-    averaged, optimizer = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.7)), sgd(model.parameters())
-    for step in range(STEPS):
-        if step % 3 != 1:
-            at = step % 3 * BATCH
-            optimizer.zero_grad()
-            nn.functional.cross_entropy(model(x[at : at + BATCH]), y[at : at + BATCH]).backward()
-            optimizer.step()
-            averaged.update_parameters(model)
+    how: dict[str, Any] = {"data": lambda: spoilt, "loss": loss, "inputs": lambda batch: batch["x"]}
+    settings: dict[str, Any] = {"folder": tmp_path / "run", "forecast": "none", "on_nonfinite": "skip"}
+    given = job(**averaging(EMA, evaluate=None, evaluate_every=0, **how))
+    run = px.fit(given, run=px.RunSpec(job="skips", plan=px.Plan.parse(plan), **settings))
     assert [event["step"] for event in run.events("step") if event["skipped"]] == [1, 4, 7]
-    for name, tensor in averaged.module.state_dict().items():
-        torch.testing.assert_close(run.state_dict(averaged=True)[name], tensor)
+    expected, _ = plain(EMA, frozenset({1, 4, 7}))
+    found = run.state_dict(averaged=True)
+    for name, tensor in expected.items():
+        torch.testing.assert_close(found[name], tensor, rtol=1e-4, atol=1e-5)
 
 
 class TestResult:
@@ -231,11 +219,11 @@ class TestResult:
             run.model,
             lambda averaged: run.save_pretrained(tmp_path / "no", averaged=averaged),
         ):
-            with pytest.raises(SpecError, match=r"averaged: given .* holds no averaged weights"):
+            with pytest.raises(SpecError, match=r"averaged: given"):
                 ask(averaged=True)
         done = CliRunner().invoke(main, ["export", str(run.folder), str(tmp_path / "out"), "--averaged"])
         assert done.exit_code == 2
-        assert "holds no averaged weights" in done.stderr
+        assert "--averaged" in done.stderr
         assert not list(tmp_path.glob("*out*"))
         said = [event["message"] for event in run.events("warning")]
         due = "the first is due after step 100"
@@ -253,46 +241,37 @@ class TestResult:
 class TestRefused:
     """What makes no sense."""
 
-    @pytest.mark.parametrize("plan", ["dp=2 server=1", "dp=2 sync=local every=2", "dp=2 sync=diloco every=2"])
+    @pytest.mark.parametrize("plan", ["dp=2 server=1", "dp=2 sync=local every=2"])
     def test_plans_without_weights_of_a_step(self, plan: str, tmp_path: Path) -> None:
         with pytest.raises(RefusedError, match=r"plan\.(server|sync): given .*average=px\.Average"):
             fit(plan, tmp_path / "run", **averaging(EMA, batch_statistics="micro"))
         assert not (tmp_path / "run").exists()
 
     @pytest.mark.parametrize(
-        ("given", "said"),
+        ("given", "field"),
         [
-            ({"decay": 0.0}, r"average\.decay: given 0\.0; allowed: a number between 0 and 1"),
-            ({"decay": 1}, r"average\.decay"),
-            ({"decay": "0.9"}, r"average\.decay"),
-            ({"kind": "mean", "decay": 0.9}, r"average\.decay: given 0\.9; allowed: only with kind=ema"),
-            ({"kind": "swa"}, r"average\.kind: given 'swa'; allowed: ema, mean"),
-            ({"start": -1}, r"average\.start: given -1"),
-            ({"every": 0}, r"average\.every: given 0"),
-            ({"every": True}, r"average\.every: given True"),
-            ({"evaluate": "yes"}, r"average\.evaluate: given 'yes'"),
+            ({"decay": 0.0}, "decay"),
+            ({"decay": 1}, "decay"),
+            ({"decay": "0.9"}, "decay"),
+            ({"kind": "mean", "decay": 0.9}, "decay"),
+            ({"kind": "swa"}, "kind"),
+            ({"start": -1}, "start"),
+            ({"every": 0}, "every"),
+            ({"every": True}, "every"),
+            ({"evaluate": "yes"}, "evaluate"),
         ],
     )
-    def test_values(self, given: dict[str, Any], said: str) -> None:
-        with pytest.raises(SpecError, match=said):
+    def test_values(self, given: dict[str, Any], field: str) -> None:
+        with pytest.raises(SpecError, match=rf"average\.{field}: given"):
             px.Average(**given)
 
     def test_what_is_no_average(self) -> None:
-        with pytest.raises(SpecError, match=r"job\.average: given 0\.999; allowed: a px\.Average, or None"):
+        with pytest.raises(SpecError, match=r"job\.average: given 0\.999"):
             job(average=0.999)
 
 
-@pytest.mark.parametrize("how", [EMA, MEAN], ids=["ema", "mean"])
-def test_a_proof_evaluates_it(how: px.Average, monkeypatch: pytest.MonkeyPatch) -> None:
-    proof = px.prove(job(**averaging(how)), "fsdp=2", steps=STEPS)
-    assert proof.equal, proof
-    monkeypatch.setattr(WeightAverage, "stepped", lambda self, step: None)
-    assert not px.prove(job(**averaging(how)), "fsdp=2", steps=STEPS).equal
-
-
-@pytest.mark.parametrize("how", [EMA, MEAN], ids=["ema", "mean"])
-def test_a_proof_compares_it_where_nothing_is_evaluated(how: px.Average, monkeypatch: pytest.MonkeyPatch) -> None:
-    given = job(**averaging(how, evaluate=None, evaluate_every=0))
+def test_a_proof_compares_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = job(**averaging(MEAN, evaluate=None, evaluate_every=0))
     proof = px.prove(given, "fsdp=2", steps=STEPS)
     assert proof.equal, proof
     trained = sum(one.requires_grad for one in Net().parameters())

@@ -13,19 +13,9 @@ from torch import nn
 from torch.optim import SGD
 
 import phalanx as px
-from phalanx.errors import PhalanxError
+from longer import longer
+from phalanx.errors import PhalanxError, SpecError
 
-PLANS = (
-    "single micro=5",
-    "dp=2",
-    "threads=2",
-    "fsdp=2",
-    "fsdp=2 zero=1",
-    "fsdp=2 zero=2",
-    "fsdp=2 zero=3 offload=optimizer",
-    "tp=2",
-    "pp=2 micro=8",
-)
 STEPS = 6
 
 
@@ -118,12 +108,18 @@ def same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> N
         )
 
 
-def cases() -> list[tuple[str, str]]:
-    of_servers = [(f"dp=2 server={many}", how) for many in (1, 2) for how in ("norm", "value")]
-    return [*((plan, how) for plan in PLANS for how in CLIPS), *of_servers]
-
-
-@pytest.mark.parametrize(("plan", "how"), cases())
+@pytest.mark.parametrize(
+    ("plan", "how"),
+    [
+        ("single micro=5", "value"),
+        ("fsdp=2 zero=1", "group"),
+        ("tp=2", "inf group"),
+        *longer(
+            *((plan, how) for plan in ("dp=2", "threads=2", "fsdp=2 zero=2") for how in ("value", "inf group")),
+            *((plan, "norm") for plan in ("fsdp=2 zero=3 offload=optimizer", "pp=2 micro=8", "dp=2 server=1")),
+        ),
+    ],
+)
 def test_every_plan_clips_as_torch_does(plan: str, how: str, tmp_path: Path) -> None:
     expected, counts = plain(CLIPS[how])
     assert counts != {0}, "nothing is clipped"
@@ -132,8 +128,7 @@ def test_every_plan_clips_as_torch_does(plan: str, how: str, tmp_path: Path) -> 
 
 @pytest.mark.parametrize(
     ("plan", "how"),
-    [(plan, how) for plan in ("dp=2", "fsdp=2 zero=2", "tp=2", "pp=2 micro=8") for how in CLIPS]
-    + [("dp=2 server=1", "value"), ("single", "value"), ("single precision=fp16", "group")],
+    [("pp=2 micro=8", "inf"), *longer(("tp=2", "group"), ("single precision=fp16", "group"))],
 )
 def test_it_is_proven(plan: str, how: str) -> None:
     one = job(model=model, inputs=lambda batch: batch["x"], optimizer=optimizer, clip=CLIPS[how])
@@ -150,7 +145,7 @@ class Sparse(nn.Module):
         return self.head(self.embedding(tokens).mean(1))
 
 
-@pytest.mark.parametrize("how", CLIPS)
+@pytest.mark.parametrize("how", ["value", "inf group", *longer("norm", "inf", "group")])
 def test_sparse_gradients_are_clipped_as_dense_ones(how: str, tmp_path: Path) -> None:
     def sparse(plan: str, model: Any) -> dict[str, torch.Tensor]:
         given = {"model": model, "inputs": lambda batch: (batch["x"].abs() * 5).long().clamp(max=19)}
@@ -162,32 +157,33 @@ def test_sparse_gradients_are_clipped_as_dense_ones(how: str, tmp_path: Path) ->
         one.embedding.sparse = False
         return one
 
-    expected = sparse("single", dense)
-    same(sparse("single", Sparse), expected)
-    same(sparse("dp=2", Sparse), expected)
+    same(sparse("dp=2", Sparse), sparse("single", dense))
 
 
 @pytest.mark.parametrize(
-    ("given", "words"),
+    ("given", "field"),
     [
-        ({}, "one of the two"),
-        ({"norm": 1.0, "value": 1.0}, "one of the two"),
-        ({"norm": 0.0}, "clip.norm.*a number above 0"),
-        ({"value": math.inf}, "clip.value.*a number above 0"),
-        ({"norm": 1.0, "norm_type": 1.0}, "clip.norm_type.*2, or math.inf"),
-        ({"norm": 1.0, "per": "layer"}, "clip.per.*all, group"),
-        ({"value": 1.0, "per": "group"}, "clip.per.*only with norm"),
+        ({}, "clip"),
+        ({"norm": 1.0, "value": 1.0}, "clip"),
+        ({"norm": 0.0}, "clip.norm"),
+        ({"value": math.inf}, "clip.value"),
+        ({"norm": 1.0, "norm_type": 1.0}, "clip.norm_type"),
+        ({"norm": 1.0, "per": "layer"}, "clip.per"),
+        ({"value": 1.0, "per": "group"}, "clip.per"),
     ],
 )
-def test_a_clip_that_says_nothing_clear_is_an_error(given: dict[str, Any], words: str) -> None:
-    with pytest.raises(PhalanxError, match=f"(?s){words}"):
+def test_a_clip_that_says_nothing_clear_is_an_error(given: dict[str, Any], field: str) -> None:
+    with pytest.raises(SpecError) as caught:
         px.Clip(**given)
+    assert [problem.where for problem in caught.value.problems] == [field]
 
 
-@pytest.mark.parametrize("how", ["inf", "group"])
-def test_servers_refuse_what_they_cannot_add_up(how: str, tmp_path: Path) -> None:
-    with pytest.raises(PhalanxError, match=r"(?s)job\.clip.*plans without"):
-        run("dp=2 server=1", tmp_path / "run", CLIPS[how])
+def test_servers_clip_by_value_and_refuse_what_they_cannot_add_up(tmp_path: Path) -> None:
+    expected, _ = plain(CLIPS["value"])
+    same(run("dp=2 server=2", tmp_path / "run", CLIPS["value"]).state_dict(), expected)
+    for how in ("inf", "group"):
+        with pytest.raises(PhalanxError, match=r"job\.clip"):
+            run("dp=2 server=1", tmp_path / how, CLIPS[how])
 
 
 def test_groups_that_differ_by_stage_are_refused(tmp_path: Path) -> None:
@@ -196,5 +192,5 @@ def test_groups_that_differ_by_stage_are_refused(tmp_path: Path) -> None:
         rest = [one for name, one in params.named() if not name.startswith("head")]
         return SGD([{"params": one} for one in (head, rest) if one], lr=0.1)
 
-    with pytest.raises(PhalanxError, match="another number of parameter groups on each rank"):
+    with pytest.raises(PhalanxError, match="parameter groups"):
         run("pp=2 micro=8", tmp_path / "run", CLIPS["group"], optimizer=other)
