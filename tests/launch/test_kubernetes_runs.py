@@ -317,12 +317,6 @@ class TestStandIn:
         assert cluster.restarts() == (0, 0)
         assert run.said(0) == "of 2, start 0, with 1\n"
 
-    def test_the_end_of_its_time_is_the_end(self, cluster: Cluster, tmp_path: Path) -> None:
-        run = Pods(tmp_path, time="12h")
-        run.begun()
-        cluster.expire(run.ticket["jobset"])
-        assert "FailJobSetFailurePolicyAction" in run.wait("stopped").detail
-
     def test_a_run_that_is_asked_to_stop_saves_and_is_gone(self, cluster: Cluster, tmp_path: Path) -> None:
         run = Pods(tmp_path)
         run.begun()
@@ -360,13 +354,6 @@ class TestStandIn:
         assert not given.run.folder.exists()
         assert cluster.objects("configmaps") == []
 
-    def test_what_would_be_refused_is_asked_without_handing_it_over(self, cluster: Cluster, tmp_path: Path) -> None:
-        target = KubernetesTarget("")
-        assert target.why_not(target.prepare(submission(tmp_path))) == ""
-        assert cluster.objects(JOBSETS) == []
-        wrong = submission(tmp_path, context="nowhere")
-        assert "does not exist" in target.why_not(target.prepare(wrong))
-
     def test_a_launch_that_is_interrupted_leaves_nothing(
         self, cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -380,17 +367,6 @@ class TestStandIn:
             target.submit(target.prepare(given))
         assert cluster.objects(JOBSETS) == cluster.objects("configmaps") == []
         assert not given.run.folder.exists()
-
-    def test_what_the_volume_has_goes_before_what_pods_say(self, cluster: Cluster, tmp_path: Path) -> None:
-        run = Pods(tmp_path)
-        run.begun()
-        for rank in range(2):
-            (run.folder / "launch" / f"rank-{rank}.log").write_text(f"of rank {rank}\n")
-        assert run.said(1) == "of rank 1\n"
-        run.target.stop(run.ticket, run.folder)
-        run.wait("stopped")
-        (run.folder / "launch" / "output.log").unlink()
-        assert run.said() == "of rank 0\nof rank 1\n", "of pods that are gone the volume tells"
 
 
 class TestKubectl:
@@ -431,10 +407,3 @@ class TestKubectl:
         assert target.standing(ticket, folder) == Standing(state="running", detail="2 pods still to end")
         server.objects.clear()
         assert target.standing(ticket, folder).state == "stopped"
-
-    def test_a_cluster_without_the_kind_is_told_of(self, server: ApiServer, tmp_path: Path) -> None:
-        target, given = KubernetesTarget(""), submission(tmp_path, kind="trainjob")
-        with pytest.raises(RunError, match=r'no matches for kind "TrainJob"[\s\S]*try: .*JobSet is installed'):
-            target.submit(target.prepare(given))
-        assert not server.objects
-        assert not given.run.folder.exists()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -167,7 +167,15 @@ def test_all_problems_are_reported_together(tmp_path: Path, name: str, options: 
 @pytest.mark.parametrize(
     "text",
     [
-        *("slurm:gpu", "kubernetes:gpu", "sagemaker:here", "ray://head", "ray:head", "ray://:10001", "ray:http://head:1"),
+        *(
+            "slurm:gpu",
+            "kubernetes:gpu",
+            "sagemaker:here",
+            "ray://head",
+            "ray:head",
+            "ray://:10001",
+            "ray:http://head:1",
+        ),
         *("ray://head:port", "ray://head:10001/x", "ray:a b", "shh:hosts.toml"),
     ],
 )
@@ -202,10 +210,9 @@ DAMAGE: dict[str, list[dict[str, Any]]] = {
 
 
 @pytest.fixture(autouse=True)
-def _no_engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _no_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let a test that asks an engine by mistake fail at once."""
     monkeypatch.setenv("PATH", "/nowhere")
-    yield
 
 
 @pytest.mark.parametrize("name", DAMAGE)
@@ -230,9 +237,14 @@ def test_a_damaged_ticket_is_one_clear_error(tmp_path: Path, name: str, text: st
     path = tmp_path / "run" / "launch" / "ticket.json"
     path.parent.mkdir(parents=True)
     path.write_text(text.replace("TO", name))
-    with pytest.raises(SpecError) as caught:
+
+    def ask() -> None:
         target, ticket = ticket_of(tmp_path / "run")
-        target.standing(ticket, tmp_path / "run")  # type: ignore[attr-defined]
+        assert isinstance(target, QueueTarget)
+        target.standing(ticket, tmp_path / "run")
+
+    with pytest.raises(SpecError) as caught:
+        ask()
     (problem,) = caught.value.problems
     assert (problem.given, problem.fix) == (f"{path}, which is damaged", f"rm {path}")
 
