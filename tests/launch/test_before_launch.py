@@ -107,11 +107,6 @@ def test_packages_are_those_of_the_interpreter(tmp_path: Path, monkeypatch: pyte
     assert {"torch is not installed", "phalanx is not installed"} <= said
 
 
-def test_the_interpreter_of_an_image_is_not_looked_for_here() -> None:
-    code, answer = check("kubernetes", "--python", "/opt/conda/bin/python")
-    assert (code, answer["findings"]) == (0, [])
-
-
 def test_a_queue_that_does_not_answer_in_time_has_refused_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     target, given = submission("slurm")
     assert isinstance(target, QueueTarget)
@@ -251,13 +246,6 @@ class TestHosts:
             assert "training would fail: 1 thing to put right" in result.stdout
             assert not Path("run").exists()
 
-    def test_what_costs_time_is_a_line(self) -> None:
-        few = StandIn("n2", "prlimit", "--nofile=1000:1000")
-        StandIns.made[:] = [StandIn("n1"), few]
-        result = launch("stand-ins:", "--plan", "dp=2")
-        assert BEGINS in result.stderr
-        assert result.stderr.startswith("note: n2: a process may open 1000 files\n")
-
     def test_a_plan_for_other_devices_is_refused_before_any_is_asked(self) -> None:
         StandIns.made[:] = [StandIn("n1"), StandIn("n2")]
         result = launch("stand-ins:", "--plan", "fsdp=4")
@@ -337,11 +325,6 @@ class TestWithoutAPlan:
         assert result.exit_code == 3
         assert "no Ray cluster to be had at ray://head:10001: connection refused" in result.stderr
         assert "--plan" not in result.stderr
-
-    def test_an_instance_that_there_is_not_is_named(self) -> None:
-        result = launch("sagemaker", "--instance", "ml.g5.3xlarge", *SAGEMAKER)
-        assert result.exit_code == 2
-        assert "ml.g5.3xlarge, which there is not" in result.stderr
 
 
 def test_a_job_that_is_installed_needs_no_file_in_a_volume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -258,13 +258,6 @@ class TestJob:
         assert (code, found(answer)) == (1, [("job", ("n2",), True)])
         assert "ended by signal 9" in answer["findings"][0]["what"]
 
-    def test_another_file_beside_the_job(self, check: Check, job: Path, tmp_path: Path) -> None:
-        (tmp_path / "other.py").write_text(BESIDE + "\n# of last week\n")
-        other = mounted(f"mount --bind {tmp_path / 'other.py'} {job.parent / 'beside.py'}")
-        code, answer = check(StandIn("n1"), StandIn("n2", before=other), StandIn("n3"))
-        assert (code, found(answer)) == (1, [("job", ("n2",), True)])
-        assert "beside.py is not what it is on others" in answer["findings"][0]["what"]
-
 
 def mounted(words: str) -> list[str]:
     """What stands before a command that is to have mounts of its own; skips the test where there can be none."""
@@ -315,10 +308,6 @@ class TestLimits:
 
 
 class TestPlan:
-    def test_that_cannot_serve_the_job(self, check: Check) -> None:
-        code, answer = check(StandIn("n1"), StandIn("n2"), options="--plan tp=2")
-        assert (code, found(answer)) == (1, [("plan", (), True)])
-
     def test_too_little_memory(self, check: Check, tmp_path: Path) -> None:
         fake = tmp_path / "meminfo"
         fake.write_text("MemTotal: 400000 kB\nMemFree: 20000 kB\nMemAvailable: 30000 kB\n")
@@ -412,17 +401,6 @@ class TestSsh:
         assert [host["name"] for host in answer["hosts"]] == ["n0", "n1"]
         assert [host["told"]["address"] for host in answer["hosts"]] == [servers.hosts.address(one) for one in (0, 1)]
         assert len(answer["links"]) == 2
-
-    def test_a_key_that_is_not_known(self, check: Check, servers: SshServers) -> None:
-        known = servers.folder / "known_hosts"
-        text = known.read_text()
-        known.write_text(text.splitlines(keepends=True)[0])
-        try:
-            code, answer = check(options=f"--plan dp=2 --to ssh:{servers.write_hosts((1, 1))}")
-        finally:
-            known.write_text(text)
-        assert (code, found(answer)) == (1, [("host", ("n1",), True)])
-        assert "Host key verification failed" in answer["findings"][0]["what"]
 
 
 class TestQueue:

@@ -148,23 +148,6 @@ def test_nor_on_a_host(tmp_path_factory: pytest.TempPathFactory, number: int) ->
         assert end(number, "--to", f"ssh:{servers.write_hosts((1,))}", "--plan", "dp=1") in (143, -9)
 
 
-def test_a_program_whose_asker_lets_go_ends() -> None:
-    """As where the connection to its host is cut."""
-    reading, writing = os.pipe()
-    boot = started_program.BOOT
-    process = subprocess.Popen([sys.executable, "-c", boot], stdin=reading, stderr=subprocess.DEVNULL)
-    os.close(reading)
-    program = "import time\nopen('begun', 'w').close()\ntime.sleep(1000)"
-    os.write(writing, json.dumps({"program": program}).encode() + b"\n")
-    try:
-        await_file(process, "begun")
-        os.close(writing)
-        assert process.wait(20)
-    finally:
-        process.kill()
-        process.wait()
-
-
 def test_a_program_that_stands_still_as_its_asker_lets_go_clears_away_before_it_ends() -> None:
     reading, writing = os.pipe()
     process = subprocess.Popen([sys.executable, "-c", started_program.BOOT], stdin=reading, stderr=subprocess.DEVNULL)

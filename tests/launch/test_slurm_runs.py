@@ -289,24 +289,6 @@ def test_it_says_what_its_nodes_have() -> None:
     assert offer.memory > 0
 
 
-def test_a_folder_may_have_any_name_and_a_waiting_run_is_stopped(cluster: Cluster, tmp_path: Path) -> None:
-    folder = tmp_path / "a b'c #%d\"e"
-    folder.mkdir()
-    (folder / "fast").touch()
-    run = Handed(submission(folder, nodelist="n1", nodes="1", run={"plan": Plan()}, mem="10M"))
-    run.wait("ended")
-    assert px.load(run.folder).losses == pytest.approx(by_hand_of_own(), rel=1e-5)
-    subprocess.run(["scontrol", "update", "partitionname=cpu", "state=down"], check=True)
-    try:
-        waits = Handed(submission(tmp_path / "waits"))
-        waits.wait("waiting")
-        assert "PENDING" in waits.target.standing(waits.ticket, waits.folder).detail
-        waits.target.stop(waits.ticket, waits.folder)
-        waits.wait("stopped")
-    finally:
-        subprocess.run(["scontrol", "update", "partitionname=cpu", "state=up"], check=True)
-
-
 def told_by(*words: str) -> str:
     return subprocess.run([sys.executable, "-m", "phalanx", *words], capture_output=True, text=True, check=True).stdout
 

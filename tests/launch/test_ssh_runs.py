@@ -26,10 +26,9 @@ from ssh_hosts import SshServers, lacking_for_ssh, ssh_servers
 
 import phalanx as px
 from phalanx.checkpoint import checkpoints, verify
-from phalanx.errors import RunError, SpecError, WorkerError
+from phalanx.errors import RunError, SpecError
 from phalanx.launch import load_job
 from phalanx.launch.host_network import lacking
-from phalanx.launch.targets import ssh_host
 
 
 @pytest.fixture(scope="module")
@@ -162,22 +161,6 @@ def test_a_host_that_is_lost_ends_the_others_and_is_named(tmp_path: Path) -> Non
     assert "newest checkpoint" in err or "no checkpoint yet" in err
 
 
-def test_a_rank_that_does_not_come_is_named_with_where_it_stands(servers: SshServers, tmp_path: Path) -> None:
-    path = write_job(tmp_path)
-    waits = 'if os.environ.get("RANK") == "1" and len(CALLS) > 2:\n        time.sleep(600)\n    CALLS.append(1)'
-    path.write_text("import os\n\nCALLS = []\n" + path.read_text().replace("time.sleep(PAUSE)", waits))
-    spec = px.RunSpec(job=str(path), plan=px.Plan.parse("dp=2"), folder=tmp_path / "run", timeout=8.0, restarts=0)
-    with pytest.raises(WorkerError) as caught:
-        px.fit(load_job(str(path)), run=spec, launcher=f"ssh:{servers.write_hosts((1, 1))}", watch=False)
-    text = str(caught.value)
-    assert caught.value.rank == 1, text
-    assert "did not come to" in text
-    assert "train.py" in text
-    (hang,) = px.load(tmp_path / "run").events("hang")
-    assert hang["ranks"] == [1]
-    await_none_left(tmp_path)
-
-
 @pytest.mark.parametrize(
     ("changed", "said"),
     [
@@ -202,12 +185,6 @@ def test_a_host_that_cannot_be_reached_is_named_at_once(
     assert re.search(rf"host n0 .*{said}.*\nhost n1 .*{said}", text), text
     assert "try: " in text
     assert not (tmp_path / "run").exists()
-
-
-def test_an_interpreter_that_is_not_there_is_told(servers: SshServers, tmp_path: Path) -> None:
-    file = servers.write_hosts((1, 1), python='"/nowhere/python"')
-    with pytest.raises(RunError, match=r"host n0 cannot be used: .*/nowhere/python[\s\S]*python = "):
-        fit(tmp_path, file, "dp=2")
 
 
 def test_a_dry_run_shows_the_commands_and_does_nothing(servers: SshServers, tmp_path: Path) -> None:
@@ -291,17 +268,6 @@ def test_a_run_without_a_shared_disk_is_that_of_one_device(apart: Apart, plan: s
     await_none_left(apart.scratch)
 
 
-def test_a_copy_is_gone_with_the_run_also_where_its_host_is_held_up(
-    apart: Apart, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    begins, text = '"""All of the copy has come to the launcher."""', ssh_host._agent_text().decode()
-    assert begins in text
-    held_up = text.replace(begins, "import time; time.sleep(1.5)").encode()
-    monkeypatch.setattr(ssh_host, "_agent_text", lambda: held_up)
-    fit_apart(apart, "dp=2")
-    assert apart.files(0, "runs") + apart.files(1, "runs") == []
-
-
 def test_a_run_goes_on_under_another_plan_from_what_has_come_here(apart: Apart) -> None:
     fit_apart(apart, "fsdp=2", steps=4, checkpoint_every=2)
     refuse_damage(apart.job / "run", 4)
@@ -351,19 +317,6 @@ def test_stop_brings_the_checkpoint_and_resume_goes_on(apart: Apart) -> None:
     assert px.load(apart.job / "run").losses == pytest.approx(by_hand(60), rel=1e-4)
 
 
-def test_code_is_sent_once_and_again_only_where_it_is_another(apart: Apart) -> None:
-    fit_apart(apart, "dp=2", run="one")
-    (first,) = apart.on(0, f"ls {apart.scratch}/code").split()
-    inode = apart.on(1, f"stat -c %i {apart.scratch}/code/{first}/train.py")
-    fit_apart(apart, "dp=2", run="two")
-    assert apart.on(1, f"stat -c %i {apart.scratch}/code/{first}/train.py") == inode
-    write_job(apart.job, steps=3)
-    (apart.job / ".phalanxignore").write_text("one\ntwo\n")
-    assert len(fit_apart(apart, "dp=2", run="three").losses) == 3
-    assert len(apart.on(0, f"ls {apart.scratch}/code").split()) == 2
-    assert re.search(r"sha256 [0-9a-f]{64}", (apart.job / "three" / "launch" / "code.txt").read_text())
-
-
 def test_check_looks_at_code_that_is_sent_and_leaves_nothing_there(apart: Apart) -> None:
     write_job(apart.job)
     (apart.job / "beside.py").write_text("import not_installed_anywhere\n")
@@ -381,18 +334,6 @@ def test_check_looks_at_code_that_is_sent_and_leaves_nothing_there(apart: Apart)
     assert checked.returncode == 1
     assert [one["what"] for one in json.loads(out)["findings"] if "not_installed_anywhere" in one["what"]]
     assert apart.files(0, ".") + apart.files(1, ".") == []
-
-
-def test_a_scratch_that_cannot_be_is_told_by_the_check_and_by_the_launch(apart: Apart) -> None:
-    write_job(apart.job)
-    file = apart.hosts(scratch='"/etc/hostname/here"')
-    words = ("train.py", "--to", f"ssh:{file}", "--plan", "fsdp=2", "--run", "run")
-    out, _ = phalanx("check", *words, cwd=apart.job).communicate(timeout=120)
-    assert "/etc/hostname cannot be written to" in " ".join(out.split())
-    launch = phalanx("launch", *words, "--no-check", cwd=apart.job)
-    _, err = launch.communicate(timeout=120)
-    assert launch.returncode == 3
-    assert re.search(r"host n[01]: Not a directory: /etc/hostname/here", err), err
 
 
 def test_a_host_that_is_lost_leaves_here_only_what_is_whole(apart: Apart) -> None:
