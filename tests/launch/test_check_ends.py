@@ -88,6 +88,7 @@ def await_gone(pids: list[int], seconds: float = 20.0) -> None:
         time.sleep(0.1)
 
 
+@pytest.mark.realtime("the check gives its hosts, which are programs, real seconds")
 def test_data_that_hang_end_a_check_in_its_time(hanging: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(started_program, "MOST", 24.0)
     monkeypatch.setattr(launch_check, "host_needs", lambda *given: pytest.fail("a forecast takes the data, too"))

@@ -6,7 +6,7 @@ from mutation import Mutation
 
 TABLES, PODS, CODE = "launch/test_target_tables.py", "launch/test_kubernetes.py", "launch/test_code_pack.py"
 HOSTS, OPTIONS = "unit/test_host_findings.py", "unit/test_target_options.py"
-CLUSTER, SECRETS = "unit/test_target_cluster.py", "launch/test_no_secrets.py"
+SECRETS = "launch/test_no_secrets.py"
 TARGETS, CHECKS = "launch/targets", "launch/check_hosts"
 
 LAUNCH = (
@@ -183,7 +183,7 @@ LAUNCH = (
         f"{CHECKS}/device_findings.py",
         "min(left, answer.processes or devices or even)",
         "min(left, devices or answer.processes or even)",
-        (f"test {CLUSTER} fewer_devices",),
+        (f"test {HOSTS} three_good",),
     ),
     Mutation(
         "links: one slow link is the fault of the host that sends",

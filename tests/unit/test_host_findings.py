@@ -150,6 +150,8 @@ TABLE = [
 def test_three_good_hosts() -> None:
     assert findings(surveyed(lambda host: None), NEEDS) == []
     assert workers_of(surveyed(lambda host: None).hosts, NEEDS) == dict.fromkeys(NAMES, 8)
+    told_fewer = [replace(one, processes=2) for one in surveyed(lambda host: None).hosts]
+    assert workers_of(told_fewer, NEEDS) == dict.fromkeys(NAMES, 2), "as many as the target says"
 
 
 @pytest.mark.parametrize(
