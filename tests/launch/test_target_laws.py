@@ -396,6 +396,7 @@ def test_of_two_launches_of_a_folder_at_the_same_time_one_is_refused(
     await_end(ticket["pid"])
 
 
+@pytest.mark.timeout(300)
 @pytest.mark.usefixtures("_example")
 def test_a_run_is_handed_over_found_by_its_folder_stopped_and_goes_on(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
