@@ -1,10 +1,12 @@
-"""Before ``phalanx launch`` starts anything: the plan for what is there, the check, and hosts asked once for both."""
+"""Before ``phalanx launch`` starts anything: the plan for what is there, the check of hosts and of a queue."""
 
 from __future__ import annotations
 
 import json
 import os
 import sys
+import time
+import venv
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
@@ -13,6 +15,7 @@ import pytest
 from click.testing import CliRunner, Result
 from launched import by_hand, write_job
 from ssh_hosts import SshServers, lacking_for_ssh, ssh_servers
+from test_target_laws import CASES, QUEUES, own_words, submission
 
 import phalanx as px
 from phalanx.cli import main
@@ -20,7 +23,7 @@ from phalanx.config import Plan
 from phalanx.errors import RunError, SpecError
 from phalanx.hardware import cluster
 from phalanx.launch import Launcher
-from phalanx.launch.check_hosts import TargetHost, run_here
+from phalanx.launch.check_hosts import CheckTime, TargetHost, run_here
 from phalanx.launch.host_network import lacking
 from phalanx.launch.targets import (
     TARGETS,
@@ -31,10 +34,104 @@ from phalanx.launch.targets import (
     QueueTarget,
     Standing,
     Submission,
+    find_target,
     misfit,
+    target_class,
 )
 from phalanx.launch.targets import ray as ray_target
 from phalanx.launch.targets.hosts_file import HostEntry, HostsFile, refuse_size
+from phalanx.preflight import launch_check
+
+WHY_NOT = {name: target_class(name).why_not for name in QUEUES}  # type: ignore[attr-defined]
+IMAGES = {"kubernetes", "sagemaker"}
+
+
+@pytest.fixture(autouse=True)
+def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    write_job(tmp_path)
+    for name in QUEUES:
+        monkeypatch.setattr(target_class(name), "why_not", lambda self, prepared, patience: "")
+    yield
+    sys.modules.pop("train", None)
+
+
+def check(name: str, *words: str) -> tuple[int, dict[str, Any]]:
+    argv = ["check", "train.py", "--to", CASES[name].to, "--run", "run", *own_words(name), *words, "--json"]
+    plan = () if "-n" in CASES[name].run else ("--plan", "dp=2")
+    result = CliRunner().invoke(main, [*argv, *(plan or CASES[name].run)])
+    assert result.exit_code in (0, 1), result.output
+    return result.exit_code, json.loads(result.stdout)
+
+
+@pytest.mark.parametrize("name", QUEUES)
+def test_data_that_only_its_machines_have_are_no_reason_to_fail(name: str) -> None:
+    path = Path("train.py")
+    text = path.read_text()
+    data = "data=lambda: px.Table(x=x, y=x[:, :4].argmax(1))"
+    path.write_text(text.replace(data, "data=lambda: open('/opt/ml/input/data/data/none')"))
+    assert path.read_text() != text
+    code, answer = check(name, "--grace", "10")
+    said = [(one["kind"], one["fails"]) for one in answer["findings"]]
+    if name in IMAGES:
+        assert (code, said) == (0, [])
+        told = [one for one in answer["not_looked_at"] if one.startswith("the image ")]
+        assert len(told) == 1
+        assert "packages, and the data" in told[0]
+        assert "the model by a step of its own: the job's data could not be read" in answer["not_looked_at"]
+    else:
+        assert (code, said) == (1, [("data", True)])
+
+
+@pytest.mark.parametrize("name", QUEUES)
+def test_a_target_says_what_image_its_machines_run(name: str) -> None:
+    target = find_target(CASES[name].to)
+    assert isinstance(target, QueueTarget)
+    assert target.image({"image": "registry/train:1"}) == ("registry/train:1" if name in IMAGES else "")
+    assert bool(target.image({})) == (name in IMAGES)
+
+
+def test_an_interpreter_that_is_not_here_is_named() -> None:
+    code, answer = check("slurm", "--python", "/no/such/python", "--grace", "10")
+    (finding,) = answer["findings"]
+    assert (code, finding["kind"], finding["fails"]) == (0, "packages", False)
+    assert finding["what"].startswith("/no/such/python is not on this machine")
+
+
+def test_packages_are_those_of_the_interpreter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    venv.create(tmp_path / "empty", symlinks=True)
+    other = tmp_path / "empty" / "bin" / "python"
+    code, answer = check("slurm", "--python", str(other), "--grace", "10")
+    assert code == 1
+    said = {one["what"] for one in answer["findings"] if one["kind"] == "packages" and one["fails"]}
+    assert {"torch is not installed", "phalanx is not installed"} <= said
+
+
+def test_a_queue_that_does_not_answer_in_time_has_refused_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    target, given = submission("slurm")
+    assert isinstance(target, QueueTarget)
+    monkeypatch.setattr(launch_check, "_OF_QUEUE", 0.2)
+    monkeypatch.setattr(type(target), "why_not", lambda self, prepared, patience: time.sleep(patience) or "too late")
+    told = "whether slurm would take it: it has not answered in time"
+    assert launch_check._asked_of(target, given, CheckTime(0.0)) == ([], told)
+
+
+@pytest.mark.parametrize(("name", "program"), [("slurm", "sbatch"), ("kubernetes", "kubectl")])
+def test_asking_a_queue_takes_no_longer_than_it_may(
+    name: str, program: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(target_class(name), "why_not", WHY_NOT[name])
+    silent = tmp_path / "bin" / program
+    silent.parent.mkdir()
+    silent.write_text("#!/bin/sh\nexec sleep 300\n")
+    silent.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{silent.parent}:{os.environ['PATH']}")
+    target, given = submission(name)
+    assert isinstance(target, QueueTarget)
+    began = time.monotonic()
+    assert "does not answer" in str(target.why_not(target.prepare(given), 0.5))
+    assert time.monotonic() - began < 30
+
 
 RATE = 8e8  # bit/s
 BEGINS = "the run would begin now"
@@ -149,13 +246,6 @@ class TestHosts:
             assert "training would fail: 1 thing to put right" in result.stdout
             assert not Path("run").exists()
 
-    def test_what_costs_time_is_a_line(self) -> None:
-        few = StandIn("n2", "prlimit", "--nofile=1000:1000")
-        StandIns.made[:] = [StandIn("n1"), few]
-        result = launch("stand-ins:", "--plan", "dp=2")
-        assert BEGINS in result.stderr
-        assert result.stderr.startswith("note: n2: a process may open 1000 files\n")
-
     def test_a_plan_for_other_devices_is_refused_before_any_is_asked(self) -> None:
         StandIns.made[:] = [StandIn("n1"), StandIn("n2")]
         result = launch("stand-ins:", "--plan", "fsdp=4")
@@ -163,12 +253,6 @@ class TestHosts:
         assert "for 2 devices (n1: 1, n2: 1)" in result.stderr
         assert "--plan fsdp=2" in result.stderr
         assert StandIn.asked == []
-
-    def test_one_that_does_not_answer_is_named_where_only_a_plan_is_chosen(self) -> None:
-        StandIns.made[:] = [StandIn("n1"), StandIn("n2", "false")]
-        result = launch("stand-ins:", "--no-check")
-        assert result.exit_code == 3
-        assert "host n2 cannot be used" in result.stderr
 
 
 class TestQueue:
@@ -242,11 +326,6 @@ class TestWithoutAPlan:
         assert "no Ray cluster to be had at ray://head:10001: connection refused" in result.stderr
         assert "--plan" not in result.stderr
 
-    def test_an_instance_that_there_is_not_is_named(self) -> None:
-        result = launch("sagemaker", "--instance", "ml.g5.3xlarge", *SAGEMAKER)
-        assert result.exit_code == 2
-        assert "ml.g5.3xlarge, which there is not" in result.stderr
-
 
 def test_a_job_that_is_installed_needs_no_file_in_a_volume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def launch_package(*words: str) -> Result:
@@ -302,10 +381,3 @@ def test_a_launch_without_a_plan_trains_on_all_hosts_as_one_device_does(servers:
     assert run.plan.processes == 2
     assert run.losses == pytest.approx(by_hand(6), rel=1e-4)
     assert "on 2x1xcpu@" in result.stderr
-
-
-def test_hosts_by_themselves_can_be_calibrated(tmp_path: Path) -> None:
-    result = CliRunner().invoke(main, ["calibrate", "--to", "queue"])
-    assert result.exit_code == 2
-    assert "chooses its machines only once a run begins" in result.stderr
-    assert sorted(os.listdir(tmp_path)) == ["train.py"]

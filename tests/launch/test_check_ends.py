@@ -1,17 +1,19 @@
-"""A check ends in its time, and leaves nothing behind however it is ended."""
+"""A check ends in its time, and leaves nothing behind however it is ended; code that is sent for it is looked at."""
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import signal
 import socket
 import subprocess
 import sys
+import tarfile
 import threading
 import time
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Sequence
+from hashlib import sha256
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,23 +21,31 @@ from typing import Any
 import psutil
 import pytest
 from click.testing import CliRunner
-from launched import free_ports, write_job
+from launched import write_job
 from ssh_hosts import lacking_for_ssh, ssh_servers
 
+from longer import longer
 from phalanx.cli import main
+from phalanx.config import Plan
+from phalanx.launch import code_files
 from phalanx.launch.check_hosts import (
-    CheckTime,
+    CheckQuestion,
+    CodeForHost,
+    HostSurvey,
+    Needs,
     TargetHost,
-    ThisMachine,
     asking,
+    findings,
     host_probe,
     link_findings,
     link_probe,
+    program_text,
     run_here,
     started_program,
+    survey,
 )
-from phalanx.launch.check_hosts.asking_links import ask_links
 from phalanx.launch.host_network import HostLink, lacking
+from phalanx.launch.targets import host_agent, host_folder
 from phalanx.preflight import launch_check
 
 DATA = "data=lambda: px.Table(x=x, y=x[:, :4].argmax(1))"
@@ -78,6 +88,7 @@ def await_gone(pids: list[int], seconds: float = 20.0) -> None:
         time.sleep(0.1)
 
 
+@pytest.mark.realtime("the check gives its hosts, which are programs, real seconds")
 def test_data_that_hang_end_a_check_in_its_time(hanging: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(started_program, "MOST", 24.0)
     monkeypatch.setattr(launch_check, "host_needs", lambda *given: pytest.fail("a forecast takes the data, too"))
@@ -117,7 +128,9 @@ def end(number: int, *words: str) -> int:
 
 
 @pytest.mark.usefixtures("hanging")
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)])
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGTERM, 143), *longer((signal.SIGINT, 130), (signal.SIGKILL, -9))]
+)
 def test_a_check_that_is_ended_leaves_nothing_behind(number: int, code: int) -> None:
     assert end(number, "--plan", "dp=2") == code
     assert os.listdir("tmp") == []
@@ -125,6 +138,7 @@ def test_a_check_that_is_ended_leaves_nothing_behind(number: int, code: int) -> 
         assert not list(Path().rglob(".phalanx-check-*"))
 
 
+@pytest.mark.engine
 @pytest.mark.usefixtures("hanging")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_nor_on_a_host(tmp_path_factory: pytest.TempPathFactory, number: int) -> None:
@@ -133,23 +147,6 @@ def test_nor_on_a_host(tmp_path_factory: pytest.TempPathFactory, number: int) ->
         pytest.skip(why)
     with ssh_servers(1, tmp_path_factory.mktemp("ssh")) as servers:
         assert end(number, "--to", f"ssh:{servers.write_hosts((1,))}", "--plan", "dp=1") in (143, -9)
-
-
-def test_a_program_whose_asker_lets_go_ends() -> None:
-    """As where the connection to its host is cut."""
-    reading, writing = os.pipe()
-    boot = started_program.BOOT
-    process = subprocess.Popen([sys.executable, "-c", boot], stdin=reading, stderr=subprocess.DEVNULL)
-    os.close(reading)
-    program = "import time\nopen('begun', 'w').close()\ntime.sleep(1000)"
-    os.write(writing, json.dumps({"program": program}).encode() + b"\n")
-    try:
-        await_file(process, "begun")
-        os.close(writing)
-        assert process.wait(20)
-    finally:
-        process.kill()
-        process.wait()
 
 
 def test_a_program_that_stands_still_as_its_asker_lets_go_clears_away_before_it_ends() -> None:
@@ -193,28 +190,6 @@ def test_what_a_program_is_told_may_be_long_and_unread() -> None:
     text = "x" * (1 << 20)
     assert run_here([sys.executable, "-c", "print(len(input()))"], f"{text}\n", 30.0) == f"{1 << 20}\n"
     assert run_here([sys.executable, "-c", "print('hello')"], text, 30.0) == "hello\n"
-
-
-def test_of_many_hosts_each_reaches_the_first() -> None:
-    hosts: list[TargetHost] = []
-    for number in range(10):
-        hosts.append(ThisMachine())
-        hosts[-1].name = f"n{number}"
-    closed, *ports = free_ports(len(hosts) + 1)
-    told = {one.name: {"address": "127.0.0.1", "free_port": port} for one, port in zip(hosts, ports, strict=True)}
-
-    def ask(host: TargetHost, question: dict[str, Any]) -> dict[str, Any]:
-        if host.name == "n5" and "comes" in question:  # its way to the first is closed
-            question = {**question, "peer": ["127.0.0.1", closed]}
-        return asking._run(host, link_probe, question, 60.0)
-
-    with ThreadPoolExecutor(len(hosts)) as pool:
-        said = ask_links(hosts, told, ask, pool, CheckTime(300.0))
-    tried = {one.source: one for one in said.links if one.target == "n0"}
-    assert sorted(tried) == [f"n{number}" for number in range(1, 10)]
-    assert [name for name, one in tried.items() if one.error] == ["n5"]
-    assert "refused" in tried["n5"].error
-    assert all(one.latency > 0 for one in tried.values() if not one.error)
 
 
 class HeldUp:
@@ -272,3 +247,88 @@ def test_a_driver_that_takes_its_time_leaves_the_job_that_much_less(monkeypatch:
     host_probe.answer({**question, "drivers": {"slow": slow}, "job_probe": "", "job": {}, "patience": 10.0})
     os.close(reading)
     assert given[0] <= 9.5
+
+
+class Lacking(TargetHost):
+    """This machine, as a host to which the target sends ``code``."""
+
+    name = "n1"
+    address = "127.0.0.1"
+
+    def __init__(self, scratch: Path, code: CodeForHost) -> None:
+        self.scratch, self._code = str(scratch), code
+
+    def sent_code(self, reference: str, run_folder: Path) -> CodeForHost:
+        return self._code
+
+    def run(self, arguments: Sequence[str], text: str, patience: float) -> str:
+        return run_here([sys.executable, *arguments], text, patience)
+
+
+def asked(folder: Path, code: CodeForHost) -> HostSurvey:
+    """Of the job ``gone.py``, which is not there."""
+    file = str(folder / "gone.py")
+    return survey([Lacking(folder, code)], CheckQuestion(reference=file, file=file, folder=folder, cwd=str(folder)))
+
+
+def pack(name: str) -> bytes:
+    """Of one empty file of that name."""
+    whole = io.BytesIO()
+    with tarfile.open(fileobj=whole, mode="w:gz") as archive:
+        archive.addfile(tarfile.TarInfo(name))
+    return whole.getvalue()
+
+
+def failing(said: HostSurvey) -> list[str]:
+    return [one.what for one in findings(said, Needs(plan=Plan())) if one.fails]
+
+
+def code(folder: Path, **what: Any) -> CodeForHost:
+    """One empty file, ``gone.py``."""
+    return CodeForHost(root=folder, digests={"gone.py": sha256(b"").hexdigest()}, nbytes=40 << 20, **what)
+
+
+def test_code_that_is_too_much_for_a_check_is_no_fault(tmp_path: Path) -> None:
+    said = asked(tmp_path, code(tmp_path))
+    assert failing(said) == []
+    (unsaid,) = said.not_looked_at
+    assert "on n1: its code is not there, and 40.0 MiB" in unsaid
+    assert "32.0 MiB at most" in unsaid
+    assert "versions" in said.hosts[0].told  # the host itself was looked at
+
+
+def test_code_that_is_sent_is_looked_at(tmp_path: Path) -> None:
+    said = asked(tmp_path, code(tmp_path, pack=pack("gone.py")))
+    assert said.not_looked_at == []
+    assert said.hosts[0].sent
+    (fault,) = failing(said)
+    assert "job" in fault  # of which there is none in an empty file
+    assert "not there" not in fault
+
+
+@pytest.mark.parametrize(("text", "unsent"), [("another = 1\n", 40 << 20), *longer(("", 0))])
+def test_what_was_copied_by_hand_is_looked_at_where_all_of_it_is_alike(
+    text: str, unsent: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a launch sends nothing then; the file here is another than the host's."""
+    monkeypatch.setattr(asking, "_stamp", lambda path: [])
+    (tmp_path / "gone.py").write_text(text)
+    (host,) = asked(tmp_path, code(tmp_path)).hosts
+    assert (host.sent, host.unsent) == (0, unsent)
+    assert ("source" in host.told) is not bool(unsent)
+
+
+@pytest.mark.parametrize("name", ["../outside", *longer("/outside")])
+def test_what_is_nothing_that_is_packed_is_said(name: str, tmp_path: Path) -> None:
+    (fault,) = failing(asked(tmp_path, code(tmp_path, pack=pack(name))))
+    assert fault == f"the job's code cannot be unpacked there: {name!r} is nothing that is packed"
+
+
+def test_what_is_sent_is_of_the_standard_library() -> None:
+    """Its names of Phalanx are those of the texts that go before it."""
+    text = program_text(code_files, host_folder, host_agent)
+    assert "from phalanx" not in text
+    assert "import phalanx" not in text
+    made: dict[str, object] = {"__name__": "sent"}
+    exec(compile(text, "sent", "exec"), made)
+    assert {"unpack_files", "HostFiles", "Agent"} <= {*made}

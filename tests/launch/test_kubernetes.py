@@ -1,228 +1,371 @@
-"""A launch on Kubernetes from end to end: pods are processes, the cluster a stand-in."""
+"""What a launch on Kubernetes hands over, by the published schemas; how it stands; what a pod does. No cluster."""
 
 from __future__ import annotations
 
 import json
-import os
+import re
 import sys
 import threading
-from collections.abc import Iterator
-from contextlib import redirect_stderr, redirect_stdout
 from itertools import count
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
+from types import SimpleNamespace, UnionType
+from typing import Any, Union, get_args, get_origin
 
 import pytest
-from kubernetes_cluster import JOBSETS, PODS, Cluster, kubernetes_cluster
-from launched import (
-    await_none_left,
-    await_steps,
-    by_hand,
-    steps_in,
-    write_job,
-)
-from slurm_cluster import until
 
 import phalanx as px
-from phalanx.cli import main
 from phalanx.config import Plan, RunSpec
-from phalanx.data import audit
 from phalanx.events.log import EventLog
-from phalanx.launch.reaper import fork
-from phalanx.launch.runfile import newest_step
-from phalanx.launch.targets import Submission, kubernetes_node, write_ticket
+from phalanx.launch.targets import Submission, kubernetes_node
 from phalanx.launch.targets.kubernetes import KubernetesTarget
+from phalanx.launch.targets.kubernetes_log import take_in
+from phalanx.launch.targets.kubernetes_standing import standing_of
 from phalanx.launch.targets.node_agent import NodePlace
 
-pytestmark = pytest.mark.timeout(300)
-STEPS = 30
+pytestmark = pytest.mark.timeout(60)
+FULL = {
+    "nodes": "2",
+    "volume": "data:/data,data:/runs",
+    "toleration": "nvidia.com/gpu:NoSchedule,team=vision,spot",
+    "node_selector": "pool=a100,zone=b",
+    "service_account": "trainer",
+    "queue": "team-a",
+    "env_from_secret": "wandb,s3",
+    "environment": "NCCL_DEBUG=INFO,FI_PROVIDER=efa",
+    "image_pull_secret": "ecr",
+    "time": "12h",
+    "shm": "16Gi",
+    "memory": "64Gi",
+    "cpu": "16",
+    "max_restarts": "5",
+    "namespace": "vision",
+    "context": "stand-in",
+}
 
 
-@pytest.fixture
-def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    with kubernetes_cluster(tmp_path / "cluster") as up:
-        monkeypatch.setenv("PATH", f"{up.tools}{os.pathsep}{os.environ['PATH']}")
-        yield up
-        print(up.seen())  # for who reads why a test has failed
-    await_none_left(tmp_path)
+def submission(folder: Path, *, run: dict[str, Any] | None = None, **options: str) -> Submission:
+    """A run on two pods that have ``folder``, unless ``options`` say otherwise."""
+    settings = {"plan": Plan.parse("dp=4"), "grace": 10.0, "resume": "auto", **(run or {})}
+    spec = RunSpec(**{"job": str(folder / "train.py"), "folder": folder / "run", **settings})
+    given = {"image": "registry/train:1", "nodes": "2", "volume": f"data:{folder}", **options}
+    named = {name.replace("_", "-"): value for name, value in given.items() if value}
+    return Submission(run=spec, name="Digits_1", python="python", options=named)
 
 
-def say(cluster: Cluster, *words: str, code: int = 0) -> str:
-    """What the command prints, in a process forked from this one, which ends with that code."""
-    said = Path("said.txt")
-    with cluster.held():
-        pid = fork()
-    if pid == 0:
-        ended = 3
-        try:
-            with said.open("w") as out, redirect_stdout(out), redirect_stderr(out):
-                main(list(words))
-        except SystemExit as error:
-            ended = int(error.code or 0)
-        finally:
-            os._exit(ended)
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == code, said.read_text()
-    return said.read_text()
+def handed(given: Submission) -> dict[str, dict[str, Any]]:
+    """The objects by their kinds."""
+    prepared = KubernetesTarget("").prepare(given)
+    return {one["kind"]: one for one in json.loads(prepared.files[given.folder / "kubernetes.json"])["items"]}
 
 
-class Handed:
-    """A run that was handed over as a launch does it; without GPUs, on two pods unless ``options`` say more."""
+def full(**options: str) -> dict[str, dict[str, Any]]:
+    return handed(submission(Path("/data"), **{**FULL, **options}))
 
-    def __init__(self, folder: Path, plan: str = "dp=2", *, run: dict[str, Any] | None = None, **options: str) -> None:
-        settings = {"plan": Plan.parse(plan), "grace": 20.0, "resume": "auto", "forecast": "none", **(run or {})}
-        spec = RunSpec(job=str(folder / "train.py"), folder=folder / "run", **settings)
-        given = {"image": "registry/train:1", "nodes": "2", "volume": f"data:{folder}", "gpus-per-node": "0"}
-        named = {**given, **{name.replace("_", "-"): value for name, value in options.items()}}
-        submission = Submission(run=spec, name="train", python=sys.executable, options=named)
-        self.target, self.folder = KubernetesTarget(""), spec.folder
-        self.ticket = self.target.submit(self.target.prepare(submission))
-        write_ticket(submission, "kubernetes", self.ticket)
 
-    @property
-    def state(self) -> str:
-        return self.target.standing(self.ticket, self.folder).state
+def pod_of(jobset: dict[str, Any]) -> dict[str, Any]:
+    return jobset["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
 
-    def await_end(self, cluster: Cluster, state: str = "ended") -> None:
-        """By a look at the objects, which costs less than to ask."""
 
-        def over() -> bool:
-            return any(one.get("status", {}).get("conditions") for one in cluster.objects(JOBSETS))
+def unknown_fields(model: Any, value: dict[str, Any], where: str = "") -> list[str]:
+    """Fields that no model of the published API has: the models themselves take what they do not know."""
+    fields = {field.alias or name: field.annotation for name, field in model.model_fields.items()}
+    found = [f"{where}.{name}" for name in value if name not in fields]
+    for name in value.keys() & fields.keys():
+        for kind in models_in(fields[name]):
+            parts = value[name] if isinstance(value[name], list) else [value[name]]
+            found += [
+                one for part in parts if isinstance(part, dict) for one in unknown_fields(kind, part, f"{where}.{name}")
+            ]
+    return found
 
-        until(over, 120, f"it ends: {[path.read_text() for path in (cluster.folder / 'logs').iterdir()]}")
-        assert self.state == state, self.target.log(self.ticket, self.folder, None).read_text()
 
-    def is_what_one_device_trains(self, *, twice: bool = False) -> None:
-        """The loss of every step, and each sample once; ``twice``: some steps were taken again."""
-        run = px.load(self.folder)
-        steps = [event["step"] for event in run.events("step")]
-        assert sorted(set(steps)) == list(range(STEPS))
-        assert twice or steps == list(range(STEPS)), "none was taken twice"
-        assert run.losses == pytest.approx(by_hand(STEPS), rel=1e-4)
-        assert audit(self.folder / "ledger", length=64, batch=16, drop_last=False) == []
+def models_in(annotation: Any) -> list[Any]:
+    if hasattr(annotation, "model_fields"):
+        return [annotation]
+    if get_origin(annotation) in (list, Union, UnionType):
+        return [one for part in get_args(annotation) for one in models_in(part)]
+    return []
+
+
+class TestSchemas:
+    """Held against the models of the Kubeflow project, made from the published APIs, and the schemas of Kubernetes."""
+
+    def test_a_jobset_is_one(self) -> None:
+        models = pytest.importorskip("kubeflow_trainer_api.models")
+        for jobset in (full()["JobSet"], handed(submission(Path("/data")))["JobSet"]):
+            models.JobsetV1alpha2JobSet.from_dict(jobset)
+            assert unknown_fields(models.JobsetV1alpha2JobSet, jobset) == []
+            pod_of(jobset)["containers"][0]["imagePullPolitics"] = "Always"
+            found = unknown_fields(models.JobsetV1alpha2JobSet, jobset)
+            assert [one.rpartition(".")[2] for one in found] == ["imagePullPolitics"], "an unknown field is found"
+
+    def test_a_jobset_whose_pods_may_be_fewer_is_one(self) -> None:
+        models = pytest.importorskip("kubeflow_trainer_api.models")
+        jobset = handed(submission(Path("/data"), run={"devices": "1:4"}))["JobSet"]
+        models.JobsetV1alpha2JobSet.from_dict(jobset)
+        assert unknown_fields(models.JobsetV1alpha2JobSet, jobset) == []
+
+    def test_a_trainjob_is_one(self) -> None:
+        models = pytest.importorskip("kubeflow_trainer_api.models")
+        given = {**FULL, "kind": "trainjob", "env_from_secret": "", "max_restarts": ""}
+        for trainjob in (
+            handed(submission(Path("/data"), **given))["TrainJob"],
+            handed(submission(Path("/data"), kind="trainjob"))["TrainJob"],
+        ):
+            models.TrainerV1alpha1TrainJob.from_dict(trainjob)
+            assert unknown_fields(models.TrainerV1alpha1TrainJob, trainjob) == []
+
+    @pytest.mark.parametrize("options", [FULL, {}], ids=["full", "plain"])
+    def test_what_is_of_kubernetes_itself_is_valid(self, options: dict[str, str]) -> None:
+        kubernetes_validate = pytest.importorskip("kubernetes_validate")
+        objects = handed(submission(Path("/data"), **options))
+        job = objects["JobSet"]["spec"]["replicatedJobs"][0]["template"]["spec"]
+        head = {"metadata": {"name": "one"}}
+        for one in (
+            objects["ConfigMap"],
+            {"apiVersion": "batch/v1", "kind": "Job", **head, "spec": job},
+            {"apiVersion": "v1", "kind": "Pod", **head, "spec": job["template"]["spec"]},
+        ):
+            kubernetes_validate.validate(one, "1.32", strict=True)
+
+
+class TestManifests:
+    def test_pods_meet_at_the_stable_name_of_the_first(self) -> None:
+        jobset = full()["JobSet"]
+        name, job = jobset["metadata"]["name"], jobset["spec"]["replicatedJobs"][0]
+        assert name.startswith("digits-1-")
+        command = pod_of(jobset)["containers"][0]["command"]
+        assert command[-2:] == [f"{name}-{job['name']}-0-0.{jobset['spec']['network']['subdomain']}:29500", "2"]
+        assert job["template"]["spec"]["completionMode"] == "Indexed"
+        assert job["template"]["spec"]["completions"] == job["template"]["spec"]["parallelism"] == 2
+
+    def test_two_launches_have_two_names_which_a_pods_name_may_hold(self) -> None:
+        names = set[str]()
+        for name in ("Digits", "Digits", "9" * 80, "ä/_", "a" + "-" * 40 + "b"):
+            given = submission(Path("/data"))
+            renamed = Submission(run=given.run, name=name, python="python", options=given.options)
+            names.add(found := handed(renamed)["JobSet"]["metadata"]["name"])
+            assert len(f"{found}-node-0-9999") <= 63
+            assert found[0].isalpha()
+            assert found.replace("-", "").isalnum()
+            assert "--" not in found or "a" in name
+        assert len(names) == 5
+
+    def test_workers_read_the_run_file_of_the_config_map(self) -> None:
+        objects = full()
+        pod, config = pod_of(objects["JobSet"]), objects["ConfigMap"]
+        (container,) = pod["containers"]
+        run = RunSpec.from_toml(config["data"]["run.toml"])
+        assert (run.resume, str(run.plan)) == ("auto", "dp=4")
+        volumes = {one["name"]: one for one in pod["volumes"]}
+        places = {one["mountPath"]: volumes[one["name"]] for one in container["volumeMounts"]}
+        assert places["/etc/phalanx"]["configMap"]["name"] == config["metadata"]["name"]
+        assert places["/dev/shm"]["emptyDir"] == {"medium": "Memory", "sizeLimit": "16Gi"}
+        claims = [places[path]["persistentVolumeClaim"]["claimName"] for path in ("/data", "/runs")]
+        assert claims == ["data", "data"]
+        assert len(volumes) == 3, "a claim that is there twice is one volume"
+
+    def test_a_pod_that_has_to_go_does_not_count_and_the_end_of_its_time_is_the_end(self) -> None:
+        jobset = full()["JobSet"]
+        job = jobset["spec"]["replicatedJobs"][0]["template"]["spec"]
+        assert (job["backoffLimit"], job["activeDeadlineSeconds"]) == (0, 12 * 3600)
+        disruption, *ended = job["podFailurePolicy"]["rules"]
+        assert disruption["onPodConditions"][0]["type"] == "DisruptionTarget"
+        assert [rule["onExitCodes"]["values"] for rule in ended] == [[75], [70]]
+        raised, *rules = jobset["spec"]["failurePolicy"]["rules"]
+        assert (raised["action"], raised["onJobFailureReasons"]) == ("FailJobSet", ["PodFailurePolicy"])
+        actions = {rule["onJobFailureReasons"][0]: rule["action"] for rule in rules}
+        assert actions == {"PodFailurePolicy": "RestartJobSetAndIgnoreMaxRestarts", "DeadlineExceeded": "FailJobSet"}
+        assert jobset["spec"]["failurePolicy"]["maxRestarts"] == 5
+        assert pod_of(jobset)["restartPolicy"] == "Never"
+        (pattern,) = raised["onJobFailureMessagePatterns"]
+        words = (
+            "Container node for pod vision/digits-node-0-70-x failed with exit code {} matching FailJob rule at index 2"
+        )
+        assert [code for code in (1, 7, 70, 75, 700, 137) if re.search(pattern, words.format(code))] == [70]
+        for grace in (10.0, 29.5, 600.0):
+            pod = pod_of(handed(submission(Path("/data"), run={"grace": grace}))["JobSet"])
+            assert pod["terminationGracePeriodSeconds"] > grace + 5
+
+    def test_what_is_asked_for(self) -> None:
+        pod = pod_of(full(gpu_resource="amd.com/gpu")["JobSet"])
+        (container,) = pod["containers"]
+        assert container["resources"]["limits"] == {"memory": "64Gi", "amd.com/gpu": "2"}
+        assert container["resources"]["requests"] == {"cpu": "16", "memory": "64Gi", "amd.com/gpu": "2"}
+        assert {"name": "OMP_NUM_THREADS", "value": "8"} in container["env"]
+        assert pod["tolerations"] == [
+            {"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"},
+            {"key": "team", "operator": "Equal", "value": "vision"},
+            {"key": "spot", "operator": "Exists"},
+        ]
+        assert pod["nodeSelector"] == {"pool": "a100", "zone": "b"}
+        assert pod["serviceAccountName"] == "trainer"
+
+    @pytest.mark.parametrize(
+        ("device", "resource"), [("auto", "nvidia.com/gpu"), ("cuda", "nvidia.com/gpu"), ("tpu", "google.com/tpu")]
+    )
+    def test_devices_are_called_as_their_maker_does(self, device: str, resource: str) -> None:
+        given = submission(Path("/data"), run={"plan": Plan.parse(f"dp=4 device={device}")})
+        (container,) = pod_of(handed(given)["JobSet"])["containers"]
+        assert container["resources"]["limits"] == {resource: "2"}
+
+    def test_without_gpus_each_worker_has_a_core(self) -> None:
+        for given in (
+            submission(Path("/data"), gpus_per_node="0"),
+            submission(Path("/data"), run={"plan": Plan.parse("dp=4 device=cpu")}),
+        ):
+            (container,) = pod_of(handed(given)["JobSet"])["containers"]
+            assert container["resources"] == {"requests": {"cpu": "2"}}
+
+    def test_fewer_pods_go_on_where_the_number_of_devices_may_change(self) -> None:
+        given = submission(Path("/data"), nodes="4", run={"plan": Plan.parse("dp=8"), "devices": "3:8"}, wait="5m")
+        jobset = handed(given)["JobSet"]
+        job = jobset["spec"]["replicatedJobs"][0]["template"]["spec"]
+        (container,) = pod_of(jobset)["containers"]
+        assert container["command"][-2:] == ["2:4", "300"], "3 devices are 2 pods of 2"
+        assert job["completions"] == job["parallelism"] == 4
+        assert job["successPolicy"] == {"rules": [{"succeededIndexes": "0"}]}
+        assert container["resources"]["limits"] == {"nvidia.com/gpu": "2"}
+        assert "successPolicy" not in full()["JobSet"]["spec"]["replicatedJobs"][0]["template"]["spec"]
+
+    def test_kueue_lets_it_begin(self) -> None:
+        jobset = full()["JobSet"]
+        assert jobset["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "team-a"
+        assert jobset["spec"]["suspend"] is True
+        assert "suspend" not in handed(submission(Path("/data")))["JobSet"]["spec"]
+
+    def test_secrets_are_named_and_nothing_of_them_is_read(self) -> None:
+        (container,) = pod_of(full()["JobSet"])["containers"]
+        assert container["envFrom"] == [{"secretRef": {"name": "wandb"}}, {"secretRef": {"name": "s3"}}]
+
+    def test_a_trainjob_leaves_the_rest_to_its_runtime(self) -> None:
+        spec = handed(submission(Path("/data"), kind="trainjob", runtime="torch-a100"))["TrainJob"]["spec"]
+        assert spec["runtimeRef"] == {"name": "torch-a100"}
+        assert (spec["trainer"]["numNodes"], spec["trainer"]["numProcPerNode"]) == (2, 2)
+
+    def test_a_folder_of_a_volume_is_where_workers_work(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.chdir(tmp_path)
+        assert pod_of(handed(submission(tmp_path))["JobSet"])["containers"][0]["workingDir"] == str(tmp_path)
+        assert "workingDir" not in pod_of(handed(submission(Path("/data")))["JobSet"])["containers"][0]
+
+
+def condition(kind: str, reason: str = "Why", message: str = "in its words") -> dict[str, Any]:
+    return {"type": kind, "status": "True", "reason": reason, "message": message}
+
+
+def pod(
+    phase: str = "Running", waiting: tuple[str, str] | None = None, scheduled: str = "", code: int | None = None
+) -> dict[str, Any]:
+    status: dict[str, Any] = {"phase": phase}
+    if code is not None:
+        status["containerStatuses"] = [{"state": {}}, {"state": {"terminated": {"exitCode": code}}}]
+    if waiting:
+        status["containerStatuses"] = [{"state": {"waiting": {"reason": waiting[0], "message": waiting[1]}}}]
+    if scheduled:
+        status["conditions"] = [
+            {"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": scheduled}
+        ]
+    return {"status": status, "spec": {"nodeName": "n1"}}
+
+
+PULL = pod("Pending", waiting=("ImagePullBackOff", 'Back-off pulling image "registry/train:1"'))
+FULL_NODES = pod("Pending", scheduled="0/3 nodes are available: 3 Insufficient nvidia.com/gpu.")
 
 
 @pytest.mark.parametrize(
-    ("plan", "pods"),
+    ("conditions", "pods", "last", "state", "said"),
     [
-        ("dp=2", "2"),
-        pytest.param("fsdp=4", "2", marks=pytest.mark.long),
-        ("pp=2 tp=2", "2"),
-        ("server=1 dp=2", "3"),
+        ([], [], "", "waiting", "no pod yet"),
+        ([], [FULL_NODES, FULL_NODES], "", "waiting", "Insufficient nvidia.com/gpu. (2 pods)"),
+        ([], [pod(), FULL_NODES], "", "waiting", "1 of 2 pods running: Unschedulable"),
+        ([], [pod(), PULL], "", "waiting", 'ImagePullBackOff: Back-off pulling image "registry/train:1" (1 pod)'),
+        ([], [pod("Pending", waiting=("ContainerCreating", ""))], "", "waiting", "ContainerCreating (1 pod); 1 not"),
+        ([], [pod(), pod()], "", "running", "2 pods on n1"),
+        ([], [pod(), pod(), pod("Failed")], "", "running", "2 pods on n1"),
+        ([condition("Suspended")], [], "", "waiting", "Why: in its words"),
+        ([condition("Suspended")], [pod()], "", "running", "1 pod still to end"),
+        ([condition("Completed")], [pod("Succeeded")] * 2, "end", "ended", "Why: in its words"),
+        ([condition("Complete")], [], "", "ended", ""),
+        ([condition("Failed")], [pod("Failed")], "error", "failed", "Why: in its words"),
+        ([condition("Failed")], [pod("Failed")], "", "failed", "Why: in its words"),
+        ([condition("Failed")], [pod("Failed")], "stopped", "failed", "Why: in its words"),
+        ([condition("Failed", "FailJobSetFailurePolicyAction")], [], "stopped", "stopped", "in its words"),
+        ([condition("Failed", "FailJobSetFailurePolicyAction")], [], "", "stopped", "in its words"),
+        ([condition("Failed", "FailJobSetFailurePolicyAction")], [], "resume", "failed", "in its words"),
+        (
+            [condition("Failed", "FailJobSetFailurePolicyAction")],
+            [pod("Failed", code=75)],
+            "",
+            "stopped",
+            "in its words",
+        ),
+        (
+            [condition("Failed", "FailJobSetFailurePolicyAction")],
+            [pod("Failed", code=70)],
+            "",
+            "failed",
+            "own code: Fail",
+        ),
+        ([condition("Failed", "DeadlineExceeded")], [pod()], "", "running", "1 pod still to end: DeadlineExceeded"),
     ],
 )
-def test_pods_train_what_one_device_does(cluster: Cluster, tmp_path: Path, plan: str, pods: str) -> None:
-    job = write_job(tmp_path, steps=STEPS)
-    says = 'def job():\n    import os\n    if "RANK" in os.environ:\n        print("I am", os.environ["RANK"])\n'
-    job.write_text(job.read_text().replace("def job():\n", says))
-    run = Handed(tmp_path, plan, nodes=pods)
-    run.await_end(cluster)
-    run.is_what_one_device_trains()
-    each = Plan.parse(plan).processes // int(pods)
-    printed = run.target.log(run.ticket, run.folder, None).read_text()
-    for index, pod in enumerate(cluster.objects(PODS)):
-        assert pod["status"]["phase"] == "Succeeded"
-        log = (cluster.folder / "logs" / pod["metadata"]["name"]).read_text()
-        assert "Traceback" not in log
-        for rank in range(each * int(pods)):
-            here = rank // each == index
-            assert (f"[rank {rank}] I am {rank}\n" in log) is here, "the index of a pod is the rank of its node"
-            assert f"I am {rank}\n" in run.target.log(run.ticket, run.folder, rank).read_text()
-            assert f"[rank {rank}] I am {rank}\n" in printed
-
-
-def test_a_pod_that_has_to_go_costs_no_step_and_one_that_is_lost_is_made_anew(cluster: Cluster, tmp_path: Path) -> None:
-    """By itself all pods are made anew; only who is lost without a word counts towards ``--max-restarts``."""
-    write_job(tmp_path, pause=1.0, steps=STEPS)
-    run = Handed(tmp_path, run={"checkpoint_every": 2}, max_restarts="1")
-
-    def steps() -> list[int]:
-        return [event["step"] for event in px.load(run.folder).events("step")]
-
-    await_steps(run.folder, 4)
-    cluster.preempt(1)
-    until(lambda: cluster.restarts() == (1, 0), 60, "all pods are made anew")
-    before = len(steps())
-    until(lambda: len(steps()) > before + 2, 60, "it goes on")
-    taken = steps()
-    assert taken == list(range(len(taken))), "none was taken twice"
-    write_job(tmp_path, steps=STEPS)
-    cluster.kill(1)
-    run.await_end(cluster)
-    assert cluster.restarts() == (2, 1)
-    assert len(list(px.load(run.folder).events("resume"))) == 2
-    run.is_what_one_device_trains(twice=True)
-
-
-def test_a_node_less_and_a_node_more(cluster: Cluster, tmp_path: Path) -> None:
-    """The run goes on with the pods that there are; the global batch is the same, and so are the losses."""
-    write_job(tmp_path, pause=0.2, steps=STEPS)
-    cluster.places = 2
-    run = Handed(tmp_path, run={"devices": "1:2", "checkpoint_every": 2}, wait="20s")
-    log = run.folder / "events.jsonl"
-
-    def worlds() -> list[int]:
-        return [event["world_size"] for event in px.load(run.folder).events("start")] if log.exists() else []
-
-    until(lambda: worlds() == [2] and steps_in(run.folder) > 4, 90, "it trains on two")
-    write_job(tmp_path, pause=1.0, steps=STEPS)  # on one it goes on for longer than another pod takes to start
-    cluster.kill(1)
-    until(lambda: worlds() == [2, 1], 90, "it goes on on one")
-    before = steps_in(run.folder)
-    until(lambda: steps_in(run.folder) > before + 2, 90, "it comes on")
-    assert run.target.standing(run.ticket, run.folder).detail.startswith("1 of 2 pods on n0: Unschedulable")
-    write_job(tmp_path, steps=STEPS)
-    cluster.places = 2
-    until(lambda: worlds() == [2, 1, 2], 90, "it goes on on two")
-    run.await_end(cluster)
-    resizes = [(event["from"], event["to"]) for event in px.load(run.folder).events("resize")]
-    assert resizes == [(2, 1), (1, 2)]
-    run.is_what_one_device_trains(twice=True)
-
-
-def test_by_commands_a_run_is_stopped_and_goes_on_by_another_launch(cluster: Cluster, tmp_path: Path) -> None:
-    write_job(tmp_path, pause=1.0, steps=STEPS)
-    words = ["launch", "train.py", "--to", "kubernetes", "--nodes", "2", "--plan", "dp=2", "--run", "run"]
-    words += ["--image", "registry/train:1", "--volume", f"data:{tmp_path}", "--gpus-per-node", "0", "--json"]
-    words += ["--python", sys.executable, "--no-forecast", "--no-check"]
-    name = json.loads(say(cluster, *words))["jobset"]
-    await_steps(Path("run"), 3)
-    assert "has already: running" in say(cluster, *words, code=2)
-    assert "stopped" in say(cluster, "stop", "run")
-    assert cluster.objects(JOBSETS) == cluster.objects(PODS) == cluster.objects("configmaps") == []
-    await_none_left(tmp_path)
-    (stopped,) = px.load("run").events("stopped")
-    assert newest_step(Path("run")) == stopped["step"] == steps_in(Path("run")) < STEPS
-    write_job(tmp_path, steps=STEPS)
-    followed = json.loads(say(cluster, *words, "--resume"))
-    assert followed["jobset"] != name
-    say(cluster, "logs", "run", "--follow")  # until its end
-    assert json.loads(say(cluster, "status", "run", "--json"))["state"] == "ended"
-    assert px.load("run").losses == pytest.approx(by_hand(STEPS), rel=1e-4)
-
-
-def test_a_job_that_fails_is_told_of_and_leaves_nothing(cluster: Cluster, tmp_path: Path) -> None:
-    job = write_job(tmp_path, steps=4)
-    fails = '    import os\n    if "RANK" in os.environ:\n        raise ValueError("of the job")\n'
-    job.write_text(job.read_text().replace("    time.sleep(PAUSE)\n", fails))
-    run = Handed(tmp_path, max_restarts="3")
-    run.await_end(cluster, "failed")
-    assert "an exception of the job's own code" in run.target.standing(run.ticket, run.folder).detail
-    assert cluster.restarts() == (0, 0), "what would come again is not started again"
-    assert "of the job" in run.target.log(run.ticket, run.folder, None).read_text()
-
-
-def test_what_fails_before_the_run_has_begun_is_started_again_up_to_its_number(
-    cluster: Cluster, tmp_path: Path
+def test_how_it_stands(
+    conditions: list[dict[str, Any]], pods: list[dict[str, Any]], last: str, state: str, said: str
 ) -> None:
-    job = write_job(tmp_path, steps=4)
-    fails = '    import os\n    if "RANK" in os.environ:\n        os._exit(3)\n'
-    job.write_text(job.read_text().replace("def job():\n", f"def job():\n{fails}"))
-    run = Handed(tmp_path, max_restarts="1")
-    run.await_end(cluster, "failed")
-    assert "max number of restarts" in run.target.standing(run.ticket, run.folder).detail
-    assert cluster.restarts() == (1, 1)
+    job = {"spec": {}, "status": {"conditions": conditions}}
+    found = standing_of(job, pods, nodes=(2, 2), last=last, asked=False)
+    assert found.state == state
+    assert said in found.detail
+
+
+@pytest.mark.parametrize(
+    ("pods", "last", "asked", "state"),
+    [
+        ([], "", False, "unknown"),
+        ([], "resume", False, "unknown"),
+        ([], "", True, "stopped"),
+        ([], "resume", True, "stopped"),
+        ([], "stopped", False, "stopped"),
+        ([], "end", True, "ended"),
+        ([], "error", True, "failed"),
+        ([pod()], "", True, "running"),
+        ([pod("Succeeded")], "end", False, "ended"),
+    ],
+)
+def test_how_a_run_stands_that_is_forgotten(pods: list[dict[str, Any]], last: str, asked: bool, state: str) -> None:
+    assert standing_of(None, pods, nodes=(2, 2), last=last, asked=asked).state == state
+
+
+def test_fewer_pods_run_where_the_run_may_have_fewer() -> None:
+    found = standing_of({"spec": {}}, [pod(), FULL_NODES], nodes=(1, 2), last="", asked=False)
+    assert found.state == "running"
+    assert found.detail.startswith("1 of 2 pods on n1: Unschedulable: 0/3 nodes are available")
+
+
+def test_earlier_starts_are_counted_and_a_queue_is_named() -> None:
+    job: dict[str, Any] = {"spec": {}, "status": {"restarts": 2}}
+    assert standing_of(job, [pod()], nodes=(1, 1), last="", asked=False).detail.endswith("after 2 earlier starts")
+    labels = {"kueue.x-k8s.io/queue-name": "team-a"}
+    waiting = {"metadata": {"labels": labels}, "spec": {"suspend": True}}
+    assert (
+        standing_of(waiting, [], nodes=(1, 1), last="", asked=False).detail == "Suspended: waits for the queue team-a"
+    )
+    told = {"type": "QuotaReserved", "status": "False", "reason": "Pending", "message": "insufficient unused quota"}
+    queued = {"status": {"conditions": [told]}}
+    found = standing_of(waiting, [], nodes=(1, 1), last="", asked=False, queued=queued)
+    assert found.detail == "Pending: insufficient unused quota"
+
+
+def test_lines_stand_by_the_name_of_their_pod_in_whatever_order_pods_are_given(tmp_path: Path) -> None:
+    printed = {f"pod-{number}": [f"[rank {number}] of the pod\n"] for number in (10, 1, 0, 2)}
+    path = take_in(tmp_path, None, lambda: printed)
+    assert path.read_text().splitlines() == [f"[rank {number}] of the pod" for number in (0, 1, 2, 10)]
+
+
+def test_what_ranks_have_left_stands_in_their_order(tmp_path: Path) -> None:
+    for rank in range(11):
+        (tmp_path / f"rank-{rank}.log").write_text(f"of rank {rank}\n")
+    assert take_in(tmp_path, None, dict).read_text().splitlines() == [f"of rank {rank}" for rank in range(11)]
 
 
 class TestNode:

@@ -1,188 +1,34 @@
-"""A launch on a real Ray of two nodes: trained as on one device, through lost actors and a stop, and the head away."""
+"""Ray without a cluster: what is sent and asked for, what Ray says, and the actors of a run, each by itself."""
 
 from __future__ import annotations
 
-import ast
 import json
-import os
-import re
-import shlex
-import signal
 import socket
 import subprocess
 import sys
-import time
-from collections.abc import Iterator
-from contextlib import suppress
-from dataclasses import replace
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 from launched import await_steps, by_hand, commands_end, phalanx, steps_in, write_job  # noqa: F401
-from ray_cluster import CPUS, RayCluster, lacking_for_ray, ray_cluster, until
+from ray_cluster import lacking_for_ray, until
 
-import phalanx as px
+from longer import longer
 from phalanx.config import Plan, RunSpec
-from phalanx.errors import MissingExtraError, RefusedError, RunError, SpecError
-from phalanx.launch.runfile import newest_step
-from phalanx.launch.targets import Prepared, Submission, find_target, ray_ask, write_ticket
+from phalanx.errors import RefusedError, RunError
+from phalanx.launch.reaper import SAVED
+from phalanx.launch.targets import CodePack, Prepared, Submission, find_target, ray_actors, ray_ask
 from phalanx.launch.targets import ray as ray_target
 from phalanx.launch.targets.code_pack import file_digest
 from phalanx.launch.targets.ray import RayTarget
-from phalanx.launch.targets.ray_request import NodeOffer, RayRequest
-from phalanx.report.run_standing import run_standing, stop_run
-from phalanx.report.samples_seen import samples_seen
-
-pytestmark = pytest.mark.timeout(300)
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "how-to" / "ray.md"
-PLANS = {"fsdp=4": {"nodes": "2"}, "pp=2 tp=2 micro=4": {}, "dp=2 server=1": {}}  # dp=2: those that are disturbed
-
-
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[RayCluster]:
-    if why := lacking_for_ray():
-        pytest.skip(f"no Ray here: {why}")
-    with ray_cluster() as up:
-        yield up
-
-
-def answer(*words: str, cwd: Path, code: int = 0) -> str:
-    """What a command prints, on either stream."""
-    process = phalanx(*words, cwd=cwd, stderr=subprocess.STDOUT)
-    said, _ = process.communicate(timeout=120)
-    assert process.returncode == code, said
-    return said
-
-
-def launched(cluster: RayCluster, folder: Path, *options: str, plan: str = "dp=2", **job: Any) -> Any:
-    """``phalanx launch`` of the job in a folder of its own, begun."""
-    folder.mkdir(exist_ok=True)
-    write_job(folder, **job)
-    words = ("launch", "train.py", "--to", cluster.node_address, "--plan", plan, "--run", "run", "--no-check", *options)
-    return phalanx(*words, cwd=folder, stderr=subprocess.STDOUT)
-
-
-def launch(cluster: RayCluster, folder: Path, *options: str, plan: str = "dp=2", **job: Any) -> Path:
-    """The job in a folder of its own, handed over. Returns its run folder."""
-    assert "handed to ray: actor " in launched(cluster, folder, *options, plan=plan, **job).communicate(timeout=120)[0]
-    return folder / "run"
-
-
-def said(run: Path) -> str:
-    output = run / "launch" / "output.log"
-    return output.read_text() if output.exists() else ""
-
-
-def await_state(run: Path, state: str, seconds: float = 200) -> None:
-    """By the supervisor's word in the run folder, which asks nothing of Ray."""
-    path = run / "launch" / "ray-standing.json"
-    until(
-        lambda: path.exists() and json.loads(path.read_text())["state"] in (state, "ended", "failed", "stopped"),
-        seconds,
-        f"it is {state}, with {said(run)}",
-    )
-    assert json.loads(path.read_text())["state"] == state, (path.read_text(), said(run))
-
-
-def await_saved(run: Path) -> None:
-    """Wait until there is a checkpoint to go on from."""
-    until(lambda: newest_step(run) is not None, 120, f"it has saved: {said(run)}")
-
-
-@pytest.fixture(scope="module")
-def trained(cluster: RayCluster, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Plan → run folder of a run that was handed over: they wait for each other, as there is no room for all."""
-    target, folders = find_target(cluster.node_address), dict[str, Path]()
-    assert isinstance(target, RayTarget)
-    for plan, options in PLANS.items():
-        given = submission(tmp_path_factory.mktemp("plan"), plan, **options)
-        write_ticket(given, cluster.node_address, target.submit(target.prepare(given)))
-        folders[plan] = given.run.folder
-    return folders
-
-
-@pytest.mark.parametrize("plan", PLANS)
-def test_a_run_on_two_nodes_is_that_of_one_device(trained: dict[str, Path], plan: str) -> None:
-    run = trained[plan]
-    await_state(run, "ended")
-    assert px.load(run).losses == pytest.approx(by_hand(6), rel=1e-5)
-    assert samples_seen(run).once
-    assert "Traceback" not in said(run)
-
-
-def test_a_run_goes_on_after_an_actor_is_killed(cluster: RayCluster, tmp_path: Path) -> None:
-    """That of the node which does not have the job's folder; so a copy of it is made there anew."""
-    project = cluster.head_only / "project"
-    project.mkdir()
-    write_job(project, pause=0.1, steps=40).rename(project / "digits_job.py")
-    (project / "train.py").write_text("from digits_job import job\n")
-    words = ("launch", "train.py", "--to", cluster.node_address, "--plan", "dp=2", "--run", str(tmp_path / "run"))
-    more = ("--no-check", "--nodes", "2", "--cpus-per-worker", "2", "--checkpoint-every", "3")
-    assert "handed to ray: actor " in answer(*words, *more, cwd=project)
-    run = tmp_path / "run"
-    await_steps(run, 1)
-    (actor,) = cluster.processes(1, "ray::NodeActor")
-    await_saved(run)
-    actor.kill()
-    await_state(run, "ended")
-    assert said(run).count(f"works in a copy of the job's folder: {project} is not there") == 2 * cluster.covers
-    assert px.load(run).losses == pytest.approx(by_hand(40), rel=1e-4)
-    assert list(px.load(run).events("resume"))
-    assert "phalanx: lost the actor on" in said(run)
-    assert samples_seen(run).once
-    until(lambda: not cluster.processes(word="ray::NodeActor"), 60, "no actor is left")
-    until(lambda: not cluster.processes(word=str(run)), 60, "no agent and no worker is left")
-    until(lambda: not [*cluster.scratch.glob("phalanx-code-*")], 60, "no copy of the code is left")
-    assert RunSpec.from_toml((run / "run.toml").read_text()).job == str(project / "train.py")
-
-
-def test_a_run_goes_on_after_a_worker_and_then_the_supervisor_is_killed(cluster: RayCluster, tmp_path: Path) -> None:
-    """torchrun's agents start the workers anew; Ray the supervisor, which then starts all of them."""
-    run = launch(cluster, tmp_path, "--nodes", "2", "--checkpoint-every", "3", pause=0.1, steps=80)
-    await_steps(run, 1)
-    (supervisor,) = cluster.processes(word="ray::Supervisor")
-    workers = cluster.processes(word=f"phalanx worker {run}")
-    assert len(workers) == 2
-    await_saved(run)
-    workers[0].kill()
-    until(lambda: bool(list(px.load(run).events("resume"))), 120, f"it goes on: {said(run)}")
-    before = len(list(px.load(run).events("resume")))
-    await_steps(run, steps_in(run) + 4)
-    supervisor.kill()
-    await_state(run, "ended")
-    assert len(list(px.load(run).events("resume"))) > before
-    assert px.load(run).losses == pytest.approx(by_hand(80), rel=2e-3)  # one device, too, by its order of sums
-    assert samples_seen(run).once
-    assert "lost the actor" not in said(run)
-    until(lambda: not cluster.processes(word="ray::Supervisor"), 60, "no actor is left")
-    until(lambda: not cluster.processes(word=str(run)), 60, "no agent and no worker is left")
-
-
-def test_by_the_commands_of_the_page_a_run_is_found_stopped_and_goes_on(cluster: RayCluster, tmp_path: Path) -> None:
-    write_job(tmp_path, pause=0.3, steps=300)
-    (tmp_path / "examples").mkdir()
-    (tmp_path / "train.py").rename(tmp_path / "examples" / "digits.py")
-    shown = re.search(
-        r"<!-- not run: needs Ray.*?-->\n```console\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL
-    )
-    assert shown
-    commands = [shlex.split(line.removeprefix("$ phalanx ")) for line in shown[1].splitlines()]
-    begin, status, logs, stop = (
-        [cluster.address if word == "ray://head:10001" else word for word in words] for words in commands
-    )
-    assert "handed to ray: actor digits-" in answer(*begin, cwd=tmp_path)
-    run = tmp_path / "runs" / "ray"
-    await_steps(run, 3)
-    assert "running: on " in answer(*status, cwd=tmp_path)
-    assert answer(*stop, cwd=tmp_path) == "runs/ray: stopped\n"
-    (stopped,) = px.load(run).events("stopped")
-    assert 3 <= stopped["step"] == len(px.load(run).losses) < 300
-    assert (run / "launch" / "rank-1.log").exists()
-    answer(*logs, cwd=tmp_path)
-    until(lambda: not cluster.processes(word="ray::Supervisor"), 60, "no actor is left")
-    assert not cluster.processes(word=str(run))
+from phalanx.launch.targets.ray_actors import LOST, STANDING, NodeActor, Supervisor
+from phalanx.launch.targets.ray_code import ARCHIVE, RequestCode
+from phalanx.launch.targets.ray_request import NodeOffer, RayLayout, RayRequest
 
 
 def submission(folder: Path, plan: str = "dp=2", **options: str) -> Submission:
@@ -191,179 +37,14 @@ def submission(folder: Path, plan: str = "dp=2", **options: str) -> Submission:
     return Submission(run=spec, name="digits", python="", options=options)
 
 
-def test_what_a_launcher_begins_that_dies_leaves_nothing(cluster: RayCluster, tmp_path: Path) -> None:
-    """It has started the supervisor, and not come to write the ticket that finds it again."""
-    given = submission(tmp_path)
-    target = find_target(cluster.node_address)
-    assert isinstance(target, RayTarget)
-    prepared = target.prepare(given)
-    file = given.folder / "ray.json"
-    files = {**prepared.files, file: json.dumps({**json.loads(prepared.files[file]), "patience": 3.0})}
-    ticket = target.submit(replace(prepared, files=files))
-    until(lambda: not cluster.processes(word="ray::Supervisor"), 60, "no actor is left")
-    assert target.standing(ticket, given.run.folder).state == "unknown"
-    target.stop(ticket, given.run.folder)
-    assert not (given.run.folder / "events.jsonl").exists()
-
-
-_ENDS_MEANWHILE = """
-import json, sys, time
-from pathlib import Path
-from ray._private.function_manager import FunctionActorManager, make_function_table_key
-from ray._private.ray_constants import KV_NAMESPACE_FUNCTION_TABLE
-from phalanx.launch.targets.ray_ask import main
-
-load, address, runfile, name = FunctionActorManager._load_actor_class_from_gcs, *sys.argv[1:]
-
-
-def end_and_load(manager, job_id, descriptor):
-    key = make_function_table_key(b"ActorClass", job_id, descriptor.function_id.binary())
-    found = lambda: manager._worker.gcs_client.internal_kv_get(key, KV_NAMESPACE_FUNCTION_TABLE)
-    assert found()
-    Path(runfile).unlink()  # the launch is taken back
-    until = time.monotonic() + 120
-    while found():
-        assert time.monotonic() < until, "the class is still there"
-        time.sleep(0.05)
-    try:
-        return load(manager, job_id, descriptor)
-    except AssertionError as error:
-        print(error)
-        raise
-
-
-FunctionActorManager._load_actor_class_from_gcs = end_and_load
-print(json.dumps(main(address, "stop", name)))
-"""
-
-
-def test_a_supervisor_that_ends_while_ray_looks_it_up_is_one_that_has_ended(
-    cluster: RayCluster, tmp_path: Path
-) -> None:
-    """Ray has found its name, and no more its class, which it drops with the last actor of a job."""
-    given, target = submission(tmp_path), RayTarget(cluster.node_address.removeprefix("ray:"))
-    ticket = target.submit(target.prepare(given))
-    assert target.standing(ticket, given.run.folder).state == "waiting"
-    words = [sys.executable, "-c", _ENDS_MEANWHILE, target.address, str(given.runfile), ticket["actor"]]
-    done = subprocess.run(words, capture_output=True, text=True, check=False, cwd=tmp_path)
-    assert done.stdout.splitlines()[-2:] == ["Expected str or bytes, got <class 'NoneType'>", "{}"], done.stderr
-
-
-def test_ctrl_c_leaves_nothing(cluster: RayCluster, tmp_path: Path) -> None:
-    write_job(tmp_path)
-    process = phalanx(
-        *("launch", "train.py", "--to", cluster.node_address, "--plan", "dp=2", "--run", "run", "--no-check"),
-        cwd=tmp_path,
-        start_new_session=True,
-    )
-    until(lambda: (tmp_path / "run" / "launch" / "ray.json").exists(), 60, "it hands the run over")
-    process.send_signal(signal.SIGINT)
-    process.communicate(timeout=60)
-    assert process.returncode == 130
-    assert not (tmp_path / "run").exists()
-    until(lambda: not cluster.processes(word="ray::Supervisor"), 60, "no actor is left")
-
-
-def test_a_plan_that_the_cluster_has_no_devices_for_is_refused_before_anything_is_started(
-    cluster: RayCluster, tmp_path: Path
-) -> None:
-    given = submission(tmp_path, "dp=16")
-    target = RayTarget(cluster.node_address.removeprefix("ray:"))
-    with pytest.raises(RefusedError, match=r"16 processes with 1 CPU each; allowed: what the cluster has: .* 4 CPUs;"):
-        target.submit(target.prepare(given))
-    assert not given.run.folder.exists()
-    why = target.why_not(target.prepare(given))
-    assert "16 processes" in why
-    assert target.why_not(target.prepare(submission(tmp_path))) == ""
-
-
-def test_without_a_plan_the_planner_chooses_for_what_the_cluster_has(cluster: RayCluster, tmp_path: Path) -> None:
-    write_job(tmp_path)
-    words = ("launch", "train.py", "--to", cluster.node_address, "--run", "run", "--dry-run")
-    text = answer(*words, cwd=tmp_path)
-    assert f"on 2x{CPUS}xcpu" in text
-    assert f'plan = "dp={2 * CPUS}"' in text
-    offer = RayTarget(cluster.address.removeprefix("ray:")).offer({"cpus-per-worker": "2"})
-    assert offer
-    assert (offer.nodes, offer.devices, offer.device, offer.cores) == (2, CPUS // 2, "", CPUS)
-    assert offer.memory > 0
-
-
-def test_inside_ray_train_a_loop_of_ones_own_reports_the_loss_of_the_global_batch(
-    cluster: RayCluster, tmp_path: Path
-) -> None:
-    write_job(tmp_path).rename(tmp_path / "digits.py")
-    shown = re.search(r'```python title="ray_train.py"\n(.*?)^```', PAGE.read_text(), re.MULTILINE | re.DOTALL)
-    assert shown
-    told = tmp_path / "told"
-    keeps = f"print(metrics, file=open({str(told)!r}, 'a'))"
-    (tmp_path / "ray_train.py").write_text(shown[1].replace("print(metrics[0])", keeps))
-    done = subprocess.run(
-        [sys.executable, "ray_train.py"],
-        env={**os.environ, "RAY_ADDRESS": cluster.node_address.removeprefix("ray:"), "HOME": str(tmp_path)},
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert not done.returncode, done.stderr
-    reports = [ast.literal_eval(line) for line in told.read_text().splitlines()]
-    assert all(one == other for one, other in reports), "both ranks report the same"
-    assert [one["loss"] for one, _ in reports] == pytest.approx(by_hand(6), rel=1e-5)
-    assert [(one["step"], one["samples"], one["lr"]) for one, _ in reports] == [(n, 16, 0.1) for n in range(6)]
-
-
-@pytest.mark.long
-def test_a_lost_node_waits_for_another(cluster: RayCluster, tmp_path: Path) -> None:
-    run = launch(cluster, tmp_path, "--nodes", "2", "--checkpoint-every", "3", pause=0.1, steps=60)
-    await_steps(run, 8)
-    cluster.lose(1)
-    await_state(run, "waiting")
-    cluster.start_node()
-    await_state(run, "ended")
-    assert px.load(run).losses == pytest.approx(by_hand(60), rel=1e-4)
-
-
-def test_when_the_head_is_away_status_says_so_at_once(cluster: RayCluster, tmp_path: Path) -> None:
-    """The last: the cluster is gone after it."""
-    run = launch(cluster, tmp_path, "--nodes", "2", pause=0.3, steps=400)
-    await_steps(run, 2)
-    cluster.lose(0)
-    until(lambda: not cluster.processes(0), 60, "it is gone")
-    began = time.monotonic()
-    standing = run_standing(run)
-    assert time.monotonic() - began < 30  # Ray's own client tries for longer
-    assert f"no Ray cluster to be had at 127.0.0.1:{cluster.port}: connection refused" in standing.detail
-    with suppress(RunError):  # its refusal, unless the supervisor was elsewhere, and has seen it and ended
-        stop_run(run)
-        assert run_standing(run).state == "failed"
-    cluster.lose(None)
-    until(lambda: not cluster.processes(word=str(run)), 60, "what it started is gone")
-    assert run_standing(run).state in ("unknown", "failed")  # by the log: whether a worker came to say so
-
-
 @pytest.mark.skipif(find_spec("ray") is None, reason="not installed: ray")
 class TestUnreachable:
-    def test_a_closed_port_is_named_at_once(self, tmp_path: Path) -> None:
+    def test_a_closed_port_is_named(self, tmp_path: Path) -> None:
         with socket.create_server(("127.0.0.1", 0)) as closed:
             port = closed.getsockname()[1]
-        write_job(tmp_path)
-        began = time.monotonic()
-        words = (
-            "launch",
-            "train.py",
-            "--to",
-            f"ray://127.0.0.1:{port}",
-            "--plan",
-            "dp=2",
-            "--run",
-            "run",
-            "--no-check",
-        )
-        text = answer(*words, cwd=tmp_path, code=3)
-        assert f"no Ray cluster to be had at ray://127.0.0.1:{port}: connection refused" in text
-        assert time.monotonic() - began < 60
+        target = RayTarget(f"//127.0.0.1:{port}")
+        with pytest.raises(RunError, match=f"127.0.0.1:{port}: connection refused"):
+            target.submit(target.prepare(submission(tmp_path)))
         assert not (tmp_path / "run").exists()
 
     def test_a_host_that_is_none_is_named(self, tmp_path: Path) -> None:
@@ -388,33 +69,6 @@ def test_what_would_be_sent_is_shown(tmp_path: Path) -> None:
     assert json.loads(wider.files[tmp_path / "lib" / "run" / "launch" / "ray.json"])["reference"] == "lib/train.py"
 
 
-def test_code_that_changes_while_it_is_handed_over_is_not_sent(tmp_path: Path) -> None:
-    given = submission(tmp_path)
-    prepared = RayTarget("").prepare(given)
-    (tmp_path / "train.py").write_text("def job(): ...\n")
-    with pytest.raises(RunError, match="changed while it was handed over"):
-        RayTarget("").submit(prepared)
-    assert not (tmp_path / "run").exists()
-
-
-def test_ray_has_to_be_installed_and_a_dry_run_needs_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ray_target, "find_spec", lambda name: None)
-    target = RayTarget("")
-    prepared = target.prepare(submission(tmp_path))
-    assert "ray_ask auto submit" in prepared.shown()
-    with pytest.raises(MissingExtraError, match=r"phalanx\[ray\]"):
-        target.submit(prepared)
-    assert not (tmp_path / "run").exists()
-
-
-@pytest.mark.parametrize(
-    "address", ["//head", "head", "//:10001", "http://head:1", "//head:port", "//head:10001/x", "a b"]
-)
-def test_an_address_is_of_one_form(address: str) -> None:
-    with pytest.raises(SpecError, match="ray://head:10001"):
-        find_target(f"ray:{address}")
-
-
 def test_addresses() -> None:
     for text, address in {
         "ray": "auto",
@@ -425,26 +79,6 @@ def test_addresses() -> None:
         target = find_target(text)
         assert isinstance(target, RayTarget)
         assert target.address == address
-
-
-@pytest.mark.parametrize(
-    ("options", "where", "given"),
-    [
-        ({"nodes": "3"}, "--nodes", "2 processes"),
-        ({"nodes": "0"}, "--nodes", "'0'"),
-        ({"cpus-per-worker": "two"}, "--cpus-per-worker", "'two'"),
-        ({"runtime-env": "nowhere.json"}, "--runtime-env", "no such file"),
-        ({"runtime-env": "train.py"}, "--runtime-env", "no JSON"),
-        ({"code": "nowhere"}, "--code", "no folder"),
-    ],
-)
-def test_what_cannot_be_is_refused(tmp_path: Path, options: dict[str, str], where: str, given: str) -> None:
-    with pytest.raises(SpecError) as caught:
-        RayTarget("").prepare(submission(tmp_path, **options))
-    (problem,) = caught.value.problems
-    assert problem.where == where
-    assert given in problem.given
-    assert not (tmp_path / "run").exists()
 
 
 def request_of(folder: Path, plan: str, **options: str) -> RayRequest:
@@ -477,16 +111,6 @@ def test_a_run_is_laid_on_as_few_nodes_as_do(tmp_path: Path) -> None:
         with pytest.raises(RefusedError) as caught:
             laid(plan, there)
         assert caught.value.problems[0].fix.startswith(fix)
-
-
-@pytest.mark.parametrize("extra", [{}, {"actor": 5}, {"actor": "a b"}, {"actor": "a", "cluster": "--x"}])
-def test_a_damaged_ticket_is_one_error_that_says_how_to_get_rid_of_it(tmp_path: Path, extra: dict[str, Any]) -> None:
-    (tmp_path / "launch").mkdir()
-    ticket = tmp_path / "launch" / "ticket.json"
-    ticket.write_text(json.dumps({"to": "ray", **extra}))
-    for ask in (run_standing, stop_run):
-        with pytest.raises(SpecError, match="which is damaged"):
-            ask(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -530,3 +154,372 @@ def test_what_ray_says_is_passed_on(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     with pytest.raises(RunError, match="could not be asked"):
         submitted("no JSON")
     assert file_digest(tmp_path / "run" / "launch" / "code.tar.gz") == sent, "that of the launch before stays"
+
+
+pytestmark = [
+    pytest.mark.timeout(300),
+    pytest.mark.skipif(bool(lacking_for_ray()), reason=lacking_for_ray() or "ray"),
+]
+if not lacking_for_ray():  # before any test: it sets variables of its own
+    import ray
+    import ray.util.client
+    import ray.util.placement_group
+
+    groups = sys.modules["ray.util.placement_group"]  # whose name in ray.util is a function's
+
+
+class Future:
+    """Of the exit code of an agent."""
+
+    def __init__(self, code: int) -> None:
+        self.code = code
+
+
+class Calls:
+    """A method of an actor: ``remote`` calls it at once, and gives what it returned in place of a future."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.remote = function
+
+
+@pytest.fixture(autouse=True)
+def ray_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Futures are what they give."""
+    monkeypatch.setattr(ray, "get", lambda future, **how: future)
+    monkeypatch.setattr(ray, "wait", lambda futures, **how: (futures[:1], futures[1:]))
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # pipes end with an actor's process
+class TestNodeActor:
+    """Its agent is a shell script in place of Python."""
+
+    def actor(self, tmp_path: Path, script: str) -> tuple[NodeActor, list[bytes]]:
+        python = tmp_path / "python"
+        python.write_text(f"#!/bin/bash\n{script}\n")
+        python.chmod(0o755)
+        printed: list[bytes] = []
+        supervisor = SimpleNamespace(take=Calls(printed.append))
+        request = {"python": str(python), "runfile": str(tmp_path / "run.toml"), "folder": str(tmp_path)}
+        return NodeActor(supervisor, {**request, "code": "", "sha256": "", "reference": ""}, 2), printed
+
+    def test_the_agents_exit_code_and_all_that_it_prints_are_passed_on(self, tmp_path: Path) -> None:
+        script = 'for n in $(seq 2000); do echo "line $n of rank 0"; done; echo the last >&2; exit 3'
+        actor, printed = self.actor(tmp_path, script)
+        assert actor.train({"meet": "host:1"}) == 3
+        lines = b"".join(printed).decode().splitlines()
+        assert (len(lines), lines[-1]) == (2001, "the last")
+
+    def test_an_agent_that_a_signal_ended_has_a_code_of_its_own(self, tmp_path: Path) -> None:
+        actor, _ = self.actor(tmp_path, "kill -KILL $$")
+        assert actor.train({}) == -9
+
+    def test_a_stop_is_passed_on_to_the_agent(self, tmp_path: Path) -> None:
+        script = f"trap 'echo asked; exit {SAVED}' TERM; touch {tmp_path}/up; while true; do sleep 0.05; done"
+        actor, printed = self.actor(tmp_path, script)
+        codes: list[int] = []
+        trains = threading.Thread(target=lambda: codes.append(actor.train({})))
+        trains.start()
+        until((tmp_path / "up").exists, 60, "the agent is up")
+        actor.stop()
+        trains.join(60)
+        assert codes == [SAVED]
+        assert b"".join(printed) == b"asked\n"
+
+    def test_after_a_stop_no_agent_is_started(self, tmp_path: Path) -> None:
+        actor, _ = self.actor(tmp_path, f"touch {tmp_path}/up")
+        actor.stop()
+        assert actor.train({}) == SAVED
+        assert not (tmp_path / "up").exists()
+
+    def test_the_agent_is_told_its_place_and_its_folder_is_gone_with_it(self, tmp_path: Path) -> None:
+        actor, printed = self.actor(tmp_path, 'shift 3; echo "$1"')
+        assert actor.train({"meet": "host:1", "start": "a-1", "nodes": 2, "first": True}) == 0
+        told = json.loads(b"".join(printed))
+        assert (told["meet"], told["start"], told["nodes"], told["first"], told["cores"]) == (
+            "host:1",
+            "a-1",
+            2,
+            True,
+            2,
+        )
+        assert told["code"]["works"] == str(tmp_path)
+        assert not Path(told["scratch"]).exists()
+
+    @pytest.mark.parametrize(("given", "left"), [("2", ""), ("5", "5")])
+    def test_rays_share_of_threads_is_not_that_of_each_worker(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: str, left: str
+    ) -> None:
+        monkeypatch.setenv("OMP_NUM_THREADS", given)
+        actor, printed = self.actor(tmp_path, 'echo "$OMP_NUM_THREADS"')
+        actor.train({})
+        assert b"".join(printed).decode().strip() == left
+
+
+class TestNodeActors:
+    """What the supervisor asks of all nodes."""
+
+    def trained(self, codes: Sequence[int], *, asked: bool = False) -> tuple[dict[int, int], list[dict[str, Any]], int]:
+        """What became of agents that end with ``codes``, what each was told, and how many were asked to stop."""
+        told: list[dict[str, Any]] = []
+        stops: list[None] = []
+
+        def node(number: int) -> Any:
+            def train(place: dict[str, Any]) -> Any:
+                told.append(place)
+                return Future(codes[number])
+
+            return SimpleNamespace(train=Calls(train), stop=Calls(lambda: stops.append(None)))
+
+        event = threading.Event()
+        if asked:
+            event.set()
+        actors = [node(number) for number in range(len(codes))]
+        settings: Any = SimpleNamespace(asked=event)
+        nodes = ray_actors._NodeActors(settings, actors)
+        places = [{"name": f"n{n}", "address": f"10.0.0.{n}", "port": 7000 + n} for n in range(len(codes))]
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(ray_actors, "_code", lambda future: future.code)
+            found = nodes.train(places, spec(Path("run")), "digits-1-0")
+        return found, told, len(stops)
+
+    def test_agents_meet_on_the_first_node_at_its_address_and_port(self) -> None:
+        codes, told, stops = self.trained([0, 0, 0])
+        assert (codes, stops) == ({0: 0, 1: 0, 2: 0}, 0)
+        assert [one["first"] for one in told] == [True, False, False]
+        assert {(one["meet"], one["start"], one["nodes"]) for one in told} == {("10.0.0.0:7000", "digits-1-0", 3)}
+
+    def test_each_code_is_of_its_node(self) -> None:
+        assert self.trained([0, 3, LOST])[0] == {0: 0, 1: 3, 2: LOST}
+
+    def test_all_are_asked_to_stop(self) -> None:
+        assert self.trained([SAVED, SAVED], asked=True)[2] == 2
+
+
+def spec(folder: Path, **more: Any) -> RunSpec:
+    return RunSpec(job="digits", folder=folder, plan=Plan.parse("dp=2"), resume="auto", **more)
+
+
+class Standby(Supervisor):
+    """A supervisor whose placement groups and nodes are a test's: ``codes`` of one start after the other."""
+
+    def __init__(self, folder: Path, codes: Sequence[Mapping[str, int]], **more: Any) -> None:
+        self._actor, self._runfile, self._asked = "digits-1", folder / "launch" / "run.toml", threading.Event()
+        self._folder = self._runfile.parent
+        self._folder.mkdir(parents=True)
+        self._runfile.write_text(spec(folder, **more).to_toml())
+        self._me = "me"
+        settings = {"request": {"patience": 0.3}, "layout": RayLayout(nodes=2, workers=1, cpus=1, gpus=0)}
+        self._settings: Any = SimpleNamespace(**settings, asked=self._asked)
+        self._standing = {"actor": "digits-1", "state": "waiting", "detail": ""}
+        self.codes, self.starts, self.open = list(codes), list[str](), 0
+        self.saves = 0
+
+    def _place(self, again: str) -> Any:
+        self.open += 1
+        return self
+
+    def _train_in(self, group: Any, spec: RunSpec, start: str) -> dict[str, int]:
+        assert self.open == 1, "the group before has been given back"
+        self.starts.append(start)
+        for number in range(self.saves):
+            (spec.folder / "checkpoints" / f"step-{len(self.starts)}{number}").mkdir(parents=True)
+        return dict(self.codes.pop(0))
+
+    def printed(self) -> str:
+        output = self._folder / "output.log"
+        return output.read_text() if output.exists() else ""
+
+    def word(self) -> dict[str, str]:
+        """What it has left in the run folder."""
+        path = self._folder / STANDING
+        return json.loads(path.read_text()) if path.exists() else {}
+
+
+@pytest.fixture
+def killed(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What Ray was asked to kill; groups that are given back count as closed."""
+    found: list[Any] = []
+    monkeypatch.setattr(ray, "kill", found.append)
+    monkeypatch.setattr(groups, "remove_placement_group", lambda group: setattr(group, "open", group.open - 1))
+    return found
+
+
+class TestSupervisor:
+    @pytest.fixture(autouse=True)
+    def _killed(self, killed: list[Any]) -> None: ...
+
+    def test_where_an_actor_is_lost_all_are_started_anew_in_another_group(self, tmp_path: Path) -> None:
+        one = Standby(tmp_path / "run", [{"n0": 0, "n1": LOST}, {"n0": 0, "n1": 0}])
+        assert one._train() == ("ended", "")
+        assert (one.starts, one.open) == (["digits-1-0", "digits-1-1"], 0)
+        assert one.printed() == "phalanx: lost the actor on n1; starting all anew\n"
+
+    @pytest.mark.parametrize("restarts", [0, 2])
+    def test_it_gives_up_where_actors_are_lost_too_often(self, tmp_path: Path, restarts: int) -> None:
+        one = Standby(tmp_path / "run", [{"n0": LOST}] * 9, restarts=restarts)
+        state, detail = one._train()
+        assert (state, len(one.starts), one.open) == ("failed", restarts + 1, 0)
+        assert "the actor on n0 was lost" in detail
+
+    def test_what_was_saved_in_between_counts_for_it(self, tmp_path: Path) -> None:
+        one = Standby(tmp_path / "run", [*[{"n0": LOST}] * 5, {"n0": 0}], restarts=1)
+        one.saves = 1
+        assert one._train()[0] == "ended"
+        assert len(one.starts) == 6
+
+    @pytest.mark.parametrize(
+        ("codes", "state", "words"),
+        [
+            ({"n0": 0, "n1": 0}, "ended", ""),
+            ({"n0": SAVED, "n1": 1}, "stopped", ""),
+            ({"n0": 0, "n1": 3}, "failed", "n1: 3"),
+            ({"n0": -9, "n1": 0}, "failed", "n0: -9"),
+        ],
+    )
+    def test_how_it_ended_is_by_the_codes_of_agents(
+        self, tmp_path: Path, codes: dict[str, int], state: str, words: str
+    ) -> None:
+        found = Standby(tmp_path / "run", [codes])._train()
+        assert found[0] == state
+        assert words in found[1]
+
+    def test_one_that_is_asked_to_stop_starts_nothing_anew(self, tmp_path: Path) -> None:
+        one: Any = Standby(tmp_path / "run", [{"n0": LOST, "n1": 1}])
+        one._train_in = lambda *given: (one.stop(), {"n0": LOST, "n1": 1})[1]
+        assert one._train() == ("stopped", "")
+
+    def test_one_that_is_asked_to_stop_while_it_waits_for_room_leaves(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        one = Standby(tmp_path / "run", [])
+        asked: list[tuple[Any, ...]] = []
+
+        def place(bundles: list[dict[str, float]], strategy: str) -> Any:
+            asked.append((bundles, strategy))
+            return SimpleNamespace(open=1, wait=lambda seconds: one.stop())
+
+        monkeypatch.setattr(groups, "placement_group", place)
+        one._place = lambda again: Supervisor._place(one, again)
+        assert one._train() == ("stopped", "before it began")
+        assert asked == [([{"CPU": 1.0}] * 2, "STRICT_SPREAD")]
+        assert one.word()["state"] == "waiting"
+        assert one.word()["detail"] == "for 2 nodes with 1 CPU each"
+
+    def test_it_begins_only_with_its_own_ticket_and_ends_itself(self, tmp_path: Path, killed: list[Any]) -> None:
+        one = Standby(tmp_path / "run", [])
+        (tmp_path / "run" / "launch" / "ticket.json").write_text('{"actor": "another"}')
+        one._live()
+        assert (one.starts, killed, one.word()) == ([], ["me"], {})
+
+    def test_it_leaves_word_of_the_end(self, tmp_path: Path, killed: list[Any]) -> None:
+        one = Standby(tmp_path / "run", [{"n0": 0}])
+        (tmp_path / "run" / "launch" / "ticket.json").write_text('{"actor": "digits-1"}')
+        one._live()
+        assert one.word() == {"actor": "digits-1", "state": "ended", "detail": ""}
+        assert killed == ["me"]
+
+    def test_started_again_after_the_end_it_does_nothing_more(self, tmp_path: Path, killed: list[Any]) -> None:
+        one = Standby(tmp_path / "run", [])
+        for name, told in (("ticket.json", {"actor": "digits-1"}), (STANDING, {"actor": "digits-1", "state": "ended"})):
+            (tmp_path / "run" / "launch" / name).write_text(json.dumps(told))
+        one._live()
+        assert (one.starts, killed) == ([], ["me"])
+
+    def test_an_error_of_its_own_is_the_runs_end(self, tmp_path: Path, killed: list[Any]) -> None:
+        one = Standby(tmp_path / "run", [])  # which has no codes to give
+        (tmp_path / "run" / "launch" / "ticket.json").write_text('{"actor": "digits-1"}')
+        with pytest.raises(IndexError):
+            one._live()
+        assert (one.word()["state"], one.word()["detail"]) == ("failed", "IndexError: pop from empty list")
+        assert killed == ["me"]
+
+
+class TestAsking:
+    """What the process that asks a cluster makes of a supervisor that is not there any more, or not yet again."""
+
+    @pytest.fixture
+    def found(self, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+        """Sets what Ray has of that name, and what its answer is."""
+
+        def set_up(*, lookup: Exception | None = None, answer: Exception | None = None) -> None:
+            actor = SimpleNamespace(standing=Calls(lambda: {"state": "running"}), stop=Calls(lambda: None))
+            monkeypatch.setattr(ray, "get_actor", lambda name, namespace: _given(actor, lookup))
+            monkeypatch.setattr(ray, "get", lambda told, timeout: _given(told, answer))
+
+        return set_up
+
+    def test_one_that_is_there_is_asked(self, found: Callable[..., None]) -> None:
+        found()
+        assert ray_ask._standing("digits-1") == {"state": "running"}
+        assert ray_ask._stop("digits-1") == {}
+
+    @pytest.mark.parametrize("what", [{"lookup": ValueError("no such name")}, {"answer": "gone"}])
+    def test_one_that_has_ended_is_none(self, found: Callable[..., None], what: dict[str, Any]) -> None:
+        from ray.exceptions import ActorDiedError
+
+        found(**{name: ActorDiedError() if value == "gone" else value for name, value in what.items()})
+        assert ray_ask._standing("digits-1") == {}
+        assert ray_ask._stop("digits-1") == {}
+
+    def test_one_whose_name_is_there_a_moment_longer_than_its_class_has_ended(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        met = [ValueError("no such name"), *(AssertionError("no class") for _ in range(3))]
+        monkeypatch.setattr(ray, "get_actor", lambda name, namespace: _given(None, met.pop()))
+        assert ray_ask._standing("digits-1") == {}
+        assert not met
+
+    def test_one_that_ray_starts_again_is_waited_for(self, found: Callable[..., None]) -> None:
+        from ray.exceptions import GetTimeoutError
+
+        found(answer=GetTimeoutError())
+        told = ray_ask._standing("digits-1")
+        assert told == {"state": "waiting", "detail": "its supervisor is being started again"}
+
+
+def _given(value: Any, error: Exception | None) -> Any:
+    if error:
+        raise error
+    return value
+
+
+@pytest.fixture
+def agent(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """The agent of one node, with two workers in a copy of the job's folder, which was taken away."""
+    project = tmp_path / "project"
+    project.mkdir()
+    write_job(project, pause=0.2, steps=2000)
+    run, scratch = tmp_path / "run", tmp_path / "scratch"
+    (run / "launch").mkdir(parents=True)
+    scratch.mkdir()
+    given = RunSpec(job=str(project / "train.py"), folder=run, plan=Plan.parse("dp=2"), resume="auto", restarts=0)
+    (run / "launch" / "run.toml").write_text(given.to_toml())
+    digest = CodePack.of(project, without=run).write(run / "launch" / ARCHIVE)
+    code = RequestCode(root=str(project), sha256=digest, reference="train.py", works=str(project))
+    project.rename(tmp_path / "away")
+    place = {"name": "n0", "nodes": 1, "first": True, "meet": "127.0.0.1:0", "start": "digits-0", "cores": 2}
+    told = json.dumps({**place, "scratch": str(scratch), "code": code.to_dict()})
+    words = [sys.executable, "-m", "phalanx.launch.targets.ray_node", str(run / "launch" / "run.toml"), told]
+    with (tmp_path / "agent.log").open("wb") as out:
+        process = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=out, stderr=out)
+    yield process
+    process.kill()
+    process.communicate()
+
+
+@pytest.mark.parametrize("by", ["Ray, by force", *longer("its actor's end")])
+def test_with_its_actor_the_agent_ends_and_all_that_it_has_made(
+    agent: subprocess.Popen[bytes], tmp_path: Path, by: str
+) -> None:
+    await_steps(tmp_path / "run", 2)
+    there = psutil.Process(agent.pid).children(recursive=True)
+    assert len([one for one in there if "worker" in one.cmdline()]) == 2
+    assert (tmp_path / "scratch" / "train.py").exists()
+    assert agent.stdin
+    if by == "Ray, by force":
+        agent.kill()
+    agent.stdin.close()
+    agent.wait(60)
+    until(lambda: not (tmp_path / "scratch").exists(), 60, "no copy of the code")
+    until(lambda: not any(one.is_running() and one.status() != psutil.STATUS_ZOMBIE for one in there), 60, "no worker")
+    assert "n0 works in a copy of the job's folder" in (tmp_path / "agent.log").read_text()

@@ -1,10 +1,8 @@
-"""A launch on SageMaker, as far as it goes without one: what is asked for, sent, refused, and told of a run."""
+"""SageMaker as moto plays it: what is asked for and sent, what is missing there, and what is told of a run."""
 
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -14,8 +12,8 @@ from typing import Any
 import pytest
 
 from phalanx.config import Job, Plan, RunSpec
-from phalanx.errors import MissingExtraError, RunError, SpecError
-from phalanx.launch.targets import Submission, find_target, log_of, ticket_of, write_ticket
+from phalanx.errors import RunError, SpecError
+from phalanx.launch.targets import Submission, log_of, write_ticket
 from phalanx.launch.targets.aws_calls import AwsCalls
 from phalanx.launch.targets.code_pack import file_digest
 from phalanx.launch.targets.sagemaker import SageMakerTarget
@@ -25,7 +23,6 @@ from phalanx.report.run_standing import run_standing
 
 moto = pytest.importorskip("moto")
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning")
-
 REQUIRED = {
     "instance": "ml.g5.12xlarge",
     "image": "123456789012.dkr.ecr.eu-west-1.amazonaws.com/train:1",
@@ -160,21 +157,6 @@ def test_the_next_job_of_a_run_goes_on_where_the_last_has_saved(aws: Any, tmp_pa
         target.prepare(submission(tmp_path, **SHARED))
 
 
-STATES = [
-    ("InProgress", "Starting", "waiting"),
-    ("InProgress", "Pending", "waiting"),
-    ("InProgress", "DownloadingTrainingImage", "waiting"),
-    ("InProgress", "Interrupted", "waiting"),
-    ("InProgress", "Training", "running"),
-    ("InProgress", "Uploading", "running"),
-    ("Stopping", "Stopping", "running"),
-    ("Stopped", "Stopped", "stopped"),
-    ("Stopped", "MaxRuntimeExceeded", "stopped"),
-    ("Completed", "Completed", "ended"),
-    ("Failed", "Failed", "failed"),
-]
-
-
 class Answers:
     """A stand-in for SageMaker: answers as it is told to, and keeps what it was asked."""
 
@@ -189,21 +171,6 @@ class Answers:
 
 
 TICKET = {"job": "digits-1", "region": "us-east-1", "run": "s3://bucket/digits-1/run"}
-
-
-@pytest.mark.parametrize(("status", "secondary", "state"), STATES)
-def test_how_a_job_stands(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, status: str, secondary: str, state: str
-) -> None:
-    said = [{"Status": secondary, "StatusMessage": "No capacity just now"}]
-    told = {"TrainingJobStatus": status, "SecondaryStatus": secondary, "SecondaryStatusTransitions": said}
-    Answers(monkeypatch, describe_training_job={**told, "FailureReason": "AlgorithmError: rank 1, step 3: no"})
-    standing = SageMakerTarget("").standing(TICKET, tmp_path)
-    assert standing.state == state
-    if state == "waiting":
-        assert standing.detail == f"{secondary}: No capacity just now"
-    if state == "failed":
-        assert standing.detail == "AlgorithmError: rank 1, step 3: no"
 
 
 def test_the_last_step_is_that_of_the_events_in_the_bucket(aws: Any, tmp_path: Path) -> None:
@@ -342,117 +309,6 @@ def test_a_folder_whose_run_stands_there_needs_resume_and_resume_needs_one(aws: 
         target.refuse_folder(replace(given.run, resume=False), job)
 
 
-@pytest.mark.parametrize("wrong", [{"job": "../../x"}, {"job": 7}, {"region": None}, {"run": ""}])
-def test_a_damaged_ticket_is_said_to_be_one(aws: Any, tmp_path: Path, wrong: dict[str, Any]) -> None:
-    given = submission(tmp_path)
-    given.folder.mkdir(parents=True)
-    write_ticket(given, "sagemaker", {**TICKET, **wrong})
-    target, ticket = ticket_of(given.run.folder)
-    assert isinstance(target, SageMakerTarget)
-    asks: list[Any] = [lambda: target.prepare(given)]
-    if "run" not in wrong:
-        asks = [
-            lambda: target.standing(ticket, given.run.folder),
-            lambda: target.stop(ticket, given.run.folder),
-            lambda: target.log(ticket, given.run.folder, None),
-        ]
-    for ask in asks:
-        with pytest.raises(SpecError, match=r"ticket\.json, which is damaged"):
-            ask()
-
-
-def test_code_that_changes_while_it_is_handed_over_is_not(aws: Any, tmp_path: Path) -> None:
-    given, target = submission(tmp_path), SageMakerTarget("")
-    prepared = target.prepare(given)
-    (tmp_path / "job" / "train.py").write_text("def another(): ...\n")
-    with pytest.raises(RunError, match="changed while it was handed over"):
-        target.submit(prepared)
-    assert keys(aws) == []
-
-
-def test_without_boto3_the_extra_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setitem(sys.modules, "boto3", None)
-    target = SageMakerTarget("")
-    prepared = target.prepare(submission(tmp_path))
-    with pytest.raises(MissingExtraError, match=r"phalanx\[sagemaker\]"):
-        target.submit(prepared)
-    assert not (tmp_path / "run").exists()
-
-
-def test_a_dry_run_shows_all_that_would_be_sent_and_does_nothing(tmp_path: Path) -> None:
-    given = submission(tmp_path)
-    shown = SageMakerTarget("").prepare(given).shown()
-    assert "train.py" in shown
-    assert 'folder = "checkpoints"' in shown
-    assert '"TrainingImage": "123456789012.dkr.ecr.eu-west-1.amazonaws.com/train:1"' in shown
-    assert "$ aws sagemaker create-training-job --cli-input-json file://" in shown
-    assert not given.run.folder.exists()
-
-
-@pytest.mark.parametrize(
-    ("options", "where", "given"),
-    [
-        ({"instance": None}, "--instance", "none"),
-        ({"image": None}, "--image", "none"),
-        ({"role": None}, "--role", "none"),
-        ({"bucket": None}, "--bucket", "none"),
-        ({"instance": "p5"}, "--instance", "'p5'"),
-        ({"instance": "ml.g5.xlarge"}, "--instance", "1 GPU, of which the plan needs 2"),
-        ({"instance": "ml.g5.3xlarge"}, "--instance", "which there is not"),
-        ({"instance": "ml.trn1.32xlarge"}, "--instance", "no GPUs of NVIDIA"),
-        ({"nodes": "3", **SHARED}, "--nodes", "2 processes"),
-        ({"nodes": "2"}, "--nodes", "without a file system"),
-        ({"nodes": "0"}, "--nodes", "'0'"),
-        ({"role": "train"}, "--role", "'train'"),
-        ({"bucket": "bucket"}, "--bucket", "'bucket'"),
-        ({"image": "a b"}, "--image", "'a b'"),
-        ({"time": "soon"}, "--time", "'soon'"),
-        ({"time": "100s"}, "--time", "100s"),
-        ({"time": "30d"}, "--time", "30d"),
-        ({"spot": "2h"}, "--spot", "time limit of 24h"),
-        ({"volume": "many"}, "--volume", "'many'"),
-        ({"environment": "HF_TOKEN=hf_1"}, "--environment", "HF_TOKEN"),
-        ({"environment": "FI_PROVIDER"}, "--environment", "'FI_PROVIDER'"),
-        ({"subnets": "subnet-0a"}, "--security-groups", "--subnets alone"),
-        ({**SHARED, "subnets": None}, "--subnets", "in a VPC only"),
-        ({**SHARED, "filesystem": "nfs:/x"}, "--filesystem", "nfs"),
-        ({"region": "Ireland"}, "--region", "Ireland"),
-        ({"code": "/nowhere"}, "--code", "which is no folder"),
-        ({"code": "/usr"}, "--code", "/usr"),
-    ],
-)
-def test_what_cannot_be_is_refused(tmp_path: Path, options: dict[str, Any], where: str, given: str) -> None:
-    with pytest.raises(SpecError) as caught:
-        SageMakerTarget("").prepare(submission(tmp_path, **options))
-    (problem,) = caught.value.problems
-    assert problem.where == where
-    assert given in problem.given
-    assert given not in problem.fix
-    assert not (tmp_path / "run").exists()
-
-
-@pytest.mark.parametrize(
-    ("run", "where"),
-    [
-        ({"devices": "1:2"}, "-n"),
-        ({"grace": 110.0}, "--grace"),
-        ({"plan": Plan.parse("dp=2 server=1")}, "--plan"),
-    ],
-)
-def test_runs_that_sagemaker_cannot_have_are_refused(tmp_path: Path, run: dict[str, Any], where: str) -> None:
-    with pytest.raises(SpecError) as caught:
-        SageMakerTarget("").prepare(submission(tmp_path, run=run))
-    assert [problem.where for problem in caught.value.problems] == [where]
-
-
-def test_all_that_is_wrong_is_said_at_once(tmp_path: Path) -> None:
-    with pytest.raises(SpecError) as caught:
-        SageMakerTarget("").prepare(submission(tmp_path, image=None, role="x", nodes="x", time="y"))
-    assert [problem.where for problem in caught.value.problems] == ["--image", "--role", "--nodes", "--time"]
-    with pytest.raises(SpecError, match="nothing after the colon"):
-        find_target("sagemaker:here")
-
-
 @pytest.mark.parametrize(
     ("instance", "gpus"),
     [
@@ -478,9 +334,85 @@ def test_every_instance_in_the_table_is_one_of_sagemakers() -> None:
     assert [one for one in known if one.split(".")[1] in families and not gpus_of(one)] == []
 
 
-def test_nothing_of_it_needs_torch() -> None:
-    code = "import sys; from phalanx.launch.targets import find_target; find_target('sagemaker')"
-    told = subprocess.run(
-        [sys.executable, "-c", f"{code}; print('torch' in sys.modules)"], capture_output=True, text=True
-    )
-    assert told.stdout.strip() == "False", told.stderr
+DATA = "s3://bucket/images"
+
+
+@pytest.fixture
+def account(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """One that has all that ``REQUIRED`` names, and data."""
+    settings = {"AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret", "AWS_DEFAULT_REGION": "us-east-1"}
+    for name, value in settings.items():
+        monkeypatch.setenv(name, value)
+    import boto3
+
+    with moto.mock_aws():
+        store = boto3.client("s3")
+        store.create_bucket(Bucket="bucket")
+        store.put_object(Bucket="bucket", Key="images/0.png", Body=b"0")
+        boto3.client("iam").create_role(RoleName="train", AssumeRolePolicyDocument="{}")
+        images = boto3.client("ecr", region_name="eu-west-1")
+        images.create_repository(repositoryName="train")
+        form = "application/vnd.docker.distribution.manifest.v2+json"
+        manifest = {"schemaVersion": 2, "mediaType": form, "config": {"digest": "sha256:0"}, "layers": []}
+        images.put_image(repositoryName="train", imageTag="1", imageManifest=json.dumps(manifest))
+        yield
+
+
+def asked(given: Submission) -> str | None:
+    target = SageMakerTarget("")
+    return target.why_not(target.prepare(given), 60.0)
+
+
+@pytest.mark.usefixtures("account")
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({}, None),  # whether it would take it, nobody can ask
+        ({"image": "registry.example/train:1"}, None),
+        ({"bucket": "s3://made-up/runs"}, "there is no bucket made-up"),
+        ({"role": "arn:aws:iam::123456789012:role/made-up"}, "there is no role arn:aws:iam::123456789012:role/made-up"),
+        ({"data": "s3://bucket/none"}, "there is nothing at s3://bucket/none"),
+        ({"data": "s3://made-up/images"}, "there is nothing at s3://made-up/images"),
+        ({"image": REQUIRED["image"].replace(":1", ":2")}, "there is no image"),
+        ({"image": REQUIRED["image"].replace("/train", "/made-up")}, "there is no image"),
+    ],
+)
+def test_what_is_not_there_is_named(tmp_path: Path, options: dict[str, str], words: str | None) -> None:
+    given = submission(tmp_path, data=DATA)
+    said = asked(replace(given, options={**given.options, **options}))
+    assert said == words or (words and said and said.startswith(words))
+
+
+@pytest.mark.usefixtures("account")
+def test_who_may_not_look_is_not_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def ask(self: AwsCalls, service: str, operation: str, own: Any = AwsCalls.ask, **given: Any) -> Any:
+        if service == "sts":
+            return own(self, service, operation, **given)
+        raise RunError("AWS refuses it: AccessDenied: not authorized")
+
+    monkeypatch.setattr(AwsCalls, "ask", ask)
+    given = submission(tmp_path, data=DATA)
+    made_up = {"bucket": "s3://made-up/runs", "role": "arn:aws:iam::123456789012:role/made-up"}
+    assert asked(replace(given, options={**given.options, **made_up})) is None
+
+
+def test_that_aws_cannot_be_asked_is_said_in_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {
+        "AWS_ACCESS_KEY_ID": "key",
+        "AWS_SECRET_ACCESS_KEY": "secret",
+        "AWS_ENDPOINT_URL": "http://127.0.0.1:9",
+        "AWS_DEFAULT_REGION": "us-east-1",
+    }.items():
+        monkeypatch.setenv(name, value)
+    said = asked(submission(tmp_path))
+    assert said
+    assert "EndpointConnectionError" in said
+
+
+@pytest.mark.usefixtures("account")
+def test_no_region_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("AWS_DEFAULT_REGION")
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "none"))
+    said = asked(submission(tmp_path))
+    assert said
+    assert said.startswith("no region is set up")

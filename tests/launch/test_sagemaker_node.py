@@ -111,8 +111,6 @@ def start(service: Service, tmp_path: Path) -> Start:
 @pytest.mark.parametrize(
     ("plan", "count"),
     [
-        pytest.param("dp=2", 2, marks=pytest.mark.long),  # as those have it that are interrupted
-        ("fsdp=4", 2),
         ("pp=2 tp=2", 2),
         ("server=1 dp=2", 3),
     ],
@@ -221,30 +219,6 @@ def assert_no_secret(folder: Path, job: Containers) -> None:
     assert len(texts) > 10
     for name in ("AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN"):
         assert not [text for text in texts if SETTINGS[name].encode() in text], name
-
-
-@pytest.mark.long
-def test_a_machine_that_is_lost_without_a_word_costs_what_was_not_copied(
-    service: Service, start: Start, tmp_path: Path
-) -> None:
-    """What stands in S3 then may be half of a checkpoint."""
-    job = start("dp=2", steps=STEPS, pause=0.1, checkpoint_every=4, keep=8)
-    await_steps(job.run, 10)
-    job.copy_run()
-    job.close()
-    await_none_left(tmp_path)
-    client = boto3.client("s3")
-    kept = [one["Key"] for one in client.list_objects_v2(Bucket="bucket", Prefix=f"phalanx/{job.job}/run/")["Contents"]]
-    newest = max({key.split("/")[-2] for key in kept if "/step-" in key}, key=lambda name: int(name[len("step-") :]))
-    client.delete_object(
-        Bucket="bucket", Key=next(key for key in kept if newest in key and key.endswith(".safetensors"))
-    )
-    again = service.start(job.job)
-    assert again.wait() == [0], again.said()
-    run = px.load(again.run)
-    (resumed,) = run.events("resume")
-    assert 0 < resumed["step"] < int(newest.removeprefix("step-"))
-    assert run.losses == pytest.approx(by_hand(STEPS), rel=1e-5)
 
 
 def test_why_a_job_failed_is_left_for_sagemaker_and_each_line_says_its_rank(

@@ -1,339 +1,37 @@
-"""A launch on a real Slurm of two nodes: trained as on one device, through time limits, a lost node and a stop."""
+"""What a launch on Slurm asks for, without one: its script, its commands, arrays of plans and their end."""
 
 from __future__ import annotations
 
 import json
 import os
-import re
-import shlex
+import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
-import launched
 import pytest
-import torch
-from slurm_cluster import Cluster, lacking, slurm_cluster, until
-from torch import Tensor, nn
+from click.testing import CliRunner
+from launched import await_steps, by_hand, commands_end, phalanx, write_job  # noqa: F401
 
-import phalanx as px
-from longer import longer
-from phalanx.config import Plan, RunSpec
+from phalanx.cli import bench_queue, main
+from phalanx.cli.bench_queue import QueueBench
+from phalanx.config import Job, Plan, RunSpec
 from phalanx.errors import RunError, SpecError
 from phalanx.launch.reaper import SAVED
-from phalanx.launch.runfile import newest_step
-from phalanx.launch.targets import Submission, find_target
+from phalanx.launch.targets import TARGETS, ArrayTarget, Option, Prepared, Standing, Submission
 from phalanx.launch.targets.slurm import SlurmTarget
-from phalanx.report.run_standing import run_standing, stop_run
-
-pytestmark = pytest.mark.timeout(300)
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "how-to" / "slurm.md"
-STEPS = 40
-FURTHER = {"sbatch": "--exclusive\n--mail-type=END"}
-LONG = 400  # that the time limit comes in
-FIELDS = {
-    "resume": {"step": 3, "path": "checkpoints/step-3"},
-    "stopped": {"step": 3, "signal": "SIGTERM"},
-    "error": {"rank": 0, "step": 3, "kind": "ValueError", "message": "no"},
-    "end": {"step": 3, "samples": 48, "seconds": 1.0, "loss": 0.5},
-}
-JOB = f"""
-import os
-import time
-from pathlib import Path
-
-import torch
-from torch import nn
-
-import phalanx as px
-
-HERE = Path(__file__).parent
-SLOW = not (HERE / "fast").exists() and not list(HERE.glob("run/checkpoints/step-*"))  # until it goes on
-
-
-def model():
-    made = nn.Linear(4, 2)
-    nn.init.zeros_(made.weight)
-    nn.init.zeros_(made.bias)
-    return made
-
-
-def loss(output, batch):
-    time.sleep(0.25 if SLOW else 0.0)
-    return px.cross_entropy(output, batch["y"])
-
-
-def job():
-    print("rank", os.environ.get("RANK"), "of", os.environ.get("SLURMD_NODENAME"))
-    x = torch.randn(64, 4, generator=torch.Generator().manual_seed(0))
-    return px.Job(
-        model=model,
-        data=lambda: px.Table(input=x, y=(x.sum(1) > 0).long()),
-        shuffle=False,
-        loss=loss,
-        optimizer=lambda params: torch.optim.SGD(params, lr=0.1),
-        batch=16,
-        steps={STEPS},
-    )
-"""
-
-
-def by_hand(steps: int = STEPS) -> list[float]:
-    """The loss of each step, by plain PyTorch on one device."""
-    x = torch.randn(64, 4, generator=torch.Generator().manual_seed(0))
-    y, model, losses = (x.sum(1) > 0).long(), nn.Linear(4, 2), list[Tensor]()
-    nn.init.zeros_(model.weight)
-    nn.init.zeros_(model.bias)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for step in range(steps):
-        part = slice(16 * (step % 4), 16 * (step % 4) + 16)
-        losses.append(nn.functional.cross_entropy(model(x[part]), y[part]))
-        optimizer.zero_grad()
-        losses[-1].backward()
-        optimizer.step()
-    return [one.item() for one in losses]
 
 
 def submission(folder: Path, *, run: dict[str, Any] | None = None, **options: str) -> Submission:
     """The job in a folder of its own, on two nodes unless ``options`` say otherwise."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "train.py").write_text(JOB)
+    (folder / "train.py").write_text("def job(): ...\n")
     settings = {"plan": Plan.parse("dp=2"), "grace": 10.0, "resume": "auto", **(run or {})}
     spec = RunSpec(job=str(folder / "train.py"), folder=folder / "run", **settings)
     named = {name.replace("_", "-"): value for name, value in {"nodes": "2", **options}.items()}
     return Submission(run=spec, name="digits", python=sys.executable, options=named)
-
-
-class Handed:
-    """A run that was handed over."""
-
-    def __init__(self, given: Submission) -> None:
-        self.target, self.folder = SlurmTarget(""), given.run.folder
-        self.ticket = self.target.submit(self.target.prepare(given))
-
-    @property
-    def state(self) -> str:
-        return self.target.standing(self.ticket, self.folder).state
-
-    @property
-    def steps(self) -> list[int]:
-        log = self.folder / "events.jsonl"
-        return [event["step"] for event in px.load(self.folder).events("step")] if log.exists() else []
-
-    def said(self) -> str:
-        log = self.target.log(self.ticket, self.folder, None)
-        return log.read_text() if log.exists() else ""
-
-    def wait(self, state: str, seconds: float = 90) -> None:
-        over = {state, "ended", "failed", "stopped"}
-        until(lambda: self.state in over, seconds, f"it is {state}, with {self.said()}")
-        assert self.state == state, self.said()
-
-
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[Cluster]:
-    if why := lacking():
-        pytest.skip(f"no Slurm here: {why}")
-    with slurm_cluster() as up:
-        yield up
-
-
-@pytest.fixture(scope="module")
-def limited(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Handed:
-    """A run whose time limit comes while another test runs: Slurm looks for those twice a minute."""
-    given = submission(tmp_path_factory.mktemp("limited"), time="10m", signal="12", run={"steps": LONG})
-    run = Handed(given)
-    until(lambda: len(run.steps) > 3, 90, "it trains")
-    cluster.set_time_limit(run.ticket["job"], 1)
-    return run
-
-
-@pytest.mark.usefixtures("limited")  # first of all
-def test_two_nodes_train_what_one_device_does(cluster: Cluster, tmp_path: Path) -> None:
-    (tmp_path / "fast").touch()
-    run = Handed(submission(tmp_path))
-    run.wait("ended")
-    assert px.load(run.folder).losses == pytest.approx(by_hand(), rel=1e-5)
-    printed = [run.target.log(run.ticket, run.folder, rank).read_text().split() for rank in range(2)]
-    assert sorted(node for *_, node in printed) == ["n1", "n2"]
-    assert all(words[:2] == ["rank", str(rank)] for rank, words in enumerate(printed))
-    assert all(" ".join(words) in run.said() for words in printed)
-    assert "Traceback" not in run.said()
-
-
-def test_after_its_time_a_run_goes_on_by_itself(cluster: Cluster, limited: Handed) -> None:
-    run = px.load(limited.folder)
-    until(lambda: bool(list(run.events("stopped"))), 90, "its time is over")
-    cluster.set_time_limit(limited.ticket["job"], 10)
-    limited.wait("ended")
-    (stopped,) = run.events("stopped")
-    assert limited.steps == list(range(LONG)), "none was taken twice"
-    assert run.losses == pytest.approx(by_hand(LONG), rel=1e-5)
-    assert [event["step"] for event in run.events("resume")] == [stopped["step"]]
-    assert 0 < stopped["step"] < LONG
-    assert str(limited.ticket["job"]) not in cluster.jobs()
-
-
-@pytest.mark.parametrize(
-    ("plan", "nodes"),
-    [
-        ("pp=2 tp=2 micro=4", "2"),
-        *longer(("fsdp=4", "2"), ("dp=2 server=1", "3")),
-    ],
-)
-def test_each_plan_trains_what_one_device_does(cluster: Cluster, tmp_path: Path, plan: str, nodes: str) -> None:
-    settings: dict[str, Any] = {"plan": Plan.parse(plan), "forecast": "none"}
-    given = submission(tmp_path, nodes=nodes, partition="three" if nodes == "3" else "cpu", run=settings)
-    launched.write_job(tmp_path)
-    run = Handed(given)
-    run.wait("ended")
-    assert px.load(run.folder).losses == pytest.approx(launched.by_hand(6), rel=1e-5)
-    logs = [run.target.log(run.ticket, run.folder, rank) for rank in range(Plan.parse(plan).processes)]
-    assert all(log.exists() for log in logs)
-    assert not cluster.processes_with(str(run.folder))
-
-
-def test_a_run_that_is_asked_to_stop_saves_and_is_over(cluster: Cluster, tmp_path: Path) -> None:
-    """By the commands that a user types."""
-    folder = submission(tmp_path, run={"steps": 400}).run.folder
-    words = ["launch", str(tmp_path / "train.py"), "--to", "slurm", "--nodes", "2", "--plan", "dp=2", "--no-check"]
-    told = json.loads(phalanx(*words, "--steps", "400", "--run", str(folder), "--grace", "10", "--json"))
-    job = str(told["job"])
-    events = folder / "events.jsonl"
-    until(lambda: events.exists() and events.read_text().count('"event": "step"') > 3, 90, "it trains")
-    phalanx("stop", str(folder))
-    until(lambda: job not in cluster.jobs(), 60, "it has left the queue")
-    run = px.load(folder)
-    (stopped,) = run.events("stopped")
-    assert stopped["step"] == len(run.losses) < 400
-    assert newest_step(folder) == stopped["step"]
-    said = (folder / "launch" / f"slurm-{job}.out").read_text()
-    assert "stopped" in phalanx("status", str(folder)), said
-    assert "Traceback" not in said
-    assert not cluster.processes_with(str(folder)), "nothing is left of it"
-
-
-@pytest.mark.long
-def test_the_script_on_the_page_goes_on_after_its_time(
-    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    given = submission(tmp_path, run={"steps": LONG})
-    (tmp_path / "run.toml").write_text(given.run.to_toml())
-    found = re.search(r'title="job.sh"\n(.*?)^```$', PAGE.read_text(), flags=re.MULTILINE | re.DOTALL)
-    assert found
-    script = (
-        found[1].replace("--gpus-per-node=8 ", "").replace("$SLURM_GPUS_ON_NODE", "1").replace("$host", "127.0.0.1")
-    )
-    (tmp_path / "job.sh").write_text(script)
-    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
-    told = subprocess.run(["sbatch", "--parsable", "job.sh"], capture_output=True, text=True, check=True).stdout
-    log = given.run.folder / "events.jsonl"
-    until(lambda: log.exists() and log.read_text().count('"event": "step"') > 3, 90, "it trains")
-    subprocess.run(["scancel", "--signal=USR1", "--batch", told.strip()], check=True)
-    until(lambda: told.strip() not in cluster.jobs(), 120, "it has come to its end")
-    trained = px.load(given.run.folder)
-    assert [event["event"] for event in trained.events()].count("stopped") == 1
-    assert [event["step"] for event in trained.events("step")] == list(range(LONG)), "none was taken twice"
-
-
-def test_a_run_goes_on_after_a_node_is_lost(cluster: Cluster, tmp_path: Path) -> None:
-    run = Handed(submission(tmp_path, run={"checkpoint_every": 2}))
-    until(lambda: newest_step(run.folder) is not None, 90, "it has saved")
-    cluster.lose_node("n2")
-    run.wait("waiting")
-    cluster.bring_back("n2")
-    run.wait("ended")
-    assert set(run.steps) == set(range(STEPS))
-    assert px.load(run.folder).losses == pytest.approx(by_hand(), rel=1e-5)
-    assert list(px.load(run.folder).events("resume"))
-
-
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ({"partition": "nowhere"}, "Invalid partition name specified"),
-        ({"mem": "9999999"}, "node configuration is not available"),
-        ({"cpus_per_task": "17"}, "would keep it waiting for ever: Partition"),
-        ({"nodes": "3"}, "would keep it waiting for ever: Partition"),
-        ({"time": "2d"}, "would keep it waiting for ever: Partition"),
-        ({"constraint": "a100"}, "Invalid feature specification"),
-        ({"also": "partition=three"}, "Requested operation"),  # this cluster's scheduler is not backfill
-    ],
-)
-def test_what_slurm_refuses_is_said_in_its_words(
-    cluster: Cluster, tmp_path: Path, options: dict[str, str], said: str
-) -> None:
-    before = cluster.jobs()
-    given = submission(tmp_path, run={"plan": Plan.parse("dp=6")}, **options)
-    target = SlurmTarget("")
-    with pytest.raises(RunError, match=said):
-        target.submit(target.prepare(given))
-    assert not given.run.folder.exists()
-    assert cluster.jobs() == before
-
-
-def test_a_refusal_leaves_what_was_there(cluster: Cluster, tmp_path: Path) -> None:
-    given = submission(tmp_path, partition="nowhere")
-    given.folder.mkdir(parents=True)
-    given.runfile.write_text("of an earlier launch")
-    target = SlurmTarget("")
-    with pytest.raises(RunError):
-        target.submit(target.prepare(given))
-    assert [path.name for path in given.folder.iterdir()] == ["run.toml"]
-    assert given.runfile.read_text() == "of an earlier launch"
-
-
-def test_what_is_shown_is_what_slurm_takes(cluster: Cluster, tmp_path: Path) -> None:
-    folder = tmp_path / "a b'c #%d\"e"
-    options = {"time": "1.5h", "mem": "100M", "setup": "export ONE=1; true 'a b'", **FURTHER}
-    prepared = SlurmTarget("").prepare(submission(folder, **options))
-    (script,) = [path for path in prepared.files if path.name == "job.sh"]
-    assert prepared.files[script] in prepared.shown()
-    assert prepared.shown().endswith(f"$ sbatch --parsable {shlex.quote(str(script))}")
-    copy = tmp_path / "job.sh"
-    copy.write_text(prepared.files[script])
-    assert not subprocess.run(["bash", "-n", copy], capture_output=True, check=True).stderr
-    subprocess.run(["sbatch", "--test-only", copy], capture_output=True, check=True)
-    assert "#SBATCH --time=0-01:30:00\n" in prepared.files[script]
-
-
-@pytest.mark.usefixtures("cluster")
-def test_it_says_what_its_nodes_have() -> None:
-    offer = SlurmTarget("").offer({"nodes": "2", "cpus-per-task": "1"})
-    assert offer
-    assert (offer.nodes, offer.devices, offer.device, offer.cores) == (2, 1, "", 1)
-    assert offer.memory > 0
-
-
-def test_a_folder_may_have_any_name_and_a_waiting_run_is_stopped(cluster: Cluster, tmp_path: Path) -> None:
-    folder = tmp_path / "a b'c #%d\"e"
-    folder.mkdir()
-    (folder / "fast").touch()
-    run = Handed(submission(folder, nodelist="n1", nodes="1", run={"plan": Plan()}, mem="10M"))
-    run.wait("ended")
-    assert px.load(run.folder).losses == pytest.approx(by_hand(), rel=1e-5)
-    subprocess.run(["scontrol", "update", "partitionname=cpu", "state=down"], check=True)
-    try:
-        waits = Handed(submission(tmp_path / "waits"))
-        waits.wait("waiting")
-        assert "PENDING" in waits.target.standing(waits.ticket, waits.folder).detail
-        waits.target.stop(waits.ticket, waits.folder)
-        waits.wait("stopped")
-    finally:
-        subprocess.run(["scontrol", "update", "partitionname=cpu", "state=up"], check=True)
-
-
-def test_what_slurm_has_forgotten_the_run_itself_tells(cluster: Cluster, tmp_path: Path) -> None:
-    target, forgotten = SlurmTarget(""), {"job": 4_000_000}
-    log = tmp_path / "events.jsonl"
-    assert target.standing(forgotten, tmp_path).state == "unknown"
-    for word, state in {"stopped": "stopped", "resume": "unknown", "end": "ended", "error": "failed"}.items():
-        with log.open("a") as file:
-            file.write(json.dumps({"event": word, "time": 1.0, **FIELDS[word]}) + "\n")
-        assert target.standing(forgotten, tmp_path).state == state, word
-    target.stop(forgotten, tmp_path)
 
 
 def pretend(folder: Path, monkeypatch: pytest.MonkeyPatch, **tools: str) -> Path:
@@ -359,15 +57,6 @@ def test_what_a_shell_says_to_sbatch_is_no_more_than_what_the_script_leaves_open
     assert (tmp_path / "told").read_text() == "SBATCH_QOS=other\n"
     assert target.why_not(prepared) == ""
     assert (tmp_path / "told").read_text() == "SBATCH_QOS=other\n"
-
-
-@pytest.mark.parametrize(("word", "state"), [("stopped", "stopped"), ("error", "failed"), ("resume", "stopped")])
-def test_a_run_that_failed_as_it_was_to_stop_has_failed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, word: str, state: str
-) -> None:
-    pretend(tmp_path, monkeypatch, scontrol="echo JobId=7 JobState=FAILED Reason=NonZeroExitCode ExitCode=75:0")
-    (tmp_path / "events.jsonl").write_text(json.dumps({"event": word, "time": 1.0, **FIELDS[word]}) + "\n")
-    assert SlurmTarget("").standing({"job": 7}, tmp_path).state == state
 
 
 def test_a_copied_folder_does_not_stop_the_run_that_it_is_a_copy_of(
@@ -416,63 +105,6 @@ def test_a_launch_that_is_interrupted_leaves_nothing_in_the_queue(
         SlurmTarget("").submit(prepared)
     assert asked.read_text().splitlines()[-2:] == ["scancel 7", "with its files"]
     assert not given.run.folder.exists()
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        pytest.param("[" * 100_000, id="deep"),
-        *("", "{", "5", '{"to": 5}', '{"to": "nowhere", "job": 1}', '{"to": "slurm"}'),
-        *(f'{{"to": "slurm", "job": {job}}}' for job in ('"--me"', '"7"', "1.5", "true", "-7", "null")),
-        *(f'{{"to": "slurm", "job": 7, "cluster": {name}}}' for name in ('"--me"', '""', "7", '"a b"')),
-    ],
-)
-def test_a_damaged_ticket_is_one_error_that_says_how_to_get_rid_of_it(tmp_path: Path, text: str) -> None:
-    (tmp_path / "launch").mkdir()
-    ticket = tmp_path / "launch" / "ticket.json"
-    ticket.write_text(text)
-    for ask in (run_standing, stop_run):
-        with pytest.raises(SpecError, match="which is damaged") as caught:
-            ask(tmp_path)
-        (problem,) = caught.value.problems
-        assert problem.fix == f"rm {ticket}"
-
-
-@pytest.mark.parametrize(
-    ("options", "where", "given"),
-    [
-        ({"nodes": "3"}, "--nodes", "2 processes"),
-        ({"nodes": "0"}, "--nodes", "'0'"),
-        ({"nodes": "two"}, "--nodes", "'two'"),
-        ({"time": "soon"}, "--time", "'soon'"),
-        ({"time": "0"}, "--time", "'0'"),
-        ({"time": "1m", "signal": "60"}, "--time", "last 60 seconds"),
-        ({"signal": "5"}, "--signal", "grace of 10"),
-        ({"signal": "70000"}, "--signal", "70000"),
-        ({"partition": "a b"}, "--partition", "'a b'"),
-        ({"account": "x\n#SBATCH --uid=0"}, "--account", "uid"),
-        ({"qos": ""}, "--qos", "''"),
-        ({"setup": "true\nfalse\x1b"}, "--setup", "false"),
-        ({"gres": "gpu:1", "gpus_per_node": "1"}, "--gpus-per-node", "--gres gpu:1"),
-    ],
-)
-def test_what_cannot_be_is_refused(tmp_path: Path, options: dict[str, str], where: str, given: str) -> None:
-    with pytest.raises(SpecError) as caught:
-        SlurmTarget("").prepare(submission(tmp_path, **options))
-    (problem,) = caught.value.problems
-    assert problem.where == where
-    assert given in problem.given
-    assert not (tmp_path / "run").exists()
-
-
-def test_all_that_is_wrong_is_said_at_once(tmp_path: Path) -> None:
-    with pytest.raises(SpecError) as caught:
-        SlurmTarget("").prepare(submission(tmp_path, run={"devices": "1:2"}, nodes="x", time="y", mem="z z"))
-    assert [problem.where for problem in caught.value.problems] == ["--mem", "--nodes", "--time", "-n"]
-    with pytest.raises(SpecError, match="never goes on"):
-        SlurmTarget("").prepare(submission(tmp_path, run={"grace": 0.0, "checkpoint_every": "1h"}, time="30m"))
-    with pytest.raises(SpecError, match="nothing after the colon"):
-        find_target("slurm:gpu")
 
 
 @pytest.mark.parametrize(
@@ -607,15 +239,198 @@ def test_a_warning_does_not_hide_why_slurm_would_refuse(tmp_path: Path, monkeypa
     assert target.why_not(target.prepare(submission(tmp_path))) == words
 
 
-def test_a_machine_without_slurm_is_told_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
-    given = submission(tmp_path)
-    target = SlurmTarget("")
-    prepared = target.prepare(given)
-    with pytest.raises(RunError, match="sbatch is not on this machine"):
-        target.submit(prepared)
-    assert not given.run.folder.exists()
+def test_the_script_asks_for_both(tmp_path: Path) -> None:
+    given = submission(
+        tmp_path,
+        run={"plan": Plan.parse("dp=4")},
+        nodes="1",
+        time="1h",
+        cpus_per_task="8",
+        also="nodes=2 partition=old cpus-per-task=3 processes=1",
+    )
+    prepared = SlurmTarget("").prepare(given)
+    script = prepared.files[given.folder / "job.sh"]
+    subprocess.run(["bash", "-n"], input=script, text=True, check=True)
+    first, second = script.partition("\n\n")[0].split("#SBATCH hetjob\n")
+    assert {"--nodes=1", "--cpus-per-task=8", "--time=0-01:00:00"} <= set(first.split())
+    assert {"--nodes=2", "--cpus-per-task=3", "--time=0-01:00:00", "--partition=old"} == set(
+        second.replace("#SBATCH", "").split()
+    ) - {"--ntasks-per-node=1"}
+    assert " 1x2,2x1)" in script
+    assert (
+        'srun --het-group=0 --cpus-per-task=8 "${node[@]}" : --het-group=1 --cpus-per-task=3 "${node[@]}" &' in script
+    )
+    assert SlurmTarget("").offer(given.options) is None
 
 
-def phalanx(*words: str) -> str:
-    return subprocess.run([sys.executable, "-m", "phalanx", *words], capture_output=True, text=True, check=True).stdout
+NODES = ("--to", "slurm", "--nodes", "2", "--steps", "5", "--run", "bench")
+
+
+def test_the_script_is_shown_in_full_and_nothing_is_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "a b'c #%d\"e"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    write_job(folder)
+    words = ("bench", "train.py", *NODES, "--plan", "dp=2", "--at-once", "2", "--time", "1h", "--dry-run")
+    told = json.loads(CliRunner().invoke(main, [*words, "--json"]).stdout)
+    names = ["launch/measured.py", "0/launch/run.toml", "1/launch/run.toml", "launch/job.sh"]
+    assert list(told["files"]) == [str(folder / "bench" / name) for name in names]
+    script = told["files"][str(folder / "bench" / "launch" / "job.sh")]
+    assert "#SBATCH --array=0-1%2\n" in script
+    assert "nodes=(1 2) " in script
+    assert told["commands"] == [["sbatch", "--parsable", str(folder / "bench" / "launch" / "job.sh")]]
+    subprocess.run(["bash", "-n"], input=script, text=True, check=True)
+    assert script in CliRunner().invoke(main, [*words]).stdout
+    assert not (folder / "bench").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--run", "there"), "--run: given without --to"),
+        (("--at-once", "2"), "--at-once: given without --to"),
+        (("--dry-run",), "--dry-run: given without --to"),
+        (("--nodes", "2"), "No such option '--nodes'"),
+        ((*NODES, "--hosts", "2"), "--hosts: given together with --to slurm"),
+        ((*NODES, "--rate", "1gbit"), "--rate: given together with --to slurm"),
+        (("--to", "ray://head:1", "--plan", "dp=2"), "which takes no arrays of jobs; allowed: slurm"),
+        (("--to", "slurn", "--plan", "dp=2"), "--to slurm"),
+        ((*NODES, "--plan", "dp=2", "--qoz", "long"), "try: --qos"),
+        ((*NODES, "-n", "1", "--dry-run"), "--nodes: given 2, for the plans single"),
+        ((*NODES, "-n", "2", "--time", "soon", "--dry-run"), "--time: given 'soon'"),
+        ((*NODES, "--constraint", "a100", "--dry-run"), "which there are is not known here"),
+        ((*NODES, "-n", "2", "--plan", "ep=2"), "refused"),
+    ],
+)
+def test_what_cannot_be_is_refused_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...], said: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_job(tmp_path)
+    done = CliRunner().invoke(main, ["bench", "train.py", *words])
+    assert done.exit_code == 2, done.output
+    assert said in done.output
+    assert not (tmp_path / "bench").exists()
+
+
+def test_a_copied_plan_does_not_stop_the_array_that_it_is_a_copy_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tools = tmp_path / "tools"
+    tools.mkdir()
+    told = f"JobId=8 ArrayJobId=7 ArrayTaskId=1 JobState=RUNNING Command={tmp_path}/bench/launch/job.sh WorkDir=/"
+    for name, text in {"scontrol": f"echo '{told}'", "scancel": "true"}.items():
+        (tools / name).write_text(f'#!/bin/sh\necho "{name} $*" >> {tmp_path}/asked\n{text}\n')
+        (tools / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tools}{os.pathsep}{os.environ['PATH']}")
+    target, ticket = SlurmTarget(""), {"job": 7, "task": 1}
+    for folder, state in (("copy", "unknown"), ("bench", "running")):
+        assert target.standing(ticket, tmp_path / folder / "1").state == state
+        target.stop(ticket, tmp_path / folder / "1")
+    asked = (tmp_path / "asked").read_text().splitlines()
+    assert [line for line in asked if line.startswith("scancel")] == ["scancel --signal=USR2 --batch 7_1"]
+    assert "scontrol show job 7_1 --oneliner" in asked
+
+
+PLANS = [Plan(), Plan(dp=2), Plan(dp=4)]
+REFUSED = RunError("Slurm refuses it: slurm: warning: slow\nUnable to contact slurm controller\n    try: sinfo")
+
+
+class Queue(ArrayTarget):
+    """A queue that answers as a test says."""
+
+    name = "queue"
+    options: ClassVar[Mapping[str, Option]] = {}
+
+    def __init__(self, address: str) -> None:
+        self.answers: list[Any] = []  # to looks at plans, in turn; the last again and again
+        self.stopped: list[int] = []
+        self.looks = 0
+
+    def prepare(self, submission: Submission) -> Prepared:
+        return Prepared(submission=submission, files={}, commands=())
+
+    def prepare_array(self, submissions: Sequence[Submission], at_once: int) -> Prepared:
+        return self.prepare(submissions[0])
+
+    def submit(self, prepared: Prepared) -> Mapping[str, Any]:
+        raise NotImplementedError
+
+    def submit_array(self, prepared: Prepared, count: int) -> Sequence[Mapping[str, Any]]:
+        for number in range(count):
+            (prepared.submission.run.folder.parent / str(number) / "launch").mkdir(parents=True)
+        return [{"job": 7, "task": task} for task in range(count)]
+
+    def standing(self, ticket: Mapping[str, Any], folder: Path) -> Standing:
+        self.looks += 1
+        answer = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
+        if callable(answer):
+            answer()
+            return Standing(state="running")
+        if isinstance(answer, Exception):
+            raise answer
+        return Standing(state=answer)
+
+    def stop(self, ticket: Mapping[str, Any], folder: Path) -> None:
+        self.stopped.append(ticket["task"])
+        if ticket["task"] == 1:
+            raise REFUSED
+
+    def log(self, ticket: Mapping[str, Any], folder: Path, rank: int | None) -> Path:
+        return folder / "log"
+
+
+@pytest.fixture
+def queue(monkeypatch: pytest.MonkeyPatch) -> Queue:
+    monkeypatch.setitem(TARGETS, "queue", "test_slurm:Queue")
+    monkeypatch.setattr(bench_queue.time, "sleep", lambda seconds: None)
+    return Queue("")
+
+
+def measure(queue: Queue, folder: Path) -> Any:
+    job = Job(name="job", model=list, data=list, loss=max, optimizer=list, batch=4, steps=3)
+    how: dict[str, Any] = {"options": {}, "reference": "train.py", "at_once": 1}
+    return QueueBench(target=queue, to="queue", folder=folder / "bench", job=job, plans=PLANS, **how).measure([])
+
+
+def interrupted() -> None:
+    raise KeyboardInterrupt
+
+
+def ended() -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+@pytest.mark.parametrize(("by", "raised"), [(interrupted, KeyboardInterrupt), (ended, SystemExit)])
+def test_all_are_stopped_also_where_one_cannot_be_and_that_one_is_named(
+    queue: Queue, tmp_path: Path, capsys: pytest.CaptureFixture[str], by: Any, raised: type[BaseException]
+) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    queue.answers = ["waiting", by]
+    with pytest.raises(raised) as caught:
+        measure(queue, tmp_path)
+    assert getattr(caught.value, "code", 143) == 143
+    assert queue.stopped == [2, 1, 0], "those first that wait"
+    err = capsys.readouterr().err
+    assert err.count("may still wait or run there") == 1
+    assert "dp=2 may still wait or run there: Unable to contact slurm controller\n" in err
+    assert f"try: phalanx stop {tmp_path}/bench/1" in err
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_a_queue_that_answers_no_more_is_given_up_and_what_goes_on_is_said(queue: Queue, tmp_path: Path) -> None:
+    queue.answers = ["running", REFUSED]
+    with pytest.raises(RunError) as caught:
+        measure(queue, tmp_path)
+    assert queue.looks >= 30 * len(PLANS), "thirty looks at all of them"
+    assert queue.stopped == []
+    said = str(caught.value)
+    assert said.startswith("queue has not answered 31 times: Unable to contact slurm controller; what it has goes on")
+    assert f"try: the same command with --run {tmp_path}/bench, which finds it again" in said
+    assert f"phalanx stop {tmp_path}/bench/0" in said
+
+
+def test_one_answer_in_between_begins_the_count_anew(queue: Queue, tmp_path: Path) -> None:
+    silence = [REFUSED] * len(PLANS) * 30
+    queue.answers = [*silence, "running", *silence, "ended"]
+    assert len(measure(queue, tmp_path).failed) == len(PLANS), "nothing was measured, and nothing was given up"

@@ -1,11 +1,14 @@
-"""What holds of every target, by what it prepares: none of their engines is asked."""
+"""What holds of every target, by what it prepares; and a target of one file, handed over, found again and stopped."""
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -13,8 +16,9 @@ from typing import Any
 import click
 import pytest
 from click.testing import CliRunner, Result
-from launched import write_job
+from launched import await_steps, by_hand, write_job
 
+import phalanx as px
 from phalanx.cli import main
 from phalanx.cli.check import command as check_command
 from phalanx.cli.launch import command as launch_command
@@ -23,6 +27,7 @@ from phalanx.cli.settings import Given, earlier_run
 from phalanx.config import RunSpec
 from phalanx.errors import RunError, SpecError
 from phalanx.launch.check_hosts import HostSurvey
+from phalanx.launch.reaper import fork
 from phalanx.launch.targets import (
     TARGETS,
     AttachedTarget,
@@ -152,27 +157,6 @@ def test_options_of_another_target_are_refused_by_name(name: str) -> None:
             assert problem.given == f"{name}, with --{option}"
 
 
-@pytest.mark.parametrize("name", QUEUES)
-@pytest.mark.parametrize(
-    "text",
-    ["", "[]", "7", "{}", "{", '{"to": 3}', '{"to": "moon"}', '{"to": "TO"}', '{"to": "TO", "job": [], "actor": 3}'],
-)
-def test_a_damaged_ticket_is_one_clear_error(name: str, text: str) -> None:
-    path = Path("run/launch/ticket.json")
-    path.parent.mkdir(parents=True)
-    path.write_text(text.replace("TO", CASES[name].to))
-    asked: list[Callable[[QueueTarget, Mapping[str, Any]], Any]] = [
-        lambda target, ticket: target.standing(ticket, Path("run")),
-        lambda target, ticket: target.stop(ticket, Path("run")),
-    ]
-    for ask in asked:
-        with pytest.raises(SpecError) as caught:
-            ask(*ticket_of(Path("run")))  # type: ignore[arg-type]
-        (problem,) = caught.value.problems
-        assert problem.given == f"{path}, which is damaged"
-        assert problem.fix == f"rm {path}"
-
-
 @pytest.fixture
 def prepared_for(monkeypatch: pytest.MonkeyPatch) -> list[Submission]:
     """All that targets are asked to prepare, in order; no host and no engine is asked, and nothing begins."""
@@ -218,13 +202,6 @@ def test_the_check_judges_the_run_that_is_launched(name: str, prepared_for: list
     assert 0 < checked < len(prepared_for)
     assert all(one == given for one in prepared_for)
     assert len({one.token for one in prepared_for}) == 2  # one a command
-
-
-def test_a_time_limit_that_the_runs_own_grace_fits_is_right(prepared_for: list[Submission]) -> None:
-    words = ("--image", "i:1", "--volume", f"data:{os.getcwd()}", "--plan", "dp=2", "--time", "25s", "--grace", "5")
-    for verb in ("check", "launch"):
-        result = CliRunner().invoke(main, [verb, "train.py", "--to", "kubernetes", "--run", "run", *words])
-        assert result.exit_code == 0, result.output
 
 
 @pytest.mark.parametrize(
@@ -350,11 +327,148 @@ def test_a_dry_run_by_ssh_shows_what_its_hosts_are_told(monkeypatch: pytest.Monk
         assert workers["environment"] == ["PYTHONPATH", "OMP_NUM_THREADS"]
 
 
-@pytest.mark.usefixtures("ssh_to_here")
-def test_a_dry_run_by_ssh_chooses_the_plan_that_its_launch_would() -> None:
-    result = phalanx("launch", "ssh", "--dry-run", "--json")
-    assert result.exit_code == 0, result.output
-    files = json.loads(result.stdout)["files"]
-    plan = RunSpec.from_toml(files["n1:run.toml"]).plan
-    assert plan.processes == 2
-    assert f"{plan}" in result.stderr
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def _example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = re.search(r'```python title="background.py"\n(.*?)```', (ROOT / "CONTRIBUTING.md").read_text(), re.DOTALL)
+    assert found
+    (tmp_path / "background.py").write_text(found[1])
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "background", raising=False)
+    monkeypatch.setitem(TARGETS, "background", "background:BackgroundTarget")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+
+
+def command(*words: str) -> int:
+    """The exit code of ``phalanx`` in a process forked from this one, which ends before what it has started."""
+    return os.waitstatus_to_exitcode(os.waitpid(begun(*words), 0)[1])
+
+
+def begun(*words: str) -> int:
+    """The process id of ``phalanx``, begun."""
+    pid = fork()
+    if pid == 0:
+        code = 3
+        try:
+            main(list(words))
+        except SystemExit as ended:
+            code = int(ended.code or 0)
+        finally:
+            os._exit(code)
+    return pid
+
+
+def await_end(pid: int) -> None:
+    """Wait until the process is gone, or nobody has asked for how it ended."""
+    until = time.monotonic() + 60
+    with suppress(OSError):  # it is gone
+        while Path(f"/proc/{pid}/cmdline").read_bytes():
+            assert time.monotonic() < until
+            time.sleep(0.05)
+
+
+GIVEN = ("launch", "train.py", "--to", "background", "--run", "run", "--plan", "dp=2", "--no-check")
+
+
+@pytest.mark.usefixtures("_example")
+def test_the_target_that_is_shown_has_40_lines(tmp_path: Path) -> None:
+    lines = (tmp_path / "background.py").read_text().splitlines()
+    assert len([line for line in lines if line.strip()]) <= 40
+
+
+def launch(*words: str) -> int:
+    return command(*GIVEN, *words)
+
+
+@pytest.mark.usefixtures("_example")
+def test_of_two_launches_of_a_folder_at_the_same_time_one_is_refused(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    write_job(tmp_path, pause=1.0, steps=30)
+    both = [begun(*GIVEN) for _ in range(2)]
+    assert sorted(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in both) == [0, 2]
+    err = capfd.readouterr().err
+    assert "whose run background has already" in err or "in which another training goes on" in err
+    ticket = json.loads(Path("run/launch/ticket.json").read_text())
+    assert command("stop", "run") == 0
+    await_end(ticket["pid"])
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.usefixtures("_example")
+def test_a_run_is_handed_over_found_by_its_folder_stopped_and_goes_on(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    write_job(tmp_path, pause=1.0, steps=30)
+    assert launch("--nice", "1", "--json") == 0
+    told = json.loads(capfd.readouterr().out)
+    assert told["to"] == "background"
+    await_steps(Path("run"), 2)
+    assert command("status", "run", "--json") == 0
+    assert json.loads(capfd.readouterr().out)["state"] == "running"
+    assert launch() == 2
+    assert "whose run background has already: running" in capfd.readouterr().err
+    assert command("stop", "run") == 0
+    await_end(told["pid"])
+    assert command("status", "run") == 0
+    assert "stopped" in capfd.readouterr().out
+    write_job(tmp_path, steps=30)
+    assert launch("--resume", "--json") == 0
+    again = json.loads(capfd.readouterr().out)
+    await_end(again["pid"])
+    assert command("status", "run", "--json") == 0
+    assert json.loads(capfd.readouterr().out)["state"] == "ended"
+    target, ticket = ticket_of(Path("run"))
+    assert isinstance(target, QueueTarget)
+    assert target.standing(ticket, Path("run")).state == "ended"
+    assert command("logs", "run") == 0
+    assert command("logs", "run", "--rank", "1") == 2
+    assert "none: all ranks print into one file" in capfd.readouterr().err
+    assert px.load("run").losses == pytest.approx(by_hand(30), rel=1e-4)
+
+
+@pytest.mark.usefixtures("_example")
+def test_a_folder_that_was_used_needs_resume_and_resume_needs_one(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    write_job(tmp_path)
+    assert launch("--resume") == 2
+    assert "does not exist" in capfd.readouterr().err
+    assert command("train", "train.py", "--run", "run", "--plan", "dp=2", "--quiet") == 0
+    assert launch() == 2
+    assert "which holds a run of" in capfd.readouterr().err
+    assert not (Path("run") / "launch").exists()
+
+
+@pytest.mark.usefixtures("_example")
+def test_a_run_that_goes_on_here_is_no_more_its_targets(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    write_job(tmp_path)
+    assert launch("--json") == 0
+    told = json.loads(capfd.readouterr().out)
+    assert command("train", "train.py", "--run", "run", "--plan", "dp=2", "--resume", "auto", "--quiet") == 2
+    assert "whose run background has already: running" in capfd.readouterr().err
+    await_end(told["pid"])
+    write_job(tmp_path, steps=8)
+    assert command("train", "train.py", "--run", "run", "--resume", "--quiet") == 0
+    assert not (Path("run") / "launch" / "ticket.json").exists()
+    capfd.readouterr()
+    assert command("status", "run", "--json") == 0
+    found = json.loads(capfd.readouterr().out)
+    assert (found["state"], found["to"], found["step"]) == ("ended", "", 7)
+
+
+@pytest.mark.usefixtures("_example")
+def test_a_run_of_another_machine_is_not_taken_for_one_that_has_ended(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / "run.toml").touch()
+    owner = {"number": 1, "identity": "a", "host": "n7.invalid", "pid": 4711, "since": 0.0}
+    (folder / "writer.json").write_text(json.dumps(owner))
+    assert command("status", "run") == 0
+    assert "written by process 4711 on n7.invalid" in capfd.readouterr().out
+    assert command("stop", "run") == 3
+    assert "ssh n7.invalid kill -TERM 4711" in capfd.readouterr().err

@@ -1,11 +1,14 @@
-"""What hosts said → what is wrong: tables of one fault each, of what cannot be planted on a machine without GPUs."""
+"""What hosts said, and what is wrong: tables of one fault each; which links are asked, and hosts in words."""
 
 from __future__ import annotations
 
 import copy
 import json
+import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import combinations, permutations
 from pathlib import Path
@@ -13,7 +16,10 @@ from typing import Any, ClassVar
 
 import pytest
 
+import phalanx as px
 from phalanx.config import Plan, RunSpec
+from phalanx.errors import RunError, SpecError
+from phalanx.launch import host_network
 from phalanx.launch.check_hosts import (
     CheckQuestion,
     CheckTime,
@@ -28,13 +34,15 @@ from phalanx.launch.check_hosts import (
     survey,
     workers_of,
 )
-from phalanx.launch.check_hosts.asking_links import rounds
+from phalanx.launch.check_hosts.asking_links import LinkSurvey, ask_links, rounds
 from phalanx.launch.check_hosts.host_probe import MARK
+from phalanx.launch.host_network import HostLink
+from phalanx.launch.host_process import Quotas
 from phalanx.launch.unshared_folder import unshared_problems
 from phalanx.preflight.launch_check import LaunchQuestion, launch_check
+from phalanx.units import parse_bit_rate, parse_seconds, parse_share
 
 pytestmark = pytest.mark.quick
-
 GIB = 2**30
 NAMES = ("n1", "n2", "n3")
 
@@ -108,7 +116,6 @@ def hanging_data(host: dict[str, Any]) -> None:
 
 
 NEEDS = Needs(plan=Plan.parse("fsdp=24"), memory=60.0 * GIB, state=100.0 * GIB)
-
 TABLE = [
     ("nccl", put("nccl", "2.21.5"), "versions", True, "NCCL 2.21.5 on n2, 2.27.3 on n1, n3"),
     ("cuda", put("cuda", "12.4"), "versions", True, "CUDA of torch 12.4 on n2"),
@@ -143,6 +150,8 @@ TABLE = [
 def test_three_good_hosts() -> None:
     assert findings(surveyed(lambda host: None), NEEDS) == []
     assert workers_of(surveyed(lambda host: None).hosts, NEEDS) == dict.fromkeys(NAMES, 8)
+    told_fewer = [replace(one, processes=2) for one in surveyed(lambda host: None).hosts]
+    assert workers_of(told_fewer, NEEDS) == dict.fromkeys(NAMES, 2), "as many as the target says"
 
 
 @pytest.mark.parametrize(
@@ -350,3 +359,125 @@ def test_what_to_do_about_a_host_goes_by_why_it_is_not_reached(said: str, way: s
     ]
     assert finding.what == said
     assert way in finding.fix
+
+
+pytestmark = pytest.mark.quick
+CUT_OFF = "n5"
+"""A host that does not reach the first."""
+
+
+class Named(TargetHost):
+    def __init__(self, number: int) -> None:
+        self.name = f"n{number}"
+
+    def run(self, arguments: Sequence[str], text: str, patience: float) -> str:
+        raise NotImplementedError
+
+
+class AskedHosts:
+    """So many, each of whose answers takes ``seconds``; ``most``: that were asked at a time, by the host's name."""
+
+    def __init__(self, count: int, seconds: float = 0.0) -> None:
+        self.all = [Named(number) for number in range(count)]
+        self.most: Counter[str] = Counter()
+        self._seconds, self._busy, self._lock = seconds, Counter[str](), threading.Lock()
+
+    def ask(self, host: TargetHost, question: dict[str, Any]) -> dict[str, Any]:
+        with self._lock:
+            self._busy[host.name] += 1
+            self.most[host.name] = max(self.most[host.name], self._busy[host.name])
+        time.sleep(self._seconds)
+        with self._lock:
+            self._busy[host.name] -= 1
+        if "comers" in question:
+            return {}
+        if question["peer"] == ["at n0", 1000] and host.name == CUT_OFF:
+            raise RunError("Connection refused")
+        return {"error": "", "latency": 1e-4, **({} if "comes" in question else {"bandwidth": 1e9})}
+
+    def asked(self, seconds: float) -> LinkSurvey:
+        told = {one.name: {"address": f"at {one.name}", "free_port": 1000} for one in self.all}
+        with ThreadPoolExecutor(len(self.all)) as pool:
+            return ask_links(self.all, told, self.ask, pool, CheckTime(seconds))
+
+
+def test_of_many_hosts_each_tries_the_first() -> None:
+    hosts = AskedHosts(12)
+    said = hosts.asked(60.0)
+    tried = {one.source: one.error for one in said.links if one.target == "n0"}
+    assert tried == {f"n{number}": "Connection refused" if f"n{number}" == CUT_OFF else "" for number in range(1, 12)}
+    assert said.unasked == 0
+    assert set(hosts.most.values()) == {1}, "no host was asked for two links at once"
+
+
+@pytest.mark.parametrize(("count", "pairs", "unasked"), [(2, 1, 0), (5, 4, 6), (8, 8, 20), (11, 10, 9), (12, 12, 9)])
+def test_without_time_there_are_two_rounds_and_other_pairs_are_counted(count: int, pairs: int, unasked: int) -> None:
+    said = AskedHosts(count).asked(0.0)
+    assert (len(said.links), said.unasked) == (2 * pairs, unasked)
+
+
+def test_a_link_has_some_time_unless_the_check_was_ended() -> None:
+    limit = CheckTime(0.0)
+    assert (limit.left, limit.at_least(3.0)) == (0.0, 3.0)
+    assert CheckTime(60.0).at_least(3.0) > 50.0
+    limit.end()
+    assert limit.at_least(3.0) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("text", "rate"), [("100mbit", 1e8), ("1 Gbit/s", 1e9), ("2.5gbit", 2.5e9), ("400Gb/s", 4e11), ("64kbit", 64e3)]
+)
+def test_rates(text: str, rate: float) -> None:
+    assert parse_bit_rate(text) == pytest.approx(rate)
+
+
+@pytest.mark.parametrize("text", ["", "fast", "100", "100MB/s", "mbit", "-1mbit", "1e3mbit"])
+def test_no_rates(text: str) -> None:
+    with pytest.raises(ValueError, match="100mbit"):
+        parse_bit_rate(text)
+
+
+def test_times_and_shares() -> None:
+    assert [parse_seconds(text) for text in ("20ms", "1.5 s", "500us")] == pytest.approx([0.02, 1.5, 0.0005])
+    assert [parse_share(text) for text in ("0.1%", "0.001", "50 %")] == pytest.approx([0.001, 0.001, 0.5])
+    for parse, text in ((parse_seconds, "20"), (parse_share, "0.1 percent")):
+        with pytest.raises(ValueError, match="such as"):
+            parse(text)
+
+
+def test_everything_wrong_is_told_at_once() -> None:
+    with pytest.raises(SpecError) as raised:
+        px.Hosts(2, rate="1bit", delay="20", loss="100%")
+    assert [problem.where for problem in raised.value.problems] == ["rate", "delay", "loss"]
+    for how in ({"count": 0}, {"count": 2, "per_host": 0}):
+        with pytest.raises(SpecError):
+            px.Hosts(**how)
+
+
+def test_a_link_as_commands() -> None:
+    link = HostLink.parse("100mbit", "20ms", "0.1%")
+    assert link.limit("net0") == ["qdisc add dev net0 root handle 1: tbf rate 100000000bit burst 50028 limit 1250000"]
+    assert link.hold("net0") == [
+        *link.limit("net0"),
+        "qdisc add dev net0 parent 1:1 handle 10: netem delay 20000us loss 0.100000% limit 101000",
+    ]
+    assert (
+        HostLink.parse(delay="1ms").hold("net0")[0].startswith("qdisc add dev net0 root handle 10: netem delay 1000us")
+    )
+    assert HostLink().hold("net0") == []
+
+
+def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_network, "tool", lambda program: None if program == "tc" else program)
+    problem = host_network.lacking(HostLink())
+    assert problem is not None
+    assert (problem.given, problem.fix) == ("a machine without the program tc", "apt-get install iproute2")
+
+
+def test_quotas_of_control_groups_2(tmp_path: Path) -> None:
+    quotas = Quotas(tmp_path, 2, version=2)
+    quotas.allow(1, 0.25)
+    quotas.join(1)
+    assert sorted(path.read_text() for path in tmp_path.glob("*/cpu.max")) == ["5000 20000", "max 20000"]
+    assert (tmp_path / "cgroup.subtree_control").read_text() == "+cpu"
+    assert len(list(tmp_path.glob("*/cgroup.procs"))) == 1

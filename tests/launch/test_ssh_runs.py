@@ -1,11 +1,9 @@
-"""Hosts that share no disk with the launcher: code is sent, and what they write is brought here, to go on from."""
+"""Runs on hosts that SSH reaches, with and without a shared disk: as one device's, ended, and nothing left."""
 
 from __future__ import annotations
 
 import json
-import os
 import re
-import signal
 import subprocess
 import time
 from collections.abc import Iterator, Sequence
@@ -13,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from launched import (
     await_none_left,
@@ -27,10 +26,178 @@ from ssh_hosts import SshServers, lacking_for_ssh, ssh_servers
 
 import phalanx as px
 from phalanx.checkpoint import checkpoints, verify
-from phalanx.errors import SpecError
+from phalanx.errors import RunError, SpecError
 from phalanx.launch import load_job
 from phalanx.launch.host_network import lacking
-from phalanx.launch.targets import ssh_host
+
+
+@pytest.fixture(scope="module")
+def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SshServers]:
+    problem = lacking(px.Hosts(2).link)
+    if why := lacking_for_ssh() or (problem and problem.given):
+        pytest.skip(why)
+    with ssh_servers(2, tmp_path_factory.mktemp("ssh")) as made:
+        yield made
+
+
+def fit(folder: Path, file: Path, plan: str) -> px.Run:
+    """The job in ``folder`` on the hosts of ``file``."""
+    job = load_job(str(write_job(folder)))
+    spec = px.RunSpec(job=str(folder / "train.py"), plan=px.Plan.parse(plan), folder=folder / "run")
+    return px.fit(job, run=spec, launcher=f"ssh:{file}", watch=False)
+
+
+@pytest.mark.parametrize(
+    ("plan", "devices"),
+    [("pp=2 tp=2 micro=4", (2, 2)), ("dp=2 server=1", (2, 1))],
+)
+def test_a_run_on_two_hosts_is_that_of_one_device(
+    servers: SshServers, tmp_path: Path, plan: str, devices: tuple[int, int]
+) -> None:
+    run = fit(tmp_path, servers.write_hosts(devices), plan)
+    assert run.losses == pytest.approx(by_hand(6), rel=1e-5)
+    assert [event["event"] for event in run.events()][-1] == "end"
+    await_none_left(tmp_path)
+
+
+def begun(
+    servers: SshServers, folder: Path, *options: str, pause: float = 0.05, steps: int = 60
+) -> subprocess.Popen[str]:
+    """``phalanx launch`` of a slow job on both hosts, a few steps after its beginning."""
+    job = write_job(folder, pause=pause, steps=steps)
+    file = servers.write_hosts((1, 1), folder=f'"{folder}"')
+    words = ("launch", str(job), "--to", f"ssh:{file}", "--plan", "dp=2", "--run", "run", "--no-check")
+    process = phalanx(*words, *options, cwd=folder)
+    await_steps(folder / "run", 4, process)
+    return process
+
+
+@pytest.mark.parametrize("held", [0.0, 1.5], ids=["at once", "once its peers have failed"])
+def test_a_worker_that_is_killed_is_started_again_and_nothing_is_lost(
+    servers: SshServers, tmp_path: Path, held: float
+) -> None:
+    """``held``: seconds until its agent comes to tell how it has ended."""
+    process = begun(servers, tmp_path, "--checkpoint-every", "3")
+    worker = psutil.Process(int(next(one for one in working_in(tmp_path) if "phalanx worker" in one).partition(":")[0]))
+    agent = worker.parent()
+    assert agent
+    agent.suspend()
+    worker.kill()
+    time.sleep(held)
+    agent.resume()
+    out, err = process.communicate(timeout=90)
+    assert process.returncode == 0, err
+    run = px.load(tmp_path / "run")
+    (restart,) = run.events("restart")
+    assert "SIGKILL" in restart["cause"], restart
+    assert run.losses == pytest.approx(by_hand(60), rel=1e-4)
+    assert "each sample seen exactly once per epoch: yes" in " ".join(out.split())
+
+
+def test_stop_saves_and_resume_goes_on(servers: SshServers, tmp_path: Path) -> None:
+    process = begun(servers, tmp_path, pause=0.5)
+    status = phalanx("status", "run", "--json", cwd=tmp_path)
+    assert '"state": "running"' in status.communicate(timeout=30)[0]
+    stop = phalanx("stop", "run", cwd=tmp_path)
+    assert stop.communicate(timeout=60) == ("run: stopped\n", "")
+    _, err = process.communicate(timeout=30)
+    assert process.returncode == 75, err
+    assert "newest checkpoint: step-" in err
+    await_none_left(tmp_path)
+    taken = len(px.load(tmp_path / "run").losses)
+    assert 4 <= taken < 60
+    write_job(tmp_path, steps=60)
+    again = phalanx(
+        *(
+            "launch",
+            "train.py",
+            "--to",
+            f"ssh:{servers.folder / 'hosts.toml'}",
+            "--run",
+            "run",
+            "--resume",
+            "--no-check",
+        ),
+        cwd=tmp_path,
+    )
+    _, err = again.communicate(timeout=90)
+    assert again.returncode == 0, err
+    assert px.load(tmp_path / "run").losses == pytest.approx(by_hand(60), rel=1e-4)
+
+
+def test_a_rank_that_fails_is_named_with_its_host(servers: SshServers, tmp_path: Path) -> None:
+    path = write_job(tmp_path)
+    fails = 'if os.environ.get("RANK") == "1":\n        raise ValueError("its own")'
+    path.write_text("import os\n\n" + path.read_text().replace("time.sleep(PAUSE)", fails))
+    file = servers.write_hosts((1, 1), folder=f'"{tmp_path}"')
+    words = ("launch", str(path), "--to", f"ssh:{file}", "--plan", "dp=2", "--run", "run")
+    process = phalanx(*words, "--no-check", cwd=tmp_path)
+    _, err = process.communicate(timeout=90)
+    assert process.returncode == 3, err
+    assert "rank 1 of 2, on n1, failed in step 0: ValueError: its own" in err
+
+
+def test_nothing_outlives_a_launcher_that_is_killed(servers: SshServers, tmp_path: Path) -> None:
+    process = begun(servers, tmp_path)
+    assert working_in(tmp_path)
+    process.kill()
+    process.communicate()
+    await_none_left(tmp_path)
+
+
+@pytest.mark.engine
+def test_a_host_that_is_lost_ends_the_others_and_is_named(tmp_path: Path) -> None:
+    if why := lacking_for_ssh():
+        pytest.skip(why)
+    with ssh_servers(2, tmp_path) as servers:
+        process = begun(servers, tmp_path)
+        servers.hosts.cut(1)
+        began = time.monotonic()
+        _, err = process.communicate(timeout=90)
+        assert process.returncode == 3, err
+        assert "host n1" in err
+        assert time.monotonic() - began < 40
+        servers.hosts.restore(1)
+    assert "newest checkpoint" in err or "no checkpoint yet" in err
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"Port": "2222"}, "Connection refused"),
+        ({"UserKnownHostsFile": "{folder}/none"}, "Host key verification failed"),
+        ({"IdentityFile": "{folder}/other_key"}, "Permission denied"),
+    ],
+)
+def test_a_host_that_cannot_be_reached_is_named_at_once(
+    servers: SshServers, tmp_path: Path, changed: dict[str, str], said: str
+) -> None:
+    file = servers.write_hosts((1, 1))
+    servers.write_config(**{name: value.format(folder=servers.folder) for name, value in changed.items()})
+    began = time.monotonic()
+    try:
+        with pytest.raises(RunError) as caught:
+            fit(tmp_path, file, "dp=2")
+    finally:
+        servers.write_config()
+    text = str(caught.value)
+    assert time.monotonic() - began < 15
+    assert re.search(rf"host n0 .*{said}.*\nhost n1 .*{said}", text), text
+    assert "try: " in text
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_dry_run_shows_the_commands_and_does_nothing(servers: SshServers, tmp_path: Path) -> None:
+    write_job(tmp_path)
+    file = servers.write_hosts((1, 1))
+    shown = phalanx("launch", "train.py", "--to", f"ssh:{file}", "--plan", "dp=2", "--dry-run", cwd=tmp_path)
+    out, err = shown.communicate(timeout=60)
+    assert shown.returncode == 0, err
+    assert [line.startswith("$ ssh -T ") for line in out.splitlines()][-2:] == [True, True]
+    assert "code.txt\nfor a host that has it not: 1 file of" in out
+    assert re.search(r"\d  train.py\n", out)
+    assert "StrictHostKeyChecking=yes" in out
+    assert {path.name for path in tmp_path.iterdir()} - {"__pycache__"} == {"train.py"}
 
 
 @dataclass(frozen=True)
@@ -67,7 +234,7 @@ def apart(tmp_path: Path) -> Iterator[Apart]:
         yield Apart(servers, *folders[1:])
 
 
-def fit(apart: Apart, plan: str, devices: Sequence[int] = (1, 1), run: str = "run", **given: Any) -> px.Run:
+def fit_apart(apart: Apart, plan: str, devices: Sequence[int] = (1, 1), run: str = "run", **given: Any) -> px.Run:
     """The job, written into its folder here, on the hosts."""
     if not (apart.job / "train.py").exists():
         write_job(apart.job)
@@ -83,9 +250,9 @@ def refuse_damage(folder: Path, newest: int) -> None:
     assert [verify(one.path) for one in found] == [[]] * len(found)
 
 
-@pytest.mark.parametrize(("plan", "devices"), [("fsdp=4", (2, 2)), ("pp=2 tp=2 micro=4", (2, 2))])
+@pytest.mark.parametrize(("plan", "devices"), [("fsdp=4", (2, 2))])
 def test_a_run_without_a_shared_disk_is_that_of_one_device(apart: Apart, plan: str, devices: Sequence[int]) -> None:
-    run = fit(apart, plan, devices, checkpoint_every=2)
+    run = fit_apart(apart, plan, devices, checkpoint_every=2)
     assert run.losses == pytest.approx(by_hand(6), rel=1e-5)
     assert [event["event"] for event in run.events()][-1] == "end"
     refuse_damage(run.folder, 6)
@@ -101,21 +268,10 @@ def test_a_run_without_a_shared_disk_is_that_of_one_device(apart: Apart, plan: s
     await_none_left(apart.scratch)
 
 
-def test_a_copy_is_gone_with_the_run_also_where_its_host_is_held_up(
-    apart: Apart, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    begins, text = '"""All of the copy has come to the launcher."""', ssh_host._agent_text().decode()
-    assert begins in text
-    held_up = text.replace(begins, "import time; time.sleep(1.5)").encode()
-    monkeypatch.setattr(ssh_host, "_agent_text", lambda: held_up)
-    fit(apart, "dp=2")
-    assert apart.files(0, "runs") + apart.files(1, "runs") == []
-
-
 def test_a_run_goes_on_under_another_plan_from_what_has_come_here(apart: Apart) -> None:
-    fit(apart, "fsdp=2", steps=4, checkpoint_every=2)
+    fit_apart(apart, "fsdp=2", steps=4, checkpoint_every=2)
     refuse_damage(apart.job / "run", 4)
-    run = fit(apart, "dp=2", steps=8, resume=True)
+    run = fit_apart(apart, "dp=2", steps=8, resume=True)
     assert run.losses == pytest.approx(by_hand(8), rel=1e-4)
     refuse_damage(run.folder, 8)
     audit = phalanx("audit", "run", cwd=apart.job)
@@ -123,7 +279,7 @@ def test_a_run_goes_on_under_another_plan_from_what_has_come_here(apart: Apart) 
     assert audit.returncode == 0
 
 
-def begun(apart: Apart, *options: str, pause: float = 0.05) -> subprocess.Popen[str]:
+def begun_apart(apart: Apart, *options: str, pause: float = 0.05) -> subprocess.Popen[str]:
     """``phalanx launch`` of a slow job, a few steps after its beginning, as the run folder here has it."""
     write_job(apart.job, pause=pause, steps=60)
     words = ("launch", "train.py", "--to", f"ssh:{apart.hosts()}", "--plan", "fsdp=2", "--run", "run", "--no-check")
@@ -140,24 +296,8 @@ def await_checkpoint(apart: Apart) -> None:
         time.sleep(0.05)
 
 
-def test_a_worker_that_is_killed_is_started_again_from_what_has_come_here(apart: Apart) -> None:
-    process = begun(apart, "--checkpoint-every", "3")
-    await_checkpoint(apart)
-    worker = next(one for one in working_in(apart.scratch) if "phalanx worker" in one)
-    os.kill(int(worker.partition(":")[0]), signal.SIGKILL)
-    out, err = process.communicate(timeout=150)
-    assert process.returncode == 0, err
-    run = px.load(apart.job / "run")
-    (restart,) = run.events("restart")
-    assert "SIGKILL" in restart["cause"], restart
-    assert "from the checkpoint of step" in restart["source"], restart
-    assert run.losses == pytest.approx(by_hand(60), rel=1e-4)
-    assert "each sample seen exactly once per epoch: yes" in " ".join(out.split())
-    refuse_damage(run.folder, 60)
-
-
 def test_stop_brings_the_checkpoint_and_resume_goes_on(apart: Apart) -> None:
-    process = begun(apart, pause=0.5)  # two commands come before its end
+    process = begun_apart(apart, pause=0.5)  # two commands come before its end
     status = phalanx("status", "run", "--json", cwd=apart.job)
     assert '"state": "running"' in status.communicate(timeout=30)[0]
     assert phalanx("stop", "run", cwd=apart.job).communicate(timeout=60) == ("run: stopped\n", "")
@@ -175,33 +315,6 @@ def test_stop_brings_the_checkpoint_and_resume_goes_on(apart: Apart) -> None:
     _, err = again.communicate(timeout=150)
     assert again.returncode == 0, err
     assert px.load(apart.job / "run").losses == pytest.approx(by_hand(60), rel=1e-4)
-
-
-def test_code_is_sent_once_and_again_only_where_it_is_another(apart: Apart) -> None:
-    fit(apart, "dp=2", run="one")
-    (first,) = apart.on(0, f"ls {apart.scratch}/code").split()
-    inode = apart.on(1, f"stat -c %i {apart.scratch}/code/{first}/train.py")
-    fit(apart, "dp=2", run="two")
-    assert apart.on(1, f"stat -c %i {apart.scratch}/code/{first}/train.py") == inode
-    write_job(apart.job, steps=3)
-    (apart.job / ".phalanxignore").write_text("one\ntwo\n")
-    assert len(fit(apart, "dp=2", run="three").losses) == 3
-    assert len(apart.on(0, f"ls {apart.scratch}/code").split()) == 2
-    assert re.search(r"sha256 [0-9a-f]{64}", (apart.job / "three" / "launch" / "code.txt").read_text())
-
-
-def test_what_is_at_the_same_path_there_is_left_as_it_is(apart: Apart) -> None:
-    for host in range(2):
-        apart.on(
-            host, f"mkdir -p {apart.job}/run && echo mine > {apart.job}/train.py && echo mine > {apart.job}/run/mine"
-        )
-    run = fit(apart, "dp=2")
-    assert run.losses == pytest.approx(by_hand(6), rel=1e-5)
-    for host in range(2):
-        assert apart.on(host, f"cd {apart.job}; cat train.py run/mine; ls -A . run").split() == [
-            *("mine", "mine"),
-            *(".:", "run", "train.py", "run:", "mine"),
-        ]
 
 
 def test_check_looks_at_code_that_is_sent_and_leaves_nothing_there(apart: Apart) -> None:
@@ -223,34 +336,8 @@ def test_check_looks_at_code_that_is_sent_and_leaves_nothing_there(apart: Apart)
     assert apart.files(0, ".") + apart.files(1, ".") == []
 
 
-def test_code_that_only_a_launch_sends_fails_no_check(apart: Apart) -> None:
-    write_job(apart.job)
-    with (apart.job / "weights.bin").open("wb") as file:
-        file.truncate(33 << 20)
-    words = ("check", "train.py", "--to", f"ssh:{apart.hosts()}", "--plan", "fsdp=2", "--run", "run", "--json")
-    out, err = phalanx(*words, cwd=apart.job).communicate(timeout=120)
-    told = json.loads(out)
-    assert not told["would_fail"], (told["findings"], err)
-    (unsaid,) = [words for words in told["not_looked_at"] if "its code is not there" in words]
-    assert "on n0, n1" in unsaid
-    assert "33.0 MiB" in unsaid
-    assert apart.files(0, ".") + apart.files(1, ".") == []
-
-
-def test_a_scratch_that_cannot_be_is_told_by_the_check_and_by_the_launch(apart: Apart) -> None:
-    write_job(apart.job)
-    file = apart.hosts(scratch='"/etc/hostname/here"')
-    words = ("train.py", "--to", f"ssh:{file}", "--plan", "fsdp=2", "--run", "run")
-    out, _ = phalanx("check", *words, cwd=apart.job).communicate(timeout=120)
-    assert "/etc/hostname cannot be written to" in " ".join(out.split())
-    launch = phalanx("launch", *words, "--no-check", cwd=apart.job)
-    _, err = launch.communicate(timeout=120)
-    assert launch.returncode == 3
-    assert re.search(r"host n[01]: Not a directory: /etc/hostname/here", err), err
-
-
 def test_a_host_that_is_lost_leaves_here_only_what_is_whole(apart: Apart) -> None:
-    process = begun(apart, "--checkpoint-every", "3")
+    process = begun_apart(apart, "--checkpoint-every", "3")
     await_steps(apart.job / "run", 8, process)
     apart.servers.hosts.cut(1)
     _, err = process.communicate(timeout=120)
@@ -263,7 +350,7 @@ def test_a_host_that_is_lost_leaves_here_only_what_is_whole(apart: Apart) -> Non
 
 
 def test_after_the_launcher_is_killed_a_run_goes_on_from_what_had_come(apart: Apart) -> None:
-    process = begun(apart, "--checkpoint-every", "3")
+    process = begun_apart(apart, "--checkpoint-every", "3")
     await_checkpoint(apart)
     process.kill()
     process.communicate()
@@ -289,7 +376,7 @@ def test_what_needs_a_shared_run_folder_is_refused_before_anything_is_written(
     apart: Apart, plan: str, given: dict[str, Any], where: str
 ) -> None:
     with pytest.raises(SpecError) as caught:
-        fit(apart, plan, **given)
+        fit_apart(apart, plan, **given)
     (problem,) = caught.value.problems
     assert problem.where == where
     assert "that not all hosts share" in problem.given

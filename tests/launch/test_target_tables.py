@@ -1,0 +1,395 @@
+"""Tables over all targets: what is refused, how a run stands by what its engine says, and damaged tickets."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from phalanx.config import Plan, RunSpec
+from phalanx.errors import MissingExtraError, RunError, SpecError
+from phalanx.launch.targets import QueueTarget, Submission, find_target, ray, slurm, ticket_of
+from phalanx.launch.targets.aws_calls import AwsCalls
+from phalanx.launch.targets.kubectl import Kubectl
+
+NEEDED: dict[str, dict[str, str]] = {
+    "slurm": {"nodes": "2"},
+    "kubernetes": {"image": "registry/train:1", "nodes": "2", "volume": "data:HERE"},
+    "ray": {},
+    "sagemaker": {
+        "instance": "ml.g5.12xlarge",
+        "image": "123456789012.dkr.ecr.eu-west-1.amazonaws.com/train:1",
+        "role": "arn:aws:iam::123456789012:role/train",
+        "bucket": "s3://bucket/phalanx/",
+    },
+}
+SHARED = {"filesystem": "fsx:fs-0123456789abcdef0:/fsx/runs", "subnets": "subnet-0a", "security-groups": "sg-0a"}
+
+
+def submission(
+    name: str, folder: Path, plan: str = "dp=2", run: Mapping[str, Any] | None = None, **options: str
+) -> Submission:
+    """Build a submission to a queue; an option that is "" is left out."""
+    (folder / "job").mkdir(exist_ok=True)
+    (folder / "job" / "train.py").write_text("def job(): ...\n")
+    named = {**NEEDED[name], **{key.replace("_", "-"): value for key, value in options.items()}}
+    given = {key: value.replace("HERE", str(folder)) for key, value in named.items() if value}
+    settings: dict[str, Any] = {"plan": Plan.parse(plan), "grace": 10.0, "resume": "auto", **(run or {})}
+    spec = RunSpec(**{"job": str(folder / "job" / "train.py"), "folder": folder / "run", **settings})
+    return Submission(run=spec, name="digits", python="python", options=given)
+
+
+def refused(name: str, folder: Path, **given: Any) -> tuple[list[str], str]:
+    """Return the fields that are refused, and what the first problem says was given."""
+    with pytest.raises(SpecError) as caught:
+        find_target(name).prepare(submission(name, folder, **given))
+    assert not (folder / "run").exists()
+    assert all(problem.fix for problem in caught.value.problems)
+    return [problem.where for problem in caught.value.problems], caught.value.problems[0].given
+
+
+REFUSALS: dict[str, list[tuple[dict[str, Any], str, str]]] = {
+    "slurm": [
+        ({"nodes": "3"}, "--nodes", "2 processes"),
+        ({"nodes": "0"}, "--nodes", "'0'"),
+        ({"time": "soon"}, "--time", "'soon'"),
+        ({"time": "0"}, "--time", "'0'"),
+        ({"time": "1m", "signal": "60"}, "--time", "last 60 seconds"),
+        ({"signal": "5"}, "--signal", "grace of 10"),
+        ({"signal": "70000"}, "--signal", "70000"),
+        ({"partition": "a b"}, "--partition", "'a b'"),
+        ({"account": "x\n#SBATCH --uid=0"}, "--account", "uid"),
+        ({"setup": "true\nfalse\x1b"}, "--setup", "false"),
+        ({"gres": "gpu:1", "gpus_per_node": "1"}, "--gpus-per-node", "--gres gpu:1"),
+        ({"time": "30m", "run": {"grace": 0.0, "checkpoint_every": "1h"}}, "--time", "every 1h"),
+        ({"also": "nodes"}, "--also", "nodes"),
+        ({"also": "nodes=1 nodes=2"}, "--also", "nodes=2"),
+        ({"also": "time=1h"}, "--also", "time=1h"),
+        ({"also": "partition='a"}, "--also", "partition='a"),
+        ({"plan": "dp=4", "also": "nodes=3 processes=2"}, "--also", "so that -2 of the 4"),
+        ({"also": "gres=gpu:1 gpus-per-node=1"}, "--also", "gpus-per-node=1"),
+    ],
+    "kubernetes": [
+        ({"image": ""}, "--image", "none"),
+        ({"image": "a b"}, "--image", "'a b'"),
+        ({"nodes": "3"}, "--nodes", "2 processes"),
+        ({"gpus_per_node": "-1"}, "--gpus-per-node", "'-1'"),
+        ({"max_restarts": "many"}, "--max-restarts", "'many'"),
+        ({"kind": "pytorchjob"}, "--kind", "'pytorchjob'"),
+        ({"runtime": "torch"}, "--runtime", "torch"),
+        ({"namespace": "a" * 64}, "--namespace", "aaaa"),
+        ({"context": "--token=x"}, "--context", "--token"),
+        ({"volume": "Data_1:HERE"}, "--volume", "'Data_1:"),
+        ({"volume": "data:HERE,data:/"}, "--volume", "/"),
+        ({"volume": "data:HERE,shm:/dev"}, "--volume", "/dev"),
+        ({"volume": "data:HERE,b:HERE/"}, "--volume", "twice"),
+        ({"cpu": "two"}, "--cpu", "'two'"),
+        ({"memory": "64GB"}, "--memory", "'64GB'"),
+        ({"shm": "0"}, "--shm", "'0'"),
+        ({"gpu_resource": "nvidia gpu"}, "--gpu-resource", "'nvidia gpu'"),
+        ({"plan": "dp=2 device=xpu"}, "--gpu-resource", "xpu"),
+        ({"queue": "team_a"}, "--queue", "'team_a'"),
+        ({"toleration": "spot:Never"}, "--toleration", "'spot:Never'"),
+        ({"node_selector": "pool"}, "--node-selector", "'pool'"),
+        ({"service_account": "A"}, "--service-account", "'A'"),
+        ({"env_from_secret": "KEY=hunter2"}, "--env-from-secret", "KEY"),
+        ({"environment": "HF_TOKEN=hf_1"}, "--environment", "HF_TOKEN"),
+        ({"environment": "RESTART_ATTEMPT=1"}, "--environment", "RESTART_ATTEMPT"),
+        ({"environment": "2A=1"}, "--environment", "'2A=1'"),
+        ({"image_pull_secret": "ecr:password"}, "--image-pull-secret", "'ecr:password'"),
+        ({"wait": "5m"}, "--wait", "has all of its pods"),
+        ({"time": "5s"}, "--time", "grace of 10"),
+        ({"kind": "trainjob", "env_from_secret": "wandb"}, "--env-from-secret", "trainjob"),
+        ({"kind": "trainjob", "max_restarts": "2"}, "--max-restarts", "trainjob"),
+        ({"queue": "team-a", "run": {"devices": "1:2"}}, "-n", "--queue team-a"),
+        ({"kind": "trainjob", "run": {"devices": "1:2"}}, "-n", "--kind trainjob"),
+        ({"plan": "dp=4", "run": {"devices": "3:4"}}, "-n", "3:4 in 2 pods of 2 devices"),
+        ({"plan": "dp=2 tp=2", "run": {"devices": "2:5"}}, "-n", "2:5, with plan dp=2 tp=2"),
+        ({"run": {"folder": Path("/scratch/run")}}, "--volume", "the run folder /scratch/run"),
+        ({"run": {"job": "/home/me/train.py"}}, "--volume", "the job's file /home/me/train.py"),
+    ],
+    "ray": [
+        ({"nodes": "3"}, "--nodes", "2 processes"),
+        ({"cpus_per_worker": "two"}, "--cpus-per-worker", "'two'"),
+        ({"runtime_env": "nowhere.json"}, "--runtime-env", "no such file"),
+        ({"runtime_env": "job/train.py"}, "--runtime-env", "no JSON"),
+        ({"code": "nowhere"}, "--code", "no folder"),
+    ],
+    "sagemaker": [
+        ({"instance": ""}, "--instance", "none"),
+        ({"bucket": ""}, "--bucket", "none"),
+        ({"instance": "p5"}, "--instance", "'p5'"),
+        ({"instance": "ml.g5.xlarge"}, "--instance", "1 GPU, of which the plan needs 2"),
+        ({"instance": "ml.g5.3xlarge"}, "--instance", "which there is not"),
+        ({"instance": "ml.trn1.32xlarge"}, "--instance", "no GPUs of NVIDIA"),
+        ({"nodes": "3", **SHARED}, "--nodes", "2 processes"),
+        ({"nodes": "2"}, "--nodes", "without a file system"),
+        ({"role": "train"}, "--role", "'train'"),
+        ({"bucket": "bucket"}, "--bucket", "'bucket'"),
+        ({"time": "100s"}, "--time", "100s"),
+        ({"time": "30d"}, "--time", "30d"),
+        ({"spot": "2h"}, "--spot", "time limit of 24h"),
+        ({"volume": "many"}, "--volume", "'many'"),
+        ({"environment": "HF_TOKEN=hf_1"}, "--environment", "HF_TOKEN"),
+        ({"environment": "FI_PROVIDER"}, "--environment", "'FI_PROVIDER'"),
+        ({"subnets": "subnet-0a"}, "--security-groups", "--subnets alone"),
+        ({**SHARED, "subnets": ""}, "--subnets", "in a VPC only"),
+        ({**SHARED, "filesystem": "nfs:/x"}, "--filesystem", "nfs"),
+        ({"region": "Ireland"}, "--region", "Ireland"),
+        ({"code": "/usr"}, "--code", "/usr"),
+        ({"run": {"devices": "1:2"}}, "-n", ""),
+        ({"run": {"grace": 110.0}}, "--grace", ""),
+        ({"plan": "dp=2 server=1"}, "--plan", ""),
+    ],
+}
+
+
+@pytest.mark.parametrize("name", REFUSALS)
+def test_what_cannot_be_is_refused_by_its_field(tmp_path: Path, name: str) -> None:
+    for options, where, words in REFUSALS[name]:
+        fields, given = refused(name, tmp_path, **options)
+        assert {*fields} == {where}, options
+        assert words in given, options
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "fields"),
+    [
+        ("slurm", {"run": {"devices": "1:2"}, "nodes": "x", "time": "y", "mem": "z z"}, "--mem --nodes --time -n"),
+        ("kubernetes", {"image": "", "nodes": "x", "time": "y", "volume": ""}, "--image --nodes --time --volume"),
+        ("sagemaker", {"image": "", "role": "x", "nodes": "x", "time": "y"}, "--image --role --nodes --time"),
+    ],
+)
+def test_all_problems_are_reported_together(tmp_path: Path, name: str, options: dict[str, Any], fields: str) -> None:
+    assert list(dict.fromkeys(refused(name, tmp_path, **options)[0])) == fields.split()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *(
+            "slurm:gpu",
+            "kubernetes:gpu",
+            "sagemaker:here",
+            "ray://head",
+            "ray:head",
+            "ray://:10001",
+            "ray:http://head:1",
+        ),
+        *("ray://head:port", "ray://head:10001/x", "ray:a b", "shh:hosts.toml"),
+    ],
+)
+def test_an_address_that_cannot_be_is_refused(text: str) -> None:
+    with pytest.raises(SpecError) as caught:
+        find_target(text)
+    assert [problem.where for problem in caught.value.problems] == ["--to"]
+
+
+TICKETS: dict[str, dict[str, Any]] = {
+    "slurm": {"job": 7, "cluster": "far", "task": 0},
+    "kubernetes": {"jobset": "one", "nodes": 2, "least": 1, "context": "c", "namespace": "vision"},
+    "ray": {"actor": "digits-1", "cluster": "10.0.0.1:6379"},
+    "sagemaker": {"job": "digits-1", "region": "us-east-1", "run": "s3://bucket/digits-1/run"},
+}
+DAMAGE: dict[str, list[dict[str, Any]]] = {
+    "slurm": [
+        *({"job": job} for job in ("--me", "7", 1.5, True, -7, None)),
+        *({"cluster": name} for name in ("--me", "", 7, "a b")),
+        *({"task": task} for task in (-1, True, "0", 1.5)),
+    ],
+    "kubernetes": [
+        {"jobset": None},
+        {"trainjob": "two"},
+        *({"jobset": name} for name in (7, "", "--all", "a/b")),
+        *({"nodes": nodes} for nodes in ("2", 0, 1.5, True)),
+        *({"least": 0}, {"context": "--token=x"}, {"namespace": "a b"}),
+    ],
+    "ray": [{"actor": None}, {"actor": 5}, {"actor": "a b"}, {"cluster": "--x"}],
+    "sagemaker": [{"job": "../../x"}, {"job": 7}, {"region": None}],
+}
+
+
+@pytest.fixture(autouse=True)
+def _no_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a test that asks an engine by mistake fail at once."""
+    monkeypatch.setenv("PATH", "/nowhere")
+
+
+@pytest.mark.parametrize("name", DAMAGE)
+def test_a_ticket_with_a_wrong_field_is_damaged(tmp_path: Path, name: str) -> None:
+    for wrong in DAMAGE[name]:
+        ticket = {key: value for key, value in {**TICKETS[name], **wrong}.items() if value is not None}
+        target = find_target(name)
+        assert isinstance(target, QueueTarget)
+        for ask in (target.standing, target.stop):
+            with pytest.raises(SpecError) as caught:
+                ask(ticket, tmp_path)
+            assert caught.value.problems[0].fix == f"rm {tmp_path}/launch/ticket.json", wrong
+
+
+@pytest.mark.parametrize("name", DAMAGE)
+@pytest.mark.parametrize(
+    "text",
+    ["", "[]", "7", "{}", "{", "[" * 100_000, '{"to": 3}', '{"to": "moon"}', '{"to": "TO"}', '{"to": "TO", "job": []}'],
+    ids=lambda text: text[:9],
+)
+def test_a_damaged_ticket_is_one_clear_error(tmp_path: Path, name: str, text: str) -> None:
+    path = tmp_path / "run" / "launch" / "ticket.json"
+    path.parent.mkdir(parents=True)
+    path.write_text(text.replace("TO", name))
+
+    def ask() -> None:
+        target, ticket = ticket_of(tmp_path / "run")
+        assert isinstance(target, QueueTarget)
+        target.standing(ticket, tmp_path / "run")
+
+    with pytest.raises(SpecError) as caught:
+        ask()
+    (problem,) = caught.value.problems
+    assert (problem.given, problem.fix) == (f"{path}, which is damaged", f"rm {path}")
+
+
+def test_a_damaged_place_of_the_run_is_refused_by_the_next_launch(tmp_path: Path) -> None:
+    given = submission("sagemaker", tmp_path)
+    given.folder.mkdir(parents=True)
+    (given.folder / "ticket.json").write_text(json.dumps({"to": "sagemaker", **TICKETS["sagemaker"], "run": ""}))
+    with pytest.raises(SpecError, match="is damaged"):
+        find_target("sagemaker").prepare(given)
+
+
+EVENTS = {
+    "resume": {"step": 3, "path": "checkpoints/step-3"},
+    "stopped": {"step": 3, "signal": "SIGTERM"},
+    "error": {"rank": 0, "step": 3, "kind": "ValueError", "message": "no"},
+    "end": {"step": 3, "samples": 48, "seconds": 1.0, "loss": 0.5},
+}
+FORGOTTEN = [(None, "", "unknown"), (None, "resume", "unknown"), (None, "stopped", "stopped")]
+FORGOTTEN += [(None, "end", "ended"), (None, "error", "failed")]
+
+
+def said_by_slurm(state: str, more: str = "Reason=None", code: int = 0) -> str:
+    return f"JobId=7 JobState={state} {more} NodeList=n[1-2] ExitCode={code}:0"
+
+
+def described(status: str, secondary: str) -> dict[str, Any]:
+    said = [{"Status": secondary, "StatusMessage": "No capacity just now"}]
+    return {"TrainingJobStatus": status, "SecondaryStatus": secondary, "SecondaryStatusTransitions": said}
+
+
+# target → what the engine answers (None: it has forgotten the run), the run's last event, and how it then stands
+STATES: dict[str, list[tuple[Any, str, str]]] = {
+    "slurm": [
+        *((said_by_slurm(state), "", "waiting") for state in ("PENDING", "CONFIGURING", "REQUEUED", "SPECIAL_EXIT")),
+        *((said_by_slurm(state), "", "running") for state in ("RUNNING", "COMPLETING", "SUSPENDED", "STAGE_OUT")),
+        (said_by_slurm("COMPLETED"), "", "ended"),
+        (said_by_slurm("CANCELLED", code=1), "error", "stopped"),
+        (said_by_slurm("FAILED", code=75), "stopped", "stopped"),
+        (said_by_slurm("FAILED", code=75), "resume", "stopped"),
+        (said_by_slurm("FAILED", code=75), "error", "failed"),
+        (said_by_slurm("FAILED", code=1), "stopped", "failed"),
+        (said_by_slurm("TIMEOUT"), "", "failed"),
+        *FORGOTTEN,
+    ],
+    "ray": [
+        *(({"state": state, "detail": "why"}, "", state) for state in ("waiting", "running", "ended", "failed")),
+        ({"unreachable": True, "error": "connection refused"}, "end", "unknown"),
+        *(({}, last, state) for _, last, state in FORGOTTEN),
+    ],
+    "sagemaker": [
+        *((described("InProgress", one), "", "waiting") for one in ("Starting", "Pending", "Interrupted")),
+        *((described("InProgress", one), "", "running") for one in ("Training", "Uploading")),
+        (described("Stopping", "Stopping"), "", "running"),
+        (described("Stopped", "MaxRuntimeExceeded"), "", "stopped"),
+        (described("Completed", "Completed"), "", "ended"),
+        ({**described("Failed", "Failed"), "FailureReason": "AlgorithmError: no"}, "", "failed"),
+        (None, "", "unknown"),
+    ],
+}
+
+
+@pytest.mark.parametrize("name", STATES)
+def test_how_a_run_stands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    answer: Any = None
+
+    def ask_slurm(*words: str, **how: Any) -> str:
+        assert words == ("scontrol", "-M", "far", "show", "job", "7_0", "--oneliner")
+        if answer is None:
+            raise RunError("Slurm refuses it: Invalid job id specified")
+        return answer
+
+    def ask_aws(self: AwsCalls, service: str, operation: str, **given: Any) -> Any:
+        return answer if operation == "describe_training_job" else None
+
+    monkeypatch.setattr(slurm, "ask_slurm", ask_slurm)
+    monkeypatch.setattr(ray, "_answer", lambda words, address, patience=0.0: answer)
+    monkeypatch.setattr(AwsCalls, "ask", ask_aws)
+    monkeypatch.setattr(AwsCalls, "tail", lambda *given: b"")
+    target = find_target(name)
+    assert isinstance(target, QueueTarget)
+    for told, last, state in STATES[name]:
+        answer = told
+        note = json.dumps({"event": last, "time": 1.0, **EVENTS[last]}) + "\n" if last else ""
+        (tmp_path / "events.jsonl").write_text(note)
+        found = target.standing(TICKETS[name], tmp_path)
+        assert (told, last, found.state) == (told, last, state)
+        if told and state in ("waiting", "failed"):
+            assert found.detail
+
+
+def test_slurm_counts_earlier_starts_and_names_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = [said_by_slurm("PENDING", "Reason=Priority Restarts=2"), said_by_slurm("RUNNING")]
+    monkeypatch.setattr(slurm, "ask_slurm", lambda *words: answers.pop(0))
+    target = find_target("slurm")
+    assert isinstance(target, QueueTarget)
+    said = [target.standing(TICKETS["slurm"], tmp_path).detail for _ in range(2)]
+    assert said == ["PENDING: Priority, after 2 earlier starts", "RUNNING on n[1-2]"]
+
+
+@pytest.mark.parametrize("name", ["slurm", "kubernetes", "ray", "sagemaker"])
+def test_a_machine_without_the_engines_program_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setitem(sys.modules, "boto3", None)
+    monkeypatch.setattr(ray, "find_spec", lambda name: None)
+    target = find_target(name)
+    assert isinstance(target, QueueTarget)
+    prepared = target.prepare(submission(name, tmp_path))
+    named = {"slurm": "sbatch", "kubernetes": "kubectl", "ray": r"phalanx\[ray\]", "sagemaker": r"phalanx\[sagemaker\]"}
+    with pytest.raises((RunError, MissingExtraError), match=named[name]):
+        target.submit(prepared)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("name", ["ray", "sagemaker"])
+def test_code_that_changes_while_it_is_handed_over_is_not_sent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setattr(AwsCalls, "ask", lambda self, service, operation, **given: pytest.fail("AWS was asked"))
+    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+    target = find_target(name)
+    assert isinstance(target, QueueTarget)
+    prepared = target.prepare(submission(name, tmp_path))
+    (tmp_path / "job" / "train.py").write_text("def another(): ...\n")
+    with pytest.raises(RunError, match="changed while it was handed over"):
+        target.submit(prepared)
+    assert not (tmp_path / "run").exists()
+
+
+def test_kubernetes_is_asked_where_the_ticket_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = list[tuple[str, ...]]()
+
+    def ask(self: Kubectl, *words: str, **how: Any) -> str:
+        asked.append(self.words(*words))
+        return ""
+
+    monkeypatch.setattr(Kubectl, "ask", ask)
+    target = find_target("kubernetes")
+    assert isinstance(target, QueueTarget)
+    assert target.standing(TICKETS["kubernetes"], tmp_path).state == "unknown"
+    assert [words[:5] for words in asked] == [("kubectl", "--context", "c", "--namespace", "vision")] * 2
+    target.stop(TICKETS["kubernetes"], tmp_path)
+    assert not any("delete" in words for words in asked), "of a run that is forgotten nothing is taken away"
