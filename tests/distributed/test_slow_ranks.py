@@ -1,21 +1,32 @@
-"""Uneven shares between real processes: they follow a slow rank, and nothing that is learnt changes."""
+"""Slow ranks: they are named while the run goes on, and shares that follow them change no result."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import small
 import torch
 import torch.distributed as dist
+from test_step_traffic import job_for
 
 import phalanx as px
+from longer import longer
 from phalanx.config import Plan
 from phalanx.data import audit, records
 from phalanx.errors import RefusedError
+from phalanx.events import read
 from phalanx.events.schema import faults
+from phalanx.launch import straggler_watch
+from phalanx.launch.hang_report import RankStand
+from phalanx.launch.hang_watch import WatchedRank
+from phalanx.launch.rank_probe import TimeSpent
 
 
 class Slow(small.Net):
@@ -33,7 +44,7 @@ def fit(plan: str, folder: Path, *, resume: bool = False, **how: object) -> px.R
 
 
 @pytest.mark.filterwarnings("ignore:This DataLoader will create")
-@pytest.mark.parametrize(("plan", "workers"), [("dp=2 shares=auto", 0), ("dp=2 shares=auto micro=4", 2)])
+@pytest.mark.parametrize(("plan", "workers"), [("dp=2 shares=auto micro=4", 2), *longer(("dp=2 shares=auto", 0))])
 def test_shares_follow_a_slow_rank_and_change_nothing(tmp_path: Path, plan: str, workers: int) -> None:
     one = fit("single", tmp_path / "one", epochs=4)
     run = fit(plan, tmp_path / "run", model=Slow, epochs=4, workers=workers)
@@ -61,7 +72,7 @@ def _claimed(folder: Path, *names: str) -> str:
     return ""
 
 
-@pytest.mark.parametrize("plan", ["dp=2 sync=local every=3 fragments=3", "dp=2 sync=diloco every=2 after=4"])
+@pytest.mark.parametrize("plan", ["dp=2 sync=diloco every=2 after=4", *longer("dp=2 sync=local every=3 fragments=3")])
 def test_shares_follow_a_slow_replica_that_steps_by_itself(tmp_path: Path, plan: str) -> None:
     class First(small.Net):
         """The first replica that computes is slow."""
@@ -95,3 +106,62 @@ def test_weights_that_leave_a_device_nothing_are_refused(tmp_path: Path) -> None
     with pytest.raises(RefusedError, match="shares=100,1") as caught:
         fit("dp=2 shares=100,1", tmp_path / "run")
     assert "dp=2 shares=auto" in str(caught.value)
+
+
+@pytest.mark.parametrize("plan", ["dp=2", *longer("fsdp=2")])
+def test_the_slow_rank_is_named_while_the_run_goes_on(
+    plan: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(straggler_watch, "_PACE", 0.0)
+    monkeypatch.setattr(straggler_watch.StragglerWatch.__init__, "__defaults__", _shorter())
+    job = job_for(plan)
+
+    def loss(output: Any, batch: Any) -> Any:
+        if dist.is_initialized() and dist.get_rank() == 1:
+            time.sleep(0.3)
+        return job.loss(output, batch)
+
+    run = px.fit(
+        replace(job, loss=loss, steps=24),
+        run=px.RunSpec(job="slow", plan=Plan.parse(plan), folder=tmp_path / "run", forecast="none"),
+    )
+    events = list(run.events())
+    found = [event for event in events if event["event"] == "straggler"]
+    assert [event["rank"] for event in found] == [1]
+    assert found[0]["factor"] >= straggler_watch.FACTOR
+    assert found[0]["time"] < events[-1]["time"]
+    paces = [event for event in events if event["event"] == "pace"]
+    rank_0, rank_1 = paces[-1]["ranks"]
+    assert rank_0[2] > rank_1[2]
+
+
+def test_a_pace_is_of_all_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not of those that are left, as others have ended or are just writing where they stand."""
+    clock, there = SimpleNamespace(now=0.0, monotonic=lambda: clock.now), {0, 1}
+    monkeypatch.setattr(straggler_watch, "time", clock)
+
+    def ranks() -> Mapping[int, WatchedRank]:
+        found: dict[int, Any] = {}
+        for rank in there:
+            spent = TimeSpent(computes=int(5 * clock.now), waits=int(5 * clock.now), seconds=clock.now)
+            told = SimpleNamespace(read=lambda rank=rank, spent=spent: (RankStand(rank=rank), spent))
+            found[rank] = SimpleNamespace(step=int(clock.now), files=told)
+        return found
+
+    watch = straggler_watch.StragglerWatch(ranks, Plan(dp=2), tmp_path, _paced=0.0)
+    for second in range(200):
+        clock.now = float(second)
+        if second in (60, 130):
+            there.discard(0)
+        elif second == 70:
+            there.add(0)
+        watch.look()
+    paces = [event for event in read(tmp_path / "events.jsonl") if event["event"] == "pace"]
+    # rank 0 is there again after 70 s, and was half a minute before; rank 1 is alone in all of the last one
+    assert [[rank for rank, *_ in event["ranks"]] for event in paces] == [[0, 1], [1]]
+    assert [event["step"] for event in paces] == [70, 160]
+
+
+def _shorter() -> tuple[Any, ...]:
+    before = straggler_watch.StragglerWatch.__init__.__defaults__ or ()
+    return tuple(3.0 if one == straggler_watch.WINDOW else one for one in before)

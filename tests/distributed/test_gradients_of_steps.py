@@ -1,30 +1,35 @@
-"""The gradients of a step are those of its batch, whatever lay in ``.grad`` before: as when two models share a loss."""
+"""Gradients of a step: those of its batch alone, and none that only one rank leaves out."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed.fsdp  # once here, not in every worker
 import torch.nn.functional as F
-from small import job
+from small import Net, OfOutput, job
 from torch import nn
 
 import phalanx as px
+from longer import longer
 from phalanx.comm import Place, default_process_group
 from phalanx.config import Plan
+from phalanx.errors import WorkerError
 from phalanx.launch import launch
+from phalanx.parallel import assemble
 from phalanx.train.assembly import build
 
-PLANS = ("single", "threads=2", "dp=2", "fsdp=2 zero=1", "fsdp=2 zero=2 micro=8", "fsdp=2", "tp=2", "pp=2 micro=8")
+PLANS = ("threads=2", "fsdp=2 zero=2 micro=8", "pp=2 micro=8", *longer("single", "dp=2", "fsdp=2", "tp=2"))
+
+
 # gradients that others leave of the parameters that zero=1, 2 and threads keep beside those that the optimizer steps
-BACKWARDS = ("single", "dp=2", "fsdp=2 zero=1", "fsdp=2 zero=2 micro=8")
+BACKWARDS = ("dp=2", "fsdp=2 zero=1", *longer("single", "fsdp=2 zero=2 micro=8"))
 
 
-class Net(nn.Module):
+class Blocks(nn.Module):
     """Two blocks whose weights pair up, so that every plan can split it."""
 
     def __init__(self) -> None:
@@ -47,7 +52,7 @@ def losses(plan: str, spoil: Callable[[Any], None]) -> list[list[float]]:
         with default_process_group(place, torch.device("cpu")):
             found: list[list[float]] = []
             for disturb in (lambda layout: None, spoil):
-                assembly = build(job(model=Net, clip=0.05, epochs=1), chosen, place, torch.device("cpu"))
+                assembly = build(job(model=Blocks, clip=0.05, epochs=1), chosen, place, torch.device("cpu"))
                 found.append([])
                 for batch in assembly.loader:
                     disturb(assembly.layout)
@@ -132,7 +137,7 @@ class Pair:
         return found
 
 
-@pytest.mark.parametrize("plan", ["single", "dp=2", "fsdp=2 zero=1"])
+@pytest.mark.parametrize("plan", ["fsdp=2 zero=1", *longer("dp=2")])
 def test_two_builds_that_share_a_loss_train_as_a_plain_loop_does(plan: str) -> None:
     pair = Pair()
     chosen = Plan.parse(f"{plan} device=cpu")
@@ -143,7 +148,7 @@ def test_two_builds_that_share_a_loss_train_as_a_plain_loop_does(plan: str) -> N
         torch.set_num_threads(1)
         with default_process_group(place, torch.device("cpu")):
             first, second = (build(one, chosen, place, torch.device("cpu")) for one in pair.jobs())
-            return [[first.step(b).loss, second.step(b).loss] for b in each(first.loader)]
+            return [[first.step(b).loss, second.step(b).loss] for b in first.loader]
 
     found = launch(work, chosen.world_size)[0]
     assert len(found) == 8
@@ -151,6 +156,65 @@ def test_two_builds_that_share_a_loss_train_as_a_plain_loop_does(plan: str) -> N
         assert one == pytest.approx(other, rel=1e-5)
 
 
-def each(loader: Any) -> Iterator[Any]:
-    """The steps of one loader, for both builds: their data are the same."""
-    yield from loader
+class Branching(Net):
+    """Leaves its branch out where the first value of the data is 0."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.branch = nn.Linear(9, 9)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x if float(x[0, 0]) == 0 else x + self.branch(x))
+
+
+def three_steps(plan: Plan, unused: str, left_out: list[bool]) -> Callable[[Place, Any], list[float]]:
+    """A worker's work: in the second step rank 1 leaves the branch out in those of its micro-batches."""
+
+    backward = OfOutput(lambda output: output.square().sum())
+
+    def work(place: Place, report: Any) -> list[float]:
+        torch.set_num_threads(1)
+        with default_process_group(place, torch.device("cpu")):
+            torch.manual_seed(0)
+            layout = assemble(Branching(), job(unused=unused), plan, place.rank, torch.device("cpu"))
+            optimizer = torch.optim.SGD(layout.parameters.values(), lr=0.01)
+            for step in range(3):
+                report(step)
+                micros = [torch.ones(4, 9) * (0.5 + place.rank) for _ in left_out]
+                for micro, out in zip(micros, left_out, strict=True):
+                    micro[0, 0] *= not (out and step == 1 and place.rank == 1)
+                layout.accumulate([micros], backward)
+                layout.finish()
+                optimizer.step()
+                layout.stepped()
+            return [float(tensor.detach().double().sum()) for tensor in layout.module.parameters()]
+
+    return work
+
+
+@pytest.mark.parametrize(
+    ("plan", "left_out"),
+    [
+        ("dp=2", [False, True]),  # only the last micro-batch's backward communicates
+        ("fsdp=2 zero=1", [True]),
+        ("fsdp=2 zero=2", [True, True]),
+        *longer(("dp=2", [True]), ("fsdp=2 zero=2", [True])),
+    ],
+)
+def test_left_out_by_one_rank_in_a_later_step(plan: str, left_out: list[bool]) -> None:
+    with pytest.raises(WorkerError) as caught:
+        launch(three_steps(Plan.parse(f"{plan} device=cpu"), "error", left_out), 2)
+    assert (caught.value.rank, caught.value.step, caught.value.kind) == (1, 1, "GradientError")
+    assert ("branch.weight, branch.bias" in str(caught.value)) == all(left_out)
+    assert 'unused="allow"' in str(caught.value)
+
+
+@pytest.mark.parametrize("plan", ["dp=2", "fsdp=2 zero=2", *longer("fsdp=2 zero=1")])
+def test_allowed_it_takes_the_gradient_of_the_ranks_that_have_one(plan: str) -> None:
+    first, second = launch(three_steps(Plan.parse(f"{plan} device=cpu"), "allow", [True]), 2)
+    assert first == second
+
+
+def test_a_micro_batch_may_leave_out_what_another_uses() -> None:
+    first, second = launch(three_steps(Plan.parse("fsdp=2 zero=2 device=cpu"), "error", [False, True]), 2)
+    assert first == second
