@@ -43,8 +43,6 @@ GROUP_PLANS = (
     "dp=2 server=1",
     "dp=2 server=2",
 )
-
-
 GROUP_STEPS = 6
 
 
@@ -79,8 +77,6 @@ def model() -> nn.Module:
 
 
 torch.manual_seed(3)
-
-
 GROUP_START = {name: value.clone() for name, value in Model().state_dict().items()}
 
 
@@ -418,17 +414,9 @@ class TestPlateau:
 
 
 torch.manual_seed(3)
-
-
 START = {name: value.clone() for name, value in Net().state_dict().items()}
-
-
 _other = SGD([nn.Parameter(torch.ones(1))], lr=0.1)
-
-
 _plateau = lambda one: ReduceLROnPlateau(one, mode="max")  # noqa: E731
-
-
 _step = lambda one: StepLR(one, 1)  # noqa: E731
 
 

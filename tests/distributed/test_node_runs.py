@@ -182,8 +182,6 @@ def drawn(seed: int, epoch: int) -> np.ndarray:
 
 
 BY_SAMPLER = {"sampler": px.Sampler(drawn, repeats=True), "optimizer": lambda params: torch.optim.SGD(params, lr=0.1)}
-
-
 STEPS = [drawn(0, epoch)[start : start + 32] for epoch in range(2) for start in (0, 32, 64)]
 
 

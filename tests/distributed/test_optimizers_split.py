@@ -31,11 +31,7 @@ pytestmark = FORKS_BESIDE_THREADS
 
 # 2 rows on 3 ranks leave one rank without any; 5 and 7 rows divide over neither 2 nor 3.
 WHOLE_SHAPES = [(5, 4), (2, 3), (7,), (4, 2, 3), (1,)]
-
-
 STEPS = 4
-
-
 OPTIMIZERS = {
     "lars": lambda groups: LARS(groups, lr=0.5, weight_decay=0.01, trust_coefficient=0.1),
     "lars-nesterov": lambda groups: LARS(groups, lr=0.5, nesterov=True, lr_in_velocity=True, exclude_1d=False),

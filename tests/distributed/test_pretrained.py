@@ -27,13 +27,8 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
 from start_memory import MIB, Peaks, Stack, peaks
 from start_memory import job as stack_job
 
-
 PLANS = ("tp=2", "pp=2", "server=1 dp=2", *longer("dp=2", "fsdp=2 zero=1 micro=2", "threads=2"))
-
-
 RANKS, WIDTH, BLOCKS = 4, 1024, 6
-
-
 BLOCK = 4 * (WIDTH + 1) * WIDTH
 
 
@@ -217,8 +212,6 @@ def test_what_does_not_fit_is_refused_before_a_worker_starts(tmp_path: Path) -> 
 
 
 BLOCKS_FORECAST = 12  # 48 MiB, 4 a block
-
-
 SMALL = 3 * MIB  # what is no parameter: records of blocks, holes in the heap
 
 

@@ -20,7 +20,7 @@ from phalanx.errors import RefusedError, SpecError, WorkerError
 from phalanx.events import faults
 from phalanx.report.summary import summarise
 
-DRAWS = {"evaluate": lambda: table(20, seed=1), "clip": 1.0}
+DRAWS = {"evaluate": lambda: table(20, seed=1), "clip": 1.0, "schedule": lambda step: 0.9**step}
 
 
 def seen_once(folder: str, epochs: int) -> bool:

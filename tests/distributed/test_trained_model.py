@@ -9,7 +9,8 @@ import pytest
 import torch
 from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
-from small import Net, fit, small_job, table
+from small import Net, fit, table
+from small import job as small_job
 from torch import Tensor, nn
 
 import phalanx as px
@@ -260,9 +261,7 @@ def bytes_in(run: px.Run) -> int:
     return sum(file.stat().st_size for file in run.checkpoint().glob("*.safetensors"))
 
 
-@pytest.mark.parametrize(
-    "plans", [("fsdp=2 zero=2", "single"), ("dp=2", "pp=2"), *longer(("single", "fsdp=2"), ("fsdp=2", "dp=2"))]
-)
+@pytest.mark.parametrize("plans", [("fsdp=2 zero=2", "single"), ("dp=2", "pp=2"), *longer((("single", "fsdp=2"),))])
 def test_a_run_goes_on_under_another_plan(plans: tuple[str, str], tmp_path: Path) -> None:
     before, after = plans
     fit_adapted(adapted_job(), before, tmp_path / "run", steps=3)
