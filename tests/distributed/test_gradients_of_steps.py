@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed.fsdp  # once here, not in every worker
-import torch.nn.functional as F
 from small import Net, OfOutput, job
 from torch import nn
 
-import phalanx as px
 from longer import longer
 from phalanx.comm import Place, default_process_group
 from phalanx.config import Plan
@@ -81,79 +78,6 @@ def test_gradients_that_lie_about_are_dropped(plan: str) -> None:
 def test_a_backward_between_steps_leaves_nothing(plan: str) -> None:
     clean, spoilt = losses(plan, run_backward)
     assert spoilt == clean
-
-
-class Pair:
-    """A generator and a discriminator, two jobs that read each other, and what plain PyTorch makes of them."""
-
-    def __init__(self) -> None:
-        torch.manual_seed(0)
-        self.g, self.d = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2)), nn.Linear(2, 1)
-
-    def jobs(self) -> tuple[px.Job, px.Job]:
-        g, d = self.g, self.d
-        draw = torch.Generator().manual_seed(1)
-        table = px.Table(real=torch.randn(64, 2, generator=draw), z=torch.randn(64, 4, generator=draw))
-
-        def of_d(output: Any, batch: Any) -> px.Loss:
-            half = len(output) // 2
-            return px.Loss(F.softplus(-output[:half]).sum() + F.softplus(output[half:]).sum(), half)
-
-        common: dict[str, Any] = {
-            "data": lambda: table,
-            "optimizer": lambda params: torch.optim.SGD(params, 0.1),
-            "batch": 16,
-            "epochs": 2,
-        }
-        return (
-            px.Job(
-                model=lambda: d,
-                inputs=lambda batch: torch.cat([batch["real"], g(batch["z"]).detach()]),
-                loss=of_d,
-                **common,
-            ),
-            px.Job(
-                model=lambda: g,
-                inputs=lambda batch: batch["z"],
-                loss=lambda output, batch: px.Loss(F.softplus(-d(output)).sum(), len(output)),
-                **common,
-            ),
-        )
-
-    def plain(self, batches: list[Any]) -> list[tuple[float, float]]:
-        g, d = copy.deepcopy((self.g, self.d))
-        of_g, of_d = torch.optim.SGD(g.parameters(), 0.1), torch.optim.SGD(d.parameters(), 0.1)
-        found: list[tuple[float, float]] = []
-        for batch in batches:
-            of_d.zero_grad()
-            loss_d = (F.softplus(-d(batch["real"])) + F.softplus(d(g(batch["z"]).detach()))).mean()
-            loss_d.backward()
-            of_d.step()
-            of_g.zero_grad()
-            loss_g = F.softplus(-d(g(batch["z"]))).mean()
-            loss_g.backward()
-            of_g.step()
-            found.append((loss_d.item(), loss_g.item()))
-        return found
-
-
-@pytest.mark.parametrize("plan", ["fsdp=2 zero=1", *longer("dp=2")])
-def test_two_builds_that_share_a_loss_train_as_a_plain_loop_does(plan: str) -> None:
-    pair = Pair()
-    chosen = Plan.parse(f"{plan} device=cpu")
-    alone = build(pair.jobs()[0], Plan.parse("single device=cpu"), Place(), torch.device("cpu"))
-    expected = pair.plain([step.parts[0][0].batch for step in alone.loader])
-
-    def work(place: Place, report: Callable[[int], None]) -> list[list[float]]:
-        torch.set_num_threads(1)
-        with default_process_group(place, torch.device("cpu")):
-            first, second = (build(one, chosen, place, torch.device("cpu")) for one in pair.jobs())
-            return [[first.step(b).loss, second.step(b).loss] for b in first.loader]
-
-    found = launch(work, chosen.world_size)[0]
-    assert len(found) == 8
-    for one, other in zip(found, expected, strict=True):
-        assert one == pytest.approx(other, rel=1e-5)
 
 
 class Branching(Net):

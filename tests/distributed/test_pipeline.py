@@ -176,20 +176,6 @@ def gpt2() -> nn.Module:
     return transformers.GPT2LMHeadModel(config)
 
 
-def llama() -> nn.Module:
-    import transformers
-
-    config = transformers.LlamaConfig(
-        vocab_size=50,
-        hidden_size=16,
-        num_hidden_layers=4,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        intermediate_size=32,
-    )
-    return transformers.LlamaForCausalLM(config)
-
-
 def t5() -> nn.Module:
     import transformers
 
@@ -304,7 +290,6 @@ class Adding(nn.Module):
 MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], list[Micro]]]] = {
     "gpt": (gpt, lambda count: [((text(2 if i + 1 < count else 1, 8),), {}) for i in range(count)]),
     "gpt2": (gpt2, texts),
-    "llama": (llama, texts),
     "t5": (
         t5,
         lambda count: [
@@ -340,7 +325,7 @@ def test_four_ranks(model: str, schedule: Schedule) -> None:
     assert_same(make, micros(3), Plan(pp=4, schedule=schedule))
 
 
-@pytest.mark.parametrize("model", ["t5", "changing", *longer("gpt2", "llama", "convolutions")])
+@pytest.mark.parametrize("model", ["t5", "changing", *longer("gpt2", "convolutions")])
 def test_models_of_all_kinds(model: str) -> None:
     make, micros = MODELS[model]
     assert_same(make, micros(3), Plan(pp=2))

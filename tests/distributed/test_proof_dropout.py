@@ -81,33 +81,25 @@ def on_a_rank(rank: int | None) -> bool:
     return dist.is_initialized() and dist.get_world_size() > 1 and rank in (None, dist.get_rank())
 
 
-def test_the_same_masks_on_both_replicas_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    keys = BySample._keys
-
+def same_on_both(keys: Any) -> Any:
     def same(self: BySample, shape: Any, place: MaskPlace) -> Any:
         ids = tuple(range(len(place.ids))) if on_a_rank(None) else place.ids
         return keys(self, shape, MaskPlace(place.step, ids, place.layer))
 
+    return same
+
+
+FAULTS: dict[str, Any] = {
+    "_keys": same_on_both,
+    "_times": lambda times: lambda self, input, *rest: input if on_a_rank(1) else times(self, input, *rest),
+    "mask": lambda mask: lambda *args: mask(*args) * (1.001 if on_a_rank(0) else 1.0),
+}
+
+
+@pytest.mark.parametrize("method", FAULTS)
+def test_other_masks_on_a_rank_are_found(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     reference = one_device()
-    monkeypatch.setattr(BySample, "_keys", same)
-    assert not reference.prove(Plan.parse("dp=2")).equal
-
-
-def test_a_rank_that_does_not_drop_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    times = BySample._times
-
-    def off(self: BySample, input: Tensor, *rest: Any) -> Tensor:
-        return input if on_a_rank(1) else times(self, input, *rest)
-
-    reference = one_device()
-    monkeypatch.setattr(BySample, "_times", off)
-    assert not reference.prove(Plan.parse("dp=2")).equal
-
-
-def test_a_wrong_scale_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    mask = BySample.mask
-    reference = one_device()
-    monkeypatch.setattr(BySample, "mask", lambda *args: mask(*args) * (1.001 if on_a_rank(0) else 1.0))
+    monkeypatch.setattr(BySample, method, FAULTS[method](getattr(BySample, method)))
     assert not reference.prove(Plan.parse("dp=2")).equal
 
 

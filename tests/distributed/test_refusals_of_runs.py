@@ -7,7 +7,6 @@ import subprocess
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +24,7 @@ import phalanx as px
 from longer import longer
 from phalanx.config import Plan
 from phalanx.demo.jobs.gpt import gpt_job
-from phalanx.errors import LossError, PhalanxError, Problem, RefusedError, RunError, SpecError
-from phalanx.preflight import supervised_run
+from phalanx.errors import PhalanxError, Problem, RefusedError, RunError
 from phalanx.train.build_model import build_model
 from phalanx.train.look_ahead import look, refusals
 
@@ -165,12 +163,6 @@ def test_a_model_too_large_to_run_is_traced_for_it(monkeypatch: pytest.MonkeyPat
     look(job(loss=plain_loss), px.Plan.parse("fsdp=2"))
 
 
-def test_nothing_to_go_on_from_is_said_in_python(tmp_path: Path) -> None:
-    with pytest.raises(SpecError) as refused:
-        px.build(job(), run=tmp_path / "run", resume=True)
-    assert f'try: run="{tmp_path / "run"}", resume="auto"' in str(refused.value)
-
-
 def test_after_the_end_of_a_loop_of_ones_own(tmp_path: Path) -> None:
     step, loader = px.build(job(), run=tmp_path / "run")
     batches = iter(loader)
@@ -203,22 +195,6 @@ def test_an_evaluation_within_the_average_is_of_the_average(tmp_path: Path) -> N
     events = list(px.load(tmp_path / "run").events("evaluate"))
     assert [event["loss"] for event in events] == pytest.approx([raw.loss])
     step.close()
-
-
-def test_what_refuses_a_run_on_another_number_of_devices_comes_through(monkeypatch: pytest.MonkeyPatch) -> None:
-    run = px.RunSpec(job="job", plan=px.Plan.parse("dp=2"), folder=Path("run"))
-    problem = Problem(where="plan.dp", given="2", allowed="1", fix="single")
-
-    def raising(error: Exception) -> Any:
-        def looked(*_: Any) -> Any:
-            raise error
-
-        monkeypatch.setattr(supervised_run, "look_ahead", looked)
-        return supervised_run._looked_at(job(), replace(run))
-
-    with pytest.raises(RefusedError, match=r"plan\.dp"):
-        raising(RefusedError([problem]))
-    assert not raising(LossError("what the workers say")).looked
 
 
 def gpt() -> px.Job:

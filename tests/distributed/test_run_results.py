@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import builtins
 import json
-import os
 import re
-import subprocess
-import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable
@@ -214,38 +211,6 @@ def test_a_table_has_each_step_once_as_it_went_the_last_time(plan: str, tmp_path
     shown = run.metrics("evaluate")
     assert list(shown["loss"]) == [one["loss"] for one in evaluations]
     assert list(run.metrics("checkpoint").index)[-1] == len(steps)
-
-
-def test_a_run_of_another_process_is_read_while_it_goes_on(tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    script = f"""
-import sys, time
-sys.path.insert(0, {str(Path(__file__).parent)!r})
-from small import fit
-import phalanx as px
-def loss(output, batch):
-    time.sleep(0.05)
-    return px.cross_entropy(output, batch["y"])
-fit("single", {str(folder)!r}, epochs=None, steps=1000, loss=loss)
-"""
-    with subprocess.Popen([sys.executable, "-c", script], stderr=subprocess.DEVNULL) as other:
-        try:
-            until = time.monotonic() + 120
-            while not (folder / "events.jsonl").exists() or len(px.load(folder).metrics()) < 2:
-                assert other.poll() is None
-                assert time.monotonic() < until
-                time.sleep(0.05)
-            run = px.load(folder)
-            assert run.running
-            first = len(run.metrics())
-            while len(run.metrics()) == first:
-                assert time.monotonic() < until
-                time.sleep(0.05)
-        finally:
-            other.terminate()
-    assert not run.running
-    assert len(run.metrics().dropna(subset=["loss"])) == len(run.metrics()) > first
-    assert os.listdir(run.folder / "checkpoints")  # as it was asked to stop, it saved
 
 
 def test_what_cannot_be_a_table_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import pty
 import signal
@@ -104,7 +103,7 @@ OTHERS = {
 }
 
 
-@pytest.mark.parametrize(("words", "plan"), zip(OTHERS, ("pp=2", "dp=2"), strict=True))
+@pytest.mark.parametrize(("words", "plan"), list(zip(OTHERS, ("pp=2", "dp=2"), strict=True)))
 def test_another_model_and_other_data_are_refused_before_a_worker_starts(
     words: str, plan: str, shop: Callable[..., px.Run], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -193,10 +192,6 @@ run = px.fit(job(), "dp=2", folder="run")
 print("last loss", run.losses[-1])
 """
 LONG = 'px.fit(job(epochs=100_000), "dp=2", folder="long")'
-LEFT = """
-import psutil
-print("left", [child.pid for child in psutil.Process().children() if child.status() != "zombie"])
-"""
 
 
 class Kernel:
@@ -256,21 +251,9 @@ def test_an_interrupt_in_a_notebook_leaves_no_process(kernel: Kernel) -> None:
         time.sleep(0.05)
     kernel.manager.interrupt_kernel()
     assert kernel.ended_by() == "KeyboardInterrupt"
-    assert kernel.run(LEFT).strip() == "left []"
+    assert kernel.run("import psutil; print(len(psutil.Process().children()))").strip() == "0"
     (stopped,) = px.load("long").events("stopped")
     assert px.load("long").checkpoint().name == f"step-{stopped['step']:08d}"
-
-
-@pytest.mark.long
-@pytest.mark.filterwarnings("ignore")
-def test_a_notebook_runs_through_nbclient() -> None:
-    nbclient, nbformat = pytest.importorskip("nbclient"), pytest.importorskip("nbformat")
-    cells = [nbformat.v4.new_code_cell(code) for code in (JOB, FIT, LEFT)]
-    notebook = nbformat.v4.new_notebook(cells=cells)
-    nbclient.NotebookClient(notebook, timeout=90, kernel_name="python3").execute()
-    said = json.dumps(notebook)
-    assert "last loss" in said
-    assert "left []" in said
 
 
 SCRIPT = f"""

@@ -17,8 +17,6 @@ import torch
 import torch.distributed as dist
 
 import phalanx as px
-from bytes_sent import dense
-from counting import Sent
 from longer import longer
 from phalanx.comm import Place, default_process_group, local, place_within
 from phalanx.config import Plan
@@ -35,6 +33,10 @@ from phalanx.train.assembly import build
 from phalanx.train.traced_job import work_of
 
 sys.path.append(str(Path(__file__).parents[2] / "bench"))
+
+from bytes_sent import dense
+from counting import Sent
+
 Counted = Counter[tuple[str, tuple[int, ...], int]]
 
 

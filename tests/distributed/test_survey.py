@@ -221,10 +221,6 @@ def test_a_piece_of_a_piece() -> None:
 IDS = torch.arange(24).view(2, 12) % 60
 
 
-def own_gpt(layers: int) -> torch.nn.Module:
-    return gpt_job(layers=layers, width=32, heads=4, context=12).model()
-
-
 def fused_gpt2(layers: int) -> torch.nn.Module:
     from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -283,7 +279,7 @@ def sent(model: Callable[[int], torch.nn.Module], sequence: bool) -> Callable[..
     [
         (fused_gpt2, False),
         (llama, True),
-        *longer((own_gpt, False), (own_gpt, True), (fused_gpt2, True), (llama, False)),
+        *longer((fused_gpt2, True), (llama, False)),
     ],
 )
 def test_each_block_talks_as_little_as_megatrons(model: Callable[[int], torch.nn.Module], sequence: bool) -> None:

@@ -210,14 +210,6 @@ def test_rows_without_a_number_and_those_that_are_not_done_come_last() -> None:
     assert [one.values["name"] for one in Yardstick().ranked(bare)] == ["low", "high", "nan", "none", "failed"]
 
 
-def test_a_folder_that_holds_something_is_refused_by_the_command(job: str, tmp_path: Path) -> None:
-    (tmp_path / "kept").mkdir()
-    (tmp_path / "kept" / "file").touch()
-    result = CliRunner().invoke(main, ["sweep", job, "--set", "lr=1,2", "--run", "kept"])
-    assert result.exit_code == 2
-    assert "kept" in result.stderr
-
-
 def test_ctrl_c_keeps_the_table_of_what_ended(job: str, tmp_path: Path) -> None:
     words = ["--set", "wait=0,0.3", "--set", "lr=0.1", "--plan", "dp=2", "--run", "mine", "--json"]
     argv = [sys.executable, "-m", "phalanx", "sweep", job, *words]

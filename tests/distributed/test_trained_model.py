@@ -323,6 +323,8 @@ def test_what_cannot_be(tmp_path: Path) -> None:
         fit_adapted(adapted_job(), "single", tmp_path / "run", checkpoint="some")
     fit_adapted(adapted_job(), "single", tmp_path / "run", steps=1)
     run = px.load(tmp_path / "run")
+    code, said = export(run.folder, tmp_path / "out")
+    assert (code, said.rstrip().endswith("try: --job train.py")) == (2, True)
     for asked in (run.state_dict, lambda: run.save_pretrained(tmp_path / "out")):
         with pytest.raises(SpecError, match=r"checkpoint='trainable'(?s:.*)try: px\.load") as refused:
             asked()
@@ -375,21 +377,6 @@ def test_an_export_takes_no_other_frozen_values(tmp_path: Path) -> None:
         )
     with pytest.raises(CheckpointError, match=r"base\.0\.bias"):
         px.load(run.folder, adapted_job(seed=5)).save_pretrained(tmp_path / "out")
-    assert not (tmp_path / "out").exists()
-
-
-def test_an_export_says_in_options_what_it_needs(tmp_path: Path) -> None:
-    alone, whole = (
-        fit_adapted(adapted_job(), "single", tmp_path / kind, steps=1, checkpoint=kind) for kind in ("trainable", "all")
-    )
-    code, said = export(alone.folder, tmp_path / "out")
-    assert code == 2
-    assert said.rstrip().endswith("try: --job train.py")
-    code, said = export(whole.folder, tmp_path / "out", "--job", "train.py")
-    assert (code, "error: --job: given train.py" in said) == (2, True)
-    answered = CliRunner().invoke(main, ["checkpoint", "export", str(alone.folder), "--to", str(tmp_path / "out")])
-    assert "(--checkpoint trainable)" in answered.output
-    assert answered.output.rstrip().endswith("try: phalanx export RUN OUT")
     assert not (tmp_path / "out").exists()
 
 
