@@ -11,19 +11,7 @@ import torch
 from loops import forbid_workers
 from small import BATCH, Net, fit, job, table
 from torch import nn
-from torch.optim import SGD, AdamW
-from torch.optim.lr_scheduler import (
-    CosineAnnealingLR,
-    CyclicLR,
-    LambdaLR,
-    LinearLR,
-    LRScheduler,
-    MultiStepLR,
-    OneCycleLR,
-    ReduceLROnPlateau,
-    SequentialLR,
-    StepLR,
-)
+from torch.optim import SGD, AdamW, lr_scheduler
 
 import phalanx as px
 from longer import longer
@@ -31,17 +19,8 @@ from phalanx.checkpoint import latest, read_state
 from phalanx.errors import PhalanxError, RefusedError, SpecError
 
 GROUP_PLANS = (
-    "single",
-    "dp=2",
-    "threads=2",
-    "fsdp=2",
-    "fsdp=2 zero=1",
-    "fsdp=2 zero=2",
-    "fsdp=2 zero=3 offload=optimizer",
-    "tp=2",
-    "pp=2 micro=8",
-    "dp=2 server=1",
-    "dp=2 server=2",
+    *("single", "dp=2", "threads=2", "fsdp=2", "fsdp=2 zero=1", "fsdp=2 zero=2", "fsdp=2 zero=3 offload=optimizer"),
+    *("tp=2", "pp=2 micro=8", "dp=2 server=1", "dp=2 server=2"),
 )
 GROUP_STEPS = 6
 
@@ -123,7 +102,7 @@ def values_by_hand(optimizer: Callable[[nn.Module], Any]) -> dict[str, torch.Ten
     """What values_by_hand PyTorch makes of it."""
     module, data = model(), table().__getitems__(list(range(len(table()))))
     made = optimizer(module)
-    schedule = LambdaLR(made, rate)
+    schedule = lr_scheduler.LambdaLR(made, rate)
     starts = [*range(0, len(data["x"]), BATCH)] * 2
     for start in starts[:GROUP_STEPS]:
         made.zero_grad()
@@ -216,7 +195,7 @@ def test_groups_keep_their_place_in_checkpoints_of_pipelines(tmp_path: Path) -> 
     def optimizer(params: Any) -> Any:
         found = px.groups(params, {"head.*": {"lr": 3e-2}, "*.bias": {"lr": 1e-2}, "head.bias": {"lr": 5e-2}})
         made = AdamW(found, lr=1e-2)
-        return made, LambdaLR(made, rate)
+        return made, lr_scheduler.LambdaLR(made, rate)
 
     saved = run("pp=2 micro=8", tmp_path / "run", optimizer, steps=2, schedule=px.Schedule())
     groups = _groups(saved)
@@ -269,7 +248,7 @@ def test_it_serves_plain_pytorch_too() -> None:
 STEPS = 8
 
 
-def adamw(schedule: Callable[[Any], LRScheduler], **how: Any) -> Callable[[Any], Any]:
+def adamw(schedule: Callable[[Any], lr_scheduler.LRScheduler], **how: Any) -> Callable[[Any], Any]:
     def optimizer(params: Any) -> Any:
         made = AdamW(params, lr=1e-2, **how)
         return made, schedule(made)
@@ -277,15 +256,19 @@ def adamw(schedule: Callable[[Any], LRScheduler], **how: Any) -> Callable[[Any],
     return optimizer
 
 
-def sequential(optimizer: Any) -> LRScheduler:
-    return SequentialLR(optimizer, [LinearLR(optimizer, 0.25, total_iters=3), CosineAnnealingLR(optimizer, 6)], [3])
+def sequential(optimizer: Any) -> lr_scheduler.LRScheduler:
+    return lr_scheduler.SequentialLR(
+        optimizer,
+        [lr_scheduler.LinearLR(optimizer, 0.25, total_iters=3), lr_scheduler.CosineAnnealingLR(optimizer, 6)],
+        [3],
+    )
 
 
-SCHEDULERS: dict[str, Callable[[Any], LRScheduler]] = {
+SCHEDULERS: dict[str, Callable[[Any], lr_scheduler.LRScheduler]] = {
     "sequential": sequential,
-    "milestones": lambda one: MultiStepLR(one, [2, 5], 0.3),
-    "one cycle": lambda one: OneCycleLR(one, max_lr=0.1, total_steps=STEPS),  # moves betas as well
-    "cyclic": lambda one: CyclicLR(one, 1e-3, 1e-2, step_size_up=3, cycle_momentum=False),
+    "milestones": lambda one: lr_scheduler.MultiStepLR(one, [2, 5], 0.3),
+    "one cycle": lambda one: lr_scheduler.OneCycleLR(one, max_lr=0.1, total_steps=STEPS),  # moves betas as well
+    "cyclic": lambda one: lr_scheduler.CyclicLR(one, 1e-3, 1e-2, step_size_up=3, cycle_momentum=False),
 }
 
 
@@ -304,7 +287,7 @@ def pairs() -> nn.Module:
     return nn.Sequential(Pair(), Pair(), nn.Linear(9, 5))
 
 
-def rates_by_hand(schedule: Callable[[Any], LRScheduler], steps: int = STEPS) -> list[tuple[float, Any]]:
+def rates_by_hand(schedule: Callable[[Any], lr_scheduler.LRScheduler], steps: int = STEPS) -> list[tuple[float, Any]]:
     """Rate and betas of each step in a loop as torch's documentation has it."""
     weight = nn.Parameter(torch.ones(1))
     optimizer = AdamW([weight], lr=1e-2)
@@ -357,7 +340,10 @@ class TestPlateau:
     """With evaluations that get worse, from the first to the last."""
 
     HOW: ClassVar[dict[str, Any]] = {
-        "optimizer": lambda params: (made := SGD(params, lr=0.5), ReduceLROnPlateau(made, factor=0.5, patience=0)),
+        "optimizer": lambda params: (
+            made := SGD(params, lr=0.5),
+            lr_scheduler.ReduceLROnPlateau(made, factor=0.5, patience=0),
+        ),
         "evaluate": lambda: table(23, 1),
         "evaluate_every": 1,
     }
@@ -368,7 +354,7 @@ class TestPlateau:
         torch.manual_seed(0)
         data, held_out, model = table(), table(23, 1), Net()
         optimizer = SGD(model.parameters(), lr=0.5)
-        scheduler, found = ReduceLROnPlateau(optimizer, factor=0.5, patience=0), list[float]()
+        scheduler, found = lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0), list[float]()
         model.load_state_dict(START)
         every, there = data.__getitems__(list(range(len(data)))), held_out.__getitems__(list(range(23)))
         for start in (*range(0, len(data), BATCH), *range(0, len(data), BATCH)):
@@ -405,7 +391,7 @@ class TestPlateau:
     def test_it_follows_the_metric_of_best_and_is_proven(self) -> None:
         def optimizer(params: Any) -> Any:
             made = SGD(params, lr=0.5)
-            return made, ReduceLROnPlateau(made, mode="max", factor=0.5, patience=0)
+            return made, lr_scheduler.ReduceLROnPlateau(made, mode="max", factor=0.5, patience=0)
 
         how = {**self.HOW, "optimizer": optimizer, "best": px.Best("accuracy", mode="max")}
         metrics = lambda output, batch: {"accuracy": px.accuracy(output, batch["y"])}  # noqa: E731
@@ -416,11 +402,11 @@ class TestPlateau:
 torch.manual_seed(3)
 START = {name: value.clone() for name, value in Net().state_dict().items()}
 _other = SGD([nn.Parameter(torch.ones(1))], lr=0.1)
-_plateau = lambda one: ReduceLROnPlateau(one, mode="max")  # noqa: E731
-_step = lambda one: StepLR(one, 1)  # noqa: E731
+_plateau = lambda one: lr_scheduler.ReduceLROnPlateau(one, mode="max")  # noqa: E731
+_step = lambda one: lr_scheduler.StepLR(one, 1)  # noqa: E731
 
 
-class Unsaved(StepLR):
+class Unsaved(lr_scheduler.StepLR):
     """Keeps what is no JSON."""
 
     def __init__(self, optimizer: Any) -> None:
@@ -431,11 +417,11 @@ class Unsaved(StepLR):
 @pytest.mark.parametrize(
     ("plan", "how", "words"),
     [
-        ("dp=2", {"optimizer": adamw(lambda _: StepLR(_other, 1))}, "another optimizer than the AdamW"),
+        ("dp=2", {"optimizer": adamw(lambda _: lr_scheduler.StepLR(_other, 1))}, "another optimizer than the AdamW"),
         ("dp=2", {"optimizer": lambda params: (SGD(params, lr=0.1), 3)}, r"\(SGD, int\)"),
         ("dp=2", {"optimizer": adamw(_step), "schedule": px.Schedule(warmup_steps=3)}, "StepLR and Schedule"),
         ("dp=2 server=1", {"optimizer": adamw(_step)}, "StepLR under "),
-        ("dp=2", {"optimizer": adamw(ReduceLROnPlateau)}, "evaluate_every"),
+        ("dp=2", {"optimizer": adamw(lr_scheduler.ReduceLROnPlateau)}, "evaluate_every"),
         (
             "dp=2",
             {"optimizer": adamw(_plateau), "evaluate": table, "evaluate_every": 2},
