@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from loops import torchrun
-from small import LENGTH, Net, fit, job, table
+from small import BATCH, LENGTH, Net, batches_of, fit, job, plain_losses, table
 from torch import nn
 
 import phalanx as px
@@ -100,6 +100,12 @@ def taken(folder: str, stop: int | None = None, **how: Any) -> list[float]:
             break
     step.close()
     return losses
+
+
+@pytest.fixture(scope="module")
+def plain() -> list[float]:
+    steps = [slice(start, start + BATCH) for start in range(0, LENGTH, BATCH)]
+    return plain_losses(batches_of(table().columns, steps * 2))
 
 
 def evaluated(values: dict[str, torch.Tensor]) -> float:

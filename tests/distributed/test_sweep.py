@@ -54,6 +54,7 @@ def slow_loss(output: torch.Tensor, batch: Any, wait: float) -> torch.Tensor:
     """Where it waits, a worker's later steps wait until the sweep was asked to stop."""
     global calls
     calls += distributed.is_initialized() and distributed.get_backend() == "gloo"
+    time.sleep(wait)
     while wait and calls > 3 and not os.path.exists("asked-to-stop"):
         time.sleep(0.01)
     return F.cross_entropy(output, batch["label"])
