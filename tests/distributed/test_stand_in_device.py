@@ -1,4 +1,4 @@
-"""A kind of device that Phalanx has no file for: its plans compute what plain PyTorch computes on one device."""
+"""A kind of device without a file in Phalanx: its plans compute what plain PyTorch computes on one device."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import phalanx as px
+from longer import longer
 from phalanx.device_kinds import registered
 from phalanx.errors import RefusedError
 from phalanx.train.build_model import build_model
@@ -23,19 +24,8 @@ from stand_in_kind import KIND, StandIn
 
 SAMPLES, BATCH, STEPS = 44, 16, 5  # the third batch of an epoch has 12
 PLANS = (
-    "single",
-    "single micro=5",
-    "threads=2",
-    "dp=2",
-    "dp=2 micro=3",
-    "fsdp=2 zero=1",
-    "fsdp=2 zero=2",
-    "fsdp=2 zero=3",
-    "dp=2 fsdp=2",
-    "tp=2",
-    "pp=2",
-    "pp=2 micro=4",
-    "tp=2 pp=2",
+    *("dp=2 micro=3", "fsdp=2 zero=3", "tp=2 pp=2"),
+    *longer("single micro=5", "threads=2", "fsdp=2 zero=1", "fsdp=2 zero=2", "dp=2 fsdp=2", "pp=2 micro=4"),
 )
 
 
@@ -118,7 +108,7 @@ def test_it_computes_what_one_device_computes(
     assert [event["device"] for event in run.events("start")] == ["standin"]
 
 
-@pytest.mark.parametrize("plan", ["dp=2", "fsdp=2 zero=3", "tp=2", "pp=2 micro=4"])
+@pytest.mark.parametrize("plan", ["fsdp=2 zero=3", *longer("dp=2", "tp=2", "pp=2 micro=4")])
 def test_an_accelerator_that_torch_calls_by_another_name(
     plan: str, by_hand: tuple[list[float], dict[str, Tensor]], tmp_path: Path
 ) -> None:
@@ -222,9 +212,6 @@ def test_an_installed_package_brings_a_kind_to_every_process(tmp_path: Path) -> 
     refused = command("--run", "forked")
     assert (refused.returncode, (tmp_path / "forked").exists()) == (2, False), refused.stderr
     assert "torchrun" in refused.stderr
-    refused = command("--run", "started", "--launcher", "torchrun")
-    assert "no proof can be had: it forks workers" in refused.stderr
-    assert not (tmp_path / "started").exists()
     done = command("--run", "started", "--launcher", "torchrun", "--unproven")
     assert done.returncode == 0, done.stderr
     run = px.load(tmp_path / "started")

@@ -6,6 +6,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from datetime import timedelta
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
 import phalanx as px
-from phalanx.comm import Place, default_process_group, local
+from longer import longer
+from phalanx.comm import Place, default_process_group, local, place_within
 from phalanx.config import Plan
 from phalanx.config.model_costs import Profile, Weights
 from phalanx.forecast import PHALANX, forecast, gradient_sync, kernels, step_time
@@ -122,47 +125,24 @@ def seen(rows: list[Any], plan: Plan, rank: int) -> Counted:
 
 
 PLANS = [
-    "dp=2",
-    "dp=2 micro=2",
-    "fsdp=2 zero=1 micro=2",
-    "fsdp=2 zero=2 micro=2",
-    "fsdp=2 micro=2",
-    "dp=2 fsdp=2 micro=2",
-    "dp=2 fsdp=2 zero=2 micro=2",
-    "tp=2 sequence=true recompute=full",
-    "pp=2 tp=2 fsdp=2 micro=4 precision=bf16",
-    "pp=2 micro=4 precision=bf16",
-    "cp=2 micro=8 precision=bf16",
-    "tp=2 sequence=true precision=bf16",
-    "tp=2 micro=4",
-    "tp=2 sequence=true",
-    "pp=2 micro=2",
-    "pp=2 micro=2 schedule=interleaved",
-    "pp=2 micro=2 schedule=zbv",
-    "pp=4 micro=2",
-    "cp=2 micro=4",
-    "cp=2 attention=alltoall",
-    "cp=2 attention=gather",
-    "fsdp=2 precision=bf16",
-    "tp=2 precision=bf16",
-    "pp=2 tp=2 micro=2 sequence=true",
-    "fsdp=2 cp=2",
-    "fsdp=2 tp=2 recompute=full",
-    "cp=2 tp=2 recompute=full",
-    "pp=2 fsdp=2 micro=2",
-    "pp=2 fsdp=2 zero=1 micro=2",
-    "cp=2 pp=2 micro=4",
-    "tp=2 recompute=selective",
-    "tp=2 sequence=true recompute=selective",
-    "cp=2 recompute=selective",
-    "cp=2 attention=alltoall recompute=selective",
-    "fsdp=2 precision=fp16",
-    "tp=2 precision=fp16",
-    "pp=2 micro=2 recompute=full",
-    "pp=2 micro=2 schedule=dualpipev",
+    *(
+        "dp=2",
+        "dp=2 micro=2",
+        "fsdp=2 zero=1 micro=2",
+        "fsdp=2 zero=2 micro=2",
+        "fsdp=2 micro=2",
+        "dp=2 fsdp=2 micro=2",
+    ),
+    *("dp=2 fsdp=2 zero=2 micro=2", "fsdp=2 precision=bf16", "fsdp=2 precision=fp16", "tp=2 micro=4"),
+    *("tp=2 sequence=true", "tp=2 sequence=true precision=bf16", "tp=2 sequence=true recompute=full"),
+    *("tp=2 recompute=selective", "tp=2 precision=fp16", "pp=2 micro=2", "pp=2 micro=2 schedule=interleaved"),
+    *("pp=2 micro=2 schedule=zbv", "pp=4 micro=2", "pp=2 micro=4 precision=bf16", "pp=2 micro=2 recompute=full"),
+    *("cp=2 micro=4", "cp=2 attention=alltoall", "cp=2 attention=gather", "cp=2 micro=8 precision=bf16"),
+    *("cp=2 attention=alltoall recompute=selective", "fsdp=2 cp=2", "fsdp=2 tp=2 recompute=full"),
+    *("cp=2 tp=2 recompute=full", "pp=2 fsdp=2 micro=2", "pp=2 fsdp=2 zero=1 micro=2", "cp=2 pp=2 micro=4"),
+    *("pp=2 tp=2 micro=2 sequence=true", "pp=2 tp=2 fsdp=2 micro=4 precision=bf16"),
 ]
 TIED = ["pp=2 micro=8", "pp=2 tp=2 micro=8", "pp=2 fsdp=2 zero=1 micro=8", "pp=4 micro=8", "pp=2 micro=8 schedule=zbv"]
-PLANS += TIED
 
 
 @pytest.mark.parametrize("text", PLANS)
@@ -179,6 +159,8 @@ def test_ranks_hold_and_exchange_what_placement_says(text: str) -> None:
 
 REPLICAS = {"sharded parameters", "gradients", "copies' gradients"}
 ONCE = {"gradients of cut tokens", "gradients of tied weights", "gradients' norm"}
+
+
 # What stages hand on is priced as they do; totals and fingerprints are fixed.
 BETWEEN = {"a stage's outputs", "the loss and its count", "replicas' fingerprints"}
 
@@ -231,7 +213,7 @@ def contrastive(output: torch.Tensor, batch: Any) -> torch.Tensor:
     return torch.nn.functional.binary_cross_entropy_with_logits(pooled @ pooled.T, alike)
 
 
-@pytest.mark.parametrize("text", ["dp=2", "dp=2 micro=2", "fsdp=2 micro=2", "fsdp=2 zero=2"])
+@pytest.mark.parametrize("text", ["dp=2 micro=2", *longer("dp=2", "fsdp=2 micro=2", "fsdp=2 zero=2")])
 def test_a_loss_over_the_whole_batch_gathers_what_placement_says(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     job = replace(small_gpt(2, False), loss=contrastive, loss_over="batch")
     plan, known = Plan.parse(text), work_of(job).profile
@@ -251,3 +233,39 @@ def test_a_second_forward_is_priced() -> None:
     work = Work(profile=known, batch=16, norm=True)
     whole, cut = (forecast(work, Plan.parse(text), cluster("2xA100")).seconds for text in ("dp=2", "dp=2 micro=4"))
     assert whole["recompute"] == 0 < cut["recompute"]
+
+
+SECONDS = 77.0
+
+
+def timeouts(group: Any) -> list[float]:
+    backend = group._get_backend(torch.device("cpu"))
+    return [backend.options._timeout / timedelta(seconds=1)] if hasattr(backend, "options") else []
+
+
+@pytest.mark.parametrize(
+    ("text", "groups"),
+    [
+        ("dp=2 compress=fp16", 2),
+        ("dp=2 sync=local", 1),
+        ("fsdp=2 tp=2 recompute=full", 3),
+        *longer(("dp=2 fsdp=2", 3), ("pp=2 fsdp=2 micro=2", 3), ("fsdp=2 cp=2", 3)),
+    ],
+)
+def test_every_group_has_the_timeout_of_the_run(text: str, groups: int) -> None:
+    plan = Plan.parse(text)
+
+    def work(place: Place, report: Callable[[int], None]) -> list[float]:
+        torch.set_num_threads(1)
+        cpu = torch.device("cpu")
+        with default_process_group(place_within(plan, place), cpu):
+            assembly = build(job_for(text), plan, place, cpu)
+            assembly.step(next(iter(assembly.loader)))
+            found = [one for group in dist.distributed_c10d._world.pg_map for one in timeouts(group)]
+            if assembly.local_sgd:
+                found += timeouts(assembly.local_sgd.across.group)
+        return found
+
+    for found in launch(work, plan.world_size, timeout=SECONDS):
+        assert len(found) >= groups
+        assert set(found) == {SECONDS}

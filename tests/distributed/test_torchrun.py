@@ -11,11 +11,12 @@ import time
 from pathlib import Path
 from typing import Any
 
+import loops
 import pytest
-import torch
 from small import fit, job
 
 import phalanx as px
+from longer import longer
 from phalanx.errors import RefusedError
 
 HEAD = f"""
@@ -33,6 +34,7 @@ rank = int(os.environ["RANK"])
 def say(of, **what):
     print(json.dumps({{"of": of, "rank": rank, **what}}) + "\\n", end="", flush=True)
 """
+
 
 # One script calls these one after the other, in one folder; those whose px.build leaves a group joined come last.
 PARTS = """
@@ -114,24 +116,13 @@ for part in (own_group, other_ranks, taken, chosen, servers, called, shown, fits
     except Exception:
         say(part.__name__, failed=traceback.format_exc())
 """
-
 Said = dict[str, Any]
 
 
 def torchrun(script: str, folder: Path, ranks: int = 2) -> list[Said]:
     """What all ranks said, in rank order."""
     (folder / "script.py").write_text(HEAD + script)
-    command = [
-        sys.executable,
-        "-W",
-        "ignore",
-        "-m",
-        "torch.distributed.run",
-        "--nproc-per-node",
-        f"{ranks}",
-        "--standalone",
-    ]
-    done = subprocess.run([*command, "script.py"], capture_output=True, text=True, timeout=100, cwd=folder)
+    done = loops.torchrun(folder, ranks=ranks)
     assert done.returncode == 0, done.stderr
     (folder / "stderr").write_text(done.stderr)
     return sorted((json.loads(line) for line in done.stdout.splitlines()), key=lambda said: said["rank"])
@@ -246,9 +237,8 @@ px.fit(job(loss=loss, epochs=1000), "dp=2", folder="slow")
 def test_workers_of_a_script_end_with_their_agent(tmp_path: Path) -> None:
     """The agent is killed: it can tell its workers nothing."""
     (tmp_path / "script.py").write_text(HEAD + SLOW)
-    command = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
     deadline = time.monotonic() + 90.0
-    with subprocess.Popen([*command, "script.py"], stderr=subprocess.DEVNULL, cwd=tmp_path) as agent:
+    with subprocess.Popen(loops.torchrun_command(), stderr=subprocess.DEVNULL, cwd=tmp_path) as agent:
         while len(noted := list(tmp_path.glob("pid-*"))) < 2 and time.monotonic() < deadline:
             time.sleep(0.05)
         agent.kill()
@@ -276,12 +266,11 @@ px.fit(job(loss=loss), "PLAN", folder="early")
 """
 
 
-@pytest.mark.parametrize("plan", ["dp=2", "dp=2 sync=local every=4"])
+@pytest.mark.parametrize("plan", ["dp=2", *longer("dp=2 sync=local every=4")])
 def test_an_error_stands_behind_the_start_of_its_run(plan: str, tmp_path: Path) -> None:
     """Rank 1 fails in its first step, while rank 0 is still about to write that the run has begun."""
     (tmp_path / "script.py").write_text(HEAD + FAILS_EARLY.replace("PLAN", plan))
-    command = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
-    done = subprocess.run([*command, "script.py"], capture_output=True, text=True, check=False, cwd=tmp_path)
+    done = loops.torchrun(tmp_path)
     assert done.returncode == 1, done.stderr
     events = [event["event"] for event in px.load(tmp_path / "early").events()]
     assert [name for name in events if name != "step"] == ["start", "error"]  # some are of a replica by itself
@@ -298,12 +287,6 @@ def test_build_outside_torchrun_says_how(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.delenv("RANK", raising=False)
     with pytest.raises(RefusedError, match=r"dp=2 for 1 workers(.|\n)*torchrun --nproc-per-node 2 script.py"):
         px.build(job(), "dp=2")
-
-
-def test_a_proof_leaves_the_callers_random_numbers_alone() -> None:
-    before = torch.random.get_rng_state()
-    px.prove(job(), "single", steps=1)
-    assert torch.equal(torch.random.get_rng_state(), before)
 
 
 def test_a_printed_line_leaves_a_worker_whole() -> None:
