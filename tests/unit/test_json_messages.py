@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from in_one_test import in_one_test
 from phalanx.comm import Mesh, Place, alike, default_process_group, found_by_first, from_every_rank
 from phalanx.comm.json_messages import (
     as_json,
@@ -51,7 +52,7 @@ VALUES: list[Any] = [
 ]
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("value", "said"),
     [
         ({"a": [1, {2, 3}]}, r"value\['a'\]\[1\] is of type set"),
@@ -120,7 +121,7 @@ class OwnError(Exception):
     pass
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("error", "kind"),
     [
         (SpecError([Problem(where="a", given="b", allowed="c", fix="d")]), SpecError),
