@@ -10,11 +10,14 @@ from typing import Any
 import pytest
 
 
-def in_one_test(names: str | Sequence[str], rows: Iterable[Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+Test = Callable[..., None]
+
+
+def in_one_test(names: str | Sequence[str], rows: Iterable[Any]) -> Callable[[Test], Test]:
     """Decorate a test as ``pytest.mark.parametrize`` does, for rows that are cheap and need no folder of their own."""
     named, given = [names] if isinstance(names, str) else list(names), list(rows)
 
-    def decorate(test: Callable[..., None]) -> Callable[..., None]:
+    def decorate(test: Test) -> Test:
         @wraps(test)
         def every(*place: Any, subtests: pytest.Subtests, **fixtures: Any) -> None:
             for row in given:

@@ -25,7 +25,6 @@ from phalanx.comm.json_messages import (
 )
 from phalanx.config import Plan
 from phalanx.errors import (
-    LossError,
     Problem,
     RefusedError,
     RunError,
@@ -125,12 +124,10 @@ class OwnError(Exception):
     ("error", "kind"),
     [
         (SpecError([Problem(where="a", given="b", allowed="c", fix="d")]), SpecError),
-        (LossError("it is NaN"), LossError),
         (KeyError("weight"), KeyError),
         (OwnError("mine"), RunError),
         (WorkerError("gone", rank=1, step=2, kind="x", traceback=""), RunError),
         (ExceptionGroup("two", [ValueError("1")]), RunError),
-        (UnicodeDecodeError("utf-8", b"x", 0, 1, "why"), RunError),
     ],
 )
 def test_errors_are_told_as_json(error: Exception, kind: type[Exception]) -> None:

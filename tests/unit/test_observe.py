@@ -13,7 +13,7 @@ from rich.console import Console
 from in_one_test import in_one_test
 from phalanx.config import Plan
 from phalanx.data import Ledger, MicroBatch, StepBatch
-from phalanx.errors import DataError, MissingExtraError, SpecError
+from phalanx.errors import DataError, SpecError
 from phalanx.events import EventLog, faults
 from phalanx.events.following import Event, Follower, Viewer
 from phalanx.report import trackers
@@ -358,9 +358,6 @@ class TestProgress:
         assert pace.seconds_for(10) == 10.0  # the clock of the events, which counts evaluations, too
         assert "0:06 left" in step_text(step(3, 0.5), pace, total=10)
 
-    def test_a_nan_loss_is_shown(self) -> None:
-        assert "loss NaN" in step_text(step(3, 0.5, loss=None), StepPace(), total=None)
-
 
 class TestFollower:
     def test_what_was_there_before_is_no_news(self, tmp_path: Path) -> None:
@@ -410,11 +407,6 @@ class Broken(Viewer):
 
 
 class TestTensorBoard:
-    def test_missing_package_names_the_extra(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(trackers, "find_spec", lambda name: None)
-        with pytest.raises(MissingExtraError, match=r"phalanx\[tensorboard\]"):
-            trackers.TensorBoard(tmp_path)
-
     @pytest.mark.filterwarnings("ignore::DeprecationWarning")
     def test_scalars_are_written(self, tmp_path: Path) -> None:
         pytest.importorskip("tensorboard")

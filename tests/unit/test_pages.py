@@ -212,12 +212,6 @@ class TestAudit:
 
         monkeypatch.setattr(audit.subprocess, "run", run)
 
-    def test_names_what_is_known(self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-        fault = {"id": "CVE-1", "fix_versions": ["2"]}
-        self.say(monkeypatch, {"dependencies": [{"name": "rich", "version": "1", "vulns": [fault]}]})
-        assert audit.main() == 1
-        assert "rich 1: CVE-1, mended in 2" in capsys.readouterr().out
-
     @in_one_test(
         ("out", "complaint", "why"),
         [

@@ -107,13 +107,6 @@ def test_json_that_cannot_be(tmp_path: Path, text: str) -> None:
         read_json(tmp_path / "f.json", where="f", fix="")
 
 
-def test_what_is_not_there(tmp_path: Path) -> None:
-    with pytest.raises(SpecError, match="No such file"):
-        read_text(tmp_path / "f", where="f", fix="")
-    with pytest.raises(SpecError, match="null"):
-        read_text(tmp_path / "f\0", where="f", fix="")
-
-
 def test_what_would_steer_a_terminal_is_shown_as_text() -> None:
     assert visible("plain\n\ttext, Ünïcode 漢字") == "plain\n\ttext, Ünïcode 漢字"
     assert visible("\x1b[2J \x9b31m \r \u202e \u2066 \ud800 \x00") == (

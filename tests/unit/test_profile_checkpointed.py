@@ -90,8 +90,7 @@ def kept(part: ModelPart) -> float:
     return sum(one.elements.at(1, LENGTH) for one in part.saved)
 
 
-@in_one_test("at_once", [1, 2])
-@in_one_test("how", [recomputed, reentrant])
+@in_one_test(("how", "at_once"), [(recomputed, 1), (reentrant, 2)])
 def test_blocks_in_a_checkpoint_keep_what_enters_and_compute_again(how: Any, at_once: int) -> None:
     plain, found = profile(Model(at_once=at_once)), profile(Model(outer=how, at_once=at_once))
     assert (plain.recomputes, found.recomputes) == (False, True)
@@ -240,12 +239,6 @@ def activations(data: Any) -> float:
 
 def test_short_samples_at_the_beginning_hide_no_memory() -> None:
     assert activations(Text(short=4)) == pytest.approx(activations(Text(short=0)), rel=0.01)
-
-
-def test_the_forecast_says_which_lengths_it_saw() -> None:
-    (note,) = (one for one in work_of(job_of(Text(short=100))).profile.notes if "lengths" in one)
-    assert note.startswith(f"lengths of 100 samples: {SHORT} to {LONG}, mean 36; longest for memory")
-    assert not any("lengths" in one for one in work_of(job_of(Text(short=0))).profile.notes)
 
 
 def test_of_a_stream_the_first_hundred_are_looked_at() -> None:

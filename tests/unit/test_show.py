@@ -195,7 +195,6 @@ class TestWrongUse:
         ("argv", "words"),
         [
             (["runs/none"], "runs/none, which does not exist"),
-            (["none.py"], "none.py, which does not exist"),
             (["."], "a folder that holds no run"),
             ([GPT, "--plan", "dp=2", "-n", "3"], "try: -n 2"),
             ([GPT, "--plan", "pp=40"], "40 stages"),
