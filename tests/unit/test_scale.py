@@ -17,7 +17,7 @@ from scale_processes import MEASURED, PROCESSES
 SMALL = WORLDS[:2]
 
 
-@in_one_test("law", LAWS)
+@pytest.mark.parametrize("law", LAWS, ids=lambda law: law.name)
 def test_nothing_grows_faster_than_its_law(law: Law) -> None:
     assert broken(law, SMALL, [law.cost(world) for world in SMALL]) == []
 
