@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from in_one_test import in_one_test
 from phalanx.comm import Mesh, Place, alike, default_process_group, found_by_first, from_every_rank
 from phalanx.comm.json_messages import (
     as_json,
@@ -24,7 +25,6 @@ from phalanx.comm.json_messages import (
 )
 from phalanx.config import Plan
 from phalanx.errors import (
-    LossError,
     Problem,
     RefusedError,
     RunError,
@@ -51,7 +51,7 @@ VALUES: list[Any] = [
 ]
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("value", "said"),
     [
         ({"a": [1, {2, 3}]}, r"value\['a'\]\[1\] is of type set"),
@@ -120,16 +120,14 @@ class OwnError(Exception):
     pass
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("error", "kind"),
     [
         (SpecError([Problem(where="a", given="b", allowed="c", fix="d")]), SpecError),
-        (LossError("it is NaN"), LossError),
         (KeyError("weight"), KeyError),
         (OwnError("mine"), RunError),
         (WorkerError("gone", rank=1, step=2, kind="x", traceback=""), RunError),
         (ExceptionGroup("two", [ValueError("1")]), RunError),
-        (UnicodeDecodeError("utf-8", b"x", 0, 1, "why"), RunError),
     ],
 )
 def test_errors_are_told_as_json(error: Exception, kind: type[Exception]) -> None:

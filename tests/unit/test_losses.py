@@ -1,12 +1,16 @@
-"""Losses add up: the sum and count of a batch are those of its parts, whatever the cut."""
+"""Losses add up: the sum and count of a batch are those of its parts, padded or joined in rows."""
+
+from __future__ import annotations
 
 import math
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 
+from in_one_test import in_one_test
 from phalanx.errors import LossError
 from phalanx.train.loss import (
     accuracy,
@@ -16,18 +20,37 @@ from phalanx.train.loss import (
     next_token_loss,
     router_z_loss,
 )
+from phalanx.train.padding_free import (
+    counted_tokens,
+    joined_along,
+    joined_dimensions,
+    mixes,
+    row_lengths,
+    rows_of,
+    unlike_alone,
+)
 
 pytestmark = pytest.mark.quick
 
 torch.manual_seed(0)
+
+
 LOGITS_BC = torch.randn(6, 4)
+
+
 LABELS_B = torch.tensor([0, 3, -100, 1, 2, -100])
+
+
 LOGITS_BTV = torch.randn(3, 5, 7)
+
+
 TOKENS_BT = torch.randint(0, 7, (3, 5))
+
+
 MASK_BT = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0], [1, 0, 0, 0, 0]])
 
 
-@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@in_one_test("smoothing", [0.0, 0.1])
 def test_cross_entropy_divided_by_its_count_is_torchs_mean(smoothing):
     loss = cross_entropy(LOGITS_BC, LABELS_B, label_smoothing=smoothing)
     assert int(loss.count) == 4
@@ -41,7 +64,7 @@ def test_cross_entropy_takes_the_class_last_and_model_outputs():
     assert cross_entropy(SimpleNamespace(logits=LOGITS_BTV), TOKENS_BT).sum == plain.sum
 
 
-@pytest.mark.parametrize("cut", [1, 2, 3])
+@in_one_test("cut", [1, 2, 3])
 def test_parts_add_up_to_the_whole(cut):
     for loss in (cross_entropy, accuracy):
         whole = loss(LOGITS_BC, LABELS_B)
@@ -67,7 +90,7 @@ def test_count_is_a_plain_number_where_it_is_known():
     assert isinstance(cross_entropy(LOGITS_BTV, TOKENS_BT).count, torch.Tensor)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@in_one_test("dtype", [torch.bfloat16, torch.float16])
 def test_sums_are_fp32_in_low_precision(dtype):
     assert cross_entropy(LOGITS_BC.to(dtype), LABELS_B).sum.dtype == torch.float32
     assert mse(LOGITS_BC.to(dtype), LOGITS_BC.to(dtype)).sum.dtype == torch.float32
@@ -99,7 +122,7 @@ def test_accuracy_counts_only_what_is_not_ignored():
     assert [int(x) for x in accuracy(logits, torch.tensor([0, 0, -100]))] == [1, 2]
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("call", "text"),
     [
         (lambda: cross_entropy(LOGITS_BC, TOKENS_BT), "one last axis more"),
@@ -109,7 +132,9 @@ def test_accuracy_counts_only_what_is_not_ignored():
         (lambda: next_token_loss(LOGITS_BTV, TOKENS_BT, MASK_BT[:, :3]), "mask has shape"),
         (lambda: next_token_loss(LOGITS_BC, LABELS_B), r"allowed: \(B, T\)"),
         (lambda: mse(LOGITS_BC[:, :1], LOGITS_BC[:, 0]), "equal shapes"),
-        (lambda: accuracy(LOGITS_BC, TOKENS_BT), "one last axis more"),
+        (lambda: load_balancing_loss(LOGITS_BC, 2), r"\(B, T, E\)"),
+        (lambda: load_balancing_loss(LOGITS_BTV, 8), "1 to E"),
+        (lambda: router_z_loss(LOGITS_BTV, MASK_BT[:2]), "mask has shape"),
     ],
 )
 def test_wrong_shapes_are_named(call, text):
@@ -126,7 +151,7 @@ def test_a_router_that_uses_all_experts_alike_has_a_balance_of_1():
     torch.testing.assert_close(load_balancing_loss(to_one_BTE, 1).sum, torch.tensor(32.0))
 
 
-@pytest.mark.parametrize("loss", [lambda *given: load_balancing_loss(given[0], 2, *given[1:]), router_z_loss])
+@in_one_test("loss", [lambda *given: load_balancing_loss(given[0], 2, *given[1:]), router_z_loss])
 def test_losses_of_a_router_add_up_over_sequences(loss):
     for mask in ((), (MASK_BT,)):
         whole = loss(LOGITS_BTV, *mask)
@@ -149,10 +174,58 @@ def test_padding_is_not_the_routers_business():
         assert int(loss(long, MASK_BT[1:2]).count) == loss(short).count
 
 
-def test_losses_of_a_router_say_what_they_need():
-    with pytest.raises(LossError, match=r"allowed: \(B, T, E\)"):
-        load_balancing_loss(LOGITS_BC, 2)
-    with pytest.raises(LossError, match="1 to E"):
-        load_balancing_loss(LOGITS_BTV, 8)
-    with pytest.raises(LossError, match="mask has shape"):
-        router_z_loss(LOGITS_BTV, MASK_BT[:2])
+def zeros(*shape: int) -> torch.Tensor:
+    return torch.zeros(*shape)
+
+
+@in_one_test(
+    ("whole", "alone", "dim"),
+    [
+        (zeros(1, 7), [zeros(1, 3), zeros(1, 4)], 1),
+        (zeros(2, 7), [zeros(2, 3), zeros(2, 4)], 1),  # edges of a graph
+        (zeros(7), [zeros(3), zeros(4)], 0),
+        (zeros(1, 2), [zeros(1, 1), zeros(1, 1)], 1),
+        (zeros(2), [zeros(1), zeros(1)], None),  # a row for each
+        (zeros(2, 4), [zeros(1, 3), zeros(1, 4)], None),  # padded
+        (zeros(3), [zeros(2), zeros(2)], None),  # where each begins
+        (zeros(1, 7), [zeros(1, 3), zeros(1, 3)], None),
+        (torch.tensor(0.0), [torch.tensor(0.0)] * 2, None),
+        (4, [2, 2], None),
+    ],
+)
+def test_along_which_dimension_samples_are_joined(whole: object, alone: list[object], dim: int | None) -> None:
+    assert joined_along(whole, alone) == dim
+
+
+def batch_of(*texts: list[int]) -> dict[str, Any]:
+    lengths, tokens = torch.tensor([len(text) for text in texts]), [token for text in texts for token in text]
+    return {
+        "ids": torch.tensor([tokens]),
+        "labels": torch.tensor([token for text in texts for token in [-100, *text[1:]]])[None],
+        "of": torch.arange(len(texts)).repeat_interleave(lengths)[None],
+        "ends": torch.cat([torch.zeros(1, dtype=torch.long), lengths.cumsum(0)]),
+        "most": int(lengths.max()),
+        "weight": torch.tensor([tokens]) / 10,
+    }
+
+
+def test_what_is_of_a_sample_in_a_row() -> None:
+    texts = [[4, 5, 6], [7, 8]]
+    whole, alone = batch_of(*texts), [batch_of(text) for text in texts]
+    assert (row_lengths(whole, alone), joined_dimensions(whole, alone)) == ([3, 2], {1})
+    assert counted_tokens(whole, alone) == [2, 1]
+    assert unlike_alone(whole, alone) == ""
+    drawn = {**whole, "ids": torch.tensor([[4, 0, 6, 7, 8]]), "weight": whole["weight"] + torch.rand(1, 5)}
+    assert unlike_alone(drawn, alone) == "ids, weight"
+    assert row_lengths(whole, [whole]) == []
+
+
+def test_a_model_that_mixes_them() -> None:
+    alone = [torch.rand(1, 3, 2), torch.rand(1, 4, 2)]
+    assert not mixes({"logits": torch.cat(alone, 1)}, [{"logits": one} for one in alone])
+    assert mixes(torch.cat([alone[0], alone[1] + 0.1], 1), alone)
+
+
+def test_rows_of_a_padded_batch() -> None:
+    batch = rows_of({"ids": torch.arange(6).view(3, 2), "scale": torch.ones(2)}, [0, 2], 3)
+    assert (batch["ids"].tolist(), batch["scale"].tolist()) == ([[0, 1], [4, 5]], [1, 1])

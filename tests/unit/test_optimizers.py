@@ -1,4 +1,6 @@
-"""LARS and LAMB on plain tensors, against their papers' formulas computed by hand."""
+"""LARS and LAMB on plain tensors against their papers' formulas by hand; rates that follow the batch."""
+
+from __future__ import annotations
 
 import copy
 import math
@@ -8,7 +10,9 @@ import torch
 from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
 
+from in_one_test import in_one_test
 from phalanx.errors import GradientError, SpecError
+from phalanx.train.batch_scaling import linear_scaling, scaling_offer
 from phalanx.train.optimizers import LAMB, LARS
 
 pytestmark = pytest.mark.quick
@@ -59,7 +63,7 @@ def test_lars_velocity_with_and_without_the_learning_rate_agree_only_while_it_is
     assert not torch.allclose(run([1.0, 5.0, 20.0], True), run([1.0, 5.0, 20.0], False), rtol=1e-4)
 
 
-@pytest.mark.parametrize("nesterov", [False, True])
+@in_one_test("nesterov", [False, True])
 def test_lars_leaves_one_dimensional_tensors_to_plain_sgd(nesterov):
     ours, torchs = parameter([3.0, 4.0], [2.0, 0.5]), parameter([3.0, 4.0], [2.0, 0.5])
     mine = LARS([ours], lr=0.1, weight_decay=0.3, nesterov=nesterov)
@@ -107,8 +111,8 @@ def test_lamb_clips_the_trust_ratio():
     torch.testing.assert_close(w.detach(), torch.tensor([[3 - 0.1 * 2.0, 4 + 0.1 * 2.0]]))
 
 
-@pytest.mark.parametrize("make", [lambda p: LARS(p, lr=0.1), lambda p: LAMB(p, lr=0.1)])
-@pytest.mark.parametrize(("weight", "gradient"), [([[0.0, 0.0]], [[1.0, 1.0]]), ([[1.0, 1.0]], [[0.0, 0.0]])])
+@in_one_test("make", [lambda p: LARS(p, lr=0.1), lambda p: LAMB(p, lr=0.1)])
+@in_one_test(("weight", "gradient"), [([[0.0, 0.0]], [[1.0, 1.0]]), ([[1.0, 1.0]], [[0.0, 0.0]])])
 def test_zero_norms_give_finite_steps(make, weight, gradient):
     w = parameter(weight, gradient)
     make([w]).step()
@@ -116,7 +120,7 @@ def test_zero_norms_give_finite_steps(make, weight, gradient):
     assert (w.detach() != 0).any(), "a zero weight must be able to leave zero"
 
 
-@pytest.mark.parametrize("make", [lambda p: LARS(p, lr=0.1, trust_coefficient=0.05), lambda p: LAMB(p, lr=0.02)])
+@in_one_test("make", [lambda p: LARS(p, lr=0.1, trust_coefficient=0.05), lambda p: LAMB(p, lr=0.02)])
 def test_learns_a_regression_and_resumes_bit_for_bit(make):
     torch.manual_seed(0)
     x = torch.randn(64, 8)
@@ -160,7 +164,7 @@ def test_groups_keep_their_own_settings():
     torch.testing.assert_close(fast.detach(), torch.tensor([[0.9, 0.0]]))
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("make", "named"),
     [
         (lambda p: LARS(p, lr=-1.0, momentum=1.0), ["LARS.lr", "LARS.momentum"]),
@@ -192,3 +196,31 @@ def test_norms_of_large_tensors_are_right():
     LARS([w], lr=1.0, momentum=0.0, trust_coefficient=1.0).step()
     length = (w.detach().double() - before).norm() / before.norm()
     assert length.item() == pytest.approx(1.0, abs=1e-6)
+
+
+def test_the_rate_grows_with_the_batch():
+    assert linear_scaling(0.1, batch=8192, base_batch=256) == pytest.approx(3.2)
+    assert linear_scaling(1.0, batch=128, base_batch=256) == pytest.approx(0.5)
+
+
+def test_offer_gives_the_line_to_copy_and_names_warmup():
+    text = scaling_offer(256, 512)
+    assert text is not None
+    assert "--lr-scale 2\n" in text
+    assert "--lr-scale 1.414\n" in text
+    assert "warm-up" in text
+    assert "--lr-scale 0.25\n" in (scaling_offer(256, 64) or "")
+    assert scaling_offer(256, 256) is None
+
+
+@in_one_test(
+    "call",
+    [
+        lambda: scaling_offer(256, 0),
+        lambda: linear_scaling(0.1, batch=2.5, base_batch=256),  # type: ignore[arg-type]
+        lambda: linear_scaling(-0.1, batch=2, base_batch=1),
+    ],
+)
+def test_wrong_batches_are_refused(call):
+    with pytest.raises(SpecError):
+        call()

@@ -1,23 +1,29 @@
-"""A sampler of the user's own: its order, cut into global batches; what is refused; weights and buckets."""
+"""The order of samples: a sampler of the user's own, weights, buckets and mixtures, and streams that share an epoch."""
 
 from __future__ import annotations
 
+import multiprocessing
 import random
-from collections.abc import Callable
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from multiprocessing import Value
 from pathlib import Path
 from typing import Any
 
+import datasets
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_data_stream import a_job
 
 import phalanx as px
-from phalanx.data import Lane, Ledger, Loader, audit
+from in_one_test import in_one_test
+from phalanx.data import EpochOrders, Lane, Ledger, Loader, audit
 from phalanx.errors import SpecError
-
-pytestmark = pytest.mark.quick
 
 
 def job(**how: Any) -> px.Job:
@@ -82,18 +88,15 @@ def refused(what: Callable[[], Any]) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("order", "text"),
     [
         (lambda seed, epoch: [0, 3, 10], "index 10 at place 2 in epoch 0, with data of 10 samples"),
         (lambda seed, epoch: np.array([-1, 3]), "index -1 at place 0"),
         (lambda seed, epoch: [1, 2, 1], "index 1 at places 0 and 2"),
         (lambda seed, epoch: [0.0, 1.0], "a list of float64, first 0.0"),
-        (lambda seed, epoch: torch.tensor([True, False]), "a Tensor of bool, first True"),
         (lambda seed, epoch: [[1, 2]], "a list of shape (1, 2)"),
-        (lambda seed, epoch: [[1], [1, 2]], "a list in epoch 0"),
         (lambda seed, epoch: (one for one in range(3)), "a generator in epoch 0"),
-        (lambda seed, epoch: None, "a NoneType in epoch 0"),
         (lambda seed, epoch: [], "no index in epoch 0"),
         (px.weighted([1.0] * 11), "a sampler for 11 samples"),
     ],
@@ -114,13 +117,12 @@ def test_a_sampler_that_raises_is_named() -> None:
     assert "job.sampler gave the order of epoch 0" in caught.value.__notes__[0]
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("given", "fix"),
     [
         (torch.utils.data.WeightedRandomSampler([1.0], 1), "px.weighted(weights)"),
         (torch.utils.data.RandomSampler([1]), "shuffle=True"),
         (torch.utils.data.DistributedSampler([1], num_replicas=1, rank=0), "each rank is given its share"),
-        (torch.utils.data.WeightedRandomSampler, "px.weighted(weights)"),
         ([1, 2], "np.random.default_rng([seed, epoch])"),
     ],
 )
@@ -167,16 +169,14 @@ class TestWeighted:
         assert sum(order[0] == 2 for order in orders) / 2000 == pytest.approx(0.75, abs=0.03)
         assert not sampler.repeats
 
-    @pytest.mark.parametrize(
+    @in_one_test(
         ("how", "text"),
         [
             (([],), "a list"),
             (([1.0, -2.0],), "-2.0 at place 1"),
             (([1.0, float("nan")],), "nan at place 1"),
-            (([0.0, 0.0],), "weights that are all 0"),
             ((["a"],), "a list"),
             (([1.0], 0), "0"),
-            (([1.0, 0.0], 2, False), "at most the 1 with a weight above 0"),
             (([1.0, 0.0], None, False), "at most the 1 with a weight above 0"),
         ],
     )
@@ -207,3 +207,174 @@ class TestBuckets:
         assert batches(sampler=px.buckets(lengths), batch=5, epochs=1) == [
             part.tolist() for part in np.split(px.buckets(lengths).function(0, 0, 5), 2)
         ]
+
+
+TWO = {"web": list(range(30)), "books": [100 + value for value in range(7)]}
+
+
+def order_of(mixture: px.Mixture, epoch: int, seed: int = 0) -> np.ndarray:
+    return EpochOrders(sampler=mixture.sampler, seed=seed, size=len(mixture), batch=4)(epoch)
+
+
+def counted(mixture: px.Mixture, epoch: int) -> Counter[str]:
+    return Counter(mixture.locate(int(index))[0] for index in order_of(mixture, epoch))
+
+
+def test_an_epoch_has_so_many_of_each() -> None:
+    mixture = px.Mixture(TWO, {"web": 7, "books": 3}, samples=25)
+    assert mixture.counts == {"web": 18, "books": 7}  # 17.5 and 7.5: the first of two equal remainders
+    assert counted(mixture, 0) == counted(mixture, 5) == mixture.counts
+    assert px.Mixture(TWO, {"web": 1.0, "books": 1.0}).counts == {"web": 19, "books": 18}
+
+
+def test_indices_count_through_the_sources() -> None:
+    mixture = px.Mixture(TWO, {"web": 1, "books": 1})
+    assert len(mixture) == 37
+    assert [mixture[index] for index in (0, 29, 30, 36)] == [0, 29, 100, 106]
+    assert mixture.locate(30) == ("books", 0)
+    with pytest.raises(IndexError):
+        mixture[37]
+
+
+def test_every_sample_of_a_source_comes_before_any_comes_again() -> None:
+    mixture = px.Mixture(TWO, {"web": 1, "books": 1}, samples=20)
+    seen = Counter(int(index) for epoch in range(21) for index in order_of(mixture, epoch))
+    assert {seen[index] for index in range(30)} == {7}  # 210 of 30
+    assert {seen[index] for index in range(30, 37)} == {30}  # 210 of 7
+    first = [mixture[int(index)] for epoch in range(3) for index in order_of(mixture, epoch)]
+    assert sorted(value for value in first if value < 100) == list(range(30))
+
+
+def test_orders_differ_by_epoch_and_seed_and_depend_on_nothing_else() -> None:
+    mixture, again = (px.Mixture(TWO, {"web": 0.5, "books": 0.5}, samples=14) for _ in range(2))
+    assert order_of(mixture, 3).tolist() == order_of(again, 3).tolist()
+    assert order_of(mixture, 3).tolist() != order_of(mixture, 4).tolist()
+    assert order_of(mixture, 3).tolist() != order_of(mixture, 3, seed=1).tolist()
+    assert mixture.sampler == again.sampler
+
+
+def test_whether_a_sample_may_come_twice_in_an_epoch_is_known() -> None:
+    assert not px.Mixture(TWO, {"web": 30, "books": 7}).sampler.repeats
+    assert px.Mixture(TWO, {"web": 1, "books": 1}, samples=20).sampler.repeats  # 10 of 7
+    assert px.Mixture(TWO, {"web": 2, "books": 1}, samples=15).sampler.repeats  # 5 of 7: the second epoch goes over
+
+
+def test_what_drop_last_leaves_out_comes_in_the_next_pass() -> None:
+    mixture = px.Mixture({"one": list(range(30))}, {"one": 1}, samples=10)
+    steps = loader_of(mixture, mixture.sampler, drop_last=True, epochs=6)
+    batches = [[*micro.ids] for step in steps for part in step.parts for micro in part]
+    epochs = [batches[at] + batches[at + 1] for at in range(0, 12, 2)]
+    assert [len(set(one)) for one in epochs] == [8] * 6  # 2 of 10 are left out
+    assert [len({index for one in epochs[at : at + 3] for index in one}) for at in (0, 3)] == [24, 24]
+    assert len({index for one in epochs for index in one}) > 24
+
+
+def loader_of(mixture: px.Mixture, sampler: Any, **given: Any) -> Loader:
+    how: dict[str, Any] = {"model": torch.nn.Module, "loss": min, "optimizer": min, "batch": 4, "epochs": 1, **given}
+    return Loader(mixture, px.Job(data=lambda: mixture, sampler=sampler, **how), Lane(), micro=None)
+
+
+def test_its_sampler_has_to_be_the_jobs() -> None:
+    mixture, again = (px.Mixture(TWO, {"web": 1, "books": 1}) for _ in range(2))
+    assert loader_of(mixture, again.sampler).epoch_samples == 37
+    for sampler in (None, px.weighted([1.0] * 37)):
+        with pytest.raises(SpecError, match=r"sampler=mixture\.sampler"):
+            loader_of(mixture, sampler)
+    outer = px.Mixture({"mixed": mixture}, {"mixed": 1})
+    with pytest.raises(SpecError, match="Mixture with an order of its own, within a Mixture"):
+        loader_of(outer, outer.sampler)
+
+
+@in_one_test(
+    ("made", "message"),
+    [
+        (lambda: px.Mixture({}, {}), "no source"),
+        (lambda: px.Mixture([[1], [2]], [1, 2]), "a list"),  # pyright: ignore
+        (lambda: px.Mixture({"a": iter([1])}, {"a": 1}), "map-style"),
+        (lambda: px.Mixture({"a": []}, {"a": 1}), "'a' without a sample"),
+        (lambda: px.Mixture(TWO, {"web": 1}), r"weights of \['web'\]"),
+        (lambda: px.Mixture(TWO, {"web": 1, "books": 0}), "finite numbers above 0"),
+        (lambda: px.Mixture(TWO, {"web": 1, "books": float("nan")}), "finite numbers above 0"),
+        (lambda: px.Mixture(TWO, {"web": 1, "books": 1}, samples=0), "px.Mixture.samples: given 0"),
+        (lambda: px.Mixture(TWO, {"web": 1, "books": 0.01}, samples=10), "enough for a sample of each source"),
+    ],
+)
+def test_what_is_no_mixture_is_refused(made: Callable[[], Any], message: str) -> None:
+    with pytest.raises(SpecError, match=message):
+        made()
+
+
+ROWS = datasets.Dataset.from_dict({"row": list(range(20))})
+
+
+class OneLate:
+    """Of two processes that read ``stream`` one begins its first pass once the other is in its second."""
+
+    def __init__(self, stream: Any, folder: Path) -> None:
+        self.streams, self.folder = [stream], folder
+
+    def set_epoch(self, epoch: int) -> None:
+        self.streams[0].set_epoch(epoch)
+        if epoch:
+            (self.folder / "ahead").touch()
+
+    def __iter__(self) -> Iterator[Any]:
+        with suppress(FileExistsError):
+            (self.folder / "begun").mkdir()
+            await_file(self.folder / "late")
+            yield from self.streams[0]
+            return
+        (self.folder / "late").touch()
+        await_file(self.folder / "ahead")
+        yield from self.streams[0]
+
+
+def await_file(path: Path) -> None:
+    until = time.monotonic() + 60
+    while not path.exists():
+        assert time.monotonic() < until, path
+        time.sleep(0.01)
+
+
+class Counted:
+    """A stream whose epoch is a ``multiprocessing.Value``."""
+
+    def __init__(self) -> None:
+        self.epoch = Value("i", 0)
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch.value = epoch
+
+    def __iter__(self) -> Iterator[dict[str, int]]:
+        for place in range(20):
+            yield {"row": 100 * self.epoch.value + place}
+
+
+def shuffled() -> datasets.IterableDataset:
+    return ROWS.to_iterable_dataset(num_shards=2).shuffle(seed=3, buffer_size=5)
+
+
+def rows(steps: Loader) -> list[int]:
+    return [row for step in steps for part in step.parts for micro in part for row in micro.batch["row"].tolist()]
+
+
+@pytest.mark.parametrize("made", [shuffled, Counted])
+def test_a_process_that_is_ahead_does_not_move_the_others_to_its_pass(made: Callable[[], Any], tmp_path: Path) -> None:
+    alone = rows(Loader(made(), a_job(batch=10, epochs=2), Lane(), micro=None))
+    assert len(alone) == 40
+    assert alone[:20] != alone[20:]
+    late = OneLate(made(), tmp_path)
+    assert rows(Loader(late, a_job(batch=10, epochs=2, workers=2), Lane(), micro=None)) == alone
+
+
+@pytest.mark.parametrize("made", [shuffled, Counted])
+def test_nor_does_a_process_that_shares_the_stream(made: Callable[[], Any]) -> None:
+    stream = made()
+    alone = rows(Loader(made(), a_job(batch=10, epochs=2), Lane(), micro=None))
+    steps = iter(Loader(stream, a_job(batch=10, epochs=2), Lane(), micro=None))
+    other = multiprocessing.get_context("fork").Process(target=stream.set_epoch, args=(7,))
+    other.start()
+    other.join()
+    read = [row for step in steps for part in step.parts for micro in part for row in micro.batch["row"].tolist()]
+    assert read == alone
+    assert int(stream.epoch if made is shuffled else stream.epoch.value) == 7

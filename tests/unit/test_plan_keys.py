@@ -1,7 +1,7 @@
-"""A key of a plan is read where its technique lives, and nowhere else: ``plan_keys.json`` says which files those are.
+"""Rules that the source keeps: keys of plans are read in few files, names stand once, errors are in the user's words.
 
-A file that begins to read a key fails here, and one that no longer does: the table is to grow shorter, and says what a
-new key costs. ``python tests/unit/test_plan_keys.py`` writes it.
+``plan_keys.json`` says which files read which key of a plan: the table is to grow shorter, and says what a new key
+costs. ``python tests/unit/test_plan_keys.py`` writes it.
 """
 
 from __future__ import annotations
@@ -9,19 +9,36 @@ from __future__ import annotations
 import ast
 import json
 import re
+from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
 
+import click
 import pytest
 
+from in_one_test import in_one_test
+from phalanx.cli.bench import command as bench
+from phalanx.cli.export import command as export
+from phalanx.cli.forecast import command as forecast
+from phalanx.cli.output import show_error
+from phalanx.cli.prove import command as prove
+from phalanx.cli.train import command as train
 from phalanx.config import Plan
-
-HERE = Path(__file__).resolve()
-SOURCE = HERE.parents[2] / "src" / "phalanx"
-TABLE = HERE.with_name("plan_keys.json")
-KEYS = {field.name for field in fields(Plan)}
+from phalanx.errors import LossError, PhalanxError, SpecError
 
 pytestmark = pytest.mark.quick
+
+HERE = Path(__file__).resolve()
+
+
+SOURCE = HERE.parents[2] / "src" / "phalanx"
+
+
+TABLE = HERE.with_name("plan_keys.json")
+
+
+KEYS = {field.name for field in fields(Plan)}
 
 
 def readers(text: str) -> set[str]:
@@ -65,20 +82,112 @@ def test_keys_are_read_where_the_table_says() -> None:
     assert less == {}, "no longer read there: python tests/unit/test_plan_keys.py makes the table shorter"
 
 
-@pytest.mark.parametrize(
-    "text",
+VERBS = SOURCE / "cli"
+"""One file a verb, named as it: ``plan`` the verb may stand beside ``plan`` the text."""
+
+
+def modules(source: Path) -> dict[str, list[str]]:
+    found: dict[str, list[str]] = defaultdict(list)
+    for path in sorted(source.rglob("*.py")):
+        if not path.stem.startswith("__") and VERBS not in path.parents:
+            found[path.stem].append(str(path.relative_to(source)))
+    return found
+
+
+def classes(source: Path) -> dict[str, list[str]]:
+    found: dict[str, list[str]] = defaultdict(list)
+    for path in sorted(source.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef):
+                found[node.name.lstrip("_")].append(f"{path.relative_to(source)}: {node.name}")
+    return found
+
+
+def test_a_name_of_a_module_or_a_class_stands_once() -> None:
+    """No two modules share a name, and no two classes, leading underscores left out."""
+    places = [*modules(SOURCE).items(), *classes(SOURCE).items()]
+    assert {name: where for name, where in places if len(where) > 1} == {}
+
+
+OF_COMMANDS = (  # what these say is said by commands alone
+    *("train/batch_scaling.py", "launch/jobfile.py"),
+    *("planner/nearest_fit.py", "planner/question.py", "planner/rank.py", "planner/advise.py"),
+    *("launch/targets/", "launch/check_hosts/", "preflight/launch_check.py"),  # no call launches elsewhere
+    *("launch/unshared_folder.py", "config/run_files.py"),  # of hosts by SSH, and of a page
+)
+
+
+OPTIONS = [
+    name
+    for command in (train, prove, bench, forecast, export)
+    for one in command.params
+    if isinstance(one, click.Option)
+    for name in one.opts
+    if name.startswith("--")
+]
+
+
+OPTION = re.compile(rf"(?<![\w-])(?:{'|'.join(OPTIONS)})(?![\w-])")
+
+
+NO_SUCH_CALL = re.compile(r"(?<![\w.])job\(\w+=")
+
+
+def said() -> Iterator[tuple[str, str]]:
+    """What the code that trains may say: file and text, docstrings left out."""
+    trains = "config data comm files checkpoint launch parallel train preflight placement planner verify"
+    for folder in trains.split():
+        for path in sorted((SOURCE / folder).rglob("*.py")):
+            if "chaos" in path.parts:  # which runs the command line
+                continue
+            tree = ast.parse(path.read_text())
+            alone = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+            for node in ast.walk(tree):
+                if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in alone:
+                    yield str(path.relative_to(SOURCE)), node.value
+
+
+def test_a_run_says_nothing_in_the_words_of_the_command_line() -> None:
+    wrong = [
+        (path, text)
+        for path, text in said()
+        if OPTION.search(text) and text.strip() not in OPTIONS and "phalanx " not in text
+    ]
+    assert [one for one in wrong if not one[0].startswith(OF_COMMANDS)] == []
+
+
+def test_no_call_is_advised_that_there_is_not() -> None:
+    assert [(path, text) for path, text in said() if NO_SUCH_CALL.search(text)] == []
+
+
+@in_one_test(
+    ("error", "shown"),
     [
-        "plan.zero",
-        "self.plan.zero",
-        "self._plan.zero + 1",
-        "def f(plan): return plan.zero",
-        "def f(inner: Plan): return inner.zero",
-        "there = replace(self.plan, dp=1)\nthere.zero",
-        "getattr(plan, 'zero')",
+        (SpecError.of("run.folder", "a", "b", "resume=True"), "try: --resume\n"),
+        (SpecError.of("run.folder", "a", "b", 'folder="runs/my run-1"'), "try: --run 'runs/my run-1'\n"),
+        (SpecError.of("plan", "a", "b", 'cluster="8xA100-80GB"'), "try: --on 8xA100-80GB\n"),
+        (
+            SpecError.of("cluster", "8xA100", "b", "batch=8"),
+            "--on: given 8xA100; allowed: b\n    try: --batch 8\n",
+        ),
+        (
+            SpecError.of("dropout", "dropout=True together with against=loop", "b", 'dropout=True, plan="dp=2"'),
+            "--dropout: given --dropout together with --against FILE:FUNCTION; allowed: b\n"
+            '    try: --dropout --plan "dp=2"\n',
+        ),
+        (SpecError.of("factor", "0", "b", "hosts.throttle(1, 4)"), "try: --slow 1:4x\n"),
+        (LossError('a\n    try: resume=True, on_spike="skip"; or b'), "try: --resume --on-spike skip; or b\n"),
+        (
+            LossError('resume=True\n\nwhat to do: alone: plan="single"'),
+            "resume=True\n\nwhat to do: alone: --plan single\n",
+        ),
     ],
 )
-def test_a_reader_is_seen(text: str) -> None:
-    assert readers(text) == {"zero"}
+def test_the_command_line_says_it_in_options(
+    error: PhalanxError, shown: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    show_error(error, as_json=False)
+    assert capsys.readouterr().err.endswith(shown)
 
 
 if __name__ == "__main__":

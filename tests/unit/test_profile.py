@@ -1,10 +1,13 @@
-"""A model's costs: counted products, what autograd keeps, how both grow, and what tensor parallelism cuts."""
+"""A model's costs: counted products, what autograd keeps, how both grow, what tensor parallelism cuts."""
 
 from __future__ import annotations
 
+import json
 import resource
-import time
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,17 +16,25 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from in_one_test import in_one_test
 from phalanx.demo.jobs import gpt
-from phalanx.errors import ProfileError, SpecError
+from phalanx.errors import MissingExtraError, ProfileError, SpecError
 from phalanx.parallel import Example
 from phalanx.parallel.tensor import dry, find
-from phalanx.trace import ModelCall, ModelPart, Profile, Shape, SizeLaw, flops, standard, trace
+from phalanx.trace import ModelCall, ModelPart, Profile, Shape, SizeLaw, flops, from_config, standard, trace
+from phalanx.trace.standard_models import known_architectures
 
 IDS = torch.arange(24).view(2, 12) % 60
+
+
 GPT = Shape(family="gpt", layers=24, hidden=2048, heads=16, vocabulary=51200, length=2048, tied=True, dropout=0.1)
+
+
 LLAMA_70B = Shape(
     family="llama", layers=80, hidden=8192, heads=64, kv_heads=8, ffn=28672, vocabulary=128256, length=4096
 )
+
+
 RESNET = Shape(family="resnet50", vocabulary=1000)
 
 
@@ -60,7 +71,7 @@ class TestWork:
         assert profile.parameters == 25_557_032
         assert (profile.blocks, profile.length, profile.heads) == (16, 1, 0)
 
-    @pytest.mark.parametrize("name", ["demo", "convolutions"])
+    @in_one_test("name", ["demo", "convolutions"])
     def test_products_are_those_that_torch_counts(self, name: str) -> None:
         if name == "demo":
             module: nn.Module = gpt.gpt_job(layers=2, width=64, heads=4, context=32).model()
@@ -83,10 +94,6 @@ class TestWork:
         assert [op.weights for op in backward].count(True) == [op.weights for op in backward].count(False) == 4
         assert all(op.causal for op in (*part.forward, *part.backward) if op.kind == "attention")
 
-    def test_fused_traffic_is_never_more(self) -> None:
-        for _, op in LLAMA_70B.profile().operations():
-            assert op.fused.at(4, 2048) <= op.traffic.at(4, 2048) * (1 + 1e-9)
-
     def test_a_run_of_elementwise_operations_reads_and_writes_once(self) -> None:
         class Chain(nn.Module):
             def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -104,7 +111,7 @@ class TestMemory:
         part = block(GPT.profile())
         assert saved_bytes(part, 4, 2048, 2) == pytest.approx(34 * 4 * 2048 * GPT.hidden, rel=0.01)
 
-    @pytest.mark.parametrize("recompute", ["whole", "cheap"])
+    @in_one_test("recompute", ["whole", "cheap"])
     def test_saved_is_what_autograd_keeps(self, recompute: str) -> None:
         model = gpt.gpt_job(layers=2, width=64, heads=4, context=32).model()
         tokens = torch.zeros(4, 32, dtype=torch.int64)
@@ -128,11 +135,6 @@ class TestMemory:
             assert saved_bytes(part, 4, 32, 4) == pytest.approx(sum(kept.values()), rel=0.01)
         else:  # two norms with their sums, the stream in between, what follows the gelu
             assert cheap == pytest.approx(4 * 32 * (3 * 64 + 4 * 64 + 4) * 4, rel=0.01)
-
-    def test_working_memory_of_the_head_is_that_of_its_logits(self) -> None:
-        after = LLAMA_70B.profile().parts[-1]
-        logits = LLAMA_70B.vocabulary * 2048
-        assert logits < after.working.at(1, 2048) < 5 * logits
 
     def test_a_write_in_place_is_followed(self) -> None:
         part = block(RESNET.profile())
@@ -180,11 +182,8 @@ class TestLaws:
         assert profile.lawful
         assert profile.length == 12
 
-    @pytest.mark.alone
-    def test_70_billion_parameters_in_seconds(self) -> None:
-        began = time.perf_counter()
+    def test_70_billion_parameters_take_no_memory(self) -> None:
         profile = standard(LLAMA_70B).profile()
-        assert time.perf_counter() - began < 10
         assert profile.parameters == 70_553_706_496
         assert [part.count for part in profile.parts] == [1, 80, 1]
         assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 < 2 * 2**30
@@ -214,7 +213,7 @@ def _hugging(name: str) -> tuple[nn.Module, dict[str, Any]]:
 
 
 class TestShares:
-    @pytest.mark.parametrize("name", ["demo", "gpt2", "llama", "bert", "t5", "vit"])
+    @in_one_test("name", ["demo", "gpt2", "llama", "bert", "t5", "vit"])
     def test_weights_that_can_be_cut_are_those_that_training_cuts(self, name: str) -> None:
         if name == "demo":
             module, kwargs = gpt.gpt_job(layers=2, width=32, heads=4, context=12).model(), {}
@@ -244,13 +243,6 @@ class TestShares:
         gates = [op.share for op in (*part.forward, *part.backward) if "silu" in op.name]
         assert gates == ["inner"] * 2
         assert {one.share for one in part.saved} == {"tokens", "inner"}
-
-    def test_classes_stay_divided_up_to_the_loss(self) -> None:
-        after = GPT.profile().parts[-1]
-        shares = {op.name: op.share for op in after.forward}
-        assert shares["mm"] == "column"
-        assert shares["_log_softmax"] == shares["nll_loss_forward"] == "inner"
-        assert shares["native_layer_norm"] == "tokens"
 
     def test_a_product_that_leaves_its_block_divided_stays_whole(self) -> None:
         blocks = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.ReLU()) for _ in range(3)))
@@ -291,7 +283,7 @@ class _Picks(_Asks):
 
 
 class TestRefusals:
-    @pytest.mark.parametrize("module", [_Asks(), _Picks()])
+    @in_one_test("module", [_Asks(), _Picks()])
     def test_control_flow_of_values_names_the_line(self, module: nn.Module) -> None:
         with pytest.raises(ProfileError, match=r"test_profile\.py:\d+: .*# this line") as caught:
             trace(ModelCall(module=module, args=(torch.zeros(3, 4),), loss=summed))
@@ -305,6 +297,17 @@ class TestRefusals:
             standard(Shape(family="gpt", layers=2, hidden=64, vocabulary=10, length=8))
         with pytest.raises(SpecError, match="multiple of 3"):
             standard(Shape(family="gpt", layers=2, hidden=64, heads=3, vocabulary=10, length=8))
+
+
+def test_shapes_that_depend_on_values_are_profiled_with_values() -> None:
+    module = _Picks()
+    before = module.linear.weight.detach().clone()
+    described = ModelCall(module=module, args=(torch.ones(4, 4),), loss=summed, values=True)
+    profile = trace(described)
+    assert profile.parameters == sum(one.numel() for one in module.parameters())
+    assert any(one.kind == "matmul" for part in profile.parts for one in part.forward)
+    assert torch.equal(module.linear.weight, before)
+    assert module.linear.weight.grad is None
 
 
 def test_masks_are_known_to_be_causal_by_their_values() -> None:
@@ -328,12 +331,109 @@ def test_bert_and_mpt() -> None:
     assert shape.profile().parameters == 6_649_286_656
     assert shape.profile() is shape.profile()
 
-    def test_shapes_that_depend_on_values_are_profiled_with_values(self) -> None:
-        module = _Picks()
-        before = module.linear.weight.detach().clone()
-        described = ModelCall(module=module, args=(torch.ones(4, 4),), loss=summed, values=True)
-        profile = trace(described)
-        assert profile.parameters == sum(one.numel() for one in module.parameters())
-        assert any(one.kind == "matmul" for part in profile.parts for one in part.forward)
-        assert torch.equal(module.linear.weight, before)
-        assert module.linear.weight.grad is None
+
+_SMALL = Shape(family="gpt", layers=2, hidden=64, heads=4, vocabulary=100, length=16)
+
+
+_SHAPES = {
+    "gpt": replace(_SMALL, tied=True, dropout=0.1, places=32),
+    "rotary": replace(_SMALL, positions="rotary", kv_heads=2),
+    "llama": replace(_SMALL, family="llama", kv_heads=2, biases=True),
+    "mpt": replace(_SMALL, family="mpt"),
+    "bert": replace(_SMALL, family="bert", dropout=0.1),
+    "resnet50": Shape(family="resnet50", vocabulary=10, image=64),
+}
+
+
+def test_forms_are_those_of_fakes() -> None:
+    for shape in _SHAPES.values():
+        described = standard(shape)
+        assert described.meta
+        assert described.profile() == replace(described, meta=False).profile()
+
+
+SMALL = {
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 96,
+    "vocab_size": 99,
+}
+
+
+OTHER_KEYS = {
+    "gpt2": {"n_embd": 64, "n_layer": 2, "n_head": 4},
+    "bloom": {"n_layer": 2, "n_head": 4},
+    "mpt": {"d_model": 64, "n_layers": 2, "n_heads": 4},
+    "opt": {"ffn_dim": 96, "word_embed_proj_dim": 64},
+    "gemma": {"head_dim": 16},
+    "qwen3": {"head_dim": 16},
+    "phi3": {"pad_token_id": 0},
+}
+
+
+def written(folder: Path, config: Any) -> Path:
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    return folder
+
+
+@in_one_test("kind", known_architectures())
+def test_parameters_are_those_of_the_real_model(kind: str, tmp_path: Path) -> None:
+    import transformers as hf
+
+    config = hf.AutoConfig.for_model(kind, **{**SMALL, **OTHER_KEYS.get(kind, {})})
+    with torch.device("meta"):
+        real = hf.BertForPreTraining(config) if kind == "bert" else hf.AutoModelForCausalLM.from_config(config)
+    shape = from_config(written(tmp_path, config.to_dict()), length=16)
+    assert isinstance(shape, Shape)
+    own = sum(one.numel() for one in real.parameters())
+    details = 1500  # norms of queries and keys, biases of a head, two more positions
+    assert shape.profile().parameters == pytest.approx(own, abs=details)
+
+
+def test_others_are_built_by_transformers(tmp_path: Path) -> None:
+    config = {
+        "model_type": "t5",
+        "d_model": 32,
+        "d_kv": 8,
+        "d_ff": 48,
+        "num_layers": 2,
+        "num_heads": 4,
+        "vocab_size": 64,
+    }
+    path = written(tmp_path, {**config, "architectures": ["T5ForConditionalGeneration"]})
+    profile = from_config(path, length=16).profile()
+    assert (profile.blocks, profile.length) == (4, 16)
+
+
+@in_one_test(
+    ("config", "says"),
+    [
+        ({"model_type": "lama"}, "near: llama"),
+        ({"model_type": "llama", "hidden_size": 64}, "num_hidden_layers, num_attention_heads, vocab_size"),
+        ({}, "no model_type"),
+        ([], "no object"),
+    ],
+)
+def test_what_is_wrong_is_said(config: Any, says: str, tmp_path: Path) -> None:
+    with pytest.raises(SpecError, match=says):
+        from_config(written(tmp_path, config))
+
+
+def test_the_extra_is_named_where_transformers_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(MissingExtraError, match=r"phalanx\[transformers\]"):
+        from_config(written(tmp_path, {"model_type": "t5"}))
+    assert from_config(written(tmp_path, {"model_type": "llama", **SMALL}), length=16).profile().blocks == 2
+
+
+def test_nouns_and_shapes_need_no_torch() -> None:
+    """And what gives the shape of a standard model no compiler."""
+    code = (
+        "import sys, phalanx.trace; print([one for one in ('torch', 'numpy') if one in sys.modules])\n"
+        "phalanx.trace.Shape(family='llama', layers=2, hidden=64, heads=4, vocabulary=100, length=16).profile()\n"
+        "print('torch._dynamo' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["[]", "False"]

@@ -1,4 +1,4 @@
-"""Forecasts beside published runs: rows, what they are to Phalanx, measures by hand, and accuracy that must stay."""
+"""Forecasts beside published runs: rows, measures by hand, accuracy that must stay, and sources left out of the fit."""
 
 from __future__ import annotations
 
@@ -7,25 +7,27 @@ import json
 import math
 import re
 import tomllib
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
-from click.testing import CliRunner
 from small_profiles import transformer
 
 from golden import NUMBERS, ROWS, numbers
+from in_one_test import in_one_test
 from phalanx.errors import SpecError
-from phalanx.forecast.uncertainty import FILE
-from published import Comparison, Outcome, Row, accuracy, forecast_rows, read
-from published.accuracy import Errors, choice, source
-from published.left_out import LeftOut, Without, framework
-from published.page import Measure, measures, page
+from phalanx.forecast.uncertainty import FILE, measured
+from published import Outcome, Row, accuracy, forecast_rows, left_out, read
+from published.accuracy import Comparison, Errors, choice
+from published.left_out import CONSTANTS, Fit, LeftOut, Without, coverage, framework, spread
+from published.page import page
 from published.subject import subject
-from validate import command, main
+from validate import main
 
 ROOT = Path(__file__).resolve().parents[2]
+
+
 CELLS = {
     "id": "one",
     "kind": "transformer",
@@ -65,7 +67,7 @@ def forecast_of(*rows: Row) -> Outcome:
     return forecast_rows(rows, lambda _: transformer())
 
 
-def measured(id: str, share: float, **cells: str) -> Comparison:
+def measured_as(id: str, share: float, **cells: str) -> Comparison:
     """A run whose measured time is ``share`` of the forecast."""
     (one,) = forecast_of(row(id=id, **cells)).found
     return replace(one, row=row(**{**cells, "id": id, "step_s": str(one.forecast.step * share)}))
@@ -100,23 +102,13 @@ class TestRows:
         with pytest.raises(SpecError, match=r"one.step_s: given 'fast'"):
             _ = row(step_s="fast").step
 
-    def test_half_of_all_ids_is_calibrated_on(self) -> None:
-        halves = [row(id=f"row-{index}").calibrated for index in range(400)]
-        assert 160 < sum(halves) < 240
-        assert halves == [row(id=f"row-{index}").calibrated for index in range(400)]
-
-    @pytest.mark.parametrize(("text", "said"), [("id,kind\na,b\n", "without device"), ("id,kind\n", "without rows")])
+    @in_one_test(("text", "said"), [("id,kind\na,b\n", "without device"), ("id,kind\n", "without rows")])
     def test_a_table_without_what_all_rows_need_is_refused(self, text: str, said: str) -> None:
         Path("rows.csv").write_text(text, encoding="utf-8")
         with pytest.raises(SpecError, match=said):
             read(Path("rows.csv"))
         with pytest.raises(SpecError, match="No such file"):
             read(Path("none.csv"))
-
-    def test_a_row_that_cannot_be_forecast_is_told_by_its_id(self) -> None:
-        outcome = forecast_of(row(), row(id="two", device="Abacus"))
-        assert [one.row.id for one in outcome.found] == ["one"]
-        assert "Abacus" in outcome.refused["two"]
 
 
 class TestSubject:
@@ -135,7 +127,7 @@ class TestSubject:
         assert (plan.pp, plan.schedule, plan.stages) == (4, "interleaved", 2)
         assert subject(row(dp="2", pp="4")).plan.schedule == "1f1b"
 
-    @pytest.mark.parametrize(
+    @in_one_test(
         ("cells", "family", "preset"),
         [
             ({"gated": "1", "framework": "torchtitan"}, "llama", "torchtitan"),
@@ -157,21 +149,15 @@ class TestAccuracy:
         assert math.isnan(Errors.of([]).mean)
 
     def test_by_source(self) -> None:
-        found = accuracy([measured("a", 0.5), measured("b", 2.0), measured("c", 1.0, framework="torchtitan")])
+        found = accuracy([measured_as("a", 0.5), measured_as("b", 2.0), measured_as("c", 1.0, framework="torchtitan")])
         assert found.sources["SC21 Table 1"].mean == pytest.approx((1.0 + 0.5) / 2)
         assert found.sources["SC21 Table 1"].bias == pytest.approx((1.0 - 0.5) / 2)
         assert found.sources["torchtitan"].mean == pytest.approx(0.0)
         assert (found.rest.rows, found.ran) == (1, 1.0)
         assert found.inside == pytest.approx(1 / 3)
 
-    def test_sources_have_names(self) -> None:
-        assert source(row(source="arXiv 2205.05198, Table 5")) == "sequence-parallel paper, Table 5"
-        assert source(row(framework="Megatron-DeepSpeed", devices="64")) == "Megatron-DeepSpeed, 64-512 GPUs"
-        assert source(row(framework="Megatron-DeepSpeed")) == "Megatron-DeepSpeed, <= 8 GPUs"
-        assert source(row(source="somewhere")) == "Megatron-LM on H100"
-
     def test_regret_is_what_the_wrong_choice_costs(self) -> None:
-        one, two = measured("a", 1.0), measured("b", 1.0, dp="1", tp="8")
+        one, two = measured_as("a", 1.0), measured_as("b", 1.0, dp="1", tp="8")
         assert one.forecast.step != two.forecast.step
         quick, slow = sorted((one, two), key=lambda each: each.forecast.step)
         right = [replace(quick, row=row(step_s="1")), replace(slow, row=row(id="b", step_s="1.5"))]
@@ -179,18 +165,6 @@ class TestAccuracy:
         wrong = [replace(quick, row=row(step_s="1.5")), replace(slow, row=row(id="b", step_s="1"))]
         found = choice(wrong)
         assert (found.groups, found.regret, found.best, found.random) == (1, 0.5, 0.0, 0.25)
-
-    def test_running_out_of_memory_is_no_step_time(self) -> None:
-        found = accuracy([measured("a", 1.0, oom="1"), measured("b", 1.0, framework="AA-Megatron", oom="1")])
-        assert not found.sources
-        assert found.feasible == 0.0
-        assert math.isnan(found.ran)
-
-    def test_measures_say_whether_they_are_reached(self) -> None:
-        bounds = Measure(name="share", peer="", least=0.75, most=0.85, value=0.8)
-        assert (bounds.reached, bounds.asked, bounds.shown) == (True, "75–85 %", "80.0 %")
-        assert not replace(bounds, value=math.nan).reached
-        assert any("SC21 Table 1" in one.name for one in measures(accuracy([measured("a", 1.0)])))
 
 
 class TestGolden:
@@ -206,23 +180,6 @@ class TestGolden:
         assert golden.refused == {}
         assert len(golden.found) > 80
         assert sum(one.row.ran_out for one in golden.found) >= 6
-
-    def test_the_command_prints_the_same(self, golden: Outcome) -> None:
-        result = CliRunner().invoke(command, [str(ROWS), "--json"])
-        assert result.exit_code == 0, result.output
-        found: dict[str, Any] = json.loads(result.stdout)
-        assert [one["id"] for one in found["rows"]] == [one.row.id for one in golden.found]
-        assert found["rows"][0]["step_s"] == golden.found[0].forecast.step
-        halves = found["accuracy"]["held_out"]["sources"], found["accuracy"]["fitted"]["sources"]
-        rows = sum(each["rows"] for half in halves for each in half.values())
-        assert rows == sum(1 for one in golden.found if one.row.step and not one.row.ran_out)
-
-    def test_the_page_has_every_source_and_the_largest_errors(self, golden: Outcome) -> None:
-        text = page(golden.found, seen_by_none(golden), timed_in(golden))
-        held = accuracy([one for one in golden.found if not one.row.calibrated])
-        assert all(f"| {name} |" in text for name in held.sources)
-        timed = [one for one in golden.found if one.row.step and not one.row.ran_out]
-        assert max(timed, key=lambda one: abs(one.error)).row.id in text
 
     def test_every_line_of_the_reference_is_one_that_its_script_writes(self, golden: Outcome) -> None:
         written = {masked(line) for line in page(golden.found, seen_by_none(golden), timed_in(golden)).splitlines()}
@@ -240,11 +197,6 @@ class TestGolden:
             assert f"{100 * (math.exp(-size) - 1):.0f} to {100 * (math.exp(size) - 1):+.0f} %" in " ".join(text.split())
             assert f"| all, by row | {spread[name]['runs']:,} |" in text
 
-    def test_the_command_tells_of_rows_without_a_forecast(self) -> None:
-        result = CliRunner().invoke(command, [str(written(row(id="bad", device="Abacus")))])
-        assert result.exit_code == 0
-        assert "not forecast: bad" in result.output
-
     def test_a_table_that_is_not_there_is_wrong_use(
         self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     ) -> None:
@@ -253,3 +205,83 @@ class TestGolden:
         printed = capsys.readouterr()
         assert "none.csv: No such file" in printed.err
         assert json.loads(printed.out)["error"]["exit_code"] == 2
+
+
+FREE = ("product", "stream", "eager", "fused")
+
+
+TRUE = {"ampere.product": 0.6, "ampere.stream": 0.5, "eager": -1.0, "fused": 0.5}
+
+
+FRAMEWORKS = ("Megatron-LM", "InternEvo", "torchtitan", "ZeroBubble-Megatron")
+
+
+MICROS = (1, 2, 8)
+
+
+PROFILE = transformer(layers=8, width=2048, heads=16)
+
+
+def row_of(framework: str, micro: int, seconds: float = 1.0) -> Row:
+    sizes = {"hidden": "2048", "heads": "16", "micro": str(micro), "precision": "bf16", "step_s": str(seconds)}
+    return row(id=f"{framework}-{micro}", framework=framework, source="", **sizes)
+
+
+@pytest.fixture(autouse=True)
+def few_constants(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only those that the rows here can tell are fitted, and the few rows outweigh what they start from."""
+    free = [one.name in FREE and one.family != "hopper" for one in CONSTANTS]
+    kept = [replace(one, spread=3 * one.spread if wide else 0.0) for one, wide in zip(CONSTANTS, free, strict=True)]
+    monkeypatch.setattr(left_out, "CONSTANTS", tuple(kept))
+
+
+def rows_that_follow(*, slow: str = "") -> list[Row]:
+    """Runs whose times follow the model with constants ``TRUE``; those of ``slow`` take three times as long."""
+    steps = forecasts_with(TRUE, FRAMEWORKS)
+    asked = [(name, micro) for name in FRAMEWORKS for micro in MICROS]
+    return [row_of(name, micro, steps[f"{name}-{micro}"] * (3.0 if name == slow else 1.0)) for name, micro in asked]
+
+
+def forecasts_with(values: dict[str, float], names: Sequence[str]) -> dict[str, float]:
+    """Seconds of a step by row, with ``values`` and else what constants start from."""
+    start = {f"{one.family}.{one.name}" if one.family else one.name: one.start for one in CONSTANTS}
+    found: dict[str, float] = {}
+    for one in (row_of(name, micro) for name in names for micro in MICROS):
+        there = left_out.replace_constants(left_out.subject(one, network=False), {**start, **values})
+        work = left_out.Work(profile=PROFILE, batch=there.batch, length=there.length)
+        (forecast,) = left_out.forecasts(work, [there.plan], there.cluster, there.preset)
+        found[one.id] = forecast.step
+    return found
+
+
+class TestFit:
+    def test_what_is_left_out_has_no_say(self) -> None:
+        plain, odd = (
+            Fit(rows_that_follow(), lambda _: PROFILE),
+            Fit(rows_that_follow(slow="torchtitan"), lambda _: PROFILE),
+        )
+        assert plain.values() != pytest.approx(odd.values(), rel=0.05)  # where it is not left out, it has
+        before, after = (
+            next(one for one in fit.without(framework) if one.source == "torchtitan") for fit in (plain, odd)
+        )
+        steps = [[each.forecast.step for each in one.found] for one in (before, after)]
+        assert steps[1] == pytest.approx(steps[0], rel=0.02)
+
+
+def off(source: str, *sizes: float) -> Without:
+    """A source whose forecasts are off by these logarithms."""
+    (one,) = forecast_rows([row_of("Megatron-LM", 1)], lambda _: PROFILE).found
+    found = [replace(one, row=row_of("Megatron-LM", 1, one.forecast.step * math.exp(size))) for size in sizes]
+    return Without(source=source, found=tuple[Comparison, ...](found))
+
+
+class TestSpread:
+    def test_each_source_counts_the_same(self) -> None:
+        many, one, other = off("many", *[0.1] * 50), off("one", 0.2), off("other", -0.4)
+        assert spread([many, one, other]) == pytest.approx(0.4)  # 2.4 of 3 sources
+        assert spread([many, one, other], share=0.6) == pytest.approx(0.2)
+        assert coverage([many, one, other]) == {"many": 1.0, "one": 1.0, "other": 0.0}
+
+    def test_every_kind_of_evidence_is_there(self) -> None:
+        assert all(0 < found["four_of_five"]["all"] < 3 for found in measured().values())
+        assert set(measured()) == {"own", "catalog", "published", "unknown"}

@@ -9,6 +9,7 @@ import pytest
 
 import scale
 import scale_costs
+from in_one_test import in_one_test
 from scale_costs import Cost, spent
 from scale_laws import LAWS, SLACK, WORLDS, Law, broken, exponent
 from scale_processes import MEASURED, PROCESSES
@@ -28,7 +29,7 @@ def test_no_law_is_above_the_bar_without_a_reason() -> None:
     assert [law.name for law in LAWS if law.power <= allowed[law.where] and law.above] == []
 
 
-@pytest.mark.parametrize("law", LAWS, ids=lambda law: law.name)
+@in_one_test("law", LAWS)
 def test_what_grows_with_another_power_is_found(law: Law) -> None:
     faster = law.power + 0.5
     costs = [Cost(operations=int(1000 * (world / 1024) ** faster)) for world in SMALL]

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from in_one_test import in_one_test
 from phalanx.config import Plan
 from phalanx.parallel import Example
 from phalanx.parallel.pipeline import cut
@@ -236,7 +237,7 @@ def bounded(self: Layers, index: int, x: Tensor, mask: Tensor | None) -> Tensor:
     return torch.tanh(x)
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("kind", "change", "replays"),
     [
         (Layers, None, True),

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import phalanx as px
+from in_one_test import in_one_test
 from phalanx.demo.jobs import gpt
 from phalanx.errors import RefusedError
 from phalanx.parallel import Example
@@ -34,7 +35,7 @@ def cut(split: Split, ending: str) -> tuple[int, int, tuple[int, ...]]:
     return dim, how.outer, how.lengths
 
 
-@pytest.mark.parametrize("layers", [1, 2])
+@in_one_test("layers", [1, 2])
 def test_fused_projections_are_cut_in_each_part_and_between_heads(layers: int) -> None:
     split = found(gpt.gpt_job(layers=layers, width=32, heads=4, context=12).model(), 2, IDS)
     assert cut(split, "query_key_value.weight") == (0, 3, (48, 48))
@@ -61,7 +62,7 @@ def test_transposed_weights_and_a_tied_embedding() -> None:
     assert cut(split, "wte.weight")[0] == 0
 
 
-@pytest.mark.parametrize(("ranks", "keys"), [(2, True), (4, False), (3, False)])
+@in_one_test(("ranks", "keys"), [(2, True), (4, False), (3, False)])
 def test_grouped_heads_go_with_their_queries_or_stay_whole(ranks: int, keys: bool) -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -129,7 +130,7 @@ def test_the_last_pattern_that_fits_counts() -> None:
     assert cut(split, "1.up.weight")[0] == 0
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("told", "words"),
     [
         ({"blocks.0.upp": "colwise"}, "blocks.0.up.weight"),

@@ -1,4 +1,4 @@
-"""The training loop with a stepper that only counts: when it evaluates, saves and records, and what lost steps do."""
+"""The training loop with a stepper that only counts; random streams; what comes back from a checkpoint."""
 
 from __future__ import annotations
 
@@ -10,23 +10,30 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import phalanx as px
-from phalanx.checkpoint import Saving
+from phalanx.checkpoint import BackgroundSaver, Saving
+from phalanx.comm import Place
 from phalanx.data import Ledger, MicroBatch, StepBatch, read_ledger
 from phalanx.errors import CheckpointError
 from phalanx.events import read
 from phalanx.events.schema import faults
+from phalanx.parallel.rng_streams import reseed, stream
+from phalanx.train.assembly import Assembly, build
+from phalanx.train.build_model import build_model
 from phalanx.train.evaluate import Evaluation
 from phalanx.train.interruptions import Interruptions
 from phalanx.train.launcher_link import no_signal
 from phalanx.train.loop import Stepper, StepsLostError, TrainingLoop
+from phalanx.train.lr_schedule import RunStart
 from phalanx.train.metrics import Metrics
 from phalanx.train.observer import Observer
 from phalanx.train.run_recorder import Lap, RunRecorder
+from phalanx.train.state import restore, to_save
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "distributed"))
-from small import job
+from small import Net, job
 
 TOTAL = 10
 
@@ -194,14 +201,76 @@ def test_a_request_to_stop_ends_it_after_the_step_that_is_under_way_with_a_check
     assert [fault for event in events if event["event"] == "stopped" for fault in faults(event)] == []
 
 
-def test_a_request_before_the_first_step_saves_nothing(tmp_path: Path) -> None:
-    stepper = Counting(tmp_path)
-    looped(stepper, tmp_path, evaluate_every=0, save_every=0, asked=lambda: signal.SIGUSR1)
-    assert stepper.moments == [("save", 1)]  # whoever asks is heard after a step
-
-
 def test_by_the_clock_it_saves_when_the_time_has_come(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stepper = Counting(tmp_path)
     monkeypatch.setattr("phalanx.train.interruptions.time.monotonic", lambda: 20.0 * stepper.taken)
     looped(stepper, tmp_path, evaluate_every=0, save_every="1m")
     assert stepper.moments == [("save", 3), ("save", 6), ("save", 9), ("save", 10), ("evaluate", 10)]
+
+
+def test_streams_differ_by_every_word() -> None:
+    seeds = {stream(seed, *words) for seed in range(20) for words in ((0,), (1,), (0, 0), (0, 1), (1, 0))}
+    assert len(seeds) == 100
+
+
+def test_neighbouring_seeds_give_other_initial_values() -> None:
+    def first(seed: int) -> float:
+        return float(next(build_model(job(seed=seed)).parameters())[0, 0].detach())
+
+    assert len({first(seed) for seed in range(6)}) == 6
+    assert first(3) == first(3)
+
+
+def test_reseeding_repeats() -> None:
+    reseed(torch.device("cpu"), stream(1, 2, 3))
+    first = torch.rand(3)
+    reseed(torch.device("cpu"), stream(1, 2, 3))
+    assert torch.equal(first, torch.rand(3))
+
+
+def saved_and_restored(folder: Path, before: dict[str, Any], after: dict[str, Any]) -> Assembly:
+    """Two steps with AdamW of ``before``, restored into a job with AdamW of ``after``."""
+    first, second = (
+        job(optimizer=lambda params, options=options: torch.optim.AdamW(params, **options))
+        for options in (before, after)
+    )
+    assembly = build(first, px.Plan(), Place(), torch.device("cpu"))
+    batches = iter(assembly.loader)
+    for _ in range(2):
+        assembly.step(next(batches))
+    path = BackgroundSaver().save(to_save(folder, first, assembly, keep=1), at_once=True).path
+    resumed = build(second, px.Plan(), Place(), torch.device("cpu"), start=RunStart(resumes=True, step=2))
+    restore(path, second, resumed)
+    for then, now in zip(assembly.optimizer.state.values(), resumed.optimizer.state.values(), strict=True):
+        assert all(torch.equal(then[key], now[key]) for key in ("step", "exp_avg", "exp_avg_sq"))
+    return resumed
+
+
+@pytest.mark.parametrize("form", [float, torch.tensor])
+def test_hyper_parameters_are_the_jobs_as_it_is_now(tmp_path: Path, form: Any) -> None:
+    before = {"lr": form(0.5), "weight_decay": 0.3, "betas": (0.5, 0.6)}
+    after = {"lr": form(0.125), "weight_decay": 0.1, "betas": (0.9, 0.99)}
+    resumed = saved_and_restored(tmp_path, before, after)
+    (group,) = resumed.optimizer.param_groups
+    assert (float(group["lr"]), group["weight_decay"], group["betas"]) == (0.125, 0.1, (0.9, 0.99))
+    assert group["lr"] is after["lr"] or not isinstance(group["lr"], torch.Tensor)
+    assert resumed.step(next(iter(resumed.loader))).lr == 0.125
+
+
+class Masked(Net):
+    """With a buffer of minus infinity, as masks are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mask", torch.full((2,), float("-inf")))
+
+
+def test_a_mask_may_be_infinite_and_a_parameter_may_not(tmp_path: Path) -> None:
+    masked = job(model=Masked)
+    assembly = build(masked, px.Plan(), Place(), torch.device("cpu"))
+    assembly.step(next(iter(assembly.loader)))
+    BackgroundSaver().save(to_save(tmp_path, masked, assembly, keep=1), at_once=True)
+    with torch.no_grad():
+        assembly.layout.parameters["head.bias"][0] = float("inf")
+    with pytest.raises(CheckpointError, match=r"model\.head\.bias is not finite \(1 infinite"):
+        BackgroundSaver().save(to_save(tmp_path / "other", masked, assembly, keep=1), at_once=True)
