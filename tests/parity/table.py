@@ -33,33 +33,23 @@ LONG: dict[int, tuple[str, ...]] = {
     ),
 }
 
-# What every run of the tests holds the law for: each technique with each kind of model, the rank counts in turn. What
-# ``DROPOUT_SHORT`` holds with dropout on stands there alone: masks that are equal are drawn for values that are.
+# What every run of the tests holds the law for: each technique once, on a model that it can change most.
 SHORT: dict[str, tuple[str, ...]] = {
-    "ConvNet": ("dp=3", "fsdp=2", "fsdp=3 zero=2", "threads=2", "dp=2 recompute=full"),
-    "MLP": (
-        *LONG[1],
-        "dp=2",
-        "dp=4",
-        "fsdp=3 zero=1",
-        "dp=2 fsdp=2 zero=2 micro=2",
-        "threads=3 micro=2",
-        "dp=2 server=1",
-        "dp=2 server=2",
-        "dp=4 server=2",
-    ),
+    "ConvNet": ("dp=2 recompute=full",),
+    "MLP": ("micro=3", "fsdp=3 zero=1", "dp=2 fsdp=2 zero=2 micro=2", "threads=3 micro=2", "dp=4 server=2"),
+    "irregular": ("pp=2 micro=2 schedule=dualpipev",),
     "own GPT": (
-        "dp=2 server=1 micro=4",
         "dp=3 micro=2",
-        "threads=2 micro=3",
-        "fsdp=2 zero=1",
-        "fsdp=2 zero=2 micro=2",
         "fsdp=2 offload=parameters",
-        "dp=2 offload=optimizer",
-        "fsdp=2 recompute=selective",
+        "cp=3 attention=alltoall recompute=full",
+        "pp=2 fsdp=2 tp=2 micro=4",
     ),
-    "HF GPT-2": ("dp=2", "dp=2 server=2"),
+    "HF GPT-2": ("pp=2 micro=3 schedule=zbv",),
+    "HF Llama": ("tp=2 sequence=true recompute=selective",),
     "HF BERT, padded": ("fsdp=2 micro=2",),
+    "HF T5": ("pp=2 micro=7 schedule=interleaved",),
+    "HF ViT": ("pp=2 micro=7 schedule=zero-bubble",),
+    "HF Mixtral": ("pp=2 ep=2 micro=7",),
 }
 
 # Plans whose replicas are several ranks each. What a model has nothing to split for is refused, with the reason.
@@ -156,57 +146,46 @@ APART: dict[str, tuple[str, ...]] = {
     "ConvNet": ("dp=3 sync=diloco outer=sgd",),
 }
 
-APART_AFTER = ("dp=3 sync=local every=5 after=8", "dp=2 fsdp=2 sync=diloco every=2 after=8")
-
-SHORT_SPLIT: dict[str, tuple[str, ...]] = {
-    "ConvNet": ("pp=2 micro=2 schedule=gpipe",),
-    "irregular": ("tp=2", "pp=2 micro=3", "pp=2 micro=2 schedule=dualpipev"),
-    "own GPT": (
-        "tp=3 micro=5",
-        "tp=2 sequence=true",
-        "cp=2",
-        "pp=2 fsdp=2 tp=2 micro=4",
-        "cp=3 attention=alltoall recompute=full",
-        "pp=2 cp=2 micro=4 recompute=full",
-    ),
-    "HF GPT-2": ("pp=2 micro=3 schedule=zbv", "cp=2 recompute=selective"),
-    "HF Llama": (
-        "tp=4",
-        "cp=3 attention=alltoall",
-        "fsdp=2 tp=2 zero=2",
-        "tp=2 sequence=true recompute=selective",
-    ),
-    "HF T5": ("pp=2 micro=7 schedule=interleaved", "tp=3 sequence=true"),
-    "HF ViT": ("tp=2 sequence=true", "pp=2 micro=7 schedule=zero-bubble"),
-    "HF Mixtral": ("ep=2", "pp=2 ep=2 micro=7"),
-}
-
 # What `make long` adds, and `make parity` of nearly all plans with every model.
 MORE: dict[str, tuple[str, ...]] = {
-    "MLP": ("fsdp=4", "dp=2 fsdp=2"),
-    "irregular": ("dp=2 pp=2 micro=2 schedule=dualpipev",),
-    "own GPT": ("dp=2 fsdp=2 zero=1", "pp=4 micro=4", "dp=2 tp=2 sequence=true recompute=selective"),
-    "HF GPT-2": ("fsdp=2", "fsdp=2 zero=2 micro=3"),
-    "HF BERT, padded": ("dp=4", "fsdp=3 micro=2", "tp=2 recompute=full"),
-    "HF Llama": ("pp=2 tp=2 sequence=true micro=7",),
-    "HF T5": ("tp=2",),
-    "HF Mixtral": ("ep=2 tp=2", "cp=2 ep=2"),
+    "ConvNet": ("fsdp=3 zero=2", "pp=2 micro=2 schedule=gpipe"),
+    "MLP": ("micro=5 recompute=full", "offload=optimizer", "dp=4", "dp=2 server=1", "dp=2 server=2"),
+    "irregular": ("tp=2", "pp=2 micro=3", "dp=2 pp=2 micro=2 schedule=dualpipev"),
+    "own GPT": (
+        "dp=2 server=1 micro=4",
+        "threads=2 micro=3",
+        "dp=2 offload=optimizer",
+        "fsdp=2 recompute=selective",
+        "tp=3 micro=5",
+        "cp=2",
+        "pp=2 cp=2 micro=4 recompute=full",
+        "dp=2 tp=2 sequence=true recompute=selective",
+    ),
+    "HF GPT-2": ("dp=2 server=2", "fsdp=2 zero=2 micro=3", "cp=2 recompute=selective"),
+    "HF BERT, padded": ("fsdp=3 micro=2", "tp=2 recompute=full"),
+    "HF Llama": ("tp=4", "cp=3 attention=alltoall", "fsdp=2 tp=2 zero=2", "pp=2 tp=2 sequence=true micro=7"),
+    "HF T5": ("tp=3 sequence=true",),
+    "HF ViT": ("tp=2 sequence=true",),
+    "HF Mixtral": ("ep=2", "ep=2 tp=2", "cp=2 ep=2"),
 }
 
-# Of ``SHARES`` and ``APART``, what `make long` and `make parity` hold the law for.
-LONGER: tuple[tuple[str, str], ...] = (
-    ("MLP", "dp=2 fsdp=2 shares=3,1"),
-    ("MLP", "dp=2 fsdp=2 zero=2 shares=3,1 micro=2"),
-    ("HF Mixtral", "dp=2 ep=2 shares=3,1 micro=2"),
-    ("MLP", "dp=2 fsdp=2 zero=1 sync=local micro=2"),
-    ("own GPT", "dp=2 tp=2 sync=diloco outer=sgd"),
+# Of the tables of shares, of replicas apart and of dropout: what every run of the tests holds the law for.
+OFTEN: tuple[tuple[str, str], ...] = (
+    ("MLP", "dp=2 shares=auto"),
+    ("own GPT", "dp=2 fsdp=2 shares=1,3 micro=2"),
+    ("MLP", "dp=2 shares=3,1 sync=local"),
+    ("own GPT", "dp=2 pp=2 sync=local micro=4"),
+    ("MLP", "dp=2 server=1"),
+    ("ConvNet", "pp=2 micro=7 recompute=full"),
+    ("own GPT", "cp=2 attention=alltoall"),
+    ("own GPT", "tp=2 sequence=true recompute=selective"),
 )
 
 # With dropout, its masks drawn by sample and layer: every plan kind, and the models that it can split.
 DROPOUT_SHORT: dict[str, tuple[str, ...]] = {
     "ConvNet": ("pp=2 micro=7 recompute=full",),
     "MLP": ("single", "threads=2 micro=3", "fsdp=2 zero=2 micro=2", "dp=2 server=1"),
-    "irregular": ("tp=2",),
+    "irregular": ("tp=2", "pp=2 micro=3"),
     "own GPT": (
         "tp=2 sequence=true recompute=selective",
         "cp=2 recompute=full",
@@ -214,20 +193,12 @@ DROPOUT_SHORT: dict[str, tuple[str, ...]] = {
         "pp=2 micro=7 recompute=full",
         "dp=2 shares=3,1",
     ),
-    "HF GPT-2": ("dp=2 recompute=selective",),
+    "HF GPT-2": ("dp=2 recompute=selective", "tp=2 cp=2"),
     "HF Llama": ("tp=2 recompute=full",),
-    "HF BERT, padded": ("cp=2",),
-    "HF Mixtral": ("ep=2",),
-}
-
-DROPOUT_MORE: dict[str, tuple[str, ...]] = {
-    "ConvNet": ("dp=2",),
-    "irregular": ("pp=2 micro=3",),
-    "HF GPT-2": ("tp=2 cp=2",),
-    "HF BERT, padded": ("fsdp=2 zero=1 recompute=full",),
+    "HF BERT, padded": ("cp=2", "fsdp=2 zero=1 recompute=full"),
     "HF T5": ("pp=2 micro=7 recompute=full",),
     "HF ViT": ("tp=2 sequence=true",),
-    "HF Mixtral": ("pp=2 ep=2 micro=7",),
+    "HF Mixtral": ("ep=2", "pp=2 ep=2 micro=7"),
 }
 
 DROPOUT_STEPS = 5
@@ -251,7 +222,6 @@ DROPOUT = (
 
 REFUSED: tuple[tuple[str, str, str], ...] = (
     ("ConvNet", "tp=2", "no two layers can share out their weights"),
-    ("ConvNet", "cp=2", "without attention over tokens"),
     ("irregular", "tp=2 sequence=true", "without attention over tokens"),
     ("MLP", "ep=2", "experts"),
     ("HF Mixtral", "ep=5", "experts"),

@@ -20,7 +20,7 @@ from phalanx.parallel.threads import ThreadsLayout
 from phalanx.train.grad_accumulation import GradAccumulation
 from phalanx.train.parameter_server.gradient_worker import Worker
 from phalanx.train.step import Step
-from phalanx.verify import Proof
+from phalanx.verify import Proof, parity
 
 
 def split() -> bool:
@@ -61,7 +61,7 @@ def scaled(times: float) -> Callable[[Step], None]:
     return change
 
 
-@pytest.mark.parametrize("plan", ["dp=2", "dp=2 tp=2", "fsdp=2 zero=1", *longer("dp=2 fsdp=2")])
+@pytest.mark.parametrize("plan", ["dp=2 tp=2", "fsdp=2 zero=1"])
 def test_a_copy_that_is_changed_after_the_last_step(plan: str, monkeypatch: pytest.MonkeyPatch) -> None:
     after_update(monkeypatch, scaled(3.0), step=2)
     proof = unequal(plan)
@@ -70,10 +70,9 @@ def test_a_copy_that_is_changed_after_the_last_step(plan: str, monkeypatch: pyte
     assert "on ranks " in proof.first
 
 
-@pytest.mark.parametrize("plan", ["dp=2", "dp=2 tp=2"])
-def test_a_copy_that_drifts(plan: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_copy_that_drifts(monkeypatch: pytest.MonkeyPatch) -> None:
     after_update(monkeypatch, scaled(1 + 3e-6))
-    proof = unequal(plan)
+    proof = unequal("dp=2")
     assert "after the first update" in proof.first
     assert "hold different values" in proof.cause
 
@@ -126,7 +125,7 @@ def doubled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Step, "update", update)
 
 
-@pytest.mark.parametrize("clip", [None, 1e6, 0.01])
+@pytest.mark.parametrize("clip", [1e6, 0.01])
 def test_gradients_doubled_before_the_update(clip: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
     doubled(monkeypatch)
     proof = unequal("dp=2", replace(MODELS["own GPT"](), clip=clip))
@@ -146,11 +145,7 @@ def too_large(monkeypatch: pytest.MonkeyPatch, times: float, first: int = 0) -> 
     monkeypatch.setattr(GradAccumulation, "correction", correction)
 
 
-HALVES = [*((model, "bf16") for model in ("MLP", "own GPT", "HF Mixtral")), ("MLP", "fp16"), ("own GPT", "fp16")]
-OTHERS = [(model, "bf16") for model in MODELS if (model, "bf16") not in HALVES]
-
-
-@pytest.mark.parametrize(("model", "precision"), [*HALVES, *longer(*OTHERS)])
+@pytest.mark.parametrize(("model", "precision"), [("own GPT", "bf16"), ("MLP", "fp16")])
 def test_two_percent_in_half_precision(model: str, precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
     too_large(monkeypatch, 1.02)
     proof = unequal(f"dp=2 precision={precision}", MODELS[model](), steps=2)
@@ -158,13 +153,12 @@ def test_two_percent_in_half_precision(model: str, precision: str, monkeypatch: 
     assert "weighted by the wrong count" in proof.cause
 
 
-@pytest.mark.parametrize(("first", "times"), [(1, 1.03), (2, 1.05)])
-def test_a_few_percent_from_a_later_step_on(first: int, times: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    too_large(monkeypatch, times, first)
+def test_a_few_percent_from_a_later_step_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    too_large(monkeypatch, 1.05, first=2)
     proof = unequal("dp=2 precision=bf16", MODELS["own GPT"]())
-    assert proof.first.startswith(f"all gradients in step {first}: ")
+    assert proof.first.startswith("all gradients in step 2: ")
     scale = next(check for check in proof.checks if check.first)
-    assert scale.largest == pytest.approx(times - 1, rel=0.1)
+    assert scale.largest == pytest.approx(0.05, rel=0.1)
 
 
 class Faulty(torch.autograd.Function):
@@ -208,23 +202,15 @@ def adapted(lr: float, times: float) -> px.Job:
     )
 
 
-@pytest.mark.parametrize(
-    ("times", "lr"),
-    [
-        *((times, 1e-3) for times in (-1.0, 0.0, 2.0, 1.01)),
-        (1.01, 1e-9),
-        *longer(*((times, 1e-6) for times in (-1.0, 0.0, 2.0, 1.01)), *((times, 1e-9) for times in (-1.0, 0.0, 2.0))),
-    ],
-)
+@pytest.mark.parametrize(("times", "lr"), [(0.0, 1e-3), (1.01, 1e-9), *longer((-1.0, 1e-6), (2.0, 1e-6))])
 def test_a_gradient_that_is_there_from_the_second_step_on_and_wrong(times: float, lr: float) -> None:
     proof = unequal("dp=2", adapted(lr, times))
     assert proof.first.startswith("the gradient of a in step 1")
     assert "the gradient of a is there from step 1 on" in proof.cause
 
 
-@pytest.mark.parametrize("lr", [1e-3, 1e-9, *longer(1e-6)])
-def test_a_small_gradient_that_is_right(lr: float) -> None:
-    proof = px.prove(adapted(lr, 1.0), "dp=2", steps=3)
+def test_a_small_gradient_that_is_right() -> None:
+    proof = px.prove(adapted(1e-9, 1.0), "dp=2", steps=3)
     assert proof.equal, proof.first
     assert proof.not_compared == []
 
@@ -285,3 +271,91 @@ def test_servers_and_workers_hold_the_same() -> None:
     assert proof.equal, proof.first
     assert proof.copies >= 8, "at least one worker has been sent eight parameters"
     assert [check.step for check in proof.checks if check.kind == "used"] == [0, 1, 2]
+
+
+class Nested(nn.Module):
+    """Branches within branches, each behind a gate that starts at zero: the last has a gradient from step 3 on."""
+
+    def __init__(self, times: float = 1.0, spare: bool = False) -> None:
+        super().__init__()
+        self.times = times
+        self.head, self.inner = nn.Linear(16, 5), nn.Linear(16, 5)
+        self.outer, self.middle = nn.Parameter(torch.randn(5)), nn.Parameter(torch.randn(5))
+        self.gates = nn.ParameterList(torch.zeros(()) for _ in range(3))
+        if spare:
+            self.spare = nn.Parameter(torch.ones(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        inner = self.inner(x)
+        inner = Faulty.apply(inner, self.times) if on_rank_1() and self.training else inner
+        first, second, third = self.gates
+        return self.head(x) + first * (self.outer + second * (self.middle + third * inner))
+
+
+def nested(**how: Any) -> px.Job:
+    given = {name: how.pop(name) for name in ("times", "spare") if name in how}
+    return job(
+        lambda: Nested(**given),
+        rows(),
+        lambda output, batch: nn.functional.cross_entropy(output, batch["y"]),
+        optimizer=lambda params: torch.optim.SGD(params, lr=0.1),
+        **{"clip": None} | how,
+    )
+
+
+def test_more_steps_are_taken_until_every_parameter_has_had_a_gradient() -> None:
+    proof = px.prove(nested(), "dp=2 micro=2", steps=1)
+    assert proof.equal, proof.first
+    assert (proof.asked, proof.steps, len(proof.losses)) == (1, 4, 4)
+    assert proof.late is not None
+    assert proof.late[0].startswith("inner.")
+    assert proof.late[1] == 3
+    assert not proof.never
+
+
+def test_a_gradient_that_comes_after_the_steps_asked_for_is_compared() -> None:
+    proof = px.prove(nested(times=2.0), "dp=2", steps=1)
+    assert not proof.equal
+    assert proof.first.startswith("the gradient of inner.")
+    assert " in step 3, by " in proof.first
+    assert "is there from step 3 on" in proof.cause
+
+
+def test_what_never_has_a_gradient_is_said_after_as_many_steps_again() -> None:
+    proof = px.prove(nested(spare=True, unused="allow"), "dp=2", steps=5)
+    assert proof.equal, proof.first
+    assert (proof.steps, proof.never) == (10, ["spare"])
+    assert proof.steps == parity.most_steps(5)
+
+
+def test_rates_are_those_of_the_steps_asked_for() -> None:
+    one = parity.OneDevice.run(nested(schedule=px.Schedule(decay="linear", warmup_steps=1)), 3)
+    rates = [step.rates["head.weight"] for step in one._record.steps]
+    assert rates == pytest.approx([0.1, 0.1, 0.05, 0.0])
+    assert one.prove(px.Plan.parse("dp=2")).equal
+
+
+def test_phalanx_on_one_device_goes_on_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parity, "why_not", lambda job: "for a test")
+    proof = px.prove(nested(), "dp=2", steps=1)
+    assert proof.reference.startswith("Phalanx on one device")
+    assert proof.equal, proof.first
+    assert (proof.steps, proof.never) == (5, [])
+
+
+def test_a_loop_of_ones_own_takes_what_it_was_asked_for() -> None:
+    def loop(steps: int, model: nn.Module, samples: Any) -> Any:
+        optimizer, table = torch.optim.SGD(model.parameters(), lr=0.1), rows()
+        for step in range(steps):
+            ids = torch.tensor(samples[step])
+            optimizer.zero_grad()
+            loss = nn.functional.cross_entropy(model(table.columns["x"][ids]), table.columns["y"][ids])
+            loss.backward()
+            optimizer.step()
+            yield loss
+        return model
+
+    assert px.prove(nested(), "dp=2", steps=2, against=loop).never
+    proof = px.prove(nested(), "dp=2", steps=6, against=loop)
+    assert proof.equal, proof.first
+    assert (proof.steps, proof.never) == (6, [])

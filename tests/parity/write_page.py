@@ -17,8 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from dropping import DROPPING
-from models import BATCH, MODELS, plain
+from models import BATCH, DROPPING, MODELS, plain
 from table import APART, BAR, DROPOUT, DROPOUT_STEPS, LONG, PLAIN_BAR, SHARES, SPLIT, STEPS
 
 from phalanx.api import build

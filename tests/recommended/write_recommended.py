@@ -20,8 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from small_size import STEPS, job_of, small_config, small_job, small_plans
-from well_known import SETTINGS, Config, Setting
+from settings import SETTINGS, STEPS, Config, Setting, job_of, small_config, small_job, small_plans
 
 import phalanx as px
 from phalanx.config import Job, Plan

@@ -12,8 +12,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent / "cases")]
 
-from case_grid import Came, proven  # noqa: E402
-from grid_store import Grid, Store, cell_text  # noqa: E402
+from grid import Came, Grid, Store, cell_text, proven  # noqa: E402
 from zoo_libraries import needs, preload_libraries  # noqa: E402
 from zoo_table import PLANS, ZOO, fits, wrong  # noqa: E402
 

@@ -15,9 +15,9 @@ import case_models as models
 import torch
 import zoo_libraries as libraries
 import zoo_models as zoo
-from case_grid import Came
 from case_jobs import BATCH, job, rows
 from case_table import CASES
+from grid import Came
 
 import phalanx as px
 

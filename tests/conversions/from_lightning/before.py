@@ -1,6 +1,6 @@
 """Handwritten digits with Lightning on two devices: python before.py"""
 
-import lightning as L
+import pytorch_lightning as L
 import torch
 import torch.nn.functional as F
 from sklearn.datasets import load_digits
