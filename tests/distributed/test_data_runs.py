@@ -180,11 +180,11 @@ def test_a_run_takes_each_sample_once(kind: Callable[[Path], Case], plan: str, t
     run = fit(plan, tmp_path / "run", **case.how)
     ledger = [sorted(ids.tolist()) for _, ids in read_ledger(run.folder / "ledger").values()]
     assert len(ledger) == len(case.steps)
-    if case.in_ledger:
-        assert ledger == [sorted(ids) for ids in case.steps]
     seen = samples_seen(run.folder)
     assert seen.once, seen.answer
-    assert (seen.epochs, seen.epoch_samples) == (case.how["epochs"], sum(map(len, case.steps[:3])))
+    if case.in_ledger:
+        assert ledger == [sorted(ids) for ids in case.steps]
+        assert (seen.epochs, seen.epoch_samples) == (case.how["epochs"], sum(map(len, case.steps[:3])))
     assert run.losses == pytest.approx(case.losses(), abs=2e-6)
 
 
