@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,6 @@ from phalanx.cli import main
 from phalanx.device_kinds import registered
 from phalanx.errors import RefusedError, WorkerError
 from phalanx.hardware import proven
-from phalanx.hardware.proven import Ground
 from phalanx.parallel.ddp import DdpLayout
 from phalanx.report.summary import summarise
 from stand_in_kind import KIND, StandIn
@@ -253,24 +251,6 @@ def test_runs_that_prove_at_once(asked: list[str]) -> None:
     assert len(list(Path("proofs").iterdir())) == 2  # of dp and of single
     fit("dp=2 device=standin", "after")
     assert asked == []
-
-
-def test_many_write_the_same_proof(tmp_path: Path) -> None:
-    """Whoever reads meanwhile finds a whole one."""
-    ground = Ground.of(px.Plan(dp=2), "standin")
-    assert proven.store(ground, {}) == ""
-    children: list[int] = []
-    for _ in range(4):
-        if (child := os.fork()) == 0:
-            os._exit(any(proven.store(ground, {"n": "x" * 4000}) for _ in range(50)))
-        children.append(child)
-    while children:
-        assert proven.stored(ground) is not None
-        done, status = os.waitpid(children[-1], os.WNOHANG)
-        if done:
-            assert status == 0
-            children.pop()
-    assert sorted(path.suffix for path in (tmp_path / "proofs").iterdir()) == [".json", ".json"]
 
 
 @pytest.mark.parametrize(

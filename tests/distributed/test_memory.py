@@ -107,34 +107,6 @@ def test_replicas_and_shards(plan: str, parameters: float, gradients: int, state
         assert parts["optimizer"] == 8 * NUMBERS // state + STEPS
 
 
-def test_parameters_that_are_gathered_count_while_they_are_there() -> None:
-    model = GPT(SIZE)
-    block = sum(tensor.numel() for tensor in model.blocks[0].parameters())
-    outside = NUMBERS - SIZE.layers * block
-    for parts in held("fsdp=2 zero=3"):
-        assert parts["parameters"] == 4 * (NUMBERS // 2 + outside + block)
-        assert parts["gradients"] == 4 * NUMBERS // 2
-        assert parts["optimizer"] == 8 * NUMBERS // 2 + STEPS
-
-
-def test_data_parallel_ranks_share_out_activations() -> None:
-    (alone,) = held("single")
-    shares = [parts["activations"] for parts in held("dp=2")]
-    assert shares == [pytest.approx(alone["activations"] / 2, rel=1e-3)] * 2
-
-
-def test_tensor_parallel_ranks_share_out_weights() -> None:
-    (alone,), parts = held("single"), held("tp=2")
-    norms = sum(
-        tensor.numel() for name, tensor in GPT(SIZE).named_parameters() if tensor.ndim == 1 or "position" in name
-    )
-    for one in parts:
-        assert 4 * NUMBERS // 2 <= one["parameters"] <= 4 * (NUMBERS + norms) // 2
-        assert one["gradients"] == one["parameters"]
-        assert one["optimizer"] == 2 * one["parameters"] + STEPS
-        assert alone["activations"] // 2 < one["activations"] < alone["activations"]
-
-
 def test_recompute_keeps_less() -> None:
     none, selective, full = (held(f"single recompute={how}")[0]["activations"] for how in ("none", "selective", "full"))
     inputs = SIZE.layers * 16 * 16 * SIZE.width * 4
@@ -143,20 +115,7 @@ def test_recompute_keeps_less() -> None:
     assert inputs < full < inputs + block + 2 * 16 * 16 * 256 * 4
 
 
-def test_a_pipeline_holds_what_its_schedule_has_under_way() -> None:
-    gpipe, early = (held(f"pp=2 micro=2 schedule={schedule}") for schedule in ("gpipe", "1f1b"))
-    assert gpipe[0]["activations"] == 8 * early[0]["activations"] // 2  # of 8 micro-batches, and of 2
-    assert gpipe[1]["activations"] == 8 * early[1]["activations"]
-    assert sum(parts["parameters"] for parts in early) == 4 * NUMBERS
-
-
 RECOMPUTED = ("cp=2", "tp=2 sequence=true", "fsdp=2")
-PRODUCTS = ("cp=2 tp=2 recompute=selective", "pp=2 cp=2 micro=4 recompute=full")
-MORE = (
-    "dp=2 cp=2 recompute=full",
-    "tp=2 sequence=true fsdp=2 zero=2 recompute=full",
-    "pp=2 tp=2 sequence=true micro=4 recompute=selective",
-)
 
 
 @pytest.mark.parametrize(
@@ -173,11 +132,6 @@ def test_measuring_changes_nothing(plan: str, recompute: str, monkeypatch: pytes
     measured = of_texts(plan)[1]
     monkeypatch.setattr("phalanx.train.memory_use._MEASURED", 0)
     assert found(plan)[1] == measured
-
-
-@pytest.mark.parametrize("plan", [PRODUCTS[1], *longer(PRODUCTS[0], *MORE)])
-def test_products_with_recompute_are_measured_and_train(plan: str) -> None:
-    assert of_texts(plan)[1] == pytest.approx(of_texts("single")[1], rel=1e-6)
 
 
 def test_recomputed_slices_count() -> None:
@@ -244,13 +198,13 @@ def profile() -> Profile:
 
 
 FORECAST = (
-    *("tp=2 sequence=true", "fsdp=2 zero=1 micro=4", "pp=2 micro=2 schedule=interleaved", "precision=bf16"),
-    "fsdp=2 offload=parameters",
+    *("tp=2 sequence=true", "fsdp=2 zero=1 micro=4", "pp=2 micro=2 schedule=gpipe", "precision=bf16"),
+    *("fsdp=2 offload=parameters", "fsdp=2 zero=3 recompute=full"),
 )
 ALSO_FORECAST = (
     *("single", "single recompute=full", "single recompute=selective", "dp=2 micro=4", "fsdp=2 zero=2"),
-    *("fsdp=2 zero=3 recompute=full", "fsdp=2 zero=3 precision=bf16", "dp=2 offload=optimizer", "tp=2", "cp=2"),
-    *("tp=2 recompute=selective", "tp=2 recompute=full", "pp=2 micro=2", "pp=2 micro=2 schedule=gpipe"),
+    *("pp=2 micro=2 schedule=interleaved", "fsdp=2 zero=3 precision=bf16", "dp=2 offload=optimizer", "tp=2", "cp=2"),
+    *("tp=2 recompute=selective", "tp=2 recompute=full", "pp=2 micro=2"),
     *("pp=2 micro=2 schedule=zbv", "pp=2 micro=2 schedule=dualpipev", "pp=2 micro=2 recompute=full"),
     "pp=2 fsdp=2 zero=1",
 )
