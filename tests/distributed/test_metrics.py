@@ -59,10 +59,6 @@ def metrics(output: torch.Tensor, batch: Any) -> dict[str, Any]:
     }
 
 
-def share(hits: torch.Tensor, all: torch.Tensor) -> dict[str, torch.Tensor]:
-    return {"right": hits / all}
-
-
 def ordered(scores: torch.Tensor, labels: torch.Tensor) -> float:
     """What depends on the order in which the rows come."""
     return float((scores.double() * torch.arange(1, len(scores) + 1)).sum() + labels[-1])

@@ -15,7 +15,6 @@ import phalanx as px
 from longer import longer
 from phalanx.errors import LossError, PhalanxError, RefusedError, SpecError
 from phalanx.train.metrics import Metrics
-from phalanx.train.named_losses import NamedCounts
 
 SAMPLES, BATCH, STEPS, LENGTH = 44, 16, 5, 6  # the third batch of an epoch has 12
 WEIGHTS = {"tokens": 1.0, "length": 0.3, "norm": 0.05}
@@ -316,19 +315,6 @@ def test_names_that_are_others_and_counts_beside_the_whole_batch() -> None:
         px.Losses(means, weights=WEIGHTS)(torch.zeros(2, LENGTH, 10), {"lengths": torch.ones(2)})
     with pytest.raises(SpecError, match="at hand"):
         job(KINDS["counts"], loss_over="batch")
-
-
-def test_a_proof_sees_losses_that_are_divided_by_one_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    told = NamedCounts.count
-
-    def count(self: NamedCounts, *given: Any, **how: Any) -> None:
-        told(self, *given, **how)
-        self._shares = [1.0] * len(WEIGHTS)
-
-    monkeypatch.setattr(NamedCounts, "count", count)
-    proof = px.prove(job(KINDS["counts"]), "dp=2", steps=2)
-    assert not proof.equal
-    assert "loss" in proof.first
 
 
 def test_a_proof_sees_a_loss_that_is_another_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
