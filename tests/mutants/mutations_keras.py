@@ -44,13 +44,6 @@ KERAS = (
         (f"test {OF_LAYERS} regularised",),
     ),
     Mutation(
-        "Keras: a metric that takes a root of its mean is taken for a mean",
-        COMPILED,
-        "if isinstance(metric, Mean) and type(metric).result is Mean.result:",
-        "if isinstance(metric, Mean):",
-        (f"test {PLANS} metrics_are",),
-    ),
-    Mutation(
         "Keras: regularisers of weights that do not learn count",
         LAYERS,
         "one for one, _ in own if one.trainable and one.regularizer is not None",
@@ -72,24 +65,10 @@ KERAS = (
         ("test distributed/test_first_proof.py whatever",),
     ),
     Mutation(
-        "proofs: one of too few steps is stored",
-        "preflight/first_proof.py",
-        "if proof.equal and proof.steps >= STEPS and not",
-        "if proof.equal and not",
-        ("test distributed/test_first_proof.py prove_stores",),
-    ),
-    Mutation(
         "metrics: rows are joined in the order of ranks",
         "train/evaluation_sums.py",
         "for _, value in sorted(of, key=lambda one: one[0])]",
         "for _, value in of]",
-        ("test distributed/test_metrics.py in_order",),
-    ),
-    Mutation(
-        "metrics: a rank that has fillers alone takes part with them",
-        "train/evaluation_sums.py",
-        "            if counts:\n                self._take",
-        "            if True:\n                self._take",
         ("test distributed/test_metrics.py in_order",),
     ),
     Mutation(
@@ -140,13 +119,6 @@ KERAS = (
         "say=say, dropout=dropout)",
         "say=say, dropout=False)",
         ("test distributed/test_inputs_of_train.py option",),
-    ),
-    Mutation(
-        "inputs of train: worker processes load two batches ahead whatever is asked for",
-        "data/worker_processes.py",
-        '"prefetch_factor": self.prefetch or 2,',
-        '"prefetch_factor": 2,',
-        ("test distributed/test_inputs_of_train.py ahead",),
     ),
     Mutation(
         "losses by name: each is divided by the count of the first",
