@@ -16,20 +16,6 @@ KERAS = (
         (f"test {PLANS} formula",),
     ),
     Mutation(
-        "Keras: RMSprop that is centered keeps the square of the mean",
-        OPTIMIZERS,
-        "torch._foreach_addcmul_(root, mean, mean, -1.0)",
-        "pass",
-        (f"test {PLANS} formula",),
-    ),
-    Mutation(
-        "Keras: parameters that are left out of the decay of weights decay",
-        OPTIMIZERS,
-        '{"params": out, "weight_decay": 0.0}',
-        '{"params": out}',
-        (f"test {PLANS} formula",),
-    ),
-    Mutation(
         "Keras: a loss that is a sum is divided by the samples of a micro-batch",
         COMPILED,
         "count = samples / self._batch  # comes to 1 over the global batch",
@@ -42,13 +28,6 @@ KERAS = (
         "return Loss(total if penalty is None else total + penalty * count, count)",
         "return Loss(total if penalty is None else total + penalty, count)",
         (f"test {OF_LAYERS} regularised",),
-    ),
-    Mutation(
-        "Keras: regularisers of weights that do not learn count",
-        LAYERS,
-        "one for one, _ in own if one.trainable and one.regularizer is not None",
-        "one for one, _ in own if one.regularizer is not None",
-        (f"test {OF_LAYERS} part",),
     ),
     Mutation(
         "Keras: what a batch draws depends on the samples that a rank takes of it",
@@ -79,31 +58,10 @@ KERAS = (
         ("test distributed/test_mirror.py over_another",),
     ),
     Mutation(
-        "copies: one that is damaged there is gone on from",
-        "checkpoint/mirror.py",
-        "        if not verify(path):\n            return path\n    return None",
-        "        return path\n    return None",
-        ("test distributed/test_mirror.py damaged_there",),
-    ),
-    Mutation(
-        "copies: the step that a run goes on from is set aside, too",
-        "checkpoint/mirror.py",
-        "if step > after]",
-        "if step >= after]",
-        ("test distributed/test_mirror.py earlier_step",),
-    ),
-    Mutation(
         "values of a model: what draws by a generator of its own is repeated by torch's",
         "parallel/deferred_init.py",
         'state = (kwargs.get("generator") or torch.default_generator).get_state()',
         "state = torch.default_generator.get_state()",
-        ("test distributed/test_materialise.py Drawn",),
-    ),
-    Mutation(
-        "values of a model: a parameter that does not learn learns once it has values",
-        "parallel/deferred_init.py",
-        "value = nn.Parameter(local, requires_grad=before.requires_grad)",
-        "value = nn.Parameter(local)",
         ("test distributed/test_materialise.py Drawn",),
     ),
     Mutation(
