@@ -16,6 +16,20 @@ KERAS = (
         (f"test {PLANS} formula",),
     ),
     Mutation(
+        "Keras: RMSprop that is centered keeps the square of the mean",
+        OPTIMIZERS,
+        "torch._foreach_addcmul_(root, mean, mean, -1.0)",
+        "pass",
+        (f"test {PLANS} formula",),
+    ),
+    Mutation(
+        "Keras: parameters that are left out of the decay of weights decay",
+        OPTIMIZERS,
+        '{"params": out, "weight_decay": 0.0}',
+        '{"params": out}',
+        (f"test {PLANS} formula",),
+    ),
+    Mutation(
         "Keras: a loss that is a sum is divided by the samples of a micro-batch",
         COMPILED,
         "count = samples / self._batch  # comes to 1 over the global batch",
@@ -62,6 +76,13 @@ KERAS = (
         "parallel/deferred_init.py",
         'state = (kwargs.get("generator") or torch.default_generator).get_state()',
         "state = torch.default_generator.get_state()",
+        ("test distributed/test_materialise.py Drawn",),
+    ),
+    Mutation(
+        "values of a model: a parameter that does not learn learns once it has values",
+        "parallel/deferred_init.py",
+        "value = nn.Parameter(local, requires_grad=before.requires_grad)",
+        "value = nn.Parameter(local)",
         ("test distributed/test_materialise.py Drawn",),
     ),
     Mutation(
