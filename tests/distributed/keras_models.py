@@ -16,7 +16,7 @@ os.environ.setdefault("KERAS_BACKEND", "torch")
 keras = pytest.importorskip("keras", reason="Keras is not installed: pip install 'phalanx[keras]'")
 if keras.backend.backend() != "torch":
     pytest.skip("Keras runs on another backend than torch", allow_module_level=True)
-layers, ops = keras.layers, keras.ops
+layers, ops, losses, optimizers = keras.layers, keras.ops, keras.losses, keras.optimizers
 
 SAMPLES, BATCH, CLASSES, WORDS, LENGTH = 40, 8, 5, 11, 6
 """Samples are a multiple of the batch: five steps an epoch."""
@@ -191,6 +191,29 @@ def furthest(one: Any, other: Any) -> float:
     """The largest difference between the weights of two models."""
     pairs = zip(one.weights, other.weights, strict=True)
     return max(float((a.value - b.value).detach().abs().max()) for a, b in pairs)
+
+
+def stack(inner: Callable[[], list[Any]], shape: tuple[int, ...] = (9,), optimizer: Any = None) -> Callable[[], Any]:
+    """The function that makes a model of these layers."""
+
+    def make() -> Any:
+        keras.utils.set_random_seed(1)
+        found = keras.Sequential([keras.Input(shape), *inner()])
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        found.compile(optimizer=optimizer() if optimizer else keras.optimizers.SGD(0.05), loss=loss)
+        return found
+
+    return make
+
+
+def assert_as_fit(make: Callable[[], Any], given: Any, plan: str, *, weights: float = 2e-5, **how: Any) -> px.Run:
+    """Losses and weights are those of Keras' own ``fit``. Returns the run."""
+    x, y = given
+    expected, trained = fitted(make, x, y, epochs=how.get("epochs", 1))
+    run = px.fit(job_of(make, given, **how), plan)
+    assert apart(run.losses, expected) < 2e-5
+    assert furthest(px.to_keras(run), trained) < weights
+    return run
 
 
 def apart(found: list[float], expected: list[float]) -> float:

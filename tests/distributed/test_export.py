@@ -14,11 +14,12 @@ from small import job as small_job
 from test_pretrained import Tokens, gpt2, job
 
 import phalanx as px
+from longer import longer
 from phalanx.checkpoint import ExportForm, export, save
 from phalanx.cli.app import main
 from phalanx.errors import CheckpointError, SpecError
 
-PLANS = ("single", "fsdp=2", "pp=2", "tp=2", "server=1 dp=2")
+PLANS = ("tp=2", "server=1 dp=2", *longer("single", "fsdp=2", "pp=2"))
 
 
 def trained(plan: str, folder: Path, **how: Any) -> px.Run:
@@ -67,56 +68,6 @@ def test_the_index_says_where_each_tensor_is_and_how_many_bytes_all_have(tmp_pat
         assert torch.equal(load_file(tmp_path / "out" / file)[name], tensors[f"model.{name}"])
 
 
-def test_a_damaged_checkpoint_is_not_exported_and_an_existing_target_stays(tmp_path: Path) -> None:
-    spec = px.RunSpec(job="small", plan=px.Plan(), folder=tmp_path / "run")
-    run = px.fit(small_job(epochs=1), run=spec)
-    (path,) = (run.folder / "checkpoints").iterdir()
-    (tmp_path / "there").mkdir()
-    with pytest.raises(SpecError, match="which exists"):
-        export(path, tmp_path / "there")
-    file = path / "rank-00000.safetensors"
-    content = bytearray(file.read_bytes())
-    content[-5] ^= 1
-    file.write_bytes(content)
-    for target in ("folder", "file.safetensors"):
-        with pytest.raises(CheckpointError, match="has changed since it was written"):
-            export(path, tmp_path / target)
-    assert sorted(one.name for one in tmp_path.iterdir()) == ["run", "there"]
-
-
-def test_a_flipped_bit_is_neither_exported_nor_all_that_stays(tmp_path: Path) -> None:
-    """All files of a checkpoint with a flipped bit are there in full length."""
-    spec = px.RunSpec(job="small", plan=px.Plan(), folder=tmp_path / "run", checkpoint_every=2, keep=9)
-    px.fit(small_job(epochs=2), run=spec)
-    newest = tmp_path / "run/checkpoints/step-00000008"
-    (file,) = newest.glob("*.safetensors")
-    content = bytearray(file.read_bytes())
-    content[-5] ^= 1
-    file.write_bytes(content)
-    target = str(tmp_path / "model.safetensors")
-    with pytest.raises(CheckpointError, match=r"has changed since (?s:.*)checkpoint export .* --from 6 --to"):
-        verbs(tmp_path / "run", "export", "--to", target)
-    assert verbs(tmp_path / "run", "export", "--from", "6", "--to", target)[0] == 0
-    _, told = verbs(tmp_path / "run", "prune", "--keep", "1")
-    assert [one["step"] for one in told["checkpoints"]] == [8, 6]
-    assert list(told["damaged"]) == ["step-00000008"]
-    assert verbs(tmp_path / "run", "verify", "--from", "6")[0] == 0
-
-
-def test_the_way_on_from_a_damaged_checkpoint_is_the_same_export(tmp_path: Path) -> None:
-    spec = px.RunSpec(job="small", plan=px.Plan(), folder=tmp_path / "run", checkpoint_every=2, keep=9)
-    px.fit(small_job(epochs=1), run=spec)
-    (file,) = (tmp_path / "run/checkpoints/step-00000004").glob("*.safetensors")
-    file.write_bytes(file.read_bytes()[:-5])
-    with pytest.raises(CheckpointError, match=r"try: phalanx export \S+ --from 2 \S+ --dtype bfloat16 --merged$"):
-        CliRunner().invoke(
-            main,
-            ["export", str(spec.folder), str(tmp_path / "out"), "--merged", "--dtype", "bfloat16"],
-            standalone_mode=False,
-            catch_exceptions=False,
-        )
-
-
 def verbs(run: Path | str, *argv: str) -> tuple[int, Any]:
     answered = CliRunner().invoke(main, ["checkpoint", *argv[:1], str(run), *argv[1:], "--json"], standalone_mode=False)
     if answered.exception:
@@ -124,14 +75,60 @@ def verbs(run: Path | str, *argv: str) -> tuple[int, Any]:
     return answered.return_value or 0, json.loads(answered.stdout)
 
 
-def test_a_runs_checkpoints_are_listed_shown_verified_and_pruned(tmp_path: Path) -> None:
-    spec = px.RunSpec(job="small", plan=px.Plan(), folder=tmp_path / "run", checkpoint_every=2, keep=9)
-    px.fit(small_job(epochs=2), run=spec)
-    run = tmp_path / "run"
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """Of checkpoints 2, 4, 6 and 8."""
+    tensors = {"model.head.weight": torch.arange(45.0).reshape(5, 9), "optimizer.head.weight": torch.ones(9)}
+    for step in (2, 4, 6, 8):
+        state = {"job": "small", "step": step, "samples": 26 * step}
+        save(tmp_path / "run" / "checkpoints", step=step, tensors=tensors, state=state, keep=9)
+    return tmp_path / "run"
+
+
+def flip(path: Path) -> None:
+    """Change one bit, which leaves the file in full length."""
+    (file,) = path.glob("*.safetensors")
+    content = bytearray(file.read_bytes())
+    content[-5] ^= 1
+    file.write_bytes(content)
+
+
+def test_a_flipped_bit_is_neither_exported_nor_all_that_stays(run: Path, tmp_path: Path) -> None:
+    flip(run / "checkpoints/step-00000008")
+    (tmp_path / "there").mkdir()
+    with pytest.raises(SpecError, match="which exists"):
+        export(run / "checkpoints/step-00000008", tmp_path / "there")
+    for target in ("folder", "file.safetensors"):
+        with pytest.raises(CheckpointError, match="has changed"):
+            export(run / "checkpoints/step-00000008", tmp_path / target)
+    assert sorted(one.name for one in tmp_path.iterdir()) == ["run", "there"]
+    target = str(tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"checkpoint export .* --from 6 --to"):
+        verbs(run, "export", "--to", target)
+    assert verbs(run, "export", "--from", "6", "--to", target)[0] == 0
+    _, told = verbs(run, "prune", "--keep", "1")
+    assert [one["step"] for one in told["checkpoints"]] == [8, 6]
+    assert list(told["damaged"]) == ["step-00000008"]
+    assert verbs(run, "verify", "--from", "6")[0] == 0
+
+
+def test_the_way_on_from_a_damaged_checkpoint_is_the_same_export(run: Path, tmp_path: Path) -> None:
+    (file,) = (run / "checkpoints/step-00000008").glob("*.safetensors")
+    file.write_bytes(file.read_bytes()[:-5])
+    with pytest.raises(CheckpointError, match=r"try: phalanx export \S+ --from 6 \S+ --dtype bfloat16 --merged$"):
+        CliRunner().invoke(
+            main,
+            ["export", str(run), str(tmp_path / "out"), "--merged", "--dtype", "bfloat16"],
+            standalone_mode=False,
+            catch_exceptions=False,
+        )
+
+
+def test_a_runs_checkpoints_are_listed_shown_verified_and_pruned(run: Path, tmp_path: Path) -> None:
     steps = [one["step"] for one in verbs(run, "list")[1]["checkpoints"]]
     assert steps == [8, 6, 4, 2]
     _, shown = verbs(run, "show", "--from", "4")
-    assert (shown["step"], shown["samples"]) == (4, 103)
+    assert (shown["step"], shown["samples"]) == (4, 104)
     assert shown["tensors"]["model.head.weight"] == {"dtype": "float32", "shape": [5, 9], "bytes": 180, "chunks": 1}
     assert verbs(run, "verify")[0] == 0
     newest = run / "checkpoints" / "step-00000008"
@@ -148,11 +145,8 @@ def test_a_runs_checkpoints_are_listed_shown_verified_and_pruned(tmp_path: Path)
 
 
 @pytest.mark.parametrize("damage", ["manifest", "missing", "cut"])
-def test_an_older_checkpoint_is_offered_and_never_taken_in_silence(damage: str, tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    for step in (1, 2, 3):
-        save(run / "checkpoints", step=step, tensors={"model.a": torch.ones(5)}, state={}, keep=3)
-    newest = run / "checkpoints" / "step-00000003"
+def test_an_older_checkpoint_is_offered_and_never_taken_in_silence(damage: str, run: Path, tmp_path: Path) -> None:
+    newest = run / "checkpoints" / "step-00000008"
     (file,) = newest.glob("*.safetensors")
     if damage == "manifest":
         (newest / "manifest.json").write_text("{}")
@@ -160,18 +154,18 @@ def test_an_older_checkpoint_is_offered_and_never_taken_in_silence(damage: str, 
         file.unlink()
     else:
         file.write_bytes(file.read_bytes()[:-1])
-    (run / "checkpoints" / "step-00000002" / "state.json").unlink()  # not offered either
+    (run / "checkpoints" / "step-00000006" / "state.json").unlink()  # not offered either
     target = str(tmp_path / "a.safetensors")
     for verb, more in (("export", ["--to", target]), ("show", [])):
-        says = rf"step-00000003(?s:.*)try: phalanx checkpoint {verb} {run} --from 1{' --to ' + target if more else ''}$"
+        says = rf"step-00000008(?s:.*)try: phalanx checkpoint {verb} {run} --from 4{' --to ' + target if more else ''}$"
         with pytest.raises(CheckpointError, match=says):
             verbs(run, verb, *more)
-        assert verbs(run, verb, "--from", "1", *more)[0] == 0
+        assert verbs(run, verb, "--from", "4", *more)[0] == 0
     listed = CliRunner().invoke(main, ["checkpoint", "list", str(run)], env={"COLUMNS": "300"})
     assert f"phalanx checkpoint verify {run} reads them, too" in listed.stdout
     pruned = CliRunner().invoke(main, ["checkpoint", "prune", str(run), "--keep", "1"], env={"COLUMNS": "300"})
-    assert "step-00000003 is damaged: " in pruned.stdout
-    assert "step-00000001 stays as the newest whole one" in pruned.stdout
+    assert "step-00000008 is damaged: " in pruned.stdout
+    assert "step-00000004 stays as the newest whole one" in pruned.stdout
 
 
 def test_where_the_target_of_an_export_is_to_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

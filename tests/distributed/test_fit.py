@@ -1,18 +1,42 @@
-"""Whole runs: what a run folder holds, resuming under any plan, evaluation, every way in."""
+"""Whole runs: what a run folder holds, resuming under any plan, evaluation, many ranks, steps that are checked late."""
 
 from __future__ import annotations
 
+import copy
+import json
+import os
 import shutil
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from small import BATCH, LENGTH, fit, job, table
+from torch import nn
+from torch.nn.functional import cross_entropy
 
 import phalanx as px
-from phalanx.data import audit, host_ledger, read_ledger
+from longer import longer
+from phalanx.comm import mesh
+from phalanx.config import Plan
+from phalanx.data import audit, host_ledger, read_ledger, sampler
+from phalanx.data.sampler import Permutation
+from phalanx.demo.jobs import gpt
+from phalanx.device_kinds import host
+from phalanx.device_kinds import kind_of as real_kind_of
+from phalanx.errors import WorkerError
 from phalanx.events import faults
+from phalanx.launch import addresses, look_ahead
+from phalanx.parallel import deferred_init, split, unwrapped_blocks
+from phalanx.parallel.pipeline import StageCuts, cut, cutting
+from phalanx.parallel.split_facts import Facts
+from phalanx.parallel.survey import survey
+from phalanx.train import grad_accumulation, refusals
+from phalanx.train import step as steps
+from phalanx.train.build_model import build_model
+from phalanx.train.few_samples import example_of
 
 
 def test_a_run_folder_holds_what_happened(tmp_path: Path) -> None:
@@ -31,7 +55,7 @@ def test_a_run_folder_holds_what_happened(tmp_path: Path) -> None:
     assert sorted(path.name for path in (run.folder / "checkpoints").iterdir()) == ["step-00000006", "step-00000008"]
 
 
-@pytest.mark.parametrize("plan", ["dp=2 fsdp=2", "dp=2 sync=local every=2"])
+@pytest.mark.parametrize("plan", ["dp=2 sync=local every=2", *longer("dp=2 fsdp=2")])
 def test_the_ranks_of_a_host_share_a_ledger_where_they_are_many(
     plan: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -54,7 +78,12 @@ def halfway(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[float]
 
 @pytest.mark.parametrize(
     "plan",
-    ["dp=2", "single", "dp=3", "threads=2", "fsdp=2", "fsdp=3 zero=1", "fsdp=2 zero=2", "dp=2 offload=optimizer"],
+    [
+        "dp=2",
+        "threads=2",
+        "fsdp=3 zero=1",
+        *longer("single", "dp=3", "fsdp=2", "fsdp=2 zero=2", "dp=2 offload=optimizer"),
+    ],
 )
 def test_resume_goes_on_under_any_plan(plan: str, halfway: tuple[Path, list[float]], tmp_path: Path) -> None:
     folder, losses = halfway
@@ -69,26 +98,19 @@ def test_resume_goes_on_under_any_plan(plan: str, halfway: tuple[Path, list[floa
     assert next(run.events("resume"))["step"] == 5
 
 
-@pytest.mark.parametrize("plan", ["single", "dp=2 server=1"])
-def test_a_length_that_moves_the_schedule_is_said(plan: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("plan", ["dp=2 server=1", *longer("single")])
+def test_a_length_that_moves_the_schedule_and_one_that_is_over_are_said(plan: str, tmp_path: Path) -> None:
     decays = px.Schedule(decay="linear")
     fit(plan, tmp_path / "run", epochs=None, steps=4, checkpoint_every=2, schedule=decays)
-    longer = fit(plan, tmp_path / "run", epochs=None, steps=8, resume=True, schedule=decays)
-    said = [note for note in list(longer.events("start"))[-1]["notes"] if "length of the run" in note]
-    assert len(said) == 1
-    assert "4 steps and is 8 now: step 4 is taken at 0.5 of the optimizer's rate, where 0 was to be" in said[0]
-    assert "px.Schedule(..., total_steps=4)" in said[0]
-    again = fit(plan, tmp_path / "run", epochs=None, steps=10, resume=True, schedule=replace(decays, total_steps=8))
+    run = fit(plan, tmp_path / "run", epochs=None, steps=8, resume=True, schedule=decays)
+    (said,) = [note for note in list(run.events("start"))[-1]["notes"] if "length of the run" in note]
+    assert "step 4 is taken at 0.5 of the optimizer's rate, where 0 was to be" in said
+    assert "px.Schedule(..., total_steps=4)" in said
+    again = fit(plan, tmp_path / "run", epochs=None, steps=9, resume=True, schedule=replace(decays, total_steps=8))
     assert not any("length of the run" in note for note in list(again.events("start"))[-1]["notes"])
-
-
-@pytest.mark.parametrize("plan", ["single", "dp=2 server=1"])
-def test_a_run_of_which_no_step_is_left_says_so(plan: str, tmp_path: Path) -> None:
-    fit(plan, tmp_path / "run", epochs=None, steps=6)
-    run = fit(plan, tmp_path / "run", resume=True, epochs=None, steps=3)
-    said = [event["message"] for event in run.events("warning") if "no step is left" in event["message"]]
-    assert said == ["no step is left: the run has taken 6, and its job has 3. More `steps` or `epochs` let it go on."]
-    assert len(run.losses) == 6
+    over = fit(plan, tmp_path / "run", resume=True, epochs=None, steps=3, schedule=replace(decays, total_steps=8))
+    assert any("no step is left" in event["message"] for event in over.events("warning"))
+    assert len(over.losses) == 9
 
 
 def test_fp16_resumes_with_its_loss_scale(tmp_path: Path) -> None:
@@ -97,7 +119,7 @@ def test_fp16_resumes_with_its_loss_scale(tmp_path: Path) -> None:
     assert fit("precision=fp16", tmp_path / "half", resume=True).losses == whole.losses
 
 
-@pytest.mark.parametrize("plan", ["single micro=5", "dp=3", "fsdp=4", "threads=3", "fsdp=2 zero=2"])
+@pytest.mark.parametrize("plan", ["single micro=5", "fsdp=4", "threads=3", *longer("dp=3", "fsdp=2 zero=2")])
 def test_evaluation_counts_each_sample_once(plan: str, tmp_path: Path) -> None:
     seen = fit(
         plan,
@@ -109,18 +131,12 @@ def test_evaluation_counts_each_sample_once(plan: str, tmp_path: Path) -> None:
         optimizer=lambda params: torch.optim.SGD(params, lr=0.0),
     ).evaluation
     assert seen is not None
-    model = _initial()
+    model = build_model(job())
     data = table(35, seed=1).__getitems__(list(range(35)))
     with torch.no_grad():
-        expected = torch.nn.functional.cross_entropy(model(data["x"]), data["y"])
+        expected = cross_entropy(model(data["x"]), data["y"])
     assert seen["samples"] == 35
     assert seen["loss"] == pytest.approx(float(expected), rel=1e-6)
-
-
-def _initial() -> torch.nn.Module:
-    from phalanx.train.build_model import build_model
-
-    return build_model(job())
 
 
 def test_the_device_count_never_changes_the_learning_rate(tmp_path: Path) -> None:
@@ -132,22 +148,300 @@ def test_the_device_count_never_changes_the_learning_rate(tmp_path: Path) -> Non
     assert rates[0][:3] == pytest.approx([1e-2 / 3, 2e-2 / 3, 1e-2])
 
 
-def test_clipping_is_by_the_global_norm(tmp_path: Path) -> None:
-    norms = [
-        [event["grad_norm"] for event in fit(plan, tmp_path / plan, clip=0.05).events("step")]
-        for plan in ("single", "fsdp=3", "fsdp=2 zero=2", "dp=2 fsdp=2 zero=1")
-    ]
-    for other in norms[1:]:
-        assert other == pytest.approx(norms[0], rel=1e-5)
-    assert min(norms[0]) > 0.05
-
-
 def test_build_leaves_the_loop_to_the_user(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("WARNING", logger="phalanx"):
         step, loader = px.build(job(), "threads=2 micro=64")
-    assert [one.getMessage() for one in caplog.records] == [
-        f"micro=64 splits nothing: a rank's share of the global batch of {BATCH} is {BATCH // 2} samples."
-    ]
+    (said,) = [one.getMessage() for one in caplog.records]
+    assert "micro=64 splits nothing" in said
     losses = [step(batch).loss for batch in loader]
     assert len(losses) == 8
     assert losses == pytest.approx(fit("single", "one").losses, rel=1e-6)
+
+
+class Block(nn.Module):
+    """Two layers that share out their weights under tp."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(9, 16), nn.Linear(16, 9)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+class Tied(nn.Module):
+    """Four blocks between two layers with one weight: in a pipeline only the first and the last stage have it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.blocks = nn.Linear(9, 9, bias=False), nn.ModuleList(Block() for _ in range(4))
+        self.last, self.head = nn.Linear(9, 9, bias=False), nn.Linear(9, 5)
+        self.last.weight = self.first.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(torch.tanh(self.last(x)))
+
+
+TIED: dict[str, Any] = {
+    "model": Tied,
+    "inputs": lambda batch: batch["x"],
+    "optimizer": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
+}
+
+
+def plain(length: int, batch: int, epochs: int) -> list[float]:
+    """The losses of a loop by hand over the permutations of the job's seed."""
+    net, losses, columns = Tied(), list[float](), table(length).columns
+    net.load_state_dict(build_model(job(**TIED)).state_dict())
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    for epoch in range(epochs):
+        order = torch.from_numpy(Permutation.keyed(length, 0, epoch)(torch.arange(length).numpy()))
+        for ids in order.split(batch):
+            loss = cross_entropy(net(columns["x"][ids]), columns["y"][ids])
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+    return losses
+
+
+def of_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who talks is connected as it first does, ranks of a host share a ledger, of a batch a rank knows its own part."""
+    monkeypatch.delenv("TORCH_GLOO_LAZY_INIT", raising=False)
+    monkeypatch.setattr(addresses, "_MOST_CONNECTED", 1)
+    monkeypatch.setattr(host_ledger, "MOST_FILES", 1)
+    monkeypatch.setattr("phalanx.data.map_style.BLOCK", 1)
+
+
+def of_later_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Groups are made by ``dist.new_group``, all ranks taking part in each."""
+    monkeypatch.setattr(mesh, "_READ", (2, 10))
+
+
+PRODUCTS = (
+    *("dp=3", "dp=2 fsdp=2", "dp=2 fsdp=2 zero=1 micro=3", "fsdp=2 tp=2", "pp=2 tp=2 micro=4", "pp=3 micro=4"),
+    *("dp=2 pp=2 micro=4", "dp=3 shares=2,1,1"),
+)
+CHOSEN = (
+    ("pp=2 tp=2 micro=4", of_many),
+    ("dp=3 shares=2,1,1", of_many),
+    ("dp=2 fsdp=2 zero=1 micro=3", of_later_torch),
+)
+
+
+@pytest.mark.parametrize(
+    ("plan", "way"),
+    [
+        *CHOSEN,
+        *longer(*((plan, way) for plan in PRODUCTS for way in (of_many, of_later_torch) if (plan, way) not in CHOSEN)),
+    ],
+)
+def test_it_trains_as_one_device_and_goes_on(
+    plan: str, way: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    way(monkeypatch)
+    fit(plan, tmp_path / "run", **{**TIED, "epochs": None, "steps": 5})
+    run = fit(plan, tmp_path / "run", resume=True, **TIED)
+    assert run.losses == pytest.approx(plain(LENGTH, 32, 2), abs=5e-6)
+    assert audit(run.folder / "ledger", length=LENGTH, batch=32, drop_last=False) == []
+
+
+@pytest.mark.parametrize("plan", ["threads=2", "dp=3 shares=2,1,1", *longer("single", "dp=3", "fsdp=2 micro=1000")])
+def test_of_a_large_batch_a_rank_knows_its_own_part(plan: str, tmp_path: Path) -> None:
+    length, batch = 20000, sampler.BLOCK + 7
+    how = {**TIED, "data": lambda: table(length), "batch": batch}
+    run = fit(plan, tmp_path / "run", **how)
+    assert run.losses == pytest.approx(plain(length, batch, 2), abs=5e-6)
+    assert audit(run.folder / "ledger", length=length, batch=batch, drop_last=False) == []
+
+
+class Event:
+    def record(self, stream: Any = None) -> None:
+        return
+
+    def query(self) -> bool:
+        return False
+
+    def synchronize(self) -> None:
+        return
+
+
+@pytest.fixture
+def streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cores with streams: forked workers inherit it."""
+    for name, value in {"streams": True, "event": lambda self, **_: Event()}.items():
+        monkeypatch.setattr(type(host()), name, value)
+    monkeypatch.setattr(type(host()), "current_stream", lambda self, device: Event())
+    accelerator = copy.copy(host())
+    accelerator.on_host = False  # type: ignore[misc]
+
+    def kind_of(device: Any, named: str = "auto") -> Any:
+        return accelerator if real_kind_of(device, named) is host() else real_kind_of(device, named)
+
+    monkeypatch.setattr(grad_accumulation, "kind_of", kind_of)
+
+
+def checked(*, bad: int | None = None, optimizer: Any = None) -> px.Job:
+    rows = torch.randn(48, 9, generator=torch.Generator().manual_seed(0))
+    if bad is not None:
+        rows[bad * 8] = float("inf")
+
+    def data() -> px.Table:
+        return px.Table(x=rows, y=torch.arange(48) % 3)
+
+    given = {"optimizer": optimizer} if optimizer else {}
+    return job(data=data, batch=8, epochs=1, shuffle=False, clip=1.0, **given)
+
+
+def one_rank_chooses(params: Any) -> torch.optim.Optimizer:
+    """On one stage of a pipeline another implementation than on the other."""
+    last = any(tensor.shape[0] == 5 for tensor in params)
+    return torch.optim.AdamW(params, lr=0.01, foreach=None if last else True)
+
+
+LATE = ("pp=2 micro=4", "fsdp=2 micro=2 precision=bf16", "fsdp=2 zero=2")
+OTHERS = ("dp=2", "fsdp=2 zero=1", "fsdp=2")
+
+
+@pytest.mark.parametrize("plan", [*LATE[:2], *longer(*OTHERS, LATE[2])])
+def test_losses_are_those_of_steps_checked_at_once(plan: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    at_once = px.fit(checked(), plan, folder=tmp_path / "at-once", drift="off", watch=False)
+    request.getfixturevalue("streams")
+    late = px.fit(checked(), plan, folder=tmp_path / "late", drift="off", watch=False)
+    assert late.losses == pytest.approx(at_once.losses, rel=1e-3 if "bf16" in plan else 1e-5)
+
+
+@pytest.mark.parametrize(
+    ("plan", "optimizer"),
+    [
+        ("pp=2 micro=4", one_rank_chooses),
+        ("fsdp=2 zero=2", None),
+        *longer(*((plan, None) for plan in (*LATE[:2], *OTHERS))),
+    ],
+)
+@pytest.mark.usefixtures("streams")
+def test_every_rank_stops(plan: str, optimizer: Any, tmp_path: Path) -> None:
+    given = checked(bad=3, optimizer=optimizer)
+    with pytest.raises(WorkerError, match="the loss of step 3 is nan"):
+        px.fit(given, plan, folder=tmp_path / "run", drift="off", watch=False, checkpoint_every=5)
+    assert list((tmp_path / "run" / "checkpoints").glob("step-*")) == []
+
+
+def test_the_stand_in_checks_late(streams: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[bool] = []
+    real = steps.Step._every_rank_can_skip
+
+    def told(self: Any, *given: Any) -> bool:
+        asked.append(real(self, *given))
+        return asked[-1]
+
+    monkeypatch.setattr(steps.Step, "_every_rank_can_skip", told)
+    step, loader = px.build(checked(), "single")
+    for batch in loader:
+        step(batch)
+    assert asked == [True]
+
+
+LOOKED = {
+    "tp=2": "look slice_problems",
+    "tp=2 sequence=true": "look slice_problems",
+    "cp=2": "look",
+    "pp=2": "look units",
+    "pp=2 micro=2 tp=2 recompute=full": "look look_inside slice_problems units",
+    "fsdp=2 tp=2": "look look_inside slice_problems",
+    "fsdp=2": "look_inside",
+    "dp=2 recompute=full": "look_inside",
+}
+"""What each plan has to be looked for."""
+LOOKS: tuple[tuple[Any, str], ...] = (
+    (split, "look"),
+    (deferred_init, "followed"),
+    (unwrapped_blocks, "look_inside"),
+    (cutting, "units"),
+    (refusals, "slice_problems"),
+)
+
+
+def gpt_job() -> px.Job:
+    given = gpt.gpt_job(layers=2, width=24, heads=4, context=12, batch=8, steps=2)
+    return replace(given, evaluate=None)  # over all held-out text, which takes longer than the steps
+
+
+def counted(monkeypatch: pytest.MonkeyPatch, log: Path) -> None:
+    """Have every look write down which process takes it."""
+
+    def noted(name: str, look: Callable[..., Any]) -> Callable[..., Any]:
+        def looking(*args: Any, **kwargs: Any) -> Any:
+            with log.open("a") as file:
+                file.write(f"{name} {os.getpid()}\n")
+            return look(*args, **kwargs)
+
+        return looking
+
+    for module, name in LOOKS:
+        monkeypatch.setattr(module, name, noted(name, getattr(module, name)))
+
+
+FEW = ("pp=2 micro=2 tp=2 recompute=full", "cp=2", "dp=2 recompute=full")
+
+
+@pytest.mark.parametrize("text", [*FEW, *longer(*(text for text in LOOKED if text not in FEW))])
+def test_one_process_looks(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    counted(monkeypatch, tmp_path / "looks")
+    plan, folder = Plan.parse(text), tmp_path / "run"
+    px.fit(gpt_job(), run=px.RunSpec(job="gpt", plan=plan, folder=folder, forecast="none"))
+    looks = (tmp_path / "looks").read_text().splitlines()
+    names, processes = zip(*(look.split() for look in looks), strict=True)
+    assert sorted(names) == LOOKED[text].split()
+    assert len(set(processes)) == 1
+
+
+@pytest.mark.parametrize("text", [*FEW[:2], *longer("tp=2", "pp=2", "fsdp=2 tp=2")])
+def test_facts_are_the_same_after_they_have_travelled(text: str) -> None:
+    plan, module = Plan.parse(text), build_model(gpt_job())
+    found = look_ahead(gpt_job(), plan).facts
+    assert found is not None
+    facts = Facts.from_dict(found)
+    assert json.loads(json.dumps(facts.to_dict())) == found
+    example = example_of(gpt_job(), module)
+    assert facts.parts == survey(module, plan, example)[1]
+
+
+def test_facts_of_another_plan_or_model_are_not_used() -> None:
+    plan = Plan.parse("tp=2")
+    facts = look_ahead(gpt_job(), plan).facts
+    assert facts is not None
+
+    def of(made: px.Job, asked: str) -> Facts | None:
+        return Facts.known(facts, build_model(made), Plan.parse(asked))
+
+    assert of(gpt_job(), "tp=2") == Facts.from_dict(facts)
+    assert of(gpt_job(), "tp=2 dp=2") is None
+    assert of(gpt_job(), "tp=2 sequence=true") is None
+    wider = gpt.gpt_job(layers=2, width=48, heads=4, context=12, batch=8, steps=2)
+    assert of(wider, "tp=2") is None
+
+    def renamed() -> nn.Module:
+        module = gpt_job().model()
+        module.other = module.head
+        del module.head
+        return module
+
+    assert of(replace(gpt_job(), model=renamed), "tp=2") is None
+    assert Facts.known(None, build_model(gpt_job()), plan) is None
+
+
+def test_a_pipeline_is_cut_where_it_is_known_to_be_and_looked_for_where_that_cannot_be() -> None:
+    plan, module = Plan.parse("pp=2"), build_model(gpt_job())
+    example = example_of(gpt_job(), module)
+    fresh = cut(module, example, plan)
+    known = cut(module, example, plan, fresh.cuts)
+    assert (known.regions, known.stages_of, known.cuts) == (fresh.regions, fresh.stages_of, fresh.cuts)
+    inside = f"blocks.0.{next(name for name, _ in module.get_submodule('blocks.0').named_children())}"
+    wrong = StageCuts(units=(*fresh.cuts.units, inside), starts=(0, 1))
+    assert cut(module, example, plan, wrong).regions == fresh.regions
+    earlier = StageCuts(units=fresh.cuts.units, starts=(0, 1))
+    assert cut(module, example, plan, earlier).regions[0] == range(1)

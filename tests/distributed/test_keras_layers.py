@@ -6,7 +6,20 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from keras_models import CLASSES, apart, data, fitted, furthest, job_of, keras, layers, made
+from keras_models import (
+    CLASSES,
+    apart,
+    assert_as_fit,
+    data,
+    fitted,
+    job_of,
+    keras,
+    layers,
+    losses,
+    made,
+    optimizers,
+    stack,
+)
 
 import phalanx as px
 from longer import longer
@@ -15,29 +28,15 @@ from phalanx.errors import RefusedError, SpecError
 # Keras hands arrays to numpy in a way that numpy 2 is about to drop.
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation")
 
-optimizers, losses = keras.optimizers, keras.losses
-
 
 def regularised() -> Any:
+    """A layer that is called twice counts once."""
     keras.utils.set_random_seed(1)
     again = layers.Dense(9, activation="tanh", kernel_regularizer=keras.regularizers.L1L2(0.01, 0.02))
-    found = keras.Sequential([keras.Input((9,)), again, layers.Dense(CLASSES, kernel_regularizer="l2")])
     given = keras.Input((9,))
-    found = keras.Model(given, found.layers[-1](again(again(given))))
-    loss = losses.SparseCategoricalCrossentropy(from_logits=True)
-    found.compile(optimizer=optimizers.SGD(0.05), loss=loss)
+    found = keras.Model(given, layers.Dense(CLASSES, kernel_regularizer="l2")(again(again(given))))
+    found.compile(optimizer=optimizers.SGD(0.05), loss=losses.SparseCategoricalCrossentropy(from_logits=True))
     return found
-
-
-@pytest.mark.parametrize(
-    "plan",
-    ["dp=2 micro=2", "fsdp=2 recompute=full", *longer("", "fsdp=2", "fsdp=2 zero=1", "fsdp=2 zero=2", "threads=2")],
-)
-def test_regularisers_count_once_a_step(plan: str) -> None:
-    expected, trained = fitted(regularised, *data("mlp"))
-    run = px.fit(job_of(regularised, data("mlp")), plan)
-    assert apart(run.losses, expected) < 2e-5
-    assert furthest(px.to_keras(run), trained) < 2e-5
 
 
 class Tied(layers.Layer):
@@ -70,28 +69,28 @@ def by_others() -> list[Any]:
     ]
 
 
-@pytest.mark.parametrize(
-    ("inner", "plan"),
-    [
-        (in_part, "dp=2"),
-        (by_others, "fsdp=2"),
-        *longer(
-            *((inner, plan) for inner in (in_part, by_others) for plan in ("", "micro=2", "fsdp=2 recompute=full"))
-        ),
-        *longer((in_part, "fsdp=2"), (by_others, "dp=2 server=1")),
-    ],
-)
-def test_regularisers_count_where_keras_counts_them(inner: Callable[[], list[Any]], plan: str) -> None:
-    def make() -> Any:
-        keras.utils.set_random_seed(1)
-        found = keras.Sequential([keras.Input((9,)), *inner(), layers.Dense(CLASSES)])
-        found.compile(optimizer=optimizers.SGD(0.05), loss=losses.SparseCategoricalCrossentropy(from_logits=True))
-        return found
+class Penalised(layers.Layer):
+    """A feed-forward network whose weights are cut by ``tp``, and penalised."""
 
-    expected, trained = fitted(make, *data("mlp"))
-    run = px.fit(job_of(make, data("mlp")), plan)
-    assert apart(run.losses, expected) < 2e-5
-    assert furthest(px.to_keras(run), trained) < 2e-5
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = layers.Dense(16, activation="gelu", kernel_regularizer=keras.regularizers.L1L2(0.01, 0.02))
+        self.down = layers.Dense(9, kernel_regularizer="l2", bias_regularizer="l1")
+
+    def call(self, x: Any) -> Any:
+        return x + self.down(self.up(x))
+
+
+class Attending(layers.Layer):
+    """Attends to what is no padding: the mask is tied to what comes in, and no argument."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.attention = layers.LayerNormalization(), layers.MultiHeadAttention(2, 4)
+        self.supports_masking = True
+
+    def call(self, x: Any) -> Any:
+        return x + self.attention(self.norm(x), x)
 
 
 class Reading(layers.Layer):
@@ -108,111 +107,99 @@ class Reading(layers.Layer):
         return x @ self.inner.kernel
 
 
-def test_a_regulariser_of_a_layer_that_is_not_called_is_refused() -> None:
-    def make() -> Any:
-        found = keras.Sequential([keras.Input((9,)), Reading(), layers.Dense(CLASSES)])
-        found.compile(optimizer="sgd", loss=losses.SparseCategoricalCrossentropy(from_logits=True))
-        return found
+class Counting(layers.Layer):
+    """Counts its calls, in a weight that learns or in one that does not."""
 
-    with pytest.raises(RefusedError, match="which Keras counts, and the model does not call"):
-        px.fit(job_of(make, data("mlp")))
-
-
-def test_regularisers_are_refused_where_no_rank_has_all_weights() -> None:
-    with pytest.raises(RefusedError, match="regularisers"):
-        px.fit(job_of(regularised, data("mlp")), "pp=2")
-
-
-class Penalised(layers.Layer):
-    """A feed-forward network whose weights are cut by ``tp``, and penalised."""
-
-    def __init__(self) -> None:
+    def __init__(self, learns: bool) -> None:
         super().__init__()
-        self.up = layers.Dense(16, activation="gelu", kernel_regularizer=keras.regularizers.L1L2(0.01, 0.02))
-        self.down = layers.Dense(9, kernel_regularizer="l2", bias_regularizer="l1")
+        self.calls = self.add_weight(shape=(), initializer="zeros", trainable=learns, name="calls")
 
-    def call(self, x: Any) -> Any:
-        return x + self.down(self.up(x))
+    def call(self, x: Any, training: bool | None = None) -> Any:
+        if training:
+            self.calls.assign(self.calls + 1.0)
+        return x
 
 
-def penalised() -> Any:
-    keras.utils.set_random_seed(1)
-    found = keras.Sequential([keras.Input((9,)), Penalised(), Penalised(), layers.Dense(CLASSES)])
-    found.compile(optimizer=optimizers.SGD(0.05), loss=losses.SparseCategoricalCrossentropy(from_logits=True))
-    return found
+def frozen() -> list[Any]:
+    """A part that does not learn, with a BatchNormalization that then goes by its running statistics."""
+    base = keras.Sequential([keras.Input((9,)), layers.Dense(16, activation="relu"), layers.BatchNormalization()])
+    base.trainable = False
+    return [base, layers.Dense(16, activation="relu"), layers.Dense(CLASSES)]
+
+
+def masked() -> list[Any]:
+    return [layers.Embedding(11, 8, mask_zero=True), layers.LSTM(6, return_sequences=True), layers.Dense(11)]
+
+
+PENALISED = stack(lambda: [Penalised(), Penalised(), layers.Dense(CLASSES)])
+ATTENDING = stack(
+    lambda: [layers.Embedding(11, 8, mask_zero=True), Attending(), Attending(), layers.Dense(11)], shape=(6,)
+)
+FROZEN = stack(frozen, optimizer=lambda: optimizers.Adam(0.01))
+CASES: dict[str, tuple[Callable[[], Any], str, str, tuple[str, ...]]] = {
+    "regularised": (regularised, "mlp", "dp=2 micro=2", ("", "fsdp=2 recompute=full", "fsdp=2 zero=1", "threads=2")),
+    "in part": (stack(lambda: [*in_part(), layers.Dense(CLASSES)]), "mlp", "dp=2", ("fsdp=2", "fsdp=2 recompute=full")),
+    "by others": (stack(lambda: [*by_others(), layers.Dense(CLASSES)]), "mlp", "fsdp=2", ("micro=2", "dp=2 server=1")),
+    "cut and penalised": (PENALISED, "mlp", "tp=2", ("recompute=full", "dp=2 tp=2", "tp=2 recompute=full", "fsdp=2")),
+    "masked": (stack(masked, (6,)), "gpt", "dp=2 micro=2", ("", "fsdp=2", "fsdp=2 recompute=full", "fsdp=2 zero=2")),
+    "masked inside": (ATTENDING, "gpt", "fsdp=2 recompute=full", ("", "tp=2", "dp=2 micro=2", "dp=2 server=1")),
+    "frozen": (FROZEN, "mlp", "fsdp=2", ("", "dp=2 micro=2", "tp=2", "pp=2", "dp=2 server=1")),
+}
+"""What a model has → how it is made, its data, the plan of every run of the tests, and more plans."""
 
 
 @pytest.mark.parametrize(
-    "plan", ["tp=2", "recompute=full", *longer("dp=2 tp=2", "tp=2 recompute=full", "fsdp=2", "dp=2 server=1")]
+    ("case", "plan"),
+    [
+        *((case, one[2]) for case, one in CASES.items()),
+        *longer(*((case, plan) for case, one in CASES.items() for plan in one[3])),
+    ],
 )
-def test_regularisers_of_weights_that_are_cut(plan: str, caplog: pytest.LogCaptureFixture) -> None:
-    expected, trained = fitted(penalised, *data("mlp"))
-    run = px.fit(job_of(penalised, data("mlp")), plan)
-    assert apart(run.losses, expected) < 2e-5
-    assert furthest(px.to_keras(run), trained) < 2e-5
-    whole = [one.message for one in caplog.records if "leaves on every rank" in one.message]
-    assert not any(".up." in one or ".down." in one for one in whole), whole
+def test_it_trains_as_keras_does(case: str, plan: str, caplog: pytest.LogCaptureFixture) -> None:
+    make, of, _, _ = CASES[case]
+    run = assert_as_fit(make, data(of), plan, weights=1e-4 if case == "masked inside" else 2e-5)
+    if case == "cut and penalised":
+        whole = [one.message for one in caplog.records if "leaves on every rank" in one.message]
+        assert not any(".up." in one or ".down." in one for one in whole), whole
+    if case == "frozen":
+        assert len(px.to_keras(run).trainable_weights) == 4
 
 
-def masked() -> Any:
-    keras.utils.set_random_seed(1)
-    found = keras.Sequential(
-        [
-            keras.Input((6,)),
-            layers.Embedding(11, 8, mask_zero=True),
-            layers.LSTM(6, return_sequences=True),
-            layers.Dense(11),
-        ]
-    )
-    loss = losses.SparseCategoricalCrossentropy(from_logits=True)
-    found.compile(optimizer=optimizers.SGD(0.05), loss=loss)
-    return found
+class Adding(layers.Layer):
+    """Adds a loss of its own."""
+
+    def call(self, x: Any, training: bool | None = None) -> Any:
+        if training:
+            self.add_loss(keras.ops.mean(x**2))
+        return x
 
 
 @pytest.mark.parametrize(
-    "plan", ["dp=2 micro=2", "fsdp=2", *longer("", "fsdp=2 recompute=full", "fsdp=2 zero=1", "fsdp=2 zero=2")]
+    ("make", "of", "plan", "words"),
+    [
+        (stack(lambda: [Reading(), layers.Dense(CLASSES)]), "mlp", "", "the model does not call"),
+        (regularised, "mlp", "pp=2", "regularisers"),
+        (ATTENDING, "gpt", "pp=2", "masks"),
+        (ATTENDING, "gpt", "cp=2", "masks"),
+        (stack(lambda: [layers.Dense(8), Counting(True), layers.Dense(CLASSES)]), "mlp", "fsdp=2 zero=2", "assigns to"),
+        (stack(lambda: [layers.Dense(8), Adding(), layers.Dense(CLASSES)]), "mlp", "dp=2", "add_loss in layer"),
+        *longer(
+            *(
+                (stack(lambda: [layers.Dense(8), Counting(True), layers.Dense(CLASSES)]), "mlp", plan, "assigns to")
+                for plan in ("", "tp=2", "pp=2")
+            )
+        ),
+    ],
 )
-def test_masks_are_counted_over_the_global_batch(plan: str) -> None:
-    expected, trained = fitted(masked, *data("gpt"))
-    run = px.fit(job_of(masked, data("gpt")), plan)
-    assert apart(run.losses, expected) < 2e-5
-    assert furthest(px.to_keras(run), trained) < 2e-5
+def test_what_no_plan_can_keep_is_refused(make: Callable[[], Any], of: str, plan: str, words: str) -> None:
+    with pytest.raises(RefusedError, match=words):
+        px.fit(job_of(make, data(of)), plan)
 
 
-class Attending(layers.Layer):
-    """Attends to what is no padding: the mask is tied to what comes in, and no argument."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.attention = layers.LayerNormalization(), layers.MultiHeadAttention(2, 4)
-        self.supports_masking = True
-
-    def call(self, x: Any) -> Any:
-        return x + self.attention(self.norm(x), x)
-
-
-def attending() -> Any:
-    keras.utils.set_random_seed(1)
-    blocks = [Attending() for _ in range(2)]
-    found = keras.Sequential([keras.Input((6,)), layers.Embedding(11, 8, mask_zero=True), *blocks, layers.Dense(11)])
-    found.compile(optimizer=optimizers.SGD(0.05), loss=losses.SparseCategoricalCrossentropy(from_logits=True))
-    return found
-
-
-@pytest.mark.parametrize(
-    "plan", ["fsdp=2 recompute=full", "tp=2", *longer("", "dp=2 micro=2", "fsdp=2", "dp=2 server=1")]
-)
-def test_masks_reach_layers_inside_of_others(plan: str) -> None:
-    expected, trained = fitted(attending, *data("gpt"))
-    run = px.fit(job_of(attending, data("gpt")), plan)
-    assert apart(run.losses, expected) < 2e-5
-    assert furthest(px.to_keras(run), trained) < 1e-4
-
-
-@pytest.mark.parametrize("plan", ["pp=2", "cp=2"])
-def test_masks_are_refused_where_they_do_not_go_along(plan: str) -> None:
-    with pytest.raises(RefusedError, match="masks"):
-        px.fit(job_of(attending, data("gpt")), plan)
+def test_a_state_that_a_layer_keeps_is_told_of() -> None:
+    make = stack(lambda: [layers.Dense(8), Counting(False), layers.Dense(CLASSES)])
+    (start,) = px.fit(job_of(make, data("mlp")), "dp=2 micro=2").events("start")
+    assert any("buffers updated in forward" in note and "calls" in note for note in start["notes"]), start["notes"]
 
 
 def under(policy: str, make: Callable[[], Any]) -> Callable[[], Any]:
@@ -233,7 +220,7 @@ def under(policy: str, make: Callable[[], Any]) -> Callable[[], Any]:
     ("policy", "plan", "near"),
     [
         ("mixed_bfloat16", "fsdp=2 precision=bf16", 5e-3),
-        ("mixed_float16", "precision=fp16", 1e-3),
+        *longer(("mixed_float16", "precision=fp16", 1e-3)),
         *longer(("mixed_bfloat16", "precision=bf16", 5e-3), ("mixed_float16", "dp=2 precision=fp16", 1e-3)),
     ],
 )
@@ -250,23 +237,10 @@ def test_the_plans_precision_stands_for_a_policy(policy: str, plan: str, near: f
 
 
 def dropping(rate: float) -> Callable[[], Any]:
-    def make() -> Any:
-        keras.utils.set_random_seed(1)
-        found = keras.Sequential(
-            [
-                keras.Input((9,)),
-                layers.Dense(64, activation="relu"),
-                layers.Dropout(rate, seed=3),
-                layers.Dense(CLASSES),
-            ]
-        )
-        found.compile(optimizer=optimizers.SGD(0.05), loss=losses.SparseCategoricalCrossentropy(from_logits=True))
-        return found
-
-    return make
+    return stack(lambda: [layers.Dense(64, activation="relu"), layers.Dropout(rate, seed=3), layers.Dense(CLASSES)])
 
 
-@pytest.mark.parametrize("plan", ["dp=2", "fsdp=2 recompute=full", "tp=2", "pp=2"])
+@pytest.mark.parametrize("plan", ["fsdp=2 recompute=full", *longer("dp=2", "tp=2", "pp=2")])
 def test_dropout_is_on_in_training_and_off_in_evaluation(plan: str) -> None:
     x, y = data("mlp")
     without, _ = fitted(dropping(0.0), x, y)
@@ -291,82 +265,6 @@ class Dropping(layers.Layer):
 
 
 def test_what_is_computed_again_drops_the_same() -> None:
-    def make() -> Any:
-        keras.utils.set_random_seed(1)
-        found = keras.Sequential([keras.Input((9,)), Dropping(), Dropping(), layers.Dense(CLASSES)])
-        found.compile(optimizer=optimizers.SGD(0.05), loss=losses.SparseCategoricalCrossentropy(from_logits=True))
-        return found
-
+    make = stack(lambda: [Dropping(), Dropping(), layers.Dense(CLASSES)])
     once, again = (px.fit(job_of(make, data("mlp")), plan).losses for plan in ("", "recompute=full"))
     assert apart(once, again) == 0.0
-
-
-def adding() -> Any:
-    class Adding(layers.Layer):
-        def call(self, x: Any, training: bool | None = None) -> Any:
-            if training:
-                self.add_loss(keras.ops.mean(x**2))
-            return x
-
-    found = keras.Sequential([keras.Input((9,)), layers.Dense(8), Adding(), layers.Dense(CLASSES)])
-    found.compile(optimizer="sgd", loss=losses.SparseCategoricalCrossentropy(from_logits=True))
-    return found
-
-
-def frozen() -> Any:
-    """A part that does not learn, with a BatchNormalization that then goes by its running statistics."""
-    keras.utils.set_random_seed(1)
-    base = keras.Sequential([keras.Input((9,)), layers.Dense(16, activation="relu"), layers.BatchNormalization()])
-    base.trainable = False
-    found = keras.Sequential([keras.Input((9,)), base, layers.Dense(16, activation="relu"), layers.Dense(CLASSES)])
-    found.compile(optimizer=optimizers.Adam(0.01), loss=losses.SparseCategoricalCrossentropy(from_logits=True))
-    return found
-
-
-@pytest.mark.parametrize("plan", ["fsdp=2", *longer("", "dp=2 micro=2", "tp=2", "pp=2", "dp=2 server=1")])
-def test_a_part_that_does_not_learn_stays(plan: str) -> None:
-    expected, trained = fitted(frozen, *data("mlp"))
-    run = px.fit(job_of(frozen, data("mlp")), plan)
-    assert apart(run.losses, expected) < 2e-5
-    after = px.to_keras(run)
-    assert furthest(after, trained) < 2e-5
-    assert len(after.trainable_weights) == len(trained.trainable_weights) == 4
-
-
-class Counting(layers.Layer):
-    """Counts its calls, in a weight that learns or in one that does not."""
-
-    def __init__(self, learns: bool) -> None:
-        super().__init__()
-        self.calls = self.add_weight(shape=(), initializer="zeros", trainable=learns, name="calls")
-
-    def call(self, x: Any, training: bool | None = None) -> Any:
-        if training:
-            self.calls.assign(self.calls + 1.0)
-        return x
-
-
-def counting(learns: bool) -> Callable[[], Any]:
-    def make() -> Any:
-        found = keras.Sequential([keras.Input((9,)), layers.Dense(8), Counting(learns), layers.Dense(CLASSES)])
-        found.compile(optimizer="sgd", loss=losses.SparseCategoricalCrossentropy(from_logits=True))
-        return found
-
-    return make
-
-
-@pytest.mark.parametrize("plan", ["fsdp=2 zero=2", *longer("", "tp=2", "pp=2")])
-def test_a_weight_that_a_layer_assigns_to_is_refused(plan: str) -> None:
-    with pytest.raises(RefusedError, match="assigns to its weight"):
-        px.fit(job_of(counting(True), data("mlp")), plan)
-
-
-def test_a_state_that_a_layer_keeps_is_told_of() -> None:
-    run = px.fit(job_of(counting(False), data("mlp")), "dp=2 micro=2")
-    (start,) = run.events("start")
-    assert any("buffers updated in forward" in note and "calls" in note for note in start["notes"]), start["notes"]
-
-
-def test_a_loss_that_a_layer_adds_is_refused() -> None:
-    with pytest.raises(RefusedError, match="add_loss in layer"):
-        px.fit(job_of(adding, data("mlp")), "dp=2")

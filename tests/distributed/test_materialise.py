@@ -1,4 +1,4 @@
-"""No process holds the whole of a split model, and what each holds is one device's, bit for bit."""
+"""A rank makes its part of a model piece by piece: its values are one device's, bit for bit."""
 
 from __future__ import annotations
 
@@ -73,37 +73,25 @@ class Recurrent(nn.LSTM):
         super().__init__(WIDTH, WIDTH, 2)
 
 
-def gpt2() -> nn.Module:
-    from transformers import GPT2Config, GPT2LMHeadModel
+def of_transformers(kind: str, **sizes: int) -> Callable[[], nn.Module]:
+    """A small model of that class."""
 
-    return GPT2LMHeadModel(GPT2Config(vocab_size=64, n_positions=16, n_embd=32, n_layer=2, n_head=2))
+    def make() -> nn.Module:
+        import transformers
 
+        family = next(one for one in ("GPT2", "Llama", "Bert", "T5", "Mixtral") if kind.startswith(one))
+        return getattr(transformers, kind)(getattr(transformers, f"{family}Config")(vocab_size=64, **sizes))
 
-def llama() -> nn.Module:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
-    return LlamaForCausalLM(LlamaConfig(vocab_size=64, num_key_value_heads=2, pad_token_id=3, **sizes))
-
-
-def bert() -> nn.Module:
-    from transformers import BertConfig, BertForMaskedLM
-
-    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
-    return BertForMaskedLM(BertConfig(vocab_size=64, max_position_embeddings=12, **sizes))
+    make.__name__ = kind
+    return make
 
 
-def t5() -> nn.Module:
-    from transformers import T5Config, T5ForConditionalGeneration
-
-    return T5ForConditionalGeneration(T5Config(vocab_size=64, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4))
-
-
-def mixtral() -> nn.Module:
-    from transformers import MixtralConfig, MixtralForCausalLM
-
-    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
-    return MixtralForCausalLM(MixtralConfig(vocab_size=64, num_key_value_heads=2, num_local_experts=4, **sizes))
+HEADS = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
+gpt2 = of_transformers("GPT2LMHeadModel", n_positions=16, n_embd=32, n_layer=2, n_head=2)
+llama = of_transformers("LlamaForCausalLM", num_key_value_heads=2, pad_token_id=3, **HEADS)
+bert = of_transformers("BertForMaskedLM", max_position_embeddings=12, **HEADS)
+t5 = of_transformers("T5ForConditionalGeneration", d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4)
+mixtral = of_transformers("MixtralForCausalLM", num_key_value_heads=2, num_local_experts=4, **HEADS)
 
 
 def copies() -> nn.Module:
@@ -250,21 +238,14 @@ def job(width: int = WIDTH, layers: int = 2, keep: bool = False) -> px.Job:
     )
 
 
-@pytest.mark.parametrize(
-    "plan",
-    [
-        "tp=2",
-        "pp=2 micro=4",
-        "pp=2 tp=2 micro=4",
-        "tp=2 fsdp=2",
-        "tp=2 fsdp=2 zero=2",
-        "fsdp=2 zero=1",
-        "fsdp=2 zero=2 offload=optimizer",
-        "fsdp=3",
-        "fsdp=2 offload=parameters precision=bf16",
-        "dp=2 fsdp=2 recompute=full",
-    ],
+SLICED = ("pp=2 tp=2 micro=4", "tp=2 fsdp=2 zero=2", "fsdp=2 offload=parameters precision=bf16")
+ALSO_SLICED = (
+    *("tp=2", "pp=2 micro=4", "tp=2 fsdp=2", "fsdp=2 zero=1", "fsdp=2 zero=2 offload=optimizer", "fsdp=3"),
+    "dp=2 fsdp=2 recompute=full",
 )
+
+
+@pytest.mark.parametrize("plan", [*SLICED, *longer(*ALSO_SLICED)])
 def test_a_rank_holds_its_slices_of_one_device_s_values(plan: str) -> None:
     laid = px.Plan.parse(f"{plan} device=cpu")
     whole = dict(build_model(job()).named_parameters())
@@ -292,7 +273,7 @@ def test_experts_are_found_without_their_values() -> None:
     assert [one.numbers for one in find(pieces, example, px.Plan(ep=2))] == [("num_experts",)] * 2
 
 
-@pytest.mark.parametrize("plan", ["tp=2", "fsdp=2", "fsdp=2 zero=2"])
+@pytest.mark.parametrize("plan", ["fsdp=2 zero=2", *longer("tp=2", "fsdp=2")])
 def test_a_model_that_cannot_be_repeated_is_built_whole_and_said_to_be(plan: str) -> None:
     laid = px.Plan.parse(f"{plan} device=cpu")
 
@@ -347,9 +328,8 @@ BLOCK, LAYERS = 4 * (2 * 1024 * 2048 + 2048 + 1024), 12  # bytes
     ("plan", "most"),
     [
         ("pp=4 micro=2", LAYERS * BLOCK / 2),
-        ("tp=4", LAYERS * BLOCK / 2),
         ("fsdp=4", (LAYERS / 4 + 1) * BLOCK),
-        ("fsdp=4 zero=2", (LAYERS + 1) * BLOCK),
+        *longer(("tp=4", LAYERS * BLOCK / 2), ("fsdp=4 zero=2", (LAYERS + 1) * BLOCK)),
         *longer(("dp=2 fsdp=2", (LAYERS / 2 + 1) * BLOCK)),
         *longer(("fsdp=2 tp=2", (LAYERS / 4 + 2) * BLOCK)),  # and what is found out about each layer to cut it
     ],

@@ -1,0 +1,347 @@
+"""Data of every kind under several plans, beside a plain loop: archives, Parquet, sets of ``datasets``, mixtures."""
+
+from __future__ import annotations
+
+import io
+import tarfile
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from small import batches_of, fit, job, plain_losses, table
+
+import phalanx as px
+from longer import longer
+from phalanx.data import GlobalBatchSampler, Lane, Loader, read_ledger
+from phalanx.data.dataset_facts import files_digest
+from phalanx.errors import PhalanxError, SpecError
+from phalanx.report.samples_seen import samples_seen
+
+SAMPLES, BATCH, EPOCHS = 41, 16, 2  # of 16, 16 and 9
+ROWS = table(SAMPLES).columns
+LISTS = {name: column.tolist() for name, column in ROWS.items()}
+FLIP = torch.tensor([1.0, -1.0])
+
+
+def tar_files(folder: Path, sign: float = 1.0) -> Callable[[], px.TarFiles]:
+    """Three archives: of 20, 13 and 8 samples, each times ``sign``."""
+    for number, (start, stop) in enumerate(((0, 20), (20, 33), (33, SAMPLES))):
+        with tarfile.open(folder / f"s-{number}.tar", "w") as archive:
+            for index in range(start, stop):
+                row, label = io.BytesIO(), str(int(ROWS["y"][index])).encode()
+                np.save(row, sign * ROWS["x"][index].numpy())
+                for name, content in ((f"{index:03}.npy", row.getvalue()), (f"{index:03}.cls", label)):
+                    member = tarfile.TarInfo(name)
+                    member.size = len(content)
+                    archive.addfile(member, io.BytesIO(content))
+    return lambda: px.TarFiles(folder / "s-*.tar")
+
+
+def parquet_files(folder: Path, sign: float = 1.0, **options: Any) -> Callable[[], px.ParquetFiles]:
+    """Two files in row groups of 6, each row times ``sign``."""
+    for number, (start, stop) in enumerate(((0, 25), (25, SAMPLES))):
+        columns = {"x": (sign * ROWS["x"][start:stop]).tolist(), "y": ROWS["y"][start:stop].numpy()}
+        typed = pa.table(columns, schema=pa.schema({"x": pa.list_(pa.float32()), "y": pa.int64()}))
+        pq.write_table(typed, folder / f"p-{number}.parquet", row_group_size=6)
+    return lambda: px.ParquetFiles(folder / "p-*.parquet", **options)
+
+
+@dataclass(frozen=True)
+class Case:
+    """What a job is given, the rows of each step, and where those are found."""
+
+    how: dict[str, Any]
+    steps: list[list[int]]
+    columns: Any = None
+    in_ledger: bool = True
+
+    def losses(self, signs: Callable[[int, int], float] = lambda epoch, index: 1.0) -> list[float]:
+        """Plain PyTorch on one device, over the rows as they were before they were written."""
+
+        def batches() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+            for number, (x, y) in enumerate(batches_of(self.columns or ROWS, self.steps)):
+                yield x * torch.tensor([signs(number // 3, index) for index in self.steps[number]])[:, None], y
+
+        return plain_losses(batches(), **self.how)
+
+
+COMMON: dict[str, Any] = {
+    "batch": BATCH,
+    "epochs": EPOCHS,
+    "optimizer": lambda params: torch.optim.SGD(params, lr=0.1),
+}
+
+
+def batched(orders: Iterable[Any]) -> list[list[int]]:
+    return [list(map(int, order[start : start + BATCH])) for order in orders for start in range(0, len(order), BATCH)]
+
+
+def permuted(**how: Any) -> Case:
+    sampler = GlobalBatchSampler(length=SAMPLES, batch=BATCH, seed=0)
+    return Case(COMMON | how, [sampler.ids(step).tolist() for step in range(6)])
+
+
+def of_tar(folder: Path) -> Case:
+    return permuted(
+        data=tar_files(folder),
+        inputs=lambda batch: batch["npy"],
+        loss=lambda output, batch: px.cross_entropy(output, batch["cls"]),
+    )
+
+
+def of_parquet(folder: Path) -> Case:
+    return permuted(data=parquet_files(folder))
+
+
+def of_groups(folder: Path, **options: Any) -> Case:
+    data = parquet_files(folder, shuffle_within=2, **options)
+    how = COMMON | {"data": data, "sampler": data().sampler}
+    return Case(how, batched(how["sampler"].indices(0, epoch, BATCH) for epoch in range(EPOCHS)))
+
+
+SOURCES = {"many": table(60, seed=1), "few": table(9, seed=2)}
+MIXTURE = px.Mixture(SOURCES, {"many": 0.75, "few": 0.25}, samples=40)
+ORDERS = [MIXTURE.sampler.indices(0, epoch, BATCH) for epoch in range(3)]
+
+
+def of_mixture(folder: Path) -> Case:
+    how = COMMON | {"data": lambda: MIXTURE, "sampler": MIXTURE.sampler, "epochs": 3}
+    columns = {name: torch.cat([SOURCES[source].columns[name] for source in SOURCES]) for name in "xy"}
+    return Case(how, batched(ORDERS), columns)
+
+
+def rows() -> datasets.Dataset:
+    return datasets.Dataset.from_dict(LISTS)
+
+
+def in_order() -> datasets.IterableDataset:
+    return rows().to_iterable_dataset(num_shards=3).with_format("torch")
+
+
+def as_rows(samples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    return {name: torch.tensor([sample[name] for sample in samples]) for name in ("x", "y")}
+
+
+def of_tensors(folder: Path) -> Case:
+    return permuted(data=lambda: rows().with_format("torch"))
+
+
+def of_collated(folder: Path) -> Case:
+    return permuted(data=rows, collate=as_rows)
+
+
+def streamed(stream: Callable[[], datasets.IterableDataset], **how: Any) -> Case:
+    """The rows of a stream's global batches, found by their values."""
+    places = {tuple(np.float32(row)): place for place, row in enumerate(LISTS["x"])}
+    orders = []
+    for epoch in range(EPOCHS):
+        passed = stream()
+        passed.set_epoch(epoch)
+        orders.append([places[tuple(sample["x"].numpy())] for sample in passed])
+    return Case(COMMON | {"data": stream} | how, batched(orders), in_ledger=False)
+
+
+def of_stream(folder: Path) -> Case:
+    return streamed(in_order)
+
+
+def of_shuffled(folder: Path) -> Case:
+    return streamed(lambda: in_order().shuffle(seed=3, buffer_size=20), workers=2)
+
+
+KINDS: dict[Callable[[Path], Case], str] = {
+    of_tar: "dp=2 server=1",
+    of_parquet: "fsdp=2 micro=2",
+    of_groups: "single micro=5",
+    of_mixture: "pp=2 micro=4",
+    of_tensors: "single",
+    of_collated: "dp=2 micro=5",
+    of_stream: "fsdp=2",
+    of_shuffled: "dp=2 micro=5",
+}
+"""Each kind, and the plan under which every run of the tests has it."""
+PLANS = ("single", "dp=2 micro=5", "fsdp=2 micro=2", "pp=2 micro=4")
+RESUMED = ((of_groups, "dp=2", "fsdp=2 micro=2"), (of_shuffled, "single", "dp=2"), (of_mixture, "dp=2", "fsdp=2"))
+
+
+@pytest.mark.parametrize(
+    ("kind", "plan"),
+    [*KINDS.items(), *longer(*((kind, plan) for kind, its in KINDS.items() for plan in PLANS if plan != its))],
+)
+def test_a_run_takes_each_sample_once(kind: Callable[[Path], Case], plan: str, tmp_path: Path) -> None:
+    case = kind(tmp_path)
+    run = fit(plan, tmp_path / "run", **case.how)
+    ledger = [sorted(ids.tolist()) for _, ids in read_ledger(run.folder / "ledger").values()]
+    assert len(ledger) == len(case.steps)
+    seen = samples_seen(run.folder)
+    assert seen.once, seen.answer
+    if case.in_ledger:
+        assert ledger == [sorted(ids) for ids in case.steps]
+        assert (seen.epochs, seen.epoch_samples) == (case.how["epochs"], sum(map(len, case.steps[:3])))
+    assert run.losses == pytest.approx(case.losses(), abs=2e-6)
+
+
+@pytest.mark.parametrize(
+    ("kind", "before", "after"), [*RESUMED, *longer(*((kind, "fsdp=2 micro=2", "single") for kind in KINDS))]
+)
+def test_a_resume_in_mid_epoch_under_another_plan(
+    kind: Callable[[Path], Case], before: str, after: str, tmp_path: Path
+) -> None:
+    case = kind(tmp_path)
+    fit(before, tmp_path / "run", **case.how | {"epochs": None, "steps": 4})
+    run = fit(after, tmp_path / "run", resume=True, **case.how)
+    left = len(case.steps) - 4
+    assert run.losses[-left:] == pytest.approx(case.losses()[-left:], abs=2e-6)
+    assert samples_seen(tmp_path / "run").once
+
+
+def test_each_epoch_of_a_mixture_has_so_many_of_each(tmp_path: Path) -> None:
+    assert [(sum(order < 60), sum(order >= 60)) for order in ORDERS] == [(30, 10)] * 3
+    assert sorted(int(index) for order in ORDERS[:2] for index in order if index < 60) == list(range(60))
+    how = of_mixture(tmp_path).how
+    fit("single", tmp_path / "run", **how | {"epochs": None, "steps": 1})
+    other = px.Mixture(SOURCES, {"many": 0.5, "few": 0.5}, samples=40)
+    with pytest.raises(PhalanxError, match="their order"):
+        fit("single", tmp_path / "run", resume=True, **how | {"data": lambda: other, "sampler": other.sampler})
+
+
+@pytest.mark.parametrize(
+    ("kind", "write", "plan"),
+    [
+        (of_tar, tar_files, "dp=2 server=1"),
+        (of_parquet, parquet_files, "single"),
+        *longer((of_parquet, parquet_files, "fsdp=2")),
+    ],
+)
+def test_files_that_others_have_taken_the_place_of(kind: Any, write: Any, plan: str, tmp_path: Path) -> None:
+    """Others of the same names, sizes and layout; those that are the same, written anew, are gone on with."""
+    case = kind(tmp_path)
+    fit(plan, tmp_path / "run", **case.how | {"epochs": None, "steps": 2})
+    before = {file: file.stat().st_size for file in tmp_path.iterdir() if file.is_file()}
+    write(tmp_path, sign=-1.0)
+    assert before == {file: file.stat().st_size for file in tmp_path.iterdir() if file.is_file()}
+    with pytest.raises(PhalanxError, match="files of the data"):
+        fit(plan, tmp_path / "run", resume=True, **case.how)
+    write(tmp_path)
+    run = fit(plan, tmp_path / "run", resume=True, **case.how)
+    assert run.losses == pytest.approx(case.losses(), abs=2e-6)
+
+
+def test_files_within_other_data_and_files_elsewhere(tmp_path: Path) -> None:
+    digests: list[str] = []
+    for name, sign in (("one", 1.0), ("same", 1.0), ("other", -1.0)):
+        (tmp_path / name).mkdir()
+        data = tar_files(tmp_path / name, sign)()
+        whole = (data, px.Curriculum({0: data, 4: data}), torch.utils.data.Subset(data, range(8)))
+        digests += [files_digest(one) for one in whole]
+        keyed = px.TarFiles(tmp_path / name / "s-*.tar", keys=("npy",))
+        assert files_digest(keyed) == files_digest(data) != ""
+    assert digests[:3] == digests[3:6]
+    assert not set(digests[:3]) & set(digests[6:])
+
+
+def test_ranks_that_read_other_files_are_told_apart(tmp_path: Path) -> None:
+    how = of_tar(tmp_path).how
+    (tmp_path / "other").mkdir()
+    other = tar_files(tmp_path / "other", -1.0)
+
+    def data() -> px.TarFiles:
+        ranked = torch.distributed.is_initialized() and torch.distributed.get_rank()
+        return other() if ranked else how["data"]()
+
+    with pytest.raises(PhalanxError, match=r"job\.data reads files that are others on each rank"):
+        fit("dp=2", tmp_path / "run", **how | {"data": data})
+
+
+@pytest.mark.parametrize("kind", [of_tar, *longer(of_parquet, of_groups)])
+def test_worker_processes_change_nothing(kind: Callable[[Path], Case], tmp_path: Path) -> None:
+    case = kind(tmp_path)
+    run = fit("dp=2", tmp_path / "run", **case.how, workers=2)
+    assert run.losses == pytest.approx(case.losses(), abs=2e-6)
+
+
+@pytest.mark.parametrize("plan", ["dp=2 micro=3", *longer("single")])
+def test_what_a_decode_draws_is_the_same_under_every_plan(plan: str, tmp_path: Path) -> None:
+    """A sign by the sample's own seed, here worked out for each sample by itself."""
+    from phalanx.data.sampler import EpochSeeds
+
+    def flipped(values: np.ndarray) -> np.ndarray:
+        return values * FLIP[torch.randint(2, ())].numpy()
+
+    def sign(epoch: int, index: int) -> float:
+        EpochSeeds.of(0, epoch).plant(index)
+        return float(FLIP[torch.randint(2, ())])
+
+    case = of_groups(tmp_path, decode={"x": flipped})
+    run = fit(plan, tmp_path / "run", **case.how)
+    assert run.losses == pytest.approx(case.losses(sign), abs=2e-6)
+
+
+@pytest.mark.parametrize(
+    "kind", [of_groups, *longer(*(kind for kind in KINDS if kind not in (of_groups, of_stream, of_shuffled)))]
+)
+def test_it_is_proven(kind: Callable[[Path], Case], tmp_path: Path) -> None:
+    assert px.prove(job(**kind(tmp_path).how), "dp=2", steps=4).equal
+
+
+@pytest.mark.parametrize("data", [rows, lambda: rows().to_iterable_dataset()])
+def test_lists_that_torch_would_turn_on_their_side_are_refused(data: Callable[[], Any], tmp_path: Path) -> None:
+    with pytest.raises(SpecError, match=r"(?s)columns of lists \(x\).*with_format"):
+        fit("dp=2", tmp_path / "run", data=data)
+    with pytest.raises(SpecError, match=r"(?s)job\.evaluate: .*evaluate=lambda"):
+        fit("dp=2", tmp_path / "run", evaluate=data)
+
+
+class StatefulDataLoader:
+    """What torchdata's offers, without its being a ``DataLoader`` of torch."""
+
+    def __init__(self, dataset: Any) -> None:
+        self.dataset, self.batch_sampler, self.batch_size = dataset, None, 4
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.dataset)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        del state
+
+
+def test_what_makes_batches_of_its_own_is_refused() -> None:
+    with pytest.raises(SpecError, match="StatefulDataLoader"):
+        Loader(StatefulDataLoader(table()), job(), Lane(), micro=None)
+
+
+class Counting:
+    """A stream whose reader can say and be told where it is."""
+
+    def __init__(self) -> None:
+        self.place = 0
+
+    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+        data = table(SAMPLES)
+        while self.place < SAMPLES:
+            self.place += 1
+            yield data[self.place - 1]
+        self.place = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"place": self.place}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.place = state["place"]
+
+
+def test_a_stream_that_keeps_its_place(tmp_path: Path) -> None:
+    case = Case(COMMON | {"data": Counting}, batched([range(SAMPLES)] * EPOCHS))
+    fit("dp=2", tmp_path / "run", **case.how | {"epochs": None, "steps": 4})
+    run = fit("fsdp=2", tmp_path / "run", resume=True, **case.how)
+    assert run.losses[-2:] == pytest.approx(case.losses()[-2:], abs=2e-6)
