@@ -126,6 +126,9 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> 
         return (yield)
 
 
+BY_ITSELF = ("test_what_the_page_shows_runs", "test_the_first_command_of_each_verb_runs")  # a scope for each row
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """With ``-n 2 --dist loadscope``: each process takes the next file as soon as it is free."""
@@ -133,7 +136,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
     class Files(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            return nodeid if "test_what_the_page_shows_runs" in nodeid else nodeid.partition("::")[0]
+            return nodeid if any(one in nodeid for one in BY_ITSELF) else nodeid.partition("::")[0]
 
     config.option.loadscopereorder = False  # small files come last, so that both end at nearly the same time
     return Files(config, log)

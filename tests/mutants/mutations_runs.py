@@ -218,9 +218,9 @@ RUNS = (
     Mutation(
         "loops of one's own: a batch that was left out is not seen",
         LOOP,
-        """                if self._taken <= batch.step:
+        """                if self._step.progress.step <= batch.step:
                     raise""",
-        """                if self._taken < batch.step:
+        """                if self._step.progress.step < batch.step:
                     raise""",
         ("test distributed/test_own_loop.py left_out",),
     ),

@@ -11,15 +11,15 @@ TRACE = (
     Mutation(
         "a cut of a pipeline: the dearest stage is the last one",
         STAGES,
-        "(max(largest, cost := sums[end] - sums[cut]), squares + cost * cost, cut)",
-        "(cost := sums[end] - sums[cut], squares + cost * cost, cut)",
+        "np.maximum(cost, largest), square + squares",
+        "cost + 0 * largest, square + squares",
         ("test unit/test_pipeline_cuts.py dearest",),
     ),
     Mutation(
         "a cut of a pipeline: allowed places are off by one",
         STAGES,
-        "if (end < count and not allowed[end]) or",
-        "if (end < count and not allowed[end - 1]) or",
+        "for at in range(1, count) if not allowed[at]",
+        "for at in range(1, count) if not allowed[at - 1]",
         ("test unit/test_pipeline_cuts.py allowed",),
     ),
     Mutation(

@@ -13,7 +13,7 @@ from phalanx.config import Plan
 
 
 def test_there_are_enough_and_each_has_a_name_of_its_own() -> None:
-    assert len(ALL) >= 100
+    assert len(ALL) >= 150
     assert len({one.fault for one in ALL}) == len(ALL)
 
 
@@ -33,3 +33,8 @@ def test_each_check_can_be_read() -> None:
         else:
             assert job in JOBS, words
             Plan.parse(plan)
+
+
+def test_faults_lie_in_every_package() -> None:
+    packages = {path.name for path in SOURCE.iterdir() if path.is_dir() and not path.name.startswith("_")} - {"demo"}
+    assert packages - {one.file.partition("/")[0] for one in ALL} == set()
