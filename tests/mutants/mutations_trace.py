@@ -11,15 +11,15 @@ TRACE = (
     Mutation(
         "a cut of a pipeline: the dearest stage is the last one",
         STAGES,
-        "np.maximum(cost, largest), square + squares",
-        "cost + 0 * largest, square + squares",
+        "(max(largest, cost := sums[end] - sums[cut]), squares + cost * cost, cut)",
+        "(cost := sums[end] - sums[cut], squares + cost * cost, cut)",
         ("test unit/test_pipeline_cuts.py dearest",),
     ),
     Mutation(
         "a cut of a pipeline: allowed places are off by one",
         STAGES,
-        "for at in range(1, count) if not allowed[at]",
-        "for at in range(1, count) if not allowed[at - 1]",
+        "if end < len(costs) and not allowed[end]",
+        "if end < len(costs) and not allowed[end - 1]",
         ("test unit/test_pipeline_cuts.py allowed",),
     ),
     Mutation(

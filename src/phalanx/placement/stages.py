@@ -6,9 +6,6 @@ from collections.abc import Sequence
 from functools import lru_cache
 from itertools import accumulate, pairwise
 
-import numpy as np
-import numpy.typing as npt
-
 from phalanx.config.fields import Schedule
 from phalanx.config.model_costs import ModelPart, flops
 from phalanx.placement.schedules import holders
@@ -23,28 +20,35 @@ def balanced(costs: Sequence[float], stages: int, allowed: Sequence[bool]) -> li
     count = len(costs)
     if not 0 < stages <= count:
         return None
-    sums = np.array([0.0, *accumulate(costs)])
-    # cost[end, cut]: of a stage made of the regions from cut to before end; endless where it would be empty
-    cost = np.where(np.tri(count + 1, k=-1, dtype=bool), sums[:, None] - sums[None, :], np.inf)
-    cost[[at for at in range(1, count) if not allowed[at]]] = np.inf
-    square = cost * cost
-    largest, squares = np.full(count + 1, np.inf), np.full(count + 1, np.inf)
-    largest[0] = squares[0] = 0.0
-    best_cuts: list[npt.NDArray[np.intp]] = []
-    for _ in range(stages):  # one stage more of the regions before each end: least largest cost, then squares, then cut
-        most, total = np.maximum(cost, largest), square + squares
-        largest = most.min(axis=1)
-        total[most > largest[:, None]] = np.inf
-        best_cuts.append(total.argmin(axis=1))
-        squares = total.min(axis=1)
-    if np.isinf(largest[count]):
+    table = [_row(tuple(costs), tuple(allowed), stage) for stage in range(stages + 1)]
+    if count not in table[stages]:
         return None
     cuts: list[int] = []
     end = count
-    for row in reversed(best_cuts):
-        end = int(row[end])
+    for stage in range(stages, 0, -1):
+        end = table[stage][end][2]
         cuts.append(end)
     return cuts[::-1]
+
+
+@lru_cache(maxsize=1024)
+def _row(costs: tuple[float, ...], allowed: tuple[bool, ...], stages: int) -> dict[int, tuple[float, float, int]]:
+    """Map each end to largest cost, sum of squares and last cut of so many stages made of the regions before it."""
+    if stages == 0:
+        return {0: (0.0, 0.0, 0)}
+    sums = [0.0, *accumulate(costs)]
+    row: dict[int, tuple[float, float, int]] = {}
+    for end in range(stages, len(costs) + 1):
+        if end < len(costs) and not allowed[end]:
+            continue
+        ways = [
+            (max(largest, cost := sums[end] - sums[cut]), squares + cost * cost, cut)
+            for cut, (largest, squares, _) in _row(costs, allowed, stages - 1).items()
+            if cut < end
+        ]
+        if ways:
+            row[end] = min(ways)
+    return row
 
 
 def on_ranks(
