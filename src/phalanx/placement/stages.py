@@ -17,14 +17,10 @@ def balanced(costs: Sequence[float], stages: int, allowed: Sequence[bool]) -> li
     Of the ways with the least largest cost the one whose costs differ least. ``allowed[c]``: whether there can be a
     cut before region ``c``.
     """
-    count = len(costs)
-    if not 0 < stages <= count:
-        return None
     table = [_row(tuple(costs), tuple(allowed), stage) for stage in range(stages + 1)]
-    if count not in table[stages]:
+    cuts, end = list[int](), len(costs)
+    if end not in table[stages]:
         return None
-    cuts: list[int] = []
-    end = count
     for stage in range(stages, 0, -1):
         end = table[stage][end][2]
         cuts.append(end)
