@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import signal
 import subprocess
 import time
 from collections.abc import Iterator, Sequence
@@ -107,22 +108,36 @@ def test_stop_saves_and_resume_goes_on(servers: SshServers, tmp_path: Path) -> N
     taken = len(px.load(tmp_path / "run").losses)
     assert 4 <= taken < 60
     write_job(tmp_path, steps=60)
-    again = phalanx(
-        *(
-            "launch",
-            "train.py",
-            "--to",
-            f"ssh:{servers.folder / 'hosts.toml'}",
-            "--run",
-            "run",
-            "--resume",
-            "--no-check",
-        ),
-        cwd=tmp_path,
-    )
+    to = f"ssh:{servers.folder / 'hosts.toml'}"
+    again = phalanx("launch", "train.py", "--to", to, "--run", "run", "--resume", "--no-check", cwd=tmp_path)
     _, err = again.communicate(timeout=90)
     assert again.returncode == 0, err
     assert px.load(tmp_path / "run").losses == pytest.approx(by_hand(60), rel=1e-4)
+
+
+def test_ctrl_c_saves_and_stops(servers: SshServers, tmp_path: Path) -> None:
+    process = begun(servers, tmp_path)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130, err
+    assert "newest checkpoint: step-" in err
+    assert f"try: phalanx launch {tmp_path / 'train.py'} --to ssh:" in err
+    assert "hosts.toml --run run --resume" in err
+    await_none_left(tmp_path)
+
+
+def test_a_second_launch_of_a_folder_is_refused_and_writes_nothing(servers: SshServers, tmp_path: Path) -> None:
+    process = begun(servers, tmp_path, pause=0.5, steps=600)
+    writer = (tmp_path / "run" / "writer.json").read_text()
+    words = ("launch", "train.py", "--to", f"ssh:{servers.folder / 'hosts.toml'}", "--plan", "dp=2", "--run", "run")
+    second = phalanx(*words, "--no-check", cwd=tmp_path)
+    _, err = second.communicate(timeout=60)
+    assert second.returncode == 2, err
+    assert f"in which another training goes on: process {process.pid} on" in err
+    assert (tmp_path / "run" / "writer.json").read_text() == writer
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130, err
 
 
 def test_a_rank_that_fails_is_named_with_its_host(servers: SshServers, tmp_path: Path) -> None:
