@@ -65,6 +65,7 @@ def get_over_with() -> None:
     Loaded is what a run loads when it first needs it. Done is a step of a sharded model, and a look at one to be split:
     the first operations on fakes and shards have torch build its tables.
     """
+    import numpy.ma  # noqa: F401  what np.unique loads
     import torch._dynamo  # noqa: F401
 
     import phalanx

@@ -113,7 +113,7 @@ def test_any_number_of_micro_batches_runs_and_none_is_lost(schedule: Schedule, e
     for ranks in range(1, 9):
         for micros in counts(ranks):
             laid = order(schedule, ranks, each, micros)
-            actions = [link.action for link in laid.links]
+            actions = laid.links.action
             forwards = {(stage, micro) for stage in range(ranks * each) for micro in range(micros)}
             assert len(actions) == len(set(actions)) == sum(map(len, laid.ranks))
             assert {action[1:] for action in actions if action.kind == "F"} == forwards

@@ -14,7 +14,7 @@ from phalanx.config.plan import Schedule
 from phalanx.forecast.layouts import RECOMPUTES, SCHEDULES, Layouts
 from phalanx.forecast.operation_arrays import Array, OperationArrays
 from phalanx.placement.collective_bytes import Elements, MeshSizes, elements
-from phalanx.placement.schedules import Action, Filling, cost, holders, in_halves, makespan, order
+from phalanx.placement.schedules import KINDS, Action, Filling, cost, holders, in_halves, makespan, order
 from phalanx.placement.stages import on_ranks as placed
 from phalanx.placement.stages import sends
 from phalanx.placement.step_traffic import weights_held
@@ -216,17 +216,15 @@ def duration(pipeline: PipelineTimes) -> float:
 
 
 def _run(pipeline: PipelineTimes, micros: int) -> float:
-    chunks, schedule = pipeline.chunks, pipeline.schedule
-    each = [
-        {
-            (kind, later): cost(
-                Action(kind, int(later), 0), forward=forward, inputs=inputs, weights=weights, halves=pipeline.halves
-            )
-            / chunks
-            for kind in ("F", "B", "I", "W")
-            for later in (False, True)
-        }
-        for forward, inputs, weights in zip(pipeline.forward, pipeline.inputs, pipeline.weights, strict=True)
-    ]
-    laid = order(schedule, pipeline.ranks, chunks, micros)
-    return makespan(laid, lambda rank, action: each[rank][action.kind, action.stage > 0])
+    first, later = (
+        [
+            {
+                kind: cost(Action(kind, stage, 0), forward=each, inputs=inputs, weights=weights, halves=pipeline.halves)
+                / pipeline.chunks
+                for kind in KINDS
+            }
+            for each, inputs, weights in zip(pipeline.forward, pipeline.inputs, pipeline.weights, strict=True)
+        ]
+        for stage in (0, 1)
+    )
+    return makespan(order(pipeline.schedule, pipeline.ranks, pipeline.chunks, micros), first, later)

@@ -2,6 +2,7 @@
 
 from phalanx.placement.schedules.all_schedules import SCHEDULES, forwards, holders, order
 from phalanx.placement.schedules.order import (
+    KINDS,
     Action,
     Filling,
     Order,
@@ -18,6 +19,7 @@ from phalanx.placement.schedules.order import (
 )
 
 __all__ = [
+    "KINDS",
     "SCHEDULES",
     "Action",
     "Filling",

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import islice
 from typing import Literal, NamedTuple
 
 from phalanx.config.fields import Schedule as Name
 from phalanx.config.plan import Plan
 
 Kind = Literal["F", "B", "I", "W"]
+KINDS: tuple[Kind, ...] = ("F", "B", "I", "W")
+
+Costs = Mapping[Kind, float]
+"""What each kind of action takes."""
 
 Filling = Literal["two phases", "one way", "a stage at a time", "weights"]
 """What the ranks that wait for the first or the last micro-batch do meanwhile, by which forecasts tell how long a step
@@ -45,13 +50,13 @@ class PipelineSchedule:
     searched: tuple[int, ...] = ()  # stages on a rank with which the planner tries it, fewest first
 
 
-class LinkedAction(NamedTuple):
-    """An action as part of a whole order, whose actions are numbered such that none comes before what it needs."""
+class Links(NamedTuple):
+    """The actions of a whole order, numbered such that none comes before what it needs: a list for each column."""
 
-    rank: int  # that does it
-    action: Action  # what it does
-    before: int  # the rank's action before it; -1 for none
-    awaits: int  # the action of another rank whose message it needs; -1 for none
+    rank: list[int]  # that does it
+    action: list[Action]  # what it does
+    before: list[int]  # the rank's action before it; -1 for none
+    awaits: list[int]  # the action of another rank whose message it needs; -1 for none
 
 
 class StuckError(ValueError):
@@ -70,7 +75,7 @@ class Order:
         return [stage for stage, holder in enumerate(self.rank_of) if holder == rank]
 
     @cached_property
-    def links(self) -> tuple[LinkedAction, ...]:
+    def links(self) -> Links:
         """All actions of all ranks, each after what it needs.
 
         Raises:
@@ -141,25 +146,26 @@ def timed(order: Order, cost: Callable[[Action], float] | None = None) -> list[T
     """
     cost = cost or (lambda action: 2.0 if action.kind == "B" else 1.0)
     found: list[Timed] = []
-    for rank, action, before, awaits in order.links:
+    for rank, action, before, awaits in zip(*order.links, strict=True):
         begin = max(found[before].end if before >= 0 else 0.0, found[awaits].end if awaits >= 0 else 0.0)
         found.append(Timed(rank, action, begin, begin + cost(action)))
     return sorted(found, key=lambda one: (one.begin, one.end, one.rank))
 
 
-def makespan(order: Order, costs: Callable[[int, Action], float]) -> float:
-    """The end of the last action if each takes ``costs(rank, action)``: ``timed`` for those who want no more.
+def makespan(order: Order, first: Sequence[Costs], later: Sequence[Costs]) -> float:
+    """The end of the last action: ``timed`` for those who want no more, of many orders.
+
+    ``first`` and ``later``: for each rank what its actions take in the first stage, and in others.
 
     Raises:
         StuckError: if the order waits for something that never comes.
     """
-    ends: list[float] = []
-    for rank, action, before, awaits in order.links:
-        begin = ends[before] if before >= 0 else 0.0
-        if awaits >= 0 and ends[awaits] > begin:
-            begin = ends[awaits]
-        ends.append(begin + costs(rank, action))
-    return max(ends, default=0.0)
+    links = order.links
+    ends = [0.0] * (len(links.rank) + 1)  # the last one, where -1 points, is the end of what is not there
+    for number, (rank, (kind, stage, _), before, awaits) in enumerate(zip(*links, strict=True)):
+        begin, other = ends[before], ends[awaits]
+        ends[number] = (other if other > begin else begin) + (later if stage else first)[rank][kind]
+    return max(ends)
 
 
 def bubble(order: Order, cost: Callable[[Action], float] | None = None) -> float:
@@ -169,39 +175,48 @@ def bubble(order: Order, cost: Callable[[Action], float] | None = None) -> float
     return 1.0 - sum(one.end - one.begin for one in found) / whole
 
 
-def _linked(order: Order) -> tuple[LinkedAction, ...]:
+def _linked(order: Order) -> Links:
     """Lets every rank go on for as long as it can, in turn, until all are through."""
     rank_of, stages = order.rank_of, len(order.rank_of)
-    found, at, latest = list[LinkedAction](), [0] * len(order.ranks), [-1] * len(order.ranks)
-    done: dict[tuple[bool, int, int], int] = {}  # forward or backward for inputs, stage, micro-batch → its number
-    waiting, idle = deque(range(len(order.ranks))), 0
+    micros = 1 + max((action.micro for actions in order.ranks for action in actions), default=-1)
+    # for each stage and micro-batch the number of its forward, and of its backward for the inputs; -1 before it is done
+    forward, backward = ([[-1] * micros for _ in range(stages)] for _ in range(2))
+    links, at, latest = Links([], [], [], []), [0] * len(order.ranks), [-1] * len(order.ranks)
+    waiting, idle, number = deque(range(len(order.ranks))), 0, 0
     while waiting and idle < len(waiting):
         rank = waiting.popleft()
-        actions, first = order.ranks[rank], at[rank]
-        while at[rank] < len(actions):
-            kind, stage, micro = action = actions[at[rank]]
-            neighbour, awaits = stage - 1 if kind == "F" else stage + 1, -1
+        actions, first, before = order.ranks[rank], number, latest[rank]
+        for action in islice(actions, at[rank], None):
+            kind, stage, micro = action
+            awaits = -1
             if kind == "W":
-                ready = (False, stage, micro) in done
+                if backward[stage][micro] < 0:
+                    break
             else:
-                ready = kind == "F" or (True, stage, micro) in done
+                ways, neighbour = (forward, stage - 1) if kind == "F" else (backward, stage + 1)
+                if kind != "F" and forward[stage][micro] < 0:
+                    break
                 if 0 <= neighbour < stages:
-                    number = done.get((kind == "F", neighbour, micro), -1)
-                    ready = ready and number >= 0
-                    awaits = number if rank_of[neighbour] != rank else -1
-            if not ready:
-                break
-            if kind != "W":
-                done[kind == "F", stage, micro] = len(found)
-            found.append(LinkedAction(rank, action, latest[rank], awaits))
-            latest[rank] = len(found) - 1
-            at[rank] += 1
-        idle = 0 if at[rank] > first else idle + 1
+                    awaits = ways[neighbour][micro]
+                    if awaits < 0:
+                        break
+                    if rank_of[neighbour] == rank:
+                        awaits = -1
+                ways[stage][micro] = number
+            links.action.append(action)
+            links.before.append(before)
+            links.awaits.append(awaits)
+            before = number
+            number += 1
+        links.rank.extend([rank] * (number - first))
+        at[rank] += number - first
+        latest[rank] = before
+        idle = 0 if number > first else idle + 1
         if at[rank] < len(actions):
             waiting.append(rank)
     if waiting:
         raise StuckError(_told_stuck(order, at))
-    return tuple(found)
+    return links
 
 
 def _told_stuck(order: Order, at: list[int]) -> str:
