@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,7 @@ from phalanx.config.plan import Schedule
 from phalanx.forecast.layouts import RECOMPUTES, SCHEDULES, Layouts
 from phalanx.forecast.operation_arrays import Array, OperationArrays
 from phalanx.placement.collective_bytes import Elements, MeshSizes, elements
-from phalanx.placement.schedules import KINDS, Action, Filling, cost, holders, in_halves, makespan, order
+from phalanx.placement.schedules import KINDS, Action, Costs, Filling, cost, holders, in_halves, makespan, order
 from phalanx.placement.stages import on_ranks as placed
 from phalanx.placement.stages import sends
 from phalanx.placement.step_traffic import weights_held
@@ -216,15 +216,14 @@ def duration(pipeline: PipelineTimes) -> float:
 
 
 def _run(pipeline: PipelineTimes, micros: int) -> float:
-    first, later = (
-        [
-            {
-                kind: cost(Action(kind, stage, 0), forward=each, inputs=inputs, weights=weights, halves=pipeline.halves)
-                / pipeline.chunks
-                for kind in KINDS
-            }
-            for each, inputs, weights in zip(pipeline.forward, pipeline.inputs, pipeline.weights, strict=True)
-        ]
-        for stage in (0, 1)
-    )
-    return makespan(order(pipeline.schedule, pipeline.ranks, pipeline.chunks, micros), first, later)
+    laid = order(pipeline.schedule, pipeline.ranks, pipeline.chunks, micros)
+    return makespan(laid, _costs(pipeline, 0), _costs(pipeline, 1))
+
+
+def _costs(pipeline: PipelineTimes, stage: int) -> list[Costs]:
+    """What each rank's actions take in the first stage (0), or in others."""
+    found: list[Costs] = []
+    for forward, inputs, weights in zip(pipeline.forward, pipeline.inputs, pipeline.weights, strict=True):
+        takes = partial(cost, forward=forward, inputs=inputs, weights=weights, halves=pipeline.halves)
+        found.append({kind: takes(Action(kind, stage, 0)) / pipeline.chunks for kind in KINDS})
+    return found

@@ -4,6 +4,7 @@ from phalanx.placement.schedules.all_schedules import SCHEDULES, forwards, holde
 from phalanx.placement.schedules.order import (
     KINDS,
     Action,
+    Costs,
     Filling,
     Order,
     PipelineSchedule,
@@ -22,6 +23,7 @@ __all__ = [
     "KINDS",
     "SCHEDULES",
     "Action",
+    "Costs",
     "Filling",
     "Order",
     "PipelineSchedule",
