@@ -2,7 +2,7 @@
 
 SHELL := /bin/bash
 .NOTPARALLEL:
-.PHONY: help demo test check lint types contracts docs suite long engines parity resumed cases zoo mutants hangs recommended chaos scale bench gpu \
+.PHONY: help demo test check style lint types contracts docs suite long engines parity resumed cases zoo mutants hangs recommended chaos scale bench gpu \
 	gpu-pack gpu-record pins audit format clean
 
 BIN := .venv/bin
@@ -53,14 +53,21 @@ define stage
 	echo "== $(1): $$said in $$((SECONDS - start)) s"; exit $$status
 endef
 
-# For between two edits: what is not about style starts no process. Types take one core, tests the other.
+# $(1) on one core, types on the other.
+define beside_types
+@said=$$(mktemp); $(MAKE) --no-print-directory types >"$$said" 2>&1 & pid=$$!; \
+	$(1); here=$$?; wait $$pid; types=$$?; cat "$$said"; rm "$$said"; exit $$((here | types))
+endef
+
+# For between two edits: what is not about style starts no process.
 check: lint contracts
-	@said=$$(mktemp); $(MAKE) --no-print-directory types >"$$said" 2>&1 & pid=$$!; \
-	echo "== quick tests"; $(BIN)/pytest -m quick $$(grep -l 'pytest.mark.quick' tests/unit/*.py); tests=$$?; \
-	wait $$pid; types=$$?; cat "$$said"; rm "$$said"; exit $$((tests | types))
+	$(call beside_types,echo "== quick tests"; $(BIN)/pytest -m quick $$(grep -l 'pytest.mark.quick' tests/unit/*.py))
 
 # The suite comes last, so that the last line printed is pytest's.
-test: lint types contracts docs suite
+test: style suite
+
+style: .venv/.installed-dev
+	$(call beside_types,$(MAKE) --no-print-directory lint contracts docs)
 
 lint: .venv/.installed-dev
 	$(call stage,lint,$(BIN)/ruff format --check . && $(BIN)/ruff check .)
