@@ -189,7 +189,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "numpy's generator is not seeded for samples",
         "data/sampler.py",
-        "        np.random.seed(seed & 0xFFFFFFFF)\n",
+        "    np.random.seed(seed & 0xFFFFFFFF)\n",
         "",
         ("fit noisy single",),
     ),

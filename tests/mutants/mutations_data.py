@@ -177,4 +177,11 @@ DATA = (
         "and _taken(folder)):",
         ("test unit/test_checkpoint_store.py moved_aside",),
     ),
+    Mutation(
+        "data are made with the numbers that the model has left",
+        "train/build_model.py",
+        "    with seeded(stream(job.seed, 0)):\n        return job.evaluate()",
+        "    return job.evaluate()",
+        ("test unit/test_job_data.py",),
+    ),
 )

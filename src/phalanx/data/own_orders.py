@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import random
 import zlib
-from collections.abc import Generator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
@@ -16,7 +14,7 @@ import torch
 from phalanx.config.fields import is_whole
 from phalanx.config.job import Job
 from phalanx.config.own_sampler import Sampler
-from phalanx.data.sampler import EpochSeeds
+from phalanx.data.sampler import EpochSeeds, seeded
 from phalanx.errors import Problem, SpecError
 
 _KEPT = 2  # epochs: who reads ahead is in the next one
@@ -91,7 +89,7 @@ class EpochOrders:
         return order
 
     def _numbers_of_samples(self, epoch: int) -> np.ndarray:
-        with _seeded(self.seed, epoch):
+        with seeded(EpochSeeds.of(self.seed, epoch).seed(_BEFORE_SAMPLES)):
             try:
                 given = self.sampler.indices(self.seed, epoch, self.batch)
             except Exception as error:
@@ -119,19 +117,6 @@ class EpochOrders:
 def _twice(order: np.ndarray) -> np.ndarray:
     ordered = np.sort(order)
     return ordered[1:][ordered[1:] == ordered[:-1]]
-
-
-@contextmanager
-def _seeded(seed: int, epoch: int) -> Generator[None]:
-    """The global generators seeded by (seed, epoch) in the block, and as they were after it."""
-    before = random.getstate(), np.random.get_state(), torch.default_generator.get_state()
-    EpochSeeds.of(seed, epoch).plant(_BEFORE_SAMPLES)
-    try:
-        yield
-    finally:
-        random.setstate(before[0])
-        np.random.set_state(before[1])
-        torch.default_generator.set_state(before[2])
 
 
 def order_digest(job: Job, size: int | None) -> str | None:

@@ -23,6 +23,7 @@ import hashlib
 import math
 import random
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -280,8 +281,25 @@ class EpochSeeds:
         return mixed ^ (mixed >> 31)
 
     def plant(self, sample: int) -> None:
-        """Seeds Python's, numpy's and torch's CPU stream for ``sample``; about 10 µs."""
-        seed = self.seed(sample)
-        random.seed(seed)
-        np.random.seed(seed & 0xFFFFFFFF)
-        torch.default_generator.manual_seed(seed)
+        """Seeds Python's, numpy's and torch's CPU stream for ``sample``."""
+        plant(self.seed(sample))
+
+
+@contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Inside, torch's generator of the CPU, numpy's and Python's begin at ``seed``; afterwards they go on."""
+    before = torch.get_rng_state(), np.random.get_state(), random.getstate()
+    plant(seed)
+    try:
+        yield
+    finally:
+        torch.set_rng_state(before[0])
+        np.random.set_state(before[1])
+        random.setstate(before[2])
+
+
+def plant(seed: int) -> None:
+    """Have torch's generator of the CPU, numpy's and Python's begin at ``seed``; about 10 µs."""
+    random.seed(seed)
+    np.random.seed(seed & 0xFFFFFFFF)
+    torch.default_generator.manual_seed(seed)

@@ -19,7 +19,7 @@ from phalanx.device_kinds import kind_of
 from phalanx.errors import Problem, RefusedError, SpecError
 from phalanx.parallel import Example, Layout, LocalSgd, advice, assemble, assemble_phases, check, notes
 from phalanx.parallel.buffer_sync import buffers_kept
-from phalanx.train.build_model import begun, build_model, give_needed_values
+from phalanx.train.build_model import begun, build_model, give_needed_values, training_data
 from phalanx.train.build_optimizer import build_optimizer, optimizer_over
 from phalanx.train.consistency import Everyone, same_data, same_groups, same_initial_values, same_places
 from phalanx.train.few_samples import example_of
@@ -113,7 +113,7 @@ def build(
     found, size = [*notes(module, job, plan), *unbuilt], sum(tensor.numel() for tensor in module.parameters())
     lane = Lane.of(plan, place.rank)
     first, kind = start.step, kind_of(device, plan.device)
-    loader = Loader(job.data(), job, lane, micro=plan.micro, first_step=first, pin_memory=kind.pinned)
+    loader = Loader(training_data(job), job, lane, micro=plan.micro, first_step=first, pin_memory=kind.pinned)
     same_data(loader.told, everyone)
 
     site = _Site(plan=plan, own=own, rank=there.rank, device=device, start=start, lane=lane, loader=loader)

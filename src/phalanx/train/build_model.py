@@ -1,4 +1,7 @@
-"""A job's model as it is made: with one device's initial values, without those that are large, or without any."""
+"""A job's model and data as they are made: with the numbers of the job's seed, whatever was drawn before.
+
+The model comes with one device's initial values, without those that are large, or without any.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,7 @@ from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
 from phalanx.config import Job
+from phalanx.data.sampler import seeded
 from phalanx.errors import Problem, SpecError
 from phalanx.parallel import Example
 from phalanx.parallel.rng_streams import stream
@@ -57,6 +61,23 @@ def build_model(job: Job, *, deferred: bool = False) -> nn.Module:
         module.train()
     leave_cache_out(module)  # with it some plans would not tell packed documents apart, and others would
     return module
+
+
+def training_data(job: Job) -> Any:
+    """What ``job.data()`` gives."""
+    with seeded(stream(job.seed, 0)):
+        return job.data()
+
+
+def evaluation_data(job: Job) -> Any:
+    """What ``job.evaluate()`` gives; ``None`` where the job has no such function.
+
+    It begins with the numbers that ``job.data()`` begins with: ``random_split`` in both gives parts of one split.
+    """
+    if job.evaluate is None:
+        return None
+    with seeded(stream(job.seed, 0)):
+        return job.evaluate()
 
 
 def begun(job: Job) -> tuple[nn.Module, list[str]]:

@@ -25,6 +25,7 @@ from phalanx.parallel import device_kind, devices_here
 from phalanx.parallel.buffer_sync import running_statistics
 from phalanx.train.accidents import Accidents, RollBackError
 from phalanx.train.assembly import Assembly, build
+from phalanx.train.build_model import evaluation_data
 from phalanx.train.consistency import same_length, same_stream
 from phalanx.train.drift import DriftWatch
 from phalanx.train.evaluate import Evaluation, evaluate
@@ -355,6 +356,6 @@ class MeshStepper(Stepper):
 def _evaluation_data(job: Job) -> Any:
     if job.evaluate is None:
         return None
-    data = job.evaluate()
+    data = evaluation_data(job)
     same_length(len(data) if hasattr(data, "__len__") else None, "job.evaluate")
     return data

@@ -23,7 +23,7 @@ from phalanx.data import Lane, Loader, MicroBatch, evaluation_batches
 from phalanx.device_kinds import on_host
 from phalanx.errors import LossError, PhalanxError, Problem, RefusedError, SpecError
 from phalanx.parallel import device_kind, without_gradient
-from phalanx.train.build_model import build_model
+from phalanx.train.build_model import build_model, evaluation_data, training_data
 from phalanx.train.build_optimizer import optimizer_over
 from phalanx.train.column_types import float64_named
 from phalanx.train.evaluate import evaluation_mode, measure, refuse_metrics
@@ -133,7 +133,7 @@ class _FirstStep:
         with self.code_of("job.data"):
             whole = job.loss_over == "batch"
             lane, micro = (Lane(), None) if whole else (Lane.of(self._plan, 0), self._plan.micro)
-            loader = Loader(job.data(), job, lane, micro=micro)
+            loader = Loader(training_data(job), job, lane, micro=micro)
             for batch in islice(loader, 1):
                 yield from (micro for micro in batch.parts[0] if micro.samples)
 
@@ -142,7 +142,7 @@ class _FirstStep:
         job = replace(in_even_batches(self._job, FEW), workers=0)
         assert job.evaluate is not None
         with self.code_of("job.evaluate"):
-            batch = next(evaluation_batches(job.evaluate(), job, Lane(), micro=None))
+            batch = next(evaluation_batches(evaluation_data(job), job, Lane(), micro=None))
         micro = batch.parts[0][0]
         with torch.no_grad(), evaluation_mode(module), compute_context(self._plan, HOST):
             with self.code_of("job.evaluate"):

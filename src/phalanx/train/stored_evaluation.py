@@ -19,6 +19,7 @@ from phalanx.data.dataset_facts import MapStyle
 from phalanx.errors import SpecError
 from phalanx.parallel import device_kind, devices_here
 from phalanx.train.assembly import build, refuse
+from phalanx.train.build_model import evaluation_data
 from phalanx.train.evaluate import Evaluation, evaluate
 from phalanx.train.findings import Findings
 from phalanx.train.frozen_values import completed
@@ -42,7 +43,7 @@ def evaluate_stored(job: Job, plan: Plan, values: Mapping[str, torch.Tensor], pa
         raise SpecError.of("data", "None, for a job without evaluation data", allowed, 'run.evaluate(Digits("test"))')
     with _same_random_numbers():
         gives = isinstance(source, type) or not hasattr(source, "__getitem__")
-        held_out = source() if gives and callable(source) else source
+        held_out = evaluation_data(job) if data is None else source() if gives and callable(source) else source
         # the training data are not asked for, and values come from the checkpoint
         course: dict[str, Any] = {
             "data": lambda: held_out,

@@ -192,6 +192,7 @@ def data(reference: str, say: Any) -> dict[str, Any]:
     from phalanx.data.map_style import is_stream
     from phalanx.errors import SpecError
     from phalanx.launch.jobfile import load_job
+    from phalanx.train.build_model import training_data
 
     try:
         job = load_job(reference)
@@ -200,7 +201,7 @@ def data(reference: str, say: Any) -> dict[str, Any]:
         return {"error": f"{first.where}: {first.given}", "fix": first.fix, "of": "job"}
     say(loaded=True)
     try:
-        made: Any = job.data()
+        made: Any = training_data(job)
         if not is_stream(made):
             if not len(made):
                 return {"error": "holds no sample", "fix": "", "of": "data"}

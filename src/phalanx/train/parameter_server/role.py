@@ -19,6 +19,7 @@ from phalanx.parallel import advice, device_kind, devices_here, notes
 from phalanx.parallel.compression import Codec, codec
 from phalanx.parallel.parameter_server import StalenessBound, WorkQueue
 from phalanx.parallel.parameter_server.protocol import TO_SERVER
+from phalanx.train.build_model import evaluation_data, training_data
 from phalanx.train.findings import Findings
 from phalanx.train.interruptions import Interruptions
 from phalanx.train.launcher_link import LauncherLink
@@ -260,8 +261,8 @@ def _last_version(run: RunSpec) -> int:
 
 def _data(job: Job, run: RunSpec) -> tuple[BatchPieces, BatchPieces | None]:
     plan = run.plan
-    pieces = BatchPieces(job.data(), job, plan.dp, micro=plan.micro)
-    found = job.evaluate() if job.evaluate is not None else None
+    pieces = BatchPieces(training_data(job), job, plan.dp, micro=plan.micro)
+    found = evaluation_data(job)
     evaluation = None if found is None else BatchPieces(found, job, plan.dp, micro=plan.micro, once=True)
     return pieces, evaluation
 

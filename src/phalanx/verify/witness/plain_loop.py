@@ -132,7 +132,7 @@ class _PlainLoop:
         if not self.model.training:
             self.model.train()
         self.model.to(device)
-        self.data = job.data()
+        self.data = samples.training_data(job)
         self.parts = parts_of(job, self.model, lambda rate: rates(rate, job.batch, self._total()))
         self.trained = {name: tensor for part in self.parts for name, tensor in part.trained.items()}
         for part in self.parts:
@@ -144,7 +144,8 @@ class _PlainLoop:
         self.scales = precision == "fp16"
         self.magnitudes = Magnitudes(precision)
         self.pending = set(self.trained)
-        self.evaluation_data = job.evaluate() if job.evaluate else None
+        with samples.own_numbers(samples.stream_seed(job.seed, 0)):
+            self.evaluation_data = job.evaluate() if job.evaluate else None
         self.average = PlainAverage(job.average, self.model) if job.average else None
         self.witness = Witness()
         self.masks: KeyedMasks | None = None
