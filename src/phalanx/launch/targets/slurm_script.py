@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from phalanx.errors import SpecError
 from phalanx.launch.targets.launch_folder import FOLDER
 from phalanx.launch.targets.slurm_kinds import NodeKind
 from phalanx.launch.targets.slurm_request import SlurmRequest, as_slurm
@@ -137,7 +138,14 @@ def _asked(request: SlurmRequest, kind: NodeKind) -> dict[str, Any]:
 
 
 def _lines(directives: Mapping[str, Any]) -> list[str]:
-    return [f"--{name}={shlex.quote(str(value))}" for name, value in directives.items() if value is not None]
+    given = {name: str(value) for name, value in directives.items() if value is not None}
+    for name, value in given.items():
+        if not value.isprintable():  # a directive ends with its line: what follows would be a command
+            allowed = "values of a batch script in one line, of characters that can be printed"
+            raise SpecError.of(
+                f"--to slurm, {name}", ascii(value), allowed, "cd to a folder without line breaks in its name"
+            )
+    return [f"--{name}={shlex.quote(value)}" for name, value in given.items()]
 
 
 def _steps(kinds: Sequence[NodeKind]) -> str:
