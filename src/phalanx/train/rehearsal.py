@@ -7,10 +7,12 @@ tried once more on exactly what rank 0 computes first, so that nothing is refuse
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from difflib import get_close_matches
 from itertools import islice
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -36,6 +38,7 @@ from phalanx.train.lr_schedule import START, RunStart
 from phalanx.train.phase_jobs import evaluated_job
 from phalanx.train.refusals import job_problems, rank_0
 from phalanx.train.user_traceback import users_frames
+from phalanx.units import show_names
 
 
 def rehearse(job: Job, plan: Plan, start: RunStart = START) -> nn.Module | None:
@@ -117,7 +120,7 @@ class _FirstStep:
                     args, kwargs, batch = inputs(micro.batch, HOST)
                 with self.code_of("job.model"), float64_named(micro.batch, module):
                     output = module(*args, **kwargs)
-                with self.code_of("job.loss"), float64_named(micro.batch, module):
+                with self.code_of("job.loss", batch), float64_named(micro.batch, module):
                     read = read_loss(job.loss(output, batch), micro.samples, 0)
             if not read.value.requires_grad:
                 raise LossError(_NO_GRAPH)
@@ -149,7 +152,7 @@ class _FirstStep:
                 args, kwargs, on_host = inputs(micro.batch, HOST)
                 with float64_named(micro.batch, module):
                     output = module(*args, **kwargs)
-            with self.code_of("job.metrics" if job.metrics else "job.loss"):
+            with self.code_of("job.metrics" if job.metrics else "job.loss", on_host):
                 found = measure(job, output, on_host, micro.samples)
                 refuse_metrics(found, self._plan)
             if job.best:
@@ -164,23 +167,27 @@ class _FirstStep:
         BestSoFar(best).refuse_unknown([*ratios, *sums.computed([sums.to_send()], trial=True)])
 
     @contextmanager
-    def code_of(self, field: str) -> Generator[None]:
-        """Around code of the job's ``field``: what it raises is told with the line that it comes from."""
+    def code_of(self, field: str, batch: Any = None) -> Generator[None]:
+        """Around code of the job's ``field``, given ``batch``: what it raises is told with the line it comes from."""
         try:
             yield
         except Exception as error:
             if isinstance(error, PhalanxError) or not self._final:
                 raise
-            raise SpecError([_problem(field, error)]) from error
+            raise SpecError([_problem(field, error, batch)]) from error
 
 
-def _problem(field: str, error: Exception) -> Problem:
+def _problem(field: str, error: Exception, batch: Any) -> Problem:
     text = next(iter(str(error).strip().splitlines()), "")
     own = users_frames(error)
     at = f", in {own[-1].filename} line {own[-1].lineno}: {own[-1].line}" if own else ""
     given = f"code that fails on the first samples: {type(error).__name__}: {text}{at}"
     allowed = "code that runs without an error on every batch of the data"
     fix = 'the plan "single", which shows the whole traceback'
+    if isinstance(error, KeyError) and isinstance(batch, Mapping) and batch and error.args[0] not in batch:
+        keys = list(map(str, batch))
+        allowed = f"a key of the batch: {show_names(keys)}"
+        fix = f"batch[{get_close_matches(str(error.args[0]), keys, n=1, cutoff=0.0)[0]!r}]"
     return Problem(where=field, given=given, allowed=allowed, fix=fix)
 
 
