@@ -204,9 +204,9 @@ TECHNIQUES: tuple[Mutation, ...] = (
     ),
     Mutation(
         "forecast: gradients are not summed over ranks of cp and ep",
-        "forecast/layouts.py",
-        "return self.alike * self.cp * self.ep",
-        "return self.alike",
+        "placement/collective_bytes.py",
+        '\nCOPIES = ("dp", "ep", "cp")',
+        '\nCOPIES = ("dp",)',
         ("test unit/test_forecast_replicas.py",),
     ),
     Mutation(
