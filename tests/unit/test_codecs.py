@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from phalanx.errors import RefusedError
 from phalanx.parallel.compression import Codec, Feedback, codec, lane, message, read
 from phalanx.parallel.compression.error_feedback import CompressedBucket, LeftOut
-from phalanx.parallel.diloco import Fragment, divide, owners
+from phalanx.parallel.diloco import Fragment, divide
 
 ALL = ("fp16", "bf16", "int8", "topk:0.01", "topk:0.3")
 COUNTS = (0, 1, 255, 256, 257, 70_001)
@@ -51,12 +51,6 @@ def test_a_message_has_the_stated_size_and_can_be_added(text: str) -> None:
         with pytest.raises(ValueError, match="bytes"):
             read(one, sent, torch.zeros(count + 300))
     assert not through(one, torch.zeros(600)).any()
-
-
-def test_none_is_no_codec_and_powersgd_none_of_flat_tensors() -> None:
-    assert codec("none") is None
-    with pytest.raises(ValueError, match="powersgd"):
-        codec("powersgd:2")
 
 
 @pytest.mark.parametrize("scale", [1e-30, 1e-6, 1.0, 1e30])
@@ -188,11 +182,6 @@ def test_blocks_are_cut_where_there_are_too_few() -> None:
     assert divide({"a": 1, "b": 1, "c": 2}, {"a": 0, "b": 0, "c": 0}, 2) == [["a", "b"], ["c"]]
     with pytest.raises(RefusedError, match="fragments=4 for 3 parameters"):
         divide({"a": 1, "b": 1, "c": 2}, {}, 4)
-
-
-def test_parameters_know_their_blocks() -> None:
-    model = nn.Sequential(nn.Linear(2, 2), nn.ModuleList([nn.Linear(2, 2) for _ in range(2)]))
-    assert owners(model) == {"1.0.weight": 0, "1.0.bias": 0, "1.1.weight": 1, "1.1.bias": 1}
 
 
 def test_a_fragment_reads_and_writes_what_it_names() -> None:

@@ -17,7 +17,6 @@ from torch.utils.data import ConcatDataset, Dataset, StackDataset, Subset, defau
 
 from phalanx.config import Job
 from phalanx.data import GlobalBatchSampler, Lane, Loader, StepBatch, Table, evaluation_batches
-from phalanx.data.sampler import EpochSeeds
 from phalanx.errors import SpecError
 
 # The suggestion depends on the machine's cores.
@@ -109,18 +108,6 @@ class TestSteps:
                 assert piece.samples == len(piece.ids)
         assert counted == 4
 
-    def test_a_share_is_cut_by_micro(self) -> None:
-        loader = Loader(a_table(256), a_job(batch=256), Lane(first=1, parts=3), micro=32)
-        (step,) = loader
-        assert [micro.samples for micro in step.parts[0]] == [32, 32, 21]
-
-    def test_fillers_when_a_batch_is_smaller_than_the_parts(self) -> None:
-        job = a_job(batch=8, shuffle=False)
-        last = list(Loader(a_table(10), job, Lane(first=3, parts=4), micro=None))[-1]
-        (filler,) = last.parts[0]
-        assert (filler.samples, filler.ids, filler.batch["id"].tolist()) == (0, (), [8])
-        assert last.samples == 2
-
     def test_lengths(self) -> None:
         loader = Loader(a_table(20), a_job(batch=8, epochs=3), Lane(), micro=None)
         assert (loader.length, loader.steps_per_epoch, loader.total_steps) == (20, 3, 9)
@@ -188,10 +175,6 @@ class TestFetching:
 
 
 class TestTable:
-    def test_a_row(self) -> None:
-        assert {name: value.item() for name, value in a_table(4)[3].items()} == {"id": 3, "square": 9.0}
-        assert a_table(4).__getitems__([3, 1])["id"].tolist() == [3, 1]
-
     def test_wrong_columns(self) -> None:
         with pytest.raises(SpecError, match="no column"):
             Table()
@@ -247,16 +230,6 @@ class TestRandomness:
         assert runs[0] == runs[1]
         assert runs[0][0] != runs[0][1]
 
-    def test_seeds_of_near_samples_and_epochs_are_apart(self) -> None:
-        seeds = [EpochSeeds.of(seed, epoch).seed(k) for seed in (0, 1) for epoch in (0, 1) for k in range(500)]
-        assert len({seed & 0xFFFFFFFF for seed in seeds}) == 2000
-        assert 0.48 < sum(seed.bit_count() for seed in seeds) / (64 * 2000) < 0.52
-
-    def test_the_seed_changes_it(self) -> None:
-        one = drawn(Loader(Augmented(8), a_job(seed=0), Lane(), micro=None))
-        two = drawn(Loader(Augmented(8), a_job(seed=1), Lane(), micro=None))
-        assert not set(one.values()) & set(two.values())
-
 
 class TestWorkers:
     def test_workers_change_nothing(self) -> None:
@@ -279,14 +252,6 @@ class TestWorkers:
         state = torch.get_rng_state()
         list(Loader(Augmented(16), a_job(workers=1), Lane(), micro=None))
         assert torch.equal(torch.get_rng_state(), state)
-
-    def test_an_error_keeps_its_type(self) -> None:
-        class Broken(Augmented):
-            def __getitem__(self, index: int) -> dict[str, Any]:
-                raise OSError("unreadable")
-
-        with pytest.raises(OSError, match="while reading sample"):
-            list(Loader(Broken(8), a_job(workers=1), Lane(), micro=None))
 
     def test_closing_half_way_ends_the_processes(self) -> None:
         with closing(iter(Loader(Augmented(64), a_job(workers=2), Lane(), micro=None))) as steps:

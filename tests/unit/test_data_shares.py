@@ -61,19 +61,9 @@ class TestShare:
         assert sizes == sorted(sizes, reverse=True)
         assert max(sizes) - min(sizes) <= 1
 
-    def test_refuses_parts_that_are_not_there(self) -> None:
-        for part, parts in ((-1, 2), (2, 2), (0, 0)):
-            with pytest.raises(ValueError, match="no part"):
-                share(8, part, parts)
-        with pytest.raises(ValueError, match="not all among 4"):
-            Lane(first=3, count=2, parts=4)
-
 
 @pytest.mark.quick
 class TestCuts:
-    def test_all_parts_have_as_many_as_the_largest(self) -> None:
-        assert cuts(5, Lane(first=0, count=2, parts=2), 2) == (((0, 2), (2, 3)), ((3, 5), (0, 0)))
-
     @given(total=st.integers(1, 300), parts=st.integers(1, 40), micro=st.one_of(st.none(), st.integers(1, 50)))
     def test_each_sample_once_and_counts_line_up(self, total: int, parts: int, micro: int | None) -> None:
         lanes = [cuts(total, Lane(first=part, count=1, parts=parts), micro)[0] for part in range(parts)]
@@ -104,10 +94,6 @@ class TestSpans:
         assert len(found) == inner * len(each)
         assert (found[0][0], found[-1][1]) == (0, total)
         assert all(one[1] == other[0] for one, other in pairwise(found))
-
-    def test_parts_divide_over_weights(self) -> None:
-        with pytest.raises(ValueError, match="3 parts"):
-            spans(8, 3, (1, 1))
 
 
 @pytest.mark.quick
@@ -272,20 +258,9 @@ def paces(*each: float) -> list[RankNeeds]:
 
 @pytest.mark.quick
 class TestFastest:
-    def test_by_speed(self) -> None:
-        assert fastest(40, paces(1, 4)) == (32, 8)
-        assert fastest(40, paces(4, 1)) == (8, 32)
-        assert fastest(7, paces(1, 1)) == (4, 3)
-
-    def test_what_does_not_depend_on_samples_counts(self) -> None:
-        assert fastest(40, [RankNeeds(each=1), RankNeeds(each=1, rest=20)]) == (30, 10)
-
     def test_nobody_gets_nothing(self) -> None:
         assert fastest(8, paces(1, 1000)) == (7, 1)
         assert fastest(8, paces(1, 1000), least=2) == (6, 2)
-
-    def test_nobody_gets_more_than_there_is_memory_for(self) -> None:
-        assert fastest(40, [RankNeeds(each=1, most=24.7), RankNeeds(each=4)]) == (24, 16)
 
     def test_what_cannot_be_dealt_out(self) -> None:
         with pytest.raises(ValueError, match="3 samples over ranks"):
@@ -314,12 +289,6 @@ class TestFastest:
 
 @pytest.mark.quick
 class TestBalance:
-    def test_it_moves_to_the_speeds_at_once(self) -> None:
-        balance = Balance((16, 16))
-        assert balance.weigh(paces(1, 3))
-        assert balance.counts == (24, 8)
-        assert not balance.weigh(paces(1, 3))
-
     def test_noise_moves_nothing(self) -> None:
         noise = random.Random(0)
         balance = Balance((24, 8))
@@ -343,12 +312,6 @@ class TestBalance:
         assert balance.counts == (28, 4)
         assert balance.weigh(paces(1, 1))
         assert balance.counts == (16, 16)
-
-    def test_a_little_change_is_half_believed(self) -> None:
-        balance = Balance((16, 16))
-        balance.weigh(paces(1, 1))
-        balance.weigh(paces(1, 1.16))
-        assert balance.paces[1].each == pytest.approx(1.08)
 
     def test_a_rank_that_measured_nothing_leaves_all_as_it_is(self) -> None:
         balance = Balance((16, 16))

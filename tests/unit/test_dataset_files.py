@@ -355,10 +355,3 @@ def test_a_value_that_cannot_be_decoded_is_named(tmp_path: Path) -> None:
     with pytest.raises(UnicodeDecodeError) as told:
         px.TarFiles(tmp_path / "s.tar", decode={"cls": lambda content: b"\xff".decode()})[0]
     assert "a.cls in " in told.value.__notes__[0]
-
-
-def test_an_archive_that_became_shorter(tmp_path: Path) -> None:
-    data = px.TarFiles(write_tar(tmp_path / "s.tar", PAIRS))
-    (tmp_path / "s.tar").write_bytes(b"")
-    with pytest.raises(DataError, match="has become shorter"):
-        data[1]

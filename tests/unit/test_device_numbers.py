@@ -26,7 +26,6 @@ from phalanx.launch.failure import Failure
 from phalanx.launch.side_process import SideProcess
 from phalanx.preflight import choose_plan, cluster_for, machine_forecast
 from phalanx.preflight import plan_choice as choices
-from phalanx.preflight.run_forecast import problem
 from phalanx.report.comparison import memory_beside, step_beside, under_forecast
 
 NO = None
@@ -126,10 +125,6 @@ class TestCommandLine:
         run, settings = settle(self.given(devices="1:4"), None, job())
         assert (run.plan, run.devices) == (Plan(dp=4), "1:4")
         assert ("devices", "1:4", "argument") in {(one.name, one.value, one.source) for one in settings}
-
-    def test_a_plan_goes_with_a_range(self) -> None:
-        run, _ = settle(self.given(devices="2:8", plan=Plan(fsdp=2)), None, job())
-        assert (run.plan, run.devices) == (Plan(fsdp=2), "2:8")
 
     @pytest.mark.parametrize(
         ("changes", "plan", "devices", "grow_after"),
@@ -363,11 +358,6 @@ class TestMachine:
         )
         assert one > 2 * all_of_them
 
-    def test_threads_each_count(self) -> None:
-        plan = Plan(device="cpu")
-        few, more = (cluster_for(plan, threads).groups[0].device.peak["fp32"] for threads in (1, 64))
-        assert more == pytest.approx(few * cores())
-
 
 class TestChoice:
     @pytest.fixture
@@ -432,24 +422,3 @@ class TestBeside:
             )
             is None
         )
-
-    def test_gathered_parameters_count_as_parameters(self) -> None:
-        parts = {"parameters": 50.0, "gradients": 50.0, "optimizer": 100.0, "activations": 300.0, "gathered": 50.0}
-        rows = memory_beside({"plan": "fsdp=2", "parts": parts}, [HELD])
-        assert next(row.ratio for row in rows if row.part == "parameters") == 1.0
-
-
-def test_a_refusal_says_how_much_of_what_and_what_would_fit() -> None:
-    found = {
-        "plan": "single",
-        "devices": 1,
-        "reserved": 3.0 * 2**30,
-        "room": 2.0 * 2**30,
-        "memory": {"activations": 2.0 * 2**30},
-    }
-    said = str(problem(found, '--plan "micro=8"'))
-    assert "3.0 GiB" in said
-    assert "2.0 GiB of it activations" in said
-    assert "1,073,741,824 bytes more" in said
-    assert said.endswith('try: plan="micro=8"')
-    assert str(problem(found, "")).endswith('try: forecast="anyway"')

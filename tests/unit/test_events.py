@@ -80,17 +80,6 @@ class TestFullDisk:
         said = capsys.readouterr().err
         assert said.count("cannot be written: No space left on device") == 1, "said once"
 
-    def test_the_second_time_is_said_too(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-    ) -> None:
-        disk = FullDisk(monkeypatch)
-        with EventLog(tmp_path / "e") as log:
-            for room in (0, 0, 10**9, 0, 10**9):
-                disk.room = room
-                log.write("warning", message="x")
-        assert len(messages(tmp_path / "e")) == 5
-        assert capsys.readouterr().err.count("cannot be written: No space left on device") == 2
-
     def test_only_the_newest_wait_and_the_log_says_how_many_were_lost(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -104,15 +93,6 @@ class TestFullDisk:
         assert (lost["event"], lost["events"], lost["reason"]) == ("lost", 500, "No space left on device")
         assert faults(lost) == []
         assert [event["message"] for event in rest] == [str(number) for number in range(500, 1500)]
-
-    def test_a_log_that_is_never_written_is_said_at_the_end(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-    ) -> None:
-        disk = FullDisk(monkeypatch)
-        disk.room = 0
-        with EventLog(tmp_path / "e") as log:
-            log.write("warning", message="0")
-        assert "1 event of the run is not in" in capsys.readouterr().err
 
 
 class TestStrangersLogs:

@@ -71,16 +71,6 @@ class TestAveraging:
     def test_is_spread_over_the_steps_between(self, text: str, seconds: float) -> None:
         assert averaged(GIANT, 0 * GIANT, layouts(text), setting())[0] == pytest.approx(seconds)
 
-    def test_takes_the_place_of_summing_gradients(self) -> None:
-        each, often, seldom = (
-            told(text, "4x8xA100@100Gb/s") for text in ("dp=32", "dp=32 sync=local every=4", "dp=32 sync=local every=8")
-        )
-        assert each.seconds["replicas"] > often.seconds["replicas"] > 0
-        assert often.seconds["replicas"] == pytest.approx(2 * seldom.seconds["replicas"])
-        assert often.seconds["products"] == each.seconds["products"]
-        assert of_plan(each) == []
-        assert "every 4 steps" in of_plan(often)[0]
-
     @pytest.mark.parametrize(
         ("text", "beyond"),
         [
@@ -160,15 +150,6 @@ class TestShares:
                 assert found.seconds[part] == busy.seconds[part]
             assert f"{fast} on A100-80GB, {slow} on V100-32GB" in of_plan(found)[-1]
 
-    def test_weights_matter_on_like_devices_too(self) -> None:
-        found, even = told("dp=2 shares=3,1", "2xA100"), told("dp=2", "2xA100", replace(WORK, batch=96))
-        assert found.seconds["products"] == even.seconds["products"]
-        assert (
-            told("dp=2 shares=1,1", "2xA100").step
-            == told("dp=2", "2xA100").step
-            == told("dp=2 shares=auto", "2xA100").step
-        )
-
     @pytest.mark.parametrize("rest", [" micro=1", *longer("", " micro=4 recompute=full")])
     def test_auto_is_as_good_as_any_weights(self, rest: str) -> None:
         steps = [told(f"dp=2 shares={fast},{64 - fast}{rest}", "A100+V100-32GB").step for fast in range(1, 64)]
@@ -211,11 +192,6 @@ class TestPlanner:
         named = Plan.parse(problem.fix.partition('"')[2].rstrip('"'))
         assert problems(replace(named, precision="fp16"), WORK, question.cluster) == []
 
-    def test_says_which_shares_leave_a_rank_without_samples(self, question: Question) -> None:
-        (problem,) = problems(Plan.parse("dp=2 fsdp=8 shares=20,1 precision=fp16"), WORK, question.cluster)
-        assert problem.where == "plan.shares"
-        assert "61,3" in problem.given
-
 
 ALL = ("fp16", "bf16", "int8", "topk:0.01", "powersgd:4")
 
@@ -240,15 +216,6 @@ def test_what_is_sent_and_what_making_it_takes(compress: str, wire: float, made:
     rows = layouts(f"dp=4 compress={compress}")
     found = averaging(GIANT, GIANT / 1000, rows, np.ones(1), setting())
     assert [float(one[0]) for one in found] == pytest.approx([wire, made])
-
-
-def test_what_replicas_average_now_and_then_is_smaller_too() -> None:
-    plain, small = (
-        averaged(GIANT, 0 * GIANT, layouts(f"dp=4 sync=local every=10{rest}"), setting())[0]
-        for rest in ("", " compress=bf16")
-    )
-    assert plain == pytest.approx(0.06 / 10)
-    assert small == pytest.approx((0.03 + 0.048) / 10)
 
 
 def test_servers_get_less_and_give_as_much() -> None:
@@ -331,26 +298,6 @@ class TestSharded:
         work = work_of(nn.Sequential(nn.Sequential(*blocks)))
         assert work.profile.repeated
         assert round(seconds("fsdp=2", "all-gather", "replicas", work)) == 2 * 5
-
-    def test_a_model_without_repeated_blocks_is_there_whole(self) -> None:
-        def gathered(work: Work) -> float:
-            return forecast(work, Plan.parse("fsdp=2"), cluster("8xA100")).memory["gathered"]
-
-        work = work_of(Rows())
-        parameters = 4 * work.profile.parameters
-        assert gathered(work) >= parameters
-        assert gathered(replace(work, profile=replace(work.profile, repeated=True))) < parameters
-
-
-class TestTensorParallel:
-    def test_a_pair_takes_the_place_of_each_sum_where_tokens_are_cut(self) -> None:
-        sums = seconds("tp=2", "all-reduce", "exchange")
-        assert sums >= 4 * 4  # two forward, two backward, in each of four blocks
-        # the embeddings are added up whole, and three numbers a token in the loss over classes that are cut
-        assert seconds("tp=2 sequence=true", "all-reduce", "exchange") == pytest.approx(1.0 + 3.0, abs=1e-3)
-        for kind in ("all-gather", "reduce-scatter"):
-            there = 4 * 4 + 1 + (kind == "all-gather")  # of the head both; of the embeddings the gradients are gathered
-            assert seconds("tp=2 sequence=true", kind, "exchange") == pytest.approx(there, abs=1e-3)
 
 
 class Routed(nn.Module):

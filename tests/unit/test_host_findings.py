@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 import threading
 import time
 from collections import Counter
@@ -12,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import combinations, permutations
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 
@@ -21,25 +20,19 @@ from phalanx.config import Plan, RunSpec
 from phalanx.errors import RunError, SpecError
 from phalanx.launch import host_network
 from phalanx.launch.check_hosts import (
-    CheckQuestion,
     CheckTime,
     HostAnswer,
     HostSurvey,
     LinkAnswer,
     Needs,
     TargetHost,
-    asking,
     findings,
-    host_probe,
-    survey,
     workers_of,
 )
 from phalanx.launch.check_hosts.asking_links import LinkSurvey, ask_links, rounds
-from phalanx.launch.check_hosts.host_probe import MARK
 from phalanx.launch.host_network import HostLink
 from phalanx.launch.host_process import Quotas
 from phalanx.launch.unshared_folder import unshared_problems
-from phalanx.preflight.launch_check import LaunchQuestion, launch_check
 from phalanx.units import parse_bit_rate, parse_seconds, parse_share
 
 pytestmark = pytest.mark.quick
@@ -100,10 +93,6 @@ def put(path: str, value: Any) -> Callable[[dict[str, Any]], None]:
         place[last] = value
 
     return change
-
-
-def fewer(host: dict[str, Any]) -> None:
-    host["devices"].pop()
 
 
 def none_for_torch(host: dict[str, Any]) -> None:
@@ -190,12 +179,6 @@ def test_one_fault_is_one_finding(
     assert finding.fix
 
 
-def test_a_device_that_is_missing_is_named_and_leaves_too_few() -> None:
-    said = findings(surveyed(fewer), NEEDS)
-    assert [(one.kind, one.fails) for one in said] == [("plan", True), ("versions", False)]
-    assert said[1].what == "CUDA devices: 7 on n2, 8 on n1, n3"
-
-
 def test_a_torch_without_cuda_is_named() -> None:
     said = findings(surveyed(none_for_torch), NEEDS)
     assert "torch sees none of 8 devices" in next(one.what for one in said if one.kind == "devices")
@@ -217,19 +200,6 @@ def test_more_processes_than_devices(text: str) -> None:
     (finding,) = findings(surveyed(lambda host: None), Needs(plan=Plan.parse(text)))
     assert (finding.kind, finding.fails) == ("plan", True)
     assert "there are 24" in finding.what
-
-
-def test_cpus_are_shared_with_a_warning() -> None:
-    hosts = tuple(HostAnswer(name=name, told={**told(0), "cores": 2}) for name in NAMES)
-    survey = HostSurvey(hosts=hosts, links=(), folder=Path("/runs"))
-    (finding,) = findings(survey, Needs(plan=Plan.parse("dp=12")))
-    assert (finding.kind, finding.fails) == ("plan", False)
-
-
-@pytest.mark.parametrize(("user", "told"), [(1000, True), (0, False)])
-def test_a_limit_of_processes_is_none_for_root(monkeypatch: pytest.MonkeyPatch, user: int, told: bool) -> None:
-    monkeypatch.setattr("os.geteuid", lambda: user)
-    assert ("processes" in host_probe._limits()) == told
 
 
 def links(bandwidth: Callable[[str, str], float], latency: Callable[[str, str], float]) -> tuple[LinkAnswer, ...]:
@@ -277,32 +247,6 @@ def test_rounds_ask_every_pair_and_no_host_twice_at_once(count: int) -> None:
     assert pairs == (every if count <= 8 else ring)
 
 
-def test_links_that_there_is_no_time_for_are_counted_and_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two rounds are asked in any case: each of eight hosts is one of two pairs."""
-
-    class Answering(TargetHost):
-        def __init__(self, number: int) -> None:
-            self.name = f"n{number}"
-            self.told = False
-            self.asked = 0
-
-        def run(self, arguments: Sequence[str], text: str, patience: float) -> str:
-            link = "peer" in json.loads(text)
-            self.asked += link
-            self.told = True
-            clock = {"began": time.time(), "ended": time.time()}
-            return MARK + json.dumps({"error": "", "latency": 1e-4, "bandwidth": 1e9} if link else {**told(), **clock})
-
-    hosts = [Answering(number) for number in range(8)]
-    monkeypatch.setattr(asking, "_LOOKS", 1)
-    monkeypatch.setattr(CheckTime, "left", property(lambda limit: 0.0 if all(one.told for one in hosts) else 50.0))
-    said = survey(hosts, CheckQuestion(folder=tmp_path, cwd=str(tmp_path)))
-    assert {host.asked for host in hosts} == {2}
-    assert (len(said.links), said.unasked) == (2 * 8, 28 - 8)
-    found = launch_check(LaunchQuestion(folder=tmp_path), said)
-    assert "links between 20 pairs of hosts: no time was left" in found.not_looked_at
-
-
 @pytest.mark.parametrize("off", [3600.0, -3600.0])
 def test_the_clock_that_is_off_is_that_of_few(off: float) -> None:
     """Also where it is the asker's: then all hosts are right, and none is named."""
@@ -313,31 +257,6 @@ def test_the_clock_that_is_off_is_that_of_few(off: float) -> None:
 
     assert ahead(0.0, off, 0.0) == [("n2",)]
     assert ahead(off, off, off) == []
-
-
-class TestMemory:
-    """Of the machine, or of a container that has less."""
-
-    FILES: ClassVar[dict[str, str]] = {
-        "/proc/meminfo": "MemTotal: 1000 kB\nMemAvailable: 800 kB\n",
-        "/proc/self/cgroup": "0::/pod/main\n",
-        "/sys/fs/cgroup/pod/memory.max": "512000",
-        "/sys/fs/cgroup/pod/memory.current": "300000",
-        "/sys/fs/cgroup/pod/memory.stat": "anon 1\ninactive_file 100000\n",
-        "/sys/fs/cgroup/pod/main/memory.max": "max",
-        "/sys/fs/cgroup/pod/main/memory.current": "300000",
-    }
-
-    def asked(self, monkeypatch: pytest.MonkeyPatch, **files: str) -> dict[str, int]:
-        monkeypatch.setattr(host_probe, "_read", lambda path: {**self.FILES, **files}.get(path, ""))
-        return host_probe._memory()
-
-    def test_a_group_above_it_has_less_and_what_it_could_drop_is_free(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        assert self.asked(monkeypatch) == {"total": 512000, "free": 312000}
-
-    def test_without_a_group_it_is_the_machines(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        found = self.asked(monkeypatch, **{"/proc/self/cgroup": "0::/\n"})
-        assert found == {"total": 1024000, "free": 819200}
 
 
 @pytest.mark.parametrize(
@@ -414,14 +333,6 @@ def test_of_many_hosts_each_tries_the_first() -> None:
 def test_without_time_there_are_two_rounds_and_other_pairs_are_counted(count: int, pairs: int, unasked: int) -> None:
     said = AskedHosts(count).asked(0.0)
     assert (len(said.links), said.unasked) == (2 * pairs, unasked)
-
-
-def test_a_link_has_some_time_unless_the_check_was_ended() -> None:
-    limit = CheckTime(0.0)
-    assert (limit.left, limit.at_least(3.0)) == (0.0, 3.0)
-    assert CheckTime(60.0).at_least(3.0) > 50.0
-    limit.end()
-    assert limit.at_least(3.0) == 0.0
 
 
 @pytest.mark.parametrize(

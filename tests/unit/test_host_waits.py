@@ -292,26 +292,6 @@ def test_an_optimizer_that_cannot_skip_on_the_device_is_waited_for(optimizer: st
     assert not any(group.get("fused") for group in step.optimizer.param_groups)
 
 
-class Functional(nn.Module):
-    """Makes sparse gradients, and nothing about it says so."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.table = nn.Parameter(torch.randn(10, 3))
-
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        return nn.functional.embedding(input, self.table, sparse=True)
-
-
-def test_sparse_gradients_keep_the_implementation_that_takes_them(queue: Queue) -> None:
-    made = vars_of(job(OPTIMIZERS["sgd"])) | {
-        "model": Functional,
-        "data": lambda: px.Table(input=torch.arange(SAMPLES) % 10, label=torch.arange(SAMPLES) % 3),
-    }
-    assert len(list(steps(px.Job(**made), "single"))) == 1 + SAMPLES // BATCH
-
-
 class Late(nn.Module):
     """Uses a layer from the fourth step on."""
 
@@ -353,16 +333,6 @@ def test_a_loop_that_is_left_checks_its_last_step_as_it_closes(with_run: bool, q
         step.close()
 
 
-def test_an_evaluation_checks_the_step_before_it(queue: Queue) -> None:
-    made = vars_of(job(bad=2)) | {"evaluate": data}
-    step, loader = px.build(px.Job(**made), px.Plan())
-    for batch in loader:
-        if step(batch).step == 2:
-            break
-    with pytest.raises(LossError, match="the loss of step 2 is nan"):
-        step.evaluate()
-
-
 @pytest.mark.parametrize("plan", ["precision=fp16", "precision=fp16 micro=4"])
 def test_fp16_is_checked_before_the_update(plan: str, queue: Queue) -> None:
     taken = steps(job(), plan)
@@ -382,7 +352,7 @@ def test_a_run_goes_on_from_a_checkpoint_of_another_implementation(
     first = steps(made, "single", **given)
     for _ in range(4):
         next(first)
-    next(first).loss  # noqa: B018
+    next(first).loss
     first.close()
     request.getfixturevalue("queue")
     resumed = steps(made, "single", run=tmp_path / "run", resume=True)

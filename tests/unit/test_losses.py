@@ -22,11 +22,8 @@ from phalanx.train.loss import (
 )
 from phalanx.train.padding_free import (
     counted_tokens,
-    joined_along,
     joined_dimensions,
-    mixes,
     row_lengths,
-    rows_of,
     unlike_alone,
 )
 
@@ -81,13 +78,6 @@ def test_a_part_without_targets_weighs_nothing_and_still_has_gradients():
     assert int(loss.count) == 0
     assert logits.grad is not None
     assert not logits.grad.any()
-
-
-def test_count_is_a_plain_number_where_it_is_known():
-    assert type(cross_entropy(LOGITS_BTV, TOKENS_BT, ignore_index=None).count) is int
-    assert type(next_token_loss(LOGITS_BTV, TOKENS_BT).count) is int
-    assert type(mse(LOGITS_BC, LOGITS_BC).count) is int
-    assert isinstance(cross_entropy(LOGITS_BTV, TOKENS_BT).count, torch.Tensor)
 
 
 @in_one_test("dtype", [torch.bfloat16, torch.float16])
@@ -178,25 +168,6 @@ def zeros(*shape: int) -> torch.Tensor:
     return torch.zeros(*shape)
 
 
-@in_one_test(
-    ("whole", "alone", "dim"),
-    [
-        (zeros(1, 7), [zeros(1, 3), zeros(1, 4)], 1),
-        (zeros(2, 7), [zeros(2, 3), zeros(2, 4)], 1),  # edges of a graph
-        (zeros(7), [zeros(3), zeros(4)], 0),
-        (zeros(1, 2), [zeros(1, 1), zeros(1, 1)], 1),
-        (zeros(2), [zeros(1), zeros(1)], None),  # a row for each
-        (zeros(2, 4), [zeros(1, 3), zeros(1, 4)], None),  # padded
-        (zeros(3), [zeros(2), zeros(2)], None),  # where each begins
-        (zeros(1, 7), [zeros(1, 3), zeros(1, 3)], None),
-        (torch.tensor(0.0), [torch.tensor(0.0)] * 2, None),
-        (4, [2, 2], None),
-    ],
-)
-def test_along_which_dimension_samples_are_joined(whole: object, alone: list[object], dim: int | None) -> None:
-    assert joined_along(whole, alone) == dim
-
-
 def batch_of(*texts: list[int]) -> dict[str, Any]:
     lengths, tokens = torch.tensor([len(text) for text in texts]), [token for text in texts for token in text]
     return {
@@ -218,14 +189,3 @@ def test_what_is_of_a_sample_in_a_row() -> None:
     drawn = {**whole, "ids": torch.tensor([[4, 0, 6, 7, 8]]), "weight": whole["weight"] + torch.rand(1, 5)}
     assert unlike_alone(drawn, alone) == "ids, weight"
     assert row_lengths(whole, [whole]) == []
-
-
-def test_a_model_that_mixes_them() -> None:
-    alone = [torch.rand(1, 3, 2), torch.rand(1, 4, 2)]
-    assert not mixes({"logits": torch.cat(alone, 1)}, [{"logits": one} for one in alone])
-    assert mixes(torch.cat([alone[0], alone[1] + 0.1], 1), alone)
-
-
-def test_rows_of_a_padded_batch() -> None:
-    batch = rows_of({"ids": torch.arange(6).view(3, 2), "scale": torch.ones(2)}, [0, 2], 3)
-    assert (batch["ids"].tolist(), batch["scale"].tolist()) == ([[0, 1], [4, 5]], [1, 1])

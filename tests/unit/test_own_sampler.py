@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import random
 import time
 from collections import Counter
@@ -105,18 +104,6 @@ def test_what_is_no_order_is_refused_before_the_first_step(order: Any, text: str
     assert text in refused(lambda: loader(sampler=order))
 
 
-def test_an_epoch_of_another_length_is_named() -> None:
-    assert "2 indices in epoch 1, and 3 in epoch 0" in refused(
-        lambda: batches(sampler=lambda _, epoch: range(3 - epoch))
-    )
-
-
-def test_a_sampler_that_raises_is_named() -> None:
-    with pytest.raises(ZeroDivisionError) as caught:
-        loader(sampler=lambda seed, epoch: [1 // epoch])
-    assert "job.sampler gave the order of epoch 0" in caught.value.__notes__[0]
-
-
 @in_one_test(
     ("given", "fix"),
     [
@@ -201,12 +188,6 @@ class TestBuckets:
             firsts = [lengths[order[start]] for start in range(0, 496, 16)]
             assert firsts != sorted(firsts)
         assert not np.array_equal(*made)
-
-    def test_the_batch_is_that_of_the_job(self) -> None:
-        lengths = [3, 9, 1, 7, 2, 8, 3, 9, 1, 7]
-        assert batches(sampler=px.buckets(lengths), batch=5, epochs=1) == [
-            part.tolist() for part in np.split(px.buckets(lengths).function(0, 0, 5), 2)
-        ]
 
 
 TWO = {"web": list(range(30)), "books": [100 + value for value in range(7)]}
@@ -365,16 +346,3 @@ def test_a_process_that_is_ahead_does_not_move_the_others_to_its_pass(made: Call
     assert alone[:20] != alone[20:]
     late = OneLate(made(), tmp_path)
     assert rows(Loader(late, a_job(batch=10, epochs=2, workers=2), Lane(), micro=None)) == alone
-
-
-@pytest.mark.parametrize("made", [shuffled, Counted])
-def test_nor_does_a_process_that_shares_the_stream(made: Callable[[], Any]) -> None:
-    stream = made()
-    alone = rows(Loader(made(), a_job(batch=10, epochs=2), Lane(), micro=None))
-    steps = iter(Loader(stream, a_job(batch=10, epochs=2), Lane(), micro=None))
-    other = multiprocessing.get_context("fork").Process(target=stream.set_epoch, args=(7,))
-    other.start()
-    other.join()
-    read = [row for step in steps for part in step.parts for micro in part for row in micro.batch["row"].tolist()]
-    assert read == alone
-    assert int(stream.epoch if made is shuffled else stream.epoch.value) == 7

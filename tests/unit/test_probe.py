@@ -9,7 +9,6 @@ import pytest
 
 from in_one_test import in_one_test
 from phalanx import hardware
-from phalanx.config import Host
 from phalanx.device_kinds import all_kinds, kind_named
 from phalanx.hardware import probe
 from phalanx.hardware.probe import Gpu
@@ -80,12 +79,6 @@ def test_the_first_version_of_groups(tmp_path: Path) -> None:
     assert (probe.memory_of(root, 64 * GIB), probe.cores_of(root, 12)) == (4 * GIB, 3)
 
 
-def test_numa_nodes(tmp_path: Path) -> None:
-    for name in ("node0", "node1", "possible"):
-        (tmp_path / "sys/devices/system/node" / name).mkdir(parents=True)
-    assert probe.numa_of(tmp_path) == 2
-
-
 def test_the_fastest_interface_is_the_network(tmp_path: Path) -> None:
     interfaces = {"eth0": ("25000", "up"), "eth1": ("100000", "down"), "eth2": ("-1", "up"), "br0": ("200000", "up")}
     for name, (speed, state) in interfaces.items():
@@ -149,10 +142,6 @@ def test_links_are_those_of_the_matrix(matrix: str, count: int, device: str, lin
     assert probe.link_of(matrix, count, hardware.entry(device)).name == link
 
 
-def test_a_bridge_is_slower_than_a_switch() -> None:
-    assert probe.link_of(BRIDGE, 2, hardware.entry("RTX-3090")).bandwidth == 4 * 14.0625e9
-
-
 def test_gpus_make_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     same = [Gpu(name="NVIDIA A100-SXM4-80GB", memory=85_000_000_000)] * 3
     monkeypatch.setattr(probe, "_gpus", lambda kind: (*same, Gpu(name="Tesla T4", memory=15_600_000_000)))
@@ -162,13 +151,6 @@ def test_gpus_make_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     assert shape == {"A100-80GB": (1, 3, "NVLink 3"), "T4": (1, 1, "PCIe 3.0 x16")}
     assert found.groups[0].host.cores == hardware.cores()
     assert found.groups[0].device.room == 85_000_000_000 - GIB // 2
-
-
-def test_cores_share_the_memory_of_their_host() -> None:
-    group = probe.cpu_group(Host(name="here", cores=4, memory=16 * GIB))
-    assert (group.per_node, group.device.memory, group.device.kind) == (4, 4 * GIB, "cpu")
-    tiny = probe.cpu_group(Host(name="here", cores=64, memory=GIB))
-    assert tiny.device.room == 0
 
 
 DRIVER = """#!/bin/sh

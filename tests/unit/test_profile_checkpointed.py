@@ -74,7 +74,7 @@ class Model(nn.Module):
 
 def profile(model: nn.Module) -> Profile:
     tokens = torch.randint(64, (2, LENGTH))
-    loss = lambda output, batch: F.cross_entropy(output.flatten(0, 1), batch.flatten())  # noqa: E731
+    loss = lambda output, batch: F.cross_entropy(output.flatten(0, 1), batch.flatten())
     return trace(ModelCall(module=model, args=(tokens,), batch=tokens, loss=loss))
 
 
@@ -112,20 +112,6 @@ def test_a_checkpoint_inside_a_block_keeps_what_it_is_called_with(how: Any) -> N
     # the norm's output, which the checkpoint is called with, and its mean and scale of each token
     assert kept(block(found)) == LENGTH * WIDTH + 2 * LENGTH
     assert products(block(found), again=True) > 0
-
-
-def test_what_computes_again_is_cut_as_it_was_the_first_time() -> None:
-    found = block(profile(Model(inner=reentrant)))
-    again = [one.share for one in found.backward if one.again and one.kind == "matmul"]
-    assert again == ["column", "row"]
-    assert not any(one.weights for one in found.backward if one.again)
-
-
-def test_nothing_learns_in_a_reentrant_checkpoint_that_nothing_which_learns_enters() -> None:
-    model = Model(outer=reentrant)
-    model.table.requires_grad_(False)
-    found = profile(model)
-    assert products(block(found), again=True) == products(block(found), again=False) == 0
 
 
 def test_a_trace_leaves_checkpoints_as_they_are() -> None:
@@ -245,18 +231,6 @@ def test_of_a_stream_the_first_hundred_are_looked_at() -> None:
     found = work_of(job_of(TextStream(500))).lengths
     assert found is not None
     assert (len(found.tokens), found.tokens[0], found.longest, found.padded) == (100, SHORT, LONG, True)
-
-
-def test_slow_data_are_left_after_a_second() -> None:
-    data = Text(short=2, seconds=0.3)
-    work_of(job_of(data))
-    assert data.read < 20
-
-
-def test_a_stated_length_is_not_looked_for() -> None:
-    data = Text(short=100)
-    work = work_of(job_of(data), length=32)
-    assert (work.lengths, work.tokens, data.read) == (None, 32, 2)
 
 
 def test_a_length_that_is_stated_takes_the_place_of_those_that_were_seen() -> None:

@@ -7,7 +7,6 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
-import click
 import pytest
 import torch
 from click.testing import CliRunner
@@ -139,20 +138,6 @@ def test_no_link_is_followed_that_a_launch_would_write_through(tmp_path: Path, n
 
 
 @pytest.mark.parametrize(
-    ("given", "steps", "seconds"),
-    [(500, 500, 0.0), (0, 0, 0.0), ("90s", 0, 90.0), ("15m", 0, 900.0), ("2h", 0, 7200.0), ("1.5m", 0, 90.0)],
-)
-def test_checkpoints_come_by_steps_or_by_time(given: int | str, steps: int, seconds: float) -> None:
-    run = spec(checkpoint_every=given)
-    assert (run.save_steps, run.save_seconds) == (steps, seconds)
-    assert RunSpec.from_toml(run.to_toml()) == run
-
-
-def test_by_default_they_come_every_15_minutes() -> None:
-    assert spec().save_seconds == 900
-
-
-@pytest.mark.parametrize(
     "wrong",
     [
         *({"checkpoint_every": given} for given in (-1, True, 1.5, "15", "0m", "m", "15 minutes", "-3s")),
@@ -199,19 +184,6 @@ def told(*argv: str) -> dict[str, Any]:
 def test_resume_stands_by_itself_or_is_auto(argv: list[str], resume: bool | str, step: int | None) -> None:
     found = told(*argv)
     assert (found["resume"], found["from_step"]) == (resume, step)
-
-
-def test_the_time_between_checkpoints_is_taken_as_it_is_written() -> None:
-    assert told("job.py", "--checkpoint-every", "15m")["checkpoint_every"] == "15m"
-    assert told("job.py", "--checkpoint-every", "500")["checkpoint_every"] == 500
-
-
-def test_what_does_not_go_together_is_refused() -> None:
-    for argv in (["--resume", "auto"], ["--from", "3"], ["--run", "r", "--resume", "auto", "--from", "3"]):
-        with pytest.raises(SpecError):
-            told("job.py", *argv)
-    with pytest.raises(click.UsageError):
-        told("job.py", "--run", "r", "--resume=maybe")
 
 
 def test_auto_goes_on_or_begins_and_never_takes_another_jobs_folder(tmp_path: Path) -> None:

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import json
-import os
 import random
 import shutil
-import subprocess
-import sys
 from collections.abc import Iterator
 from graphlib import TopologicalSorter
 from pathlib import Path
@@ -219,15 +215,6 @@ def test_what_is_in_flight_is_counted_in_the_order(schedule: Schedule, stages: i
             assert said == pytest.approx(held), (ranks, micros)
 
 
-@pytest.mark.quick
-def test_a_schedule_says_what_its_order_is() -> None:
-    for name, schedule in SCHEDULES.items():
-        made = order(name, 4, 2 if schedule.v_shaped else 1, 8)
-        kinds = {action.kind for actions in made.ranks for action in actions}
-        assert schedule.in_halves == ("W" in kinds), name
-        assert schedule.v_shaped == (made.rank_of[-1] == made.rank_of[0]), name
-
-
 @in_one_test(("schedule", "each"), CASES)
 def test_both_ends_know_the_same_messages_in_the_same_order(schedule: Schedule, each: int) -> None:
     for found, ranks in ((made(schedule, ranks, each, 5), ranks) for made in (order, forwards) for ranks in (2, 3)):
@@ -236,11 +223,6 @@ def test_both_ends_know_the_same_messages_in_the_same_order(schedule: Schedule, 
         for rank, line in enumerate(lines):
             for other, here in line.items():
                 assert [(message, not mine) for message, mine in here] == lines[other][rank]
-
-
-def test_stages_of_a_v_meet_on_the_last_rank() -> None:
-    assert holders("zbv", 3, 6) == (0, 1, 2, 2, 1, 0)
-    assert holders("interleaved", 3, 6) == (0, 1, 2, 0, 1, 2)
 
 
 def test_idle_shares_are_those_of_the_papers() -> None:
@@ -302,45 +284,3 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
         path.write_text(text)
     (folder / "phalanx/placement/schedules/eager.py").write_text(NEW)
     return folder
-
-
-SEVERAL = """
-import json, sys
-from click.testing import CliRunner
-from phalanx.cli import main
-done = [CliRunner().invoke(main, words) for words in json.loads(sys.argv[1])]
-assert all(one.exit_code == 0 for one in done), [one.output for one in done]
-print(json.dumps([one.stdout for one in done]))
-"""
-
-
-def printed_by(source: Path, *commands: list[str]) -> list[str]:
-    """What each command prints, one after the other in a process that has the copy."""
-    done = subprocess.run(
-        [sys.executable, "-c", SEVERAL, json.dumps(commands)],
-        env={**os.environ, "PYTHONPATH": str(source), "OMP_NUM_THREADS": "1"},
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
-
-
-def test_a_schedule_of_three_files_is_proven_drawn_and_forecast(source: Path) -> None:
-    plan = "pp=4 schedule=eager micro=4"
-    ask = ["forecast", "examples/gpt.py", "--on", "4xH100", "--json", "--plan"]
-    proven, drawn, *forecasts = printed_by(
-        source,
-        ["prove", "examples/gpt.py", "--plan", plan.replace("pp=4", "pp=2"), "--steps", "2", "--json"],
-        ["show", "examples/gpt.py", "--plan", plan],
-        [*ask, plan],
-        [*ask, plan.replace("eager", "1f1b")],
-    )
-    assert json.loads(proven)["equal"] is True
-    assert "eager" in drawn
-    one, other = (json.loads(text) for text in forecasts)
-    held = [found["memory"]["activations"] for found in (one, other)]
-    assert held[0] > held[1], "a longer warm-up holds more"

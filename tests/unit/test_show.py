@@ -17,7 +17,7 @@ from phalanx.cli import main
 from phalanx.config import Plan
 from phalanx.demo.jobs.gpt import gpt_job
 from phalanx.placement.ownership import TensorPiece
-from phalanx.placement.schedules import Action, Timed, bubble, order, work
+from phalanx.placement.schedules import Action, Timed, bubble, order
 from phalanx.placement.survey_file import survey_from_dict, survey_to_dict
 from phalanx.report.drawing import Timeline, drawn_places, lines
 from phalanx.report.show import Shown, described, of_job, planned, ranks_of
@@ -51,9 +51,6 @@ class TestNames:
             ("blocks.{0..2}.down", [f"blocks.{i}.down" for i in range(3)]),
         ]
 
-    def test_of_which_something_else_is_told_are_apart(self) -> None:
-        assert [name for name, _ in grouped({"a.0.w": 1, "a.1.w": 2})] == ["a.0.w", "a.1.w"]
-
     def test_ranks(self) -> None:
         assert runs([3, 0, 1, 2, 8]) == "0-3, 8"
         assert runs(range(0, 20, 2)) == "0, 2, 4, ..., 18"
@@ -84,22 +81,6 @@ class TestTimeline:
         assert found is not None
         expected = bubble(order(plan.schedule, plan.pp, plan.stages, found.micros))
         assert (found.even, found.timeline.idle) == (pytest.approx(expected), pytest.approx(expected))
-
-    @in_one_test("text", ["pp=2", "pp=2 schedule=zbv", "pp=2 schedule=zbv recompute=full"])
-    def test_halves_make_up_the_whole(self, text: str) -> None:
-        plan = Plan.parse(text)
-        for stage in range(4):
-            halves = [work(plan, Action(kind, stage, 0)) for kind in ("I", "W")]
-            assert sum(halves) == work(plan, Action("B", stage, 0))
-
-    def test_a_model_that_recomputes_by_itself_does_three_forwards_backward_at_once(self) -> None:
-        plan = Plan.parse("pp=2 schedule=zbv")
-        assert [work(plan, Action(kind, 1, 0), recomputes=True) for kind in ("F", "I", "W", "B")] == [1, 3, 0, 3]
-
-    def test_unequal_stages_cost_idle_time(self) -> None:
-        shown = tiny("pp=2 micro=2 split=blocks.3")
-        assert shown.planned is not None
-        assert shown.planned.timeline.idle > shown.planned.even + 0.1
 
     def test_every_action_is_drawn_where_it_happens(self) -> None:
         one = Timeline(
@@ -135,22 +116,12 @@ class TestText:
         assert "planned: 1f1b, 4 micro-batches" in said
         assert re.search(r"^rank 2 ·+F0", said, re.MULTILINE), said
 
-    def test_says_what_the_optimizer_steps(self) -> None:
-        said = printed(tiny("fsdp=2 zero=1"))
-        assert re.search(r"token\.weight +256x32 +whole +rows 0:128 +0 ", said), said
-
     @in_one_test("width", [60, 80, 140])
     @in_one_test("plan", ["dp=16", "pp=2 schedule=interleaved micro=1", "fsdp=16"])
     def test_fits_the_terminal(self, plan: str, width: int) -> None:
         shown = tiny(plan)
         drawn = [line for line in printed(shown, width).splitlines() if not line.startswith(("┌", "│", "└"))]
         assert max(map(len, drawn)) <= width
-
-    def test_many_places_are_not_all_listed(self) -> None:
-        said = printed(tiny("fsdp=16"))
-        assert "the first and the last of 16 places" in said
-        assert re.search(r"^ +rows 240:256 +15 ", said, re.MULTILINE), said
-        assert "rows 128:144" not in said
 
 
 class TestSvg:

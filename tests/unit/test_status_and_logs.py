@@ -63,21 +63,6 @@ class TestStatus:
         told = json.loads(invoke("status", str(tmp_path), "--json").stdout)
         assert (told["step"], told["steps"], told["plan"]) == (1, 20, "dp=2")
 
-    def test_one_that_stops_as_its_log_is_read(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Not that its log has no end."""
-        run_of(tmp_path, step(0))
-        read, trained = run_standing._events, [True]
-
-        def read_and_stop(folder: Path) -> list[dict[str, Any]]:
-            found = read(folder)
-            run_of(folder, step(0), {"event": "stopped", "time": 3.0, "step": 1, "signal": "SIGTERM"})
-            trained.clear()
-            return found
-
-        monkeypatch.setattr(run_standing, "is_written", lambda folder: bool(trained))
-        monkeypatch.setattr(run_standing, "_events", read_and_stop)
-        assert [run_standing.run_standing(tmp_path).state for _ in range(2)] == ["running", "stopped"]
-
     def test_one_that_has_not_begun_leads_to_what_was_printed(self, tmp_path: Path) -> None:
         (tmp_path / "launch").mkdir()
         done = invoke("status", str(tmp_path), "--json")
@@ -243,19 +228,6 @@ def _job(work: object) -> px.Job:
         batch=1,
         steps=1,
     )
-
-
-def test_a_fault_without_a_line_of_the_user_is_whole() -> None:
-    code = compile("def fail():\n    raise RuntimeError('ours')", f"{Path(px.__file__).parent}/train/step.py", "exec")
-    found: dict[str, object] = {}
-    exec(code, found)
-    try:
-        found["fail"]()  # type: ignore[operator]
-    except RuntimeError as error:
-        error.__traceback__ = error.__traceback__ and error.__traceback__.tb_next
-        text = format_for_user(error)
-    assert "left out" not in text
-    assert "train/step.py" in text
 
 
 @pytest.mark.parametrize(

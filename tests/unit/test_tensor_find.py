@@ -78,14 +78,6 @@ def test_grouped_heads_go_with_their_queries_or_stay_whole(ranks: int, keys: boo
     assert cut(split, "layers.0.mlp.gate_proj.weight") == cut(split, "layers.0.mlp.up_proj.weight")
 
 
-def test_nothing_is_found_where_nothing_pairs_up() -> None:
-    split = found(
-        nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(144, 5)), 2, torch.ones(2, 1, 8, 8)
-    )
-    assert split.cuts == {}
-    assert "3.weight" in split.whole
-
-
 def test_a_few_classes_are_not_worth_cutting() -> None:
     class Classifier(nn.Module):
         def __init__(self) -> None:
@@ -122,12 +114,6 @@ def test_what_the_job_says_of_cuts_counts() -> None:
     assert cut(split, "1.up.weight")[0] == 1
     assert cut(split, "token.weight")[0] == 1
     assert cut(split, "position.weight")[0] == 0
-
-
-def test_the_last_pattern_that_fits_counts() -> None:
-    split = found(own_gpt(), 2, IDS, told={"blocks.*.up": "whole", "blocks.1.up": "colwise"})
-    assert "blocks.0.up.weight" in split.whole
-    assert cut(split, "1.up.weight")[0] == 0
 
 
 @in_one_test(

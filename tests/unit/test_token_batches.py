@@ -82,15 +82,6 @@ def test_a_sampler_says_the_order_and_may_repeat() -> None:
     assert [ids.tolist() for *_, ids in TokenBatchSampler(given, 10).walk(0, 3)] == [[6], [0, 0, 9], [1]]
 
 
-@in_one_test("lengths", [np.asarray(LENGTHS), torch.tensor(LENGTHS), tuple(LENGTHS), map])
-def test_lengths_of_any_kind(lengths: Any) -> None:
-    if lengths is map:
-        with pytest.raises(SpecError, match="given a map; allowed: one whole number, 0 or more, for each sample"):
-            px.TokenBatch(12, map(len, ["a"]))
-        return
-    assert TokenBatchSampler(job(batch_tokens=px.TokenBatch(12, lengths)), 10).steps_of(1) > 1
-
-
 @in_one_test(
     ("how", "words"),
     [
@@ -137,19 +128,6 @@ def test_steps_are_counted() -> None:
         steps_of(job())
         == TokenBatchSampler(job(), 10).steps_of(2)
         == Loader(rows(), job(), Lane(), micro=None).total_steps
-    )
-
-
-def test_what_ends_steps_before_their_tokens_is_told() -> None:
-    def said(**how: Any) -> list[str]:
-        return Loader(rows(), job(**how), Lane(), micro=None).remarks
-
-    assert said() == []
-    assert "end with 2 samples, the most by batch=2, before these have the 12 tokens" in said(batch=2)[0]
-    most = px.TokenBatch(500, LENGTHS)
-    assert (
-        "more than there are: each step has all 10 samples of an epoch, 73 tokens"
-        in said(batch=64, batch_tokens=most)[0]
     )
 
 

@@ -19,7 +19,6 @@ from phalanx.data import Ledger, MicroBatch, StepBatch, read_ledger
 from phalanx.errors import CheckpointError
 from phalanx.events import read
 from phalanx.events.schema import faults
-from phalanx.parallel.rng_streams import reseed, stream
 from phalanx.train.assembly import Assembly, build
 from phalanx.train.build_model import build_model
 from phalanx.train.evaluate import Evaluation
@@ -208,24 +207,12 @@ def test_by_the_clock_it_saves_when_the_time_has_come(tmp_path: Path, monkeypatc
     assert stepper.moments == [("save", 3), ("save", 6), ("save", 9), ("save", 10), ("evaluate", 10)]
 
 
-def test_streams_differ_by_every_word() -> None:
-    seeds = {stream(seed, *words) for seed in range(20) for words in ((0,), (1,), (0, 0), (0, 1), (1, 0))}
-    assert len(seeds) == 100
-
-
 def test_neighbouring_seeds_give_other_initial_values() -> None:
     def first(seed: int) -> float:
         return float(next(build_model(job(seed=seed)).parameters())[0, 0].detach())
 
     assert len({first(seed) for seed in range(6)}) == 6
     assert first(3) == first(3)
-
-
-def test_reseeding_repeats() -> None:
-    reseed(torch.device("cpu"), stream(1, 2, 3))
-    first = torch.rand(3)
-    reseed(torch.device("cpu"), stream(1, 2, 3))
-    assert torch.equal(first, torch.rand(3))
 
 
 def saved_and_restored(folder: Path, before: dict[str, Any], after: dict[str, Any]) -> Assembly:

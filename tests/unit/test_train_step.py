@@ -6,7 +6,6 @@ import math
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +16,6 @@ import phalanx as px
 from in_one_test import in_one_test
 from phalanx.comm import Place
 from phalanx.errors import LossError, RefusedError, SpecError
-from phalanx.train import grad_clipping
 from phalanx.train.assembly import Assembly, build
 from phalanx.train.evaluate import evaluate
 from phalanx.train.loss_scaling import LossScale
@@ -101,7 +99,7 @@ class TestRates:
 
     def test_a_rate_that_is_a_tensor(self) -> None:
         rate = torch.tensor(0.5)
-        optimizer = lambda params: torch.optim.SGD(params, lr=rate)  # noqa: E731
+        optimizer = lambda params: torch.optim.SGD(params, lr=rate)
         assembly = assembled(optimizer=optimizer, epochs=None, steps=4, schedule=px.Schedule(decay="linear"))
         rates = [one.lr for one in steps(assembly)]
         assert rates == [0.5, 0.375, 0.25, 0.125]
@@ -266,16 +264,6 @@ class TestLateNumbers:
         assert isinstance(numbers, torch.Tensor)
         assert norm is not None
         assert (numbers.tolist(), float(norm), numbers.device.type) == ([6.0, 4.0], 2.0, "cpu")
-
-
-def test_a_factor_from_another_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    multiplied: list[Any] = []
-    foreach = SimpleNamespace(
-        _foreach_mul_=lambda grads, factor: multiplied.append(factor.device.type), Tensor=torch.Tensor
-    )
-    monkeypatch.setattr(grad_clipping, "torch", foreach)
-    grad_clipping.scale([torch.zeros(2, device="meta")], torch.tensor(0.5))
-    assert multiplied == ["meta"]
 
 
 class TestInitialValues:
