@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from full_disk import FullDisk
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_events import FullDisk
 
 from phalanx.data import (
     GlobalBatchSampler,

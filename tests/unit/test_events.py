@@ -1,12 +1,13 @@
-"""The event log: whole lines, a schema, readers of a log that grows."""
+"""The event log: whole lines, a schema, a disk that is full, readers of a log that grows."""
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
-from full_disk import FullDisk
 
 from phalanx.errors import SpecError
 from phalanx.events import EventLog, EventReader, faults, read
@@ -145,3 +146,18 @@ class TestStrangersLogs:
     def test_events_and_fields_of_a_later_version_are_taken(self, tmp_path: Path) -> None:
         (tmp_path / "e").write_text('{"event": "later"}\n{"event": "warning", "message": "m", "since_later": [1]}\n')
         assert len(list(read(tmp_path / "e"))) == 2
+
+
+class FullDisk:
+    """``os.write`` on a disk that holds so many more bytes."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.room, self._write = 10**9, os.write
+        monkeypatch.setattr(os, "write", self)
+
+    def __call__(self, file: int, content: Any) -> int:
+        if len(content) and not self.room:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        part = bytes(content[: self.room])
+        self.room -= len(part)
+        return self._write(file, part)

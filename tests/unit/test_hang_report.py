@@ -242,7 +242,7 @@ def asked(steps: Callable[[int], list[int | None]], clock: Clock, monkeypatch: p
     monkeypatch.setattr(HangWatch, "_ask", lambda self, ranks: times.append(clock.now))
 
     def ranks() -> dict[int, WatchedRank]:
-        files = lambda step: None if step == ENDED else SILENT
+        files = lambda step: None if step == ENDED else SILENT  # noqa: E731
         return {rank: WatchedRank(PID, step, files(step)) for rank, step in enumerate(steps(looks))}
 
     watch = HangWatch(ranks, TIMEOUT)

@@ -352,7 +352,7 @@ def test_a_run_goes_on_from_a_checkpoint_of_another_implementation(
     first = steps(made, "single", **given)
     for _ in range(4):
         next(first)
-    next(first).loss
+    next(first).loss  # noqa: B018
     first.close()
     request.getfixturevalue("queue")
     resumed = steps(made, "single", run=tmp_path / "run", resume=True)

@@ -1,4 +1,4 @@
-"""Pages that scripts write are what the scripts write; pins/ lists what development and CI install, by hash."""
+"""Pages are what scripts write; pins/ lists what is installed, by hash; what grows with ranks keeps its laws."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,10 +17,13 @@ from packaging.markers import default_environment
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-import audit
 import phalanx as px
 import pins
+import scale
 from in_one_test import in_one_test
+from scale_costs import Cost
+from scale_laws import LAWS, SLACK, WORLDS, Law, broken, exponent
+from scale_processes import MEASURED, PROCESSES
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -77,12 +81,6 @@ def test_timelines_are_drawn_from_the_orders_that_run() -> None:
     code = f"import runpy, sys; sys.stdout.write(runpy.run_path({script!r})['drawn']())"
     drawn = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=100).stdout
     assert (ROOT / "docs" / "explanation" / "pipeline.svg").read_text() == drawn, "try: python tools/timelines.py"
-
-
-def test_the_readme_is_short_and_has_a_place_for_the_gpu_record() -> None:
-    lines = (ROOT / "README.md").read_text().splitlines()
-    assert len(lines) <= 200
-    assert lines.index("<!-- generated: gpu -->") < lines.index("<!-- end -->")
 
 
 def test_the_python_reference_has_every_public_name() -> None:
@@ -183,35 +181,36 @@ class TestLists:
                     "try: make pins"
                 )
 
-    def test_the_libraries_of_the_zoo_ask_for_nothing(self) -> None:
-        assert sorted(LISTED["zoo.txt"]) == sorted(
-            Requirement(one).name for one in PROJECT["optional-dependencies"]["zoo"]
-        )
+
+SMALL = WORLDS[:2]
 
 
-class TestAudit:
-    """pip-audit itself is stood in for: what it says is what it said where the service did not answer."""
+@pytest.mark.parametrize("law", LAWS, ids=lambda law: law.name)
+def test_nothing_grows_faster_than_its_law(law: Law) -> None:
+    assert broken(law, SMALL, [law.cost(world) for world in SMALL]) == []
 
-    @staticmethod
-    def say(monkeypatch: pytest.MonkeyPatch, out: object, complaint: str = "") -> None:
-        def run(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
-            return subprocess.CompletedProcess(command, 1, out if isinstance(out, str) else json.dumps(out), complaint)
 
-        monkeypatch.setattr(audit.subprocess, "run", run)
+@in_one_test("law", LAWS)
+def test_what_grows_with_another_power_is_found(law: Law) -> None:
+    faster = law.power + 0.5
+    costs = [Cost(operations=int(1000 * (world / 1024) ** faster)) for world in SMALL]
+    (said,) = broken(law, SMALL, costs)
+    assert law.name in said
+    assert broken(replace(law, power=faster), SMALL, costs) == []
 
-    @in_one_test(
-        ("out", "complaint", "why"),
-        [
-            ("", "Traceback\nERROR: connection refused\n", "connection refused"),
-            ({"dependencies": [{"name": "rich", "skip_reason": "not found"}]}, "", "1 of 1 left out: not found"),
-        ],
-    )
-    def test_says_in_a_line_that_it_could_not_ask(
-        self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], out: object, complaint: str, why: str
-    ) -> None:
-        self.say(monkeypatch, out, complaint)
-        assert audit.main() == 2
-        shown = capsys.readouterr()
-        assert shown.out == ""
-        assert shown.err.count("\n") == 1
-        assert why in shown.err
+
+def test_every_law_was_measured_and_is_on_the_page() -> None:
+    store = json.loads(scale.RESULTS.read_text())
+    assert store["laws"].keys() == {law.name for law in LAWS}
+    for law in LAWS:
+        costs = [Cost(**cost) for cost in store["laws"][law.name]]
+        assert broken(law, WORLDS, costs) == []
+    assert scale.page(scale.PAGE.read_text(), store) == scale.PAGE.read_text(), "try: python tools/scale.py --render"
+
+
+def test_what_was_measured_with_processes_grows_no_faster_than_its_law_or_says_why() -> None:
+    store = json.loads(scale.RESULTS.read_text())["processes"]
+    counts = [count for count in PROCESSES if str(count) in store][1:]
+    for one in MEASURED:
+        power = exponent(counts, [1e6 * store[str(count)][one.name] for count in counts])
+        assert (power > one.power + SLACK) == bool(one.above), (one.name, power)

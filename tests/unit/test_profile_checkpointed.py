@@ -74,7 +74,7 @@ class Model(nn.Module):
 
 def profile(model: nn.Module) -> Profile:
     tokens = torch.randint(64, (2, LENGTH))
-    loss = lambda output, batch: F.cross_entropy(output.flatten(0, 1), batch.flatten())
+    loss = lambda output, batch: F.cross_entropy(output.flatten(0, 1), batch.flatten())  # noqa: E731
     return trace(ModelCall(module=model, args=(tokens,), batch=tokens, loss=loss))
 
 

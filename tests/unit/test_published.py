@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import json
 import math
-import re
 import tomllib
 from collections.abc import Sequence
 from dataclasses import replace
@@ -17,13 +16,11 @@ from small_profiles import transformer
 from golden import NUMBERS, ROWS, numbers
 from in_one_test import in_one_test
 from phalanx.errors import SpecError
-from phalanx.forecast.uncertainty import FILE, measured
-from published import Outcome, Row, accuracy, forecast_rows, left_out, read
-from published.accuracy import Comparison, Errors, choice
-from published.left_out import CONSTANTS, Fit, LeftOut, Without, coverage, framework, spread
-from published.page import page
+from phalanx.forecast.uncertainty import FILE
+from published import Outcome, Row, forecast_rows, left_out, read
+from published.accuracy import Comparison, Errors
+from published.left_out import CONSTANTS, Fit, Without, framework
 from published.subject import subject
-from validate import main
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -63,36 +60,9 @@ def written(*rows: Row) -> Path:
     return path
 
 
-def forecast_of(*rows: Row) -> Outcome:
-    return forecast_rows(rows, lambda _: transformer())
-
-
-def measured_as(id: str, share: float, **cells: str) -> Comparison:
-    """A run whose measured time is ``share`` of the forecast."""
-    (one,) = forecast_of(row(id=id, **cells)).found
-    return replace(one, row=row(**{**cells, "id": id, "step_s": str(one.forecast.step * share)}))
-
-
 @pytest.fixture(scope="module")
 def golden() -> Outcome:
     return forecast_rows(read(ROWS))
-
-
-def timed_in(golden: Outcome) -> list[Comparison]:
-    return [one for one in golden.found if one.row.step and not one.row.ran_out]
-
-
-def seen_by_none(golden: Outcome) -> LeftOut:
-    """The tables of what was left out, here with forecasts that were not made so: what they say is not looked at."""
-    timed = timed_in(golden)
-    names = dict.fromkeys(framework(one.row) for one in timed)
-    groups = [Without(source=name, found=tuple(one for one in timed if framework(one.row) == name)) for name in names]
-    return LeftOut(sources=tuple(groups), devices=tuple(groups), constants={})
-
-
-def masked(line: str) -> str:
-    """A line without its numbers."""
-    return re.sub(r"[-+]?\d[\d,.]*", "#", line)
 
 
 class TestRows:
@@ -102,14 +72,6 @@ class TestRows:
         with pytest.raises(SpecError, match=r"one.step_s: given 'fast'"):
             _ = row(step_s="fast").step
 
-    @in_one_test(("text", "said"), [("id,kind\na,b\n", "without device"), ("id,kind\n", "without rows")])
-    def test_a_table_without_what_all_rows_need_is_refused(self, text: str, said: str) -> None:
-        Path("rows.csv").write_text(text, encoding="utf-8")
-        with pytest.raises(SpecError, match=said):
-            read(Path("rows.csv"))
-        with pytest.raises(SpecError, match="No such file"):
-            read(Path("none.csv"))
-
 
 class TestSubject:
     def test_a_dense_model_under_data_parallelism(self) -> None:
@@ -117,10 +79,6 @@ class TestSubject:
         assert (found.shape.family, found.shape.layers, found.shape.ffn, found.shape.length) == ("gpt", 8, 1024, 512)
         assert (str(found.plan), found.batch) == ("dp=8 micro=2 precision=fp16", 64)
         assert (found.cluster.devices, found.preset.name) == (8, "megatron-2021")
-
-    def test_optimizer_state_sharded_over_replicas_is_fsdp(self) -> None:
-        plan = subject(row(zero="1")).plan
-        assert (plan.dp, plan.fsdp, plan.zero) == (1, 8, 1)
 
     def test_a_pipeline_with_chunks_is_interleaved(self) -> None:
         plan = subject(row(dp="2", pp="4", vpp="2")).plan
@@ -148,24 +106,6 @@ class TestAccuracy:
         assert found.bias == pytest.approx(0.0)
         assert math.isnan(Errors.of([]).mean)
 
-    def test_by_source(self) -> None:
-        found = accuracy([measured_as("a", 0.5), measured_as("b", 2.0), measured_as("c", 1.0, framework="torchtitan")])
-        assert found.sources["SC21 Table 1"].mean == pytest.approx((1.0 + 0.5) / 2)
-        assert found.sources["SC21 Table 1"].bias == pytest.approx((1.0 - 0.5) / 2)
-        assert found.sources["torchtitan"].mean == pytest.approx(0.0)
-        assert (found.rest.rows, found.ran) == (1, 1.0)
-        assert found.inside == pytest.approx(1 / 3)
-
-    def test_regret_is_what_the_wrong_choice_costs(self) -> None:
-        one, two = measured_as("a", 1.0), measured_as("b", 1.0, dp="1", tp="8")
-        assert one.forecast.step != two.forecast.step
-        quick, slow = sorted((one, two), key=lambda each: each.forecast.step)
-        right = [replace(quick, row=row(step_s="1")), replace(slow, row=row(id="b", step_s="1.5"))]
-        assert (choice(right).regret, choice(right).best) == (0.0, 1.0)
-        wrong = [replace(quick, row=row(step_s="1.5")), replace(slow, row=row(id="b", step_s="1"))]
-        found = choice(wrong)
-        assert (found.groups, found.regret, found.best, found.random) == (1, 0.5, 0.0, 0.25)
-
 
 class TestGolden:
     def test_forecasts_are_no_further_off_than_they_were(self, golden: Outcome) -> None:
@@ -181,14 +121,6 @@ class TestGolden:
         assert len(golden.found) > 80
         assert sum(one.row.ran_out for one in golden.found) >= 6
 
-    def test_every_line_of_the_reference_is_one_that_its_script_writes(self, golden: Outcome) -> None:
-        written = {masked(line) for line in page(golden.found, seen_by_none(golden), timed_in(golden)).splitlines()}
-        there = (ROOT / "docs/project/accuracy.md").read_text(encoding="utf-8").splitlines()
-        prose = [line for line in there if not line.startswith("|")]
-        assert [line for line in prose if masked(line) not in written] == []
-        headings = [line for line in there if line.startswith("|") and "---" not in line and masked(line) == line]
-        assert [line for line in headings if "|" in line and line not in written] == []
-
     def test_the_reference_and_the_intervals_that_forecasts_print_are_of_one_run(self) -> None:
         text = (ROOT / "docs/project/accuracy.md").read_text(encoding="utf-8")
         spread = tomllib.loads(FILE.read_text(encoding="utf-8"))
@@ -196,15 +128,6 @@ class TestGolden:
             size = spread[name]["four_of_five"]["all"]
             assert f"{100 * (math.exp(-size) - 1):.0f} to {100 * (math.exp(size) - 1):+.0f} %" in " ".join(text.split())
             assert f"| all, by row | {spread[name]['runs']:,} |" in text
-
-    def test_a_table_that_is_not_there_is_wrong_use(
-        self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-    ) -> None:
-        monkeypatch.setattr("sys.argv", ["validate.py", "none.csv", "--json"])
-        assert main() == 2
-        printed = capsys.readouterr()
-        assert "none.csv: No such file" in printed.err
-        assert json.loads(printed.out)["error"]["exit_code"] == 2
 
 
 FREE = ("product", "stream", "eager", "fused")
@@ -273,15 +196,3 @@ def off(source: str, *sizes: float) -> Without:
     (one,) = forecast_rows([row_of("Megatron-LM", 1)], lambda _: PROFILE).found
     found = [replace(one, row=row_of("Megatron-LM", 1, one.forecast.step * math.exp(size))) for size in sizes]
     return Without(source=source, found=tuple[Comparison, ...](found))
-
-
-class TestSpread:
-    def test_each_source_counts_the_same(self) -> None:
-        many, one, other = off("many", *[0.1] * 50), off("one", 0.2), off("other", -0.4)
-        assert spread([many, one, other]) == pytest.approx(0.4)  # 2.4 of 3 sources
-        assert spread([many, one, other], share=0.6) == pytest.approx(0.2)
-        assert coverage([many, one, other]) == {"many": 1.0, "one": 1.0, "other": 0.0}
-
-    def test_every_kind_of_evidence_is_there(self) -> None:
-        assert all(0 < found["four_of_five"]["all"] < 3 for found in measured().values())
-        assert set(measured()) == {"own", "catalog", "published", "unknown"}

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import random
-import shutil
 from collections.abc import Iterator
 from graphlib import TopologicalSorter
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -231,56 +229,3 @@ def test_idle_shares_are_those_of_the_papers() -> None:
         assert bubble(order(schedule, ranks, 1, micros)) == pytest.approx((ranks - 1) / (micros + ranks - 1))
     assert bubble(order("interleaved", ranks, 2, micros)) == pytest.approx((ranks - 1) / (2 * micros + ranks - 1))
     assert bubble(order("zbv", ranks, 2, micros)) <= bubble(order("zero-bubble", ranks, 2, micros)) < 0.1
-
-
-ROOT = Path(__file__).resolve().parents[2]
-
-
-NEW = '''"""Eager 1F1B: a warm-up twice as long as 1F1B's, to have something to do where messages take long."""
-
-from __future__ import annotations
-
-from collections.abc import Iterator
-
-from phalanx.placement.schedules.order import Action, PipelineSchedule
-from phalanx.placement.schedules.schedule_1f1b import alternating
-
-
-def _actions(rank: int, ranks: int, stages: int, micros: int) -> Iterator[Action]:
-    return alternating(rank, 2 * (ranks - 1 - rank), micros)
-
-
-def _in_flight(place: float, ranks: int, stages: int, micros: int, ahead: float) -> float:
-    return min(micros, 2 * (ranks - 1 - place) + 1)
-
-
-EAGER = PipelineSchedule(name="eager", actions=_actions, in_flight=_in_flight, filling="one way", searched=(1,))
-'''
-
-
-EDITS = {
-    "config/fields.py": [
-        ('"gpipe", "1f1b",', '"gpipe", "eager", "1f1b",'),
-        ('{"gpipe": 1,', '{"gpipe": 1, "eager": 1,'),
-    ],
-    "placement/schedules/all_schedules.py": [
-        ("from phalanx.placement.schedules.gpipe", "from phalanx.placement.schedules.eager import EAGER\nOLD"),
-        ("(GPIPE,", "(GPIPE, EAGER,"),
-    ],
-}
-
-
-@pytest.fixture(scope="module")
-def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder that holds the copy of the package."""
-    folder = tmp_path_factory.mktemp("source")
-    shutil.copytree(ROOT / "src/phalanx", folder / "phalanx", ignore=shutil.ignore_patterns("__pycache__"))
-    for name, edits in EDITS.items():
-        path = folder / "phalanx" / name
-        text = path.read_text()
-        for old, new in edits:
-            assert text.count(old) == 1, f"{old} in {name}"
-            text = text.replace(old, new.replace("OLD", old))
-        path.write_text(text)
-    (folder / "phalanx/placement/schedules/eager.py").write_text(NEW)
-    return folder

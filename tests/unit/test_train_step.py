@@ -99,7 +99,7 @@ class TestRates:
 
     def test_a_rate_that_is_a_tensor(self) -> None:
         rate = torch.tensor(0.5)
-        optimizer = lambda params: torch.optim.SGD(params, lr=rate)
+        optimizer = lambda params: torch.optim.SGD(params, lr=rate)  # noqa: E731
         assembly = assembled(optimizer=optimizer, epochs=None, steps=4, schedule=px.Schedule(decay="linear"))
         rates = [one.lr for one in steps(assembly)]
         assert rates == [0.5, 0.375, 0.25, 0.125]
