@@ -29,7 +29,6 @@ from phalanx.verify.chaos.run_equality import Repeats, compare_samples, compare_
 from phalanx.verify.chaos.verdict import Verdict
 
 pytestmark = pytest.mark.quick
-
 SHAPE = {"ranks": 4, "steps": 60, "checkpoint_every": 5}
 BITS = Repeats.of(Plan(dp=2))
 

@@ -69,8 +69,6 @@ OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], Optimizer]] = {
     "lbfgs": lambda p: torch.optim.LBFGS(p, lr=0.1, max_iter=3, history_size=4),
     "nested": lambda p: Nested(p),
 }
-
-
 EACH_TIME = ("momentum", "adamw-fused", "adamw-tensor-lr", "adafactor", "asgd", "lbfgs", "nested")
 
 

@@ -39,14 +39,11 @@ from phalanx.train.uneven_shares import MemoryRoom
 from stand_in_kind import KIND
 
 pytestmark = pytest.mark.quick
-
 SOURCE = Path(__file__).resolve().parents[2] / "src" / "phalanx"
 OWN = SOURCE / "device_kinds" / "kinds"
 BUILT_IN = ("cpu", "cuda", "mps", "tpu", "xpu")
 LATER = {"cuda": ("cuda", "nccl", "rocm", "hip"), "mps": ("mps",), "tpu": ("tpu",), "xpu": ("xpu", "xccl")}
 """What an accelerator, its collectives and its makers are called; the host's cores are no kind among others."""
-
-
 SLURMS = {"launch/targets/slurm_offer.py": ["'(?:gres/)?(?:gpu|shard|mps)\\\\b'"]}
 """What Slurm calls a share of a GPU, which is also what a maker calls its devices."""
 

@@ -264,8 +264,6 @@ NO_FRAMES = {
     "a truth for a number": frame(b'{"step": true}'),
     "a field too many": frame(b'{"step": 1, "rank": 1}'),
 }
-
-
 DEEP = frame(b"[" * 100_000)
 
 

@@ -26,7 +26,6 @@ from phalanx.launch.stack_frames import StackFrame, frames_of_thread, parse_stac
 from phalanx.launch.straggler_watch import RankPace, straggler
 
 pytestmark = pytest.mark.quick
-
 JOB = StackFrame("/home/me/train.py", 41, "forward")
 WAITING = StackFrame(str(Path(c10d.__file__)), 100, "all_reduce")
 

@@ -19,18 +19,10 @@ from phalanx.errors import SpecError
 from phalanx.train.keras.keras_data import dataset_of
 
 os.environ.setdefault("KERAS_BACKEND", "torch")
-
-
 keras = pytest.importorskip("keras", reason="Keras is not installed: pip install 'phalanx[keras]'")
-
-
 if keras.backend.backend() != "torch":
     pytest.skip("Keras runs on another backend than torch", allow_module_level=True)
-
-
 layers, optimizers = keras.layers, keras.optimizers
-
-
 DATA = np.zeros((8, 4), dtype="float32"), np.zeros((8, 2), dtype="float32")
 
 

@@ -28,22 +28,11 @@ from phalanx.train.padding_free import (
 )
 
 pytestmark = pytest.mark.quick
-
 torch.manual_seed(0)
-
-
 LOGITS_BC = torch.randn(6, 4)
-
-
 LABELS_B = torch.tensor([0, 3, -100, 1, 2, -100])
-
-
 LOGITS_BTV = torch.randn(3, 5, 7)
-
-
 TOKENS_BT = torch.randint(0, 7, (3, 5))
-
-
 MASK_BT = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0], [1, 0, 0, 0, 0]])
 
 

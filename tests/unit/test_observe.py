@@ -308,7 +308,6 @@ class TestTensorBoard:
         for event in canned():
             tracker.event(event)
         tracker.close()
-
         from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
         found = EventAccumulator(str(tmp_path)).Reload()

@@ -26,11 +26,7 @@ from scale_laws import LAWS, SLACK, WORLDS, Law, broken, exponent
 from scale_processes import MEASURED, PROCESSES
 
 ROOT = Path(__file__).resolve().parents[2]
-
-
 DOCS = ROOT / "docs"
-
-
 # page → the script that writes it from what is stored, measuring nothing
 RENDERED: dict[str, tuple[str, ...]] = {
     "reference/parity.md": ("tests/parity/write_page.py", "--render"),
@@ -105,14 +101,8 @@ def _is_module(name: str) -> bool:
 
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-
-
 LISTED = {name: pins.entries((ROOT / "pins" / name).read_text()) for name in pins.HEADS}
-
-
 TORCH = ["torch.txt", "torch-cpu.txt"]
-
-
 PYTHONS = ["3.11.7", "3.12.1", "3.13.0", "3.14.0"]
 
 

@@ -136,8 +136,6 @@ def test_no_link_is_written_or_read_through(linked: str, tmp_path: Path) -> None
 
 
 TIMES = {"90s": 90.0, "15m": 900.0, "1.5h": 5400.0, "3d": 259200.0, ".5h": 1800.0, "1e3s": 1000.0, " 5 m ": 300.0}
-
-
 NO_TIMES = ["", "m", "15", "0m", "-3s", "15 minutes", "20ms", "infs", "nand", "1e308d", "2w"]
 
 

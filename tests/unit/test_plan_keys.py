@@ -28,16 +28,9 @@ from phalanx.config import Plan
 from phalanx.errors import LossError, PhalanxError, SpecError
 
 pytestmark = pytest.mark.quick
-
 HERE = Path(__file__).resolve()
-
-
 SOURCE = HERE.parents[2] / "src" / "phalanx"
-
-
 TABLE = HERE.with_name("plan_keys.json")
-
-
 KEYS = {field.name for field in fields(Plan)}
 
 
@@ -115,8 +108,6 @@ OF_COMMANDS = (  # what these say is said by commands alone
     *("launch/targets/", "launch/check_hosts/", "preflight/launch_check.py"),  # no call launches elsewhere
     *("launch/unshared_folder.py", "config/run_files.py"),  # of hosts by SSH, and of a page
 )
-
-
 OPTIONS = [
     name
     for command in (train, prove, bench, forecast, export)
@@ -125,11 +116,7 @@ OPTIONS = [
     for name in one.opts
     if name.startswith("--")
 ]
-
-
 OPTION = re.compile(rf"(?<![\w-])(?:{'|'.join(OPTIONS)})(?![\w-])")
-
-
 NO_SUCH_CALL = re.compile(r"(?<![\w.])job\(\w+=")
 
 

@@ -25,16 +25,10 @@ from phalanx.trace import ModelCall, ModelPart, Profile, Shape, SizeLaw, flops, 
 from phalanx.trace.standard_models import known_architectures
 
 IDS = torch.arange(24).view(2, 12) % 60
-
-
 GPT = Shape(family="gpt", layers=24, hidden=2048, heads=16, vocabulary=51200, length=2048, tied=True, dropout=0.1)
-
-
 LLAMA_70B = Shape(
     family="llama", layers=80, hidden=8192, heads=64, kv_heads=8, ffn=28672, vocabulary=128256, length=4096
 )
-
-
 RESNET = Shape(family="resnet50", vocabulary=1000)
 
 
@@ -289,8 +283,6 @@ def test_masks_are_known_to_be_causal_by_their_values() -> None:
 
 
 _SMALL = Shape(family="gpt", layers=2, hidden=64, heads=4, vocabulary=100, length=16)
-
-
 _SHAPES = {
     "gpt": replace(_SMALL, tied=True, dropout=0.1, places=32),
     "rotary": replace(_SMALL, positions="rotary", kv_heads=2),
@@ -316,8 +308,6 @@ SMALL = {
     "intermediate_size": 96,
     "vocab_size": 99,
 }
-
-
 OTHER_KEYS = {
     "gpt2": {"n_embd": 64, "n_layer": 2, "n_head": 4},
     "bloom": {"n_layer": 2, "n_head": 4},

@@ -26,8 +26,6 @@ from phalanx.trace.operation_recorder import OperationRecorder
 from phalanx.train.traced_job import work_of
 
 WIDTH, LENGTH, LAYERS = 32, 16, 4
-
-
 PRODUCTS = 2 * 2 * LENGTH * WIDTH * 4 * WIDTH  # FLOP of one sample in the two products of a block, forward
 
 

@@ -25,7 +25,6 @@ from phalanx.verify.record import END, FIRST, START, RunRecord, StepRecord
 from phalanx.verify.wandering import fed_by, wandering_means
 
 pytestmark = pytest.mark.quick
-
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -133,8 +132,6 @@ def test_a_worker_refuses_what_nothing_has_proven_there(folder: Path, monkeypatc
 
 
 LR, EPS = 1e-3, 1e-8
-
-
 TOLERANCE = Tolerance(loss=1e-5, gradient=1e-5, scale=1e-5, noise=1e-5, parameter=1e-4)
 
 

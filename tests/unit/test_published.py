@@ -23,8 +23,6 @@ from published.left_out import CONSTANTS, Fit, Without, framework
 from published.subject import subject
 
 ROOT = Path(__file__).resolve().parents[2]
-
-
 CELLS = {
     "id": "one",
     "kind": "transformer",
@@ -131,17 +129,9 @@ class TestGolden:
 
 
 FREE = ("product", "stream", "eager", "fused")
-
-
 TRUE = {"ampere.product": 0.6, "ampere.stream": 0.5, "eager": -1.0, "fused": 0.5}
-
-
 FRAMEWORKS = ("Megatron-LM", "InternEvo", "torchtitan", "ZeroBubble-Megatron")
-
-
 MICROS = (1, 2, 8)
-
-
 PROFILE = transformer(layers=8, width=2048, heads=16)
 
 

@@ -34,8 +34,6 @@ from phalanx.report.show import planned
 
 CASES: list[tuple[Schedule, int]] = [*((name, STAGES[name]) for name in SCHEDULES), ("interleaved", 3)]
 """Every schedule, and how many stages a rank of it has."""
-
-
 TORCHS: dict[Schedule, Any] = {
     "gpipe": torchs.ScheduleGPipe,
     "1f1b": torchs.Schedule1F1B,

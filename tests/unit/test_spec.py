@@ -25,8 +25,6 @@ from phalanx.errors import LossError, SpecError
 from phalanx.train.build_model import build_model
 
 counts = st.integers(1, 9)
-
-
 plans = st.one_of(
     st.builds(Plan, threads=counts, micro=st.none() | counts, precision=st.sampled_from(["fp32", "bf16", "fp16"])),
     st.builds(

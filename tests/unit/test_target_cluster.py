@@ -21,7 +21,6 @@ from phalanx.launch.targets.ssh_host import host_numbers
 from phalanx.preflight.target_cluster import cluster_offered, cluster_there
 
 pytestmark = pytest.mark.quick
-
 GIB = 2**30
 H100, A100 = ("NVIDIA H100 80GB HBM3", 79 * GIB), ("NVIDIA A100-SXM4-40GB", 39 * GIB)
 

@@ -24,7 +24,6 @@ from phalanx.parallel.assemble import check
 from phalanx.train.traced_job import steps_of
 
 pytestmark = pytest.mark.quick
-
 LENGTHS = [5, 3, 9, 2, 7, 4, 26, 3, 6, 8]
 
 
