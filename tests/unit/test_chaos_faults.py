@@ -20,9 +20,8 @@ from phalanx.config import Plan
 from phalanx.data import Ledger, MicroBatch, StepBatch
 from phalanx.errors import SpecError
 from phalanx.events import EventLog
-from phalanx.verify.chaos import Chaos, Fault, draw, faulty_data
+from phalanx.verify.chaos import Chaos, Fault, draw
 from phalanx.verify.chaos.faults import KINDS
-from phalanx.verify.chaos.faulty_data import arm, faulty
 from phalanx.verify.chaos.injector import InjectedRun
 from phalanx.verify.chaos.outcome import Outcome, damage, missed
 from phalanx.verify.chaos.run_equality import Repeats, compare_samples, compare_weights
@@ -241,33 +240,6 @@ class TestDamage:
 
 def data() -> px.Table:
     return px.Table(x=torch.ones(4, 2), y=torch.arange(4))
-
-
-class TestWithinARank:
-    @pytest.fixture
-    def dataset(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-        monkeypatch.setattr(faulty_data, "_rank_here", lambda: 1)
-        job = px.Job(
-            model=torch.nn.Identity, data=data, loss=lambda o, b: o, optimizer=lambda p: None, batch=2, steps=1
-        )
-        return faulty(job, str(tmp_path)).data()
-
-    def test_nan_comes_once_and_leaves_whole_numbers(self, dataset: Any, tmp_path: Path) -> None:
-        path = arm(tmp_path, "nan", 1)
-        batch = dataset.__getitems__([1, 3])
-        assert batch["x"].isnan().all()
-        assert torch.equal(batch["y"], torch.tensor([1, 3]))
-        assert not path.exists()
-        assert dataset[1]["x"].isfinite().all()
-
-    def test_it_raises_once_on_its_rank_alone(self, dataset: Any, tmp_path: Path) -> None:
-        path = arm(tmp_path, "exception", 0)
-        assert dataset[1]["x"].isfinite().all()
-        assert path.exists()
-        arm(tmp_path, "exception", 1)
-        with pytest.raises(OSError, match="phalanx chaos"):
-            dataset[1]
-        assert dataset[1]["y"] == 1
 
 
 def damaged(folder: Path, seed: int) -> bytes:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import time
 from pathlib import Path
 
 import pytest
@@ -102,20 +101,6 @@ class TestFinite:
         mask[0, 0] = NAN
         with pytest.raises(CheckpointError, match=r"model.mask is not finite \(1 NaN and 3 infinite of 4 values\)"):
             checkpoint.save(tmp_path, step=2, tensors={"model.mask": mask}, state={}, infinite={"model.mask"})
-
-
-DEEP = "[" * 200_000
-TWICE = '{"format": "phalanx-checkpoint", "version": 1, "step": 1, "step": 2, "files": {}, "tensors": {}}'
-
-
-class TestJson:
-    """Manifest, header and state are read as every other JSON of a run is: each key once, nothing without an end."""
-
-    @pytest.mark.parametrize(("text", "why"), [(TWICE, "'step' stands twice"), (DEEP, "nested too deeply")])
-    def test_a_manifest_of_the_first_format_which_has_no_checksum(self, text: str, why: str, tmp_path: Path) -> None:
-        (tmp_path / "manifest.json").write_text(text)
-        with pytest.raises(DamagedError, match=why):
-            Manifest.read(tmp_path)
 
 
 class TestReading:
@@ -233,17 +218,6 @@ class TestWhichStay:
             (tmp_path / name_of(step) / "state.json").unlink()
         assert [path.name for path in checkpoint.prune(tmp_path, keep=1)] == [name_of(2)]
         assert names(tmp_path) == [name_of(1), name_of(3)]
-
-    def test_listed_newest_first(self, tmp_path: Path) -> None:
-        begun = time.time() - 2
-        for step in (1, 20):
-            saved(tmp_path, step)
-        (tmp_path / name_of(20) / "rank-00000.safetensors").unlink()
-        found = checkpoint.checkpoints(tmp_path)
-        assert [(one.step, one.whole) for one in found] == [(20, False), (1, True)]
-        assert found[1].nbytes == sum(file.stat().st_size for file in found[1].path.iterdir())
-        assert begun < found[1].time <= time.time() + 2
-        assert checkpoint.checkpoints(tmp_path / "nowhere") == []
 
 
 @pytest.mark.parametrize("folder", ["checkpoints", "servers/0"])

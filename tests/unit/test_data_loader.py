@@ -175,15 +175,6 @@ class TestFetching:
 
 
 class TestTable:
-    def test_wrong_columns(self) -> None:
-        with pytest.raises(SpecError, match="no column"):
-            Table()
-        with pytest.raises(SpecError, match="a has 2, b has 3"):
-            Table(a=torch.ones(2), b=torch.ones(3))
-        with pytest.raises(SpecError, match="given list") as caught:
-            Table(a=[1, 2], b=torch.tensor(3))  # pyright: ignore[reportArgumentType]
-        assert [problem.where for problem in caught.value.problems] == ["Table.a", "Table.b"]
-
     def test_with_torchs_own_loader(self) -> None:
         loader = torch.utils.data.DataLoader(a_table(4), batch_size=2, collate_fn=Table.collate)
         assert [batch["id"].tolist() for batch in loader] == [[0, 1], [2, 3]]
@@ -204,11 +195,6 @@ class TestRandomness:
             assert split == whole
         resumed = drawn(Loader(data, job, Lane(), micro=None, first_step=4))
         assert resumed.items() <= whole.items()
-
-    def test_subset_does_not_tie_samples_to_their_micro_batch(self) -> None:
-        data = Subset(Subset(Augmented(20), list(range(4, 20))), list(range(10)))
-        job = a_job(batch=10)
-        assert drawn(Loader(data, job, Lane(), micro=None)) == drawn(Loader(data, job, Lane(), micro=3))
 
     def test_many_at_once_draw_alike_for_the_same_micro_batches(self) -> None:
         job = a_job(batch=8, epochs=1)
@@ -246,12 +232,6 @@ class TestWorkers:
         job = a_job(workers=1, shuffle=False, collate=lambda samples: len(samples))
         (step,) = Loader(list(range(8)), job, Lane(), micro=None)
         assert step.parts[0][0].batch == 8
-
-    def test_the_training_stream_is_not_touched(self) -> None:
-        torch.manual_seed(0)
-        state = torch.get_rng_state()
-        list(Loader(Augmented(16), a_job(workers=1), Lane(), micro=None))
-        assert torch.equal(torch.get_rng_state(), state)
 
     def test_closing_half_way_ends_the_processes(self) -> None:
         with closing(iter(Loader(Augmented(64), a_job(workers=2), Lane(), micro=None))) as steps:

@@ -106,12 +106,6 @@ class TestGlobalBatchSampler:
             assert np.array_equal(ids, sampler.ids(step))
             assert len(ids) == sampler.samples(step)
 
-    def test_walking_crosses_blocks_of_ids(self) -> None:
-        sampler = GlobalBatchSampler(length=30_000, batch=7, seed=5)
-        steps = [1169, 1170, 1171, 4284, 4285, 4286]
-        walked = {step: ids for step, _, ids in sampler.walk(0, 4300)}
-        assert all(np.array_equal(walked[step], sampler.ids(step)) for step in steps)
-
     @settings(max_examples=60, deadline=None)
     @given(data=st.data(), length=st.integers(1, 300), batch=st.integers(1, 60), shuffle=st.booleans())
     def test_a_part_of_a_batch_is_computed_by_itself(
@@ -271,16 +265,6 @@ def test_the_largest_samples_are_what_is_looked_at() -> None:
     assert loader.example(2)["x"].shape == (2, 7)
     assert [place for place, _ in loader.spread(9)] == [4, 5, 6]
     assert loader.steps_per_epoch is None
-
-
-def test_a_mixture_within_a_curriculum_keeps_its_order() -> None:
-    mixture = px.Mixture({"a": rows(6), "b": rows(9)}, {"a": 1, "b": 1}, samples=8)
-    loader = Loader(px.Curriculum({0: rows(5), 2: mixture}), job(batch=4, steps=6), Lane(), micro=None)
-    ids = [[index for micro in step.parts[0] for index in micro.ids] for step in loader]
-    wanted = np.concatenate([mixture.sampler.indices(0, epoch, 4) for epoch in (0, 1)]) + 5
-    assert [len(each) for each in ids] == [4, 1, 4, 4, 4, 4]
-    assert [index for each in ids[2:] for index in each] == wanted.tolist()
-    assert loader.repeats == mixture.sampler.repeats
 
 
 def test_a_plan_has_a_sample_for_each_replica_in_every_step() -> None:

@@ -121,11 +121,6 @@ class TestMicroBatches:
         assert cuts(6, first, 2) == (((0, 2), (2, 3)),)
         assert cuts(6, second, 2) == (((3, 5), (0, 0)),)
 
-    def test_parts_that_talk_in_each_have_equally_many_of_their_own_size(self) -> None:
-        fast, slow = (Lane(first=part, parts=2, weights=(3, 1)) for part in range(2))
-        assert cuts(16, fast, 4) == (((0, 4), (4, 8), (8, 12)),)
-        assert cuts(16, slow, 4) == (((12, 14), (14, 15), (15, 16)),)
-
     @given(
         total=st.integers(1, 200),
         micro=st.none() | st.integers(1, 20),
@@ -269,12 +264,6 @@ class TestFastest:
     def test_nobody_gets_nothing(self) -> None:
         assert fastest(8, paces(1, 1000)) == (7, 1)
         assert fastest(8, paces(1, 1000), least=2) == (6, 2)
-
-    def test_what_cannot_be_dealt_out(self) -> None:
-        with pytest.raises(ValueError, match="3 samples over ranks"):
-            fastest(3, paces(1, 1), least=2)
-        with pytest.raises(ValueError, match="at most"):
-            fastest(40, [RankNeeds(each=1, most=8), RankNeeds(each=1, most=8)])
 
     @given(
         batch=st.integers(3, 40),

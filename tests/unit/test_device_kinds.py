@@ -34,7 +34,6 @@ from phalanx.device_kinds import registry as kinds_registry
 from phalanx.errors import SpecError
 from phalanx.parallel import check, device_kind
 from phalanx.parallel.context.flash_block import kernel_for
-from phalanx.parallel.pipeline.messages import wants_order
 from phalanx.train.uneven_shares import MemoryRoom
 from stand_in_kind import KIND
 
@@ -191,10 +190,6 @@ class TestRefused:
 
 
 class TestFacts:
-    @pytest.mark.parametrize(("name", "backends"), [("cpu", "gloo"), ("cuda", "cpu:gloo,cuda:nccl")])
-    def test_backends(self, name: str, backends: str) -> None:
-        assert kind_named(name).backends == backends
-
     def test_a_plans_word_decides_between_kinds_of_one_type(self) -> None:
         with registered(KIND):
             assert kind_of(torch.device("cpu"), "standin") is KIND
@@ -221,13 +216,6 @@ class TestCuda:
         answers("mem_get_info", (5, 80))
         monkeypatch.setattr(torch.cuda, "default_generators", ("first", "second"))
         return asked
-
-    def test_messages_are_told_apart_by_their_order(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        for backends, there in (("cpu:gloo,cuda:nccl", True), ("cpu:gloo,cuda:gloo", False)):
-            monkeypatch.setattr("torch.distributed.get_backend_config", lambda group, text=backends: text)
-            group: Any = None
-            assert wants_order(group, torch.device("cuda", 0)) == there
-            assert not wants_order(group, torch.device("cpu"))
 
     def test_room_for_samples(self, asked: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch) -> None:
         room = MemoryRoom(kind_named("cuda"), workers_here=2, bounded=False)

@@ -21,12 +21,11 @@ from phalanx.config.elastic import DeviceRange, plans_of, resized
 from phalanx.errors import RefusedError, SpecError
 from phalanx.hardware import cluster, cores, memory_bytes
 from phalanx.launch import ElasticSize, Restarts
-from phalanx.launch.elastic_size import allowed_plans, fitted
+from phalanx.launch.elastic_size import fitted
 from phalanx.launch.failure import Failure
 from phalanx.launch.side_process import SideProcess
-from phalanx.preflight import choose_plan, cluster_for, machine_forecast
+from phalanx.preflight import choose_plan, cluster_for
 from phalanx.preflight import plan_choice as choices
-from phalanx.report.comparison import memory_beside, step_beside, under_forecast
 
 NO = None
 RESIZED = [
@@ -149,16 +148,6 @@ class TestWorkersThatAreThere:
         for plan, world in (("dp=4", 1), ("dp=4", 5), ("pp=2", 3)):
             with pytest.raises(RefusedError, match=f"given {world}; allowed: 2"):
                 fitted(elastic(plan, "2:4"), world, job())
-
-
-@pytest.mark.quick
-class TestWhichNumbersServe:
-    def test_those_the_job_can_have(self) -> None:
-        assert list(allowed_plans(job(batch=3), elastic())) == [1, 2, 3]
-
-    def test_none_is_refused(self) -> None:
-        with pytest.raises(RefusedError, match="global batch of 1"):
-            allowed_plans(job(batch=1), elastic("dp=4", "2:4"))
 
 
 def size(there: float | Callable[[], float] = math.inf, **how: Any) -> ElasticSize:
@@ -291,13 +280,6 @@ class TestRestarts:
         assert not restarts.allow(failure(7), memory_kills=0)
 
 
-SECONDS = dict.fromkeys(
-    ("products", "attention", "memory", "recompute", "launches", "exchange", "pipeline", "replicas", "update", "rest"),
-    0.0,
-)
-HELD = {"parameters": 100, "gradients": 100, "optimizer": 200, "buffers": 0, "activations": 300}
-
-
 def wide(width: int, batch: int = 64, depth: int = 1) -> px.Job:
     return px.Job(
         model=lambda: nn.Sequential(
@@ -350,14 +332,6 @@ class TestMachine:
         assert four.device.memory == memory_bytes() // 4
         assert four.device.peak["fp32"] <= one.device.peak["fp32"] * cores() / 4 + 1
 
-    def test_a_run_on_fewer_cores_is_forecast_to_take_longer(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(machine_forecast, "cores", lambda: 8)
-        one, all_of_them = (
-            machine_forecast.forecast_of(wide(512), Plan(device="cpu"), threads)["forecast"]["step"]
-            for threads in (1, 8)
-        )
-        assert one > 2 * all_of_them
-
 
 class TestChoice:
     @pytest.fixture
@@ -390,35 +364,3 @@ class TestChoice:
         monkeypatch.setattr(choices, "PATIENCE", 0.05)
         monkeypatch.setattr(choices, "_best", lambda *_: time.sleep(60))
         assert "dp=4 is taken" in choose_plan(wide(4)).why
-
-
-class TestBeside:
-    def test_passes_hold_what_goes_on_within_them(self) -> None:
-        seconds = {**SECONDS, "products": 2.0, "replicas": 1.0, "update": 0.5}
-        rows = {
-            row.part: row
-            for row in step_beside({"seconds": seconds, "step": 3.5}, {"whole": 7.0, "passes": 6.0, "update": 0.5})
-        }
-        assert (rows["whole"].ratio, rows["passes"].ratio, rows["update"].ratio) == (0.5, 0.5, 1.0)
-        assert rows["computing"].forecast == 2.0
-        assert rows["computing"].measured is None
-        assert "pipeline" not in rows
-
-    def test_the_part_that_was_missed_by_most(self) -> None:
-        parts = {
-            "parameters": 100.0,
-            "gradients": 100.0,
-            "optimizer": 150.0,
-            "activations": 200.0,
-            "communication": 50.0,
-        }
-        rows = memory_beside({"plan": "single", "parts": parts}, [HELD, {**HELD, "activations": 400}])
-        worst = under_forecast(rows)
-        assert worst is not None
-        assert (worst.part, worst.forecast, worst.measured) == ("activations", 200.0, 400.0)
-        assert (
-            under_forecast(
-                memory_beside({"plan": "single", "parts": {**parts, "optimizer": 900, "activations": 900}}, [HELD])
-            )
-            is None
-        )

@@ -23,7 +23,6 @@ from phalanx.forecast.rates import Kernels, Rates, Wires
 from phalanx.hardware import cluster
 from phalanx.planner import Question
 from phalanx.planner.rules import problems
-from phalanx.planner.search import space
 from phalanx.trace import ModelCall, trace
 
 PLAIN = Preset(name="plain", reserved=1.0)
@@ -71,21 +70,6 @@ class TestAveraging:
     def test_is_spread_over_the_steps_between(self, text: str, seconds: float) -> None:
         assert averaged(GIANT, 0 * GIANT, layouts(text), setting())[0] == pytest.approx(seconds)
 
-    @pytest.mark.parametrize(
-        ("text", "beyond"),
-        [
-            ("dp=4 sync=local every=4", 4),
-            ("dp=4 sync=diloco every=4 outer=sgd", 4),
-            ("dp=4 sync=diloco every=4", 8),
-            ("dp=4 fsdp=2 sync=diloco every=4", 4),
-        ],
-    )
-    def test_an_outer_optimizer_takes_memory(self, text: str, beyond: float) -> None:
-        profile = WORK.profile
-        plain = text.partition(" sync")[0]
-        there, without = (memory(profile, layouts(one), PLAIN, "fp32", 8.0).optimizer[0] for one in (text, plain))
-        assert there - without == pytest.approx(beyond * profile.parameters)
-
     def test_fragments_hide_behind_the_next_steps(self) -> None:
         seconds = [
             averaged(GIANT, computing + 0 * GIANT, layouts(f"dp=4 sync=local every=8 fragments={count}"), setting())[0]
@@ -116,20 +100,6 @@ class TestServers:
     def test_take_what_links_and_hosts_allow(self, text: str, computing: float, seconds: float) -> None:
         found = server_time(GIANT, np.array([computing]), layouts(text), setting())
         assert found[0] == pytest.approx(seconds, abs=1e-12)
-
-    def test_hold_the_optimizer(self) -> None:
-        profile = WORK.profile
-        dp, waits, runs = (
-            memory(profile, layouts(text), PLAIN, "fp32", 8.0)
-            for text in ("dp=8", "dp=8 server=1", "dp=8 server=1 staleness=2")
-        )
-        assert dp.optimizer[0] == 8 * profile.parameters
-        assert waits.optimizer[0] == runs.optimizer[0] == 0
-        assert waits.communication[0] == 0
-        assert runs.communication[0] == 8 * profile.parameters
-        found = told("dp=8 server=1", "8xA100")
-        assert found.seconds["update"] == 0 < found.seconds["replicas"]
-        assert found.plan.exact
 
 
 class TestShares:
@@ -175,15 +145,6 @@ class TestPlanner:
     @pytest.fixture
     def question(self) -> Question:
         return Question(work=WORK, cluster=cluster(MIXED), precision="fp16")
-
-    def test_tries_shares_by_speed_where_devices_differ(self, question: Question) -> None:
-        found = space(question)
-        made = [found.plan(index) for index in range(len(found))]
-        assert {plan.shares for plan in made} == {"", "auto"}
-        assert {plan.pp for plan in made if plan.shares} == {1}
-        assert all(Plan.parse(str(plan)) == plan for plan in made)
-        alike = space(replace(question, cluster=cluster("2x8xA100")))
-        assert not alike.columns["shares"].any()
 
     def test_names_the_plans_that_can_use_unlike_devices(self, question: Question) -> None:
         (problem,) = problems(Plan.parse("fsdp=16 precision=fp16"), WORK, question.cluster)
@@ -292,12 +253,6 @@ class TestSharded:
         assert not work.profile.repeated
         assert round(seconds("fsdp=2", kind, "replicas", work)) == times
         assert round(seconds("fsdp=2 micro=2", kind, "replicas", work)) == 4 * times
-
-    def test_repeated_blocks_are_gathered_one_by_one(self) -> None:
-        blocks = [nn.Sequential(nn.Linear(8, 8), nn.ReLU()) for _ in range(5)]
-        work = work_of(nn.Sequential(nn.Sequential(*blocks)))
-        assert work.profile.repeated
-        assert round(seconds("fsdp=2", "all-gather", "replicas", work)) == 2 * 5
 
 
 class Routed(nn.Module):

@@ -114,16 +114,6 @@ def test_stacks_are_those_of_the_main_thread() -> None:
     assert parse_traceback(raised) == parse_stacks(dump)
 
 
-def test_a_frame_between_two_lines_stands_in_the_first_of_its_function(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What another thread runs may have no line: a thread that looks at it every tenth of a second meets that."""
-    code = test_who_is_to_blame.__code__
-    frame = SimpleNamespace(f_code=code, f_lineno=None, f_back=None)
-    monkeypatch.setattr(sys, "_current_frames", lambda: {7: frame})
-    (found,) = frames_of_thread(7)
-    assert (found.line, found.function) == (code.co_firstlineno, "test_who_is_to_blame")
-    assert not RankStand(rank=0, frames=(found,)).waits
-
-
 @pytest.mark.parametrize("collects", [True, False])
 def test_a_look_collects_no_garbage(collects: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Finalizers would let the thread that is looked at run on: until Python 3.11 the look then read freed memory."""
@@ -319,12 +309,6 @@ def test_who_has_given_up_and_saves_stood_where_it_did_before() -> None:
         watch._ask(watched)
         assert watch._report is not None
         assert [frame.file for frame in watch._report.first.frames] == ["/home/me/train.py"]
-
-
-@pytest.mark.parametrize("pid", [PID, CHILD])
-def test_who_waits_for_a_disk_goes_on(processes: Processes, pid: int) -> None:
-    processes.be(pid, "D")
-    assert looked_at(processes) is None
 
 
 @pytest.mark.parametrize(("pid", "how"), [(PID, "rchar"), (PID, "wchar"), (PID, "read_bytes"), (CHILD, "write_bytes")])

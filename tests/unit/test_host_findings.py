@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import copy
-import threading
-import time
-from collections import Counter
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import combinations, permutations
 from pathlib import Path
@@ -17,19 +13,17 @@ import pytest
 
 import phalanx as px
 from phalanx.config import Plan, RunSpec
-from phalanx.errors import RunError, SpecError
+from phalanx.errors import SpecError
 from phalanx.launch import host_network
 from phalanx.launch.check_hosts import (
-    CheckTime,
     HostAnswer,
     HostSurvey,
     LinkAnswer,
     Needs,
-    TargetHost,
     findings,
     workers_of,
 )
-from phalanx.launch.check_hosts.asking_links import LinkSurvey, ask_links, rounds
+from phalanx.launch.check_hosts.asking_links import rounds
 from phalanx.launch.host_network import HostLink
 from phalanx.launch.host_process import Quotas
 from phalanx.launch.unshared_folder import unshared_problems
@@ -281,58 +275,6 @@ def test_what_to_do_about_a_host_goes_by_why_it_is_not_reached(said: str, way: s
 
 
 pytestmark = pytest.mark.quick
-CUT_OFF = "n5"
-"""A host that does not reach the first."""
-
-
-class Named(TargetHost):
-    def __init__(self, number: int) -> None:
-        self.name = f"n{number}"
-
-    def run(self, arguments: Sequence[str], text: str, patience: float) -> str:
-        raise NotImplementedError
-
-
-class AskedHosts:
-    """So many, each of whose answers takes ``seconds``; ``most``: that were asked at a time, by the host's name."""
-
-    def __init__(self, count: int, seconds: float = 0.0) -> None:
-        self.all = [Named(number) for number in range(count)]
-        self.most: Counter[str] = Counter()
-        self._seconds, self._busy, self._lock = seconds, Counter[str](), threading.Lock()
-
-    def ask(self, host: TargetHost, question: dict[str, Any]) -> dict[str, Any]:
-        with self._lock:
-            self._busy[host.name] += 1
-            self.most[host.name] = max(self.most[host.name], self._busy[host.name])
-        time.sleep(self._seconds)
-        with self._lock:
-            self._busy[host.name] -= 1
-        if "comers" in question:
-            return {}
-        if question["peer"] == ["at n0", 1000] and host.name == CUT_OFF:
-            raise RunError("Connection refused")
-        return {"error": "", "latency": 1e-4, **({} if "comes" in question else {"bandwidth": 1e9})}
-
-    def asked(self, seconds: float) -> LinkSurvey:
-        told = {one.name: {"address": f"at {one.name}", "free_port": 1000} for one in self.all}
-        with ThreadPoolExecutor(len(self.all)) as pool:
-            return ask_links(self.all, told, self.ask, pool, CheckTime(seconds))
-
-
-def test_of_many_hosts_each_tries_the_first() -> None:
-    hosts = AskedHosts(12)
-    said = hosts.asked(60.0)
-    tried = {one.source: one.error for one in said.links if one.target == "n0"}
-    assert tried == {f"n{number}": "Connection refused" if f"n{number}" == CUT_OFF else "" for number in range(1, 12)}
-    assert said.unasked == 0
-    assert set(hosts.most.values()) == {1}, "no host was asked for two links at once"
-
-
-@pytest.mark.parametrize(("count", "pairs", "unasked"), [(2, 1, 0), (5, 4, 6), (8, 8, 20), (11, 10, 9), (12, 12, 9)])
-def test_without_time_there_are_two_rounds_and_other_pairs_are_counted(count: int, pairs: int, unasked: int) -> None:
-    said = AskedHosts(count).asked(0.0)
-    assert (len(said.links), said.unasked) == (2 * pairs, unasked)
 
 
 @pytest.mark.parametrize(
@@ -340,12 +282,6 @@ def test_without_time_there_are_two_rounds_and_other_pairs_are_counted(count: in
 )
 def test_rates(text: str, rate: float) -> None:
     assert parse_bit_rate(text) == pytest.approx(rate)
-
-
-@pytest.mark.parametrize("text", ["", "fast", "100", "100MB/s", "mbit", "-1mbit", "1e3mbit"])
-def test_no_rates(text: str) -> None:
-    with pytest.raises(ValueError, match="100mbit"):
-        parse_bit_rate(text)
 
 
 def test_times_and_shares() -> None:

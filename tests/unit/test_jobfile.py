@@ -89,12 +89,6 @@ def test_sibling_is_importable_now_and_later(tmp_path: Path) -> None:
     assert job.model() == 7
 
 
-def test_what_the_file_defines_can_be_pickled(tmp_path: Path) -> None:
-    net = load_job(str(write(tmp_path, GOOD))).model()
-    assert type(net).__module__ == "job_of_test"
-    assert type(pickle.loads(pickle.dumps(net))) is type(net)
-
-
 def test_file_named_like_a_loaded_module_replaces_nothing(tmp_path: Path) -> None:
     job = load_job(str(write(tmp_path, GOOD, "json.py")))
     assert job.name == "json"

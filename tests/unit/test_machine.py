@@ -357,13 +357,6 @@ class TestForecasts:
         assert step.products == pytest.approx([1.0, 1.2, 2.4])
         assert step.memory == pytest.approx([0.5, 0.75, 1.5])
 
-    def test_turns_fill_what_a_pipeline_waits(self) -> None:
-        core = Core(floor=1e-6, operand={"fp32": 0.0}, near=1e10, far=1e10, cache=1e6)
-        step = crowded(_step(products=1.0, memory=0.0, pipeline=0.75), np.array([4.0, 4.0, 4.0]), 2, core)
-        assert step.total == pytest.approx([2.0, 2.0, 2.0])
-        longer = crowded(_step(products=1.0, memory=0.0, pipeline=3.0), np.array([4.0, 4.0, 4.0]), 2, core)
-        assert longer.total == pytest.approx([4.0, 4.0, 4.0])
-
 
 def _step(*, products: float, memory: float, pipeline: float) -> StepTime:
     none, known = np.zeros(3), {"products": products, "memory": memory, "pipeline": pipeline}
@@ -401,18 +394,6 @@ class TestMeasuring:
         assert ended.value.code == 0
         assert json.loads(capsys.readouterr().out)["file"] == str(path)
         assert Core.of(cluster(str(path)).groups[0].device.measured) is not None
-
-
-def test_kernels_of_a_gpu_are_what_forecasts_read(tmp_path: Path) -> None:
-    kind = host()  # in place of a GPU: the arithmetic and the file are the same
-    found = with_measured_kernels(cluster("2xH100"), kind, QUICK_GPU)
-    (tmp_path / "machine.toml").write_text(found.to_toml())
-    device = cluster(str(tmp_path / "machine.toml")).groups[0].device
-    assert set(device.measured) == {"product", "stream", "attention", "attention_backward", "host"}
-    known, read = rates(cluster("2xH100").groups[0].device), rates(device)
-    assert {name: getattr(read.kernels, name) for name in device.measured} == dict(device.measured)
-    assert read.kernels.floor == known.kernels.floor  # not measured
-    assert all(0 < value <= 1 for value in device.measured.values())
 
 
 def test_shares_are_of_the_data_sheet(monkeypatch: pytest.MonkeyPatch) -> None:

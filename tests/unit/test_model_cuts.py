@@ -16,7 +16,6 @@ from phalanx.demo.jobs.gpt import GPT, Size, gpt_job
 from phalanx.errors import RefusedError
 from phalanx.parallel import Example
 from phalanx.parallel.pipeline import CutPipeline, cut
-from phalanx.parallel.pipeline.backward import input_half
 from phalanx.parallel.tensor import Split, dry, find
 from phalanx.parallel.unwrapped_blocks import look_inside
 from phalanx.placement.stages import balanced
@@ -154,43 +153,6 @@ def test_decisions_by_data_inside_a_block_are_not() -> None:
 def test_what_a_layer_keeps_to_itself_cannot_pass_a_cut() -> None:
     with pytest.raises(RefusedError, match=r"layers\.0 computes and keeps to itself"):
         looked_at(Keeping(), Plan(pp=2), torch.randn(2, 4))
-
-
-class TestHalves:
-    class Net(nn.Module):
-        """Shared, normalised, recurrent, and parameters used outside layers."""
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.a, self.n = nn.Linear(8, 8), nn.LayerNorm(8)
-            self.b = nn.utils.parametrizations.weight_norm(nn.Linear(8, 8))
-            self.rnn = nn.GRU(8, 8, batch_first=True)
-            self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
-            self.p, self.q = nn.Parameter(torch.randn(8)), nn.Parameter(torch.randn(8))
-
-        def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
-            h = self.n(self.a(x) * y + self.p)
-            h = self.a(h + self.b(h).relu())
-            h, _ = self.rnn(h)
-            h = h + self.attention(h, h, h)[0]
-            return self.b(h) * self.q.exp(), self.q * 2, x * 1
-
-    def test_both_together_are_one_backward(self) -> None:
-        torch.manual_seed(0)
-        net = self.Net()
-        x, y, unused = (torch.randn(2, 5, 8, requires_grad=True) for _ in range(3))
-        outputs = net(x, y)
-        grads = [torch.randn_like(output) for output in outputs]
-        torch.autograd.backward(outputs, grads)
-        expected = {name: tensor.grad for name, tensor in net.named_parameters()}
-        inputs = [x.grad, y.grad, None]
-        for tensor in (*net.parameters(), x, y):
-            tensor.grad = None
-        found, weights = input_half(net(x, y), grads, [x, y, unused])
-        assert all(tensor.grad is None for tensor in net.parameters())
-        torch.testing.assert_close(found, inputs)
-        weights.run()
-        torch.testing.assert_close({name: tensor.grad for name, tensor in net.named_parameters()}, expected)
 
 
 class Gate(nn.Module):
@@ -336,21 +298,6 @@ def test_grouped_heads_go_with_their_queries_or_stay_whole(ranks: int, keys: boo
     assert shared(split, "layers.0.mlp.gate_proj.weight") == shared(split, "layers.0.mlp.up_proj.weight")
 
 
-def test_a_few_classes_are_not_worth_cutting() -> None:
-    class Classifier(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = nn.Sequential(nn.Linear(12, 40), nn.ReLU(), nn.Linear(40, 12))
-            self.head = nn.Linear(12, 3)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.head(self.layers(x))
-
-    split = found(Classifier(), 2, torch.ones(2, 12))
-    assert set(split.cuts) == {"layers.0.weight", "layers.0.bias", "layers.2.weight"}
-    assert split.whole == ["head.weight"]
-
-
 def test_the_model_is_left_as_it_was() -> None:
     module = gpt_job(layers=1, width=32, heads=4, context=12).model()
     before = {name: (type(child), child.__dict__.get("forward")) for name, child in module.named_modules()}
@@ -385,15 +332,6 @@ def test_what_the_job_says_of_cuts_counts() -> None:
 def test_cuts_that_cannot_be_are_refused(told: dict[str, Any], words: str) -> None:
     with pytest.raises(RefusedError, match=words.replace(".", r"\.")):
         found(own_gpt(), 16, IDS, told=told)
-
-
-def test_columns_of_a_layer_that_nobody_knows_are_asked_for_by_dimension() -> None:
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    config = GPT2Config(n_embd=32, n_layer=1, n_head=4, vocab_size=64, n_positions=12)
-    with pytest.raises(RefusedError, match="the dimension, 0 or 1"):
-        found(GPT2LMHeadModel(config), 2, IDS, told={"*.c_fc": "colwise"})
-    assert shared(found(GPT2LMHeadModel(config), 2, IDS, told={"*.c_fc": 0}), "c_fc.weight")[0] == 0
 
 
 def test_a_plan_of_the_models_own_is_followed_where_it_goes_well() -> None:

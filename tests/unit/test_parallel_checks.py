@@ -78,11 +78,6 @@ def test_threads_do_not_recompute_on_a_cpu(job: Job, monkeypatch: pytest.MonkeyP
     assert fixes(job, "recompute=full device=cpu") == []
 
 
-def test_threads_do_not_compile(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shutil, "which", lambda name: f"/usr/bin/{name}")
-    assert fixes(job, "threads=2 compile=true micro=4 device=cpu") == ["dp=2 micro=4 compile=true device=cpu"]
-
-
 @in_one_test(
     ("plan", "fix"),
     [

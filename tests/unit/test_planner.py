@@ -16,7 +16,7 @@ from phalanx.config import Plan
 from phalanx.errors import RefusedError, SpecError
 from phalanx.forecast import Forecast, StepTime, Work, forecast
 from phalanx.forecast.forecast import sweep
-from phalanx.forecast.uncertainty import CHANCE, SAFE, runs_out
+from phalanx.forecast.uncertainty import SAFE
 from phalanx.hardware import cluster, names
 from phalanx.planner import (
     Bill,
@@ -107,12 +107,6 @@ def test_no_neighbour_that_fits_with_a_margin_is_faster_than_the_first() -> None
         near = sweep(asked.work, [plan for _, plan in neighbours(best.plan, asked)], asked.cluster)
         safe = near.memory.reserved <= SAFE * near.room
         assert not (near.step.total[safe] < best.step).any()
-
-
-def test_the_chance_to_run_out_is_even_where_the_room_is_just_full() -> None:
-    assert runs_out(10.0, 10.0) == pytest.approx(0.5)
-    assert runs_out(SAFE * 10.0, 10.0) == pytest.approx(CHANCE)
-    assert runs_out(20.0, 10.0) > 0.999 > 0.001 > runs_out(5.0, 10.0)
 
 
 def test_nothing_is_computed_again_that_fits_without() -> None:
@@ -216,16 +210,6 @@ class TestExplanation:
                     None if shown is None else type(shown)(value == "true" if value in ("true", "false") else value)
                 )
 
-    def test_neighbours_differ_in_what_is_named_and_can_be_run(self) -> None:
-        asked = large_question()
-        plan = Plan(fsdp=2, tp=2, pp=2, micro=4, precision="bf16", recompute="full", zero=1)
-        found = dict(neighbours(plan, asked))
-        assert found["tp=4 fsdp=1"].zero == 0
-        assert found["fsdp=4 pp=1"].schedule == "1f1b"
-        assert found["micro=8"] == replace(plan, micro=8)
-        assert plan not in found.values()
-        assert all(problems(one, asked.work, asked.cluster) == [] for one in found.values())
-
     def test_a_plan_in_mind_is_completed_and_compared(self) -> None:
         asked = large_question()
         argued = advise(asked, because="tp=8").explanation
@@ -303,10 +287,6 @@ class TestCurve:
         assert at(curve_of(serial).knee) == 8  # 16 gain 36 % of throughput
         assert at(curve_of(serial, share=0.2).knee) == 32
         assert curve_of([1 / 2**power for power in range(6)]).knee is None
-
-    def test_slower_is_the_first_beyond_the_fastest(self) -> None:
-        found = curve_of([8, 4, 3, 2.9, 3.5, 5])
-        assert (at(found.knee), at(found.slower), at(found.fastest), at(found.stop)) == (2, 16, 8, 2)
 
     def test_a_budget_stops_earlier(self) -> None:
         serial = [0.1 + 0.9 / 2**power for power in range(8)]

@@ -29,7 +29,6 @@ GPT = Shape(family="gpt", layers=24, hidden=2048, heads=16, vocabulary=51200, le
 LLAMA_70B = Shape(
     family="llama", layers=80, hidden=8192, heads=64, kv_heads=8, ffn=28672, vocabulary=128256, length=4096
 )
-RESNET = Shape(family="resnet50", vocabulary=1000)
 
 
 def block(profile: Profile) -> ModelPart:
@@ -55,15 +54,6 @@ class TestWork:
         expected = 6 * (profile.parameters - positions) * s + layers * 2 * s * s * h * 3.5
         assert profile.flops(1) == pytest.approx(expected, rel=0.01)
         assert profile.flops(8) == pytest.approx(8 * profile.flops(1))
-
-    def test_flops_of_resnet_50(self) -> None:
-        profile = RESNET.profile()
-        forward = sum(part.count * flops(op, 1, 1) for part in profile.parts for op in part.forward)
-        assert forward == pytest.approx(2 * 4.09e9, rel=0.01)  # multiply-adds of version 1.5
-        stem = flops(profile.parts[0].forward[0], 1, 1)  # images need no gradient
-        assert profile.flops(1) == pytest.approx(3 * forward - stem, rel=1e-6)
-        assert profile.parameters == 25_557_032
-        assert (profile.blocks, profile.length, profile.heads) == (16, 1, 0)
 
     @in_one_test("name", ["demo", "convolutions"])
     def test_products_are_those_that_torch_counts(self, name: str) -> None:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections import OrderedDict
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -112,13 +111,6 @@ def test_a_damaged_proof_is_none(folder: Path, damage: bytes) -> None:
     assert stored(ground()) is not None
 
 
-def test_a_proof_of_another_ground_under_its_name_is_none(folder: Path) -> None:
-    store(ground(), {})
-    for path in folder.iterdir():
-        path.write_text(json.dumps({"of": asdict(ground("tp"))}))
-    assert stored(ground()) is None
-
-
 def test_a_worker_refuses_what_nothing_has_proven_there(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = RunSpec(job="a.py", plan=Plan(dp=4), folder=Path("run"))
     assert refuse_unproven(run, 4) == ""
@@ -170,15 +162,6 @@ def test_a_sign_that_rounding_may_turn_makes_twice_a_step() -> None:
     off[3] = -0.025
     assert beyond(grad, off, error=1e-3)
     assert not beyond(grad, off, error=0.029)  # of half precision: its own rounding is 0.029 of the root mean square
-
-
-def test_gradients_doubled_in_one_row_are_told_where_steps_follow_their_size() -> None:
-    grad = gradient()
-    start = torch.zeros_like(grad)
-    known = {"w": FirstGradient(values=grad, error=1e-5)}
-    (found,) = parameters({"w": start}, {"w": -LR * grad}, {"w": -LR * grad * 1.02}, known, TOLERANCE)
-    assert found.beyond
-    assert found.relative > 0.01
 
 
 def record(first: Tensor, second: Tensor) -> RunRecord:

@@ -6,7 +6,6 @@ import csv
 import json
 import math
 import tomllib
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,12 +13,11 @@ import pytest
 from small_profiles import transformer
 
 from golden import NUMBERS, ROWS, numbers
-from in_one_test import in_one_test
 from phalanx.errors import SpecError
 from phalanx.forecast.uncertainty import FILE
 from published import Outcome, Row, forecast_rows, left_out, read
 from published.accuracy import Comparison, Errors
-from published.left_out import CONSTANTS, Fit, Without, framework
+from published.left_out import CONSTANTS, Without
 from published.subject import subject
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -83,19 +81,6 @@ class TestSubject:
         assert (plan.pp, plan.schedule, plan.stages) == (4, "interleaved", 2)
         assert subject(row(dp="2", pp="4")).plan.schedule == "1f1b"
 
-    @in_one_test(
-        ("cells", "family", "preset"),
-        [
-            ({"gated": "1", "framework": "torchtitan"}, "llama", "torchtitan"),
-            ({"model": "MPT-7b", "framework": "llm-foundry", "device": "H100-SXM"}, "mpt", "llm-foundry-hopper"),
-            ({"device": "H100-SXM"}, "gpt", "megatron-core"),
-            ({"kind": "resnet50", "framework": "PyTorch (NVIDIA examples)"}, "resnet50", "nvidia-examples"),
-        ],
-    )
-    def test_families_and_habits(self, cells: dict[str, str], family: str, preset: str) -> None:
-        found = subject(row(**cells))
-        assert (found.shape.family, found.preset.name) == (family, preset)
-
 
 class TestAccuracy:
     def test_errors_by_hand(self) -> None:
@@ -129,9 +114,6 @@ class TestGolden:
 
 
 FREE = ("product", "stream", "eager", "fused")
-TRUE = {"ampere.product": 0.6, "ampere.stream": 0.5, "eager": -1.0, "fused": 0.5}
-FRAMEWORKS = ("Megatron-LM", "InternEvo", "torchtitan", "ZeroBubble-Megatron")
-MICROS = (1, 2, 8)
 PROFILE = transformer(layers=8, width=2048, heads=16)
 
 
@@ -146,39 +128,6 @@ def few_constants(monkeypatch: pytest.MonkeyPatch) -> None:
     free = [one.name in FREE and one.family != "hopper" for one in CONSTANTS]
     kept = [replace(one, spread=3 * one.spread if wide else 0.0) for one, wide in zip(CONSTANTS, free, strict=True)]
     monkeypatch.setattr(left_out, "CONSTANTS", tuple(kept))
-
-
-def rows_that_follow(*, slow: str = "") -> list[Row]:
-    """Runs whose times follow the model with constants ``TRUE``; those of ``slow`` take three times as long."""
-    steps = forecasts_with(TRUE, FRAMEWORKS)
-    asked = [(name, micro) for name in FRAMEWORKS for micro in MICROS]
-    return [row_of(name, micro, steps[f"{name}-{micro}"] * (3.0 if name == slow else 1.0)) for name, micro in asked]
-
-
-def forecasts_with(values: dict[str, float], names: Sequence[str]) -> dict[str, float]:
-    """Seconds of a step by row, with ``values`` and else what constants start from."""
-    start = {f"{one.family}.{one.name}" if one.family else one.name: one.start for one in CONSTANTS}
-    found: dict[str, float] = {}
-    for one in (row_of(name, micro) for name in names for micro in MICROS):
-        there = left_out.replace_constants(left_out.subject(one, network=False), {**start, **values})
-        work = left_out.Work(profile=PROFILE, batch=there.batch, length=there.length)
-        (forecast,) = left_out.forecasts(work, [there.plan], there.cluster, there.preset)
-        found[one.id] = forecast.step
-    return found
-
-
-class TestFit:
-    def test_what_is_left_out_has_no_say(self) -> None:
-        plain, odd = (
-            Fit(rows_that_follow(), lambda _: PROFILE),
-            Fit(rows_that_follow(slow="torchtitan"), lambda _: PROFILE),
-        )
-        assert plain.values() != pytest.approx(odd.values(), rel=0.05)  # where it is not left out, it has
-        before, after = (
-            next(one for one in fit.without(framework) if one.source == "torchtitan") for fit in (plain, odd)
-        )
-        steps = [[each.forecast.step for each in one.found] for one in (before, after)]
-        assert steps[1] == pytest.approx(steps[0], rel=0.02)
 
 
 def off(source: str, *sizes: float) -> Without:

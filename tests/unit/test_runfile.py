@@ -56,14 +56,6 @@ def refusal(run: RunSpec, given: Path | None = None) -> str:
     return str(found)
 
 
-def test_what_was_asked_is_not_written_before_the_run_begins() -> None:
-    run = spec()
-    with RunFolder(run) as entered:
-        assert not run.folder.exists()
-        entered.prepare()
-        assert [path.name for path in run.folder.iterdir()] == ["writer.json"]
-
-
 def test_job_and_folder_are_written_with_their_absolute_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     run = RunSpec.from_toml(prepare_run(spec(Path("runs/here"), job="digits.py:small")).read_text())
@@ -88,14 +80,6 @@ def test_folder_that_holds_a_run() -> None:
     saved(run, 120)
     assert "at step 120" in refusal(run)
     assert refusal(run).endswith("try: resume=True")
-
-
-def test_resume_takes_the_new_plan() -> None:
-    run = spec()
-    prepare_run(run)
-    saved(run, 3)
-    prepare_run(spec(resume=True, plan=Plan(fsdp=4)))
-    assert RunSpec.from_toml((run.folder / "run.toml").read_text()).plan == Plan(fsdp=4)
 
 
 def test_resume_from_nothing() -> None:

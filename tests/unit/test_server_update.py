@@ -92,17 +92,6 @@ def test_pieces_add_up_once_each() -> None:
     assert one.version == 1
 
 
-def test_a_parameter_that_no_piece_used_is_left_alone() -> None:
-    one = shard(weight_decay=0.5)
-    before = {name: tensor.detach().clone() for name, tensor in one.parameters.items()}
-    for part, without in ((0, [0, 1]), (1, [0])):
-        one.push(Pushed(step=0, part=part, version=0, without=without), gradient(one, 1.0))
-    one.prepare(0, [0, 1])
-    one.apply(Update(step=0, scale=1.0))
-    assert torch.equal(one.parameters["a"], before["a"])
-    assert not torch.equal(one.parameters["b"], before["b"])
-
-
 def test_the_rate_falls_with_staleness() -> None:
     one = shard(Rule(compensate="rate"), lr=1.0)
     for step in range(3):
@@ -267,15 +256,6 @@ def test_backup_workers_are_not_waited_for() -> None:
     assert pieces[1] is not None
     assert not books.put(1, pieces[1], report(1)), "the step is complete"
     assert books.applied(0)[1] == 1
-
-
-def test_a_short_batch_leaves_pieces_out() -> None:
-    books = WorkQueue(lambda step: (1, 0, 0), first=0, limit=1, pace=StalenessBound(backup=1))
-    piece = books.ask(0)
-    assert piece == BatchPiece(0, 0)
-    assert books.ask(1) is None
-    books.put(0, piece, report(0))
-    assert books.ready() == 0
 
 
 def test_going_back_deals_anew_but_for_what_was_done() -> None:

@@ -17,10 +17,10 @@ from phalanx.cli import main
 from phalanx.config import Plan
 from phalanx.demo.jobs.gpt import gpt_job
 from phalanx.placement.ownership import TensorPiece
-from phalanx.placement.schedules import Action, Timed, bubble, order
+from phalanx.placement.schedules import Action, Timed
 from phalanx.placement.survey_file import survey_from_dict, survey_to_dict
-from phalanx.report.drawing import Timeline, drawn_places, lines
-from phalanx.report.show import Shown, described, of_job, planned, ranks_of
+from phalanx.report.drawing import Timeline, lines
+from phalanx.report.show import Shown, described, of_job
 from phalanx.report.show_output import grouped, runs, shown_svg, shown_text
 
 GPT = str(Path(__file__).resolve().parents[2] / "examples" / "gpt.py")
@@ -74,14 +74,6 @@ class TestParts:
 
 
 class TestTimeline:
-    @in_one_test("text", ["pp=4 micro=2", "pp=2 schedule=interleaved micro=1", "pp=3 schedule=gpipe micro=2"])
-    def test_with_equal_stages_the_idle_share_is_that_of_the_order(self, text: str) -> None:
-        plan = Plan.parse(text)
-        found = planned(plan, 16, None)
-        assert found is not None
-        expected = bubble(order(plan.schedule, plan.pp, plan.stages, found.micros))
-        assert (found.even, found.timeline.idle) == (pytest.approx(expected), pytest.approx(expected))
-
     def test_every_action_is_drawn_where_it_happens(self) -> None:
         one = Timeline(
             title="",
@@ -94,16 +86,6 @@ class TestTimeline:
         )
         assert [line.plain for line in lines(one, 17)] == ["rank 0 F0····B0──", "rank 4 ··F0······"]
         assert one.idle == pytest.approx(1 - 4 / 10)
-
-    def test_of_many_ranks_the_first_and_the_last(self) -> None:
-        assert drawn_places(8) == list(range(8))
-        assert drawn_places(64) == [0, 1, 2, 3, 4, 5, None, 63]
-        plan = Plan.parse("pp=16 dp=2 micro=1")
-        found = planned(plan, 64, None)
-        assert found is not None
-        names = [line.plain.split("  ")[0].split(" F")[0].split(" ·")[0] for line in lines(found.timeline, 200)]
-        assert names == ["rank 0", "rank 2", "rank 4", "rank 6", "rank 8", "rank 10", "... 9 more ranks", "rank 30"]
-        assert ranks_of(plan) == tuple(range(0, 32, 2))
 
 
 class TestText:

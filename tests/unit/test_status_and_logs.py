@@ -16,7 +16,6 @@ from tqdm import tqdm
 
 import phalanx as px
 from phalanx.cli import main, status
-from phalanx.events import EventLog
 from phalanx.files import Token, release, take
 from phalanx.launch import targets
 from phalanx.launch.worker_process import OutputRelay, leave_warnings_to_rank_0
@@ -69,21 +68,6 @@ class TestStatus:
         assert done.exit_code == 0
         assert json.loads(done.stdout)["detail"] == f"it has not begun; phalanx logs {tmp_path}"
 
-    def test_one_that_ends_while_it_is_looked_at(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        token = take(run_of(tmp_path, step(0)))
-
-        def events(folder: Path, own: Any = run_standing._events) -> list[dict[str, Any]]:
-            found = own(folder)
-            with EventLog(folder / "events.jsonl") as log:
-                log.write("end", step=1, samples=3, seconds=1.0, loss=0.5)
-            release(token)
-            return found
-
-        with monkeypatch.context() as patch:
-            patch.setattr(run_standing, "_events", events)
-            assert run_standing.run_standing(tmp_path).state == "running"
-        assert run_standing.run_standing(tmp_path).state == "ended"
-
     def test_one_that_begins_while_it_is_looked_at_runs(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         begun: list[Token] = []
 
@@ -108,12 +92,6 @@ class TestLogs:
         done = invoke("logs", str(run_of(tmp_path, step(0))))
         assert (done.exit_code, done.stdout) == (0, "")
         assert f"its workers have printed nothing\n    phalanx status {tmp_path}" in done.stderr
-
-    def test_a_rank_that_has(self, tmp_path: Path) -> None:
-        (run_of(tmp_path) / "launch").mkdir()
-        (tmp_path / "launch" / "rank-1.log").write_text("hello\n")
-        assert invoke("logs", str(tmp_path), "--rank", "1").stdout == "hello\n"
-        assert "rank 0 has printed nothing" in invoke("logs", str(tmp_path), "--rank", "0").stderr
 
     def test_a_file_that_comes_late_is_followed(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """As of pods whose volume is not seen here: first there is neither what they print nor what workers leave."""

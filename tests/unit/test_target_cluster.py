@@ -11,7 +11,7 @@ import pytest
 
 from phalanx.comm.mesh import Mesh
 from phalanx.config import Cluster, Plan
-from phalanx.errors import RunError, SpecError
+from phalanx.errors import SpecError
 from phalanx.hardware import cluster, entry
 from phalanx.launch.check_hosts import HostAnswer, HostFinding, HostSurvey, LinkAnswer, Needs, findings
 from phalanx.launch.targets import Offer, misfit, nearest_plan
@@ -71,17 +71,6 @@ class TestHosts:
         assert found.network == entry("H100").network(8)
         assert str(found) == "2x8xH100"
 
-    def test_a_device_that_does_not_work_is_none(self) -> None:
-        broken = host("n0", has=(H100,) * 4)
-        broken.told["devices"][1]["error"] = "computes wrong numbers"
-        assert there(broken).groups[0].per_node == 3
-
-    def test_links_inside_are_those_of_the_driver(self) -> None:
-        matrix = "      GPU0 GPU1\nGPU0  X    PHB\nGPU1  PHB  X\n"
-        pcie = {"error": "", "devices": [], "topology": matrix}
-        found = there(host("n0", 2, has=(H100,) * 2, gpus=pcie))
-        assert found.groups[0].link == entry("H100").host.link
-
     def test_workers_share_the_cores_and_memory_of_their_host(self) -> None:
         found = there(host("n0", 2), host("n1", 2, memory=63 * GIB))
         (group,) = found.groups
@@ -94,10 +83,6 @@ class TestHosts:
     def test_hosts_with_and_without_devices_are_refused(self) -> None:
         with pytest.raises(SpecError, match="n1, without a GPU for each worker"):
             there(host("n0", 2, has=(H100,) * 2), host("n1", 2, has=(H100,)))
-
-    def test_a_silent_host_is_named(self) -> None:
-        with pytest.raises(RunError, match="host n1 cannot be used: Permission denied"):
-            there(host("n0", 1), HostAnswer(name="n1", told={}, error="Permission denied"))
 
 
 class TestNetwork:

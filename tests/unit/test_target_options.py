@@ -12,7 +12,6 @@ from phalanx.config import Plan, RunSpec
 from phalanx.errors import SpecError
 from phalanx.launch.targets import TARGETS, Submission, Target, find_target, settled_options
 from phalanx.launch.targets.kubernetes import KubernetesTarget
-from phalanx.launch.targets.kubernetes_offer import pods_offered
 from phalanx.launch.targets.ray_request import NodeOffer, offer_of, offers
 from phalanx.launch.targets.sagemaker import SageMakerTarget
 from phalanx.launch.targets.sagemaker_instances import instances_offered
@@ -247,21 +246,6 @@ class TestOffers:
         assert offer
         assert (offer.nodes, offer.devices) == (int(options.get("nodes", "1")), int(options["gpus-per-node"]))
         assert offer.device == said
-
-    @pytest.mark.parametrize(
-        "options",
-        [
-            {"gpus-per-node": "8"},  # of what kind?
-            {"gpus-per-node": "8", "node-selector": "pool=a100"},
-            {"node-selector": "nvidia.com/gpu.product=NVIDIA-L4"},  # how many?
-            {"gpus-per-node": "0"},
-            {"gpus-per-node": "0", "cpu": "500m"},
-            {"cpu": "8"},  # and GPUs?
-            {"gpus-per-node": "0", "cpu": "8", "nodes": "two"},
-        ],
-    )
-    def test_of_pods_is_none_where_the_options_do_not_say(self, options: dict[str, str]) -> None:
-        assert pods_offered(options) is None
 
     @pytest.mark.parametrize(
         ("nodes", "options", "said"),

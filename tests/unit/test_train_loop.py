@@ -146,13 +146,6 @@ def test_it_pauses_where_something_is_due_and_does_all_once_at_the_end(tmp_path:
     assert [name for name, _ in names][-3:] == ["timing", "memory", "end"]
 
 
-def test_without_pauses_it_evaluates_and_saves_at_the_end(tmp_path: Path) -> None:
-    stepper = Counting(tmp_path)
-    looped(stepper, tmp_path, evaluate_every=0, save_every=0)
-    assert stepper.moments == [("save", 10), ("evaluate", 10)]
-    assert stepper.tried == 1  # before the first step
-
-
 def test_after_steps_were_lost_what_they_led_to_is_done_again(tmp_path: Path) -> None:
     stepper = Counting(tmp_path, strikes=8, back=6)
     looped(stepper, tmp_path, evaluate_every=4, save_every=4)

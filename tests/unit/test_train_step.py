@@ -81,14 +81,6 @@ class TestRates:
         with pytest.raises(RefusedError, match="OneCycleLR on the optimizer and Schedule"):
             assembled(optimizer=one_cycle, schedule=px.Schedule(warmup_steps=3))
 
-    def test_what_a_loop_of_ones_own_sets_stands(self) -> None:
-        assembly = assembled(epochs=None, steps=3)
-        found: list[float] = []
-        for batch in assembly.loader:
-            assembly.optimizer.param_groups[0]["lr"] = 0.1 / (1 + batch.step)
-            found.append(assembly.step(batch).lr)
-        assert found == pytest.approx([0.1, 0.05, 0.1 / 3])
-
     def test_or_is_refused_where_a_schedule_sets_it(self) -> None:
         assembly = assembled(epochs=None, steps=3, schedule=px.Schedule(decay="linear"))
         first, second, _ = assembly.loader
@@ -264,23 +256,6 @@ class TestLateNumbers:
         assert isinstance(numbers, torch.Tensor)
         assert norm is not None
         assert (numbers.tolist(), float(norm), numbers.device.type) == ([6.0, 4.0], 2.0, "cpu")
-
-
-class TestInitialValues:
-    def test_every_global_source_is_seeded(self) -> None:
-        import random
-
-        import numpy as np
-
-        class Drawn(Net):
-            def __init__(self) -> None:
-                super().__init__()
-                self.a = nn.Parameter(torch.tensor([random.random(), np.random.rand()]))
-
-        first, second = (
-            dict(assembled(model=Drawn, unused="allow").layout.module.named_parameters())["a"] for _ in range(2)
-        )
-        assert torch.equal(first, second)
 
 
 @in_one_test("dtype", [torch.bfloat16, torch.float16])
