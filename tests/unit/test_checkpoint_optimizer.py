@@ -224,15 +224,6 @@ class TestRefusals:
         assert "state of 0.weight: a key of type int at what[1]" in text
         assert "state of 0.bias: object at who.x[0]" in text
 
-    def test_two_tensors_of_one_name(self) -> None:
-        module = model()
-        optimizer = SGD(module.parameters(), lr=0.1)
-        parameters = {"a": module[0].weight, "a.b": module[0].bias, "c": module[2].weight, "d": module[2].bias}
-        optimizer.state[module[0].weight]["b.c"] = torch.ones(1)
-        optimizer.state[module[0].bias]["c"] = torch.ones(1)
-        with pytest.raises(CheckpointError, match=r"optimizer.a.b.c"):
-            checkpoint.optimizer_tensors(optimizer, parameters)
-
     def test_nothing_saved(self, tmp_path: Path) -> None:
         module = model()
         path = checkpoint.save(tmp_path, step=1, tensors=module.state_dict(prefix="model."), state={})

@@ -24,14 +24,6 @@ from phalanx.data import Ledger, MicroBatch, StepBatch
 from phalanx.errors import LossError, Problem, RefusedError, SpecError, WorkerError
 from phalanx.launch.targets import TARGETS, target_class
 
-JOB = """
-import phalanx as px, torch
-
-def other() -> px.Job:
-    return px.Job(model=lambda: torch.nn.Linear(2, 1), data=lambda: [], loss=lambda o, b: o.mean(),
-                  optimizer=lambda p: torch.optim.SGD(p, lr=0.1), batch={batch}, steps=1)
-"""
-
 
 def invoke(*argv: str) -> Result:
     return CliRunner().invoke(main, list(argv))
@@ -213,13 +205,6 @@ class TestExitCodes:
 
 
 class TestCompletion:
-    def test_prints_a_script(self) -> None:
-        for shell in ("bash", "zsh", "fish"):
-            result = invoke("completion", shell)
-            assert result.exit_code == 0
-            assert f"_PHALANX_COMPLETE={shell}_complete" in result.stdout
-            assert json.loads(invoke("completion", shell, "--json").stdout)["script"] in result.stdout
-
     def test_plans(self) -> None:
         command = main.get_command(click.Context(main), "train")
         assert command is not None

@@ -19,7 +19,7 @@ from torch.utils.data import IterableDataset
 
 from in_one_test import in_one_test
 from phalanx.config import Cluster, Job, Plan
-from phalanx.data import Loader, StepBatch, Table, evaluation_batches
+from phalanx.data import Loader, StepBatch, Table
 from phalanx.data.step_batch import BatchSplitter
 from phalanx.forecast import PHALANX, Work, forecast
 from phalanx.forecast.kernels import widths
@@ -204,30 +204,11 @@ class TestChanges:
         assert 2 <= start < 10
         assert counts == [(4, 4)] * start + [(6, 2)] * (10 - start)
 
-    def test_a_stream_that_is_read_here(self) -> None:
-        loader = Loader(Counting(40), a_job(shuffle=None), Lane(parts=2, weights=(1, 1)), micro=None)
-        counts: list[int] = []
-        for step in loader:
-            counts.append(step.here)
-            if step.step == 2:
-                loader.set_weights((3, 1), loader.next_step)
-        assert counts == [4] * 3 + [6] * 7
-
     def test_not_a_stream_that_others_read(self) -> None:
         loader = Loader(Counting(40), a_job(shuffle=None, workers=1), Lane(parts=2, weights=(1, 1)), micro=None)
         assert not loader.deals_here
         with pytest.raises(ValueError, match="by themselves"):
             loader.set_weights((3, 1), 5)
-
-    def test_evaluation_sees_each_sample_once(self) -> None:
-        lanes = [Lane(first=part, parts=2, weights=(3, 1), alike=False) for part in range(2)]
-        seen = [
-            one
-            for lane in lanes
-            for step in evaluation_batches(a_table(21), a_job(), lane, micro=2)
-            for one in ids(step)
-        ]
-        assert sorted(seen) == list(range(21))
 
 
 @pytest.mark.quick
@@ -291,16 +272,6 @@ class TestBalance:
         balance = Balance((24, 8))
         moved = [balance.weigh(paces(*(one * noise.uniform(0.95, 1.05) for one in (1, 3)))) for _ in range(200)]
         assert not any(moved)
-
-    def test_it_looks_less_often_while_nothing_changes(self) -> None:
-        balance = Balance((24, 8), soon=5, late=40)
-        waits = [balance.wait]
-        for _ in range(5):
-            balance.weigh(paces(1, 3))
-            waits.append(balance.wait)
-        assert waits == [5, 10, 20, 40, 40, 40]
-        assert balance.weigh(paces(1, 1))
-        assert balance.wait == 5
 
     def test_a_device_that_becomes_slow_and_recovers(self) -> None:
         balance = Balance((16, 16))

@@ -215,10 +215,6 @@ class Node:
         return self.at - 1
 
 
-class Batcher(Node):
-    """Makes lists of what another node gives."""
-
-
 class NodeLoader:
     """A ``torchdata.nodes.Loader``: passes over a node."""
 
@@ -244,8 +240,3 @@ class TestNodes:
         assert [step.parts[0][0].batch.tolist() for step in steps] == [[0, 1, 2, 3], [4, 5]] * 2
         (step,) = Loader(made(), a_job(epochs=2, workers=workers), Lane(), micro=None, first_step=3, total_steps=4)
         assert step.parts[0][0].batch.tolist() == [4, 5]
-
-    def test_batches_of_its_own_are_refused(self) -> None:
-        for made in (Node(Batcher(Node())), NodeLoader(Batcher(Node()))):
-            with pytest.raises(SpecError, match="a Batcher"):
-                Loader(made, a_job(), Lane(), micro=None)

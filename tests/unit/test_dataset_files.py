@@ -69,13 +69,6 @@ def test_values_by_type(tmp_path: Path) -> None:
     assert (batch["x"].dtype, batch["fixed"].dtype, list(batch)) == (torch.int32, torch.int16, ["x", "fixed"])
 
 
-def test_decode_gives_another_value(tmp_path: Path) -> None:
-    write(tmp_path / "p.parquet", image=[{"bytes": b"x" * size} for size in range(10)])
-    data = px.ParquetFiles(tmp_path / "p.parquet", decode={"image": lambda image: len(image["bytes"])})
-    assert data[7] == {"x": 7, "image": 7}
-    assert (data.draws, px.ParquetFiles(tmp_path / "p.parquet").draws) == (True, False)
-
-
 def orders(data: px.ParquetFiles, epoch: int, seed: int = 0) -> list[int]:
     assert data.sampler is not None
     return data.sampler.indices(seed, epoch, 4).tolist()
@@ -263,19 +256,6 @@ def test_what_is_no_member_of_a_sample_is_left_out(tmp_path: Path) -> None:
         {"__key__": "a.b/001", "cls": 5},
         {"__key__": "long/" + "x" * 300, "cls": 5},
     ]
-
-
-def test_headers_are_read_once_until_the_archive_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    opened: list[Any] = []
-    opens = tarfile.open
-    monkeypatch.setattr(tarfile, "open", lambda *given, **how: (opened.append(how), opens(*given, **how))[1])
-    path = tmp_path / "s.tar"
-    write_tar(path, PAIRS)
-    opened.clear()
-    assert [len(px.TarFiles(path)) for _ in range(2)] == [2, 2]
-    assert len(opened) == 1
-    write_tar(path, PAIRS[:2])
-    assert len(px.TarFiles(path)) == 1
 
 
 def tar_link(path: Path) -> Path:

@@ -179,14 +179,6 @@ class TestSize:
         one.grow()
         assert one.devices == 3
 
-    def test_never_where_nothing_says_when(self) -> None:
-        one = size()
-        one.shrink("why")
-        one.started()
-        one.reached(0)
-        one.reached(10**6)
-        assert not one.grows()
-
     def test_what_fails_soon_is_waited_for_twice_as_long(self) -> None:
         one, waited = size(steps=5), list[int]()
         one.shrink("why")
@@ -268,16 +260,6 @@ class TestRestarts:
         assert restarts.allow(broken, memory_kills=0)
         assert restarts.size
         assert (restarts.size.devices, restarts.count) == (2, 1)
-
-    def test_going_back_counts_for_nothing(self, tmp_path: Path) -> None:
-        restarts = Restarts(2, tmp_path, size(steps=5))
-        assert restarts.size
-        assert [restarts.allow(failure(None), memory_kills=0) for _ in range(2)] == [True, True]
-        assert (restarts.size.devices, restarts.count) == (3, 2)
-        restarts.grow()
-        assert restarts.allow(failure(None, signal=0, kind="ValueError"), memory_kills=0)
-        assert (restarts.size.devices, restarts.count) == (3, 2)
-        assert not restarts.allow(failure(7), memory_kills=0)
 
 
 def wide(width: int, batch: int = 64, depth: int = 1) -> px.Job:

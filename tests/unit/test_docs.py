@@ -4,8 +4,8 @@ A fenced ``console`` block holds commands after ``$``; a ``python`` block is run
 names (so is a ``toml`` block). A comment on the line before a block changes that: ``<!-- not run: reason -->`` leaves
 it out, ``<!-- exit 2 -->`` says which exit code is right.
 
-Every run of the tests runs all of README and the tutorials, and of ``VERBS`` the first command. On all other
-pages it parses each command and checks its job, plan and options; ``make long`` runs those pages as well.
+Every run of the tests runs all of README and the tutorials. On all other pages it parses each command and checks its
+job, plan and options; ``make long`` runs those pages as well. Verbs that only these pages show are run by other tests.
 """
 
 from __future__ import annotations
@@ -41,17 +41,17 @@ DOCS, SOURCE = ROOT / "docs", ROOT / "src" / "phalanx"
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md"))]
 WHOLE = [PAGES[0], *sorted((DOCS / "tutorial").glob("*.md"))]
 VERBS = {
-    "bench": "how-to/slurm.md",
-    "calibrate": "how-to/calibrate-this-machine.md",
-    "chaos": "how-to/try-a-job-under-faults.md",
-    "checkpoint": "how-to/use-a-trained-model.md",
-    "devices": "reference/devices.md",
-    "export": "how-to/use-a-trained-model.md",
-    "scale": "how-to/plan-before-you-rent.md",
-    "sweep": "how-to/sweep.md",
-    "worker": "how-to/torchrun.md",
+    "bench": "distributed/test_cli_runs.py",
+    "calibrate": "unit/test_machine.py",
+    "chaos": "faults/test_chaos.py",
+    "checkpoint": "distributed/test_export.py",
+    "devices": "unit/test_cli_planner.py",
+    "export": "distributed/test_export.py",
+    "scale": "unit/test_cli_planner.py",
+    "sweep": "distributed/test_sweep.py",
+    "worker": "distributed/test_cli_runs.py",
 }
-"""Verbs that README and tutorials do not show, and the page that shows each in every run of the tests."""
+"""Verbs that README and tutorials do not show, and the tests that run each by its command line."""
 FENCE = re.compile(
     r"(?:^<!-- (?P<note>[^\n]*?) -->\n)?^```(?P<language>\w+)(?P<options>[^\n]*)\n(?P<text>.*?)^```$",
     flags=re.MULTILINE | re.DOTALL,
@@ -143,33 +143,24 @@ def with_examples(folder: Path) -> Path:
     return folder
 
 
-def walked(page: Path, folder: Path, forked: Forked, until: set[str]) -> str:
-    """Run what the page shows in order, and return what goes wrong.
-
-    With ``until`` only the first command of each of these verbs, and what trains the runs before it.
-    """
+def walked(page: Path, folder: Path, forked: Forked) -> str:
+    """Run what the page shows in order, and return what goes wrong."""
     fresh = {"train"} if page.name == "README.md" else set[str]()
-    left = set(until)
     for block in blocks(with_examples(folder) and page):
         if block.left_out:
             continue
         if block.title:
             (folder / block.title).write_text(block.text)
-        elif block.language == "python" and not until:
+        elif block.language == "python":
             argv = ["-c", block.text]
             code, told = run([sys.executable, *argv], folder) if fresh else forked.run(argv, folder, patience=_PATIENCE)
             if code:
                 return f"{name_of(page)}:{block.line}\n{block.text}\n{told}"
         elif block.language == "console":
             for text in commands(block):
-                if until and verb(text) not in left and " --run " not in text:
-                    continue
                 code, told = command(text, folder, forked, fresh)
                 if code != block.exit_code:
                     return f"{name_of(page)}:{block.line}: exit {code}\n$ {text}\n{told}"
-                left.discard(verb(text))
-                if until and not left:
-                    return ""
     return ""
 
 
@@ -247,7 +238,6 @@ def forked() -> Iterator[Forked]:
 
 
 RUN = [page for page in PAGES if has_something_to_run(page)]
-PARTS = sorted({DOCS / page for page in VERBS.values()})
 
 
 def needs_keras(page: Path) -> bool:
@@ -259,21 +249,15 @@ def needs_keras(page: Path) -> bool:
 def test_what_the_page_shows_runs(page: Path, forked: Forked, tmp_path: Path) -> None:
     if needs_keras(page):
         pytest.skip("Keras is not installed: pip install 'phalanx[keras]'")
-    wrong = walked(page, tmp_path, forked, set())
-    assert not wrong, wrong
-
-
-@pytest.mark.timeout(400)
-@pytest.mark.parametrize("page", PARTS, ids=name_of)
-def test_the_first_command_of_each_verb_runs(page: Path, forked: Forked, tmp_path: Path) -> None:
-    wrong = walked(page, tmp_path, forked, {one for one, where in VERBS.items() if DOCS / where == page})
+    wrong = walked(page, tmp_path, forked)
     assert not wrong, wrong
 
 
 def test_each_verb_that_pages_show_runs() -> None:
     run_here = {verb(text) for page in WHOLE for text in shown(page)} | VERBS.keys()
     assert {verb(text) for page in RUN for text in shown(page)} - {""} <= run_here
-    assert [one for one, page in VERBS.items() if one not in map(verb, shown(DOCS / page))] == []
+    tests = Path(__file__).parents[1]
+    assert [one for one, file in VERBS.items() if f'"{one}"' not in (tests / file).read_text()] == []
 
 
 @pytest.mark.timeout(400)

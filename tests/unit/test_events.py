@@ -52,15 +52,6 @@ def test_a_line_left_half_written_does_not_spoil_the_next(tmp_path: Path) -> Non
     assert [event["message"] for event in read(tmp_path / "e")] == ["whole", "next"]
 
 
-def test_a_write_that_is_cut_short_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write = os.write
-    monkeypatch.setattr(os, "write", lambda file, content: write(file, bytes(content[:3])))
-    with EventLog(tmp_path / "e") as log:
-        log.write("warning", message="a message of more than three bytes")
-    monkeypatch.undo()
-    assert [event["message"] for event in read(tmp_path / "e")] == ["a message of more than three bytes"]
-
-
 def messages(path: Path) -> list[str]:
     return [event["message"] for event in read(path) if event["event"] == "warning"]
 

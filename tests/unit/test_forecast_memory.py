@@ -87,20 +87,6 @@ def test_what_each_stage_of_zero_shards(plan: str, parameters: int, gradients: i
     assert found.communication[0] == (4 * largest if sharded else 0)  # to be scattered
 
 
-@pytest.mark.parametrize(
-    ("plan", "beyond"),
-    [
-        ("single", 0),
-        ("fsdp=4 zero=2", 0),
-        ("fsdp=4 zero=3", 9 * 20 + 20),  # the larger block, before it is sharded
-        ("tp=2", 9 * 20),  # the largest tensor, before it is cut
-    ],
-)
-def test_a_rank_makes_its_values_piece_by_piece(plan: str, beyond: int) -> None:
-    found = needed(MLP, plan)
-    assert found.start[0] == found.parameters[0] + 4 * beyond
-
-
 def test_buckets_of_our_own_zero_are_under_way() -> None:
     wide = Profile(parts=(replace(layer(9, 20), weights=(Weights(elements=10**8, largest=10**7, tensors=10),)),))
     for zero in (1, 2):

@@ -70,13 +70,6 @@ class TestAveraging:
     def test_is_spread_over_the_steps_between(self, text: str, seconds: float) -> None:
         assert averaged(GIANT, 0 * GIANT, layouts(text), setting())[0] == pytest.approx(seconds)
 
-    def test_fragments_hide_behind_the_next_steps(self) -> None:
-        seconds = [
-            averaged(GIANT, computing + 0 * GIANT, layouts(f"dp=4 sync=local every=8 fragments={count}"), setting())[0]
-            for count, computing in ((1, 0.0), (1, 1e-3), (4, 0.0), (4, 1e-3), (4, 9.0))
-        ]
-        assert seconds[0] == seconds[1] == seconds[2] > seconds[3] > seconds[4]
-
 
 class TestServers:
     @pytest.mark.parametrize(
@@ -126,19 +119,6 @@ class TestShares:
         found = told(f"dp=2 shares=auto{rest}", "A100+V100-32GB")
         assert found.step <= 1.01 * min(steps)
         assert found.step < 0.9 * told(f"dp=2{rest}", "A100+V100-32GB").step
-
-    def test_auto_gives_nobody_more_than_fits(self) -> None:
-        whole = cluster("A100+V100-32GB")
-        free = told("dp=2 shares=auto", whole)
-        fast = whole.groups[0]
-        device = replace(fast.device, memory=8 * 2**30, kept=0)
-        small = replace(whole, groups=(replace(fast, device=device), *whole.groups[1:]))
-        found = told("dp=2 shares=auto", small)
-        count = int(of_plan(found)[-1].split(" on ")[0].rpartition(" ")[2])
-        assert found.fits
-        assert found.step > free.step
-        assert told(f"dp=2 shares={count},{64 - count}", small).fits
-        assert not told(f"dp=2 shares={count + 1},{63 - count}", small).fits
 
 
 class TestPlanner:

@@ -1,16 +1,21 @@
-"""Step times: hardware bounds, pipelines against the orders that run and published formulas, and published claims."""
+"""Step times: hardware bounds, pipelines against the orders that run, published runs; none further off than it was."""
 
 from __future__ import annotations
 
+import json
+import math
 import random
+import tomllib
 from dataclasses import fields, replace
 from importlib import import_module
+from pathlib import Path
 
 import numpy as np
 import pytest
 from small_profiles import LARGE, transformer
 
 from claims_page import pages
+from golden import NUMBERS, ROWS, numbers
 from phalanx.config import Cluster, Plan
 from phalanx.errors import RefusedError
 from phalanx.forecast import Forecast, Work, forecast
@@ -22,9 +27,10 @@ from phalanx.forecast.pipeline import Lanes, PipelineTimes, duration, pipeline, 
 from phalanx.forecast.presets import PHALANX
 from phalanx.forecast.rates import Wires, rates
 from phalanx.forecast.step_time import StepTime
-from phalanx.forecast.uncertainty import interval, quantile, quantiles, technique
+from phalanx.forecast.uncertainty import FILE, interval, quantile, quantiles, technique
 from phalanx.hardware import cluster, entry
 from phalanx.trace import ModelPart, Operation, Profile, SizeLaw
+from published import Outcome, forecast_rows, read
 
 SMALL, BIG = transformer(length=128), transformer(**LARGE)  # type: ignore[arg-type]
 FABRIC = Fabric(inside=300e9, node=200e9, per_node=8, wires=Wires())
@@ -214,3 +220,34 @@ def _differences(schedule: str) -> list[float]:
 def test_page_and_chart_are_current() -> None:
     behind = [path.name for path, text in pages().items() if path.read_text(encoding="utf-8") != text]
     assert behind == [], "behind the code, or forecasts have changed\n    try: python tools/claims_page.py"
+
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def golden() -> Outcome:
+    return forecast_rows(read(ROWS))
+
+
+class TestGolden:
+    def test_forecasts_are_no_further_off_than_they_were(self, golden: Outcome) -> None:
+        found = numbers(golden)
+        before: dict[str, float] = json.loads(NUMBERS.read_text(encoding="utf-8"))
+        assert found.keys() == before.keys(), "sources changed: python tools/golden.py"
+        worse = {name: f"{before[name]:.2%} -> {value:.2%}" for name, value in found.items()}
+        worse = {name: said for name, said in worse.items() if found[name] > before[name] + 0.005}
+        assert not worse, f"further off than before: {worse}; if that is meant: python tools/golden.py"
+
+    def test_every_row_is_forecast(self, golden: Outcome) -> None:
+        assert golden.refused == {}
+        assert len(golden.found) > 80
+        assert sum(one.row.ran_out for one in golden.found) >= 6
+
+    def test_the_reference_and_the_intervals_that_forecasts_print_are_of_one_run(self) -> None:
+        text = (ROOT / "docs/project/accuracy.md").read_text(encoding="utf-8")
+        spread = tomllib.loads(FILE.read_text(encoding="utf-8"))
+        for name in ("published", "unknown"):
+            size = spread[name]["four_of_five"]["all"]
+            assert f"{100 * (math.exp(-size) - 1):.0f} to {100 * (math.exp(size) - 1):+.0f} %" in " ".join(text.split())
+            assert f"| all, by row | {spread[name]['runs']:,} |" in text

@@ -21,7 +21,6 @@ import pytest
 from packaging.requirements import Requirement
 
 from gpu_record import pack, pack_install
-from gpu_record.pack_install import PackError
 from gpu_record.page import page, paragraph
 from gpu_record.page_records import STEPS, read_records
 from gpu_record.recorder import TRAINING, PlannedStep, Record, run_steps
@@ -227,16 +226,6 @@ def test_a_step_beyond_its_limit_is_killed_with_its_processes() -> None:
     wait_for(lambda: gone(first["facts"]["pid"]))
 
 
-def test_a_step_is_skipped_with_too_little_memory_or_time() -> None:
-    large = PlannedStep(name="large", limit=10, gib=16.1, least=0, command=GOOD.command)
-    late = PlannedStep(name="late", limit=10, least=100, command=GOOD.command)
-    fits = PlannedStep(name="fits", limit=10, gib=16, least=0, command=GOOD.command)
-    code, steps = steps_recorded(large, late, fits, memory=16 * 2**30)
-    assert (code, [step["status"] for step in steps]) == (0, ["skipped", "skipped", "done"])
-    assert "GiB of device memory" in steps[0]["reason"]
-    assert "at least 100 s" in steps[1]["reason"]
-
-
 CUDA = "class cuda:\n    is_available = staticmethod(lambda: False)\n"
 
 
@@ -359,34 +348,6 @@ class TestInstalled:
             and (Path(file).is_relative_to(site) or not any(Path(file).is_relative_to(one) for one in known))
         }
         assert strange == {}
-
-
-class TestRefusals:
-    """Packs of small files: none is installed."""
-
-    @pytest.fixture
-    def folder(self, tmp_path: Path) -> Path:
-        for name in ("one-1-py3-none-any.whl", "two-2-py2.py3-none-any.whl"):
-            (tmp_path / name).write_bytes(name.encode())
-        pack_install.write_sums(tmp_path)
-        return tmp_path
-
-    @pytest.mark.parametrize(
-        ("harm", "error"),
-        [
-            (lambda folder: (folder / "one-1-py3-none-any.whl").write_bytes(b"0ne"), "one-1.* is damaged"),
-            (lambda folder: (folder / "one-1-py3-none-any.whl").unlink(), "lacks the wheel one-1"),
-            (lambda folder: (folder / "new-1-py3-none-any.whl").touch(), "new-1.* is not listed"),
-            (lambda folder: (folder / "SHA256SUMS").unlink(), "has no SHA256SUMS"),
-        ],
-        ids=["damaged", "missing", "not listed", "no sums"],
-    )
-    def test_a_harmed_pack(self, folder: Path, harm: Callable[[Path], object], error: str) -> None:
-        harm(folder)
-        with pytest.raises(PackError, match=error) as raised:
-            pack_install.install(folder, folder / "target")
-        assert str(raised.value).count("\n") == 1
-        assert not (folder / "target").exists()
 
 
 def test_the_digits_are_those_of_scikit_learn() -> None:

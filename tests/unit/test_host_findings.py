@@ -25,7 +25,6 @@ from phalanx.launch.check_hosts import (
 )
 from phalanx.launch.check_hosts.asking_links import rounds
 from phalanx.launch.host_network import HostLink
-from phalanx.launch.host_process import Quotas
 from phalanx.launch.unshared_folder import unshared_problems
 from phalanx.units import parse_bit_rate, parse_seconds, parse_share
 
@@ -87,10 +86,6 @@ def put(path: str, value: Any) -> Callable[[dict[str, Any]], None]:
         place[last] = value
 
     return change
-
-
-def none_for_torch(host: dict[str, Any]) -> None:
-    host["devices"].clear()
 
 
 def hanging_data(host: dict[str, Any]) -> None:
@@ -173,11 +168,6 @@ def test_one_fault_is_one_finding(
     assert finding.fix
 
 
-def test_a_torch_without_cuda_is_named() -> None:
-    said = findings(surveyed(none_for_torch), NEEDS)
-    assert "torch sees none of 8 devices" in next(one.what for one in said if one.kind == "devices")
-
-
 def test_a_host_without_torch_is_named_beside_two_with_gpus() -> None:
     def without_torch(host: dict[str, Any]) -> None:
         host["versions"]["torch"] = ""
@@ -220,13 +210,6 @@ def test_slow_links_are_named(bandwidth: Any, latency: Any, hosts: tuple[str, ..
     assert [one.hosts for one in compared] == ([hosts] if hosts else [])
     assert all(words in one.what for one in compared)
     assert not any(one.fails for one in said)
-
-
-def test_an_interface_far_below_its_speed_is_named() -> None:
-    slow = links(lambda *_: 1e7, lambda *_: 1e-4)
-    said = findings(surveyed(lambda host: None, links=slow), None)
-    assert [one.hosts for one in said] == [NAMES]
-    assert "its interface eth0 has 10 Gbit/s" in said[0].what
 
 
 @pytest.mark.parametrize("count", range(1, 20))
@@ -319,12 +302,3 @@ def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     problem = host_network.lacking(HostLink())
     assert problem is not None
     assert (problem.given, problem.fix) == ("a machine without the program tc", "apt-get install iproute2")
-
-
-def test_quotas_of_control_groups_2(tmp_path: Path) -> None:
-    quotas = Quotas(tmp_path, 2, version=2)
-    quotas.allow(1, 0.25)
-    quotas.join(1)
-    assert sorted(path.read_text() for path in tmp_path.glob("*/cpu.max")) == ["5000 20000", "max 20000"]
-    assert (tmp_path / "cgroup.subtree_control").read_text() == "+cpu"
-    assert len(list(tmp_path.glob("*/cgroup.procs"))) == 1

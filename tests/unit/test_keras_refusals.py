@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 import phalanx as px
 from in_one_test import in_one_test
@@ -169,11 +168,6 @@ def test_a_sum_over_batches_of_two_sizes_is_refused() -> None:
     with pytest.raises(SpecError, match="drop_last"):
         job(make, batch=3)
     assert job(make, batch=3, drop_last=True).batch == 3
-
-
-def test_compile_may_be_left_to_the_job() -> None:
-    found = job(lambda: keras.Sequential([keras.Input((4,)), layers.Dense(2)]), optimizer="adam", loss="mse")
-    assert type(found.optimizer([torch.nn.Parameter(torch.zeros(2))])).__name__ == "KerasAdam"
 
 
 @in_one_test(

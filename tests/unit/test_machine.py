@@ -13,7 +13,7 @@ from in_one_test import in_one_test
 from phalanx import hardware
 from phalanx.cli.app import main
 from phalanx.config import Cluster, Host, Network
-from phalanx.device_kinds import all_kinds, host, kind_named
+from phalanx.device_kinds import all_kinds, kind_named
 from phalanx.forecast.network import Fabric, collective
 from phalanx.forecast.rates import Core, Wires, rates
 from phalanx.forecast.step_time import StepTime, crowded
@@ -21,10 +21,7 @@ from phalanx.hardware import calibrate, cluster, probe
 from phalanx.hardware.calibrate import Sweeps, busy_share, calibrated
 from phalanx.hardware.probe import Gpu, cpu_group
 from phalanx.hardware.sweeps import MeasuredExchange, Measurement
-from phalanx.launch import measure_gpu
 from phalanx.launch.check_hosts import host_probe
-from phalanx.launch.measure_gpu import QUICK as QUICK_GPU
-from phalanx.launch.measure_gpu import with_measured_kernels
 
 GIB = 2**30
 NVSWITCH = """\
@@ -77,18 +74,6 @@ def test_the_lowest_limit_above_counts(tmp_path: Path) -> None:
         "sys/fs/cgroup/pod/box/memory.max": str(16 * GIB),
     }
     assert probe.memory_of(tree(tmp_path, **files), 64 * GIB) == 8 * GIB
-
-
-def test_the_first_version_of_groups(tmp_path: Path) -> None:
-    files = {
-        "proc/self/cgroup": "4:memory:/box\n1:cpu,cpuacct:/box",
-        "sys/fs/cgroup/memory/memory.limit_in_bytes": str(2**63 - 4096),
-        "sys/fs/cgroup/memory/box/memory.limit_in_bytes": str(4 * GIB),
-        "sys/fs/cgroup/cpu,cpuacct/box/cpu.cfs_quota_us": "300000",
-        "sys/fs/cgroup/cpu,cpuacct/box/cpu.cfs_period_us": "100000",
-    }
-    root = tree(tmp_path, **files)
-    assert (probe.memory_of(root, 64 * GIB), probe.cores_of(root, 12)) == (4 * GIB, 3)
 
 
 def test_the_fastest_interface_is_the_network(tmp_path: Path) -> None:
@@ -379,13 +364,6 @@ class TestMeasuring:
             )
             assert busy_share(path, 0.1) == pytest.approx(share)
 
-    def test_waiting_ends_when_it_is_quiet_or_patience_is_over(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        looks = iter((0.9, 0.5, 0.1, 0.0))
-        monkeypatch.setattr(calibrate, "busy_share", lambda: next(looks))
-        assert calibrate.wait_until_quiet(60.0) == 0.1
-        monkeypatch.setattr(calibrate, "busy_share", lambda: 0.9)
-        assert calibrate.wait_until_quiet(0.0) == 0.9
-
     @pytest.mark.usefixtures("_ready_to_fork")  # what it measures are launches
     def test_the_command_writes_a_cluster(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         path = tmp_path / "machine.toml"
@@ -394,15 +372,3 @@ class TestMeasuring:
         assert ended.value.code == 0
         assert json.loads(capsys.readouterr().out)["file"] == str(path)
         assert Core.of(cluster(str(path)).groups[0].device.measured) is not None
-
-
-def test_shares_are_of_the_data_sheet(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measure_gpu._Timer, "_seconds", lambda self, work, count=10: (work(), 1e-3)[1])
-    device = with_measured_kernels(cluster("1xH100"), host(), QUICK_GPU).groups[0].device
-    flops, moved = 2 * QUICK_GPU.product**3 / 1e-3, 12 * QUICK_GPU.stream / 1e-3
-    depth = rates(cluster("1xH100").groups[0].device).kernels.depth
-    assert device.measured["product"] == pytest.approx(flops / device.peak["bf16"] * (1 + depth / QUICK_GPU.product))
-    assert device.measured["stream"] == pytest.approx(moved / device.bandwidth)
-    assert device.measured["attention"] == pytest.approx(
-        64 * 2 * QUICK_GPU.tokens**2 * 128 / 1e-3 / device.peak["bf16"]
-    )

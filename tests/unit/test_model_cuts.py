@@ -202,12 +202,6 @@ def test_of_a_block_that_is_not_called_what_is_inside_counts() -> None:
     assert blocks_after_a_look(lambda gate, x: gate.wide(x) * gate.thin(x)) == inside
 
 
-def test_a_weight_that_is_read_from_outside_stays_with_the_model() -> None:
-    assert blocks_after_a_look(lambda gate, x: F.linear(x, gate.wide.weight) * gate.thin(x)) == [
-        f"gates.{index}.thin" for index in range(4)
-    ]
-
-
 def test_what_fakes_cannot_run_is_looked_at_with_values() -> None:
     def how(gate: Any, x: Tensor) -> Tensor:
         return gate.wide(x) if float(x.sum()) > 1e9 else gate.thin(x)
@@ -265,12 +259,6 @@ def test_fused_projections_are_cut_in_each_part_and_between_heads(layers: int) -
     assert shared(split, "down.weight")[0] == 1
     assert shared(split, "token.weight")[0] == shared(split, "head.weight")[0] == 0
     assert split.whole == ["position.weight"]
-
-
-def test_heads_that_do_not_divide_are_cut_unevenly() -> None:
-    split = found(gpt_job(layers=1, width=32, heads=4, context=12).model(), 3, IDS)
-    assert shared(split, "query_key_value.weight") == (0, 3, (48, 24, 24))
-    assert shared(split, "attention.output.weight") == (1, 1, (16, 8, 8))
 
 
 def test_transposed_weights_and_a_tied_embedding() -> None:

@@ -18,7 +18,7 @@ from phalanx.events import EventLog, faults
 from phalanx.events.following import Event, Follower, Viewer
 from phalanx.report import trackers
 from phalanx.report.drawing import draw
-from phalanx.report.progress import StepPace, progress, step_text
+from phalanx.report.progress import progress
 from phalanx.report.samples_seen import SamplesSeen, samples_seen
 from phalanx.report.summary import idle_share, summarise, summary_of
 from phalanx.report.tables import (
@@ -235,16 +235,6 @@ class TestProgress:
         assert "the disk is [nearly] full" in text
         assert "8/8" in text
         assert ("\x1b[" in text) is terminal
-
-    def test_pace_and_time_left(self) -> None:
-        pace = StepPace()
-        assert pace.samples_per_second is None
-        assert pace.seconds_for(10) is None
-        for number in range(4):
-            pace.add(step(number, 0.5))
-        assert pace.samples_per_second == 200.0
-        assert pace.seconds_for(10) == 10.0  # the clock of the events, which counts evaluations, too
-        assert "0:06 left" in step_text(step(3, 0.5), pace, total=10)
 
 
 class TestFollower:

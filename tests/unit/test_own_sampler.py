@@ -119,11 +119,6 @@ def test_an_object_is_refused_with_what_to_write(given: Any, fix: str) -> None:
         assert fix in refused(lambda: px.Sampler(given))
 
 
-def test_what_else_orders_samples_is_refused() -> None:
-    assert "shuffle=False with a sampler" in refused(lambda: job(sampler=OFTEN, shuffle=False))
-    assert "a sampler with a stream" in refused(lambda: loader(sampler=OFTEN, data=lambda: iter([1, 2])))
-
-
 def ledger(folder: Path, **how: Any) -> None:
     with Ledger(folder, rank=0, first_step=0) as book:
         for step in loader(**how):
@@ -208,15 +203,6 @@ def test_an_epoch_has_so_many_of_each() -> None:
     assert px.Mixture(TWO, {"web": 1.0, "books": 1.0}).counts == {"web": 19, "books": 18}
 
 
-def test_indices_count_through_the_sources() -> None:
-    mixture = px.Mixture(TWO, {"web": 1, "books": 1})
-    assert len(mixture) == 37
-    assert [mixture[index] for index in (0, 29, 30, 36)] == [0, 29, 100, 106]
-    assert mixture.locate(30) == ("books", 0)
-    with pytest.raises(IndexError):
-        mixture[37]
-
-
 def test_every_sample_of_a_source_comes_before_any_comes_again() -> None:
     mixture = px.Mixture(TWO, {"web": 1, "books": 1}, samples=20)
     seen = Counter(int(index) for epoch in range(21) for index in order_of(mixture, epoch))
@@ -238,16 +224,6 @@ def test_whether_a_sample_may_come_twice_in_an_epoch_is_known() -> None:
     assert not px.Mixture(TWO, {"web": 30, "books": 7}).sampler.repeats
     assert px.Mixture(TWO, {"web": 1, "books": 1}, samples=20).sampler.repeats  # 10 of 7
     assert px.Mixture(TWO, {"web": 2, "books": 1}, samples=15).sampler.repeats  # 5 of 7: the second epoch goes over
-
-
-def test_what_drop_last_leaves_out_comes_in_the_next_pass() -> None:
-    mixture = px.Mixture({"one": list(range(30))}, {"one": 1}, samples=10)
-    steps = loader_of(mixture, mixture.sampler, drop_last=True, epochs=6)
-    batches = [[*micro.ids] for step in steps for part in step.parts for micro in part]
-    epochs = [batches[at] + batches[at + 1] for at in range(0, 12, 2)]
-    assert [len(set(one)) for one in epochs] == [8] * 6  # 2 of 10 are left out
-    assert [len({index for one in epochs[at : at + 3] for index in one}) for at in (0, 3)] == [24, 24]
-    assert len({index for one in epochs for index in one}) > 24
 
 
 def loader_of(mixture: px.Mixture, sampler: Any, **given: Any) -> Loader:

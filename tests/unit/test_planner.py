@@ -30,7 +30,6 @@ from phalanx.planner import (
     rank,
     scale,
 )
-from phalanx.planner.advise import forecast_plan
 from phalanx.planner.explain import PARTS
 from phalanx.planner.question import doublings, precision_for, resized
 from phalanx.planner.rank import neighbours
@@ -242,14 +241,6 @@ class TestShortfall:
             found = forecast(again.work, change.plan, again.cluster)
             assert found.fits
             assert change.spare == pytest.approx(found.room - found.reserved)
-
-    def test_a_given_plan_is_changed_in_one_thing_first(self) -> None:
-        asked = large_question()
-        found = forecast_plan(asked, Plan(dp=8, precision="bf16"))
-        assert found.shortfall is not None
-        assert found.shortfall.changes[0].words.startswith('--plan "')
-        assert all(change.spare >= 0 for change in found.shortfall.changes)
-        assert len(found.shortfall.changes) == 3
 
 
 def _changed(asked: Question, words: str) -> Question:

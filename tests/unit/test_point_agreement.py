@@ -261,21 +261,6 @@ def meeting_at_once(places: Sequence[Place]) -> dict[int, str]:
 
 
 @pytest.mark.usefixtures("meeting")
-def test_who_said_it_was_there_and_was_lost_before_it_was_counted_is_there(agent: tuple[str, TCPStore]) -> None:
-    where, server = agent
-
-    def is_lost() -> None:
-        server.wait(["phalanx/led"])
-        PrefixStore(f"phalanx/start/{server.get('phalanx/led').decode()}", server).set(roll_call._key(1), "its own")
-
-    lost = threading.Thread(target=is_lost)
-    lost.start()
-    others = [place(rank, where, agent=True, timeout=30.0) for rank in (0, 2)]
-    assert meeting_at_once(others) == {0: "", 2: ""}
-    lost.join()
-
-
-@pytest.mark.usefixtures("meeting")
 @pytest.mark.parametrize("there", [(0, 1, 2), (0, 1), (1, 2)], ids=["all had met", "one never came", "none led"])
 def test_who_is_started_again_meets_none_of_those_before(agent: tuple[str, TCPStore], there: tuple[int, ...]) -> None:
     """Agents do not say which start it is: those of two hosts count differently, each the failures of its own."""

@@ -241,23 +241,6 @@ class TestRefusals:
         assert isinstance(next(module.parameters()), nn.Parameter)
         assert torch.isfinite(module.linear.weight).all()  # the model is as it was  # pyright: ignore
 
-    def test_shapes_that_make_no_model(self) -> None:
-        with pytest.raises(SpecError, match=r"shape\.heads"):
-            standard(Shape(family="gpt", layers=2, hidden=64, vocabulary=10, length=8))
-        with pytest.raises(SpecError, match="multiple of 3"):
-            standard(Shape(family="gpt", layers=2, hidden=64, heads=3, vocabulary=10, length=8))
-
-
-def test_shapes_that_depend_on_values_are_profiled_with_values() -> None:
-    module = _Picks()
-    before = module.linear.weight.detach().clone()
-    described = ModelCall(module=module, args=(torch.ones(4, 4),), loss=summed, values=True)
-    profile = trace(described)
-    assert profile.parameters == sum(one.numel() for one in module.parameters())
-    assert any(one.kind == "matmul" for part in profile.parts for one in part.forward)
-    assert torch.equal(module.linear.weight, before)
-    assert module.linear.weight.grad is None
-
 
 def test_masks_are_known_to_be_causal_by_their_values() -> None:
     layer = nn.TransformerEncoderLayer(32, 4, 64, batch_first=True)

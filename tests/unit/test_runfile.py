@@ -237,13 +237,6 @@ def test_a_run_that_is_refused_before_it_begins_has_set_nothing_aside(begun: boo
     assert there == (went_on if begun else refused)
 
 
-def test_a_step_of_which_there_is_no_checkpoint_is_told_which_there_are(tmp_path: Path) -> None:
-    run = spec(tmp_path / "run", resume=True, from_step=3)
-    saved(run, 2, 4)
-    with pytest.raises(SpecError, match=r"run\.from_step: given 3, .*; allowed: one of 2, 4\n    try: "):
-        set_aside(run)
-
-
 def test_a_step_whose_checkpoint_is_damaged_is_not_gone_on_from(tmp_path: Path) -> None:
     """It was named: another is not taken in its place, and nothing is set aside for it."""
     run = spec(tmp_path / "run", resume=True, from_step=4)

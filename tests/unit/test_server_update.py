@@ -258,15 +258,6 @@ def test_backup_workers_are_not_waited_for() -> None:
     assert books.applied(0)[1] == 1
 
 
-def test_going_back_deals_anew_but_for_what_was_done() -> None:
-    books = dealer(math.inf, parts=1, limit=6)
-    for worker in range(4):
-        books.ask(worker)
-    books.restore(1, [2])
-    assert books.version == 2
-    assert [books.ask(worker) for worker in range(3)] == [BatchPiece(1, 0), BatchPiece(3, 0), BatchPiece(4, 0)]
-
-
 DATA = {"length": 64, "order": "", "files": ""}
 
 

@@ -133,21 +133,6 @@ def test_a_progress_bar_is_drawn_by_rank_0_alone(capsys: pytest.CaptureFixture[s
     assert printed(1, [bar], capsys) == ""
 
 
-@pytest.mark.parametrize(
-    "how",
-    [
-        {"total": 3, "desc": "Map", "unit": " examples"},
-        {"desc": "Generating train split", "unit": " examples"},
-        {"desc": "files"},
-        {"total": 3000, "unit": "B", "unit_scale": True},
-    ],
-)
-def test_bars_of_data_sets_are_known_too(how: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
-    for _ in tqdm(iter(range(3)), file=sys.stdout, mininterval=0, **how):
-        pass
-    assert printed(1, [capsys.readouterr().out], capsys) in ("", "[rank 1] \n")
-
-
 def test_other_ranks_leave_the_warnings_of_libraries_to_rank_0() -> None:
     def said(rank: int, module: str) -> int:
         with warnings.catch_warnings(record=True) as caught:
@@ -157,11 +142,6 @@ def test_other_ranks_leave_the_warnings_of_libraries_to_rank_0() -> None:
         return len(caught)
 
     assert [said(0, "peft.tuners.lora"), said(1, "peft.tuners.lora"), said(1, "mine.model")] == [1, 0, 1]
-
-
-@pytest.mark.parametrize("line", ["50% of | it\n", "a\rb\n", "step 3\rat 5 [1:2]\n", "loss 0.5 | 3/4\n"])
-def test_what_is_no_progress_bar_stays(line: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert printed(2, [line], capsys) == f"[rank 2] {line}"
 
 
 class Narrow(nn.Module):

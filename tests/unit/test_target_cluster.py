@@ -12,13 +12,13 @@ import pytest
 from phalanx.comm.mesh import Mesh
 from phalanx.config import Cluster, Plan
 from phalanx.errors import SpecError
-from phalanx.hardware import cluster, entry
+from phalanx.hardware import entry
 from phalanx.launch.check_hosts import HostAnswer, HostFinding, HostSurvey, LinkAnswer, Needs, findings
 from phalanx.launch.targets import Offer, misfit, nearest_plan
 from phalanx.launch.targets.hosts_file import HostEntry
 from phalanx.launch.targets.slurm_offer import offer_of
 from phalanx.launch.targets.ssh_host import host_numbers
-from phalanx.preflight.target_cluster import cluster_offered, cluster_there
+from phalanx.preflight.target_cluster import cluster_there
 
 pytestmark = pytest.mark.quick
 GIB = 2**30
@@ -102,21 +102,6 @@ class TestNetwork:
         assert there(*fast, links=both(1e8)).network.bandwidth == 1e8
 
 
-@pytest.mark.parametrize(
-    "hosts",
-    [
-        (host("n0", 2), host("n1", 2)),
-        (host("n0", 2, cores=4), host("n1", 2, cores=12)),
-        (host("n0", 8, has=(H100,) * 8), host("n1", 8, has=(H100,) * 8)),
-        (host("n0", 2, has=(("Unheard Of", 8 * GIB),) * 2),),
-    ],
-)
-def test_a_file_of_it_reads_as_it_was(hosts: tuple[HostAnswer, ...], tmp_path: Path) -> None:
-    found = there(*hosts, links=both(1e8) if len(hosts) > 1 else ())
-    (tmp_path / "rack.toml").write_text(found.to_toml())
-    assert cluster(str(tmp_path / "rack.toml")) == found
-
-
 NODES = [("128", "1000000", "gpu:a100:8(S:0-1)")]  # what sinfo says of a partition
 
 
@@ -151,12 +136,6 @@ class TestOffer:
     )
     def test_is_none_where_it_does_not_say(self, rows: Any, options: Mapping[str, str]) -> None:
         assert offer_of(rows, options) is None
-
-    def test_is_a_cluster(self) -> None:
-        assert cluster_offered(Offer(nodes=2, devices=8, device="A100-80GB")) == cluster("2x8xA100-80GB")
-        (group,) = cluster_offered(Offer(nodes=2, devices=1, cores=16, memory=64 * GIB)).groups
-        assert (group.nodes, group.per_node, group.device.memory) == (2, 1, 64 * GIB)
-        assert group.device.peak["fp32"] == 16 * entry("cpu").device.peak["fp32"]
 
 
 @pytest.mark.parametrize(
@@ -213,12 +192,6 @@ class TestRanks:
         inside = all(len(group) == 1 for group in groups)
         assert inside == (devices != (1, 1))
         assert bool(split_groups(asked, devices)) != inside
-
-    def test_hosts_of_unlike_sizes_are_warned_of(self) -> None:
-        (found,) = split_groups(Plan.parse("dp=3 tp=2"), (1, 4, 1))
-        assert (found.hosts, found.fails) == (("n0", "n1", "n2"), False)
-        assert found.what.startswith("2 of 3 tp groups are on several hosts")
-        assert "divides the devices of each host (1, 4, 1)" in found.fix
 
 
 def split_groups(plan: Plan, workers: tuple[int, ...]) -> list[HostFinding]:

@@ -21,7 +21,6 @@ from phalanx.data.loader import data_facts
 from phalanx.data.sampler import Permutation
 from phalanx.errors import SpecError
 from phalanx.parallel.assemble import check
-from phalanx.train.traced_job import steps_of
 
 pytestmark = pytest.mark.quick
 LENGTHS = [5, 3, 9, 2, 7, 4, 26, 3, 6, 8]
@@ -120,14 +119,6 @@ def test_data_that_do_not_go_with_it_are_refused(data: Any, lengths: Any, words:
 def test_shares_by_speed_are_refused() -> None:
     assert any("shares=auto with batch_tokens" in one.given for one in check(job(), px.Plan.parse("dp=2 shares=auto")))
     assert not check(job(), px.Plan.parse("dp=2 shares=3,1"))
-
-
-def test_steps_are_counted() -> None:
-    assert (
-        steps_of(job())
-        == TokenBatchSampler(job(), 10).steps_of(2)
-        == Loader(rows(), job(), Lane(), micro=None).total_steps
-    )
 
 
 LAST = TokenBatchSampler(job(), 10).steps_of(2) - 1

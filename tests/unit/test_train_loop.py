@@ -154,34 +154,6 @@ def test_after_steps_were_lost_what_they_led_to_is_done_again(tmp_path: Path) ->
     assert stepper.moments == expected
 
 
-def test_a_save_that_could_not_be_written_is_over_once_the_run_has_gone_back(tmp_path: Path) -> None:
-    begun: list[Saving] = []
-
-    class Failing(Counting):
-        """The thread that writes the checkpoint of step 4 fails, which is known only after steps were lost."""
-
-        def save(self, folder: Path, *, keep: int, keep_every: int | None) -> Saving:
-            if self._step != 4 or begun:
-                return super().save(folder, keep=keep, keep_every=keep_every)
-            begun.append(Saving(4, folder / "step-4", time.perf_counter()))
-            return begun[0]
-
-        def steps(self, *given: Any) -> Iterator[tuple[StepBatch, Metrics, Lap | None]]:
-            for taken in super().steps(*given):
-                if self._step == 7 and self._strikes == 7:
-                    self._strikes = -1
-                    raise StepsLostError(1, "a loss that is not finite")
-                yield taken
-
-        def recover(self, lost: StepsLostError) -> None:
-            begun[0].end(CheckpointError("the disk is full"))
-            super().recover(lost)
-
-    stepper = Failing(tmp_path, strikes=7)
-    looped(stepper, tmp_path, evaluate_every=0, save_every=4)
-    assert stepper.moments == [("recover", 1), ("save", 4), ("save", 8), ("save", 10), ("evaluate", 10)]
-
-
 def test_a_request_to_stop_ends_it_after_the_step_that_is_under_way_with_a_checkpoint(tmp_path: Path) -> None:
     stepper = Counting(tmp_path)
     how = {"evaluate_every": 4, "save_every": 0}
