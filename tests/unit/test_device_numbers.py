@@ -19,12 +19,12 @@ from phalanx.cli.settings import Given, settle
 from phalanx.config import Job, Plan, RunSpec
 from phalanx.config.elastic import DeviceRange, plans_of, resized
 from phalanx.errors import RefusedError, SpecError
-from phalanx.hardware import cluster, cores, memory_bytes
+from phalanx.hardware import cluster
 from phalanx.launch import ElasticSize, Restarts
 from phalanx.launch.elastic_size import fitted
 from phalanx.launch.failure import Failure
 from phalanx.launch.side_process import SideProcess
-from phalanx.preflight import choose_plan, cluster_for
+from phalanx.preflight import choose_plan
 from phalanx.preflight import plan_choice as choices
 
 NO = None
@@ -299,20 +299,6 @@ class TestSideProcess:
             assert not side.done
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)
-
-    def test_one_that_dies_is_done(self) -> None:
-        with SideProcess(lambda say: os._exit(1)) as side:
-            assert side.next(10) is None
-            assert side.done
-
-
-class TestMachine:
-    def test_processes_share_cores_and_memory(self) -> None:
-        one, four = (cluster_for(Plan(dp=count, device="cpu")).groups[0] for count in (1, 4))
-        assert (one.per_node, four.per_node) == (1, 4)
-        assert one.device.memory == memory_bytes()
-        assert four.device.memory == memory_bytes() // 4
-        assert four.device.peak["fp32"] <= one.device.peak["fp32"] * cores() / 4 + 1
 
 
 class TestChoice:

@@ -53,13 +53,6 @@ def tree(root: Path, **files: str) -> Path:
     return root
 
 
-def test_without_groups_all_is_allowed(tmp_path: Path) -> None:
-    assert probe.cores_of(tmp_path, 12) == 12
-    assert probe.memory_of(tmp_path, 64 * GIB) == 64 * GIB
-    assert probe.numa_of(tmp_path) == 1
-    assert probe.network_of(tmp_path) is None
-
-
 @in_one_test(("quota", "cores"), [("250000 100000", 2), ("50000 100000", 1), ("max 100000", 12)])
 def test_a_quota_limits_cores(quota: str, cores: int, tmp_path: Path) -> None:
     root = tree(tmp_path, **{"proc/self/cgroup": "0::/pod/box", "sys/fs/cgroup/pod/cpu.max": quota})

@@ -13,7 +13,6 @@ from rich.console import Console
 from in_one_test import in_one_test
 from phalanx.config import Plan
 from phalanx.data import Ledger, MicroBatch, StepBatch
-from phalanx.errors import SpecError
 from phalanx.events import EventLog, faults
 from phalanx.events.following import Event, Follower, Viewer
 from phalanx.report import trackers
@@ -151,10 +150,6 @@ class TestSummary:
         summary = summary_of([start(first_step=8), end], tmp_path)
         assert (summary.step_seconds, summary.samples_per_second, summary.loss, summary.step) == (None, None, None, 8)
         assert "time per step" not in rendered(summary_table(summary))
-
-    def test_a_folder_without_a_run_is_an_error(self, tmp_path: Path) -> None:
-        with pytest.raises(SpecError, match="holds no log"):
-            summarise(tmp_path)
 
 
 def ledger(folder: Path, steps: list[list[int]], per_epoch: int = 3) -> None:

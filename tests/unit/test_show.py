@@ -161,13 +161,6 @@ class TestWrongUse:
         assert words in result.stderr
         assert result.stdout == ""
 
-    def test_a_run_has_its_plan(self, tmp_path: Path) -> None:
-        write(tmp_path)
-        for option in (["--plan", "dp=2"], ["-n", "2"]):
-            result = invoke(str(tmp_path), *option)
-            assert result.exit_code == 2
-            assert f"given {option[0]}" in result.stderr
-
 
 def write(folder: Path, *more: dict[str, Any], job: str = GPT) -> None:
     """A run folder of a pipeline over two ranks."""
