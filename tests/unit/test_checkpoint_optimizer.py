@@ -180,18 +180,6 @@ def test_tensor_lr_is_filled_in_place_and_own_choices_stay(tmp_path: Path) -> No
     assert plain.param_groups[0]["lr"] == torch.tensor(0.3).item()
 
 
-def test_callables_stay(tmp_path: Path) -> None:
-    module, other = model(), scrambled()
-    path = save(tmp_path, module, Nested(module.parameters(), lr=0.5))
-    assert "schedule" not in checkpoint.read_state(path)["optimizer"]["groups"][0]["options"]
-    again = Nested(other.parameters())
-    mine = again.param_groups[0]["schedule"]
-    restore(path, other, again)
-    assert again.param_groups[0]["schedule"] is mine
-    assert again.param_groups[0]["window"] == (2, 3)
-    assert again.param_groups[0]["lr"] == 0.5
-
-
 class TestRefusals:
     def test_groups_of_other_names(self, tmp_path: Path) -> None:
         module = model()

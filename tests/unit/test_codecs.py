@@ -7,11 +7,11 @@ import threading
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from phalanx.parallel.compression import Codec, Feedback, codec, lane, message, read
 from phalanx.parallel.compression.error_feedback import CompressedBucket, LeftOut
-from phalanx.parallel.diloco import Fragment, divide
+from phalanx.parallel.diloco import divide
 
 ALL = ("fp16", "bf16", "int8", "topk:0.01", "topk:0.3")
 COUNTS = (0, 1, 255, 256, 257, 70_001)
@@ -171,21 +171,3 @@ def test_groups_are_consecutive_blocks_with_the_least_largest_sum() -> None:
     two = divide(SIZES, OWNERS, 2)
     assert [sum(SIZES[name] for name in group) for group in two] == [13, 18]
     assert [name for group in two for name in group] == list(SIZES)
-
-
-def test_a_fragment_reads_and_writes_what_it_names() -> None:
-    half = nn.Parameter(torch.arange(4.0).reshape(2, 2).to(torch.bfloat16))
-    transposed = nn.Parameter(torch.arange(6.0).reshape(2, 3).t())  # not contiguous
-    fragment = Fragment(
-        {"half": half, "other": nn.Parameter(torch.ones(3)), "transposed": transposed}, ["half", "transposed"]
-    )
-    flat = fragment.read()
-    assert flat.dtype == torch.float32
-    assert flat.tolist() == [0, 1, 2, 3, 0, 3, 1, 4, 2, 5]
-    with torch.no_grad():
-        fragment.write(flat + 1)
-    assert half.tolist() == [[1, 2], [3, 4]]
-    assert transposed.tolist() == [[1, 4], [2, 5], [3, 6]]
-    pieces = dict(fragment.cut(flat))
-    assert pieces["transposed"].tolist() == [[0, 3], [1, 4], [2, 5]]
-    assert torch.equal(fragment.flat(pieces), flat)

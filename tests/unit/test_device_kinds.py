@@ -64,7 +64,8 @@ def words_in(tree: ast.AST) -> Iterator[tuple[int, str]]:
 def named_in(text: str, names: tuple[str, ...]) -> list[str]:
     """The lines of a program that name one of these kinds, as ``line: word``."""
     pattern = re.compile(rf"(?<![a-z])({'|'.join(names)})(?![a-z])", re.IGNORECASE)
-    return [f"{line}: {word[:60]!r}" for line, word in words_in(ast.parse(text)) if pattern.search(word)]
+    tree = ast.parse(text if pattern.search(text) else "")
+    return [f"{line}: {word[:60]!r}" for line, word in words_in(tree) if pattern.search(word)]
 
 
 class TestOneFileAKind:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections import OrderedDict
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -109,6 +110,13 @@ def test_a_damaged_proof_is_none(folder: Path, damage: bytes) -> None:
     assert stored(ground()) is None
     assert store(ground(), {}) == ""
     assert stored(ground()) is not None
+
+
+def test_a_proof_of_another_ground_under_its_name_is_none(folder: Path) -> None:
+    store(ground(), {})
+    for path in folder.iterdir():
+        path.write_text(json.dumps({"of": asdict(ground("tp"))}))
+    assert stored(ground()) is None
 
 
 def test_a_worker_refuses_what_nothing_has_proven_there(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
