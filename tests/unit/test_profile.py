@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import resource
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -158,33 +157,27 @@ def _tokens(output: Any, batch: torch.Tensor) -> torch.Tensor:
 def _hugging(name: str) -> tuple[nn.Module, dict[str, Any]]:
     import transformers as hf
 
-    sizes: dict[str, Any] = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
-    more = {"vocab_size": 64, "intermediate_size": 48, **sizes}
+    more: dict[str, Any] = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    more |= {"vocab_size": 64, "intermediate_size": 48}
     if name == "gpt2":
         return hf.GPT2LMHeadModel(hf.GPT2Config(n_embd=32, n_layer=2, n_head=4, vocab_size=64, n_positions=12)), {}
     if name == "llama":
         return hf.LlamaForCausalLM(hf.LlamaConfig(num_key_value_heads=2, **more)), {}
-    if name == "bert":
-        return hf.BertForMaskedLM(hf.BertConfig(**more)), {}
-    if name == "t5":
-        config = hf.T5Config(d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4, vocab_size=64)
-        return hf.T5ForConditionalGeneration(config), {"decoder_input_ids": IDS}
-    image = {"image_size": 8, "patch_size": 2, "num_channels": 1, "num_labels": 5, "intermediate_size": 48}
-    return hf.ViTForImageClassification(hf.ViTConfig(**image, **sizes)), {"pixel_values": torch.zeros(2, 1, 8, 8)}
+    config = hf.T5Config(d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4, vocab_size=64)
+    return hf.T5ForConditionalGeneration(config), {"decoder_input_ids": IDS}
 
 
 class TestShares:
-    @in_one_test("name", ["demo", "gpt2", "llama", "bert", "t5", "vit"])
+    @in_one_test("name", ["demo", "gpt2", "llama", "t5"])
     def test_weights_that_can_be_cut_are_those_that_training_cuts(self, name: str) -> None:
         if name == "demo":
             module, kwargs = gpt.gpt_job(layers=2, width=32, heads=4, context=12).model(), {}
             args: tuple[Any, ...] = (IDS,)
         else:
             (module, kwargs), args = _hugging(name), ()
-            kwargs = kwargs if name == "vit" else {"input_ids": IDS, **kwargs}
-        batch = torch.zeros(2, dtype=torch.int64) if name == "vit" else IDS
-        profile = trace(ModelCall(module=module, args=args, kwargs=kwargs, batch=batch, loss=_tokens))
-        with dry(module, Example(args=args, kwargs=kwargs, batch=batch, loss=_tokens)) as model:
+            kwargs = {"input_ids": IDS, **kwargs}
+        profile = trace(ModelCall(module=module, args=args, kwargs=kwargs, batch=IDS, loss=_tokens))
+        with dry(module, Example(args=args, kwargs=kwargs, batch=IDS, loss=_tokens)) as model:
             cuts = find(model, 2).cuts
         elements = {key: one.numel() for key, one in module.named_parameters()}
         cut = sum(part.count * w.elements for part in profile.parts for w in part.weights if w.share == "inner")
@@ -258,9 +251,7 @@ def test_masks_are_known_to_be_causal_by_their_values() -> None:
 _SMALL = Shape(family="gpt", layers=2, hidden=64, heads=4, vocabulary=100, length=16)
 _SHAPES = {
     "gpt": replace(_SMALL, tied=True, dropout=0.1, places=32),
-    "rotary": replace(_SMALL, positions="rotary", kv_heads=2),
     "llama": replace(_SMALL, family="llama", kv_heads=2, biases=True),
-    "mpt": replace(_SMALL, family="mpt"),
     "bert": replace(_SMALL, family="bert", dropout=0.1),
     "resnet50": Shape(family="resnet50", vocabulary=10, image=64),
 }
@@ -345,14 +336,3 @@ def test_the_extra_is_named_where_transformers_is_missing(tmp_path: Path, monkey
     with pytest.raises(MissingExtraError, match=r"phalanx\[transformers\]"):
         from_config(written(tmp_path, {"model_type": "t5"}))
     assert from_config(written(tmp_path, {"model_type": "llama", **SMALL}), length=16).profile().blocks == 2
-
-
-def test_nouns_and_shapes_need_no_torch() -> None:
-    """And what gives the shape of a standard model no compiler."""
-    code = (
-        "import sys, phalanx.trace; print([one for one in ('torch', 'numpy') if one in sys.modules])\n"
-        "phalanx.trace.Shape(family='llama', layers=2, hidden=64, heads=4, vocabulary=100, length=16).profile()\n"
-        "print('torch._dynamo' in sys.modules)"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["[]", "False"]
