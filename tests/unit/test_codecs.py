@@ -11,7 +11,6 @@ from torch import Tensor
 
 from phalanx.parallel.compression import Codec, Feedback, codec, lane, message, read
 from phalanx.parallel.compression.error_feedback import CompressedBucket, LeftOut
-from phalanx.parallel.diloco import divide
 
 ALL = ("fp16", "bf16", "int8", "topk:0.01", "topk:0.3")
 COUNTS = (0, 1, 255, 256, 257, 70_001)
@@ -159,15 +158,3 @@ def test_exchanges_run_one_after_another_and_tell_of_errors() -> None:
         if thread.name == "exchanges":
             thread.join(5)
     assert not [thread for thread in threading.enumerate() if thread.name == "exchanges"]
-
-
-SIZES = {"embed": 8, "b0.w": 4, "b0.b": 1, "b1.w": 4, "b1.b": 1, "b2.w": 4, "b2.b": 1, "head": 8}
-OWNERS = {name: int(name[1]) for name in SIZES if name[0] == "b"}
-
-
-def test_groups_are_consecutive_blocks_with_the_least_largest_sum() -> None:
-    assert divide(SIZES, OWNERS, 1) == [list(SIZES)]
-    assert divide(SIZES, OWNERS, 3) == [["embed"], ["b0.w", "b0.b", "b1.w", "b1.b"], ["b2.w", "b2.b", "head"]]
-    two = divide(SIZES, OWNERS, 2)
-    assert [sum(SIZES[name] for name in group) for group in two] == [13, 18]
-    assert [name for group in two for name in group] == list(SIZES)

@@ -311,6 +311,12 @@ def test_who_has_given_up_and_saves_stood_where_it_did_before() -> None:
         assert [frame.file for frame in watch._report.first.frames] == ["/home/me/train.py"]
 
 
+@pytest.mark.parametrize("pid", [PID, CHILD])
+def test_who_waits_for_a_disk_goes_on(processes: Processes, pid: int) -> None:
+    processes.be(pid, "D")
+    assert looked_at(processes) is None
+
+
 @pytest.mark.parametrize(("pid", "how"), [(PID, "rchar"), (PID, "wchar"), (PID, "read_bytes"), (CHILD, "write_bytes")])
 def test_who_reads_or_writes_goes_on(processes: Processes, pid: int, how: str) -> None:
     assert looked_at(processes, lambda: processes.move(pid, 1 << 20, how)) is None

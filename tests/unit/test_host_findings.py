@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import combinations, permutations
 from pathlib import Path
@@ -16,14 +17,16 @@ from phalanx.config import Plan, RunSpec
 from phalanx.errors import SpecError
 from phalanx.launch import host_network
 from phalanx.launch.check_hosts import (
+    CheckTime,
     HostAnswer,
     HostSurvey,
     LinkAnswer,
     Needs,
+    TargetHost,
     findings,
     workers_of,
 )
-from phalanx.launch.check_hosts.asking_links import rounds
+from phalanx.launch.check_hosts.asking_links import LinkSurvey, ask_links, rounds
 from phalanx.launch.host_network import HostLink
 from phalanx.launch.unshared_folder import unshared_problems
 from phalanx.units import parse_bit_rate, parse_seconds, parse_share
@@ -258,6 +261,34 @@ def test_what_to_do_about_a_host_goes_by_why_it_is_not_reached(said: str, way: s
 
 
 pytestmark = pytest.mark.quick
+
+
+class Named(TargetHost):
+    def __init__(self, number: int) -> None:
+        self.name = f"n{number}"
+
+    def run(self, arguments: Sequence[str], text: str, patience: float) -> str:
+        raise NotImplementedError
+
+
+def asked(count: int) -> LinkSurvey:
+    """What so many hosts say of their links where there is no time."""
+    hosts = [Named(number) for number in range(count)]
+    told = {one.name: {"address": f"at {one.name}", "free_port": 1000} for one in hosts}
+
+    def ask(host: TargetHost, question: dict[str, Any]) -> dict[str, Any]:
+        if "comers" in question:
+            return {}
+        return {"error": "", "latency": 1e-4, **({} if "comes" in question else {"bandwidth": 1e9})}
+
+    with ThreadPoolExecutor(count) as pool:
+        return ask_links(hosts, told, ask, pool, CheckTime(0.0))
+
+
+@pytest.mark.parametrize(("count", "pairs", "unasked"), [(2, 1, 0), (5, 4, 6), (8, 8, 20), (11, 10, 9), (12, 12, 9)])
+def test_without_time_there_are_two_rounds_and_other_pairs_are_counted(count: int, pairs: int, unasked: int) -> None:
+    said = asked(count)
+    assert (len(said.links), said.unasked) == (2 * pairs, unasked)
 
 
 @pytest.mark.parametrize(

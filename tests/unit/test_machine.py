@@ -16,7 +16,6 @@ from phalanx.config import Cluster, Host, Network
 from phalanx.device_kinds import all_kinds, kind_named
 from phalanx.forecast.network import Fabric, collective
 from phalanx.forecast.rates import Core, Wires, rates
-from phalanx.forecast.step_time import StepTime, crowded
 from phalanx.hardware import calibrate, cluster, probe
 from phalanx.hardware.calibrate import Sweeps, busy_share, calibrated
 from phalanx.hardware.probe import Gpu, cpu_group
@@ -327,19 +326,6 @@ class TestForecasts:
         ranks, size = np.array([1.0, 2.0, 3.0, 4.0, 8.0]), np.full(5, 1e6)
         seconds = collective("all-reduce", size, ranks, np.ones(5), fabric)
         assert seconds == pytest.approx([0.0, 4e-4, 6e-4, 8e-4, 16e-4], rel=0.01)
-
-    def test_processes_beyond_the_cores_take_turns(self) -> None:
-        core = Core(floor=1e-6, operand={"fp32": 0.0}, near=1e10, far=1e10, cache=1e6, busy=1.2, busy_stream=1.5)
-        processes = np.array([1.0, 2.0, 4.0])
-        step = crowded(_step(products=1.0, memory=0.5, pipeline=0.0), processes, 2, core)
-        assert step.products == pytest.approx([1.0, 1.2, 2.4])
-        assert step.memory == pytest.approx([0.5, 0.75, 1.5])
-
-
-def _step(*, products: float, memory: float, pipeline: float) -> StepTime:
-    none, known = np.zeros(3), {"products": products, "memory": memory, "pipeline": pipeline}
-    names = StepTime.__slots__
-    return StepTime(**{name: np.full(3, known[name]) if name in known else none for name in names})
 
 
 class TestMeasuring:

@@ -212,14 +212,6 @@ def test_every_sample_of_a_source_comes_before_any_comes_again() -> None:
     assert sorted(value for value in first if value < 100) == list(range(30))
 
 
-def test_orders_differ_by_epoch_and_seed_and_depend_on_nothing_else() -> None:
-    mixture, again = (px.Mixture(TWO, {"web": 0.5, "books": 0.5}, samples=14) for _ in range(2))
-    assert order_of(mixture, 3).tolist() == order_of(again, 3).tolist()
-    assert order_of(mixture, 3).tolist() != order_of(mixture, 4).tolist()
-    assert order_of(mixture, 3).tolist() != order_of(mixture, 3, seed=1).tolist()
-    assert mixture.sampler == again.sampler
-
-
 def test_whether_a_sample_may_come_twice_in_an_epoch_is_known() -> None:
     assert not px.Mixture(TWO, {"web": 30, "books": 7}).sampler.repeats
     assert px.Mixture(TWO, {"web": 1, "books": 1}, samples=20).sampler.repeats  # 10 of 7

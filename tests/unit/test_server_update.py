@@ -258,6 +258,15 @@ def test_backup_workers_are_not_waited_for() -> None:
     assert books.applied(0)[1] == 1
 
 
+def test_going_back_deals_anew_but_for_what_was_done() -> None:
+    books = dealer(math.inf, parts=1, limit=6)
+    for worker in range(4):
+        books.ask(worker)
+    books.restore(1, [2])
+    assert books.version == 2
+    assert [books.ask(worker) for worker in range(3)] == [BatchPiece(1, 0), BatchPiece(3, 0), BatchPiece(4, 0)]
+
+
 DATA = {"length": 64, "order": "", "files": ""}
 
 
@@ -313,3 +322,9 @@ def test_a_piece_dealt_before_servers_went_back_is_none(clock: SimpleNamespace, 
     done = {"step": 0, "part": 0, "term": term, "what": "train", "version": 0, "samples": 8, "seconds": 1.0}
     handler.asked(0, worker, Frame(FrameKind.ASK, {"done": {**done, "sums": {"loss": [1.0, 8.0]}}}, 0))
     assert (queue.ready() == 0) is counts
+
+
+def test_after_a_stop_of_its_own_it_reads_first_what_came(clock: SimpleNamespace) -> None:
+    assert looked(clock, 0.2, 100.0) == ["joined"]
+    assert looked(clock, 0.2, 6.0, 0.2) == ["joined", "silent"]
+    assert looked(clock, 6.0, 6.0) == ["joined", "silent"], "one that is always late looks all the same"

@@ -16,6 +16,7 @@ from tqdm import tqdm
 
 import phalanx as px
 from phalanx.cli import main, status
+from phalanx.events import EventLog
 from phalanx.files import Token, release, take
 from phalanx.launch import targets
 from phalanx.launch.worker_process import OutputRelay, leave_warnings_to_rank_0
@@ -67,6 +68,21 @@ class TestStatus:
         done = invoke("status", str(tmp_path), "--json")
         assert done.exit_code == 0
         assert json.loads(done.stdout)["detail"] == f"it has not begun; phalanx logs {tmp_path}"
+
+    def test_one_that_ends_while_it_is_looked_at(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        token = take(run_of(tmp_path, step(0)))
+
+        def events(folder: Path, own: Any = run_standing._events) -> list[dict[str, Any]]:
+            found = own(folder)
+            with EventLog(folder / "events.jsonl") as log:
+                log.write("end", step=1, samples=3, seconds=1.0, loss=0.5)
+            release(token)
+            return found
+
+        with monkeypatch.context() as patch:
+            patch.setattr(run_standing, "_events", events)
+            assert run_standing.run_standing(tmp_path).state == "running"
+        assert run_standing.run_standing(tmp_path).state == "ended"
 
     def test_one_that_begins_while_it_is_looked_at_runs(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         begun: list[Token] = []
