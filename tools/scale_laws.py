@@ -1,7 +1,7 @@
 """What grows with the ranks of a run: each law, and how it is counted in a world of so many ranks.
 
 ``LAWS`` is the one table of them: ``tools/scale.py`` measures it for ``docs/explanation/scale.md``, and
-``tests/unit/test_scale.py`` holds the laws between 1,024 and 16,384 ranks. What is counted are operations of the
+``tests/unit/test_pages.py`` holds the laws between 1,024 and 8,192 ranks. What is counted are operations of the
 interpreter in Phalanx's own files, bytes at their peak, files and calls, never seconds: the same on any machine.
 """
 

@@ -13,14 +13,14 @@ TRACE = (
         STAGES,
         "(max(largest, cost := sums[end] - sums[cut]), squares + cost * cost, cut)",
         "(cost := sums[end] - sums[cut], squares + cost * cost, cut)",
-        ("test unit/test_pipeline_cuts.py dearest",),
+        ("test unit/test_model_cuts.py dearest",),
     ),
     Mutation(
         "a cut of a pipeline: allowed places are off by one",
         STAGES,
         "if end < len(costs) and not allowed[end]",
         "if end < len(costs) and not allowed[end - 1]",
-        ("test unit/test_pipeline_cuts.py allowed",),
+        ("test unit/test_model_cuts.py allowed",),
     ),
     Mutation(
         "micro-batches: the last one reaches into the share of the next rank",
@@ -104,7 +104,7 @@ TRACE = (
         "hardware/probe.py",
         'if found and "ACTIVE" in _read(port / "state") else None',
         "if found else None",
-        ("test unit/test_probe.py infiniband",),
+        ("test unit/test_machine.py infiniband",),
     ),
     Mutation(
         "a summary: idle time is of one rank",
@@ -146,7 +146,7 @@ TRACE = (
         "trace/blocks.py",
         "return members if len(members) >= 2 and alike else []",
         "return members if len(members) >= 2 else []",
-        ("test unit/test_pipeline_cuts.py containers",),
+        ("test unit/test_model_cuts.py containers",),
     ),
     Mutation(
         "a profile: sizes do not grow with the samples",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -70,8 +69,6 @@ OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], Optimizer]] = {
     "lbfgs": lambda p: torch.optim.LBFGS(p, lr=0.1, max_iter=3, history_size=4),
     "nested": lambda p: Nested(p),
 }
-
-
 EACH_TIME = ("momentum", "adamw-fused", "adamw-tensor-lr", "adafactor", "asgd", "lbfgs", "nested")
 
 
@@ -133,22 +130,6 @@ def test_goes_on_bit_for_bit(name: str, tmp_path: Path) -> None:
         assert torch.equal(a, b)
 
 
-def test_names_and_steps(tmp_path: Path) -> None:
-    module = model()
-    optimizer = AdamW(module.parameters())
-    train(module, optimizer, 0, 3)
-    tensors, state = checkpoint.optimizer_tensors(optimizer, dict(module.named_parameters()))
-    assert {name for name in tensors if ".0.weight." in name} == {
-        "optimizer.0.weight.step",
-        "optimizer.0.weight.exp_avg",
-        "optimizer.0.weight.exp_avg_sq",
-    }
-    assert tensors["optimizer.0.weight.step"].shape == ()
-    assert state["kind"] == "AdamW"
-    assert state["groups"][0]["parameters"] == ["0.weight", "0.bias", "2.weight", "2.bias"]
-    json.dumps(state)
-
-
 def test_no_state_yet_and_frozen_parameters(tmp_path: Path) -> None:
     module, other = model(), scrambled()
     module[0].requires_grad_(False)
@@ -199,18 +180,6 @@ def test_tensor_lr_is_filled_in_place_and_own_choices_stay(tmp_path: Path) -> No
     assert plain.param_groups[0]["lr"] == torch.tensor(0.3).item()
 
 
-def test_callables_stay(tmp_path: Path) -> None:
-    module, other = model(), scrambled()
-    path = save(tmp_path, module, Nested(module.parameters(), lr=0.5))
-    assert "schedule" not in checkpoint.read_state(path)["optimizer"]["groups"][0]["options"]
-    again = Nested(other.parameters())
-    mine = again.param_groups[0]["schedule"]
-    restore(path, other, again)
-    assert again.param_groups[0]["schedule"] is mine
-    assert again.param_groups[0]["window"] == (2, 3)
-    assert again.param_groups[0]["lr"] == 0.5
-
-
 class TestRefusals:
     def test_groups_of_other_names(self, tmp_path: Path) -> None:
         module = model()
@@ -242,22 +211,6 @@ class TestRefusals:
         assert "group 0: PosixPath at where; group 0: Tensor at many" in text
         assert "state of 0.weight: a key of type int at what[1]" in text
         assert "state of 0.bias: object at who.x[0]" in text
-
-    def test_state_that_no_parameter_has(self) -> None:
-        module = model()
-        optimizer = SGD(module.parameters(), lr=0.1)
-        optimizer.state["global"] = {"x": 1}
-        with pytest.raises(CheckpointError, match="state for str"):
-            checkpoint.optimizer_tensors(optimizer, dict(module.named_parameters()))
-
-    def test_two_tensors_of_one_name(self) -> None:
-        module = model()
-        optimizer = SGD(module.parameters(), lr=0.1)
-        parameters = {"a": module[0].weight, "a.b": module[0].bias, "c": module[2].weight, "d": module[2].bias}
-        optimizer.state[module[0].weight]["b.c"] = torch.ones(1)
-        optimizer.state[module[0].bias]["c"] = torch.ones(1)
-        with pytest.raises(CheckpointError, match=r"optimizer.a.b.c"):
-            checkpoint.optimizer_tensors(optimizer, parameters)
 
     def test_nothing_saved(self, tmp_path: Path) -> None:
         module = model()

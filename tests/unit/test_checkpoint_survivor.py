@@ -10,8 +10,6 @@ import warnings
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -20,10 +18,8 @@ from test_checkpoint_store import some_tensors, zeros_like
 from phalanx import checkpoint
 from phalanx.checkpoint import SaveRequest, latest, load, save, save_as_survivor, store, verify, writing
 from phalanx.checkpoint.folder import begin, temporary_of, turn
-from phalanx.errors import CheckpointError, RunError
+from phalanx.errors import RunError
 from phalanx.files import join, release, take
-from phalanx.train.launcher_link import Unsaved
-from phalanx.train.survivor_save import SurvivorSave
 
 
 def request(folder: Path, step: int, **how: int) -> SaveRequest:
@@ -97,29 +93,6 @@ def test_nothing_is_published_in_a_taken_folder(write: Callable[[SaveRequest], o
         assert list(tmp_path.glob("checkpoints/*")) == []
     finally:
         release(token)
-
-
-@pytest.mark.parametrize("drifted", [False, True])
-def test_drifted_replicas_are_not_saved(drifted: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    saved, told = list[object](), list[Unsaved]()
-    monkeypatch.setattr(SurvivorSave, "_save", lambda self, assembly: saved.append(assembly))
-    step = SimpleNamespace(
-        progress=SimpleNamespace(step=7),
-        drift=SimpleNamespace(found=drifted),
-        boundary=SimpleNamespace(go_back=lambda: True),
-    )
-    run: Any = SimpleNamespace(folder=tmp_path)
-    absent: Any = None
-    assembly: Any = SimpleNamespace(step=step)
-    SurvivorSave(absent, run, absent, absent, told.append).failed(ConnectionResetError(), assembly)
-    assert (len(saved), told) == ((0, []) if drifted else (1, [Unsaved.SAVING]))
-
-
-def test_what_cannot_be_written_leaves_nothing(tmp_path: Path) -> None:
-    tensors = {"model.weight": torch.tensor([1.0, float("nan")])}
-    with pytest.raises(CheckpointError, match="is not finite"):
-        save_as_survivor(SaveRequest(tmp_path, 7, tensors, {}), rank=0)
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_older_ones_are_removed_as_by_any_save(tmp_path: Path) -> None:

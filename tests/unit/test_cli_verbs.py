@@ -24,14 +24,6 @@ from phalanx.data import Ledger, MicroBatch, StepBatch
 from phalanx.errors import LossError, Problem, RefusedError, SpecError, WorkerError
 from phalanx.launch.targets import TARGETS, target_class
 
-JOB = """
-import phalanx as px, torch
-
-def other() -> px.Job:
-    return px.Job(model=lambda: torch.nn.Linear(2, 1), data=lambda: [], loss=lambda o, b: o.mean(),
-                  optimizer=lambda p: torch.optim.SGD(p, lr=0.1), batch={batch}, steps=1)
-"""
-
 
 def invoke(*argv: str) -> Result:
     return CliRunner().invoke(main, list(argv))
@@ -119,35 +111,14 @@ class TestAudit:
         assert answer["log"] == ["the run has not ended, or was ended from outside"]
         assert any("replicas" in sentence for sentence in answer["not_checked"])
 
-    def test_what_the_log_says_of_errors_stands_beside_the_answer(self, tmp_path: Path) -> None:
-        error = {"event": "error", "time": 2.0, "rank": 1, "step": 0, "kind": "hang", "message": "rank 1 did not come"}
-        (tmp_path / "events.jsonl").write_text(f"{json.dumps(START)}\n{json.dumps(error)}\n")
-        (tmp_path / "ledger").mkdir()
-        assert json.loads(invoke("audit", str(tmp_path), "--json").stdout)["log"] == ["error: rank 1 did not come"]
-
-    def test_a_folder_without_a_run(self, tmp_path: Path) -> None:
-        result = invoke("audit", str(tmp_path))
-        assert result.exit_code == 2
-        assert "holds no log of a run" in result.stderr
-
 
 class TestWrongUse:
-    def test_everything_wrong_in_a_plan_at_once(self) -> None:
-        result = invoke("prove", "job.py", "--plan", "dp=0 precision=fp7")
-        assert result.exit_code == 2
-        assert "2 things are wrong" in result.stderr
-
     def test_as_json_the_problem_is_on_stdout(self) -> None:
         result = invoke("train", "job.py", "--plan", "fdsp=2", "--json")
         error = json.loads(result.stdout)["error"]
         assert (error["kind"], error["exit_code"]) == ("SpecError", 2)
         assert error["problems"][0]["fix"] == "fsdp=2"
         assert "fdsp" in result.stderr
-
-    def test_plan_and_count_that_do_not_agree(self) -> None:
-        result = invoke("train", "job.py", "--plan", "dp=2 fsdp=2", "-n", "3")
-        assert result.exit_code == 2
-        assert "try: -n 4" in result.stderr
 
     WRONG = (
         (["train", "job.py", "-n", "0"], "try: -n 2"),
@@ -179,32 +150,6 @@ class TestWrongUse:
             if (result.exit_code, result.stdout) != (2, "") or words not in result.stderr
         } == {}
 
-    def test_job_file_without_job(self, tmp_path: Path) -> None:
-        path = tmp_path / "mine.py"
-        path.write_text(JOB.format(batch=4))
-        result = invoke("train", str(path))
-        assert result.exit_code == 2
-        assert "no function job()" in result.stderr
-        assert "it has: other" in result.stderr
-
-    def test_batch_of_zero(self, tmp_path: Path) -> None:
-        for batch, argv in ((0, []), (4, ["--batch", "0"])):
-            path = tmp_path / f"zero{batch}.py"
-            path.write_text(JOB.format(batch=batch))
-            result = invoke("train", f"{path}:other", *argv)
-            assert result.exit_code == 2
-            assert "batch" in result.stderr
-            assert "Traceback" not in result.output
-
-    def test_more_ranks_than_samples(self, tmp_path: Path) -> None:
-        path = tmp_path / "few.py"
-        path.write_text(JOB.format(batch=2))
-        for argv in (["train", "-n", "3", "--run", str(tmp_path / "run")], ["bench", "-n", "3"]):
-            result = invoke(argv[0], f"{path}:other", *argv[1:])
-            assert result.exit_code == 2, result.output
-            assert "3 replicas for a global batch of 2" in result.stderr
-        assert not (tmp_path / "run").exists()
-
 
 class TestExitCodes:
     def raising(self, error: BaseException) -> Any:
@@ -223,10 +168,6 @@ class TestExitCodes:
         error = WorkerError("rank 1 of 2: wrong", rank=1, step=None, kind="SpecError", traceback="", exit_code=2)
         verb(self.raising(error))
         assert invoke("try").exit_code == 2
-
-    def test_problems_are_one_block(self, verb: Any) -> None:
-        verb(self.raising(SpecError([Problem(where="a", given="1", allowed="2", fix="a=2")])))
-        assert invoke("try").stderr == "error: a: given 1; allowed: 2\n    try: a=2\n"
 
     @pytest.mark.parametrize(
         ("fix", "option"),
@@ -264,13 +205,6 @@ class TestExitCodes:
 
 
 class TestCompletion:
-    def test_prints_a_script(self) -> None:
-        for shell in ("bash", "zsh", "fish"):
-            result = invoke("completion", shell)
-            assert result.exit_code == 0
-            assert f"_PHALANX_COMPLETE={shell}_complete" in result.stdout
-            assert json.loads(invoke("completion", shell, "--json").stdout)["script"] in result.stdout
-
     def test_plans(self) -> None:
         command = main.get_command(click.Context(main), "train")
         assert command is not None
@@ -344,12 +278,6 @@ class TestSettings:
         assert found["plan"] == ("dp=2", "argument")
         assert found["keep"] == ("1", "argument")
 
-    def test_the_run_file_stands_where_nothing_is_given(self, tmp_path: Path) -> None:
-        earlier = RunSpec(job="toy.py", plan=Plan(fsdp=2), folder=tmp_path, epochs=7)
-        run, settings = settle(given(folder=tmp_path, resume=True), earlier, job())
-        assert (run.plan, run.epochs) == (Plan(fsdp=2), 7)
-        assert sources(settings)["epochs"] == ("7", "run file")
-
     def test_a_resume_takes_each_setting_of_the_run_file(self, tmp_path: Path) -> None:
         """Else the command that a run prints as it dies, such as one begun with --anyway, would be refused."""
         changed: dict[str, Any] = {
@@ -397,9 +325,3 @@ class TestSettings:
         given(plan=Plan(threads=2), devices=2)
         with pytest.raises(RefusedError, match="threads = n"):
             given(plan=Plan(threads=2), devices=4)
-
-    def test_wrong_values_are_named(self) -> None:
-        with pytest.raises(SpecError, match="epochs and steps"):
-            settle(given(plan=Plan(), values={"steps": 3, "epochs": 3}), None, job())
-        with pytest.raises(SpecError, match="lr_scale"):
-            settle(given(plan=Plan(), values={"lr_scale": 0.0}), None, job())

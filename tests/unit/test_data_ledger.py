@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from full_disk import FullDisk
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_events import FullDisk
 
 from phalanx.data import (
     GlobalBatchSampler,
@@ -55,15 +55,6 @@ def audited(folder: Path, **options: Any) -> list[str]:
 
 
 class TestReading:
-    def test_two_epochs_on_three_ranks(self, tmp_path: Path) -> None:
-        run(tmp_path, 3, 0, 8)
-        found = read_ledger(tmp_path)
-        assert list(found) == list(range(8))
-        for step, (epoch, ids) in found.items():
-            assert epoch == SAMPLER.epoch_of(step)
-            assert ids.tolist() == sorted(SAMPLER.ids(step).tolist())
-        assert audited(tmp_path) == []
-
     @pytest.mark.parametrize(("before", "after", "again"), [(2, 3, 3), (3, 1, 3), (4, 4, 3), (4, 2, 0)])
     def test_a_crash_and_a_resume_on_another_world_size(
         self, tmp_path: Path, before: int, after: int, again: int
@@ -103,15 +94,6 @@ class TestReading:
         assert found[0][1].tolist() == sorted(ids)
         assert found[1][1].dtype == np.int64
 
-    def test_flushing_brings_records_to_the_file(self, tmp_path: Path) -> None:
-        ledger = Ledger(tmp_path, rank=0, first_step=0)
-        ledger.record(a_step(0, [1, 2]))
-        assert read_ledger(tmp_path) == {}
-        ledger.flush()
-        assert list(read_ledger(tmp_path)) == [0]
-        ledger.close()
-        ledger.close()
-
     def test_what_a_rank_begins_is_in_the_file_before_it_ends(self, tmp_path: Path) -> None:
         """It is not written by whoever is killed, but counts once a rank has finished the step."""
         ranks = [Ledger(tmp_path, rank=rank, first_step=0, world_size=2) for rank in range(2)]
@@ -146,25 +128,6 @@ class TestReading:
         (record,) = records(tmp_path)[0]
         assert (record.ids.tolist(), record.begun, record.left_out) == ([1, 2, 3], False, True)
 
-    def test_that_a_step_is_finished_is_written_when_it_can_be(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        writes = os.pwrite
-        with Ledger(tmp_path, rank=0, first_step=0) as ledger:
-            ledger.begin(a_step(0, [1, 2]))
-
-            def refuses(*_: Any) -> int:
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-            monkeypatch.setattr(os, "pwrite", refuses)  # a copy-on-write disk that is full
-            ledger.record(a_step(0, [1, 2]), left_out=True)
-            with pytest.raises(DataError, match="No space left"):
-                ledger.flush()
-            assert records(tmp_path) == {}  # nobody has finished it
-            monkeypatch.setattr(os, "pwrite", lambda file, data, at: writes(file, data[:1], at))  # byte by byte
-        (record,) = records(tmp_path)[0]
-        assert (record.ids.tolist(), record.begun, record.left_out) == ([1, 2], False, True)
-
     def test_a_run_that_has_lost_the_folder_writes_into_nobodys_file(self, tmp_path: Path) -> None:
         earlier = Ledger(tmp_path, rank=0, first_step=0)
         with Ledger(tmp_path, rank=0, first_step=0) as ledger:
@@ -174,11 +137,6 @@ class TestReading:
                 earlier.record(a_step(step, [1, 2, 3, 4]))
             earlier.close()
         assert {step: ids.tolist() for step, (_, ids) in read_ledger(tmp_path).items()} == {0: [7]}
-
-    def test_a_file_that_is_no_ledger(self, tmp_path: Path) -> None:
-        (tmp_path / "00000000-rank00000.bin").write_bytes(b"something else entirely")
-        with pytest.raises(DataError, match="is no sample ledger"):
-            read_ledger(tmp_path)
 
     def test_what_ends_a_run_is_not_hidden_by_its_ledger(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         disk = FullDisk(monkeypatch)
@@ -282,16 +240,6 @@ class TestOfAHost:
         self.recorded(self.opened(tmp_path, b"b"), 0)
         assert {step: ids.tolist() for step, (_, ids) in read_ledger(tmp_path).items()} == {0: [0, 1, 2, 3]}
 
-    def test_segments_of_few_and_of_many_ranks_follow_each_other(self, tmp_path: Path) -> None:
-        run(tmp_path, 2, 0, 3)
-        self.recorded(self.opened(tmp_path, b"a", first_step=2), 2, 3)
-        assert list(read_ledger(tmp_path)) == [0, 1, 2, 3]
-        run(tmp_path, 2, 2, 3)
-        assert list(read_ledger(tmp_path)) == [0, 1, 2]
-        self.recorded(self.opened(tmp_path, b"b"), 0)
-        assert list(read_ledger(tmp_path)) == [0]
-        assert {path.name for path in tmp_path.iterdir()} == {"00000000-host00000.bin", "00000000-host00002.bin"}
-
     def test_what_was_cut_off_is_written_over(self, tmp_path: Path) -> None:
         first, second, *_ = ledgers = self.opened(tmp_path, b"a")
         first.record(a_step(0, [1]))
@@ -325,27 +273,12 @@ class TestOfAHost:
 
 
 class TestAudit:
-    def test_all_ranks_reading_the_same(self, tmp_path: Path) -> None:
-        same = {f"rank1step{step}": SAMPLER.ids(step)[:3].tolist() for step in range(3)}
-        run(tmp_path, 2, 0, 4, **same)
-        twice, unseen = audited(tmp_path)
-        assert twice.startswith("epoch 0: 9 samples seen more than once: ")
-        assert "(by rank 0 in step" in twice
-        assert "and 4 more" in twice
-        assert unseen.startswith("epoch 0: 9 samples never seen: ")
-
     def test_a_sample_twice_on_one_rank(self, tmp_path: Path) -> None:
         ids = SAMPLER.ids(1).tolist()
         run(tmp_path, 1, 0, 4, rank0step1=[ids[0], ids[0], *ids[2:]])
         twice, unseen = audited(tmp_path)
         assert f": {ids[0]} (by rank 0 in step 1 and rank 0 in step 1)" in twice
         assert unseen.endswith(f"never seen: {ids[1]}")
-
-    def test_a_missing_rank(self, tmp_path: Path) -> None:
-        run(tmp_path, 2, 0, 2)
-        (tmp_path / "00000000-rank00001.bin").unlink()
-        found = audited(tmp_path)
-        assert [f"step {step} holds 3 samples instead of 6" in line for step, line in enumerate(found)] == [True, True]
 
     def test_missing_steps(self, tmp_path: Path) -> None:
         run(tmp_path, 1, 0, 1)

@@ -17,7 +17,6 @@ from torch.utils.data import ConcatDataset, Dataset, StackDataset, Subset, defau
 
 from phalanx.config import Job
 from phalanx.data import GlobalBatchSampler, Lane, Loader, StepBatch, Table, evaluation_batches
-from phalanx.data.sampler import EpochSeeds
 from phalanx.errors import SpecError
 
 # The suggestion depends on the machine's cores.
@@ -109,18 +108,6 @@ class TestSteps:
                 assert piece.samples == len(piece.ids)
         assert counted == 4
 
-    def test_a_share_is_cut_by_micro(self) -> None:
-        loader = Loader(a_table(256), a_job(batch=256), Lane(first=1, parts=3), micro=32)
-        (step,) = loader
-        assert [micro.samples for micro in step.parts[0]] == [32, 32, 21]
-
-    def test_fillers_when_a_batch_is_smaller_than_the_parts(self) -> None:
-        job = a_job(batch=8, shuffle=False)
-        last = list(Loader(a_table(10), job, Lane(first=3, parts=4), micro=None))[-1]
-        (filler,) = last.parts[0]
-        assert (filler.samples, filler.ids, filler.batch["id"].tolist()) == (0, (), [8])
-        assert last.samples == 2
-
     def test_lengths(self) -> None:
         loader = Loader(a_table(20), a_job(batch=8, epochs=3), Lane(), micro=None)
         assert (loader.length, loader.steps_per_epoch, loader.total_steps) == (20, 3, 9)
@@ -188,19 +175,6 @@ class TestFetching:
 
 
 class TestTable:
-    def test_a_row(self) -> None:
-        assert {name: value.item() for name, value in a_table(4)[3].items()} == {"id": 3, "square": 9.0}
-        assert a_table(4).__getitems__([3, 1])["id"].tolist() == [3, 1]
-
-    def test_wrong_columns(self) -> None:
-        with pytest.raises(SpecError, match="no column"):
-            Table()
-        with pytest.raises(SpecError, match="a has 2, b has 3"):
-            Table(a=torch.ones(2), b=torch.ones(3))
-        with pytest.raises(SpecError, match="given list") as caught:
-            Table(a=[1, 2], b=torch.tensor(3))  # pyright: ignore[reportArgumentType]
-        assert [problem.where for problem in caught.value.problems] == ["Table.a", "Table.b"]
-
     def test_with_torchs_own_loader(self) -> None:
         loader = torch.utils.data.DataLoader(a_table(4), batch_size=2, collate_fn=Table.collate)
         assert [batch["id"].tolist() for batch in loader] == [[0, 1], [2, 3]]
@@ -222,11 +196,6 @@ class TestRandomness:
         resumed = drawn(Loader(data, job, Lane(), micro=None, first_step=4))
         assert resumed.items() <= whole.items()
 
-    def test_subset_does_not_tie_samples_to_their_micro_batch(self) -> None:
-        data = Subset(Subset(Augmented(20), list(range(4, 20))), list(range(10)))
-        job = a_job(batch=10)
-        assert drawn(Loader(data, job, Lane(), micro=None)) == drawn(Loader(data, job, Lane(), micro=3))
-
     def test_many_at_once_draw_alike_for_the_same_micro_batches(self) -> None:
         job = a_job(batch=8, epochs=1)
         one = drawn(Loader(Many(20), job, Lane(), micro=4))
@@ -247,16 +216,6 @@ class TestRandomness:
         assert runs[0] == runs[1]
         assert runs[0][0] != runs[0][1]
 
-    def test_seeds_of_near_samples_and_epochs_are_apart(self) -> None:
-        seeds = [EpochSeeds.of(seed, epoch).seed(k) for seed in (0, 1) for epoch in (0, 1) for k in range(500)]
-        assert len({seed & 0xFFFFFFFF for seed in seeds}) == 2000
-        assert 0.48 < sum(seed.bit_count() for seed in seeds) / (64 * 2000) < 0.52
-
-    def test_the_seed_changes_it(self) -> None:
-        one = drawn(Loader(Augmented(8), a_job(seed=0), Lane(), micro=None))
-        two = drawn(Loader(Augmented(8), a_job(seed=1), Lane(), micro=None))
-        assert not set(one.values()) & set(two.values())
-
 
 class TestWorkers:
     def test_workers_change_nothing(self) -> None:
@@ -273,20 +232,6 @@ class TestWorkers:
         job = a_job(workers=1, shuffle=False, collate=lambda samples: len(samples))
         (step,) = Loader(list(range(8)), job, Lane(), micro=None)
         assert step.parts[0][0].batch == 8
-
-    def test_the_training_stream_is_not_touched(self) -> None:
-        torch.manual_seed(0)
-        state = torch.get_rng_state()
-        list(Loader(Augmented(16), a_job(workers=1), Lane(), micro=None))
-        assert torch.equal(torch.get_rng_state(), state)
-
-    def test_an_error_keeps_its_type(self) -> None:
-        class Broken(Augmented):
-            def __getitem__(self, index: int) -> dict[str, Any]:
-                raise OSError("unreadable")
-
-        with pytest.raises(OSError, match="while reading sample"):
-            list(Loader(Broken(8), a_job(workers=1), Lane(), micro=None))
 
     def test_closing_half_way_ends_the_processes(self) -> None:
         with closing(iter(Loader(Augmented(64), a_job(workers=2), Lane(), micro=None))) as steps:

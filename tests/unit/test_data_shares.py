@@ -1,25 +1,33 @@
-"""Shares of a global batch: how it is cut over ranks and micro-batches, and by the speed of devices."""
+"""Shares of a global batch: how it is cut over ranks, micro-batches and by speed; what is priced is what is listed."""
 
 from __future__ import annotations
 
 import itertools
 import math
 import random
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from small_profiles import transformer
 from torch.utils.data import IterableDataset
 
-from phalanx.config import Job, Plan
-from phalanx.data import Loader, StepBatch, Table, evaluation_batches
+from in_one_test import in_one_test
+from phalanx.config import Cluster, Job, Plan
+from phalanx.data import Loader, StepBatch, Table
 from phalanx.data.step_batch import BatchSplitter
+from phalanx.forecast import PHALANX, Work, forecast
+from phalanx.forecast.kernels import widths
 from phalanx.forecast.layouts import Layouts
+from phalanx.hardware import cluster
 from phalanx.placement.batch_split import Lane, cuts, micro_batches, share, spans
-from phalanx.placement.collective_bytes import MeshSizes
+from phalanx.placement.collective_bytes import Exchange, MeshSizes
+from phalanx.placement.step_traffic import step_traffic
 from phalanx.report.show import planned
 from phalanx.train.uneven_shares import Balance, RankNeeds, fastest, lasting
 
@@ -61,19 +69,9 @@ class TestShare:
         assert sizes == sorted(sizes, reverse=True)
         assert max(sizes) - min(sizes) <= 1
 
-    def test_refuses_parts_that_are_not_there(self) -> None:
-        for part, parts in ((-1, 2), (2, 2), (0, 0)):
-            with pytest.raises(ValueError, match="no part"):
-                share(8, part, parts)
-        with pytest.raises(ValueError, match="not all among 4"):
-            Lane(first=3, count=2, parts=4)
-
 
 @pytest.mark.quick
 class TestCuts:
-    def test_all_parts_have_as_many_as_the_largest(self) -> None:
-        assert cuts(5, Lane(first=0, count=2, parts=2), 2) == (((0, 2), (2, 3)), ((3, 5), (0, 0)))
-
     @given(total=st.integers(1, 300), parts=st.integers(1, 40), micro=st.one_of(st.none(), st.integers(1, 50)))
     def test_each_sample_once_and_counts_line_up(self, total: int, parts: int, micro: int | None) -> None:
         lanes = [cuts(total, Lane(first=part, count=1, parts=parts), micro)[0] for part in range(parts)]
@@ -105,10 +103,6 @@ class TestSpans:
         assert (found[0][0], found[-1][1]) == (0, total)
         assert all(one[1] == other[0] for one, other in pairwise(found))
 
-    def test_parts_divide_over_weights(self) -> None:
-        with pytest.raises(ValueError, match="3 parts"):
-            spans(8, 3, (1, 1))
-
 
 @pytest.mark.quick
 class TestMicroBatches:
@@ -126,11 +120,6 @@ class TestMicroBatches:
         first, second = (Lane(first=part, parts=4, weights=(5, 1), alike=False) for part in range(2))
         assert cuts(6, first, 2) == (((0, 2), (2, 3)),)
         assert cuts(6, second, 2) == (((3, 5), (0, 0)),)
-
-    def test_parts_that_talk_in_each_have_equally_many_of_their_own_size(self) -> None:
-        fast, slow = (Lane(first=part, parts=2, weights=(3, 1)) for part in range(2))
-        assert cuts(16, fast, 4) == (((0, 4), (4, 8), (8, 12)),)
-        assert cuts(16, slow, 4) == (((12, 14), (14, 15), (15, 16)),)
 
     @given(
         total=st.integers(1, 200),
@@ -215,30 +204,11 @@ class TestChanges:
         assert 2 <= start < 10
         assert counts == [(4, 4)] * start + [(6, 2)] * (10 - start)
 
-    def test_a_stream_that_is_read_here(self) -> None:
-        loader = Loader(Counting(40), a_job(shuffle=None), Lane(parts=2, weights=(1, 1)), micro=None)
-        counts: list[int] = []
-        for step in loader:
-            counts.append(step.here)
-            if step.step == 2:
-                loader.set_weights((3, 1), loader.next_step)
-        assert counts == [4] * 3 + [6] * 7
-
     def test_not_a_stream_that_others_read(self) -> None:
         loader = Loader(Counting(40), a_job(shuffle=None, workers=1), Lane(parts=2, weights=(1, 1)), micro=None)
         assert not loader.deals_here
         with pytest.raises(ValueError, match="by themselves"):
             loader.set_weights((3, 1), 5)
-
-    def test_evaluation_sees_each_sample_once(self) -> None:
-        lanes = [Lane(first=part, parts=2, weights=(3, 1), alike=False) for part in range(2)]
-        seen = [
-            one
-            for lane in lanes
-            for step in evaluation_batches(a_table(21), a_job(), lane, micro=2)
-            for one in ids(step)
-        ]
-        assert sorted(seen) == list(range(21))
 
 
 @pytest.mark.quick
@@ -272,26 +242,9 @@ def paces(*each: float) -> list[RankNeeds]:
 
 @pytest.mark.quick
 class TestFastest:
-    def test_by_speed(self) -> None:
-        assert fastest(40, paces(1, 4)) == (32, 8)
-        assert fastest(40, paces(4, 1)) == (8, 32)
-        assert fastest(7, paces(1, 1)) == (4, 3)
-
-    def test_what_does_not_depend_on_samples_counts(self) -> None:
-        assert fastest(40, [RankNeeds(each=1), RankNeeds(each=1, rest=20)]) == (30, 10)
-
     def test_nobody_gets_nothing(self) -> None:
         assert fastest(8, paces(1, 1000)) == (7, 1)
         assert fastest(8, paces(1, 1000), least=2) == (6, 2)
-
-    def test_nobody_gets_more_than_there_is_memory_for(self) -> None:
-        assert fastest(40, [RankNeeds(each=1, most=24.7), RankNeeds(each=4)]) == (24, 16)
-
-    def test_what_cannot_be_dealt_out(self) -> None:
-        with pytest.raises(ValueError, match="3 samples over ranks"):
-            fastest(3, paces(1, 1), least=2)
-        with pytest.raises(ValueError, match="at most"):
-            fastest(40, [RankNeeds(each=1, most=8), RankNeeds(each=1, most=8)])
 
     @given(
         batch=st.integers(3, 40),
@@ -314,27 +267,11 @@ class TestFastest:
 
 @pytest.mark.quick
 class TestBalance:
-    def test_it_moves_to_the_speeds_at_once(self) -> None:
-        balance = Balance((16, 16))
-        assert balance.weigh(paces(1, 3))
-        assert balance.counts == (24, 8)
-        assert not balance.weigh(paces(1, 3))
-
     def test_noise_moves_nothing(self) -> None:
         noise = random.Random(0)
         balance = Balance((24, 8))
         moved = [balance.weigh(paces(*(one * noise.uniform(0.95, 1.05) for one in (1, 3)))) for _ in range(200)]
         assert not any(moved)
-
-    def test_it_looks_less_often_while_nothing_changes(self) -> None:
-        balance = Balance((24, 8), soon=5, late=40)
-        waits = [balance.wait]
-        for _ in range(5):
-            balance.weigh(paces(1, 3))
-            waits.append(balance.wait)
-        assert waits == [5, 10, 20, 40, 40, 40]
-        assert balance.weigh(paces(1, 1))
-        assert balance.wait == 5
 
     def test_a_device_that_becomes_slow_and_recovers(self) -> None:
         balance = Balance((16, 16))
@@ -343,12 +280,6 @@ class TestBalance:
         assert balance.counts == (28, 4)
         assert balance.weigh(paces(1, 1))
         assert balance.counts == (16, 16)
-
-    def test_a_little_change_is_half_believed(self) -> None:
-        balance = Balance((16, 16))
-        balance.weigh(paces(1, 1))
-        balance.weigh(paces(1, 1.16))
-        assert balance.paces[1].each == pytest.approx(1.08)
 
     def test_a_rank_that_measured_nothing_leaves_all_as_it_is(self) -> None:
         balance = Balance((16, 16))
@@ -372,3 +303,68 @@ class TestBalance:
             balance.weigh(paces((1 * fast + 5) / fast, (4 * slow + 20) / slow))
         fast, slow = balance.counts
         assert math.isclose(fast + 5, 4 * slow + 20, rel_tol=0.1)
+
+
+KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "send")
+WORK = Work(profile=transformer(layers=4, width=64, heads=4, vocabulary=100), batch=16, norm=True)
+UNPRICED = {"the loss and its count", "replicas' fingerprints"}  # in what every step takes at least
+PLANS = (
+    "dp=2",
+    "dp=4 micro=2",
+    "fsdp=2 zero=1 micro=2",
+    "fsdp=2 micro=2",
+    "dp=2 fsdp=2 zero=2 micro=2",
+    "fsdp=2 zero=1 precision=fp16",
+    "tp=2 micro=4",
+    "tp=2 sequence=true recompute=selective precision=bf16",
+    "cp=2 micro=4",
+    "cp=2 attention=alltoall recompute=selective",
+    "fsdp=2 tp=2 zero=1 sequence=true",
+    "fsdp=2 cp=2 zero=2 micro=2",
+    "cp=2 tp=2 recompute=full",
+    "dp=2 ep=2",
+)
+
+
+def per_byte(kind: str, devices: int = 8) -> Cluster:
+    """GPUs on which each byte of an exchange of this ``kind`` takes a second, and no other exchange any time."""
+    lines = {f"{one}.{ranks}.{end}": 0.0 for one in KINDS for ranks in (2, 4) for end in ("start", "byte")}
+    lines |= {f"{kind}.{ranks}.byte": 1.0 for ranks in (2, 4)}
+    known = cluster(f"{devices}xA100")
+    group = known.groups[0]
+    device = replace(group.device, measured={**group.device.measured, **lines})
+    return replace(known, groups=(replace(group, device=device),))
+
+
+def listed(plan: Plan, kind: str, rank: int) -> float:
+    """Bytes of all exchanges of that kind; a ring takes what a gather does."""
+    wide = widths(PHALANX, plan.precision, np.array(float(plan.zero)))
+
+    def bytes_of(one: Exchange) -> float:
+        there = {"ring": "all-gather"}.get(one.kind, one.kind) == kind and one.why not in UNPRICED
+        return float(one.size * one.times) if there else 0.0
+
+    return sum(bytes_of(one) for one in step_traffic(WORK.profile, plan, WORK.batch, rank, wide))
+
+
+@in_one_test("text", PLANS)
+def test_all_that_is_listed_is_priced_and_nothing_else(text: str) -> None:
+    plan = Plan.parse(text)
+    for kind in KINDS:
+        priced = forecast(WORK, plan, per_byte(kind)).seconds
+        assert priced["exchange"] + priced["replicas"] == pytest.approx(listed(plan, kind, 0), rel=1e-3, abs=0.1), kind
+
+
+@in_one_test("text", ["pp=2 fsdp=2 micro=2", "pp=2 fsdp=2 micro=2 schedule=zbv", "pp=2 fsdp=2 zero=1 micro=2"])
+def test_of_a_pipeline_what_the_rank_sends_that_sends_most(text: str) -> None:
+    plan = Plan.parse(text)
+    for kind in ("all-gather", "reduce-scatter"):
+        most = max(listed(plan, kind, rank) for rank in range(plan.world_size))
+        assert forecast(WORK, plan, per_byte(kind)).seconds["replicas"] == pytest.approx(most, rel=1e-3, abs=0.1)
+
+
+@in_one_test(("precision", "norm", "priced"), [("fp32", False, False), ("fp32", True, True), ("fp16", False, True)])
+def test_a_norm_is_priced_where_a_step_takes_one(precision: str, norm: bool, priced: bool) -> None:
+    plan = Plan.parse(f"fsdp=2 precision={precision}")
+    found = forecast(replace(WORK, norm=norm), plan, per_byte("all-reduce")).seconds["replicas"]
+    assert found == pytest.approx(listed(plan, "all-reduce", 0) if priced else 0.0, abs=0.1)

@@ -99,11 +99,6 @@ class TestSteps:
             (5, 1, 2, [(9,)], [1009]),
         ]
 
-    def test_fillers(self) -> None:
-        last = list(Loader(Letters(5), a_job(), Lane(first=2, parts=3), micro=None))[-1]
-        (filler,) = last.parts[0]
-        assert (filler.samples, filler.ids, filler.batch["value"].tolist(), last.samples) == (0, (), [4], 1)
-
     @pytest.mark.parametrize(("parts", "micro"), [(3, 1), (5, 2)])
     def test_parts_together_are_one_device(self, parts: int, micro: int | None) -> None:
         job = a_job(steps=7)
@@ -161,10 +156,6 @@ class TestResume:
         (step,) = Loader(data, a_job(steps=101), Lane(), micro=None, first_step=100)
         assert step.parts[0][0].ids == (400, 401, 402, 403)
         assert data.read == 4
-
-    def test_past_the_end(self) -> None:
-        assert list(Loader(Letters(10), a_job(steps=2), Lane(), micro=None, first_step=2)) == []
-        assert list(Loader(Seekable(10), a_job(), Lane(), micro=None, first_step=3)) == []
 
 
 class TestWorkers:
@@ -224,10 +215,6 @@ class Node:
         return self.at - 1
 
 
-class Batcher(Node):
-    """Makes lists of what another node gives."""
-
-
 class NodeLoader:
     """A ``torchdata.nodes.Loader``: passes over a node."""
 
@@ -253,8 +240,3 @@ class TestNodes:
         assert [step.parts[0][0].batch.tolist() for step in steps] == [[0, 1, 2, 3], [4, 5]] * 2
         (step,) = Loader(made(), a_job(epochs=2, workers=workers), Lane(), micro=None, first_step=3, total_steps=4)
         assert step.parts[0][0].batch.tolist() == [4, 5]
-
-    def test_batches_of_its_own_are_refused(self) -> None:
-        for made in (Node(Batcher(Node())), NodeLoader(Batcher(Node()))):
-            with pytest.raises(SpecError, match="a Batcher"):
-                Loader(made, a_job(), Lane(), micro=None)

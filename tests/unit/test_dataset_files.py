@@ -69,13 +69,6 @@ def test_values_by_type(tmp_path: Path) -> None:
     assert (batch["x"].dtype, batch["fixed"].dtype, list(batch)) == (torch.int32, torch.int16, ["x", "fixed"])
 
 
-def test_decode_gives_another_value(tmp_path: Path) -> None:
-    write(tmp_path / "p.parquet", image=[{"bytes": b"x" * size} for size in range(10)])
-    data = px.ParquetFiles(tmp_path / "p.parquet", decode={"image": lambda image: len(image["bytes"])})
-    assert data[7] == {"x": 7, "image": 7}
-    assert (data.draws, px.ParquetFiles(tmp_path / "p.parquet").draws) == (True, False)
-
-
 def orders(data: px.ParquetFiles, epoch: int, seed: int = 0) -> list[int]:
     assert data.sampler is not None
     return data.sampler.indices(seed, epoch, 4).tolist()
@@ -265,19 +258,6 @@ def test_what_is_no_member_of_a_sample_is_left_out(tmp_path: Path) -> None:
     ]
 
 
-def test_headers_are_read_once_until_the_archive_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    opened: list[Any] = []
-    opens = tarfile.open
-    monkeypatch.setattr(tarfile, "open", lambda *given, **how: (opened.append(how), opens(*given, **how))[1])
-    path = tmp_path / "s.tar"
-    write_tar(path, PAIRS)
-    opened.clear()
-    assert [len(px.TarFiles(path)) for _ in range(2)] == [2, 2]
-    assert len(opened) == 1
-    write_tar(path, PAIRS[:2])
-    assert len(px.TarFiles(path)) == 1
-
-
 def tar_link(path: Path) -> Path:
     with tarfile.open(path, "w") as archive:
         for kind in (tarfile.REGTYPE, tarfile.LNKTYPE):
@@ -355,10 +335,3 @@ def test_a_value_that_cannot_be_decoded_is_named(tmp_path: Path) -> None:
     with pytest.raises(UnicodeDecodeError) as told:
         px.TarFiles(tmp_path / "s.tar", decode={"cls": lambda content: b"\xff".decode()})[0]
     assert "a.cls in " in told.value.__notes__[0]
-
-
-def test_an_archive_that_became_shorter(tmp_path: Path) -> None:
-    data = px.TarFiles(write_tar(tmp_path / "s.tar", PAIRS))
-    (tmp_path / "s.tar").write_bytes(b"")
-    with pytest.raises(DataError, match="has become shorter"):
-        data[1]

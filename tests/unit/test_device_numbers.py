@@ -19,15 +19,13 @@ from phalanx.cli.settings import Given, settle
 from phalanx.config import Job, Plan, RunSpec
 from phalanx.config.elastic import DeviceRange, plans_of, resized
 from phalanx.errors import RefusedError, SpecError
-from phalanx.hardware import cluster, cores, memory_bytes
+from phalanx.hardware import cluster
 from phalanx.launch import ElasticSize, Restarts
-from phalanx.launch.elastic_size import allowed_plans, fitted
+from phalanx.launch.elastic_size import fitted
 from phalanx.launch.failure import Failure
 from phalanx.launch.side_process import SideProcess
-from phalanx.preflight import choose_plan, cluster_for, machine_forecast
+from phalanx.preflight import choose_plan
 from phalanx.preflight import plan_choice as choices
-from phalanx.preflight.run_forecast import problem
-from phalanx.report.comparison import memory_beside, step_beside, under_forecast
 
 NO = None
 RESIZED = [
@@ -127,10 +125,6 @@ class TestCommandLine:
         assert (run.plan, run.devices) == (Plan(dp=4), "1:4")
         assert ("devices", "1:4", "argument") in {(one.name, one.value, one.source) for one in settings}
 
-    def test_a_plan_goes_with_a_range(self) -> None:
-        run, _ = settle(self.given(devices="2:8", plan=Plan(fsdp=2)), None, job())
-        assert (run.plan, run.devices) == (Plan(fsdp=2), "2:8")
-
     @pytest.mark.parametrize(
         ("changes", "plan", "devices", "grow_after"),
         [
@@ -154,16 +148,6 @@ class TestWorkersThatAreThere:
         for plan, world in (("dp=4", 1), ("dp=4", 5), ("pp=2", 3)):
             with pytest.raises(RefusedError, match=f"given {world}; allowed: 2"):
                 fitted(elastic(plan, "2:4"), world, job())
-
-
-@pytest.mark.quick
-class TestWhichNumbersServe:
-    def test_those_the_job_can_have(self) -> None:
-        assert list(allowed_plans(job(batch=3), elastic())) == [1, 2, 3]
-
-    def test_none_is_refused(self) -> None:
-        with pytest.raises(RefusedError, match="global batch of 1"):
-            allowed_plans(job(batch=1), elastic("dp=4", "2:4"))
 
 
 def size(there: float | Callable[[], float] = math.inf, **how: Any) -> ElasticSize:
@@ -194,14 +178,6 @@ class TestSize:
         assert one.grows()
         one.grow()
         assert one.devices == 3
-
-    def test_never_where_nothing_says_when(self) -> None:
-        one = size()
-        one.shrink("why")
-        one.started()
-        one.reached(0)
-        one.reached(10**6)
-        assert not one.grows()
 
     def test_what_fails_soon_is_waited_for_twice_as_long(self) -> None:
         one, waited = size(steps=5), list[int]()
@@ -285,23 +261,6 @@ class TestRestarts:
         assert restarts.size
         assert (restarts.size.devices, restarts.count) == (2, 1)
 
-    def test_going_back_counts_for_nothing(self, tmp_path: Path) -> None:
-        restarts = Restarts(2, tmp_path, size(steps=5))
-        assert restarts.size
-        assert [restarts.allow(failure(None), memory_kills=0) for _ in range(2)] == [True, True]
-        assert (restarts.size.devices, restarts.count) == (3, 2)
-        restarts.grow()
-        assert restarts.allow(failure(None, signal=0, kind="ValueError"), memory_kills=0)
-        assert (restarts.size.devices, restarts.count) == (3, 2)
-        assert not restarts.allow(failure(7), memory_kills=0)
-
-
-SECONDS = dict.fromkeys(
-    ("products", "attention", "memory", "recompute", "launches", "exchange", "pipeline", "replicas", "update", "rest"),
-    0.0,
-)
-HELD = {"parameters": 100, "gradients": 100, "optimizer": 200, "buffers": 0, "activations": 300}
-
 
 def wide(width: int, batch: int = 64, depth: int = 1) -> px.Job:
     return px.Job(
@@ -341,33 +300,6 @@ class TestSideProcess:
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)
 
-    def test_one_that_dies_is_done(self) -> None:
-        with SideProcess(lambda say: os._exit(1)) as side:
-            assert side.next(10) is None
-            assert side.done
-
-
-class TestMachine:
-    def test_processes_share_cores_and_memory(self) -> None:
-        one, four = (cluster_for(Plan(dp=count, device="cpu")).groups[0] for count in (1, 4))
-        assert (one.per_node, four.per_node) == (1, 4)
-        assert one.device.memory == memory_bytes()
-        assert four.device.memory == memory_bytes() // 4
-        assert four.device.peak["fp32"] <= one.device.peak["fp32"] * cores() / 4 + 1
-
-    def test_a_run_on_fewer_cores_is_forecast_to_take_longer(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(machine_forecast, "cores", lambda: 8)
-        one, all_of_them = (
-            machine_forecast.forecast_of(wide(512), Plan(device="cpu"), threads)["forecast"]["step"]
-            for threads in (1, 8)
-        )
-        assert one > 2 * all_of_them
-
-    def test_threads_each_count(self) -> None:
-        plan = Plan(device="cpu")
-        few, more = (cluster_for(plan, threads).groups[0].device.peak["fp32"] for threads in (1, 64))
-        assert more == pytest.approx(few * cores())
-
 
 class TestChoice:
     @pytest.fixture
@@ -400,56 +332,3 @@ class TestChoice:
         monkeypatch.setattr(choices, "PATIENCE", 0.05)
         monkeypatch.setattr(choices, "_best", lambda *_: time.sleep(60))
         assert "dp=4 is taken" in choose_plan(wide(4)).why
-
-
-class TestBeside:
-    def test_passes_hold_what_goes_on_within_them(self) -> None:
-        seconds = {**SECONDS, "products": 2.0, "replicas": 1.0, "update": 0.5}
-        rows = {
-            row.part: row
-            for row in step_beside({"seconds": seconds, "step": 3.5}, {"whole": 7.0, "passes": 6.0, "update": 0.5})
-        }
-        assert (rows["whole"].ratio, rows["passes"].ratio, rows["update"].ratio) == (0.5, 0.5, 1.0)
-        assert rows["computing"].forecast == 2.0
-        assert rows["computing"].measured is None
-        assert "pipeline" not in rows
-
-    def test_the_part_that_was_missed_by_most(self) -> None:
-        parts = {
-            "parameters": 100.0,
-            "gradients": 100.0,
-            "optimizer": 150.0,
-            "activations": 200.0,
-            "communication": 50.0,
-        }
-        rows = memory_beside({"plan": "single", "parts": parts}, [HELD, {**HELD, "activations": 400}])
-        worst = under_forecast(rows)
-        assert worst is not None
-        assert (worst.part, worst.forecast, worst.measured) == ("activations", 200.0, 400.0)
-        assert (
-            under_forecast(
-                memory_beside({"plan": "single", "parts": {**parts, "optimizer": 900, "activations": 900}}, [HELD])
-            )
-            is None
-        )
-
-    def test_gathered_parameters_count_as_parameters(self) -> None:
-        parts = {"parameters": 50.0, "gradients": 50.0, "optimizer": 100.0, "activations": 300.0, "gathered": 50.0}
-        rows = memory_beside({"plan": "fsdp=2", "parts": parts}, [HELD])
-        assert next(row.ratio for row in rows if row.part == "parameters") == 1.0
-
-
-def test_a_refusal_says_how_much_of_what_and_what_would_fit() -> None:
-    found = {
-        "plan": "single",
-        "devices": 1,
-        "reserved": 3.0 * 2**30,
-        "room": 2.0 * 2**30,
-        "memory": {"activations": 2.0 * 2**30},
-    }
-    said = str(problem(found, '--plan "micro=8"'))
-    assert "3.0 GiB" in said
-    assert "2.0 GiB of it activations" in said
-    assert "1,073,741,824 bytes more" in said
-    assert said.endswith('try: plan="micro=8"')
-    assert str(problem(found, "")).endswith('try: forecast="anyway"')

@@ -4,14 +4,13 @@ A fenced ``console`` block holds commands after ``$``; a ``python`` block is run
 names (so is a ``toml`` block). A comment on the line before a block changes that: ``<!-- not run: reason -->`` leaves
 it out, ``<!-- exit 2 -->`` says which exit code is right.
 
-Every run of the tests runs all of README and the tutorials, and of ``VERBS`` the first command. On all other
-pages it parses each command and checks its job, plan and options; ``make long`` runs those pages as well.
+Every run of the tests runs all of README and the tutorials. On all other pages it parses each command and checks its
+job, plan and options; ``make long`` runs those pages as well. Verbs that only these pages show are run by other tests.
 """
 
 from __future__ import annotations
 
 import importlib
-import inspect
 import json
 import os
 import re
@@ -24,7 +23,6 @@ from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass, fields
 from importlib.util import find_spec
-from itertools import pairwise
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -43,17 +41,17 @@ DOCS, SOURCE = ROOT / "docs", ROOT / "src" / "phalanx"
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md"))]
 WHOLE = [PAGES[0], *sorted((DOCS / "tutorial").glob("*.md"))]
 VERBS = {
-    "bench": "how-to/slurm.md",
-    "calibrate": "how-to/calibrate-this-machine.md",
-    "chaos": "how-to/try-a-job-under-faults.md",
-    "checkpoint": "how-to/use-a-trained-model.md",
-    "devices": "reference/devices.md",
-    "export": "how-to/use-a-trained-model.md",
-    "scale": "how-to/plan-before-you-rent.md",
-    "sweep": "how-to/sweep.md",
-    "worker": "how-to/torchrun.md",
+    "bench": "distributed/test_cli_runs.py",
+    "calibrate": "unit/test_machine.py",
+    "chaos": "faults/test_chaos.py",
+    "checkpoint": "distributed/test_export.py",
+    "devices": "unit/test_cli_planner.py",
+    "export": "distributed/test_export.py",
+    "scale": "unit/test_cli_planner.py",
+    "sweep": "distributed/test_sweep.py",
+    "worker": "distributed/test_cli_runs.py",
 }
-"""Verbs that README and tutorials do not show, and the page that shows each in every run of the tests."""
+"""Verbs that README and tutorials do not show, and the tests that run each by its command line."""
 FENCE = re.compile(
     r"(?:^<!-- (?P<note>[^\n]*?) -->\n)?^```(?P<language>\w+)(?P<options>[^\n]*)\n(?P<text>.*?)^```$",
     flags=re.MULTILINE | re.DOTALL,
@@ -145,33 +143,24 @@ def with_examples(folder: Path) -> Path:
     return folder
 
 
-def walked(page: Path, folder: Path, forked: Forked, until: set[str]) -> str:
-    """Run what the page shows in order, and return what goes wrong.
-
-    With ``until`` only the first command of each of these verbs, and what trains the runs before it.
-    """
+def walked(page: Path, folder: Path, forked: Forked) -> str:
+    """Run what the page shows in order, and return what goes wrong."""
     fresh = {"train"} if page.name == "README.md" else set[str]()
-    left = set(until)
     for block in blocks(with_examples(folder) and page):
         if block.left_out:
             continue
         if block.title:
             (folder / block.title).write_text(block.text)
-        elif block.language == "python" and not until:
+        elif block.language == "python":
             argv = ["-c", block.text]
             code, told = run([sys.executable, *argv], folder) if fresh else forked.run(argv, folder, patience=_PATIENCE)
             if code:
                 return f"{name_of(page)}:{block.line}\n{block.text}\n{told}"
         elif block.language == "console":
             for text in commands(block):
-                if until and verb(text) not in left and " --run " not in text:
-                    continue
                 code, told = command(text, folder, forked, fresh)
                 if code != block.exit_code:
                     return f"{name_of(page)}:{block.line}: exit {code}\n$ {text}\n{told}"
-                left.discard(verb(text))
-                if until and not left:
-                    return ""
     return ""
 
 
@@ -249,7 +238,6 @@ def forked() -> Iterator[Forked]:
 
 
 RUN = [page for page in PAGES if has_something_to_run(page)]
-PARTS = sorted({DOCS / page for page in VERBS.values()})
 
 
 def needs_keras(page: Path) -> bool:
@@ -261,21 +249,15 @@ def needs_keras(page: Path) -> bool:
 def test_what_the_page_shows_runs(page: Path, forked: Forked, tmp_path: Path) -> None:
     if needs_keras(page):
         pytest.skip("Keras is not installed: pip install 'phalanx[keras]'")
-    wrong = walked(page, tmp_path, forked, set())
-    assert not wrong, wrong
-
-
-@pytest.mark.timeout(400)
-@pytest.mark.parametrize("page", PARTS, ids=name_of)
-def test_the_first_command_of_each_verb_runs(page: Path, forked: Forked, tmp_path: Path) -> None:
-    wrong = walked(page, tmp_path, forked, {one for one, where in VERBS.items() if DOCS / where == page})
+    wrong = walked(page, tmp_path, forked)
     assert not wrong, wrong
 
 
 def test_each_verb_that_pages_show_runs() -> None:
     run_here = {verb(text) for page in WHOLE for text in shown(page)} | VERBS.keys()
     assert {verb(text) for page in RUN for text in shown(page)} - {""} <= run_here
-    assert [one for one, page in VERBS.items() if one not in map(verb, shown(DOCS / page))] == []
+    tests = Path(__file__).parents[1]
+    assert [one for one, file in VERBS.items() if f'"{one}"' not in (tests / file).read_text()] == []
 
 
 @pytest.mark.timeout(400)
@@ -339,24 +321,6 @@ def test_pages_name_every_key_of_a_plan_and_every_page() -> None:
     assert [str(page) for page in DOCS.rglob("*.md") if str(page.relative_to(DOCS)) not in navigation] == []
 
 
-SAID = re.compile(
-    r"\*\*When\*\* (\d{4}-\d\d-\d\d|not recorded) · \*\*machine\*\* (\S.*) · "
-    r"\*\*command\*\* (.*`.+`.*|not recorded) · \*\*spread\*\* (\S.*)"
-)
-
-
-def test_log_entries_have_date_machine_command_and_spread_and_are_newest_first() -> None:
-    parts = re.split(r"^## (.+)$", (DOCS / "project" / "log.md").read_text(), flags=re.MULTILINE)[1:]
-    first = {
-        title: " ".join(text.strip().split("\n\n")[0].split())
-        for title, text in zip(parts[::2], parts[1::2], strict=True)
-    }
-    assert {title: text for title, text in first.items() if not SAID.fullmatch(text)} == {}
-    dates = [found[1] for text in first.values() if (found := SAID.fullmatch(text)) and found[1] != "not recorded"]
-    assert dates == sorted(dates, reverse=True)
-    assert len(dates) > 10
-
-
 def test_commands_named_in_passing_exist() -> None:
     targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))
     verbs = set(cli.list_commands(click.Context(cli)))
@@ -370,11 +334,6 @@ NAMED = re.compile(r"(?:^ {4}|^\$ |`)(make|phalanx) ([a-z]+)", flags=re.MULTILIN
 
 class TestGlossary:
     """Each technique is found by its file's name, each word has one home."""
-
-    NOT_NAMES = """apart together across own told seen said heard known stated beside alone kept flight deal dealt
-    dealing foresight outlook foretell habits joined reach rest served desk servant keeper office part crew member child
-    aside guard sums holding statistics materialise tape sliced products shapes tiles how""".split()
-    """Words that a file of this field is not looked for under."""
 
     @pytest.fixture
     def tables(self) -> list[list[list[str]]]:
@@ -394,39 +353,12 @@ class TestGlossary:
         assert len(rows) == len(homes)
         assert len(tables[0]) >= 24
 
-    def test_a_technique_is_found_by_its_files_name(self, tables: list[list[list[str]]]) -> None:
-        """A word of the technique, or its beginning, is in the file's name, its folder's where the folder is meant."""
-        lost = list[str]()
-        for row in tables[0]:
-            stem = re.sub(r"\W|_", "", (SOURCE / row[-1].strip("`")).stem)
-            words = re.findall(r"[a-z0-9]+", row[0].lower().split(":")[0].replace("-", "").replace("gradient", "grad"))
-            pairs = [first + second for first, second in pairwise(words)]
-            if not any(word[:6] in stem for word in (*pairs, *words) if len(word) > 1):
-                lost.append(f"{row[0]} in {row[-1]}")
-        assert lost == []
-
-    def test_no_file_has_a_name_that_nobody_looks_for(self) -> None:
-        stems = {path.stem: path for path in SOURCE.rglob("*.py")} | {path.name: path for path in SOURCE.rglob("*/")}
-        assert {word: str(stems[word].relative_to(SOURCE)) for word in self.NOT_NAMES if word in stems} == {}
-
 
 class TestAccelerateConfig:
     """The page on Accelerate's config leaves no key of it out, and every plan on it is one."""
 
     PAGE = (DOCS / "how-to" / "from-accelerate-config.md").read_text()
     NEEDS = MappingProxyType({"attention": "cp=2", "offload": "fsdp=2"})  # key → what it goes with alone
-
-    def test_every_key_that_accelerate_asks_for_is_on_the_page(self) -> None:
-        pytest.importorskip("accelerate")
-        args = importlib.import_module("accelerate.commands.config.config_args")
-        asked = inspect.getsource(importlib.import_module("accelerate.commands.config.cluster"))
-        keys = {one.name for kind in (args.ClusterConfig, args.SageMakerConfig) for one in fields(kind)}
-        keys |= set(re.findall(r'(?:fsdp|deepspeed|mpirun)_config\["(\w+)"\]', asked))
-        keys |= {f"dynamo_{name}" for name in re.findall(r'dynamo_config\[prefix \+ "(\w+)"\]', asked)}
-        keys |= {f"megatron_lm_{name}" for name in re.findall(r'megatron_lm_config\[prefix \+ "(\w+)"\]', asked)}
-        keys |= set(re.findall(r'parallelism_config\[prefix \+ "(\w+)"\]', asked))  # whose prefix is said once
-        assert len(keys) > 70
-        assert [key for key in sorted(keys) if not re.search(rf"(?<!\w){key}(?!\w)", self.PAGE)] == []
 
     def test_every_plan_and_the_config_on_the_page_are_read(self, tmp_path: Path) -> None:
         names = "|".join(one.name for one in fields(Plan))

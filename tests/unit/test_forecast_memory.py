@@ -13,7 +13,6 @@ from phalanx.config import Plan
 from phalanx.forecast import PHALANX, Preset
 from phalanx.forecast.layouts import Layouts
 from phalanx.forecast.memory import MemoryForecast, memory
-from phalanx.forecast.saved_activations import ranks
 from phalanx.trace import ModelPart, Operation, Profile, Saved, Shape, SizeLaw, Weights
 from published.subject import NAMED
 
@@ -88,31 +87,6 @@ def test_what_each_stage_of_zero_shards(plan: str, parameters: int, gradients: i
     assert found.communication[0] == (4 * largest if sharded else 0)  # to be scattered
 
 
-@pytest.mark.parametrize(
-    ("plan", "beyond"),
-    [
-        ("single", 0),
-        ("fsdp=4 zero=2", 0),
-        ("fsdp=4 zero=3", 9 * 20 + 20),  # the larger block, before it is sharded
-        ("tp=2", 9 * 20),  # the largest tensor, before it is cut
-    ],
-)
-def test_a_rank_makes_its_values_piece_by_piece(plan: str, beyond: int) -> None:
-    found = needed(MLP, plan)
-    assert found.start[0] == found.parameters[0] + 4 * beyond
-
-
-def test_where_the_start_is_the_peak_it_is_said() -> None:
-    """A step of SGD on little that learns, of one large table that does not."""
-    table = ModelPart(name="table", role="before", count=1, weights=(Weights(elements=0, frozen=10**6),))
-    profile = Profile(parts=(replace(table, entry=SizeLaw(1.0, 1.0)), *MLP.parts))
-    layouts = Layouts.of([Plan.parse("tp=2")], 8, 1)
-    found = memory(profile, layouts, PLAIN, "fp32", 0.0)
-    peak = {name: float(size[0]) for name, size in found.at_peak().items()}
-    assert peak["start"] == 4 * 10**6
-    assert found.reserved[0] == found.start[0] == sum(peak.values()) > found.stepping[0]
-
-
 def test_buckets_of_our_own_zero_are_under_way() -> None:
     wide = Profile(parts=(replace(layer(9, 20), weights=(Weights(elements=10**8, largest=10**7, tensors=10),)),))
     for zero in (1, 2):
@@ -120,12 +94,6 @@ def test_buckets_of_our_own_zero_are_under_way() -> None:
         on_device = needed(wide, f"fsdp=4 zero={zero}", preset=replace(PHALANX, one_memory=False)).communication[0]
         assert on_device == 4 * 10**7 * (4 + 1 / 4)  # larger than a bucket, it stands alone
         assert on_host == 4 * 10**7 * (6 + 1 / 4)
-
-
-def test_sixteen_bits_with_a_copy_that_is_stepped() -> None:
-    half = replace(PLAIN, weights=2.0, master=4.0, gradients=2.0)
-    found = needed(MLP, "fsdp=4 zero=1", precision="bf16", preset=half)
-    assert found.parameters[0] == NUMBERS * (2 + 4 / 4)
 
 
 @pytest.mark.parametrize(
@@ -141,11 +109,6 @@ def test_offloading_leaves_what_is_stepped_to_the_host(plan: str, device: float)
     """Bytes a parameter: value, gradient and two moments."""
     found = needed(MLP, plan, preset=replace(PLAIN, one_memory=False))
     assert found.parameters[0] + found.gradients[0] + found.optimizer[0] == device * NUMBERS
-
-
-def test_on_a_cpu_the_host_s_memory_is_the_device_s() -> None:
-    found = needed(MLP, "single offload=optimizer")
-    assert (found.parameters[0], found.optimizer[0]) == (2 * 4 * NUMBERS, 8 * NUMBERS)
 
 
 STACK = Profile(parts=(replace(layer(16, 16, count=8), saved=(Saved(elements=SizeLaw(30.0, 1.0), share="inner"),)),))
@@ -170,26 +133,6 @@ def test_what_a_schedule_has_under_way(plan: str, under_way: float) -> None:
 def test_full_recompute_keeps_entries_and_makes_one_block_again() -> None:
     found = needed(STACK, "single recompute=full")
     assert found.activations[0] == 4 * 8 * (8 * 16 + 30)
-
-
-def test_blocks_that_do_not_divide_are_fewer_where_the_ends_are() -> None:
-    profile = replace(STACK, parts=(replace(STACK.parts[0], count=30),))
-    layouts = Layouts.of([Plan.parse("pp=8 micro=1")], 8, 1)
-    assert ranks(profile, layouts, PAPER).holds[:, 0, 0].tolist() == [3, 4, 3]
-
-
-def test_a_heavy_head_leaves_its_rank_fewer_blocks() -> None:
-    block, head = (
-        replace(STACK.parts[0], role=role, count=count, forward=(product_of(width),))
-        for role, count, width in (("block", 12, 1.0), ("after", 1, 2.0))
-    )
-    profile, layouts = replace(STACK, parts=(block, head)), Layouts.of([Plan.parse("pp=4 micro=1")], 8, 1)
-    assert ranks(profile, layouts, PHALANX).holds[:, 0, 0].tolist() == [3, 3, 2]  # and the third four
-    assert ranks(profile, layouts, PAPER).holds[:, 0, 0].tolist() == [3, 3, 3]
-
-
-def product_of(width: float) -> Operation:
-    return Operation(kind="matmul", name="mm", dims=(SizeLaw(1.0), SizeLaw(1.0, 1.0), SizeLaw(width), SizeLaw(1.0)))
 
 
 GPT = Shape(family="gpt", layers=2, hidden=6144, heads=64, vocabulary=51200, length=2048, dropout=0.1)

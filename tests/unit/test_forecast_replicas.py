@@ -23,7 +23,6 @@ from phalanx.forecast.rates import Kernels, Rates, Wires
 from phalanx.hardware import cluster
 from phalanx.planner import Question
 from phalanx.planner.rules import problems
-from phalanx.planner.search import space
 from phalanx.trace import ModelCall, trace
 
 PLAIN = Preset(name="plain", reserved=1.0)
@@ -71,38 +70,6 @@ class TestAveraging:
     def test_is_spread_over_the_steps_between(self, text: str, seconds: float) -> None:
         assert averaged(GIANT, 0 * GIANT, layouts(text), setting())[0] == pytest.approx(seconds)
 
-    def test_takes_the_place_of_summing_gradients(self) -> None:
-        each, often, seldom = (
-            told(text, "4x8xA100@100Gb/s") for text in ("dp=32", "dp=32 sync=local every=4", "dp=32 sync=local every=8")
-        )
-        assert each.seconds["replicas"] > often.seconds["replicas"] > 0
-        assert often.seconds["replicas"] == pytest.approx(2 * seldom.seconds["replicas"])
-        assert often.seconds["products"] == each.seconds["products"]
-        assert of_plan(each) == []
-        assert "every 4 steps" in of_plan(often)[0]
-
-    @pytest.mark.parametrize(
-        ("text", "beyond"),
-        [
-            ("dp=4 sync=local every=4", 4),
-            ("dp=4 sync=diloco every=4 outer=sgd", 4),
-            ("dp=4 sync=diloco every=4", 8),
-            ("dp=4 fsdp=2 sync=diloco every=4", 4),
-        ],
-    )
-    def test_an_outer_optimizer_takes_memory(self, text: str, beyond: float) -> None:
-        profile = WORK.profile
-        plain = text.partition(" sync")[0]
-        there, without = (memory(profile, layouts(one), PLAIN, "fp32", 8.0).optimizer[0] for one in (text, plain))
-        assert there - without == pytest.approx(beyond * profile.parameters)
-
-    def test_fragments_hide_behind_the_next_steps(self) -> None:
-        seconds = [
-            averaged(GIANT, computing + 0 * GIANT, layouts(f"dp=4 sync=local every=8 fragments={count}"), setting())[0]
-            for count, computing in ((1, 0.0), (1, 1e-3), (4, 0.0), (4, 1e-3), (4, 9.0))
-        ]
-        assert seconds[0] == seconds[1] == seconds[2] > seconds[3] > seconds[4]
-
 
 class TestServers:
     @pytest.mark.parametrize(
@@ -127,20 +94,6 @@ class TestServers:
         found = server_time(GIANT, np.array([computing]), layouts(text), setting())
         assert found[0] == pytest.approx(seconds, abs=1e-12)
 
-    def test_hold_the_optimizer(self) -> None:
-        profile = WORK.profile
-        dp, waits, runs = (
-            memory(profile, layouts(text), PLAIN, "fp32", 8.0)
-            for text in ("dp=8", "dp=8 server=1", "dp=8 server=1 staleness=2")
-        )
-        assert dp.optimizer[0] == 8 * profile.parameters
-        assert waits.optimizer[0] == runs.optimizer[0] == 0
-        assert waits.communication[0] == 0
-        assert runs.communication[0] == 8 * profile.parameters
-        found = told("dp=8 server=1", "8xA100")
-        assert found.seconds["update"] == 0 < found.seconds["replicas"]
-        assert found.plan.exact
-
 
 class TestShares:
     def test_even_ones_go_at_the_pace_of_the_slowest(self) -> None:
@@ -160,15 +113,6 @@ class TestShares:
                 assert found.seconds[part] == busy.seconds[part]
             assert f"{fast} on A100-80GB, {slow} on V100-32GB" in of_plan(found)[-1]
 
-    def test_weights_matter_on_like_devices_too(self) -> None:
-        found, even = told("dp=2 shares=3,1", "2xA100"), told("dp=2", "2xA100", replace(WORK, batch=96))
-        assert found.seconds["products"] == even.seconds["products"]
-        assert (
-            told("dp=2 shares=1,1", "2xA100").step
-            == told("dp=2", "2xA100").step
-            == told("dp=2 shares=auto", "2xA100").step
-        )
-
     @pytest.mark.parametrize("rest", [" micro=1", *longer("", " micro=4 recompute=full")])
     def test_auto_is_as_good_as_any_weights(self, rest: str) -> None:
         steps = [told(f"dp=2 shares={fast},{64 - fast}{rest}", "A100+V100-32GB").step for fast in range(1, 64)]
@@ -176,33 +120,11 @@ class TestShares:
         assert found.step <= 1.01 * min(steps)
         assert found.step < 0.9 * told(f"dp=2{rest}", "A100+V100-32GB").step
 
-    def test_auto_gives_nobody_more_than_fits(self) -> None:
-        whole = cluster("A100+V100-32GB")
-        free = told("dp=2 shares=auto", whole)
-        fast = whole.groups[0]
-        device = replace(fast.device, memory=8 * 2**30, kept=0)
-        small = replace(whole, groups=(replace(fast, device=device), *whole.groups[1:]))
-        found = told("dp=2 shares=auto", small)
-        count = int(of_plan(found)[-1].split(" on ")[0].rpartition(" ")[2])
-        assert found.fits
-        assert found.step > free.step
-        assert told(f"dp=2 shares={count},{64 - count}", small).fits
-        assert not told(f"dp=2 shares={count + 1},{63 - count}", small).fits
-
 
 class TestPlanner:
     @pytest.fixture
     def question(self) -> Question:
         return Question(work=WORK, cluster=cluster(MIXED), precision="fp16")
-
-    def test_tries_shares_by_speed_where_devices_differ(self, question: Question) -> None:
-        found = space(question)
-        made = [found.plan(index) for index in range(len(found))]
-        assert {plan.shares for plan in made} == {"", "auto"}
-        assert {plan.pp for plan in made if plan.shares} == {1}
-        assert all(Plan.parse(str(plan)) == plan for plan in made)
-        alike = space(replace(question, cluster=cluster("2x8xA100")))
-        assert not alike.columns["shares"].any()
 
     def test_names_the_plans_that_can_use_unlike_devices(self, question: Question) -> None:
         (problem,) = problems(Plan.parse("fsdp=16 precision=fp16"), WORK, question.cluster)
@@ -210,11 +132,6 @@ class TestPlanner:
         assert "dp=16 shares=auto" in problem.allowed
         named = Plan.parse(problem.fix.partition('"')[2].rstrip('"'))
         assert problems(replace(named, precision="fp16"), WORK, question.cluster) == []
-
-    def test_says_which_shares_leave_a_rank_without_samples(self, question: Question) -> None:
-        (problem,) = problems(Plan.parse("dp=2 fsdp=8 shares=20,1 precision=fp16"), WORK, question.cluster)
-        assert problem.where == "plan.shares"
-        assert "61,3" in problem.given
 
 
 ALL = ("fp16", "bf16", "int8", "topk:0.01", "powersgd:4")
@@ -240,15 +157,6 @@ def test_what_is_sent_and_what_making_it_takes(compress: str, wire: float, made:
     rows = layouts(f"dp=4 compress={compress}")
     found = averaging(GIANT, GIANT / 1000, rows, np.ones(1), setting())
     assert [float(one[0]) for one in found] == pytest.approx([wire, made])
-
-
-def test_what_replicas_average_now_and_then_is_smaller_too() -> None:
-    plain, small = (
-        averaged(GIANT, 0 * GIANT, layouts(f"dp=4 sync=local every=10{rest}"), setting())[0]
-        for rest in ("", " compress=bf16")
-    )
-    assert plain == pytest.approx(0.06 / 10)
-    assert small == pytest.approx((0.03 + 0.048) / 10)
 
 
 def test_servers_get_less_and_give_as_much() -> None:
@@ -325,32 +233,6 @@ class TestSharded:
         assert not work.profile.repeated
         assert round(seconds("fsdp=2", kind, "replicas", work)) == times
         assert round(seconds("fsdp=2 micro=2", kind, "replicas", work)) == 4 * times
-
-    def test_repeated_blocks_are_gathered_one_by_one(self) -> None:
-        blocks = [nn.Sequential(nn.Linear(8, 8), nn.ReLU()) for _ in range(5)]
-        work = work_of(nn.Sequential(nn.Sequential(*blocks)))
-        assert work.profile.repeated
-        assert round(seconds("fsdp=2", "all-gather", "replicas", work)) == 2 * 5
-
-    def test_a_model_without_repeated_blocks_is_there_whole(self) -> None:
-        def gathered(work: Work) -> float:
-            return forecast(work, Plan.parse("fsdp=2"), cluster("8xA100")).memory["gathered"]
-
-        work = work_of(Rows())
-        parameters = 4 * work.profile.parameters
-        assert gathered(work) >= parameters
-        assert gathered(replace(work, profile=replace(work.profile, repeated=True))) < parameters
-
-
-class TestTensorParallel:
-    def test_a_pair_takes_the_place_of_each_sum_where_tokens_are_cut(self) -> None:
-        sums = seconds("tp=2", "all-reduce", "exchange")
-        assert sums >= 4 * 4  # two forward, two backward, in each of four blocks
-        # the embeddings are added up whole, and three numbers a token in the loss over classes that are cut
-        assert seconds("tp=2 sequence=true", "all-reduce", "exchange") == pytest.approx(1.0 + 3.0, abs=1e-3)
-        for kind in ("all-gather", "reduce-scatter"):
-            there = 4 * 4 + 1 + (kind == "all-gather")  # of the head both; of the embeddings the gradients are gathered
-            assert seconds("tp=2 sequence=true", kind, "exchange") == pytest.approx(there, abs=1e-3)
 
 
 class Routed(nn.Module):

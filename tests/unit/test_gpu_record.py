@@ -1,30 +1,30 @@
-"""The record of a GPU: every step's fields, kills at any moment, failing steps, and input that cannot be served."""
+"""The record of a GPU and its page: fields, kills at any moment, failing steps; and the pack for such a machine."""
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import random
 import signal
 import subprocess
 import sys
+import sysconfig
 import time
 import tomllib
 from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from packaging.requirements import Requirement
 
-from gpu_record import run
-from gpu_record.measure import relative
-from gpu_record.page import page
+from gpu_record import pack, pack_install
+from gpu_record.page import page, paragraph
 from gpu_record.page_records import STEPS, read_records
 from gpu_record.recorder import TRAINING, PlannedStep, Record, run_steps
-from gpu_record.steps import training
-from gpu_record.workloads import workload
+from longer import longer
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "tools" / "gpu_record" / "run.py"
@@ -152,7 +152,7 @@ def gone(pid: int) -> bool:
         return True
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", [0, *longer(1)])
 def test_a_kill_at_any_moment_leaves_a_whole_record(seed: int) -> None:
     process = driven()
     wait_for(Path("s1").exists)
@@ -171,7 +171,7 @@ def test_a_kill_at_any_moment_leaves_a_whole_record(seed: int) -> None:
     wait_for(lambda: all(map(gone, pids)))
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), *longer((signal.SIGINT, 130))])
 def test_a_signal_ends_the_step_in_work_and_is_recorded(number: int, code: int) -> None:
     process = driven()
     wait_for(Path("s1").exists)
@@ -227,30 +227,6 @@ def test_a_step_beyond_its_limit_is_killed_with_its_processes() -> None:
     wait_for(lambda: gone(first["facts"]["pid"]))
 
 
-def test_a_step_is_skipped_with_too_little_memory_or_time() -> None:
-    large = PlannedStep(name="large", limit=10, gib=16.1, least=0, command=GOOD.command)
-    late = PlannedStep(name="late", limit=10, least=100, command=GOOD.command)
-    fits = PlannedStep(name="fits", limit=10, gib=16, least=0, command=GOOD.command)
-    code, steps = steps_recorded(large, late, fits, memory=16 * 2**30)
-    assert (code, [step["status"] for step in steps]) == (0, ["skipped", "skipped", "done"])
-    assert "GiB of device memory" in steps[0]["reason"]
-    assert "at least 100 s" in steps[1]["reason"]
-
-
-def test_broken_lines_and_numbers_that_are_not_finite_do_no_harm() -> None:
-    lines = [
-        '{"row": "a", "values": {"x": 1, "y": 2}}',
-        '{"row": "a", "val',
-        '{"row": "a", "values": {"y": NaN}}',
-        "[]",
-        '{"row": "b", "values": {"x": 1}}',
-        "{half",
-    ]
-    code = f"import sys; open(sys.argv[1], 'a').write({chr(10).join(lines)!r})"
-    _, (step,) = steps_recorded(PlannedStep(name="one", limit=10, least=0, command=python(code)))
-    assert step["rows"] == [{"x": 1, "y": None}, {"x": 1}]
-
-
 CUDA = "class cuda:\n    is_available = staticmethod(lambda: False)\n"
 
 
@@ -261,8 +237,6 @@ CUDA = "class cuda:\n    is_available = staticmethod(lambda: False)\n"
         ("__version__ = '2.10.1+cu130'\n" + CUDA, [], "2.11 or newer"),
         ("__version__ = '2.11.0'\n" + CUDA, [], "Try: --device cpu"),
         ("", ["--only", "proof", "prove"], "--only: no step 'prove'"),
-        ("", ["--minutes", "nan"], "--minutes"),
-        ("", ["--out", "nowhere/record.json"], "--out"),
     ],
 )
 def test_what_cannot_be_recorded_is_refused_in_one_line(torch: str, words: list[str], said: str) -> None:
@@ -285,43 +259,101 @@ def test_what_cannot_be_recorded_is_refused_in_one_line(torch: str, words: list[
     assert not Path("gpu_record.json").exists()
 
 
-def test_every_dependency_is_probed() -> None:
+@pytest.mark.quick
+def test_the_committed_page_and_readme_are_those_of_the_records() -> None:
+    records = read_records(sorted((ROOT / "tools" / "published" / "gpu").glob("*.json")))
+    content, plots = page(records)
+    again = "try: python tools/gpu_record/page.py"
+    assert (ROOT / "docs" / "project" / "gpu.md").read_text() == content, again
+    drawn = {path.name: path.read_text() for path in (ROOT / "docs" / "project").glob("gpu-*.svg")}
+    assert drawn == plots, again
+    readme = (ROOT / "README.md").read_text()
+    assert f"<!-- generated: gpu -->\n\n{paragraph(records)}\n\n<!-- end -->" in readme, again
+
+
+HERE = f"{sys.version_info[0]}.{sys.version_info[1]}"
+MODULES = {"tomli-w": "tomli_w"}  # where a package's module has another name
+LOADED = """
+import importlib, json, pkgutil, sys
+for name in sys.argv[1:]: importlib.import_module(name)
+import phalanx
+for name in phalanx.__all__: getattr(phalanx, name)
+for module in pkgutil.walk_packages(phalanx.__path__, "phalanx."):
+    if not module.name.startswith(("phalanx.__main__", "phalanx.train.keras.")): importlib.import_module(module.name)
+from phalanx.demo.jobs import digits
+assert len(digits.digits(training=False)) == 297
+print(json.dumps({name: module.__file__ for name, module in sys.modules.items() if getattr(module, "__file__", None)}))
+"""
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Build the pack for this Python once."""
+    folder = tmp_path_factory.mktemp("pack")
+    try:
+        pack.build(folder, HERE)
+    except pack.DownloadError as error:
+        pytest.skip(str(error))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def installed(built: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    target = tmp_path_factory.mktemp("installed") / "target"
+    pack_install.install(built, target)
+    return target
+
+
+@pytest.fixture(scope="module")
+def torch_alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Link torch and its requirements into a folder that stands for a machine with torch alone."""
+    folder = tmp_path_factory.mktemp("torch")
+    for name in pack.closure(["torch"], HERE):
+        try:
+            files = distribution(name).files or []
+        except PackageNotFoundError:
+            continue
+        for top in {file.parts[0] for file in files} - {"..", "__pycache__"}:
+            (folder / top).symlink_to(Path(str(distribution(name).locate_file(top))))
+    return folder
+
+
+def bare_python(*arguments: str, paths: tuple[Path, ...], cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    """Run this interpreter with ``paths`` and the standard library alone."""
+    environment = {"PYTHONPATH": ":".join(map(str, paths)), "OMP_NUM_THREADS": "1", "PATH": "/usr/bin:/bin"}
+    command = [sys.executable, "-S", "-P", *arguments]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False, cwd=cwd)
+
+
+def dependencies() -> list[str]:
+    """Return the modules of Phalanx' own dependencies, without torch."""
     declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
-    assert {*run._NEEDED.values(), "torch"} == {Requirement(text).name for text in declared}
-    assert [name for name in run._NEEDED if importlib.util.find_spec(name) is None] == []
+    found = [Requirement(text).name for text in declared]
+    return [MODULES.get(name, name) for name in found if name != "torch"]
 
 
-def test_a_step_ends_with_the_programme(tmp_path: Path) -> None:
-    """Its limit is cut to the time that is left."""
-    step = PlannedStep(
-        name="long", limit=60, least=0, command=(sys.executable, "-S", "-c", "import time; time.sleep(60)")
-    )
-    record = Record(path=tmp_path / "record.json", header={}, until=time.monotonic() + 3.5)
-    assert run_steps(record, [step], None) == 1
-    assert record.steps[0]["status"] == "timed out"
-    assert record.steps[0]["limit"] < 3.5
+@pytest.mark.long
+class TestInstalled:
+    def test_everything_loads_from_the_pack(self, installed: Path, torch_alone: Path) -> None:
+        done = bare_python("-c", LOADED, *dependencies(), paths=(installed, torch_alone))
+        assert done.returncode == 0, done.stderr
+        known = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib")]
+        site = sysconfig.get_path("purelib")
+        strange = {
+            name: file
+            for name, file in json.loads(done.stdout.splitlines()[-1]).items()
+            if Path(file).is_absolute()  # torch.ops and torch.classes have no file
+            and not Path(file).is_relative_to(installed)
+            and not Path(file).is_relative_to(torch_alone)
+            and (Path(file).is_relative_to(site) or not any(Path(file).is_relative_to(one) for one in known))
+        }
+        assert strange == {}
 
 
-def test_flops_of_a_step_by_hand() -> None:
-    llama = workload("llama_1b", small=False, memory_gib=80)
-    block = 2 * 2048 * 2048 + 2 * 2048 * 512 + 3 * 2048 * 8192 + 2 * 2048  # projections, SwiGLU, norms
-    products = 16 * block + 2048 + 2048 * 32000  # blocks, last norm, head; no embedding
-    attention = 12 * 16 * 2048 * 2048  # layers, width, tokens
-    assert llama.flops(4) == 4 * 2048 * (6 * products + attention)
-    lora = workload("lora_8b", small=False)
-    trained = sum(one.numel() for one in lora.on_meta().parameters() if one.requires_grad)
-    frozen = sum(one.numel() for one in lora.on_meta().parameters() if not one.requires_grad) - 128256 * 4096
-    assert lora.flops(1) == 2048 * (6 * trained + 4 * frozen + 12 * 32 * 4096 * 2048)
-    assert workload("resnet50", small=False).flops(1) == pytest.approx(
-        3 * 2 * 4.09e9, rel=0.01
-    )  # He et al.: 4.1e9 products
+def test_the_digits_are_those_of_scikit_learn() -> None:
+    from phalanx.demo.jobs.digits import IMAGES
 
-
-def test_numbers_of_a_row() -> None:
-    work = workload("gpt2_124m", small=True)
-    method = training.Method(
-        name=training.EAGER, plan="", take=lambda count: None, held=0, peak=7, seconds=[2.0, 4.0, 3.0]
-    )
-    row = training._row(work, method, 1.5, {"batch": 2, "flops_per_step": 6e12, "peak": 10e12})
-    assert (row["step_seconds"], row["rate"], row["mfu"], row["ratio"]) == (3.0, 2 * 64 / 3, 0.2, 0.5)
-    assert relative(1.2, 1.0) == pytest.approx(0.2)
+    theirs = distribution("scikit-learn").locate_file("sklearn/datasets/data/digits.csv.gz")  # what load_digits reads
+    table = np.loadtxt(IMAGES, delimiter=",", dtype=np.int64)
+    assert table.shape == (1797, 65)
+    np.testing.assert_array_equal(table, np.loadtxt(str(theirs), delimiter=","))

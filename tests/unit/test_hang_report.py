@@ -26,7 +26,6 @@ from phalanx.launch.stack_frames import StackFrame, frames_of_thread, parse_stac
 from phalanx.launch.straggler_watch import RankPace, straggler
 
 pytestmark = pytest.mark.quick
-
 JOB = StackFrame("/home/me/train.py", 41, "forward")
 WAITING = StackFrame(str(Path(c10d.__file__)), 100, "all_reduce")
 
@@ -92,14 +91,6 @@ def test_who_is_to_blame(those: list[RankStand], blamed: tuple[int, ...], cause:
     assert f"rank {blamed[0]}" in report.text
 
 
-def test_report_says_which_exchange_of_which_step_and_where() -> None:
-    report = HangReport.of([waits(0, call(7)), stands(1, call(6, pending=False), host="node2", pid=12)], 300.0)
-    assert report.headline == (
-        "rank 1 (process 12, host node2) did not come to all_reduce of float 3 (exchange 7 of its group) among ranks "
-        "0-1 of step 5 for 300 s: it stands in me/train.py:41 forward"
-    )
-
-
 def test_replicas_that_step_by_themselves_count_their_ranks_from_0() -> None:
     """Each has process groups of its own: what its worker calls rank 1 is another rank of the run."""
     told = call(7, ranks=(0, 1))
@@ -121,16 +112,6 @@ def test_stacks_are_those_of_the_main_thread() -> None:
     assert parse_stacks("ready\n") == ()
     raised = f"Traceback (most recent call last):\n{outer}    inner()\n{inner}".replace(" in ", ", in ")
     assert parse_traceback(raised) == parse_stacks(dump)
-
-
-def test_a_frame_between_two_lines_stands_in_the_first_of_its_function(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What another thread runs may have no line: a thread that looks at it every tenth of a second meets that."""
-    code = test_who_is_to_blame.__code__
-    frame = SimpleNamespace(f_code=code, f_lineno=None, f_back=None)
-    monkeypatch.setattr(sys, "_current_frames", lambda: {7: frame})
-    (found,) = frames_of_thread(7)
-    assert (found.line, found.function) == (code.co_firstlineno, "test_who_is_to_blame")
-    assert not RankStand(rank=0, frames=(found,)).waits
 
 
 @pytest.mark.parametrize("collects", [True, False])
@@ -316,26 +297,6 @@ def test_who_sleeps_is_blocked(processes: Processes) -> None:
     assert failure is not None
     assert failure.hang is not None
     assert failure.hang["cause"] in ("blocked", "silent")
-
-
-@pytest.mark.parametrize(
-    ("milliseconds", "idle_since"),
-    [
-        ([0, 0, 0, 0], 0.0),
-        ([10, 10, 10, 10], 0.0),
-        ([10, 20, 10, 20], 0.0),  # of half a second: what it takes to write down where it stands, in ticks of 10 ms
-        ([20, 20, 10, 0], 1.0),
-        ([20, 20, 20, 20], 2.0),
-        ([0, 60, 0, 0], 1.0),
-    ],
-)
-def test_what_counts_as_computing(milliseconds: list[int], idle_since: float, processes: Processes) -> None:
-    progress = hang_watch._RankProgress.begun(PID, 3, 0.0)
-    for looks in range(4):
-        ticks = sum(milliseconds[: looks + 1]) // 10
-        (processes.root / f"{PID}/stat").write_text(f"{PID} (a) S {'0 ' * 10}{ticks} 0 {'0 ' * 10}")
-        progress.look(0.5 * (looks + 1))
-    assert progress.idle_since == idle_since
 
 
 def test_who_has_given_up_and_saves_stood_where_it_did_before() -> None:

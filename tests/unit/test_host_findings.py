@@ -3,43 +3,32 @@
 from __future__ import annotations
 
 import copy
-import json
-import threading
-import time
-from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import combinations, permutations
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 
 import phalanx as px
 from phalanx.config import Plan, RunSpec
-from phalanx.errors import RunError, SpecError
+from phalanx.errors import SpecError
 from phalanx.launch import host_network
 from phalanx.launch.check_hosts import (
-    CheckQuestion,
     CheckTime,
     HostAnswer,
     HostSurvey,
     LinkAnswer,
     Needs,
     TargetHost,
-    asking,
     findings,
-    host_probe,
-    survey,
     workers_of,
 )
 from phalanx.launch.check_hosts.asking_links import LinkSurvey, ask_links, rounds
-from phalanx.launch.check_hosts.host_probe import MARK
 from phalanx.launch.host_network import HostLink
-from phalanx.launch.host_process import Quotas
 from phalanx.launch.unshared_folder import unshared_problems
-from phalanx.preflight.launch_check import LaunchQuestion, launch_check
 from phalanx.units import parse_bit_rate, parse_seconds, parse_share
 
 pytestmark = pytest.mark.quick
@@ -100,14 +89,6 @@ def put(path: str, value: Any) -> Callable[[dict[str, Any]], None]:
         place[last] = value
 
     return change
-
-
-def fewer(host: dict[str, Any]) -> None:
-    host["devices"].pop()
-
-
-def none_for_torch(host: dict[str, Any]) -> None:
-    host["devices"].clear()
 
 
 def hanging_data(host: dict[str, Any]) -> None:
@@ -190,17 +171,6 @@ def test_one_fault_is_one_finding(
     assert finding.fix
 
 
-def test_a_device_that_is_missing_is_named_and_leaves_too_few() -> None:
-    said = findings(surveyed(fewer), NEEDS)
-    assert [(one.kind, one.fails) for one in said] == [("plan", True), ("versions", False)]
-    assert said[1].what == "CUDA devices: 7 on n2, 8 on n1, n3"
-
-
-def test_a_torch_without_cuda_is_named() -> None:
-    said = findings(surveyed(none_for_torch), NEEDS)
-    assert "torch sees none of 8 devices" in next(one.what for one in said if one.kind == "devices")
-
-
 def test_a_host_without_torch_is_named_beside_two_with_gpus() -> None:
     def without_torch(host: dict[str, Any]) -> None:
         host["versions"]["torch"] = ""
@@ -217,19 +187,6 @@ def test_more_processes_than_devices(text: str) -> None:
     (finding,) = findings(surveyed(lambda host: None), Needs(plan=Plan.parse(text)))
     assert (finding.kind, finding.fails) == ("plan", True)
     assert "there are 24" in finding.what
-
-
-def test_cpus_are_shared_with_a_warning() -> None:
-    hosts = tuple(HostAnswer(name=name, told={**told(0), "cores": 2}) for name in NAMES)
-    survey = HostSurvey(hosts=hosts, links=(), folder=Path("/runs"))
-    (finding,) = findings(survey, Needs(plan=Plan.parse("dp=12")))
-    assert (finding.kind, finding.fails) == ("plan", False)
-
-
-@pytest.mark.parametrize(("user", "told"), [(1000, True), (0, False)])
-def test_a_limit_of_processes_is_none_for_root(monkeypatch: pytest.MonkeyPatch, user: int, told: bool) -> None:
-    monkeypatch.setattr("os.geteuid", lambda: user)
-    assert ("processes" in host_probe._limits()) == told
 
 
 def links(bandwidth: Callable[[str, str], float], latency: Callable[[str, str], float]) -> tuple[LinkAnswer, ...]:
@@ -258,13 +215,6 @@ def test_slow_links_are_named(bandwidth: Any, latency: Any, hosts: tuple[str, ..
     assert not any(one.fails for one in said)
 
 
-def test_an_interface_far_below_its_speed_is_named() -> None:
-    slow = links(lambda *_: 1e7, lambda *_: 1e-4)
-    said = findings(surveyed(lambda host: None, links=slow), None)
-    assert [one.hosts for one in said] == [NAMES]
-    assert "its interface eth0 has 10 Gbit/s" in said[0].what
-
-
 @pytest.mark.parametrize("count", range(1, 20))
 def test_rounds_ask_every_pair_and_no_host_twice_at_once(count: int) -> None:
     asked = rounds(count)
@@ -277,32 +227,6 @@ def test_rounds_ask_every_pair_and_no_host_twice_at_once(count: int) -> None:
     assert pairs == (every if count <= 8 else ring)
 
 
-def test_links_that_there_is_no_time_for_are_counted_and_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two rounds are asked in any case: each of eight hosts is one of two pairs."""
-
-    class Answering(TargetHost):
-        def __init__(self, number: int) -> None:
-            self.name = f"n{number}"
-            self.told = False
-            self.asked = 0
-
-        def run(self, arguments: Sequence[str], text: str, patience: float) -> str:
-            link = "peer" in json.loads(text)
-            self.asked += link
-            self.told = True
-            clock = {"began": time.time(), "ended": time.time()}
-            return MARK + json.dumps({"error": "", "latency": 1e-4, "bandwidth": 1e9} if link else {**told(), **clock})
-
-    hosts = [Answering(number) for number in range(8)]
-    monkeypatch.setattr(asking, "_LOOKS", 1)
-    monkeypatch.setattr(CheckTime, "left", property(lambda limit: 0.0 if all(one.told for one in hosts) else 50.0))
-    said = survey(hosts, CheckQuestion(folder=tmp_path, cwd=str(tmp_path)))
-    assert {host.asked for host in hosts} == {2}
-    assert (len(said.links), said.unasked) == (2 * 8, 28 - 8)
-    found = launch_check(LaunchQuestion(folder=tmp_path), said)
-    assert "links between 20 pairs of hosts: no time was left" in found.not_looked_at
-
-
 @pytest.mark.parametrize("off", [3600.0, -3600.0])
 def test_the_clock_that_is_off_is_that_of_few(off: float) -> None:
     """Also where it is the asker's: then all hosts are right, and none is named."""
@@ -313,31 +237,6 @@ def test_the_clock_that_is_off_is_that_of_few(off: float) -> None:
 
     assert ahead(0.0, off, 0.0) == [("n2",)]
     assert ahead(off, off, off) == []
-
-
-class TestMemory:
-    """Of the machine, or of a container that has less."""
-
-    FILES: ClassVar[dict[str, str]] = {
-        "/proc/meminfo": "MemTotal: 1000 kB\nMemAvailable: 800 kB\n",
-        "/proc/self/cgroup": "0::/pod/main\n",
-        "/sys/fs/cgroup/pod/memory.max": "512000",
-        "/sys/fs/cgroup/pod/memory.current": "300000",
-        "/sys/fs/cgroup/pod/memory.stat": "anon 1\ninactive_file 100000\n",
-        "/sys/fs/cgroup/pod/main/memory.max": "max",
-        "/sys/fs/cgroup/pod/main/memory.current": "300000",
-    }
-
-    def asked(self, monkeypatch: pytest.MonkeyPatch, **files: str) -> dict[str, int]:
-        monkeypatch.setattr(host_probe, "_read", lambda path: {**self.FILES, **files}.get(path, ""))
-        return host_probe._memory()
-
-    def test_a_group_above_it_has_less_and_what_it_could_drop_is_free(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        assert self.asked(monkeypatch) == {"total": 512000, "free": 312000}
-
-    def test_without_a_group_it_is_the_machines(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        found = self.asked(monkeypatch, **{"/proc/self/cgroup": "0::/\n"})
-        assert found == {"total": 1024000, "free": 819200}
 
 
 @pytest.mark.parametrize(
@@ -362,8 +261,6 @@ def test_what_to_do_about_a_host_goes_by_why_it_is_not_reached(said: str, way: s
 
 
 pytestmark = pytest.mark.quick
-CUT_OFF = "n5"
-"""A host that does not reach the first."""
 
 
 class Named(TargetHost):
@@ -374,54 +271,24 @@ class Named(TargetHost):
         raise NotImplementedError
 
 
-class AskedHosts:
-    """So many, each of whose answers takes ``seconds``; ``most``: that were asked at a time, by the host's name."""
+def asked(count: int) -> LinkSurvey:
+    """What so many hosts say of their links where there is no time."""
+    hosts = [Named(number) for number in range(count)]
+    told = {one.name: {"address": f"at {one.name}", "free_port": 1000} for one in hosts}
 
-    def __init__(self, count: int, seconds: float = 0.0) -> None:
-        self.all = [Named(number) for number in range(count)]
-        self.most: Counter[str] = Counter()
-        self._seconds, self._busy, self._lock = seconds, Counter[str](), threading.Lock()
-
-    def ask(self, host: TargetHost, question: dict[str, Any]) -> dict[str, Any]:
-        with self._lock:
-            self._busy[host.name] += 1
-            self.most[host.name] = max(self.most[host.name], self._busy[host.name])
-        time.sleep(self._seconds)
-        with self._lock:
-            self._busy[host.name] -= 1
+    def ask(host: TargetHost, question: dict[str, Any]) -> dict[str, Any]:
         if "comers" in question:
             return {}
-        if question["peer"] == ["at n0", 1000] and host.name == CUT_OFF:
-            raise RunError("Connection refused")
         return {"error": "", "latency": 1e-4, **({} if "comes" in question else {"bandwidth": 1e9})}
 
-    def asked(self, seconds: float) -> LinkSurvey:
-        told = {one.name: {"address": f"at {one.name}", "free_port": 1000} for one in self.all}
-        with ThreadPoolExecutor(len(self.all)) as pool:
-            return ask_links(self.all, told, self.ask, pool, CheckTime(seconds))
-
-
-def test_of_many_hosts_each_tries_the_first() -> None:
-    hosts = AskedHosts(12)
-    said = hosts.asked(60.0)
-    tried = {one.source: one.error for one in said.links if one.target == "n0"}
-    assert tried == {f"n{number}": "Connection refused" if f"n{number}" == CUT_OFF else "" for number in range(1, 12)}
-    assert said.unasked == 0
-    assert set(hosts.most.values()) == {1}, "no host was asked for two links at once"
+    with ThreadPoolExecutor(count) as pool:
+        return ask_links(hosts, told, ask, pool, CheckTime(0.0))
 
 
 @pytest.mark.parametrize(("count", "pairs", "unasked"), [(2, 1, 0), (5, 4, 6), (8, 8, 20), (11, 10, 9), (12, 12, 9)])
 def test_without_time_there_are_two_rounds_and_other_pairs_are_counted(count: int, pairs: int, unasked: int) -> None:
-    said = AskedHosts(count).asked(0.0)
+    said = asked(count)
     assert (len(said.links), said.unasked) == (2 * pairs, unasked)
-
-
-def test_a_link_has_some_time_unless_the_check_was_ended() -> None:
-    limit = CheckTime(0.0)
-    assert (limit.left, limit.at_least(3.0)) == (0.0, 3.0)
-    assert CheckTime(60.0).at_least(3.0) > 50.0
-    limit.end()
-    assert limit.at_least(3.0) == 0.0
 
 
 @pytest.mark.parametrize(
@@ -429,12 +296,6 @@ def test_a_link_has_some_time_unless_the_check_was_ended() -> None:
 )
 def test_rates(text: str, rate: float) -> None:
     assert parse_bit_rate(text) == pytest.approx(rate)
-
-
-@pytest.mark.parametrize("text", ["", "fast", "100", "100MB/s", "mbit", "-1mbit", "1e3mbit"])
-def test_no_rates(text: str) -> None:
-    with pytest.raises(ValueError, match="100mbit"):
-        parse_bit_rate(text)
 
 
 def test_times_and_shares() -> None:
@@ -472,12 +333,3 @@ def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     problem = host_network.lacking(HostLink())
     assert problem is not None
     assert (problem.given, problem.fix) == ("a machine without the program tc", "apt-get install iproute2")
-
-
-def test_quotas_of_control_groups_2(tmp_path: Path) -> None:
-    quotas = Quotas(tmp_path, 2, version=2)
-    quotas.allow(1, 0.25)
-    quotas.join(1)
-    assert sorted(path.read_text() for path in tmp_path.glob("*/cpu.max")) == ["5000 20000", "max 20000"]
-    assert (tmp_path / "cgroup.subtree_control").read_text() == "+cpu"
-    assert len(list(tmp_path.glob("*/cgroup.procs"))) == 1

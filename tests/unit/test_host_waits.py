@@ -23,7 +23,6 @@ from phalanx.device_kinds import host
 from phalanx.errors import GradientError, LossError
 from phalanx.train import loss as losses
 from phalanx.train import metrics as numbers_of_a_step
-from phalanx.train.build_optimizer import use_fused
 
 READS = {"aten::_local_scalar_dense", "aten::is_nonzero", "aten::equal", "aten::nonzero", "aten::masked_select"}
 SAMPLES, BATCH = 48, 8
@@ -292,26 +291,6 @@ def test_an_optimizer_that_cannot_skip_on_the_device_is_waited_for(optimizer: st
     assert not any(group.get("fused") for group in step.optimizer.param_groups)
 
 
-class Functional(nn.Module):
-    """Makes sparse gradients, and nothing about it says so."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.table = nn.Parameter(torch.randn(10, 3))
-
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        return nn.functional.embedding(input, self.table, sparse=True)
-
-
-def test_sparse_gradients_keep_the_implementation_that_takes_them(queue: Queue) -> None:
-    made = vars_of(job(OPTIMIZERS["sgd"])) | {
-        "model": Functional,
-        "data": lambda: px.Table(input=torch.arange(SAMPLES) % 10, label=torch.arange(SAMPLES) % 3),
-    }
-    assert len(list(steps(px.Job(**made), "single"))) == 1 + SAMPLES // BATCH
-
-
 class Late(nn.Module):
     """Uses a layer from the fourth step on."""
 
@@ -332,17 +311,6 @@ def test_a_parameter_may_get_its_first_gradient_late(optimizer: str, queue: Queu
     assert len(taken) == 1 + SAMPLES // BATCH
 
 
-def test_gradients_laid_out_unlike_their_parameters_keep_the_implementation(queue: Queue) -> None:
-    weight = nn.Parameter(torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last))
-    weight.grad = torch.randn(2, 3, 4, 4)
-    optimizer = torch.optim.AdamW([weight], lr=0.1)
-    use_fused(optimizer)
-    assert not optimizer.param_groups[0]["fused"]
-    weight.grad = weight.grad.to(memory_format=torch.channels_last)
-    use_fused(optimizer)
-    assert optimizer.param_groups[0]["fused"]
-
-
 @pytest.mark.parametrize("with_run", [False, True])
 def test_a_loop_that_is_left_checks_its_last_step_as_it_closes(with_run: bool, queue: Queue, tmp_path: Path) -> None:
     step, loader = px.build(job(bad=2), px.Plan(), run=tmp_path / "run" if with_run else None)
@@ -353,16 +321,6 @@ def test_a_loop_that_is_left_checks_its_last_step_as_it_closes(with_run: bool, q
         step.close()
 
 
-def test_an_evaluation_checks_the_step_before_it(queue: Queue) -> None:
-    made = vars_of(job(bad=2)) | {"evaluate": data}
-    step, loader = px.build(px.Job(**made), px.Plan())
-    for batch in loader:
-        if step(batch).step == 2:
-            break
-    with pytest.raises(LossError, match="the loss of step 2 is nan"):
-        step.evaluate()
-
-
 @pytest.mark.parametrize("plan", ["precision=fp16", "precision=fp16 micro=4"])
 def test_fp16_is_checked_before_the_update(plan: str, queue: Queue) -> None:
     taken = steps(job(), plan)
@@ -370,22 +328,3 @@ def test_fp16_is_checked_before_the_update(plan: str, queue: Queue) -> None:
     queue.waits.clear()
     next(taken)
     assert queue.waits == [0]
-
-
-def test_a_run_goes_on_from_a_checkpoint_of_another_implementation(
-    tmp_path: Path, request: pytest.FixtureRequest
-) -> None:
-    """A checkpoint of the foreach kernels, whose counts of steps are on the host, goes on with the fused ones."""
-    given = {"run": tmp_path / "run", "checkpoint_every": 3}
-    made = job()
-    whole = [one.loss for one in list(steps(made, "single"))[1:]]
-    first = steps(made, "single", **given)
-    for _ in range(4):
-        next(first)
-    next(first).loss  # noqa: B018
-    first.close()
-    request.getfixturevalue("queue")
-    resumed = steps(made, "single", run=tmp_path / "run", resume=True)
-    step = next(resumed)
-    assert [one.loss for one in resumed] == pytest.approx(whole[3:], rel=1e-5)
-    assert all(group["fused"] for group in step.optimizer.param_groups)

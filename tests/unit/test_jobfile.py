@@ -14,7 +14,6 @@ from click.testing import CliRunner, Result
 import phalanx as px
 from in_one_test import in_one_test
 from phalanx.cli import main
-from phalanx.config import Job
 from phalanx.config.run import RunSpec
 from phalanx.errors import SpecError
 from phalanx.launch.jobfile import Reference, declared_values, going_on, load_function, load_job, with_values
@@ -65,12 +64,6 @@ def problem(reference: str) -> str:
     return str(found)
 
 
-def test_file(tmp_path: Path) -> None:
-    job = load_job(str(write(tmp_path, GOOD)))
-    assert isinstance(job, Job)
-    assert (job.batch, job.name) == (4, "job_of_test")
-
-
 def test_function_of_a_file_and_a_name_of_its_own(tmp_path: Path) -> None:
     job = load_job(f"{write(tmp_path, GOOD)}:other_job")
     assert (job.batch, job.name) == (8, "mine")
@@ -94,12 +87,6 @@ def test_sibling_is_importable_now_and_later(tmp_path: Path) -> None:
     job = load_job(str(write(tmp_path, text)))
     assert job.batch == 6
     assert job.model() == 7
-
-
-def test_what_the_file_defines_can_be_pickled(tmp_path: Path) -> None:
-    net = load_job(str(write(tmp_path, GOOD))).model()
-    assert type(net).__module__ == "job_of_test"
-    assert type(pickle.loads(pickle.dumps(net))) is type(net)
 
 
 def test_file_named_like_a_loaded_module_replaces_nothing(tmp_path: Path) -> None:
@@ -162,18 +149,6 @@ def test_a_loop_that_is_not_named_or_not_there(name: str, tmp_path: Path) -> Non
 )
 def test_what_gives_no_job_is_refused_with_a_way_out(text: str, words: tuple[str, ...], tmp_path: Path) -> None:
     found = problem(str(write(tmp_path, text, f"job_of_test_{abs(hash(text))}.py")))
-    assert [word for word in words if word not in found] == []
-
-
-@in_one_test(
-    ("reference", "words"),
-    [
-        ("no_such_package_of_mine.jobs:job", ("no_such_package_of_mine.jobs", "path/to/file.py")),
-        ("./", ("which is a folder",)),
-    ],
-)
-def test_what_names_no_file_is_refused(reference: str, words: tuple[str, ...]) -> None:
-    found = problem(reference)
     assert [word for word in words if word not in found] == []
 
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -33,7 +31,6 @@ from phalanx.errors import (
     error_from_dict,
     error_to_dict,
 )
-from phalanx.launch import addresses
 from phalanx.launch.local import launch
 
 VALUES: list[Any] = [
@@ -198,20 +195,3 @@ def mesh_ranks(plan: Plan, rank: int, axis: str) -> list[int]:
     at = plan.coordinate(rank)
     every = range(plan.world_size)
     return [one for one in every if {**plan.coordinate(one), axis: 0} == {**at, axis: 0}]
-
-
-def test_of_many_ranks_those_are_connected_that_talk(monkeypatch: pytest.MonkeyPatch) -> None:
-    def found(rank: int) -> tuple[bool, int]:
-        return alike(rank // 8), _sockets()
-
-    monkeypatch.delenv("TORCH_GLOO_LAZY_INIT", raising=False)
-    (_, every), *_ = in_ranks(8, found)
-    monkeypatch.setattr(addresses, "_MOST_CONNECTED", 7)
-    late = in_ranks(8, found)
-    assert all(same for same, _ in late)
-    assert max(count for _, count in late) < every - 2
-
-
-def _sockets() -> int:
-    links = [Path("/proc/self/fd") / name for name in os.listdir("/proc/self/fd")]
-    return sum(os.readlink(link).startswith("socket:") for link in links if link.is_symlink())

@@ -11,27 +11,17 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 import phalanx as px
 from in_one_test import in_one_test
 from phalanx.errors import SpecError
-from phalanx.parallel import notes
 from phalanx.train.keras.keras_data import dataset_of
 
 os.environ.setdefault("KERAS_BACKEND", "torch")
-
-
 keras = pytest.importorskip("keras", reason="Keras is not installed: pip install 'phalanx[keras]'")
-
-
 if keras.backend.backend() != "torch":
     pytest.skip("Keras runs on another backend than torch", allow_module_level=True)
-
-
 layers, optimizers = keras.layers, keras.optimizers
-
-
 DATA = np.zeros((8, 4), dtype="float32"), np.zeros((8, 2), dtype="float32")
 
 
@@ -180,11 +170,6 @@ def test_a_sum_over_batches_of_two_sizes_is_refused() -> None:
     assert job(make, batch=3, drop_last=True).batch == 3
 
 
-def test_compile_may_be_left_to_the_job() -> None:
-    found = job(lambda: keras.Sequential([keras.Input((4,)), layers.Dense(2)]), optimizer="adam", loss="mse")
-    assert type(found.optimizer([torch.nn.Parameter(torch.zeros(2))])).__name__ == "KerasAdam"
-
-
 @in_one_test(
     ("inner", "plan", "words", "instead"),
     [
@@ -202,32 +187,6 @@ def test_a_plan_is_refused_with_one_that_trains_the_model(inner: Any, plan: str,
     assert (found.world_size, found.precision) == (given.world_size, given.precision)
     assert module.plan_problems(found) == []
     assert set(instead.split()) <= set(problem.fix.split())
-
-
-class Dropping(keras.Model):
-    def __init__(self) -> None:
-        super().__init__()
-        self.drop, self.head = layers.Dropout(0.5), layers.Dense(2)
-
-    def call(self, x: Any) -> Any:
-        return self.head(self.drop(x))
-
-
-class DroppingInTraining(Dropping):
-    def call(self, x: Any, training: bool | None = None) -> Any:
-        return self.head(self.drop(x, training=training))
-
-
-@in_one_test(("kind", "words"), [(Dropping, "drops nothing"), (DroppingInTraining, "other random numbers")])
-def test_dropout_is_told_of(kind: Any, words: str) -> None:
-    def make() -> Any:
-        found = kind()
-        found.compile(optimizer="sgd", loss="mse")
-        return found
-
-    found = job(make)
-    told = notes(found.model(), found, px.Plan(dp=2))
-    assert any(words in one and "drop" in one for one in told), told
 
 
 KERAS_JOB = """

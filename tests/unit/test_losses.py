@@ -22,31 +22,17 @@ from phalanx.train.loss import (
 )
 from phalanx.train.padding_free import (
     counted_tokens,
-    joined_along,
     joined_dimensions,
-    mixes,
     row_lengths,
-    rows_of,
     unlike_alone,
 )
 
 pytestmark = pytest.mark.quick
-
 torch.manual_seed(0)
-
-
 LOGITS_BC = torch.randn(6, 4)
-
-
 LABELS_B = torch.tensor([0, 3, -100, 1, 2, -100])
-
-
 LOGITS_BTV = torch.randn(3, 5, 7)
-
-
 TOKENS_BT = torch.randint(0, 7, (3, 5))
-
-
 MASK_BT = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0], [1, 0, 0, 0, 0]])
 
 
@@ -83,13 +69,6 @@ def test_a_part_without_targets_weighs_nothing_and_still_has_gradients():
     assert not logits.grad.any()
 
 
-def test_count_is_a_plain_number_where_it_is_known():
-    assert type(cross_entropy(LOGITS_BTV, TOKENS_BT, ignore_index=None).count) is int
-    assert type(next_token_loss(LOGITS_BTV, TOKENS_BT).count) is int
-    assert type(mse(LOGITS_BC, LOGITS_BC).count) is int
-    assert isinstance(cross_entropy(LOGITS_BTV, TOKENS_BT).count, torch.Tensor)
-
-
 @in_one_test("dtype", [torch.bfloat16, torch.float16])
 def test_sums_are_fp32_in_low_precision(dtype):
     assert cross_entropy(LOGITS_BC.to(dtype), LABELS_B).sum.dtype == torch.float32
@@ -110,11 +89,6 @@ def test_next_token_loss_does_not_count_padding():
     torch.testing.assert_close(loss.sum, -sum(logp[b, t, TOKENS_BT[b, t + 1]] for b, t in real))
     assert int(loss.count) == len(real)
     torch.testing.assert_close(next_token_loss(LOGITS_BTV, TOKENS_BT, MASK_BT.bool()).sum, loss.sum)
-
-
-def test_mse_counts_elements():
-    loss = mse(torch.tensor([[1.0, 2.0]]), torch.tensor([[0.0, 4.0]]))
-    assert (loss.sum.item(), loss.count) == (5.0, 2)
 
 
 def test_accuracy_counts_only_what_is_not_ignored():
@@ -167,34 +141,8 @@ def test_the_z_loss_of_a_router_by_hand():
     assert loss.count == 6
 
 
-def test_padding_is_not_the_routers_business():
-    long, short = LOGITS_BTV[1:2], LOGITS_BTV[1:2, :3]
-    for loss in (lambda *given: load_balancing_loss(given[0], 2, *given[1:]), router_z_loss):
-        torch.testing.assert_close(loss(long, MASK_BT[1:2]).sum, loss(short).sum)
-        assert int(loss(long, MASK_BT[1:2]).count) == loss(short).count
-
-
 def zeros(*shape: int) -> torch.Tensor:
     return torch.zeros(*shape)
-
-
-@in_one_test(
-    ("whole", "alone", "dim"),
-    [
-        (zeros(1, 7), [zeros(1, 3), zeros(1, 4)], 1),
-        (zeros(2, 7), [zeros(2, 3), zeros(2, 4)], 1),  # edges of a graph
-        (zeros(7), [zeros(3), zeros(4)], 0),
-        (zeros(1, 2), [zeros(1, 1), zeros(1, 1)], 1),
-        (zeros(2), [zeros(1), zeros(1)], None),  # a row for each
-        (zeros(2, 4), [zeros(1, 3), zeros(1, 4)], None),  # padded
-        (zeros(3), [zeros(2), zeros(2)], None),  # where each begins
-        (zeros(1, 7), [zeros(1, 3), zeros(1, 3)], None),
-        (torch.tensor(0.0), [torch.tensor(0.0)] * 2, None),
-        (4, [2, 2], None),
-    ],
-)
-def test_along_which_dimension_samples_are_joined(whole: object, alone: list[object], dim: int | None) -> None:
-    assert joined_along(whole, alone) == dim
 
 
 def batch_of(*texts: list[int]) -> dict[str, Any]:
@@ -218,14 +166,3 @@ def test_what_is_of_a_sample_in_a_row() -> None:
     drawn = {**whole, "ids": torch.tensor([[4, 0, 6, 7, 8]]), "weight": whole["weight"] + torch.rand(1, 5)}
     assert unlike_alone(drawn, alone) == "ids, weight"
     assert row_lengths(whole, [whole]) == []
-
-
-def test_a_model_that_mixes_them() -> None:
-    alone = [torch.rand(1, 3, 2), torch.rand(1, 4, 2)]
-    assert not mixes({"logits": torch.cat(alone, 1)}, [{"logits": one} for one in alone])
-    assert mixes(torch.cat([alone[0], alone[1] + 0.1], 1), alone)
-
-
-def test_rows_of_a_padded_batch() -> None:
-    batch = rows_of({"ids": torch.arange(6).view(3, 2), "scale": torch.ones(2)}, [0, 2], 3)
-    assert (batch["ids"].tolist(), batch["scale"].tolist()) == ([[0, 1], [4, 5]], [1, 1])

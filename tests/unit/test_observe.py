@@ -13,17 +13,14 @@ from rich.console import Console
 from in_one_test import in_one_test
 from phalanx.config import Plan
 from phalanx.data import Ledger, MicroBatch, StepBatch
-from phalanx.errors import DataError, SpecError
 from phalanx.events import EventLog, faults
 from phalanx.events.following import Event, Follower, Viewer
 from phalanx.report import trackers
 from phalanx.report.drawing import draw
-from phalanx.report.progress import StepPace, progress, step_text
+from phalanx.report.progress import progress
 from phalanx.report.samples_seen import SamplesSeen, samples_seen
-from phalanx.report.summary import RunSummary, idle_share, summarise, summary_of
+from phalanx.report.summary import idle_share, summarise, summary_of
 from phalanx.report.tables import (
-    memory_table,
-    proof_table,
     scaled,
     scaling_table,
     seen_table,
@@ -114,58 +111,6 @@ def test_canned_events_follow_the_schema() -> None:
     assert [fault for event in canned() for fault in faults(event)] == []
 
 
-def test_what_came_between_is_told_of_all_parts_of_a_run(tmp_path: Path) -> None:
-    lost = {"rank": 1, "step": 5, "cause": "rank 1 was ended by SIGKILL in step 5", "seconds": 0.4}
-    restarts = [at(1.0, "restart", restarts=n + 1, source="from step 4", again=1, **lost) for n in range(4)]
-    resize = at(2.0, "resize", to=1, step=4, cause="again and again", **{"from": 2})
-    events = [start(), *restarts, start(), resize, start(first_step=4)]
-    assert [fault for event in events for fault in faults(event)] == []
-    summary = summary_of(events, tmp_path)
-    assert len(summary.interruptions) == 5
-    text = rendered(summary_table(summary), width=200)
-    assert "interrupted" in text
-    assert "5 times, at last:" in text
-    assert "started again (4): rank 1 was ended by SIGKILL in step 5; from step 4" in text
-    assert "goes on with 1 device instead of 2 from step 4: again and again" in text
-    assert "started again (2)" not in text
-
-
-class TestMemory:
-    def of(self, *activations: int) -> RunSummary:
-        memory = [
-            at(1.0, "memory", rank=rank, peak_bytes=(300 + rank) * MIB, **{**PARTS, "activations": size * MIB})
-            for rank, size in enumerate(activations)
-        ]
-        return summary_of([start(), *memory], Path("run"))
-
-    def test_ranks_that_hold_the_same_get_one_line(self) -> None:
-        summary = self.of(30, 30)
-        assert summary.memory == (PARTS, PARTS)
-        text = rendered(summary_table(summary), 160)
-        said = "parameters 4.0 MiB, gradients 4.0 MiB, optimizer 8.0 MiB, activations 30.0 MiB"
-        assert said in text
-        assert "(each rank)" in text
-        assert "rank " not in text.replace("each rank", "")
-
-    def test_ranks_that_differ_stand_below_each_other(self) -> None:
-        rows = rendered(summary_table(self.of(40, 40, 30, 30))).splitlines()
-        table = [row.split() for row in rows if "MiB" in row and " to " in row]
-        assert [row[:3] for row in table] == [["0", "to", "1"], ["2", "to", "3"]]
-        assert ["activations" in row for row in rows].count(True) == 1
-        assert not any("buffers" in row for row in rows)
-        assert [row[-4:] for row in table] == [["40.0", "MiB", "301.0", "MiB"], ["30.0", "MiB", "303.0", "MiB"]]
-
-    def test_many_that_differ_are_the_least_and_the_most(self) -> None:
-        text = rendered(memory_table(self.of(*range(20, 40))))
-        least, most = [row.split() for row in text.splitlines() if "MiB" in row]
-        assert (least[0], least[-4:], most[0], most[-4:]) == (
-            "least",
-            ["20.0", "MiB", "300.0", "MiB"],
-            "most",
-            ["39.0", "MiB", "319.0", "MiB"],
-        )
-
-
 class TestIdle:
     def test_two_ranks(self) -> None:
         first = [["F", 0, 0, 1.0, 2.0], ["B", 0, 0, 4.0, 5.0]]
@@ -206,10 +151,6 @@ class TestSummary:
         assert (summary.step_seconds, summary.samples_per_second, summary.loss, summary.step) == (None, None, None, 8)
         assert "time per step" not in rendered(summary_table(summary))
 
-    def test_a_folder_without_a_run_is_an_error(self, tmp_path: Path) -> None:
-        with pytest.raises(SpecError, match="holds no log"):
-            summarise(tmp_path)
-
 
 def ledger(folder: Path, steps: list[list[int]], per_epoch: int = 3) -> None:
     with Ledger(folder / "ledger", rank=0, first_step=0, world_size=1) as book:
@@ -245,14 +186,6 @@ class TestSeen:
             summary_table(summarise(tmp_path), result)
         )
 
-    def test_of_those_that_a_sampler_gives(self, tmp_path: Path) -> None:
-        write(tmp_path, [start(samples=10, batch=4, epoch_samples=6)])
-        ledger(tmp_path, [[0, 1, 2, 3], [4, 5], [9, 8, 7, 6], [0, 1]], per_epoch=2)
-        result = samples_seen(tmp_path)
-        told = "each of the 6 samples of an epoch, of 10, seen exactly once in it: yes, in 2 epochs"
-        assert told in rendered(seen_table(result), width=200)
-        assert told in rendered(summary_table(summarise(tmp_path), result), width=200)
-
     def test_no(self, tmp_path: Path) -> None:
         result = self.seen(tmp_path, [[0, 1, 2, 3], [4, 5, 6, 7], [8, 1]])
         assert not result.once
@@ -266,59 +199,14 @@ class TestSeen:
         result = self.seen(tmp_path, [[0, 1, 2, 3], [4, 5, 6, 7]], samples=None)
         assert result.answer == "yes, in 2 steps of a stream"
 
-    def test_a_log_that_does_not_say(self, tmp_path: Path) -> None:
-        before = {name: value for name, value in start().items() if name not in ("samples", "drop_last")}
-        write(tmp_path, [before])
-        with pytest.raises(DataError, match="an earlier version"):
-            samples_seen(tmp_path)
-
 
 class TestTables:
-    def test_summary_shows_the_last_shares(self, tmp_path: Path) -> None:
-        moved = [at(1001.0, "shares", step=0, shares=[50, 50], seconds=[])]
-        assert "50, 50 samples of a batch" in rendered(summary_table(summary_of([start(), *moved], tmp_path)))
-        moved += [
-            at(1002.0, "shares", step=7 + each, shares=[70 + each, 30 - each], seconds=[1.0, 2.0]) for each in (0, 5)
-        ]
-        summary = summary_of([start(), *moved], tmp_path)
-        assert (summary.shares, summary.moves) == ((75, 25), 2)
-        assert "75, 25 samples of a batch, after 2 changes" in rendered(summary_table(summary))
-        assert summary_of([start()], tmp_path).shares == ()
-
     def test_scaling_is_by_the_first_row(self, tmp_path: Path) -> None:
         slow = summary_of([start(plan="single"), *(step(n, 1.0) for n in range(6))], tmp_path)
         fast = summary_of([start(plan="dp=2"), *(step(n, 0.625) for n in range(6))], tmp_path)
         row = scaled(fast, slow)
         assert (row.speed_up, row.efficiency, row.devices) == (1.6, 0.8, 2)
         assert "80%" in rendered(scaling_table([scaled(slow, slow), row]))
-
-    def test_proof_says_what_differs_and_why(self) -> None:
-        kinds = {"loss": 1e-5, "gradient": 1e-5, "parameter": 1e-3}
-        proof = {
-            "equal": False,
-            "plan": "dp=2",
-            "steps": 3,
-            "first": "the gradient of fc.weight in step 0",
-            "cause": "a mean of means",
-            "largest": {"loss": 1e-7, "gradient": 0.5, "parameter": 0.1},
-            "tolerance": kinds,
-            "losses": [1e-7],
-            "gradients": [{}],
-            "parameters": [{}],
-            "not_compared": ["k.bias"],
-            "checks": [
-                {"kind": "loss", "many": 3, "largest": 1e-7, "allowed": 1e-5, "first": ""},
-                {"kind": "gradient", "many": 8, "largest": 0.5, "allowed": 1e-5, "first": "fc.weight"},
-                {"kind": "exact", "many": 4, "largest": 0.0, "allowed": 0.0, "first": ""},
-            ],
-            "never": ["lora.A"],
-            "reference": "one device",
-            "dropout": "dropout drew 8 masks",
-        }
-        text = rendered(proof_table(proof))
-        for word in ("not equal", "fc.weight", "a mean of means", "5.0e-01", "k.bias", "lora.A", "the same", "8 masks"):
-            assert word in text
-        assert "equal: dp=2 and one device, over 3 steps" in rendered(proof_table({**proof, "equal": True}))
 
 
 class TestProgress:
@@ -342,21 +230,6 @@ class TestProgress:
         assert "the disk is [nearly] full" in text
         assert "8/8" in text
         assert ("\x1b[" in text) is terminal
-
-    def test_without_a_terminal_there_are_few_lines(self, tmp_path: Path) -> None:
-        steps = [line for line in self.show(tmp_path, terminal=False).splitlines() if "step     " in line]
-        assert len([line for line in steps if "loss 0.25" in line]) == 1
-        assert len(steps) <= 4
-
-    def test_pace_and_time_left(self) -> None:
-        pace = StepPace()
-        assert pace.samples_per_second is None
-        assert pace.seconds_for(10) is None
-        for number in range(4):
-            pace.add(step(number, 0.5))
-        assert pace.samples_per_second == 200.0
-        assert pace.seconds_for(10) == 10.0  # the clock of the events, which counts evaluations, too
-        assert "0:06 left" in step_text(step(3, 0.5), pace, total=10)
 
 
 class TestFollower:
@@ -415,7 +288,6 @@ class TestTensorBoard:
         for event in canned():
             tracker.event(event)
         tracker.close()
-
         from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
         found = EventAccumulator(str(tmp_path)).Reload()
@@ -448,16 +320,3 @@ class TestDrawing:
         text = draw(Plan.parse(plan), batch=10, device="cpu", width=80)
         assert [word for word in words if word not in text] == []
         assert max(len(line) for line in text.splitlines()[1:]) <= 80  # the first holds the plan, as long as that is
-
-    def test_boxes_are_closed(self) -> None:
-        lines = draw(Plan.parse("dp=2 fsdp=2"), batch=7, device="cpu").splitlines()
-        tops = [line for line in lines if line.startswith("┌")]
-        assert len(tops) == 2  # a row a replica
-        drawn = [line for line in lines if line.startswith(("┌", "│", "└"))]
-        assert {len(line) for line in drawn} == {len(tops[0])}
-
-    def test_many_ranks_are_not_all_drawn(self) -> None:
-        text = draw(Plan(dp=64), batch=64, device="cuda", width=60)
-        assert "rank 63" in text
-        assert "57 more" in text
-        assert max(len(line) for line in text.splitlines()[:-1]) <= 60

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import random
 import time
 from collections import Counter
@@ -105,18 +104,6 @@ def test_what_is_no_order_is_refused_before_the_first_step(order: Any, text: str
     assert text in refused(lambda: loader(sampler=order))
 
 
-def test_an_epoch_of_another_length_is_named() -> None:
-    assert "2 indices in epoch 1, and 3 in epoch 0" in refused(
-        lambda: batches(sampler=lambda _, epoch: range(3 - epoch))
-    )
-
-
-def test_a_sampler_that_raises_is_named() -> None:
-    with pytest.raises(ZeroDivisionError) as caught:
-        loader(sampler=lambda seed, epoch: [1 // epoch])
-    assert "job.sampler gave the order of epoch 0" in caught.value.__notes__[0]
-
-
 @in_one_test(
     ("given", "fix"),
     [
@@ -130,11 +117,6 @@ def test_an_object_is_refused_with_what_to_write(given: Any, fix: str) -> None:
     assert fix in refused(lambda: job(sampler=given))
     if not isinstance(given, list):
         assert fix in refused(lambda: px.Sampler(given))
-
-
-def test_what_else_orders_samples_is_refused() -> None:
-    assert "shuffle=False with a sampler" in refused(lambda: job(sampler=OFTEN, shuffle=False))
-    assert "a sampler with a stream" in refused(lambda: loader(sampler=OFTEN, data=lambda: iter([1, 2])))
 
 
 def ledger(folder: Path, **how: Any) -> None:
@@ -202,12 +184,6 @@ class TestBuckets:
             assert firsts != sorted(firsts)
         assert not np.array_equal(*made)
 
-    def test_the_batch_is_that_of_the_job(self) -> None:
-        lengths = [3, 9, 1, 7, 2, 8, 3, 9, 1, 7]
-        assert batches(sampler=px.buckets(lengths), batch=5, epochs=1) == [
-            part.tolist() for part in np.split(px.buckets(lengths).function(0, 0, 5), 2)
-        ]
-
 
 TWO = {"web": list(range(30)), "books": [100 + value for value in range(7)]}
 
@@ -227,15 +203,6 @@ def test_an_epoch_has_so_many_of_each() -> None:
     assert px.Mixture(TWO, {"web": 1.0, "books": 1.0}).counts == {"web": 19, "books": 18}
 
 
-def test_indices_count_through_the_sources() -> None:
-    mixture = px.Mixture(TWO, {"web": 1, "books": 1})
-    assert len(mixture) == 37
-    assert [mixture[index] for index in (0, 29, 30, 36)] == [0, 29, 100, 106]
-    assert mixture.locate(30) == ("books", 0)
-    with pytest.raises(IndexError):
-        mixture[37]
-
-
 def test_every_sample_of_a_source_comes_before_any_comes_again() -> None:
     mixture = px.Mixture(TWO, {"web": 1, "books": 1}, samples=20)
     seen = Counter(int(index) for epoch in range(21) for index in order_of(mixture, epoch))
@@ -245,28 +212,10 @@ def test_every_sample_of_a_source_comes_before_any_comes_again() -> None:
     assert sorted(value for value in first if value < 100) == list(range(30))
 
 
-def test_orders_differ_by_epoch_and_seed_and_depend_on_nothing_else() -> None:
-    mixture, again = (px.Mixture(TWO, {"web": 0.5, "books": 0.5}, samples=14) for _ in range(2))
-    assert order_of(mixture, 3).tolist() == order_of(again, 3).tolist()
-    assert order_of(mixture, 3).tolist() != order_of(mixture, 4).tolist()
-    assert order_of(mixture, 3).tolist() != order_of(mixture, 3, seed=1).tolist()
-    assert mixture.sampler == again.sampler
-
-
 def test_whether_a_sample_may_come_twice_in_an_epoch_is_known() -> None:
     assert not px.Mixture(TWO, {"web": 30, "books": 7}).sampler.repeats
     assert px.Mixture(TWO, {"web": 1, "books": 1}, samples=20).sampler.repeats  # 10 of 7
     assert px.Mixture(TWO, {"web": 2, "books": 1}, samples=15).sampler.repeats  # 5 of 7: the second epoch goes over
-
-
-def test_what_drop_last_leaves_out_comes_in_the_next_pass() -> None:
-    mixture = px.Mixture({"one": list(range(30))}, {"one": 1}, samples=10)
-    steps = loader_of(mixture, mixture.sampler, drop_last=True, epochs=6)
-    batches = [[*micro.ids] for step in steps for part in step.parts for micro in part]
-    epochs = [batches[at] + batches[at + 1] for at in range(0, 12, 2)]
-    assert [len(set(one)) for one in epochs] == [8] * 6  # 2 of 10 are left out
-    assert [len({index for one in epochs[at : at + 3] for index in one}) for at in (0, 3)] == [24, 24]
-    assert len({index for one in epochs for index in one}) > 24
 
 
 def loader_of(mixture: px.Mixture, sampler: Any, **given: Any) -> Loader:
@@ -365,16 +314,3 @@ def test_a_process_that_is_ahead_does_not_move_the_others_to_its_pass(made: Call
     assert alone[:20] != alone[20:]
     late = OneLate(made(), tmp_path)
     assert rows(Loader(late, a_job(batch=10, epochs=2, workers=2), Lane(), micro=None)) == alone
-
-
-@pytest.mark.parametrize("made", [shuffled, Counted])
-def test_nor_does_a_process_that_shares_the_stream(made: Callable[[], Any]) -> None:
-    stream = made()
-    alone = rows(Loader(made(), a_job(batch=10, epochs=2), Lane(), micro=None))
-    steps = iter(Loader(stream, a_job(batch=10, epochs=2), Lane(), micro=None))
-    other = multiprocessing.get_context("fork").Process(target=stream.set_epoch, args=(7,))
-    other.start()
-    other.join()
-    read = [row for step in steps for part in step.parts for micro in part for row in micro.batch["row"].tolist()]
-    assert read == alone
-    assert int(stream.epoch if made is shuffled else stream.epoch.value) == 7

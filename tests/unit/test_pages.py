@@ -1,4 +1,4 @@
-"""Pages that scripts write are what the scripts write; pins/ lists what development and CI install, by hash."""
+"""Pages are what scripts write; pins/ lists what is installed, by hash; what grows with ranks keeps its laws."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,17 +17,15 @@ from packaging.markers import default_environment
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-import audit
 import phalanx as px
 import pins
+import scale
 from in_one_test import in_one_test
+from scale_costs import Cost
+from scale_laws import LAWS, WORLDS, Law, broken
 
 ROOT = Path(__file__).resolve().parents[2]
-
-
 DOCS = ROOT / "docs"
-
-
 # page → the script that writes it from what is stored, measuring nothing
 RENDERED: dict[str, tuple[str, ...]] = {
     "reference/parity.md": ("tests/parity/write_page.py", "--render"),
@@ -40,18 +39,29 @@ RENDERED: dict[str, tuple[str, ...]] = {
 }
 
 
-def rendered(page: str, into: Path) -> str:
-    script, *options = RENDERED[page]
-    argv = [sys.executable, str(ROOT / script), *options, str(into)]
-    subprocess.run(argv, check=True, capture_output=True, text=True, timeout=100)
-    return into.read_text()
+SEVERAL = """
+import json, runpy, sys
+from pathlib import Path
+for script, *options in json.loads(sys.argv[1]):
+    sys.path.insert(0, str(Path(script).parent))
+    sys.argv = [script, *options]
+    try:
+        runpy.run_path(script, run_name="__main__")
+    except SystemExit as ended:
+        assert not ended.code, script
+"""
 
 
-@pytest.mark.parametrize("page", RENDERED)
-def test_pages_are_what_their_scripts_write(page: str, tmp_path: Path) -> None:
-    assert (DOCS / page).read_text() == rendered(page, tmp_path / Path(page).name), (
-        f"try: python {' '.join(RENDERED[page])} ..."
+def test_pages_are_what_their_scripts_write(tmp_path: Path) -> None:
+    """All in one process: to import what they render with takes longer than to render."""
+    pages = {page: tmp_path / page.replace("/", "-") for page in RENDERED}
+    asked = [[str(ROOT / RENDERED[page][0]), *RENDERED[page][1:], str(into)] for page, into in pages.items()]
+    done = subprocess.run(
+        [sys.executable, "-c", SEVERAL, json.dumps(asked)], capture_output=True, text=True, check=False
     )
+    assert done.returncode == 0, done.stderr
+    behind = [page for page, into in pages.items() if (DOCS / page).read_text() != into.read_text()]
+    assert behind == [], f"try: python {' '.join(RENDERED[behind[0]])} ..."
 
 
 @in_one_test("page", RENDERED)
@@ -66,23 +76,11 @@ def test_every_row_has_as_many_cells_as_its_heading(page: str) -> None:
         assert cells == heading, line
 
 
-def test_every_how_to_page_is_found_from_where_readers_begin() -> None:
-    begin = (ROOT / "README.md").read_text() + (DOCS / "index.md").read_text()
-    lost = [page.name for page in sorted((DOCS / "how-to").glob("*.md")) if f"how-to/{page.name})" not in begin]
-    assert lost == [], "linked from neither README.md nor docs/index.md"
-
-
 def test_timelines_are_drawn_from_the_orders_that_run() -> None:
     script = str(ROOT / "tools" / "timelines.py")
     code = f"import runpy, sys; sys.stdout.write(runpy.run_path({script!r})['drawn']())"
     drawn = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=100).stdout
     assert (ROOT / "docs" / "explanation" / "pipeline.svg").read_text() == drawn, "try: python tools/timelines.py"
-
-
-def test_the_readme_is_short_and_has_a_place_for_the_gpu_record() -> None:
-    lines = (ROOT / "README.md").read_text().splitlines()
-    assert len(lines) <= 200
-    assert lines.index("<!-- generated: gpu -->") < lines.index("<!-- end -->")
 
 
 def test_the_python_reference_has_every_public_name() -> None:
@@ -107,14 +105,8 @@ def _is_module(name: str) -> bool:
 
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-
-
 LISTED = {name: pins.entries((ROOT / "pins" / name).read_text()) for name in pins.HEADS}
-
-
 TORCH = ["torch.txt", "torch-cpu.txt"]
-
-
 PYTHONS = ["3.11.7", "3.12.1", "3.13.0", "3.14.0"]
 
 
@@ -183,35 +175,28 @@ class TestLists:
                     "try: make pins"
                 )
 
-    def test_the_libraries_of_the_zoo_ask_for_nothing(self) -> None:
-        assert sorted(LISTED["zoo.txt"]) == sorted(
-            Requirement(one).name for one in PROJECT["optional-dependencies"]["zoo"]
-        )
+
+SMALL = (WORLDS[0], 8 * WORLDS[0])
 
 
-class TestAudit:
-    """pip-audit itself is stood in for: what it says is what it said where the service did not answer."""
+@pytest.mark.parametrize("law", LAWS, ids=lambda law: law.name)
+def test_nothing_grows_faster_than_its_law(law: Law) -> None:
+    assert broken(law, SMALL, [law.cost(world) for world in SMALL]) == []
 
-    @staticmethod
-    def say(monkeypatch: pytest.MonkeyPatch, out: object, complaint: str = "") -> None:
-        def run(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
-            return subprocess.CompletedProcess(command, 1, out if isinstance(out, str) else json.dumps(out), complaint)
 
-        monkeypatch.setattr(audit.subprocess, "run", run)
+@in_one_test("law", LAWS)
+def test_what_grows_with_another_power_is_found(law: Law) -> None:
+    faster = law.power + 0.5
+    costs = [Cost(operations=int(1000 * (world / 1024) ** faster)) for world in SMALL]
+    (said,) = broken(law, SMALL, costs)
+    assert law.name in said
+    assert broken(replace(law, power=faster), SMALL, costs) == []
 
-    @in_one_test(
-        ("out", "complaint", "why"),
-        [
-            ("", "Traceback\nERROR: connection refused\n", "connection refused"),
-            ({"dependencies": [{"name": "rich", "skip_reason": "not found"}]}, "", "1 of 1 left out: not found"),
-        ],
-    )
-    def test_says_in_a_line_that_it_could_not_ask(
-        self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], out: object, complaint: str, why: str
-    ) -> None:
-        self.say(monkeypatch, out, complaint)
-        assert audit.main() == 2
-        shown = capsys.readouterr()
-        assert shown.out == ""
-        assert shown.err.count("\n") == 1
-        assert why in shown.err
+
+def test_every_law_was_measured_and_is_on_the_page() -> None:
+    store = json.loads(scale.RESULTS.read_text())
+    assert store["laws"].keys() == {law.name for law in LAWS}
+    for law in LAWS:
+        costs = [Cost(**cost) for cost in store["laws"][law.name]]
+        assert broken(law, WORLDS, costs) == []
+    assert scale.page(scale.PAGE.read_text(), store) == scale.PAGE.read_text(), "try: python tools/scale.py --render"

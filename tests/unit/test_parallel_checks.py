@@ -5,9 +5,7 @@ from __future__ import annotations
 import shutil
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import replace
 from importlib import import_module
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,13 +16,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from in_one_test import in_one_test
 from phalanx.config import Job, Plan
 from phalanx.parallel import (
-    MicroBatchWork,
     activation_checkpointing,
-    advice,
-    assemble,
     check,
     device_kind,
-    notes,
     torch_compile,
 )
 from phalanx.train.refusals import model_problems
@@ -84,11 +78,6 @@ def test_threads_do_not_recompute_on_a_cpu(job: Job, monkeypatch: pytest.MonkeyP
     assert fixes(job, "recompute=full device=cpu") == []
 
 
-def test_threads_do_not_compile(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shutil, "which", lambda name: f"/usr/bin/{name}")
-    assert fixes(job, "threads=2 compile=true micro=4 device=cpu") == ["dp=2 micro=4 compile=true device=cpu"]
-
-
 @in_one_test(
     ("plan", "fix"),
     [
@@ -104,56 +93,6 @@ def test_a_parameter_without_dimension_is_told_a_plan_that_works(job: Job, plan:
     assert problem.fix == fix
     assert model_problems(job, Plan.parse(fix), module) == []
     assert str(Plan.parse(problem.fix)) == fix
-
-
-def test_zero_3_says_what_it_does_not_allow(job: Job) -> None:
-    allow = replace(job, unused="allow")
-    assert any("only some ranks use" in note for note in notes(nn.Linear(2, 2), allow, Plan(fsdp=2)))
-    assert notes(nn.Linear(2, 2), allow, Plan(fsdp=2, zero=2)) == []
-    assert notes(nn.Linear(2, 2), job, Plan(fsdp=2)) == []
-
-
-def test_a_balance_over_micro_batches_is_told(job: Job) -> None:
-    module = nn.Linear(2, 2)
-    module.config = SimpleNamespace(output_router_logits=True)  # pyright: ignore[reportAttributeAccessIssue]
-    (note,) = notes(module, job, Plan(ep=2))
-    assert "px.load_balancing_loss" in note
-    assert notes(module, job, Plan()) == []
-
-
-def test_micro_batches_run_in_turn_and_the_last_is_known(job: Job) -> None:
-    layout = assemble(nn.Linear(2, 2), job, Plan(device="cpu"), 0, torch.device("cpu"))
-    seen: list[tuple[str, bool]] = []
-
-    class Seeing(MicroBatchWork):
-        def forward(self, module: nn.Module, device: torch.device, micro: str) -> torch.Tensor:
-            return torch.ones(1, requires_grad=True)
-
-        def loss(self, output: torch.Tensor, device: torch.device, micro: str, last: bool) -> torch.Tensor:
-            seen.append((micro, last))
-            return output.sum()
-
-    layout.accumulate([["a", "b", "c"]], Seeing())
-    assert seen == [("a", False), ("b", False), ("c", True)]
-
-
-@in_one_test(
-    ("plan", "words"),
-    [
-        ("pp=4", ["plain model parallelism", "1 micro-batch for 4 stages", "75%", "micro=4", "16%"]),
-        ("pp=2 micro=16 schedule=interleaved dp=2", ["2 micro-batches for 4 stages", "micro=4"]),
-        ("pp=2 dp=32", ["50%", "micro=1"]),
-    ],
-)
-def test_too_few_micro_batches_are_told_with_what_they_cost(job: Job, plan: str, words: list[str]) -> None:
-    (told,) = advice(job, Plan.parse(plan), "cpu")
-    assert all(word in told for word in words), told
-
-
-def test_a_batch_of_more_samples_than_there_are_is_told(job: Job) -> None:
-    (told,) = advice(job, Plan(), "cpu", job.batch - 1)
-    assert f"all {job.batch - 1} samples" in told
-    assert advice(job, Plan(), "cpu", job.batch) == []
 
 
 PRODUCTS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {

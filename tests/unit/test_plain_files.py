@@ -13,8 +13,8 @@ from in_one_test import in_one_test
 from phalanx.cli.options import deadline_of
 from phalanx.config import Plan, RunSpec
 from phalanx.data.saved_batch import SavedBatch
-from phalanx.errors import RunError, SpecError, is_out_of_memory
-from phalanx.files import json_value, open_plain, read_json, read_text, read_toml, release, replace_text, take
+from phalanx.errors import SpecError, is_out_of_memory
+from phalanx.files import json_value, open_plain, read_json, read_text, read_toml, replace_text
 from phalanx.units import parse_duration, show_number, visible
 
 pytestmark = pytest.mark.quick
@@ -135,23 +135,7 @@ def test_no_link_is_written_or_read_through(linked: str, tmp_path: Path) -> None
     assert list(victim.iterdir()) == []
 
 
-def test_nothing_is_written_in_a_folder_that_another_run_has_taken(tmp_path: Path) -> None:
-    token = take(tmp_path)
-    saved = SavedBatch(
-        folder=tmp_path / "accidents" / "step-0", step=0, reason="r", where="w", samples=(1,), rank=0, micro=0, seed=5
-    )
-    (tmp_path / "writer.json").write_text('{"identity": "another"}')
-    try:
-        with pytest.raises(RunError, match="taken over"):
-            saved.write({"a": 1})
-        assert not (tmp_path / "accidents").exists()
-    finally:
-        release(token)
-
-
 TIMES = {"90s": 90.0, "15m": 900.0, "1.5h": 5400.0, "3d": 259200.0, ".5h": 1800.0, "1e3s": 1000.0, " 5 m ": 300.0}
-
-
 NO_TIMES = ["", "m", "15", "0m", "-3s", "15 minutes", "20ms", "infs", "nand", "1e308d", "2w"]
 
 

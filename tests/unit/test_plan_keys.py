@@ -10,8 +10,8 @@ import ast
 import json
 import re
 from collections import defaultdict
-from collections.abc import Iterator
 from dataclasses import fields
+from functools import cache
 from pathlib import Path
 
 import click
@@ -28,22 +28,19 @@ from phalanx.config import Plan
 from phalanx.errors import LossError, PhalanxError, SpecError
 
 pytestmark = pytest.mark.quick
-
 HERE = Path(__file__).resolve()
-
-
 SOURCE = HERE.parents[2] / "src" / "phalanx"
-
-
 TABLE = HERE.with_name("plan_keys.json")
-
-
 KEYS = {field.name for field in fields(Plan)}
 
 
-def readers(text: str) -> set[str]:
+@cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+def readers(tree: ast.Module) -> set[str]:
     """The keys that a source reads of something that is a plan: by its name, by its annotation, or made from one."""
-    tree = ast.parse(text)
     plans = {"plan"}
     for node in ast.walk(tree):
         if isinstance(node, ast.arg | ast.AnnAssign) and node.annotation is not None:
@@ -69,7 +66,7 @@ def _name(node: ast.expr) -> str:
 
 def table() -> dict[str, list[str]]:
     """For each key the files that read it."""
-    by_file = {str(path.relative_to(SOURCE)): readers(path.read_text()) for path in sorted(SOURCE.rglob("*.py"))}
+    by_file = {str(path.relative_to(SOURCE)): readers(parsed(path)) for path in sorted(SOURCE.rglob("*.py"))}
     return {key: [name for name, keys in by_file.items() if key in keys] for key in sorted(KEYS)}
 
 
@@ -97,7 +94,7 @@ def modules(source: Path) -> dict[str, list[str]]:
 def classes(source: Path) -> dict[str, list[str]]:
     found: dict[str, list[str]] = defaultdict(list)
     for path in sorted(source.rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(parsed(path)):
             if isinstance(node, ast.ClassDef):
                 found[node.name.lstrip("_")].append(f"{path.relative_to(source)}: {node.name}")
     return found
@@ -115,8 +112,6 @@ OF_COMMANDS = (  # what these say is said by commands alone
     *("launch/targets/", "launch/check_hosts/", "preflight/launch_check.py"),  # no call launches elsewhere
     *("launch/unshared_folder.py", "config/run_files.py"),  # of hosts by SSH, and of a page
 )
-
-
 OPTIONS = [
     name
     for command in (train, prove, bench, forecast, export)
@@ -125,26 +120,25 @@ OPTIONS = [
     for name in one.opts
     if name.startswith("--")
 ]
-
-
 OPTION = re.compile(rf"(?<![\w-])(?:{'|'.join(OPTIONS)})(?![\w-])")
-
-
 NO_SUCH_CALL = re.compile(r"(?<![\w.])job\(\w+=")
 
 
-def said() -> Iterator[tuple[str, str]]:
+@cache
+def said() -> list[tuple[str, str]]:
     """What the code that trains may say: file and text, docstrings left out."""
+    found = list[tuple[str, str]]()
     trains = "config data comm files checkpoint launch parallel train preflight placement planner verify"
     for folder in trains.split():
         for path in sorted((SOURCE / folder).rglob("*.py")):
             if "chaos" in path.parts:  # which runs the command line
                 continue
-            tree = ast.parse(path.read_text())
+            tree = parsed(path)
             alone = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
             for node in ast.walk(tree):
                 if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in alone:
-                    yield str(path.relative_to(SOURCE)), node.value
+                    found.append((str(path.relative_to(SOURCE)), node.value))
+    return found
 
 
 def test_a_run_says_nothing_in_the_words_of_the_command_line() -> None:

@@ -16,7 +16,7 @@ from phalanx.config import Plan
 from phalanx.errors import RefusedError, SpecError
 from phalanx.forecast import Forecast, StepTime, Work, forecast
 from phalanx.forecast.forecast import sweep
-from phalanx.forecast.uncertainty import CHANCE, SAFE, runs_out
+from phalanx.forecast.uncertainty import SAFE
 from phalanx.hardware import cluster, names
 from phalanx.planner import (
     Bill,
@@ -30,8 +30,7 @@ from phalanx.planner import (
     rank,
     scale,
 )
-from phalanx.planner.advise import forecast_plan
-from phalanx.planner.explain import PARTS, explain, tied
+from phalanx.planner.explain import PARTS
 from phalanx.planner.question import doublings, precision_for, resized
 from phalanx.planner.rank import neighbours
 from phalanx.planner.roofline import rooflines
@@ -74,23 +73,6 @@ def test_no_mesh_is_left_out() -> None:
     assert found == wanted
 
 
-def test_every_choice_of_a_key_is_there() -> None:
-    made = plans(question("8xA100", 32))
-    assert {plan.zero for plan in made} == {0, 1, 2, 3}
-    assert {plan.recompute for plan in made} == {"none", "selective", "full"}
-    assert {plan.schedule for plan in made} == {"1f1b", "interleaved", "zero-bubble", "zbv"}
-    assert {plan.micro for plan in made if plan.dp == 8} == {1, 2, None}
-    assert not any(plan.zero == 2 and plan.pp > 1 for plan in made)
-
-
-def test_experts_are_shared_out_where_there_are_any() -> None:
-    asked = question("8xA100", 32)
-    assert {plan.ep for plan in plans(asked)} == {1}
-    profile = replace(asked.work.profile, experts=4)
-    mixture = replace(asked, work=replace(asked.work, profile=profile))
-    assert {plan.ep for plan in plans(mixture)} == {1, 2, 4}
-
-
 def test_arrays_give_what_each_plan_gives_by_itself() -> None:
     asked = question("8xA100-40GB", 16, layers=4, width=4096, heads=32)
     found = search(asked)
@@ -124,33 +106,6 @@ def test_no_neighbour_that_fits_with_a_margin_is_faster_than_the_first() -> None
         near = sweep(asked.work, [plan for _, plan in neighbours(best.plan, asked)], asked.cluster)
         safe = near.memory.reserved <= SAFE * near.room
         assert not (near.step.total[safe] < best.step).any()
-
-
-def test_the_chance_to_run_out_is_even_where_the_room_is_just_full() -> None:
-    assert runs_out(10.0, 10.0) == pytest.approx(0.5)
-    assert runs_out(SAFE * 10.0, 10.0) == pytest.approx(CHANCE)
-    assert runs_out(20.0, 10.0) > 0.999 > 0.001 > runs_out(5.0, 10.0)
-
-
-def test_where_no_plan_leaves_a_margin_those_that_fit_are_ranked() -> None:
-    asked = question("1xA100-40GB", 1, layers=12, width=1024, heads=16)
-    best = rank(asked).best
-    assert best is not None
-    (group,) = asked.cluster.groups
-    tight = replace(group.device, memory=int(best.reserved + group.device.kept + 2**20))
-    tight = replace(asked, cluster=replace(asked.cluster, groups=(replace(group, device=tight),)))
-    found = rank(tight)
-    while found.best is not None and found.best.safe:  # down to where none leaves one
-        (group,) = tight.cluster.groups
-        less = replace(group.device, memory=int(group.device.memory * 0.97))
-        tight = replace(tight, cluster=replace(tight.cluster, groups=(replace(group, device=less),)))
-        found = rank(tight)
-    assert found.best is not None
-    assert found.best.fits
-    assert (found.search.safe, found.best.safe) == (0, False)
-    explained = explain(found)
-    assert explained is not None
-    assert "none of them leaves a margin" in explained.reasons[0]
 
 
 def test_nothing_is_computed_again_that_fits_without() -> None:
@@ -254,28 +209,6 @@ class TestExplanation:
                     None if shown is None else type(shown)(value == "true" if value in ("true", "false") else value)
                 )
 
-    def test_neighbours_differ_in_what_is_named_and_can_be_run(self) -> None:
-        asked = large_question()
-        plan = Plan(fsdp=2, tp=2, pp=2, micro=4, precision="bf16", recompute="full", zero=1)
-        found = dict(neighbours(plan, asked))
-        assert found["tp=4 fsdp=1"].zero == 0
-        assert found["fsdp=4 pp=1"].schedule == "1f1b"
-        assert found["micro=8"] == replace(plan, micro=8)
-        assert plan not in found.values()
-        assert all(problems(one, asked.work, asked.cluster) == [] for one in found.values())
-
-    def test_meshes_within_the_interval_of_the_first_are_called_ties(self) -> None:
-        advice = advise(large_question())
-        best, explained = advice.ranking.best, advice.explanation
-        assert best is not None
-        assert explained is not None
-        alike = [one for one in advice.ranking.plans[1:] if one.step <= best.high]
-        assert alike
-        text = " ".join(explained.reasons)
-        assert f"{len(alike)} of the {len(advice.ranking.plans) - 1} other meshes" in text
-        assert tied(best, replace(best, seconds={"products": best.high}))
-        assert not tied(best, replace(best, seconds={"products": best.high * 1.001}))
-
     def test_a_plan_in_mind_is_completed_and_compared(self) -> None:
         asked = large_question()
         argued = advise(asked, because="tp=8").explanation
@@ -284,12 +217,6 @@ class TestExplanation:
         found = search(asked, {"tp": 8})
         assert argued.argued.forecast.plan == found.best
         assert argued.argued.slower > 0
-
-    def test_keys_that_are_not_searched_are_argued_as_they_stand(self) -> None:
-        argued = advise(large_question(), because="fsdp=8 offload=optimizer").explanation
-        assert argued is not None
-        assert argued.argued is not None
-        assert str(argued.argued.forecast.plan) == "fsdp=8 precision=bf16 offload=optimizer"
 
     def test_a_plan_in_mind_that_cannot_run_is_refused(self) -> None:
         with pytest.raises(RefusedError, match="for 6 devices"):
@@ -314,18 +241,6 @@ class TestShortfall:
             found = forecast(again.work, change.plan, again.cluster)
             assert found.fits
             assert change.spare == pytest.approx(found.room - found.reserved)
-
-    def test_a_given_plan_is_changed_in_one_thing_first(self) -> None:
-        asked = large_question()
-        found = forecast_plan(asked, Plan(dp=8, precision="bf16"))
-        assert found.shortfall is not None
-        assert found.shortfall.changes[0].words.startswith('--plan "')
-        assert all(change.spare >= 0 for change in found.shortfall.changes)
-        assert len(found.shortfall.changes) == 3
-
-    def test_too_many_devices_for_the_batch_are_refused(self) -> None:
-        with pytest.raises(RefusedError, match="can be dealt out to"):
-            advise(large_question("64xA100", 2, layers=2, width=64, heads=2))
 
 
 def _changed(asked: Question, words: str) -> Question:
@@ -364,10 +279,6 @@ class TestCurve:
         assert at(curve_of(serial, share=0.2).knee) == 32
         assert curve_of([1 / 2**power for power in range(6)]).knee is None
 
-    def test_slower_is_the_first_beyond_the_fastest(self) -> None:
-        found = curve_of([8, 4, 3, 2.9, 3.5, 5])
-        assert (at(found.knee), at(found.slower), at(found.fastest), at(found.stop)) == (2, 16, 8, 2)
-
     def test_a_budget_stops_earlier(self) -> None:
         serial = [0.1 + 0.9 / 2**power for power in range(8)]
         assert at(curve_of(serial, money=1.0, budget=1.2).stop) == 2  # costs: 1, 1.1, 1.3, 1.7
@@ -380,12 +291,6 @@ class TestCurve:
         assert max(one.efficiency for one in found.points) == pytest.approx(1.0)
         first = found.points[0]
         assert all(one.speed_up == pytest.approx(first.forecast.step / one.forecast.step) for one in found.points)
-
-    def test_devices_without_a_plan_say_why(self) -> None:
-        found = scale(large_question("A100-40GB", 4, **LARGE), 4)
-        assert found.points == ()
-        assert "too little on each device" in found.without[1]
-        assert found.stop is None
 
 
 class TestCost:

@@ -8,7 +8,6 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
@@ -157,20 +156,6 @@ def test_who_does_not_answer_holds_nobody(
         assert agreement.pass_point() is None
 
 
-def test_who_is_let_go_and_who_decides_late_go_on_alike(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What one rank settles counts for all: there are no two outcomes of a round."""
-    monkeypatch.setattr(module, "_PERIOD", 60.0)
-    with (
-        PointAgreement(PrefixStore("test", store), 0, 2, lambda: [15, 0]) as first,
-        PointAgreement(PrefixStore("test", store), 1, 2, lambda: [15, 0]) as second,
-    ):
-        for ours, theirs in ((first, second), (second, first)):
-            called_off = ours._settle("null")
-            assert called_off is None
-            assert theirs._settle('{"point": 3, "numbers": [15, 0]}') is None
-            ours._round = theirs._round = ours._round + 1
-
-
 @pytest.mark.parametrize(("plan", "at"), [("dp=2", 1), ("dp=2 sync=local every=4", 4)])
 def test_a_save_by_the_clock_is_of_a_step_after_which_replicas_are_equal(plan: str, at: int, tmp_path: Path) -> None:
     store, saved = HashStore(), list[tuple[int, int]]()
@@ -249,15 +234,6 @@ def test_ranks_that_come_late_are_met(meeting: str) -> None:
     assert len(found) == 3
 
 
-def test_a_look_is_late_by_a_tenth_of_what_was_waited(monkeypatch: pytest.MonkeyPatch) -> None:
-    paused: list[float] = []
-    monkeypatch.setattr(roll_call, "time", SimpleNamespace(monotonic=lambda: 100.0, sleep=paused.append))
-    for waited in (0.0, 1.0, 60.0):
-        roll_call._pause(100.0 - waited)
-    roll_call._pause(100.0, least=2.0)  # of very many ranks
-    assert paused == pytest.approx([0.01, 0.1, 0.5, 2.0])
-
-
 @pytest.fixture
 def agent() -> tuple[str, TCPStore]:
     """A store that outlives those who meet there: where it is, and itself."""
@@ -285,21 +261,6 @@ def meeting_at_once(places: Sequence[Place]) -> dict[int, str]:
 
 
 @pytest.mark.usefixtures("meeting")
-def test_who_said_it_was_there_and_was_lost_before_it_was_counted_is_there(agent: tuple[str, TCPStore]) -> None:
-    where, server = agent
-
-    def is_lost() -> None:
-        server.wait(["phalanx/led"])
-        PrefixStore(f"phalanx/start/{server.get('phalanx/led').decode()}", server).set(roll_call._key(1), "its own")
-
-    lost = threading.Thread(target=is_lost)
-    lost.start()
-    others = [place(rank, where, agent=True, timeout=30.0) for rank in (0, 2)]
-    assert meeting_at_once(others) == {0: "", 2: ""}
-    lost.join()
-
-
-@pytest.mark.usefixtures("meeting")
 @pytest.mark.parametrize("there", [(0, 1, 2), (0, 1), (1, 2)], ids=["all had met", "one never came", "none led"])
 def test_who_is_started_again_meets_none_of_those_before(agent: tuple[str, TCPStore], there: tuple[int, ...]) -> None:
     """Agents do not say which start it is: those of two hosts count differently, each the failures of its own."""
@@ -316,32 +277,6 @@ def test_who_is_started_again_meets_none_of_those_before(agent: tuple[str, TCPSt
     first.join()
     assert len(set(roll_call._words.values())) == 1
     assert set(before.values()).isdisjoint(roll_call._words.values())
-
-
-def test_many_ranks_look_no_more_than_a_store_answers(
-    agent: tuple[str, TCPStore], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pauses: list[float] = []
-
-    def pause(seconds: float) -> None:
-        pauses.append(seconds)
-        if len(pauses) == 3:
-            raise TimeoutError
-
-    where, server = agent
-    many = replace(place(7, where, agent=True), world_size=131_072, timeout=300.0)
-    monkeypatch.setattr(roll_call.time, "sleep", pause)
-    with pytest.raises(TimeoutError):
-        roll_call._follow(many, server, roll_call._RollCall(many))
-    assert all(131_072 / seconds <= 20_000 for seconds in pauses), pauses
-
-
-@pytest.mark.usefixtures("meeting")
-def test_of_many_ranks_one_looks_for_the_missing(agent: tuple[str, TCPStore], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(roll_call, "_MANY", 2)
-    said = meeting_at_once([place(rank, agent[0], agent=True) for rank in (0, 1)])
-    assert "for rank 2, not yet at" in said[0]
-    assert "for ranks that are not yet at" in said[1]
 
 
 def test_a_forked_process_meets_through_a_connection_of_its_own() -> None:

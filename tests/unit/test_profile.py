@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import resource
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -25,17 +24,10 @@ from phalanx.trace import ModelCall, ModelPart, Profile, Shape, SizeLaw, flops, 
 from phalanx.trace.standard_models import known_architectures
 
 IDS = torch.arange(24).view(2, 12) % 60
-
-
 GPT = Shape(family="gpt", layers=24, hidden=2048, heads=16, vocabulary=51200, length=2048, tied=True, dropout=0.1)
-
-
 LLAMA_70B = Shape(
     family="llama", layers=80, hidden=8192, heads=64, kv_heads=8, ffn=28672, vocabulary=128256, length=4096
 )
-
-
-RESNET = Shape(family="resnet50", vocabulary=1000)
 
 
 def block(profile: Profile) -> ModelPart:
@@ -62,15 +54,6 @@ class TestWork:
         assert profile.flops(1) == pytest.approx(expected, rel=0.01)
         assert profile.flops(8) == pytest.approx(8 * profile.flops(1))
 
-    def test_flops_of_resnet_50(self) -> None:
-        profile = RESNET.profile()
-        forward = sum(part.count * flops(op, 1, 1) for part in profile.parts for op in part.forward)
-        assert forward == pytest.approx(2 * 4.09e9, rel=0.01)  # multiply-adds of version 1.5
-        stem = flops(profile.parts[0].forward[0], 1, 1)  # images need no gradient
-        assert profile.flops(1) == pytest.approx(3 * forward - stem, rel=1e-6)
-        assert profile.parameters == 25_557_032
-        assert (profile.blocks, profile.length, profile.heads) == (16, 1, 0)
-
     @in_one_test("name", ["demo", "convolutions"])
     def test_products_are_those_that_torch_counts(self, name: str) -> None:
         if name == "demo":
@@ -85,24 +68,6 @@ class TestWork:
         profile = trace(ModelCall(module=module, args=(x,), batch=batch, loss=loss))
         products = [part.count * flops(op, 4, 32) for part, op in profile.operations() if op.kind != "attention"]
         assert sum(products) == counter.get_total_flops()
-
-    def test_a_block_has_six_products_and_their_twelve_backward(self) -> None:
-        part = block(GPT.profile())
-        kinds = [op.kind for op in part.forward]
-        assert (kinds.count("matmul"), kinds.count("attention")) == (4, 1)
-        backward = [op for op in part.backward if op.kind == "matmul"]
-        assert [op.weights for op in backward].count(True) == [op.weights for op in backward].count(False) == 4
-        assert all(op.causal for op in (*part.forward, *part.backward) if op.kind == "attention")
-
-    def test_a_run_of_elementwise_operations_reads_and_writes_once(self) -> None:
-        class Chain(nn.Module):
-            def forward(self, x: torch.Tensor) -> torch.Tensor:
-                return ((x * 2 + 1).exp() * 3).sum()
-
-        called = ModelCall(module=Chain(), args=(torch.zeros(2, 100),), loss=lambda output, _: output)
-        ops = trace(called).parts[0].forward
-        assert sum(op.traffic.at(1) for op in ops) == pytest.approx(9 * 100, rel=0.02)
-        assert sum(op.fused.at(1) for op in ops) == pytest.approx(100, rel=0.02)
 
 
 class TestMemory:
@@ -135,11 +100,6 @@ class TestMemory:
             assert saved_bytes(part, 4, 32, 4) == pytest.approx(sum(kept.values()), rel=0.01)
         else:  # two norms with their sums, the stream in between, what follows the gelu
             assert cheap == pytest.approx(4 * 32 * (3 * 64 + 4 * 64 + 4) * 4, rel=0.01)
-
-    def test_a_write_in_place_is_followed(self) -> None:
-        part = block(RESNET.profile())
-        assert part.entry == SizeLaw(64.0 * 56 * 56, 1.0, 0.0)
-        assert part.working.at(1) > 0
 
 
 class TestLaws:
@@ -197,33 +157,27 @@ def _tokens(output: Any, batch: torch.Tensor) -> torch.Tensor:
 def _hugging(name: str) -> tuple[nn.Module, dict[str, Any]]:
     import transformers as hf
 
-    sizes: dict[str, Any] = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
-    more = {"vocab_size": 64, "intermediate_size": 48, **sizes}
+    more: dict[str, Any] = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    more |= {"vocab_size": 64, "intermediate_size": 48}
     if name == "gpt2":
         return hf.GPT2LMHeadModel(hf.GPT2Config(n_embd=32, n_layer=2, n_head=4, vocab_size=64, n_positions=12)), {}
     if name == "llama":
         return hf.LlamaForCausalLM(hf.LlamaConfig(num_key_value_heads=2, **more)), {}
-    if name == "bert":
-        return hf.BertForMaskedLM(hf.BertConfig(**more)), {}
-    if name == "t5":
-        config = hf.T5Config(d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4, vocab_size=64)
-        return hf.T5ForConditionalGeneration(config), {"decoder_input_ids": IDS}
-    image = {"image_size": 8, "patch_size": 2, "num_channels": 1, "num_labels": 5, "intermediate_size": 48}
-    return hf.ViTForImageClassification(hf.ViTConfig(**image, **sizes)), {"pixel_values": torch.zeros(2, 1, 8, 8)}
+    config = hf.T5Config(d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4, vocab_size=64)
+    return hf.T5ForConditionalGeneration(config), {"decoder_input_ids": IDS}
 
 
 class TestShares:
-    @in_one_test("name", ["demo", "gpt2", "llama", "bert", "t5", "vit"])
+    @in_one_test("name", ["demo", "gpt2", "llama", "t5"])
     def test_weights_that_can_be_cut_are_those_that_training_cuts(self, name: str) -> None:
         if name == "demo":
             module, kwargs = gpt.gpt_job(layers=2, width=32, heads=4, context=12).model(), {}
             args: tuple[Any, ...] = (IDS,)
         else:
             (module, kwargs), args = _hugging(name), ()
-            kwargs = kwargs if name == "vit" else {"input_ids": IDS, **kwargs}
-        batch = torch.zeros(2, dtype=torch.int64) if name == "vit" else IDS
-        profile = trace(ModelCall(module=module, args=args, kwargs=kwargs, batch=batch, loss=_tokens))
-        with dry(module, Example(args=args, kwargs=kwargs, batch=batch, loss=_tokens)) as model:
+            kwargs = {"input_ids": IDS, **kwargs}
+        profile = trace(ModelCall(module=module, args=args, kwargs=kwargs, batch=IDS, loss=_tokens))
+        with dry(module, Example(args=args, kwargs=kwargs, batch=IDS, loss=_tokens)) as model:
             cuts = find(model, 2).cuts
         elements = {key: one.numel() for key, one in module.named_parameters()}
         cut = sum(part.count * w.elements for part in profile.parts for w in part.weights if w.share == "inner")
@@ -231,18 +185,6 @@ class TestShares:
         assert profile.parameters == sum(elements.values())
         assert profile.lawful
         assert profile.heads == (2 if name == "llama" else 4)
-
-    def test_columns_rows_and_what_lies_between(self) -> None:
-        part = block(LLAMA_70B.profile())
-        products = [op.share for op in part.forward if op.kind == "matmul"]
-        assert products == ["column", "column", "column", "row", "column", "column", "row"]
-        backward = [op.share for op in part.backward if op.kind == "matmul"]
-        assert sorted(backward) == ["column"] * 10 + ["row"] * 4
-        norms = [op.share for op in (*part.forward, *part.backward) if "rms_norm" in op.name]
-        assert norms == ["tokens"] * 4
-        gates = [op.share for op in (*part.forward, *part.backward) if "silu" in op.name]
-        assert gates == ["inner"] * 2
-        assert {one.share for one in part.saved} == {"tokens", "inner"}
 
     def test_a_product_that_leaves_its_block_divided_stays_whole(self) -> None:
         blocks = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.ReLU()) for _ in range(3)))
@@ -292,23 +234,6 @@ class TestRefusals:
         assert isinstance(next(module.parameters()), nn.Parameter)
         assert torch.isfinite(module.linear.weight).all()  # the model is as it was  # pyright: ignore
 
-    def test_shapes_that_make_no_model(self) -> None:
-        with pytest.raises(SpecError, match=r"shape\.heads"):
-            standard(Shape(family="gpt", layers=2, hidden=64, vocabulary=10, length=8))
-        with pytest.raises(SpecError, match="multiple of 3"):
-            standard(Shape(family="gpt", layers=2, hidden=64, heads=3, vocabulary=10, length=8))
-
-
-def test_shapes_that_depend_on_values_are_profiled_with_values() -> None:
-    module = _Picks()
-    before = module.linear.weight.detach().clone()
-    described = ModelCall(module=module, args=(torch.ones(4, 4),), loss=summed, values=True)
-    profile = trace(described)
-    assert profile.parameters == sum(one.numel() for one in module.parameters())
-    assert any(one.kind == "matmul" for part in profile.parts for one in part.forward)
-    assert torch.equal(module.linear.weight, before)
-    assert module.linear.weight.grad is None
-
 
 def test_masks_are_known_to_be_causal_by_their_values() -> None:
     layer = nn.TransformerEncoderLayer(32, 4, 64, batch_first=True)
@@ -323,23 +248,10 @@ def test_masks_are_known_to_be_causal_by_their_values() -> None:
     assert causal(src_mask=torch.zeros(10, 10)) == {False}
 
 
-def test_bert_and_mpt() -> None:
-    bert = Shape(family="bert", layers=24, hidden=1024, heads=16, vocabulary=30522, length=512).profile()
-    assert bert.parameters == 336_226_108
-    assert bert.tied == 30522 * 1024
-    shape = Shape(family="mpt", layers=32, hidden=4096, heads=32, vocabulary=50432, length=2048, tied=True)
-    assert shape.profile().parameters == 6_649_286_656
-    assert shape.profile() is shape.profile()
-
-
 _SMALL = Shape(family="gpt", layers=2, hidden=64, heads=4, vocabulary=100, length=16)
-
-
 _SHAPES = {
     "gpt": replace(_SMALL, tied=True, dropout=0.1, places=32),
-    "rotary": replace(_SMALL, positions="rotary", kv_heads=2),
     "llama": replace(_SMALL, family="llama", kv_heads=2, biases=True),
-    "mpt": replace(_SMALL, family="mpt"),
     "bert": replace(_SMALL, family="bert", dropout=0.1),
     "resnet50": Shape(family="resnet50", vocabulary=10, image=64),
 }
@@ -360,8 +272,6 @@ SMALL = {
     "intermediate_size": 96,
     "vocab_size": 99,
 }
-
-
 OTHER_KEYS = {
     "gpt2": {"n_embd": 64, "n_layer": 2, "n_head": 4},
     "bloom": {"n_layer": 2, "n_head": 4},
@@ -426,14 +336,3 @@ def test_the_extra_is_named_where_transformers_is_missing(tmp_path: Path, monkey
     with pytest.raises(MissingExtraError, match=r"phalanx\[transformers\]"):
         from_config(written(tmp_path, {"model_type": "t5"}))
     assert from_config(written(tmp_path, {"model_type": "llama", **SMALL}), length=16).profile().blocks == 2
-
-
-def test_nouns_and_shapes_need_no_torch() -> None:
-    """And what gives the shape of a standard model no compiler."""
-    code = (
-        "import sys, phalanx.trace; print([one for one in ('torch', 'numpy') if one in sys.modules])\n"
-        "phalanx.trace.Shape(family='llama', layers=2, hidden=64, heads=4, vocabulary=100, length=16).profile()\n"
-        "print('torch._dynamo' in sys.modules)"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["[]", "False"]

@@ -22,12 +22,9 @@ from phalanx.forecast import Lengths, forecast
 from phalanx.forecast.layouts import Layouts, for_memory, for_time
 from phalanx.hardware import cluster
 from phalanx.trace import ModelCall, Profile, trace
-from phalanx.trace.operation_recorder import OperationRecorder
 from phalanx.train.traced_job import work_of
 
 WIDTH, LENGTH, LAYERS = 32, 16, 4
-
-
 PRODUCTS = 2 * 2 * LENGTH * WIDTH * 4 * WIDTH  # FLOP of one sample in the two products of a block, forward
 
 
@@ -112,28 +109,6 @@ def test_a_checkpoint_inside_a_block_keeps_what_it_is_called_with(how: Any) -> N
     # the norm's output, which the checkpoint is called with, and its mean and scale of each token
     assert kept(block(found)) == LENGTH * WIDTH + 2 * LENGTH
     assert products(block(found), again=True) > 0
-
-
-def test_what_computes_again_is_cut_as_it_was_the_first_time() -> None:
-    found = block(profile(Model(inner=reentrant)))
-    again = [one.share for one in found.backward if one.again and one.kind == "matmul"]
-    assert again == ["column", "row"]
-    assert not any(one.weights for one in found.backward if one.again)
-
-
-def test_nothing_learns_in_a_reentrant_checkpoint_that_nothing_which_learns_enters() -> None:
-    model = Model(outer=reentrant)
-    model.table.requires_grad_(False)
-    found = profile(model)
-    assert products(block(found), again=True) == products(block(found), again=False) == 0
-
-
-def test_a_trace_leaves_checkpoints_as_they_are() -> None:
-    model = Model(outer=reentrant)
-    profile(model)
-    model(torch.randint(64, (2, LENGTH))).sum().backward()
-    assert all(one.grad is not None for one in model.parameters())
-    assert not OperationRecorder().tape.recomputes
 
 
 def job(model: Callable[[], nn.Module]) -> px.Job:
@@ -245,27 +220,6 @@ def test_of_a_stream_the_first_hundred_are_looked_at() -> None:
     found = work_of(job_of(TextStream(500))).lengths
     assert found is not None
     assert (len(found.tokens), found.tokens[0], found.longest, found.padded) == (100, SHORT, LONG, True)
-
-
-def test_slow_data_are_left_after_a_second() -> None:
-    data = Text(short=2, seconds=0.3)
-    work_of(job_of(data))
-    assert data.read < 20
-
-
-def test_a_stated_length_is_not_looked_for() -> None:
-    data = Text(short=100)
-    work = work_of(job_of(data), length=32)
-    assert (work.lengths, work.tokens, data.read) == (None, 32, 2)
-
-
-def test_a_length_that_is_stated_takes_the_place_of_those_that_were_seen() -> None:
-    seen = work_of(job_of(Text(short=100)))
-    there = cluster("1xA100-80GB")
-    stated = forecast(replace(seen, length=32), Plan(), there)
-    alone = forecast(replace(seen, length=32, lengths=None), Plan(), there)
-    assert (stated.step, stated.reserved) == (alone.step, alone.reserved)
-    assert stated.memory["activations"] < forecast(seen, Plan(), there).memory["activations"]
 
 
 def test_padded_batches_are_as_long_as_their_longest_sample() -> None:

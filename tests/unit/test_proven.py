@@ -16,7 +16,7 @@ from in_one_test import in_one_test
 from phalanx.config import Plan, RunSpec
 from phalanx.errors import RefusedError
 from phalanx.hardware import proven
-from phalanx.hardware.proven import Ground, missing_proof, shipped, ships_proven, store, stored, techniques
+from phalanx.hardware.proven import Ground, shipped, ships_proven, store, stored, techniques
 from phalanx.launch.proof_asked import refuse_unproven
 from phalanx.verify.compare import FirstGradient, Tolerance, parameters
 from phalanx.verify.evidence import first_gradients
@@ -25,7 +25,6 @@ from phalanx.verify.record import END, FIRST, START, RunRecord, StepRecord
 from phalanx.verify.wandering import fed_by, wandering_means
 
 pytestmark = pytest.mark.quick
-
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -70,12 +69,6 @@ def test_no_version_of_torch_is_claimed_but_those_the_suite_runs() -> None:
     assert ships_proven("cpu", f"{pinned[1]}.7+cpu")
     assert not ships_proven("cpu", f"{pinned[1]}1.0")
     assert not ships_proven("cuda", f"{pinned[1]}.0")
-
-
-def test_a_kind_that_ships_proven_costs_no_look(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("device_name", "stored", "_phalanx_version", "_path"):
-        monkeypatch.setattr(proven, name, None)
-    assert missing_proof(Plan.parse("dp=2 tp=2"), "cpu") is None
 
 
 def test_a_stored_proof_is_of_its_ground_alone(folder: Path) -> None:
@@ -126,12 +119,6 @@ def test_a_proof_of_another_ground_under_its_name_is_none(folder: Path) -> None:
     assert stored(ground()) is None
 
 
-def test_a_folder_that_cannot_be_written_says_why(folder: Path) -> None:
-    folder.write_text("a file")
-    assert store(ground(), {})
-    assert stored(ground()) is None
-
-
 def test_a_worker_refuses_what_nothing_has_proven_there(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = RunSpec(job="a.py", plan=Plan(dp=4), folder=Path("run"))
     assert refuse_unproven(run, 4) == ""
@@ -145,8 +132,6 @@ def test_a_worker_refuses_what_nothing_has_proven_there(folder: Path, monkeypatc
 
 
 LR, EPS = 1e-3, 1e-8
-
-
 TOLERANCE = Tolerance(loss=1e-5, gradient=1e-5, scale=1e-5, noise=1e-5, parameter=1e-4)
 
 
@@ -185,15 +170,6 @@ def test_a_sign_that_rounding_may_turn_makes_twice_a_step() -> None:
     off[3] = -0.025
     assert beyond(grad, off, error=1e-3)
     assert not beyond(grad, off, error=0.029)  # of half precision: its own rounding is 0.029 of the root mean square
-
-
-def test_gradients_doubled_in_one_row_are_told_where_steps_follow_their_size() -> None:
-    grad = gradient()
-    start = torch.zeros_like(grad)
-    known = {"w": FirstGradient(values=grad, error=1e-5)}
-    (found,) = parameters({"w": start}, {"w": -LR * grad}, {"w": -LR * grad * 1.02}, known, TOLERANCE)
-    assert found.beyond
-    assert found.relative > 0.01
 
 
 def record(first: Tensor, second: Tensor) -> RunRecord:
@@ -287,11 +263,6 @@ def test_no_gradients_move_a_running_mean_further(betas: tuple[float, float], mo
         furthest = max(furthest, float(mean.abs().max()))
     assert 2 * furthest <= allowed * (1 + 1e-5)
     assert allowed < 20 * furthest  # and is no bound that nothing reaches
-
-
-def test_of_other_optimizers_nothing_is_known() -> None:
-    assert wandering_means(record_of(momentum=0.9), ["0.bias"], {"1.running_mean": ["0.bias", 0.1]}) == {}
-    assert wandering_means(record_of(betas=(0.9, 0.999)), [], {"1.running_mean": ["0.bias", 0.1]}) == {}
 
 
 def test_only_the_bias_right_before_it_feeds_a_batch_norm() -> None:

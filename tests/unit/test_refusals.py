@@ -165,7 +165,6 @@ PLANS = (
     "fsdp=2 zero=2 pp=2",
     "tp=2",
     "tp=3",
-    "tp=4 dp=2",
     "cp=2",
     "cp=2 attention=alltoall",
     "cp=3 attention=alltoall",
@@ -246,10 +245,8 @@ def test_forecast_and_show_refuse_what_a_model_or_an_optimizer_is_refused_for(na
     ("name", "text"),
     [
         ("digits", "tp=2"),
-        ("digits", "cp=2"),
         ("gpt", "ep=2"),
         ("digits", "pp=16"),
-        ("gpt", "pp=2 split=nonsense"),
     ],
 )
 def test_every_verb_refuses_the_same_before_a_worker_starts(

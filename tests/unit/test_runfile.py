@@ -7,7 +7,6 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
-import click
 import pytest
 import torch
 from click.testing import CliRunner
@@ -57,14 +56,6 @@ def refusal(run: RunSpec, given: Path | None = None) -> str:
     return str(found)
 
 
-def test_what_was_asked_is_not_written_before_the_run_begins() -> None:
-    run = spec()
-    with RunFolder(run) as entered:
-        assert not run.folder.exists()
-        entered.prepare()
-        assert [path.name for path in run.folder.iterdir()] == ["writer.json"]
-
-
 def test_job_and_folder_are_written_with_their_absolute_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     run = RunSpec.from_toml(prepare_run(spec(Path("runs/here"), job="digits.py:small")).read_text())
@@ -89,14 +80,6 @@ def test_folder_that_holds_a_run() -> None:
     saved(run, 120)
     assert "at step 120" in refusal(run)
     assert refusal(run).endswith("try: resume=True")
-
-
-def test_resume_takes_the_new_plan() -> None:
-    run = spec()
-    prepare_run(run)
-    saved(run, 3)
-    prepare_run(spec(resume=True, plan=Plan(fsdp=4)))
-    assert RunSpec.from_toml((run.folder / "run.toml").read_text()).plan == Plan(fsdp=4)
 
 
 def test_resume_from_nothing() -> None:
@@ -136,20 +119,6 @@ def test_no_link_is_followed_that_a_launch_would_write_through(tmp_path: Path, n
     (run.folder / "launch").mkdir(parents=True)
     (run.folder / "launch" / name).symlink_to(tmp_path / "nowhere")
     assert f"launch/{name}, which is a symbolic link" in refusal(run)
-
-
-@pytest.mark.parametrize(
-    ("given", "steps", "seconds"),
-    [(500, 500, 0.0), (0, 0, 0.0), ("90s", 0, 90.0), ("15m", 0, 900.0), ("2h", 0, 7200.0), ("1.5m", 0, 90.0)],
-)
-def test_checkpoints_come_by_steps_or_by_time(given: int | str, steps: int, seconds: float) -> None:
-    run = spec(checkpoint_every=given)
-    assert (run.save_steps, run.save_seconds) == (steps, seconds)
-    assert RunSpec.from_toml(run.to_toml()) == run
-
-
-def test_by_default_they_come_every_15_minutes() -> None:
-    assert spec().save_seconds == 900
 
 
 @pytest.mark.parametrize(
@@ -199,19 +168,6 @@ def told(*argv: str) -> dict[str, Any]:
 def test_resume_stands_by_itself_or_is_auto(argv: list[str], resume: bool | str, step: int | None) -> None:
     found = told(*argv)
     assert (found["resume"], found["from_step"]) == (resume, step)
-
-
-def test_the_time_between_checkpoints_is_taken_as_it_is_written() -> None:
-    assert told("job.py", "--checkpoint-every", "15m")["checkpoint_every"] == "15m"
-    assert told("job.py", "--checkpoint-every", "500")["checkpoint_every"] == 500
-
-
-def test_what_does_not_go_together_is_refused() -> None:
-    for argv in (["--resume", "auto"], ["--from", "3"], ["--run", "r", "--resume", "auto", "--from", "3"]):
-        with pytest.raises(SpecError):
-            told("job.py", *argv)
-    with pytest.raises(click.UsageError):
-        told("job.py", "--run", "r", "--resume=maybe")
 
 
 def test_auto_goes_on_or_begins_and_never_takes_another_jobs_folder(tmp_path: Path) -> None:
@@ -279,13 +235,6 @@ def test_a_run_that_is_refused_before_it_begins_has_set_nothing_aside(begun: boo
     there = sorted(path.name for path in (run.folder / "checkpoints").iterdir())
     refused, went_on = ["step-00000002", "step-00000004", "step-00000006"], ["set-aside-1", "step-00000002"]
     assert there == (went_on if begun else refused)
-
-
-def test_a_step_of_which_there_is_no_checkpoint_is_told_which_there_are(tmp_path: Path) -> None:
-    run = spec(tmp_path / "run", resume=True, from_step=3)
-    saved(run, 2, 4)
-    with pytest.raises(SpecError, match=r"run\.from_step: given 3, .*; allowed: one of 2, 4\n    try: "):
-        set_aside(run)
 
 
 def test_a_step_whose_checkpoint_is_damaged_is_not_gone_on_from(tmp_path: Path) -> None:

@@ -2,15 +2,9 @@
 
 from __future__ import annotations
 
-import json
-import os
 import random
-import shutil
-import subprocess
-import sys
 from collections.abc import Iterator
 from graphlib import TopologicalSorter
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -40,8 +34,6 @@ from phalanx.report.show import planned
 
 CASES: list[tuple[Schedule, int]] = [*((name, STAGES[name]) for name in SCHEDULES), ("interleaved", 3)]
 """Every schedule, and how many stages a rank of it has."""
-
-
 TORCHS: dict[Schedule, Any] = {
     "gpipe": torchs.ScheduleGPipe,
     "1f1b": torchs.Schedule1F1B,
@@ -110,7 +102,7 @@ def test_orders_are_torchs(schedule: Schedule, each: int, monkeypatch: pytest.Mo
 
 @in_one_test(("schedule", "each"), CASES)
 def test_any_number_of_micro_batches_runs_and_none_is_lost(schedule: Schedule, each: int) -> None:
-    for ranks in range(1, 9):
+    for ranks in range(1, 6):
         for micros in counts(ranks):
             laid = order(schedule, ranks, each, micros)
             actions = laid.links.action
@@ -124,7 +116,7 @@ def test_any_number_of_micro_batches_runs_and_none_is_lost(schedule: Schedule, e
 @in_one_test(("schedule", "each"), CASES)
 def test_no_forecast_is_below_what_its_busiest_rank_and_its_longest_way_take(schedule: Schedule, each: int) -> None:
     draw = random.Random(5)
-    for ranks in range(1, 9):
+    for ranks in (1, 2, 3, 5):
         for micros in counts(ranks):
             forward, inputs, weights = (tuple(draw.uniform(0.5, 2.0) for _ in range(ranks)) for _ in range(3))
             found = duration(made := pipeline(schedule, ranks, each, micros, forward, inputs, weights))
@@ -219,15 +211,6 @@ def test_what_is_in_flight_is_counted_in_the_order(schedule: Schedule, stages: i
             assert said == pytest.approx(held), (ranks, micros)
 
 
-@pytest.mark.quick
-def test_a_schedule_says_what_its_order_is() -> None:
-    for name, schedule in SCHEDULES.items():
-        made = order(name, 4, 2 if schedule.v_shaped else 1, 8)
-        kinds = {action.kind for actions in made.ranks for action in actions}
-        assert schedule.in_halves == ("W" in kinds), name
-        assert schedule.v_shaped == (made.rank_of[-1] == made.rank_of[0]), name
-
-
 @in_one_test(("schedule", "each"), CASES)
 def test_both_ends_know_the_same_messages_in_the_same_order(schedule: Schedule, each: int) -> None:
     for found, ranks in ((made(schedule, ranks, each, 5), ranks) for made in (order, forwards) for ranks in (2, 3)):
@@ -238,109 +221,9 @@ def test_both_ends_know_the_same_messages_in_the_same_order(schedule: Schedule, 
                 assert [(message, not mine) for message, mine in here] == lines[other][rank]
 
 
-def test_stages_of_a_v_meet_on_the_last_rank() -> None:
-    assert holders("zbv", 3, 6) == (0, 1, 2, 2, 1, 0)
-    assert holders("interleaved", 3, 6) == (0, 1, 2, 0, 1, 2)
-
-
 def test_idle_shares_are_those_of_the_papers() -> None:
     ranks, micros = 4, 8
     for schedule in ("gpipe", "1f1b"):
         assert bubble(order(schedule, ranks, 1, micros)) == pytest.approx((ranks - 1) / (micros + ranks - 1))
     assert bubble(order("interleaved", ranks, 2, micros)) == pytest.approx((ranks - 1) / (2 * micros + ranks - 1))
     assert bubble(order("zbv", ranks, 2, micros)) <= bubble(order("zero-bubble", ranks, 2, micros)) < 0.1
-
-
-ROOT = Path(__file__).resolve().parents[2]
-
-
-NEW = '''"""Eager 1F1B: a warm-up twice as long as 1F1B's, to have something to do where messages take long."""
-
-from __future__ import annotations
-
-from collections.abc import Iterator
-
-from phalanx.placement.schedules.order import Action, PipelineSchedule
-from phalanx.placement.schedules.schedule_1f1b import alternating
-
-
-def _actions(rank: int, ranks: int, stages: int, micros: int) -> Iterator[Action]:
-    return alternating(rank, 2 * (ranks - 1 - rank), micros)
-
-
-def _in_flight(place: float, ranks: int, stages: int, micros: int, ahead: float) -> float:
-    return min(micros, 2 * (ranks - 1 - place) + 1)
-
-
-EAGER = PipelineSchedule(name="eager", actions=_actions, in_flight=_in_flight, filling="one way", searched=(1,))
-'''
-
-
-EDITS = {
-    "config/fields.py": [
-        ('"gpipe", "1f1b",', '"gpipe", "eager", "1f1b",'),
-        ('{"gpipe": 1,', '{"gpipe": 1, "eager": 1,'),
-    ],
-    "placement/schedules/all_schedules.py": [
-        ("from phalanx.placement.schedules.gpipe", "from phalanx.placement.schedules.eager import EAGER\nOLD"),
-        ("(GPIPE,", "(GPIPE, EAGER,"),
-    ],
-}
-
-
-@pytest.fixture(scope="module")
-def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder that holds the copy of the package."""
-    folder = tmp_path_factory.mktemp("source")
-    shutil.copytree(ROOT / "src/phalanx", folder / "phalanx", ignore=shutil.ignore_patterns("__pycache__"))
-    for name, edits in EDITS.items():
-        path = folder / "phalanx" / name
-        text = path.read_text()
-        for old, new in edits:
-            assert text.count(old) == 1, f"{old} in {name}"
-            text = text.replace(old, new.replace("OLD", old))
-        path.write_text(text)
-    (folder / "phalanx/placement/schedules/eager.py").write_text(NEW)
-    return folder
-
-
-SEVERAL = """
-import json, sys
-from click.testing import CliRunner
-from phalanx.cli import main
-done = [CliRunner().invoke(main, words) for words in json.loads(sys.argv[1])]
-assert all(one.exit_code == 0 for one in done), [one.output for one in done]
-print(json.dumps([one.stdout for one in done]))
-"""
-
-
-def printed_by(source: Path, *commands: list[str]) -> list[str]:
-    """What each command prints, one after the other in a process that has the copy."""
-    done = subprocess.run(
-        [sys.executable, "-c", SEVERAL, json.dumps(commands)],
-        env={**os.environ, "PYTHONPATH": str(source), "OMP_NUM_THREADS": "1"},
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
-
-
-def test_a_schedule_of_three_files_is_proven_drawn_and_forecast(source: Path) -> None:
-    plan = "pp=4 schedule=eager micro=4"
-    ask = ["forecast", "examples/gpt.py", "--on", "4xH100", "--json", "--plan"]
-    proven, drawn, *forecasts = printed_by(
-        source,
-        ["prove", "examples/gpt.py", "--plan", plan.replace("pp=4", "pp=2"), "--steps", "2", "--json"],
-        ["show", "examples/gpt.py", "--plan", plan],
-        [*ask, plan],
-        [*ask, plan.replace("eager", "1f1b")],
-    )
-    assert json.loads(proven)["equal"] is True
-    assert "eager" in drawn
-    one, other = (json.loads(text) for text in forecasts)
-    held = [found["memory"]["activations"] for found in (one, other)]
-    assert held[0] > held[1], "a longer warm-up holds more"

@@ -72,11 +72,6 @@ class TestPartition:
         even = sum(loads) / servers
         assert max(loads) <= max(1.25 * even, even + 500 * 4)
 
-    def test_an_optimizer_of_whole_tensors_gets_them_whole(self) -> None:
-        found = partition(self.SHAPES, 2, cut=False)
-        assert all(one.whole for mine in found for one in mine)
-        assert sorted(one.name for mine in found for one in mine) == sorted(self.SHAPES)
-
     def test_a_server_that_would_hold_nothing_is_a_problem(self) -> None:
         few = weights(a=(3, 2), b=(4,))
         assert starved(few, Plan.parse("server=2 dp=2"), cut=False) == []
@@ -95,17 +90,6 @@ def test_pieces_add_up_once_each() -> None:
     assert torch.allclose(values(one), before - 0.5 * 0.1 * 1.5)
     assert not one.push(Pushed(step=0, part=1, version=0), gradient(one, 2.0)), "its step is applied"
     assert one.version == 1
-
-
-def test_a_parameter_that_no_piece_used_is_left_alone() -> None:
-    one = shard(weight_decay=0.5)
-    before = {name: tensor.detach().clone() for name, tensor in one.parameters.items()}
-    for part, without in ((0, [0, 1]), (1, [0])):
-        one.push(Pushed(step=0, part=part, version=0, without=without), gradient(one, 1.0))
-    one.prepare(0, [0, 1])
-    one.apply(Update(step=0, scale=1.0))
-    assert torch.equal(one.parameters["a"], before["a"])
-    assert not torch.equal(one.parameters["b"], before["b"])
 
 
 def test_the_rate_falls_with_staleness() -> None:
@@ -136,16 +120,6 @@ def test_delay_is_compensated_to_first_order(memory: float) -> None:
     one.apply(Update(step=1, scale=0.5))
     strength = 0.25 / (0.9 * 4.0 + 0.1 * 9.0 + 1e-7) ** 0.5 if memory else 0.25
     assert torch.allclose(values(one), now - (3.0 + strength * 9.0 * (now - then)), atol=1e-6)
-
-
-def test_pieces_left_out_of_a_step_change_nothing() -> None:
-    one = shard(Rule(keeps_each_gradient=True), lr=1.0)
-    before = values(one)
-    for part in range(3):
-        one.push(Pushed(step=0, part=part, version=0), gradient(one, 10.0**part))
-    one.prepare(0, [0, 1])
-    one.apply(Update(step=0, scale=1.0))
-    assert torch.allclose(before - values(one), torch.tensor(11.0))
 
 
 @pytest.mark.parametrize("ahead", [False, True])
@@ -180,18 +154,6 @@ def test_who_reads_while_it_goes_back_gets_what_it_goes_back_to(ahead: bool) -> 
     assert found == [(5, True)]
 
 
-def test_going_back_forgets_what_was_on_its_way() -> None:
-    one = shard()
-    one.push(Pushed(step=0, part=0, version=0), gradient(one, 1.0))
-    with one.restoring(5, 1, 5):
-        one.parameters["a"].fill_(7.0)
-    assert not one.push(Pushed(step=5, part=0, version=0, term=0), gradient(one, 1.0)), "dealt before"
-    assert one.push(Pushed(step=5, part=0, version=5, term=1), gradient(one, 1.0))
-    with one.values() as (version, flat):
-        assert version == 5
-        assert torch.equal(flat.named["a"], torch.full((3, 2), 7.0))
-
-
 def report(worker: int, version: int = 0, seconds: float = 1.0) -> Report:
     return Report(worker=worker, version=version, gradient_sums={"loss": (1.0, 2.0)}, samples=2, seconds=seconds)
 
@@ -205,17 +167,6 @@ def dealer(staleness: float = 0, *, parts: int = 2, limit: int = 10, backup: int
     )
 
 
-def test_the_oldest_step_goes_first_and_none_is_dealt_twice() -> None:
-    books = dealer(1)
-    assert [books.ask(worker) for worker in range(4)] == [
-        BatchPiece(0, 0),
-        BatchPiece(0, 1),
-        BatchPiece(1, 0),
-        BatchPiece(1, 1),
-    ]
-    assert books.ask(4) is None, "step 2 lacks 2 updates"
-
-
 @pytest.mark.parametrize("staleness", [1, math.inf])
 def test_the_first_steps_may_be_synchronous(staleness: float) -> None:
     books = dealer(staleness, parts=1, after=3)
@@ -226,21 +177,6 @@ def test_the_first_steps_may_be_synchronous(staleness: float) -> None:
     assert books.put(0, BatchPiece(1, 0), report(0, version=1))
     books.applied(1)
     assert [books.ask(0), books.ask(1)] == [BatchPiece(2, 0), BatchPiece(3, 0)]
-
-
-def test_no_staleness_is_synchronous() -> None:
-    books = dealer(0)
-    first, second = books.ask(0), books.ask(1)
-    assert first is not None
-    assert second is not None
-    assert books.put(0, first, report(0))
-    assert books.ask(0) is None
-    assert books.ready() is None
-    assert books.put(1, second, report(1))
-    assert books.ready() == 0
-    reports, dropped = books.applied(0)
-    assert ([one.worker for one in reports.values()], dropped, books.version) == ([0, 1], 0, 1)
-    assert books.ask(0) == BatchPiece(1, 0)
 
 
 def test_a_piece_counts_once() -> None:
@@ -272,12 +208,6 @@ def test_a_silent_workers_piece_goes_to_others_and_whoever_is_first_counts() -> 
     assert not books.put(2, piece, report(2))
     books.returned(1)
     assert books.ask(1) is None
-
-
-def test_who_asks_gives_up_what_it_held() -> None:
-    books = dealer(0)
-    first = books.ask(0)
-    assert books.ask(0) == first
 
 
 @pytest.mark.parametrize("staleness", [0, 1, 3])
@@ -326,28 +256,6 @@ def test_backup_workers_are_not_waited_for() -> None:
     assert pieces[1] is not None
     assert not books.put(1, pieces[1], report(1)), "the step is complete"
     assert books.applied(0)[1] == 1
-
-
-def test_a_short_batch_leaves_pieces_out() -> None:
-    books = WorkQueue(lambda step: (1, 0, 0), first=0, limit=1, pace=StalenessBound(backup=1))
-    piece = books.ask(0)
-    assert piece == BatchPiece(0, 0)
-    assert books.ask(1) is None
-    books.put(0, piece, report(0))
-    assert books.ready() == 0
-
-
-def test_a_limit_lets_what_is_open_drain() -> None:
-    books = dealer(4, parts=1, limit=2)
-    pieces = [books.ask(0), books.ask(1)]
-    assert books.ask(2) is None
-    for worker, piece in enumerate(pieces):
-        assert piece is not None
-        books.put(worker, piece, report(worker))
-        books.applied(piece.step)
-    assert books.at_rest
-    books.limit = 3
-    assert books.ask(2) == BatchPiece(2, 0)
 
 
 def test_going_back_deals_anew_but_for_what_was_done() -> None:

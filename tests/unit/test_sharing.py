@@ -16,13 +16,13 @@ from in_one_test import in_one_test
 from phalanx.comm import Place
 from phalanx.config import Job, Plan
 from phalanx.config.plan_rules import share_problems
-from phalanx.config.sync import split_by_weight, weights
+from phalanx.config.sync import split_by_weight
 from phalanx.data import Lane, Loader, StepBatch, Table
 from phalanx.device_kinds import host
 from phalanx.errors import RefusedError, SpecError
 from phalanx.parallel import RankHoldings
 from phalanx.train import uneven_shares
-from phalanx.train.uneven_shares import MemoryRoom, Sharing, Stopwatch
+from phalanx.train.uneven_shares import Sharing, Stopwatch
 
 pytestmark = pytest.mark.quick
 
@@ -76,25 +76,6 @@ def a_job(**options: Any) -> Job:
 
 
 class TestStopwatch:
-    def test_from_the_first_forward_to_the_last_gradient(self, clock: list[float]) -> None:
-        held, optimizer = model(clock)
-        watch = Stopwatch(held, optimizer, host(), backward=True)
-        for _ in range(2):
-            held.module(torch.ones(3, 2)).sum().backward()
-        clock[0] += 100  # others' gradients are waited for
-        optimizer.step()
-        lap = watch.lap()
-        assert (lap.passes, lap.update) == (18.0, 0.5)
-        assert (watch.lap().passes, watch.lap().update) == (0.0, 0.0)
-
-    def test_forwards_alone(self, clock: list[float]) -> None:
-        held, optimizer = model(clock)
-        watch = Stopwatch(held, optimizer, host(), backward=False)
-        for _ in range(2):
-            held.module(torch.ones(3, 2)).sum().backward()
-            clock[0] += 100
-        assert watch.lap().passes == 6.0
-
     @in_one_test("backward", [True, False])
     def test_evaluation_does_not_count(self, clock: list[float], backward: bool) -> None:
         held, optimizer = model(clock)
@@ -102,21 +83,6 @@ class TestStopwatch:
         with torch.no_grad():
             held.module(torch.ones(3, 2))
         assert watch.lap().passes == 0.0
-
-
-class TestRoom:
-    @pytest.fixture(autouse=True)
-    def _memory(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(uneven_shares, "memory_bytes", lambda: 10_000)
-        monkeypatch.setattr(uneven_shares, "peak_memory", lambda: 4_000)
-
-    def test_by_what_samples_took(self) -> None:
-        there = MemoryRoom(host(), workers_here=2, bounded=False)
-        assert there.most() == math.inf
-        there.took(8)
-        assert there.most() == math.inf  # nobody has told what a sample takes
-        there.saved(400, 8)
-        assert there.most() == 8 + 18  # of 1000 bytes free, 900 over 50
 
 
 class Together:
@@ -285,15 +251,6 @@ def test_what_is_wrong_names_a_plan_that_is_right(text: str, where: str) -> None
 def test_samples_are_dealt_by_the_largest_remainder(total: int, each: tuple[float, ...], counts: tuple[int]) -> None:
     assert split_by_weight(total, each) == counts
     assert sum(counts) == total
-
-
-def test_weights_are_whole_numbers() -> None:
-    assert weights("3,1") == (3, 1)
-    assert weights("auto") == weights("") == ()
-    with pytest.raises(ValueError, match="whole numbers"):
-        weights("3;1")
-    with pytest.raises(ValueError, match="nothing"):
-        split_by_weight(3, (0, 0))
 
 
 def test_shares_give_each_rank_a_sample() -> None:

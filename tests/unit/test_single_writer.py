@@ -19,12 +19,8 @@ from typing import Any
 import pytest
 
 from phalanx import checkpoint
-from phalanx.config import Plan, RunSpec
 from phalanx.errors import CheckpointError, RunError, SpecError
 from phalanx.files import check_writer, join, refuse_taken, release, take
-from phalanx.launch.side_process import SideProcess
-from phalanx.preflight.run_forecast import RunForecaster
-from phalanx.report.comparison import FORECAST
 
 OWNER = """
 import sys, time
@@ -154,25 +150,6 @@ def test_a_run_that_has_lost_its_folder_leaves_what_the_new_owner_is_writing(tmp
     with pytest.raises(CheckpointError, match="taken over"):
         checkpoint.save(folder, step=4, tensors={}, state={})
     assert being_written.is_dir()
-    release(token)
-
-
-def test_the_forecast_of_a_run_that_another_has_taken_is_not_written(tmp_path: Path) -> None:
-    run = RunSpec(job="any", plan=Plan(), folder=tmp_path)
-    token = take(tmp_path)
-
-    def made() -> None:
-        side = SideProcess(lambda tell: tell({"missing": "not asked for"}))
-        with RunForecaster(run, side, None) as forecaster:
-            forecaster()
-
-    made()
-    written = tmp_path / FORECAST
-    assert written.is_file()
-    written.write_text("another's")
-    (tmp_path / "writer.json").write_text(json.dumps({"identity": "another"}))
-    made()
-    assert written.read_text() == "another's"
     release(token)
 
 

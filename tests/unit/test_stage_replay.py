@@ -21,8 +21,13 @@ from phalanx.parallel.pipeline import cut
 from phalanx.parallel.pipeline.stage import Stage
 
 CPU = torch.device("cpu")
-WIDTH, RUNS = 8, 6
+WIDTH, RUNS = 8, 12
 SCALES = {"all": 1.0}
+
+
+class Settings:
+    def __init__(self) -> None:
+        self.scales = [1.0, 1.0, 1.0, 1.0]
 
 
 class Layers(nn.Module):
@@ -41,65 +46,43 @@ class Layers(nn.Module):
         return torch.relu(x)
 
 
-class Scaled(Layers):
-    scale = 1.0
+def layered(between: Callable[..., Tensor], **own: Any) -> Callable[[], Layers]:
+    """Layers with other code between them, and attributes of their own."""
+    kind = type("Made", (Layers,), {"between": between, "scale": 1.0})
 
-    def between(self, index: int, x: Tensor, mask: Tensor | None) -> Tensor:
-        return x * self.scale
+    def make() -> Layers:
+        model = kind()
+        vars(model).update(copy.deepcopy(own))
+        return model
 
-
-class ScaledByGlobal(Layers):
-    def between(self, index: int, x: Tensor, mask: Tensor | None) -> Tensor:
-        return x * SCALES["all"]
-
-
-class Settings:
-    def __init__(self) -> None:
-        self.scales = [1.0, 1.0, 1.0, 1.0]
+    return make
 
 
-class ScaledBySettings(Layers):
-    def __init__(self) -> None:
-        super().__init__()
-        self.settings = Settings()
-
-    def between(self, index: int, x: Tensor, mask: Tensor | None) -> Tensor:
-        return x * self.settings.scales[index]
+def counting(self: Any, index: int, x: Tensor, mask: Tensor | None) -> Tensor:
+    self.count += index == 0
+    return x * self.count
 
 
-class Counting(Layers):
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = 0
-
-    def between(self, index: int, x: Tensor, mask: Tensor | None) -> Tensor:
-        self.count += index == 0
-        return x * self.count
-
-
-class ByChance(Layers):
-    def between(self, index: int, x: Tensor, mask: Tensor | None) -> Tensor:
-        return x * random.random()
-
-
-class Masked(Layers):
+def masking(self: Any, index: int, x: Tensor, mask: Any) -> Tensor:
     """As transformers' models leave a mask out that hides nothing."""
-
-    def between(self, index: int, x: Tensor, mask: Tensor | None) -> Tensor:
-        assert mask is not None
-        return torch.relu(x) if mask.all() else x * mask
+    return torch.relu(x) if mask.all() else x * mask
 
 
-class Dropping(Layers):
-    def between(self, index: int, x: Tensor, mask: Tensor | None) -> Tensor:
-        return F.dropout(x, 0.5, training=self.training)
+def in_place(self: Any, index: int, x: Tensor, mask: Tensor | None) -> Tensor:
+    x = x.clone()
+    x[:, 0] += 1.0
+    return x.mul_(2.0)
 
 
-class InPlace(Layers):
-    def between(self, index: int, x: Tensor, mask: Tensor | None) -> Tensor:
-        x = x.clone()
-        x[:, 0] += 1.0
-        return x.mul_(2.0)
+def shaped_by_values(self: Any, index: int, x: Tensor, mask: Any) -> Tensor:
+    """The last values are divided by the number of rows that the mask leaves."""
+    return x if index < 3 or mask is None else x / max(mask[mask[:, 0].bool()].shape[0], 1)
+
+
+SCALED = layered(lambda self, index, x, mask: x * self.scale)
+BY_GLOBAL = layered(lambda self, index, x, mask: x * SCALES["all"])
+BY_SETTINGS = layered(lambda self, index, x, mask: x * self.settings.scales[index], settings=Settings())
+DROPPING = layered(lambda self, index, x, mask: F.dropout(x, 0.5, training=self.training))
 
 
 class Remembering(Layers):
@@ -115,29 +98,11 @@ class Remembering(Layers):
         return x * (1 + self.seen)
 
 
-class Detached(Layers):
-    """Half of each value learns nothing, and is computed in half precision."""
-
-    def between(self, index: int, x: Tensor, mask: Tensor | None) -> Tensor:
-        with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
-            y = x @ torch.eye(WIDTH)
-        return x + y.float()
-
-
 class Recomputed(Layers):
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         for layer in self.layers:
             x = checkpoint(layer, x, use_reentrant=False)
         return x
-
-
-class ShapedByValues(Layers):
-    """The last values are divided by the number of rows that the mask leaves."""
-
-    def between(self, index: int, x: Tensor, mask: Tensor | None) -> Tensor:
-        if index < 3 or mask is None:
-            return x
-        return x / max(mask[mask[:, 0].bool()].shape[0], 1)
 
 
 class Averaging(nn.Module):
@@ -171,22 +136,6 @@ class Told(Layers):
     def between(self, index: int, x: Tensor, mask: Tensor | None) -> Tensor:
         next(CALLS)
         return torch.relu(x)
-
-
-class Slotted:
-    __slots__ = ("scale",)
-
-    def __init__(self) -> None:
-        self.scale = 1.0
-
-
-class ScaledBySlot(Layers):
-    def __init__(self) -> None:
-        super().__init__()
-        self.settings = Slotted()
-
-    def between(self, index: int, x: Tensor, mask: Tensor | None) -> Tensor:
-        return x * self.settings.scale
 
 
 def stages(model: nn.Module, args: tuple[Any, ...], count: int) -> tuple[list[Stage], list[nn.Module]]:
@@ -241,37 +190,34 @@ def bounded(self: Layers, index: int, x: Tensor, mask: Tensor | None) -> Tensor:
     ("kind", "change", "replays"),
     [
         (Layers, None, True),
-        (Scaled, lambda model, run: setattr(model, "scale", 1.0 + run // 3), True),
-        (Scaled, lambda model, run: setattr(Scaled, "scale", 1.0 + run // 3), True),
-        (ScaledByGlobal, lambda model, run: SCALES.update(all=1.0 + run // 3), True),
-        (ScaledBySettings, lambda model, run: model.settings.scales.__setitem__(3, 1.0 + run // 3), True),
-        (ScaledBySlot, lambda model, run: setattr(model.settings, "scale", 1.0 + run // 3), True),
+        (SCALED, lambda model, run: setattr(model, "scale", 1.0 + run // 3), True),
+        (SCALED, lambda model, run: setattr(type(model), "scale", 1.0 + run // 3), True),
+        (BY_GLOBAL, lambda model, run: SCALES.update(all=1.0 + run // 3), True),
+        (BY_SETTINGS, lambda model, run: model.settings.scales.__setitem__(3, 1.0 + run // 3), True),
         (Layers, lambda model, run: setattr(Layers, "between", (plain, bounded)[run // 3 % 2]), True),
-        (Counting, None, False),
-        (ByChance, lambda model, run: random.seed(run), False),
-        (Masked, None, True),
-        (Dropping, None, True),
-        (Dropping, lambda model, run: model.train(run % 2 == 0), True),
-        (InPlace, None, True),
+        (layered(counting, count=0), None, False),
+        (layered(lambda self, index, x, mask: x * random.random()), lambda model, run: random.seed(run), False),
+        (layered(masking), None, True),
+        (DROPPING, None, True),
+        (DROPPING, lambda model, run: model.train(run % 2 == 0), True),
+        (layered(in_place), None, True),
         (Remembering, None, True),
         (ReadsUnits, None, True),
-        (Detached, None, True),
         (Recomputed, None, False),
-        (ShapedByValues, None, (True, False)),
+        (layered(shaped_by_values), None, (True, False)),
     ],
 )
 def test_replays_are_what_the_models_code_does(
-    kind: type[Layers],
+    kind: Callable[[], nn.Module],
     change: Callable[[Any, int], object] | None,
     replays: bool | None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(Scaled, "scale", 1.0)
     monkeypatch.setattr(Layers, "between", plain)
     monkeypatch.setitem(SCALES, "all", 1.0)
     torch.manual_seed(1)
     model = kind()
-    inputs = [(torch.randn(3, WIDTH), masks(run)) for run in range(4 * RUNS)]
+    inputs = [(torch.randn(3, WIDTH), masks(run)) for run in range(RUNS)]
     replaying, modules = stages(model, inputs[0], 2)
     following, others = stages(model, inputs[0], 2)
     for stage in following:  # which never records

@@ -63,21 +63,6 @@ class TestStatus:
         told = json.loads(invoke("status", str(tmp_path), "--json").stdout)
         assert (told["step"], told["steps"], told["plan"]) == (1, 20, "dp=2")
 
-    def test_one_that_stops_as_its_log_is_read(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Not that its log has no end."""
-        run_of(tmp_path, step(0))
-        read, trained = run_standing._events, [True]
-
-        def read_and_stop(folder: Path) -> list[dict[str, Any]]:
-            found = read(folder)
-            run_of(folder, step(0), {"event": "stopped", "time": 3.0, "step": 1, "signal": "SIGTERM"})
-            trained.clear()
-            return found
-
-        monkeypatch.setattr(run_standing, "is_written", lambda folder: bool(trained))
-        monkeypatch.setattr(run_standing, "_events", read_and_stop)
-        assert [run_standing.run_standing(tmp_path).state for _ in range(2)] == ["running", "stopped"]
-
     def test_one_that_has_not_begun_leads_to_what_was_printed(self, tmp_path: Path) -> None:
         (tmp_path / "launch").mkdir()
         done = invoke("status", str(tmp_path), "--json")
@@ -124,12 +109,6 @@ class TestLogs:
         assert (done.exit_code, done.stdout) == (0, "")
         assert f"its workers have printed nothing\n    phalanx status {tmp_path}" in done.stderr
 
-    def test_a_rank_that_has(self, tmp_path: Path) -> None:
-        (run_of(tmp_path) / "launch").mkdir()
-        (tmp_path / "launch" / "rank-1.log").write_text("hello\n")
-        assert invoke("logs", str(tmp_path), "--rank", "1").stdout == "hello\n"
-        assert "rank 0 has printed nothing" in invoke("logs", str(tmp_path), "--rank", "0").stderr
-
     def test_a_file_that_comes_late_is_followed(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """As of pods whose volume is not seen here: first there is neither what they print nor what workers leave."""
         files = [tmp_path / "rank-1.log", tmp_path / "pods-rank-1.log"]
@@ -170,21 +149,6 @@ def test_a_progress_bar_is_drawn_by_rank_0_alone(capsys: pytest.CaptureFixture[s
     assert printed(1, [bar], capsys) == ""
 
 
-@pytest.mark.parametrize(
-    "how",
-    [
-        {"total": 3, "desc": "Map", "unit": " examples"},
-        {"desc": "Generating train split", "unit": " examples"},
-        {"desc": "files"},
-        {"total": 3000, "unit": "B", "unit_scale": True},
-    ],
-)
-def test_bars_of_data_sets_are_known_too(how: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
-    for _ in tqdm(iter(range(3)), file=sys.stdout, mininterval=0, **how):
-        pass
-    assert printed(1, [capsys.readouterr().out], capsys) in ("", "[rank 1] \n")
-
-
 def test_other_ranks_leave_the_warnings_of_libraries_to_rank_0() -> None:
     def said(rank: int, module: str) -> int:
         with warnings.catch_warnings(record=True) as caught:
@@ -194,11 +158,6 @@ def test_other_ranks_leave_the_warnings_of_libraries_to_rank_0() -> None:
         return len(caught)
 
     assert [said(0, "peft.tuners.lora"), said(1, "peft.tuners.lora"), said(1, "mine.model")] == [1, 0, 1]
-
-
-@pytest.mark.parametrize("line", ["50% of | it\n", "a\rb\n", "step 3\rat 5 [1:2]\n", "loss 0.5 | 3/4\n"])
-def test_what_is_no_progress_bar_stays(line: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert printed(2, [line], capsys) == f"[rank 2] {line}"
 
 
 class Narrow(nn.Module):
@@ -243,19 +202,6 @@ def _job(work: object) -> px.Job:
         batch=1,
         steps=1,
     )
-
-
-def test_a_fault_without_a_line_of_the_user_is_whole() -> None:
-    code = compile("def fail():\n    raise RuntimeError('ours')", f"{Path(px.__file__).parent}/train/step.py", "exec")
-    found: dict[str, object] = {}
-    exec(code, found)
-    try:
-        found["fail"]()  # type: ignore[operator]
-    except RuntimeError as error:
-        error.__traceback__ = error.__traceback__ and error.__traceback__.tb_next
-        text = format_for_user(error)
-    assert "left out" not in text
-    assert "train/step.py" in text
 
 
 @pytest.mark.parametrize(

@@ -10,19 +10,17 @@ from typing import Any
 import pytest
 
 from phalanx.comm.mesh import Mesh
-from phalanx.config import Cluster, Plan, RunSpec
-from phalanx.errors import RunError, SpecError
-from phalanx.hardware import cluster, entry
+from phalanx.config import Cluster, Plan
+from phalanx.errors import SpecError
+from phalanx.hardware import entry
 from phalanx.launch.check_hosts import HostAnswer, HostFinding, HostSurvey, LinkAnswer, Needs, findings
-from phalanx.launch.targets import Offer, Submission, misfit, nearest_plan
+from phalanx.launch.targets import Offer, misfit, nearest_plan
 from phalanx.launch.targets.hosts_file import HostEntry
 from phalanx.launch.targets.slurm_offer import offer_of
-from phalanx.launch.targets.slurm_request import SlurmRequest
 from phalanx.launch.targets.ssh_host import host_numbers
-from phalanx.preflight.target_cluster import cluster_offered, cluster_there
+from phalanx.preflight.target_cluster import cluster_there
 
 pytestmark = pytest.mark.quick
-
 GIB = 2**30
 H100, A100 = ("NVIDIA H100 80GB HBM3", 79 * GIB), ("NVIDIA A100-SXM4-40GB", 39 * GIB)
 
@@ -73,26 +71,6 @@ class TestHosts:
         assert found.network == entry("H100").network(8)
         assert str(found) == "2x8xH100"
 
-    def test_only_as_many_devices_as_the_target_says(self) -> None:
-        found = there(host("n0", 4, has=(H100,) * 8), host("n1", 8, has=(H100,) * 8))
-        assert [(one.nodes, one.per_node) for one in found.groups] == [(1, 4), (1, 8)]
-
-    def test_unlike_ones_keep_their_order(self) -> None:
-        a, b = (H100,) * 2, (A100,) * 2
-        found = there(host("n0", 2, has=a), host("n1", 2, has=b), host("n2", 2, has=a), host("n3", 2, has=a))
-        assert [(one.device.name, one.nodes) for one in found.groups] == [("H100", 1), ("A100-40GB", 1), ("H100", 2)]
-
-    def test_a_device_that_does_not_work_is_none(self) -> None:
-        broken = host("n0", has=(H100,) * 4)
-        broken.told["devices"][1]["error"] = "computes wrong numbers"
-        assert there(broken).groups[0].per_node == 3
-
-    def test_links_inside_are_those_of_the_driver(self) -> None:
-        matrix = "      GPU0 GPU1\nGPU0  X    PHB\nGPU1  PHB  X\n"
-        pcie = {"error": "", "devices": [], "topology": matrix}
-        found = there(host("n0", 2, has=(H100,) * 2, gpus=pcie))
-        assert found.groups[0].link == entry("H100").host.link
-
     def test_workers_share_the_cores_and_memory_of_their_host(self) -> None:
         found = there(host("n0", 2), host("n1", 2, memory=63 * GIB))
         (group,) = found.groups
@@ -102,17 +80,9 @@ class TestHosts:
         assert group.device.memory == 63 * GIB // 2
         assert group.host.name == "n0, n1"
 
-    def test_hosts_with_other_cores_are_told_apart(self) -> None:
-        found = there(host("n0", 2, cores=8), host("n1", 2, cores=16))
-        assert [one.device.name for one in found.groups] == ["cpu-4-cores", "cpu-8-cores"]
-
     def test_hosts_with_and_without_devices_are_refused(self) -> None:
         with pytest.raises(SpecError, match="n1, without a GPU for each worker"):
             there(host("n0", 2, has=(H100,) * 2), host("n1", 2, has=(H100,)))
-
-    def test_a_silent_host_is_named(self) -> None:
-        with pytest.raises(RunError, match="host n1 cannot be used: Permission denied"):
-            there(host("n0", 1), HostAnswer(name="n1", told={}, error="Permission denied"))
 
 
 class TestNetwork:
@@ -130,25 +100,6 @@ class TestNetwork:
         fast = [host(name, 1, interface={"name": "eth0", "speed": 12.5e9}) for name in ("n0", "n1")]
         assert there(*fast, links=both(1.1e9)).network.bandwidth == 12.5e9
         assert there(*fast, links=both(1e8)).network.bandwidth == 1e8
-
-    def test_tcp_tells_nothing_of_infiniband(self) -> None:
-        hosts = [host(name, 8, has=(H100,) * 8, infiniband=True) for name in ("n0", "n1")]
-        assert there(*hosts, links=both(1e9)).network == entry("H100").network(8)
-
-
-@pytest.mark.parametrize(
-    "hosts",
-    [
-        (host("n0", 2), host("n1", 2)),
-        (host("n0", 2, cores=4), host("n1", 2, cores=12)),
-        (host("n0", 8, has=(H100,) * 8), host("n1", 8, has=(H100,) * 8)),
-        (host("n0", 2, has=(("Unheard Of", 8 * GIB),) * 2),),
-    ],
-)
-def test_a_file_of_it_reads_as_it_was(hosts: tuple[HostAnswer, ...], tmp_path: Path) -> None:
-    found = there(*hosts, links=both(1e8) if len(hosts) > 1 else ())
-    (tmp_path / "rack.toml").write_text(found.to_toml())
-    assert cluster(str(tmp_path / "rack.toml")) == found
 
 
 NODES = [("128", "1000000", "gpu:a100:8(S:0-1)")]  # what sinfo says of a partition
@@ -186,12 +137,6 @@ class TestOffer:
     def test_is_none_where_it_does_not_say(self, rows: Any, options: Mapping[str, str]) -> None:
         assert offer_of(rows, options) is None
 
-    def test_is_a_cluster(self) -> None:
-        assert cluster_offered(Offer(nodes=2, devices=8, device="A100-80GB")) == cluster("2x8xA100-80GB")
-        (group,) = cluster_offered(Offer(nodes=2, devices=1, cores=16, memory=64 * GIB)).groups
-        assert (group.nodes, group.per_node, group.device.memory) == (2, 1, 64 * GIB)
-        assert group.device.peak["fp32"] == 16 * entry("cpu").device.peak["fp32"]
-
 
 @pytest.mark.parametrize(
     ("plan", "processes", "nearest"),
@@ -217,28 +162,6 @@ def test_a_plan_for_more_than_is_offered_is_refused_with_the_nearest() -> None:
     assert problem
     assert problem.given == "dp=4 fsdp=8, for 32 devices: 2 nodes with 8 x H100 (sinfo) have 16"
     assert problem.fix == "--plan 'dp=2 fsdp=8'"
-
-
-def submission(folder: Path, plan: str, *, grace: float = 30.0, **options: str) -> Submission:
-    named = {name.replace("_", "-"): value for name, value in options.items()}
-    run = RunSpec(job="train.py", plan=Plan.parse(plan), folder=folder, grace=grace)
-    return Submission(run=run, name="digits", python="python", options=named)
-
-
-class TestSlurmRefuses:
-    def test_more_devices_than_its_nodes_are_asked_for(self, tmp_path: Path) -> None:
-        with pytest.raises(SpecError) as caught:
-            SlurmRequest.of(submission(tmp_path, "fsdp=16", nodes="2", gpus_per_node="4"))
-        (problem,) = caught.value.problems
-        assert problem.fix == "--plan fsdp=8"
-
-    def test_a_time_in_which_no_checkpoint_of_the_run_was_whole(self, tmp_path: Path) -> None:
-        event = '{"event": "checkpoint", "time": 1.0, "step": 3, "path": "checkpoints/step-3", "bytes": 8, '
-        (tmp_path / "events.jsonl").write_text(event + '"seconds": 200.0, "standstill": 200.0}\n')
-        with pytest.raises(SpecError) as caught:
-            SlurmRequest.of(submission(tmp_path, "dp=2", nodes="2", gpus_per_node="0", time="3m"))
-        assert [problem.fix for problem in caught.value.problems] == ["--grace 300", "--time 11m"]
-        assert SlurmRequest.of(submission(tmp_path, "dp=2", grace=300.0, nodes="2", gpus_per_node="0", time="11m")).time
 
 
 @pytest.mark.parametrize(
@@ -269,12 +192,6 @@ class TestRanks:
         inside = all(len(group) == 1 for group in groups)
         assert inside == (devices != (1, 1))
         assert bool(split_groups(asked, devices)) != inside
-
-    def test_hosts_of_unlike_sizes_are_warned_of(self) -> None:
-        (found,) = split_groups(Plan.parse("dp=3 tp=2"), (1, 4, 1))
-        assert (found.hosts, found.fails) == (("n0", "n1", "n2"), False)
-        assert found.what.startswith("2 of 3 tp groups are on several hosts")
-        assert "divides the devices of each host (1, 4, 1)" in found.fix
 
 
 def split_groups(plan: Plan, workers: tuple[int, ...]) -> list[HostFinding]:

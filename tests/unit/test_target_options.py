@@ -9,15 +9,13 @@ from typing import Any
 import pytest
 
 from phalanx.config import Plan, RunSpec
-from phalanx.errors import RunError, SpecError
-from phalanx.launch.targets import TARGETS, Offer, Submission, Target, find_target, own_words, settled_options
+from phalanx.errors import SpecError
+from phalanx.launch.targets import TARGETS, Submission, Target, find_target, settled_options
 from phalanx.launch.targets.kubernetes import KubernetesTarget
-from phalanx.launch.targets.kubernetes_offer import pods_offered
 from phalanx.launch.targets.ray_request import NodeOffer, offer_of, offers
 from phalanx.launch.targets.sagemaker import SageMakerTarget
 from phalanx.launch.targets.sagemaker_instances import instances_offered
 from phalanx.launch.targets.slurm import SlurmTarget
-from phalanx.launch.targets.slurm_offer import gpus_in
 
 pytestmark = pytest.mark.quick
 QUEUES = {
@@ -125,34 +123,6 @@ class TestUnknown:
         assert problem.given == f"{to}, with {words[0].partition('=')[0]}"
 
 
-SAID = """Slurm refuses it: sbatch: warning: you ask for much
-sbatch: error: Batch job submission failed: Invalid qos specification
-sbatch: error: for account vision
-    try: sinfo, which says what there is"""
-
-
-@pytest.mark.parametrize(
-    ("said", "words"),
-    [
-        (
-            SAID,
-            "sbatch: error: Batch job submission failed: Invalid qos specification; sbatch: error: for account vision",
-        ),
-        (
-            "refuses it: Warning: old API\nError from server (Forbidden): no\n    try: it",
-            "Error from server (Forbidden): no",
-        ),
-        (
-            "Slurm refuses it: sbatch: warning: no more than this",
-            "Slurm refuses it: sbatch: warning: no more than this",
-        ),
-        ("one line", "one line"),
-    ],
-)
-def test_a_warning_does_not_hide_what_was_refused(said: str, words: str) -> None:
-    assert own_words(RunError(said)) == words
-
-
 class TestGpus:
     @pytest.mark.parametrize(
         ("name", "plan", "options", "words"),
@@ -191,13 +161,6 @@ class TestGpus:
     )
     def test_one_that_fits_is_not(self, tmp_path: Path, name: str, plan: str, options: dict[str, str]) -> None:
         assert "train" in prepared(name, tmp_path, plan=plan, **options)
-
-    @pytest.mark.parametrize(
-        ("gres", "gpus"),
-        [("gpu", 1), ("gpu:a100:4,fpga:1", 4), ("gres/gpu:2(S:0-1)", 2), ("fpga:1", 0), ("gpu:1g.5gb:2", None)],
-    )
-    def test_generic_resources_are_counted(self, gres: str, gpus: int | None) -> None:
-        assert gpus_in(gres) == gpus
 
 
 class TestTime:
@@ -260,10 +223,6 @@ class TestOffers:
         assert str(instances_offered(options)) == said
         assert str(SageMakerTarget("").offer(options)) == said
 
-    def test_an_instance_has_memory_by_its_family(self) -> None:
-        offer = instances_offered({"instance": "ml.r5.2xlarge"})
-        assert offer == Offer(nodes=1, devices=1, cores=8, memory=64 * 2**30, by="ml.r5.2xlarge")
-
     @pytest.mark.parametrize(
         ("options", "said"),
         [
@@ -287,25 +246,6 @@ class TestOffers:
         assert offer
         assert (offer.nodes, offer.devices) == (int(options.get("nodes", "1")), int(options["gpus-per-node"]))
         assert offer.device == said
-
-    def test_of_pods_without(self) -> None:
-        offer = pods_offered({"gpus-per-node": "0", "cpu": "8", "memory": "16Gi", "nodes": "3"})
-        assert offer == Offer(nodes=3, devices=1, cores=8, memory=16 * 2**30, by="--cpu")
-
-    @pytest.mark.parametrize(
-        "options",
-        [
-            {"gpus-per-node": "8"},  # of what kind?
-            {"gpus-per-node": "8", "node-selector": "pool=a100"},
-            {"node-selector": "nvidia.com/gpu.product=NVIDIA-L4"},  # how many?
-            {"gpus-per-node": "0"},
-            {"gpus-per-node": "0", "cpu": "500m"},
-            {"cpu": "8"},  # and GPUs?
-            {"gpus-per-node": "0", "cpu": "8", "nodes": "two"},
-        ],
-    )
-    def test_of_pods_is_none_where_the_options_do_not_say(self, options: dict[str, str]) -> None:
-        assert pods_offered(options) is None
 
     @pytest.mark.parametrize(
         ("nodes", "options", "said"),
@@ -347,12 +287,6 @@ class TestSbatch:
         assert own == {"sbatch": "--exclusive\n--mail-type=END", "nodes": "1"}
         lines = prepared("slurm", tmp_path, **own).partition("\n\n")[2].splitlines()
         assert lines.count("#SBATCH --exclusive") == lines.count("#SBATCH --mail-type=END") == 1
-
-    def test_they_are_asked_of_both_kinds_of_nodes(self, tmp_path: Path) -> None:
-        script = prepared("slurm", tmp_path, nodes="1", also="nodes=1 gpus-per-node=8", sbatch="--exclusive")
-        first, second = script.split("#SBATCH hetjob\n")
-        assert "#SBATCH --exclusive\n" in first
-        assert "#SBATCH --exclusive\n" in second
 
     @pytest.mark.parametrize(
         ("text", "given", "fix"),

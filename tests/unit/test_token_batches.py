@@ -21,10 +21,8 @@ from phalanx.data.loader import data_facts
 from phalanx.data.sampler import Permutation
 from phalanx.errors import SpecError
 from phalanx.parallel.assemble import check
-from phalanx.train.traced_job import steps_of
 
 pytestmark = pytest.mark.quick
-
 LENGTHS = [5, 3, 9, 2, 7, 4, 26, 3, 6, 8]
 
 
@@ -82,15 +80,6 @@ def test_a_sampler_says_the_order_and_may_repeat() -> None:
     assert [ids.tolist() for *_, ids in TokenBatchSampler(given, 10).walk(0, 3)] == [[6], [0, 0, 9], [1]]
 
 
-@in_one_test("lengths", [np.asarray(LENGTHS), torch.tensor(LENGTHS), tuple(LENGTHS), map])
-def test_lengths_of_any_kind(lengths: Any) -> None:
-    if lengths is map:
-        with pytest.raises(SpecError, match="given a map; allowed: one whole number, 0 or more, for each sample"):
-            px.TokenBatch(12, map(len, ["a"]))
-        return
-    assert TokenBatchSampler(job(batch_tokens=px.TokenBatch(12, lengths)), 10).steps_of(1) > 1
-
-
 @in_one_test(
     ("how", "words"),
     [
@@ -130,27 +119,6 @@ def test_data_that_do_not_go_with_it_are_refused(data: Any, lengths: Any, words:
 def test_shares_by_speed_are_refused() -> None:
     assert any("shares=auto with batch_tokens" in one.given for one in check(job(), px.Plan.parse("dp=2 shares=auto")))
     assert not check(job(), px.Plan.parse("dp=2 shares=3,1"))
-
-
-def test_steps_are_counted() -> None:
-    assert (
-        steps_of(job())
-        == TokenBatchSampler(job(), 10).steps_of(2)
-        == Loader(rows(), job(), Lane(), micro=None).total_steps
-    )
-
-
-def test_what_ends_steps_before_their_tokens_is_told() -> None:
-    def said(**how: Any) -> list[str]:
-        return Loader(rows(), job(**how), Lane(), micro=None).remarks
-
-    assert said() == []
-    assert "end with 2 samples, the most by batch=2, before these have the 12 tokens" in said(batch=2)[0]
-    most = px.TokenBatch(500, LENGTHS)
-    assert (
-        "more than there are: each step has all 10 samples of an epoch, 73 tokens"
-        in said(batch=64, batch_tokens=most)[0]
-    )
 
 
 LAST = TokenBatchSampler(job(), 10).steps_of(2) - 1

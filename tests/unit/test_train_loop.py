@@ -19,7 +19,6 @@ from phalanx.data import Ledger, MicroBatch, StepBatch, read_ledger
 from phalanx.errors import CheckpointError
 from phalanx.events import read
 from phalanx.events.schema import faults
-from phalanx.parallel.rng_streams import reseed, stream
 from phalanx.train.assembly import Assembly, build
 from phalanx.train.build_model import build_model
 from phalanx.train.evaluate import Evaluation
@@ -147,47 +146,12 @@ def test_it_pauses_where_something_is_due_and_does_all_once_at_the_end(tmp_path:
     assert [name for name, _ in names][-3:] == ["timing", "memory", "end"]
 
 
-def test_without_pauses_it_evaluates_and_saves_at_the_end(tmp_path: Path) -> None:
-    stepper = Counting(tmp_path)
-    looped(stepper, tmp_path, evaluate_every=0, save_every=0)
-    assert stepper.moments == [("save", 10), ("evaluate", 10)]
-    assert stepper.tried == 1  # before the first step
-
-
 def test_after_steps_were_lost_what_they_led_to_is_done_again(tmp_path: Path) -> None:
     stepper = Counting(tmp_path, strikes=8, back=6)
     looped(stepper, tmp_path, evaluate_every=4, save_every=4)
     expected = [("save", 4), ("evaluate", 4), ("save", 8), ("recover", 1)]
     expected += [("save", 8), ("evaluate", 8), ("save", 10), ("evaluate", 10)]
     assert stepper.moments == expected
-
-
-def test_a_save_that_could_not_be_written_is_over_once_the_run_has_gone_back(tmp_path: Path) -> None:
-    begun: list[Saving] = []
-
-    class Failing(Counting):
-        """The thread that writes the checkpoint of step 4 fails, which is known only after steps were lost."""
-
-        def save(self, folder: Path, *, keep: int, keep_every: int | None) -> Saving:
-            if self._step != 4 or begun:
-                return super().save(folder, keep=keep, keep_every=keep_every)
-            begun.append(Saving(4, folder / "step-4", time.perf_counter()))
-            return begun[0]
-
-        def steps(self, *given: Any) -> Iterator[tuple[StepBatch, Metrics, Lap | None]]:
-            for taken in super().steps(*given):
-                if self._step == 7 and self._strikes == 7:
-                    self._strikes = -1
-                    raise StepsLostError(1, "a loss that is not finite")
-                yield taken
-
-        def recover(self, lost: StepsLostError) -> None:
-            begun[0].end(CheckpointError("the disk is full"))
-            super().recover(lost)
-
-    stepper = Failing(tmp_path, strikes=7)
-    looped(stepper, tmp_path, evaluate_every=0, save_every=4)
-    assert stepper.moments == [("recover", 1), ("save", 4), ("save", 8), ("save", 10), ("evaluate", 10)]
 
 
 def test_a_request_to_stop_ends_it_after_the_step_that_is_under_way_with_a_checkpoint(tmp_path: Path) -> None:
@@ -208,24 +172,12 @@ def test_by_the_clock_it_saves_when_the_time_has_come(tmp_path: Path, monkeypatc
     assert stepper.moments == [("save", 3), ("save", 6), ("save", 9), ("save", 10), ("evaluate", 10)]
 
 
-def test_streams_differ_by_every_word() -> None:
-    seeds = {stream(seed, *words) for seed in range(20) for words in ((0,), (1,), (0, 0), (0, 1), (1, 0))}
-    assert len(seeds) == 100
-
-
 def test_neighbouring_seeds_give_other_initial_values() -> None:
     def first(seed: int) -> float:
         return float(next(build_model(job(seed=seed)).parameters())[0, 0].detach())
 
     assert len({first(seed) for seed in range(6)}) == 6
     assert first(3) == first(3)
-
-
-def test_reseeding_repeats() -> None:
-    reseed(torch.device("cpu"), stream(1, 2, 3))
-    first = torch.rand(3)
-    reseed(torch.device("cpu"), stream(1, 2, 3))
-    assert torch.equal(first, torch.rand(3))
 
 
 def saved_and_restored(folder: Path, before: dict[str, Any], after: dict[str, Any]) -> Assembly:

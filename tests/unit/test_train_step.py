@@ -6,7 +6,6 @@ import math
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +16,6 @@ import phalanx as px
 from in_one_test import in_one_test
 from phalanx.comm import Place
 from phalanx.errors import LossError, RefusedError, SpecError
-from phalanx.train import grad_clipping
 from phalanx.train.assembly import Assembly, build
 from phalanx.train.evaluate import evaluate
 from phalanx.train.loss_scaling import LossScale
@@ -82,14 +80,6 @@ class TestRates:
     def test_one_beside_a_schedule_is_refused(self) -> None:
         with pytest.raises(RefusedError, match="OneCycleLR on the optimizer and Schedule"):
             assembled(optimizer=one_cycle, schedule=px.Schedule(warmup_steps=3))
-
-    def test_what_a_loop_of_ones_own_sets_stands(self) -> None:
-        assembly = assembled(epochs=None, steps=3)
-        found: list[float] = []
-        for batch in assembly.loader:
-            assembly.optimizer.param_groups[0]["lr"] = 0.1 / (1 + batch.step)
-            found.append(assembly.step(batch).lr)
-        assert found == pytest.approx([0.1, 0.05, 0.1 / 3])
 
     def test_or_is_refused_where_a_schedule_sets_it(self) -> None:
         assembly = assembled(epochs=None, steps=3, schedule=px.Schedule(decay="linear"))
@@ -266,33 +256,6 @@ class TestLateNumbers:
         assert isinstance(numbers, torch.Tensor)
         assert norm is not None
         assert (numbers.tolist(), float(norm), numbers.device.type) == ([6.0, 4.0], 2.0, "cpu")
-
-
-def test_a_factor_from_another_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    multiplied: list[Any] = []
-    foreach = SimpleNamespace(
-        _foreach_mul_=lambda grads, factor: multiplied.append(factor.device.type), Tensor=torch.Tensor
-    )
-    monkeypatch.setattr(grad_clipping, "torch", foreach)
-    grad_clipping.scale([torch.zeros(2, device="meta")], torch.tensor(0.5))
-    assert multiplied == ["meta"]
-
-
-class TestInitialValues:
-    def test_every_global_source_is_seeded(self) -> None:
-        import random
-
-        import numpy as np
-
-        class Drawn(Net):
-            def __init__(self) -> None:
-                super().__init__()
-                self.a = nn.Parameter(torch.tensor([random.random(), np.random.rand()]))
-
-        first, second = (
-            dict(assembled(model=Drawn, unused="allow").layout.module.named_parameters())["a"] for _ in range(2)
-        )
-        assert torch.equal(first, second)
 
 
 @in_one_test("dtype", [torch.bfloat16, torch.float16])

@@ -1,27 +1,189 @@
-"""Constants of this machine: found again from sweeps made up by their laws, written, read, and used by forecasts."""
+"""What is read of a machine, and its constants, found again from sweeps that are made up by their laws."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
+from in_one_test import in_one_test
+from phalanx import hardware
 from phalanx.cli.app import main
 from phalanx.config import Cluster, Host, Network
-from phalanx.device_kinds import host
-from phalanx.errors import SpecError
+from phalanx.device_kinds import all_kinds, kind_named
 from phalanx.forecast.network import Fabric, collective
 from phalanx.forecast.rates import Core, Wires, rates
-from phalanx.forecast.step_time import StepTime, _others, crowded
-from phalanx.hardware import calibrate, cluster
+from phalanx.hardware import calibrate, cluster, probe
 from phalanx.hardware.calibrate import Sweeps, busy_share, calibrated
-from phalanx.hardware.probe import cpu_group
-from phalanx.hardware.sweeps import QUICK, MeasuredExchange, Measurement, operations, sweep
-from phalanx.launch import measure_gpu
-from phalanx.launch.measure_gpu import QUICK as QUICK_GPU
-from phalanx.launch.measure_gpu import with_measured_kernels
+from phalanx.hardware.probe import Gpu, cpu_group
+from phalanx.hardware.sweeps import MeasuredExchange, Measurement
+from phalanx.launch.check_hosts import host_probe
+
+GIB = 2**30
+NVSWITCH = """\
+\t\x1b[4mGPU0\tGPU1\tGPU2\tNIC0\tCPU Affinity\tNUMA Affinity\x1b[0m
+GPU0\t X \tNV12\tNV12\tPXB\t0-63\t0
+GPU1\tNV12\t X \tNV12\tPXB\t0-63\t0
+GPU2\tNV12\tNV12\t X \tSYS\t64-127\t1
+NIC0\tPXB\tPXB\tSYS\t X \t\t
+
+Legend:
+
+  X    = Self
+  NV#  = Connection traversing a bonded set of # NVLinks
+"""
+HYBRID = "\tGPU0\tGPU1\tGPU2\nGPU0\t X \tNV2\tSYS\nGPU1\tNV2\t X \tNV1\nGPU2\tSYS\tNV1\t X \n"
+ISLANDS = (
+    "\tGPU0\tGPU1\tGPU2\tGPU3\nGPU0\t X \tNV18\tSYS\tSYS\nGPU1\tNV18\t X \tSYS\tSYS\n"
+    "GPU2\tSYS\tSYS\t X \tNV18\nGPU3\tSYS\tSYS\tNV18\t X \n"
+)
+PCIE = "\tGPU0\tGPU1\tCPU Affinity\nGPU0\t X \tPHB\t0-31\nGPU1\tPHB\t X \t0-31\n"
+BRIDGE = "\tGPU0\tGPU1\nGPU0\t X \tNV4\nGPU1\tNV4\t X \n"
+
+
+def tree(root: Path, **files: str) -> Path:
+    for name, text in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"{text}\n")
+    return root
+
+
+@in_one_test(("quota", "cores"), [("250000 100000", 2), ("50000 100000", 1), ("max 100000", 12)])
+def test_a_quota_limits_cores(quota: str, cores: int, tmp_path: Path) -> None:
+    root = tree(tmp_path, **{"proc/self/cgroup": "0::/pod/box", "sys/fs/cgroup/pod/cpu.max": quota})
+    assert probe.cores_of(root, 12) == cores
+
+
+def test_the_lowest_limit_above_counts(tmp_path: Path) -> None:
+    files = {
+        "proc/self/cgroup": "0::/pod/box",
+        "sys/fs/cgroup/memory.max": "max",
+        "sys/fs/cgroup/pod/memory.max": str(8 * GIB),
+        "sys/fs/cgroup/pod/box/memory.max": str(16 * GIB),
+    }
+    assert probe.memory_of(tree(tmp_path, **files), 64 * GIB) == 8 * GIB
+
+
+def test_the_fastest_interface_is_the_network(tmp_path: Path) -> None:
+    interfaces = {"eth0": ("25000", "up"), "eth1": ("100000", "down"), "eth2": ("-1", "up"), "br0": ("200000", "up")}
+    for name, (speed, state) in interfaces.items():
+        folder = f"sys/class/net/{name}"
+        tree(tmp_path, **{f"{folder}/speed": speed, f"{folder}/operstate": state})
+        if name != "br0":
+            (tmp_path / folder / "device").mkdir()
+    network = probe.network_of(tmp_path)
+    assert network is not None
+    assert (network.name, network.bandwidth) == ("eth0, 25 Gb/s", 25e9 / 8)
+
+
+def test_infiniband_ports_add_up(tmp_path: Path) -> None:
+    for place, state in enumerate(["4: ACTIVE", "4: ACTIVE", "1: DOWN"]):
+        port = f"sys/class/infiniband/mlx5_{place}/ports/1"
+        tree(tmp_path, **{f"{port}/rate": "400 Gb/sec (4X NDR)", f"{port}/state": state})
+    network = probe.network_of(tmp_path)
+    assert network is not None
+    assert (network.name, network.bandwidth) == ("2 x 400 Gb/s InfiniBand", 100e9)
+
+
+@in_one_test(
+    ("name", "gib", "found"),
+    [
+        ("NVIDIA A100-SXM4-80GB", 79.15, "A100-80GB"),
+        ("NVIDIA A100-PCIE-40GB", 39.39, "A100-PCIe-40GB"),
+        ("NVIDIA A100 80GB PCIe", 79.15, "A100-PCIe-80GB"),
+        ("NVIDIA H100 80GB HBM3", 79.11, "H100"),
+        ("NVIDIA H100", 95.0, "H100-96GB-500W"),
+        ("NVIDIA H200", 139.8, "H200"),
+        ("NVIDIA GB200", 184.31, "GB200"),
+        ("Tesla V100-SXM2-16GB", 15.77, "V100-16GB"),
+        ("Tesla P100-PCIE-16GB", 15.89, "P100-PCIe"),
+        ("Tesla T4", 14.56, "T4"),
+        ("NVIDIA GeForce RTX 4090", 23.65, "RTX-4090"),
+        ("AMD Instinct MI300X", 191.98, "MI300X"),
+        ("NVIDIA A100-SXM4-80GB MIG 1g.10gb", 9.5, "cuda"),
+        ("NVIDIA RTX 5000 Ada Generation", 31.6, "cuda"),
+        ("", 16, "cuda"),
+    ],
+)
+def test_names_of_drivers_are_found(name: str, gib: float, found: str) -> None:
+    gpu = Gpu(name=name, memory=round(gib * GIB))
+    known = probe.matched(gpu)
+    assert known.device.name == found
+    assert probe.measured(gpu, known).room == gpu.memory - GIB // 2
+
+
+@in_one_test(
+    ("matrix", "count", "device", "link"),
+    [
+        (NVSWITCH, 3, "A100", "NVLink 3"),
+        (HYBRID, 3, "V100", "NVLink 2"),
+        (ISLANDS, 4, "H100", "PCIe 5.0 x16"),
+        (PCIE, 2, "A100", "PCIe 4.0 x16"),
+        (BRIDGE, 2, "RTX-3090", "NVLink bridge, 4 lanes"),
+        (PCIE, 1, "A100", "NVLink 3"),
+    ],
+)
+def test_links_are_those_of_the_matrix(matrix: str, count: int, device: str, link: str) -> None:
+    assert probe.link_of(matrix, count, hardware.entry(device)).name == link
+
+
+def test_gpus_make_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    same = [Gpu(name="NVIDIA A100-SXM4-80GB", memory=85_000_000_000)] * 3
+    monkeypatch.setattr(probe, "_gpus", lambda kind: (*same, Gpu(name="Tesla T4", memory=15_600_000_000)))
+    monkeypatch.setattr(probe, "_topology", lambda kind: "")
+    found = hardware.this_machine()
+    shape = {group.device.name: (group.nodes, group.per_node, group.link.name) for group in found.groups}
+    assert shape == {"A100-80GB": (1, 3, "NVLink 3"), "T4": (1, 1, "PCIe 3.0 x16")}
+    assert found.groups[0].host.cores == hardware.cores()
+    assert found.groups[0].device.room == 85_000_000_000 - GIB // 2
+
+
+DRIVER = """#!/bin/sh
+case "$1" in
+    --query-gpu=*) printf '0, H100, 81559, 1024, 550.1\\n1, H100, 81559, [N/A], 550.1\\n' ;;
+    --query-compute-apps=*) echo 4242 ;;
+    topo) echo matrix ;;
+esac
+"""
+
+
+@pytest.mark.parametrize(
+    ("tool", "told"),
+    [
+        (
+            DRIVER,
+            {
+                "error": "",
+                "devices": [
+                    {"index": 0, "name": "H100", "total": 81559 * 2**20, "used": 1024 * 2**20},
+                    {"index": 1, "name": "H100", "total": 81559 * 2**20, "used": 0},
+                ],
+                "driver": "550.1",
+                "pids": ["4242"],
+                "topology": "matrix",
+            },
+        ),
+        ("#!/bin/sh\necho first\necho has failed\nexit 9\n", {"error": "has failed"}),
+        ("", {}),
+    ],
+)
+def test_drivers_are_asked_by_the_texts_of_their_kinds(
+    tool: str, told: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drivers = {kind.name: kind.driver for kind in all_kinds() if kind.driver}
+    (path,) = (tmp_path / kind.driver_tool for kind in all_kinds() if kind.driver_tool)
+    if tool:
+        path.write_text(tool)
+        path.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin" if tool else str(tmp_path))
+    nothing = {"error": "", "devices": [], "driver": "", "pids": [], "topology": ""}
+    assert host_probe._gpus(drivers) == {**nothing, **told}
+    assert kind_named("cuda").topology().strip() == told.get("topology", "")
+
 
 PEAK, OPERAND, FLOOR = 150e9, 3e-10, 2e-6
 NEAR, FAR, CACHE, FRESH = 80e9, 12e9, 4e6, 3e-10
@@ -127,13 +289,6 @@ class TestFitting:
         assert device.peak["bf16"] == pytest.approx(PEAK / 2, rel=0.01)
         assert (found["near"], found["far"]) == pytest.approx((NEAR, FAR), rel=0.05)
 
-    def test_no_constant_is_negative(self) -> None:
-        points = [
-            Measurement(kind="product", name="fp32", sizes=(m, n, k), seconds=m * n * k / PEAK) for m, n, k in SHAPES
-        ]
-        peak, operand = calibrate.products(points, floor=1e-5)
-        assert peak > 0 <= operand
-
     def test_beyond_the_cache_a_byte_takes_longer(self) -> None:
         points = [
             *exchanged(),
@@ -155,11 +310,6 @@ class TestFile:
         assert read == machine
         assert read.groups[0].device.measured == machine.groups[0].device.measured
 
-    def test_what_is_no_number_is_named(self, machine: Cluster) -> None:
-        text = machine.to_toml().replace("busy = 1.25", 'busy = "much"')
-        with pytest.raises(SpecError, match=r"measured\.busy"):
-            Cluster.from_toml(text)
-
 
 class TestForecasts:
     def test_rates_follow_the_measurement(self, machine: Cluster) -> None:
@@ -177,38 +327,8 @@ class TestForecasts:
         seconds = collective("all-reduce", size, ranks, np.ones(5), fabric)
         assert seconds == pytest.approx([0.0, 4e-4, 6e-4, 8e-4, 16e-4], rel=0.01)
 
-    def test_processes_beyond_the_cores_take_turns(self) -> None:
-        core = Core(floor=1e-6, operand={"fp32": 0.0}, near=1e10, far=1e10, cache=1e6, busy=1.2, busy_stream=1.5)
-        processes = np.array([1.0, 2.0, 4.0])
-        step = crowded(_step(products=1.0, memory=0.5, pipeline=0.0), processes, 2, core)
-        assert step.products == pytest.approx([1.0, 1.2, 2.4])
-        assert step.memory == pytest.approx([0.5, 0.75, 1.5])
-
-    def test_groups_beside_each_other_share_the_cores_while_they_exchange(self) -> None:
-        ranks, processes = np.array([1.0, 2.0, 2.0, 4.0, 4.0]), np.array([4.0, 2.0, 4.0, 4.0, 8.0])
-        # one rank exchanges nothing; the others' lines were measured with no more than their own ranks on two cores
-        assert _others(ranks, processes, 2)[1:] == pytest.approx([1.0, 2.0, 1.0, 2.0])
-
-    def test_turns_fill_what_a_pipeline_waits(self) -> None:
-        core = Core(floor=1e-6, operand={"fp32": 0.0}, near=1e10, far=1e10, cache=1e6)
-        step = crowded(_step(products=1.0, memory=0.0, pipeline=0.75), np.array([4.0, 4.0, 4.0]), 2, core)
-        assert step.total == pytest.approx([2.0, 2.0, 2.0])
-        longer = crowded(_step(products=1.0, memory=0.0, pipeline=3.0), np.array([4.0, 4.0, 4.0]), 2, core)
-        assert longer.total == pytest.approx([4.0, 4.0, 4.0])
-
-
-def _step(*, products: float, memory: float, pipeline: float) -> StepTime:
-    none, known = np.zeros(3), {"products": products, "memory": memory, "pipeline": pipeline}
-    names = StepTime.__slots__
-    return StepTime(**{name: np.full(3, known[name]) if name in known else none for name in names})
-
 
 class TestMeasuring:
-    def test_every_operation_is_timed(self) -> None:
-        points = sweep(QUICK)
-        assert {one.name for one in points if one.kind == "named"} == set(operations("cpu"))
-        assert all(one.seconds > 0 for one in points)
-
     def test_a_quiet_machine_is_told_from_a_busy_one(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         path = tmp_path / "stat"
         assert busy_share(path, 0.0) == 0.0  # nothing says how busy it is
@@ -223,13 +343,6 @@ class TestMeasuring:
             )
             assert busy_share(path, 0.1) == pytest.approx(share)
 
-    def test_waiting_ends_when_it_is_quiet_or_patience_is_over(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        looks = iter((0.9, 0.5, 0.1, 0.0))
-        monkeypatch.setattr(calibrate, "busy_share", lambda: next(looks))
-        assert calibrate.wait_until_quiet(60.0) == 0.1
-        monkeypatch.setattr(calibrate, "busy_share", lambda: 0.9)
-        assert calibrate.wait_until_quiet(0.0) == 0.9
-
     @pytest.mark.usefixtures("_ready_to_fork")  # what it measures are launches
     def test_the_command_writes_a_cluster(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         path = tmp_path / "machine.toml"
@@ -238,27 +351,3 @@ class TestMeasuring:
         assert ended.value.code == 0
         assert json.loads(capsys.readouterr().out)["file"] == str(path)
         assert Core.of(cluster(str(path)).groups[0].device.measured) is not None
-
-
-def test_kernels_of_a_gpu_are_what_forecasts_read(tmp_path: Path) -> None:
-    kind = host()  # in place of a GPU: the arithmetic and the file are the same
-    found = with_measured_kernels(cluster("2xH100"), kind, QUICK_GPU)
-    (tmp_path / "machine.toml").write_text(found.to_toml())
-    device = cluster(str(tmp_path / "machine.toml")).groups[0].device
-    assert set(device.measured) == {"product", "stream", "attention", "attention_backward", "host"}
-    known, read = rates(cluster("2xH100").groups[0].device), rates(device)
-    assert {name: getattr(read.kernels, name) for name in device.measured} == dict(device.measured)
-    assert read.kernels.floor == known.kernels.floor  # not measured
-    assert all(0 < value <= 1 for value in device.measured.values())
-
-
-def test_shares_are_of_the_data_sheet(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measure_gpu._Timer, "_seconds", lambda self, work, count=10: (work(), 1e-3)[1])
-    device = with_measured_kernels(cluster("1xH100"), host(), QUICK_GPU).groups[0].device
-    flops, moved = 2 * QUICK_GPU.product**3 / 1e-3, 12 * QUICK_GPU.stream / 1e-3
-    depth = rates(cluster("1xH100").groups[0].device).kernels.depth
-    assert device.measured["product"] == pytest.approx(flops / device.peak["bf16"] * (1 + depth / QUICK_GPU.product))
-    assert device.measured["stream"] == pytest.approx(moved / device.bandwidth)
-    assert device.measured["attention"] == pytest.approx(
-        64 * 2 * QUICK_GPU.tokens**2 * 128 / 1e-3 / device.peak["bf16"]
-    )

@@ -1,4 +1,4 @@
-"""Where models are cut into stages, what passes the cuts, what cannot be cut, and what counts as a block."""
+"""Where models are cut: into stages, what passes and what cannot; and which weights tensor parallelism shares out."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import phalanx as px
 from in_one_test import in_one_test
 from phalanx.config import Plan
-from phalanx.demo.jobs.gpt import GPT, Size
+from phalanx.demo.jobs.gpt import GPT, Size, gpt_job
 from phalanx.errors import RefusedError
 from phalanx.parallel import Example
 from phalanx.parallel.pipeline import CutPipeline, cut
-from phalanx.parallel.pipeline.backward import input_half
+from phalanx.parallel.tensor import Split, dry, find
 from phalanx.parallel.unwrapped_blocks import look_inside
 from phalanx.placement.stages import balanced
 from phalanx.trace.blocks import blocks, parts
@@ -37,11 +38,6 @@ class TestBalance:
     def test_cuts_that_are_not_allowed_are_not_made(self) -> None:
         assert balanced([1, 1, 1, 1], 2, [True, True, False, True]) in ([0, 1], [0, 3])
         assert balanced([1, 1], 2, [True, False]) is None
-
-    def test_a_large_head_counts(self) -> None:
-        module, tokens = gpt(8)
-        pipeline = looked_at(module, Plan(pp=2), tokens)
-        assert len(pipeline.names(0)) > len(pipeline.names(1))
 
 
 class TestSplit:
@@ -159,43 +155,6 @@ def test_what_a_layer_keeps_to_itself_cannot_pass_a_cut() -> None:
         looked_at(Keeping(), Plan(pp=2), torch.randn(2, 4))
 
 
-class TestHalves:
-    class Net(nn.Module):
-        """Shared, normalised, recurrent, and parameters used outside layers."""
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.a, self.n = nn.Linear(8, 8), nn.LayerNorm(8)
-            self.b = nn.utils.parametrizations.weight_norm(nn.Linear(8, 8))
-            self.rnn = nn.GRU(8, 8, batch_first=True)
-            self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
-            self.p, self.q = nn.Parameter(torch.randn(8)), nn.Parameter(torch.randn(8))
-
-        def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
-            h = self.n(self.a(x) * y + self.p)
-            h = self.a(h + self.b(h).relu())
-            h, _ = self.rnn(h)
-            h = h + self.attention(h, h, h)[0]
-            return self.b(h) * self.q.exp(), self.q * 2, x * 1
-
-    def test_both_together_are_one_backward(self) -> None:
-        torch.manual_seed(0)
-        net = self.Net()
-        x, y, unused = (torch.randn(2, 5, 8, requires_grad=True) for _ in range(3))
-        outputs = net(x, y)
-        grads = [torch.randn_like(output) for output in outputs]
-        torch.autograd.backward(outputs, grads)
-        expected = {name: tensor.grad for name, tensor in net.named_parameters()}
-        inputs = [x.grad, y.grad, None]
-        for tensor in (*net.parameters(), x, y):
-            tensor.grad = None
-        found, weights = input_half(net(x, y), grads, [x, y, unused])
-        assert all(tensor.grad is None for tensor in net.parameters())
-        torch.testing.assert_close(found, inputs)
-        weights.run()
-        torch.testing.assert_close({name: tensor.grad for name, tensor in net.named_parameters()}, expected)
-
-
 class Gate(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -243,12 +202,6 @@ def test_of_a_block_that_is_not_called_what_is_inside_counts() -> None:
     assert blocks_after_a_look(lambda gate, x: gate.wide(x) * gate.thin(x)) == inside
 
 
-def test_a_weight_that_is_read_from_outside_stays_with_the_model() -> None:
-    assert blocks_after_a_look(lambda gate, x: F.linear(x, gate.wide.weight) * gate.thin(x)) == [
-        f"gates.{index}.thin" for index in range(4)
-    ]
-
-
 def test_what_fakes_cannot_run_is_looked_at_with_values() -> None:
     def how(gate: Any, x: Tensor) -> Tensor:
         return gate.wide(x) if float(x.sum()) > 1e9 else gate.thin(x)
@@ -274,3 +227,117 @@ def test_a_pipeline_cuts_where_the_model_calls() -> None:
     assert [pipeline.names(stage) for stage in range(4)] == [
         [f"gates.{stage}.wide", f"gates.{stage}.thin"] for stage in range(4)
     ]
+
+
+IDS = torch.arange(24).view(2, 12) % 60
+SIZES: dict[str, Any] = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 64}
+
+
+def found(module: nn.Module, ranks: int, *args: Any, told: dict[str, Any] | None = None, **kwargs: Any) -> Split:
+    def loss(output: Any, batch: torch.Tensor) -> Any:
+        logits = getattr(output, "logits", output)
+        return px.next_token_loss(logits, batch) if logits.dim() == 3 else logits.sum()
+
+    example = Example(args=args, kwargs=kwargs, batch=IDS, loss=loss, tensor_parallel=told or {})
+    with dry(module, example) as model:
+        return find(model, ranks)
+
+
+def shared(split: Split, ending: str) -> tuple[int, int, tuple[int, ...]]:
+    """Dimension, repeats, and elements on each rank of the first weight that ends so."""
+    dim, how = next(value for name, value in split.cuts.items() if name.endswith(ending))
+    return dim, how.outer, how.lengths
+
+
+@in_one_test("layers", [1, 2])
+def test_fused_projections_are_cut_in_each_part_and_between_heads(layers: int) -> None:
+    split = found(gpt_job(layers=layers, width=32, heads=4, context=12).model(), 2, IDS)
+    assert shared(split, "query_key_value.weight") == (0, 3, (48, 48))
+    assert shared(split, "attention.output.weight") == (1, 1, (16, 16))
+    assert shared(split, "up.weight")[0] == 0
+    assert shared(split, "up.bias")[0] == 0
+    assert shared(split, "down.weight")[0] == 1
+    assert shared(split, "token.weight")[0] == shared(split, "head.weight")[0] == 0
+    assert split.whole == ["position.weight"]
+
+
+def test_transposed_weights_and_a_tied_embedding() -> None:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    split = found(GPT2LMHeadModel(GPT2Config(n_embd=32, n_layer=1, n_head=4, vocab_size=64, n_positions=12)), 2, IDS)
+    assert shared(split, "c_attn.weight") == (1, 3, (48, 48))
+    assert shared(split, "attn.c_proj.weight") == (0, 1, (16, 16))
+    assert shared(split, "wte.weight")[0] == 0
+
+
+@in_one_test(("ranks", "keys"), [(2, True), (4, False), (3, False)])
+def test_grouped_heads_go_with_their_queries_or_stay_whole(ranks: int, keys: bool) -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(num_key_value_heads=2, intermediate_size=48, max_position_embeddings=12, **SIZES)
+    split = found(LlamaForCausalLM(config), ranks, input_ids=IDS)
+    for layer in range(2):
+        name = f"model.layers.{layer}.self_attn"
+        assert split.cuts[f"{name}.q_proj.weight"][0] == 0
+        assert split.cuts[f"{name}.o_proj.weight"][0] == 1
+        for projection in ("k_proj", "v_proj"):
+            assert (f"{name}.{projection}.weight" in split.cuts) == keys
+            assert (f"{name}.{projection}.weight" in split.whole) == (not keys)
+    assert shared(split, "layers.0.mlp.gate_proj.weight") == shared(split, "layers.0.mlp.up_proj.weight")
+
+
+def test_the_model_is_left_as_it_was() -> None:
+    module = gpt_job(layers=1, width=32, heads=4, context=12).model()
+    before = {name: (type(child), child.__dict__.get("forward")) for name, child in module.named_modules()}
+    values = dict(module.named_parameters())
+    found(module, 2, IDS)
+    assert before == {name: (type(child), child.__dict__.get("forward")) for name, child in module.named_modules()}
+    assert all(values[name] is tensor for name, tensor in module.named_parameters())
+
+
+def own_gpt() -> nn.Module:
+    return gpt_job(layers=2, width=32, heads=4, context=12).model()
+
+
+def test_what_the_job_says_of_cuts_counts() -> None:
+    told = {"blocks.*.attention.*": "whole", "blocks.1.up": "rowwise", "token": "colwise", "position.weight": 0}
+    split = found(own_gpt(), 2, IDS, told=told)
+    assert not any("attention" in name for name in split.cuts)
+    assert shared(split, "0.up.weight")[0] == 0
+    assert shared(split, "1.up.weight")[0] == 1
+    assert shared(split, "token.weight")[0] == 1
+    assert shared(split, "position.weight")[0] == 0
+
+
+@in_one_test(
+    ("told", "words"),
+    [
+        ({"blocks.0.upp": "colwise"}, "blocks.0.up.weight"),
+        ({"*.up.bias": "colwise"}, "two dimensions"),
+        ({"position.weight": 0}, "position.weight"),
+    ],
+)
+def test_cuts_that_cannot_be_are_refused(told: dict[str, Any], words: str) -> None:
+    with pytest.raises(RefusedError, match=words.replace(".", r"\.")):
+        found(own_gpt(), 16, IDS, told=told)
+
+
+def test_a_plan_of_the_models_own_is_followed_where_it_goes_well() -> None:
+    class Own(nn.Module):
+        def __init__(self, plan: dict[str, str]) -> None:
+            super().__init__()
+            self.tp_plan = plan
+            linears = nn.Linear(12, 40), nn.Linear(40, 40), nn.Linear(40, 12)
+            self.layers = nn.Sequential(linears[0], nn.ReLU(), linears[1], nn.ReLU(), linears[2])
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.layers(x)
+
+    x = torch.ones(2, 12)
+    inferred = found(Own({}), 2, x)
+    assert (shared(inferred, "0.weight")[0], shared(inferred, "2.weight")[0]) == (0, 1)
+    late = found(Own({"layers.2": "colwise", "layers.4": "rowwise"}), 2, x)
+    assert (shared(late, "2.weight")[0], shared(late, "4.weight")[0]) == (0, 1)
+    assert "layers.0.weight" in late.whole
+    nothing_pairs_up = found(Own({"layers.0": "rowwise", "layers.2": "rowwise", "layers.4": "colwise"}), 2, x)
+    assert nothing_pairs_up.cuts == inferred.cuts
