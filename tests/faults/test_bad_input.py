@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 import phalanx as px
+from in_one_test import in_one_test
 from longer import longer
 from phalanx.errors import GradientError, LossError, PhalanxError, RefusedError, SpecError, WorkerError
 from phalanx.launch.worker_pool import WorkerPool
@@ -130,7 +131,7 @@ FIRST_STEP: dict[str, tuple[dict[str, Any], type[PhalanxError], str]] = {
 
 
 @pytest.mark.usefixtures("no_worker")
-@pytest.mark.parametrize("name", FIRST_STEP)
+@in_one_test("name", FIRST_STEP)
 def test_what_would_stop_the_first_step_is_said_before_it(name: str) -> None:
     how, kind, words = FIRST_STEP[name]
     with pytest.raises(kind, match=words) as caught:
@@ -166,25 +167,6 @@ def fails(match: str, plan: str = "dp=2", **how: Any) -> PhalanxError:
     return caught.value
 
 
-def test_a_loss_that_is_not_a_number() -> None:
-    error = fails(
-        "the loss of step 0 is nan", "single", loss=lambda output, batch: px.Loss(output.sum() * float("nan"), 1)
-    )
-    assert isinstance(error, WorkerError)
-    assert error.kind == "LossError"
-    assert error.step == 0
-    (event,) = px.Run(folder=Path("run")).events("error")
-    assert (event["kind"], event["step"]) == ("LossError", 0)
-
-
-@pytest.mark.parametrize(
-    "loss",
-    [lambda output, batch: output, lambda output, batch: 3.0, lambda output, batch: px.Loss(output.sum(), output)],
-)
-def test_a_loss_of_a_wrong_form(loss: Any) -> None:
-    assert "px.Loss(sum, count)" in str(fails("a tensor of shape|a float|a count", "single", loss=loss))
-
-
 class Forgetful(Net):
     """Has a branch that nothing depends on."""
 
@@ -193,7 +175,7 @@ class Forgetful(Net):
         self.forgotten = nn.Linear(9, 3)
 
 
-@pytest.mark.parametrize("plan", ["dp=2", "fsdp=2 zero=2", *longer("single", "fsdp=2", "fsdp=2 zero=1", "threads=2")])
+@pytest.mark.parametrize("plan", ["fsdp=2 zero=2", *longer("dp=2", "fsdp=2", "threads=2")])
 def test_parameters_without_gradient(plan: str) -> None:
     assert "forgotten.weight, forgotten.bias" in str(fails("got no gradient", plan, model=Forgetful))
     allowed = fit(plan, "allowed", model=Forgetful, unused="allow")
@@ -210,21 +192,12 @@ def by_process(seed: int, epoch: int) -> np.ndarray:
     return np.random.default_rng([os.getpid(), epoch]).permutation(LENGTH)
 
 
-def in_parts() -> px.Curriculum:
-    mixed = px.Mixture({"a": table(40), "b": table(23)}, {"a": 1.0, "b": 1.0})
-    mixed.sampler = px.Sampler(lambda seed, epoch: by_process(seed, epoch) % 63, repeats=True)
-    return px.Curriculum({0: mixed, 4: table(40)})
+def test_another_order_on_each_rank() -> None:
+    error = fails("another order of the first", sampler=by_process)
+    assert "a sampler that draws from its seed and epoch alone" in str(error)
 
 
-@pytest.mark.parametrize(
-    ("plan", "how"),
-    [("dp=2", {"sampler": by_process}), ("dp=2 server=1", {"data": in_parts, "epochs": None, "steps": 6})],
-)
-def test_another_order_on_each_rank(plan: str, how: dict[str, Any]) -> None:
-    assert "a sampler that draws from its seed and epoch alone" in str(fails("another order of the first", plan, **how))
-
-
-@pytest.mark.parametrize("plan", ["single", "pp=2", *longer("threads=2", "dp=2", "fsdp=2 zero=3")])
+@pytest.mark.parametrize("plan", ["pp=2", *longer("single", "threads=2", "fsdp=2 zero=3")])
 def test_columns_of_float64_are_named(plan: str) -> None:
     def columns() -> px.Table:
         return px.Table(x=np.random.default_rng(0).normal(size=(LENGTH, 9)), y=np.zeros(LENGTH, dtype=np.int64))
@@ -316,7 +289,7 @@ class Unseeded(Net):
         self.head.weight = nn.Parameter(torch.tensor(draw, dtype=torch.float32))
 
 
-@pytest.mark.parametrize("plan", ["dp=2", "fsdp=2 zero=2"])
+@pytest.mark.parametrize("plan", ["dp=2", *longer("fsdp=2 zero=2")])
 def test_initial_values_that_differ(plan: str) -> None:
     error = fails("other initial values on rank 1", plan, model=Unseeded)
     assert "differs: head.weight" in str(error)

@@ -159,7 +159,7 @@ def test_the_worker_that_fails_is_named_with_its_cause(
     assert "the injected fault" not in capfd.readouterr().err  # whoever called says it, once
 
 
-@TORCHRUN
+@LONG
 def test_a_worker_that_is_lost_costs_no_step(name: str, tmp_path: Path) -> None:
     run = replace(spec(tmp_path, "kill once"), restarts=1, grace=30.0)
     done = fit(run, name)

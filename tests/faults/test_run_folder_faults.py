@@ -182,7 +182,7 @@ class FullDisk:
 
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="needs /proc")
 class TestFullDisk:
-    @pytest.mark.parametrize("times", [2, 10**9])
+    @pytest.mark.parametrize("times", [10**9, *longer(2)])
     def test_under_the_event_log_ends_no_run(
         self, times: int, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
     ) -> None:
@@ -293,16 +293,6 @@ def test_a_reader_that_has_seen_enough_ends_no_run(toy: Path, closed: str) -> No
     assert done.returncode == 0
     assert [event["step"] for event in read(Path("out/events.jsonl")) if event["event"] == "end"] == [8]
     assert b"Traceback" not in (done.stderr or b"")
-
-
-@pytest.mark.long
-def test_answers_nobody_reads_end_quietly() -> None:
-    reading, writing = os.pipe()
-    os.close(reading)
-    argv = [sys.executable, "-m", "phalanx", "devices"]
-    done = subprocess.run(argv, check=False, stdout=writing, stderr=subprocess.PIPE, timeout=100)
-    os.close(writing)
-    assert (done.returncode, done.stderr) == (0, b"")
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")

@@ -229,33 +229,6 @@ def test_a_server_that_is_lost_as_the_run_ends_ends_no_run(monkeypatch: pytest.M
     ]
 
 
-def test_what_a_worker_says_as_it_leaves_is_heard_behind_its_signs_of_life(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of which some have not been read as the run ends, and are to be answered first."""
-    ending = threading.Event()
-    heard, finish = RequestHandler.heard, RequestHandler.finish
-
-    def heard_late(self: RequestHandler, *of: Any) -> None:
-        if ending.is_set():
-            time.sleep(2 * QUICK.beat)
-        heard(self, *of)
-
-    def finish_late(self: RequestHandler) -> None:
-        ending.set()
-        time.sleep(10 * QUICK.beat)
-        finish(self)
-
-    monkeypatch.setattr(RequestHandler, "heard", heard_late)
-    monkeypatch.setattr(RequestHandler, "finish", finish_late)
-
-    def strike(place: Place, step: int) -> None:
-        if place.rank == 0:
-            await_state(1, "joined")
-
-    events = served("dp=2 server=1", strike, reserves=0, patience=lambda place: replace(QUICK, parting=30.0))
-    assert [event["rank"] for event in of(events, "memory")] == [0, 1, 2]
-    assert "lost" not in {event["state"] for event in of(events, "worker")}
-
-
 @pytest.fixture
 def place() -> Iterator[Place]:
     """The place of the only server of ``dp=1 server=1``, with a store to meet at."""

@@ -10,7 +10,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -409,41 +409,6 @@ def test_every_frame_is_one_that_the_other_end_takes(monkeypatch: pytest.MonkeyP
     assert TO_SERVER.keys() == {FrameKind.WELCOME}
 
 
-GATHERED: dict[str, Any] = {"held": [["weight", 0, 2, True]], "states": {"weight": {"step": 1}}, "tensors": []}
-
-
-@pytest.mark.parametrize(
-    ("table", "kind", "meta", "wrong"),
-    [
-        (TO_COORDINATOR, FrameKind.GATHER, GATHERED, {"states": 1}),
-        (TO_COORDINATOR, FrameKind.GATHER, GATHERED, {"states": {"weight": 1}}),
-    ],
-)
-@pytest.mark.quick
-def test_a_table_takes_what_can_be_handled_alone(
-    table: FrameForms, kind: FrameKind, meta: dict[str, Any], wrong: dict[str, Any]
-) -> None:
-    assert not table[kind].fault(meta)
-    assert table[kind].fault(meta | wrong)
-
-
-def without(name: str) -> FrameForms:
-    """What servers take from the coordinator, but for one field of an order to update."""
-    form = FROM_COORDINATOR[FrameKind.APPLY]
-    fields: Mapping[str, Any] = {one: allows for one, allows in form.fields.items() if one != name}
-    return {**FROM_COORDINATOR, FrameKind.APPLY: replace(form, fields=fields)}
-
-
-def test_a_server_that_its_coordinator_breaks_the_protocol_with_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("phalanx.train.parameter_server.server.FROM_COORDINATOR", without("left_out"))
-    with pytest.raises(RunError) as raised:
-        obeyed_run()
-    told = str(raised.value)
-    assert "rank 3" in told
-    assert "server 1 cannot follow its coordinator" in told
-    assert "the peer does not keep to this protocol: a frame of kind 12 with a field 'left_out' came" in told
-
-
 def test_a_server_that_is_lost_again_and_again_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """A server that hangs up on every order to update, and says nothing of it."""
 
@@ -458,11 +423,3 @@ def test_a_server_that_is_lost_again_and_again_ends_the_run(monkeypatch: pytest.
     with pytest.raises(RunError, match=r"server 1 was lost 3 times with no update between: it has ended") as raised:
         obeyed_run()
     assert "rank 2" in str(raised.value)
-
-
-@pytest.mark.quick
-def test_progress_travels_in_the_fields_that_its_class_has() -> None:
-    progress = RunProgress(floor=7, done=[9, 11], samples=144, begun=16)
-    came = json.loads(json.dumps(progress.to_dict()))
-    assert not FROM_COORDINATOR[FrameKind.SNAPSHOT].fault({"progress": came})
-    assert RunProgress.from_dict(came) == progress

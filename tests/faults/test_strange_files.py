@@ -32,7 +32,7 @@ from phalanx.launch import RunFolder
 from phalanx.parallel.survey import survey
 from phalanx.placement.survey_file import survey_to_dict
 
-SEEDS = 8  # of ten mutations each
+SEEDS = 5  # of ten mutations each
 LONG_SEEDS = 200
 PLAN = "fsdp=2 zero=2 micro=2"
 NASTY: list[Any] = [

@@ -153,7 +153,6 @@ def is_as_undisturbed(run: RunSpec, done: px.Run, model: Callable[[], nn.Module]
 
 PLACES: list[Any] = [
     ("dp=2", Net, 1, 4, "backward"),
-    ("dp=3", Net, 0, 5, "updated"),
     ("dp=2", WithStatistics, 0, 3, "forward"),
     ("dp=2 precision=fp16", Net, 1, 3, "update"),
     *longer(
@@ -164,6 +163,7 @@ PLACES: list[Any] = [
         ),
         *(("dp=2", WithStatistics, rank, 3, place) for rank in (0, 1) for place in ("backward", "update")),
         ("dp=2 precision=fp16", Net, 1, 3, "forward"),
+        ("dp=3", Net, 0, 5, "updated"),
     ),
 ]
 

@@ -160,8 +160,6 @@ class JobSetState:
 
     restarts: int = 0
     counted: int = 0
-    began: float = 0.0
-    expired: bool = False
     reason: str = ""
     message: str = ""
     port: int = 0
@@ -246,10 +244,6 @@ class Cluster:
         owned = {"name": "one", "ownerReferences": [{"uid": uid}]}
         _write(self.folder / WORKLOADS / "one.json", {"metadata": owned, "status": {"conditions": [waits]}})
 
-    def expire(self, name: str) -> None:
-        """Its time is over."""
-        self._states[name].expired = True
-
     def close(self) -> None:
         """End all that runs."""
         self._over.set()
@@ -311,10 +305,7 @@ class Cluster:
                 self._forget_pending(state)
                 self._tell(name, state, {"Completed": ("AllJobsCompleted", "jobset completed successfully")})
             return
-        limit = job.get("activeDeadlineSeconds")
-        if not state.reason and (state.expired or (limit and time.monotonic() - state.began > limit)):
-            state.reason, state.message = "DeadlineExceeded", "Job was active longer than specified deadline"
-        elif not state.reason and any(codes.values()):
+        if not state.reason and any(codes.values()):
             state.reason, state.message = self._reason(job, state, codes)
         if state.reason:
             self._failed(name, spec, state)
@@ -394,7 +385,6 @@ class Cluster:
 
     def _make_pods(self, name: str, job: dict[str, Any], state: JobSetState) -> None:
         (state.port,) = free_ports(1)
-        state.began = time.monotonic()
         for index in range(job["completions"]):
             pod_name = f"{name}-node-0-{index}-{state.restarts}"
             waiting = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": NO_PLACE}

@@ -8,14 +8,13 @@ import socket
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 from pathlib import Path
 
 import psutil
-from launched import free_ports
+from launched import free_ports, until
 
 CPUS = 4  # of each node
 _FASTER = {  # than a cluster between machines: how soon a node that is silent counts as lost
@@ -160,14 +159,6 @@ def ray_cluster() -> Iterator[RayCluster]:
         yield cluster
     finally:
         cluster.end()
-
-
-def until(reached: Callable[[], bool], seconds: float, what: str) -> None:
-    """Wait until ``reached()``."""
-    deadline = time.monotonic() + seconds
-    while not reached():
-        assert time.monotonic() < deadline, f"not within {seconds} s: {what}"
-        time.sleep(0.1)
 
 
 def _listens(port: int) -> bool:

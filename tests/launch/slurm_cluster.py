@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import os
-import re
 import secrets
 import shutil
 import socket
 import subprocess
 import tempfile
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
-from launched import free_ports
+from launched import free_ports, until
 
-_BETWEEN_LOOKS = 35  # seconds, or less: Slurm looks at time limits twice a minute
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "scancel", "squeue", "sinfo")
 # cred_expire is how long a job that is queued again waits, 6 s or more.
 CONFIGURATION = """\
@@ -84,14 +81,6 @@ class Cluster:
     def set_time_limit(self, job: int | str, minutes: int) -> None:
         """``job``: its number, of a task of an array with that (``7_0``)."""
         _run("scontrol", "update", f"JobId={job}", f"TimeLimit={minutes}")
-
-    def let_end(self, job: int | str, signal: int) -> None:
-        """Have its time be over in a minute or two, so that the job hears of it ``signal`` seconds before that."""
-        ran = re.search(r" RunTime=(\d+):(\d+):(\d+)", _run("scontrol", "show", "job", str(job), "--oneliner"))
-        assert ran, "it runs, for less than a day"
-        hours, minutes, seconds = map(int, ran.groups())
-        least = 3600 * hours + 60 * minutes + seconds + signal + _BETWEEN_LOOKS
-        self.set_time_limit(job, -(-least // 60))
 
     def lose_node(self, node: str) -> None:
         """As when it loses its power: everything on it is gone at once, and Slurm finds out."""
@@ -159,14 +148,6 @@ def slurm_cluster(*, remembered: int = 300, scheduler: str = "builtin") -> Itera
         cluster.end()
         os.environ.clear()
         os.environ.update(before)
-
-
-def until(reached: Callable[[], bool], seconds: float, what: str) -> None:
-    """Wait until ``reached()``."""
-    deadline = time.monotonic() + seconds
-    while not reached():
-        assert time.monotonic() < deadline, f"not within {seconds} s: {what}"
-        time.sleep(0.1)
 
 
 def _start(folder: Path, remembered: int, scheduler: str) -> None:

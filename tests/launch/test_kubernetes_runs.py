@@ -9,6 +9,7 @@ import stat
 import sys
 from collections.abc import Iterator
 from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,19 +20,20 @@ from launched import (
     await_steps,
     by_hand,
     steps_in,
+    submission,
+    until,
     write_job,
 )
-from slurm_cluster import until
 
 import phalanx as px
 from phalanx.cli import main
-from phalanx.config import Plan, RunSpec
+from phalanx.config import Plan
 from phalanx.data import audit
 from phalanx.errors import RunError
 from phalanx.files import replace_text
 from phalanx.launch.reaper import fork
 from phalanx.launch.runfile import newest_step
-from phalanx.launch.targets import Standing, Submission, write_ticket
+from phalanx.launch.targets import Standing, write_ticket
 from phalanx.launch.targets.kubectl import Kubectl
 from phalanx.launch.targets.kubernetes import KubernetesTarget
 
@@ -77,14 +79,11 @@ class Handed:
     """A run that was handed over as a launch does it; without GPUs, on two pods unless ``options`` say more."""
 
     def __init__(self, folder: Path, plan: str = "dp=2", *, run: dict[str, Any] | None = None, **options: str) -> None:
-        settings = {"plan": Plan.parse(plan), "grace": 20.0, "resume": "auto", "forecast": "none", **(run or {})}
-        spec = RunSpec(job=str(folder / "train.py"), folder=folder / "run", **settings)
-        given = {"image": "registry/train:1", "nodes": "2", "volume": f"data:{folder}", "gpus-per-node": "0"}
-        named = {**given, **{name.replace("_", "-"): value for name, value in options.items()}}
-        submission = Submission(run=spec, name="train", python=sys.executable, options=named)
-        self.target, self.folder = KubernetesTarget(""), spec.folder
-        self.ticket = self.target.submit(self.target.prepare(submission))
-        write_ticket(submission, "kubernetes", self.ticket)
+        settings = {"grace": 20.0, "forecast": "none", **(run or {})}
+        given = submission("kubernetes", folder, plan, run=settings, gpus_per_node="0", **options)
+        self.target, self.folder = KubernetesTarget(""), given.run.folder
+        self.ticket = self.target.submit(self.target.prepare(given))
+        write_ticket(given, "kubernetes", self.ticket)
 
     @property
     def state(self) -> str:
@@ -238,15 +237,6 @@ note("end", samples=48, seconds=1.0, loss=0.5)
 """
 
 
-def submission(folder: Path, *, run: dict[str, Any] | None = None, **options: str) -> Submission:
-    """A run on two pods that have ``folder``, unless ``options`` say otherwise."""
-    settings = {"plan": Plan.parse("dp=4"), "grace": 10.0, "resume": "auto", **(run or {})}
-    spec = RunSpec(**{"job": str(folder / "train.py"), "folder": folder / "run", **settings})
-    given = {"image": "registry/train:1", "nodes": "2", "volume": f"data:{folder}", **options}
-    named = {name.replace("_", "-"): value for name, value in given.items() if value}
-    return Submission(run=spec, name="Digits_1", python="python", options=named)
-
-
 class Pods:
     """A run that was handed over, of pods that have no torch."""
 
@@ -254,8 +244,7 @@ class Pods:
         program = folder / "pod"
         program.write_text(POD.format(python=sys.executable))
         program.chmod(program.stat().st_mode | stat.S_IXUSR)
-        given = submission(folder, **options)
-        given = Submission(run=given.run, name="digits", python=str(program), options=given.options)
+        given = replace(submission("kubernetes", folder, "dp=4", **options), python=str(program))
         self.target, self.folder = KubernetesTarget(""), given.run.folder
         self.ticket = self.target.submit(self.target.prepare(given))
 
@@ -295,25 +284,6 @@ class TestStandIn:
         run.target.stop(run.ticket, run.folder)
         assert len(stand_in.objects(JOBSETS)) == 1, "of a run that has ended nothing is taken away"
 
-    def test_a_pod_that_has_to_go_restarts_all_and_does_not_count(self, cluster: Cluster, tmp_path: Path) -> None:
-        run = Pods(tmp_path, max_restarts="0")
-        run.begun()
-        cluster.preempt(1)
-        run.begun(start=1)
-        assert run.wait("running").detail.endswith("after 1 earlier starts")
-        (run.folder / "finish").touch()
-        run.wait("ended")
-
-    def test_a_pod_that_is_lost_counts(self, cluster: Cluster, tmp_path: Path) -> None:
-        run = Pods(tmp_path, max_restarts="1")
-        run.begun()
-        cluster.kill(1)
-        run.begun(start=1)
-        run.crash(1)
-        (run.folder / "events.jsonl").unlink(missing_ok=True)
-        run.wait("failed")
-        assert "max number of restarts" in run.standing.detail
-
     def test_what_the_jobs_own_code_has_raised_is_not_started_again(self, cluster: Cluster, tmp_path: Path) -> None:
         run = Pods(tmp_path, max_restarts="3")
         run.begun()
@@ -339,7 +309,7 @@ class TestStandIn:
 
     def test_what_is_refused_is_said_in_its_words_and_nothing_is_left(self, stand_in: Cluster, tmp_path: Path) -> None:
         stand_in.refuse("Warning: an old API\nError from server (Forbidden): exceeded quota: gpus")
-        target, given = KubernetesTarget(""), submission(tmp_path)
+        target, given = KubernetesTarget(""), submission("kubernetes", tmp_path, "dp=4")
         assert target.why_not(target.prepare(given)) == "Error from server (Forbidden): exceeded quota: gpus"
         with pytest.raises(RunError, match="exceeded quota: gpus"):
             target.submit(target.prepare(given))
@@ -354,7 +324,7 @@ class TestStandIn:
             raise KeyboardInterrupt
 
         monkeypatch.setattr(Kubectl, "settled", interrupted)
-        target, given = KubernetesTarget(""), submission(tmp_path)
+        target, given = KubernetesTarget(""), submission("kubernetes", tmp_path, "dp=4")
         with pytest.raises(KeyboardInterrupt):
             target.submit(target.prepare(given))
         assert stand_in.objects(JOBSETS) == stand_in.objects("configmaps") == []
@@ -374,7 +344,7 @@ class TestKubectl:
             yield up
 
     def test_a_run_is_handed_over_found_and_stopped(self, server: ApiServer, tmp_path: Path) -> None:
-        target, given = KubernetesTarget(""), submission(tmp_path)
+        target, given = KubernetesTarget(""), submission("kubernetes", tmp_path, "dp=4")
         assert target.why_not(target.prepare(given)) == ""
         assert not server.objects
         ticket, folder = target.submit(target.prepare(given)), given.run.folder

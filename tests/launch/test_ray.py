@@ -15,8 +15,8 @@ from typing import Any
 
 import psutil
 import pytest
-from launched import await_steps, by_hand, commands_end, phalanx, steps_in, write_job  # noqa: F401
-from ray_cluster import lacking_for_ray, until
+from launched import await_steps, by_hand, commands_end, phalanx, steps_in, submission, until, write_job  # noqa: F401
+from ray_cluster import lacking_for_ray
 
 from longer import longer
 from phalanx.config import Plan, RunSpec
@@ -31,10 +31,9 @@ from phalanx.launch.targets.ray_code import ARCHIVE, RequestCode
 from phalanx.launch.targets.ray_request import NodeOffer, RayLayout, RayRequest
 
 
-def submission(folder: Path, plan: str = "dp=2", **options: str) -> Submission:
+def handed(folder: Path, plan: str = "dp=2", **options: str) -> Submission:
     write_job(folder)
-    spec = RunSpec(job=str(folder / "train.py"), folder=folder / "run", plan=Plan.parse(plan), resume="auto")
-    return Submission(run=spec, name="digits", python="", options=options)
+    return submission("ray", folder, plan, **options)
 
 
 @pytest.mark.skipif(find_spec("ray") is None, reason="not installed: ray")
@@ -44,13 +43,13 @@ class TestUnreachable:
             port = closed.getsockname()[1]
         target = RayTarget(f"//127.0.0.1:{port}")
         with pytest.raises(RunError, match=f"127.0.0.1:{port}: connection refused"):
-            target.submit(target.prepare(submission(tmp_path)))
+            target.submit(target.prepare(handed(tmp_path)))
         assert not (tmp_path / "run").exists()
 
     def test_a_host_that_is_none_is_named(self, tmp_path: Path) -> None:
         target = RayTarget("//nowhere.invalid:10001")
         with pytest.raises(RunError, match=r"at ray://nowhere.invalid:10001: "):
-            target.submit(target.prepare(submission(tmp_path)))
+            target.submit(target.prepare(handed(tmp_path)))
 
 
 def test_what_would_be_sent_is_shown(tmp_path: Path) -> None:
@@ -58,14 +57,14 @@ def test_what_would_be_sent_is_shown(tmp_path: Path) -> None:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("x")
     (tmp_path / ".phalanxignore").write_text("/data/\n")
-    given = submission(tmp_path)
+    given = handed(tmp_path)
     prepared = RayTarget("").prepare(given)
     listed = [line.split()[-1] for line in prepared.files[given.folder / "code.txt"].splitlines()[3:]]
     assert listed == [".phalanxignore", "lib/net.py", "train.py"]
     asked = json.loads(prepared.files[given.folder / "ray.json"])
     assert (asked["code"], asked["reference"]) == (str(tmp_path), "train.py")
     assert f"sha256 {asked['sha256']}" in prepared.shown()
-    wider = RayTarget("").prepare(submission(tmp_path / "lib", code=str(tmp_path)))
+    wider = RayTarget("").prepare(handed(tmp_path / "lib", code=str(tmp_path)))
     assert json.loads(wider.files[tmp_path / "lib" / "run" / "launch" / "ray.json"])["reference"] == "lib/train.py"
 
 
@@ -82,7 +81,7 @@ def test_addresses() -> None:
 
 
 def request_of(folder: Path, plan: str, **options: str) -> RayRequest:
-    return RayRequest.of(submission(folder, plan, **options))
+    return RayRequest.of(handed(folder, plan, **options))
 
 
 def test_a_run_is_laid_on_as_few_nodes_as_do(tmp_path: Path) -> None:
@@ -113,29 +112,11 @@ def test_a_run_is_laid_on_as_few_nodes_as_do(tmp_path: Path) -> None:
         assert caught.value.problems[0].fix.startswith(fix)
 
 
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        (
-            "Version mismatch: The cluster was started with:\n    Ray: 2.9.0\n    Python: 3.10.1\n"
-            "This process on Ray Client was started with:\n    Ray: 2.60.0\n    Python: 3.11.7\n",
-            "Version mismatch: The cluster was started with: Ray: 2.9.0 Python: 3.10.1 "
-            "This process on Ray Client was started with: Ray: 2.60.0 Python: 3.11.7",
-        ),
-        ("it died\n  File a, line 1\nModuleNotFoundError: No module named 'phalanx'\n", "No module named 'phalanx'"),
-        ("one line", "one line"),
-        ("", "RuntimeError"),
-    ],
-)
-def test_of_what_ray_raises_the_cause_is_said(text: str, words: str) -> None:
-    assert words in ray_ask.first_words(RuntimeError(text))
-
-
 def test_what_ray_says_is_passed_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Answers of the process that asks Ray, and what becomes of them."""
 
     def submitted(text: str) -> Any:
-        prepared = RayTarget("").prepare(submission(tmp_path))
+        prepared = RayTarget("").prepare(handed(tmp_path))
         words = ("printf", "%s", text)
         monkeypatch.setattr(ray_target, "find_spec", lambda name: True)
         return RayTarget("").submit(Prepared(submission=prepared.submission, files=prepared.files, commands=(words,)))
@@ -166,13 +147,6 @@ if not lacking_for_ray():  # before any test: it sets variables of its own
     import ray.util.placement_group
 
     groups = sys.modules["ray.util.placement_group"]  # whose name in ray.util is a function's
-
-
-class Future:
-    """Of the exit code of an agent."""
-
-    def __init__(self, code: int) -> None:
-        self.code = code
 
 
 class Calls:
@@ -208,8 +182,6 @@ class TestNodeActor:
         assert actor.train({"meet": "host:1"}) == 3
         lines = b"".join(printed).decode().splitlines()
         assert (len(lines), lines[-1]) == (2001, "the last")
-
-    def test_an_agent_that_a_signal_ended_has_a_code_of_its_own(self, tmp_path: Path) -> None:
         actor, _ = self.actor(tmp_path, "kill -KILL $$")
         assert actor.train({}) == -9
 
@@ -235,13 +207,8 @@ class TestNodeActor:
         actor, printed = self.actor(tmp_path, 'shift 3; echo "$1"')
         assert actor.train({"meet": "host:1", "start": "a-1", "nodes": 2, "first": True}) == 0
         told = json.loads(b"".join(printed))
-        assert (told["meet"], told["start"], told["nodes"], told["first"], told["cores"]) == (
-            "host:1",
-            "a-1",
-            2,
-            True,
-            2,
-        )
+        place = {"meet": "host:1", "start": "a-1", "nodes": 2, "first": True, "cores": 2}
+        assert {name: told[name] for name in place} == place
         assert told["code"]["works"] == str(tmp_path)
         assert not Path(told["scratch"]).exists()
 
@@ -266,7 +233,7 @@ class TestNodeActors:
         def node(number: int) -> Any:
             def train(place: dict[str, Any]) -> Any:
                 told.append(place)
-                return Future(codes[number])
+                return codes[number]
 
             return SimpleNamespace(train=Calls(train), stop=Calls(lambda: stops.append(None)))
 
@@ -278,17 +245,15 @@ class TestNodeActors:
         nodes = ray_actors._NodeActors(settings, actors)
         places = [{"name": f"n{n}", "address": f"10.0.0.{n}", "port": 7000 + n} for n in range(len(codes))]
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(ray_actors, "_code", lambda future: future.code)
+            patch.setattr(ray_actors, "_code", lambda code: code)
             found = nodes.train(places, spec(Path("run")), "digits-1-0")
         return found, told, len(stops)
 
-    def test_agents_meet_on_the_first_node_at_its_address_and_port(self) -> None:
+    def test_agents_meet_on_the_first_node_and_each_code_is_of_its_node(self) -> None:
         codes, told, stops = self.trained([0, 0, 0])
         assert (codes, stops) == ({0: 0, 1: 0, 2: 0}, 0)
         assert [one["first"] for one in told] == [True, False, False]
         assert {(one["meet"], one["start"], one["nodes"]) for one in told} == {("10.0.0.0:7000", "digits-1-0", 3)}
-
-    def test_each_code_is_of_its_node(self) -> None:
         assert self.trained([0, 3, LOST])[0] == {0: 0, 1: 3, 2: LOST}
 
     def test_all_are_asked_to_stop(self) -> None:

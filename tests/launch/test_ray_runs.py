@@ -17,14 +17,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from launched import await_steps, by_hand, commands_end, phalanx, steps_in, write_job  # noqa: F401
-from ray_cluster import CPUS, RayCluster, lacking_for_ray, ray_cluster, until
+from launched import await_steps, by_hand, commands_end, phalanx, steps_in, submission, until, write_job  # noqa: F401
+from ray_cluster import CPUS, RayCluster, lacking_for_ray, ray_cluster
 
 import phalanx as px
-from phalanx.config import Plan, RunSpec
+from phalanx.config import RunSpec
 from phalanx.errors import RefusedError, RunError
 from phalanx.launch.runfile import newest_step
-from phalanx.launch.targets import Submission, write_ticket
+from phalanx.launch.targets import write_ticket
 from phalanx.launch.targets.ray import RayTarget
 from phalanx.report.run_standing import run_standing, stop_run
 from phalanx.report.samples_seen import samples_seen
@@ -84,11 +84,10 @@ def await_saved(run: Path) -> None:
     until(lambda: newest_step(run) is not None, 120, f"it has saved: {said(run)}")
 
 
-@pytest.mark.parametrize(("plan", "options"), [("pp=2 tp=2 micro=4", {"nodes": "2"}), ("dp=2 server=1", {})])
-def test_a_run_on_two_nodes_is_that_of_one_device(
-    cluster: RayCluster, tmp_path: Path, plan: str, options: dict[str, str]
-) -> None:
-    target, given = RayTarget(cluster.node_address.removeprefix("ray:")), submission(tmp_path, plan, **options)
+def test_a_run_on_two_nodes_is_that_of_one_device(cluster: RayCluster, tmp_path: Path) -> None:
+    write_job(tmp_path)
+    target = RayTarget(cluster.node_address.removeprefix("ray:"))
+    given = submission("ray", tmp_path, "pp=2 tp=2 micro=4", nodes="2")
     write_ticket(given, cluster.node_address, target.submit(target.prepare(given)))
     run = given.run.folder
     await_state(run, "ended")
@@ -170,12 +169,6 @@ def test_by_the_commands_of_the_page_a_run_is_found_stopped_and_goes_on(cluster:
     assert not cluster.processes(word=str(run))
 
 
-def submission(folder: Path, plan: str = "dp=2", **options: str) -> Submission:
-    write_job(folder)
-    spec = RunSpec(job=str(folder / "train.py"), folder=folder / "run", plan=Plan.parse(plan), resume="auto")
-    return Submission(run=spec, name="digits", python="", options=options)
-
-
 def test_ctrl_c_leaves_nothing(cluster: RayCluster, tmp_path: Path) -> None:
     write_job(tmp_path)
     process = phalanx(
@@ -194,14 +187,15 @@ def test_ctrl_c_leaves_nothing(cluster: RayCluster, tmp_path: Path) -> None:
 def test_a_plan_that_the_cluster_has_no_devices_for_is_refused_before_anything_is_started(
     cluster: RayCluster, tmp_path: Path
 ) -> None:
-    given = submission(tmp_path, "dp=16")
+    write_job(tmp_path)
+    given = submission("ray", tmp_path, "dp=16")
     target = RayTarget(cluster.node_address.removeprefix("ray:"))
     with pytest.raises(RefusedError, match=r"16 processes with 1 CPU each; allowed: what the cluster has: .* 4 CPUs;"):
         target.submit(target.prepare(given))
     assert not given.run.folder.exists()
     why = target.why_not(target.prepare(given))
     assert "16 processes" in why
-    assert target.why_not(target.prepare(submission(tmp_path))) == ""
+    assert target.why_not(target.prepare(submission("ray", tmp_path))) == ""
 
 
 def test_without_a_plan_the_planner_chooses_for_what_the_cluster_has(cluster: RayCluster, tmp_path: Path) -> None:

@@ -9,31 +9,28 @@ import re
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from click.testing import CliRunner
-from launched import await_none_left, await_steps, by_hand, write_job
+from launched import NEEDED, SHARED, await_none_left, await_steps, by_hand, submission, write_job
 
 import phalanx as px
 from phalanx.cli import main as phalanx_main
-from phalanx.config import Plan, RunSpec
 from phalanx.launch.reaper import SAVED, fork
 from phalanx.launch.runfile import newest_step
-from phalanx.launch.targets import Submission, sagemaker_node, write_ticket
+from phalanx.launch.targets import sagemaker_node, write_ticket
 from phalanx.launch.targets.sagemaker import SageMakerTarget
 from phalanx.launch.targets.sagemaker_node import main
 from phalanx.report.run_standing import run_standing
 
 boto3 = pytest.importorskip("boto3")
 moto = pytest.importorskip("moto.server")
-from moto.sagemaker.exceptions import SagemakerClientError  # noqa: E402
-from moto.sagemaker.models import SageMakerModelBackend  # noqa: E402
 from moto.sagemaker.responses import SageMakerResponse  # noqa: E402
 from sagemaker_service import SETTINGS, Containers, Service  # noqa: E402
 
@@ -41,17 +38,7 @@ pytestmark = [
     pytest.mark.timeout(240),
     pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning"),
 ]
-REQUIRED = {
-    "instance": "ml.m5.large",
-    "image": "123456789012.dkr.ecr.us-east-1.amazonaws.com/train:1",
-    "role": "arn:aws:iam::123456789012:role/train",
-    "bucket": "s3://bucket/phalanx",
-}
-SHARED = {
-    "filesystem": "fsx:fs-0123456789abcdef0:/fsx",
-    "subnets": "subnet-0a",
-    "security-groups": "sg-0a",
-}
+REQUIRED = {**NEEDED["sagemaker"], "instance": "ml.m5.large"}
 STEPS = 30
 
 Start = Callable[..., Containers]
@@ -96,11 +83,10 @@ def start(service: Service, tmp_path: Path) -> Start:
         job = code / "train.py"
         if not job.exists():
             write_job(code, pause=pause, steps=steps)
-        settings: dict[str, Any] = {"plan": Plan.parse(plan), "resume": "auto", "grace": 20.0, **run}
-        spec = RunSpec(**{"job": str(job), "folder": tmp_path / "run", **settings})
+        settings: dict[str, Any] = {"job": str(job), "grace": 20.0, **run}
         options = {**REQUIRED, "nodes": str(count), **(SHARED if count > 1 else {})}
         target = SageMakerTarget("")
-        given = Submission(run=spec, name="digits", python=target.python, options=options)
+        given = replace(submission("sagemaker", tmp_path, plan, run=settings, **options), python=target.python)
         ticket = target.submit(target.prepare(given))
         write_ticket(given, "sagemaker", ticket)
         return service.start(ticket["job"])
@@ -108,15 +94,9 @@ def start(service: Service, tmp_path: Path) -> Start:
     return begin
 
 
-@pytest.mark.parametrize(
-    ("plan", "count"),
-    [
-        ("pp=2 tp=2", 2),
-        ("server=1 dp=2", 3),
-    ],
-)
-def test_hosts_train_what_one_device_does(start: Start, tmp_path: Path, plan: str, count: int) -> None:
-    job = start(plan, steps=6, count=count)
+def test_hosts_train_what_one_device_does(start: Start, tmp_path: Path) -> None:
+    count = 2
+    job = start("pp=2 tp=2", steps=6, count=count)
     assert job.wait() == [0] * count, job.said()
     assert px.load(job.run).losses == pytest.approx(by_hand(6), rel=1e-5)
     assert [job.failure(number) for number in range(count)] == [""] * count
@@ -260,36 +240,6 @@ def until_code_is_there(root: Path) -> None:
         time.sleep(0.01)
 
 
-def test_what_sagemaker_refuses_is_said_in_its_words_and_nothing_is_left(
-    service: Service, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    write_job(tmp_path)
-    said = "The account-level service limit 'ml.m5.large for training job usage' is 0 Instances"
-
-    class FullError(SagemakerClientError):
-        code = "ResourceLimitExceeded"
-
-    def full(*_: Any, **__: Any) -> Any:
-        raise FullError(said)
-
-    before = boto3.client("s3").list_objects_v2(Bucket="bucket").get("KeyCount")
-    monkeypatch.setattr(SageMakerModelBackend, "create_training_job", full)
-    told = launch(code=3)
-    assert f"AWS refuses it: ResourceLimitExceeded: {said}" in told
-    assert "Service Quotas" in told
-    monkeypatch.delenv("AWS_DEFAULT_REGION")
-    monkeypatch.setenv("AWS_CONFIG_FILE", "/dev/null")
-    assert "--region" in launch(code=2)
-    assert "--role" in launch(role="", code=2)
-    for verb, code in {"launch": 2, "check": 1}.items():
-        told = launch(verb=verb, instance="ml.g5.xlarge", code=code)
-        assert "1 GPU, of which the plan needs 2" in " ".join(told.split())
-    assert not (tmp_path / "run").exists()
-    monkeypatch.setenv("AWS_DEFAULT_REGION", SETTINGS["AWS_DEFAULT_REGION"])
-    assert boto3.client("s3").list_objects_v2(Bucket="bucket").get("KeyCount") == before
-
-
 def container(root: Path, **hyperparameters: str) -> Path:
     """A root with as little as a container may have."""
     config = root / "input" / "config"
@@ -341,31 +291,6 @@ class TestBeforeWorkers:
         (root / "input" / "config" / "resourceconfig.json").write_text('{"hosts": ["algo-1"], "current_host": "x"}')
         assert main(root) == 2
         assert "current_host, which is one of them" in (root / "output" / "failure").read_text()
-
-
-def test_of_what_is_told_of_steps_the_last_comes_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who tells now and then may have read the events just before the run ended."""
-    begun, told, threads = threading.Event(), list[str](), list[threading.Thread]()
-
-    class Told:
-        def __init__(self, events: Path) -> None:
-            """Of no run."""
-
-        def tell(self) -> None:
-            now_and_then = threading.current_thread() is not threading.main_thread()
-            if now_and_then:
-                threads.append(threading.current_thread())
-                begun.set()
-                time.sleep(0.3)
-            told.append("now and then" if now_and_then else "at the end")
-
-    monkeypatch.setattr(sagemaker_node, "StepsTold", Told)
-    monkeypatch.setattr(sagemaker_node, "_TELLS", 0.01)
-    run = RunSpec(job="train.py", plan=Plan.parse("dp=2"), folder=tmp_path)
-    with sagemaker_node._steps_told(run, tells=True):
-        begun.wait()
-    threads[0].join()
-    assert told[-1] == "at the end"
 
 
 _LAST_LINES = """

@@ -23,20 +23,16 @@ from launched import (
     working_in,
     write_job,
 )
-from ssh_hosts import SshServers, lacking_for_ssh, ssh_servers
+from ssh_hosts import SshServers, ssh_servers
 
 import phalanx as px
 from phalanx.checkpoint import checkpoints, verify
 from phalanx.errors import RunError, SpecError
 from phalanx.launch import load_job
-from phalanx.launch.host_network import lacking
 
 
 @pytest.fixture(scope="module")
 def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SshServers]:
-    problem = lacking(px.Hosts(2).link)
-    if why := lacking_for_ssh() or (problem and problem.given):
-        pytest.skip(why)
     with ssh_servers(2, tmp_path_factory.mktemp("ssh")) as made:
         yield made
 
@@ -95,26 +91,6 @@ def test_a_worker_that_is_killed_is_started_again_and_nothing_is_lost(
     assert "each sample seen exactly once per epoch: yes" in " ".join(out.split())
 
 
-def test_stop_saves_and_resume_goes_on(servers: SshServers, tmp_path: Path) -> None:
-    process = begun(servers, tmp_path, pause=0.5)
-    status = phalanx("status", "run", "--json", cwd=tmp_path)
-    assert '"state": "running"' in status.communicate(timeout=30)[0]
-    stop = phalanx("stop", "run", cwd=tmp_path)
-    assert stop.communicate(timeout=60) == ("run: stopped\n", "")
-    _, err = process.communicate(timeout=30)
-    assert process.returncode == 75, err
-    assert "newest checkpoint: step-" in err
-    await_none_left(tmp_path)
-    taken = len(px.load(tmp_path / "run").losses)
-    assert 4 <= taken < 60
-    write_job(tmp_path, steps=60)
-    to = f"ssh:{servers.folder / 'hosts.toml'}"
-    again = phalanx("launch", "train.py", "--to", to, "--run", "run", "--resume", "--no-check", cwd=tmp_path)
-    _, err = again.communicate(timeout=90)
-    assert again.returncode == 0, err
-    assert px.load(tmp_path / "run").losses == pytest.approx(by_hand(60), rel=1e-4)
-
-
 def test_ctrl_c_saves_and_stops(servers: SshServers, tmp_path: Path) -> None:
     process = begun(servers, tmp_path)
     process.send_signal(signal.SIGINT)
@@ -150,30 +126,6 @@ def test_a_rank_that_fails_is_named_with_its_host(servers: SshServers, tmp_path:
     _, err = process.communicate(timeout=90)
     assert process.returncode == 3, err
     assert "rank 1 of 2, on n1, failed in step 0: ValueError: its own" in err
-
-
-def test_nothing_outlives_a_launcher_that_is_killed(servers: SshServers, tmp_path: Path) -> None:
-    process = begun(servers, tmp_path)
-    assert working_in(tmp_path)
-    process.kill()
-    process.communicate()
-    await_none_left(tmp_path)
-
-
-@pytest.mark.engine
-def test_a_host_that_is_lost_ends_the_others_and_is_named(tmp_path: Path) -> None:
-    if why := lacking_for_ssh():
-        pytest.skip(why)
-    with ssh_servers(2, tmp_path) as servers:
-        process = begun(servers, tmp_path)
-        servers.hosts.cut(1)
-        began = time.monotonic()
-        _, err = process.communicate(timeout=90)
-        assert process.returncode == 3, err
-        assert "host n1" in err
-        assert time.monotonic() - began < 40
-        servers.hosts.restore(1)
-    assert "newest checkpoint" in err or "no checkpoint yet" in err
 
 
 @pytest.mark.parametrize(
@@ -239,9 +191,6 @@ class Apart:
 
 @pytest.fixture
 def apart(tmp_path: Path) -> Iterator[Apart]:
-    problem = lacking(px.Hosts(2).link)
-    if why := lacking_for_ssh() or (problem and problem.given):
-        pytest.skip(why)
     folders = [tmp_path / name for name in ("ssh", "job", "scratch")]
     for folder in folders:
         folder.mkdir()

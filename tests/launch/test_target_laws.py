@@ -372,12 +372,6 @@ def await_end(pid: int) -> None:
 GIVEN = ("launch", "train.py", "--to", "background", "--run", "run", "--plan", "dp=2", "--no-check")
 
 
-@pytest.mark.usefixtures("_example")
-def test_the_target_that_is_shown_has_40_lines(tmp_path: Path) -> None:
-    lines = (tmp_path / "background.py").read_text().splitlines()
-    assert len([line for line in lines if line.strip()]) <= 40
-
-
 def launch(*words: str) -> int:
     return command(*GIVEN, *words)
 

@@ -58,7 +58,7 @@ def linear(**how: Any) -> px.Job:
     return job(model, rows(), classify, **{"inputs": lambda batch: batch["x"], **how})
 
 
-OFTEN = ("ConvNet", "own GPT", "HF Mixtral")
+OFTEN = ("own GPT", "HF Mixtral")
 
 
 @pytest.mark.parametrize("model", [*OFTEN, *longer(*(model for model in MODELS if model not in OFTEN))])
@@ -248,7 +248,7 @@ NOISY = {
 }
 
 
-DRAWN = ("samples that draw", "a part of them", "masks drawn in collate", "a stream with masks")
+DRAWN = ("samples that draw", "masks drawn in collate", "a stream with masks")
 
 
 @pytest.mark.parametrize("case", [*DRAWN, *longer(*(case for case in NOISY if case not in DRAWN))])
