@@ -27,8 +27,6 @@ from small import LENGTH, Net, fit, job, table
 
 @pytest.fixture
 def no_fork(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Makes starting a process an error."""
-
     def refuse() -> int:
         raise AssertionError("a process was started")
 
@@ -37,25 +35,11 @@ def no_fork(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("no_fork")
 class TestBeforeAnyProcess:
-    def test_more_ranks_than_samples(self) -> None:
-        with pytest.raises(RefusedError, match="5 replicas for a global batch of 4") as caught:
-            px.fit(job(batch=4), "dp=5")
-        assert caught.value.problems[0].fix == "dp=4"
-
     def test_cuda_where_there_is_none(self) -> None:
         if torch.cuda.device_count():
             pytest.skip("there is a CUDA device")
         with pytest.raises(RefusedError, match="device=cuda for 2 replicas on this machine; CUDA devices here: 0"):
             px.fit(job(), "dp=2 device=cuda")
-
-    def test_all_problems_at_once(self) -> None:
-        with pytest.raises(RefusedError) as caught:
-            px.fit(job(batch=2), "threads=3 compile=true")
-        assert len(caught.value.problems) == 2
-
-    def test_a_mesh_that_is_not_the_process_count(self) -> None:
-        with pytest.raises(RefusedError, match="dp=2 for 1 workers"):
-            px.build(job(), "dp=2")
 
 
 @pytest.fixture
@@ -69,8 +53,6 @@ def no_worker(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Wrapped(Net):
-    """Asks which rank it is, as a script for torchrun would."""
-
     def __init__(self) -> None:
         super().__init__()
         assert torch.distributed.get_rank() == 0
@@ -168,8 +150,6 @@ def fails(match: str, plan: str = "dp=2", **how: Any) -> PhalanxError:
 
 
 class Forgetful(Net):
-    """Has a branch that nothing depends on."""
-
     def __init__(self) -> None:
         super().__init__()
         self.forgotten = nn.Linear(9, 3)
@@ -258,8 +238,6 @@ class Growing(Net):
 
 
 class Stream:
-    """Two global batches on rank 0, three on rank 1."""
-
     def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
         for index in range(64 + 32 * torch.distributed.get_rank()):
             yield {"x": torch.ones(9), "y": torch.tensor(index % 5)}
@@ -281,8 +259,6 @@ def test_evaluation_data_of_another_length_on_each_rank() -> None:
 
 
 class Unseeded(Net):
-    """Draws from a source of its own."""
-
     def __init__(self) -> None:
         super().__init__()
         draw = np.random.default_rng().standard_normal((5, 9))

@@ -51,7 +51,6 @@ STATE = {"step": 3, "samples": 96, "nested": {"deep": [1, 2.5, "x"]}}
 
 @pytest.fixture(scope="module")
 def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Written as by two ranks: half of each matrix in either file."""
     folder = tmp_path_factory.mktemp("original")
     from phalanx.checkpoint import writing
     from phalanx.checkpoint.format import Manifest
@@ -119,7 +118,6 @@ def remove(path: Path, pick: random.Random) -> None:
 
 
 def replace(path: Path, pick: random.Random) -> None:
-    """Put something in a file's place that is none."""
     file = any_file(path, pick)
     outside = path.parent / "outside"
     content = file.read_bytes()

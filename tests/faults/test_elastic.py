@@ -35,8 +35,6 @@ SAME = 1e-6  # relative: sums over another number of ranks are rounded in anothe
 
 
 class TestSize:
-    """With how many devices a run goes on, without one."""
-
     @staticmethod
     def size(there: list[int], steps: int = 6) -> ElasticSize:
         plans = {devices: px.Plan(dp=devices) for devices in (1, 2, 4, 8)}

@@ -226,12 +226,6 @@ def test_error_in_watch_ends_the_workers(tmp_path: Path) -> None:
         launch(target, 1, watch=watch)
 
 
-def test_launcher_that_uses_cuda_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    with pytest.raises(RunError, match="module level of the job file"):
-        launch(lambda place, report: None, 1)
-
-
 def test_launcher_that_has_asked_cuda_is_told_from_its_worker(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: True)
     with pytest.raises(WorkerError, match=r"torch\.cuda\.device_count\(\) in place of torch\.cuda\.is_available"):

@@ -28,7 +28,6 @@ from longer import longer
 from phalanx.comm import Place, default_process_group
 from phalanx.launch import worker_process
 from phalanx.launch.addresses import own_address
-from phalanx.launch.jobfile import load_job
 from phalanx.launch.local import launch
 from phalanx.train.launcher_link import LauncherLink
 from phalanx.train.loop import train
@@ -239,37 +238,6 @@ def test_on_one_machine_everything_listens_on_loopback(plan: str) -> None:
     launch(work, run.plan.processes, watch=listeners)
     assert len(listeners.processes) > 1, "the launcher's store, and workers"
     assert {one for one in listeners.addresses if not ip_address(one).is_loopback} == set()
-
-
-JOB = """
-import time
-from pathlib import Path
-import torch
-import phalanx as px
-
-def loss(output, batch):
-    until = time.monotonic() + 30
-    while not Path("looked").exists() and time.monotonic() < until:
-        time.sleep(0.02)
-    return output.square().mean()
-
-def job():
-    return px.Job(model=lambda: torch.nn.Linear(4, 2), data=lambda: list(torch.ones(16, 4)), loss=loss,
-                  optimizer=lambda params: torch.optim.SGD(params, lr=0.1), batch=4, epochs=1)
-"""
-
-
-@pytest.mark.long
-def test_under_torchrun_too_and_the_secret_is_gone() -> None:
-    """torchrun's own meeting point would listen on every address; servers' secret lies in the folder for a moment."""
-    Path("waiting.py").write_text(JOB)
-    run = px.RunSpec(job="waiting.py:job", plan=px.Plan.parse("dp=1 server=1"), folder=Path("run"), forecast="none")
-    listeners = Listeners(enough=3)
-    done = px.fit(load_job("waiting.py:job"), run=run, launcher="torchrun", watch=listeners)
-    assert len(done.losses) == 4
-    assert len(listeners.processes) >= 3, "the launcher's store, torchrun's, the server"
-    assert {one for one in listeners.addresses if not ip_address(one).is_loopback} == set()
-    assert not Path("run/.secret").exists()
 
 
 def test_over_several_hosts_each_is_reached_by_the_address_towards_the_first() -> None:

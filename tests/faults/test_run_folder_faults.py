@@ -78,14 +78,11 @@ def settings() -> dict[str, str]:
 
 
 def tried(text: str) -> list[str]:
-    """The options that an error says to try."""
     (line,) = re.findall(r"try: (.*)", text)
     return shlex.split(line)
 
 
 class TestRefused:
-    """A run that is refused leaves what another wrote as it was."""
-
     def test_another_batch_and_what_the_error_says_to_try(self, toy: Path) -> None:
         assert train(toy, "--steps", 2, "--batch", 12).exit_code == 0
         before = settings()
@@ -116,7 +113,6 @@ class TestRefused:
 class TestOneWriter:
     @pytest.fixture
     def owner(self, toy: Path) -> Iterator[subprocess.Popen[bytes]]:
-        """A training that goes on for long and has saved."""
         argv = ["train", f"{toy}:slow", "--run", "out", "--plan", "single", "--checkpoint-every", "1", "--no-forecast"]
         command = [sys.executable, "-m", "phalanx", *argv, "--steps", "500"]
         process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
@@ -243,23 +239,6 @@ def test_nothing_outside_is_written_through_a_link(name: str, tmp_path: Path) ->
 def unusable() -> px.Table:
     columns = table()[range(LENGTH)]
     return px.Table(x=columns["x"] * float("nan"), y=columns["y"])
-
-
-def test_a_link_hides_no_accident() -> None:
-    """One that was put where the batch is kept after the run had begun."""
-    Path("victim").mkdir()
-    launcher = os.getpid()
-
-    def data() -> px.Table:
-        if os.getpid() != launcher and Path("run/writer.json").exists() and not Path("run/accidents").exists():
-            Path("run/accidents").symlink_to(Path("victim").absolute())
-        return unusable()
-
-    with pytest.raises(WorkerError) as caught:
-        fit("single", "run", data=data)
-    assert caught.value.kind == "LossError"
-    assert Path("run/accidents").is_symlink()
-    assert list(Path("victim").iterdir()) == []
 
 
 def test_all_that_a_run_writes_is_looked_at_before(toy: Path) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -32,12 +31,8 @@ from phalanx.events import read
 from phalanx.launch import worker_pool
 from phalanx.launch.local import launch
 from phalanx.launch.worker_pool import StoppedWorkers
-from phalanx.parallel.parameter_server import FrameKind
 from phalanx.train.launcher_link import LauncherLink
-from phalanx.train.observer import Observer
 from phalanx.train.parameter_server import take_part
-from phalanx.train.parameter_server.requests import RequestHandler
-from phalanx.train.parameter_server.role import ServerProcess
 from phalanx.train.parameter_server.server import Server
 from phalanx.train.parameter_server.server_group import Address, Directory, Patience
 from phalanx.train.parameter_server.server_links import ServerLinks
@@ -206,63 +201,12 @@ def test_a_run_in_which_a_server_was_lost_comes_to_the_same_values(monkeypatch: 
     assert values() == undisturbed
 
 
-def test_a_server_that_is_lost_as_the_run_ends_ends_no_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    obey = Server.obey
-
-    def dies(self: Server, kind: FrameKind, meta: dict[str, Any]) -> dict[str, Any]:
-        if kind == FrameKind.END and self._store.index == 1:
-            Path("died").touch()
-            kill()
-        return obey(self, kind, meta)
-
-    def strike(place: Place, step: int) -> None:
-        if place.rank == 0:
-            await_state(1, "joined")  # what one held is told by who was there
-
-    monkeypatch.setattr(Server, "obey", dies)
-    evaluated = replace(job(), evaluate=job().data)  # for which workers would be needed once more
-    events = served("dp=2 server=2", strike, trained=evaluated)
-    assert Path("died").exists()
-    assert [event["rank"] for event in of(events, "memory")] == [0, 1, 2]
-    assert [event["message"] for event in of(events, "warning")] == [
-        "server 1 was lost as the run ended: what memory it held is not known"
-    ]
-
-
 @pytest.fixture
 def place() -> Iterator[Place]:
     """The place of the only server of ``dp=1 server=1``, with a store to meet at."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # pyright: ignore
     yield Place(rank=1, world_size=2, store=f"tcp://127.0.0.1:{store.port}", secret=new_secret())
     del store  # it serves until here
-
-
-def test_two_servers_of_one_shard_are_refused(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = run_of("dp=1 server=1")
-    quick = replace(QUICK, back=0.2)
-    failed: list[BaseException] = []
-    alone: Any = RequestHandler.nobody_for
-    refused = threading.Event()  # until then the first does not give up, however late the second comes
-    patched = property(lambda self: alone.fget(self) if refused.is_set() else 0.0)
-    monkeypatch.setattr(RequestHandler, "nobody_for", patched)
-
-    def first() -> None:
-        try:
-            take_part(job(), run, place, patience=quick)
-        except RunError as error:
-            failed.append(error)
-
-    thread = threading.Thread(target=first)
-    thread.start()
-    while Directory(place).find(0) is None:
-        time.sleep(0.01)
-    try:
-        with pytest.raises(RunError, match="server 0 is running already, at 127"):
-            ServerProcess(job(), run, place, quick, Observer(), LauncherLink())
-    finally:
-        refused.set()
-        thread.join()
-    assert "no worker has been there for" in str(failed[0]), "and the first ends, since nobody comes"
 
 
 def test_a_run_after_another_knows_nothing_of_it(place: Place) -> None:
@@ -347,21 +291,12 @@ def slept(asleep: Callable[[], bool], after: str, patience: Patience, *, reserve
 
 
 @pytest.mark.usefixtures("always_heard")
-def test_a_worker_that_stands_still_holds_nobody_up() -> None:
-    told = slept(lambda: states_of(1)[-1:] != ["silent"], "silent", QUICK, reserves=0)
-    assert [event["state"] for event in told[:3]] == ["joined", "silent", "returned"]
-    assert "no progress for" in told[1]["reason"]
-    assert "of step" in told[1]["reason"]
-
-
-@pytest.mark.usefixtures("always_heard")
 def test_a_worker_that_stands_still_for_too_long_is_lost_and_replaced(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ends = ServerLinks._end_process
 
     def ends_later(self: ServerLinks, still: float) -> None:
-        """Both look at the time: here the coordinator does so first."""
         while "lost" not in states_of(1):
             time.sleep(0.02)
         ends(self, still)

@@ -19,7 +19,6 @@ import pytest
 import tomli_w
 from click.testing import CliRunner
 
-import phalanx as px
 from longer import longer
 from phalanx.cli import main
 from phalanx.config import Plan, RunSpec
@@ -136,15 +135,12 @@ VERBS: list[list[str]] = [
 
 
 def reading(name: str, seed: int) -> list[list[str]]:
-    """Some of the verbs that read the file called ``name``."""
     forecasts = name in ("plan.toml", "cluster.toml", "prices.toml", "config.json")
     those = [argv for argv in VERBS if (argv[0] == "forecast") == forecasts]
     return random.Random(seed).sample(those, 1 if forecasts else 3)
 
 
 class Mutation:
-    """One random change of one file."""
-
     def __init__(self, seed: int) -> None:
         self._random = random.Random(seed)
 
@@ -265,7 +261,6 @@ def test_mutated_files_give_an_answer_or_one_error(seed: int, tmp_path: Path, mo
 
 
 def test_what_is_whole_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The law above would hold for verbs that refuse everything."""
     stranger = Stranger(tmp_path / "s")
     monkeypatch.chdir(stranger.base)
     codes = [CliRunner().invoke(main, argv, env={"COLUMNS": "100"}).exit_code for argv in VERBS]
@@ -281,12 +276,3 @@ def refused_or_taken(stranger: Stranger, resume: bool) -> None:
     with suppress(SpecError), RunFolder(run) as entered:
         entered.prepare()
     assert stranger.untouched()
-
-
-def test_a_run_object_refuses_fifos(tmp_path: Path) -> None:
-    for name, opened in (("events.jsonl", lambda run: list(run.events())), ("plan.toml", lambda run: run.plan)):
-        stranger = Stranger(tmp_path / name)
-        (stranger.run / name).unlink()
-        os.mkfifo(stranger.run / name)
-        with pytest.raises(SpecError, match="a FIFO"):
-            opened(px.Run(folder=stranger.run))

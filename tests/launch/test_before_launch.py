@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 import time
 import venv
@@ -32,7 +31,6 @@ from phalanx.launch.targets import (
 from phalanx.launch.targets import ray as ray_target
 from phalanx.preflight import launch_check
 
-WHY_NOT = {name: target_class(name).why_not for name in QUEUES}  # type: ignore[attr-defined]
 IMAGES = {"kubernetes", "sagemaker"}
 
 
@@ -113,23 +111,6 @@ def test_a_queue_that_does_not_answer_in_time_has_refused_nothing(monkeypatch: p
     assert launch_check._asked_of(target, given, CheckTime(0.0)) == ([], "whether slurm would take it")
 
 
-@pytest.mark.parametrize(("name", "program"), [("slurm", "sbatch"), ("kubernetes", "kubectl")])
-def test_asking_a_queue_takes_no_longer_than_it_may(
-    name: str, program: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(target_class(name), "why_not", WHY_NOT[name])
-    silent = tmp_path / "bin" / program
-    silent.parent.mkdir()
-    silent.write_text("#!/bin/sh\nexec sleep 300\n")
-    silent.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{silent.parent}:{os.environ['PATH']}")
-    target, given = submission(name)
-    assert isinstance(target, QueueTarget)
-    began = time.monotonic()
-    assert "does not answer" in str(target.why_not(target.prepare(given), 0.5))
-    assert time.monotonic() - began < 30
-
-
 RATE = 8e8  # bit/s
 BEGINS = "the run would begin now"
 
@@ -189,8 +170,6 @@ NODES = [{"name": f"n{number}", "cpus": 2.0, "gpus": 0.0, "kind": "", "memory": 
 
 
 class TestWithoutAPlan:
-    """By what each queue offers; nothing is handed over."""
-
     @pytest.mark.parametrize(
         ("to", "words", "there", "processes"),
         [

@@ -8,14 +8,12 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 from click.testing import CliRunner
 from launched import Queue, StandIn, StandIns
-from ssh_hosts import SshServers, ssh_servers
 
 from longer import longer
 from phalanx.cli import main
@@ -190,29 +188,6 @@ class TestFolder:
         assert (code, found(answer)) == (1, [("folder", ("n2",), True)])
         assert "is not the folder of that path here" in answer["findings"][0]["what"]
 
-    def test_that_is_full(self, check: Check, full: str) -> None:
-        code, answer = check(StandIn("n1"), StandIn("n2"), run=full)
-        assert (code, [one[0] for one in found(answer)]) == (1, ["folder"])
-        assert "No space left on device" in answer["findings"][0]["what"]
-        assert "make room there" in answer["findings"][0]["fix"]
-
-
-@pytest.fixture
-def full(job: Path) -> Iterator[str]:
-    """The name of a run folder on a disk without a free byte."""
-    disk = job.parent / "disk"
-    disk.mkdir()
-    made = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "none", disk], capture_output=True, check=False)
-    if made.returncode:
-        pytest.skip(f"nothing can be mounted here: {made.stderr.decode().strip()}")
-    try:
-        with suppress(OSError), (disk / "all").open("wb", buffering=0) as file:
-            while True:
-                file.write(bytes(4096))
-        yield "disk/run"
-    finally:
-        subprocess.run(["umount", disk], check=True)
-
 
 class TestLimits:
     def test_little_shared_memory(self, check: Check, job: Path) -> None:
@@ -250,7 +225,6 @@ class Wired:
         ]
 
     def do(self, number: int, words: str) -> None:
-        """Run ``ip`` or ``tc`` on a host."""
         program, *rest = words.split()
         subprocess.run([*self._within(number), str(tool(program)), *rest], check=True, capture_output=True)
 
@@ -295,22 +269,6 @@ def test_an_address_to_meet_at_that_is_not_the_hosts_own(check: Check) -> None:
     code, answer = check(StandIn("n1", address="198.51.100.7"), options="--plan dp=1")
     assert (code, found(answer)) == (1, [("links", ("n1",), True)])
     assert "workers cannot meet at 198.51.100.7: " in answer["findings"][0]["what"]
-
-
-@pytest.fixture(scope="module")
-def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SshServers]:
-    with ssh_servers(2, tmp_path_factory.mktemp("ssh")) as made:
-        yield made
-
-
-class TestSsh:
-    def test_hosts_of_a_file(self, check: Check, servers: SshServers, job: Path) -> None:
-        file = servers.write_hosts((1, 1))
-        code, answer = check(options=f"--plan dp=2 --to ssh:{file}")
-        assert (code, answer["findings"], answer["not_looked_at"]) == (0, [], [])
-        assert [host["name"] for host in answer["hosts"]] == ["n0", "n1"]
-        assert [host["told"]["address"] for host in answer["hosts"]] == [servers.hosts.address(one) for one in (0, 1)]
-        assert len(answer["links"]) == 2
 
 
 class TestQueue:

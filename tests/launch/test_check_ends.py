@@ -183,8 +183,6 @@ def test_what_a_program_is_told_may_be_long_and_unread() -> None:
 
 
 class Lacking(TargetHost):
-    """This machine, as a host to which the target sends ``code``."""
-
     name = "n1"
     address = "127.0.0.1"
 
@@ -199,13 +197,11 @@ class Lacking(TargetHost):
 
 
 def asked(folder: Path, code: CodeForHost) -> HostSurvey:
-    """Of the job ``gone.py``, which is not there."""
     file = str(folder / "gone.py")
     return survey([Lacking(folder, code)], CheckQuestion(reference=file, file=file, folder=folder, cwd=str(folder)))
 
 
 def pack(name: str) -> bytes:
-    """Of one empty file of that name."""
     whole = io.BytesIO()
     with tarfile.open(fileobj=whole, mode="w:gz") as archive:
         archive.addfile(tarfile.TarInfo(name))
@@ -217,7 +213,6 @@ def failing(said: HostSurvey) -> list[str]:
 
 
 def code(folder: Path, **what: Any) -> CodeForHost:
-    """One empty file, ``gone.py``."""
     return CodeForHost(root=folder, digests={"gone.py": sha256(b"").hexdigest()}, nbytes=40 << 20, **what)
 
 
@@ -249,7 +244,6 @@ def test_what_was_copied_by_hand_is_looked_at(tmp_path: Path, monkeypatch: pytes
 
 
 def test_what_is_sent_is_of_the_standard_library() -> None:
-    """Its names of Phalanx are those of the texts that go before it."""
     text = program_text(code_files, host_folder, host_agent)
     assert "from phalanx" not in text
     assert "import phalanx" not in text

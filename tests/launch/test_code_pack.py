@@ -11,6 +11,7 @@ import sys
 import tarfile
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import takewhile
 from pathlib import Path
 from typing import IO, Any
@@ -165,7 +166,6 @@ def project(tmp_path: Path) -> Path:
 
 
 def sent(project: Path, works: Path, reference: str = "train.py:tiny?lr=0.1") -> tuple[RequestCode, Path]:
-    """The code as a request says it, and the archive."""
     archive = project.parent / "code.tar.gz"
     digest = CodePack.of(project, without=project / "run").write(archive)
     return RequestCode(root=str(project), sha256=digest, reference=reference, works=str(works)), archive
@@ -201,7 +201,6 @@ def test_where_there_is_no_such_folder_a_copy_is_worked_in(project: Path, tmp_pa
 
 
 def test_what_is_not_what_was_packed_is_not_worked_with(project: Path, tmp_path: Path) -> None:
-    """Not even where the folder is as it was."""
     code, archive = sent(project, works=project)
     packed = archive.read_bytes()
     for damaged in (packed[:-9], b"", b"no archive"):
@@ -220,7 +219,6 @@ def encoded(data: bytes) -> str:
 
 @pytest.fixture
 def copy(tmp_path: Path) -> tuple[HostFiles, Path]:
-    """A copy of a run folder, followed."""
     files = HostFiles()
     where = files.begin(str(tmp_path / "scratch"), "run-1")
     files.put("events.jsonl", encoded(b"one\n"))
@@ -347,53 +345,50 @@ def first_lines(told: Iterator[dict[str, Any]], ranks: int) -> dict[int, int]:
     return {rank: int(text) for rank, text in printed.items()}
 
 
-def test_what_ended_a_worker_is_told_also_where_the_launcher_has_all_ended() -> None:
-    """Its peers have failed as it was lost, and their launcher has not waited for more."""
+@contextmanager
+def agent_of(
+    changed: str, other: str, ranks: int
+) -> Iterator[tuple[subprocess.Popen[bytes], IO[bytes], Any, list[int]]]:
+    """The agent of a host with a text changed in it: the process, its pipe, what it tells, and its workers."""
     text = ssh_host._agent_text().decode()
-    assert "_LOOK = 0.05" in text
-    program = text.replace("_LOOK = 0.05", "_LOOK = 600.0")  # it comes to look only as it is asked
-    agent = subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert changed in text
+    words = [sys.executable, "-c", text.replace(changed, other)]
+    agent = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert agent.stdin
     assert agent.stdout
     try:
         argv = [sys.executable, "-c", WORKER]
-        asked(agent.stdin, do="load", named=False, folder="", environment={}, argv=argv, count=2)
-        asked(agent.stdin, do="start", files={}, ranks={"0": {}, "1": {}}, folder="")
+        asked(agent.stdin, do="load", named=False, folder="", environment={}, argv=argv, count=ranks)
+        asked(agent.stdin, do="start", files={}, ranks={str(rank): {} for rank in range(ranks)}, folder="")
         told = map(json.loads, agent.stdout)
-        worker = psutil.Process(first_lines(told, 2)[1])
-        worker.kill()
-        while worker.status() != psutil.STATUS_ZOMBIE:
-            time.sleep(0.02)
-        asked(agent.stdin, do="end")
-        said = takewhile(lambda one: "over" not in one, told)
-        assert [one for one in said if "ended" in one] == [{"ended": 1, "code": -signal.SIGKILL}]
+        yield agent, agent.stdin, told, [*first_lines(told, ranks).values()]
     finally:
         agent.kill()
         agent.communicate()
+
+
+def test_what_ended_a_worker_is_told_also_where_the_launcher_has_all_ended() -> None:
+    """Its peers have failed as it was lost, and their launcher has not waited for more."""
+    with agent_of("_LOOK = 0.05", "_LOOK = 600.0", 2) as (_, pipe, told, pids):
+        worker = psutil.Process(pids[1])
+        worker.kill()
+        while worker.status() != psutil.STATUS_ZOMBIE:
+            time.sleep(0.02)
+        asked(pipe, do="end")
+        said = takewhile(lambda one: "over" not in one, told)
+        assert [one for one in said if "ended" in one] == [{"ended": 1, "code": -signal.SIGKILL}]
 
 
 @pytest.mark.realtime("the agent is a program whose clock is its own")
 def test_a_launcher_that_says_nothing_for_long_is_taken_to_be_gone() -> None:
     """Its connection stays open: of a machine without power, or behind a network that is cut."""
-    text = ssh_host._agent_text().decode()
-    assert "SILENCE = 60.0" in text
-    program = text.replace("SILENCE = 60.0", "SILENCE = 2.0")
-    agent = subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-    assert agent.stdin
-    assert agent.stdout
-    try:
-        argv = [sys.executable, "-c", WORKER]
-        asked(agent.stdin, do="load", named=False, folder="", environment={}, argv=argv, count=1)
-        asked(agent.stdin, do="start", files={}, ranks={"0": {}}, folder="")
-        worker = psutil.Process(first_lines(map(json.loads, agent.stdout), 1)[0])
+    with agent_of("SILENCE = 60.0", "SILENCE = 2.0", 1) as (agent, pipe, _, pids):
+        worker = psutil.Process(pids[0])
         until = time.monotonic() + 3.0
         while time.monotonic() < until:  # it is not its age that ends it
-            asked(agent.stdin, do="still")
+            asked(pipe, do="still")
             time.sleep(0.2)
         assert worker.is_running()
         assert agent.poll() is None
         assert agent.wait(60) == 0
         assert not worker.is_running() or worker.status() == psutil.STATUS_ZOMBIE
-    finally:
-        agent.kill()
-        agent.communicate()

@@ -47,7 +47,6 @@ FULL = {
 
 
 def handed(folder: Path = Path("/data"), **given: Any) -> dict[str, dict[str, Any]]:
-    """The objects of a launch by their kinds."""
     asked = submission("kubernetes", folder, **{"plan": "dp=4", **given})
     prepared = KubernetesTarget("").prepare(asked)
     return {one["kind"]: one for one in json.loads(prepared.files[asked.folder / "kubernetes.json"])["items"]}
@@ -327,8 +326,6 @@ GOES_ON = {"event": "resume", "step": 2, "path": "checkpoints/step-2"}
 
 
 class TestNode:
-    """What a pod does before torch is asked for anything."""
-
     @pytest.fixture
     def place(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[NodePlace]:
         places: list[NodePlace] = []

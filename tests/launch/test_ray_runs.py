@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from clusters import CPUS, RayCluster, lacking_for_ray, ray_cluster
 from launched import await_steps, by_hand, commands_end, phalanx, steps_in, submission, until, write_job  # noqa: F401
-from ray_cluster import CPUS, RayCluster, lacking_for_ray, ray_cluster
 
 import phalanx as px
 from phalanx.config import RunSpec
@@ -42,7 +42,6 @@ def cluster() -> Iterator[RayCluster]:
 
 
 def answer(*words: str, cwd: Path, code: int = 0) -> str:
-    """What a command prints, on either stream."""
     process = phalanx(*words, cwd=cwd, stderr=subprocess.STDOUT)
     said, _ = process.communicate(timeout=120)
     assert process.returncode == code, said
@@ -50,7 +49,6 @@ def answer(*words: str, cwd: Path, code: int = 0) -> str:
 
 
 def launched(cluster: RayCluster, folder: Path, *options: str, plan: str = "dp=2", **job: Any) -> Any:
-    """``phalanx launch`` of the job in a folder of its own, begun."""
     folder.mkdir(exist_ok=True)
     write_job(folder, **job)
     words = ("launch", "train.py", "--to", cluster.node_address, "--plan", plan, "--run", "run", "--no-check", *options)
@@ -80,14 +78,14 @@ def await_state(run: Path, state: str, seconds: float = 200) -> None:
 
 
 def await_saved(run: Path) -> None:
-    """Wait until there is a checkpoint to go on from."""
     until(lambda: newest_step(run) is not None, 120, f"it has saved: {said(run)}")
 
 
-def test_a_run_on_two_nodes_is_that_of_one_device(cluster: RayCluster, tmp_path: Path) -> None:
+@pytest.mark.parametrize("plan", ["dp=2", "pp=2 tp=2 micro=4"])
+def test_a_run_on_two_nodes_is_that_of_one_device(cluster: RayCluster, tmp_path: Path, plan: str) -> None:
     write_job(tmp_path)
     target = RayTarget(cluster.node_address.removeprefix("ray:"))
-    given = submission("ray", tmp_path, "pp=2 tp=2 micro=4", nodes="2")
+    given = submission("ray", tmp_path, plan, nodes="2")
     write_ticket(given, cluster.node_address, target.submit(target.prepare(given)))
     run = given.run.folder
     await_state(run, "ended")
@@ -236,7 +234,6 @@ def test_inside_ray_train_a_loop_of_ones_own_reports_the_loss_of_the_global_batc
 
 
 def test_when_the_head_is_away_status_says_so_at_once(cluster: RayCluster, tmp_path: Path) -> None:
-    """The last: the cluster is gone after it."""
     run = launch(cluster, tmp_path, "--nodes", "2", pause=0.3, steps=400)
     await_steps(run, 2)
     cluster.lose(0)

@@ -28,19 +28,16 @@ REQUIRED = NEEDED["sagemaker"]
 
 
 def handed(folder: Path, **given: Any) -> Submission:
-    """A job in a file that is there."""
     (folder / "train.py").write_text("def job(): ...\n")
     return replace(submission("sagemaker", folder, **given), name="digits of mine", python=SageMakerTarget.python)
 
 
 def request(given: Submission) -> dict[str, Any]:
-    """What is asked of SageMaker."""
     return json.loads(SageMakerTarget("").prepare(given).files[given.folder / "training-job.json"])
 
 
 @pytest.fixture
 def aws(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """A client of S3 with the bucket, in an account that moto plays."""
     for name, value in {
         "AWS_ACCESS_KEY_ID": "key",
         "AWS_SECRET_ACCESS_KEY": "secret",
@@ -297,7 +294,6 @@ DATA = "s3://bucket/images"
 
 @pytest.fixture
 def account(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """One that has all that ``REQUIRED`` names, and data."""
     settings = {"AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret", "AWS_DEFAULT_REGION": "us-east-1"}
     for name, value in settings.items():
         monkeypatch.setenv(name, value)

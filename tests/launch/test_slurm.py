@@ -202,7 +202,6 @@ def test_a_line_of_setup_that_fails_ends_the_job_before_anything_begins(
 def test_a_word_to_stop_that_comes_just_as_the_run_begins_is_heard(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Bash has started srun, and does not wait for it yet."""
     waits = f"trap 'exit {SAVED}' USR1; for n in $(seq 200); do sleep 0.1; done"
     pretend(tmp_path, monkeypatch, scontrol="echo NodeAddr=127.0.0.1", srun=waits)
     given = submission("slurm", tmp_path, gpus_per_node="1")
@@ -302,8 +301,6 @@ REFUSED = RunError("Slurm refuses it: slurm: warning: slow\nUnable to contact sl
 
 
 class Array(Queue, ArrayTarget):
-    """A queue that takes arrays, and answers as a test says."""
-
     def __init__(self, address: str) -> None:
         self.answers: list[Any] = []  # to looks at plans, in turn; the last again and again
         self.stopped: list[int] = []

@@ -22,7 +22,6 @@ from phalanx.launch.targets.option_checks import secrets_set
 
 
 def handed(name: str, folder: Path, **given: Any) -> Submission:
-    """A submission of a file that is there."""
     (folder / "train.py").write_text("def job(): ...\n")
     return submission(name, folder, **given)
 
@@ -192,7 +191,6 @@ DAMAGE: dict[str, list[dict[str, Any]]] = {
 
 @pytest.fixture(autouse=True)
 def _no_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let a test that asks an engine by mistake fail at once."""
     monkeypatch.setenv("PATH", "/nowhere")
 
 
@@ -455,8 +453,6 @@ def test_what_a_line_of_shell_gives_away(line: str, names: list[str]) -> None:
     ],
 )
 def test_a_mirror_has_no_password_in_it(mirror: str, fix: str) -> None:
-    """In no run: ``run.toml`` would show it."""
-
     def made() -> RunSpec:
         return RunSpec(job="train.py", folder=Path("run"), plan=Plan(), mirror=mirror)
 
@@ -468,20 +464,3 @@ def test_a_mirror_has_no_password_in_it(mirror: str, fix: str) -> None:
     (problem,) = caught.value.problems
     assert (problem.where, problem.fix) == ("run.mirror", fix)
     assert MARK not in str(caught.value)
-
-
-class Sftp:
-    """fsspec's own, as far as what it takes from variables; that one needs paramiko."""
-
-    protocol = ("sftp", "ssh")
-
-
-def test_what_its_library_reads_instead() -> None:
-    """The variable that the refusal names is one that fsspec takes the password from."""
-    from fsspec.config import apply_config, set_conf_env
-
-    with pytest.raises(SpecError, match="FSSPEC_SFTP_PASSWORD"):
-        RunSpec(job="train.py", folder=Path("run"), plan=Plan(), mirror="sftp://me:x@host/runs")
-    conf: dict[str, Any] = {}
-    set_conf_env(conf, {"FSSPEC_SFTP_PASSWORD": MARK})
-    assert apply_config(Sftp, {"username": "me"}, conf) == {"username": "me", "password": MARK}

@@ -190,8 +190,6 @@ def outwards(frame: FrameType | None) -> Any:
 
 
 def recorded(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
-    """Have workers write into ``folder`` what they call."""
-
     def train(job: Any, run: Any, place: Any, *rest: Any, **how: Any) -> Any:
         calls = Calls()
         threading.setprofile(calls)
@@ -209,7 +207,6 @@ def recorded(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
 
 
 def read(folder: Path, plan: str) -> list[list[str]]:
-    """What each rank called, those of servers behind the others."""
     found = [folder / f"{px.Plan.parse(plan)} on {rank}.json" for rank in range(px.Plan.parse(plan).processes)]
     return [json.loads(file.read_text()) for file in found]
 

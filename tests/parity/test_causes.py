@@ -30,8 +30,6 @@ LENGTHS = (3, 5, 8, 2, 7, 4, 6, 9)
 
 
 class Counting(Net):
-    """Centres its input by a running mean."""
-
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("mean", torch.zeros(9))
@@ -43,8 +41,6 @@ class Counting(Net):
 
 
 class Ticking(Net):
-    """Counts its forwards."""
-
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("calls", torch.zeros(()))
@@ -55,22 +51,16 @@ class Ticking(Net):
 
 
 class Mixing(Net):
-    """Standardises by the batch, in a way of its own."""
-
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return super().forward(x - x.mean(0, keepdim=True))
 
 
 class Noisy(Net):
-    """Adds noise without a module of its own."""
-
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return super().forward(x + 0.1 * torch.randn_like(x) * self.training)
 
 
 class AlwaysNoisy(Net):
-    """Adds noise in evaluation, too."""
-
     def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()
         self.dropout = nn.Dropout(dropout) if dropout else nn.Identity()
@@ -91,8 +81,6 @@ class Normalised(Net):
 
 
 class Tokens(nn.Module):
-    """A head over tokens."""
-
     def __init__(self) -> None:
         super().__init__()
         self.embed, self.head = nn.Embedding(16, 8), nn.Linear(8, 16)
@@ -117,7 +105,6 @@ def contrastive(output: torch.Tensor, batch: Any) -> torch.Tensor:
 
 
 def with_dice(output: torch.Tensor, batch: Any) -> torch.Tensor:
-    """Dice over the whole batch, as is often written."""
     found, wanted = output.softmax(-1)[:, 1:], F.one_hot(batch["y"], output.shape[-1])[:, 1:]
     overlap = (2 * (found * wanted).sum() + 1) / ((found + wanted).sum() + 1)
     return F.cross_entropy(output, batch["y"]) + 1 - overlap
@@ -166,7 +153,6 @@ def of_one_size(*lengths: int) -> px.Job:
 
 
 def partly_labelled(**how: Any) -> px.Job:
-    """Every fifth sample but the first has no label that counts."""
     whole = table(96)[:]
     counts = torch.tensor([index % 5 != 1 for index in range(96)])
     data = px.Table(**whole, labels=whole["y"].masked_fill(~counts, -100), counts=counts.float())
@@ -241,8 +227,6 @@ EXACT = {
 
 
 class Drawing(torch.utils.data.Dataset[Any]):
-    """Augments each sample by itself."""
-
     def __len__(self) -> int:
         return 64
 

@@ -157,7 +157,6 @@ def test_attention_that_does_not_drop_is_found(monkeypatch: pytest.MonkeyPatch) 
 
 
 def draw(**how: Any) -> dict[str, Any]:
-    """A sound mask of 1000 elements at rate 0.5, changed."""
     given = {"step": 0, "ids": "1,2", "layer": ("a", "a*0:0"), "part": "", "rate": 0.5, "elements": 1000}
     found = {"dropped": 500, "scaled": True, "digest": "d", "start": "d", "again": False}
     return {name: getattr(Draw(**{**given, **found, **how}), name) for name in Draw.__slots__}

@@ -40,8 +40,6 @@ def unequal(plan: str, given: px.Job | None = None, steps: int = 3) -> Proof:
 
 
 def after_update(monkeypatch: pytest.MonkeyPatch, change: Callable[[Step], None], step: int | None = None) -> None:
-    """On rank 1 alone, after each update, or that of one step."""
-
     def update(self: Step, batch: Any, totals: Any) -> Any:
         metrics = right(self, batch, totals)
         if on_rank_1() and step in (None, batch.step):
@@ -82,8 +80,6 @@ def test_a_state_of_the_optimizer_that_differs(monkeypatch: pytest.MonkeyPatch) 
 
 
 class Counting(nn.Module):
-    """A buffer that is updated in forward, from what is seen there."""
-
     seen: torch.Tensor
 
     def __init__(self) -> None:
@@ -106,8 +102,6 @@ def test_a_buffer_that_differs_by_rank() -> None:
 
 
 def doubled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Gradients are doubled between backward and update."""
-
     def update(self: Step, batch: Any, totals: Any) -> Any:
         for tensor in self.layout.parameters.values() if split() else ():
             if tensor.grad is not None:
@@ -127,8 +121,6 @@ def test_gradients_doubled_before_the_update(clip: float | None, monkeypatch: py
 
 
 def too_large(monkeypatch: pytest.MonkeyPatch, times: float, first: int = 0) -> None:
-    """All gradients come so many times too large, from a step on."""
-
     def correction(self: Any, totals: Any) -> Any:
         found = right(self, totals)
         wrong = split() and self._step.progress.step >= first
@@ -155,8 +147,6 @@ def test_a_few_percent_from_a_later_step_on(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 class Faulty(torch.autograd.Function):
-    """The identity, whose gradient comes back so many times."""
-
     @staticmethod
     def forward(ctx: Any, given: torch.Tensor, times: float) -> torch.Tensor:
         ctx.times = times
@@ -225,8 +215,6 @@ def test_a_buffer_that_differs_between_threads(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_worker_of_servers_with_other_values(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By a last bit, which gradients do not show."""
-
     def land(self: Worker) -> None:
         right(self)
         with torch.no_grad():
@@ -241,8 +229,6 @@ def test_a_worker_of_servers_with_other_values(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_gradients_that_a_server_clips_to_another_norm(monkeypatch: pytest.MonkeyPatch) -> None:
-    """AdamW makes the same values of them."""
-
     def apply(self: Shard, update: Update) -> None:
         right(self, replace(update, scale=1.5 * update.scale))
 
