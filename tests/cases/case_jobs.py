@@ -27,7 +27,6 @@ def drawn(seed: int) -> torch.Generator:
 
 
 def rows(length: int = SAMPLES) -> px.Table:
-    """Features, a class, and a target of as many numbers as there are classes."""
     x = torch.randn(length, FEATURES, generator=drawn(0))
     return px.Table(x=x, y=x[:, :CLASSES].argmax(1), ids=(x[:, :5].abs() * 8).long().clamp(max=WORDS - 1))
 
@@ -132,8 +131,6 @@ class Noisy(torch.utils.data.Dataset[Any]):
 
 
 class OneRanksShare(torch.utils.data.Dataset[Any]):
-    """Reads through a ``DistributedSampler`` that thinks it is rank 0 of two."""
-
     def __init__(self) -> None:
         self.table = rows()
         self.places = list(torch.utils.data.DistributedSampler(range(SAMPLES), 2, 0))  # type: ignore[arg-type]

@@ -113,8 +113,6 @@ class Recomputing(Residual):
 
 
 class Taught(nn.Module):
-    """A large frozen teacher, kept in evaluation mode, and a small student."""
-
     def __init__(self) -> None:
         super().__init__()
         self.teacher, self.student = Residual(6), Residual(2)
@@ -209,8 +207,6 @@ class EncoderLayer(nn.Module):
 
 
 class Tabled(Residual):
-    """Has buffers that stay as they are, one of them in no checkpoint."""
-
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("ramp", torch.linspace(-0.1, 0.1, FEATURES))
@@ -221,8 +217,6 @@ class Tabled(Residual):
 
 
 class Centred(Residual):
-    """Takes off a running mean, which each forward in training moves."""
-
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("centre", torch.zeros(FEATURES))

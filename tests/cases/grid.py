@@ -52,7 +52,6 @@ class Came:
 
 
 def came(name: str, one: Case, plan: str, folder: Path, steps: int | None = None) -> Came:
-    """What comes of a case under ``plan``."""
     return proven(one.job, plan, steps or one.steps) if one.job else looped(name, plan, folder)
 
 
@@ -128,7 +127,6 @@ _HARMLESS = (
 
 @contextmanager
 def _starts() -> Iterator[list[bool]]:
-    """An entry for each time that workers are started."""
     started: list[bool] = []
     start: Callable[[WorkerPool], None] = WorkerPool.start
 
@@ -173,7 +171,6 @@ def started(name: str, one: Case, plan: str, folder: Path) -> _Process:
 
 
 def ended(process: _Process) -> Came | None:
-    """What came; ``None`` while it runs."""
     pid, status = os.waitpid(process.pid, os.WNOHANG)
     if pid == 0 and time.monotonic() - process.began < PATIENCE:
         return None
@@ -187,7 +184,6 @@ def ended(process: _Process) -> Came | None:
 
 
 def run(cells: Sequence[Cell], at_once: int, cases: Mapping[str, Case]) -> Iterator[tuple[Cell, Came]]:
-    """Each cell with what came of it, as they end."""
     running: dict[Cell, _Process] = {}
     waiting = list(cells)[::-1]
     with tempfile.TemporaryDirectory(prefix="phalanx-cases-") as folder:
@@ -229,7 +225,6 @@ class Store:
 
     @property
     def dates(self) -> list[str]:
-        """The days on which cells ran."""
         return sorted({row["on"] for row in self.cells.values()})
 
     def found(self, name: str, plan: str) -> Came | None:
@@ -283,7 +278,6 @@ class Grid:
         return self.cases[name].expected[plan].outcome if self.right(store, name, plan) else f"**{one.outcome}**"
 
     def table(self, store: Store) -> list[str]:
-        """The table of the page."""
         head = "| job | shows | " + " | ".join(f"`{plan}`" for plan in self.plans) + " |"
         rows = (
             [name, one.shows, *(self.text(store, name, plan) for plan in self.plans)]

@@ -17,7 +17,13 @@ OF_CASES = [
     ("class weights", "tp=2"),
     ("contrastive", "dp=2"),
     ("sparse", "fsdp=2 zero=1"),
-    *longer(("adapters", "fsdp=2"), ("averaging", "fsdp=2 zero=1"), ("scheduler", "dp=2"), ("resampled", "dp=2")),
+    *longer(
+        ("recurrent", "dp=2"),
+        ("adapters", "fsdp=2"),
+        ("averaging", "fsdp=2 zero=1"),
+        ("scheduler", "dp=2"),
+        ("resampled", "dp=2"),
+    ),
     *longer(("outputs", "pp=2 micro=4"), ("running mean", "pp=2"), ("masked", "fsdp=2"), ("bfloat16", "tp=2")),
 ]
 OF_ZOO = [

@@ -143,8 +143,6 @@ def words(batch: Any) -> dict[str, Tensor]:
 
 
 class TwoHeads(nn.Module):
-    """An actor and a critic over one stem, which belongs to the critic."""
-
     def __init__(self) -> None:
         super().__init__()
         self.stem, self.body = nn.Linear(FEATURES, WIDTH), Branch()
@@ -240,8 +238,6 @@ def tar_files() -> px.TarFiles:
 
 
 def parquet_files() -> px.ParquetFiles:
-    """Rows in groups of 8, of which two at a time are shuffled together."""
-
     def write(path: Path) -> None:
         import pyarrow as pa
         import pyarrow.parquet as pq

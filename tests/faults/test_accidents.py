@@ -399,7 +399,6 @@ def test_plans_that_split_the_model(plan: str) -> None:
 class TestServers:
     @staticmethod
     def accident() -> tuple[dict[str, Any], Any]:
-        """The one of the run, and the batch that is kept, with nothing beside it."""
         (event,) = px.Run(folder=Path("run")).events("accident")
         assert faults(event) == []
         (saved,) = px.Run(folder=Path("run")).accidents

@@ -168,7 +168,6 @@ def test_data_of_another_length_on_each_rank() -> None:
 
 
 def by_process(seed: int, epoch: int) -> np.ndarray:
-    """Another order in each process, the same in it whenever it is asked."""
     return np.random.default_rng([os.getpid(), epoch]).permutation(LENGTH)
 
 

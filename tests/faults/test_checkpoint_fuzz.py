@@ -143,7 +143,6 @@ def deep(path: Path, pick: random.Random) -> None:
 
 
 def header(path: Path, pick: random.Random) -> None:
-    """Edit a safetensors header, of equal length where that is possible."""
     file = path / f"rank-0000{pick.randrange(2)}.safetensors"
     data = file.read_bytes()
     length = int.from_bytes(data[:8], "little")
@@ -168,12 +167,10 @@ def manifest(path: Path, pick: random.Random, *, sealed: bool = False) -> None:
 
 
 def forged(path: Path, pick: random.Random) -> None:
-    """A manifest that was edited by somebody who knows how its checksum is made."""
     manifest(path, pick, sealed=True)
 
 
 def aimed(path: Path, pick: random.Random) -> None:
-    """A forged manifest in which one thing is wrong that could be right."""
     given = json.loads((path / "manifest.json").read_text())
     del given["checksum"]
     tensors = given["tensors"]
@@ -208,7 +205,6 @@ def aimed(path: Path, pick: random.Random) -> None:
 
 
 def edit(given: Any, pick: random.Random) -> None:
-    """Change one thing somewhere in JSON: a value, a key, the place of two."""
     places: list[tuple[Any, Any]] = []
 
     def walk(value: Any) -> None:
@@ -254,7 +250,6 @@ def any_file(path: Path, pick: random.Random) -> Path:
 
 
 def refused(action: Callable[[], Any]) -> bool:
-    """Whether it is refused as a checkpoint is; any other exception goes on."""
     try:
         action()
     except CheckpointError:

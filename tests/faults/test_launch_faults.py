@@ -47,7 +47,6 @@ from small import fit
 
 @pytest.fixture(scope="module")
 def _torch_warm() -> None:
-    """The first store of a process opens a pipe that torch then keeps."""
     launch(lambda place, report: None, 1)
 
 
@@ -319,8 +318,6 @@ class Backward(torch.autograd.Function):
 
 
 class Layer(nn.Module):
-    """Raises in a micro-batch of the second step, in forward or in backward."""
-
     def __init__(self, where: str) -> None:
         super().__init__()
         self.linear, self.where, self.calls = nn.Linear(9, 9), where, 0

@@ -150,21 +150,6 @@ def test_data_loading_processes_work_in_a_worker() -> None:
     assert launch(target, 2) == [496.0, 496.0]
 
 
-def test_leaving_a_group_never_hangs() -> None:
-    # every fourth run hung where DistributedDataParallel's reducer was the last owner of the group
-    def target(place: Place, report: Callable[[int], None]) -> None:
-        def run() -> None:
-            with default_process_group(place, torch.device("cpu")):
-                ddp = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 2))
-                ddp(torch.ones(2, 4)).sum().backward()
-                dist.all_gather([torch.zeros(1), torch.zeros(1)], torch.ones(1))
-
-        run()
-
-    for _ in range(2):
-        launch(target, 2)
-
-
 def test_a_worker_has_its_own_engine_before_it_starts_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     order: list[str] = []
     monkeypatch.setattr(
@@ -181,7 +166,6 @@ _CLONE_NEWUTS = 0x04000000
 
 
 def outside() -> str:
-    """An address of this machine that others reach; empty where it has none."""
     every = (one for those in psutil.net_if_addrs().values() for one in those if one.family == socket.AF_INET)
     return next((one.address for one in every if not ip_address(one.address).is_loopback), "")
 

@@ -302,9 +302,3 @@ class TestWrongArguments:
             with pytest.raises(SpecError) as caught:
                 call()
             assert (caught.value.problems[0].where, caught.value.exit_code) == (where, 2)
-
-    def test_a_name_of_300_letters(self) -> None:
-        run = px.fit(job(name="n" * 300, steps=1, epochs=None), "single", run=None)
-        assert len(run.folder.name) < 255
-        with pytest.raises(SpecError, match="File name too long"):
-            fit("single", Path("r" * 300), steps=1, epochs=None)

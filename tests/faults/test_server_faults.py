@@ -23,8 +23,7 @@ import phalanx.checkpoint.store  # once, here: what is forked has it then
 from longer import longer
 from phalanx.comm import Place
 from phalanx.comm.frames import Connection, Frame
-from phalanx.comm.handshake import Identity, Role, new_secret
-from phalanx.comm.listener import Caller
+from phalanx.comm.handshake import new_secret
 from phalanx.data import read_ledger
 from phalanx.errors import RunError
 from phalanx.events import read
@@ -218,22 +217,6 @@ def test_a_run_after_another_knows_nothing_of_it(place: Place) -> None:
     assert (after.find(0), after.asked_to_stop(), after.over) == (None, 0, False)
 
 
-def test_a_server_that_is_not_there_is_named_with_the_time(place: Place) -> None:
-    directory = Directory(place)
-    directory.publish(0, Address("127.0.0.1", 1, 0))  # where nobody listens
-    links = ServerLinks(
-        Caller(identity=Identity(Role.WORKER, 0), secret=place.secret),
-        {"length": 1, "order": "", "files": ""},
-        1,
-        directory,
-        replace(QUICK, back=0.2),
-        None,
-    )
-    with pytest.raises(RunError, match=r"server 0 at 127\.0\.0\.1:1 could not be reached for 0\.2 s"):
-        links.connect()
-    links.close()
-
-
 def test_a_server_without_its_coordinator_gives_up(place: Place) -> None:
     run = run_of("dp=1 server=2")
     quick = replace(QUICK, back=0.2, parting=0.1)
@@ -243,7 +226,6 @@ def test_a_server_without_its_coordinator_gives_up(place: Place) -> None:
 
 @pytest.fixture
 def always_heard(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No sign of life comes late, whatever else this machine has to do."""
     heard = property(lambda self: time.monotonic(), lambda self, when: None)
     monkeypatch.setattr(Connection, "heard", heard, raising=False)
 
@@ -255,8 +237,6 @@ def await_return(after: str) -> None:
 
 
 class Sleeper(torch.nn.Sequential):
-    """Sleeps in the forward of one worker, once, for as long as ``asleep`` says."""
-
     rank, generation, steps = -1, 0, 0
     asleep: Callable[[], bool] = staticmethod(lambda: False)
 
@@ -329,7 +309,6 @@ def stopped(strike: Callable[[Place, int], None], **given: Any) -> list[str]:
 
 
 def freeze(place: Place) -> None:
-    """Stop this process if it is the first of rank 1, for good: nobody wakes it."""
     if (place.rank, place.generation) == (1, 0):
         Path("pid.new").write_text(str(os.getpid()))
         Path("pid.new").rename("pid")

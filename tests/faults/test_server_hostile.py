@@ -192,17 +192,6 @@ def _sizes(server: Server) -> list[int]:
     return [shape.numel() for shape, _ in server._store.shard.form.values()]
 
 
-def test_a_gradient_of_another_size_ends_its_connection_alone(server: Server) -> None:
-    liar, other = (connected(server, one) for one in WORKERS)
-    word = deal_ticket(SECRET, 0, "train", 0, 0, 0)
-    liar.send(FrameKind.PUSH, {**PUSH, "ticket": word}, views([torch.ones(3)]))
-    with pytest.raises(LostError):
-        liar.receive()
-    other.send(FrameKind.PULL, {"version": -1, "term": -1})
-    assert other.receive().kind == FrameKind.VALUES
-    other.close()
-
-
 def test_a_worker_that_comes_again_replaces_itself(server: Server) -> None:
     first = connected(server, WORKERS[0])
     again = connected(server, WORKERS[0])
@@ -230,8 +219,6 @@ def test_snapshots_of_a_run_that_another_has_taken_are_left_alone() -> None:
 
 
 def test_a_server_that_is_lost_again_and_again_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A server that hangs up on every order to update, and says nothing of it."""
-
     obey = Server.obey
 
     def unwilling(self: Server, kind: FrameKind, meta: dict[str, Any]) -> dict[str, Any]:

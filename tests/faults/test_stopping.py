@@ -84,7 +84,6 @@ def events(folder: Path, name: str) -> list[dict[str, Any]]:
 
 
 def stops(given: px.Job, run: RunSpec, watch: Callable[[], None] | None = None) -> int:
-    """Train until the run stops; the exit code of a script that does."""
     with pytest.raises((KeyboardInterrupt, SystemExit)) as stop:
         px.fit(given, run=run, watch=watch)
     return getattr(stop.value, "code", 130)

@@ -188,7 +188,6 @@ class Mutation:
         return said
 
     def _change(self, value: Any) -> str:
-        """Give something within ``value`` another value, or take it away."""
         where: list[str] = []
         while True:
             keys = list(value) if isinstance(value, dict) else list(range(len(value)))
@@ -234,7 +233,6 @@ class Mutation:
 
 
 def judge(stranger: Stranger, argv: list[str], what: str) -> None:
-    """Run one verb in the stranger's folder, and hold it to what the law says."""
     result = CliRunner().invoke(main, argv, env={"COLUMNS": "100"})
     told = f"{' '.join(argv)} with {what}\n{result.output}\n{result.exception!r}"
     assert result.exception is None or isinstance(result.exception, SystemExit), told
@@ -271,7 +269,6 @@ def test_what_is_whole_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 def refused_or_taken(stranger: Stranger, resume: bool) -> None:
-    """What ``phalanx train`` does of a run folder before it starts anything."""
     run = RunSpec(job=str(stranger.base / "own.py"), plan=Plan(), folder=stranger.run, resume=resume)
     with suppress(SpecError), RunFolder(run) as entered:
         entered.prepare()

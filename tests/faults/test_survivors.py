@@ -89,7 +89,6 @@ class Strike:
 
 
 def job_of(strike: Strike | None = None, *, model: Callable[[], nn.Module] = Net, **how: Any) -> px.Job:
-    """The small job; steps are counted by updates, which ``strike`` tells apart."""
     done = [0]
 
     def at(place: str) -> None:
@@ -205,7 +204,6 @@ def test_no_step_is_lost_in_the_middle_of_an_exchange(milliseconds: int, tmp_pat
 
 
 def test_survivors_that_find_out_late_are_waited_for(tmp_path: Path) -> None:
-    """One that is in the middle of a long step has to come to an exchange first."""
     strike = Strike(rank=1, step=3, place="forward", once=tmp_path / "struck")
     given = job_of(strike)
 
@@ -278,8 +276,6 @@ def test_what_no_survivor_holds_comes_from_the_disk(plan: str, how: dict[str, An
 
 
 def test_a_failure_of_the_jobs_own_code_leaves_what_was_trained(tmp_path: Path) -> None:
-    """Not to be started again by itself, but --resume then goes on from there."""
-
     def fails() -> None:
         raise ValueError("the job's own")
 

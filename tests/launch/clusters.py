@@ -75,7 +75,6 @@ class Cluster:
         _run("slurmd", "-N", node)
 
     def bring_back(self, node: str) -> None:
-        """After it was lost."""
         self.start_node(node)
         with suppress(subprocess.CalledProcessError):  # it is taken back by itself as soon as it answers
             _run("scontrol", "update", f"nodename={node}", "state=resume")
@@ -117,7 +116,6 @@ class Cluster:
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def _processes(self) -> list[psutil.Process]:
-        """The daemons, and all that they have started."""
         found = []
         for process in psutil.process_iter():
             with suppress(psutil.Error):
@@ -231,12 +229,10 @@ class RayCluster:
 
     @property
     def address(self) -> str:
-        """As ``--to`` has it, of the client's server."""
         return f"ray://127.0.0.1:{self.client_port}"
 
     @property
     def node_address(self) -> str:
-        """The same from one of its nodes."""
         return f"ray:127.0.0.1:{self.port}"
 
     def start_head(self) -> None:
@@ -244,7 +240,6 @@ class RayCluster:
         self._start(*words, "--include-dashboard=false", f"--temp-dir={self.folder}")
 
     def start_node(self) -> int:
-        """Returns its number."""
         return self._start(f"--address=127.0.0.1:{self.port}")
 
     def _start(self, *words: str) -> int:
@@ -295,7 +290,6 @@ class RayCluster:
         return [process for process in found if _runs(process) and word in _line(process)]
 
     def end(self) -> None:
-        """End all of it."""
         until(self._killed, 60, "all processes of the cluster are gone")
         shutil.rmtree(self.folder, ignore_errors=True)
 
@@ -321,7 +315,6 @@ def _line(process: psutil.Process) -> str:
 
 @contextmanager
 def ray_cluster() -> Iterator[RayCluster]:
-    """Within, a cluster is up."""
     cluster = RayCluster()
     try:
         cluster.start_head()

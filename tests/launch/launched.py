@@ -164,8 +164,6 @@ class StandIn(TargetHost):
 
 
 class StandIns(AttachedTarget):
-    """A target whose hosts a test sets."""
-
     name = "stand-ins"
     options: ClassVar[Mapping[str, Option]] = {}
     made: ClassVar[list[TargetHost]] = []
@@ -241,7 +239,6 @@ _begun: list[subprocess.Popen[str]] = []
 
 
 def end_all() -> None:
-    """End every command that was begun and goes on."""
     while _begun:
         process = _begun.pop()
         if process.poll() is None:
@@ -260,14 +257,11 @@ def commands_end(_nothing_left: None) -> Iterator[None]:
 
 
 def steps_in(folder: Path) -> int:
-    """Steps that the log of a run has."""
     log = folder / "events.jsonl"
     return log.read_text().count('"event": "step"') if log.exists() else 0
 
 
 def await_steps(folder: Path, count: int, process: subprocess.Popen[str] | None = None, patience: float = 120) -> None:
-    """Wait until the run has come so far."""
-
     def reached() -> bool:
         assert process is None or process.poll() is None, process.communicate()
         return steps_in(folder) >= count
@@ -276,7 +270,6 @@ def await_steps(folder: Path, count: int, process: subprocess.Popen[str] | None 
 
 
 def until(reached: Callable[[], object], seconds: float, what: str) -> None:
-    """Wait until ``reached()``."""
     deadline = time.monotonic() + seconds
     while not reached():
         assert time.monotonic() < deadline, f"not within {seconds} s: {what}"

@@ -83,13 +83,6 @@ def test_a_target_says_what_image_its_machines_run() -> None:
         assert bool(target.image({})) == (name in IMAGES)
 
 
-def test_an_interpreter_that_is_not_here_is_named() -> None:
-    code, answer = check("slurm", "--python", "/no/such/python", "--grace", "10")
-    (finding,) = answer["findings"]
-    assert (code, finding["kind"], finding["fails"]) == (0, "packages", False)
-    assert finding["what"].startswith("/no/such/python is not on this machine")
-
-
 def test_packages_are_those_of_the_interpreter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PYTHONPATH", raising=False)
     venv.create(tmp_path / "empty", symlinks=True)

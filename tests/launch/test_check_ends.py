@@ -176,12 +176,6 @@ def await_file(process: subprocess.Popen[bytes], name: str) -> None:
         time.sleep(0.02)
 
 
-def test_what_a_program_is_told_may_be_long_and_unread() -> None:
-    text = "x" * (1 << 20)
-    assert run_here([sys.executable, "-c", "print(len(input()))"], f"{text}\n", 30.0) == f"{1 << 20}\n"
-    assert run_here([sys.executable, "-c", "print('hello')"], text, 30.0) == "hello\n"
-
-
 class Lacking(TargetHost):
     name = "n1"
     address = "127.0.0.1"

@@ -19,15 +19,13 @@ from typing import IO, Any
 import psutil
 import pytest
 
-from phalanx.config import Plan, RunSpec
 from phalanx.config.run_files import RUN_FILES
 from phalanx.errors import RunError, SpecError
-from phalanx.launch.targets import CodePack, Submission, code_pack, ssh_host, unpack
+from phalanx.launch.targets import CodePack, code_pack, ssh_host, unpack
 from phalanx.launch.targets.code_pack import file_digest, folder_to_pack, job_within
 from phalanx.launch.targets.host_folder import HostFiles
 from phalanx.launch.targets.hosts_file import HostsFile
 from phalanx.launch.targets.ray_code import CodePlace, RequestCode
-from phalanx.launch.targets.ssh import SshTarget
 
 
 def test_the_same_files_are_the_same_bytes(tmp_path: Path) -> None:
@@ -290,17 +288,6 @@ def test_nothing_outside_is_written_or_read(copy: tuple[HostFiles, Path], path: 
     with pytest.raises(OSError, match="in no folder"):
         files.put(path, encoded(b"1"))
     assert "error" in files.read(path, 0)
-
-
-def test_a_plan_for_other_devices_is_refused_before_anybody_is_asked(tmp_path: Path) -> None:
-    file = tmp_path / "hosts.toml"
-    file.write_text('[[host]]\nname = "a.invalid"\ndevices = 4\n')
-    spec = RunSpec(job="train.py", plan=Plan.parse("dp=2"), folder=tmp_path / "run")
-    with pytest.raises(SpecError) as caught:
-        SshTarget(str(file)).prepare(Submission(run=spec, name="digits", python="", options={}))
-    (problem,) = caught.value.problems
-    assert problem.given == "dp=2, of 2 processes, for 4 devices (a.invalid: 4)"
-    assert problem.fix == "--plan dp=4"
 
 
 @pytest.mark.parametrize(

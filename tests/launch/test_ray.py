@@ -46,11 +46,6 @@ class TestUnreachable:
             target.submit(target.prepare(handed(tmp_path)))
         assert not (tmp_path / "run").exists()
 
-    def test_a_host_that_is_none_is_named(self, tmp_path: Path) -> None:
-        target = RayTarget("//nowhere.invalid:10001")
-        with pytest.raises(RunError, match=r"at ray://nowhere.invalid:10001: "):
-            target.submit(target.prepare(handed(tmp_path)))
-
 
 def test_what_would_be_sent_is_shown(tmp_path: Path) -> None:
     for name in ("lib/net.py", "data/big.bin", ".env", "runs/1/events.jsonl"):

@@ -7,7 +7,6 @@ import json
 import os
 import re
 import shlex
-import signal
 import subprocess
 import sys
 import time
@@ -165,21 +164,6 @@ def test_by_the_commands_of_the_page_a_run_is_found_stopped_and_goes_on(cluster:
     answer(*logs, cwd=tmp_path)
     until(lambda: not cluster.processes(word="ray::Supervisor"), 60, "no actor is left")
     assert not cluster.processes(word=str(run))
-
-
-def test_ctrl_c_leaves_nothing(cluster: RayCluster, tmp_path: Path) -> None:
-    write_job(tmp_path)
-    process = phalanx(
-        *("launch", "train.py", "--to", cluster.node_address, "--plan", "dp=2", "--run", "run", "--no-check"),
-        cwd=tmp_path,
-        start_new_session=True,
-    )
-    until(lambda: (tmp_path / "run" / "launch" / "ray.json").exists(), 60, "it hands the run over")
-    process.send_signal(signal.SIGINT)
-    process.communicate(timeout=60)
-    assert process.returncode == 130
-    assert not (tmp_path / "run").exists()
-    until(lambda: not cluster.processes(word="ray::Supervisor"), 60, "no actor is left")
 
 
 def test_a_plan_that_the_cluster_has_no_devices_for_is_refused_before_anything_is_started(

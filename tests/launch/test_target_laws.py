@@ -42,7 +42,6 @@ from phalanx.launch.targets import (
 from phalanx.launch.targets.ssh_host import SshHost
 from phalanx.preflight import launch_check
 
-PAGES = Path(__file__).resolve().parents[2] / "docs" / "how-to"
 HOSTS = "".join(f'[[host]]\nname = "{name}"\naddress = "127.0.0.1"\n' for name in ("n1", "n2"))
 SAGEMAKER = (
     *("--instance", "ml.g5.12xlarge", "--image", "123456789012.dkr.ecr.eu-west-1.amazonaws.com/train:1"),

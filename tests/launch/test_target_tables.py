@@ -38,7 +38,6 @@ def refused(name: str, folder: Path, **given: Any) -> tuple[list[str], str]:
 REFUSALS: dict[str, list[tuple[dict[str, Any], str, str]]] = {
     "slurm": [
         ({"nodes": "3"}, "--nodes", "2 processes"),
-        ({"nodes": "0"}, "--nodes", "'0'"),
         ({"time": "soon"}, "--time", "'soon'"),
         ({"time": "0"}, "--time", "'0'"),
         ({"time": "1m", "signal": "60"}, "--time", "last 60 seconds"),
@@ -46,10 +45,8 @@ REFUSALS: dict[str, list[tuple[dict[str, Any], str, str]]] = {
         ({"signal": "70000"}, "--signal", "70000"),
         ({"partition": "a b"}, "--partition", "'a b'"),
         ({"account": "x\n#SBATCH --uid=0"}, "--account", "uid"),
-        ({"setup": "true\nfalse\x1b"}, "--setup", "false"),
         ({"gres": "gpu:1", "gpus_per_node": "1"}, "--gpus-per-node", "--gres gpu:1"),
         ({"time": "30m", "run": {"grace": 0.0, "checkpoint_every": "1h"}}, "--time", "every 1h"),
-        ({"also": "nodes"}, "--also", "nodes"),
         ({"also": "nodes=1 nodes=2"}, "--also", "nodes=2"),
         ({"also": "time=1h"}, "--also", "time=1h"),
         ({"also": "partition='a"}, "--also", "partition='a"),
@@ -117,7 +114,6 @@ REFUSALS: dict[str, list[tuple[dict[str, Any], str, str]]] = {
         ({"time": "30d"}, "--time", "30d"),
         ({"spot": "2h"}, "--spot", "time limit of 24h"),
         ({"volume": "many"}, "--volume", "'many'"),
-        ({"environment": "HF_TOKEN=hf_1"}, "--environment", "HF_TOKEN"),
         ({"environment": "FI_PROVIDER"}, "--environment", "'FI_PROVIDER'"),
         ({"subnets": "subnet-0a"}, "--security-groups", "--subnets alone"),
         ({**SHARED, "subnets": ""}, "--subnets", "in a VPC only"),
@@ -226,14 +222,6 @@ def test_a_damaged_ticket_is_one_clear_error(tmp_path: Path, name: str, text: st
         ask()
     (problem,) = caught.value.problems
     assert (problem.given, problem.fix) == (f"{path}, which is damaged", f"rm {path}")
-
-
-def test_a_damaged_place_of_the_run_is_refused_by_the_next_launch(tmp_path: Path) -> None:
-    given = handed("sagemaker", tmp_path)
-    given.folder.mkdir(parents=True)
-    (given.folder / "ticket.json").write_text(json.dumps({"to": "sagemaker", **TICKETS["sagemaker"], "run": ""}))
-    with pytest.raises(SpecError, match="is damaged"):
-        find_target("sagemaker").prepare(given)
 
 
 EVENTS = {
@@ -426,10 +414,8 @@ def test_no_secret_is_written_anywhere(name: str, given: dict[str, Any], wrong: 
 @in_one_test(
     ("line", "names"),
     [
-        ("module load cuda", []),
         ("export WANDB_API_KEY=abc", ["WANDB_API_KEY"]),
         ("HF_TOKEN='hf_x' true && export MY_SECRET=b", ["HF_TOKEN", "MY_SECRET"]),
-        ("login --token hf_x", ["token"]),
         ("login --api-key=abc --verbose", ["api-key"]),
         ('export A_KEY="$(cat file)" B_KEY=$OTHER C_KEY=`cat file` D_KEY=', []),
         ("login --token $TOKEN --token-file here", []),
@@ -449,7 +435,6 @@ def test_what_a_line_of_shell_gives_away(line: str, names: list[str]) -> None:
         (f"s3://AKIA:{MARK}@bucket/runs", 'mirror="s3://bucket/runs"'),
         ("sftp://me@host/runs", ""),
         ("abfs://container@account.dfs.core.windows.net/runs", ""),
-        ("s3://bucket/a:b@c", ""),
     ],
 )
 def test_a_mirror_has_no_password_in_it(mirror: str, fix: str) -> None:

@@ -30,8 +30,6 @@ def job(model: Callable[[], nn.Module], data: Any, loss: Callable[[Any, Any], An
 
 
 class MLP(nn.Module):
-    """Repeated blocks of unequal width, so that rows do not divide over ranks."""
-
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.ModuleList([nn.Linear(16, 19), nn.Linear(19, 19), nn.Linear(19, 16)])
@@ -76,7 +74,6 @@ def convnet() -> px.Job:
 
 
 def _sentences() -> px.Table:
-    """Tokens of unequal length: ids 0 are padding, label -100 is not counted."""
     generator = torch.Generator().manual_seed(3)
     ids = torch.randint(1, 64, (LENGTH, 12), generator=generator)
     mask = torch.arange(12)[None] < 3 + torch.arange(LENGTH)[:, None] % 10
@@ -84,7 +81,6 @@ def _sentences() -> px.Table:
 
 
 def own_gpt() -> px.Job:
-    """Next token with counts that differ by sample, micro-batch and rank."""
     shape = gpt.gpt_job(layers=2, width=32, heads=2, context=12, batch=BATCH, steps=20)
     return job(
         shape.model,
@@ -159,7 +155,6 @@ def t5() -> px.Job:
 
 
 def vit() -> px.Job:
-    """transformers' ViT: tokens that are patches of an image, and one more."""
     from transformers import ViTConfig, ViTForImageClassification
 
     sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
@@ -223,8 +218,6 @@ RATES = (0.1, 0.5)
 
 
 class AttentionDrops(nn.Module):
-    """An own GPT's attention, which drops weights by torch's function."""
-
     def __init__(self, attention: Any, rate: float) -> None:
         super().__init__()
         self.inner, self.rate = attention, rate

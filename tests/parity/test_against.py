@@ -40,7 +40,6 @@ def classified(**how: Any) -> px.Job:
 
 
 def steps_of(model: nn.Module, samples: Any, steps: int, *, rate: float = 1e-3, clip: float = 0.3) -> Iterator[Any]:
-    """What a user might write; 40 samples in batches of 14, 14 and 12."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=rate)
     for step in range(steps):
         ids = torch.tensor(samples[step])
@@ -114,27 +113,6 @@ def test_a_job_that_the_plain_loop_fails_with_is_told_by_phalanx() -> None:
 
 def classify(output: torch.Tensor, batch: dict[str, torch.Tensor]) -> Any:
     return nn.functional.cross_entropy(output, batch["y"])
-
-
-class Recurrent(nn.Module):
-    """Two layers of an LSTM with dropout between them, which torch's compiled code draws."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lstm = nn.LSTM(4, 8, num_layers=2, dropout=0.5, batch_first=True)
-        self.head = nn.Linear(8, 5)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head(self.lstm(x.view(len(x), 4, 4))[0][:, -1])
-
-
-def test_recurrent_dropout_is_off_and_said() -> None:
-    said: list[str] = []
-    proof = px.prove(
-        job(Recurrent, rows(), classify, inputs=lambda batch: batch["x"]), "dp=2", steps=2, say=said.append
-    )
-    assert proof.equal, proof.first
-    assert any("dropout is switched off" in note and "lstm" in note for note in said)
 
 
 def test_data_smaller_than_the_batch_are_no_fault_of_the_sampler() -> None:
@@ -257,5 +235,4 @@ def test_a_proof_takes_the_path_of_a_run(plan: str, monkeypatch: pytest.MonkeyPa
 
 
 def by_the_clock(call: str) -> bool:
-    """Whether one of both ends is where servers and workers wait for each other."""
     return not all(end.startswith(WITHOUT_CLOCK) for end in call.split(" -> "))

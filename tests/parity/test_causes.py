@@ -70,8 +70,6 @@ class AlwaysNoisy(Net):
 
 
 class Normalised(Net):
-    """Normalises by the batch in training, and by running statistics otherwise."""
-
     def __init__(self, **how: Any) -> None:
         super().__init__()
         self.norm = nn.BatchNorm1d(9, **how)
@@ -164,7 +162,6 @@ def of_counted(output: torch.Tensor, batch: Any) -> torch.Tensor:
 
 
 def nearly_without_labels() -> px.Job:
-    """Samples of as many labels each, but for one in five, which has none."""
     data = [1 + (index + torch.arange(6)) % 15 for index in range(64)]
 
     def collate(samples: list[torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -74,7 +74,6 @@ class ReadTwice(nn.Module):
 
 
 def of_whole_logits(logits: torch.Tensor, batch: Any) -> px.Loss:
-    """Smoothed labels, for which nobody can cut the table along the vocabulary."""
     logs, labels = logits[:, :-1].log_softmax(-1), batch["labels"][:, 1:]
     counted = labels >= 0
     of_labels = logs.gather(-1, labels.clamp(min=0)[..., None])[..., 0]

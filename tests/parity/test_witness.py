@@ -253,7 +253,6 @@ def test_what_cannot_be_turned_says_why() -> None:
 
 
 def imported(path: Path) -> set[str]:
-    """Names of modules that a file imports, with what it takes from packages."""
     found: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
