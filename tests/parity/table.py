@@ -40,12 +40,11 @@ SHORT: dict[str, tuple[str, ...]] = {
     "own GPT": (
         "fsdp=2 offload=parameters",
         "cp=3 attention=alltoall recompute=full",
-        "pp=2 fsdp=2 tp=2 micro=4",
+        "fsdp=2 tp=2 zero=1 sequence=true",
+        "pp=2 micro=7 schedule=interleaved",
     ),
     "HF GPT-2": ("pp=2 micro=3 schedule=zbv",),
     "HF Llama": ("tp=2 sequence=true recompute=selective",),
-    "HF BERT, padded": ("dp=2 micro=3",),
-    "HF T5": ("pp=2 micro=7 schedule=interleaved",),
     "HF Mixtral": ("pp=2 ep=2 micro=7",),
 }
 
@@ -147,7 +146,7 @@ APART: dict[str, tuple[str, ...]] = {
 # Of the tables of shares, of replicas apart and of dropout: what every run of the tests holds the law for.
 OFTEN: tuple[tuple[str, str], ...] = (
     ("MLP", "dp=2 shares=auto"),
-    ("own GPT", "dp=2 fsdp=2 shares=1,3 micro=2"),
+    ("own GPT", "dp=2 shares=3,1 micro=2"),
     ("MLP", "dp=2 shares=3,1 sync=local"),
     ("own GPT", "dp=2 pp=2 sync=local micro=4"),
     ("ConvNet", "pp=2 micro=7 recompute=full"),
