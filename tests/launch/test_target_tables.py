@@ -38,6 +38,7 @@ def refused(name: str, folder: Path, **given: Any) -> tuple[list[str], str]:
 REFUSALS: dict[str, list[tuple[dict[str, Any], str, str]]] = {
     "slurm": [
         ({"nodes": "3"}, "--nodes", "2 processes"),
+        ({"nodes": "0"}, "--nodes", "'0'"),
         ({"time": "soon"}, "--time", "'soon'"),
         ({"time": "0"}, "--time", "'0'"),
         ({"time": "1m", "signal": "60"}, "--time", "last 60 seconds"),
