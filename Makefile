@@ -118,10 +118,10 @@ resumed: .venv/.installed-dev
 	$(BIN)/python tests/parity/write_resumed.py docs/reference/resumed.md
 
 cases: .venv/.installed-dev
-	$(BIN)/python tests/cases/run_cases.py docs/reference/cases.md
+	$(BIN)/python tests/cases/run_grid.py cases docs/reference/cases.md
 
 zoo: .venv/.installed-zoo
-	PYTHONPATH=$(CURDIR)/.venv/zoo $(BIN)/python tests/zoo/run_zoo.py docs/reference/zoo.md
+	PYTHONPATH=$(CURDIR)/.venv/zoo $(BIN)/python tests/cases/run_grid.py zoo docs/reference/zoo.md
 
 mutants: .venv/.installed-dev
 	$(BIN)/python tests/mutants/run_mutants.py --page docs/project/mutants.md

@@ -27,13 +27,11 @@ def drawn(seed: int) -> torch.Generator:
 
 
 def rows(length: int = SAMPLES) -> px.Table:
-    """Features, a class, and a target of as many numbers as there are classes."""
     x = torch.randn(length, FEATURES, generator=drawn(0))
     return px.Table(x=x, y=x[:, :CLASSES].argmax(1), ids=(x[:, :5].abs() * 8).long().clamp(max=WORDS - 1))
 
 
 def job(**how: Any) -> px.Job:
-    """A classifier, with anything changed."""
     given: dict[str, Any] = {
         "model": models.Residual,
         "data": rows,
@@ -47,7 +45,6 @@ def job(**how: Any) -> px.Job:
 
 
 def with_penalty(output: Any, batch: Any) -> px.Loss:
-    """Reads the dict inside the output."""
     logits, more, _ = output
     return px.Loss(
         F.cross_entropy(logits, batch["y"], reduction="sum") + more["penalty"].sum(), torch.tensor(len(logits))
@@ -55,7 +52,6 @@ def with_penalty(output: Any, batch: Any) -> px.Loss:
 
 
 def distilled(output: Any, batch: Any) -> px.Loss:
-    """Towards a teacher, and towards the class."""
     towards = F.mse_loss(output["found"], output["taught"], reduction="sum")
     return px.Loss(towards + F.cross_entropy(output["found"], batch["y"], reduction="sum"), len(batch["y"]))
 
@@ -64,8 +60,6 @@ def distilled(output: Any, batch: Any) -> px.Loss:
 
 
 class Sentences(torch.utils.data.Dataset[Any]):
-    """Words of unequal numbers."""
-
     def __len__(self) -> int:
         return 64
 
@@ -74,14 +68,11 @@ class Sentences(torch.utils.data.Dataset[Any]):
 
 
 def padded(samples: list[Tensor]) -> UserDict[str, Tensor]:
-    """As tokenizers pad: a mapping that is no dict."""
     ids = nn.utils.rnn.pad_sequence(samples, batch_first=True)
     return UserDict(ids=ids, mask=(ids > 0).long(), labels=ids.masked_fill(ids == 0, -100))
 
 
 class Sentence(nn.Module):
-    """Predicts words from themselves, position by position."""
-
     def __init__(self) -> None:
         super().__init__()
         self.words = nn.Embedding(WORDS, models.WIDTH)
@@ -96,7 +87,6 @@ class Sentence(nn.Module):
 
 
 def sentences(**how: Any) -> px.Job:
-    """Batches that are padded to their longest sample."""
     return job(**{"model": Sentence, "data": Sentences, "collate": padded, "loss": counted_tokens, **how})
 
 
@@ -123,8 +113,6 @@ class Stream(torch.utils.data.IterableDataset[Any]):
 
 
 class Resampled(torch.utils.data.IterableDataset[Any]):
-    """A table read through a sampler with replacement."""
-
     def __iter__(self) -> Iterator[Any]:
         table = rows()
         weights = torch.rand(len(table), generator=drawn(4))
@@ -133,8 +121,6 @@ class Resampled(torch.utils.data.IterableDataset[Any]):
 
 
 class Noisy(torch.utils.data.Dataset[Any]):
-    """Each sample draws from three global generators."""
-
     def __len__(self) -> int:
         return SAMPLES
 
@@ -145,8 +131,6 @@ class Noisy(torch.utils.data.Dataset[Any]):
 
 
 class OneRanksShare(torch.utils.data.Dataset[Any]):
-    """Reads through a ``DistributedSampler`` that thinks it is rank 0 of two."""
-
     def __init__(self) -> None:
         self.table = rows()
         self.places = list(torch.utils.data.DistributedSampler(range(SAMPLES), 2, 0))  # type: ignore[arg-type]
@@ -159,7 +143,6 @@ class OneRanksShare(torch.utils.data.Dataset[Any]):
 
 
 def masked(samples: list[Any]) -> dict[str, Tensor]:
-    """Hides features at random, for the whole batch at once."""
     x, y = (torch.stack([torch.as_tensor(one[key]) for one in samples]) for key in ("x", "y"))
     return {"x": x * (torch.rand_like(x) > 0.25), "y": y}
 
@@ -183,7 +166,6 @@ def by_class_counted(output: Tensor, batch: Any) -> px.Loss:
 
 
 def contrastive(output: tuple[Tensor, Tensor], batch: Any) -> Tensor:
-    """Each left view against all right ones of the batch."""
     left, right = (F.normalize(one, dim=-1) for one in output)
     return F.cross_entropy(4.0 * left @ right.T, torch.arange(len(left)))
 
@@ -192,15 +174,12 @@ def contrastive(output: tuple[Tensor, Tensor], batch: Any) -> Tensor:
 
 
 def by_dimensions(params: Any) -> torch.optim.Optimizer:
-    """Two groups, told apart by the shape."""
     every = list(params)
     matrices, rest = [one for one in every if one.ndim > 1], [one for one in every if one.ndim < 2]
     return torch.optim.AdamW([{"params": matrices, "weight_decay": 0.1}, {"params": rest, "lr": 1e-2}], lr=1e-3)
 
 
 class Averaging(torch.optim.AdamW):
-    """Keeps an average of the parameters in its state."""
-
     def step(self, closure: Any = None) -> Any:
         loss = super().step(closure)
         with torch.no_grad():
@@ -214,8 +193,6 @@ class Averaging(torch.optim.AdamW):
 
 
 class Matrices(models.Residual):
-    """Trains what has two dimensions only."""
-
     def __init__(self) -> None:
         super().__init__()
         for one in self.parameters():
@@ -223,7 +200,6 @@ class Matrices(models.Residual):
 
 
 def cyclic(params: Any, *, hooked: bool = True) -> torch.optim.Optimizer:
-    """SGD with one of torch's schedulers on it."""
     optimizer = torch.optim.SGD(params, lr=0.1)
     scheduler = OneCycleLR(optimizer, max_lr=0.4, total_steps=12)
     if hooked:

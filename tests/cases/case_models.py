@@ -13,15 +13,11 @@ FEATURES, WIDTH, CLASSES, WORDS = 12, 16, 4, 30
 
 
 class Branch(nn.Sequential):
-    """Normalise, widen, bend, narrow: what a residual block adds."""
-
     def __init__(self, width: int = WIDTH) -> None:
         super().__init__(nn.LayerNorm(width), nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width))
 
 
 class Residual(nn.Module):
-    """A stack of residual branches between two linear layers."""
-
     def __init__(self, layers: int = 4) -> None:
         super().__init__()
         self.stem = nn.Linear(FEATURES, WIDTH)
@@ -39,15 +35,11 @@ class Residual(nn.Module):
 
 
 class ByKeyword(Residual):
-    """Takes whatever the batch has."""
-
     def forward(self, **given: Tensor) -> Tensor:
         return super().forward(given["x"])
 
 
 class Tempered(Residual):
-    """Has a parameter without dimensions."""
-
     def __init__(self) -> None:
         super().__init__()
         self.temperature = nn.Parameter(torch.tensor(0.5))
@@ -57,16 +49,12 @@ class Tempered(Residual):
 
 
 class ManyOutputs(Residual):
-    """Gives a tuple with a dict, a list and a ``None`` in it."""
-
     def forward(self, x: Tensor) -> tuple[Tensor, dict[str, Tensor], list[Tensor | None]]:
         logits = super().forward(x)
         return logits, {"penalty": logits.square().mean(-1)}, [logits, None]
 
 
 class Recurrent(nn.Module):
-    """An LSTM of two layers, with dropout between them."""
-
     def __init__(self) -> None:
         super().__init__()
         self.memory = nn.LSTM(3, WIDTH, 2, batch_first=True, dropout=0.2)
@@ -77,8 +65,6 @@ class Recurrent(nn.Module):
 
 
 class Named(nn.Module):
-    """Blocks in dicts, which have no forward of their own."""
-
     def __init__(self) -> None:
         super().__init__()
         self.stem = nn.Linear(FEATURES, WIDTH)
@@ -96,8 +82,6 @@ class Named(nn.Module):
 
 
 class Square(torch.autograd.Function):
-    """A product with a backward of its own."""
-
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
         ctx.save_for_backward(x)
@@ -120,8 +104,6 @@ class Opened(Residual):
 
 
 class Recomputing(Residual):
-    """Recomputes its branches itself."""
-
     def __init__(self, *, reentrant: bool = False) -> None:
         super().__init__()
         self.reentrant = reentrant
@@ -131,8 +113,6 @@ class Recomputing(Residual):
 
 
 class Taught(nn.Module):
-    """A large frozen teacher, kept in evaluation mode, and a small student."""
-
     def __init__(self) -> None:
         super().__init__()
         self.teacher, self.student = Residual(6), Residual(2)
@@ -175,8 +155,6 @@ class Adapters(Residual):
 
 
 class FrozenTable(nn.Module):
-    """Words in and words out by one table that is not trained."""
-
     def __init__(self) -> None:
         super().__init__()
         self.words = nn.Embedding(WORDS, WIDTH)
@@ -212,8 +190,6 @@ class Encoder(nn.Module):
 
 
 class EncoderLayer(nn.Module):
-    """Attention and a branch."""
-
     def __init__(self, heads: int) -> None:
         super().__init__()
         self.heads = heads
@@ -231,8 +207,6 @@ class EncoderLayer(nn.Module):
 
 
 class Tabled(Residual):
-    """Has buffers that stay as they are, one of them in no checkpoint."""
-
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("ramp", torch.linspace(-0.1, 0.1, FEATURES))
@@ -243,8 +217,6 @@ class Tabled(Residual):
 
 
 class Centred(Residual):
-    """Takes off a running mean, which each forward in training moves."""
-
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("centre", torch.zeros(FEATURES))
@@ -256,8 +228,6 @@ class Centred(Residual):
 
 
 class Normed(Residual):
-    """Normalises by the statistics of the batch."""
-
     def __init__(self) -> None:
         super().__init__()
         self.norm = nn.BatchNorm1d(FEATURES)
@@ -267,15 +237,11 @@ class Normed(Residual):
 
 
 class Jittered(Residual):
-    """Adds noise in training, without a module for it."""
-
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x + 0.05 * torch.randn_like(x) if self.training else x)
 
 
 class Views(nn.Module):
-    """Two towers, one for each view of a sample."""
-
     def __init__(self) -> None:
         super().__init__()
         self.left, self.right = Residual(2), Residual(2)
@@ -285,8 +251,6 @@ class Views(nn.Module):
 
 
 class Bags(nn.Module):
-    """The mean of a few words, whose gradients are sparse."""
-
     def __init__(self) -> None:
         super().__init__()
         self.words = nn.Embedding(WORDS, WIDTH, sparse=True)
@@ -297,8 +261,6 @@ class Bags(nn.Module):
 
 
 class LeftOver(Residual):
-    """Has a layer that nothing calls."""
-
     def __init__(self) -> None:
         super().__init__()
         self.forgotten = nn.Linear(3, 3)

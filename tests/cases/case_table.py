@@ -74,11 +74,19 @@ Plans = Mapping[str, Expected]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Case:
-    """A job, what it shows, and what must come of it under each plan."""
+    """A job, what it shows, and what must come of it under each plan.
 
-    job: Callable[[], px.Job]
+    Attributes:
+        job: makes it; a loop of one's own around ``px.build`` is that of the case's name in ``own_loop.py``.
+        steps: that are compared; ``None``: those of the job.
+        needs: libraries that have to be there.
+    """
+
+    job: Callable[[], px.Job] | None
     shows: str
     expected: Plans
+    steps: int | None = None
+    needs: tuple[str, ...] = ()
 
 
 def case(shows: str, make: Callable[[], Any], expected: Plans | Expected = EQUAL) -> Case:
@@ -339,4 +347,17 @@ MISTAKEN: dict[str, Case] = {
 }
 CLASSES_TOO_MANY = models.CLASSES
 
-CASES: dict[str, Case] = {**WRITTEN, **OPTIMIZED, **LOADED, **SPLIT, **MISTAKEN}
+LOOPS: dict[str, Case] = {
+    "two builds": Case(
+        job=None,
+        shows="a GAN in a loop of one's own: two builds in turn, one of which calls the other's model",
+        expected=where(["pp=2", "pp=2 micro=4"], refused("a pipeline has cut", "job.inputs")),
+    ),
+    "gradients left behind": Case(
+        job=None,
+        shows="`px.build`: gradients of something else lie where a step begins",
+        expected=dict.fromkeys(PLANS, EQUAL),
+    ),
+}
+
+CASES: dict[str, Any] = {**WRITTEN, **OPTIMIZED, **LOADED, **SPLIT, **MISTAKEN, **LOOPS}

@@ -5,9 +5,11 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
+import math
 import os
 import re
 import signal
+import subprocess
 import sys
 import tempfile
 import time
@@ -17,7 +19,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
-from case_table import CASES, Expected
+from case_table import Case, Expected
 
 import phalanx as px
 from phalanx.errors import PhalanxError, SpecError, WorkerError
@@ -49,9 +51,27 @@ class Came:
         return asdict(self)
 
 
-def came(name: str, plan: str, steps: int | None = None) -> Came:
-    """Prove the case called ``name`` under ``plan``."""
-    return proven(CASES[name].job, plan, steps)
+def came(name: str, one: Case, plan: str, folder: Path, steps: int | None = None) -> Came:
+    return proven(one.job, plan, steps or one.steps) if one.job else looped(name, plan, folder)
+
+
+def looped(name: str, plan: str, folder: Path) -> Came:
+    """Run a loop of one's own on two ranks of torchrun."""
+    torchrun = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    script = str(Path(__file__).with_name("own_loop.py"))
+    done = subprocess.run([*torchrun, script, name, plan], capture_output=True, text=True, cwd=folder)
+    if done.returncode:
+        return Came(outcome="crashed", said=done.stderr.strip()[-2000:])
+    told = json.loads(done.stdout.strip().splitlines()[-1])
+    if "refused" in told:
+        return Came(outcome="refused", said=told["refused"], where=tuple(told["where"]))
+    far = max(abs(one - other) / abs(other) for one, other in zip(told["found"], told["plain"], strict=True))
+    near = math.isfinite(far) and far <= WITHIN
+    return Came(outcome="equal" if near else "unequal", said="" if near else f"numbers differ by {far:.2g}")
+
+
+WITHIN = 1e-4
+"""Relative difference of numbers after a few steps of Adam: rounding of 6e-8, as often amplified as there are steps."""
 
 
 def proven(make: Callable[[], px.Job], plan: str, steps: int | None = None) -> Came:
@@ -107,7 +127,6 @@ _HARMLESS = (
 
 @contextmanager
 def _starts() -> Iterator[list[bool]]:
-    """An entry for each time that workers are started."""
     started: list[bool] = []
     start: Callable[[WorkerPool], None] = WorkerPool.start
 
@@ -126,7 +145,6 @@ PATIENCE = 120.0
 """Seconds for a cell, of which each needs a few; one that takes longer hangs."""
 
 Cell = tuple[str, str]  # a job's name, and a plan
-Work = Callable[[str, str, Path], Came]
 
 
 @dataclass(slots=True)
@@ -136,7 +154,7 @@ class _Process:
     began: float
 
 
-def started(work: Work, name: str, plan: str, folder: Path) -> _Process:
+def started(name: str, one: Case, plan: str, folder: Path) -> _Process:
     """A process in a group of its own that works on one cell."""
     answer = folder / f"{abs(hash((name, plan)))}.json"
     pid = os.fork()
@@ -147,13 +165,12 @@ def started(work: Work, name: str, plan: str, folder: Path) -> _Process:
         sink = os.open(answer.with_suffix(".log"), os.O_CREAT | os.O_WRONLY)
         os.dup2(sink, 1)
         os.dup2(sink, 2)
-        answer.write_text(json.dumps(work(name, plan, folder).to_dict()))
+        answer.write_text(json.dumps(came(name, one, plan, folder).to_dict()))
     finally:
         os._exit(0)
 
 
 def ended(process: _Process) -> Came | None:
-    """What came; ``None`` while it runs."""
     pid, status = os.waitpid(process.pid, os.WNOHANG)
     if pid == 0 and time.monotonic() - process.began < PATIENCE:
         return None
@@ -166,25 +183,22 @@ def ended(process: _Process) -> Came | None:
     return Came.of(json.loads(process.answer.read_text()))
 
 
-def run(
-    cells: Sequence[Cell], at_once: int, work: Work, judge: Callable[[Cell, Came], str]
-) -> Iterator[tuple[Cell, Came]]:
-    """Each cell with what came of it, as they end; ``judge`` says in which way that is wrong, if it is."""
+def run(cells: Sequence[Cell], at_once: int, cases: Mapping[str, Case]) -> Iterator[tuple[Cell, Came]]:
     running: dict[Cell, _Process] = {}
     waiting = list(cells)[::-1]
-    with tempfile.TemporaryDirectory(prefix="phalanx-cases-") as name:
-        os.chdir(name)
+    with tempfile.TemporaryDirectory(prefix="phalanx-cases-") as folder:
+        os.chdir(folder)
         while waiting or running:
             while waiting and len(running) < at_once:
-                cell = waiting.pop()
-                running[cell] = started(work, *cell, Path(name))
+                name, plan = cell = waiting.pop()
+                running[cell] = started(name, cases[name], plan, Path(folder))
             for cell, process in list(running.items()):
                 one = ended(process)
                 if one is not None:
                     del running[cell]
                     yield cell, one
                     seconds = time.monotonic() - process.began
-                    verdict = judge(cell, one) or "as it must"
+                    verdict = wrong(cases[cell[0]].expected[cell[1]], one) or "as it must"
                     print(f"{seconds:5.1f} s  {cell[0]}, {cell[1]}: {one.outcome}; {verdict}", flush=True)
             time.sleep(0.05)
 
@@ -211,7 +225,6 @@ class Store:
 
     @property
     def dates(self) -> list[str]:
-        """The days on which cells ran."""
         return sorted({row["on"] for row in self.cells.values()})
 
     def found(self, name: str, plan: str) -> Came | None:
@@ -238,67 +251,68 @@ class Store:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Grid:
-    """Jobs × plans.
+    """Jobs × plans, the file of its store, and the page of what is stored.
 
-    Attributes:
-        results: the file of its store.
-        work: what is done in a cell, in a process of its own.
-        judge: in which way what came of a cell is wrong; empty where it is not.
-        page: the page of what is stored.
-        lacking: why a job cannot run here; empty where it can. What came of it elsewhere stays stored.
+    ``lacking``: why a job cannot run here; empty where it can. What came of it elsewhere stays stored.
     """
 
-    names: Sequence[str]
+    cases: Mapping[str, Case]
     plans: Sequence[str]
     results: Path
-    work: Work
-    judge: Callable[[Cell, Came], str]
-    page: Callable[[Store], str]
+    page: Callable[[Grid, Store], str]
     lacking: Callable[[str], str] = lambda name: ""
 
-    def main(self, about: str | None, preload: Callable[[], object] = lambda: None) -> int:
-        """Run what the command line asks for, and write the page. Gives 1 where something else came than must.
+    @property
+    def cells(self) -> list[Cell]:
+        return [(name, plan) for name in self.cases for plan in self.plans]
+
+    def right(self, store: Store, name: str, plan: str) -> bool:
+        """Whether what is stored of a cell is what must come."""
+        one = store.found(name, plan)
+        return one is not None and not wrong(self.cases[name].expected[plan], one)
+
+    def text(self, store: Store, name: str, plan: str) -> str:
+        """A cell of the table: what had to come, in bold what else came."""
+        if (one := store.found(name, plan)) is None:
+            return "not run"
+        return self.cases[name].expected[plan].outcome if self.right(store, name, plan) else f"**{one.outcome}**"
+
+    def table(self, store: Store) -> list[str]:
+        head = "| job | shows | " + " | ".join(f"`{plan}`" for plan in self.plans) + " |"
+        rows = (
+            [name, one.shows, *(self.text(store, name, plan) for plan in self.plans)]
+            for name, one in self.cases.items()
+        )
+        return [head, "| --- | --- |" + " --- |" * len(self.plans), *(f"| {' | '.join(row)} |" for row in rows)]
+
+    def main(self, asked: argparse.Namespace, preload: Callable[[], object]) -> int:
+        """Run what is asked for, and write the page. Gives 1 where something else came than must.
 
         ``preload`` imports what the processes of cells share.
         """
-        asked = _asked(about)
-        where = asked.page.resolve()
-        store = Store.read(self.results)
+        where, store = asked.page.resolve(), Store.read(self.results)
         if not asked.render:
             import torch
 
             preload()
             torch.set_num_threads(1)
             store.torch = torch.__version__
-            for cell, came in run(self._cells(asked.only, asked.plan), asked.jobs, self.work, self.judge):
-                store.put(*cell, came)
-                store.write(self.results, self.names, self.plans)
-        where.write_text(self.page(store))
-        off = [cell for cell in self._all() if (one := store.found(*cell)) is None or self.judge(cell, one)]
+            for cell, one in run(self._chosen(asked.only, asked.plan), asked.jobs, self.cases):
+                store.put(*cell, one)
+                store.write(self.results, list(self.cases), self.plans)
+        where.write_text(self.page(self, store))
+        off = [cell for cell in self.cells if not self.right(store, *cell)]
         for cell in off:
             print(*cell, sep=", ", file=sys.stderr)
         return 1 if off and not asked.render else 0
 
-    def _all(self) -> list[Cell]:
-        return [(name, plan) for name in self.names for plan in self.plans]
-
-    def _cells(self, only: str, plan: str) -> list[Cell]:
+    def _chosen(self, only: str, plan: str) -> list[Cell]:
         """Those that are asked for and can run here; says why others cannot."""
-        asked = [name for name in self.names if only in name]
+        asked = [name for name in self.cases if only in name]
         lacking = {name: why for name in asked if (why := self.lacking(name))}
         for name, why in lacking.items():
             print(f"skipped  {name}: {why}", flush=True)
-        return [cell for cell in self._all() if cell[0] in asked and cell[0] not in lacking and plan in ("", cell[1])]
-
-
-def _asked(about: str | None) -> argparse.Namespace:
-    options = argparse.ArgumentParser(description=about)
-    options.add_argument("page", type=Path)
-    options.add_argument("--only", default="", help="jobs with this word")
-    options.add_argument("--plan", default="", help="this plan only")
-    options.add_argument("--jobs", type=int, default=2, help="cells at once")
-    options.add_argument("--render", action="store_true", help="run nothing")
-    return options.parse_args()
+        return [cell for cell in self.cells if cell[0] in asked and cell[0] not in lacking and plan in ("", cell[1])]
 
 
 def cell_text(words: str) -> str:

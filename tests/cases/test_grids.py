@@ -2,28 +2,28 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
 from case_table import CASES, EQUAL, named, near, refused
-from grid import Came, Grid, Store, came, wrong
-from run_cases import GRID
+from grid import Came, Store, came, wrong
+from run_grid import GRIDS
+from zoo_table import ZOO, kept
 
 from longer import longer
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "zoo"))
-import run_zoo
-import zoo_table
-from zoo_libraries import needs
-from zoo_table import ZOO, Kept
 
 OF_CASES = [
     ("encoder", "pp=2"),
     ("class weights", "tp=2"),
     ("contrastive", "dp=2"),
     ("sparse", "fsdp=2 zero=1"),
-    *longer(("adapters", "fsdp=2"), ("averaging", "fsdp=2 zero=1"), ("scheduler", "dp=2"), ("resampled", "dp=2")),
+    *longer(
+        ("recurrent", "dp=2"),
+        ("adapters", "fsdp=2"),
+        ("averaging", "fsdp=2 zero=1"),
+        ("scheduler", "dp=2"),
+        ("resampled", "dp=2"),
+    ),
     *longer(("outputs", "pp=2 micro=4"), ("running mean", "pp=2"), ("masked", "fsdp=2"), ("bfloat16", "tp=2")),
 ]
 OF_ZOO = [
@@ -36,22 +36,21 @@ OF_ZOO = [
 
 
 @pytest.mark.parametrize(("name", "plan"), OF_CASES)
-def test_what_must_come_of_a_case(name: str, plan: str) -> None:
-    assert not wrong(CASES[name].expected[plan], came(name, plan, steps=2))
+def test_what_must_come_of_a_case(name: str, plan: str, tmp_path: Path) -> None:
+    assert not wrong(CASES[name].expected[plan], came(name, CASES[name], plan, tmp_path, steps=2))
 
 
 @pytest.mark.parametrize(("name", "plan"), OF_ZOO)
 def test_what_must_come_of_a_job_in_the_zoo(name: str, plan: str, tmp_path: Path) -> None:
-    if lacking := needs(*ZOO[name].needs):
+    if lacking := GRIDS["zoo"].lacking(name):
         pytest.skip(lacking)
-    assert not zoo_table.wrong(ZOO[name], plan, run_zoo.work(name, plan, tmp_path))
+    assert not wrong(ZOO[name].expected[plan], came(name, ZOO[name], plan, tmp_path))
 
 
-@pytest.mark.parametrize("grid", [GRID, run_zoo.GRID], ids=["cases", "zoo"])
-def test_what_is_stored_is_what_must_come(grid: Grid) -> None:
-    store = Store.read(grid.results)
-    cells = [(name, plan) for name in grid.names for plan in grid.plans]
-    assert [cell for cell in cells if (one := store.found(*cell)) is None or grid.judge(cell, one)] == []
+@pytest.mark.parametrize("grid", GRIDS)
+def test_what_is_stored_is_what_must_come(grid: str) -> None:
+    store = Store.read(GRIDS[grid].results)
+    assert [cell for cell in GRIDS[grid].cells if not GRIDS[grid].right(store, *cell)] == []
 
 
 def test_what_must_not_come_is_told() -> None:
@@ -72,15 +71,13 @@ def test_what_must_not_come_is_told() -> None:
         assert wrong(must, found), (must, found)
 
 
-def test_what_must_not_come_of_the_zoo_is_told() -> None:
-    for refusals, causes, found in (
-        ({}, {}, Came(outcome="unequal")),
-        ({}, {}, Came(outcome="refused", said="cp")),
-        ({"tp": "no two"}, {}, Came(outcome="equal")),
-        ({"tp": "no two"}, {}, Came(outcome="refused", said="something else")),
-        ({"tp=2": "no two"}, {}, Came(outcome="crashed", said="no two")),
-        ({}, {"tp": "the loss"}, Came(outcome="unequal", said="the loss couples")),
-        ({}, {"tp": "the loss"}, Came(outcome="equal", before=("the loss couples",))),
+def test_what_must_come_of_a_job_in_the_zoo_is_that_of_the_plan_or_of_its_key() -> None:
+    one = kept(ZOO["EMA"].job, "", refused={"tp": "no two", "pp=2": "cut"}, named={"micro": "the loss"})
+    for plan, must in (
+        ("cp=2", refused("cp")),
+        ("dp=2 tp=2", refused("no two")),
+        ("pp=2", refused("cut")),
+        ("pp=2 micro=4", named("the loss")),
+        ("dp=2", EQUAL),
     ):
-        kept = Kept(job=ZOO["EMA"].job, shows="", refused=refusals, named=causes)
-        assert zoo_table.wrong(kept, "tp=2", found), found
+        assert one.expected[plan] == must, plan

@@ -37,12 +37,10 @@ _STEP = 2  # in which a rank hangs
 
 
 def sleeps() -> None:
-    """Wait for something that does not come."""
     time.sleep(600)
 
 
 def loops() -> None:
-    """Compute without an end."""
     while True:
         pass
 
@@ -60,7 +58,6 @@ def waits_for_a_lock() -> None:
 
 
 def reads_a_pipe() -> None:
-    """Open a named pipe that nobody writes into."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "pipe")
         os.mkfifo(path)
@@ -68,12 +65,10 @@ def reads_a_pipe() -> None:
 
 
 def sums_alone() -> None:
-    """Call a collective that no other rank calls."""
     dist.all_reduce(torch.zeros(7))
 
 
 def gathers_alone() -> None:
-    """Call another collective than the others are in."""
     dist.all_gather_object([None] * dist.get_world_size(), "alone")
 
 
@@ -97,7 +92,6 @@ class Hang:
 
     @property
     def name(self) -> str:
-        """What happens where, in words."""
         loaded = " of a loading process" if self.workers else ""
         return f"{self.plan}: rank {self.rank} {self.how.__name__.replace('_', ' ')} in {self.place}{loaded}"
 
@@ -138,7 +132,6 @@ class Planted:
     calls: int = 0
 
     def strike(self, place: str) -> None:
-        """To be called at every place."""
         if place == self.hang.place and rank_here() == self.hang.rank:
             self.calls += 1
             if self.calls == (_STEP + 1 if place not in _ONCE else 1):
@@ -159,8 +152,6 @@ def rank_here() -> int | None:
 
 
 class Strikes(torch.nn.Module):
-    """Hands on what it gets."""
-
     def __init__(self, planted: Planted) -> None:
         super().__init__()
         self.planted = planted
@@ -171,8 +162,6 @@ class Strikes(torch.nn.Module):
 
 
 class Striking(torch.utils.data.Dataset[Any]):
-    """Samples of ``table``."""
-
     def __init__(self, table: px.Table, planted: Planted, place: str) -> None:
         self.table, self.planted, self.place = table, planted, place
 
@@ -242,7 +231,6 @@ class Found:
 
 
 def run_with(hang: Hang, folder: Path) -> Found:
-    """Train with the hang in it."""
     marked = folder / "hangs"
     job = job_with(replace(hang, how=_marking(hang.how, marked)))
     run = px.RunSpec(
@@ -259,8 +247,6 @@ def run_with(hang: Hang, folder: Path) -> Found:
 
 
 def _marking(how: Callable[[], None], marked: Path) -> Callable[[], None]:
-    """``how``, with the moment noted in a file."""
-
     @functools.wraps(how)
     def marks() -> None:
         marked.touch()

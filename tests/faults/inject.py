@@ -48,21 +48,17 @@ def hang() -> None:
 
 
 def hang_on() -> None:
-    """Hang, and ignore the request to end."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     hang()
 
 
 @dataclass(frozen=True, kw_only=True)
 class Fault:
-    """``how`` happens when ``rank`` begins ``step``."""
-
     rank: int
     step: int
     how: Callable[[], None]
 
     def strike(self, rank: int, step: int) -> None:
-        """To be called by every worker in every step."""
         if (rank, step) == (self.rank, self.step):
             self.how()
 
@@ -74,17 +70,14 @@ def start_child(folder: Path) -> None:
 
 
 def note(folder: Path, pid: int) -> None:
-    """Note a process that must be gone in the end."""
     (folder / f"pid-{pid}").touch()
 
 
 def noted(folder: Path) -> list[int]:
-    """All processes noted."""
     return [int(path.name.removeprefix("pid-")) for path in folder.glob("pid-*")]
 
 
 def alive(pids: list[int]) -> list[int]:
-    """Those of the processes that still run."""
     found = []
     for pid in pids:
         try:
@@ -102,7 +95,6 @@ class Looks:
         self._count = memoryview(mmap.mmap(-1, 8)).cast("q")
 
     def __call__(self) -> None:
-        """This process looks."""
         self._count[0] += 1
 
     def wait(self, looks: int = 1) -> None:

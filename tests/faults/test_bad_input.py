@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 import phalanx as px
+from in_one_test import in_one_test
 from longer import longer
 from phalanx.errors import GradientError, LossError, PhalanxError, RefusedError, SpecError, WorkerError
 from phalanx.launch.worker_pool import WorkerPool
@@ -26,8 +27,6 @@ from small import LENGTH, Net, fit, job, table
 
 @pytest.fixture
 def no_fork(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Makes starting a process an error."""
-
     def refuse() -> int:
         raise AssertionError("a process was started")
 
@@ -36,25 +35,11 @@ def no_fork(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("no_fork")
 class TestBeforeAnyProcess:
-    def test_more_ranks_than_samples(self) -> None:
-        with pytest.raises(RefusedError, match="5 replicas for a global batch of 4") as caught:
-            px.fit(job(batch=4), "dp=5")
-        assert caught.value.problems[0].fix == "dp=4"
-
     def test_cuda_where_there_is_none(self) -> None:
         if torch.cuda.device_count():
             pytest.skip("there is a CUDA device")
         with pytest.raises(RefusedError, match="device=cuda for 2 replicas on this machine; CUDA devices here: 0"):
             px.fit(job(), "dp=2 device=cuda")
-
-    def test_all_problems_at_once(self) -> None:
-        with pytest.raises(RefusedError) as caught:
-            px.fit(job(batch=2), "threads=3 compile=true")
-        assert len(caught.value.problems) == 2
-
-    def test_a_mesh_that_is_not_the_process_count(self) -> None:
-        with pytest.raises(RefusedError, match="dp=2 for 1 workers"):
-            px.build(job(), "dp=2")
 
 
 @pytest.fixture
@@ -68,8 +53,6 @@ def no_worker(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Wrapped(Net):
-    """Asks which rank it is, as a script for torchrun would."""
-
     def __init__(self) -> None:
         super().__init__()
         assert torch.distributed.get_rank() == 0
@@ -130,7 +113,7 @@ FIRST_STEP: dict[str, tuple[dict[str, Any], type[PhalanxError], str]] = {
 
 
 @pytest.mark.usefixtures("no_worker")
-@pytest.mark.parametrize("name", FIRST_STEP)
+@in_one_test("name", FIRST_STEP)
 def test_what_would_stop_the_first_step_is_said_before_it(name: str) -> None:
     how, kind, words = FIRST_STEP[name]
     with pytest.raises(kind, match=words) as caught:
@@ -166,34 +149,13 @@ def fails(match: str, plan: str = "dp=2", **how: Any) -> PhalanxError:
     return caught.value
 
 
-def test_a_loss_that_is_not_a_number() -> None:
-    error = fails(
-        "the loss of step 0 is nan", "single", loss=lambda output, batch: px.Loss(output.sum() * float("nan"), 1)
-    )
-    assert isinstance(error, WorkerError)
-    assert error.kind == "LossError"
-    assert error.step == 0
-    (event,) = px.Run(folder=Path("run")).events("error")
-    assert (event["kind"], event["step"]) == ("LossError", 0)
-
-
-@pytest.mark.parametrize(
-    "loss",
-    [lambda output, batch: output, lambda output, batch: 3.0, lambda output, batch: px.Loss(output.sum(), output)],
-)
-def test_a_loss_of_a_wrong_form(loss: Any) -> None:
-    assert "px.Loss(sum, count)" in str(fails("a tensor of shape|a float|a count", "single", loss=loss))
-
-
 class Forgetful(Net):
-    """Has a branch that nothing depends on."""
-
     def __init__(self) -> None:
         super().__init__()
         self.forgotten = nn.Linear(9, 3)
 
 
-@pytest.mark.parametrize("plan", ["dp=2", "fsdp=2 zero=2", *longer("single", "fsdp=2", "fsdp=2 zero=1", "threads=2")])
+@pytest.mark.parametrize("plan", ["fsdp=2 zero=2", *longer("dp=2", "fsdp=2", "threads=2")])
 def test_parameters_without_gradient(plan: str) -> None:
     assert "forgotten.weight, forgotten.bias" in str(fails("got no gradient", plan, model=Forgetful))
     allowed = fit(plan, "allowed", model=Forgetful, unused="allow")
@@ -206,25 +168,15 @@ def test_data_of_another_length_on_each_rank() -> None:
 
 
 def by_process(seed: int, epoch: int) -> np.ndarray:
-    """Another order in each process, the same in it whenever it is asked."""
     return np.random.default_rng([os.getpid(), epoch]).permutation(LENGTH)
 
 
-def in_parts() -> px.Curriculum:
-    mixed = px.Mixture({"a": table(40), "b": table(23)}, {"a": 1.0, "b": 1.0})
-    mixed.sampler = px.Sampler(lambda seed, epoch: by_process(seed, epoch) % 63, repeats=True)
-    return px.Curriculum({0: mixed, 4: table(40)})
+def test_another_order_on_each_rank() -> None:
+    error = fails("another order of the first", sampler=by_process)
+    assert "a sampler that draws from its seed and epoch alone" in str(error)
 
 
-@pytest.mark.parametrize(
-    ("plan", "how"),
-    [("dp=2", {"sampler": by_process}), ("dp=2 server=1", {"data": in_parts, "epochs": None, "steps": 6})],
-)
-def test_another_order_on_each_rank(plan: str, how: dict[str, Any]) -> None:
-    assert "a sampler that draws from its seed and epoch alone" in str(fails("another order of the first", plan, **how))
-
-
-@pytest.mark.parametrize("plan", ["single", "pp=2", *longer("threads=2", "dp=2", "fsdp=2 zero=3")])
+@pytest.mark.parametrize("plan", ["pp=2", *longer("single", "threads=2", "fsdp=2 zero=3")])
 def test_columns_of_float64_are_named(plan: str) -> None:
     def columns() -> px.Table:
         return px.Table(x=np.random.default_rng(0).normal(size=(LENGTH, 9)), y=np.zeros(LENGTH, dtype=np.int64))
@@ -285,8 +237,6 @@ class Growing(Net):
 
 
 class Stream:
-    """Two global batches on rank 0, three on rank 1."""
-
     def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
         for index in range(64 + 32 * torch.distributed.get_rank()):
             yield {"x": torch.ones(9), "y": torch.tensor(index % 5)}
@@ -308,15 +258,13 @@ def test_evaluation_data_of_another_length_on_each_rank() -> None:
 
 
 class Unseeded(Net):
-    """Draws from a source of its own."""
-
     def __init__(self) -> None:
         super().__init__()
         draw = np.random.default_rng().standard_normal((5, 9))
         self.head.weight = nn.Parameter(torch.tensor(draw, dtype=torch.float32))
 
 
-@pytest.mark.parametrize("plan", ["dp=2", "fsdp=2 zero=2"])
+@pytest.mark.parametrize("plan", ["dp=2", *longer("fsdp=2 zero=2")])
 def test_initial_values_that_differ(plan: str) -> None:
     error = fails("other initial values on rank 1", plan, model=Unseeded)
     assert "differs: head.weight" in str(error)

@@ -51,7 +51,6 @@ STATE = {"step": 3, "samples": 96, "nested": {"deep": [1, 2.5, "x"]}}
 
 @pytest.fixture(scope="module")
 def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Written as by two ranks: half of each matrix in either file."""
     folder = tmp_path_factory.mktemp("original")
     from phalanx.checkpoint import writing
     from phalanx.checkpoint.format import Manifest
@@ -119,7 +118,6 @@ def remove(path: Path, pick: random.Random) -> None:
 
 
 def replace(path: Path, pick: random.Random) -> None:
-    """Put something in a file's place that is none."""
     file = any_file(path, pick)
     outside = path.parent / "outside"
     content = file.read_bytes()
@@ -145,7 +143,6 @@ def deep(path: Path, pick: random.Random) -> None:
 
 
 def header(path: Path, pick: random.Random) -> None:
-    """Edit a safetensors header, of equal length where that is possible."""
     file = path / f"rank-0000{pick.randrange(2)}.safetensors"
     data = file.read_bytes()
     length = int.from_bytes(data[:8], "little")
@@ -170,12 +167,10 @@ def manifest(path: Path, pick: random.Random, *, sealed: bool = False) -> None:
 
 
 def forged(path: Path, pick: random.Random) -> None:
-    """A manifest that was edited by somebody who knows how its checksum is made."""
     manifest(path, pick, sealed=True)
 
 
 def aimed(path: Path, pick: random.Random) -> None:
-    """A forged manifest in which one thing is wrong that could be right."""
     given = json.loads((path / "manifest.json").read_text())
     del given["checksum"]
     tensors = given["tensors"]
@@ -210,7 +205,6 @@ def aimed(path: Path, pick: random.Random) -> None:
 
 
 def edit(given: Any, pick: random.Random) -> None:
-    """Change one thing somewhere in JSON: a value, a key, the place of two."""
     places: list[tuple[Any, Any]] = []
 
     def walk(value: Any) -> None:
@@ -256,7 +250,6 @@ def any_file(path: Path, pick: random.Random) -> Path:
 
 
 def refused(action: Callable[[], Any]) -> bool:
-    """Whether it is refused as a checkpoint is; any other exception goes on."""
     try:
         action()
     except CheckpointError:
@@ -294,7 +287,7 @@ def outcome(original: Path, folder: Path, seed: int) -> str:
     return "refused" if wrong or lost else "whole"
 
 
-@pytest.mark.parametrize(("first", "count"), [(0, 150), *longer(*((first, 200) for first in range(1_000, 3_000, 200)))])
+@pytest.mark.parametrize(("first", "count"), [(0, 120), *longer(*((first, 200) for first in range(1_000, 3_000, 200)))])
 def test_mutated_checkpoints(first: int, count: int, original: Path, tmp_path: Path) -> None:
     found = [outcome(original, tmp_path / str(seed), seed) for seed in range(first, first + count)]
     assert found.count("refused") > 0.8 * count

@@ -1,15 +1,11 @@
-"""Runs whose number of devices changes: the losses are those that would have been, each sample counts once."""
+"""Workers that are lost, and devices that come and go: runs end as if nothing had happened, each sample counts once."""
 
 from __future__ import annotations
 
 import os
 import signal
-import socket
-import subprocess
 import sys
 import time
-from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +13,17 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
-from test_stopping import events, spec
+from hangs import HANGS, Hang, run_with
+from test_stopping import events, spec, striking, undisturbed
 
 import phalanx as px
 from longer import longer
+from phalanx.checkpoint import latest
 from phalanx.data import audit
 from phalanx.errors import WorkerError
-from phalanx.launch import worker
+from phalanx.launch import Restarts, worker
 from phalanx.launch.elastic_size import ElasticSize
+from phalanx.launch.failure import Failure
 from phalanx.placement.survey_file import stored_survey
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "distributed"))
@@ -36,8 +35,6 @@ SAME = 1e-6  # relative: sums over another number of ranks are rounded in anothe
 
 
 class TestSize:
-    """With how many devices a run goes on, without one."""
-
     @staticmethod
     def size(there: list[int], steps: int = 6) -> ElasticSize:
         plans = {devices: px.Plan(dp=devices) for devices in (1, 2, 4, 8)}
@@ -123,9 +120,9 @@ def starts(folder: Path) -> list[tuple[str, int]]:
     return [(event["plan"], event["world_size"]) for event in events(folder, "start")]
 
 
-def is_the_run_that_would_have_been(done: px.Run, steps: int, tmp_path: Path, same: float = SAME) -> None:
+def is_the_run_that_would_have_been(done: px.Run, steps: int, tmp_path: Path) -> None:
     alone = px.fit(job(epochs=None, steps=steps), run=spec("single", tmp_path / "alone"))
-    assert done.losses == pytest.approx(alone.losses, rel=same)
+    assert done.losses == pytest.approx(alone.losses, rel=SAME)
     assert len(done.losses) == steps
     assert audit(done.folder / "ledger", length=LENGTH, batch=BATCH, drop_last=False) == []
 
@@ -172,133 +169,137 @@ def test_it_grows_back_and_that_is_no_restart(tmp_path: Path) -> None:
     is_the_run_that_would_have_been(done, 60, tmp_path)
 
 
-JOBFILE = f"""
-import sys, time
-sys.path.insert(0, {str(Path(__file__).parents[1] / "distributed")!r})
-from pathlib import Path
-import phalanx as px
-import small
-
-HERE = Path(__file__).parent
-
-def loss(output, batch):
-    if not (HERE / "fast").exists():
-        time.sleep(0.2)
-    return px.cross_entropy(output, batch["y"])
-
-def job():
-    return small.job(loss=loss, epochs=None, steps=int((HERE / "steps").read_text()))
-"""
-
-
-def jobfile(folder: Path, steps: int, *marks: str) -> None:
-    (folder / "steps").write_text(str(steps))
-    for mark in marks:
-        (folder / mark).touch()
-    (folder / "shrinking.py").write_text(JOBFILE)
-
-
-RUNFILE = """
-job = "shrinking.py"
-plan = "dp=2"
-devices = "1:2"
-folder = "run"
-resume = "auto"
-forecast = "none"
-checkpoint_every = "2s"
-"""
-CONF = "keep_alive_interval=3,keep_alive_max_attempt=3,last_call_timeout=5,join_timeout=120"
-
-
-class Agents:
-    """Two agents of torchrun, as on two hosts; the first of them serves the store that both meet at."""
-
-    def __init__(self, folder: Path, *, restarts: int = 3) -> None:
-        self._restarts = restarts
-        self._folder, self._running = folder, dict[int, subprocess.Popen[bytes]]()
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            self._port = free.getsockname()[1]
-
-    def start(self, number: int) -> subprocess.Popen[bytes]:
-        command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "1:2", "--nproc-per-node", "1"]
-        command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{self._port}", "--rdzv-id", "elastic"]
-        command += ["--rdzv-conf", f"{CONF},is_host={int(number == 0)}", "--local-addr", "127.0.0.1"]
-        command += ["--max-restarts", str(self._restarts), "--monitor-interval", "0.5"]
-        command += ["--no-python", sys.executable, "-m", "phalanx", "worker", "run.toml"]
-        env = {**os.environ, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "OMP_NUM_THREADS": "1"}
-        with (self._folder / f"agent-{number}.txt").open("ab") as said:
-            self._running[number] = subprocess.Popen(command, cwd=self._folder, env=env, stdout=said, stderr=said)
-        return self._running[number]
-
-    def end(self) -> None:
-        for agent in self._running.values():
-            if agent.poll() is None:
-                agent.kill()
-            agent.wait()
-
-    def said(self) -> str:
-        return "\n".join(file.read_text() for file in sorted(self._folder.glob("agent-*.txt")))
-
-
-def until(reached: Callable[[], bool], agents: Agents, seconds: float = 90.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not reached():
-        assert time.monotonic() < deadline, agents.said()
-        time.sleep(0.2)
-
-
-@pytest.mark.long  # torchrun takes its time to believe that a host is gone
-@pytest.mark.timeout(400)
-def test_an_agent_is_lost_and_comes_back(tmp_path: Path) -> None:
-    jobfile(tmp_path, 300)
-    (tmp_path / "run.toml").write_text(RUNFILE)
-    folder, agents = tmp_path / "run", Agents(tmp_path)
-
-    def worlds() -> list[int]:
-        return [world for _, world in starts(folder)] if (folder / "events.jsonl").exists() else []
-
-    try:
-        first, second = agents.start(0), agents.start(1)
-        until(lambda: worlds() == [2] and len(events(folder, "step")) > 10, agents)
-        second.kill()
-        until(lambda: worlds() == [2, 1], agents)
-        second.wait()
-        second = agents.start(1)
-        until(lambda: worlds() == [2, 1, 2], agents)
-        (tmp_path / "fast").touch()
-        until(lambda: first.poll() is not None and second.poll() is not None, agents)
-        assert (first.returncode, second.returncode) == (0, 0), agents.said()
-    finally:
-        agents.end()
-    assert sizes(folder) == [(2, 1), (1, 2)]
-    is_the_run_that_would_have_been(px.api.Run(folder=folder), 300, tmp_path, 1e-5)
-
-
-@pytest.mark.long
-def test_agents_that_share_no_store_need_to_be_told_that_they_may_go_on(tmp_path: Path) -> None:
-    jobfile(tmp_path, 5, "fast")
-    (tmp_path / "run.toml").write_text(RUNFILE.replace('"auto"', "false"))
-    agents = Agents(tmp_path, restarts=0)
-    try:
-        agents.start(0).wait(timeout=90)
-    finally:
-        agents.end()
-    assert 'resume = "auto"' in agents.said()
-    with suppress(FileNotFoundError):
-        assert "start" not in (tmp_path / "run" / "events.jsonl").read_text()
-
-
 def test_workers_that_the_range_has_no_plan_for_are_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(worker, "leave_compiler_out", lambda: None)  # this process is the tests'
-    jobfile(tmp_path, 5, "fast")
-    (tmp_path / "run.toml").write_text(RUNFILE.replace("dp=2", "pp=2").replace("1:2", "2:4"))
+    (tmp_path / "shrinking.py").write_text("from small import job\n")
+    runfile = 'job = "shrinking.py"\nplan = "pp=2"\ndevices = "2:4"\nfolder = "run"\nforecast = "none"\n'
+    (tmp_path / "run.toml").write_text(runfile)
     assert worker.main(tmp_path / "run.toml") == 2
     assert "given 1; allowed: 2, 4" in capsys.readouterr().err
 
 
-def test_the_page_says_what_the_agents_here_were_given() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "how-to" / "elastic.md").read_text()
-    assert f"--rdzv-conf {CONF} " in page
-    assert "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun" in page
+def be_killed() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def tensors(folder: Path) -> dict[str, torch.Tensor]:
+    from safetensors.torch import load_file
+
+    newest = latest(folder / "checkpoints")
+    assert newest is not None
+    return {name: one for file in newest.glob("*.safetensors") for name, one in load_file(file).items()}
+
+
+# without checkpoints it begins anew
+@pytest.mark.parametrize(
+    ("plan", "every"), [("fsdp=2", 2), ("pp=2", 2), *longer(("dp=2", 2), ("dp=2", 0), ("single", 2))]
+)
+def test_a_killed_worker_is_replaced(plan: str, every: int, tmp_path: Path) -> None:
+    run = spec(plan, tmp_path / "run", checkpoint_every=every)
+    done = px.fit(striking(be_killed, at=3 if plan != "pp=2" else 1, once=tmp_path / "struck"), run=run)
+    (restart,) = events(run.folder, "restart")
+    assert (restart["restarts"], "SIGKILL" in restart["cause"]) == (1, True)
+    other = undisturbed(plan)
+    assert done.losses == other.losses
+    assert audit(run.folder / "ledger", length=LENGTH, batch=BATCH, drop_last=False) == []
+    mine, theirs = tensors(run.folder), tensors(other.folder)
+    assert mine.keys() == theirs.keys()
+    assert all(torch.equal(mine[name], theirs[name]) for name in mine)
+
+
+def test_who_is_lost_at_the_same_step_every_time_ends_the_run(tmp_path: Path) -> None:
+    run = spec("single", tmp_path / "run", restarts=10)
+    with pytest.raises(WorkerError, match="was ended in step 3 by SIGKILL"):
+        px.fit(striking(be_killed), run=run)
+    assert len(events(run.folder, "restart")) == 2  # the third time is no accident
+    assert len(events(run.folder, "error")) == 1
+
+
+def test_who_does_not_come_is_replaced_and_the_log_says_where_it_stood(tmp_path: Path) -> None:
+    def strike() -> None:
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+    run = spec("dp=2", tmp_path / "run", checkpoint_every=2, timeout=3)
+    done = px.fit(striking(strike, once=tmp_path / "struck"), run=run)
+    (hang,), (restart,) = events(run.folder, "hang"), events(run.folder, "restart")
+    assert (hang["cause"], restart["step"]) == ("stopped", hang["step"])
+    assert hang["ranks"] == [restart["rank"]]
+    assert hang["message"] == restart["cause"]
+    assert done.losses == undisturbed("dp=2").losses
+    assert audit(run.folder / "ledger", length=LENGTH, batch=BATCH, drop_last=False) == []
+
+
+def failure(step: int | None, number: int = signal.SIGKILL, **how: Any) -> Failure:
+    given = {"rank": 1, "kind": f"signal {number}", "message": "", "traceback": "", "time": 0.0, "signal": number}
+    return Failure(step=step, **given | how)
+
+
+class TestWhichFailures:
+    def test_as_often_as_was_said(self, tmp_path: Path) -> None:
+        restarts = Restarts(3, tmp_path)
+        assert [restarts.allow(failure(step), memory_kills=0) for step in (5, 6, 7, 8)] == [True, True, True, False]
+        assert restarts.count == 3
+
+    def test_a_lost_connection_is_one_and_an_exception_is_none(self, tmp_path: Path) -> None:
+        restarts = Restarts(9, tmp_path)
+        assert restarts.allow(failure(5, 0, kind="RuntimeError", lost_peer=True), memory_kills=0)
+        assert not restarts.allow(failure(6, 0, kind="ValueError"), memory_kills=0)
+
+    @pytest.mark.parametrize(("cause", "again"), [("absent", True), ("link", True), ("mismatch", False)])
+    def test_a_hang_is_tried_once_more(self, cause: str, again: bool, tmp_path: Path) -> None:
+        restarts = Restarts(9, tmp_path)
+        hung = failure(5, 0, kind="hang", message="rank 1 did not come", hang={"cause": cause})
+        assert restarts.allow(hung, memory_kills=0) is again
+        assert not restarts.allow(hung, memory_kills=0)  # the second time it is no chance
+
+    @pytest.mark.parametrize(
+        ("step", "number", "kills", "starts"),
+        [
+            (5, signal.SIGKILL, 0, 2),  # the same by chance is possible once
+            (5, signal.SIGKILL, 1, 1),  # memory ran out
+            (5, signal.SIGSEGV, 0, 1),
+            (None, signal.SIGKILL, 0, 1),  # it never begins
+        ],
+    )
+    def test_repeated_is_no_accident(
+        self, step: int | None, number: int, kills: int, starts: int, tmp_path: Path
+    ) -> None:
+        restarts = Restarts(9, tmp_path)
+        while restarts.allow(failure(step, number), memory_kills=kills):
+            assert restarts.count < 9
+        assert restarts.count == starts
+
+    def test_what_was_saved_in_between_makes_it_another(self, tmp_path: Path) -> None:
+        restarts = Restarts(9, tmp_path)
+        for step in range(5):
+            (tmp_path / "checkpoints" / f"step-{step:08d}").mkdir(parents=True)
+            assert restarts.allow(failure(5, signal.SIGSEGV), memory_kills=0)
+            assert restarts.pause == 0
+
+    def test_it_waits_longer_where_nothing_is_won(self, tmp_path: Path) -> None:
+        restarts, pauses = Restarts(9, tmp_path), list[float]()
+        for step in (9, 8, 7, 6, 10):
+            assert restarts.allow(failure(step), memory_kills=0)
+            pauses.append(restarts.pause)
+        assert pauses == [0.0, 1.0, 2.0, 4.0, 0.0]
+
+
+_ALWAYS = (0, 4)
+
+
+@pytest.mark.parametrize(
+    "hang",
+    [
+        pytest.param(hang, id=hang.name, marks=() if at in _ALWAYS else pytest.mark.long)
+        for at, hang in enumerate(HANGS)
+    ],
+)
+def test_who_does_not_come_is_named(hang: Hang, tmp_path: Path) -> None:
+    found = run_with(hang, tmp_path)
+    assert found.error.rank == hang.rank
+    assert (found.error.kind, found.event["cause"]) == ("hang", hang.cause)
+    assert found.event["ranks"] == [hang.rank]
+    for word in (f"rank {hang.rank}", *hang.words):
+        assert word in str(found.error)

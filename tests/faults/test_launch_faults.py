@@ -38,7 +38,6 @@ from phalanx.comm import Place, default_process_group, device_for
 from phalanx.comm.process_group import meet
 from phalanx.errors import DataError, Problem, RefusedError, RunError, WorkerError
 from phalanx.launch import reaper, worker_pool
-from phalanx.launch.failure import Failure, advice, worker_error
 from phalanx.launch.local import launch
 from phalanx.launch.worker_pool import WorkerPool
 
@@ -48,7 +47,6 @@ from small import fit
 
 @pytest.fixture(scope="module")
 def _torch_warm() -> None:
-    """The first store of a process opens a pipe that torch then keeps."""
     launch(lambda place, report: None, 1)
 
 
@@ -108,23 +106,6 @@ def test_fault(how: Callable[[], None], kind: str, words: list[str], tmp_path: P
         assert word in str(error)
     assert ('plan="single"' in str(error)) == (world_size > 1 and how in (raise_error, crash))
     assert len(noted(tmp_path)) == 2 * world_size
-
-
-def test_advice() -> None:
-    killed = "DataLoader worker (pid 7) is killed by signal: "
-    rows = [
-        ("RuntimeError", killed + "Killed. ", 2, "a data loading process ran out of memory"),
-        ("RuntimeError", killed + "Bus error. It is possible that", 2, "enlarge /dev/shm"),
-        ("RuntimeError", "DataLoader worker (pid(s) 7, 8) exited unexpectedly", 1, "a data loading process died"),
-        ("ValueError", "Caught ValueError in DataLoader worker process 0.\nOriginal ...", 2, 'plan="single"'),
-        ("ValueError", "Caught ValueError in DataLoader worker process 0.\nOriginal ...", 1, ""),
-        ("RuntimeError", "stack expects each tensor to be equal size, but got", 1, "collate= of the"),
-    ]
-    for kind, message, world_size, words in rows:
-        failure = Failure(rank=0, step=3, kind=kind, message=message, traceback="", time=0.0)
-        said = advice(failure, world_size, memory_kills=0)
-        assert words in said
-        assert bool(said) == bool(words)
 
 
 def test_worker_that_ignores_sigterm(tmp_path: Path) -> None:
@@ -191,17 +172,6 @@ def test_lost_peer_is_named_where_nothing_else_is_known() -> None:
     assert "network" in str(error)
 
 
-def test_a_worker_without_a_launcher_does_not_call_itself_the_one_that_failed() -> None:
-    message = "gloo: Connection closed by peer"
-    failure = Failure(rank=0, step=5, kind="RuntimeError", message=message, traceback="", time=0.0, lost_peer=True)
-    said = str(worker_error(failure, 2, memory_kills=0, launched=False))
-    assert "rank 0 lost its connection to another rank in step 5, which may have died: gloo: Connection" in said
-    assert "failed" not in said
-    assert "none of them died" not in said
-    assert "torchrun" in said
-    assert "rank 0 of 2 failed in step 5" in str(worker_error(failure, 2, memory_kills=0))
-
-
 def test_error_of_ours_keeps_its_message_and_exit_code() -> None:
     def target(place: Place, report: Callable[[int], None]) -> None:
         report(6)
@@ -253,12 +223,6 @@ def test_error_in_watch_ends_the_workers(tmp_path: Path) -> None:
 
     with pytest.raises(LookupError):
         launch(target, 1, watch=watch)
-
-
-def test_launcher_that_uses_cuda_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    with pytest.raises(RunError, match="module level of the job file"):
-        launch(lambda place, report: None, 1)
 
 
 def test_launcher_that_has_asked_cuda_is_told_from_its_worker(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -354,8 +318,6 @@ class Backward(torch.autograd.Function):
 
 
 class Layer(nn.Module):
-    """Raises in a micro-batch of the second step, in forward or in backward."""
-
     def __init__(self, where: str) -> None:
         super().__init__()
         self.linear, self.where, self.calls = nn.Linear(9, 9), where, 0

@@ -6,7 +6,6 @@ import ctypes
 import os
 import signal
 import socket
-import subprocess
 import sys
 import threading
 import time
@@ -29,7 +28,6 @@ from longer import longer
 from phalanx.comm import Place, default_process_group
 from phalanx.launch import worker_process
 from phalanx.launch.addresses import own_address
-from phalanx.launch.jobfile import load_job
 from phalanx.launch.local import launch
 from phalanx.train.launcher_link import LauncherLink
 from phalanx.train.loop import train
@@ -152,21 +150,6 @@ def test_data_loading_processes_work_in_a_worker() -> None:
     assert launch(target, 2) == [496.0, 496.0]
 
 
-def test_leaving_a_group_never_hangs() -> None:
-    # every fourth run hung where DistributedDataParallel's reducer was the last owner of the group
-    def target(place: Place, report: Callable[[int], None]) -> None:
-        def run() -> None:
-            with default_process_group(place, torch.device("cpu")):
-                ddp = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 2))
-                ddp(torch.ones(2, 4)).sum().backward()
-                dist.all_gather([torch.zeros(1), torch.zeros(1)], torch.ones(1))
-
-        run()
-
-    for _ in range(4):
-        launch(target, 2)
-
-
 def test_a_worker_has_its_own_engine_before_it_starts_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     order: list[str] = []
     monkeypatch.setattr(
@@ -183,7 +166,6 @@ _CLONE_NEWUTS = 0x04000000
 
 
 def outside() -> str:
-    """An address of this machine that others reach; empty where it has none."""
     every = (one for those in psutil.net_if_addrs().values() for one in those if one.family == socket.AF_INET)
     return next((one.address for one in every if not ip_address(one.address).is_loopback), "")
 
@@ -242,37 +224,6 @@ def test_on_one_machine_everything_listens_on_loopback(plan: str) -> None:
     assert {one for one in listeners.addresses if not ip_address(one).is_loopback} == set()
 
 
-JOB = """
-import time
-from pathlib import Path
-import torch
-import phalanx as px
-
-def loss(output, batch):
-    until = time.monotonic() + 30
-    while not Path("looked").exists() and time.monotonic() < until:
-        time.sleep(0.02)
-    return output.square().mean()
-
-def job():
-    return px.Job(model=lambda: torch.nn.Linear(4, 2), data=lambda: list(torch.ones(16, 4)), loss=loss,
-                  optimizer=lambda params: torch.optim.SGD(params, lr=0.1), batch=4, epochs=1)
-"""
-
-
-@pytest.mark.long
-def test_under_torchrun_too_and_the_secret_is_gone() -> None:
-    """torchrun's own meeting point would listen on every address; servers' secret lies in the folder for a moment."""
-    Path("waiting.py").write_text(JOB)
-    run = px.RunSpec(job="waiting.py:job", plan=px.Plan.parse("dp=1 server=1"), folder=Path("run"), forecast="none")
-    listeners = Listeners(enough=3)
-    done = px.fit(load_job("waiting.py:job"), run=run, launcher="torchrun", watch=listeners)
-    assert len(done.losses) == 4
-    assert len(listeners.processes) >= 3, "the launcher's store, torchrun's, the server"
-    assert {one for one in listeners.addresses if not ip_address(one).is_loopback} == set()
-    assert not Path("run/.secret").exists()
-
-
 def test_over_several_hosts_each_is_reached_by_the_address_towards_the_first() -> None:
     address = outside()
     if not address:
@@ -285,41 +236,3 @@ def test_over_several_hosts_each_is_reached_by_the_address_towards_the_first() -
 def test_the_interface_that_the_user_names_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     assert own_address("198.51.100.7", one_host=False) == "127.0.0.1"
-
-
-RACERS = """
-import os, subprocess, sys, threading
-from concurrent.futures import ThreadPoolExecutor
-import torch
-from torch import nn
-from phalanx.launch.worker_process import renew_autograd
-
-def compute():
-    layers, together = [nn.Linear(16, 5) for _ in range(2)], threading.Barrier(2)
-    def work(layer):
-        together.wait()
-        layer(torch.ones(4, 16)).sum().backward()
-    with ThreadPoolExecutor(2, initializer=torch.set_num_threads, initargs=(1,)) as pool:
-        list(pool.map(work, layers))
-
-busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(2)]
-nn.Linear(300, 300)(torch.ones(300, 300)).sum().backward()  # the parent has an engine that computed
-ended = 0
-for _ in range(150):
-    pid = os.fork()
-    if pid == 0:
-        renew_autograd()
-        compute()
-        os._exit(0)
-    ended += os.waitpid(pid, 0)[1] != 0
-for one in busy:
-    one.kill()
-print(ended)
-"""
-
-
-@pytest.mark.long
-def test_threads_of_a_forked_worker_may_use_autograd_at_once() -> None:
-    """Without ``renew_autograd`` between one and five of these 150 are ended by SIGSEGV, on cores that are busy."""
-    done = subprocess.run([sys.executable, "-c", RACERS], capture_output=True, text=True, timeout=120, check=True)
-    assert int(done.stdout) == 0

@@ -146,27 +146,3 @@ def test_an_error_is_recorded_before_the_agents_signal(tmp_path: Path, monkeypat
     (event,) = px.Run(folder=tmp_path / "run").events("error")
     assert "no such loss" in event["message"]
     assert (event["rank"], event["lost"]) == (1, False)
-
-
-def test_an_error_is_printed_before_the_agents_signal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def visible(text: str) -> str:
-        os.kill(os.getpid(), signal.SIGTERM)
-        return text
-
-    place = Place(rank=1, world_size=2, store="env://", local_rank=1, local_world_size=2)
-    monkeypatch.setattr(worker, "visible", visible)
-    monkeypatch.setattr(worker, "claim", lambda *_: True)
-    monkeypatch.setattr(worker, "place_of_this_process", lambda: place)
-    printed = tmp_path / "printed"
-    pid = os.fork()
-    if pid == 0:
-        try:
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
-            os.dup2(os.open(printed, os.O_WRONLY | os.O_CREAT), 2)
-            monkeypatch.setattr("sys.stderr", os.fdopen(2, "w"))
-            os._exit(worker.main(tmp_path / "no such run.toml"))
-        finally:
-            os._exit(1)
-    _, status = os.waitpid(pid, 0)
-    assert os.waitstatus_to_exitcode(status) == 2
-    assert "no such run.toml" in printed.read_text()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -24,20 +23,15 @@ import phalanx.checkpoint.store  # once, here: what is forked has it then
 from longer import longer
 from phalanx.comm import Place
 from phalanx.comm.frames import Connection, Frame
-from phalanx.comm.handshake import Identity, Role, new_secret
-from phalanx.comm.listener import Caller
+from phalanx.comm.handshake import new_secret
 from phalanx.data import read_ledger
 from phalanx.errors import RunError
 from phalanx.events import read
 from phalanx.launch import worker_pool
 from phalanx.launch.local import launch
 from phalanx.launch.worker_pool import StoppedWorkers
-from phalanx.parallel.parameter_server import FrameKind
 from phalanx.train.launcher_link import LauncherLink
-from phalanx.train.observer import Observer
 from phalanx.train.parameter_server import take_part
-from phalanx.train.parameter_server.requests import RequestHandler
-from phalanx.train.parameter_server.role import ServerProcess
 from phalanx.train.parameter_server.server import Server
 from phalanx.train.parameter_server.server_group import Address, Directory, Patience
 from phalanx.train.parameter_server.server_links import ServerLinks
@@ -206,90 +200,12 @@ def test_a_run_in_which_a_server_was_lost_comes_to_the_same_values(monkeypatch: 
     assert values() == undisturbed
 
 
-def test_a_server_that_is_lost_as_the_run_ends_ends_no_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    obey = Server.obey
-
-    def dies(self: Server, kind: FrameKind, meta: dict[str, Any]) -> dict[str, Any]:
-        if kind == FrameKind.END and self._store.index == 1:
-            Path("died").touch()
-            kill()
-        return obey(self, kind, meta)
-
-    def strike(place: Place, step: int) -> None:
-        if place.rank == 0:
-            await_state(1, "joined")  # what one held is told by who was there
-
-    monkeypatch.setattr(Server, "obey", dies)
-    evaluated = replace(job(), evaluate=job().data)  # for which workers would be needed once more
-    events = served("dp=2 server=2", strike, trained=evaluated)
-    assert Path("died").exists()
-    assert [event["rank"] for event in of(events, "memory")] == [0, 1, 2]
-    assert [event["message"] for event in of(events, "warning")] == [
-        "server 1 was lost as the run ended: what memory it held is not known"
-    ]
-
-
-def test_what_a_worker_says_as_it_leaves_is_heard_behind_its_signs_of_life(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of which some have not been read as the run ends, and are to be answered first."""
-    ending = threading.Event()
-    heard, finish = RequestHandler.heard, RequestHandler.finish
-
-    def heard_late(self: RequestHandler, *of: Any) -> None:
-        if ending.is_set():
-            time.sleep(2 * QUICK.beat)
-        heard(self, *of)
-
-    def finish_late(self: RequestHandler) -> None:
-        ending.set()
-        time.sleep(10 * QUICK.beat)
-        finish(self)
-
-    monkeypatch.setattr(RequestHandler, "heard", heard_late)
-    monkeypatch.setattr(RequestHandler, "finish", finish_late)
-
-    def strike(place: Place, step: int) -> None:
-        if place.rank == 0:
-            await_state(1, "joined")
-
-    events = served("dp=2 server=1", strike, reserves=0, patience=lambda place: replace(QUICK, parting=30.0))
-    assert [event["rank"] for event in of(events, "memory")] == [0, 1, 2]
-    assert "lost" not in {event["state"] for event in of(events, "worker")}
-
-
 @pytest.fixture
 def place() -> Iterator[Place]:
     """The place of the only server of ``dp=1 server=1``, with a store to meet at."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # pyright: ignore
     yield Place(rank=1, world_size=2, store=f"tcp://127.0.0.1:{store.port}", secret=new_secret())
     del store  # it serves until here
-
-
-def test_two_servers_of_one_shard_are_refused(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = run_of("dp=1 server=1")
-    quick = replace(QUICK, back=0.2)
-    failed: list[BaseException] = []
-    alone: Any = RequestHandler.nobody_for
-    refused = threading.Event()  # until then the first does not give up, however late the second comes
-    patched = property(lambda self: alone.fget(self) if refused.is_set() else 0.0)
-    monkeypatch.setattr(RequestHandler, "nobody_for", patched)
-
-    def first() -> None:
-        try:
-            take_part(job(), run, place, patience=quick)
-        except RunError as error:
-            failed.append(error)
-
-    thread = threading.Thread(target=first)
-    thread.start()
-    while Directory(place).find(0) is None:
-        time.sleep(0.01)
-    try:
-        with pytest.raises(RunError, match="server 0 is running already, at 127"):
-            ServerProcess(job(), run, place, quick, Observer(), LauncherLink())
-    finally:
-        refused.set()
-        thread.join()
-    assert "no worker has been there for" in str(failed[0]), "and the first ends, since nobody comes"
 
 
 def test_a_run_after_another_knows_nothing_of_it(place: Place) -> None:
@@ -301,22 +217,6 @@ def test_a_run_after_another_knows_nothing_of_it(place: Place) -> None:
     assert (after.find(0), after.asked_to_stop(), after.over) == (None, 0, False)
 
 
-def test_a_server_that_is_not_there_is_named_with_the_time(place: Place) -> None:
-    directory = Directory(place)
-    directory.publish(0, Address("127.0.0.1", 1, 0))  # where nobody listens
-    links = ServerLinks(
-        Caller(identity=Identity(Role.WORKER, 0), secret=place.secret),
-        {"length": 1, "order": "", "files": ""},
-        1,
-        directory,
-        replace(QUICK, back=0.2),
-        None,
-    )
-    with pytest.raises(RunError, match=r"server 0 at 127\.0\.0\.1:1 could not be reached for 0\.2 s"):
-        links.connect()
-    links.close()
-
-
 def test_a_server_without_its_coordinator_gives_up(place: Place) -> None:
     run = run_of("dp=1 server=2")
     quick = replace(QUICK, back=0.2, parting=0.1)
@@ -326,7 +226,6 @@ def test_a_server_without_its_coordinator_gives_up(place: Place) -> None:
 
 @pytest.fixture
 def always_heard(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No sign of life comes late, whatever else this machine has to do."""
     heard = property(lambda self: time.monotonic(), lambda self, when: None)
     monkeypatch.setattr(Connection, "heard", heard, raising=False)
 
@@ -338,8 +237,6 @@ def await_return(after: str) -> None:
 
 
 class Sleeper(torch.nn.Sequential):
-    """Sleeps in the forward of one worker, once, for as long as ``asleep`` says."""
-
     rank, generation, steps = -1, 0, 0
     asleep: Callable[[], bool] = staticmethod(lambda: False)
 
@@ -374,21 +271,12 @@ def slept(asleep: Callable[[], bool], after: str, patience: Patience, *, reserve
 
 
 @pytest.mark.usefixtures("always_heard")
-def test_a_worker_that_stands_still_holds_nobody_up() -> None:
-    told = slept(lambda: states_of(1)[-1:] != ["silent"], "silent", QUICK, reserves=0)
-    assert [event["state"] for event in told[:3]] == ["joined", "silent", "returned"]
-    assert "no progress for" in told[1]["reason"]
-    assert "of step" in told[1]["reason"]
-
-
-@pytest.mark.usefixtures("always_heard")
 def test_a_worker_that_stands_still_for_too_long_is_lost_and_replaced(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ends = ServerLinks._end_process
 
     def ends_later(self: ServerLinks, still: float) -> None:
-        """Both look at the time: here the coordinator does so first."""
         while "lost" not in states_of(1):
             time.sleep(0.02)
         ends(self, still)
@@ -421,7 +309,6 @@ def stopped(strike: Callable[[Place, int], None], **given: Any) -> list[str]:
 
 
 def freeze(place: Place) -> None:
-    """Stop this process if it is the first of rank 1, for good: nobody wakes it."""
     if (place.rank, place.generation) == (1, 0):
         Path("pid.new").write_text(str(os.getpid()))
         Path("pid.new").rename("pid")

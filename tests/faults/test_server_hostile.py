@@ -3,44 +3,30 @@
 from __future__ import annotations
 
 import json
-import os
-import random
-import signal
-import socket
-import struct
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from test_server_faults import QUICK, job, run_of
+from test_server_faults import QUICK, job, run_of, served
 
-import phalanx as px
-import phalanx.checkpoint.store  # once, here: what is forked has it then
 from phalanx.comm import Place
-from phalanx.comm.frames import Connection, FrameForm, FrameForms, LostError, views
-from phalanx.comm.handshake import HELLO, CallerHandshake, Identity, Role, new_secret
+from phalanx.comm.frames import Connection, LostError, views
+from phalanx.comm.handshake import Identity, Role, new_secret
 from phalanx.comm.listener import Caller
-from phalanx.config import Job, RunSpec
 from phalanx.errors import RunError
 from phalanx.files import release, take
-from phalanx.launch.local import launch
 from phalanx.parallel.parameter_server import FrameKind, RunProgress, StalenessBound, WorkQueue, deal_ticket
 from phalanx.parallel.parameter_server.protocol import (
-    FROM_COORDINATOR,
-    FROM_WORKER,
+    MOST_SAMPLES,
+    MOST_TEXT,
     TO_COORDINATOR,
-    TO_SERVER,
     TO_WORKER,
 )
-from phalanx.train.launcher_link import LauncherLink
-from phalanx.train.observer import Observer, Scene
-from phalanx.train.parameter_server import take_part
 from phalanx.train.parameter_server.requests import RequestHandler
 from phalanx.train.parameter_server.server import COORDINATOR, Server
 from phalanx.train.parameter_server.shard_store import ShardStore
@@ -82,7 +68,6 @@ def connected(server: Server, identity: Identity) -> Connection:
 
 
 def ended(server: Server, many: int) -> bool:
-    """Wait until so many connections were refused or ended."""
     until = time.monotonic() + 5.0
     while sum(server.listener.refusals().values()) < many and time.monotonic() < until:
         time.sleep(0.002)
@@ -97,6 +82,17 @@ PUSH = {"step": 0, "part": 0, "term": 0, "ticket": "0" * 64, "version": 0, "coun
 MEMORY = dict.fromkeys(("peak_bytes", "parameters", "gradients", "optimizer", "buffers", "activations"), 0)
 TICKETS = {"that is longer": "0" * 65, "of other digits": "٠" * 64, "that ends a line": "0" * 63 + "\n"}
 HUGE = 10**400  # an integer that no float can be
+SIGHTING = {"order": [0, 0.0, 1.0], "where": "the output of a", "parameter": "", "trouble": "", "micro": 0}
+SIGHTING |= {"samples": [3], "kept": False}
+NOT_SEEN: list[tuple[str, Any]] = [("where", "x" * (MOST_TEXT + 1)), ("where", 1), ("parameter", "a\x1b[2J")]
+NOT_SEEN += [("trouble", "two\nlines"), ("samples", [1] * (MOST_SAMPLES + 1)), ("samples", [-1]), ("order", [0, 1])]
+NOT_SEEN += [
+    ("order", [0, 1, "2"]),
+    ("micro", -2),
+    ("micro", 1.5),
+    ("kept", ["/etc/passwd"]),
+    ("path", ["accidents/x"]),
+]
 DONE_LIES: dict[str, dict[str, Any]] = {
     "a piece that was not dealt": {"part": 1},
     "sums of another form": {"sums": {"loss": 1.0}},
@@ -108,6 +104,7 @@ DONE_LIES: dict[str, dict[str, Any]] = {
     "endless seconds": {"seconds": float("inf")},
     "seconds back": {"seconds": -1.0},
     "samples that are too many": {"samples": HUGE},
+    **{f"a sighting with {one!s:.40}": {"sighting": SIGHTING | {one[0]: one[1]}} for one in NOT_SEEN},
     **{f"done with a ticket {how}": {"ticket": ticket} for how, ticket in TICKETS.items()},
 }
 LIES: dict[str, tuple[int, dict[str, Any]]] = {
@@ -143,82 +140,14 @@ def test_what_a_worker_may_not_say_ends_its_connection_alone(server: Server) -> 
     assert any(text.startswith(said) for text in server.listener.refusals())
 
 
-def strangers(draws: random.Random) -> list[list[Any]]:
-    """What each of some connections says, in turn; a function is given what came since."""
-
-    def hello() -> bytes:
-        return CallerHandshake(b"\0" * 32, draws.choice([COORDINATOR, WORKERS[0], SERVER]), SERVER).hello
-
-    def frame(number: int, meta: bytes, size: int = 0) -> bytes:
-        return (struct.pack("<HHIQ", 0x5058, number, len(meta), size) + meta).ljust(HELLO)
-
-    return [
-        *([], [b"P"]),  # half open; a byte, and no more
-        [draws.randbytes(4000)],
-        [b"\xff" * (1 << 20)],
-        [frame(1, b'{"rank": -1}') + frame(15, b'{"what": "everything"}')],  # as one without a handshake did
-        [hello(), draws.randbytes(32)],  # a false proof
-        [hello(), lambda heard: heard[32:]],  # the server's own proof, given back
-        *([frame(1, b"{")], [frame(99, b"{}")], [frame(1, b"[" * 9000)]),
-        [struct.pack("<HHIQ", 0x5058, 1, 1 << 31, 0).ljust(HELLO)],
-    ]
-
-
-def test_hostile_connections_change_nothing(server: Server) -> None:
-    worker, plugs, longest = connected(server, WORKERS[1]), list[socket.socket](), 0
-    for said in 10 * strangers(random.Random(7)):
-        plugs.append(socket.create_connection(("127.0.0.1", server.port), timeout=5.0))
-        heard = b""
-        with suppress(OSError):
-            for part in said:
-                plugs[-1].sendall(part(heard) if callable(part) else part)
-                while part != b"P" and len(heard) < 64 and (data := plugs[-1].recv(4096)):
-                    heard += data
-        longest = max(longest, len(heard))
-        if said == [b"P"]:
-            worker.send(FrameKind.PULL, {"version": -1, "term": -1})
-            frame = worker.receive()
-            assert frame.kind == FrameKind.VALUES
-            worker.fill(frame, views([torch.zeros(sum(_sizes(server)))]))
-    assert longest == 64, "nobody heard more than a nonce and a proof"
-    assert 0 < len(server.listener.refusals()) < 12
-    for one in (worker, connected(server, WORKERS[0])):
-        one.close()
-    for plug in plugs:
-        plug.close()
-
-
 def test_what_a_worker_says_and_may_is_heard(server: Server) -> None:
-    """The lies are departures from this."""
     honest = connected(server, WORKERS[0])
-    honest.send(FrameKind.ASK, {"done": DONE})
+    honest.send(FrameKind.ASK, {"done": DONE | {"sighting": SIGHTING}})
     assert honest.receive().kind == FrameKind.DEAL
     honest.send(FrameKind.END, {"memory": MEMORY})
     with pytest.raises(LostError):
         honest.receive()
     assert not server.listener.refusals()
-
-
-@pytest.mark.parametrize("error", [OverflowError, KeyError])
-def test_a_frame_that_cannot_be_taken_in_ends_its_connection_alone(
-    server: Server, monkeypatch: pytest.MonkeyPatch, error: type[Exception]
-) -> None:
-    """Whatever the tables let through."""
-
-    def failing(*_: Any) -> None:
-        raise error("of some kind")
-
-    liar, other = (connected(server, one) for one in WORKERS)
-    monkeypatch.setattr(RequestHandler, "_take_in", failing)
-    liar.send(FrameKind.ASK, {"done": DONE})
-    with pytest.raises(LostError):
-        liar.receive()
-    other.send(FrameKind.ASK, {})
-    assert other.receive().kind == FrameKind.DEAL
-    other.close()
-    assert ended(server, 1)
-    (text,) = server.listener.refusals()
-    assert f"ASK could not be taken in ({error.__name__} at " in text
 
 
 @pytest.mark.parametrize(
@@ -245,7 +174,6 @@ def test_what_fails_in_the_server_itself_is_the_runs_trouble(
     [({}, False), ({"version": 7}, True), ({"without": [99]}, True), ({"step": 1}, True), ({"part": 1}, True)],
 )
 def test_a_gradient_of_no_dealt_piece_displaces_none(server: Server, change: dict[str, Any], dealt: bool) -> None:
-    """The gradient of the piece's own worker counts afterwards."""
     liar, honest = (connected(server, one) for one in WORKERS)
     gradient = [torch.full((sum(_sizes(server)),), 5.0)]
     rank = 0 if dealt else 1
@@ -264,17 +192,6 @@ def _sizes(server: Server) -> list[int]:
     return [shape.numel() for shape, _ in server._store.shard.form.values()]
 
 
-def test_a_gradient_of_another_size_ends_its_connection_alone(server: Server) -> None:
-    liar, other = (connected(server, one) for one in WORKERS)
-    word = deal_ticket(SECRET, 0, "train", 0, 0, 0)
-    liar.send(FrameKind.PUSH, {**PUSH, "ticket": word}, views([torch.ones(3)]))
-    with pytest.raises(LostError):
-        liar.receive()
-    other.send(FrameKind.PULL, {"version": -1, "term": -1})
-    assert other.receive().kind == FrameKind.VALUES
-    other.close()
-
-
 def test_a_worker_that_comes_again_replaces_itself(server: Server) -> None:
     first = connected(server, WORKERS[0])
     again = connected(server, WORKERS[0])
@@ -284,22 +201,6 @@ def test_a_worker_that_comes_again_replaces_itself(server: Server) -> None:
     assert again.receive().kind == FrameKind.VALUES
     again.close()
     assert threading.active_count() < 10
-
-
-def test_snapshots_are_verified_for_the_coordinator_alone(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not for whoever connects: it reads every byte of them."""
-    asked: list[int] = []
-    monkeypatch.setattr(ShardStore, "snapshots", lambda self: asked.append(1) or [3, 6])
-    open_ones = [connected(server, one) for one in (*WORKERS, WORKERS[0])]
-    probe = Caller(identity=SERVER, secret=SECRET).call(SERVER, "127.0.0.1", server.port, TO_SERVER, patience=5.0)
-    assert probe.receive().meta["index"] == 0
-    coordinator = connected(server, COORDINATOR)
-    assert not asked
-    coordinator.send(FrameKind.HELLO)
-    assert coordinator.receive().meta == {"term": 0, "snapshots": [3, 6]}
-    assert len(asked) == 1
-    for one in (*open_ones, probe, coordinator):
-        one.close()
 
 
 def test_snapshots_of_a_run_that_another_has_taken_are_left_alone() -> None:
@@ -317,136 +218,7 @@ def test_snapshots_of_a_run_that_another_has_taken_are_left_alone() -> None:
     release(token)
 
 
-# what one end takes → what it may send: the table of the other end
-ANSWERED: list[tuple[FrameForms, FrameForms]] = [
-    (FROM_WORKER, TO_WORKER),
-    (TO_WORKER, FROM_WORKER),
-    (FROM_COORDINATOR, TO_COORDINATOR),
-    (TO_COORDINATOR, FROM_COORDINATOR),
-]
-NAMES = {"to a worker": TO_WORKER, "from a worker": FROM_WORKER}
-NAMES |= {"to the coordinator": TO_COORDINATOR, "from the coordinator": FROM_COORDINATOR}
-
-
-def judged(monkeypatch: pytest.MonkeyPatch, said: Path) -> None:
-    """From now on, in processes forked from here as well, a frame that the other end would refuse fails its sender.
-
-    What was sent is written to ``said``.
-    """
-    send = Connection.send
-
-    def judging(self: Connection, kind: int, meta: dict[str, Any] | None = None, payload: Sequence[memoryview] = ()):
-        forms = next(table for takes, table in ANSWERED if takes is self._forms)
-        direction = next(name for name, table in NAMES.items() if table is forms)
-        form: FrameForm | None = forms.get(kind)
-        assert form is not None, f"a {FrameKind(kind).name} {direction}, which its table has not"
-        came = json.loads(json.dumps(meta or {}))
-        assert not (fault := form.fault(came)), f"a {FrameKind(kind).name} {direction} with {fault}"
-        assert form.tensors or not payload, f"a {FrameKind(kind).name} {direction} with tensors"
-        with said.open("a") as file:
-            file.write(f"{direction}: {FrameKind(kind).name}\n")
-        send(self, kind, meta, payload)
-
-    monkeypatch.setattr(Connection, "send", judging)
-
-
-class Onlooker(Observer):
-    """Looks at the gradients that updates were made with, which servers are then asked for."""
-
-    listens = True
-
-    def built(self, scene: Scene) -> None:
-        self._scene = scene
-
-    def steps(self, batch: object) -> None:
-        self._scene.gradients()
-
-
-def obeyed_run(
-    plan: str = "dp=2 server=2",
-    *,
-    change: Callable[[Job, RunSpec], tuple[Job, RunSpec]] = lambda job, run: (job, run),
-    strike: Callable[[Place, int], None] = lambda place, step: None,
-    reserves: int = 0,
-) -> None:
-    small, run = change(job(), run_of(plan))
-
-    def work(place: Place, report: Callable[[int], None]) -> dict[str, Any]:
-        if place.rank == 3 and place.generation == 0:
-            Path("pid").write_text(str(os.getpid()))
-
-        def reported(step: int) -> None:
-            report(step)
-            strike(place, step)
-
-        observer = Onlooker() if place.rank == 2 else Observer()
-        return take_part(small, run, place, LauncherLink(report=reported), patience=QUICK, observer=observer)
-
-    launch(work, run.plan.processes, reserves=reserves)
-
-
-def test_every_frame_is_one_that_the_other_end_takes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A run with all that servers do: saves, snapshots, an evaluation, a server that is killed and comes back."""
-    said = tmp_path / "said"
-    judged(monkeypatch, said)
-
-    def strike(place: Place, step: int) -> None:
-        # whoever comes first: one that is held up may come to none of these steps
-        if place.rank < 2 and step >= 8 and not Path("struck").exists():
-            with suppress(ProcessLookupError):
-                os.kill(int(Path("pid").read_text()), signal.SIGKILL)
-            Path("struck").touch()
-
-    def change(job: Job, run: RunSpec) -> tuple[Job, RunSpec]:
-        return replace(job, evaluate=job.data), replace(run, checkpoint_every=10)
-
-    obeyed_run(change=change, strike=strike, reserves=1)
-    assert list(px.Run(folder=Path("run")).events())[-1]["event"] == "end"
-    sent = set(said.read_text().splitlines())
-    unsaid = {f"{name}: {FrameKind(kind).name}" for name, table in NAMES.items() for kind in table} - sent
-    # what the coordinator's first word is answered with is a WELCOME
-    assert unsaid == set()
-    assert TO_SERVER.keys() == {FrameKind.WELCOME}
-
-
-GATHERED: dict[str, Any] = {"held": [["weight", 0, 2, True]], "states": {"weight": {"step": 1}}, "tensors": []}
-
-
-@pytest.mark.parametrize(
-    ("table", "kind", "meta", "wrong"),
-    [
-        (TO_COORDINATOR, FrameKind.GATHER, GATHERED, {"states": 1}),
-        (TO_COORDINATOR, FrameKind.GATHER, GATHERED, {"states": {"weight": 1}}),
-    ],
-)
-@pytest.mark.quick
-def test_a_table_takes_what_can_be_handled_alone(
-    table: FrameForms, kind: FrameKind, meta: dict[str, Any], wrong: dict[str, Any]
-) -> None:
-    assert not table[kind].fault(meta)
-    assert table[kind].fault(meta | wrong)
-
-
-def without(name: str) -> FrameForms:
-    """What servers take from the coordinator, but for one field of an order to update."""
-    form = FROM_COORDINATOR[FrameKind.APPLY]
-    fields: Mapping[str, Any] = {one: allows for one, allows in form.fields.items() if one != name}
-    return {**FROM_COORDINATOR, FrameKind.APPLY: replace(form, fields=fields)}
-
-
-def test_a_server_that_its_coordinator_breaks_the_protocol_with_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("phalanx.train.parameter_server.server.FROM_COORDINATOR", without("left_out"))
-    with pytest.raises(RunError) as raised:
-        obeyed_run()
-    told = str(raised.value)
-    assert "rank 3" in told
-    assert "server 1 cannot follow its coordinator" in told
-    assert "the peer does not keep to this protocol: a frame of kind 12 with a field 'left_out' came" in told
-
-
 def test_a_server_that_is_lost_again_and_again_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A server that hangs up on every order to update, and says nothing of it."""
-
     obey = Server.obey
 
     def unwilling(self: Server, kind: FrameKind, meta: dict[str, Any]) -> dict[str, Any]:
@@ -456,13 +228,5 @@ def test_a_server_that_is_lost_again_and_again_ends_the_run(monkeypatch: pytest.
 
     monkeypatch.setattr(Server, "obey", unwilling)
     with pytest.raises(RunError, match=r"server 1 was lost 3 times with no update between: it has ended") as raised:
-        obeyed_run()
+        served("dp=2 server=2", lambda *_: None, reserves=0)
     assert "rank 2" in str(raised.value)
-
-
-@pytest.mark.quick
-def test_progress_travels_in_the_fields_that_its_class_has() -> None:
-    progress = RunProgress(floor=7, done=[9, 11], samples=144, begun=16)
-    came = json.loads(json.dumps(progress.to_dict()))
-    assert not FROM_COORDINATOR[FrameKind.SNAPSHOT].fault({"progress": came})
-    assert RunProgress.from_dict(came) == progress

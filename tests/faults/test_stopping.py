@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -17,7 +16,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from inject import LIMIT, alive, noted, wait_until
+from inject import LIMIT, wait_until
 
 import phalanx as px
 from longer import longer
@@ -85,7 +84,6 @@ def events(folder: Path, name: str) -> list[dict[str, Any]]:
 
 
 def stops(given: px.Job, run: RunSpec, watch: Callable[[], None] | None = None) -> int:
-    """Train until the run stops; the exit code of a script that does."""
     with pytest.raises((KeyboardInterrupt, SystemExit)) as stop:
         px.fit(given, run=run, watch=watch)
     return getattr(stop.value, "code", 130)
@@ -209,68 +207,3 @@ class TestEvaluation:
         assert stops(given, run) == 75
         assert [event["step"] for event in events(run.folder, "stopped")] == [5]
         assert not events(run.folder, "evaluate")
-
-
-AGENT = """
-import os, signal, sys, time
-from pathlib import Path
-import torch
-import torch.distributed as dist
-import phalanx as px
-
-HERE, BEGUN = Path(__file__).parent, []
-
-def note(name):
-    (HERE / name).touch()
-
-def saved():  # a save goes on beside the steps after it
-    until = time.monotonic() + 20
-    while not (HERE / "run" / "checkpoints" / "step-00000002").exists():
-        if time.monotonic() > until:
-            raise TimeoutError("no checkpoint of step 2")
-        time.sleep(0.01)
-
-def loss(output, batch):
-    if torch.is_grad_enabled() and dist.is_initialized() and dist.get_backend() == "gloo":
-        BEGUN.append(1)
-        rank, again = dist.get_rank(), os.environ["TORCHELASTIC_RESTART_COUNT"] != "0"
-        note(f"pid-{os.getpid()}")
-        if rank == 1 and len(BEGUN) == 4 and not again:
-            saved()
-            os.kill(os.getpid(), signal.SIGKILL)
-        if rank == 0 and len(BEGUN) == 3 and again:
-            os.kill(os.getppid(), END)
-        if again and len(BEGUN) > 2:
-            time.sleep(0.05)
-    return output.square().mean()
-
-def job():
-    return px.Job(model=lambda: torch.nn.Linear(4, 2), data=lambda: list(torch.ones(4000, 4)), loss=loss,
-                  optimizer=lambda params: torch.optim.SGD(params, lr=0.1), batch=4, epochs=1)
-"""
-
-
-@pytest.mark.parametrize("number", longer(signal.SIGTERM, signal.SIGKILL))
-def test_workers_of_torchrun_go_on_after_a_loss_and_end_with_their_agent(number: int, tmp_path: Path) -> None:
-    """Rank 1 is killed in step 3, started again by torchrun, and then the agent gets a signal."""
-    (tmp_path / "agent.py").write_text(f"END = {int(number)}{AGENT}")
-    run = RunSpec(job=str(tmp_path / "agent.py"), plan=Plan(dp=2), folder=tmp_path / "run", checkpoint_every=2)
-    (tmp_path / "run.toml").write_text(run.to_toml())
-    worker = ["--no-python", sys.executable, "-m", "phalanx", "worker", str(tmp_path / "run.toml")]
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", "1"]
-    with subprocess.Popen([*torchrun, *worker], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as agent:
-        said = agent.communicate()[1]
-    assert agent.returncode in (-number, 1), said
-    assert wait_until(lambda: alive(noted(tmp_path)) == [], LIMIT)
-    assert len(noted(tmp_path)) == 4
-    # the agent's SIGTERM lets rank 0 finish the save of what it holds
-    assert [event["first_step"] for event in events(run.folder, "start")] == [0, 3]
-    steps = [event["step"] for event in events(run.folder, "step")]
-    assert steps[:3] == [0, 1, 2]
-    taken = len(dict.fromkeys(steps))
-    if number == signal.SIGTERM:
-        (stopped,) = events(run.folder, "stopped")
-        assert stopped["step"] == taken
-        assert (run.folder / "checkpoints" / f"step-{taken:08d}").is_dir()
-    else:
-        assert taken < 900

@@ -19,7 +19,6 @@ import pytest
 import tomli_w
 from click.testing import CliRunner
 
-import phalanx as px
 from longer import longer
 from phalanx.cli import main
 from phalanx.config import Plan, RunSpec
@@ -32,7 +31,7 @@ from phalanx.launch import RunFolder
 from phalanx.parallel.survey import survey
 from phalanx.placement.survey_file import survey_to_dict
 
-SEEDS = 8  # of ten mutations each
+SEEDS = 5  # of ten mutations each
 LONG_SEEDS = 200
 PLAN = "fsdp=2 zero=2 micro=2"
 NASTY: list[Any] = [
@@ -136,15 +135,12 @@ VERBS: list[list[str]] = [
 
 
 def reading(name: str, seed: int) -> list[list[str]]:
-    """Some of the verbs that read the file called ``name``."""
     forecasts = name in ("plan.toml", "cluster.toml", "prices.toml", "config.json")
     those = [argv for argv in VERBS if (argv[0] == "forecast") == forecasts]
     return random.Random(seed).sample(those, 1 if forecasts else 3)
 
 
 class Mutation:
-    """One random change of one file."""
-
     def __init__(self, seed: int) -> None:
         self._random = random.Random(seed)
 
@@ -192,7 +188,6 @@ class Mutation:
         return said
 
     def _change(self, value: Any) -> str:
-        """Give something within ``value`` another value, or take it away."""
         where: list[str] = []
         while True:
             keys = list(value) if isinstance(value, dict) else list(range(len(value)))
@@ -238,7 +233,6 @@ class Mutation:
 
 
 def judge(stranger: Stranger, argv: list[str], what: str) -> None:
-    """Run one verb in the stranger's folder, and hold it to what the law says."""
     result = CliRunner().invoke(main, argv, env={"COLUMNS": "100"})
     told = f"{' '.join(argv)} with {what}\n{result.output}\n{result.exception!r}"
     assert result.exception is None or isinstance(result.exception, SystemExit), told
@@ -265,7 +259,6 @@ def test_mutated_files_give_an_answer_or_one_error(seed: int, tmp_path: Path, mo
 
 
 def test_what_is_whole_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The law above would hold for verbs that refuse everything."""
     stranger = Stranger(tmp_path / "s")
     monkeypatch.chdir(stranger.base)
     codes = [CliRunner().invoke(main, argv, env={"COLUMNS": "100"}).exit_code for argv in VERBS]
@@ -276,17 +269,7 @@ def test_what_is_whole_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 def refused_or_taken(stranger: Stranger, resume: bool) -> None:
-    """What ``phalanx train`` does of a run folder before it starts anything."""
     run = RunSpec(job=str(stranger.base / "own.py"), plan=Plan(), folder=stranger.run, resume=resume)
     with suppress(SpecError), RunFolder(run) as entered:
         entered.prepare()
     assert stranger.untouched()
-
-
-def test_a_run_object_refuses_fifos(tmp_path: Path) -> None:
-    for name, opened in (("events.jsonl", lambda run: list(run.events())), ("plan.toml", lambda run: run.plan)):
-        stranger = Stranger(tmp_path / name)
-        (stranger.run / name).unlink()
-        os.mkfifo(stranger.run / name)
-        with pytest.raises(SpecError, match="a FIFO"):
-            opened(px.Run(folder=stranger.run))

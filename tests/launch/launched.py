@@ -1,4 +1,4 @@
-"""A job in a file, with losses by plain PyTorch, and what a command has left running."""
+"""A job in a file, with losses by plain PyTorch; launches of it, hosts and queues of tests; what is left running."""
 
 from __future__ import annotations
 
@@ -8,14 +8,30 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
+
+from phalanx.config import Plan, RunSpec
+from phalanx.errors import RunError, SpecError
+from phalanx.launch import Launcher
+from phalanx.launch.check_hosts import TargetHost, run_here
+from phalanx.launch.targets import (
+    AttachedTarget,
+    Offer,
+    Option,
+    Prepared,
+    QueueTarget,
+    Standing,
+    Submission,
+    misfit,
+)
+from phalanx.launch.targets.hosts_file import HostEntry, HostsFile, refuse_size
 
 JOB = """
 import time
@@ -73,35 +89,15 @@ def job():
 """
 
 
-class _Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(torch.tanh(self.up(x)))
-
-
-class _Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList([_Block() for _ in range(4)])
-        self.head = nn.Linear(8, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return self.head(x)
-
-
 def by_hand(steps: int) -> list[float]:
     """The loss of each step, by plain PyTorch on one device.
 
     At this rate rounding does not grow: fp32 is within 6e-7 of fp64 in 100 steps. At 0.5 it is 4e-4 away, and another
     order of additions, or another processor's kernels, as far.
     """
-    torch.manual_seed(0)
-    model = _Net()
+    scope: dict[str, Any] = {"__name__": "train"}
+    exec(JOB, scope)
+    model = scope["model"]()
     x = torch.randn(64, 8, generator=torch.Generator().manual_seed(0))
     y, losses = x[:, :4].argmax(1), list[float]()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -122,6 +118,116 @@ def write_job(folder: Path, *, pause: float = 0.0, steps: int = 6) -> Path:
     return path
 
 
+# target → options that a launch there needs; HERE: the folder of the job
+NEEDED: dict[str, dict[str, str]] = {
+    "slurm": {"nodes": "2"},
+    "kubernetes": {"image": "registry/train:1", "nodes": "2", "volume": "data:HERE"},
+    "ray": {},
+    "sagemaker": {
+        "instance": "ml.g5.12xlarge",
+        "image": "123456789012.dkr.ecr.eu-west-1.amazonaws.com/train:1",
+        "role": "arn:aws:iam::123456789012:role/train",
+        "bucket": "s3://bucket/phalanx",
+    },
+}
+# of several instances of SageMaker
+SHARED = {"filesystem": "fsx:fs-0123456789abcdef0:/fsx/runs", "subnets": "subnet-0a", "security-groups": "sg-0a"}
+
+
+def submission(
+    target: str, folder: Path, plan: str = "dp=2", *, run: Mapping[str, Any] | None = None, **options: str
+) -> Submission:
+    """A run of ``folder/train.py``; ``options``: beside those that are needed, or "" in place of one."""
+    named = {**NEEDED.get(target, {}), **{name.replace("_", "-"): value for name, value in options.items()}}
+    given = {name: value.replace("HERE", str(folder)) for name, value in named.items() if value}
+    settings: dict[str, Any] = {"plan": Plan.parse(plan), "grace": 10.0, "resume": "auto", **(run or {})}
+    spec = RunSpec(**{"job": str(folder / "train.py"), "folder": folder / "run", **settings})
+    return Submission(run=spec, name="digits", python=sys.executable, options=given)
+
+
+class StandIn(TargetHost):
+    """A host that is a process of this machine: with variables of its own, and what stands before its Python.
+
+    ``asked``: the names of those that were asked, in turn.
+    """
+
+    asked: ClassVar[list[str]] = []
+
+    def __init__(self, name: str, *, before: Sequence[str] = (), address: str = "", **variables: str) -> None:
+        self.name, self.address, self.processes = name, address or "127.0.0.1", 1
+        self.before, self.variables = list(before), variables
+
+    def run(self, arguments: Sequence[str], text: str, patience: float) -> str:
+        self.asked.append(self.name)
+        words = [f"{name}={value}" for name, value in self.variables.items()]
+        return run_here([*self.before, "env", *words, sys.executable, *arguments], text, patience)
+
+
+class StandIns(AttachedTarget):
+    name = "stand-ins"
+    options: ClassVar[Mapping[str, Option]] = {}
+    made: ClassVar[list[TargetHost]] = []
+    sized: ClassVar[bool] = False  # whether a plan for other devices is refused
+
+    def __init__(self, address: str) -> None: ...
+
+    def hosts(self) -> Sequence[TargetHost]:
+        return self.made
+
+    def prepare(self, submission: Submission) -> Prepared:
+        if self.sized:
+            entries = tuple(HostEntry(name=one.name, devices=one.processes, address=one.address) for one in self.made)
+            refuse_size(submission.run, HostsFile(hosts=entries))
+        return Prepared(submission=submission, files={}, commands=())
+
+    def reach(self) -> None:
+        raise RunError("the run would begin now")
+
+    def launcher(self) -> Launcher:
+        raise NotImplementedError
+
+    def leave(self) -> None: ...
+
+
+class Queue(QueueTarget):
+    """A queue that offers, and says of a run, what a test sets."""
+
+    name = "queue"
+    options: ClassVar[Mapping[str, Option]] = {"nodes": Option(help="How many.", example="2")}
+    offered: ClassVar[Offer | None] = None
+    words: ClassVar[str | None] = ""
+    asked: ClassVar[list[Prepared]] = []
+    taken: ClassVar[list[Submission]] = []
+
+    def __init__(self, address: str) -> None: ...
+
+    def offer(self, options: Mapping[str, str]) -> Offer | None:
+        return self.offered
+
+    def prepare(self, submission: Submission) -> Prepared:
+        if self.offered and (problem := misfit(submission.run.plan, self.offered)):
+            raise SpecError([problem])
+        return Prepared(submission=submission, files={submission.runfile: submission.run.to_toml()}, commands=())
+
+    def why_not(self, prepared: Prepared, patience: float = 60.0) -> str | None:
+        self.asked.append(prepared)
+        return self.words
+
+    def submit(self, prepared: Prepared) -> Mapping[str, Any]:
+        prepared.write()
+        self.taken.append(prepared.submission)
+        return {"number": 1}
+
+    def standing(self, ticket: Mapping[str, Any], folder: Path) -> Standing:
+        return Standing(state="ended")
+
+    def stop(self, ticket: Mapping[str, Any], folder: Path) -> None:
+        raise NotImplementedError
+
+    def log(self, ticket: Mapping[str, Any], folder: Path, rank: int | None) -> Path:
+        return folder / "log"
+
+
 def phalanx(*words: str, **how: Any) -> subprocess.Popen[str]:
     """The command, begun; its output is text to be read. ``end_all`` ends those that a failed test leaves."""
     given: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, **how}
@@ -133,7 +239,6 @@ _begun: list[subprocess.Popen[str]] = []
 
 
 def end_all() -> None:
-    """End every command that was begun and goes on."""
     while _begun:
         process = _begun.pop()
         if process.poll() is None:
@@ -152,17 +257,22 @@ def commands_end(_nothing_left: None) -> Iterator[None]:
 
 
 def steps_in(folder: Path) -> int:
-    """Steps that the log of a run has."""
     log = folder / "events.jsonl"
     return log.read_text().count('"event": "step"') if log.exists() else 0
 
 
 def await_steps(folder: Path, count: int, process: subprocess.Popen[str] | None = None, patience: float = 120) -> None:
-    """Wait until the run has come so far."""
-    until = time.monotonic() + patience
-    while steps_in(folder) < count:
-        assert time.monotonic() < until, f"{steps_in(folder)} steps after {patience} s"
+    def reached() -> bool:
         assert process is None or process.poll() is None, process.communicate()
+        return steps_in(folder) >= count
+
+    until(reached, patience, f"{count} steps")
+
+
+def until(reached: Callable[[], object], seconds: float, what: str) -> None:
+    deadline = time.monotonic() + seconds
+    while not reached():
+        assert time.monotonic() < deadline, f"not within {seconds} s: {what}"
         time.sleep(0.05)
 
 
@@ -193,7 +303,4 @@ def working_in(folder: Path) -> list[str]:
 
 def await_none_left(folder: Path, patience: float = 60) -> None:
     """Wait until no worker or agent works in ``folder``."""
-    until = time.monotonic() + patience
-    while left := working_in(folder):
-        assert time.monotonic() < until, left
-        time.sleep(0.1)
+    until(lambda: not working_in(folder), patience, "no worker and no agent is left")

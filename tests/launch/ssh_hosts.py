@@ -14,7 +14,10 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import final
 
+import pytest
+
 import phalanx as px
+from phalanx.launch.host_network import HostLink, lacking
 from phalanx.launch.reaper import fork
 from phalanx.launch.worker_process import die_with
 
@@ -22,8 +25,10 @@ _SSHD = shutil.which("sshd") or "/usr/sbin/sshd"
 _UP = 60.0  # seconds for a server to listen
 
 
-def lacking_for_ssh() -> str:
-    """Why there can be no such hosts here; empty where there can."""
+def lacking_for_ssh(link: HostLink) -> str:
+    """Why there can be no such hosts with such links here; empty where there can."""
+    if problem := lacking(link):
+        return str(problem.given)
     if os.geteuid():
         return "an SSH server of one's own needs root"
     missing = [name for name in (_SSHD, "ssh", "ssh-keygen") if not shutil.which(name)]
@@ -132,7 +137,9 @@ def _have_own(folders: Sequence[Path]) -> None:
 
 @contextmanager
 def ssh_servers(count: int, folder: Path, rate: str = "", own: Sequence[Path] = ()) -> Iterator[SshServers]:
-    """So many hosts with a server each, links of that rate, and folders of their ``own``."""
+    """So many hosts with a server each, links of that rate, and folders of their ``own``; skips where none can be."""
+    if why := lacking_for_ssh(px.Hosts(2, rate=rate).link):
+        pytest.skip(why)
     with px.Hosts(count, rate=rate) as hosts:
         servers = SshServers(hosts, folder, own)
         try:

@@ -3,46 +3,34 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 import time
 import venv
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
-from launched import by_hand, write_job
-from ssh_hosts import SshServers, lacking_for_ssh, ssh_servers
+from launched import NEEDED, SHARED, Queue, StandIn, StandIns, by_hand, write_job
+from ssh_hosts import SshServers, ssh_servers
 from test_target_laws import CASES, QUEUES, own_words, submission
 
 import phalanx as px
 from phalanx.cli import main
 from phalanx.config import Plan
-from phalanx.errors import RunError, SpecError
 from phalanx.hardware import cluster
-from phalanx.launch import Launcher
-from phalanx.launch.check_hosts import CheckTime, TargetHost, run_here
-from phalanx.launch.host_network import lacking
+from phalanx.launch.check_hosts import CheckTime
 from phalanx.launch.targets import (
     TARGETS,
-    AttachedTarget,
     Offer,
-    Option,
-    Prepared,
     QueueTarget,
-    Standing,
-    Submission,
     find_target,
-    misfit,
     target_class,
 )
 from phalanx.launch.targets import ray as ray_target
-from phalanx.launch.targets.hosts_file import HostEntry, HostsFile, refuse_size
 from phalanx.preflight import launch_check
 
-WHY_NOT = {name: target_class(name).why_not for name in QUEUES}  # type: ignore[attr-defined]
 IMAGES = {"kubernetes", "sagemaker"}
 
 
@@ -51,6 +39,11 @@ def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     write_job(tmp_path)
     for name in QUEUES:
         monkeypatch.setattr(target_class(name), "why_not", lambda self, prepared, patience: "")
+    monkeypatch.setitem(TARGETS, "stand-ins", "launched:StandIns")
+    monkeypatch.setitem(TARGETS, "queue", "launched:Queue")
+    monkeypatch.setattr(StandIns, "sized", True)
+    for kind, name in ((StandIns, "made"), (StandIn, "asked"), (Queue, "taken")):
+        monkeypatch.setattr(kind, name, [])
     yield
     sys.modules.pop("train", None)
 
@@ -63,7 +56,7 @@ def check(name: str, *words: str) -> tuple[int, dict[str, Any]]:
     return result.exit_code, json.loads(result.stdout)
 
 
-@pytest.mark.parametrize("name", QUEUES)
+@pytest.mark.parametrize("name", ["slurm", "sagemaker"])
 def test_data_that_only_its_machines_have_are_no_reason_to_fail(name: str) -> None:
     path = Path("train.py")
     text = path.read_text()
@@ -82,19 +75,12 @@ def test_data_that_only_its_machines_have_are_no_reason_to_fail(name: str) -> No
         assert (code, said) == (1, [("data", True)])
 
 
-@pytest.mark.parametrize("name", QUEUES)
-def test_a_target_says_what_image_its_machines_run(name: str) -> None:
-    target = find_target(CASES[name].to)
-    assert isinstance(target, QueueTarget)
-    assert target.image({"image": "registry/train:1"}) == ("registry/train:1" if name in IMAGES else "")
-    assert bool(target.image({})) == (name in IMAGES)
-
-
-def test_an_interpreter_that_is_not_here_is_named() -> None:
-    code, answer = check("slurm", "--python", "/no/such/python", "--grace", "10")
-    (finding,) = answer["findings"]
-    assert (code, finding["kind"], finding["fails"]) == (0, "packages", False)
-    assert finding["what"].startswith("/no/such/python is not on this machine")
+def test_a_target_says_what_image_its_machines_run() -> None:
+    for name in QUEUES:
+        target = find_target(CASES[name].to)
+        assert isinstance(target, QueueTarget)
+        assert target.image({"image": "registry/train:1"}) == ("registry/train:1" if name in IMAGES else "")
+        assert bool(target.image({})) == (name in IMAGES)
 
 
 def test_packages_are_those_of_the_interpreter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,110 +100,12 @@ def test_a_queue_that_does_not_answer_in_time_has_refused_nothing(monkeypatch: p
     monkeypatch.setattr(type(target), "why_not", lambda self, prepared, patience: time.sleep(patience) or "too late")
     told = "whether slurm would take it: it has not answered in time"
     assert launch_check._asked_of(target, given, CheckTime(0.0)) == ([], told)
-
-
-@pytest.mark.parametrize(("name", "program"), [("slurm", "sbatch"), ("kubernetes", "kubectl")])
-def test_asking_a_queue_takes_no_longer_than_it_may(
-    name: str, program: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(target_class(name), "why_not", WHY_NOT[name])
-    silent = tmp_path / "bin" / program
-    silent.parent.mkdir()
-    silent.write_text("#!/bin/sh\nexec sleep 300\n")
-    silent.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{silent.parent}:{os.environ['PATH']}")
-    target, given = submission(name)
-    assert isinstance(target, QueueTarget)
-    began = time.monotonic()
-    assert "does not answer" in str(target.why_not(target.prepare(given), 0.5))
-    assert time.monotonic() - began < 30
+    monkeypatch.setattr(type(target), "why_not", lambda self, prepared, patience: None)
+    assert launch_check._asked_of(target, given, CheckTime(0.0)) == ([], "whether slurm would take it")
 
 
 RATE = 8e8  # bit/s
 BEGINS = "the run would begin now"
-
-
-class StandIn(TargetHost):
-    """A host that is a process of this machine, and counts how often it is asked."""
-
-    asked: ClassVar[list[str]] = []
-
-    def __init__(self, name: str, *before: str) -> None:
-        self.name, self.address, self.processes, self.before = name, "127.0.0.1", 1, before
-
-    def run(self, arguments: Sequence[str], text: str, patience: float) -> str:
-        self.asked.append(self.name)
-        return run_here([*self.before, sys.executable, *arguments], text, patience)
-
-
-class StandIns(AttachedTarget):
-    """A target whose hosts a test sets. Where a run would begin it says so and fails."""
-
-    name = "stand-ins"
-    options: ClassVar[Mapping[str, Option]] = {}
-    made: ClassVar[list[TargetHost]] = []
-
-    def __init__(self, address: str) -> None: ...
-
-    def hosts(self) -> Sequence[TargetHost]:
-        return self.made
-
-    def prepare(self, submission: Submission) -> Prepared:
-        entries = tuple(HostEntry(name=one.name, devices=one.processes, address=one.address) for one in self.made)
-        refuse_size(submission.run, HostsFile(hosts=entries))
-        return Prepared(submission=submission, files={}, commands=())
-
-    def reach(self) -> None:
-        raise RunError(BEGINS)
-
-    def launcher(self) -> Launcher:
-        raise NotImplementedError
-
-    def leave(self) -> None: ...
-
-
-class Queue(QueueTarget):
-    """A queue that offers what a test sets."""
-
-    name = "queue"
-    options: ClassVar[Mapping[str, Option]] = {}
-    offered: ClassVar[Offer | None] = None
-    taken: ClassVar[list[Submission]] = []
-
-    def __init__(self, address: str) -> None: ...
-
-    def offer(self, options: Mapping[str, str]) -> Offer | None:
-        return self.offered
-
-    def prepare(self, submission: Submission) -> Prepared:
-        if self.offered and (problem := misfit(submission.run.plan, self.offered)):
-            raise SpecError([problem])
-        return Prepared(submission=submission, files={submission.runfile: submission.run.to_toml()}, commands=())
-
-    def submit(self, prepared: Prepared) -> Mapping[str, Any]:
-        prepared.write()
-        self.taken.append(prepared.submission)
-        return {"number": 1}
-
-    def standing(self, ticket: Mapping[str, Any], folder: Path) -> Standing:
-        return Standing(state="ended")
-
-    def stop(self, ticket: Mapping[str, Any], folder: Path) -> None:
-        raise NotImplementedError
-
-    def log(self, ticket: Mapping[str, Any], folder: Path, rank: int | None) -> Path:
-        raise NotImplementedError
-
-
-@pytest.fixture(autouse=True)
-def _targets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setitem(TARGETS, "stand-ins", "test_before_launch:StandIns")
-    monkeypatch.setitem(TARGETS, "queue", "test_before_launch:Queue")
-    for kind, name, empty in ((StandIns, "made", []), (StandIn, "asked", []), (Queue, "taken", [])):
-        monkeypatch.setattr(kind, name, empty)
-    write_job(tmp_path)
-    yield
-    sys.modules.pop("train", None)
 
 
 def launch(to: str, *words: str) -> Result:
@@ -238,13 +126,12 @@ class TestHosts:
         assert StandIn.asked == []
 
     def test_what_training_would_fail_by_ends_the_launch_with_the_table_of_the_check(self) -> None:
-        StandIns.made[:] = [StandIn("n1"), StandIn("n2", "false")]
-        for plan in (["--plan", "dp=2"], []):
-            result = launch("stand-ins:", *plan)
-            assert result.exit_code == 1, result.output
-            assert "fails  n2: " in result.stdout
-            assert "training would fail: 1 thing to put right" in result.stdout
-            assert not Path("run").exists()
+        StandIns.made[:] = [StandIn("n1"), StandIn("n2", before=["false"])]
+        result = launch("stand-ins:")
+        assert result.exit_code == 1, result.output
+        assert "fails  n2: " in result.stdout
+        assert "training would fail: 1 thing to put right" in result.stdout
+        assert not Path("run").exists()
 
     def test_a_plan_for_other_devices_is_refused_before_any_is_asked(self) -> None:
         StandIns.made[:] = [StandIn("n1"), StandIn("n2")]
@@ -256,14 +143,6 @@ class TestHosts:
 
 
 class TestQueue:
-    def test_the_planner_chooses_for_what_is_offered(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(Queue, "offered", Offer(nodes=2, devices=2, device="A100-80GB", by="sinfo"))
-        result = launch("queue", "--no-check")
-        assert result.exit_code == 0, result.output
-        (taken,) = Queue.taken
-        assert taken.run.plan.processes == 4
-        assert f"on 2x2xA100-80GB: {taken.run.plan}" in result.stderr
-
     def test_a_plan_is_asked_for_where_nothing_is_offered(self) -> None:
         result = launch("queue")
         assert result.exit_code == 2
@@ -279,23 +158,20 @@ class TestQueue:
             assert Queue.taken == []
 
 
-SAGEMAKER = (
-    *("--image", "123456789012.dkr.ecr.eu-west-1.amazonaws.com/train:1", "--bucket", "s3://bucket/phalanx"),
-    *("--role", "arn:aws:iam::123456789012:role/train", "--filesystem", "fsx:fs-0123456789abcdef0:/fsx/runs"),
-    *("--subnets", "subnet-0a", "--security-groups", "sg-0a"),
-)
+SAGEMAKER = {**NEEDED["sagemaker"], **SHARED, "instance": "ml.p5.48xlarge", "nodes": "2"}
 NODES = [{"name": f"n{number}", "cpus": 2.0, "gpus": 0.0, "kind": "", "memory": 8e9} for number in range(2)]
 
 
 class TestWithoutAPlan:
-    """By what each queue offers; nothing is handed over."""
-
     @pytest.mark.parametrize(
         ("to", "words", "there", "processes"),
         [
-            ("sagemaker", ("--instance", "ml.p5.48xlarge", "--nodes", "2", *SAGEMAKER), "on 2x8xH100: ", 16),
-            ("sagemaker", ("--instance", "ml.c5.2xlarge", "--nodes", "2", *SAGEMAKER), "on 2x1x", 2),
-            ("ray", (), "on 2x2x", 4),
+            (
+                "sagemaker",
+                tuple(word for name, value in SAGEMAKER.items() for word in (f"--{name}", value)),
+                "on 2x8xH100: ",
+                16,
+            ),
             ("ray", ("--cpus-per-worker", "2"), "on 2x1x", 2),
             (
                 "kubernetes",
@@ -352,9 +228,6 @@ def test_a_job_that_is_installed_needs_no_file_in_a_volume(tmp_path: Path, monke
 
 @pytest.fixture(scope="module")
 def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SshServers]:
-    problem = lacking(px.Hosts(2, rate="800mbit").link)
-    if why := lacking_for_ssh() or (problem and problem.given):
-        pytest.skip(why)
     with ssh_servers(2, tmp_path_factory.mktemp("ssh"), rate="800mbit") as made:
         yield made
 

@@ -7,23 +7,19 @@ import os
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 from click.testing import CliRunner
-from slurm_cluster import Cluster, slurm_cluster
-from slurm_cluster import lacking as lacking_for_slurm
-from ssh_hosts import SshServers, lacking_for_ssh, ssh_servers
+from launched import Queue, StandIn, StandIns
 
 from longer import longer
 from phalanx.cli import main
-from phalanx.launch import Launcher
-from phalanx.launch.check_hosts import TargetHost, run_here
+from phalanx.launch.check_hosts import TargetHost
 from phalanx.launch.host_network import HostLink, HostNetwork, lacking, tool
-from phalanx.launch.targets import TARGETS, AttachedTarget, Option, Prepared, QueueTarget, Standing, Submission
+from phalanx.launch.targets import TARGETS
 
 JOB = """
 import beside
@@ -58,73 +54,6 @@ def data():
 """
 
 
-class StandIn(TargetHost):
-    """A host that is a process of this machine: with variables of its own, and what stands before its Python."""
-
-    def __init__(self, name: str, *, before: Sequence[str] = (), address: str = "", **variables: str) -> None:
-        self.name, self.address = name, address or "127.0.0.1"
-        self.before, self.variables = list(before), variables
-
-    def run(self, arguments: Sequence[str], text: str, patience: float) -> str:
-        words = [f"{name}={value}" for name, value in self.variables.items()]
-        return run_here([*self.before, "env", *words, sys.executable, *arguments], text, patience)
-
-
-class StandIns(AttachedTarget):
-    """A target whose hosts a test sets."""
-
-    name = "stand-ins"
-    options: ClassVar[Mapping[str, Any]] = {}
-    made: ClassVar[list[TargetHost]] = []
-
-    def __init__(self, address: str) -> None: ...
-
-    def hosts(self) -> Sequence[TargetHost]:
-        return self.made
-
-    def prepare(self, submission: Submission) -> Prepared:
-        return Prepared(submission=submission, files={}, commands=())
-
-    def reach(self) -> None:
-        raise NotImplementedError
-
-    def launcher(self) -> Launcher:
-        raise NotImplementedError
-
-    def leave(self) -> None:
-        raise NotImplementedError
-
-
-class Queue(QueueTarget):
-    """A queue that says what a test sets of a run."""
-
-    name = "queue"
-    options: ClassVar[Mapping[str, Option]] = {"nodes": Option(help="How many.", example="2")}
-    words: ClassVar[str | None] = ""
-    asked: ClassVar[list[Prepared]] = []
-
-    def __init__(self, address: str) -> None: ...
-
-    def prepare(self, submission: Submission) -> Prepared:
-        return Prepared(submission=submission, files={}, commands=())
-
-    def why_not(self, prepared: Prepared, patience: float = 60.0) -> str | None:
-        self.asked.append(prepared)
-        return self.words
-
-    def submit(self, prepared: Prepared) -> Mapping[str, Any]:
-        raise NotImplementedError
-
-    def standing(self, ticket: Mapping[str, Any], folder: Path) -> Standing:
-        raise NotImplementedError
-
-    def stop(self, ticket: Mapping[str, Any], folder: Path) -> None:
-        raise NotImplementedError
-
-    def log(self, ticket: Mapping[str, Any], folder: Path, rank: int | None) -> Path:
-        raise NotImplementedError
-
-
 Check = Callable[..., tuple[int, dict[str, Any]]]
 
 
@@ -141,8 +70,8 @@ def job(tmp_path: Path) -> Path:
 @pytest.fixture
 def looked(job: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Check]:
     """Runs ``phalanx check`` over hosts; the exit code and the answer."""
-    monkeypatch.setitem(TARGETS, "stand-ins", "test_check:StandIns")
-    monkeypatch.setitem(TARGETS, "queue", "test_check:Queue")
+    monkeypatch.setitem(TARGETS, "stand-ins", "launched:StandIns")
+    monkeypatch.setitem(TARGETS, "queue", "launched:Queue")
     monkeypatch.setattr(StandIns, "made", [])
 
     def run(*hosts: TargetHost, options: str = "--plan dp=2", run: str = "runs") -> tuple[int, dict[str, Any]]:
@@ -198,37 +127,22 @@ def found(answer: dict[str, Any]) -> list[tuple[str, tuple[str, ...], bool]]:
     return [(one["kind"], tuple(one["hosts"]), one["fails"]) for one in answer["findings"]]
 
 
-def test_three_good_hosts_raise_no_alarm(check: Check) -> None:
-    code, answer = check(*(StandIn(name) for name in ("n1", "n2", "n3")))
-    assert (code, answer["findings"], answer["not_looked_at"]) == (0, [], [])
-    assert len(answer["links"]) == 6
-    assert all(link["latency"] > 0 and link["bandwidth"] > 1e6 for link in answer["links"])
-    assert all(host["told"]["data"]["samples"] == 16 for host in answer["hosts"])
-
-
 def test_this_machine_is_checked_where_no_target_is_named(check: Check) -> None:
     code, answer = check()
     assert (code, answer["findings"]) == (0, [])
     assert [host["name"] for host in answer["hosts"]] == ["this machine"]
 
 
-def test_what_is_shown_names_the_host_and_what_to_do(check: Check, job: Path, tmp_path: Path) -> None:
-    StandIns.made[:] = [StandIn("n1"), StandIn("n2", DATA_AT=str(tmp_path / "none"))]
-    argv = ["check", str(job), "--to", "stand-ins:", "--run", str(job.parent / "runs")]
-    result = CliRunner().invoke(main, argv)
-    assert result.exit_code == 1
-    assert "fails  n2: the job's data: FileNotFoundError" in result.stdout
-    assert "what to do: make the data readable there" in result.stdout
-    assert "training would fail: 1 thing to put right" in result.stdout
-
-
 class TestPackages:
-    def test_another_torch(self, looked: Check, tmp_path: Path) -> None:
+    def test_another_torch_and_a_host_that_is_not_reached(self, looked: Check, tmp_path: Path) -> None:
         old = StandIn("n2", **first(stub(tmp_path, "torch", "2.11.0")))
-        code, answer = looked(StandIn("n1"), old, StandIn("n3"))
-        assert (code, found(answer)) == (1, [("versions", ("n2",), True)])
-        assert "torch 2.11.0 on n2" in answer["findings"][0]["what"]
-        assert "on n1, n3" in answer["findings"][0]["what"]
+        code, answer = looked(StandIn("n1"), old, StandIn("n3"), StandIn("n4", before=["false"]))
+        assert (code, {*found(answer)}) == (1, {("versions", ("n2",), True), ("host", ("n4",), True)})
+        (what,) = [one["what"] for one in answer["findings"] if one["kind"] == "versions"]
+        assert "torch 2.11.0 on n2" in what
+        assert "on n1, n3" in what
+        reached = {f"n{number}" for number in range(1, 4)}
+        assert {one for link in answer["links"] for one in (link["source"], link["target"])} == reached
 
     @pytest.mark.parametrize("name", ["torch", *longer("phalanx")])
     def test_a_missing_module(self, check: Check, tmp_path: Path, name: str) -> None:
@@ -270,32 +184,9 @@ def mounted(words: str) -> list[str]:
 class TestFolder:
     def test_that_is_not_shared(self, looked: Check, job: Path) -> None:
         alone = mounted(f"mount -t tmpfs none {job.parent / 'runs'}")
-        code, answer = looked(StandIn("n1"), StandIn("n2", before=alone))
+        code, answer = looked(StandIn("n2", before=alone), options="--plan dp=1")
         assert (code, found(answer)) == (1, [("folder", ("n2",), True)])
         assert "is not the folder of that path here" in answer["findings"][0]["what"]
-
-    def test_that_is_full(self, check: Check, full: str) -> None:
-        code, answer = check(StandIn("n1"), StandIn("n2"), run=full)
-        assert (code, [one[0] for one in found(answer)]) == (1, ["folder"])
-        assert "No space left on device" in answer["findings"][0]["what"]
-        assert "make room there" in answer["findings"][0]["fix"]
-
-
-@pytest.fixture
-def full(job: Path) -> Iterator[str]:
-    """The name of a run folder on a disk without a free byte."""
-    disk = job.parent / "disk"
-    disk.mkdir()
-    made = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "none", disk], capture_output=True, check=False)
-    if made.returncode:
-        pytest.skip(f"nothing can be mounted here: {made.stderr.decode().strip()}")
-    try:
-        with suppress(OSError), (disk / "all").open("wb", buffering=0) as file:
-            while True:
-                file.write(bytes(4096))
-        yield "disk/run"
-    finally:
-        subprocess.run(["umount", disk], check=True)
 
 
 class TestLimits:
@@ -323,12 +214,6 @@ def test_a_clock_an_hour_off(check: Check, tmp_path: Path) -> None:
     assert (code, found(answer)) == (0, [("clock", ("n2",), False)])
 
 
-def test_a_host_that_is_not_reached(looked: Check) -> None:
-    code, answer = looked(StandIn("n1"), StandIn("n2", before=["false"]), StandIn("n3"))
-    assert (code, found(answer)) == (1, [("host", ("n2",), True)])
-    assert {(link["source"], link["target"]) for link in answer["links"]} == {("n1", "n3"), ("n3", "n1")}
-
-
 class Wired:
     """Three hosts with a network stack each, whose links carry 400 Mbit/s."""
 
@@ -340,7 +225,6 @@ class Wired:
         ]
 
     def do(self, number: int, words: str) -> None:
-        """Run ``ip`` or ``tc`` on a host."""
         program, *rest = words.split()
         subprocess.run([*self._within(number), str(tool(program)), *rest], check=True, capture_output=True)
 
@@ -361,7 +245,10 @@ def wired() -> Iterator[Wired]:
 class TestLinks:
     def test_good_ones_raise_no_alarm(self, check: Check, wired: Wired) -> None:
         code, answer = check(*wired.hosts)
-        assert (code, answer["findings"]) == (0, [])
+        assert (code, answer["findings"], answer["not_looked_at"]) == (0, [], [])
+        assert all(host["told"]["data"]["samples"] == 16 for host in answer["hosts"])
+        assert len(answer["links"]) == 6
+        assert all(link["latency"] > 0 for link in answer["links"])
         assert all(1e7 < link["bandwidth"] < 6e7 for link in answer["links"])
 
     def test_a_host_that_is_cut_off_from_the_others(self, check: Check, wired: Wired) -> None:
@@ -384,76 +271,13 @@ def test_an_address_to_meet_at_that_is_not_the_hosts_own(check: Check) -> None:
     assert "workers cannot meet at 198.51.100.7: " in answer["findings"][0]["what"]
 
 
-@pytest.fixture(scope="module")
-def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SshServers]:
-    problem = lacking(HostLink())
-    if why := lacking_for_ssh() or (problem and problem.given):
-        pytest.skip(why)
-    with ssh_servers(2, tmp_path_factory.mktemp("ssh")) as made:
-        yield made
-
-
-class TestSsh:
-    def test_hosts_of_a_file(self, check: Check, servers: SshServers, job: Path) -> None:
-        file = servers.write_hosts((1, 1))
-        code, answer = check(options=f"--plan dp=2 --to ssh:{file}")
-        assert (code, answer["findings"], answer["not_looked_at"]) == (0, [], [])
-        assert [host["name"] for host in answer["hosts"]] == ["n0", "n1"]
-        assert [host["told"]["address"] for host in answer["hosts"]] == [servers.hosts.address(one) for one in (0, 1)]
-        assert len(answer["links"]) == 2
-
-
 class TestQueue:
-    UNKNOWN = "the machines of queue, which chooses them only once a run begins"
-
-    @pytest.mark.parametrize(
-        ("words", "code", "findings", "unknown"),
-        [
-            ("", 0, [], [UNKNOWN]),
-            ("no such partition", 1, [("queue", (), True)], [UNKNOWN]),
-            (None, 0, [], [UNKNOWN, "whether queue would take it"]),
-        ],
-    )
-    def test_is_asked_and_what_is_not_known_is_said(
-        self,
-        looked: Check,
-        monkeypatch: pytest.MonkeyPatch,
-        words: str | None,
-        code: int,
-        findings: list[Any],
-        unknown: list[str],
-    ) -> None:
-        monkeypatch.setattr(Queue, "words", words)
+    def test_is_asked_and_what_is_not_known_is_said(self, looked: Check, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(Queue, "words", "no such partition")
         monkeypatch.setattr(Queue, "asked", [])
-        got, answer = looked(options="--plan dp=8 --to queue --nodes 8")
-        assert (got, found(answer), answer["not_looked_at"]) == (code, findings, unknown)
+        code, answer = looked(options="--plan dp=8 --to queue --nodes 8")
+        assert (code, found(answer)) == (1, [("queue", (), True)])
+        assert answer["not_looked_at"] == ["the machines of queue, which chooses them only once a run begins"]
         (asked,) = Queue.asked
         assert asked.submission.options == {"nodes": "8"}
         assert str(asked.submission.run.plan) == "dp=8"
-
-    def test_the_job_is_looked_at_here(self, looked: Check, job: Path) -> None:
-        job.write_text("import not_installed_here\n")
-        code, answer = looked(options="--plan dp=2 --to queue")
-        assert (code, found(answer)) == (1, [("packages", ("this machine",), True)])
-
-
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[Cluster]:
-    if why := lacking_for_slurm():
-        pytest.skip(why)
-    with slurm_cluster() as made:
-        yield made
-
-
-@pytest.mark.parametrize(
-    ("options", "code", "words"),
-    [("--nodes 2 --partition none", 1, "invalid partition"), ("--nodes 2", 0, "")],
-)
-def test_slurm_says_whether_it_would_take_a_run(
-    check: Check, cluster: Cluster, options: str, code: int, words: str
-) -> None:
-    count = options.split()[1]
-    got, answer = check(options=f"--plan dp={count} --to slurm {options}")
-    assert got == code, answer["findings"]
-    assert [one["kind"] for one in answer["findings"]] == ["queue"] * code
-    assert all(words in one["what"] for one in answer["findings"])

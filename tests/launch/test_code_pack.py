@@ -11,6 +11,7 @@ import sys
 import tarfile
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import takewhile
 from pathlib import Path
 from typing import IO, Any
@@ -18,15 +19,13 @@ from typing import IO, Any
 import psutil
 import pytest
 
-from phalanx.config import Plan, RunSpec
 from phalanx.config.run_files import RUN_FILES
 from phalanx.errors import RunError, SpecError
-from phalanx.launch.targets import CodePack, Submission, code_pack, ssh_host, unpack
-from phalanx.launch.targets.code_pack import IgnorePatterns, file_digest, folder_to_pack, job_within
+from phalanx.launch.targets import CodePack, code_pack, ssh_host, unpack
+from phalanx.launch.targets.code_pack import file_digest, folder_to_pack, job_within
 from phalanx.launch.targets.host_folder import HostFiles
 from phalanx.launch.targets.hosts_file import HostsFile
 from phalanx.launch.targets.ray_code import CodePlace, RequestCode
-from phalanx.launch.targets.ssh import SshTarget
 
 
 def test_the_same_files_are_the_same_bytes(tmp_path: Path) -> None:
@@ -88,35 +87,6 @@ def test_what_is_not_what_was_packed_is_not_unpacked(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("line", "out", "stays"),
-    [
-        ("*.log", ["x.log", "d/x.log"], ["x.logs"]),
-        ("/build", ["build"], ["d/build"]),
-        ("docs/*.md", ["docs/a.md"], ["docs/d/a.md", "x/docs/a.md"]),
-        ("a/**/z", ["a/z", "a/b/c/z"], ["b/a/z"]),
-        ("**/cache/*", ["cache/x", "q/cache/x"], ["cache"]),
-        ("f[0-9]?", ["f12"], ["f1", "fx1"]),
-        ("f[!0-9]", ["fx"], ["f1"]),
-        (r"\#x", ["#x"], ["x"]),
-        ("out/**", ["out/a/b"], ["out"]),
-        ("a.b", ["a.b"], ["axb"]),
-        ("[z-a]", ["[z-a]"], ["b"]),
-    ],
-)
-def test_patterns_are_those_of_git(line: str, out: list[str], stays: list[str]) -> None:
-    patterns = IgnorePatterns([line])
-    assert [path for path in out if not patterns.leave_out(path, folder=False)] == []
-    assert [path for path in stays if patterns.leave_out(path, folder=False)] == []
-
-
-def test_the_last_pattern_decides_and_some_are_of_folders_alone() -> None:
-    patterns = IgnorePatterns(["*.log", "!keep.log", "tmp/"])
-    assert not patterns.leave_out("d/keep.log", folder=False)
-    assert patterns.leave_out("d/tmp", folder=True)
-    assert not patterns.leave_out("d/tmp", folder=False)
-
-
-@pytest.mark.parametrize(
     "lines",
     [
         ["*.log", "!keep.log", "/data/", "build/"],
@@ -124,13 +94,26 @@ def test_the_last_pattern_decides_and_some_are_of_folders_alone() -> None:
         ["# a comment", "", "\\!odd", "*.[ch]", "t?mp", "/*.txt", "!/b.txt"],
         ["deep/**", "!deep/er/one.py", "/lib/*/", "x y"],
         ["*", "!*.py", "!*/", "lib/"],
+        ["f[0-9]?", "f[!0-9]", "docs/*.md", "lib/**/z.py", "/cache/*", "[z-a]", "a.b"],
     ],
 )
 def test_what_is_packed_is_what_git_would_take(tmp_path: Path, lines: list[str]) -> None:
     names = [
         *("train.py", "a.txt", "b.txt", "x y", "!odd", "a.c", "a.log", "keep.log", "tamp", "data/one.bin", "lib/z.py"),
         *("lib/q/z.py", "lib/q/r/z.py", "lib/data/two.bin", "docs/a.md", "docs/b.md", "docs/d/c.md", "build/x"),
-        *("lib/build/y", "cache/1", "lib/cache/2", "deep/one.py", "deep/er/one.py", "deep/keep.log"),
+        *(
+            "f12",
+            "f1",
+            "fx1",
+            "fx",
+            "axb",
+            "lib/build/y",
+            "cache/1",
+            "lib/cache/2",
+            "deep/one.py",
+            "deep/er/one.py",
+            "deep/keep.log",
+        ),
     ]
     for name in names:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
@@ -181,7 +164,6 @@ def project(tmp_path: Path) -> Path:
 
 
 def sent(project: Path, works: Path, reference: str = "train.py:tiny?lr=0.1") -> tuple[RequestCode, Path]:
-    """The code as a request says it, and the archive."""
     archive = project.parent / "code.tar.gz"
     digest = CodePack.of(project, without=project / "run").write(archive)
     return RequestCode(root=str(project), sha256=digest, reference=reference, works=str(works)), archive
@@ -217,7 +199,6 @@ def test_where_there_is_no_such_folder_a_copy_is_worked_in(project: Path, tmp_pa
 
 
 def test_what_is_not_what_was_packed_is_not_worked_with(project: Path, tmp_path: Path) -> None:
-    """Not even where the folder is as it was."""
     code, archive = sent(project, works=project)
     packed = archive.read_bytes()
     for damaged in (packed[:-9], b"", b"no archive"):
@@ -236,7 +217,6 @@ def encoded(data: bytes) -> str:
 
 @pytest.fixture
 def copy(tmp_path: Path) -> tuple[HostFiles, Path]:
-    """A copy of a run folder, followed."""
     files = HostFiles()
     where = files.begin(str(tmp_path / "scratch"), "run-1")
     files.put("events.jsonl", encoded(b"one\n"))
@@ -310,17 +290,6 @@ def test_nothing_outside_is_written_or_read(copy: tuple[HostFiles, Path], path: 
     assert "error" in files.read(path, 0)
 
 
-def test_a_plan_for_other_devices_is_refused_before_anybody_is_asked(tmp_path: Path) -> None:
-    file = tmp_path / "hosts.toml"
-    file.write_text('[[host]]\nname = "a.invalid"\ndevices = 4\n')
-    spec = RunSpec(job="train.py", plan=Plan.parse("dp=2"), folder=tmp_path / "run")
-    with pytest.raises(SpecError) as caught:
-        SshTarget(str(file)).prepare(Submission(run=spec, name="digits", python="", options={}))
-    (problem,) = caught.value.problems
-    assert problem.given == "dp=2, of 2 processes, for 4 devices (a.invalid: 4)"
-    assert problem.fix == "--plan dp=4"
-
-
 @pytest.mark.parametrize(
     ("text", "given"),
     [
@@ -363,53 +332,50 @@ def first_lines(told: Iterator[dict[str, Any]], ranks: int) -> dict[int, int]:
     return {rank: int(text) for rank, text in printed.items()}
 
 
-def test_what_ended_a_worker_is_told_also_where_the_launcher_has_all_ended() -> None:
-    """Its peers have failed as it was lost, and their launcher has not waited for more."""
+@contextmanager
+def agent_of(
+    changed: str, other: str, ranks: int
+) -> Iterator[tuple[subprocess.Popen[bytes], IO[bytes], Any, list[int]]]:
+    """The agent of a host with a text changed in it: the process, its pipe, what it tells, and its workers."""
     text = ssh_host._agent_text().decode()
-    assert "_LOOK = 0.05" in text
-    program = text.replace("_LOOK = 0.05", "_LOOK = 600.0")  # it comes to look only as it is asked
-    agent = subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert changed in text
+    words = [sys.executable, "-c", text.replace(changed, other)]
+    agent = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert agent.stdin
     assert agent.stdout
     try:
         argv = [sys.executable, "-c", WORKER]
-        asked(agent.stdin, do="load", named=False, folder="", environment={}, argv=argv, count=2)
-        asked(agent.stdin, do="start", files={}, ranks={"0": {}, "1": {}}, folder="")
+        asked(agent.stdin, do="load", named=False, folder="", environment={}, argv=argv, count=ranks)
+        asked(agent.stdin, do="start", files={}, ranks={str(rank): {} for rank in range(ranks)}, folder="")
         told = map(json.loads, agent.stdout)
-        worker = psutil.Process(first_lines(told, 2)[1])
-        worker.kill()
-        while worker.status() != psutil.STATUS_ZOMBIE:
-            time.sleep(0.02)
-        asked(agent.stdin, do="end")
-        said = takewhile(lambda one: "over" not in one, told)
-        assert [one for one in said if "ended" in one] == [{"ended": 1, "code": -signal.SIGKILL}]
+        yield agent, agent.stdin, told, [*first_lines(told, ranks).values()]
     finally:
         agent.kill()
         agent.communicate()
+
+
+def test_what_ended_a_worker_is_told_also_where_the_launcher_has_all_ended() -> None:
+    """Its peers have failed as it was lost, and their launcher has not waited for more."""
+    with agent_of("_LOOK = 0.05", "_LOOK = 600.0", 2) as (_, pipe, told, pids):
+        worker = psutil.Process(pids[1])
+        worker.kill()
+        while worker.status() != psutil.STATUS_ZOMBIE:
+            time.sleep(0.02)
+        asked(pipe, do="end")
+        said = takewhile(lambda one: "over" not in one, told)
+        assert [one for one in said if "ended" in one] == [{"ended": 1, "code": -signal.SIGKILL}]
 
 
 @pytest.mark.realtime("the agent is a program whose clock is its own")
 def test_a_launcher_that_says_nothing_for_long_is_taken_to_be_gone() -> None:
     """Its connection stays open: of a machine without power, or behind a network that is cut."""
-    text = ssh_host._agent_text().decode()
-    assert "SILENCE = 60.0" in text
-    program = text.replace("SILENCE = 60.0", "SILENCE = 2.0")
-    agent = subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-    assert agent.stdin
-    assert agent.stdout
-    try:
-        argv = [sys.executable, "-c", WORKER]
-        asked(agent.stdin, do="load", named=False, folder="", environment={}, argv=argv, count=1)
-        asked(agent.stdin, do="start", files={}, ranks={"0": {}}, folder="")
-        worker = psutil.Process(first_lines(map(json.loads, agent.stdout), 1)[0])
+    with agent_of("SILENCE = 60.0", "SILENCE = 2.0", 1) as (agent, pipe, _, pids):
+        worker = psutil.Process(pids[0])
         until = time.monotonic() + 3.0
         while time.monotonic() < until:  # it is not its age that ends it
-            asked(agent.stdin, do="still")
+            asked(pipe, do="still")
             time.sleep(0.2)
         assert worker.is_running()
         assert agent.poll() is None
         assert agent.wait(60) == 0
         assert not worker.is_running() or worker.status() == psutil.STATUS_ZOMBIE
-    finally:
-        agent.kill()
-        agent.communicate()

@@ -6,17 +6,20 @@ import json
 import re
 import sys
 import threading
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from types import SimpleNamespace, UnionType
 from typing import Any, Union, get_args, get_origin
 
 import pytest
+from launched import submission
 
 import phalanx as px
-from phalanx.config import Plan, RunSpec
+from in_one_test import in_one_test
+from phalanx.config import RunSpec
 from phalanx.events.log import EventLog
-from phalanx.launch.targets import Submission, kubernetes_node
+from phalanx.launch.targets import kubernetes_node
 from phalanx.launch.targets.kubernetes import KubernetesTarget
 from phalanx.launch.targets.kubernetes_log import take_in
 from phalanx.launch.targets.kubernetes_standing import standing_of
@@ -43,23 +46,14 @@ FULL = {
 }
 
 
-def submission(folder: Path, *, run: dict[str, Any] | None = None, **options: str) -> Submission:
-    """A run on two pods that have ``folder``, unless ``options`` say otherwise."""
-    settings = {"plan": Plan.parse("dp=4"), "grace": 10.0, "resume": "auto", **(run or {})}
-    spec = RunSpec(**{"job": str(folder / "train.py"), "folder": folder / "run", **settings})
-    given = {"image": "registry/train:1", "nodes": "2", "volume": f"data:{folder}", **options}
-    named = {name.replace("_", "-"): value for name, value in given.items() if value}
-    return Submission(run=spec, name="Digits_1", python="python", options=named)
-
-
-def handed(given: Submission) -> dict[str, dict[str, Any]]:
-    """The objects by their kinds."""
-    prepared = KubernetesTarget("").prepare(given)
-    return {one["kind"]: one for one in json.loads(prepared.files[given.folder / "kubernetes.json"])["items"]}
+def handed(folder: Path = Path("/data"), **given: Any) -> dict[str, dict[str, Any]]:
+    asked = submission("kubernetes", folder, **{"plan": "dp=4", **given})
+    prepared = KubernetesTarget("").prepare(asked)
+    return {one["kind"]: one for one in json.loads(prepared.files[asked.folder / "kubernetes.json"])["items"]}
 
 
 def full(**options: str) -> dict[str, dict[str, Any]]:
-    return handed(submission(Path("/data"), **{**FULL, **options}))
+    return handed(**{**FULL, **options})
 
 
 def pod_of(jobset: dict[str, Any]) -> dict[str, Any]:
@@ -87,39 +81,15 @@ def models_in(annotation: Any) -> list[Any]:
     return []
 
 
-class TestSchemas:
-    """Held against the models of the Kubeflow project, made from the published APIs, and the schemas of Kubernetes."""
-
-    def test_a_jobset_is_one(self) -> None:
-        models = pytest.importorskip("kubeflow_trainer_api.models")
-        for jobset in (full()["JobSet"], handed(submission(Path("/data")))["JobSet"]):
-            models.JobsetV1alpha2JobSet.from_dict(jobset)
-            assert unknown_fields(models.JobsetV1alpha2JobSet, jobset) == []
-            pod_of(jobset)["containers"][0]["imagePullPolitics"] = "Always"
-            found = unknown_fields(models.JobsetV1alpha2JobSet, jobset)
-            assert [one.rpartition(".")[2] for one in found] == ["imagePullPolitics"], "an unknown field is found"
-
-    def test_a_jobset_whose_pods_may_be_fewer_is_one(self) -> None:
-        models = pytest.importorskip("kubeflow_trainer_api.models")
-        jobset = handed(submission(Path("/data"), run={"devices": "1:4"}))["JobSet"]
+def test_objects_are_those_of_the_published_schemas() -> None:
+    """The models of the Kubeflow project, made from the published APIs, and the schemas of Kubernetes."""
+    models = pytest.importorskip("kubeflow_trainer_api.models")
+    kubernetes_validate = pytest.importorskip("kubernetes_validate")
+    for objects in (full(), handed(), handed(run={"devices": "1:4"})):
+        jobset = objects["JobSet"]
         models.JobsetV1alpha2JobSet.from_dict(jobset)
         assert unknown_fields(models.JobsetV1alpha2JobSet, jobset) == []
-
-    def test_a_trainjob_is_one(self) -> None:
-        models = pytest.importorskip("kubeflow_trainer_api.models")
-        given = {**FULL, "kind": "trainjob", "env_from_secret": "", "max_restarts": ""}
-        for trainjob in (
-            handed(submission(Path("/data"), **given))["TrainJob"],
-            handed(submission(Path("/data"), kind="trainjob"))["TrainJob"],
-        ):
-            models.TrainerV1alpha1TrainJob.from_dict(trainjob)
-            assert unknown_fields(models.TrainerV1alpha1TrainJob, trainjob) == []
-
-    @pytest.mark.parametrize("options", [FULL, {}], ids=["full", "plain"])
-    def test_what_is_of_kubernetes_itself_is_valid(self, options: dict[str, str]) -> None:
-        kubernetes_validate = pytest.importorskip("kubernetes_validate")
-        objects = handed(submission(Path("/data"), **options))
-        job = objects["JobSet"]["spec"]["replicatedJobs"][0]["template"]["spec"]
+        job = jobset["spec"]["replicatedJobs"][0]["template"]["spec"]
         head = {"metadata": {"name": "one"}}
         for one in (
             objects["ConfigMap"],
@@ -127,13 +97,20 @@ class TestSchemas:
             {"apiVersion": "v1", "kind": "Pod", **head, "spec": job["template"]["spec"]},
         ):
             kubernetes_validate.validate(one, "1.32", strict=True)
+        pod_of(jobset)["containers"][0]["imagePullPolitics"] = "Always"
+        found = unknown_fields(models.JobsetV1alpha2JobSet, jobset)
+        assert [one.rpartition(".")[2] for one in found] == ["imagePullPolitics"], "an unknown field is found"
+    for more in ({**FULL, "env_from_secret": "", "max_restarts": ""}, {}):
+        trainjob = handed(**{**more, "kind": "trainjob"})["TrainJob"]
+        models.TrainerV1alpha1TrainJob.from_dict(trainjob)
+        assert unknown_fields(models.TrainerV1alpha1TrainJob, trainjob) == []
 
 
 class TestManifests:
     def test_pods_meet_at_the_stable_name_of_the_first(self) -> None:
         jobset = full()["JobSet"]
         name, job = jobset["metadata"]["name"], jobset["spec"]["replicatedJobs"][0]
-        assert name.startswith("digits-1-")
+        assert name.startswith("digits-")
         command = pod_of(jobset)["containers"][0]["command"]
         assert command[-2:] == [f"{name}-{job['name']}-0-0.{jobset['spec']['network']['subdomain']}:29500", "2"]
         assert job["template"]["spec"]["completionMode"] == "Indexed"
@@ -142,13 +119,12 @@ class TestManifests:
     def test_two_launches_have_two_names_which_a_pods_name_may_hold(self) -> None:
         names = set[str]()
         for name in ("Digits", "Digits", "9" * 80, "ä/_", "a" + "-" * 40 + "b"):
-            given = submission(Path("/data"))
-            renamed = Submission(run=given.run, name=name, python="python", options=given.options)
-            names.add(found := handed(renamed)["JobSet"]["metadata"]["name"])
+            prepared = KubernetesTarget("").prepare(replace(submission("kubernetes", Path("/data")), name=name))
+            (text,) = [text for path, text in prepared.files.items() if path.name == "kubernetes.json"]
+            names.add(found := json.loads(text)["items"][-1]["metadata"]["name"])
             assert len(f"{found}-node-0-9999") <= 63
             assert found[0].isalpha()
             assert found.replace("-", "").isalnum()
-            assert "--" not in found or "a" in name
         assert len(names) == 5
 
     def test_workers_read_the_run_file_of_the_config_map(self) -> None:
@@ -184,7 +160,7 @@ class TestManifests:
         )
         assert [code for code in (1, 7, 70, 75, 700, 137) if re.search(pattern, words.format(code))] == [70]
         for grace in (10.0, 29.5, 600.0):
-            pod = pod_of(handed(submission(Path("/data"), run={"grace": grace}))["JobSet"])
+            pod = pod_of(handed(run={"grace": grace})["JobSet"])
             assert pod["terminationGracePeriodSeconds"] > grace + 5
 
     def test_what_is_asked_for(self) -> None:
@@ -201,25 +177,19 @@ class TestManifests:
         assert pod["nodeSelector"] == {"pool": "a100", "zone": "b"}
         assert pod["serviceAccountName"] == "trainer"
 
-    @pytest.mark.parametrize(
-        ("device", "resource"), [("auto", "nvidia.com/gpu"), ("cuda", "nvidia.com/gpu"), ("tpu", "google.com/tpu")]
-    )
-    def test_devices_are_called_as_their_maker_does(self, device: str, resource: str) -> None:
-        given = submission(Path("/data"), run={"plan": Plan.parse(f"dp=4 device={device}")})
-        (container,) = pod_of(handed(given)["JobSet"])["containers"]
-        assert container["resources"]["limits"] == {resource: "2"}
+        assert container["envFrom"] == [{"secretRef": {"name": "wandb"}}, {"secretRef": {"name": "s3"}}]
 
-    def test_without_gpus_each_worker_has_a_core(self) -> None:
-        for given in (
-            submission(Path("/data"), gpus_per_node="0"),
-            submission(Path("/data"), run={"plan": Plan.parse("dp=4 device=cpu")}),
-        ):
-            (container,) = pod_of(handed(given)["JobSet"])["containers"]
-            assert container["resources"] == {"requests": {"cpu": "2"}}
+    def test_devices_are_called_as_their_maker_does_and_without_any_each_worker_has_a_core(self) -> None:
+        def resources(**given: Any) -> dict[str, Any]:
+            (container,) = pod_of(handed(**given)["JobSet"])["containers"]
+            return container["resources"]
+
+        for device, name in (("auto", "nvidia.com/gpu"), ("cuda", "nvidia.com/gpu"), ("tpu", "google.com/tpu")):
+            assert resources(plan=f"dp=4 device={device}")["limits"] == {name: "2"}
+        assert resources(gpus_per_node="0") == resources(plan="dp=4 device=cpu") == {"requests": {"cpu": "2"}}
 
     def test_fewer_pods_go_on_where_the_number_of_devices_may_change(self) -> None:
-        given = submission(Path("/data"), nodes="4", run={"plan": Plan.parse("dp=8"), "devices": "3:8"}, wait="5m")
-        jobset = handed(given)["JobSet"]
+        jobset = handed(plan="dp=8", nodes="4", run={"devices": "3:8"}, wait="5m")["JobSet"]
         job = jobset["spec"]["replicatedJobs"][0]["template"]["spec"]
         (container,) = pod_of(jobset)["containers"]
         assert container["command"][-2:] == ["2:4", "300"], "3 devices are 2 pods of 2"
@@ -232,21 +202,17 @@ class TestManifests:
         jobset = full()["JobSet"]
         assert jobset["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "team-a"
         assert jobset["spec"]["suspend"] is True
-        assert "suspend" not in handed(submission(Path("/data")))["JobSet"]["spec"]
-
-    def test_secrets_are_named_and_nothing_of_them_is_read(self) -> None:
-        (container,) = pod_of(full()["JobSet"])["containers"]
-        assert container["envFrom"] == [{"secretRef": {"name": "wandb"}}, {"secretRef": {"name": "s3"}}]
+        assert "suspend" not in handed()["JobSet"]["spec"]
 
     def test_a_trainjob_leaves_the_rest_to_its_runtime(self) -> None:
-        spec = handed(submission(Path("/data"), kind="trainjob", runtime="torch-a100"))["TrainJob"]["spec"]
+        spec = handed(kind="trainjob", runtime="torch-a100")["TrainJob"]["spec"]
         assert spec["runtimeRef"] == {"name": "torch-a100"}
         assert (spec["trainer"]["numNodes"], spec["trainer"]["numProcPerNode"]) == (2, 2)
 
     def test_a_folder_of_a_volume_is_where_workers_work(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.chdir(tmp_path)
-        assert pod_of(handed(submission(tmp_path))["JobSet"])["containers"][0]["workingDir"] == str(tmp_path)
-        assert "workingDir" not in pod_of(handed(submission(Path("/data")))["JobSet"])["containers"][0]
+        assert pod_of(handed(tmp_path)["JobSet"])["containers"][0]["workingDir"] == str(tmp_path)
+        assert "workingDir" not in pod_of(handed()["JobSet"])["containers"][0]
 
 
 def condition(kind: str, reason: str = "Why", message: str = "in its words") -> dict[str, Any]:
@@ -272,7 +238,10 @@ PULL = pod("Pending", waiting=("ImagePullBackOff", 'Back-off pulling image "regi
 FULL_NODES = pod("Pending", scheduled="0/3 nodes are available: 3 Insufficient nvidia.com/gpu.")
 
 
-@pytest.mark.parametrize(
+STOPPED = condition("Failed", "FailJobSetFailurePolicyAction")
+
+
+@in_one_test(
     ("conditions", "pods", "last", "state", "said"),
     [
         ([], [], "", "waiting", "no pod yet"),
@@ -280,32 +249,18 @@ FULL_NODES = pod("Pending", scheduled="0/3 nodes are available: 3 Insufficient n
         ([], [pod(), FULL_NODES], "", "waiting", "1 of 2 pods running: Unschedulable"),
         ([], [pod(), PULL], "", "waiting", 'ImagePullBackOff: Back-off pulling image "registry/train:1" (1 pod)'),
         ([], [pod("Pending", waiting=("ContainerCreating", ""))], "", "waiting", "ContainerCreating (1 pod); 1 not"),
-        ([], [pod(), pod()], "", "running", "2 pods on n1"),
         ([], [pod(), pod(), pod("Failed")], "", "running", "2 pods on n1"),
         ([condition("Suspended")], [], "", "waiting", "Why: in its words"),
         ([condition("Suspended")], [pod()], "", "running", "1 pod still to end"),
         ([condition("Completed")], [pod("Succeeded")] * 2, "end", "ended", "Why: in its words"),
         ([condition("Complete")], [], "", "ended", ""),
         ([condition("Failed")], [pod("Failed")], "error", "failed", "Why: in its words"),
-        ([condition("Failed")], [pod("Failed")], "", "failed", "Why: in its words"),
         ([condition("Failed")], [pod("Failed")], "stopped", "failed", "Why: in its words"),
-        ([condition("Failed", "FailJobSetFailurePolicyAction")], [], "stopped", "stopped", "in its words"),
-        ([condition("Failed", "FailJobSetFailurePolicyAction")], [], "", "stopped", "in its words"),
-        ([condition("Failed", "FailJobSetFailurePolicyAction")], [], "resume", "failed", "in its words"),
-        (
-            [condition("Failed", "FailJobSetFailurePolicyAction")],
-            [pod("Failed", code=75)],
-            "",
-            "stopped",
-            "in its words",
-        ),
-        (
-            [condition("Failed", "FailJobSetFailurePolicyAction")],
-            [pod("Failed", code=70)],
-            "",
-            "failed",
-            "own code: Fail",
-        ),
+        ([STOPPED], [], "stopped", "stopped", "in its words"),
+        ([STOPPED], [], "", "stopped", "in its words"),
+        ([STOPPED], [], "resume", "failed", "in its words"),
+        ([STOPPED], [pod("Failed", code=75)], "", "stopped", "in its words"),
+        ([STOPPED], [pod("Failed", code=70)], "", "failed", "own code: Fail"),
         ([condition("Failed", "DeadlineExceeded")], [pod()], "", "running", "1 pod still to end: DeadlineExceeded"),
     ],
 )
@@ -318,7 +273,7 @@ def test_how_it_stands(
     assert said in found.detail
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("pods", "last", "asked", "state"),
     [
         ([], "", False, "unknown"),
@@ -356,21 +311,21 @@ def test_earlier_starts_are_counted_and_a_queue_is_named() -> None:
     assert found.detail == "Pending: insufficient unused quota"
 
 
-def test_lines_stand_by_the_name_of_their_pod_in_whatever_order_pods_are_given(tmp_path: Path) -> None:
+def test_lines_stand_in_the_order_of_pods_and_what_ranks_have_left_in_theirs(tmp_path: Path) -> None:
     printed = {f"pod-{number}": [f"[rank {number}] of the pod\n"] for number in (10, 1, 0, 2)}
-    path = take_in(tmp_path, None, lambda: printed)
+    (tmp_path / "pods").mkdir()
+    path = take_in(tmp_path / "pods", None, lambda: printed)
     assert path.read_text().splitlines() == [f"[rank {number}] of the pod" for number in (0, 1, 2, 10)]
-
-
-def test_what_ranks_have_left_stands_in_their_order(tmp_path: Path) -> None:
     for rank in range(11):
         (tmp_path / f"rank-{rank}.log").write_text(f"of rank {rank}\n")
     assert take_in(tmp_path, None, dict).read_text().splitlines() == [f"of rank {rank}" for rank in range(11)]
 
 
-class TestNode:
-    """What a pod does before torch is asked for anything."""
+OWN = {"event": "error", "lost": False}
+GOES_ON = {"event": "resume", "step": 2, "path": "checkpoints/step-2"}
 
+
+class TestNode:
     @pytest.fixture
     def place(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[NodePlace]:
         places: list[NodePlace] = []
@@ -402,28 +357,15 @@ class TestNode:
     @pytest.mark.parametrize(
         ("before", "events", "code", "ends"),
         [
-            ([], [{"event": "error", "lost": False}], 1, 70),
-            (
-                [],
-                [{"event": "resume", "step": 2, "path": "checkpoints/step-2"}, {"event": "error", "lost": False}],
-                1,
-                70,
-            ),
-            ([], [{"event": "error", "lost": False}, {"event": "error", "lost": True}], 1, 70),
+            ([], [OWN], 1, 70),
+            ([], [GOES_ON, OWN], 1, 70),
+            ([], [OWN, {"event": "error", "lost": True}], 1, 70),
             ([], [{"event": "error", "lost": True}], 1, 1),
-            ([], [{"event": "error", "lost": False}], 75, 75),
-            ([{"event": "error", "lost": False}], [], 1, 1),
-            ([{"event": "error", "lost": False}], [{"event": "resume", "step": 2, "path": "checkpoints/step-2"}], 1, 1),
+            ([], [OWN], 75, 75),
+            ([OWN], [], 1, 1),
+            ([OWN], [GOES_ON], 1, 1),
         ],
-        ids=[
-            "own",
-            "own, after others went",
-            "own, by which others were lost",
-            "lost",
-            "asked to stop",
-            "of an earlier start",
-            "lost without a word",
-        ],
+        ids=["own", "others went", "others lost by it", "lost", "asked to stop", "earlier start", "without a word"],
     )
     def test_its_exit_code_says_whether_the_jobs_own_code_has_raised(
         self,

@@ -1,37 +1,32 @@
-"""Launches on a stand-in of Kubernetes, whose pods are processes, and on an API server by the real kubectl."""
+"""What the pods of a launch on Kubernetes train, as processes of this machine; an API server by the real kubectl."""
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
-import stat
+import signal
+import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import redirect_stderr, redirect_stdout
+import threading
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
+from urllib.parse import parse_qs, urlsplit
 
 import pytest
-from kubernetes_cluster import JOBSETS, PODS, ApiServer, Cluster, api_server, kubernetes_cluster
-from launched import (
-    await_none_left,
-    await_steps,
-    by_hand,
-    steps_in,
-    write_job,
-)
-from slurm_cluster import until
+from launched import await_none_left, await_steps, by_hand, free_ports, steps_in, submission, until, write_job
 
 import phalanx as px
-from phalanx.cli import main
-from phalanx.config import Plan, RunSpec
+from phalanx.config import Plan
 from phalanx.data import audit
 from phalanx.errors import RunError
-from phalanx.files import replace_text
-from phalanx.launch.reaper import fork
 from phalanx.launch.runfile import newest_step
-from phalanx.launch.targets import Standing, Submission, write_ticket
+from phalanx.launch.targets import Standing, Submission
 from phalanx.launch.targets.kubectl import Kubectl
 from phalanx.launch.targets.kubernetes import KubernetesTarget
 
@@ -39,326 +34,304 @@ pytestmark = pytest.mark.timeout(300)
 STEPS = 30
 
 
+class Pods:
+    """The pods of ``given``, each with what it prints in ``pod-INDEX.log``, by its index in ``running``."""
+
+    def __init__(self, given: Submission) -> None:
+        prepared = KubernetesTarget("").prepare(given)
+        items = json.loads(prepared.files[given.folder / "kubernetes.json"])["items"]
+        objects = {one["kind"]: one for one in items}
+        self.folder, spec = given.run.folder.parent, objects["JobSet"]["spec"]
+        job = spec["replicatedJobs"][0]
+        self._pod, self.count = job["template"]["spec"]["template"], job["template"]["spec"]["completions"]
+        name = objects["JobSet"]["metadata"]["name"]
+        self._meeting = f"{name}-{job['name']}-0-0.{spec['network']['subdomain']}"
+        self._configs = {objects["ConfigMap"]["metadata"]["name"]: objects["ConfigMap"]["data"]}
+        self.running: dict[int, subprocess.Popen[bytes]] = {}
+
+    def start(self, attempt: int = 0, count: int | None = None) -> None:
+        """Start all that have a place, as the JobSet does for the first time and each time again."""
+        (self._port,) = free_ports(1)
+        for index in range(self.count if count is None else count):
+            self.start_one(index, attempt)
+
+    def start_one(self, index: int, attempt: int = 0) -> None:
+        """Start the pod of that index."""
+        (container,) = self._pod["spec"]["containers"]
+        command = [sys.executable if word == "python" else word for word in container["command"]]
+        volumes = {one["name"]: one for one in self._pod["spec"]["volumes"]}
+        for mount in container["volumeMounts"]:
+            if config := volumes[mount["name"]].get("configMap"):
+                mounted = self.folder / "mounted"
+                mounted.mkdir(exist_ok=True)
+                for file, text in self._configs[config["name"]].items():
+                    (mounted / file).write_text(text)
+                command = [word.replace(mount["mountPath"], str(mounted)) for word in command]
+        command = [f"127.0.0.1:{self._port}" if word.startswith(self._meeting) else word for word in command]
+        given = {"JOB_COMPLETION_INDEX": str(index)}
+        for one in container["env"]:
+            given[one["name"]] = str(attempt) if "valueFrom" in one else one["value"]
+        with self.log(index).open("ab") as out:
+            self.running[index] = subprocess.Popen(
+                command,
+                env={**os.environ, **given},
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=out,
+                start_new_session=True,
+                cwd=container.get("workingDir"),
+            )
+
+    def log(self, index: int) -> Path:
+        return self.folder / f"pod-{index}.log"
+
+    def end(self, index: int, number: int = signal.SIGTERM) -> None:
+        """Ask a pod to go, or lose it with all that it runs."""
+        process = self.running[index]
+        (os.killpg if number == signal.SIGKILL else os.kill)(process.pid, number)
+
+    def wait(self, seconds: float = 120) -> list[int]:
+        """Wait for the ends of all; their exit codes, by index."""
+        return [self.running[index].wait(seconds) for index in sorted(self.running)]
+
+    def close(self) -> None:
+        """End all that runs."""
+        for process in self.running.values():
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+Cluster = Callable[..., Pods]
+
+
 @pytest.fixture
-def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
+def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
+    """Starts the pods of a run; on two pods without GPUs unless options say more."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    with kubernetes_cluster(tmp_path / "cluster") as up:
-        monkeypatch.setenv("PATH", f"{up.tools}{os.pathsep}{os.environ['PATH']}")
-        yield up
-        print(up.seen())  # for who reads why a test has failed
+    made: list[Pods] = []
+
+    def start(plan: str = "dp=2", *, run: dict[str, Any] | None = None, **options: str) -> Pods:
+        settings = {"grace": 20.0, "forecast": "none", **(run or {})}
+        made.append(Pods(submission("kubernetes", tmp_path, plan, run=settings, gpus_per_node="0", **options)))
+        made[-1].start()
+        return made[-1]
+
+    yield start
+    for pods in made:
+        pods.close()
+        print(*(pods.log(index).read_text() for index in pods.running))  # for who reads why a test has failed
     await_none_left(tmp_path)
 
 
-@pytest.fixture
-def cluster(stand_in: Cluster) -> Cluster:
-    """The same, for tests that ``make engines`` runs but for the first."""
-    return stand_in
+def is_what_one_device_trains(folder: Path, *, twice: bool = False) -> None:
+    """The loss of every step, and each sample once; ``twice``: some steps were taken again."""
+    run = px.load(folder)
+    steps = [event["step"] for event in run.events("step")]
+    assert sorted(set(steps)) == list(range(STEPS))
+    assert twice or steps == list(range(STEPS)), "none was taken twice"
+    assert run.losses == pytest.approx(by_hand(STEPS), rel=1e-4)
+    assert audit(folder / "ledger", length=64, batch=16, drop_last=False) == []
 
 
-def say(cluster: Cluster, *words: str, code: int = 0) -> str:
-    """What the command prints, in a process forked from this one, which ends with that code."""
-    said = Path("said.txt")
-    with cluster.held():
-        pid = fork()
-    if pid == 0:
-        ended = 3
-        try:
-            with said.open("w") as out, redirect_stdout(out), redirect_stderr(out):
-                main(list(words))
-        except SystemExit as error:
-            ended = int(error.code or 0)
-        finally:
-            os._exit(ended)
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == code, said.read_text()
-    return said.read_text()
-
-
-class Handed:
-    """A run that was handed over as a launch does it; without GPUs, on two pods unless ``options`` say more."""
-
-    def __init__(self, folder: Path, plan: str = "dp=2", *, run: dict[str, Any] | None = None, **options: str) -> None:
-        settings = {"plan": Plan.parse(plan), "grace": 20.0, "resume": "auto", "forecast": "none", **(run or {})}
-        spec = RunSpec(job=str(folder / "train.py"), folder=folder / "run", **settings)
-        given = {"image": "registry/train:1", "nodes": "2", "volume": f"data:{folder}", "gpus-per-node": "0"}
-        named = {**given, **{name.replace("_", "-"): value for name, value in options.items()}}
-        submission = Submission(run=spec, name="train", python=sys.executable, options=named)
-        self.target, self.folder = KubernetesTarget(""), spec.folder
-        self.ticket = self.target.submit(self.target.prepare(submission))
-        write_ticket(submission, "kubernetes", self.ticket)
-
-    @property
-    def state(self) -> str:
-        return self.target.standing(self.ticket, self.folder).state
-
-    def await_end(self, cluster: Cluster, state: str = "ended") -> None:
-        """By a look at the objects, which costs less than to ask."""
-
-        def over() -> bool:
-            return any(one.get("status", {}).get("conditions") for one in cluster.objects(JOBSETS))
-
-        until(over, 120, f"it ends: {[path.read_text() for path in (cluster.folder / 'logs').iterdir()]}")
-        assert self.state == state, self.target.log(self.ticket, self.folder, None).read_text()
-
-    def is_what_one_device_trains(self, *, twice: bool = False) -> None:
-        """The loss of every step, and each sample once; ``twice``: some steps were taken again."""
-        run = px.load(self.folder)
-        steps = [event["step"] for event in run.events("step")]
-        assert sorted(set(steps)) == list(range(STEPS))
-        assert twice or steps == list(range(STEPS)), "none was taken twice"
-        assert run.losses == pytest.approx(by_hand(STEPS), rel=1e-4)
-        assert audit(self.folder / "ledger", length=64, batch=16, drop_last=False) == []
-
-
-@pytest.mark.parametrize(
-    ("plan", "pods"),
-    [
-        ("pp=2 tp=2", "2"),
-        ("server=1 dp=2", "3"),
-    ],
-)
-def test_pods_train_what_one_device_does(cluster: Cluster, tmp_path: Path, plan: str, pods: str) -> None:
+@pytest.mark.parametrize(("plan", "count"), [("dp=2", 2), ("pp=2 tp=2", 2), ("server=1 dp=2", 3)])
+def test_pods_train_what_one_device_does(cluster: Cluster, tmp_path: Path, plan: str, count: int) -> None:
     job = write_job(tmp_path, steps=STEPS)
     says = 'def job():\n    import os\n    if "RANK" in os.environ:\n        print("I am", os.environ["RANK"])\n'
     job.write_text(job.read_text().replace("def job():\n", says))
-    run = Handed(tmp_path, plan, nodes=pods)
-    run.await_end(cluster)
-    run.is_what_one_device_trains()
-    each = Plan.parse(plan).processes // int(pods)
-    printed = run.target.log(run.ticket, run.folder, None).read_text()
-    for index, pod in enumerate(cluster.objects(PODS)):
-        assert pod["status"]["phase"] == "Succeeded"
-        log = (cluster.folder / "logs" / pod["metadata"]["name"]).read_text()
+    pods = cluster(plan, nodes=str(count))
+    assert pods.wait() == [0] * count
+    is_what_one_device_trains(tmp_path / "run")
+    each = Plan.parse(plan).processes // count
+    for index in range(count):
+        log = pods.log(index).read_text()
         assert "Traceback" not in log
-        for rank in range(each * int(pods)):
+        for rank in range(each * count):
             here = rank // each == index
             assert (f"[rank {rank}] I am {rank}\n" in log) is here, "the index of a pod is the rank of its node"
-            assert f"I am {rank}\n" in run.target.log(run.ticket, run.folder, rank).read_text()
-            assert f"[rank {rank}] I am {rank}\n" in printed
+            assert f"I am {rank}\n" in (tmp_path / "run" / "launch" / f"rank-{rank}.log").read_text()
 
 
 def test_a_pod_that_has_to_go_costs_no_step_and_one_that_is_lost_is_made_anew(cluster: Cluster, tmp_path: Path) -> None:
-    """By itself all pods are made anew; only who is lost without a word counts towards ``--max-restarts``."""
-    write_job(tmp_path, pause=1.0, steps=STEPS)
-    run = Handed(tmp_path, run={"checkpoint_every": 2}, max_restarts="1")
-
-    def steps() -> list[int]:
-        return [event["step"] for event in px.load(run.folder).events("step")]
-
-    await_steps(run.folder, 4)
-    cluster.preempt(1)
-    until(lambda: cluster.restarts() == (1, 0), 60, "all pods are made anew")
-    before = len(steps())
-    until(lambda: len(steps()) > before + 2, 60, "it goes on")
-    taken = steps()
-    assert taken == list(range(len(taken))), "none was taken twice"
+    """All pods end with one, and are started anew."""
+    write_job(tmp_path, pause=0.5, steps=STEPS)
+    pods, run = cluster(run={"checkpoint_every": 2}), tmp_path / "run"
+    await_steps(run, 4)
+    pods.end(1)
+    assert 75 in pods.wait()
+    (stopped,) = px.load(run).events("stopped")
+    assert newest_step(run) == stopped["step"] == steps_in(run) < STEPS
+    pods.start(attempt=1)
+    await_steps(run, stopped["step"] + 3)
+    pods.end(1, signal.SIGKILL)
     write_job(tmp_path, steps=STEPS)
-    cluster.kill(1)
-    run.await_end(cluster)
-    assert cluster.restarts() == (2, 1)
-    assert len(list(px.load(run.folder).events("resume"))) == 2
-    run.is_what_one_device_trains(twice=True)
+    assert 70 not in pods.wait(), "no exception of the job's own code"
+    pods.start(attempt=2)
+    assert pods.wait() == [0, 0]
+    assert len(list(px.load(run).events("resume"))) == 2
+    is_what_one_device_trains(run, twice=True)
 
 
 def test_a_node_less_and_a_node_more(cluster: Cluster, tmp_path: Path) -> None:
     """The run goes on with the pods that there are; the global batch is the same, and so are the losses."""
     write_job(tmp_path, pause=0.2, steps=STEPS)
-    cluster.places = 2
-    run = Handed(tmp_path, run={"devices": "1:2", "checkpoint_every": 2}, wait="20s")
-    log = run.folder / "events.jsonl"
+    pods = cluster(run={"devices": "1:2", "checkpoint_every": 2}, wait="20s")
+    run = tmp_path / "run"
 
     def worlds() -> list[int]:
-        return [event["world_size"] for event in px.load(run.folder).events("start")] if log.exists() else []
+        log = run / "events.jsonl"
+        return [event["world_size"] for event in px.load(run).events("start")] if log.exists() else []
 
-    until(lambda: worlds() == [2] and steps_in(run.folder) > 4, 90, "it trains on two")
+    until(lambda: worlds() == [2] and steps_in(run) > 4, 90, "it trains on two")
     write_job(tmp_path, pause=1.0, steps=STEPS)  # on one it goes on for longer than another pod takes to start
-    cluster.kill(1)
-    until(lambda: worlds() == [2, 1], 90, "it goes on on one")
-    before = steps_in(run.folder)
-    until(lambda: steps_in(run.folder) > before + 2, 90, "it comes on")
-    assert run.target.standing(run.ticket, run.folder).detail.startswith("1 of 2 pods on n0: Unschedulable")
+    pods.end(1, signal.SIGKILL)
+    pods.end(0)  # all are made anew, and one has no place
+    pods.wait()
+    pods.start(attempt=1, count=1)
+    until(lambda: worlds() == [2, 1], 120, "it goes on on one")
+    before = steps_in(run)
+    until(lambda: steps_in(run) > before + 2, 90, "it comes on")
     write_job(tmp_path, steps=STEPS)
-    cluster.places = 2
-    until(lambda: worlds() == [2, 1, 2], 90, "it goes on on two")
-    run.await_end(cluster)
-    resizes = [(event["from"], event["to"]) for event in px.load(run.folder).events("resize")]
+    pods.start_one(1, attempt=1)
+    until(lambda: worlds() == [2, 1, 2], 120, "it goes on on two")
+    assert pods.wait()[0] == 0
+    resizes = [(event["from"], event["to"]) for event in px.load(run).events("resize")]
     assert resizes == [(2, 1), (1, 2)]
-    run.is_what_one_device_trains(twice=True)
+    is_what_one_device_trains(run, twice=True)
 
 
-def test_by_commands_a_run_is_stopped_and_goes_on_by_another_launch(cluster: Cluster, tmp_path: Path) -> None:
-    write_job(tmp_path, pause=1.0, steps=STEPS)
-    words = ["launch", "train.py", "--to", "kubernetes", "--nodes", "2", "--plan", "dp=2", "--run", "run"]
-    words += ["--image", "registry/train:1", "--volume", f"data:{tmp_path}", "--gpus-per-node", "0", "--json"]
-    words += ["--python", sys.executable, "--no-forecast", "--no-check"]
-    name = json.loads(say(cluster, *words))["jobset"]
-    await_steps(Path("run"), 3)
-    assert "has already: running" in say(cluster, *words, code=2)
-    assert "stopped" in say(cluster, "stop", "run")
-    assert cluster.objects(JOBSETS) == cluster.objects(PODS) == cluster.objects("configmaps") == []
-    await_none_left(tmp_path)
-    (stopped,) = px.load("run").events("stopped")
-    assert newest_step(Path("run")) == stopped["step"] == steps_in(Path("run")) < STEPS
-    write_job(tmp_path, steps=STEPS)
-    followed = json.loads(say(cluster, *words, "--resume"))
-    assert followed["jobset"] != name
-    say(cluster, "logs", "run", "--follow")  # until its end
-    assert json.loads(say(cluster, "status", "run", "--json"))["state"] == "ended"
-    assert px.load("run").losses == pytest.approx(by_hand(STEPS), rel=1e-4)
+def test_the_exit_code_of_an_exception_of_the_jobs_own_code_is_its_own(cluster: Cluster, tmp_path: Path) -> None:
+    job = write_job(tmp_path)
+    job.write_text(job.read_text().replace("time.sleep(PAUSE)", "raise ValueError('no such loss')"))
+    pods = cluster(run={"restarts": 0})
+    assert 70 in pods.wait()
+    assert any("no such loss" in pods.log(index).read_text() for index in range(2))
 
 
-# A pod without torch: it says who it is, writes what a run writes, and saves when it is asked to.
-POD = """#!{python} -S
-import json, os, signal, sys, time, tomllib
-from pathlib import Path
-
-_, module, runfile, meeting, nodes = sys.argv[1:]
-folder, index = Path(tomllib.loads(Path(runfile).read_text())["folder"]), os.environ["JOB_COMPLETION_INDEX"]
-(folder / "launch").mkdir(parents=True, exist_ok=True)
-
-
-def note(word, **more):
-    if index == "0":
-        with (folder / "events.jsonl").open("a") as log:
-            log.write(json.dumps(dict(event=word, time=1.0, step=3, **more)) + "\\n")
+JOBSET = "jobset.x-k8s.io/v1alpha2"
+KINDS = {
+    "/api/v1": {"configmaps": "ConfigMap", "pods": "Pod", "pods/log": "Pod", "namespaces": "Namespace"},
+    f"/apis/{JOBSET}": {"jobsets": "JobSet"},
+}
+OBJECT = re.compile(r"(/api/v1|/apis/[^/]+/[^/]+)/namespaces/([^/]+)/([^/]+)(?:/([^/]+))?(/log)?")
+VERBS = ["get", "list", "create", "delete", "patch", "update", "watch"]
 
 
-def leave(number, frame):
-    note("stopped", signal="SIGTERM")
-    os._exit(75)
+class ApiServer(ThreadingHTTPServer):
+    """``objects``: by namespace, plural and name. ``refused``: plural → why none is taken."""
+
+    daemon_threads = True
+    namespace = "vision"
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.objects: dict[tuple[str, str, str], dict[str, Any]] = {}
+        self.refused: dict[str, str] = {}
+
+    def settings(self) -> dict[str, Any]:
+        """What a kubeconfig holds."""
+        return {
+            "apiVersion": "v1",
+            "kind": "Config",
+            "clusters": [{"name": "here", "cluster": {"server": f"http://127.0.0.1:{self.server_address[1]}"}}],
+            "contexts": [{"name": "here", "context": {"cluster": "here", "user": "", "namespace": self.namespace}}],
+            "current-context": "here",
+        }
 
 
-signal.signal(signal.SIGTERM, leave)
-start, threads = os.environ["RESTART_ATTEMPT"], os.environ.get("OMP_NUM_THREADS")
-print(f"[rank {{index}}] of {{nodes}}, start {{start}}, with {{threads}}", flush=True)
-while not (folder / "finish").exists():
-    time.sleep(0.02)
-    if (folder / "crash").exists() and index == "1":
-        sys.exit(int((folder / "crash").read_text()))
-note("end", samples=48, seconds=1.0, loss=0.5)
-"""
+class Handler(BaseHTTPRequestHandler):
+    """One request."""
+
+    protocol_version = "HTTP/1.1"
+    server: ApiServer
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Nothing."""
+
+    def respond(self) -> None:
+        body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        url = urlsplit(self.path)
+        if (told := described(url.path)) is not None:
+            self.say(told)
+        elif found := OBJECT.fullmatch(url.path):
+            self.serve(found, parse_qs(url.query), body)
+        else:
+            self.refuse("the server could not find the requested resource")
+
+    do_GET = do_POST = do_PATCH = do_DELETE = respond  # noqa: N815
+
+    def serve(self, found: re.Match[str], query: dict[str, list[str]], body: bytes) -> None:
+        """Do what is asked of objects."""
+        group, namespace, plural, name, log = found.groups()
+        objects, key = self.server.objects, (namespace, plural, name)
+        if self.command == "POST" and plural in self.server.refused:
+            self.refuse(self.server.refused[plural], "Forbidden", 403)
+        elif self.command == "POST":
+            made = json.loads(body)
+            made["metadata"].update(uid=str(uuid.uuid4()), namespace=namespace, resourceVersion="1")
+            if "dryRun" not in query:
+                objects[namespace, plural, made["metadata"]["name"]] = made
+            self.say(made)
+        elif not name:
+            wanted = dict(one.split("=") for one in query.get("labelSelector", [""])[0].split(",") if one)
+            there = [one for where, one in objects.items() if where[:2] == (namespace, plural)]
+            items = [one for one in there if wanted.items() <= one["metadata"].get("labels", {}).items()]
+            version = group.removeprefix("/apis/").removeprefix("/api/")
+            self.say({"kind": f"{KINDS[group][plural]}List", "apiVersion": version, "metadata": {}, "items": items})
+        elif key not in objects:
+            self.refuse(f'{plural} "{name}" not found')
+        elif log:
+            self.say(objects[key].get("log", ""))
+        else:
+            self.say(objects.pop(key) if self.command == "DELETE" else objects[key])
+
+    def say(self, told: dict[str, Any] | str, code: int = 200) -> None:
+        data = told.encode() if isinstance(told, str) else json.dumps(told).encode()
+        self.send_response(code)
+        self.send_header("Content-Type", "application/octet-stream" if isinstance(told, str) else "application/json")
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def refuse(self, message: str, reason: str = "NotFound", code: int = 404) -> None:
+        status = {"kind": "Status", "apiVersion": "v1", "status": "Failure", "reason": reason, "code": code}
+        self.say({**status, "message": message}, code)
 
 
-def submission(folder: Path, *, run: dict[str, Any] | None = None, **options: str) -> Submission:
-    """A run on two pods that have ``folder``, unless ``options`` say otherwise."""
-    settings = {"plan": Plan.parse("dp=4"), "grace": 10.0, "resume": "auto", **(run or {})}
-    spec = RunSpec(**{"job": str(folder / "train.py"), "folder": folder / "run", **settings})
-    given = {"image": "registry/train:1", "nodes": "2", "volume": f"data:{folder}", **options}
-    named = {name.replace("_", "-"): value for name, value in given.items() if value}
-    return Submission(run=spec, name="Digits_1", python="python", options=named)
+def described(path: str) -> dict[str, Any] | str | None:
+    """What the server says of itself; ``None`` where it is asked for something else."""
+    if path == "/version":
+        return {"major": "1", "minor": "32", "gitVersion": "v1.32.4"}
+    if path == "/openapi/v2":
+        return ""  # an empty document of protobuf: nothing is known of any kind, and nothing is held against it
+    if path == "/api":
+        return {"kind": "APIVersions", "versions": ["v1"]}
+    if path == "/apis":
+        version = {"groupVersion": JOBSET, "version": JOBSET.partition("/")[2]}
+        group = {"name": JOBSET.partition("/")[0], "versions": [version], "preferredVersion": version}
+        return {"kind": "APIGroupList", "apiVersion": "v1", "groups": [group]}
+    if path in KINDS:
+        resources = [
+            {"name": plural, "singularName": "", "namespaced": plural != "namespaces", "kind": kind, "verbs": VERBS}
+            for plural, kind in KINDS[path].items()
+        ]
+        version = path.removeprefix("/apis/").removeprefix("/api/")
+        return {"kind": "APIResourceList", "apiVersion": "v1", "groupVersion": version, "resources": resources}
+    return None
 
 
-class Pods:
-    """A run that was handed over, of pods that have no torch."""
-
-    def __init__(self, folder: Path, **options: str) -> None:
-        program = folder / "pod"
-        program.write_text(POD.format(python=sys.executable))
-        program.chmod(program.stat().st_mode | stat.S_IXUSR)
-        given = submission(folder, **options)
-        given = Submission(run=given.run, name="digits", python=str(program), options=given.options)
-        self.target, self.folder = KubernetesTarget(""), given.run.folder
-        self.ticket = self.target.submit(self.target.prepare(given))
-
-    @property
-    def standing(self) -> Standing:
-        return self.target.standing(self.ticket, self.folder)
-
-    def wait(self, state: str) -> Standing:
-        until(lambda: self.standing.state == state, 90, f"it is {state}")
-        return self.standing
-
-    def said(self, rank: int | None = None) -> str:
-        path = self.target.log(self.ticket, self.folder, rank)
-        return path.read_text() if path.exists() else ""
-
-    def crash(self, code: int) -> None:
-        """Have pod 1 end with that exit code, which stands there whole from the moment that it can be seen."""
-        replace_text(self.folder / "crash", str(code))
-
-    def begun(self, start: int = 0) -> None:
-        until(lambda: all(f"[rank {rank}] of 2, start {start}" in self.said() for rank in range(2)), 90, "both print")
-
-
-class TestStandIn:
-    """The rules of the manifests, as a cluster's controllers follow them."""
-
-    def test_a_run_ends(self, stand_in: Cluster, tmp_path: Path) -> None:
-        run = Pods(tmp_path, cpu="6", namespace="vision")
-        run.begun()
-        assert run.standing == Standing(state="running", detail="2 pods on n0, n1")
-        assert run.ticket["context"] == "stand-in"
-        assert run.said(1) == "of 2, start 0, with 3\n"
-        assert all(call[:2] == ["--context", "stand-in"] for call in stand_in.calls() if call[-1] == "json")
-        assert all("vision" in call for call in stand_in.calls() if call[-1] == "json")
-        (run.folder / "finish").touch()
-        assert run.wait("ended").detail == "AllJobsCompleted: jobset completed successfully"
-        run.target.stop(run.ticket, run.folder)
-        assert len(stand_in.objects(JOBSETS)) == 1, "of a run that has ended nothing is taken away"
-
-    def test_a_pod_that_has_to_go_restarts_all_and_does_not_count(self, cluster: Cluster, tmp_path: Path) -> None:
-        run = Pods(tmp_path, max_restarts="0")
-        run.begun()
-        cluster.preempt(1)
-        run.begun(start=1)
-        assert run.wait("running").detail.endswith("after 1 earlier starts")
-        (run.folder / "finish").touch()
-        run.wait("ended")
-
-    def test_a_pod_that_is_lost_counts(self, cluster: Cluster, tmp_path: Path) -> None:
-        run = Pods(tmp_path, max_restarts="1")
-        run.begun()
-        cluster.kill(1)
-        run.begun(start=1)
-        run.crash(1)
-        (run.folder / "events.jsonl").unlink(missing_ok=True)
-        run.wait("failed")
-        assert "max number of restarts" in run.standing.detail
-
-    def test_what_the_jobs_own_code_has_raised_is_not_started_again(self, cluster: Cluster, tmp_path: Path) -> None:
-        run = Pods(tmp_path, max_restarts="3")
-        run.begun()
-        run.crash(70)
-        found = run.wait("failed")
-        assert found.detail.startswith("an exception of the job's own code: FailJobSetFailurePolicyAction")
-        assert cluster.restarts() == (0, 0)
-        assert run.said(0) == "of 2, start 0, with 1\n"
-
-    def test_kueue_suspends_and_admits(self, cluster: Cluster, tmp_path: Path) -> None:
-        run = Pods(tmp_path, queue="team-a")
-        assert run.wait("waiting").detail.startswith("Suspended")
-        uid = cluster.objects(JOBSETS)[0]["metadata"]["uid"]
-        cluster.queue(uid, "couldn't assign flavors: insufficient unused quota for nvidia.com/gpu")
-        assert run.standing.detail == "Pending: couldn't assign flavors: insufficient unused quota for nvidia.com/gpu"
-        cluster.admit(run.ticket["jobset"], suspend=False)
-        run.begun()
-        cluster.admit(run.ticket["jobset"], suspend=True)
-        run.wait("waiting")
-        assert '"stopped"' in (run.folder / "events.jsonl").read_text()
-        cluster.admit(run.ticket["jobset"], suspend=False)
-        run.wait("running")
-
-    def test_what_is_refused_is_said_in_its_words_and_nothing_is_left(self, stand_in: Cluster, tmp_path: Path) -> None:
-        stand_in.refuse("Warning: an old API\nError from server (Forbidden): exceeded quota: gpus")
-        target, given = KubernetesTarget(""), submission(tmp_path)
-        assert target.why_not(target.prepare(given)) == "Error from server (Forbidden): exceeded quota: gpus"
-        with pytest.raises(RunError, match="exceeded quota: gpus"):
-            target.submit(target.prepare(given))
-        assert not given.run.folder.exists()
-        assert stand_in.objects("configmaps") == []
-
-    def test_a_launch_that_is_interrupted_leaves_nothing(
-        self, stand_in: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        def interrupted(kubectl: Kubectl) -> Kubectl:
-            assert len(stand_in.objects(JOBSETS)) == 1
-            raise KeyboardInterrupt
-
-        monkeypatch.setattr(Kubectl, "settled", interrupted)
-        target, given = KubernetesTarget(""), submission(tmp_path)
-        with pytest.raises(KeyboardInterrupt):
-            target.submit(target.prepare(given))
-        assert stand_in.objects(JOBSETS) == stand_in.objects("configmaps") == []
-        assert not given.run.folder.exists()
+@contextmanager
+def api_server(folder: Path) -> Iterator[ApiServer]:
+    """A server, and ``folder/config`` that leads to it."""
+    with ApiServer() as server:
+        (folder / "config").write_text(json.dumps(server.settings()))
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
+        thread.start()
+        try:
+            yield server
+        finally:
+            server.shutdown()
+            thread.join()
 
 
 class TestKubectl:
@@ -374,7 +347,7 @@ class TestKubectl:
             yield up
 
     def test_a_run_is_handed_over_found_and_stopped(self, server: ApiServer, tmp_path: Path) -> None:
-        target, given = KubernetesTarget(""), submission(tmp_path)
+        target, given = KubernetesTarget(""), submission("kubernetes", tmp_path, "dp=4")
         assert target.why_not(target.prepare(given)) == ""
         assert not server.objects
         ticket, folder = target.submit(target.prepare(given)), given.run.folder
@@ -399,3 +372,26 @@ class TestKubectl:
         assert target.standing(ticket, folder) == Standing(state="running", detail="2 pods still to end")
         server.objects.clear()
         assert target.standing(ticket, folder).state == "stopped"
+
+    def test_what_is_refused_is_said_in_its_words_and_nothing_is_left(self, server: ApiServer, tmp_path: Path) -> None:
+        server.refused["jobsets"] = "exceeded quota: gpus"
+        target, given = KubernetesTarget(""), submission("kubernetes", tmp_path, "dp=4")
+        assert "exceeded quota: gpus" in str(target.why_not(target.prepare(given)))
+        with pytest.raises(RunError, match="exceeded quota: gpus"):
+            target.submit(target.prepare(given))
+        assert not given.run.folder.exists()
+        assert not server.objects
+
+    def test_a_launch_that_is_interrupted_leaves_nothing(
+        self, server: ApiServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def interrupted(kubectl: Kubectl) -> Kubectl:
+            assert len(server.objects) == 2
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(Kubectl, "settled", interrupted)
+        target, given = KubernetesTarget(""), submission("kubernetes", tmp_path, "dp=4")
+        with pytest.raises(KeyboardInterrupt):
+            target.submit(target.prepare(given))
+        assert not server.objects
+        assert not given.run.folder.exists()

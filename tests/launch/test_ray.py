@@ -15,14 +15,14 @@ from typing import Any
 
 import psutil
 import pytest
-from launched import await_steps, by_hand, commands_end, phalanx, steps_in, write_job  # noqa: F401
-from ray_cluster import lacking_for_ray, until
+from clusters import lacking_for_ray
+from launched import await_steps, by_hand, commands_end, phalanx, steps_in, submission, until, write_job  # noqa: F401
 
 from longer import longer
 from phalanx.config import Plan, RunSpec
 from phalanx.errors import RefusedError, RunError
 from phalanx.launch.reaper import SAVED
-from phalanx.launch.targets import CodePack, Prepared, Submission, find_target, ray_actors, ray_ask
+from phalanx.launch.targets import CodePack, Prepared, Submission
 from phalanx.launch.targets import ray as ray_target
 from phalanx.launch.targets.code_pack import file_digest
 from phalanx.launch.targets.ray import RayTarget
@@ -31,10 +31,9 @@ from phalanx.launch.targets.ray_code import ARCHIVE, RequestCode
 from phalanx.launch.targets.ray_request import NodeOffer, RayLayout, RayRequest
 
 
-def submission(folder: Path, plan: str = "dp=2", **options: str) -> Submission:
+def handed(folder: Path, plan: str = "dp=2", **options: str) -> Submission:
     write_job(folder)
-    spec = RunSpec(job=str(folder / "train.py"), folder=folder / "run", plan=Plan.parse(plan), resume="auto")
-    return Submission(run=spec, name="digits", python="", options=options)
+    return submission("ray", folder, plan, **options)
 
 
 @pytest.mark.skipif(find_spec("ray") is None, reason="not installed: ray")
@@ -44,13 +43,8 @@ class TestUnreachable:
             port = closed.getsockname()[1]
         target = RayTarget(f"//127.0.0.1:{port}")
         with pytest.raises(RunError, match=f"127.0.0.1:{port}: connection refused"):
-            target.submit(target.prepare(submission(tmp_path)))
+            target.submit(target.prepare(handed(tmp_path)))
         assert not (tmp_path / "run").exists()
-
-    def test_a_host_that_is_none_is_named(self, tmp_path: Path) -> None:
-        target = RayTarget("//nowhere.invalid:10001")
-        with pytest.raises(RunError, match=r"at ray://nowhere.invalid:10001: "):
-            target.submit(target.prepare(submission(tmp_path)))
 
 
 def test_what_would_be_sent_is_shown(tmp_path: Path) -> None:
@@ -58,31 +52,19 @@ def test_what_would_be_sent_is_shown(tmp_path: Path) -> None:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("x")
     (tmp_path / ".phalanxignore").write_text("/data/\n")
-    given = submission(tmp_path)
+    given = handed(tmp_path)
     prepared = RayTarget("").prepare(given)
     listed = [line.split()[-1] for line in prepared.files[given.folder / "code.txt"].splitlines()[3:]]
     assert listed == [".phalanxignore", "lib/net.py", "train.py"]
     asked = json.loads(prepared.files[given.folder / "ray.json"])
     assert (asked["code"], asked["reference"]) == (str(tmp_path), "train.py")
     assert f"sha256 {asked['sha256']}" in prepared.shown()
-    wider = RayTarget("").prepare(submission(tmp_path / "lib", code=str(tmp_path)))
+    wider = RayTarget("").prepare(handed(tmp_path / "lib", code=str(tmp_path)))
     assert json.loads(wider.files[tmp_path / "lib" / "run" / "launch" / "ray.json"])["reference"] == "lib/train.py"
 
 
-def test_addresses() -> None:
-    for text, address in {
-        "ray": "auto",
-        "ray:auto": "auto",
-        "ray://head:10001": "ray://head:10001",
-        "ray:10.0.0.1:6379": "10.0.0.1:6379",
-    }.items():
-        target = find_target(text)
-        assert isinstance(target, RayTarget)
-        assert target.address == address
-
-
 def request_of(folder: Path, plan: str, **options: str) -> RayRequest:
-    return RayRequest.of(submission(folder, plan, **options))
+    return RayRequest.of(handed(folder, plan, **options))
 
 
 def test_a_run_is_laid_on_as_few_nodes_as_do(tmp_path: Path) -> None:
@@ -113,29 +95,11 @@ def test_a_run_is_laid_on_as_few_nodes_as_do(tmp_path: Path) -> None:
         assert caught.value.problems[0].fix.startswith(fix)
 
 
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        (
-            "Version mismatch: The cluster was started with:\n    Ray: 2.9.0\n    Python: 3.10.1\n"
-            "This process on Ray Client was started with:\n    Ray: 2.60.0\n    Python: 3.11.7\n",
-            "Version mismatch: The cluster was started with: Ray: 2.9.0 Python: 3.10.1 "
-            "This process on Ray Client was started with: Ray: 2.60.0 Python: 3.11.7",
-        ),
-        ("it died\n  File a, line 1\nModuleNotFoundError: No module named 'phalanx'\n", "No module named 'phalanx'"),
-        ("one line", "one line"),
-        ("", "RuntimeError"),
-    ],
-)
-def test_of_what_ray_raises_the_cause_is_said(text: str, words: str) -> None:
-    assert words in ray_ask.first_words(RuntimeError(text))
-
-
 def test_what_ray_says_is_passed_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Answers of the process that asks Ray, and what becomes of them."""
 
     def submitted(text: str) -> Any:
-        prepared = RayTarget("").prepare(submission(tmp_path))
+        prepared = RayTarget("").prepare(handed(tmp_path))
         words = ("printf", "%s", text)
         monkeypatch.setattr(ray_target, "find_spec", lambda name: True)
         return RayTarget("").submit(Prepared(submission=prepared.submission, files=prepared.files, commands=(words,)))
@@ -168,13 +132,6 @@ if not lacking_for_ray():  # before any test: it sets variables of its own
     groups = sys.modules["ray.util.placement_group"]  # whose name in ray.util is a function's
 
 
-class Future:
-    """Of the exit code of an agent."""
-
-    def __init__(self, code: int) -> None:
-        self.code = code
-
-
 class Calls:
     """A method of an actor: ``remote`` calls it at once, and gives what it returned in place of a future."""
 
@@ -184,15 +141,12 @@ class Calls:
 
 @pytest.fixture(autouse=True)
 def ray_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Futures are what they give."""
     monkeypatch.setattr(ray, "get", lambda future, **how: future)
     monkeypatch.setattr(ray, "wait", lambda futures, **how: (futures[:1], futures[1:]))
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # pipes end with an actor's process
 class TestNodeActor:
-    """Its agent is a shell script in place of Python."""
-
     def actor(self, tmp_path: Path, script: str) -> tuple[NodeActor, list[bytes]]:
         python = tmp_path / "python"
         python.write_text(f"#!/bin/bash\n{script}\n")
@@ -208,8 +162,6 @@ class TestNodeActor:
         assert actor.train({"meet": "host:1"}) == 3
         lines = b"".join(printed).decode().splitlines()
         assert (len(lines), lines[-1]) == (2001, "the last")
-
-    def test_an_agent_that_a_signal_ended_has_a_code_of_its_own(self, tmp_path: Path) -> None:
         actor, _ = self.actor(tmp_path, "kill -KILL $$")
         assert actor.train({}) == -9
 
@@ -235,64 +187,10 @@ class TestNodeActor:
         actor, printed = self.actor(tmp_path, 'shift 3; echo "$1"')
         assert actor.train({"meet": "host:1", "start": "a-1", "nodes": 2, "first": True}) == 0
         told = json.loads(b"".join(printed))
-        assert (told["meet"], told["start"], told["nodes"], told["first"], told["cores"]) == (
-            "host:1",
-            "a-1",
-            2,
-            True,
-            2,
-        )
+        place = {"meet": "host:1", "start": "a-1", "nodes": 2, "first": True, "cores": 2}
+        assert {name: told[name] for name in place} == place
         assert told["code"]["works"] == str(tmp_path)
         assert not Path(told["scratch"]).exists()
-
-    @pytest.mark.parametrize(("given", "left"), [("2", ""), ("5", "5")])
-    def test_rays_share_of_threads_is_not_that_of_each_worker(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: str, left: str
-    ) -> None:
-        monkeypatch.setenv("OMP_NUM_THREADS", given)
-        actor, printed = self.actor(tmp_path, 'echo "$OMP_NUM_THREADS"')
-        actor.train({})
-        assert b"".join(printed).decode().strip() == left
-
-
-class TestNodeActors:
-    """What the supervisor asks of all nodes."""
-
-    def trained(self, codes: Sequence[int], *, asked: bool = False) -> tuple[dict[int, int], list[dict[str, Any]], int]:
-        """What became of agents that end with ``codes``, what each was told, and how many were asked to stop."""
-        told: list[dict[str, Any]] = []
-        stops: list[None] = []
-
-        def node(number: int) -> Any:
-            def train(place: dict[str, Any]) -> Any:
-                told.append(place)
-                return Future(codes[number])
-
-            return SimpleNamespace(train=Calls(train), stop=Calls(lambda: stops.append(None)))
-
-        event = threading.Event()
-        if asked:
-            event.set()
-        actors = [node(number) for number in range(len(codes))]
-        settings: Any = SimpleNamespace(asked=event)
-        nodes = ray_actors._NodeActors(settings, actors)
-        places = [{"name": f"n{n}", "address": f"10.0.0.{n}", "port": 7000 + n} for n in range(len(codes))]
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(ray_actors, "_code", lambda future: future.code)
-            found = nodes.train(places, spec(Path("run")), "digits-1-0")
-        return found, told, len(stops)
-
-    def test_agents_meet_on_the_first_node_at_its_address_and_port(self) -> None:
-        codes, told, stops = self.trained([0, 0, 0])
-        assert (codes, stops) == ({0: 0, 1: 0, 2: 0}, 0)
-        assert [one["first"] for one in told] == [True, False, False]
-        assert {(one["meet"], one["start"], one["nodes"]) for one in told} == {("10.0.0.0:7000", "digits-1-0", 3)}
-
-    def test_each_code_is_of_its_node(self) -> None:
-        assert self.trained([0, 3, LOST])[0] == {0: 0, 1: 3, 2: LOST}
-
-    def test_all_are_asked_to_stop(self) -> None:
-        assert self.trained([SAVED, SAVED], asked=True)[2] == 2
 
 
 def spec(folder: Path, **more: Any) -> RunSpec:
@@ -330,7 +228,6 @@ class Standby(Supervisor):
         return output.read_text() if output.exists() else ""
 
     def word(self) -> dict[str, str]:
-        """What it has left in the run folder."""
         path = self._folder / STANDING
         return json.loads(path.read_text()) if path.exists() else {}
 
@@ -432,55 +329,6 @@ class TestSupervisor:
             one._live()
         assert (one.word()["state"], one.word()["detail"]) == ("failed", "IndexError: pop from empty list")
         assert killed == ["me"]
-
-
-class TestAsking:
-    """What the process that asks a cluster makes of a supervisor that is not there any more, or not yet again."""
-
-    @pytest.fixture
-    def found(self, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-        """Sets what Ray has of that name, and what its answer is."""
-
-        def set_up(*, lookup: Exception | None = None, answer: Exception | None = None) -> None:
-            actor = SimpleNamespace(standing=Calls(lambda: {"state": "running"}), stop=Calls(lambda: None))
-            monkeypatch.setattr(ray, "get_actor", lambda name, namespace: _given(actor, lookup))
-            monkeypatch.setattr(ray, "get", lambda told, timeout: _given(told, answer))
-
-        return set_up
-
-    def test_one_that_is_there_is_asked(self, found: Callable[..., None]) -> None:
-        found()
-        assert ray_ask._standing("digits-1") == {"state": "running"}
-        assert ray_ask._stop("digits-1") == {}
-
-    @pytest.mark.parametrize("what", [{"lookup": ValueError("no such name")}, {"answer": "gone"}])
-    def test_one_that_has_ended_is_none(self, found: Callable[..., None], what: dict[str, Any]) -> None:
-        from ray.exceptions import ActorDiedError
-
-        found(**{name: ActorDiedError() if value == "gone" else value for name, value in what.items()})
-        assert ray_ask._standing("digits-1") == {}
-        assert ray_ask._stop("digits-1") == {}
-
-    def test_one_whose_name_is_there_a_moment_longer_than_its_class_has_ended(
-        self, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        met = [ValueError("no such name"), *(AssertionError("no class") for _ in range(3))]
-        monkeypatch.setattr(ray, "get_actor", lambda name, namespace: _given(None, met.pop()))
-        assert ray_ask._standing("digits-1") == {}
-        assert not met
-
-    def test_one_that_ray_starts_again_is_waited_for(self, found: Callable[..., None]) -> None:
-        from ray.exceptions import GetTimeoutError
-
-        found(answer=GetTimeoutError())
-        told = ray_ask._standing("digits-1")
-        assert told == {"state": "waiting", "detail": "its supervisor is being started again"}
-
-
-def _given(value: Any, error: Exception | None) -> Any:
-    if error:
-        raise error
-    return value
 
 
 @pytest.fixture

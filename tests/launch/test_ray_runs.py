@@ -7,7 +7,6 @@ import json
 import os
 import re
 import shlex
-import signal
 import subprocess
 import sys
 import time
@@ -17,14 +16,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from launched import await_steps, by_hand, commands_end, phalanx, steps_in, write_job  # noqa: F401
-from ray_cluster import CPUS, RayCluster, lacking_for_ray, ray_cluster, until
+from clusters import CPUS, RayCluster, lacking_for_ray, ray_cluster
+from launched import await_steps, by_hand, commands_end, phalanx, steps_in, submission, until, write_job  # noqa: F401
 
 import phalanx as px
-from phalanx.config import Plan, RunSpec
+from phalanx.config import RunSpec
 from phalanx.errors import RefusedError, RunError
 from phalanx.launch.runfile import newest_step
-from phalanx.launch.targets import Submission, write_ticket
+from phalanx.launch.targets import write_ticket
 from phalanx.launch.targets.ray import RayTarget
 from phalanx.report.run_standing import run_standing, stop_run
 from phalanx.report.samples_seen import samples_seen
@@ -42,7 +41,6 @@ def cluster() -> Iterator[RayCluster]:
 
 
 def answer(*words: str, cwd: Path, code: int = 0) -> str:
-    """What a command prints, on either stream."""
     process = phalanx(*words, cwd=cwd, stderr=subprocess.STDOUT)
     said, _ = process.communicate(timeout=120)
     assert process.returncode == code, said
@@ -50,7 +48,6 @@ def answer(*words: str, cwd: Path, code: int = 0) -> str:
 
 
 def launched(cluster: RayCluster, folder: Path, *options: str, plan: str = "dp=2", **job: Any) -> Any:
-    """``phalanx launch`` of the job in a folder of its own, begun."""
     folder.mkdir(exist_ok=True)
     write_job(folder, **job)
     words = ("launch", "train.py", "--to", cluster.node_address, "--plan", plan, "--run", "run", "--no-check", *options)
@@ -80,15 +77,14 @@ def await_state(run: Path, state: str, seconds: float = 200) -> None:
 
 
 def await_saved(run: Path) -> None:
-    """Wait until there is a checkpoint to go on from."""
     until(lambda: newest_step(run) is not None, 120, f"it has saved: {said(run)}")
 
 
-@pytest.mark.parametrize(("plan", "options"), [("pp=2 tp=2 micro=4", {"nodes": "2"}), ("dp=2 server=1", {})])
-def test_a_run_on_two_nodes_is_that_of_one_device(
-    cluster: RayCluster, tmp_path: Path, plan: str, options: dict[str, str]
-) -> None:
-    target, given = RayTarget(cluster.node_address.removeprefix("ray:")), submission(tmp_path, plan, **options)
+@pytest.mark.parametrize("plan", ["dp=2", "pp=2 tp=2 micro=4"])
+def test_a_run_on_two_nodes_is_that_of_one_device(cluster: RayCluster, tmp_path: Path, plan: str) -> None:
+    write_job(tmp_path)
+    target = RayTarget(cluster.node_address.removeprefix("ray:"))
+    given = submission("ray", tmp_path, plan, nodes="2")
     write_ticket(given, cluster.node_address, target.submit(target.prepare(given)))
     run = given.run.folder
     await_state(run, "ended")
@@ -170,38 +166,18 @@ def test_by_the_commands_of_the_page_a_run_is_found_stopped_and_goes_on(cluster:
     assert not cluster.processes(word=str(run))
 
 
-def submission(folder: Path, plan: str = "dp=2", **options: str) -> Submission:
-    write_job(folder)
-    spec = RunSpec(job=str(folder / "train.py"), folder=folder / "run", plan=Plan.parse(plan), resume="auto")
-    return Submission(run=spec, name="digits", python="", options=options)
-
-
-def test_ctrl_c_leaves_nothing(cluster: RayCluster, tmp_path: Path) -> None:
-    write_job(tmp_path)
-    process = phalanx(
-        *("launch", "train.py", "--to", cluster.node_address, "--plan", "dp=2", "--run", "run", "--no-check"),
-        cwd=tmp_path,
-        start_new_session=True,
-    )
-    until(lambda: (tmp_path / "run" / "launch" / "ray.json").exists(), 60, "it hands the run over")
-    process.send_signal(signal.SIGINT)
-    process.communicate(timeout=60)
-    assert process.returncode == 130
-    assert not (tmp_path / "run").exists()
-    until(lambda: not cluster.processes(word="ray::Supervisor"), 60, "no actor is left")
-
-
 def test_a_plan_that_the_cluster_has_no_devices_for_is_refused_before_anything_is_started(
     cluster: RayCluster, tmp_path: Path
 ) -> None:
-    given = submission(tmp_path, "dp=16")
+    write_job(tmp_path)
+    given = submission("ray", tmp_path, "dp=16")
     target = RayTarget(cluster.node_address.removeprefix("ray:"))
     with pytest.raises(RefusedError, match=r"16 processes with 1 CPU each; allowed: what the cluster has: .* 4 CPUs;"):
         target.submit(target.prepare(given))
     assert not given.run.folder.exists()
     why = target.why_not(target.prepare(given))
     assert "16 processes" in why
-    assert target.why_not(target.prepare(submission(tmp_path))) == ""
+    assert target.why_not(target.prepare(submission("ray", tmp_path))) == ""
 
 
 def test_without_a_plan_the_planner_chooses_for_what_the_cluster_has(cluster: RayCluster, tmp_path: Path) -> None:
@@ -242,7 +218,6 @@ def test_inside_ray_train_a_loop_of_ones_own_reports_the_loss_of_the_global_batc
 
 
 def test_when_the_head_is_away_status_says_so_at_once(cluster: RayCluster, tmp_path: Path) -> None:
-    """The last: the cluster is gone after it."""
     run = launch(cluster, tmp_path, "--nodes", "2", pause=0.3, steps=400)
     await_steps(run, 2)
     cluster.lose(0)

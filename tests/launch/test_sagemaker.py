@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from launched import NEEDED, SHARED, submission
 
-from phalanx.config import Job, Plan, RunSpec
+from phalanx.config import Job, RunSpec
 from phalanx.errors import RunError, SpecError
 from phalanx.launch.targets import Submission, log_of, write_ticket
 from phalanx.launch.targets.aws_calls import AwsCalls
@@ -23,38 +24,20 @@ from phalanx.report.run_standing import run_standing
 
 moto = pytest.importorskip("moto")
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning")
-REQUIRED = {
-    "instance": "ml.g5.12xlarge",
-    "image": "123456789012.dkr.ecr.eu-west-1.amazonaws.com/train:1",
-    "role": "arn:aws:iam::123456789012:role/train",
-    "bucket": "s3://bucket/phalanx/",
-}
-SHARED = {
-    "filesystem": "fsx:fs-0123456789abcdef0:/fsx/runs",
-    "subnets": "subnet-0a,subnet-0b",
-    "security_groups": "sg-0a",
-}
+REQUIRED = NEEDED["sagemaker"]
 
 
-def submission(folder: Path, *, run: dict[str, Any] | None = None, **options: str | None) -> Submission:
-    """A job in a folder of its own; ``options``: beside what is needed, or ``None`` to leave that out."""
-    code = folder / "job"
-    code.mkdir(parents=True, exist_ok=True)
-    (code / "train.py").write_text("def job(): ...\n")
-    settings: dict[str, Any] = {"plan": Plan.parse("dp=2"), "resume": "auto", **(run or {})}
-    spec = RunSpec(**{"job": str(code / "train.py"), "folder": folder / "run", **settings})
-    named = {name.replace("_", "-"): value for name, value in {**REQUIRED, **options}.items() if value is not None}
-    return Submission(run=spec, name="digits of mine", python=SageMakerTarget.python, options=named)
+def handed(folder: Path, **given: Any) -> Submission:
+    (folder / "train.py").write_text("def job(): ...\n")
+    return replace(submission("sagemaker", folder, **given), name="digits of mine", python=SageMakerTarget.python)
 
 
 def request(given: Submission) -> dict[str, Any]:
-    """What is asked of SageMaker."""
     return json.loads(SageMakerTarget("").prepare(given).files[given.folder / "training-job.json"])
 
 
 @pytest.fixture
 def aws(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """A client of S3 with the bucket, in an account that moto plays."""
     for name, value in {
         "AWS_ACCESS_KEY_ID": "key",
         "AWS_SECRET_ACCESS_KEY": "secret",
@@ -87,7 +70,7 @@ def test_what_is_asked_for_is_of_the_form_that_sagemaker_has(tmp_path: Path, opt
     from botocore.validate import ParamValidator
 
     model = botocore.session.get_session().get_service_model("sagemaker")
-    asked = request(submission(tmp_path, **options))
+    asked = request(handed(tmp_path, **options))
     shape = model.operation_model("CreateTrainingJob").input_shape
     assert ParamValidator().validate(asked, shape).generate_report() == ""
     assert shape is not None
@@ -96,7 +79,7 @@ def test_what_is_asked_for_is_of_the_form_that_sagemaker_has(tmp_path: Path, opt
 
 
 def test_a_job_on_one_instance_has_its_run_folder_copied_to_the_bucket(tmp_path: Path) -> None:
-    asked = request(submission(tmp_path, spot="48h", time="12h", environment="FI_PROVIDER=efa", tags="team=vision"))
+    asked = request(handed(tmp_path, spot="48h", time="12h", environment="FI_PROVIDER=efa", tags="team=vision"))
     base = f"s3://bucket/phalanx/{asked['TrainingJobName']}"
     assert asked["CheckpointConfig"] == {"S3Uri": f"{base}/run", "LocalPath": "/opt/ml/checkpoints"}
     assert asked["StoppingCondition"] == {"MaxRuntimeInSeconds": 43_200, "MaxWaitTimeInSeconds": 172_800}
@@ -110,10 +93,10 @@ def test_a_job_on_one_instance_has_its_run_folder_copied_to_the_bucket(tmp_path:
 
 
 def test_a_job_on_several_has_it_on_the_file_system_that_they_share(tmp_path: Path) -> None:
-    given = submission(tmp_path, nodes="2", **SHARED)
+    given = handed(tmp_path, nodes="2", **SHARED)
     asked = request(given)
     assert "CheckpointConfig" not in asked
-    assert asked["VpcConfig"] == {"Subnets": ["subnet-0a", "subnet-0b"], "SecurityGroupIds": ["sg-0a"]}
+    assert asked["VpcConfig"] == {"Subnets": ["subnet-0a"], "SecurityGroupIds": ["sg-0a"]}
     source = asked["InputDataConfig"][-1]["DataSource"]["FileSystemDataSource"]
     assert source["FileSystemAccessMode"] == "rw"
     assert source["DirectoryPath"] == "/fsx/runs"
@@ -124,14 +107,8 @@ def test_a_job_on_several_has_it_on_the_file_system_that_they_share(tmp_path: Pa
     assert run.job == "train.py"
 
 
-def test_no_two_jobs_have_one_name(tmp_path: Path) -> None:
-    names = {request(submission(tmp_path))["TrainingJobName"] for _ in range(8)}
-    assert len(names) == 8
-    assert all(name.startswith("digits-of-mine-") and len(name) <= 63 for name in names)
-
-
 def test_a_run_is_handed_over_and_found_again(aws: Any, tmp_path: Path) -> None:
-    given, target = submission(tmp_path), SageMakerTarget("")
+    given, target = handed(tmp_path), SageMakerTarget("")
     ticket = target.submit(target.prepare(given))
     base = f"phalanx/{ticket['job']}"
     assert keys(aws) == [f"{base}/code/code.tar.gz", f"{base}/code/run.toml"]
@@ -147,34 +124,21 @@ def request_digest(given: Submission) -> str:
 
 
 def test_the_next_job_of_a_run_goes_on_where_the_last_has_saved(aws: Any, tmp_path: Path) -> None:
-    given, target = submission(tmp_path), SageMakerTarget("")
+    given, target = handed(tmp_path), SageMakerTarget("")
     ticket = target.submit(target.prepare(given))
     write_ticket(given, "sagemaker", ticket)
-    again = target.submit(target.prepare(submission(tmp_path)))
+    again = target.submit(target.prepare(handed(tmp_path)))
     assert again["job"] != ticket["job"]
     assert again["run"] == ticket["run"]
     with pytest.raises(SpecError, match="a run does not move"):
-        target.prepare(submission(tmp_path, **SHARED))
-
-
-class Answers:
-    """A stand-in for SageMaker: answers as it is told to, and keeps what it was asked."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, **answers: Any) -> None:
-        self.asked: list[tuple[str, dict[str, Any]]] = []
-
-        def ask(_: AwsCalls, service: str, operation: str, *, nothing: Any = (), **given: Any) -> Any:
-            self.asked.append((operation, given))
-            return answers.get(operation)
-
-        monkeypatch.setattr(AwsCalls, "ask", ask)
+        target.prepare(handed(tmp_path, **SHARED))
 
 
 TICKET = {"job": "digits-1", "region": "us-east-1", "run": "s3://bucket/digits-1/run"}
 
 
 def test_the_last_step_is_that_of_the_events_in_the_bucket(aws: Any, tmp_path: Path) -> None:
-    given, target = submission(tmp_path), SageMakerTarget("")
+    given, target = handed(tmp_path), SageMakerTarget("")
     ticket = target.submit(target.prepare(given))
     write_ticket(given, "sagemaker", ticket)
     assert run_standing(given.run.folder).step is None
@@ -197,7 +161,7 @@ def test_the_last_step_is_that_of_the_events_in_the_bucket(aws: Any, tmp_path: P
 def test_whoever_may_not_read_the_bucket_is_told_how_the_job_stands(
     aws: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    given, target = submission(tmp_path), SageMakerTarget("")
+    given, target = handed(tmp_path), SageMakerTarget("")
     ticket = target.submit(target.prepare(given))
 
     def denied(*_: Any) -> bytes:
@@ -210,9 +174,11 @@ def test_whoever_may_not_read_the_bucket_is_told_how_the_job_stands(
 
 
 def test_a_run_is_stopped_by_its_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    stand_in = Answers(monkeypatch)
+    asked: list[Any] = []
+    monkeypatch.setattr(AwsCalls, "ask", lambda self, service, operation, **given: asked.append((operation, given)))
     SageMakerTarget("").stop(TICKET, tmp_path)
-    assert stand_in.asked == [("stop_training_job", {"TrainingJobName": "digits-1"})]
+    ((operation, given),) = asked
+    assert (operation, given["TrainingJobName"]) == ("stop_training_job", "digits-1")
 
 
 def test_a_stop_that_comes_too_late_is_none(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -232,7 +198,7 @@ def test_a_stop_that_comes_too_late_is_none(monkeypatch: pytest.MonkeyPatch, tmp
 def test_logs_are_fetched_as_they_are_asked_for(aws: Any, tmp_path: Path) -> None:
     import boto3
 
-    given, target = submission(tmp_path), SageMakerTarget("")
+    given, target = handed(tmp_path), SageMakerTarget("")
     folder = given.run.folder
     ticket = target.submit(target.prepare(given))
     write_ticket(given, "sagemaker", ticket)
@@ -259,11 +225,11 @@ def test_logs_are_fetched_as_they_are_asked_for(aws: Any, tmp_path: Path) -> Non
 
 def test_a_refusal_leaves_nothing(aws: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     target = SageMakerTarget("")
-    given = submission(tmp_path, bucket="s3://nowhere")
+    given = handed(tmp_path, bucket="s3://nowhere")
     with pytest.raises(RunError, match=r"AWS refuses it: NoSuchBucket: s3://nowhere/.*\n +try: aws s3 mb"):
         target.submit(target.prepare(given))
     assert not given.run.folder.exists()
-    given, ask = submission(tmp_path), AwsCalls.ask
+    given, ask = handed(tmp_path), AwsCalls.ask
 
     def full(calls: AwsCalls, service: str, operation: str, **how: Any) -> Any:
         if operation == "create_training_job":
@@ -280,7 +246,7 @@ def test_a_refusal_leaves_nothing(aws: Any, tmp_path: Path, monkeypatch: pytest.
 def test_what_is_cut_short_while_sagemaker_answers_is_stopped_and_taken_back(
     aws: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    given, target, ask, stopped = submission(tmp_path), SageMakerTarget(""), AwsCalls.ask, list[str]()
+    given, target, ask, stopped = handed(tmp_path), SageMakerTarget(""), AwsCalls.ask, list[str]()
 
     def cut_short(calls: AwsCalls, service: str, operation: str, **how: Any) -> Any:
         if operation == "create_training_job":
@@ -299,7 +265,7 @@ def test_what_is_cut_short_while_sagemaker_answers_is_stopped_and_taken_back(
 
 
 def test_a_folder_whose_run_stands_there_needs_resume_and_resume_needs_one(aws: Any, tmp_path: Path) -> None:
-    given, target, job = submission(tmp_path), SageMakerTarget(""), Job.__new__(Job)
+    given, target, job = handed(tmp_path), SageMakerTarget(""), Job.__new__(Job)
     with pytest.raises(SpecError, match="from which SageMaker was handed no run"):
         target.refuse_folder(replace(given.run, resume=True), job)
     target.refuse_folder(replace(given.run, resume="auto"), job)
@@ -309,22 +275,11 @@ def test_a_folder_whose_run_stands_there_needs_resume_and_resume_needs_one(aws: 
         target.refuse_folder(replace(given.run, resume=False), job)
 
 
-@pytest.mark.parametrize(
-    ("instance", "gpus"),
-    [
-        ("ml.p5.48xlarge", 8),
-        ("ml.g6e.12xlarge", 4),
-        ("ml.m5.large", 0),
-        ("ml.c7i-flex.xlarge", 0),
-        ("ml.p9.xlarge", None),
-    ],
-)
-def test_gpus_of_instances(instance: str, gpus: int | None) -> None:
-    assert gpus_of(instance) == gpus
-
-
 def test_every_instance_in_the_table_is_one_of_sagemakers() -> None:
     import botocore.session
+
+    names = ("ml.p5.48xlarge", "ml.g6e.12xlarge", "ml.m5.large", "ml.c7i-flex.xlarge", "ml.p9.xlarge")
+    assert [gpus_of(name) for name in names] == [8, 4, 0, 0, None]
 
     model = botocore.session.get_session().get_service_model("sagemaker")
     known = model.shape_for("TrainingInstanceType").metadata["enum"]
@@ -339,7 +294,6 @@ DATA = "s3://bucket/images"
 
 @pytest.fixture
 def account(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """One that has all that ``REQUIRED`` names, and data."""
     settings = {"AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret", "AWS_DEFAULT_REGION": "us-east-1"}
     for name, value in settings.items():
         monkeypatch.setenv(name, value)
@@ -378,7 +332,7 @@ def asked(given: Submission) -> str | None:
     ],
 )
 def test_what_is_not_there_is_named(tmp_path: Path, options: dict[str, str], words: str | None) -> None:
-    given = submission(tmp_path, data=DATA)
+    given = handed(tmp_path, data=DATA)
     said = asked(replace(given, options={**given.options, **options}))
     assert said == words or (words and said and said.startswith(words))
 
@@ -391,7 +345,7 @@ def test_who_may_not_look_is_not_refused(tmp_path: Path, monkeypatch: pytest.Mon
         raise RunError("AWS refuses it: AccessDenied: not authorized")
 
     monkeypatch.setattr(AwsCalls, "ask", ask)
-    given = submission(tmp_path, data=DATA)
+    given = handed(tmp_path, data=DATA)
     made_up = {"bucket": "s3://made-up/runs", "role": "arn:aws:iam::123456789012:role/made-up"}
     assert asked(replace(given, options={**given.options, **made_up})) is None
 
@@ -404,7 +358,7 @@ def test_that_aws_cannot_be_asked_is_said_in_time(tmp_path: Path, monkeypatch: p
         "AWS_DEFAULT_REGION": "us-east-1",
     }.items():
         monkeypatch.setenv(name, value)
-    said = asked(submission(tmp_path))
+    said = asked(handed(tmp_path))
     assert said
     assert "EndpointConnectionError" in said
 
@@ -413,6 +367,6 @@ def test_that_aws_cannot_be_asked_is_said_in_time(tmp_path: Path, monkeypatch: p
 def test_no_region_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("AWS_DEFAULT_REGION")
     monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "none"))
-    said = asked(submission(tmp_path))
+    said = asked(handed(tmp_path))
     assert said
     assert said.startswith("no region is set up")

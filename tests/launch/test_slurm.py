@@ -6,32 +6,22 @@ import json
 import os
 import signal
 import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 from click.testing import CliRunner
-from launched import await_steps, by_hand, commands_end, phalanx, write_job  # noqa: F401
+from launched import Queue, submission, write_job
 
+from in_one_test import in_one_test
 from phalanx.cli import bench_queue, main
 from phalanx.cli.bench_queue import QueueBench
-from phalanx.config import Job, Plan, RunSpec
+from phalanx.config import Job, Plan
 from phalanx.errors import RunError, SpecError
 from phalanx.launch.reaper import SAVED
-from phalanx.launch.targets import TARGETS, ArrayTarget, Option, Prepared, Standing, Submission
+from phalanx.launch.targets import TARGETS, ArrayTarget, Prepared, Standing, Submission
 from phalanx.launch.targets.slurm import SlurmTarget
-
-
-def submission(folder: Path, *, run: dict[str, Any] | None = None, **options: str) -> Submission:
-    """The job in a folder of its own, on two nodes unless ``options`` say otherwise."""
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "train.py").write_text("def job(): ...\n")
-    settings = {"plan": Plan.parse("dp=2"), "grace": 10.0, "resume": "auto", **(run or {})}
-    spec = RunSpec(job=str(folder / "train.py"), folder=folder / "run", **settings)
-    named = {name.replace("_", "-"): value for name, value in {"nodes": "2", **options}.items()}
-    return Submission(run=spec, name="digits", python=sys.executable, options=named)
 
 
 def pretend(folder: Path, monkeypatch: pytest.MonkeyPatch, **tools: str) -> Path:
@@ -52,40 +42,37 @@ def test_what_a_shell_says_to_sbatch_is_no_more_than_what_the_script_leaves_open
     for name in ("TIMELIMIT", "SIGNAL", "OUTPUT", "ERROR", "NO_REQUEUE", "OPEN_MODE", "JOB_NAME", "PARTITION", "QOS"):
         monkeypatch.setenv(f"SBATCH_{name}", "other")
     target = SlurmTarget("")
-    prepared = target.prepare(submission(tmp_path, time="1h", partition="gpu"))
+    prepared = target.prepare(submission("slurm", tmp_path, time="1h", partition="gpu"))
     assert target.submit(prepared) == {"job": 7}
     assert (tmp_path / "told").read_text() == "SBATCH_QOS=other\n"
     assert target.why_not(prepared) == ""
     assert (tmp_path / "told").read_text() == "SBATCH_QOS=other\n"
 
 
+@pytest.mark.parametrize("task", [0, None])
 def test_a_copied_folder_does_not_stop_the_run_that_it_is_a_copy_of(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, task: int | None
 ) -> None:
-    job = f"JobId=7 JobState=RUNNING Reason=None Command={tmp_path}/a run/launch/job.sh WorkDir=/"
-    asked = pretend(tmp_path, monkeypatch, sbatch="echo '7;far'", scontrol=f"echo '{job}'")
-    given = submission(tmp_path)
-    target = SlurmTarget("")
-    ticket = target.submit(target.prepare(given))
-    assert ticket == {"job": 7, "cluster": "far"}
+    home = tmp_path / "a run" if task is None else tmp_path
+    job = f"JobId=7 JobState=RUNNING Reason=None Command={home}/launch/job.sh WorkDir=/"
+    asked = pretend(tmp_path, monkeypatch, scontrol=f"echo '{job}'")
+    target, ticket = SlurmTarget(""), {"job": 7, "cluster": "far", **({} if task is None else {"task": task})}
     (tmp_path / "linked").symlink_to(tmp_path)
-    for folder, state in ((given.run.folder, "unknown"), (tmp_path / "linked" / "a run", "running")):
+    name, own = ("7", "a run") if task is None else ("7_0", "0")
+    for folder, state in ((tmp_path / "copy" / own, "unknown"), (tmp_path / "linked" / own, "running")):
         assert target.standing(ticket, folder).state == state
         assert "scancel" not in asked.read_text()
         target.stop(ticket, folder)
-    assert asked.read_text().splitlines()[-1] == "scancel -M far --signal=USR2 --batch 7"
-    of_the_job = [
-        line for line in asked.read_text().splitlines() if not line.startswith(("sinfo", "sbatch", "scancel"))
-    ]
-    assert of_the_job
-    assert all(line.startswith("scontrol -M far ") for line in of_the_job)
+    *before, last = asked.read_text().splitlines()
+    assert last == f"scancel -M far --signal=USR2 --batch {name}"
+    assert f"scontrol -M far show job {name} --oneliner" in before
 
 
 def test_what_slurm_took_is_handed_over_also_where_it_says_no_more(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = pretend(tmp_path, monkeypatch, scontrol="echo busy >&2; exit 1")
-    given = submission(tmp_path)
+    given = submission("slurm", tmp_path)
     assert SlurmTarget("").submit(SlurmTarget("").prepare(given)) == {"job": 7}
     assert given.runfile.exists()
     assert "scancel" not in asked.read_text()
@@ -99,7 +86,7 @@ def test_a_launch_that_is_interrupted_leaves_nothing_in_the_queue(
 ) -> None:
     cancels = f"test -e {tmp_path}/run/launch/job.sh && echo with its files >> {tmp_path}/asked"
     asked = pretend(tmp_path, monkeypatch, scontrol="kill -INT $PPID; exec sleep 1", scancel=cancels)
-    given = submission(tmp_path)
+    given = submission("slurm", tmp_path)
     prepared = SlurmTarget("").prepare(given)
     with pytest.raises(KeyboardInterrupt):
         SlurmTarget("").submit(prepared)
@@ -107,21 +94,15 @@ def test_a_launch_that_is_interrupted_leaves_nothing_in_the_queue(
     assert not given.run.folder.exists()
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("text", "slurms"),
     [
-        ("90s", "0-00:02:00"),
-        ("12h", "0-12:00:00"),
-        ("2d", "2-00:00:00"),
-        ("30", "0-00:30:00"),
-        ("30:30", "0-00:31:00"),
-        ("1:30:00", "0-01:30:00"),
-        ("1-12", "1-12:00:00"),
-        ("1-00:00:00", "1-00:00:00"),
+        *(("90s", "0-00:02:00"), ("12h", "0-12:00:00"), ("2d", "2-00:00:00"), ("30", "0-00:30:00")),
+        *(("30:30", "0-00:31:00"), ("1:30:00", "0-01:30:00"), ("1-12", "1-12:00:00"), ("1-00:00:00", "1-00:00:00")),
     ],
 )
 def test_a_time_limit_may_be_written_as_slurm_does(tmp_path: Path, text: str, slurms: str) -> None:
-    prepared = SlurmTarget("").prepare(submission(tmp_path, time=text))
+    prepared = SlurmTarget("").prepare(submission("slurm", tmp_path, time=text))
     assert f"#SBATCH --time={slurms}\n" in prepared.shown()
 
 
@@ -132,7 +113,7 @@ def test_each_node_is_asked_for_what_its_workers_need(tmp_path: Path, monkeypatc
         (tools / "sinfo").write_text(f"#!/bin/sh\nprintf '{partitions}'\n")
         (tools / "sinfo").chmod(0o755)
         monkeypatch.setenv("PATH", f"{tools}{os.pathsep}{os.environ['PATH']}")
-        given = submission(tmp_path, run={"plan": Plan.parse(plan)}, **options)
+        given = submission("slurm", tmp_path, plan, **options)
         return SlurmTarget("").prepare(given).files[given.folder / "job.sh"]
 
     without = shown("cpu*|8|1000|(null)\\ngpu|8|1000|gpu:8\\n")
@@ -155,7 +136,7 @@ def test_each_node_is_asked_for_what_its_workers_need(tmp_path: Path, monkeypatc
 GUESSED = "sinfo is not here: taken as nodes without GPUs; give --gpus-per-node"
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("plan", "options", "words", "notes"),
     [
         ("dp=4", {"partition": "gpu"}, "--cpus-per-task=2", (GUESSED,)),
@@ -171,18 +152,20 @@ def test_what_is_taken_for_granted_without_slurm_is_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, plan: str, options: dict[str, str], words: str, notes: Any
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    prepared = SlurmTarget("").prepare(submission(tmp_path, run={"plan": Plan.parse(plan)}, **options))
+    prepared = SlurmTarget("").prepare(submission("slurm", tmp_path, plan, **options))
     assert f"#SBATCH {words}\n" in prepared.shown()
     assert prepared.notes == notes
     assert prepared.shown().endswith("".join(f"\nnote: {note}" for note in notes))
-    runs = [submission(tmp_path / "bench", run={"plan": Plan.parse(plan)}, **options)]
+    runs = [submission("slurm", tmp_path / "bench", plan, **options)]
     if "also" not in options:
         assert SlurmTarget("").prepare_array(runs, 1).notes == notes
 
 
 def test_a_slurm_that_does_not_answer_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pretend(tmp_path, monkeypatch, sinfo="exit 1")
-    assert SlurmTarget("").prepare(submission(tmp_path)).notes == (GUESSED.replace("is not here", "does not answer"),)
+    assert SlurmTarget("").prepare(submission("slurm", tmp_path)).notes == (
+        GUESSED.replace("is not here", "does not answer"),
+    )
 
 
 @pytest.mark.parametrize(
@@ -205,7 +188,7 @@ def test_a_line_of_setup_that_fails_ends_the_job_before_anything_begins(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, setup: str, code: int, said: str
 ) -> None:
     asked = pretend(tmp_path, monkeypatch, scontrol="echo NodeAddr=127.0.0.1", srun='echo "$ONE$TWO"')
-    given = submission(tmp_path, setup=setup, gpus_per_node="1")
+    given = submission("slurm", tmp_path, setup=setup, gpus_per_node="1")
     script = SlurmTarget("").prepare(given).files[given.folder / "job.sh"]
     environment = {**os.environ, "SLURM_JOB_ID": "7", "SLURMD_NODENAME": "n1"}
     done = subprocess.run(["bash", "-c", script], env=environment, capture_output=True, text=True, timeout=60)
@@ -219,10 +202,9 @@ def test_a_line_of_setup_that_fails_ends_the_job_before_anything_begins(
 def test_a_word_to_stop_that_comes_just_as_the_run_begins_is_heard(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Bash has started srun, and does not wait for it yet."""
     waits = f"trap 'exit {SAVED}' USR1; for n in $(seq 200); do sleep 0.1; done"
     pretend(tmp_path, monkeypatch, scontrol="echo NodeAddr=127.0.0.1", srun=waits)
-    given = submission(tmp_path, gpus_per_node="1")
+    given = submission("slurm", tmp_path, gpus_per_node="1")
     script = SlurmTarget("").prepare(given).files[given.folder / "job.sh"]
     begun = "step=$!\n"
     assert script.count(begun) == 1
@@ -236,13 +218,14 @@ def test_a_warning_does_not_hide_why_slurm_would_refuse(tmp_path: Path, monkeypa
     words = "sbatch: error: Batch job submission failed: Invalid qos specification"
     pretend(tmp_path, monkeypatch, sbatch=f"echo 'sbatch: warning: much' >&2; echo '{words}' >&2; exit 1")
     target = SlurmTarget("")
-    assert target.why_not(target.prepare(submission(tmp_path))) == words
+    assert target.why_not(target.prepare(submission("slurm", tmp_path))) == words
 
 
 def test_the_script_asks_for_both(tmp_path: Path) -> None:
     given = submission(
+        "slurm",
         tmp_path,
-        run={"plan": Plan.parse("dp=4")},
+        "dp=4",
         nodes="1",
         time="1h",
         cpus_per_task="8",
@@ -284,7 +267,7 @@ def test_the_script_is_shown_in_full_and_nothing_is_done(tmp_path: Path, monkeyp
     assert not (folder / "bench").exists()
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("words", "said"),
     [
         (("--run", "there"), "--run: given without --to"),
@@ -313,48 +296,18 @@ def test_what_cannot_be_is_refused_by_name(
     assert not (tmp_path / "bench").exists()
 
 
-def test_a_copied_plan_does_not_stop_the_array_that_it_is_a_copy_of(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tools = tmp_path / "tools"
-    tools.mkdir()
-    told = f"JobId=8 ArrayJobId=7 ArrayTaskId=1 JobState=RUNNING Command={tmp_path}/bench/launch/job.sh WorkDir=/"
-    for name, text in {"scontrol": f"echo '{told}'", "scancel": "true"}.items():
-        (tools / name).write_text(f'#!/bin/sh\necho "{name} $*" >> {tmp_path}/asked\n{text}\n')
-        (tools / name).chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tools}{os.pathsep}{os.environ['PATH']}")
-    target, ticket = SlurmTarget(""), {"job": 7, "task": 1}
-    for folder, state in (("copy", "unknown"), ("bench", "running")):
-        assert target.standing(ticket, tmp_path / folder / "1").state == state
-        target.stop(ticket, tmp_path / folder / "1")
-    asked = (tmp_path / "asked").read_text().splitlines()
-    assert [line for line in asked if line.startswith("scancel")] == ["scancel --signal=USR2 --batch 7_1"]
-    assert "scontrol show job 7_1 --oneliner" in asked
-
-
 PLANS = [Plan(), Plan(dp=2), Plan(dp=4)]
 REFUSED = RunError("Slurm refuses it: slurm: warning: slow\nUnable to contact slurm controller\n    try: sinfo")
 
 
-class Queue(ArrayTarget):
-    """A queue that answers as a test says."""
-
-    name = "queue"
-    options: ClassVar[Mapping[str, Option]] = {}
-
+class Array(Queue, ArrayTarget):
     def __init__(self, address: str) -> None:
         self.answers: list[Any] = []  # to looks at plans, in turn; the last again and again
         self.stopped: list[int] = []
         self.looks = 0
 
-    def prepare(self, submission: Submission) -> Prepared:
-        return Prepared(submission=submission, files={}, commands=())
-
     def prepare_array(self, submissions: Sequence[Submission], at_once: int) -> Prepared:
         return self.prepare(submissions[0])
-
-    def submit(self, prepared: Prepared) -> Mapping[str, Any]:
-        raise NotImplementedError
 
     def submit_array(self, prepared: Prepared, count: int) -> Sequence[Mapping[str, Any]]:
         for number in range(count):
@@ -376,18 +329,15 @@ class Queue(ArrayTarget):
         if ticket["task"] == 1:
             raise REFUSED
 
-    def log(self, ticket: Mapping[str, Any], folder: Path, rank: int | None) -> Path:
-        return folder / "log"
-
 
 @pytest.fixture
-def queue(monkeypatch: pytest.MonkeyPatch) -> Queue:
-    monkeypatch.setitem(TARGETS, "queue", "test_slurm:Queue")
+def queue(monkeypatch: pytest.MonkeyPatch) -> Array:
+    monkeypatch.setitem(TARGETS, "queue", "test_slurm:Array")
     monkeypatch.setattr(bench_queue.time, "sleep", lambda seconds: None)
-    return Queue("")
+    return Array("")
 
 
-def measure(queue: Queue, folder: Path) -> Any:
+def measure(queue: Array, folder: Path) -> Any:
     job = Job(name="job", model=list, data=list, loss=max, optimizer=list, batch=4, steps=3)
     how: dict[str, Any] = {"options": {}, "reference": "train.py", "at_once": 1}
     return QueueBench(target=queue, to="queue", folder=folder / "bench", job=job, plans=PLANS, **how).measure([])
@@ -403,7 +353,7 @@ def ended() -> None:
 
 @pytest.mark.parametrize(("by", "raised"), [(interrupted, KeyboardInterrupt), (ended, SystemExit)])
 def test_all_are_stopped_also_where_one_cannot_be_and_that_one_is_named(
-    queue: Queue, tmp_path: Path, capsys: pytest.CaptureFixture[str], by: Any, raised: type[BaseException]
+    queue: Array, tmp_path: Path, capsys: pytest.CaptureFixture[str], by: Any, raised: type[BaseException]
 ) -> None:
     before = signal.getsignal(signal.SIGTERM)
     queue.answers = ["waiting", by]
@@ -418,7 +368,7 @@ def test_all_are_stopped_also_where_one_cannot_be_and_that_one_is_named(
     assert signal.getsignal(signal.SIGTERM) is before
 
 
-def test_a_queue_that_answers_no_more_is_given_up_and_what_goes_on_is_said(queue: Queue, tmp_path: Path) -> None:
+def test_a_queue_that_answers_no_more_is_given_up_and_what_goes_on_is_said(queue: Array, tmp_path: Path) -> None:
     queue.answers = ["running", REFUSED]
     with pytest.raises(RunError) as caught:
         measure(queue, tmp_path)
@@ -430,7 +380,7 @@ def test_a_queue_that_answers_no_more_is_given_up_and_what_goes_on_is_said(queue
     assert f"phalanx stop {tmp_path}/bench/0" in said
 
 
-def test_one_answer_in_between_begins_the_count_anew(queue: Queue, tmp_path: Path) -> None:
+def test_one_answer_in_between_begins_the_count_anew(queue: Array, tmp_path: Path) -> None:
     silence = [REFUSED] * len(PLANS) * 30
     queue.answers = [*silence, "running", *silence, "ended"]
     assert len(measure(queue, tmp_path).failed) == len(PLANS), "nothing was measured, and nothing was given up"

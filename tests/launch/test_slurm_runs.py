@@ -14,14 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from launched import await_steps, by_hand, commands_end, phalanx, write_job  # noqa: F401
-from slurm_cluster import Cluster, lacking, slurm_cluster, until
-from torch import Tensor, nn
+from clusters import Cluster, lacking, slurm_cluster
+from launched import await_steps, by_hand, commands_end, phalanx, submission, until, write_job  # noqa: F401
 
 import phalanx as px
 from longer import longer
-from phalanx.config import Plan, RunSpec
+from phalanx.config import Plan
 from phalanx.errors import RunError
 from phalanx.launch.runfile import newest_step
 from phalanx.launch.targets import Submission
@@ -32,77 +30,28 @@ pytestmark = pytest.mark.timeout(300)
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "how-to" / "slurm.md"
 STEPS = 40
 FURTHER = {"sbatch": "--exclusive\n--mail-type=END"}
+NO_FORECAST = {"forecast": "none"}
 LONG = 400  # that the time limit comes in
-JOB = f"""
+SLOW = """
 import os
-import time
 from pathlib import Path
-
-import torch
-from torch import nn
-
-import phalanx as px
 
 HERE = Path(__file__).parent
 SLOW = not (HERE / "fast").exists() and not list(HERE.glob("run/checkpoints/step-*"))  # until it goes on
-
-
-def model():
-    made = nn.Linear(4, 2)
-    nn.init.zeros_(made.weight)
-    nn.init.zeros_(made.bias)
-    return made
-
-
-def loss(output, batch):
-    time.sleep(0.25 if SLOW else 0.0)
-    return px.cross_entropy(output, batch["y"])
-
-
-def job():
-    print("rank", os.environ.get("RANK"), "of", os.environ.get("SLURMD_NODENAME"))
-    x = torch.randn(64, 4, generator=torch.Generator().manual_seed(0))
-    return px.Job(
-        model=model,
-        data=lambda: px.Table(input=x, y=(x.sum(1) > 0).long()),
-        shuffle=False,
-        loss=loss,
-        optimizer=lambda params: torch.optim.SGD(params, lr=0.1),
-        batch=16,
-        steps={STEPS},
-    )
 """
+SAYS = 'def job():\n    print("rank", os.environ.get("RANK"), "of", os.environ.get("SLURMD_NODENAME"))\n'
 
 
-def by_hand_of_own(steps: int = STEPS) -> list[float]:
-    """The loss of each step, by plain PyTorch on one device."""
-    x = torch.randn(64, 4, generator=torch.Generator().manual_seed(0))
-    y, model, losses = (x.sum(1) > 0).long(), nn.Linear(4, 2), list[Tensor]()
-    nn.init.zeros_(model.weight)
-    nn.init.zeros_(model.bias)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for step in range(steps):
-        part = slice(16 * (step % 4), 16 * (step % 4) + 16)
-        losses.append(nn.functional.cross_entropy(model(x[part]), y[part]))
-        optimizer.zero_grad()
-        losses[-1].backward()
-        optimizer.step()
-    return [one.item() for one in losses]
-
-
-def submission(folder: Path, *, run: dict[str, Any] | None = None, **options: str) -> Submission:
-    """The job in a folder of its own, on two nodes unless ``options`` say otherwise."""
+def own(folder: Path, **given: Any) -> Submission:
+    """The job in a folder of its own, on two nodes unless options say otherwise."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "train.py").write_text(JOB)
-    settings = {"plan": Plan.parse("dp=2"), "grace": 10.0, "resume": "auto", **(run or {})}
-    spec = RunSpec(job=str(folder / "train.py"), folder=folder / "run", **settings)
-    named = {name.replace("_", "-"): value for name, value in {"nodes": "2", **options}.items()}
-    return Submission(run=spec, name="digits", python=sys.executable, options=named)
+    path = write_job(folder, steps=STEPS)
+    text = path.read_text().replace("time.sleep(PAUSE)", "time.sleep(0.25 if SLOW else 0.0)")
+    path.write_text(SLOW + text.replace("def job():\n", SAYS))
+    return submission("slurm", folder, **given)
 
 
 class Handed:
-    """A run that was handed over."""
-
     def __init__(self, given: Submission) -> None:
         self.target, self.folder = SlurmTarget(""), given.run.folder
         self.ticket = self.target.submit(self.target.prepare(given))
@@ -137,24 +86,43 @@ def cluster() -> Iterator[Cluster]:
 @pytest.fixture(scope="module")
 def limited(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Handed:
     """A run whose time limit comes while another test runs: Slurm looks for those twice a minute."""
-    given = submission(tmp_path_factory.mktemp("limited"), time="10m", signal="12", run={"steps": LONG})
+    given = own(tmp_path_factory.mktemp("limited"), time="10m", signal="12", run={"steps": LONG})
     run = Handed(given)
     until(lambda: len(run.steps) > 3, 90, "it trains")
     cluster.set_time_limit(run.ticket["job"], 1)
     return run
 
 
-@pytest.mark.usefixtures("limited")  # first of all
 def test_two_nodes_train_what_one_device_does(cluster: Cluster, tmp_path: Path) -> None:
     (tmp_path / "fast").touch()
-    run = Handed(submission(tmp_path))
+    run = Handed(own(tmp_path))
     run.wait("ended")
-    assert px.load(run.folder).losses == pytest.approx(by_hand_of_own(), rel=1e-5)
+    assert px.load(run.folder).losses == pytest.approx(by_hand(STEPS), rel=1e-4)
     printed = [run.target.log(run.ticket, run.folder, rank).read_text().split() for rank in range(2)]
     assert sorted(node for *_, node in printed) == ["n1", "n2"]
     assert all(words[:2] == ["rank", str(rank)] for rank, words in enumerate(printed))
     assert all(" ".join(words) in run.said() for words in printed)
     assert "Traceback" not in run.said()
+
+
+@pytest.mark.usefixtures("limited")
+@pytest.mark.parametrize(
+    ("plan", "nodes"),
+    [
+        ("pp=2 tp=2 micro=4", "2"),
+        *longer(("dp=2 server=1", "3")),
+    ],
+)
+def test_each_plan_trains_what_one_device_does(cluster: Cluster, tmp_path: Path, plan: str, nodes: str) -> None:
+    write_job(tmp_path)
+    where = {"nodes": nodes, "partition": "three" if nodes == "3" else "cpu"}
+    given = submission("slurm", tmp_path, plan, run=NO_FORECAST, **where)
+    run = Handed(given)
+    run.wait("ended")
+    assert px.load(run.folder).losses == pytest.approx(by_hand(6), rel=1e-5)
+    logs = [run.target.log(run.ticket, run.folder, rank) for rank in range(Plan.parse(plan).processes)]
+    assert all(log.exists() for log in logs)
+    assert not cluster.processes_with(str(run.folder))
 
 
 def test_after_its_time_a_run_goes_on_by_itself(cluster: Cluster, limited: Handed) -> None:
@@ -164,34 +132,14 @@ def test_after_its_time_a_run_goes_on_by_itself(cluster: Cluster, limited: Hande
     limited.wait("ended")
     (stopped,) = run.events("stopped")
     assert limited.steps == list(range(LONG)), "none was taken twice"
-    assert run.losses == pytest.approx(by_hand_of_own(LONG), rel=1e-5)
+    assert run.losses == pytest.approx(by_hand(LONG), rel=1e-3)
     assert [event["step"] for event in run.events("resume")] == [stopped["step"]]
     assert 0 < stopped["step"] < LONG
     assert str(limited.ticket["job"]) not in cluster.jobs()
 
 
-@pytest.mark.parametrize(
-    ("plan", "nodes"),
-    [
-        ("pp=2 tp=2 micro=4", "2"),
-        *longer(("dp=2 server=1", "3")),
-    ],
-)
-def test_each_plan_trains_what_one_device_does(cluster: Cluster, tmp_path: Path, plan: str, nodes: str) -> None:
-    settings: dict[str, Any] = {"plan": Plan.parse(plan), "forecast": "none"}
-    given = submission(tmp_path, nodes=nodes, partition="three" if nodes == "3" else "cpu", run=settings)
-    write_job(tmp_path)
-    run = Handed(given)
-    run.wait("ended")
-    assert px.load(run.folder).losses == pytest.approx(by_hand(6), rel=1e-5)
-    logs = [run.target.log(run.ticket, run.folder, rank) for rank in range(Plan.parse(plan).processes)]
-    assert all(log.exists() for log in logs)
-    assert not cluster.processes_with(str(run.folder))
-
-
 def test_a_run_that_is_asked_to_stop_saves_and_is_over(cluster: Cluster, tmp_path: Path) -> None:
-    """By the commands that a user types."""
-    folder = submission(tmp_path, run={"steps": 400}).run.folder
+    folder = own(tmp_path, run={"steps": 400}).run.folder
     words = ["launch", str(tmp_path / "train.py"), "--to", "slurm", "--nodes", "2", "--plan", "dp=2", "--no-check"]
     told = json.loads(told_by(*words, "--steps", "400", "--run", str(folder), "--grace", "10", "--json"))
     job = str(told["job"])
@@ -213,7 +161,7 @@ def test_a_run_that_is_asked_to_stop_saves_and_is_over(cluster: Cluster, tmp_pat
 def test_the_script_on_the_page_goes_on_after_its_time(
     cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    given = submission(tmp_path, run={"steps": LONG})
+    given = own(tmp_path, run={"steps": LONG})
     (tmp_path / "run.toml").write_text(given.run.to_toml())
     found = re.search(r'title="job.sh"\n(.*?)^```$', PAGE.read_text(), flags=re.MULTILINE | re.DOTALL)
     assert found
@@ -233,14 +181,14 @@ def test_the_script_on_the_page_goes_on_after_its_time(
 
 
 def test_a_run_goes_on_after_a_node_is_lost(cluster: Cluster, tmp_path: Path) -> None:
-    run = Handed(submission(tmp_path, run={"checkpoint_every": 2}))
+    run = Handed(own(tmp_path, run={"checkpoint_every": 2}))
     until(lambda: newest_step(run.folder) is not None, 90, "it has saved")
     cluster.lose_node("n2")
     run.wait("waiting")
     cluster.bring_back("n2")
     run.wait("ended")
     assert set(run.steps) == set(range(STEPS))
-    assert px.load(run.folder).losses == pytest.approx(by_hand_of_own(), rel=1e-5)
+    assert px.load(run.folder).losses == pytest.approx(by_hand(STEPS), rel=1e-4)
     assert list(px.load(run.folder).events("resume"))
 
 
@@ -249,7 +197,6 @@ def test_a_run_goes_on_after_a_node_is_lost(cluster: Cluster, tmp_path: Path) ->
     [
         ({"partition": "nowhere"}, "Invalid partition name specified"),
         ({"mem": "9999999"}, "node configuration is not available"),
-        ({"cpus_per_task": "17"}, "would keep it waiting for ever: Partition"),
         ({"nodes": "3"}, "would keep it waiting for ever: Partition"),
         ({"time": "2d"}, "would keep it waiting for ever: Partition"),
         ({"constraint": "a100"}, "Invalid feature specification"),
@@ -259,7 +206,7 @@ def test_what_slurm_refuses_is_said_in_its_words(
     cluster: Cluster, tmp_path: Path, options: dict[str, str], said: str
 ) -> None:
     before = cluster.jobs()
-    given = submission(tmp_path, run={"plan": Plan.parse("dp=6")}, **options)
+    given = own(tmp_path, plan="dp=6", **options)
     target = SlurmTarget("")
     with pytest.raises(RunError, match=said):
         target.submit(target.prepare(given))
@@ -270,7 +217,7 @@ def test_what_slurm_refuses_is_said_in_its_words(
 def test_what_is_shown_is_what_slurm_takes(cluster: Cluster, tmp_path: Path) -> None:
     folder = tmp_path / "a b'c #%d\"e"
     options = {"time": "1.5h", "mem": "100M", "setup": "export ONE=1; true 'a b'", **FURTHER}
-    prepared = SlurmTarget("").prepare(submission(folder, **options))
+    prepared = SlurmTarget("").prepare(own(folder, **options))
     (script,) = [path for path in prepared.files if path.name == "job.sh"]
     assert prepared.files[script] in prepared.shown()
     assert prepared.shown().endswith(f"$ sbatch --parsable {shlex.quote(str(script))}")
@@ -293,13 +240,6 @@ def told_by(*words: str) -> str:
     return subprocess.run([sys.executable, "-m", "phalanx", *words], capture_output=True, text=True, check=True).stdout
 
 
-def over_both(folder: Path, plan: str, **options: str) -> Submission:
-    """Build a submission of the job in ``folder`` to nodes of two kinds."""
-    settings: dict[str, Any] = {"plan": Plan.parse(plan), "grace": 10.0, "resume": "auto", "forecast": "none"}
-    spec = RunSpec(job=str(folder / "train.py"), folder=folder / "run", **settings)
-    return Submission(run=spec, name="train", python=sys.executable, options=options)
-
-
 def write_telling_job(folder: Path, *, pause: float = 0.0, steps: int = 6) -> None:
     """The job; each process says at which node it is, and how many samples it takes at a time."""
     path = write_job(folder, pause=pause, steps=steps)
@@ -313,39 +253,19 @@ def places(folder: Path, rank: int) -> set[tuple[str, int]]:
     return {(node, int(samples)) for node, samples in re.findall(r"^at (n\d) (\d+)$", text, flags=re.MULTILINE)}
 
 
-@pytest.mark.parametrize(
-    ("plan", "also", "laid"),
-    [
-        ("dp=3 shares=2,1,1", "nodes=2 nodelist=n[2-3]", [("n1", 8), ("n2", 4), ("n3", 4)]),
-    ],
-)
-def test_ranks_lie_over_both_kinds_and_compute_what_one_device_does(
-    cluster: Cluster, tmp_path: Path, plan: str, also: str, laid: list[tuple[str, int]]
-) -> None:
+def test_ranks_lie_over_both_kinds_and_compute_what_one_device_does(cluster: Cluster, tmp_path: Path) -> None:
+    plan, also = "dp=3 shares=2,1,1", "nodes=2 nodelist=n[2-3]"
     write_telling_job(tmp_path)
-    given = over_both(tmp_path, plan, nodelist="n1", also=f"partition=three {also}")
+    given = submission(
+        "slurm", tmp_path, plan, run=NO_FORECAST, nodes="", nodelist="n1", also=f"partition=three {also}"
+    )
     assert SlurmTarget("").why_not(SlurmTarget("").prepare(given)) == ""
     run = Handed(given)
     run.wait("ended")
     assert px.load(run.folder).losses == pytest.approx(by_hand(6), rel=1e-5)
-    assert [places(run.folder, rank) for rank in range(3)] == [{one} for one in laid]
+    assert [places(run.folder, rank) for rank in range(3)] == [{("n1", 8)}, {("n2", 4)}, {("n3", 4)}]
     assert not cluster.jobs()
     assert not cluster.processes_with(str(run.folder))
-
-
-def test_shares_follow_what_a_node_of_each_kind_takes_for_a_sample(cluster: Cluster, tmp_path: Path) -> None:
-    write_telling_job(tmp_path, steps=40)
-    job = tmp_path / "train.py"
-    slow = "time.sleep(0.01 * len(output) * (3 if os.environ.get('SLURMD_NODENAME') == 'n3' else 1))"
-    job.write_text(job.read_text().replace("time.sleep(PAUSE)", slow))
-    run = Handed(over_both(tmp_path, "dp=2 shares=auto", nodelist="n1", also="partition=three nodelist=n3"))
-    run.wait("ended")
-    trained = px.load(run.folder)
-    assert trained.losses == pytest.approx(by_hand(40), rel=1e-5)
-    first, *_, last = [event["shares"] for event in trained.events("shares")]
-    assert first == [8, 8]
-    assert last[0] > last[1], "what n3 takes for a sample is three times as long"
-    assert {node for node, _ in places(run.folder, 1)} == {"n3"}
 
 
 ROW = {
@@ -355,7 +275,6 @@ NODES = ("--to", "slurm", "--nodes", "2", "--steps", "5", "--run", "bench")
 
 
 def write_failing_job(folder: Path) -> None:
-    """The job, which says where it is, and fails on four processes."""
     path = write_job(folder)
     says = 'def job():\n    print("at", os.environ.get("SLURMD_NODENAME"), os.environ.get("OMP_NUM_THREADS"))\n'
     fails = 'def loss(output, batch):\n    if os.environ.get("WORLD_SIZE") == "4":\n        raise ValueError("four")\n'
@@ -417,17 +336,3 @@ def test_ctrl_c_leaves_nothing_in_the_queue(cluster: Cluster, tmp_path: Path) ->
     until(lambda: not cluster.jobs(), 90, "the queue is empty")
     assert not cluster.processes_with(str(tmp_path))
     assert not (tmp_path / "bench" / "1" / "events.jsonl").exists()
-
-
-def test_a_command_that_was_killed_is_given_again(cluster: Cluster, tmp_path: Path) -> None:
-    write_job(tmp_path, pause=0.1)
-    words = ("bench", "train.py", *NODES, "-n", "2", "--steps", "20", "--json")
-    process = phalanx(*words, cwd=tmp_path)
-    await_steps(tmp_path / "bench" / "0", 2, process, patience=120)
-    process.kill()
-    process.communicate()
-    again = phalanx(*words, cwd=tmp_path)
-    out, err = again.communicate(timeout=120)
-    assert again.returncode == 0, err
-    assert [row["plan"] for row in json.loads(out)["plans"]] == ["dp=2"]
-    assert px.load(tmp_path / "bench" / "0").losses == pytest.approx(by_hand(20), rel=1e-5), "once"

@@ -23,26 +23,21 @@ from launched import (
     working_in,
     write_job,
 )
-from ssh_hosts import SshServers, lacking_for_ssh, ssh_servers
+from ssh_hosts import SshServers, ssh_servers
 
 import phalanx as px
 from phalanx.checkpoint import checkpoints, verify
 from phalanx.errors import RunError, SpecError
 from phalanx.launch import load_job
-from phalanx.launch.host_network import lacking
 
 
 @pytest.fixture(scope="module")
 def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SshServers]:
-    problem = lacking(px.Hosts(2).link)
-    if why := lacking_for_ssh() or (problem and problem.given):
-        pytest.skip(why)
     with ssh_servers(2, tmp_path_factory.mktemp("ssh")) as made:
         yield made
 
 
 def fit(folder: Path, file: Path, plan: str) -> px.Run:
-    """The job in ``folder`` on the hosts of ``file``."""
     job = load_job(str(write_job(folder)))
     spec = px.RunSpec(job=str(folder / "train.py"), plan=px.Plan.parse(plan), folder=folder / "run")
     return px.fit(job, run=spec, launcher=f"ssh:{file}", watch=False)
@@ -50,7 +45,7 @@ def fit(folder: Path, file: Path, plan: str) -> px.Run:
 
 @pytest.mark.parametrize(
     ("plan", "devices"),
-    [("pp=2 tp=2 micro=4", (2, 2)), ("dp=2 server=1", (2, 1))],
+    [("dp=2", (1, 1)), ("pp=2 tp=2 micro=4", (2, 2)), ("dp=2 server=1", (2, 1))],
 )
 def test_a_run_on_two_hosts_is_that_of_one_device(
     servers: SshServers, tmp_path: Path, plan: str, devices: tuple[int, int]
@@ -95,26 +90,6 @@ def test_a_worker_that_is_killed_is_started_again_and_nothing_is_lost(
     assert "each sample seen exactly once per epoch: yes" in " ".join(out.split())
 
 
-def test_stop_saves_and_resume_goes_on(servers: SshServers, tmp_path: Path) -> None:
-    process = begun(servers, tmp_path, pause=0.5)
-    status = phalanx("status", "run", "--json", cwd=tmp_path)
-    assert '"state": "running"' in status.communicate(timeout=30)[0]
-    stop = phalanx("stop", "run", cwd=tmp_path)
-    assert stop.communicate(timeout=60) == ("run: stopped\n", "")
-    _, err = process.communicate(timeout=30)
-    assert process.returncode == 75, err
-    assert "newest checkpoint: step-" in err
-    await_none_left(tmp_path)
-    taken = len(px.load(tmp_path / "run").losses)
-    assert 4 <= taken < 60
-    write_job(tmp_path, steps=60)
-    to = f"ssh:{servers.folder / 'hosts.toml'}"
-    again = phalanx("launch", "train.py", "--to", to, "--run", "run", "--resume", "--no-check", cwd=tmp_path)
-    _, err = again.communicate(timeout=90)
-    assert again.returncode == 0, err
-    assert px.load(tmp_path / "run").losses == pytest.approx(by_hand(60), rel=1e-4)
-
-
 def test_ctrl_c_saves_and_stops(servers: SshServers, tmp_path: Path) -> None:
     process = begun(servers, tmp_path)
     process.send_signal(signal.SIGINT)
@@ -124,20 +99,6 @@ def test_ctrl_c_saves_and_stops(servers: SshServers, tmp_path: Path) -> None:
     assert f"try: phalanx launch {tmp_path / 'train.py'} --to ssh:" in err
     assert "hosts.toml --run run --resume" in err
     await_none_left(tmp_path)
-
-
-def test_a_second_launch_of_a_folder_is_refused_and_writes_nothing(servers: SshServers, tmp_path: Path) -> None:
-    process = begun(servers, tmp_path, pause=0.5, steps=600)
-    writer = (tmp_path / "run" / "writer.json").read_text()
-    words = ("launch", "train.py", "--to", f"ssh:{servers.folder / 'hosts.toml'}", "--plan", "dp=2", "--run", "run")
-    second = phalanx(*words, "--no-check", cwd=tmp_path)
-    _, err = second.communicate(timeout=60)
-    assert second.returncode == 2, err
-    assert f"in which another training goes on: process {process.pid} on" in err
-    assert (tmp_path / "run" / "writer.json").read_text() == writer
-    process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=60)
-    assert process.returncode == 130, err
 
 
 def test_a_rank_that_fails_is_named_with_its_host(servers: SshServers, tmp_path: Path) -> None:
@@ -150,30 +111,6 @@ def test_a_rank_that_fails_is_named_with_its_host(servers: SshServers, tmp_path:
     _, err = process.communicate(timeout=90)
     assert process.returncode == 3, err
     assert "rank 1 of 2, on n1, failed in step 0: ValueError: its own" in err
-
-
-def test_nothing_outlives_a_launcher_that_is_killed(servers: SshServers, tmp_path: Path) -> None:
-    process = begun(servers, tmp_path)
-    assert working_in(tmp_path)
-    process.kill()
-    process.communicate()
-    await_none_left(tmp_path)
-
-
-@pytest.mark.engine
-def test_a_host_that_is_lost_ends_the_others_and_is_named(tmp_path: Path) -> None:
-    if why := lacking_for_ssh():
-        pytest.skip(why)
-    with ssh_servers(2, tmp_path) as servers:
-        process = begun(servers, tmp_path)
-        servers.hosts.cut(1)
-        began = time.monotonic()
-        _, err = process.communicate(timeout=90)
-        assert process.returncode == 3, err
-        assert "host n1" in err
-        assert time.monotonic() - began < 40
-        servers.hosts.restore(1)
-    assert "newest checkpoint" in err or "no checkpoint yet" in err
 
 
 @pytest.mark.parametrize(
@@ -202,19 +139,6 @@ def test_a_host_that_cannot_be_reached_is_named_at_once(
     assert not (tmp_path / "run").exists()
 
 
-def test_a_dry_run_shows_the_commands_and_does_nothing(servers: SshServers, tmp_path: Path) -> None:
-    write_job(tmp_path)
-    file = servers.write_hosts((1, 1))
-    shown = phalanx("launch", "train.py", "--to", f"ssh:{file}", "--plan", "dp=2", "--dry-run", cwd=tmp_path)
-    out, err = shown.communicate(timeout=60)
-    assert shown.returncode == 0, err
-    assert [line.startswith("$ ssh -T ") for line in out.splitlines()][-2:] == [True, True]
-    assert "code.txt\nfor a host that has it not: 1 file of" in out
-    assert re.search(r"\d  train.py\n", out)
-    assert "StrictHostKeyChecking=yes" in out
-    assert {path.name for path in tmp_path.iterdir()} - {"__pycache__"} == {"train.py"}
-
-
 @dataclass(frozen=True)
 class Apart:
     """Two hosts on which ``job`` and ``scratch`` are folders of their own, empty as the hosts begin."""
@@ -224,24 +148,18 @@ class Apart:
     scratch: Path
 
     def hosts(self, devices: Sequence[int] = (1, 1), **top: str) -> Path:
-        """A hosts file."""
         return self.servers.write_hosts(devices, **{"scratch": f'"{self.scratch}"', **top})
 
     def on(self, host: int, command: str) -> str:
-        """What a shell there prints."""
         words = ["ssh", "-F", str(self.servers.folder / "config"), f"n{host}", command]
         return subprocess.run(words, capture_output=True, text=True, check=True).stdout
 
     def files(self, host: int, below: str) -> list[str]:
-        """Files below a folder in ``scratch`` there."""
         return self.on(host, f"cd {self.scratch}/{below} 2>/dev/null && find . -type f || true").split()
 
 
 @pytest.fixture
 def apart(tmp_path: Path) -> Iterator[Apart]:
-    problem = lacking(px.Hosts(2).link)
-    if why := lacking_for_ssh() or (problem and problem.given):
-        pytest.skip(why)
     folders = [tmp_path / name for name in ("ssh", "job", "scratch")]
     for folder in folders:
         folder.mkdir()
@@ -250,7 +168,6 @@ def apart(tmp_path: Path) -> Iterator[Apart]:
 
 
 def fit_apart(apart: Apart, plan: str, devices: Sequence[int] = (1, 1), run: str = "run", **given: Any) -> px.Run:
-    """The job, written into its folder here, on the hosts."""
     if not (apart.job / "train.py").exists():
         write_job(apart.job)
     job = load_job(str(apart.job / "train.py"))
@@ -304,7 +221,6 @@ def begun_apart(apart: Apart, *options: str, pause: float = 0.05) -> subprocess.
 
 
 def await_checkpoint(apart: Apart) -> None:
-    """Wait until one has come here."""
     until = time.monotonic() + 60
     while not checkpoints(apart.job / "run" / "checkpoints"):
         assert time.monotonic() < until

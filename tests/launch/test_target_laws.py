@@ -13,14 +13,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import click
 import pytest
 from click.testing import CliRunner, Result
 from launched import await_steps, by_hand, write_job
 
 import phalanx as px
 from phalanx.cli import main
-from phalanx.cli.check import command as check_command
 from phalanx.cli.launch import command as launch_command
 from phalanx.cli.launch_preflight import launch_question
 from phalanx.cli.settings import Given, earlier_run
@@ -44,7 +42,6 @@ from phalanx.launch.targets import (
 from phalanx.launch.targets.ssh_host import SshHost
 from phalanx.preflight import launch_check
 
-PAGES = Path(__file__).resolve().parents[2] / "docs" / "how-to"
 HOSTS = "".join(f'[[host]]\nname = "{name}"\naddress = "127.0.0.1"\n' for name in ("n1", "n2"))
 SAGEMAKER = (
     *("--instance", "ml.g5.12xlarge", "--image", "123456789012.dkr.ecr.eu-west-1.amazonaws.com/train:1"),
@@ -93,7 +90,6 @@ def own_words(name: str) -> list[str]:
 
 
 def submission(name: str) -> tuple[Target, Submission]:
-    """What its case hands over."""
     target = find_target(CASES[name].to)
     context = launch_command.make_context("launch", ["train.py", "--to", name, *CASES[name].run])
     names = ("job", "to", "python", "dry_run", "no_check", "quiet", "as_json", "overrides")
@@ -111,15 +107,6 @@ def phalanx(verb: str, name: str, *words: str) -> Result:
 
 def test_every_target_has_a_case() -> None:
     assert list(CASES) == list(TARGETS)
-
-
-@pytest.mark.parametrize("command", [launch_command, check_command])
-def test_commands_and_pages_name_every_target(command: click.Command) -> None:
-    (option,) = (one for one in command.params if one.name == "to")
-    assert isinstance(option, click.Option)
-    assert [name for name in TARGETS if name not in (option.help or "")] == []
-    assert [name for name in TARGETS if name not in str(launch_command.short_help).lower()] == []
-    assert [name for name in TARGETS if not (PAGES / f"{name}.md").is_file()] == []
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -237,13 +224,6 @@ def test_the_batch_of_the_run_is_what_its_plan_is_held_against(prepared_for: lis
     assert phalanx("check", "slurm", "--plan", "dp=4", "--grace", "10").exit_code == 0
 
 
-def test_the_memory_of_a_run_that_is_to_begin_anyway_is_held_against_nothing(prepared_for: list[Submission]) -> None:
-    result = phalanx("check", "ssh", "--plan", "dp=2", "--anyway", "--json")
-    assert result.exit_code == 0, result.output
-    told = "memory that the plan needs: the run is to begin whatever its forecast says"
-    assert json.loads(result.stdout)["not_looked_at"] == [told]
-
-
 @pytest.mark.parametrize(
     ("words", "said"),
     [(("--steps", "4"), "--steps"), (("--anyway",), "--anyway or --no-forecast"), (("-n", "2"), "-n")],
@@ -291,7 +271,6 @@ def test_without_a_ticket_a_run_file_of_a_launch_is_none_to_go_on_with() -> None
 
 @pytest.fixture
 def ssh_to_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An ``ssh`` whose hosts are all this machine."""
     program = tmp_path / "bin" / "ssh"
     program.parent.mkdir()
     program.write_text('#!/bin/sh\nwhile [ "$1" != "--" ]; do shift; done\nshift 2\nexec sh -c "$*"\n')
@@ -347,7 +326,6 @@ def command(*words: str) -> int:
 
 
 def begun(*words: str) -> int:
-    """The process id of ``phalanx``, begun."""
     pid = fork()
     if pid == 0:
         code = 3
@@ -370,12 +348,6 @@ def await_end(pid: int) -> None:
 
 
 GIVEN = ("launch", "train.py", "--to", "background", "--run", "run", "--plan", "dp=2", "--no-check")
-
-
-@pytest.mark.usefixtures("_example")
-def test_the_target_that_is_shown_has_40_lines(tmp_path: Path) -> None:
-    lines = (tmp_path / "background.py").read_text().splitlines()
-    assert len([line for line in lines if line.strip()]) <= 40
 
 
 def launch(*words: str) -> int:

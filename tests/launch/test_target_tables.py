@@ -1,52 +1,35 @@
-"""Tables over all targets: what is refused, how a run stands by what its engine says, and damaged tickets."""
+"""Tables over all targets: what is refused, how a run stands by its engine, damaged tickets, and no secret anywhere."""
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
 import pytest
+from launched import SHARED, submission
 
+from in_one_test import in_one_test
 from phalanx.config import Plan, RunSpec
+from phalanx.config.run_files import LAUNCH_FILES
 from phalanx.errors import MissingExtraError, RunError, SpecError
-from phalanx.launch.targets import QueueTarget, Submission, find_target, ray, slurm, ticket_of
+from phalanx.launch.targets import TARGETS, Prepared, QueueTarget, Submission, find_target, ray, slurm, ticket_of
 from phalanx.launch.targets.aws_calls import AwsCalls
 from phalanx.launch.targets.kubectl import Kubectl
-
-NEEDED: dict[str, dict[str, str]] = {
-    "slurm": {"nodes": "2"},
-    "kubernetes": {"image": "registry/train:1", "nodes": "2", "volume": "data:HERE"},
-    "ray": {},
-    "sagemaker": {
-        "instance": "ml.g5.12xlarge",
-        "image": "123456789012.dkr.ecr.eu-west-1.amazonaws.com/train:1",
-        "role": "arn:aws:iam::123456789012:role/train",
-        "bucket": "s3://bucket/phalanx/",
-    },
-}
-SHARED = {"filesystem": "fsx:fs-0123456789abcdef0:/fsx/runs", "subnets": "subnet-0a", "security-groups": "sg-0a"}
+from phalanx.launch.targets.option_checks import secrets_set
 
 
-def submission(
-    name: str, folder: Path, plan: str = "dp=2", run: Mapping[str, Any] | None = None, **options: str
-) -> Submission:
-    """Build a submission to a queue; an option that is "" is left out."""
-    (folder / "job").mkdir(exist_ok=True)
-    (folder / "job" / "train.py").write_text("def job(): ...\n")
-    named = {**NEEDED[name], **{key.replace("_", "-"): value for key, value in options.items()}}
-    given = {key: value.replace("HERE", str(folder)) for key, value in named.items() if value}
-    settings: dict[str, Any] = {"plan": Plan.parse(plan), "grace": 10.0, "resume": "auto", **(run or {})}
-    spec = RunSpec(**{"job": str(folder / "job" / "train.py"), "folder": folder / "run", **settings})
-    return Submission(run=spec, name="digits", python="python", options=given)
+def handed(name: str, folder: Path, **given: Any) -> Submission:
+    (folder / "train.py").write_text("def job(): ...\n")
+    return submission(name, folder, **given)
 
 
 def refused(name: str, folder: Path, **given: Any) -> tuple[list[str], str]:
     """Return the fields that are refused, and what the first problem says was given."""
     with pytest.raises(SpecError) as caught:
-        find_target(name).prepare(submission(name, folder, **given))
+        find_target(name).prepare(handed(name, folder, **given))
     assert not (folder / "run").exists()
     assert all(problem.fix for problem in caught.value.problems)
     return [problem.where for problem in caught.value.problems], caught.value.problems[0].given
@@ -63,10 +46,8 @@ REFUSALS: dict[str, list[tuple[dict[str, Any], str, str]]] = {
         ({"signal": "70000"}, "--signal", "70000"),
         ({"partition": "a b"}, "--partition", "'a b'"),
         ({"account": "x\n#SBATCH --uid=0"}, "--account", "uid"),
-        ({"setup": "true\nfalse\x1b"}, "--setup", "false"),
         ({"gres": "gpu:1", "gpus_per_node": "1"}, "--gpus-per-node", "--gres gpu:1"),
         ({"time": "30m", "run": {"grace": 0.0, "checkpoint_every": "1h"}}, "--time", "every 1h"),
-        ({"also": "nodes"}, "--also", "nodes"),
         ({"also": "nodes=1 nodes=2"}, "--also", "nodes=2"),
         ({"also": "time=1h"}, "--also", "time=1h"),
         ({"also": "partition='a"}, "--also", "partition='a"),
@@ -116,7 +97,7 @@ REFUSALS: dict[str, list[tuple[dict[str, Any], str, str]]] = {
         ({"nodes": "3"}, "--nodes", "2 processes"),
         ({"cpus_per_worker": "two"}, "--cpus-per-worker", "'two'"),
         ({"runtime_env": "nowhere.json"}, "--runtime-env", "no such file"),
-        ({"runtime_env": "job/train.py"}, "--runtime-env", "no JSON"),
+        ({"runtime_env": "train.py"}, "--runtime-env", "no JSON"),
         ({"code": "nowhere"}, "--code", "no folder"),
     ],
     "sagemaker": [
@@ -134,7 +115,6 @@ REFUSALS: dict[str, list[tuple[dict[str, Any], str, str]]] = {
         ({"time": "30d"}, "--time", "30d"),
         ({"spot": "2h"}, "--spot", "time limit of 24h"),
         ({"volume": "many"}, "--volume", "'many'"),
-        ({"environment": "HF_TOKEN=hf_1"}, "--environment", "HF_TOKEN"),
         ({"environment": "FI_PROVIDER"}, "--environment", "'FI_PROVIDER'"),
         ({"subnets": "subnet-0a"}, "--security-groups", "--subnets alone"),
         ({**SHARED, "subnets": ""}, "--subnets", "in a VPC only"),
@@ -208,7 +188,6 @@ DAMAGE: dict[str, list[dict[str, Any]]] = {
 
 @pytest.fixture(autouse=True)
 def _no_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let a test that asks an engine by mistake fail at once."""
     monkeypatch.setenv("PATH", "/nowhere")
 
 
@@ -244,14 +223,6 @@ def test_a_damaged_ticket_is_one_clear_error(tmp_path: Path, name: str, text: st
         ask()
     (problem,) = caught.value.problems
     assert (problem.given, problem.fix) == (f"{path}, which is damaged", f"rm {path}")
-
-
-def test_a_damaged_place_of_the_run_is_refused_by_the_next_launch(tmp_path: Path) -> None:
-    given = submission("sagemaker", tmp_path)
-    given.folder.mkdir(parents=True)
-    (given.folder / "ticket.json").write_text(json.dumps({"to": "sagemaker", **TICKETS["sagemaker"], "run": ""}))
-    with pytest.raises(SpecError, match="is damaged"):
-        find_target("sagemaker").prepare(given)
 
 
 EVENTS = {
@@ -350,7 +321,7 @@ def test_a_machine_without_the_engines_program_is_named(
     monkeypatch.setattr(ray, "find_spec", lambda name: None)
     target = find_target(name)
     assert isinstance(target, QueueTarget)
-    prepared = target.prepare(submission(name, tmp_path))
+    prepared = target.prepare(handed(name, tmp_path))
     named = {"slurm": "sbatch", "kubernetes": "kubectl", "ray": r"phalanx\[ray\]", "sagemaker": r"phalanx\[sagemaker\]"}
     with pytest.raises((RunError, MissingExtraError), match=named[name]):
         target.submit(prepared)
@@ -365,8 +336,8 @@ def test_code_that_changes_while_it_is_handed_over_is_not_sent(
     monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
     target = find_target(name)
     assert isinstance(target, QueueTarget)
-    prepared = target.prepare(submission(name, tmp_path))
-    (tmp_path / "job" / "train.py").write_text("def another(): ...\n")
+    prepared = target.prepare(handed(name, tmp_path))
+    (tmp_path / "train.py").write_text("def another(): ...\n")
     with pytest.raises(RunError, match="changed while it was handed over"):
         target.submit(prepared)
     assert not (tmp_path / "run").exists()
@@ -386,3 +357,96 @@ def test_kubernetes_is_asked_where_the_ticket_says(tmp_path: Path, monkeypatch: 
     assert [words[:5] for words in asked] == [("kubectl", "--context", "c", "--namespace", "vision")] * 2
     target.stop(TICKETS["kubernetes"], tmp_path)
     assert not any("delete" in words for words in asked), "of a run that is forgotten nothing is taken away"
+
+
+MARK = "hunter2"
+HOSTS = f"""folder = "/work"
+environment = {{ WANDB_API_KEY = "{MARK}" }}
+
+[[host]]
+name = "n1"
+devices = 2
+"""
+# what a user may try: what they give of options and of the run, by target; those of "" by every target
+MIRROR = {"run": {"mirror": f"sftp://me:{MARK}@host/runs"}}
+WAYS: list[tuple[str, dict[str, Any], str]] = [
+    *((name, {}, "") for name in TARGETS),
+    *((name, MIRROR, "run.mirror") for name in TARGETS),
+    ("slurm", {"setup": f"export WANDB_API_KEY={MARK}"}, "--setup"),
+    ("slurm", {"setup": f"module load cuda; wandb login --api-key '{MARK}'"}, "--setup"),
+    ("slurm", {"setup": "export WANDB_API_KEY=$(cat ~/.wandb)"}, ""),
+    ("kubernetes", {"env-from-secret": "wandb"}, ""),
+    ("kubernetes", {"env-from-secret": f"wandb,KEY={MARK}"}, "--env-from-secret"),
+    ("ray", {"runtime-env": "runtime.json"}, ""),
+    ("sagemaker", {"environment": f"FI_PROVIDER=efa,HF_TOKEN={MARK}"}, "--environment"),
+]
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A job with its secrets about it: in the environment, in ``.env``, in files that targets are given."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("WANDB_API_KEY", MARK)
+    Path("train.py").write_text("def job(): ...\n")
+    Path(".env").write_text(f"WANDB_API_KEY={MARK}\n")
+    Path("hosts.toml").write_text(HOSTS)
+    Path("runtime.json").write_text(json.dumps({"env_vars": {"WANDB_API_KEY": MARK}}))
+    return tmp_path
+
+
+@pytest.mark.parametrize(("name", "given", "wrong"), WAYS)
+def test_no_secret_is_written_anywhere(name: str, given: dict[str, Any], wrong: str, folder: Path) -> None:
+    def prepared() -> Prepared:
+        return find_target("ssh:hosts.toml" if name == "ssh" else name).prepare(submission(name, folder, **given))
+
+    if not wrong:
+        assert MARK not in prepared().shown()
+        names = [path.name for path in prepared().files if path.parent == folder / "run" / "launch"]
+        assert names
+        assert all(any(fnmatch(one, known) for known in LAUNCH_FILES) for one in names)
+        return
+    with pytest.raises(SpecError) as caught:
+        prepared()
+    (problem,) = caught.value.problems
+    assert problem.where == wrong
+    assert wrong == "--env-from-secret" or MARK not in str(caught.value)  # whose pattern says what was typed
+
+
+@in_one_test(
+    ("line", "names"),
+    [
+        ("export WANDB_API_KEY=abc", ["WANDB_API_KEY"]),
+        ("HF_TOKEN='hf_x' true && export MY_SECRET=b", ["HF_TOKEN", "MY_SECRET"]),
+        ("login --api-key=abc --verbose", ["api-key"]),
+        ('export A_KEY="$(cat file)" B_KEY=$OTHER C_KEY=`cat file` D_KEY=', []),
+        ("login --token $TOKEN --token-file here", []),
+        ("export SSL_KEY_FILE=/etc/key.pem MONKEY=1", []),
+        ("source keys/all; true --auth --verbose", []),
+    ],
+)
+def test_what_a_line_of_shell_gives_away(line: str, names: list[str]) -> None:
+    assert secrets_set(line) == names
+
+
+@in_one_test(
+    ("mirror", "fix"),
+    [
+        (f"sftp://me:{MARK}@host:22/runs", 'mirror="sftp://me@host:22/runs"'),
+        (f"sftp://me:{MARK}@{MARK}@host/runs", 'mirror="sftp://me@host/runs"'),
+        (f"s3://AKIA:{MARK}@bucket/runs", 'mirror="s3://bucket/runs"'),
+        ("sftp://me@host/runs", ""),
+        ("abfs://container@account.dfs.core.windows.net/runs", ""),
+    ],
+)
+def test_a_mirror_has_no_password_in_it(mirror: str, fix: str) -> None:
+    def made() -> RunSpec:
+        return RunSpec(job="train.py", folder=Path("run"), plan=Plan(), mirror=mirror)
+
+    if not fix:
+        assert made().mirror == mirror
+        return
+    with pytest.raises(SpecError) as caught:
+        made()
+    (problem,) = caught.value.problems
+    assert (problem.where, problem.fix) == ("run.mirror", fix)
+    assert MARK not in str(caught.value)

@@ -6,7 +6,7 @@ from mutation import Mutation
 
 TABLES, PODS, CODE = "launch/test_target_tables.py", "launch/test_kubernetes.py", "launch/test_code_pack.py"
 HOSTS, OPTIONS = "unit/test_host_findings.py", "unit/test_target_options.py"
-SECRETS = "launch/test_no_secrets.py"
+SECRETS = "launch/test_target_tables.py"
 TARGETS, CHECKS = "launch/targets", "launch/check_hosts"
 
 LAUNCH = (

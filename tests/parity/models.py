@@ -19,7 +19,6 @@ LENGTH = 40  # the last batch of an epoch has 12
 
 
 def job(model: Callable[[], nn.Module], data: Any, loss: Callable[[Any, Any], Any], **how: Any) -> px.Job:
-    """A job of one epoch and a bit, clipped, with AdamW."""
     given: dict[str, Any] = {
         "optimizer": lambda params: torch.optim.AdamW(params, lr=1e-3),
         "batch": BATCH,
@@ -31,8 +30,6 @@ def job(model: Callable[[], nn.Module], data: Any, loss: Callable[[Any, Any], An
 
 
 class MLP(nn.Module):
-    """Repeated blocks of unequal width, so that rows do not divide over ranks."""
-
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.ModuleList([nn.Linear(16, 19), nn.Linear(19, 19), nn.Linear(19, 16)])
@@ -54,18 +51,15 @@ class Row(MLP):
 
 
 def rows() -> px.Table:
-    """B x 16 values and a class."""
     generator = torch.Generator().manual_seed(1)
     return px.Table(x=torch.randn(LENGTH, 16, generator=generator), y=torch.randint(5, (LENGTH,), generator=generator))
 
 
 def mlp() -> px.Job:
-    """A plain mean as loss."""
     return job(Row, rows(), lambda output, batch: nn.functional.cross_entropy(output, batch["y"]))
 
 
 def convnet() -> px.Job:
-    """Images to classes, a sum and a count as loss."""
     generator = torch.Generator().manual_seed(2)
     images = torch.randn(LENGTH, 1, 8, 8, generator=generator)
     table = px.Table(x=images, y=torch.randint(5, (LENGTH,), generator=generator))
@@ -80,7 +74,6 @@ def convnet() -> px.Job:
 
 
 def _sentences() -> px.Table:
-    """Tokens of unequal length: ids 0 are padding, label -100 is not counted."""
     generator = torch.Generator().manual_seed(3)
     ids = torch.randint(1, 64, (LENGTH, 12), generator=generator)
     mask = torch.arange(12)[None] < 3 + torch.arange(LENGTH)[:, None] % 10
@@ -88,7 +81,6 @@ def _sentences() -> px.Table:
 
 
 def own_gpt() -> px.Job:
-    """Next token with counts that differ by sample, micro-batch and rank."""
     shape = gpt.gpt_job(layers=2, width=32, heads=2, context=12, batch=BATCH, steps=20)
     return job(
         shape.model,
@@ -98,61 +90,41 @@ def own_gpt() -> px.Job:
     )
 
 
-def gpt2() -> px.Job:
-    """transformers' GPT-2: fused weights, tied embedding, dropout."""
-    from transformers import GPT2Config, GPT2LMHeadModel
+def of_tokens(kind: str, head: str, *, ahead: bool = True, **sizes: Any) -> px.Job:
+    """A model of transformers over padded sentences; ``ahead``: it tells the next token, and else each."""
+    import transformers
 
-    config = GPT2Config(vocab_size=64, n_positions=12, n_embd=32, n_layer=2, n_head=2)
-    return job(
-        lambda: GPT2LMHeadModel(config),
-        _sentences(),
-        lambda output, batch: px.cross_entropy(output.logits[:, :-1], batch["labels"][:, 1:]),
-        inputs=lambda batch: {name: batch[name] for name in ("input_ids", "attention_mask")},
-    )
+    config = getattr(transformers, f"{kind}Config")(vocab_size=64, **sizes)
+
+    def loss(output: Any, batch: Any) -> px.Loss:
+        logits, labels = output.logits, batch["labels"]
+        return px.cross_entropy(logits[:, :-1], labels[:, 1:]) if ahead else px.cross_entropy(logits, labels)
+
+    inputs = lambda batch: {name: batch[name] for name in ("input_ids", "attention_mask")}  # noqa: E731
+    return job(lambda: getattr(transformers, f"{kind}{head}")(config), _sentences(), loss, inputs=inputs)
+
+
+def gpt2() -> px.Job:
+    return of_tokens("GPT2", "LMHeadModel", n_positions=12, n_embd=32, n_layer=2, n_head=2)
+
+
+SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "max_position_embeddings": 12}
 
 
 def bert() -> px.Job:
-    """transformers' BERT with padding."""
-    from transformers import BertConfig, BertForMaskedLM
+    return of_tokens("Bert", "ForMaskedLM", ahead=False, **SIZES, num_attention_heads=2, intermediate_size=64)
 
-    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
-    config = BertConfig(vocab_size=64, max_position_embeddings=12, **sizes)
-    return job(
-        lambda: BertForMaskedLM(config),
-        _sentences(),
-        lambda output, batch: px.cross_entropy(output.logits, batch["labels"]),
-        inputs=lambda batch: {name: batch[name] for name in ("input_ids", "attention_mask")},
-    )
+
+GROUPED = {**SIZES, "num_attention_heads": 4, "intermediate_size": 48}
 
 
 def llama() -> px.Job:
     """transformers' Llama: grouped-query heads, gated layers, rotary positions, padding."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
-    config = LlamaConfig(vocab_size=64, max_position_embeddings=12, num_key_value_heads=2, **sizes)
-    return job(
-        lambda: LlamaForCausalLM(config),
-        _sentences(),
-        lambda output, batch: px.cross_entropy(output.logits[:, :-1], batch["labels"][:, 1:]),
-        inputs=lambda batch: {name: batch[name] for name in ("input_ids", "attention_mask")},
-    )
+    return of_tokens("Llama", "ForCausalLM", **GROUPED, num_key_value_heads=2)
 
 
 def mixtral() -> px.Job:
-    """transformers' Mixtral: a mixture of four experts."""
-    from transformers import MixtralConfig, MixtralForCausalLM
-
-    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
-    config = MixtralConfig(
-        vocab_size=64, max_position_embeddings=12, num_key_value_heads=2, num_local_experts=4, **sizes
-    )
-    return job(
-        lambda: MixtralForCausalLM(config),
-        _sentences(),
-        lambda output, batch: px.cross_entropy(output.logits[:, :-1], batch["labels"][:, 1:]),
-        inputs=lambda batch: {name: batch[name] for name in ("input_ids", "attention_mask")},
-    )
+    return of_tokens("Mixtral", "ForCausalLM", **GROUPED, num_key_value_heads=2, num_local_experts=4)
 
 
 def t5() -> px.Job:
@@ -183,7 +155,6 @@ def t5() -> px.Job:
 
 
 def vit() -> px.Job:
-    """transformers' ViT: tokens that are patches of an image, and one more."""
     from transformers import ViTConfig, ViTForImageClassification
 
     sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
@@ -221,12 +192,10 @@ class Irregular(nn.Module):
 
 
 def irregular() -> px.Job:
-    """A plain mean as loss."""
     return job(Irregular, rows(), lambda output, batch: nn.functional.cross_entropy(output, batch["y"]))
 
 
 def plain(one: px.Job) -> px.Job:
-    """``one`` with plain SGD, and without clipping."""
     return replace(one, optimizer=lambda params: torch.optim.SGD(params, lr=0.05), clip=None)
 
 
@@ -249,8 +218,6 @@ RATES = (0.1, 0.5)
 
 
 class AttentionDrops(nn.Module):
-    """An own GPT's attention, which drops weights by torch's function."""
-
     def __init__(self, attention: Any, rate: float) -> None:
         super().__init__()
         self.inner, self.rate = attention, rate

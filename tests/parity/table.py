@@ -35,20 +35,16 @@ LONG: dict[int, tuple[str, ...]] = {
 
 # What every run of the tests holds the law for: each technique once, on a model that it can change most.
 SHORT: dict[str, tuple[str, ...]] = {
-    "ConvNet": ("dp=2 recompute=full",),
-    "MLP": ("micro=3", "fsdp=3 zero=1", "dp=2 fsdp=2 zero=2 micro=2", "threads=3 micro=2", "dp=4 server=2"),
+    "MLP": ("micro=3", "dp=2 fsdp=2 zero=2 micro=2", "threads=3 micro=2", "dp=4 server=2"),
     "irregular": ("pp=2 micro=2 schedule=dualpipev",),
     "own GPT": (
-        "dp=3 micro=2",
         "fsdp=2 offload=parameters",
         "cp=3 attention=alltoall recompute=full",
-        "pp=2 fsdp=2 tp=2 micro=4",
+        "fsdp=2 tp=2 zero=1 sequence=true",
+        "pp=2 micro=7 schedule=interleaved",
     ),
     "HF GPT-2": ("pp=2 micro=3 schedule=zbv",),
     "HF Llama": ("tp=2 sequence=true recompute=selective",),
-    "HF BERT, padded": ("fsdp=2 micro=2",),
-    "HF T5": ("pp=2 micro=7 schedule=interleaved",),
-    "HF ViT": ("pp=2 micro=7 schedule=zero-bubble",),
     "HF Mixtral": ("pp=2 ep=2 micro=7",),
 }
 
@@ -146,36 +142,13 @@ APART: dict[str, tuple[str, ...]] = {
     "ConvNet": ("dp=3 sync=diloco outer=sgd",),
 }
 
-# What `make long` adds, and `make parity` of nearly all plans with every model.
-MORE: dict[str, tuple[str, ...]] = {
-    "ConvNet": ("fsdp=3 zero=2", "pp=2 micro=2 schedule=gpipe"),
-    "MLP": ("micro=5 recompute=full", "offload=optimizer", "dp=4", "dp=2 server=1", "dp=2 server=2"),
-    "irregular": ("tp=2", "pp=2 micro=3", "dp=2 pp=2 micro=2 schedule=dualpipev"),
-    "own GPT": (
-        "dp=2 server=1 micro=4",
-        "threads=2 micro=3",
-        "dp=2 offload=optimizer",
-        "fsdp=2 recompute=selective",
-        "tp=3 micro=5",
-        "cp=2",
-        "pp=2 cp=2 micro=4 recompute=full",
-        "dp=2 tp=2 sequence=true recompute=selective",
-    ),
-    "HF GPT-2": ("dp=2 server=2", "fsdp=2 zero=2 micro=3", "cp=2 recompute=selective"),
-    "HF BERT, padded": ("fsdp=3 micro=2", "tp=2 recompute=full"),
-    "HF Llama": ("tp=4", "cp=3 attention=alltoall", "fsdp=2 tp=2 zero=2", "pp=2 tp=2 sequence=true micro=7"),
-    "HF T5": ("tp=3 sequence=true",),
-    "HF ViT": ("tp=2 sequence=true",),
-    "HF Mixtral": ("ep=2", "ep=2 tp=2", "cp=2 ep=2"),
-}
 
 # Of the tables of shares, of replicas apart and of dropout: what every run of the tests holds the law for.
 OFTEN: tuple[tuple[str, str], ...] = (
     ("MLP", "dp=2 shares=auto"),
-    ("own GPT", "dp=2 fsdp=2 shares=1,3 micro=2"),
+    ("own GPT", "dp=2 shares=3,1 micro=2"),
     ("MLP", "dp=2 shares=3,1 sync=local"),
     ("own GPT", "dp=2 pp=2 sync=local micro=4"),
-    ("MLP", "dp=2 server=1"),
     ("ConvNet", "pp=2 micro=7 recompute=full"),
     ("own GPT", "cp=2 attention=alltoall"),
     ("own GPT", "tp=2 sequence=true recompute=selective"),

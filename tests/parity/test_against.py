@@ -1,19 +1,30 @@
-"""Proofs against a loop that the user wrote, and of jobs at the edges: dropout in an LSTM, data below the batch."""
+"""Proofs against a user's own loop, of jobs at the edges, and by the very calls that ``fit`` trains by.
+
+Which function calls which is recorded in a run and in a proof, and compared.
+"""
 
 from __future__ import annotations
 
+import json
+import sys
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import cache
+from itertools import chain
+from pathlib import Path
+from types import CodeType, FrameType
 from typing import Any
 
 import pytest
 import torch
-from models import job, rows
+from models import MODELS, job, rows
 from torch import nn
 
 import phalanx as px
+from longer import longer
 from phalanx.errors import WorkerError
-from phalanx.verify import references
+from phalanx.train import loop as training_loop
 
 TABLE = rows()
 
@@ -29,7 +40,6 @@ def classified(**how: Any) -> px.Job:
 
 
 def steps_of(model: nn.Module, samples: Any, steps: int, *, rate: float = 1e-3, clip: float = 0.3) -> Iterator[Any]:
-    """What a user might write; 40 samples in batches of 14, 14 and 12."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=rate)
     for step in range(steps):
         ids = torch.tensor(samples[step])
@@ -81,24 +91,6 @@ def test_a_loop_that_does_something_else_is_not_equal(how: dict[str, float], fir
     assert ("clipping" in proof.cause) == ("clip" in how)
 
 
-def test_a_mean_of_means_is_not_equal() -> None:
-    def loop(steps: int, model: nn.Module, samples: Any) -> Any:
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-        for step in range(steps):
-            halves = torch.tensor(samples[step]).tensor_split([5])
-            x, y = TABLE.columns["x"], TABLE.columns["y"]
-            loss = sum(nn.functional.cross_entropy(model(x[ids]), y[ids]) for ids in halves) / 2
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            yield loss
-        return model
-
-    proof = px.prove(classified(clip=None), "single", steps=3, against=loop)
-    assert not proof.equal
-    assert "the loss of step 0" in proof.first
-
-
 @pytest.mark.parametrize(
     ("loop", "words"),
     [
@@ -123,27 +115,6 @@ def classify(output: torch.Tensor, batch: dict[str, torch.Tensor]) -> Any:
     return nn.functional.cross_entropy(output, batch["y"])
 
 
-class Recurrent(nn.Module):
-    """Two layers of an LSTM with dropout between them, which torch's compiled code draws."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lstm = nn.LSTM(4, 8, num_layers=2, dropout=0.5, batch_first=True)
-        self.head = nn.Linear(8, 5)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head(self.lstm(x.view(len(x), 4, 4))[0][:, -1])
-
-
-def test_recurrent_dropout_is_off_and_said() -> None:
-    said: list[str] = []
-    proof = px.prove(
-        job(Recurrent, rows(), classify, inputs=lambda batch: batch["x"]), "dp=2", steps=2, say=said.append
-    )
-    assert proof.equal, proof.first
-    assert any("dropout is switched off" in note and "lstm" in note for note in said)
-
-
 def test_data_smaller_than_the_batch_are_no_fault_of_the_sampler() -> None:
     def net() -> nn.Module:
         return nn.Sequential(nn.Linear(16, 8), nn.BatchNorm1d(8), nn.Linear(8, 5))
@@ -154,16 +125,114 @@ def test_data_smaller_than_the_batch_are_no_fault_of_the_sampler() -> None:
     assert "BatchNorm" in proof.cause
 
 
-def test_gradients_that_were_read_back_are_in_the_order_of_steps() -> None:
-    kinds = {f"{kind}|{step}|a": torch.ones(1) for kind in ("reduced", "used") for step in (10, 2, 0, 1)}
-    answer = {
-        "steps": [],
-        "numbers": {},
-        "options": {},
-        "evaluations": {},
-        "magnitudes": {},
-        "masks_of_no_sample": {},
-        "ways": {},
-    }
-    record = references._record(kinds, answer)
-    assert [*record.reduced] == [*record.used] == [0, 1, 2, 10]
+PACKAGES = ("train/", "parallel/", "data/", "comm/", "checkpoint/")
+BY_CHANCE = ("__del__", "<module>", "_files.<locals>.<lambda>")
+"""Called when memory is let go, by who is first to import, and once for each file that other ranks have begun."""
+NO_SIGNALS = "train/launcher_link.py:no_signal"
+"""Nobody asks a proof to stop; a run's answer to that question comes from its launcher."""
+LOOKS_BY_THE_CLOCK = "comm/point_agreement.py:PointAgreement._watch"
+"""A thread that asks twice a second whether to stop: never, where all the steps take less."""
+ONLOOKERS = ("train/observer.py", "verify/recording.py", "verify/fingerprints.py")
+
+
+@cache
+def place_in_house(code: CodeType) -> str:
+    """File within the house and function, such as ``train/step.py:Step.update``; empty for others' code."""
+    _, inside, file = code.co_filename.rpartition("/phalanx/")
+    return f"{file}:{code.co_qualname}" if inside else ""
+
+
+class Calls:
+    """Which functions of the training packages call which, directly or through torch and the job, in every thread."""
+
+    def __init__(self) -> None:
+        self.found: set[str] = set()
+
+    def __call__(self, frame: FrameType, event: str, _: Any) -> None:
+        callee = place_in_house(frame.f_code) if event == "call" else ""
+        if not callee.startswith(PACKAGES) or callee.startswith(ONLOOKERS) or callee.endswith((*BY_CHANCE, NO_SIGNALS)):
+            return
+        callers = [place for each in outwards(frame.f_back) if (place := place_in_house(each.f_code))]
+        if any(place.startswith(ONLOOKERS) for place in callers):
+            return
+        if callers and callers[0].startswith(PACKAGES) and not callers[0].endswith(("<module>", LOOKS_BY_THE_CLOCK)):
+            self.found.add(f"{callers[0]} -> {callee}")
+
+
+def outwards(frame: FrameType | None) -> Any:
+    """The frame and those that called it, without those that switch dropout off around torch's functions."""
+    while frame is not None:
+        if not place_in_house(frame.f_code).startswith("verify/capture.py"):
+            yield frame
+        frame = frame.f_back
+
+
+def recorded(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    def train(job: Any, run: Any, place: Any, *rest: Any, **how: Any) -> Any:
+        calls = Calls()
+        threading.setprofile(calls)
+        sys.setprofile(calls)
+        try:
+            return right(job, run, place, *rest, **how)
+        finally:
+            sys.setprofile(None)
+            threading.setprofile(None)
+            folder.mkdir(exist_ok=True)
+            (folder / f"{run.plan} on {place.rank}.json").write_text(json.dumps(sorted(calls.found)))
+
+    right = training_loop.train
+    monkeypatch.setattr(training_loop, "train", train)
+
+
+def read(folder: Path, plan: str) -> list[list[str]]:
+    found = [folder / f"{px.Plan.parse(plan)} on {rank}.json" for rank in range(px.Plan.parse(plan).processes)]
+    return [json.loads(file.read_text()) for file in found]
+
+
+PLANS = ("fsdp=2", "dp=2 server=1")
+MORE = ("pp=2 micro=7", "single", "dp=2 micro=2", "threads=2", "tp=2 sequence=true", "cp=2", "fsdp=2 zero=1")
+OF_STEPS = (
+    "train/loop.py:TrainingLoop",
+    "train/run_recorder.py:RunRecorder.stepped",
+    "train/step.py:Step.update",
+    "train/memory_use.py:MeasuredStep",
+    "train/evaluate.py:evaluate",
+    "checkpoint/background.py:BackgroundSaver.save",
+)
+COMPUTED = ("gradient_worker.py:Computer", "coordinator.py")
+WITHOUT_CLOCK = (
+    *("parallel/", "checkpoint/", "data/", "train/loop.py", "train/run_recorder.py"),
+    *(f"train/parameter_server/{name}" for name in COMPUTED),
+)
+"""Of servers and their workers; in other rooms they wait, beat and part by the clock, and what that calls is chance."""
+OF_SERVERS = (
+    *OF_STEPS[:2],
+    *("train/parameter_server/coordinator.py", "parallel/parameter_server/update.py", "checkpoint/format.py"),
+)
+
+
+@pytest.mark.parametrize("plan", [*PLANS, *longer(*MORE)])
+def test_a_proof_takes_the_path_of_a_run(plan: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    given = MODELS["own GPT" if px.Plan.parse(plan).kind == "split" else "MLP"]()
+    given = replace(given, steps=4, epochs=None, evaluate=given.data, evaluate_every=2)
+    with monkeypatch.context() as patched:
+        recorded(patched, tmp_path / "fit")
+        # without grace: what a rank keeps to save when its peers are lost, no proof goes on from
+        spec = px.RunSpec(job="", plan=px.Plan.parse(plan), folder=tmp_path / "run", forecast="none", grace=0.0)
+        px.fit(given, run=spec)
+    with monkeypatch.context() as patched:
+        recorded(patched, tmp_path / "prove")
+        assert px.prove(given, plan, steps=4).equal
+    fitted, proven = read(tmp_path / "fit", plan), read(tmp_path / "prove", plan)
+    found = list(chain.from_iterable(fitted))
+    for name in OF_SERVERS if "server" in plan else OF_STEPS:
+        assert any(name in call for call in found), name
+    if "server" in plan:  # which worker takes which step is by the clock
+        fitted, proven = [[*chain.from_iterable(fitted)]], [[*chain.from_iterable(proven)]]
+    for here, there in zip(fitted, proven, strict=True):
+        other = {call for call in set(here) ^ set(there) if "server" not in plan or not by_the_clock(call)}
+        assert other == set()
+
+
+def by_the_clock(call: str) -> bool:
+    return not all(end.startswith(WITHOUT_CLOCK) for end in call.split(" -> "))

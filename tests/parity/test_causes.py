@@ -30,8 +30,6 @@ LENGTHS = (3, 5, 8, 2, 7, 4, 6, 9)
 
 
 class Counting(Net):
-    """Centres its input by a running mean."""
-
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("mean", torch.zeros(9))
@@ -43,8 +41,6 @@ class Counting(Net):
 
 
 class Ticking(Net):
-    """Counts its forwards."""
-
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("calls", torch.zeros(()))
@@ -55,22 +51,16 @@ class Ticking(Net):
 
 
 class Mixing(Net):
-    """Standardises by the batch, in a way of its own."""
-
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return super().forward(x - x.mean(0, keepdim=True))
 
 
 class Noisy(Net):
-    """Adds noise without a module of its own."""
-
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return super().forward(x + 0.1 * torch.randn_like(x) * self.training)
 
 
 class AlwaysNoisy(Net):
-    """Adds noise in evaluation, too."""
-
     def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()
         self.dropout = nn.Dropout(dropout) if dropout else nn.Identity()
@@ -80,8 +70,6 @@ class AlwaysNoisy(Net):
 
 
 class Normalised(Net):
-    """Normalises by the batch in training, and by running statistics otherwise."""
-
     def __init__(self, **how: Any) -> None:
         super().__init__()
         self.norm = nn.BatchNorm1d(9, **how)
@@ -91,8 +79,6 @@ class Normalised(Net):
 
 
 class Tokens(nn.Module):
-    """A head over tokens."""
-
     def __init__(self) -> None:
         super().__init__()
         self.embed, self.head = nn.Embedding(16, 8), nn.Linear(8, 16)
@@ -117,7 +103,6 @@ def contrastive(output: torch.Tensor, batch: Any) -> torch.Tensor:
 
 
 def with_dice(output: torch.Tensor, batch: Any) -> torch.Tensor:
-    """Dice over the whole batch, as is often written."""
     found, wanted = output.softmax(-1)[:, 1:], F.one_hot(batch["y"], output.shape[-1])[:, 1:]
     overlap = (2 * (found * wanted).sum() + 1) / ((found + wanted).sum() + 1)
     return F.cross_entropy(output, batch["y"]) + 1 - overlap
@@ -166,7 +151,6 @@ def of_one_size(*lengths: int) -> px.Job:
 
 
 def partly_labelled(**how: Any) -> px.Job:
-    """Every fifth sample but the first has no label that counts."""
     whole = table(96)[:]
     counts = torch.tensor([index % 5 != 1 for index in range(96)])
     data = px.Table(**whole, labels=whole["y"].masked_fill(~counts, -100), counts=counts.float())
@@ -178,7 +162,6 @@ def of_counted(output: torch.Tensor, batch: Any) -> torch.Tensor:
 
 
 def nearly_without_labels() -> px.Job:
-    """Samples of as many labels each, but for one in five, which has none."""
     data = [1 + (index + torch.arange(6)) % 15 for index in range(64)]
 
     def collate(samples: list[torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -241,8 +224,6 @@ EXACT = {
 
 
 class Drawing(torch.utils.data.Dataset[Any]):
-    """Augments each sample by itself."""
-
     def __len__(self) -> int:
         return 64
 
@@ -282,7 +263,7 @@ def test_a_counter_of_forwards_is_named_where_there_are_more_of_them() -> None:
     assert found.startswith("buffers updated in forward: calls changes once a micro-batch")
 
 
-PROVEN = ("mask of some", "buffer", "collate", "tokens", "noise beside dropout", "dice beside batch norm")
+PROVEN = ("buffer", "collate", "tokens", "dice beside batch norm")
 
 
 @pytest.mark.parametrize("name", [*PROVEN, *longer(*(name for name in PLANTED if name not in PROVEN))])
@@ -356,10 +337,3 @@ def test_a_running_mean_may_follow_a_bias_that_rounding_moves(monkeypatch: pytes
 
     monkeypatch.setattr(Step, "update", shifted)
     assert "running_mean" in px.prove(before_batch_norm(torch.optim.AdamW), "dp=2", steps=4).first
-
-
-def test_where_it_is_not_known_how_far_a_bias_goes_it_is_named() -> None:
-    proof = px.prove(before_batch_norm(torch.optim.Adagrad), "dp=2", steps=4)
-    assert "running_mean" in proof.first
-    assert proof.cause.startswith("rounding. BatchNorm takes the mean away")
-    assert "0.bias" in proof.cause

@@ -76,8 +76,6 @@ def at(field: str, moment: Any, name: str, value: Any) -> Callable[[RunRecord], 
 
 
 def in_step(step: int, **how: Any) -> Callable[[RunRecord], RunRecord]:
-    """Change what one step told of itself, on every rank."""
-
     def changed(steps: list[StepRecord]) -> list[StepRecord]:
         return [replace(one, **how) if index == step else one for index, one in enumerate(steps)]
 

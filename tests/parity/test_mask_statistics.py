@@ -17,7 +17,6 @@ from longer import longer
 from phalanx.config import Plan
 from phalanx.parallel import activation_checkpointing
 from phalanx.parallel.context import attention, flash_block
-from phalanx.parallel.context.flash_block import SdpaArgs
 from phalanx.parallel.local_shards import elementwise_ops
 from phalanx.parallel.local_shards.tensor import RULES
 from phalanx.parallel.rng_streams import stream
@@ -40,7 +39,7 @@ def proof(model: str, plan: str) -> Proof:
 SOUND = [
     ("MLP", "dp=2 server=1", 0, 0),
     ("own GPT", "tp=2 sequence=true recompute=full", 1, 1),
-    ("own GPT", "cp=2", 1, 1),  # the ring computes weights again in backward
+    *longer(("own GPT", "cp=2", 1, 1)),  # the ring computes weights again in backward
     *longer(("MLP", "threads=2", 0, 0), ("MLP", "dp=2 micro=3", 0, 0), ("MLP", "pp=2 micro=4 recompute=full", 0, 1)),
     *longer(("MLP", "fsdp=2 recompute=selective", 0, 1), ("own GPT", "cp=2 attention=alltoall recompute=full", 1, 1)),
 ]
@@ -111,7 +110,7 @@ FAULTS: dict[str, tuple[str, str, Any, str, Any, str, str]] = {
         *(AGAIN, "recompute"),
     ),
 }
-OFTEN = ("every rank draws the same", "ranks of tp draw unlike", "slices draw the same", "recompute draws anew")
+OFTEN = ("every rank draws the same", "ranks of tp draw unlike", "recompute draws anew")
 
 
 def planted(monkeypatch: pytest.MonkeyPatch, found: tuple[Any, ...]) -> Proof:
@@ -147,17 +146,7 @@ def test_a_rate_that_is_not_kept_is_found(fault: str, monkeypatch: pytest.Monkey
     assert said in found.first
 
 
-def test_attention_that_does_not_drop_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    one_device("own GPT")
-    run = SdpaArgs.run
-    monkeypatch.setattr(SdpaArgs, "run", lambda how, *given: run(replace(how, dropout=0.0), *given))
-    found = proof("own GPT", "tp=2")
-    assert not found.equal
-    assert "drew no mask" in found.first
-
-
 def draw(**how: Any) -> dict[str, Any]:
-    """A sound mask of 1000 elements at rate 0.5, changed."""
     given = {"step": 0, "ids": "1,2", "layer": ("a", "a*0:0"), "part": "", "rate": 0.5, "elements": 1000}
     found = {"dropped": 500, "scaled": True, "digest": "d", "start": "d", "again": False}
     return {name: getattr(Draw(**{**given, **found, **how}), name) for name in Draw.__slots__}

@@ -40,8 +40,6 @@ def unequal(plan: str, given: px.Job | None = None, steps: int = 3) -> Proof:
 
 
 def after_update(monkeypatch: pytest.MonkeyPatch, change: Callable[[Step], None], step: int | None = None) -> None:
-    """On rank 1 alone, after each update, or that of one step."""
-
     def update(self: Step, batch: Any, totals: Any) -> Any:
         metrics = right(self, batch, totals)
         if on_rank_1() and step in (None, batch.step):
@@ -61,20 +59,13 @@ def scaled(times: float) -> Callable[[Step], None]:
     return change
 
 
-@pytest.mark.parametrize("plan", ["dp=2 tp=2", "fsdp=2 zero=1"])
+@pytest.mark.parametrize("plan", ["fsdp=2 zero=1", *longer("dp=2 tp=2")])
 def test_a_copy_that_is_changed_after_the_last_step(plan: str, monkeypatch: pytest.MonkeyPatch) -> None:
     after_update(monkeypatch, scaled(3.0), step=2)
     proof = unequal(plan)
     assert "after the last step" in proof.first
     assert "copies of" in proof.first
     assert "on ranks " in proof.first
-
-
-def test_a_copy_that_drifts(monkeypatch: pytest.MonkeyPatch) -> None:
-    after_update(monkeypatch, scaled(1 + 3e-6))
-    proof = unequal("dp=2")
-    assert "after the first update" in proof.first
-    assert "hold different values" in proof.cause
 
 
 def test_a_state_of_the_optimizer_that_differs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,8 +80,6 @@ def test_a_state_of_the_optimizer_that_differs(monkeypatch: pytest.MonkeyPatch) 
 
 
 class Counting(nn.Module):
-    """A buffer that is updated in forward, from what is seen there."""
-
     seen: torch.Tensor
 
     def __init__(self) -> None:
@@ -113,8 +102,6 @@ def test_a_buffer_that_differs_by_rank() -> None:
 
 
 def doubled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Gradients are doubled between backward and update."""
-
     def update(self: Step, batch: Any, totals: Any) -> Any:
         for tensor in self.layout.parameters.values() if split() else ():
             if tensor.grad is not None:
@@ -125,7 +112,7 @@ def doubled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Step, "update", update)
 
 
-@pytest.mark.parametrize("clip", [1e6, 0.01])
+@pytest.mark.parametrize("clip", [0.01, *longer(1e6)])
 def test_gradients_doubled_before_the_update(clip: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
     doubled(monkeypatch)
     proof = unequal("dp=2", replace(MODELS["own GPT"](), clip=clip))
@@ -134,8 +121,6 @@ def test_gradients_doubled_before_the_update(clip: float | None, monkeypatch: py
 
 
 def too_large(monkeypatch: pytest.MonkeyPatch, times: float, first: int = 0) -> None:
-    """All gradients come so many times too large, from a step on."""
-
     def correction(self: Any, totals: Any) -> Any:
         found = right(self, totals)
         wrong = split() and self._step.progress.step >= first
@@ -145,7 +130,7 @@ def too_large(monkeypatch: pytest.MonkeyPatch, times: float, first: int = 0) -> 
     monkeypatch.setattr(GradAccumulation, "correction", correction)
 
 
-@pytest.mark.parametrize(("model", "precision"), [("own GPT", "bf16"), ("MLP", "fp16")])
+@pytest.mark.parametrize(("model", "precision"), longer(("own GPT", "bf16"), ("MLP", "fp16")))
 def test_two_percent_in_half_precision(model: str, precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
     too_large(monkeypatch, 1.02)
     proof = unequal(f"dp=2 precision={precision}", MODELS[model](), steps=2)
@@ -162,8 +147,6 @@ def test_a_few_percent_from_a_later_step_on(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 class Faulty(torch.autograd.Function):
-    """The identity, whose gradient comes back so many times."""
-
     @staticmethod
     def forward(ctx: Any, given: torch.Tensor, times: float) -> torch.Tensor:
         ctx.times = times
@@ -202,7 +185,7 @@ def adapted(lr: float, times: float) -> px.Job:
     )
 
 
-@pytest.mark.parametrize(("times", "lr"), [(0.0, 1e-3), (1.01, 1e-9), *longer((-1.0, 1e-6), (2.0, 1e-6))])
+@pytest.mark.parametrize(("times", "lr"), [(1.01, 1e-9), *longer((0.0, 1e-3), (-1.0, 1e-6))])
 def test_a_gradient_that_is_there_from_the_second_step_on_and_wrong(times: float, lr: float) -> None:
     proof = unequal("dp=2", adapted(lr, times))
     assert proof.first.startswith("the gradient of a in step 1")
@@ -231,15 +214,7 @@ def test_a_buffer_that_differs_between_threads(monkeypatch: pytest.MonkeyPatch) 
     assert proof.first.startswith("copies of the buffer seen on threads 0 and 1 differ")
 
 
-def test_threads_hold_the_same() -> None:
-    proof = px.prove(MODELS["MLP"](), "threads=3", steps=2)
-    assert proof.equal
-    assert proof.copies == 3 * 2 * 9, "three moments, two more copies of nine parameters"
-
-
 def test_a_worker_of_servers_with_other_values(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By a last bit, which gradients do not show."""
-
     def land(self: Worker) -> None:
         right(self)
         with torch.no_grad():
@@ -254,8 +229,6 @@ def test_a_worker_of_servers_with_other_values(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_gradients_that_a_server_clips_to_another_norm(monkeypatch: pytest.MonkeyPatch) -> None:
-    """AdamW makes the same values of them."""
-
     def apply(self: Shard, update: Update) -> None:
         right(self, replace(update, scale=1.5 * update.scale))
 
@@ -264,13 +237,6 @@ def test_gradients_that_a_server_clips_to_another_norm(monkeypatch: pytest.Monke
     proof = unequal("dp=2 server=2")
     assert "that the optimizer was given in step 0" in proof.first
     assert "changed between backward and the update: 1.5 × one device's" in proof.cause
-
-
-def test_servers_and_workers_hold_the_same() -> None:
-    proof = px.prove(MODELS["MLP"](), "dp=2 server=2", steps=3)
-    assert proof.equal, proof.first
-    assert proof.copies >= 8, "at least one worker has been sent eight parameters"
-    assert [check.step for check in proof.checks if check.kind == "used"] == [0, 1, 2]
 
 
 class Nested(nn.Module):
@@ -341,21 +307,3 @@ def test_phalanx_on_one_device_goes_on_as_well(monkeypatch: pytest.MonkeyPatch) 
     assert proof.reference.startswith("Phalanx on one device")
     assert proof.equal, proof.first
     assert (proof.steps, proof.never) == (5, [])
-
-
-def test_a_loop_of_ones_own_takes_what_it_was_asked_for() -> None:
-    def loop(steps: int, model: nn.Module, samples: Any) -> Any:
-        optimizer, table = torch.optim.SGD(model.parameters(), lr=0.1), rows()
-        for step in range(steps):
-            ids = torch.tensor(samples[step])
-            optimizer.zero_grad()
-            loss = nn.functional.cross_entropy(model(table.columns["x"][ids]), table.columns["y"][ids])
-            loss.backward()
-            optimizer.step()
-            yield loss
-        return model
-
-    assert px.prove(nested(), "dp=2", steps=2, against=loop).never
-    proof = px.prove(nested(), "dp=2", steps=6, against=loop)
-    assert proof.equal, proof.first
-    assert (proof.steps, proof.never) == (6, [])

@@ -205,7 +205,6 @@ def small_config(config: Config, plan: Plan) -> Config:
 
 
 def built(config: Config) -> nn.Module:
-    """The model of a configuration."""
     made = transformers.AutoConfig.for_model(**config)
     return getattr(transformers, config["architectures"][0])(made)
 
@@ -251,7 +250,6 @@ def job_of(config: Config, *, batch: int, length: int, group_norm: bool = False)
 
 
 def small_job(config: Config, *, group_norm: bool = False) -> Job:
-    """A job of the small model of ``config``."""
     return job_of(config, batch=BATCH, length=LENGTH, group_norm=group_norm)
 
 

@@ -108,7 +108,6 @@ def with_batch_norms(job: Job, plan: Plan) -> str:
 
 
 def trained(job: Job, plan: Plan) -> str:
-    """Whether ``fit`` took its steps."""
     with tempfile.TemporaryDirectory() as folder:
         try:
             run = px.fit(replace(job, steps=STEPS), plan, folder=Path(folder) / "run")
@@ -156,7 +155,6 @@ def _good(one: Row) -> bool:
 
 
 def page(store: Store) -> str:
-    """The page, from what is stored."""
     known = {setting.name: store["settings"].get(setting.name) for setting in SETTINGS}
     rows = [row for found in known.values() if found for row in found["rows"]]
     measured = sum(found is not None for found in known.values())

@@ -30,8 +30,8 @@ DOCS = ROOT / "docs"
 RENDERED: dict[str, tuple[str, ...]] = {
     "reference/parity.md": ("tests/parity/write_page.py", "--render"),
     "reference/recommended.md": ("tests/recommended/write_recommended.py", "--render"),
-    "reference/cases.md": ("tests/cases/run_cases.py", "--render"),
-    "reference/zoo.md": ("tests/zoo/run_zoo.py", "--render"),
+    "reference/cases.md": ("tests/cases/run_grid.py", "--render", "cases"),
+    "reference/zoo.md": ("tests/cases/run_grid.py", "--render", "zoo"),
     "project/quality.md": ("bench/quality.py", "--render", "--page"),
     "project/staleness.md": ("bench/staleness.py", "--render", "--page"),
     "reference/resumed.md": ("tests/parity/write_resumed.py", "--render"),

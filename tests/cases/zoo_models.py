@@ -82,8 +82,6 @@ def lora() -> nn.Module:
 
 
 class Shaken(Residual):
-    """Adds noise to what each block gives, in training."""
-
     def add(self, branch: Any, x: Tensor) -> Tensor:
         given = branch(x)
         return given + 0.1 * torch.randn_like(given) if self.training else given
@@ -105,8 +103,6 @@ class Normed(nn.Module):
 
 
 class Gan(nn.Module):
-    """A generator and a critic."""
-
     def __init__(self) -> None:
         super().__init__()
         self.generator = nn.Sequential(nn.Linear(CLASSES, WIDTH), nn.Tanh(), nn.Linear(WIDTH, FEATURES))
@@ -147,8 +143,6 @@ def words(batch: Any) -> dict[str, Tensor]:
 
 
 class TwoHeads(nn.Module):
-    """An actor and a critic over one stem, which belongs to the critic."""
-
     def __init__(self) -> None:
         super().__init__()
         self.stem, self.body = nn.Linear(FEATURES, WIDTH), Branch()
@@ -171,8 +165,6 @@ def actor_loss(output: tuple[Tensor, Tensor], batch: Mapping[str, Tensor]) -> px
 
 
 class Packed(nn.Module):
-    """Attention within documents, by what ``px.TokenFile`` gives."""
-
     def __init__(self) -> None:
         super().__init__()
         self.tokens, self.places = nn.Embedding(VOCABULARY, WIDTH), nn.Embedding(LENGTH, WIDTH)
@@ -197,7 +189,6 @@ class Attention(nn.Module):
 
 
 def texts_by_step() -> px.Curriculum:
-    """Two steps of short texts, then longer ones."""
     return px.Curriculum({0: _texts(8), 2: _texts(12)})
 
 
@@ -207,7 +198,6 @@ def _texts(length: int) -> px.Table:
 
 
 def token_file() -> px.TokenFile:
-    """A file of documents, each ended by token 0."""
     path = Path(tempfile.gettempdir()) / f"zoo-{VOCABULARY}-{LENGTH}.bin"
     if not path.exists():
         generator = np.random.default_rng(0)
@@ -234,8 +224,6 @@ def _columns() -> tuple[Tensor, Tensor]:
 
 
 def tar_files() -> px.TarFiles:
-    """An archive of an array and a class a sample."""
-
     def write(path: Path) -> None:
         with tarfile.open(path, "w") as archive:
             for index, (x, y) in enumerate(zip(*_columns(), strict=True)):
@@ -250,8 +238,6 @@ def tar_files() -> px.TarFiles:
 
 
 def parquet_files() -> px.ParquetFiles:
-    """Rows in groups of 8, of which two at a time are shuffled together."""
-
     def write(path: Path) -> None:
         import pyarrow as pa
         import pyarrow.parquet as pq
@@ -264,8 +250,6 @@ def parquet_files() -> px.ParquetFiles:
 
 
 class Tokens(torch.utils.data.Dataset[Any]):
-    """Token ids, with fewer or more labels that count."""
-
     def __len__(self) -> int:
         return SAMPLES
 
@@ -306,7 +290,6 @@ def huggingface_stream() -> Any:
 
 
 def contrastive(output: tuple[Tensor, Tensor], batch: Any) -> px.Loss:
-    """Each left view against all right ones of the whole batch."""
     left, right = (F.normalize(one, dim=-1) for one in output)
     return px.Loss(F.cross_entropy(4.0 * left @ right.T, torch.arange(len(left)), reduction="sum"), len(left))
 
