@@ -119,10 +119,10 @@ for part in (own_group, other_ranks, taken, chosen, servers, called, shown, fits
 Said = dict[str, Any]
 
 
-def torchrun(script: str, folder: Path, ranks: int = 2) -> list[Said]:
+def torchrun(script: str, folder: Path) -> list[Said]:
     """What all ranks said, in rank order."""
     (folder / "script.py").write_text(HEAD + script)
-    done = loops.torchrun(folder, ranks=ranks)
+    done = loops.torchrun(folder)
     assert done.returncode == 0, done.stderr
     (folder / "stderr").write_text(done.stderr)
     return sorted((json.loads(line) for line in done.stdout.splitlines()), key=lambda said: said["rank"])
@@ -212,7 +212,7 @@ def test_replicas(said: list[Said]) -> None:
 
 def test_a_script_that_ends_right_after_a_collective_ends_well(tmp_path: Path) -> None:
     script = """
-step, loader = px.build(job(), "dp=6")
+step, loader = px.build(job(), "dp=2")
 step(next(iter(loader)))
 sys.setswitchinterval(20)  # from here on other threads get the interpreter's lock only while this one waits
 tensors = [torch.ones(1000) for _ in range(20)]
@@ -220,7 +220,7 @@ for tensor in tensors:
     dist.all_reduce(tensor)
 say("end")
 """
-    assert len(torchrun(script, tmp_path, 6)) == 6
+    assert len(torchrun(script, tmp_path)) == 2
 
 
 SLOW = """
