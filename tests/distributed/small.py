@@ -105,12 +105,6 @@ def fit(plan: str, folder: str | Path, *, resume: bool = False, checkpoint_every
     return px.fit(job(**how), run=run)
 
 
-def evaluation(run: px.Run) -> dict[str, Any]:
-    """The last one of a run, which has some."""
-    assert run.evaluation is not None
-    return run.evaluation
-
-
 def batches_of(
     columns: Mapping[str, torch.Tensor], steps: Iterable[Any]
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:

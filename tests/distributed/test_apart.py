@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from small import Net, Normal, evaluation, fit, job, table
+from small import Net, Normal, fit, job, table
 from torch import nn
 
 import phalanx as px
@@ -217,7 +217,7 @@ class TestEvaluation:
         assert [one["samples"] for one in evaluations] == [35] * 7
         ended = fit(plan, tmp_path / "ended", **{**how, "steps": 3})
         for run, step, tolerance in ((not_looked, 7, 1e-12), (ended, 3, 1e-6)):
-            assert evaluations[step - 1]["loss"] == pytest.approx(evaluation(run)["loss"], rel=tolerance)
+            assert evaluations[step - 1]["loss"] == pytest.approx(run.evaluation["loss"], rel=tolerance)
 
 
 class TestCheckpoints:
@@ -249,7 +249,7 @@ class TestCheckpoints:
             pytest.approx(list(one.events("sync"))[-1]["loss"], rel=1e-6)
         ] * 2
         again = fit("single", tmp_path / "other", resume=True, **short(8, **how))  # no step is left: it evaluates
-        assert evaluation(again)["loss"] == pytest.approx(evaluation(two)["loss"], rel=1e-6)
+        assert again.evaluation["loss"] == pytest.approx(two.evaluation["loss"], rel=1e-6)
 
 
 class TestRuns:
@@ -267,7 +267,6 @@ class TestRuns:
         notes = next(run.events("start"))["notes"]
         assert any(note.startswith("exact: no. Replicas are synchronised only") for note in notes)
         summary = summarise(run.folder)
-        assert summary.averagings is not None
         assert (summary.averagings.count, summary.averagings.bytes) == (2, 2 * (4 * elements + 32))
 
     @pytest.mark.parametrize(

@@ -134,7 +134,6 @@ def test_in_a_loop_of_ones_own() -> None:
         step(batch)
     module, (expected, losses) = step.layout.module, plain(EMA)
     average = step.average
-    assert average is not None
     before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
     with average.applied():
         assert _loss(module) == pytest.approx(losses[STEPS], rel=1e-5)

@@ -247,7 +247,6 @@ class TestBackground:
             saver.wait()
             dist.barrier()
             path = checkpoint.latest(tmp_path)
-            assert path is not None
             assert path.name == "step-00000005"
             assert checkpoint.verify(path) == []
             checkpoint.load(path, tensors)

@@ -81,7 +81,6 @@ def test_ranks_and_experts_without_tokens() -> None:
             result.square().sum().backward()
             start, stop = ((0, 3), (3, 6), (6, 8))[place.rank]
             assert here.grad is not None
-            assert whole_x.grad is not None
             outcome["value"] = float((result - whole[mine]).detach().abs().max())
             outcome["input"] = float((here.grad - whole_x.grad[mine]).abs().max())
             outcome["weights"] = float((experts.up.grad - expected[start:stop]).abs().max())

@@ -338,7 +338,6 @@ PLAIN = {
 @pytest.mark.parametrize("verb", OPTIONS)
 def test_every_option_is_looked_at(verb: str) -> None:
     command = main.get_command(click.Context(main), verb)
-    assert command is not None
     options = {one.opts[0] for one in command.params if isinstance(one, click.Option)}
     assert set(OPTIONS[verb]) | SETS[verb] == options
 

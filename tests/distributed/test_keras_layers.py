@@ -20,7 +20,6 @@ from keras_models import (
     optimizers,
     stack,
 )
-from small import evaluation
 
 import phalanx as px
 from longer import longer
@@ -185,6 +184,6 @@ def test_dropout_is_on_in_training_and_off_in_evaluation(plan: str) -> None:
     run = px.fit(job_of(dropping(0.5), (x, y), evaluate=(x, y)), plan)
     assert apart(run.losses, without) > 1e-3
     found = px.to_keras(run).evaluate(x, y, verbose=0)
-    assert evaluation(run)["loss"] == pytest.approx(found, abs=1e-5)
+    assert run.evaluation["loss"] == pytest.approx(found, abs=1e-5)
     again = px.fit(job_of(dropping(0.5), (x, y)), plan)
     assert apart(run.losses, again.losses) < 1e-6

@@ -27,7 +27,6 @@ from keras_models import (
     one_device,
     optimizers,
 )
-from small import evaluation
 
 import phalanx as px
 from longer import longer
@@ -240,9 +239,9 @@ def test_losses_of_several_outputs(plan: str) -> None:
     run = px.fit(job_of(two_outputs, (x, y), evaluate=(x, y)), plan)
     assert apart(run.losses, expected) < 2e-5
     found = dict(trained.evaluate(x, y, batch_size=BATCH, verbose=0, return_dict=True))
-    for name, value in evaluation(run)["metrics"].items():
+    for name, value in run.evaluation["metrics"].items():
         assert value == pytest.approx(found[name], abs=1e-4), name
-    assert {"kind_accuracy", "size_mae"} <= set(evaluation(run)["metrics"])
+    assert {"kind_accuracy", "size_mae"} <= set(run.evaluation["metrics"])
 
 
 @pytest.mark.parametrize("plan", ["dp=2", *longer("", "pp=2")])
@@ -263,9 +262,8 @@ def test_metrics_are_those_of_evaluate(plan: str) -> None:
     _, trained = fitted(make, x, labels)
     run = px.fit(job_of(make, (x, labels), evaluate=(x[:37], labels[:37])), plan)
     found = trained.evaluate(x[:37], labels[:37], batch_size=BATCH, verbose=0, return_dict=True)
-    assert run.evaluation is not None
-    assert evaluation(run)["loss"] == pytest.approx(found.pop("loss"), abs=1e-5)
-    assert evaluation(run)["metrics"] == pytest.approx(found, abs=1e-5)
+    assert run.evaluation["loss"] == pytest.approx(found.pop("loss"), abs=1e-5)
+    assert run.evaluation["metrics"] == pytest.approx(found, abs=1e-5)
 
 
 class Batches(keras.utils.PyDataset):

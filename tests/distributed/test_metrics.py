@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torchmetrics
-from small import Blocks, evaluation, fit, table
+from small import Blocks, fit, table
 from torch import nn
 
 import phalanx as px
@@ -94,7 +94,6 @@ OTHERS = ("tp=2", "threads=2", "single", "fsdp=2", "fsdp=2 zero=1", "dp=2 tp=2",
 def test_they_are_computed_from_all_samples_in_order(plan: str) -> None:
     run = fit(plan, "run", **HOW)
     found = run.evaluation
-    assert found is not None
     assert found["metrics"] == pytest.approx(by_hand(run), rel=1e-5)
 
 
@@ -117,7 +116,6 @@ def test_a_proof_holds_them_against_one_device(plan: str, monkeypatch: pytest.Mo
 
 def test_the_best_and_the_end_follow_from_them() -> None:
     run = fit("dp=2", "run", **HOW, best=px.Best("auc", mode="max"))
-    assert run.best is not None
     assert run.best["metrics"]["auc"] == max(event["metrics"]["auc"] for event in run.events("evaluate"))
 
 
@@ -178,4 +176,4 @@ def weighed(each: torch.Tensor) -> float:
 def test_sums_keep_dimensions_that_a_plan_cuts(plan: str) -> None:
     given = replace(MODELS["own GPT"](), steps=2, epochs=None, evaluate=MODELS["own GPT"]().data, metrics=by_places)
     alone, cut = (px.fit(given, one, folder=f"run-{number}") for number, one in enumerate(("single", plan)))
-    assert evaluation(cut)["metrics"] == pytest.approx(evaluation(alone)["metrics"], rel=1e-4)
+    assert cut.evaluation["metrics"] == pytest.approx(alone.evaluation["metrics"], rel=1e-4)

@@ -268,7 +268,6 @@ def test_names_that_are_others_and_counts_beside_the_whole_batch() -> None:
 
 def test_a_proof_sees_a_loss_that_is_another_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     sums = Metrics.sums.fget
-    assert sums is not None
 
     def doubled(self: Metrics) -> dict[str, tuple[float, float]]:
         return {name: (total * (2 if name == "norm" else 1), count) for name, (total, count) in sums(self).items()}

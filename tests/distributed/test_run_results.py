@@ -61,7 +61,6 @@ def cramped(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_forecast_is_stored_and_set_beside_the_measurement(text: str, patient: None, tmp_path: Path) -> None:
     run = px.fit(small.job(), text, folder=tmp_path / "run")
     found = stored(run.folder)
-    assert found is not None
     assert found["forecast"]["fits"]
     notes = [str(one) for one in beside_table(summarise(run.folder)) if str(one).startswith("note: ")]
     assert len(notes) == len(found["forecast"]["notes"]) > 0
@@ -114,7 +113,6 @@ def test_a_plan_that_does_not_fit_is_refused_or_tried_anyway(cramped: None, pati
     assert re.search(rf"of it ({parts})\)", problem.given)
     run = px.fit(wide, run=RunSpec(job="wide", plan=Plan(), folder=tmp_path / "other", forecast="anyway"))
     found = stored(run.folder)
-    assert found is not None
     assert not found["forecast"]["fits"]
 
 
@@ -125,7 +123,6 @@ def test_a_model_that_cannot_be_traced_trains_without_a_forecast(patient: None, 
 
     run = px.fit(small.job(model=Counting), folder=tmp_path / "run")
     found = stored(run.folder)
-    assert found is not None
     assert "forecast" not in found
     assert len(found["missing"].splitlines()) == 1
     assert summarise(run.folder).finished

@@ -35,8 +35,6 @@ def test_without_staleness_it_is_one_devices_run(plan: str) -> None:
     alone, served = fit("single", "alone", **how), fit(plan, "served", **how)
     assert served.losses == pytest.approx(alone.losses, rel=1e-5)
     there, here = alone.evaluation, served.evaluation
-    assert there is not None
-    assert here is not None
     assert here["loss"] == pytest.approx(there["loss"], rel=1e-4)
     assert here["metrics"] == there["metrics"]
     assert seen_once("served", 2)
@@ -71,7 +69,6 @@ def test_every_sample_counts_once_and_staleness_stays_within_its_bound(plan: str
     assert max(one for event in updates for one in event["staleness"]) <= (run.plan.staleness or 0)
     assert [fault for event in run.events() for fault in faults(event)] == []
     summary = summarise(run.folder)
-    assert summary.serving is not None
     assert sum(summary.serving.staleness.values()) == sum(summary.serving.pieces.values())
     pieces, rates = summary.serving.pieces, summary.serving.rates
     assert sorted(pieces) == list(range(run.plan.dp))
@@ -121,8 +118,6 @@ def test_running_statistics_and_parameters_without_gradient_are_those_of_replica
     replicas, served = fit("dp=2", "replicas", **how), fit("dp=2 server=1", "served", **how)
     assert served.losses == pytest.approx(replicas.losses, rel=1e-5)
     there, here = replicas.evaluation, served.evaluation
-    assert there is not None
-    assert here is not None
     assert here["loss"] == pytest.approx(there["loss"], rel=1e-4)
     with pytest.raises(WorkerError, match="rare"):
         fit("dp=2 server=1", "refused", model=Normed)

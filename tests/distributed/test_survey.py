@@ -74,8 +74,6 @@ def gpt2() -> px.Job:
 
 def moe() -> px.Job:
     spec = importlib.util.spec_from_file_location("moe", Path(__file__).parents[2] / "examples" / "moe.py")
-    assert spec is not None
-    assert spec.loader is not None
     module: Any = sys.modules.setdefault("moe", importlib.util.module_from_spec(spec))
     spec.loader.exec_module(module)
     table = px.Table(tokens=torch.randint(0, 256, (40, 13), generator=torch.Generator().manual_seed(0)))

@@ -10,7 +10,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
-from small import Net, evaluation, fit, table
+from small import Net, fit, table
 from small import job as small_job
 from test_pretrained import Tokens, gpt2
 from test_pretrained import job as gpt2_job
@@ -56,8 +56,8 @@ def test_a_run_is_evaluated_afterwards_on_its_data_and_on_others(plan: str, tmp_
     found = run.evaluate(micro=16)
     assert torch.equal(before, torch.random.get_rng_state())
     assert (found["samples"], found["step"]) == (40, trained.evaluations()[-1]["step"])
-    assert found["loss"] == pytest.approx(evaluation(trained)["loss"], rel=1e-5)
-    assert found["metrics"] == pytest.approx(evaluation(trained)["metrics"])
+    assert found["loss"] == pytest.approx(trained.evaluation["loss"], rel=1e-5)
+    assert found["metrics"] == pytest.approx(trained.evaluation["metrics"])
 
     others = table(23, seed=5)
     samples = [others[index] for index in range(23)]
@@ -83,8 +83,8 @@ def test_a_run_is_evaluated_afterwards_on_its_data_and_on_others(plan: str, tmp_
 def test_the_average_is_what_is_evaluated(tmp_path: Path) -> None:
     how: dict[str, Any] = {"evaluate": lambda: table(40, seed=1), "average": px.Average(decay=0.9)}
     run = fit("dp=2", tmp_path / "run", **how)
-    assert run.evaluate()["loss"] == pytest.approx(evaluation(run)["loss"], rel=1e-5)
-    assert loss_of(run.model()) != pytest.approx(evaluation(run)["loss"], rel=1e-5)
+    assert run.evaluate()["loss"] == pytest.approx(run.evaluation["loss"], rel=1e-5)
+    assert loss_of(run.model()) != pytest.approx(run.evaluation["loss"], rel=1e-5)
 
 
 def test_what_cannot_be_evaluated_is_refused(tmp_path: Path) -> None:
@@ -106,8 +106,7 @@ def test_the_model_is_the_one_that_was_evaluated(model: type[nn.Module], plan: s
     trained = run.model()
     assert torch.equal(torch.random.get_rng_state(), before)
     assert not trained.training
-    assert run.evaluation is not None
-    assert loss_of(trained) == pytest.approx(evaluation(run)["loss"], rel=1e-5)
+    assert loss_of(trained) == pytest.approx(run.evaluation["loss"], rel=1e-5)
     again = px.load(tmp_path / "run", small_job(model=model)).model()
     run.save_pretrained(tmp_path / "out.safetensors")
     plain = model()
@@ -368,8 +367,7 @@ def test_transformers_reads_what_any_plan_saved(plan: str, tmp_path: Path) -> No
     ids = torch.stack([Tokens()[index]["input_ids"] for index in range(64)])
     with torch.no_grad():
         loss = px.next_token_loss(model(ids), ids)
-    assert run.evaluation is not None
-    assert float(loss.sum / loss.count) == pytest.approx(evaluation(run)["loss"], rel=1e-6)
+    assert float(loss.sum / loss.count) == pytest.approx(run.evaluation["loss"], rel=1e-6)
 
 
 def verbs(run: Path | str, *argv: str) -> tuple[int, Any]:
