@@ -250,7 +250,7 @@ def test_a_proof_holds_for_it_and_tells_a_job_that_needs_it() -> None:
     assert 'loss_over="batch"' in proof.cause
 
 
-@pytest.mark.parametrize("plan", ["micro=5", *longer("dp=2", "threads=2")])
+@pytest.mark.parametrize("plan", ["dp=2", *longer("micro=5", "threads=2")])
 def test_what_cannot_be_put_together_is_told(plan: str, tmp_path: Path) -> None:
     with pytest.raises(PhalanxError, match="has no row for each sample"):
         fit(job(model=Averaging), plan, tmp_path / "run")

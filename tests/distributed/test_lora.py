@@ -118,7 +118,7 @@ def assert_trained(run: px.Run) -> None:
             assert torch.equal(found[name], begun[name])
 
 
-@pytest.mark.parametrize(("plan", "share"), [("fsdp=2 zero=1", 2), *longer(("single", 1), ("dp=2", 1), ("fsdp=2", 2))])
+@pytest.mark.parametrize(("plan", "share"), [("dp=2", 1), *longer(("single", 1), ("fsdp=2 zero=1", 2), ("fsdp=2", 2))])
 def test_a_rank_holds_optimizer_state_of_adapters_alone(plan: str, share: int, tmp_path: Path) -> None:
     """And what peft and transformers read of it: adapters alone, and merged into their base."""
     run = trained(plan, tmp_path)

@@ -210,9 +210,8 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], list[Micro]]]] 
 
 def test_every_schedule_equals_one_process() -> None:
     make, micros = MODELS["gpt"]
-    assert_same(make, micros(5), *(Plan(pp=2, schedule=schedule) for schedule in SCHEDULES))
-    assert_same(make, micros(3), Plan(pp=4, schedule="dualpipev"))
-    assert_same(make, micros(1), Plan(pp=2), Plan(pp=2, schedule="zbv"))  # fewer than stages
+    assert_same(make, micros(3), *(Plan(pp=2, schedule=schedule) for schedule in SCHEDULES))
+    assert_same(make, micros(1), Plan(pp=2, schedule="zbv"))  # fewer than stages
 
 
 def test_blocks_that_write_into_what_they_are_called_with() -> None:

@@ -154,12 +154,12 @@ def test_it_is_asked_once_whatever_the_sizes(asked: list[str], caplog: pytest.Lo
 
 def test_other_techniques_and_versions_ask_again(asked: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     fit("dp=2 device=standin", "first")
-    fit("fsdp=2 device=standin", "second")
+    fit("micro=4 device=standin", "second")
     monkeypatch.setattr(proven, "torch_version", lambda: "9.2.0")
     fit("dp=2 device=standin", "third")
     fit("dp=2", "fourth")  # nor has anybody tried the host's cores with that
     fit("dp=2", "fifth")
-    assert asked == ["dp=2 device=standin", "fsdp=2 device=standin", "dp=2 device=standin", "dp=2"]
+    assert asked == ["dp=2 device=standin", "micro=4 device=standin", "dp=2 device=standin", "dp=2"]
 
 
 def test_nothing_is_stored_of_what_differs(asked: list[str], faulty: str) -> None:
