@@ -178,8 +178,6 @@ def test_a_step_that_is_skipped_is_not_averaged(plan: str, tmp_path: Path) -> No
 
 
 class TestResult:
-    """How the averaged weights come out of a run."""
-
     def test_is_what_plain_torch_loads(self, tmp_path: Path) -> None:
         run = fit("single", tmp_path / "run", **averaging(EMA))
         expected, _ = plain(EMA)
@@ -218,8 +216,6 @@ class TestResult:
 
 
 class TestRefused:
-    """What makes no sense."""
-
     @pytest.mark.parametrize("plan", ["dp=2 server=1", "dp=2 sync=local every=2"])
     def test_plans_without_weights_of_a_step(self, plan: str, tmp_path: Path) -> None:
         with pytest.raises(RefusedError, match=r"plan\.(server|sync): given .*average=px\.Average"):

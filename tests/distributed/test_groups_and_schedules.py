@@ -374,8 +374,6 @@ def test_groups_and_one_that_moves_betas_are_proven(plan: str) -> None:
 
 
 class TestPlateau:
-    """With evaluations that get worse, from the first to the last."""
-
     HOW: ClassVar[dict[str, Any]] = {
         "optimizer": lambda params: (
             made := SGD(params, lr=0.5),

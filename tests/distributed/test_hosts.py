@@ -105,7 +105,8 @@ def test_a_throttled_host_gets_its_share_of_a_core(hosts: Make, brake: str, monk
     made.throttle(1, 10)
     assert launch(spin, 2, hosts=made)[1] < 0.2
     made.throttle(1, 1)
-    assert launch(spin, 2, hosts=made)[1] > 0.2
+    other, let_go = launch(spin, 2, hosts=made)
+    assert let_go > 0.5 * other  # of what is left beside other processes
 
 
 class Cut:
@@ -144,7 +145,7 @@ def test_a_cut_that_ends_changes_nothing_but_time(
     hosts: Make, seconds: int, how: dict[str, str], tmp_path: Path
 ) -> None:
     made = hosts(2, **how)
-    alone = px.fit(job(epochs=4), "dp=2", folder=tmp_path / "alone")
+    alone = px.fit(job(epochs=4), "dp=2", folder=tmp_path / "alone", forecast="none")
     cut = Cut(made, tmp_path / "cut", seconds)
     run = px.RunSpec(job="small", plan=px.Plan(dp=2), folder=tmp_path / "cut", forecast="none")
     apart = px.fit(job(epochs=4, loss=cut.loss), run=run, hosts=made, watch=cut)
@@ -153,7 +154,6 @@ def test_a_cut_that_ends_changes_nothing_but_time(
     assert apart.losses == alone.losses
     sent = made.sent_per_step(0)
     gradient = 4 * sum(p.numel() for p in job().model().parameters())
-    assert sent is not None
     assert gradient < sent < 8 * gradient
 
 

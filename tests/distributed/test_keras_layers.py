@@ -11,6 +11,7 @@ from keras_models import (
     apart,
     assert_as_fit,
     data,
+    fit,
     fitted,
     job_of,
     keras,
@@ -140,7 +141,7 @@ class Adding(layers.Layer):
 )
 def test_what_no_plan_can_keep_is_refused(make: Callable[[], Any], of: str, plan: str, words: str) -> None:
     with pytest.raises(RefusedError, match=words):
-        px.fit(job_of(make, data(of)), plan)
+        fit(job_of(make, data(of)), plan)
 
 
 def under(policy: str, make: Callable[[], Any]) -> Callable[[], Any]:
@@ -165,7 +166,7 @@ def test_the_plans_precision_stands_for_a_policy(policy: str, plan: str, near: f
     """As near to Keras' training under the policy as that is to float32: by rounding of halves."""
     whole, _ = fitted(made("mlp"), *data("mlp"))
     half, _ = fitted(under(policy, made("mlp")), *data("mlp"))
-    run = px.fit(job_of(made("mlp"), data("mlp")), plan)
+    run = fit(job_of(made("mlp"), data("mlp")), plan)
     assert 1e-5 < apart(half, whole) < near
     assert 1e-5 < apart(run.losses, whole) < near
     assert apart(run.losses, half) < near
@@ -181,9 +182,9 @@ def dropping(rate: float) -> Callable[[], Any]:
 def test_dropout_is_on_in_training_and_off_in_evaluation(plan: str) -> None:
     x, y = data("mlp")
     without, _ = fitted(dropping(0.0), x, y)
-    run = px.fit(job_of(dropping(0.5), (x, y), evaluate=(x, y)), plan)
+    run = fit(job_of(dropping(0.5), (x, y), evaluate=(x, y)), plan)
     assert apart(run.losses, without) > 1e-3
     found = px.to_keras(run).evaluate(x, y, verbose=0)
     assert run.evaluation["loss"] == pytest.approx(found, abs=1e-5)
-    again = px.fit(job_of(dropping(0.5), (x, y)), plan)
+    again = fit(job_of(dropping(0.5), (x, y)), plan)
     assert apart(run.losses, again.losses) < 1e-6

@@ -17,6 +17,7 @@ from keras_models import (
     apart,
     assert_as_fit,
     data,
+    fit,
     fitted,
     furthest,
     job_of,
@@ -78,9 +79,9 @@ def test_a_plan_gives_what_fit_gives(model: str, plan: str) -> None:
     job = job_of(made(model), data(model), **({"batch_statistics": "global"} if model in NORMALISED else {}))
     if reason := REFUSED.get((model, plan)):
         with pytest.raises(SpecError, match=reason):
-            px.fit(job, plan)
+            fit(job, plan)
         return
-    run = px.fit(job, plan)
+    run = fit(job, plan)
     assert apart(run.losses, expected) < 2e-5
     assert furthest(px.to_keras(run), trained) < 1e-4
 
@@ -152,8 +153,8 @@ def test_an_optimizer_steps_by_the_formula_of_keras(name: str, plan: str) -> Non
 def test_a_run_goes_on_under_another_plan(tmp_path: Path) -> None:
     make = made("mlp", OPTIMIZERS["warm-up"])
     expected, trained = fitted(make, *data("mlp"), epochs=2)
-    px.fit(job_of(make, data("mlp")), "dp=2", folder=tmp_path / "run")
-    run = px.fit(job_of(make, data("mlp"), epochs=2), "", folder=tmp_path / "run", resume=True)
+    fit(job_of(make, data("mlp")), "dp=2", folder=tmp_path / "run")
+    run = fit(job_of(make, data("mlp"), epochs=2), "", folder=tmp_path / "run", resume=True)
     assert apart(run.losses, expected) < 2e-5
     assert furthest(px.to_keras(run), trained) < 2e-5
 
@@ -166,7 +167,7 @@ def test_fit_goes_on_where_a_run_has_ended(name: str, plan: str, tmp_path: Path)
     """By way of a file: the optimizer's state, its steps and its schedule are those of one training."""
     make = made("mlp", OPTIMIZERS[name])
     expected, trained = fitted(make, *data("mlp"), epochs=2)
-    run = px.fit(job_of(make, data("mlp")), plan)
+    run = fit(job_of(make, data("mlp")), plan)
     px.to_keras(run).save(tmp_path / "model.keras")
     model = keras.saving.load_model(tmp_path / "model.keras")
     assert int(model.optimizer.iterations) == len(run.losses)
@@ -202,7 +203,7 @@ def test_a_loss_is_reduced_over_the_global_batch(loss: Callable[[], Any], y: Any
     labels = labels if y is None else y[labels]
     make = made("mlp", lambda: optimizers.SGD(0.01), loss=loss())
     expected, trained = fitted(make, x, labels, sample_weight=weight)
-    run = px.fit(job_of(make, (x, labels) if weight is None else (x, labels, weight)), plan)
+    run = fit(job_of(make, (x, labels) if weight is None else (x, labels, weight)), plan)
     assert np.allclose(run.losses, expected, rtol=1e-5)
     assert furthest(px.to_keras(run), trained) < 2e-5
 
@@ -211,7 +212,7 @@ def test_class_weights() -> None:
     classes = {0: 2.0, 3: 0.25}
     make = made("mlp")
     expected, trained = fitted(make, *data("mlp"), class_weight=classes)
-    run = px.fit(job_of(make, data("mlp"), class_weight=classes))
+    run = fit(job_of(make, data("mlp"), class_weight=classes))
     assert apart(run.losses, expected) < 2e-5
     assert furthest(px.to_keras(run), trained) < 2e-5
 
@@ -236,7 +237,7 @@ def test_losses_of_several_outputs(plan: str) -> None:
     x, labels = data("mlp")
     y = {"kind": labels, "size": x[:, :1]}
     expected, trained = fitted(two_outputs, x, y)
-    run = px.fit(job_of(two_outputs, (x, y), evaluate=(x, y)), plan)
+    run = fit(job_of(two_outputs, (x, y), evaluate=(x, y)), plan)
     assert apart(run.losses, expected) < 2e-5
     found = dict(trained.evaluate(x, y, batch_size=BATCH, verbose=0, return_dict=True))
     for name, value in run.evaluation["metrics"].items():
@@ -260,7 +261,7 @@ def test_metrics_are_those_of_evaluate(plan: str) -> None:
         return found
 
     _, trained = fitted(make, x, labels)
-    run = px.fit(job_of(make, (x, labels), evaluate=(x[:37], labels[:37])), plan)
+    run = fit(job_of(make, (x, labels), evaluate=(x[:37], labels[:37])), plan)
     found = trained.evaluate(x[:37], labels[:37], batch_size=BATCH, verbose=0, return_dict=True)
     assert run.evaluation["loss"] == pytest.approx(found.pop("loss"), abs=1e-5)
     assert run.evaluation["metrics"] == pytest.approx(found, abs=1e-5)
@@ -283,7 +284,7 @@ class Batches(keras.utils.PyDataset):
 def test_a_dataset_that_gives_batches_by_number(plan: str) -> None:
     x, y = data("mlp", 37)
     expected, _ = fitted(made("mlp"), x, y)
-    run = px.fit(job_of(made("mlp"), Batches(x, y)), plan)
+    run = fit(job_of(made("mlp"), Batches(x, y)), plan)
     assert apart(run.losses, expected) < 2e-5
 
 
@@ -297,9 +298,9 @@ class Noisy(Batches):
 
 @pytest.mark.parametrize("plan", ["dp=2 micro=2", *longer("dp=2", "pp=2")])
 def test_what_a_batch_draws_is_the_same_under_every_plan(plan: str) -> None:
-    expected, run = (px.fit(job_of(made("mlp"), Noisy(*data("mlp", 37)), epochs=2), one) for one in ("", plan))
+    expected, run = (fit(job_of(made("mlp"), Noisy(*data("mlp", 37)), epochs=2), one) for one in ("", plan))
     assert apart(run.losses, expected.losses) < 2e-5
-    without = px.fit(job_of(made("mlp"), Batches(*data("mlp", 37)), epochs=2))
+    without = fit(job_of(made("mlp"), Batches(*data("mlp", 37)), epochs=2))
     assert apart(without.losses, expected.losses) > 1e-2
     assert not any("random" in note for start in run.events("start") for note in start["notes"])
 
@@ -326,12 +327,12 @@ class Stream:
 def test_a_stream_of_batches_is_read_in_its_order(model: str, plan: str) -> None:
     x, y = data(model)
     expected, _ = fitted(made(model), x, y)
-    run = px.fit(job_of(made(model), lambda: Stream(x, y), shuffle=None), plan)
+    run = fit(job_of(made(model), lambda: Stream(x, y), shuffle=None), plan)
     assert apart(run.losses, expected) < 2e-5
 
 
 def test_a_model_goes_to_a_file_and_back(tmp_path: Path) -> None:
-    run = px.fit(job_of(made("gpt"), data("gpt")), "dp=2")
+    run = fit(job_of(made("gpt"), data("gpt")), "dp=2")
     trained = px.to_keras(run)
     trained.save_weights(tmp_path / "model.weights.h5")
     other = px.to_keras(px.load(run.folder, run.job))
@@ -339,7 +340,7 @@ def test_a_model_goes_to_a_file_and_back(tmp_path: Path) -> None:
         variable.assign(variable * 0)
     other.load_weights(tmp_path / "model.weights.h5")
     assert furthest(trained, other) == 0.0
-    values = px.to_keras(px.fit(job_of(made("residual"), data("residual"))))
+    values = px.to_keras(fit(job_of(made("residual"), data("residual"))))
     values.save(tmp_path / "model.keras")
     again = keras.saving.load_model(tmp_path / "model.keras")
     assert furthest(values, again) == 0.0

@@ -307,7 +307,7 @@ def test_whoever_looks_at_this_thread_from_another_changes_nothing() -> None:
     main, watcher = threading.get_ident(), threading.Thread(target=look)
     watcher.start()
     try:
-        assert all(recipes(recorded(make)) for _ in range(20))
+        assert all(recipes(recorded(make)) for _ in range(8))
     finally:
         over.set()
         watcher.join()

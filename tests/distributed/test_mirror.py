@@ -181,9 +181,10 @@ def test_a_folder_elsewhere_is_a_store_too(tmp_path: Path) -> None:
 def test_a_run_goes_on_elsewhere_from_its_mirror(bucket: str, tmp_path: Path) -> None:
     def spec(folder: str, **how: Any) -> px.RunSpec:
         plan = px.Plan.parse("dp=2")
-        return px.RunSpec(job="small", plan=plan, folder=tmp_path / folder, checkpoint_every=2, mirror=bucket, **how)
+        given = {"checkpoint_every": 2, "mirror": bucket, "forecast": "none", **how}
+        return px.RunSpec(job="small", plan=plan, folder=tmp_path / folder, **given)
 
-    whole = px.fit(job(epochs=2), "single", folder=tmp_path / "whole").losses
+    whole = px.fit(job(epochs=2), "single", folder=tmp_path / "whole", forecast="none").losses
     first = px.fit(job(epochs=1), run=spec("here"))
     assert [event["path"][-1] for event in first.events("copied")] == ["2", "4"]
     second = px.fit(job(epochs=2), run=spec("there", resume="auto"))
@@ -199,7 +200,7 @@ def test_what_was_not_copied_is_copied_by_who_goes_on(bucket: str, tmp_path: Pat
     """A survivor's save, or one that a run ended before it was copied."""
 
     def spec(**how: Any) -> px.RunSpec:
-        return px.RunSpec(job="small", plan=px.Plan(), folder=tmp_path / "run", checkpoint_every=0, **how)
+        return px.RunSpec(job="small", plan=px.Plan(), folder=tmp_path / "run", forecast="none", **how)
 
     px.fit(job(epochs=1), run=spec())
     assert ObjectStore(bucket).steps() == []

@@ -58,7 +58,7 @@ def ran(plan: str, stop: int, folder: Path) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     ("before", "after"),
-    [("dp=2", "single"), *longer(("dp=2", "fsdp=2"), ("single", "threads=2 micro=8"), ("tp=2", "dp=2"))],
+    [("single", "threads=2 micro=8"), *longer(("dp=2", "single"), ("dp=2", "fsdp=2"), ("tp=2", "dp=2"))],
 )
 def test_a_loop_goes_on_under_another_plan(before: str, after: str, plain: list[float], tmp_path: Path) -> None:
     first, second = ran(before, STOPPED, tmp_path), ran(after, -1, tmp_path)
@@ -145,8 +145,6 @@ def test_a_cell_that_is_run_again_lets_go_of_the_folder() -> None:
 
 
 class TestRefusals:
-    """As of ``fit``, and before anything is written."""
-
     def test_another_job(self) -> None:
         how = {"batch": 16}
         taken("run", 4, checkpoint_every=2)
@@ -189,8 +187,6 @@ class TestRefusals:
 
 @pytest.mark.parametrize(("name", "run"), [("single", None), ("threads=2 micro=8", "run")])
 class TestOneForIsTheWholeTraining:
-    """With a run and without one."""
-
     def test_the_loader_again_has_nothing_left(self, name: str, run: str | None, plain: list[float]) -> None:
         step, loader = px.build(job(shuffle=False), name, run=run)
         losses = {batch.step: step(batch).loss for _ in range(3) for batch in loader}

@@ -133,7 +133,7 @@ def test_a_gradient_of_a_gradient_elsewhere(plan: str, tmp_path: Path) -> None:
         (grad,) = torch.autograd.grad(score.sum(), x, create_graph=True)
         return softplus(-score).mean() + (grad.norm(dim=1) - 1).square().mean()
 
-    run = px.fit(job(shuffle=False), plan, folder=tmp_path / "run")
+    run = px.fit(job(shuffle=False), plan, folder=tmp_path / "run", forecast="none")
     assert run.losses == pytest.approx(by_hand(job(), loss), rel=1e-5)
 
 
@@ -241,7 +241,7 @@ FINE: dict[str, tuple[str, dict[str, Any]]] = {
 @pytest.mark.parametrize("case", FINE)
 def test_what_is_right_beside_it_trains(case: str, tmp_path: Path) -> None:
     plan, changed = FINE[case]
-    run = px.fit(small_job(**changed), plan, folder=tmp_path / "run")
+    run = px.fit(small_job(**changed), plan, folder=tmp_path / "run", forecast="none")
     assert len(run.losses) == (3 if "once" in case else 6)
 
 

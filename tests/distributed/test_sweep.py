@@ -263,8 +263,3 @@ def test_what_is_written_wrong_is_told_before_anything_runs(tmp_path: Path) -> N
         with pytest.raises(SpecError, match=said):
             px.sweep(made, values, plans, folder=tmp_path / "runs")
         assert not (tmp_path / "runs").exists(), (values, plans)
-
-
-def test_a_job_that_is_made_already_is_refused() -> None:
-    with pytest.raises(SpecError, match="function"):
-        px.sweep(made(), {"lr": [0.1]})  # pyright: ignore[reportArgumentType]

@@ -153,8 +153,6 @@ def _narrower() -> nn.Module:
 
 
 class TestExport:
-    """``phalanx export``."""
-
     def test_writes_what_plain_torch_loads(self, tmp_path: Path) -> None:
         how: dict[str, Any] = {"evaluate": lambda: table(40, seed=1), "evaluate_every": 3, "best": px.Best()}
         run = fit("single", tmp_path / "run", **how)
