@@ -31,6 +31,20 @@ class Net(nn.Module):
         return self.head(x)
 
 
+class Blocks(nn.Module):
+    """Residual blocks whose two weights pair up, so that every plan can split them, and a head."""
+
+    def __init__(self, blocks: int = 2, outputs: int = 5) -> None:
+        super().__init__()
+        made = (nn.Sequential(nn.Linear(9, 12), nn.GELU(), nn.Linear(12, 9)) for _ in range(blocks))
+        self.layers, self.head = nn.ModuleList(made), nn.Linear(9, outputs)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = x + layer(x)
+        return self.head(x)
+
+
 class Normal(nn.Module):
     """Batch normalisation inside blocks and after them."""
 

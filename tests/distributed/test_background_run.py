@@ -20,6 +20,7 @@ from small import BATCH, LENGTH, batches_of, job, plain_losses, table
 from torch.utils.data import Dataset
 
 import phalanx as px
+from longer import longer
 from phalanx.config import Job
 from phalanx.data import Lane, Loader
 from phalanx.errors import DataError, PhalanxError, RefusedError, RunError, SpecError, WorkerError
@@ -129,7 +130,7 @@ sys.argv[1:] and os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
-@pytest.mark.parametrize("killed", [False, True])
+@pytest.mark.parametrize("killed", [True, *longer(False)])
 def test_it_ends_with_its_caller(killed: bool) -> None:
     command = [sys.executable, "-W", "ignore", "-c", CALLER, *["killed"] * killed]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=os.environ) as caller:

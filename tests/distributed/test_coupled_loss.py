@@ -24,7 +24,7 @@ from phalanx.verify.witness import samples
 from phalanx.verify.witness.initial import initial_model
 
 sys.path.insert(0, str(Path(__file__).parent))
-from test_inputs_of_train import Mixture, Net
+from test_inputs_of_train import Net
 from test_inputs_of_train import job as of_sequences
 
 LENGTH, BATCH, STEPS = 26, 10, 4  # the third batch has 6 samples
@@ -41,8 +41,6 @@ class Pairs:
 
 @dataclass
 class Outputs(transformers.utils.ModelOutput):
-    """The same as models of transformers give it."""
-
     image: Any = None
     text: Any = None
     scale: Any = None
@@ -50,8 +48,6 @@ class Outputs(transformers.utils.ModelOutput):
 
 
 class Towers(nn.Module):
-    """Two towers and a learnt temperature."""
-
     form = "dataclass"
     dropout = 0.0
 
@@ -168,23 +164,7 @@ def same(given: px.Job, plan: str, folder: Path, tolerance: float = 1e-5) -> px.
 
 
 @pytest.mark.parametrize(
-    "plan",
-    [
-        "micro=3",
-        "dp=3 micro=3",
-        "fsdp=2 zero=1 micro=2",
-        *longer(
-            "threads=3",
-            "dp=4",
-            "dp=2 micro=1",
-            "fsdp=2 micro=4",
-            "fsdp=2 zero=2 micro=2",
-            "dp=2 fsdp=2 micro=2",
-            "tp=2 dp=2 micro=2",
-            "dp=2 shares=3,1 micro=2",
-            "dp=2 recompute=full micro=2",
-        ),
-    ],
+    "plan", ["dp=3 micro=3", "fsdp=2 zero=1 micro=2", *longer("threads=3", "dp=2 fsdp=2 micro=2", "tp=2 dp=2 micro=2")]
 )
 def test_contrastive_loss_is_that_of_one_device(plan: str, tmp_path: Path) -> None:
     same(job(), plan, tmp_path / "run")
@@ -198,10 +178,10 @@ def test_a_last_batch_that_is_shorter_on_one_rank_alone(plan: str, tmp_path: Pat
 @pytest.mark.parametrize(
     ("changed", "plan"),
     [
-        ({"model": DictTowers}, "dp=2"),
+        ({"model": DictTowers}, "micro=3"),
         ({"model": ModelOutputTowers}, "dp=2 micro=2"),
         ({"model": TupleTowers}, "threads=2"),
-        ({"loss": batch_hard}, "fsdp=2 micro=2"),
+        ({"loss": batch_hard}, "micro=2"),
         *longer(({"loss": batch_hard}, "threads=2")),
     ],
 )
@@ -240,8 +220,6 @@ def test_both_forwards_drop_alike(plan: str, tmp_path: Path) -> None:
 
 
 class Foreign(Towers):
-    """Adds noise that torch does not know of."""
-
     def forward(self, image: Tensor, text: Tensor) -> Any:
         noise = torch.from_numpy(numpy.random.randn(*image.shape)).float()
         return super().forward(image + noise, text)
@@ -260,53 +238,22 @@ class Averaging(Towers):
         return Pairs(found.image, found.text, found.scale * (1 + found.image.mean() * self.training))
 
 
-class Padding(Towers):
-    """Gives as many columns as the largest sample of its micro-batch asks for, in training."""
-
-    def forward(self, image: Tensor, text: Tensor) -> Any:
-        found = super().forward(image, text)
-        width = 6 + int(image[:, 0].max() > 1.0 and self.training)
-        return Pairs(F.pad(found.image, (0, width - 6)), F.pad(found.text, (0, width - 6)), found.scale)
-
-
-class Comparing(Towers):
-    """Compares samples by itself, and gives nothing else."""
-
-    def forward(self, image: Tensor, text: Tensor) -> Any:
-        found = super().forward(image, text)
-        return found.scale * found.image @ found.text.T
-
-
 def of_logits(logits: Tensor, batch: Any) -> Tensor:
     target = torch.arange(len(logits))
     return (F.cross_entropy(logits, target) + F.cross_entropy(logits.T, target)) / 2
 
 
-def test_a_model_that_compares_samples_itself_is_refused(tmp_path: Path) -> None:
-    given = job(model=Comparing, loss=of_logits)
-    fit(given, "single", tmp_path / "one")
-    with pytest.raises(RefusedError, match="compares samples in its forward"):
-        fit(given, "micro=5", tmp_path / "run")
-
-
 def test_a_proof_holds_for_it_and_tells_a_job_that_needs_it() -> None:
-    assert px.prove(job(), "fsdp=2 micro=2", steps=2).equal
-    proof = px.prove(job(loss_over="samples"), "fsdp=2 micro=2", steps=2)
+    assert px.prove(job(), "dp=2 micro=2", steps=2).equal
+    proof = px.prove(job(loss_over="samples"), "micro=2", steps=2)
     assert not proof.equal
     assert 'loss_over="batch"' in proof.cause
 
 
-@pytest.mark.parametrize(
-    ("model", "said", "plan"),
-    [
-        (Averaging, "has no row for each sample", "dp=2"),
-        (Padding, "differs in its shape", "micro=5"),
-        *longer((Averaging, "has no row for each sample", "threads=2"), (Padding, "differs in its shape", "dp=2")),
-    ],
-)
-def test_what_cannot_be_put_together_is_told(model: type[nn.Module], said: str, plan: str, tmp_path: Path) -> None:
-    with pytest.raises(PhalanxError, match=said):
-        fit(job(model=model), plan, tmp_path / "run")
+@pytest.mark.parametrize("plan", ["dp=2", *longer("micro=5", "threads=2")])
+def test_what_cannot_be_put_together_is_told(plan: str, tmp_path: Path) -> None:
+    with pytest.raises(PhalanxError, match="has no row for each sample"):
+        fit(job(model=Averaging), plan, tmp_path / "run")
 
 
 REFUSED = {
@@ -367,10 +314,9 @@ def of_tokens(output: Tensor, batch: Any) -> Tensor:
     return F.cross_entropy(5 * pooled @ pooled.flip(1).T, torch.arange(len(pooled)))
 
 
-@pytest.mark.parametrize("plan", ["cp=2 micro=4", "tp=2 sequence=true", "ep=2 dp=2 micro=1"])
+@pytest.mark.parametrize("plan", ["cp=2 micro=4", *longer("tp=2 sequence=true")])
 def test_models_that_are_split_over_ranks(plan: str, tmp_path: Path) -> None:
-    model = Mixture if "ep" in plan else Net
-    given = of_sequences(model=model, loss=of_tokens, loss_over="batch", optimizer=job().optimizer)
+    given = of_sequences(model=Net, loss=of_tokens, loss_over="batch", optimizer=job().optimizer)
     one, other = fit(given, "single", tmp_path / "one"), fit(given, plan, tmp_path / "other")
     assert losses_of(other) == pytest.approx(losses_of(one), rel=1e-5)
     trained = other.state_dict()
@@ -378,23 +324,7 @@ def test_models_that_are_split_over_ranks(plan: str, tmp_path: Path) -> None:
         assert float((trained[name] - value).norm()) <= 1e-5 * float(value.norm()), name
 
 
-@pytest.mark.parametrize(
-    ("plan", "tolerance"),
-    [
-        ("fsdp=2 micro=2 precision=fp16", 2e-3),
-        *longer(
-            ("dp=2 micro=2 precision=bf16", 2e-2),
-            ("dp=2 compress=fp16", 1e-4),
-            ("fsdp=2 micro=2 offload=parameters", 1e-5),
-        ),
-    ],
-)
-def test_losses_agree_within_what_a_plan_rounds(plan: str, tolerance: float, tmp_path: Path) -> None:
-    losses, _ = plain(job())
-    assert losses_of(fit(job(), plan, tmp_path / "run")) == pytest.approx(losses, rel=tolerance)
-
-
-@pytest.mark.parametrize("plan", ["dp=2", "micro=3", *longer("threads=2")])
+@pytest.mark.parametrize("plan", ["dp=2", *longer("micro=3", "threads=2")])
 def test_a_sample_that_is_not_finite_is_named(plan: str, tmp_path: Path) -> None:
     rows = [*table()]
     rows[11]["image"][2] = torch.nan

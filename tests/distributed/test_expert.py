@@ -23,7 +23,6 @@ from phalanx.launch import launch
 from phalanx.parallel import Example
 from phalanx.parallel.expert import by_rows, deal_out, find
 from phalanx.parallel.local_shards import Axis
-from phalanx.train.assembly import build
 from phalanx.verify import OneDevice, ReferenceRun
 
 _SPEC = importlib.util.spec_from_file_location("moe", Path(__file__).parents[2] / "examples" / "moe.py")
@@ -49,28 +48,13 @@ def one_device() -> OneDevice:
 
 @pytest.mark.parametrize(
     "plan",
-    [
-        "ep=3 recompute=full",
-        "ep=2 tp=2 sequence=true",
-        "ep=2 fsdp=2 zero=1",
-        *longer("ep=2 micro=1", "ep=2 cp=2", "tp=2", "cp=2", "ep=2 dp=2", "ep=2 fsdp=2", "ep=2 cp=2 fsdp=2"),
-    ],
+    ["ep=3 recompute=full", *longer("ep=2 tp=2 sequence=true", "ep=2 fsdp=2 zero=1", "ep=2 cp=2 fsdp=2", "tp=2")],
 )
 def test_a_mixture_of_experts_equals_one_device(one_device: OneDevice, plan: str) -> None:
     proof = one_device.prove(Plan.parse(f"{plan} device=cpu"))
     assert proof.equal, proof.first
     assert max(proof.largest["loss"], proof.largest["gradient"]) < 1e-5
     assert proof.notes == []
-
-
-@pytest.mark.parametrize(("plan", "held"), [("ep=2 tp=2", 2), *longer(("ep=3", 3), ("cp=2", 8), ("ep=2 fsdp=2", 4))])
-def test_a_rank_holds_its_experts_only(plan: str, held: int) -> None:
-    def work(place: Place, report: Any) -> list[int]:
-        with default_process_group(place, torch.device("cpu")):
-            layout = build(tiny(), Plan.parse(f"{plan} device=cpu"), place, torch.device("cpu")).layout
-            return [len(layout.parameters["blocks.1.experts.up"]), len(layout.parameters["blocks.1.router.weight"])]
-
-    assert launch(work, Plan.parse(plan).world_size)[0] == [held, 8]
 
 
 def test_ranks_and_experts_without_tokens() -> None:
@@ -97,7 +81,6 @@ def test_ranks_and_experts_without_tokens() -> None:
             result.square().sum().backward()
             start, stop = ((0, 3), (3, 6), (6, 8))[place.rank]
             assert here.grad is not None
-            assert whole_x.grad is not None
             outcome["value"] = float((result - whole[mine]).detach().abs().max())
             outcome["input"] = float((here.grad - whole_x.grad[mine]).abs().max())
             outcome["weights"] = float((experts.up.grad - expected[start:stop]).abs().max())
@@ -154,12 +137,7 @@ FAMILIES = {
 
 @pytest.mark.parametrize(
     ("family", "way"),
-    [
-        ("Mixtral", "eager"),
-        ("Qwen3Moe", "grouped_mm"),
-        ("GptOss", "batched_mm"),
-        *longer(("Mixtral", "grouped_mm"), ("Qwen3Moe", "batched_mm"), ("GptOss", "eager"), ("GptOss", "grouped_mm")),
-    ],
+    [("Mixtral", "eager"), ("Qwen3Moe", "grouped_mm"), ("GptOss", "batched_mm"), *longer(("GptOss", "eager"))],
 )
 def test_experts_of_transformers(family: str, way: str) -> None:
     transformers = pytest.importorskip("transformers")
@@ -180,40 +158,9 @@ def test_experts_of_transformers(family: str, way: str) -> None:
     torch.testing.assert_close(model(ids).logits, before)
 
 
-class OneByOne(nn.Module):
-    """A block whose experts are modules of their own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.experts = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return sum((expert(x) for expert in self.experts), torch.zeros_like(x))
-
-
-class Layers(nn.Module):
-    """Two blocks."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList([OneByOne(), OneByOne()])
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layers[1](self.layers[0](x))
-
-
 class Averaged(Counted):
-    """What an expert adds depends on which others were chosen."""
-
     def forward(self, x: Tensor, weight: Tensor, index: Tensor) -> Tensor:
         return super().forward(x, weight / weight.sum(-1, keepdim=True), index)
-
-
-class Otherwise(Counted):
-    """Called with the rows alone."""
-
-    def forward(self, x: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return torch.einsum("nd,eod->no", x, self.table)
 
 
 X = torch.randn(5, 4)
@@ -224,10 +171,8 @@ ROUTED = (X, torch.rand(5, 2), torch.tensor([[0, 1]]).expand(5, 2))
     ("experts", "args", "ep", "said", "fix"),
     [
         (lambda: nn.Linear(4, 4), (X,), 2, "without experts", "dp=2"),
-        (Layers, (X,), 2, "one by one: layers.0.experts, layers.1.experts", "dp=2"),
         (Averaged, ROUTED, 2, "add up", "dp=2"),
         (lambda: Averaged().to("meta"), ROUTED, 2, "add up", "dp=2"),
-        (lambda: nn.Sequential(Otherwise()), (X,), 2, "called in another way: 0", "dp=2"),
         (Counted, ROUTED, 6, "4 experts", "dp=6"),
         (Counted, ROUTED, 8, "4 experts", "dp=2 ep=4"),
     ],
@@ -240,15 +185,3 @@ def test_what_cannot_be_dealt_out_is_named(
     (problem,) = caught.value.problems
     assert said in problem.given
     assert problem.fix == fix
-
-
-def test_training_goes_on_under_another_plan(tmp_path: Path) -> None:
-    job = replace(tiny(), steps=6)
-
-    def run(plan: str, where: str, **how: Any) -> px.RunSpec:
-        return px.RunSpec(job="moe", plan=Plan.parse(plan), folder=tmp_path / where, forecast="none", **how)
-
-    whole = px.fit(job, run=run("single", "whole"))
-    px.fit(replace(job, steps=3), run=run("ep=2 tp=2", "part"))
-    resumed = px.fit(job, run=run("ep=3", "part", resume=True))
-    assert resumed.losses == pytest.approx(whole.losses, rel=1e-5)

@@ -1,7 +1,8 @@
-"""Parameter groups by pattern, and schedules of the learning rate: under every plan those of a loop by hand."""
+"""Parameter groups by pattern, clipping, and schedules of the rate: under every plan those of a loop by hand."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
@@ -9,7 +10,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from loops import forbid_workers
-from small import BATCH, Net, fit, job, table
+from small import BATCH, Blocks, Net, fit, job, table
 from torch import nn
 from torch.optim import SGD, AdamW, lr_scheduler
 
@@ -20,7 +21,7 @@ from phalanx.errors import PhalanxError, RefusedError, SpecError
 
 GROUP_PLANS = (
     *("single", "dp=2", "threads=2", "fsdp=2", "fsdp=2 zero=1", "fsdp=2 zero=2", "fsdp=2 zero=3 offload=optimizer"),
-    *("tp=2", "pp=2 micro=8", "dp=2 server=1", "dp=2 server=2"),
+    *("tp=2", "pp=2 micro=8", "dp=2 server=1"),
 )
 GROUP_STEPS = 6
 
@@ -59,25 +60,8 @@ torch.manual_seed(3)
 GROUP_START = {name: value.clone() for name, value in Model().state_dict().items()}
 
 
-def by_pattern(params: Any) -> Any:
-    patterns = {"*.bias": {"weight_decay": 0.0}, "*norm*": {"weight_decay": 0.0}, "head.*": {"lr": 3e-2}}
-    return AdamW(px.groups(params, patterns), lr=1e-2, weight_decay=0.5)
-
-
 def by_dimensions(params: Any) -> Any:
     return AdamW(px.no_decay(params, 0.5, {"head.*": {"lr": 3e-2, "betas": (0.5, 0.9)}}), lr=1e-2)
-
-
-def patterns_by_hand(module: nn.Module) -> Any:
-    named = dict(module.named_parameters())
-    head = [named.pop("head.weight"), named.pop("head.bias")]
-    norms = [named.pop(name) for name in list(named) if "norm" in name]
-    biases = [named.pop(name) for name in list(named) if name.endswith("bias")]
-    assert len(norms) == 4
-    assert len(biases) == 4
-    rest = {"params": list(named.values())}
-    still = [{"params": biases, "weight_decay": 0.0}, {"params": norms, "weight_decay": 0.0}]
-    return AdamW([rest, *still, {"params": head, "lr": 3e-2}], lr=1e-2, weight_decay=0.5)
 
 
 def dimensions_by_hand(module: nn.Module) -> Any:
@@ -91,29 +75,32 @@ def dimensions_by_hand(module: nn.Module) -> Any:
     return AdamW(made, lr=1e-2)
 
 
-FORMS = {"patterns": (by_pattern, patterns_by_hand), "dimensions": (by_dimensions, dimensions_by_hand)}
-
-
 def rate(step: int) -> float:
     return 1.0 - step / 10
 
 
-def values_by_hand(optimizer: Callable[[nn.Module], Any]) -> dict[str, torch.Tensor]:
-    """What values_by_hand PyTorch makes of it."""
+def values_by_hand(
+    optimizer: Callable[[nn.Module], Any],
+    *,
+    schedule: Callable[[int], float] = rate,
+    clip: Callable[[nn.Module], Any] = lambda module: None,
+) -> dict[str, torch.Tensor]:
+    """What plain PyTorch makes of it."""
     module, data = model(), table().__getitems__(list(range(len(table()))))
     made = optimizer(module)
-    schedule = lr_scheduler.LambdaLR(made, rate)
+    scheduler = lr_scheduler.LambdaLR(made, schedule)
     starts = [*range(0, len(data["x"]), BATCH)] * 2
     for start in starts[:GROUP_STEPS]:
         made.zero_grad()
         x, y = (data[key][start : start + BATCH] for key in ("x", "y"))
         nn.functional.cross_entropy(module(x), y).backward()
+        clip(module)
         made.step()
-        schedule.step()
+        scheduler.step()
     return module.state_dict()
 
 
-def run(plan: str, folder: Path, optimizer: Any = by_pattern, *, steps: int = GROUP_STEPS, **how: Any) -> px.Run:
+def run(plan: str, folder: Path, optimizer: Any = by_dimensions, *, steps: int = GROUP_STEPS, **how: Any) -> px.Run:
     given = {"model": model, "shuffle": False, "epochs": None, "schedule": rate, "inputs": lambda batch: batch["x"]}
     return fit(plan, folder, optimizer=optimizer, **{**given, "steps": steps, **how})
 
@@ -126,36 +113,19 @@ def same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> N
         )
 
 
-@pytest.mark.parametrize(
-    ("plan", "form"),
-    [
-        *(first := [("pp=2 micro=8", "patterns"), ("fsdp=2 zero=1", "dimensions"), ("dp=2 server=2", "patterns")]),
-        *longer(*[(plan, form) for plan in GROUP_PLANS for form in FORMS if (plan, form) not in first]),
-    ],
-)
-def test_every_plan_trains_as_groups_by_hand(plan: str, form: str, tmp_path: Path) -> None:
-    ours, by_hand = FORMS[form]
-    same(run(plan, tmp_path / "run", ours).state_dict(), values_by_hand(by_hand))
+@pytest.mark.parametrize("plan", ["dp=2 server=2", *longer(*GROUP_PLANS)])
+def test_every_plan_trains_as_groups_by_hand(plan: str, tmp_path: Path) -> None:
+    same(run(plan, tmp_path / "run").state_dict(), values_by_hand(dimensions_by_hand))
 
 
-@pytest.mark.parametrize(
-    ("plans", "form"),
-    [
-        ("pp=2 micro=8, fsdp=2", "patterns"),
-        ("fsdp=2 zero=1, tp=2", "dimensions"),
-        *longer(("dp=2, pp=2 micro=8", "dimensions"), ("pp=2 micro=8, fsdp=2", "dimensions")),
-    ],
-)
-def test_a_run_goes_on_under_another_plan(plans: str, form: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("plans", ["pp=2 micro=8, fsdp=2", "fsdp=2 zero=1, tp=2", *longer("dp=2, pp=2 micro=8")])
+def test_a_run_goes_on_under_another_plan(plans: str, tmp_path: Path) -> None:
     first, then = plans.split(", ")
-    ours, by_hand = FORMS[form]
-    run(first, tmp_path / "run", ours, steps=3)
-    same(run(then, tmp_path / "run", ours, resume=True).state_dict(), values_by_hand(by_hand))
+    run(first, tmp_path / "run", steps=3)
+    same(run(then, tmp_path / "run", resume=True).state_dict(), values_by_hand(dimensions_by_hand))
 
 
 class Tied(nn.Module):
-    """The first layer's weight is the last one's."""
-
     def __init__(self) -> None:
         super().__init__()
         self.embedding = nn.Linear(9, 9, bias=False)
@@ -179,14 +149,6 @@ def test_a_tied_weight_has_the_name_that_the_model_gives_it_first(plan: str, tmp
     found = run(plan, tmp_path / "run", optimizer, model=Tied, steps=4).state_dict()
     assert torch.equal(found["embedding.weight"], weight)
     same(found, run("single", tmp_path / "single", optimizer, model=Tied, steps=4).state_dict())
-
-
-@pytest.mark.parametrize(("plan", "form"), [("tp=2", "dimensions"), *longer(("pp=2 micro=8", "patterns"))])
-def test_groups_are_proven(plan: str, form: str) -> None:
-    proof = px.prove(
-        job(model=model, inputs=lambda batch: batch["x"], optimizer=FORMS[form][0], schedule=rate), plan, steps=4
-    )
-    assert proof.equal, proof
 
 
 def test_groups_keep_their_place_in_checkpoints_of_pipelines(tmp_path: Path) -> None:
@@ -231,11 +193,6 @@ def test_what_fits_nothing_is_refused_before_a_worker_starts(
         run(plan, tmp_path / "run", lambda params: AdamW(px.groups(params, patterns), lr=1e-2))
 
 
-def test_a_loop_of_ones_own_is_refused_too() -> None:
-    with pytest.raises(PhalanxError, match="fits no trainable parameter"):
-        px.build(job(optimizer=lambda params: SGD(px.groups(params, {"haed.*": {"lr": 1.0}}), lr=0.1)))
-
-
 def test_it_serves_plain_pytorch_too() -> None:
     made = px.no_decay(model().named_parameters(), 0.1)
     assert [(group["weight_decay"], len(group["params"])) for group in made] == [(0.1, 5), (0.0, 9)]
@@ -243,6 +200,102 @@ def test_it_serves_plain_pytorch_too() -> None:
         px.groups(model().parameters(), {"*": {}})
     with pytest.raises(PhalanxError, match=r"weight_decay|-0\.1"):
         px.no_decay(model().named_parameters(), -0.1)
+
+
+CLIPS = {
+    "norm": px.Clip(norm=0.3),
+    "value": px.Clip(value=0.02),
+    "inf": px.Clip(norm=0.05, norm_type=math.inf),
+    "group": px.Clip(norm=0.2, per="group"),
+    "inf group": px.Clip(norm=0.04, norm_type=math.inf, per="group"),
+}
+
+
+def in_three(params: Any) -> Any:
+    return SGD(px.groups(params, {"head.*": {"lr": 0.2}, "blocks.0.*": {"momentum": 0.5}}), lr=0.5, momentum=0.9)
+
+
+def sets(module: nn.Module) -> list[list[nn.Parameter]]:
+    """The parameters of each group, by hand."""
+    named = dict(module.named_parameters())
+    return [[one for name, one in named.items() if name.startswith(key)] for key in ("blocks.1", "head", "blocks.0")]
+
+
+def in_three_by_hand(module: nn.Module) -> Any:
+    second, head, first = sets(module)
+    groups = [{"params": second}, {"params": head, "lr": 0.2}, {"params": first, "momentum": 0.5}]
+    return SGD(groups, lr=0.5, momentum=0.9)
+
+
+def clipped_by_hand(how: px.Clip) -> dict[str, torch.Tensor]:
+    """With torch's own functions; some of what is clipped by itself is above the limit."""
+    counts = set[int]()
+
+    def clip(module: nn.Module) -> None:
+        if how.value is not None:
+            above = sum(int((one.grad.abs() > how.value).sum()) for one in module.parameters() if one.grad is not None)
+            nn.utils.clip_grad_value_(module.parameters(), how.value)
+        else:
+            limit = how.norm or 0.0
+            each = sets(module) if how.per == "group" else [list(module.parameters())]
+            norms = [float(nn.utils.clip_grad_norm_(one, limit, norm_type=how.norm_type)) for one in each]
+            above = sum(norm > limit for norm in norms)
+        counts.add(above)
+
+    found = values_by_hand(in_three_by_hand, schedule=lambda step: 1.0, clip=clip)
+    assert counts != {0}, "nothing is clipped"
+    return found
+
+
+def clipped(plan: str, folder: Path, how: str, optimizer: Any = in_three, **more: Any) -> dict[str, torch.Tensor]:
+    return run(plan, folder, optimizer, clip=CLIPS[how], schedule=px.Schedule(), **more).state_dict()
+
+
+@pytest.mark.parametrize(
+    ("plan", "how"),
+    [
+        ("single micro=5", "value"),
+        ("fsdp=2 zero=1", "group"),
+        ("tp=2", "inf group"),
+        ("dp=2 server=2", "value"),
+        *longer(("fsdp=2 zero=2", "inf group"), ("fsdp=2 zero=3 offload=optimizer", "norm"), ("pp=2 micro=8", "norm")),
+    ],
+)
+def test_every_plan_clips_as_torch_does(plan: str, how: str, tmp_path: Path) -> None:
+    same(clipped(plan, tmp_path / "run", how), clipped_by_hand(CLIPS[how]))
+
+
+@pytest.mark.parametrize(
+    ("plan", "how"), [("pp=2 micro=8", "inf"), *longer(("tp=2", "group"), ("single precision=fp16", "group"))]
+)
+def test_clipping_is_proven(plan: str, how: str) -> None:
+    one = job(model=model, inputs=lambda batch: batch["x"], optimizer=in_three, clip=CLIPS[how])
+    proof = px.prove(one, plan, steps=4)
+    assert proof.equal, proof
+
+
+@pytest.mark.parametrize(
+    ("given", "field"),
+    [
+        ({}, "clip"),
+        ({"norm": 1.0, "value": 1.0}, "clip"),
+        ({"norm": 0.0}, "clip.norm"),
+        ({"value": math.inf}, "clip.value"),
+        ({"norm": 1.0, "norm_type": 1.0}, "clip.norm_type"),
+        ({"norm": 1.0, "per": "layer"}, "clip.per"),
+        ({"value": 1.0, "per": "group"}, "clip.per"),
+    ],
+)
+def test_a_clip_that_says_nothing_clear_is_an_error(given: dict[str, Any], field: str) -> None:
+    with pytest.raises(SpecError) as caught:
+        px.Clip(**given)
+    assert [problem.where for problem in caught.value.problems] == [field]
+
+
+def test_clips_that_a_plan_cannot_have_are_refused(tmp_path: Path) -> None:
+    for how in ("inf", "group"):
+        with pytest.raises(PhalanxError, match=r"job\.clip"):
+            clipped("dp=2 server=1", tmp_path / how, how)
 
 
 STEPS = 8
@@ -266,25 +319,9 @@ def sequential(optimizer: Any) -> lr_scheduler.LRScheduler:
 
 SCHEDULERS: dict[str, Callable[[Any], lr_scheduler.LRScheduler]] = {
     "sequential": sequential,
-    "milestones": lambda one: lr_scheduler.MultiStepLR(one, [2, 5], 0.3),
     "one cycle": lambda one: lr_scheduler.OneCycleLR(one, max_lr=0.1, total_steps=STEPS),  # moves betas as well
     "cyclic": lambda one: lr_scheduler.CyclicLR(one, 1e-3, 1e-2, step_size_up=3, cycle_momentum=False),
 }
-
-
-class Pair(nn.Module):
-    """Two layers that can share out their weights."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(9, 16), nn.Linear(16, 9)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(torch.relu(self.up(x)))
-
-
-def pairs() -> nn.Module:
-    return nn.Sequential(Pair(), Pair(), nn.Linear(9, 5))
 
 
 def rates_by_hand(schedule: Callable[[Any], lr_scheduler.LRScheduler], steps: int = STEPS) -> list[tuple[float, Any]]:
@@ -306,16 +343,16 @@ def rates(run: px.Run) -> list[float]:
 
 
 @pytest.mark.parametrize(
-    "plan", ["fsdp=2 zero=3 micro=8", "pp=2 micro=8", "dp=2 sync=local every=2", *longer("single", "dp=2", "tp=2")]
+    "plan", ["dp=2 sync=local every=2", *longer("fsdp=2 zero=3 micro=8", "pp=2 micro=8", "single", "dp=2", "tp=2")]
 )
 def test_the_rates_are_those_of_a_plain_loop(plan: str, tmp_path: Path) -> None:
-    run = fit(plan, tmp_path / "run", model=pairs, inputs=lambda batch: batch["x"], optimizer=adamw(sequential))
+    run = fit(plan, tmp_path / "run", model=Blocks, inputs=lambda batch: batch["x"], optimizer=adamw(sequential))
     expected = [rate for rate, _ in rates_by_hand(sequential)]
     assert rates(run) == expected
     assert len(set(expected)) > 4
 
 
-@pytest.mark.parametrize("name", ["sequential", "one cycle", *longer("milestones", "cyclic")])
+@pytest.mark.parametrize("name", ["one cycle", *longer("sequential", "cyclic")])
 def test_a_run_that_goes_on_under_another_plan_has_the_rates_it_would_have_had(name: str, tmp_path: Path) -> None:
     how: dict[str, Any] = {"optimizer": adamw(SCHEDULERS[name])}
     whole = fit("single", tmp_path / "whole", **how)
@@ -326,19 +363,17 @@ def test_a_run_that_goes_on_under_another_plan_has_the_rates_it_would_have_had(n
     assert parts.losses == pytest.approx(whole.losses, rel=1e-5)
 
 
-@pytest.mark.parametrize("plan", ["pp=2 micro=8", *longer("single", "fsdp=2 zero=3 micro=8", "tp=2")])
-def test_one_that_moves_betas_is_proven(plan: str) -> None:
-    proof = px.prove(
-        job(model=pairs, inputs=lambda batch: batch["x"], optimizer=adamw(SCHEDULERS["one cycle"])),
-        plan,
-        steps=STEPS,
-    )
+@pytest.mark.parametrize("plan", ["dp=2", *longer("single", "fsdp=2 zero=3 micro=8", "tp=2", "pp=2 micro=8")])
+def test_groups_and_one_that_moves_betas_are_proven(plan: str) -> None:
+    def optimizer(params: Any) -> Any:
+        made = by_dimensions(params)
+        return made, lr_scheduler.OneCycleLR(made, max_lr=[0.1, 0.05, 0.1, 0.05], total_steps=STEPS)
+
+    proof = px.prove(job(model=model, inputs=lambda batch: batch["x"], optimizer=optimizer), plan, steps=4)
     assert proof.equal, proof
 
 
 class TestPlateau:
-    """With evaluations that get worse, from the first to the last."""
-
     HOW: ClassVar[dict[str, Any]] = {
         "optimizer": lambda params: (
             made := SGD(params, lr=0.5),
@@ -374,13 +409,6 @@ class TestPlateau:
             model.load_state_dict(START)
         return model
 
-    @pytest.mark.parametrize("plan", ["fsdp=2 zero=3 micro=8", *longer("single", "pp=2 micro=8")])
-    def test_the_rates_are_those_of_a_plain_loop(self, plan: str, tmp_path: Path) -> None:
-        run = fit(plan, tmp_path / "run", shuffle=False, model=self.model, **self.HOW)
-        expected = self.rates_by_hand()
-        assert rates(run) == expected
-        assert len(set(expected)) > 2
-
     @pytest.mark.parametrize("every", [0, 1])  # 1: a checkpoint comes before the evaluation after its step
     def test_an_evaluation_beside_a_checkpoint_counts_once(self, every: int, tmp_path: Path) -> None:
         how = {**self.HOW, "checkpoint_every": every, "shuffle": False, "model": self.model}
@@ -407,8 +435,6 @@ _step = lambda one: lr_scheduler.StepLR(one, 1)  # noqa: E731
 
 
 class Unsaved(lr_scheduler.StepLR):
-    """Keeps what is no JSON."""
-
     def __init__(self, optimizer: Any) -> None:
         super().__init__(optimizer, 1)
         self.where = Path()
@@ -444,17 +470,10 @@ def test_a_checkpoint_of_another_scheduler_is_refused(tmp_path: Path) -> None:
         fit("single", tmp_path / "run", resume=True, optimizer=adamw(sequential))
 
 
-def test_a_loop_of_ones_own_has_no_evaluations_to_follow() -> None:
+def test_a_loop_of_ones_own() -> None:
+    with pytest.raises(PhalanxError, match="fits no trainable parameter"):
+        px.build(job(optimizer=lambda params: SGD(px.groups(params, {"haed.*": {"lr": 1.0}}), lr=0.1)))
     with pytest.raises(RefusedError, match="ReduceLROnPlateau for a loop of one's own"):
         px.build(job(**TestPlateau.HOW))
     step, loader = px.build(job(optimizer=adamw(sequential)))
     assert [step(batch).lr for batch in loader] == [rate for rate, _ in rates_by_hand(sequential)]
-
-
-@pytest.mark.parametrize("plan", ["dp=2 server=1", "dp=2 sync=local every=2", *longer("single", "fsdp=2")])
-def test_rates_are_those_of_a_function(plan: str, tmp_path: Path) -> None:
-    def factor(step: int) -> float:
-        return 0.9**step if step < 5 else 0.1
-
-    run = fit(plan, tmp_path / "run", schedule=factor)
-    assert rates(run) == pytest.approx([1e-2 * factor(step) for step in range(STEPS)], rel=1e-12)

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from small import job
 
 import phalanx as px
+from longer import longer
 from phalanx.comm import Place
 from phalanx.comm.process_group import meet
 from phalanx.launch import launch
@@ -65,7 +66,7 @@ def transfer(place: Place, report: Callable[[int], None]) -> dict[str, list[floa
     return {"rates": rates, "trips": trips}
 
 
-@pytest.mark.parametrize("delay", ["", "20ms"])
+@pytest.mark.parametrize("delay", ["20ms", *longer("")])
 @pytest.mark.alone
 def test_links_are_as_slow_as_asked(hosts: Make, delay: str) -> None:
     made = hosts(2, rate=f"{RATE / 1e6:g}mbit", delay=delay)
@@ -78,22 +79,22 @@ def test_links_are_as_slow_as_asked(hosts: Make, delay: str) -> None:
 
 
 def spin(place: Place, report: Callable[[int], None]) -> float:
-    """The share of a core that this worker gets: the median of five windows, seconds of its time over seconds.
+    """The share of a core that this worker gets: the median of three windows, seconds of its time over seconds.
 
     Where processes are stopped and continued in turn, who is to stop them may wake late on a busy machine. What they
     have had too much they stand longer for, but that is in the next window.
     """
     meet(place).get(str(place.rank)) if place.rank else meet(place).set("1", "")
     shares: list[float] = []
-    for _ in range(5):
+    for _ in range(3):
         began, used = time.monotonic(), time.process_time()
-        while time.monotonic() < began + 0.3:
+        while time.monotonic() < began + 0.25:
             pass
         shares.append((time.process_time() - used) / (time.monotonic() - began))
     return median(shares)
 
 
-@pytest.mark.parametrize("brake", ["quota", "stops"])
+@pytest.mark.parametrize("brake", ["stops", *longer("quota")])
 @pytest.mark.alone
 def test_a_throttled_host_gets_its_share_of_a_core(hosts: Make, brake: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if brake == "stops":
@@ -104,7 +105,8 @@ def test_a_throttled_host_gets_its_share_of_a_core(hosts: Make, brake: str, monk
     made.throttle(1, 10)
     assert launch(spin, 2, hosts=made)[1] < 0.2
     made.throttle(1, 1)
-    assert launch(spin, 2, hosts=made)[1] > 0.2
+    other, let_go = launch(spin, 2, hosts=made)
+    assert let_go > 0.5 * other  # of what is left beside other processes
 
 
 class Cut:
@@ -137,13 +139,13 @@ class Cut:
             self._hosts.restore(1)
 
 
-@pytest.mark.parametrize(("seconds", "how"), [(1, {"rate": "1mbit"}), (2, {"delay": "5ms"})], ids=["kernel", "carried"])
+@pytest.mark.parametrize(("seconds", "how"), [(1, {"rate": "1mbit"}), *longer((2, {"delay": "5ms"}))])
 @pytest.mark.alone
 def test_a_cut_that_ends_changes_nothing_but_time(
     hosts: Make, seconds: int, how: dict[str, str], tmp_path: Path
 ) -> None:
     made = hosts(2, **how)
-    alone = px.fit(job(epochs=4), "dp=2", folder=tmp_path / "alone")
+    alone = px.fit(job(epochs=4), "dp=2", folder=tmp_path / "alone", forecast="none")
     cut = Cut(made, tmp_path / "cut", seconds)
     run = px.RunSpec(job="small", plan=px.Plan(dp=2), folder=tmp_path / "cut", forecast="none")
     apart = px.fit(job(epochs=4, loss=cut.loss), run=run, hosts=made, watch=cut)
@@ -152,15 +154,7 @@ def test_a_cut_that_ends_changes_nothing_but_time(
     assert apart.losses == alone.losses
     sent = made.sent_per_step(0)
     gradient = 4 * sum(p.numel() for p in job().model().parameters())
-    assert sent is not None
     assert gradient < sent < 8 * gradient
-
-
-def test_neighbours_share_a_host(hosts: Make) -> None:
-    made = hosts(2, per_host=2)
-    assert [made.host_of(rank) for rank in range(6)] == [0, 0, 1, 1, 0, 0]
-    places = launch(lambda place, report: place.host, 4, hosts=made)
-    assert places == [made.address(0)] * 2 + [made.address(1)] * 2
 
 
 def left(pid: int) -> list[str]:
@@ -178,7 +172,7 @@ def test_two_at_once_and_nothing_is_left(hosts: Make) -> None:
     assert (left(os.getpid()), len(psutil.Process().children())) == before
 
 
-@pytest.mark.parametrize("delay", ["", "5ms"])
+@pytest.mark.parametrize("delay", ["5ms", *longer("")])
 def test_what_a_killed_launcher_leaves_goes(hosts: Make, delay: str) -> None:
     hosts(1)
     reading, writing = os.pipe()

@@ -30,8 +30,6 @@ WIDTH, TOKENS, WORDS = 8, 6, 11
 
 
 class Block(nn.Module):
-    """Attention over tokens and two layers, small."""
-
     def __init__(self) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(WIDTH)
@@ -48,8 +46,6 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """Four blocks between an embedding and a head."""
-
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Embedding(WORDS, WIDTH)
@@ -61,35 +57,6 @@ class Net(nn.Module):
         for block in self.blocks:
             x = block(x)
         return self.head(x)
-
-
-class Mixture(nn.Module):
-    """Two experts beside a layer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed, self.head = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WORDS)
-        self.router, self.experts = nn.Linear(WIDTH, 2), Experts()
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        x = self.embed(tokens)
-        weight, chosen = self.router(x).flatten(0, 1).softmax(-1).topk(1, dim=-1)
-        return self.head(x + self.experts(x.flatten(0, 1), chosen, weight).view_as(x))
-
-
-class Experts(nn.Module):
-    """Their weights in one tensor."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(2, WIDTH, WIDTH) / WIDTH)
-
-    def forward(self, x: torch.Tensor, chosen: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        found = torch.zeros_like(x)
-        for expert, matrix in enumerate(self.weight):
-            row, slot = torch.where(chosen == expert)
-            found = found.index_add(0, row, torch.tanh(x[row] @ matrix) * weight[row, slot].unsqueeze(-1))
-        return found
 
 
 class Rows(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
@@ -173,12 +140,6 @@ SEEN_BY_OTHERS = set(
     " device sync every after outer outer_lr outer_momentum server staleness compress compile".split()
 )
 """Memory, traffic, losses or refusals of other tests tell of these."""
-NAMED = (
-    ("micro", "dp=2", "dp=2 micro=64", "share of the global batch of 8 is 4"),
-    ("micro", "dp=2 shares=3,1", "dp=2 shares=3,1 micro=7", "share of the global batch of 8 is 6"),
-    ("micro", "dp=2 server=1", "dp=2 server=1 micro=5", "share of the global batch of 8 is 4"),
-    ("split", "pp=2 micro=2", "pp=2 micro=2 split=nonsense", "nonsense"),
-)
 
 
 @cache
@@ -199,12 +160,7 @@ def test_no_key_of_a_plan_is_ignored(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("plan", "each"),
-    [
-        ("single", []),
-        ("fsdp=2 compile=true", [4, 4]),
-        ("pp=2 micro=2 schedule=zbv compile=true", [2, 2]),
-        *longer(("compile=true", [4]), ("dp=2 compile=true", [4, 4]), ("pp=2 micro=2 compile=true", [2, 2])),
-    ],
+    [("single", []), ("pp=2 micro=2 schedule=zbv compile=true", [2, 2]), *longer(("fsdp=2 compile=true", [4, 4]))],
 )
 def test_blocks_are_compiled_where_they_run_and_the_plan_says_so(
     plan: str, each: list[int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
@@ -219,16 +175,6 @@ def test_blocks_are_compiled_where_they_run_and_the_plan_says_so(
     answer(job(), plan)
     lines = [line.split() for line in told.read_text().splitlines()] if told.exists() else []
     assert sorted(Counter(process for process, name in lines if name == "Block").values()) == each
-
-
-@pytest.mark.parametrize(("name", "before", "after", "words"), [*NAMED[:1], *NAMED[3:], *longer(*NAMED[1:3])])
-def test_what_makes_no_difference_is_named(name: str, before: str, after: str, words: str) -> None:
-    assert words in answer(job(), after)[1]
-    assert words not in base(before)[1]
-
-
-def test_a_run_is_the_same_again() -> None:
-    assert answer(job(), "dp=2") == base("dp=2")
 
 
 JOBS: Mapping[str, tuple[Mapping[str, Any], Mapping[str, Any]]] = {
@@ -290,33 +236,19 @@ ELSEWHERE = {
 }
 """Where the job is and the run lies. What a resume does, what a forecast refuses, which checkpoints stay or are copied,
 and what becomes of a run that is asked to stop, loses a worker, waits for one, or meets numbers or replicas that went
-wrong, or whose number of devices changes, have tests of their own; so has what is unproven (test_first_proof)."""
+wrong, or whose number of devices changes, have tests of their own; so has what is unproven (test_stand_in_device)."""
 
 
 def test_every_field_of_a_run_is_looked_at() -> None:
     assert set(RUNS) | ELSEWHERE == {one.name for one in fields(RunSpec)}
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "lr_scale",
-        "keep",
-        "log_every",
-        *longer(*(name for name in RUNS if name not in ("lr_scale", "keep", "log_every"))),
-    ],
-)
+@pytest.mark.parametrize("name", ["keep", *longer(*(name for name in RUNS if name != "keep"))])
 def test_no_field_of_a_run_is_ignored(name: str) -> None:
     before, value = RUNS[name]
     plain = answer(job(), "single", **before) if before else base("single")
     assert not isinstance(plain[0], str), plain[0]
     assert counts(plain, answer(job(), "single", **before, **{name: value}), name)
-
-
-def test_servers_are_snapshot_as_often_as_asked() -> None:
-    often = answer(job(), "dp=2 server=1", snapshot_every=1)
-    assert any("servers" in one for one in often[0][1])
-    assert not any("servers" in one for one in answer(job(), "dp=2 server=1", snapshot_every=0)[0][1])
 
 
 JOB_FILE = """
@@ -406,7 +338,6 @@ PLAIN = {
 @pytest.mark.parametrize("verb", OPTIONS)
 def test_every_option_is_looked_at(verb: str) -> None:
     command = main.get_command(click.Context(main), verb)
-    assert command is not None
     options = {one.opts[0] for one in command.params if isinstance(one, click.Option)}
     assert set(OPTIONS[verb]) | SETS[verb] == options
 

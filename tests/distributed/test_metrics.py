@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torchmetrics
-from small import fit, table
+from small import Blocks, fit, table
 from torch import nn
 
 import phalanx as px
@@ -26,18 +26,12 @@ AUC = torchmetrics.AUROC(task="binary")
 LEFT = 41
 
 
-class Scorer(nn.Module):
-    """Two blocks that follow one another, for every plan; a score for each row."""
-
+class Scorer(Blocks):
     def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList([nn.Sequential(nn.Linear(9, 12), nn.GELU(), nn.Linear(12, 9)) for _ in range(2)])
-        self.head = nn.Linear(9, 1)
+        super().__init__(outputs=1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = x + layer(x)
-        return self.head(x).squeeze(-1)
+        return super().forward(x).squeeze(-1)
 
 
 def rows(length: int = 103, seed: int = 0) -> px.Table:
@@ -92,29 +86,21 @@ def by_hand(run: px.Run) -> dict[str, float]:
     }
 
 
-PLANS = ("dp=2 micro=3", "tp=2", "pp=2 micro=5", "threads=2")
-OTHERS = ("single", "fsdp=2", "fsdp=2 zero=1", "dp=2 tp=2", "dp=4", "dp=2 sync=local every=2")
+PLANS = ("dp=2 micro=3", "pp=2 micro=5")
+OTHERS = ("tp=2", "threads=2", "single", "fsdp=2", "fsdp=2 zero=1", "dp=2 tp=2", "dp=4", "dp=2 sync=local every=2")
 
 
 @pytest.mark.parametrize("plan", [*PLANS, *longer(*OTHERS)])
 def test_they_are_computed_from_all_samples_in_order(plan: str) -> None:
     run = fit(plan, "run", **HOW)
     found = run.evaluation
-    assert found is not None
-    assert found["metrics"] == pytest.approx(by_hand(run), rel=1e-5)
-
-
-def test_losses_that_compare_samples_give_their_batches_once() -> None:
-    run = fit("dp=2", "run", **HOW, loss_over="batch")
-    found = run.evaluation
-    assert found is not None
     assert found["metrics"] == pytest.approx(by_hand(run), rel=1e-5)
 
 
 @pytest.mark.parametrize("plan", ["dp=2 micro=3", *longer("fsdp=2", "pp=2")])
 def test_a_proof_holds_them_against_one_device(plan: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    given = px.Job(optimizer=lambda params: torch.optim.SGD(params, lr=0.1), batch=32, steps=3, **HOW)
-    assert px.prove(given, plan, steps=3).equal
+    given = px.Job(optimizer=lambda params: torch.optim.SGD(params, lr=0.1), batch=32, steps=2, **HOW)
+    assert px.prove(given, plan, steps=2).equal
     from phalanx.train.evaluation_sums import EvaluationSums
 
     right = EvaluationSums.add
@@ -123,34 +109,14 @@ def test_a_proof_holds_them_against_one_device(plan: str, monkeypatch: pytest.Mo
         right(self, found, -first, **how)
 
     monkeypatch.setattr(EvaluationSums, "add", in_any_order)
-    proof = px.prove(given, plan, steps=3)
+    proof = px.prove(given, plan, steps=2)
     assert not proof.equal
     assert "ordered" in proof.first
 
 
 def test_the_best_and_the_end_follow_from_them() -> None:
     run = fit("dp=2", "run", **HOW, best=px.Best("auc", mode="max"))
-    assert run.best is not None
     assert run.best["metrics"]["auc"] == max(event["metrics"]["auc"] for event in run.events("evaluate"))
-
-
-def test_what_fails_on_a_few_samples_is_tried_again_on_all() -> None:
-    def none_of_few(labels: torch.Tensor) -> float:
-        if len(labels) < LEFT:
-            raise ValueError("too few")
-        return float(len(labels))
-
-    def measured(output: Any, batch: Any) -> dict[str, Any]:
-        return {"many": px.Metric(rows={"labels": batch["y"]}, compute=none_of_few)}
-
-    run = fit("dp=2", "run", **{**HOW, "metrics": measured})
-    assert run.evaluation is not None
-    assert run.evaluation["metrics"] == {"many": LEFT}
-
-
-def test_with_servers_they_are_refused() -> None:
-    with pytest.raises(PhalanxError, match=r"with servers a metric is px\.Loss"):
-        fit("dp=2 server=1", "run", **HOW)
 
 
 def test_rows_are_refused_where_a_rank_has_a_part_of_each() -> None:
@@ -209,7 +175,7 @@ def weighed(each: torch.Tensor) -> float:
 @pytest.mark.parametrize("plan", ["cp=2", *longer("tp=2", "tp=2 sequence=true", "dp=2 tp=2")])
 def test_sums_keep_dimensions_that_a_plan_cuts(plan: str) -> None:
     given = replace(MODELS["own GPT"](), steps=2, epochs=None, evaluate=MODELS["own GPT"]().data, metrics=by_places)
-    alone, cut = (px.fit(given, one, folder=f"run-{number}") for number, one in enumerate(("single", plan)))
-    assert alone.evaluation is not None
-    assert cut.evaluation is not None
+    alone, cut = (
+        px.fit(given, one, folder=f"run-{number}", forecast="none") for number, one in enumerate(("single", plan))
+    )
     assert cut.evaluation["metrics"] == pytest.approx(alone.evaluation["metrics"], rel=1e-4)

@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
 from start_memory import MIB, Peaks, Stack, peaks
 from start_memory import job as stack_job
 
-PLANS = ("tp=2", "pp=2", "server=1 dp=2", *longer("dp=2", "fsdp=2 zero=1 micro=2", "threads=2"))
+PLANS = ("tp=2", "server=1 dp=2", *longer("pp=2", "dp=2", "fsdp=2 zero=1 micro=2", "threads=2"))
 RANKS, WIDTH, BLOCKS = 4, 1024, 6
 BLOCK = 4 * (WIDTH + 1) * WIDTH
 
@@ -76,25 +76,16 @@ def expected(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> list[flo
     from transformers import GPT2LMHeadModel
 
     loaded = job(model=lambda: GPT2LMHeadModel.from_pretrained(folder))
-    return px.fit(loaded, "single", folder=tmp_path_factory.mktemp("runs") / "run").losses
+    return px.fit(loaded, "single", folder=tmp_path_factory.mktemp("runs") / "run", forecast="none").losses
 
 
 @pytest.mark.parametrize("plan", PLANS)
 def test_a_run_begins_where_from_pretrained_does(plan: str, folder: Path, expected: list[float]) -> None:
-    assert px.fit(job(initial=folder), plan).losses == pytest.approx(expected, rel=2e-6)
-
-
-def test_a_run_that_goes_on_does_not_read_it_again(folder: Path, expected: list[float], tmp_path: Path) -> None:
-    def spec(**how: Any) -> px.RunSpec:
-        return px.RunSpec(job="gpt2", plan=px.Plan(), folder=tmp_path / "run", **how)
-
-    px.fit(job(initial=folder), run=spec(steps=2))
-    gone = job(initial=tmp_path / "gone")
-    assert px.fit(gone, run=spec(resume=True)).losses == pytest.approx(expected, rel=2e-6)
+    assert px.fit(job(initial=folder), plan, forecast="none").losses == pytest.approx(expected, rel=2e-6)
 
 
 def test_a_proof_reads_the_values_by_itself(folder: Path) -> None:
-    assert px.prove(job(initial=folder), "fsdp=2 zero=3", steps=2).equal
+    assert px.prove(job(initial=folder), "dp=2", steps=1).equal
 
 
 def test_a_model_that_is_made_without_values_gets_them(folder: Path, expected: list[float]) -> None:
@@ -105,7 +96,7 @@ def test_a_model_that_is_made_without_values_gets_them(folder: Path, expected: l
     for build in (build_model, lambda job: begun(job)[0]):
         module = build(job(model=bare, initial=folder))
         assert module.get_parameter("transformer.wte.weight") is module.get_parameter("lm_head.weight")
-    run = px.fit(job(model=bare, initial=folder), "fsdp=2 zero=3")
+    run = px.fit(job(model=bare, initial=folder), "fsdp=2 zero=3", forecast="none")
     assert run.losses == pytest.approx(expected, rel=2e-6)
 
 
@@ -152,14 +143,6 @@ def test_of_tied_weights_any_name_will_do(name: str, tmp_path: Path) -> None:
     found = build_model(job(model=Tied, initial=tmp_path))
     assert torch.equal(found.get_parameter("first.weight"), value)
     assert found.get_parameter("again.weight") is found.get_parameter("first.weight")
-
-
-def test_a_half_fills_a_whole(tmp_path: Path) -> None:
-    values = {name: one.bfloat16() for name, one in nn.Linear(4, 3).state_dict().items()}
-    save_file(values, tmp_path / "half.safetensors")
-    found = build_model(job(model=lambda: nn.Linear(4, 3), initial=tmp_path / "half.safetensors"))
-    assert found.get_parameter("weight").dtype == torch.float32
-    assert torch.equal(found.get_parameter("weight"), values["weight"].float())
 
 
 def damaged(tmp_path: Path) -> dict[str, tuple[Path, str]]:
@@ -213,7 +196,7 @@ def base(plan: str) -> Peaks:
     return Peaks(start=min(one.start for one in found), whole=min(one.whole for one in found), private=0)
 
 
-@pytest.mark.parametrize("zero", [3, *longer(1, 2)])
+@pytest.mark.parametrize("zero", longer(3, 1, 2))
 def test_a_rank_needs_what_was_forecast_from_its_first_line_on(zero: int) -> None:
     plan, blocks = f"fsdp={RANKS} zero={zero}", 12  # 48 MiB, 4 a block
     forecast = forecast_here(stack_job(WIDTH, blocks), px.Plan.parse(f"{plan} device=cpu"))["forecast"]

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from small import LENGTH, fit, job, table
+from loops import Together
+from small import LENGTH, fit, table
 from torch import nn
-from workers_together import Together
 
 import phalanx as px
 from longer import longer
@@ -35,8 +35,6 @@ def test_without_staleness_it_is_one_devices_run(plan: str) -> None:
     alone, served = fit("single", "alone", **how), fit(plan, "served", **how)
     assert served.losses == pytest.approx(alone.losses, rel=1e-5)
     there, here = alone.evaluation, served.evaluation
-    assert there is not None
-    assert here is not None
     assert here["loss"] == pytest.approx(there["loss"], rel=1e-4)
     assert here["metrics"] == there["metrics"]
     assert seen_once("served", 2)
@@ -51,8 +49,7 @@ def test_without_staleness_it_is_one_devices_run(plan: str) -> None:
     [
         "dp=2 server=2 staleness=3 compensate=delay",
         "dp=3 server=1 staleness=unbounded compensate=rate",
-        "dp=2 server=1 compress=topk:0.2",
-        *longer("dp=3 server=1 staleness=2", "dp=2 server=2 staleness=1 compress=int8"),
+        *longer("dp=2 server=1 compress=topk:0.2", "dp=2 server=2 staleness=1 compress=int8"),
     ],
 )
 def test_every_sample_counts_once_and_staleness_stays_within_its_bound(plan: str, tmp_path: Path) -> None:
@@ -72,7 +69,6 @@ def test_every_sample_counts_once_and_staleness_stays_within_its_bound(plan: str
     assert max(one for event in updates for one in event["staleness"]) <= (run.plan.staleness or 0)
     assert [fault for event in run.events() for fault in faults(event)] == []
     summary = summarise(run.folder)
-    assert summary.serving is not None
     assert sum(summary.serving.staleness.values()) == sum(summary.serving.pieces.values())
     pieces, rates = summary.serving.pieces, summary.serving.rates
     assert sorted(pieces) == list(range(run.plan.dp))
@@ -99,12 +95,6 @@ def test_any_plan_goes_on_with_what_another_saved() -> None:
     assert seen_once("run", 3)
 
 
-def test_another_jobs_checkpoint_is_refused() -> None:
-    fit("dp=2 server=1", "run")
-    with pytest.raises(SpecError, match="seed: 0 there, 1 now"):
-        fit("dp=2 server=1", "run", seed=1, resume=True)
-
-
 def test_an_optimizer_of_whole_tensors_holds_them_whole() -> None:
     how: dict[str, Any] = {"optimizer": lambda params: px.LAMB(params, lr=1e-2)}
     assert fit("dp=2 server=2", "served", **how).losses == pytest.approx(fit("single", "alone", **how).losses, rel=1e-5)
@@ -128,8 +118,6 @@ def test_running_statistics_and_parameters_without_gradient_are_those_of_replica
     replicas, served = fit("dp=2", "replicas", **how), fit("dp=2 server=1", "served", **how)
     assert served.losses == pytest.approx(replicas.losses, rel=1e-5)
     there, here = replicas.evaluation, served.evaluation
-    assert there is not None
-    assert here is not None
     assert here["loss"] == pytest.approx(there["loss"], rel=1e-4)
     with pytest.raises(WorkerError, match="rare"):
         fit("dp=2 server=1", "refused", model=Normed)
@@ -154,12 +142,6 @@ def test_what_servers_cannot_do_is_refused_before_any_process(plan: str, how: di
     assert not Path("run").exists()
 
 
-def test_what_makes_no_sense_is_no_plan() -> None:
-    for plan in ("server=1 dp=2 staleness=-1", "dp=2 staleness=1", "server=1 dp=2 backup=2"):
-        with pytest.raises(SpecError):
-            px.Plan.parse(plan)
-
-
 def test_a_stream_is_refused() -> None:
     class Stream(torch.utils.data.IterableDataset[Any]):
         def __iter__(self) -> Any:
@@ -167,8 +149,3 @@ def test_a_stream_is_refused() -> None:
 
     with pytest.raises(SpecError, match="map-style"):
         fit("dp=2 server=1", "run", data=Stream)
-
-
-def test_a_step_of_ones_own_has_no_servers() -> None:
-    with pytest.raises(RefusedError, match=r"loop of one's own|torchrun"):
-        px.build(job(), "dp=1 server=1")

@@ -12,6 +12,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from longer import longer
 from phalanx.comm import Place, default_process_group
 from phalanx.launch import launch
 from phalanx.parallel.local_shards import Axis, Cut, Placed, is_sliced, sliced
@@ -164,7 +165,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [3, *longer(2)])
 def test_every_operation_equals_the_one_on_wholes(ranks: int) -> None:
     def work(place: Place, report: Callable[[int], None]) -> list[str]:
         with default_process_group(place, torch.device("cpu")):

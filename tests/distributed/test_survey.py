@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 import phalanx as px
@@ -20,13 +18,8 @@ from longer import longer
 from phalanx.comm import Place, default_process_group, local
 from phalanx.config import Plan
 from phalanx.demo.jobs.gpt import Size, gpt_job
-from phalanx.errors import RefusedError
 from phalanx.launch import launch
-from phalanx.parallel import Example
-from phalanx.parallel.context.regions import entrances, share_out_tokens
-from phalanx.parallel.local_shards import Axis, Placed
-from phalanx.parallel.tensor import dry, find, show_slices, split_weights
-from phalanx.placement.ownership import RowChunks, TensorPiece
+from phalanx.placement.ownership import TensorPiece
 from phalanx.train.assembly import build
 from phalanx.train.build_model import build_model
 from phalanx.train.look_ahead import preview
@@ -80,8 +73,6 @@ def gpt2() -> px.Job:
 
 def moe() -> px.Job:
     spec = importlib.util.spec_from_file_location("moe", Path(__file__).parents[2] / "examples" / "moe.py")
-    assert spec is not None
-    assert spec.loader is not None
     module: Any = sys.modules.setdefault("moe", importlib.util.module_from_spec(spec))
     spec.loader.exec_module(module)
     table = px.Table(tokens=torch.randint(0, 256, (40, 13), generator=torch.Generator().manual_seed(0)))
@@ -115,11 +106,10 @@ MORE_ON_FOUR = [(gpt, "tp=2 fsdp=2 zero=2"), (gpt, "cp=2 fsdp=2"), (gpt2, "pp=2 
     "given",
     [
         ON_TWO,
-        ON_FOUR,
         [(gpt2, "tp=3")],
-        *longer([(moe, "ep=3 fsdp=2")], [(moe, "ep=2 tp=2 fsdp=2 zero=1")], MORE_ON_FOUR),
+        *longer(ON_FOUR, [(moe, "ep=3 fsdp=2")], [(moe, "ep=2 tp=2 fsdp=2 zero=1")], MORE_ON_FOUR),
     ],
-    ids=["2", "4", "3", "6", "8", "more"],
+    ids=["2", "3", "4", "6", "8", "more"],
 )
 def test_ranks_hold_what_was_said(given: list[tuple[Callable[[], px.Job], str]]) -> None:
     each = [(job(), Plan.parse(f"{plan} device=cpu")) for job, plan in given]
@@ -193,111 +183,8 @@ def summed(tensor: Tensor) -> list[Any]:
     return [list(tensor.shape), round(float(flat @ torch.arange(1.0, len(flat) + 1, dtype=torch.double)), 6)]
 
 
-def test_what_training_refuses_is_refused() -> None:
-    def with_scalar() -> nn.Module:
-        module = Rows()
-        module.gain = nn.Parameter(torch.ones(()))
-        return module
-
-    with pytest.raises(RefusedError, match="gain"):
-        preview(replace(rows(), model=with_scalar), Plan.parse("fsdp=2 zero=3"))
-
-
-def test_rows_are_dealt_out_as_torch_deals_them() -> None:
-    for rows in range(12):
-        for ranks in range(1, 6):
-            there = [len(one) for one in torch.arange(rows).chunk(ranks)] if rows else []
-            mine = [sum(b - a for a, b in ranges) for ranges in RowChunks(rows, ranks)]
-            assert mine == [*there, *[0] * (ranks - len(there))]
-
-
-def test_a_piece_of_a_piece() -> None:
-    fused = TensorPiece.whole((12, 2)).part(0, ((0, 2), (4, 6), (8, 10)))
-    assert fused.shape == (6, 2)
-    assert fused.part(0, ((1, 5),)).ranges[0] == ((1, 2), (4, 6), (8, 9))
-    assert fused.part(1, ()).elements == 0
-
-
-IDS = torch.arange(24).view(2, 12) % 60
-
-
-def fused_gpt2(layers: int) -> torch.nn.Module:
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    return GPT2LMHeadModel(GPT2Config(n_embd=32, n_layer=layers, n_head=4, vocab_size=64, n_positions=12))
-
-
-def llama(layers: int) -> torch.nn.Module:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    sizes: dict[str, Any] = {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2}
-    config = LlamaConfig(num_hidden_layers=layers, intermediate_size=48, vocab_size=64, **sizes)
-    return LlamaForCausalLM(config)
-
-
-def loss(output: Any, batch: torch.Tensor) -> Any:
-    return px.next_token_loss(output, batch)
-
-
-def sent(model: Callable[[int], torch.nn.Module], sequence: bool) -> Callable[..., list[list[Counter[str]]]]:
-    """A worker's work: collectives of one forward, and of its backward, of two layers and of four."""
-
-    def work(place: Place, report: Any) -> list[list[Counter[str]]]:
-        torch.set_num_threads(1)
-        return [of_layers(layers, place) for layers in (2, 4)]
-
-    def of_layers(layers: int, place: Place) -> list[Counter[str]]:
-        with default_process_group(place, torch.device("cpu")):
-            torch.manual_seed(0)
-            module = model(layers)
-            example = Example(args=(IDS,), kwargs={}, batch=IDS, loss=loss)
-            seen: list[str] = []
-            axis = Axis(
-                "tp",
-                size=place.world_size,
-                rank=place.rank,
-                group=dist.group.WORLD,
-                tokens=sequence,
-                notice=lambda kind, _: seen.append(kind),
-            )
-            with dry(module, example) as ran:
-                cuts = find(ran, place.world_size).cuts
-                entering = entrances(ran, place.world_size) if sequence else {}
-            share_out_tokens(module, entering, axis)
-            _, places = split_weights(module, {name: (Placed(axis, *how),) for name, how in cuts.items()})
-            show_slices(places)
-            total = loss(module(IDS), IDS).sum
-            forward, seen[:] = Counter(seen), []
-            total.backward()
-            return [forward, Counter(seen)]
-
-    return work
-
-
-@pytest.mark.parametrize(
-    ("model", "sequence"),
-    [
-        (fused_gpt2, False),
-        (llama, True),
-        *longer((fused_gpt2, True), (llama, False)),
-    ],
-)
-def test_each_block_talks_as_little_as_megatrons(model: Callable[[int], torch.nn.Module], sequence: bool) -> None:
-    ((few, few_back), (more, more_back)), _ = launch(sent(model, sequence), 2)
-    forward = {kind: (more[kind] - few[kind]) / 2 for kind in more if more[kind] != few[kind]}
-    backward = {kind: (more_back[kind] - few_back[kind]) / 2 for kind in more_back if more_back[kind] != few_back[kind]}
-    if sequence:
-        # Korthikanti et al. 2022, section 4.2: each all-reduce becomes a gather and a scatter
-        assert forward == {"all_gather": 2, "reduce_scatter": 2}
-        assert backward == {"all_gather": 2, "reduce_scatter": 2}
-    else:
-        assert forward == {"all_reduce": 2}  # Shoeybi et al. 2019, section 3
-        assert backward == {"all_reduce": 2}
-
-
-@pytest.mark.parametrize("plan", ["tp=3 sequence=true", *longer("tp=2")])
+@pytest.mark.parametrize("plan", ["tp=2", *longer("tp=3 sequence=true")])
 def test_whatever_the_job_says_of_cuts_it_learns_the_same(plan: str) -> None:
-    job = gpt_job(layers=2, width=32, heads=4, context=12)
     odd: dict[str, Any] = {"*.query_key_value": "rowwise", "*.up": "rowwise", "*.down": "whole", "token": "colwise"}
-    proof = px.prove(replace(job, batch=5, clip=0.5, tensor_parallel=odd), plan, steps=3)
+    proof = px.prove(replace(gpt(), batch=5, clip=0.5, tensor_parallel=odd), plan, steps=3)
     assert proof.equal, proof.first

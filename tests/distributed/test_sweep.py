@@ -111,11 +111,11 @@ def sweep(*words: str) -> tuple[int, dict[str, Any]]:
 
 
 def test_each_run_is_that_of_plain_pytorch_and_the_best_comes_first(job: str) -> None:
-    plans = ("single", "fsdp=2")
+    plans = ("single", "threads=2")
     words = [word for plan in plans for word in ("--plan", plan)]
-    code, told = sweep(job, "--set", "lr=0.1,1", "--set", "bias=true,false", *words, "--steps", "5")
+    code, told = sweep(job, "--set", "lr=0.1,1", "--set", "bias=false", *words, "--steps", "5")
     assert code == 0
-    assert told["combinations"] == len(told["rows"]) == 8
+    assert told["combinations"] == len(told["rows"]) == 4
     for row in told["rows"]:
         values = row["values"]
         loss, evaluated, accuracy = by_hand(float(values["lr"]), values["bias"] == "true", steps=5)
@@ -127,7 +127,7 @@ def test_each_run_is_that_of_plain_pytorch_and_the_best_comes_first(job: str) ->
     numbers = [row["evaluation"]["loss"] for row in told["rows"]]
     assert numbers == sorted(numbers)
     assert {row["plan"] for row in told["rows"]} == set(plans)
-    assert len({row["folder"] for row in told["rows"]}) == 8
+    assert len({row["folder"] for row in told["rows"]}) == 4
 
 
 def test_a_job_that_names_its_best_is_compared_by_that(job: str) -> None:
@@ -187,15 +187,6 @@ def test_options_that_are_wrong_are_told_before_anything_runs(
     assert not (tmp_path / "runs").exists()
 
 
-def test_under_torchrun_it_is_refused(job: str) -> None:
-    numbers = {"RANK": 0, "WORLD_SIZE": 2, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 2, "MASTER_PORT": 1}
-    torchrun = {**{name: str(value) for name, value in numbers.items()}, "MASTER_ADDR": "127.0.0.1"}
-    set_by_it = dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"))
-    result = CliRunner().invoke(main, ["sweep", job, "--set", "lr=1,2"], env={**torchrun, **set_by_it})
-    assert result.exit_code == 2
-    assert "worker" in result.stderr
-
-
 def row(name: str, accuracy: float | None, outcome: Any = "done") -> SweepRow:
     evaluation = {"loss": 1.0, "metrics": {"accuracy": accuracy}}
     return SweepRow(values={"name": name}, plan="single", outcome=outcome, loss=accuracy, evaluation=evaluation)
@@ -230,9 +221,9 @@ def test_ctrl_c_keeps_the_table_of_what_ended(job: str, tmp_path: Path) -> None:
 
 
 def test_each_row_in_python_is_that_of_plain_pytorch(tmp_path: Path) -> None:
-    values, plans = {"lr": [0.5, 0.05], "bias": [True]}, ["single", "dp=2"]
+    values, plans = {"lr": [0.5, 0.05], "bias": [True]}, ["single"]
     found = px.sweep(made, values, plans, steps=5, folder=tmp_path / "runs", watch=False)
-    assert len(found) == found.combinations == 4
+    assert len(found) == found.combinations == 2
     for row in found:
         loss, evaluated, _ = by_hand(steps=5, **row.values)
         assert row.outcome == "done", row.reason
@@ -248,15 +239,6 @@ def test_each_row_in_python_is_that_of_plain_pytorch(tmp_path: Path) -> None:
     assert list(shown["evaluated_loss"]) == list(shown["number"]) == numbers
     assert list(shown["lr"]) == [row.values["lr"] for row in found]
     assert "best first: least loss" in str(found)
-
-
-def test_a_path_in_python_and_what_cannot_be_trained(job: str, tmp_path: Path) -> None:
-    found = px.sweep(Path(job), {"lr": [7.0, 0.1]}, ["tp=3", "single"], steps=1, folder=tmp_path / "runs", watch=False)
-    outcomes = {(row.values["lr"], row.plan): row.outcome for row in found}
-    assert outcomes[0.1, "single"] == found[0].outcome == "done"
-    assert outcomes[0.1, "tp=3"] == "refused"
-    assert {row.outcome for row in found if row.values["lr"] == 7} <= {"refused", "failed"}
-    assert any("seven is too much" in row.reason for row in found)
 
 
 WRONG: list[tuple[Any, Any, str]] = [
@@ -281,41 +263,3 @@ def test_what_is_written_wrong_is_told_before_anything_runs(tmp_path: Path) -> N
         with pytest.raises(SpecError, match=said):
             px.sweep(made, values, plans, folder=tmp_path / "runs")
         assert not (tmp_path / "runs").exists(), (values, plans)
-
-
-def test_a_job_that_is_made_already_is_refused() -> None:
-    with pytest.raises(SpecError, match="function"):
-        px.sweep(made(), {"lr": [0.1]})  # pyright: ignore[reportArgumentType]
-
-
-def test_a_function_that_never_makes_a_job_is_raised(tmp_path: Path) -> None:
-    def broken() -> px.Job:
-        raise ValueError("nothing here")
-
-    with pytest.raises(ValueError, match="nothing here"):
-        px.sweep(broken, plans=["single"], folder=tmp_path / "runs")
-    assert not (tmp_path / "runs").exists()
-
-
-def test_a_folder_that_holds_something_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    with pytest.raises(SpecError, match="holds something"):
-        px.sweep(made, {"lr": [0.1]}, folder=tmp_path)
-
-
-def test_jobs_that_compare_by_unlike_numbers_are_no_sweep() -> None:
-    def unlike() -> px.Job:
-        best = px.Best(px.param("by", "loss"), mode="min")
-        return px.Job(
-            model=lambda: torch.nn.Linear(3, 2),
-            data=lambda: px.Table(x=torch.zeros(8, 3)),
-            loss=lambda output, batch: output.mean(),
-            optimizer=lambda params: torch.optim.SGD(params, lr=0.1),
-            batch=4,
-            epochs=1,
-            evaluate=lambda: px.Table(x=torch.zeros(8, 3)),
-            best=best,
-        )
-
-    with pytest.raises(SpecError, match=r"job\.best"):
-        px.sweep(unlike, {"by": ["loss", "accuracy"]}, ["single"])

@@ -149,12 +149,10 @@ def _difference(case: Case, axis: Axis) -> str:
         off = {"value": _off(out.local, mine(expected))}
         (out.local * mine(weights)).sum().backward()
         for name, local, tensor in zip("qkv", locals_, wholes, strict=True):
-            assert local.grad is not None
             assert tensor.grad is not None
             assert local.grad.dtype == local.dtype
             off[name] = _off(local.grad, mine(tensor.grad))
         if mask is not None and mask.requires_grad:
-            assert own_mask is not None
             assert own_mask.grad is not None
             assert mask.grad is not None
             dist.all_reduce(own_mask.grad)
@@ -170,7 +168,7 @@ def _off(found: Tensor, expected: Tensor) -> float:
     return float((found - expected).detach().abs().max()) if found.numel() else 0.0
 
 
-@pytest.mark.parametrize("way", ["ring", "alltoall", *longer("gather")])
+@pytest.mark.parametrize("way", ["ring", *longer("alltoall", "gather")])
 def test_dropout_drops_and_gradients_know_what(way: Attention) -> None:
     ranks, tokens, share = 2, 24, 0.3
 
@@ -268,66 +266,6 @@ def test_keys_that_are_whole_are_read_where_they_are() -> None:
         assert sent == ["all_gather"], "of the keys, where values are whole"
 
 
-def test_autocast_reaches_attention() -> None:
-    def work(place: Place, report: Callable[[int], None]) -> list[tuple[float, list[str]]]:
-        with default_process_group(place, torch.device("cpu")):
-            return [off_and_dtypes(way, place) for way in WAYS]
-
-    def off_and_dtypes(way: Attention, place: Place) -> tuple[float, list[str]]:
-        cut = Cut.zigzag(12, place.world_size)
-        torch.manual_seed(2)
-        wholes = [torch.randn(2, 4, 12, 8) for _ in range(3)]
-        locals_ = [piece(one, 2, cut, place.rank).clone().requires_grad_() for one in wholes]
-        with torch.autocast("cpu", torch.bfloat16):
-            expected = attention(*wholes, is_causal=True)
-            axis = axis_of(place, way)
-            out = attention(*(sliced(one, [Placed(axis, 2, cut)]) for one in locals_), is_causal=True).local
-        out.float().sum().backward()
-        dtypes = [str(one.dtype) for one in (out, *(one.grad for one in locals_)) if one is not None]
-        return _off(out.float(), piece(expected, 2, cut, place.rank).float()), dtypes
-
-    for off, dtypes in (one for rank in launch(work, 2) for one in rank):
-        assert off < 2e-2
-        assert dtypes == ["torch.bfloat16", *["torch.float32"] * 3]
-
-
-def test_what_is_sent() -> None:
-    def work(place: Place, report: Callable[[int], None]) -> dict[str, list[list[Any]]]:
-        found: dict[str, list[list[Any]]] = {}
-        with default_process_group(place, torch.device("cpu")):
-            for way in WAYS:
-                sent: list[list[Any]] = []
-                axis = axis_of(place, way, notice=lambda kind, tensor, to=sent: to.append([kind, tensor.numel()]))
-                cut = Cut.even(12, place.world_size)
-                given = [torch.randn(2, heads, 4, 8).requires_grad_() for heads in (6, 3, 3)]
-                out = attention(*(sliced(one, [Placed(axis, 2, cut)]) for one in given), enable_gqa=True)
-                out.local.sum().backward()
-                found[way] = sent
-        return found
-
-    queries, keys = 2 * 6 * 4 * 8, 2 * 3 * 4 * 8
-    for found in launch(work, 3):
-        # Forward keys and values twice; backward the same, and their gradients twice.
-        assert found["ring"] == [["send", 2 * keys]] * 6
-        there, back = queries + 2 * keys, queries
-        assert found["alltoall"] == [["all_to_all", size] for size in (there, back, back, there)]
-        assert [kind for kind, _ in found["gather"]] == ["all_gather"] * 2 + ["reduce_scatter"] * 2
-
-
-def test_large_messages_pass_one_another() -> None:
-    def work(place: Place, report: Callable[[int], None]) -> bool:
-        with default_process_group(place, torch.device("cpu")):
-            axis = axis_of(place, "ring")
-            cut = Cut.even(8 * place.world_size, place.world_size)
-            given = [torch.ones(64, 64, 8, 64).requires_grad_() for _ in range(3)]  # 8 MiB each
-            out = attention(*(sliced(one, [Placed(axis, 2, cut)]) for one in given))
-            out.local.sum().backward()
-            assert given[2].grad is not None
-            return bool((out.local == 1).all()) and _off(given[2].grad, torch.ones_like(given[2])) < 1e-5
-
-    assert launch(work, 3) == [True] * 3
-
-
 def test_memory_of_a_ring_does_not_grow_with_its_ranks() -> None:
     peaks = {(way, ranks): _peak(way, ranks) for way in ("ring", "gather") for ranks in (4, 8)}
     assert peaks["ring", 8] == peaks["ring", 4]
@@ -346,8 +284,6 @@ def _peak(way: Attention, ranks: int) -> int:
 
 
 class _Memory(TorchDispatchMode):
-    """Follows the memory of what operations return."""
-
     def __init__(self) -> None:
         super().__init__()
         self.peak = 0
@@ -378,17 +314,3 @@ def test_exactly_the_pairs_that_meet_are_computed(make: Callable[[int, int], Cut
             at = torch.meshgrid(*(positions(cut, rank, torch.device("cpu")) for rank in (mine, theirs)), indexing="ij")
             computed[at] += block
     assert torch.equal(computed, torch.ones_like(computed).tril())
-
-
-@pytest.mark.parametrize("ranks", [2, 3, 4, 8])
-def test_every_rank_has_as_much_to_do_in_every_step(ranks: int) -> None:
-    cut = Cut.zigzag(16 * ranks, ranks)
-    for step in range(1, ranks):
-        work = [
-            [
-                (q.stop - q.start) * (k.stop - k.start)
-                for q, k, _ in meetings(cut, one, (one - step) % ranks, causal=True)
-            ]
-            for one in range(ranks)
-        ]
-        assert work == [[16 * 8]] * ranks

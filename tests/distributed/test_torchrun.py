@@ -21,6 +21,7 @@ from phalanx.errors import RefusedError
 
 HEAD = f"""
 import json, os, sys, time, traceback
+from functools import partial
 sys.path.insert(0, {str(Path(__file__).parent)!r})
 import torch
 import torch.distributed as dist
@@ -30,6 +31,7 @@ from small import job
 
 torch.set_num_threads(1)
 rank = int(os.environ["RANK"])
+fit = partial(px.fit, forecast="none")
 
 def say(of, **what):
     print(json.dumps({{"of": of, "rank": rank, **what}}) + "\\n", end="", flush=True)
@@ -53,9 +55,9 @@ def other_ranks(of):
     dist.destroy_process_group()
 
 def taken(of):
-    px.fit(job(), "dp=2", folder="taken")
+    fit(job(), "dp=2", folder="taken")
     try:
-        px.fit(job(), "dp=2", folder="taken")
+        fit(job(), "dp=2", folder="taken")
     except SpecError as error:
         say(of, problems=[problem.given for problem in error.problems])
 
@@ -65,51 +67,75 @@ def chosen(of):
         time.sleep(0.5)
         os.makedirs("elsewhere")
         os.chdir("elsewhere")
-    run = px.fit(job(name="chosen"), "dp=2", cores=2)
+    run = fit(job(name="chosen"), "dp=2", cores=2)
     say(of, folder=str(run.folder), threads=torch.get_num_threads())
     os.chdir(here)
 
 def servers(of):
-    runs = [px.fit(job(), "dp=1 server=1", folder=folder) for folder in ("s1", "s2")]
+    runs = [fit(job(), "dp=1 server=1", folder=folder) for folder in ("s1", "s2")]
     say(of, steps=[len(run.losses) for run in runs])
 
 def called(of):
     events = []
     callbacks = {"step": lambda event: events.append(event["step"]), "end": lambda event: events.append("end")}
-    px.fit(job(callbacks=callbacks), "dp=2", folder="called")
+    fit(job(callbacks=callbacks), "dp=2", folder="called")
     say(of, events=events)
 
 def shown(of):
     print(f"{rank} watches\\n", end="", file=sys.stderr, flush=True)
-    px.fit(job(), "dp=2", folder="shown")
+    fit(job(), "dp=2", folder="shown")
     print(f"{rank} has watched\\n", end="", file=sys.stderr, flush=True)
-    px.fit(job(), "dp=2", folder="silent", watch=False)
+    fit(job(), "dp=2", folder="silent", watch=False)
     print(f"{rank} looked away", file=sys.stderr, flush=True)
     say(of)
 
 def fits_and_builds(of):
-    first = px.fit(job(), "dp=2", folder="a", cores=1)
-    second = px.fit(job(), "fsdp=2", folder="b")
+    first = fit(job(), "dp=2", folder="a", cores=1)
+    second = fit(job(), "fsdp=2", folder="b")
     between = dist.is_initialized()
     losses = []
     for plan in ("dp=2", None):  # without one: that of as many processes as there are
         step, loader = px.build(job(), plan)
         losses.append([step(batch).loss for batch in loader])
-    third = px.fit(job(), "dp=2", folder="c")
+    third = fit(job(), "dp=2", folder="c")
     fits = [run.losses for run in (first, second, third)]
     say(of, fits=fits, builds=losses, between=between, group=dist.is_initialized())
+
+def saved(of):
+    step, loader = px.build(job(), "dp=2", run="saved", checkpoint_every=2)
+    losses = []
+    for batch in loader:
+        losses.append(step(batch).loss)
+        if step.taken == 5:
+            step.save()
+            break
+    step.close()
+    step, loader = px.build(job(), "fsdp=2", run="saved", resume=True)
+    losses += [step(batch).loss for batch in loader]
+    say(of, losses=losses)
 
 def replicas(of):
     dist.destroy_process_group()  # that of the builds
     plan = "dp=2 sync=diloco every=3"
-    run = px.fit(job(), plan, folder="d")
+    run = fit(job(), plan, folder="d")
     step, loader = px.build(job(), plan)
     losses = [step(batch).loss for batch in loader]
-    both = px.fit(job(), "dp=2", folder="e")  # each replica was a world of its own: no group is in the way
+    both = fit(job(), "dp=2", folder="e")  # each replica was a world of its own: no group is in the way
     weights = [tensor.sum().item() for tensor in step.layout.parameters.values()]
     say(of, fit=run.losses, build=losses, weights=weights, steps=len(both.losses))
 
-for part in (own_group, other_ranks, taken, chosen, servers, called, shown, fits_and_builds, replicas):
+def ends(of):
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    step, loader = px.build(job(), "dp=2")
+    step(next(iter(loader)))
+    sys.setswitchinterval(20)  # from here on other threads get the interpreter's lock only while this one waits
+    tensors = [torch.ones(1000) for _ in range(20)]
+    for tensor in tensors:
+        dist.all_reduce(tensor)
+    say(of)
+
+for part in (own_group, other_ranks, taken, chosen, servers, called, shown, fits_and_builds, saved, replicas, ends):
     torch.set_num_threads(1)
     try:
         part(part.__name__)
@@ -119,10 +145,10 @@ for part in (own_group, other_ranks, taken, chosen, servers, called, shown, fits
 Said = dict[str, Any]
 
 
-def torchrun(script: str, folder: Path, ranks: int = 2) -> list[Said]:
+def torchrun(script: str, folder: Path) -> list[Said]:
     """What all ranks said, in rank order."""
     (folder / "script.py").write_text(HEAD + script)
-    done = loops.torchrun(folder, ranks=ranks)
+    done = loops.torchrun(folder)
     assert done.returncode == 0, done.stderr
     (folder / "stderr").write_text(done.stderr)
     return sorted((json.loads(line) for line in done.stdout.splitlines()), key=lambda said: said["rank"])
@@ -210,17 +236,14 @@ def test_replicas(said: list[Said]) -> None:
     assert (first["steps"], second["steps"]) == (8, 8)
 
 
-def test_a_script_that_ends_right_after_a_collective_ends_well(tmp_path: Path) -> None:
-    script = """
-step, loader = px.build(job(), "dp=6")
-step(next(iter(loader)))
-sys.setswitchinterval(20)  # from here on other threads get the interpreter's lock only while this one waits
-tensors = [torch.ones(1000) for _ in range(20)]
-for tensor in tensors:
-    dist.all_reduce(tensor)
-say("end")
-"""
-    assert len(torchrun(script, tmp_path, 6)) == 6
+def test_saved(said: list[Said]) -> None:
+    """A loop of one's own that is saved goes on under another plan."""
+    alone = fit("single", "alone").losses
+    assert [one["losses"] for one in said] == [pytest.approx(alone, rel=1e-5)] * 2
+
+
+def test_ends(said: list[Said]) -> None:
+    """A script that ends right after a collective ends well."""
 
 
 SLOW = """

@@ -26,8 +26,8 @@ from phalanx.errors import RunError, WorkerError
 from phalanx.events import read
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "distributed"))
+from loops import Together
 from small import job, table
-from workers_together import Together
 
 STEPS, AT = 8, 3
 

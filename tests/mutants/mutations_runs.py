@@ -213,7 +213,7 @@ RUNS = (
         "parallel/zero.py",
         "if not self._may_be_unused and len(self._seen) < len(self._partition.slices):",
         "if not self._may_be_unused and not self._seen:",
-        ("test distributed/test_gradients_of_steps.py left_out",),
+        ("test distributed/test_gradients.py left_out",),
     ),
     Mutation(
         "loops of one's own: a batch that was left out is not seen",

@@ -165,7 +165,7 @@ TECHNIQUES: tuple[Mutation, ...] = (
         "train/step.py",
         "                held.sender.scale(scaling.scale / before_update)\n",
         "                pass\n",
-        ("test distributed/test_compress.py follows_a_loss_scale",),
+        ("test distributed/test_gradients.py follows_a_loss_scale",),
     ),
     Mutation(
         "local SGD: every replica weighs the same",

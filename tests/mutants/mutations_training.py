@@ -13,7 +13,7 @@ TRAINING = (
         "checkpoint/best.py",
         "self.without_better >= self._by.patience",
         "self.without_better > self._by.patience",
-        ("test distributed/test_best_and_callbacks.py ends_early",),
+        ("test distributed/test_settings_of_fit.py ends_early",),
     ),
     Mutation(
         "averaged weights: running statistics stay those of the start",
@@ -48,21 +48,21 @@ TRAINING = (
         CLIPPING,
         "found = torch.maximum(found, part) if largest else found + part",
         "found = found + part",
-        ("test distributed/test_clip.py as_torch_does",),
+        ("test distributed/test_groups_and_schedules.py as_torch_does",),
     ),
     Mutation(
         "clipping of groups looks at the gradients of a stage alone",
         CLIPPING,
         "        dist.all_reduce(found, how, group=held.stages)",
         "        pass",
-        ("test distributed/test_clip.py proven",),
+        ("test distributed/test_groups_and_schedules.py proven",),
     ),
     Mutation(
         "clipping by value leaves what is below the limit",
         CLIPPING,
         "        torch._foreach_clamp_min_(found, -limit)  # pyright: ignore[reportPrivateImportUsage]\n",
         "",
-        ("test distributed/test_clip.py value",),
+        ("test distributed/test_groups_and_schedules.py clips",),
     ),
     Mutation(
         "a save in the background writes what the tensors have become",
@@ -167,7 +167,7 @@ TRAINING = (
         "train/adapters.py",
         "    if others:\n        given",
         "    if not others:\n        given",
-        ("test distributed/test_adapter_export.py alone_would_lose",),
+        ("test distributed/test_lora.py alone_would_lose",),
     ),
     Mutation(
         "adapters: they are converted before they are merged",
@@ -179,6 +179,6 @@ TRAINING = (
     if form.content == "adapter":
         _refuse_more_than_adapters(model, path)
     else:""",
-        ("test distributed/test_adapter_export.py before_it_is_converted",),
+        ("test distributed/test_lora.py before_it_is_converted",),
     ),
 )
