@@ -182,14 +182,14 @@ def refuse_damage(folder: Path, newest: int) -> None:
     assert [verify(one.path) for one in found] == [[]] * len(found)
 
 
-@pytest.mark.parametrize(("plan", "devices"), [("fsdp=4", (2, 2))])
+@pytest.mark.parametrize(("plan", "devices"), [("fsdp=2", (1, 1))])
 def test_a_run_without_a_shared_disk_is_that_of_one_device(apart: Apart, plan: str, devices: Sequence[int]) -> None:
     run = fit_apart(apart, plan, devices, checkpoint_every=2)
     assert run.losses == pytest.approx(by_hand(6), rel=1e-5)
     assert [event["event"] for event in run.events()][-1] == "end"
     refuse_damage(run.folder, 6)
     assert {file.name for file in (run.folder / "checkpoints" / "step-00000006").glob("rank-*")} >= {
-        f"rank-{rank:05d}.safetensors" for rank in (0, 3)
+        f"rank-{rank:05d}.safetensors" for rank in (0, 1)
     }
     runfile = (run.folder / "run.toml").read_text()
     assert str(apart.scratch) not in runfile + (run.folder / "events.jsonl").read_text()
