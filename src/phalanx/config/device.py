@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, cast
 
 from phalanx.config.fields import FieldKind, is_number, misfits
@@ -180,17 +180,14 @@ def _check_line(where: str, line: Link | Network) -> None:
 
 def _wrong(where: str, part: object, kinds: Mapping[str, FieldKind]) -> list[Problem]:
     values: dict[str, object] = {name: getattr(part, name) for name in kinds}
-    given = {name: value for name, value in values.items() if value is not None or not _may_be_none(part, name)}
+    optional = {one.name for one in fields(cast(Any, part)) if one.default is None}
+    given = {name: value for name, value in values.items() if value is not None or name not in optional}
     problems = misfits(where, given, kinds)
     return problems + [
         Problem(where=f"{where}.{name}", given=repr(value), allowed=kinds[name].allowed, fix=kinds[name].fix)
         for name, value in given.items()
         if kinds[name].holds(value) and isinstance(value, int | float) and not (is_number(value) and value >= 0)
     ]
-
-
-def _may_be_none(part: object, name: str) -> bool:
-    return type(part).__dataclass_fields__[name].default is None  # pyright: ignore
 
 
 def _wrong_peak(peak: object) -> list[Problem]:

@@ -126,7 +126,7 @@ def owned(phases: Sequence[Phase], parameters: Sequence[tuple[str, ...]]) -> lis
             every_name = [name for names in parameters for name in names]
             if not any(fits(name, (pattern,)) for name in every_name):
                 kind = f"parameter that requires a gradient, of the phase {phase.name}"
-                problems.append(fits_nothing("job.phases", pattern, every_name, kind=kind, fix=_owning))
+                problems.append(fits_nothing("job.phases", pattern, every_name, kind=kind, fix=_FIX.format))
         for name in own:
             if name in owner:
                 twice.setdefault((owner[name], phase.name), []).append(name)
@@ -149,8 +149,7 @@ def _listed(given: object, kind: type[_Kind]) -> list[_Kind] | None:
     return None if items is None or not all(isinstance(one, kind) for one in items) else items
 
 
-def _owning(pattern: str) -> str:
-    return f"parameters={pattern!r}"
+_FIX = "parameters={!r}"
 
 
 def _of_phases(given: str, allowed: str, fix: str = f"phases=[{_EXAMPLE}, ...]") -> Problem:

@@ -159,8 +159,7 @@ class RunSpec:
                 allowed, fix = f"a whole number, {least} or more", f"{name}={least + 1}"
                 problems.append(_wrong(name, repr(value), allowed, fix))
         if not str(self.folder).isprintable():  # a line break would begin a command of its own in a batch script
-            allowed = "a path of characters that can be printed, in one line"
-            problems.append(_wrong("folder", ascii(str(self.folder)), allowed, 'folder = "runs/digits-1"'))
+            problems.append(_wrong("folder", ascii(str(self.folder)), "one printable line", 'folder = "runs/digits-1"'))
         problems += _of_going_on(self)
         if not problems and self.snapshot_every is not None and not self.plan.server:
             given = f"snapshot_every={self.snapshot_every!r} with plan {self.plan}, which has no servers"

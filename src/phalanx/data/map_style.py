@@ -182,8 +182,7 @@ class IndexedReader:
     def spread(self, count: int) -> list[int]:
         """Up to ``count`` places spread over the data; over data that change, over the part of the largest samples."""
         within = self._largest()
-        places = np.linspace(within.start, within.stop - 1, min(count, len(within)))
-        return sorted(set(places.astype(np.int64).tolist()))  # np.unique would load numpy.ma for every look
+        return sorted({int(place) for place in np.linspace(within.start, within.stop - 1, min(count, len(within)))})
 
     def looked_at(self) -> str:
         """Which of data that change with the step ``example`` and ``spread`` are of, in words."""

@@ -12,9 +12,7 @@ section 4 there), which happens to at most one in about ``sqrt(length)``.
 
 Augmentations draw from Python's ``random``, numpy's legacy global generator and torch's CPU generator. All three are
 seeded before each sample (or, for datasets that fetch many at once, before each micro-batch; for streams, before each
-global batch). So a sample is augmented in the same way on any number of ranks and worker processes, and after a
-resume. A generator that a dataset makes for itself is its own affair. Nothing is restored afterwards: that costs more
-than seeding, and training seeds the streams it uses by itself before each micro-batch.
+global batch). So a sample is augmented alike on any number of ranks and loader processes, and after a resume.
 """
 
 from __future__ import annotations

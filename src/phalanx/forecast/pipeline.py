@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import cache, lru_cache
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,7 @@ from phalanx.config.plan import Schedule
 from phalanx.forecast.layouts import RECOMPUTES, SCHEDULES, Layouts
 from phalanx.forecast.operation_arrays import Array, OperationArrays
 from phalanx.placement.collective_bytes import Elements, MeshSizes, elements
-from phalanx.placement.schedules import KINDS, Action, Costs, Filling, cost, holders, in_halves, makespan, order
+from phalanx.placement.schedules import Action, Filling, cost, ends, holders, in_halves, order
 from phalanx.placement.stages import on_ranks as placed
 from phalanx.placement.stages import sends
 from phalanx.placement.step_traffic import weights_held
@@ -61,8 +61,7 @@ def simulated(lanes: Lanes, layouts: Layouts, *, whole: bool = False, recomputes
     With ``whole`` backwards are done in halves only where the runtime does so; ``recomputes``: the model recomputes
     activations by itself.
     """
-    forward, weights = lanes.forward, lanes.weights
-    inputs = lanes.backward - weights
+    forward, inputs, weights = lanes.forward, lanes.backward - lanes.weights, lanes.weights
     found = np.zeros_like(layouts.pp)
     for at, ranks in enumerate(layouts.pp.astype(int)):
         where = [0, *[1] * (ranks - 2), 2][:ranks]
@@ -217,13 +216,10 @@ def duration(pipeline: PipelineTimes) -> float:
 
 def _run(pipeline: PipelineTimes, micros: int) -> float:
     laid = order(pipeline.schedule, pipeline.ranks, pipeline.chunks, micros)
-    return makespan(laid, _costs(pipeline, 0), _costs(pipeline, 1))
 
+    @cache
+    def takes(kind: Any, stage: int) -> float:
+        each = {name: getattr(pipeline, name)[laid.rank_of[stage]] for name in ("forward", "inputs", "weights")}
+        return cost(Action(kind, stage, 0), **each, halves=pipeline.halves) / pipeline.chunks
 
-def _costs(pipeline: PipelineTimes, stage: int) -> list[Costs]:
-    """What each rank's actions take in the first stage (0), or in others."""
-    found: list[Costs] = []
-    for forward, inputs, weights in zip(pipeline.forward, pipeline.inputs, pipeline.weights, strict=True):
-        takes = partial(cost, forward=forward, inputs=inputs, weights=weights, halves=pipeline.halves)
-        found.append({kind: takes(Action(kind, stage, 0)) / pipeline.chunks for kind in KINDS})
-    return found
+    return max(ends(laid, [takes(action.kind, action.stage) for action in laid.links.action]))

@@ -190,7 +190,7 @@ class HangReport:
     @property
     def headline(self) -> str:
         """One line: who, what, where."""
-        first, who = self.first, _and([stand.name for stand in self.stands if stand.rank in self.blamed][:4])
+        first, who = self.first, " and ".join([one.name for one in self.stands if one.rank in self.blamed][:4])
         steps = [stand.step for stand in self.stands if stand.step is not None]
         when = f"step {max(steps)}" if steps else "the time before the first step"
         if self.cause == "link":
@@ -361,7 +361,3 @@ def ranges(ranks: Sequence[int]) -> str:
 
 def _step(step: int | None) -> str:
     return "-" if step is None else str(step)
-
-
-def _and(names: Sequence[str]) -> str:
-    return " and ".join(filter(None, (", ".join(names[:-1]), names[-1])))

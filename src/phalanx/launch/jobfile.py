@@ -144,7 +144,8 @@ def _loaded(where: Reference, reference: str, overrides: ParamOverrides) -> Modu
     declared = _declared_by.get(key, {})
     again = any(overrides.value(one.name, one.default) != one.value for one in declared.values())
     if again:
-        _stamps.pop(next((name for name in _stamps if _file_of(name) == str(where.file)), ""), None)
+        loaded = {getattr(sys.modules.get(name), "__file__", None): name for name in reversed(_stamps)}
+        _stamps.pop(loaded.get(str(where.file), ""), None)
     module = _import_file(where.file, reference) if where.file else _import_module(where.module, reference)
     if again and not where.file:
         with _explained(reference, None, reference):
@@ -154,10 +155,6 @@ def _loaded(where: Reference, reference: str, overrides: ParamOverrides) -> Modu
     else:
         overrides.declared.update(declared)
     return module
-
-
-def _file_of(name: str) -> str | None:
-    return getattr(sys.modules.get(name), "__file__", None)
 
 
 def load_function(reference: str) -> Callable[..., object]:

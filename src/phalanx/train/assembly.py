@@ -19,7 +19,7 @@ from phalanx.device_kinds import kind_of
 from phalanx.errors import Problem, RefusedError, SpecError
 from phalanx.parallel import Example, Layout, LocalSgd, advice, assemble, assemble_phases, check, notes
 from phalanx.parallel.buffer_sync import buffers_kept
-from phalanx.train.build_model import begun, build_model, give_needed_values, training_data
+from phalanx.train.build_model import begun, build_model, give_needed_values, make_data
 from phalanx.train.build_optimizer import build_optimizer, optimizer_over
 from phalanx.train.consistency import Everyone, same_data, same_groups, same_initial_values, same_places
 from phalanx.train.few_samples import example_of
@@ -111,9 +111,8 @@ def build(
     everyone = across.from_every_rank if across else from_every_rank
     same_initial_values(module, everyone)
     found, size = [*notes(module, job, plan), *unbuilt], sum(tensor.numel() for tensor in module.parameters())
-    lane = Lane.of(plan, place.rank)
-    first, kind = start.step, kind_of(device, plan.device)
-    loader = Loader(training_data(job), job, lane, micro=plan.micro, first_step=first, pin_memory=kind.pinned)
+    lane, first, kind = Lane.of(plan, place.rank), start.step, kind_of(device, plan.device)
+    loader = Loader(make_data(job, job.data), job, lane, micro=plan.micro, first_step=first, pin_memory=kind.pinned)
     same_data(loader.told, everyone)
 
     site = _Site(plan=plan, own=own, rank=there.rank, device=device, start=start, lane=lane, loader=loader)
@@ -136,18 +135,14 @@ def build(
         notes=found,
         advice=[
             *advice(job, plan, kind.name, loader.epoch_samples),
-            *_never_done(job, loader),
+            *loader.remarks,
+            *never_averaged(job.average, loader.total_steps),
             *step.layout.holdings.remarks,
             *unowned_advice(job, module),
         ],
         parameters=size,
         local_sgd=apart,
     )
-
-
-def _never_done(job: Job, loader: Loader) -> list[str]:
-    """What the job asks for that its run ends before, one sentence each."""
-    return [*loader.remarks, *never_averaged(job.average, loader.total_steps)]
 
 
 def _refuse_unlooked(job: Job, plan: Plan, findings: Findings | None) -> None:

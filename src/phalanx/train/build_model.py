@@ -6,6 +6,7 @@ The model comes with one device's initial values, without those that are large, 
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -63,21 +64,10 @@ def build_model(job: Job, *, deferred: bool = False) -> nn.Module:
     return module
 
 
-def training_data(job: Job) -> Any:
-    """What ``job.data()`` gives."""
+def make_data(job: Job, data: Callable[[], Any]) -> Any:
+    """What ``data`` gives, the job's ``data`` or ``evaluate``: a ``random_split`` in both gives parts of one split."""
     with seeded(stream(job.seed, 0)):
-        return job.data()
-
-
-def evaluation_data(job: Job) -> Any:
-    """What ``job.evaluate()`` gives; ``None`` where the job has no such function.
-
-    It begins with the numbers that ``job.data()`` begins with: ``random_split`` in both gives parts of one split.
-    """
-    if job.evaluate is None:
-        return None
-    with seeded(stream(job.seed, 0)):
-        return job.evaluate()
+        return data()
 
 
 def begun(job: Job) -> tuple[nn.Module, list[str]]:

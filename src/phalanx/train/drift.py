@@ -107,7 +107,7 @@ class DriftWatch:
             return
         if look.ready is not None:
             look.ready.synchronize()
-        fingerprints = self._from_all(look.fingerprint)
+        fingerprints = [row[0] for row in self._rows(look.fingerprint.view(1))]
         if len(set(fingerprints)) > 1:
             self.found = True
             if difference := self._look_closer(look):
@@ -179,9 +179,6 @@ class DriftWatch:
             by=by,
             most=most,
         )
-
-    def _from_all(self, fingerprint: torch.Tensor) -> list[int]:
-        return [row[0] for row in self._rows(fingerprint.view(1))]
 
     def _rows(self, mine: torch.Tensor) -> list[list[int]]:
         """``mine``, as every rank of the group has it."""

@@ -48,7 +48,8 @@ class EvaluationSums:
         Raises:
             LossError: if a metric gives no tensors, or not those that it gave before.
         """
-        add_up(self.ratios, found if counts else {name: (0.0, 0.0) for name in found if _is_ratio(found[name])})
+        ratios = found if counts else {name: (0.0, 0.0) for name, one in found.items() if not isinstance(one, Metric)}
+        add_up(self.ratios, ratios)
         for name, metric in found.items():
             if not isinstance(metric, Metric):
                 continue
@@ -98,10 +99,6 @@ class EvaluationSums:
                     raise
                 found[name] = math.nan
         return found
-
-
-def _is_ratio(found: Any) -> bool:
-    return not isinstance(found, Metric)
 
 
 def _on_host(name: str, key: str, given: Any) -> Tensor:

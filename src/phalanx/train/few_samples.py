@@ -10,7 +10,7 @@ from torch import nn
 from phalanx.config import Job
 from phalanx.data import Lane, Loader, MicroBatch
 from phalanx.parallel import Example
-from phalanx.train.build_model import training_data
+from phalanx.train.build_model import make_data
 from phalanx.train.inputs import Inputs
 
 FEW = 2
@@ -23,7 +23,7 @@ HOST = torch.device("cpu")
 
 def whole_loader(job: Job) -> Loader:
     """Reads the data of ``job`` from the first step on as one device does, global batch by global batch."""
-    return Loader(training_data(job), job, Lane(), micro=None)
+    return Loader(make_data(job, job.data), job, Lane(), micro=None)
 
 
 def few_of(loader: Loader, most: int = FEW) -> MicroBatch:

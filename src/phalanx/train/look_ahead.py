@@ -26,7 +26,7 @@ from phalanx.parallel.unwrapped_blocks import open_unwrapped
 from phalanx.placement.ownership import Survey
 from phalanx.placement.survey_file import survey_to_dict
 from phalanx.trace import ModelCall, trace
-from phalanx.train.build_model import begun, build_model, evaluation_data, give_needed_values, size_of, without_values
+from phalanx.train.build_model import begun, build_model, give_needed_values, make_data, size_of, without_values
 from phalanx.train.elementwise import half_steps
 from phalanx.train.few_samples import example_of, whole_loader
 from phalanx.train.findings import Findings, known_facts
@@ -89,7 +89,7 @@ def _refuse_evaluation(job: Job) -> None:
     if job.evaluate is None:
         return
     try:
-        evaluation_batches(evaluation_data(job), replace(job, workers=0), Lane(), micro=None)
+        evaluation_batches(make_data(job, job.evaluate), replace(job, workers=0), Lane(), micro=None)
     except SpecError:
         raise
     except Exception:

@@ -199,7 +199,7 @@ class TrainingLoop:
     @property
     def over(self) -> bool:
         """Whether no more steps are wanted: asked to stop, or evaluations bring nothing better any more."""
-        return bool(self._interruptions.stop) or self._exhausted()
+        return bool(self._interruptions.stop) or (self._best is not None and self._best.exhausted)
 
     def stepped(self, batch: StepBatch, metrics: Metrics, lap: Lap | None) -> None:
         """A step was taken."""
@@ -256,10 +256,6 @@ class TrainingLoop:
             facts = {"metric": self._best.metric, "best": step, "value": value}
             since = self._best.without_better
             self._recorder.write("ended_early", step=self._stepper.taken, **facts, evaluations=since)
-
-    def _exhausted(self) -> bool:
-        """Whether evaluations have brought nothing better for as long as the job waits."""
-        return self._best is not None and self._best.exhausted
 
     def _read_best(self) -> None:
         """Take up the evaluations of the run up to the step where it goes on."""

@@ -45,18 +45,10 @@ def cross_entropy(
     try:
         total = summed(logits, target, IGNORED if ignore_index is None else ignore_index, label_smoothing)
     except IndexError as error:
-        raise LossError(_out_of_range(target, logits.shape[-1], ignore_index)) from error
+        classes, found = logits.shape[-1], f"targets from {int(target.min())} to {int(target.max())}"
+        allowed = f"0 to {classes - 1}, and the ignore_index\n    try: a last layer with as many outputs as classes"
+        raise LossError(f"cross_entropy: {found} for logits of {classes} classes; allowed: {allowed}") from error
     return Loss(total, _count(target, ignore_index))
-
-
-def _out_of_range(target: Tensor, classes: int, ignored: int | None) -> str:
-    counted = target[target != (IGNORED if ignored is None else ignored)]
-    least, most = int(counted.min()), int(counted.max())
-    fix = f"a last layer with {most + 1} outputs" if least >= 0 else f"px.cross_entropy(..., ignore_index={least})"
-    return (
-        f"cross_entropy: targets from {least} to {most} for logits of {classes} classes; allowed: 0 to {classes - 1}, "
-        f"and the ignore_index\n    try: {fix}"
-    )
 
 
 @contextmanager

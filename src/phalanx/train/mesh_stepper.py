@@ -25,7 +25,7 @@ from phalanx.parallel import device_kind, devices_here
 from phalanx.parallel.buffer_sync import running_statistics
 from phalanx.train.accidents import Accidents, RollBackError
 from phalanx.train.assembly import Assembly, build
-from phalanx.train.build_model import evaluation_data
+from phalanx.train.build_model import make_data
 from phalanx.train.consistency import same_length, same_stream
 from phalanx.train.drift import DriftWatch
 from phalanx.train.evaluate import Evaluation, evaluate
@@ -168,7 +168,7 @@ class MeshStepper(Stepper):
         progress, loader, replicas = assembly.step.progress, assembly.loader, assembly.local_sgd
         self._samples_before = progress.samples
         self._batches = iter(loader)
-        self._evaluation_data = _evaluation_data(job)
+        self._evaluation_data = evaluation_data(job)
         self._measured = MeasuredStep(assembly.step, kind_named(assembly.device).torch_type)
         only = only_step(assembly.device, progress.step, loader.total_steps)
         in_mesh = place.rank if replicas is None else replicas.across.rank
@@ -353,9 +353,10 @@ class MeshStepper(Stepper):
             raise
 
 
-def _evaluation_data(job: Job) -> Any:
+def evaluation_data(job: Job) -> Any:
+    """The job's evaluation data, of which every rank has as many; ``None`` where it has none. Collective."""
     if job.evaluate is None:
         return None
-    data = evaluation_data(job)
+    data = make_data(job, job.evaluate)
     same_length(len(data) if hasattr(data, "__len__") else None, "job.evaluate")
     return data

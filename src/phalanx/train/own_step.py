@@ -22,9 +22,8 @@ from phalanx.config.run_files import CHECKPOINTS
 from phalanx.data import Loader, StepBatch
 from phalanx.errors import RunError, SpecError
 from phalanx.train.assembly import Assembly
-from phalanx.train.build_model import evaluation_data
-from phalanx.train.consistency import same_length
 from phalanx.train.evaluate import Evaluation, evaluate
+from phalanx.train.mesh_stepper import evaluation_data
 from phalanx.train.metrics import Metrics
 
 if TYPE_CHECKING:
@@ -365,8 +364,7 @@ class OwnStep:
     def _evaluated(self) -> Evaluation:
         if self._evaluation_data is None:
             assert self._job.evaluate
-            data = self._evaluation_data = evaluation_data(self._job)
-            same_length(len(data) if hasattr(data, "__len__") else None, "job.evaluate")
+            self._evaluation_data = evaluation_data(self._job)
         self._step.settle()
         found = evaluate(self._job, self._plan, self._assembly, self._evaluation_data)
         assert found  # nobody asks it to leave off

@@ -23,7 +23,7 @@ from phalanx.parallel import RankHoldings, compression, global_batch_norm
 from phalanx.parallel.diloco import fragment_problems
 from phalanx.parallel.grad_reduce import sparse, sparse_problems
 from phalanx.parallel.parameter_server import starved
-from phalanx.train.build_model import evaluation_data, training_data
+from phalanx.train.build_model import make_data
 from phalanx.train.elementwise import Parameters, elementwise, learning, rows_problem, slice_problems, small
 from phalanx.train.few_samples import whole_loader
 from phalanx.train.lr_schedule import START, RunStart, scheduler_problems
@@ -72,8 +72,8 @@ def data_problems(job: Job, plan: Plan) -> list[Problem]:
     if not (plan.server or moves_what_workers_read(job, plan)):
         return []
     try:
-        data = training_data(job)
-        evaluation = evaluation_data(job) if plan.server else None
+        data = make_data(job, job.data)
+        evaluation = make_data(job, job.evaluate) if plan.server and job.evaluate else None
     except Exception:  # the job's own error is what a run tells
         return []
     if plan.server:

@@ -25,7 +25,7 @@ from phalanx.data import Lane, Loader, MicroBatch, evaluation_batches
 from phalanx.device_kinds import on_host
 from phalanx.errors import LossError, PhalanxError, Problem, RefusedError, SpecError
 from phalanx.parallel import device_kind, without_gradient
-from phalanx.train.build_model import build_model, evaluation_data, training_data
+from phalanx.train.build_model import build_model, make_data
 from phalanx.train.build_optimizer import optimizer_over
 from phalanx.train.column_types import float64_named
 from phalanx.train.evaluate import evaluation_mode, measure, refuse_metrics
@@ -136,7 +136,7 @@ class _FirstStep:
         with self.code_of("job.data"):
             whole = job.loss_over == "batch"
             lane, micro = (Lane(), None) if whole else (Lane.of(self._plan, 0), self._plan.micro)
-            loader = Loader(training_data(job), job, lane, micro=micro)
+            loader = Loader(make_data(job, job.data), job, lane, micro=micro)
             for batch in islice(loader, 1):
                 yield from (micro for micro in batch.parts[0] if micro.samples)
 
@@ -145,7 +145,7 @@ class _FirstStep:
         job = replace(in_even_batches(self._job, FEW), workers=0)
         assert job.evaluate is not None
         with self.code_of("job.evaluate"):
-            batch = next(evaluation_batches(evaluation_data(job), job, Lane(), micro=None))
+            batch = next(evaluation_batches(make_data(job, job.evaluate), job, Lane(), micro=None))
         micro = batch.parts[0][0]
         with torch.no_grad(), evaluation_mode(module), compute_context(self._plan, HOST):
             with self.code_of("job.evaluate"):
@@ -186,8 +186,10 @@ def _problem(field: str, error: Exception, batch: Any) -> Problem:
     fix = 'the plan "single", which shows the whole traceback'
     if isinstance(error, KeyError) and isinstance(batch, Mapping) and batch and error.args[0] not in batch:
         keys = list(map(str, batch))
-        allowed = f"a key of the batch: {show_names(keys)}"
-        fix = f"batch[{get_close_matches(str(error.args[0]), keys, n=1, cutoff=0.0)[0]!r}]"
+        allowed, fix = (
+            f"a key of the batch: {show_names(keys)}",
+            f"batch[{get_close_matches(str(error.args[0]), keys, n=1, cutoff=0.0)[0]!r}]",
+        )
     return Problem(where=field, given=given, allowed=allowed, fix=fix)
 
 

@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-import random
-from collections.abc import Generator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from phalanx.comm import Place, device_for
 from phalanx.config import Job, Plan
 from phalanx.config.job_parts import in_even_batches
 from phalanx.data.dataset_facts import MapStyle
+from phalanx.data.sampler import seeded
 from phalanx.errors import SpecError
 from phalanx.parallel import device_kind, devices_here
+from phalanx.parallel.rng_streams import stream
 from phalanx.train.assembly import build, refuse
-from phalanx.train.build_model import evaluation_data
 from phalanx.train.evaluate import Evaluation, evaluate
 from phalanx.train.findings import Findings
 from phalanx.train.frozen_values import completed
@@ -41,9 +39,9 @@ def evaluate_stored(job: Job, plan: Plan, values: Mapping[str, torch.Tensor], pa
     if source is None:
         allowed = "data to evaluate on, of the job or given here"
         raise SpecError.of("data", "None, for a job without evaluation data", allowed, 'run.evaluate(Digits("test"))')
-    with _same_random_numbers():
+    with torch.random.fork_rng(), seeded(stream(job.seed, 0)):
         gives = isinstance(source, type) or not hasattr(source, "__getitem__")
-        held_out = evaluation_data(job) if data is None else source() if gives and callable(source) else source
+        held_out = source() if gives and callable(source) else source
         # the training data are not asked for, and values come from the checkpoint
         course: dict[str, Any] = {
             "data": lambda: held_out,
@@ -63,14 +61,3 @@ def evaluate_stored(job: Job, plan: Plan, values: Mapping[str, torch.Tensor], pa
         found = evaluate(alone, plan, assembly, held_out)
     assert found  # nobody asks it to leave off
     return found
-
-
-@contextmanager
-def _same_random_numbers() -> Generator[None]:
-    python, numpy = random.getstate(), np.random.get_state()
-    with torch.random.fork_rng():
-        try:
-            yield
-        finally:
-            random.setstate(python)
-            np.random.set_state(numpy)

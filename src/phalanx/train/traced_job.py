@@ -21,7 +21,7 @@ from phalanx.parallel.grad_reduce import made_dense
 from phalanx.parallel.survey import Example
 from phalanx.parallel.unwrapped_blocks import look_inside
 from phalanx.trace import ModelCall, length_of, trace
-from phalanx.train.build_model import begun, training_data, without_values
+from phalanx.train.build_model import begun, make_data, without_values
 from phalanx.train.elementwise import Parameters
 from phalanx.train.few_samples import FEW, HOST, example_from, example_of, whole_loader
 from phalanx.train.inputs import Inputs
@@ -156,7 +156,7 @@ def steps_of(job: Job, batch: int = 0) -> int | None:
     """Optimizer steps of the whole job; ``None`` for epochs over a stream, whose length nobody knows."""
     if job.steps is not None:
         return job.steps
-    data = training_data(job)
+    data = make_data(job, job.data)
     if not hasattr(data, "__len__") or job.epochs is None:
         return None
     each = batch or job.batch

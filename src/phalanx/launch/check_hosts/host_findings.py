@@ -78,11 +78,13 @@ def _versions(there: Sequence[HostAnswer]) -> Iterator[HostFinding]:
         asked = [one for one in there if not one.unsent]
         loads = [one for one in asked if one.told.get("data") and not one.told["data"]["error"]]
         fails = len(loads) < len(asked)  # what a job imports only when it needs it may be missing
-        yield from _package(name, there, lambda one, key=name: _import(one, key), fails=False, missing=fails)
-
-
-def _import(answer: HostAnswer, name: str) -> str | None:
-    return answer.told.get("source", {}).get("imports", {}).get(name)
+        yield from _package(
+            name,
+            there,
+            lambda one, key=name: one.told.get("source", {}).get("imports", {}).get(key),
+            fails=False,
+            missing=fails,
+        )
 
 
 def _package(

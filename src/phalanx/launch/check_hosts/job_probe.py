@@ -14,6 +14,7 @@ import importlib.util
 import io
 import json
 import os
+import pathlib
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -115,8 +116,7 @@ def source(path: str) -> dict[str, Any]:
     waiting = [path]
     while waiting:
         file = waiting.pop()
-        with open(file, "rb") as opened:
-            text = opened.read()
+        text = pathlib.Path(file).read_bytes()
         files[os.path.relpath(file, folder)] = hashlib.sha256(text).hexdigest()
         for name in imported(text):
             beside = _beside(folder, name)
@@ -192,7 +192,7 @@ def data(reference: str, say: Any) -> dict[str, Any]:
     from phalanx.data.map_style import is_stream
     from phalanx.errors import SpecError
     from phalanx.launch.jobfile import load_job
-    from phalanx.train.build_model import training_data
+    from phalanx.train.build_model import make_data
 
     try:
         job = load_job(reference)
@@ -201,7 +201,7 @@ def data(reference: str, say: Any) -> dict[str, Any]:
         return {"error": f"{first.where}: {first.given}", "fix": first.fix, "of": "job"}
     say(loaded=True)
     try:
-        made: Any = training_data(job)
+        made: Any = make_data(job, job.data)
         if not is_stream(made):
             if not len(made):
                 return {"error": "holds no sample", "fix": "", "of": "data"}

@@ -46,7 +46,8 @@ class IgnorePatterns:
     """Which paths are left out, by lines as of ``.gitignore``: the last that fits decides, ``!`` takes in again."""
 
     def __init__(self, lines: Sequence[str]) -> None:
-        self._rules = [_rule(line) for line in map(_trimmed, lines) if line and not line.startswith("#")]
+        trimmed = (line.rstrip("\r\n ") for line in lines)
+        self._rules = [_rule(line) for line in trimmed if line and not line.startswith("#")]
 
     def leave_out(self, path: str, *, folder: bool) -> bool:
         """Whether ``path``, relative and with slashes, is left out; what is in a folder that is, is not looked at."""
@@ -253,6 +254,9 @@ def _add(archive: tarfile.TarFile, root: Path, path: str) -> None:
         archive.addfile(entry, file)
 
 
+_OF_RUNS = (EVENTS, f"{FOLDER}/{TICKET}")
+
+
 def _walk(root: Path, below: str, patterns: IgnorePatterns, without: Path) -> Iterator[tuple[str, os.stat_result]]:
     """Every path that is not left out, but folders, with its status; no link is followed."""
     with os.scandir(root / below) as entries:
@@ -264,16 +268,8 @@ def _walk(root: Path, below: str, patterns: IgnorePatterns, without: Path) -> It
             continue
         if not is_folder:
             yield path, entry.stat(follow_symlinks=False)
-        elif Path(entry.path) != without and not _is_run(Path(entry.path)):
+        elif (at := Path(entry.path)) != without and not any((at / one).is_file() for one in _OF_RUNS):
             yield from _walk(root, f"{path}/", patterns, without)
-
-
-def _is_run(folder: Path) -> bool:
-    return (folder / EVENTS).is_file() or (folder / FOLDER / TICKET).is_file()
-
-
-def _trimmed(line: str) -> str:
-    return line.rstrip("\r\n ")
 
 
 def _rule(line: str) -> tuple[re.Pattern[str], bool, bool]:

@@ -2,9 +2,7 @@
 
 from phalanx.placement.schedules.all_schedules import SCHEDULES, forwards, holders, order
 from phalanx.placement.schedules.order import (
-    KINDS,
     Action,
-    Costs,
     Filling,
     Order,
     PipelineSchedule,
@@ -12,18 +10,16 @@ from phalanx.placement.schedules.order import (
     Timed,
     bubble,
     cost,
+    ends,
     in_halves,
-    makespan,
     needs,
     timed,
     work,
 )
 
 __all__ = [
-    "KINDS",
     "SCHEDULES",
     "Action",
-    "Costs",
     "Filling",
     "Order",
     "PipelineSchedule",
@@ -31,10 +27,10 @@ __all__ = [
     "Timed",
     "bubble",
     "cost",
+    "ends",
     "forwards",
     "holders",
     "in_halves",
-    "makespan",
     "needs",
     "order",
     "timed",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
@@ -13,10 +13,6 @@ from phalanx.config.fields import Schedule as Name
 from phalanx.config.plan import Plan
 
 Kind = Literal["F", "B", "I", "W"]
-KINDS: tuple[Kind, ...] = ("F", "B", "I", "W")
-
-Costs = Mapping[Kind, float]
-"""What each kind of action takes."""
 
 Filling = Literal["two phases", "one way", "a stage at a time", "weights"]
 """What the ranks that wait for the first or the last micro-batch do meanwhile, by which forecasts tell how long a step
@@ -53,8 +49,7 @@ class PipelineSchedule:
 class Links(NamedTuple):
     """The actions of a whole order, numbered such that none comes before what it needs: a list for each column."""
 
-    rank: list[int]  # that does it
-    action: list[Action]  # what it does
+    action: list[Action]
     before: list[int]  # the rank's action before it; -1 for none
     awaits: list[int]  # the action of another rank whose message it needs; -1 for none
 
@@ -144,28 +139,25 @@ def timed(order: Order, cost: Callable[[Action], float] | None = None) -> list[T
     Raises:
         StuckError: if the order waits for something that never comes.
     """
-    cost = cost or (lambda action: 2.0 if action.kind == "B" else 1.0)
-    found: list[Timed] = []
-    for rank, action, before, awaits in zip(*order.links, strict=True):
-        begin = max(found[before].end if before >= 0 else 0.0, found[awaits].end if awaits >= 0 else 0.0)
-        found.append(Timed(rank, action, begin, begin + cost(action)))
+    links, cost = order.links, cost or (lambda action: 2.0 if action.kind == "B" else 1.0)
+    takes = [cost(action) for action in links.action]
+    every = zip(links.action, takes, ends(order, takes), strict=True)
+    found = [Timed(order.rank_of[action.stage], action, end - taken, end) for action, taken, end in every]
     return sorted(found, key=lambda one: (one.begin, one.end, one.rank))
 
 
-def makespan(order: Order, first: Sequence[Costs], later: Sequence[Costs]) -> float:
-    """The end of the last action: ``timed`` for those who want no more, of many orders.
-
-    ``first`` and ``later``: for each rank what its actions take in the first stage, and in others.
+def ends(order: Order, takes: Iterable[float]) -> list[float]:
+    """When each action ends, by its number in ``order.links``, if it ``takes`` so long and messages no time.
 
     Raises:
         StuckError: if the order waits for something that never comes.
     """
     links = order.links
-    ends = [0.0] * (len(links.rank) + 1)  # the last one, where -1 points, is the end of what is not there
-    for number, (rank, (kind, stage, _), before, awaits) in enumerate(zip(*links, strict=True)):
-        begin, other = ends[before], ends[awaits]
-        ends[number] = (other if other > begin else begin) + (later if stage else first)[rank][kind]
-    return max(ends)
+    found = [0.0] * (len(links.action) + 1)  # the last one, where -1 points, is the end of what is not there
+    for number, (before, awaits, cost) in enumerate(zip(links.before, links.awaits, takes, strict=True)):
+        begin, other = found[before], found[awaits]
+        found[number] = (other if other > begin else begin) + cost
+    return found[:-1]
 
 
 def bubble(order: Order, cost: Callable[[Action], float] | None = None) -> float:
@@ -181,38 +173,28 @@ def _linked(order: Order) -> Links:
     micros = 1 + max((action.micro for actions in order.ranks for action in actions), default=-1)
     # for each stage and micro-batch the number of its forward, and of its backward for the inputs; -1 before it is done
     forward, backward = ([[-1] * micros for _ in range(stages)] for _ in range(2))
-    links, at, latest = Links([], [], [], []), [0] * len(order.ranks), [-1] * len(order.ranks)
+    links, at, latest = Links([], [], []), [0] * len(order.ranks), [-1] * len(order.ranks)
     waiting, idle, number = deque(range(len(order.ranks))), 0, 0
     while waiting and idle < len(waiting):
-        rank = waiting.popleft()
-        actions, first, before = order.ranks[rank], number, latest[rank]
-        for action in islice(actions, at[rank], None):
+        rank, first = waiting.popleft(), number
+        for action in islice(order.ranks[rank], at[rank], None):
             kind, stage, micro = action
-            awaits = -1
-            if kind == "W":
-                if backward[stage][micro] < 0:
-                    break
-            else:
-                ways, neighbour = (forward, stage - 1) if kind == "F" else (backward, stage + 1)
-                if kind != "F" and forward[stage][micro] < 0:
-                    break
-                if 0 <= neighbour < stages:
-                    awaits = ways[neighbour][micro]
-                    if awaits < 0:
-                        break
-                    if rank_of[neighbour] == rank:
-                        awaits = -1
+            ways, neighbour = (forward, stage - 1) if kind == "F" else (backward, stage + 1)
+            there = kind != "W" and 0 <= neighbour < stages
+            awaits = ways[neighbour][micro] if there else -1
+            done = kind == "F" or (backward if kind == "W" else forward)[stage][micro] >= 0
+            if not done or (there and awaits < 0):
+                break
+            if kind != "W":
                 ways[stage][micro] = number
             links.action.append(action)
-            links.before.append(before)
-            links.awaits.append(awaits)
-            before = number
+            links.before.append(latest[rank])
+            links.awaits.append(awaits if there and rank_of[neighbour] != rank else -1)
+            latest[rank] = number
             number += 1
-        links.rank.extend([rank] * (number - first))
         at[rank] += number - first
-        latest[rank] = before
         idle = 0 if number > first else idle + 1
-        if at[rank] < len(actions):
+        if at[rank] < len(order.ranks[rank]):
             waiting.append(rank)
     if waiting:
         raise StuckError(_told_stuck(order, at))

@@ -209,17 +209,14 @@ def _only_looked_at() -> Iterator[None]:
 
     It is computed by one thread: those of a pool would be missing in workers that are forked from here.
     """
-    import random
-
-    import numpy as np
     import torch
 
-    before, threads = (random.getstate(), np.random.get_state()), torch.get_num_threads()
+    from phalanx.data.sampler import seeded
+
+    threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        with torch.random.fork_rng(devices=[]):
+        with seeded(0):
             yield
     finally:
         torch.set_num_threads(threads)
-        random.setstate(before[0])
-        np.random.set_state(before[1])

@@ -19,7 +19,7 @@ from phalanx.parallel import advice, device_kind, devices_here, notes
 from phalanx.parallel.compression import Codec, codec
 from phalanx.parallel.parameter_server import StalenessBound, WorkQueue
 from phalanx.parallel.parameter_server.protocol import TO_SERVER
-from phalanx.train.build_model import evaluation_data, training_data
+from phalanx.train.build_model import make_data
 from phalanx.train.findings import Findings
 from phalanx.train.interruptions import Interruptions
 from phalanx.train.launcher_link import LauncherLink
@@ -261,8 +261,8 @@ def _last_version(run: RunSpec) -> int:
 
 def _data(job: Job, run: RunSpec) -> tuple[BatchPieces, BatchPieces | None]:
     plan = run.plan
-    pieces = BatchPieces(training_data(job), job, plan.dp, micro=plan.micro)
-    found = evaluation_data(job)
+    pieces = BatchPieces(make_data(job, job.data), job, plan.dp, micro=plan.micro)
+    found = make_data(job, job.evaluate) if job.evaluate else None
     evaluation = None if found is None else BatchPieces(found, job, plan.dp, micro=plan.micro, once=True)
     return pieces, evaluation
 

@@ -165,7 +165,7 @@ class InjectedRun:
         if fault.phase == "step":
             return self._harm(fault, pids, None)
         time.sleep(self._moments.random() * 0.004)
-        with _standing([*ranks.values(), self._process.pid], unless=pids if _stands_on(fault) else ()):
+        with _standing([*ranks.values(), self._process.pid], unless=pids if fault.kind in _STAND_ON else ()):
             saving = self._saving()
             if saving is None or saving < fault.step(self._command.checkpoint_every):
                 send(pids, signal.SIGCONT)
@@ -343,8 +343,7 @@ def _hit(fault: Fault, ranks: dict[int, int], launcher: int) -> tuple[int, ...]:
             return (launcher, *ranks.values())
 
 
-def _stands_on(fault: Fault) -> bool:
-    return fault.kind in ("SIGSTOP", "slow-disk")
+_STAND_ON = ("SIGSTOP", "slow-disk")
 
 
 @contextmanager

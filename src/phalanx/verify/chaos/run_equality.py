@@ -94,16 +94,12 @@ def _difference(one: torch.Tensor, other: torch.Tensor) -> float:
     if one.shape != other.shape or one.dtype != other.dtype:
         return math.inf
     if torch.equal(one.contiguous().reshape(-1).view(torch.uint8), other.contiguous().reshape(-1).view(torch.uint8)):
-        return 0.0 if _is_finite(one) else math.inf
+        return 0.0 if not one.is_floating_point() or bool(one.isfinite().all()) else math.inf
     ours, theirs = one.double(), other.double()
     apart = (ours - theirs).norm().item()
     if not math.isfinite(apart):
         return math.inf
     return max(apart / max(theirs.norm().item(), 1e-12), 1e-300)
-
-
-def _is_finite(tensor: torch.Tensor) -> bool:
-    return not tensor.is_floating_point() or bool(tensor.isfinite().all())
 
 
 def final_tensors(folder: Path) -> dict[str, torch.Tensor]:

@@ -80,7 +80,7 @@ class _Samples:
         if not 0 <= step < self._steps:
             raise IndexError(step)
         if not self._known:
-            self._known = samples.numbers(samples.training_data(self._job), self._job, self._steps)
+            self._known = samples.numbers(self._job.data(), self._job, self._steps)
         return self._known[step]
 
 

@@ -121,18 +121,21 @@ def why_not(job: Job, optimizer: torch.optim.Optimizer | None = None) -> str:
 
 
 class _PlainLoop:
-    """The objects of the loop, built in the order in which a script would build them."""
+    """The objects of the loop, each built with the job's seed."""
 
     def __init__(self, job: Job, steps: tuple[int, int], precision: str, device: torch.device) -> None:
         self.job, self.device = job, device
         self.steps, self.most = steps
         self.half = _HALVES.get(precision)
-        samples.seed_everything(samples.stream_seed(job.seed, 0))
+        samples.seed_everything(seed := samples.stream_seed(job.seed, 0))
+        self.data = job.data()
+        samples.seed_everything(seed)
+        self.evaluation_data = job.evaluate() if job.evaluate else None
+        samples.seed_everything(seed)
         self.model = initial_model(job)
         if not self.model.training:
             self.model.train()
         self.model.to(device)
-        self.data = samples.training_data(job)
         self.parts = parts_of(job, self.model, lambda rate: rates(rate, job.batch, self._total()))
         self.trained = {name: tensor for part in self.parts for name, tensor in part.trained.items()}
         for part in self.parts:
@@ -144,8 +147,6 @@ class _PlainLoop:
         self.scales = precision == "fp16"
         self.magnitudes = Magnitudes(precision)
         self.pending = set(self.trained)
-        with samples.own_numbers(samples.stream_seed(job.seed, 0)):
-            self.evaluation_data = job.evaluate() if job.evaluate else None
         self.average = PlainAverage(job.average, self.model) if job.average else None
         self.witness = Witness()
         self.masks: KeyedMasks | None = None

@@ -10,7 +10,6 @@ import hashlib
 import random
 import struct
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from copy import deepcopy
 from itertools import count, islice
 from typing import Any
@@ -49,23 +48,6 @@ def seed_everything(seed: int) -> None:
     torch.manual_seed(seed)
     np.random.seed(seed & 0xFFFFFFFF)
     random.seed(seed)
-
-
-@contextmanager
-def own_numbers(seed: int) -> Iterator[None]:
-    """Random numbers of this seed inside, and those that would have come after it."""
-    before = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    seed_everything(seed)
-    yield
-    random.setstate(before[0])
-    np.random.set_state(before[1])
-    torch.set_rng_state(before[2])
-
-
-def training_data(job: Any) -> Any:
-    """The job's data, made with the numbers that its model begins with."""
-    with own_numbers(stream_seed(job.seed, 0)):
-        return job.data()
 
 
 class KeyedOrder:
@@ -278,9 +260,13 @@ def _global_batches(data: Any, job: Any, epoch: int) -> GlobalBatches:
 
 def _own_order(job: Any, epoch: int) -> list[int]:
     """The indices that the job's own sampler gives, which may draw from the seeded generators."""
+    before = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    seed_everything(sample_seed(job.seed, epoch, -1))
     function = getattr(job.sampler, "function", job.sampler)
-    with own_numbers(sample_seed(job.seed, epoch, -1)):
-        given = function(job.seed, epoch, *([job.batch] if getattr(job.sampler, "by_batch", False) else []))
+    given = function(job.seed, epoch, *([job.batch] if getattr(job.sampler, "by_batch", False) else []))
+    random.setstate(before[0])
+    np.random.set_state(before[1])
+    torch.set_rng_state(before[2])
     return [int(index) for index in given]
 
 
