@@ -215,7 +215,7 @@ def test_containers_without_forward_are_no_blocks() -> None:
         nn.ModuleDict({"norm": nn.LayerNorm(4), "gates": nn.ModuleList([Gate(), Gate()])}) for _ in range(2)
     )
     module.named = nn.ModuleDict({"left": Gate(), "right": Gate()})
-    module.mixed = nn.ModuleDict({"table": nn.Embedding(3, 4), "gate": Gate(), "empty": nn.ReLU()})
+    module.mixed = nn.ModuleDict({"table": nn.Sequential(nn.Embedding(3, 4)), "gate": Gate(), "empty": nn.ReLU()})
     cells = [f"cells.{index}.{name}" for index in range(2) for name in ("norm", "gates.0", "gates.1")]
     assert names(module) == [*cells, "named.left", "named.right"]
     assert len(parts(module)) == len(blocks(module))
