@@ -110,14 +110,14 @@ def hosts() -> Iterator[Callable[..., px.Hosts]]:
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
-    """Where several processes run the suite: a test that is ``alone`` runs while the others run none.
+    """Where several processes run the suite: a ``realtime`` test runs while the others run none.
 
     Around the whole protocol, so that waiting counts towards no test's timeout.
     """
     if not hasattr(item.config, "workerinput"):
         return (yield)
     folder = item.config._tmp_path_factory.getbasetemp().parent  # type: ignore[attr-defined]
-    kind = fcntl.LOCK_EX if "alone" in item.keywords else fcntl.LOCK_SH
+    kind = fcntl.LOCK_EX if "realtime" in item.keywords else fcntl.LOCK_SH
     with (folder / "door").open("w+") as door, (folder / "room").open("w+") as room:
         # Locks of a process: not those of what it forks, and gone with it. Who waits for the room keeps the door.
         fcntl.lockf(door, fcntl.LOCK_EX)

@@ -67,7 +67,7 @@ def transfer(place: Place, report: Callable[[int], None]) -> dict[str, list[floa
 
 
 @pytest.mark.parametrize("delay", ["20ms", *longer("")])
-@pytest.mark.alone
+@pytest.mark.realtime("what a link takes is measured")
 def test_links_are_as_slow_as_asked(hosts: Make, delay: str) -> None:
     made = hosts(2, rate=f"{RATE / 1e6:g}mbit", delay=delay)
     seen = launch(transfer, 2, hosts=made)[0]
@@ -95,7 +95,7 @@ def spin(place: Place, report: Callable[[int], None]) -> float:
 
 
 @pytest.mark.parametrize("brake", ["stops", *longer("quota")])
-@pytest.mark.alone
+@pytest.mark.realtime("the share of a core is measured")
 def test_a_throttled_host_gets_its_share_of_a_core(hosts: Make, brake: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if brake == "stops":
         monkeypatch.setattr(Quotas, "find", lambda count: None)
@@ -140,7 +140,7 @@ class Cut:
 
 
 @pytest.mark.parametrize(("seconds", "how"), [(1, {"rate": "1mbit"}), *longer((2, {"delay": "5ms"}))])
-@pytest.mark.alone
+@pytest.mark.realtime("a link is cut for some seconds")
 def test_a_cut_that_ends_changes_nothing_but_time(
     hosts: Make, seconds: int, how: dict[str, str], tmp_path: Path
 ) -> None:

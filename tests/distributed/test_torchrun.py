@@ -257,6 +257,7 @@ px.fit(job(loss=loss, epochs=1000), "dp=2", folder="slow")
 """
 
 
+@pytest.mark.realtime("workers notice by themselves, and soon, that their agent is gone")
 def test_workers_of_a_script_end_with_their_agent(tmp_path: Path) -> None:
     """The agent is killed: it can tell its workers nothing."""
     (tmp_path / "script.py").write_text(HEAD + SLOW)

@@ -241,7 +241,7 @@ def wired() -> Iterator[Wired]:
     made.network.close()
 
 
-@pytest.mark.alone
+@pytest.mark.realtime("links are measured")
 class TestLinks:
     def test_good_ones_raise_no_alarm(self, check: Check, wired: Wired) -> None:
         code, answer = check(*wired.hosts)

@@ -217,6 +217,7 @@ def test_inside_ray_train_a_loop_of_ones_own_reports_the_loss_of_the_global_batc
     assert [(one["step"], one["samples"], one["lr"]) for one, _ in reports] == [(n, 16, 0.1) for n in range(6)]
 
 
+@pytest.mark.realtime("a cluster that is gone is not waited for")
 def test_when_the_head_is_away_status_says_so_at_once(cluster: RayCluster, tmp_path: Path) -> None:
     run = launch(cluster, tmp_path, "--nodes", "2", pause=0.3, steps=400)
     await_steps(run, 2)

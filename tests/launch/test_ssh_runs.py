@@ -113,6 +113,7 @@ def test_a_rank_that_fails_is_named_with_its_host(servers: SshServers, tmp_path:
     assert "rank 1 of 2, on n1, failed in step 0: ValueError: its own" in err
 
 
+@pytest.mark.realtime("a host that refuses is not waited for")
 @pytest.mark.parametrize(
     ("changed", "said"),
     [

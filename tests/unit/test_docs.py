@@ -44,12 +44,12 @@ VERBS = {
     "bench": "distributed/test_cli_runs.py",
     "calibrate": "unit/test_machine.py",
     "chaos": "faults/test_chaos.py",
-    "checkpoint": "distributed/test_export.py",
+    "checkpoint": "distributed/test_trained_model.py",
     "devices": "unit/test_cli_planner.py",
-    "export": "distributed/test_export.py",
+    "export": "distributed/test_trained_model.py",
     "scale": "unit/test_cli_planner.py",
     "sweep": "distributed/test_sweep.py",
-    "worker": "distributed/test_cli_runs.py",
+    "worker": "faults/test_launch_worker.py",
 }
 """Verbs that README and tutorials do not show, and the tests that run each by its command line."""
 FENCE = re.compile(

@@ -76,7 +76,7 @@ def check_page() -> None:
 
 
 @pytest.mark.long
-@pytest.mark.alone
+@pytest.mark.realtime("steps are timed")
 @pytest.mark.timeout(400)
 def test_every_step_has_a_small_version() -> None:
     code, record = recorded("--minutes", "4")

@@ -81,6 +81,13 @@ def test_files_are_small() -> None:
 
 
 @pytest.mark.quick
+def test_few_tests_hold_something_to_real_seconds() -> None:
+    text = "\n".join(path.read_text() for path in (ROOT / "tests").rglob("*.py"))
+    reasons = re.findall(r"^ *@pytest\.mark\.realtime\((.*)\)$", text, re.MULTILINE)
+    assert 0 < len(reasons) <= 15
+    assert all(re.fullmatch(r'"[^"]{10,}"', reason) for reason in reasons)
+
+
 def test_functions_are_small() -> None:
     assert [where for where, function in FUNCTIONS if _lines(function) > MOST_FUNCTION_LINES] == []
 
