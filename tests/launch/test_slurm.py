@@ -199,6 +199,13 @@ def test_a_line_of_setup_that_fails_ends_the_job_before_anything_begins(
     assert done.stdout == ("11\n" if begun else "")
 
 
+def test_a_line_break_in_the_current_folder_is_no_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (here := tmp_path / "a\ntouch b").mkdir()
+    monkeypatch.chdir(here)
+    with pytest.raises(SpecError, match="chdir: given"):
+        SlurmTarget("").prepare(submission("slurm", tmp_path, gpus_per_node="1"))
+
+
 def test_a_word_to_stop_that_comes_just_as_the_run_begins_is_heard(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

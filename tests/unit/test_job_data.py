@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import random
-
 import numpy as np
 import pytest
 import torch
@@ -14,11 +12,9 @@ import phalanx as px
 from phalanx.verify.witness import Witness
 
 
-def parts() -> tuple[object, object]:
-    rows = torch.arange(100.0)[:, None]
-    noise = torch.from_numpy(np.random.rand(100, 1)) + random.random()
-    one, other = random_split(TensorDataset(rows, noise.float()), [80, 20])
-    return one, other
+def parts() -> tuple[object, ...]:
+    noise = torch.from_numpy(np.random.rand(100, 1)).float()
+    return tuple(random_split(TensorDataset(torch.arange(100.0)[:, None], noise), [80, 20]))
 
 
 def noted(seen: list[list[int]], part: object) -> object:

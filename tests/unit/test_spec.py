@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -175,6 +176,7 @@ def run_file(**lines: str) -> RunSpec:
         (wrong_job, {"evaluate_every": 5}, "job.evaluate_every"),
         (wrong_job, {"metrics": lambda output, batch: {}}, "job.metrics"),
         (run_file, {"steps": '"5"'}, "run.steps"),
+        (partial(RunSpec, job="a.py", plan=Plan()), {"folder": Path("a\ntouch b")}, "run.folder"),
         (run_file, {"batch": "2.5"}, "run.batch"),
         (run_file, {"resume": '"no"'}, "run.resume"),
         (run_file, {"lr_scale": '"2"'}, "run.lr_scale"),
