@@ -74,7 +74,7 @@ FIRST_STEP: dict[str, tuple[dict[str, Any], type[PhalanxError], str]] = {
     "a key that is not there": (
         {"loss": lambda output, batch: px.cross_entropy(output, batch["label"])},
         SpecError,
-        r"job.loss: .*KeyError: 'label'.*test_bad_input.py line \d+: .*a key of the batch: x, y",
+        r"job.loss: .*KeyError: 'label'.*test_bad_input.py line \d+: .*the batch has x, y",
     ),
     "classes that are not there": (
         {"loss": lambda output, batch: px.cross_entropy(output, batch["y"] + 3)},
