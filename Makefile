@@ -73,7 +73,7 @@ lint: .venv/.installed-dev
 	$(call stage,lint,$(BIN)/ruff format --check . && $(BIN)/ruff check .)
 
 types: .venv/.installed-dev
-	$(call stage,types,$(BIN)/pyright)
+	$(call stage,types,$(BIN)/pyrefly check)
 
 contracts: .venv/.installed-dev
 	$(call stage,contracts,$(BIN)/lint-imports)

@@ -141,8 +141,8 @@ def _labelled(*shape: int) -> torch.utils.data.TensorDataset:
 
 def _job(name: str, model: object, data: object, *, batch: int) -> px.Job:
     return px.Job(
-        model=model,  # pyright: ignore
-        data=data,  # pyright: ignore
+        model=model,
+        data=data,
         loss=lambda output, batch: loss(output, batch[1]),
         optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-4),
         batch=batch,

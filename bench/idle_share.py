@@ -88,7 +88,7 @@ def worked(job: px.Job, plan: Plan) -> Callable[..., list[list[Work]]]:
         with default_process_group(place, torch.device("cpu")):
             assembly = build(job, plan, place, torch.device("cpu"))
             steps: list[list[Work]] = []
-            assembly.layout._stages.runner.on_event = lambda *piece: steps[-1].append(piece)  # pyright: ignore
+            assembly.layout._stages.runner.on_event = lambda *piece: steps[-1].append(piece)
             for batch in assembly.loader:
                 steps.append([])
                 assembly.step(batch)

@@ -126,9 +126,9 @@ def ours_server(trial: Trial) -> None:
     from phalanx.train.parameter_server.server import Server
 
     shard = Shard({"flat": torch.zeros(trial.elements)}, lambda named: torch.optim.SGD(named.values(), lr=0.1), Rule())
-    shard.push = _Summed(shard).push  # type: ignore[method-assign]
+    shard.push = _Summed(shard).push
     place = Place(rank=WORKERS, world_size=WORKERS + 1, secret=trial.secret)
-    server = Server(_Kept(shard, Flat({})), place, WORKERS)  # type: ignore[arg-type]
+    server = Server(_Kept(shard, Flat({})), place, WORKERS)
     server.start()
     trial.port.value = server.port
     trial.begin.wait()
@@ -149,7 +149,7 @@ def ours_worker(trial: Trial, rank: int) -> None:
     while not trial.port.value:
         time.sleep(0.01)
     caller = Caller(identity=Identity(Role.WORKER, rank), secret=trial.secret)
-    links = ServerLinks(caller, 1, 1, _Fixed(trial.port.value), Patience(), None)  # type: ignore[arg-type]
+    links = ServerLinks(caller, 1, 1, _Fixed(trial.port.value), Patience(), None)
     links.connect()
     (link,) = links._links
     gradient, values = torch.ones(trial.elements), torch.zeros(trial.elements)

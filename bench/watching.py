@@ -97,7 +97,7 @@ _started = RankProbe.start
 
 def main() -> int:
     rounds = rounds_from_command_line(5)
-    RankProbe.start = lambda self: None  # pyright: ignore[reportAttributeAccessIssue]  that of the launcher
+    RankProbe.start = lambda self: None  # pyrefly: ignore  that of the launcher
     rank_0 = launch(work(rounds, DRIFT_EVERY), PLAN.world_size)[0]
     off, on = statistics.median(rank_0["off"]), statistics.median(rank_0["on"])
     compare, look = statistics.median(rank_0["compare"]), rank_0["look"][0]

@@ -64,7 +64,7 @@ class Workload:
 
     def optimizer(self, parameters: object) -> torch.optim.Optimizer:
         """AdamW over ``parameters``, in one kernel, as torch's documentation advises where it is supported."""
-        return torch.optim.AdamW(parameters, lr=self.lr, fused=True)  # pyright: ignore[reportArgumentType]
+        return torch.optim.AdamW(parameters, lr=self.lr, fused=True)
 
 
 def loss(output: Tensor, target: Tensor) -> Tensor:

@@ -116,7 +116,7 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> 
     """
     if not hasattr(item.config, "workerinput"):
         return (yield)
-    folder = item.config._tmp_path_factory.getbasetemp().parent  # type: ignore[attr-defined]
+    folder = item.config._tmp_path_factory.getbasetemp().parent
     kind = fcntl.LOCK_EX if "realtime" in item.keywords else fcntl.LOCK_SH
     with (folder / "door").open("w+") as door, (folder / "room").open("w+") as room:
         # Locks of a process: not those of what it forks, and gone with it. Who waits for the room keeps the door.

@@ -138,7 +138,7 @@ def _become(asked: Mapping[str, Any]) -> None:
 
         traceback.print_exc()
     finally:
-        threading._shutdown()  # pyright: ignore[reportAttributeAccessIssue]
+        threading._shutdown()
         atexit._run_exitfuncs()
         sys.stdout.flush()
         sys.stderr.flush()

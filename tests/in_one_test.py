@@ -28,7 +28,7 @@ def in_one_test(names: str | Sequence[str], rows: Iterable[Any]) -> Callable[[Te
         nested = "subtests" in asked.parameters
         others = [one for one in asked.parameters.values() if one.name not in {*named, "subtests"}]
         last = inspect.Parameter("subtests", inspect.Parameter.KEYWORD_ONLY)
-        every.__signature__ = asked.replace(parameters=[*others, last])  # type: ignore[attr-defined]
+        every.__signature__ = asked.replace(parameters=[*others, last])
         return every
 
     return decorate

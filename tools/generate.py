@@ -135,7 +135,7 @@ def _arguments(function: Callable[..., object]) -> str:
     """The names of a function's arguments, those with a default after ``=``."""
     stars = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}
     parameters = inspect.signature(function).parameters.values()
-    return f"({', '.join(stars.get(one.kind, '') + one.name for one in parameters)})"
+    return f"({', '.join(stars.get(one.kind, '') + one.name for one in parameters)})"  # pyrefly: ignore[no-matching-overload]
 
 
 def job_table() -> str:

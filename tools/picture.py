@@ -24,7 +24,7 @@ PICTURE = Path(__file__).resolve().parents[1] / "docs" / "demo.svg"
 
 def result_of(answer: dict[str, Any]) -> Result:
     """The result that ``phalanx demo --json`` printed."""
-    stops = tuple(Stop(**{**run, "scaled": Scaled(**run["scaled"])}) for run in answer["runs"])
+    stops = tuple(Stop(**{**run, "scaled": Scaled(**run["scaled"])}) for run in answer["runs"])  # pyrefly: ignore[bad-argument-type]
     return Result(machine=cluster(answer["machine"]), stops=stops)
 
 

@@ -17,7 +17,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch.distributed as dist
-from torch.distributed import HashStore, Store  # pyright: ignore[reportPrivateImportUsage]
+from torch.distributed import HashStore, Store  # pyrefly: ignore
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import phalanx
@@ -323,7 +323,7 @@ def meeting(world: int) -> Cost:
     """Calls of the store until all are known to be there."""
     place, store = Place(rank=world // 2, world_size=world, store="env://", meeting="127.0.0.1:1"), CountingStore()
     with patch.object(roll_call, "_of_start", lambda reached, _: reached):
-        roll_call._follow(place, store, roll_call._RollCall(place))  # type: ignore[arg-type]
+        roll_call._follow(place, store, roll_call._RollCall(place))  # pyrefly: ignore
     return Cost(count=store.calls)
 
 
@@ -347,7 +347,7 @@ def _decide_again(meeting: StoreRendezvous, store: Store, world: int) -> None:
 def search(world: int) -> Cost:
     """Plans that the planner prices, a sample a device."""
     sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "unit"))
-    from small_profiles import transformer  # pyright: ignore[reportMissingImports]
+    from small_profiles import transformer  # pyrefly: ignore
 
     from phalanx.forecast import Work
     from phalanx.hardware import cluster

@@ -282,7 +282,7 @@ def prove(
         raise SpecError.of("steps", repr(steps), "a whole number, 1 or more", "steps=20")
     if against is not None and not callable(against):
         raise SpecError.of("against", f"a {type(against).__name__}", "a function: a training loop", "against=loop")
-    if plan is None:  # pyright: ignore[reportUnnecessaryComparison]
+    if plan is None:
         _need(plan, (Plan, str), "plan", 'px.prove(job(), "dp=2")')
     compared = {"against": against, "say": say, "watch": watch, "dropout": dropout}
     proof = compare(job, _plan(plan, job, None), steps=steps, **compared)

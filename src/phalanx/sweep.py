@@ -153,7 +153,7 @@ def _combinations(
     else:
         given = "a Job, which is made already: its values are set" if isinstance(job, Job) else repr(job)[:60]
         raise SpecError.of("job", given, "the path of its file, or the function that makes it", _EXAMPLE)
-    if not isinstance(values, Mapping | None):  # pyright: ignore[reportUnnecessaryIsInstance]
+    if not isinstance(values, Mapping | None):  # pyrefly: ignore
         raise SpecError.of("values", repr(values)[:60], "lists of values by name", _EXAMPLE)
     if not isinstance(plans, list | tuple) or not all(isinstance(plan, Plan | str) for plan in plans):
         raise SpecError.of("plans", repr(plans)[:60], "a list of plans", 'plans=["single", "dp=2"]')

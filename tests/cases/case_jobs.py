@@ -133,7 +133,7 @@ class Noisy(torch.utils.data.Dataset[Any]):
 class OneRanksShare(torch.utils.data.Dataset[Any]):
     def __init__(self) -> None:
         self.table = rows()
-        self.places = list(torch.utils.data.DistributedSampler(range(SAMPLES), 2, 0))  # type: ignore[arg-type]
+        self.places = list(torch.utils.data.DistributedSampler(range(SAMPLES), 2, 0))
 
     def __len__(self) -> int:
         return len(self.places)

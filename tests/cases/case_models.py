@@ -151,7 +151,7 @@ class Adapters(Residual):
         self.requires_grad_(False)
         for branch in self.branches:
             for at in (1, 3):
-                branch[at] = Adapted(branch[at])  # type: ignore[index,operator]
+                branch[at] = Adapted(branch[at])
 
 
 class FrozenTable(nn.Module):
@@ -185,7 +185,7 @@ class Encoder(nn.Module):
         x = self.words(ids) + self.places(torch.arange(ids.shape[1], device=ids.device))
         seen = mask[:, None, None, :].bool()
         for layer in self.layers:
-            x = checkpoint(layer, x, seen, use_reentrant=False)  # type: ignore[assignment]
+            x = checkpoint(layer, x, seen, use_reentrant=False)
         return self.decoder(self.last(x))
 
 
@@ -223,7 +223,7 @@ class Centred(Residual):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.training:
-            self.centre.lerp_(x.detach().mean(0), 0.2)  # type: ignore[operator]
+            self.centre.lerp_(x.detach().mean(0), 0.2)
         return super().forward(x - self.centre)
 
 

@@ -186,7 +186,7 @@ OPTIMIZED: dict[str, Case] = {
         partial(
             job,
             model=jobs.Matrices,
-            optimizer=lambda params: torch.optim.Muon(params, lr=1e-2),  # pyright: ignore
+            optimizer=lambda params: torch.optim.Muon(params, lr=1e-2),
         ),
         where(["tp=2"], refused("Muon", "job.optimizer"), near("Muon computes its step in bfloat16")),
     ),

@@ -89,7 +89,7 @@ def test_what_is_refused_has_not_begun() -> None:
         begun("tp=2", "run")
     assert not Path("run").exists()
     with pytest.raises(SpecError, match=r"job"):
-        px.start(5)  # pyright: ignore[reportArgumentType]
+        px.start(5)
 
 
 def test_a_failure_is_raised_by_wait() -> None:

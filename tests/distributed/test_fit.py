@@ -250,7 +250,7 @@ def streams(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(type(host()), name, value)
     monkeypatch.setattr(type(host()), "current_stream", lambda self, device: Event())
     accelerator = copy.copy(host())
-    accelerator.on_host = False  # type: ignore[misc]
+    accelerator.on_host = False
 
     def kind_of(device: Any, named: str = "auto") -> Any:
         return accelerator if real_kind_of(device, named) is host() else real_kind_of(device, named)

@@ -61,7 +61,7 @@ class Layers(nn.Module):
 class Own(nn.BatchNorm1d):
     def forward(self, x: Tensor) -> Tensor:
         if self.training:
-            self.num_batches_tracked.add_(1)  # type: ignore[union-attr]
+            self.num_batches_tracked.add_(1)
         return F.gelu(F.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias, self.training, 0.2))
 
 

@@ -65,7 +65,7 @@ def by_dimensions(params: Any) -> Any:
 
 
 def dimensions_by_hand(module: nn.Module) -> Any:
-    blocks, head = list(module.blocks.parameters()), {"lr": 3e-2, "betas": (0.5, 0.9)}  # pyright: ignore
+    blocks, head = list(module.blocks.parameters()), {"lr": 3e-2, "betas": (0.5, 0.9)}
     made = [
         {"params": [one for one in blocks if one.dim() > 1], "weight_decay": 0.5},
         {"params": [one for one in blocks if one.dim() == 1], "weight_decay": 0.0},

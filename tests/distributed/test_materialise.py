@@ -197,7 +197,7 @@ class Net(nn.Module):
         self.keep = Kept() if keep else None
         with torch.no_grad():
             for layer in self.layers:
-                layer[2].weight.mul_(0.5)  # pyright: ignore
+                layer[2].weight.mul_(0.5)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:

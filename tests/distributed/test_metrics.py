@@ -148,7 +148,7 @@ def test_bad_ones_are_named(name: str) -> None:
 
 def test_what_is_wrong_of_itself_is_said_at_once() -> None:
     with pytest.raises(SpecError, match=r"metric\.compute.*None"):
-        px.Metric(compute=None, sums={"a": 1})  # pyright: ignore[reportArgumentType]
+        px.Metric(compute=None, sums={"a": 1})
     with pytest.raises(SpecError, match="neither sums nor rows"):
         px.Metric(compute=float)
     with pytest.raises(SpecError, match="names that sums does not have"):

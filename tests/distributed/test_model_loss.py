@@ -200,7 +200,7 @@ def test_a_job_says_how_the_models_own_loss_is_asked_for() -> None:
     with pytest.raises(SpecError, match="loss_over"):
         job_of("causal", loss_over="batch")
     with pytest.raises(SpecError, match="a function of the batch"):
-        px.model_loss(count=3)  # pyright: ignore[reportArgumentType]
+        px.model_loss(count=3)
 
 
 def test_the_loss_is_found_in_every_form_of_output() -> None:

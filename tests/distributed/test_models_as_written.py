@@ -140,7 +140,7 @@ class Rows(nn.Module):
 class Normed(Stack):
     def __init__(self) -> None:
         super().__init__()
-        self.head = nn.Sequential(nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, CLASSES))  # type: ignore[assignment]
+        self.head = nn.Sequential(nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, CLASSES))
 
 
 MODELS: dict[str, Callable[[], nn.Module]] = {

@@ -143,7 +143,7 @@ class Recomputes(Net):
     def forward(self, x: Tensor) -> Tensor:
         x = x.requires_grad_()
         for layer in self.layers:
-            x = F.dropout(checkpoint(self.run, layer, x, **self.how), self.after, self.training)  # pyright: ignore
+            x = F.dropout(checkpoint(self.run, layer, x, **self.how), self.after, self.training)
         return self.head(x)
 
     def run(self, layer: torch.nn.Module, x: Tensor) -> Tensor:

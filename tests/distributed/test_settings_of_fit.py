@@ -319,7 +319,7 @@ def test_without_patience_it_runs_to_its_end_and_keeps_the_best(tmp_path: Path) 
         (lambda: job(**{**HOW, "best": px.Best(patience=2), "evaluate_every": 0}), "best.patience"),
         (lambda: job(best=px.Best()), "job.best"),
         (lambda: px.Best(metric=""), "best.metric"),
-        (lambda: px.Best(mode="largest"), "best.mode"),  # pyright: ignore[reportArgumentType]
+        (lambda: px.Best(mode="largest"), "best.mode"),
         (lambda: px.Best(patience=0), "best.patience"),
         (lambda: px.Best(min_delta=-1.0), "best.min_delta"),
     ],

@@ -90,7 +90,7 @@ class Net(nn.Module):
 class OfEnds(Net):
     """Documents by ``cu_seqlens``, as variable-length kernels take them."""
 
-    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
+    def forward(
         self, input_ids: torch.Tensor, position_ids: torch.Tensor, cu_seqlens: torch.Tensor, max_seqlen: int
     ) -> torch.Tensor:
         documents = torch.bucketize(torch.arange(input_ids.shape[-1]), cu_seqlens[1:], right=True)
@@ -100,9 +100,7 @@ class OfEnds(Net):
 class OfIds(Net):
     """Documents by their numbers, as a ``TokenFile`` gives them."""
 
-    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        self, input_ids: torch.Tensor, position_ids: torch.Tensor, document_ids: torch.Tensor
-    ) -> torch.Tensor:
+    def forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor, document_ids: torch.Tensor) -> torch.Tensor:
         return self.attend(input_ids, position_ids, document_ids)
 
 

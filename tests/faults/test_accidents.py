@@ -378,7 +378,7 @@ def transformer(clean_only: bool) -> px.Job:
         block = made.blocks[1]
         inner = type(block).forward
 
-        class Spoilt(type(block)):  # type: ignore[misc]
+        class Spoilt(type(block)):
             def forward(self, x: torch.Tensor) -> torch.Tensor:
                 out = inner(self, x)
                 return self.root(out, torch.full(out.shape[:1], float(clean_only), device=out.device).unsqueeze(-1))

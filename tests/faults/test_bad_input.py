@@ -245,7 +245,7 @@ class Stream:
 def test_streams_that_differ_by_whole_batches() -> None:
     error = fails("the stream has another length on each rank", data=Stream, epochs=None, steps=6)
     assert "epoch by rank: 1, 0" in str(error)
-    assert error.step == 2  # type: ignore[attr-defined]
+    assert error.step == 2
 
 
 def test_a_stream_that_has_ended_on_one_rank() -> None:

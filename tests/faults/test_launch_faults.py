@@ -196,7 +196,7 @@ def test_what_was_written_wrong_is_no_matter_of_ranks() -> None:
 
 
 def _misses_a_package(place: Place, report: Callable[[int], None]) -> None:
-    import no_such_package  # noqa: F401  # pyright: ignore[reportMissingImports]
+    import no_such_package  # noqa: F401
 
 
 @pytest.mark.parametrize(
@@ -332,7 +332,7 @@ class Layer(nn.Module):
         if self.where == "forward" and real:
             self.faulty()
         x = torch.relu(self.linear(x))
-        return Backward.apply(x, self.faulty) if self.where == "backward" and real else x  # pyright: ignore
+        return Backward.apply(x, self.faulty) if self.where == "backward" and real else x
 
 
 class Model(nn.Module):

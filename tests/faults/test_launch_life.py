@@ -132,7 +132,7 @@ def test_workers_compute_on_threads_after_the_launcher_did() -> None:
             default = torch.get_num_threads()
             torch.set_num_threads(2)
             torch.nn.Linear(400, 400)(torch.randn(400, 400)).sum().backward()
-            return [default, isinstance(threading.current_thread(), threading._MainThread)]  # pyright: ignore
+            return [default, isinstance(threading.current_thread(), threading._MainThread)]
 
         cores = len(os.sched_getaffinity(0))
         share = max(1, cores // 2) if "OMP_NUM_THREADS" not in os.environ else 2  # then as the launcher has it

@@ -267,7 +267,7 @@ def test_a_reader_that_has_seen_enough_ends_no_run(toy: Path, closed: str) -> No
     for stream in ("stdout", "stderr"):
         if closed in (stream, "both"):
             to[stream] = writing
-    done = subprocess.run(argv, check=False, timeout=100, **to)  # pyright: ignore
+    done = subprocess.run(argv, check=False, timeout=100, **to)
     os.close(writing)
     assert done.returncode == 0
     assert [event["step"] for event in read(Path("out/events.jsonl")) if event["event"] == "end"] == [8]

@@ -203,7 +203,7 @@ def test_a_run_in_which_a_server_was_lost_comes_to_the_same_values(monkeypatch: 
 @pytest.fixture
 def place() -> Iterator[Place]:
     """The place of the only server of ``dp=1 server=1``, with a store to meet at."""
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # pyright: ignore
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     yield Place(rank=1, world_size=2, store=f"tcp://127.0.0.1:{store.port}", secret=new_secret())
     del store  # it serves until here
 

@@ -74,7 +74,7 @@ def test_what_is_asked_for_is_of_the_form_that_sagemaker_has(tmp_path: Path, opt
     shape = model.operation_model("CreateTrainingJob").input_shape
     assert ParamValidator().validate(asked, shape).generate_report() == ""
     assert shape is not None
-    instances = shape.members["ResourceConfig"].members["InstanceType"].metadata["enum"]  # type: ignore[attr-defined]
+    instances = shape.members["ResourceConfig"].members["InstanceType"].metadata["enum"]
     assert asked["ResourceConfig"]["InstanceType"] in instances
 
 
@@ -187,7 +187,7 @@ def test_a_stop_that_comes_too_late_is_none(monkeypatch: pytest.MonkeyPatch, tmp
     class Late:
         def stop_training_job(self, **_: str) -> None:
             said = {"Code": "ValidationException", "Message": "the training job is in status Completed"}
-            raise ClientError({"Error": said}, "StopTrainingJob")  # type: ignore[arg-type]
+            raise ClientError({"Error": said}, "StopTrainingJob")
 
     monkeypatch.setattr(AwsCalls, "_client", lambda *_: Late())
     SageMakerTarget("").stop(TICKET, tmp_path)

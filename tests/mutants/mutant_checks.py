@@ -70,7 +70,7 @@ def _again(job: str, plan: str, folder: Path) -> str:
     from phalanx.config import Plan, RunSpec
 
     how = {"plan": Plan.parse(plan), "folder": folder / "run", "forecast": "none", "checkpoint_every": STEPS // 2}
-    spec = RunSpec(job=job, **how)  # pyright: ignore[reportArgumentType]
+    spec = RunSpec(job=job, **how)
     px.fit(JOBS[job](), run=spec)
     shutil.rmtree(spec.folder / "checkpoints" / f"step-{STEPS:08d}")
     return _unlike(px.fit(JOBS[job](), run=replace(spec, resume=True)), job)

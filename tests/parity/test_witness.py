@@ -77,7 +77,7 @@ def test_one_device_equals_the_plain_loop(model: str) -> None:
 @pytest.mark.parametrize("precision", ["fp16", *longer("bf16")])
 def test_half_precision_equals_the_plain_loop(precision: str) -> None:
     run = trained(MODELS["own GPT"](), f"precision={precision}")
-    witness = Witness.of(MODELS["own GPT"](), STEPS, precision=precision)  # pyright: ignore[reportArgumentType]
+    witness = Witness.of(MODELS["own GPT"](), STEPS, precision=precision)
     assert apart(witness.losses, run.losses) <= 1e-4
     # of all steps: that of one may be the same to the last bit on some processors
     assert apart(Witness.of(MODELS["own GPT"](), STEPS).losses, run.losses) > 1e-6, "computed in fp32"

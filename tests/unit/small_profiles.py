@@ -14,13 +14,13 @@ def transformer(
     def linear(given: int, made: int, share: str) -> tuple[Operation, list[Operation]]:
         def product(m: SizeLaw, n: SizeLaw, k: SizeLaw, weights: bool = False) -> Operation:
             dims = (SizeLaw(1), m, n, k)
-            return Operation(kind="matmul", name="mm", dims=dims, share=share, weights=weights)  # type: ignore[arg-type]
+            return Operation(kind="matmul", name="mm", dims=dims, share=share, weights=weights)
 
         one, two = SizeLaw(given), SizeLaw(made)
         return product(tokens, two, one), [product(tokens, one, two), product(two, one, tokens, True)]
 
     def moving(elements: float, share: str) -> Operation:
-        return Operation(kind="memory", name="norm", traffic=SizeLaw(elements, 1, 1), share=share)  # type: ignore[arg-type]
+        return Operation(kind="memory", name="norm", traffic=SizeLaw(elements, 1, 1), share=share)
 
     mixed = (SizeLaw(1, 1), SizeLaw(heads), SizeLaw(heads), SizeLaw(1, 0, 1), SizeLaw(1, 0, 1), SizeLaw(width // heads))
     pairs = [

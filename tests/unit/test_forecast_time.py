@@ -32,7 +32,7 @@ from phalanx.hardware import cluster, entry
 from phalanx.trace import ModelPart, Operation, Profile, SizeLaw
 from published import Outcome, forecast_rows, read
 
-SMALL, BIG = transformer(length=128), transformer(**LARGE)  # type: ignore[arg-type]
+SMALL, BIG = transformer(length=128), transformer(**LARGE)
 FABRIC = Fabric(inside=300e9, node=200e9, per_node=8, wires=Wires())
 GIB = np.array([2.0**30])
 
@@ -51,7 +51,7 @@ def product(m: float, n: float, k: float, device: str = "A100-80GB") -> tuple[fl
 
 
 def sent(kind: str, size: Array = GIB, ranks: float = 8, stride: float = 1, fabric: Fabric = FABRIC) -> float:
-    return float(collective(kind, size, np.array([ranks]), np.array([stride]), fabric)[0])  # type: ignore[arg-type]
+    return float(collective(kind, size, np.array([ranks]), np.array([stride]), fabric)[0])
 
 
 @pytest.mark.parametrize("device", ["A100-80GB", "H100"])

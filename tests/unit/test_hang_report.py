@@ -39,7 +39,7 @@ def waits(rank: int, *calls: CollectiveCall, step: int = 5) -> RankStand:
 
 
 def stands(rank: int, *calls: CollectiveCall, **how: object) -> RankStand:
-    return RankStand(rank=rank, **{"step": 5, "frames": (JOB,), "calls": calls, **how})  # type: ignore[arg-type]
+    return RankStand(rank=rank, **{"step": 5, "frames": (JOB,), "calls": calls, **how})
 
 
 EVERY = call(7, ranks=(0, 1, 2))

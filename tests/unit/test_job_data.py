@@ -18,7 +18,7 @@ def parts() -> tuple[object, ...]:
 
 
 def noted(seen: list[list[int]], part: object) -> object:
-    seen.append(sorted(part.indices))  # type: ignore[attr-defined]
+    seen.append(sorted(part.indices))
     return part
 
 

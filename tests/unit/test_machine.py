@@ -316,7 +316,7 @@ class TestForecasts:
         core = rates(machine.groups[0].device).core
         assert core is not None
         one = tuple(np.array([[float(size)]]) for size in (1, 512, 384, 384))
-        seconds = core.products(one, PEAK, "fp32")  # pyright: ignore[reportArgumentType]
+        seconds = core.products(one, PEAK, "fp32")
         plain = 2 * 512 * 384 * 384 / PEAK + OPERAND * (2 * 512 * 384 + 384 * 384)
         assert seconds[0, 0] == pytest.approx(7e-6 + plain, rel=0.02)
 

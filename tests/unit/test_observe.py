@@ -104,7 +104,7 @@ def write(folder: Path, events: list[Event]) -> Path:
 def rendered(something: Any, width: int = 100) -> str:
     console = Console(file=io.StringIO(), width=width)
     console.print(something)
-    return console.file.getvalue()  # pyright: ignore[reportAttributeAccessIssue]
+    return console.file.getvalue()
 
 
 def test_canned_events_follow_the_schema() -> None:

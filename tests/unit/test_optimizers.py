@@ -165,7 +165,7 @@ def test_offer_gives_the_line_to_copy_and_names_warmup():
     "call",
     [
         lambda: scaling_offer(256, 0),
-        lambda: linear_scaling(0.1, batch=2.5, base_batch=256),  # type: ignore[arg-type]
+        lambda: linear_scaling(0.1, batch=2.5, base_batch=256),
         lambda: linear_scaling(-0.1, batch=2, base_batch=1),
     ],
 )

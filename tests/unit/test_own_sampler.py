@@ -238,7 +238,7 @@ def test_its_sampler_has_to_be_the_jobs() -> None:
     ("made", "message"),
     [
         (lambda: px.Mixture({}, {}), "no source"),
-        (lambda: px.Mixture([[1], [2]], [1, 2]), "a list"),  # pyright: ignore
+        (lambda: px.Mixture([[1], [2]], [1, 2]), "a list"),
         (lambda: px.Mixture({"a": iter([1])}, {"a": 1}), "map-style"),
         (lambda: px.Mixture({"a": []}, {"a": 1}), "'a' without a sample"),
         (lambda: px.Mixture(TWO, {"web": 1}), r"weights of \['web'\]"),

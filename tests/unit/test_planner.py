@@ -138,7 +138,7 @@ def test_other_goals_choose_other_numbers_of_devices(by: str) -> None:
     asked = question("8xA100", 64, steps=1000, layers=24, width=2048)
     fastest = rank(asked)
     assert fastest.bill is not None
-    goal = Goal(by=by, deadline=3 * fastest.bill.seconds)  # type: ignore[arg-type]
+    goal = Goal(by=by, deadline=3 * fastest.bill.seconds)
     found = rank(asked, goal)
     assert found.met
     assert found.bill is not None

@@ -13,11 +13,11 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from torch.distributed import (  # pyright: ignore[reportPrivateImportUsage]
+from torch.distributed import (
     HashStore,
     PrefixStore,
     Store,
-    TCPStore,  # pyright: ignore[reportPrivateImportUsage]
+    TCPStore,
 )
 
 import phalanx as px

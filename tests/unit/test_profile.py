@@ -232,7 +232,7 @@ class TestRefusals:
         assert caught.value.exit_code == 2
         assert "--profile measure" in str(caught.value)
         assert isinstance(next(module.parameters()), nn.Parameter)
-        assert torch.isfinite(module.linear.weight).all()  # the model is as it was  # pyright: ignore
+        assert torch.isfinite(module.linear.weight).all()  # the model is as it was
 
 
 def test_masks_are_known_to_be_causal_by_their_values() -> None:

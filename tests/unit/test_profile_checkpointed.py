@@ -45,11 +45,11 @@ def plainly(call: Any, *args: Tensor) -> Tensor:
 
 
 def recomputed(call: Any, *args: Tensor) -> Tensor:
-    return checkpoint(call, *args, use_reentrant=False)  # pyright: ignore[reportReturnType]
+    return checkpoint(call, *args, use_reentrant=False)
 
 
 def reentrant(call: Any, *args: Tensor) -> Tensor:
-    return checkpoint(call, *args, use_reentrant=True)  # pyright: ignore[reportReturnType]
+    return checkpoint(call, *args, use_reentrant=True)
 
 
 class Model(nn.Module):

@@ -137,7 +137,7 @@ def stepped_by_hook(params: Any) -> torch.optim.Optimizer:
 def idle(params: Any) -> torch.optim.Optimizer:
     """A scheduler that nobody steps."""
     optimizer = torch.optim.SGD(params, lr=0.1)
-    optimizer.scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)  # pyright: ignore[reportAttributeAccessIssue]
+    optimizer.scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
     return optimizer
 
 

@@ -256,13 +256,13 @@ def flip(path: Path) -> None:
 
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "reference" / "run-folder.md"
-NAMES = (BEST, PLACEMENT, FORECAST, EVENTS, FOLDER, single_writer.NAME, run_secret._NAME)  # pyright: ignore
-LOGS = TrainingLogs(None, "digits-1", Path())  # pyright: ignore  (asks nothing for its names)
+NAMES = (BEST, PLACEMENT, FORECAST, EVENTS, FOLDER, single_writer.NAME, run_secret._NAME)
+LOGS = TrainingLogs(None, "digits-1", Path())  # pyrefly: ignore  (asks nothing for its names)
 OF_LAUNCH = (
-    *(SCRIPT, CODE_LIST, "slurm-7.out", bench_queue._JOB_FILE, TICKET),  # pyright: ignore
-    *(kubernetes._MANIFESTS, kubernetes._ASKED, kubernetes_log._TAKEN, OUTPUT),  # pyright: ignore
-    *(ray._REQUEST, ray_code.ARCHIVE, ray_actors.STANDING),  # pyright: ignore
-    *(sagemaker._REQUEST, LOGS.path().name, LOGS.path(3).name, LOGS._tokens_file.name),  # pyright: ignore
+    *(SCRIPT, CODE_LIST, "slurm-7.out", bench_queue._JOB_FILE, TICKET),
+    *(kubernetes._MANIFESTS, kubernetes._ASKED, kubernetes_log._TAKEN, OUTPUT),
+    *(ray._REQUEST, ray_code.ARCHIVE, ray_actors.STANDING),
+    *(sagemaker._REQUEST, LOGS.path().name, LOGS.path(3).name, LOGS._tokens_file.name),
     *(attached_log(Path(), None).name, attached_log(Path(), 3).name),
 )
 

@@ -140,7 +140,7 @@ def longest_way(laid: Order, made: PipelineTimes) -> float:
     graph: dict[Action, list[Action]] = {}
     for actions in laid.ranks:
         for at, action in enumerate(actions):
-            graph[action] = [backward.get(tuple(one), one) for one in needs(action, stages)] + list(actions[:at][-1:])  # type: ignore[call-overload]
+            graph[action] = [backward.get(tuple(one), one) for one in needs(action, stages)] + list(actions[:at][-1:])
     ends: dict[Action, float] = {}
     for action in TopologicalSorter(graph).static_order():
         rank = laid.rank_of[action.stage]

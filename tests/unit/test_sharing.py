@@ -59,7 +59,7 @@ class Slowly(torch.optim.SGD):
 
     clock: list[float]
 
-    def step(self, closure: Any = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def step(self, closure: Any = None) -> None:
         self.clock[0] += 0.5
 
 

@@ -121,7 +121,7 @@ class Workload:
 
 def _formatted(module: nn.Module, channels_last: bool) -> nn.Module:
     # Convolutions on tensor cores want channels last.
-    return module.to(memory_format=torch.channels_last) if channels_last else module  # pyright: ignore
+    return module.to(memory_format=torch.channels_last) if channels_last else module  # pyrefly: ignore
 
 
 def _forward_flops(module: nn.Module, pixels: int) -> int:

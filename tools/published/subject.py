@@ -95,14 +95,14 @@ def _shape(row: Row) -> Shape:
         vocabulary=row.whole("vocab", 50304),
         length=_length(row),
         tied=row.truth("tied"),
-        positions=positions if family == "mpt" and positions in ("learned", "alibi") else "",  # pyright: ignore
+        positions=positions if family == "mpt" and positions in ("learned", "alibi") else "",
         dropout=0.1 if family in ("gpt", "bert") else 0.0,
     )
 
 
 def _family(row: Row) -> Family:
     if row.text("kind") in ("bert", "resnet50"):
-        return row.text("kind")  # pyright: ignore[reportReturnType]
+        return row.text("kind")  # pyrefly: ignore
     if row.text("model").startswith("MPT") or "foundry" in row.text("framework"):
         return "mpt"
     return "llama" if row.truth("gated") else "gpt"
@@ -126,7 +126,7 @@ def _plan(row: Row) -> Plan:
         sequence=row.truth("sp") and given["tp"] > 1 and given["cp"] == 1,
         micro=row.whole("micro", 0) or (1 if row.text("kind") == "transformer" else None),
         recompute="full" if recompute == "full" else "selective" if recompute.startswith("selective") else "none",
-        precision=row.text("precision") or "bf16",  # pyright: ignore[reportArgumentType]
+        precision=row.text("precision") or "bf16",  # pyrefly: ignore
     )
 
 

@@ -16,7 +16,7 @@ from threading import Event
 from typing import Any, TypeVar, final
 
 import torch.distributed as dist
-from torch.distributed import PrefixStore, Store  # pyright: ignore[reportPrivateImportUsage]
+from torch.distributed import PrefixStore, Store  # pyrefly: ignore
 
 from phalanx.comm.json_messages import (
     alike_everywhere,

@@ -20,7 +20,7 @@ from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
-from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
+from torch.distributed import Store  # pyrefly: ignore
 
 from phalanx.checkpoint.agreement import Agreement
 from phalanx.checkpoint.all_ranks import GroupRendezvous, Rendezvous, StoreRendezvous, anywhere, from_first, grouped

@@ -116,12 +116,12 @@ class PreparedSave:
         def written() -> dict[str, Any] | None:
             path = _of_this_host(folder, step, rendezvous.rank)
             file = self.content.write(path / file_of(rendezvous.rank))
-            return file and {"name": file.name, "size": file.size, "checksums": file.checksums}
+            return {"name": file.name, "size": file.size, "checksums": file.checksums} if file else None
 
         def published(reports: Sequence[Any]) -> Any:
             failures = [failure for failure, _ in reports]
             if not any(failures):
-                files = [StoredFile(**{**file, "checksums": tuple(file["checksums"])}) for _, file in reports if file]
+                files = [StoredFile(**{**file, "checksums": tuple(file["checksums"])}) for _, file in reports if file]  # pyrefly: ignore[bad-argument-type]
                 failures[0] = RankOutcome.of(lambda: self._publish(files)).failure
             if any(failures):
                 give_up(folder, step)

@@ -217,7 +217,7 @@ def streams_that_may_end() -> Iterator[Outlet | None]:
     outlets = [_outlet(stream, number) for number, stream in enumerate(before, 1)]
     sys.stdout, sys.stderr = (new or old for new, old in zip(outlets, before, strict=True))
     try:
-        yield outlets[0].buffer.raw if outlets[0] else None  # pyright: ignore
+        yield outlets[0].buffer.raw if outlets[0] else None  # pyrefly: ignore
     finally:
         for stream in outlets:
             if stream:

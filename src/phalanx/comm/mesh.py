@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import PrefixStore, ProcessGroup, ProcessGroupGloo  # pyright: ignore[reportPrivateImportUsage]
+from torch.distributed import PrefixStore, ProcessGroup, ProcessGroupGloo  # pyrefly: ignore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from phalanx.comm.json_messages import gather_json
@@ -143,7 +143,7 @@ def _group_of(ranks: list[int], rank: int) -> dist.ProcessGroup | None:
         ranks,
         torch_groups.Backend(backend),
         store,
-        f"{number}/{ranks[0]}",  # pyright: ignore[reportArgumentType]
+        f"{number}/{ranks[0]}",  # pyrefly: ignore
         timeout=group_timeout(),
     )
     assert isinstance(group, dist.ProcessGroup)

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, final
 
-from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
+from torch.distributed import Store  # pyrefly: ignore
 
 from phalanx.comm.roll_call import rank_is_lost
 

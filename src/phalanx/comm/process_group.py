@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 import torch.distributed as dist
-from torch.distributed import PrefixStore, Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]
+from torch.distributed import PrefixStore, Store, TCPStore  # pyrefly: ignore
 
 from phalanx.comm.json_messages import alike_everywhere, as_json, broadcast_json, gather_json
 from phalanx.comm.roll_call import meet_all

@@ -16,7 +16,7 @@ from itertools import islice
 from typing import TYPE_CHECKING
 from uuid import uuid4
 
-from torch.distributed import PrefixStore, Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]
+from torch.distributed import PrefixStore, Store, TCPStore  # pyrefly: ignore
 
 from phalanx.device_kinds import all_kinds
 from phalanx.errors import RunError

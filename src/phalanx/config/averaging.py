@@ -80,7 +80,7 @@ def _problems(average: Average) -> list[Problem]:
         wrong("start", "optimizer steps: a whole number, 0 or more", "start=1000")
     if not is_whole(average.every, 1):
         wrong("every", "optimizer steps: a whole number, 1 or more", "every=10")
-    if not isinstance(average.evaluate, bool):  # pyright: ignore[reportUnnecessaryIsInstance]
+    if not isinstance(average.evaluate, bool):
         wrong("evaluate", "True or False", "evaluate=False")
     return found
 

@@ -68,7 +68,7 @@ def unlike_batch_problems(job: Job, field: str) -> list[Problem]:
 def _form(given: Any) -> tuple[str, str] | None:
     """What was given in place of a ramp, and what is allowed."""
     if not isinstance(given, Mapping) or not given:
-        what = "no step" if isinstance(given, Mapping) else f"a {type(given).__name__}"  # pyright: ignore
+        what = "no step" if isinstance(given, Mapping) else f"a {type(given).__name__}"
         return what, "step → global batch from that step on, or None"
     ramp = cast("Mapping[Any, Any]", given)
     if wrong := steps_misfit(list(ramp), "a batch"):

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, replace
 from math import prod
-from typing import Self, final
+from typing import Any, Self, final
 
 from phalanx.config.plan import Plan
 from phalanx.errors import Problem, SpecError
@@ -64,7 +64,7 @@ def resized(plan: Plan, devices: int) -> Plan | None:
     if left or not replicas:
         return None
     if plan.threads > 1:
-        changes: dict[str, object] = {"threads": replicas}
+        changes: dict[str, Any] = {"threads": replicas}
     else:
         fsdp = next((size for size in range(plan.fsdp, replicas + 1) if replicas % size == 0), replicas)
         dp = replicas // fsdp

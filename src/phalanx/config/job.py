@@ -77,7 +77,7 @@ def _problems_of_best(best: Best) -> list[Problem]:
         given = repr(getattr(best, name))
         found.append(Problem(where=f"best.{name}", given=given, allowed=allowed, fix=f"px.Best({fix})"))
 
-    if not isinstance(best.metric, str) or not best.metric:  # pyright: ignore[reportUnnecessaryIsInstance]
+    if not isinstance(best.metric, str) or not best.metric:  # pyrefly: ignore
         wrong("metric", "loss, or the name of a metric", '"accuracy", mode="max"')
     if best.mode not in ("min", "max"):
         wrong("mode", "min, max", '"accuracy", mode="max"')
@@ -352,4 +352,4 @@ def _reads_initial(given: Any) -> bool:
 
 
 def _are_names(given: Any) -> bool:
-    return isinstance(given, tuple | list) and all(isinstance(name, str) for name in given)  # pyright: ignore
+    return isinstance(given, tuple | list) and all(isinstance(name, str) for name in given)  # pyrefly: ignore

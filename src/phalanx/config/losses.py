@@ -93,8 +93,8 @@ class Losses:
             LossError: other names than those of ``weights`` are there.
         """
         found = self.function(output, batch)
-        if not isinstance(found, Mapping) or set(found) != set(self.weights):  # pyright: ignore
-            given = f"the names {_listed(found)}" if isinstance(found, Mapping) else f"a {type(found).__name__}"  # pyright: ignore
+        if not isinstance(found, Mapping) or set(found) != set(self.weights):
+            given = f"the names {_listed(found)}" if isinstance(found, Mapping) else f"a {type(found).__name__}"
             raise LossError(
                 f"the function of px.Losses gave {given}; it gives a dict with the names of weights: "
                 f"{_listed(self.weights)}\n    try: {EXAMPLE}"
@@ -109,8 +109,8 @@ class Losses:
         """
         assert self.counts is not None
         found = self.counts(batch)
-        if not isinstance(found, Mapping) or set(found) - set(self.weights):  # pyright: ignore
-            given = f"the names {_listed(found)}" if isinstance(found, Mapping) else f"a {type(found).__name__}"  # pyright: ignore
+        if not isinstance(found, Mapping) or set(found) - set(self.weights):  # pyrefly: ignore
+            given = f"the names {_listed(found)}" if isinstance(found, Mapping) else f"a {type(found).__name__}"
             raise LossError(
                 f"counts of px.Losses gave {given}; it gives a dict of counts by names out of "
                 f"{_listed(self.weights)}\n    try: {COUNTS}"

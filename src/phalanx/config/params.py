@@ -65,7 +65,7 @@ def param(name: str, default: T) -> T:
     Raises:
         SpecError: if the name, the default or what overrides it cannot be used, or it has been declared otherwise.
     """
-    if not (isinstance(name, str) and name.isidentifier()):  # pyright: ignore[reportUnnecessaryIsInstance]
+    if not (isinstance(name, str) and name.isidentifier()):
         raise SpecError.of("px.param", repr(name), "a Python name", 'px.param("lr", 3e-4)')
     if type(default) not in _ALLOWED:
         raise SpecError.of(f"px.param {name}", repr(default), "a default that is a bool, int, float or str", "3e-4")
@@ -78,7 +78,7 @@ def param(name: str, default: T) -> T:
         raise SpecError.of(f"px.param {name}", given, "one default for one name", f'px.param("{name}", {default!r})')
     value = overrides.value(name, default)
     overrides.declared[name] = DeclaredParam(name=name, value=value, default=default)
-    return value  # pyright: ignore[reportReturnType]
+    return value  # pyrefly: ignore
 
 
 @contextmanager

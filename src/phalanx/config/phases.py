@@ -145,7 +145,7 @@ _Kind = TypeVar("_Kind")
 
 def _listed(given: object, kind: type[_Kind]) -> list[_Kind] | None:
     """``given``, if it is a list or a tuple of nothing else."""
-    items: list[Any] | None = list(given) if isinstance(given, tuple | list) else None  # pyright: ignore
+    items: list[Any] | None = list(given) if isinstance(given, tuple | list) else None  # pyrefly: ignore
     return None if items is None or not all(isinstance(one, kind) for one in items) else items
 
 
@@ -163,7 +163,7 @@ def _problems(phase: Phase) -> list[Problem]:
         given = repr(getattr(phase, name))
         found.append(Problem(where=f"phase.{name}", given=given, allowed=allowed, fix=fix))
 
-    if not isinstance(phase.name, str) or not phase.name:  # pyright: ignore[reportUnnecessaryIsInstance]
+    if not isinstance(phase.name, str) or not phase.name:  # pyrefly: ignore
         wrong("name", "a text", 'name="critic"')
     patterns = [phase.parameters] if isinstance(phase.parameters, str) else _listed(phase.parameters, str)
     if not patterns or not all(patterns):

@@ -96,11 +96,11 @@ class Plan:
     ep: int = 1
     threads: int = 1
     schedule: Schedule = "1f1b"
-    stages: int = None  # pyright: ignore[reportAssignmentType]  # a number from __post_init__ on
+    stages: int = None  # pyrefly: ignore  # a number from __post_init__ on
     split: str = ""
     sequence: bool = False
     attention: Attention = "ring"
-    zero: int = None  # pyright: ignore[reportAssignmentType]  # a number from __post_init__ on
+    zero: int = None  # pyrefly: ignore  # a number from __post_init__ on
     micro: int | None = None
     precision: Precision = "fp32"
     recompute: Recompute = "none"
@@ -109,11 +109,11 @@ class Plan:
     device: Device = "auto"
     sync: Sync = "each"
     every: int = 1
-    outer: Outer = None  # pyright: ignore[reportAssignmentType]  # a word from __post_init__ on
+    outer: Outer = None  # pyrefly: ignore  # a word from __post_init__ on
     after: int = 0
     fragments: int = 1
-    outer_lr: float = None  # pyright: ignore[reportAssignmentType]  # a number from __post_init__ on
-    outer_momentum: float = None  # pyright: ignore[reportAssignmentType]  # a number from __post_init__ on
+    outer_lr: float = None  # pyrefly: ignore  # a number from __post_init__ on
+    outer_momentum: float = None  # pyrefly: ignore  # a number from __post_init__ on
     server: int = 0
     staleness: float | None = None
     compensate: Compensate = "none"
@@ -122,11 +122,11 @@ class Plan:
     shares: str = ""
 
     def __post_init__(self) -> None:
-        if self.zero is None:  # pyright: ignore[reportUnnecessaryComparison]
+        if self.zero is None:
             object.__setattr__(self, "zero", 3 if is_whole(self.fsdp, 2) else 0)
-        if self.stages is None:  # pyright: ignore[reportUnnecessaryComparison]
+        if self.stages is None:
             object.__setattr__(self, "stages", STAGES.get(self.schedule, 1))
-        if self.outer is None:  # pyright: ignore[reportUnnecessaryComparison]
+        if self.outer is None:
             object.__setattr__(self, "outer", "nesterov" if self.sync == "diloco" else "none")
         for name, value in outer_defaults(self.outer).items():
             if getattr(self, name) is None:

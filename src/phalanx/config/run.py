@@ -312,7 +312,7 @@ def _of_going_on(run: RunSpec) -> list[Problem]:
     if not _is_interval(every):
         allowed = f"steps, 0 or more, or a time above 0 in {DURATION_UNITS}; 0: a checkpoint at the end only"
         problems.append(_wrong("checkpoint_every", repr(every), allowed, 'checkpoint_every="15m"'))
-    if run.mirror is not None and not (isinstance(run.mirror, str) and "://" in run.mirror):  # pyright: ignore
+    if run.mirror is not None and not (isinstance(run.mirror, str) and "://" in run.mirror):
         allowed, fix = (
             "a URL that fsspec reaches: s3://, gs://, abfs://, sftp://, file://",
             'mirror="s3://bucket/runs/1"',

@@ -127,7 +127,7 @@ class _Groups(IterableDataset[StreamStep]):
 
 def _hide_worker_info() -> None:
     """Lets the user's stream read everything: many split themselves by worker when they see that they are in one."""
-    torch_worker._worker_info = None  # pyright: ignore[reportPrivateUsage]
+    torch_worker._worker_info = None
     if get_worker_info() is not None:
         raise DataError("this torch does not let a worker read a whole stream\n    try: workers=0")
 

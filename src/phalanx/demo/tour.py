@@ -135,7 +135,7 @@ class Tour:
 def _stop(job: Job, summary: RunSummary, single: RunSummary, proof: Proof | None = None) -> Stop:
     what = {"job": job.name, "evaluation": summary.evaluation, "folder": summary.folder}
     proven = {"equal": proof and proof.equal, "difference": proof and proof.largest}
-    return Stop(**what, **proven, scaled=scaled(summary, single))
+    return Stop(**what, **proven, scaled=scaled(summary, single))  # pyrefly: ignore
 
 
 def tour_table(result: Result) -> RenderableType:

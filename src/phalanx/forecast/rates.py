@@ -65,7 +65,7 @@ class Core:
             name: _under(name, measured)
             for name in ("operand", "pace", "made", "update", "update_fresh", "tensor", "rest", "relay")
         }
-        return cls(**plain, **groups)  # pyright: ignore[reportArgumentType]
+        return cls(**plain, **groups)  # pyrefly: ignore
 
     def products(self, sizes: tuple[Array, Array, Array, Array], peak: float, precision: str) -> Array:
         """Seconds of ``batch`` products of m x k by k x n, without the pages of their results."""

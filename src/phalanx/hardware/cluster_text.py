@@ -58,7 +58,7 @@ class _Reader:
     def _group(self) -> tuple[Group, Network]:
         counts: list[tuple[int, int]] = []
         while len(counts) < 2 and (found := self._take(r"(\d+)\s*[x×*]")):
-            counts.append((int(found.group(1)), found.start()))
+            counts.append((int(found.group(1)), found.start()))  # pyrefly: ignore[missing-attribute]
         begin = self.at
         name = self._take(r"[A-Za-z][\w.-]*")
         if name is None:

@@ -50,7 +50,7 @@ class BackgroundRun:
             PhalanxError: what ``work`` ended by before the run had begun; nothing of it is left.
         """
         for stream in (sys.stdout, sys.stderr):
-            if stream is not None:  # pyright: ignore[reportUnnecessaryComparison]
+            if stream is not None:
                 stream.flush()  # else what is buffered could be printed twice
         reading, writing = os.pipe()
         report, caller = tempfile.TemporaryFile(), os.getpid()  # noqa: SIM115
@@ -148,8 +148,8 @@ def _be_it(work: Work, report: IO[bytes], writing: int, caller: int) -> NoReturn
         os.dup2(silence, 0)
         os.close(silence)
         # the caller's own stream objects may be a notebook's, or a test's
-        sys.stdout = sys.__stdout__ = printer(1)
-        sys.stderr = sys.__stderr__ = printer(2)
+        sys.stdout = sys.__stdout__ = printer(1)  # pyrefly: ignore[bad-assignment]
+        sys.stderr = sys.__stderr__ = printer(2)  # pyrefly: ignore[bad-assignment]
         threading.Thread(target=_watch_caller, args=(caller, note, asked), daemon=True).start()
 
         def begun() -> None:

@@ -82,7 +82,7 @@ class RankStand:
         """What ``to_json`` gave in another process."""
         fields = json.loads(text)
         frames = tuple(StackFrame(**frame) for frame in fields.pop("frames"))
-        calls = tuple(CollectiveCall(**{**call, "ranks": tuple(call["ranks"])}) for call in fields.pop("calls"))
+        calls = tuple(CollectiveCall(**{**call, "ranks": tuple(call["ranks"])}) for call in fields.pop("calls"))  # pyrefly: ignore[bad-argument-type]
         return cls(**fields, frames=frames, calls=calls)
 
     @property

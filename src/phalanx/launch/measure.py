@@ -46,7 +46,7 @@ def _sweep_in_workers(workers: int, pace: Pace, *, returned: bool = False) -> tu
         return [asdict(point) for point in sweep(pace)]
 
     swept = launch(work, workers)
-    return tuple(tuple(Measurement(**{**row, "sizes": tuple(row["sizes"])}) for row in rows) for rows in swept)
+    return tuple(tuple(Measurement(**{**row, "sizes": tuple(row["sizes"])}) for row in rows) for rows in swept)  # pyrefly: ignore[bad-argument-type]
 
 
 def _exchange_in_workers(ranks: int, quick: bool) -> tuple[MeasuredExchange, ...]:

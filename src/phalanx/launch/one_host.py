@@ -9,7 +9,7 @@ import socket
 from datetime import timedelta
 from typing import final
 
-from torch.distributed import PrefixStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]
+from torch.distributed import PrefixStore, TCPStore  # pyrefly: ignore
 from torch.distributed.elastic.rendezvous import (
     RendezvousHandler,
     RendezvousInfo,

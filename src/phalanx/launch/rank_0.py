@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict
 
-from torch.distributed import PrefixStore  # pyright: ignore[reportPrivateImportUsage]
+from torch.distributed import PrefixStore  # pyrefly: ignore
 
 from phalanx.comm import Place
 from phalanx.comm.process_group import meet

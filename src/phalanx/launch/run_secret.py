@@ -13,7 +13,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from torch.distributed import PrefixStore  # pyright: ignore[reportPrivateImportUsage]
+from torch.distributed import PrefixStore  # pyrefly: ignore
 
 from phalanx.comm import Place
 from phalanx.comm.handshake import new_secret

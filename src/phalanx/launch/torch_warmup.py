@@ -99,7 +99,7 @@ class _Deferred(ModuleType):
             __path__=spec.submodule_search_locations,
             _loading=False,
         )
-        sys.modules[_COMPILER] = torch._dynamo = package
+        sys.modules[_COMPILER] = torch._dynamo = package  # pyrefly: ignore[bad-assignment]
         importlib.import_module(f"{_COMPILER}.config")
         del package.__path__  # whoever imports another of its modules asks for it
         vars(package).update(_STANDING_IN)
@@ -125,7 +125,7 @@ class _Deferred(ModuleType):
         del sys.modules[_Sources.NAME]
         mine["__path__"] = [str(Path(loader.path).parent)]
         loader.exec_module(self)
-        self.__class__ = ModuleType  # pyright: ignore[reportAttributeAccessIssue]
+        self.__class__ = ModuleType  # pyrefly: ignore
 
 
 class _Sources(ModuleType):

@@ -39,7 +39,7 @@ from phalanx.launch.worker_pool import WorkerPool
 from phalanx.launch.worker_process import threads_each
 
 if TYPE_CHECKING:
-    from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
+    from torch.distributed import TCPStore  # pyrefly: ignore
 
 _NUMBERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
 _NAMES = (*_NUMBERS, "MASTER_ADDR", "MASTER_PORT")
@@ -312,7 +312,7 @@ def _agent_store() -> TCPStore | None:
 
 def _own_connection() -> TCPStore:
     """To the store that workers meet at, of this thread alone, which soon gives up."""
-    from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
+    from torch.distributed import TCPStore  # pyrefly: ignore
 
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     return TCPStore(host, port, is_master=False, timeout=_PATIENCE)

@@ -348,7 +348,7 @@ def enter_folder(run: RunSpec, place: Place, enter: Callable[[bool], RunSpec], o
         return json.dumps([told, token.identity if token else ""])
 
     decided, writer = json.loads(decided_by_rank_0(place, decide, f"decision/{place.number}"))
-    entered = replace(absolute(run), **{**decided, "folder": own or Path(decided["folder"])})
+    entered = replace(absolute(run), **{**decided, "folder": own or Path(decided["folder"])})  # pyrefly: ignore[bad-argument-type]
     if writer and place.rank:
         with suppress(RunError):  # on storage of another host it is not there, and this rank publishes nothing
             join(entered.folder, writer, gathered=own is not None)

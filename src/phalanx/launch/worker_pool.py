@@ -111,7 +111,7 @@ class WorkerPool(Workers):
 
     def start(self) -> None:
         for stream in (sys.stdout, sys.stderr):
-            if stream is not None:  # pyright: ignore[reportUnnecessaryComparison]
+            if stream is not None:
                 stream.flush()  # else what is buffered could be printed once more by each worker
         _thread.start_new_thread(self._fork_all, ())
         self._forked.wait()
@@ -123,7 +123,7 @@ class WorkerPool(Workers):
                 f"could not start worker {len(self._processes)} of {self._world_size}: {self._fork_error}\n    try: "
                 "fewer ranks, such as -n 1; or a higher limit of processes (ulimit -u) or open files (ulimit -n)"
             ) from self._fork_error
-        self._store = dist.TCPStore(  # pyright: ignore[reportPrivateImportUsage]
+        self._store = dist.TCPStore(
             self._address,
             self._port,
             is_master=True,
@@ -227,7 +227,7 @@ class WorkerPool(Workers):
 
     def _tell_of_the_lost(self) -> None:
         """For those that wait for a save in which a lost worker has a part."""
-        if self._run and isinstance(self._store, dist.TCPStore):  # pyright: ignore[reportPrivateImportUsage]
+        if self._run and isinstance(self._store, dist.TCPStore):  # pyrefly: ignore
             self._store.set(LOST, str(self.failures[0].rank))
 
     def stop(self) -> None:

@@ -142,8 +142,8 @@ def _detach(pipes: WorkerPipes, launcher: int) -> None:
         os.close(source)
     # the launcher's own stream objects may be a progress bar's, or a test's
     sys.stdin = sys.__stdin__ = os.fdopen(0, closefd=False)
-    sys.stdout = sys.__stdout__ = printer(1)
-    sys.stderr = sys.__stderr__ = printer(2)
+    sys.stdout = sys.__stdout__ = printer(1)  # pyrefly: ignore[bad-assignment]
+    sys.stderr = sys.__stderr__ = printer(2)  # pyrefly: ignore[bad-assignment]
     faulthandler.enable(file=pipes.crash.fileno(), all_threads=True)
     # what the launcher had imported stays: out of the collector's rounds, which then neither walk nor copy those pages
     gc.freeze()
@@ -365,7 +365,7 @@ class OutputRelay:
     def _write(self, text: str) -> None:
         # looked up each time: a progress bar replaces sys.stdout while it lives
         target = sys.stdout if self._stream == "stdout" else sys.stderr
-        if target is None or not text:  # pyright: ignore[reportUnnecessaryComparison]
+        if target is None or not text:  # pyrefly: ignore
             return
         with suppress(BrokenPipeError):  # whoever reads what the run prints has seen enough: the run goes on
             try:

@@ -20,7 +20,7 @@ def check(job: Job, plan: Plan, kind: str) -> list[Problem]:
     if plan.pp > 1:
         given = f"a pipeline for {coupled}: it begins backward before the last micro-batch's forward"
         whole = {"pp": 1, "fsdp": plan.fsdp * plan.pp, "schedule": "1f1b", "stages": 1, "split": ""}
-        fix = replace(plan, **whole, zero=plan.zero if plan.fsdp > 1 else 3)
+        fix = replace(plan, **whole, zero=plan.zero if plan.fsdp > 1 else 3)  # pyrefly: ignore[bad-argument-type]
         found.append(plan_problem("pp", given, "dp, fsdp, ep, tp, cp or threads", str(fix)))
     if plan.server:
         given = f"servers for {coupled}: workers compute pieces of it one by one, each when it is free"

@@ -31,7 +31,7 @@ def no_double_backward(plan: Plan) -> AbstractContextManager[object]:
     """
     if plan.zero != 3:
         return _ALLOWED
-    plain: Any = torch.autograd._engine_run_backward  # pyright: ignore[reportPrivateImportUsage]
+    plain: Any = torch.autograd._engine_run_backward  # pyrefly: ignore
 
     def run_backward(outputs: Any, gradients: Any, keep: bool, create_graph: bool, *args: Any, **kwargs: Any) -> Any:
         if create_graph and not _differentiates():

@@ -206,7 +206,7 @@ def open_layers(module: nn.Module, *, compiles: bool = False) -> bool:
     for layer in layers.values():
         if type(layer) is SyncBatchNorm:
             # by its own forward ranks would meet that are no replicas, such as those of tp, and on CUDA only
-            layer.__class__ = _AnyBatchNorm  # pyright: ignore[reportAttributeAccessIssue]
+            layer.__class__ = _AnyBatchNorm  # pyrefly: ignore
         forward: Callable[..., Any] = partial(_forward, layer, layer.forward)
         setattr(layer, "forward", torch.compiler.disable(forward) if compiles else forward)  # noqa: B010
     return bool(layers)
@@ -240,7 +240,7 @@ def joined_moments(layer: nn.Module, input: Tensor, axis: int) -> tuple[Tensor, 
     exchange = _EXCHANGES.get(layer)
     if exchange is None or isinstance(input, FakeTensor) or input.is_meta:
         return None
-    return _Moments.apply(_whole(input).movedim(axis, 1), exchange)  # pyright: ignore
+    return _Moments.apply(_whole(input).movedim(axis, 1), exchange)  # pyrefly: ignore
 
 
 class _Moments(torch.autograd.Function):
@@ -308,7 +308,7 @@ class _Joined(TorchFunctionMode):
                 running_var.lerp_((var * (count / (count - 1))).to(running_var.dtype), momentum)
         kind = torch.promote_types(input.dtype, torch.float32)
         stats = (mean.to(kind), var.to(kind), count.to(kind))
-        return _Normalised.apply(input, weight, bias, *stats, eps, self._exchange)  # pyright: ignore
+        return _Normalised.apply(input, weight, bias, *stats, eps, self._exchange)  # pyrefly: ignore
 
 
 def _whole(tensor: Any) -> Any:

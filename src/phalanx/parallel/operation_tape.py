@@ -195,7 +195,7 @@ def _at(place: TensorPlace, there: dict[int, torch.UntypedStorage]) -> Tensor:
     if place.memory not in there:
         there[place.memory] = torch.UntypedStorage(place.size)
     tensor = torch.empty(0, dtype=place.dtype)
-    return tensor.set_(there[place.memory], place.offset, place.shape, place.stride)  # pyright: ignore
+    return tensor.set_(there[place.memory], place.offset, place.shape, place.stride)
 
 
 def _do(step: TapedOperation, there: dict[int, torch.UntypedStorage]) -> None:

@@ -120,7 +120,7 @@ class Sharded(Replicas):
             apply(module.get_submodule(name), device, plan, mesh.sharding(device, EXPERT_COPIES), values)
         apply(module, device, plan, mesh.sharding(device, COPIES), values)
         # Reads parameters as they are, which from now on the model's own code may see as wholes of their slices.
-        module._get_fsdp_state()._lazy_init()  # pyright: ignore
+        module._get_fsdp_state()._lazy_init()  # pyrefly: ignore
         self.parameters = trainable(module)
         self.averaged = mesh.size("fsdp", *COPIES)
         self._experts, self._owners = mesh.group("ep"), mesh.size("ep")

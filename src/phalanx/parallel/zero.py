@@ -221,7 +221,7 @@ class ParameterSlice:
         if self.shard.grad is None:
             self.shard.grad = self._dress(rows.clone())
         else:
-            self.shard.grad.to_local().add_(rows)  # pyright: ignore[reportAttributeAccessIssue]
+            self.shard.grad.to_local().add_(rows)  # pyrefly: ignore
 
     def pack_whole(self, source: torch.Tensor | None, out: torch.Tensor) -> None:
         """Write ``source``'s rows into ``out`` (ranks × padded), rank by rank; zeros where there are none."""

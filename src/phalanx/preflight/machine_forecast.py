@@ -41,7 +41,7 @@ def send_forecast(job: Job, plan: Plan, threads: int | None, found: Findings, se
 
 def one_line(error: Exception) -> str:
     """What went wrong, in one line."""
-    said = (error.problems[0].given if hasattr(error, "problems") else str(error)).strip()  # pyright: ignore
+    said = (error.problems[0].given if hasattr(error, "problems") else str(error)).strip()  # pyrefly: ignore
     text = said.splitlines()[0] if said else type(error).__name__
     return text if isinstance(error, PhalanxError) else f"{type(error).__name__}: {text}" if said else text
 

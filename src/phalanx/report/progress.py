@@ -287,4 +287,4 @@ class Lines(Viewer):
 
 def _same_terminal() -> bool:
     """Whether what workers print to stdout would tear the bar, and so has to go above it."""
-    return sys.stdout is not None and sys.stdout.isatty()  # pyright: ignore[reportUnnecessaryComparison]
+    return sys.stdout is not None and sys.stdout.isatty()

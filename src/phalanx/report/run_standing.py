@@ -87,7 +87,7 @@ def run_standing(folder: Path) -> RunStanding:
         to=launched[1]["to"] if launched else "",
         plan=begun.get("plan", ""),
         step=steps[-1]["step"] if steps else None,
-        steps=begun.get("total_steps"),
+        steps=begun.get("total_steps"),  # pyrefly: ignore[bad-argument-type]
         loss=steps[-1].get("loss") if steps else None,
         checkpoint=Path(saved[-1]["path"]).name if saved else "",
     )

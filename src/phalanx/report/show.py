@@ -310,7 +310,7 @@ def _survey_as_dict(survey: Survey | None, plan: Plan, batch: int) -> dict[str, 
 
 
 def _held_as_dict(held: ParameterShard) -> dict[str, Any]:
-    def part(piece: TensorPiece | None) -> dict[str, Any] | None:
+    def part(piece: TensorPiece | None) -> Any:
         return piece and {"shape": list(piece.shape), "ranges": [[list(run) for run in dim] for dim in piece.ranges]}
 
     return {

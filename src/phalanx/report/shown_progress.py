@@ -67,7 +67,7 @@ def _usual() -> Viewer:
     """What shows a run where this process's output goes."""
     if (display := _notebook()) is not None:
         return NotebookLine(display)
-    on_terminal = sys.stdout is not None and sys.stdout.isatty()  # pyright: ignore[reportUnnecessaryComparison]
+    on_terminal = sys.stdout is not None and sys.stdout.isatty()
     return progress(PlainConsole(stderr=True)) if on_terminal else LoggedWarnings()
 
 

@@ -38,7 +38,7 @@ def to_keras(run: Run, job: Job | None = None, *, step: Which = None, averaged: 
     at = int(path.name.removeprefix("step-"))
     trained: Any = run.model(known, step=at, averaged=averaged)
     with torch.random.fork_rng(devices=[]):
-        model: Any = known.model.plain()  # pyright: ignore[reportFunctionMemberAccess]
+        model: Any = known.model.plain()  # pyrefly: ignore
     there = trained.keras_model.weights
     for variable, value in zip(model.weights, there, strict=True):
         variable.assign(value.value)

@@ -288,7 +288,7 @@ def faked(module: nn.Module, mode: Mode, dtype: torch.dtype | None = None) -> It
                     )
                     if isinstance(tensor, nn.Parameter):
                         meant[id(stand_ins[id(tensor)])] = tensor
-                table[name] = stand_ins[id(tensor)]  # pyright: ignore[reportArgumentType]
+                table[name] = stand_ins[id(tensor)]  # pyrefly: ignore
     try:
         with mode:
             yield meant

@@ -216,7 +216,7 @@ def as_on_accelerators(recorder: OperationRecorder) -> Iterator[None]:
     ) -> Tensor:
         causal = is_causal or (attn_mask is not None and recorder.is_causal(attn_mask))
         settings = {"is_causal": is_causal, **how}
-        return _FusedAttention.apply((recorder, causal, settings), query, key, value, attn_mask)  # pyright: ignore[reportReturnType]
+        return _FusedAttention.apply((recorder, causal, settings), query, key, value, attn_mask)  # pyrefly: ignore
 
     def dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
         return torch.native_dropout(input, p, True)[0] if training and p > 0 else input
@@ -224,7 +224,7 @@ def as_on_accelerators(recorder: OperationRecorder) -> Iterator[None]:
     def rms_norm(
         input: Tensor, normalized_shape: list[int], weight: Tensor | None = None, eps: float | None = None
     ) -> Tensor:
-        return _RMSNorm.apply((recorder, normalized_shape, eps), input, weight)  # pyright: ignore[reportReturnType]
+        return _RMSNorm.apply((recorder, normalized_shape, eps), input, weight)  # pyrefly: ignore
 
     replaced: dict[str, Callable[..., Any]] = {ATTENTION: attention, "dropout": dropout, "rms_norm": rms_norm}
     before = {name: getattr(F, name) for name in replaced}

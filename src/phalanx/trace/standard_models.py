@@ -187,7 +187,7 @@ class _Architecture:
         if self.fixed.get("positions", "learned") == "learned" and self.family in ("gpt", "bert", "mpt"):
             found["places"] = most
         tied = bool(config.get("tie_word_embeddings", self.tied))
-        return Shape(family=self.family, **{**found, "tied": tied, **self.fixed})  # pyright: ignore[reportArgumentType]
+        return Shape(family=self.family, **{**found, "tied": tied, **self.fixed})  # pyrefly: ignore
 
 
 _USUAL = {

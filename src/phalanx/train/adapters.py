@@ -78,7 +78,7 @@ def export_model(path: Path, target: Path, form: ExportForm, *, job: Job | None 
         raise SpecError.of("target", str(target), "a folder: tensors and a configuration", str(target.with_suffix("")))
     refuse_target(target)
     try:
-        import peft  # noqa: F401  # pyright: ignore[reportUnusedImport]
+        import peft  # noqa: F401
     except ImportError:
         raise MissingExtraError("peft", "peft") from None
     model: Any = _model(path, job, averaged=form.averaged)

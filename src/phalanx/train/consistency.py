@@ -155,7 +155,7 @@ def same_initial_values(module: nn.Module, everyone: Everyone = from_every_rank)
     for rank, others in enumerate(rest, start=1):
         different = next((one[0] for one, other in zip(first, others, strict=False) if not _alike(one, other)), None)
         if different is None and len(first) != len(others):
-            different = max(first, others, key=len)[min(len(first), len(others))][0]
+            different = max(first, others, key=len)[min(len(first), len(others))][0]  # pyrefly: ignore[bad-index]
         if different is not None:
             raise DataError(
                 f"the model has other initial values on rank {rank} than on rank 0; the first parameter that differs: "

@@ -98,7 +98,7 @@ def rows_problem(
             found = stepped(job, start, grads, rows)
             limit = _HALVES if half_within(job, parameters) else 1e-5
             whole = {} if alone else stepped(job, start, grads)
-            if _apart(whole, {name: found[name].full_tensor().cpu() for name in whole}, start) > limit:  # pyright: ignore
+            if _apart(whole, {name: found[name].full_tensor().cpu() for name in whole}, start) > limit:  # pyrefly: ignore
                 why = "steps rows on several ranks otherwise than a whole parameter"
         except Exception as error:  # a step of any make, on tensors that it may not have been written for
             why = f"fails on rows of DTensors, which is what ranks of fsdp hold ({type(error).__name__})"

@@ -108,7 +108,7 @@ def _of_all_ranks(ratios: Sums, samples: int, assembly: Assembly, device: torch.
     layout, names = assembly.layout, sorted(ratios)
     if layout.holdings.stages is not None:
         names = max(from_every_rank(names), key=len)
-    flat = [value for name in names for value in ratios.get(name, (0.0, 0.0))]
+    flat = [value for name in names for value in ratios.get(name, (0.0, 0.0))]  # pyrefly: ignore[not-iterable]
     totals = torch.tensor([float(samples), *flat], dtype=kind_of(device).widest(), device=device)
     if not layout.holdings.counts:
         totals.zero_()  # another rank computes the same
@@ -116,7 +116,7 @@ def _of_all_ranks(ratios: Sums, samples: int, assembly: Assembly, device: torch.
     if assembly.local_sgd:
         assembly.local_sgd.across.sum(totals)
     everywhere, *values = totals.tolist()
-    return dict(zip(names, zip(values[::2], values[1::2], strict=True), strict=True)), int(everywhere)
+    return dict(zip(names, zip(values[::2], values[1::2], strict=True), strict=True)), int(everywhere)  # pyrefly: ignore[bad-argument-type]
 
 
 def _computed(sums: EvaluationSums, assembly: Assembly, *, trial: bool) -> dict[str, float]:

@@ -141,12 +141,12 @@ def _whole(sent: list[dict[str, Any]], name: str) -> dict[str, Tensor]:
 def _numbers(name: str, given: Any) -> dict[str, float]:
     many = given if isinstance(given, Mapping) else {"": given}
     found: dict[str, float] = {}
-    for key, value in many.items():  # pyright: ignore[reportUnknownVariableType]
-        one = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value  # pyright: ignore
+    for key, value in many.items():  # pyrefly: ignore
+        one = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value  # pyrefly: ignore
         if not isinstance(one, Real):
             shape = f" of shape {list(value.shape)}" if isinstance(value, Tensor) else ""
             raise LossError(
-                f"metric {name!r}: compute gives a {type(value).__name__}{shape}; a metric is a number, or a dict of "  # pyright: ignore
+                f"metric {name!r}: compute gives a {type(value).__name__}{shape}; a metric is a number, or a dict of "
                 'name → number.\n    try: compute=lambda right, all: {"accuracy": right / all}'
             )
         found[f"{name}.{key}" if key else name] = float(one)

@@ -24,7 +24,7 @@ def scale(grads: list[torch.Tensor], factor: torch.Tensor | float) -> None:
     if grads and not (isinstance(factor, float) and factor == 1.0):
         if isinstance(factor, torch.Tensor) and factor.device != grads[0].device:
             factor = factor.to(grads[0].device)  # with offload, gradients are on the host
-        torch._foreach_mul_(grads, factor)  # pyright: ignore[reportPrivateImportUsage]
+        torch._foreach_mul_(grads, factor)
 
 
 def add_up_rows(parameters: Iterable[torch.Tensor]) -> None:
@@ -99,8 +99,8 @@ def clip_values(grads: list[torch.Tensor], limit: float) -> None:
     """Bring every element to ``-limit`` or ``limit`` that is beyond; what a sparse gradient has no row of is 0."""
     found = [_elements(grad) for grad in grads]
     if found:
-        torch._foreach_clamp_min_(found, -limit)  # pyright: ignore[reportPrivateImportUsage]
-        torch._foreach_clamp_max_(found, limit)  # pyright: ignore[reportPrivateImportUsage]
+        torch._foreach_clamp_min_(found, -limit)
+        torch._foreach_clamp_max_(found, limit)
 
 
 def _elements(grad: torch.Tensor) -> torch.Tensor:
@@ -127,7 +127,7 @@ def global_norm(held: RankHoldings, *, quick: bool = False, values: bool = False
                 grads.append(grad)
                 sparse = sparse or grad.is_sparse
         if grads and quick and grads[0].device.type == "cpu" and not sparse:
-            norms = torch._foreach_norm(grads, 2)  # pyright: ignore[reportPrivateImportUsage]
+            norms = torch._foreach_norm(grads, 2)
             return torch.stack(norms).sum()
         if grads:
             return _sum_of_squares(grads, grads[0].device, quick=quick).sqrt()
@@ -199,5 +199,5 @@ def _sum_of_squares(grads: list[torch.Tensor], device: torch.device, *, quick: b
     if not grads:
         return torch.zeros((), dtype=wide, device=device)
     dtype = None if quick and device.type == "cpu" else wide
-    norms = torch._foreach_norm(grads, 2, dtype=dtype)  # pyright: ignore[reportPrivateImportUsage]
+    norms = torch._foreach_norm(grads, 2, dtype=dtype)
     return torch.stack(norms).to(wide).square().sum()

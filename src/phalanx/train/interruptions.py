@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from typing import final
 
-from torch.distributed import PrefixStore, Store  # pyright: ignore[reportPrivateImportUsage]
+from torch.distributed import PrefixStore, Store  # pyrefly: ignore
 
 from phalanx.comm import Place, PointAgreement, meet
 from phalanx.config import Plan, RunSpec

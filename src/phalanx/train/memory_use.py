@@ -32,7 +32,7 @@ from phalanx.trace.replaced import replaced
 from phalanx.train.metrics import Metrics
 from phalanx.train.step import Step, StepObserver
 
-_top_hooks: Callable[[bool], Any] = torch._C._autograd._top_saved_tensors_default_hooks  # pyright: ignore
+_top_hooks: Callable[[bool], Any] = torch._C._autograd._top_saved_tensors_default_hooks  # pyrefly: ignore
 
 _keeping: Any = getattr(checkpoint, "_CachingTorchDispatchMode", None)  # torch does not promise it
 

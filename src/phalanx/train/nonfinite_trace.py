@@ -86,7 +86,7 @@ def first_sighting(step: Step, batch: StepBatch) -> Sighting:
             return _of_parameter(name, rank)
     here = _run_again(step, batch)
     told = [
-        Sighting(**{**one, "order": tuple(one["order"]), "rows": tuple(one["rows"])})
+        Sighting(**{**one, "order": tuple(one["order"]), "rows": tuple(one["rows"])})  # pyrefly: ignore[bad-argument-type]
         for one in from_every_rank(asdict(here))
     ]
     rank = min(range(len(told)), key=lambda rank: (*told[rank].order, rank))

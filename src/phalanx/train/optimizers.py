@@ -42,7 +42,7 @@ class _TrustRatioOptimizer(Optimizer):
         _check_groups(type(self).__name__, self.param_groups)
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyrefly: ignore
         """One step over all parameters that have a gradient. Returns what ``closure`` gives."""
         loss = None
         if closure is not None:

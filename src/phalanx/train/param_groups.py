@@ -125,7 +125,7 @@ def _names_of(params: Iterable[Any]) -> tuple[list[tuple[str, torch.Tensor]], tu
     if named := getattr(params, "named", None):
         return list(named()), getattr(params, "whole", None)
     pairs = list(params)
-    if all(isinstance(one, tuple) and len(one) == 2 and isinstance(one[0], str) for one in pairs):  # pyright: ignore
+    if all(isinstance(one, tuple) and len(one) == 2 and isinstance(one[0], str) for one in pairs):  # pyrefly: ignore
         return pairs, tuple(name for name, _ in pairs)
     given = f"{len(pairs)} parameters without names"
     allowed = "what job.optimizer is called with, or (name, parameter) pairs"
@@ -140,9 +140,9 @@ def _check_options(patterns: Patterns) -> None:
         raise SpecError([Problem(where="px.groups.patterns", given=repr(given), allowed=allowed, fix=fix)])
     problems = [
         Problem(where="px.groups.patterns", given=f"{pattern!r}: {options!r}", allowed=allowed, fix=fix)
-        for pattern, options in given.items()  # pyright: ignore[reportUnknownVariableType]
+        for pattern, options in given.items()  # pyrefly: ignore
         for allowed in ["a name, * standing for any text → a dict of options, of which none is params"]
-        if not isinstance(pattern, str) or not isinstance(options, Mapping) or not _are_options(options)  # pyright: ignore
+        if not isinstance(pattern, str) or not isinstance(options, Mapping) or not _are_options(options)  # pyrefly: ignore
     ]
     if problems:
         raise SpecError(problems)

@@ -105,7 +105,7 @@ class _Merged(torch.optim.Optimizer):
             one.state = self.state
         self.__setstate__({})  # the hooks that state_dict() and load_state_dict() ask for
 
-    def step(self, closure: Any = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def step(self, closure: Any = None) -> None:  # pyrefly: ignore
         """Steps are taken by the optimizers themselves.
 
         Raises:

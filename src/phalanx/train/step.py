@@ -278,7 +278,7 @@ class Step:
         if not self._late or not isinstance(totals, torch.Tensor):
             return False
         usable = torch.isfinite(totals[0] / totals[1]) & torch.isfinite(norm) & (totals[1] > 0)
-        self.optimizer.found_inf = usable.logical_not().float()  # pyright: ignore[reportAttributeAccessIssue]
+        self.optimizer.found_inf = usable.logical_not().float()  # pyrefly: ignore
         return True
 
     def _every_rank_can_skip(self, totals: Totals, norm: torch.Tensor) -> bool:

@@ -57,7 +57,7 @@ class Listener:
             yield
             return
         heard: Heard = step, time.perf_counter(), []
-        self._runner.on_event = lambda *action: heard[2].append(action)
+        self._runner.on_event = lambda *action: heard[2].append(action)  # pyrefly: ignore[bad-argument-type]
         try:
             yield
         finally:

@@ -34,8 +34,8 @@ class MadeOptimizer(NamedTuple):
         """
         if not isinstance(given, tuple | list):
             return cls(given)
-        kinds = ", ".join(type(one).__name__ for one in given)  # pyright: ignore[reportUnknownVariableType]
-        if len(given) != 2 or not isinstance(given[1], LRScheduler):  # pyright: ignore[reportUnknownArgumentType]
+        kinds = ", ".join(type(one).__name__ for one in given)  # pyrefly: ignore
+        if len(given) != 2 or not isinstance(given[1], LRScheduler):  # pyrefly: ignore
             raise SpecError([_wrong(f"a function that gives ({kinds})", _PAIR, _FIX)])
         optimizer, scheduler = given
         if scheduler.optimizer is not optimizer:
@@ -124,7 +124,7 @@ class TorchScheduler:
     def evaluated(self, step: int, value: float) -> None:
         """An evaluation after ``step`` steps gave ``value``. One at the end of a run that is not due does not count."""
         if self.awaits_evaluation(step):
-            self._scheduler.step(value)  # pyright: ignore[reportArgumentType]
+            self._scheduler.step(value)  # pyrefly: ignore
             self._evaluated = step
 
     def state(self) -> dict[str, Any]:

@@ -88,7 +88,7 @@ def piece_of(tensor: Tensor, holding: TensorShard | None) -> Piece:
     placed = holding.placed if holding is not None else ()
     ranges: dict[int, Ranges] = {one.dim: one.cut.expanded()[one.axis.rank] for one in placed}
     if is_dtensor(tensor):
-        (chunk,) = tensor.__create_chunk_list__()  # pyright: ignore[reportAttributeAccessIssue]
+        (chunk,) = tensor.__create_chunk_list__()  # pyrefly: ignore
         for dim, (at, size) in enumerate(zip(chunk.offsets, chunk.sizes, strict=True)):
             if size != tensor.shape[dim]:
                 known = ranges.get(dim, ((0, tensor.shape[dim]),))

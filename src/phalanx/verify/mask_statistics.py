@@ -58,7 +58,7 @@ class MaskStatistics:
 def statistics_of(answers: Sequence[dict[str, Any]], steps: int) -> MaskStatistics:
     """Of what each process told of the masks that it drew in so many ``steps``."""
     drawn = [
-        Drawn(rank, Draw(**{**one, "layer": tuple(one["layer"])}))
+        Drawn(rank, Draw(**{**one, "layer": tuple(one["layer"])}))  # pyrefly: ignore[bad-argument-type]
         for rank, answer in enumerate(answers)
         for one in answer["draws"]
     ]

@@ -79,7 +79,7 @@ def _noting(name: str, found: dict[str, Passed]) -> Any:
             if tensor is None or isinstance(tensor, FakeTensor) or not tensor.is_floating_point() or tensor.dim() < 2:
                 return
             placed = getattr(tensor, "placed", ())
-            here = tensor._local if placed else tensor  # pyright: ignore[reportAttributeAccessIssue]
+            here = tensor._local if placed else tensor  # pyrefly: ignore
             last = next((one for one in placed if one.dim == tensor.dim() - 1), None)
             features: Piece = ((0, last.cut.expanded()[last.axis.rank]),) if last is not None else ()
             width = tensor.shape[-1]

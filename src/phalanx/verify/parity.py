@@ -273,7 +273,7 @@ def _by_phalanx(job: Job, how: ReferenceRun, tries: Sequence[int], watch: Watch)
             record = capture(proven(job, tries[0], taken), how.plan, Path(name), watch, dropout=dropout)
         if not record.never:
             break
-    return record
+    return record  # pyrefly: ignore[unbound-name]
 
 
 def _folder() -> tempfile.TemporaryDirectory[str]:

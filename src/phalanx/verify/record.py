@@ -289,7 +289,7 @@ def _rank(answer: Mapping[str, Any], copies: dict[str, dict[str, Copy]]) -> Rank
     steps: list[StepRecord] = []
     for step in answer["steps"]:
         rates = {name: rate for names, rate in zip(groups, step["rates"], strict=False) for name in names}
-        steps.append(StepRecord(**{**step, "rates": rates}))
+        steps.append(StepRecord(**{**step, "rates": rates}))  # pyrefly: ignore[bad-argument-type]
     return RankRecord(
         steps=steps,
         replica=answer["replica"],

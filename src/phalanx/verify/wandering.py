@@ -13,7 +13,7 @@ from itertools import accumulate
 from typing import Any
 
 from torch import nn
-from torch.nn.modules.batchnorm import _NormBase  # pyright: ignore[reportPrivateUsage]
+from torch.nn.modules.batchnorm import _NormBase
 
 from phalanx.parallel.buffer_sync import statistics_of
 from phalanx.verify.record import RunRecord

@@ -57,9 +57,9 @@ def _compile_cheaply() -> None:
     compile_as = torch.compile
 
     def compile_without_code(*given: object, **how: object) -> object:
-        return compile_as(*given, **{**how, "backend": "aot_eager"})  # pyright: ignore
+        return compile_as(*given, **{**how, "backend": "aot_eager"})  # pyrefly: ignore
 
-    torch.compile = compile_without_code  # pyright: ignore[reportAttributeAccessIssue]
+    torch.compile = compile_without_code  # pyrefly: ignore
 
 
 if __name__ == "__main__":

@@ -90,7 +90,7 @@ class Proofs:
         row = {"model": model, "plan": text, "result": "failed", "difference": None, "where": "", "reason": ""}
         try:
             row |= self._compared(model, text)
-        except (SpecError, RefusedError) as error:
+        except (SpecError, RefusedError) as error:  # pyrefly: ignore[unreachable-except-clause]
             row |= {"result": "refused", "reason": first_line(error)}
         except Exception as error:  # a proof that fails is a result
             row |= {"result": "failed", "reason": first_line(error)}

@@ -33,7 +33,7 @@ ANYWHERE = "198.51.100.1"
 def main() -> None:
     """Answer the question, JSON on stdin, by one line on stdout."""
     began = time.time()
-    question = QUESTION  # type: ignore[name-defined]  # noqa: F821  (put there by what reads this text)
+    question = QUESTION  # pyrefly: ignore  # noqa: F821  (put there by what reads this text)
     document = answer(question)
     ended = time.time()
     print("\n" + MARK + json.dumps({**document, "began": began, "ended": ended}), flush=True)
@@ -69,7 +69,7 @@ def _job_begun(boot: str) -> tuple[Any, int]:
     """The process of ``job_probe``, and the pipe by which it is told and lives."""
     reading, writing = os.pipe()
     pipes = {"stdin": reading, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    job = subprocess.Popen([sys.executable, "-c", boot], start_new_session=True, **pipes)  # type: ignore[call-overload]
+    job = subprocess.Popen([sys.executable, "-c", boot], start_new_session=True, **pipes)
     os.close(reading)
     return job, writing
 

@@ -32,7 +32,7 @@ def main() -> None:
     def say(**told: Any) -> None:
         os.write(stdout, ("\n" + MARK + json.dumps(told) + "\n").encode())
 
-    job = QUESTION["job"]  # type: ignore[name-defined]  # noqa: F821  (put there by what reads this text)
+    job = QUESTION["job"]  # pyrefly: ignore  # noqa: F821  (put there by what reads this text)
     if "digests" in job:
         alike = are_alike(job["root"], job["digests"])
         say(alike=alike)

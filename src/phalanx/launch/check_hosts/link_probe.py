@@ -24,7 +24,7 @@ _TRIP, _BULK, _END, _DONE = b"t", b"b", b"e", b"d"
 
 def main() -> None:
     """Answer the question, JSON on stdin, by one line on stdout."""
-    question = QUESTION  # type: ignore[name-defined]  # noqa: F821  (put there by what reads this text)
+    question = QUESTION  # pyrefly: ignore  # noqa: F821  (put there by what reads this text)
     answer = listen(question) if "comers" in question else come(question) if "comes" in question else link(question)
     print("\n" + MARK + json.dumps(answer), flush=True)
 

@@ -123,7 +123,7 @@ class _Started:
         self._life = open(writing, "wb", buffering=0)  # noqa: SIM115
         pipes = {"stdin": reading, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
         try:
-            self.process = subprocess.Popen([*command], text=True, errors="replace", start_new_session=True, **pipes)  # pyright: ignore
+            self.process = subprocess.Popen([*command], text=True, errors="replace", start_new_session=True, **pipes)
         except OSError as error:
             self._life.close()
             raise RunError(f"{command[0]} cannot be started: {error.strerror}") from None

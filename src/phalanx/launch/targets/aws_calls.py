@@ -108,7 +108,7 @@ class AwsCalls:
 
     def _client(self, service: str) -> Any:
         if service not in self._clients:
-            self._clients[service] = self._session.client(service, config=self._config())
+            self._clients[service] = self._session.client(service, config=self._config())  # pyrefly: ignore[no-matching-overload]
         return self._clients[service]
 
     def _config(self) -> Any:

@@ -237,7 +237,7 @@ def _digest_of(root: Path, files: tuple[str, ...], stamps: tuple[tuple[int, int,
     del stamps  # by which the cache notices a change
     pack = CodePack(root=root, files=dict.fromkeys(files, 0), links=(), stamps=())
     with open(os.devnull, "wb") as nowhere:
-        return pack._write(nowhere)  # pyright: ignore[reportPrivateUsage]
+        return pack._write(nowhere)  # pyrefly: ignore
 
 
 def _digest(pack: CodePack) -> str:

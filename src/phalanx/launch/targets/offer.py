@@ -56,7 +56,7 @@ def _resized(plan: Plan, ranks: int) -> Iterator[Plan]:
         rest = prod(size for axis, size in plan.mesh.items() if axis != name)
         if ranks > 0 and ranks % rest == 0 and (name in ("dp", "fsdp") or getattr(plan, name) > 1):
             try:
-                yield replace(plan, **{name: ranks // rest})
+                yield replace(plan, **{name: ranks // rest})  # pyrefly: ignore[bad-argument-type]
             except SpecError:  # what else the plan says needs that size
                 continue
 

@@ -139,7 +139,7 @@ class RunGathering:
         lost = [*filter(None, [self._moving.pop(host, None)]), *self._waiting[host]]
         self._waiting[host].clear()
         for one in lost:
-            one.failed(one)
+            one.failed(one)  # pyrefly: ignore[missing-attribute]
         if self._checkpoint and host in self._checkpoint.waiting:
             self._take_held(host, {})
         with suppress(OSError, CheckpointError):

@@ -146,7 +146,7 @@ class SshHost:
 
     def _read_words(self) -> None:
         assert self._ssh.stderr
-        while data := self._ssh.stderr.read1(_LAST_WORDS):  # pyright: ignore[reportAttributeAccessIssue]
+        while data := self._ssh.stderr.read1(_LAST_WORDS):  # pyrefly: ignore
             self._said = (self._said + data)[-_LAST_WORDS:]
 
     def _live(self) -> None:

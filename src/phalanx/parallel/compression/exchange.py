@@ -40,7 +40,7 @@ def lane(device: torch.device) -> ExchangeQueue:
     return _Stream(kind, device) if kind.streams else _Thread()
 
 
-_Queue = queue.SimpleQueue["tuple[Exchange, Future[Tensor]] | None"]
+_Queue = queue.SimpleQueue["tuple[Exchange, Future[Tensor]] | None"]  # pyrefly: ignore[not-a-type]
 
 
 class _Thread(ExchangeQueue):
@@ -71,7 +71,7 @@ def _work(waiting: _Queue) -> None:
         try:
             found.set_result(exchange())
         except Exception as error:
-            found.set_exception(error)  # pyright: ignore[reportArgumentType]  # torch types it as a result
+            found.set_exception(error)  # torch types it as a result
         del item, exchange, found  # before the next comes, which may be long
 
 

@@ -172,7 +172,7 @@ def _tried(module: nn.Module, seen: ExpertsCall, ranks: int) -> Experts | None:
     """How to make the module count only some experts, found by trying."""
     count = expert_count(module)
     tables = [name for name, one in module._parameters.items() if one is not None and one.shape[:1] == (count,)]
-    surely = [name for name in tables if module._parameters[name].dim() > 1]  # pyright: ignore[reportOptionalMemberAccess]
+    surely = [name for name in tables if module._parameters[name].dim() > 1]  # pyrefly: ignore
     numbers = [name for name, value in vars(module).items() if type(value) is int and value == count]
     perhaps = [*numbers, *(name for name in tables if name not in surely)]
     whole = Experts(name="", count=count, leaves=seen.leaves, parameters=tuple(tables), numbers=())

@@ -146,7 +146,7 @@ def shared(tensor: Tensor, axis: Axis) -> Tensor:
             return parameter
     if tensor.is_leaf:
         return _Shared.apply(tensor, axis)  # it would be kept alive by what it remembers
-    memory = vars(tensor).setdefault("_shared_along", {})  # pyright: ignore
+    memory = vars(tensor).setdefault("_shared_along", {})  # pyrefly: ignore
     if axis not in memory:
         memory[axis] = _Shared.apply(tensor, axis)
     return memory[axis]
@@ -207,7 +207,7 @@ def opened(local: Tensor, dim: int, cut: Cut, axis: Axis) -> Tensor:
 
     Gathered once however many products read it.
     """
-    memory: dict[Any, weakref.ref[Tensor]] = vars(local).setdefault("_opened_along", {})  # pyright: ignore
+    memory: dict[Any, weakref.ref[Tensor]] = vars(local).setdefault("_opened_along", {})  # pyrefly: ignore
     key = (axis, torch.is_grad_enabled())
     known = memory.get(key)
     found = known() if known is not None else None

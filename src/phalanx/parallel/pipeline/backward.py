@@ -56,7 +56,7 @@ class WeightHalf:
                 for stop in stops:
                     stop.remove()
             for leaf, grad in zip(targets, found, strict=True):
-                _add(leaf.variable, grad)  # pyright: ignore[reportAttributeAccessIssue]
+                _add(leaf.variable, grad)  # pyrefly: ignore
         self._forks = []
 
 

@@ -249,7 +249,7 @@ def _context() -> tuple[Any, ...]:
 
 def _surroundings() -> tuple[Any, ...]:
     """Contexts that no replay enters."""
-    autograd: Any = torch._C._autograd  # pyright: ignore[reportAttributeAccessIssue]
+    autograd: Any = torch._C._autograd  # pyrefly: ignore
     saving = autograd._top_saved_tensors_default_hooks(True)
     return (
         saving if saving is None else tuple(map(id, saving)),

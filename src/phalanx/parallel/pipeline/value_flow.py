@@ -57,7 +57,7 @@ def told_to(run: Flow) -> Iterator[None]:
 
 
 def _applied(cls: Any, *args: Any) -> Any:
-    return super(_SingleLevelFunction, cls).apply(*args)  # pyright: ignore[reportAttributeAccessIssue]
+    return super(_SingleLevelFunction, cls).apply(*args)  # pyrefly: ignore
 
 
 _SETTINGS = ("preserve_rng_state", "context_fn", "determinism_check", "debug", "early_stop")

@@ -182,7 +182,7 @@ class Compiled:
     @property
     def _weight(self) -> Any:
         assert self._made is not None
-        weight = self._made._flat_losses[0].loss_weights  # pyright: ignore[reportOptionalSubscript]
+        weight = self._made._flat_losses[0].loss_weights  # pyrefly: ignore
         return 1.0 if weight is None else weight
 
     def _losses(self) -> CompileLoss:
@@ -217,7 +217,7 @@ def _named(made: CompileMetrics) -> Iterator[tuple[str, Any]]:
     seen: set[str] = set()
     for group in [*made._flat_metrics, *made._flat_weighted_metrics]:
         for metric in group.metrics if group else ():
-            name = f"{group.output_name}_{metric.name}" if group.output_name else metric.name
+            name = f"{group.output_name}_{metric.name}" if group.output_name else metric.name  # pyrefly: ignore[missing-attribute]
             at = 1
             while name in seen:
                 name, at = f"{metric.name}_{at}", at + 1

@@ -77,7 +77,7 @@ def from_keras(
         found |= {"evaluate": KerasData(evaluate, batch), **({"metrics": how.metrics_of} if measures else {})}
     elif measures:
         maker = replace(maker, notes=(_NOT_MEASURED,))
-    own = {"model": maker, "data": source, "batch": batch, "inputs": lambda one: (rows_of(one, "x"),)}
+    own: dict[str, Any] = {"model": maker, "data": source, "batch": batch, "inputs": lambda one: (rows_of(one, "x"),)}
     return Job(**{**found, **own, **settings})
 
 

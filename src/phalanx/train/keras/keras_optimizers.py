@@ -46,7 +46,7 @@ class KerasFormula(Optimizer):
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay, **options})
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyrefly: ignore
         """One step over all parameters that have a gradient. Returns what ``closure`` gives."""
         loss = None
         if closure is not None:

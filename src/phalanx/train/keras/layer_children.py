@@ -44,10 +44,10 @@ def _container(value: Any) -> nn.Module | None:
     """``value``, a list or a dict of layers, as torch has it; ``None`` for anything else."""
     if isinstance(value, Mapping):
         parts = {str(key).replace(".", "_"): _member(one) for key, one in value.items()}
-        return nn.ModuleDict(parts) if parts and all(one is not None for one in parts.values()) else None
+        return nn.ModuleDict(parts) if parts and all(one is not None for one in parts.values()) else None  # pyrefly: ignore[bad-argument-type]
     if isinstance(value, list | tuple):
         members = [_member(one) for one in value]
-        return nn.ModuleList(members) if members and all(one is not None for one in members) else None
+        return nn.ModuleList(members) if members and all(one is not None for one in members) else None  # pyrefly: ignore[bad-argument-type]
     return None
 
 

@@ -107,13 +107,13 @@ class _LayerModule(TorchLayer):
         if masks is not None:
             put_masks((args, kwargs), masks)
         if not (penalised or self.__dict__["_shared"]) and global_state.get_global_attribute(CALL) is not None:
-            return self.call(*args, **kwargs)
+            return self.call(*args, **kwargs)  # pyrefly: ignore[not-callable]
         with _as_it_was(self, training, dtype, (args, kwargs)), PENALTIES.again(counted), _read_here(self):
             if penalised:
                 penalty = sum(one.regularizer(one) for one in self.__dict__["_regularised"])
                 if PENALTIES.terms is not None:
-                    PENALTIES.terms.append(penalty)
-            return self.call(*args, **kwargs)
+                    PENALTIES.terms.append(penalty)  # pyrefly: ignore[bad-argument-type]
+            return self.call(*args, **kwargs)  # pyrefly: ignore[not-callable]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         # Keras copies by writing a file; nodes of its graph lead from layer to layer, and are those of all copies.

@@ -54,7 +54,7 @@ class PieceAccidents:
             ids = [blamed.ids[row] for row in seen.rows] or [*blamed.ids]
         return {
             "order": [*(seen.order or _BEFORE)],
-            **{name: line(text) for name, text in asdict(seen).items() if name in ("where", "parameter", "trouble")},
+            **{name: line(text) for name, text in asdict(seen).items() if name in ("where", "parameter", "trouble")},  # pyrefly: ignore[bad-argument-type]
             "micro": seen.micro,
             "samples": ids[:MOST_SAMPLES],
             "kept": blamed is not None and self._keep(seen, piece, loss, blamed),

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, final
 
 import torch
 from torch import nn
-from torch.distributed import PrefixStore  # pyright: ignore[reportPrivateImportUsage]
+from torch.distributed import PrefixStore  # pyrefly: ignore
 
 from phalanx.checkpoint.sections import MODEL, take_out
 from phalanx.comm import Place

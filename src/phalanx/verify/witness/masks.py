@@ -51,7 +51,7 @@ class KeyedMasks:
             "scaled_dot_product_attention": lambda *args, **named: self._attention(fused, *args, **named),
         }
         with ExitStack() as stack:
-            stack.enter_context(patch.multiple(torch.nn.functional, **replaced))
+            stack.enter_context(patch.multiple(torch.nn.functional, **replaced))  # pyrefly: ignore[no-matching-overload]
             for name, module in model.named_modules():
                 stack.callback(module.register_forward_pre_hook(self._entering(name)).remove)
                 stack.callback(module.register_forward_hook(self._leaving, always_call=True).remove)
