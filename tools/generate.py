@@ -25,7 +25,6 @@ from phalanx.device_kinds import all_kinds
 from phalanx.events import SCHEMA, SCHEMA_VERSION
 from phalanx.hardware import entry, names
 from phalanx.hardware.catalog import HEADINGS, cells
-from phalanx.hardware.proven import shipped
 from phalanx.placement.schedules import SCHEDULES
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
@@ -164,13 +163,12 @@ def event_tables() -> str:
 
 def device_kinds_table() -> str:
     """Every kind of device with what it can do."""
-    heads = ("`device=`", "proven", "`auto`", "collectives", "devices of a run", "of a process", "forked", "streams")
+    heads = ("`device=`", "`auto`", "collectives", "devices of a run", "of a process", "forked", "streams")
     heads += ("pinned memory", "computes in", "widest sums", "fitted")
     rows = [f"| {' | '.join(heads)} |", "| --- |" + " --- |" * (len(heads) - 1)]
     for kind in all_kinds():
         words = (
             f"`{kind.name}`",
-            _yes(any(row["kind"] == kind.name for row in shipped())),
             "where there is nothing else" if kind.on_host else _yes(kind.automatic),
             f"`{kind.backend}`" if kind.most is None else "none",
             "any number" if kind.most is None else str(kind.most),
@@ -234,15 +232,6 @@ def lines_of(path: Path) -> int:
     return sum(1 for line in path.read_text().splitlines() if line.strip() and not line.strip().startswith("#"))
 
 
-def proven_table() -> str:
-    """On which kinds of device, and with which versions of torch, plans are proven as Phalanx ships."""
-    rows = ["| device | collectives | torch | plans | shown by | last seen |", "| --- | --- | --- | --- | --- | --- |"]
-    for row in shipped():
-        versions, shown = ", ".join(row["torch"]), f"[{row['by']}]({row['shown']})"
-        rows.append(f"| `{row['kind']}` | {row['backend']} | {versions} | {row['plans']} | {shown} | {row['when']} |")
-    return "\n".join(rows)
-
-
 # marker → page, table
 TABLES: dict[str, tuple[str, Callable[[], str]]] = {
     "kinds": ("reference/plan.md", kinds_table),
@@ -256,7 +245,6 @@ TABLES: dict[str, tuple[str, Callable[[], str]]] = {
     "cli": ("reference/cli.md", cli_help),
     "devices": ("reference/devices.md", catalog_table),
     "device_kinds": ("reference/device-kinds.md", device_kinds_table),
-    "proven": ("reference/proven.md", proven_table),
     "from_ddp": ("how-to/from-ddp.md", lambda: conversion("from_ddp")),
     "from_accelerate": ("how-to/from-accelerate.md", lambda: conversion("from_accelerate")),
     "from_transformers_trainer": (

@@ -205,7 +205,6 @@ def _take_part(job: Job, spec: RunSpec, place: Place, cores: int | None, watch: 
     from phalanx.launch import raise_stopped
     from phalanx.launch.elastic_size import fitted
     from phalanx.launch.worker import WorkerStatus, train_as_worker
-    from phalanx.preflight.first_proof import first_proof
     from phalanx.report.shown_progress import viewers_of_worker
 
     spec = fitted(spec, place.world_size, job)
@@ -213,7 +212,7 @@ def _take_part(job: Job, spec: RunSpec, place: Place, cores: int | None, watch: 
         torch.set_num_threads(cores * spec.plan.threads)
     status = WorkerStatus(replace(place, timeout=spec.timeout))
     try:
-        folder = train_as_worker(job, spec, status, prove=first_proof, viewers=viewers_of_worker(watch)).folder
+        folder = train_as_worker(job, spec, status, viewers=viewers_of_worker(watch)).folder
     except Exception as error:
         status.report_failure(error)
         raise
@@ -271,10 +270,8 @@ def prove(
 ) -> Proof:
     """Compare ``job`` under ``plan`` with one device over ``steps`` steps; see ``phalanx.verify.prove``.
 
-    One device is a plain PyTorch loop that the job is turned into, or ``against``: a training loop of your own. What is
-    equal on a kind of device where nothing had shown that is remembered, and no run asks for it again.
+    One device is a plain PyTorch loop that the job is turned into, or ``against``: a training loop of your own.
     """
-    from phalanx.preflight.first_proof import remember_proof
     from phalanx.verify import prove as compare
 
     _need(job, Job, "job", "px.prove(job(), plan)")
@@ -285,10 +282,7 @@ def prove(
     if plan is None:
         _need(plan, (Plan, str), "plan", 'px.prove(job(), "dp=2")')
     compared = {"against": against, "say": say, "watch": watch, "dropout": dropout}
-    proof = compare(job, _plan(plan, job, None), steps=steps, **compared)
-    if proof.equal:
-        remember_proof(job, proof)
-    return proof
+    return compare(job, _plan(plan, job, None), steps=steps, **compared)
 
 
 def forecast(job: Job, plan: Plan | str, cluster: Cluster | str) -> Forecast:

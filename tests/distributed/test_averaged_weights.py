@@ -19,8 +19,8 @@ from longer import longer
 from phalanx.cli import main
 from phalanx.errors import RefusedError, SpecError
 from phalanx.train.weight_average import WeightAverage
-from phalanx.verify.witness import samples
-from phalanx.verify.witness.initial import initial_model
+from phalanx.witness import samples
+from phalanx.witness.initial import initial_model
 
 STEPS = 8
 EMA = px.Average(decay=0.7)

@@ -20,8 +20,8 @@ from phalanx.config import Plan
 from phalanx.errors import PhalanxError, RefusedError
 from phalanx.parallel import check
 from phalanx.train.look_ahead import refusals
-from phalanx.verify.witness import samples
-from phalanx.verify.witness.initial import initial_model
+from phalanx.witness import samples
+from phalanx.witness.initial import initial_model
 
 sys.path.insert(0, str(Path(__file__).parent))
 from test_inputs_of_train import Net

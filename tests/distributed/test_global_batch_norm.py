@@ -18,8 +18,8 @@ from longer import longer
 from phalanx.config import Plan
 from phalanx.train.look_ahead import refusals
 from phalanx.train.refusals import model_problems
-from phalanx.verify.witness import samples
-from phalanx.verify.witness.initial import initial_model
+from phalanx.witness import samples
+from phalanx.witness.initial import initial_model
 from residual import ResNet
 
 LENGTH, BATCH, STEPS, CLASSES = 33, 16, 5, 5  # the third batch has one sample: some ranks have none of it

@@ -58,7 +58,7 @@ def ran(plan: str, stop: int, folder: Path) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     ("before", "after"),
-    [("single", "threads=2 micro=8"), *longer(("dp=2", "single"), ("dp=2", "fsdp=2"), ("tp=2", "dp=2"))],
+    [("single", "threads=2 micro=8"), *longer(("dp=2", "single"), ("dp=2", "fsdp=2"))],
 )
 def test_a_loop_goes_on_under_another_plan(before: str, after: str, plain: list[float], tmp_path: Path) -> None:
     first, second = ran(before, STOPPED, tmp_path), ran(after, -1, tmp_path)

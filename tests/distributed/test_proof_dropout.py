@@ -20,7 +20,7 @@ from phalanx.errors import RefusedError
 from phalanx.parallel import activation_checkpointing
 from phalanx.verify import OneDevice, ReferenceRun
 from phalanx.verify.dropout import BySample, MaskPlace
-from phalanx.verify.witness.masks import KeyedMasks
+from phalanx.witness.masks import KeyedMasks
 
 CPU = torch.device("cpu")
 

@@ -22,11 +22,11 @@ from torch import nn
 import phalanx as px
 from longer import longer
 from phalanx.data import GlobalBatchSampler, read_ledger
-from phalanx.verify.witness import Witness, why_not
-from phalanx.verify.witness.samples import GlobalBatches, KeyedOrder
+from phalanx.witness import Witness, why_not
+from phalanx.witness.samples import GlobalBatches, KeyedOrder
 
 SOURCE = Path(px.__file__).parent
-HERE = SOURCE / "verify" / "witness"
+HERE = SOURCE / "witness"
 # What is written of a job and a plan, and what devices there are.
 SPOKEN = (*(SOURCE / "config").glob("*"), *(SOURCE / "device_kinds").rglob("*"))
 # What a job's own functions call: the user's side, with tests of its own.
@@ -303,6 +303,6 @@ def test_it_calls_nothing_that_it_judges(make: Any, masks: bool) -> None:
         Witness.of(one, 2, precision="bf16", keyed_masks=masks)
     finally:
         sys.setprofile(None)
-    assert "verify/witness/plain_loop.py" in called, "the look-out sees nothing"
+    assert "witness/plain_loop.py" in called, "the look-out sees nothing"
     demo = {path for path in called if path.startswith("demo/jobs/")}  # models that a job here takes from there
     assert called - witness_and_spec - USERS - demo == set()

@@ -29,7 +29,7 @@ from torch import Tensor
 
 import phalanx as px
 from phalanx.errors import PhalanxError
-from phalanx.verify.witness.plain_loop import END, Witness
+from phalanx.witness.plain_loop import END, Witness
 
 N = 3
 BOUND = 1e-11

@@ -106,10 +106,9 @@ _WORDS = {
     ("forecast", "anyway"): "--anyway",
     ("forecast", "none"): "--no-forecast",
     ("resume", "True"): "--resume",
-    ("unproven", "True"): "--unproven",
 }
 _SETTING = re.compile(
-    r"""(?<![\w.(])(?:resume|folder|from_step|plan|cluster|launcher|forecast|mirror|lr_scale|drift|on_nonfinite|on_spike|unproven)="""
+    r"""(?<![\w.(])(?:resume|folder|from_step|plan|cluster|launcher|forecast|mirror|lr_scale|drift|on_nonfinite|on_spike|check)="""
     r"""(?:"[^"]*"|'[^']*'|True|[\d.]*\d)(?:, (?=\w+=))?"""
 )  # those that errors advise besides what else there is to do
 _HINT = re.compile(r"^ *(?:try|what to do): .*", re.MULTILINE)

@@ -82,9 +82,7 @@ _OPTIONS = (
     click.option("--drift-every", type=int, help="Steps between looks at a fifth of the parameters [10]."),
     click.option("--anyway", "forecast", flag_value="anyway", help="Train even if the plan is forecast not to fit."),
     click.option("--no-forecast", "forecast", flag_value="none", help="Make no forecast."),
-    click.option(
-        "--unproven", is_flag=True, default=None, help="Train without a proof first where none has been made yet."
-    ),
+    click.option("--check", type=click.Choice(["first-step", "off"]), help="Against one device [first-step]."),
 )
 
 

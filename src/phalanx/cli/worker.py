@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import click
 
 from phalanx.cli.output import json_option, print_json
-from phalanx.config import Job, RunSpec
 from phalanx.errors import SpecError
 
 
@@ -41,17 +39,10 @@ def command(ctx: click.Context, runfile: Path, reports: Path | None, wait: bool,
 
     if wait and not await_place(sys.stdin):
         ctx.exit(0)  # whoever started it is gone, or has no use for it
-    code = main(runfile, reports, job, proved_first)
+    code = main(runfile, reports, job)
     if as_json and _speaks():
         print_json({"runfile": str(runfile), "exit_code": code})
     ctx.exit(code)
-
-
-def proved_first(job: Job, run: RunSpec, watch: Callable[[], None] | None) -> str:
-    """``first_proof``, which is loaded where a run asks for one."""
-    from phalanx.preflight.first_proof import first_proof
-
-    return first_proof(job, run, watch)
 
 
 def _speaks() -> bool:

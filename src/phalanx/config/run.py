@@ -37,6 +37,9 @@ others for the same work, such as compiling a model or reading it from a slow di
 DRIFT_EVERY = 10
 """Optimizer steps between looks at a fifth of the parameters, where a run does not say: all within 50 steps."""
 
+Check = Literal["first-step", "off"]
+"""What of a run is held against one device as it runs."""
+
 DriftPolicy = Literal["stop", "warn", "off"]
 """What is made of replicas that are no longer the same."""
 
@@ -57,7 +60,6 @@ _KINDS = {
     "plan": FieldKind(types=(str, Plan), allowed="a plan as one line of text", fix='plan = "dp=2"'),
     "folder": FieldKind(types=(str, Path), allowed="a path", fix='folder = "runs/digits-1"'),
     "resume": FieldKind(types=(bool, str), allowed='true, false or "auto"', fix="resume = true"),
-    "unproven": FieldKind(types=(bool,), allowed="true or false", fix="unproven = true"),
 }
 NOT_IN_FILE = ("asked_plan",)
 """Fields of a ``RunSpec`` that no run file has."""
@@ -113,8 +115,7 @@ class RunSpec:
         drift: what is done where replicas' parameters are no longer the same: ``stop``, ``warn``, or ``off``, no look.
         drift_every: optimizer steps between looks at a fifth of the parameters.
         forecast: ``refuse`` a plan that is forecast not to fit; run it ``anyway``; or ``none``, make no forecast.
-        unproven: train without a proof first where nothing has shown yet that such a plan computes what one device
-            does: on that kind of device, with that version of torch.
+        check: ``first-step`` compares the first step with one device, and stops the run where they differ; ``off``.
         asked_plan: the plan that was asked for, where ``plan`` is that plan on another number of devices; a run file
             holds it as ``plan``. Set by ``resized_to``.
     """
@@ -146,7 +147,7 @@ class RunSpec:
     drift: DriftPolicy = "stop"
     drift_every: int = DRIFT_EVERY
     forecast: Foresight = "refuse"
-    unproven: bool = False
+    check: Check = "first-step"
     asked_plan: Plan | None = None
 
     def __post_init__(self) -> None:
@@ -175,6 +176,7 @@ class RunSpec:
         for name, choices, fix in (
             ("forecast", Foresight, 'forecast = "anyway"'),
             ("drift", DriftPolicy, 'drift="warn"'),
+            ("check", Check, 'check="off"'),
             ("checkpoint", Content, 'checkpoint="trainable"'),
         ):
             if (value := getattr(self, name)) not in get_args(choices):

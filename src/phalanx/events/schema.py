@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-SCHEMA_VERSION = "1.10"
+SCHEMA_VERSION = "1.11"
 
 _INT_OR_NULL, _FLOAT_OR_NULL = (int, type(None)), (float, type(None))
 
@@ -82,6 +82,11 @@ SCHEMA: dict[str, dict[str, tuple[type | tuple[type, ...], str]]] = {
             "name → loss, of each of `px.Losses`, of which `loss` is the weighted total; null where it is not finite; "
             "empty without either; since 1.9",
         ),
+    },
+    "check": {
+        "message": (str, "how the first step compares with one device, in words; since 1.11, as all of this event"),
+        "equal": ((bool, type(None)), "whether they differ by no more than rounding; null where it was not compared"),
+        "seconds": (float, "that the run waited for it"),
     },
     "accident": {
         "step": (int, "optimizer step; since 1.6, as all of this event"),

@@ -15,7 +15,6 @@ from phalanx.comm import Place, default_process_group, device_for, place_within
 from phalanx.config import Job, Plan, RunSpec
 from phalanx.config.run import Resume
 from phalanx.errors import Problem, RefusedError, SpecError
-from phalanx.launch.proof_asked import own_loop_note
 from phalanx.launch.reaper import LoopSignals, raise_stopped
 from phalanx.launch.runfile import job_of
 from phalanx.launch.worker import WorkerStatus, within_folder
@@ -92,7 +91,7 @@ def laid_out(job: Job, plan: Plan, place: Place | None, run: RunSpec | None) -> 
     kind = device_kind(plan, here)
     device = device_for(place, kind)
     _group.enter_context(default_process_group(place_within(plan, place), device, plan.device))
-    found = Findings(unproven=own_loop_note(plan, kind, run) if place.rank == 0 else "")
+    found = Findings()
     if run:
         assembly, own = _begun(job, run, place, found)
     else:
@@ -105,7 +104,6 @@ def laid_out(job: Job, plan: Plan, place: Place | None, run: RunSpec | None) -> 
             *(f"differs from one device: {note}" for note in assembly.notes),
             *assembly.advice,
             *unread,
-            *found.warnings,
         ]:
             _log.warning("%s", note)
     loop = own or LoopWithoutRun(assembly.step, assembly.loader)

@@ -24,10 +24,10 @@ from phalanx.events.following import Viewer, callback_viewers, followed
 from phalanx.files import join, read_text, token_of
 from phalanx.launch.elastic_size import devices_before, fitted, record_resize
 from phalanx.launch.failure import Failure, WorkerReports, describe_error, gave_up, record, worker_error
+from phalanx.launch.first_step import first_step_checked
 from phalanx.launch.hang_watch import blamed
 from phalanx.launch.jobfile import load_job
 from phalanx.launch.launcher import place_of_this_process
-from phalanx.launch.proof_asked import Prove, require_proof
 from phalanx.launch.rank_0 import decided_by_rank_0
 from phalanx.launch.rank_probe import PROBE_FILES, ProbeFiles, RankProbe
 from phalanx.launch.reaper import SAVED, StopSignals, leave_signals, terminated_later
@@ -165,32 +165,26 @@ def train_as_worker(
     run: RunSpec,
     status: WorkerStatus,
     *,
-    prove: Prove | None = None,
     runfile: Path | None = None,
     viewers: Sequence[Viewer] = (),
 ) -> RunSpec:
     """Train ``job``, with the run's overrides applied, as the worker whose status this is. Collective.
 
-    ``prove``: what rank 0 calls where the plan was never proven on such devices, and all of the run's are here; without
-    it such a run is refused. ``runfile``: the file that ``run`` was read from, if any. ``viewers``: who sees the events
-    of the run on rank 0.
+    ``runfile``: the file that ``run`` was read from, if any. ``viewers``: who sees the events of the run on rank 0.
 
     Returns:
         The run with the folder that rank 0 took.
 
     Raises:
-        RefusedError: if the plan cannot serve the job here, or nothing has proven it here.
+        RefusedError: if the plan cannot serve the job here.
         SpecError: if the run folder cannot be used.
     """
     with status.watched(run.plan):
-        return _train(job, run, status, prove, runfile, viewers)
+        return _train(job, run, status, runfile, viewers)
 
 
-def _train(
-    job: Job, run: RunSpec, status: WorkerStatus, prove: Prove | None, runfile: Path | None, viewers: Sequence[Viewer]
-) -> RunSpec:
+def _train(job: Job, run: RunSpec, status: WorkerStatus, runfile: Path | None, viewers: Sequence[Viewer]) -> RunSpec:
     refuse(job, run.plan, status.place.world_size, devices_here(run.plan, status.place))
-    unproven = require_proof(job, run, status.place, prove)
     if run.plan.server:  # what keeps others from a job they find as they build its model together
         refuse_job(job, run.plan)
     make_ready(run.plan)
@@ -204,11 +198,11 @@ def _train(
         if place.rank == 0 and not known:  # it writes the log; what is refused all ranks refuse together, as they build
             with suppress(PhalanxError):
                 found = look_ahead(job, run.plan, RunStart.of(run))
-        found = replace(found, unproven=unproven)
         alone = run.grace if status.alone else None
         with StopSignals(alone=alone) as signals:
             link = LauncherLink(report=status.report_step, asked=signals.asked if run.grace else no_signal)
-            summary = train(job, run, place, link, findings=found)
+            with first_step_checked(job, run, place, found.size) as observer:
+                summary = train(job, run, place, link, observer=observer, findings=found)
         if status.launched:
             leave_signals()  # it has come to its end, and its launcher has other means to end it
     status.report_stopped(summary.get("stopped", 0))
@@ -266,12 +260,12 @@ def _work_in(folder: str) -> None:
     sys.path[:] = [folder if path == before else path for path in sys.path]
 
 
-def main(runfile: Path, reports: Path | None = None, job_here: str = "", prove: Prove | None = None) -> int:
+def main(runfile: Path, reports: Path | None = None, job_here: str = "") -> int:
     """Be one worker of the run in ``runfile``: one of a launcher's, or the only one.
 
     An error goes to stderr and to the run's events, once for all workers, with the rank and the step; or into
     ``reports``, for the launcher that started this worker and then says it. Such a worker ends with its parent.
-    ``job_here``: where this worker finds the job, if not where the run file says. ``prove``: of ``train_as_worker``.
+    ``job_here``: where this worker finds the job, if not where the run file says.
 
     Returns:
         The exit code for this process: 0, that of the error, or ``SAVED`` where the run was asked to stop and saved.
@@ -289,7 +283,7 @@ def main(runfile: Path, reports: Path | None = None, job_here: str = "", prove: 
             _refuse_another_world(run, status.place, runfile)
         status.place = replace(status.place, timeout=run.timeout)
         job = override(load_job(job_here or run.job), run)
-        train_as_worker(job, fitted(run, status.place.world_size, job), status, prove=prove, runfile=runfile)
+        train_as_worker(job, fitted(run, status.place.world_size, job), status, runfile=runfile)
     except BaseException as error:
         if not (reports or isinstance(error, Exception)):
             raise

@@ -27,10 +27,10 @@ from phalanx.launch import (
     settled,
     supervise,
 )
+from phalanx.launch.first_step import first_step_checked
 from phalanx.launch.hosts import Hosts
 from phalanx.launch.launcher import StepReport, WorkerFunction
 from phalanx.launch.targets import forget_handed_over, one_launch_at_a_time, refuse_handed_over
-from phalanx.preflight.first_proof import first_proof
 from phalanx.preflight.run_forecast import RunForecaster, forecast_after_look, too_little
 from phalanx.train import loop
 from phalanx.train.assembly import refuse
@@ -102,7 +102,7 @@ def train_here(
 
     Raises:
         SpecError: the launcher cannot start this run, or the folder cannot be used.
-        RefusedError: the plan cannot serve the job here, is forecast not to fit, or is not proven here and not equal.
+        RefusedError: the plan cannot serve the job here, or is forecast not to fit.
         WorkerError: a worker failed.
         KeyboardInterrupt: after Ctrl-C.
         SystemExit: after SIGTERM and SIGUSR1.
@@ -131,14 +131,15 @@ def _train(
         report_step = hosts.counted(place.rank, report) if hosts else report
         with StopSignals(report.asked) as signals:
             link = LauncherLink(report=report_step, asked=signals.asked, unsaved=report.unsaved)
-            return loop.train(job, begun, place, link, findings=found)
+            with first_step_checked(job, begun, place, found.size) as observer:
+                return loop.train(job, begun, place, link, observer=observer, findings=found)
 
     def wanted() -> Launch:
         nonlocal begun, found
         if restarts.starts:
             begun, before = entered.again(), begun.plan
             begun = begun.resized_to(size.plan) if size else begun
-            found = found if begun.plan == before else replace(_looked_at(job, begun), unproven=found.unproven)
+            found = found if begun.plan == before else _looked_at(job, begun)
             how.launcher.prepare(how.launch(begun, work))
         return how.launch(begun, work, found)
 
@@ -152,9 +153,6 @@ def _train(
     ):
         how.launcher.prepare(how.launch(spec, work))  # loads what workers need, while the job is looked at
         found = look.findings()
-        if how.launcher.here:  # elsewhere workers ask, of the devices that they have
-            proofs = [first_proof(job, one, watch) for one in _on_fewer_devices(spec, size)]
-            found = replace(found, unproven=next(filter(None, proofs), ""))
         with RunForecaster(spec, look.side, watch) as forecaster:
             begun = entered.prepare()
             with one_launch_at_a_time(folder):
@@ -163,12 +161,6 @@ def _train(
             tell_begun()
             with _recorded(folder):
                 supervise(how.launcher.start, wanted, forecaster, grace=spec.grace, restarts=restarts)
-
-
-def _on_fewer_devices(spec: RunSpec, size: ElasticSize | None) -> list[RunSpec]:
-    """``spec``, and as it goes on should devices be lost: fewer may take their samples in several micro-batches."""
-    smaller = [plan for plan in size.plans.values() if plan.devices < spec.plan.devices] if size else []
-    return [spec, *map(spec.resized_to, reversed(smaller))]
 
 
 def _start(run: RunSpec) -> RunStart:

@@ -21,7 +21,7 @@ _LINE_EVERY = 5.0  # seconds between lines where there is no terminal
 # events that get a line of their own
 ALL = frozenset(
     {
-        *("start", "resume", "evaluate", "checkpoint", "warning", "straggler"),
+        *("start", "check", "resume", "evaluate", "checkpoint", "warning", "straggler"),
         *("ended_early", "stopped", "restart", "resize"),
     }
 )
@@ -113,6 +113,8 @@ def line_of(event: Event) -> str | None:
             return "\n".join(f"[yellow]differs from one device:[/] {escape(note)}" for note in event["notes"]) or None
         case "resume":
             return f"goes on from step {event['step']} [dim]({escape(event['path'])})[/]"
+        case "check":
+            return escape(event["message"])
         case "evaluate":
             return f"[dim]step {event['step']:>5}[/]  evaluation  {escape(result_text(event))}"
         case "checkpoint":

@@ -26,8 +26,6 @@ class Findings:
         size: elements of the model's parameters, where that process knows.
         placement: what each rank will hold, as ``placement.json`` of the run folder has it, if known.
         looked: whether a look has ended, and would have refused a loss that does not add up.
-        unproven: that nothing has shown yet that such a plan computes what one device does where it runs, in words;
-            empty where something has.
     """
 
     causes: tuple[str, ...] = ()
@@ -36,21 +34,15 @@ class Findings:
     size: int | None = None
     placement: dict[str, Any] | None = None
     looked: bool = False
-    unproven: str = ""
-
-    @property
-    def warnings(self) -> tuple[str, ...]:
-        """What the user should know of the run as it begins."""
-        return (self.unproven,) if self.unproven else ()
 
     def to_dict(self) -> dict[str, Any]:
         """What other processes are told, as JSON."""
-        return {"causes": self.causes, "facts": self.facts, "placement": self.placement, "looked": self.looked}
+        return {name: getattr(self, name) for name in ("causes", "facts", "size", "placement", "looked")}
 
     @classmethod
     def from_dict(cls, told: Mapping[str, Any]) -> Findings:
         """What ``to_dict`` told, in another process."""
-        known: dict[str, Any] = {name: told.get(name) for name in ("facts", "placement")}
+        known: dict[str, Any] = {name: told.get(name) for name in ("facts", "size", "placement")}
         return cls(causes=tuple(told.get("causes", ())), looked=bool(told.get("looked")), **known)
 
 

@@ -205,6 +205,9 @@ class TrainingLoop:
         """A step was taken."""
         self._metrics = metrics
         self._observer.updated(batch, metrics)
+        if self._observer.finding:
+            self._recorder.write("check", **self._observer.finding)
+            self._observer.finding = None
         self._recorder.stepped(batch, metrics, lap)
         self._record_saved()
 

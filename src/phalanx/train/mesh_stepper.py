@@ -85,7 +85,7 @@ def rank_of_mesh(
         with RunRecorder(run, ledger=_ledger(run, place, assembly, assembly.step.progress.step), **how) as recorder:
             recorder.start(
                 job,
-                advice=[*damaged, *findings.warnings, *assembly.advice],
+                advice=[*damaged, *assembly.advice],
                 resumed=path,
                 placement=findings.placement,
                 world_size=place.world_size,

@@ -74,9 +74,11 @@ class Observer:
     With servers the first of them is told, for all, and what it is shown is whole; ``begins`` is not called there, and
     ``steps`` once all servers have stepped, with what each gave its optimizer. Their workers are told of what they
     were sent alone. ``listens``: whether it is to be told of gradients that nobody else asks for.
+    ``finding``: what a run's log is to have as a ``check``, once.
     """
 
     listens = False
+    finding: dict[str, Any] | None = None
 
     def built(self, scene: Scene) -> None:
         """Model, optimizer and loader are there, restored where the run resumes; no step was taken yet."""

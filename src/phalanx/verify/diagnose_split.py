@@ -11,9 +11,10 @@ from phalanx.placement.schedules import SCHEDULES
 from phalanx.units import show_names
 from phalanx.verify.compare import Tolerance
 from phalanx.verify.evidence import Evidence, copies_apart, ranks_in_words
-from phalanx.verify.fingerprints import Fingerprint, Piece, cut_out
+from phalanx.verify.fingerprints import Fingerprint
 from phalanx.verify.module_trace import Passed
 from phalanx.verify.record import START
+from phalanx.witness.pieces import Piece, cut_out
 
 
 def other_start(evidence: Evidence, tolerance: Tolerance, job: Job, plan: Plan) -> str:

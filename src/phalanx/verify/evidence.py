@@ -19,8 +19,9 @@ from phalanx.comm import Mesh
 from phalanx.config import Plan
 from phalanx.verify import compare
 from phalanx.verify.compare import Bound, Difference, FirstGradient, Tolerance
-from phalanx.verify.fingerprints import Piece, cut_out, in_words
+from phalanx.verify.fingerprints import in_words
 from phalanx.verify.record import AVERAGE, END, FIRST, START, Copy, RunRecord, Tensors
+from phalanx.witness.pieces import Piece, cut_out
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,12 +14,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from phalanx.comm import is_dtensor
-from phalanx.parallel import TensorShard
-
-Ranges = tuple[tuple[int, int], ...]
-Piece = tuple[tuple[int, Ranges], ...]
-"""Which part of a whole tensor: the dimensions that are cut, and the ranges [start, stop) of each; none: all of it."""
+from phalanx.witness.pieces import Piece, cut_out
 
 _WORDS = 8
 _LONGEST = 1 << 16  # of the last dimension; signs repeat beyond it
@@ -81,39 +76,6 @@ def _signs(features: int) -> Tensor:
     generator = torch.Generator().manual_seed(features)
     drawn = torch.randint(2, (min(features, _LONGEST), _WORDS), generator=generator) * 2.0 - 1
     return drawn.double().repeat(-(-features // _LONGEST), 1)[:features]
-
-
-def piece_of(tensor: Tensor, holding: TensorShard | None) -> Piece:
-    """Which part of the whole tensor this rank has in ``tensor``, cut as ``holding`` says and sharded as a DTensor."""
-    placed = holding.placed if holding is not None else ()
-    ranges: dict[int, Ranges] = {one.dim: one.cut.expanded()[one.axis.rank] for one in placed}
-    if is_dtensor(tensor):
-        (chunk,) = tensor.__create_chunk_list__()  # pyrefly: ignore
-        for dim, (at, size) in enumerate(zip(chunk.offsets, chunk.sizes, strict=True)):
-            if size != tensor.shape[dim]:
-                known = ranges.get(dim, ((0, tensor.shape[dim]),))
-                ranges[dim] = _within(known, at, at + size)
-    return tuple(sorted(ranges.items()))
-
-
-def _within(ranges: Ranges, start: int, stop: int) -> Ranges:
-    """Of the elements that ``ranges`` hold, those from the ``start``-th to the ``stop``-th."""
-    found: list[tuple[int, int]] = []
-    before = 0
-    for a, b in ranges:
-        first, last = a + max(start - before, 0), min(b, a + stop - before)
-        if first < last:
-            found.append((first, last))
-        before += b - a
-    return tuple(found)
-
-
-def cut_out(whole: Tensor, piece: Piece) -> Tensor:
-    """That part of ``whole``."""
-    for dim, ranges in piece:
-        runs = [whole.narrow(dim, start, stop - start) for start, stop in ranges]
-        whole = torch.cat(runs, dim) if runs else whole.narrow(dim, 0, 0)
-    return whole
 
 
 def in_words(piece: Piece) -> str:

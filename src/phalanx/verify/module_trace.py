@@ -21,7 +21,8 @@ from phalanx.parallel.expert.find_experts import expert_count, experts_call
 from phalanx.train.metrics import Totals
 from phalanx.train.observer import AssemblyScene, Observer, Scene
 from phalanx.train.step import Step
-from phalanx.verify.fingerprints import Fingerprint, Piece
+from phalanx.verify.fingerprints import Fingerprint
+from phalanx.witness.pieces import Piece
 
 
 @dataclass(slots=True)

@@ -25,7 +25,7 @@ from phalanx.verify.module_trace import traceable
 from phalanx.verify.record import RunRecord
 from phalanx.verify.references import ModelFacts, ReferenceRun, facts_of
 from phalanx.verify.wandering import in_words
-from phalanx.verify.witness import OwnLoop, why_not
+from phalanx.witness import OwnLoop, why_not
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
@@ -229,7 +229,7 @@ def prove(
     """Run ``steps`` steps of ``job`` on one device and under ``plan``, and compare.
 
     One device is the plain PyTorch loop that the job is turned into, or ``against``, a loop of the user's own (see
-    ``phalanx.verify.witness.own_loop``). Dropout is off for both; with ``dropout`` it is on, and drawn by sample
+    ``phalanx.witness.own_loop``). Dropout is off for both; with ``dropout`` it is on, and drawn by sample
     and layer. ``say`` is called with each note before anything runs, ``watch`` ten times
     a second while it does.
 

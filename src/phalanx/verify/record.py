@@ -12,8 +12,9 @@ import torch
 from safetensors.torch import load
 from torch import Tensor
 
-from phalanx.verify.fingerprints import Fingerprint, Fingerprints, Piece, cut_out
+from phalanx.verify.fingerprints import Fingerprint, Fingerprints
 from phalanx.verify.module_trace import Passed
+from phalanx.witness.pieces import Piece, cut_out
 
 Tensors = Mapping[str, Tensor]
 """Name → the whole tensor, on the host."""

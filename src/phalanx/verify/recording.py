@@ -19,8 +19,8 @@ from phalanx.parallel import TensorShard
 from phalanx.train.metrics import Metrics, Totals
 from phalanx.train.observer import Observer, Scene
 from phalanx.verify import compare
-from phalanx.verify.fingerprints import piece_of
 from phalanx.verify.record import END, FIRST, START
+from phalanx.witness.pieces import piece_of
 
 Found = tuple[Tensor, TensorShard | None]
 """What a process has of a tensor, and which part of the whole that is."""

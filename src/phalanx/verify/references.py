@@ -23,7 +23,7 @@ from phalanx.verify.capture import Watch, proven, switch_off_dropout
 from phalanx.verify.dropout import off_by_sample
 from phalanx.verify.record import RunRecord, StepRecord
 from phalanx.verify.wandering import fed_by
-from phalanx.verify.witness import OwnLoop, Witness
+from phalanx.witness import OwnLoop, Witness
 
 _MOMENTS = ("values", "buffers", "reduced", "used")
 

@@ -209,7 +209,6 @@ class ServerProcess:
             job,
             advice=[
                 *damaged,
-                *findings.warnings,
                 *advice(job, run.plan, device, pieces.epoch_samples),
                 *pieces.remarks,
                 *(none_left(first, pieces.total_steps) if resumed else []),

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from phalanx.config import Clip
-from phalanx.verify.witness.magnitudes import dense
-from phalanx.verify.witness.parts import Part
+from phalanx.witness.magnitudes import dense
+from phalanx.witness.parts import Part
 
 
 def clip(how: float | Clip, part: Part, norm: Tensor) -> None:

@@ -3,7 +3,7 @@
 Nothing in this folder imports what a proof judges: of Phalanx only what people write (``phalanx.config``) and errors.
 """
 
-from phalanx.verify.witness.own_loop import OwnLoop
-from phalanx.verify.witness.plain_loop import Witness, why_not
+from phalanx.witness.own_loop import OwnLoop
+from phalanx.witness.plain_loop import Witness, why_not
 
 __all__ = ["OwnLoop", "Witness", "why_not"]

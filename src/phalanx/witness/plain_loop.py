@@ -21,14 +21,14 @@ from torch import Tensor
 
 from phalanx.config import Job, Schedule
 from phalanx.device_kinds import kind_of
-from phalanx.verify.witness import samples
-from phalanx.verify.witness.averages import PlainAverage
-from phalanx.verify.witness.clipping import clip
-from phalanx.verify.witness.evaluation import by_name, evaluated, on_device, sum_and_count
-from phalanx.verify.witness.initial import initial_model
-from phalanx.verify.witness.magnitudes import Magnitudes, dense
-from phalanx.verify.witness.masks import KeyedMasks
-from phalanx.verify.witness.parts import Part, parts_of
+from phalanx.witness import samples
+from phalanx.witness.averages import PlainAverage
+from phalanx.witness.clipping import clip
+from phalanx.witness.evaluation import by_name, evaluated, on_device, sum_and_count
+from phalanx.witness.initial import initial_model
+from phalanx.witness.magnitudes import Magnitudes, dense
+from phalanx.witness.masks import KeyedMasks
+from phalanx.witness.parts import Part, parts_of
 
 _HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -57,6 +57,7 @@ class Witness:
         options: parameter → the options of its group but for the learning rate.
         evaluations: steps taken → ``loss``, ``samples`` and ``metrics``.
         masks_of_no_sample: name → the shapes of masks of dropout that were drawn by layer, not by sample.
+        drew: whether a forward has drawn random numbers.
     """
 
     losses: list[float] = field(default_factory=list[float])
@@ -77,6 +78,7 @@ class Witness:
     options: dict[str, dict[str, Any]] = field(default_factory=dict[str, dict[str, Any]])
     evaluations: dict[int, dict[str, Any]] = field(default_factory=dict[int, dict[str, Any]])
     masks_of_no_sample: dict[str, list[list[int]]] = field(default_factory=dict[str, list[list[int]]])
+    drew: bool = False
 
     @classmethod
     def of(
@@ -88,17 +90,22 @@ class Witness:
         device: str | torch.device = "cpu",
         most: int | None = None,
         keyed_masks: bool = False,
+        lean: bool = False,
+        changed: tuple[float, int] = (0.0, 0),
     ) -> Witness:
         """Train ``job`` for ``steps`` steps, or as many as it has; with ``keyed_masks`` drawn by sample and layer.
 
         With ``most`` it goes on from there, so far at most, until each parameter has had a gradient other than zeros.
+        A ``lean`` one neither evaluates nor looks for magnitudes. ``changed``: the share by which each initial weight
+        is made larger or smaller, and the seed that draws which.
 
         It seeds the global generators of torch, numpy and Python, and so belongs into a process of its own.
 
         Raises:
             ValueError: if ``why_not`` names a reason, or the data end before the first step.
         """
-        loop = _PlainLoop(job, (steps, most or steps), precision, torch.device(device))
+        loop = _PlainLoop(job, (steps, most or steps), precision, torch.device(device), lean)
+        _change(loop.model, *changed)
         if not keyed_masks:
             return loop.run()
         loop.masks = masks = KeyedMasks(job.seed)
@@ -123,14 +130,14 @@ def why_not(job: Job, optimizer: torch.optim.Optimizer | None = None) -> str:
 class _PlainLoop:
     """The objects of the loop, each built with the job's seed."""
 
-    def __init__(self, job: Job, steps: tuple[int, int], precision: str, device: torch.device) -> None:
-        self.job, self.device = job, device
+    def __init__(self, job: Job, steps: tuple[int, int], precision: str, device: torch.device, lean: bool) -> None:
+        self.job, self.device, self.lean = job, device, lean
         self.steps, self.most = steps
         self.half = _HALVES.get(precision)
         samples.seed_everything(seed := samples.stream_seed(job.seed, 0))
         self.data = job.data()
         samples.seed_everything(seed)
-        self.evaluation_data = job.evaluate() if job.evaluate else None
+        self.evaluation_data = job.evaluate() if job.evaluate and not lean else None
         samples.seed_everything(seed)
         self.model = initial_model(job)
         if not self.model.training:
@@ -152,7 +159,7 @@ class _PlainLoop:
         self.masks: KeyedMasks | None = None
 
     def run(self) -> Witness:
-        witness, every = self.witness, self.job.evaluate_every
+        witness, every = self.witness, 0 if self.lean else self.job.evaluate_every
         self._look(START)
         for step, epoch, ids, batch in self._batches():
             witness.epochs.append(epoch)
@@ -235,11 +242,14 @@ class _PlainLoop:
         generator = kind_of(self.device).generator(self.device)
         generator.manual_seed(samples.stream_seed(self.job.seed, step, 0, 0, *part.words))
         part.optimizer.zero_grad()
+        before = generator.get_state()
         looked_at = set(part.trained) if step < WHOLE else self.pending & set(part.trained)
+        looked_at = set[str]() if self.lean else looked_at
         around = self.magnitudes.forward() if looked_at else nullcontext()
         with around, torch.autocast(self.device.type, dtype=self.half, enabled=self.half is not None):
             given = part.loss(part.call(self.model, batch), batch)
             total, count = sum_and_count(given, size)
+        self.witness.drew |= not torch.equal(before, generator.get_state())
         loss = self.scaler.scale(total) if self.scales else total / count
         loss.backward(retain_graph=bool(looked_at))
         if looked_at:
@@ -354,6 +364,15 @@ def rates(schedule: Schedule, batch: int, total: int) -> Any:
 
 def _copied(tensors: Any) -> Tensors:
     return {name: on_host(dense(tensor)) for name, tensor in tensors}
+
+
+@torch.no_grad()
+def _change(model: torch.nn.Module, share: float, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for tensor in model.parameters() if share else ():
+        if tensor.is_floating_point():
+            signs = torch.randint(2, tensor.shape, generator=generator).mul_(2).sub_(1)
+            tensor.mul_((1.0 + share * signs).to(tensor))
 
 
 def on_host(tensor: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from phalanx.verify.witness.samples import stream_seed
+from phalanx.witness.samples import stream_seed
 
 Shape = Sequence[int]
 

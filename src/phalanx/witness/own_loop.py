@@ -23,9 +23,9 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from phalanx.config import Job
-from phalanx.verify.witness import samples
-from phalanx.verify.witness.initial import initial_model
-from phalanx.verify.witness.plain_loop import END, FIRST, START, WHOLE, Witness, on_host
+from phalanx.witness import samples
+from phalanx.witness.initial import initial_model
+from phalanx.witness.plain_loop import END, FIRST, START, WHOLE, Witness, on_host
 
 _FORM = (
     "a training loop yields the loss of each optimizer step and returns the model, "

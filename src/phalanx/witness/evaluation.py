@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from phalanx.config import Job, Metric
 from phalanx.config.losses import Losses, NamedLosses
-from phalanx.verify.witness import samples
-from phalanx.verify.witness.parts import Part
+from phalanx.witness import samples
+from phalanx.witness.parts import Part
 
 
 def evaluated(
