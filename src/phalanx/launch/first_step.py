@@ -8,14 +8,14 @@ from __future__ import annotations
 import math
 import tempfile
 import time
-from collections.abc import Generator, Mapping
-from contextlib import contextmanager
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, final
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from phalanx.comm import Place, device_for, local
 from phalanx.config import Job, Plan, RunSpec
@@ -23,9 +23,12 @@ from phalanx.data import StepBatch
 from phalanx.errors import RunError
 from phalanx.launch.side_process import Send, SideProcess
 from phalanx.parallel import device_kind, devices_here
+from phalanx.parallel.advice import differs
+from phalanx.train.findings import Findings
 from phalanx.train.metrics import Metrics, Totals
 from phalanx.train.observer import Observer, Scene
 from phalanx.train.split_causes import LARGEST
+from phalanx.witness.dropout_off import dropout_off
 from phalanx.witness.first_step import LAST_PLACE, FirstStepOfOne, Kind, real, signed
 from phalanx.witness.pieces import Piece, piece_of
 
@@ -34,20 +37,22 @@ PATIENCE = 10.0
 
 
 @contextmanager
-def first_step_checked(job: Job, run: RunSpec, place: Place, size: int | None) -> Generator[Observer]:
-    """Who compares the first step of ``run`` with one device, on every rank; ``size``: elements of its parameters.
+def first_step_checked(job: Job, run: RunSpec, place: Place, found: Findings) -> Generator[Observer]:
+    """Who compares the first step of ``run`` with one device, on every rank; ``found``: of a look at the job.
 
     To be entered before a process group, or a device, is there.
     """
     if why_unchecked(job, run):
         yield Observer()
-    elif place.rank:
-        yield FirstStep(run, place.rank)
-    elif size is None or size > LARGEST:
-        yield FirstStep(run, 0, f"more than {LARGEST:,.0f} parameters are not held beside the run")
+        return
+    checked = FirstStep(job, run, place.rank, found.causes)
+    if place.rank:
+        yield checked
+    elif found.size is None or found.size > LARGEST:
+        checked.without = f"more than {LARGEST:,.0f} parameters are not held beside the run"
+        yield checked
     else:
         with tempfile.TemporaryDirectory(prefix="phalanx-first-step-") as folder:
-            checked = FirstStep(run, 0)
             checked.reference = _Reference(job, run, place, Path(folder))
             try:
                 yield checked
@@ -66,6 +71,8 @@ def why_unchecked(job: Job, run: RunSpec) -> str:
         return "no step of the plan is one device's"
     if job.phases:
         return "the job has phases"
+    if plan.compile:
+        return "code that was compiled without dropout would be compiled again"
     if plan.precision not in LAST_PLACE:
         return f"precision={plan.precision} is not that of a plain loop"
     return ""
@@ -78,18 +85,24 @@ class _Part:
     piece: Piece
     products: list[float]
 
+    def since(self, before: _Part) -> _Part:
+        """By how much it has changed."""
+        return _Part(self.piece, [a - b for a, b in zip(self.products, before.products, strict=True)])
+
 
 @final
 class FirstStep(Observer):
     """Compares the first step of a run, on each rank of it; ``finding`` is what there is to say."""
 
-    def __init__(self, run: RunSpec, rank: int, without: str = "") -> None:
-        """``without``: why there is nothing to compare with, on rank 0."""
+    def __init__(self, job: Job, run: RunSpec, rank: int, causes: Sequence[str]) -> None:
+        """``causes``: known ones of a difference."""
         self.reference: _Reference | None = None
-        self._run, self._rank, self._without = run, rank, without
+        self.without = ""
+        self._job, self._run, self._rank, self._causes = job, run, rank, causes
         self._scene: Scene | None = None
         self._start: dict[str, _Part] = {}
-        self._seconds = 0.0
+        self._seconds = self._largest = 0.0
+        self._off = ExitStack()
 
     def built(self, scene: Scene) -> None:
         self._scene = scene
@@ -99,62 +112,77 @@ class FirstStep(Observer):
             self._end()
         elif self._scene:
             self._start = _parts(self._scene, self._scene.stepped())
+            self._off.enter_context(_without_dropout(self._scene))
 
     def gradients(self, batch: StepBatch, totals: Totals) -> None:
         if self._scene and not batch.step:
+            self._off.close()
             loss, count = (float(one) for one in totals)
             self._compare("gradient", loss / count if count else math.nan, _parts(self._scene, self._scene.gradients()))
 
     def updated(self, batch: StepBatch, metrics: Metrics) -> None:
-        if not self._scene or batch.step or metrics.skipped:
-            self._end()
-            return
-        parts = _parts(self._scene, self._scene.stepped())
-        moved = {
-            name: replace(
-                part, products=[a - b for a, b in zip(part.products, self._start[name].products, strict=True)]
-            )
-            for name, part in parts.items()
-        }
-        self._compare("update", metrics.loss, moved)
+        if self._scene and not batch.step and not metrics.skipped:
+            parts, buffers = (_parts(self._scene, one) for one in (self._scene.stepped(), self._scene.buffers()))
+            self._compare("update", metrics.loss, {name: part.since(self._start[name]) for name, part in parts.items()})
+            self._compare("buffer", metrics.loss, buffers)
         self._end()
 
     def _compare(self, kind: Kind, loss: float, parts: Mapping[str, _Part]) -> None:
         """Have rank 0 judge what all have. Collective; ends the comparison where it cannot be made."""
-        assert self._scene
+        if self._scene is None:  # what came before could not be compared
+            return
         begun = time.perf_counter()
         told = {name: [part.piece, part.products] for name, part in parts.items()}
         everyone = self._scene.from_every_process(told)
         said = self._judged(kind, loss, everyone) if self._rank == 0 else None
         self._seconds += time.perf_counter() - begun
         said = self._scene.from_every_process(said)[0]
-        if said["differs"] and not self._scene.notes:
-            raise _error(self._run, said["differs"])
+        if said["stop"]:
+            raise _error(self._run, said["message"])
         if said["message"]:
             self.finding = {"message": said["message"], "equal": said["equal"], "seconds": self._seconds}
             self._end()
 
     def _judged(self, kind: Kind, loss: float, everyone: list[Any]) -> dict[str, Any]:
-        without, result = self._without, None
+        without, result = self.without, None
         if not without and self.reference:
             result, without = self.reference.result()
         if result is None:
-            return {"differs": "", "equal": None, "message": f"first step not compared with one device: {without}"}
-        differs, largest = result.judged(kind, loss, everyone)
-        message = f"first step equals one device ({largest:.0e})" if kind == "update" else ""
-        if differs:
-            message = f"first step differs from one device: {differs}"
-        return {"differs": differs, "equal": not differs, "message": message}
+            return {"stop": False, "equal": None, "message": f"first step not compared with one device: {without}"}
+        words, largest = result.judged(kind, loss, everyone)
+        self._largest = max(self._largest, largest)
+        if not words:
+            message = f"first step equals one device ({self._largest:.0e})" if kind == "buffer" else ""
+            return {"stop": False, "equal": True, "message": message}
+        assert self._scene
+        known = [*self._causes, *differs(self._scene.modules[0], self._job, self._run.plan)]
+        return {"stop": not known, "equal": False, "message": f"first step differs from one device: {words}"}
 
     def _end(self) -> None:
         self._scene = None
+        self._off.close()
         if self.reference:
             self.reference.close()
 
 
-def _error(run: RunSpec, differs: str) -> RunError:
+@contextmanager
+def _without_dropout(scene: Scene) -> Generator[None]:
+    """Within, no module drops anything: the masks of one device cannot be had in pieces."""
+    recurrent = [child for one in scene.modules for child in one.modules() if isinstance(child, nn.RNNBase)]
+    rates = [child.dropout for child in recurrent]
+    for child in recurrent:
+        child.dropout = 0.0
+    try:
+        with dropout_off():
+            yield
+    finally:
+        for child, rate in zip(recurrent, rates, strict=True):
+            child.dropout = rate
+
+
+def _error(run: RunSpec, message: str) -> RunError:
     error = RunError(
-        f"the first step differs from one device: {differs}\n"
+        f"the {message}\n"
         f'    try: phalanx prove {run.job} --plan "{run.plan}" to find the cause; --check off trains all the same'
     )
     error.everywhere = True

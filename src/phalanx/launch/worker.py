@@ -201,7 +201,7 @@ def _train(job: Job, run: RunSpec, status: WorkerStatus, runfile: Path | None, v
         alone = run.grace if status.alone else None
         with StopSignals(alone=alone) as signals:
             link = LauncherLink(report=status.report_step, asked=signals.asked if run.grace else no_signal)
-            with first_step_checked(job, run, place, found.size) as observer:
+            with first_step_checked(job, run, place, found) as observer:
                 summary = train(job, run, place, link, observer=observer, findings=found)
         if status.launched:
             leave_signals()  # it has come to its end, and its launcher has other means to end it

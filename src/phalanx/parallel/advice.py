@@ -92,15 +92,13 @@ def balances(module: nn.Module) -> bool:
     return any(getattr(getattr(child, "config", None), "output_router_logits", False) for child in module.modules())
 
 
-def notes(module: nn.Module, job: Job, plan: Plan) -> list[str]:
-    """What differs from one device under ``plan``, one sentence each; empty where nothing does."""
-    found = [plan.exact_note] if plan.exact_note else []
+def differs(module: nn.Module, job: Job, plan: Plan) -> list[str]:
+    """What ``plan`` computes otherwise than one device in every step, one sentence each; empty where nothing is."""
     own: Any = getattr(module, "own_notes", None)  # of a model of another library, which says so itself
-    if own is not None:
-        found += own()
-    split = plan.replicas > 1 or (plan.micro is not None and plan.micro < job.batch)
-    apart = batch_statistics(module) if job.batch_statistics == "micro" else []
-    if split and (names := apart):
+    found: list[str] = own() if own is not None else []
+    split = _splits(job, plan)
+    names = batch_statistics(module) if job.batch_statistics == "micro" else []
+    if split and names:
         found.append(
             f"BatchNorm takes its statistics from each micro-batch, not from the global batch: {show_names(names)}. "
             'batch_statistics="global" would make it exact.'
@@ -110,6 +108,17 @@ def notes(module: nn.Module, job: Job, plan: Plan) -> list[str]:
             "the model's own load-balancing loss (output_router_logits) is a product of means over each micro-batch, "
             "not over the global batch. px.load_balancing_loss of its router_logits would make it exact."
         )
+    return found
+
+
+def _splits(job: Job, plan: Plan) -> bool:
+    return plan.replicas > 1 or (plan.micro is not None and plan.micro < job.batch)
+
+
+def notes(module: nn.Module, job: Job, plan: Plan) -> list[str]:
+    """What differs from one device under ``plan``, one sentence each; empty where nothing does."""
+    found = [*([plan.exact_note] if plan.exact_note else []), *differs(module, job, plan)]
+    split, apart = _splits(job, plan), batch_statistics(module) if job.batch_statistics == "micro" else []
     if (split or plan.tp * plan.cp > 1) and (names := dropouts(module)):
         found.append(f"dropout draws other random numbers than on one device: {show_names(names)}.")
     if plan.shares == AUTO and (dropouts(module) or apart):

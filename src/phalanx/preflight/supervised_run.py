@@ -131,7 +131,7 @@ def _train(
         report_step = hosts.counted(place.rank, report) if hosts else report
         with StopSignals(report.asked) as signals:
             link = LauncherLink(report=report_step, asked=signals.asked, unsaved=report.unsaved)
-            with first_step_checked(job, begun, place, found.size) as observer:
+            with first_step_checked(job, begun, place, found) as observer:
                 return loop.train(job, begun, place, link, observer=observer, findings=found)
 
     def wanted() -> Launch:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from contextlib import nullcontext
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from safetensors.torch import load, save_file
-from torch import Tensor, nn
+from torch import Tensor
 
 from phalanx.checkpoint import sections
 from phalanx.checkpoint.sections import MODEL, OPTIMIZER, name_in, put_in, take_out
@@ -29,6 +30,7 @@ from phalanx.verify.mask_statistics import MaskStatistics, statistics_of
 from phalanx.verify.module_trace import Tracing, traces_of
 from phalanx.verify.record import AVERAGE, END, RunRecord, record_of, workers_of
 from phalanx.verify.recording import Recording
+from phalanx.witness.dropout_off import SwitchedOff, dropout_off, no_rates
 
 Watch = Callable[[], None] | None
 Dropout = Literal["off", "on"] | frozenset[str]
@@ -98,7 +100,7 @@ def proven(job: Job, steps: int, taken: int | None = None) -> Job:
     phases = [replace(one, schedule=meant(Schedule.of(one.schedule))) if one.schedule else one for one in job.phases]
     best = replace(job.best, patience=None) if job.best else None  # to its end; a scheduler may follow its metric
     given: dict[str, Any] = {"steps": taken or steps, "epochs": None, "schedule": schedule, "best": best}
-    return replace(job, model=without_dropout(job), phases=phases, **given)
+    return replace(job, model=no_rates(job.model), phases=phases, **given)
 
 
 def traced(
@@ -125,65 +127,18 @@ def _trained(
     findings: Findings | None = None,
 ) -> list[dict[str, Any]]:
     def work(place: Place, report: Callable[[int], None]) -> dict[str, Any]:
-        off = switch_off_dropout() if dropout == "off" else None
         if isinstance(dropout, frozenset):
             BySample(given.seed, dropout).install()
         observer = look(place)
         if isinstance(observer, MaskRecording):
             observer.install()
-        loop.train(given, run, place, LauncherLink(report=report), observer=observer, findings=findings)
-        return {**observer.answer, "drops": off is not None and off.calls > 0}
+        with dropout_off() if dropout == "off" else nullcontext(SwitchedOff()) as off:
+            loop.train(given, run, place, LauncherLink(report=report), observer=observer, findings=findings)
+        return {**observer.answer, "drops": off.calls > 0}
 
     make_ready(run.plan)
     import_module("phalanx.checkpoint.store")  # once, for the workers that save and for reading back here
     return launch(work, run.plan.processes, watch=watch)
-
-
-def without_dropout(job: Job) -> Callable[[], Any]:
-    """The job's model function, with the rates of recurrent layers at zero: compiled code drops there."""
-
-    def model() -> Any:
-        built = job.model()
-        if isinstance(built, nn.Module):
-            for child in built.modules():
-                if isinstance(child, nn.RNNBase):
-                    child.dropout = 0.0
-        return built
-
-    return model
-
-
-@dataclass(slots=True)
-class SwitchedOff:
-    """How often dropout was asked for that is off."""
-
-    calls: int = 0
-
-
-def switch_off_dropout() -> SwitchedOff:
-    """Make every dropout of torch's functional interface the identity, in this process, from now on.
-
-    Modules call these functions, so that theirs is off as well; training mode otherwise stays on.
-    """
-    functional: Any = torch.nn.functional
-    off = SwitchedOff()
-
-    def identity(input: torch.Tensor, p: float = 0.5, training: bool = True, *_: Any, **__: Any) -> torch.Tensor:
-        off.calls += training and p > 0.0
-        return input
-
-    for name in ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout"):
-        setattr(functional, name, identity)
-    attention = functional.scaled_dot_product_attention
-
-    def without_dropout(
-        query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0, *rest: Any, **named: Any
-    ) -> Any:
-        off.calls += dropout_p > 0.0
-        return attention(query, key, value, attn_mask, 0.0, *rest, **named)
-
-    functional.scaled_dot_product_attention = without_dropout
-    return off
 
 
 def read_back(job: Job, path: Path, folder: Path) -> tuple[dict[str, Tensor], dict[str, Tensor]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from importlib import import_module
 from pathlib import Path
@@ -19,11 +20,12 @@ from phalanx.launch import launch
 from phalanx.launch.side_process import Send, SideProcess
 from phalanx.parallel import batch_statistics, device_kind, dropouts
 from phalanx.train.build_model import build_model
-from phalanx.verify.capture import Watch, proven, switch_off_dropout
+from phalanx.verify.capture import Watch, proven
 from phalanx.verify.dropout import off_by_sample
 from phalanx.verify.record import RunRecord, StepRecord
 from phalanx.verify.wandering import fed_by
 from phalanx.witness import OwnLoop, Witness
+from phalanx.witness.dropout_off import dropout_off
 
 _MOMENTS = ("values", "buffers", "reduced", "used")
 
@@ -60,12 +62,11 @@ class ReferenceRun:
         given = proven(job, asked, None if self.against else most)
 
         def run(device: torch.device) -> Witness:
-            if not self.dropout:
-                switch_off_dropout()
-            if self.against:
-                return self.against.run(given, asked, device)
             how: dict[str, Any] = {"precision": self.precision, "device": device, "most": most}
-            return Witness.of(given, asked, keyed_masks=self.dropout, **how)
+            with nullcontext() if self.dropout else dropout_off():
+                if self.against:
+                    return self.against.run(given, asked, device)
+                return Witness.of(given, asked, keyed_masks=self.dropout, **how)
 
         return _observed(run, self.plan, folder, watch)
 

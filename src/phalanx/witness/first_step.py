@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal, final
@@ -20,11 +20,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from phalanx.config import Job
+from phalanx.witness.dropout_off import dropout_off, no_rates
 from phalanx.witness.magnitudes import dense
 from phalanx.witness.pieces import Piece, cut_out
 from phalanx.witness.plain_loop import FIRST, START, Witness, why_not
 
-Kind = Literal["gradient", "update"]
+Kind = Literal["gradient", "update", "buffer"]
 LAST_PLACE = {"fp32": 2.0**-23, "bf16": 2.0**-8, "fp16": 2.0**-11}
 """Of the precisions of which steps can be compared."""
 _FLOOR = {"fp32": 1e-5, "bf16": 2.0**-6, "fp16": 2.0**-9}
@@ -32,6 +33,7 @@ _FLOOR = {"fp32": 1e-5, "bf16": 2.0**-6, "fp16": 2.0**-9}
 _DRAWS = 2
 _TIMES = 8  # the largest noise of so many draws
 _COLUMNS = 8  # of random signs
+_SMALL = 0.1  # of a tensor's norm: what may differ more is nothing but rounding, and says nothing
 
 
 def take_first_step(job: Job, precision: str, device: torch.device, file: Path) -> dict[str, Any]:
@@ -41,27 +43,19 @@ def take_first_step(job: Job, precision: str, device: torch.device, file: Path) 
     """
     if reason := why_not(job):
         return {"without": reason}
+    job = replace(job, model=no_rates(job.model))
     how: dict[str, Any] = {"precision": precision, "device": device, "lean": True}
-    one = Witness.of(job, 1, **how)
-    if one.drew:
-        return {"without": "the model draws random numbers, as dropout does; phalanx prove compares without dropout"}
+    with dropout_off():
+        one = Witness.of(job, 1, **how)
+        if one.drew:
+            return {"without": "the model draws random numbers in forward"}
+        others = [Witness.of(job, 1, changed=(LAST_PLACE[precision], draw), **how) for draw in range(_DRAWS)]
     if one.skipped[0]:
         return {"without": "its fp16 gradients overflow"}
-    gradients, updates = _real(one.reduced[0]), _updates(one)
-    noise = {"gradient": dict.fromkeys(gradients, 0.0), "update": dict.fromkeys(updates, 0.0)}
-    off = 0.0
-    for draw in range(_DRAWS):
-        other = Witness.of(job, 1, changed=(LAST_PLACE[precision], draw), **how)
-        off = max(off, abs(other.losses[0] - one.losses[0]))
-        for kind, mine, others in (
-            ("gradient", gradients, _real(other.reduced[0])),
-            ("update", updates, _updates(other)),
-        ):
-            for name, known in noise[kind].items():
-                noise[kind][name] = max(known, _norm(others[name] - mine[name]))
-    tensors = {f"gradient.{name}": grad for name, grad in gradients.items()}
-    tensors |= {f"update.{name}": moved for name, moved in updates.items()}
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, file)
+    mine = _computed(one)
+    noise = {name: max(_norm(_computed(other)[name] - value) for other in others) for name, value in mine.items()}
+    off = max(abs(other.losses[0] - one.losses[0]) for other in others)
+    save_file({name: tensor.contiguous() for name, tensor in mine.items()}, file)
     sizes = {name: _norm(value) for name, value in one.values[START].items()}
     return {"loss": one.losses[0], "off": off, "noise": noise, "sizes": sizes}
 
@@ -69,7 +63,7 @@ def take_first_step(job: Job, precision: str, device: torch.device, file: Path) 
 @final
 @dataclass(frozen=True, slots=True)
 class FirstStepOfOne:
-    """What ``take_first_step`` gave: ``answer``, and ``tensors`` by ``gradient.<name>`` and ``update.<name>``."""
+    """What ``take_first_step`` gave: ``answer``, and ``tensors`` by kind and name, such as ``gradient.0.weight``."""
 
     answer: Mapping[str, Any]
     tensors: Mapping[str, Tensor]
@@ -89,44 +83,39 @@ class FirstStepOfOne:
             return f"its loss is {loss:.7g}, that of one device {here:.7g}", math.inf
         wholes = {name.partition(".")[2]: one for name, one in self.tensors.items() if name.startswith(f"{kind}.")}
         norms = {name: _norm(whole) for name, whole in wholes.items()}
-        total = math.hypot(*norms.values())
-        names = norms.keys() | {name for told in ranks for name in told}
-        bounds = {name: self._allowed(kind, name, total) for name in names}
+        total, names = math.hypot(*norms.values()), {name for told in ranks for name in told}
+        bounds = {name: self._allowed(kind, name, total) for name in names | norms.keys()}
         worst, words, largest = 1.0, "", 0.0
         known: dict[str, list[float]] = {}
         for rank, told in enumerate(ranks):
             for name, (cuts, products) in told.items():
-                whole, size, allowed = wholes.get(name), norms.get(name, 0.0), bounds[name]
-                key = f"{name} {cuts}"
-                if key not in known:
+                whole, size, allowed = wholes.get(name), max(norms.get(name, 0.0), 1e-30), bounds[name]
+                if (key := f"{name} {cuts}") not in known:
                     known[key] = [0.0] * _COLUMNS if whole is None else signed(cut_out(whole, cuts), cuts, whole.shape)
                 off = math.dist(products, known[key]) / math.sqrt(_COLUMNS)
                 if not off <= worst * allowed:
                     worst = off / allowed if allowed else math.inf
-                    words = f"the {kind} of {name} on rank {rank}, by {off / max(size, 1e-30):.2g} of its norm"
-                    words += f" (allowed {allowed / max(size, 1e-30):.2g})"
-                elif size > _FLOOR["fp32"] * total:
+                    words = f"the {kind} of {name} on rank {rank}, by {off / size:.2g} of its norm"
+                    words += f" (allowed {allowed / size:.2g})"
+                elif allowed < _SMALL * size:
                     largest = max(largest, off / size)
-        for name in norms.keys() - {name for told in ranks for name in told}:
-            if not words and norms[name] > bounds[name]:
-                words = f"no rank has the {kind} of {name}"
-        return words, largest
+        missing = [name for name in norms.keys() - names if kind == "gradient" and norms[name] > bounds[name]]
+        return words or (f"no rank has the gradient of {missing[0]}" if missing else ""), largest
 
     def _allowed(self, kind: Kind, name: str, total: float) -> float:
         """The norm of a difference that rounding may make."""
         whole = self.tensors.get(f"{kind}.{name}")
         if whole is None:
-            return LAST_PLACE["fp32"] * total
+            return math.inf if kind == "buffer" else LAST_PLACE["fp32"] * total
         floor, noise = _FLOOR[self.precision], self.answer["noise"]
-        allowed = _TIMES * noise[kind][name] + floor * _norm(whole)
-        if kind == "gradient":
-            return allowed + LAST_PLACE["fp32"] * total
-        # Adam steps as far for an element whose gradient is nothing but rounding, in either direction.
-        grad = self.tensors[f"gradient.{name}"]
-        rounding = (_TIMES * noise["gradient"][name] + floor * _norm(grad)) / math.sqrt(max(1, grad.numel()))
-        return (
-            allowed + 2 * _norm(whole[grad.abs() <= 2 * rounding]) + 2 * LAST_PLACE["fp32"] * self.answer["sizes"][name]
-        )
+        allowed = _TIMES * noise[f"{kind}.{name}"] + floor * _norm(whole)
+        if kind == "update":
+            # Adam steps as far for an element whose gradient is nothing but rounding, in either direction.
+            grad = self.tensors[f"gradient.{name}"]
+            rounding = (_TIMES * noise[f"gradient.{name}"] + floor * _norm(grad)) / math.sqrt(max(1, grad.numel()))
+            allowed += 2 * _norm(whole[grad.abs() <= 2 * rounding])
+            return allowed + 2 * LAST_PLACE["fp32"] * self.answer["sizes"][name]
+        return allowed + LAST_PLACE["fp32"] * total
 
 
 def signed(values: Tensor, cuts: Piece, shape: Sequence[int]) -> list[float]:
@@ -154,14 +143,12 @@ def _signs(dim: int, size: int) -> Tensor:
     return (torch.randint(2, (size, _COLUMNS), generator=generator) * 2 - 1).double()
 
 
-def _real(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name: real(tensor) for name, tensor in tensors.items()}
-
-
-def _updates(one: Witness) -> dict[str, Tensor]:
-    """By how much the first update has moved each parameter that has a gradient."""
+def _computed(one: Witness) -> dict[str, Tensor]:
+    """By kind and name: gradients, by how much the update has moved what has one, and buffers after it."""
     before, after = one.values[START], one.values[FIRST]
-    return {name: real(after[name]).double() - real(before[name]).double() for name in one.reduced[0]}
+    found = {f"gradient.{name}": real(grad) for name, grad in one.reduced[0].items()}
+    found |= {f"update.{name}": real(after[name]).double() - real(before[name]).double() for name in one.reduced[0]}
+    return found | {f"buffer.{name}": real(tensor).double() for name, tensor in one.buffers[FIRST].items()}
 
 
 def _norm(tensor: Tensor) -> float:
