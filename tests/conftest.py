@@ -20,7 +20,6 @@ import torch
 
 import phalanx as px
 from forked import get_over_with
-from phalanx.hardware import proven
 from phalanx.launch.host_network import lacking
 from suite_minutes import SuiteMinutes
 
@@ -33,13 +32,6 @@ torch.set_num_threads(1)  # workers are forked: a parallel region here would lea
 @pytest.fixture(autouse=True)
 def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(proven, "_folder", lambda: tmp_path / "proofs")  # none of the user's, and none among them
-
-
-@pytest.fixture(autouse=True)
-def _tests_on_devices_are_the_proof(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    if "gpu" in request.keywords:
-        monkeypatch.setattr(proven, "ships_proven", lambda kind: True)
 
 
 @pytest.fixture(autouse=True)

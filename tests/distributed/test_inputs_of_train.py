@@ -232,11 +232,12 @@ ELSEWHERE = {
     *("job", "plan", "folder", "resume", "from_step", "forecast", "checkpoint", "keep_every", "mirror", "grace"),
     "restarts",
     *("on_nonfinite", "spike", "on_spike", "timeout", "drift", "drift_every", "devices", "grow_after", "asked_plan"),
-    "unproven",
+    "check",
 }
 """Where the job is and the run lies. What a resume does, what a forecast refuses, which checkpoints stay or are copied,
 and what becomes of a run that is asked to stop, loses a worker, waits for one, or meets numbers or replicas that went
-wrong, or whose number of devices changes, have tests of their own; so has what is unproven (test_stand_in_device)."""
+wrong, or whose number of devices changes, have tests of their own; so has
+the check of the first step (test_stand_in_device)."""
 
 
 def test_every_field_of_a_run_is_looked_at() -> None:
@@ -320,7 +321,7 @@ OPTIONS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
 SETS = {
     "train": {
         *("--set", "--anyway", "--launcher", "--from", "--checkpoint", "--keep-every", "--mirror", "--grace"),
-        *("--restarts", "--unproven"),
+        *("--restarts", "--check"),
         *("--on-nonfinite", "--spike", "--on-spike", "--timeout", "--drift", "--drift-every", "--grow-after"),
     },
     "prove": {"--set"},

@@ -1,4 +1,4 @@
-"""Faults of Keras jobs, and of what a run says of its memory, metrics, values, copies and proofs."""
+"""Faults of Keras jobs, and of what a run says of its memory, metrics, values and copies."""
 
 from __future__ import annotations
 
@@ -49,13 +49,6 @@ KERAS = (
         "self._seeds.plant(number * self._batch)",
         "self._seeds.plant(int(part[0]))",
         (f"test {PLANS} batch_draws",),
-    ),
-    Mutation(
-        "proofs: that of replicas does not stand for one device alone",
-        "hardware/proven.py",
-        '_REPLICAS = {"dp", "fsdp",',
-        '_REPLICAS = {"fsdp",',
-        ("test distributed/test_stand_in_device.py whatever",),
     ),
     Mutation(
         "metrics: rows are joined in the order of ranks",

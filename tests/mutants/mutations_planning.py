@@ -6,7 +6,7 @@ from mutation import Mutation
 
 MEMORY, NETWORK, UNCERTAINTY = "forecast/memory.py", "forecast/network.py", "forecast/uncertainty.py"
 SEARCH, SCALE, RANK = "planner/search.py", "planner/scale.py", "planner/rank.py"
-CATALOG, CLUSTER, PROVEN = "hardware/catalog.py", "hardware/cluster_text.py", "hardware/proven.py"
+CATALOG, CLUSTER = "hardware/catalog.py", "hardware/cluster_text.py"
 COMPARE, JUDGE, EVIDENCE = "verify/compare.py", "verify/judge.py", "verify/evidence.py"
 JUDGING = "test parity/test_judging.py one_change"
 
@@ -159,27 +159,6 @@ PLANNING = (
         ("test unit/test_cli_planner.py test_text",),
     ),
     Mutation(
-        "a stored proof: one of another torch stands for this one",
-        PROVEN,
-        'if isinstance(found, dict) and found.get("of") == asdict(ground) else None',
-        "if isinstance(found, dict) else None",
-        ("test unit/test_proven.py another_ground",),
-    ),
-    Mutation(
-        "a stored proof: zero stages are one technique",
-        PROVEN,
-        '(key != "zero" and value.replace(".", "", 1).isdecimal())',
-        'value.replace(".", "", 1).isdecimal()',
-        ("test unit/test_proven.py techniques",),
-    ),
-    Mutation(
-        "a shipped proof: the version of torch is not looked at",
-        PROVEN,
-        ' and minor in row["torch"] for row',
-        " for row",
-        ("test unit/test_proven.py torch",),
-    ),
-    Mutation(
         "a proof: a difference that is no number passes",
         COMPARE,
         "return not self.relative <= self.allowed",
@@ -276,20 +255,6 @@ PLANNING = (
         '    first, when = "" if off <= allowed else words, f"in step {step}"',
         '    first, when = "" if off <= max(allowed, 1.0) else words, f"in step {step}"',
         (JUDGING,),
-    ),
-    Mutation(
-        "a first proof: one of two steps stands for the plan",
-        "preflight/first_proof.py",
-        "if proof.equal and proof.steps >= STEPS and not",
-        "if proof.equal and not",
-        ("test recommended/test_planning.py kept",),
-    ),
-    Mutation(
-        "a first proof: one that failed is stored",
-        "preflight/first_proof.py",
-        "if proof.equal and proof.steps >= STEPS and not",
-        "if proof.steps >= STEPS and not",
-        ("test recommended/test_planning.py kept",),
     ),
     Mutation(
         "a plan that nobody gave: more replicas than samples",

@@ -6,6 +6,7 @@ from mutation import Mutation
 
 TOKENS, SCHEDULERS, PHASES = "data/token_batches.py", "train/torch_scheduler.py", "train/phased_step.py"
 COORDINATOR, MODEL, LOOP = "train/parameter_server/coordinator.py", "train/trained_model.py", "train/own_step.py"
+FIRST_STEP = "witness/first_step.py"
 
 RUNS = (
     Mutation(
@@ -230,5 +231,33 @@ RUNS = (
         "stream.reconfigure(line_buffering=True, write_through=False)",
         "stream.reconfigure(line_buffering=True)",
         ("test distributed/test_torchrun.py printed_line",),
+    ),
+    Mutation(
+        "the first step: ranks but the first are not looked at",
+        FIRST_STEP,
+        "for rank, told in enumerate(ranks):",
+        "for rank, told in enumerate(ranks[:1]):",
+        ("test unit/test_tolerances.py every_rank",),
+    ),
+    Mutation(
+        "the first step: a gradient that is not a number passes",
+        FIRST_STEP,
+        "if not off <= worst * allowed:",
+        "if off > worst * allowed:",
+        ("test unit/test_tolerances.py every_rank",),
+    ),
+    Mutation(
+        "the first step: what no rank has passes",
+        FIRST_STEP,
+        "if not words and norms[name] > bounds[name]:",
+        "if words and norms[name] > bounds[name]:",
+        ("test unit/test_tolerances.py every_rank",),
+    ),
+    Mutation(
+        "the first step: a run goes on after a difference",
+        "launch/first_step.py",
+        """if said["differs"] and not self._scene.notes:""",
+        """if said["differs"] and self._scene.notes:""",
+        ("test distributed/test_stand_in_device.py stops",),
     ),
 )

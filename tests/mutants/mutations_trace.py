@@ -5,7 +5,7 @@ from __future__ import annotations
 from mutation import Mutation
 
 STAGES, ORDERS, SCHEDULE = "placement/stages.py", "data/own_orders.py", "config/schedule.py"
-SUMMARY, PROVEN = "report/summary.py", "hardware/proven.py"
+SUMMARY = "report/summary.py"
 
 TRACE = (
     Mutation(
@@ -84,20 +84,6 @@ TRACE = (
         "return np.concatenate([batches[generator.permutation(len(batches))].ravel(), shuffled[whole:]])",
         "return batches[generator.permutation(len(batches))].ravel()",
         ("test unit/test_own_sampler.py each_sample_once",),
-    ),
-    Mutation(
-        "a stored proof of another plan is taken for this one's",
-        PROVEN,
-        'found.get("of") == asdict(ground)',
-        '"of" in found',
-        ("test unit/test_proven.py another_ground",),
-    ),
-    Mutation(
-        "techniques of a plan: stages of ZeRO are one",
-        PROVEN,
-        '(key != "zero" and value.replace(".", "", 1).isdecimal())',
-        'value.replace(".", "", 1).isdecimal()',
-        ("test unit/test_proven.py without_their_sizes",),
     ),
     Mutation(
         "the network of a host: ports without a link count",

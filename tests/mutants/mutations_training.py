@@ -60,7 +60,7 @@ TRAINING = (
     Mutation(
         "clipping by value leaves what is below the limit",
         CLIPPING,
-        "        torch._foreach_clamp_min_(found, -limit)  # pyrefly: ignore\n",
+        "        torch._foreach_clamp_min_(found, -limit)\n",
         "",
         ("test distributed/test_groups_and_schedules.py clips",),
     ),

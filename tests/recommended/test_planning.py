@@ -27,7 +27,7 @@ from phalanx.planner import Question
 from phalanx.planner.rank import _first
 from phalanx.planner.scale import scale
 from phalanx.planner.search import search, space
-from phalanx.preflight import first_proof, plan_choice
+from phalanx.preflight import plan_choice
 from phalanx.verify import OneDevice
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "unit"))
@@ -71,17 +71,6 @@ def test_plain_replicas_are_as_many_as_samples_and_accelerators_allow(monkeypatc
     for count, batch, replicas in ((8, 64, 8), (8, 3, 3), (0, 64, 1)):
         monkeypatch.setattr(plan_choice, "accelerator_count", lambda count=count: count)
         assert plan_choice.plain_replicas(batch) == Plan(dp=replicas)
-
-
-def test_a_proof_is_kept_where_it_is_equal_and_long_enough(monkeypatch: pytest.MonkeyPatch) -> None:
-    kept: list[Any] = []
-    monkeypatch.setattr(first_proof, "_keep", lambda job, proof, ground: kept.append((proof.equal, proof.steps)))
-    for shipped, equal, steps in ((False, True, 3), (False, True, 2), (False, False, 3), (True, True, 3)):
-        monkeypatch.setattr(first_proof, "ships_proven", lambda kind, shipped=shipped: shipped)
-        proof: Any = SimpleNamespace(plan=Plan(dp=2, device="cpu"), equal=equal, steps=steps)
-        job: Any = None
-        first_proof.remember_proof(job, proof)
-    assert kept == [(True, 3)]
 
 
 STORED = json.loads(RESULTS.read_text())["settings"]

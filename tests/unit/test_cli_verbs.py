@@ -297,7 +297,7 @@ class TestSettings:
             "drift": "warn",
             "drift_every": 6,
             "forecast": "anyway",
-            "unproven": True,
+            "check": "off",
             "snapshot_every": 2,
             "devices": "1:2",
             "grow_after": "9m",

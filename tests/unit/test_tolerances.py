@@ -1,136 +1,29 @@
-"""What is proven where, and how far rounding may move a parameter, a moment or a running mean in a proof."""
+"""How far rounding may move what a proof compares, and what the first step of a run is held against."""
 
 from __future__ import annotations
 
-import json
-import re
 from collections import OrderedDict
-from dataclasses import asdict, replace
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+import phalanx as px
 from in_one_test import in_one_test
 from phalanx.config import Plan, RunSpec
-from phalanx.errors import RefusedError
-from phalanx.hardware import proven
-from phalanx.hardware.proven import Ground, shipped, ships_proven, store, stored, techniques
-from phalanx.launch.proof_asked import refuse_unproven
+from phalanx.launch.first_step import why_unchecked
 from phalanx.verify.compare import FirstGradient, Tolerance, parameters
 from phalanx.verify.evidence import first_gradients
 from phalanx.verify.judge import Pair, judged
 from phalanx.verify.record import END, FIRST, START, RunRecord, StepRecord
 from phalanx.verify.wandering import fed_by, wandering_means
+from phalanx.witness.first_step import FirstStepOfOne, signed, take_first_step
 
 pytestmark = pytest.mark.quick
-ROOT = Path(__file__).resolve().parents[2]
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    """Where a test's proofs stand."""
-    return tmp_path / "proofs"
-
-
-def ground(words: str = "dp", **how: str) -> Ground:
-    given = {"kind": "cuda", "name": "NVIDIA H100", "backend": "nccl", "torch": "2.13.0+cu130", "phalanx": "0.1.0"}
-    return Ground(**{**given, **how}, techniques=words)
-
-
-@in_one_test(
-    ("plan", "words"),
-    [
-        ("single", "single"),
-        ("dp=2", "dp"),
-        ("fsdp=4 zero=2", "fsdp zero=2"),
-        ("dp=2 tp=2 sequence=true", "dp tp sequence=true"),
-        ("pp=2 micro=4 schedule=gpipe", "pp schedule=gpipe micro"),
-        ("pp=2 split=layers.1", "pp split"),
-        ("cp=2 attention=alltoall", "cp attention=alltoall"),
-        ("dp=2 shares=auto", "dp shares"),
-        ("dp=2 compress=powersgd:4", "dp compress=powersgd"),
-        ("dp=2 sync=diloco every=10 outer_lr=0.5", "dp sync=diloco every outer_lr"),
-        ("dp=2 server=1 staleness=4", "dp server staleness"),
-        ("precision=bf16 compile=true", "precision=bf16 compile=true"),
-    ],
-)
-def test_techniques_are_the_keys_without_their_sizes(plan: str, words: str) -> None:
-    assert sorted(techniques(Plan.parse(plan)).split()) == sorted(words.split())
-
-
-def test_no_version_of_torch_is_claimed_but_those_the_suite_runs() -> None:
-    pinned = re.search(r"^torch==(\d+\.\d+)\.", (ROOT / "constraints.txt").read_text(), flags=re.MULTILINE)
-    assert pinned
-    for row in shipped():
-        assert row["torch"] == [pinned[1]]
-        assert (ROOT / "docs" / "reference" / row["shown"]).is_file()
-    assert ships_proven("cpu", f"{pinned[1]}.7+cpu")
-    assert not ships_proven("cpu", f"{pinned[1]}1.0")
-    assert not ships_proven("cuda", f"{pinned[1]}.0")
-
-
-def test_a_stored_proof_is_of_its_ground_alone(folder: Path) -> None:
-    assert store(ground(), {"plan": "dp=2"}) == ""
-    found = stored(ground())
-    assert found is not None
-    assert found["plan"] == "dp=2"
-    other = {"kind": "xpu", "name": "NVIDIA H200", "backend": "gloo", "torch": "2.13.1+cu130", "phalanx": "0.2.0"}
-    for name, value in other.items():
-        assert stored(replace(ground(), **{name: value})) is None, name
-    for words in ("dp tp", "tp", "dp precision=bf16", "fsdp"):
-        assert stored(ground(words)) is None, words
-
-
-@pytest.mark.parametrize(
-    ("words", "alone"),
-    [("dp", "single"), ("dp tp", "tp"), ("fsdp zero=1 precision=bf16", "precision=bf16"), ("dp fsdp", "single")],
-)
-def test_replicas_of_something_show_it_alone(folder: Path, words: str, alone: str) -> None:
-    store(ground(words), {})
-    assert stored(ground(alone)) is not None
-
-
-@in_one_test(
-    "damage",
-    [
-        b"",
-        b"{",
-        b"\xff\xfe",
-        b'{"of": {"kind": "cuda"}}',
-        b'{"of": 1, "of": 2}',
-        b"[" * 10_000,
-    ],
-)
-def test_a_damaged_proof_is_none(folder: Path, damage: bytes) -> None:
-    store(ground(), {})
-    for path in folder.iterdir():
-        path.write_bytes(damage)
-    assert stored(ground()) is None
-    assert store(ground(), {}) == ""
-    assert stored(ground()) is not None
-
-
-def test_a_proof_of_another_ground_under_its_name_is_none(folder: Path) -> None:
-    store(ground(), {})
-    for path in folder.iterdir():
-        path.write_text(json.dumps({"of": asdict(ground("tp"))}))
-    assert stored(ground()) is None
-
-
-def test_a_worker_refuses_what_nothing_has_proven_there(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = RunSpec(job="a.py", plan=Plan(dp=4), folder=Path("run"))
-    assert refuse_unproven(run, 4) == ""
-    monkeypatch.setattr(proven, "torch_version", lambda: "9.1.0")
-    with pytest.raises(RefusedError, match=r"dp=4 on cpu .* torch 9\.1\.0, where dp was never proven") as refused:
-        refuse_unproven(run, 4)
-    assert "unproven=True" in str(refused.value)
-    assert refuse_unproven(replace(run, unproven=True), 4).startswith("not proven: dp on cpu")
-    store(Ground.of(Plan(dp=2), "cpu"), {})
-    assert refuse_unproven(run, 4) == ""
-
-
 LR, EPS = 1e-3, 1e-8
 TOLERANCE = Tolerance(loss=1e-5, gradient=1e-5, scale=1e-5, noise=1e-5, parameter=1e-4)
 
@@ -279,3 +172,68 @@ def test_only_the_bias_right_before_it_feeds_a_batch_norm() -> None:
         )
     )
     assert fed_by(module) == {"after.running_mean": ["conv.bias", 0.3]}
+
+
+@in_one_test(
+    ("plan", "why"),
+    [
+        ("dp=2", ""),
+        ("micro=2 precision=bf16", ""),
+        ("device=cpu precision=bf16", "one device"),
+        ("dp=2 server=1", "no step"),
+        ("dp=2 sync=local every=2", "no step"),
+        ("dp=2 compress=int8", "no step"),
+        ("dp=2 precision=tf32", "plain loop"),
+    ],
+)
+def test_which_plans_have_a_first_step_to_compare(plan: str, why: str) -> None:
+    job: Any = SimpleNamespace(phases=())
+    run = RunSpec(job="job.py", plan=Plan.parse(plan), folder=Path("run"))
+    assert why in (found := why_unchecked(job, run))
+    assert bool(found) == bool(why)
+
+
+def job_with(model: Callable[[], nn.Module]) -> px.Job:
+    columns = {"x": torch.randn(16, 6, generator=torch.Generator().manual_seed(0)), "y": torch.arange(16) % 4}
+    return px.Job(
+        model=model,
+        data=lambda: px.Table(**columns),
+        inputs=lambda batch: batch["x"],
+        loss=lambda output, batch: px.cross_entropy(output, batch["y"]),
+        optimizer=lambda params: torch.optim.AdamW(params, lr=LR),
+        batch=16,
+        steps=1,
+    )
+
+
+def test_of_a_model_that_draws_there_is_no_first_step(tmp_path: Path) -> None:
+    job = job_with(lambda: nn.Sequential(nn.Linear(6, 4), nn.Dropout(0.5)))
+    assert "dropout" in take_first_step(job, "fp32", torch.device("cpu"), tmp_path / "file")["without"]
+
+
+@in_one_test(
+    ("by", "says"),
+    [
+        (0.0, ""),
+        (5e-6, ""),
+        (1e-3, "of weight on rank 1, by 0.000"),
+        (float("nan"), "of weight on rank 1, by nan of its norm"),
+        (None, "no rank has the {} of weight"),
+    ],
+)
+def test_the_first_step_is_compared_on_every_rank(by: float | None, says: str, tmp_path: Path) -> None:
+    """Of two ranks with two rows of the weight each; ``by``: how far off the second is, relatively; none: without."""
+    file = tmp_path / "file"
+    answer = take_first_step(job_with(lambda: nn.Linear(6, 4)), "fp32", torch.device("cpu"), file)
+    one = FirstStepOfOne.read(answer, file, "fp32")
+    for kind in ("gradient", "update"):
+        weight, bias = (one.tensors[f"{kind}.{name}"] for name in ("weight", "bias"))
+        ranks: list[dict[str, Any]] = [{"bias": [(), signed(bias, (), bias.shape)]} for _ in range(2)]
+        for rank in range(2) if by is not None else ():
+            cuts, part = ((0, ((2 * rank, 2 * rank + 2),)),), weight[2 * rank : 2 * rank + 2] * (1 + rank * (by or 0))
+            ranks[rank]["weight"] = [cuts, signed(part, cuts, weight.shape)]
+        words, largest = one.judged(kind, answer["loss"], ranks)
+        assert says.format(kind) in words
+        assert bool(words) == bool(says)
+        assert largest < 1e-5
+        assert "its loss is" in one.judged(kind, answer["loss"] * 1.001, ranks)[0]
