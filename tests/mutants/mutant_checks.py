@@ -79,7 +79,7 @@ def _again(job: str, plan: str, folder: Path) -> str:
 def _unlike(run: object, job: str) -> str:
     """What of a run is not as the plain loop has it."""
     from phalanx.api import Run
-    from phalanx.witness import Witness
+    from phalanx.witness.plain_loop import Witness
 
     assert isinstance(run, Run)
     plain = Witness.of(JOBS[job](), STEPS)

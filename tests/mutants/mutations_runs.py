@@ -6,7 +6,7 @@ from mutation import Mutation
 
 TOKENS, SCHEDULERS, PHASES = "data/token_batches.py", "train/torch_scheduler.py", "train/phased_step.py"
 COORDINATOR, MODEL, LOOP = "train/parameter_server/coordinator.py", "train/trained_model.py", "train/own_step.py"
-FIRST_STEP = "witness/first_step.py"
+FIRST_STEP = "witness/reference_step.py"
 
 RUNS = (
     Mutation(

@@ -22,7 +22,7 @@ from torch import nn
 import phalanx as px
 from longer import longer
 from phalanx.data import GlobalBatchSampler, read_ledger
-from phalanx.witness import Witness, why_not
+from phalanx.witness.plain_loop import Witness, why_not
 from phalanx.witness.samples import GlobalBatches, KeyedOrder
 
 SOURCE = Path(px.__file__).parent

@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.data import TensorDataset, random_split
 
 import phalanx as px
-from phalanx.witness import Witness
+from phalanx.witness.plain_loop import Witness
 
 
 def parts() -> tuple[object, ...]:

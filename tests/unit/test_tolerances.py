@@ -21,7 +21,7 @@ from phalanx.verify.evidence import first_gradients
 from phalanx.verify.judge import Pair, judged
 from phalanx.verify.record import END, FIRST, START, RunRecord, StepRecord
 from phalanx.verify.wandering import fed_by, wandering_means
-from phalanx.witness.first_step import FirstStepOfOne, signed, take_first_step
+from phalanx.witness.reference_step import FirstStepOfOne, signed, take_first_step
 
 pytestmark = pytest.mark.quick
 LR, EPS = 1e-3, 1e-8

@@ -1,6 +1,6 @@
 """Compares the first step of a run with one device: the loss, the gradients before clipping, the first update.
 
-Rank 0 starts a process beside it that takes the same step in a plain PyTorch loop, ``phalanx.witness.first_step``.
+Rank 0 starts a process beside it that takes the same step in a plain PyTorch loop, ``phalanx.witness.reference_step``.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from phalanx.train.metrics import Metrics, Totals
 from phalanx.train.observer import Observer, Scene
 from phalanx.train.split_causes import LARGEST
 from phalanx.witness.dropout_off import dropout_off
-from phalanx.witness.first_step import LAST_PLACE, FirstStepOfOne, Kind, real, signed
 from phalanx.witness.pieces import Piece, piece_of
+from phalanx.witness.reference_step import LAST_PLACE, FirstStepOfOne, Kind, real, signed
 
 PATIENCE = 10.0
 """Seconds that rank 0 waits, at the end of its own first step, for that of one device."""
@@ -45,7 +45,7 @@ def first_step_checked(job: Job, run: RunSpec, place: Place, found: Findings) ->
     if why_unchecked(job, run):
         yield Observer()
         return
-    checked = FirstStep(job, run, place.rank, found.causes)
+    checked = FirstStepCheck(job, run, place.rank, found.causes)
     if place.rank:
         yield checked
     elif found.size is None or found.size > LARGEST:
@@ -53,7 +53,7 @@ def first_step_checked(job: Job, run: RunSpec, place: Place, found: Findings) ->
         yield checked
     else:
         with tempfile.TemporaryDirectory(prefix="phalanx-first-step-") as folder:
-            checked.reference = _Reference(job, run, place, Path(folder))
+            checked.reference = _ReferenceProcess(job, run, place, Path(folder))
             try:
                 yield checked
             finally:
@@ -67,8 +67,8 @@ def why_unchecked(job: Job, run: RunSpec) -> str:
         return "the run was told so"
     if replace(plan, device="auto", precision="fp32") == Plan():
         return "the plan is one device"
-    if plan.server or plan.sync != "each" or plan.compress != "none":
-        return "no step of the plan is one device's"
+    if not plan.exact:
+        return f"no step of the plan is one device's: {plan.bound}"
     if job.phases:
         return "the job has phases"
     if plan.compile:
@@ -79,28 +79,28 @@ def why_unchecked(job: Job, run: RunSpec) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class _Part:
+class _Held:
     """What a rank holds of a tensor: which piece of the whole, and its products with random signs."""
 
     piece: Piece
     products: list[float]
 
-    def since(self, before: _Part) -> _Part:
+    def since(self, before: _Held) -> _Held:
         """By how much it has changed."""
-        return _Part(self.piece, [a - b for a, b in zip(self.products, before.products, strict=True)])
+        return _Held(self.piece, [a - b for a, b in zip(self.products, before.products, strict=True)])
 
 
 @final
-class FirstStep(Observer):
+class FirstStepCheck(Observer):
     """Compares the first step of a run, on each rank of it; ``finding`` is what there is to say."""
 
     def __init__(self, job: Job, run: RunSpec, rank: int, causes: Sequence[str]) -> None:
         """``causes``: known ones of a difference."""
-        self.reference: _Reference | None = None
+        self.reference: _ReferenceProcess | None = None
         self.without = ""
         self._job, self._run, self._rank, self._causes = job, run, rank, causes
         self._scene: Scene | None = None
-        self._start: dict[str, _Part] = {}
+        self._start: dict[str, _Held] = {}
         self._seconds = self._largest = 0.0
         self._off = ExitStack()
 
@@ -127,7 +127,7 @@ class FirstStep(Observer):
             self._compare("buffer", metrics.loss, buffers)
         self._end()
 
-    def _compare(self, kind: Kind, loss: float, parts: Mapping[str, _Part]) -> None:
+    def _compare(self, kind: Kind, loss: float, parts: Mapping[str, _Held]) -> None:
         """Have rank 0 judge what all have. Collective; ends the comparison where it cannot be made."""
         if self._scene is None:  # what came before could not be compared
             return
@@ -183,14 +183,14 @@ def _without_dropout(scene: Scene) -> Generator[None]:
 def _error(run: RunSpec, message: str) -> RunError:
     error = RunError(
         f"the {message}\n"
-        f'    try: phalanx prove {run.job} --plan "{run.plan}" to find the cause; --check off trains all the same'
+        f'    try: phalanx prove {run.job} --plan "{run.plan}" to find the cause; check="off" trains all the same'
     )
     error.everywhere = True
     return error
 
 
 @final
-class _Reference:
+class _ReferenceProcess:
     """The first step of a job on one device, taken in a process beside rank 0."""
 
     def __init__(self, job: Job, run: RunSpec, place: Place, folder: Path) -> None:
@@ -200,7 +200,7 @@ class _Reference:
         self._result: FirstStepOfOne | None = None
 
     def _work(self, job: Job, plan: Plan, place: Place, send: Send) -> None:
-        from phalanx.witness.first_step import take_first_step
+        from phalanx.witness.reference_step import take_first_step
 
         try:
             device = device_for(place, device_kind(plan, devices_here(plan, place)))
@@ -224,12 +224,12 @@ class _Reference:
         self._process.close()
 
 
-def _parts(scene: Scene, tensors: Mapping[str, Tensor]) -> dict[str, _Part]:
-    found: dict[str, _Part] = {}
+def _parts(scene: Scene, tensors: Mapping[str, Tensor]) -> dict[str, _Held]:
+    found: dict[str, _Held] = {}
     for name, tensor in tensors.items():
         holding, values = scene.slices.get(name), real(local(tensor))
         if values.numel():
             piece, whole = piece_of(tensor, holding), holding.shape if holding is not None else tensor.shape
             shape = (*whole, *values.shape[len(whole) :])
-            found[name] = _Part(piece, signed(values, piece, shape))
+            found[name] = _Held(piece, signed(values, piece, shape))
     return found

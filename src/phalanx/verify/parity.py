@@ -25,7 +25,8 @@ from phalanx.verify.module_trace import traceable
 from phalanx.verify.record import RunRecord
 from phalanx.verify.references import ModelFacts, ReferenceRun, facts_of
 from phalanx.verify.wandering import in_words
-from phalanx.witness import OwnLoop, why_not
+from phalanx.witness.own_loop import OwnLoop
+from phalanx.witness.plain_loop import why_not
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)

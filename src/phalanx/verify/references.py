@@ -24,8 +24,9 @@ from phalanx.verify.capture import Watch, proven
 from phalanx.verify.dropout import off_by_sample
 from phalanx.verify.record import RunRecord, StepRecord
 from phalanx.verify.wandering import fed_by
-from phalanx.witness import OwnLoop, Witness
 from phalanx.witness.dropout_off import dropout_off
+from phalanx.witness.own_loop import OwnLoop
+from phalanx.witness.plain_loop import Witness
 
 _MOMENTS = ("values", "buffers", "reduced", "used")
 

@@ -2,8 +2,3 @@
 
 Nothing in this folder imports what a proof judges: of Phalanx only what people write (``phalanx.config``) and errors.
 """
-
-from phalanx.witness.own_loop import OwnLoop
-from phalanx.witness.plain_loop import Witness, why_not
-
-__all__ = ["OwnLoop", "Witness", "why_not"]

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Literal, final
+from typing import TYPE_CHECKING, Any, Literal, final
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -21,9 +21,10 @@ from torch import Tensor
 
 from phalanx.config import Job
 from phalanx.witness.dropout_off import dropout_off, no_rates
-from phalanx.witness.magnitudes import dense
 from phalanx.witness.pieces import Piece, cut_out
-from phalanx.witness.plain_loop import FIRST, START, Witness, why_not
+
+if TYPE_CHECKING:
+    from phalanx.witness.plain_loop import Witness
 
 Kind = Literal["gradient", "update", "buffer"]
 LAST_PLACE = {"fp32": 2.0**-23, "bf16": 2.0**-8, "fp16": 2.0**-11}
@@ -31,7 +32,8 @@ LAST_PLACE = {"fp32": 2.0**-23, "bf16": 2.0**-8, "fp16": 2.0**-11}
 _FLOOR = {"fp32": 1e-5, "bf16": 2.0**-6, "fp16": 2.0**-9}
 """Of a tensor's norm: what may differ where changed weights move nothing."""
 _DRAWS = 2
-_TIMES = 8  # the largest noise of so many draws
+_TIMES = {"fp32": 8, "bf16": 32, "fp16": 32}
+"""The largest noise of so many draws. FSDP computes normalisation in half precision, too, where autocast does not."""
 _COLUMNS = 8  # of random signs
 _SMALL = 0.1  # of a tensor's norm: what may differ more is nothing but rounding, and says nothing
 
@@ -41,6 +43,8 @@ def take_first_step(job: Job, precision: str, device: torch.device, file: Path) 
 
     It seeds the global generators, and so belongs into a process of its own.
     """
+    from phalanx.witness.plain_loop import Witness, why_not  # of no use to the process that judges
+
     if reason := why_not(job):
         return {"without": reason}
     job = replace(job, model=no_rates(job.model))
@@ -56,7 +60,7 @@ def take_first_step(job: Job, precision: str, device: torch.device, file: Path) 
     noise = {name: max(_norm(_computed(other)[name] - value) for other in others) for name, value in mine.items()}
     off = max(abs(other.losses[0] - one.losses[0]) for other in others)
     save_file({name: tensor.contiguous() for name, tensor in mine.items()}, file)
-    sizes = {name: _norm(value) for name, value in one.values[START].items()}
+    sizes = {name: _norm(value) for name, value in one.values["start"].items()}
     return {"loss": one.losses[0], "off": off, "noise": noise, "sizes": sizes}
 
 
@@ -79,7 +83,7 @@ class FirstStepOfOne:
         ``ranks``: of each rank, name → its part of the tensor, and ``signed`` of that part.
         """
         here = self.answer["loss"]
-        if not abs(loss - here) <= _TIMES * self.answer["off"] + _FLOOR[self.precision] * abs(here):
+        if not abs(loss - here) <= _TIMES[self.precision] * self.answer["off"] + _FLOOR[self.precision] * abs(here):
             return f"its loss is {loss:.7g}, that of one device {here:.7g}", math.inf
         wholes = {name.partition(".")[2]: one for name, one in self.tensors.items() if name.startswith(f"{kind}.")}
         norms = {name: _norm(whole) for name, whole in wholes.items()}
@@ -107,12 +111,12 @@ class FirstStepOfOne:
         whole = self.tensors.get(f"{kind}.{name}")
         if whole is None:
             return math.inf if kind == "buffer" else LAST_PLACE["fp32"] * total
-        floor, noise = _FLOOR[self.precision], self.answer["noise"]
-        allowed = _TIMES * noise[f"{kind}.{name}"] + floor * _norm(whole)
+        floor, times, noise = _FLOOR[self.precision], _TIMES[self.precision], self.answer["noise"]
+        allowed = times * noise[f"{kind}.{name}"] + floor * _norm(whole)
         if kind == "update":
             # Adam steps as far for an element whose gradient is nothing but rounding, in either direction.
             grad = self.tensors[f"gradient.{name}"]
-            rounding = (_TIMES * noise[f"gradient.{name}"] + floor * _norm(grad)) / math.sqrt(max(1, grad.numel()))
+            rounding = (times * noise[f"gradient.{name}"] + floor * _norm(grad)) / math.sqrt(max(1, grad.numel()))
             allowed += 2 * _norm(whole[grad.abs() <= 2 * rounding])
             return allowed + 2 * LAST_PLACE["fp32"] * self.answer["sizes"][name]
         return allowed + LAST_PLACE["fp32"] * total
@@ -133,7 +137,7 @@ def signed(values: Tensor, cuts: Piece, shape: Sequence[int]) -> list[float]:
 
 def real(tensor: Tensor) -> Tensor:
     """On the host, dense; a complex number as two."""
-    tensor = dense(tensor.detach())
+    tensor = tensor.detach().to_dense() if tensor.is_sparse else tensor.detach()
     return (torch.view_as_real(tensor) if tensor.is_complex() else tensor).cpu()
 
 
@@ -145,10 +149,10 @@ def _signs(dim: int, size: int) -> Tensor:
 
 def _computed(one: Witness) -> dict[str, Tensor]:
     """By kind and name: gradients, by how much the update has moved what has one, and buffers after it."""
-    before, after = one.values[START], one.values[FIRST]
+    before, after = one.values["start"], one.values["first"]
     found = {f"gradient.{name}": real(grad) for name, grad in one.reduced[0].items()}
     found |= {f"update.{name}": real(after[name]).double() - real(before[name]).double() for name in one.reduced[0]}
-    return found | {f"buffer.{name}": real(tensor).double() for name, tensor in one.buffers[FIRST].items()}
+    return found | {f"buffer.{name}": real(tensor).double() for name, tensor in one.buffers["first"].items()}
 
 
 def _norm(tensor: Tensor) -> float:
