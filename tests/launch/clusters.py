@@ -39,8 +39,8 @@ SlurmdLogFile={folder}/slurmd-%n.log
 ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
 SlurmdParameters=config_overrides
-SchedulerType=sched/{scheduler}
-SchedulerParameters=sched_interval=1,batch_sched_delay=0,bf_interval=1
+SchedulerType=sched/builtin
+SchedulerParameters=sched_interval=1,batch_sched_delay=0
 SelectType=select/cons_tres
 SelectTypeParameters=CR_CPU
 GresTypes=gpu
@@ -127,18 +127,14 @@ class Cluster:
 
 
 @contextmanager
-def slurm_cluster(*, remembered: int = 300, scheduler: str = "builtin") -> Iterator[Cluster]:
-    """Within, a cluster is up.
-
-    ``remembered``: seconds for which it knows of a job that has ended, 2 or more. ``scheduler``: jobs of several kinds
-    of nodes need ``backfill``, which is slower to begin others.
-    """
+def slurm_cluster(*, remembered: int = 300) -> Iterator[Cluster]:
+    """Within, a cluster is up, which knows of a job that has ended for ``remembered`` seconds, 2 or more."""
     folder = Path(tempfile.mkdtemp(prefix="phalanx-slurm-"))
     before = dict(os.environ)
     os.environ["SLURM_CONF"] = str(folder / "slurm.conf")
     cluster = Cluster(folder)
     try:
-        _start(folder, remembered, scheduler)
+        _start(folder, remembered)
         for node in ("n1", "n2", "n3"):
             cluster.start_node(node)
         asked = ("sinfo", "--noheader", "--partition=three", "--format=%t %D")
@@ -150,7 +146,7 @@ def slurm_cluster(*, remembered: int = 300, scheduler: str = "builtin") -> Itera
         os.environ.update(before)
 
 
-def _start(folder: Path, remembered: int, scheduler: str) -> None:
+def _start(folder: Path, remembered: int) -> None:
     munge = folder / "munge"
     for path in (munge, folder / "state"):
         path.mkdir(mode=0o700)
@@ -159,7 +155,7 @@ def _start(folder: Path, remembered: int, scheduler: str) -> None:
     ports = free_ports(4)
     first = 1 + secrets.randbelow(19_000)  # jobs meet at a port by their number, and other clusters are on this machine
     given = {"host": socket.gethostname(), "folder": folder, "ports": ports, "first": first}
-    text = CONFIGURATION.format(**given, remembered=remembered, scheduler=scheduler)
+    text = CONFIGURATION.format(**given, remembered=remembered)
     (folder / "slurm.conf").write_text(text)
     files = {"key-file": "key", "socket": "socket", "pid-file": "pid", "log-file": "log", "seed-file": "seed"}
     _run("munged", "--force", *(f"--{option}={munge / name}" for option, name in files.items()))

@@ -140,7 +140,6 @@ GUESSED = "sinfo is not here: taken as nodes without GPUs; give --gpus-per-node"
     ("plan", "options", "words", "notes"),
     [
         ("dp=4", {"partition": "gpu"}, "--cpus-per-task=2", (GUESSED,)),
-        ("dp=4", {"also": "nodes=2", "nodes": "2"}, "--cpus-per-task=1", (GUESSED,)),
         ("dp=4", {"partition": "gpu", "gpus_per_node": "2"}, "--gpus-per-node=2", ()),
         ("dp=4", {"gpus_per_node": "0"}, "--cpus-per-task=2", ()),
         ("dp=4", {"gres": "gpu:2"}, "--gres=gpu:2", ()),
@@ -157,8 +156,7 @@ def test_what_is_taken_for_granted_without_slurm_is_said(
     assert prepared.notes == notes
     assert prepared.shown().endswith("".join(f"\nnote: {note}" for note in notes))
     runs = [submission("slurm", tmp_path / "bench", plan, **options)]
-    if "also" not in options:
-        assert SlurmTarget("").prepare_array(runs, 1).notes == notes
+    assert SlurmTarget("").prepare_array(runs, 1).notes == notes
 
 
 def test_a_slurm_that_does_not_answer_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -226,31 +224,6 @@ def test_a_warning_does_not_hide_why_slurm_would_refuse(tmp_path: Path, monkeypa
     pretend(tmp_path, monkeypatch, sbatch=f"echo 'sbatch: warning: much' >&2; echo '{words}' >&2; exit 1")
     target = SlurmTarget("")
     assert target.why_not(target.prepare(submission("slurm", tmp_path))) == words
-
-
-def test_the_script_asks_for_both(tmp_path: Path) -> None:
-    given = submission(
-        "slurm",
-        tmp_path,
-        "dp=4",
-        nodes="1",
-        time="1h",
-        cpus_per_task="8",
-        also="nodes=2 partition=old cpus-per-task=3 processes=1",
-    )
-    prepared = SlurmTarget("").prepare(given)
-    script = prepared.files[given.folder / "job.sh"]
-    subprocess.run(["bash", "-n"], input=script, text=True, check=True)
-    first, second = script.partition("\n\n")[0].split("#SBATCH hetjob\n")
-    assert {"--nodes=1", "--cpus-per-task=8", "--time=0-01:00:00"} <= set(first.split())
-    assert {"--nodes=2", "--cpus-per-task=3", "--time=0-01:00:00", "--partition=old"} == set(
-        second.replace("#SBATCH", "").split()
-    ) - {"--ntasks-per-node=1"}
-    assert " 1x2,2x1)" in script
-    assert (
-        'srun --het-group=0 --cpus-per-task=8 "${node[@]}" : --het-group=1 --cpus-per-task=3 "${node[@]}" &' in script
-    )
-    assert SlurmTarget("").offer(given.options) is None
 
 
 NODES = ("--to", "slurm", "--nodes", "2", "--steps", "5", "--run", "bench")

@@ -79,7 +79,7 @@ class Handed:
 def cluster() -> Iterator[Cluster]:
     if why := lacking():
         pytest.skip(f"no Slurm here: {why}")
-    with slurm_cluster(scheduler="backfill") as up:
+    with slurm_cluster() as up:
         yield up
 
 
@@ -238,34 +238,6 @@ def test_it_says_what_its_nodes_have() -> None:
 
 def told_by(*words: str) -> str:
     return subprocess.run([sys.executable, "-m", "phalanx", *words], capture_output=True, text=True, check=True).stdout
-
-
-def write_telling_job(folder: Path, *, pause: float = 0.0, steps: int = 6) -> None:
-    """The job; each process says at which node it is, and how many samples it takes at a time."""
-    path = write_job(folder, pause=pause, steps=steps)
-    says = "def loss(output, batch):\n    print('at', os.environ.get('SLURMD_NODENAME'), len(output), flush=True)\n"
-    path.write_text("import os\n" + path.read_text().replace("def loss(output, batch):\n", says))
-
-
-def places(folder: Path, rank: int) -> set[tuple[str, int]]:
-    """The node of a rank and the samples that it took, as it has said."""
-    text = (folder / "launch" / f"rank-{rank}.log").read_text()
-    return {(node, int(samples)) for node, samples in re.findall(r"^at (n\d) (\d+)$", text, flags=re.MULTILINE)}
-
-
-def test_ranks_lie_over_both_kinds_and_compute_what_one_device_does(cluster: Cluster, tmp_path: Path) -> None:
-    plan, also = "dp=3 shares=2,1,1", "nodes=2 nodelist=n[2-3]"
-    write_telling_job(tmp_path)
-    given = submission(
-        "slurm", tmp_path, plan, run=NO_FORECAST, nodes="", nodelist="n1", also=f"partition=three {also}"
-    )
-    assert SlurmTarget("").why_not(SlurmTarget("").prepare(given)) == ""
-    run = Handed(given)
-    run.wait("ended")
-    assert px.load(run.folder).losses == pytest.approx(by_hand(6), rel=1e-5)
-    assert [places(run.folder, rank) for rank in range(3)] == [{("n1", 8)}, {("n2", 4)}, {("n3", 4)}]
-    assert not cluster.jobs()
-    assert not cluster.processes_with(str(run.folder))
 
 
 ROW = {

@@ -48,11 +48,7 @@ REFUSALS: dict[str, list[tuple[dict[str, Any], str, str]]] = {
         ({"account": "x\n#SBATCH --uid=0"}, "--account", "uid"),
         ({"gres": "gpu:1", "gpus_per_node": "1"}, "--gpus-per-node", "--gres gpu:1"),
         ({"time": "30m", "run": {"grace": 0.0, "checkpoint_every": "1h"}}, "--time", "every 1h"),
-        ({"also": "nodes=1 nodes=2"}, "--also", "nodes=2"),
-        ({"also": "time=1h"}, "--also", "time=1h"),
-        ({"also": "partition='a"}, "--also", "partition='a"),
-        ({"plan": "dp=4", "also": "nodes=3 processes=2"}, "--also", "so that -2 of the 4"),
-        ({"also": "gres=gpu:1 gpus-per-node=1"}, "--also", "gpus-per-node=1"),
+        ({"nodelist": "n'1"}, "--nodelist", "n'1"),
     ],
     "kubernetes": [
         ({"image": ""}, "--image", "none"),

@@ -47,14 +47,12 @@ class NodePlace:
         nodes: how many the run has.
         cores: for the workers of this one.
         options: of torchrun, by their names without dashes: where agents meet, and how often they start workers again.
-        workers: of this one; 0: each node has equally many.
     """
 
     name: str
     nodes: int
     cores: int
     options: Mapping[str, str]
-    workers: int = 0
 
 
 def meeting_options(meeting: str, *, start: str, first: bool, patience: int = 60) -> dict[str, str]:
@@ -71,13 +69,6 @@ def meeting_options(meeting: str, *, start: str, first: bool, patience: int = 60
         "rdzv-conf": f"is_host={int(first)},read_timeout={patience}",
         "local-addr": own_address(host, one_host=host == LOOPBACK),
     }
-
-
-def ordered_options(meeting: str, *, start: str, number: int) -> dict[str, str]:
-    """As ``meeting_options``, of agents whose ranks follow in the order of their nodes' numbers, from 0."""
-    host, _, port = meeting.rpartition(":")
-    meets = {"rdzv-backend": "static", "rdzv-id": start, "master-addr": host, "master-port": port}
-    return {**meets, "node-rank": str(number)}
 
 
 def worker_words(runfile: Path, logs: Path, *, marked: bool, job: str = "") -> list[str]:
@@ -105,7 +96,7 @@ def be_agent(spec: RunSpec, place: NodePlace, worker: Sequence[str]) -> int:
     del os.environ["TORCH_CPP_LOG_LEVEL"]
     for name in [name for name in logging.root.manager.loggerDict if name.startswith("torch.distributed.elastic")]:
         logging.getLogger(name).setLevel(logging.CRITICAL)  # each has a level of its own
-    workers = place.workers or spec.plan.processes // place.nodes
+    workers = spec.plan.processes // place.nodes
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, place.cores // workers)))
     kind_for(spec.plan.device, workers * spec.plan.threads).before_workers(place.nodes, workers)
     os.environ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(math.ceil(spec.grace) + _AFTER_GRACE)

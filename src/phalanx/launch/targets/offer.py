@@ -61,17 +61,17 @@ def _resized(plan: Plan, ranks: int) -> Iterator[Plan]:
                 continue
 
 
-def misfit(plan: Plan, *offers: Offer) -> Problem | None:
-    """What is wrong where ``plan`` needs more GPUs than all ``offers`` together have; ``None`` where it does not.
+def misfit(plan: Plan, offer: Offer) -> Problem | None:
+    """What is wrong where ``plan`` needs more GPUs than ``offer`` has; ``None`` where it does not.
 
     Unless it names a kind of device, it computes on cores where there are no GPUs.
     """
-    gpus = sum(one.nodes * one.devices for one in offers if one.device)
+    gpus = offer.nodes * offer.devices if offer.device else 0
     named = plan.device != "auto" and not on_host(plan.device)
-    needed = named or (plan.device == "auto" and all(one.device for one in offers))
+    needed = named or (plan.device == "auto" and bool(offer.device))
     if not needed or plan.devices <= gpus:
         return None
-    there = " and ".join(f"{one} ({one.by})" if one.by else str(one) for one in offers)
+    there = f"{offer} ({offer.by})" if offer.by else str(offer)
     if not gpus:
         given = f"{plan}, which computes on GPUs: {there}"
         allowed = f"nodes with GPUs, or a plan without device={plan.device}"

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, ClassVar, final
 
 from phalanx.config import Job, RunSpec
+from phalanx.config.run_files import EVENTS
 from phalanx.errors import PhalanxError, RunError, SpecError
 from phalanx.launch.runfile import check_folder
 from phalanx.launch.targets.aws_calls import AwsCalls, split_s3
@@ -29,10 +30,10 @@ from phalanx.launch.targets.sagemaker_job import CODE, RUN, JobPlaces, digest_of
 from phalanx.launch.targets.sagemaker_logs import TrainingLogs
 from phalanx.launch.targets.sagemaker_missing import what_is_missing
 from phalanx.launch.targets.sagemaker_options import OPTIONS, SageMakerRequest
-from phalanx.launch.targets.sagemaker_steps import last_events
 from phalanx.launch.targets.target import Option, Prepared, QueueTarget, Standing, Submission
 
 _REQUEST = "training-job.json"
+_TAIL = 1 << 18  # bytes of a run's events that are looked at
 _TRAINING = ("Training", "Uploading", "Stopping")  # secondary statuses of a job whose containers run
 _OVER: dict[str, State] = {"Completed": "ended", "Failed": "failed", "Stopped": "stopped"}
 _FORGOTTEN = ("Requested resource not found", "Could not find training job")
@@ -123,7 +124,7 @@ class SageMakerTarget(QueueTarget):
         name, region = _job_of(ticket, folder)
         calls = AwsCalls(region)
         told = calls.ask("sagemaker", "describe_training_job", nothing=_FORGOTTEN, TrainingJobName=name)
-        events = last_events(calls, name, ticket.get("run"), told)
+        events = _last_events(calls, ticket.get("run"))
         if told is None:
             return Standing(state="unknown", detail="SageMaker has forgotten it", events=events)
         return replace(_standing(told), events=events)
@@ -149,6 +150,19 @@ def _standing(told: Mapping[str, Any]) -> Standing:
     if status in _OVER:
         return Standing(state=_OVER[status], detail=secondary if status == "Completed" else detail)
     return Standing(state="running" if secondary in _TRAINING else "waiting", detail=detail)
+
+
+def _last_events(calls: AwsCalls, run: object) -> list[Mapping[str, Any]]:
+    """The last events of a run whose folder is copied to S3; none of one elsewhere, or where it may not be read."""
+    found: list[Mapping[str, Any]] = []
+    if not (isinstance(run, str) and run.startswith("s3://")):
+        return found
+    with suppress(RunError):  # whoever may ask for a job need not read its bucket
+        for line in calls.tail(f"{run}/{EVENTS}", _TAIL).splitlines():
+            with suppress(ValueError):  # of the first there may be the end alone, of the last the beginning
+                event = json.loads(line)
+                found += [event] if isinstance(event, dict) and "event" in event else []
+    return found
 
 
 def _job_of(ticket: Mapping[str, Any], folder: Path) -> tuple[str, str]:

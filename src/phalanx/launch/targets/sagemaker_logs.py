@@ -40,7 +40,7 @@ class TrainingLogs:
         """
         tokens = self._tokens()
         lines: list[tuple[int, str]] = []
-        for stream in streams_of(self._calls, self._job):
+        for stream in _streams_of(self._calls, self._job):
             for event, token in self._events(stream, tokens.get(stream)):
                 tokens[stream] = token
                 if event:
@@ -87,7 +87,7 @@ class TrainingLogs:
             token = following
 
 
-def streams_of(calls: AwsCalls, job: str) -> Iterator[str]:
+def _streams_of(calls: AwsCalls, job: str) -> Iterator[str]:
     """The log streams of a job: one a host, and more where the job has been started again.
 
     Raises:

@@ -14,11 +14,9 @@ import shutil
 import signal
 import socket
 import sys
-import threading
 import time
 import traceback
-from collections.abc import Generator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
@@ -35,13 +33,11 @@ from phalanx.launch.runfile import absolute
 from phalanx.launch.targets.code_pack import file_digest, unpack
 from phalanx.launch.targets.launch_folder import run_from
 from phalanx.launch.targets.node_agent import NodePlace, be_agent, meeting_options, worker_words
-from phalanx.launch.targets.sagemaker_job import CHECKPOINTS, CODE, CODE_CHANNEL, ROOT, RUN
-from phalanx.launch.targets.sagemaker_steps import StepsTold
+from phalanx.launch.targets.sagemaker_job import CODE, CODE_CHANNEL, ROOT, RUN
 
 _PORT = 29400
 _PATIENCE = 600  # seconds for the first host to be there
 _FLUSH = 5.0  # seconds for what workers printed last
-_TELLS = 30.0  # seconds between words of how far the run has come
 _REASON = 1024  # bytes that SageMaker keeps of what went wrong
 _FIX = "phalanx launch JOB --to sagemaker, which writes it"
 
@@ -145,32 +141,9 @@ def _be_agent(root: Path, run: RunSpec, there: ContainerHosts) -> int:
     runfile = _runfile(root)
     adopt_orphans()
     try:
-        with _steps_told(run, tells=there.here == 0 and run.folder != root / CHECKPOINTS):
-            return be_agent(run, place, worker_words(runfile, runfile.parent, marked=True))
+        return be_agent(run, place, worker_words(runfile, runfile.parent, marked=True))
     finally:
         await_orphans(_FLUSH)  # with this process the container ends, and with it what copies what workers printed
-
-
-@contextmanager
-def _steps_told(run: RunSpec, *, tells: bool) -> Generator[None]:
-    """Within, this container says how far the run has come, where it ``tells``: its folder is not copied to S3."""
-    if not tells:
-        yield
-        return
-    steps, over = StepsTold(run.folder / EVENTS), threading.Event()
-
-    def tell() -> None:
-        while not over.wait(_TELLS):
-            steps.tell()
-
-    thread = threading.Thread(target=tell, daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        over.set()
-        thread.join()  # what it has read just before is not to be the last that is told
-        steps.tell()
 
 
 def _wait_for(host: str, hosts: int) -> None:

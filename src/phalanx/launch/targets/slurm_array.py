@@ -21,9 +21,6 @@ def array_files(submissions: Sequence[Submission], at_once: int, saved_code: int
     Raises:
         SpecError: with all that is wrong in their options.
     """
-    if "also" in submissions[0].options:
-        allowed, fix = "nodes of one kind: Slurm takes no array of two", "--nodes 2"
-        raise SpecError.of("--also", submissions[0].options["also"], allowed, fix)
     requests: list[SlurmRequest] = []
     problems: list[Problem] = []
     for submission in submissions:
@@ -42,7 +39,7 @@ def array_files(submissions: Sequence[Submission], at_once: int, saved_code: int
     tasks = Tasks(
         folder=folder,
         nodes=[one.nodes for one in requests],
-        cores=[one.kinds[0].cores for one in requests],
+        cores=[one.cores for one in requests],
         at_once=at_once,
     )
     return {
@@ -53,11 +50,10 @@ def array_files(submissions: Sequence[Submission], at_once: int, saved_code: int
 
 def _whole(requests: Sequence[SlurmRequest]) -> SlurmRequest:
     """What has room for each of them."""
-    kinds = [one.kinds[0] for one in requests]
-    kind = replace(
-        kinds[0],
-        nodes=max(one.nodes for one in kinds),
-        gpus=max(one.gpus or 0 for one in kinds) or None,
-        cores=max(one.cores or 0 for one in kinds) or None,
+    return replace(
+        requests[0],
+        nodes=max(one.nodes for one in requests),
+        gpus=max(one.gpus or 0 for one in requests) or None,
+        cores=max(one.cores or 0 for one in requests) or None,
+        signal=max(one.signal for one in requests),
     )
-    return replace(requests[0], kinds=(kind,), signal=max(one.signal for one in requests))

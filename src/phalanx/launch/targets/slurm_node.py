@@ -1,7 +1,6 @@
 """torchrun's agent on one node of a Slurm job: ``srun python -m phalanx.launch.targets.slurm_node RUNFILE HOST:PORT``.
 
-The one place where Slurm's environment variables are read. Agents meet on the first node. A third word, ``1x2,2x1``,
-says of nodes of several kinds how many there are and how many workers each has; ranks then follow in this order.
+The one place where Slurm's environment variables are read. Agents meet on the first node.
 
 srun passes a signal on to every process of the step, those that load data and those that only wait too, and takes
 SIGTERM as an order to end all by force. So the word to save is SIGUSR1, which the agent alone hears: it has torchrun
@@ -17,37 +16,23 @@ import threading
 from pathlib import Path
 
 from phalanx.launch.targets.launch_folder import run_from
-from phalanx.launch.targets.node_agent import NodePlace, be_agent, meeting_options, ordered_options, worker_words
+from phalanx.launch.targets.node_agent import NodePlace, be_agent, meeting_options, worker_words
 
 
-def main(runfile: Path, meeting: str, laid: str = "") -> int:
+def main(runfile: Path, meeting: str) -> int:
     """Be the agent of this node. Returns 0 where the run has ended, ``SAVED`` where it was asked to stop, else 1."""
     _only_this_process_hears(signal.SIGUSR1)
     spec = run_from(runfile, "phalanx launch JOB --to slurm")
-    name, number = os.environ["SLURMD_NODENAME"], int(os.environ["SLURM_PROCID"])  # a task a node
-    job = os.environ.get("SLURM_HET_JOB_ID") or os.environ["SLURM_JOB_ID"]
-    start = f"{job}-{os.environ.get('SLURM_RESTART_COUNT', '0')}"
-    if laid:
-        workers = [each for nodes, each in _kinds(laid) for _ in range(nodes)]
-        meets = ordered_options(meeting, start=start, number=number)
-    else:
-        nodes = int(os.environ["SLURM_NNODES"])
-        workers = [spec.plan.processes // nodes] * nodes
-        meets = meeting_options(meeting, start=start, first=number == 0)
+    name, nodes = os.environ["SLURMD_NODENAME"], int(os.environ["SLURM_NNODES"])
+    start = f"{os.environ['SLURM_JOB_ID']}-{os.environ.get('SLURM_RESTART_COUNT', '0')}"
+    meets = meeting_options(meeting, start=start, first=os.environ["SLURM_PROCID"] == "0")  # a task a node
     place = NodePlace(
         name=name,
-        nodes=len(workers),
-        workers=workers[number],
-        cores=_cores(name, workers[number]),
+        nodes=nodes,
+        cores=_cores(name, spec.plan.processes // nodes),
         options={"max-restarts": str(spec.restarts), **meets},
     )
     return be_agent(spec, place, worker_words(runfile, runfile.parent, marked=False))
-
-
-def _kinds(laid: str) -> list[tuple[int, int]]:
-    """Nodes of each kind, and workers of each of them."""
-    parts = [part.split("x") for part in laid.split(",")]
-    return [(int(nodes), int(workers)) for nodes, workers in parts]
 
 
 def _cores(name: str, workers: int) -> int:
@@ -71,4 +56,4 @@ def _only_this_process_hears(number: signal.Signals) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1]), *sys.argv[2:]))
+    sys.exit(main(Path(sys.argv[1]), sys.argv[2]))

@@ -13,7 +13,7 @@ from phalanx.launch.targets.slurm_commands import ask_slurm
 _COLUMNS = "%P|%c|%m|%G"  # partition (with * where jobs go to it unasked), cores, MiB and generic resources of a node
 _GPUS = re.compile(r"(?:gres/)?gpu(?::(?P<kind>[A-Za-z][\w.-]*))?(?::(?P<count>\d+))?(?:\(.*?\))?")
 _SHARES = re.compile(r"(?:gres/)?(?:gpu|shard|mps)\b")  # of which part of a GPU, or of how many, nothing is said
-_UNSAID = ("constraint", "nodelist", "exclude", "also")  # of which nodes a run has, sinfo does not say by these
+_UNSAID = ("constraint", "nodelist", "exclude")  # of which nodes a run has, sinfo does not say by these
 _PATIENCE = 30  # seconds
 
 

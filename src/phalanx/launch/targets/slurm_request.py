@@ -4,37 +4,43 @@ from __future__ import annotations
 
 import math
 import re
+import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 
-from phalanx.config import RunSpec
+from phalanx.config import Plan, RunSpec
+from phalanx.device_kinds import on_host
 from phalanx.errors import Problem, SpecError
+from phalanx.launch.targets.offer import Offer, gpus_offered, misfit
 from phalanx.launch.targets.option_checks import (
     changing_devices,
     is_count,
     most_nodes,
     secrets_set,
+    uneven_nodes,
     wrong_counts,
     wrong_option,
 )
-from phalanx.launch.targets.slurm_kinds import (
-    NODE_OPTIONS,
-    NodeKind,
-    also_options,
-    node_problems,
-    too_few_gpus,
-    workers_of,
-)
+from phalanx.launch.targets.slurm_offer import gpus_in, has_gpus, slurm_offer
 from phalanx.launch.targets.target import Option, Submission
 from phalanx.launch.targets.time_limit import SAVE_MARGIN, TimeLimit
 from phalanx.units import parse_duration
 
 OPTIONS = {
-    **NODE_OPTIONS,
-    "also": Option(
-        help="other nodes beside these, by the same options and processes=N on each", example="'nodes=2 partition=old'"
+    "nodes": Option(help="nodes, each with an equal part of the plan's processes; 1 where not given", example="2"),
+    "partition": Option(help="partition, or several with commas", example="gpu"),
+    "account": Option(help="account that pays", example="vision"),
+    "qos": Option(help="quality of service", example="long"),
+    "constraint": Option(help="features that nodes must have", example="a100"),
+    "gres": Option(help="generic resources of each node, in place of --gpus-per-node", example="gpu:a100:8"),
+    "gpus-per-node": Option(
+        help="GPUs of each node; one a device of the plan where the partition has any, 0: none", example="8"
     ),
+    "cpus-per-task": Option(help="cores of each node; without GPUs one a worker where not given", example="32"),
+    "mem": Option(help="memory of each node, 0: all that it has", example="256G"),
+    "nodelist": Option(help="nodes that the job must have", example="n[1-2]"),
+    "exclude": Option(help="nodes that it must not have", example="n7"),
     "time": Option(help="time limit, in m, h or d or as Slurm writes it; the run goes on after it", example="12h"),
     "setup": Option(help="a line of shell that runs before; repeat it", example="'module load python'", between="\n"),
     "signal": Option(help="seconds before the time limit at which the run saves", example="120"),
@@ -48,12 +54,16 @@ OPTIONS = {
 """All that a launch on Slurm may be asked for."""
 _wrong = partial(wrong_option, OPTIONS)
 
+_WORDS = ("partition", "account", "qos", "constraint", "gres", "mem", "nodelist", "exclude")  # as sbatch has them
+_WORD = re.compile(r"[^\s\"'\\#`$]+")  # nothing that sbatch, as it reads the script, takes for more than a word
+_COUNTS = {"nodes": 1, "gpus-per-node": 0, "cpus-per-task": 1, "signal": 1}  # name → least
+_GUESSED = "sinfo {}: taken as nodes without GPUs; give --gpus-per-node"
 _TIME = re.compile(r"(?:(?P<days>\d+)-(?P<of_day>\d+(?::\d+){0,2})|(?P<clock>\d+(?::\d+){0,2}))")
 _LONGEST = 65_535  # seconds that Slurm's --signal can say
 _FURTHER = re.compile(r"--(?P<name>[a-z][a-z0-9-]*)(?:[= ](?P<value>[^\s\"'\\#`$]+))?")
 # Of sbatch's options those that the script says itself, or that would keep the run from being followed
 _OWN = {
-    *("array", "chdir", "error", "hetjob", "input", "job-name", "no-requeue", "ntasks", "ntasks-per-node"),
+    *("array", "chdir", "error", "input", "job-name", "no-requeue", "ntasks", "ntasks-per-node"),
     *("open-mode", "output", "parsable", "requeue", "test-only", "wait", "wrap"),
 }
 
@@ -63,14 +73,22 @@ class SlurmRequest:
     """What a job asks of Slurm.
 
     Attributes:
-        kinds: of nodes, those first that have the run's first ranks.
+        nodes: how many.
+        gpus: of each node; ``None``: none are asked for, or ``gres`` does.
+        cores: of each node; ``None``: as Slurm gives them.
+        words: further options of ``sbatch``, name → value.
+        guessed: what was taken for granted of the nodes, in a sentence each.
         time: limit in seconds; ``None``: the partition's own.
         signal: seconds before the limit at which the run is asked to save.
         setup: lines of shell.
-        further: options of ``sbatch`` as they are, for nodes of each kind.
+        further: options of ``sbatch`` as they are.
     """
 
-    kinds: tuple[NodeKind, ...]
+    nodes: int
+    gpus: int | None
+    cores: int | None
+    words: Mapping[str, str]
+    guessed: tuple[str, ...]
     time: int | None
     signal: int
     setup: tuple[str, ...]
@@ -83,36 +101,27 @@ class SlurmRequest:
             SpecError: with all that is wrong in the submission's options.
         """
         run, options = submission.run, submission.options
-        also, wrong = also_options(options.get("also"))
-        astray = [*node_problems(options), *wrong]
+        astray = _wrong_nodes(options)
         problems = [*astray, *_wrong_lines(options), *_wrong_further(options)]
         time, wrong = _seconds(options.get("time"))
-        problems += wrong
-        told = options.get("signal", "")
-        signal = int(told) if is_count(told, 1) else math.ceil(run.grace) + SAVE_MARGIN
-        workers, unlaid = workers_of(run, options, also)
-        problems += [*([] if also and problems else unlaid), *([] if astray else too_few_gpus(run.plan, options, also))]
+        signal = _count(options, "signal") or math.ceil(run.grace) + SAVE_MARGIN
+        nodes = _count(options, "nodes") or 1
+        problems += [*wrong, *uneven_nodes(run.plan, nodes), *([] if astray else _too_few_gpus(run.plan, options))]
         problems += [*changing_devices(run, "Slurm"), *_too_short(run, time, signal)]
         if problems:
             raise SpecError(problems)
-        kinds = zip((options, also), workers, strict=False)
+        gpus, cores, guessed = _of_each_node(options, run.plan, run.plan.processes // nodes)
         return cls(
-            kinds=tuple(NodeKind.of(one, each, run.plan) for one, each in kinds),
+            nodes=nodes,
+            gpus=gpus,
+            cores=cores,
+            words={name: options[name] for name in _WORDS if name in options},
+            guessed=guessed,
             time=time,
             signal=signal,
             setup=tuple(line for line in options.get("setup", "").split("\n") if line.partition("#")[0].strip()),
             further=tuple(options["sbatch"].split("\n")) if "sbatch" in options else (),
         )
-
-    @property
-    def nodes(self) -> int:
-        """Of all kinds."""
-        return sum(kind.nodes for kind in self.kinds)
-
-    @property
-    def guessed(self) -> tuple[str, ...]:
-        """What was taken for granted of its nodes, a sentence each."""
-        return tuple(dict.fromkeys(kind.guessed for kind in self.kinds if kind.guessed))
 
 
 def laid_on_nodes(submission: Submission) -> Submission:
@@ -124,6 +133,57 @@ def laid_on_nodes(submission: Submission) -> Submission:
     return replace(submission, options={**submission.options, "nodes": str(fits)})
 
 
+def _of_each_node(
+    options: Mapping[str, str], plan: Plan, workers: int
+) -> tuple[int | None, int | None, tuple[str, ...]]:
+    """GPUs and cores to ask for on a node with so many ``workers``, and what was taken for granted."""
+    gpus, cores, guessed = _count(options, "gpus-per-node"), _count(options, "cpus-per-task"), ()
+    if gpus is None and "gres" not in options and not on_host(plan.device):
+        there = plan.device != "auto" or has_gpus(options.get("partition"))
+        gpus = workers * plan.threads if there else None
+        if there is None:
+            guessed = (_GUESSED.format("does not answer" if shutil.which("sinfo") else "is not here"),)
+    if cores is None and not gpus and "gres" not in options:
+        cores = workers * plan.threads
+    return gpus or None, cores, guessed
+
+
+def _count(options: Mapping[str, str], name: str) -> int | None:
+    text = options.get(name, "")
+    return int(text) if is_count(text, _COUNTS[name]) else None
+
+
+def _wrong_nodes(options: Mapping[str, str]) -> list[Problem]:
+    """What is wrong in options that are words or counts, each by itself."""
+    problems = [
+        _wrong(name, repr(options[name]), "a word, without spaces and quotes")
+        for name in _WORDS
+        if name in options and not _WORD.fullmatch(options[name])
+    ]
+    problems += (counts := wrong_counts(OPTIONS, options, _COUNTS))
+    if not counts and "gres" in options and "gpus-per-node" in options:
+        fix = f"--gres {options['gres']}"
+        problems.append(_wrong("gpus-per-node", f"{options['gpus-per-node']} with {fix}", "one of the two", fix))
+    return problems
+
+
+def _too_few_gpus(plan: Plan, options: Mapping[str, str]) -> list[Problem]:
+    """Whether ``plan`` needs more GPUs than the nodes have. The options are without fault."""
+    offer = None if on_host(plan.device) else _offered(options)
+    problem = misfit(plan, offer) if offer else None
+    return [problem] if problem else []
+
+
+def _offered(options: Mapping[str, str]) -> Offer | None:
+    """The GPUs that the options ask for, else what ``sinfo`` says; ``None`` where neither says how many."""
+    gpus, by = _count(options, "gpus-per-node"), "--gpus-per-node"
+    if gpus is None and "gres" not in options:
+        return slurm_offer(options)
+    if gpus is None:
+        gpus, by = gpus_in(options["gres"]), "--gres"
+    return None if gpus is None else gpus_offered(_count(options, "nodes") or 1, gpus, by)
+
+
 def _wrong_lines(options: Mapping[str, str]) -> list[Problem]:
     lines = options.get("setup", "").split("\n")
     problems = [_wrong("setup", repr(line), "a line of shell") for line in lines if not line.isprintable()]
@@ -131,7 +191,7 @@ def _wrong_lines(options: Mapping[str, str]) -> list[Problem]:
     fix = "$(cat FILE) in place of its value, or a variable of this shell, which sbatch hands on"
     for name in (name for line in lines for name in secrets_set(line)):
         problems.append(_wrong("setup", f"{name}, which is called as a secret is", allowed, fix))
-    return [*problems, *wrong_counts(OPTIONS, options, {"signal": 1})]
+    return problems
 
 
 def _wrong_further(options: Mapping[str, str]) -> list[Problem]:

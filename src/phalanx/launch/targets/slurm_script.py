@@ -11,7 +11,6 @@ from typing import Any
 
 from phalanx.errors import SpecError
 from phalanx.launch.targets.launch_folder import FOLDER
-from phalanx.launch.targets.slurm_kinds import NodeKind
 from phalanx.launch.targets.slurm_request import SlurmRequest, as_slurm
 from phalanx.launch.targets.target import Submission
 
@@ -38,8 +37,8 @@ while (exec 3<>"/dev/tcp/127.0.0.1/$port") 2>/dev/null; do port=$((port + 1)); d
 
 [ -n "$asked" ] && exit {saved_code}
 node=(--wait={wait} --input=none {python} -m phalanx.launch.targets.slurm_node
-    "$run/{runfile}" "${{host#NodeAddr=}}:$port" {laid})
-srun {part} &
+    "$run/{runfile}" "${{host#NodeAddr=}}:$port")
+srun {part}"${{node[@]}}" &
 step=$!
 while kill -0 "$step" 2>/dev/null; do    # a signal may come between any two lines, and too early for srun
     [ -n "$asked" ] && kill -USR1 "$step"
@@ -97,19 +96,21 @@ def batch_script(submission: Submission, request: SlurmRequest, saved_code: int,
     directives: dict[str, Any] = {
         "job-name": re.sub(r"[^\w.-]+", "-", submission.name),
         "array": f"0-{len(tasks.nodes) - 1}%{tasks.at_once}" if tasks else None,
-        **_asked(request, request.kinds[0]),
+        "nodes": request.nodes,
+        "ntasks-per-node": 1,
+        "cpus-per-task": request.cores,
+        "gpus-per-node": request.gpus,
+        "time": None if request.time is None else as_slurm(request.time),
+        **request.words,
         "signal": f"B:USR1@{request.signal}",
         "chdir": Path.cwd(),
         "output": f"{str(folder).replace('%', '%%')}/{output}",
     }
     lines = [*_lines(directives), "--requeue", "--open-mode=append", *request.further]
-    for kind in request.kinds[1:]:
-        lines += ["hetjob", *_lines(_asked(request, kind)), *request.further]
     return _SCRIPT.format(
         directives="\n".join(f"#SBATCH {line}" for line in lines),
         run=tasks.shell if tasks else f"run={shlex.quote(str(submission.run.folder))}",
-        part='"${part[@]}" "${node[@]}"' if tasks else _steps(request.kinds),
-        laid=",".join(f"{kind.nodes}x{kind.workers}" for kind in request.kinds) if len(request.kinds) > 1 else "",
+        part='"${part[@]}" ' if tasks else "",
         after='[ "$code" -eq 0 ] && rm -rf -- "$run/checkpoints"    # measured, not trained\n' if tasks else "",
         setup="".join(map(_checked, request.setup)),
         saved_code=saved_code,
@@ -125,18 +126,6 @@ def _checked(line: str) -> str:
     return f"{{ {line}\n}} || {{ echo {said} >&2; exit {_NOT_BEGUN}; }}\n"
 
 
-def _asked(request: SlurmRequest, kind: NodeKind) -> dict[str, Any]:
-    """Directives for the nodes of one kind, name → value; ``None``: none."""
-    return {
-        "nodes": kind.nodes,
-        "ntasks-per-node": 1,
-        "cpus-per-task": kind.cores,
-        "gpus-per-node": kind.gpus,
-        "time": None if request.time is None else as_slurm(request.time),
-        **kind.words,
-    }
-
-
 def _lines(directives: Mapping[str, Any]) -> list[str]:
     given = {name: str(value) for name, value in directives.items() if value is not None}
     for name, value in given.items():
@@ -146,11 +135,3 @@ def _lines(directives: Mapping[str, Any]) -> list[str]:
                 f"--to slurm, {name}", ascii(value), allowed, "cd to a folder without line breaks in its name"
             )
     return [f"--{name}={shlex.quote(value)}" for name, value in given.items()]
-
-
-def _steps(kinds: Sequence[NodeKind]) -> str:
-    """What srun starts: on all nodes, or on those of each kind as parts of one step."""
-    if len(kinds) == 1:
-        return '"${node[@]}"'
-    each = [f"--cpus-per-task={kind.cores} " if kind.cores else "" for kind in kinds]
-    return " : ".join(f'--het-group={number} {cores}"${{node[@]}}"' for number, cores in enumerate(each))
