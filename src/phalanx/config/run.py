@@ -38,10 +38,7 @@ DRIFT_EVERY = 10
 """Optimizer steps between looks at a fifth of the parameters, where a run does not say: all within 50 steps."""
 
 Check = Literal["first-step", "off"]
-"""What of a run is held against one device as it runs."""
-
 DriftPolicy = Literal["stop", "warn", "off"]
-"""What is made of replicas that are no longer the same."""
 
 _LEAST = {
     "batch": 1,

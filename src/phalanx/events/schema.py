@@ -19,10 +19,7 @@ SCHEMA: dict[str, dict[str, tuple[type | tuple[type, ...], str]]] = {
         "schema": (str, "version of this schema"),
         "job": (str, "name of the job"),
         "plan": (str, "the plan, as one line of text"),
-        "exact": (
-            str,
-            "whether the plan's steps are those of one device: `yes`, `within the rounding of TYPE`, `no`; since 1.5",
-        ),
+        "exact": (str, "whether steps are one device's: `yes`, `within the rounding of TYPE`, `no`; since 1.5"),
         "world_size": (int, "processes"),
         "device": (str, "kind of device, as plans say it"),
         "batch": (int, "samples in one optimizer step; the most, where that changes with the step"),
@@ -33,10 +30,7 @@ SCHEMA: dict[str, dict[str, tuple[type | tuple[type, ...], str]]] = {
         "whole_epochs": (bool, "whether the run's length is given in epochs, the last of which is whole; since 1.9"),
         "samples": (_INT_OR_NULL, "samples in the data; null for a stream; since 1.1"),
         "drop_last": (bool, "whether the last, partial batch of an epoch is dropped; since 1.1"),
-        "epoch_samples": (
-            _INT_OR_NULL,
-            "samples in an epoch, by `job.sampler`; null for a stream; since 1.8",
-        ),
+        "epoch_samples": (_INT_OR_NULL, "samples in an epoch, by `job.sampler`; null for a stream; since 1.8"),
         "repeats": (bool, "whether a sample may come twice in an epoch, by `job.sampler`; since 1.8"),
         "stretches": (
             list,
@@ -84,8 +78,8 @@ SCHEMA: dict[str, dict[str, tuple[type | tuple[type, ...], str]]] = {
         ),
     },
     "check": {
-        "message": (str, "how the first step compares with one device, in words; since 1.11, as all of this event"),
-        "equal": ((bool, type(None)), "whether they differ by no more than rounding; null where it was not compared"),
+        "message": (str, "how the first step compares with one device; since 1.11, as all of this event"),
+        "equal": ((bool, type(None)), "whether it differs by no more than rounding; null where it was not compared"),
         "seconds": (float, "that the run waited for it"),
     },
     "accident": {

@@ -29,8 +29,7 @@ from phalanx.train.metrics import Metrics, Totals
 from phalanx.train.observer import Observer, Scene
 from phalanx.train.split_causes import LARGEST
 from phalanx.witness.dropout_off import dropout_off
-from phalanx.witness.pieces import Piece, piece_of
-from phalanx.witness.reference_step import LAST_PLACE, FirstStepOfOne, Kind, real, signed
+from phalanx.witness.reference_step import LAST_PLACE, FirstStepOfOne, Kind, Piece, piece_of, real, signed
 
 PATIENCE = 10.0
 """Seconds that rank 0 waits, at the end of its own first step, for that of one device."""
@@ -182,8 +181,7 @@ def _without_dropout(scene: Scene) -> Generator[None]:
 
 def _error(run: RunSpec, message: str) -> RunError:
     error = RunError(
-        f"the {message}\n"
-        f'    try: phalanx prove {run.job} --plan "{run.plan}" to find the cause; check="off" trains all the same'
+        f'the {message}\n    try: px.prove(job, "{run.plan}") to find the cause; check="off" trains all the same'
     )
     error.everywhere = True
     return error
@@ -196,15 +194,15 @@ class _ReferenceProcess:
     def __init__(self, job: Job, run: RunSpec, place: Place, folder: Path) -> None:
         self._precision, self._file = run.plan.precision, folder / "first-step.safetensors"
 
-        self._process = SideProcess(partial(self._work, job, run.plan, place))
+        self._process = SideProcess(partial(self._work, job, run, place))
         self._result: FirstStepOfOne | None = None
 
-    def _work(self, job: Job, plan: Plan, place: Place, send: Send) -> None:
+    def _work(self, job: Job, run: RunSpec, place: Place, send: Send) -> None:
         from phalanx.witness.reference_step import take_first_step
 
         try:
-            device = device_for(place, device_kind(plan, devices_here(plan, place)))
-            send(take_first_step(job, plan.precision, device, self._file))
+            device = device_for(place, device_kind(run.plan, devices_here(run.plan, place)))
+            send(take_first_step(job, self._precision, device, self._file, run.lr_scale))
         except Exception as error:
             send({"without": f"the plain loop fails with {type(error).__name__}: {error}"})
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 from torch import nn
 from torch.nn.modules.batchnorm import SyncBatchNorm, _NormBase
@@ -94,11 +93,10 @@ def balances(module: nn.Module) -> bool:
 
 def differs(module: nn.Module, job: Job, plan: Plan) -> list[str]:
     """What ``plan`` computes otherwise than one device in every step, one sentence each; empty where nothing is."""
-    own: Any = getattr(module, "own_notes", None)  # of a model of another library, which says so itself
-    found: list[str] = own() if own is not None else []
-    split = _splits(job, plan)
-    names = batch_statistics(module) if job.batch_statistics == "micro" else []
-    if split and names:
+    own: Any = getattr(module, "own_notes", list)  # of a model of another library, which says so itself
+    found: list[str] = own()
+    split = plan.replicas > 1 or (plan.micro is not None and plan.micro < job.batch)
+    if split and job.batch_statistics == "micro" and (names := batch_statistics(module)):
         found.append(
             f"BatchNorm takes its statistics from each micro-batch, not from the global batch: {show_names(names)}. "
             'batch_statistics="global" would make it exact.'
@@ -111,17 +109,13 @@ def differs(module: nn.Module, job: Job, plan: Plan) -> list[str]:
     return found
 
 
-def _splits(job: Job, plan: Plan) -> bool:
-    return plan.replicas > 1 or (plan.micro is not None and plan.micro < job.batch)
-
-
 def notes(module: nn.Module, job: Job, plan: Plan) -> list[str]:
     """What differs from one device under ``plan``, one sentence each; empty where nothing does."""
     found = [*([plan.exact_note] if plan.exact_note else []), *differs(module, job, plan)]
-    split, apart = _splits(job, plan), batch_statistics(module) if job.batch_statistics == "micro" else []
+    split = plan.replicas > 1 or (plan.micro is not None and plan.micro < job.batch)
     if (split or plan.tp * plan.cp > 1) and (names := dropouts(module)):
         found.append(f"dropout draws other random numbers than on one device: {show_names(names)}.")
-    if plan.shares == AUTO and (dropouts(module) or apart):
+    if plan.shares == AUTO and (dropouts(module) or (job.batch_statistics == "micro" and batch_statistics(module))):
         found.append("shares=auto follows measured times: a run with dropout or BatchNorm does not repeat exactly.")
     if plan.threads > 1 and dropouts(module):
         found.append("dropout under threads draws from one shared stream: a run with dropout does not repeat exactly.")
@@ -130,12 +124,8 @@ def notes(module: nn.Module, job: Job, plan: Plan) -> list[str]:
     if plan.precision != "fp32":
         found.append(f"{plan.precision} rounds each operation; results agree within that rounding only.")
     if plan.precision == "fp16" and split:
-        found.append(
-            "fp16 skips updates that overflow; at the border that depends on how many samples are added at once."
-        )
-    if plan.sync != "each":
-        found += _apart(job, plan)
-    return found
+        found.append("fp16 skips updates that overflow; near the limit that depends on the samples added at once.")
+    return found + (_apart(job, plan) if plan.sync != "each" else [])
 
 
 def _apart(job: Job, plan: Plan) -> list[str]:

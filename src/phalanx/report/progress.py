@@ -113,8 +113,6 @@ def line_of(event: Event) -> str | None:
             return "\n".join(f"[yellow]differs from one device:[/] {escape(note)}" for note in event["notes"]) or None
         case "resume":
             return f"goes on from step {event['step']} [dim]({escape(event['path'])})[/]"
-        case "check":
-            return escape(event["message"])
         case "evaluate":
             return f"[dim]step {event['step']:>5}[/]  evaluation  {escape(result_text(event))}"
         case "checkpoint":
@@ -129,8 +127,8 @@ def line_of(event: Event) -> str | None:
             return f"[yellow]stopped[/] after {event['step']} steps, by {event['signal']}"
         case "ended_early":
             return f"[yellow]ended early[/] after {event['step']} steps: {escape(early_text(event))}"
-        case "warning" | "straggler":
-            return f"[yellow]warning:[/] {escape(event['message'])}"
+        case "warning" | "straggler" | "check":
+            return ("" if event["event"] == "check" else "[yellow]warning:[/] ") + escape(event["message"])
         case _:
             return None
 

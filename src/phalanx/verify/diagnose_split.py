@@ -14,7 +14,7 @@ from phalanx.verify.evidence import Evidence, copies_apart, ranks_in_words
 from phalanx.verify.fingerprints import Fingerprint
 from phalanx.verify.module_trace import Passed
 from phalanx.verify.record import START
-from phalanx.witness.pieces import Piece, cut_out
+from phalanx.witness.reference_step import Piece, cut_out
 
 
 def other_start(evidence: Evidence, tolerance: Tolerance, job: Job, plan: Plan) -> str:

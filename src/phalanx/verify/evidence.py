@@ -21,7 +21,7 @@ from phalanx.verify import compare
 from phalanx.verify.compare import Bound, Difference, FirstGradient, Tolerance
 from phalanx.verify.fingerprints import in_words
 from phalanx.verify.record import AVERAGE, END, FIRST, START, Copy, RunRecord, Tensors
-from phalanx.witness.pieces import Piece, cut_out
+from phalanx.witness.reference_step import Piece, cut_out
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,7 +14,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from phalanx.witness.pieces import Piece, cut_out
+from phalanx.witness.reference_step import Piece, cut_out
 
 _WORDS = 8
 _LONGEST = 1 << 16  # of the last dimension; signs repeat beyond it

@@ -22,7 +22,7 @@ from phalanx.train.metrics import Totals
 from phalanx.train.observer import AssemblyScene, Observer, Scene
 from phalanx.train.step import Step
 from phalanx.verify.fingerprints import Fingerprint
-from phalanx.witness.pieces import Piece
+from phalanx.witness.reference_step import Piece
 
 
 @dataclass(slots=True)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from phalanx.verify.fingerprints import Fingerprint, Fingerprints
 from phalanx.verify.module_trace import Passed
-from phalanx.witness.pieces import Piece, cut_out
+from phalanx.witness.reference_step import Piece, cut_out
 
 Tensors = Mapping[str, Tensor]
 """Name → the whole tensor, on the host."""

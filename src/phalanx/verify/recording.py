@@ -20,7 +20,7 @@ from phalanx.train.metrics import Metrics, Totals
 from phalanx.train.observer import Observer, Scene
 from phalanx.verify import compare
 from phalanx.verify.record import END, FIRST, START
-from phalanx.witness.pieces import piece_of
+from phalanx.witness.reference_step import piece_of
 
 Found = tuple[Tensor, TensorShard | None]
 """What a process has of a tensor, and which part of the whole that is."""

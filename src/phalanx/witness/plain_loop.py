@@ -92,12 +92,13 @@ class Witness:
         keyed_masks: bool = False,
         lean: bool = False,
         changed: tuple[float, int] = (0.0, 0),
+        lr_scale: float = 1.0,
     ) -> Witness:
         """Train ``job`` for ``steps`` steps, or as many as it has; with ``keyed_masks`` drawn by sample and layer.
 
         With ``most`` it goes on from there, so far at most, until each parameter has had a gradient other than zeros.
         A ``lean`` one neither evaluates nor looks for magnitudes. ``changed``: the share by which each initial weight
-        is made larger or smaller, and the seed that draws which.
+        is made larger or smaller, and the seed that draws which. ``lr_scale``: times each learning rate, of one step.
 
         It seeds the global generators of torch, numpy and Python, and so belongs into a process of its own.
 
@@ -105,6 +106,8 @@ class Witness:
             ValueError: if ``why_not`` names a reason, or the data end before the first step.
         """
         loop = _PlainLoop(job, (steps, most or steps), precision, torch.device(device), lean)
+        for group in (group for part in loop.parts for group in part.optimizer.param_groups):
+            group["lr"] *= lr_scale
         _change(loop.model, *changed)
         if not keyed_masks:
             return loop.run()

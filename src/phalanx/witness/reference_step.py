@@ -21,12 +21,14 @@ from torch import Tensor
 
 from phalanx.config import Job
 from phalanx.witness.dropout_off import dropout_off, no_rates
-from phalanx.witness.pieces import Piece, cut_out
 
 if TYPE_CHECKING:
     from phalanx.witness.plain_loop import Witness
 
 Kind = Literal["gradient", "update", "buffer"]
+Ranges = tuple[tuple[int, int], ...]
+Piece = tuple[tuple[int, Ranges], ...]
+"""Which part of a whole tensor: the dimensions that are cut, and the ranges [start, stop) of each; none: all of it."""
 LAST_PLACE = {"fp32": 2.0**-23, "bf16": 2.0**-8, "fp16": 2.0**-11}
 """Of the precisions of which steps can be compared."""
 _FLOOR = {"fp32": 1e-5, "bf16": 2.0**-6, "fp16": 2.0**-9}
@@ -38,9 +40,12 @@ _COLUMNS = 8  # of random signs
 _SMALL = 0.1  # of a tensor's norm: what may differ more is nothing but rounding, and says nothing
 
 
-def take_first_step(job: Job, precision: str, device: torch.device, file: Path) -> dict[str, Any]:
-    """Take it on ``device``; tensors go to ``file``. Gives the rest as JSON: ``without`` says why there is nothing.
+def take_first_step(
+    job: Job, precision: str, device: torch.device, file: Path, lr_scale: float = 1.0
+) -> dict[str, Any]:
+    """Take it on ``device``, learning rates times ``lr_scale``; tensors go to ``file``.
 
+    Gives the rest as JSON: ``without`` says why there is nothing.
     It seeds the global generators, and so belongs into a process of its own.
     """
     from phalanx.witness.plain_loop import Witness, why_not  # of no use to the process that judges
@@ -48,7 +53,7 @@ def take_first_step(job: Job, precision: str, device: torch.device, file: Path) 
     if reason := why_not(job):
         return {"without": reason}
     job = replace(job, model=no_rates(job.model))
-    how: dict[str, Any] = {"precision": precision, "device": device, "lean": True}
+    how: dict[str, Any] = {"precision": precision, "device": device, "lean": True, "lr_scale": lr_scale}
     with dropout_off():
         one = Witness.of(job, 1, **how)
         if one.drew:
@@ -157,3 +162,36 @@ def _computed(one: Witness) -> dict[str, Tensor]:
 
 def _norm(tensor: Tensor) -> float:
     return float(torch.linalg.vector_norm(real(tensor), dtype=torch.float64))
+
+
+def piece_of(tensor: Tensor, holding: Any) -> Piece:
+    """Which part of the whole this rank has in ``tensor``; ``holding``: its ``TensorShard``, ``None`` where not cut."""
+    placed = holding.placed if holding is not None else ()
+    ranges: dict[int, Ranges] = {one.dim: one.cut.expanded()[one.axis.rank] for one in placed}
+    if chunks := getattr(tensor, "__create_chunk_list__", None):
+        (chunk,) = chunks()
+        for dim, (at, size) in enumerate(zip(chunk.offsets, chunk.sizes, strict=True)):
+            if size != tensor.shape[dim]:
+                known = ranges.get(dim, ((0, tensor.shape[dim]),))
+                ranges[dim] = _within(known, at, at + size)
+    return tuple(sorted(ranges.items()))
+
+
+def _within(ranges: Ranges, start: int, stop: int) -> Ranges:
+    """Of the elements that ``ranges`` hold, those from the ``start``-th to the ``stop``-th."""
+    found: list[tuple[int, int]] = []
+    before = 0
+    for a, b in ranges:
+        first, last = a + max(start - before, 0), min(b, a + stop - before)
+        if first < last:
+            found.append((first, last))
+        before += b - a
+    return tuple(found)
+
+
+def cut_out(whole: Tensor, piece: Piece) -> Tensor:
+    """That part of ``whole``."""
+    for dim, ranges in piece:
+        runs = [whole.narrow(dim, start, stop - start) for start, stop in ranges]
+        whole = torch.cat(runs, dim) if runs else whole.narrow(dim, 0, 0)
+    return whole
