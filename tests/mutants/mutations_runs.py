@@ -249,15 +249,15 @@ RUNS = (
     Mutation(
         "the first step: what no rank has passes",
         FIRST_STEP,
-        "if not words and norms[name] > bounds[name]:",
-        "if words and norms[name] > bounds[name]:",
+        'return words or (f"no rank has the {kind} of {missing[0]}" if missing else ""), largest',
+        "return words, largest",
         ("test unit/test_tolerances.py every_rank",),
     ),
     Mutation(
         "the first step: a run goes on after a difference",
         "launch/first_step.py",
-        """if said["differs"] and not self._scene.notes:""",
-        """if said["differs"] and self._scene.notes:""",
+        """if said["stop"]:""",
+        """if said["stop"] and self._scene.notes:""",
         ("test distributed/test_stand_in_device.py stops",),
     ),
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -206,9 +207,17 @@ def job_with(model: Callable[[], nn.Module]) -> px.Job:
     )
 
 
+class Noise(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.randn_like(x)
+
+
 def test_of_a_model_that_draws_there_is_no_first_step(tmp_path: Path) -> None:
-    job = job_with(lambda: nn.Sequential(nn.Linear(6, 4), nn.Dropout(0.5)))
-    assert "dropout" in take_first_step(job, "fp32", torch.device("cpu"), tmp_path / "file")["without"]
+    file, taken = tmp_path / "file", list[bool]()
+    for last in (nn.Dropout(0.5), Noise()):
+        job = job_with(partial(nn.Sequential, nn.Linear(6, 4), last))
+        taken.append("without" in take_first_step(job, "fp32", torch.device("cpu"), file))
+    assert taken == [False, True], "dropout is off, other numbers cannot be had"
 
 
 @in_one_test(

@@ -66,8 +66,8 @@ def why_unchecked(job: Job, run: RunSpec) -> str:
         return "the run was told so"
     if replace(plan, device="auto", precision="fp32") == Plan():
         return "the plan is one device"
-    if not plan.exact:
-        return f"no step of the plan is one device's: {plan.bound}"
+    if plan.server or not plan.exact:
+        return "no step of the plan is one device's"
     if job.phases:
         return "the job has phases"
     if plan.compile:

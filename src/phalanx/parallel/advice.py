@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 from torch import nn
 from torch.nn.modules.batchnorm import SyncBatchNorm, _NormBase

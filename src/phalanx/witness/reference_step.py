@@ -108,8 +108,8 @@ class FirstStepOfOne:
                     words += f" (allowed {allowed / size:.2g})"
                 elif allowed < _SMALL * size:
                     largest = max(largest, off / size)
-        missing = [name for name in norms.keys() - names if kind == "gradient" and norms[name] > bounds[name]]
-        return words or (f"no rank has the gradient of {missing[0]}" if missing else ""), largest
+        missing = [name for name in norms.keys() - names if kind != "buffer" and norms[name] > bounds[name]]
+        return words or (f"no rank has the {kind} of {missing[0]}" if missing else ""), largest
 
     def _allowed(self, kind: Kind, name: str, total: float) -> float:
         """The norm of a difference that rounding may make."""

@@ -1,0 +1,150 @@
+"""What a plan would train otherwise than one device, unseen by any look at the job, stops the run in its first step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import small
+import torch
+import torch.distributed as dist
+from small import LENGTH, Blocks, Net, Normal
+from torch import Tensor, nn
+
+import phalanx as px
+from phalanx.errors import WorkerError
+
+
+class Clamped(Net):
+    """Clamps gradients of activations on their way back."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.layers[0](x)
+        if hidden.requires_grad:
+            hidden.register_hook(lambda grad: grad.clamp(-1e-3, 1e-3))
+        return self.head(torch.relu(self.layers[2](torch.relu(self.layers[1](torch.relu(hidden))))))
+
+
+class Masked(Net):
+    """Keeps rows of a weight as they are, by a hook on the parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head.weight.register_hook(lambda grad: grad * (torch.arange(len(grad)) > 2)[:, None])
+
+
+class Weighed(Blocks):
+    """Adds the norm of all weights to the output."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        norm = torch.stack([one.square().sum() for one in self.parameters()]).sum().sqrt()
+        return super().forward(x) * norm
+
+
+class Listed(Blocks):
+    """Keeps what blocks give by forward hooks, and scales the output by it."""
+
+    def __init__(self) -> None:
+        super().__init__(4)
+        self.kept: list[Tensor] = []
+        for block in self.layers:
+            block.register_forward_hook(lambda module, given, output: self.kept.append(output))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.kept.clear()
+        return super().forward(x) * torch.stack(self.kept).square().sum((0, 2))[:, None]
+
+
+class Table(nn.Module):
+    """Brings rows of a table to a norm in forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.head = nn.Embedding(40, 9, max_norm=0.5), nn.Linear(9, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.table((x.abs() * 13).long() % 40).mean(1))
+
+
+class Normed(torch.optim.SGD):
+    """Divides by the norm of all gradients that it has."""
+
+    def step(self, closure: Any = None) -> Any:
+        grads = [one.grad for group in self.param_groups for one in group["params"] if one.grad is not None]
+        norm = torch.stack([grad.square().sum() for grad in grads]).sum().sqrt()
+        for grad in grads:
+            grad.div_(norm)
+        return super().step(closure)
+
+
+class OfRank(torch.utils.data.Dataset[Any]):
+    """Every second row, from that of this rank on, as scripts for DDP cut their data."""
+
+    def __init__(self) -> None:
+        self.rows = small.table()
+
+    def __len__(self) -> int:
+        return LENGTH // 2
+
+    def __getitem__(self, index: int) -> Any:
+        return self.rows[2 * index + (dist.get_rank() if dist.is_initialized() else 0)]
+
+
+class Dropping(Net):
+    """Drops, in a layer of its own and in a recurrent one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers.append(nn.Dropout(0.5))
+        self.rnn = nn.LSTM(9, 9, num_layers=2, dropout=0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.rnn(x[None])[0][0])
+
+
+SILENT: dict[str, tuple[Callable[[], nn.Module], str, dict[str, Any]]] = {
+    "gradients clamped in backward": (Clamped, "dp=2", {}),
+    "a hook on a parameter": (Masked, "fsdp=2", {}),
+    "the norm of all weights": (Weighed, "tp=2", {}),
+    "forward hooks of blocks": (Listed, "pp=2", {}),
+    "a table brought to a norm": (Table, "dp=2", {}),
+    "an optimizer over all parameters": (Net, "pp=2", {"optimizer": lambda params: Normed(params, lr=0.1)}),
+    "data cut by rank": (Net, "dp=2", {"data": OfRank}),
+}
+
+
+@pytest.mark.parametrize("kind", SILENT)
+def test_what_no_look_finds_stops_the_run(kind: str, tmp_path: Path) -> None:
+    model, plan, how = SILENT[kind]
+    with pytest.raises(WorkerError, match="the first step differs from one device") as stopped:
+        small.fit(plan, tmp_path / "run", model=model, **how)
+    assert f'px.prove(job, "{plan}")' in str(stopped.value)
+    assert not list((tmp_path / "run" / "checkpoints").glob("step-*"))
+
+
+@pytest.mark.parametrize(
+    ("model", "plan"),
+    [(Dropping, "dp=2 micro=8"), (Normal, "fsdp=2 zero=2"), (Blocks, "tp=2 precision=bf16"), (Blocks, "micro=4")],
+)
+def test_sound_plans_equal_one_device(model: Callable[[], nn.Module], plan: str, tmp_path: Path) -> None:
+    how: dict[str, Any] = {"batch_statistics": "global"} if model is Normal else {}
+    run = small.fit(plan, tmp_path / "run", model=model, epochs=None, steps=2, **how)
+    (told,) = run.events("check")
+    assert told["equal"] is True, told["message"]
+    assert told["message"].startswith("first step equals one device")
+
+
+def test_a_known_difference_is_said_and_trained(tmp_path: Path) -> None:
+    run = small.fit("dp=2", tmp_path / "run", model=Normal, batch_statistics="micro")
+    (told,) = run.events("check")
+    assert told["equal"] is False
+    assert "first step differs from one device" in told["message"]
+
+
+def test_it_can_be_left_out(tmp_path: Path) -> None:
+    job = small.job(model=Clamped, epochs=1)
+    run = px.fit(job, "dp=2", folder=tmp_path / "run", forecast="none", check="off")
+    assert not list(run.events("check"))
+    assert run.losses
