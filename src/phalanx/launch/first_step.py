@@ -48,7 +48,9 @@ def first_step_checked(job: Job, run: RunSpec, place: Place, found: Findings) ->
     if place.rank:
         yield checked
     elif found.size is None or found.size > LARGEST:
-        checked.without = f"more than {LARGEST:,.0f} parameters are not held beside the run"
+        checked.without = (
+            f"the model has more than {LARGEST:,.0f} parameters" if found.size else "its size is not known"
+        )
         yield checked
     else:
         with tempfile.TemporaryDirectory(prefix="phalanx-first-step-") as folder:
@@ -144,6 +146,8 @@ class FirstStepCheck(Observer):
 
     def _judged(self, kind: Kind, loss: float, everyone: list[Any]) -> dict[str, Any]:
         without, result = self.without, None
+        if not math.isfinite(loss):  # which the run answers as it was told to
+            without = "its loss is not finite"
         if not without and self.reference:
             result, without = self.reference.result()
         if result is None:

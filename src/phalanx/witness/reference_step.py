@@ -62,6 +62,8 @@ def take_first_step(
     if one.skipped[0]:
         return {"without": "its fp16 gradients overflow"}
     mine = _computed(one)
+    if not all(bool(tensor.isfinite().all()) for tensor in mine.values()):
+        return {"without": "its numbers are not finite"}
     noise = {name: max(_norm(_computed(other)[name] - value) for other in others) for name, value in mine.items()}
     off = max(abs(other.losses[0] - one.losses[0]) for other in others)
     save_file({name: tensor.contiguous() for name, tensor in mine.items()}, file)
