@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable
 from functools import partial
+from io import BytesIO
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -212,11 +213,11 @@ class Noise(nn.Module):
         return x + torch.randn_like(x)
 
 
-def test_of_a_model_that_draws_there_is_no_first_step(tmp_path: Path) -> None:
-    file, taken = tmp_path / "file", list[bool]()
+def test_of_a_model_that_draws_there_is_no_first_step() -> None:
+    taken = list[bool]()
     for last in (nn.Dropout(0.5), Noise()):
         job = job_with(partial(nn.Sequential, nn.Linear(6, 4), last))
-        taken.append("without" in take_first_step(job, "fp32", torch.device("cpu"), file))
+        taken.append("without" in take_first_step(job, "fp32", torch.device("cpu"), BytesIO()))
     assert taken == [False, True], "dropout is off, other numbers cannot be had"
 
 
@@ -230,9 +231,9 @@ def test_of_a_model_that_draws_there_is_no_first_step(tmp_path: Path) -> None:
         (None, "no rank has the {} of weight"),
     ],
 )
-def test_the_first_step_is_compared_on_every_rank(by: float | None, says: str, tmp_path: Path) -> None:
+def test_the_first_step_is_compared_on_every_rank(by: float | None, says: str) -> None:
     """Of two ranks with two rows of the weight each; ``by``: how far off the second is, relatively; none: without."""
-    file = tmp_path / "file"
+    file = BytesIO()
     answer = take_first_step(job_with(lambda: nn.Linear(6, 4)), "fp32", torch.device("cpu"), file)
     one = FirstStepOfOne.read(answer, file, "fp32")
     for kind in ("gradient", "update"):

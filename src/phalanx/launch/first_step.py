@@ -12,7 +12,6 @@ from collections.abc import Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any, final
 
 from torch import Tensor, nn
@@ -53,12 +52,11 @@ def first_step_checked(job: Job, run: RunSpec, place: Place, found: Findings) ->
         )
         yield checked
     else:
-        with tempfile.TemporaryDirectory(prefix="phalanx-first-step-") as folder:
-            checked.reference = _ReferenceProcess(job, run, place, Path(folder))
-            try:
-                yield checked
-            finally:
-                checked.reference.close()
+        checked.reference = _ReferenceProcess(job, run, place)
+        try:
+            yield checked
+        finally:
+            checked.reference.close()
 
 
 def why_unchecked(job: Job, run: RunSpec) -> str:
@@ -102,6 +100,7 @@ class FirstStepCheck(Observer):
         self._job, self._run, self._rank, self._causes = job, run, rank, causes
         self._scene: Scene | None = None
         self._start: dict[str, _Held] = {}
+        self._gradients: tuple[float, dict[str, _Held]] = 0.0, {}
         self._seconds = self._largest = 0.0
         self._off = ExitStack()
 
@@ -119,11 +118,20 @@ class FirstStepCheck(Observer):
         if self._scene and not batch.step:
             self._off.close()
             loss, count = (float(one) for one in totals)
-            self._compare("gradient", loss / count if count else math.nan, _parts(self._scene, self._scene.gradients()))
+            self._gradients = loss / count if count else math.nan, _parts(self._scene, self._scene.gradients())
+
+    def steps(self, batch: StepBatch) -> None:
+        if self._scene and not batch.step:  # what the run itself finds wrong with the step, it has said by now
+            self._compare("gradient", *self._gradients)
 
     def updated(self, batch: StepBatch, metrics: Metrics) -> None:
         if self._scene and not batch.step and not metrics.skipped:
-            parts, buffers = (_parts(self._scene, one) for one in (self._scene.stepped(), self._scene.buffers()))
+            parts, slices = _parts(self._scene, self._scene.stepped()), self._scene.slices
+            # the buffers of another stage are kept up to date there
+            kept = {
+                name: one for name, one in self._scene.buffers().items() if name not in slices or slices[name].counts
+            }
+            buffers = _parts(self._scene, kept)
             self._compare("update", metrics.loss, {name: part.since(self._start[name]) for name, part in parts.items()})
             self._compare("buffer", metrics.loss, buffers)
         self._end()
@@ -195,8 +203,9 @@ def _error(run: RunSpec, message: str) -> RunError:
 class _ReferenceProcess:
     """The first step of a job on one device, taken in a process beside rank 0."""
 
-    def __init__(self, job: Job, run: RunSpec, place: Place, folder: Path) -> None:
-        self._precision, self._file = run.plan.precision, folder / "first-step.safetensors"
+    def __init__(self, job: Job, run: RunSpec, place: Place) -> None:
+        # Without a name: nothing is left of it where this process is killed.
+        self._precision, self._file = run.plan.precision, tempfile.TemporaryFile()  # noqa: SIM115
 
         self._process = SideProcess(partial(self._work, job, run, place))
         self._result: FirstStepOfOne | None = None
@@ -224,6 +233,7 @@ class _ReferenceProcess:
     def close(self) -> None:
         """End the process."""
         self._process.close()
+        self._file.close()
 
 
 def _parts(scene: Scene, tensors: Mapping[str, Tensor]) -> dict[str, _Held]:

@@ -150,7 +150,10 @@ def stepped(
     grads: list[dict[str, torch.Tensor]],
     dress: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> dict[str, torch.Tensor]:
-    """Values after the job's optimizer has stepped these gradients; ``dress`` makes a parameter of each value."""
+    """Values after the job's optimizer has stepped these gradients; ``dress`` makes a parameter of each value.
+
+    Raises TypeError if what the optimizer keeps cannot be saved.
+    """
     given = learning(start) if dress is None else {name: torch.nn.Parameter(dress(one)) for name, one in start.items()}
     with torch.enable_grad():
         optimizer = MadeOptimizer.of(job.optimizer(Parameters(given))).optimizer
@@ -161,6 +164,9 @@ def stepped(
             for name, parameter in given.items():
                 parameter.grad = grad[name].clone() if dress is None else dress(grad[name])
             optimizer.step()
+    kept = [one for state in optimizer.state.values() for one in state.values()]
+    if any(part.is_partial() for one in kept for part in getattr(one, "placements", ())):
+        raise TypeError("its state has sums over ranks that are not added up, which no checkpoint can hold")
     return {name: one.detach() for name, one in given.items()}
 
 

@@ -282,7 +282,7 @@ class _PlainLoop:
         """Clip, and step at the schedule's rate."""
         grads = list(_gradients(part).values())
         # In fp64: the fp32 norm of ten million elements is off by 3e-4 on a CPU.
-        each = [torch.linalg.vector_norm(dense(grad), dtype=torch.float64) for grad in grads]
+        each = [_norm(grad) for grad in grads]
         norm = torch.linalg.vector_norm(torch.stack(each))
         if part is self.parts[0]:
             self.witness.norms.append(float(norm))
@@ -293,7 +293,7 @@ class _PlainLoop:
         if not self.witness.skipped[-1]:
             stepped = _gradients(part)
             for name, grad in stepped.items():
-                size = float(torch.linalg.vector_norm(dense(grad), dtype=torch.float64))
+                size = float(_norm(grad))
                 self.witness.ways[name] = self.witness.ways.get(name, 0.0) + size
             if step < WHOLE:
                 self.witness.used.setdefault(step, {}).update(_copied(stepped.items()))
@@ -363,6 +363,11 @@ def rates(schedule: Schedule, batch: int, total: int) -> Any:
         return schedule.floor + (1.0 - schedule.floor) * share
 
     return factor
+
+
+def _norm(grad: Tensor) -> Tensor:
+    grad = dense(grad)
+    return torch.linalg.vector_norm(torch.view_as_real(grad) if grad.is_complex() else grad, dtype=torch.float64)
 
 
 def _copied(tensors: Any) -> Tensors:

@@ -12,11 +12,10 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, final
+from typing import TYPE_CHECKING, Any, BinaryIO, Literal, final
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load, save
 from torch import Tensor
 
 from phalanx.config import Job
@@ -41,7 +40,7 @@ _SMALL = 0.1  # of a tensor's norm: what may differ more is nothing but rounding
 
 
 def take_first_step(
-    job: Job, precision: str, device: torch.device, file: Path, lr_scale: float = 1.0
+    job: Job, precision: str, device: torch.device, file: BinaryIO, lr_scale: float = 1.0
 ) -> dict[str, Any]:
     """Take it on ``device``, learning rates times ``lr_scale``; tensors go to ``file``.
 
@@ -66,7 +65,8 @@ def take_first_step(
         return {"without": "its numbers are not finite"}
     noise = {name: max(_norm(_computed(other)[name] - value) for other in others) for name, value in mine.items()}
     off = max(abs(other.losses[0] - one.losses[0]) for other in others)
-    save_file({name: tensor.contiguous() for name, tensor in mine.items()}, file)
+    file.write(save({name: tensor.contiguous() for name, tensor in mine.items()}))
+    file.flush()
     sizes = {name: _norm(value) for name, value in one.values["start"].items()}
     return {"loss": one.losses[0], "off": off, "noise": noise, "sizes": sizes}
 
@@ -81,8 +81,9 @@ class FirstStepOfOne:
     precision: str
 
     @classmethod
-    def read(cls, answer: Mapping[str, Any], file: Path, precision: str) -> FirstStepOfOne:
-        return cls(answer, load_file(file), precision)
+    def read(cls, answer: Mapping[str, Any], file: BinaryIO, precision: str) -> FirstStepOfOne:
+        file.seek(0)
+        return cls(answer, load(file.read()), precision)
 
     def judged(self, kind: Kind, loss: float, ranks: Sequence[Mapping[str, Any]]) -> tuple[str, float]:
         """What differs in words, empty where nothing does, and the largest difference relative to a tensor's norm.
