@@ -104,6 +104,17 @@ class Dropping(Net):
         return super().forward(self.rnn(x[None])[0][0])
 
 
+class Complex(Net):
+    """Has complex weights, as Fourier layers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.turned = nn.Parameter(torch.ones(9, dtype=torch.complex64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward((torch.fft.fft(x) * self.turned).real)
+
+
 SILENT: dict[str, tuple[Callable[[], nn.Module], str, dict[str, Any]]] = {
     "gradients clamped in backward": (Clamped, "dp=2", {}),
     "a hook on a parameter": (Masked, "fsdp=2", {}),
@@ -126,11 +137,14 @@ def test_what_no_look_finds_stops_the_run(kind: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("model", "plan"),
-    [(Dropping, "dp=2 micro=8"), (Normal, "fsdp=2 zero=2"), (Blocks, "tp=2 precision=bf16"), (Blocks, "micro=4")],
+    [
+        *((Dropping, "dp=2 micro=8"), (Normal, "fsdp=2 zero=2"), (Blocks, "tp=2 precision=bf16"), (Blocks, "micro=4")),
+        (Complex, "dp=2"),
+    ],
 )
 def test_sound_plans_equal_one_device(model: Callable[[], nn.Module], plan: str, tmp_path: Path) -> None:
     how: dict[str, Any] = {"batch_statistics": "global"} if model is Normal else {}
-    run = small.fit(plan, tmp_path / "run", model=model, epochs=None, steps=2, **how)
+    run = small.fit(plan, tmp_path / "run", model=model, epochs=None, steps=2, clip=0.5, **how)
     (told,) = run.events("check")
     assert told["equal"] is True, told["message"]
     assert told["message"].startswith("first step equals one device")

@@ -182,6 +182,6 @@ DATA = (
         "train/build_model.py",
         "    with seeded(stream(job.seed, 0)):\n        return data()",
         "    return data()",
-        ("test unit/test_job_data.py",),
+        ("test unit/test_data_sampler.py random_split",),
     ),
 )

@@ -132,7 +132,7 @@ NO_SIGNALS = "train/launcher_link.py:no_signal"
 """Nobody asks a proof to stop; a run's answer to that question comes from its launcher."""
 LOOKS_BY_THE_CLOCK = "comm/point_agreement.py:PointAgreement._watch"
 """A thread that asks twice a second whether to stop: never, where all the steps take less."""
-ONLOOKERS = ("train/observer.py", "verify/recording.py", "verify/fingerprints.py")
+ONLOOKERS = ("train/observer.py", "verify/recording.py", "verify/fingerprints.py", "witness/reference_step.py")
 
 
 @cache
@@ -162,7 +162,7 @@ class Calls:
 def outwards(frame: FrameType | None) -> Any:
     """The frame and those that called it, without those that switch dropout off around torch's functions."""
     while frame is not None:
-        if not place_in_house(frame.f_code).startswith("verify/capture.py"):
+        if not place_in_house(frame.f_code).startswith(("verify/capture.py", "witness/dropout_off.py")):
             yield frame
         frame = frame.f_back
 
@@ -217,8 +217,10 @@ def test_a_proof_takes_the_path_of_a_run(plan: str, monkeypatch: pytest.MonkeyPa
     given = replace(given, steps=4, epochs=None, evaluate=given.data, evaluate_every=2)
     with monkeypatch.context() as patched:
         recorded(patched, tmp_path / "fit")
-        # without grace: what a rank keeps to save when its peers are lost, no proof goes on from
-        spec = px.RunSpec(job="", plan=px.Plan.parse(plan), folder=tmp_path / "run", forecast="none", grace=0.0)
+        # without grace: what a rank keeps to save when its peers are lost, no proof goes on from; nor from its check
+        spec = px.RunSpec(
+            job="", plan=px.Plan.parse(plan), folder=tmp_path / "run", forecast="none", grace=0.0, check="off"
+        )
         px.fit(given, run=spec)
     with monkeypatch.context() as patched:
         recorded(patched, tmp_path / "prove")

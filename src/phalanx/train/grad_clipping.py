@@ -195,8 +195,11 @@ def _wide(device: torch.device) -> torch.dtype:
 def _sum_of_squares(grads: list[torch.Tensor], device: torch.device, *, quick: bool) -> torch.Tensor:
     # On CPUs torch adds fp32 squares one by one, which at 10 M elements is off by 3e-4 and by the way they are cut.
     wide = _wide(device)
-    grads = [grad.coalesce().values() if grad.is_sparse else grad for grad in grads if grad.numel()]
-    grads = [torch.view_as_real(grad) if grad.is_complex() else grad for grad in grads]
+    grads = [
+        torch.view_as_real(grad) if grad.is_complex() else grad.coalesce().values() if grad.is_sparse else grad
+        for grad in grads
+        if grad.numel()
+    ]
     if not grads:
         return torch.zeros((), dtype=wide, device=device)
     dtype = None if quick and device.type == "cpu" else wide
