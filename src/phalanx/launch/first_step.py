@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from phalanx.comm import Place, device_for, local
 from phalanx.config import Job, Plan, RunSpec
 from phalanx.data import StepBatch
+from phalanx.device_kinds import kind_named, on_host
 from phalanx.errors import RunError
 from phalanx.launch.side_process import Send, SideProcess
 from phalanx.parallel import device_kind, devices_here
@@ -31,7 +32,7 @@ from phalanx.witness.dropout_off import dropout_off
 from phalanx.witness.reference_step import LAST_PLACE, FirstStepOfOne, Kind, Piece, piece_of, real, signed
 
 PATIENCE = 10.0
-"""Seconds that rank 0 waits, at the end of its own first step, for that of one device."""
+"""Seconds that rank 0 waits for the first step of one device: on CPU at the end of its own, else before it begins."""
 
 
 @contextmanager
@@ -44,19 +45,21 @@ def first_step_checked(job: Job, run: RunSpec, place: Place, found: Findings) ->
         yield Observer()
         return
     checked = FirstStepCheck(job, run, place.rank, found.causes)
-    if place.rank:
-        yield checked
-    elif found.size is None or found.size > LARGEST:
+    kind = kind_named(device_kind(run.plan, devices_here(run.plan, place)))
+    if not place.rank and (found.size is None or found.size > LARGEST):
         checked.without = (
             f"the model has more than {LARGEST:,.0f} parameters" if found.size else "its size is not known"
         )
-        yield checked
-    else:
+    elif not place.rank and not kind.forks:
+        checked.without = f"no process is forked beside one that uses {kind.label} devices"
+    elif not place.rank:
         checked.reference = _ReferenceProcess(job, run, place)
-        try:
-            yield checked
-        finally:
-            checked.reference.close()
+        if not on_host(kind.name):  # one after the other: the memory of the device may not do for both
+            checked.reference.result()
+    try:
+        yield checked
+    finally:
+        checked.close()
 
 
 def why_unchecked(job: Job, run: RunSpec) -> str:
@@ -109,7 +112,7 @@ class FirstStepCheck(Observer):
 
     def begins(self, batch: StepBatch) -> None:
         if batch.step:
-            self._end()
+            self.close()
         elif self._scene:
             self._start = _parts(self._scene, self._scene.stepped())
             self._off.enter_context(_without_dropout(self._scene))
@@ -134,7 +137,7 @@ class FirstStepCheck(Observer):
             buffers = _parts(self._scene, kept)
             self._compare("update", metrics.loss, {name: part.since(self._start[name]) for name, part in parts.items()})
             self._compare("buffer", metrics.loss, buffers)
-        self._end()
+        self.close()
 
     def _compare(self, kind: Kind, loss: float, parts: Mapping[str, _Held]) -> None:
         """Have rank 0 judge what all have. Collective; ends the comparison where it cannot be made."""
@@ -150,7 +153,7 @@ class FirstStepCheck(Observer):
             raise _error(self._run, said["message"])
         if said["message"]:
             self.finding = {"message": said["message"], "equal": said["equal"], "seconds": self._seconds}
-            self._end()
+            self.close()
 
     def _judged(self, kind: Kind, loss: float, everyone: list[Any]) -> dict[str, Any]:
         without, result = self.without, None
@@ -169,7 +172,8 @@ class FirstStepCheck(Observer):
         known = [*self._causes, *differs(self._scene.modules[0], self._job, self._run.plan)]
         return {"stop": not known, "equal": False, "message": f"first step differs from one device: {words}"}
 
-    def _end(self) -> None:
+    def close(self) -> None:
+        """Compare no more."""
         self._scene = None
         self._off.close()
         if self.reference:
@@ -208,7 +212,7 @@ class _ReferenceProcess:
         self._precision, self._file = run.plan.precision, tempfile.TemporaryFile()  # noqa: SIM115
 
         self._process = SideProcess(partial(self._work, job, run, place))
-        self._result: FirstStepOfOne | None = None
+        self._found: tuple[FirstStepOfOne | None, str] | None = None
 
     def _work(self, job: Job, run: RunSpec, place: Place, send: Send) -> None:
         from phalanx.witness.reference_step import take_first_step
@@ -221,14 +225,16 @@ class _ReferenceProcess:
 
     def result(self) -> tuple[FirstStepOfOne | None, str]:
         """What it came to, or why it came to nothing."""
-        if self._result is None:
+        if self._found is None:
             answer = self._process.next(PATIENCE)
+            self._process.close()
             if answer is None:
-                return None, f"that takes more than {PATIENCE:g} s longer"
-            if "without" in answer:
-                return None, answer["without"]
-            self._result = FirstStepOfOne.read(answer, self._file, self._precision)
-        return self._result, ""
+                self._found = None, f"that takes more than {PATIENCE:g} s longer"
+            elif "without" in answer:
+                self._found = None, answer["without"]
+            else:
+                self._found = FirstStepOfOne.read(answer, self._file, self._precision), ""
+        return self._found
 
     def close(self) -> None:
         """End the process."""
