@@ -135,7 +135,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 
 # Fixtures of tests/launch that start an engine, hosts with a server, or programs on stand-ins for hosts.
-ENGINES = frozenset({"apart", "check", "cluster", "server", "servers", "service", "start", "wired"})
+ENGINES = frozenset({"apart", "check", "cluster", "server", "servers", "start", "wired"})
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -107,10 +107,10 @@ def test_a_name_of_a_module_or_a_class_stands_once() -> None:
 
 
 OF_COMMANDS = (  # what these say is said by commands alone
-    *("train/batch_scaling.py", "launch/jobfile.py"),
+    "train/batch_scaling.py",
     *("planner/nearest_fit.py", "planner/question.py", "planner/rank.py", "planner/advise.py"),
     *("launch/targets/", "launch/check_hosts/", "preflight/launch_check.py"),  # no call launches elsewhere
-    *("launch/unshared_folder.py", "config/run_files.py"),  # of hosts by SSH, and of a page
+    "launch/unshared_folder.py",  # of hosts by SSH
 )
 OPTIONS = [
     name
