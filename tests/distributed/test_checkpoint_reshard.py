@@ -25,8 +25,6 @@ from phalanx.errors import CheckpointError
 from phalanx.parallel import RankHoldings
 from phalanx.train.state import model_tensors, parts
 
-torch.set_num_threads(1)
-
 LOADED = ("single", "pp=2 tp=2")
 LOADED_IN_LONG = ("fsdp=2 tp=2 zero=1", "fsdp=4", "dp=2 fsdp=2", "fsdp=3 zero=1", "tp=3", "dp=2 tp=2", "ep=2 tp=2")
 SAVED = (*LOADED, "fsdp=2 tp=2 zero=1", "fsdp=4", "dp=2 tp=2", "tp=3")

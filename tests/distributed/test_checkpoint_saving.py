@@ -24,8 +24,6 @@ from phalanx.checkpoint.all_ranks import StoreRendezvous
 from phalanx.comm.roll_call import LOST
 from phalanx.errors import CheckpointError, PeerLostError, WorkerError
 
-torch.set_num_threads(1)
-
 pytestmark = FORKS_BESIDE_THREADS
 
 

@@ -14,8 +14,6 @@ from longer import longer
 from phalanx import checkpoint
 from phalanx.errors import CheckpointError
 
-torch.set_num_threads(1)
-
 
 @pytest.fixture(autouse=True)
 def no_waiting_for_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:

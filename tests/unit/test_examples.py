@@ -18,14 +18,6 @@ NAMES = sorted(path.stem for path in EXAMPLES.glob("*.py"))
 CPU = torch.device("cpu")
 
 
-@pytest.fixture(autouse=True)
-def _one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.fixture(scope="module")
 def load():
     """The module of an example, imported from its file as ``phalanx train`` does."""

@@ -18,14 +18,6 @@ from phalanx.train.optimizers import LAMB, LARS
 pytestmark = pytest.mark.quick
 
 
-@pytest.fixture(autouse=True)
-def _one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def parameter(values, gradient):
     made = nn.Parameter(torch.tensor(values))
     made.grad = torch.tensor(gradient)
