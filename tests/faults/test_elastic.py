@@ -22,7 +22,6 @@ from phalanx.checkpoint import latest
 from phalanx.data import audit
 from phalanx.errors import WorkerError
 from phalanx.launch import Restarts, worker
-from phalanx.launch.elastic_size import ElasticSize
 from phalanx.launch.failure import Failure
 from phalanx.placement.survey_file import stored_survey
 
@@ -32,56 +31,6 @@ from small import BATCH, LENGTH, job
 pytestmark = pytest.mark.timeout(120)
 STEPS, AT = 20, 3
 SAME = 1e-6  # relative: sums over another number of ranks are rounded in another order
-
-
-class TestSize:
-    @staticmethod
-    def size(there: list[int], steps: int = 6) -> ElasticSize:
-        plans = {devices: px.Plan(dp=devices) for devices in (1, 2, 4, 8)}
-        return ElasticSize(plans, steps=steps, there=lambda: there[0])
-
-    @staticmethod
-    def takes(size: ElasticSize, steps: int) -> bool:
-        """Whether it is time to try more, once workers that begin have taken so many steps."""
-        size.started()
-        for step in range(100, 101 + steps):
-            size.reached(step)
-        return size.grows()
-
-    def test_it_begins_with_the_most_there_are_and_shrinks_to_the_next(self) -> None:
-        there = [5]
-        size = self.size(there)
-        assert size.devices == 4
-        assert not size.lacks_devices()
-        assert size.shrink("lost")
-        assert (size.devices, size.plan, size.cause) == (2, px.Plan(dp=2), "lost")
-        there[0] = 1
-        assert size.lacks_devices()
-        assert size.shrink("gone")
-        assert not size.shrink("gone")
-
-    def test_it_tries_more_after_its_steps_and_goes_back_for_twice_as_long(self) -> None:
-        there = [4]
-        size = self.size(there)
-        size.shrink("lost")
-        assert [self.takes(size, 5), self.takes(size, 6)] == [False, True]
-        there[0] = 2
-        assert not size.grows(), "there are no more"
-        there[0] = 4
-        size.grow()
-        assert (size.devices, size.on_trial) == (4, True)
-        size.go_back("it fails there")
-        assert (size.devices, size.on_trial) == (2, False)
-        assert [self.takes(size, 6), self.takes(size, 12)] == [False, True]
-        size.grow()
-        for step in range(13):
-            size.reached(step)
-        assert not size.on_trial, "it has proven itself"
-
-    def test_it_never_tries_more_where_nothing_says_when(self) -> None:
-        size = self.size([4], steps=0)
-        size.shrink("lost")
-        assert not self.takes(size, 1000)
 
 
 def failing(world: int, strikes: int, folder: Path, *, slow: float = 0.0, steps: int = STEPS) -> Any:

@@ -179,6 +179,14 @@ class TestSize:
         one.grow()
         assert one.devices == 3
 
+    def test_it_never_grows_where_nothing_says_when(self) -> None:
+        one = size()
+        one.shrink("why")
+        one.started()
+        one.reached(1)
+        one.reached(1000)
+        assert not one.grows()
+
     def test_what_fails_soon_is_waited_for_twice_as_long(self) -> None:
         one, waited = size(steps=5), list[int]()
         one.shrink("why")
