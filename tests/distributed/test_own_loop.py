@@ -116,7 +116,7 @@ def test_it_saves_by_itself() -> None:
     assert checkpoints("by-time") == [7, 8]
 
 
-def test_what_fit_begins_a_loop_goes_on_with(tmp_path: Path) -> None:
+def test_what_fit_begins_a_loop_goes_on_with() -> None:
     whole = fit("single", "whole").losses
     fit("dp=2", "run", epochs=1)
     spec = RunSpec(job="small", plan=px.Plan(), folder=Path("run"), resume=True, checkpoint_every=0)

@@ -198,7 +198,7 @@ def test_commands_of_the_page_that_take_long_run_with_smaller_numbers(shown: str
     assert done.exit_code == 0, done.output
 
 
-def test_what_is_lost_is_seen(job: str, tmp_path: Path) -> None:
+def test_what_is_lost_is_seen(job: str) -> None:
     argv = ["chaos", f"{job}:forgets", "--plan", "dp=2", "--steps", "6", "--checkpoint-every", "2", "--at"]
     done = CliRunner().invoke(main, [*argv, "SIGKILL rank 0 step 3", "--run", "chaos", "--json"])
     assert done.exit_code == 1, done.output

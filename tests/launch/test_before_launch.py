@@ -233,7 +233,7 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SshServers]:
 
 
 @pytest.mark.realtime("the rate of a link is measured")
-def test_calibrate_writes_what_is_there_and_plan_and_forecast_read_it(servers: SshServers, tmp_path: Path) -> None:
+def test_calibrate_writes_what_is_there_and_plan_and_forecast_read_it(servers: SshServers) -> None:
     file = servers.write_hosts((2, 2))
     result = CliRunner().invoke(main, ["calibrate", "--to", f"ssh:{file}", "-o", "rack.toml", "--json"])
     assert result.exit_code == 0, result.output

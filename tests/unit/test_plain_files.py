@@ -85,9 +85,7 @@ def test_a_file_is_replaced_whole_and_a_link_in_its_place_with_it(tmp_path: Path
         (b"x" * 300, "longer than 200 bytes"),
     ],
 )
-def test_a_toml_file_that_cannot_be(
-    tmp_path: Path, content: bytes, words: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_toml_file_that_cannot_be(tmp_path: Path, content: bytes, words: str) -> None:
     (tmp_path / "f.toml").write_bytes(content)
     if "longer" in words:
         with pytest.raises(SpecError, match=words):
