@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
+from test_inputs_of_train import Net
+from test_inputs_of_train import job as of_sequences
 from torch import Tensor, nn
 
 import phalanx as px
@@ -22,10 +23,6 @@ from phalanx.parallel import check
 from phalanx.train.look_ahead import refusals
 from phalanx.witness import samples
 from phalanx.witness.initial import initial_model
-
-sys.path.insert(0, str(Path(__file__).parent))
-from test_inputs_of_train import Net
-from test_inputs_of_train import job as of_sequences
 
 LENGTH, BATCH, STEPS = 26, 10, 4  # the third batch has 6 samples
 

@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import math
-import sys
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torchmetrics
+from models import MODELS
 from small import Blocks, fit, table
 from torch import nn
 
 import phalanx as px
 from longer import longer
 from phalanx.errors import LossError, PhalanxError, RunError, SpecError
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "parity"))
-from models import MODELS
 
 F1 = torchmetrics.F1Score(task="binary")
 AUC = torchmetrics.AUROC(task="binary")

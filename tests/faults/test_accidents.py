@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from small import BATCH, LENGTH, Net, job, table
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -25,9 +25,6 @@ from phalanx.events.schema import faults
 from phalanx.parallel.rng_streams import stream
 from phalanx.report.samples_seen import samples_seen
 from phalanx.train.accidents import LossSpikes
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "distributed"))
-from small import BATCH, LENGTH, Net, job, table
 
 BAD = 40  # the sample that is planted; in step 0 of the first epoch
 MARK = 100.0

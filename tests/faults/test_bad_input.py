@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from small import LENGTH, Net, fit, job, table
 from torch import nn
 
 import phalanx as px
@@ -20,9 +20,6 @@ from in_one_test import in_one_test
 from longer import longer
 from phalanx.errors import GradientError, LossError, PhalanxError, RefusedError, SpecError, WorkerError
 from phalanx.launch.worker_pool import WorkerPool
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "distributed"))
-from small import LENGTH, Net, fit, job, table
 
 
 @pytest.fixture

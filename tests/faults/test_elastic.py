@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from hangs import HANGS, Hang, run_with
+from small import BATCH, LENGTH, job
 from test_stopping import events, spec, striking, undisturbed
 
 import phalanx as px
@@ -24,9 +24,6 @@ from phalanx.errors import WorkerError
 from phalanx.launch import Restarts, worker
 from phalanx.launch.failure import Failure
 from phalanx.placement.survey_file import stored_survey
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "distributed"))
-from small import BATCH, LENGTH, job
 
 pytestmark = pytest.mark.timeout(120)
 STEPS, AT = 20, 3

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -30,6 +29,7 @@ from inject import (
     start_child,
     wait_until,
 )
+from small import fit
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
@@ -40,9 +40,6 @@ from phalanx.errors import DataError, Problem, RefusedError, RunError, WorkerErr
 from phalanx.launch import reaper, worker_pool
 from phalanx.launch.local import launch
 from phalanx.launch.worker_pool import WorkerPool
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "distributed"))
-from small import fit
 
 
 @pytest.fixture(scope="module")

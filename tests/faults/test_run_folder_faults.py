@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
+from small import LENGTH, fit, job, table
 
 import phalanx as px
 from longer import longer
@@ -27,9 +28,6 @@ from phalanx.config.run_files import RUN_FILES
 from phalanx.errors import PhalanxError, SpecError, WorkerError
 from phalanx.events import read
 from phalanx.launch import RunFolder
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "distributed"))
-from small import LENGTH, fit, job, table
 
 TOY = """
 import time

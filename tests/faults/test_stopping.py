@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -17,6 +16,8 @@ import psutil
 import pytest
 import torch
 from inject import LIMIT, wait_until
+from loops import Together
+from small import job, table
 
 import phalanx as px
 from longer import longer
@@ -24,10 +25,6 @@ from phalanx.checkpoint import latest
 from phalanx.config import Plan, RunSpec
 from phalanx.errors import RunError, WorkerError
 from phalanx.events import read
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "distributed"))
-from loops import Together
-from small import job, table
 
 STEPS, AT = 8, 3
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -20,6 +19,7 @@ import torch
 import torch.distributed as dist
 from inject import wait_until
 from safetensors.torch import load_file
+from small import BATCH, LENGTH, Net, job
 from test_stopping import STEPS, events, spec, striking
 from torch import nn
 
@@ -29,9 +29,6 @@ from phalanx.checkpoint import read_state
 from phalanx.config import RunSpec
 from phalanx.data import audit
 from phalanx.errors import WorkerError
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "distributed"))
-from small import BATCH, LENGTH, Net, job
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "distributed"))
 from small import fit
 
 from phalanx.parallel.compression import Feedback, codec, lane, message, read

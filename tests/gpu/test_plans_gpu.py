@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 from functools import cache
-from pathlib import Path
 
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "parity"))
 from models import MODELS
 
 from phalanx.config import Plan

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections import UserDict
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from small import Net, job, table
 from torch import nn
 
 import phalanx as px
@@ -21,9 +21,6 @@ from phalanx.parallel import ddp
 from phalanx.train.findings import Findings
 from phalanx.train.step import Step
 from phalanx.verify import parity
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "distributed"))
-from small import Net, job, table
 
 WEIGHTS = torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0])
 LENGTHS = (3, 5, 8, 2, 7, 4, 6, 9)

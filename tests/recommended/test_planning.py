@@ -6,16 +6,15 @@
 from __future__ import annotations
 
 import json
-import sys
 from dataclasses import fields
 from functools import cache
 from itertools import pairwise
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from settings import AXES, MOST_AXES, SETTINGS, STEPS, small_config, small_job, small_plans
+from small_profiles import transformer
 from write_recommended import RESULTS, good, recommended
 
 from longer import longer
@@ -29,9 +28,6 @@ from phalanx.planner.scale import scale
 from phalanx.planner.search import search, space
 from phalanx.preflight import plan_choice
 from phalanx.verify import OneDevice
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "unit"))
-from small_profiles import transformer
 
 
 def question(text: str, batch: int, **shape: int) -> Question:

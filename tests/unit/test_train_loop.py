@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from small import Net, job
 
 import phalanx as px
 from phalanx.checkpoint import BackgroundSaver, Saving
@@ -30,9 +30,6 @@ from phalanx.train.metrics import Metrics
 from phalanx.train.observer import Observer
 from phalanx.train.run_recorder import Lap, RunRecorder
 from phalanx.train.state import restore, to_save
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "distributed"))
-from small import Net, job
 
 TOTAL = 10
 

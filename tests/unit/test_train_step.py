@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from small import Net, job, table
 from torch import nn
 
 import phalanx as px
@@ -21,9 +20,6 @@ from phalanx.train.evaluate import evaluate
 from phalanx.train.loss_scaling import LossScale
 from phalanx.train.lr_schedule import RunStart
 from phalanx.train.metrics import Metrics, towards_host
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "distributed"))
-from small import Net, job, table
 
 CPU = torch.device("cpu")
 
