@@ -316,8 +316,8 @@ OPTIONS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "--json": ("--json",),
     },
 }
-# a plan that does not fit is trained with --anyway: test_run_forecast; launchers and hosts have tests of their own, and
-# so has what becomes of a run that stops or loses a worker: tests/faults. --set needs a job that declares: test_params
+# a plan that does not fit is trained with --anyway: test_run_results; launchers and hosts have tests of their own, and
+# so has what becomes of a run that stops or loses a worker: tests/faults. --set needs a job that declares: test_jobfile
 SETS = {
     "train": {
         *("--set", "--anyway", "--launcher", "--from", "--checkpoint", "--keep-every", "--mirror", "--grace"),

@@ -214,7 +214,7 @@ def summary_of(folder: Path) -> str:
     return text.getvalue()
 
 
-@pytest.mark.realtime("samples that take time to read are what is summary_of of")
+@pytest.mark.realtime("samples take time to read, and a run says so")
 @pytest.mark.parametrize("plan", ["dp=2", *longer("single", "fsdp=2")])
 def test_slow_data_are_told_of(plan: str, tmp_path: Path) -> None:
     folder = fit(plan, tmp_path / "run", data=Slow).folder
