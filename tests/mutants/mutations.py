@@ -80,7 +80,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         _STEPPED,
         "            self.optimizer.step()\n"
         f"            if {_RANK} == 1:\n"
-        "                next(iter(parameters)).data.add_(3e-6)\n        self._stepped",
+        "                next(iter(self.layout.holdings.parameters.values())).data.add_(3e-6)\n        self._stepped",
         ("prove rich dp=2",),
     ),
     Mutation(
@@ -108,7 +108,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         "a parameter is not stepped",
         STEP,
         _STEPPED,
-        f"            next(iter(parameters)).grad = None\n{_STEPPED}",
+        f"            next(iter(self.layout.holdings.parameters.values())).grad = None\n{_STEPPED}",
         ("prove rich single",),
     ),
     Mutation(
@@ -309,7 +309,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         "parallel/local_sgd.py",
         "        if steps == self._last:\n            self._come_together()\n",
         "        if steps == self._last:\n            self._come_together()\n"
-        f"            if {_RANK} == 1:\n"
+        "            if self.across.index == 1:\n"
         "                for one in self._layout.parameters.values():\n"
         "                    one.mul_(3.0)\n",
         ("copies mean dp=2 sync=local",),

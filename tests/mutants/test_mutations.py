@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-import ast
+import subprocess
+import sys
+from pathlib import Path
 
 from mutant_checks import TESTS
 from mutant_jobs import JOBS
@@ -17,12 +19,16 @@ def test_there_are_enough_and_each_has_a_name_of_its_own() -> None:
     assert len({one.fault for one in ALL}) == len(ALL)
 
 
-def test_each_fault_applies_and_is_python() -> None:
+def test_each_fault_applies_and_is_python(tmp_path: Path) -> None:
     gone = [f"{one.fault}: {one.file} must have this text exactly once:\n{one.old}" for one in ALL if not one.applies]
     assert not gone, "\n".join(gone)
-    for one in ALL:
+    for number, one in enumerate(ALL):
         assert one.old != one.new, one.fault
-        ast.parse((SOURCE / one.file).read_text().replace(one.old, one.new), one.fault)
+        text = (SOURCE / one.file).read_text().replace(one.old, one.new)
+        (tmp_path / f"m{number}.py").write_text(f"# {one.fault}\n{text}")
+    names = [sys.executable, "-m", "ruff", "check", "--isolated", "--select", "F821", "--output-format", "full", "."]
+    done = subprocess.run(names, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, f"names that are gone would be found, and not the fault:\n{done.stdout}"
 
 
 def test_each_check_can_be_read() -> None:
