@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import phalanx as px
 from phalanx.errors import WorkerError
+from phalanx.launch import first_step
 
 
 class Clamped(Net):
@@ -66,6 +67,19 @@ class Table(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(self.table((x.abs() * 13).long() % 40).mean(1))
+
+
+class Remembering(Net):
+    """Keeps the mean of what it is given, and does not use it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(9))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.mean = x.detach().mean(0)
+        return super().forward(x)
 
 
 class Normed(torch.optim.SGD):
@@ -150,11 +164,19 @@ def test_sound_plans_equal_one_device(model: Callable[[], nn.Module], plan: str,
     assert told["message"].startswith("first step equals one device")
 
 
-def test_a_known_difference_is_said_and_trained(tmp_path: Path) -> None:
-    run = small.fit("dp=2", tmp_path / "run", model=Normal, batch_statistics="micro")
+@pytest.mark.parametrize("model", [Normal, Remembering])
+def test_a_known_difference_is_said_and_trained(model: Callable[[], nn.Module], tmp_path: Path) -> None:
+    run = small.fit("dp=2", tmp_path / "run", model=model, batch_statistics="micro")
     (told,) = run.events("check")
     assert told["equal"] is False
     assert "first step differs from one device" in told["message"]
+
+
+def test_a_large_model_is_not_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(first_step, "LARGEST", 10)
+    (told,) = small.fit("dp=2", tmp_path / "run", epochs=None, steps=2).events("check")
+    assert told["equal"] is None
+    assert "more than 10 parameters" in told["message"]
 
 
 def test_it_can_be_left_out(tmp_path: Path) -> None:

@@ -96,6 +96,11 @@ def hanging_data(host: dict[str, Any]) -> None:
     del host["data"]
 
 
+def small_between_devices(host: dict[str, Any]) -> None:
+    put("shm.free", 8 * 2**20)(host)
+    put("data.workers", 0)(host)
+
+
 NEEDS = Needs(plan=Plan.parse("fsdp=24"), memory=60.0 * GIB, state=100.0 * GIB)
 TABLE = [
     ("nccl", put("nccl", "2.21.5"), "versions", True, "NCCL 2.21.5 on n2, 2.27.3 on n1, n3"),
@@ -117,6 +122,7 @@ TABLE = [
     ("few files for 24 workers", put("limits.open_files", 200), "limits", True, "may open 200 files"),
     ("files", put("limits.open_files", 300), "limits", False, "may open 300 files"),
     ("shm", put("shm.free", 8 * 2**20), "limits", True, "/dev/shm has 8.0 MiB free"),
+    ("shm of devices", small_between_devices, "limits", False, "over which its devices hand on tensors"),
     ("disk", put("folder.free", 50 * GIB), "folder", True, "50.0 GiB free; a checkpoint takes 100.0 GiB"),
     ("little disk", put("folder.free", 150 * GIB), "folder", False, "150.0 GiB free"),
     ("hangs", put("ending", "has not come to its end within 40 s"), "job", True, "has not come to its end"),

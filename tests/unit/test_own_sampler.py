@@ -210,10 +210,13 @@ def test_every_sample_of_a_source_comes_before_any_comes_again() -> None:
     assert {seen[index] for index in range(30, 37)} == {30}  # 210 of 7
     first = [mixture[int(index)] for epoch in range(3) for index in order_of(mixture, epoch)]
     assert sorted(value for value in first if value < 100) == list(range(30))
+    begins = [{int(index) for index in order_of(mixture, epoch) if index < 30} for epoch in (0, 3)]
+    assert begins[0] != begins[1]  # each pass has an order of its own
 
 
 def test_whether_a_sample_may_come_twice_in_an_epoch_is_known() -> None:
     assert not px.Mixture(TWO, {"web": 30, "books": 7}).sampler.repeats
+    assert not px.Mixture(TWO, {"web": 15, "books": 7}, samples=22).sampler.repeats  # half a pass, and a whole one
     assert px.Mixture(TWO, {"web": 1, "books": 1}, samples=20).sampler.repeats  # 10 of 7
     assert px.Mixture(TWO, {"web": 2, "books": 1}, samples=15).sampler.repeats  # 5 of 7: the second epoch goes over
 

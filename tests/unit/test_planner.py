@@ -13,7 +13,7 @@ from small_profiles import LARGE, transformer
 
 from in_one_test import in_one_test
 from phalanx.config import Plan
-from phalanx.errors import RefusedError, SpecError
+from phalanx.errors import Problem, RefusedError, SpecError
 from phalanx.forecast import Forecast, StepTime, Work, forecast
 from phalanx.forecast.forecast import sweep
 from phalanx.forecast.uncertainty import SAFE
@@ -149,10 +149,23 @@ def test_other_goals_choose_other_numbers_of_devices(by: str) -> None:
         assert found.question.cluster.devices == min(one.devices for one in within) < 8
 
 
+def test_plans_that_do_not_run_stand_behind_those_that_do() -> None:
+    asked = question("4xA100", 32)
+    first = rank(asked).plans[0].plan
+    wrong = Problem(where="plan", given="what no run can do", allowed="other plans", fix="dp=4")
+    *others, last = rank(replace(asked, look=lambda plan: [wrong] if plan == first else [])).plans
+    assert (last.plan, last.unrun) == (first, wrong.given)
+    assert [one.unrun for one in others] == [""] * 5
+
+
 def test_bounds_that_cannot_be_met_say_so() -> None:
     asked = question("4xA100", 32, steps=1000)
-    assert not rank(asked, Goal(by="devices", deadline=1e-3)).met
     assert not rank(asked, Goal(budget=1e-9)).met
+    for goal, nearest in ((Goal(by="devices", deadline=1e-3), "seconds"), (Goal(by="devices", budget=1e-9), "amount")):
+        found = rank(asked, goal)
+        assert not found.met
+        assert found.bill is not None
+        assert getattr(found.bill, nearest) == pytest.approx(min(getattr(one.bill, nearest) for one in found.points))
 
 
 def test_mixed_clusters_are_planned_so_that_like_devices_share_a_model() -> None:

@@ -7,6 +7,7 @@ import sys
 import warnings
 from pathlib import Path
 from typing import Any
+from unittest.mock import create_autospec
 
 import pytest
 import torch
@@ -95,6 +96,15 @@ class TestStatus:
         monkeypatch.setattr(run_standing, "_events", events)
         assert run_standing.run_standing(tmp_path).state == "running"
         release(*begun)
+
+    def test_one_that_its_target_knows_nothing_of_is_asked_to_stop(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        target = create_autospec(targets.QueueTarget, instance=True)
+        target.standing.return_value = targets.Standing(state="unknown")
+        monkeypatch.setattr(run_standing, "_ticket", lambda folder: (target, {"to": "slurm"}))
+        assert not run_standing.stop_run(run_of(tmp_path, step(0)))
+        target.stop.assert_called_once_with({"to": "slurm"}, tmp_path)
 
     def test_a_folder_without_a_run(self, tmp_path: Path) -> None:
         done = invoke("status", str(tmp_path))
