@@ -79,9 +79,11 @@ class Cluster:
         with suppress(subprocess.CalledProcessError):  # it is taken back by itself as soon as it answers
             _run("scontrol", "update", f"nodename={node}", "state=resume")
 
-    def set_time_limit(self, job: int | str, minutes: int) -> None:
-        """``job``: its number, of a task of an array with that (``7_0``)."""
-        _run("scontrol", "update", f"JobId={job}", f"TimeLimit={minutes}")
+    def set_time_limit(self, job: int | str, minutes: int) -> bool:
+        """Whether Slurm took it: not while it puts the job back into its queue. ``job``: 7, of an array 7_0."""
+        with suppress(subprocess.CalledProcessError):
+            return _run("scontrol", "update", f"JobId={job}", f"TimeLimit={minutes}") == ""
+        return False
 
     def lose_node(self, node: str) -> None:
         """As when it loses its power: everything on it is gone at once, and Slurm finds out."""

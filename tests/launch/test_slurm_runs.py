@@ -18,7 +18,7 @@ from clusters import Cluster, lacking, slurm_cluster
 from launched import await_steps, by_hand, commands_end, phalanx, submission, until, write_job  # noqa: F401
 
 import phalanx as px
-from longer import longer
+from law_rows import longer
 from phalanx.config import Plan
 from phalanx.errors import RunError
 from phalanx.launch.runfile import newest_step
@@ -89,7 +89,7 @@ def limited(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Hande
     given = own(tmp_path_factory.mktemp("limited"), time="10m", signal="12", run={"steps": LONG})
     run = Handed(given)
     until(lambda: len(run.steps) > 3, 90, "it trains")
-    cluster.set_time_limit(run.ticket["job"], 1)
+    assert cluster.set_time_limit(run.ticket["job"], 1)
     return run
 
 
@@ -128,7 +128,7 @@ def test_each_plan_trains_what_one_device_does(cluster: Cluster, tmp_path: Path,
 def test_after_its_time_a_run_goes_on_by_itself(cluster: Cluster, limited: Handed) -> None:
     run = px.load(limited.folder)
     until(lambda: bool(list(run.events("stopped"))), 90, "its time is over")
-    cluster.set_time_limit(limited.ticket["job"], 10)
+    until(lambda: cluster.set_time_limit(limited.ticket["job"], 10), 60, "it is queued again")
     limited.wait("ended")
     (stopped,) = run.events("stopped")
     assert limited.steps == list(range(LONG)), "none was taken twice"

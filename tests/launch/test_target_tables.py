@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from launched import SHARED, submission
 
-from in_one_test import in_one_test
+from law_rows import in_one_test
 from phalanx.config import Plan, RunSpec
 from phalanx.config.run_files import LAUNCH_FILES
 from phalanx.errors import MissingExtraError, RunError, SpecError
@@ -56,8 +56,6 @@ REFUSALS: dict[str, list[tuple[dict[str, Any], str, str]]] = {
         ({"nodes": "3"}, "--nodes", "2 processes"),
         ({"gpus_per_node": "-1"}, "--gpus-per-node", "'-1'"),
         ({"max_restarts": "many"}, "--max-restarts", "'many'"),
-        ({"kind": "pytorchjob"}, "--kind", "'pytorchjob'"),
-        ({"runtime": "torch"}, "--runtime", "torch"),
         ({"namespace": "a" * 64}, "--namespace", "aaaa"),
         ({"context": "--token=x"}, "--context", "--token"),
         ({"volume": "Data_1:HERE"}, "--volume", "'Data_1:"),
@@ -80,10 +78,7 @@ REFUSALS: dict[str, list[tuple[dict[str, Any], str, str]]] = {
         ({"image_pull_secret": "ecr:password"}, "--image-pull-secret", "'ecr:password'"),
         ({"wait": "5m"}, "--wait", "has all of its pods"),
         ({"time": "5s"}, "--time", "grace of 10"),
-        ({"kind": "trainjob", "env_from_secret": "wandb"}, "--env-from-secret", "trainjob"),
-        ({"kind": "trainjob", "max_restarts": "2"}, "--max-restarts", "trainjob"),
         ({"queue": "team-a", "run": {"devices": "1:2"}}, "-n", "--queue team-a"),
-        ({"kind": "trainjob", "run": {"devices": "1:2"}}, "-n", "--kind trainjob"),
         ({"plan": "dp=4", "run": {"devices": "3:4"}}, "-n", "3:4 in 2 pods of 2 devices"),
         ({"plan": "dp=2 tp=2", "run": {"devices": "2:5"}}, "-n", "2:5, with plan dp=2 tp=2"),
         ({"run": {"folder": Path("/scratch/run")}}, "--volume", "the run folder /scratch/run"),
@@ -172,7 +167,6 @@ DAMAGE: dict[str, list[dict[str, Any]]] = {
     ],
     "kubernetes": [
         {"jobset": None},
-        {"trainjob": "two"},
         *({"jobset": name} for name in (7, "", "--all", "a/b")),
         *({"nodes": nodes} for nodes in ("2", 0, 1.5, True)),
         *({"least": 0}, {"context": "--token=x"}, {"namespace": "a b"}),

@@ -16,10 +16,9 @@ from phalanx.config import RunSpec
 from phalanx.device_kinds import all_kinds
 from phalanx.launch.check_hosts.asking import HostAnswer, HostSurvey
 from phalanx.launch.check_hosts.device_findings import Needs, device_findings, plan_findings, workers_of
-from phalanx.launch.check_hosts.finding import HostFinding, odd_ones
+from phalanx.launch.check_hosts.finding import HostFinding, odd_ones, way_there
 from phalanx.launch.check_hosts.limit_findings import few_processes, limit_findings
 from phalanx.launch.check_hosts.link_findings import link_findings
-from phalanx.launch.check_hosts.way_there import way_there
 from phalanx.launch.unshared_folder import unshared_problems
 from phalanx.units import show_bytes, show_seconds
 

@@ -78,7 +78,7 @@ class Kubectl:
 
 def _what_helps(said: str) -> str:
     if "no matches for kind" in said or "the server doesn't have a resource type" in said:
-        return "a cluster where JobSet is installed (https://jobset.sigs.k8s.io), or --kind trainjob with Kubeflow"
+        return "a cluster where JobSet is installed (https://jobset.sigs.k8s.io)"
     if "orbidden" in said or "nauthorized" in said:
         return "kubectl auth can-i create jobsets.jobset.x-k8s.io, in the namespace of --namespace"
     return "kubectl config get-contexts, which says what --context may be; kubectl cluster-info"

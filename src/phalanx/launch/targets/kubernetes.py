@@ -1,4 +1,4 @@
-"""``--to kubernetes``: a JobSet, or a TrainJob of Kubeflow, of pods that each run torchrun's agent.
+"""``--to kubernetes``: a JobSet of pods that each run torchrun's agent.
 
 What pods are is in ``kubernetes_manifest.py``, and what each does in ``kubernetes_node.py``. The cluster is asked
 through ``kubectl``, with the user's own settings.
@@ -24,7 +24,7 @@ from phalanx.launch.runfile import check_folder
 from phalanx.launch.targets.handed_over import damaged_ticket, earlier_ticket
 from phalanx.launch.targets.kubectl import Kubectl
 from phalanx.launch.targets.kubernetes_log import printed_by, take_in
-from phalanx.launch.targets.kubernetes_manifest import KINDS, OF_JOBSET, config_name, manifests, name_of
+from phalanx.launch.targets.kubernetes_manifest import JOBSETS, OF_JOBSET, config_name, manifests, name_of
 from phalanx.launch.targets.kubernetes_offer import pods_offered
 from phalanx.launch.targets.kubernetes_options import OPTIONS, PodRequest
 from phalanx.launch.targets.kubernetes_standing import standing_of
@@ -94,10 +94,10 @@ class KubernetesTarget(QueueTarget):
         where = {"namespace": asked.namespace, "context": asked.context}
         named = {name: value for name, value in where.items() if value}
         pods = {"nodes": request.nodes, **({"least": request.least} if request.least < request.nodes else {})}
-        return {request.kind: _name_in(text), **named, **pods}
+        return {"jobset": _name_in(text), **named, **pods}
 
     def image(self, options: Mapping[str, str]) -> str:
-        return options.get("image", "of the training runtime")
+        return options.get("image", "not given")
 
     def why_not(self, prepared: Prepared, patience: float = 60.0) -> str:
         submission = prepared.submission
@@ -112,7 +112,7 @@ class KubernetesTarget(QueueTarget):
 
     def standing(self, ticket: Mapping[str, Any], folder: Path) -> Standing:
         handed = _Handed.of(ticket, folder)
-        jobs = handed.kubectl.objects(KINDS[handed.kind], handed.name)
+        jobs = handed.kubectl.objects(JOBSETS, handed.name)
         pods = handed.kubectl.objects("pods", "--selector", handed.selector)
         job, asked = (jobs[0] if jobs else None), (folder / FOLDER / _ASKED).exists()
         queued = _workload(handed.kubectl, job) if job else None
@@ -123,7 +123,7 @@ class KubernetesTarget(QueueTarget):
         if self.standing(ticket, folder).state not in ("waiting", "running"):
             return
         replace_text(folder / FOLDER / _ASKED, f"{handed.name}\n")
-        names = (f"{KINDS[handed.kind]}/{handed.name}", f"configmaps/{config_name(handed.name)}")
+        names = (f"{JOBSETS}/{handed.name}", f"configmaps/{config_name(handed.name)}")
         handed.kubectl.ask("delete", "--ignore-not-found", "--wait=false", *names)
 
     def log(self, ticket: Mapping[str, Any], folder: Path, rank: int | None) -> Path:
@@ -134,10 +134,9 @@ class KubernetesTarget(QueueTarget):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Handed:
-    """What a ticket says: a job of that kind and name, and the fewest and the most pods that it has."""
+    """What a ticket says: the name of the JobSet, and the fewest and the most pods that it has."""
 
     kubectl: Kubectl
-    kind: str
     name: str
     nodes: tuple[int, int]
 
@@ -147,15 +146,14 @@ class _Handed:
         Raises:
             SpecError: it is damaged.
         """
-        kinds = [kind for kind in KINDS if kind in ticket]
         nodes: Any = ticket.get("nodes")
         least: Any = ticket.get("least", nodes)
-        forms = {**dict.fromkeys(kinds, _NAME), "namespace": _NAME, "context": _CONTEXT}
+        forms = {"jobset": _NAME, "namespace": _NAME, "context": _CONTEXT}
         named = {key: ticket[key] for key in forms if key in ticket}
         whole = all(isinstance(text, str) and forms[key].fullmatch(text) for key, text in named.items())
-        if len(kinds) != 1 or not whole or not is_whole(nodes, 1) or not is_whole(least, 1):
+        if "jobset" not in named or not whole or not is_whole(nodes, 1) or not is_whole(least, 1):
             raise damaged_ticket(folder)
-        return cls(kubectl=_kubectl(ticket), kind=kinds[0], name=named[kinds[0]], nodes=(least, nodes))
+        return cls(kubectl=_kubectl(ticket), name=named["jobset"], nodes=(least, nodes))
 
     @property
     def selector(self) -> str:
@@ -178,7 +176,7 @@ def _take_back(kubectl: Kubectl, text: str) -> None:
         kubectl.ask("delete", "--ignore-not-found", "--wait=false", "--filename", "-", text=text)
     except RunError as error:
         name, said = _name_in(text), own_words(error)
-        words = shlex.join(kubectl.words("delete", "jobset,trainjob,configmap", f"--selector={_BY_NAME}={name}"))
+        words = shlex.join(kubectl.words("delete", "jobset,configmap", f"--selector={_BY_NAME}={name}"))
         raise RunError(f"{name} may still be in the cluster: {said}\n    try: {words}") from None
 
 

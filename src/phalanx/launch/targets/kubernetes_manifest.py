@@ -1,4 +1,4 @@
-"""The objects of a run on Kubernetes: a ConfigMap with its run file, and a JobSet or a TrainJob whose pods read it.
+"""The objects of a run on Kubernetes: a ConfigMap with its run file, and a JobSet whose pods read it.
 
 Pods have stable names: pod 0 is ``NAME-node-0-0.NAME``, where all agents meet. A run that is started again has all of
 its pods made anew: workers cannot go on without those that are gone.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+import secrets
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +16,17 @@ from phalanx.launch.reaper import SAVED
 from phalanx.launch.targets.kubernetes_options import RUN_FILE, PodRequest, held
 from phalanx.launch.targets.target import Submission
 
-KINDS = {"jobset": "jobsets.jobset.x-k8s.io", "trainjob": "trainjobs.trainer.kubeflow.org"}
-"""``--kind`` and what kubectl calls it, whatever else a cluster has of that name."""
+JOBSETS = "jobsets.jobset.x-k8s.io"
+"""What kubectl calls them, whatever else a cluster has of that name."""
 
 NODE = "node"
-"""The replicated job, and the container; of a TrainJob's runtime, too."""
+"""The replicated job, and the container."""
 
 RESTART = "RESTART_ATTEMPT"
 """The variable with how often the JobSet has been started again, of which the label below tells."""
+
+MEETING_KEY = "PHALANX_MEETING_KEY"
+"""The variable with the key, in hexadecimal, by which pods that come and go know each other: new in each launch."""
 
 OWN_FAILURE = 70
 """Exit code of a pod where an exception of the job's own code, which would come again, has ended the run."""
@@ -54,8 +58,7 @@ def manifests(submission: Submission, request: PodRequest, name: str) -> str:
         "metadata": {"name": config_name(name), "labels": _labels(name)},
         "data": {RUN_FILE.name: submission.run.to_toml()},
     }
-    of_kind = _jobset if request.kind == "jobset" else _trainjob
-    objects = {"apiVersion": "v1", "kind": "List", "items": [config, of_kind(submission, request, name)]}
+    objects = {"apiVersion": "v1", "kind": "List", "items": [config, _jobset(submission, request, name)]}
     return json.dumps(objects, indent=2) + "\n"
 
 
@@ -138,36 +141,6 @@ def _pod(submission: Submission, request: PodRequest, name: str) -> dict[str, An
     }
 
 
-def _trainjob(submission: Submission, request: PodRequest, name: str) -> dict[str, Any]:
-    trainer: dict[str, Any] = {
-        "image": request.image,
-        "command": _command(submission, request, name),
-        "env": _environment(request),
-        "numNodes": request.nodes,
-        "numProcPerNode": request.workers,
-    }
-    if resources := _resources(request):
-        trainer["resourcesPerNode"] = resources
-    pod = {
-        "terminationGracePeriodSeconds": request.grace,
-        **_scheduling(request),
-        "containers": [{"name": NODE, "volumeMounts": _mounts(request)}],
-        "volumes": _volumes(request, name),
-    }
-    patched = {"replicatedJobs": [{"name": NODE, "template": {"spec": {"template": {"spec": pod}}}}]}
-    spec: dict[str, Any] = {
-        "runtimeRef": {"name": request.runtime},
-        "trainer": trainer,
-        "runtimePatches": [{"manager": "phalanx", "trainingRuntimeSpec": {"template": {"spec": patched}}}],
-    }
-    if request.deadline is not None:
-        spec["activeDeadlineSeconds"] = request.deadline
-    if request.queue:
-        spec["suspend"] = True
-    group = "trainer.kubeflow.org/v1alpha1"
-    return {"apiVersion": group, "kind": "TrainJob", "metadata": _head(name, request), "spec": spec}
-
-
 def _command(submission: Submission, request: PodRequest, name: str) -> list[str]:
     meeting = f"{name}-{NODE}-0-0.{name}:{_PORT}"
     module = "phalanx.launch.targets.kubernetes_node"
@@ -179,7 +152,8 @@ def _command(submission: Submission, request: PodRequest, name: str) -> list[str
 def _environment(request: PodRequest) -> list[dict[str, Any]]:
     label = {"fieldRef": {"fieldPath": f"metadata.labels['{_RESTART_LABEL}']"}}
     threads = {"OMP_NUM_THREADS": str(request.threads)} if request.threads else {}
-    plain = [{"name": name, "value": value} for name, value in {**threads, **request.environment}.items()]
+    key = {MEETING_KEY: secrets.token_hex(32)} if request.least < request.nodes else {}
+    plain = [{"name": name, "value": value} for name, value in {**threads, **request.environment, **key}.items()]
     return [{"name": RESTART, "valueFrom": label}, *plain]
 
 

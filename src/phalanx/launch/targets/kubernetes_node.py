@@ -20,11 +20,13 @@ from pathlib import Path
 
 from phalanx.config.run_files import EVENTS
 from phalanx.events.log import EventReader, last_failure, own_failure
+from phalanx.launch.addresses import LOOPBACK, own_address
 from phalanx.launch.reaper import SAVED
-from phalanx.launch.targets.kubernetes_manifest import OWN_FAILURE, RESTART
+from phalanx.launch.targets.kubernetes_manifest import MEETING_KEY, OWN_FAILURE, RESTART
 from phalanx.launch.targets.kubernetes_options import on_most
 from phalanx.launch.targets.launch_folder import FOLDER, run_from
 from phalanx.launch.targets.node_agent import NodePlace, be_agent, meeting_options, worker_words
+from phalanx.launch.targets.signed_meeting import offer
 
 _PATIENCE = 3600  # seconds for all pods to be there: they are scheduled one by one
 _LOOK = 1.0  # seconds between looks whether they are
@@ -52,7 +54,10 @@ def main(runfile: Path, meeting: str, nodes: str, wait: str = "") -> int:
     if not _wait_for(meeting, there):
         print(f"{socket.gethostname()}: nobody is at {meeting} after {_PATIENCE} s", file=sys.stderr)
         return 1
-    options = _all(meeting, index) if nodes.isdecimal() else _those_there(meeting, index, nodes, wait)
+    if nodes.isdecimal():
+        options = meeting_options(meeting, start=_start(meeting), rank=index, patience=_PATIENCE)
+    else:
+        options = _those_there(meeting, index, nodes, wait)
     place = NodePlace(
         name=socket.gethostname(),
         nodes=int(nodes.rpartition(":")[2]),
@@ -71,23 +76,20 @@ def _start(meeting: str) -> str:
     return f"{meeting.rpartition(':')[0].partition('.')[0]}-{os.environ.get(RESTART) or '0'}"
 
 
-def _all(meeting: str, index: int) -> dict[str, str]:
-    """Options with which the agents of all pods meet, and each keeps its rank."""
-    return {
-        "rdzv-backend": "static",
-        "rdzv-endpoint": meeting,
-        "rdzv-id": _start(meeting),
-        "rdzv-conf": f"timeout={_PATIENCE}",
-        "node-rank": str(index),
-    }
-
-
 def _those_there(meeting: str, index: int, nodes: str, wait: str) -> dict[str, str]:
     """Options with which those agents meet that are there after a while."""
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # a pod that comes later is not told where a shared one is
-    meets = meeting_options(meeting, start=_start(meeting), first=index == 0)
-    conf = f"{meets['rdzv-conf']},last_call_timeout={wait},join_timeout={_PATIENCE}"
-    return {**meets, "nnodes": nodes, "rdzv-conf": conf}
+    # A pod may know itself by another name than others do: neither who serves nor where is left to be guessed.
+    meets = {"is_host": int(index == 0), "read_timeout": 60, "last_call_timeout": wait, "join_timeout": _PATIENCE}
+    host = meeting.rpartition(":")[0]
+    return {
+        "rdzv-backend": offer(bytes.fromhex(os.environ.pop(MEETING_KEY))),
+        "rdzv-endpoint": meeting,
+        "rdzv-id": _start(meeting),
+        "rdzv-conf": ",".join(f"{name}={value}" for name, value in meets.items()),
+        "local-addr": own_address(host, one_host=host == LOOPBACK),
+        "nnodes": nodes,
+    }
 
 
 def _leave(number: int, frame: object) -> None:

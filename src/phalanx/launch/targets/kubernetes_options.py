@@ -33,8 +33,6 @@ OPTIONS = {
         help="with -n 2:8, how long pods that are there wait for the others; 1m where not given", example="5m"
     ),
     "volume": Option(help="claims and where pods have them, with commas", example="data:/data,runs:/runs", between=","),
-    "kind": Option(help="jobset, or trainjob of Kubeflow Trainer; jobset where not given", example="jobset"),
-    "runtime": Option(help="training runtime of a trainjob; torch-distributed where not given", example="torch-a100"),
     "namespace": Option(help="namespace; the context's where not given", example="vision"),
     "context": Option(help="context of kubectl's settings; the current one where not given", example="cluster-a"),
     "gpus-per-node": Option(help="GPUs of each pod; one a device of the plan, 0: none", example="8"),
@@ -77,8 +75,6 @@ _AMOUNT = "an amount such as 500m, 32, 256Gi"
 # option → what one of its words may be, as a pattern and in words
 _FORMS = {
     "image": (r"[\w.:@/-]*\w", "an image, without spaces"),
-    "kind": ("jobset|trainjob", "jobset or trainjob"),
-    "runtime": (_SUBDOMAIN, _NAME_OF_IT),
     "namespace": (_LABEL, _NAME_OF_IT),
     "context": (r"[^\s-]\S*", "a name that kubectl config get-contexts shows"),
     "gpu-resource": (_QUALIFIED, "a resource such as nvidia.com/gpu"),
@@ -99,14 +95,6 @@ _FORMS = {
 }
 _SEVERAL = [name for name, option in OPTIONS.items() if option.between]
 _OWN = ("RESTART_ATTEMPT", "JOB_COMPLETION_INDEX")  # variables by which pods know their place
-_OF_TRAINJOB = {  # what a TrainJob leaves to its runtime, or has no place for
-    "env-from-secret": "of a jobset: a TrainJob names single entries, which its runtime may",
-    "max-restarts": "of a jobset: how often a TrainJob is started again its runtime says",
-}
-_NEED_ALL = {  # what gives a run all of its pods or none
-    "kind": "which has as many pods as it says",
-    "queue": "which admits all of its pods or none",
-}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -114,7 +102,6 @@ class PodRequest:
     """What a run asks of a cluster.
 
     Attributes:
-        kind: ``jobset`` or ``trainjob``.
         nodes: pods, the most where their number may change.
         least: the fewest pods that the run goes on with.
         wait: seconds that these wait for the others.
@@ -130,8 +117,6 @@ class PodRequest:
         threads: of each worker; 0: as many as its part of the cores that there are.
     """
 
-    kind: str
-    runtime: str
     image: str
     nodes: int
     least: int
@@ -175,7 +160,7 @@ class PodRequest:
         problems += [*late, *TimeLimit(seconds=deadline, kept=run.grace, said=said).problems(run), *wrong_wait]
         problems += _misfits(run, nodes, counts.get("gpus-per-node"))
         problems += _nameless(options, run, counts.get("gpus-per-node"))
-        problems += [*_inelastic(options, run, nodes), *_misplaced(options)]
+        problems += _inelastic(options, run, nodes)
         problems += [] if "--volume" in wrong else [*_bad_places(volumes), *_outside(run, volumes)]
         if problems:
             raise SpecError(problems)
@@ -185,8 +170,6 @@ class PodRequest:
         cpu = options.get("cpu", "" if gpus else f"{workers * plan.threads}")
         tolerations = tuple(_toleration(word) for word in _words(options, "toleration"))
         return cls(
-            kind=options.get("kind", "jobset"),
-            runtime=options.get("runtime", "torch-distributed"),
             image=options["image"],
             nodes=nodes,
             least=_fewest(run, nodes),
@@ -313,13 +296,10 @@ def _inelastic(options: Mapping[str, str], run: RunSpec, nodes: int) -> list[Pro
             )
             return [_wrong("wait", given, allowed, f"-n {max(1, run.plan.devices // 2)}:{run.plan.devices}")]
         return []
-    for name, why in _NEED_ALL.items():
-        if name in options and options[name] != "jobset":
-            given, allowed = (
-                f"{run.devices}, with --{name} {options[name]}, {why}",
-                "a number of devices that does not change",
-            )
-            return [Problem(where="-n", given=given, allowed=allowed, fix=f"-n {within.most}")]
+    if "queue" in options:
+        given = f"{run.devices}, with --queue {options['queue']}, which admits all of its pods or none"
+        allowed = "a number of devices that does not change"
+        return [Problem(where="-n", given=given, allowed=allowed, fix=f"-n {within.most}")]
     if resized(run.plan, within.most) is None:
         given, allowed = f"{run.devices}, with plan {run.plan}", "a range whose most the plan can be on"
         return [Problem(where="-n", given=given, allowed=allowed, fix=f"-n {run.plan.devices}")]
@@ -334,18 +314,6 @@ def _inelastic(options: Mapping[str, str], run: RunSpec, nodes: int) -> list[Pro
         given += f": {wrong[0]} of them cannot be {run.plan}"
     fix = f"-n {each}:{within.most}" if nodes > 1 and not wrong else f"-n {within.most}"
     return [Problem(where="-n", given=given, allowed="a range that fewer pods can have, each whole", fix=fix)]
-
-
-def _misplaced(options: Mapping[str, str]) -> list[Problem]:
-    """Options of the one kind with the other."""
-    if options.get("kind") != "trainjob":
-        allowed = "only together with --kind trainjob"
-        return [_wrong("runtime", options["runtime"], allowed, "--kind trainjob")] if "runtime" in options else []
-    return [
-        _wrong(name, f"{options[name]} with --kind trainjob", allowed, "--kind jobset")
-        for name, allowed in _OF_TRAINJOB.items()
-        if name in options
-    ]
 
 
 def _bad_places(volumes: list[tuple[str, str]]) -> list[Problem]:

@@ -11,7 +11,7 @@ from phalanx.launch.targets.launch_folder import LAST_WORDS, State
 from phalanx.launch.targets.target import Standing
 
 _OVER = ("Succeeded", "Failed")
-_TIME_IS_OVER = ("FailJobSetFailurePolicyAction", "DeadlineExceeded")  # of a JobSet, by its rule, and of a TrainJob
+_TIME_IS_OVER = "FailJobSetFailurePolicyAction"  # a JobSet says so by its rule
 _COMMON = ("ContainerCreating", "PodInitializing")
 
 
@@ -26,7 +26,7 @@ def standing_of(
 ) -> Standing:
     """How it stands.
 
-    ``job``: the JobSet or TrainJob; ``None`` where it is gone. ``nodes``: the fewest pods that it goes on with, and the
+    ``job``: the JobSet; ``None`` where it is gone. ``nodes``: the fewest pods that it goes on with, and the
     most. ``last``: the last of the run's events that says how it stands, empty where they are not to be seen from here.
     ``asked``: the run was asked to stop. ``queued``: the Workload by which Kueue knows the job, if it does.
     """
@@ -44,7 +44,7 @@ def standing_of(
             return Standing(state="running", detail=f"{_pods(len(there))} still to end: {_words(failed)}")
         if any(OWN_FAILURE in _exit_codes(pod) for pod in pods):
             return Standing(state="failed", detail=f"an exception of the job's own code: {_words(failed)}")
-        saved = failed.get("reason") in _TIME_IS_OVER and last in ("stopped", "")
+        saved = failed.get("reason") == _TIME_IS_OVER and last in ("stopped", "")
         return Standing(state="stopped" if saved else "failed", detail=_words(failed))
     again = _again(job)
     if suspended := told.get("Suspended") or _is_suspended(job):

@@ -23,7 +23,6 @@ from phalanx.config.run_files import EVENTS
 from phalanx.device_kinds import kind_for
 from phalanx.errors import SpecError
 from phalanx.events.log import EventReader
-from phalanx.launch.addresses import LOOPBACK, own_address
 from phalanx.launch.reaper import SAVED
 from phalanx.launch.targets.launch_folder import word_of
 
@@ -55,19 +54,20 @@ class NodePlace:
     options: Mapping[str, str]
 
 
-def meeting_options(meeting: str, *, start: str, first: bool, patience: int = 60) -> dict[str, str]:
-    """Options with which agents meet at ``meeting`` (``host:port``), on the node that is the ``first``.
+def meeting_options(meeting: str, *, start: str, rank: int, patience: int = 600) -> dict[str, str]:
+    """Return options with which the agents of a fixed number of nodes meet at ``meeting`` (``host:port``) of rank 0.
 
-    ``start``: what no other start of a run has there. ``patience``: seconds that others wait for the first to be there.
+    What torchrun's static rendezvous reads from its store is JSON; ``c10d`` reads pickles, which anybody may put there.
+
+    ``start``: what no other start of a run has there. ``patience``: seconds for all nodes to be there, and for
+    the name of the first to be known.
     """
-    host = meeting.rpartition(":")[0]
     return {
-        "rdzv-backend": "c10d",
+        "rdzv-backend": "static",
         "rdzv-endpoint": meeting,
         "rdzv-id": start,
-        # A node may know itself by another name than others do: neither who serves nor where is left to be guessed.
-        "rdzv-conf": f"is_host={int(first)},read_timeout={patience}",
-        "local-addr": own_address(host, one_host=host == LOOPBACK),
+        "rdzv-conf": f"timeout={patience}",
+        "node-rank": str(rank),
     }
 
 

@@ -229,9 +229,7 @@ class _NodeActors:
 
         host = LOOPBACK if len(places) == 1 else places[0]["address"]
         told = {"meet": f"{host}:{places[0]['port']}", "start": start, "nodes": len(places)}
-        running = {
-            actor.train.remote({**told, "first": number == 0}): number for number, actor in enumerate(self._actors)
-        }
+        running = {actor.train.remote({**told, "rank": number}): number for number, actor in enumerate(self._actors)}
         codes, until, asked = dict[int, int](), float("inf"), False
         while running and time.monotonic() < until:
             if self._settings.asked.is_set() and not asked:

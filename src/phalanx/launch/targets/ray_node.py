@@ -29,7 +29,7 @@ _REMOVE = """exec 3<&0; { cat <&3; until rm -rf -- "$0"; do sleep 1; done; } &""
 def main(runfile: Path, told: str) -> int:
     """Be the agent of this node. Returns 0 where the run has ended, ``SAVED`` where it was asked to stop, else why not.
 
-    ``told``: in JSON the node's ``name``, whether it is the ``first`` of how many ``nodes``, its ``cores``, where
+    ``told``: in JSON the node's ``name``, its ``rank`` among how many ``nodes``, its ``cores``, where
     agents ``meet``, what no other ``start`` has there, the ``code``, and a ``scratch`` folder of the actor's.
     """
     place = json.loads(told)
@@ -44,7 +44,7 @@ def main(runfile: Path, told: str) -> int:
 
 def _be_agent(runfile: Path, place: dict[str, Any]) -> int:
     spec = run_from(runfile, "phalanx launch JOB --to ray")
-    meets = meeting_options(place["meet"], start=place["start"], first=place["first"])
+    meets = meeting_options(place["meet"], start=place["start"], rank=place["rank"])
     node = NodePlace(
         name=place["name"],
         nodes=place["nodes"],

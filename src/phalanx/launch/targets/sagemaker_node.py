@@ -14,7 +14,6 @@ import shutil
 import signal
 import socket
 import sys
-import time
 import traceback
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -36,7 +35,6 @@ from phalanx.launch.targets.node_agent import NodePlace, be_agent, meeting_optio
 from phalanx.launch.targets.sagemaker_job import CODE, CODE_CHANNEL, ROOT, RUN
 
 _PORT = 29400
-_PATIENCE = 600  # seconds for the first host to be there
 _FLUSH = 5.0  # seconds for what workers printed last
 _REASON = 1024  # bytes that SageMaker keeps of what went wrong
 _FIX = "phalanx launch JOB --to sagemaker, which writes it"
@@ -76,7 +74,7 @@ class ContainerHosts:
     @property
     def meeting(self) -> str:
         """Where agents meet."""
-        return f"{self.hosts[0]}:{_PORT}" if len(self.hosts) > 1 else f"{LOOPBACK}:0"  # any that is free
+        return f"{self.hosts[0] if len(self.hosts) > 1 else LOOPBACK}:{_PORT}"
 
 
 def main(root: Path = ROOT) -> int:
@@ -126,12 +124,11 @@ def unpacked(root: Path) -> RunSpec:
 
 
 def _be_agent(root: Path, run: RunSpec, there: ContainerHosts) -> int:
-    _wait_for(there.hosts[0], len(there.hosts))
     if len(there.hosts) > 1 and there.interface in (name for _, name in socket.if_nameindex()):
         for name in interface_variables():
             os.environ.setdefault(name, there.interface)
     start = "phalanx"  # no other job reaches these hosts
-    meets = meeting_options(there.meeting, start=start, first=there.here == 0, patience=_PATIENCE)
+    meets = meeting_options(there.meeting, start=start, rank=there.here)
     place = NodePlace(
         name=there.hosts[there.here],
         nodes=len(there.hosts),
@@ -144,20 +141,6 @@ def _be_agent(root: Path, run: RunSpec, there: ContainerHosts) -> int:
         return be_agent(run, place, worker_words(runfile, runfile.parent, marked=True))
     finally:
         await_orphans(_FLUSH)  # with this process the container ends, and with it what copies what workers printed
-
-
-def _wait_for(host: str, hosts: int) -> None:
-    """Until the name of the first host is known, which it is a while after containers start."""
-    until = time.monotonic() + _PATIENCE
-    while hosts > 1:
-        try:
-            socket.getaddrinfo(host, _PORT)
-            return
-        except OSError as error:
-            if time.monotonic() > until:
-                what = f"the first host, {host}, is not known after {_PATIENCE} s: {error}"
-                raise RunError(f"{what}\n    try: phalanx launch once more") from None
-        time.sleep(1)
 
 
 def _hyperparameters(root: Path) -> dict[str, Any]:

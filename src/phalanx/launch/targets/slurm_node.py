@@ -25,7 +25,7 @@ def main(runfile: Path, meeting: str) -> int:
     spec = run_from(runfile, "phalanx launch JOB --to slurm")
     name, nodes = os.environ["SLURMD_NODENAME"], int(os.environ["SLURM_NNODES"])
     start = f"{os.environ['SLURM_JOB_ID']}-{os.environ.get('SLURM_RESTART_COUNT', '0')}"
-    meets = meeting_options(meeting, start=start, first=os.environ["SLURM_PROCID"] == "0")  # a task a node
+    meets = meeting_options(meeting, start=start, rank=int(os.environ["SLURM_PROCID"]))  # a task a node
     place = NodePlace(
         name=name,
         nodes=nodes,

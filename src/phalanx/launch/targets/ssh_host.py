@@ -16,7 +16,7 @@ from typing import Any, final
 from phalanx.errors import RunError
 from phalanx.launch import code_files
 from phalanx.launch.check_hosts import program_text
-from phalanx.launch.check_hosts.way_there import way_there
+from phalanx.launch.check_hosts.finding import way_there
 from phalanx.launch.targets import host_agent, host_folder
 from phalanx.launch.targets.hosts_file import HostEntry, HostsFile
 
