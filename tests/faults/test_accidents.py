@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import phalanx as px
-from longer import longer
+from law_rows import longer
 from phalanx import checkpoint
 from phalanx.data import records
 from phalanx.data.saved_batch import SavedBatch

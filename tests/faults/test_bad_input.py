@@ -16,8 +16,7 @@ from small import LENGTH, Net, fit, job, table
 from torch import nn
 
 import phalanx as px
-from in_one_test import in_one_test
-from longer import longer
+from law_rows import in_one_test, longer
 from phalanx.errors import GradientError, LossError, PhalanxError, RefusedError, SpecError, WorkerError
 from phalanx.launch.worker_pool import WorkerPool
 

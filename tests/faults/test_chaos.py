@@ -21,7 +21,7 @@ import pytest
 from click.testing import CliRunner
 from inject import Looks
 
-from longer import longer
+from law_rows import longer
 from phalanx.checkpoint.writing import FileContent
 from phalanx.cli import main
 from phalanx.events import read

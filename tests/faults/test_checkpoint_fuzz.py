@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from longer import longer
+from law_rows import longer
 from phalanx import checkpoint
 from phalanx.checkpoint.format import seal
 from phalanx.checkpoint.tensor_part import PartTensor, TensorPart

@@ -17,7 +17,7 @@ from small import BATCH, LENGTH, job
 from test_stopping import events, spec, striking, undisturbed
 
 import phalanx as px
-from longer import longer
+from law_rows import longer
 from phalanx.checkpoint import latest
 from phalanx.data import audit
 from phalanx.errors import WorkerError

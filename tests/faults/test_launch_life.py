@@ -24,7 +24,7 @@ from test_server_faults import job
 
 import phalanx as px
 import phalanx.checkpoint.store  # once, here: what is forked has it then
-from longer import longer
+from law_rows import longer
 from phalanx.comm import Place, default_process_group
 from phalanx.launch import worker_process
 from phalanx.launch.addresses import own_address

@@ -20,7 +20,7 @@ from click.testing import CliRunner, Result
 from small import LENGTH, fit, job, table
 
 import phalanx as px
-from longer import longer
+from law_rows import longer
 from phalanx import checkpoint
 from phalanx.cli import main
 from phalanx.config import RunSpec

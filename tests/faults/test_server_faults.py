@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 import phalanx as px
 import phalanx.checkpoint.store  # once, here: what is forked has it then
-from longer import longer
+from law_rows import longer
 from phalanx.comm import Place
 from phalanx.comm.frames import Connection, Frame
 from phalanx.comm.handshake import new_secret

@@ -20,7 +20,7 @@ from loops import Together
 from small import job, table
 
 import phalanx as px
-from longer import longer
+from law_rows import longer
 from phalanx.checkpoint import latest
 from phalanx.config import Plan, RunSpec
 from phalanx.errors import RunError, WorkerError

@@ -19,7 +19,7 @@ import pytest
 import tomli_w
 from click.testing import CliRunner
 
-from longer import longer
+from law_rows import longer
 from phalanx.cli import main
 from phalanx.config import Plan, RunSpec
 from phalanx.data import Ledger, MicroBatch, StepBatch

@@ -24,7 +24,7 @@ from test_stopping import STEPS, events, spec, striking
 from torch import nn
 
 import phalanx as px
-from longer import longer
+from law_rows import longer
 from phalanx.checkpoint import read_state
 from phalanx.config import RunSpec
 from phalanx.data import audit

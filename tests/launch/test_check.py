@@ -15,7 +15,7 @@ import pytest
 from click.testing import CliRunner
 from launched import Queue, StandIn, StandIns
 
-from longer import longer
+from law_rows import longer
 from phalanx.cli import main
 from phalanx.launch.check_hosts import TargetHost
 from phalanx.launch.host_network import HostLink, HostNetwork, lacking, tool
@@ -123,8 +123,10 @@ def first(folder: str) -> dict[str, str]:
     return {"PYTHONPATH": os.pathsep.join([folder, os.environ.get("PYTHONPATH", "")])}
 
 
-def found(answer: dict[str, Any]) -> list[tuple[str, tuple[str, ...], bool]]:
-    return [(one["kind"], tuple(one["hosts"]), one["fails"]) for one in answer["findings"]]
+def found(answer: dict[str, Any], *, slow: bool = False) -> list[tuple[str, tuple[str, ...], bool]]:
+    """Kind, hosts, whether training fails; links that are slower than others only where they are made so."""
+    said = [one for one in answer["findings"] if slow or one["kind"] != "links" or one["fails"]]
+    return [(one["kind"], tuple(one["hosts"]), one["fails"]) for one in said]
 
 
 def test_this_machine_is_checked_where_no_target_is_named(check: Check) -> None:
@@ -261,7 +263,7 @@ class TestLinks:
         wired.do(2, "tc qdisc del dev net0 root")
         wired.do(2, "tc qdisc add dev net0 root tbf rate 40mbit burst 130k limit 400k")
         code, answer = check(*wired.hosts)
-        assert (code, found(answer)) == (0, [("links", ("n3",), False)])
+        assert (code, found(answer, slow=True)) == (0, [("links", ("n3",), False)])
         assert answer["findings"][0]["what"].startswith("it sends ")
 
 
