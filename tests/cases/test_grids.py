@@ -10,7 +10,7 @@ from grid import Came, Store, came, wrong
 from run_grid import GRIDS
 from zoo_table import ZOO, kept
 
-from longer import longer
+from law_rows import longer
 
 OF_CASES = [
     ("encoder", "pp=2"),

@@ -20,7 +20,7 @@ import pytest
 import sklearn.datasets  # noqa: F401  here: it sets environment variables
 
 import phalanx as px
-from longer import longer
+from law_rows import longer
 from phalanx.launch.jobfile import load_job
 
 FOLDER = Path(__file__).parent

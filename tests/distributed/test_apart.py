@@ -15,7 +15,7 @@ from small import Net, Normal, fit, job, table
 from torch import nn
 
 import phalanx as px
-from longer import longer
+from law_rows import longer
 from phalanx.comm import Place, default_process_group, place_within
 from phalanx.config import Plan
 from phalanx.config.sync import within

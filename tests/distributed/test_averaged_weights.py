@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, get_swa_multi_avg_fn
 
 import phalanx as px
-from longer import longer
+from law_rows import longer
 from phalanx.cli import main
 from phalanx.errors import RefusedError, SpecError
 from phalanx.train.weight_average import WeightAverage

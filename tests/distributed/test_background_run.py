@@ -20,7 +20,7 @@ from small import BATCH, LENGTH, batches_of, job, plain_losses, table
 from torch.utils.data import Dataset
 
 import phalanx as px
-from longer import longer
+from law_rows import longer
 from phalanx.config import Job
 from phalanx.data import Lane, Loader
 from phalanx.errors import DataError, PhalanxError, RefusedError, RunError, SpecError, WorkerError

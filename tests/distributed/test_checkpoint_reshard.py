@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 
-from longer import longer
+from law_rows import longer
 from phalanx import checkpoint
 from phalanx.checkpoint import PartTensor, TensorPart
 from phalanx.checkpoint.format import Manifest

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from checkpoint_ranks import FORKS_BESIDE_THREADS, local, ranks, sharded
 from small import fit
 
-from longer import longer
+from law_rows import longer
 from phalanx import checkpoint
 from phalanx.checkpoint import BackgroundSaver, SaveRequest, background, writing
 from phalanx.checkpoint.all_ranks import StoreRendezvous

@@ -16,7 +16,7 @@ from test_inputs_of_train import job as of_sequences
 from torch import Tensor, nn
 
 import phalanx as px
-from longer import longer
+from law_rows import longer
 from phalanx.config import Plan
 from phalanx.errors import PhalanxError, RefusedError
 from phalanx.parallel import check

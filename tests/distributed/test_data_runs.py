@@ -18,7 +18,7 @@ import torch
 from small import batches_of, fit, job, plain_losses, table
 
 import phalanx as px
-from longer import longer
+from law_rows import longer
 from phalanx.data import GlobalBatchSampler, read_ledger
 from phalanx.errors import PhalanxError, SpecError
 from phalanx.report.samples_seen import samples_seen

@@ -19,7 +19,7 @@ from small import table as small_table
 from test_step_traffic import job_for
 
 import phalanx as px
-from longer import longer
+from law_rows import longer
 from phalanx.comm import Place, default_process_group, local
 from phalanx.config import Plan
 from phalanx.data import records

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import phalanx as px
-from longer import longer
+from law_rows import longer
 from phalanx.comm import Mesh, Place, default_process_group
 from phalanx.config import Plan
 from phalanx.demo.jobs.gpt import Size

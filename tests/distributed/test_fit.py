@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 import phalanx as px
-from longer import longer
+from law_rows import longer
 from phalanx.comm import mesh
 from phalanx.config import Plan
 from phalanx.data import audit, host_ledger, read_ledger, sampler

@@ -14,7 +14,7 @@ from small import Blocks, Net, OfOutput, fit, job, table
 from torch import Tensor, nn
 
 import phalanx as px
-from longer import longer
+from law_rows import longer
 from phalanx.comm import Place, default_process_group
 from phalanx.config import Plan
 from phalanx.errors import RefusedError, WorkerError

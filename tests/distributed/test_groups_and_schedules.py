@@ -15,7 +15,7 @@ from torch import nn
 from torch.optim import SGD, AdamW, lr_scheduler
 
 import phalanx as px
-from longer import longer
+from law_rows import longer
 from phalanx.checkpoint import latest, read_state
 from phalanx.errors import PhalanxError, RefusedError, SpecError
 

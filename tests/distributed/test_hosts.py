@@ -19,7 +19,7 @@ import torch.distributed as dist
 from small import job
 
 import phalanx as px
-from longer import longer
+from law_rows import longer
 from phalanx.comm import Place
 from phalanx.comm.process_group import meet
 from phalanx.launch import launch

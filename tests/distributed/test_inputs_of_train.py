@@ -21,7 +21,7 @@ from click.testing import CliRunner
 from torch import nn
 
 import phalanx as px
-from longer import longer
+from law_rows import longer
 from phalanx.cli import main
 from phalanx.config import Job, Plan, RunSpec
 from phalanx.errors import PhalanxError, SpecError

@@ -23,7 +23,7 @@ from keras_models import (
 )
 
 import phalanx as px
-from longer import longer
+from law_rows import longer
 from phalanx.errors import RefusedError, SpecError
 
 # Keras hands arrays to numpy in a way that numpy 2 is about to drop.

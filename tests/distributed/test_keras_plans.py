@@ -30,7 +30,7 @@ from keras_models import (
 )
 
 import phalanx as px
-from longer import longer
+from law_rows import longer
 from phalanx.errors import SpecError
 from phalanx.train.elementwise import Parameters
 from phalanx.train.keras.keras_optimizers import parts_of

@@ -18,7 +18,7 @@ from small import job as small_job
 from torch import Tensor, nn
 
 import phalanx as px
-from longer import longer
+from law_rows import longer
 from phalanx.cli.app import main
 from phalanx.errors import SpecError
 from phalanx.forecast.layouts import Layouts

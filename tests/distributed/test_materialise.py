@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn import init
 
 import phalanx as px
-from longer import longer
+from law_rows import longer
 from phalanx.comm import Place, default_process_group
 from phalanx.errors import DataError
 from phalanx.launch import launch

@@ -13,7 +13,7 @@ from small import fit
 from torch import nn
 
 import phalanx as px
-from longer import longer
+from law_rows import longer
 from phalanx.demo.jobs.gpt import GPT, Size
 from phalanx.events import faults
 from phalanx.forecast.layouts import Layouts

@@ -14,7 +14,7 @@ from small import Blocks, fit, table
 from torch import nn
 
 import phalanx as px
-from longer import longer
+from law_rows import longer
 from phalanx.errors import LossError, PhalanxError, RunError, SpecError
 
 F1 = torchmetrics.F1Score(task="binary")

@@ -13,7 +13,7 @@ import torch
 from small import job
 
 import phalanx as px
-from longer import longer
+from law_rows import longer
 from phalanx import checkpoint
 from phalanx.checkpoint.mirror import Mirror, ObjectStore, fetch_newest, fetch_step
 from phalanx.errors import CheckpointError, RunError, SpecError, WorkerError

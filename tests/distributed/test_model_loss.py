@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import phalanx as px
-from longer import longer
+from law_rows import longer
 from phalanx.errors import LossError, RefusedError, SpecError
 
 BATCH, STEPS, LENGTH, VOCABULARY = 8, 3, 12, 32

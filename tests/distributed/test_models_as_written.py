@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import phalanx as px
-from longer import longer
+from law_rows import longer
 from phalanx.config import Plan
 from phalanx.errors import RefusedError
 from phalanx.verify import OneDevice

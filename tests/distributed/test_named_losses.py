@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import phalanx as px
-from longer import longer
+from law_rows import longer
 from phalanx.errors import LossError, PhalanxError, RefusedError, SpecError
 from phalanx.train.metrics import Metrics
 

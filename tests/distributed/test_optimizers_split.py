@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import phalanx as px
-from longer import longer
+from law_rows import longer
 from phalanx.config import Plan
 from phalanx.errors import RefusedError
 from phalanx.parallel import RankHoldings

@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 import phalanx as px
-from longer import longer
+from law_rows import longer
 from phalanx.data import read_ledger
 from phalanx.data.sampler import Permutation
 from phalanx.report.samples_seen import samples_seen

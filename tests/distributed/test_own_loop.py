@@ -17,7 +17,7 @@ from small import BATCH, LENGTH, Net, batches_of, fit, job, plain_losses, table
 from torch import nn
 
 import phalanx as px
-from longer import longer
+from law_rows import longer
 from phalanx.config import RunSpec
 from phalanx.errors import RunError, SpecError
 from phalanx.report.samples_seen import samples_seen

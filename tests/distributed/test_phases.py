@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits, softplus
 
 import phalanx as px
-from longer import longer
+from law_rows import longer
 
 SAMPLES, BATCH, STEPS = 44, 16, 6  # the third batch of an epoch has 12
 

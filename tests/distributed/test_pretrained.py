@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils.data import Dataset
 
 import phalanx as px
-from longer import longer
+from law_rows import longer
 from phalanx.errors import SpecError
 from phalanx.preflight import forecast_here
 from phalanx.train.build_model import begun, build_model

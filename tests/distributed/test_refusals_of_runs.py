@@ -18,7 +18,7 @@ from torch.nn.functional import softplus
 from torch.optim.lr_scheduler import OneCycleLR
 
 import phalanx as px
-from longer import longer
+from law_rows import longer
 from phalanx.errors import PhalanxError, RefusedError
 from phalanx.train.build_model import build_model
 from phalanx.train.look_ahead import look

@@ -21,7 +21,7 @@ from small import LENGTH, fit, job, table
 from torch.utils.data import Dataset
 
 import phalanx as px
-from longer import longer
+from law_rows import longer
 from phalanx.config import Cluster, Plan, RunSpec
 from phalanx.data import Lane, Loader, loader
 from phalanx.errors import RefusedError, WorkerError

@@ -14,7 +14,7 @@ from small import LENGTH, fit, table
 from torch import nn
 
 import phalanx as px
-from longer import longer
+from law_rows import longer
 from phalanx.data import read_ledger
 from phalanx.errors import RefusedError, SpecError, WorkerError
 from phalanx.events import faults

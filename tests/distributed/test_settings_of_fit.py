@@ -19,7 +19,7 @@ from small import BATCH, LENGTH, Net, batches_of, fit, job, plain_losses, table
 from torch import nn
 
 import phalanx as px
-from longer import longer
+from law_rows import longer
 from phalanx.cli import main
 from phalanx.errors import SpecError
 from phalanx.launch import local

@@ -12,7 +12,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from longer import longer
+from law_rows import longer
 from phalanx.comm import Place, default_process_group
 from phalanx.launch import launch
 from phalanx.parallel.local_shards import Axis, Cut, Placed, is_sliced, sliced

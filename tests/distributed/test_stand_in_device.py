@@ -15,7 +15,7 @@ import torch
 from click.testing import CliRunner
 
 import phalanx as px
-from longer import longer
+from law_rows import longer
 from phalanx.cli import main
 from phalanx.device_kinds import registered
 from phalanx.errors import RefusedError, RunError

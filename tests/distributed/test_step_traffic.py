@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 import phalanx as px
-from longer import longer
+from law_rows import longer
 from phalanx.comm import Place, default_process_group, local, place_within
 from phalanx.config import Plan
 from phalanx.config.model_costs import Profile

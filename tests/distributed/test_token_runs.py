@@ -15,7 +15,7 @@ from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 from transformers import DataCollatorWithFlattening, LlamaConfig, LlamaForCausalLM
 
 import phalanx as px
-from longer import longer
+from law_rows import longer
 from phalanx.data import GlobalBatchSampler, read_ledger
 from phalanx.data.sampler import Permutation
 from phalanx.report.samples_seen import samples_seen

@@ -15,7 +15,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from longer import longer
+from law_rows import longer
 from phalanx.comm import Place, default_process_group
 from phalanx.config.plan import Attention
 from phalanx.launch import launch

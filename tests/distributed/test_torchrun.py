@@ -16,7 +16,7 @@ import pytest
 from small import fit, job
 
 import phalanx as px
-from longer import longer
+from law_rows import longer
 from phalanx.errors import RefusedError
 
 HEAD = f"""

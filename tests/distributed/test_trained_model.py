@@ -17,7 +17,7 @@ from test_pretrained import job as gpt2_job
 from torch import Tensor, nn
 
 import phalanx as px
-from longer import longer
+from law_rows import longer
 from phalanx.checkpoint import ExportForm, export, save
 from phalanx.cli import main
 from phalanx.errors import CheckpointError, SpecError

@@ -21,7 +21,7 @@ from click.testing import CliRunner
 from launched import write_job
 from ssh_hosts import ssh_servers
 
-from longer import longer
+from law_rows import longer
 from phalanx.cli import main
 from phalanx.config import Plan
 from phalanx.launch import code_files

@@ -18,7 +18,7 @@ import pytest
 from clusters import lacking_for_ray
 from launched import await_steps, by_hand, commands_end, phalanx, steps_in, submission, until, write_job  # noqa: F401
 
-from longer import longer
+from law_rows import longer
 from phalanx.config import Plan, RunSpec
 from phalanx.errors import RefusedError, RunError
 from phalanx.launch.reaper import SAVED

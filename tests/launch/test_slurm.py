@@ -14,7 +14,7 @@ import pytest
 from click.testing import CliRunner
 from launched import Queue, submission, write_job
 
-from in_one_test import in_one_test
+from law_rows import in_one_test
 from phalanx.cli import bench_queue, main
 from phalanx.cli.bench_queue import QueueBench
 from phalanx.config import Job, Plan

@@ -18,7 +18,7 @@ import torch.distributed.run
 from torch.distributed.elastic.multiprocessing.api import _terminate_process_handler
 from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError
 
-from longer import longer
+from law_rows import longer
 from phalanx.comm import Place
 from phalanx.comm.handshake import SECRET
 from phalanx.config import Plan, RunSpec

@@ -22,7 +22,7 @@ from models import MODELS, job, rows
 from torch import nn
 
 import phalanx as px
-from longer import longer
+from law_rows import longer
 from phalanx.errors import WorkerError
 from phalanx.train import loop as training_loop
 

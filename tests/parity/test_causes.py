@@ -14,7 +14,7 @@ from small import Net, job, table
 from torch import nn
 
 import phalanx as px
-from longer import longer
+from law_rows import longer
 from phalanx.config import Plan
 from phalanx.launch import look_ahead
 from phalanx.parallel import ddp

@@ -12,7 +12,7 @@ from models import MODELS, job, rows
 from torch import nn
 
 import phalanx as px
-from longer import longer
+from law_rows import longer
 from phalanx.comm import Place
 from phalanx.parallel import ddp, split
 from phalanx.parallel.local_shards import axis, matmul_ops

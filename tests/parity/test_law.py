@@ -21,7 +21,7 @@ from torch import nn
 from write_resumed import JOBS, ROWS, bound, difference, on_one_device, resumed, saved
 
 import phalanx as px
-from longer import longer
+from law_rows import longer
 from phalanx.config import Plan
 from phalanx.config.plan import Precision, words
 from phalanx.errors import RefusedError

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from models import DROPPING
 from torch import Tensor
 
-from longer import longer
+from law_rows import longer
 from phalanx.config import Plan
 from phalanx.parallel import activation_checkpointing
 from phalanx.parallel.context import attention, flash_block

@@ -13,7 +13,7 @@ from models import MODELS, job, rows
 from torch import nn
 
 import phalanx as px
-from longer import longer
+from law_rows import longer
 from phalanx.comm import local
 from phalanx.parallel.parameter_server.update import Shard, Update
 from phalanx.parallel.threads import ThreadsLayout

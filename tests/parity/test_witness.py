@@ -20,7 +20,7 @@ from table import PLAIN_BAR, SHORT_STEPS, STEPS
 from torch import nn
 
 import phalanx as px
-from longer import longer
+from law_rows import longer
 from phalanx.data import GlobalBatchSampler, read_ledger
 from phalanx.witness.plain_loop import Witness, why_not
 from phalanx.witness.samples import GlobalBatches, KeyedOrder

@@ -17,7 +17,7 @@ from settings import AXES, MOST_AXES, SETTINGS, STEPS, small_config, small_job, 
 from small_profiles import transformer
 from write_recommended import RESULTS, good, recommended
 
-from longer import longer
+from law_rows import longer
 from phalanx.config import Plan
 from phalanx.forecast import Work, forecast
 from phalanx.forecast.uncertainty import SAFE

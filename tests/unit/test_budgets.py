@@ -9,9 +9,12 @@ import ast
 import json
 import re
 from collections import Counter
+from functools import cache
 from pathlib import Path
 
 import pytest
+
+from parsed_source import nodes_of
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCE = ROOT / "src" / "phalanx"
@@ -33,13 +36,14 @@ MECHANISMS = {
 WORDS = {"what": 1, "where": 2, "that": 10, "of": 20}
 
 
+@cache
 def counted() -> dict[str, dict[str, list[int]]]:
     """Return files, lines and statements of each package and of the tests, and the files with each mechanism."""
     packages: dict[str, list[int]] = {}
     mechanisms = dict.fromkeys(MECHANISMS, 0)
     for path in sorted(SOURCE.rglob("*.py")):
         text, parts = path.read_text(), path.relative_to(SOURCE).parts
-        statements = sum(isinstance(node, ast.stmt) for node in ast.walk(ast.parse(text)))
+        statements = sum(isinstance(node, ast.stmt) for node in nodes_of(path))
         row = packages.setdefault(parts[0] if len(parts) > 1 else "top", [0, 0, 0])
         row[:] = (row[0] + 1, row[1] + text.count("\n"), row[2] + statements)
         for name, pattern in MECHANISMS.items():
@@ -76,7 +80,7 @@ def words_of_docstrings() -> dict[str, float]:
     """Return how often each of ``WORDS`` stands among 1,000 words of docstrings."""
     found: Counter[str] = Counter()
     for path in SOURCE.rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in nodes_of(path):
             if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
                 found.update(re.findall(r"[a-z']+", (ast.get_docstring(node) or "").lower()))
     return {word: 1000 * found[word] / found.total() for word in WORDS}

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
-from longer import longer
+from law_rows import longer
 from phalanx import checkpoint
 from phalanx.errors import CheckpointError
 

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from small_profiles import transformer
 from torch.utils.data import IterableDataset
 
-from in_one_test import in_one_test
+from law_rows import in_one_test
 from phalanx.config import Cluster, Job, Plan
 from phalanx.data import Loader, StepBatch, Table
 from phalanx.data.step_batch import BatchSplitter

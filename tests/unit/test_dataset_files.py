@@ -19,7 +19,7 @@ import pytest
 import torch
 
 import phalanx as px
-from in_one_test import in_one_test
+from law_rows import in_one_test
 from phalanx.data import Lane, Loader
 from phalanx.errors import DataError, MissingExtraError, SpecError
 

@@ -31,7 +31,7 @@ import click
 import pytest
 
 from forked import Forked
-from longer import longer
+from law_rows import longer
 from phalanx.cli import main as cli
 from phalanx.config import Plan, RunSpec
 from phalanx.errors import PhalanxError

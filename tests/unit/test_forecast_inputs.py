@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import phalanx as px
-from longer import longer as rows_of_long
+from law_rows import longer as rows_of_long
 from phalanx.config import Cluster, Device, Group, Host, Job, Link, Network, Plan
 from phalanx.demo.jobs import gpt
 from phalanx.errors import PhalanxError

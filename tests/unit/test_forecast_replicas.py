@@ -11,7 +11,7 @@ import torch
 from small_profiles import transformer
 from torch import nn
 
-from longer import longer
+from law_rows import longer
 from phalanx.config import Cluster, Plan
 from phalanx.forecast import Forecast, Preset, Work, forecast
 from phalanx.forecast.gradient_sync import averaged, averaging, server_time

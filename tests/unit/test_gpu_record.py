@@ -24,7 +24,7 @@ from gpu_record import pack, pack_install
 from gpu_record.page import page, paragraph
 from gpu_record.page_records import STEPS, read_records
 from gpu_record.recorder import TRAINING, PlannedStep, Record, run_steps
-from longer import longer
+from law_rows import longer
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "tools" / "gpu_record" / "run.py"

@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import phalanx as px
-from longer import longer
+from law_rows import longer
 from phalanx.device_kinds import host
 from phalanx.errors import GradientError, LossError
 from phalanx.train import loss as losses

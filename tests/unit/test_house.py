@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from parsed_source import nodes_of, parsed
 from phalanx.config.run_files import CHECKPOINTS, EVENTS, LEDGER, RUN_TOML
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -30,7 +31,7 @@ def name_of(path: Path) -> str:
 FUNCTIONS = [
     (f"{name_of(path)}: {node.name}", node)
     for path in [*FILES, *TOOLS]
-    for node in ast.walk(ast.parse(path.read_text()))
+    for node in nodes_of(path)
     if isinstance(node, ast.FunctionDef)
 ]
 
@@ -51,7 +52,7 @@ def test_public_names_are_there() -> None:
 
 @pytest.mark.quick
 def test_every_file_says_what_it_is_for() -> None:
-    assert [name_of(path) for path in [*FILES, *TOOLS] if not ast.get_docstring(ast.parse(path.read_text()))] == []
+    assert [name_of(path) for path in [*FILES, *TOOLS] if not ast.get_docstring(parsed(path))] == []
 
 
 @pytest.mark.quick
@@ -86,7 +87,7 @@ def test_public_names_have_docstrings() -> None:
     bare = [
         f"{name_of(path)}: {node.name}"
         for path in [*FILES, *TOOLS]
-        for node in ast.parse(path.read_text()).body
+        for node in parsed(path).body
         if isinstance(node, ast.FunctionDef | ast.ClassDef)
         and not node.name.startswith("_")
         and not ast.get_docstring(node)
@@ -106,6 +107,13 @@ def test_environment_is_read_in_launch_only() -> None:
     assert [name for name in readers if not name.startswith("launch/")] == []
 
 
+@pytest.mark.quick
+def test_nothing_that_is_started_reads_pickles_or_words_for_a_shell() -> None:
+    """torchrun's rendezvous named c10d reads pickles that anybody may have written."""
+    pattern = re.compile(r"""["']c10d["']|shell=True|os\.(system|popen)\(""")
+    assert [name_of(path) for path in FILES if pattern.search(path.read_text())] == []
+
+
 _PICKLES = {"pickle", "_pickle", "cPickle", "dill", "cloudpickle", "joblib", "shelve", "marshal"}
 _OBJECTS = {
     *("all_gather_object", "gather_object", "gather_object_list", "broadcast_object_list", "scatter_object_list"),
@@ -116,14 +124,18 @@ _OBJECTS = {
 def pickled(path: Path) -> set[str]:
     """Modules that pickle, collectives of objects, and reads of a whole pickle, as a file names them."""
     found: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes_of(path):
         if isinstance(node, ast.Import | ast.ImportFrom):
             module = [node.module] if isinstance(node, ast.ImportFrom) and node.module else []
             names = [one.name for one in node.names]
             found |= {one for one in (*module, *names) if one.partition(".")[0] in _PICKLES or one in _OBJECTS}
         elif isinstance(node, ast.Attribute) and node.attr in _OBJECTS:
             found.add(node.attr)
-        elif isinstance(node, ast.Call) and ast.unparse(node.func) == "torch.load":
+        elif (
+            isinstance(node, ast.Call)
+            and isinstance(node.func, ast.Attribute)
+            and ast.unparse(node.func) == "torch.load"
+        ):
             safe = [one for one in node.keywords if one.arg == "weights_only" and ast.unparse(one.value) == "True"]
             found |= set() if safe else {"torch.load"}
     return found
@@ -159,7 +171,7 @@ def test_init_only_reexports() -> None:
         f"{name_of(path)}: {ast.unparse(node)}"
         for path in FILES
         if path.name == "__init__.py" and path.parent not in lazily
-        for node in ast.parse(path.read_text()).body
+        for node in parsed(path).body
         if not isinstance(node, allowed)
     ]
     assert others == []
@@ -203,7 +215,7 @@ def test_wheel_carries_the_demo_and_nothing_else(tmp_path: Path) -> None:
 
 
 def _imports(path: Path) -> set[str]:
-    nodes = list(ast.walk(ast.parse(path.read_text())))
+    nodes = nodes_of(path)
     names = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
     names += [node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module and not node.level]
     return {name.partition(".")[0] for name in names}
@@ -233,7 +245,7 @@ def test_private_names_stay_in_their_file() -> None:
     imports = [
         (name_of(path), node.module, alias.name)
         for path in FILES
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in nodes_of(path)
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("phalanx")
         for alias in node.names
         if alias.name.startswith("_") and not alias.name.startswith("__")
@@ -246,7 +258,7 @@ def test_a_name_stands_once_in_a_file() -> None:
     for path in FILES:
         names = [
             node.name if isinstance(node, ast.FunctionDef | ast.ClassDef) else ast.unparse(target)
-            for node in ast.parse(path.read_text()).body
+            for node in parsed(path).body
             if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.Assign | ast.AnnAssign)
             for target in (node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)])
             if isinstance(node, ast.FunctionDef | ast.ClassDef) or isinstance(target, ast.Name)
@@ -308,9 +320,8 @@ def test_nothing_else_is_kept_in_modules() -> None:
     }
     found = set[str]()
     for path in FILES:
-        tree = ast.parse(path.read_text())
-        assert not [node for node in ast.walk(tree) if isinstance(node, ast.Global)], name_of(path)
-        for node in tree.body:
+        assert not [node for node in nodes_of(path) if isinstance(node, ast.Global)], name_of(path)
+        for node in parsed(path).body:
             if not isinstance(node, ast.Assign | ast.AnnAssign):
                 continue
             match node.value:

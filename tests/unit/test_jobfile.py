@@ -12,7 +12,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 import phalanx as px
-from in_one_test import in_one_test
+from law_rows import in_one_test
 from phalanx.cli import main
 from phalanx.config.run import RunSpec
 from phalanx.errors import SpecError

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from in_one_test import in_one_test
+from law_rows import in_one_test
 from phalanx.comm import Mesh, Place, alike, default_process_group, found_by_first, from_every_rank
 from phalanx.comm.json_messages import (
     as_json,

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import phalanx as px
-from in_one_test import in_one_test
+from law_rows import in_one_test
 from phalanx.errors import SpecError
 from phalanx.train.keras.keras_data import dataset_of
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from in_one_test import in_one_test
+from law_rows import in_one_test
 from phalanx.errors import LossError
 from phalanx.train.loss import (
     accuracy,

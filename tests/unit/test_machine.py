@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from in_one_test import in_one_test
+from law_rows import in_one_test
 from phalanx import hardware
 from phalanx.cli.app import main
 from phalanx.config import Cluster, Host, Network

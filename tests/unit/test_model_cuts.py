@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import phalanx as px
-from in_one_test import in_one_test
+from law_rows import in_one_test
 from phalanx.config import Plan
 from phalanx.demo.jobs.gpt import GPT, Size, gpt_job
 from phalanx.errors import RefusedError

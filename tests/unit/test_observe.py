@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from in_one_test import in_one_test
+from law_rows import in_one_test
 from phalanx.config import Plan
 from phalanx.data import Ledger, MicroBatch, StepBatch
 from phalanx.events import EventLog, faults

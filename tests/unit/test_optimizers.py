@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
 
-from in_one_test import in_one_test
+from law_rows import in_one_test
 from phalanx.errors import GradientError, SpecError
 from phalanx.train.batch_scaling import linear_scaling, scaling_offer
 from phalanx.train.optimizers import LAMB, LARS

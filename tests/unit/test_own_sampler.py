@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from test_data_stream import a_job
 
 import phalanx as px
-from in_one_test import in_one_test
+from law_rows import in_one_test
 from phalanx.data import EpochOrders, Lane, Ledger, Loader, audit
 from phalanx.errors import SpecError
 

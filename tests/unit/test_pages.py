@@ -20,7 +20,7 @@ from packaging.utils import canonicalize_name
 import phalanx as px
 import pins
 import scale
-from in_one_test import in_one_test
+from law_rows import in_one_test
 from scale_costs import Cost
 from scale_laws import LAWS, WORLDS, Law, broken
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from in_one_test import in_one_test
+from law_rows import in_one_test
 from phalanx.config import Job, Plan
 from phalanx.parallel import (
     activation_checkpointing,

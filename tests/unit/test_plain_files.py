@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from in_one_test import in_one_test
+from law_rows import in_one_test
 from phalanx.cli.options import deadline_of
 from phalanx.config import Plan, RunSpec
 from phalanx.data.saved_batch import SavedBatch

@@ -17,7 +17,8 @@ from pathlib import Path
 import click
 import pytest
 
-from in_one_test import in_one_test
+from law_rows import in_one_test
+from parsed_source import nodes_of
 from phalanx.cli.bench import command as bench
 from phalanx.cli.export import command as export
 from phalanx.cli.forecast import command as forecast
@@ -34,27 +35,29 @@ TABLE = HERE.with_name("plan_keys.json")
 KEYS = {field.name for field in fields(Plan)}
 
 
-@cache
-def parsed(path: Path) -> ast.Module:
-    return ast.parse(path.read_text())
-
-
-def readers(tree: ast.Module) -> set[str]:
+def readers(nodes: list[ast.AST]) -> set[str]:
     """The keys that a source reads of something that is a plan: by its name, by its annotation, or made from one."""
     plans = {"plan"}
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.arg | ast.AnnAssign) and node.annotation is not None:
             if re.fullmatch(r"(config\.|px\.)?Plan( \| None)?", ast.unparse(node.annotation).strip("'\"")):
                 plans.add(node.arg if isinstance(node, ast.arg) else _name(node.target))
         elif isinstance(node, ast.Assign) and isinstance(node.value, ast.Call):
-            made = ast.unparse(node.value)
+            called = node.value.func
+            name = called.attr if isinstance(called, ast.Attribute) else getattr(called, "id", "")
+            made = ast.unparse(node.value) if name in ("Plan", "parse", "replace", "within") else ""
             if re.match(r"(px\.)?Plan(\.parse)?\(|replace\((\w+\.)*_?plan\b|within\(", made):
                 plans.add(_name(node.targets[0]))
     found = set[str]()
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Attribute) and node.attr in KEYS and _name(node.value) in plans:
             found.add(node.attr)
-        elif isinstance(node, ast.Call) and ast.unparse(node.func) == "getattr" and _name(node.args[0]) in plans:
+        elif (
+            isinstance(node, ast.Call)
+            and isinstance(node.func, ast.Name)
+            and node.func.id == "getattr"
+            and _name(node.args[0]) in plans
+        ):
             found.update(KEYS & {leaf.value for leaf in ast.walk(node.args[1]) if isinstance(leaf, ast.Constant)})
     return found
 
@@ -66,7 +69,7 @@ def _name(node: ast.expr) -> str:
 
 def table() -> dict[str, list[str]]:
     """For each key the files that read it."""
-    by_file = {str(path.relative_to(SOURCE)): readers(parsed(path)) for path in sorted(SOURCE.rglob("*.py"))}
+    by_file = {str(path.relative_to(SOURCE)): readers(nodes_of(path)) for path in sorted(SOURCE.rglob("*.py"))}
     return {key: [name for name, keys in by_file.items() if key in keys] for key in sorted(KEYS)}
 
 
@@ -94,7 +97,7 @@ def modules(source: Path) -> dict[str, list[str]]:
 def classes(source: Path) -> dict[str, list[str]]:
     found: dict[str, list[str]] = defaultdict(list)
     for path in sorted(source.rglob("*.py")):
-        for node in ast.walk(parsed(path)):
+        for node in nodes_of(path):
             if isinstance(node, ast.ClassDef):
                 found[node.name.lstrip("_")].append(f"{path.relative_to(source)}: {node.name}")
     return found
@@ -133,9 +136,8 @@ def said() -> list[tuple[str, str]]:
         for path in sorted((SOURCE / folder).rglob("*.py")):
             if "chaos" in path.parts:  # which runs the command line
                 continue
-            tree = parsed(path)
-            alone = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
-            for node in ast.walk(tree):
+            alone = {id(node.value) for node in nodes_of(path) if isinstance(node, ast.Expr)}
+            for node in nodes_of(path):
                 if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in alone:
                     found.append((str(path.relative_to(SOURCE)), node.value))
     return found

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from small_profiles import LARGE, transformer
 
-from in_one_test import in_one_test
+from law_rows import in_one_test
 from phalanx.config import Plan
 from phalanx.errors import Problem, RefusedError, SpecError
 from phalanx.forecast import Forecast, StepTime, Work, forecast

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from in_one_test import in_one_test
+from law_rows import in_one_test
 from phalanx.demo.jobs import gpt
 from phalanx.errors import MissingExtraError, ProfileError, SpecError
 from phalanx.parallel import Example

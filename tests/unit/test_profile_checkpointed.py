@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import phalanx as px
-from in_one_test import in_one_test
+from law_rows import in_one_test
 from phalanx.config import Plan
 from phalanx.config.model_costs import ModelPart, flops
 from phalanx.forecast import Lengths, forecast

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import IterableDataset
 
 import phalanx as px
-from in_one_test import in_one_test
+from law_rows import in_one_test
 from phalanx.cli import bench
 from phalanx.config import Job, Plan, RunSpec
 from phalanx.demo.jobs import digits, gpt

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from torch.distributed.pipelining import schedules as torchs
 
-from in_one_test import in_one_test
+from law_rows import in_one_test
 from phalanx.config import Plan
 from phalanx.config.fields import STAGES
 from phalanx.config.plan import Schedule

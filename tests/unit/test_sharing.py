@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.utils.data import IterableDataset
 
-from in_one_test import in_one_test
+from law_rows import in_one_test
 from phalanx.comm import Place
 from phalanx.config import Job, Plan
 from phalanx.config.plan_rules import share_problems

@@ -12,7 +12,7 @@ import pytest
 from click.testing import CliRunner, Result
 from rich.console import Console
 
-from in_one_test import in_one_test
+from law_rows import in_one_test
 from phalanx.cli import main
 from phalanx.config import Plan
 from phalanx.demo.jobs.gpt import gpt_job

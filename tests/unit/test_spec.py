@@ -18,7 +18,7 @@ from torch import nn
 
 import phalanx
 import phalanx as px
-from in_one_test import in_one_test
+from law_rows import in_one_test
 from phalanx.checkpoint.export import refuse_target
 from phalanx.config import Job, Plan, RunSpec, Schedule
 from phalanx.data.map_style import is_stream

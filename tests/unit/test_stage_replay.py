@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from in_one_test import in_one_test
+from law_rows import in_one_test
 from phalanx.config import Plan
 from phalanx.parallel import Example
 from phalanx.parallel.pipeline import cut

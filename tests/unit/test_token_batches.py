@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import phalanx as px
-from in_one_test import in_one_test
+from law_rows import in_one_test
 from phalanx.data import Lane, Ledger, Loader, TokenBatchSampler, audit_run
 from phalanx.data.loader import data_facts
 from phalanx.data.sampler import Permutation

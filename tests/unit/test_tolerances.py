@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import phalanx as px
-from in_one_test import in_one_test
+from law_rows import in_one_test
 from phalanx.config import Plan, RunSpec
 from phalanx.launch.first_step import why_unchecked
 from phalanx.verify.compare import FirstGradient, Tolerance, parameters

@@ -12,7 +12,7 @@ from small import Net, job, table
 from torch import nn
 
 import phalanx as px
-from in_one_test import in_one_test
+from law_rows import in_one_test
 from phalanx.comm import Place
 from phalanx.errors import LossError, RefusedError, SpecError
 from phalanx.train.assembly import Assembly, build

@@ -1,4 +1,4 @@
-"""Rows of a law in one test: collected once, and a failure lists every row that fails."""
+"""Rows of a law: in one test, which is collected once and lists every row that fails; and those of ``make long``."""
 
 from __future__ import annotations
 
@@ -32,3 +32,8 @@ def in_one_test(names: str | Sequence[str], rows: Iterable[Any]) -> Callable[[Te
         return every
 
     return decorate
+
+
+def longer(*rows: Any) -> list[Any]:
+    """The rows, of one value or a tuple of them, for ``pytest.mark.parametrize``: only ``make long`` runs them."""
+    return [pytest.param(*(row if isinstance(row, tuple) else (row,)), marks=pytest.mark.long) for row in rows]
