@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -137,6 +139,7 @@ SILENT: dict[str, tuple[Callable[[], nn.Module], str, dict[str, Any]]] = {
     "a table brought to a norm": (Table, "dp=2", {}),
     "an optimizer over all parameters": (Net, "pp=2", {"optimizer": lambda params: Normed(params, lr=0.1)}),
     "data cut by rank": (Net, "dp=2", {"data": OfRank}),
+    "data of another time": (Blocks, "tp=2 precision=bf16", {"data": lambda: small.table(seed=time.time_ns())}),
 }
 
 
@@ -145,6 +148,8 @@ def test_what_no_look_finds_stops_the_run(kind: str, tmp_path: Path) -> None:
     model, plan, how = SILENT[kind]
     with pytest.raises(WorkerError, match="the first step differs from one device") as stopped:
         small.fit(plan, tmp_path / "run", model=model, **how)
+    if "data" in how:
+        assert re.search(r"sample \d+ on rank [01] is another one", str(stopped.value))
     assert f'px.prove(job, "{plan}")' in str(stopped.value)
     assert not list((tmp_path / "run" / "checkpoints").glob("step-*"))
 
@@ -161,7 +166,9 @@ def test_sound_plans_equal_one_device(model: Callable[[], nn.Module], plan: str,
     run = small.fit(plan, tmp_path / "run", model=model, epochs=None, steps=2, clip=0.5, **how)
     (told,) = run.events("check")
     assert told["equal"] is True, told["message"]
-    assert told["message"].startswith("first step equals one device")
+    found = re.fullmatch(r"first step equals one device \(gradients to (.*), allowed (.*)\)", told["message"])
+    assert found
+    assert float(found[1]) < float(found[2]) < (0.3 if "bf16" in plan else 1e-4)
 
 
 @pytest.mark.parametrize("model", [Normal, Remembering])

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, final
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from phalanx.comm import Place, device_for, local
 from phalanx.config import Job, Plan, RunSpec
@@ -29,7 +29,16 @@ from phalanx.train.metrics import Metrics, Totals
 from phalanx.train.observer import Observer, Scene
 from phalanx.train.split_causes import LARGEST
 from phalanx.witness.dropout_off import dropout_off
-from phalanx.witness.reference_step import LAST_PLACE, FirstStepOfOne, Kind, Piece, piece_of, real, signed
+from phalanx.witness.reference_step import (
+    LAST_PLACE,
+    FirstStepOfOne,
+    Kind,
+    Piece,
+    piece_of,
+    real,
+    sample_digests,
+    signed,
+)
 
 PATIENCE = 10.0
 """Seconds that rank 0 waits for the first step of one device: on CPU at the end of its own, else before it begins."""
@@ -104,7 +113,8 @@ class FirstStepCheck(Observer):
         self._scene: Scene | None = None
         self._start: dict[str, _Held] = {}
         self._gradients: tuple[float, dict[str, _Held]] = 0.0, {}
-        self._seconds = self._largest = 0.0
+        self._seconds = self._largest = self._most = 0.0
+        self._samples: dict[str, str] = {}
         self._off = ExitStack()
 
     def built(self, scene: Scene) -> None:
@@ -115,7 +125,9 @@ class FirstStepCheck(Observer):
             self.close()
         elif self._scene:
             self._start = _parts(self._scene, self._scene.stepped())
-            self._off.enter_context(_without_dropout(self._scene))
+            held = [micro for part in batch.parts for micro in part if micro.samples]
+            self._samples = {key: one for micro in held for key, one in sample_digests(micro.ids, micro.batch).items()}
+            self._off.enter_context(dropout_off())  # the masks of one device cannot be had in pieces
 
     def gradients(self, batch: StepBatch, totals: Totals) -> None:
         if self._scene and not batch.step:
@@ -144,7 +156,8 @@ class FirstStepCheck(Observer):
         if self._scene is None:  # what came before could not be compared
             return
         begun = time.perf_counter()
-        told = {name: [part.piece, part.products] for name, part in parts.items()}
+        told = {"samples": self._samples, "parts": {name: [one.piece, one.products] for name, one in parts.items()}}
+        self._samples = {}
         everyone = self._scene.from_every_process(told)
         said = self._judged(kind, loss, everyone) if self._rank == 0 else None
         self._seconds += time.perf_counter() - begun
@@ -163,10 +176,15 @@ class FirstStepCheck(Observer):
             result, without = self.reference.result()
         if result is None:
             return {"stop": False, "equal": None, "message": f"first step not compared with one device: {without}"}
-        words, largest = result.judged(kind, loss, everyone)
-        self._largest = max(self._largest, largest)
+        words, largest, most = result.judged(kind, loss, [told["parts"] for told in everyone])
+        if kind == "gradient":  # an update may be off where a gradient is rounding alone
+            self._largest, self._most = largest, most
+        data = result.other_data([told["samples"] for told in everyone])
+        if data and (words or self._job.collate is None):  # a collate of the job's own may give a sample other rows
+            words = f"{data}: job.data, or reading it, depends on the rank, the time or a generator without a seed"
         if not words:
-            message = f"first step equals one device ({self._largest:.0e})" if kind == "buffer" else ""
+            reached = f"gradients to {self._largest:.0e}, allowed {self._most:.0e}"
+            message = f"first step equals one device ({reached})" if kind == "buffer" else ""
             return {"stop": False, "equal": True, "message": message}
         assert self._scene
         known = [*self._causes, *differs(self._scene.modules[0], self._job, self._run.plan)]
@@ -178,21 +196,6 @@ class FirstStepCheck(Observer):
         self._off.close()
         if self.reference:
             self.reference.close()
-
-
-@contextmanager
-def _without_dropout(scene: Scene) -> Generator[None]:
-    """Within, no module drops anything: the masks of one device cannot be had in pieces."""
-    recurrent = [child for one in scene.modules for child in one.modules() if isinstance(child, nn.RNNBase)]
-    rates = [child.dropout for child in recurrent]
-    for child in recurrent:
-        child.dropout = 0.0
-    try:
-        with dropout_off():
-            yield
-    finally:
-        for child, rate in zip(recurrent, rates, strict=True):
-            child.dropout = rate
 
 
 def _error(run: RunSpec, message: str) -> RunError:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
@@ -30,7 +29,7 @@ from phalanx.verify.mask_statistics import MaskStatistics, statistics_of
 from phalanx.verify.module_trace import Tracing, traces_of
 from phalanx.verify.record import AVERAGE, END, RunRecord, record_of, workers_of
 from phalanx.verify.recording import Recording
-from phalanx.witness.dropout_off import SwitchedOff, dropout_off, no_rates
+from phalanx.witness.dropout_off import dropout_off
 
 Watch = Callable[[], None] | None
 Dropout = Literal["off", "on"] | frozenset[str]
@@ -87,7 +86,7 @@ def masks_of(job: Job, plan: Plan, folder: Path, watch: Watch = None) -> MaskSta
 
 
 def proven(job: Job, steps: int, taken: int | None = None) -> Job:
-    """The job as a proof trains it: without dropout, for ``steps`` steps.
+    """The job as a proof trains it, for ``steps`` steps.
 
     Where other than these are ``taken``, learning rates are all the same those of a run of ``steps``.
     """
@@ -100,7 +99,7 @@ def proven(job: Job, steps: int, taken: int | None = None) -> Job:
     phases = [replace(one, schedule=meant(Schedule.of(one.schedule))) if one.schedule else one for one in job.phases]
     best = replace(job.best, patience=None) if job.best else None  # to its end; a scheduler may follow its metric
     given: dict[str, Any] = {"steps": taken or steps, "epochs": None, "schedule": schedule, "best": best}
-    return replace(job, model=no_rates(job.model), phases=phases, **given)
+    return replace(job, phases=phases, **given)
 
 
 def traced(
@@ -132,7 +131,7 @@ def _trained(
         observer = look(place)
         if isinstance(observer, MaskRecording):
             observer.install()
-        with dropout_off() if dropout == "off" else nullcontext(SwitchedOff()) as off:
+        with dropout_off(recurrent_alone=dropout != "off") as off:
             loop.train(given, run, place, LauncherLink(report=report), observer=observer, findings=findings)
         return {**observer.answer, "drops": off.calls > 0}
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from importlib import import_module
 from pathlib import Path
@@ -64,7 +63,7 @@ class ReferenceRun:
 
         def run(device: torch.device) -> Witness:
             how: dict[str, Any] = {"precision": self.precision, "device": device, "most": most}
-            with nullcontext() if self.dropout else dropout_off():
+            with dropout_off(recurrent_alone=self.dropout):
                 if self.against:
                     return self.against.run(given, asked, device)
                 return Witness.of(given, asked, keyed_masks=self.dropout, **how)

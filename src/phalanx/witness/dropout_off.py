@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -19,10 +19,11 @@ class SwitchedOff:
 
 
 @contextmanager
-def dropout_off() -> Generator[SwitchedOff]:
+def dropout_off(*, recurrent_alone: bool = False) -> Generator[SwitchedOff]:
     """Within, every dropout of torch's functional interface is the identity; training mode otherwise stays on.
 
-    Modules call these functions, so that theirs is off as well, but for those of recurrent layers: see ``no_rates``.
+    Modules call these functions, so that theirs is off as well. Recurrent layers drop in compiled code, at the rate of
+    their attribute ``dropout``, which reads as zero; with ``recurrent_alone`` nothing else is off.
     """
     functional: Any = torch.nn.functional
     off = SwitchedOff()
@@ -41,22 +42,13 @@ def dropout_off() -> Generator[SwitchedOff]:
 
     names = ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout")
     replaced: dict[str, Any] = {**dict.fromkeys(names, identity), "scaled_dot_product_attention": without}
+    replaced = {} if recurrent_alone else replaced
     before = {name: getattr(functional, name) for name in replaced}
     vars(functional).update(replaced)
+    layers: Any = nn.RNNBase
+    layers.dropout = property(lambda layer: 0.0, lambda layer, rate: vars(layer).update(dropout=rate))
     try:
         yield off
     finally:
+        del layers.dropout
         vars(functional).update(before)
-
-
-def no_rates(model: Callable[[], Any]) -> Callable[[], Any]:
-    """``model`` with the rates of recurrent layers at zero: compiled code drops there."""
-
-    def built() -> Any:
-        made = model()
-        for child in made.modules() if isinstance(made, nn.Module) else ():
-            if isinstance(child, nn.RNNBase):
-                child.dropout = 0.0
-        return made
-
-    return built

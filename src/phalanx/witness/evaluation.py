@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 from phalanx.config import Job, Metric
 from phalanx.config.losses import Losses, NamedLosses
@@ -90,12 +91,7 @@ def _total(loss: Any, means: dict[str, float]) -> float:
 
 def on_device(value: Any, device: torch.device) -> Any:
     """A batch with its tensors there."""
-    if isinstance(value, Tensor):
-        return value.to(device)
-    if device.type == "cpu":
+    if device.type == "cpu" and not isinstance(value, Tensor):
         return value
-    if isinstance(value, Mapping):
-        return {key: on_device(item, device) for key, item in value.items()}
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(on_device(item, device) for item in value))
-    return type(value)(on_device(item, device) for item in value) if isinstance(value, tuple | list) else value
+    held = dict(value) if isinstance(value, Mapping) else value  # mappings of a kind of their own are no trees
+    return tree_map(lambda one: one.to(device) if isinstance(one, Tensor) else one, held)

@@ -49,7 +49,8 @@ class OwnLoop:
         asked = inspect.signature(self.function).parameters
         # Built only where it is asked for: a loop that builds its own draws the same values from the same seeds.
         model: nn.Module | None = initial_model(job).train().to(device) if "model" in asked else None
-        offered = {"steps": steps, "model": model, "samples": _Samples(job, steps)}
+        order = samples.numbers(job.data(), job, steps) if "samples" in asked else []
+        offered = {"steps": steps, "model": model, "samples": order}
         if unknown := [name for name in asked if name not in offered]:
             raise ValueError(f"the loop asks for {', '.join(unknown)}; it may ask for {', '.join(offered)}")
         watch = _Steps()
@@ -64,24 +65,6 @@ class OwnLoop:
             gave = f"{len(losses)} losses for {steps} steps{'' if trained else ', and no model'}"
             raise ValueError(f"the loop gave {gave}; {_FORM}")
         return watch.witness(losses[:steps], trained)
-
-
-class _Samples:
-    """``samples[step]``: worked out when asked for."""
-
-    def __init__(self, job: Job, steps: int) -> None:
-        self._job, self._steps = job, steps
-        self._known: list[list[int]] = []
-
-    def __len__(self) -> int:
-        return self._steps
-
-    def __getitem__(self, step: int) -> list[int]:
-        if not 0 <= step < self._steps:
-            raise IndexError(step)
-        if not self._known:
-            self._known = samples.numbers(self._job.data(), self._job, self._steps)
-        return self._known[step]
 
 
 def _ended(result: Any) -> tuple[list[float], nn.Module | None]:

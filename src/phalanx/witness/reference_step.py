@@ -11,15 +11,18 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cache, lru_cache
+from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, BinaryIO, Literal, final
 
 import torch
 from safetensors.torch import load, save
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from phalanx.config import Job
-from phalanx.witness.dropout_off import dropout_off, no_rates
+from phalanx.witness import samples
+from phalanx.witness.dropout_off import dropout_off
 
 if TYPE_CHECKING:
     from phalanx.witness.plain_loop import Witness
@@ -36,7 +39,6 @@ _DRAWS = 2
 _TIMES = {"fp32": 8, "bf16": 32, "fp16": 32}
 """The largest noise of so many draws. FSDP computes normalisation in half precision, too, where autocast does not."""
 _COLUMNS = 8  # of random signs
-_SMALL = 0.1  # of a tensor's norm: what may differ more is nothing but rounding, and says nothing
 
 
 def take_first_step(
@@ -51,7 +53,7 @@ def take_first_step(
 
     if reason := why_not(job):
         return {"without": reason}
-    job = replace(job, model=no_rates(job.model))
+    job = replace(job, data=cache(job.data))  # one and the same in all steps
     how: dict[str, Any] = {"precision": precision, "device": device, "lean": True, "lr_scale": lr_scale}
     with dropout_off():
         one = Witness.of(job, 1, **how)
@@ -68,7 +70,22 @@ def take_first_step(
     file.write(save({name: tensor.contiguous() for name, tensor in mine.items()}))
     file.flush()
     sizes = {name: _norm(value) for name, value in one.values["start"].items()}
-    return {"loss": one.losses[0], "off": off, "noise": noise, "sizes": sizes}
+    _, batches = next(iter(samples.epochs_of(job.data(), job)))
+    digests = sample_digests(*next(iter(batches)))
+    return {"loss": one.losses[0], "off": off, "noise": noise, "sizes": sizes, "samples": digests}
+
+
+def sample_digests(ids: Sequence[int], batch: Any) -> dict[str, str]:
+    """Number of each sample → a digest of its rows of a batch, after their shapes; of entries with a row a sample."""
+    dense = [one for one in tree_leaves(batch) if isinstance(one, Tensor) and one.layout == torch.strided]
+    rows = [one for one in dense if not one.is_nested and one.shape[:1] == (len(ids),) and one.numel()]
+    shapes = " ".join(str(tuple(one.shape[1:])) for one in rows)
+    flat = [one.detach().cpu().resolve_conj().reshape(len(ids), -1).contiguous() for one in rows]
+    joined = [b"".join(one[place].view(torch.uint8).numpy().tobytes() for one in flat) for place in range(len(ids))]
+    return {
+        str(number): f"{shapes}: {blake2b(each, digest_size=8).hexdigest()}"
+        for number, each in zip(ids, joined, strict=True)
+    }
 
 
 @final
@@ -85,19 +102,30 @@ class FirstStepOfOne:
         file.seek(0)
         return cls(answer, load(file.read()), precision)
 
-    def judged(self, kind: Kind, loss: float, ranks: Sequence[Mapping[str, Any]]) -> tuple[str, float]:
-        """What differs in words, empty where nothing does, and the largest difference relative to a tensor's norm.
+    def other_data(self, ranks: Sequence[Mapping[str, str]]) -> str:
+        """The first sample that a rank has another of, in words; ``ranks``: of each rank its ``sample_digests``."""
+        mine = self.answer["samples"]
+        for rank, told in enumerate(ranks):
+            for number, digest in told.items():
+                known = mine.get(number, digest)
+                if digest != known and digest.partition(":")[0] == known.partition(":")[0]:
+                    return f"sample {number} on rank {rank} is another one"
+        return ""
+
+    def judged(self, kind: Kind, loss: float, ranks: Sequence[Mapping[str, Any]]) -> tuple[str, float, float]:
+        """What differs in words, empty where nothing does; the difference of all tensors together, and how large it may
+        be, relative to the norm of all.
 
         ``ranks``: of each rank, name → its part of the tensor, and ``signed`` of that part.
         """
         here = self.answer["loss"]
         if not abs(loss - here) <= _TIMES[self.precision] * self.answer["off"] + _FLOOR[self.precision] * abs(here):
-            return f"its loss is {loss:.7g}, that of one device {here:.7g}", math.inf
+            return f"its loss is {loss:.7g}, that of one device {here:.7g}", math.inf, 0.0
         wholes = {name.partition(".")[2]: one for name, one in self.tensors.items() if name.startswith(f"{kind}.")}
         norms = {name: _norm(whole) for name, whole in wholes.items()}
-        total, names = math.hypot(*norms.values()), {name for told in ranks for name in told}
+        total, names = max(math.hypot(*norms.values()), 1e-30), {name for told in ranks for name in told}
         bounds = {name: self._allowed(kind, name, total) for name in names | norms.keys()}
-        worst, words, largest = 1.0, "", 0.0
+        worst, words, apart = 1.0, "", dict[str, float]()
         known: dict[str, list[float]] = {}
         for rank, told in enumerate(ranks):
             for name, (cuts, products) in told.items():
@@ -109,10 +137,10 @@ class FirstStepOfOne:
                     worst = off / allowed if allowed else math.inf
                     words = f"the {kind} of {name} on rank {rank}, by {off / size:.2g} of its norm"
                     words += f" (allowed {allowed / size:.2g})"
-                elif allowed < _SMALL * size:
-                    largest = max(largest, off / size)
+                apart[name] = max(off, apart.get(name, 0.0))
         missing = [name for name in norms.keys() - names if kind != "buffer" and norms[name] > bounds[name]]
-        return words or (f"no rank has the {kind} of {missing[0]}" if missing else ""), largest
+        words = words or (f"no rank has the {kind} of {missing[0]}" if missing else "")
+        return words, math.hypot(*apart.values()) / total, math.hypot(*bounds.values()) / total
 
     def _allowed(self, kind: Kind, name: str, total: float) -> float:
         """The norm of a difference that rounding may make."""
