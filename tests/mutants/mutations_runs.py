@@ -235,8 +235,8 @@ RUNS = (
     Mutation(
         "the first step: ranks but the first are not looked at",
         FIRST_STEP,
-        "for rank, told in enumerate(ranks):",
-        "for rank, told in enumerate(ranks[:1]):",
+        "for rank, told in enumerate(ranks):\n            for name, (cuts",
+        "for rank, told in enumerate(ranks[:1]):\n            for name, (cuts",
         ("test unit/test_tolerances.py every_rank",),
     ),
     Mutation(
@@ -249,9 +249,23 @@ RUNS = (
     Mutation(
         "the first step: what no rank has passes",
         FIRST_STEP,
-        'return words or (f"no rank has the {kind} of {missing[0]}" if missing else ""), largest',
-        "return words, largest",
+        'words = words or (f"no rank has',
+        'words = words and (f"no rank has',
         ("test unit/test_tolerances.py every_rank",),
+    ),
+    Mutation(
+        "the first step: what it reports is no difference at all",
+        FIRST_STEP,
+        "apart[name] = max(off, apart.get(name, 0.0))",
+        "apart[name] = 0.0",
+        ("test unit/test_tolerances.py every_rank",),
+    ),
+    Mutation(
+        "the first step: samples of another process are not looked at",
+        FIRST_STEP,
+        "known = mine.get(number, digest)",
+        "known = digest",
+        ("test distributed/test_first_step.py stops",),
     ),
     Mutation(
         "the first step: a run goes on after a difference",
