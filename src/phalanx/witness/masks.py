@@ -90,22 +90,13 @@ class KeyedMasks:
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Tensor:
-        """Written out, as torch's documentation of the function has it, where it drops."""
+        """By torch's own composite where it drops, which takes a mask."""
         if not dropout_p:
             return fused(query, key, value, attn_mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa)
-        if enable_gqa:
-            each = query.size(-3) // key.size(-3)
-            key, value = (torch.repeat_interleave(one, each, dim=-3) for one in (key, value))
-        weights = torch.matmul(query, key.mT) * (query.size(-1) ** -0.5 if scale is None else scale)
-        if is_causal:
-            seen = torch.tril(torch.ones(weights.shape[-2:], dtype=torch.bool, device=weights.device))
-            weights = weights.masked_fill(seen.logical_not(), float("-inf"))
-        if attn_mask is not None and attn_mask.dtype == torch.bool:
-            weights = weights.masked_fill(attn_mask.logical_not(), float("-inf"))
-        elif attn_mask is not None:
-            weights = weights + attn_mask
-        weights = torch.softmax(weights, dim=-1)
-        return torch.matmul(self._times(weights, list(weights.shape), dropout_p, inplace=False), value)
+        ones = query.new_ones(*query.shape[:-1], key.size(-2))
+        kept = self._times(ones, list(ones.shape), dropout_p, inplace=True) > 0
+        plain = torch.ops.aten._scaled_dot_product_attention_math
+        return plain(query, key, value, attn_mask, dropout_p, is_causal, kept, scale=scale, enable_gqa=enable_gqa)[0]
 
     def _times(self, input: Tensor, shape: list[int], rate: float, inplace: bool) -> Tensor:
         if not rate:

@@ -13,8 +13,9 @@ import math
 import warnings
 from collections.abc import Iterator
 from contextlib import nullcontext
+from copy import deepcopy
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -29,6 +30,9 @@ from phalanx.witness.initial import initial_model
 from phalanx.witness.magnitudes import Magnitudes, dense
 from phalanx.witness.masks import KeyedMasks
 from phalanx.witness.parts import Part, parts_of
+
+if TYPE_CHECKING:
+    from phalanx.witness.reference_step import OneStep
 
 _HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -58,6 +62,7 @@ class Witness:
         evaluations: steps taken → ``loss``, ``samples`` and ``metrics``.
         masks_of_no_sample: name → the shapes of masks of dropout that were drawn by layer, not by sample.
         drew: whether a forward has drawn random numbers.
+        batch: of a loop that takes ``OneStep``: the numbers of its samples, and the batch.
     """
 
     losses: list[float] = field(default_factory=list[float])
@@ -79,6 +84,7 @@ class Witness:
     evaluations: dict[int, dict[str, Any]] = field(default_factory=dict[int, dict[str, Any]])
     masks_of_no_sample: dict[str, list[list[int]]] = field(default_factory=dict[str, list[list[int]]])
     drew: bool = False
+    batch: tuple[list[int], Any] | None = None
 
     @classmethod
     def of(
@@ -90,25 +96,21 @@ class Witness:
         device: str | torch.device = "cpu",
         most: int | None = None,
         keyed_masks: bool = False,
-        lean: bool = False,
-        changed: tuple[float, int] = (0.0, 0),
-        lr_scale: float = 1.0,
+        only: OneStep | None = None,
     ) -> Witness:
         """Train ``job`` for ``steps`` steps, or as many as it has; with ``keyed_masks`` drawn by sample and layer.
 
         With ``most`` it goes on from there, so far at most, until each parameter has had a gradient other than zeros.
-        A ``lean`` one neither evaluates nor looks for magnitudes. ``changed``: the share by which each initial weight
-        is made larger or smaller, and the seed that draws which. ``lr_scale``: times each learning rate, of one step.
+        With ``only`` it neither evaluates nor looks for magnitudes.
 
         It seeds the global generators of torch, numpy and Python, and so belongs into a process of its own.
 
         Raises:
             ValueError: if ``why_not`` names a reason, or the data end before the first step.
         """
-        loop = _PlainLoop(job, (steps, most or steps), precision, torch.device(device), lean)
-        for group in (group for part in loop.parts for group in part.optimizer.param_groups):
-            group["lr"] *= lr_scale
-        _change(loop.model, *changed)
+        loop = _PlainLoop(job, (steps, most or steps), precision, torch.device(device), only)
+        if only:
+            only.prepare(loop.model, [part.optimizer for part in loop.parts])
         if not keyed_masks:
             return loop.run()
         loop.masks = masks = KeyedMasks(job.seed)
@@ -133,14 +135,16 @@ def why_not(job: Job, optimizer: torch.optim.Optimizer | None = None) -> str:
 class _PlainLoop:
     """The objects of the loop, each built with the job's seed."""
 
-    def __init__(self, job: Job, steps: tuple[int, int], precision: str, device: torch.device, lean: bool) -> None:
-        self.job, self.device, self.lean = job, device, lean
+    def __init__(
+        self, job: Job, steps: tuple[int, int], precision: str, device: torch.device, only: OneStep | None
+    ) -> None:
+        self.job, self.device, self.only = job, device, only
         self.steps, self.most = steps
         self.half = _HALVES.get(precision)
         samples.seed_everything(seed := samples.stream_seed(job.seed, 0))
         self.data = job.data()
         samples.seed_everything(seed)
-        self.evaluation_data = job.evaluate() if job.evaluate and not lean else None
+        self.evaluation_data = job.evaluate() if job.evaluate and not only else None
         samples.seed_everything(seed)
         self.model = initial_model(job)
         if not self.model.training:
@@ -162,7 +166,7 @@ class _PlainLoop:
         self.masks: KeyedMasks | None = None
 
     def run(self) -> Witness:
-        witness, every = self.witness, 0 if self.lean else self.job.evaluate_every
+        witness, every = self.witness, 0 if self.only else self.job.evaluate_every
         self._look(START)
         for step, epoch, ids, batch in self._batches():
             witness.epochs.append(epoch)
@@ -212,11 +216,15 @@ class _PlainLoop:
 
     def _batches(self) -> Iterator[tuple[int, int, list[int], Any]]:
         """(step, epoch, sample numbers, batch) of as many steps as were asked for, or as the job has."""
+        if self.only and self.only.batch:
+            yield 0, 0, *deepcopy(self.only.batch)
+            return
         limits = [min(one, self.job.steps or one) for one in (self.steps, self.most)]
         step = 0
         for epoch, batches in samples.epochs_of(self.data, self.job):
             before = step
             for ids, batch in batches if epoch < (self.job.epochs or math.inf) else ():
+                self.witness.batch = deepcopy((ids, batch)) if self.only else None
                 yield step, epoch, ids, batch
                 step += 1
                 if step == limits[1] or (step >= limits[0] and not self.pending):
@@ -247,7 +255,7 @@ class _PlainLoop:
         part.optimizer.zero_grad()
         before = generator.get_state()
         looked_at = set(part.trained) if step < WHOLE else self.pending & set(part.trained)
-        looked_at = set[str]() if self.lean else looked_at
+        looked_at = set[str]() if self.only else looked_at
         around = self.magnitudes.forward() if looked_at else nullcontext()
         with around, torch.autocast(self.device.type, dtype=self.half, enabled=self.half is not None):
             given = part.loss(part.call(self.model, batch), batch)
@@ -372,15 +380,6 @@ def _norm(grad: Tensor) -> Tensor:
 
 def _copied(tensors: Any) -> Tensors:
     return {name: on_host(dense(tensor)) for name, tensor in tensors}
-
-
-@torch.no_grad()
-def _change(model: torch.nn.Module, share: float, seed: int) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    for tensor in model.parameters() if share else ():
-        if tensor.is_floating_point():
-            signs = torch.randint(2, tensor.shape, generator=generator).mul_(2).sub_(1)
-            tensor.mul_((1.0 + share * signs).to(tensor))
 
 
 def on_host(tensor: Tensor) -> Tensor:

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cache, lru_cache
+from dataclasses import dataclass
+from functools import lru_cache
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, BinaryIO, Literal, final
 
@@ -21,7 +21,6 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from phalanx.config import Job
-from phalanx.witness import samples
 from phalanx.witness.dropout_off import dropout_off
 
 if TYPE_CHECKING:
@@ -41,6 +40,28 @@ _TIMES = {"fp32": 8, "bf16": 32, "fp16": 32}
 _COLUMNS = 8  # of random signs
 
 
+@final
+@dataclass(frozen=True, slots=True)
+class OneStep:
+    """Learning rates times ``lr_scale``, weights times 1 ± ``share`` as ``seed`` draws it, the ``batch`` if given."""
+
+    lr_scale: float = 1.0
+    share: float = 0.0
+    seed: int = 0
+    batch: tuple[list[int], Any] | None = None
+
+    @torch.no_grad()
+    def prepare(self, model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        """Change weights and learning rates."""
+        for group in (group for one in optimizers for group in one.param_groups):
+            group["lr"] *= self.lr_scale
+        generator = torch.Generator().manual_seed(self.seed)
+        for tensor in model.parameters() if self.share else ():
+            if tensor.is_floating_point():
+                signs = torch.randint(2, tensor.shape, generator=generator).mul_(2).sub_(1)
+                tensor.mul_((1.0 + self.share * signs).to(tensor))
+
+
 def take_first_step(
     job: Job, precision: str, device: torch.device, file: BinaryIO, lr_scale: float = 1.0
 ) -> dict[str, Any]:
@@ -53,13 +74,13 @@ def take_first_step(
 
     if reason := why_not(job):
         return {"without": reason}
-    job = replace(job, data=cache(job.data))  # one and the same in all steps
-    how: dict[str, Any] = {"precision": precision, "device": device, "lean": True, "lr_scale": lr_scale}
+    how: dict[str, Any] = {"precision": precision, "device": device}
     with dropout_off():
-        one = Witness.of(job, 1, **how)
+        one = Witness.of(job, 1, only=OneStep(lr_scale), **how)
         if one.drew:
             return {"without": "the model draws random numbers in forward"}
-        others = [Witness.of(job, 1, changed=(LAST_PLACE[precision], draw), **how) for draw in range(_DRAWS)]
+        again = [OneStep(lr_scale, LAST_PLACE[precision], draw, one.batch) for draw in range(_DRAWS)]
+        others = [Witness.of(job, 1, only=only, **how) for only in again]
     if one.skipped[0]:
         return {"without": "its fp16 gradients overflow"}
     mine = _computed(one)
@@ -70,8 +91,7 @@ def take_first_step(
     file.write(save({name: tensor.contiguous() for name, tensor in mine.items()}))
     file.flush()
     sizes = {name: _norm(value) for name, value in one.values["start"].items()}
-    _, batches = next(iter(samples.epochs_of(job.data(), job)))
-    digests = sample_digests(*next(iter(batches)))
+    digests = sample_digests(*one.batch) if one.batch else {}
     return {"loss": one.losses[0], "off": off, "noise": noise, "sizes": sizes, "samples": digests}
 
 
@@ -113,8 +133,7 @@ class FirstStepOfOne:
         return ""
 
     def judged(self, kind: Kind, loss: float, ranks: Sequence[Mapping[str, Any]]) -> tuple[str, float, float]:
-        """What differs in words, empty where nothing does; the difference of all tensors together, and how large it may
-        be, relative to the norm of all.
+        """What differs in words, if anything does; how far all tensors are apart, and may be, relative to their norm.
 
         ``ranks``: of each rank, name → its part of the tensor, and ``signed`` of that part.
         """

@@ -153,25 +153,22 @@ def epochs_of(data: Any, job: Any) -> Iterator[tuple[int, Iterator[tuple[list[in
     if changes(data, job):
         for epoch, batches in _changing_epochs(data, job):
             yield epoch, _loaded(data, job, epoch, batches)
-    epoch = 0
     nodes = hasattr(getattr(data, "root", None), "get_state")  # a Loader of torchdata goes from pass to pass
     other = nodes or any(hasattr(data, name) for name in ("set_epoch", "seek"))
     keeps = is_stream(data) and hasattr(data, "load_state_dict") and not other
     start = deepcopy(data.state_dict()) if keeps else None
-    while True:
+    for epoch in count():
         if keeps:
             data.load_state_dict(deepcopy(start))
-        if is_stream(data):
-            yield epoch, _streamed(data, job, epoch)
-        else:
-            yield epoch, _loaded(data, job, epoch, _global_batches(data, job, epoch))
-        epoch += 1
+        of_pass = () if is_stream(data) else _global_batches(data, job, epoch)
+        yield epoch, _streamed(data, job, epoch) if is_stream(data) else _loaded(data, job, epoch, of_pass)
 
 
 def numbers(data: Any, job: Any, steps: int) -> list[list[int]]:
     """The sample numbers of each of the first steps, of data that can be read in any order."""
     found: list[list[int]] = []
-    epochs = _changing_epochs(data, job) if changes(data, job) else _plain_epochs(data, job)
+    plain = ((epoch, _global_batches(data, job, epoch)) for epoch in count())
+    epochs = _changing_epochs(data, job) if changes(data, job) else plain
     while len(found) < steps:
         found += list(next(epochs)[1])
     return found[:steps]
@@ -197,11 +194,6 @@ def _is_curriculum(data: Any) -> bool:
 def _kind(data: Any) -> tuple[str, str]:
     """What Phalanx offers users is told by name: its modules are judged, too."""
     return type(data).__module__.partition(".")[0], type(data).__name__
-
-
-def _plain_epochs(data: Any, job: Any) -> Iterator[tuple[int, Any]]:
-    for epoch in count():
-        yield epoch, _global_batches(data, job, epoch)
 
 
 def _changing_epochs(data: Any, job: Any) -> Iterator[tuple[int, list[list[int]]]]:
