@@ -168,7 +168,7 @@ audit: .venv/.installed-audit
 	@$(BIN)/python tools/audit.py
 
 format: .venv/.installed-dev
-	$(BIN)/ruff check --fix . && $(BIN)/ruff format .
+	$(BIN)/ruff check --fix-only . && $(BIN)/ruff format . && $(BIN)/ruff check .
 
 clean:
 	rm -rf .venv site dist build .pytest_cache .ruff_cache .hypothesis .import_linter_cache
