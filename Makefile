@@ -2,7 +2,7 @@
 
 SHELL := /bin/bash
 .NOTPARALLEL:
-.PHONY: help demo test check style lint types contracts docs suite long engines parity resumed cases zoo mutants hangs recommended chaos scale bench gpu \
+.PHONY: help demo test check quick style lint types contracts docs suite long engines parity resumed cases zoo mutants hangs recommended chaos scale bench gpu \
 	gpu-pack gpu-record pins audit format clean
 
 BIN := .venv/bin
@@ -21,7 +21,7 @@ PYTHON ?= $(shell for name in python3 python3.11 python3.12 python3.13 python3.1
 help:
 	@echo 'make demo       install, then train, prove and report a small model on this machine'
 	@echo 'make test       the whole suite: lint, types, contracts, docs, tests'
-	@echo 'make check      style, types, import contracts and the tests that start no process: about a minute'
+	@echo 'make check      style, types, import contracts and the tests that start no process: about a minute once its tools are installed'
 	@echo 'make long       further rows of the laws that `make test` holds by some (PART=1/4 for every fourth)'
 	@echo 'make engines    tests on Slurm, Ray, SSH, and stand-ins of Kubernetes and SageMaker; `make test` runs the first of each file'
 	@echo 'make parity     every plan x model x ranks against one device -> docs/reference/parity.md'
@@ -59,9 +59,12 @@ define beside_types
 	$(1); here=$$?; wait $$pid; types=$$?; cat "$$said"; rm "$$said"; exit $$((here | types))
 endef
 
-# For between two edits: what is not about style starts no process.
-check: lint contracts
-	$(call beside_types,echo "== quick tests"; $(BIN)/pytest -m quick $$(grep -l 'pytest.mark.quick' tests/unit/*.py))
+# For between two edits: what is not about style starts no process. A stage that fails stops none after it.
+check: .venv/.installed-dev
+	$(call beside_types,failed=0; for one in lint contracts quick; do $(MAKE) --no-print-directory $$one || failed=1; done; (exit $$failed))
+
+quick: .venv/.installed-dev
+	$(call stage,quick tests,$(BIN)/pytest -m quick $$(grep -l 'pytest.mark.quick' tests/unit/*.py))
 
 # The suite comes last, so that the last line printed is pytest's.
 test: style suite
@@ -70,7 +73,7 @@ style: .venv/.installed-dev
 	$(call beside_types,$(MAKE) --no-print-directory lint contracts docs)
 
 lint: .venv/.installed-dev
-	$(call stage,lint,$(BIN)/ruff format --check . && $(BIN)/ruff check .)
+	$(call stage,lint,$(BIN)/ruff format --check . && $(BIN)/ruff check . || { echo 'try: make format'; false; })
 
 types: .venv/.installed-dev
 	$(call stage,types,$(BIN)/pyrefly check)
