@@ -193,10 +193,7 @@ PLANTED: dict[str, tuple[px.Job, str]] = {
         job(loss=lambda output, batch: F.cross_entropy(output, batch["y"], reduction="sum") / 100),
         "a sum without its count: ",
     ),
-    "sum over padded tokens": (
-        over_tokens(loss=of_tokens_summed),
-        "a sum without its count: ",
-    ),
+    "sum over padded tokens": (over_tokens(loss=of_tokens_summed), "a sum without its count: "),
     "dice": (job(loss=with_dice), "the loss couples samples"),
     "dice beside batch norm": (job(model=Normalised, loss=with_dice), "the loss couples samples"),
 }

@@ -121,11 +121,18 @@ class TestScale:
 
 class TestDevices:
     def test_a_job_is_shown_on_every_device(self) -> None:
-        found = answer("devices", GPT)
-        assert {"cpu", "H100", "TPU-v4"} <= {one["device"] for one in found["devices"]}
+        assert {"cpu", "H100", "TPU-v4"} <= {one["device"] for one in answer("devices", GPT)["devices"]}
+
+
+def without_data() -> px.Job:
+    return replace(load_job(GPT), data=lambda: Path("nowhere").read_text())
 
 
 WRONG = [
+    (
+        ("plan", f"{__file__}:without_data", "--on", "H100"),
+        "job.data: given code that fails on the first samples: File",
+    ),
     (("devices", "H1OO"), "H100"),
     (("devices", "--batch", "3"), "--batch"),
     (("forecast", GPT, "--on", "H100", "--html", "no/page.html"), "--html"),
@@ -170,15 +177,8 @@ LINK = Link(name="wire", bandwidth=1e9, latency=1e-6)
 DEVICE = Device(name="thing", kind="cuda", peak={"fp32": 1e12}, memory=100, bandwidth=1e9, kept=20)
 GROUP = Group(device=DEVICE, link=LINK, host=Host(name="box"), per_node=2, nodes=3)
 TEXTS = [
-    "H100",
-    "8xH100",
-    "1x16xA100",
-    "4x8xA100-80GB@200Gb/s",
-    "64xH100",
-    "8xA100+8xV100",
-    "3x2xT4+1x3xL4@25GB/s",
-    "4xcpu",
-    "8xcuda",
+    *("H100", "8xH100", "1x16xA100", "4x8xA100-80GB@200Gb/s", "64xH100"),
+    *("8xA100+8xV100", "3x2xT4+1x3xL4@25GB/s", "4xcpu", "8xcuda"),
 ]
 
 

@@ -150,12 +150,11 @@ def _over(log: Path) -> bool:
 def problem(found: dict[str, Any], instead: str) -> Problem:
     """What keeps a plan that is forecast not to fit from being run."""
     part = max(found["memory"], key=lambda name: found["memory"][name])
-    missing = found["reserved"] - found["room"]
     return Problem(
         where="plan",
         given=f"{found['plan']}, forecast to need {show_bytes(found['reserved'])} of memory on a device "
-        f"({show_bytes(found['memory'][part])} of it {part}): {missing:,.0f} bytes more than the "
-        f"{show_bytes(found['room'])} there are",
+        f"({show_bytes(found['memory'][part])} of it {part}): {found['reserved'] - found['room']:,.0f} bytes more than "
+        f"the {show_bytes(found['room'])} there are",
         allowed="a plan that fits; or to try all the same",
         fix=instead.replace("--plan ", "plan=") or 'forecast="anyway"',
     )

@@ -14,6 +14,7 @@ from phalanx.planner import Prices, Question
 from phalanx.planner.question import precision_for
 from phalanx.planner.rules import refusals_by_look
 from phalanx.train.look_ahead import refusals
+from phalanx.train.rehearsal import told
 from phalanx.train.traced_job import steps_of, work_of
 
 
@@ -39,6 +40,7 @@ class Subject:
 
         ``values``: its model is run on samples of the data, for shapes that depend on values.
         """
+        job = replace(job, data=told("job.data")(job.data), model=told("job.model")(job.model))
         asked = replace(job, batch=batch) if batch else job
         return cls(
             name=job.name,

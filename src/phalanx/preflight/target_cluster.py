@@ -129,8 +129,7 @@ def _group(alike: Sequence[_Machine], *, one_share: bool) -> Group:
     least = min(gpus, key=lambda one: one.memory)
     known = matched(least)
     around = replace(host, link=known.host.link)
-    device = measured(least, known)
-    return Group(device=device, link=first.link, host=around, per_node=first.count, nodes=len(alike))
+    return Group(device=measured(least, known), link=first.link, host=around, per_node=first.count, nodes=len(alike))
 
 
 def _network(survey: HostSurvey, machines: Sequence[_Machine]) -> Network:

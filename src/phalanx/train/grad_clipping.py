@@ -127,8 +127,7 @@ def global_norm(held: RankHoldings, *, quick: bool = False, values: bool = False
                 grads.append(grad)
                 sparse = sparse or grad.is_sparse
         if grads and quick and grads[0].device.type == "cpu" and not sparse:
-            norms = torch._foreach_norm(grads, 2)
-            return torch.stack(norms).sum()
+            return torch.stack(torch._foreach_norm(grads, 2)).sum()
         if grads:
             return _sum_of_squares(grads, grads[0].device, quick=quick).sqrt()
     shared: dict[tuple[dist.ProcessGroup, ...], list[torch.Tensor]] = {}

@@ -194,8 +194,7 @@ class MeshStepper(Stepper):
 
     def steps(self, pause: int | None, interruptions: Interruptions) -> Iterator[tuple[StepBatch, Metrics, Lap | None]]:
         while (batch := self.next_batch()) is not None:
-            metrics = self.take(batch)
-            yield batch, metrics, self._assembly.step.seconds
+            yield batch, self.take(batch), self._assembly.step.seconds
             self.stepped()
             if interruptions.reached(self.taken) or self.taken == pause:
                 break

@@ -8,7 +8,7 @@ tried once more on exactly what rank 0 computes first, so that nothing is refuse
 from __future__ import annotations
 
 from collections.abc import Generator, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from itertools import islice
 from typing import Any
@@ -165,15 +165,19 @@ class _FirstStep:
         ratios = [name for name in sums.ratios if name != "loss"]
         BestSoFar(best).refuse_unknown([*ratios, *sums.computed([sums.to_send()], trial=True)])
 
-    @contextmanager
-    def code_of(self, field: str, batch: Any = None) -> Generator[None]:
-        """Around code of the job's ``field``, given ``batch``: what it raises is told with the line it comes from."""
-        try:
-            yield
-        except Exception as error:
-            if isinstance(error, PhalanxError) or not self._final:
-                raise
-            raise SpecError([_problem(field, error, batch)]) from error
+    def code_of(self, field: str, batch: Any = None) -> AbstractContextManager[None]:
+        return told(field, batch) if self._final else nullcontext()
+
+
+@contextmanager
+def told(field: str, batch: Any = None) -> Generator[None]:
+    """Around code of the job's ``field``, given ``batch``: what it raises is told with the line it comes from."""
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, PhalanxError):
+            raise
+        raise SpecError([_problem(field, error, batch)]) from error
 
 
 def _problem(field: str, error: Exception, batch: Any) -> Problem:

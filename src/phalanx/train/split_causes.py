@@ -87,8 +87,7 @@ class _CauseSearch:
     def __init__(self, job: Job, module: nn.Module, loader: Loader) -> None:
         self._job, self._module = job, module
         self._inputs = Inputs(job, module)
-        size = PARTS if loader.length is None else min(PARTS, loader.length)
-        looked_at = list(loader.spread(size))
+        looked_at = list(loader.spread(PARTS if loader.length is None else min(PARTS, loader.length)))
         self._places, self._alone = [place for place, _ in looked_at], [batch for _, batch in looked_at]
         self._loader = loader
         self._batch = loader.collate(self._places)
@@ -221,8 +220,7 @@ class _CauseSearch:
         return [of_weights(aligned if all(map(finite, aligned.values())) else values, self._token_counts())]
 
     def _tells_nothing(self, values: Parts) -> bool:
-        whole = next(iter(values.values()))
-        return not finite(whole) or adds_up(values)
+        return not finite(next(iter(values.values()))) or adds_up(values)
 
     def compared(self) -> str:
         """Why a loss over the whole batch is another one where its outputs are put together from parts."""
