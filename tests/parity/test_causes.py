@@ -180,6 +180,12 @@ PLANTED: dict[str, tuple[px.Job, str]] = {
         "weighted mean: ",
     ),
     "contrastive": (job(loss=contrastive), "the loss couples samples"),
+    "shapes": (
+        partly_labelled(
+            model=lambda: nn.Linear(9, 1), loss=lambda output, batch: (output - batch["y"]).square().mean()
+        ),
+        "an output of shape [4, 1] and a target of shape [4]",
+    ),
     "buffer": (job(model=Counting), "buffers updated in forward: mean changes from the samples"),
     "batch": (job(model=Mixing), "the model mixes samples"),
     "collate": (job(data=lambda: [table()[i] for i in range(96)], collate=masked), "random collate: .*(x)"),

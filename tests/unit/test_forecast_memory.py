@@ -131,8 +131,7 @@ def test_what_a_schedule_has_under_way(plan: str, under_way: float) -> None:
 
 
 def test_full_recompute_keeps_entries_and_makes_one_block_again() -> None:
-    found = needed(STACK, "single recompute=full")
-    assert found.activations[0] == 4 * 8 * (8 * 16 + 30)
+    assert needed(STACK, "single recompute=full").activations[0] == 4 * 8 * (8 * 16 + 30)
 
 
 GPT = Shape(family="gpt", layers=2, hidden=6144, heads=64, vocabulary=51200, length=2048, dropout=0.1)

@@ -267,8 +267,7 @@ def test_train_keeps_the_values_in_the_run_file_and_resumes_with_them(file: str,
     assert went_on.exit_code == 0, went_on.stderr
     rows = [line.split() for line in went_on.stderr.splitlines() if "set width" in line]
     assert rows == [["set", "width", "8", "run", "file"]]
-    state = px.load(folder).state_dict()
-    assert state["weight"].shape == (8, 4)
+    assert px.load(folder).state_dict()["weight"].shape == (8, 4)
 
 
 def test_a_refused_override_names_the_option(file: str) -> None:

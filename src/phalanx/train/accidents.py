@@ -111,8 +111,7 @@ class Accidents:
         self._write = write
         self._in_a_row = self._back = 0
         self._newest = -1
-        goes_on = {self._answer, self._answer_to_spikes} != {"stop"}
-        self._buffers = BufferCopies() if goes_on else None
+        self._buffers = BufferCopies() if {self._answer, self._answer_to_spikes} != {"stop"} else None
         self.left_out: dict[int, str] = {}
 
     @property

@@ -40,8 +40,7 @@ def adapters_of(module: nn.Module) -> dict[str, Any] | None:
         json.dumps(adapters)
     except (AttributeError, TypeError, ValueError):  # no model of transformers, or a config with code in it
         return None
-    library = (one for one in type(base).__mro__ if one.__module__.startswith("transformers.models."))
-    kind = next(library, type(base))
+    kind = next((one for one in type(base).__mro__ if one.__module__.startswith("transformers.models.")), type(base))
     own = kind.forward is not type(base).forward  # a class of the user's own is not to be had from its name
     return {
         "base": config,

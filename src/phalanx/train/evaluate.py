@@ -155,8 +155,7 @@ def _weights(assembly: Assembly) -> AbstractContextManager[None]:
 
 def _of_whole_batch(job: Job, rows: RowGather, pieces: list[OutputPiece], samples: int, device: torch.device) -> Found:
     """What a batch gives whose samples the loss compares: every rank computes it, and the first counts."""
-    whole_tensors = [replace(one, output=with_whole_tensors(one.output)) for one in pieces]
-    whole = WholeBatch(whole_tensors, rows, device, samples)
+    whole = WholeBatch([replace(one, output=with_whole_tensors(one.output)) for one in pieces], rows, device, samples)
     return measure(job, whole.output, whole.batch, samples)
 
 

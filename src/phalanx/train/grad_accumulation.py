@@ -87,8 +87,7 @@ class GradAccumulation(MicroBatchWork):
         with step.computing_loss(device):
             read = self._reading(self._job.loss(output, self._on_device(micro, device)), micro.samples)
         # kept to the end of the step: with its graph it would keep a half-done backward's activations, too
-        value = read.value.detach()
-        kept = LossReading(value, read.weight, read.count, read.samples, read.mean, read.named)
+        kept = LossReading(read.value.detach(), read.weight, read.count, read.samples, read.mean, read.named)
         self._read[self._places[id(micro)]] = kept
         factor = self._factor(read)
         if last and step.joined and step.layout.holdings.stages is None:

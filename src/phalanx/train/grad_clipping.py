@@ -15,8 +15,7 @@ from phalanx.parallel import RankHoldings, TensorShard
 
 def local_gradients(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     """What this rank holds of each gradient; parameters without one are left out."""
-    grads = (tensor.grad for tensor in parameters if tensor.grad is not None)
-    return [local(grad) for grad in grads]
+    return [local(tensor.grad) for tensor in parameters if tensor.grad is not None]
 
 
 def scale(grads: list[torch.Tensor], factor: torch.Tensor | float) -> None:

@@ -114,8 +114,7 @@ def mse(output: Tensor, target: Tensor) -> Loss:
             f"mse: output has shape {tuple(output.shape)}, target {tuple(target.shape)}; allowed: equal shapes\n"
             "    try: px.mse(output.squeeze(-1), target)"
         )
-    difference = _at_least_fp32(output) - _at_least_fp32(target)
-    return Loss(difference.square().sum(), target.numel())
+    return Loss((_at_least_fp32(output) - _at_least_fp32(target)).square().sum(), target.numel())
 
 
 def load_balancing_loss(logits: Tensor, k: int, mask: Tensor | None = None) -> Loss:

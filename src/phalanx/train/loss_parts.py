@@ -3,7 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+import re
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from itertools import product
+from typing import Any
+
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from phalanx.train.loss import LossReading
 
@@ -74,6 +81,25 @@ _COUPLED = (
     "the loss couples samples: it compares samples with each other (contrastive losses, statistics of the batch), so "
     'that it depends on how the batch is split. Give loss_over="batch": it is then of the whole global batch.'
 )
+
+_SPREAD = (
+    "an output of shape {1} and a target of shape {0} broadcast, each sample against every other: likely they are to "
+    "have one shape, as output.squeeze(-1) gives it. If not, "
+)
+_SIZES = re.compile(r"target size \(torch\.Size\((.*?)\)\) .* input size \(torch\.Size\((.*?)\)\)")
+
+
+def with_shapes(why: str, loss: Callable[[Any, Any], Any], output: Any, batch: Any) -> str:
+    """``why``; before it, where samples are coupled, shapes that torch warns of in ``loss``, or that look so."""
+    if why != _COUPLED:
+        return why
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        loss(output, batch)
+    told = [pair for one in caught for pair in _SIZES.findall(str(one.message))]
+    sizes = ([list(one.shape) for one in tree_leaves(each) if isinstance(one, Tensor)] for each in (batch, output))
+    told += [pair for pair in product(*sizes) if sorted(pair) == [pair[0][:1], [*pair[0][:1], 1]]]
+    return _SPREAD.format(*told[0]) + why if told else why
 
 
 def adds_up(values: Parts) -> bool:

@@ -127,8 +127,7 @@ class MeasuredStep:
 
     def _fixed(self) -> set[int]:
         """Storages that are no activations whoever saves them."""
-        module = self._step.layout.module
-        return {memory._cdata for memory in self._storages((*self._values(), *module.buffers()))}
+        return {memory._cdata for memory in self._storages((*self._values(), *self._step.layout.module.buffers()))}
 
     def _bytes(self, tensors: Iterable[Tensor], but: Iterable[Tensor] = ()) -> int:
         others = {memory._cdata for memory in self._storages(but)}

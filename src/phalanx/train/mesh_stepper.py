@@ -153,13 +153,7 @@ class MeshStepper(Stepper):
     """One rank's side of the steps; every call but the properties is collective."""
 
     def __init__(
-        self,
-        job: Job,
-        run: RunSpec,
-        place: Place,
-        assembly: Assembly,
-        recorder: RunRecorder,
-        link: LauncherLink,
+        self, job: Job, run: RunSpec, place: Place, assembly: Assembly, recorder: RunRecorder, link: LauncherLink
     ) -> None:
         self._survival = SurvivorSave.of(job, run, place, assembly, recorder, link.unsaved)
         self._job, self._run, self._place, self._assembly = job, run, place, assembly

@@ -58,8 +58,7 @@ class NamedCounts:
         read = read_loss(result, samples, self._step, self._shares)
         if not self._whole or read.mean or not samples:
             return read
-        first = read.count
-        return read_loss(result, samples, self._step, [_share(first, count) for _, count in read.named])
+        return read_loss(result, samples, self._step, [_share(read.count, count) for _, count in read.named])
 
     def check(self, counts: Sequence[float]) -> None:
         """Raise where ``counts`` over the global batch are not those that gradients were divided for.

@@ -104,8 +104,7 @@ def first_sighting_here(layout: Layout, micros: Sequence[MicroBatch], run: Calla
     watch = ModuleWatch({(0, at): micro.samples for at, micro in enumerate(micros)})
     with watch.watching(layout.modules):
         means = run(watch)
-    seen = watch.first(layout.parameters, means)
-    return _or_of_data(seen, [micros])
+    return _or_of_data(watch.first(layout.parameters, means), [micros])
 
 
 def _of_parameter(name: str, rank: int) -> Sighting:
@@ -123,8 +122,7 @@ def _run_again(step: Step, batch: StepBatch) -> Sighting:
         step.layout.accumulate(batch.parts, work)
         step.layout.finish()
         work.totals()
-    seen = watch.first(step.layout.parameters, work.means())
-    return _or_of_data(seen, batch.parts)
+    return _or_of_data(watch.first(step.layout.parameters, work.means()), batch.parts)
 
 
 def _or_of_data(seen: Sighting, parts: Sequence[Sequence[MicroBatch]]) -> Sighting:
@@ -213,8 +211,7 @@ class ModuleWatch:
                     handles.append(child.register_forward_hook(partial(self._forward_done, float(index), name)))
                 for index, (name, one) in enumerate(module.named_parameters()):
                     if one.requires_grad and one.is_leaf and not is_dtensor(one):
-                        hook = partial(self._gradient_of_parameter, float(index), name)
-                        handles.append(one.register_hook(hook))
+                        handles.append(one.register_hook(partial(self._gradient_of_parameter, float(index), name)))
             with torch.compiler.set_stance("force_eager"):
                 yield
         finally:

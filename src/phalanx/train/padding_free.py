@@ -59,8 +59,7 @@ def row_lengths(batch: Any, alone: Sequence[Any]) -> list[int]:
 
 def joined_dimensions(batch: Any, alone: Sequence[Any]) -> set[int]:
     """The dimensions along which tensors of a batch join its samples."""
-    dims = (joined_along(whole, each) for whole, *each in _leaves(batch, alone))
-    return {dim for dim in dims if dim is not None}
+    return {dim for whole, *each in _leaves(batch, alone) if (dim := joined_along(whole, each)) is not None}
 
 
 def counted_tokens(batch: Any, alone: Sequence[Any]) -> list[float]:

@@ -156,8 +156,7 @@ def optimizer_problems(
     if plan.fsdp == 1 or dist.is_initialized():
         return trial.problems(job, plan, start)
     with rank_0(plan):
-        mesh = init_device_mesh("cpu", (plan.fsdp,))
-        return replace(trial, mesh=mesh, alone=True).problems(job, plan, start)
+        return replace(trial, mesh=init_device_mesh("cpu", (plan.fsdp,)), alone=True).problems(job, plan, start)
 
 
 def dense_problems(optimizer: torch.optim.Optimizer, dense: list[str]) -> list[Problem]:

@@ -148,8 +148,7 @@ class RowGather:
         ]
         forms = [one.form for one in columns]
         names = _digest(columns[0].structure) if columns else 0
-        here = sum(columns[0].samples) if columns else 0
-        return [here, names, *bits, *forms, *[0] * (COLUMNS - len(forms))]
+        return [sum(columns[0].samples) if columns else 0, names, *bits, *forms, *[0] * (COLUMNS - len(forms))]
 
     def _told(self, header: list[int]) -> list[list[int]]:
         assert self._group is not None

@@ -25,7 +25,17 @@ from phalanx.train.evaluate import evaluation_mode
 from phalanx.train.few_samples import PARTS
 from phalanx.train.inputs import Inputs
 from phalanx.train.loss import LossReading, read_loss
-from phalanx.train.loss_parts import COUNTED, Parts, adds_up, close, finite, mean_of, of_weights, without_a_number
+from phalanx.train.loss_parts import (
+    COUNTED,
+    Parts,
+    adds_up,
+    close,
+    finite,
+    mean_of,
+    of_weights,
+    with_shapes,
+    without_a_number,
+)
 from phalanx.train.padding_free import MIXES_JOINED, counted_tokens, mixes, row_lengths, rows_of, unlike_alone
 from phalanx.train.row_gather import RowGather
 from phalanx.train.whole_batch import OutputPiece, WholeBatch
@@ -217,7 +227,8 @@ class _CauseSearch:
                 "padded mean: the loss is a mean over tokens with those that pad a sample to the longest of its "
                 f"micro-batch, whose number depends on how the batch is split. {COUNTED}"
             ]
-        return [of_weights(aligned if all(map(finite, aligned.values())) else values, self._token_counts())]
+        why = of_weights(aligned if all(map(finite, aligned.values())) else values, self._token_counts())
+        return [with_shapes(why, self._job.loss, self._forward(self._batch), self._batch)]
 
     def _tells_nothing(self, values: Parts) -> bool:
         return not finite(next(iter(values.values()))) or adds_up(values)

@@ -50,13 +50,7 @@ def training_state(path: Path) -> dict[str, Any]:
 
 
 def to_save(
-    folder: Path,
-    job: Job,
-    assembly: Assembly,
-    *,
-    keep: int,
-    keep_every: int | None = None,
-    survivor: int | None = None,
+    folder: Path, job: Job, assembly: Assembly, *, keep: int, keep_every: int | None = None, survivor: int | None = None
 ) -> checkpoint.SaveRequest:
     """A checkpoint of this moment, to be written into ``folder``. Collective.
 
@@ -88,13 +82,7 @@ def to_save(
         tensors |= average.to_save(parts(held))
         infinite |= average.buffer_names()
     return checkpoint.SaveRequest(
-        folder,
-        progress.step,
-        tensors,
-        state,
-        keep=keep,
-        keep_every=keep_every or 0,
-        infinite=infinite,
+        folder, progress.step, tensors, state, keep=keep, keep_every=keep_every or 0, infinite=infinite
     )
 
 

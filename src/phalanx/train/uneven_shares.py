@@ -263,8 +263,7 @@ class Balance:
 
 
 def _blended(old: RankNeeds, new: RankNeeds) -> RankNeeds:
-    alike = abs(new.each - old.each) <= _SAME * old.each
-    each = (old.each + new.each) / 2 if alike else new.each
+    each = (old.each + new.each) / 2 if abs(new.each - old.each) <= _SAME * old.each else new.each
     return RankNeeds(each=each, rest=new.rest, most=new.most)
 
 

@@ -20,16 +20,7 @@ from phalanx.errors import LossError
 from phalanx.parallel import Example
 from phalanx.trace.fake_tensors import faked, fakes, quiet
 from phalanx.train.inputs import to_device
-from phalanx.train.row_gather import (
-    OUTPUT,
-    Column,
-    RowGather,
-    bytes_of,
-    is_plain,
-    leaves,
-    rebuilt,
-    which_have_rows,
-)
+from phalanx.train.row_gather import OUTPUT, Column, RowGather, bytes_of, is_plain, leaves, rebuilt, which_have_rows
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

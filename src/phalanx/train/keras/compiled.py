@@ -161,8 +161,7 @@ class Compiled:
                     'the global batch.\n    try: reduction="sum_over_batch_size" and no masks; or px.Losses in the job'
                 )
             return total if penalty is None else total + penalty
-        weight = self._weight
-        total, count = found[0].total * weight, found[0].count
+        total, count = found[0].total * self._weight, found[0].count
         return Loss(total if penalty is None else total + penalty * count, count)
 
     def metrics_of(self, output: Any, batch: Any) -> dict[str, Any]:

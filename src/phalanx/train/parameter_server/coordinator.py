@@ -253,8 +253,7 @@ class Coordinator(Stepper):
         progress = {"step": self.taken, "samples": self._samples, "divisor": self._divisor}
         kept = {"keep": keep, "keep_every": keep_every or 0}
         progress |= {"data": self.pieces.told}
-        path = self.store.save(folder, tensors, states, progress, kept)
-        return Saving.done(self.taken, path, begun)
+        return Saving.done(self.taken, self.store.save(folder, tensors, states, progress, kept), begun)
 
     def recover(self, lost: StepsLostError) -> None:
         """Bring every server to the newest version that all of them can go back to.

@@ -72,8 +72,7 @@ def take_part(
 
         _work(job, run, place, reported, waits, observer or Observer())
         return {}
-    role = ServerProcess(job, run, place, waits, observer or Observer(), link)
-    return role.serve(findings or Findings())
+    return ServerProcess(job, run, place, waits, observer or Observer(), link).serve(findings or Findings())
 
 
 def _work(

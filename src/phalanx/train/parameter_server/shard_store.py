@@ -160,8 +160,7 @@ class ShardStore:
         """What this server has: ``parameters``, ``gradients`` prepared or ``used``, or ``everything`` to be saved."""
         shard = self.shard
         if what in ("gradients", "used"):
-            found = shard.gradient() if what == "gradients" else shard.used
-            return ServerShare(self.held, put_in(MODEL, found), {})
+            return ServerShare(self.held, put_in(MODEL, shard.gradient() if what == "gradients" else shard.used), {})
         model = put_in(MODEL, {name: tensor.detach() for name, tensor in shard.parameters.items()})
         if what == "parameters":
             return ServerShare(self.held, model, {})
