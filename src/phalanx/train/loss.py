@@ -318,10 +318,11 @@ def _bad_count(step: int, count: float) -> str:
 
 
 def _wrong_form(given: str, where: int | str) -> str:
+    cause = "    Usual cause: .item() or float(), after which no gradient is left.\n" if "float" in given else ""
     return (
         f"the loss function gave {given} in {f'step {where}' if isinstance(where, int) else where}; it may give "
         "px.Loss(sum, count), both scalars, or a scalar tensor that is the mean over the samples of the batch.\n"
-        '    try: loss=lambda output, batch: px.cross_entropy(output, batch["label"])'
+        f'{cause}    try: loss=lambda output, batch: px.cross_entropy(output, batch["label"])'
     )
 
 
