@@ -34,7 +34,7 @@ class Problem:
     Attributes:
         where: the field or option, such as ``plan.zero`` or ``--plan``.
         given: what was found there.
-        allowed: what may stand there.
+        allowed: what may stand there; empty where what was given says all of it.
         fix: a line to copy that would work.
     """
 
@@ -44,7 +44,7 @@ class Problem:
     fix: str
 
     def __str__(self) -> str:
-        return f"{self.where}: given {self.given}; allowed: {self.allowed}\n    try: {self.fix}"
+        return f"{self.where}: given {self.given}{self.allowed and f'; allowed: {self.allowed}'}\n    try: {self.fix}"
 
 
 class PhalanxError(Exception):

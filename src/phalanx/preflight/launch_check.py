@@ -246,8 +246,7 @@ def refusals(
     except SpecError as error:
         problems += error.problems
     found = [
-        HostFinding(kind="plan", hosts=(), what=f"{one.where}: given {one.given}; allowed: {one.allowed}", fix=one.fix)
-        for one in problems
+        HostFinding(kind="plan", hosts=(), what=str(one).partition("\n    try: ")[0], fix=one.fix) for one in problems
     ]
     return found, missing or ("" if found or until.left else "it took too long")
 

@@ -106,7 +106,7 @@ def reason_of(error: Exception) -> str:
     lines = [line.strip("| ") for line in first.given.splitlines()]
     if len(lines) > 1:
         return f"{first.where}: {lines[-1]}"
-    return " ".join(f"{first.where}: given {first.given}; allowed: {first.allowed}; try: {first.fix}".split())
+    return " ".join(str(first).replace("\n    try: ", "; try: ").split())
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

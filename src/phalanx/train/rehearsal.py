@@ -185,11 +185,10 @@ def _problem(field: str, error: Exception, batch: Any) -> Problem:
     own = users_frames(error)
     at = f", in {own[-1].filename} line {own[-1].lineno}: {own[-1].line}" if own else ""
     given = f"code that fails on the first samples: {type(error).__name__}: {text}{at}"
-    allowed = "code that runs without an error on every batch of the data"
     fix = 'the plan "single", which shows the whole traceback'
     if isinstance(error, KeyError) and isinstance(batch, Mapping):  # perhaps of another mapping: nothing is advised
-        allowed += f"; the batch has {show_names([*map(str, batch)])}"
-    return Problem(where=field, given=given, allowed=allowed, fix=fix)
+        given += f"; the batch has {show_names([*map(str, batch)])}"
+    return Problem(where=field, given=given, allowed="", fix=fix)
 
 
 _NO_GRAPH = (
