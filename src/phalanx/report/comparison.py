@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
+from phalanx.config.run_files import RUN_TOML
 from phalanx.errors import SpecError
-from phalanx.files import read_json
+from phalanx.files import read_json, read_toml
 from phalanx.units import show_bytes, show_count, show_seconds
 
 if TYPE_CHECKING:  # tables are for who prints them: not for every process that writes a forecast down
@@ -26,6 +29,7 @@ LATE = "the run was over before its forecast was made"
 COMPUTING = ("products", "attention", "memory", "recompute", "launches")
 """Parts of a forecast step in which a rank computes."""
 
+_SHORT = 10.0  # seconds of steps: of a run that took less nobody need be told that it has no forecast
 _AFTER = ("update", "rest")  # forward and backward
 
 _MOST = 1e30  # of anything that is forecast
@@ -156,9 +160,14 @@ def beside_table(summary: RunSummary, *, brief: bool = False) -> Iterator[Render
         return
     forecast = summary.forecast.get("forecast")
     if forecast is None:
-        why = summary.forecast.get("missing", "")
-        told = f"; phalanx show {summary.folder} --job JOB makes it" if why == LATE else ""
-        yield Text(f"no forecast: {why}{told}", style="dim")
+        why, job = summary.forecast.get("missing", ""), "JOB"
+        if why == LATE:
+            if (summary.step - summary.first_step) * (summary.step_seconds or 0.0) < _SHORT:
+                return
+            with suppress(SpecError):
+                job = read_toml(Path(summary.folder) / RUN_TOML, where=RUN_TOML, fix="--job JOB").get("job") or job
+            why += f"; phalanx show {summary.folder} --job {shlex.quote(job)} makes it"
+        yield Text(f"no forecast: {why}", style="dim")
         return
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("")

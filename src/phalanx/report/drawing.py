@@ -35,8 +35,7 @@ def boxes(plan: Plan, batch: int) -> list[Box]:
     if plan.devices <= MOST:
         return [_box(plan, box, batch) for box in range(plan.devices)]
     first = [_box(plan, box, batch) for box in range(MOST - 2)]
-    left_out = plan.devices - MOST + 1
-    return [*first, ("...", [f"{left_out} more"]), _box(plan, plan.devices - 1, batch)]
+    return [*first, ("...", [f"{plan.devices - MOST + 1} more"]), _box(plan, plan.devices - 1, batch)]
 
 
 def servers(plan: Plan) -> list[Box]:
@@ -101,8 +100,7 @@ def _split(plan: Plan, rank: int) -> list[str]:
 
 def _box_rows(boxes: list[Box], plan: Plan, width: int) -> list[list[Box]]:
     """Boxes by rows: a row a replica where it is sharded, else as many as fit."""
-    wide = max((_width(box) for box in boxes), default=0) + 1
-    most = max(1, width // wide)
+    most = max(1, width // (max((_width(box) for box in boxes), default=0) + 1))
     if plan.kind == "shard" and plan.fsdp <= most and plan.replicas <= MOST:
         most = plan.fsdp
     return [boxes[first : first + most] for first in range(0, len(boxes), most)]
@@ -130,8 +128,7 @@ def _traffic(plan: Plan) -> list[str]:
         return _served(plan)
     if plan.sync != "each":
         return _averaged(plan)
-    sent = [f"gradients are sent as {plan.compress}"] if plan.compress != "none" else []
-    return [*_summed(plan), *sent]
+    return [*_summed(plan), *([f"gradients are sent as {plan.compress}"] if plan.compress != "none" else [])]
 
 
 def _served(plan: Plan) -> list[str]:

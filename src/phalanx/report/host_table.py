@@ -25,8 +25,7 @@ def host_table(answer: Mapping[str, Any]) -> RenderableType:
         parts += [Text(_links(answer["links"]), style="dim")]
     for one in answer["findings"]:
         word, style = ("fails", "bold red") if one["fails"] else ("warns", "yellow")
-        where = ", ".join(one["hosts"]) or ALL
-        parts += [Text.assemble("\n", (word, style), f"  {where}: {one['what']}")]
+        parts += [Text.assemble("\n", (word, style), f"  {', '.join(one['hosts']) or ALL}: {one['what']}")]
         parts += [Text(f"       what to do: {one['fix']}", style="dim")]
     parts += [Text(f"\nnot looked at: {one}", style="dim") for one in answer["not_looked_at"]]
     return Group(*parts, Text.assemble("\n", _verdict(answer)))

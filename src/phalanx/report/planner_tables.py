@@ -315,8 +315,7 @@ def scaling_chart(curve: Curve, width: int) -> str:
             plt.scatter([point.devices], [point.speed_up], marker="x" if name == "knee" else "o", label=name)
     plt.xscale("log")
     plt.yscale("log")
-    every = -(-len(devices) // _MOST_TICKS)
-    shown = devices[::-every][::-1]
+    shown = devices[:: len(devices) // -_MOST_TICKS][::-1]
     plt.xticks(shown, [str(one) for one in shown])
     ideal = [one / devices[0] for one in shown]
     plt.yticks(ideal, [f"{one:g}" for one in ideal])

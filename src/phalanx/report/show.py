@@ -257,8 +257,7 @@ def _without_messages(found: Timeline, plan: Plan) -> float:
     seconds: dict[tuple[str, int], list[float]] = {}
     for one in found.actions:
         seconds.setdefault((one.action.kind, one.action.stage), []).append(one.end - one.begin)
-    micros = 1 + max(one.action.micro for one in found.actions)
-    laid = order(plan.schedule, plan.pp, plan.stages, micros)
+    laid = order(plan.schedule, plan.pp, plan.stages, 1 + max(one.action.micro for one in found.actions))
     means = {key: statistics.fmean(values) for key, values in seconds.items()}
     return _timeline("", timed(laid, lambda action: means.get((action.kind, action.stage), 0.0)), plan).idle
 

@@ -135,8 +135,7 @@ def summary_table(summary: RunSummary, seen: SamplesSeen | None = None) -> Rende
     for name, value in rows:
         table.add_row(name, escape(value))
     if seen:
-        said = f"{seen.question}: {seen.answer}"
-        table.add_row("ledger", escape(said), style=None if seen.once else "red")
+        table.add_row("ledger", escape(f"{seen.question}: {seen.answer}"), style=None if seen.once else "red")
     return Group(table, memory_table(summary)) if len(_alike(summary)) > 1 else table
 
 

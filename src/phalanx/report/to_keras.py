@@ -35,8 +35,7 @@ def to_keras(run: Run, job: Job | None = None, *, step: Which = None, averaged: 
     import torch
 
     path = run.checkpoint(step)  # once: a run that goes on may save another meanwhile
-    at = int(path.name.removeprefix("step-"))
-    trained: Any = run.model(known, step=at, averaged=averaged)
+    trained: Any = run.model(known, step=int(path.name.removeprefix("step-")), averaged=averaged)
     with torch.random.fork_rng(devices=[]):
         model: Any = known.model.plain()  # pyrefly: ignore
     there = trained.keras_model.weights
