@@ -59,7 +59,10 @@ def test_what_would_be_sent_is_shown(tmp_path: Path) -> None:
     asked = json.loads(prepared.files[given.folder / "ray.json"])
     assert (asked["code"], asked["reference"]) == (str(tmp_path), "train.py")
     assert f"sha256 {asked['sha256']}" in prepared.shown()
+    for number in range(20):
+        (tmp_path / f"{number}.bin").write_text("x" * number)
     wider = RayTarget("").prepare(handed(tmp_path / "lib", code=str(tmp_path)))
+    assert "and 14 smaller ones: all of them will stand in code.txt" in wider.shown()
     assert json.loads(wider.files[tmp_path / "lib" / "run" / "launch" / "ray.json"])["reference"] == "lib/train.py"
 
 

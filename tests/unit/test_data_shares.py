@@ -134,8 +134,7 @@ class TestMicroBatches:
         parts = 2 * len(each)
         lanes = [Lane(first=part, parts=parts, weights=tuple(each), alike=alike) for part in range(parts)]
         found = [cuts(total, lane, micro)[0] for lane in lanes]
-        seen = [one for part in found for start, stop in part for one in range(start, stop)]
-        assert seen == list(range(total))
+        assert [one for part in found for start, stop in part for one in range(start, stop)] == list(range(total))
         assert all(part for part in found)
         assert all(stop - start <= (micro or total) for part in found for start, stop in part)
         if alike:

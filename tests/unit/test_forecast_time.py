@@ -114,8 +114,7 @@ def test_a_mixed_cluster_has_the_peak_and_the_watts_of_all_its_devices() -> None
     found = forecast(Work(profile=SMALL, batch=64), Plan.parse("dp=8 precision=bf16"), both)
     assert found.peak == pytest.approx(sum(group.devices * group.device.peak["bf16"] for group in kinds))
     assert found.watts == pytest.approx(sum(group.devices * (group.device.power or 0) for group in kinds))
-    alone = [told("dp=8", f"8x{name}", SMALL).step for name in ("A100-80GB", "H100")]
-    assert min(alone) <= found.step
+    assert min(told("dp=8", f"8x{name}", SMALL).step for name in ("A100-80GB", "H100")) <= found.step
 
 
 def test_the_interval_holds_the_forecast_and_is_wider_where_nothing_was_measured() -> None:

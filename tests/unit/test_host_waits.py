@@ -307,8 +307,7 @@ class Late(nn.Module):
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_a_parameter_may_get_its_first_gradient_late(optimizer: str, queue: Queue) -> None:
     made = vars_of(job(OPTIMIZERS[optimizer])) | {"model": Late, "unused": "allow"}
-    taken = list(steps(px.Job(**made), "single"))
-    assert len(taken) == 1 + SAMPLES // BATCH
+    assert len(list(steps(px.Job(**made), "single"))) == 1 + SAMPLES // BATCH
 
 
 @pytest.mark.parametrize("with_run", [False, True])

@@ -277,8 +277,7 @@ def _rule(line: str) -> tuple[re.Pattern[str], bool, bool]:
     takes_in = line.startswith("!")
     pattern = line.removeprefix("!").removeprefix("\\")
     only_folders, pattern = pattern.endswith("/"), pattern.rstrip("/")
-    anywhere = "/" not in pattern
-    head = "(?:.*/)?" if anywhere else ""
+    head = "(?:.*/)?" if "/" not in pattern else ""
     try:
         return re.compile(head + _regex(pattern.lstrip("/"))), takes_in, only_folders
     except re.error:  # brackets that are none

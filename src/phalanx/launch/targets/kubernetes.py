@@ -58,9 +58,7 @@ class KubernetesTarget(QueueTarget):
         text = manifests(submission, request, name_of(submission))
         command = _kubectl(submission.options).words("apply", "--filename", str(path))
         return Prepared(
-            submission=submission,
-            files={submission.runfile: submission.run.to_toml(), path: text},
-            commands=(command,),
+            submission=submission, files={submission.runfile: submission.run.to_toml(), path: text}, commands=(command,)
         )
 
     def offer(self, options: Mapping[str, str]) -> Offer | None:

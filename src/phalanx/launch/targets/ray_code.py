@@ -56,10 +56,7 @@ class RequestCode:
     def of(cls, request: Mapping[str, Any]) -> Self:
         """Of a request in JSON."""
         return cls(
-            root=request["code"],
-            sha256=request["sha256"],
-            reference=request["reference"],
-            works=request["folder"],
+            root=request["code"], sha256=request["sha256"], reference=request["reference"], works=request["folder"]
         )
 
     def to_dict(self) -> dict[str, str]:
@@ -80,8 +77,7 @@ class RequestCode:
 
     def _found(self, archive: Path, scratch: Path) -> CodePlace:
         root, works = Path(self.root), Path(self.works)
-        whole = file_digest(archive) == self.sha256
-        why = _what_differs(archive, root) if whole else "its archive is damaged"
+        why = _what_differs(archive, root) if file_digest(archive) == self.sha256 else "its archive is damaged"
         if not why:
             return CodePlace(folder=works if works.is_dir() else root, job="", why="")
         unpack(archive, self.sha256, scratch)

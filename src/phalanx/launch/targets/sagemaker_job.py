@@ -119,8 +119,7 @@ def training_job(
     if submission.run.restarts:  # after an error of SageMaker's own
         asked["RetryStrategy"] = {"MaximumRetryAttempts": min(30, submission.run.restarts)}
     if request.subnets:
-        vpc = {"Subnets": [*request.subnets], "SecurityGroupIds": [*request.security_groups]}
-        asked["VpcConfig"] = vpc
+        asked["VpcConfig"] = {"Subnets": [*request.subnets], "SecurityGroupIds": [*request.security_groups]}
     if request.environment:
         asked["Environment"] = dict(request.environment)
     if request.tags:

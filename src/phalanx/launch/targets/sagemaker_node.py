@@ -144,8 +144,7 @@ def _be_agent(root: Path, run: RunSpec, there: ContainerHosts) -> int:
 
 
 def _hyperparameters(root: Path) -> dict[str, Any]:
-    path = root / "input" / "config" / "hyperparameters.json"
-    told = read_json(path, where="SageMaker", fix=_FIX)
+    told = read_json(root / "input" / "config" / "hyperparameters.json", where="SageMaker", fix=_FIX)
     return told if isinstance(told, dict) else {}
 
 

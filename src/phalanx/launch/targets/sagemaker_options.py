@@ -250,8 +250,7 @@ def _listed(text: str | None) -> tuple[str, ...]:
 
 
 def _pairs(text: str | None) -> dict[str, str]:
-    pairs = [pair.partition("=") for pair in _listed(text)]
-    return {name.strip(): value.strip() for name, _, value in pairs}
+    return {name.strip(): value.strip() for name, _, value in (pair.partition("=") for pair in _listed(text))}
 
 
 def _example(name: str) -> str:

@@ -261,8 +261,7 @@ def _why(words: str) -> str:
 
 def _unreachable(failed: dict[str, str]) -> str:
     lines = [f"host {name} cannot be used: {why}" for name, why in failed.items()]
-    fix = way_there(next(iter(failed)), " ".join(failed.values()))
-    return "\n".join([*lines, f"    try: {fix}"])
+    return "\n".join([*lines, f"    try: {way_there(next(iter(failed)), ' '.join(failed.values()))}"])
 
 
 def host_numbers(hosts: Sequence[HostEntry]) -> list[tuple[int, int]]:

@@ -24,12 +24,13 @@ from phalanx.config.run_files import RUN_TOML
 from phalanx.errors import RunError, SpecError
 from phalanx.files import replace_text
 from phalanx.launch.check_hosts import TargetHost
-from phalanx.launch.targets.launch_folder import FOLDER, State
+from phalanx.launch.targets.launch_folder import CODE_LIST, FOLDER, State
 from phalanx.launch.targets.offer import Offer
 
 if TYPE_CHECKING:
     from phalanx.launch.launcher import Launcher
 
+_SHOWN = 10  # files of a job's code, in what a launch would do
 _WARNS = re.compile(r"(^|: )warning:", re.IGNORECASE)
 
 
@@ -148,8 +149,8 @@ class Prepared:
             raise
 
     def shown(self) -> str:
-        """The files, commands and notes as text."""
-        parts = [f"# {path}\n{text.rstrip()}\n" for path, text in self.files.items()]
+        """The files, commands and notes as text; of a list of the job's code the largest files."""
+        parts = [f"# {path}\n{_largest(path, text.rstrip())}\n" for path, text in self.files.items()]
         commands = [f"$ {shlex.join(words)}" for words in self.commands]
         return "\n".join([*parts, *commands, *(f"note: {note}" for note in self.notes)])
 
@@ -157,6 +158,16 @@ class Prepared:
         """The same as JSON."""
         files = {str(path): text for path, text in self.files.items()}
         return {"files": files, "commands": [list(words) for words in self.commands], "notes": list(self.notes)}
+
+
+def _largest(path: Path, text: str) -> str:
+    head, *lists = text.split("\n\n") if path.name == CODE_LIST else [text]
+    if lists and len(files := lists[0].splitlines()) > _SHOWN:
+        largest = sorted(files, reverse=True)[:_SHOWN]  # each line begins with the size, all as wide
+        lists[0] = "\n".join(
+            [*largest, f"and {len(files) - _SHOWN:,} smaller ones: all of them will stand in {path.name}"]
+        )
+    return "\n\n".join([head, *lists])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -319,6 +330,5 @@ class ArrayTarget(QueueTarget):
 
 def own_words(error: RunError) -> str:
     """What an engine said of a refusal, in one line; without its warnings, where it said more than these."""
-    said = str(error).partition("\n    try: ")[0]
-    lines = [line.strip() for line in said.splitlines() if line.strip()]
+    lines = [line.strip() for line in str(error).partition("\n    try: ")[0].splitlines() if line.strip()]
     return "; ".join([line for line in lines if not _WARNS.search(line)] or lines)
