@@ -11,10 +11,12 @@ import re
 from collections import Counter
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from parsed_source import nodes_of
+from suite_minutes import SuiteMinutes
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCE = ROOT / "src" / "phalanx"
@@ -74,6 +76,12 @@ def test_budgets_follow_what_was_deleted() -> None:
         if any(count < 0.95 * limit for count, limit in zip(row, most, strict=True)):
             loose.append(f"{name}: {row}, its budget is {most}")
     assert not loose, "try: python tests/unit/test_budgets.py\n" + "\n".join(loose)
+
+
+@pytest.mark.quick
+def test_a_folder_without_a_budget_fails_the_suite() -> None:
+    suite = SimpleNamespace(held=True, minutes={"unit": 0.1, "new": 0.1})
+    assert [line.split()[0] for line in SuiteMinutes.over(suite)] == ["tests/new"]
 
 
 def words_of_docstrings() -> dict[str, float]:
