@@ -5,6 +5,7 @@ Each limit is what was counted when it was set, and a little more. It may only b
 
 from __future__ import annotations
 
+import gc
 import json
 import subprocess
 import sys
@@ -21,7 +22,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import phalanx as px
 from phalanx.planner.search import search
 
-ROOT = Path(__file__).resolve().parents[2]
 _WARM = 5  # steps in which optimizer state, caches and choices are made
 
 
@@ -68,14 +68,12 @@ def optimizer(params: Any) -> torch.optim.Optimizer:
 
 
 def a_step(step: Callable[[Any], object], batches: Iterator[Any]) -> tuple[int, int]:
-    """Return the Python calls and the operations of one step, after a few others."""
+    """Return the Python calls and the operations of one step and of reading its batch, after a few others."""
     for _ in range(_WARM):
         step(next(batches))
-    batch = next(batches)
-    called = calls(lambda: step(batch))
-    batch = next(batches)
+    called = calls(lambda: step(next(batches)))
     with Operations() as operations:
-        step(batch)
+        step(next(batches))
     return called, operations.count
 
 
@@ -104,20 +102,23 @@ def test_a_step_takes_little_more_than_a_loop_by_hand() -> None:
     step, loader = px.build(job, px.Plan())
     found = a_step(lambda batch: step(batch).loss, iter(loader))
     step.close()
-    assert found[0] <= 1.15 * expected[0] + 60, f"Python calls: {found[0]}, by hand {expected[0]}"
-    assert found[1] <= 1.15 * expected[1] + 10, f"operations: {found[1]}, by hand {expected[1]}"
+    assert found[0] <= 1.15 * expected[0] + 85, f"Python calls: {found[0]}, by hand {expected[0]}"
+    assert found[1] <= 1.15 * expected[1] + 4, f"operations: {found[1]}, by hand {expected[1]}"
 
 
-def test_a_search_takes_few_calls_a_plan() -> None:
+def test_a_first_search_takes_few_calls_a_plan() -> None:
+    found = search(question("32x8xH100", 256, **LARGE))  # loads what a search loads
+    for one in gc.get_objects():
+        if type(one).__name__ == "_lru_cache_wrapper" and one.__module__.startswith("phalanx."):
+            one.cache_clear()
     asked = question("32x8xH100", 256, **LARGE)
-    found = search(asked)
     called = calls(lambda: search(asked))
-    assert found.considered <= 42_000
-    assert called <= 9 * found.considered, f"{called / found.considered:.1f} calls a plan"
+    assert found.considered <= 31_000
+    assert called <= 134_000, f"{called} calls, {called / found.considered:.1f} a plan"
 
 
 _COUNTED = """
-import json, sys
+import json, os, sys
 from pathlib import Path
 files = set()
 
@@ -125,21 +126,26 @@ def note(event, given):
     if event == "open" and isinstance(given[0], str) and not given[0].endswith((".py", ".pyc", ".so")):
         files.add(given[0])
 
+def write(*code):
+    mine = [name for name in sys.modules if name.partition(".")[0] == "phalanx"]
+    read = [name for name in files if not name.startswith(("/proc/", "/sys/", "/dev/"))]
+    Path(sys.argv[1], f"{os.getpid()}.counts").write_text(json.dumps([len(mine), len(sys.modules), len(read)]))
+    code and leave(*code)
+
+leave, os._exit = os._exit, write
 sys.addaudithook(note)
 from phalanx.cli import main
 main(sys.argv[2:], standalone_mode=False)
-mine = [name for name in sys.modules if name.partition(".")[0] == "phalanx"]
-read = [name for name in files if not name.startswith(("/proc/", "/sys/", "/dev/"))]
-Path(sys.argv[1]).write_text(json.dumps([len(mine), len(sys.modules), len(read)]))
+write()
 """
 
 
 def counted(folder: Path, *words: str) -> list[int]:
-    """Return the modules of Phalanx, all modules and the files that a command has loaded or opened when it ends."""
-    command = [sys.executable, "-c", _COUNTED, str(folder / "counts.json"), *words]
+    """Return modules of Phalanx, all modules and files that a command and its workers have at their ends, added up."""
+    command = [sys.executable, "-c", _COUNTED, str(folder), *words]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    return json.loads((folder / "counts.json").read_text())
+    return [sum(each) for each in zip(*(json.loads(path.read_text()) for path in folder.glob("*.counts")), strict=True)]
 
 
 def test_help_loads_few_modules(tmp_path: Path) -> None:
@@ -148,6 +154,6 @@ def test_help_loads_few_modules(tmp_path: Path) -> None:
 
 
 def test_a_run_loads_few_modules(tmp_path: Path) -> None:
-    job = ROOT / "src" / "phalanx" / "demo" / "jobs" / "digits.py"
+    job = Path(px.__file__).parent / "demo" / "jobs" / "digits.py"
     mine, every, files = counted(tmp_path, "train", str(job), "--steps", "2", "--run", str(tmp_path / "run"))
-    assert (mine <= 344, every <= 1600, files <= 220) == (True,) * 3, (mine, every, files)
+    assert (600 < mine <= 664, every <= 3190, files <= 448) == (True,) * 3, (mine, every, files)
