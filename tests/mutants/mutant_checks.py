@@ -13,12 +13,14 @@ from __future__ import annotations
 
 import contextlib
 import io
+import re
 import shutil
 import tempfile
 from dataclasses import replace
 from pathlib import Path
 
 from mutant_jobs import JOBS, LENGTH, STEPS
+from mutation import CANNOT_RUN
 
 TESTS = Path(__file__).resolve().parents[1]
 _LOSS = 1e-5  # relative, as a plan's bar
@@ -114,7 +116,8 @@ def _test(path: str, word: str, folder: Path) -> str:
         return ""
     assert code == pytest.ExitCode.TESTS_FAILED or "error" in told.getvalue(), told.getvalue()
     failed = [line for line in told.getvalue().splitlines() if line.startswith(("FAILED", "ERROR"))]
-    return failed[0] if failed else f"pytest ended with {code}"
+    cannot_run = re.search(f"^E  .*?({CANNOT_RUN})", told.getvalue(), re.MULTILINE)  # the line is cut
+    return (failed[0] if failed else f"pytest ended with {code}") + (f" ({cannot_run[1]})" if cannot_run else "")
 
 
 _CHECKS = {

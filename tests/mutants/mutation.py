@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 SOURCE = Path(__file__).resolve().parents[2] / "src" / "phalanx"
+CANNOT_RUN = r"(Name|Local|Import|Module\w+|Syntax|Indentation)Error\b|process group has not been initialized"
 
 
 @dataclass(frozen=True, slots=True)

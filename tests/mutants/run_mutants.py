@@ -2,7 +2,7 @@
 
 ``run_mutants.py [--page PAGE] [--only WORD] [--jobs N]``. Every check first passes on the code as it is. Each mutation
 runs in a process forked from one that has torch loaded, with a copy of ``src`` first on its path. Exits with 1 where a
-fault is not found, or its text is no longer in the code; ``make mutants`` writes the page of all.
+fault is not found, cannot run at all, or its text is no longer in the code; ``make mutants`` writes the page of all.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 
-from mutation import SOURCE, Mutation
+from mutation import CANNOT_RUN, SOURCE, Mutation
 
 
 def _listed() -> Iterator[Mutation]:
@@ -50,6 +50,11 @@ class Found:
 
     check: str
     words: str
+
+
+def judged(found: Found) -> Found:
+    """Nothing, where the check only failed as the text put into the code cannot run."""
+    return Found("", f"an error of the list, no find: {found.words}") if re.search(CANNOT_RUN, found.words) else found
 
 
 @dataclass(slots=True)
@@ -205,10 +210,10 @@ def main() -> int:
         if broken := [one for one in sound if one.check]:
             print(f"fails without a fault: {broken}", file=sys.stderr)
             return 1
-        found = run([(one, one.checks) for one in chosen], folder, asked.jobs)
+        found = [judged(one) for one in run([(one, one.checks) for one in chosen], folder, asked.jobs)]
     if asked.page and not gone:
         asked.page.write_text(page(chosen, found))
-    alive = [mutation.fault for mutation, one in zip(chosen, found, strict=True) if not one.check]
+    alive = [f"{one.fault} {how.words}" for one, how in zip(chosen, found, strict=True) if not how.check]
     print(f"{len(chosen) - len(alive)} of {len(chosen)} found; not found: {alive}")
     return 1 if alive or gone else 0
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from mutant_checks import TESTS
 from mutant_jobs import JOBS
 from mutation import SOURCE
-from run_mutants import ALL
+from run_mutants import ALL, Found, judged
 
 from phalanx.config import Plan
 
@@ -39,6 +39,10 @@ def test_each_check_can_be_read() -> None:
         else:
             assert job in JOBS, words
             Plan.parse(plan)
+
+
+def test_text_that_cannot_run_is_no_find() -> None:
+    assert [judged(Found("prove", words)).check for words in ("NameError: name 'a'", "KeyError: 3")] == ["", "prove"]
 
 
 def test_faults_lie_in_every_package() -> None:
