@@ -45,6 +45,14 @@ def test_text_that_cannot_run_is_no_find() -> None:
     assert [judged(Found("prove", words)).check for words in ("NameError: name 'a'", "KeyError: 3")] == ["", "prove"]
 
 
+def test_the_page_has_each_fault_and_a_check_of_it() -> None:
+    page = (SOURCE.parents[1] / "docs" / "project" / "mutants.md").read_text()
+    assert f"\n{len(ALL)} of {len(ALL)} are found.\n" in page
+    rows = [line.removeprefix("| ").split(" | ") for line in page.splitlines() if line.startswith("| ")][2:]
+    assert [row[:2] for row in rows] == [[one.fault, f"`{one.file}`"] for one in ALL], "as make mutants writes it"
+    assert [row for row, one in zip(rows, ALL, strict=True) if row[2].strip("`") not in one.checks] == []
+
+
 def test_faults_lie_in_every_package() -> None:
     packages = {path.name for path in SOURCE.iterdir() if path.is_dir() and not path.name.startswith("_")} - {"demo"}
     assert packages - {one.file.partition("/")[0] for one in ALL} == set()
