@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from mutant_checks import TESTS
 from mutant_jobs import JOBS
 from mutation import SOURCE
@@ -31,11 +32,14 @@ def test_each_fault_applies_and_is_python(tmp_path: Path) -> None:
     assert done.returncode == 0, f"names that are gone would be found, and not the fault:\n{done.stdout}"
 
 
-def test_each_check_can_be_read() -> None:
+def test_each_check_can_be_read(request: pytest.FixtureRequest) -> None:
+    ids = [item.nodeid.lower() for item in request.session.items]
+    whole = not request.config.option.file_or_dir and not request.config.option.keyword
     for words in sorted({words for one in ALL for words in one.checks}):
         kind, job, plan = [*words.split(" ", 2), ""][:3]
         if kind == "test":
             assert plan in (TESTS / job).read_text(), words
+            assert not whole or any(one.startswith(f"tests/{job}::") and plan.lower() in one for one in ids), words
         else:
             assert job in JOBS, words
             Plan.parse(plan)
