@@ -226,10 +226,10 @@ class TestWhichFailures:
 
     def test_it_waits_longer_where_nothing_is_won(self, tmp_path: Path) -> None:
         restarts, pauses = Restarts(9, tmp_path), list[float]()
-        for step in (9, 8, 7, 6, 10):
+        for step in (9, 8, 7, 6, 5, 4, 3, 2, 10):
             assert restarts.allow(failure(step), memory_kills=0)
             pauses.append(restarts.pause)
-        assert pauses == [0.0, 1.0, 2.0, 4.0, 0.0]
+        assert pauses == [0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0, 0.0]
 
 
 _ALWAYS = (0, 4)

@@ -95,15 +95,7 @@ class TestRoundTrip:
         assert torch.equal(tied, both)
 
     def test_state_is_exact(self, tmp_path: Path) -> None:
-        state = {
-            "lr": 0.1 + 0.2,
-            "tiny": 5e-324,
-            "best": math.inf,
-            "none": None,
-            "on": True,
-            "big": 2**80,
-            "l": [1, "é"],
-        }
+        state = {"lr": 0.1 + 0.2, "low": 5e-324, "top": math.inf, "no": None, "on": True, "big": 2**80, "l": [1, "é"]}
         path = checkpoint.save(tmp_path, step=1, tensors={}, state=state)
         assert checkpoint.read_state(path) == state
         assert checkpoint.verify(path) == []
@@ -201,6 +193,12 @@ class TestDamage:
         (path / name).write_bytes(data)
         (problem,) = checkpoint.verify(path)
         assert problem.startswith(f"{name} has changed since it was written")
+
+    def test_a_state_that_cannot_be_read(self, tmp_path: Path) -> None:
+        path = saved(tmp_path)
+        (path / "state.json").write_bytes(b"[]")
+        resealed(path, lambda given: given["files"]["state.json"].update(size=2, crc32="0d4cbb29"))
+        assert checkpoint.verify(path) == [f"{path}/state.json is damaged: it holds no JSON object"]
 
     def test_damaged_manifest(self, tmp_path: Path) -> None:
         path = saved(tmp_path)

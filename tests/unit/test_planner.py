@@ -255,6 +255,10 @@ class TestShortfall:
             assert found.fits
             assert change.spare == pytest.approx(found.room - found.reserved)
 
+    def test_the_next_larger_device_on_which_it_fits_is_named(self) -> None:
+        missing = advise(large_question("A100-40GB", 8, layers=10, width=5120, heads=40)).shortfall
+        assert "--on 1xH100" in [one.words for one in missing.changes]  # an A40 is larger, and too small
+
 
 def _changed(asked: Question, words: str) -> Question:
     option, _, value = words.partition(" ")
