@@ -203,8 +203,7 @@ def planned(plan: Plan, batch: int, survey: Survey | None) -> Planned | None:
     many = f"{plan.schedule}, {micros} micro-batch{'es' if micros > 1 else ''}"
     if survey is None:
         return Planned(timeline=replace(even, title=f"planned: {many}"), even=even.idle, micros=micros)
-    mean = sum(stage.cost for stage in survey.stages) / len(survey.stages)
-    costs = [stage.cost / mean for stage in survey.stages]
+    costs = [stage.cost * len(survey.stages) / sum(one.cost for one in survey.stages) for stage in survey.stages]
     found = timed(laid, lambda action: work(plan, action, recomputes=again) * costs[action.stage])
     return Planned(timeline=_timeline(f"planned: {many}", found, plan), even=even.idle, micros=micros)
 

@@ -190,7 +190,8 @@ def idle_share(ranks: Sequence[Sequence[Action]]) -> float | None:
     """
     actions = [action for rank in ranks for action in rank]
     whole = max((end for *_, end in actions), default=0.0) - min((begin for *_, begin, _ in actions), default=0.0)
-    return 1.0 - sum(end - begin for *_, begin, end in actions) / (whole * len(ranks)) if whole > 0 else None
+    busy = sum(end - begin for *_, begin, end in actions)
+    return 1.0 - busy / (whole * len(ranks)) if whole > 0 else None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
