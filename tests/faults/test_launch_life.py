@@ -33,12 +33,6 @@ from phalanx.train.launcher_link import LauncherLink
 from phalanx.train.loop import train
 
 
-@pytest.fixture(autouse=True)
-def _no_child_left() -> object:
-    yield
-    assert psutil.Process().children(recursive=True) == []
-
-
 def forked_launcher(folder: Path) -> int:
     """The number of a process forked from this one that launches two workers, each with a child, which all hang."""
 

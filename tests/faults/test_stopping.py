@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -29,12 +29,6 @@ from phalanx.events import read
 STEPS, AT = 8, 3
 
 pytestmark = pytest.mark.timeout(300)
-
-
-@pytest.fixture(autouse=True)
-def _no_child_left() -> Iterator[None]:
-    yield
-    assert psutil.Process().children(recursive=True) == []
 
 
 def spec(plan: str, folder: Path, **how: Any) -> RunSpec:

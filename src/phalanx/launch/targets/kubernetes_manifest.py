@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import re
-import secrets
 from pathlib import Path
 from typing import Any
 
@@ -122,7 +121,7 @@ def _pod(submission: Submission, request: PodRequest, name: str) -> dict[str, An
         "name": NODE,
         "image": request.image,
         "command": _command(submission, request, name),
-        "env": _environment(request),
+        "env": _environment(request, submission.key),
         "volumeMounts": _mounts(request),
     }
     here = Path.cwd()
@@ -149,11 +148,11 @@ def _command(submission: Submission, request: PodRequest, name: str) -> list[str
     return [submission.python, "-m", module, str(RUN_FILE), meeting, *pods]
 
 
-def _environment(request: PodRequest) -> list[dict[str, Any]]:
+def _environment(request: PodRequest, key: str) -> list[dict[str, Any]]:
     label = {"fieldRef": {"fieldPath": f"metadata.labels['{_RESTART_LABEL}']"}}
     threads = {"OMP_NUM_THREADS": str(request.threads)} if request.threads else {}
-    key = {MEETING_KEY: secrets.token_hex(32)} if request.least < request.nodes else {}
-    plain = [{"name": name, "value": value} for name, value in {**threads, **request.environment, **key}.items()]
+    own = {MEETING_KEY: key} if request.least < request.nodes else {}
+    plain = [{"name": name, "value": value} for name, value in {**threads, **request.environment, **own}.items()]
     return [{"name": RESTART, "valueFrom": label}, *plain]
 
 

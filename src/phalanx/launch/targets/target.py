@@ -16,6 +16,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
@@ -64,6 +65,7 @@ class Submission:
         python: the interpreter that workers run under, on the other side.
         options: the target's own, by their names without dashes.
         token: what no other launch has, for the names of what is made there: the time in UTC, and six digits by chance.
+        key: 32 random bytes in hexadecimal, by which what this launch starts may know itself.
     """
 
     run: RunSpec
@@ -71,6 +73,7 @@ class Submission:
     python: str
     options: Mapping[str, str] = field(default_factory=dict)
     token: str = field(default_factory=_token, compare=False)
+    key: str = field(default_factory=partial(secrets.token_hex, 32), compare=False, repr=False)
 
     @classmethod
     def of(cls, run: RunSpec, job: Job, target: Target | None, *, python: str = "", options: Mapping[str, str]) -> Self:
