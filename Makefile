@@ -91,15 +91,15 @@ suite: .venv/.installed-dev
 	@echo "== suite"; $(BIN)/pytest $(if $(filter-out 1,$(SIDES)),-n $(SIDES) --dist loadscope --max-worker-restart 2)
 
 PART ?= 0/1
-ALSO ?=
 long: export PYTHONDONTWRITEBYTECODE :=
 long: .venv/.installed-dev
-	@echo "== long, part $(PART)$(if $(ALSO), and $(ALSO))"; \
-	$(BIN)/pytest -m 'long$(if $(ALSO), or $(ALSO))' --part $(PART) $(if $(filter-out 1,$(SIDES)),-n $(SIDES) --dist loadscope --max-worker-restart 2)
+	@echo "== long, part $(PART)"; \
+	$(BIN)/pytest -m long --part $(PART) $(if $(filter-out 1,$(SIDES)),-n $(SIDES) --dist loadscope --max-worker-restart 2)
 
 engines: export PYTHONDONTWRITEBYTECODE :=
 engines: .venv/.installed-dev
-	$(BIN)/pytest -m 'engine and not long' tests/launch
+	@echo "== engines"; \
+	$(BIN)/pytest -m 'engine and not long' tests/launch $(if $(filter-out 1,$(SIDES)),-n $(SIDES) --dist loadscope --max-worker-restart 2)
 
 gpu: .venv/.installed-dev
 	$(BIN)/pytest -m gpu tests/gpu
