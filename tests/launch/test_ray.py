@@ -15,7 +15,7 @@ from typing import Any
 
 import psutil
 import pytest
-from clusters import lacking_for_ray
+from clusters import free_ports, lacking_for_ray
 from launched import await_steps, by_hand, commands_end, phalanx, steps_in, submission, until, write_job  # noqa: F401
 
 from law_rows import longer
@@ -188,9 +188,9 @@ class TestNodeActor:
 
     def test_the_agent_is_told_its_place_and_its_folder_is_gone_with_it(self, tmp_path: Path) -> None:
         actor, printed = self.actor(tmp_path, 'shift 3; echo "$1"')
-        assert actor.train({"meet": "host:1", "start": "a-1", "nodes": 2, "first": True}) == 0
+        assert actor.train({"meet": "host:1", "start": "a-1", "nodes": 2, "rank": 0}) == 0
         told = json.loads(b"".join(printed))
-        place = {"meet": "host:1", "start": "a-1", "nodes": 2, "first": True, "cores": 2}
+        place = {"meet": "host:1", "start": "a-1", "nodes": 2, "rank": 0, "cores": 2}
         assert {name: told[name] for name in place} == place
         assert told["code"]["works"] == str(tmp_path)
         assert not Path(told["scratch"]).exists()
@@ -348,7 +348,7 @@ def agent(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
     digest = CodePack.of(project, without=run).write(run / "launch" / ARCHIVE)
     code = RequestCode(root=str(project), sha256=digest, reference="train.py", works=str(project))
     project.rename(tmp_path / "away")
-    place = {"name": "n0", "nodes": 1, "first": True, "meet": "127.0.0.1:0", "start": "digits-0", "cores": 2}
+    place = {"name": "n0", "nodes": 1, "rank": 0, "meet": f"127.0.0.1:{free_ports(1)[0]}", "start": "d-0", "cores": 2}
     told = json.dumps({**place, "scratch": str(scratch), "code": code.to_dict()})
     words = [sys.executable, "-m", "phalanx.launch.targets.ray_node", str(run / "launch" / "run.toml"), told]
     with (tmp_path / "agent.log").open("wb") as out:
