@@ -266,7 +266,6 @@ def prove(
     against: Callable[..., Any] | None = None,
     say: Callable[[str], None] | None = None,
     watch: Callable[[], None] | None = None,
-    dropout: bool = False,
 ) -> Proof:
     """Compare ``job`` under ``plan`` with one device over ``steps`` steps; see ``phalanx.verify.prove``.
 
@@ -281,7 +280,7 @@ def prove(
         raise SpecError.of("against", f"a {type(against).__name__}", "a function: a training loop", "against=loop")
     if plan is None:
         _need(plan, (Plan, str), "plan", 'px.prove(job(), "dp=2")')
-    compared = {"against": against, "say": say, "watch": watch, "dropout": dropout}
+    compared = {"against": against, "say": say, "watch": watch}
     return compare(job, _plan(plan, job, None), steps=steps, **compared)
 
 

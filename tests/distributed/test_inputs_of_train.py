@@ -298,7 +298,6 @@ OPTIONS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "prove": {
         "--plan": ("--plan", "fsdp=2"),
         "--steps": ("--steps", "2"),
-        "--dropout": ("--dropout",),
         "--against": ("--against", "toy.py:loop"),
         "--json": ("--json",),
     },
@@ -372,8 +371,8 @@ class Asked:
         self.what.append(f"{run} {given.steps} {sorted(how)}")
         copytree(self._made, run.folder)
 
-    def prove(self, given: Job, plan: Plan, *, steps: int, against: Any, dropout: bool, **how: Any) -> Any:
-        self.what.append(f"{plan} {steps} {against and against.__name__} {dropout}")
+    def prove(self, given: Job, plan: Plan, *, steps: int, against: Any, **how: Any) -> Any:
+        self.what.append(f"{plan} {steps} {against and against.__name__}")
         return self._proof
 
 

@@ -308,8 +308,6 @@ def test_a_forecast_is_refused_and_training_goes_on_without(tmp_path: Path) -> N
     with pytest.raises(px.PhalanxError, match="phases"):
         px.forecast(job(**gan()), "dp=8", "8xH100")
     with pytest.raises(px.PhalanxError, match="phases"):
-        px.prove(job(**gan()), "dp=2", dropout=True)
-    with pytest.raises(px.PhalanxError, match="phases"):
         px.plan(job(**gan()), "8xH100")
     run = px.fit(job(**gan()), "single", folder=tmp_path / "run")
     assert not list(run.events("forecast"))

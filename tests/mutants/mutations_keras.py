@@ -86,13 +86,6 @@ KERAS = (
         ("test distributed/test_memory.py runs_hold",),
     ),
     Mutation(
-        "inputs of prove: dropout is off whatever is asked for",
-        "cli/prove.py",
-        "say=say, dropout=dropout)",
-        "say=say, dropout=False)",
-        ("test distributed/test_inputs_of_train.py option",),
-    ),
-    Mutation(
         "losses by name: each is divided by the count of the first",
         "train/named_losses.py",
         "self._shares = [self._told[0] / count for count in self._told]",

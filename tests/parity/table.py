@@ -143,7 +143,7 @@ APART: dict[str, tuple[str, ...]] = {
 }
 
 
-# Of the tables of shares, of replicas apart and of dropout: what every run of the tests holds the law for.
+# Of the tables of shares and of replicas apart: what every run of the tests holds the law for.
 OFTEN: tuple[tuple[str, str], ...] = (
     ("MLP", "dp=2 shares=auto"),
     ("own GPT", "dp=2 shares=3,1 micro=2"),
@@ -152,45 +152,6 @@ OFTEN: tuple[tuple[str, str], ...] = (
     ("ConvNet", "pp=2 micro=7 recompute=full"),
     ("own GPT", "cp=2 attention=alltoall"),
     ("own GPT", "tp=2 sequence=true recompute=selective"),
-)
-
-# With dropout, its masks drawn by sample and layer: every plan kind, and the models that it can split.
-DROPOUT_SHORT: dict[str, tuple[str, ...]] = {
-    "ConvNet": ("pp=2 micro=7 recompute=full",),
-    "MLP": ("single", "threads=2 micro=3", "fsdp=2 zero=2 micro=2", "dp=2 server=1"),
-    "irregular": ("tp=2", "pp=2 micro=3"),
-    "own GPT": (
-        "tp=2 sequence=true recompute=selective",
-        "cp=2 recompute=full",
-        "cp=2 attention=alltoall",
-        "pp=2 micro=7 recompute=full",
-        "dp=2 shares=3,1",
-    ),
-    "HF GPT-2": ("dp=2 recompute=selective", "tp=2 cp=2"),
-    "HF Llama": ("tp=2 recompute=full",),
-    "HF BERT, padded": ("cp=2", "fsdp=2 zero=1 recompute=full"),
-    "HF T5": ("pp=2 micro=7 recompute=full",),
-    "HF ViT": ("tp=2 sequence=true",),
-    "HF Mixtral": ("ep=2", "pp=2 ep=2 micro=7"),
-}
-
-DROPOUT_STEPS = 5
-
-# The same for the long table.
-DROPOUT = (
-    "dp=2 micro=3",
-    "tp=2 recompute=full",
-    "cp=2 recompute=full",
-    "pp=2 micro=7 recompute=full",
-    "tp=2 sequence=true recompute=selective",
-    "fsdp=2 recompute=selective",
-    "ep=2",
-    "threads=2",
-    "cp=2 attention=alltoall recompute=full",
-    "cp=3 attention=gather recompute=selective",
-    "pp=2 micro=2 schedule=zero-bubble recompute=selective",
-    "pp=2 cp=2 micro=4 recompute=full",
-    "pp=2 ep=2 micro=7",
 )
 
 REFUSED: tuple[tuple[str, str, str], ...] = (

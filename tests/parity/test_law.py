@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 import table
 import torch
-from models import DROPPING, MODELS, own_gpt, plain
-from table import APART, BAR, DROPOUT_SHORT, DROPOUT_STEPS, OFTEN, REFUSED, SHARES, SHORT, SHORT_STEPS
+from models import MODELS, own_gpt, plain
+from table import APART, BAR, OFTEN, REFUSED, SHARES, SHORT, SHORT_STEPS
 from torch import nn
 from write_resumed import JOBS, ROWS, bound, difference, on_one_device, resumed, saved
 
@@ -160,22 +160,6 @@ def test_a_model_in_channels_last_equals_one_device() -> None:
     given = MODELS["ConvNet"]()
     last: Any = {"memory_format": torch.channels_last}
     equal(OneDevice.run(replace(given, model=lambda: given.model().to(**last)), 2), "micro=5")
-
-
-@cache
-def dropping(model: str) -> OneDevice:
-    return OneDevice.run(DROPPING[model](), DROPOUT_STEPS, ReferenceRun(dropout=True))
-
-
-@pytest.mark.parametrize(("model", "plan"), often(DROPOUT_SHORT))
-def test_a_plan_drops_what_one_device_drops(model: str, plan: str) -> None:
-    assert dropping(model).reference == "a plain PyTorch loop"
-    equal(dropping(model), plan)
-
-
-def test_dropout_is_on() -> None:
-    off = OneDevice.run(DROPPING["own GPT"](), 1)
-    assert off._record.losses[0] != pytest.approx(dropping("own GPT")._record.losses[0], rel=1e-5)
 
 
 # Each plan goes on from what the one before it has saved.

@@ -1,9 +1,8 @@
 """The long parity table, every plan of ``table.LONG`` and ``table.SPLIT`` × every model, as a page of the docs.
 
-``write_page.py PAGE [--only WORD] [--dropout] [--render]``. Measures (``make parity`` all of it, ``--only`` the plans
-with this word, ``--dropout`` the table of proofs with dropout), stores what was measured beside this file, and writes
-the page from what is stored; ``--render`` only writes. Exits with 1 where the bar is missed, or where it measured and a
-cell is still not measured.
+``write_page.py PAGE [--only WORD] [--render]``. Measures (``make parity`` all of it, ``--only`` the plans with this
+word), stores what was measured beside this file, and writes the page from what is stored; ``--render`` only writes.
+Exits with 1 where the bar is missed, or where it measured and a cell is still not measured.
 """
 
 from __future__ import annotations
@@ -17,18 +16,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from models import BATCH, DROPPING, MODELS, plain
-from table import APART, BAR, DROPOUT, DROPOUT_STEPS, LONG, PLAIN_BAR, SHARES, SPLIT, STEPS
+from models import BATCH, MODELS, plain
+from table import APART, BAR, LONG, PLAIN_BAR, SHARES, SPLIT, STEPS
 
 from phalanx.api import build
 from phalanx.config import Job, Plan
 from phalanx.errors import PhalanxError
-from phalanx.verify import OneDevice, ReferenceRun
+from phalanx.verify import OneDevice
 
 RESULTS = Path(__file__).with_name("results.json")
 PLANS = [*(plan for plans in LONG.values() for plan in plans), *SPLIT]
 
-TABLES = ("table", "shares", "apart", "dropout")
+TABLES = ("table", "shares", "apart")
 
 # [loss, gradient]: the larger relative differences, and "unequal" after them where the proof says so; or a word.
 Cell = list[Any] | str
@@ -51,22 +50,8 @@ def cell(one: OneDevice, plan: str) -> Cell:
     return found if proof.equal and near else [*found, "unequal"]
 
 
-def measure_dropout(store: Store, only: str) -> None:
-    """Fill the table of proofs with dropout on with the plans that have the word ``only``."""
-    torch.set_num_threads(1)
-    plans = [plan for plan in DROPOUT if only in plan]
-    ones = {
-        name: OneDevice.run(make(), DROPOUT_STEPS, ReferenceRun(dropout=True))
-        for name, make in DROPPING.items()
-        if plans
-    }
-    for plan in plans:
-        _put(store, "dropout", plan, {name: cell(one, plan) for name, one in ones.items()})
-        RESULTS.write_text(written(store))  # what was measured stays, wherever this is ended
-
-
 def measure(store: Store, only: str) -> None:
-    """Fill the other tables of ``store`` with the plans that have the word ``only``."""
+    """Fill the tables of ``store`` with the plans that have the word ``only``."""
     torch.set_num_threads(1)
     store["torch"] = torch.__version__
     known = store.get("table", {})
@@ -116,31 +101,8 @@ def page(store: Store) -> str:
             "",
             *_section(store, "shares", "Unequal shares", SHARES_SAID, SHARES),
             *_section(store, "apart", "Replicas that step by themselves", APART_SAID, APART),
-            *_dropout(store),
         ]
     )
-
-
-def _dropout(store: Store) -> list[str]:
-    every = [_cell(store, "dropout", plan, name) for plan in DROPOUT for name in DROPPING]
-    cells = [found for found in every if found != "not measured"]
-    refused, good = cells.count("refused"), [found for found in cells if _good(found)]
-    rows = [
-        f"| `{plan}` | " + " | ".join(_text(_cell(store, "dropout", plan, name)) for name in DROPPING) + " |"
-        for plan in DROPOUT
-    ]
-    return [
-        "## With dropout",
-        "",
-        f"The same models with dropout in them, {DROPOUT_STEPS} steps by `phalanx prove --dropout`: masks are drawn by",
-        "sample and layer, [by the plain loop as by the plan](../explanation/proof.md#dropout).",
-        f"Of {len(cells) - refused} measured that are not refused {len(good)} are equal and within {BAR:.0e}.",
-        "",
-        "| plan | " + " | ".join(DROPPING) + " |",
-        "| --- |" + " --- |" * len(DROPPING),
-        *rows,
-        "",
-    ]
 
 
 SHARES_SAID = ("The same jobs as above, with samples dealt out by weight, or by speed.",)
@@ -148,6 +110,15 @@ APART_SAID = (
     "Plain SGD without clipping, averaged after every step, is one device; after more steps, or with an optimizer",
     "that looks at more than one gradient, it is not, and `phalanx prove` says so.",
 )
+
+
+def _section(store: Store, table: str, title: str, said: Sequence[str], rows: Mapping[str, Sequence[str]]) -> list[str]:
+    lines = [
+        f"| `{plan}` | {name} | {_text(_cell(store, table, plan, name))} |"
+        for name, plans in rows.items()
+        for plan in plans
+    ]
+    return [f"## {title}", "", *said, "", "| plan | model | difference |", "| --- | --- | --- |", *lines, ""]
 
 
 def _section(store: Store, table: str, title: str, said: Sequence[str], rows: Mapping[str, Sequence[str]]) -> list[str]:
@@ -209,8 +180,6 @@ def _all(store: Store) -> Iterator[Cell]:
         yield from (_cell(store, "table", plan, name) for name in MODELS)
     for table, rows in (("shares", SHARES), ("apart", APART)):
         yield from (_cell(store, table, plan, name) for name, plans in rows.items() for plan in plans)
-    for plan in DROPOUT:
-        yield from (_cell(store, "dropout", plan, name) for name in DROPPING)
 
 
 def written(store: Store) -> str:
@@ -228,14 +197,11 @@ def main() -> int:
     options = argparse.ArgumentParser(description=__doc__)
     options.add_argument("page", type=Path)
     options.add_argument("--only", default="", help="plans with this word")
-    options.add_argument("--dropout", action="store_true", help="only the table of proofs with dropout on")
     options.add_argument("--render", action="store_true", help="measure nothing")
     asked = options.parse_args()
     store: Store = json.loads(RESULTS.read_text())
     if not asked.render:
-        if not asked.dropout:
-            measure(store, asked.only)
-        measure_dropout(store, asked.only)
+        measure(store, asked.only)
         RESULTS.write_text(written(store))
     asked.page.write_text(page(store))
     passes = ("refused", "not measured") if asked.render else ("refused",)

@@ -166,11 +166,6 @@ def test_no_call_is_advised_that_there_is_not() -> None:
             SpecError.of("cluster", "8xA100", "b", "batch=8"),
             "--on: given 8xA100; allowed: b\n    try: --batch 8\n",
         ),
-        (
-            SpecError.of("dropout", "dropout=True together with against=loop", "b", 'dropout=True, plan="dp=2"'),
-            "--dropout: given --dropout together with --against FILE:FUNCTION; allowed: b\n"
-            '    try: --dropout --plan "dp=2"\n',
-        ),
         (SpecError.of("factor", "0", "b", "hosts.throttle(1, 4)"), "try: --slow 1:4x\n"),
         (LossError('a\n    try: resume=True, on_spike="skip"; or b'), "try: --resume --on-spike skip; or b\n"),
         (

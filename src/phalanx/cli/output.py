@@ -115,13 +115,12 @@ _HINT = re.compile(r"^ *(?:try|what to do): .*", re.MULTILINE)
 
 
 _OF_CALLS = {
-    "dropout": {"dropout=True, ": "--dropout ", "dropout=True": "--dropout", "against=loop": "--against FILE:FUNCTION"},
     "cluster": {"batch=": "--batch "},
     "hosts": {"Hosts(2)": "--hosts 2"},
     "factor": {"hosts.throttle(1, 4)": "--slow 1:4x"},
     "host": {"hosts.throttle(1, 4)": "--slow 1:4x"},
 }
-_OPTIONS = {"dropout": "--dropout", "cluster": "--on"}
+_OPTIONS = {"cluster": "--on"}
 """What problems of calls are about, what of Python stands in them, and the options for both."""
 
 

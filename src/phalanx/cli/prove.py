@@ -15,7 +15,6 @@ _NOT_EQUAL = 1
 @job_argument
 @click.option("--plan", type=PlanText(), required=True, help='The plan to prove, such as "dp=2" or "fsdp=2 zero=2".')
 @click.option("--steps", type=click.IntRange(min=1), default=20, show_default=True, help="Optimizer steps to compare.")
-@click.option("--dropout", is_flag=True, help="Leave dropout on, drawn by sample and layer on both sides.")
 @click.option(
     "--against",
     metavar="FILE:FUNCTION",
@@ -23,9 +22,7 @@ _NOT_EQUAL = 1
 )
 @json_option
 @click.pass_context
-def command(
-    ctx: click.Context, job: str, plan: Plan, steps: int, dropout: bool, against: str | None, as_json: bool
-) -> None:
+def command(ctx: click.Context, job: str, plan: Plan, steps: int, against: str | None, as_json: bool) -> None:
     """Train JOB twice, by a plain PyTorch loop on one device and under the plan, and compare what both computed.
 
     Exit code 0: equal within what rounding explains. 1: not equal; the first tensor that differs and the likely cause
@@ -54,6 +51,6 @@ def command(
         stderr.print(f"[yellow]note:[/] {escape(note)}", highlight=False)
 
     with Waiting(stderr, f"{loaded.name}: {steps} steps on one device, then under {plan}") as waiting:
-        proof = prove(loaded, plan, steps=steps, against=own, watch=waiting, say=say, dropout=dropout)
+        proof = prove(loaded, plan, steps=steps, against=own, watch=waiting, say=say)
     answer(as_json, {"job": loaded.name, **proof.to_dict()}, lambda _: proof_table(proof.to_dict()))
     ctx.exit(0 if proof.equal else _NOT_EQUAL)

@@ -262,8 +262,6 @@ def proof_table(proof: dict[str, Any]) -> RenderableType:
         many = f"{len(silent)} parameter{'s' if len(silent) > 1 else ''}"
         text = f"not compared: {many} whose gradient is zero but for rounding ({show_names(silent, 4)})"
         parts.append(Text(text, style="dim"))
-    if dropout := proof["dropout"]:
-        parts.append(Text(dropout, style="dim"))
     if never := proof["never"]:
         text = f"never had a gradient in {proof['steps']} steps, so not compared: {show_names(never, 4)}"
         parts.append(Text(f"{text}; --steps {2 * proof['steps']} may reach a first one", style="yellow"))
@@ -284,7 +282,6 @@ _COMPARED = {
     "exact": "learning rates, counts, options, what ranks tell",
     "evaluation": "evaluations",
     "checkpoint": "tensors of the checkpoint, read back and loaded",
-    "dropout": "masks of dropout: share that is dropped",
 }
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from safetensors.torch import load, save_file
@@ -23,21 +23,12 @@ from phalanx.train.findings import Findings
 from phalanx.train.launcher_link import LauncherLink
 from phalanx.train.observer import AssemblyScene
 from phalanx.train.state import restore
-from phalanx.verify.dropout import BySample
-from phalanx.verify.mask_recording import MaskRecording
-from phalanx.verify.mask_statistics import MaskStatistics, statistics_of
 from phalanx.verify.module_trace import Tracing, traces_of
 from phalanx.verify.record import AVERAGE, END, RunRecord, record_of, workers_of
 from phalanx.verify.recording import Recording
 from phalanx.witness.dropout_off import dropout_off
 
 Watch = Callable[[], None] | None
-Dropout = Literal["off", "on"] | frozenset[str]
-"""How a job trains: without dropout, with the masks that it draws in any other run, or with masks by sample and layer;
-then these are the names of those that belong to no sample."""
-
-MASK_STEPS = 2
-"""Steps in which masks are looked at: as few as show whether they move on."""
 
 
 def capture(
@@ -46,7 +37,6 @@ def capture(
     folder: Path,
     watch: Watch = None,
     *,
-    dropout: Dropout = "off",
     findings: Findings | None = None,
 ) -> RunRecord:
     """Train ``given``, from ``proven``, under ``plan`` as ``phalanx train`` does, look on, and give what was seen.
@@ -57,16 +47,14 @@ def capture(
     Raises:
         WorkerError: if the run failed, or its checkpoint cannot be loaded.
     """
-    how: dict[str, Any] = {"dropout": dropout, "findings": findings}
-    answers = _trained(given, _run(given, plan, folder), lambda place: Recording(folder, place.rank), watch, **how)
-    drops = any(answer["drops"] for answer in answers)
+    answers = _trained(given, _run(given, plan, folder), lambda place: Recording(folder, place.rank), watch, findings)
     first, workers = 0, workers_of([])
     if plan.server:  # the first of the servers has looked on, for all
         workers = workers_of(answers[: plan.dp])
         first, answers = plan.dp, answers[plan.dp : plan.dp + 1]
     record, path = record_of(answers, folder, first, plan.after), Path(answers[0]["checkpoint"])
     saved, loaded = read_back(given, path, folder)
-    found = replace(record, workers=workers, drops=drops, saved=saved, loaded=loaded)
+    found = replace(record, workers=workers, saved=saved, loaded=loaded)
     return _with_average(found) if given.average else found
 
 
@@ -76,13 +64,6 @@ def _with_average(record: RunRecord) -> RunRecord:
     buffers = {name: all_of_it.pop(name) for name in record.buffers[END] if name in all_of_it}
     values, kept = {**record.values, AVERAGE: all_of_it}, {**record.buffers, AVERAGE: buffers}
     return replace(record, values=values, buffers=kept)
-
-
-def masks_of(job: Job, plan: Plan, folder: Path, watch: Watch = None) -> MaskStatistics:
-    """Train ``job`` under ``plan`` as ``phalanx train`` does, dropout and all, for a few steps; what its masks show."""
-    given = replace(job, steps=MASK_STEPS, epochs=None)
-    answers = _trained(given, _run(given, plan, folder), lambda place: MaskRecording(), watch, dropout="on")
-    return statistics_of(answers, MASK_STEPS)
 
 
 def proven(job: Job, steps: int, taken: int | None = None) -> Job:
@@ -102,12 +83,10 @@ def proven(job: Job, steps: int, taken: int | None = None) -> Job:
     return replace(job, phases=phases, **given)
 
 
-def traced(
-    record: RunRecord, job: Job, plan: Plan, folder: Path, watch: Watch = None, *, dropout: Dropout = "off"
-) -> RunRecord:
+def traced(record: RunRecord, job: Job, plan: Plan, folder: Path, watch: Watch = None) -> RunRecord:
     """``record`` with what passes the modules in the first step, for which that is taken once more."""
     run = _run(job, plan, folder)
-    answers = _trained(proven(job, 1), run, lambda place: Tracing(folder, plan), watch, dropout=dropout)
+    answers = _trained(proven(job, 1), run, lambda place: Tracing(folder, plan), watch)
     traces, auxiliary = traces_of(answers, folder)
     return replace(record, traces=traces, auxiliary=auxiliary)
 
@@ -119,21 +98,15 @@ def _run(job: Job, plan: Plan, folder: Path) -> RunSpec:
 def _trained(
     given: Job,
     run: RunSpec,
-    look: Callable[[Place], Recording | Tracing | MaskRecording],
+    look: Callable[[Place], Recording | Tracing],
     watch: Watch,
-    *,
-    dropout: Dropout,
     findings: Findings | None = None,
 ) -> list[dict[str, Any]]:
     def work(place: Place, report: Callable[[int], None]) -> dict[str, Any]:
-        if isinstance(dropout, frozenset):
-            BySample(given.seed, dropout).install()
         observer = look(place)
-        if isinstance(observer, MaskRecording):
-            observer.install()
-        with dropout_off(recurrent_alone=dropout != "off") as off:
+        with dropout_off():
             loop.train(given, run, place, LauncherLink(report=report), observer=observer, findings=findings)
-        return {**observer.answer, "drops": off.calls > 0}
+        return observer.answer
 
     make_ready(run.plan)
     import_module("phalanx.checkpoint.store")  # once, for the workers that save and for reading back here

@@ -181,7 +181,7 @@ class Check:
     Attributes:
         kind: of thing: ``copies``, ``initial``, ``loss``, ``scale`` (of gradients), ``gradient``, ``used``,
             ``parameter``, ``average`` (of weights), ``buffer``, ``state``, ``exact`` (numbers that must be the same),
-            ``evaluation``, ``checkpoint``, ``dropout`` (masks of a run with it).
+            ``evaluation``, ``checkpoint``.
         many: how many were compared.
         largest: relative difference.
         allowed: of the one that came closest to what it is allowed, or went beyond it most.

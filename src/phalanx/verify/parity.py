@@ -9,18 +9,16 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.config import Job, Plan
-from phalanx.errors import RefusedError, WorkerError
+from phalanx.errors import WorkerError
 from phalanx.launch import LookAhead, look_ahead, make_ready
 from phalanx.train.assembly import refuse
 from phalanx.train.findings import Findings
 from phalanx.verify import compare
-from phalanx.verify.capture import Dropout, Watch, capture, masks_of, proven, traced
+from phalanx.verify.capture import Watch, capture, proven, traced
 from phalanx.verify.compare import Difference, Tolerance
 from phalanx.verify.diagnose import diagnose
-from phalanx.verify.dropout import refuse_compiled, refuse_masks, refuse_phases
 from phalanx.verify.evidence import Check, Evidence, differences_of
 from phalanx.verify.judge import Pair, judged
-from phalanx.verify.mask_statistics import MaskStatistics
 from phalanx.verify.module_trace import traceable
 from phalanx.verify.record import RunRecord
 from phalanx.verify.references import ModelFacts, ReferenceRun, facts_of
@@ -51,8 +49,6 @@ class Proof:
         asked: steps that were asked for; more are taken until every parameter has had a gradient, or ``most_steps``.
         late: the parameter whose first gradient came last, and in which step, where more steps than asked were taken
             for it.
-        dropout: what was measured of the masks that the plan draws where dropout is on, in words; empty where the model
-            does not drop, or where it was on.
     """
 
     equal: bool
@@ -71,7 +67,6 @@ class Proof:
     reference: str = ""
     asked: int = 0
     late: tuple[str, int] | None = None
-    dropout: str = ""
 
     @property
     def copies(self) -> int:
@@ -152,22 +147,16 @@ class OneDevice:
             WorkerError: if the run failed.
         """
         refuse(self.job, plan, plan.world_size)
-        if self.how.dropout:
-            refuse_compiled(plan)
-            refuse_masks(self.job, plan, self._record.masks_of_no_sample)
         taken = len(self._record.steps)
         with _folder() as name:
             given = proven(self.job, self.steps, taken)
-            other = capture(given, plan, Path(name), watch, dropout=self._dropout, findings=findings)
+            other = capture(given, plan, Path(name), watch, findings=findings)
         tolerance = Tolerance.of(plan.precision, batch=self.job.batch, layers=self._facts.layers, steps=taken)
         pair = Pair(one=self._record, other=other, plan=plan, tolerance=tolerance, fed=self._facts.fed)
         checks, wandered = judged(pair), pair.wandered
-        masks = None if any(check.first for check in checks) else self._masks(plan, other, watch)
-        if masks is not None:
-            checks.append(masks.check)
         first = next((check.first for check in checks if check.first), "")
-        cause = "" if masks is None else masks.cause
-        if first and masks is None:
+        cause = ""
+        if first:
             evidence = self.evidence(pair, checks, watch)
             cause = diagnose(evidence, tolerance, self.job, plan, lambda: list(look_ahead(self.job, plan).causes))
         return Proof(
@@ -179,7 +168,7 @@ class OneDevice:
             gradients=differences_of(checks, "gradient", 0),
             parameters=differences_of(checks, "parameter", None),
             not_compared=pair.silent,
-            notes=[*self._facts.notes(dropout=self.how.dropout), *([in_words(wandered)] if wandered else [])],
+            notes=[*self._facts.notes, *([in_words(wandered)] if wandered else [])],
             first=first,
             cause=cause,
             checks=checks,
@@ -187,32 +176,16 @@ class OneDevice:
             reference=self.reference,
             asked=self.steps,
             late=pair.one.last_gradient if taken > self.steps else None,
-            dropout="" if masks is None else masks.words,
         )
-
-    @property
-    def _dropout(self) -> Dropout:
-        return frozenset(self._record.masks_of_no_sample) if self.how.dropout else "off"
-
-    def _masks(self, plan: Plan, other: RunRecord, watch: Watch) -> MaskStatistics | None:
-        """What the plan drops with dropout on, where it was off; ``None`` where there is nothing to measure."""
-        if not other.drops:
-            return None
-        if self.job.phases:
-            return MaskStatistics.none("dropout was off, and its masks are not looked at in a job with phases")
-        if plan.compile:
-            return MaskStatistics.none("dropout was off, and its masks are not looked at where a plan compiles")
-        with _folder() as name:
-            return masks_of(self.job, plan, Path(name), watch)
 
     def evidence(self, pair: Pair, checks: list[Check], watch: Watch = None) -> Evidence:
         """What a cause is told from; for it the first step is taken once more on both sides, and looked into."""
         one, other, plan = pair.one, pair.other, pair.plan
         if traceable(plan) and not self.job.phases:
             with _folder() as name:
-                one = traced(one, self.job, self.how.plan, Path(name), watch, dropout=self._dropout)
+                one = traced(one, self.job, self.how.plan, Path(name), watch)
             with _folder() as name:
-                other = traced(other, self.job, plan, Path(name), watch, dropout=self._dropout)
+                other = traced(other, self.job, plan, Path(name), watch)
         batch_norm = self._facts.batch_statistics
         return Evidence(plan=plan, one=one, other=other, checks=checks, silent=pair.silent, batch_norm=batch_norm)
 
@@ -225,35 +198,27 @@ def prove(
     against: Callable[..., Any] | None = None,
     say: Callable[[str], None] | None = None,
     watch: Watch = None,
-    dropout: bool = False,
 ) -> Proof:
     """Run ``steps`` steps of ``job`` on one device and under ``plan``, and compare.
 
     One device is the plain PyTorch loop that the job is turned into, or ``against``, a loop of the user's own (see
-    ``phalanx.witness.own_loop``). Dropout is off for both; with ``dropout`` it is on, and drawn by sample
-    and layer. ``say`` is called with each note before anything runs, ``watch`` ten times
-    a second while it does.
+    ``phalanx.witness.own_loop``). Dropout is off for both. ``say`` is called with each note before anything runs,
+    ``watch`` ten times a second while it does.
 
     Raises:
         RefusedError: if the plan cannot serve the job here.
         WorkerError: if one of the runs failed.
     """
-    if dropout and against is not None:
-        given = "dropout=True together with against=loop: a loop of your own does not draw dropout by sample and layer"
-        raise RefusedError.of("dropout", given, "one of the two", "against=loop")
-    if dropout:
-        refuse_compiled(plan)
-        refuse_phases(job)
     refuse(job, plan, plan.world_size)
     with LookAhead(job, plan) as look:
         make_ready(plan)
         found = look.findings()
     causes = found.causes
-    for note in (*facts_of(job).notes(dropout=dropout), *causes):
+    for note in (*facts_of(job).notes, *causes):
         if say:
             say(note)
     own = None if against is None else OwnLoop(against)
-    how = ReferenceRun(precision=plan.precision, device=plan.device, dropout=dropout, against=own)
+    how = ReferenceRun(precision=plan.precision, device=plan.device, against=own)
     proof = OneDevice.run(job, steps, how, watch).prove(plan, findings=found, watch=watch)
     return replace(proof, notes=[*proof.notes, *causes])
 
@@ -268,10 +233,9 @@ _AT_LEAST = 4  # more steps, for branches behind branches that start at zero
 
 def _by_phalanx(job: Job, how: ReferenceRun, tries: Sequence[int], watch: Watch) -> RunRecord:
     """Phalanx on one device, for the first of ``tries`` steps; for the next where parameters had no gradient."""
-    dropout: Dropout = frozenset() if how.dropout else "off"
     for taken in tries:
         with _folder() as name:
-            record = capture(proven(job, tries[0], taken), how.plan, Path(name), watch, dropout=dropout)
+            record = capture(proven(job, tries[0], taken), how.plan, Path(name), watch)
         if not record.never:
             break
     return record  # pyrefly: ignore[unbound-name]

@@ -115,8 +115,6 @@ class RunRecord:
         workers: of each worker of servers, moment → kind and name → what it was sent.
         traces: of each process, what passed the modules in the first step; only where they were asked for.
         auxiliary: of parameters that choose experts, the gradients that come to them by no expert; likewise.
-        drops: whether the model asked for dropout, which was off.
-        masks_of_no_sample: name → the shapes of masks that were drawn by layer, since no dimension is the samples.
     """
 
     steps: list[StepRecord]
@@ -137,8 +135,6 @@ class RunRecord:
     workers: list[Mapping[str, Mapping[str, Copy]]] = field(default_factory=list[Mapping[str, Mapping[str, Copy]]])
     traces: list[dict[str, Passed]] = field(default_factory=list[dict[str, Passed]])
     auxiliary: Tensors = field(default_factory=dict[str, Tensor])
-    drops: bool = False
-    masks_of_no_sample: Mapping[str, list[list[int]]] = field(default_factory=dict[str, list[list[int]]])
 
     @property
     def losses(self) -> list[float]:

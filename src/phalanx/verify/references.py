@@ -20,7 +20,6 @@ from phalanx.launch.side_process import Send, SideProcess
 from phalanx.parallel import batch_statistics, device_kind, dropouts
 from phalanx.train.build_model import build_model
 from phalanx.verify.capture import Watch, proven
-from phalanx.verify.dropout import off_by_sample
 from phalanx.verify.record import RunRecord, StepRecord
 from phalanx.verify.wandering import fed_by
 from phalanx.witness.dropout_off import dropout_off
@@ -35,13 +34,11 @@ class ReferenceRun:
     """How the run on one device is made that plans are held against.
 
     Attributes:
-        dropout: whether dropout is on, drawn by sample and layer.
         against: a loop of the user's own, in place of the plain loop that the job is turned into.
     """
 
     precision: Precision = "fp32"
     device: Device = "auto"
-    dropout: bool = False
     against: OwnLoop | None = None
 
     @property
@@ -63,10 +60,10 @@ class ReferenceRun:
 
         def run(device: torch.device) -> Witness:
             how: dict[str, Any] = {"precision": self.precision, "device": device, "most": most}
-            with dropout_off(recurrent_alone=self.dropout):
+            with dropout_off():
                 if self.against:
                     return self.against.run(given, asked, device)
-                return Witness.of(given, asked, keyed_masks=self.dropout, **how)
+                return Witness.of(given, asked, **how)
 
         return _observed(run, self.plan, folder, watch)
 
@@ -120,7 +117,7 @@ def _flat(witness: Witness) -> tuple[dict[str, Tensor], dict[str, Any]]:
         for step, loss in enumerate(witness.losses)
     ]
     options = {name: _numeric(group) for name, group in witness.options.items()}
-    kept = {name: getattr(witness, name) for name in ("evaluations", "magnitudes", "masks_of_no_sample", "ways")}
+    kept = {name: getattr(witness, name) for name in ("evaluations", "magnitudes", "ways")}
     return tensors, {"steps": steps, "numbers": numbers, "options": options, **kept}
 
 
@@ -136,7 +133,7 @@ def _record(tensors: Mapping[str, Tensor], answer: Mapping[str, Any]) -> RunReco
         state=kinds["state"],
         reduced=_by_step(kinds["reduced"]),
         used=_by_step(kinds["used"]),
-        **{name: answer[name] for name in ("numbers", "options", "masks_of_no_sample", "ways")},
+        **{name: answer[name] for name in ("numbers", "options", "ways")},
         magnitudes={int(step): found for step, found in answer["magnitudes"].items()},
         evaluations={int(step): result for step, result in answer["evaluations"].items()},
     )
@@ -171,14 +168,12 @@ class ModelFacts:
     Attributes:
         layers: how many modules have parameters of their own.
         dropouts: names of modules that drop elements.
-        off_by_sample: those of them that stay off where masks are drawn by sample and layer.
         batch_statistics: names of modules that take statistics of their micro-batch.
         fed: running mean of a BatchNorm → the bias of the layer before it, and its momentum.
     """
 
     layers: int = 1
     dropouts: list[str] = field(default_factory=list[str])
-    off_by_sample: list[str] = field(default_factory=list[str])
     batch_statistics: list[str] = field(default_factory=list[str])
     fed: dict[str, list[Any]] = field(default_factory=dict[str, list[Any]])
 
@@ -189,18 +184,17 @@ class ModelFacts:
         return cls(
             layers=sum(1 for one in module.modules() if next(one.parameters(recurse=False), None) is not None),
             dropouts=list(dict.fromkeys([*dropouts(module), *recurrent])),
-            off_by_sample=list(off_by_sample(module)),
             batch_statistics=batch_statistics(module) if job.batch_statistics == "micro" else [],
             fed=fed_by(module),
         )
 
-    def notes(self, *, dropout: bool) -> list[str]:
-        """What is said of them before a proof, with dropout on or off."""
+    @property
+    def notes(self) -> list[str]:
+        """Notes for the user before a proof."""
         found: list[str] = []
-        if names := self.off_by_sample if dropout else self.dropouts:
-            then = "" if dropout else ", then measured with it on"
+        if names := self.dropouts:
             many = f"{len(names)} modules, {names[0]} the first"
-            found.append(f"dropout is switched off for the comparison ({many}){then}")
+            found.append(f"dropout is switched off for the comparison ({many})")
         if names := self.batch_statistics:
             what = "BatchNorm takes statistics of each micro-batch and is not equal when one is split"
             found.append(f'{what} ({names[0]}); batch_statistics="global" makes it equal')

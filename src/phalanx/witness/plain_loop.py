@@ -28,7 +28,6 @@ from phalanx.witness.clipping import clip
 from phalanx.witness.evaluation import by_name, evaluated, on_device, sum_and_count
 from phalanx.witness.initial import initial_model
 from phalanx.witness.magnitudes import Magnitudes, dense
-from phalanx.witness.masks import KeyedMasks
 from phalanx.witness.parts import Part, parts_of
 
 if TYPE_CHECKING:
@@ -60,7 +59,6 @@ class Witness:
         state: moment (``first``, ``end``) → parameter → what the optimizer keeps of it.
         options: parameter → the options of its group but for the learning rate.
         evaluations: steps taken → ``loss``, ``samples`` and ``metrics``.
-        masks_of_no_sample: name → the shapes of masks of dropout that were drawn by layer, not by sample.
         drew: whether a forward has drawn random numbers.
         batch: of a loop that takes ``OneStep``: the numbers of its samples, and the batch.
     """
@@ -82,7 +80,6 @@ class Witness:
     state: dict[str, dict[str, dict[str, Any]]] = field(default_factory=dict[str, dict[str, dict[str, Any]]])
     options: dict[str, dict[str, Any]] = field(default_factory=dict[str, dict[str, Any]])
     evaluations: dict[int, dict[str, Any]] = field(default_factory=dict[int, dict[str, Any]])
-    masks_of_no_sample: dict[str, list[list[int]]] = field(default_factory=dict[str, list[list[int]]])
     drew: bool = False
     batch: tuple[list[int], Any] | None = None
 
@@ -95,10 +92,9 @@ class Witness:
         precision: str = "fp32",
         device: str | torch.device = "cpu",
         most: int | None = None,
-        keyed_masks: bool = False,
         only: OneStep | None = None,
     ) -> Witness:
-        """Train ``job`` for ``steps`` steps, or as many as it has; with ``keyed_masks`` drawn by sample and layer.
+        """Train ``job`` for ``steps`` steps, or as many as it has.
 
         With ``most`` it goes on from there, so far at most, until each parameter has had a gradient other than zeros.
         With ``only`` it neither evaluates nor looks for magnitudes.
@@ -111,13 +107,7 @@ class Witness:
         loop = _PlainLoop(job, (steps, most or steps), precision, torch.device(device), only)
         if only:
             only.prepare(loop.model, [part.optimizer for part in loop.parts])
-        if not keyed_masks:
-            return loop.run()
-        loop.masks = masks = KeyedMasks(job.seed)
-        with masks.drawing(loop.model):
-            witness = loop.run()
-        witness.masks_of_no_sample = masks.of_no_sample
-        return witness
+        return loop.run()
 
 
 def why_not(job: Job, optimizer: torch.optim.Optimizer | None = None) -> str:
@@ -163,7 +153,6 @@ class _PlainLoop:
         self.pending = set(self.trained)
         self.average = PlainAverage(job.average, self.model) if job.average else None
         self.witness = Witness()
-        self.masks: KeyedMasks | None = None
 
     def run(self) -> Witness:
         witness, every = self.witness, 0 if self.only else self.job.evaluate_every
@@ -171,8 +160,6 @@ class _PlainLoop:
         for step, epoch, ids, batch in self._batches():
             witness.epochs.append(epoch)
             witness.samples.append(ids)
-            if self.masks is not None:
-                self.masks.begin(step, ids)
             for part in self.parts:
                 if step % part.every == 0:
                     self._take_turn(step, part, on_device(batch, self.device), len(ids))
