@@ -126,7 +126,7 @@ def test_norms_whose_gradients_are_not_added_up(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(split.SplitLayout, "finish", finish)
     proof = unequal("tp=2 sequence=true", one_gpt())
     assert "are not added up over tp: each rank has that of its own tokens only, and they add up" in proof.cause
-    wrong = [one.name for one in proof.gradients if one.relative > proof.tolerance.gradient]
+    wrong = [one.name for one in proof.gradients if one.beyond]
     assert all("norm" in name or name.endswith("bias") for name in wrong)
     assert "gradients of blocks.0.norm_1.weight, " in proof.cause
 

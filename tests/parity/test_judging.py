@@ -12,12 +12,11 @@ import torch
 from torch import Tensor
 
 from phalanx.config import Plan
-from phalanx.verify.compare import Bound, Tolerance, difference, gradients, parameters, relative_difference, values
-from phalanx.verify.evidence import FirstGradient
+from phalanx.verify.compare import Bounds, Way, difference, gradients, parameters, relative_difference, values
 from phalanx.verify.judge import Pair, judged
 from phalanx.verify.record import AVERAGE, END, FIRST, START, Copy, RankRecord, RunRecord, StepRecord
 
-TOLERANCE = Tolerance.of("fp32", batch=16, layers=2, steps=2)
+BOUNDS = Bounds()
 
 
 def tensor(*numbers: float) -> Tensor:
@@ -163,12 +162,12 @@ CHANGES: dict[str, tuple[Callable[[RunRecord], RunRecord], str, str]] = {
 
 
 def found(other: RunRecord, one: RunRecord | None = None) -> list[Any]:
-    pair = Pair(one=one or replace(record(), ranks=[]), other=other, plan=Plan.parse("dp=2"), tolerance=TOLERANCE)
+    pair = Pair(one=one or replace(record(), ranks=[]), other=other, plan=Plan.parse("dp=2"), bounds=BOUNDS)
     return [check for check in judged(pair) if check.first]
 
 
 def test_equal_records_pass_and_everything_in_them_is_compared() -> None:
-    pair = Pair(one=record(ranks=0), other=record(), plan=Plan.parse("dp=2"), tolerance=TOLERANCE)
+    pair = Pair(one=record(ranks=0), other=record(), plan=Plan.parse("dp=2"), bounds=BOUNDS)
     checks = judged(pair)
     assert [check.first for check in checks if check.first] == []
     kinds = {"initial", "loss", "scale", "gradient", "used", "parameter", "buffer", "state", "copies", "exact"}
@@ -195,25 +194,23 @@ def test_an_average_is_held_against_its_own_way() -> None:
 
 class TestCompared:
     def test_rounding_passes_and_more_does_not(self) -> None:
-        def beyond(times: float) -> bool:
-            (one,), _ = gradients(
-                {"w": G}, {"w": G + times * TOLERANCE.gradient * tensor(2.0, -1.0, 2.0)}, Bound(tolerance=TOLERANCE)
-            )
+        def beyond(times: float, noise: float = 0.0) -> bool:
+            bounds = Bounds(noise={"reduced|0|w": noise})
+            (one,) = gradients({"w": G}, {"w": G + times * 1e-5 * tensor(2.0, -1.0, 2.0)}, bounds, "reduced|0")
             return one.beyond
 
         assert not beyond(0.9)
         assert beyond(1.1)
+        assert not beyond(1.1, noise=1e-6)
 
     def test_what_is_there_on_one_side_only_is_beyond(self) -> None:
         for pair in (({"w": W}, {}), ({}, {"w": W})):
             assert [one.beyond for one in values(*pair)] == [True]
-            assert [one.beyond for one in gradients(*pair, Bound(tolerance=TOLERANCE))[0]] == [True]
+            assert [one.beyond for one in gradients(*pair, BOUNDS, "reduced|0")] == [True]
 
-    def test_a_gradient_of_rounding_alone_is_named_and_not_compared(self) -> None:
-        tiny = {"w": G, "b": 1e-9 * G}
-        different, silent = gradients(tiny, {"w": G, "b": -1e-9 * G}, Bound(tolerance=TOLERANCE))
-        assert silent == ["b"]
-        assert [one.name for one in different] == ["w"]
+    def test_a_gradient_of_rounding_alone_is_named(self) -> None:
+        found = gradients({"w": G, "b": 1e-9 * G}, {"w": G, "b": -1e-9 * G}, BOUNDS, "reduced|0")
+        assert [(one.name, one.rounding, one.beyond) for one in found] == [("w", False, False), ("b", True, False)]
 
     def test_numbers_other_shapes_and_no_numbers(self) -> None:
         assert relative_difference(NAN, NAN) == relative_difference(math.inf, math.inf) == 0.0
@@ -225,19 +222,10 @@ class TestCompared:
         assert (factor.ratio, factor.residual) == (pytest.approx(1.5), pytest.approx(0.0, abs=1e-6))
 
     def test_a_parameter_is_off_by_a_share_of_its_way(self) -> None:
-        first = {"w": FirstGradient(values=G, error=TOLERANCE.gradient)}
-        start, end = {"w": W}, {"w": W - 1e-3 * G}
-        (one,) = parameters(start, end, {"w": W - 1.01e-3 * G}, first, TOLERANCE)
+        start, end = {"w": W}, {"w": W - 1e-1 * G}
+        way = Way(start=start, moved=end, first={"w": (G, 0.0)}, moment=END)
+        (one,) = parameters(end, {"w": W - 1.01e-1 * G}, way, BOUNDS)
         assert one.beyond
         assert one.relative == pytest.approx(0.01, rel=1e-2)
-        (one,) = parameters(start, end, {"w": W - (1 + 1e-5) * 1e-3 * G}, first, TOLERANCE)
+        (one,) = parameters(end, {"w": W - (1 + 5e-6) * 1e-1 * G}, way, BOUNDS)
         assert not one.beyond
-
-    def test_tolerances_are_those_of_rounding(self) -> None:
-        half = Tolerance.of("bf16", batch=16, layers=2, steps=2)
-        assert TOLERANCE.loss == TOLERANCE.gradient == TOLERANCE.scale
-        assert TOLERANCE.gradient <= 1e-5
-        assert 100 * TOLERANCE.gradient < half.scale < half.gradient < 0.02
-        assert Tolerance.of("fp32", batch=10**9, layers=1, steps=1).gradient == 1e-5
-        assert TOLERANCE.gradient_at(0) == TOLERANCE.gradient < TOLERANCE.gradient_at(1) < TOLERANCE.gradient_at(2)
-        assert TOLERANCE.parameter == TOLERANCE.parameter_at(2) <= 0.25 == TOLERANCE.parameter_at(10**12)

@@ -30,7 +30,6 @@ from phalanx.train.observer import Observer, Scene
 from phalanx.train.split_causes import LARGEST
 from phalanx.witness.dropout_off import dropout_off
 from phalanx.witness.reference_step import (
-    LAST_PLACE,
     FirstStepOfOne,
     Kind,
     Piece,
@@ -39,6 +38,7 @@ from phalanx.witness.reference_step import (
     sample_digests,
     signed,
 )
+from phalanx.witness.rounding import LAST_PLACE
 
 PATIENCE = 10.0
 """Seconds that rank 0 waits for the first step of one device: on CPU at the end of its own, else before it begins."""

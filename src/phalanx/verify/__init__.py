@@ -1,7 +1,7 @@
 """Proof that a plan computes what one device computes, and the likely cause where it does not."""
 
-from phalanx.verify.compare import Difference, Tolerance
+from phalanx.verify.compare import Difference
 from phalanx.verify.parity import OneDevice, Proof, prove
 from phalanx.verify.references import ReferenceRun
 
-__all__ = ["Difference", "OneDevice", "Proof", "ReferenceRun", "Tolerance", "prove"]
+__all__ = ["Difference", "OneDevice", "Proof", "ReferenceRun", "prove"]

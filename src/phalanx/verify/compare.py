@@ -3,150 +3,89 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
-from phalanx.verify.record import Tensors
+from phalanx.verify.record import RunRecord, Tensors
+from phalanx.witness.rounding import CAP, FLOOR, LAST_PLACE, SUM_FLOOR, TIMES
 
-_UNIT_ROUNDOFF = {"fp32": 2.0**-24, "bf16": 2.0**-8, "fp16": 2.0**-11}
-_PROMISE = 1e-5
-_RMS = math.sqrt(1 / (8 * math.log(2)))  # of one rounding, in units of u
+Noise = Mapping[str, float]
+"""Key of a result, such as ``reduced|0|head.weight`` → how far it moves where weights change in their last place."""
+KINDS = ("values", "buffers", "state", "reduced", "used")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Tolerance:
-    """What rounding may make differ.
+def noise_of(one: RunRecord, others: Iterable[RunRecord]) -> dict[str, float]:
+    """Return the largest movement of each result of ``one`` in ``others``, as absolute numbers."""
+    found: dict[str, float] = {}
+    for other in others:
+        for key, moved in _moved(one, other):
+            found[key] = max(moved if math.isfinite(moved) else 0.0, found.get(key, 0.0))
+    return found
 
-    Two orders of adding n numbers differ by about u·sqrt(n) of their sum, u being the unit roundoff (Higham 2002,
-    section 4.2, for random signs). A gradient is added over the samples of a batch and has passed through the layers,
-    all in fp32; the factor of 16 leaves room for sums whose terms nearly cancel, such as the gradient of a single
-    scale. Neither loss nor gradient then goes above 1e-5, which is what is promised.
 
-    Half precision rounds what passes from layer to layer, products being added in fp32. One rounding errs by 0.42 of
-    its own u in the root mean square (an error spread evenly over half a unit in the last place, of numbers spread
-    evenly over the logarithm: u / sqrt(3) · sqrt(3 / (8 ln 2))), errors are independent (Higham and Mary 2019), and
-    both sides round in each layer: sigma = 0.42 u sqrt(2 layers). A gradient may differ by twice that. What all
-    gradients have in common, their scale, and the loss are means over the samples, whose errors cancel: three sigma
-    over sqrt(batch).
-
-    Parameters drift apart with the root of the steps; Adam, which divides each gradient by its own size, makes more of
-    small ones, for which there is a factor of 10.
-
-    Attributes:
-        loss: relative, each step.
-        gradient: of each parameter's first gradient, relative to its norm.
-        scale: of all gradients of the first step together, how far the factor between both sides' may be from 1.
-        noise: a parameter whose gradient is below this share of the global norm is zero but for rounding.
-        parameter: of each parameter after the last step, relative to how far it moved.
-        rounding: of sums in fp32, relative.
-        term: of one rounding in half precision on both sides, relative; 0 in fp32.
-    """
-
-    loss: float
-    gradient: float
-    scale: float
-    noise: float
-    parameter: float
-    rounding: float = 0.0
-    term: float = 0.0
-
-    def gradient_at(self, step: int) -> float:
-        """Of a gradient of this step, at parameters that have drifted apart since the first.
-
-        Steps that do not blow up are short against the curvature: they change a gradient by no more than twice its size
-        (a step of rate lr along the sharpest direction is stable up to lr times its curvature = 2; Cohen et al. 2021,
-        for adaptive optimizers 2022). So parameters that differ by a share of their way change gradients by no more
-        than twice that share.
-        """
-        return self.gradient + 2 * self.parameter_at(step) if step else self.gradient
-
-    def scale_at(self, step: int) -> float:
-        """Of all gradients of this step together.
-
-        What the steps before had in common by mistake, at most this of their way, changes gradients by no more than
-        twice that, and with it what the steps have in common by then.
-        """
-        return self.scale * (1 + 2 * step)
-
-    def parameter_at(self, steps: int) -> float:
-        """Of a parameter after so many steps."""
-        return min(0.25, 10 * self.gradient * math.sqrt(steps))
-
-    @classmethod
-    def of(cls, precision: str, *, batch: int, layers: int, steps: int) -> Tolerance:
-        unit = _UNIT_ROUNDOFF[precision]
-        rounding = min(16 * _UNIT_ROUNDOFF["fp32"] * (math.sqrt(batch) + math.sqrt(layers)), _PROMISE)
-        sigma = 0.0 if precision == "fp32" else _RMS * unit * math.sqrt(2 * layers)
-        made = cls(
-            loss=rounding + 3 * sigma / math.sqrt(batch),
-            gradient=rounding + 2 * sigma,
-            scale=rounding + 3 * sigma / math.sqrt(batch),
-            noise=rounding + sigma / 4,
-            parameter=0.0,
-            rounding=rounding,
-            term=sigma / math.sqrt(layers),
-        )
-        return replace(made, parameter=made.parameter_at(steps))
+def _moved(one: RunRecord, other: RunRecord) -> list[tuple[str, float]]:
+    found: list[tuple[str, float]] = []
+    for step, (a, b) in enumerate(zip(one.steps, other.steps, strict=False)):
+        found += [(f"loss|{step}|", abs(a.loss - b.loss)), (f"norm|{step}|", abs((a.norm or 0.0) - (b.norm or 0.0)))]
+        found += [(f"loss|{step}|{name}", abs(loss - b.losses[name])) for name, loss in a.losses.items()]
+    for kind in KINDS:
+        for moment, tensors in getattr(one, kind).items():
+            there = getattr(other, kind).get(moment, {})
+            both = {name: (tensor, there[name]) for name, tensor in tensors.items() if name in there}
+            if kind in ("reduced", "used"):
+                found.append((f"scale|{moment}|{kind}", abs(_factor(both.values()) - 1)))
+            found += [(f"{kind}|{moment}|{name}", norm(_numbers(a) - _numbers(b))) for name, (a, b) in both.items()]
+    for step, here in one.evaluations.items():
+        there, beside = here["metrics"], other.evaluations.get(step, here)
+        found.append((f"evaluation|{step}|loss", abs(here["loss"] - beside["loss"])))
+        known = ((name, abs(float(there[name]) - float(beside["metrics"][name]))) for name in there)
+        found += [(f"evaluation|{step}|{name}", off) for name, off in known]
+    return found
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Bound:
-    """What tells rounding from a difference in the gradients of one step.
+class Bounds:
+    """Differences that rounding may make, at one ``precision``."""
 
-    Attributes:
-        magnitudes: what the rounding of a gradient is relative to, by parameter; where it is known.
-        total: norm of all gradients of the step; that of those compared where it is not given.
-    """
+    precision: str = "fp32"
+    noise: Noise = field(default_factory=dict[str, float])
 
-    tolerance: Tolerance
-    step: int = 0
-    magnitudes: Mapping[str, float] = field(default_factory=dict[str, float])
-    total: float | None = None
+    def of(self, key: str, size: float) -> float:
+        """Return the allowed norm of the difference of a tensor with norm ``size``."""
+        return TIMES * self.noise.get(key, 0.0) + FLOOR[self.precision] * size
 
-    def small(self, size: float, total: float) -> bool:
-        """Whether a gradient of this norm may be rounding of what is larger than itself."""
-        return size <= self.tolerance.noise * (self.total or total)
+    def of_sum(self, key: str, size: float) -> float:
+        """Return the allowed difference of a number of this ``size`` that is a sum over samples."""
+        noise = TIMES * self.noise.get(key, 0.0)
+        first = key.split("|")[1] == "0"
+        noise = min(noise, CAP[self.precision] * abs(size)) if first else noise
+        return noise + SUM_FLOOR[self.precision] * abs(size)
 
-    def allowed(self, name: str, gradient: Tensor, *, small: bool) -> float:
-        """Norm of the difference that a gradient of the reference may have."""
-        tolerance, size, magnitude = self.tolerance, norm(gradient), self.magnitudes.get(name)
-        drift = tolerance.gradient_at(self.step) - tolerance.gradient
-        if magnitude is None or not (small or tolerance.term):
-            return (tolerance.gradient + drift) * size
-        # The norm of n independent errors is off its expectation by 1 / sqrt(2 n) of it, here three times that.
-        share = tolerance.rounding + tolerance.term * (1 + 3 / math.sqrt(2 * max(1, gradient.numel())))
-        return max(tolerance.gradient * size, share * magnitude) + drift * (max(size, magnitude) if small else size)
+    def of_gradient(self, key: str, size: float, total: float) -> float:
+        """Return the same for a gradient; ``total``: norm of all gradients of the step."""
+        noise = TIMES * self.noise.get(key, 0.0)
+        first = key.split("|")[1] == "0"
+        noise = min(noise, CAP[self.precision] * total) if first else noise
+        return noise + FLOOR[self.precision] * size + LAST_PLACE["fp32"] * total
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class FirstGradient:
-    """The first gradient of a parameter that is more than rounding.
-
-    Attributes:
-        error: what rounding may make it differ, relative to its norm.
-        stretch: how many times its norm its rounding is relative to; 1 where no terms cancel.
-        rounded: how far gradients of rounding alone have moved each element before; ``None`` where there were none.
-    """
-
-    values: Tensor
-    error: float
-    stretch: float = 1.0
-    rounded: Tensor | None = None
+    def is_rounding(self, key: str, size: float, total: float) -> bool:
+        """True if a gradient with norm ``size`` may be nothing but rounding."""
+        return size <= self.of_gradient(key, 0.0, total)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Difference:
-    """One tensor's.
+    """The difference of one tensor.
 
     Attributes:
         relative: norm of the difference over the norm it is measured by.
         ratio: the factor that brings the reference closest to the other; 1 where they agree.
         residual: what then still differs, relative.
         where: the part of the tensor that the difference is in, and which ranks hold it; empty where it is everywhere.
-        allowed: what ``relative`` may be.
+        allowed: largest ``relative`` that rounding explains.
         rounding: it is of something that is zero but for rounding, so that the ratio says nothing.
     """
 
@@ -160,7 +99,7 @@ class Difference:
 
     @property
     def beyond(self) -> bool:
-        """Whether it is more than is allowed; what is not a number is."""
+        """True if rounding does not explain the difference, or it is not a number."""
         return not self.relative <= self.allowed
 
 
@@ -176,43 +115,42 @@ def relative_difference(a: float, b: float) -> float:
     return abs(a - b) / max(abs(a), 1e-30)
 
 
-def values(reference: Tensors, other: Tensors, allowed: float = 0.0) -> list[Difference]:
-    """Differences of tensors, each relative to its norm; of those that only one side has, all of it."""
-    found = [
-        difference(name, expected, other[name], norm(expected), allowed) if name in other else missing(name)
-        for name, expected in reference.items()
-    ]
+def values(
+    reference: Tensors, other: Tensors, allowed: Callable[[str, float], float] | None = None
+) -> list[Difference]:
+    """Differences of tensors, each relative to its norm; of those that only one side has, all of it.
+
+    ``allowed``: the norm that the difference of a tensor may have, by its name and norm; 0 where not given.
+    """
+    found: list[Difference] = []
+    for name, expected in reference.items():
+        size = norm(expected)
+        most = allowed(name, size) / max(size, 1e-300) if allowed else 0.0
+        found.append(difference(name, expected, other[name], size, most) if name in other else missing(name))
     return found + [missing(name) for name in other if name not in reference]
 
 
-def gradients(reference: Tensors, other: Tensors, bound: Bound) -> tuple[list[Difference], list[str]]:
-    """Differences of gradients, and the names of those that are zero but for rounding.
+def gradients(reference: Tensors, other: Tensors, bounds: Bounds, moment: str) -> list[Difference]:
+    """Differences of gradients, those of rounding alone relative to the norm of all.
 
-    A small one is judged by what its rounding is relative to, which may be more than its own size; where that is not
-    known, it is not compared. One that is not there is as good as one of zeros: what an optimizer makes of either shows
-    in its state.
+    One that is not there is as good as one of zeros: what an optimizer makes of either shows in its state.
+
+    Args:
+        moment: start of the keys of their noise, such as ``reduced|0``.
     """
     found: list[Difference] = []
-    silent: list[str] = []
-    total = math.sqrt(sum(norm(tensor) ** 2 for tensor in reference.values()))
+    total = math.hypot(*map(norm, reference.values())) or 1e-300
     for name in dict.fromkeys((*reference, *other)):
         here, there = reference.get(name), other.get(name)
-        sizes = [0.0 if one is None else norm(one) for one in (here, there)]
-        small, magnitude = bound.small(max(sizes), total), bound.magnitudes.get(name, math.inf)
-        if not max(sizes):
-            continue
-        if small and math.isinf(magnitude):
-            silent.append(name)
-        elif not small and (here is None or there is None):
-            found.append(missing(name))
-        else:
-            zeros = torch.zeros_like(next(one for one in (here, there) if one is not None))
-            a, b = (zeros if one is None else one for one in (here, there))
-            allowed, scale = bound.allowed(name, a, small=small), max(sizes[0], magnitude) if small else sizes[0]
-            rounding = small and sizes[0] <= allowed
-            silent += [name] if rounding else []
-            found.append(replace(difference(name, a, b, scale, allowed / scale if scale else 0.0), rounding=rounding))
-    return found, silent
+        some = here if here is not None else there
+        assert some is not None
+        a, b = (torch.zeros_like(some) if one is None else one for one in (here, there))
+        size, key = norm(a), f"{moment}|{name}"
+        allowed, rounding = bounds.of_gradient(key, size, total), bounds.is_rounding(key, size, total)
+        by = total if rounding else size
+        if size or norm(b):
+            found.append(replace(difference(name, a, b, by, allowed / by), rounding=rounding))
+    return found
 
 
 def scale(found: Sequence[Difference], reference: Tensors) -> float:
@@ -223,56 +161,45 @@ def scale(found: Sequence[Difference], reference: Tensors) -> float:
     return math.fsum(one.ratio * squares[one.name] for one in known) / total if total else 1.0
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class AveragedWeights:
-    """What an average is held against: the ``last`` weights, and the ``steps`` after each of which it may be updated.
+def _factor(pairs: Iterable[tuple[Tensor, Tensor]]) -> float:
+    products = [(torch.dot(_numbers(a), _numbers(b)), torch.dot(_numbers(a), _numbers(a))) for a, b in pairs]
+    total = math.fsum(float(square) for _, square in products)
+    return math.fsum(float(product) for product, _ in products) / total if total else 1.0
 
-    An update a + s (w - a) rounds three times, of which the last, by u of the average, is the largest where s is small:
-    by 2 u of it both sides together, and by no more than 4 u with the other two.
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Way:
+    """How far training has moved parameters, and from where.
+
+    Attributes:
+        moved: values that say how far each has moved: the last ones for an average.
+        first: the first gradient of each parameter that is more than rounding, and the norm of its noise.
+        moment: of the values compared, in the keys of their noise.
     """
 
-    last: Tensors
-    steps: int
-
-    def rounding(self, values: Tensor) -> float:
-        """What rounding makes of the updates at most, in the norm, in fp32."""
-        return 4 * _UNIT_ROUNDOFF["fp32"] * self.steps * norm(values)
+    start: Tensors
+    moved: Tensors
+    first: Mapping[str, tuple[Tensor, float]]
+    moment: str
 
 
-def parameters(
-    initial: Tensors,
-    reference: Tensors,
-    other: Tensors,
-    first: Mapping[str, FirstGradient],
-    tolerance: Tolerance,
-    averaged: AveragedWeights | None = None,
-) -> list[Difference]:
-    """Differences of final parameters relative to how far each moved; of their averages to how far they did.
+def parameters(reference: Tensors, other: Tensors, way: Way, bounds: Bounds) -> list[Difference]:
+    """Differences of parameters, relative to how far each moved.
 
-    Adam divides a gradient by its own size, and so makes a whole step out of one that is zero but for rounding.
-    Elements whose ``first`` gradient is below ``noise`` times the root mean square of their tensor's are left out: the
-    key third of a fused bias, rows of an embedding not seen yet. Of the others each may differ by as much of its way as
-    its gradient may by rounding, and by twice its way where that may turn the gradient's sign; and by twice as far as
-    gradients of rounding alone have moved it.
+    Adam divides a gradient by its own size, and so makes a whole step, in either direction, of an element that is zero
+    but for rounding. Such elements may differ by twice their way.
     """
     found: list[Difference] = []
-    for name, known in first.items():
+    for name, (grad, noise) in way.first.items():
         if name not in reference or name not in other:
             found.append(missing(name))
             continue
-        grad = known.values
-        meaningful = grad.abs() > tolerance.noise * norm(grad) / math.sqrt(max(1, grad.numel()))
-        start, here, there = (tensor[name][meaningful] for tensor in (initial, reference, other))
-        if here.numel():
-            moved = (averaged.last[name][meaningful] if averaged else here) - start
-            way = max(norm(moved), 1e-30)
-            error = known.error * norm(grad) / math.sqrt(grad.numel())
-            share = error / grad[meaningful].abs()
-            off = share.where(share < 1, 2.0) * moved.abs()
-            off += 0.0 if known.rounded is None else 2 * known.rounded[meaningful]
-            turned = norm(off) / way
-            turned += averaged.rounding(here) / way if averaged else 0.0
-            found.append(difference(name, here, there, way, max(tolerance.parameter * known.stretch, turned)))
+        here, moved = reference[name], way.moved[name] - way.start[name]
+        rounding = grad.abs() <= 2 * noise / math.sqrt(max(1, grad.numel()))
+        far = max(norm(moved), 1e-30)
+        allowed = bounds.of(f"values|{way.moment}|{name}", far) + 2 * norm(moved[rounding])
+        allowed += 2 * LAST_PLACE["fp32"] * norm(here)
+        found.append(difference(name, here, other[name], far, allowed / far))
     return found
 
 
@@ -301,4 +228,5 @@ def norm(tensor: Tensor) -> float:
 
 
 def _numbers(tensor: Tensor) -> Tensor:
-    return tensor.detach().reshape(-1).double()
+    tensor = tensor.detach()
+    return (torch.view_as_real(tensor) if tensor.is_complex() else tensor).reshape(-1).double()

@@ -3,25 +3,24 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 
 from phalanx.config import Job, Plan
 from phalanx.placement.batch_split import micro_batches
 from phalanx.units import show_names
 from phalanx.verify import diagnose_split as split
-from phalanx.verify.compare import Tolerance
 from phalanx.verify.evidence import Evidence, copies_apart
-from phalanx.verify.record import END, FIRST, START
+from phalanx.verify.record import END, FIRST
 
 
-def diagnose(evidence: Evidence, tolerance: Tolerance, job: Job, plan: Plan, look: Callable[[], list[str]]) -> str:
+def diagnose(evidence: Evidence, job: Job, plan: Plan, look: Callable[[], list[str]]) -> str:
     """The likely cause of an inequality, most specific first. ``look`` gives what a look at the job itself shows.
 
     Patterns that only a split has come before that: a job that differs by itself may be split wrongly as well.
     """
 
-    def first_of(patterns: Iterable[Callable[[Evidence, Tolerance, Job, Plan], str]]) -> str:
-        return next(filter(None, (pattern(evidence, tolerance, job, plan) for pattern in patterns)), "")
+    def first_of(patterns: Iterable[Callable[[Evidence, Job, Plan], str]]) -> str:
+        return next(filter(None, (pattern(evidence, job, plan) for pattern in patterns)), "")
 
     if cause := first_of((_not_promised, _skipped, _rates)):
         return cause
@@ -29,7 +28,7 @@ def diagnose(evidence: Evidence, tolerance: Tolerance, job: Job, plan: Plan, loo
     if cause := first_of(_OF_A_SPLIT):
         return f"{cause} Also: {of_the_job}" if of_the_job else cause
     if of_the_job:
-        norm = _batch_norm(evidence, tolerance, job, plan)
+        norm = _batch_norm(evidence, job, plan)
         return f"{of_the_job} Also: {norm}" if norm else f"{of_the_job} That is no fault of the split."
     return first_of((*_OF_ANY, _mean_of_others)) or (
         "no known pattern. Likely a random number or a state that depends on the rank or on the order of calls: "
@@ -38,10 +37,10 @@ def diagnose(evidence: Evidence, tolerance: Tolerance, job: Job, plan: Plan, loo
     )
 
 
-def _mean_of_others(evidence: Evidence, tolerance: Tolerance, job: Job, plan: Plan) -> str:
+def _mean_of_others(evidence: Evidence, job: Job, plan: Plan) -> str:
     """The first loss differs already, and is a plain mean: over what, nobody knows."""
     step = evidence.one.steps[0]
-    if evidence.losses[0] <= tolerance.loss or step.count is None or step.count != step.samples:
+    if not evidence.loss_differs or step.count is None or step.count != step.samples:
         return ""
     return (
         "no known pattern. The loss differs in the first step, and is a plain mean, which is taken to be over samples: "
@@ -50,9 +49,9 @@ def _mean_of_others(evidence: Evidence, tolerance: Tolerance, job: Job, plan: Pl
     )
 
 
-def _not_promised(evidence: Evidence, tolerance: Tolerance, job: Job, plan: Plan) -> str:
+def _not_promised(evidence: Evidence, job: Job, plan: Plan) -> str:
     """Replicas that are not kept equal differ after the first step; in it, only what is rounded where it is sent."""
-    first = evidence.losses[0] > tolerance.loss or any(one.relative > 0 for one in evidence.initial)
+    first = evidence.loss_differs or any(one.relative > 0 for one in evidence.initial)
     unequal = any(one.beyond for one in evidence.gradients)
     if plan.exact or first or (unequal and plan.compress == "none"):
         return ""
@@ -62,7 +61,7 @@ def _not_promised(evidence: Evidence, tolerance: Tolerance, job: Job, plan: Plan
     )
 
 
-def _skipped(evidence: Evidence, tolerance: Tolerance, job: Job, plan: Plan) -> str:
+def _skipped(evidence: Evidence, job: Job, plan: Plan) -> str:
     if evidence.skipped is None:
         return ""
     return (
@@ -71,7 +70,7 @@ def _skipped(evidence: Evidence, tolerance: Tolerance, job: Job, plan: Plan) -> 
     )
 
 
-def _rates(evidence: Evidence, tolerance: Tolerance, job: Job, plan: Plan) -> str:
+def _rates(evidence: Evidence, job: Job, plan: Plan) -> str:
     """The first thing that differs is a learning rate, so that no gradient is to blame."""
     first = next((check for check in evidence.checks if check.first), None)
     if first is None or not first.wrong or not first.wrong[0].startswith("the learning rate of"):
@@ -82,7 +81,7 @@ def _rates(evidence: Evidence, tolerance: Tolerance, job: Job, plan: Plan) -> st
     )
 
 
-def _same_samples(evidence: Evidence, tolerance: Tolerance, job: Job, plan: Plan) -> str:
+def _same_samples(evidence: Evidence, job: Job, plan: Plan) -> str:
     seen: dict[int, int] = {}
     firsts: dict[int, int] = {}
     for rank, capture in enumerate(evidence.other.ranks):
@@ -107,7 +106,7 @@ def _same_samples(evidence: Evidence, tolerance: Tolerance, job: Job, plan: Plan
     return ""
 
 
-def _ranks_apart(evidence: Evidence, tolerance: Tolerance, job: Job, plan: Plan) -> str:
+def _ranks_apart(evidence: Evidence, job: Job, plan: Plan) -> str:
     found = split.differing_copies(evidence, "end")
     if not found:
         return ""
@@ -118,7 +117,7 @@ def _ranks_apart(evidence: Evidence, tolerance: Tolerance, job: Job, plan: Plan)
     )
 
 
-def _batch_norm(evidence: Evidence, tolerance: Tolerance, job: Job, plan: Plan) -> str:
+def _batch_norm(evidence: Evidence, job: Job, plan: Plan) -> str:
     if not evidence.batch_norm:
         return ""
     return (
@@ -127,15 +126,15 @@ def _batch_norm(evidence: Evidence, tolerance: Tolerance, job: Job, plan: Plan) 
     )
 
 
-def _constant_ratio(evidence: Evidence, tolerance: Tolerance, job: Job, plan: Plan) -> str:
-    usable = [one for one in evidence.gradients if one.residual < max(100 * tolerance.gradient, 1e-3)]
+def _constant_ratio(evidence: Evidence, job: Job, plan: Plan) -> str:
+    usable = [one for one in evidence.gradients if one.residual < max(10 * evidence.rounding, 1e-3)]
     if len(usable) < max(1, len(evidence.gradients) // 2):
         return ""
     ratio = statistics.median(one.ratio for one in usable)
     spread = max(abs(one.ratio / ratio - 1) for one in usable) if ratio else 1.0
     # A ratio explains a difference only where little is left once it is taken out.
     left = max(one.residual for one in usable)
-    if spread > 1e-2 or abs(ratio - 1) < 10 * max(tolerance.gradient, left):
+    if spread > 1e-2 or abs(ratio - 1) < 4 * max(evidence.rounding, left):
         return ""
     micros = micro_batches(plan, job.batch)
     names = {
@@ -160,7 +159,7 @@ def _constant_ratio(evidence: Evidence, tolerance: Tolerance, job: Job, plan: Pl
     )
 
 
-def _one_parameter(evidence: Evidence, tolerance: Tolerance, job: Job, plan: Plan) -> str:
+def _one_parameter(evidence: Evidence, job: Job, plan: Plan) -> str:
     wrong = [one for one in evidence.gradients if one.beyond]
     if wrong and len(wrong) <= max(1, len(evidence.gradients) // 4):
         return (
@@ -170,8 +169,8 @@ def _one_parameter(evidence: Evidence, tolerance: Tolerance, job: Job, plan: Pla
     return ""
 
 
-def _after_the_gradient(evidence: Evidence, tolerance: Tolerance, job: Job, plan: Plan) -> str:
-    if any(one.beyond for one in evidence.gradients) or evidence.losses[0] > tolerance.loss:
+def _after_the_gradient(evidence: Evidence, job: Job, plan: Plan) -> str:
+    if any(one.beyond for one in evidence.gradients) or evidence.loss_differs:
         return ""
     return (
         "the first step's loss and gradients are equal, what follows is not: the optimizer's step differs. "
@@ -180,7 +179,7 @@ def _after_the_gradient(evidence: Evidence, tolerance: Tolerance, job: Job, plan
     )
 
 
-def changed_before_the_update(evidence: Evidence, tolerance: Tolerance, job: Job, plan: Plan) -> str:
+def changed_before_the_update(evidence: Evidence, job: Job, plan: Plan) -> str:
     """The gradients are one device's when they are reduced, and others, or of another norm, when they are used."""
     for step in sorted(evidence.one.used):
         if any(one.beyond for one in evidence.of("gradient", step)) or _scaled(evidence, step):
@@ -206,7 +205,7 @@ def _scaled(evidence: Evidence, step: int) -> bool:
     return any(check.first.startswith("all gradients in") for check in scales)
 
 
-def buffers_apart(evidence: Evidence, tolerance: Tolerance, job: Job, plan: Plan) -> str:
+def buffers_apart(evidence: Evidence, job: Job, plan: Plan) -> str:
     """Buffers differ between ranks, or from one device's, and nothing that is computed before does."""
     if evidence.batch_norm or any(one.beyond for one in (*evidence.gradients, *evidence.initial)):
         return ""
@@ -220,8 +219,6 @@ def buffers_apart(evidence: Evidence, tolerance: Tolerance, job: Job, plan: Plan
                 "in forward), or make them parameters."
             )
         names = [one.name for one in evidence.of("buffer", 0 if moment == FIRST else None) if one.beyond]
-        if by_rounding := _mean_of_a_wandering_bias(evidence, names):
-            return by_rounding
         if names:
             return (
                 f"a buffer differs from one device's: {show_names(names, 3)}. It is updated in forward, once for each "
@@ -230,24 +227,7 @@ def buffers_apart(evidence: Evidence, tolerance: Tolerance, job: Job, plan: Plan
     return ""
 
 
-def _mean_of_a_wandering_bias(evidence: Evidence, names: Sequence[str]) -> str:
-    """Only running means differ, and biases of as many elements have gradients of rounding alone."""
-    means = [name for name in names if name.endswith("running_mean")]
-    shapes = {evidence.one.buffers[END][name].shape: name for name in means}
-    biases = [name for name in evidence.silent if evidence.one.values[START][name].shape in shapes]
-    known = ("betas", "alpha")  # of optimizers of which a proof knows how far they go
-    biases = [name for name in biases if not any(key in evidence.one.options.get(name, {}) for key in known)]
-    if not means or len(means) < len(names) or not biases:
-        return ""
-    return (
-        f"rounding. BatchNorm takes the mean away, and with it whatever a bias before it adds: the gradient of "
-        f"{show_names(biases, 3)} is zero but for rounding. An optimizer that divides by the size of a gradient, as "
-        f"Adam does, makes whole steps of it, which {show_names(means, 3)} follows; another machine would make others. "
-        "What training computes does not depend on it. Give the layer before BatchNorm bias=False."
-    )
-
-
-def state_apart(evidence: Evidence, tolerance: Tolerance, job: Job, plan: Plan) -> str:
+def state_apart(evidence: Evidence, job: Job, plan: Plan) -> str:
     """The optimizer's state differs between ranks, while their parameters do not."""
     for moment in (FIRST, END):
         _, found = copies_apart(evidence.other, moment, everywhere=plan.sync == "each")
@@ -262,7 +242,7 @@ def state_apart(evidence: Evidence, tolerance: Tolerance, job: Job, plan: Plan) 
     return ""
 
 
-def copies_part(evidence: Evidence, tolerance: Tolerance, job: Job, plan: Plan) -> str:
+def copies_part(evidence: Evidence, job: Job, plan: Plan) -> str:
     """Copies of parameters that were equal at the start are not after the first update."""
     _, found = copies_apart(evidence.other, FIRST, everywhere=plan.sync == "each")
     values = [one for one in found if one.kind in ("value", "stepped")]
@@ -277,7 +257,7 @@ def copies_part(evidence: Evidence, tolerance: Tolerance, job: Job, plan: Plan) 
     )
 
 
-def scaled(evidence: Evidence, tolerance: Tolerance, job: Job, plan: Plan) -> str:
+def scaled(evidence: Evidence, job: Job, plan: Plan) -> str:
     """All gradients have one factor too many, which is small beside what half precision rounds."""
     check = next((one for one in evidence.checks if one.kind == "scale" and one.first), None)
     if check is None or any(one.beyond for one in evidence.gradients if one.relative > 2 * check.largest):
@@ -288,7 +268,7 @@ def scaled(evidence: Evidence, tolerance: Tolerance, job: Job, plan: Plan) -> st
     )
 
 
-def wrong_from_later_on(evidence: Evidence, tolerance: Tolerance, job: Job, plan: Plan) -> str:
+def wrong_from_later_on(evidence: Evidence, job: Job, plan: Plan) -> str:
     """A parameter that has no gradient at first gets a wrong one when it has."""
     early = {name for name, grad in evidence.one.gradients.items() if bool(grad.any())}
     for step in sorted(evidence.one.reduced):

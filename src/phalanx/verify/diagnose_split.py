@@ -9,7 +9,6 @@ from phalanx.config import Job, Plan
 from phalanx.placement.batch_split import micro_batches
 from phalanx.placement.schedules import SCHEDULES
 from phalanx.units import show_names
-from phalanx.verify.compare import Tolerance
 from phalanx.verify.evidence import Evidence, copies_apart, ranks_in_words
 from phalanx.verify.fingerprints import Fingerprint
 from phalanx.verify.module_trace import Passed
@@ -17,7 +16,7 @@ from phalanx.verify.record import START
 from phalanx.witness.reference_step import Piece, cut_out
 
 
-def other_start(evidence: Evidence, tolerance: Tolerance, job: Job, plan: Plan) -> str:
+def other_start(evidence: Evidence, job: Job, plan: Plan) -> str:
     """The plan's model begins with other values than one device's."""
     wrong = [one for one in evidence.initial if one.beyond]
     if not wrong:
@@ -43,7 +42,7 @@ def other_start(evidence: Evidence, tolerance: Tolerance, job: Job, plan: Plan) 
     return f"the model begins with other initial values than one device: {wrong[0].name}{at}{more}{alike}. {usual}"
 
 
-def copies_apart_at_the_start(evidence: Evidence, tolerance: Tolerance, job: Job, plan: Plan) -> str:
+def copies_apart_at_the_start(evidence: Evidence, job: Job, plan: Plan) -> str:
     """Ranks that hold the same part of a parameter hold other values of it."""
     found = differing_copies(evidence, "start")
     if not found:
@@ -67,12 +66,12 @@ def differing_copies(evidence: Evidence, when: str) -> str:
     return f"{who} hold different values of {show_names(names, 1)}"
 
 
-def passed_on_in_parts(evidence: Evidence, tolerance: Tolerance, job: Job, plan: Plan) -> str:
+def passed_on_in_parts(evidence: Evidence, job: Job, plan: Plan) -> str:
     """What ranks of ``tp`` have of a whole output, or of a gradient, is a part of the sum, or many times it."""
     if plan.tp == 1 or not any(evidence.other.traces) or not any(evidence.one.traces):
         return ""
     names = [name for name in evidence.one.traces[0] if any(name in trace for trace in evidence.other.traces)]
-    allowed = max(1e-3, 4 * tolerance.gradient)
+    allowed = max(1e-3, 4 * evidence.rounding)
     return _forward(evidence, names, allowed, plan) or _backward(evidence, names, allowed, plan)
 
 
@@ -182,7 +181,7 @@ def _times(reference: Fingerprint, given: list[Fingerprint], scale: float, allow
     return all(one.distance(expected) <= allowed for one in given)
 
 
-def auxiliary_once_per_rank(evidence: Evidence, tolerance: Tolerance, job: Job, plan: Plan) -> str:
+def auxiliary_once_per_rank(evidence: Evidence, job: Job, plan: Plan) -> str:
     """A router's gradient is off by a whole number of times what its auxiliary loss alone gives."""
     for name in reversed(list(evidence.one.auxiliary)):
         alone, expected, given = (
@@ -191,7 +190,7 @@ def auxiliary_once_per_rank(evidence: Evidence, tolerance: Tolerance, job: Job, 
         if alone is None or expected is None or given is None or not float(alone.norm()):
             continue
         off, alone = (given - expected).double(), alone.double()
-        if float(off.norm()) <= tolerance.gradient * float(expected.double().norm()):
+        if float(off.norm()) <= evidence.rounding * float(expected.double().norm()):
             continue
         more = float((off * alone).sum() / alone.square().sum())
         left = float((off - more * alone).norm() / off.norm())
@@ -223,7 +222,7 @@ def _counts(job: Job, plan: Plan) -> Iterator[tuple[str, int]]:
     return ((what, number) for what, number in known.items() if number > 1)
 
 
-def not_synchronised(evidence: Evidence, tolerance: Tolerance, job: Job, plan: Plan) -> str:
+def not_synchronised(evidence: Evidence, job: Job, plan: Plan) -> str:
     """Copies of a parameter get other gradients on other ranks."""
     parts: dict[str, list[str]] = {}
     names: dict[str, None] = {}
@@ -235,10 +234,10 @@ def not_synchronised(evidence: Evidence, tolerance: Tolerance, job: Job, plan: P
             for name in [name for name in meant if all(name in by_rank[rank] for rank in ranks)]:
                 pieces = {by_rank[rank][name][0] for rank in ranks}
                 given = [by_rank[rank][name][1] for rank in ranks]
-                if len(pieces) > 1 or not _unlike(given, tolerance):
+                if len(pieces) > 1 or not _unlike(given, evidence.rounding):
                     continue
                 names[name] = None
-                if _adds_up(evidence, name, pieces.pop(), given, tolerance):
+                if _adds_up(evidence, name, pieces.pop(), given):
                     parts.setdefault(axis, []).append(name)
                 else:
                     parts.setdefault(axis, [])
@@ -264,18 +263,18 @@ def not_synchronised(evidence: Evidence, tolerance: Tolerance, job: Job, plan: P
     )
 
 
-def _unlike(given: list[Fingerprint], tolerance: Tolerance) -> bool:
+def _unlike(given: list[Fingerprint], rounding: float) -> bool:
     """Whether ranks' gradients differ by more than rounding explains."""
     norm = math.sqrt(max(one.square for one in given))
     root = math.sqrt(len(given[0].products))
-    return max(math.dist(one.products, given[0].products) for one in given) > tolerance.gradient * norm * root
+    return max(math.dist(one.products, given[0].products) for one in given) > rounding * norm * root
 
 
-def _adds_up(evidence: Evidence, name: str, piece: Piece, given: list[Fingerprint], tolerance: Tolerance) -> bool:
+def _adds_up(evidence: Evidence, name: str, piece: Piece, given: list[Fingerprint]) -> bool:
     """Whether ranks' gradients add up to one device's, or would if they had not been averaged."""
     whole = evidence.one.gradients.get(name)
     if whole is None:
         return False
     expected, found = Fingerprint.of(cut_out(whole, piece)), Fingerprint.total(given)
-    allowed = max(1e-3, 4 * tolerance.gradient)
+    allowed = max(1e-3, 4 * evidence.rounding)
     return any(found.distance(expected.plus(expected, times - 1)) <= allowed for times in (1, len(given)))

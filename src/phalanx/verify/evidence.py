@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -18,10 +19,11 @@ from phalanx.checkpoint.sections import MODEL, OPTIMIZER, put_in
 from phalanx.comm import Mesh
 from phalanx.config import Plan
 from phalanx.verify import compare
-from phalanx.verify.compare import Bound, Difference, FirstGradient, Tolerance
+from phalanx.verify.compare import Bounds, Difference
 from phalanx.verify.fingerprints import in_words
 from phalanx.verify.record import AVERAGE, END, FIRST, START, Copy, RunRecord, Tensors
 from phalanx.witness.reference_step import Piece, cut_out
+from phalanx.witness.rounding import FLOOR
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +57,16 @@ class Evidence:
         """The first step whose update fp16's loss scale skipped on one side only; ``None`` where there is none."""
         pairs = zip(self.one.steps, self.other.steps, strict=True)
         return next((step for step, (a, b) in enumerate(pairs) if a.skipped != b.skipped), None)
+
+    @property
+    def loss_differs(self) -> bool:
+        """True if the first step's loss differs by more than rounding."""
+        return any(check.first for check in self.checks if (check.kind, check.step) == ("loss", 0))
+
+    @cached_property
+    def rounding(self) -> float:
+        """The relative difference that rounding may make in a gradient of the first step, typically."""
+        return statistics.median(one.allowed for one in self.gradients) if self.gradients else FLOOR["fp32"]
 
     @cached_property
     def initial(self) -> list[Difference]:
@@ -112,48 +124,16 @@ def where(a: Tensor, b: Tensor, by_piece: dict[Piece, list[int]], plan: Plan) ->
     return f"stage {stages.pop()}" if plan.pp > 1 and len(stages) == 1 else ""
 
 
-def bound_of(one: RunRecord, step: int, tolerance: Tolerance, *, used: bool = False) -> Bound:
-    """What gradients of ``step`` may be off by: reduced, or with ``used`` as the optimizer gets them."""
-    magnitudes, total = one.magnitudes.get(step, {}), one.steps[step].norm if one.magnitudes else None
-    if used and total:
-        # One factor where the norm of all is clipped; each group's own, or each element's, where that is.
-        factors = {name: _most(grad, one.reduced[step].get(name)) for name, grad in one.used[step].items()}
-        magnitudes = {name: size * factors.get(name, 1.0) for name, size in magnitudes.items()}
-        total *= max(factors.values(), default=1.0)
-    return Bound(tolerance=tolerance, step=step, magnitudes=magnitudes, total=total)
-
-
-def _most(used: Tensor, reduced: Tensor | None) -> float:
-    """The largest factor that has made of an element of ``reduced`` that of ``used``; 1 where there is none to see."""
-    if reduced is None or not bool((held := reduced != 0).any()):
-        return 1.0
-    return float((used[held].double() / reduced[held].double()).abs().max())
-
-
-def first_gradients(one: RunRecord, tolerance: Tolerance) -> dict[str, FirstGradient]:
-    """The first gradient of each parameter that is not zero but for rounding.
-
-    Adam makes a whole step of rounding: in each step before as far as in the first.
-    """
-    found: dict[str, FirstGradient] = {}
-    after, before = one.values.get(FIRST, {}), dict[str, int]()
+def first_gradients(one: RunRecord, bounds: Bounds) -> dict[str, tuple[Tensor, float]]:
+    """Return the first gradient of each parameter that is not zero but for rounding, and the norm of its noise."""
+    found: dict[str, tuple[Tensor, float]] = {}
+    kind = "reduced" if one.reduced else "used"
     for step, grads in sorted((one.reduced or one.used).items()):
-        bound = bound_of(one, step, tolerance)
-        total = bound.total or math.hypot(*(compare.norm(grad) for grad in grads.values()))
+        total = math.hypot(*(compare.norm(grad) for grad in grads.values())) or 1e-300
         for name, grad in grads.items():
-            size = compare.norm(grad)
-            small = bound.small(size, total)
-            if name in found or not size:
-                continue
-            known = not small or name in bound.magnitudes
-            error = bound.allowed(name, grad, small=small) / size if known else math.inf
-            if error < 1:
-                steps, there = before.get(name, 0), name in after
-                rounded = steps * (after[name] - one.values[START][name]).abs() if steps and there else None
-                how = {"error": error, "stretch": error / tolerance.gradient_at(step)}
-                found[name] = FirstGradient(values=grad, rounded=rounded, **how)
-            else:
-                before[name] = before.get(name, 0) + 1
+            key = f"{kind}|{step}|{name}"
+            if name not in found and not bounds.is_rounding(key, compare.norm(grad), total):
+                found[name] = grad, bounds.noise.get(key, 0.0)
     return found
 
 
@@ -263,8 +243,8 @@ def _apart(key: str, copy: Copy, who: str, relative: float) -> CopiesDiffer:
     return CopiesDiffer(kind=kind, name=name, who=who, piece=copy.piece, relative=relative)
 
 
-def evaluations(one: RunRecord, other: RunRecord, tolerance: Tolerance) -> Iterator[Check]:
-    """Every evaluation says the same: the loss within what a step's may differ, metrics within what parameters may."""
+def evaluations(one: RunRecord, other: RunRecord, bounds: Bounds) -> Iterator[Check]:
+    """Every evaluation says the same; a metric, which may be of any form, has a floor 16 times as high."""
     for step, here in one.evaluations.items():
         there = other.evaluations.get(step, {})
         pairs = {"loss": (here["loss"], there.get("loss", math.nan))}
@@ -272,9 +252,9 @@ def evaluations(one: RunRecord, other: RunRecord, tolerance: Tolerance) -> Itera
             name: (value, there.get("metrics", {}).get(name, math.nan)) for name, value in here["metrics"].items()
         }
         off = {name: compare.relative_difference(float(a), float(b)) for name, (a, b) in pairs.items()}
-        # A loss is a mean over samples, here over fewer or more of them than in a step; a metric may be of any form.
-        fewer = math.sqrt(max(1.0, (one.steps[0].samples or 0) / max(1, here["samples"])))
-        within = {name: tolerance.loss * fewer if name == "loss" else tolerance.parameter for name in off}
+        sizes = {name: max(abs(float(a)), 1e-30) for name, (a, _) in pairs.items()}
+        within = {name: bounds.of_sum(f"evaluation|{step}|{name}", size) / size for name, size in sizes.items()}
+        within |= {name: within[name] + 15 * FLOOR[bounds.precision] for name in off if name != "loss"}
         wrong = [
             f"{name} of the evaluation after step {step} is {pairs[name][1]}, not {pairs[name][0]}"
             for name, by in off.items()
@@ -283,8 +263,8 @@ def evaluations(one: RunRecord, other: RunRecord, tolerance: Tolerance) -> Itera
         if here["samples"] != there.get("samples"):
             wrong.append(f"samples of the evaluation are {there.get('samples')}, not {here['samples']}")
         worst = max(off, key=lambda name: off[name] / within[name])
-        sizes: dict[str, Any] = {"many": len(pairs) + 1, "largest": off[worst], "allowed": within[worst]}
-        yield Check(kind="evaluation", when=f"after step {step}", first=wrong[0] if wrong else "", **sizes)
+        numbers: dict[str, Any] = {"many": len(pairs) + 1, "largest": off[worst], "allowed": within[worst]}
+        yield Check(kind="evaluation", when=f"after step {step}", first=wrong[0] if wrong else "", **numbers)
 
 
 def checkpoint(other: RunRecord) -> Iterator[Check]:

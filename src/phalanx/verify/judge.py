@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -11,12 +11,11 @@ from torch import Tensor
 
 from phalanx.config import Plan
 from phalanx.verify import compare
-from phalanx.verify.compare import AveragedWeights, Difference, FirstGradient, Tolerance
+from phalanx.verify.compare import Bounds, Difference, Way
 from phalanx.verify.evidence import (
     KINDS,
     WORDS,
     Check,
-    bound_of,
     checkpoint,
     copies_apart,
     evaluations,
@@ -26,7 +25,6 @@ from phalanx.verify.evidence import (
 )
 from phalanx.verify.record import AVERAGE, END, FIRST, START, RunRecord, StepRecord, Tensors
 from phalanx.verify.recording import GRADIENT_STEPS
-from phalanx.verify.wandering import Fed, wandering_means
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,28 +32,23 @@ class Pair:
     """Two records, the reference and one of ``plan``, and what rounding may make differ.
 
     Attributes:
-        fed: running mean of a BatchNorm → the bias of the layer before it, and its momentum.
-        silent: parameters whose first gradient is zero but for rounding.
+        first: the first gradient of each parameter that is more than rounding, and the norm of its noise.
     """
 
     one: RunRecord
     other: RunRecord
     plan: Plan
-    tolerance: Tolerance
-    fed: Fed = field(default_factory=dict[str, Sequence[Any]])
-    silent: list[str] = field(init=False)
+    bounds: Bounds
+    first: Mapping[str, tuple[Tensor, float]] = field(init=False)
 
     def __post_init__(self) -> None:
-        bound = bound_of(self.one, 0, self.tolerance)
-        silent = compare.gradients(self.one.gradients, self.other.gradients, bound)[1]
-        object.__setattr__(self, "silent", silent)
+        object.__setattr__(self, "first", first_gradients(self.one, self.bounds))
 
     @property
-    def wandered(self) -> list[str]:
-        """Running means that differ by more than other buffers may, because rounding moves the bias before them."""
-        far = wandering_means(self.one, self.silent, self.fed)
-        most = self.tolerance.parameter
-        return [one.name for one in _buffers(self, END) if one.name in far and one.relative > most]
+    def silent(self) -> list[str]:
+        """Parameters whose gradient in the first step is zero but for rounding, though not zeros."""
+        had = [name for name, grad in self.one.gradients.items() if bool(grad.any())]
+        return [name for name in had if self.first.get(name, (None,))[0] is not self.one.gradients[name]]
 
 
 def judged(pair: Pair) -> list[Check]:
@@ -64,11 +57,11 @@ def judged(pair: Pair) -> list[Check]:
 
 
 def _all(pair: Pair) -> Iterator[Check]:
-    one, other, tolerance = pair.one, pair.other, pair.tolerance
+    one, other = pair.one, pair.other
     together = pair.plan.sync == "each"
     yield _copies(pair, START)
-    yield _tensors(pair, "initial", START, compare.values(one.values[START], other.values[START], _SAME))
-    yield _tensors(pair, "initial", START, _common(one.buffers.get(START, {}), other.buffers.get(START, {}), _SAME))
+    yield _tensors(pair, "initial", START, compare.values(one.values[START], other.values[START], _same))
+    yield _tensors(pair, "initial", START, _common(one.buffers.get(START, {}), other.buffers.get(START, {}), _same))
     yield _exact("options of the optimizer", "before the first step", _options(one, other))
     for index, (here, there) in enumerate(zip(one.steps, other.steps, strict=True)):
         yield from _step(pair, index, here, there)
@@ -77,30 +70,28 @@ def _all(pair: Pair) -> Iterator[Check]:
     yield from _values(pair, END)
     yield from _averages(pair)
     yield _ranks_agree(other)
-    if not pair.wandered:
-        yield from evaluations(one, other, tolerance)
+    yield from evaluations(one, other, pair.bounds)
     yield from checkpoint(other)
 
 
-_SAME = 1e-6
-"""Relative difference up to which initial values are one device's: machines may differ in the last bit."""
+def _same(name: str, size: float) -> float:
+    """Allow initial values the last bit, in which machines may differ."""
+    return 1e-6 * size
 
 
 def _step(pair: Pair, index: int, here: StepRecord, there: StepRecord) -> Iterator[Check]:
-    one, tolerance = pair.one, pair.tolerance
     off = compare.relative_difference(here.loss, there.loss)
-    beyond = not off <= tolerance.loss
-    words = f"the loss of step {index}, by {off:.2g} (allowed {tolerance.loss:.2g})" if beyond else ""
-    yield Check(
-        kind="loss", when=f"in step {index}", step=index, many=1, largest=off, allowed=tolerance.loss, first=words
-    )
+    allowed = pair.bounds.of_sum(f"loss|{index}|", here.loss) / max(abs(here.loss), 1e-30)
+    words = "" if off <= allowed else f"the loss of step {index}, by {off:.2g} (allowed {allowed:.2g})"
+    yield Check(kind="loss", when=f"in step {index}", step=index, many=1, largest=off, allowed=allowed, first=words)
     yield from _phases(pair, index, here, there)
     for kind in ("gradient", "used"):
         mine, others = _gradients_of(pair, kind, index)
         # Replicas that step by themselves clip what each of them has. Skipped gradients are not finite.
         skipped = here.skipped and there.skipped
         if (mine or others) and not skipped and (kind == "gradient" or pair.plan.sync == "each"):
-            found, _ = compare.gradients(mine, others, bound_of(one, index, tolerance, used=kind == "used"))
+            moment = f"{'reduced' if kind == 'gradient' else kind}|{index}"
+            found = compare.gradients(mine, others, pair.bounds, moment)
             if index < GRADIENT_STEPS:
                 yield _scale(pair, kind, index, compare.scale(found, mine), many=len(found))
             yield _tensors(pair, kind, f"{'reduced' if kind == 'gradient' else kind}-{index}", found, step=index)
@@ -119,7 +110,8 @@ def _phases(pair: Pair, index: int, here: StepRecord, there: StepRecord) -> Iter
     turns = _different(dict.fromkeys(here.losses, 1), dict.fromkeys(there.losses, 1))
     yield _exact(f"losses by name of step {index}", f"in step {index}", turns)
     for name, loss in here.losses.items():
-        off, allowed = compare.relative_difference(loss, there.losses.get(name, math.nan)), pair.tolerance.loss
+        off = compare.relative_difference(loss, there.losses.get(name, math.nan))
+        allowed = pair.bounds.of_sum(f"loss|{index}|{name}", loss) / max(abs(loss), 1e-30)
         words = f"the loss {name} in step {index}, by {off:.2g} (allowed {allowed:.2g})"
         sizes: dict[str, Any] = {"many": 1, "largest": off, "allowed": allowed}
         yield Check(kind="loss", when=f"in step {index}", step=index, first="" if off <= allowed else words, **sizes)
@@ -127,7 +119,7 @@ def _phases(pair: Pair, index: int, here: StepRecord, there: StepRecord) -> Iter
 
 def _scale(pair: Pair, kind: str, step: int, factor: float, *, many: int) -> Check:
     """All gradients of a step have one factor in common; rounding leaves it near 1."""
-    off, allowed = abs(factor - 1), pair.tolerance.scale_at(step)
+    off, allowed = abs(factor - 1), pair.bounds.of_sum(f"scale|{step}|{'reduced' if kind == 'gradient' else kind}", 1.0)
     which = "gradients" if kind == "gradient" else "gradients that the optimizer was given"
     words = f"all {which} in step {step}: {factor:.5g} × the reference's (allowed 1 ± {allowed:.2g})"
     first, when = "" if off <= allowed else words, f"in step {step}"
@@ -136,15 +128,17 @@ def _scale(pair: Pair, kind: str, step: int, factor: float, *, many: int) -> Che
 
 
 def _values(pair: Pair, moment: str) -> Iterator[Check]:
-    one, other, tolerance = pair.one, pair.other, pair.tolerance
+    one, other = pair.one, pair.other
     step = 0 if moment == FIRST else None
     yield _copies(pair, moment, step=step)
     if moment not in one.values or moment not in other.values:
         return
-    first = first_gradients(one, tolerance)
+    first = pair.first
     if moment == FIRST:  # what rounding alone has moved says nothing yet
-        first = {name: grad for name, grad in first.items() if grad.rounded is None}
-    found = compare.parameters(one.values[START], one.values[moment], other.values[moment], first, tolerance)
+        early = one.reduced or one.used
+        first = {name: known for name, known in first.items() if early.get(0, {}).get(name) is known[0]}
+    way = Way(start=one.values[START], moved=one.values[moment], first=first, moment=moment)
+    found = compare.parameters(one.values[moment], other.values[moment], way, pair.bounds)
     trained = set(one.options)
     still = [name for name in one.values[moment] if name not in trained]
     here, there = ({name: each.values[moment][name] for name in still} for each in (one, other))
@@ -161,10 +155,9 @@ def _averages(pair: Pair) -> Iterator[Check]:
     one, other = pair.one, pair.other
     if not one.values.get(AVERAGE):
         return
-    last, there = one.values[END], other.values.get(AVERAGE, {})
-    averaged = AveragedWeights(last=last, steps=len(one.steps))
-    first = {name: grad for name, grad in first_gradients(one, pair.tolerance).items() if name in one.values[AVERAGE]}
-    found = compare.parameters(one.values[START], one.values[AVERAGE], there, first, pair.tolerance, averaged)
+    first = {name: known for name, known in pair.first.items() if name in one.values[AVERAGE]}
+    way = Way(start=one.values[START], moved=one.values[END], first=first, moment=AVERAGE)
+    found = compare.parameters(one.values[AVERAGE], other.values.get(AVERAGE, {}), way, pair.bounds)
     yield _tensors(pair, "average", AVERAGE, found)
     yield _tensors(pair, "buffer", AVERAGE, _buffers(pair, AVERAGE))
 
@@ -173,18 +166,7 @@ def _buffers(pair: Pair, moment: str) -> list[Difference]:
     mine, others = pair.one.buffers.get(moment, {}), pair.other.buffers.get(moment, {})
     if moment == AVERAGE:
         mine = {name: tensor for name, tensor in mine.items() if name in others}  # the others are no part of a state
-    found = _common(mine, others, pair.tolerance.parameter)
-    far = {} if moment == FIRST else wandering_means(pair.one, pair.silent, pair.fed)
-    return [
-        replace(one, allowed=one.allowed + far[one.name] * math.sqrt(mine[one.name].numel()) / _norm(mine[one.name]))
-        if one.name in far
-        else one
-        for one in found
-    ]
-
-
-def _norm(tensor: Tensor) -> float:
-    return max(compare.norm(tensor), 1e-300)
+    return _common(mine, others, lambda name, size: pair.bounds.of(f"buffers|{moment}|{name}", size))
 
 
 def _gradients_of(pair: Pair, kind: str, step: int) -> tuple[Tensors, Tensors]:
@@ -196,47 +178,14 @@ def _gradients_of(pair: Pair, kind: str, step: int) -> tuple[Tensors, Tensors]:
     return {}, {}
 
 
-def _states(pair: Pair, moment: str, meant: Mapping[str, FirstGradient]) -> list[Difference]:
-    """The optimizer's state, but for that of parameters whose gradients are zero but for rounding.
-
-    What adds up gradients differs as they do, and by no less where they cancel (``_cancelled``). What adds up their
-    squares, and so is nowhere below zero, differs by twice that where they are large: the bound for the sum v of g² is
-    that of the norm of 2 · g · (difference of g).
-    """
-    tolerance = pair.tolerance.gradient if moment == FIRST else pair.tolerance.parameter
+def _states(pair: Pair, moment: str, meant: Collection[str]) -> list[Difference]:
+    """The optimizer's state, but for that of parameters whose gradients are zero but for rounding."""
     states = (record.state.get(moment, {}) for record in (pair.one, pair.other))
     mine, others = ({name: one for name, one in state.items() if name.rpartition(".")[0] in meant} for state in states)
-    found: list[Difference] = []
-    for one in _common(mine, others, tolerance):
-        tensor, stretch = mine.get(one.name), meant[one.name.rpartition(".")[0]].stretch
-        one = replace(one, allowed=tolerance * stretch)
-        if tensor is not None and tensor.numel() and one.relative:
-            allowed = tolerance * stretch * (_cancelled(pair.one, one.name) if moment == END else 1.0)
-            if bool((tensor >= 0).all()):
-                most, total = float(tensor.double().max()), float(tensor.double().sum())
-                squares = 2 * tolerance * stretch * math.sqrt(most * total) / max(compare.norm(tensor), 1e-300)
-                allowed = max(allowed, squares)
-            one = replace(one, allowed=allowed)
-        found.append(one)
-    return found
+    return _common(mine, others, lambda name, size: pair.bounds.of(f"state|{moment}|{name}", size))
 
 
-def _cancelled(one: RunRecord, key: str) -> float:
-    """How many times larger than a state after the last step the terms are that it is the sum of; 1 at least.
-
-    A state that adds up gradients, s_k = a s_(k-1) + c g_k with 0 ≤ a ≤ 1 (momentum, Adam's first moment), has the norm
-    |c| |g_0| after the first step. Its terms have norms of |c| |g_k| at most, and each may be off by its share.
-    """
-    name = key.rpartition(".")[0]
-    first, last = one.state.get(FIRST, {}).get(key), one.state[END][key]
-    given = one.used.get(0, {}).get(name)
-    if first is None or given is None or not (size := compare.norm(given)):
-        return 1.0
-    weight = compare.norm(first) / size
-    return max(1.0, weight * one.ways.get(name, 0.0) / max(compare.norm(last), 1e-300))
-
-
-def _common(one: Tensors, other: Tensors, allowed: float) -> list[Difference]:
+def _common(one: Tensors, other: Tensors, allowed: Callable[[str, float], float]) -> list[Difference]:
     return compare.values(one, other, allowed) if one and other else []
 
 
@@ -333,10 +282,9 @@ _SAME_RATE = 1e-7
 
 def _numbers(pair: Pair, step: int, here: StepRecord, there: StepRecord) -> tuple[int, list[str]]:
     """What a step says beside its loss; whole counts are exact, sums of weights rounded, norms are as gradients are."""
-    tolerance = pair.tolerance
     wrong: list[str] = []
-    count = tolerance.loss if here.count is not None and here.count % 1 else 1e-12
-    norm = tolerance.gradient_at(step) if step else tolerance.scale
+    count = pair.bounds.of_sum("count||", 1.0) if here.count is not None and here.count % 1 else 1e-12
+    norm = pair.bounds.of_sum(f"norm|{step}|", here.norm) / here.norm if here.norm else 0.0
     allowed = {"count": count, "samples": 0.0, "norm": norm, "skipped": 0.0}
     many = 0
     for name, most in allowed.items():

@@ -9,22 +9,22 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.config import Job, Plan
-from phalanx.errors import WorkerError
+from phalanx.errors import RefusedError, WorkerError
 from phalanx.launch import LookAhead, look_ahead, make_ready
 from phalanx.train.assembly import refuse
 from phalanx.train.findings import Findings
 from phalanx.verify import compare
 from phalanx.verify.capture import Watch, capture, proven, traced
-from phalanx.verify.compare import Difference, Tolerance
+from phalanx.verify.compare import Bounds, Difference
 from phalanx.verify.diagnose import diagnose
 from phalanx.verify.evidence import Check, Evidence, differences_of
 from phalanx.verify.judge import Pair, judged
 from phalanx.verify.module_trace import traceable
 from phalanx.verify.record import RunRecord
 from phalanx.verify.references import ModelFacts, ReferenceRun, facts_of
-from phalanx.verify.wandering import in_words
 from phalanx.witness.own_loop import OwnLoop
 from phalanx.witness.plain_loop import why_not
+from phalanx.witness.rounding import LAST_PLACE
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
@@ -32,9 +32,8 @@ class Proof:
     """Whether a plan computes what one device computes, and by how much it differs.
 
     Attributes:
-        equal: whether everything compared is within ``tolerance``.
+        equal: whether everything compared differs by no more than rounding explains.
         steps: optimizer steps compared.
-        tolerance: what rounding may make differ, by kind.
         losses: relative difference of each step's loss.
         gradients: of the first step, by parameter, before clipping.
         parameters: after the last step, relative to how far each moved, by parameter; elements whose gradient is zero
@@ -54,7 +53,6 @@ class Proof:
     equal: bool
     plan: Plan
     steps: int
-    tolerance: Tolerance
     losses: list[float]
     gradients: list[Difference]
     parameters: list[Difference]
@@ -151,24 +149,23 @@ class OneDevice:
         with _folder() as name:
             given = proven(self.job, self.steps, taken)
             other = capture(given, plan, Path(name), watch, findings=findings)
-        tolerance = Tolerance.of(plan.precision, batch=self.job.batch, layers=self._facts.layers, steps=taken)
-        pair = Pair(one=self._record, other=other, plan=plan, tolerance=tolerance, fed=self._facts.fed)
-        checks, wandered = judged(pair), pair.wandered
+        bounds = Bounds(precision=plan.precision, noise=self._record.noise)
+        pair = Pair(one=self._record, other=other, plan=plan, bounds=bounds)
+        checks = judged(pair)
         first = next((check.first for check in checks if check.first), "")
         cause = ""
         if first:
             evidence = self.evidence(pair, checks, watch)
-            cause = diagnose(evidence, tolerance, self.job, plan, lambda: list(look_ahead(self.job, plan).causes))
+            cause = diagnose(evidence, self.job, plan, lambda: list(look_ahead(self.job, plan).causes))
         return Proof(
             equal=not first,
             plan=plan,
             steps=taken,
-            tolerance=tolerance,
             losses=compare.losses(self._record.losses, other.losses),
             gradients=differences_of(checks, "gradient", 0),
             parameters=differences_of(checks, "parameter", None),
             not_compared=pair.silent,
-            notes=[*self._facts.notes, *([in_words(wandered)] if wandered else [])],
+            notes=self._facts.notes,
             first=first,
             cause=cause,
             checks=checks,
@@ -210,6 +207,8 @@ def prove(
         WorkerError: if one of the runs failed.
     """
     refuse(job, plan, plan.world_size)
+    if plan.precision not in LAST_PLACE:
+        raise RefusedError.of("plan.precision", plan.precision, ", ".join(LAST_PLACE), "precision=bf16")
     with LookAhead(job, plan) as look:
         make_ready(plan)
         found = look.findings()

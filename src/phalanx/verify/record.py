@@ -100,9 +100,7 @@ class RunRecord:
         reduced: step → parameter → gradient of the global batch divided by its count, before clipping. Of the first
             steps all; of later ones those of parameters that had none, or only zeros, before.
         used: step → parameter → gradient as the optimizer got it, after clipping.
-        magnitudes: step → parameter → what the rounding of its reduced gradient is relative to, where that gradient is
-            small beside the others; empty where nobody looked.
-        ways: parameter → norms of its gradients as the optimizer got them, added up over the steps; where it is known.
+        noise: key of a result → how far it moves where weights change in their last place; of a reference.
         buffers: moment → buffer → its value.
         state: moment (``first``, ``end``) → ``<parameter>.<key>`` → tensor of the optimizer's state.
         numbers: moment → ``<parameter>.<key>`` → what the optimizer keeps that is one number, such as ``step``.
@@ -121,8 +119,7 @@ class RunRecord:
     values: Mapping[str, Tensors]
     reduced: Mapping[int, Tensors] = field(default_factory=dict[int, Tensors])
     used: Mapping[int, Tensors] = field(default_factory=dict[int, Tensors])
-    magnitudes: Mapping[int, Mapping[str, float]] = field(default_factory=dict[int, Mapping[str, float]])
-    ways: Mapping[str, float] = field(default_factory=dict[str, float])
+    noise: Mapping[str, float] = field(default_factory=dict[str, float])
     buffers: Mapping[str, Tensors] = field(default_factory=dict[str, Tensors])
     state: Mapping[str, Tensors] = field(default_factory=dict[str, Tensors])
     numbers: Mapping[str, Mapping[str, float]] = field(default_factory=dict[str, Mapping[str, float]])

@@ -20,11 +20,12 @@ from phalanx.launch.side_process import Send, SideProcess
 from phalanx.parallel import batch_statistics, device_kind, dropouts
 from phalanx.train.build_model import build_model
 from phalanx.verify.capture import Watch, proven
+from phalanx.verify.compare import noise_of
 from phalanx.verify.record import RunRecord, StepRecord
-from phalanx.verify.wandering import fed_by
 from phalanx.witness.dropout_off import dropout_off
 from phalanx.witness.own_loop import OwnLoop
-from phalanx.witness.plain_loop import Witness
+from phalanx.witness.plain_loop import Witness, why_not
+from phalanx.witness.rounding import DRAWS, LAST_PLACE, Variation
 
 _MOMENTS = ("values", "buffers", "reduced", "used")
 
@@ -58,24 +59,36 @@ class ReferenceRun:
         asked, most = steps
         given = proven(job, asked, None if self.against else most)
 
-        def run(device: torch.device) -> Witness:
-            how: dict[str, Any] = {"precision": self.precision, "device": device, "most": most}
+        def run(device: torch.device) -> tuple[Witness, dict[str, float]]:
+            how: dict[str, Any] = {"precision": self.precision, "device": device}
             with dropout_off():
-                if self.against:
-                    return self.against.run(given, asked, device)
-                return Witness.of(given, asked, **how)
+                if not self.against:
+                    return varied(given, asked, {**how, "most": most})
+                witness = self.against.run(given, asked, device)
+                return witness, {} if why_not(given) else varied(given, asked, how)[1]
 
         return _observed(run, self.plan, folder, watch)
 
 
-def _observed(run: Callable[[torch.device], Witness], alone: Plan, folder: Path, watch: Watch) -> RunRecord:
+def varied(job: Job, steps: int, how: dict[str, Any]) -> tuple[Witness, dict[str, float]]:
+    """Run the plain loop, and again with changed weights; return it, and the noise of its results."""
+    one = Witness.of(job, steps, varied=Variation(), **how)
+    given: dict[str, Any] = {"share": LAST_PLACE[how["precision"]], "batches": one.batches}
+    given |= {"evaluation": one.evaluation_data}
+    others = (Witness.of(job, steps, varied=Variation(**given, seed=draw), **how) for draw in range(DRAWS))
+    return one, noise_of(_record(*_flat(one)), (_record(*_flat(other)) for other in others))
+
+
+def _observed(
+    run: Callable[[torch.device], tuple[Witness, dict[str, float]]], alone: Plan, folder: Path, watch: Watch
+) -> RunRecord:
     """Run it in a process of its own."""
 
     def work(place: Place, report: Callable[[int], None]) -> dict[str, Any]:
-        witness = run(device_for(place, device_kind(alone, place.workers_here)))
+        witness, noise = run(device_for(place, device_kind(alone, place.workers_here)))
         tensors, numbers = _flat(witness)
         save_file(tensors, folder / "plain.safetensors")
-        return numbers
+        return {**numbers, "noise": noise}
 
     def meanwhile() -> None:
         # This process is idle while the loop runs, and is about to need what saves and reads checkpoints.
@@ -117,8 +130,7 @@ def _flat(witness: Witness) -> tuple[dict[str, Tensor], dict[str, Any]]:
         for step, loss in enumerate(witness.losses)
     ]
     options = {name: _numeric(group) for name, group in witness.options.items()}
-    kept = {name: getattr(witness, name) for name in ("evaluations", "magnitudes", "ways")}
-    return tensors, {"steps": steps, "numbers": numbers, "options": options, **kept}
+    return tensors, {"steps": steps, "numbers": numbers, "options": options, "evaluations": witness.evaluations}
 
 
 def _record(tensors: Mapping[str, Tensor], answer: Mapping[str, Any]) -> RunRecord:
@@ -133,8 +145,9 @@ def _record(tensors: Mapping[str, Tensor], answer: Mapping[str, Any]) -> RunReco
         state=kinds["state"],
         reduced=_by_step(kinds["reduced"]),
         used=_by_step(kinds["used"]),
-        **{name: answer[name] for name in ("numbers", "options", "ways")},
-        magnitudes={int(step): found for step, found in answer["magnitudes"].items()},
+        numbers=answer["numbers"],
+        options=answer["options"],
+        noise=answer.get("noise", {}),
         evaluations={int(step): result for step, result in answer["evaluations"].items()},
     )
 
@@ -166,26 +179,20 @@ class ModelFacts:
     """Of one model.
 
     Attributes:
-        layers: how many modules have parameters of their own.
         dropouts: names of modules that drop elements.
         batch_statistics: names of modules that take statistics of their micro-batch.
-        fed: running mean of a BatchNorm → the bias of the layer before it, and its momentum.
     """
 
-    layers: int = 1
     dropouts: list[str] = field(default_factory=list[str])
     batch_statistics: list[str] = field(default_factory=list[str])
-    fed: dict[str, list[Any]] = field(default_factory=dict[str, list[Any]])
 
     @classmethod
     def of(cls, module: nn.Module, job: Job) -> ModelFacts:
         named = module.named_modules()
         recurrent = [name for name, child in named if isinstance(child, nn.RNNBase) and child.dropout > 0]
         return cls(
-            layers=sum(1 for one in module.modules() if next(one.parameters(recurse=False), None) is not None),
             dropouts=list(dict.fromkeys([*dropouts(module), *recurrent])),
             batch_statistics=batch_statistics(module) if job.batch_statistics == "micro" else [],
-            fed=fed_by(module),
         )
 
     @property

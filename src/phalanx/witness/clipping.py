@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from phalanx.config import Clip
-from phalanx.witness.magnitudes import dense
-from phalanx.witness.parts import Part
+from phalanx.witness.parts import Part, dense
 
 
 def clip(how: float | Clip, part: Part, norm: Tensor) -> None:

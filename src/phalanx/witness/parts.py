@@ -97,3 +97,8 @@ class _Named(list[Tensor]):
 
     def named(self) -> Iterator[tuple[str, Tensor]]:
         return iter(self._pairs)
+
+
+def dense(tensor: Tensor) -> Tensor:
+    """A sparse tensor with its zeros."""
+    return tensor.to_dense() if tensor.is_sparse else tensor

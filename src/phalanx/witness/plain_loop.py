@@ -27,11 +27,10 @@ from phalanx.witness.averages import PlainAverage
 from phalanx.witness.clipping import clip
 from phalanx.witness.evaluation import by_name, evaluated, on_device, sum_and_count
 from phalanx.witness.initial import initial_model
-from phalanx.witness.magnitudes import Magnitudes, dense
-from phalanx.witness.parts import Part, parts_of
+from phalanx.witness.parts import Part, dense, parts_of
 
 if TYPE_CHECKING:
-    from phalanx.witness.reference_step import OneStep
+    from phalanx.witness.rounding import Variation
 
 _HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -54,13 +53,11 @@ class Witness:
 
     Attributes:
         reduced: step → parameter → gradient of the loss, before clipping; ``used``: as the optimizer got it.
-        magnitudes: step → parameter → what the rounding of its reduced gradient is relative to; of small ones alone.
-        ways: parameter → norms of its gradients as the optimizer got them, added up over the steps.
         state: moment (``first``, ``end``) → parameter → what the optimizer keeps of it.
         options: parameter → the options of its group but for the learning rate.
         evaluations: steps taken → ``loss``, ``samples`` and ``metrics``.
         drew: whether a forward has drawn random numbers.
-        batch: of a loop that takes ``OneStep``: the numbers of its samples, and the batch.
+        batches: epoch, sample numbers and batch of each step, and ``evaluation_data``; where a run is to be varied.
     """
 
     losses: list[float] = field(default_factory=list[float])
@@ -75,13 +72,12 @@ class Witness:
     buffers: dict[str, Tensors] = field(default_factory=dict[str, Tensors])
     reduced: dict[int, Tensors] = field(default_factory=dict[int, Tensors])
     used: dict[int, Tensors] = field(default_factory=dict[int, Tensors])
-    magnitudes: dict[int, dict[str, float]] = field(default_factory=dict[int, dict[str, float]])
-    ways: dict[str, float] = field(default_factory=dict[str, float])
     state: dict[str, dict[str, dict[str, Any]]] = field(default_factory=dict[str, dict[str, dict[str, Any]]])
     options: dict[str, dict[str, Any]] = field(default_factory=dict[str, dict[str, Any]])
     evaluations: dict[int, dict[str, Any]] = field(default_factory=dict[int, dict[str, Any]])
     drew: bool = False
-    batch: tuple[list[int], Any] | None = None
+    batches: list[tuple[int, list[int], Any]] = field(default_factory=list[tuple[int, list[int], Any]])
+    evaluation_data: Any = None
 
     @classmethod
     def of(
@@ -92,21 +88,20 @@ class Witness:
         precision: str = "fp32",
         device: str | torch.device = "cpu",
         most: int | None = None,
-        only: OneStep | None = None,
+        varied: Variation | None = None,
     ) -> Witness:
         """Train ``job`` for ``steps`` steps, or as many as it has.
 
         With ``most`` it goes on from there, so far at most, until each parameter has had a gradient other than zeros.
-        With ``only`` it neither evaluates nor looks for magnitudes.
 
         It seeds the global generators of torch, numpy and Python, and so belongs into a process of its own.
 
         Raises:
             ValueError: if ``why_not`` names a reason, or the data end before the first step.
         """
-        loop = _PlainLoop(job, (steps, most or steps), precision, torch.device(device), only)
-        if only:
-            only.prepare(loop.model, [part.optimizer for part in loop.parts])
+        loop = _PlainLoop(job, (steps, most or steps), precision, torch.device(device), varied)
+        if varied:
+            varied.prepare(loop.model, [part.optimizer for part in loop.parts])
         return loop.run()
 
 
@@ -126,15 +121,16 @@ class _PlainLoop:
     """The objects of the loop, each built with the job's seed."""
 
     def __init__(
-        self, job: Job, steps: tuple[int, int], precision: str, device: torch.device, only: OneStep | None
+        self, job: Job, steps: tuple[int, int], precision: str, device: torch.device, varied: Variation | None
     ) -> None:
-        self.job, self.device, self.only = job, device, only
+        self.job, self.device, self.varied = job, device, varied
+        self.evaluates = not (varied and varied.first_step)
         self.steps, self.most = steps
         self.half = _HALVES.get(precision)
         samples.seed_everything(seed := samples.stream_seed(job.seed, 0))
         self.data = job.data()
         samples.seed_everything(seed)
-        self.evaluation_data = job.evaluate() if job.evaluate and not only else None
+        self.evaluation_data = varied.evaluation if varied and varied.batches else self._evaluation_data()
         samples.seed_everything(seed)
         self.model = initial_model(job)
         if not self.model.training:
@@ -149,13 +145,12 @@ class _PlainLoop:
         # On sums, as the loss is one: the scale does not follow what the batch happens to count.
         self.scaler = torch.amp.GradScaler(device.type, init_scale=2.0 ** (12 - round(math.log2(job.batch))))
         self.scales = precision == "fp16"
-        self.magnitudes = Magnitudes(precision)
         self.pending = set(self.trained)
         self.average = PlainAverage(job.average, self.model) if job.average else None
-        self.witness = Witness()
+        self.witness = Witness(evaluation_data=self.evaluation_data)
 
     def run(self) -> Witness:
-        witness, every = self.witness, 0 if self.only else self.job.evaluate_every
+        witness, every = self.witness, self.job.evaluate_every if self.evaluates else 0
         self._look(START)
         for step, epoch, ids, batch in self._batches():
             witness.epochs.append(epoch)
@@ -184,6 +179,9 @@ class _PlainLoop:
             witness.buffers["average"] = self.average.copies(self.model.named_buffers())
         return witness
 
+    def _evaluation_data(self) -> Any:
+        return self.job.evaluate() if self.job.evaluate and self.evaluates else None
+
     def _look(self, moment: str) -> None:
         witness = self.witness
         witness.values[moment] = _copied(self.model.named_parameters())
@@ -203,15 +201,15 @@ class _PlainLoop:
 
     def _batches(self) -> Iterator[tuple[int, int, list[int], Any]]:
         """(step, epoch, sample numbers, batch) of as many steps as were asked for, or as the job has."""
-        if self.only and self.only.batch:
-            yield 0, 0, *deepcopy(self.only.batch)
+        if self.varied and self.varied.batches:
+            yield from ((step, *deepcopy(one)) for step, one in enumerate(self.varied.batches))
             return
         limits = [min(one, self.job.steps or one) for one in (self.steps, self.most)]
         step = 0
         for epoch, batches in samples.epochs_of(self.data, self.job):
             before = step
             for ids, batch in batches if epoch < (self.job.epochs or math.inf) else ():
-                self.witness.batch = deepcopy((ids, batch)) if self.only else None
+                self.witness.batches += [deepcopy((epoch, ids, batch))] if self.varied else []
                 yield step, epoch, ids, batch
                 step += 1
                 if step == limits[1] or (step >= limits[0] and not self.pending):
@@ -241,20 +239,12 @@ class _PlainLoop:
         generator.manual_seed(samples.stream_seed(self.job.seed, step, 0, 0, *part.words))
         part.optimizer.zero_grad()
         before = generator.get_state()
-        looked_at = set(part.trained) if step < WHOLE else self.pending & set(part.trained)
-        looked_at = set[str]() if self.only else looked_at
-        around = self.magnitudes.forward() if looked_at else nullcontext()
-        with around, torch.autocast(self.device.type, dtype=self.half, enabled=self.half is not None):
+        with torch.autocast(self.device.type, dtype=self.half, enabled=self.half is not None):
             given = part.loss(part.call(self.model, batch), batch)
             total, count = sum_and_count(given, size)
         self.witness.drew |= not torch.equal(before, generator.get_state())
         loss = self.scaler.scale(total) if self.scales else total / count
-        loss.backward(retain_graph=bool(looked_at))
-        if looked_at:
-            times = self.scaler.get_scale() * float(count) if self.scales else 1.0  # what is stepped by
-            found = self.magnitudes.of(loss, part.trained, looked_at, first=step == 0)
-            known = self.witness.magnitudes.setdefault(step, {})
-            known.update({name: size / times for name, size in found.items()})
+        loss.backward()
         if self.scales:
             self.scaler.unscale_(part.optimizer)
             for grad in _gradients(part).values():
@@ -287,9 +277,6 @@ class _PlainLoop:
             clip(self.job.clip, part, norm)
         if not self.witness.skipped[-1]:
             stepped = _gradients(part)
-            for name, grad in stepped.items():
-                size = float(_norm(grad))
-                self.witness.ways[name] = self.witness.ways.get(name, 0.0) + size
             if step < WHOLE:
                 self.witness.used.setdefault(step, {}).update(_copied(stepped.items()))
         if self.scales:

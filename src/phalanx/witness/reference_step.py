@@ -1,9 +1,8 @@
 """The first step of a job on one device, and whether what ranks computed in theirs is the same but for rounding.
 
-The plain loop takes the step three times: with the initial weights, and twice with each weight changed in its last
-place. How far that moves a gradient is its noise; a plan may be off by a few times as much. Ranks send products of what
-they hold with random signs, so that little travels: the expected square of such a product is the square of the norm
-(Achlioptas 2003).
+The plain loop takes the step, and twice more with each weight changed in its last place (``witness.rounding``). Ranks
+send products of what they hold with random signs, so that little travels: the expected square of such a product is the
+square of the norm (Achlioptas 2003).
 """
 
 from __future__ import annotations
@@ -22,6 +21,7 @@ from torch.utils._pytree import tree_leaves
 
 from phalanx.config import Job
 from phalanx.witness.dropout_off import dropout_off
+from phalanx.witness.rounding import CAP, DRAWS, FLOOR, LAST_PLACE, SUM_FLOOR, TIMES, Variation
 
 if TYPE_CHECKING:
     from phalanx.witness.plain_loop import Witness
@@ -30,36 +30,7 @@ Kind = Literal["gradient", "update", "buffer"]
 Ranges = tuple[tuple[int, int], ...]
 Piece = tuple[tuple[int, Ranges], ...]
 """Which part of a whole tensor: the dimensions that are cut, and the ranges [start, stop) of each; none: all of it."""
-LAST_PLACE = {"fp32": 2.0**-23, "bf16": 2.0**-8, "fp16": 2.0**-11}
-"""Of the precisions of which steps can be compared."""
-_FLOOR = {"fp32": 1e-5, "bf16": 2.0**-6, "fp16": 2.0**-9}
-"""Of a tensor's norm: what may differ where changed weights move nothing."""
-_DRAWS = 2
-_TIMES = {"fp32": 8, "bf16": 32, "fp16": 32}
-"""The largest noise of so many draws. FSDP computes normalisation in half precision, too, where autocast does not."""
 _COLUMNS = 8  # of random signs
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class OneStep:
-    """Learning rates times ``lr_scale``, weights times 1 ± ``share`` as ``seed`` draws it, the ``batch`` if given."""
-
-    lr_scale: float = 1.0
-    share: float = 0.0
-    seed: int = 0
-    batch: tuple[list[int], Any] | None = None
-
-    @torch.no_grad()
-    def prepare(self, model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        """Change weights and learning rates."""
-        for group in (group for one in optimizers for group in one.param_groups):
-            group["lr"] *= self.lr_scale
-        generator = torch.Generator().manual_seed(self.seed)
-        for tensor in model.parameters() if self.share else ():
-            if tensor.is_floating_point():
-                signs = torch.randint(2, tensor.shape, generator=generator).mul_(2).sub_(1)
-                tensor.mul_((1.0 + self.share * signs).to(tensor))
 
 
 def take_first_step(
@@ -75,12 +46,13 @@ def take_first_step(
     if reason := why_not(job):
         return {"without": reason}
     how: dict[str, Any] = {"precision": precision, "device": device}
+    first: dict[str, Any] = {"lr_scale": lr_scale, "first_step": True}
     with dropout_off():
-        one = Witness.of(job, 1, only=OneStep(lr_scale), **how)
+        one = Witness.of(job, 1, varied=Variation(**first), **how)
         if one.drew:
             return {"without": "the model draws random numbers in forward"}
-        again = [OneStep(lr_scale, LAST_PLACE[precision], draw, one.batch) for draw in range(_DRAWS)]
-        others = [Witness.of(job, 1, only=only, **how) for only in again]
+        first |= {"share": LAST_PLACE[precision], "batches": one.batches}
+        others = [Witness.of(job, 1, varied=Variation(**first, seed=draw), **how) for draw in range(DRAWS)]
     if one.skipped[0]:
         return {"without": "its fp16 gradients overflow"}
     mine = _computed(one)
@@ -91,7 +63,7 @@ def take_first_step(
     file.write(save({name: tensor.contiguous() for name, tensor in mine.items()}))
     file.flush()
     sizes = {name: _norm(value) for name, value in one.values["start"].items()}
-    digests = sample_digests(*one.batch) if one.batch else {}
+    digests = sample_digests(*one.batches[0][1:])
     return {"loss": one.losses[0], "off": off, "noise": noise, "sizes": sizes, "samples": digests}
 
 
@@ -138,7 +110,8 @@ class FirstStepOfOne:
         ``ranks``: of each rank, name → its part of the tensor, and ``signed`` of that part.
         """
         here = self.answer["loss"]
-        if not abs(loss - here) <= _TIMES[self.precision] * self.answer["off"] + _FLOOR[self.precision] * abs(here):
+        most = min(TIMES * self.answer["off"], CAP[self.precision] * abs(here)) + SUM_FLOOR[self.precision] * abs(here)
+        if not abs(loss - here) <= most:
             return f"its loss is {loss:.7g}, that of one device {here:.7g}", math.inf, 0.0
         wholes = {name.partition(".")[2]: one for name, one in self.tensors.items() if name.startswith(f"{kind}.")}
         norms = {name: _norm(whole) for name, whole in wholes.items()}
@@ -166,12 +139,13 @@ class FirstStepOfOne:
         whole = self.tensors.get(f"{kind}.{name}")
         if whole is None:
             return math.inf if kind == "buffer" else LAST_PLACE["fp32"] * total
-        floor, times, noise = _FLOOR[self.precision], _TIMES[self.precision], self.answer["noise"]
-        allowed = times * noise[f"{kind}.{name}"] + floor * _norm(whole)
+        floor, noise = FLOOR[self.precision], self.answer["noise"]
+        allowed = TIMES * noise[f"{kind}.{name}"]
+        allowed = (min(allowed, CAP[self.precision] * total) if kind == "gradient" else allowed) + floor * _norm(whole)
         if kind == "update":
             # Adam steps as far for an element whose gradient is nothing but rounding, in either direction.
             grad = self.tensors[f"gradient.{name}"]
-            rounding = (times * noise[f"gradient.{name}"] + floor * _norm(grad)) / math.sqrt(max(1, grad.numel()))
+            rounding = (TIMES * noise[f"gradient.{name}"] + floor * _norm(grad)) / math.sqrt(max(1, grad.numel()))
             allowed += 2 * _norm(whole[grad.abs() <= 2 * rounding])
             return allowed + 2 * LAST_PLACE["fp32"] * self.answer["sizes"][name]
         return allowed + LAST_PLACE["fp32"] * total
