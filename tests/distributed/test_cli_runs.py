@@ -189,7 +189,9 @@ class TestProve:
         assert result.exit_code == 0, result.output
         answer = json.loads(result.stdout)
         assert answer["equal"] is True
-        assert answer["largest"]["loss"] <= next(check["allowed"] for check in answer["checks"] if check["kind"] == "loss")
+        assert answer["largest"]["loss"] <= next(
+            check["allowed"] for check in answer["checks"] if check["kind"] == "loss"
+        )
 
     def test_not_equal_is_1(self, toy: Path) -> None:
         result = invoke("prove", f"{toy}:norm", "--plan", "dp=2", "--steps", 2)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -21,29 +21,31 @@ def noise_of(one: RunRecord, others: Iterable[RunRecord]) -> dict[str, float]:
     """Return the largest movement of each result of ``one`` in ``others``, as absolute numbers."""
     found: dict[str, float] = {}
     for other in others:
-        for key, moved in _moved(one, other):
+        for key, moved, count in _moved(one, other):
+            moved *= 1 + 3 / math.sqrt(max(1, count))  # few numbers may lie close by chance
             found[key] = max(moved if math.isfinite(moved) else 0.0, found.get(key, 0.0))
     return found
 
 
-def _moved(one: RunRecord, other: RunRecord) -> list[tuple[str, float]]:
-    found: list[tuple[str, float]] = []
+def _moved(one: RunRecord, other: RunRecord) -> Iterator[tuple[str, float, int]]:
+    """Yield key, movement and how many numbers it is of."""
     for step, (a, b) in enumerate(zip(one.steps, other.steps, strict=False)):
-        found += [(f"loss|{step}|", abs(a.loss - b.loss)), (f"norm|{step}|", abs((a.norm or 0.0) - (b.norm or 0.0)))]
-        found += [(f"loss|{step}|{name}", abs(loss - b.losses[name])) for name, loss in a.losses.items()]
+        numbers = {"": (a.loss, b.loss)} | {name: (loss, b.losses[name]) for name, loss in a.losses.items()}
+        yield from ((f"loss|{step}|{name}", abs(here - there), 1) for name, (here, there) in numbers.items())
+        yield f"norm|{step}|", abs((a.norm or 0.0) - (b.norm or 0.0)), 1
     for kind in KINDS:
         for moment, tensors in getattr(one, kind).items():
             there = getattr(other, kind).get(moment, {})
             both = {name: (tensor, there[name]) for name, tensor in tensors.items() if name in there}
             if kind in ("reduced", "used"):
-                found.append((f"scale|{moment}|{kind}", abs(_factor(both.values()) - 1)))
-            found += [(f"{kind}|{moment}|{name}", norm(_numbers(a) - _numbers(b))) for name, (a, b) in both.items()]
+                yield f"scale|{moment}|{kind}", abs(_factor(both.values()) - 1), 1
+            for name, (here, beside) in both.items():
+                yield f"{kind}|{moment}|{name}", norm(_numbers(here) - _numbers(beside)), here.numel()
     for step, here in one.evaluations.items():
-        there, beside = here["metrics"], other.evaluations.get(step, here)
-        found.append((f"evaluation|{step}|loss", abs(here["loss"] - beside["loss"])))
-        known = ((name, abs(float(there[name]) - float(beside["metrics"][name]))) for name in there)
-        found += [(f"evaluation|{step}|{name}", off) for name, off in known]
-    return found
+        beside = other.evaluations.get(step, here)
+        numbers = {"loss": (here["loss"], beside["loss"])}
+        numbers |= {name: (float(value), float(beside["metrics"][name])) for name, value in here["metrics"].items()}
+        yield from ((f"evaluation|{step}|{name}", abs(a - b), 1) for name, (a, b) in numbers.items())
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,7 +71,7 @@ class Bounds:
         noise = TIMES * self.noise.get(key, 0.0)
         first = key.split("|")[1] == "0"
         noise = min(noise, CAP[self.precision] * total) if first else noise
-        return noise + FLOOR[self.precision] * size + LAST_PLACE["fp32"] * total
+        return (noise or LAST_PLACE["fp32"] * total) + FLOOR[self.precision] * size
 
     def is_rounding(self, key: str, size: float, total: float) -> bool:
         """True if a gradient with norm ``size`` may be nothing but rounding."""
@@ -186,8 +188,8 @@ class Way:
 def parameters(reference: Tensors, other: Tensors, way: Way, bounds: Bounds) -> list[Difference]:
     """Differences of parameters, relative to how far each moved.
 
-    Adam divides a gradient by its own size, and so makes a whole step, in either direction, of an element that is zero
-    but for rounding. Such elements may differ by twice their way.
+    Adam divides a gradient by its own size. So an element may differ by as much of its way as rounding may change its
+    gradient, and by twice its way where rounding may turn the sign.
     """
     found: list[Difference] = []
     for name, (grad, noise) in way.first.items():
@@ -195,9 +197,9 @@ def parameters(reference: Tensors, other: Tensors, way: Way, bounds: Bounds) -> 
             found.append(missing(name))
             continue
         here, moved = reference[name], way.moved[name] - way.start[name]
-        rounding = grad.abs() <= 2 * noise / math.sqrt(max(1, grad.numel()))
+        share = TIMES * noise / math.sqrt(max(1, grad.numel())) / grad.abs()
         far = max(norm(moved), 1e-30)
-        allowed = bounds.of(f"values|{way.moment}|{name}", far) + 2 * norm(moved[rounding])
+        allowed = bounds.of(f"values|{way.moment}|{name}", far) + norm(share.nan_to_num(2).clamp(max=2) * moved)
         allowed += 2 * LAST_PLACE["fp32"] * norm(here)
         found.append(difference(name, here, other[name], far, allowed / far))
     return found
