@@ -168,8 +168,8 @@ PLANNING = (
     Mutation(
         "a proof: a gradient that is missing passes",
         COMPARE,
-        "        elif not small and (here is None or there is None):\n            found.append(missing(name))\n",
-        "        elif not small and (here is None or there is None):\n            continue\n",
+        "        if size or norm(b):\n",
+        "        if size and norm(b):\n",
         ("test parity/test_judging.py one_side_only",),
     ),
     Mutation(
@@ -182,15 +182,29 @@ PLANNING = (
     Mutation(
         "a proof: gradients in half precision bound those in fp32",
         COMPARE,
-        'sigma = 0.0 if precision == "fp32" else _RMS',
-        'sigma = 0.01 if precision == "fp32" else _RMS',
+        "* total) + FLOOR[self.precision] * size\n",
+        '* total) + FLOOR["bf16"] * size\n',
         ("test parity/test_judging.py rounding",),
+    ),
+    Mutation(
+        "a proof: noise hides what is wrong in the first step",
+        COMPARE,
+        "noise = min(noise, CAP[self.precision] * total) if first else noise",
+        "noise = min(noise, CAP[self.precision] * total) if not first else noise",
+        ("test unit/test_tolerances.py repeat",),
+    ),
+    Mutation(
+        "a proof: the loop with changed weights reads its own batches",
+        "verify/references.py",
+        ', "batches": one.batches}',
+        "}",
+        ("test unit/test_tolerances.py repeat",),
     ),
     Mutation(
         "a proof: a parameter is measured by its size, not by its way",
         COMPARE,
-        "way = max(norm(moved), 1e-30)",
-        "way = max(norm(here), 1e-30)",
+        "far = max(norm(moved), 1e-30)",
+        "far = max(norm(here), 1e-30)",
         ("test parity/test_judging.py share_of_its_way",),
     ),
     Mutation(
@@ -231,8 +245,8 @@ PLANNING = (
     Mutation(
         "a proof: only the first step's losses are compared",
         JUDGE,
-        "    beyond = not off <= tolerance.loss\n",
-        "    beyond = not off <= tolerance.loss and index == 0\n",
+        'words = "" if off <= allowed else f"the loss of step {index}',
+        'words = "" if off <= allowed or index else f"the loss of step {index}',
         (JUDGING,),
     ),
     Mutation(

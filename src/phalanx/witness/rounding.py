@@ -16,7 +16,7 @@ from typing import Any, final
 import torch
 
 DRAWS = 2
-TIMES = 4
+TIMES = 6
 LAST_PLACE = {"fp32": 2.0**-23, "tf32": 2.0**-11, "bf16": 2.0**-8, "fp16": 2.0**-11}
 """By precision, of those whose steps can be compared."""
 FLOOR = {"fp32": 1e-5, "tf32": 2.0**-11, "bf16": 2.0**-8, "fp16": 2.0**-11}
