@@ -266,10 +266,12 @@ def prove(
     against: Callable[..., Any] | None = None,
     say: Callable[[str], None] | None = None,
     watch: Callable[[], None] | None = None,
+    resume: bool | None = None,
 ) -> Proof:
     """Compare ``job`` under ``plan`` with one device over ``steps`` steps; see ``phalanx.verify.prove``.
 
     One device is a plain PyTorch loop that the job is turned into, or ``against``: a training loop of your own.
+    ``resume``: resume the run from its middle and compare that, too; None does so for small models.
     """
     from phalanx.verify import prove as compare
 
@@ -280,7 +282,7 @@ def prove(
         raise SpecError.of("against", f"a {type(against).__name__}", "a function: a training loop", "against=loop")
     if plan is None:
         _need(plan, (Plan, str), "plan", 'px.prove(job(), "dp=2")')
-    compared = {"against": against, "say": say, "watch": watch}
+    compared = {"against": against, "say": say, "watch": watch, "resume": resume}
     return compare(job, _plan(plan, job, None), steps=steps, **compared)
 
 

@@ -20,9 +20,16 @@ _NOT_EQUAL = 1
     metavar="FILE:FUNCTION",
     help="A training loop of your own to compare with, in place of the plain PyTorch loop that JOB is turned into.",
 )
+@click.option(
+    "--resume/--no-resume",
+    default=None,
+    help="Resume the run from its middle and compare that, too. Not given: of small models.",
+)
 @json_option
 @click.pass_context
-def command(ctx: click.Context, job: str, plan: Plan, steps: int, against: str | None, as_json: bool) -> None:
+def command(
+    ctx: click.Context, job: str, plan: Plan, steps: int, against: str | None, resume: bool | None, as_json: bool
+) -> None:
     """Train JOB twice, by a plain PyTorch loop on one device and under the plan, and compare what both computed.
 
     Exit code 0: equal within what rounding explains. 1: not equal; the first tensor that differs and the likely cause
@@ -51,6 +58,6 @@ def command(ctx: click.Context, job: str, plan: Plan, steps: int, against: str |
         stderr.print(f"[yellow]note:[/] {escape(note)}", highlight=False)
 
     with Waiting(stderr, f"{loaded.name}: {steps} steps on one device, then under {plan}") as waiting:
-        proof = prove(loaded, plan, steps=steps, against=own, watch=waiting, say=say)
+        proof = prove(loaded, plan, steps=steps, against=own, watch=waiting, say=say, resume=resume)
     answer(as_json, {"job": loaded.name, **proof.to_dict()}, lambda _: proof_table(proof.to_dict()))
     ctx.exit(0 if proof.equal else _NOT_EQUAL)

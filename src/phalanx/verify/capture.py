@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
+from shutil import rmtree
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from phalanx.checkpoint import sections
 from phalanx.checkpoint.sections import MODEL, OPTIMIZER, name_in, put_in, take_out
 from phalanx.comm import Place, default_process_group, device_for
 from phalanx.config import Job, Plan, RunSpec, Schedule
+from phalanx.config.run_files import CHECKPOINTS
 from phalanx.launch import launch, make_ready
 from phalanx.train import loop
 from phalanx.train.assembly import build
@@ -38,6 +40,7 @@ def capture(
     watch: Watch = None,
     *,
     findings: Findings | None = None,
+    checkpoint_every: int = 0,
 ) -> RunRecord:
     """Train ``given``, from ``proven``, under ``plan`` as ``phalanx train`` does, look on, and give what was seen.
 
@@ -47,7 +50,8 @@ def capture(
     Raises:
         WorkerError: if the run failed, or its checkpoint cannot be loaded.
     """
-    answers = _trained(given, _run(given, plan, folder), lambda place: Recording(folder, place.rank), watch, findings)
+    run = replace(_run(given, plan, folder), checkpoint_every=checkpoint_every)
+    answers = _trained(given, run, lambda place: Recording(folder, place.rank), watch, findings)
     first, workers = 0, workers_of([])
     if plan.server:  # the first of the servers has looked on, for all
         workers = workers_of(answers[: plan.dp])
@@ -56,6 +60,23 @@ def capture(
     saved, loaded = read_back(given, path, folder)
     found = replace(record, workers=workers, saved=saved, loaded=loaded)
     return _with_average(found) if given.average else found
+
+
+def resumed(given: Job, plan: Plan, folder: Path, at: int, watch: Watch = None) -> RunRecord:
+    """Resume the run of a capture in ``folder`` from its checkpoint after step ``at``; return what the end of it gave.
+
+    Raises:
+        WorkerError: if the run failed.
+    """
+    run, there = replace(_run(given, plan, folder), resume=True), folder / "resumed"
+    there.mkdir()
+    for path in (run.folder / CHECKPOINTS).glob("step-*"):
+        if int(path.name.removeprefix("step-")) > at:
+            rmtree(path)
+    answers = _trained(given, run, lambda place: Recording(there, place.rank), watch)
+    first = plan.dp if plan.server else 0
+    answers = answers[first : first + 1] if plan.server else answers
+    return record_of(answers, there, first, max(0, plan.after - at))
 
 
 def _with_average(record: RunRecord) -> RunRecord:

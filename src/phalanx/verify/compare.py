@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from phalanx.verify.record import RunRecord, Tensors
+from phalanx.verify.record import START, RunRecord, Tensors
 from phalanx.witness.rounding import CAP, FLOOR, LAST_PLACE, SUM_FLOOR, TIMES
 
 Noise = Mapping[str, float]
@@ -40,7 +40,10 @@ def _moved(one: RunRecord, other: RunRecord) -> Iterator[tuple[str, float, int]]
             if kind in ("reduced", "used"):
                 yield f"scale|{moment}|{kind}", abs(_factor(both.values()) - 1), 1
             for name, (here, beside) in both.items():
-                yield f"{kind}|{moment}|{name}", norm(_numbers(here) - _numbers(beside)), here.numel()
+                off = _numbers(here) - _numbers(beside)
+                if kind == "values":  # the way from there, not the changed weights themselves
+                    off -= _numbers(one.values[START][name]) - _numbers(other.values[START][name])
+                yield f"{kind}|{moment}|{name}", norm(off), here.numel()
     for step, here in one.evaluations.items():
         beside = other.evaluations.get(step, here)
         numbers = {"loss": (here["loss"], beside["loss"])}

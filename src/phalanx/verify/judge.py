@@ -80,10 +80,7 @@ def _same(name: str, size: float) -> float:
 
 
 def _step(pair: Pair, index: int, here: StepRecord, there: StepRecord) -> Iterator[Check]:
-    off = compare.relative_difference(here.loss, there.loss)
-    allowed = pair.bounds.of_sum(f"loss|{index}|", here.loss) / max(abs(here.loss), 1e-30)
-    words = "" if off <= allowed else f"the loss of step {index}, by {off:.2g} (allowed {allowed:.2g})"
-    yield Check(kind="loss", when=f"in step {index}", step=index, many=1, largest=off, allowed=allowed, first=words)
+    yield _loss(pair, index, here, there)
     yield from _phases(pair, index, here, there)
     for kind in ("gradient", "used"):
         mine, others = _gradients_of(pair, kind, index)
@@ -101,6 +98,13 @@ def _step(pair: Pair, index: int, here: StepRecord, there: StepRecord) -> Iterat
     yield replace(
         _exact(f"numbers of step {index}", f"in step {index}", _numbers(pair, index, here, there)), step=index
     )
+
+
+def _loss(pair: Pair, index: int, here: StepRecord, there: StepRecord) -> Check:
+    off = compare.relative_difference(here.loss, there.loss)
+    allowed = pair.bounds.of_sum(f"loss|{index}|", here.loss) / max(abs(here.loss), 1e-30)
+    words = "" if off <= allowed else f"the loss of step {index}, by {off:.2g} (allowed {allowed:.2g})"
+    return Check(kind="loss", when=f"in step {index}", step=index, many=1, largest=off, allowed=allowed, first=words)
 
 
 def _phases(pair: Pair, index: int, here: StepRecord, there: StepRecord) -> Iterator[Check]:
@@ -274,6 +278,27 @@ def _different(one: Mapping[str, Any], other: Mapping[str, Any], within: float =
         and not (key in one and key in other and within and compare.relative_difference(one[key], other[key]) <= within)
     ]
     return len(keys), wrong
+
+
+def judged_after_resume(pair: Pair, at: int) -> list[Check]:
+    """The end of a run that was resumed after step ``at``, compared with the same run without a stop."""
+    return [
+        replace(check, first=check.first and f"after a resume at step {at}: {check.first}")
+        for check in _resumed(pair, at)
+        if check.many
+    ]
+
+
+def _resumed(pair: Pair, at: int) -> Iterator[Check]:
+    one, other = pair.one, pair.other
+    for index, (here, there) in enumerate(zip(one.steps[at:], other.steps, strict=True), at):
+        yield _loss(pair, index, here, there)
+        numbers = _numbers(pair, index, here, there)
+        yield replace(_exact(f"numbers of step {index}", f"in step {index}", numbers), step=index)
+    yield from _values(pair, END)
+    yield _ranks_agree(other)
+    later = {step: found for step, found in one.evaluations.items() if step > at}
+    yield from evaluations(replace(one, evaluations=later), other, pair.bounds)
 
 
 _SAME_RATE = 1e-7
