@@ -17,6 +17,7 @@ from law_rows import longer
 from phalanx.comm import local
 from phalanx.parallel.parameter_server.update import Shard, Update
 from phalanx.parallel.threads import ThreadsLayout
+from phalanx.train import mesh_stepper
 from phalanx.train.grad_accumulation import GradAccumulation
 from phalanx.train.parameter_server.gradient_worker import Worker
 from phalanx.train.step import Step
@@ -307,3 +308,19 @@ def test_phalanx_on_one_device_goes_on_as_well(monkeypatch: pytest.MonkeyPatch) 
     assert proof.reference.startswith("Phalanx on one device")
     assert proof.equal, proof.first
     assert (proof.steps, proof.never) == (5, [])
+
+
+@pytest.mark.parametrize("resume", [True, False])
+def test_what_a_resume_loses_is_found_where_the_run_is_resumed(resume: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    def lossy(path: Any, given: px.Job, assembly: Any) -> None:
+        right(path, given, assembly)
+        if on_rank_1():
+            for state in assembly.optimizer.state.values():
+                local(state["exp_avg"]).mul_(2.0)
+
+    right = mesh_stepper.restore
+    monkeypatch.setattr(mesh_stepper, "restore", lossy)
+    proof = px.prove(MODELS["MLP"](), "fsdp=2", steps=3, resume=resume)
+    assert proof.equal == (not resume)
+    assert proof.first.startswith("after a resume at step 1: " if resume else "")
+    assert ("without a stop has this right" in proof.cause) == resume

@@ -50,7 +50,7 @@ def capture(
     Raises:
         WorkerError: if the run failed, or its checkpoint cannot be loaded.
     """
-    run = replace(_run(given, plan, folder), checkpoint_every=checkpoint_every)
+    run = replace(_run(given, plan, folder), checkpoint_every=checkpoint_every, keep=4)
     answers = _trained(given, run, lambda place: Recording(folder, place.rank), watch, findings)
     first, workers = 0, workers_of([])
     if plan.server:  # the first of the servers has looked on, for all

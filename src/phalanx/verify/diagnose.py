@@ -30,10 +30,9 @@ def diagnose(evidence: Evidence, job: Job, plan: Plan, look: Callable[[], list[s
     if of_the_job:
         norm = _batch_norm(evidence, job, plan)
         return f"{of_the_job} Also: {norm}" if norm else f"{of_the_job} That is no fault of the split."
-    return first_of((*_OF_ANY, _mean_of_others)) or (
-        "no known pattern. Likely a random number or a state that depends on the rank or on the order of calls: "
-        "look for unseeded randomness in the model, for buffers updated in forward, and for losses that use statistics "
-        "of the batch."
+    return first_of((*_OF_ANY, _mean_of_others, split.first_module_that_differs)) or (
+        "no known pattern. Look for state that forward changes, for losses that use statistics of the batch, and for "
+        "values that follow the rank or a clock."
     )
 
 
@@ -101,6 +100,11 @@ def _same_samples(evidence: Evidence, job: Job, plan: Plan) -> str:
                 )
             seen[one] = rank
     samples = evidence.one.steps[0].samples or 0
+    if seen and (other := [one for one in evidence.one.ids if one not in seen]) and len(seen) == samples:
+        return (
+            f"step 0 trained other samples than one device: {len(other)} of {samples} are missing, sample {other[0]} the "
+            "first. Look at the sampler, and at what orders the data."
+        )
     if len(seen) < samples and seen:
         return f"step 0 saw {len(seen)} samples where one device saw {samples}: some were dropped by the sampler."
     return ""

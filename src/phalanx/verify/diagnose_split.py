@@ -181,6 +181,27 @@ def _times(reference: Fingerprint, given: list[Fingerprint], scale: float, allow
     return all(one.distance(expected) <= allowed for one in given)
 
 
+def first_module_that_differs(evidence: Evidence, job: Job, plan: Plan) -> str:
+    """Name the first module in forward whose output differs, or the last that gets another gradient back."""
+    if not any(evidence.other.traces) or not any(evidence.one.traces):
+        return ""
+    traces, allowed = evidence.one.traces[0], max(1e-4, 4 * evidence.rounding)
+    known = {name: found for name in traces if (found := _by_rank(evidence, name, grad=False))}
+    for name, given in known.items():
+        whole = traces[name].output
+        if whole is not None and max(one.distance(whole) for one in given) > allowed:
+            return (
+                f"the output of {name} is the first in forward that differs from one device's. Look at how the plan "
+                "computes this module, at state that it changes in forward, and at what it reads of the batch."
+            )
+    if known and evidence.loss_differs:
+        return (
+            "the outputs of all modules are one device's, the loss is not. Look at what computes the loss from them: "
+            "statistics of the batch, counts, and values that follow the rank."
+        )
+    return ""
+
+
 def auxiliary_once_per_rank(evidence: Evidence, job: Job, plan: Plan) -> str:
     """A router's gradient is off by a whole number of times what its auxiliary loss alone gives."""
     for name in reversed(list(evidence.one.auxiliary)):

@@ -108,6 +108,7 @@ class RunRecord:
         evaluations: steps taken → ``loss``, ``samples``, ``metrics`` of an evaluation.
         saved: the last checkpoint, read back: ``model.<name>``, ``optimizer.<parameter>.<key>`` → tensor.
         loaded: the same after one device has taken it up; empty where that was not tried.
+        ids: sample numbers of the first step, where the reference knows them.
         notes: what the run said that it does not keep of one device's result.
         ranks: what each process told, in rank order; empty where there is only one and nothing to compare it with.
         workers: of each worker of servers, moment → kind and name → what it was sent.
@@ -127,6 +128,7 @@ class RunRecord:
     evaluations: Mapping[int, Mapping[str, Any]] = field(default_factory=dict[int, Mapping[str, Any]])
     saved: Tensors = field(default_factory=dict[str, Tensor])
     loaded: Tensors = field(default_factory=dict[str, Tensor])
+    ids: list[int] = field(default_factory=list[int])
     notes: list[str] = field(default_factory=list[str])
     ranks: list[RankRecord] = field(default_factory=list[RankRecord])
     workers: list[Mapping[str, Mapping[str, Copy]]] = field(default_factory=list[Mapping[str, Mapping[str, Copy]]])

@@ -129,8 +129,15 @@ def _flat(witness: Witness) -> tuple[dict[str, Tensor], dict[str, Any]]:
         }
         for step, loss in enumerate(witness.losses)
     ]
+    ids = witness.samples[0] if witness.samples else []
     options = {name: _numeric(group) for name, group in witness.options.items()}
-    return tensors, {"steps": steps, "numbers": numbers, "options": options, "evaluations": witness.evaluations}
+    return tensors, {
+        "steps": steps,
+        "numbers": numbers,
+        "options": options,
+        "evaluations": witness.evaluations,
+        "ids": ids,
+    }
 
 
 def _record(tensors: Mapping[str, Tensor], answer: Mapping[str, Any]) -> RunRecord:
@@ -148,6 +155,7 @@ def _record(tensors: Mapping[str, Tensor], answer: Mapping[str, Any]) -> RunReco
         numbers=answer["numbers"],
         options=answer["options"],
         noise=answer.get("noise", {}),
+        ids=answer["ids"],
         evaluations={int(step): result for step, result in answer["evaluations"].items()},
     )
 
