@@ -14,6 +14,7 @@ from phalanx.witness.rounding import CAP, FLOOR, LAST_PLACE, SUM_FLOOR, TIMES
 
 Noise = Mapping[str, float]
 """Key of a result, such as ``reduced|0|head.weight`` → how far it moves where weights change in their last place."""
+_SUMS = 9  # numbers that a sum over the batch counts as: the sum of many errors
 KINDS = ("values", "buffers", "state", "reduced", "used")
 
 
@@ -31,14 +32,14 @@ def _moved(one: RunRecord, other: RunRecord) -> Iterator[tuple[str, float, int]]
     """Yield key, movement and how many numbers it is of."""
     for step, (a, b) in enumerate(zip(one.steps, other.steps, strict=False)):
         numbers = {"": (a.loss, b.loss)} | {name: (loss, b.losses[name]) for name, loss in a.losses.items()}
-        yield from ((f"loss|{step}|{name}", abs(here - there), 1) for name, (here, there) in numbers.items())
-        yield f"norm|{step}|", abs((a.norm or 0.0) - (b.norm or 0.0)), 1
+        yield from ((f"loss|{step}|{name}", abs(here - there), _SUMS) for name, (here, there) in numbers.items())
+        yield f"norm|{step}|", abs((a.norm or 0.0) - (b.norm or 0.0)), _SUMS
     for kind in KINDS:
         for moment, tensors in getattr(one, kind).items():
             there = getattr(other, kind).get(moment, {})
             both = {name: (tensor, there[name]) for name, tensor in tensors.items() if name in there}
             if kind in ("reduced", "used"):
-                yield f"scale|{moment}|{kind}", abs(_factor(both.values()) - 1), 1
+                yield f"scale|{moment}|{kind}", abs(_factor(both.values()) - 1), _SUMS
             for name, (here, beside) in both.items():
                 off = _numbers(here) - _numbers(beside)
                 if kind == "values":  # the way from there, not the changed weights themselves
@@ -48,7 +49,7 @@ def _moved(one: RunRecord, other: RunRecord) -> Iterator[tuple[str, float, int]]
         beside = other.evaluations.get(step, here)
         numbers = {"loss": (here["loss"], beside["loss"])}
         numbers |= {name: (float(value), float(beside["metrics"][name])) for name, value in here["metrics"].items()}
-        yield from ((f"evaluation|{step}|{name}", abs(a - b), 1) for name, (a, b) in numbers.items())
+        yield from ((f"evaluation|{step}|{name}", abs(a - b), _SUMS) for name, (a, b) in numbers.items())
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -30,7 +30,7 @@ def diagnose(evidence: Evidence, job: Job, plan: Plan, look: Callable[[], list[s
     if of_the_job:
         norm = _batch_norm(evidence, job, plan)
         return f"{of_the_job} Also: {norm}" if norm else f"{of_the_job} That is no fault of the split."
-    return first_of((*_OF_ANY, _mean_of_others, split.first_module_that_differs)) or (
+    return first_of((*_OF_ANY, split.first_module_that_differs, _mean_of_others)) or (
         "no known pattern. Look for state that forward changes, for losses that use statistics of the batch, and for "
         "values that follow the rank or a clock."
     )
@@ -52,6 +52,8 @@ def _not_promised(evidence: Evidence, job: Job, plan: Plan) -> str:
     """Replicas that are not kept equal differ after the first step; in it, only what is rounded where it is sent."""
     first = evidence.loss_differs or any(one.relative > 0 for one in evidence.initial)
     unequal = any(one.beyond for one in evidence.gradients)
+    if any(check.first for check in evidence.checks if check.kind == "copies"):
+        return ""
     if plan.exact or first or (unequal and plan.compress == "none"):
         return ""
     return (
@@ -102,8 +104,8 @@ def _same_samples(evidence: Evidence, job: Job, plan: Plan) -> str:
     samples = evidence.one.steps[0].samples or 0
     if seen and (other := [one for one in evidence.one.ids if one not in seen]) and len(seen) == samples:
         return (
-            f"step 0 trained other samples than one device: {len(other)} of {samples} are missing, sample {other[0]} the "
-            "first. Look at the sampler, and at what orders the data."
+            f"step 0 trained other samples than one device: {len(other)} of {samples} are missing, sample {other[0]} "
+            "the first. Look at the sampler, and at what orders the data."
         )
     if len(seen) < samples and seen:
         return f"step 0 saw {len(seen)} samples where one device saw {samples}: some were dropped by the sampler."

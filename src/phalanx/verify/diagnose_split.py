@@ -194,7 +194,8 @@ def first_module_that_differs(evidence: Evidence, job: Job, plan: Plan) -> str:
                 f"the output of {name} is the first in forward that differs from one device's. Look at how the plan "
                 "computes this module, at state that it changes in forward, and at what it reads of the batch."
             )
-    if known and evidence.loss_differs:
+    first = evidence.one.steps[0]
+    if known and evidence.loss_differs and first.count != first.samples:
         return (
             "the outputs of all modules are one device's, the loss is not. Look at what computes the loss from them: "
             "statistics of the batch, counts, and values that follow the rank."
