@@ -110,7 +110,9 @@ class OneDevice:
     _record: RunRecord
 
     @classmethod
-    def run(cls, job: Job, steps: int, how: ReferenceRun | None = None, watch: Watch = None) -> OneDevice:
+    def run(
+        cls, job: Job, steps: int, how: ReferenceRun | None = None, watch: Watch = None, facts: ModelFacts | None = None
+    ) -> OneDevice:
         """Run ``job`` on one device; ``watch`` is called ten times a second meanwhile.
 
         By the plain loop that the job is turned into; by Phalanx where it cannot be; by a loop of the user's own where
@@ -135,7 +137,7 @@ class OneDevice:
                 except WorkerError:  # Phalanx's own errors say what to do
                     _by_phalanx(job, how, (steps,), watch)
                     raise
-        return cls(job=job, steps=steps, how=how, reference=reference, _facts=facts_of(job), _record=record)
+        return cls(job=job, steps=steps, how=how, reference=reference, _facts=facts or facts_of(job), _record=record)
 
     def prove(
         self, plan: Plan, *, findings: Findings | None = None, watch: Watch = None, resume: bool | None = False
@@ -231,12 +233,13 @@ def prove(
         make_ready(plan)
         found = look.findings()
     causes = found.causes
-    for note in (*facts_of(job).notes, *causes):
+    facts = facts_of(job)
+    for note in (*facts.notes, *causes):
         if say:
             say(note)
     own = None if against is None else OwnLoop(against)
     how = ReferenceRun(precision=plan.precision, device=plan.device, against=own)
-    proof = OneDevice.run(job, steps, how, watch).prove(plan, findings=found, watch=watch, resume=resume)
+    proof = OneDevice.run(job, steps, how, watch, facts).prove(plan, findings=found, watch=watch, resume=resume)
     return replace(proof, notes=[*proof.notes, *causes])
 
 
