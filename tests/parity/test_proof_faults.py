@@ -15,6 +15,7 @@ from torch import nn
 import phalanx as px
 from law_rows import longer
 from phalanx.comm import local
+from phalanx.parallel.compression import codecs
 from phalanx.parallel.parameter_server.update import Shard, Update
 from phalanx.parallel.threads import ThreadsLayout
 from phalanx.train import mesh_stepper
@@ -324,3 +325,19 @@ def test_what_a_resume_loses_is_found_where_the_run_is_resumed(resume: bool, mon
     assert proof.equal == (not resume)
     assert proof.first.startswith("after a resume at step 1: " if resume else "")
     assert ("without a stop has this right" in proof.cause) == resume
+
+
+@pytest.mark.parametrize("biased", [True, False])
+def test_a_codec_that_rounds_downwards_is_told_from_one_that_rounds(
+    biased: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def encode(flat: torch.Tensor, scale: torch.Tensor, levels: torch.Tensor) -> None:
+        right(flat, scale, levels)
+        levels.sub_((levels > -127).to(levels.dtype))  # a level less
+
+    right = codecs._encode
+    if biased:
+        monkeypatch.setattr(codecs, "_encode", encode)
+    cause = unequal("dp=2 compress=int8").cause
+    assert ("look at how the codec rounds" in cause) == biased
+    assert ("does not promise" in cause) != biased

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Callable, Iterable
 
 from phalanx.config import Job, Plan
+from phalanx.config.sync import Compression
 from phalanx.placement.batch_split import micro_batches
 from phalanx.units import show_names
 from phalanx.verify import diagnose_split as split
@@ -22,7 +24,7 @@ def diagnose(evidence: Evidence, job: Job, plan: Plan, look: Callable[[], list[s
     def first_of(patterns: Iterable[Callable[[Evidence, Job, Plan], str]]) -> str:
         return next(filter(None, (pattern(evidence, job, plan) for pattern in patterns)), "")
 
-    if cause := first_of((_not_promised, _skipped, _rates)):
+    if cause := first_of((_codec, _not_promised, _skipped, _rates)):
         return cause
     of_the_job = " Also: ".join(look())
     if cause := first_of(_OF_A_SPLIT):
@@ -46,6 +48,31 @@ def _mean_of_others(evidence: Evidence, job: Job, plan: Plan) -> str:
         "likely it is over something that samples have unlike numbers of (tokens, labelled pixels), or uses statistics "
         "of the batch. px.Loss(sum, count) is exact."
     )
+
+
+def _codec(evidence: Evidence, job: Job, plan: Plan) -> str:
+    """A codec that sends every element leaves errors of rounding: small ones, in no common direction."""
+    codec = Compression.parse(plan.compress)
+    if not codec.facts.rounds or evidence.loss_differs:
+        return ""
+    mine, others = evidence.one.gradients, evidence.other.gradients
+    pairs = [(mine[name].double(), others[name].double()) for name in mine if name in others]
+    off, size = (
+        math.hypot(*(float(one.norm()) for one in each)) for each in ((b - a for a, b in pairs), mine.values())
+    )
+    direction = abs(math.fsum(float((b - a).sum()) for a, b in pairs)) / max(off, 1e-300)
+    if off <= _CODEC_ERROR[codec.codec] * size and direction <= _CHANCE:
+        return ""
+    return (
+        f"{plan.compress} changes the gradients of the first step by {off / max(size, 1e-300):.2g} of their norm, and "
+        f"their errors add up to {direction:.2g} times what independent ones do. Rounding leaves at most "
+        f"{_CODEC_ERROR[codec.codec]:.2g}, and {_CHANCE:g} times: look at how the codec rounds and scales."
+    )
+
+
+_CODEC_ERROR = {"int8": 0.1, "bf16": 2.0**-6, "fp16": 2.0**-9}
+"""Largest error of a mean over ranks: each rank rounds its share, and the mean is rounded again."""
+_CHANCE = 6.0  # standard deviations of a sum of independent errors
 
 
 def _not_promised(evidence: Evidence, job: Job, plan: Plan) -> str:
