@@ -1,7 +1,7 @@
 """Random kills of whole runs, and damaged checkpoints, under four kinds of plan: what was lost.
 
 ``python bench/chaos_kills.py [--kills N] [--damages N] [--only WORD] [--seed N] [--write] [--render]``. Every plan
-trains a small GPT by ``phalanx train``, as ``phalanx chaos`` does it. ``--write`` stores what came of it in
+trains a small GPT by ``phalanx train`` (tools/chaos). ``--write`` stores what came of it in
 bench/results and writes docs/reference/chaos.md from all that is stored; ``--render`` writes the page and runs nothing.
 Exit code 1 where anything was lost.
 """
@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 import phalanx as px
+from chaos import Chaos, Fault, Verdict
 from phalanx.demo.jobs.gpt import gpt_job
-from phalanx.verify.chaos import Chaos, Fault, Verdict
 from stored import load, save
 
 RESULTS = "chaos"
@@ -176,7 +176,7 @@ def verdicts(plan: str, counts: Mapping[str, int], seed: int) -> list[tuple[str,
 HEAD = (
     "# Runs under faults",
     "",
-    f"What [`phalanx chaos`](../how-to/try-a-job-under-faults.md) found on this machine: a small GPT, {STEPS} steps, a",
+    f"What faults made of runs on this machine: a small GPT, {STEPS} steps, a",
     f"checkpoint every {CHECKPOINT_EVERY}, under each plan undisturbed and under faults at moments drawn from a seed.",
     "The run is `phalanx train`; where the command itself dies it is begun again. Tensors are those of the final",
     "checkpoint, the optimizer's state among them, against the undisturbed run's. Servers add gradients up as they",

@@ -10,19 +10,17 @@ from typing import Any
 
 import pytest
 import torch
-from click.testing import CliRunner
 from safetensors.torch import save_file
 
-from phalanx.cli import main
+from chaos import Chaos, Fault, draw
+from chaos.faults import KINDS
+from chaos.outcome import Outcome, damage, missed
+from chaos.run_equality import Repeats, compare_samples, compare_weights
+from chaos.verdict import Verdict
 from phalanx.config import Plan
 from phalanx.data import Ledger, MicroBatch, StepBatch
 from phalanx.errors import SpecError
 from phalanx.events import EventLog
-from phalanx.verify.chaos import Chaos, Fault, draw
-from phalanx.verify.chaos.faults import KINDS
-from phalanx.verify.chaos.outcome import Outcome, damage, missed
-from phalanx.verify.chaos.run_equality import Repeats, compare_samples, compare_weights
-from phalanx.verify.chaos.verdict import Verdict
 
 pytestmark = pytest.mark.quick
 SHAPE = {"ranks": 4, "steps": 60, "checkpoint_every": 5}
@@ -32,8 +30,8 @@ BITS = Repeats.of(Plan(dp=2))
 class TestWords:
     def test_a_fault_reads_back_as_it_was_said(self) -> None:
         texts = ["SIGKILL rank 1 step 7", "SIGKILL everything save 2", "SIGTERM launcher step 3"]
-        texts += ["SIGSTOP rank 0 step 4 for ever", "SIGSTOP ranks save 1 for 2.5s", "cut links step 9 for 3s"]
-        for text in [*texts, "flip manifest step 12", "nan rank 1 step 0"]:
+        texts += ["SIGSTOP rank 0 step 4 for ever", "SIGSTOP ranks save 1 for 2.5s", "flip manifest step 12"]
+        for text in texts:
             assert str(Fault.parse(text)) == text
             assert Fault.parse(f"  {text.replace(' ', '  ')} ") == Fault.parse(text)
 
@@ -43,10 +41,9 @@ class TestWords:
             "SIGKILL rank 1": "KIND [TARGET]",
             "SIGHUP rank 1 step 2": "one of SIGKILL, SIGTERM",
             "SIGKILL tensors step 2": "SIGKILL of rank N",
-            "nan rank 1 save 2": "step N",
-            "slow-disk ranks step 2": "save N, counted from 1",
+            "flip tensors save 2": "step N",
             "SIGKILL rank 1 save 0": "save N, counted from 1",
-            "clock rank 1 step 2 for 3s": "has no length",
+            "SIGKILL rank 1 step 2 for 3s": "has no length",
         }
         for text, says in rows.items():
             with pytest.raises(SpecError) as refused:
@@ -228,17 +225,3 @@ class TestDamage:
         else:
             differing = [one ^ other for one, other in zip(before[changed[0]], after, strict=True) if one != other]
             assert [each.bit_count() for each in differing] == [1]
-
-
-def test_the_seed_of_the_command_is_that_of_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    seeds = list[int]()
-
-    def made(*_: Any, seed: int, **__: Any) -> None:
-        seeds.append(seed)
-        raise SpecError([])
-
-    monkeypatch.setattr(Chaos, "undisturbed", lambda _: tmp_path)
-    monkeypatch.setattr("phalanx.verify.chaos.verdict.InjectedRun", made)
-    argv = ["chaos", "job.py", "--plan", "dp=2", "--at", "flip tensors step 14", "--run", str(tmp_path / "chaos")]
-    CliRunner().invoke(main, [*argv, "--seed", "5"])
-    assert seeds == [5]

@@ -43,7 +43,6 @@ WHOLE = [PAGES[0], *sorted((DOCS / "tutorial").glob("*.md"))]
 VERBS = {
     "bench": "distributed/test_cli_runs.py",
     "calibrate": "unit/test_machine.py",
-    "chaos": "faults/test_chaos.py",
     "checkpoint": "distributed/test_trained_model.py",
     "devices": "unit/test_cli_planner.py",
     "export": "distributed/test_trained_model.py",

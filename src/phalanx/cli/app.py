@@ -20,7 +20,7 @@ from phalanx.errors import PhalanxError
 VERBS = (
     *("demo", "train", "check", "launch", "status", "logs", "stop"),
     *("sweep", "forecast", "plan", "scale", "show", "devices"),
-    *("export", "checkpoint", "calibrate", "prove", "audit", "chaos", "bench", "worker", "completion"),
+    *("export", "checkpoint", "calibrate", "prove", "audit", "bench", "worker", "completion"),
 )
 _FAILED = 3
 

@@ -5,7 +5,6 @@ What they show is what ``--json`` prints.
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -180,36 +179,6 @@ def seen_table(result: SamplesSeen) -> RenderableType:
         Text(over, style="dim"),
         *(Text(note, style="yellow") for note in result.notes),
     )
-
-
-def chaos_table(verdict: dict[str, Any]) -> RenderableType:
-    """What faults made of a run, from a verdict's ``to_dict``: the numbers, and everything that was lost."""
-    struck = [one for one in verdict["outcomes"] if one["seconds"] is not None]
-    later = [one["next_step"] for one in struck if one["next_step"] is not None]
-    rows = [("plan", f"{verdict['plan']}, {verdict['steps']} steps, a save every {verdict['checkpoint_every']}")]
-    missed = len(verdict["outcomes"]) - len(struck)
-    saving = sum(one["saving"] is not None for one in struck)
-    rows += [
-        ("faults", f"{len(struck)}, {saving} of them during a save" + (f"; {missed} did not strike" * bool(missed)))
-    ]
-    rows += [("begun", f"{verdict['lives']} times, {verdict['starts']} of them by a new command")]
-    if later:
-        rows += [("next step", f"after {statistics.median(later):.2f} s (median), {max(later):.2f} s at most")]
-    rows += [("taken again", f"{sum(one['again'] for one in struck)} steps")]
-    if weights := verdict["weights"]:
-        largest = "equal bit for bit" if not weights["differing"] else f"{weights['differing']} differ"
-        why = f" ({verdict['repeats']}: up to {weights['largest']:.1g})" if weights["differing"] else ""
-        rows += [("weights", f"{weights['tensors']} tensors, {largest}{why if verdict['repeats'] else ''}")]
-    if samples := verdict["samples"]:
-        rows += [("samples", f"{samples['lost']} lost, {samples['doubled']} doubled in {samples['steps']} steps")]
-    table = Table(box=None, show_header=False, pad_edge=False)
-    for name, value in rows:
-        table.add_row(name, escape(value))
-    answer = Text("nothing was lost", "bold green") if verdict["nothing_lost"] else Text("lost", "bold red")
-    said: list[Text] = [answer, *(Text(f"  {sentence}") for sentence in verdict["lost"])]
-    if verdict["missed"]:
-        said += [Text("not tried", "bold red"), *(Text(f"  {sentence}") for sentence in verdict["missed"])]
-    return Group(table, *said)
 
 
 def settings_table(settings: Sequence[Setting]) -> RenderableType:

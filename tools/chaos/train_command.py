@@ -12,8 +12,6 @@ from pathlib import Path
 from phalanx.config import Plan
 from phalanx.launch.worker_process import die_with
 
-_LOOPBACK = 'ip link set lo up && exec "$@"'
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainCommand:
@@ -24,7 +22,6 @@ class TrainCommand:
         steps: optimizer steps of the whole run.
         checkpoint_every: steps between checkpoints.
         options: further options of ``phalanx train``.
-        own_network: in a network namespace of its own, whose loopback can be cut.
     """
 
     job: str
@@ -32,7 +29,6 @@ class TrainCommand:
     steps: int
     checkpoint_every: int
     options: tuple[str, ...] = ()
-    own_network: bool = False
 
     def start(self, folder: Path, log: Path, *, restarts: int) -> subprocess.Popen[bytes]:
         """Begin the run in ``folder``, or go on with it; what it prints goes to the end of ``log``.
@@ -42,8 +38,6 @@ class TrainCommand:
         temporary = log.parent / "tmp"
         temporary.mkdir(exist_ok=True)
         argv = ["env", f"TMPDIR={temporary}", *self._argv(folder), "--resume", "auto", "--restarts", str(restarts)]
-        if self.own_network:
-            argv = ["unshare", "--net", "sh", "-c", _LOOPBACK, "sh", *argv]
         with log.open("ab") as output:
             return subprocess.Popen(
                 argv,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-import resource
 import signal
 import sys
 import time
@@ -100,13 +99,6 @@ def send(pids: Iterable[int], number: int) -> None:
     for pid in pids:
         with suppress(ProcessLookupError):
             os.kill(pid, number)
-
-
-def limit_files(pids: Iterable[int], most: int) -> None:
-    """Let no file that these processes write become larger than ``most`` bytes; -1: any size again."""
-    for pid in pids:
-        with suppress(ProcessLookupError):
-            resource.prlimit(pid, resource.RLIMIT_FSIZE, (most, resource.RLIM_INFINITY))
 
 
 def left_over(before: set[int], *, patience: float) -> list[ProcessEntry]:

@@ -12,7 +12,7 @@ from phalanx.errors import SpecError
 
 Phase = Literal["step", "save"]
 
-_RANKS, _FILES = ("rank",), ("any", "tensors", "manifest", "state")
+_FILES = ("any", "tensors", "manifest", "state")
 _EVERYBODY = ("rank", "ranks", "launcher", "everything")
 
 
@@ -26,7 +26,6 @@ class FaultKind:
         deadly: whether who is hit ends by it.
         seconds: how long it lasts where nothing is said; 0: it has no length.
         phases: when it can strike.
-        inside: whether it happens inside the process that it hits, as the process reads its data.
     """
 
     meaning: str
@@ -34,29 +33,12 @@ class FaultKind:
     deadly: bool = True
     seconds: float = 0.0
     phases: tuple[Phase, ...] = ("step", "save")
-    inside: bool = False
 
 
 KINDS: dict[str, FaultKind] = {
     "SIGKILL": FaultKind(meaning="the processes are killed", targets=_EVERYBODY),
     "SIGTERM": FaultKind(meaning="the processes are asked to end", targets=("launcher", "rank", "ranks")),
     "SIGSTOP": FaultKind(meaning="the processes stand still", targets=_EVERYBODY, deadly=False, seconds=1.0),
-    "exception": FaultKind(meaning="reading a sample raises", targets=_RANKS, phases=("step",), inside=True),
-    "nan": FaultKind(
-        meaning="the numbers of a batch are NaN", targets=_RANKS, deadly=False, phases=("step",), inside=True
-    ),
-    "clock": FaultKind(
-        meaning="Python's clock of the process is set back by an hour",
-        targets=_RANKS,
-        deadly=False,
-        phases=("step",),
-        inside=True,
-    ),
-    "cut": FaultKind(meaning="no packet passes between processes", targets=("links",), deadly=False, seconds=1.0),
-    "full-disk": FaultKind(meaning="writing files fails", targets=("rank", "ranks"), deadly=False, seconds=1.0),
-    "slow-disk": FaultKind(
-        meaning="the save stands still", targets=("ranks", "rank"), deadly=False, seconds=1.0, phases=("save",)
-    ),
     "tear": FaultKind(
         meaning="everything is killed, and the newest checkpoint's file cut short", targets=_FILES, phases=("step",)
     ),
@@ -79,7 +61,7 @@ class Fault:
 
     Attributes:
         kind: a key of ``KINDS``.
-        target: ``rank``, ``ranks`` (all), ``launcher``, ``everything``, ``links``, or which file of a checkpoint.
+        target: ``rank``, ``ranks`` (all), ``launcher``, ``everything``, or which file of a checkpoint.
         rank: where the target is a rank.
         phase: ``step``: while a step is computed; ``save``: in the middle of writing a checkpoint.
         number: of the step, 0 is the first; or of the save, 1 is the first of the run.
@@ -137,11 +119,6 @@ class Fault:
     def deadly(self) -> bool:
         """Whether who is hit ends by it."""
         return KINDS[self.kind].deadly
-
-    @property
-    def within(self) -> bool:
-        """Whether it happens inside the process that it hits, as the process reads its data."""
-        return KINDS[self.kind].inside
 
     def step(self, checkpoint_every: int) -> int:
         """The optimizer steps that are done when it is to strike, at the least."""

@@ -7,8 +7,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from chaos.faults import Fault
 from phalanx.checkpoint.folder import newest_first
-from phalanx.verify.chaos.faults import Fault
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

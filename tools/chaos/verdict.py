@@ -8,25 +8,21 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, final
 
-from phalanx.config import Plan
-from phalanx.config.run_files import CHECKPOINTS
-from phalanx.errors import CheckpointError, Problem, RunError, SpecError
-from phalanx.launch import load_job
-from phalanx.launch.host_network import HostLink, lacking
-from phalanx.launch.jobfile import Reference
-from phalanx.verify.chaos.faults import KINDS, Fault, draw
-from phalanx.verify.chaos.faulty_data import JOB_FILE
-from phalanx.verify.chaos.injector import ARMED, InjectedRun
-from phalanx.verify.chaos.outcome import Outcome
-from phalanx.verify.chaos.processes import adopting, children_of_this_process, end_all, left_over, refuse_without_proc
-from phalanx.verify.chaos.run_equality import (
+from chaos.faults import Fault, draw
+from chaos.injector import InjectedRun
+from chaos.outcome import Outcome
+from chaos.processes import adopting, children_of_this_process, end_all, left_over, refuse_without_proc
+from chaos.run_equality import (
     Repeats,
     SamplesCompared,
     WeightsCompared,
     compare_samples,
     compare_weights,
 )
-from phalanx.verify.chaos.train_command import TrainCommand
+from chaos.train_command import TrainCommand
+from phalanx.config import Plan
+from phalanx.config.run_files import CHECKPOINTS
+from phalanx.errors import CheckpointError, Problem, RunError, SpecError
 
 _PATIENCE = 5.0  # seconds that processes have to be gone after the run's end
 
@@ -180,7 +176,7 @@ class Chaos:
         self._trials = 0
 
     def draw(self, count: int, *, seed: int, kinds: Sequence[str] = ("SIGKILL",)) -> list[Fault]:
-        """``count`` random faults for this run; see ``phalanx.verify.chaos.draw``."""
+        """``count`` random faults for this run; see ``chaos.draw``."""
         shape = {"ranks": self.plan.processes, "steps": self.steps, "checkpoint_every": self.checkpoint_every}
         return draw(count, seed=seed, kinds=kinds, **shape)
 
@@ -222,7 +218,7 @@ class Chaos:
         undisturbed = self.undisturbed()
         self._trials += 1
         folder = self._new_folder(f"disturbed-{self._trials}")
-        run = InjectedRun(self._disturbed(chosen, folder), folder, faults=chosen, limit=self._limit, seed=seed)
+        run = InjectedRun(self._command, folder, faults=chosen, limit=self._limit, seed=seed)
         with adopting():
             run.run(say)
             processes = left_over(before, patience=_PATIENCE)
@@ -258,16 +254,6 @@ class Chaos:
             undisturbed_seconds=self._undisturbed.seconds if self._undisturbed else 0.0,
         )
 
-    def _disturbed(self, faults: Sequence[Fault], folder: Path) -> TrainCommand:
-        """The command to disturb: that of the undisturbed run, with data that can go wrong where a fault needs it."""
-        command = replace(self._command, own_network=any(fault.kind == "cut" for fault in faults))
-        if not any(fault.within for fault in faults):
-            return command
-        reference = str(Reference.parse(self._command.job))
-        path = folder / "faulty_job.py"
-        path.write_text(JOB_FILE.format(job=reference, folder=str(folder / ARMED)))
-        return replace(command, job=str(path))
-
     def _cannot(self, fault: Fault) -> Problem | None:
         """Why the fault cannot be had here; ``None`` where it can."""
         given = str(fault)
@@ -277,7 +263,7 @@ class Chaos:
         if fault.step(self.checkpoint_every) > self.steps:
             allowed = f"a moment within the run's {self.steps} steps, with a save every {self.checkpoint_every}"
             return Problem(where="--at", given=given, allowed=allowed, fix=f"--steps {2 * self.steps}")
-        return missing_for(fault.kind)
+        return None
 
     def _new_folder(self, name: str) -> Path:
         folder = self.folder / name
@@ -286,29 +272,6 @@ class Chaos:
             raise SpecError.of("--run", str(folder), allowed, f"--run {self.folder}-2")
         folder.mkdir(parents=True)
         return folder
-
-
-def missing_for(kind: str) -> Problem | None:
-    """What this machine lacks for faults of a kind; ``None`` where it lacks nothing."""
-    return lacking(HostLink()) if kind == "cut" else None
-
-
-def kinds_here(job: str) -> tuple[list[str], dict[str, str]]:
-    """The kinds of fault that can be had with a job on this machine; and of the others, why they cannot.
-
-    Raises:
-        SpecError: the job cannot be loaded.
-    """
-    from phalanx.data.map_style import is_stream
-
-    stream = is_stream(load_job(job).data())
-    why: dict[str, str] = {}
-    for kind in KINDS:
-        if problem := missing_for(kind):
-            why[kind] = f"{problem.given}; needed: {problem.allowed}"
-        elif stream and KINDS[kind].inside:
-            why[kind] = "the job's data are a stream, in which no fault can be put"
-    return [kind for kind in KINDS if kind not in why], why
 
 
 def _stray_files(folder: Path) -> list[str]:

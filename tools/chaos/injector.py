@@ -13,22 +13,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, final
 
-from phalanx.config.run_files import CHECKPOINTS, EVENTS
-from phalanx.events import EventReader
-from phalanx.launch.host_network import tool
-from phalanx.verify.chaos import faulty_data
-from phalanx.verify.chaos.faults import Fault
-from phalanx.verify.chaos.outcome import Outcome, damage, missed
-from phalanx.verify.chaos.processes import (
+from chaos.faults import Fault
+from chaos.outcome import Outcome, damage, missed
+from chaos.processes import (
     children_of_this_process,
     descendants,
     end_all,
     left_over,
-    limit_files,
     rank_processes,
     send,
 )
-from phalanx.verify.chaos.train_command import TrainCommand
+from chaos.train_command import TrainCommand
+from phalanx.config.run_files import CHECKPOINTS, EVENTS
+from phalanx.events import EventReader
 
 _TICK, _FINE_TICK = 0.002, 0.0005  # seconds between looks; the second while a save is waited for
 _STANDS = 0.001  # seconds until a process that was sent SIGSTOP stands
@@ -36,10 +33,6 @@ _FILE_CLOCK = 0.02  # seconds that times of files may lag behind
 _AFTER_LAUNCHER = 5.0  # seconds in which a run's processes have to be gone once its launcher is
 _UNHARMED = 10  # steps in which what was hit goes on: it is not going to end
 _HEEDED = 30.0  # seconds after a deadly fault in which it may yet: ranks agree on the step at which they stop
-ARMED = "armed"
-"""The folder, beside the run's, in which faults within a rank are announced."""
-
-_READ_AHEAD = 3  # steps
 _SAVING = re.compile(r"\.step-(\d+)\.tmp")
 
 
@@ -53,7 +46,6 @@ class _Strike:
     index: int
     step: int
     saving: int | None
-    armed: Path | None = None
     damaged: str = ""
     whole_from: int | None = None
     """Since which event whoever was hit is there again, or no longer hindered."""
@@ -89,7 +81,6 @@ class InjectedRun:
         self.seconds = 0.0
         self._command, self._folder, self._faults, self._limit = command, folder, tuple(faults), limit
         self._run = folder / "run"
-        self._armed = folder / ARMED
         self._before = set[int]()
         self._over = False
         # by themselves: how often a save is waited for, and drawn for, differs from run to run
@@ -108,7 +99,6 @@ class InjectedRun:
     def run(self, say: Callable[[Outcome], None] = lambda _: None) -> None:
         """Run to the end; ``say`` is given each outcome as soon as it is known."""
         self._folder.mkdir(parents=True, exist_ok=True)
-        self._armed.mkdir(exist_ok=True)
         self._before = children_of_this_process()
         self._begun = time.monotonic()
         self._begin()
@@ -165,7 +155,7 @@ class InjectedRun:
         if fault.phase == "step":
             return self._harm(fault, pids, None)
         time.sleep(self._moments.random() * 0.004)
-        with _standing([*ranks.values(), self._process.pid], unless=pids if fault.kind in _STAND_ON else ()):
+        with _standing([*ranks.values(), self._process.pid], unless=pids if fault.kind == "SIGSTOP" else ()):
             saving = self._saving()
             if saving is None or saving < fault.step(self._command.checkpoint_every):
                 send(pids, signal.SIGCONT)
@@ -180,49 +170,25 @@ class InjectedRun:
         match fault.kind:
             case "SIGKILL" | "SIGTERM" | "SIGSTOP":
                 send(pids, getattr(signal, fault.kind))
-            case "slow-disk":
-                send(pids, signal.SIGSTOP)
-            case "full-disk":
-                limit_files(pids, 0)
-            case "cut":
-                self._set_links("down")
-            case "tear" | "flip":
+            case _:
                 send(pids, signal.SIGKILL)
                 self._process.wait()
                 self._await_nobody()
                 strike.damaged = damage(self._run / CHECKPOINTS, fault, self._dice)
-            case _:
-                strike.armed = faulty_data.arm(self._armed, fault.kind, fault.rank)
         return strike
-
-    def _set_links(self, state: str) -> None:
-        network = f"--net=/proc/{self._process.pid}/ns/net"
-        subprocess.run([str(tool("nsenter")), network, str(tool("ip")), "link", "set", "lo", state], check=False)
 
     def _follow(self, strike: _Strike) -> Outcome:
         """See what comes of it, up to the next step that is completed after."""
-        lasting = not strike.fault.deadly and strike.armed is None
+        lasting = not strike.fault.deadly
         while not self._over and not self._recovered(strike):
             if lasting and time.monotonic() > strike.at + strike.fault.seconds:
-                self._undo(strike)
+                send(strike.pids, signal.SIGCONT)
                 lasting, strike.whole_from = False, len(self._events)
             self._tick()
         if lasting:
-            self._undo(strike)
-        if strike.armed and strike.armed.exists():
-            strike.armed.unlink(missing_ok=True)
-            return missed(strike.fault, "the rank read no sample")
+            send(strike.pids, signal.SIGCONT)
         self._strike = None
         return self._outcome(strike)
-
-    def _undo(self, strike: _Strike) -> None:
-        match strike.fault.kind:
-            case "full-disk":
-                limit_files(strike.pids, -1)
-            case "cut":
-                self._set_links("up")
-            case _:
-                send(strike.pids, signal.SIGCONT)
 
     def _recovered(self, strike: _Strike) -> bool:
         names = [event["event"] for _, event in self._events[strike.index :]]
@@ -231,17 +197,14 @@ class InjectedRun:
         may_end = strike.fault.deadly and time.monotonic() < strike.at + _HEEDED
         if names.count("step") > _UNHARMED and not may_end:
             return True
-        if strike.armed and not strike.armed.exists() and strike.whole_from is None:
-            strike.whole_from = len(self._events)
-        if strike.whole_from is None and strike.armed is None and strike.fault.deadly and "step" in names:
+        if strike.whole_from is None and strike.fault.deadly and "step" in names:
             there = rank_processes(self._process.pid)
             gone = not {self._process.pid, *there.values()} & set(strike.pids)
             if len(there) == self._command.plan.processes and gone:
                 strike.whole_from = len(self._events)
         if strike.whole_from is None:
             return False
-        # what a rank has read is computed later, and may end the run only then
-        return names[strike.whole_from - strike.index :].count("step") > (_READ_AHEAD if strike.armed else 0)
+        return "step" in names[strike.whole_from - strike.index :]
 
     def _outcome(self, strike: _Strike) -> Outcome:
         after = self._events[strike.index :]
@@ -337,13 +300,8 @@ def _hit(fault: Fault, ranks: dict[int, int], launcher: int) -> tuple[int, ...]:
             return (launcher,)
         case "ranks":
             return tuple(ranks.values())
-        case "links":
-            return ()
         case _:
             return (launcher, *ranks.values())
-
-
-_STAND_ON = ("SIGSTOP", "slow-disk")
 
 
 @contextmanager
