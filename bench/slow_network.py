@@ -1,6 +1,6 @@
 """Two hosts with a thin link, 100 Mbit/s and 20 ms: seconds to a fixed validation loss, and bytes sent.
 
-``python bench/slow_network.py [--steps N] [--rate 100mbit] [--delay 20ms]``. A GPT of 10.9 million parameters learns
+``python bench/slow_network.py [--steps N] [--rate 100] [--delay 20]``. A GPT of 10.9 million parameters learns
 real text on two hosts of one core each. The target is 1 % above the loss that synchronous training (DDP) has after N
 steps; every other plan trains half as many steps again. ``no limit`` is the same DDP between the same hosts over a link
 that is not shaped: what removing the traffic altogether would allow. Time for evaluations is taken out on all sides.
@@ -24,14 +24,10 @@ from rich.table import Table
 
 import phalanx as px
 from compare import announce
-from phalanx.comm import Place
+from emulator import Hosts, train_between
 from phalanx.config import Plan, RunSpec
 from phalanx.demo.jobs.gpt import gpt_job, windows
 from phalanx.events import read
-from phalanx.launch import RunFolder, launch
-from phalanx.launch.hosts import Hosts
-from phalanx.train.launcher_link import LauncherLink
-from phalanx.train.loop import train
 
 DDP, DILOCO = "dp=2", "dp=2 sync=diloco every=25 outer_momentum=0.5 compress=int8"
 COMPRESSED = ("dp=2 compress=powersgd:16", "dp=2 compress=int8")
@@ -76,13 +72,7 @@ def run(name: str, plan: str, task: px.Job, network: dict[str, Any]) -> Arm:
     chosen = Plan.parse(plan)
     with tempfile.TemporaryDirectory(prefix="phalanx-network-") as scratch, Hosts(2, **network) as hosts:
         spec = RunSpec(job="gpt", plan=chosen, folder=Path(scratch) / "run", forecast="none")
-        with RunFolder(spec, job=task) as folder:
-            begun = folder.prepare()
-
-            def work(place: Place, report: Any) -> Any:
-                return train(task, begun, place, LauncherLink(report=report))
-
-            launch(work, chosen.processes, hosts=hosts)
+        train_between(hosts, task, spec)
         sent = hosts.bytes_sent(0)
         events = list(read(spec.folder / "events.jsonl"))
     return arm(name, events, sent)
@@ -102,18 +92,19 @@ def arm(name: str, events: list[dict[str, Any]], sent: float) -> Arm:
 def main() -> int:
     options = argparse.ArgumentParser(description=__doc__)
     options.add_argument("--steps", type=int, default=150)
-    options.add_argument("--rate", default="100mbit")
-    options.add_argument("--delay", default="20ms")
+    options.add_argument("--rate", type=float, default=100.0, help="Mbit/s")
+    options.add_argument("--delay", type=float, default=20.0, help="ms")
     asked = options.parse_args()
     announce()
-    network, console = {"rate": asked.rate, "delay": asked.delay}, Console(width=130)
+    network, console = {"rate": 1e6 * asked.rate, "delay": asked.delay / 1e3}, Console(width=130)
     ddp = run("DDP", DDP, job(asked.steps), network)
     free = run("DDP, no limit", DDP, job(asked.steps), {})
     target = ddp.curve[-1][2] * (1 + MARGIN)
     longer = asked.steps * 3 // 2
     others = [run("DiLoCo", DILOCO, job(longer), network)]
     others += [run(plan, plan, job(longer), network) for plan in COMPRESSED]
-    table = Table(title=f"to a validation loss of {target:.3f}, {asked.rate}, {asked.delay}", title_justify="left")
+    title = f"to a validation loss of {target:.3f}, {asked.rate:g} Mbit/s, {asked.delay:g} ms"
+    table = Table(title=title, title_justify="left")
     for heading in ("", "s/step", "steps", "seconds", "x DDP", "of no limit", "MB/step sent", "of DDP's bytes"):
         table.add_column(heading)
     found = {one.name: one.reached(target) for one in (ddp, free, *others)}

@@ -16,20 +16,15 @@ import sys
 import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
 from compare import announce
-from phalanx.comm import Place
+from emulator import Hosts, train_between
 from phalanx.config import Plan, RunSpec
 from phalanx.demo.jobs.gpt import gpt_job
 from phalanx.events import read
-from phalanx.launch import RunFolder, launch
-from phalanx.launch.hosts import Hosts
-from phalanx.train.launcher_link import LauncherLink
-from phalanx.train.loop import train
 
 EVEN = "dp=2"
 PLANS = ("dp=2 shares=auto", "server=1 dp=2 staleness=4", "server=1 dp=2 staleness=unbounded")
@@ -58,13 +53,7 @@ def run(plan: str, steps: int, slow: float, *, alone: int | None = None) -> Rate
         if alone != 0:
             hosts.throttle(0 if alone else 1, slow)
         spec = RunSpec(job="gpt", plan=chosen, folder=Path(scratch) / "run", forecast="none")
-        with RunFolder(spec, job=task) as folder:
-            begun = folder.prepare()
-
-            def work(place: Place, report: Any) -> Any:
-                return train(task, begun, place, LauncherLink(report=report))
-
-            launch(work, chosen.processes, hosts=hosts)
+        train_between(hosts, task, spec)
         events = list(read(spec.folder / "events.jsonl"))
     taken = [event for event in events if event["event"] == "step"]
     warm = len(taken) // 3  # shares have settled by then

@@ -18,9 +18,9 @@ import psutil
 import pytest
 import torch
 
-import phalanx as px
+from emulator import Hosts
+from emulator.network import lacking
 from forked import get_over_with
-from phalanx.launch.host_network import lacking
 from suite_minutes import SuiteMinutes
 
 # A shell starts what it runs in the background with interrupts ignored, and programs inherit that.
@@ -87,14 +87,14 @@ def _workers_are_forked_from_what_is_ready(request: pytest.FixtureRequest) -> No
 
 
 @pytest.fixture
-def hosts() -> Iterator[Callable[..., px.Hosts]]:
-    """Makes hosts for the length of the test, ``hosts(2, rate="100mbit")``; skips it where none can be made."""
+def hosts() -> Iterator[Callable[..., Hosts]]:
+    """Makes hosts for the length of the test, ``hosts(2, rate=1e8)``; skips it where none can be made."""
     with ExitStack() as up:
 
-        def make(count: int, **how: Any) -> px.Hosts:
-            made = px.Hosts(count, **how)
-            if problem := lacking(made.link):
-                pytest.skip(f"no hosts can be made here: {problem.given}")
+        def make(count: int, **how: Any) -> Hosts:
+            made = Hosts(count, **how)
+            if why := lacking(made.link):
+                pytest.skip(why)
             return up.enter_context(made)
 
         yield make

@@ -39,7 +39,6 @@ if TYPE_CHECKING:
         weighted,
     )
     from phalanx.errors import PhalanxError
-    from phalanx.launch.hosts import Hosts
     from phalanx.report.to_keras import to_keras
     from phalanx.sweep import sweep
     from phalanx.train.batch_scaling import linear_scaling
@@ -65,7 +64,6 @@ _WHERE = {
     "Losses": "phalanx.config.losses",
     "model_loss": "phalanx.train.own_loss",
     **dict.fromkeys(("param", "params"), "phalanx.config.params"),
-    "Hosts": "phalanx.launch.hosts",
     "sweep": "phalanx.sweep",
     "PhalanxError": "phalanx.errors",
     **dict.fromkeys(("Curriculum", "Mixture", "ParquetFiles", "Table", "TarFiles", "TokenFile"), "phalanx.data"),
@@ -85,7 +83,6 @@ __all__ = [
     "Clip",
     "Cluster",
     "Curriculum",
-    "Hosts",
     "Job",
     "Loss",
     "Losses",

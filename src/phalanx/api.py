@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from phalanx.config.run import Resume
     from phalanx.forecast import Forecast
     from phalanx.launch import Launcher
-    from phalanx.launch.hosts import Hosts
     from phalanx.planner import Advice
     from phalanx.report.shown_progress import Watch
     from phalanx.train.own_step import OwnLoader, OwnStep
@@ -38,7 +37,6 @@ def fit(
     folder: str | Path | None = None,
     watch: Watch = None,
     cores: int | None = None,
-    hosts: Hosts | None = None,
     launcher: str | Launcher = "local",
     **settings: Any,
 ) -> Run:
@@ -59,7 +57,6 @@ def fit(
             lines on stderr by rank 0 of torchrun's workers; elsewhere the logger ``phalanx`` is told what differs from
             one device, and other warnings. ``False``: nothing is shown or told.
         cores: CPU cores that each replica computes with; its share of the machine's where not given.
-        hosts: where workers are put; all on this machine's own network where not given.
         launcher: what starts the workers: ``local`` forks them from this process. With ``torchrun``, and on the hosts
             of ``ssh:hosts.toml``, they are new processes that load the job from where ``run.job`` says.
         settings: fields of ``RunSpec`` by their names, such as ``resume="auto"`` or ``checkpoint_every="5m"``, in place
@@ -82,7 +79,7 @@ def fit(
     if place is not None:
         return _take_part(asked, spec, place, cores, watch)
     loadable = isinstance(run, RunSpec)
-    there = RunStarter(launcher=_launcher(launcher), hosts=hosts, cores=cores, loadable=loadable)
+    there = RunStarter(launcher=_launcher(launcher), cores=cores, loadable=loadable)
     with looked_on(watch, spec.folder / EVENTS) as look:
         try:
             train_here(asked, spec, there, look)
@@ -126,7 +123,6 @@ def start(
         raise SpecError.of("launcher", "px.start in a worker of torchrun", "px.fit", "px.fit(job(), plan)")
     there = RunStarter(
         launcher=_launcher(launcher),
-        hosts=None,
         cores=cores,
         loadable=isinstance(run, RunSpec),
         background=True,

@@ -11,8 +11,6 @@ DURATION_UNITS = "s, m, h or d"
 
 _BYTES = {"b": 1, **{f"{unit}b": 1000**power for power, unit in enumerate("kmgt", 1)}}
 _BYTES |= {f"{unit}ib": 1024**power for power, unit in enumerate("kmgt", 1)}
-_BIT_RATES = {"bit": 1.0, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9, "b/s": 1.0, "kb/s": 1e3, "mb/s": 1e6, "gb/s": 1e9}
-_SECONDS = {"us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0}
 _DURATIONS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 
 
@@ -29,31 +27,6 @@ def parse_bytes(text: str) -> int:
     return round(float(match.group(1)) * _BYTES[unit])
 
 
-def parse_bit_rate(text: str) -> float:
-    """Bit/s from text such as ``100mbit``, ``1 Gbit/s`` or ``10Gb/s``.
-
-    Raises:
-        ValueError: if the text is no number with a known unit.
-    """
-    number, unit = _number_and_unit(text)
-    name = unit.lower().removesuffix("/s") if "bit" in unit.lower() else unit.lower()
-    if name not in _BIT_RATES or "B" in unit:
-        raise ValueError("a number and one of kbit, mbit, gbit, such as 100mbit")
-    return number * _BIT_RATES[name]
-
-
-def parse_seconds(text: str) -> float:
-    """Seconds from text such as ``20ms``, ``500us`` or ``1.5s``.
-
-    Raises:
-        ValueError: if the text is no number with a known unit.
-    """
-    number, unit = _number_and_unit(text)
-    if unit not in _SECONDS:
-        raise ValueError("a number and one of us, ms, s, such as 20ms")
-    return number * _SECONDS[unit]
-
-
 def parse_duration(text: str) -> float:
     """Seconds, more than 0, from text such as ``90s``, ``15m``, ``1.5h`` or ``3d``.
 
@@ -68,23 +41,6 @@ def parse_duration(text: str) -> float:
     if not 0 < seconds < math.inf:
         raise ValueError(f"a time above 0 in {DURATION_UNITS}, such as 15m")
     return seconds
-
-
-def parse_share(text: str) -> float:
-    """A share of one from text such as ``0.1%`` or ``0.001``.
-
-    Raises:
-        ValueError: if the text is no number, with ``%`` or without.
-    """
-    number, unit = _number_and_unit(text)
-    if unit not in ("", "%"):
-        raise ValueError("a number with %, such as 0.1%")
-    return number / 100 if unit else number
-
-
-def _number_and_unit(text: str) -> tuple[float, str]:
-    match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([^\s0-9.]*)\s*", text)
-    return (float(match[1]), match[2]) if match else (0.0, "?")
 
 
 def show_bytes(count: float) -> str:

@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -219,21 +218,6 @@ def test_bench(toy: Path) -> None:
     assert second["speed_up"] == pytest.approx(second["samples_per_second"] / first["samples_per_second"])
     assert second["efficiency"] == pytest.approx(second["speed_up"] / 2)
     assert not Path("runs").exists()
-
-
-def test_bench_between_hosts(toy: Path, hosts: Callable[..., Any]) -> None:
-    hosts(1)  # skips where none can be made
-    argv = ["bench", toy, "--hosts", 2, "--rate", "10mbit", "--slow", "1:2x", "--plan", "dp=2", "--plan", "single"]
-    result = invoke(*argv, "--steps", 4, "--json")
-    assert result.exit_code == 0, result.output
-    answer = json.loads(result.stdout)
-    assert answer["network"]["rate"] == 1e7
-    assert answer["network"]["slow"] == {"1": 2.0}
-    together, alone = answer["plans"]
-    assert [together["plan"], alone["plan"]] == ["dp=2", "single"]
-    assert min(together["sent_per_step"]) > 0
-    assert together["share"] == pytest.approx(together["samples_per_second"] / together["here_samples_per_second"])
-    assert alone["sent_per_step"] == [0.0, None]
 
 
 def test_demo_from_an_empty_directory() -> None:

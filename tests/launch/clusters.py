@@ -79,8 +79,8 @@ class Cluster:
         with suppress(subprocess.CalledProcessError):  # it is taken back by itself as soon as it answers
             _run("scontrol", "update", f"nodename={node}", "state=resume")
 
-    def set_time_limit(self, job: int | str, minutes: int) -> bool:
-        """Whether Slurm took it: not while it puts the job back into its queue. ``job``: 7, of an array 7_0."""
+    def set_time_limit(self, job: int, minutes: int) -> bool:
+        """Whether Slurm took it: not while it puts the job back into its queue."""
         with suppress(subprocess.CalledProcessError):
             return _run("scontrol", "update", f"JobId={job}", f"TimeLimit={minutes}") == ""
         return False

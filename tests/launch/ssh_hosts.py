@@ -16,8 +16,8 @@ from typing import final
 
 import pytest
 
-import phalanx as px
-from phalanx.launch.host_network import HostLink, lacking
+from emulator import Hosts
+from emulator.network import HostLink, lacking
 from phalanx.launch.reaper import fork
 from phalanx.launch.worker_process import die_with
 
@@ -25,10 +25,10 @@ _SSHD = shutil.which("sshd") or "/usr/sbin/sshd"
 _UP = 60.0  # seconds for a server to listen
 
 
-def lacking_for_ssh(link: HostLink) -> str:
-    """Why there can be no such hosts with such links here; empty where there can."""
-    if problem := lacking(link):
-        return str(problem.given)
+def lacking_for_ssh(rate: float = 0.0) -> str:
+    """Why there can be no such hosts with links of such a rate here; empty where there can."""
+    if why := lacking(HostLink(rate=rate)):
+        return why
     if os.geteuid():
         return "an SSH server of one's own needs root"
     missing = [name for name in (_SSHD, "ssh", "ssh-keygen") if not shutil.which(name)]
@@ -42,7 +42,7 @@ class SshServers:
     ``own``: folders in whose place each host has an empty one of its own, as a machine without a shared disk has.
     """
 
-    def __init__(self, hosts: px.Hosts, folder: Path, own: Sequence[Path] = ()) -> None:
+    def __init__(self, hosts: Hosts, folder: Path, own: Sequence[Path] = ()) -> None:
         self.hosts, self.folder, self.own = hosts, folder, own
         self.pids: list[int] = []
         for name in ("key", "host_key", "other_key"):
@@ -136,11 +136,11 @@ def _have_own(folders: Sequence[Path]) -> None:
 
 
 @contextmanager
-def ssh_servers(count: int, folder: Path, rate: str = "", own: Sequence[Path] = ()) -> Iterator[SshServers]:
+def ssh_servers(count: int, folder: Path, rate: float = 0.0, own: Sequence[Path] = ()) -> Iterator[SshServers]:
     """So many hosts with a server each, links of that rate, and folders of their ``own``; skips where none can be."""
-    if why := lacking_for_ssh(px.Hosts(2, rate=rate).link):
+    if why := lacking_for_ssh(rate):
         pytest.skip(why)
-    with px.Hosts(count, rate=rate) as hosts:
+    with Hosts(count, rate=rate) as hosts:
         servers = SshServers(hosts, folder, own)
         try:
             yield servers

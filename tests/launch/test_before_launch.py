@@ -228,7 +228,7 @@ def test_a_job_that_is_installed_needs_no_file_in_a_volume(tmp_path: Path, monke
 
 @pytest.fixture(scope="module")
 def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SshServers]:
-    with ssh_servers(2, tmp_path_factory.mktemp("ssh"), rate="800mbit") as made:
+    with ssh_servers(2, tmp_path_factory.mktemp("ssh"), rate=8e8) as made:
         yield made
 
 

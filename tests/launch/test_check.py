@@ -15,10 +15,10 @@ import pytest
 from click.testing import CliRunner
 from launched import Queue, StandIn, StandIns
 
+from emulator.network import HostLink, HostNetwork, lacking, tool
 from law_rows import longer
 from phalanx.cli import main
 from phalanx.launch.check_hosts import TargetHost
-from phalanx.launch.host_network import HostLink, HostNetwork, lacking, tool
 from phalanx.launch.targets import TARGETS
 
 JOB = """
@@ -236,8 +236,8 @@ class Wired:
 
 @pytest.fixture
 def wired() -> Iterator[Wired]:
-    if problem := lacking(HostLink(rate=4e8)):
-        pytest.skip(f"no hosts can be made here: {problem.given}")
+    if why := lacking(HostLink(rate=4e8)):
+        pytest.skip(why)
     made = Wired()
     yield made
     made.network.close()

@@ -23,6 +23,7 @@ import pytest
 from launched import NEEDED, SHARED, await_none_left, await_steps, by_hand, submission, until, write_job
 
 import phalanx as px
+from emulator import Hosts
 from phalanx.launch.reaper import SAVED, fork
 from phalanx.launch.runfile import newest_step
 from phalanx.launch.targets import CodePack, Submission, sagemaker_node
@@ -39,7 +40,7 @@ STEPS = 30
 class Containers:
     """Those of the job that is handed over, each with a root ``algo-N`` in ``folder``."""
 
-    def __init__(self, given: Submission, folder: Path, hosts: px.Hosts | None) -> None:
+    def __init__(self, given: Submission, folder: Path, hosts: Hosts | None) -> None:
         prepared = SageMakerTarget("").prepare(given)
         self._asked: dict[str, Any] = json.loads(prepared.files[given.folder / "training-job.json"])
         self._runfile, self._code = prepared.files[given.runfile], folder / "code.tar.gz"
@@ -150,7 +151,7 @@ Start = Callable[..., Containers]
 
 
 @pytest.fixture
-def start(tmp_path: Path, hosts: Callable[..., px.Hosts]) -> Iterator[Start]:
+def start(tmp_path: Path, hosts: Callable[..., Hosts]) -> Iterator[Start]:
     """Starts the containers of a job on so many hosts; none outlives the test."""
     made: list[Containers] = []
 

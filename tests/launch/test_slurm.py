@@ -1,26 +1,18 @@
-"""What a launch on Slurm asks for, without one: its script, its commands, arrays of plans and their end."""
+"""What a launch on Slurm asks for, without one: its script and its commands."""
 
 from __future__ import annotations
 
-import json
 import os
-import signal
 import subprocess
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner
-from launched import Queue, submission, write_job
+from launched import submission
 
 from law_rows import in_one_test
-from phalanx.cli import bench_queue, main
-from phalanx.cli.bench_queue import QueueBench
-from phalanx.config import Job, Plan
-from phalanx.errors import RunError, SpecError
+from phalanx.errors import SpecError
 from phalanx.launch.reaper import SAVED
-from phalanx.launch.targets import TARGETS, ArrayTarget, Prepared, Standing, Submission
 from phalanx.launch.targets.slurm import SlurmTarget
 
 
@@ -49,23 +41,20 @@ def test_what_a_shell_says_to_sbatch_is_no_more_than_what_the_script_leaves_open
     assert (tmp_path / "told").read_text() == "SBATCH_QOS=other\n"
 
 
-@pytest.mark.parametrize("task", [0, None])
 def test_a_copied_folder_does_not_stop_the_run_that_it_is_a_copy_of(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, task: int | None
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    home = tmp_path / "a run" if task is None else tmp_path
-    job = f"JobId=7 JobState=RUNNING Reason=None Command={home}/launch/job.sh WorkDir=/"
+    job = f"JobId=7 JobState=RUNNING Reason=None Command={tmp_path}/a run/launch/job.sh WorkDir=/"
     asked = pretend(tmp_path, monkeypatch, scontrol=f"echo '{job}'")
-    target, ticket = SlurmTarget(""), {"job": 7, "cluster": "far", **({} if task is None else {"task": task})}
+    target, ticket = SlurmTarget(""), {"job": 7, "cluster": "far"}
     (tmp_path / "linked").symlink_to(tmp_path)
-    name, own = ("7", "a run") if task is None else ("7_0", "0")
-    for folder, state in ((tmp_path / "copy" / own, "unknown"), (tmp_path / "linked" / own, "running")):
+    for folder, state in ((tmp_path / "copy" / "a run", "unknown"), (tmp_path / "linked" / "a run", "running")):
         assert target.standing(ticket, folder).state == state
         assert "scancel" not in asked.read_text()
         target.stop(ticket, folder)
     *before, last = asked.read_text().splitlines()
-    assert last == f"scancel -M far --signal=USR2 --batch {name}"
-    assert f"scontrol -M far show job {name} --oneliner" in before
+    assert last == "scancel -M far --signal=USR2 --batch 7"
+    assert "scontrol -M far show job 7 --oneliner" in before
 
 
 def test_what_slurm_took_is_handed_over_also_where_it_says_no_more(
@@ -155,8 +144,6 @@ def test_what_is_taken_for_granted_without_slurm_is_said(
     assert f"#SBATCH {words}\n" in prepared.shown()
     assert prepared.notes == notes
     assert prepared.shown().endswith("".join(f"\nnote: {note}" for note in notes))
-    runs = [submission("slurm", tmp_path / "bench", plan, **options)]
-    assert SlurmTarget("").prepare_array(runs, 1).notes == notes
 
 
 def test_a_slurm_that_does_not_answer_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -224,143 +211,3 @@ def test_a_warning_does_not_hide_why_slurm_would_refuse(tmp_path: Path, monkeypa
     pretend(tmp_path, monkeypatch, sbatch=f"echo 'sbatch: warning: much' >&2; echo '{words}' >&2; exit 1")
     target = SlurmTarget("")
     assert target.why_not(target.prepare(submission("slurm", tmp_path))) == words
-
-
-NODES = ("--to", "slurm", "--nodes", "2", "--steps", "5", "--run", "bench")
-
-
-def test_the_script_is_shown_in_full_and_nothing_is_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = tmp_path / "a b'c #%d\"e"
-    folder.mkdir()
-    monkeypatch.chdir(folder)
-    write_job(folder)
-    words = ("bench", "train.py", *NODES, "--plan", "dp=2", "--at-once", "2", "--time", "1h", "--dry-run")
-    told = json.loads(CliRunner().invoke(main, [*words, "--json"]).stdout)
-    names = ["launch/measured.py", "0/launch/run.toml", "1/launch/run.toml", "launch/job.sh"]
-    assert list(told["files"]) == [str(folder / "bench" / name) for name in names]
-    script = told["files"][str(folder / "bench" / "launch" / "job.sh")]
-    assert "#SBATCH --array=0-1%2\n" in script
-    assert "nodes=(1 2) " in script
-    assert told["commands"] == [["sbatch", "--parsable", str(folder / "bench" / "launch" / "job.sh")]]
-    subprocess.run(["bash", "-n"], input=script, text=True, check=True)
-    assert script in CliRunner().invoke(main, [*words]).stdout
-    assert not (folder / "bench").exists()
-
-
-@in_one_test(
-    ("words", "said"),
-    [
-        (("--run", "there"), "--run: given without --to"),
-        (("--at-once", "2"), "--at-once: given without --to"),
-        (("--dry-run",), "--dry-run: given without --to"),
-        (("--nodes", "2"), "No such option '--nodes'"),
-        ((*NODES, "--hosts", "2"), "--hosts: given together with --to slurm"),
-        ((*NODES, "--rate", "1gbit"), "--rate: given together with --to slurm"),
-        (("--to", "ray://head:1", "--plan", "dp=2"), "which takes no arrays of jobs; allowed: slurm"),
-        (("--to", "slurn", "--plan", "dp=2"), "--to slurm"),
-        ((*NODES, "--plan", "dp=2", "--qoz", "long"), "try: --qos"),
-        ((*NODES, "-n", "1", "--dry-run"), "--nodes: given 2, for the plans single"),
-        ((*NODES, "-n", "2", "--time", "soon", "--dry-run"), "--time: given 'soon'"),
-        ((*NODES, "--constraint", "a100", "--dry-run"), "which there are is not known here"),
-        ((*NODES, "-n", "2", "--plan", "ep=2"), "refused"),
-    ],
-)
-def test_what_cannot_be_is_refused_by_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...], said: str
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    write_job(tmp_path)
-    done = CliRunner().invoke(main, ["bench", "train.py", *words])
-    assert done.exit_code == 2, done.output
-    assert said in done.output
-    assert not (tmp_path / "bench").exists()
-
-
-PLANS = [Plan(), Plan(dp=2), Plan(dp=4)]
-REFUSED = RunError("Slurm refuses it: slurm: warning: slow\nUnable to contact slurm controller\n    try: sinfo")
-
-
-class Array(Queue, ArrayTarget):
-    def __init__(self, address: str) -> None:
-        self.answers: list[Any] = []  # to looks at plans, in turn; the last again and again
-        self.stopped: list[int] = []
-        self.looks = 0
-
-    def prepare_array(self, submissions: Sequence[Submission], at_once: int) -> Prepared:
-        return self.prepare(submissions[0])
-
-    def submit_array(self, prepared: Prepared, count: int) -> Sequence[Mapping[str, Any]]:
-        for number in range(count):
-            (prepared.submission.run.folder.parent / str(number) / "launch").mkdir(parents=True)
-        return [{"job": 7, "task": task} for task in range(count)]
-
-    def standing(self, ticket: Mapping[str, Any], folder: Path) -> Standing:
-        self.looks += 1
-        answer = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
-        if callable(answer):
-            answer()
-            return Standing(state="running")
-        if isinstance(answer, Exception):
-            raise answer
-        return Standing(state=answer)
-
-    def stop(self, ticket: Mapping[str, Any], folder: Path) -> None:
-        self.stopped.append(ticket["task"])
-        if ticket["task"] == 1:
-            raise REFUSED
-
-
-@pytest.fixture
-def queue(monkeypatch: pytest.MonkeyPatch) -> Array:
-    monkeypatch.setitem(TARGETS, "queue", "test_slurm:Array")
-    monkeypatch.setattr(bench_queue.time, "sleep", lambda seconds: None)
-    return Array("")
-
-
-def measure(queue: Array, folder: Path) -> Any:
-    job = Job(name="job", model=list, data=list, loss=max, optimizer=list, batch=4, steps=3)
-    how: dict[str, Any] = {"options": {}, "reference": "train.py", "at_once": 1}
-    return QueueBench(target=queue, to="queue", folder=folder / "bench", job=job, plans=PLANS, **how).measure([])
-
-
-def interrupted() -> None:
-    raise KeyboardInterrupt
-
-
-def ended() -> None:
-    os.kill(os.getpid(), signal.SIGTERM)
-
-
-@pytest.mark.parametrize(("by", "raised"), [(interrupted, KeyboardInterrupt), (ended, SystemExit)])
-def test_all_are_stopped_also_where_one_cannot_be_and_that_one_is_named(
-    queue: Array, tmp_path: Path, capsys: pytest.CaptureFixture[str], by: Any, raised: type[BaseException]
-) -> None:
-    before = signal.getsignal(signal.SIGTERM)
-    queue.answers = ["waiting", by]
-    with pytest.raises(raised) as caught:
-        measure(queue, tmp_path)
-    assert getattr(caught.value, "code", 143) == 143
-    assert queue.stopped == [2, 1, 0], "those first that wait"
-    err = capsys.readouterr().err
-    assert err.count("may still wait or run there") == 1
-    assert "dp=2 may still wait or run there: Unable to contact slurm controller\n" in err
-    assert f"try: phalanx stop {tmp_path}/bench/1" in err
-    assert signal.getsignal(signal.SIGTERM) is before
-
-
-def test_a_queue_that_answers_no_more_is_given_up_and_what_goes_on_is_said(queue: Array, tmp_path: Path) -> None:
-    queue.answers = ["running", REFUSED]
-    with pytest.raises(RunError) as caught:
-        measure(queue, tmp_path)
-    assert queue.looks >= 30 * len(PLANS), "thirty looks at all of them"
-    assert queue.stopped == []
-    said = str(caught.value)
-    assert said.startswith("queue has not answered 31 times: Unable to contact slurm controller; what it has goes on")
-    assert f"try: the same command with --run {tmp_path}/bench, which finds it again" in said
-    assert f"phalanx stop {tmp_path}/bench/0" in said
-
-
-def test_one_answer_in_between_begins_the_count_anew(queue: Array, tmp_path: Path) -> None:
-    silence = [REFUSED] * len(PLANS) * 30
-    queue.answers = [*silence, "running", *silence, "ended"]
-    assert len(measure(queue, tmp_path).failed) == len(PLANS), "nothing was measured, and nothing was given up"

@@ -6,7 +6,6 @@ import json
 import os
 import re
 import shlex
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -24,7 +23,6 @@ from phalanx.errors import RunError
 from phalanx.launch.runfile import newest_step
 from phalanx.launch.targets import Submission
 from phalanx.launch.targets.slurm import SlurmTarget
-from phalanx.report.run_standing import run_standing
 
 pytestmark = pytest.mark.timeout(300)
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "how-to" / "slurm.md"
@@ -238,73 +236,3 @@ def test_it_says_what_its_nodes_have() -> None:
 
 def told_by(*words: str) -> str:
     return subprocess.run([sys.executable, "-m", "phalanx", *words], capture_output=True, text=True, check=True).stdout
-
-
-ROW = {
-    *("plan", "devices", "device", "step_seconds", "samples_per_second", "speed_up", "efficiency", "peak_bytes"),
-}
-NODES = ("--to", "slurm", "--nodes", "2", "--steps", "5", "--run", "bench")
-
-
-def write_failing_job(folder: Path) -> None:
-    path = write_job(folder)
-    says = 'def job():\n    print("at", os.environ.get("SLURMD_NODENAME"), os.environ.get("OMP_NUM_THREADS"))\n'
-    fails = 'def loss(output, batch):\n    if os.environ.get("WORLD_SIZE") == "4":\n        raise ValueError("four")\n'
-    text = path.read_text().replace("def loss(output, batch):\n", fails).replace("def job():\n", says)
-    path.write_text("import os\n" + text)
-
-
-def nodes_and_threads(folder: Path) -> set[tuple[str, str]]:
-    """Return the nodes of a run's processes, and for how many threads each was told to compute."""
-    printed = [log.read_text().split() for log in (folder / "launch").glob("rank-*.log")]
-    return {(words[words.index("at") + 1], words[words.index("at") + 2]) for words in printed}
-
-
-def test_plans_are_measured_side_by_side_and_one_that_fails_is_named(cluster: Cluster, tmp_path: Path) -> None:
-    write_failing_job(tmp_path)
-    words = ("bench", "train.py", *NODES, "--plan", "dp=2", "--plan", "dp=4")
-    process = phalanx(*words, "--json", cwd=tmp_path)
-    out, err = process.communicate(timeout=240)
-    assert process.returncode == 3, err
-    told = json.loads(out)
-    assert (told["job"], told["batch"], told["steps"], told["to"]) == ("train", 16, 5, "slurm")
-    assert [row["plan"] for row in told["plans"]] == ["single", "dp=2"]
-    assert all(set(row) == ROW and row["samples_per_second"] > 0 for row in told["plans"]), told
-    (failed,) = told["failed"]
-    assert failed["plan"] == "dp=4"
-    assert "ValueError: four" in failed["why"]
-    assert "four" in Path(failed["log"]).read_text()
-    folder = tmp_path / "bench"
-    assert told["folder"] == str(folder)
-    for run in (folder / "0", folder / "1"):
-        assert px.load(run).losses == pytest.approx(by_hand(5), rel=1e-5)
-        assert run_standing(run).state == "ended"
-    assert nodes_and_threads(folder / "0") == {("n1", "1")}, (
-        "a node that one device fits on, and a core, as when measured here"
-    )
-    assert nodes_and_threads(folder / "1") == {("n1", "1"), ("n2", "1")}
-    assert run_standing(folder / "2").state == "failed"
-    assert not list(folder.glob("[01]/checkpoints")), "measured, not trained"
-    assert not cluster.jobs()
-    again = phalanx(*words, cwd=tmp_path)
-    out, err = again.communicate(timeout=60)
-    assert again.returncode == 3, err
-    assert "train: 16 samples a step, 5 steps a plan" in out
-    assert [line.split()[0] for line in out.splitlines() if "cpu" in line] == ["single", "dp=2"], "not measured again"
-    assert "dp=4 failed: rank" in out
-    other = phalanx(*words, "--plan", "tp=2", cwd=tmp_path)
-    assert "bench, which holds something" in other.communicate(timeout=60)[1]
-    assert other.returncode == 2
-
-
-def test_ctrl_c_leaves_nothing_in_the_queue(cluster: Cluster, tmp_path: Path) -> None:
-    write_job(tmp_path, pause=0.3)
-    words = ("bench", "train.py", *NODES, "--plan", "dp=2", "--steps", "400")
-    process = phalanx(*words, cwd=tmp_path)
-    await_steps(tmp_path / "bench" / "0", 2, process, patience=120)
-    process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=90)
-    assert process.returncode == 130, err
-    until(lambda: not cluster.jobs(), 90, "the queue is empty")
-    assert not cluster.processes_with(str(tmp_path))
-    assert not (tmp_path / "bench" / "1" / "events.jsonl").exists()

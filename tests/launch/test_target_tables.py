@@ -154,7 +154,7 @@ def test_an_address_that_cannot_be_is_refused(text: str) -> None:
 
 
 TICKETS: dict[str, dict[str, Any]] = {
-    "slurm": {"job": 7, "cluster": "far", "task": 0},
+    "slurm": {"job": 7, "cluster": "far"},
     "kubernetes": {"jobset": "one", "nodes": 2, "least": 1, "context": "c", "namespace": "vision"},
     "ray": {"actor": "digits-1", "cluster": "10.0.0.1:6379"},
     "sagemaker": {"job": "digits-1", "region": "us-east-1", "run": "s3://bucket/digits-1/run"},
@@ -163,7 +163,6 @@ DAMAGE: dict[str, list[dict[str, Any]]] = {
     "slurm": [
         *({"job": job} for job in ("--me", "7", 1.5, True, -7, None)),
         *({"cluster": name} for name in ("--me", "", 7, "a b")),
-        *({"task": task} for task in (-1, True, "0", 1.5)),
     ],
     "kubernetes": [
         {"jobset": None},
@@ -272,7 +271,7 @@ def test_how_a_run_stands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name:
     answer: Any = None
 
     def ask_slurm(*words: str, **how: Any) -> str:
-        assert words == ("scontrol", "-M", "far", "show", "job", "7_0", "--oneliner")
+        assert words == ("scontrol", "-M", "far", "show", "job", "7", "--oneliner")
         if answer is None:
             raise RunError("Slurm refuses it: Invalid job id specified")
         return answer

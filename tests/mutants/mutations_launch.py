@@ -25,13 +25,6 @@ LAUNCH = (
         (f"test {TABLES} how_a_run_stands",),
     ),
     Mutation(
-        "slurm: a task of an array may be any number",
-        f"{TARGETS}/slurm.py",
-        "not (task is None or is_whole(task, 0))",
-        "not (task is None or isinstance(task, int))",
-        (f"test {TABLES} wrong_field",),
-    ),
-    Mutation(
         "slurm: seconds of a time limit are rounded down to minutes",
         f"{TARGETS}/slurm_request.py",
         "minutes = math.ceil(seconds / 60)",

@@ -134,8 +134,6 @@ def said() -> list[tuple[str, str]]:
     trains = "config data comm files checkpoint launch parallel train preflight placement planner verify"
     for folder in trains.split():
         for path in sorted((SOURCE / folder).rglob("*.py")):
-            if "chaos" in path.parts:  # which runs the command line
-                continue
             alone = {id(node.value) for node in nodes_of(path) if isinstance(node, ast.Expr)}
             for node in nodes_of(path):
                 if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in alone:
@@ -166,7 +164,6 @@ def test_no_call_is_advised_that_there_is_not() -> None:
             SpecError.of("cluster", "8xA100", "b", "batch=8"),
             "--on: given 8xA100; allowed: b\n    try: --batch 8\n",
         ),
-        (SpecError.of("factor", "0", "b", "hosts.throttle(1, 4)"), "try: --slow 1:4x\n"),
         (LossError('a\n    try: resume=True, on_spike="skip"; or b'), "try: --resume --on-spike skip; or b\n"),
         (
             LossError('resume=True\n\nwhat to do: alone: plan="single"'),

@@ -13,7 +13,6 @@ from click.testing import CliRunner
 
 from phalanx import checkpoint
 from phalanx.checkpoint.best import BEST
-from phalanx.cli import bench_queue
 from phalanx.cli.settings import Given
 from phalanx.cli.train import command
 from phalanx.config import Plan, RunSpec
@@ -259,7 +258,7 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "reference" / "run-folder.
 NAMES = (BEST, PLACEMENT, FORECAST, EVENTS, FOLDER, single_writer.NAME, run_secret._NAME)
 LOGS = TrainingLogs(None, "digits-1", Path())  # pyrefly: ignore  (asks nothing for its names)
 OF_LAUNCH = (
-    *(SCRIPT, CODE_LIST, "slurm-7.out", bench_queue._JOB_FILE, TICKET),
+    *(SCRIPT, CODE_LIST, "slurm-7.out", TICKET),
     *(kubernetes._MANIFESTS, kubernetes._ASKED, kubernetes_log._TAKEN, OUTPUT),
     *(ray._REQUEST, ray_code.ARCHIVE, ray_actors.STANDING),
     *(sagemaker._REQUEST, LOGS.path().name, LOGS.path(3).name, LOGS._tokens_file.name),

@@ -116,9 +116,6 @@ _HINT = re.compile(r"^ *(?:try|what to do): .*", re.MULTILINE)
 
 _OF_CALLS = {
     "cluster": {"batch=": "--batch "},
-    "hosts": {"Hosts(2)": "--hosts 2"},
-    "factor": {"hosts.throttle(1, 4)": "--slow 1:4x"},
-    "host": {"hosts.throttle(1, 4)": "--slow 1:4x"},
 }
 _OPTIONS = {"cluster": "--on"}
 """What problems of calls are about, what of Python stands in them, and the options for both."""

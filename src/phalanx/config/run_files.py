@@ -135,7 +135,6 @@ LAUNCH_FILES: Mapping[str, str] = {
     "ticket.json": "where the run was handed to, and what it is called there",
     RUN_TOML: "on Slurm and Ray what workers read; else a copy of what the target has of it",
     "job.sh": "on Slurm: the batch script",
-    "measured.py": "of `phalanx bench` over Slurm: the job",
     "slurm-*.out": "on Slurm: what the batch script and all workers print",
     "kubernetes.json": "on Kubernetes: the objects",
     "pods.json": "on Kubernetes: how far what pods print has been taken in",

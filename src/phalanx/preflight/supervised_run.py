@@ -28,7 +28,6 @@ from phalanx.launch import (
     supervise,
 )
 from phalanx.launch.first_step import first_step_checked
-from phalanx.launch.hosts import Hosts
 from phalanx.launch.launcher import StepReport, WorkerFunction
 from phalanx.launch.targets import forget_handed_over, one_launch_at_a_time, refuse_handed_over
 from phalanx.preflight.run_forecast import RunForecaster, forecast_after_look, too_little
@@ -63,7 +62,6 @@ class RunStarter:
     """Who starts the workers, where and how; ``loadable`` and ``background`` are those of ``Launch``."""
 
     launcher: Launcher
-    hosts: Hosts | None
     cores: int | None
     loadable: bool
     background: bool = False
@@ -84,7 +82,6 @@ class RunStarter:
             findings=found,
             loadable=self.loadable,
             threads=None if self.cores is None else self.cores * run.plan.threads,
-            hosts=self.hosts,
             reserves=_RESERVES if run.plan.server else 0,
             timeout=run.timeout,
             background=self.background,
@@ -122,15 +119,14 @@ def _nothing() -> None:
 def _train(
     job: Job, spec: RunSpec, how: RunStarter, watch: Callable[[], None] | None, tell_begun: Callable[[], None]
 ) -> None:
-    size, folder, hosts, cores = ElasticSize.of(job, spec) if spec.devices else None, spec.folder, how.hosts, how.cores
+    size, folder, cores = ElasticSize.of(job, spec) if spec.devices else None, spec.folder, how.cores
     spec = spec.resized_to(size.plan) if size else spec
     spec = spec if how.launcher.here else replace(spec, forecast="none")
     found, restarts = Findings(), Restarts(spec.restarts, folder, size)
 
     def work(place: Place, report: StepReport) -> dict[str, Any]:
-        report_step = hosts.counted(place.rank, report) if hosts else report
         with StopSignals(report.asked) as signals:
-            link = LauncherLink(report=report_step, asked=signals.asked, unsaved=report.unsaved)
+            link = LauncherLink(report=report, asked=signals.asked, unsaved=report.unsaved)
             with first_step_checked(job, begun, place, found) as observer:
                 return loop.train(job, begun, place, link, observer=observer, findings=found)
 

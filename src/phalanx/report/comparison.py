@@ -8,12 +8,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 from phalanx.config.run_files import RUN_TOML
 from phalanx.errors import SpecError
 from phalanx.files import read_json, read_toml
-from phalanx.units import show_bytes, show_count, show_seconds
+from phalanx.units import show_bytes, show_seconds
 
 if TYPE_CHECKING:  # tables are for who prints them: not for every process that writes a forecast down
     from rich.console import RenderableType
@@ -190,76 +190,3 @@ def beside_table(summary: RunSummary, *, brief: bool = False) -> Iterator[Render
 
 
 _SHOW = {"step": show_seconds, "memory": show_bytes}
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class BetweenHosts:
-    """One plan between hosts.
-
-    Attributes:
-        plan: as one line of text.
-        workers: processes that compute.
-        device: their kind.
-        step_seconds: median, between the hosts.
-        samples_per_second: median, between the hosts.
-        here_step_seconds: median, all workers on this machine, nothing slowed.
-        share: samples/s between the hosts over those here.
-        sent_per_step: bytes that each host put on its link for a step; ``None`` where it has no worker that tells.
-    """
-
-    plan: str
-    workers: int
-    device: str
-    step_seconds: float
-    samples_per_second: float
-    here_step_seconds: float
-    here_samples_per_second: float
-    share: float
-    sent_per_step: tuple[float | None, ...]
-
-    @classmethod
-    def of(cls, here: RunSummary, there: RunSummary, sent: Sequence[float | None]) -> Self:
-        """The row of two runs, both of which have taken steps."""
-        rate, base = there.samples_per_second or 0.0, here.samples_per_second or 0.0
-        return cls(
-            plan=there.plan,
-            workers=there.devices,
-            device=there.device,
-            step_seconds=there.step_seconds or 0.0,
-            samples_per_second=rate,
-            here_step_seconds=here.step_seconds or 0.0,
-            here_samples_per_second=base,
-            share=rate / base if base else 0.0,
-            sent_per_step=tuple(sent),
-        )
-
-
-def apart_table(rows: Sequence[BetweenHosts]) -> RenderableType:
-    """Plans between hosts, and what is left of their speed here."""
-    from rich import box
-    from rich.table import Table
-
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
-    table.add_column("plan", overflow="fold")
-    here = ("here: time\nper step", "here:\nsamples/s", "kept")
-    for heading in ("time\nper step", "samples/s", "sent a step\nby a host", *here):
-        table.add_column(heading, justify="right", no_wrap=True)
-    for row in rows:
-        table.add_row(
-            row.plan,
-            show_seconds(row.step_seconds),
-            show_count(row.samples_per_second),
-            _sent(row.sent_per_step),
-            show_seconds(row.here_step_seconds),
-            show_count(row.here_samples_per_second),
-            f"{row.share:.0%}",
-        )
-    return table
-
-
-def _sent(each: Sequence[float | None]) -> str:
-    known = sorted(size for size in each if size is not None)
-    if not known:
-        return "?"
-    least, most = show_bytes(known[0]), show_bytes(known[-1])
-    return most if least == most or known[0] > 0.95 * known[-1] else f"{least} to {most}"

@@ -14,7 +14,6 @@ from phalanx.launch.targets.handed_over import (
 from phalanx.launch.targets.launch_folder import FOLDER, LAST_WORDS, last_word
 from phalanx.launch.targets.offer import Offer, misfit, nearest_plan
 from phalanx.launch.targets.target import (
-    ArrayTarget,
     AttachedTarget,
     Option,
     Prepared,
@@ -29,7 +28,6 @@ __all__ = [
     "FOLDER",
     "LAST_WORDS",
     "TARGETS",
-    "ArrayTarget",
     "AttachedTarget",
     "CodePack",
     "Offer",

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, ClassVar, final
@@ -19,15 +19,14 @@ from phalanx.launch.reaper import SAVED
 from phalanx.launch.targets.handed_over import damaged_ticket
 from phalanx.launch.targets.launch_folder import FOLDER, LAST_WORDS, attached_log, last_word
 from phalanx.launch.targets.offer import Offer
-from phalanx.launch.targets.slurm_array import array_files
 from phalanx.launch.targets.slurm_commands import PATIENCE, REFUSES, ask_slurm
 from phalanx.launch.targets.slurm_offer import slurm_offer
-from phalanx.launch.targets.slurm_request import OPTIONS, SlurmRequest, laid_on_nodes
+from phalanx.launch.targets.slurm_request import OPTIONS, SlurmRequest
 from phalanx.launch.targets.slurm_script import SCRIPT, batch_script
 from phalanx.launch.targets.target import (
-    ArrayTarget,
     Option,
     Prepared,
+    QueueTarget,
     Standing,
     Submission,
     own_words,
@@ -53,7 +52,7 @@ _ALSO = {
 
 
 @final
-class SlurmTarget(ArrayTarget):
+class SlurmTarget(QueueTarget):
     """The cluster whose ``sbatch`` is on this machine."""
 
     name: ClassVar[str] = "slurm"
@@ -77,12 +76,6 @@ class SlurmTarget(ArrayTarget):
             notes=request.guessed,
         )
 
-    def prepare_array(self, submissions: Sequence[Submission], at_once: int) -> Prepared:
-        files = array_files(submissions, at_once, SAVED)
-        (script,) = (path for path in files if path.name == SCRIPT)
-        command, notes = ("sbatch", "--parsable", str(script)), SlurmRequest.of(laid_on_nodes(submissions[0])).guessed
-        return Prepared(submission=submissions[0], files=files, commands=(command,), notes=notes)
-
     def offer(self, options: Mapping[str, str]) -> Offer | None:
         return slurm_offer(options)
 
@@ -91,11 +84,16 @@ class SlurmTarget(ArrayTarget):
         Raises:
             RunError: Slurm refuses it, or is not on this machine.
         """
-        return _handed_over(prepared)
-
-    def submit_array(self, prepared: Prepared, count: int) -> Sequence[Mapping[str, Any]]:
-        first = _handed_over(prepared, task=0)
-        return [{**first, "task": task} for task in range(count)]
+        with prepared.written():
+            (command,) = prepared.commands
+            number, _, cluster = ask_slurm(*command, without=_set_in(prepared)).strip().partition(";")
+            ticket = {"job": int(number), **({"cluster": cluster} if cluster else {})}
+            try:
+                _refuse_what_never_starts(ticket, prepared.submission.run.folder)
+            except BaseException:
+                _take_out(ticket, prepared.submission.run.folder)
+                raise
+        return ticket
 
     def why_not(self, prepared: Prepared, patience: float = PATIENCE) -> str:
         with tempfile.NamedTemporaryFile("w", suffix=".sh") as file:
@@ -150,34 +148,15 @@ class SlurmTarget(ArrayTarget):
         return attached_log(folder, rank)
 
 
-def _handed_over(prepared: Prepared, **more: Any) -> dict[str, Any]:
-    """Write the files and hand them over. Returns the ticket, with what ``more`` there is to it.
-
-    Raises:
-        RunError: Slurm refuses it, or is not on this machine.
-    """
-    with prepared.written():
-        (command,) = prepared.commands
-        number, _, cluster = ask_slurm(*command, without=_set_in(prepared)).strip().partition(";")
-        ticket = {"job": int(number), **({"cluster": cluster} if cluster else {}), **more}
-        try:
-            _refuse_what_never_starts(ticket, prepared.submission.run.folder)
-        except BaseException:
-            _take_out(ticket, prepared.submission.run.folder)
-            raise
-    return ticket
-
-
 def _number(ticket: Mapping[str, Any], folder: Path) -> str:
-    """As Slurm's commands take it: of a job, or of one task of an array.
+    """As Slurm's commands take it.
 
     Raises:
         SpecError: the ticket is damaged.
     """
-    task = ticket.get("task")
-    if not is_whole(ticket.get("job"), 1) or not (task is None or is_whole(task, 0)):
+    if not is_whole(ticket.get("job"), 1):
         raise damaged_ticket(folder)
-    return str(ticket["job"]) if task is None else f"{ticket['job']}_{task}"
+    return str(ticket["job"])
 
 
 def _cluster(ticket: Mapping[str, Any], folder: Path) -> tuple[str, ...]:
@@ -208,8 +187,7 @@ def _job(ticket: Mapping[str, Any], folder: Path) -> dict[str, str] | None:
             return None
         raise
     script = _COMMAND.search(told)
-    own = (folder if ticket.get("task") is None else folder.parent) / FOLDER / SCRIPT
-    if script and Path(script[1]).resolve() != own.resolve():
+    if script and Path(script[1]).resolve() != (folder / FOLDER / SCRIPT).resolve():
         return None
     words = [word.split("=", 1) for word in told.split() if "=" in word]
     return dict(reversed(words))  # of two the first: paths, which may hold anything, come last

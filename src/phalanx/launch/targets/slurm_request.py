@@ -6,7 +6,7 @@ import math
 import re
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 from phalanx.config import Plan, RunSpec
@@ -16,7 +16,6 @@ from phalanx.launch.targets.offer import Offer, gpus_offered, misfit
 from phalanx.launch.targets.option_checks import (
     changing_devices,
     is_count,
-    most_nodes,
     secrets_set,
     uneven_nodes,
     wrong_counts,
@@ -122,15 +121,6 @@ class SlurmRequest:
             setup=tuple(line for line in options.get("setup", "").split("\n") if line.partition("#")[0].strip()),
             further=tuple(options["sbatch"].split("\n")) if "sbatch" in options else (),
         )
-
-
-def laid_on_nodes(submission: Submission) -> Submission:
-    """``submission`` on so many of its nodes as the plan's processes divide by, in equal parts."""
-    nodes = submission.options.get("nodes", "1")
-    if not is_count(nodes, 1):
-        return submission
-    fits = most_nodes(int(nodes), submission.run.plan.processes)
-    return replace(submission, options={**submission.options, "nodes": str(fits)})
 
 
 def _of_each_node(

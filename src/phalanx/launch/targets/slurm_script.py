@@ -1,16 +1,14 @@
-"""The batch script of a launch on Slurm, of one run or of an array of them."""
+"""The batch script of a launch on Slurm."""
 
 from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from phalanx.errors import SpecError
-from phalanx.launch.targets.launch_folder import FOLDER
 from phalanx.launch.targets.slurm_request import SlurmRequest, as_slurm
 from phalanx.launch.targets.target import Submission
 
@@ -38,7 +36,7 @@ while (exec 3<>"/dev/tcp/127.0.0.1/$port") 2>/dev/null; do port=$((port + 1)); d
 [ -n "$asked" ] && exit {saved_code}
 node=(--wait={wait} --input=none {python} -m phalanx.launch.targets.slurm_node
     "$run/{runfile}" "${{host#NodeAddr=}}:$port")
-srun {part}"${{node[@]}}" &
+srun "${{node[@]}}" &
 step=$!
 while kill -0 "$step" 2>/dev/null; do    # a signal may come between any two lines, and too early for srun
     [ -n "$asked" ] && kill -USR1 "$step"
@@ -53,49 +51,17 @@ if [ "$asked" = time ] && [ "$code" -ne 0 ]; then
     fi
 fi
 [ "$asked" = stop ] && [ "$code" -gt 128 ] && code={saved_code}    # before its first step there was nothing to save
-{after}exit "$code"
+exit "$code"
 """
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Tasks:
-    """Several runs as the tasks of one array, by their numbers.
-
-    Attributes:
-        folder: with the folder of each run in it, called by its number.
-        nodes: that each has, of those that the array asks for.
-        cores: of each node that each has; ``None``: as Slurm gives them.
-        at_once: how many may run at a time.
-    """
-
-    folder: Path
-    nodes: Sequence[int]
-    cores: Sequence[int | None]
-    at_once: int
-
-    @property
-    def shell(self) -> str:
-        """Lines that say where this task's run is, and what it has."""
-        each = '"${nodes[$SLURM_ARRAY_TASK_ID]}"'
-        words = [f"--relative=0 --nodes={each} --ntasks={each}"]
-        lines = [f"nodes=({' '.join(map(str, self.nodes))})    # of each plan"]
-        if None not in self.cores:
-            lines.append(f"cores=({' '.join(map(str, self.cores))})    # of each of them")
-            words.append('--cpus-per-task="${cores[$SLURM_ARRAY_TASK_ID]}"')
-        run = f'run={shlex.quote(str(self.folder))}/"$SLURM_ARRAY_TASK_ID"'
-        return "\n".join([run, *lines, f"part=({' '.join(words)})"])
-
-
-def batch_script(submission: Submission, request: SlurmRequest, saved_code: int, tasks: Tasks | None = None) -> str:
-    """The text of ``job.sh``: of one run, or of each of ``tasks``.
+def batch_script(submission: Submission, request: SlurmRequest, saved_code: int) -> str:
+    """The text of ``job.sh``.
 
     ``saved_code``: the exit code of a run that was asked to stop.
     """
-    folder = tasks.folder if tasks else submission.folder
-    output = f"%a/{FOLDER}/slurm-%A_%a.out" if tasks else "slurm-%j.out"
     directives: dict[str, Any] = {
         "job-name": re.sub(r"[^\w.-]+", "-", submission.name),
-        "array": f"0-{len(tasks.nodes) - 1}%{tasks.at_once}" if tasks else None,
         "nodes": request.nodes,
         "ntasks-per-node": 1,
         "cpus-per-task": request.cores,
@@ -104,14 +70,12 @@ def batch_script(submission: Submission, request: SlurmRequest, saved_code: int,
         **request.words,
         "signal": f"B:USR1@{request.signal}",
         "chdir": Path.cwd(),
-        "output": f"{str(folder).replace('%', '%%')}/{output}",
+        "output": f"{str(submission.folder).replace('%', '%%')}/slurm-%j.out",
     }
     lines = [*_lines(directives), "--requeue", "--open-mode=append", *request.further]
     return _SCRIPT.format(
         directives="\n".join(f"#SBATCH {line}" for line in lines),
-        run=tasks.shell if tasks else f"run={shlex.quote(str(submission.run.folder))}",
-        part='"${part[@]}" ' if tasks else "",
-        after='[ "$code" -eq 0 ] && rm -rf -- "$run/checkpoints"    # measured, not trained\n' if tasks else "",
+        run=f"run={shlex.quote(str(submission.run.folder))}",
         setup="".join(map(_checked, request.setup)),
         saved_code=saved_code,
         wait=request.signal,

@@ -308,29 +308,6 @@ class QueueTarget(Target):
         """
 
 
-class ArrayTarget(QueueTarget):
-    """A queue that takes several runs at once, each of which it then runs, follows and stops as one of its own."""
-
-    @abstractmethod
-    def prepare_array(self, submissions: Sequence[Submission], at_once: int) -> Prepared:
-        """What would be written and run for them, as of ``prepare``; their options are the same.
-
-        The folder of the run that is the k-th, from 0, is called ``k``, and stands beside those of the others.
-        ``at_once``: how many of them may run at a time.
-
-        Raises:
-            SpecError: with everything in them that this target cannot do.
-        """
-
-    @abstractmethod
-    def submit_array(self, prepared: Prepared, count: int) -> Sequence[Mapping[str, Any]]:
-        """Write the files and hand the ``count`` runs over. Returns the ticket of each, at once.
-
-        Raises:
-            RunError: as of ``submit``; nothing of any is left.
-        """
-
-
 def own_words(error: RunError) -> str:
     """What an engine said of a refusal, in one line; without its warnings, where it said more than these."""
     lines = [line.strip() for line in str(error).partition("\n    try: ")[0].splitlines() if line.strip()]

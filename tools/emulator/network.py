@@ -3,7 +3,7 @@
 Every host is a network namespace with one interface, ``net0``. Where the kernel itself can do what is asked, that is
 one end of a veth pair whose other end is on a bridge, in a namespace of its own so that no firewall of the machine's
 meets the packets; ``tc`` holds both ends to the rate, and ``netem`` delays what leaves the host. Where there is no
-``netem`` and packets are to be delayed or lost, ``net0`` is a TUN device held to the rate by ``tc``, and the host
+``netem`` and packets are to be delayed, ``net0`` is a TUN device held to the rate by ``tc``, and the host
 process carries its packets.
 """
 
@@ -18,16 +18,15 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
-from typing import Any, Self, final
+from typing import Any, final
 
-from phalanx.errors import Problem, RefusedError, RunError, SpecError
-from phalanx.launch.host_process import FIRST_HOST
-from phalanx.units import parse_bit_rate, parse_seconds, parse_share
+from emulator.process import FIRST_HOST
+from phalanx.errors import RunError
 
 _SERIAL = 0.0008, 0.1  # seconds, or of the delay, that a packet may take on the link: the larger, the less work
 _SMALLEST, _LARGEST = 1500, 65000  # bytes of a packet
@@ -37,42 +36,15 @@ _ROOM = 0.1  # seconds of the rate that may wait for a link before packets are d
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HostLink:
-    """A host's link to the switch that joins all hosts; the same in both directions but for delay and loss.
+    """A host's link to the switch that joins all hosts; the same in both directions but for the delay.
 
     Attributes:
         rate: bit/s out of the host, and as much into it; 0: as fast as the machine can.
         delay: seconds that a packet out of the host takes, so that a round trip between two hosts takes twice as long.
-        loss: share of the packets out of the host that are lost.
     """
 
     rate: float = 0.0
     delay: float = 0.0
-    loss: float = 0.0
-
-    @classmethod
-    def parse(cls, rate: str = "", delay: str = "", loss: str = "") -> Self:
-        """A link in words; an empty word leaves that as it is without a limit.
-
-        Raises:
-            SpecError: with every word that is wrong.
-        """
-        problems: list[Problem] = []
-        asked: tuple[tuple[str, str, Callable[[str], float], str], ...] = (
-            ("rate", rate, parse_bit_rate, "100mbit"),
-            ("delay", delay, parse_seconds, "20ms"),
-            ("loss", loss, parse_share, "0.1%"),
-        )
-        values: dict[str, float] = {}
-        for name, text, parse, example in asked:
-            try:
-                values[name] = parse(text) if text else 0.0
-                if not _LIMITS[name][0](values[name]) and text:
-                    raise ValueError(_LIMITS[name][1])
-            except ValueError as error:
-                problems.append(Problem(where=name, given=repr(text), allowed=str(error), fix=f"--{name} {example}"))
-        if problems:
-            raise SpecError(problems)
-        return cls(**values)
 
     @property
     def packet(self) -> int:
@@ -89,54 +61,38 @@ class HostLink:
         return [f"qdisc add dev {device} root handle 1: tbf rate {self.rate:.0f}bit burst {burst} limit {waiting}"]
 
     def hold(self, device: str) -> list[str]:
-        """Arguments of ``tc`` that also delay and lose packets, where the kernel has netem."""
+        """Arguments of ``tc`` that also delay packets, where the kernel has netem."""
         limited = self.limit(device)
-        if not self.delay and not self.loss:
+        if not self.delay:
             return limited
         where = "parent 1:1 handle 10:" if limited else "root handle 10:"
         under_way = int(max(self.rate, 1e10) / 8 * (self.delay + _ROOM) / _SMALLEST) + 1000
-        how = f"delay {self.delay * 1e6:.0f}us loss {self.loss:.6%} limit {under_way}"
+        how = f"delay {self.delay * 1e6:.0f}us limit {under_way}"
         return [*limited, f"qdisc add dev {device} {where} netem {how}"]
-
-
-_LIMITS: dict[str, tuple[Callable[[float], bool], str]] = {
-    "rate": (lambda rate: rate >= 1e5, "a rate of 100kbit or more, such as 100mbit"),
-    "delay": (lambda delay: 0 <= delay <= 10, "a time of at most 10s, such as 20ms"),
-    "loss": (lambda loss: 0 <= loss < 1, "a share below 100%, such as 0.1%"),
-}
 
 
 _PROGRAMS = {"ip": "iproute2", "tc": "iproute2", "nsenter": "util-linux", "unshare": "util-linux"}
 _NET_ADMIN, _SYS_ADMIN = 12, 21  # bits of capabilities
 
 
-def lacking(link: HostLink) -> Problem | None:
-    """Why hosts with such links cannot be made here; ``None`` where they can."""
+def lacking(link: HostLink) -> str:
+    """Why hosts with such links cannot be made here; empty where they can."""
     if sys.platform != "linux":
-        return _problem(f"a machine with {sys.platform}", "Linux, whose network namespaces stand in for machines")
+        return f"hosts are network namespaces of Linux, and this is {sys.platform}"
     for program, package in _PROGRAMS.items():
         if not tool(program):
-            given, fix = f"a machine without the program {program}", f"apt-get install {package}"
-            return _problem(given, "iproute2 and util-linux", fix)
+            return f"{program} is not installed ({package})"
     status = Path("/proc/self/status").read_text()
     held = int(status.partition("CapEff:")[2].split()[0], 16)
     if not (held >> _NET_ADMIN & 1 and held >> _SYS_ADMIN & 1):
-        given = "a process that may not make network namespaces"
-        return _problem(given, "root, or a user namespace", "unshare --map-root-user --net phalanx bench ...")
+        return "network namespaces need root, or: unshare --map-root-user --net"
     if error := _trial("ip", "link add one type bridge\nlink add two type veth peer name three"):
-        return _problem(f"a kernel that makes none: {error}", "network namespaces, veth and bridge")
+        return f"the kernel makes no namespaces, veth or bridge: {error}"
     if link.rate and (error := _qdisc("tbf rate 1mbit burst 10k limit 10k")):
-        return _problem(f"a kernel without tbf: {error}", "the kernel module sch_tbf", "modprobe sch_tbf")
-    if (link.delay or link.loss) and not has_netem() and not os.access("/dev/net/tun", os.R_OK | os.W_OK):
-        allowed = "netem in the kernel (sch_netem), or /dev/net/tun to read and write"
-        return _problem("a kernel without netem, and no /dev/net/tun", allowed, "modprobe sch_netem, or modprobe tun")
-    return None
-
-
-def refuse(link: HostLink) -> None:
-    """Raise what is missing here for hosts with such links."""
-    if problem := lacking(link):
-        raise RefusedError([problem])
+        return f"the kernel has no tbf (modprobe sch_tbf): {error}"
+    if link.delay and not has_netem() and not os.access("/dev/net/tun", os.R_OK | os.W_OK):
+        return "the kernel has no netem (modprobe sch_netem), and there is no /dev/net/tun to read and write"
+    return ""
 
 
 def tool(program: str) -> str | None:
@@ -162,11 +118,7 @@ def _trial(program: str, commands: str) -> str:
     return (done.stderr.strip().splitlines() or [f"exit {done.returncode}"])[0] if done.returncode else ""
 
 
-def _problem(given: str, allowed: str, fix: str = "another machine, or no hosts") -> Problem:
-    return Problem(where="hosts", given=given, allowed=allowed, fix=fix)
-
-
-_PROGRAM = Path(__file__).with_name("host_process.py")
+_PROGRAM = Path(__file__).with_name("process.py")
 _numbers = count()
 
 
@@ -180,7 +132,7 @@ class HostNetwork:
 
     def __init__(self, hosts: int, link: HostLink) -> None:
         self._hosts, self._link = hosts, link
-        self.carried = bool(link.delay or link.loss) and not has_netem()
+        self.carried = bool(link.delay) and not has_netem()
         self._name = f"phx{os.getpid()}.{next(_numbers)}"
         self._claim, self._subnet = _claim_subnet()
         self.launcher = f"{self._subnet}.1"
@@ -255,7 +207,7 @@ class HostNetwork:
 
     def _start_process(self) -> subprocess.Popen[bytes]:
         link = self._link
-        carrying = {"delay": link.delay, "loss": link.loss, "rate": link.rate, "room": _ROOM}
+        carrying = {"delay": link.delay, "rate": link.rate, "room": _ROOM}
         given: dict[str, Any] = {"launcher": os.getpid(), "hosts": self._hosts, "tun": self._name}
         words = json.dumps({**given, "carrying": carrying if self.carried else None})
         return subprocess.Popen(

@@ -20,7 +20,6 @@ import fcntl
 import heapq
 import json
 import os
-import random
 import select
 import signal
 import struct
@@ -46,10 +45,10 @@ FIRST_HOST = 10  # last number of the first host's address; the launcher has 1
 class Carrier:
     """Takes packets from each host's TUN device and puts each into its receiver's, later."""
 
-    def __init__(self, tuns: dict[int, int], delay: float, loss: float, rate: float, room: float) -> None:
+    def __init__(self, tuns: dict[int, int], delay: float, rate: float, room: float) -> None:
         self.cut: set[int] = set()
         self._tuns = tuns
-        self._delay, self._loss = delay, loss
+        self._delay = delay
         part, least, most = _NAP
         self._nap = min(most, max(least, part * delay))
         self._seconds_per_byte = 8 / rate if rate else 0.0
@@ -85,7 +84,7 @@ class Carrier:
     def _take(self, source: int, packet: bytes, now: float) -> None:
         last = packet[19] if len(packet) >= 20 and packet[0] >> 4 == 4 else 0
         receiver = _LAUNCHER if last == 1 else last - FIRST_HOST
-        if receiver not in self._tuns or source in self.cut or (self._loss and random.random() < self._loss):
+        if receiver not in self._tuns or source in self.cut:
             return
         arrival = now if source == _LAUNCHER else now + self._delay
         if receiver != _LAUNCHER and self._seconds_per_byte:
