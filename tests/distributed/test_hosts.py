@@ -24,7 +24,6 @@ from emulator.process import Quotas
 from law_rows import longer
 from phalanx.comm import Place
 from phalanx.comm.process_group import meet
-from phalanx.launch import launch
 from phalanx.launch.reaper import fork
 
 Make = Callable[..., Hosts]
@@ -71,7 +70,7 @@ def transfer(place: Place, report: Callable[[int], None]) -> dict[str, list[floa
 @pytest.mark.realtime("what a link takes is measured")
 def test_links_are_as_slow_as_asked(hosts: Make, delay: float) -> None:
     made = hosts(2, rate=RATE, delay=delay)
-    seen = launch(transfer, 2, hosts=made)[0]
+    seen = made.launch(transfer, 2)[0]
     # a process that is held up takes longer, and is not held up each time; nothing goes faster than the link
     assert 0.5 * RATE <= max(seen["rates"]) <= 1.2 * RATE
     assert min(seen["trips"]) >= (0.04 if delay else 0)
@@ -104,9 +103,9 @@ def test_a_throttled_host_gets_its_share_of_a_core(hosts: Make, brake: str, monk
     if made.brake != brake:
         pytest.skip("control groups cannot be written here")
     made.throttle(1, 10)
-    assert launch(spin, 2, hosts=made)[1] < 0.2
+    assert made.launch(spin, 2)[1] < 0.2
     made.throttle(1, 1)
-    other, let_go = launch(spin, 2, hosts=made)
+    other, let_go = made.launch(spin, 2)
     assert let_go > 0.5 * other  # of what is left beside other processes
 
 
@@ -166,7 +165,7 @@ def test_two_at_once_and_nothing_is_left(hosts: Make) -> None:
     hosts(1)
     before = left(os.getpid()), len(psutil.Process().children())
     with Hosts(2, rate=1e9) as one, Hosts(2, delay=0.001) as two:
-        assert one.meeting != two.meeting
+        assert one.address(0) != two.address(0)
         assert len(left(os.getpid())) >= len(before[0]) + 2
     assert (left(os.getpid()), len(psutil.Process().children())) == before
 

@@ -5,14 +5,17 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any, Self, final
+from unittest.mock import patch
 
 from emulator.network import HostLink, HostNetwork, move_into
 from emulator.process import Quotas
 from phalanx.comm import Place
 from phalanx.config import Job, RunSpec
 from phalanx.device_kinds import interface_variables
-from phalanx.launch import RunFolder, launch
+from phalanx.launch import RunFolder, launch, worker_pool
+from phalanx.launch.worker_pool import WorkerPool
 from phalanx.train.launcher_link import LauncherLink
 from phalanx.train.loop import train
 
@@ -64,11 +67,6 @@ class Hosts:
         self._quotas = None
 
     @property
-    def meeting(self) -> str:
-        """The launcher's address, which every host reaches."""
-        return self._network.launcher
-
-    @property
     def brake(self) -> str:
         """What slows a host's processors: ``quota`` of the kernel, or ``stops`` by signals."""
         return "quota" if self._quotas else "stops"
@@ -79,6 +77,18 @@ class Hosts:
 
     def address(self, host: int) -> str:
         return self._network.address(host)
+
+    def launch(self, function: Any, world_size: int, watch: Callable[[], None] | None = None) -> list[Any]:
+        """Run ``function(place, report_step)`` in workers on the hosts, as ``phalanx.launch.launch`` does here."""
+        here = WorkerPool._place
+
+        def there(pool: WorkerPool, number: int, assignments: int) -> Place:
+            address = self.enter(number)
+            return replace(here(pool, number, assignments), host=address)
+
+        meets = patch.object(worker_pool, "LOOPBACK", self._network.launcher)
+        with meets, patch.object(WorkerPool, "_place", there):
+            return launch(function, world_size, watch=watch)
 
     def enter(self, rank: int) -> str:
         """Move this process onto the host of ``rank``; its threads must not have been started yet. Returns its address.
@@ -126,4 +136,4 @@ def train_between(hosts: Hosts, job: Job, run: RunSpec, watch: Callable[[], None
         def work(place: Place, report: Any) -> Any:
             return train(job, begun, place, LauncherLink(report=report))
 
-        launch(work, run.plan.processes, hosts=hosts, watch=watch)
+        hosts.launch(work, run.plan.processes, watch)

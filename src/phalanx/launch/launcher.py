@@ -17,7 +17,7 @@ from typing import Any, Protocol
 from phalanx.comm import Place
 from phalanx.config import RunSpec
 from phalanx.config.run import TIMEOUT
-from phalanx.errors import Problem, SpecError
+from phalanx.errors import SpecError
 from phalanx.launch.failure import Failure
 from phalanx.launch.hang_watch import WatchedRank
 from phalanx.launch.jobfile import load_job
@@ -47,19 +47,6 @@ WorkerFunction = Callable[[Place, StepReport], Any]
 """What a forked worker runs: given its place, and what it reports its steps to."""
 
 
-class WorkerHosts(Protocol):
-    """Machines, or what stands in for them, that forked workers are put on; the launcher stays where it is."""
-
-    @property
-    def meeting(self) -> str:
-        """The launcher's address, which every worker reaches."""
-        ...
-
-    def enter(self, rank: int) -> str:
-        """Called by the worker ``rank`` as the first thing it does: puts it on its machine. Returns its address."""
-        ...
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Launch:
     """What is to be started; the same for every launcher.
@@ -71,7 +58,6 @@ class Launch:
         findings: of the look at the job, for workers that are not forked from this process.
         loadable: whether a process that is not forked from this one finds the job by ``run.job``.
         threads: that each worker computes with; its share of its machine's cores where not given.
-        hosts: where workers are put; all on this machine's own network where not given.
         reserves: how many killed workers may be replaced by a process that begins anew, with the same rank; a launcher
             that cannot replace one ends the run at the first.
         timeout: seconds that workers wait for each other.
@@ -84,7 +70,6 @@ class Launch:
     findings: Findings | None = None
     loadable: bool = False
     threads: int | None = None
-    hosts: WorkerHosts | None = None
     reserves: int = 0
     timeout: float = TIMEOUT
     background: bool = False
@@ -226,20 +211,13 @@ def refuse_what_needs_a_fork(launch: Launch, launcher: str) -> None:
     """For the ``prepare`` of a launcher, called ``launcher``, whose workers are programs of their own.
 
     Raises:
-        SpecError: there are hosts, or a job that only this process has, or none where the run says it is.
+        SpecError: a job that only this process has, or none where the run says it is.
     """
-    problems: list[Problem] = []
-    if launch.hosts:
-        given = f"hosts, with the launcher {launcher}"
-        allowed = "only with the launcher local, which moves workers onto them"
-        problems.append(Problem(where="hosts", given=given, allowed=allowed, fix='launcher="local"'))
     if not launch.loadable:
         given = f"{launcher}, for a job that only this process has"
         allowed = "a job that new processes can load: run= with the file or module it is in"
         run = 'run=px.RunSpec(job="train.py:job", plan=plan, folder=folder)'
         fix = f'px.fit(job(), {run}, launcher="{launcher}")'
-        problems.append(Problem(where="launcher", given=given, allowed=allowed, fix=fix))
-    if problems:
-        raise SpecError(problems)
+        raise SpecError.of("launcher", given, allowed, fix)
     if launch.run:
         load_job(launch.run.job)

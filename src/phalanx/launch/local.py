@@ -13,7 +13,7 @@ from typing import Any, final
 from phalanx.config.run import TIMEOUT
 from phalanx.device_kinds import all_kinds, kind_for
 from phalanx.errors import RefusedError, RunError
-from phalanx.launch.launcher import Launch, Launcher, WorkerFunction, WorkerHosts
+from phalanx.launch.launcher import Launch, Launcher, WorkerFunction
 from phalanx.launch.supervision import supervise
 from phalanx.launch.torch_warmup import make_ready
 from phalanx.launch.worker_pool import WorkerPool
@@ -60,7 +60,6 @@ def launch(
     world_size: int,
     *,
     watch: Callable[[], None] | None = None,
-    hosts: WorkerHosts | None = None,
     reserves: int = 0,
     timeout: float = TIMEOUT,
 ) -> list[Any]:
@@ -73,6 +72,6 @@ def launch(
         RunError: workers cannot be forked from this process.
     """
     launcher = LocalLauncher()
-    wanted = Launch(world_size=world_size, function=function, hosts=hosts, reserves=reserves, timeout=timeout)
+    wanted = Launch(world_size=world_size, function=function, reserves=reserves, timeout=timeout)
     launcher.prepare(wanted)
     return supervise(launcher.start, lambda: wanted, watch).results

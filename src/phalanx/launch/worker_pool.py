@@ -72,7 +72,7 @@ class WorkerPool(Workers):
     """
 
     def __init__(self, launch: Launch) -> None:
-        world_size, hosts = launch.world_size, launch.hosts
+        world_size = launch.world_size
         self.workers: list[WorkerProcess] = []
         self._processes: list[WorkerProcess] = []  # whoever was forked, the reserves as well
         self._reserves: list[WorkerProcess] = []  # idle, for ranks whose process is killed
@@ -88,10 +88,8 @@ class WorkerPool(Workers):
         for rank in range(world_size):
             self._steps[rank] = _NO_STEP
         # bound before the fork, so that its port is known; served after it, so that no server thread is forked
-        self._hosts = hosts
-        self._address = hosts.meeting if hosts else LOOPBACK
         self._secret = new_secret()  # in memory alone: forked workers have it with everything else
-        self._listener = socket.create_server((self._address, 0), backlog=max(128, 2 * world_size))
+        self._listener = socket.create_server((LOOPBACK, 0), backlog=max(128, 2 * world_size))
         self._port: int = self._listener.getsockname()[1]
         self._store: object = None
         self._reaper: Reaper | None = None
@@ -124,7 +122,7 @@ class WorkerPool(Workers):
                 "fewer ranks, such as -n 1; or a higher limit of processes (ulimit -u) or open files (ulimit -n)"
             ) from self._fork_error
         self._store = dist.TCPStore(
-            self._address,
+            LOOPBACK,
             self._port,
             is_master=True,
             wait_for_workers=False,
@@ -312,11 +310,10 @@ class WorkerPool(Workers):
     def _place(self, number: int, assignments: int) -> Place:
         """Of a worker, in its own process; a reserve waits here until it has one."""
         rank, generation = (number, 0) if number < self._world_size else await_assignment(assignments)
-        size, meeting = self._world_size, f"tcp://{self._address}:{self._port}"
-        host = self._hosts.enter(rank) if self._hosts else self._address
-        listen_at(host)
+        size, meeting = self._world_size, f"tcp://{LOOPBACK}:{self._port}"
+        listen_at(LOOPBACK)
         connect_late(size)
-        here = {"local_rank": rank, "local_world_size": size, "host": host, "generation": generation}
+        here = {"local_rank": rank, "local_world_size": size, "host": LOOPBACK, "generation": generation}
         common = {"world_size": size, "store": meeting, "secret": self._secret, "timeout": self._timeout}
         return Place(rank=rank, **common, **here)
 
