@@ -35,11 +35,10 @@ SYNCHRONOUS = "dp=2"
 PLANS = (
     *("dp=2 shares=3,1", "dp=2 shares=auto"),
     *("dp=2 server=1", "dp=2 server=1 staleness=1", "dp=2 server=1 staleness=4", "dp=2 server=1 staleness=unbounded"),
-    *("dp=2 server=1 staleness=4 compensate=rate", "dp=2 server=1 staleness=4 compensate=delay"),
     *("dp=2 server=1 staleness=1 after=50", "dp=2 server=1 staleness=4 after=50"),
     *("dp=2 server=1 backup=1", "dp=2 server=1 staleness=1 compress=int8"),
     *("dp=2 sync=local every=4", "dp=2 sync=local every=16", "dp=2 sync=local every=16 after=50"),
-    *("dp=2 sync=diloco every=10", "dp=2 sync=diloco every=25", "dp=2 sync=diloco every=25 fragments=5"),
+    *("dp=2 sync=diloco every=10", "dp=2 sync=diloco every=25"),
     *("dp=2 sync=diloco every=25 outer=sgd", "dp=2 sync=diloco every=25 compress=int8"),
     *("dp=2 compress=fp16", "dp=2 compress=bf16", "dp=2 compress=int8", "dp=2 compress=powersgd:4"),
     *("dp=2 compress=topk:0.1", "dp=2 compress=topk:0.01"),

@@ -1,7 +1,7 @@
-"""What staleness costs in accuracy, and what helps against it: every gradient exactly so many updates old.
+"""What staleness costs in accuracy: every gradient exactly so many updates old.
 
-``python bench/staleness.py [--seeds N] [--only WORD] [--write] [--render]``. One process: the parameters, updates and
-compensation are those of a parameter server; gradients are computed on the parameters of ``staleness`` updates ago.
+``python bench/staleness.py [--seeds N] [--only WORD] [--write] [--render]``. One process: the parameters and updates
+are those of a parameter server; gradients are computed on the parameters of ``staleness`` updates ago.
 That is the worst case of ``staleness=N``, in which a run's gradients are at most so old. ``--write`` stores what was
 measured in bench/results and writes docs/project/staleness.md from all that is stored; ``--render`` only writes.
 """
@@ -24,8 +24,7 @@ import torch
 import phalanx as px
 from compare import announce
 from phalanx.comm import Place
-from phalanx.config.fields import Compensate
-from phalanx.parallel.parameter_server.update import Pushed, Rule, Shard
+from phalanx.parallel.parameter_server.update import Pushed, Rule, Shard, Update
 from phalanx.train.assembly import Assembly, build
 from phalanx.train.elementwise import Parameters
 from phalanx.train.evaluate import evaluate
@@ -35,7 +34,6 @@ from stored import load, save
 RESULTS = "staleness"
 PAGE = Path(__file__).parent.parent / "docs/project/staleness.md"
 STALENESS = (0, 1, 2, 4, 8, 16)
-WAYS: tuple[Compensate, ...] = ("none", "rate", "delay")
 
 
 def slowly(make: Callable[[], px.Job], factor: float) -> px.Job:
@@ -65,11 +63,11 @@ JOBS: dict[str, tuple[str, Callable[[], px.Job]]] = {
 }
 
 
-def final_loss(job: px.Job, staleness: int, way: Compensate) -> float:
+def final_loss(job: px.Job, staleness: int) -> float:
     """The validation loss after training ``job`` with gradients that are ``staleness`` updates old."""
     assembly = build(job, px.Plan(), Place(), torch.device("cpu"))
     step, parameters = assembly.step, assembly.layout.parameters
-    shard = Shard(parameters, lambda named: job.optimizer(Parameters(named)), Rule(compensate=way))
+    shard = Shard(parameters, lambda named: job.optimizer(Parameters(named)), Rule())
     history = deque([_copied(shard)], maxlen=staleness + 1)
     for batch in assembly.loader:
         number = batch.step
@@ -81,13 +79,12 @@ def final_loss(job: px.Job, staleness: int, way: Compensate) -> float:
             gradient.named[name].copy_(tensor.grad)
             tensor.grad = None
         step.progress.step += 1
-        oldest = number - len(history) + 1
-        shard.push(Pushed(step=number, part=0, version=oldest), gradient)
+        shard.push(Pushed(step=number, part=0), gradient)
         norm = math.sqrt(shard.prepare(number, [0]))
         total = assembly.loader.total_steps or 1
         rate = job.schedule.factor(step=number, batch=job.batch, total_steps=total)
         scale = min(1.0, job.clip / (norm + 1e-6)) if job.clip else 1.0
-        shard.apply(number, scale=scale, rate=rate, oldest=max(0, number + 1 - staleness))
+        shard.apply(Update(step=number, scale=scale, rate=rate))
         history.append(_copied(shard))
     _put(history[-1], parameters)
     return _evaluated(job, assembly)
@@ -133,17 +130,12 @@ def main() -> int:
 
 
 def measured(make: Callable[[], px.Job], seeds: int) -> dict[str, Any]:
-    """A job's losses: a row for each staleness, a cell for each way."""
+    """A job's losses: a row for each staleness."""
     today = datetime.date.today().isoformat()
     rows: dict[str, Any] = {}
     for staleness in STALENESS:
-        ways = [way for way in WAYS if staleness or way == "none"]
-        cells = {way: [_try(replace(make(), seed=seed), staleness, way) for seed in range(seeds)] for way in ways}
-        rows[str(staleness)] = {
-            "on": today,
-            "seeds": seeds,
-            **{way: summary(losses) for way, losses in cells.items()},
-        }
+        losses = [_try(replace(make(), seed=seed), staleness) for seed in range(seeds)]
+        rows[str(staleness)] = {"on": today, "seeds": seeds, "none": summary(losses)}
     return rows
 
 
@@ -155,9 +147,9 @@ def summary(losses: Sequence[float]) -> list[float] | str:
     return [round(found, 3) for found in (statistics.median(losses), min(losses), max(losses))]
 
 
-def _try(job: px.Job, staleness: int, way: Compensate) -> float:
+def _try(job: px.Job, staleness: int) -> float:
     try:
-        return final_loss(job, staleness, way)
+        return final_loss(job, staleness)
     except px.PhalanxError:
         return math.inf  # the loss was not a number any more
 
@@ -166,8 +158,8 @@ HEAD = (
     "# Convergence under staleness",
     "",
     "Final validation loss where every gradient is exactly so many updates old, which is the worst that `staleness=N`",
-    "of [parameter servers](../explanation/parameter-server.md) allows: median over seeds, and their range. `rate` and",
-    "`delay` are what `compensate` does against staleness. Real runs are mostly fresher than their bound.",
+    "of [parameter servers](../explanation/parameter-server.md) allows: median over seeds, and their range.",
+    "Real runs are mostly fresher than their bound.",
     "`python bench/staleness.py --write` writes this page.",
     "",
 )
@@ -183,20 +175,20 @@ def page(stored: Mapping[str, Mapping[str, Any]]) -> str:
 
 def table(rows: Mapping[str, Any]) -> Iterator[str]:
     """The losses as markdown: a row for each staleness."""
-    yield "| staleness | plain | `compensate=rate` | `compensate=delay` | measured |"
-    yield "| --- | --- | --- | --- | --- |"
+    yield "| staleness | loss | measured |"
+    yield "| --- | --- | --- |"
     for staleness in map(str, STALENESS):
         row = rows.get(staleness)
         if row is None:
-            yield f"| {staleness} |  |  |  | not yet |"
+            yield f"| {staleness} |  | not yet |"
             continue
         seeds = f"{row['seeds']} seeds" if row["seeds"] else "seeds not recorded"
-        yield f"| {staleness} | {' | '.join(_cell(row.get(way)) for way in WAYS)} | {row['on']}, {seeds} |"
+        yield f"| {staleness} | {_cell(row['none'])} | {row['on']}, {seeds} |"
 
 
-def _cell(found: Sequence[float] | str | None) -> str:
-    if found is None or isinstance(found, str):
-        return found or ""
+def _cell(found: Sequence[float] | str) -> str:
+    if isinstance(found, str):
+        return found
     middle, low, high = found
     return f"{middle:.3f} ({low:.3f} to {high:.3f})"
 

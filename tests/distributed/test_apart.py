@@ -1,4 +1,4 @@
-"""Replicas that step by themselves: averaging, the outer step, fragments, evaluation, checkpoints, faults."""
+"""Replicas that step by themselves: averaging, the outer step, evaluation, checkpoints, faults."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from law_rows import longer
 from phalanx.comm import Place, default_process_group, place_within
 from phalanx.config import Plan
 from phalanx.config.sync import within
-from phalanx.errors import RefusedError, WorkerError
+from phalanx.errors import WorkerError
 from phalanx.events import faults
 from phalanx.launch import launch
 from phalanx.report.summary import summarise
@@ -65,8 +65,8 @@ def values(assembly: Assembly) -> dict[str, list[float]]:
     return {name: tensor.detach().flatten().tolist() for name, tensor in assembly.layout.parameters.items()}
 
 
-def syncs(run: px.Run) -> list[tuple[int, int]]:
-    return [(event["step"], event["fragment"]) for event in run.events("sync")]
+def syncs(run: px.Run) -> list[int]:
+    return [event["step"] for event in run.events("sync")]
 
 
 class TestPlaces:
@@ -107,7 +107,7 @@ class TestAveraging:
         run = fit("dp=2 sync=diloco every=2 after=4", tmp_path / "two", **how)
         assert run.losses[:4] == pytest.approx(alone[:4], rel=1e-6)
         assert run.losses[4] != pytest.approx(alone[4], rel=1e-6)  # of its own share
-        assert syncs(run) == [(6, 0)]
+        assert syncs(run) == [6]
 
     def test_running_statistics_are_averaged(self) -> None:
         def statistics(assembly: Assembly) -> list[list[float]]:
@@ -169,45 +169,8 @@ class TestOuterStep:
         assert stepped("dp=2 sync=local every=2", 4, weight, **how) == [-8.0, -8.0]
 
 
-class TestFragments:
-    def test_they_take_turns_and_all_come_together_at_the_end(self, tmp_path: Path) -> None:
-        run = fit("dp=2 sync=diloco every=4 fragments=4", tmp_path / "run", **short(9))
-        turns = [(1, 1), (2, 2), (3, 3), (4, 0), (5, 1), (6, 2), (7, 3), (8, 0)]
-        last = [(9, 1), (9, 0), (9, 2), (9, 3)]
-        assert syncs(run) == [*turns, *last]
-        assert math.isfinite(run.losses[-1])
-
-    def test_what_was_learnt_meanwhile_stays(self) -> None:
-        """Every gradient is the same, so that replicas are equal, and nothing may be lost by averaging them late."""
-
-        class Sum(nn.Module):
-            def __init__(self) -> None:
-                super().__init__()
-                self.w = nn.ParameterList([nn.Parameter(torch.zeros(2)) for _ in range(2)])
-
-            def forward(self, x: torch.Tensor) -> torch.Tensor:
-                return sum(one.sum() for one in self.w) * torch.ones(len(x))
-
-        how: dict[str, Any] = {
-            "model": Sum,
-            "inputs": lambda batch: batch["x"],
-            "loss": lambda output, batch: output.mean(),
-            "optimizer": lambda params: torch.optim.SGD(params, lr=1.0),
-            "data": lambda: table(64),
-        }
-        for each in looked("dp=2 sync=local every=6 fragments=2", range(1, 9), values, **how):
-            assert each == [{"w.0": [-steps] * 2, "w.1": [-steps] * 2} for steps in range(1, 9)]
-
-    def test_more_than_the_model_has_parameters_are_refused(self, tmp_path: Path) -> None:
-        with pytest.raises(RefusedError, match="fragments=9 for 8 parameters") as caught:
-            fit("dp=2 sync=local every=9 fragments=9", tmp_path / "run")
-        assert caught.value.exit_code == 2
-
-
 class TestEvaluation:
-    @pytest.mark.parametrize(
-        "plan", ["dp=2 sync=local every=4 fragments=2", *longer("dp=2 fsdp=2 sync=local every=4 fragments=2")]
-    )
+    @pytest.mark.parametrize("plan", ["dp=2 sync=local every=4", *longer("dp=2 fsdp=2 sync=local every=4")])
     def test_it_is_of_the_average_and_changes_nothing(self, plan: str, tmp_path: Path) -> None:
         how = short(7, evaluate=lambda: table(35, seed=1))
         looked = fit(plan, tmp_path / "looked", **how, evaluate_every=1)
@@ -223,7 +186,7 @@ class TestEvaluation:
 class TestCheckpoints:
     @pytest.mark.parametrize(
         "plan",
-        ["dp=2 sync=diloco every=4 fragments=2 after=2", *longer("dp=2 fsdp=2 sync=local every=3 compress=int8")],
+        ["dp=2 sync=diloco every=4 after=2", *longer("dp=2 fsdp=2 sync=local every=3 compress=int8")],
     )
     def test_a_resumed_run_is_the_uninterrupted_one(self, plan: str, tmp_path: Path) -> None:
         how = {"model": Normal, "drop_last": True} if "fsdp" not in plan else {}
@@ -236,7 +199,7 @@ class TestCheckpoints:
     def test_replicas_begin_from_the_checkpoint_of_another_plan(self, tmp_path: Path) -> None:
         fit("single", tmp_path / "run", **short(3))
         run = fit("dp=2 sync=diloco every=2", tmp_path / "run", resume=True, **short(7))
-        assert [step for step, _ in syncs(run)] == [4, 6, 7]
+        assert syncs(run) == [4, 6, 7]
 
     def test_the_outer_momentum_goes_on_under_other_shards(self, tmp_path: Path) -> None:
         """Plain SGD inside: sharded or not, two replicas take the same steps; any plan goes on from what they save."""

@@ -128,10 +128,7 @@ def counts(before: Answer, after: Answer, name: str) -> bool:
 
 PLANS: Mapping[str, tuple[str, str]] = {
     "stages": ("pp=2 micro=2 schedule=interleaved", "pp=2 micro=2 schedule=interleaved stages=3"),
-    "split": ("pp=2 micro=2", "pp=2 micro=2 split=blocks.1"),
     "attention": ("cp=2", "cp=2 attention=gather"),
-    "fragments": ("dp=2 sync=diloco every=2", "dp=2 sync=diloco every=2 fragments=2"),
-    "compensate": ("dp=2 server=1 staleness=2", "dp=2 server=1 staleness=2 compensate=rate"),
     "backup": ("dp=2 server=1", "dp=2 server=1 backup=1"),
     "shares": ("dp=2", "dp=2 shares=3,1"),
 }
@@ -224,7 +221,6 @@ RUNS: Mapping[str, tuple[Mapping[str, Any], Any]] = {
     "steps": ({}, 2),
     "lr_scale": ({}, 2.0),
     "checkpoint_every": ({}, 1),
-    "snapshot_every": ({}, 2),
     "keep": ({"checkpoint_every": 1}, 1),
     "log_every": ({}, 2),
 }
@@ -286,7 +282,6 @@ OPTIONS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "--steps": ("--steps", "2"),
         "--epochs": ("--epochs", "3"),
         "--checkpoint-every": ("--checkpoint-every", "1"),
-        "--snapshot-every": ("--snapshot-every", "5"),
         "--keep": ("--checkpoint-every", "1", "--keep", "1"),
         "--log-every": ("--log-every", "2"),
         "--no-forecast": ("--no-forecast",),
@@ -305,13 +300,6 @@ OPTIONS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "-n": ("-n", "1,2"),
         "--plan": ("--plan", "dp=2"),
         "--steps": ("--steps", "3"),
-        "--rate": ("--rate", "100mbit"),
-        "--delay": ("--delay", "20ms"),
-        "--loss": ("--loss", "1%"),
-        "--slow": ("--slow", "1:4x"),
-        "--run": ("--run", "there"),
-        "--at-once": ("--at-once", "2"),
-        "--dry-run": ("--dry-run",),
         "--json": ("--json",),
     },
 }
@@ -324,7 +312,7 @@ SETS = {
         *("--on-nonfinite", "--spike", "--on-spike", "--timeout", "--drift", "--drift-every", "--grow-after"),
     },
     "prove": {"--set"},
-    "bench": {"--hosts", "--set", "--to"},
+    "bench": {"--set"},
 }
 
 

@@ -233,13 +233,6 @@ def test_tied_parameters_are_on_each_stage_that_uses_them() -> None:
     assert "transformer.wte.weight" in last.grads
 
 
-def test_stages_begin_where_the_plan_says() -> None:
-    make, micros = MODELS["gpt"]
-    first, last = assert_same(make, micros(2), Plan(pp=2, split="blocks.1"))
-    assert first.stages == [["token", "position", "blocks.0"]]
-    assert last.stages[0][0] == "blocks.1"
-
-
 def test_messages_in_one_order_where_there_are_no_tags(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(messages, "wants_order", lambda *_: True)
     make, micros = MODELS["gpt"]

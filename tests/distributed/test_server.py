@@ -47,8 +47,8 @@ def test_without_staleness_it_is_one_devices_run(plan: str) -> None:
 @pytest.mark.parametrize(
     "plan",
     [
-        "dp=2 server=2 staleness=3 compensate=delay",
-        "dp=3 server=1 staleness=unbounded compensate=rate",
+        "dp=2 server=2 staleness=3",
+        "dp=3 server=1 staleness=unbounded",
         *longer("dp=2 server=1 compress=topk:0.2", "dp=2 server=2 staleness=1 compress=int8"),
     ],
 )

@@ -31,7 +31,7 @@ from phalanx.launch import worker_pool
 from phalanx.launch.local import launch
 from phalanx.launch.worker_pool import StoppedWorkers
 from phalanx.train.launcher_link import LauncherLink
-from phalanx.train.parameter_server import take_part
+from phalanx.train.parameter_server import coordinator, take_part
 from phalanx.train.parameter_server.server import Server
 from phalanx.train.parameter_server.server_group import Address, Directory, Patience
 from phalanx.train.parameter_server.server_links import ServerLinks
@@ -55,8 +55,13 @@ def job() -> px.Job:
     )
 
 
+@pytest.fixture(autouse=True)
+def _snapshots_are_made_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(coordinator, "SNAPSHOT_EVERY", 3)
+
+
 def run_of(plan: str, folder: str = "run") -> px.RunSpec:
-    return px.RunSpec(job="small", plan=px.Plan.parse(plan), folder=Path(folder), snapshot_every=3, forecast="none")
+    return px.RunSpec(job="small", plan=px.Plan.parse(plan), folder=Path(folder), forecast="none")
 
 
 def served(

@@ -98,7 +98,7 @@ def events() -> list[dict[str, Any]]:
         *({"event": "memory", "time": 3.0, "rank": rank, "peak_bytes": 100, **parts} for rank in range(2)),
         {"event": "timeline", "time": 3.0, "rank": 0, "step": 1, "actions": actions},
         {"event": "shares", "time": 3.0, "step": 1, "shares": [2, 2], "seconds": []},
-        {"event": "sync", "time": 3.0, "step": 1, "fragment": 0, "seconds": 1.0, "bytes": 5, "whole": 5, "loss": None},
+        {"event": "sync", "time": 3.0, "step": 1, "seconds": 1.0, "bytes": 5, "whole": 5, "loss": None},
         {"event": "traffic", "time": 3.0, "rank": 0, "sent": 5, "kept": 0, "whole": 9, "steps": 2},
         {"event": "update", "time": 3.0, "step": 1, "version": 1, "staleness": [0], "workers": [0], "dropped": 0},
         {"event": "worked", "time": 3.0, "rank": 0, "samples": 4, "pieces": 1, "seconds": 1.0},

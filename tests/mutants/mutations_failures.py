@@ -236,8 +236,8 @@ FAILURES = (
     Mutation(
         "servers: a piece of a silent worker waits for it",
         QUEUE,
-        "for other, (piece, _) in self._held.items() if other not in self._silent}",
-        "for other, (piece, _) in self._held.items()}",
+        "for other, piece in self._held.items() if other not in self._silent}",
+        "for other, piece in self._held.items()}",
         (f"test {OF_SERVERS} silent_workers_piece",),
     ),
     Mutation(

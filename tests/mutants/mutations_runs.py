@@ -203,13 +203,6 @@ RUNS = (
         ("test distributed/test_pipeline.py tied_parameters",),
     ),
     Mutation(
-        "pipelines: a stage begins behind the part that the plan names",
-        "parallel/pipeline/cutting.py",
-        "        found.append(at)",
-        "        found.append(at + 1)",
-        ("test distributed/test_pipeline.py begin_where",),
-    ),
-    Mutation(
         "unused parameters: one that a rank leaves out is not looked for",
         "parallel/zero.py",
         "if not self._may_be_unused and len(self._seen) < len(self._partition.slices):",

@@ -142,8 +142,8 @@ TECHNIQUES: tuple[Mutation, ...] = (
     Mutation(
         "servers: the schedule is not followed",
         "parallel/parameter_server/update.py",
-        '                group["lr"] = own * update.rate * self._slowed\n',
-        '                group["lr"] = own * self._slowed\n',
+        '                group["lr"] = own * update.rate\n',
+        '                group["lr"] = own\n',
         ("prove rich dp=2 server=1",),
     ),
     Mutation(
@@ -177,8 +177,8 @@ TECHNIQUES: tuple[Mutation, ...] = (
     Mutation(
         "DiLoCo: the outer step is half a step",
         "parallel/diloco.py",
-        "self.copies, lr=plan.outer_lr, momentum",
-        "self.copies, lr=plan.outer_lr / 2, momentum",
+        "[copy], lr=plan.outer_lr, momentum",
+        "[copy], lr=plan.outer_lr / 2, momentum",
         ("prove mean dp=2 sync=diloco outer=sgd",),
     ),
     Mutation(

@@ -160,7 +160,6 @@ REFUSED: tuple[tuple[str, str, str], ...] = (
     ("MLP", "ep=2", "experts"),
     ("HF Mixtral", "ep=5", "experts"),
     ("own GPT", "pp=2 schedule=interleaved stages=40", "stages"),
-    ("own GPT", "pp=2 split=blocks.l", "blocks.1"),
 )
 
 PLAIN_BAR = 1e-6  # of a loss of one device of Phalanx, against the plain loop

@@ -176,7 +176,7 @@ def _small(plan: Plan, batch: int, axes: Any) -> Plan:
     without: dict[str, Any] = {
         "fsdp": {"zero": 0},
         "tp": {"sequence": False},
-        "pp": {"schedule": "1f1b", "stages": None, "split": ""},
+        "pp": {"schedule": "1f1b", "stages": None},
         "cp": {"attention": "ring"},
         "dp": {"shares": ""},
     }

@@ -130,11 +130,6 @@ class TestWrongUse:
         (["prove", "job.py", "--plan", "dp=2", "--steps", "0"], "--steps"),
         (["bench", "missing.py", "-n", "1,two"], "try: -n 1,2,4"),
         (["bench", "missing.py"], "missing.py, which does not exist"),
-        (["bench", "job.py", "--slow", "1"], "try: --slow 1:4x"),
-        (["bench", "job.py", "--rate", "1gbit"], "try: --hosts 2 --rate"),
-        (["bench", "job.py", "--hosts", "2", "-n", "2"], "try: --hosts 2 --plan dp=2"),
-        (["bench", "job.py", "--hosts", "2", "--delay", "20"], "try: --delay 20ms"),
-        (["bench", "job.py", "--hosts", "0"], "1 to 200"),
         (["worker", "missing.toml"], "missing.toml"),
         (["completion", "tcsh"], "'bash', 'zsh', 'fish'"),
         (["trian"], "trian"),
@@ -298,14 +293,13 @@ class TestSettings:
             "drift_every": 6,
             "forecast": "anyway",
             "check": "off",
-            "snapshot_every": 2,
             "devices": "1:2",
             "grow_after": "9m",
         }
         asked_anew = {"job", "plan", "asked_plan", "folder", "resume", "from_step", "batch", "epochs", "steps"}
         assert {field.name for field in fields(RunSpec)} == {*changed, *asked_anew}
         for plan, lacking in (
-            (Plan(dp=2), {"snapshot_every"}),
+            (Plan(dp=2), set[str]()),
             (Plan(dp=2, server=1), {"devices", "grow_after", "checkpoint"}),
         ):
             kept = {name: value for name, value in changed.items() if name not in lacking}

@@ -40,32 +40,6 @@ class TestBalance:
         assert balanced([1, 1], 2, [True, False]) is None
 
 
-class TestSplit:
-    def test_names_begin_stages(self) -> None:
-        module, tokens = gpt()
-        pipeline = looked_at(module, Plan(pp=3, split="blocks.1/norm"), tokens)
-        assert [pipeline.names(stage)[0] for stage in range(3)] == ["token", "blocks.1", "norm"]
-
-    def test_a_name_inside_a_block_takes_it_apart(self) -> None:
-        module, tokens = gpt()
-        pipeline = looked_at(module, Plan(pp=2, split="blocks.1.up"), tokens)
-        assert pipeline.names(1)[:2] == ["blocks.1.up", "blocks.1.down"]
-
-    @in_one_test(
-        ("split", "says"),
-        [
-            ("blokcs.1", "try: split=blocks.1"),
-            ("token", "first part"),
-            ("blocks.2/blocks.1", "not after"),
-            ("blocks.1/blocks.2", "2 names for 2 stages|3 stages"),
-        ],
-    )
-    def test_names_that_cannot_begin_stages_are_refused(self, split: str, says: str) -> None:
-        module, tokens = gpt()
-        with pytest.raises(RefusedError, match=says):
-            looked_at(module, Plan(pp=2, split=split), tokens)
-
-
 def test_more_stages_than_parts_are_refused() -> None:
     module = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
     with pytest.raises(RefusedError, match="at most 2 for this model"):

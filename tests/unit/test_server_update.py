@@ -82,44 +82,14 @@ class TestPartition:
 def test_pieces_add_up_once_each() -> None:
     one = shard()
     before = values(one)
-    assert one.push(Pushed(step=0, part=0, version=0), gradient(one, 1.0))
-    assert not one.push(Pushed(step=0, part=0, version=0), gradient(one, 9.0))
-    assert one.push(Pushed(step=0, part=1, version=0), gradient(one, 2.0))
+    assert one.push(Pushed(step=0, part=0), gradient(one, 1.0))
+    assert not one.push(Pushed(step=0, part=0), gradient(one, 9.0))
+    assert one.push(Pushed(step=0, part=1), gradient(one, 2.0))
     assert one.prepare(0, [0, 1]) == pytest.approx(10 * 9.0)
     one.apply(Update(step=0, scale=0.5, rate=0.1))
     assert torch.allclose(values(one), before - 0.5 * 0.1 * 1.5)
-    assert not one.push(Pushed(step=0, part=1, version=0), gradient(one, 2.0)), "its step is applied"
+    assert not one.push(Pushed(step=0, part=1), gradient(one, 2.0)), "its step is applied"
     assert one.version == 1
-
-
-def test_the_rate_falls_with_staleness() -> None:
-    one = shard(Rule(compensate="rate"), lr=1.0)
-    for step in range(3):
-        one.push(Pushed(step=step, part=0, version=0), gradient(one, 6.0))
-    moved = []
-    for step in range(3):
-        before = values(one)
-        one.prepare(step, [0])
-        one.apply(Update(step=step, scale=1.0))
-        moved.append(float((before - values(one)).mean()))
-    assert moved == pytest.approx([6.0, 6.0, 3.0])
-
-
-@pytest.mark.parametrize("memory", [0.0, 0.9])
-def test_delay_is_compensated_to_first_order(memory: float) -> None:
-    rule = Rule(compensate="delay", strength=0.25, memory=memory)
-    one = shard(rule, lr=1.0)
-    then = values(one)
-    one.push(Pushed(step=0, part=0, version=0, count=2.0), gradient(one, 4.0))
-    one.push(Pushed(step=1, part=0, version=0, count=2.0), gradient(one, 6.0))
-    one.prepare(0, [0])
-    one.apply(Update(step=0, scale=0.5, oldest=0))
-    now = values(one)
-    assert torch.allclose(now, then - 2.0)
-    one.prepare(1, [0])
-    one.apply(Update(step=1, scale=0.5))
-    strength = 0.25 / (0.9 * 4.0 + 0.1 * 9.0 + 1e-7) ** 0.5 if memory else 0.25
-    assert torch.allclose(values(one), now - (3.0 + strength * 9.0 * (now - then)), atol=1e-6)
 
 
 @pytest.mark.parametrize("ahead", [False, True])
@@ -127,7 +97,7 @@ def test_what_is_being_read_stays_as_it_is(ahead: bool) -> None:
     one = shard(Rule(ahead=ahead))
     with one.values() as (version, flat):
         before = [each.clone() for each in flat.whole]
-        one.push(Pushed(step=0, part=0, version=0), gradient(one, 1.0))
+        one.push(Pushed(step=0, part=0), gradient(one, 1.0))
         one.prepare(0, [0])
         one.apply(Update(step=0, scale=1.0))
         assert version == 0

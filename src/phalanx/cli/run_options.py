@@ -66,7 +66,6 @@ _OPTIONS = (
     click.option(
         "--checkpoint", type=click.Choice(["all", "trainable"]), help="Parameters that checkpoints hold [all]."
     ),
-    click.option("--snapshot-every", type=int, help="Updates between snapshots of parameter servers [100]."),
     click.option("--keep", type=int, help="Checkpoints to keep [2]."),
     click.option("--keep-every", type=int, help="Keep also those whose step is a multiple of this."),
     click.option("--mirror", metavar="URL", help="Copy checkpoints to s3://bucket/runs/1 or the like."),

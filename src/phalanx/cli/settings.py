@@ -136,8 +136,6 @@ def settle(given: Given, earlier: RunSpec | None, job: Job) -> tuple[RunSpec, li
             if name not in values and getattr(earlier, name) is not None:
                 values[name], taken[name] = getattr(earlier, name), "run file"
     plan, plan_from, why = _chosen(given, earlier, replace(job, batch=values.get("batch") or job.batch))
-    if not plan.server and taken.get("snapshot_every") == "run file":  # it resumes under a plan without servers
-        del values["snapshot_every"]
     if plan_from == "argument" and taken.get("devices") == "run file":  # which says on how many devices
         del values["devices"]
     if "devices" not in values and taken.get("grow_after") == "run file":
@@ -155,10 +153,8 @@ def settle(given: Given, earlier: RunSpec | None, job: Job) -> tuple[RunSpec, li
         value = str(values.get(name, getattr(job, name)))
         settings.append(Setting(name=name, value=value, source=taken.get(name, "job")))
     settings.append(Setting(name="seed", value=str(job.seed), source="job"))
-    defaults = {**{field.name: field.default for field in fields(RunSpec)}, "snapshot_every": run.snapshots}
+    defaults = {field.name: field.default for field in fields(RunSpec)}
     for name in _OWN:
-        if name == "snapshot_every" and not plan.server:
-            continue
         value, source = values.get(name, defaults[name]), taken.get(name, "default")
         if value is None:
             continue

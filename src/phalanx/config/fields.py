@@ -89,7 +89,6 @@ Schedule = Literal["gpipe", "1f1b", "interleaved", "zero-bubble", "zbv", "dualpi
 Attention = Literal["ring", "alltoall", "gather"]
 Sync = Literal["each", "local", "diloco"]
 Outer = Literal["none", "nesterov", "sgd"]
-Compensate = Literal["none", "rate", "delay"]
 
 AXES = ("pp", "dp", "fsdp", "ep", "cp", "tp")
 """The dimensions of the mesh, from the one whose ranks are farthest apart to the one whose ranks are neighbours."""
@@ -105,7 +104,6 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "attention": get_args(Attention),
     "sync": get_args(Sync),
     "outer": get_args(Outer),
-    "compensate": get_args(Compensate),
 }
 """Keys that take one of a few words; ``device`` is one more, whose words are the kinds of devices there are."""
 
@@ -118,7 +116,7 @@ STAGES = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zero-bubble": 2, "zbv": 2, "
 TRUTHS = ("compile", "sequence")
 """Keys that are true or false."""
 
-TEXTS = ("split", "shares", "compress")
+TEXTS = ("shares", "compress")
 """Keys that take a text of their own."""
 
 NUMBERS = ("outer_lr", "outer_momentum")
@@ -128,7 +126,7 @@ UNBOUNDED = "unbounded"
 """How a plan's text says a staleness without end, ``math.inf``."""
 
 SYNC_KEYS = (
-    *("sync", "every", "after", "fragments", "outer", "outer_lr", "outer_momentum"),
-    *("server", "staleness", "compensate", "backup", "compress", "shares"),
+    *("sync", "every", "after", "outer", "outer_lr", "outer_momentum"),
+    *("server", "staleness", "backup", "compress", "shares"),
 )
 """Keys of other ways to keep replicas together than summing whole gradients over even shares in every step."""

@@ -22,7 +22,6 @@ from phalanx.config.fields import (
     UNBOUNDED,
     WORDS,
     Attention,
-    Compensate,
     Device,
     Offload,
     Outer,
@@ -55,7 +54,6 @@ class Plan:
             nothing, and stands where there is no ``fsdp``.
         schedule: in which order a pipeline's stages run their micro-batches.
         stages: stages on each rank of ``pp``; what the schedule needs where not given.
-        split: names of the modules that begin each stage but the first, joined by ``/``; empty: balanced by cost.
         sequence: with ``tp``, activations between products are shared out along the tokens too (sequence parallelism).
         attention: with ``cp``, how keys and values meet all queries.
         micro: samples in one forward and backward on one rank; ``None``: the rank's whole share at once.
@@ -71,16 +69,12 @@ class Plan:
         every: steps from one averaging to the next, with ``local`` and ``diloco``.
         after: first steps that are those of one device: with ``local`` and ``diloco`` gradients are summed in each of
             them (post-local SGD), with ``staleness`` they lack nothing.
-        fragments: parts of the model that ``local`` and ``diloco`` average in turn, each while the next steps compute;
-            1 averages all of it at once.
         outer: optimizer of ``diloco``; ``nesterov`` where not given, ``none`` for others.
         outer_lr: learning rate of the outer optimizer; 0.7 for ``nesterov`` and 1 for ``sgd`` where not given.
         outer_momentum: of ``nesterov``; 0.9 where not given.
         server: parameter servers beside the ranks of ``dp``, on the hosts' processors; they hold the optimizer.
         staleness: with ``server``, updates that the parameters a gradient is of may lack; 0, where not given, is
             synchronous, ``unbounded`` (``math.inf``) makes nobody wait.
-        compensate: with ``staleness``, what is done against it: ``rate`` divides the learning rate by it, ``delay``
-            corrects it to first order for what the parameters have moved by since (DC-ASGD).
         backup: with ``server``, workers that a step does not wait for: it ends when the others' gradients are in.
         compress: how gradients (or averaged parameters) are sent between ranks of ``dp`` or to servers: ``none``,
             ``fp16``, ``bf16``, ``int8``, ``powersgd:RANK``, ``topk:SHARE``.
@@ -97,7 +91,6 @@ class Plan:
     threads: int = 1
     schedule: Schedule = "1f1b"
     stages: int = None  # pyrefly: ignore  # a number from __post_init__ on
-    split: str = ""
     sequence: bool = False
     attention: Attention = "ring"
     zero: int = None  # pyrefly: ignore  # a number from __post_init__ on
@@ -111,12 +104,10 @@ class Plan:
     every: int = 1
     outer: Outer = None  # pyrefly: ignore  # a word from __post_init__ on
     after: int = 0
-    fragments: int = 1
     outer_lr: float = None  # pyrefly: ignore  # a number from __post_init__ on
     outer_momentum: float = None  # pyrefly: ignore  # a number from __post_init__ on
     server: int = 0
     staleness: float | None = None
-    compensate: Compensate = "none"
     backup: int = 0
     compress: str = "none"
     shares: str = ""

@@ -28,11 +28,7 @@ if TYPE_CHECKING:
     from phalanx.config.plan import Plan
 
 
-_EXAMPLES = {"split": 'split=""', "shares": "dp=2 shares=3,1", "compress": "dp=2 compress=int8"}
-
-
-BEGIN_STAGES = "the names of the modules that begin each stage but the first, in the order in which forward calls them"
-"""What ``split`` holds."""
+_EXAMPLES = {"shares": "dp=2 shares=3,1", "compress": "dp=2 compress=int8"}
 
 
 def show(value: object) -> str:
@@ -110,8 +106,6 @@ def _numbers(plan: Plan, wrong: Callable[[str, str, str], None]) -> None:
         wrong("staleness", allowed, "server=1 dp=4 staleness=4")
     if not is_whole(plan.after, 0):
         wrong("after", "a whole number of steps, 0 or more", "dp=2 sync=local every=32 after=1000")
-    if not is_whole(plan.fragments, 1):
-        wrong("fragments", "a whole number of parts, 1 or more", "dp=2 sync=diloco every=100 fragments=4")
     if not is_whole(plan.backup, 0):
         wrong("backup", "a whole number of workers, 0 or more", "server=1 dp=4 backup=1")
     if not (is_number(plan.outer_lr) and plan.outer_lr > 0):
@@ -123,7 +117,7 @@ def _numbers(plan: Plan, wrong: Callable[[str, str, str], None]) -> None:
 def _misplaced(plan: Plan) -> Iterator[Problem]:
     """Keys that say how a dimension of the mesh works, where the plan has no such dimension."""
     default = {field.name: field.default for field in fields(plan)}
-    for name, axis in {"schedule": "pp", "split": "pp", "sequence": "tp", "attention": "cp"}.items():
+    for name, axis in {"schedule": "pp", "sequence": "tp", "attention": "cp"}.items():
         value = getattr(plan, name)
         if value != default[name] and getattr(plan, axis) == 1:
             given = f"{name}={show(value)}"
@@ -166,15 +160,10 @@ def share_problems(plan: Plan, batch: int) -> Iterator[Problem]:
 
 
 def stage_problems(plan: Plan) -> Iterator[Problem]:
-    """What keeps a pipeline from running whatever the model: ``zero=2``, and names that do not begin all stages.
+    """What keeps a pipeline from running whatever the model: ``zero=2``.
 
     Stages run backward at different times, so that no moment has all gradients.
     """
-    names, wanted = plan.split.split("/") if plan.split else [], plan.pp * plan.stages - 1
-    if names and len(names) != wanted:
-        given = f"split={plan.split}: {len(names)} names for {wanted + 1} stages"
-        allowed = f"{BEGIN_STAGES}; {wanted} of them for {plan.pp} ranks with {plan.stages} each"
-        yield plan_problem("split", given, allowed, "no split, for stages balanced by cost")
-    elif plan.pp > 1 and plan.zero == 2:
+    if plan.pp > 1 and plan.zero == 2:
         allowed = "zero=1 or zero=3 in a pipeline: gradients of several micro-batches are under way at once"
         yield plan_problem("zero", f"zero=2 with pp={plan.pp}", allowed, str(replace(plan, zero=1)))

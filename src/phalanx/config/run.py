@@ -44,7 +44,6 @@ _LEAST = {
     "batch": 1,
     "epochs": 1,
     "steps": 1,
-    "snapshot_every": 0,
     "log_every": 1,
     "keep": 1,
     "keep_every": 1,
@@ -61,10 +60,9 @@ _KINDS = {
 NOT_IN_FILE = ("asked_plan",)
 """Fields of a ``RunSpec`` that no run file has."""
 _PASSWORD = re.compile(r"([\w+.-]+)://([^/?#:]*):[^/?#]*@(.*)")  # a URL's scheme, user, and what is after its password
-_SNAPSHOTS = 100
 _GROW_AFTER = "5m"
 _LONGEST = 86_400
-_OPTIONAL = ("batch", "epochs", "steps", "snapshot_every", "keep_every", "from_step")
+_OPTIONAL = ("batch", "epochs", "steps", "keep_every", "from_step")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -86,8 +84,6 @@ class RunSpec:
         checkpoint: what of the model's parameters they hold: ``all``; or ``trainable``, those that are trained, with
             buffers, for models of which much is frozen (adapters): a run that goes on takes the others from the job,
             and refuses to if they are not what they were.
-        snapshot_every: with servers, updates between the snapshots that they go back to when one of them is lost: the
-            most updates that are lost with it. 0: none, and all are lost. 100 where not given.
         keep: checkpoints kept; older ones are deleted.
         keep_every: of those the ones whose step is a multiple of this are kept besides.
         mirror: URL of a folder that each checkpoint is copied to, such as ``s3://bucket/runs/digits-1``; a run that
@@ -128,7 +124,6 @@ class RunSpec:
     lr_scale: float = 1.0
     checkpoint_every: int | str = "15m"
     checkpoint: Content = "all"
-    snapshot_every: int | None = None
     keep: int = 2
     keep_every: int | None = None
     mirror: str | None = None
@@ -159,10 +154,6 @@ class RunSpec:
         if not str(self.folder).isprintable():  # a line break would begin a command of its own in a batch script
             problems.append(_wrong("folder", ascii(str(self.folder)), "one printable line", 'folder = "runs/digits-1"'))
         problems += _of_going_on(self)
-        if not problems and self.snapshot_every is not None and not self.plan.server:
-            given = f"snapshot_every={self.snapshot_every!r} with plan {self.plan}, which has no servers"
-            allowed = "only together with server=1 or more; checkpoints are written every checkpoint_every steps"
-            problems.append(_wrong("snapshot_every", given, allowed, "checkpoint_every=100"))
         if self.epochs is not None and self.steps is not None:
             problems.append(_wrong("epochs", "epochs and steps", "one of the two", "steps=100"))
         if not (is_number(self.lr_scale) and self.lr_scale > 0):
@@ -235,11 +226,6 @@ class RunSpec:
     def resized_to(self, plan: Plan) -> RunSpec:
         """The run under ``plan``, which is its own on another number of devices."""
         return replace(self, plan=plan, asked_plan=self.asked_plan or self.plan)
-
-    @property
-    def snapshots(self) -> int:
-        """Updates between snapshots of servers, where the plan has any; 0: none are written."""
-        return _SNAPSHOTS if self.snapshot_every is None else self.snapshot_every
 
     @classmethod
     def of(cls, given: RunSpec | str | Path, job: str, **settings: Any) -> RunSpec:

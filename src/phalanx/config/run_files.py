@@ -103,7 +103,7 @@ RUN_FILES: Mapping[str, RunFile] = {
     ),
     "servers": RunFile(
         what="with parameter servers: each one's last snapshots",
-        written="every `snapshot_every` updates, whole or not at all",
+        written="every 100 updates and with each checkpoint, whole or not at all",
         read="servers, after one was lost",
         sent=False,  # servers need a folder that all share
         brought="",

@@ -69,7 +69,7 @@ def apart_problems(plan: Plan) -> Iterator[Problem]:
 
 def _sync(plan: Plan) -> Iterator[Problem]:
     dp, apart = max(2, plan.dp), plan.sync != "each"
-    for name, plain in (("every", 1), ("after", 0), ("fragments", 1)):
+    for name, plain in (("every", 1), ("after", 0)):
         value = getattr(plan, name)
         if name == "after" and plan.staleness:
             continue
@@ -95,10 +95,6 @@ def _sync(plan: Plan) -> Iterator[Problem]:
         yield plan_problem(
             "sync", f"sync={plan.sync} without dp", allowed, f"dp=2 sync={plan.sync} every={max(2, plan.every)}"
         )
-    if apart and plan.fragments > plan.every:
-        allowed = f"at most every={plan.every}: one part is averaged in a step"
-        fix = f"dp={dp} sync={plan.sync} every={plan.fragments} fragments={plan.fragments}"
-        yield plan_problem("fragments", f"fragments={plan.fragments} with every={plan.every}", allowed, fix)
 
 
 def _server(plan: Plan) -> Iterator[Problem]:
@@ -110,10 +106,6 @@ def _server(plan: Plan) -> Iterator[Problem]:
     if plan.backup and not plan.server:
         fix = f"server=1 dp={dp} backup=1"
         yield plan_problem("backup", f"backup={plan.backup} without server", "only together with server=1 or more", fix)
-    if plan.compensate != "none" and not plan.staleness:
-        given = f"compensate={plan.compensate} without staleness"
-        fix = f"server={max(1, plan.server)} dp={dp} staleness=4 compensate={plan.compensate}"
-        yield plan_problem("compensate", given, "only together with server and staleness=1 or more", fix)
     if plan.server and plan.sync != "each":
         allowed = "one of the two: both say how replicas are brought together"
         given, fix = f"server={plan.server} with sync={plan.sync}", f"server={plan.server} dp={dp}"
@@ -302,9 +294,6 @@ def split_by_weight(total: int, each: Sequence[float]) -> tuple[int, ...]:
         counts[at] += 1
     return tuple(counts)
 
-
-FRAGMENT_STEPS = 5
-"""Steps that a fragment's averaging has to be done in, if the next one's turn does not come sooner."""
 
 BUCKET_BYTES = 25 * 2**20
 """Of a bucket of gradients that are reduced in one collective, about; a larger tensor stands alone. As in torch."""

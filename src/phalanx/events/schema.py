@@ -132,7 +132,6 @@ SCHEMA: dict[str, dict[str, tuple[type | tuple[type, ...], str]]] = {
     },
     "sync": {
         "step": (int, "optimizer steps taken when it was read; since 1.4, as all of this event"),
-        "fragment": (int, "part of the model that replicas averaged"),
         "seconds": (float, "that rank 0 waited for it"),
         "bytes": (int, "that rank 0 sent; of a ring, what a rank sends to the next"),
         "whole": (int, "bytes that those would have been without `compress`"),

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from phalanx.config.sync import FRAGMENT_STEPS, Compression
+from phalanx.config.sync import Compression
 from phalanx.forecast.kernels import DeviceSetting, Times, widths
 from phalanx.forecast.layouts import DILOCO, NESTEROV, Layouts, Texts
 from phalanx.forecast.network import collective, seconds
@@ -26,7 +26,7 @@ def replicas(costs: OperationArrays, times: Times, layouts: Layouts, setting: De
         late = np.where(smaller, _compressed(count, thin(costs, lie, layouts), last, layouts, setting), late)
     found = np.where(layouts.zero == 3, _sharded(costs, times, layouts, setting, lie), late)
     computing = layouts.micros * (first + last)
-    found = found + averaged(count, computing, layouts, setting)
+    found = found + averaged(count, layouts, setting)
     return np.where(layouts.server > 0, server_time(count, computing, layouts, setting), found)
 
 
@@ -193,11 +193,10 @@ _ADDED = 12.0
 """Bytes a server moves to add a parameter's gradient to that of the workers before."""
 
 
-def averaged(count: Array, computing: Array, layouts: Layouts, setting: DeviceSetting) -> Array:
+def averaged(count: Array, layouts: Layouts, setting: DeviceSetting) -> Array:
     """Seconds of a step for averaging ``count`` parameters of a rank over ``dp`` once every so many steps.
 
-    Nothing hides it where all are averaged at once; of several fragments each hides behind the ``computing`` of the
-    next steps. Local SGD: Stich, "Local SGD converges fast and communicates little", 2019, algorithm 1; the outer
+    Nothing hides it. Local SGD: Stich, "Local SGD converges fast and communicates little", 2019, algorithm 1; the outer
     step: Douillard et al., "DiLoCo", 2023, algorithm 1.
     """
     if not layouts.sync.any():
@@ -206,9 +205,7 @@ def averaged(count: Array, computing: Array, layouts: Layouts, setting: DeviceSe
     sent, made = averaging(mine, mine, layouts, layouts.inner, setting)
     moved = _OUTER + np.where(layouts.outer == NESTEROV, _MOMENTUM, 0.0)
     outer = mine * moved / (setting.rates.bandwidth * setting.rates.kernels.stream)
-    hidden = np.minimum(float(FRAGMENT_STEPS), layouts.every // layouts.fragments) * computing
-    late = np.where(layouts.fragments > 1, np.maximum(sent - hidden * layouts.fragments, 0.0), sent)
-    each = late + made + np.where(layouts.sync == DILOCO, outer, 0.0)
+    each = sent + made + np.where(layouts.sync == DILOCO, outer, 0.0)
     return np.where(layouts.sync > 0, each / layouts.every, 0.0)
 
 

@@ -51,7 +51,6 @@ class Layouts:
     offload: Array
     sync: Array
     every: Array
-    fragments: Array
     outer: Array
     server: Array
     staleness: Array
@@ -157,7 +156,6 @@ class Work:
     lengths: Lengths | None = None  # of samples that were looked at, where they differ and ``length`` is 0
     state: float = 8.0  # bytes of optimizer state for each parameter
     norm: bool = False  # whether ranks tell each other the norm of the gradient
-    modules: frozenset[str] = frozenset()  # names of the model's, where they are known; empty where not
     optimizer: str = "adamw"  # in lower case, such as ``adamw``, with ``-fused`` where one kernel steps a tensor
 
     @property

@@ -180,12 +180,7 @@ def _assumed(plan: Plan, cluster: Cluster, samples: Sequence[float]) -> Iterator
 
 
 def _averaged(plan: Plan) -> Iterator[str]:
-    if plan.fragments > 1:
-        yield (
-            f"Of {plan.fragments} fragments each is averaged while the next steps compute; what is left is spread over "
-            f"{plan.every} steps."
-        )
-    elif plan.every > 1:
+    if plan.every > 1:
         yield (
             f"Averaging parameters, which nothing hides, is spread over {plan.every} steps: that which does it takes "
             "longer, the others less."
@@ -211,7 +206,7 @@ def _by_kind(plan: Plan, cluster: Cluster, samples: Sequence[float]) -> Iterator
         yield "Shares are even: every device is as slow as the slowest, and holds what the smallest has room for."
 
 
-_LEARNING = ("outer_lr", "outer_momentum", "compensate")
+_LEARNING = ("outer_lr", "outer_momentum")
 
 
 def unpriced(plan: Plan, cluster: Cluster, batch: int) -> Iterator[str]:
@@ -219,8 +214,6 @@ def unpriced(plan: Plan, cluster: Cluster, batch: int) -> Iterator[str]:
     yield from unread(plan, batch, {})
     if plan.compile:
         yield "compile is not priced: kernels are taken to be eager ones."
-    if plan.split:
-        yield "split is not priced: stages are taken to be balanced by their blocks."
     if plan.threads > 1:
         yield f"threads={plan.threads} is priced as dp={plan.threads}: what threads save of reductions is left out."
     learning = [name for word in words(str(plan)) if (name := word.partition("=")[0]) in _LEARNING]

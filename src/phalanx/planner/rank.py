@@ -228,7 +228,7 @@ def _tidy(plan: Plan, changes: dict[str, Any]) -> Plan:
     elif plan.fsdp == 1 and "zero" not in changes:
         changes = {**changes, "zero": 1}
     if given["pp"] == 1:
-        changes = {**changes, "schedule": "1f1b", "stages": None, "split": ""}
+        changes = {**changes, "schedule": "1f1b", "stages": None}
     elif plan.pp > 1 and changes.get("zero", plan.zero) == 2:
         changes = {**changes, "zero": 1}
     if given["tp"] == 1 or given["cp"] > 1:

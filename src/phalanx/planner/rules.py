@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from math import gcd
 
 from phalanx.config import Cluster, Plan
 from phalanx.config.fields import plan_problem
-from phalanx.config.plan_rules import BEGIN_STAGES, batch_problems, share_problems, stage_problems
+from phalanx.config.plan_rules import batch_problems, share_problems, stage_problems
 from phalanx.config.sync import AUTO, weights
 from phalanx.device_kinds import kind_of_hardware
 from phalanx.errors import Problem, RefusedError
@@ -41,7 +40,6 @@ def problems(plan: Plan, work: Work, cluster: Cluster) -> list[Problem]:
         *_nodes(plan, cluster),
         *_precision(plan, cluster),
         *_device(plan, cluster),
-        *_names(plan, work),
     ]
 
 
@@ -104,17 +102,6 @@ def _device(plan: Plan, cluster: Cluster) -> Iterator[Problem]:
         if plan.device not in ("auto", kind_of_hardware(group.device.kind).name):
             given = f"device={plan.device} on {group.device.name}, which is of kind {group.device.kind}"
             yield plan_problem("device", given, "auto, or the kind of the cluster's devices", "device=auto")
-
-
-def _names(plan: Plan, work: Work) -> Iterator[Problem]:
-    unknown = [name for name in plan.split.split("/") if name not in work.modules] if plan.split else []
-    if unknown and work.modules:
-        near = difflib.get_close_matches(unknown[0], sorted(work.modules), n=1, cutoff=0.0)
-        given, fix = (
-            f"split={plan.split}: {unknown[0]!r}, no module of the model",
-            plan.split.replace(unknown[0], near[0]),
-        )
-        yield plan_problem("split", given, BEGIN_STAGES, f"split={fix}")
 
 
 def _precision(plan: Plan, cluster: Cluster) -> Iterator[Problem]:

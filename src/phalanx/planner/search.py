@@ -64,7 +64,6 @@ class Space:
             offload=none,
             sync=none,
             every=full,
-            fragments=full,
             outer=none,
             server=none,
             staleness=none,

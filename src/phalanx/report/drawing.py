@@ -147,8 +147,7 @@ def _averaged(plan: Plan) -> list[str]:
     what = "parameters are averaged over replicas"
     if plan.sync == "diloco":
         what = f"what replicas learnt is averaged and stepped ({plan.outer})"
-    how = [f"    a part of {plan.fragments} at a time, in turn"] if plan.fragments > 1 else []
-    how += [] if plan.compress == "none" else [f"    sent as {plan.compress}"]
+    how = [] if plan.compress == "none" else [f"    sent as {plan.compress}"]
     before = [f"the first {plan.after} steps: gradients are summed over replicas"] if plan.after else []
     each = "each step: every replica steps by itself" if plan.every > 1 else ""
     every = f"every {plan.every} steps" if plan.every > 1 else "each step"

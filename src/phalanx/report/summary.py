@@ -252,7 +252,7 @@ class Averagings:
     """Of replicas that step by themselves.
 
     Attributes:
-        count: averagings, of one fragment each.
+        count: averagings.
         bytes: that rank 0 sent for them.
         whole: bytes that those would have been without ``compress``.
         waited: the share of rank 0's time that they held it up.

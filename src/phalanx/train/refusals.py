@@ -20,7 +20,6 @@ from phalanx.data.loader import stream_problems
 from phalanx.data.map_style import is_stream
 from phalanx.errors import Problem, SpecError
 from phalanx.parallel import RankHoldings, compression, global_batch_norm
-from phalanx.parallel.diloco import fragment_problems
 from phalanx.parallel.grad_reduce import sparse, sparse_problems
 from phalanx.parallel.parameter_server import starved
 from phalanx.train.build_model import make_data
@@ -57,8 +56,6 @@ def model_problems(job: Job, plan: Plan, module: nn.Module) -> list[Problem]:
     problems = [*sparse_problems(module, plan), *compression.problems(module, plan)]
     problems += [problem for one in phase_jobs(job) for problem in own_loss_problems(one, module)]
     problems += global_batch_norm.problems(job, plan, module)
-    if plan.fragments > 1:
-        problems += fragment_problems(sum(one.requires_grad for one in module.parameters()), plan.fragments)
     if plan.zero == 3:
         from phalanx.parallel.fsdp import scalar_problems  # loads torch's DTensor
 

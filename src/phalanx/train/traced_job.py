@@ -85,7 +85,6 @@ def work_of(
         state=(_ADAM if state is None else state) + (_AVERAGED if job.average else 0.0),
         norm=True,  # every step looks whether it is finite
         optimizer=optimizer,
-        modules=frozenset(name for name, _ in module.named_modules() if name),
     )
 
 

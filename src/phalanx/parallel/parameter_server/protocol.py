@@ -183,9 +183,7 @@ FROM_WORKER: FrameForms = {
     FrameKind.HELLO: FrameForm(fields={"length": _COUNT, "order": _text, "files": _text}),
     FrameKind.ASK: FrameForm(fields={"done": _record(_DONE)}, optional=frozenset({"done"}), tensors=True, most=1 << 16),
     FrameKind.PULL: FrameForm(fields={"version": _ANY_VERSION, "term": _ANY_VERSION}),
-    FrameKind.PUSH: FrameForm(
-        fields={**_PIECE, "version": _COUNT, "count": _number, "without": _each(_COUNT)}, tensors=True, most=1 << 20
-    ),
+    FrameKind.PUSH: FrameForm(fields={**_PIECE, "without": _each(_COUNT)}, tensors=True, most=1 << 20),
     FrameKind.BEAT: FrameForm(fields={"progress": _COUNT}),
     FrameKind.END: FrameForm(fields={"memory": _record(_MEMORY)}),
 }
@@ -210,7 +208,6 @@ FROM_COORDINATOR: FrameForms = {
             "scale": _number,
             "largest": _number,
             "rate": _number,
-            "oldest": _COUNT,
             "watched": _truth,
             "left_out": _truth,
         }

@@ -18,42 +18,22 @@ from typing import final
 import torch
 from torch import nn
 
-from phalanx.config.fields import Compensate
 from phalanx.parallel.parameter_server.shards import Flat, Form, form_of
 
-_EPSILON = 1e-7
 _MOST_SPARE = 16  # pieces of memory kept for the next gradient
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rule:
-    """What becomes of gradients of older parameters.
+    """How gradients and values are kept.
 
     Attributes:
-        compensate: ``none``; ``rate`` takes the learning rate over the staleness, if that is above 1 (Zhang et al.
-            2016, "Staleness-aware Async-SGD for Distributed Deep Learning", section 3): of pieces of several ages the
-            mean of those rates, each piece weighing as its own says, which with plain SGD is a rate for each piece and
-            with others, which do not heed the size of gradients, still slows down; ``delay`` adds to the piece's mean
-            gradient g, of parameters w_then, ``strength * g * g * (w_now - w_then)``: its Taylor expansion with g * g
-            in place of the Hessian (Zheng et al. 2017, "Asynchronous Stochastic Gradient Descent with Delay
-            Compensation", equation 10).
-        strength: lambda of ``delay``.
-        memory: of ``delay``'s adaptive form, DC-ASGD-a: ``strength`` is divided by the root of a running mean of g * g
-            that keeps this share of itself with each piece. 0 for the constant form.
         keeps_each_gradient: keep the pieces of a step apart, since not all of them may be applied.
         ahead: whether values are read while updates are made; each then goes into other memory.
     """
 
-    compensate: Compensate = "none"
-    strength: float = 2.0
-    memory: float = 0.95
     keeps_each_gradient: bool = False
     ahead: bool = False
-
-    @property
-    def keeps_pieces(self) -> bool:
-        """Whether pieces are kept apart until their step is applied."""
-        return self.keeps_each_gradient or self.compensate != "none"
 
 
 @dataclass(slots=True)
@@ -61,7 +41,7 @@ class _OpenVersion:
     lock: threading.Lock = field(default_factory=threading.Lock)
     parts: set[int] = field(default_factory=set[int])
     total: Flat | None = None
-    pieces: dict[int, tuple[Flat, int, float]] = field(default_factory=dict[int, tuple[Flat, int, float]])
+    pieces: dict[int, Flat] = field(default_factory=dict[int, Flat])
     without: dict[int, int] = field(default_factory=dict[int, int])
 
 
@@ -71,8 +51,6 @@ class Pushed:
 
     step: int  # whose global batch it is of
     part: int  # which piece of that
-    version: int  # of the parameters it is the gradient at
-    count: float = 1.0  # what the piece's loss is to be divided by, over what the gradient was divided by
     without: Sequence[int] = ()  # parameters that got none, by their place in the form
     term: int = 0  # of the coordinator that dealt the piece; what was dealt before servers went back is dropped
 
@@ -86,7 +64,6 @@ class Update:
         scale: what its gradient is multiplied by.
         largest: absolute value that each element of it is clipped to, after that; 0: it is not.
         rate: factor on every learning rate.
-        oldest: version from which gradients may still come; values of older ones are forgotten. ``None``: this one.
         watched: keep what the optimizer is given, as ``Shard.used``.
         left_out: count the update, and make none: its gradient is not to be used.
     """
@@ -95,7 +72,6 @@ class Update:
     scale: float
     largest: float = 0.0
     rate: float = 1.0
-    oldest: int | None = None
     watched: bool = False
     left_out: bool = False
 
@@ -126,9 +102,6 @@ class Shard:
         self._open: dict[int, _OpenVersion] = {}
         self._done: set[int] = set()
         self._ready: tuple[int, Flat] | None = None
-        self._then: dict[int, Flat] = {}
-        self._squares: Flat | None = None
-        self._slowed = 1.0
         self._readers: Counter[int] = Counter()
         self._spare: list[Flat] = []
         self._applying = False
@@ -164,8 +137,8 @@ class Shard:
             known.parts.add(pushed.part)
             for place in pushed.without:
                 known.without[place] = known.without.get(place, 0) + 1
-            if self._rule.keeps_pieces:
-                known.pieces[pushed.part] = (gradient, pushed.version, pushed.count)
+            if self._rule.keeps_each_gradient:
+                known.pieces[pushed.part] = gradient
             elif known.total is None:
                 known.total = gradient
             else:
@@ -178,7 +151,7 @@ class Shard:
         known = self._open[step]
         with known.lock:
             assert known.parts >= set(parts), f"step {step}: {sorted(known.parts)} are in, {sorted(parts)} are needed"
-            total = self._together(known, parts) if self._rule.keeps_pieces else known.total
+            total = self._together(known, parts) if self._rule.keeps_each_gradient else known.total
         assert total is not None
         self._ready = step, total
         return total.square()
@@ -193,11 +166,9 @@ class Shard:
         assert self._ready is not None
         assert self._ready[0] == update.step
         total, self._ready = self._ready[1], None
-        oldest = self.version if update.oldest is None else update.oldest
         if update.left_out:
-            self._squares = None  # they may have taken in what is not finite
             self._make_way()
-            self._publish(update.step, total, oldest)
+            self._publish(update.step, total)
             return
         total.scale(update.scale)
         if update.largest:
@@ -209,15 +180,15 @@ class Shard:
             parameter.grad = None if self._places[name] in unused else total.named[name]
         for group, own in zip(self.optimizer.param_groups, self._rates, strict=True):
             if isinstance(group["lr"], torch.Tensor):
-                group["lr"].fill_(own * update.rate * self._slowed)
+                group["lr"].fill_(own * update.rate)
             else:
-                group["lr"] = own * update.rate * self._slowed
+                group["lr"] = own * update.rate
         grads = {name: parameter.grad for name, parameter in self.parameters.items() if update.watched}
         self.used = {name: grad.clone() for name, grad in grads.items() if grad is not None}
         self.optimizer.step()
         for parameter in self.parameters.values():
             parameter.grad = None
-        self._publish(update.step, total, oldest)
+        self._publish(update.step, total)
 
     @contextmanager
     def values(self) -> Iterator[tuple[int, Flat]]:
@@ -245,8 +216,7 @@ class Shard:
         """
         with self._news:
             self.term = term
-            self._open, self._ready, self._squares = {}, None, None
-            self._then.clear()
+            self._open, self._ready = {}, None
         self._make_way()
         with self._news:
             self._applying = True
@@ -265,53 +235,31 @@ class Shard:
         state = (value for kept in self.optimizer.state.values() for value in kept.values())
         flats = len(self._spare) + sum(len(one.pieces) + (one.total is not None) for one in self._open.values())
         return {
-            "parameters": self._live.nbytes * (1 + len(self._then)),
+            "parameters": self._live.nbytes,
             "gradients": self._live.nbytes * flats,
             "optimizer": sum(value.nbytes for value in state if isinstance(value, torch.Tensor)),
         }
 
     def _together(self, known: _OpenVersion, parts: Collection[int]) -> Flat:
         total: Flat | None = None
-        if self._rule.compensate == "rate":  # factor on the learning rate of pieces of these ages
-            rates = [1.0 / max(1, self.version - known.pieces[part][1]) for part in parts]
-            self._slowed = sum(rates) / len(rates)
         for part in sorted(parts):
-            gradient, version, count = known.pieces.pop(part)
-            staleness = self.version - version
-            if self._rule.compensate == "rate":
-                gradient.scale(1.0 / max(1, staleness) / self._slowed)
-            elif self._rule.compensate == "delay" and (version in self._then or not staleness):
-                self._correct(gradient, self._then.get(version, self._live), count)
+            gradient = known.pieces.pop(part)
             if total is None:
                 total = gradient
             else:
                 total.add(gradient)
                 self.give_back(gradient)
-        for gradient, _, _ in known.pieces.values():
+        for gradient in known.pieces.values():
             self.give_back(gradient)
         known.pieces.clear()
         assert total is not None
         return total
 
-    def _correct(self, gradient: Flat, then: Flat, count: float) -> None:
-        """Add ``lambda * g * g * (w_now - w_then)`` of the mean gradient g, times ``count``, to its sum."""
-        rule, first = self._rule, self._squares is None
-        if rule.memory and self._squares is None:
-            self._squares = Flat(self.form)
-        for index, (total, before, now) in enumerate(zip(gradient.whole, then.whole, self._live.whole, strict=True)):
-            square = (total / count).square_()
-            change = (now - before).mul_(square).mul_(rule.strength * count)
-            if self._squares is not None:
-                mean = self._squares.whole[index]
-                mean.lerp_(square, 1.0 if first else 1.0 - rule.memory)
-                change.div_((mean + _EPSILON).sqrt_())
-            total.add_(change)
-
     def _make_way(self) -> None:
         """Let the parameters stand in memory that nobody reads."""
         with self._news:
             live = self._live
-            in_place = not (self._rule.ahead or self._rule.compensate == "delay" or id(live) in self._readers)
+            in_place = not (self._rule.ahead or id(live) in self._readers)
             self._applying = in_place
         if not in_place:
             self._next = self.blank()
@@ -319,7 +267,7 @@ class Shard:
             for name, parameter in self.parameters.items():
                 parameter.data = self._next.named[name]
 
-    def _publish(self, step: int, total: Flat, oldest: int) -> None:
+    def _publish(self, step: int, total: Flat) -> None:
         with self._news:
             before, self._live, self._applying = self._live, self._next, False
             del self._open[step]
@@ -327,17 +275,13 @@ class Shard:
             while self._floor in self._done:
                 self._done.discard(self._floor)
                 self._floor += 1
-            if self._rule.compensate == "delay":
-                self._then[self.version] = before
             self.version += 1
             self._keep(total)
-            late = [self._then.pop(version) for version in sorted(self._then) if version < oldest]
-            for flat in (*late, before):
-                self._forget(flat)
+            self._forget(before)
             self._news.notify_all()
 
     def _forget(self, flat: Flat) -> None:
-        needed = (self._live, *self._then.values(), *self._spare)
+        needed = (self._live, *self._spare)
         if id(flat) not in self._readers and not any(flat is one for one in needed):
             self._keep(flat)
 

@@ -101,7 +101,7 @@ class WorkQueue:
         self.limit = limit  # no piece of this step or a later one is dealt; may change
         self._sizes, self._pace = sizes, pace or StalenessBound()
         self._open: dict[int, _OpenStep] = {}
-        self._held: dict[int, tuple[BatchPiece, int]] = {}
+        self._held: dict[int, BatchPiece] = {}
         self._silent: set[int] = set()
 
     @property
@@ -113,21 +113,14 @@ class WorkQueue:
         """Let the limit be the first step of which nothing was dealt yet."""
         self.limit = min(self.limit, self._next)
 
-    @property
-    def oldest(self) -> int:
-        """The oldest version that the gradient of a worker that is heard of may be of."""
-        heard = (version for worker, (_, version) in self._held.items() if worker not in self._silent)
-        return min(heard, default=self.version)
-
     def piece_of(self, worker: int) -> BatchPiece | None:
         """The piece that ``worker`` was dealt last and has not given back."""
-        found = self._held.get(worker)
-        return found[0] if found else None
+        return self._held.get(worker)
 
     def ask(self, worker: int) -> BatchPiece | None:
         """The next piece for ``worker``; ``None`` as long as there is none. What it held before may go to others."""
         self.leave(worker)
-        busy = {piece for other, (piece, _) in self._held.items() if other not in self._silent}
+        busy = {piece for other, piece in self._held.items() if other not in self._silent}
         for step in sorted(self._open):
             known = self._open[step]
             if known.complete or not self._pace.allows(step, self.version):
@@ -199,5 +192,5 @@ class WorkQueue:
         self._held.clear()
 
     def _give(self, worker: int, piece: BatchPiece) -> BatchPiece:
-        self._held[worker] = (piece, self.version)
+        self._held[worker] = piece
         return piece

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
@@ -11,8 +10,7 @@ import torch
 from torch import nn
 
 from phalanx.config import Plan
-from phalanx.config.plan_rules import BEGIN_STAGES
-from phalanx.errors import Problem, RefusedError
+from phalanx.errors import RefusedError
 from phalanx.parallel.mixed_precision import gathered_type
 from phalanx.parallel.pipeline.program import Program, program
 from phalanx.parallel.pipeline.stage import Stage, UnitOutlines, strip
@@ -106,7 +104,7 @@ def cut(module: nn.Module, example: Example, plan: Plan, known: StageCuts | None
 
 def _looked_for(module: nn.Module, example: Example, plan: Plan) -> tuple[Program, list[int]]:
     """What the model does, and which calls begin the stages."""
-    whole = units(module, plan.pp * plan.stages, plan.split.split("/") if plan.split else ())
+    whole = units(module, plan.pp * plan.stages)
     found = program(module, whole, example)
     while uncalled := found.uncalled(whole):  # the model calls what is inside them itself
         whole = take_apart(module, whole, uncalled)
@@ -124,18 +122,13 @@ def _units(found: Program) -> tuple[str, ...]:
     return tuple(dict.fromkeys(call.name for call in found.calls))
 
 
-def units(module: nn.Module, at_least: int, beginning: Iterable[str] = ()) -> dict[nn.Module, str]:
+def units(module: nn.Module, at_least: int) -> dict[nn.Module, str]:
     """The modules that are run whole, with their names; in module order.
 
     They are the repeated blocks and the modules with parameters beside them; where those are fewer than ``at_least``,
-    the largest are taken apart. Modules named in ``beginning`` are units, or begin with one.
+    the largest are taken apart.
     """
     found = _beside(module, set(blocks(module)))
-    names = {child: name for name, child in module.named_modules()}
-    for name in beginning:
-        for unit in list(found):
-            if name.startswith(names[unit] + "."):
-                _take_apart(found, unit, down_to=module.get_submodule(name))
     whole: set[nn.Module] = set()
 
     def size(unit: nn.Module) -> int:
@@ -193,25 +186,18 @@ def _parts(module: nn.Module, *, itself: bool = False) -> list[nn.Module]:
     return list(dict.fromkeys(found))
 
 
-def _take_apart(found: list[nn.Module], unit: nn.Module, down_to: nn.Module | None = None) -> None:
+def _take_apart(found: list[nn.Module], unit: nn.Module) -> None:
     at = found.index(unit)
-    parts = [part for part in _parts(unit) if part not in found]
-    found[at : at + 1] = parts
-    if down_to is not None and down_to not in parts:
-        for part in parts:
-            if down_to in set(part.modules()):
-                _take_apart(found, part, down_to)
+    found[at : at + 1] = [part for part in _parts(unit) if part not in found]
 
 
 def chosen(program: Program, plan: Plan) -> list[int]:
-    """The first region of each stage of ``plan``: where it says, or balanced.
+    """The first region of each stage of ``plan``, balanced.
 
     Raises:
-        RefusedError: if the plan names modules that cannot begin a stage, or wants more stages than there can be.
+        RefusedError: if the plan wants more stages than there can be.
     """
     stages = plan.pp * plan.stages
-    if plan.split:
-        return [0, *_named(program, plan)]
     allowed = [not program.trouble(cut) for cut in range(len(program.calls))]
     found = balanced(program.costs, stages, allowed)
     if found is None:
@@ -219,36 +205,3 @@ def chosen(program: Program, plan: Plan) -> list[int]:
         because = next((program.trouble(cut) for cut in range(1, len(allowed)) if not allowed[cut]), "")
         raise RefusedError([few_parts(plan, most, [call.name for call in program.calls], because)])
     return found
-
-
-def _named(program: Program, plan: Plan) -> list[int]:
-    names = plan.split.split("/")
-    wanted = plan.pp * plan.stages - 1
-    calls = [call.name for call in program.calls]
-    known = {name for name, _ in program.module.named_modules() if name}
-    found: list[int] = []
-    for name in names:
-        at = next((i for i, call in enumerate(calls) if call == name or call.startswith(name + ".")), None)
-        if name not in known or at is None:
-            near = difflib.get_close_matches(name, calls[1:], n=1, cutoff=0.0) or [calls[-1]]
-            why = "no module of the model" if name not in known else "a module that forward does not call by itself"
-            raise _refused(plan, f"{name!r}, {why}", "/".join(near[0] if one == name else one for one in names))
-        if at == 0 or (found and at <= found[-1]):
-            told = "the first part, where no stage before it would be left" if at == 0 else f"not after {names[0]!r}"
-            raise _refused(plan, f"{name!r}, {told}", "/".join(calls[1 : wanted + 1]))
-        if program.trouble(at):
-            raise _refused(plan, f"{name!r}, before which there can be no cut: {program.trouble(at)}", "")
-        found.append(at)
-    if len(found) != wanted:
-        raise _refused(plan, f"{len(found)} names for {wanted + 1} stages", "/".join(calls[1 : wanted + 1]))
-    return found
-
-
-def _refused(plan: Plan, given: str, fix: str) -> RefusedError:
-    problem = Problem(
-        where="plan.split",
-        given=f"split={plan.split}: {given}",
-        allowed=f"{BEGIN_STAGES}; {plan.pp * plan.stages - 1} of them for {plan.pp} ranks with {plan.stages} each",
-        fix=f"split={fix}" if fix else "no split, for stages balanced by cost",
-    )
-    return RefusedError([problem])

@@ -42,6 +42,7 @@ from phalanx.train.parameter_server.shard_store import ShardStore, put_together
 from phalanx.train.run_recorder import Lap, RunRecorder
 
 _LOOK = 0.2  # seconds between looks at who is there, while nothing comes in
+SNAPSHOT_EVERY = 100  # updates: the most that are lost with a server
 _LOSSES = 3  # of one server with no update between, after which it would only be lost again
 
 
@@ -90,7 +91,7 @@ class Coordinator(Stepper):
         return self._samples - self.samples_before
 
     def steps(self, pause: int | None, interruptions: Interruptions) -> Iterator[tuple[StepBatch, Metrics, Lap | None]]:
-        requests, queue, every = self.requests, self._queue, self.run.snapshots
+        requests, queue = self.requests, self._queue
         with requests.news:
             queue.limit = self._total if pause is None else min(pause, self._total)
         requests.turn_to("train", queue)
@@ -114,7 +115,7 @@ class Coordinator(Stepper):
                 workers=[report.worker for report in closed.values()],
                 dropped=dropped,
             )
-            if every and version % every == 0 and version < self._total:
+            if version % SNAPSHOT_EVERY == 0 and version < self._total:
                 self.recorder.flush()
                 self.snapshot()
             if interruptions.reached(self.taken):
@@ -168,15 +169,12 @@ class Coordinator(Stepper):
         limit = job.clipping.norm if job.clipping else None
         if limit is not None:
             scale *= float(clip_factor(torch.tensor(norm, dtype=torch.float64), limit))
-        with self.requests.news:
-            oldest = self._queue.oldest
         largest = job.clipping.value if job.clipping and job.clipping.value else 0.0
         update = Update(
             step=step,
             scale=scale,
             largest=largest,
             rate=rate,
-            oldest=oldest,
             watched=observer.listens,
             left_out=bool(why),
         )
@@ -248,8 +246,7 @@ class Coordinator(Stepper):
         parameters = self.store.layout.parameters
         tensors, states = put_together(self.group.gather("everything"), parameters)
         self._accidents.look_at_values(self.taken, {name: tensors[name_in(MODEL, name)] for name in parameters})
-        if self.run.snapshots:  # before it: servers never go back to before the newest checkpoint
-            self.snapshot()
+        self.snapshot()  # before it: servers never go back to before the newest checkpoint
         progress = {"step": self.taken, "samples": self._samples, "divisor": self._divisor}
         kept = {"keep": keep, "keep_every": keep_every or 0}
         progress |= {"data": self.pieces.told}

@@ -99,7 +99,7 @@ class Worker:
             sums, samples = self._computer.measures(self._evaluation, step, part)
         else:
             sums, samples = self._computer.gradients(self._pieces, step, part)
-            links.push(self._gradients(), self._host, {**piece, "count": sums["loss"][1] / self._divisor})
+            links.push(self._gradients(), self._host, piece)
         seconds = time.perf_counter() - begun
         done = {**piece, "what": what, "version": version, "sums": sums, "samples": samples, "seconds": seconds}
         if what == "train":

@@ -27,7 +27,6 @@ class WorkerState:
         silent: it holds a piece, and nothing has been heard of it, or it has not come on, for long.
         progress: how often its main thread has come on, as it says beside its signs of life.
         moved: when that last changed, or it was dealt its piece.
-        away: it was here, and its connection has ended.
         memory: what it held, told as it left.
     """
 
@@ -38,7 +37,6 @@ class WorkerState:
     silent: bool = False
     progress: int = 0
     moved: float = 0.0
-    away: bool = False
     samples: int = 0
     pieces: int = 0
     memory: dict[str, int] | None = None
@@ -165,7 +163,7 @@ class RequestHandler:
             if before is None:
                 self.workers[rank] = WorkerState(connection, time.monotonic())
             else:
-                before.connection, before.waiting, before.silent, before.away = connection, False, False, False
+                before.connection, before.waiting, before.silent = connection, False, False
                 before.progress, before.moved = 0, time.monotonic()
                 self.queue.leave(rank)
             self._note(rank, "returned" if before else "joined", "")
@@ -221,7 +219,6 @@ class RequestHandler:
                 return  # it is back by another
             known.connection, known.waiting, known.silent = None, False, False
             if known.memory is None:
-                known.away = True
                 self._note(rank, "lost", reason)
                 self.queue.leave(rank)
             if not self.present:

@@ -221,7 +221,7 @@ class ServerProcess:
             parameters=coordinator.store.elements,
             notes=[*coordinator.scene.notes, *findings.causes, *said],
         )
-        if resumed and run.snapshots:
+        if resumed:
             coordinator.snapshot()
         self._observer.built(coordinator.scene)
 

@@ -204,7 +204,7 @@ class ServerLinks:
             parts = [cut_out(whole[part.name], part) for part in link.slices]
             without = [place for place, part in enumerate(link.slices) if part.name in none]
             payload = views(parts) if self._codec is None else views([_encoded(self._codec, link, parts)])
-            link.connection.send(FrameKind.PUSH, {**meta, "version": link.version, "without": without}, payload)
+            link.connection.send(FrameKind.PUSH, {**meta, "without": without}, payload)
             link.expect(FrameKind.TAKEN)
 
         self._each(pushed)

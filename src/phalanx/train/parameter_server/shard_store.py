@@ -81,7 +81,7 @@ class ShardStore:
         cut = elementwise(job, parameters)
         self.slices = {one.name: one for one in partition(parameters, plan.server, cut=cut)[index]}
         self.rates = [float(group["lr"]) for group in self._whole.param_groups]
-        rule = Rule(compensate=plan.compensate, keeps_each_gradient=plan.backup > 0, ahead=bool(plan.staleness))
+        rule = Rule(keeps_each_gradient=plan.backup > 0, ahead=bool(plan.staleness))
         self.elements = sum(tensor.numel() for tensor in self.layout.module.parameters())
         self.shard = Shard(self._cut(parameters), lambda named: job.optimizer(Parameters(named)), rule)
         self._buffers = ServerStatistics(self.layout.module)
