@@ -80,7 +80,7 @@ def command(
 
 def _steps_alone(job: Job, steps: int) -> Job:
     """``job`` with so many steps of its largest batch, which evaluates nothing and calls nothing back."""
-    from phalanx.config.job_parts import in_even_batches, without_evaluation
+    from phalanx.train.phase_jobs import in_even_batches, without_evaluation
     from phalanx.train.torch_scheduler import without_plateau
 
     job = replace(in_even_batches(without_evaluation(job)), steps=steps, epochs=None, callbacks={})

@@ -8,18 +8,21 @@ import sys
 import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from io import TextIOWrapper
 from itertools import count
 from pathlib import Path
 from typing import TextIO
 
+from torch.distributed import PrefixStore  # pyrefly: ignore
+
 from phalanx.comm import Place
+from phalanx.comm.process_group import meet
 from phalanx.config import Job, Plan, RunSpec
 from phalanx.config.run import override
 from phalanx.config.run_files import EVENTS
-from phalanx.errors import PhalanxError, RefusedError, RunError, SpecError, WorkerError
+from phalanx.errors import PhalanxError, Problem, RefusedError, RunError, SpecError, WorkerError
 from phalanx.events.following import Viewer, callback_viewers, followed
 from phalanx.files import join, read_text, token_of
 from phalanx.launch.elastic_size import devices_before, fitted, record_resize
@@ -28,7 +31,6 @@ from phalanx.launch.first_step import first_step_checked
 from phalanx.launch.hang_watch import blamed
 from phalanx.launch.jobfile import load_job
 from phalanx.launch.launcher import place_of_this_process
-from phalanx.launch.rank_0 import decided_by_rank_0
 from phalanx.launch.rank_probe import PROBE_FILES, ProbeFiles, RankProbe
 from phalanx.launch.reaper import SAVED, StopSignals, leave_signals, terminated_later
 from phalanx.launch.run_secret import share_secret
@@ -347,3 +349,40 @@ def enter_folder(run: RunSpec, place: Place, enter: Callable[[bool], RunSpec], o
         with suppress(RunError):  # on storage of another host it is not there, and this rank publishes nothing
             join(entered.folder, writer, gathered=own is not None)
     return entered
+
+
+_LONGEST, _SOON = 3600.0, 0.02  # seconds
+
+
+def decided_by_rank_0(place: Place, decide: Callable[[], str], about: str) -> str:
+    """What ``decide`` gives on rank 0, where alone it is called; its error is every rank's. Collective.
+
+    ``about``: what no other decision of these workers is called.
+    """
+    if place.world_size == 1:
+        return decide()
+    store = PrefixStore(f"phalanx/{about}", meet(place))
+    if place.rank == 0:
+        answer: dict[str, object] = {}
+        try:
+            answer = {"decision": (decision := decide())}
+        except SpecError as error:
+            refused = isinstance(error, RefusedError)
+            answer = {"problems": [asdict(problem) for problem in error.problems], "refused": refused}
+            raise
+        except BaseException as error:
+            answer = {"error": f"{type(error).__name__}: {error}"}
+            raise
+        finally:
+            store.set("answer", json.dumps(answer))
+        return decision
+    until = time.monotonic() + _LONGEST
+    while not store.check(["answer"]) and time.monotonic() < until:  # a proof may take longer than any exchange
+        time.sleep(_SOON)
+    decided = json.loads(store.get("answer"))
+    if "problems" in decided:
+        kind = RefusedError if decided["refused"] else SpecError
+        raise kind([Problem(**problem) for problem in decided["problems"]])
+    if "error" in decided:
+        raise RunError(f"rank 0 could not prepare the run: {decided['error']}")
+    return decided["decision"]

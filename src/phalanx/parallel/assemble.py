@@ -22,7 +22,6 @@ from phalanx.hardware import keep_freed_memory, return_freed_memory
 from phalanx.parallel import (
     activation_checkpointing,
     compression,
-    coupled_samples,
     parameter_server,
     phase_layouts,
     threads,
@@ -34,6 +33,7 @@ from phalanx.parallel.layout import Layout, SingleLayout
 from phalanx.parallel.offload import OptimizerOnHost
 from phalanx.parallel.survey import Example
 from phalanx.parallel.threads import ThreadsLayout
+from phalanx.placement.batch_split import micro_batches
 from phalanx.placement.limits import returns_freed_memory
 
 
@@ -51,7 +51,7 @@ def check(job: Job, plan: Plan, here: int | None = None) -> list[Problem]:
         *stage_problems(plan),
         *compression.check(job, plan),
         *parameter_server.check(plan),
-        *coupled_samples.check(job, plan, kind),
+        *_coupled_problems(job, plan, kind),
         *(one for loss in (job.loss, *(phase.loss for phase in job.phases)) for one in counts_problems(loss, plan)),
         *average_problems(job.average, plan),
         *clip_problems(job.clipping, plan),
@@ -168,3 +168,30 @@ def _check_device(plan: Plan, here: int | None) -> list[Problem]:
     given = f"device={kind.name} for {replicas} on this machine; {kind.label} devices here: {there}"
     allowed = f"as many replicas as {kind.label} devices, or device={host().name}"
     return [plan_problem("device", given, allowed, on_host)]
+
+
+def _coupled_problems(job: Job, plan: Plan, kind: str) -> list[Problem]:
+    """Plans that do not have all outputs of a step at one time, on devices of this ``kind``."""
+    if job.loss_over == "samples":
+        return []
+    coupled = 'loss_over="batch", whose loss needs the outputs of the whole global batch'
+    found: list[Problem] = []
+    if plan.pp > 1:
+        given = f"a pipeline for {coupled}: it begins backward before the last micro-batch's forward"
+        whole = {"pp": 1, "fsdp": plan.fsdp * plan.pp, "schedule": "1f1b", "stages": 1}
+        fix = replace(plan, **whole, zero=plan.zero if plan.fsdp > 1 else 3)  # pyrefly: ignore[bad-argument-type]
+        found.append(plan_problem("pp", given, "dp, fsdp, ep, tp, cp or threads", str(fix)))
+    if plan.server:
+        given = f"servers for {coupled}: workers compute pieces of it one by one, each when it is free"
+        found.append(plan_problem("server", given, "plans without servers", f"dp={plan.dp}"))
+    elif plan.sync != "each":
+        given = f"sync={plan.sync} for {coupled}: replicas step by themselves, each on its own share"
+        found.append(plan_problem("sync", given, "sync=each", "sync=each"))
+    if plan.threads > 1 and kind_named(kind).on_host and micro_batches(plan, job.batch) > 1:
+        given = (
+            f"threads and micro={plan.micro} on a CPU for {coupled}: forward then runs twice, and threads that share "
+            "one stream of random numbers would not draw the same ones again"
+        )
+        fix = replace(plan, threads=1, dp=plan.threads)
+        found.append(plan_problem("micro", given, "threads without micro, or processes", str(fix)))
+    return found

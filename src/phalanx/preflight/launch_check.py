@@ -5,16 +5,21 @@ from __future__ import annotations
 import os
 import shutil
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from phalanx.config import Job, Plan, RunSpec
+from phalanx.config import Cluster, Group, Host, Job, Plan, RunSpec
+from phalanx.device_kinds import on_host
 from phalanx.errors import Problem, RunError, SpecError
+from phalanx.hardware import entry
+from phalanx.hardware.probe import Gpu, matched, measured
 from phalanx.launch.check_hosts import (
     CheckQuestion,
     CheckTime,
     FindingKind,
+    HostAnswer,
     HostFinding,
     HostSurvey,
     Needs,
@@ -25,10 +30,11 @@ from phalanx.launch.check_hosts import (
 from phalanx.launch.elastic_size import allowed_plans
 from phalanx.launch.jobfile import Reference
 from phalanx.launch.runfile import settled
-from phalanx.launch.side_process import look_ahead
+from phalanx.launch.side_process import Send, SideProcess, look_ahead
 from phalanx.launch.targets import AttachedTarget, QueueTarget, Submission, Target
-from phalanx.preflight.host_needs import host_needs, replicas_on
+from phalanx.preflight.machine_forecast import cluster_for, one_line
 from phalanx.train.assembly import refuse
+from phalanx.train.build_model import size_of
 from phalanx.train.lr_schedule import RunStart
 
 _LOOK = 2.0  # seconds that a look at the model is given in any case
@@ -270,3 +276,57 @@ def refuse_plan(job: Job, run: RunSpec, target: Target | None, patience: float =
     refuse(job, plan, plan.world_size)
     if patience:
         look_ahead(job, plan, RunStart.of(settled(run)), patience)
+
+
+_LEAST = 2.0  # seconds that a forecast is given in any case
+_STATE = 12.0  # bytes of a parameter and Adam's state in a checkpoint
+
+
+def host_needs(job: Job, run: RunSpec, answers: Sequence[HostAnswer], time: CheckTime) -> tuple[Needs, str]:
+    """What each worker needs there, and why its memory is not known, or asked for; empty where it is."""
+    plan = run.plan
+    gpu = _smallest(answers) if not on_host(plan.device) else None
+    with SideProcess(lambda send: _send_needs(job, plan, gpu, send)) as side:
+        message = side.next(max(_LEAST, time.left))
+    if message is None:
+        return Needs(plan=plan), "its forecast took too long"
+    needs = Needs(plan=plan, memory=message.get("memory", 0.0), state=message["state"])
+    if run.forecast != "refuse":
+        return replace(needs, memory=0.0), "the run is to begin whatever its forecast says"
+    return needs, message.get("missing", "")
+
+
+def replicas_on(answers: Sequence[HostAnswer], job: Job | None) -> Plan:
+    """Plain replicas on all devices, as far as a batch goes round; a process for each host that has none."""
+    places = sum(one.processes or len(one.devices) for one in answers) or len(answers)
+    return Plan(dp=max(1, min(places, job.batch if job else places)))
+
+
+def _smallest(answers: Sequence[HostAnswer]) -> Gpu | None:
+    devices = [device for one in answers for device in one.whole_devices]
+    least = min(devices, key=lambda device: device["total"], default=None)
+    return Gpu(name=least["name"], memory=least["total"]) if least else None
+
+
+def _send_needs(job: Job, plan: Plan, gpu: Gpu | None, send: Send) -> None:
+    told: dict[str, Any] = {"state": _STATE * (size_of(job) or 0)}
+    try:
+        send({**told, "memory": _memory(job, plan, gpu)})
+    except Exception as error:  # a job of any make
+        send({**told, "missing": one_line(error)})
+
+
+def _memory(job: Job, plan: Plan, gpu: Gpu | None) -> float:
+    from phalanx.forecast import forecast
+    from phalanx.train.traced_job import work_of
+
+    work = work_of(job)
+    if gpu is None:
+        cluster = cluster_for(replace(plan, device="cpu"))
+        return forecast(work, plan, cluster).reserved + cluster.groups[0].device.kept
+    known = matched(gpu)
+    group = Group(
+        device=measured(gpu, known), link=known.link, host=Host(name="a host"), nodes=1, per_node=plan.devices
+    )
+    # what CUDA itself takes is not free there any more
+    return forecast(work, plan, Cluster(groups=(group,), network=entry("cpu").network(1))).reserved

@@ -239,7 +239,7 @@ class Run:
             LossError: the loss or a metric is of a wrong form.
         """
         from phalanx.launch import place_of_this_process
-        from phalanx.train.stored_evaluation import evaluate_stored
+        from phalanx.train.trained_model import evaluate_stored
 
         if self.job is None:
             allowed = "the job that builds the model and measures: a run's folder holds values, and no code"

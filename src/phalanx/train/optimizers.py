@@ -26,6 +26,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from phalanx.comm import local
 from phalanx.errors import GradientError, Problem, SpecError
 from phalanx.train.elementwise import groups_of_slices
 
@@ -120,7 +121,7 @@ class LARS(_TrustRatioOptimizer):
         if group["lr_in_velocity"]:
             direction = torch._foreach_mul(direction, group["lr"])
         if group["momentum"]:
-            velocity = _local(_state(self, part.parameters, "momentum_buffer"))
+            velocity = _state(self, part.parameters, "momentum_buffer")
             torch._foreach_mul_(velocity, group["momentum"])
             torch._foreach_add_(velocity, direction)
             nesterov = group["nesterov"]
@@ -185,8 +186,8 @@ class LAMB(_TrustRatioOptimizer):
         """Adam's update of these parameters, weight decay included, before the trust ratio."""
         group, gradients = part.group, part.gradients
         beta1, beta2 = group["betas"]
-        first = _local(_state(self, part.parameters, "exp_avg"))
-        second = _local(_state(self, part.parameters, "exp_avg_sq"))
+        first = _state(self, part.parameters, "exp_avg")
+        second = _state(self, part.parameters, "exp_avg_sq")
         steps = [self._count(parameter) for parameter in part.parameters]
         torch._foreach_lerp_(first, gradients, 1 - beta1)
         torch._foreach_mul_(second, beta2)
@@ -232,16 +233,13 @@ def _alike(name: str, groups: list[dict[str, Any]]) -> list[_AlikeParameters]:
         with_gradient = [parameter for parameter in group["params"] if parameter.grad is not None]
         for adapted in (True, False):
             if chosen := [p for p in with_gradient if (p.ndim > 1 or not group["exclude_1d"]) is adapted]:
-                gradients = [_local_gradient(name, parameter) for parameter in chosen]
-                found.append(_AlikeParameters(group, adapted, chosen, _local(chosen), gradients))
+                gradients = [local_gradient(name, parameter) for parameter in chosen]
+                found.append(_AlikeParameters(group, adapted, chosen, [*map(local, chosen)], gradients))
     return found
 
 
-def _local(tensors: Iterable[Tensor]) -> list[Tensor]:
-    return [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
-
-
-def _local_gradient(name: str, parameter: Tensor) -> Tensor:
+def local_gradient(name: str, parameter: Tensor) -> Tensor:
+    """What this rank holds of a parameter's gradient, cut as the parameter is; for the optimizer ``name``."""
     gradient = parameter.grad
     assert gradient is not None
     if gradient.is_sparse:
@@ -257,7 +255,7 @@ def _state(optimizer: Optimizer, parameters: list[Tensor], key: str) -> list[Ten
     for parameter in parameters:
         if key not in optimizer.state[parameter]:
             optimizer.state[parameter][key] = torch.zeros_like(parameter)
-    return [optimizer.state[parameter][key] for parameter in parameters]
+    return [local(optimizer.state[parameter][key]) for parameter in parameters]
 
 
 def _ratio(above: Tensor, below: Tensor, both: Tensor) -> Tensor:

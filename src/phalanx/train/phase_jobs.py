@@ -7,8 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from phalanx.config import Job
-from phalanx.config.job_parts import without_evaluation
+from phalanx.config.job import Job
 from phalanx.config.phases import Phase, PhaseInputs, owned
 from phalanx.parallel.phase_layouts import train_only
 from phalanx.units import show_names
@@ -78,3 +77,13 @@ def _plain(job: Job, index: int, phase: Phase) -> Job:
         inputs=PhaseInputs(phase.name, phase.inputs or job.inputs, first=index == 0),
         schedule=job.schedule if phase.schedule is None else phase.schedule,
     )
+
+
+def without_evaluation(job: Job) -> Job:
+    """``job``, which then evaluates nothing and looks for no best evaluation."""
+    return replace(job, evaluate=None, metrics=None, evaluate_every=0, best=None)
+
+
+def in_even_batches(job: Job, most: int | None = None) -> Job:
+    """``job``, with ``job.batch`` samples in every global batch, or with ``most`` where those are fewer."""
+    return replace(job, batch=min(job.batch, most or job.batch), batch_ramp=None, batch_tokens=None)

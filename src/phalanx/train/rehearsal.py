@@ -19,7 +19,6 @@ from torch import nn
 
 from phalanx.checkpoint import BestSoFar
 from phalanx.config import Best, Job, Metric, Plan
-from phalanx.config.job_parts import in_even_batches
 from phalanx.data import Lane, Loader, MicroBatch, evaluation_batches
 from phalanx.device_kinds import on_host
 from phalanx.errors import LossError, PhalanxError, Problem, RefusedError, SpecError
@@ -34,7 +33,7 @@ from phalanx.train.inputs import Inputs
 from phalanx.train.loss import read_loss
 from phalanx.train.loss_scaling import compute_context
 from phalanx.train.lr_schedule import START, RunStart
-from phalanx.train.phase_jobs import evaluated_job
+from phalanx.train.phase_jobs import evaluated_job, in_even_batches
 from phalanx.train.refusals import job_problems, rank_0
 from phalanx.train.user_traceback import users_frames
 from phalanx.units import show_names

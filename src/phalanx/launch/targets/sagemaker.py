@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 import tempfile
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -28,7 +28,6 @@ from phalanx.launch.targets.offer import Offer
 from phalanx.launch.targets.sagemaker_instances import instances_offered
 from phalanx.launch.targets.sagemaker_job import CODE, RUN, JobPlaces, digest_of_text, run_text, to_json, training_job
 from phalanx.launch.targets.sagemaker_logs import TrainingLogs
-from phalanx.launch.targets.sagemaker_missing import what_is_missing
 from phalanx.launch.targets.sagemaker_options import OPTIONS, SageMakerRequest
 from phalanx.launch.targets.target import Option, Prepared, QueueTarget, Standing, Submission
 
@@ -220,3 +219,57 @@ def _sent(
             with suppress(RunError):
                 calls.ask("s3", "delete_object", Bucket=bucket, Key=key)
         raise
+
+
+_ECR = re.compile(r"(\d{12})\.dkr\.ecr\.([a-z0-9-]+)\.amazonaws\.com[.a-z]*/([^:@]+)(?::([^@]+))?(?:@(.+))?")
+_CALLS = 6  # at most, each of which takes its share of the time
+
+
+def what_is_missing(request: SageMakerRequest, patience: float) -> str:
+    """The first thing of ``request`` that is not there; empty where all is, or one may not look.
+
+    ``patience``: seconds that it may take.
+
+    Raises:
+        MissingExtraError: boto3 is not installed.
+        RunError: AWS cannot be asked, or does not believe this machine's credentials.
+    """
+    calls = AwsCalls(request.region, patience / 2 / _CALLS)
+    if not calls.region:
+        return "no region is set up: --region, or aws configure set region"
+    calls.ask("sts", "get_caller_identity")
+    return next(_missing(calls, request, patience / 2 / _CALLS), "")
+
+
+def _missing(calls: AwsCalls, request: SageMakerRequest, patience: float) -> Iterator[str]:
+    bucket, _ = split_s3(request.bucket)
+    if _lacks(calls, "s3", "head_bucket", ("(404)",), Bucket=bucket):
+        yield f"there is no bucket {bucket}"
+    role = request.role.rpartition("/")[2]
+    if _lacks(calls, "iam", "get_role", ("NoSuchEntity",), RoleName=role):
+        yield f"there is no role {request.role}"
+    if request.data and _holds_nothing(calls, request.data):
+        yield f"there is nothing at {request.data}"
+    if ecr := _ECR.fullmatch(request.image):
+        account, region, name, tag, digest = ecr.groups()
+        image = {"imageDigest": digest} if digest else {"imageTag": tag or "latest"}
+        nothing = ("RepositoryNotFoundException", "ImageNotFoundException")
+        there = AwsCalls(region, patience)
+        named: dict[str, Any] = {"registryId": account, "repositoryName": name, "imageIds": [image]}
+        if _lacks(there, "ecr", "describe_images", nothing, **named):
+            yield f"there is no image {request.image}"
+
+
+def _lacks(calls: AwsCalls, service: str, operation: str, nothing: Sequence[str], **given: Any) -> bool:
+    """Whether AWS answers that there is no such thing; who hands over a run need not be allowed to look."""
+    with suppress(RunError):
+        return calls.ask(service, operation, nothing=nothing, **given) is None
+    return False
+
+
+def _holds_nothing(calls: AwsCalls, uri: str) -> bool:
+    bucket, key = split_s3(uri)
+    with suppress(RunError):
+        told = calls.ask("s3", "list_objects_v2", nothing=("NoSuchBucket",), Bucket=bucket, Prefix=key, MaxKeys=1)
+        return not (told and told.get("KeyCount"))
+    return False

@@ -18,12 +18,13 @@ from typing import Any, ClassVar, final
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from phalanx.comm import local
 from phalanx.config import Clip, Schedule
 from phalanx.errors import Problem, SpecError
 from phalanx.train.keras.keras_own import is_keras_code
+from phalanx.train.optimizers import local_gradient
 
 
 class KerasFormula(Optimizer):
@@ -57,7 +58,7 @@ class KerasFormula(Optimizer):
             if not given:
                 continue
             lr = float(group["lr"])
-            weights, grads = _local(given), [_gradient(one) for one in given]
+            weights, grads = [*map(local, given)], [local_gradient("Keras", one) for one in given]
             if group["weight_decay"]:
                 torch._foreach_mul_(weights, 1 - group["weight_decay"] * lr)
             self._update(given, weights, grads, group)
@@ -78,7 +79,7 @@ class KerasFormula(Optimizer):
         for one in given:
             if name not in self.state[one]:
                 self.state[one][name] = torch.zeros_like(one)
-        return _local(self.state[one][name] for one in given)
+        return [local(self.state[one][name]) for one in given]
 
     def _count(self, given: list[Tensor]) -> int:
         """The step that is being taken, 1 at first."""
@@ -309,17 +310,3 @@ def _rates(given: Any) -> tuple[float, Schedule]:
         raise SpecError.of("optimizer.learning_rate", f"the function {name}", allowed, "CosineDecay(1e-3, 1000)")
     rate: Any = given
     return float(rate), Schedule()
-
-
-def _local(tensors: Iterable[Tensor]) -> list[Tensor]:
-    return [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
-
-
-def _gradient(parameter: Tensor) -> Tensor:
-    gradient = parameter.grad
-    assert gradient is not None
-    if not isinstance(gradient, DTensor):
-        return gradient
-    if isinstance(parameter, DTensor) and gradient.placements != parameter.placements:
-        gradient = gradient.redistribute(parameter.device_mesh, parameter.placements)
-    return gradient.to_local()

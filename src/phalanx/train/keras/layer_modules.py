@@ -23,15 +23,18 @@ from functools import partial, partialmethod
 from types import MethodType
 from typing import Any
 
+import torch
 from keras.src.backend.common import global_state
 from keras.src.backend.common.masking import get_keras_mask, set_keras_mask
 from keras.src.backend.common.variables import AutocastScope, get_autocast_scope
+from keras.src.backend.torch import random as keras_random
 from keras.src.backend.torch.core import Variable
 from keras.src.backend.torch.layer import TorchLayer
 from keras.src.layers import BatchNormalization, Dense, Dropout, EinsumDense, Embedding
 from keras.src.layers.layer import CallContext
 from keras.src.layers.regularization.spatial_dropout import BaseSpatialDropout
 from keras.src.models.functional import Functional
+from keras.src.random.seed_generator import SeedGenerator
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
@@ -39,7 +42,6 @@ from phalanx.errors import RefusedError
 from phalanx.parallel.global_batch_norm import joined_moments
 from phalanx.train.keras.keras_own import CALL, DEVICE, is_keras_code
 from phalanx.train.keras.keras_penalties import PENALTIES, penalise_within
-from phalanx.train.keras.keras_streams import drawn_by_torch, keep_streams, masked
 from phalanx.train.keras.layer_children import children_of, free_name, functional_of
 
 
@@ -326,3 +328,48 @@ def on_device_of(given: Any) -> Iterator[None]:
         yield
     finally:
         global_state.set_global_attribute(DEVICE, before)
+
+
+def drawn_by_torch(generator: Any) -> None:
+    """From now on what a layer draws by ``generator``, its own, comes from torch's stream."""
+    generator.__dict__["_drawn_by_torch"] = True
+    generator._initial_seed = None
+
+
+_PLAIN: Callable[[Any], Any] = keras_random.torch_seed_generator
+_PLAIN_DROPOUT: Callable[..., Any] = keras_random.dropout
+
+
+def keep_streams() -> None:
+    """From now on layers that are torch modules draw from torch's streams; everything else as before."""
+    keras_random.torch_seed_generator = _generator
+    keras_random.dropout = _dropout
+
+
+def _dropout(inputs: Any, rate: float, noise_shape: Any = None, seed: Any = None) -> Any:
+    if noise_shape is None or _generator(seed) is not None or not 0 < rate < 1:
+        return _PLAIN_DROPOUT(inputs, rate, noise_shape, seed)
+    return masked(inputs, rate, noise_shape, True)
+
+
+def masked(inputs: Tensor, rate: float, noise_shape: Any, training: bool) -> Tensor:
+    """Dropout of ``inputs``, whose mask has ``noise_shape``; the same operations where nothing is dropped."""
+    if noise_shape is None:
+        return torch.nn.functional.dropout(inputs, rate, training=training)
+    shape = [size if wanted is None else wanted for size, wanted in zip(inputs.shape, noise_shape, strict=True)]
+    return inputs * torch.nn.functional.dropout(inputs.new_ones(shape), rate, training=training)
+
+
+def _generator(seed: Any) -> Any:
+    if isinstance(seed, SeedGenerator) and "_drawn_by_torch" in vars(seed):
+        return None
+    if isinstance(global_state.get_global_attribute(DEVICE), torch.device):  # a model that runs under a plan
+        if seed is None:
+            return None
+        raise RefusedError.of(
+            "job.model",
+            f"a layer that draws random numbers by the seed {seed!r:.40} of its own each time it is called",
+            "random numbers by a keras.random.SeedGenerator that the layer has: the plan keeps its stream",
+            "self.seed_generator = keras.random.SeedGenerator(), and seed=self.seed_generator in call",
+        )
+    return _PLAIN(seed)
