@@ -1,8 +1,7 @@
 """Profile, cluster and plan in; memory, time and energy out. Pure functions, no processes, no torch."""
 
-from phalanx.forecast.forecast import Forecast, Sweep, forecast, forecasts, sweep
+from phalanx.forecast.forecast import Forecast, forecast, forecasts
 from phalanx.forecast.layouts import Lengths, Work
-from phalanx.forecast.memory import MemoryForecast
 from phalanx.forecast.presets import PHALANX, Preset
 from phalanx.forecast.step_time import StepTime
 
@@ -10,12 +9,9 @@ __all__ = [
     "PHALANX",
     "Forecast",
     "Lengths",
-    "MemoryForecast",
     "Preset",
     "StepTime",
-    "Sweep",
     "Work",
     "forecast",
     "forecasts",
-    "sweep",
 ]

@@ -1,8 +1,8 @@
 """Which plan is best, why, and how many devices are worth it: enumerate, prune by memory, price, rank, explain."""
 
-from phalanx.planner.advise import Advice, advise, config_work
-from phalanx.planner.explain import Explanation, Neighbour, explain
-from phalanx.planner.nearest_fit import Change, Shortfall, shortfall
+from phalanx.planner.advise import Advice, advise
+from phalanx.planner.explain import explain
+from phalanx.planner.nearest_fit import Shortfall, shortfall
 from phalanx.planner.question import Bill, Prices, Question, bill, prices
 from phalanx.planner.rank import Goal, Ranking, rank
 from phalanx.planner.rules import refuse
@@ -11,11 +11,8 @@ from phalanx.planner.scale import Curve, ScalingPoint, scale
 __all__ = [
     "Advice",
     "Bill",
-    "Change",
     "Curve",
-    "Explanation",
     "Goal",
-    "Neighbour",
     "Prices",
     "Question",
     "Ranking",
@@ -23,7 +20,6 @@ __all__ = [
     "Shortfall",
     "advise",
     "bill",
-    "config_work",
     "explain",
     "prices",
     "rank",

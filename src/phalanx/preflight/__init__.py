@@ -2,15 +2,11 @@
 
 from phalanx.preflight.machine_forecast import cluster_for, forecast_here
 from phalanx.preflight.plan_choice import PlanChoice, choose_plan, plain_replicas
-from phalanx.preflight.run_forecast import RunForecaster, forecast_after_look, too_little
 
 __all__ = [
     "PlanChoice",
-    "RunForecaster",
     "choose_plan",
     "cluster_for",
-    "forecast_after_look",
     "forecast_here",
     "plain_replicas",
-    "too_little",
 ]

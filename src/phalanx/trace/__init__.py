@@ -1,6 +1,6 @@
 """A model's costs: operations, parameters and saved activations, found without a device."""
 
-from phalanx.config.model_costs import ModelPart, Operation, Profile, Saved, Share, SizeLaw, Weights, flops
+from phalanx.config.model_costs import ModelPart, Operation, Profile, Saved, SizeLaw, Weights, flops
 from phalanx.trace.standard_models import Family, ModelCall, Shape, from_config, length_of, standard, trace
 
 __all__ = [
@@ -11,7 +11,6 @@ __all__ = [
     "Profile",
     "Saved",
     "Shape",
-    "Share",
     "SizeLaw",
     "Weights",
     "flops",

@@ -11,7 +11,6 @@ from phalanx.launch.targets.handed_over import (
     ticket_of,
     write_ticket,
 )
-from phalanx.launch.targets.launch_folder import FOLDER, LAST_WORDS, last_word
 from phalanx.launch.targets.offer import Offer, misfit, nearest_plan
 from phalanx.launch.targets.target import (
     AttachedTarget,
@@ -21,12 +20,9 @@ from phalanx.launch.targets.target import (
     Standing,
     Submission,
     Target,
-    own_words,
 )
 
 __all__ = [
-    "FOLDER",
-    "LAST_WORDS",
     "TARGETS",
     "AttachedTarget",
     "CodePack",
@@ -40,12 +36,10 @@ __all__ = [
     "find_target",
     "forget_handed_over",
     "is_handed_over",
-    "last_word",
     "log_of",
     "misfit",
     "nearest_plan",
     "one_launch_at_a_time",
-    "own_words",
     "refuse_handed_over",
     "settled_options",
     "target_class",
