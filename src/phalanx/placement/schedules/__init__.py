@@ -1,4 +1,4 @@
-"""Pipeline schedules, one file each, as orders that the runtime executes, forecasts price and ``show`` draws."""
+"""Pipeline schedules as orders that the runtime executes, forecasts price and ``show`` draws."""
 
 from phalanx.placement.schedules.all_schedules import SCHEDULES, forwards, holders, order
 from phalanx.placement.schedules.order import (

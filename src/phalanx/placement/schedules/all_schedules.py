@@ -21,13 +21,10 @@ from __future__ import annotations
 from functools import lru_cache
 
 from phalanx.config.fields import Schedule
-from phalanx.placement.schedules.dualpipev import DUALPIPEV
-from phalanx.placement.schedules.gpipe import GPIPE
-from phalanx.placement.schedules.interleaved import INTERLEAVED
+from phalanx.placement.schedules.interleaved import INTERLEAVED, ZERO_BUBBLE
 from phalanx.placement.schedules.order import Action, Order, PipelineSchedule
-from phalanx.placement.schedules.schedule_1f1b import ONE_F_ONE_B
-from phalanx.placement.schedules.zbv import ZBV
-from phalanx.placement.schedules.zero_bubble import ZERO_BUBBLE
+from phalanx.placement.schedules.schedule_1f1b import GPIPE, ONE_F_ONE_B
+from phalanx.placement.schedules.zbv import DUALPIPEV, ZBV
 
 SCHEDULES: dict[Schedule, PipelineSchedule] = {
     one.name: one for one in (GPIPE, ONE_F_ONE_B, INTERLEAVED, ZERO_BUBBLE, ZBV, DUALPIPEV)

@@ -1,4 +1,7 @@
-"""1F1B: a backward as soon as there is one: holds fewer activations (Narayanan et al. 2021, section 2.2.1)."""
+"""1F1B: a backward as soon as there is one: holds fewer activations (Narayanan et al. 2021, section 2.2.1); GPipe.
+
+GPipe: all forwards, then all backwards (Huang et al. 2019).
+"""
 
 from __future__ import annotations
 
@@ -25,3 +28,14 @@ def _in_flight(place: float, ranks: int, stages: int, micros: int, ahead: float)
 
 
 ONE_F_ONE_B = PipelineSchedule(name="1f1b", actions=_actions, in_flight=_in_flight, filling="one way", searched=(1,))
+
+
+def _gpipe_actions(rank: int, ranks: int, stages: int, micros: int) -> Iterator[Action]:
+    return alternating(rank, micros, micros)
+
+
+def _gpipe_in_flight(place: float, ranks: int, stages: int, micros: int, ahead: float) -> float:
+    return micros
+
+
+GPIPE = PipelineSchedule(name="gpipe", actions=_gpipe_actions, in_flight=_gpipe_in_flight, filling="two phases")
