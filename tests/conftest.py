@@ -32,6 +32,7 @@ torch.set_num_threads(1)  # workers are forked: a parallel region here would lea
 @pytest.fixture(autouse=True)
 def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path.parent))
 
 
 @pytest.fixture(autouse=True)

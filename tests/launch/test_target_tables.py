@@ -15,10 +15,22 @@ from law_rows import in_one_test
 from phalanx.config import Plan, RunSpec
 from phalanx.config.run_files import LAUNCH_FILES
 from phalanx.errors import MissingExtraError, RunError, SpecError
-from phalanx.launch.targets import TARGETS, Prepared, QueueTarget, Submission, find_target, ray, slurm, ticket_of
+from phalanx.launch.targets import (
+    TARGETS,
+    Prepared,
+    QueueTarget,
+    Submission,
+    UnmarkedError,
+    find_target,
+    ray,
+    slurm,
+    ticket_of,
+    write_ticket,
+)
 from phalanx.launch.targets.aws_calls import AwsCalls
 from phalanx.launch.targets.kubectl import Kubectl
 from phalanx.launch.targets.option_checks import secrets_set
+from phalanx.report.run_standing import run_standing
 
 
 def handed(name: str, folder: Path, **given: Any) -> Submission:
@@ -193,27 +205,37 @@ def test_a_ticket_with_a_wrong_field_is_damaged(tmp_path: Path, name: str) -> No
 
 
 @pytest.mark.parametrize(
-    "text",
-    [
-        *("", "[]", "7", "{}", "{", "[" * 100_000, '{"to": 3}', '{"to": "moon"}'),
-        *(f'{{"to": "{name}"{more}}}' for name in DAMAGE for more in ("", ', "job": []')),
-    ],
-    ids=lambda text: text[:30],
+    "text", ["", "[]", "7", "{}", "{", "[" * 100_000, '{"to": 3}', '{"to": "moon"}'], ids=lambda text: text[:30]
 )
 def test_a_damaged_ticket_is_one_clear_error(tmp_path: Path, text: str) -> None:
     path = tmp_path / "run" / "launch" / "ticket.json"
     path.parent.mkdir(parents=True)
     path.write_text(text)
-
-    def ask() -> None:
-        target, ticket = ticket_of(tmp_path / "run")
-        assert isinstance(target, QueueTarget)
-        target.standing(ticket, tmp_path / "run")
-
     with pytest.raises(SpecError) as caught:
-        ask()
+        ticket_of(tmp_path / "run")
     (problem,) = caught.value.problems
     assert (problem.given, problem.fix) == (f"{path}, which is damaged", f"rm {path}")
+
+
+@pytest.mark.parametrize("name", TICKETS)
+def test_a_ticket_counts_with_the_mark_of_its_user_alone(tmp_path: Path, name: str) -> None:
+    given = handed(name, tmp_path)
+    given.folder.mkdir(parents=True)
+    write_ticket(given, name, TICKETS[name])
+    assert ticket_of(given.run.folder)[1] == {"to": name, **TICKETS[name]}
+    own = json.loads((given.folder / "ticket.json").read_text())
+    (tmp_path / "other" / "launch").mkdir(parents=True)
+    bad = [{**own, "mark": mark} for mark in ("", None, [], "é", own["mark"][1:])]
+    for folder, told in [(tmp_path / "other", own), *((given.run.folder, told) for told in (*bad, {**own, "x": 1}))]:
+        (folder / "launch" / "ticket.json").write_text(json.dumps(told))
+        with pytest.raises(UnmarkedError):
+            ticket_of(folder)
+        assert "no mark of yours" in run_standing(folder).detail
+    key = tmp_path.parent / "phalanx" / "ticket.key"
+    key.chmod(0o640)
+    with pytest.raises(RunError, match="read by others"):
+        write_ticket(given, name, TICKETS[name])
+    key.unlink()
 
 
 EVENTS = {

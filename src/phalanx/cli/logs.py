@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 from phalanx.cli.output import json_option, print_json
-from phalanx.cli.status import follow, more_of, run_argument
+from phalanx.cli.status import follow, more_of, run_argument, show
 from phalanx.errors import SpecError
 
 
@@ -24,28 +24,39 @@ def command(folder: Path, rank: int | None, following: bool, as_json: bool) -> N
       phalanx logs runs/digits-1 --rank 3
       phalanx logs runs/digits-1 --follow
     """
-    from phalanx.launch.targets import log_of
     from phalanx.report.run_standing import run_standing
 
     if following and as_json:
         raise SpecError.of("--follow", "with --json", "one of the two", f"phalanx logs {folder} --follow")
-    path = log_of(folder, rank)
+    path = _log(folder, rank)
     if following:
 
         def look() -> tuple[Path, bool]:
             going = run_standing(folder).goes_on
             # a target that keeps it elsewhere brings the file up to date, after the end once more
-            return log_of(folder, rank), going
+            return _log(folder, rank), going
 
         follow(path, look)
         return
-    text, _ = more_of(path, 0)
+    text, at = more_of(path, 0)
     if not text:
         _say_nothing(folder, rank, quiet=as_json)
     if as_json:
         print_json({"path": str(path), "text": text})
-    else:
-        click.echo(text, nl=False)
+        return
+    while text:
+        show(text)
+        text, at = more_of(path, at)
+
+
+def _log(folder: Path, rank: int | None) -> Path:
+    from phalanx.launch.targets import UnmarkedError, attached_log, log_of
+
+    try:
+        return log_of(folder, rank)
+    except UnmarkedError as error:
+        click.echo(f"{error.problems[0].given}: nobody is asked, and this is what the folder has", err=True)
+        return attached_log(folder, rank)
 
 
 def _say_nothing(folder: Path, rank: int | None, *, quiet: bool) -> None:

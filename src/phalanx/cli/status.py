@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -9,6 +11,8 @@ from pathlib import Path
 import click
 
 from phalanx.cli.output import answer, json_option
+from phalanx.files.plain_files import MOST, open_plain
+from phalanx.units import visible
 
 _SOON = 0.3  # seconds between looks for more of a log
 
@@ -34,14 +38,19 @@ def command(folder: Path, as_json: bool) -> None:
 
 
 def more_of(path: Path, since: int) -> tuple[str, int]:
-    """What stands in a file from ``since`` on, and its length in bytes; nothing as long as it is not there."""
+    """Return what stands in a file from ``since`` on, and where that ends; nothing as long as it is not there."""
     try:
-        with path.open("rb") as file:
+        with os.fdopen(open_plain(path, os.O_RDONLY, below=2), "rb") as file:
             file.seek(since)
-            data = file.read()
+            data = file.read(MOST)
     except FileNotFoundError:
         return "", since
     return data.decode(errors="replace"), since + len(data)
+
+
+def show(text: str) -> None:
+    """Print what a run has printed; on a terminal nothing of it steers that."""
+    click.echo(visible(text.replace("\r", "\n")) if sys.stdout.isatty() else text, nl=False)
 
 
 def follow(path: Path, look: Callable[[], tuple[Path, bool]]) -> None:
@@ -54,12 +63,12 @@ def follow(path: Path, look: Callable[[], tuple[Path, bool]]) -> None:
     while True:
         text, at = more_of(path, at)
         if text:
-            click.echo(text, nl=False)
+            show(text)
             quiet = time.monotonic()
         elif time.monotonic() - quiet > 10 * _SOON:
             path, goes_on = look()
             if not goes_on:
-                click.echo(more_of(path, at)[0], nl=False)
+                show(more_of(path, at)[0])
                 return
             quiet = time.monotonic()
         time.sleep(_SOON)

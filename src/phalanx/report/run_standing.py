@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import socket
-from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -18,8 +17,6 @@ from phalanx.report.summary import run_log
 
 if TYPE_CHECKING:
     from rich.table import Table
-
-    from phalanx.launch.targets import Standing, Target
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,8 +59,15 @@ def run_standing(folder: Path) -> RunStanding:
     Raises:
         SpecError: there is neither a run nor a launch in the folder.
     """
-    launched = _ticket(folder)
-    standing = _by_target(launched[0], launched[1], folder) if launched else None
+    from phalanx.launch.targets import QueueTarget, Standing, UnmarkedError
+
+    launched, standing = None, None
+    try:
+        launched = _ticket(folder)
+        if launched and isinstance(launched[0], QueueTarget):
+            standing = launched[0].standing(launched[1], folder)
+    except UnmarkedError as error:  # nobody is asked
+        standing = Standing(state="unknown", detail=error.problems[0].given)
     written = is_written(folder)
     events = _events(folder)  # later: a run that nobody writes any more has written its end
     state, detail = ("running", "") if written else _by_log(folder, events)
@@ -164,13 +168,6 @@ def _ticket(folder: Path) -> Any:
     from phalanx.launch.targets import is_handed_over, ticket_of
 
     return ticket_of(folder) if is_handed_over(folder) else None
-
-
-def _by_target(target: Target, ticket: Mapping[str, Any], folder: Path) -> Standing | None:
-    """As its target tells it; ``None`` of one that follows its runs."""
-    from phalanx.launch.targets import QueueTarget
-
-    return target.standing(ticket, folder) if isinstance(target, QueueTarget) else None
 
 
 def _by_log(folder: Path, events: list[dict[str, Any]]) -> tuple[str, str]:

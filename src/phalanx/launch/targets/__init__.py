@@ -3,6 +3,7 @@
 from phalanx.launch.targets.code_pack import CodePack, unpack
 from phalanx.launch.targets.find_target import TARGETS, find_target, settled_options, target_class
 from phalanx.launch.targets.handed_over import (
+    UnmarkedError,
     forget_handed_over,
     is_handed_over,
     log_of,
@@ -33,6 +34,8 @@ __all__ = [
     "Standing",
     "Submission",
     "Target",
+    "UnmarkedError",
+    "attached_log",
     "find_target",
     "forget_handed_over",
     "is_handed_over",

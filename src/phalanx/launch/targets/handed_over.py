@@ -1,10 +1,16 @@
-"""What finds a run again that was handed to a target: a ticket in its folder."""
+"""What finds a run again that was handed to a target: a ticket in its folder.
+
+A ticket leads to engines that are asked, and may answer with code. So it counts only with the mark of this user: an
+HMAC over it and the folder, under a key that only this user can read.
+"""
 
 from __future__ import annotations
 
 import fcntl
+import hmac
 import json
 import os
+import secrets
 import shlex
 import time
 from collections.abc import Iterator, Mapping
@@ -12,19 +18,53 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from phalanx.errors import SpecError
-from phalanx.files import read_text, replace_text
+from phalanx.errors import RunError, SpecError
+from phalanx.files import open_plain, read_text, replace_text
 from phalanx.launch.targets.find_target import TARGETS, find_target
 from phalanx.launch.targets.launch_folder import FOLDER, TICKET, attached_log
 from phalanx.launch.targets.target import QueueTarget, Submission, Target
 
 _PATIENCE = 60.0  # seconds for another launch to have been handed over
 _SOON = 0.05
+_KEY = 32  # bytes
+
+
+class UnmarkedError(SpecError):
+    """A ticket that this user has not written."""
 
 
 def write_ticket(submission: Submission, to: str, ticket: Mapping[str, Any]) -> None:
-    """Leave in the run folder what finds the run again."""
-    replace_text(submission.folder / TICKET, json.dumps({"to": to, **ticket}) + "\n")
+    """Leave in the run folder what finds the run again, with this user's mark."""
+    told = {"to": to, **ticket}
+    told["mark"] = _mark(submission.run.folder, told)
+    replace_text(submission.folder / TICKET, json.dumps(told) + "\n")
+
+
+def _mark(folder: Path, told: Mapping[str, Any]) -> str:
+    text = json.dumps([str(folder.resolve()), told], sort_keys=True)
+    return hmac.digest(_key(), text.encode(), "sha256").hex()
+
+
+def _key() -> bytes:
+    """Return this user's key, made on first use."""
+    path = Path(os.environ.get("XDG_CONFIG_HOME") or os.path.expanduser("~/.config")) / "phalanx" / "ticket.key"
+    why = "it can be read by others, or is another user's"
+    try:
+        if not path.exists():
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            new = path.with_name(f".{secrets.token_hex(8)}")
+            with os.fdopen(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+                file.write(secrets.token_bytes(_KEY))
+            with suppress(FileExistsError):  # another process was first
+                os.link(new, path)
+            new.unlink()
+        with os.fdopen(open_plain(path, os.O_RDONLY), "rb") as file:
+            found, key = os.fstat(file.fileno()), file.read(_KEY)
+        if path.is_absolute() and len(key) == _KEY and found.st_uid == os.getuid() and not found.st_mode & 0o077:
+            return key
+    except OSError as error:
+        why = error.strerror
+    raise RunError(f"{path}, the key that marks tickets, cannot be used: {why}\n    try: XDG_CONFIG_HOME=/a/folder")
 
 
 def is_handed_over(folder: Path) -> bool:
@@ -118,6 +158,7 @@ def ticket_of(folder: Path) -> tuple[Target, Mapping[str, Any]]:
 
     Raises:
         SpecError: it was not launched, or what says so is damaged.
+        UnmarkedError: another user has written the ticket, or another folder had it.
     """
     path = folder / FOLDER / TICKET
     if not path.is_file():
@@ -126,7 +167,11 @@ def ticket_of(folder: Path) -> tuple[Target, Mapping[str, Any]]:
     with suppress(ValueError, KeyError, TypeError, AttributeError, RecursionError):
         told = json.loads(read_text(path, where="ticket", fix=f"rm {shlex.quote(str(path))}"))
         if told["to"].partition(":")[0] in TARGETS:
-            return find_target(told["to"]), told
+            if hmac.compare_digest(str(told.pop("mark", "")).encode(), _mark(folder, told).encode()):
+                return find_target(told["to"]), told
+            given, allowed = f"{path}, which has no mark of yours", "a ticket that phalanx launch wrote for you, here"
+            fix = f"rm {shlex.quote(str(path))}, where you know what it leads to"
+            raise UnmarkedError.of(where="RUN", given=given, allowed=allowed, fix=fix)
     raise damaged_ticket(folder)
 
 

@@ -17,7 +17,7 @@ from phalanx.errors import RunError
 from phalanx.files import replace_text
 from phalanx.launch.targets.kubectl import Kubectl
 from phalanx.launch.targets.kubernetes_manifest import NODE
-from phalanx.launch.targets.launch_folder import OUTPUT, log_name
+from phalanx.launch.targets.launch_folder import OUTPUT, append, log_name
 
 _TAKEN = "pods.json"
 _PREFIXED = re.compile(r"\[pod/([^/\]]+)/[^\]]+\] ?(.*\n)")
@@ -61,9 +61,8 @@ def _add(folder: Path, printed: dict[str, list[str]]) -> None:
         taken: dict[str, int] = {}
         with suppress(ValueError):
             taken = dict(json.loads(file.read() or "{}"))
-        with (folder / OUTPUT).open("a") as output:
-            for pod, lines in sorted(printed.items(), key=lambda one: _by_number(one[0])):
-                output.writelines(lines[taken.get(pod, 0) :])
+        for pod, lines in sorted(printed.items(), key=lambda one: _by_number(one[0])):
+            append(folder / OUTPUT, "".join(lines[taken.get(pod, 0) :]).encode())
         file.truncate(0)
         file.write(json.dumps({**taken, **{pod: len(lines) for pod, lines in printed.items()}}))
 

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -14,7 +15,7 @@ from phalanx.config import RunSpec
 from phalanx.config.run_files import EVENTS
 from phalanx.errors import SpecError
 from phalanx.events.log import read
-from phalanx.files import read_text
+from phalanx.files import make_folder, open_plain, read_text
 
 FOLDER = "launch"
 """What a launch writes in the run folder stands in a folder of this name."""
@@ -40,6 +41,17 @@ def log_name(rank: int | None) -> str:
 def attached_log(folder: Path, rank: int | None) -> Path:
     """The file in the run folder with what ``rank`` has printed, or all, under a launcher that has followed the run."""
     return folder / FOLDER / log_name(rank)
+
+
+def append(path: Path, data: bytes, below: int = 2) -> None:
+    """Append to a file below a run folder; ``below``: how many of the last parts of its path may be no links.
+
+    Raises:
+        SpecError: one of them is.
+    """
+    make_folder(path.parent, below=below - 1)
+    with os.fdopen(open_plain(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, below=below), "ab") as file:
+        file.write(data)
 
 
 def run_from(runfile: Path, fix: str) -> RunSpec:

@@ -28,7 +28,7 @@ from phalanx.config.run_files import CHECKPOINTS
 from phalanx.files import replace_text
 from phalanx.launch.addresses import LOOPBACK
 from phalanx.launch.reaper import SAVED
-from phalanx.launch.targets.launch_folder import OUTPUT, TICKET, last_word, run_from
+from phalanx.launch.targets.launch_folder import OUTPUT, TICKET, append, last_word, run_from
 from phalanx.launch.targets.ray_code import RequestCode
 from phalanx.launch.targets.ray_request import RayLayout, own_version
 
@@ -79,8 +79,7 @@ class Supervisor:
 
     def take(self, text: bytes) -> None:
         """Append what a node's workers have printed."""
-        with (self._folder / OUTPUT).open("ab") as file:
-            file.write(text)
+        append(self._folder / OUTPUT, text)
 
     def _live(self) -> None:
         import ray

@@ -8,7 +8,6 @@ own ranks, and gets its name here once all files of its manifest have come; the 
 from __future__ import annotations
 
 import base64
-import os
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -19,10 +18,13 @@ from typing import Any, final
 from phalanx.checkpoint.folder import begin, give_up, name_of, newest_first, prune, publish, temporary
 from phalanx.checkpoint.format import MANIFEST, Manifest, step_of
 from phalanx.config import RunSpec
-from phalanx.config.run_files import CHECKPOINTS, EVENTS, RUN_FILES, RUN_TOML
-from phalanx.errors import CheckpointError, RunError
+from phalanx.config.run_files import CHECKPOINTS, EVENTS, RUN_FILES, RUN_TOML, Brought
+from phalanx.errors import CheckpointError, RunError, SpecError
+from phalanx.files import replace_text
+from phalanx.files.plain_files import MOST
 from phalanx.launch.runfile import absolute
 from phalanx.launch.targets.host_folder import PIECE
+from phalanx.launch.targets.launch_folder import append
 from phalanx.launch.targets.ssh_host import SshHost
 
 _WINDOW = 8  # pieces that are asked for at a time
@@ -47,13 +49,6 @@ class _Transfer:
     failed: Callable[[_Transfer], None]
     asked: int = 0
     data: bytearray = field(default_factory=bytearray)
-
-    def write(self, data: bytes) -> None:
-        if self.into is None:
-            self.data += data
-            return
-        with self.into.open("ab") as file:
-            file.write(data)
 
 
 @dataclass(slots=True)
@@ -112,9 +107,9 @@ class RunGathering:
         """
         try:
             for path, (size, _) in message.get("changed", {}).items():
-                self._want(host, _checked(path), size)
+                self._want(host, path, size)
             for path in message.get("gone", ()):
-                self._remove(host, _checked(path))
+                self._remove(host, path)
             if "piece" in message:
                 self._take_piece(host, message)
             elif message.get("files") == "hold":
@@ -122,11 +117,9 @@ class RunGathering:
             elif "over" in message:
                 self._over.add(host)
             self._look_for_more()
-        except (OSError, CheckpointError) as error:
-            raise RunError(
-                f"what the hosts have of the run cannot be written to {self._folder}: {error}\n"
-                "    try: free space there, and go on with --resume"
-            ) from None
+        except (OSError, CheckpointError, SpecError, ValueError) as error:
+            what = f"what host {self._hosts[host].entry.name} has of the run cannot be written to {self._folder}"
+            raise RunError(f"{what}: {error}\n    try: free space there, and go on with --resume") from None
 
     def lose(self, host: int) -> None:
         """The connection to ``host`` is over."""
@@ -151,8 +144,7 @@ class RunGathering:
 
     def _want(self, host: int, path: str, size: int) -> None:
         self._changed_by[path] = host
-        top, _, below = path.partition("/")
-        how = RUN_FILES[top].brought if top in RUN_FILES else "whole"
+        how, below = _brought(path), path.partition("/")[2]
         if how == "appended":
             self._log_end[host] = max(self._log_end[host], size)
             self._bring_log(host)
@@ -164,38 +156,39 @@ class RunGathering:
         elif how == "with a checkpoint":
             self._ledgers[path] = host, size
         elif how == "with paths here":
-            self._bring(_Transfer(host, path, None, 0, size, self._write_runfile, _nothing))
+            self._bring(_Transfer(host, path, None, 0, min(size, MOST), self._write_runfile, _nothing))
         elif how:
             self._bring_file(host, path, size)
 
     def _remove(self, host: int, path: str) -> None:
-        if self._changed_by.get(path, host) == host and not path.startswith("checkpoints/"):
+        target = self._folder / path
+        inside = target.parent.resolve() == self._folder.resolve() / Path(path).parent
+        if self._changed_by.get(path, host) == host and _brought(path) in ("whole", "with a checkpoint") and inside:
             self._ledgers.pop(path, None)
             with suppress(OSError):
-                (self._folder / path).unlink()
+                target.unlink()
 
     def _bring_log(self, host: int) -> None:
         on_its_way = any(one.path == EVENTS for one in self._of(host))
         if self._log_end[host] > self._log_at[host] and not on_its_way and host not in self._lost:
-            start, end = self._log_at[host], self._log_end[host]
+            start = self._log_at[host]
+            end = min(self._log_end[host], start + MOST)
             self._bring(_Transfer(host, EVENTS, None, start, end, self._append_log, _nothing), first=True)
 
     def _append_log(self, one: _Transfer) -> None:
         """Whole lines only: other hosts, and this machine, write there too."""
         whole = one.data.rfind(b"\n") + 1
+        if not whole and len(one.data) == MOST:
+            raise ValueError(f"{EVENTS} has a line of more than {MOST} bytes")
         self._log_at[one.host] += whole
-        with (self._folder / EVENTS).open("ab") as file:
-            file.write(one.data[:whole])
+        append(self._folder / EVENTS, bytes(one.data[:whole]), below=1)
         if self._log_end[one.host] > self._log_at[one.host] + len(one.data) - whole:
             self._bring_log(one.host)
 
     def _write_runfile(self, one: _Transfer) -> None:
         """As it is here: the job and the folder have other paths there."""
         told = RunSpec.from_toml(one.data.decode())
-        text = replace(told, job=self._run.job, folder=self._run.folder).to_toml()
-        partial = self._folder / ".run.toml.partial"
-        partial.write_text(text, encoding="utf-8")
-        partial.replace(self._folder / RUN_TOML)
+        replace_text(self._folder / RUN_TOML, replace(told, job=self._run.job, folder=self._run.folder).to_toml())
 
     def _bring_file(self, host: int, path: str, size: int, done: Callable[[], None] | None = None) -> None:
         target = self._folder / path
@@ -236,14 +229,20 @@ class RunGathering:
         while host not in self._moving and self._waiting[host]:
             one = self._moving[host] = self._waiting[host].popleft()
             if one.into is not None:
-                one.into.parent.mkdir(parents=True, exist_ok=True)
-                one.into.write_bytes(b"")
+                one.into.unlink(missing_ok=True)
+                self._write(one, b"")
             one.asked = one.at
             if one.at >= one.end:
                 del self._moving[host]
                 one.done(one)
             else:
                 self._ask_pieces(one)
+
+    def _write(self, one: _Transfer, data: bytes) -> None:
+        if one.into is None:
+            one.data += data
+        else:
+            append(one.into, data, len(one.into.relative_to(self._folder).parts))
 
     def _ask_pieces(self, one: _Transfer) -> None:
         while one.asked < one.end and one.asked - one.at < _WINDOW * PIECE:
@@ -255,7 +254,7 @@ class RunGathering:
         if one is None or message["piece"] != one.path or message["at"] != one.at:
             return  # of one that was given up
         data = base64.b64decode(message.get("data", ""))[: one.end - one.at]
-        one.write(data)
+        self._write(one, data)
         one.at += len(data)
         if not data or (len(data) < PIECE and one.at < one.end):
             del self._moving[host]
@@ -291,7 +290,7 @@ class RunGathering:
         if one is None or host not in one.waiting:
             return
         one.waiting.discard(host)
-        one.held |= {path.rpartition("/")[2]: (host, _checked(path), size) for path, size in files.items()}
+        one.held |= {path.rpartition("/")[2]: (host, path, size) for path, size in files.items()}
         if one.waiting:
             return
         if MANIFEST not in one.held:
@@ -352,8 +351,6 @@ def _nothing(_: _Transfer) -> None:
     """It is told again when it has changed again."""
 
 
-def _checked(path: str) -> str:
-    """A path that leads nowhere but below the run folder."""
-    if os.path.isabs(path) or ".." in path.split("/"):
-        raise RunError(f"a host tells of {path!r}, which is in no run folder")
-    return path
+def _brought(path: str) -> Brought:
+    top = path.partition("/")[0]
+    return RUN_FILES[top].brought if top in RUN_FILES else "whole"

@@ -12,6 +12,7 @@ from typing import Any, final
 from phalanx.errors import RunError, SpecError
 from phalanx.files import read_json, replace_text
 from phalanx.launch.targets.aws_calls import AwsCalls
+from phalanx.launch.targets.launch_folder import append
 
 GROUP = "/aws/sagemaker/TrainingJobs"
 _OF_RANK = re.compile(r"\[rank (\d+)\] (.*)")  # as node_agent.py marks it
@@ -53,8 +54,7 @@ class TrainingLogs:
                 of.setdefault(self.path(int(found[1])), []).append(found[2])
         self._folder.mkdir(parents=True, exist_ok=True)
         for path, texts in of.items():
-            with path.open("a") as file:
-                file.write("".join(f"{text}\n" for text in texts))
+            append(path, "".join(f"{text}\n" for text in texts).encode())
         replace_text(self._tokens_file, json.dumps(tokens) + "\n")
 
     @property

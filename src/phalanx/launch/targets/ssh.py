@@ -9,17 +9,21 @@ each gets a copy, and what workers write there is brought here.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import shlex
+import tempfile
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, final
 
-from phalanx.errors import SpecError
+from phalanx.errors import Problem, RunError, SpecError
+from phalanx.launch.check_hosts import CODE_OF_CHECK, CodeForHost, TargetHost, run_here
 from phalanx.launch.runfile import settled
-from phalanx.launch.targets.hosts_file import HostsFile, refuse_size
+from phalanx.launch.targets.code_pack import CodePack, folder_to_pack
+from phalanx.launch.targets.hosts_file import HostEntry, HostsFile, refuse_size
 from phalanx.launch.targets.launch_folder import CODE_LIST
-from phalanx.launch.targets.ssh_asked import SshAskedHost
-from phalanx.launch.targets.ssh_host import SshHosts, ssh_words
+from phalanx.launch.targets.ssh_host import SshHosts, ssh_command, ssh_words
 from phalanx.launch.targets.ssh_storage import HostStorage, code_to_send
 from phalanx.launch.targets.target import AttachedTarget, Option, Prepared, Submission
 
@@ -27,6 +31,13 @@ if TYPE_CHECKING:
     from phalanx.launch.launcher import Launcher
 
 _A_PORT = "a free one of the first host"
+# The variables come first on stdin, since every user of a host sees its command lines; what runs has the rest of it.
+_BOOT = """
+import json, os, sys
+with open(0, "rb", 0, closefd=False) as stdin:
+    os.environ.update(json.loads(stdin.readline()))
+os.execvp(sys.argv[1], sys.argv[1:])
+"""
 
 
 @final
@@ -75,3 +86,40 @@ class SshTarget(AttachedTarget):
         if self._hosts:
             self._hosts.close()
             self._hosts = None
+
+
+@final
+class SshAskedHost(TargetHost):
+    """One host of a hosts file; what it runs has the folder and the variables of workers."""
+
+    def __init__(self, file: HostsFile, entry: HostEntry) -> None:
+        self.name, self.address, self.processes = entry.name, entry.address, entry.devices
+        self.folder, self.scratch = file.folder, file.scratch
+        self._file, self._entry = file, entry
+
+    def sent_code(self, reference: str, run_folder: Path) -> CodeForHost | None:
+        try:
+            return _packed(folder_to_pack(reference, self._file.code), run_folder.absolute())
+        except SpecError as error:
+            return CodeForHost(refused=error.problems[0])
+        except (RunError, OSError) as error:
+            given = f"{error}".partition("\n")[0]
+            fix = "once more, when nothing writes there"
+            return CodeForHost(refused=Problem(where="--code", given=given, allowed="what stays as it is", fix=fix))
+
+    def run(self, arguments: Sequence[str], text: str, patience: float) -> str:
+        words = shlex.join([self._file.python, "-c", _BOOT, self._file.python, *arguments])
+        variables = json.dumps({**self._file.environment})
+        return run_here([*ssh_command(self._file, self._entry), words], f"{variables}\n{text}", patience)
+
+
+@lru_cache(maxsize=1)
+def _packed(root: Path, run_folder: Path) -> CodeForHost:
+    """The same for all hosts of a check."""
+    pack = CodePack.of(root, without=run_folder)
+    found = CodeForHost(root=root, nbytes=pack.nbytes, digests=pack.digests)
+    if pack.nbytes > CODE_OF_CHECK:
+        return found
+    with tempfile.TemporaryDirectory(prefix="phalanx-code-") as folder:
+        pack.write(Path(folder) / "pack")
+        return replace(found, pack=(Path(folder) / "pack").read_bytes())

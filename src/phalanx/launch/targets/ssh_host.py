@@ -19,6 +19,7 @@ from phalanx.launch.check_hosts import program_text
 from phalanx.launch.check_hosts.finding import way_there
 from phalanx.launch.targets import host_agent, host_folder
 from phalanx.launch.targets.hosts_file import HostEntry, HostsFile
+from phalanx.launch.targets.ssh_messages import LONGEST, checked
 
 _CONNECT = 10  # seconds
 _ANSWER = 60.0  # seconds for a host to look at files
@@ -67,6 +68,8 @@ class SshHost:
         """
         self.entry, self.number = file.hosts[number], number
         self._told, self._said = told, b""
+        first = sum(host.devices for host in file.hosts[:number])
+        self._ranks = range(first, first + self.entry.devices)
         try:
             self._ssh = subprocess.Popen(
                 ssh_words(file, self.entry),
@@ -135,11 +138,12 @@ class SshHost:
 
     def _hear(self) -> None:
         assert self._ssh.stdout
-        for line in iter(self._ssh.stdout.readline, b""):
-            with suppress(ValueError):  # a login script that prints
-                message = json.loads(line)
-                if isinstance(message, dict):
-                    self._told.put(Told(self.number, message))
+        while line := self._ssh.stdout.readline(LONGEST):
+            if message := checked(line, self._ranks):
+                self._told.put(Told(self.number, message))
+            if message and "refused" in message:
+                self._ssh.kill()  # nothing more of it is heard
+                break
         self._ssh.wait()
         self._words.join(_END)  # why it is over
         self._told.put(Told(self.number, {}))

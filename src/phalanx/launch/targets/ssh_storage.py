@@ -96,14 +96,16 @@ class HostStorage:
             file=file,
             shared=shared,
             scratch={number: look["scratch"] for number, look in looks.items()},
-            works=frozenset(number for number, look in looks.items() if look["files"][file.folder] != "missing"),
+            works=frozenset(
+                number for number, look in looks.items() if look["files"].get(file.folder, "missing") != "missing"
+            ),
         )
         if not (job or file.code) and (without := [number for number in numbers if number not in found.works]):
             names = show_names([file.hosts[number].name for number in without])
             raise RunError(
                 f'{names} has no {file.folder}\n    try: folder = "/path", in which workers are to work there'
             )
-        states = {number: look["files"][str(job)] for number, look in looks.items()} if job else {}
+        states = {number: look["files"].get(str(job), "missing") for number, look in looks.items()} if job else {}
         if not job and file.code:
             states = dict.fromkeys(numbers, "other")
         if lacking := {number: state for number, state in states.items() if state != "same"}:

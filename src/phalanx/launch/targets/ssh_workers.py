@@ -28,7 +28,7 @@ from phalanx.launch.failure import (
 )
 from phalanx.launch.launcher import Launch, Launcher, Workers, refuse_what_needs_a_fork
 from phalanx.launch.targets.hosts_file import HostsFile, refuse_size
-from phalanx.launch.targets.launch_folder import attached_log
+from phalanx.launch.targets.launch_folder import append, attached_log
 from phalanx.launch.targets.ssh_host import SshHosts, Told, host_numbers
 from phalanx.launch.targets.ssh_sending import HostSending
 from phalanx.launch.targets.ssh_storage import HostStorage
@@ -280,7 +280,7 @@ class SshWorkers(Workers):
         elif "output" in message:
             self._print(message["output"], message["stream"], base64.b64decode(message["data"]))
         elif "file" in message:
-            self._copy(str(message["file"]), base64.b64decode(message["data"]), message["now"])
+            self._copy(message["file"], base64.b64decode(message["data"]), message["now"])
         elif "ended" in message:
             rank, code = message["ended"], message["code"]
             self._running.discard(rank)
@@ -293,9 +293,7 @@ class SshWorkers(Workers):
             relay.feed(data)
         for path in (attached_log(self._run.folder, None), attached_log(self._run.folder, rank)):
             with suppress(OSError):  # a full disk ends no run by what was printed
-                path.parent.mkdir(exist_ok=True)
-                with path.open("ab") as file:
-                    file.write(data)
+                append(path, data)
 
     def _lose(self, number: int, refused: str = "") -> None:
         """The connection to a host is over, or its agent has ``refused`` to do what it was asked."""
@@ -327,8 +325,6 @@ class SshWorkers(Workers):
 
     def _copy(self, name: str, data: bytes, now: float) -> None:
         """Have a file that a worker left stand here, too. A failure's time becomes one of this machine's clock."""
-        if Path(name).name != name or not name.startswith(("progress-", "failure-", "stopped-")):
-            return
         if name.startswith("failure-"):
             told = json.loads(data)
             data = json.dumps({**told, "time": time.monotonic() - max(0.0, now - told["time"])}).encode()
