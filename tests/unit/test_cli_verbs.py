@@ -7,7 +7,7 @@ import os
 import re
 import subprocess
 import sys
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -281,7 +281,6 @@ class TestSettings:
             "checkpoint": "trainable",
             "keep": 5,
             "keep_every": 3,
-            "mirror": "s3://a/b",
             "grace": 5.0,
             "restarts": 9,
             "log_every": 4,
@@ -296,7 +295,18 @@ class TestSettings:
             "devices": "1:2",
             "grow_after": "9m",
         }
-        asked_anew = {"job", "plan", "asked_plan", "folder", "resume", "from_step", "batch", "epochs", "steps"}
+        asked_anew = {
+            "mirror",
+            "job",
+            "plan",
+            "asked_plan",
+            "folder",
+            "resume",
+            "from_step",
+            "batch",
+            "epochs",
+            "steps",
+        }
         assert {field.name for field in fields(RunSpec)} == {*changed, *asked_anew}
         for plan, lacking in (
             (Plan(dp=2), set[str]()),
@@ -307,6 +317,8 @@ class TestSettings:
             run, settings = settle(given(folder=tmp_path, resume=True), earlier, job())
             assert {name: getattr(run, name) for name in kept} == kept
             assert {sources(settings)[name.replace("_", "-")][1] for name in kept} == {"run file"}
+            with pytest.raises(SpecError, match=r"run.toml names s3://a/b.*\n.*--mirror s3://a/b"):
+                settle(given(folder=tmp_path, resume=True), replace(earlier, mirror="s3://a/b"), job())
 
     def test_only_a_resume_reads_the_run_file(self, tmp_path: Path) -> None:
         (tmp_path / "run.toml").write_text(RunSpec(job="toy.py", plan=Plan(dp=2), folder=tmp_path).to_toml())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -128,6 +129,11 @@ def settle(given: Given, earlier: RunSpec | None, job: Job) -> tuple[RunSpec, li
     from phalanx.report.tables import Setting
 
     values = {name: value for name, value in given.values.items() if value is not None}
+    if earlier and earlier.mirror and "mirror" not in values:  # it leads out of the folder, which may be a stranger's
+        told = f"none, where run.toml names {earlier.mirror}, in which a run writes and deletes"
+        raise SpecError.of(
+            "--mirror", told, "the mirror, or a run.toml without it", f"--mirror {shlex.quote(earlier.mirror)}"
+        )
     taken = dict.fromkeys(values, "argument")
     if isinstance(given.devices, str):
         values["devices"], taken["devices"] = given.devices, "argument"

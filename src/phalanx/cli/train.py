@@ -239,7 +239,8 @@ def _without_checkpoint(run: RunSpec, launcher: str) -> str:
 
 def _command(run: RunSpec, launcher: str, *options: str, folder: Path | None = None) -> str:
     """The command that goes on with ``run``; what it does not say stands in the run file."""
-    words = ["phalanx", "train", run.job, "--run", str(folder or run.folder), *options]
+    mirror = ["--mirror", run.mirror] if run.mirror and "--resume" in options else []
+    words = ["phalanx", "train", run.job, "--run", str(folder or run.folder), *options, *mirror]
     if ":" in launcher:  # hosts of a file
         words[1:3] = ["launch", run.job, "--to", launcher]
     elif launcher != "local":
