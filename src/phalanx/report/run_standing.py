@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+import shlex
 import signal
 import socket
 from contextlib import suppress
@@ -100,6 +102,7 @@ def run_standing(folder: Path) -> RunStanding:
 def standing_table(found: RunStanding) -> Table:
     """The same for people."""
     from rich.table import Table
+    from rich.text import Text
 
     table = Table(box=None, show_header=False, pad_edge=False)
     rows = {
@@ -113,7 +116,7 @@ def standing_table(found: RunStanding) -> Table:
     }
     for name, value in rows.items():
         if value:
-            table.add_row(name, value)
+            table.add_row(name, Text(value))  # no markup: it may be a stranger's
     return table
 
 
@@ -139,11 +142,14 @@ def stop_run(folder: Path) -> bool:
     if writer.host != socket.gethostname():  # whose locks are not seen here
         if _last_word(_events(folder)):
             return False
-        raise RunError(
-            f"{folder} is written by {_elsewhere(writer)}\n    try: ssh {writer.host} kill -TERM {writer.pid}"
-        )
+        way = f"ssh -- {shlex.quote(writer.host)} kill -TERM {writer.pid}"
+        raise RunError(f"{folder} is written by {_elsewhere(writer)}\n    try: {way}")
+    holds = _holds(folder, writer.pid)
     if not is_written(folder):
         return False
+    if not holds:
+        what = f"{folder} names process {writer.pid} as who writes it, which does not hold its lock"
+        raise RunError(f"{what}\n    try: fuser -v {shlex.quote(str(folder))}/writer.json, which says who does")
     try:
         os.kill(writer.pid, signal.SIGTERM)
     except ProcessLookupError:
@@ -151,6 +157,14 @@ def stop_run(folder: Path) -> bool:
     except PermissionError:
         raise RunError(f"process {writer.pid}, which trains in {folder}, is another user's\n    try: sudo") from None
     return True
+
+
+def _holds(folder: Path, pid: int) -> bool:
+    """Return whether the kernel says that process ``pid`` holds the lock of ``folder``."""
+    with suppress(OSError):
+        number = (folder / "writer.json").lstat().st_ino
+        return re.search(rf" WRITE {pid} \S+:{number} ", Path("/proc/locks").read_text()) is not None
+    return False
 
 
 def ranks_of(folder: Path) -> int | None:
