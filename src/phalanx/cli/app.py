@@ -15,7 +15,7 @@ import click
 
 import phalanx
 from phalanx.cli.output import STOPPED, print_json, show_error, streams_that_may_end
-from phalanx.errors import PhalanxError
+from phalanx.errors import PhalanxError, RunError
 
 VERBS = (
     *("demo", "train", "check", "launch", "status", "logs", "stop"),
@@ -53,6 +53,13 @@ class Verbs(click.Group):
             click.echo(f"error: not all of the output could be written: {stdout.lost}", err=True)
             code = code or (0 if argv[:1] in (["train"], ["worker"]) else _FAILED)  # a run did what it was to do
         sys.exit(code)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except BrokenPipeError as error:  # not of stdout, as click takes it to be, and would end without a word
+            what = f"a process that this one talks to has ended: {error}"
+            raise RunError(f"{what}\n    try: once more; a run goes on with --resume") from error
 
     def _answer(self, argv: list[str], complete_var: str | None, extra: dict[str, Any]) -> int:
         as_json = "--json" in argv

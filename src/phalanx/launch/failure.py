@@ -198,7 +198,7 @@ def worker_error(failure: Failure, world_size: int, *, memory_kills: int, launch
     return error
 
 
-def record(error: WorkerError | SpecError, folder: Path) -> None:
+def record(error: Exception, folder: Path) -> None:
     """Append the error to the events of the run in ``folder``."""
     message = str(error).partition("\n\n")[0]
     rank, step, kind, lost = 0, None, type(error).__name__, False

@@ -279,11 +279,12 @@ class Reaper:
 
     def add(self, pid: int) -> None:
         """From now on this worker's group is to be ended with the launcher."""
-        os.write(self._writing, _PID.pack(pid))
+        with suppress(BrokenPipeError):  # it was killed, and ends nothing any more: no reason to end the run
+            os.write(self._writing, _PID.pack(pid))
 
     def remove(self, pid: int) -> None:
         """This worker is gone; its number may soon belong to someone else."""
-        os.write(self._writing, _PID.pack(-pid))
+        self.add(-pid)
 
     def forget(self) -> None:
         """In a forked worker: let go of the pipe, which must close with the launcher."""
@@ -291,8 +292,8 @@ class Reaper:
 
     def dismiss(self) -> None:
         """All workers are gone in the proper way."""
-        os.kill(self.pid, signal.SIGKILL)
-        with suppress(ChildProcessError):
+        with suppress(ProcessLookupError, ChildProcessError):
+            os.kill(self.pid, signal.SIGKILL)
             os.waitpid(self.pid, 0)
         os.close(self._writing)
 

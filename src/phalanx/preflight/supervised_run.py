@@ -182,11 +182,8 @@ def _recorded(folder: Path) -> Iterator[None]:
     """Have the run's log say what it failed by."""
     try:
         yield
-    except SpecError as error:  # what only a worker could see, or the forecast once the run had begun
+    except Exception as error:
         record(error, folder)
-        raise
-    except WorkerError as error:
-        record(error, folder)
-        if advice := too_little(error, folder):
+        if isinstance(error, WorkerError) and (advice := too_little(error, folder)):
             error.add_note(advice)
         raise
