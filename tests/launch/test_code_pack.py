@@ -21,8 +21,9 @@ import pytest
 
 from phalanx.config.run_files import RUN_FILES
 from phalanx.errors import RunError, SpecError
+from phalanx.launch.code_files import digest_of
 from phalanx.launch.targets import CodePack, code_pack, ssh_host, unpack
-from phalanx.launch.targets.code_pack import file_digest, folder_to_pack, job_within
+from phalanx.launch.targets.code_pack import folder_to_pack, job_within
 from phalanx.launch.targets.host_folder import HostFiles
 from phalanx.launch.targets.hosts_file import HostsFile
 from phalanx.launch.targets.ray_code import CodePlace, RequestCode
@@ -38,7 +39,7 @@ def test_the_same_files_are_the_same_bytes(tmp_path: Path) -> None:
     os.utime(tmp_path / "b" / "run.sh", (1, 1))
     packs = [CodePack.of(tmp_path / name, without=tmp_path / "run") for name in ("a", "b")]
     written = [pack.write(tmp_path / f"{pack.root.name}.tar.gz") for pack in packs]
-    assert written[0] == written[1] == packs[0].digest == file_digest(tmp_path / "a.tar.gz")
+    assert written[0] == written[1] == packs[0].digest == digest_of(tmp_path / "a.tar.gz")
     (tmp_path / "a" / "run.sh").write_text("3")
     assert CodePack.of(tmp_path / "a", without=tmp_path / "run").digest != written[0]
     unpack(tmp_path / "b.tar.gz", written[0], tmp_path / "out")
@@ -150,7 +151,7 @@ def test_nothing_but_files_inside_is_unpacked(name: str, tmp_path: Path) -> None
             entry.type, entry.linkname = tarfile.SYMTYPE, "/etc"
         opened.addfile(entry)
     with pytest.raises(RunError, match="is nothing that is packed"):
-        unpack(archive, code_pack.file_digest(archive), tmp_path / "in" / "out")
+        unpack(archive, digest_of(archive), tmp_path / "in" / "out")
     assert not any(path.name in ("outside", "link") for path in tmp_path.rglob("*"))
 
 

@@ -24,9 +24,8 @@ from phalanx.config import RunSpec
 from phalanx.events.log import EventLog
 from phalanx.launch.targets import kubernetes_node
 from phalanx.launch.targets.kubernetes import KubernetesTarget
-from phalanx.launch.targets.kubernetes_log import take_in
 from phalanx.launch.targets.kubernetes_manifest import MEETING_KEY
-from phalanx.launch.targets.kubernetes_standing import standing_of
+from phalanx.launch.targets.kubernetes_standing import standing_of, take_in
 from phalanx.launch.targets.node_agent import NodePlace
 from phalanx.launch.targets.signed_meeting import SignedBackend
 

@@ -21,10 +21,10 @@ from launched import await_steps, by_hand, commands_end, phalanx, steps_in, subm
 from law_rows import longer
 from phalanx.config import Plan, RunSpec
 from phalanx.errors import RefusedError, RunError
+from phalanx.launch.code_files import digest_of
 from phalanx.launch.reaper import SAVED
 from phalanx.launch.targets import CodePack, Prepared, Submission
 from phalanx.launch.targets import ray as ray_target
-from phalanx.launch.targets.code_pack import file_digest
 from phalanx.launch.targets.ray import RayTarget
 from phalanx.launch.targets.ray_actors import LOST, STANDING, NodeActor, Supervisor
 from phalanx.launch.targets.ray_code import ARCHIVE, RequestCode
@@ -114,13 +114,13 @@ def test_what_ray_says_is_passed_on(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert not (tmp_path / "run").exists()
     assert submitted('one line\n{"actor": "a"}') == {"actor": "a"}
     sent = json.loads((tmp_path / "run" / "launch" / "ray.json").read_text())["sha256"]
-    assert file_digest(tmp_path / "run" / "launch" / "code.tar.gz") == sent
+    assert digest_of(tmp_path / "run" / "launch" / "code.tar.gz") == sent
     assert sorted(path.name for path in (tmp_path / "run" / "launch").iterdir()) == [
         *("code.tar.gz", "code.txt", "ray.json", "run.toml")
     ]
     with pytest.raises(RunError, match="could not be asked"):
         submitted("no JSON")
-    assert file_digest(tmp_path / "run" / "launch" / "code.tar.gz") == sent, "that of the launch before stays"
+    assert digest_of(tmp_path / "run" / "launch" / "code.tar.gz") == sent, "that of the launch before stays"
 
 
 pytestmark = [

@@ -14,9 +14,9 @@ from launched import NEEDED, SHARED, submission
 
 from phalanx.config import Job, RunSpec
 from phalanx.errors import RunError, SpecError
+from phalanx.launch.code_files import digest_of
 from phalanx.launch.targets import Submission, log_of, write_ticket
 from phalanx.launch.targets.aws_calls import AwsCalls
-from phalanx.launch.targets.code_pack import file_digest
 from phalanx.launch.targets.sagemaker import SageMakerTarget
 from phalanx.launch.targets.sagemaker_instances import gpus_of
 from phalanx.launch.targets.sagemaker_logs import GROUP
@@ -116,7 +116,7 @@ def test_a_run_is_handed_over_and_found_again(aws: Any, tmp_path: Path) -> None:
     assert target.standing(ticket, given.run.folder).state == "ended"  # as moto has it: at once
     assert target.standing({**ticket, "job": "another"}, given.run.folder).state == "unknown"
     aws.download_file("bucket", f"{base}/code/code.tar.gz", str(tmp_path / "code.tar.gz"))
-    assert request_digest(given) == file_digest(tmp_path / "code.tar.gz")
+    assert request_digest(given) == digest_of(tmp_path / "code.tar.gz")
 
 
 def request_digest(given: Submission) -> str:

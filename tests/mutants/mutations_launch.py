@@ -110,7 +110,7 @@ LAUNCH = (
     ),
     Mutation(
         "a time limit: the slowest checkpoint of the run is not considered",
-        f"{TARGETS}/time_limit.py",
+        f"{TARGETS}/option_checks.py",
         "if self.seconds <= max(self.kept, took):",
         "if self.seconds <= self.kept:",
         (f"test {OPTIONS} TestTime",),
@@ -146,8 +146,8 @@ LAUNCH = (
     Mutation(
         "code: what is not what was packed is unpacked",
         f"{TARGETS}/code_pack.py",
-        "if (found := file_digest(archive)) != digest:",
-        "if (found := file_digest(archive)) == '':",
+        "if (found := digest_of(archive)) != digest:",
+        "if (found := digest_of(archive)) == '':",
         (f"test {CODE} not_what_was_packed_is_not_unpacked",),
     ),
     Mutation(

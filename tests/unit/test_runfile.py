@@ -21,7 +21,7 @@ from phalanx.errors import SpecError
 from phalanx.files import replace_text, single_writer
 from phalanx.launch import run_secret
 from phalanx.launch.runfile import RunFolder, absolute, default_folder, set_aside, settled
-from phalanx.launch.targets import kubernetes, kubernetes_log, ray, ray_actors, ray_code, sagemaker
+from phalanx.launch.targets import kubernetes, kubernetes_standing, ray, ray_actors, ray_code, sagemaker
 from phalanx.launch.targets.launch_folder import CODE_LIST, FOLDER, OUTPUT, TICKET, attached_log
 from phalanx.launch.targets.sagemaker_logs import TrainingLogs
 from phalanx.launch.targets.slurm_script import SCRIPT
@@ -259,7 +259,7 @@ NAMES = (BEST, PLACEMENT, FORECAST, EVENTS, FOLDER, single_writer.NAME, run_secr
 LOGS = TrainingLogs(None, "digits-1", Path())  # pyrefly: ignore  (asks nothing for its names)
 OF_LAUNCH = (
     *(SCRIPT, CODE_LIST, "slurm-7.out", TICKET),
-    *(kubernetes._MANIFESTS, kubernetes._ASKED, kubernetes_log._TAKEN, OUTPUT),
+    *(kubernetes._MANIFESTS, kubernetes._ASKED, kubernetes_standing._TAKEN, OUTPUT),
     *(ray._REQUEST, ray_code.ARCHIVE, ray_actors.STANDING),
     *(sagemaker._REQUEST, LOGS.path().name, LOGS.path(3).name, LOGS._tokens_file.name),
     *(attached_log(Path(), None).name, attached_log(Path(), 3).name),

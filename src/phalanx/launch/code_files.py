@@ -14,17 +14,19 @@ from typing import IO
 _PIECE = 1 << 18  # bytes that are read at a time
 
 
-def stamp_of(status: os.stat_result) -> list[int]:
-    """By which a file is known on another host that has the same file system."""
+def stamp_of(path: str | os.PathLike[str]) -> list[int]:
+    """Return by what a file is known on another host with the same file system; nothing where it is not there."""
+    try:
+        status = os.stat(path)
+    except OSError:
+        return []
     return [status.st_size, status.st_mtime_ns, status.st_ino]
 
 
 def state_of(path: str, stamp: list[int]) -> str:
     """``same`` where the file at ``path`` is the very one of that stamp, ``other`` where it is not, ``missing``."""
-    try:
-        return "same" if stamp_of(os.stat(path)) == stamp else "other"
-    except OSError:
-        return "missing"
+    found = stamp_of(path)
+    return "missing" if not found else "same" if found == stamp else "other"
 
 
 def are_alike(root: str, digests: dict[str, str]) -> bool:
@@ -35,7 +37,7 @@ def are_alike(root: str, digests: dict[str, str]) -> bool:
         return False
 
 
-def digest_of(path: str) -> str:
+def digest_of(path: str | os.PathLike[str]) -> str:
     """The SHA-256 of a file."""
     digest = hashlib.sha256()
     with open(path, "rb") as file:

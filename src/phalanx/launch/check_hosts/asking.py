@@ -140,7 +140,7 @@ def survey(hosts: Sequence[TargetHost], asked: CheckQuestion) -> HostSurvey:
             "job": {
                 "reference": asked.reference,
                 "file": asked.file,
-                "stamp": _stamp(Path(asked.file)),
+                "stamp": code_files.stamp_of(asked.file),
                 "kinds": probed,
             },
             "drivers": drivers,
@@ -204,12 +204,6 @@ def _ask_with_code(host: TargetHost, question: Mapping[str, Any], asked: CheckQu
     if answer.told.get("alike", True):  # copied by hand
         return answer
     return replace(answer, sent=len(code.pack), unsent=0 if code.pack else code.nbytes)
-
-
-def _stamp(path: Path) -> list[int]:
-    with suppress(OSError):
-        return code_files.stamp_of(path.stat())
-    return []
 
 
 def _ask(host: TargetHost, question: Mapping[str, Any], limit: CheckTime) -> HostAnswer:

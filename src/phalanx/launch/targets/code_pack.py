@@ -7,21 +7,21 @@ and what is never code. The same files give the same bytes, so that one digest s
 from __future__ import annotations
 
 import gzip
-import hashlib
 import os
 import re
 import stat
 import tarfile
+import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
-from typing import IO, Any, Self, final
+from typing import Self, final
 
 from phalanx.config.run_files import EVENTS
 from phalanx.errors import Problem, RunError, SpecError
 from phalanx.files import read_text
-from phalanx.launch.code_files import unpack_files
+from phalanx.launch.code_files import digest_of, unpack_files
 from phalanx.launch.jobfile import Reference
 from phalanx.launch.targets.launch_folder import FOLDER, TICKET
 from phalanx.launch.targets.target import Option
@@ -121,12 +121,12 @@ class CodePack:
     @property
     def digests(self) -> dict[str, str]:
         """The SHA-256 of each file; raises OSError where one cannot be read."""
-        return {path: file_digest(self.root / path) for path in self.files}
+        return {path: digest_of(self.root / path) for path in self.files}
 
     @property
     def digest(self) -> str:
         """The SHA-256 of what ``write`` writes, as long as no file changes."""
-        return _digest(self)
+        return _digest_of(self.root, tuple(self.files), self.stamps)
 
     def write(self, path: Path) -> str:
         """Write it to ``path`` as ``tar.gz``. Returns its SHA-256.
@@ -134,8 +134,17 @@ class CodePack:
         Raises:
             RunError: a file is gone, or is another.
         """
-        with path.open("wb") as file:
-            return self._write(file)
+        try:
+            # fast: what is packed is sent once. No time and no name in the header: the same files, the same bytes
+            with path.open("wb") as file:
+                with gzip.GzipFile(filename="", mode="wb", fileobj=file, compresslevel=1, mtime=0) as packed:
+                    with tarfile.open(fileobj=packed, mode="w|", format=tarfile.PAX_FORMAT) as archive:
+                        for name in self.files:
+                            _add(archive, self.root, name)
+        except OSError as error:
+            what = f"{self.root} changed while it was packed: {error.filename or ''} {error.strerror or error}"
+            raise RunError(f"{what}\n    try: once more, when nothing writes there") from None
+        return digest_of(path)
 
     def to_text(self) -> str:
         """What is in it, for people."""
@@ -143,20 +152,6 @@ class CodePack:
         lines += [f"{size:>12,}  {path}" for path, size in self.files.items()]
         lines += ["", "left out, being no files but links or the like:", *self.links] if self.links else []
         return "\n".join(lines) + "\n"
-
-    def _write(self, file: IO[bytes]) -> str:
-        hashed = _Hashed(file)
-        try:
-            # fast: what is packed is sent once. No time and no name in the header: the same files, the same bytes
-            stream: Any = hashed
-            with gzip.GzipFile(filename="", mode="wb", fileobj=stream, compresslevel=1, mtime=0) as packed:
-                with tarfile.open(fileobj=packed, mode="w|", format=tarfile.PAX_FORMAT) as archive:
-                    for path in self.files:
-                        _add(archive, self.root, path)
-        except OSError as error:
-            what = f"{self.root} changed while it was packed: {error.filename or ''} {error.strerror or error}"
-            raise RunError(f"{what}\n    try: once more, when nothing writes there") from None
-        return hashed.sha256.hexdigest()
 
 
 def folder_to_pack(job: str, given: str | None) -> Path:
@@ -198,7 +193,7 @@ def unpack(archive: Path, digest: str, folder: Path) -> None:
     Raises:
         RunError: it is another, of which nothing is unpacked, or it cannot be.
     """
-    if (found := file_digest(archive)) != digest:
+    if (found := digest_of(archive)) != digest:
         raise RunError(
             f"{archive} is not what was packed: its SHA-256 is {found}, not {digest}\n"
             "    try: phalanx launch once more; and who else may write there"
@@ -212,36 +207,12 @@ def unpack(archive: Path, digest: str, folder: Path) -> None:
         raise RunError(f"{archive} cannot be unpacked: {why}\n    try: phalanx launch once more") from None
 
 
-def file_digest(path: Path) -> str:
-    """The SHA-256 of a file."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-class _Hashed:
-    """A file that is written to, and the digest of what was."""
-
-    def __init__(self, file: IO[bytes]) -> None:
-        self.sha256, self._file = hashlib.sha256(), file
-
-    def write(self, data: Any) -> int:
-        self.sha256.update(data)
-        return self._file.write(data)
-
-    def flush(self) -> None:
-        self._file.flush()
-
-
 @lru_cache(maxsize=4)
 def _digest_of(root: Path, files: tuple[str, ...], stamps: tuple[tuple[int, int, int], ...]) -> str:
     del stamps  # by which the cache notices a change
     pack = CodePack(root=root, files=dict.fromkeys(files, 0), links=(), stamps=())
-    with open(os.devnull, "wb") as nowhere:
-        return pack._write(nowhere)  # pyrefly: ignore
-
-
-def _digest(pack: CodePack) -> str:
-    return _digest_of(pack.root, tuple(pack.files), pack.stamps)
+    with tempfile.TemporaryDirectory(prefix="phalanx-code-") as folder:
+        return pack.write(Path(folder) / "pack")
 
 
 def _add(archive: tarfile.TarFile, root: Path, path: str) -> None:

@@ -81,22 +81,11 @@ def _unknown(target: Target, word: str) -> Problem:
     allowed = f"options of {target.name}: {', '.join(f'--{one}' for one in target.options) or 'it has none'}"
     for one in (one for one, option in target.options.items() if option.dashes):
         allowed += f"; others as --{one} {target.options[one].example}"
-    near = [one for one in target.options if _is_slip(name, one)]
+    near = [one for one in target.options if len(name) > 2 and one.startswith(name)]
+    near = near or difflib.get_close_matches(name, target.options, n=2, cutoff=0.75)
     fix = " or ".join(f"--{one}" for one in near) or "phalanx launch --help"
     others = [one for one in TARGETS if one != target.name and name in target_class(one).options]
     if others:
         allowed += f"; {word} belongs to {', '.join(others)}"
         fix = fix if near else f"without {word}, or --to {others[0]}"
     return Problem(where="--to", given=f"{target.name}, with {word}", allowed=allowed, fix=fix)
-
-
-def _is_slip(name: str, meant: str) -> bool:
-    """Whether ``name`` is the beginning of the option ``meant``, or no more than two letters away from it."""
-    if len(name) > 2 and meant.startswith(name):
-        return True
-    row = list(range(len(meant) + 1))
-    for number, letter in enumerate(name, 1):
-        above, row[0] = row[0], number
-        for at, other in enumerate(meant, 1):
-            above, row[at] = row[at], min(row[at] + 1, row[at - 1] + 1, above + (letter != other))
-    return row[-1] <= min(2, len(meant) // 3)

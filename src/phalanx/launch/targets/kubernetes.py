@@ -24,10 +24,9 @@ from phalanx.hardware.catalog import find
 from phalanx.launch.runfile import check_folder
 from phalanx.launch.targets.handed_over import damaged_ticket, earlier_ticket
 from phalanx.launch.targets.kubectl import Kubectl
-from phalanx.launch.targets.kubernetes_log import printed_by, take_in
 from phalanx.launch.targets.kubernetes_manifest import JOBSETS, OF_JOBSET, config_name, manifests, name_of
 from phalanx.launch.targets.kubernetes_options import OPTIONS, PodRequest
-from phalanx.launch.targets.kubernetes_standing import standing_of
+from phalanx.launch.targets.kubernetes_standing import printed_by, standing_of, take_in
 from phalanx.launch.targets.launch_folder import FOLDER, last_word
 from phalanx.launch.targets.offer import Offer
 from phalanx.launch.targets.target import Option, Prepared, QueueTarget, Standing, Submission, own_words

@@ -16,6 +16,8 @@ from phalanx.errors import Problem, SpecError
 from phalanx.launch.jobfile import Reference
 from phalanx.launch.targets.offer import gpus_offered, misfit
 from phalanx.launch.targets.option_checks import (
+    SAVE_MARGIN,
+    TimeLimit,
     named_twice,
     secret_names,
     uneven_nodes,
@@ -23,7 +25,6 @@ from phalanx.launch.targets.option_checks import (
     wrong_option,
 )
 from phalanx.launch.targets.target import Option, Submission
-from phalanx.launch.targets.time_limit import SAVE_MARGIN, TimeLimit
 from phalanx.units import parse_duration
 
 OPTIONS = {

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import IO, Any, Self
 
 from phalanx.errors import RunError
-from phalanx.launch.targets.code_pack import file_digest, unpack
+from phalanx.launch.code_files import digest_of
+from phalanx.launch.targets.code_pack import unpack
 
 ARCHIVE = "code.tar.gz"
 """The packed folder, beside the run file that workers read."""
@@ -77,7 +78,7 @@ class RequestCode:
 
     def _found(self, archive: Path, scratch: Path) -> CodePlace:
         root, works = Path(self.root), Path(self.works)
-        why = _what_differs(archive, root) if file_digest(archive) == self.sha256 else "its archive is damaged"
+        why = _what_differs(archive, root) if digest_of(archive) == self.sha256 else "its archive is damaged"
         if not why:
             return CodePlace(folder=works if works.is_dir() else root, job="", why="")
         unpack(archive, self.sha256, scratch)

@@ -15,6 +15,7 @@ from phalanx.errors import Problem, SpecError
 from phalanx.launch.targets.code_pack import CODE_OPTION, folder_and_problems
 from phalanx.launch.targets.offer import gpus_offered, misfit
 from phalanx.launch.targets.option_checks import (
+    TimeLimit,
     changing_devices,
     is_count,
     named_twice,
@@ -25,7 +26,6 @@ from phalanx.launch.targets.option_checks import (
 )
 from phalanx.launch.targets.sagemaker_instances import gpus_of, instance_problems
 from phalanx.launch.targets.target import Option, Submission
-from phalanx.launch.targets.time_limit import TimeLimit
 from phalanx.units import parse_duration
 
 OPTIONS = {

@@ -19,8 +19,7 @@ from phalanx.launch.reaper import SAVED
 from phalanx.launch.targets.handed_over import damaged_ticket
 from phalanx.launch.targets.launch_folder import FOLDER, LAST_WORDS, attached_log, last_word
 from phalanx.launch.targets.offer import Offer
-from phalanx.launch.targets.slurm_commands import PATIENCE, REFUSES, ask_slurm
-from phalanx.launch.targets.slurm_offer import slurm_offer
+from phalanx.launch.targets.slurm_offer import PATIENCE, REFUSES, ask_slurm, slurm_offer
 from phalanx.launch.targets.slurm_request import OPTIONS, SlurmRequest
 from phalanx.launch.targets.slurm_script import SCRIPT, batch_script
 from phalanx.launch.targets.target import (

@@ -1,14 +1,15 @@
-"""What a Slurm partition offers a run: its nodes' GPUs, cores and memory, by ``sinfo`` and by what is asked for."""
+"""Slurm's commands, as this machine has them, and what nodes of a partition offer: GPUs, cores and memory."""
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Mapping, Sequence
+import subprocess
+from collections.abc import Collection, Mapping, Sequence
 
 from phalanx.errors import RunError
 from phalanx.hardware.catalog import find
 from phalanx.launch.targets.offer import Offer
-from phalanx.launch.targets.slurm_commands import ask_slurm
 
 _COLUMNS = "%P|%c|%m|%G"  # partition (with * where jobs go to it unasked), cores, MiB and generic resources of a node
 _GPUS = re.compile(r"(?:gres/)?gpu(?::(?P<kind>[A-Za-z][\w.-]*))?(?::(?P<count>\d+))?(?:\(.*?\))?")
@@ -78,3 +79,49 @@ def _nodes(partition: str | None) -> list[tuple[str, str, str]] | None:
         return None
     rows = [line.strip().split("|") for line in told.splitlines()]
     return [(row[1], row[2], row[3]) for row in rows if len(row) == 4 and (partition or row[0].endswith("*"))]
+
+
+PATIENCE = 60.0
+"""Seconds for an answer."""
+
+REFUSES = "Slurm refuses it: "
+"""What an error begins with that says why, in Slurm's own words."""
+
+# Other variables are of an earlier job, in whose shell this process may be: they say what this one is not asked for.
+_KEPT = ("SLURM_CONF", "SLURM_CLUSTERS")
+
+
+def ask_slurm(*words: str, without: Collection[str] = (), patience: float = PATIENCE) -> str:
+    """What the command prints. ``without``: variables of the environment that it does not get.
+
+    Raises:
+        RunError: it is not on this machine, does not answer within ``patience`` seconds, or refuses.
+    """
+    environment = {
+        name: value
+        for name, value in os.environ.items()
+        if (name in _KEPT or not name.startswith("SLURM_")) and name not in without
+    }
+    try:
+        done = subprocess.run(
+            words,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=patience,
+            check=False,
+            stdin=subprocess.DEVNULL,
+        )
+    except FileNotFoundError:
+        raise RunError(
+            f"{words[0]} is not on this machine, so that it cannot hand anything to Slurm\n"
+            "    try: on a login node of the cluster; --dry-run shows the script to take there"
+        ) from None
+    except subprocess.TimeoutExpired:
+        raise RunError(
+            f"Slurm does not answer: {words[0]} took more than {patience:.0f} seconds\n    try: sinfo"
+        ) from None
+    if done.returncode:
+        said = (done.stderr or done.stdout).strip() or f"{words[0]} ended with {done.returncode}"
+        raise RunError(f"{REFUSES}{said}\n    try: sinfo, which says what there is")
+    return done.stdout

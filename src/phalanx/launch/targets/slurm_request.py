@@ -14,6 +14,8 @@ from phalanx.device_kinds import on_host
 from phalanx.errors import Problem, SpecError
 from phalanx.launch.targets.offer import Offer, gpus_offered, misfit
 from phalanx.launch.targets.option_checks import (
+    SAVE_MARGIN,
+    TimeLimit,
     changing_devices,
     is_count,
     secrets_set,
@@ -23,7 +25,6 @@ from phalanx.launch.targets.option_checks import (
 )
 from phalanx.launch.targets.slurm_offer import gpus_in, has_gpus, slurm_offer
 from phalanx.launch.targets.target import Option, Submission
-from phalanx.launch.targets.time_limit import SAVE_MARGIN, TimeLimit
 from phalanx.units import parse_duration
 
 OPTIONS = {

@@ -85,7 +85,7 @@ class HostStorage:
             RunError: a host does not answer.
         """
         job, numbers = Reference.parse(run.job).file, range(len(file.hosts))
-        stamps = {path: _stamp(Path(path)) for path in (*([str(job)] if job else []), file.folder)}
+        stamps = {path: stamp_of(path) for path in (*([str(job)] if job else []), file.folder)}
         with _probe(run.folder) as (probe, token):
             question = {"probe": probe, "token": token, "files": stamps, "scratch": file.scratch}
             looks = hosts.call("look", dict.fromkeys(numbers, question))
@@ -218,10 +218,3 @@ def _probe(folder: Path) -> Iterator[tuple[str, str]]:
     finally:
         with suppress(OSError):
             path.unlink()
-
-
-def _stamp(path: Path) -> list[int]:
-    try:
-        return stamp_of(path.stat())
-    except OSError:
-        return []
