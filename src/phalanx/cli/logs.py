@@ -50,7 +50,8 @@ def command(folder: Path, rank: int | None, following: bool, as_json: bool) -> N
 
 
 def _log(folder: Path, rank: int | None) -> Path:
-    from phalanx.launch.targets import UnmarkedError, attached_log, log_of
+    from phalanx.launch.targets import UnmarkedError, log_of
+    from phalanx.launch.targets.launch_folder import attached_log
 
     try:
         return log_of(folder, rank)

@@ -100,11 +100,7 @@ def laid_out(job: Job, plan: Plan, place: Place | None, run: RunSpec | None) -> 
             raise RefusedError([_no_evaluations()])
     if place.rank == 0:
         unread = [] if run else _unread(job)
-        for note in [
-            *(f"differs from one device: {note}" for note in assembly.notes),
-            *assembly.advice,
-            *unread,
-        ]:
+        for note in [*(f"differs from one device: {note}" for note in assembly.notes), *assembly.advice, *unread]:
             _log.warning("%s", note)
     loop = own or LoopWithoutRun(assembly.step, assembly.loader)
     return OwnStep(job, plan, assembly, loop, first=place.rank == 0), OwnLoader(assembly.loader, loop)

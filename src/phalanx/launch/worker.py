@@ -163,12 +163,7 @@ class WorkerStatus:
 
 
 def train_as_worker(
-    job: Job,
-    run: RunSpec,
-    status: WorkerStatus,
-    *,
-    runfile: Path | None = None,
-    viewers: Sequence[Viewer] = (),
+    job: Job, run: RunSpec, status: WorkerStatus, *, runfile: Path | None = None, viewers: Sequence[Viewer] = ()
 ) -> RunSpec:
     """Train ``job``, with the run's overrides applied, as the worker whose status this is. Collective.
 

@@ -101,11 +101,7 @@ def _both_ways(one: TargetHost, other: TargetHost, told: Mapping[str, Mapping[st
 
 
 def _all_reach(
-    meeting: TargetHost,
-    others: Sequence[TargetHost],
-    told: Mapping[str, Mapping[str, Any]],
-    ask: Ask,
-    pool: Executor,
+    meeting: TargetHost, others: Sequence[TargetHost], told: Mapping[str, Mapping[str, Any]], ask: Ask, pool: Executor
 ) -> list[LinkAnswer]:
     """Whether each of ``others`` reaches ``meeting``, all at once; how fast is not measured."""
     listens = {"port": told[meeting.name]["free_port"], "comers": len(others)}

@@ -15,13 +15,7 @@ from phalanx.hardware.catalog import find
 from phalanx.launch.jobfile import Reference
 from phalanx.launch.targets.code_pack import CODE_OPTION, folder_and_problems, job_within
 from phalanx.launch.targets.offer import Offer
-from phalanx.launch.targets.option_checks import (
-    changing_devices,
-    is_count,
-    uneven_nodes,
-    wrong_counts,
-    wrong_option,
-)
+from phalanx.launch.targets.option_checks import changing_devices, is_count, uneven_nodes, wrong_counts, wrong_option
 from phalanx.launch.targets.target import Option, Submission
 from phalanx.units import show_counted
 

@@ -46,7 +46,7 @@ class _Transfer:
     at: int
     end: int
     done: Callable[[_Transfer], None]
-    failed: Callable[[_Transfer], None]
+    failed: Callable[[_Transfer], None] = lambda _: None  # it is told again when it has changed again
     asked: int = 0
     data: bytearray = field(default_factory=bytearray)
 
@@ -156,7 +156,7 @@ class RunGathering:
         elif how == "with a checkpoint":
             self._ledgers[path] = host, size
         elif how == "with paths here":
-            self._bring(_Transfer(host, path, None, 0, min(size, MOST), self._write_runfile, _nothing))
+            self._bring(_Transfer(host, path, None, 0, min(size, MOST), self._write_runfile))
         elif how:
             self._bring_file(host, path, size)
 
@@ -173,7 +173,7 @@ class RunGathering:
         if self._log_end[host] > self._log_at[host] and not on_its_way and host not in self._lost:
             start = self._log_at[host]
             end = min(self._log_end[host], start + MOST)
-            self._bring(_Transfer(host, EVENTS, None, start, end, self._append_log, _nothing), first=True)
+            self._bring(_Transfer(host, EVENTS, None, start, end, self._append_log), first=True)
 
     def _append_log(self, one: _Transfer) -> None:
         """Whole lines only: other hosts, and this machine, write there too."""
@@ -345,10 +345,6 @@ class RunGathering:
         """Have hosts remove their copies, all of which is here, and say so."""
         for host in self._hosts:
             host.call("drop")
-
-
-def _nothing(_: _Transfer) -> None:
-    """It is told again when it has changed again."""
 
 
 def _brought(path: str) -> Brought:

@@ -65,11 +65,7 @@ class SageMakerTarget(QueueTarget):
         words = ("aws", "sagemaker", "create-training-job", "--cli-input-json", f"file://{file}")
         return Prepared(
             submission=submission,
-            files={
-                submission.folder / CODE_LIST: pack.to_text(),
-                submission.runfile: run,
-                file: to_json(asked),
-            },
+            files={submission.folder / CODE_LIST: pack.to_text(), submission.runfile: run, file: to_json(asked)},
             commands=(
                 ("aws", "s3", "cp", CODE, places.uri(CODE)),
                 ("aws", "s3", "cp", str(submission.runfile), places.uri(RUN)),

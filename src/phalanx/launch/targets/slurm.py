@@ -67,10 +67,7 @@ class SlurmTarget(QueueTarget):
         script = submission.folder / SCRIPT
         return Prepared(
             submission=submission,
-            files={
-                submission.runfile: submission.run.to_toml(),
-                script: batch_script(submission, request, SAVED),
-            },
+            files={submission.runfile: submission.run.to_toml(), script: batch_script(submission, request, SAVED)},
             commands=(("sbatch", "--parsable", str(script)),),
             notes=request.guessed,
         )

@@ -241,7 +241,8 @@ class SshHosts:
                 failed |= dict.fromkeys(waiting, f"no answer within {patience:g} s")
                 break
             if not told.message:
-                failed[told.host] = _why(self._each[told.host].last_words)
+                words = self._each[told.host].last_words.splitlines() or ["ssh ended without a word"]
+                failed[told.host] = words[-1]
             elif "refused" in told.message:
                 failed[told.host] = told.message["refused"]
             elif fits(told.message):
@@ -257,10 +258,6 @@ class SshHosts:
 def _agent_text() -> bytes:
     """The agent's program: what it keeps of files comes first."""
     return program_text(code_files, host_folder, host_agent).encode()
-
-
-def _why(words: str) -> str:
-    return words.splitlines()[-1] if words else "ssh ended without a word"
 
 
 def _unreachable(failed: dict[str, str]) -> str:

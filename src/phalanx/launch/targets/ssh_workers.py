@@ -165,7 +165,7 @@ class SshWorkers(Workers):
             self._start()
         failed = self._failures or self._lost or self._reports.failures()
         if failed and not self._ends:
-            until = time.monotonic() + time_for_others(self._known())
+            until = time.monotonic() + time_for_others(self.known_failures())
             while self._running and time.monotonic() < until:
                 self._take_for(until - time.monotonic())
             self._ends = time.monotonic()
@@ -174,7 +174,8 @@ class SshWorkers(Workers):
         if not self._gathering:
             return bool(self._running) and not failed
         if not self._gathering.goes_on and self._gathering.lacking and not failed:
-            self._miss(self._gathering.lacking)
+            names = ", ".join(self._gathering.lacking)
+            self._fail(0, f"the connection to host {names} ended before all that it has of the run had come here")
         return self._gathering.goes_on
 
     def request_stop(self, number: int) -> bool:
@@ -206,7 +207,7 @@ class SshWorkers(Workers):
             sending.close()
         for relay in self._relays.values():
             relay.close()
-        self._failures, self._stopped = self._known(), self._reports.stopped()
+        self._failures, self._stopped = self.known_failures(), self._reports.stopped()
         self._let_go()
 
     def _hear_each(self, word: str, gone: set[int], until: float) -> None:
@@ -243,13 +244,10 @@ class SshWorkers(Workers):
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def failure(self) -> Failure | None:
-        known = self._known()
+        known = self.known_failures()
         return first_failure(known) if known else None
 
     def known_failures(self) -> list[Failure]:
-        return self._known()
-
-    def _known(self) -> list[Failure]:
         """What workers have said of themselves goes before what is seen of their end."""
         reported = self._reports.failures()
         ranks = {failure.rank for failure in reported}
@@ -305,23 +303,11 @@ class SshWorkers(Workers):
         name, said = host.entry.name, host.last_words.splitlines()[-1] if host.last_words else "without a word"
         why = f"the connection to host {name}, of ranks {ranks[0]} to {ranks[-1]}, ended: {said}"
         self._lost[number] = why = f"host {name}: {refused}" if refused else why
-        self._failures.append(
-            Failure(
-                rank=rank,
-                step=self._reports.step(rank),
-                kind="host lost",
-                message=why,
-                traceback="",
-                time=time.monotonic(),
-                expected=True,
-            )
-        )
+        self._fail(rank, why)
 
-    def _miss(self, names: list[str]) -> None:
-        """All workers have done what they were to do, and not all of it has come."""
-        what = f"the connection to host {', '.join(names)} ended before all that it has of the run had come here"
-        facts = {"kind": "host lost", "message": what, "traceback": "", "time": time.monotonic(), "expected": True}
-        self._failures.append(Failure(rank=0, step=self._reports.step(0), **facts))
+    def _fail(self, rank: int, why: str) -> None:
+        facts = {"kind": "host lost", "message": why, "traceback": "", "time": time.monotonic(), "expected": True}
+        self._failures.append(Failure(rank=rank, step=self._reports.step(rank), **facts))
 
     def _copy(self, name: str, data: bytes, now: float) -> None:
         """Have a file that a worker left stand here, too. A failure's time becomes one of this machine's clock."""
