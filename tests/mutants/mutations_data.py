@@ -130,7 +130,7 @@ DATA = (
     ),
     Mutation(
         "options: a run with --resume alone is taken for --resume auto",
-        "cli/run_options.py",
+        "cli/options.py",
         'alone = [one == "--resume" and after != "auto" for',
         'alone = [one == "--resume" and False for',
         ("test unit/test_cli_verbs.py exit_code_2",),

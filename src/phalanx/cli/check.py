@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from phalanx.cli.launch_preflight import launch_question, refuse_python
-from phalanx.cli.options import JobReference, set_option
+from phalanx.cli.options import JobReference, RunCommand, run_options, set_option
 from phalanx.cli.output import answer, json_option
-from phalanx.cli.run_options import RunCommand, run_options
 from phalanx.cli.settings import Given
 from phalanx.errors import PhalanxError
 
@@ -59,7 +58,7 @@ def command(ctx: click.Context, job: str, to: str | None, python: str | None, as
     """
     from phalanx.launch.targets import find_target, settled_options
     from phalanx.preflight.launch_check import launch_check
-    from phalanx.report.host_table import host_table
+    from phalanx.report.command_tables import host_table
 
     words = [*([job] if job.startswith("-") else []), *ctx.args]  # an option of a target, where there is no JOB
     job = "" if job.startswith("-") else job

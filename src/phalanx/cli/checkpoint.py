@@ -62,11 +62,16 @@ def list_command(place: Path, as_json: bool) -> None:
 
     Complete: all are there in full length. What is in them is not read; `phalanx checkpoint verify RUN` reads it.
     """
-    from phalanx.report.checkpoint_tables import checkpoints_table
+    from phalanx.report.command_tables import checkpoints_table
 
     told = [_told(one) for one in _found(place)]
-    note = f"complete: all files are there in full length; phalanx checkpoint verify {_quoted(place)} reads them, too"
-    answer(as_json, {"checkpoints": told}, lambda _: checkpoints_table(told, [note]))
+    note = "complete: all files are there in full length"
+    verify = f"phalanx checkpoint verify {shlex.quote(str(place))} reads them, too"
+    answer(
+        as_json,
+        {"checkpoints": told},
+        lambda _: checkpoints_table(told, [f"{note}; {verify}"]),
+    )
 
 
 @command.command("show", short_help="What one checkpoint holds.")
@@ -79,7 +84,7 @@ def show_command(place: Path, step: int | None, as_json: bool) -> None:
     Without --from a newest one that is not complete is refused. Its tensors are not read: that does verify.
     """
     from phalanx.checkpoint import contents
-    from phalanx.report.checkpoint_tables import contents_table
+    from phalanx.report.command_tables import contents_table
 
     with _offering_older(place, step, "checkpoint show") as chosen:
         told = contents(chosen.path)
@@ -97,7 +102,7 @@ def verify_command(ctx: click.Context, place: Path, step: int | None, as_json: b
     Exit code 0: all are whole; 1: what is damaged is named.
     """
     from phalanx.checkpoint import verify
-    from phalanx.report.checkpoint_tables import verified_table
+    from phalanx.report.command_tables import verified_table
 
     chosen = _found(place) if step is None else [_chosen(place, step)]
     problems = {one.path.name: verify(one.path) for one in chosen}
@@ -118,7 +123,7 @@ def prune_command(place: Path, keep: int, keep_every: int, as_json: bool) -> Non
     """
     from phalanx.checkpoint import best_step, prune, verify
     from phalanx.files import refuse_taken
-    from phalanx.report.checkpoint_tables import checkpoints_table, pruned_notes
+    from phalanx.report.command_tables import checkpoints_table, pruned_notes
 
     _found(place)
     refuse_taken(_folder(place).parent)
@@ -277,10 +282,6 @@ def _chosen(place: Path, step: int | None) -> FoundCheckpoint:
         given = f"{step}, of which {place} has no checkpoint"
         raise SpecError.of(where="--from", given=given, allowed=there, fix=f"--from {found[0].step}")
     return chosen
-
-
-def _quoted(place: Path) -> str:
-    return shlex.quote(str(place))
 
 
 def _wrong(given: str) -> SpecError:

@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from phalanx.cli.launch_preflight import launch_question, leaves_plan_open, looked_ahead, refuse_python
-from phalanx.cli.options import job_argument
+from phalanx.cli.options import RunCommand, job_argument, run_options
 from phalanx.cli.output import json_option, print_json, show_prepared
-from phalanx.cli.run_options import RunCommand, run_options
 from phalanx.cli.settings import Given
 from phalanx.config import RunSpec
 from phalanx.errors import SpecError
@@ -103,7 +102,10 @@ def command(
         return
     assert isinstance(target, QueueTarget)
     if not found.plan_looked_at:
-        _refuse_plan(target, submission, question)
+        from phalanx.preflight.launch_check import refuse_plan
+
+        assert question.job
+        refuse_plan(question.job, submission.run, target)
     _hand_over(target, run, submission, question, to, as_json=as_json)
 
 
@@ -145,14 +147,6 @@ def _refuse_folder(target: QueueTarget, run: RunSpec, question: LaunchQuestion) 
     assert question.job
     refuse_handed_over(absolute(run).folder)
     target.refuse_folder(absolute(run), question.job)
-
-
-def _refuse_plan(target: QueueTarget, submission: Submission, question: LaunchQuestion) -> None:
-    """Refuse a plan that cannot serve the job, by one look at it here."""
-    from phalanx.preflight.launch_check import refuse_plan
-
-    assert question.job
-    refuse_plan(question.job, submission.run, target)
 
 
 def _hand_over(

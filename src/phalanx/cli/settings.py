@@ -102,21 +102,17 @@ def earlier_run(given: Given) -> RunSpec | None:
     handed = given.folder / "launch" / RUN_TOML
     if not (is_handed_over(given.folder) and os.path.lexists(handed)):
         return None
-    return _with_paths_of(given.job, given.folder, _read(handed))
+    from phalanx.launch.jobfile import Reference, with_no_values, with_values
+
+    run = _read(handed)
+    here, there = Reference.parse(given.job), Reference.parse(run.job)
+    values = dict(there.values) if here.stem == there.stem else {}  # a file of that name, as far as can be said
+    return replace(run, job=with_values(with_no_values(given.job), values), folder=given.folder)
 
 
 def _read(runfile: Path) -> RunSpec:
     fix = f"mv {runfile} {runfile}.away, and give --plan and what else the run had"
     return RunSpec.from_toml(read_text(runfile, where="run.toml", fix=fix))
-
-
-def _with_paths_of(job: str, folder: Path, run: RunSpec) -> RunSpec:
-    from phalanx.launch.jobfile import Reference, with_no_values, with_values
-
-    here, there = Reference.parse(job), Reference.parse(run.job)
-    same = here.stem == there.stem  # a file of that name, as far as can be said
-    values = dict(there.values) if same else {}
-    return replace(run, job=with_values(with_no_values(job), values), folder=folder)
 
 
 def settle(given: Given, earlier: RunSpec | None, job: Job) -> tuple[RunSpec, list[Setting]]:

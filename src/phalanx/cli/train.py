@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from phalanx.cli.options import job_argument
+from phalanx.cli.options import RunCommand, job_argument, run_options
 from phalanx.cli.output import STOPPED, json_option, print_json
-from phalanx.cli.run_options import RunCommand, run_options
 from phalanx.cli.settings import Given, earlier_run, params_settings, settle
 from phalanx.config import Job, RunSpec
 from phalanx.config.run import override

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from phalanx.config.run_files import RUN_TOML
 from phalanx.errors import PhalanxError, RunError, SpecError
 from phalanx.files import Writer, is_written, writer_of
+from phalanx.launch.targets import QueueTarget, Standing, UnmarkedError, is_handed_over, ticket_of
 from phalanx.report.summary import run_log
 
 if TYPE_CHECKING:
@@ -61,8 +62,6 @@ def run_standing(folder: Path) -> RunStanding:
     Raises:
         SpecError: there is neither a run nor a launch in the folder.
     """
-    from phalanx.launch.targets import QueueTarget, Standing, UnmarkedError
-
     launched, standing = None, None
     try:
         launched = _ticket(folder)
@@ -127,15 +126,11 @@ def stop_run(folder: Path) -> bool:
         RunError: it goes on on another machine, and no target leads there.
     """
     launched = _ticket(folder)
-    if launched:
-        from phalanx.launch.targets import QueueTarget
-
-        target, ticket = launched
-        if isinstance(target, QueueTarget):
-            found = run_standing(folder)
-            if found.goes_on or found.state == "unknown":  # a target that cannot be asked says so
-                target.stop(ticket, folder)
-            return found.goes_on
+    if launched and isinstance(launched[0], QueueTarget):
+        found = run_standing(folder)
+        if found.goes_on or found.state == "unknown":  # a target that cannot be asked says so
+            launched[0].stop(launched[1], folder)
+        return found.goes_on
     writer = writer_of(folder)
     if writer is None:
         return False
@@ -179,8 +174,6 @@ def _events(folder: Path) -> list[dict[str, Any]]:
 
 
 def _ticket(folder: Path) -> Any:
-    from phalanx.launch.targets import is_handed_over, ticket_of
-
     return ticket_of(folder) if is_handed_over(folder) else None
 
 
