@@ -10,6 +10,7 @@ import json
 import os
 import random
 import re
+import socket
 import tomllib
 from contextlib import suppress
 from pathlib import Path
@@ -62,6 +63,11 @@ class Stranger:
         (self.run / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events()))
         (self.run / "placement.json").write_text(json.dumps(placement()))
         (self.run / "forecast.json").write_text(json.dumps(forecast()))
+        (self.run / "launch").mkdir()
+        (self.run / "launch" / "ticket.json").write_text('{"to": "ray://127.0.0.1:1", "actor": "gpt-1", "mark": "0"}')
+        (self.run / "launch" / "output.log").write_text("printed\n")
+        writer = {"number": 1, "identity": "0", "host": socket.gethostname(), "pid": os.getpid(), "since": 1.0}
+        (self.run / "writer.json").write_text(json.dumps(writer))
         micro = MicroBatch(batch=None, ids=(0, 1, 2, 3), samples=4)
         with Ledger(self.run / "ledger", rank=0, first_step=0, world_size=1) as ledger:
             ledger.record(StepBatch(step=0, epoch=0, samples=4, parts=((micro,),)))
@@ -71,7 +77,7 @@ class Stranger:
 
     @property
     def files(self) -> list[Path]:
-        found = [*self.run.glob("*.toml"), *self.run.glob("*.json*"), *self.run.glob("ledger/*")]
+        found = [*self.run.glob("*.toml"), *self.run.glob("*.json*"), *self.run.glob("l*/*")]
         return sorted([*found, *self.base.glob("*.toml"), *self.base.glob("*.json")])
 
     def untouched(self) -> bool:
@@ -127,6 +133,7 @@ VERBS: list[list[str]] = [
     ["show", "run", "--svg", "run.svg"],
     ["audit", "run"],
     ["audit", "run", "--json"],
+    *(["status", "run"], ["logs", "run", "--json"], ["stop", "run"]),
     ["train", "gone.py", "--run", "run"],
     ["train", "gone.py", "--run", "run", "--resume"],
     "forecast config.json --batch 8 --plan run/plan.toml --on cluster.toml --price prices.toml".split(),
@@ -262,7 +269,7 @@ def test_what_is_whole_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     stranger = Stranger(tmp_path / "s")
     monkeypatch.chdir(stranger.base)
     codes = [CliRunner().invoke(main, argv, env={"COLUMNS": "100"}).exit_code for argv in VERBS]
-    assert codes == [0, 0, 0, 0, 0, 2, 2, 0, 0]
+    assert codes == [0, 0, 0, 0, 0, 0, 0, 2, 2, 2, 0, 0]
     shown = json.loads(CliRunner().invoke(main, ["show", "run", "--json"]).stdout)
     assert shown["holds"] is not None
     assert stranger.untouched()

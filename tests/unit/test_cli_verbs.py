@@ -15,7 +15,7 @@ import click
 import pytest
 from click.testing import CliRunner, Result
 
-from phalanx.cli import app, main
+from phalanx.cli import app, devices, main
 from phalanx.cli.options import PlanText
 from phalanx.cli.output import json_option, print_json
 from phalanx.cli.settings import Given, earlier_run, settle
@@ -237,6 +237,17 @@ def given(**changes: Any) -> Given:
 
 def sources(settings: Any) -> dict[str, tuple[str, str]]:
     return {one.name: (one.value, one.source) for one in settings}
+
+
+@pytest.mark.quick
+def test_a_broken_pipe_is_not_taken_for_a_closed_stdout(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(**given: Any) -> None:
+        raise BrokenPipeError(32, "Broken pipe")
+
+    monkeypatch.setattr(devices.command, "callback", broken)
+    done = CliRunner().invoke(main, ["devices"])
+    assert (done.exit_code, done.stdout) == (3, "")
+    assert "has ended: [Errno 32] Broken pipe" in done.stderr
 
 
 @pytest.mark.quick

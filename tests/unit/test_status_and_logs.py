@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import sys
 import warnings
 from pathlib import Path
@@ -17,6 +19,7 @@ from tqdm import tqdm
 
 import phalanx as px
 from phalanx.cli import main, status
+from phalanx.errors import RunError
 from phalanx.events import EventLog
 from phalanx.files import Token, release, take
 from phalanx.launch import targets
@@ -113,7 +116,35 @@ class TestStatus:
         assert f"try: ls {tmp_path}" in done.stderr
 
 
+def test_stop_signals_only_who_holds_the_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    token, sent = take(run_of(tmp_path)), list[tuple[int, int]]()
+    monkeypatch.setattr(os, "kill", lambda *given: sent.append(given))
+    assert run_standing.stop_run(tmp_path)
+    assert sent.pop() == (os.getpid(), signal.SIGTERM)
+    path = tmp_path / "writer.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "pid": os.getppid()}))
+    with pytest.raises(RunError, match="does not hold its lock"):
+        run_standing.stop_run(tmp_path)
+    assert not any(number for _, number in sent)
+    release(token)
+
+
 class TestLogs:
+    def test_nothing_that_was_printed_steers_a_terminal(self, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+        monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+        status.show("a\x1b]0;evil\x07\rb\n")
+        assert capsys.readouterr().out == "a\\x1b]0;evil\\x07\nb\n"
+
+    def test_no_link_and_no_fifo_is_read(self, tmp_path: Path) -> None:
+        path = run_of(tmp_path) / "launch" / "output.log"
+        path.parent.mkdir()
+        for kind in ("link", "FIFO"):
+            path.symlink_to(tmp_path / "events.jsonl") if kind == "link" else os.mkfifo(path)
+            done = invoke("logs", str(tmp_path))
+            assert (done.exit_code, done.stdout) == (2, "")
+            assert kind in done.stderr
+            path.unlink()
+
     def test_a_run_that_has_printed_nothing(self, tmp_path: Path) -> None:
         done = invoke("logs", str(run_of(tmp_path, step(0))))
         assert (done.exit_code, done.stdout) == (0, "")

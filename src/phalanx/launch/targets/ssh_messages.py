@@ -115,8 +115,8 @@ _MESSAGES = (
     {"ended": int, "code": int},
     {"over": bool},
     {"refused": str},
-    {"piece": str, "at": int, "data": _bytes},
-    {"piece": str, "at": int, "error": str},
+    {"piece": str, "at": _count, "data": _bytes},
+    {"piece": str, "at": _count, "error": str},
     {"changed": _changes, "gone": [_path]},
     *({"files": frozenset({call}), "result": form} for call, form in _RESULTS.items()),
 )
