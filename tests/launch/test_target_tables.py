@@ -175,37 +175,11 @@ TICKETS: dict[str, dict[str, Any]] = {
     "ray": {"actor": "digits-1", "cluster": "10.0.0.1:6379"},
     "sagemaker": {"job": "digits-1", "region": "us-east-1", "run": "s3://bucket/digits-1/run"},
 }
-DAMAGE: dict[str, list[dict[str, Any]]] = {
-    "slurm": [
-        *({"job": job} for job in ("--me", "7", 1.5, True, -7, None)),
-        *({"cluster": name} for name in ("--me", "", 7, "a b")),
-    ],
-    "kubernetes": [
-        {"jobset": None},
-        *({"jobset": name} for name in (7, "", "--all", "a/b")),
-        *({"nodes": nodes} for nodes in ("2", 0, 1.5, True)),
-        *({"least": 0}, {"context": "--token=x"}, {"namespace": "a b"}),
-    ],
-    "ray": [{"actor": None}, {"actor": 5}, {"actor": "a b"}, {"cluster": "--x"}],
-    "sagemaker": [{"job": "../../x"}, {"job": 7}, {"region": None}],
-}
 
 
 @pytest.fixture(autouse=True)
 def _no_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
-
-
-@pytest.mark.parametrize("name", DAMAGE)
-def test_a_ticket_with_a_wrong_field_is_damaged(tmp_path: Path, name: str) -> None:
-    for wrong in DAMAGE[name]:
-        ticket = {key: value for key, value in {**TICKETS[name], **wrong}.items() if value is not None}
-        target = find_target(name)
-        assert isinstance(target, QueueTarget)
-        for ask in (target.standing, target.stop):
-            with pytest.raises(SpecError) as caught:
-                ask(ticket, tmp_path)
-            assert caught.value.problems[0].fix == f"rm {tmp_path}/launch/ticket.json", wrong
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,6 @@ through ``kubectl``, with the user's own settings.
 from __future__ import annotations
 
 import json
-import re
 import shlex
 from collections.abc import Mapping
 from contextlib import suppress
@@ -16,13 +15,12 @@ from pathlib import Path
 from typing import Any, ClassVar, Self, final
 
 from phalanx.config import Job, RunSpec
-from phalanx.config.fields import is_whole
 from phalanx.config.run_files import RUN_TOML
 from phalanx.errors import RunError, SpecError
 from phalanx.files import replace_text
 from phalanx.hardware.catalog import find
 from phalanx.launch.runfile import check_folder
-from phalanx.launch.targets.handed_over import damaged_ticket, earlier_ticket
+from phalanx.launch.targets.handed_over import earlier_ticket
 from phalanx.launch.targets.kubectl import Kubectl
 from phalanx.launch.targets.kubernetes_manifest import JOBSETS, OF_JOBSET, config_name, manifests, name_of
 from phalanx.launch.targets.kubernetes_options import OPTIONS, PodRequest
@@ -34,8 +32,6 @@ from phalanx.launch.targets.target import Option, Prepared, QueueTarget, Standin
 _MANIFESTS = "kubernetes.json"
 _ASKED = "asked-to-stop"
 _REFUSES = "Kubernetes refuses it: "
-_NAME = re.compile(r"[a-z0-9][-a-z0-9.]*")
-_CONTEXT = re.compile(r"[^\s-]\S*")
 
 
 @final
@@ -108,7 +104,7 @@ class KubernetesTarget(QueueTarget):
         return ""
 
     def standing(self, ticket: Mapping[str, Any], folder: Path) -> Standing:
-        handed = _Handed.of(ticket, folder)
+        handed = _Handed.of(ticket)
         jobs = handed.kubectl.objects(JOBSETS, handed.name)
         pods = handed.kubectl.objects("pods", "--selector", handed.selector)
         job, asked = (jobs[0] if jobs else None), (folder / FOLDER / _ASKED).exists()
@@ -116,7 +112,7 @@ class KubernetesTarget(QueueTarget):
         return standing_of(job, pods, nodes=handed.nodes, last=last_word(folder), asked=asked, queued=queued)
 
     def stop(self, ticket: Mapping[str, Any], folder: Path) -> None:
-        handed = _Handed.of(ticket, folder)
+        handed = _Handed.of(ticket)
         if self.standing(ticket, folder).state not in ("waiting", "running"):
             return
         replace_text(folder / FOLDER / _ASKED, f"{handed.name}\n")
@@ -125,7 +121,7 @@ class KubernetesTarget(QueueTarget):
 
     def log(self, ticket: Mapping[str, Any], folder: Path, rank: int | None) -> Path:
         """As the volume has it, where that is to be seen from here; else what pods have printed."""
-        handed = _Handed.of(ticket, folder)
+        handed = _Handed.of(ticket)
         return take_in(folder / FOLDER, rank, lambda: printed_by(handed.kubectl, handed.selector, handed.nodes[1]))
 
 
@@ -138,19 +134,10 @@ class _Handed:
     nodes: tuple[int, int]
 
     @classmethod
-    def of(cls, ticket: Mapping[str, Any], folder: Path) -> Self:
-        """
-        Raises:
-            SpecError: it is damaged.
-        """
-        nodes: Any = ticket.get("nodes")
-        least: Any = ticket.get("least", nodes)
-        forms = {"jobset": _NAME, "namespace": _NAME, "context": _CONTEXT}
-        named = {key: ticket[key] for key in forms if key in ticket}
-        whole = all(isinstance(text, str) and forms[key].fullmatch(text) for key, text in named.items())
-        if "jobset" not in named or not whole or not is_whole(nodes, 1) or not is_whole(least, 1):
-            raise damaged_ticket(folder)
-        return cls(kubectl=_kubectl(ticket), name=named["jobset"], nodes=(least, nodes))
+    def of(cls, ticket: Mapping[str, Any]) -> Self:
+        """Return where ``ticket`` leads."""
+        most = ticket["nodes"]
+        return cls(kubectl=_kubectl(ticket), name=ticket["jobset"], nodes=(ticket.get("least", most), most))
 
     @property
     def selector(self) -> str:

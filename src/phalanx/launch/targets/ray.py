@@ -22,7 +22,6 @@ from typing import Any, ClassVar, final
 
 from phalanx.errors import MissingExtraError, Problem, RefusedError, RunError, SpecError
 from phalanx.launch.targets.code_pack import CodePack
-from phalanx.launch.targets.handed_over import damaged_ticket
 from phalanx.launch.targets.launch_folder import CODE_LIST, FOLDER, LAST_WORDS, State, attached_log, last_word
 from phalanx.launch.targets.offer import Offer
 from phalanx.launch.targets.ray_actors import STANDING
@@ -35,7 +34,6 @@ _OVER = ("ended", "stopped", "failed")
 _REQUEST = "ray.json"
 _PATIENCE = 180.0  # seconds for an answer, all told
 _HOST = re.compile(r"([\w.-]+|\[[0-9a-fA-F:]+\]):([1-9]\d{0,4})")
-_NAME = re.compile(r"[\w.-]{1,200}")
 
 
 @final
@@ -101,7 +99,7 @@ class RayTarget(QueueTarget):
         return ""
 
     def standing(self, ticket: Mapping[str, Any], folder: Path) -> Standing:
-        actor, cluster = self._named(ticket, folder)
+        actor, cluster = self._named(ticket)
         if over := _ended(actor, folder):
             return over
         told = _answer(_words(cluster, "standing", actor), cluster)
@@ -115,25 +113,16 @@ class RayTarget(QueueTarget):
         return Standing(state=LAST_WORDS.get(last_word(folder), "unknown"), detail="Ray has no such actor")
 
     def stop(self, ticket: Mapping[str, Any], folder: Path) -> None:
-        actor, cluster = self._named(ticket, folder)
+        actor, cluster = self._named(ticket)
         if not _ended(actor, folder):
             _ask(_words(cluster, "stop", actor), cluster)
 
     def log(self, ticket: Mapping[str, Any], folder: Path, rank: int | None) -> Path:
         return attached_log(folder, rank)
 
-    def _named(self, ticket: Mapping[str, Any], folder: Path) -> tuple[str, str]:
-        """The supervisor's name, and the address of its cluster.
-
-        Raises:
-            SpecError: the ticket is damaged.
-        """
-        actor, cluster = ticket.get("actor"), ticket.get("cluster", "")
-        if not isinstance(actor, str) or not _NAME.fullmatch(actor):
-            raise damaged_ticket(folder)
-        if not isinstance(cluster, str) or not (cluster == "" or _HOST.fullmatch(cluster)):
-            raise damaged_ticket(folder)
-        return actor, cluster or self.address
+    def _named(self, ticket: Mapping[str, Any]) -> tuple[str, str]:
+        """Return the supervisor's name, and the address of its cluster."""
+        return ticket["actor"], ticket.get("cluster") or self.address
 
 
 @contextmanager

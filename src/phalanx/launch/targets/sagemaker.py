@@ -8,7 +8,6 @@ job does on each instance is in ``sagemaker_node.py``.
 from __future__ import annotations
 
 import json
-import re
 import tempfile
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -22,7 +21,7 @@ from phalanx.errors import PhalanxError, RunError, SpecError
 from phalanx.launch.runfile import check_folder
 from phalanx.launch.targets.aws_calls import AwsCalls, split_s3
 from phalanx.launch.targets.code_pack import CodePack
-from phalanx.launch.targets.handed_over import damaged_ticket, earlier_ticket
+from phalanx.launch.targets.handed_over import earlier_ticket
 from phalanx.launch.targets.launch_folder import CODE_LIST, FOLDER, State
 from phalanx.launch.targets.offer import Offer
 from phalanx.launch.targets.sagemaker_instances import instances_offered
@@ -37,7 +36,6 @@ _TRAINING = ("Training", "Uploading", "Stopping")  # secondary statuses of a job
 _OVER: dict[str, State] = {"Completed": "ended", "Failed": "failed", "Stopped": "stopped"}
 _FORGOTTEN = ("Requested resource not found", "Could not find training job")
 _TOO_LATE = ("ValidationException",)  # of a stop, after its end
-_NAME = re.compile(r"[a-zA-Z0-9](-?[a-zA-Z0-9]){0,62}")  # of a training job
 
 
 @final
@@ -116,7 +114,7 @@ class SageMakerTarget(QueueTarget):
             return str(error).partition("\n")[0]
 
     def standing(self, ticket: Mapping[str, Any], folder: Path) -> Standing:
-        name, region = _job_of(ticket, folder)
+        name, region = ticket["job"], ticket["region"]
         calls = AwsCalls(region)
         told = calls.ask("sagemaker", "describe_training_job", nothing=_FORGOTTEN, TrainingJobName=name)
         events = _last_events(calls, ticket.get("run"))
@@ -125,11 +123,11 @@ class SageMakerTarget(QueueTarget):
         return replace(_standing(told), events=events)
 
     def stop(self, ticket: Mapping[str, Any], folder: Path) -> None:
-        name, region = _job_of(ticket, folder)
+        name, region = ticket["job"], ticket["region"]
         AwsCalls(region).ask("sagemaker", "stop_training_job", nothing=_TOO_LATE, TrainingJobName=name)
 
     def log(self, ticket: Mapping[str, Any], folder: Path, rank: int | None) -> Path:
-        name, region = _job_of(ticket, folder)
+        name, region = ticket["job"], ticket["region"]
         logs = TrainingLogs(AwsCalls(region), name, folder / FOLDER)
         logs.fetch()
         return logs.path(rank)
@@ -160,31 +158,9 @@ def _last_events(calls: AwsCalls, run: object) -> list[Mapping[str, Any]]:
     return found
 
 
-def _job_of(ticket: Mapping[str, Any], folder: Path) -> tuple[str, str]:
-    """The training job's name, and its region.
-
-    Raises:
-        SpecError: the ticket is damaged.
-    """
-    name, region = ticket.get("job"), ticket.get("region")
-    if not (isinstance(name, str) and _NAME.fullmatch(name) and isinstance(region, str)):
-        raise damaged_ticket(folder)
-    return name, region
-
-
 def _run_of(folder: Path) -> str:
-    """Where the run in ``folder`` stands by its last launch; empty where SageMaker has not had it.
-
-    Raises:
-        SpecError: the ticket is damaged.
-    """
-    ticket = earlier_ticket(folder, SageMakerTarget.name)
-    if ticket is None:
-        return ""
-    run = ticket.get("run")
-    if not (isinstance(run, str) and run):
-        raise damaged_ticket(folder)
-    return run
+    """Return where the run in ``folder`` stands by its last launch; empty where SageMaker has not had it."""
+    return (earlier_ticket(folder, SageMakerTarget.name) or {"run": ""})["run"]
 
 
 @contextmanager

@@ -13,10 +13,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, ClassVar, final
 
-from phalanx.config.fields import is_whole
 from phalanx.errors import RunError, SpecError
 from phalanx.launch.reaper import SAVED
-from phalanx.launch.targets.handed_over import damaged_ticket
 from phalanx.launch.targets.launch_folder import FOLDER, LAST_WORDS, attached_log, last_word
 from phalanx.launch.targets.offer import Offer
 from phalanx.launch.targets.slurm_offer import PATIENCE, REFUSES, ask_slurm, slurm_offer
@@ -35,7 +33,6 @@ _LOOKS = 5
 _WAITING = ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "RESV_DEL_HOLD", "SPECIAL_EXIT")
 _RUNNING = ("RUNNING", "COMPLETING", "SIGNALING", "STAGE_OUT", "SUSPENDED", "STOPPED", "RESIZING")
 _NEVER = ("PartitionConfig", "PartitionNodeLimit", "PartitionTimeLimit")
-_CLUSTER = re.compile(r"\w[\w.-]*")
 _COMMAND = re.compile(r" Command=(/.*?) (?:SubmitLine|WorkDir)=")
 _FORGOTTEN = "Invalid job id specified"
 # Variables of sbatch that change what a line of the script says, and are not named as it is; of nodes: how many jobs.
@@ -87,7 +84,7 @@ class SlurmTarget(QueueTarget):
             try:
                 _refuse_what_never_starts(ticket, prepared.submission.run.folder)
             except BaseException:
-                _take_out(ticket, prepared.submission.run.folder)
+                _take_out(ticket)
                 raise
         return ticket
 
@@ -119,7 +116,7 @@ class SlurmTarget(QueueTarget):
         return Standing(state="failed", detail=f"{state}: {reason}, exit code {job.get('ExitCode', '')}")
 
     def stop(self, ticket: Mapping[str, Any], folder: Path) -> None:
-        number, there = _number(ticket, folder), _cluster(ticket, folder)
+        number, there = _number(ticket), _cluster(ticket)
         if _job(ticket, folder) is None:
             return
         with suppress(RunError):  # it has ended; nor is it to be queued again where a node is lost as it saves
@@ -140,33 +137,18 @@ class SlurmTarget(QueueTarget):
 
     def log(self, ticket: Mapping[str, Any], folder: Path, rank: int | None) -> Path:
         if rank is None:
-            return folder / FOLDER / f"slurm-{_number(ticket, folder)}.out"
+            return folder / FOLDER / f"slurm-{_number(ticket)}.out"
         return attached_log(folder, rank)
 
 
-def _number(ticket: Mapping[str, Any], folder: Path) -> str:
-    """As Slurm's commands take it.
-
-    Raises:
-        SpecError: the ticket is damaged.
-    """
-    if not is_whole(ticket.get("job"), 1):
-        raise damaged_ticket(folder)
+def _number(ticket: Mapping[str, Any]) -> str:
+    """Return what Slurm's commands call a job."""
     return str(ticket["job"])
 
 
-def _cluster(ticket: Mapping[str, Any], folder: Path) -> tuple[str, ...]:
-    """Words that lead a command to the cluster that has the job; none where that is Slurm's own.
-
-    Raises:
-        SpecError: the ticket is damaged.
-    """
-    cluster = ticket.get("cluster")
-    if cluster is None:
-        return ()
-    if not isinstance(cluster, str) or not _CLUSTER.fullmatch(cluster):
-        raise damaged_ticket(folder)
-    return "-M", cluster
+def _cluster(ticket: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return words that lead a command to the cluster that has the job; none where that is Slurm's own."""
+    return ("-M", ticket["cluster"]) if "cluster" in ticket else ()
 
 
 def _job(ticket: Mapping[str, Any], folder: Path) -> dict[str, str] | None:
@@ -174,10 +156,9 @@ def _job(ticket: Mapping[str, Any], folder: Path) -> dict[str, str] | None:
 
     Raises:
         RunError: Slurm cannot be asked.
-        SpecError: the ticket is damaged.
     """
     try:
-        told = ask_slurm("scontrol", *_cluster(ticket, folder), "show", "job", _number(ticket, folder), "--oneliner")
+        told = ask_slurm("scontrol", *_cluster(ticket), "show", "job", _number(ticket), "--oneliner")
     except RunError as error:
         if _FORGOTTEN in str(error):
             return None
@@ -198,13 +179,13 @@ def _refuse_what_never_starts(ticket: Mapping[str, Any], folder: Path) -> None:
         raise RunError(f"Slurm would keep it waiting for ever: {reason}\n    try: sinfo, which says what there is")
 
 
-def _take_out(ticket: Mapping[str, Any], folder: Path) -> None:
+def _take_out(ticket: Mapping[str, Any]) -> None:
     """Take out of the queue what was just put in.
 
     Raises:
         RunError: it may be there still.
     """
-    words = ("scancel", *_cluster(ticket, folder), str(ticket["job"]))
+    words = ("scancel", *_cluster(ticket), str(ticket["job"]))
     try:
         ask_slurm(*words)
     except RunError as error:
