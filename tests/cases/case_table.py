@@ -136,10 +136,7 @@ WRITTEN: dict[str, Case] = {
             loss=lambda output, batch: px.next_token_loss(output, batch["ids"]),
         ),
     ),
-    "encoder": case(
-        "BERT: padding masks, a tied head, recomputed layers",
-        partial(sentences, model=models.Encoder),
-    ),
+    "encoder": case("BERT: padding masks, a tied head, recomputed layers", partial(sentences, model=models.Encoder)),
     "tables": case("buffers that stay, one in no checkpoint", partial(job, model=models.Tabled)),
     "forgotten": case(
         "a layer that nothing calls", partial(job, model=models.LeftOver), refused("forgotten.weight", "")
@@ -150,10 +147,7 @@ WRITTEN: dict[str, Case] = {
 }
 
 SPARSE = partial(
-    job,
-    model=models.Bags,
-    inputs=lambda batch: batch["ids"],
-    optimizer=lambda params: torch.optim.SGD(params, lr=0.1),
+    job, model=models.Bags, inputs=lambda batch: batch["ids"], optimizer=lambda params: torch.optim.SGD(params, lr=0.1)
 )
 
 OPTIMIZED: dict[str, Case] = {
@@ -183,11 +177,7 @@ OPTIMIZED: dict[str, Case] = {
     ),
     "muon": case(
         "Muon, which iterates on whole matrices in bfloat16",
-        partial(
-            job,
-            model=jobs.Matrices,
-            optimizer=lambda params: torch.optim.Muon(params, lr=1e-2),
-        ),
+        partial(job, model=jobs.Matrices, optimizer=lambda params: torch.optim.Muon(params, lr=1e-2)),
         where(["tp=2"], refused("Muon", "job.optimizer"), near("Muon computes its step in bfloat16")),
     ),
     "scheduler": case("one of torch's schedulers, stepped by a hook", partial(job, optimizer=jobs.cyclic)),

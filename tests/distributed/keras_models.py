@@ -91,13 +91,7 @@ def recurrent() -> Any:
     return keras.Sequential([keras.Input((LENGTH,)), layers.Embedding(WORDS, 8), layers.LSTM(6), layers.Dense(CLASSES)])
 
 
-MODELS: dict[str, Callable[[], Any]] = {
-    "mlp": mlp,
-    "conv": conv,
-    "residual": residual,
-    "gpt": Gpt,
-    "lstm": recurrent,
-}
+MODELS: dict[str, Callable[[], Any]] = {"mlp": mlp, "conv": conv, "residual": residual, "gpt": Gpt, "lstm": recurrent}
 NORMALISED = ("conv",)
 """Models with BatchNormalization: equal to one device by the statistics of the global batch."""
 

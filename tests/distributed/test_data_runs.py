@@ -71,11 +71,7 @@ class Case:
         return plain_losses(batches(), **self.how)
 
 
-COMMON: dict[str, Any] = {
-    "batch": BATCH,
-    "epochs": EPOCHS,
-    "optimizer": lambda params: torch.optim.SGD(params, lr=0.1),
-}
+COMMON: dict[str, Any] = {"batch": BATCH, "epochs": EPOCHS, "optimizer": lambda params: torch.optim.SGD(params, lr=0.1)}
 
 
 def batched(orders: Iterable[Any]) -> list[list[int]]:

@@ -448,11 +448,7 @@ class Unsaved(lr_scheduler.StepLR):
         ("dp=2", {"optimizer": adamw(_step), "schedule": px.Schedule(warmup_steps=3)}, "StepLR and Schedule"),
         ("dp=2 server=1", {"optimizer": adamw(_step)}, "StepLR under "),
         ("dp=2", {"optimizer": adamw(lr_scheduler.ReduceLROnPlateau)}, "evaluate_every"),
-        (
-            "dp=2",
-            {"optimizer": adamw(_plateau), "evaluate": table, "evaluate_every": 2},
-            "mode='max'.*loss",
-        ),
+        ("dp=2", {"optimizer": adamw(_plateau), "evaluate": table, "evaluate_every": 2}, "mode='max'.*loss"),
         ("dp=2", {"optimizer": adamw(Unsaved)}, "at where"),
     ],
 )

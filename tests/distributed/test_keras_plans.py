@@ -113,11 +113,7 @@ def excluding() -> Any:
 
 OPTIMIZERS["without decay of biases"] = excluding
 SAVED = tuple(name for name in OPTIMIZERS if name != "without decay of biases")  # which files of Keras do not say
-STEPPED = (
-    ("global norm", "tp=2"),
-    ("clipped values", ""),
-    ("without decay of biases", ""),
-)
+STEPPED = (("global norm", "tp=2"), ("clipped values", ""), ("without decay of biases", ""))
 
 
 @pytest.mark.parametrize("name", [name for name in OPTIMIZERS if name not in ("global norm", "clipped values")])

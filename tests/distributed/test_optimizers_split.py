@@ -123,10 +123,7 @@ def picky(params: Any) -> torch.optim.Optimizer:
 
 @pytest.mark.parametrize(
     ("optimizer", "why"),
-    [
-        (lambda params: Normed(params, must=1), "steps a whole parameter otherwise"),
-        (picky, "made for one model alone"),
-    ],
+    [(lambda params: Normed(params, must=1), "steps a whole parameter otherwise"), (picky, "made for one model alone")],
 )
 def test_what_is_not_elementwise_or_not_known_is_refused_where_parameters_are_slices(optimizer: Any, why: str) -> None:
     job = replace(squares(None), optimizer=optimizer)

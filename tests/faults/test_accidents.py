@@ -236,8 +236,7 @@ class TestSkip:
         assert [event["step"] for event in found.events("step") if event["skipped"]] == [0]
 
     @pytest.mark.parametrize(
-        ("answer", "says"),
-        [("skip", "The updates of 10 steps in a row"), ("rollback", "gone back 3 times")],
+        ("answer", "says"), [("skip", "The updates of 10 steps in a row"), ("rollback", "gone back 3 times")]
     )
     def test_not_for_ever(self, answer: Any, says: str) -> None:
         def always(output: torch.Tensor, batch: Any) -> torch.Tensor:

@@ -142,10 +142,7 @@ def test_a_killed_workers_pieces_go_to_others_and_another_is_let_in(plan: str) -
 
 @pytest.mark.parametrize(
     ("plan", "index"),
-    [
-        *(("dp=2 server=1", 0), ("dp=2 server=2 staleness=unbounded", 1)),
-        *longer(("dp=2 server=2 staleness=2", 0)),
-    ],
+    [*(("dp=2 server=1", 0), ("dp=2 server=2 staleness=unbounded", 1)), *longer(("dp=2 server=2 staleness=2", 0))],
 )
 def test_a_killed_server_comes_back_and_no_more_is_lost_than_stated(plan: str, index: int) -> None:
     servers = px.Plan.parse(plan).dp

@@ -21,12 +21,7 @@ from phalanx.comm.listener import Caller
 from phalanx.errors import RunError
 from phalanx.files import release, take
 from phalanx.parallel.parameter_server import FrameKind, RunProgress, StalenessBound, WorkQueue, deal_ticket
-from phalanx.parallel.parameter_server.protocol import (
-    MOST_SAMPLES,
-    MOST_TEXT,
-    TO_COORDINATOR,
-    TO_WORKER,
-)
+from phalanx.parallel.parameter_server.protocol import MOST_SAMPLES, MOST_TEXT, TO_COORDINATOR, TO_WORKER
 from phalanx.train.parameter_server.requests import RequestHandler
 from phalanx.train.parameter_server.server import COORDINATOR, Server
 from phalanx.train.parameter_server.shard_store import ShardStore
@@ -150,8 +145,7 @@ def test_what_a_worker_says_and_may_is_heard(server: Server) -> None:
 
 
 @pytest.mark.parametrize(
-    ("where", "error"),
-    [("_take_in", AssertionError), ("answer", KeyError), ("connected", ValueError)],
+    ("where", "error"), [("_take_in", AssertionError), ("answer", KeyError), ("connected", ValueError)]
 )
 def test_what_fails_in_the_server_itself_is_the_runs_trouble(
     monkeypatch: pytest.MonkeyPatch, where: str, error: type[Exception]

@@ -21,13 +21,7 @@ from phalanx.cli import main
 from phalanx.config import Plan
 from phalanx.hardware import cluster
 from phalanx.launch.check_hosts import CheckTime
-from phalanx.launch.targets import (
-    TARGETS,
-    Offer,
-    QueueTarget,
-    find_target,
-    target_class,
-)
+from phalanx.launch.targets import TARGETS, Offer, QueueTarget, find_target, target_class
 from phalanx.launch.targets import ray as ray_target
 from phalanx.preflight import launch_check
 

@@ -123,10 +123,7 @@ def test_what_ray_says_is_passed_on(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert digest_of(tmp_path / "run" / "launch" / "code.tar.gz") == sent, "that of the launch before stays"
 
 
-pytestmark = [
-    pytest.mark.timeout(300),
-    pytest.mark.skipif(bool(lacking_for_ray()), reason=lacking_for_ray() or "ray"),
-]
+pytestmark = [pytest.mark.timeout(300), pytest.mark.skipif(bool(lacking_for_ray()), reason=lacking_for_ray() or "ray")]
 if not lacking_for_ray():  # before any test: it sets variables of its own
     import ray
     import ray.util.client

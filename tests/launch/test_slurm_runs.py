@@ -104,13 +104,7 @@ def test_two_nodes_train_what_one_device_does(cluster: Cluster, tmp_path: Path) 
 
 
 @pytest.mark.usefixtures("limited")
-@pytest.mark.parametrize(
-    ("plan", "nodes"),
-    [
-        ("pp=2 tp=2 micro=4", "2"),
-        *longer(("dp=2 server=1", "3")),
-    ],
-)
+@pytest.mark.parametrize(("plan", "nodes"), [("pp=2 tp=2 micro=4", "2"), *longer(("dp=2 server=1", "3"))])
 def test_each_plan_trains_what_one_device_does(cluster: Cluster, tmp_path: Path, plan: str, nodes: str) -> None:
     write_job(tmp_path)
     where = {"nodes": nodes, "partition": "three" if nodes == "3" else "cpu"}

@@ -44,8 +44,7 @@ def fit(folder: Path, file: Path, plan: str) -> px.Run:
 
 
 @pytest.mark.parametrize(
-    ("plan", "devices"),
-    [("dp=2", (1, 1)), ("pp=2 tp=2 micro=4", (2, 2)), ("dp=2 server=1", (2, 1))],
+    ("plan", "devices"), [("dp=2", (1, 1)), ("pp=2 tp=2 micro=4", (2, 2)), ("dp=2 server=1", (2, 1))]
 )
 def test_a_run_on_two_hosts_is_that_of_one_device(
     servers: SshServers, tmp_path: Path, plan: str, devices: tuple[int, int]
@@ -241,8 +240,7 @@ def test_stop_brings_the_checkpoint_and_resume_goes_on(apart: Apart) -> None:
     refuse_damage(apart.job / "run", taken)
     write_job(apart.job, steps=60)
     again = phalanx(
-        *("launch", "train.py", "--to", f"ssh:{apart.hosts()}", "--run", "run", "--resume", "--no-check"),
-        cwd=apart.job,
+        *("launch", "train.py", "--to", f"ssh:{apart.hosts()}", "--run", "run", "--resume", "--no-check"), cwd=apart.job
     )
     _, err = again.communicate(timeout=150)
     assert again.returncode == 0, err

@@ -200,13 +200,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         "reseed(device, stream(self._job.seed, 0, index",
         ("fit noisy single",),
     ),
-    Mutation(
-        "evaluation with dropout",
-        "train/evaluate.py",
-        "    module.eval()\n",
-        "",
-        ("fit noisy single",),
-    ),
+    Mutation("evaluation with dropout", "train/evaluate.py", "    module.eval()\n", "", ("fit noisy single",)),
     Mutation(
         "each rank evaluates its own samples only",
         "train/evaluate.py",

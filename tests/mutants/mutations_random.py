@@ -61,11 +61,7 @@ RANDOM: tuple[Mutation, ...] = (
         ("prove drops server=1 dp=2",),
     ),
     Mutation(
-        "bf16: all gradients are 2 % too large",
-        STEP,
-        _HELD,
-        _TWO_PERCENT % ":",
-        ("prove rich dp=2 precision=bf16",),
+        "bf16: all gradients are 2 % too large", STEP, _HELD, _TWO_PERCENT % ":", ("prove rich dp=2 precision=bf16",)
     ),
     Mutation(
         "bf16: one parameter's gradient is 5 % too large",

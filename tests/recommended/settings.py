@@ -69,11 +69,7 @@ def _gpt2(width: int, layers: int, heads: int) -> Config:
 
 
 _LLAMA_8B = _llama(4096, 32, 32, 14336)
-_LLAMA_13B: Config = {
-    **_llama(5120, 40, 40, 13824, 4096),
-    "num_key_value_heads": 40,
-    "vocab_size": 32000,
-}
+_LLAMA_13B: Config = {**_llama(5120, 40, 40, 13824, 4096), "num_key_value_heads": 40, "vocab_size": 32000}
 _MIXTRAL: Config = {
     **_llama(4096, 32, 32, 14336, 32768),
     "model_type": "mixtral",

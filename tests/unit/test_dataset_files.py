@@ -232,10 +232,7 @@ def test_entries_have_names_and_several_extensions(tmp_path: Path) -> None:
     write_tar(tmp_path / "s.tar", [("1.png", b"1"), ("1.cls", b"3"), ("2.cls", b"4"), ("2.JPG", b"22"), ("2.png", b"")])
     keys = {"image": ("jpg", "png"), "label": "cls"}
     data = px.TarFiles(tmp_path / "s.tar", keys=keys)
-    assert list(data) == [
-        {"__key__": "1", "image": b"1", "label": 3},
-        {"__key__": "2", "image": b"22", "label": 4},
-    ]
+    assert list(data) == [{"__key__": "1", "image": b"1", "label": 3}, {"__key__": "2", "image": b"22", "label": 4}]
     data = px.TarFiles(tmp_path / "s.tar", keys=keys, decode={"image": len, "cls": bytes})
     assert (data[1]["image"], data[1]["label"]) == (2, b"4")
     with pytest.raises(SpecError, match="'png'; allowed: entries of the samples: image, label, or"):

@@ -22,15 +22,7 @@ from phalanx.comm.json_messages import (
     true_anywhere,
 )
 from phalanx.config import Plan
-from phalanx.errors import (
-    Problem,
-    RefusedError,
-    RunError,
-    SpecError,
-    WorkerError,
-    error_from_dict,
-    error_to_dict,
-)
+from phalanx.errors import Problem, RefusedError, RunError, SpecError, WorkerError, error_from_dict, error_to_dict
 from phalanx.launch.local import launch
 
 VALUES: list[Any] = [

@@ -12,20 +12,8 @@ import torch.nn.functional as F
 
 from law_rows import in_one_test
 from phalanx.errors import LossError
-from phalanx.train.loss import (
-    accuracy,
-    cross_entropy,
-    load_balancing_loss,
-    mse,
-    next_token_loss,
-    router_z_loss,
-)
-from phalanx.train.padding_free import (
-    counted_tokens,
-    joined_dimensions,
-    row_lengths,
-    unlike_alone,
-)
+from phalanx.train.loss import accuracy, cross_entropy, load_balancing_loss, mse, next_token_loss, router_z_loss
+from phalanx.train.padding_free import counted_tokens, joined_dimensions, row_lengths, unlike_alone
 
 pytestmark = pytest.mark.quick
 torch.manual_seed(0)

@@ -20,12 +20,7 @@ from phalanx.report.drawing import draw
 from phalanx.report.progress import progress
 from phalanx.report.samples_seen import SamplesSeen, samples_seen
 from phalanx.report.summary import idle_share, summarise, summary_of
-from phalanx.report.tables import (
-    scaled,
-    scaling_table,
-    seen_table,
-    summary_table,
-)
+from phalanx.report.tables import scaled, scaling_table, seen_table, summary_table
 
 MIB = 2**20
 SAVED = "checkpoints/step-00000008"

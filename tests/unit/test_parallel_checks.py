@@ -15,12 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from law_rows import in_one_test
 from phalanx.config import Job, Plan
-from phalanx.parallel import (
-    activation_checkpointing,
-    check,
-    device_kind,
-    torch_compile,
-)
+from phalanx.parallel import activation_checkpointing, check, device_kind, torch_compile
 from phalanx.train.refusals import model_problems
 
 

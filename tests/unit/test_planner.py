@@ -18,18 +18,7 @@ from phalanx.forecast import Forecast, StepTime, Work, forecast
 from phalanx.forecast.forecast import sweep
 from phalanx.forecast.uncertainty import SAFE
 from phalanx.hardware import cluster, names
-from phalanx.planner import (
-    Bill,
-    Curve,
-    Goal,
-    Question,
-    ScalingPoint,
-    advise,
-    bill,
-    prices,
-    rank,
-    scale,
-)
+from phalanx.planner import Bill, Curve, Goal, Question, ScalingPoint, advise, bill, prices, rank, scale
 from phalanx.planner.explain import PARTS
 from phalanx.planner.question import doublings, precision_for, resized
 from phalanx.planner.rank import neighbours

@@ -13,12 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from torch.distributed import (
-    HashStore,
-    PrefixStore,
-    Store,
-    TCPStore,
-)
+from torch.distributed import HashStore, PrefixStore, Store, TCPStore
 
 import phalanx as px
 from phalanx.comm import Place, PointAgreement, meet, roll_call

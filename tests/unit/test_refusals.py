@@ -239,14 +239,7 @@ def test_forecast_and_show_refuse_what_a_model_or_an_optimizer_is_refused_for(na
     assert found == of_show(name, plan) == refusals(job(name), plan) == of_train(name, plan)
 
 
-@in_one_test(
-    ("name", "text"),
-    [
-        ("digits", "tp=2"),
-        ("gpt", "ep=2"),
-        ("digits", "pp=16"),
-    ],
-)
+@in_one_test(("name", "text"), [("digits", "tp=2"), ("gpt", "ep=2"), ("digits", "pp=16")])
 def test_every_verb_refuses_the_same_before_a_worker_starts(
     name: str, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
