@@ -82,7 +82,7 @@ def _unknown(target: Target, word: str) -> Problem:
     for one in (one for one, option in target.options.items() if option.dashes):
         allowed += f"; others as --{one} {target.options[one].example}"
     near = [one for one in target.options if len(name) > 2 and one.startswith(name)]
-    near = near or difflib.get_close_matches(name, target.options, n=2, cutoff=0.75)
+    near = near or difflib.get_close_matches(name, target.options, n=2, cutoff=0.8)
     fix = " or ".join(f"--{one}" for one in near) or "phalanx launch --help"
     others = [one for one in TARGETS if one != target.name and name in target_class(one).options]
     if others:
