@@ -98,11 +98,7 @@ NO_PAIRS = refused("no two layers can share out their weights", "plan.tp")
 WRITTEN: dict[str, Case] = {
     "residual": case("a stack of residual blocks", job),
     "keywords": case("`forward(**given)`", partial(job, model=models.ByKeyword)),
-    "scalar": case(
-        "a parameter without dimensions",
-        partial(job, model=models.Tempered),
-        where(["fsdp=2"], refused("parameters without a dimension: temperature", "plan.zero")),
-    ),
+    "scalar": case("a parameter without dimensions", partial(job, model=models.Tempered)),
     "outputs": case(
         "a tuple with a dict, a list and a `None` as output",
         partial(job, model=models.ManyOutputs, loss=jobs.with_penalty),

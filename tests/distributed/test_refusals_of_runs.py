@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from small import fit
-from torch import Tensor, autograd, nn
+from torch import Tensor, nn
 from torch.autograd import grad as grad_by_name
 from torch.nn.functional import softplus
 from torch.optim.lr_scheduler import OneCycleLR
@@ -21,7 +21,6 @@ import phalanx as px
 from law_rows import longer
 from phalanx.errors import PhalanxError, RefusedError
 from phalanx.train.build_model import build_model
-from phalanx.train.look_ahead import look
 
 
 class Critic(nn.Module):
@@ -51,20 +50,7 @@ def job(**how: Any) -> px.Job:
     return px.Job(optimizer=lambda params: torch.optim.SGD(params, lr=0.1), **given)
 
 
-def plain_loss(output: tuple[Tensor, Tensor], batch: Any) -> px.Loss:
-    return px.Loss(softplus(-output[0]).sum(), len(output[0]))
-
-
-def by_backward(score: Tensor, point: Tensor, *, create_graph: bool) -> tuple[Tensor]:
-    score.backward(create_graph=create_graph, inputs=[point])
-    assert point.grad is not None
-    return (point.grad,)
-
-
-@pytest.mark.parametrize(
-    "grad",
-    [grad_by_name, *longer(torch.autograd.grad, lambda *args, **how: autograd.grad(*args, **how), by_backward)],
-)
+@pytest.mark.parametrize("grad", [torch.autograd.grad, *longer(grad_by_name)])
 def test_a_gradient_of_a_gradient_over_gathered_parameters(grad: Callable[..., Any], tmp_path: Path) -> None:
     def loss(output: tuple[Tensor, Tensor], batch: Any) -> px.Loss:
         score, point = output
@@ -116,11 +102,7 @@ def slope_job(blocks: bool) -> px.Job:
     return job(model=lambda: Slope(blocks), loss=loss, shuffle=False)
 
 
-def test_a_gathered_block_within_a_gradient(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(RefusedError, match=r"blocks run in torch\.func\.grad"):
-        px.fit(slope_job(True), "fsdp=2", folder=tmp_path / "refused")
-    assert not (tmp_path / "refused" / "events.jsonl").exists()
-    monkeypatch.setattr("phalanx.train.look_ahead.LARGEST", 1)  # too large for a look, and no trace follows it
+def test_a_gathered_block_within_a_gradient(tmp_path: Path) -> None:
     with pytest.raises(PhalanxError, match=r"blocks run in torch\.func\.grad"):
         px.fit(slope_job(True), "fsdp=2", folder=tmp_path / "begun")
 
@@ -135,14 +117,6 @@ def test_a_gradient_of_a_gradient_elsewhere(plan: str, tmp_path: Path) -> None:
 
     run = px.fit(job(shuffle=False), plan, folder=tmp_path / "run", forecast="none")
     assert run.losses == pytest.approx(by_hand(job(), loss), rel=1e-5)
-
-
-def test_a_model_too_large_to_run_is_traced_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("phalanx.train.look_ahead.LARGEST", 1)
-    with pytest.raises(RefusedError, match="gradients of gradients"):
-        look(job(), px.Plan.parse("fsdp=2"))
-    look(job(), px.Plan.parse("fsdp=2 zero=2"))
-    look(job(loss=plain_loss), px.Plan.parse("fsdp=2"))
 
 
 def table() -> px.Table:

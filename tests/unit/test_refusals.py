@@ -10,9 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 from torch.utils.data import IterableDataset
 
 import phalanx as px
@@ -38,28 +36,28 @@ JOBS = {
     "idle scheduler": lambda: small(optimizer=idle),
     "scheduler": lambda: small(optimizer=stepped_by_hook),
     "reading": lambda: small(model=Reading),
-    "drawing": lambda: small(model=Drawing),
+    "hooked": lambda: small(model=hooked),
     "stream": lambda: small(data=Stream),
     "stream of workers": lambda: small(data=Stream, workers=1),
     "evaluates a stream": lambda: small(evaluate=Stream),
     "double": lambda: small(model=lambda: nn.Linear(6, 4, dtype=torch.float64)),
     "rprop": lambda: small(optimizer=lambda params: torch.optim.Rprop(params)),
-    "scalar": lambda: small(model=Scaled),
+    "turned": lambda: small(model=lambda: nn.Linear(6, 3, dtype=torch.complex64)),
     "sparse": lambda: small(model=Sparse),
 }
 WRONG = {  # whatever is refused by more than what the plan and a mesh say
     "adafactor": ("fsdp=2", "tp=2"),
     "closure": ("single", "dp=2", "pp=2", "server=1 dp=2"),
-    "drawing": ("threads=2",),
     "evaluates a stream": ("server=1 dp=2",),
+    "hooked": ("fsdp=2", "tp=2"),
     "idle scheduler": ("single", "dp=2", "server=1 dp=2"),
     "reading": ("pp=2 recompute=full", "pp=2 recompute=selective"),
     "rprop": ("dp=2 compress=topk:0.1", "server=1 dp=2 compress=topk:0.1"),
-    "scalar": ("fsdp=2",),
     "scheduler": ("server=1 dp=2", "server=2 dp=2"),
     "sparse": ("fsdp=2", "fsdp=2 zero=1", "dp=2 compress=int8", "server=2 dp=2"),
     "stream": ("server=1 dp=2",),
     "stream of workers": ("dp=2 shares=auto",),
+    "turned": ("fsdp=2", "fsdp=2 zero=2"),
 }
 
 
@@ -74,15 +72,10 @@ class Sparse(nn.Module):
         return self.head(self.rows(x.long().clamp(0, 15)).mean(1))
 
 
-class Scaled(nn.Module):
-    """A parameter without a dimension."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale, self.head = nn.Parameter(torch.ones(())), nn.Linear(6, 4)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head(x) * self.scale
+def hooked() -> nn.Module:
+    layer = nn.Linear(6, 4)
+    layer.weight.register_hook(lambda grad: grad * (torch.arange(4) > 1)[:, None])
+    return layer
 
 
 class Reading(nn.Module):
@@ -108,18 +101,6 @@ class ReadingBlock(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return torch.relu(self.inner(x)) + self.left["first"]
-
-
-class Drawing(nn.Module):
-    """Dropout in what it recomputes by itself."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.head = nn.Linear(6, 8), nn.Linear(8, 4)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        dropped: Any = checkpoint(lambda x: F.dropout(self.first(x), 0.1, self.training), x, use_reentrant=False)
-        return self.head(dropped)
 
 
 class Stream(IterableDataset[dict[str, torch.Tensor]]):

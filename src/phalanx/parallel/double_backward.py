@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
-from weakref import WeakSet
 
 import torch
 from torch import nn
-from torch.nn.modules.module import register_module_forward_pre_hook
 
 from phalanx.config import Plan
 from phalanx.config.fields import plan_problem
 from phalanx.errors import RefusedError
-from phalanx.trace.blocks import blocks
 from phalanx.trace.replaced import replaced
 
 _ALLOWED = nullcontext()
@@ -39,37 +35,6 @@ def no_double_backward(plan: Plan) -> AbstractContextManager[object]:
         return plain(outputs, gradients, keep, create_graph, *args, **kwargs)
 
     return replaced(torch.autograd, _engine_run_backward=run_backward)
-
-
-@contextmanager
-def no_differentiated_blocks(plan: Plan) -> Iterator[None]:
-    """While inside, a look at a model refuses a block of it in ``torch.func.grad``, where ``plan`` gathers blocks.
-
-    The model is of the type of the module that is called first.
-
-    Raises:
-        RefusedError: there.
-    """
-    if plan.zero != 3:
-        yield
-        return
-    models = set[type[nn.Module]]()
-    known, gathered = WeakSet[nn.Module](), WeakSet[nn.Module]()
-
-    def before(module: nn.Module, _: Any) -> None:
-        if not models:
-            models.add(type(module))
-        if type(module) in models and module not in known:
-            known.update(module.modules())
-            gathered.update((module, *blocks(module)))
-        if module in gathered:
-            refuse_differentiated(module)
-
-    hook = register_module_forward_pre_hook(before)
-    try:
-        yield
-    finally:
-        hook.remove()
 
 
 def refuse_differentiated(module: nn.Module, *_: Any) -> None:

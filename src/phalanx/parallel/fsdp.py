@@ -28,21 +28,22 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Replicate
 
 from phalanx.comm import data_mesh
 from phalanx.config import Plan
 from phalanx.device_kinds import kind_of
-from phalanx.errors import Problem
 from phalanx.parallel.buffer_sync import BufferSync
 from phalanx.parallel.deferred_init import fill, recipes
 from phalanx.parallel.double_backward import refuse_differentiated
+from phalanx.parallel.grad_reduce import add_up, found_anywhere
 from phalanx.parallel.layout import Layout, MicroBatchWork, RankHoldings, drop_gradients, each_micro_batch, trainable
 from phalanx.parallel.mixed_precision import gathered_type
 from phalanx.trace.blocks import blocks
@@ -53,10 +54,13 @@ class FsdpLayout(Layout):
 
     def __init__(self, module: nn.Module, device: torch.device, plan: Plan) -> None:
         known = recipes(module)
-        apply(module, device, plan, data_mesh(plan, device), lambda part: fill(module, known, within=part))
+        mesh = data_mesh(plan, device)
+        apply(module, device, plan, mesh, lambda part: fill(module, known, within=part))
         self._module = module
         self._device = device
-        self.holdings = RankHoldings(module=module, parameters=trainable(module), divisor=plan.world_size)
+        self._scalars = Scalars(module, mesh, dist.group.WORLD, plan)
+        held = {**trainable(module), **self._scalars.held}
+        self.holdings = RankHoldings(module=module, parameters=held, divisor=plan.world_size)
         self._statistics = BufferSync(module)
 
     def accumulate(self, parts: Sequence[Sequence[Any]], work: MicroBatchWork) -> None:
@@ -64,27 +68,43 @@ class FsdpLayout(Layout):
         each_micro_batch(self._module, self._device, parts[0], work)
 
     def finish(self) -> None:
-        """Backward has summed all gradients."""
+        """Backward has summed all gradients but those of scalars."""
+        self._scalars.finish()
 
     def stepped(self) -> None:
+        self._scalars.stepped()
         self._statistics.share()
         drop_gradients(self.parameters.values())
 
 
-def scalar_problems(module: nn.Module, plan: Plan) -> list[Problem]:
-    """Parameters without a dimension, which ``zero=3`` would have to shard."""
-    scalars = [name for name, tensor in module.named_parameters() if tensor.dim() == 0]
-    if plan.zero != 3 or not scalars:
-        return []
-    on_host = plan.offload == "parameters"  # possible with zero=3 only
-    return [
-        Problem(
-            where="plan.zero",
-            given=f"zero=3 and parameters without a dimension: {', '.join(scalars)}",
-            allowed="zero=3 with parameters of one dimension or more",
-            fix=str(replace(plan, zero=2, offload="none" if on_host else plan.offload)),
-        )
-    ]
+class Scalars:
+    """Parameters of no dimension, which cannot be cut: whole on every rank, as DTensors for the optimizer."""
+
+    def __init__(self, module: nn.Module, mesh: DeviceMesh, group: Any, plan: Plan) -> None:
+        """Average their gradients over ``group``."""
+        self._group, self._ranks = group, dist.get_world_size(group)
+        self._whole = {name: one for name, one in trainable(module).items() if not one.dim()}
+        self.held: dict[str, Any] = {}
+        for name, one in self._whole.items():
+            at = one.detach().cpu() if plan.offload == "parameters" else one.detach()
+            self.held[name] = nn.Parameter(DTensor.from_local(at, mesh, [Replicate()] * mesh.ndim, run_check=False))
+
+    def finish(self) -> None:
+        """Average gradients; where no rank has one there is none."""
+        there = found_anywhere([one.grad is not None for one in self._whole.values()], self._whole, self._group)
+        used = [name for name, anywhere in zip(self._whole, there, strict=True) if anywhere]
+        grads: dict[str, Any] = {name: self._whole[name].grad for name in used}
+        grads |= {name: torch.zeros_like(self._whole[name]) for name, grad in grads.items() if grad is None}
+        add_up(grads.values(), self._group)
+        for name, grad in grads.items():
+            held = self.held[name]
+            mean = (grad / self._ranks).to(held.to_local())
+            held.grad = DTensor.from_local(mean, held.device_mesh, held.placements, run_check=False)
+
+    def stepped(self) -> None:
+        """Bring new values to where forward reads them."""
+        for name, one in self._whole.items():
+            one.detach().copy_(self.held[name].detach().to_local())
 
 
 def apply(
@@ -107,10 +127,19 @@ def apply(
     inner = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduce, cast_forward_inputs=False)
     for block in blocks(module):
         values(block)
-        fully_shard(block, mesh=mesh, mp_policy=inner, offload_policy=offload)
+        fully_shard(block, ignored_params=_scalars(block, device), mesh=mesh, mp_policy=inner, offload_policy=offload)
         block.register_forward_pre_hook(refuse_differentiated)
     values(module)
     # Also the root is resharded after forward: a forward without backward (evaluation) must not leave old
     # values gathered.
-    fully_shard(module, mesh=mesh, mp_policy=inner, offload_policy=offload, reshard_after_forward=True)
+    how: dict[str, Any] = {"mp_policy": inner, "offload_policy": offload, "reshard_after_forward": True}
+    fully_shard(module, ignored_params=_scalars(module, device), mesh=mesh, **how)
     return module
+
+
+def _scalars(module: nn.Module, device: torch.device) -> set[nn.Parameter]:
+    """Return those of no dimension, moved to ``device``."""
+    found = {one for one in module.parameters() if not one.dim()}
+    for one in found:
+        one.data = one.data.to(device)
+    return found

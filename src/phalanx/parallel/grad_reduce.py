@@ -105,6 +105,34 @@ def sparse_problems(module: nn.Module, plan: Plan) -> list[Problem]:
     ]
 
 
+def cut_problems(module: nn.Module, plan: Plan) -> list[Problem]:
+    """Return what of the parameters of ``module`` is lost where ``plan`` cuts them."""
+    named = dict(module.named_parameters())
+    hooked = [name for name, one in named.items() if one._backward_hooks or one._post_accumulate_grad_hooks]
+    # A vector of complex numbers as pairs is gathered by DTensors where rows are not as many on each rank.
+    uneven = {name: plan.zero == 3 or (one.dim() == 1 and one.shape[0] % plan.fsdp) for name, one in named.items()}
+    pairs = [name for name, one in named.items() if one.is_complex() and plan.zero and uneven[name]]
+    whole = (
+        "hooks on the gradients of parameters, of which no rank has the whole",
+        "hooks on parameters that are not cut",
+    )
+    real = (
+        "complex parameters",
+        "under fsdp real ones, and complex ones of which each rank has as many rows with zero=1, 2",
+    )
+    cut = (hooked if plan.zero == 3 or plan.tp > 1 else [], *whole), (pairs, *real)
+    return [
+        Problem(
+            where="job.model",
+            given=f"{what} under {plan}: {show_names(names)}",
+            allowed=allowed,
+            fix=f"dp={plan.world_size}",
+        )
+        for names, what, allowed in cut
+        if names
+    ]
+
+
 class Sync(ABC):
     """Called by every step when gradients are ready, and when parameters have been stepped.
 

@@ -113,7 +113,7 @@ class Sharded(Replicas):
         values: Callable[[nn.Module], None],
     ) -> None:
         """``values(part)`` gives a part of the model its values, where it has none yet."""
-        from phalanx.parallel.fsdp import apply
+        from phalanx.parallel.fsdp import Scalars, apply
 
         plan = mesh.plan
         for name in dealt.modules if plan.ep > 1 else ():
@@ -121,16 +121,18 @@ class Sharded(Replicas):
         apply(module, device, plan, mesh.sharding(device, COPIES), values)
         # Reads parameters as they are, which from now on the model's own code may see as wholes of their slices.
         module._get_fsdp_state()._lazy_init()  # pyrefly: ignore
-        self.parameters = trainable(module)
+        copies = mesh.group("fsdp", *COPIES)
+        self._scalars = Scalars(module, mesh.sharding(device, ()), copies, plan)
+        self.parameters = {**trainable(module), **self._scalars.held}
         self.averaged = mesh.size("fsdp", *COPIES)
         self._experts, self._owners = mesh.group("ep"), mesh.size("ep")
         apart = [name for name in dealt.inside if plan.ep > 1 and name in self.parameters]
         self._apart = [self.parameters[name] for name in apart]
         self._beside = [self.parameters[name] for name in apart if name not in dealt.slices]
-        copies = mesh.group("fsdp", *COPIES)
         self._statistics = BufferSync(module, copies, alone=copies is None)
 
     def finish(self) -> None:
+        self._scalars.finish()
         # FSDP has added gradients of experts up over the ranks that hold the same ones, and divided by their number.
         if self._beside and self._experts is not None:
             add_up(_locals(self._beside), self._experts)
@@ -138,6 +140,7 @@ class Sharded(Replicas):
             grad.div_(self._owners)
 
     def stepped(self) -> None:
+        self._scalars.stepped()
         self._statistics.share()
         drop_gradients(self.parameters.values())
 

@@ -29,7 +29,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint as checkpointing
 
@@ -38,8 +37,6 @@ from phalanx.device_kinds import kind_named
 from phalanx.errors import Problem, RefusedError
 from phalanx.parallel.layout import Layout, MicroBatchWork, RankHoldings, drop_gradients, each_micro_batch, trainable
 from phalanx.parallel.pipeline.value_flow import RANDOM
-from phalanx.parallel.survey import Example
-from phalanx.trace.fake_tensors import Mode, Values, faked, fakes, quiet
 from phalanx.trace.replaced import each_checkpoint, replaced
 
 
@@ -58,33 +55,6 @@ def check(plan: Plan, kind: str) -> list[Problem]:
         allowed = "one of the two: recompute would draw other random numbers in backward than in forward"
         problems.append(Problem(where="plan.recompute", given=given, allowed=allowed, fix=processes))
     return problems
-
-
-def share_a_stream(plan: Plan, kind: str) -> bool:
-    """Whether threads on devices of this ``kind`` draw from one stream of random numbers."""
-    return plan.threads > 1 and kind_named(kind).on_host
-
-
-def drawn_twice(module: nn.Module, example: Example) -> list[Problem]:
-    """Whether ``module``, which needs no values, draws random numbers in what it recomputes by itself.
-
-    Empty, too, where it cannot be run on fakes: then the first step shows it.
-    """
-    modes: list[Mode] = [FakeTensorMode(allow_non_fake_inputs=True)]
-    if not any(tensor.is_meta for tensor in module.parameters()):
-        modes.append(Values())  # of what decides by values
-    for mode in modes:
-        try:
-            with torch.random.fork_rng(devices=[]), torch.enable_grad(), quiet(), faked(module, mode):
-                args, kwargs = fakes(mode, (example.args, example.kwargs))
-                with nothing_drawn_twice():
-                    module(*args, **kwargs)
-            return []
-        except RefusedError as error:
-            return list(error.problems)
-        except Exception:  # whatever the model raises on fakes
-            continue
-    return []
 
 
 class ThreadsLayout(Layout):

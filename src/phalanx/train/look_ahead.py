@@ -8,31 +8,26 @@ step too (``rehearsal``), and what it finds goes to the processes of the run.
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import replace
-from typing import Any
 
 import torch.distributed as dist
 from torch import nn
 
 from phalanx.config import Job, Plan
-from phalanx.config.losses import Losses, ModelLoss
-from phalanx.data import Lane, evaluation_batches
-from phalanx.errors import Problem, ProfileError, RefusedError, SpecError
-from phalanx.parallel import check, device_kind, global_batch_norm, notes, threads, torch_compile
-from phalanx.parallel.double_backward import no_differentiated_blocks, no_double_backward
+from phalanx.config.losses import ModelLoss
+from phalanx.errors import Problem, RefusedError
+from phalanx.parallel import check, device_kind, global_batch_norm, notes, torch_compile
+from phalanx.parallel.double_backward import no_double_backward
 from phalanx.parallel.survey import survey
 from phalanx.parallel.unwrapped_blocks import open_unwrapped
 from phalanx.placement.ownership import Survey
 from phalanx.placement.survey_file import survey_to_dict
-from phalanx.trace import ModelCall, trace
-from phalanx.train.build_model import begun, build_model, give_needed_values, make_data, size_of, without_values
+from phalanx.train.build_model import begun, build_model, give_needed_values, size_of, without_values
 from phalanx.train.elementwise import half_steps
 from phalanx.train.few_samples import example_of, whole_loader
 from phalanx.train.findings import Findings, known_facts
-from phalanx.train.loss import read_loss
 from phalanx.train.lr_schedule import START, RunStart
-from phalanx.train.own_loss_trial import miscounted, miscounted_names
+from phalanx.train.own_loss_trial import miscounted
 from phalanx.train.phase_jobs import phase_jobs
 from phalanx.train.refusals import job_problems
 from phalanx.train.rehearsal import rehearse, try_evaluation
@@ -76,24 +71,8 @@ def refuse_job(job: Job, plan: Plan) -> None:
 
 
 def _refuse(job: Job, plan: Plan, module: nn.Module, start: RunStart = START) -> None:
-    problems = job_problems(job, plan, module, start)
-    if not problems and threads.share_a_stream(plan, device_kind(plan)):
-        for one in phase_jobs(job):
-            problems += threads.drawn_twice(module, example_of(one, module))
-    if problems:
+    if problems := job_problems(job, plan, module, start):
         raise RefusedError(problems)
-
-
-def _refuse_evaluation(job: Job) -> None:
-    """Raises SpecError if the job's evaluation data cannot be read; their own error is what a worker shows."""
-    if job.evaluate is None:
-        return
-    try:
-        evaluation_batches(make_data(job, job.evaluate), replace(job, workers=0), Lane(), micro=None)
-    except SpecError:
-        raise
-    except Exception:
-        return
 
 
 def refusals(job: Job, plan: Plan) -> list[Problem]:
@@ -131,18 +110,6 @@ def _look_at_phases(job: Job, plan: Plan, start: RunStart) -> Findings:
     return Findings(causes=tuple(found), size=size, placement=placement, looked=True)
 
 
-def _refuse_double_backward(job: Job, module: nn.Module) -> None:
-    """Trace the loss of a model that is too large to run: ``torch.autograd.grad`` refuses what it must not be."""
-    with suppress(ProfileError):  # what cannot be followed without values
-        example = example_of(job, module)
-        given = {"args": example.args, "kwargs": example.kwargs, "batch": example.batch}
-
-        def loss(output: Any, batch: Any) -> Any:
-            return read_loss(job.loss(output, batch), 1, "a look at the loss").value
-
-        trace(ModelCall(module=module, loss=loss, **given))
-
-
 def refuse_what_does_not_add_up(job: Job, plan: Plan) -> None:
     """Raise what only a look at the losses of a few samples tells of, where nobody has looked.
 
@@ -152,7 +119,7 @@ def refuse_what_does_not_add_up(job: Job, plan: Plan) -> None:
         RefusedError: if the loss of a whole batch is not what those of its parts add up to.
     """
     for one in phase_jobs(job):
-        asks = isinstance(one.loss, ModelLoss | Losses) or one.loss_over == "batch"
+        asks = isinstance(one.loss, ModelLoss) or one.loss_over == "batch"
         if asks and not plan.server and splits_batches(one, plan) and (size_of(one) or 0) <= LARGEST:
             _refuse_what_does_not_add_up(one, plan, build_model(one))
 
@@ -160,7 +127,7 @@ def refuse_what_does_not_add_up(job: Job, plan: Plan) -> None:
 def _refuse_what_does_not_add_up(job: Job, plan: Plan, module: nn.Module) -> None:
     problems = compared_before(job, plan, module, whole_loader(job))
     if splits_batches(job, plan):
-        problems += [*miscounted(job, module, whole_loader(job)), *miscounted_names(job, module, whole_loader(job))]
+        problems += miscounted(job, module, whole_loader(job))
     if problems:
         raise RefusedError(problems)
 
@@ -179,7 +146,7 @@ def look(job: Job, plan: Plan, start: RunStart = START) -> Findings:
     """
     if start.checkpoint:
         refuse_other_data(start.checkpoint, job)
-    with no_double_backward(plan), no_differentiated_blocks(plan):
+    with no_double_backward(plan):
         return _look_at_phases(job, plan, start) if job.phases else _look(job, plan, start)
 
 
@@ -196,7 +163,6 @@ def _look(job: Job, plan: Plan, start: RunStart) -> Findings:
         refuse_another_model(start.checkpoint, module)
     if rehearsed is None or dist.is_initialized():
         _refuse(job, plan, module, start)
-        _refuse_evaluation(job)
     if rehearsed is None and (size or 0) <= LARGEST:
         try_evaluation(job, plan, module if as_made else None)
     if problems := global_batch_norm.sync_problems(job, plan, module, device_kind(plan)):
@@ -209,10 +175,6 @@ def _look(job: Job, plan: Plan, start: RunStart) -> Findings:
         trainable = {name: one for name, one in module.named_parameters() if one.requires_grad}
         if plan.devices > 1 and (note := half_steps(job, trainable)):
             found.append(note)
-    elif plan.zero == 3:
-        _refuse_double_backward(job, module)
-    elif plan.server and isinstance(job.loss, Losses) and (size or 0) <= LARGEST:
-        _refuse_what_does_not_add_up(job, plan, build_model(job))
     cuts = plan.kind == "split" or plan.zero == 3
     if not cuts and plan.recompute == "none":
         placement = survey_to_dict(survey(module, plan)[0].for_batch(job.batch)) if plan.kind != "split" else None

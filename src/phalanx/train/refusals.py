@@ -20,7 +20,7 @@ from phalanx.data.loader import stream_problems
 from phalanx.data.map_style import is_stream
 from phalanx.errors import Problem, SpecError
 from phalanx.parallel import RankHoldings, compression, global_batch_norm
-from phalanx.parallel.grad_reduce import sparse, sparse_problems
+from phalanx.parallel.grad_reduce import cut_problems, sparse, sparse_problems
 from phalanx.parallel.parameter_server import starved
 from phalanx.train.build_model import make_data
 from phalanx.train.elementwise import Parameters, elementwise, learning, rows_problem, slice_problems, small
@@ -53,13 +53,9 @@ def job_problems(job: Job, plan: Plan, module: nn.Module, start: RunStart = STAR
 
 def model_problems(job: Job, plan: Plan, module: nn.Module) -> list[Problem]:
     """What of the parameters and layers of ``module``, which needs no values, keeps ``plan`` from it."""
-    problems = [*sparse_problems(module, plan), *compression.problems(module, plan)]
+    problems = [*sparse_problems(module, plan), *cut_problems(module, plan), *compression.problems(module, plan)]
     problems += [problem for one in phase_jobs(job) for problem in own_loss_problems(one, module)]
     problems += global_batch_norm.problems(job, plan, module)
-    if plan.zero == 3:
-        from phalanx.parallel.fsdp import scalar_problems  # loads torch's DTensor
-
-        problems += scalar_problems(module, plan)
     own: Any = getattr(module, "plan_problems", None)  # of a model that knows itself what plans do not keep of it
     return problems if own is None else [*problems, *own(plan)]
 
