@@ -83,8 +83,14 @@ def _as_arguments(value: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def _forward_names(module: nn.Module) -> tuple[list[str], bool]:
-    """Names of ``forward``'s parameters, and whether it takes any keyword."""
-    forward: Callable[..., Any] = type(module).forward
-    parameters = list(inspect.signature(forward).parameters.values())[1:]
-    names = [one.name for one in parameters if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)]
-    return names, not names and any(one.kind is one.VAR_KEYWORD for one in parameters)
+    """Names of ``forward``'s parameters, with those of what it wraps and hands the rest to; whether it takes any."""
+    names, others = list[str](), True
+    while others:
+        forward: Callable[..., Any] = type(module).forward
+        parameters = list(inspect.signature(forward).parameters.values())[1:]
+        names += [one.name for one in parameters if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)]
+        others, inner = any(one.kind is one.VAR_KEYWORD for one in parameters), [*module.children()]
+        if not names or len(inner) != 1:
+            break
+        module = inner[0]
+    return names, not names and others

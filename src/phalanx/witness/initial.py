@@ -23,12 +23,9 @@ def initial_model(job: Job) -> nn.Module:
         return model
     path = Path(Pretrained.of(job.initial).path)
     index = path / "model.safetensors.index.json"
-    if path.is_file():
-        files = [path]
-    elif index.is_file():
+    files = [path if path.is_file() else path / "model.safetensors"]
+    if index.is_file():
         files = [path / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
-    else:
-        files = [path / "model.safetensors"]
     values: dict[str, Tensor] = {}
     for file in files:
         values |= load_file(file)
@@ -37,6 +34,5 @@ def initial_model(job: Job) -> nn.Module:
         other = name.removeprefix(f"{base}.") if name.startswith(f"{base}.") else f"{base}.{name}"
         if other in values:
             values[name] = values[other]
-    bare = any(tensor.is_meta for tensor in model.parameters())
-    model.load_state_dict(values, strict=False, assign=bare)
+    model.load_state_dict(values, strict=False, assign=any(tensor.is_meta for tensor in model.parameters()))
     return model

@@ -37,8 +37,14 @@ class Part:
 
     def call(self, model: nn.Module, batch: Any) -> Any:
         """The output: the model's arguments are those of ``inputs``, or what forward names, or the batch."""
-        names = inspect.getfullargspec(type(model).forward)
-        taken = [*names.args[1:], *names.kwonlyargs]
+        taken, rest, wrapped = list[str](), True, model
+        while rest:  # an adapter hands on what it does not name itself
+            given = list(inspect.signature(type(wrapped).forward).parameters.values())[1:]
+            taken += [one.name for one in given if one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)]
+            rest, inner = any(one.kind is one.VAR_KEYWORD for one in given), [*wrapped.children()]
+            if not taken or len(inner) != 1:
+                break
+            (wrapped,) = inner
         beside = {"phase": self.name} if self.name and "phase" in taken else {}
         if self.inputs is not None:
             given = self.inputs(batch)
@@ -46,7 +52,7 @@ class Part:
                 return model(**given, **beside)
             return model(*given, **beside) if isinstance(given, tuple) else model(given, **beside)
         if isinstance(batch, Mapping):
-            if not taken and names.varkw:
+            if not taken and rest:
                 return model(**batch)
             return model(**{name: batch[name] for name in taken if name in batch and name not in beside}, **beside)
         return model(batch[0] if isinstance(batch, tuple | list) and batch else batch, **beside)

@@ -102,8 +102,11 @@ class Seeded(Dataset[Any]):
 
     def __init__(self, data: Any, seed: int, epoch: int, *, own_collate: bool) -> None:
         self._data, self._seed, self._epoch = data, seed, epoch
-        self._draws, self._own_collate = not _draws_nothing(data), own_collate
-        self._at_once = _reads_many(data)
+        while type(data) is Subset:  # which has the method of what it wraps, whether that has it or not
+            data = data.dataset
+        draws_nothing = _kind(data) == ("phalanx", "Table") or type(data) in (TensorDataset, list, tuple, range)
+        self._draws, self._own_collate = not draws_nothing, own_collate
+        self._at_once = type(data) is not StackDataset and callable(getattr(data, "__getitems__", None))
 
     def __len__(self) -> int:
         return len(self._data)
@@ -128,19 +131,6 @@ class Seeded(Dataset[Any]):
     def plant(self, sample: int) -> None:
         """Seed the generators as for this sample."""
         seed_everything(sample_seed(self._seed, self._epoch, sample))
-
-
-def _draws_nothing(data: Any) -> bool:
-    if type(data) is Subset:
-        return _draws_nothing(data.dataset)
-    return _kind(data) == ("phalanx", "Table") or type(data) in (TensorDataset, list, tuple, range)
-
-
-def _reads_many(data: Any) -> bool:
-    """``Subset`` and ``StackDataset`` have the method whatever they wrap."""
-    if type(data) is Subset:
-        return _reads_many(data.dataset)
-    return type(data) is not StackDataset and callable(getattr(data, "__getitems__", None))
 
 
 def is_stream(data: Any) -> bool:
@@ -184,11 +174,7 @@ def steps_of_epochs(data: Any, job: Any, epochs: int) -> int:
 
 def changes(data: Any, job: Any) -> bool:
     """Whether batch or data change with the step."""
-    return job.batch_ramp is not None or job.batch_tokens is not None or _is_curriculum(data)
-
-
-def _is_curriculum(data: Any) -> bool:
-    return _kind(data) == ("phalanx", "Curriculum")
+    return job.batch_ramp is not None or job.batch_tokens is not None or _kind(data) == ("phalanx", "Curriculum")
 
 
 def _kind(data: Any) -> tuple[str, str]:
@@ -198,7 +184,7 @@ def _kind(data: Any) -> tuple[str, str]:
 
 def _changing_epochs(data: Any, job: Any) -> Iterator[tuple[int, list[list[int]]]]:
     """Pass after pass without end, and the sample numbers of its steps, taken one step after the other."""
-    sources = data.sources if _is_curriculum(data) else {0: data}
+    sources = data.sources if _kind(data) == ("phalanx", "Curriculum") else {0: data}
     ramp = job.batch_ramp or {0: job.batch}
     step = epoch = own = 0
     before = None
