@@ -2,7 +2,6 @@
 
 ``px.model_loss`` multiplies the model's mean by a count. A count that is not the mean's own, or a term that is no mean
 over what is counted, such as a router's loss that a model adds, gives another result for each way to split a batch.
-The counts of losses by name are looked at in the same way.
 """
 
 from __future__ import annotations
@@ -15,14 +14,13 @@ import torch
 from torch import nn
 
 from phalanx.config import Job
-from phalanx.config.losses import COUNTS, IGNORED, Losses, ModelLoss
+from phalanx.config.losses import IGNORED, ModelLoss
 from phalanx.data import Loader
-from phalanx.errors import PhalanxError, Problem
+from phalanx.errors import Problem
 from phalanx.train.evaluate import evaluation_mode
-from phalanx.train.few_samples import HOST, PARTS, few_of
+from phalanx.train.few_samples import HOST, PARTS
 from phalanx.train.inputs import Inputs
 from phalanx.train.loss import read_loss
-from phalanx.train.named_losses import unlike
 from phalanx.train.own_loss import COUNT
 from phalanx.train.padding_free import row_lengths, rows_of
 
@@ -50,25 +48,6 @@ def miscounted(job: Job, module: nn.Module, loader: Loader) -> list[Problem]:
         return []
     allowed = "a mean over what is counted and nothing else; a loss that a model adds to it (of a router, say) is none"
     return [Problem(where="job.loss", given=given, allowed=allowed, fix=COUNT)]
-
-
-def miscounted_names(job: Job, module: nn.Module, loader: Loader) -> list[Problem]:
-    """Whether counts by name are not alike, or not as told, in a few samples. Draws random numbers."""
-    if not isinstance(job.loss, Losses) or job.loss_over == "batch":
-        return []
-    with torch.no_grad(), evaluation_mode(module):
-        try:
-            few = few_of(loader, PARTS)
-            args, kwargs, batch = Inputs(job, module)(few.batch, HOST)
-            read = read_loss(job.loss(module(*args, **kwargs), batch), few.samples, "a look at a few samples")
-            told = () if job.loss.counts is None else job.loss.counted(batch, few.samples)
-        except PhalanxError:
-            raise
-        except Exception:  # the job's own, which its run shows
-            return []
-    why = unlike(job.loss.names, [float(count) for _, count in read.named], told)
-    allowed = "one count for all names, or counts= that tells each from the batch"
-    return [Problem(where="job.loss", given=f"px.Losses: {why}", allowed=allowed, fix=COUNTS)] if why else []
 
 
 def _tries(loader: Loader, size: int) -> list[tuple[Any, list[Any]]]:
