@@ -30,14 +30,6 @@ class Clamped(Net):
         return self.head(torch.relu(self.layers[2](torch.relu(self.layers[1](torch.relu(hidden))))))
 
 
-class Masked(Net):
-    """Keeps rows of a weight as they are, by a hook on the parameter."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.head.weight.register_hook(lambda grad: grad * (torch.arange(len(grad)) > 2)[:, None])
-
-
 class Weighed(Blocks):
     """Adds the norm of all weights to the output."""
 
@@ -127,29 +119,67 @@ class Complex(Net):
         super().__init__()
         self.turned = nn.Parameter(torch.ones(9, dtype=torch.complex64))
 
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return super().forward((torch.fft.fft(x) * self.turned).real + y[:, None])
+
+
+class Adapter(nn.Module):
+    """Names a part of what the model in it takes, and hands on the rest."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Complex()
+
+    def forward(self, x: Tensor, **rest: Tensor) -> Tensor:
+        return self.inner(x, **rest)
+
+
+class Counting(Net):
+    """Weighs what it gives by how often it was called, as annealing does."""
+
+    calls = 0
+
     def forward(self, x: Tensor) -> Tensor:
-        return super().forward((torch.fft.fft(x) * self.turned).real)
+        self.calls += 1
+        return super().forward(x) * (1 + self.calls / 10)
 
 
-SILENT: dict[str, tuple[Callable[[], nn.Module], str, dict[str, Any]]] = {
-    "gradients clamped in backward": (Clamped, "dp=2", {}),
-    "a hook on a parameter": (Masked, "fsdp=2", {}),
-    "the norm of all weights": (Weighed, "tp=2", {}),
-    "forward hooks of blocks": (Listed, "pp=2", {}),
-    "a table brought to a norm": (Table, "dp=2", {}),
-    "an optimizer over all parameters": (Net, "pp=2", {"optimizer": lambda params: Normed(params, lr=0.1)}),
-    "data cut by rank": (Net, "dp=2", {"data": OfRank}),
-    "data of another time": (Blocks, "tp=2 precision=bf16", {"data": lambda: small.table(seed=time.time_ns())}),
+class Scaled(Blocks):
+    """Has parameters of no dimension, one of them frozen and one in a block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.shift = nn.Parameter(torch.tensor(1.5)), nn.Parameter(torch.tensor(0.5), requires_grad=False)
+        self.layers[0].gate = nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x * self.layers[0].gate) * self.scale + self.shift
+
+
+ANOTHER = r"sample \d+ on rank [01] is another one"
+SILENT: dict[str, tuple[Callable[[], nn.Module], str, str, dict[str, Any]]] = {
+    "gradients clamped in backward": (Clamped, "dp=2", "gradients do not grow with the loss", {}),
+    "a count of calls": (Counting, "dp=2 micro=4", "forward changes calls, which ranks", {}),
+    "the norm of all weights": (Weighed, "tp=2", "weights or features that are in parts", {}),
+    "forward hooks of blocks": (Listed, "pp=2", "forward changes kept, which ranks", {}),
+    "a table brought to a norm": (Table, "dp=2", "forward changes table.weight, which ranks", {}),
+    "an optimizer over all": (Net, "pp=2", "a number of all", {"optimizer": lambda params: Normed(params, lr=0.1)}),
+    "data cut by rank": (Net, "dp=2", ANOTHER, {"data": OfRank}),
+    "data of another time": (
+        Blocks,
+        "tp=2 precision=bf16",
+        ANOTHER,
+        {"data": lambda: small.table(seed=time.time_ns())},
+    ),
 }
 
 
 @pytest.mark.parametrize("kind", SILENT)
 def test_what_no_look_finds_stops_the_run(kind: str, tmp_path: Path) -> None:
-    model, plan, how = SILENT[kind]
+    model, plan, cause, how = SILENT[kind]
     with pytest.raises(WorkerError, match="the first step differs from one device") as stopped:
         small.fit(plan, tmp_path / "run", model=model, **how)
-    if "data" in how:
-        assert re.search(r"sample \d+ on rank [01] is another one", str(stopped.value))
+    assert re.search(cause, str(stopped.value))
     assert f'px.prove(job, "{plan}")' in str(stopped.value)
     assert not list((tmp_path / "run" / "checkpoints").glob("step-*"))
 
@@ -158,7 +188,7 @@ def test_what_no_look_finds_stops_the_run(kind: str, tmp_path: Path) -> None:
     ("model", "plan"),
     [
         *((Dropping, "dp=2 micro=8"), (Normal, "fsdp=2 zero=2"), (Blocks, "tp=2 precision=bf16"), (Blocks, "micro=4")),
-        (Complex, "dp=2"),
+        *((Adapter, "dp=2"), (Scaled, "fsdp=2")),
     ],
 )
 def test_sound_plans_equal_one_device(model: Callable[[], nn.Module], plan: str, tmp_path: Path) -> None:

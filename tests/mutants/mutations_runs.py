@@ -261,6 +261,13 @@ RUNS = (
         ("test distributed/test_first_step.py stops",),
     ),
     Mutation(
+        "the first step: backward that does not follow the loss is not seen",
+        FIRST_STEP,
+        "for times in _LOSS_TIMES",
+        "for times in (1, 1)",
+        ("test distributed/test_first_step.py stops",),
+    ),
+    Mutation(
         "the first step: a run goes on after a difference",
         "launch/first_step.py",
         """if said["stop"]:""",

@@ -36,9 +36,23 @@ TECHNIQUES: tuple[Mutation, ...] = (
     Mutation(
         "ZeRO-3 divides by another number of ranks",
         "parallel/fsdp.py",
-        "parameters=trainable(module), divisor=plan.world_size)",
-        "parameters=trainable(module), divisor=1)",
+        "parameters=held, divisor=plan.world_size)",
+        "parameters=held, divisor=1)",
         ("prove rich fsdp=2",),
+    ),
+    Mutation(
+        "ZeRO-3: gradients of scalars stay a rank's own",
+        "parallel/fsdp.py",
+        "        add_up(grads.values(), self._group)\n",
+        "",
+        ("test distributed/test_first_step.py sound",),
+    ),
+    Mutation(
+        "hooks on parameters that are cut go unseen",
+        "parallel/grad_reduce.py",
+        "hooked if plan.zero == 3 or plan.tp > 1 else []",
+        "[]",
+        ("test unit/test_refusals.py a_model_or_an_optimizer",),
     ),
     Mutation(
         "clipping by the norm of a rank's own shards",

@@ -113,7 +113,6 @@ _SETTING = re.compile(
 )  # those that errors advise besides what else there is to do
 _HINT = re.compile(r"^ *(?:try|what to do): .*", re.MULTILINE)
 
-
 _OF_CALLS = {
     "cluster": {"batch=": "--batch "},
 }
@@ -152,7 +151,7 @@ def _options_in(line: str) -> str:
         name, _, value = found[0].removesuffix(", ").partition("=")
         return _option(name, value) + (" " if found[0].endswith(", ") else "")
 
-    return _SETTING.sub(option, line)
+    return _SETTING.sub(option, re.sub(r'px\.prove\(job, (".*?")\)', r"phalanx prove FILE:job --plan \1", line))
 
 
 class Outlet(io.RawIOBase):

@@ -42,7 +42,6 @@ from phalanx.train.findings import Findings
 from phalanx.train.user_traceback import format_for_user
 
 _WRITTEN = (SpecError, RefusedError, ProfileError)
-
 _MISMATCH = re.compile(r"Received data size doesn't match expected size")
 _GAVE_UP = re.compile(r"timed out|timeout|doesn't match expected size", re.IGNORECASE)
 _LOADER_DIED = re.compile(r"DataLoader worker \(pid.*?\) (is killed|exited)")
@@ -218,41 +217,39 @@ def advice(failure: Failure, world_size: int, *, memory_kills: int) -> str:
         if memory_kills or "Killed" in failure.message:
             return "a data loading process ran out of memory: fewer workers= in the job, or smaller samples"
         return "a data loading process died: try workers=0 in the job, which shows its own error; or enlarge /dev/shm"
+    if known := next((what for words, what in _BY_MESSAGE.items() if words in failure.message), ""):
+        return known
     if is_out_of_memory(failure.kind, failure.message):
         return _LESS_MEMORY
     if failure.kind in ("ModuleNotFoundError", "ImportError"):
-        return (
-            "install the missing package in this environment, or import it at the top of the job file to see it earlier"
-        )
-    if "No space left on device" in failure.message:
-        return "free some disk space, then go on from the last whole checkpoint with resume=True"
+        return "install the missing package here, or import it at the top of the job file to see it earlier"
     if failure.kind.startswith("exit "):
         return "see what the worker has printed; if that is nothing, something in it called os._exit()"
     if failure.lost_peer:
-        return (
-            "a connection between workers broke, though none of them died first: look at the network and its timeouts"
-        )
-    if "stack expects each tensor to be equal size" in failure.message:
-        return "samples of unlike sizes make a batch where collate= of the job pads them to one size"
+        return "a connection between workers broke, though none of them died first: see the network and its timeouts"
     return 'to see it alone, run the same job on one device: plan="single"' if world_size > 1 else ""
+
+
+_BY_MESSAGE = {
+    "unable to allocate shared memory": "enlarge /dev/shm (docker run --shm-size=8g), or set workers=0 in the job",
+    "Too many open files": "a larger limit (ulimit -n 65536), or fewer workers=, prefetch= or tensors a sample",
+    "No space left on device": "free some disk space, then go on from the last whole checkpoint with resume=True",
+    "stack expects each tensor to be equal size": "samples of unlike sizes: collate= of the job may pad them to one",
+}
 
 
 def _advice_for_signal(number: int, world_size: int, memory_kills: int) -> str:
     if number == signal.SIGKILL and memory_kills:
         return f"the kernel ended it because memory ran out; {_LESS_MEMORY}"
     if number == signal.SIGKILL:
-        return (
-            "something outside ended it: kill -9, a batch system's limit, or the kernel when memory runs out "
-            f"(dmesg | grep -i oom); if it was memory, {_LESS_MEMORY}"
-        )
+        outside = "something outside ended it: kill -9, a batch system's limit, or the kernel when memory runs out"
+        return f"{outside} (dmesg | grep -i oom); if it was memory, {_LESS_MEMORY}"
     if number == signal.SIGBUS:
         return "shared memory or a memory-mapped file ran out of room: enlarge /dev/shm, or set workers=0 in the job"
     if number in (signal.SIGSEGV, signal.SIGABRT, signal.SIGILL, signal.SIGFPE):
-        several = 'Run it on one device (plan="single"); if it crashes there too, suspect'
-        return (
-            "compiled code crashed, not Python: the traceback shows the last Python line before it. "
-            f"{several if world_size > 1 else 'Suspect'} the extension named in that line, or its version"
-        )
+        several = 'run it on one device (plan="single"); if it crashes there too, ' if world_size > 1 else ""
+        code = "compiled code crashed, not Python: the traceback shows the last Python line before it"
+        return f"{code}. {several}suspect the extension named in that line, or its version"
     return "something outside sent this signal; nothing is wrong with the job as far as can be seen here"
 
 

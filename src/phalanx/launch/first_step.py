@@ -26,8 +26,9 @@ from phalanx.parallel import device_kind, devices_here
 from phalanx.parallel.advice import differs
 from phalanx.train.findings import Findings
 from phalanx.train.metrics import Metrics, Totals
-from phalanx.train.observer import Observer, Scene
+from phalanx.train.observer import Observer, Scene, changes_of_forward
 from phalanx.train.split_causes import LARGEST
+from phalanx.units import show_names
 from phalanx.witness.dropout_off import dropout_off
 from phalanx.witness.reference_step import (
     FirstStepOfOne,
@@ -55,15 +56,12 @@ def first_step_checked(job: Job, run: RunSpec, place: Place, found: Findings) ->
         return
     checked = FirstStepCheck(job, run, place.rank, found.causes)
     kind = kind_named(device_kind(run.plan, devices_here(run.plan, place)))
-    if not place.rank and (found.size is None or found.size > LARGEST):
-        checked.without = (
-            f"the model has more than {LARGEST:,.0f} parameters" if found.size else "its size is not known"
-        )
-    elif not place.rank and not kind.forks:
-        checked.without = f"no process is forked beside one that uses {kind.label} devices"
-    elif not place.rank:
-        checked.reference = _ReferenceProcess(job, run, place)
-        if not on_host(kind.name):  # one after the other: the memory of the device may not do for both
+    if not place.rank:
+        large = f"the model has more than {LARGEST:,.0f} parameters" if found.size else "its size is not known"
+        alone = "" if kind.forks else f"no process is forked beside one that uses {kind.label} devices"
+        checked.without = large if found.size is None or found.size > LARGEST else alone
+        checked.reference = None if checked.without else _ReferenceProcess(job, run, place)
+        if checked.reference and not on_host(kind.name):  # the memory of the device may not do for both
             checked.reference.result()
     try:
         yield checked
@@ -74,19 +72,15 @@ def first_step_checked(job: Job, run: RunSpec, place: Place, found: Findings) ->
 def why_unchecked(job: Job, run: RunSpec) -> str:
     """Why the first step of ``run`` is not compared, in words; empty where it is, or nothing divides its steps."""
     plan = run.plan
-    if run.check == "off":
-        return "the run was told so"
-    if replace(plan, device="auto", precision="fp32") == Plan():
-        return "the plan is one device"
-    if plan.server or not plan.exact:
-        return "no step of the plan is one device's"
-    if job.phases:
-        return "the job has phases"
-    if plan.compile:
-        return "code that was compiled without dropout would be compiled again"
-    if plan.precision not in LAST_PLACE:
-        return f"precision={plan.precision} is not that of a plain loop"
-    return ""
+    reasons = {
+        "the run was told so": run.check == "off",
+        "the plan is one device": replace(plan, device="auto", precision="fp32") == Plan(),
+        "no step of the plan is one device's": bool(plan.server or not plan.exact),
+        "the job has phases": bool(job.phases),
+        "code that was compiled without dropout would be compiled again": plan.compile,
+        f"precision={plan.precision} is not that of a plain loop": plan.precision not in LAST_PLACE,
+    }
+    return next((why for why, holds in reasons.items() if holds), "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,9 +163,8 @@ class FirstStepCheck(Observer):
             self.close()
 
     def _judged(self, kind: Kind, loss: float, everyone: list[Any]) -> dict[str, Any]:
-        without, result = self.without, None
-        if not math.isfinite(loss):  # which the run answers as it was told to
-            without = "its loss is not finite"
+        # a loss that is not finite the run answers as it was told to
+        without, result = self.without if math.isfinite(loss) else "its loss is not finite", None
         if not without and self.reference:
             result, without = self.reference.result()
         if result is None:
@@ -188,6 +181,7 @@ class FirstStepCheck(Observer):
             return {"stop": False, "equal": True, "message": message}
         assert self._scene
         known = [*self._causes, *differs(self._scene.modules[0], self._job, self._run.plan)]
+        words += "" if data else f"\n    {_cause(kind, self._job, self._run.plan, result.answer)}"
         return {"stop": not known, "equal": False, "message": f"first step differs from one device: {words}"}
 
     def close(self) -> None:
@@ -196,6 +190,19 @@ class FirstStepCheck(Observer):
         self._off.close()
         if self.reference:
             self.reference.close()
+
+
+def _cause(kind: Kind, job: Job, plan: Plan, of_one: Mapping[str, Any]) -> str:
+    """What the difference likely comes from, in a sentence."""
+    backward, changes = kind == "gradient" and of_one["bends"], of_one["changes"]
+    causes = {
+        "gradients do not grow with the loss: a hook, or an autograd.Function, changes them in backward": backward,
+        f"forward changes {show_names(changes)}, which ranks and micro-batches do not share": changes,
+        "the optimizer computes a number of all parameters, and a rank has a part of them": kind == "update",
+        "ranks use other parameters in a step: try zero=2": plan.zero == 3 and job.unused == "allow",
+        "forward or loss computes something of weights or features that are in parts": plan.kind == "split",
+    }
+    return next((f"likely {cause}" for cause, holds in causes.items() if holds), "no known cause")
 
 
 def _error(run: RunSpec, message: str) -> RunError:
@@ -213,7 +220,6 @@ class _ReferenceProcess:
     def __init__(self, job: Job, run: RunSpec, place: Place) -> None:
         # Without a name: nothing is left of it where this process is killed.
         self._precision, self._file = run.plan.precision, tempfile.TemporaryFile()  # noqa: SIM115
-
         self._process = SideProcess(partial(self._work, job, run, place))
         self._found: tuple[FirstStepOfOne | None, str] | None = None
 
@@ -222,21 +228,19 @@ class _ReferenceProcess:
 
         try:
             device = device_for(place, device_kind(run.plan, devices_here(run.plan, place)))
-            send(take_first_step(job, self._precision, device, self._file, run.lr_scale))
+            with changes_of_forward() as changes:
+                told = take_first_step(job, self._precision, device, self._file, run.lr_scale)
+            send({**told, "changes": list(changes)})
         except Exception as error:
             send({"without": f"the plain loop fails with {type(error).__name__}: {error}"})
 
     def result(self) -> tuple[FirstStepOfOne | None, str]:
         """What it came to, or why it came to nothing."""
         if self._found is None:
-            answer = self._process.next(PATIENCE)
+            answer = self._process.next(PATIENCE) or {"without": f"that takes more than {PATIENCE:g} s longer"}
             self._process.close()
-            if answer is None:
-                self._found = None, f"that takes more than {PATIENCE:g} s longer"
-            elif "without" in answer:
-                self._found = None, answer["without"]
-            else:
-                self._found = FirstStepOfOne.read(answer, self._file, self._precision), ""
+            read = None if "without" in answer else FirstStepOfOne.read(answer, self._file, self._precision)
+            self._found = read, answer.get("without", "")
         return self._found
 
     def close(self) -> None:

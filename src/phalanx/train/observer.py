@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from phalanx.data import StepBatch
 from phalanx.parallel import TensorShard
@@ -168,3 +170,44 @@ def _number(value: Any) -> Any:
         numbers = [_number(one) for one in value]
         return None if None in numbers else numbers
     return value if isinstance(value, bool | int | float) else None
+
+
+@contextmanager
+def changes_of_forward() -> Generator[dict[str, Any]]:
+    """Give the names of parameters and attributes, but for buffers, that forwards of models change meanwhile."""
+    found, inside = dict[str, Any](), dict[nn.Module, dict[str, Any]]()
+
+    def enter(module: nn.Module, *_: Any) -> None:
+        if not inside:
+            inside[module] = _held(module)
+
+    def leave(module: nn.Module, *_: Any) -> None:
+        if before := inside.pop(module, None):
+            now = _held(module)
+            found.update((name, one) for name, one in now.items() if not _same(one, before.get(name, (None, None))))
+
+    enters, leaves = register_module_forward_pre_hook(enter), register_module_forward_hook(leave)
+    try:
+        yield found
+    finally:
+        enters.remove()
+        leaves.remove()
+
+
+def _held(model: nn.Module) -> dict[str, Any]:
+    """Parameters with their versions, and each module's own attributes with their lengths."""
+    found: dict[str, Any] = {name: (one, one._version) for name, one in model.named_parameters()}
+    for place, module in model.named_modules():
+        own = [(name, one) for name, one in vars(module).items() if name not in _OF_MODULES]
+        found |= {
+            f"{place}.{name}".removeprefix("."): (one, len(one) if isinstance(one, list | dict) else 0)
+            for name, one in own
+        }
+    return found
+
+
+def _same(one: tuple[Any, Any], other: tuple[Any, Any]) -> bool:
+    return one[1] == other[1] and (one[0] is other[0] or (isinstance(one[0], int | float | str) and one[0] == other[0]))
+
+
+_OF_MODULES = frozenset(vars(nn.Module()))

@@ -21,6 +21,7 @@ from phalanx.data import Loader
 from phalanx.errors import LossError, Problem
 from phalanx.parallel import batch_statistics, dropouts
 from phalanx.parallel.buffer_sync import statistics_of
+from phalanx.parallel.pipeline.python_state import chance
 from phalanx.train.evaluate import evaluation_mode
 from phalanx.train.few_samples import PARTS
 from phalanx.train.inputs import Inputs
@@ -156,13 +157,14 @@ class _CauseSearch:
         """Random numbers that no known module draws."""
         if not self._differs():
             return []
-        self._training = False
+        drew, self._training = self._drew, False
         # What is drawn in evaluation mode as well hides whatever else differs between a whole and its parts.
         self._unseen = self._unseen or self._differs()
-        return ["random numbers drawn in forward or in the loss: other ones than on one device for the same sample."]
+        found = "random numbers drawn in forward or in the loss: other ones than on one device for the same sample."
+        return [found] if drew else []
 
     def _differs(self) -> bool:
-        """Whether the loss of the same samples depends on the seed."""
+        """Whether the loss of the same samples depends on the seed, or on how often it is taken."""
         first, second = (self._value(self._batch, seed) for seed in (0, 1))
         return first is not None and second is not None and not close(mean_of(first), mean_of(second))
 
@@ -170,7 +172,7 @@ class _CauseSearch:
         """Random numbers that no known module draws, behind the first layer: a later stage has a stream of its own."""
         if dropouts(self._module) or not self._training:
             return []
-        first = self._value(self._batch, 0)
+        first, drew = self._value(self._batch, 0), self._drew
         layers = [one for one in self._module.modules() if any(True for _ in one.parameters(recurse=False))]
         left = [1]  # a seed for the first of them that is called
 
@@ -184,7 +186,7 @@ class _CauseSearch:
         finally:
             for hook in hooks:
                 hook.remove()
-        if first is None or second is None or close(mean_of(first), mean_of(second)):
+        if not drew or first is None or second is None or close(mean_of(first), mean_of(second)):
             return []
         return [
             "random numbers drawn in forward behind its first layer, or in the loss: on a later stage of the pipeline "
@@ -291,7 +293,10 @@ class _CauseSearch:
         }
 
     def _value(self, batch: Any, seed: int) -> LossReading | None:
+        torch.manual_seed(seed)
+        before = _streams()
         read = self._read(batch, seed, len(self._places))
+        self._drew = _streams() != before
         return read if finite(read) else None
 
     def _read(self, batch: Any, seed: int, samples: int) -> LossReading:
@@ -342,6 +347,10 @@ class _CauseSearch:
 
 
 _MIXED_BEFORE = "the model compares samples in its forward, so that the loss depends on how the batch is split"
+
+
+def _streams() -> Any:
+    return chance(), bytes(torch.get_rng_state())
 
 
 def _draws(module: nn.Module) -> bool:

@@ -243,12 +243,13 @@ class _PlainLoop:
             given = part.loss(part.call(self.model, batch), batch)
             total, count = sum_and_count(given, size)
         self.witness.drew |= not torch.equal(before, generator.get_state())
-        loss = self.scaler.scale(total) if self.scales else total / count
+        times = self.varied.times if self.varied and not self.scales else 1
+        loss = self.scaler.scale(total) if self.scales else total / count * times
         loss.backward()
         if self.scales:
             self.scaler.unscale_(part.optimizer)
-            for grad in _gradients(part).values():
-                grad.div_(float(count))
+        for grad in _gradients(part).values() if self.scales or times > 1 else ():
+            grad.div_(float(count) if self.scales else times)
         for tensor in part.trained.values():
             if tensor.grad is not None and tensor.grad.is_sparse:
                 tensor.grad = tensor.grad.coalesce()  # else a row is rounded as often as the batch uses it

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 
 from phalanx.config import Job
 from phalanx.witness.dropout_off import dropout_off
-from phalanx.witness.rounding import CAP, DRAWS, FLOOR, LAST_PLACE, SUM_FLOOR, TIMES, Variation
+from phalanx.witness.rounding import CAP, FLOOR, LAST_PLACE, SUM_FLOOR, TIMES, Variation
 
 if TYPE_CHECKING:
     from phalanx.witness.plain_loop import Witness
@@ -30,6 +30,7 @@ Kind = Literal["gradient", "update", "buffer"]
 Ranges = tuple[tuple[int, int], ...]
 Piece = tuple[tuple[int, Ranges], ...]
 """Which part of a whole tensor: the dimensions that are cut, and the ranges [start, stop) of each; none: all of it."""
+_LOSS_TIMES = 1, 2  # with changed weights: gradients that do not grow with the loss are changed in backward
 _COLUMNS = 8  # of random signs
 
 
@@ -52,19 +53,25 @@ def take_first_step(
         if one.drew:
             return {"without": "the model draws random numbers in forward"}
         first |= {"share": LAST_PLACE[precision], "batches": one.batches}
-        others = [Witness.of(job, 1, varied=Variation(**first, seed=draw), **how) for draw in range(DRAWS)]
+        again = [Variation(**first, seed=times, times=times) for times in _LOSS_TIMES]
+        others = [Witness.of(job, 1, varied=varied, **how) for varied in again]
     if one.skipped[0]:
         return {"without": "its fp16 gradients overflow"}
     mine = _computed(one)
     if not all(bool(tensor.isfinite().all()) for tensor in mine.values()):
         return {"without": "its numbers are not finite"}
-    noise = {name: max(_norm(_computed(other)[name] - value) for other in others) for name, value in mine.items()}
+    computed = [_computed(other) for other in others]
+    noise = {name: [_norm(other[name] - value) for other in computed] for name, value in mine.items()}
+    bends = any(
+        more > 1e3 * once + 0.01 * _norm(mine[name]) for name, (once, more) in noise.items() if name.startswith("gradi")
+    )
     off = max(abs(other.losses[0] - one.losses[0]) for other in others)
     file.write(save({name: tensor.contiguous() for name, tensor in mine.items()}))
     file.flush()
     sizes = {name: _norm(value) for name, value in one.values["start"].items()}
     digests = sample_digests(*one.batches[0][1:])
-    return {"loss": one.losses[0], "off": off, "noise": noise, "sizes": sizes, "samples": digests}
+    rounding = {name: min(each) if bends else max(each) for name, each in noise.items()}
+    return {"loss": one.losses[0], "off": off, "noise": rounding, "sizes": sizes, "samples": digests, "bends": bends}
 
 
 def sample_digests(ids: Sequence[int], batch: Any) -> dict[str, str]:

@@ -40,6 +40,7 @@ class Variation:
         share: weights are multiplied by 1 ± this; 0 changes none.
         seed: of the signs.
         first_step: take one step, and do not evaluate.
+        times: backward runs on the loss times this, by which gradients are divided again; not in fp16.
         batches: (epoch, sample numbers, batch) of each step; None reads them, and keeps them.
         evaluation: evaluation data, where ``batches`` are given.
     """
@@ -48,6 +49,7 @@ class Variation:
     share: float = 0.0
     seed: int = 0
     first_step: bool = False
+    times: int = 1
     batches: Sequence[tuple[int, list[int], Any]] | None = None
     evaluation: Any = None
 
