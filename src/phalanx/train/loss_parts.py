@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from phalanx.config.losses import IGNORED
 from phalanx.train.loss import LossReading
 
 _SAME = 1e-4
@@ -141,3 +142,24 @@ def close(one: float, other: float) -> bool:
 def finite(one: LossReading) -> bool:
     """Whether the loss is a number, and no infinite one."""
     return math.isfinite(float(one.value))
+
+
+def is_counted(leaf: Any) -> bool:
+    """Whether a tensor of a batch holds whole numbers or truths for a sample or its tokens, or a mask of them."""
+    if not isinstance(leaf, Tensor) or leaf.is_complex() or not leaf.dim() or not leaf.numel():
+        return False
+    return not leaf.is_floating_point() or bool(((leaf == 0) | (leaf == 1)).all())
+
+
+def sizes_of(sample: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Of each tensor of tokens: how many a mask or labels of -100 leave in, and how many are unlike the last.
+
+    Of a tensor with one number a sample, in place of the latter, that number.
+    """
+    counted: list[int] = []
+    ended: list[int] = []
+    for leaf in filter(is_counted, tree_leaves(sample)):
+        mask = int(leaf.min()) >= 0 and int(leaf.max()) <= 1
+        counted.append(int(leaf.sum()) if mask else int((leaf != IGNORED).sum()))
+        ended.append(int(leaf) if leaf.numel() == 1 else int((leaf != leaf.flatten()[-1]).sum()))
+    return tuple(counted), tuple(ended)

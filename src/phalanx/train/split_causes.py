@@ -32,8 +32,10 @@ from phalanx.train.loss_parts import (
     adds_up,
     close,
     finite,
+    is_counted,
     mean_of,
     of_weights,
+    sizes_of,
     with_shapes,
     without_a_number,
 )
@@ -264,11 +266,11 @@ class _CauseSearch:
 
         Among them is one of which nothing counts, where there is one, and one alone.
         """
-        counted = [leaf for leaf in tree_leaves(self._batch) if _is_counted(leaf)]
+        counted = [leaf for leaf in tree_leaves(self._batch) if is_counted(leaf)]
         if not counted or self._sliced or not all(one.mean for one in values.values()):
             return False
         looked_at = _COUNTED_SAMPLES if any(leaf.dim() > 1 for leaf in counted) else _LABELLED_SAMPLES
-        sizes = {place: _sizes(sample) for place, sample in self._loader.spread(looked_at)}
+        sizes = {place: sizes_of(sample) for place, sample in self._loader.spread(looked_at)}
         for column in (0, 1):  # by what is counted; where that is the same in all, by where padding begins
             firsts: dict[tuple[int, ...], int] = {}
             for place, size in sizes.items():
@@ -294,9 +296,9 @@ class _CauseSearch:
 
     def _value(self, batch: Any, seed: int) -> LossReading | None:
         torch.manual_seed(seed)
-        before = _streams()
+        before = chance(), bytes(torch.get_rng_state())
         read = self._read(batch, seed, len(self._places))
-        self._drew = _streams() != before
+        self._drew = before != (chance(), bytes(torch.get_rng_state()))
         return read if finite(read) else None
 
     def _read(self, batch: Any, seed: int, samples: int) -> LossReading:
@@ -349,10 +351,6 @@ class _CauseSearch:
 _MIXED_BEFORE = "the model compares samples in its forward, so that the loss depends on how the batch is split"
 
 
-def _streams() -> Any:
-    return chance(), bytes(torch.get_rng_state())
-
-
 def _draws(module: nn.Module) -> bool:
     """Whether training draws random numbers that evaluation does not: then the look is taken in evaluation mode."""
     recurrent = any(isinstance(child, nn.RNNBase) and child.dropout for child in module.modules())
@@ -364,27 +362,6 @@ def _always_of_batch(module: nn.Module) -> bool:
     children = dict(module.named_modules())
     norms = (children.get(name, module) for name in batch_statistics(module))  # the model itself has no name
     return any(not statistics_of(norm) for norm in norms)
-
-
-def _is_counted(leaf: Any) -> bool:
-    """Whether a tensor of a batch holds whole numbers or truths for a sample or its tokens, or a mask of them."""
-    if not isinstance(leaf, torch.Tensor) or leaf.is_complex() or not leaf.dim() or not leaf.numel():
-        return False
-    return not leaf.is_floating_point() or bool(((leaf == 0) | (leaf == 1)).all())
-
-
-def _sizes(sample: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Of each tensor of tokens: how many a mask or labels of -100 leave in, and how many are unlike the last.
-
-    Of a tensor with one number a sample, in place of the latter, that number.
-    """
-    counted: list[int] = []
-    ended: list[int] = []
-    for leaf in filter(_is_counted, tree_leaves(sample)):
-        mask = int(leaf.min()) >= 0 and int(leaf.max()) <= 1
-        counted.append(int(leaf.sum()) if mask else int((leaf != IGNORED).sum()))
-        ended.append(int(leaf) if leaf.numel() == 1 else int((leaf != leaf.flatten()[-1]).sum()))
-    return tuple(counted), tuple(ended)
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:
