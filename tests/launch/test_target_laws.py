@@ -240,13 +240,14 @@ def test_a_run_whose_folder_is_elsewhere_goes_on_as_it_was_launched(name: str, p
     assert result.exit_code == 0, result.output
     assert not Path("run/run.toml").exists()
     given = prepared_for[-1]
-    result = phalanx("launch", name, "--resume", "auto", "--dry-run", "--json")
+    again = ["launch", name, *(["--mirror", given.run.mirror] if given.run.mirror else [])]  # of the command line alone
+    result = phalanx(*again, "--resume", "auto", "--dry-run", "--json")
     assert result.exit_code == 0, result.output
     assert prepared_for[-1] == given
-    result = phalanx("launch", name, "--resume", "auto", "--dry-run", "--keep", "5")
+    phalanx(*again, "--resume", "auto", "--dry-run", "--keep", "5")
     assert prepared_for[-1].run == replace(given.run, keep=5)
     if name in ("kubernetes", "sagemaker"):  # which need not see from here what there is to go on from
-        result = phalanx("launch", name, "--resume", "--no-check")
+        result = phalanx(*again, "--resume", "--no-check")
         assert result.exit_code == 0, result.output
         assert prepared_for[-1] == given
 
@@ -443,4 +444,4 @@ def test_a_run_of_another_machine_is_not_taken_for_one_that_has_ended(
     assert command("status", "run") == 0
     assert "written by process 4711 on n7.invalid" in capfd.readouterr().out
     assert command("stop", "run") == 3
-    assert "ssh n7.invalid kill -TERM 4711" in capfd.readouterr().err
+    assert "ssh -- n7.invalid kill -TERM 4711" in capfd.readouterr().err
