@@ -35,7 +35,6 @@ __all__ = [
     "Submission",
     "Target",
     "UnmarkedError",
-    "attached_log",
     "find_target",
     "forget_handed_over",
     "is_handed_over",

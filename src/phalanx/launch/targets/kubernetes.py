@@ -7,6 +7,7 @@ through ``kubectl``, with the user's own settings.
 from __future__ import annotations
 
 import json
+import re
 import shlex
 from collections.abc import Mapping
 from contextlib import suppress

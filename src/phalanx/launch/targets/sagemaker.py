@@ -8,6 +8,7 @@ job does on each instance is in ``sagemaker_node.py``.
 from __future__ import annotations
 
 import json
+import re
 import tempfile
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
