@@ -136,7 +136,7 @@ recommended: .venv/.installed-dev
 	$(BIN)/python tests/recommended/write_recommended.py docs/reference/recommended.md
 
 chaos: .venv/.installed-dev
-	$(BIN)/python bench/chaos_kills.py --write
+	PYTHONPATH=tools $(BIN)/python bench/chaos_kills.py --write
 
 scale: .venv/.installed-dev
 	$(BIN)/python tools/scale.py
@@ -160,7 +160,7 @@ bench: .venv/.installed-bench
 	$(BIN)/python bench/step_extras.py
 	$(BIN)/python bench/keras_step.py
 	$(BIN)/python bench/server_transport.py
-	$(BIN)/python bench/unequal.py
+	PYTHONPATH=tools $(BIN)/python bench/unequal.py
 	$(BIN)/python bench/slow_network.py
 	$(BIN)/python bench/watching.py
 

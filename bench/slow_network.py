@@ -1,6 +1,6 @@
 """Two hosts with a thin link, 100 Mbit/s and 20 ms: seconds to a fixed validation loss, and bytes sent.
 
-``python bench/slow_network.py [--steps N] [--rate 100] [--delay 20]``. A GPT of 10.9 million parameters learns
+``PYTHONPATH=tools python bench/slow_network.py [--steps N] [--rate 100] [--delay 20]``. A GPT of 10.9 million parameters learns
 real text on two hosts of one core each. The target is 1 % above the loss that synchronous training (DDP) has after N
 steps; every other plan trains half as many steps again. ``no limit`` is the same DDP between the same hosts over a link
 that is not shaped: what removing the traffic altogether would allow. Time for evaluations is taken out on all sides.

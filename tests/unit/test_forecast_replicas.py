@@ -68,7 +68,7 @@ class TestAveraging:
         ],
     )
     def test_is_spread_over_the_steps_between(self, text: str, seconds: float) -> None:
-        assert averaged(GIANT, 0 * GIANT, layouts(text), setting())[0] == pytest.approx(seconds)
+        assert averaged(GIANT, layouts(text), setting())[0] == pytest.approx(seconds)
 
 
 class TestServers:

@@ -43,7 +43,7 @@ SEVERAL = """
 import json, runpy, sys
 from pathlib import Path
 for script, *options in json.loads(sys.argv[1]):
-    sys.path.insert(0, str(Path(script).parent))
+    sys.path[:0] = [str(Path(script).parent), str(Path(script).parents[1] / "tools")]
     sys.argv = [script, *options]
     try:
         runpy.run_path(script, run_name="__main__")

@@ -73,21 +73,10 @@ def test_threads_do_not_recompute_on_a_cpu(job: Job, monkeypatch: pytest.MonkeyP
     assert fixes(job, "recompute=full device=cpu") == []
 
 
-@in_one_test(
-    ("plan", "fix"),
-    [
-        ("fsdp=2", "fsdp=2 zero=2"),
-        ("fsdp=2 offload=parameters", "fsdp=2 zero=2"),
-        ("fsdp=2 offload=optimizer", "fsdp=2 zero=2 offload=optimizer"),
-    ],
-)
-def test_a_parameter_without_dimension_is_told_a_plan_that_works(job: Job, plan: str, fix: str) -> None:
+def test_a_parameter_without_dimension_is_no_problem(job: Job) -> None:
     module = nn.Linear(2, 2)
     module.gain = nn.Parameter(torch.ones(()))
-    (problem,) = model_problems(job, Plan.parse(plan), module)
-    assert problem.fix == fix
-    assert model_problems(job, Plan.parse(fix), module) == []
-    assert str(Plan.parse(problem.fix)) == fix
+    assert [model_problems(job, Plan.parse(plan), module) for plan in ("fsdp=2", "fsdp=2 zero=1")] == [[], []]
 
 
 PRODUCTS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
