@@ -1,9 +1,9 @@
 """Random kills of whole runs, and damaged checkpoints, under four kinds of plan: what was lost.
 
-``PYTHONPATH=tools python bench/chaos_kills.py [--kills N] [--damages N] [--only WORD] [--seed N] [--write] [--render]``. Every plan
-trains a small GPT by ``phalanx train`` (tools/chaos). ``--write`` stores what came of it in
-bench/results and writes docs/reference/chaos.md from all that is stored; ``--render`` writes the page and runs nothing.
-Exit code 1 where anything was lost.
+``PYTHONPATH=tools python bench/chaos_kills.py [--kills N] [--damages N] [--only WORD] [--seed N] [--write]
+[--render]``. Every plan trains a small GPT by ``phalanx train`` (tools/chaos). ``--write`` stores what came of it in
+bench/results and writes docs/reference/chaos.md from all that is stored; ``--render`` writes the page and runs
+nothing. Exit code 1 where anything was lost.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
 """Two hosts with a thin link, 100 Mbit/s and 20 ms: seconds to a fixed validation loss, and bytes sent.
 
-``PYTHONPATH=tools python bench/slow_network.py [--steps N] [--rate 100] [--delay 20]``. A GPT of 10.9 million parameters learns
-real text on two hosts of one core each. The target is 1 % above the loss that synchronous training (DDP) has after N
-steps; every other plan trains half as many steps again. ``no limit`` is the same DDP between the same hosts over a link
-that is not shaped: what removing the traffic altogether would allow. Time for evaluations is taken out on all sides.
+``PYTHONPATH=tools python bench/slow_network.py [--steps N] [--rate 100] [--delay 20]``. A GPT of 10.9 million
+parameters learns real text on two hosts of one core each. The target is 1 % above the loss that synchronous training
+(DDP) has after N steps; every other plan trains half as many steps again. ``no limit`` is the same DDP between the
+same hosts over a link that is not shaped: what removing the traffic altogether would allow. Time for evaluations is
+taken out on all sides.
 
 The bars: DiLoCo at least 5 times as fast as DDP and 80 % of what ``no limit`` allows, with at most 2 % of DDP's bytes;
 PowerSGD or int8 at least 3 times as fast as DDP.

@@ -1,9 +1,10 @@
 """Two workers of a core each, the second slowed four times: samples/s of ways to live with that, against the ideal.
 
-``PYTHONPATH=tools python bench/unequal.py [--rounds N] [--slow 4] [--alone]``. Even synchronous replicas move at the speed of the slow
-worker. What two workers could do together is the sum of their own speeds; over what the slowest allows, that is
-(1 + 1/4) / (2 x 1/4) = 2.5. Rates are samples over seconds from a run's first steps, which are left out, to its end;
-medians of the rounds, in each of which all plans run side by side. ``--alone`` measures each worker's own speed, too.
+``PYTHONPATH=tools python bench/unequal.py [--rounds N] [--slow 4] [--alone]``. Even synchronous replicas move at the
+speed of the slow worker. What two workers could do together is the sum of their own speeds; over what the slowest
+allows, that is (1 + 1/4) / (2 x 1/4) = 2.5. Rates are samples over seconds from a run's first steps, which are left
+out, to its end; medians of the rounds, in each of which all plans run side by side. ``--alone`` measures each worker's
+own speed, too.
 
 The bar: at least 90 % of the ideal ratio.
 """
