@@ -144,8 +144,8 @@ scale: .venv/.installed-dev
 bench: .venv/.installed-bench
 	$(BIN)/python bench/startup.py
 	$(BIN)/python bench/step_time.py
-	$(BIN)/python bench/launch_hosts.py
-	$(BIN)/python bench/check_eight.py
+	PYTHONPATH=tools $(BIN)/python bench/launch_hosts.py
+	PYTHONPATH=tools $(BIN)/python bench/check_eight.py
 	$(BIN)/python bench/scaling.py
 	$(BIN)/python bench/memory.py
 	$(BIN)/python bench/checkpoint.py
@@ -161,7 +161,7 @@ bench: .venv/.installed-bench
 	$(BIN)/python bench/keras_step.py
 	$(BIN)/python bench/server_transport.py
 	PYTHONPATH=tools $(BIN)/python bench/unequal.py
-	$(BIN)/python bench/slow_network.py
+	PYTHONPATH=tools $(BIN)/python bench/slow_network.py
 	$(BIN)/python bench/watching.py
 
 pins: .venv/bin/python

@@ -67,7 +67,7 @@ def test_a_bias_that_rounding_alone_moves_may_go_elsewhere_and_a_running_mean_wi
     other = replace(one, values=one.values | {END: one.values[END] | moved}, noise={})
     other = replace(other, buffers=one.buffers | {END: one.buffers[END] | there})
     assert judged_beside(one, other) == []
-    assert judged_beside(replace(one, noise={}), other) == ["buffer"]
+    assert judged_beside(replace(one, noise={"": 0.0}), other) == ["buffer"]
     there = {"1.running_mean": mean - 100 * LR}
     assert judged_beside(one, replace(other, buffers=one.buffers | {END: one.buffers[END] | there})) == ["buffer"]
 
@@ -110,7 +110,7 @@ def test_a_job_that_does_not_repeat_itself_is_not_acquitted() -> None:
         ("dp=2 server=1", "no step"),
         ("dp=2 sync=local every=2", "no step"),
         ("dp=2 compress=int8", "no step"),
-        ("dp=2 precision=fp8", "plain loop"),
+        ("dp=2 precision=tf32", "plain loop"),
     ],
 )
 def test_which_plans_have_a_first_step_to_compare(plan: str, why: str) -> None:

@@ -76,7 +76,8 @@ def resumed(given: Job, plan: Plan, folder: Path, at: int, watch: Watch = None) 
     answers = _trained(given, run, lambda place: Recording(there, place.rank), watch)
     first = plan.dp if plan.server else 0
     answers = answers[first : first + 1] if plan.server else answers
-    return record_of(answers, there, first, max(0, plan.after - at))
+    record = record_of(answers, there, first, max(0, plan.after - at))
+    return _with_average(replace(record, saved=_saved(Path(answers[0]["checkpoint"])))) if given.average else record
 
 
 def _with_average(record: RunRecord) -> RunRecord:
@@ -142,17 +143,12 @@ def read_back(job: Job, path: Path, folder: Path) -> tuple[dict[str, Tensor], di
     Raises:
         WorkerError: if the checkpoint cannot be loaded.
     """
-    from phalanx import checkpoint
-    from phalanx.checkpoint.format import Manifest
-
     saved: dict[str, Tensor] = {}
     file = folder / "loaded.safetensors"
 
     def meanwhile() -> None:
         if not saved:
-            stored = Manifest.read(path).tensors
-            saved.update({name: torch.empty(one.shape, dtype=one.dtype) for name, one in stored.items()})
-            checkpoint.load(path, saved)
+            saved.update(_saved(path))
 
     def work(place: Place, report: Callable[[int], None]) -> Any:
         plan = Plan(device="cpu")
@@ -174,6 +170,17 @@ def read_back(job: Job, path: Path, folder: Path) -> tuple[dict[str, Tensor], di
     launch(work, 1, watch=meanwhile)
     meanwhile()
     return saved, load(file.read_bytes())
+
+
+def _saved(path: Path) -> dict[str, Tensor]:
+    """Every tensor of the checkpoint in folder ``path``."""
+    from phalanx import checkpoint
+    from phalanx.checkpoint.format import Manifest
+
+    stored = Manifest.read(path).tensors
+    found = {name: torch.empty(one.shape, dtype=one.dtype) for name, one in stored.items()}
+    checkpoint.load(path, found)
+    return found
 
 
 def _packed(tensor: Tensor) -> Tensor:

@@ -10,58 +10,76 @@ import torch
 from torch import Tensor
 
 from phalanx.verify.record import START, RunRecord, Tensors
-from phalanx.witness.rounding import CAP, FLOOR, LAST_PLACE, SUM_FLOOR, TIMES
+from phalanx.witness.rounding import CAP, FLOOR, LAST_PLACE, SUM_FLOOR, SUMS, TIMES, spread
 
 Noise = Mapping[str, float]
 """Key of a result, such as ``reduced|0|head.weight`` → how far it moves where weights change in their last place."""
-_SUMS = 9  # numbers that a sum over the batch counts as: the sum of many errors
-KINDS = ("values", "buffers", "state", "reduced", "used")
+KINDS = ("buffers", "state", "reduced", "used")
+FirstGradients = Mapping[str, tuple[Tensor, float]]
+"""Parameter → its first gradient that is more than rounding, and the norm of the noise of that."""
 
 
-def noise_of(one: RunRecord, others: Iterable[RunRecord]) -> dict[str, float]:
+def noise_of(one: RunRecord, others: Sequence[RunRecord], precision: str) -> dict[str, float]:
     """Return the largest movement of each result of ``one`` in ``others``, as absolute numbers."""
+    noise = _largest(moved for other in others for moved in _moved(one, other))
+    first = first_gradients(one, Bounds(precision=precision, noise=noise))
+    return noise | _largest(way for other in others for way in _ways(one, other, first))
+
+
+def _largest(moved: Iterable[tuple[str, float, int]]) -> dict[str, float]:
     found: dict[str, float] = {}
-    for other in others:
-        for key, moved, count in _moved(one, other):
-            moved *= 1 + 3 / math.sqrt(max(1, count))  # few numbers may lie close by chance
-            found[key] = max(moved if math.isfinite(moved) else 0.0, found.get(key, 0.0))
+    for key, off, count in moved:
+        off *= spread(count)
+        found[key] = max(off if math.isfinite(off) else 0.0, found.get(key, 0.0))
     return found
+
+
+def _ways(one: RunRecord, other: RunRecord, first: FirstGradients) -> Iterator[tuple[str, float, int]]:
+    """Yield how much farther parameters moved, of elements whose first gradient is more than rounding."""
+    for moment, values in one.values.items():
+        for name, (grad, noise) in first.items() if moment != START else ():
+            if name in values and name in other.values.get(moment, {}):
+                chosen = meaningful(grad, noise)[0]
+                off = values[name] - one.values[START][name]
+                off = off - (other.values[moment][name] - other.values[START][name])
+                yield f"values|{moment}|{name}", norm(off[chosen]), int(chosen.sum())
 
 
 def _moved(one: RunRecord, other: RunRecord) -> Iterator[tuple[str, float, int]]:
     """Yield key, movement and how many numbers it is of."""
     for step, (a, b) in enumerate(zip(one.steps, other.steps, strict=False)):
         numbers = {"": (a.loss, b.loss)} | {name: (loss, b.losses[name]) for name, loss in a.losses.items()}
-        yield from ((f"loss|{step}|{name}", abs(here - there), _SUMS) for name, (here, there) in numbers.items())
-        yield f"norm|{step}|", abs((a.norm or 0.0) - (b.norm or 0.0)), _SUMS
+        yield from ((f"loss|{step}|{name}", abs(here - there), SUMS) for name, (here, there) in numbers.items())
+        yield f"norm|{step}|", abs((a.norm or 0.0) - (b.norm or 0.0)), SUMS
     for kind in KINDS:
         for moment, tensors in getattr(one, kind).items():
             there = getattr(other, kind).get(moment, {})
             both = {name: (tensor, there[name]) for name, tensor in tensors.items() if name in there}
             if kind in ("reduced", "used"):
-                yield f"scale|{moment}|{kind}", abs(_factor(both.values()) - 1), _SUMS
+                yield f"scale|{moment}|{kind}", abs(_factor(both.values()) - 1), SUMS
             for name, (here, beside) in both.items():
-                off = _numbers(here) - _numbers(beside)
-                if kind == "values":  # the way from there, not the changed weights themselves
-                    off -= _numbers(one.values[START][name]) - _numbers(other.values[START][name])
-                yield f"{kind}|{moment}|{name}", norm(off), here.numel()
+                yield f"{kind}|{moment}|{name}", norm(_numbers(here) - _numbers(beside)), here.numel()
     for step, here in one.evaluations.items():
         beside = other.evaluations.get(step, here)
         numbers = {"loss": (here["loss"], beside["loss"])}
         numbers |= {name: (float(value), float(beside["metrics"][name])) for name, value in here["metrics"].items()}
-        yield from ((f"evaluation|{step}|{name}", abs(a - b), _SUMS) for name, (a, b) in numbers.items())
+        yield from ((f"evaluation|{step}|{name}", abs(a - b), SUMS) for name, (a, b) in numbers.items())
+
+
+_UNKNOWN = 100  # times the floor of parameters, buffers and state where nobody has measured their noise
+_SMALL = 0.02  # share of the norm of all gradients above which none is nothing but rounding
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bounds:
-    """Differences that rounding may make, at one ``precision``."""
+    """Differences that rounding may make, at one ``precision``; without any ``noise`` by floors alone, then higher."""
 
     precision: str = "fp32"
     noise: Noise = field(default_factory=dict[str, float])
 
     def of(self, key: str, size: float) -> float:
         """Return the allowed norm of the difference of a tensor with norm ``size``."""
-        return TIMES * self.noise.get(key, 0.0) + FLOOR[self.precision] * size
+        return TIMES * self.noise.get(key, 0.0) + FLOOR[self.precision] * size * (1 if self.noise else _UNKNOWN)
 
     def of_sum(self, key: str, size: float) -> float:
         """Return the allowed difference of a number of this ``size`` that is a sum over samples."""
@@ -75,11 +93,12 @@ class Bounds:
         noise = TIMES * self.noise.get(key, 0.0)
         first = key.split("|")[1] == "0"
         noise = min(noise, CAP[self.precision] * total) if first else noise
-        return (noise or LAST_PLACE["fp32"] * total) + FLOOR[self.precision] * size
+        least = LAST_PLACE["fp32"] if self.noise else FLOOR[self.precision]
+        return (noise or least * total) + FLOOR[self.precision] * size
 
     def is_rounding(self, key: str, size: float, total: float) -> bool:
         """True if a gradient with norm ``size`` may be nothing but rounding."""
-        return size <= self.of_gradient(key, 0.0, total)
+        return size <= min(self.of_gradient(key, 0.0, total), _SMALL * total)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -185,27 +204,54 @@ class Way:
 
     start: Tensors
     moved: Tensors
-    first: Mapping[str, tuple[Tensor, float]]
+    first: FirstGradients
     moment: str
 
 
 def parameters(reference: Tensors, other: Tensors, way: Way, bounds: Bounds) -> list[Difference]:
     """Differences of parameters, relative to how far each moved.
 
-    Adam divides a gradient by its own size. So an element may differ by as much of its way as rounding may change its
-    gradient, and by twice its way where rounding may turn the sign.
+    Adam divides a gradient by its own size, and so makes a whole step, in either direction, of an element that is zero
+    but for rounding. Such elements are left out. Of the others each may differ by as much of its way as rounding may
+    change its gradient.
     """
     found: list[Difference] = []
     for name, (grad, noise) in way.first.items():
-        if name not in reference or name not in other:
+        if name not in reference or name not in other or other[name].shape != reference[name].shape:
             found.append(missing(name))
             continue
-        here, moved = reference[name], way.moved[name] - way.start[name]
-        share = TIMES * noise / math.sqrt(max(1, grad.numel())) / grad.abs()
-        far = max(norm(moved), 1e-30)
-        allowed = bounds.of(f"values|{way.moment}|{name}", far) + norm(share.nan_to_num(2).clamp(max=2) * moved)
-        allowed += 2 * LAST_PLACE["fp32"] * norm(here)
-        found.append(difference(name, here, other[name], far, allowed / far))
+        chosen, share = meaningful(grad, noise)
+        here, moved = reference[name][chosen], (way.moved[name] - way.start[name])[chosen]
+        if here.numel():
+            far = max(norm(moved), 1e-30)
+            allowed = bounds.of(f"values|{way.moment}|{name}", far) + norm(share[chosen] * moved)
+            allowed += 2 * LAST_PLACE["fp32"] * norm(here)
+            found.append(difference(name, here, other[name][chosen], far, allowed / far))
+    return found
+
+
+def meaningful(grad: Tensor, noise: float) -> tuple[Tensor, Tensor]:
+    """Return which elements of a first gradient are more than rounding, and the share of each that rounding may change.
+
+    Rows of zeros, such as those of an embedding that no sample has used yet, are exact.
+    """
+    size, limit = grad.abs(), TIMES * noise / math.sqrt(max(1, grad.numel()))
+    unused = ~size.flatten(1).any(1) if grad.dim() > 1 else torch.zeros(grad.shape[:1], dtype=torch.bool)
+    unused = unused.reshape(-1, *(1 for _ in grad.shape[1:])).expand(grad.shape) if grad.dim() else size < 0
+    share = torch.where(unused | (size == 0), 0.0, limit / size)
+    return (size > limit) | unused, share
+
+
+def first_gradients(one: RunRecord, bounds: Bounds) -> dict[str, tuple[Tensor, float]]:
+    """Return the first gradient of each parameter that is not zero but for rounding, and the norm of its noise."""
+    found: dict[str, tuple[Tensor, float]] = {}
+    kind = "reduced" if one.reduced else "used"
+    for step, grads in sorted((one.reduced or one.used).items()):
+        total = math.hypot(*(norm(grad) for grad in grads.values())) or 1e-300
+        for name, grad in grads.items():
+            key = f"{kind}|{step}|{name}"
+            if name not in found and not bounds.is_rounding(key, norm(grad), total):
+                found[name] = grad, bounds.noise.get(key, 0.0)
     return found
 
 

@@ -53,14 +53,15 @@ def _mean_of_others(evidence: Evidence, job: Job, plan: Plan) -> str:
 def _codec(evidence: Evidence, job: Job, plan: Plan) -> str:
     """A codec that sends every element leaves errors of rounding: small ones, in no common direction."""
     codec = Compression.parse(plan.compress)
-    if not codec.facts.rounds or evidence.loss_differs:
+    if not codec.facts.rounds or evidence.loss_differs or plan.precision != "fp32":
         return ""
     mine, others = evidence.one.gradients, evidence.other.gradients
     pairs = [(mine[name].double(), others[name].double()) for name in mine if name in others]
     off, size = (
         math.hypot(*(float(one.norm()) for one in each)) for each in ((b - a for a, b in pairs), mine.values())
     )
-    direction = abs(math.fsum(float((b - a).sum()) for a, b in pairs)) / max(off, 1e-300)
+    along = abs(math.fsum(float(((b - a) * a).sum()) for a, b in pairs)) / max(size, 1e-300)
+    direction = max(abs(math.fsum(float((b - a).sum()) for a, b in pairs)), along) / max(off, 1e-300)
     if off <= _CODEC_ERROR[codec.codec] * size and direction <= _CHANCE:
         return ""
     return (

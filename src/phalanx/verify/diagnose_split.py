@@ -182,7 +182,7 @@ def _times(reference: Fingerprint, given: list[Fingerprint], scale: float, allow
 
 
 def first_module_that_differs(evidence: Evidence, job: Job, plan: Plan) -> str:
-    """Name the first module in forward whose output differs, or the last that gets another gradient back."""
+    """Name the first module in forward whose output differs."""
     if not any(evidence.other.traces) or not any(evidence.one.traces):
         return ""
     traces, allowed = evidence.one.traces[0], max(1e-4, 4 * evidence.rounding)

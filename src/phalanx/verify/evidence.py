@@ -124,19 +124,6 @@ def where(a: Tensor, b: Tensor, by_piece: dict[Piece, list[int]], plan: Plan) ->
     return f"stage {stages.pop()}" if plan.pp > 1 and len(stages) == 1 else ""
 
 
-def first_gradients(one: RunRecord, bounds: Bounds) -> dict[str, tuple[Tensor, float]]:
-    """Return the first gradient of each parameter that is not zero but for rounding, and the norm of its noise."""
-    found: dict[str, tuple[Tensor, float]] = {}
-    kind = "reduced" if one.reduced else "used"
-    for step, grads in sorted((one.reduced or one.used).items()):
-        total = math.hypot(*(compare.norm(grad) for grad in grads.values())) or 1e-300
-        for name, grad in grads.items():
-            key = f"{kind}|{step}|{name}"
-            if name not in found and not bounds.is_rounding(key, compare.norm(grad), total):
-                found[name] = grad, bounds.noise.get(key, 0.0)
-    return found
-
-
 def differences_of(checks: Sequence[Check], kind: str, step: int | None) -> list[Difference]:
     """Differences of the tensors of one kind, such as ``gradient``, in one step; ``None``: before or after all."""
     return [one for check in checks if (check.kind, check.step) == (kind, step) for one in check.differences]

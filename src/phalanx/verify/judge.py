@@ -7,8 +7,6 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from torch import Tensor
-
 from phalanx.config import Plan
 from phalanx.verify import compare
 from phalanx.verify.compare import Bounds, Difference, Way
@@ -19,7 +17,6 @@ from phalanx.verify.evidence import (
     checkpoint,
     copies_apart,
     evaluations,
-    first_gradients,
     holders,
     where,
 )
@@ -39,10 +36,10 @@ class Pair:
     other: RunRecord
     plan: Plan
     bounds: Bounds
-    first: Mapping[str, tuple[Tensor, float]] = field(init=False)
+    first: compare.FirstGradients = field(init=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "first", first_gradients(self.one, self.bounds))
+        object.__setattr__(self, "first", compare.first_gradients(self.one, self.bounds))
 
     @property
     def silent(self) -> list[str]:
@@ -296,6 +293,7 @@ def _resumed(pair: Pair, at: int) -> Iterator[Check]:
         numbers = _numbers(pair, index, here, there)
         yield replace(_exact(f"numbers of step {index}", f"in step {index}", numbers), step=index)
     yield from _values(pair, END)
+    yield from _averages(pair)
     yield _ranks_agree(other)
     later = {step: found for step, found in one.evaluations.items() if step > at}
     yield from evaluations(replace(one, evaluations=later), other, pair.bounds)

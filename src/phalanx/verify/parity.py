@@ -155,19 +155,19 @@ class OneDevice:
         taken = len(self._record.steps)
         bounds = Bounds(precision=plan.precision, noise=self._record.noise)
         later, at = list[Check](), taken // 2
+        wanted = not _why_not_resumed(plan, taken) and (self._cheap if resume is None else resume)
         with _folder() as name:
             given = proven(self.job, self.steps, taken)
-            other = capture(given, plan, Path(name), watch, findings=findings, checkpoint_every=at)
+            every = at if wanted else 0
+            other = capture(given, plan, Path(name), watch, findings=findings, checkpoint_every=every)
             pair = Pair(one=self._record, other=other, plan=plan, bounds=bounds)
             checks = judged(pair)
-            size = taken * sum(one.numel() for one in other.values[END].values())
-            cheap = size <= _CHEAP and not (plan.exact and any(check.first for check in checks))
-            # What compresses gradients does so by buckets, which DDP makes anew after its first step.
-            if at and plan.compress == "none" and (cheap if resume is None else resume):
+            if wanted and not (plan.exact and any(check.first for check in checks)):
                 again = resumed(given, plan, Path(name), at, watch)
                 later = judged_after_resume(Pair(one=other, other=again, plan=plan, bounds=bounds), at)
-        checks = [*later, *checks] if not plan.exact else [*checks, *later]
-        first = next((check.first for check in checks if check.first), "")
+        # A plan that is not exact differs from one device anyhow, but not from its own run without a stop.
+        every_check = [*checks, *later] if plan.exact else [*later, *checks]
+        first = next((check.first for check in every_check if check.first), "")
         cause = ""
         if first and any(check.first == first for check in later):
             cause = (
@@ -187,12 +187,17 @@ class OneDevice:
             notes=self._facts.notes,
             first=first,
             cause=cause,
-            checks=checks,
+            checks=every_check,
             never=pair.one.never,
             reference=self.reference,
             asked=self.steps,
             late=pair.one.last_gradient if taken > self.steps else None,
         )
+
+    @property
+    def _cheap(self) -> bool:
+        record = self._record
+        return len(record.steps) * sum(one.numel() for one in record.values[END].values()) <= _CHEAP
 
     def evidence(self, pair: Pair, checks: list[Check], watch: Watch = None) -> Evidence:
         """What a cause is told from; for it the first step is taken once more on both sides, and looked into."""
@@ -227,6 +232,10 @@ def prove(
         WorkerError: if one of the runs failed.
     """
     refuse(job, plan, plan.world_size)
+    if resume and (reason := _why_not_resumed(plan, steps)):
+        raise RefusedError.of(
+            "resume", f"resume=True, where {reason}", "other plans, and 2 steps or more", "resume=None"
+        )
     if plan.precision not in LAST_PLACE:
         raise RefusedError.of("plan.precision", plan.precision, ", ".join(LAST_PLACE), "precision=bf16")
     with LookAhead(job, plan) as look:
@@ -241,6 +250,14 @@ def prove(
     how = ReferenceRun(precision=plan.precision, device=plan.device, against=own)
     proof = OneDevice.run(job, steps, how, watch, facts).prove(plan, findings=found, watch=watch, resume=resume)
     return replace(proof, notes=[*proof.notes, *causes])
+
+
+def _why_not_resumed(plan: Plan, steps: int) -> str:
+    if plan.compress != "none":
+        return f"compress={plan.compress} works by buckets, which a resume makes anew"
+    if plan.server and not plan.exact:
+        return "no two runs with stale servers are equal"
+    return "one step has no middle" if steps < 2 else ""
 
 
 _CHEAP = 10**8

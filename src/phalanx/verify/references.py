@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from importlib import import_module
 from pathlib import Path
@@ -25,6 +26,7 @@ from phalanx.verify.record import RunRecord, StepRecord
 from phalanx.witness.dropout_off import dropout_off
 from phalanx.witness.own_loop import OwnLoop
 from phalanx.witness.plain_loop import Witness, why_not
+from phalanx.witness.reference_step import real
 from phalanx.witness.rounding import DRAWS, LAST_PLACE, Variation
 
 _MOMENTS = ("values", "buffers", "reduced", "used")
@@ -65,7 +67,10 @@ class ReferenceRun:
                 if not self.against:
                     return varied(given, asked, {**how, "most": most})
                 witness = self.against.run(given, asked, device)
-                return witness, {} if why_not(given) else varied(given, asked, how)[1]
+                noise: dict[str, float] = {}
+                with suppress(Exception):  # a plain loop may not take what the user's own does
+                    noise = {} if why_not(given) else varied(given, asked, how)[1]
+                return witness, noise
 
         return _observed(run, self.plan, folder, watch)
 
@@ -75,8 +80,8 @@ def varied(job: Job, steps: int, how: dict[str, Any]) -> tuple[Witness, dict[str
     one = Witness.of(job, steps, varied=Variation(), **how)
     given: dict[str, Any] = {"share": LAST_PLACE[how["precision"]], "batches": one.batches}
     given |= {"evaluation": one.evaluation_data}
-    others = (Witness.of(job, steps, varied=Variation(**given, seed=draw), **how) for draw in range(DRAWS))
-    return one, noise_of(_record(*_flat(one)), (_record(*_flat(other)) for other in others))
+    others = [Witness.of(job, steps, varied=Variation(**given, seed=draw), **how) for draw in range(DRAWS)]
+    return one, noise_of(_record(*_flat(one)), [_record(*_flat(other)) for other in others], how["precision"])
 
 
 def _observed(
@@ -105,7 +110,7 @@ def _flat(witness: Witness) -> tuple[dict[str, Tensor], dict[str, Any]]:
     tensors: dict[str, Tensor] = {}
     for kind in _MOMENTS:
         for moment, named in getattr(witness, kind).items():
-            tensors |= {f"{kind}|{moment}|{name}": tensor for name, tensor in named.items()}
+            tensors |= {f"{kind}|{moment}|{name}": real(tensor) for name, tensor in named.items()}
     numbers: dict[str, dict[str, float]] = {}
     for moment, entries in witness.state.items():
         numbers[moment] = {}
@@ -113,7 +118,7 @@ def _flat(witness: Witness) -> tuple[dict[str, Tensor], dict[str, Any]]:
             for key, value in state.items():
                 alike = isinstance(value, Tensor) and value.shape == witness.values[moment][name].shape
                 if isinstance(value, Tensor) and (alike or value.dim()) and key != "step":
-                    tensors[f"state|{moment}|{name}.{key}"] = value
+                    tensors[f"state|{moment}|{name}.{key}"] = real(value)
                 elif isinstance(value, Tensor | int | float):
                     numbers[moment][f"{name}.{key}"] = float(value)
     skipped = witness.skipped or [False] * len(witness.losses)

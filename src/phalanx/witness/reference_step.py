@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 
 from phalanx.config import Job
 from phalanx.witness.dropout_off import dropout_off
-from phalanx.witness.rounding import CAP, FLOOR, LAST_PLACE, SUM_FLOOR, TIMES, Variation
+from phalanx.witness.rounding import CAP, FLOOR, LAST_PLACE, SUM_FLOOR, SUMS, TIMES, Variation, spread
 
 if TYPE_CHECKING:
     from phalanx.witness.plain_loop import Witness
@@ -31,6 +31,7 @@ Ranges = tuple[tuple[int, int], ...]
 Piece = tuple[tuple[int, Ranges], ...]
 """Which part of a whole tensor: the dimensions that are cut, and the ranges [start, stop) of each; none: all of it."""
 _LOSS_TIMES = 1, 2  # with changed weights: gradients that do not grow with the loss are changed in backward
+_SEVERAL = 16  # numbers of a gradient; fewer may be close by chance
 _COLUMNS = 8  # of random signs
 
 
@@ -61,11 +62,12 @@ def take_first_step(
     if not all(bool(tensor.isfinite().all()) for tensor in mine.values()):
         return {"without": "its numbers are not finite"}
     computed = [_computed(other) for other in others]
-    noise = {name: [_norm(other[name] - value) for other in computed] for name, value in mine.items()}
-    bends = any(
-        more > 1e3 * once + 0.01 * _norm(mine[name]) for name, (once, more) in noise.items() if name.startswith("gradi")
-    )
-    off = max(abs(other.losses[0] - one.losses[0]) for other in others)
+    noise = {
+        name: [spread(value.numel()) * _norm(other[name] - value) for other in computed] for name, value in mine.items()
+    }
+    gradients = [name for name, value in mine.items() if name.startswith("gradient.") and value.numel() >= _SEVERAL]
+    bends = any(noise[name][1] > 1e3 * noise[name][0] + 0.01 * _norm(mine[name]) for name in gradients)
+    off = spread(SUMS) * max(abs(other.losses[0] - one.losses[0]) for other in others)
     file.write(save({name: tensor.contiguous() for name, tensor in mine.items()}))
     file.flush()
     sizes = {name: _norm(value) for name, value in one.values["start"].items()}

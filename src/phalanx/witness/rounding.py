@@ -9,6 +9,7 @@ noise of a result; a plan may differ by ``TIMES`` that, plus a floor. Sound plan
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, final
@@ -17,17 +18,26 @@ import torch
 
 DRAWS = 2
 TIMES = 6
-LAST_PLACE = {"fp32": 2.0**-23, "tf32": 2.0**-11, "bf16": 2.0**-8, "fp16": 2.0**-11}
+LAST_PLACE = {"fp32": 2.0**-23, "bf16": 2.0**-8, "fp16": 2.0**-11}
 """By precision, of those whose steps can be compared."""
-FLOOR = {"fp32": 1e-5, "tf32": 2.0**-11, "bf16": 2.0**-8, "fp16": 2.0**-11}
+FLOOR = {"fp32": 1e-5, "bf16": 2.0**-8, "fp16": 2.0**-11}
 """Share of a tensor's norm that may differ where changed weights move nothing."""
-SUM_FLOOR = {"fp32": 1e-5, "tf32": 2.0**-13, "bf16": 2.0**-10, "fp16": 2.0**-13}
+SUM_FLOOR = {"fp32": 1e-5, "bf16": 2.0**-10, "fp16": 2.0**-13}
 """The same of a loss, and of the factor common to all gradients: sums over a batch, whose errors cancel."""
-CAP = {"fp32": 1e-3, "tf32": 0.25, "bf16": 0.25, "fp16": 0.25}
+CAP = {"fp32": 1e-3, "bf16": 0.25, "fp16": 0.25}
 """Share of the first loss, and of the norm of all first gradients, that ``TIMES`` the noise may not exceed.
 
 Beyond it the job does not repeat itself, such as one that draws without a seed, and noise must not hide that.
 """
+
+
+SUMS = 9
+"""Numbers that a sum over the batch counts as in ``spread``: it is the sum of many errors."""
+
+
+def spread(count: int) -> float:
+    """Return the factor on the noise of ``count`` numbers: few may lie close by chance."""
+    return 1 + 3 / math.sqrt(max(1, count))
 
 
 @final
@@ -60,6 +70,6 @@ class Variation:
             group["lr"] *= self.lr_scale
         generator = torch.Generator().manual_seed(self.seed)
         for tensor in model.parameters() if self.share else ():
-            if tensor.is_floating_point():
+            if tensor.is_floating_point() or tensor.is_complex():
                 signs = torch.randint(2, tensor.shape, generator=generator).mul_(2).sub_(1)
                 tensor.mul_((1.0 + max(self.share, torch.finfo(tensor.dtype).eps) * signs).to(tensor))
