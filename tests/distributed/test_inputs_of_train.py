@@ -293,6 +293,7 @@ OPTIONS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "prove": {
         "--plan": ("--plan", "fsdp=2"),
         "--steps": ("--steps", "2"),
+        "--resume": ("--no-resume",),
         "--against": ("--against", "toy.py:loop"),
         "--json": ("--json",),
     },

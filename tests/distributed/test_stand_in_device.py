@@ -112,7 +112,7 @@ def test_the_command_line(faulty: str) -> None:
     result = CliRunner().invoke(main, words)
     assert result.exit_code == RunError.exit_code, result.output
     assert "differs from one device" in result.output
-    assert f'px.prove(job, "{faulty}") to find the cause; --check off' in " ".join(result.output.split())
+    assert f'--plan "{faulty}" to find the cause; --check off' in " ".join(result.output.split())
     result = CliRunner().invoke(main, [*words[:-4], "other", *words[-3:], "--check", "off"])
     assert result.exit_code == 0, result.output
 

@@ -230,7 +230,7 @@ def test_code_that_is_sent_is_looked_at(tmp_path: Path) -> None:
 
 def test_what_was_copied_by_hand_is_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As a launch sends nothing then; the file here is another than the host's."""
-    monkeypatch.setattr(asking, "_stamp", lambda path: [])
+    monkeypatch.setattr(asking.code_files, "stamp_of", lambda path: [])
     (tmp_path / "gone.py").touch()
     (host,) = asked(tmp_path, code(tmp_path)).hosts
     assert (host.sent, host.unsent) == (0, 0)

@@ -12,6 +12,7 @@ from phalanx.launch.targets.handed_over import (
     ticket_of,
     write_ticket,
 )
+from phalanx.launch.targets.launch_folder import LAST_WORDS, last_word
 from phalanx.launch.targets.offer import Offer, misfit, nearest_plan
 from phalanx.launch.targets.target import (
     AttachedTarget,
@@ -24,6 +25,7 @@ from phalanx.launch.targets.target import (
 )
 
 __all__ = [
+    "LAST_WORDS",
     "TARGETS",
     "AttachedTarget",
     "CodePack",
@@ -38,6 +40,7 @@ __all__ = [
     "find_target",
     "forget_handed_over",
     "is_handed_over",
+    "last_word",
     "log_of",
     "misfit",
     "nearest_plan",
