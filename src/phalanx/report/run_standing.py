@@ -125,7 +125,12 @@ def stop_run(folder: Path) -> bool:
     Raises:
         RunError: it goes on on another machine, and no target leads there.
     """
-    launched = _ticket(folder)
+    try:
+        launched = _ticket(folder)
+    except UnmarkedError:
+        launched = None
+        if not is_written(folder):
+            raise
     if launched and isinstance(launched[0], QueueTarget):
         found = run_standing(folder)
         if found.goes_on or found.state == "unknown":  # a target that cannot be asked says so

@@ -110,6 +110,7 @@ def one_launch_at_a_time(folder: Path) -> Iterator[None]:
     Raises:
         SpecError: another launch has not come to its end within a minute.
     """
+    _key()  # before anything is handed over that could not be marked
     above = folder.absolute().parent
     while not above.is_dir() and above != above.parent:
         above = above.parent
