@@ -257,6 +257,10 @@ def place_from_environment() -> Place | None:
     )
 
 
+AGENT = "PHALANX_AGENT"
+"""The variable with the process number of the agent on this node, where a launch has started it."""
+
+
 def started_by_agent() -> bool:
     """Whether torchrun's agent is this process's parent, or what stands between them ends with it."""
     return "TORCHELASTIC_RUN_ID" in os.environ

@@ -37,7 +37,7 @@ from phalanx.launch.run_secret import share_secret
 from phalanx.launch.runfile import RunFolder, absolute, settled
 from phalanx.launch.side_process import look_ahead
 from phalanx.launch.torch_warmup import leave_compiler_out, make_ready
-from phalanx.launch.torchrun import SharedStands, agent_serves, begun_before, claim, note_begun, started_by_agent
+from phalanx.launch.torchrun import AGENT, SharedStands, agent_serves, begun_before, claim, note_begun, started_by_agent
 from phalanx.launch.worker_process import die_with, leave_warnings_to_rank_0, show_rank
 from phalanx.parallel import devices_here
 from phalanx.train.assembly import refuse
@@ -218,8 +218,8 @@ def within_folder(
         SpecError: if the run folder cannot be used.
     """
     status.place = place = replace(status.place, number=next(_runs))
-    if started_by_agent():
-        die_with(os.getppid())
+    if started_by_agent():  # which may have ended while this process was importing
+        die_with(int(os.environ.get(AGENT) or os.getppid()))
     entered = RunFolder(run, job=job, given=runfile)
     run = enter_folder(run, place, partial(status.enter, entered), own=run.folder if status.gathered else None)
     status.folder = run.folder

@@ -25,6 +25,7 @@ from phalanx.errors import SpecError
 from phalanx.events.log import EventReader
 from phalanx.launch.reaper import SAVED
 from phalanx.launch.targets.launch_folder import word_of
+from phalanx.launch.torchrun import AGENT
 
 _OLDER_GRACE = 30  # seconds, before torch 2.13
 _AFTER_GRACE = 5  # seconds, after which a worker that should have ended by itself is ended by force
@@ -103,6 +104,7 @@ def be_agent(spec: RunSpec, place: NodePlace, worker: Sequence[str]) -> int:
     if spec.grace > _OLDER_GRACE and not hasattr(LaunchConfig, "shutdown_timeout"):
         what = f"this torch ends workers after {_OLDER_GRACE} seconds, whatever grace is: 2.13 does not"
         print(f"{place.name}: {what}", file=sys.stderr)
+    os.environ[AGENT] = str(os.getpid())
     os.environ["PYTHONUNBUFFERED"] = "1"  # what is printed goes into a pipe, and would be lost with the worker
     options = {"nnodes": str(place.nodes), "nproc-per-node": str(workers), **place.options}
     words = [word for name, value in options.items() for word in (f"--{name}", value)]
