@@ -247,7 +247,7 @@ def test_a_proof_compares_it(monkeypatch: pytest.MonkeyPatch) -> None:
     proof = px.prove(given, "dp=2", steps=STEPS)
     assert proof.equal, proof
     trained = sum(one.requires_grad for one in Net().parameters())
-    assert [check.many for check in proof.checks if check.kind == "average"] == [trained]
+    assert [check.many for check in proof.checks if check.kind == "average"] == [trained] * 2, "and after a resume"
     right = WeightAverage.stepped
 
     def twice(self: WeightAverage, step: int) -> None:

@@ -360,8 +360,8 @@ class Asked:
         self.what.append(f"{run} {given.steps} {sorted(how)}")
         copytree(self._made, run.folder)
 
-    def prove(self, given: Job, plan: Plan, *, steps: int, against: Any, **how: Any) -> Any:
-        self.what.append(f"{plan} {steps} {against and against.__name__}")
+    def prove(self, given: Job, plan: Plan, *, steps: int, against: Any, resume: bool | None, **how: Any) -> Any:
+        self.what.append(f"{plan} {steps} {against and against.__name__} {resume}")
         return self._proof
 
 
