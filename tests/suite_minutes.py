@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-# CPU minutes of all processes of a folder's tests, about a quarter more than two cores need. Their sum is only ever lowered.
+# CPU minutes of all processes of a folder's tests, a quarter more than two cores need. Only their sum is ever lowered.
 BUDGETS = {"cases": 0.4, "conversions": 0.4, "distributed": 17.7, "faults": 4.9, "gpu": 0.2, "launch": 6.5}
 BUDGETS |= {"mutants": 2.6, "parity": 6.0, "recommended": 0.4, "unit": 8.9}
 _USED = "cpu seconds"
