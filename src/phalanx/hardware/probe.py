@@ -9,7 +9,6 @@ from __future__ import annotations
 import ctypes
 import json
 import os
-import platform
 import re
 import resource
 import subprocess
@@ -106,17 +105,6 @@ def _asked_elsewhere(kind: DeviceKind) -> tuple[Gpu, ...]:
         return tuple(Gpu(name=name, memory=memory, kind=kind.name) for name, memory in told)
     except (OSError, subprocess.SubprocessError, ValueError, IndexError):
         return ()
-
-
-def device_name(kind: DeviceKind) -> str:
-    """What the driver calls this machine's devices of that ``kind``; several names where they are not all alike.
-
-    Asks nothing that keeps workers from being forked. Of the host, whose cores all compute alike, the architecture.
-    """
-    if kind.on_host:
-        return platform.machine()
-    names = kind.names_at_hand() or {one.name for one in _asked_elsewhere(kind)}
-    return ", ".join(sorted({*names} - {""}))
 
 
 def _topology(kind: DeviceKind | None) -> str:
