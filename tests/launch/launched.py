@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import socket
@@ -121,8 +122,20 @@ NEEDED: dict[str, dict[str, str]] = {
         "bucket": "s3://bucket/phalanx",
     },
 }
-# of several instances of SageMaker
-SHARED = {"filesystem": "fsx:fs-0123456789abcdef0:/fsx/runs", "subnets": "subnet-0a", "security-groups": "sg-0a"}
+_FSX = {"FileSystemType": "FSxLustre", "FileSystemId": "fs-0123456789abcdef0", "DirectoryPath": "/fsx/runs"}
+_SHARED = {
+    "InputDataConfig": [
+        {"ChannelName": "shared", "DataSource": {"FileSystemDataSource": {**_FSX, "FileSystemAccessMode": "rw"}}}
+    ],
+    "VpcConfig": {"Subnets": ["subnet-0a"], "SecurityGroupIds": ["sg-0a"]},
+}
+
+
+def shared(folder: Path, **more: Any) -> dict[str, str]:
+    """Options for several instances of SageMaker: a file in ``folder`` that is merged into the request."""
+    path = folder / "shared.json"
+    path.write_text(json.dumps({**_SHARED, **more}))
+    return {"patch": str(path)}
 
 
 def submission(

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
-from launched import NEEDED, SHARED, Queue, StandIn, StandIns, by_hand, write_job
+from launched import Queue, StandIn, StandIns, by_hand, write_job
 from ssh_hosts import SshServers, ssh_servers
 from test_target_laws import CASES, QUEUES, own_words, submission
 
@@ -152,7 +152,6 @@ class TestQueue:
             assert Queue.taken == []
 
 
-SAGEMAKER = {**NEEDED["sagemaker"], **SHARED, "instance": "ml.p5.48xlarge", "nodes": "2"}
 NODES = [{"name": f"n{number}", "cpus": 2.0, "gpus": 0.0, "kind": "", "memory": 8e9} for number in range(2)]
 
 
@@ -160,12 +159,6 @@ class TestWithoutAPlan:
     @pytest.mark.parametrize(
         ("to", "words", "there", "processes"),
         [
-            (
-                "sagemaker",
-                tuple(word for name, value in SAGEMAKER.items() for word in (f"--{name}", value)),
-                "on 2x8xH100: ",
-                16,
-            ),
             ("ray", ("--cpus-per-worker", "2"), "on 2x1x", 2),
             (
                 "kubernetes",

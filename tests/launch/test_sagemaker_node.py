@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, final
 
 import pytest
-from launched import NEEDED, SHARED, await_none_left, await_steps, by_hand, submission, until, write_job
+from launched import NEEDED, await_none_left, await_steps, by_hand, shared, submission, until, write_job
 
 import phalanx as px
 from emulator import Hosts
@@ -61,7 +61,7 @@ class Containers:
     def run(self) -> Path:
         """The run folder, as this machine sees it."""
         run = self._asked["HyperParameters"]["run"]
-        return self.roots[0] / "checkpoints" if run.startswith("s3://") else self._folder / "shared" / run.split("#")[1]
+        return self.roots[0] / "checkpoints" if run.startswith("s3://") else self._folder / run
 
     def signal(self) -> None:
         """As SageMaker sends it: to the first process of each, as it may come, as the one before has ended."""
@@ -156,7 +156,7 @@ def start(tmp_path: Path, hosts: Callable[..., Hosts]) -> Iterator[Start]:
     made: list[Containers] = []
 
     def begin(plan: str, job: Path, *, count: int = 1, **run: Any) -> Containers:
-        options = {**REQUIRED, "nodes": str(count), **(SHARED if count > 1 else {})}
+        options = {**REQUIRED, "nodes": str(count), **(shared(tmp_path) if count > 1 else {})}
         settings: dict[str, Any] = {"job": str(job), "grace": 20.0, **run}
         given = replace(submission("sagemaker", tmp_path, plan, run=settings, **options), python=SageMakerTarget.python)
         made.append(Containers(given, tmp_path, hosts(count) if count > 1 else None))

@@ -23,7 +23,6 @@ from phalanx.launch import run_secret
 from phalanx.launch.runfile import RunFolder, absolute, default_folder, set_aside, settled
 from phalanx.launch.targets import kubernetes, kubernetes_standing, ray, ray_actors, ray_code, sagemaker
 from phalanx.launch.targets.launch_folder import CODE_LIST, FOLDER, OUTPUT, TICKET, attached_log
-from phalanx.launch.targets.sagemaker_logs import TrainingLogs
 from phalanx.launch.targets.slurm_script import SCRIPT
 from phalanx.launch.targets.ssh_sending import FolderSnapshot
 from phalanx.placement.survey_file import PLACEMENT
@@ -256,12 +255,11 @@ def flip(path: Path) -> None:
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "reference" / "run-folder.md"
 NAMES = (BEST, PLACEMENT, FORECAST, EVENTS, FOLDER, single_writer.NAME, run_secret._NAME)
-LOGS = TrainingLogs(None, "digits-1", Path())  # pyrefly: ignore  (asks nothing for its names)
 OF_LAUNCH = (
     *(SCRIPT, CODE_LIST, "slurm-7.out", TICKET),
     *(kubernetes._MANIFESTS, kubernetes._ASKED, kubernetes_standing._TAKEN, OUTPUT),
     *(ray._REQUEST, ray_code.ARCHIVE, ray_actors.STANDING),
-    *(sagemaker._REQUEST, LOGS.path().name, LOGS.path(3).name, LOGS._tokens_file.name),
+    sagemaker._REQUEST,
     *(attached_log(Path(), None).name, attached_log(Path(), 3).name),
 )
 

@@ -13,8 +13,6 @@ from phalanx.errors import SpecError
 from phalanx.launch.targets import TARGETS, Submission, Target, find_target, settled_options
 from phalanx.launch.targets.kubernetes import KubernetesTarget
 from phalanx.launch.targets.ray_request import NodeOffer, offer_of, offers
-from phalanx.launch.targets.sagemaker import SageMakerTarget
-from phalanx.launch.targets.sagemaker_instances import instances_offered
 from phalanx.launch.targets.slurm import SlurmTarget
 
 pytestmark = pytest.mark.quick
@@ -82,8 +80,6 @@ class TestGivenTwice:
         [
             ("kubernetes", "environment", "A=1,A=2"),
             ("kubernetes", "node_selector", "A=1,A=2"),
-            ("sagemaker", "environment", "A=1,B=1,A=2"),
-            ("sagemaker", "tags", "A=1,A=2"),
         ],
     )
     def test_a_name_with_two_values_is_refused(self, tmp_path: Path, name: str, option: str, text: str) -> None:
@@ -133,7 +129,6 @@ class TestGpus:
             ("slurm", "dp=2 device=cuda", {"gpus_per_node": "", "gres": "fpga:1"}, "2 nodes with no GPU (--gres)"),
             ("kubernetes", "dp=8 device=cuda", {"gpus_per_node": "1"}, "2 nodes with 1 x GPU (--gpus-per-node) have 2"),
             ("kubernetes", "dp=2 device=cuda", {"gpus_per_node": "0"}, "2 nodes with no GPU"),
-            ("sagemaker", "dp=2 device=cuda", {"instance": "ml.m5.large"}, "1 node with no GPU (ml.m5.large)"),
         ],
     )
     def test_a_plan_for_more_than_there_are_is_refused(
@@ -153,8 +148,6 @@ class TestGpus:
             ("slurm", "dp=8", {"gpus_per_node": "", "gres": "shard:4"}),
             ("kubernetes", "dp=16", {"gpus_per_node": "0"}),
             ("kubernetes", "dp=16 device=cpu", {"gpus_per_node": "1"}),
-            ("sagemaker", "dp=2", {"instance": "ml.m5.large"}),
-            ("sagemaker", "dp=8 device=cpu", {}),
         ],
     )
     def test_one_that_fits_is_not(self, tmp_path: Path, name: str, plan: str, options: dict[str, str]) -> None:
@@ -205,22 +198,6 @@ class TestTime:
 
 
 class TestOffers:
-    @pytest.mark.parametrize(
-        ("options", "said"),
-        [
-            ({"instance": "ml.p5.48xlarge", "nodes": "2"}, "2 nodes with 8 x H100"),
-            ({"instance": "ml.g5.12xlarge"}, "1 node with 4 x A10G"),
-            ({"instance": "ml.c5.4xlarge", "nodes": "3"}, "3 nodes with 16 cores"),
-            ({"instance": "ml.m5.large"}, "1 node with 2 cores"),
-            ({"instance": "ml.p6-b300.48xlarge"}, "None"),
-            ({"instance": "ml.p9.xlarge"}, "None"),
-            ({"instance": "ml.p5.48xlarge", "nodes": "two"}, "None"),
-        ],
-    )
-    def test_of_instances(self, options: dict[str, str], said: str) -> None:
-        assert str(instances_offered(options)) == said
-        assert str(SageMakerTarget("").offer(options)) == said
-
     @pytest.mark.parametrize(
         ("options", "said"),
         [

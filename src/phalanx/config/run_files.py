@@ -147,6 +147,5 @@ LAUNCH_FILES: Mapping[str, str] = {
     "output.log": "by SSH, on Kubernetes and Ray: what all workers print",
     "rank-*.log": "what one rank prints: one file a rank",
     "*-*.log": "on SageMaker, by the job's name: what all workers print, or one rank, as far as it was fetched",
-    "*-*.fetched.json": "on SageMaker: how far that is",
 }
 """Name in ``launch/``, with ``*`` for any text → what it is."""

@@ -7,10 +7,13 @@ job does on each instance is in ``sagemaker_node.py``.
 
 from __future__ import annotations
 
+import hashlib
 import json
+import os
 import re
 import tempfile
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -19,24 +22,29 @@ from typing import Any, ClassVar, final
 from phalanx.config import Job, RunSpec
 from phalanx.config.run_files import EVENTS
 from phalanx.errors import PhalanxError, RunError, SpecError
+from phalanx.files import open_plain
+from phalanx.hardware.catalog import find
 from phalanx.launch.runfile import check_folder
 from phalanx.launch.targets.aws_calls import AwsCalls, split_s3
 from phalanx.launch.targets.code_pack import CodePack
 from phalanx.launch.targets.handed_over import earlier_ticket
-from phalanx.launch.targets.launch_folder import CODE_LIST, FOLDER, State
-from phalanx.launch.targets.offer import Offer
-from phalanx.launch.targets.sagemaker_instances import instances_offered
-from phalanx.launch.targets.sagemaker_job import CODE, RUN, JobPlaces, digest_of_text, run_text, to_json, training_job
-from phalanx.launch.targets.sagemaker_logs import TrainingLogs
-from phalanx.launch.targets.sagemaker_options import OPTIONS, SageMakerRequest
+from phalanx.launch.targets.launch_folder import CODE_LIST, FOLDER, State, append
+from phalanx.launch.targets.offer import Offer, misfit
+from phalanx.launch.targets.option_checks import is_count
+from phalanx.launch.targets.sagemaker_request import CODE, OPTIONS, RUN, TrainingJob
 from phalanx.launch.targets.target import Option, Prepared, QueueTarget, Standing, Submission
+
+LOGS = "/aws/sagemaker/TrainingJobs"
+"""The log group of all training jobs in CloudWatch."""
 
 _REQUEST = "training-job.json"
 _TAIL = 1 << 18  # bytes of a run's events that are looked at
 _TRAINING = ("Training", "Uploading", "Stopping")  # secondary statuses of a job whose containers run
 _OVER: dict[str, State] = {"Completed": "ended", "Failed": "failed", "Stopped": "stopped"}
 _FORGOTTEN = ("Requested resource not found", "Could not find training job")
+_NO_TYPE = ("InvalidInstanceType",)
 _TOO_LATE = ("ValidationException",)  # of a stop, after its end
+_OF_RANK = re.compile(r"\[rank (\d+)\] (.*)")  # as node_agent.py marks it
 
 
 @final
@@ -53,22 +61,24 @@ class SageMakerTarget(QueueTarget):
             raise SpecError.of(where="--to", given=f"'sagemaker:{address}'", allowed=allowed, fix="--to sagemaker")
 
     def prepare(self, submission: Submission) -> Prepared:
-        request = SageMakerRequest.of(submission)
-        pack = CodePack.of(request.code, without=submission.run.folder)
-        places = JobPlaces.of(submission, request, _run_of(submission.run.folder))
-        run = run_text(submission.run, request.code, places)
-        digests = {CODE: pack.digest, RUN: digest_of_text(run)}
-        asked = training_job(submission, request, places, digests)
-        file = submission.folder / _REQUEST
-        region = ("--region", request.region) if request.region else ()
+        job = TrainingJob.of(submission, _run_of(submission.run.folder))
+        pack = CodePack.of(job.code, without=submission.run.folder)
+        run = job.run_text(submission.run)
+        digests = {CODE: pack.digest, RUN: hashlib.sha256(run.encode()).hexdigest()}
+        job.asked["HyperParameters"] |= {f"{name}-sha256": digest for name, digest in digests.items()}
+        file, region = submission.folder / _REQUEST, submission.options.get("region")
         words = ("aws", "sagemaker", "create-training-job", "--cli-input-json", f"file://{file}")
         return Prepared(
             submission=submission,
-            files={submission.folder / CODE_LIST: pack.to_text(), submission.runfile: run, file: to_json(asked)},
+            files={
+                submission.folder / CODE_LIST: pack.to_text(),
+                submission.runfile: run,
+                file: json.dumps(job.asked, indent=1) + "\n",
+            },
             commands=(
-                ("aws", "s3", "cp", CODE, places.uri(CODE)),
-                ("aws", "s3", "cp", str(submission.runfile), places.uri(RUN)),
-                (*words, *region),
+                ("aws", "s3", "cp", CODE, job.uri(CODE)),
+                ("aws", "s3", "cp", str(submission.runfile), job.uri(RUN)),
+                (*words, *(("--region", region) if region else ())),
             ),
         )
 
@@ -84,7 +94,17 @@ class SageMakerTarget(QueueTarget):
             raise SpecError.of("run.folder", given, "the folder of an earlier launch there", "--resume auto")
 
     def offer(self, options: Mapping[str, str]) -> Offer | None:
-        return instances_offered(options)
+        """As EC2 describes the instance type; ``None`` where it does not, or its GPU is not in the catalog."""
+        instance, nodes = options.get("instance", ""), options.get("nodes", "1")
+        if not instance:
+            given, fix = "none", f"--instance {OPTIONS['instance'].example}"
+            raise SpecError.of("--instance", given, OPTIONS["instance"].help, fix)
+        if not is_count(nodes, 1):
+            return None
+        name = instance.removeprefix("ml.")
+        calls = AwsCalls(options.get("region", ""))
+        told = calls.ask("ec2", "describe_instance_types", nothing=_NO_TYPE, InstanceTypes=[name])
+        return _offered(told["InstanceTypes"][0], instance, int(nodes)) if told and told["InstanceTypes"] else None
 
     def submit(self, prepared: Prepared) -> Mapping[str, Any]:
         """
@@ -94,13 +114,16 @@ class SageMakerTarget(QueueTarget):
             SpecError: no region is set up.
         """
         submission = prepared.submission
-        request = SageMakerRequest.of(submission)
-        calls = AwsCalls(request.region)
+        calls = AwsCalls(submission.options.get("region", ""))
         if not calls.region:
             allowed = f"{OPTIONS['region'].help}; they say none"
             raise SpecError.of("--region", "none", allowed, f"--region {OPTIONS['region'].example}")
+        with suppress(RunError):  # who hands over a run need not be allowed to look
+            offer = self.offer(submission.options)
+            if offer and (problem := misfit(submission.run.plan, offer)):
+                raise SpecError([problem])
         asked = json.loads(prepared.files[submission.folder / _REQUEST])
-        with prepared.written(), _sent(calls, submission, request, asked):
+        with prepared.written(), _sent(calls, submission, asked):
             calls.ask("sagemaker", "create_training_job", **asked)
         return {"job": asked["TrainingJobName"], "region": calls.region, "run": asked["HyperParameters"]["run"]}
 
@@ -108,51 +131,100 @@ class SageMakerTarget(QueueTarget):
         return options.get("image", "that --image names")
 
     def why_not(self, prepared: Prepared, patience: float = 60.0) -> str | None:
-        """What is not there of what the launch names, as far as one may look; SageMaker cannot be asked the rest."""
+        """Whether AWS can be asked, and has the bucket; what else SageMaker refuses it says as it is handed a job."""
+        options = prepared.submission.options
         try:
-            return what_is_missing(SageMakerRequest.of(prepared.submission), patience) or None
+            calls = AwsCalls(options.get("region", ""))
+            if not calls.region:
+                return "no region is set up: --region, or aws configure set region"
+            calls.ask("sts", "get_caller_identity")
+            bucket = split_s3(options["bucket"])["Bucket"]
+            with suppress(RunError):  # who hands over a run need not be allowed to look
+                if calls.ask("s3", "head_bucket", nothing=("(404)",), Bucket=bucket) is None:
+                    return f"there is no bucket {bucket}"
         except PhalanxError as error:
             return str(error).partition("\n")[0]
+        return None
 
     def standing(self, ticket: Mapping[str, Any], folder: Path) -> Standing:
-        name, region = ticket["job"], ticket["region"]
-        calls = AwsCalls(region)
-        told = calls.ask("sagemaker", "describe_training_job", nothing=_FORGOTTEN, TrainingJobName=name)
+        calls = AwsCalls(ticket["region"])
+        told = calls.ask("sagemaker", "describe_training_job", nothing=_FORGOTTEN, TrainingJobName=ticket["job"])
         events = _last_events(calls, ticket.get("run"))
         if told is None:
             return Standing(state="unknown", detail="SageMaker has forgotten it", events=events)
-        return replace(_standing(told), events=events)
+        status, secondary = told["TrainingJobStatus"], told.get("SecondaryStatus", "")
+        detail = told.get("FailureReason") or secondary
+        running: State = "running" if secondary in _TRAINING else "waiting"
+        return Standing(state=_OVER.get(status, running), detail=detail, events=events)
 
     def stop(self, ticket: Mapping[str, Any], folder: Path) -> None:
-        name, region = ticket["job"], ticket["region"]
-        AwsCalls(region).ask("sagemaker", "stop_training_job", nothing=_TOO_LATE, TrainingJobName=name)
+        calls = AwsCalls(ticket["region"])
+        calls.ask("sagemaker", "stop_training_job", nothing=_TOO_LATE, TrainingJobName=ticket["job"])
 
     def log(self, ticket: Mapping[str, Any], folder: Path, rank: int | None) -> Path:
-        name, region = ticket["job"], ticket["region"]
-        logs = TrainingLogs(AwsCalls(region), name, folder / FOLDER)
-        logs.fetch()
-        return logs.path(rank)
+        """Fetch what has been printed from CloudWatch; one file has all, each rank its own."""
+        job, lines = ticket["job"], _printed(AwsCalls(ticket["region"]), ticket["job"])
+        if rank is not None:
+            found = (_OF_RANK.fullmatch(line) for line in lines)
+            lines = [one[2] for one in found if one and int(one[1]) == rank]
+        path = folder / FOLDER / (f"{job}.log" if rank is None else f"{job}.rank-{rank}.log")
+        known = Counter[str]()
+        with suppress(FileNotFoundError), os.fdopen(open_plain(path, os.O_RDONLY, below=2), newline="") as file:
+            known.update(line.removesuffix("\n") for line in file)
+        new = list[str]()
+        for line in lines:  # whoever follows the file reads on where it ended: lines that come late go to its end
+            known[line] -= 1
+            new += [line] if known[line] < 0 else []
+        if new:
+            append(path, "".join(f"{line}\n" for line in new).encode())
+        return path
 
 
-def _standing(told: Mapping[str, Any]) -> Standing:
-    """As SageMaker describes the job."""
-    status, secondary = told["TrainingJobStatus"], told.get("SecondaryStatus", "")
-    last = (told.get("SecondaryStatusTransitions") or [{}])[-1].get("StatusMessage", "")
-    if status == "Failed":
-        return Standing(state="failed", detail=told.get("FailureReason") or secondary)
-    detail = f"{secondary}: {last}" if last else secondary
-    if status in _OVER:
-        return Standing(state=_OVER[status], detail=secondary if status == "Completed" else detail)
-    return Standing(state="running" if secondary in _TRAINING else "waiting", detail=detail)
+def _offered(told: Mapping[str, Any], instance: str, nodes: int) -> Offer | None:
+    """Return what so many instances of a type have, by how EC2 describes it."""
+    cores, memory = told["VCpuInfo"]["DefaultVCpus"], told["MemoryInfo"]["SizeInMiB"] * 2**20
+    gpus = told.get("GpuInfo", {}).get("Gpus", [])
+    others = [one for one in gpus if one.get("Manufacturer") != "NVIDIA"]
+    if others or "NeuronInfo" in told or "InferenceAcceleratorInfo" in told:
+        given, allowed = f"{instance}, whose devices are no GPUs of NVIDIA", "a type with GPUs of NVIDIA, or none"
+        raise SpecError.of("--instance", given, allowed, f"--instance {OPTIONS['instance'].example}")
+    if not gpus:
+        return Offer(nodes=nodes, devices=1, cores=cores, memory=memory, by=instance)
+    size = round(gpus[0].get("MemoryInfo", {}).get("SizeInMiB", 0) / 1024)
+    kind = find(f"{gpus[0]['Name']}-{size}GB") or find(gpus[0]["Name"])
+    return Offer(nodes=nodes, devices=gpus[0]["Count"], device=kind.device.name, by=instance) if kind else None
+
+
+def _printed(calls: AwsCalls, job: str) -> list[str]:
+    """Return all lines that the containers of a job have printed so far, by their time."""
+    lines: list[tuple[int, str]] = []
+    asked = {"logGroupName": LOGS, "logStreamNamePrefix": f"{job}/"}
+    for stream in _pages(calls, "describe_log_streams", "logStreams", asked):
+        of = {"logGroupName": LOGS, "logStreamNames": [stream["logStreamName"]]}
+        events = _pages(calls, "filter_log_events", "events", of)
+        lines += [(event["timestamp"], event["message"].rstrip("\n")) for event in events]
+    return [text for _, text in sorted(lines, key=lambda line: line[0])]  # stable: of one host as they came
+
+
+def _pages(calls: AwsCalls, operation: str, key: str, asked: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    more: dict[str, Any] = {}
+    while True:
+        told = calls.ask("logs", operation, nothing=("ResourceNotFoundException",), **asked, **more) or {}
+        yield from told.get(key, [])
+        if not told.get("nextToken"):
+            return
+        more = {"nextToken": told["nextToken"]}
 
 
 def _last_events(calls: AwsCalls, run: object) -> list[Mapping[str, Any]]:
-    """The last events of a run whose folder is copied to S3; none of one elsewhere, or where it may not be read."""
+    """Return the last events of a run whose folder is copied to S3; none of one elsewhere, or that may not be read."""
     found: list[Mapping[str, Any]] = []
     if not (isinstance(run, str) and run.startswith("s3://")):
         return found
+    nothing = ("NoSuchKey", "NoSuchBucket", "InvalidRange")  # the last of an object without a byte
     with suppress(RunError):  # whoever may ask for a job need not read its bucket
-        for line in calls.tail(f"{run}/{EVENTS}", _TAIL).splitlines():
+        told = calls.ask("s3", "get_object", nothing=nothing, Range=f"bytes=-{_TAIL}", **split_s3(f"{run}/{EVENTS}"))
+        for line in (told["Body"].read() if told else b"").splitlines():
             with suppress(ValueError):  # of the first there may be the end alone, of the last the beginning
                 event = json.loads(line)
                 found += [event] if isinstance(event, dict) and "event" in event else []
@@ -165,22 +237,24 @@ def _run_of(folder: Path) -> str:
 
 
 @contextmanager
-def _sent(
-    calls: AwsCalls, submission: Submission, request: SageMakerRequest, asked: Mapping[str, Any]
-) -> Generator[None]:
+def _sent(calls: AwsCalls, submission: Submission, asked: Mapping[str, Any]) -> Iterator[None]:
     """Copy the code and the run file to S3; they are removed there where it fails within."""
     source = asked["InputDataConfig"][0]["DataSource"]["S3DataSource"]["S3Uri"]
+    code = TrainingJob.of(submission, _run_of(submission.run.folder)).code
     begun: list[str] = []
     try:
         with tempfile.TemporaryDirectory(prefix="phalanx-code-") as folder:
             path = Path(folder) / CODE
-            digest = CodePack.of(request.code, without=submission.run.folder).write(path)
-            if digest != asked["HyperParameters"][f"{CODE}-sha256"]:
-                what = f"{request.code} changed while it was handed over"
+            if (
+                CodePack.of(code, without=submission.run.folder).write(path)
+                != asked["HyperParameters"][f"{CODE}-sha256"]
+            ):
+                what = f"{code} changed while it was handed over"
                 raise RunError(f"{what}\n    try: once more, when nothing writes there")
-            for name, file in ((CODE, path), (RUN, submission.runfile)):
-                begun.append(f"{source}{name}")
-                calls.upload(file, f"{source}{name}")
+            for file in (path, submission.runfile):
+                begun.append(f"{source}{file.name}")
+                with file.open("rb") as body:
+                    calls.ask("s3", "put_object", Body=body, **split_s3(begun[-1]))
         yield
     except BaseException as error:
         if not isinstance(error, PhalanxError):  # SageMaker may have taken it
@@ -188,61 +262,6 @@ def _sent(
                 name = asked["TrainingJobName"]
                 calls.ask("sagemaker", "stop_training_job", nothing=_TOO_LATE, TrainingJobName=name)
         for uri in begun:
-            bucket, key = split_s3(uri)
             with suppress(RunError):
-                calls.ask("s3", "delete_object", Bucket=bucket, Key=key)
+                calls.ask("s3", "delete_object", **split_s3(uri))
         raise
-
-
-_ECR = re.compile(r"(\d{12})\.dkr\.ecr\.([a-z0-9-]+)\.amazonaws\.com[.a-z]*/([^:@]+)(?::([^@]+))?(?:@(.+))?")
-_CALLS = 6  # at most, each of which takes its share of the time
-
-
-def what_is_missing(request: SageMakerRequest, patience: float) -> str:
-    """The first thing of ``request`` that is not there; empty where all is, or one may not look.
-
-    ``patience``: seconds that it may take.
-
-    Raises:
-        MissingExtraError: boto3 is not installed.
-        RunError: AWS cannot be asked, or does not believe this machine's credentials.
-    """
-    calls = AwsCalls(request.region, patience / 2 / _CALLS)
-    if not calls.region:
-        return "no region is set up: --region, or aws configure set region"
-    calls.ask("sts", "get_caller_identity")
-    return next(_missing(calls, request, patience / 2 / _CALLS), "")
-
-
-def _missing(calls: AwsCalls, request: SageMakerRequest, patience: float) -> Iterator[str]:
-    bucket, _ = split_s3(request.bucket)
-    if _lacks(calls, "s3", "head_bucket", ("(404)",), Bucket=bucket):
-        yield f"there is no bucket {bucket}"
-    role = request.role.rpartition("/")[2]
-    if _lacks(calls, "iam", "get_role", ("NoSuchEntity",), RoleName=role):
-        yield f"there is no role {request.role}"
-    if request.data and _holds_nothing(calls, request.data):
-        yield f"there is nothing at {request.data}"
-    if ecr := _ECR.fullmatch(request.image):
-        account, region, name, tag, digest = ecr.groups()
-        image = {"imageDigest": digest} if digest else {"imageTag": tag or "latest"}
-        nothing = ("RepositoryNotFoundException", "ImageNotFoundException")
-        there = AwsCalls(region, patience)
-        named: dict[str, Any] = {"registryId": account, "repositoryName": name, "imageIds": [image]}
-        if _lacks(there, "ecr", "describe_images", nothing, **named):
-            yield f"there is no image {request.image}"
-
-
-def _lacks(calls: AwsCalls, service: str, operation: str, nothing: Sequence[str], **given: Any) -> bool:
-    """Whether AWS answers that there is no such thing; who hands over a run need not be allowed to look."""
-    with suppress(RunError):
-        return calls.ask(service, operation, nothing=nothing, **given) is None
-    return False
-
-
-def _holds_nothing(calls: AwsCalls, uri: str) -> bool:
-    bucket, key = split_s3(uri)
-    with suppress(RunError):
-        told = calls.ask("s3", "list_objects_v2", nothing=("NoSuchBucket",), Bucket=bucket, Prefix=key, MaxKeys=1)
-        return not (told and told.get("KeyCount"))
-    return False

@@ -33,7 +33,7 @@ from phalanx.launch.runfile import absolute
 from phalanx.launch.targets.code_pack import unpack
 from phalanx.launch.targets.launch_folder import run_from
 from phalanx.launch.targets.node_agent import NodePlace, be_agent, meeting_options, worker_words
-from phalanx.launch.targets.sagemaker_job import CODE, CODE_CHANNEL, ROOT, RUN
+from phalanx.launch.targets.sagemaker_request import CODE, CODE_CHANNEL, ROOT, RUN
 
 _PORT = 29400
 _FLUSH = 5.0  # seconds for what workers printed last
