@@ -162,7 +162,7 @@ class TestWithoutAPlan:
             ("ray", ("--cpus-per-worker", "2"), "on 2x1x", 2),
             (
                 "kubernetes",
-                ("--image", "train:1", "--nodes", "2", "--gpus-per-node", "4", "--node-selector", "gpu=nvidia-l4"),
+                ("--image", "train:1", "--nodes", "2", "--gpus-per-node", "4", "--patch", "pod.json"),
                 "on 2x4xL4: ",
                 8,
             ),
@@ -173,6 +173,8 @@ class TestWithoutAPlan:
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, to: str, words: Sequence[str], there: str, processes: int
     ) -> None:
         monkeypatch.setattr(ray_target, "_answer", lambda *given: {"nodes": NODES})
+        monkeypatch.chdir(tmp_path)
+        Path("pod.json").write_text('{"spec": {"nodeSelector": {"gpu": "nvidia-l4"}}}')
         volume = ("--volume", f"data:{tmp_path}") if to == "kubernetes" else ()
         result = launch(to, *words, *volume, "--dry-run", "--json")
         assert result.exit_code == 0, result.output

@@ -75,17 +75,6 @@ class TestGivenTwice:
         script = prepared("slurm", tmp_path, **own)
         assert 0 < script.index("module load cuda") < script.index("source env.sh") < script.index("srun ")
 
-    @pytest.mark.parametrize(
-        ("name", "option", "text"),
-        [
-            ("kubernetes", "environment", "A=1,A=2"),
-            ("kubernetes", "node_selector", "A=1,A=2"),
-        ],
-    )
-    def test_a_name_with_two_values_is_refused(self, tmp_path: Path, name: str, option: str, text: str) -> None:
-        where, given, _ = problem_of(name, tmp_path, **{option: text})
-        assert (where, given) == (f"--{option.replace('_', '-')}", "A twice")
-
 
 class TestUnknown:
     @pytest.mark.parametrize(
@@ -103,8 +92,7 @@ class TestUnknown:
                 "without --partition, or --to slurm",
                 "--partition belongs to slurm",
             ),
-            ("kubernetes", ["--mem", "8G"], "--memory", "--mem belongs to slurm"),
-            ("kubernetes", ["--env", "A=1"], "--environment or --env-from-secret", ""),
+            ("kubernetes", ["--mem", "8G"], "without --mem, or --to slurm", "--mem belongs to slurm"),
             ("ray", ["--gres=gpu:1"], "without --gres, or --to slurm", "--gres belongs to slurm"),
         ],
     )
@@ -199,28 +187,19 @@ class TestTime:
 
 class TestOffers:
     @pytest.mark.parametrize(
-        ("options", "said"),
+        ("selector", "said"),
         [
-            (
-                {"nodes": "2", "gpus-per-node": "8", "node-selector": "nvidia.com/gpu.product=NVIDIA-A100-SXM4-80GB"},
-                "A100-80GB",
-            ),
-            (
-                {"gpus-per-node": "8", "node-selector": "zone=b,cloud.google.com/gke-accelerator=nvidia-h100-80gb"},
-                "H100",
-            ),
-            ({"gpus-per-node": "4", "node-selector": "cloud.google.com/gke-accelerator=nvidia-tesla-t4"}, "T4"),
-            (
-                {"gpus-per-node": "4", "node-selector": "cloud.google.com/gke-accelerator=nvidia-tesla-a100"},
-                "A100-40GB",
-            ),
+            ({"nvidia.com/gpu.product": "NVIDIA-A100-SXM4-80GB"}, "A100-80GB"),
+            ({"zone": "b", "cloud.google.com/gke-accelerator": "nvidia-h100-80gb"}, "H100"),
+            ({"cloud.google.com/gke-accelerator": "nvidia-tesla-t4"}, "T4"),
+            ({"cloud.google.com/gke-accelerator": "nvidia-tesla-a100"}, "A100-40GB"),
         ],
     )
-    def test_of_pods_with_gpus(self, options: dict[str, str], said: str) -> None:
-        offer = KubernetesTarget("").offer(options)
-        assert offer
-        assert (offer.nodes, offer.devices) == (int(options.get("nodes", "1")), int(options["gpus-per-node"]))
-        assert offer.device == said
+    def test_of_pods_with_gpus(self, tmp_path: Path, selector: dict[str, str], said: str) -> None:
+        path = tmp_path / "pod.json"
+        path.write_text(json.dumps({"spec": {"nodeSelector": selector}}))
+        options = {"gpus-per-node": "8", "nodes": "2", "patch": str(path)}
+        assert str(KubernetesTarget("").offer(options)) == f"2 nodes with 8 x {said}"
 
     @pytest.mark.parametrize(
         ("nodes", "options", "said"),
@@ -292,24 +271,37 @@ class TestSbatch:
         assert problem.fix == fix
 
 
-class TestPods:
-    def container(self, folder: Path, **options: str) -> dict[str, Any]:
-        text = prepared("kubernetes", folder, **options)
+def test_a_patch_is_merged_into_each_pod(tmp_path: Path) -> None:
+    """Objects of one name are merged, lists are added to, and what it says takes the place of what is there."""
+    env = [{"name": "NCCL_DEBUG", "value": "INFO"}, {"name": "OMP_NUM_THREADS", "value": "3"}]
+    container = {"name": "node", "env": env, "resources": {"requests": {"cpu": "8"}, "limits": {"memory": "64Gi"}}}
+    volume = {"name": "shm", "emptyDir": {"sizeLimit": "16Gi"}}
+    patch = {
+        "metadata": {"labels": {"team": "vision"}},
+        "spec": {"containers": [container], "volumes": [volume], "imagePullSecrets": [{"name": "ecr"}]},
+    }
+    path = tmp_path / "pod.json"
+
+    def template(**options: str) -> dict[str, Any]:
+        text = prepared("kubernetes", tmp_path, gpus_per_node="0", **options)
         objects = json.loads(text[text.index("{\n") : text.rindex("}\n") + 1])
-        self.pod = objects["items"][1]["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
-        return self.pod["containers"][0]
+        return objects["items"][1]["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]
 
-    def test_have_variables_and_pull_their_image_by_a_secret(self, tmp_path: Path) -> None:
-        own = settled(
-            "kubernetes",
-            *("--environment", "NCCL_DEBUG=INFO", "--environment", "OMP_NUM_THREADS=3"),
-            *("--image-pull-secret", "ecr", "--image-pull-secret", "mirror"),
-        )
-        env = self.container(tmp_path, gpus_per_node="0", cpu="8", **own)["env"]
-        assert [one["name"] for one in env] == ["RESTART_ATTEMPT", "OMP_NUM_THREADS", "NCCL_DEBUG"]
-        assert [one.get("value") for one in env[1:]] == ["3", "INFO"]
-        assert self.pod["imagePullSecrets"] == [{"name": "ecr"}, {"name": "mirror"}]
-
-    def test_have_none_that_nobody_asked_for(self, tmp_path: Path) -> None:
-        assert [one["name"] for one in self.container(tmp_path)["env"]] == ["RESTART_ATTEMPT"]
-        assert "imagePullSecrets" not in self.pod
+    path.write_text(json.dumps(patch))
+    plain, pods = template(), template(patch=str(path))
+    (before,), (after,) = (one["spec"]["containers"] for one in (plain, pods))
+    variables = {one["name"]: one.get("value") for one in after["env"]}
+    assert variables == {"RESTART_ATTEMPT": None, "OMP_NUM_THREADS": "3", "NCCL_DEBUG": "INFO"}
+    assert [one["name"] for one in before["env"]] == ["RESTART_ATTEMPT", "OMP_NUM_THREADS"]
+    assert (before["resources"], after["resources"]) == (
+        {"requests": {"cpu": "2"}},
+        {"requests": {"cpu": "8"}, "limits": {"memory": "64Gi"}},
+    )
+    assert after["volumeMounts"] == before["volumeMounts"]
+    assert [one for one in pods["spec"]["volumes"] if one["name"] == "shm"] == [
+        {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": "16Gi"}}
+    ]
+    assert pods["spec"]["imagePullSecrets"] == [{"name": "ecr"}]
+    assert [*pods["metadata"]["labels"]] == [*plain["metadata"]["labels"], "team"]
+    path.write_text('{"spec": {"containers": "none", "nodeSelector": 3}}')
+    assert template(patch=str(path))["spec"]["containers"] == "none", "which the cluster refuses"

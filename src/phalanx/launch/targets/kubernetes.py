@@ -24,10 +24,11 @@ from phalanx.launch.runfile import check_folder
 from phalanx.launch.targets.handed_over import earlier_ticket
 from phalanx.launch.targets.kubectl import Kubectl
 from phalanx.launch.targets.kubernetes_manifest import JOBSETS, OF_JOBSET, config_name, manifests, name_of
-from phalanx.launch.targets.kubernetes_options import OPTIONS, PodRequest
+from phalanx.launch.targets.kubernetes_options import OPTIONS, PodRequest, asked_cores, part_of
 from phalanx.launch.targets.kubernetes_standing import printed_by, standing_of, take_in
 from phalanx.launch.targets.launch_folder import FOLDER, last_word
 from phalanx.launch.targets.offer import Offer
+from phalanx.launch.targets.option_checks import is_count, read_patch
 from phalanx.launch.targets.target import Option, Prepared, QueueTarget, Standing, Submission, own_words
 
 _MANIFESTS = "kubernetes.json"
@@ -186,35 +187,27 @@ def _name_in(text: str) -> str:
 
 _BY_LABEL = re.compile(r"[^=]*(?:gpu|accelerator)[^=]*=(?:nvidia-)?(?P<kind>.+)", re.IGNORECASE)
 _OF_CLOUDS = {"tesla-a100": "A100-40GB", "tesla-v100": "V100-16GB"}  # as GKE calls them
-_CORES = re.compile(r"[1-9][0-9]{0,6}")
-_MEMORY = re.compile(r"(?P<number>[1-9][0-9]{0,14})(?P<unit>[kMGTP]i?)?")
-_UNITS = {unit: 1000**power for power, unit in enumerate(("", "k", "M", "G", "T", "P"))}
-_UNITS |= {f"{unit}i": 1024**power for power, unit in enumerate(("", "K", "M", "G", "T", "P")) if unit}
 
 
 def pods_offered(options: Mapping[str, str]) -> Offer | None:
-    """What so many pods have by ``--gpus-per-node`` and a label of ``--node-selector`` that names the kind of GPU; of
-    pods without GPUs by ``--cpu`` and ``--memory``, a process each. ``None`` where the options do not say it.
+    """What so many pods have by ``--gpus-per-node`` and a node label of ``--patch`` that names the kind of GPU.
 
-    Options that are wrong offer nothing: what prepares the launch says so.
+    Of pods without GPUs by the cores that the patch asks for, a process each. ``None`` where the options do not say it;
+    options that are wrong offer nothing: what prepares the launch says so.
     """
     nodes, gpus = options.get("nodes", "1"), options.get("gpus-per-node", "")
-    if not _CORES.fullmatch(nodes):
+    patch, _ = read_patch(OPTIONS, options)
+    if not is_count(nodes, 1):
         return None
     if gpus == "0":
-        cores, memory = options.get("cpu", ""), _bytes(options.get("memory", ""))
-        known = _CORES.fullmatch(cores)
-        return Offer(nodes=int(nodes), devices=1, cores=int(cores), memory=memory, by="--cpu") if known else None
-    labels = [_BY_LABEL.fullmatch(word) for word in options.get("node-selector", "").split(",")]
+        cores = asked_cores(patch)
+        return Offer(nodes=int(nodes), devices=1, cores=cores, by="--patch") if cores else None
+    selector = dict(part_of(patch, "spec", "nodeSelector"))
+    labels = [_BY_LABEL.fullmatch(f"{label}={value}") for label, value in selector.items()]
     names = [label["kind"].lower() for label in labels if label]
     found = [
         entry for name in names if (entry := find(_OF_CLOUDS.get(name, name)) or find(name.removeprefix("tesla-")))
     ]
-    if len(found) != 1 or not _CORES.fullmatch(gpus):
+    if len(found) != 1 or not is_count(gpus, 1):
         return None
     return Offer(nodes=int(nodes), devices=int(gpus), device=found[0].device.name, by="--gpus-per-node")
-
-
-def _bytes(amount: str) -> int:
-    matched = _MEMORY.fullmatch(amount)
-    return int(matched["number"]) * _UNITS[matched["unit"] or ""] if matched else 0

@@ -12,14 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.launch.reaper import SAVED
-from phalanx.launch.targets.kubernetes_options import RUN_FILE, PodRequest, held
+from phalanx.launch.targets.kubernetes_options import NODE, RUN_FILE, PodRequest, held
+from phalanx.launch.targets.option_checks import merged
 from phalanx.launch.targets.target import Submission
 
 JOBSETS = "jobsets.jobset.x-k8s.io"
 """What kubectl calls them, whatever else a cluster has of that name."""
-
-NODE = "node"
-"""The replicated job, and the container."""
 
 RESTART = "RESTART_ATTEMPT"
 """The variable with how often the JobSet has been started again, of which the label below tells."""
@@ -85,7 +83,9 @@ def _jobset(submission: Submission, request: PodRequest, name: str) -> dict[str,
                 _exit_rule(OWN_FAILURE),
             ]
         },
-        "template": {"metadata": {"labels": _labels(name)}, "spec": _pod(submission, request, name)},
+        "template": merged(
+            {"metadata": {"labels": _labels(name)}, "spec": _pod(submission, request, name)}, request.patch
+        ),
     }
     if request.deadline is not None:
         job["activeDeadlineSeconds"] = request.deadline
@@ -117,26 +117,33 @@ def _rule(name: str, action: str, reason: str) -> dict[str, Any]:
 
 
 def _pod(submission: Submission, request: PodRequest, name: str) -> dict[str, Any]:
+    gpus = {request.gpu_resource: str(request.gpus)} if request.gpus else {}
+    asked = {} if request.gpus else {"cpu": str(request.cores)}
+    claims = {claim: f"claim-{index}" for index, claim in enumerate(dict.fromkeys(request.volumes.values()))}
     container: dict[str, Any] = {
         "name": NODE,
         "image": request.image,
         "command": _command(submission, request, name),
         "env": _environment(request, submission.key),
-        "volumeMounts": _mounts(request),
+        "resources": {"requests": {**asked, **gpus}, **({"limits": gpus} if gpus else {})},
+        "volumeMounts": [
+            {"name": "run", "mountPath": str(RUN_FILE.parent), "readOnly": True},
+            {"name": "shm", "mountPath": "/dev/shm"},
+            *({"name": claims[claim], "mountPath": path} for path, claim in request.volumes.items()),
+        ],
     }
     here = Path.cwd()
     if held(here, list(request.volumes)):  # paths in the job's file may be told from there
         container["workingDir"] = str(here)
-    if resources := _resources(request):
-        container["resources"] = resources
-    if request.secrets:
-        container["envFrom"] = [{"secretRef": {"name": secret}} for secret in request.secrets]
     return {
         "restartPolicy": "Never",
         "terminationGracePeriodSeconds": request.grace,
-        **_scheduling(request),
         "containers": [container],
-        "volumes": _volumes(request, name),
+        "volumes": [
+            {"name": "run", "configMap": {"name": config_name(name)}},
+            {"name": "shm", "emptyDir": {"medium": "Memory"}},
+            *({"name": one, "persistentVolumeClaim": {"claimName": claim}} for claim, one in claims.items()),
+        ],
     }
 
 
@@ -150,47 +157,9 @@ def _command(submission: Submission, request: PodRequest, name: str) -> list[str
 
 def _environment(request: PodRequest, key: str) -> list[dict[str, Any]]:
     label = {"fieldRef": {"fieldPath": f"metadata.labels['{_RESTART_LABEL}']"}}
-    threads = {"OMP_NUM_THREADS": str(request.threads)} if request.threads else {}
+    threads = {"OMP_NUM_THREADS": str(max(1, request.cores // request.workers))} if request.cores else {}
     own = {MEETING_KEY: key} if request.least < request.nodes else {}
-    plain = [{"name": name, "value": value} for name, value in {**threads, **request.environment, **own}.items()]
-    return [{"name": RESTART, "valueFrom": label}, *plain]
-
-
-def _resources(request: PodRequest) -> dict[str, Any]:
-    gpus = {request.gpu_resource: str(request.gpus)} if request.gpus else {}
-    memory = {"memory": request.memory} if request.memory else {}
-    cpu = {"cpu": request.cpu} if request.cpu else {}
-    limits = {**memory, **gpus}  # cores beyond what is asked for are lent where nobody needs them
-    found = {"requests": {**cpu, **limits}, "limits": limits}
-    return {key: value for key, value in found.items() if value}
-
-
-def _mounts(request: PodRequest) -> list[dict[str, Any]]:
-    claims = {claim: f"claim-{index}" for index, claim in enumerate(dict.fromkeys(request.volumes.values()))}
     return [
-        {"name": "run", "mountPath": str(RUN_FILE.parent), "readOnly": True},
-        {"name": "shm", "mountPath": "/dev/shm"},
-        *({"name": claims[claim], "mountPath": path} for path, claim in request.volumes.items()),
+        {"name": RESTART, "valueFrom": label},
+        *({"name": name, "value": value} for name, value in {**threads, **own}.items()),
     ]
-
-
-def _volumes(request: PodRequest, name: str) -> list[dict[str, Any]]:
-    shm = {"medium": "Memory", **({"sizeLimit": request.shm} if request.shm else {})}
-    return [
-        {"name": "run", "configMap": {"name": config_name(name)}},
-        {"name": "shm", "emptyDir": shm},
-        *(
-            {"name": f"claim-{index}", "persistentVolumeClaim": {"claimName": claim}}
-            for index, claim in enumerate(dict.fromkeys(request.volumes.values()))
-        ),
-    ]
-
-
-def _scheduling(request: PodRequest) -> dict[str, Any]:
-    found: dict[str, Any] = {
-        "serviceAccountName": request.service_account,
-        "nodeSelector": dict(request.node_selector),
-        "tolerations": [dict(one) for one in request.tolerations],
-        "imagePullSecrets": [{"name": name} for name in request.pull_secrets],
-    }
-    return {key: value for key, value in found.items() if value}

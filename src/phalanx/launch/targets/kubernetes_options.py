@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path, PurePosixPath
+from typing import Any
 
 from phalanx.config import RunSpec
 from phalanx.config.elastic import resized
@@ -18,7 +19,7 @@ from phalanx.launch.targets.offer import gpus_offered, misfit
 from phalanx.launch.targets.option_checks import (
     SAVE_MARGIN,
     TimeLimit,
-    named_twice,
+    read_patch,
     secret_names,
     uneven_nodes,
     wrong_counts,
@@ -37,64 +38,20 @@ OPTIONS = {
     "namespace": Option(help="namespace; the context's where not given", example="vision"),
     "context": Option(help="context of kubectl's settings; the current one where not given", example="cluster-a"),
     "gpus-per-node": Option(help="GPUs of each pod; one a device of the plan, 0: none", example="8"),
-    "gpu-resource": Option(help="what the cluster calls them; nvidia.com/gpu where not given", example="amd.com/gpu"),
-    "cpu": Option(help="cores of each pod; without GPUs one a worker where not given", example="32"),
-    "memory": Option(help="memory of each pod", example="256Gi"),
-    "shm": Option(help="most that /dev/shm may hold, of that memory; all of it where not given", example="16Gi"),
     "queue": Option(help="local queue of Kueue, which then says when the run begins", example="team-a"),
-    "toleration": Option(
-        help="taints that nodes may have, with commas", example="nvidia.com/gpu:NoSchedule", between=","
-    ),
-    "node-selector": Option(help="labels that nodes must have, with commas", example="pool=a100", between=","),
-    "service-account": Option(help="service account of the pods", example="trainer"),
-    "image-pull-secret": Option(help="secrets by which the image is pulled, with commas", example="ecr", between=","),
-    "environment": Option(
-        help="variables of the pods, with commas; no secrets", example="OMP_NUM_THREADS=8,FI_PROVIDER=efa", between=","
-    ),
-    "env-from-secret": Option(
-        help="secrets whose entries pods have as variables, with commas", example="wandb", between=","
-    ),
-    "max-restarts": Option(help="new starts after a lost pod; --restarts where not given", example="5"),
     "time": Option(help="time after which a start saves and stops, in m, h or d", example="12h"),
+    "patch": Option(help="JSON file with a part of a pod, merged into each: cores, memory, labels", example="pod.json"),
 }
 _wrong = partial(wrong_option, OPTIONS)
 
 RUN_FILE = PurePosixPath("/etc/phalanx/run.toml")
 """Where a pod has what its workers read."""
 
-_WAIT = 60  # seconds
-_COUNTS = {"nodes": 1, "gpus-per-node": 0, "max-restarts": 0}  # name → least
-_LABEL = r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?"  # RFC 1123
-_SUBDOMAIN = rf"{_LABEL}(\.{_LABEL})*"
-_VALUE = r"[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?"
-_QUALIFIED = rf"({_SUBDOMAIN}/)?{_VALUE}"
-_QUANTITY = r"(?=.*[1-9])[0-9]+(\.[0-9]+)?(m|k|M|G|T|P|Ki|Mi|Gi|Ti|Pi)?"
-_EFFECTS = "NoSchedule|PreferNoSchedule|NoExecute"
-_NAME_OF_IT = "a name of lower-case letters, digits and dashes (RFC 1123)"
-_AMOUNT = "an amount such as 500m, 32, 256Gi"
+NODE = "node"
+"""The replicated job, and the container."""
 
-# option → what one of its words may be, as a pattern and in words
-_FORMS = {
-    "image": (r"[\w.:@/-]*\w", "an image, without spaces"),
-    "namespace": (_LABEL, _NAME_OF_IT),
-    "context": (r"[^\s-]\S*", "a name that kubectl config get-contexts shows"),
-    "gpu-resource": (_QUALIFIED, "a resource such as nvidia.com/gpu"),
-    "cpu": (_QUANTITY, _AMOUNT),
-    "memory": (_QUANTITY, _AMOUNT),
-    "shm": (_QUANTITY, _AMOUNT),
-    "queue": (_LABEL, _NAME_OF_IT),
-    "service-account": (_SUBDOMAIN, _NAME_OF_IT),
-    "volume": (rf"{_SUBDOMAIN}:/[^:,\s]+", "CLAIM:/PATH, several with commas; a claim's name is as RFC 1123 says"),
-    "toleration": (
-        rf"{_QUALIFIED}(={_VALUE})?(:({_EFFECTS}))?",
-        f"KEY, KEY=VALUE or KEY:EFFECT, where EFFECT is one of {_EFFECTS.replace('|', ', ')}",
-    ),
-    "node-selector": (rf"{_QUALIFIED}={_VALUE}", "LABEL=VALUE, several with commas"),
-    "env-from-secret": (_SUBDOMAIN, f"names of secrets, never what is in them: each {_NAME_OF_IT}"),
-    "image-pull-secret": (_SUBDOMAIN, f"names of secrets, never what is in them: each {_NAME_OF_IT}"),
-    "environment": (r"[A-Za-z_]\w*=[^,]*", "NAME=VALUE, several with commas"),
-}
-_SEVERAL = [name for name, option in OPTIONS.items() if option.between]
+_WAIT = 60  # seconds
+_COUNTS = {"nodes": 1, "gpus-per-node": 0}  # name → least
 _OWN = ("RESTART_ATTEMPT", "JOB_COMPLETION_INDEX")  # variables by which pods know their place
 
 
@@ -108,14 +65,13 @@ class PodRequest:
         wait: seconds that these wait for the others.
         workers: of each pod.
         gpus: of each pod; 0: none are asked for.
+        gpu_resource: what the cluster calls them.
+        cores: of each pod; 0: as many as there are.
         volumes: where pods have it → claim.
-        tolerations, node_selector: as a pod has them.
-        environment: of the pods, beside what this package sets itself.
-        secrets, pull_secrets: by their names; the latter are for the image.
+        patch: part of a pod, merged into each.
         max_restarts: new starts that count, of a jobset.
         deadline: seconds; ``None``: there is none.
         grace: seconds between SIGTERM and SIGKILL.
-        threads: of each worker; 0: as many as its part of the cores that there are.
     """
 
     image: str
@@ -125,21 +81,13 @@ class PodRequest:
     workers: int
     gpus: int
     gpu_resource: str
-    cpu: str
-    memory: str
-    shm: str
+    cores: int
     volumes: Mapping[str, str]
     queue: str
-    tolerations: tuple[Mapping[str, str], ...]
-    node_selector: Mapping[str, str]
-    service_account: str
-    environment: Mapping[str, str]
-    secrets: tuple[str, ...]
-    pull_secrets: tuple[str, ...]
+    patch: Mapping[str, Any]
     max_restarts: int
     deadline: int | None
     grace: int
-    threads: int
 
     @classmethod
     def of(cls, submission: Submission) -> PodRequest:
@@ -148,28 +96,30 @@ class PodRequest:
             SpecError: with all that is wrong in the submission's options.
         """
         run, options = submission.run, submission.options
-        problems = [*_misshapen(options), *wrong_counts(OPTIONS, options, _COUNTS), *_secrets(options)]
-        for name in ("environment", "node-selector"):
-            problems += named_twice(OPTIONS, name, [left for left, _ in _pairs(options, name, "=")])
+        lacks_image = _wrong("image", "none", "an image that has phalanx, and what the job imports")
+        problems = [*([] if "image" in options else [lacks_image]), *wrong_counts(OPTIONS, options, _COUNTS)]
         wrong = {problem.where for problem in problems}
         counts = {name: int(options[name]) for name in _COUNTS if name in options and f"--{name}" not in wrong}
-        volumes = [] if "--volume" in wrong else _pairs(options, "volume", ":")
-        nodes = counts.get("nodes", 1)
+        nodes, told_gpus = counts.get("nodes", 1), counts.get("gpus-per-node")
+        volumes, misplaced = _volumes(options)
+        patch, misread = read_patch(OPTIONS, options)
         deadline, late = _seconds(options, "time")
         wait, wrong_wait = _seconds(options, "wait")
         said = f"{options.get('time', '')}, with a grace of {run.grace:g} seconds"
         problems += [*late, *TimeLimit(seconds=deadline, kept=run.grace, said=said).problems(run), *wrong_wait]
-        problems += _misfits(run, nodes, counts.get("gpus-per-node"))
-        problems += _nameless(options, run, counts.get("gpus-per-node"))
-        problems += _inelastic(options, run, nodes)
-        problems += [] if "--volume" in wrong else [*_bad_places(volumes), *_outside(run, volumes)]
+        problems += [*_misfits(run, nodes, told_gpus), *_inelastic(options, run, nodes)]
+        problems += [*misread, *_own_variables(patch)]
+        problems += misplaced or [*_bad_places(volumes), *_outside(run, volumes)]
+        plan = on_most(run).plan
+        gpus = (0 if on_host(plan.device) else max(1, plan.devices // nodes)) if told_gpus is None else told_gpus
+        resource = pod_resource("auto" if on_host(plan.device) else plan.device)
+        if gpus and not resource:
+            fix = "--gpus-per-node 0, and the resource in the limits of --patch"
+            allowed = "devices whose resource is known here"
+            problems.append(Problem(where="--gpus-per-node", given=f"none, for {plan}", allowed=allowed, fix=fix))
         if problems:
             raise SpecError(problems)
-        plan = on_most(run).plan
-        gpus = counts.get("gpus-per-node", 0 if on_host(plan.device) else max(1, plan.devices // nodes))
         workers = plan.processes // nodes
-        cpu = options.get("cpu", "" if gpus else f"{workers * plan.threads}")
-        tolerations = tuple(_toleration(word) for word in _words(options, "toleration"))
         return cls(
             image=options["image"],
             nodes=nodes,
@@ -177,57 +127,44 @@ class PodRequest:
             wait=wait or _WAIT,
             workers=workers,
             gpus=gpus,
-            gpu_resource=options.get("gpu-resource", pod_resource(plan.device)),
-            cpu=cpu,
-            memory=options.get("memory", ""),
-            shm=options.get("shm", ""),
+            gpu_resource=resource,
+            cores=asked_cores(patch) or (0 if gpus else workers * plan.threads),
             volumes={path: claim for claim, path in volumes},
             queue=options.get("queue", ""),
-            tolerations=tolerations,
-            node_selector=dict(_pairs(options, "node-selector", "=")),
-            service_account=options.get("service-account", ""),
-            environment=dict(_pairs(options, "environment", "=")),
-            secrets=tuple(_words(options, "env-from-secret")),
-            pull_secrets=tuple(_words(options, "image-pull-secret")),
-            max_restarts=counts.get("max-restarts", run.restarts),
+            patch=patch,
+            max_restarts=run.restarts,
             deadline=deadline,
             grace=math.ceil(run.grace) + SAVE_MARGIN,
-            threads=max(1, int(_cores(cpu)) // workers) if cpu else 0,
         )
 
 
-def _words(options: Mapping[str, str], name: str) -> list[str]:
-    text = options.get(name)
-    if text is None:
-        return []
-    return text.split(",") if name in _SEVERAL else [text]
+def part_of(value: Any, *names: str) -> Any:
+    """Return what stands in nested objects below these names; an empty object where that is none."""
+    for name in names:
+        value = value.get(name, {}) if isinstance(value, dict) else {}
+    return value
 
 
-def _pairs(options: Mapping[str, str], name: str, between: str) -> list[tuple[str, str]]:
-    parts = [word.partition(between) for word in _words(options, name)]
-    return [(left, right.rstrip("/") or "/") if name == "volume" else (left, right) for left, _, right in parts]
+def _container(patch: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return what a patch says of the container that trains; empty where it says nothing."""
+    containers = part_of(patch, "spec", "containers")
+    return next((one for one in containers if isinstance(one, dict) and one.get("name") == NODE), {})
 
 
-def _toleration(word: str) -> dict[str, str]:
-    rest, _, effect = word.partition(":")
-    key, equals, value = rest.partition("=")
-    found = {"key": key, "operator": "Equal", "value": value} if equals else {"key": key, "operator": "Exists"}
-    return {**found, "effect": effect} if effect else found
+def asked_cores(patch: Mapping[str, Any]) -> int:
+    """Return the whole cores that a patch asks for the container that trains; 0 where it asks for none."""
+    cpu = str(part_of(_container(patch), "resources", "requests", "cpu"))
+    found = re.fullmatch(r"([0-9]{1,9})(m?)", cpu)
+    return int(found[1]) // (1000 if found[2] else 1) if found else 0
 
 
-def _cores(amount: str) -> float:
-    return float(amount[:-1]) / 1000 if amount.endswith("m") else float(re.sub(r"[A-Za-z]+$", "", amount))
-
-
-def _misshapen(options: Mapping[str, str]) -> list[Problem]:
-    problems: list[Problem] = []
-    if "image" not in options:
-        problems.append(_wrong("image", "none", "an image that has phalanx, and what the job imports"))
-    for name, (pattern, allowed) in _FORMS.items():
-        bad = [word for word in _words(options, name) if not re.fullmatch(pattern, word) or len(word) > 500]
-        if bad:
-            problems.append(_wrong(name, ", ".join(map(repr, bad)), allowed))
-    return problems
+def _volumes(options: Mapping[str, str]) -> tuple[list[tuple[str, str]], list[Problem]]:
+    """Return claims and their places, and what is wrong with them."""
+    words = [word.partition(":") for word in options.get("volume", "").split(",") if word]
+    wrong = [f"{claim}{colon}{path}" for claim, colon, path in words if not claim or not path.startswith("/")]
+    if wrong:
+        return [], [_wrong("volume", ", ".join(map(repr, wrong)), "CLAIM:/PATH, several with commas")]
+    return [(claim, path.rstrip("/") or "/") for claim, _, path in words], []
 
 
 def _seconds(options: Mapping[str, str], name: str) -> tuple[int | None, list[Problem]]:
@@ -241,18 +178,14 @@ def _seconds(options: Mapping[str, str], name: str) -> tuple[int | None, list[Pr
         return None, [_wrong(name, repr(text), "a time such as 30m, 12h, 2d")]
 
 
-def _secrets(options: Mapping[str, str]) -> list[Problem]:
-    """Variables that nobody may set here: those called as secrets are, and those by which pods know their place."""
-    names = [name for name, _ in _pairs(options, "environment", "=")]
-    allowed = "what all may read who may see the job; --env-from-secret names a secret that has it"
-    fix = f"--env-from-secret {OPTIONS['env-from-secret'].example}"
-    called = [
-        _wrong("environment", f"{name}, which is called as a secret is", allowed, fix) for name in secret_names(names)
-    ]
-    own = [
-        _wrong("environment", name, "variables that the cluster does not set itself") for name in _OWN if name in names
-    ]
-    return [*called, *own]
+def _own_variables(patch: Mapping[str, Any]) -> list[Problem]:
+    """Variables that nobody may set: those called as secrets are, and those by which pods know their place."""
+    given = [one for one in part_of(_container(patch), "env") if isinstance(one, dict)]
+    names = [str(one.get("name")) for one in given if "value" in one]
+    allowed = "what all may read who may see the job; envFrom or valueFrom names a secret that has it"
+    called = [_wrong("patch", f"env with {name}, a secret by its name", allowed) for name in secret_names(names)]
+    own = [_wrong("patch", f"env with {name}", "variables that a pod does not have of itself") for name in _OWN]
+    return [*called, *(problem for name, problem in zip(_OWN, own, strict=True) if name in names)]
 
 
 def _misfits(run: RunSpec, nodes: int, gpus: int | None) -> list[Problem]:
@@ -262,15 +195,6 @@ def _misfits(run: RunSpec, nodes: int, gpus: int | None) -> list[Problem]:
     if gpus is not None and (problem := misfit(plan, gpus_offered(nodes, gpus, "--gpus-per-node"))):
         problems.append(problem)
     return problems
-
-
-def _nameless(options: Mapping[str, str], run: RunSpec, gpus: int | None) -> list[Problem]:
-    """Devices that pods would be asked to have, and that nobody knows the cluster's name of."""
-    plan = run.plan
-    if "gpu-resource" in options or gpus == 0 or on_host(plan.device) or pod_resource(plan.device):
-        return []
-    allowed = "what the cluster calls such devices: kubectl describe nodes shows it"
-    return [_wrong("gpu-resource", f"none, for {plan}", allowed)]
 
 
 def on_most(run: RunSpec) -> RunSpec:

@@ -18,7 +18,8 @@ from typing import Any
 from phalanx.errors import RunError
 from phalanx.files import replace_text
 from phalanx.launch.targets.kubectl import Kubectl
-from phalanx.launch.targets.kubernetes_manifest import NODE, OWN_FAILURE
+from phalanx.launch.targets.kubernetes_manifest import OWN_FAILURE
+from phalanx.launch.targets.kubernetes_options import NODE
 from phalanx.launch.targets.launch_folder import LAST_WORDS, OUTPUT, State, append, log_name
 from phalanx.launch.targets.target import Standing
 

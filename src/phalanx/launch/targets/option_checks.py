@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 from phalanx.config import Plan, RunSpec
-from phalanx.errors import Problem
+from phalanx.errors import Problem, SpecError
+from phalanx.files import read_json
 from phalanx.launch.targets.launch_folder import slowest_save
 from phalanx.launch.targets.target import Option
 from phalanx.units import show_counted
@@ -78,11 +81,47 @@ def changing_devices(run: RunSpec, target: str) -> list[Problem]:
     return [Problem(where="-n", given=given, allowed=allowed, fix=f"-n {run.plan.devices}")]
 
 
-def named_twice(table: Mapping[str, Option], name: str, names: Iterable[str]) -> list[Problem]:
-    """What is wrong in the option ``name``, whose pairs are called so: of two of one name only one would count."""
-    given = list(names)
-    twice = [one for one in dict.fromkeys(given) if given.count(one) > 1]
-    return [wrong_option(table, name, f"{one} twice", "one value a name") for one in twice]
+def read_patch(table: Mapping[str, Option], options: Mapping[str, str]) -> tuple[dict[str, Any], list[Problem]]:
+    """Read the file of ``--patch``. Returns the JSON object that is in it, and what is wrong with it."""
+    if not options.get("patch"):
+        return {}, []
+    path = Path(options["patch"]).expanduser()
+    try:
+        found = read_json(path, where="--patch", fix=f"--patch {table['patch'].example}")
+    except SpecError as error:
+        return {}, [*error.problems]
+    if not isinstance(found, dict):
+        return {}, [wrong_option(table, "patch", f"{path} with {str(found)[:60]}", "a JSON object")]
+    return found, []
+
+
+def merged(request: Mapping[str, Any], patch: Mapping[str, Any]) -> dict[str, Any]:
+    """Return ``request`` with ``patch`` merged in.
+
+    Objects are merged key by key, lists end to end but for objects of the same ``name``; else the patch's value holds.
+    """
+    made = dict(request)
+    for key, value in patch.items():
+        before = made.get(key)
+        if isinstance(before, dict) and isinstance(value, dict):
+            made[key] = merged(before, value)
+        elif isinstance(before, list) and isinstance(value, list):
+            made[key] = _joined(before, value)
+        else:
+            made[key] = value
+    return made
+
+
+def _joined(before: Sequence[Any], more: Sequence[Any]) -> list[Any]:
+    made = list(before)
+    for one in more:
+        name = one.get("name") if isinstance(one, dict) else None
+        same = [at for at, other in enumerate(made) if name and isinstance(other, dict) and other.get("name") == name]
+        if same:
+            made[same[0]] = merged(made[same[0]], one)
+        else:
+            made.append(one)
+    return made
 
 
 SAVE_MARGIN = 30

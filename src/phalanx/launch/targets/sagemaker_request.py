@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Mapping
@@ -13,11 +12,12 @@ from typing import Any, Self
 
 from phalanx.config import RunSpec
 from phalanx.errors import Problem, SpecError
-from phalanx.files import read_json
 from phalanx.launch.targets.code_pack import CODE_OPTION, folder_and_problems, job_within
 from phalanx.launch.targets.option_checks import (
     TimeLimit,
     changing_devices,
+    merged,
+    read_patch,
     secret_names,
     uneven_nodes,
     wrong_counts,
@@ -148,18 +148,6 @@ class TrainingJob:
         return replace(run, job=job_within(run.job, self.code), folder=self.run_folder).to_toml()
 
 
-def merged(request: Mapping[str, Any], patch: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``request`` with ``patch`` merged in: objects key by key, lists end to end, else the patch's value."""
-    made = dict(request)
-    for key, value in patch.items():
-        before = made.get(key)
-        if isinstance(before, dict) and isinstance(value, dict):
-            made[key] = merged(before, value)
-        else:
-            made[key] = [*before, *value] if isinstance(before, list) and isinstance(value, list) else value
-    return made
-
-
 def _request(submission: Submission, base: str, name: str, times: tuple[int, int | None]) -> dict[str, Any]:
     options, (limit, wait) = submission.options, times
     source = {"S3DataType": "S3Prefix", "S3Uri": f"{base}/{CODE_CHANNEL}/", "S3DataDistributionType": "FullyReplicated"}
@@ -212,22 +200,17 @@ def _times(run: RunSpec, options: Mapping[str, str]) -> tuple[tuple[int, int | N
 
 def _patch(options: Mapping[str, str]) -> tuple[dict[str, Any], list[Problem]]:
     """Read what is merged into the request. Returns it, and what is wrong with it."""
-    if not options.get("patch"):
-        return {}, []
-    path = Path(options["patch"]).expanduser()
-    try:
-        found = read_json(path, where="--patch", fix=f"--patch {OPTIONS['patch'].example}")
-    except SpecError as error:
-        return {}, [*error.problems]
-    channels = found.get("InputDataConfig", []) if isinstance(found, dict) else None
+    found, problems = read_patch(OPTIONS, options)
+    channels, variables = found.get("InputDataConfig", []), found.get("Environment", {})
     named = isinstance(channels, list) and all(isinstance(one, dict) and "ChannelName" in one for one in channels)
-    if not named or not isinstance(found.get("Environment", {}), dict):
-        allowed = "a JSON object, as CreateTrainingJob takes it"
-        return {}, [_wrong("patch", f"{path} with {json.dumps(found)[:60]}", allowed)]
+    if not named or not isinstance(variables, dict):
+        given = f"{options['patch']}, with another InputDataConfig or Environment"
+        return {}, [_wrong("patch", given, "what CreateTrainingJob takes")]
     fix = "AWS Secrets Manager: boto3.client('secretsmanager').get_secret_value(...) in the job"
     allowed = "what all may read who may describe the job; a secret the job reads itself, by its role"
-    names = secret_names(found.get("Environment", {}))
-    return found, [_wrong("patch", f"Environment with {name}, a secret by its name", allowed, fix) for name in names]
+    names = secret_names(variables)
+    secret = [_wrong("patch", f"Environment with {name}, a secret by its name", allowed, fix) for name in names]
+    return found, [*problems, *secret]
 
 
 def _name(submission: Submission) -> str:
