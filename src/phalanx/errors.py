@@ -12,8 +12,7 @@ PhalanxError
     ├── DriftError       replicas that should hold the same parameters do not
     ├── CheckpointError  a checkpoint is incomplete, of another model, or could not be written
     │   ├── DamagedError a checkpoint does not hold what was written; an earlier one may
-    │   ├── NoneWholeError there are checkpoints to go on from, and each is damaged
-    │   └── PeerLostError it cannot be written, for a rank that has a part in it is gone
+    │   └── NoneWholeError there are checkpoints to go on from, and each is damaged
     └── WorkerError      a worker process failed: its rank, its step, its own traceback
 """
 
@@ -136,10 +135,6 @@ class DamagedError(CheckpointError):
 
 class NoneWholeError(CheckpointError):
     """Each checkpoint that a run could go on from is damaged."""
-
-
-class PeerLostError(CheckpointError):
-    """A checkpoint cannot be written, for a rank that has a part in it is gone."""
 
 
 class WorkerError(RunError):

@@ -20,9 +20,7 @@ from small import fit
 from law_rows import longer
 from phalanx import checkpoint
 from phalanx.checkpoint import BackgroundSaver, SaveRequest, background, writing
-from phalanx.checkpoint.all_ranks import StoreRendezvous
-from phalanx.comm.roll_call import LOST
-from phalanx.errors import CheckpointError, PeerLostError, WorkerError
+from phalanx.errors import CheckpointError, WorkerError
 
 pytestmark = FORKS_BESIDE_THREADS
 
@@ -309,14 +307,3 @@ class TestRuns:
             fit("dp=2", tmp_path / "run", checkpoint_every=1, optimizer=lambda params: Poisoned(params, lr=0.0))
         found = checkpoint.checkpoints(tmp_path / "run" / "checkpoints")
         assert [(one.step, one.whole) for one in found] == [(7, True), (6, True)]
-
-
-@pytest.mark.parametrize("rank", [0, 1])
-def test_who_waits_for_a_rank_that_is_gone_gives_up(rank: int) -> None:
-    """Launchers say in their own keys that one is lost; the saving thread need not wait out its patience."""
-    launchers = dist.HashStore()
-    launchers.set(LOST, "1")
-    store = dist.PrefixStore("worker", launchers)
-    meeting = StoreRendezvous(store, "save", rank, 2, patience=20.0, given_up=threading.Event())
-    with pytest.raises(PeerLostError, match="a rank that had a part in it is gone"):
-        meeting.decide({}, lambda everything: everything)

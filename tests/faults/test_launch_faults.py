@@ -151,8 +151,14 @@ def test_a_launcher_that_was_held_looks_once_more(tmp_path: Path, monkeypatch: p
         assert wait_until(lambda: bool(noted(tmp_path)), LIMIT)
         os.waitid(os.P_PID, noted(tmp_path)[0], os.WEXITED | os.WNOWAIT)
 
+    awaits = WorkerPool._await_other_failures
+
+    def holding(pool: WorkerPool) -> None:
+        holds(pool)
+        awaits(pool)
+
     clock = SimpleNamespace(monotonic=lambda: time.monotonic() + 1000 * held.exists())
-    monkeypatch.setattr(WorkerPool, "_tell_of_the_lost", holds)
+    monkeypatch.setattr(WorkerPool, "_await_other_failures", holding)
     monkeypatch.setattr(worker_pool, "time", clock)
     error = fails(target, 2)
     assert (error.rank, error.kind) == (1, "signal 9")

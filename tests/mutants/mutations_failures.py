@@ -6,10 +6,10 @@ from mutation import Mutation
 
 RESTARTS, SIZE, FAILURE = "launch/restarts.py", "launch/elastic_size.py", "launch/failure.py"
 POOL, REPORT, WATCH = "launch/worker_pool.py", "launch/hang_report.py", "launch/hang_watch.py"
-WRITER, FOLDER, SURVIVOR = "files/single_writer.py", "checkpoint/folder.py", "checkpoint/survivor.py"
+WRITER, FOLDER = "files/single_writer.py", "checkpoint/folder.py"
 REQUESTS, QUEUE = "train/parameter_server/requests.py", "parallel/parameter_server/work_queue.py"
 OF_SAVES, OF_HANGS, OF_SERVERS = (
-    "unit/test_checkpoint_survivor.py",
+    "unit/test_checkpoint_saves.py",
     "unit/test_hang_report.py",
     "unit/test_server_update.py",
 )
@@ -164,25 +164,11 @@ FAILURES = (
         (f"test {OF_SAVES} synced",),
     ),
     Mutation(
-        "checkpoints: a save that begins removes what a survivor writes just now",
-        FOLDER,
-        'if found and not (found["survivor"] and _taken(folder)) and',
-        "if found and",
-        (f"test {OF_SAVES} leaves_alone",),
-    ),
-    Mutation(
         "checkpoints: what a save left behind is not given its name again",
         FOLDER,
         '    if leftover.suffix != ".old" or not is_folder(leftover) or final.exists():\n        return False\n',
         "    return False\n",
         ("test unit/test_runfile.py moved_aside",),
-    ),
-    Mutation(
-        "checkpoints: a survivor leaves it to a damaged one of the same step",
-        SURVIVOR,
-        "if path.name not in known and (step_of(path) or 0) >= step)",
-        "if (step_of(path) or 0) >= step)",
-        (f"test {OF_SAVES} makes_way",),
     ),
     Mutation(
         "checkpoints: the last block of a file is not compared with its checksum",

@@ -22,7 +22,6 @@ from phalanx.data import (
     StepBatch,
     audit,
     host_ledger,
-    last_steps,
     read_ledger,
     records,
     share,
@@ -94,40 +93,6 @@ class TestReading:
         assert found[0][1].tolist() == sorted(ids)
         assert found[1][1].dtype == np.int64
 
-    def test_what_a_rank_begins_is_in_the_file_before_it_ends(self, tmp_path: Path) -> None:
-        """It is not written by whoever is killed, but counts once a rank has finished the step."""
-        ranks = [Ledger(tmp_path, rank=rank, first_step=0, world_size=2) for rank in range(2)]
-        for step in range(2):
-            for rank, ledger in enumerate(ranks):
-                ledger.begin(a_step(step, [2 * step + rank]))
-        assert list(read_ledger(tmp_path)) == [0]  # nobody has finished step 1
-        ranks[0].record(a_step(1, [2]), left_out=True)
-        found = records(tmp_path)
-        assert [(record.ids.tolist(), record.begun, record.left_out) for record in found[1]] == [
-            ([2], False, True),
-            ([3], True, False),
-        ]
-        for ledger in ranks:
-            ledger.close()
-
-    def test_a_step_that_a_later_part_goes_on_from_counts(self, tmp_path: Path) -> None:
-        with Ledger(tmp_path, rank=0, first_step=0) as ledger:
-            ledger.begin(a_step(0, [1]))
-        assert read_ledger(tmp_path) == {}
-        with Ledger(tmp_path, rank=0, first_step=1):
-            assert list(read_ledger(tmp_path)) == [0]
-
-    @pytest.mark.parametrize("room", [0, 20, 33, 35, 40])
-    def test_what_was_begun_on_a_full_disk(self, room: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        disk = FullDisk(monkeypatch)
-        with Ledger(tmp_path, rank=0, first_step=0) as ledger:
-            disk.room = room
-            ledger.begin(a_step(0, [1, 2, 3]))
-            ledger.record(a_step(0, [1, 2, 3]), left_out=True)
-            disk.room = 10**9
-        (record,) = records(tmp_path)[0]
-        assert (record.ids.tolist(), record.begun, record.left_out) == ([1, 2, 3], False, True)
-
     def test_a_run_that_has_lost_the_folder_writes_into_nobodys_file(self, tmp_path: Path) -> None:
         earlier = Ledger(tmp_path, rank=0, first_step=0)
         with Ledger(tmp_path, rank=0, first_step=0) as ledger:
@@ -188,26 +153,21 @@ class TestOfAHost:
         ]
 
     @staticmethod
-    def recorded(ledgers: list[Ledger], *steps: int, at_once: bool = False) -> None:
+    def recorded(ledgers: list[Ledger], *steps: int) -> None:
         for step in steps:
             batches = [a_step(step, [10 * step + rank]) for rank in range(len(ledgers))]
-            for ledger, batch in zip(ledgers, batches, strict=True):
-                if at_once:
-                    ledger.begin(batch)
             for ledger, batch in zip(ledgers, batches, strict=True):
                 ledger.record(batch)
         for ledger in ledgers:
             ledger.close()
 
-    @pytest.mark.parametrize("at_once", [False, True])
-    def test_there_is_a_file_a_host(self, at_once: bool, tmp_path: Path) -> None:
-        self.recorded(self.opened(tmp_path, b"a"), 0, 1, 2, at_once=at_once)
+    def test_there_is_a_file_a_host(self, tmp_path: Path) -> None:
+        self.recorded(self.opened(tmp_path, b"a"), 0, 1, 2)
         assert sorted(path.name for path in tmp_path.iterdir()) == ["00000000-host00000.bin", "00000000-host00002.bin"]
         found = records(tmp_path)
-        assert [[(one.rank, one.ids.tolist(), one.begun) for one in found[step]] for step in found] == [
-            [(rank, [10 * step + rank], False) for rank in range(4)] for step in range(3)
+        assert [[(one.rank, one.ids.tolist()) for one in found[step]] for step in found] == [
+            [(rank, [10 * step + rank]) for rank in range(4)] for step in range(3)
         ]
-        assert last_steps(tmp_path, 0) == dict.fromkeys(range(4), 2)
 
     def test_ranks_write_in_turn(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """Though each takes its time between looking where the end is and writing there."""

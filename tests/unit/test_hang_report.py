@@ -299,18 +299,6 @@ def test_who_sleeps_is_blocked(processes: Processes) -> None:
     assert failure.hang["cause"] in ("blocked", "silent")
 
 
-def test_who_has_given_up_and_saves_stood_where_it_did_before() -> None:
-    stack: list[StackFrame] = []
-    answers: Any = SimpleNamespace(answer=lambda since: (9, tuple(stack)), read=lambda: (None, None))
-    watched = {0: WatchedRank(PID, 3, answers)}
-    watch = HangWatch(lambda: watched, TIMEOUT)
-    for files in (["/home/me/train.py"], ["/x/phalanx/checkpoint/survivor.py", "/x/phalanx/train/survivor_save.py"]):
-        stack[:] = [StackFrame(file, 7, "wait") for file in files]
-        watch._ask(watched)
-        assert watch._report is not None
-        assert [frame.file for frame in watch._report.first.frames] == ["/home/me/train.py"]
-
-
 @pytest.mark.parametrize("pid", [PID, CHILD])
 def test_who_waits_for_a_disk_goes_on(processes: Processes, pid: int) -> None:
     processes.be(pid, "D")

@@ -7,7 +7,6 @@ from phalanx.checkpoint.folder import FoundCheckpoint, checkpoints, latest, prun
 from phalanx.checkpoint.optimizer import optimizer_tensors, restore_optimizer
 from phalanx.checkpoint.reading import read_state, verify
 from phalanx.checkpoint.store import SaveRequest, load, resume_newest, save
-from phalanx.checkpoint.survivor import save_as_survivor
 from phalanx.checkpoint.tensor_part import PartTensor, TensorPart
 
 __all__ = [
@@ -33,6 +32,5 @@ __all__ = [
     "restore_optimizer",
     "resume_newest",
     "save",
-    "save_as_survivor",
     "verify",
 ]

@@ -9,9 +9,7 @@ import hashlib
 import json
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Iterable, Mapping
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable, Iterable, Mapping
 from threading import Event
 from typing import Any, TypeVar, final
 
@@ -28,30 +26,17 @@ from phalanx.comm.json_messages import (
     send_json_to_first,
     true_anywhere,
 )
-from phalanx.comm.roll_call import rank_is_lost
-from phalanx.errors import CheckpointError, DamagedError, PeerLostError
+from phalanx.errors import CheckpointError, DamagedError
 from phalanx.units import show_names
 
 T = TypeVar("T")
 
 _LOOKS = 20_000  # at a store a second, at most, of all ranks together
 
-_alone: ContextVar[bool] = ContextVar("alone", default=False)
-
-
-@contextmanager
-def alone() -> Generator[None]:
-    """Within, in this thread, what is collective is done by this process alone: its peers are lost."""
-    token = _alone.set(True)
-    try:
-        yield
-    finally:
-        _alone.reset(token)
-
 
 def grouped() -> bool:
-    """Whether this process belongs to a default process group, and is not to act alone."""
-    return not _alone.get() and dist.is_available() and dist.is_initialized()
+    """Whether this process belongs to a default process group."""
+    return dist.is_available() and dist.is_initialized()
 
 
 def is_first() -> bool:
@@ -231,8 +216,6 @@ class StoreRendezvous(Rendezvous):
         while not self._store.check([key]):
             if self._given_up.wait(pause):
                 raise CheckpointError("the save was given up: the run ended before all ranks had written")
-            if rank_is_lost(self._store):
-                raise PeerLostError("the save was given up: a rank that had a part in it is gone")
             if time.monotonic() > deadline:
                 raise CheckpointError(f"the other ranks were not heard of for {self._patience:g} s")
             pause = min(2 * pause, max(0.2, self._world_size / _LOOKS))

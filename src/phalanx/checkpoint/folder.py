@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import re
-from collections.abc import Callable, Generator, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from phalanx.checkpoint.safe_files import is_folder, is_link, remove, size_of
 from phalanx.errors import CheckpointError, SpecError
 from phalanx.files import check_writer
 
-_LEFTOVER = re.compile(r"\.step-\d{8,18}(?P<survivor>\.rank-\d+)?\.(tmp|old|gone)")
+_LEFTOVER = re.compile(r"\.step-\d{8,18}\.(tmp|old|gone)")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -95,43 +94,6 @@ def temporary(folder: Path, step: int) -> Path:
     return folder / f".{name_of(step)}.tmp"
 
 
-def temporary_of(folder: Path, step: int, rank: int) -> Path:
-    """Where ``rank`` writes a checkpoint by itself before it is complete."""
-    return folder / f".{name_of(step)}.rank-{rank}.tmp"
-
-
-@contextmanager
-def turn(folder: Path) -> Generator[None]:
-    """Within, no other process of this host that writes by itself writes into ``folder``: waits for those that do.
-
-    The kernel gives a turn back that ends with its process. Where hosts share no locks they may write both.
-
-    Raises:
-        CheckpointError: ``folder`` is a symbolic link.
-    """
-    _refuse_link(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    try:
-        with suppress(OSError):  # a file system without locks
-            fcntl.flock(handle, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(handle)
-
-
-def _taken(folder: Path) -> bool:
-    """Whether a process writes into ``folder`` by itself just now."""
-    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except OSError as error:
-        return isinstance(error, BlockingIOError)
-    finally:
-        os.close(handle)
-    return False
-
-
 def begin(folder: Path, step: int) -> None:
     """Make the empty temporary folder of ``step``, and remove those that crashed saves left behind.
 
@@ -143,23 +105,20 @@ def begin(folder: Path, step: int) -> None:
     _refuse_link(folder)
     folder.mkdir(parents=True, exist_ok=True)
     for path in list(folder.iterdir()):
-        found = _LEFTOVER.fullmatch(path.name)
-        if found and not (found["survivor"] and _taken(folder)) and not _give_back(path):
+        if _LEFTOVER.fullmatch(path.name) and not _give_back(path):
             remove(path)
     temporary(folder, step).mkdir()
 
 
-def publish(folder: Path, step: int, written: Path | None = None) -> Path:
+def publish(folder: Path, step: int) -> Path:
     """Give the complete temporary folder of ``step`` its final name; an older one of the same step makes way.
-
-    ``written``: where it is, if not at its usual place.
 
     Raises:
         RunError: another run has taken the run folder that ``folder`` is in.
     """
     check_writer(folder)
     path, old = folder / name_of(step), folder / f".{name_of(step)}.old"
-    written = written or temporary(folder, step)
+    written = temporary(folder, step)
     sync(written)
     if path.exists() or is_link(path):
         path.rename(old)

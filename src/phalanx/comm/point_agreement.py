@@ -17,8 +17,6 @@ from typing import Any, final
 
 from torch.distributed import Store  # pyrefly: ignore
 
-from phalanx.comm.roll_call import rank_is_lost
-
 _PERIOD = 0.5  # seconds between looks at the store
 _LOOKS = 20_000  # a second, at most, of all ranks together: beyond 10,000 ranks each looks less often
 _PATIENCE = (
@@ -128,7 +126,7 @@ class PointAgreement:
         return json.loads(self._store.get(f"{self._round}/outcome"))
 
     def _gives_up(self, until: float, pause: float) -> bool:
-        return self._ends.wait(pause) or time.monotonic() > until or rank_is_lost(self._store)
+        return self._ends.wait(pause) or time.monotonic() > until
 
     def _settle(self, outcome: str) -> Any:
         """``outcome``, or what another rank has settled before: one counts for all."""

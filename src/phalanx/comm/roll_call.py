@@ -24,17 +24,6 @@ from phalanx.errors import RunError
 if TYPE_CHECKING:
     from phalanx.comm.process_group import Place
 
-LOST = "phalanx/lost"
-"""The key of the store at which ranks have met that is set once one of them is known to be gone."""
-
-
-def rank_is_lost(store: Store) -> bool:
-    """Whether one of the ranks that have met at ``store`` is known to be gone; ``store`` may be a part of theirs."""
-    while isinstance(store, PrefixStore):
-        store = store.underlying_store
-    return store.check([LOST])
-
-
 _SAYS = 5.0  # seconds of silence before what is waited for is said, and then each time twice as many
 _TRY = 2.0  # seconds for one attempt to reach the store
 _LOOK = 0.01, 0.5  # seconds between looks whether somebody is there, at first and at most
@@ -52,7 +41,6 @@ _LOST_KINDS = {
     "ConnectionResetError",
     "ConnectionAbortedError",
     "ConnectionRefusedError",
-    "PeerLostError",
 }
 _LOST_TEXTS = (
     r"connection (was )?(closed|reset|refused|aborted)|connection was likely closed|broken pipe|socket closed|"

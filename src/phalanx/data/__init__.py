@@ -2,7 +2,7 @@
 
 from phalanx.data.changing_batches import ChangingBatchSampler, Stretch, never_reached
 from phalanx.data.curriculum import Curriculum, changing_sampler
-from phalanx.data.ledger import Ledger, last_steps, read_ledger, records
+from phalanx.data.ledger import Ledger, read_ledger, records
 from phalanx.data.ledger_audit import audit, audit_run, due, finished_epochs
 from phalanx.data.loader import Loader, evaluation_batches
 from phalanx.data.mixture import Mixture
@@ -41,7 +41,6 @@ __all__ = [
     "due",
     "evaluation_batches",
     "finished_epochs",
-    "last_steps",
     "never_reached",
     "read_ledger",
     "records",

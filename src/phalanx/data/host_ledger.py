@@ -17,7 +17,6 @@ import fcntl
 import mmap
 import os
 import struct
-from bisect import bisect_right
 from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -40,7 +39,6 @@ def share_files(ranks: int) -> bool:
 _HEADER = struct.Struct("<8sI4x16sQ")
 _KEY, _END = slice(16, 32), struct.Struct("<Q")
 _END_AT = 32
-_KEPT = 1024  # appends of which it is known where they are in the file
 HEADER_BYTES = _HEADER.size
 
 
@@ -72,8 +70,6 @@ class HostFile:
     """A file that the ranks of a host write together. The first that comes begins it; others find it begun."""
 
     def __init__(self, path: Path, host: HostKey, world_size: int) -> None:
-        self._starts, self._places = list[int](), list[int]()  # of appends: in what was given, in the file
-        self._given = 0
         header = _HEADER.pack(HOST_MAGIC, world_size, host.key, HEADER_BYTES)
         self._file = open_plain(path, os.O_RDWR | os.O_CREAT, below=2)
         try:
@@ -108,18 +104,7 @@ class HostFile:
             (end,) = _END.unpack(os.pread(self._file, _END.size, _END_AT))
             _write_all(self._file, data, end)
             _write_all(self._file, _END.pack(end + len(data)), _END_AT)
-        self._starts.append(self._given)
-        self._places.append(end)
-        self._given += len(data)
-        del self._starts[:-_KEPT], self._places[:-_KEPT]
         return len(data)
-
-    def patch(self, at: int, data: bytes) -> int:
-        """Write in the place of what was appended ``at`` this many bytes from its begin. Returns how many were."""
-        index = bisect_right(self._starts, at) - 1
-        if index < 0:  # long ago: that the step was finished is known by those after it
-            return len(data)
-        return os.pwrite(self._file, data, self._places[index] + at - self._starts[index])
 
     def close(self) -> None:
         os.close(self._file)

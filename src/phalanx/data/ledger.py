@@ -6,14 +6,12 @@ its first step and its rank, ``00000100-rank00002.bin``, and holds
 
 - a header, 16 bytes: ``b"PHXLEDG1"``, world size (uint32, 0: not known), 4 bytes unused;
 - a record a step, in order: step (uint64), epoch (uint32), count of ids (uint32), bytes of an id (uint32, 4 or 8; 256
-  more where no update was made of the step, 512 more where this rank has begun it and not finished it), CRC-32 of the
-  ids (uint32), then the ids.
+  more where no update was made of the step), CRC-32 of the ids (uint32), then the ids.
 
 All numbers are little-endian. A record that a crash cut off ends the file's content. On a full disk records wait in
 memory; that a checkpoint's records are there is what ``flush`` answers for.
 
-Where segments overlap, because a run died after its last checkpoint, the later one holds from its first step on. The
-last step does not count if no rank has finished it; an earlier one does, for a later step goes on from it.
+Where segments overlap, because a run died after its last checkpoint, the later one holds from its first step on.
 """
 
 from __future__ import annotations
@@ -43,8 +41,7 @@ _FILE = struct.Struct("<8sI4x")
 _RECORD = struct.Struct("<QIIII")
 _NAME = re.compile(r"(\d+)-(rank|host)(\d+)\.bin")
 _BUFFER = 2**18  # bytes
-_WIDTH_AT = 16  # where in a record the bytes of an id stand
-_LEFT_OUT, _BEGUN = 256, 512
+_LEFT_OUT = 256
 
 
 @final
@@ -66,9 +63,6 @@ class Ledger:
         self.path = folder / (host.file_name(first_step) if host else f"{first_step:08d}-rank{rank:05d}.bin")
         self._waiting = bytearray(b"" if host else _FILE.pack(_MAGIC, world_size))
         self._rank = RANK.pack(rank) if host else b""
-        self._written = 0  # bytes in the file
-        self._begun: tuple[int, int, int] | None = None  # step, where its record stands, bytes of an id
-        self._patches: list[tuple[int, bytes]] = []  # of what is in the file: place, and what is to stand there
         self._failed: OSError | None = None
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -88,43 +82,14 @@ class Ledger:
 
         ``left_out``: no update was made of it.
         """
-        if self._begun and self._begun[0] == batch.step:
-            _, at, width = self._begun
-            self._begun = None
-            self._patch(at + _WIDTH_AT, struct.pack("<I", width + _LEFT_OUT * left_out))
-            return
-        self._add(batch, _LEFT_OUT * left_out)
-        if len(self._waiting) >= _BUFFER:
-            self._write()
-
-    def begin(self, batch: StepBatch) -> None:
-        """Notes the samples of a step that this process begins, in the file at once: it stays if the process is killed.
-
-        ``record`` then says that it is finished.
-        """
-        at = self._written + len(self._waiting)
-        self._begun = batch.step, at, self._add(batch, _BEGUN)
-        self._write()
-
-    def _add(self, batch: StepBatch, mark: int) -> int:
-        """A record of ``batch`` among what waits. Returns the bytes of an id."""
         ids = [one for part in batch.parts for micro in part for one in micro.ids]
         words = _words(ids)
         payload = words.tobytes()
-        width = words.itemsize + mark
+        width = words.itemsize + _LEFT_OUT * left_out
         head = _RECORD.pack(batch.step, batch.epoch, len(ids), width, zlib.crc32(payload))
         self._waiting += head + self._rank + payload
-        return words.itemsize
-
-    def _patch(self, at: int, data: bytes) -> None:
-        """Put ``data`` in the place of what was recorded ``at`` this many bytes from the file's begin."""
-        there = data[: max(0, self._written - at)]  # all of it, unless the disk was full
-        if rest := data[len(there) :]:
-            first = at + len(there) - self._written
-            self._waiting[first : first + len(rest)] = rest
-        if there:
-            self._patches.append((at, there))
-        self._write()
+        if len(self._waiting) >= _BUFFER:
+            self._write()
 
     def flush(self) -> None:
         """Hands everything recorded to the operating system.
@@ -148,25 +113,11 @@ class Ledger:
     def _write(self) -> None:
         """Write what waits, as far as that goes: what is left is tried again by the next call."""
         self._failed = None
-        for written in (self._write_patches, self._write_new):  # on a full disk a patch may go where nothing new does
-            try:
-                written()
-            except OSError as error:
-                self._failed = error
-
-    def _write_patches(self) -> None:
-        while self._patches:
-            at, data = self._patches[0]
-            done = self._file.patch(at, data)
-            self._patches[0] = at + done, data[done:]
-            if done == len(data):
-                del self._patches[0]
-
-    def _write_new(self) -> None:
-        while self._waiting:
-            written = self._file.append(self._waiting)
-            self._written += written
-            del self._waiting[:written]
+        try:
+            while self._waiting:
+                del self._waiting[: self._file.append(self._waiting)]
+        except OSError as error:
+            self._failed = error
 
     def __enter__(self) -> Self:
         return self
@@ -200,10 +151,6 @@ class _OwnFile:
         """Write at the end. Returns how many bytes there was room for."""
         return os.write(self._file, data)
 
-    def patch(self, at: int, data: bytes) -> int:
-        """Write in the place of what was appended ``at`` this many bytes from the begin. Returns how many were."""
-        return os.pwrite(self._file, data, at)
-
     def close(self) -> None:
         os.close(self._file)
         self._file = -1
@@ -224,7 +171,7 @@ def _words(ids: list[int]) -> array[int]:
 class LedgerRecord:
     """What one rank saw in one step; ``ids`` are uint32 or uint64, a view into the file where that is mapped.
 
-    ``left_out``: no update was made of the step. ``begun``: this rank has begun it, and not said that it is finished.
+    ``left_out``: no update was made of the step.
     """
 
     step: int
@@ -232,7 +179,6 @@ class LedgerRecord:
     rank: int
     ids: np.ndarray
     left_out: bool = False
-    begun: bool = False
 
 
 def records(folder: Path) -> dict[int, list[LedgerRecord]]:
@@ -249,21 +195,7 @@ def records(folder: Path) -> dict[int, list[LedgerRecord]]:
         for record in _segment(files):
             if end is None or record.step < end:
                 found.setdefault(record.step, []).append(record)
-    last, newest = max(found, default=-1), max(segments, default=0)
-    if found and last >= newest and all(record.begun for record in found[last]):
-        del found[last]
     return {step: sorted(found[step], key=lambda record: record.rank) for step in sorted(found)}
-
-
-def last_steps(folder: Path, first_step: int) -> dict[int, int]:
-    """Rank → the last step of which its file has the samples, in the segment that begins with ``first_step``."""
-    files, found = [file for file in _files(folder) if file.first_step == first_step], dict[int, int]()
-    for file in files:
-        if not file.shared:
-            found.setdefault(file.rank, -1)
-        for one in _parse(_content(file.path), file.rank):
-            found[one.rank] = max(found.get(one.rank, -1), one.step)
-    return found
 
 
 def read_ledger(folder: Path) -> dict[int, tuple[int, np.ndarray]]:
@@ -342,11 +274,11 @@ def _parse(content: mmap.mmap | bytes, rank: int) -> Iterator[LedgerRecord]:
                 return
             (rank,) = RANK.unpack_from(content, at)
             at += RANK.size
-        width, left_out, begun = width & ~(_LEFT_OUT | _BEGUN), bool(width & _LEFT_OUT), bool(width & _BEGUN)
+        width, left_out = width & ~_LEFT_OUT, bool(width & _LEFT_OUT)
         if width not in (4, 8) or at + count * width > end:
             return
         ids = np.frombuffer(content, dtype=f"<u{width}", count=count, offset=at)
         if zlib.crc32(ids.tobytes()) != crc:
             return
         at += count * width
-        yield LedgerRecord(step=step, epoch=epoch, rank=rank, ids=ids, left_out=left_out, begun=begun)
+        yield LedgerRecord(step=step, epoch=epoch, rank=rank, ids=ids, left_out=left_out)

@@ -202,7 +202,7 @@ SCHEMA: dict[str, dict[str, tuple[type | tuple[type, ...], str]]] = {
         "restarts": (int, "so far, this one included"),
         "source": (
             str,
-            "where the state comes from: a live rank, a checkpoint on the disk, or the beginning; in words",
+            "where the state comes from: a checkpoint on the disk, or the beginning; in words",
         ),
         "again": (int, "steps that had been finished and are computed again"),
         "seconds": (float, "from when it was known to when all workers had been started again"),

@@ -12,7 +12,6 @@ step, as servers beside the first have none, while others have: those who need i
 from __future__ import annotations
 
 import os
-import re
 import socket
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -36,7 +35,6 @@ _WORKS = 0.1  # of a core: less, in one look alone, may be the worker's writing 
 _STREAMS = 1 << 18  # bytes from one look to the next: less is what a worker writes down of itself
 _LATER = 1.0  # seconds that ranks that wait have to give up by themselves
 _PROC = Path("/proc")
-_SURVIVES = re.compile(r"[/\\]phalanx[/\\]train[/\\]survivor_save\.py$")
 _GAP = 5.0  # seconds without a look: this process was stopped itself, and perhaps the others with it
 
 
@@ -160,8 +158,8 @@ class HangWatch:
         before = {stand.rank: stand for stand in self._report.stands} if self._report else {}
         frames = {rank: answers.get(rank, (0, ()))[1] for rank in ranks}
         stands = [
-            before[rank]  # where it stood: it has ended since, or has given up and saves what it holds
-            if rank in before and (not watched.files or any(_SURVIVES.search(one.file) for one in frames[rank]))
+            before[rank]  # where it stood: it has ended since
+            if rank in before and not watched.files
             else self._stand(rank, watched, frames[rank])
             for rank, watched in ranks.items()
         ]

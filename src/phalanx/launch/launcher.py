@@ -22,7 +22,6 @@ from phalanx.launch.failure import Failure
 from phalanx.launch.hang_watch import WatchedRank
 from phalanx.launch.jobfile import load_job
 from phalanx.train.findings import Findings
-from phalanx.train.launcher_link import Unsaved
 
 # A text each, so that what one launcher needs is imported only where that one is asked for.
 LAUNCHERS = {"local": "phalanx.launch.local:LocalLauncher", "torchrun": "phalanx.launch.torchrun:TorchrunLauncher"}
@@ -36,10 +35,6 @@ class StepReport(Protocol):
 
     def asked(self) -> int:
         """What the launcher asks for: the number of a signal by which to stop, 0 for nothing, ``ENDING``."""
-        ...
-
-    def unsaved(self, unsaved: Unsaved, /) -> None:
-        """Called with what the worker would save by itself if others were lost: it is given time for that."""
         ...
 
 
@@ -84,7 +79,7 @@ class Workers(ABC):
 
         Returns:
             Whether there is more to come: False once all have ended, or one has failed and so has every other that
-            failed at the same time, as far as a second or so tells; and those have saved that hold what would be lost.
+            failed at the same time, as far as a second or so tells.
 
         Raises:
             RunError: what starts and watches the workers failed, rather than a worker.

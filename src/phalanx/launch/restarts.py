@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Collection
 from pathlib import Path
 from typing import final
 
@@ -67,7 +66,6 @@ class Restarts:
         short = size is not None and size.lacks_devices()
         if self.count >= self._limit or not (failure.is_loss or short):
             return False
-        known = self._furthest[1]
         nowhere, often = self._repeated(failure, memory_kills), self._lost_soon(failure)
         if short or nowhere or (size and often):
             why = "fewer devices are there" if short else f"{cause}, again and again"
@@ -78,7 +76,7 @@ class Restarts:
         self.pause = min(_LONGEST, 2.0 ** (self._idle - 1)) if self.count and self._idle else 0.0
         self.count += 1
         self._lost, self._since = failure, time.monotonic()
-        self._source, self._again = _source(self._folder, failure.step if begun is None else begun, known)
+        self._source, self._again = _source(self._folder, failure.step if begun is None else begun)
         return True
 
     def grow(self) -> None:
@@ -157,16 +155,13 @@ def _cause(failure: Failure) -> str:
     return f"rank {failure.rank} failed {when}: {failure.kind}"
 
 
-def _source(folder: Path, begun: int | None, known: Collection[str]) -> tuple[str, int]:
-    """Where the run in ``folder`` goes on from, in words, and how many steps it computes again.
+def _source(folder: Path, begun: int | None) -> tuple[str, int]:
+    """Return where the run in ``folder`` resumes from, in words, and how many steps it computes again.
 
-    Args:
-        begun: the last step that was begun, if one was; all before it are taken.
-        known: checkpoints that were there when the run was started again the last time.
+    ``begun``: the last step that was begun, if one was; all before it are taken.
     """
     from phalanx.checkpoint import latest
     from phalanx.checkpoint.format import step_of
-    from phalanx.train.survivor_save import saved_by
 
     newest = latest(folder / CHECKPOINTS)
     step = (step_of(newest) or 0) if newest else 0
@@ -174,7 +169,4 @@ def _source(folder: Path, begun: int | None, known: Collection[str]) -> tuple[st
     how_many = "no step is" if not again else "1 step is" if again == 1 else f"{again} steps are"
     if newest is None:
         return f"from the beginning, for nothing was saved; {how_many} computed again", again
-    rank = saved_by(newest) if newest.name not in known else None
-    if rank is not None:
-        return f"from rank {rank}, which was at step {step}; {how_many} lost", again
     return f"from the checkpoint of step {step}; {how_many} computed again", again

@@ -30,13 +30,12 @@ def supervise(
 ) -> _Started:
     """Start workers, follow them to their end, and stop whatever is left of them.
 
-    ``wanted()`` says before each start what is to be started. The first failure ends all workers within 3 s, or within
-    the run's ``grace`` where some first save what would be lost. Ctrl-C, SIGTERM and SIGUSR1 have a run save within
-    ``grace`` seconds and stop; without that they, and a second Ctrl-C or SIGTERM, end all workers at once. Either goes
-    on as ``KeyboardInterrupt`` or ``SystemExit``. ``watch`` is called in this process about ten times a second, and
-    once more when all are done. A rank that does not come to where others wait for it, within the timeout of what was
-    started, is the one that failed. Workers that were lost are started again as often as ``restarts`` says, and workers
-    of a run that is to have more devices once they have saved.
+    ``wanted()`` says before each start what is to be started. The first failure ends all workers within 3 s. Ctrl-C,
+    SIGTERM and SIGUSR1 have a run save within ``grace`` seconds and stop; without that they, and a second Ctrl-C or
+    SIGTERM, end all workers at once. Either goes on as ``KeyboardInterrupt`` or ``SystemExit``. ``watch`` is called in
+    this process about ten times a second, and once more when all are done. A rank that does not come to where others
+    wait for it, within the timeout of what was started, is the one that failed. Workers that were lost are started
+    again as often as ``restarts`` says, and workers of a run that is to have more devices once they have saved.
 
     Returns:
         The workers, all of which did what they were to do and are gone.

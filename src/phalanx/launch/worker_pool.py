@@ -39,7 +39,6 @@ import torch.distributed as dist
 
 from phalanx.comm import Place
 from phalanx.comm.handshake import new_secret
-from phalanx.comm.roll_call import LOST
 from phalanx.errors import RunError
 from phalanx.launch.addresses import LOOPBACK, connect_late, listen_at
 from phalanx.launch.failure import Failure, first_failure, time_for_others
@@ -48,7 +47,6 @@ from phalanx.launch.launcher import Launch, WorkerFunction, Workers
 from phalanx.launch.rank_probe import ProbeFiles
 from phalanx.launch.reaper import ENDING, Reaper, fork, kill_group
 from phalanx.launch.worker_process import WorkerPipes, WorkerProcess, await_assignment, run_worker
-from phalanx.train.launcher_link import Unsaved
 
 # seconds; together they stay well under the 3 s in which everything has to be over
 _GRACE = 0.5  # between SIGTERM and SIGKILL
@@ -84,7 +82,7 @@ class WorkerPool(Workers):
         self._replaced = [0] * world_size
         self._run = launch.run
         self._stopped = StoppedWorkers(launch.timeout)
-        self._steps = memoryview(mmap.mmap(-1, 8 * (2 * world_size + 1))).cast("q")
+        self._steps = memoryview(mmap.mmap(-1, 8 * (world_size + 1))).cast("q")
         for rank in range(world_size):
             self._steps[rank] = _NO_STEP
         # bound before the fork, so that its port is known; served after it, so that no server thread is forked
@@ -203,30 +201,13 @@ class WorkerPool(Workers):
         return True
 
     def _await_other_failures(self) -> None:
-        """One of them may have come first; and those that hold what would be lost save it."""
+        """One of them may have come first."""
         began = time.monotonic()
-        self._tell_of_the_lost()
         while not self._done:
-            cause_known = any(not failure.lost_peer for failure in self.failures)
-            patience = max(self._patience(cause_known), time_for_others(self.failures))
-            late = time.monotonic() > began + patience
+            late = time.monotonic() > began + time_for_others(self.failures)
             self._listen(_SOON)  # once more where it is late: this process may have been held meanwhile
             if late:
                 return
-
-    def _patience(self, cause_known: bool) -> float:
-        """Seconds from the first failure that are given to workers which save, or will once they find out; 0 for none.
-
-        Where it is not known who was lost, perhaps nobody was, and who does not come hangs.
-        """
-        least = Unsaved.STEPS if cause_known else Unsaved.SAVING
-        waits = any(self._steps[self._world_size + one.rank] >= least for one in self.workers if not one.ended)
-        return self._run.grace if waits and self._run else 0.0
-
-    def _tell_of_the_lost(self) -> None:
-        """For those that wait for a save in which a lost worker has a part."""
-        if self._run and isinstance(self._store, dist.TCPStore):  # pyrefly: ignore
-            self._store.set(LOST, str(self.failures[0].rank))
 
     def stop(self) -> None:
         before = list(self.failures)

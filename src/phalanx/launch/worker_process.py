@@ -31,7 +31,6 @@ from phalanx.launch.launcher import WorkerFunction
 from phalanx.launch.rank_probe import ProbeFiles, RankProbe
 from phalanx.launch.reaper import kill_group
 from phalanx.launch.torch_warmup import leave_compiler_out
-from phalanx.train.launcher_link import Unsaved
 
 _PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
 
@@ -42,9 +41,8 @@ class WorkerPipes:
 
     Attributes:
         report: pipe for the result or the error, one JSON line.
-        steps: shared memory, one integer a rank: the step each is in, -1 before the first. Then as many for what each
-            would save by itself (``Unsaved``). One more at the end: what the launcher asks for, as
-            ``StepReport.asked`` gives it.
+        steps: shared memory, one integer a rank: the step each is in, -1 before the first. One more at the end: what
+            the launcher asks for, as ``StepReport.asked`` gives it.
         crash: file for the traceback of a crash in compiled code.
         files: where it writes down its stacks and what it does.
         foreign: descriptors of the launcher that this worker must not hold open.
@@ -110,9 +108,6 @@ class SharedSteps:
 
     def asked(self) -> int:
         return self._steps[-1]
-
-    def unsaved(self, unsaved: Unsaved, /) -> None:
-        self._steps[len(self._steps) // 2 + self._rank] = unsaved
 
 
 def _end(pipes: WorkerPipes, report: str, code: int) -> NoReturn:

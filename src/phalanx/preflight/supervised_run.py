@@ -126,7 +126,7 @@ def _train(
 
     def work(place: Place, report: StepReport) -> dict[str, Any]:
         with StopSignals(report.asked) as signals:
-            link = LauncherLink(report=report, asked=signals.asked, unsaved=report.unsaved)
+            link = LauncherLink(report=report, asked=signals.asked)
             with first_step_checked(job, begun, place, found) as observer:
                 return loop.train(job, begun, place, link, observer=observer, findings=found)
 

@@ -4,13 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from enum import IntEnum
-
-
-class Unsaved(IntEnum):
-    """What a rank has to be given time for if others are lost: nothing, to find out, or to save."""
-
-    NOTHING, STEPS, SAVING = range(3)
 
 
 def no_signal() -> int:
@@ -22,10 +15,6 @@ def ignore_step(step: int) -> None:
     """The ``report`` of a run without a launcher."""
 
 
-def ignore_unsaved(unsaved: Unsaved) -> None:
-    """The ``unsaved`` of a run without a launcher."""
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LauncherLink:
     """What a worker reports to its launcher, and what it asks it; as it is, there is no launcher.
@@ -34,9 +23,7 @@ class LauncherLink:
         report: called with the number of each optimizer step as it begins.
         asked: gives the number of the signal by which this worker was asked to stop, 0 where it was not; one worker is
             enough for all to stop after the same step, which is saved.
-        unsaved: called with whether this worker would save by itself if others were lost, and is to be given time.
     """
 
     report: Callable[[int], None] = ignore_step
     asked: Callable[[], int] = no_signal
-    unsaved: Callable[[Unsaved], None] = ignore_unsaved

@@ -40,7 +40,6 @@ from phalanx.train.metrics import Metrics
 from phalanx.train.observer import AssemblyScene, Observer
 from phalanx.train.run_recorder import Lap, RunRecorder
 from phalanx.train.state import come_together, frozen_fingerprints, restore, to_save, traffic, training_state
-from phalanx.train.survivor_save import SurvivorSave
 from phalanx.train.timeline import Listener, only_step
 
 
@@ -155,7 +154,6 @@ class MeshStepper(Stepper):
     def __init__(
         self, job: Job, run: RunSpec, place: Place, assembly: Assembly, recorder: RunRecorder, link: LauncherLink
     ) -> None:
-        self._survival = SurvivorSave.of(job, run, place, assembly, recorder, link.unsaved)
         self._job, self._run, self._place, self._assembly = job, run, place, assembly
         self._saver = BackgroundSaver(ranks_here=place.workers_here)
         self._recorder, self._report, self._ended = recorder, link.report, False
@@ -207,7 +205,6 @@ class MeshStepper(Stepper):
     def take(self, batch: StepBatch) -> Metrics:
         """Take the step of ``batch``."""
         self._assembly.step.observer.begins(batch)
-        self._recorder.begins(batch)
         try:
             with self._listener.around(batch.step), self._tells_where_memory_runs_out():
                 return self._measured(batch)
@@ -216,8 +213,6 @@ class MeshStepper(Stepper):
 
     def stepped(self) -> None:
         """The step just taken has been recorded."""
-        if self._survival:
-            self._survival.stepped()
         self._record_news()
 
     def settle(self) -> None:
@@ -273,17 +268,12 @@ class MeshStepper(Stepper):
             self._assembly.step.drift.settle()  # of the values that are about to be replaced
         with suppress(CheckpointError):  # what could not be written is no place to go back to
             self._saver.wait()
-        boundary = self._assembly.step.boundary
-        boundary.updates()
 
         def restored(path: Path) -> int:
             restore(path, self._job, self._assembly)
             return self.taken
 
         path, first, damaged = resume_newest(self._run.folder / CHECKPOINTS, restored)
-        boundary.reached()
-        if self._survival:
-            self._survival.began(first)
         self.read_from(first)
         self._recorder.go_back(lambda: _ledger(self._run, self._place, self._assembly, first), ())
         for message in damaged:
@@ -301,14 +291,8 @@ class MeshStepper(Stepper):
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        """End what goes on in the background; where others are lost, save what would be lost with this rank."""
-        try:
-            if self._survival and isinstance(error, Exception):
-                self._survival.failed(error, self._assembly)
-        finally:
-            if self._survival:
-                self._survival.over()
-            self._saver.close()
+        """End what goes on in the background."""
+        self._saver.close()
 
     def finish(self) -> list[tuple[str, dict[str, Any]]]:
         assembly, found = self._assembly, list[tuple[str, dict[str, Any]]]()

@@ -51,7 +51,6 @@ class PhasedStep(Step):
         number = self.progress.step
         found: dict[str, Metrics] = {}
         computed = updated = 0.0
-        self.boundary.updates()  # from the first phase's update on, nothing can be saved before the last one's
         for phase, step in self.phases:
             if not phase.turn(number):
                 continue

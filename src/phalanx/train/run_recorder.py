@@ -46,7 +46,6 @@ class RunRecorder:
         waited for.
         """
         self._run, self._ledger, self._total, self._late = run, ledger, total_steps, late
-        self._at_once = False
         self._log = EventLog(run.folder / EVENTS) if writes else None
         self._mirror = _mirror(run) if writes else None
         self._waiting: tuple[Metrics, float, float | None] | None = None
@@ -117,18 +116,6 @@ class RunRecorder:
     def begin(self) -> None:
         """The first step begins now: what came before is not among its seconds."""
         self._first = self._last = time.perf_counter()
-
-    def outlive(self) -> None:
-        """From now on what the ledger says of a step is in its file before the step is taken.
-
-        So it stays if this process is killed, and another one has finished the step that it had a part in.
-        """
-        self._at_once = True
-
-    def begins(self, batch: StepBatch) -> None:
-        """This process begins a step."""
-        if self._at_once and self._ledger:
-            self._ledger.begin(batch)
 
     def _write_settings(self, placement: Mapping[str, Any] | None) -> None:
         folder = self._run.folder

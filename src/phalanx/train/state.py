@@ -50,12 +50,9 @@ def training_state(path: Path) -> dict[str, Any]:
 
 
 def to_save(
-    folder: Path, job: Job, assembly: Assembly, *, keep: int, keep_every: int | None = None, survivor: int | None = None
+    folder: Path, job: Job, assembly: Assembly, *, keep: int, keep_every: int | None = None
 ) -> checkpoint.SaveRequest:
-    """A checkpoint of this moment, to be written into ``folder``. Collective.
-
-    ``survivor``: the rank that writes it by itself, if one does.
-    """
+    """A checkpoint of this moment, to be written into ``folder``. Collective."""
     progress = assembly.step.progress
     held = assembly.layout.holdings
     tensors, groups = checkpoint.optimizer_tensors(assembly.optimizer, held.parameters, parts(held))
@@ -71,7 +68,6 @@ def to_save(
         ADAPTERS: adapters_of(assembly.layout.module),
         SENDER: held.sender.kind if held.sender else None,
         OUTER: told,
-        SURVIVOR: survivor,
         FROZEN: assembly.frozen or None,
         SCHEDULER: assembly.step.scheduler.state() if assembly.step.scheduler else None,
         AVERAGE: assembly.step.average.state() if assembly.step.average else None,
@@ -330,10 +326,6 @@ def _same_states(assembly: Assembly, apart: LocalSgd) -> list[dict[str, Any]]:
 
 def _forms(state: Mapping[str, Any]) -> dict[str, list[int]]:
     return {key: list(local(value).shape) for key, value in state.items() if isinstance(value, torch.Tensor)}
-
-
-SURVIVOR = "survivor"
-"""The key of a checkpoint's state that has the rank which wrote it by itself; null where all did."""
 
 
 SCHEDULER = "scheduler"

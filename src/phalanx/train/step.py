@@ -33,7 +33,6 @@ from phalanx.train.metrics import Metrics, Totals, towards_host
 from phalanx.train.named_losses import NamedCounts
 from phalanx.train.observer import Observer
 from phalanx.train.row_gather import RowGather
-from phalanx.train.step_boundary import StepBoundary
 from phalanx.train.torch_scheduler import SchedulersOfPhases, TorchScheduler
 from phalanx.train.uneven_shares import Sharing
 from phalanx.train.weight_average import WeightAverage
@@ -112,7 +111,6 @@ class Step:
         sharing: the ranks' uneven shares, which may follow their speed; ``None`` where they are even.
         drift: who compares replicas now and then; ``None`` for nobody.
         average: of the weights, if the job has one; the model computes with it within ``average.applied()``.
-        boundary: whether what a checkpoint holds is that of the last finished step.
         scheduler: of torch's, that sets the learning rates, or those of all phases; ``None`` where the job gives none.
         last: of the last finished step; ``None`` before the first.
         seconds: that the host took, in the last step, for forward and backward, and for the update.
@@ -159,7 +157,6 @@ class Step:
         self.drift: DriftWatch | None = None
         self._work: GradAccumulation | None = None
         self.average = WeightAverage(job.average, layout) if job.average else None
-        self.boundary = StepBoundary()
         self.checks_late = not self.sync.per_replica
         self._late: bool | None = None  # known from the first step on
         self._unchecked: _Computed | None = None
@@ -178,7 +175,6 @@ class Step:
         if why := self.accidents.left_out.get(batch.step):
             return self._without_update(batch, (math.nan, 0.0), why)
         self.accidents.begins(self)
-        self.boundary.computes()
         totals = self.backward(batch)
         between = time.perf_counter()
         metrics = self.update(batch, totals)
@@ -243,7 +239,6 @@ class Step:
         overflow = scaling is not None and not math.isfinite(metrics.grad_norm or 0.0)
         if overflow:
             metrics = replace(metrics, skipped=True)
-        self.boundary.updates()
         if scaling:
             before_update = scaling.scale
             scaling.update(not overflow)
@@ -330,7 +325,6 @@ class Step:
         if self.average is not None and not metrics.skipped:
             self.average.stepped(self.progress.step)
         self.last = metrics
-        self.boundary.reached()
         if self.drift is not None:
             self.drift.stepped(self.progress.step - 1)
         if self.sharing is not None:
