@@ -173,8 +173,8 @@ DATA = (
     Mutation(
         "checkpoint: what a crash moved aside is deleted",
         "checkpoint/folder.py",
-        "and _taken(folder)) and not _give_back(path):",
-        "and _taken(folder)):",
+        "if _LEFTOVER.fullmatch(path.name) and not _give_back(path):",
+        "if _LEFTOVER.fullmatch(path.name):",
         ("test unit/test_checkpoint_store.py moved_aside",),
     ),
     Mutation(
