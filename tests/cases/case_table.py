@@ -288,7 +288,7 @@ MISTAKEN: dict[str, Case] = {
     "labels out of range": case(
         "classes that the model does not have",
         partial(job, loss=lambda output, batch: px.cross_entropy(output, batch["y"] + CLASSES_TOO_MANY)),
-        refused("IndexError: Target"),
+        refused("targets from 4 to 6 for logits of 4 classes"),
     ),
     "not a number": case(
         "a loss that is not a number",
