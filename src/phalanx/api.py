@@ -68,7 +68,7 @@ def fit(
         WorkerError: if a worker failed: the first one's rank, step and traceback. Inside a worker that torchrun
             started, this worker's own error comes as it is.
         KeyboardInterrupt: after Ctrl-C; the run has saved by then (``RunSpec.grace``), and it says where.
-        SystemExit: after SIGTERM and SIGUSR1; with 75, ``EX_TEMPFAIL``, once the run has saved.
+        SystemExit: after SIGTERM, SIGUSR1 and SIGHUP; with 75, ``EX_TEMPFAIL``, once the run has saved.
     """
     from phalanx.launch import how_to_go_on
     from phalanx.preflight.supervised_run import RunStarter, train_here

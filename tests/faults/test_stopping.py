@@ -81,7 +81,7 @@ def stops(given: px.Job, run: RunSpec, watch: Callable[[], None] | None = None) 
 
 
 CASES = [
-    *(("single", signal.SIGUSR1, 75), ("pp=2", signal.SIGTERM, 75), ("dp=2", signal.SIGINT, 130)),
+    *(("single", signal.SIGUSR1, 75), ("pp=2", signal.SIGHUP, 75), ("dp=2", signal.SIGINT, 130)),
     *longer(*((plan, signal.SIGTERM, 75) for plan in ("fsdp=2", "dp=2 sync=local every=4", "dp=2 server=1"))),
 ]
 

@@ -73,12 +73,15 @@ SAVED = 75
 RESIZE = signal.SIGURG
 """By which a launcher asks workers to save and stop, to start them again in another number. Nobody else's to send."""
 
+_ONCE = (signal.SIGUSR1, signal.SIGHUP)
+"""Signals that end nothing at once by coming twice; a closed terminal and its shell each send SIGHUP."""
+
 _SAME = 0.2  # seconds within which a second signal is the first once more, passed on by a program around this one
 
 
 @final
 class Interrupts:
-    """Ctrl-C, SIGTERM and SIGUSR1, remembered for the length of the block, not raised in the middle of something.
+    """Signals that ask to stop, remembered for the length of the block, not raised in the middle of something.
 
     ``check`` raises them where that is safe. A second Ctrl-C or SIGTERM raises at once (the launcher may be stuck in a
     callback), except while ``held`` is set: nothing may cut a start or the clean-up short.
@@ -114,7 +117,7 @@ class Interrupts:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
-        again = self.caught != 0 and number in (self.caught, signal.SIGINT) and number != signal.SIGUSR1
+        again = self.caught != 0 and number in (self.caught, signal.SIGINT) and number not in _ONCE
         again = again and now - self._when > _SAME
         self.caught, self._when = self.caught or number, self._when or now
         if again and not self.held:
@@ -165,7 +168,7 @@ class StopSignals:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         now, alone = time.monotonic(), self._alone is not None
-        again = alone and self._number != 0 and number != signal.SIGUSR1 and now - self._when > _SAME
+        again = alone and self._number != 0 and number not in _ONCE and now - self._when > _SAME
         ending = self._launcher_asks is not None and self._launcher_asks() == ENDING
         if os.getpid() != self._pid or ending or again:
             signal.signal(number, signal.SIG_DFL)  # a process that the job has forked has this handler, too
@@ -230,7 +233,7 @@ class LoopSignals:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
-        if os.getpid() != self._pid or (self.number and now - self._when > _SAME):
+        if os.getpid() != self._pid or (self.number and number != signal.SIGHUP and now - self._when > _SAME):
             self.taken_up = True
             _restore({number: self._before[number]})
             os.kill(os.getpid(), number)
@@ -249,7 +252,7 @@ def _catch(handler: Callable[[int, FrameType | None], None], *more: signal.Signa
     """
     before: dict[int, Any] = {}
     if threading.current_thread() is threading.main_thread():
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, *more):
+        for number in (signal.SIGINT, signal.SIGTERM, *_ONCE, *more):
             found = signal.getsignal(number)
             usual = number in (signal.SIGINT, signal.SIGTERM)
             if found is not signal.SIG_IGN and (usual or found is signal.SIG_DFL):

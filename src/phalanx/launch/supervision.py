@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import TypeVar
 
 from phalanx.launch.failure import Failure, memory_kills, refusal, signal_name, worker_error
@@ -30,8 +31,8 @@ def supervise(
 ) -> _Started:
     """Start workers, follow them to their end, and stop whatever is left of them.
 
-    ``wanted()`` says before each start what is to be started. The first failure ends all workers within 3 s. Ctrl-C,
-    SIGTERM and SIGUSR1 have a run save within ``grace`` seconds and stop; without that they, and a second Ctrl-C or
+    ``wanted()`` says before each start what is to be started. The first failure ends all workers within 3 s. Signals
+    that ask to stop have a run save within ``grace`` seconds and stop; without that they, and a second Ctrl-C or
     SIGTERM, end all workers at once. Either goes on as ``KeyboardInterrupt`` or ``SystemExit``. ``watch`` is called in
     this process about ten times a second, and once more when all are done. A rank that does not come to where others
     wait for it, within the timeout of what was started, is the one that failed. Workers that were lost are started
@@ -152,7 +153,8 @@ def _follow(
             if interrupts.caught and not deadline and grace and workers.request_stop(interrupts.caught):
                 deadline = time.monotonic() + grace
                 text = _ASKED if launch.background else _STOPPING
-                print(text.format(signal_name(interrupts.caught), grace), file=sys.stderr)
+                with suppress(OSError):  # a terminal that is closed
+                    print(text.format(signal_name(interrupts.caught), grace), file=sys.stderr)
             if interrupts.caught and time.monotonic() >= deadline:
                 interrupts.check()
             hung = watches.look() if more else None
@@ -166,4 +168,4 @@ def _follow(
 
 
 _ASKED = "asked to stop: saving after this step, {1:g} s at most"
-_STOPPING = "{}: saving after this step, {:g} s at most; the same once more ends the run at once"
+_STOPPING = "{}: saving after this step, {:g} s at most; Ctrl-C ends the run at once"

@@ -362,7 +362,7 @@ class OutputRelay:
         target = sys.stdout if self._stream == "stdout" else sys.stderr
         if target is None or not text:  # pyrefly: ignore
             return
-        with suppress(BrokenPipeError):  # whoever reads what the run prints has seen enough: the run goes on
+        with suppress(OSError):  # whoever reads it has seen enough, or its terminal is closed: the run goes on
             try:
                 target.write(text)
             except UnicodeEncodeError:

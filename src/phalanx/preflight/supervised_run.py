@@ -102,7 +102,7 @@ def train_here(
         RefusedError: the plan cannot serve the job here, or is forecast not to fit.
         WorkerError: a worker failed.
         KeyboardInterrupt: after Ctrl-C.
-        SystemExit: after SIGTERM and SIGUSR1.
+        SystemExit: after SIGTERM, SIGUSR1 and SIGHUP.
     """
     refuse_handed_over(spec.folder)
     with _called_back(job, spec.folder, watch) as look:

@@ -259,7 +259,7 @@ class OwnStep:
         LossError: if the loss is not finite, or not of an allowed form, or if nothing was counted.
         GradientError: if a gradient is not finite, or parameters get none and the job does not allow it.
         RunError: if it is not the batch of the next step; with a run, if that is over, too.
-        SystemExit: with a run, once it has saved for SIGTERM or SIGUSR1; with 75, ``EX_TEMPFAIL``.
+        SystemExit: with a run, once it has saved for SIGTERM, SIGUSR1 or SIGHUP; with 75, ``EX_TEMPFAIL``.
         KeyboardInterrupt: with a run, once it has saved for Ctrl-C.
     """
 
