@@ -145,6 +145,8 @@ def test_a_loop_that_is_not_named_or_not_there(name: str, tmp_path: Path) -> Non
         ("import no_such_package_of_mine.thing\n", ("try: pip install no_such_package_of_mine",)),
         ("def job(:\n", ("SyntaxError",)),
         ("import sys\nsys.exit(3)\n", ("SystemExit: 3",)),
+        ("import sys\nlr = sys.argv[1]\n", ("IndexError", "try: px.param")),
+        ("import argparse as a\na.ArgumentParser().parse_args()\n", ("(sys.argv) as it is loaded", "parse_args([])")),
     ],
 )
 def test_what_gives_no_job_is_refused_with_a_way_out(text: str, words: tuple[str, ...], tmp_path: Path) -> None:

@@ -304,3 +304,14 @@ def of_train(name: str, plan: Plan) -> list[Problem]:
     except SpecError as error:
         return list(error.problems)
     return []
+
+
+@pytest.mark.parametrize("name", ["SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK"])
+def test_one_of_several_tasks_trains_nothing(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for variable in (name, "SLURM_STEP_ID"):
+        monkeypatch.setenv(variable, "1")
+    for variable in ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"):
+        monkeypatch.setenv(variable, "2")
+    with pytest.raises(SpecError, match=rf"task 1 of 2 \({name}\)"):
+        px.fit(job("digits"), folder=tmp_path / "run")
+    assert not (tmp_path / "run").exists()

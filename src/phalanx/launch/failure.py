@@ -232,6 +232,7 @@ def advice(failure: Failure, world_size: int, *, memory_kills: int) -> str:
 
 _BY_MESSAGE = {
     "unable to allocate shared memory": "enlarge /dev/shm (docker run --shm-size=8g), or set workers=0 in the job",
+    "explicit nodesplitter": "nodesplitter=lambda urls: urls, so that each rank reads all of it; or px.TarFiles",
     "Too many open files": "a larger limit (ulimit -n 65536), or fewer workers=, prefetch= or tensors a sample",
     "No space left on device": "free some disk space, then go on from the last whole checkpoint with resume=True",
     "stack expects each tensor to be equal size": "samples of unlike sizes: collate= of the job may pad them to one",

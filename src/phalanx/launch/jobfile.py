@@ -6,6 +6,7 @@ workers then find the module loaded and only call its function again.
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import difflib
 import hashlib
@@ -21,6 +22,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 from urllib.parse import parse_qsl, urlencode
 
 from phalanx.config import Job
@@ -118,7 +120,7 @@ def load_job(reference: str) -> Job:
         reference,
         with_no_values(reference),
     )
-    with _accelerators_left_alone(), overriding(overrides):
+    with _accelerators_left_alone(), _command_line_kept(reference), overriding(overrides):
         module = _loaded(where, reference, overrides)
         function = _find(module, where, reference)
         _needs_no_arguments(function, where, reference)
@@ -165,7 +167,7 @@ def load_function(reference: str) -> Callable[..., object]:
     """
     where = Reference.parse(reference)
     named = reference.endswith(f":{where.function}")
-    with _accelerators_left_alone():
+    with _accelerators_left_alone(), _command_line_kept(reference):
         module = _import_file(where.file, reference) if where.file else _import_module(where.module, reference)
         if named:
             return _find(
@@ -219,6 +221,28 @@ def _accelerators_left_alone() -> Iterator[None]:
 
 
 @contextmanager
+def _command_line_kept(reference: str) -> Iterator[None]:
+    """Keep the options of this program from a job's file: they are not its own, and others in each process."""
+    before, parser = sys.argv, argparse.ArgumentParser
+    parse = parser.parse_known_args
+
+    def parsed(self: argparse.ArgumentParser, args: Any = None, *more: Any, **how: Any) -> Any:
+        if args is not None:
+            return parse(self, args, *more, **how)
+        given = "code that parses the command line (sys.argv) as it is loaded, where the options of phalanx stand"
+        raise SpecError.of(reference, given, "values that the code declares by px.param", _NO_OPTIONS)
+
+    sys.argv, parser.parse_known_args = before[:1], parsed
+    try:
+        yield
+    finally:
+        sys.argv, parser.parse_known_args = before, parse
+
+
+_NO_OPTIONS = 'px.param("lr", 0.1) in the file and --set lr=0.5, or parser.parse_args([])'
+
+
+@contextmanager
 def _explained(what: str, file: str | None, reference: str, *, then: str = "") -> Iterator[None]:
     """Turn whatever user code raises into a SpecError that shows the end of its traceback.
 
@@ -241,6 +265,8 @@ def _fix(error: BaseException) -> str:
         if missing in ("tensorflow", "jax") and _raised_in(error, "keras"):
             return 'os.environ["KERAS_BACKEND"] = "torch" before keras is imported, or KERAS_BACKEND=torch in the shell'
         return "pip install 'phalanx[transformers]'" if missing == "transformers" else f"pip install {missing}"
+    if isinstance(error, IndexError) and "sys.argv" in (traceback.extract_tb(error.__traceback__)[-1].line or ""):
+        return _NO_OPTIONS.partition(", or")[0]
     unknown = re.match(r"Job\.__init__\(\) got an unexpected keyword argument '(\w+)'", str(error))
     if isinstance(error, TypeError) and unknown:
         names = [field.name for field in dataclasses.fields(Job)]

@@ -8,6 +8,7 @@ A launcher is one way of starting the workers of a run. ``find_launcher`` gives 
 from __future__ import annotations
 
 import difflib
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -200,6 +201,29 @@ def place_of_this_process() -> Place | None:
     """
     places = (find_launcher(name).place() for name in LAUNCHERS)
     return next((place for place in places if place is not None), None)
+
+
+def refuse_copies() -> None:
+    """Refuse to start a run in one of several tasks that srun or mpirun has started: each would train by itself.
+
+    Raises:
+        SpecError: this process is such a task.
+    """
+    for variable, counts in _TASKS.items():
+        of = next((int(os.environ[name]) for name in counts if os.environ.get(name, "").isdecimal()), 1)
+        in_step = variable != "SLURM_PROCID" or "SLURM_STEP_ID" in os.environ  # a batch script has the number, too
+        if variable in os.environ and of > 1 and in_step:
+            given = f"task {os.environ[variable]} of {of} ({variable}), each of which would train the whole run"
+            allowed = "one process, which starts its workers itself"
+            fix = f"srun -n 1 or mpirun -n 1, or phalanx launch; where each is a run of its own: env -u {variable}"
+            raise SpecError.of("launcher", given, allowed, fix)
+
+
+_TASKS = {
+    "SLURM_PROCID": ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"),
+    "OMPI_COMM_WORLD_RANK": ("OMPI_COMM_WORLD_SIZE",),
+    "PMI_RANK": ("PMI_SIZE",),
+}
 
 
 def refuse_what_needs_a_fork(launch: Launch, launcher: str) -> None:

@@ -28,7 +28,7 @@ from phalanx.launch import (
     supervise,
 )
 from phalanx.launch.first_step import first_step_checked
-from phalanx.launch.launcher import StepReport, WorkerFunction
+from phalanx.launch.launcher import StepReport, WorkerFunction, refuse_copies
 from phalanx.launch.targets import forget_handed_over, one_launch_at_a_time, refuse_handed_over
 from phalanx.preflight.run_forecast import RunForecaster, forecast_after_look, too_little
 from phalanx.train import loop
@@ -104,6 +104,7 @@ def train_here(
         KeyboardInterrupt: after Ctrl-C.
         SystemExit: after SIGTERM, SIGUSR1 and SIGHUP.
     """
+    refuse_copies()
     refuse_handed_over(spec.folder)
     with _called_back(job, spec.folder, watch) as look:
         try:
