@@ -210,6 +210,8 @@ def _refuse_one_pass(dataset: Any, job: Job, total_steps: int | None) -> None:
 def _in_order(dataset: Any, job: Job) -> GlobalBatchSampler:
     """Each sample once and in order."""
     refuse_lists(dataset, job.collate, "job.evaluate")
+    if not len(dataset):
+        raise SpecError.of("job.evaluate", "data of 0 samples", "1 sample or more", "evaluate=None, for no evaluation")
     return GlobalBatchSampler(length=len(dataset), batch=job.batch, seed=job.seed, shuffle=False)
 
 

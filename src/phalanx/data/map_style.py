@@ -18,7 +18,7 @@ from phalanx.data.sampler import BLOCK, EpochSeeds, GlobalBatchSampler, HeldIds
 from phalanx.data.step_batch import BatchSplitter, StepBatch, step_batch
 from phalanx.data.table import Table
 from phalanx.data.token_batches import TokenBatchSampler
-from phalanx.errors import Problem, SpecError
+from phalanx.errors import DataError, Problem, SpecError
 from phalanx.placement.batch_split import Cuts
 
 AnySampler = GlobalBatchSampler | ChangingBatchSampler | TokenBatchSampler
@@ -115,10 +115,20 @@ class Fetcher:
         if self._at_once:
             got = self._dataset.__getitems__(wanted)
             if isinstance(got, list):
-                return self._collate(got)
+                return self._collated(wanted, got)
             if not self._own_collate:
                 return _as_dict(got)
-        return self._collate(self._one_by_one(wanted))
+        return self._collated(wanted, self._one_by_one(wanted))
+
+    def _collated(self, wanted: list[int], samples: list[Any]) -> Any:
+        try:
+            return self._collate(samples)
+        except Exception as error:
+            none = next((number for number, one in zip(wanted, samples, strict=False) if one is None), None)
+            if none is None:
+                raise
+            fix = "a collate= that leaves it out, or its index out of the sampler"
+            raise DataError(f"job.data: sample {none} is None, which cannot be collated\n    try: {fix}") from error
 
     def _one_by_one(self, wanted: list[int]) -> list[Any]:
         dataset, draws, plant = self._dataset, self._draws, self._seeds.plant

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import resource
 import signal
 import sys
 from collections.abc import Iterator
@@ -18,6 +19,7 @@ from typing import Any, final
 
 import numpy as np
 import torch
+from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 from torch.utils.data._utils import worker as torch_worker
 
@@ -58,7 +60,7 @@ class LoaderWorkers:
         self, fetcher: Fetcher, requests: Iterator[tuple[int, np.ndarray]]
     ) -> AbstractContextManager[Iterator[Any]]:
         """The batches asked for, in the order they were asked for; the processes live as long as the block."""
-        return self._loaded(_Answers(fetcher), sampler=requests)
+        return self._loaded(_Answers(fetcher, self.count * (self.prefetch or 2)), sampler=requests)
 
     def stream(self, reader: StreamReader) -> AbstractContextManager[Iterator[StreamStep]]:
         """The groups of the stream in order; the processes live as long as the block."""
@@ -101,12 +103,22 @@ class LoaderWorkers:
 class _Answers(Dataset[Any]):
     """A dataset whose index is a request (epoch, ids) and whose sample is the batch."""
 
-    def __init__(self, fetcher: Fetcher) -> None:
-        self._fetcher = fetcher
+    def __init__(self, fetcher: Fetcher, ahead: int) -> None:
+        """``ahead``: batches that are loaded ahead, each of whose tensors is an open file."""
+        self._fetcher, self._ahead = fetcher, ahead
 
     def __getitem__(self, index: tuple[int, np.ndarray]) -> Any:
         epoch, ids = index
-        return self._fetcher.fetch(epoch, ids)
+        batch = self._fetcher.fetch(epoch, ids)
+        if self._ahead and torch.multiprocessing.get_sharing_strategy() == "file_descriptor":
+            tensors, limit = len(tree_leaves(batch)), resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+            if tensors * self._ahead > limit:
+                raise DataError(
+                    f"{self._ahead} batches ahead (workers x prefetch) of {tensors} tensors each, where no more than "
+                    f"{limit} files may be open\n    try: ulimit -n 65536, or fewer workers=, prefetch= or tensors"
+                )
+        self._ahead = 0  # it is known now
+        return batch
 
 
 @final
@@ -139,11 +151,16 @@ def _identity(batch: Any) -> Any:
 def _explained(results: Iterator[Any]) -> Iterator[Any]:
     try:
         yield from results
+    except DataError as error:  # of a process, with its traceback
+        raise DataError(str(error).rpartition("DataError: ")[2].rstrip()) from None
     except RuntimeError as error:
         raise _explanation(error) from None
 
 
 def _explanation(error: RuntimeError) -> Exception:
+    if "unable to allocate shared memory" in str(error):
+        what = "/dev/shm is too small for the batches that processes load ahead"
+        return DataError(f"{what}\n    try: enlarge it (docker run --shm-size=8g), or workers=0 or a smaller prefetch")
     if "DataLoader worker (pid" not in str(error):
         return error
     return DataError(

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from numbers import Real
 from typing import Any, final
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -138,16 +139,24 @@ def _whole(sent: list[dict[str, Any]], name: str) -> dict[str, Tensor]:
     return {**sums, **joined}
 
 
+_MOST_CELLS = 10_000
+
+
 def _numbers(name: str, given: Any) -> dict[str, float]:
     many = given if isinstance(given, Mapping) else {"": given}
     found: dict[str, float] = {}
     for key, value in many.items():  # pyrefly: ignore
         one = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value  # pyrefly: ignore
+        base = f"{name}.{key}" if key else name
+        if isinstance(one, Tensor) and 1 < one.numel() <= _MOST_CELLS:  # a number of each class, or of each cell
+            cells = zip(np.ndindex(*one.shape), one.flatten().tolist(), strict=True)
+            found |= {".".join([base, *map(str, place)]): float(cell) for place, cell in cells}
+            continue
         if not isinstance(one, Real):
             shape = f" of shape {list(value.shape)}" if isinstance(value, Tensor) else ""
             raise LossError(
                 f"metric {name!r}: compute gives a {type(value).__name__}{shape}; a metric is a number, or a dict of "
                 'name → number.\n    try: compute=lambda right, all: {"accuracy": right / all}'
             )
-        found[f"{name}.{key}" if key else name] = float(one)
+        found[base] = float(one)
     return found

@@ -21,7 +21,7 @@ from phalanx.errors import Problem, SpecError
 from phalanx.parallel.deferred_init import StoredValue, fill, recipes, store
 from phalanx.units import show_names
 
-_FILE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+_FILE, _INDEX, _PICKLED = "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin"
 
 
 def fill_from(module: nn.Module, given: str | Path | Pretrained, *, deferred: bool = False) -> None:
@@ -46,10 +46,15 @@ def fill_from(module: nn.Module, given: str | Path | Pretrained, *, deferred: bo
     ]
     says = {"missing there": missing, "only there": unused, "other shape or kind": other}
     if problems := [f"{said} ({len(names)}): {show_names(sorted(names), 10)}" for said, names in says.items() if names]:
+        fix = f"initial=px.Pretrained({str(wanted.path)!r}, missing=('head.*',), unused=('pooler.*',))"
+        front = f"{next(iter(unused), '').partition('.')[0]}."  # such as "module.", of DistributedDataParallel
+        if missing and {name.removeprefix(front) for name in unused} == {*missing}:
+            named = f'{{name.removeprefix("{front}"): value for name, value in load_file("{wanted.path}").items()}}'
+            fix = f'save_file({named}, "{wanted.path}") of safetensors.torch, without the "{front}" in front'
         raise _wrong(
             f"{wanted.path}, which does not fit the model: {'; '.join(problems)}",
             "values for every parameter and persistent buffer of the model, and no others",
-            f"initial=px.Pretrained({str(wanted.path)!r}, missing=('head.*',), unused=('pooler.*',))",
+            fix,
         )
     with torch.no_grad():
         for _, tensor, entry in found:
@@ -155,7 +160,17 @@ def _files(path: Path) -> dict[Path, list[str]]:
         return {path / _FILE: []}
     there = "which does not exist" if not path.exists() else f"which has neither {_FILE} nor {_INDEX}"
     allowed = "a folder that save_pretrained or phalanx checkpoint export wrote, or a .safetensors file"
-    raise _wrong(f"{path}, {there}", allowed, 'initial="path/to/folder"')
+    fix, pickled = 'initial="path/to/folder"', next((one for one in (path, path / _PICKLED) if one.is_file()), None)
+    if (path / ".metadata").is_file():
+        there, pickled = "a folder of torch.distributed.checkpoint", path.with_name(f"{path.name}.pt")
+        fix = f'torch.distributed.checkpoint.format_utils.dcp_to_torch_save("{path}", "{pickled}"), then '
+    elif pickled:
+        there, fix = "which would have to be unpickled, and may run code then", ""
+    if pickled:
+        inner = '["state_dict"]' if pickled.suffix == ".ckpt" else ""
+        new = pickled.with_suffix(".safetensors")
+        fix += f'safetensors.torch.save_file(torch.load("{pickled}", weights_only=True){inner}, "{new}")'
+    raise _wrong(f"{path}, {there}", allowed, fix)
 
 
 def _opened(file: Path) -> safe_open:
