@@ -138,8 +138,10 @@ def test_this_machine_is_checked_where_no_target_is_named(check: Check) -> None:
 class TestPackages:
     def test_another_torch_and_a_host_that_is_not_reached(self, looked: Check, tmp_path: Path) -> None:
         old = StandIn("n2", **first(stub(tmp_path, "torch", "2.11.0")))
-        code, answer = looked(StandIn("n1"), old, StandIn("n3"), StandIn("n4", before=["false"]))
-        assert (code, {*found(answer)}) == (1, {("versions", ("n2",), True), ("host", ("n4",), True)})
+        hosts = StandIn("n1"), old, StandIn("n3"), StandIn("n4", before=["false"])
+        code, answer = looked(*hosts, StandIn("n5", before=["echo", "phalanx-check:{"]))
+        wrong = {("versions", ("n2",), True), ("host", ("n4",), True), ("host", ("n5",), True)}
+        assert (code, {*found(answer)}) == (1, wrong)
         (what,) = [one["what"] for one in answer["findings"] if one["kind"] == "versions"]
         assert "torch 2.11.0 on n2" in what
         assert "on n1, n3" in what

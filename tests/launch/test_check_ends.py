@@ -38,6 +38,7 @@ from phalanx.launch.check_hosts import (
     started_program,
     survey,
 )
+from phalanx.launch.host_messages import checked_answer
 from phalanx.launch.targets import host_agent, host_folder
 from phalanx.preflight import launch_check
 
@@ -208,6 +209,16 @@ def failing(said: HostSurvey) -> list[str]:
 
 def code(folder: Path, **what: Any) -> CodeForHost:
     return CodeForHost(root=folder, digests={"gone.py": sha256(b"").hexdigest()}, nbytes=40 << 20, **what)
+
+
+def test_an_answer_that_no_host_gives_is_none(tmp_path: Path) -> None:
+    told = {**asked(tmp_path, code(tmp_path)).hosts[0].told}
+    assert checked_answer(json.dumps(told), of_link=False) == told
+    others = [{**told, name: value} for name in told for value in ({"a": [0]}, -2)]
+    others += [{key: value for key, value in told.items() if key != name} for name in ("gpus", "folder", "began")]
+    for text in ("{", "[" * 10**5, "null", *map(json.dumps, others)):
+        assert checked_answer(text, of_link=False) is None
+    assert checked_answer(json.dumps(told), of_link=True) is None
 
 
 def test_code_that_is_too_much_for_a_check_is_no_fault(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from phalanx.config import Plan, RunSpec
 from phalanx.config.run_files import LAUNCH_FILES
 from phalanx.errors import MissingExtraError, RunError, SpecError
 from phalanx.launch.failure import failure_of_exit
+from phalanx.launch.host_messages import LONGEST, checked
 from phalanx.launch.targets import (
     TARGETS,
     Prepared,
@@ -33,7 +34,6 @@ from phalanx.launch.targets import (
 from phalanx.launch.targets.aws_calls import AwsCalls
 from phalanx.launch.targets.kubectl import Kubectl
 from phalanx.launch.targets.option_checks import secrets_set
-from phalanx.launch.targets.ssh_messages import LONGEST, checked
 from phalanx.report.run_standing import run_standing
 
 

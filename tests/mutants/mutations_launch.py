@@ -103,14 +103,14 @@ LAUNCH = (
     ),
     Mutation(
         "ssh: a host may name files outside of the run folder",
-        f"{TARGETS}/ssh_messages.py",
+        "launch/host_messages.py",
         'return isinstance(value, str) and "\\0" not in value and not {"", ".", ".."} & {*value.split("/")}',
         'return isinstance(value, str) and "\\0" not in value',
         (f"test {TABLES} no_agent",),
     ),
     Mutation(
         "ssh: a host may tell of ranks of another",
-        f"{TARGETS}/ssh_messages.py",
+        "launch/host_messages.py",
         'return told.get("output", told.get("ended", ranks[0])) in ranks',
         "return True",
         (f"test {TABLES} no_agent",),

@@ -24,6 +24,7 @@ from phalanx.launch.check_hosts import host_probe, job_probe, link_probe
 from phalanx.launch.check_hosts.asking_links import LEAST, LinkAnswer, ask_links
 from phalanx.launch.check_hosts.started_program import BOOT, CheckTime, end_started, ended_by_signals
 from phalanx.launch.check_hosts.target_host import CODE_OF_CHECK, TargetHost, program_text
+from phalanx.launch.host_messages import checked_answer
 from phalanx.units import show_bytes, show_names
 
 _OF_HOST, _OF_JOB = 0.84, 0.74  # of the time that is left: of a host to answer in, and of the job's process there
@@ -227,9 +228,10 @@ def _run(host: TargetHost, program: Any, question: Mapping[str, Any], patience: 
     text = json.dumps({**question, "program": program_text(program)}) + "\n"
     out = host.run(["-c", BOOT], text, patience)
     lines = [line for line in out.splitlines() if line.startswith(host_probe.MARK)]
-    if not lines:
+    told = checked_answer(lines[-1].removeprefix(host_probe.MARK), of_link=program is link_probe) if lines else None
+    if told is None:
         raise RunError("runs Python, which does not say what it was asked")
-    return json.loads(lines[-1].removeprefix(host_probe.MARK))
+    return told
 
 
 @contextmanager

@@ -17,9 +17,9 @@ from phalanx.errors import RunError
 from phalanx.launch import code_files
 from phalanx.launch.check_hosts import program_text
 from phalanx.launch.check_hosts.finding import way_there
+from phalanx.launch.host_messages import LONGEST, checked
 from phalanx.launch.targets import host_agent, host_folder
 from phalanx.launch.targets.hosts_file import HostEntry, HostsFile
-from phalanx.launch.targets.ssh_messages import LONGEST, checked
 
 _CONNECT = 10  # seconds
 _ANSWER = 60.0  # seconds for a host to look at files

@@ -1,12 +1,14 @@
-"""What the agent of a host may tell its launcher: one table of messages, by which each is checked as it comes."""
+"""Tables of what a host may tell, by which each is checked as it comes: messages of its agent, answers to a check."""
 
 from __future__ import annotations
 
 import base64
 import re
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
+from phalanx.device_kinds import all_kinds
 from phalanx.files import json_value
 
 LONGEST = 64 * 2**20
@@ -30,6 +32,15 @@ def checked(line: bytes, ranks: range) -> dict[str, Any] | None:
         if _fits(told, _MESSAGES) and _own(told, ranks):
             return told
     return {"refused": f"it says what no agent says: {line[:100].decode(errors='replace').strip()}"}
+
+
+def checked_answer(text: str, *, of_link: bool) -> dict[str, Any] | None:
+    """Return what a host answers to a check, of itself or ``of_link``; ``None`` where it is no answer."""
+    with suppress(ValueError):
+        told = json_value(text)
+        if isinstance(told, dict) and all(_fits(value, _ANSWER.get(name, str)) for name, value in told.items()):
+            return told if (told.keys() <= _LINK if of_link else told.keys() >= _ALWAYS) else None
+    return None
 
 
 def _own(told: dict[str, Any], ranks: range) -> bool:
@@ -66,6 +77,11 @@ def _bytes(value: Any) -> bool:
     return isinstance(value, str) and base64.b64decode(value, validate=True) is not None
 
 
+def _named(form: Any) -> Callable[[Any], bool]:
+    """Return the form of what has any names, and values of ``form``."""
+    return lambda value: isinstance(value, dict) and _fits([*value.values()], [form])
+
+
 def _path(value: Any) -> bool:
     """Return whether ``value`` leads to what is below a folder."""
     return isinstance(value, str) and "\0" not in value and not {"", ".", ".."} & {*value.split("/")}
@@ -86,10 +102,7 @@ def _changes(value: Any) -> bool:
     return _fits(stamps, [[_count]]) and all(len(stamp) == 2 for stamp in stamps)
 
 
-def _states(value: Any) -> bool:
-    return isinstance(value, dict) and _fits([*value.values()], [frozenset({"same", "other", "missing"})])
-
-
+_STATE = frozenset({"same", "other", "missing"})
 _NONE = type(None)
 _FAILURE = {
     **dict.fromkeys(("kind", "message", "traceback", "host"), str),
@@ -101,7 +114,7 @@ _FAILURE = {
     "problems": [dict.fromkeys(("where", "given", "allowed", "fix"), str)],
 }
 _RESULTS = {
-    "look": {"sees": bool, "files": _states, "scratch": _there},
+    "look": {"sees": bool, "files": _named(_STATE), "scratch": _there},
     "compare": bool,
     "hold": _sizes,
     **dict.fromkeys(("code", "unpack"), _there),
@@ -120,3 +133,43 @@ _MESSAGES = (
     {"changed": _changes, "gone": [_path]},
     *({"files": frozenset({call}), "result": form} for call, form in _RESULTS.items()),
 )
+
+_ROOM = {"total": _count, "free": _count}
+_PATH, _NO_ERROR = {"path": str, "error": str}, frozenset({""})
+_DEVICE = {"index": _count, "error": str}
+_ANSWER = {
+    "cores": _count,
+    "memory": _ROOM,
+    "limits": _named(int),
+    "shm": _ROOM,
+    "folder": (
+        {**_PATH, "exists": bool, "shared": lambda shared: shared is False},
+        {**_PATH, "exists": bool, "shared": bool, "free": _count},
+    ),
+    "scratch": {**_PATH, "free": _count},
+    "gpus": {
+        **dict.fromkeys(("error", "driver", "topology"), str),
+        "devices": [{"index": _count, "name": str, "total": _count, "used": _count}],
+        "pids": [str],
+    },
+    "interface": {"name": str, "speed": float},
+    "infiniband": bool,
+    "free_port": _count,
+    **dict.fromkeys(("began", "ended", "latency", "bandwidth"), float),
+    **dict.fromkeys(("alike", "loaded"), bool),
+    "versions": dict.fromkeys(("torch", "phalanx"), str),
+    "source": {"missing": bool, "files": _named(str), "imports": _named(str), "state": _STATE},
+    "kind": lambda kind: kind in ["", *(one.name for one in all_kinds())],
+    "devices": [(_DEVICE, {**_DEVICE, "name": str}, {**_DEVICE, "name": str, **_ROOM})],
+    "data": (
+        {"error": str, "fix": str, "of": frozenset({"job", "data"})},
+        {"error": _NO_ERROR, "workers": _count},
+        {"error": _NO_ERROR, "workers": _count, "samples": _count},
+    ),
+}
+"""The form of each part of an answer; a part that has none is a text."""
+_LINK = {"error", "latency", "bandwidth"}
+_ALWAYS = {
+    *("python", "executable", "host", "address", "meets", "ending", "began", "ended", "cores", "memory", "limits"),
+    *("shm", "folder", "scratch", "gpus", "interface", "infiniband", "free_port"),
+}
