@@ -84,7 +84,7 @@ def fit(
         try:
             train_here(asked, spec, there, look)
         except KeyboardInterrupt:
-            raise KeyboardInterrupt(how_to_go_on(spec.folder)) from None
+            raise KeyboardInterrupt(how_to_go_on(spec)) from None
     return Run(folder=spec.folder, job=asked)
 
 

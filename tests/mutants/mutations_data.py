@@ -143,6 +143,13 @@ DATA = (
         ("test unit/test_cli_verbs.py plans",),
     ),
     Mutation(
+        "copies: one that is damaged there is gone on from",
+        "checkpoint/mirror.py",
+        "if not verify(path):",
+        "if path:",
+        ("test unit/test_checkpoint_safety.py newest_whole_copy",),
+    ),
+    Mutation(
         "checkpoint: two chunks that overlap by one element pass",
         "checkpoint/format.py",
         "at + size <= start or start + length <= at",

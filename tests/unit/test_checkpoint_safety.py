@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,7 @@ from phalanx import checkpoint
 from phalanx.checkpoint import PartTensor, TensorPart
 from phalanx.checkpoint.folder import name_of
 from phalanx.checkpoint.format import BLOCK, Manifest, not_filled
+from phalanx.checkpoint.mirror import fetch_newest
 from phalanx.errors import CheckpointError, DamagedError, RunError
 from phalanx.files import release, take
 
@@ -261,3 +264,26 @@ class TestResumeNewest:
         shutil.copytree(path, tmp_path / name_of(7))
         assert "it is of step 1" in checkpoint.verify(tmp_path / name_of(7))[0]
         assert Manifest.read(shutil.copytree(path, tmp_path / "best")).step == 1
+
+
+def _flip(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-1] + b"x")
+
+
+DAMAGES: dict[str, Callable[[Path], object]] = {
+    "none": lambda path: None,
+    "a file is gone": lambda path: (path / "rank-00000.safetensors").unlink(),
+    "a file is cut": lambda path: os.truncate(path / "rank-00000.safetensors", 5),
+    "another bit": lambda path: _flip(path / "rank-00000.safetensors"),
+    "no manifest to read": lambda path: (path / "manifest.json").write_text("{}"),
+}
+
+
+def test_the_newest_whole_copy_is_fetched_whatever_is_damaged(tmp_path: Path) -> None:
+    for number, damages in enumerate(product(DAMAGES, repeat=2)):
+        far, here = tmp_path / f"far-{number}", tmp_path / f"here-{number}"
+        for step, damage in enumerate(("none", *damages)):
+            DAMAGES[damage](saved(far, step, keep=9))
+        whole = max(step for step, damage in enumerate(("none", *damages)) if damage == "none")
+        assert fetch_newest(far.as_uri(), here) == here / name_of(whole)
+        assert names(here) == [name_of(step) for step in range(whole, 3)]

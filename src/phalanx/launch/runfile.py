@@ -362,12 +362,14 @@ def newest_step(folder: Path) -> int | None:
     return int(number[1]) if number else None
 
 
-def how_to_go_on(folder: Path) -> str:
-    """Where a run stands that was stopped by hand, and what goes on with it."""
-    step = newest_step(folder)
+def how_to_go_on(run: RunSpec) -> str:
+    """Return where a run stands that was stopped by hand, and what goes on with it."""
+    step, mirror = newest_step(run.folder), f', mirror="{run.mirror}"' if run.mirror else ""
     if step is None:
-        return f"run folder: {folder} (no checkpoint yet)"
-    return f'run folder: {folder}, newest checkpoint: step {step}\n    try: folder="{folder}", resume=True'
+        return f"run folder: {run.folder} (no checkpoint yet)"
+    return (
+        f'run folder: {run.folder}, newest checkpoint: step {step}\n    try: folder="{run.folder}", resume=True{mirror}'
+    )
 
 
 def _mirrored(url: str) -> bool:

@@ -47,7 +47,9 @@ def _mark(folder: Path, told: Mapping[str, Any]) -> str:
 
 def _key() -> bytes:
     """Return this user's key, made on first use."""
-    path = Path(os.environ.get("XDG_CONFIG_HOME") or os.path.expanduser("~/.config")) / "phalanx" / "ticket.key"
+    base = os.environ.get("XDG_CONFIG_HOME", "")
+    base = base if os.path.isabs(base) else os.path.expanduser("~/.config")  # a relative one does not count
+    path = Path(base) / "phalanx" / "ticket.key"
     why = "it can be read by others, or is another user's"
     try:
         if not path.exists():
