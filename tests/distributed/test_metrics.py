@@ -127,10 +127,7 @@ def test_rows_are_refused_where_a_rank_has_a_part_of_each() -> None:
 BAD = {
     "no tensor": (px.Metric(sums={"a": "text"}, compute=float), "'a' is a str; px.Metric takes tensors"),
     "no rows": (px.Metric(rows={"a": torch.tensor(1.0)}, compute=float), "has no dimension"),
-    "a tensor": (
-        px.Metric(sums={"a": torch.ones(2, 2)}, compute=lambda a: a),
-        r"compute gives a Tensor of shape \[2, 2\]",
-    ),
+    "an empty tensor": (px.Metric(sums={"a": torch.ones(0)}, compute=lambda a: a), r"a Tensor of shape \[0\]"),
     "a text": (px.Metric(sums={"a": torch.ones(2)}, compute=lambda a: {"x": "y"}), "compute gives a str"),
 }
 
@@ -140,6 +137,13 @@ def test_bad_ones_are_named(name: str) -> None:
     given, words = BAD[name]
     with pytest.raises((LossError, RunError), match=words):
         fit("single", "run", **{**HOW, "metrics": lambda output, batch: {"wrong": given}})
+
+
+def test_a_tensor_is_a_number_of_each_cell() -> None:
+    given = px.Metric(sums={"a": torch.tensor([[1, 2], [3, 4]])}, compute=lambda a: a)
+    found = fit("single", "run", **{**HOW, "metrics": lambda output, batch: {"cells": given}}).evaluation
+    assert found is not None
+    assert [*found["metrics"]][-4:] == [f"cells.{row}.{column}" for row in (0, 1) for column in (0, 1)]
 
 
 def test_what_is_wrong_of_itself_is_said_at_once() -> None:

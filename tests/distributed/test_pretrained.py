@@ -151,6 +151,9 @@ def damaged(tmp_path: Path) -> dict[str, tuple[Path, str]]:
     (tmp_path / "cut.safetensors").write_bytes(b"\x10\x00\x00\x00\x00\x00\x00\x00{")
     save_file({"weight": torch.ones(3, 5), "bias": torch.ones(3)}, tmp_path / "other.safetensors")
     save_file({"weight": torch.ones(3, 4).int(), "bias": torch.ones(3)}, tmp_path / "whole.safetensors")
+    save_file({"module.weight": torch.ones(3, 4), "module.bias": torch.ones(3)}, tmp_path / "wrapped.safetensors")
+    (tmp_path / "sharded").mkdir()
+    (tmp_path / "sharded" / ".metadata").touch()
     indices = {
         "outside": '{"weight_map": {"weight": "../other.safetensors"}}',
         "deep": "[" * 100_000,
@@ -164,7 +167,9 @@ def damaged(tmp_path: Path) -> dict[str, tuple[Path, str]]:
     save_file({"weight": torch.ones(3, 4)}, tmp_path / "lacking" / "a.safetensors")
     return {
         "nowhere": (tmp_path / "nowhere", "does not exist"),
-        "a pickle": (tmp_path, "neither model.safetensors nor"),
+        "a pickle": (tmp_path, r"to be unpickled(.|\n)*torch\.load\(.*pytorch_model\.bin"),
+        "wrapped": (tmp_path / "wrapped.safetensors", r'removeprefix\("module\."\)'),
+        "sharded": (tmp_path / "sharded", "dcp_to_torch_save"),
         "cut": (tmp_path / "cut.safetensors", "cut.safetensors"),
         "shape": (tmp_path / "other.safetensors", r"weight \[3, 4\] here, \[3, 5\] there"),
         "kind": (tmp_path / "whole.safetensors", "other shape or kind"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import random
+import resource
 from collections.abc import Iterable
 from contextlib import closing
 from typing import Any
@@ -17,7 +18,7 @@ from torch.utils.data import ConcatDataset, Dataset, StackDataset, Subset, defau
 
 from phalanx.config import Job
 from phalanx.data import GlobalBatchSampler, Lane, Loader, StepBatch, Table, evaluation_batches
-from phalanx.errors import SpecError
+from phalanx.errors import DataError, SpecError
 
 # The suggestion depends on the machine's cores.
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
@@ -123,9 +124,11 @@ class TestSteps:
         assert [step.samples for step in Loader(a_table(5), a_job(batch=8), Lane(), micro=None)] == [5]
         with pytest.raises(SpecError, match="nothing would be left"):
             Loader(a_table(5), a_job(batch=8, drop_last=True), Lane(), micro=None)
-        for data, told in (([], "data of 0 samples"), (3, "a int")):
+        for data, told in (([], "job.data: given data of 0 samples"), (3, "a int")):
             with pytest.raises(SpecError, match=told):
                 Loader(data, a_job(), Lane(), micro=None)
+        with pytest.raises(SpecError, match=r"job\.evaluate: given data of 0 samples"):
+            evaluation_batches([], a_job(), Lane(), micro=None)
 
     def test_iterating_again_starts_again(self) -> None:
         loader = Loader(a_table(20), a_job(), Lane(), micro=None, first_step=1)
@@ -225,6 +228,13 @@ class TestWorkers:
         there = list(Loader(data, a_job(epochs=2, workers=2, prefetch=3), lane, micro=2, first_step=1))
         assert flat(here) == flat(there)
         assert drawn(here) == drawn(there)
+
+    def test_what_they_fail_by_is_one_sentence(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        with pytest.raises(DataError, match=r"^job\.data: sample 3 is None"):
+            list(Loader([None if index == 3 else index for index in range(8)], a_job(workers=1), Lane(), micro=None))
+        monkeypatch.setattr(resource, "getrlimit", lambda kind: (8, 8))
+        with pytest.raises(DataError, match=r"^6 batches ahead .* of 2 tensors each, where no more than 8 files"):
+            list(Loader(Augmented(8), a_job(workers=3), Lane(), micro=None))
 
     def test_a_table_and_a_lambda_reach_the_workers(self) -> None:
         (step,) = Loader(a_table(8), a_job(workers=1, shuffle=False), Lane(), micro=None)
