@@ -37,7 +37,7 @@ def listen_at(address: str) -> None:
     gloo listens at the address that the machine's name resolves to, unless its variable says otherwise: torch hands no
     other device to the groups that it makes itself, sub-groups and those of a DeviceMesh. What the user has set stays.
     """
-    interface = _interface_of(address)
+    interface = next((name for _, name in socket.if_nameindex() if _address_of(name) == address), None)
     if interface is None:
         return
     os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
@@ -64,11 +64,6 @@ def _source(towards: str) -> str:
             probe.connect(where)  # of datagrams: looks the route up, sends nothing
             return probe.getsockname()[0]
     return ""
-
-
-def _interface_of(address: str) -> str | None:
-    found = (name for _, name in socket.if_nameindex() if _address_of(name) == address)
-    return next(found, None)
 
 
 def _address_of(interface: str) -> str:

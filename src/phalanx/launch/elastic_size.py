@@ -90,8 +90,8 @@ class ElasticSize:
 
     def grow(self) -> None:
         """The run has stopped to go on with more devices."""
-        self._before, self.devices = self.devices, self._most()
-        self.cause = f"after {self._waited()} with {self._before}, {self.devices} are tried again"
+        self._before, self.devices, unit = self.devices, self._most(), "steps" if self._in_steps else "s"
+        self.cause = f"after {self._wait:g} {unit} with {self._before}, {self.devices} are tried again"
         self.started()
 
     def go_back(self, cause: str) -> None:
@@ -116,9 +116,6 @@ class ElasticSize:
 
     def _elapsed(self) -> float:
         return self._step - self._first_step if self._in_steps else time.monotonic() - self._began
-
-    def _waited(self) -> str:
-        return f"{self._wait:g} {'steps' if self._in_steps else 's'}"
 
 
 def allowed_plans(job: Job, run: RunSpec) -> dict[int, Plan]:

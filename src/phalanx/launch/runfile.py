@@ -261,21 +261,14 @@ def set_aside(run: RunSpec) -> Aside | None:
     folder = run.folder / CHECKPOINTS
     steps = {int(path.name.removeprefix("step-")): path for path in folder.glob("step-*") if _STEP.fullmatch(path.name)}
     whole = [step for step, path in sorted(steps.items()) if is_complete(path)]
-    if run.from_step not in whole:
-        raise SpecError.of(
-            where="run.from_step",
-            given=f"{run.from_step}, of which {run.folder} holds no whole checkpoint",
-            allowed=f"one of {', '.join(map(str, whole))}" if whole else "a step of which there is one",
-            fix=f"resume=True, from_step={whole[-1]}" if whole else "a new run, without from_step",
-        )
-    if problems := verify(steps[run.from_step]):
+    problems = [f"of which {run.folder} holds no whole checkpoint"]
+    if run.from_step in whole:
+        problems = [f"whose checkpoint is damaged: {one}" for one in verify(steps[run.from_step])]
+    if problems:
         others = [step for step in whole if step != run.from_step]
-        raise SpecError.of(
-            where="run.from_step",
-            given=f"{run.from_step}, whose checkpoint is damaged: {problems[0]}",
-            allowed=f"another of {', '.join(map(str, whole))}" if others else "one that is whole",
-            fix=f"resume=True, from_step={others[-1]}" if others else "a new run, without from_step",
-        )
+        allowed = f"one of {', '.join(map(str, others))}" if others else "a step of which there is one"
+        fix = f"resume=True, from_step={others[-1]}" if others else "a new run, without from_step"
+        raise SpecError.of("run.from_step", f"{run.from_step}, {problems[0]}", allowed, fix)
     later = [path for step, path in sorted(steps.items()) if step > run.from_step]
     if not later:
         return None

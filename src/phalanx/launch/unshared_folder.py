@@ -10,16 +10,10 @@ def unshared_problems(run: RunSpec) -> list[Problem]:
     """Why ``run`` needs a run folder that all hosts share; none where copies do, whose changes are brought together."""
     shared = "a run folder that all hosts and this machine share (--run)"
     apart = f"with a run folder ({run.folder}) that not all hosts share"
-    problems: list[Problem] = []
-    if run.plan.server:
-        fix = f"--plan dp={run.plan.processes}"
-        given, allowed = f"{run.plan}, {apart}", f"{shared}, or no servers"
-        problems.append(Problem(where="plan.server", given=given, allowed=allowed, fix=fix))
-    if run.rolls_back:
-        given, allowed = f"'rollback', {apart}", f"{shared}, or stop or skip"
-        problems.append(Problem(where="run.on_nonfinite", given=given, allowed=allowed, fix='on_nonfinite="skip"'))
-    if run.mirror:
-        given = f"{run.mirror}, {apart}"
-        allowed = f"{shared}, or none: checkpoints are brought to the run folder here"
-        problems.append(Problem(where="run.mirror", given=given, allowed=allowed, fix="no --mirror"))
-    return problems
+    here = f"{shared}, or none: checkpoints are brought to the run folder here"
+    found = (
+        (run.plan.server, "plan.server", str(run.plan), f"{shared}, or no servers", f"--plan dp={run.plan.processes}"),
+        (run.rolls_back, "run.on_nonfinite", "'rollback'", f"{shared}, or stop or skip", 'on_nonfinite="skip"'),
+        (run.mirror, "run.mirror", run.mirror, here, "no --mirror"),
+    )
+    return [Problem(where=one[1], given=f"{one[2]}, {apart}", allowed=one[3], fix=one[4]) for one in found if one[0]]

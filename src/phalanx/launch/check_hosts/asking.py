@@ -237,9 +237,8 @@ def _run(host: TargetHost, program: Any, question: Mapping[str, Any], patience: 
 @contextmanager
 def _shared_folder(folder: Path) -> Iterator[tuple[Path, str, str]]:
     """A folder of the check's own in ``folder``, or in what there is of the path to it, with a word in it."""
-    above = folder.absolute()
-    while not above.exists() and above != above.parent:
-        above = above.parent
+    whole = folder.absolute()
+    above = next((one for one in (whole, *whole.parents) if one.exists()), whole)
     token, error = secrets.token_hex(8), ""
     own = above / f".phalanx-check-{token}"
     try:

@@ -28,8 +28,9 @@ _KEPT = 3  # checkpoints on the disk at a time
 def findings(survey: HostSurvey, needs: Needs | None) -> list[HostFinding]:
     """Everything that is wrong, what fails first; alike findings of several hosts are one."""
     there = [answer for answer in survey.hosts if answer.told]
+    silent = [(one.name, one.error) for one in survey.hosts if not one.told]
     found = [
-        *_unreached(survey.hosts),
+        *(HostFinding(kind="host", hosts=(name,), what=error, fix=way_there(name, error)) for name, error in silent),
         *_versions(there),
         *_job(there),
         *_folder(survey, there, needs),
@@ -50,20 +51,12 @@ def _together(found: Iterable[HostFinding]) -> list[HostFinding]:
     return [replace(same[0], hosts=tuple(name for one in same for name in one.hosts)) for same in groups.values()]
 
 
-def _unreached(answers: Sequence[HostAnswer]) -> Iterator[HostFinding]:
-    for one in answers:
-        if not one.told:
-            yield HostFinding(kind="host", hosts=(one.name,), what=one.error, fix=way_there(one.name, one.error))
-
-
 _PHALANX = "install the same Phalanx on all hosts, from one folder: pip install path/to/phalanx"
 
 
 def _versions(there: Sequence[HostAnswer]) -> Iterator[HostFinding]:
-    def minor(answer: HostAnswer) -> str:
-        return ".".join(answer.told["python"].split(".")[:2])
-
-    yield from odd_ones("Python", there, minor, "use the same Python on all hosts", fails=False)
+    fix = "use the same Python on all hosts"
+    yield from odd_ones("Python", there, lambda one: one.told["python"].rpartition(".")[0], fix, fails=False)
     for name in ("torch", "phalanx"):
         yield from _package(name, there, lambda one, key=name: one.told.get("versions", {}).get(key), fails=True)
     for key, name in {key: name for kind in all_kinds() for key, name in kind.versions.items()}.items():

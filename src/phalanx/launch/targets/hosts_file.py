@@ -17,6 +17,7 @@ from phalanx.config.fields import is_whole
 from phalanx.errors import Problem, SpecError
 from phalanx.files import read_toml
 from phalanx.launch.targets.offer import nearest_plan
+from phalanx.launch.targets.option_checks import changing_devices
 
 EXAMPLE = """[[host]]
 name = "n1"             # as ssh knows it: of ~/.ssh/config, user@n1, or an address
@@ -127,11 +128,7 @@ def refuse_size(run: RunSpec, file: HostsFile) -> None:
         allowed = "as many processes as the hosts have devices"
         nearest = shlex.quote(str(nearest_plan(run.plan, file.devices)))
         problems.append(Problem(where="--plan", given=given, allowed=allowed, fix=f"--plan {nearest}"))
-    if run.devices:
-        given = f"{run.devices}, on hosts by SSH"
-        allowed = "a number of devices that does not change"
-        problems.append(Problem(where="-n", given=given, allowed=allowed, fix=f"-n {file.devices}"))
-    if problems:
+    if problems := [*problems, *changing_devices(run, "hosts by SSH")]:
         raise SpecError(problems)
 
 

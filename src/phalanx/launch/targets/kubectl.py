@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import subprocess
 from dataclasses import dataclass
 from typing import Any
 
 from phalanx.errors import RunError
+from phalanx.launch.targets.offer import ask_program
 
 _PATIENCE = 60.0  # seconds for an answer
 
@@ -37,19 +37,9 @@ class Kubectl:
             RunError: it refuses, in its own words; does not answer; or is not on this machine.
         """
         command = self.words(*words)
-        given: dict[str, Any] = {"stdin": subprocess.DEVNULL} if text is None else {"input": text}
-        try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=patience, check=False, **given)
-        except FileNotFoundError:
-            raise RunError(
-                "kubectl is not on this machine, so that it cannot hand anything to Kubernetes\n"
-                "    try: a machine that has it; --dry-run shows the manifests to take there"
-            ) from None
-        except subprocess.TimeoutExpired:
-            raise RunError(
-                f"Kubernetes does not answer: kubectl {words[0]} took more than {patience:.0f} seconds\n"
-                "    try: kubectl cluster-info"
-            ) from None
+        given = {} if text is None else {"stdin": None, "input": text}
+        lacking = "a machine that has it; --dry-run shows the manifests to take there"
+        done = ask_program(command, "Kubernetes", patience, lacking, "kubectl cluster-info", **given)
         if done.returncode:
             said = (done.stderr or done.stdout).strip() or f"kubectl ended with {done.returncode}"
             raise RunError(f"Kubernetes refuses it: {said}\n    try: {_what_helps(said)}")

@@ -17,7 +17,7 @@ from typing import Any, ClassVar, Self, final
 
 from phalanx.config import Job, RunSpec
 from phalanx.config.run_files import RUN_TOML
-from phalanx.errors import RunError, SpecError
+from phalanx.errors import RunError
 from phalanx.files import replace_text
 from phalanx.hardware.catalog import find
 from phalanx.launch.runfile import check_folder
@@ -43,11 +43,6 @@ class KubernetesTarget(QueueTarget):
     name: ClassVar[str] = "kubernetes"
     options: ClassVar[Mapping[str, Option]] = OPTIONS
     python: ClassVar[str] = "python"
-
-    def __init__(self, address: str) -> None:
-        if address:
-            allowed = "nothing after the colon: options say where, such as --context"
-            raise SpecError.of(where="--to", given=f"'kubernetes:{address}'", allowed=allowed, fix="--to kubernetes")
 
     def prepare(self, submission: Submission) -> Prepared:
         request = PodRequest.of(submission)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator
+import subprocess
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import prod
+from typing import Any
 
 from phalanx.config import Plan
 from phalanx.device_kinds import on_host
-from phalanx.errors import Problem, SpecError
+from phalanx.errors import Problem, RunError, SpecError
 
 _RESIZED = ("dp", "fsdp", "ep", "cp", "pp", "tp")  # what is given up first stands first
 
@@ -80,6 +82,23 @@ def misfit(plan: Plan, offer: Offer) -> Problem | None:
     given = f"{plan}, for {plan.devices} devices: {there} have {gpus}"
     nearest = shlex.quote(str(nearest_plan(plan, max(1, gpus // plan.threads))))
     return Problem(where="--plan", given=given, allowed=f"a plan for at most {gpus}", fix=f"--plan {nearest}")
+
+
+def ask_program(words: Sequence[str], of: str, patience: float, lacking: str, helps: str, **how: Any) -> Any:
+    """Run a program of the engine that is called ``of``; return how it ended.
+
+    Raises:
+        RunError: it is not on this machine, or does not answer within ``patience`` seconds.
+    """
+    given: Any = {"stdin": subprocess.DEVNULL, **how}
+    try:
+        return subprocess.run(words, capture_output=True, text=True, timeout=patience, check=False, **given)
+    except FileNotFoundError:
+        what = f"{words[0]} is not on this machine, so that it cannot hand anything to {of}"
+        raise RunError(f"{what}\n    try: {lacking}") from None
+    except subprocess.TimeoutExpired:
+        what = f"{of} does not answer: {words[0]} took more than {patience:.0f} seconds"
+        raise RunError(f"{what}\n    try: {helps}") from None
 
 
 def gpus_offered(nodes: int, gpus: int, by: str) -> Offer:

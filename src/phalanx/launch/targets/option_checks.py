@@ -56,21 +56,14 @@ def secrets_set(line: str) -> list[str]:
     return secret_names(dict.fromkeys(first or second for first, second in _SET.findall(line)))
 
 
-def most_nodes(nodes: int, processes: int) -> int:
-    """The most nodes, ``nodes`` at most, that ``processes`` can be laid over in equal parts."""
-    return max(number for number in range(1, min(nodes, processes) + 1) if processes % number == 0)
-
-
 def uneven_nodes(plan: Plan, nodes: int, each: str = "each node") -> list[Problem]:
     """Whether the processes of ``plan`` cannot be laid over so many ``--nodes`` in equal parts."""
     if plan.processes % nodes == 0:
         return []
     given = f"{nodes}, for the {show_counted(plan.processes, 'process')} of {plan}"
-    allowed, fix = (
-        f"a number that divides them: {each} has equally many",
-        f"--nodes {most_nodes(nodes, plan.processes)}",
-    )
-    return [Problem(where="--nodes", given=given, allowed=allowed, fix=fix)]
+    allowed = f"a number that divides them: {each} has equally many"
+    most = max(number for number in range(1, min(nodes, plan.processes) + 1) if plan.processes % number == 0)
+    return [Problem(where="--nodes", given=given, allowed=allowed, fix=f"--nodes {most}")]
 
 
 def changing_devices(run: RunSpec, target: str) -> list[Problem]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
 import sys
 import tempfile
 from collections.abc import Generator, Mapping
@@ -23,7 +22,7 @@ from typing import Any, ClassVar, final
 from phalanx.errors import MissingExtraError, Problem, RefusedError, RunError, SpecError
 from phalanx.launch.targets.code_pack import CodePack
 from phalanx.launch.targets.launch_folder import CODE_LIST, FOLDER, LAST_WORDS, State, attached_log, last_word
-from phalanx.launch.targets.offer import Offer
+from phalanx.launch.targets.offer import Offer, ask_program
 from phalanx.launch.targets.ray_actors import STANDING
 from phalanx.launch.targets.ray_code import ARCHIVE
 from phalanx.launch.targets.ray_request import OPTIONS, NodeOffer, RayRequest, offer_of
@@ -177,18 +176,7 @@ def _answer(words: tuple[str, ...], address: str, patience: float = _PATIENCE) -
     if find_spec("ray") is None:
         raise MissingExtraError("ray", "ray")
     environment = {**os.environ, "RAY_USAGE_STATS_ENABLED": "0"}
-    try:
-        done = subprocess.run(
-            words,
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=patience,
-            check=False,
-            stdin=subprocess.DEVNULL,
-        )
-    except subprocess.TimeoutExpired:
-        raise RunError(f"Ray at {address} has not answered within {patience:.0f} s\n    try: ray status") from None
+    done = ask_program(words, f"Ray at {address}", patience, "", "ray status", env=environment)
     try:
         return json.loads(done.stdout.splitlines()[-1])
     except (ValueError, IndexError):

@@ -55,11 +55,6 @@ class SageMakerTarget(QueueTarget):
     options: ClassVar[Mapping[str, Option]] = OPTIONS
     python: ClassVar[str] = "python"  # of the image
 
-    def __init__(self, address: str) -> None:
-        if address:
-            allowed = "nothing after the colon: options say what, such as --instance"
-            raise SpecError.of(where="--to", given=f"'sagemaker:{address}'", allowed=allowed, fix="--to sagemaker")
-
     def prepare(self, submission: Submission) -> Prepared:
         job = TrainingJob.of(submission, _run_of(submission.run.folder))
         pack = CodePack.of(job.code, without=submission.run.folder)

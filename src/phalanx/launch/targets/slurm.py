@@ -13,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, ClassVar, final
 
-from phalanx.errors import RunError, SpecError
+from phalanx.errors import RunError
 from phalanx.launch.reaper import SAVED
 from phalanx.launch.targets.launch_folder import FOLDER, LAST_WORDS, attached_log, last_word
 from phalanx.launch.targets.offer import Offer
@@ -53,11 +53,6 @@ class SlurmTarget(QueueTarget):
 
     name: ClassVar[str] = "slurm"
     options: ClassVar[Mapping[str, Option]] = OPTIONS
-
-    def __init__(self, address: str) -> None:
-        if address:
-            allowed = "nothing after the colon: options say where, such as --partition"
-            raise SpecError.of(where="--to", given=f"'slurm:{address}'", allowed=allowed, fix="--to slurm")
 
     def prepare(self, submission: Submission) -> Prepared:
         request = SlurmRequest.of(submission)

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
 from collections.abc import Collection, Mapping, Sequence
 
 from phalanx.errors import RunError
 from phalanx.hardware.catalog import find
-from phalanx.launch.targets.offer import Offer
+from phalanx.launch.targets.offer import Offer, ask_program
 
 _COLUMNS = "%P|%c|%m|%G"  # partition (with * where jobs go to it unasked), cores, MiB and generic resources of a node
 _GPUS = re.compile(r"(?:gres/)?gpu(?::(?P<kind>[A-Za-z][\w.-]*))?(?::(?P<count>\d+))?(?:\(.*?\))?")
@@ -102,25 +101,8 @@ def ask_slurm(*words: str, without: Collection[str] = (), patience: float = PATI
         for name, value in os.environ.items()
         if (name in _KEPT or not name.startswith("SLURM_")) and name not in without
     }
-    try:
-        done = subprocess.run(
-            words,
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=patience,
-            check=False,
-            stdin=subprocess.DEVNULL,
-        )
-    except FileNotFoundError:
-        raise RunError(
-            f"{words[0]} is not on this machine, so that it cannot hand anything to Slurm\n"
-            "    try: on a login node of the cluster; --dry-run shows the script to take there"
-        ) from None
-    except subprocess.TimeoutExpired:
-        raise RunError(
-            f"Slurm does not answer: {words[0]} took more than {patience:.0f} seconds\n    try: sinfo"
-        ) from None
+    lacking = "on a login node of the cluster; --dry-run shows the script to take there"
+    done = ask_program(words, "Slurm", patience, lacking, "sinfo", env=environment)
     if done.returncode:
         said = (done.stderr or done.stdout).strip() or f"{words[0]} ended with {done.returncode}"
         raise RunError(f"{REFUSES}{said}\n    try: sinfo, which says what there is")

@@ -204,9 +204,8 @@ def code_to_send(run: RunSpec, file: HostsFile) -> str:
 @contextmanager
 def _probe(folder: Path) -> Iterator[tuple[str, str]]:
     """A file with a word, in what there is of the path to ``folder``; no word where it cannot be written."""
-    above = folder.absolute()
-    while not above.exists() and above != above.parent:
-        above = above.parent
+    whole = folder.absolute()
+    above = next((one for one in (whole, *whole.parents) if one.exists()), whole)
     token = secrets.token_hex(16)
     path = above / f".phalanx-launch-{token}"
     try:

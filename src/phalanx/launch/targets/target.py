@@ -50,10 +50,6 @@ class Option:
     dashes: bool = False
 
 
-def _token() -> str:
-    return f"{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}-{secrets.token_hex(3)}"
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Submission:
     """What is handed over; the same for every target, and for the check before it.
@@ -72,7 +68,9 @@ class Submission:
     name: str
     python: str
     options: Mapping[str, str] = field(default_factory=dict)
-    token: str = field(default_factory=_token, compare=False)
+    token: str = field(
+        default_factory=lambda: f"{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}-{secrets.token_hex(3)}", compare=False
+    )
     key: str = field(default_factory=partial(secrets.token_hex, 32), compare=False, repr=False)
 
     @classmethod
@@ -250,6 +248,11 @@ class AttachedTarget(Target):
 
 class QueueTarget(Target):
     """A target that takes a run, and runs it when and as often as it sees fit; a ticket finds it again."""
+
+    def __init__(self, address: str) -> None:
+        if address:
+            allowed = "nothing after the colon: options say where"
+            raise SpecError.of("--to", f"'{self.name}:{address}'", allowed, f"--to {self.name}")
 
     @abstractmethod
     def submit(self, prepared: Prepared) -> Mapping[str, Any]:
