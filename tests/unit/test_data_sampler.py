@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from dataclasses import replace
+from dataclasses import astuple, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -173,7 +173,7 @@ def runs(draw: st.DrawFn) -> tuple[list[Stretch], bool]:
 
 
 def told(stretches: list[Stretch]) -> list[list[int]]:
-    return [one.to_list() for one in stretches]
+    return [list(astuple(one)) for one in stretches]
 
 
 @settings(max_examples=60, deadline=None)

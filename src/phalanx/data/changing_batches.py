@@ -11,12 +11,12 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from typing import Any, NamedTuple, final
 
 import numpy as np
 
-from phalanx.data.sampler import LARGEST, Permutation
+from phalanx.data.sampler import LARGEST, Permutation, each_step
 from phalanx.errors import Problem, SpecError
 
 Order = Callable[[int], np.ndarray]
@@ -40,10 +40,6 @@ class Stretch:
     begin: int
     size: int
     each: int
-
-    def to_list(self) -> list[int]:
-        """Its numbers in this order, as a run's log has them."""
-        return list(astuple(self))
 
 
 class _BatchPlace(NamedTuple):
@@ -118,10 +114,7 @@ class ChangingBatchSampler:
         order = self._order(stretch, place.own)
         return stretch.begin + (positions if order is None else order(positions))
 
-    def walk(self, first: int, stop: int) -> Iterator[tuple[int, int, np.ndarray]]:
-        """``(step, epoch, ids)`` of steps first..stop-1."""
-        for step in range(first, stop):
-            yield step, self.epoch_of(step), self.ids(step)
+    walk = each_step
 
     def steps_of(self, epochs: int) -> int:
         """Optimizer steps in so many passes over data of one part."""

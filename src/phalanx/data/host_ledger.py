@@ -49,9 +49,6 @@ class HostKey:
     first_rank: int
     key: bytes
 
-    def file_name(self, first_step: int) -> str:
-        return f"{first_step:08d}-host{self.first_rank:05d}.bin"
-
 
 def key_of(content: mmap.mmap | bytes) -> bytes:
     """What the files of a segment have in common."""

@@ -27,7 +27,9 @@ def refuse_lists(dataset: Any, collate: Any, where: str = "job.data") -> None:
             "a job with a collate, or a decode for the column: torch's own collation would turn lists on their side"
         )
         raise SpecError.of(where, given, allowed, f"decode={{{dataset.lists[0]!r}: function}}")
-    if collate is not None or not kind.__module__.startswith("datasets.") or _formatted(dataset):
+    told = getattr(dataset, "format", None)  # of a table; a stream keeps something of it
+    form = told.get("type") if isinstance(told, Mapping) else getattr(dataset, "_formatting", None)
+    if collate is not None or not kind.__module__.startswith("datasets.") or form is not None:
         return
     features = getattr(dataset, "features", None)
     lists = [name for name, feature in features.items() if _is_list(feature)] if isinstance(features, Mapping) else []
@@ -36,14 +38,6 @@ def refuse_lists(dataset: Any, collate: Any, where: str = "job.data") -> None:
         allowed = "one that gives tensors, or a job with a collate: torch's own would turn lists on their side"
         fix = f'{where.removeprefix("job.")}=lambda: dataset.with_format("torch")'
         raise SpecError.of(where, given, allowed, fix)
-
-
-def _formatted(dataset: Any) -> bool:
-    """Whether samples are of tensors or arrays: a table says so by ``format``, a stream by what it keeps of it."""
-    told = getattr(dataset, "format", None)
-    return (
-        told.get("type") is not None if isinstance(told, Mapping) else getattr(dataset, "_formatting", None) is not None
-    )
 
 
 def _is_list(feature: Any) -> bool:

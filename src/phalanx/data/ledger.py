@@ -60,7 +60,8 @@ class Ledger:
             DataError: if it cannot be written.
             SpecError: if a link or no plain file stands in its place.
         """
-        self.path = folder / (host.file_name(first_step) if host else f"{first_step:08d}-rank{rank:05d}.bin")
+        whose = f"host{host.first_rank:05d}" if host else f"rank{rank:05d}"
+        self.path = folder / f"{first_step:08d}-{whose}.bin"
         self._waiting = bytearray(b"" if host else _FILE.pack(_MAGIC, world_size))
         self._rank = RANK.pack(rank) if host else b""
         self._failed: OSError | None = None

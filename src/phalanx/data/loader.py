@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing, nullcontext
-from dataclasses import replace
+from dataclasses import astuple, replace
 from functools import partial
 from types import GeneratorType
 from typing import Any, final
@@ -387,5 +387,5 @@ def data_facts(data: Loader | BatchPieces) -> dict[str, Any]:
         "samples": data.length,
         "epoch_samples": data.epoch_samples,
         "repeats": data.repeats,
-        "stretches": [one.to_list() for one in data.stretches],
+        "stretches": [list(astuple(one)) for one in data.stretches],
     }

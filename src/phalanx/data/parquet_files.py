@@ -91,7 +91,8 @@ class ParquetFiles(MapStyle):
         object.__setattr__(self, "_kept", _Kept(self.shuffle_within or _KEPT))
         object.__setattr__(self, "draws", bool(self.decode))
         object.__setattr__(self, "files_digest", digest_of_bytes(footers))
-        object.__setattr__(self, "lists", _of_lists(first[1], self.decode or {}))
+        lists = (name for name, kind in first[1].items() if _is_list(kind) and not _is_number(kind.value_type))
+        object.__setattr__(self, "lists", tuple(name for name in lists if name not in (self.decode or {})))
 
     def __len__(self) -> int:
         """Rows of all files."""
@@ -248,12 +249,6 @@ def _is_list(kind: Any) -> bool:
     from pyarrow import types
 
     return types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind)
-
-
-def _of_lists(columns: dict[str, Any], decode: Mapping[str, Any]) -> tuple[str, ...]:
-    """Columns whose values are lists of Python's."""
-    lists = [name for name, kind in columns.items() if _is_list(kind) and not _is_number(kind.value_type)]
-    return tuple(name for name in lists if name not in decode)
 
 
 def _difference(path: str, columns: dict[str, Any], first: str, others: dict[str, Any]) -> str:

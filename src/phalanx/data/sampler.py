@@ -131,6 +131,12 @@ class GlobalBatchSampler:
         return Permutation.keyed(self.length, self.seed, epoch) if self.shuffle else None
 
 
+def each_step(self: Any, first: int, stop: int) -> Iterator[tuple[int, int, np.ndarray]]:
+    """``(step, epoch, ids)`` of steps first..stop-1, of a sampler that says the ids of one step."""
+    for step in range(first, stop):
+        yield step, self.epoch_of(step), self.ids(step)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HeldIds:
     """Ids of a global batch of so many ``samples``, of which only ``first`` and ``own``, from ``low`` on, are known."""

@@ -37,7 +37,7 @@ def _own(value: Any, depth: int) -> Any:
     if type(value) is dict:
         owned = {name: _own(one, depth - 1) for name, one in value.items()}
         return value if _same(owned.values(), value.values()) else owned
-    if not _is_stream(value):
+    if isinstance(value, type) or not (hasattr(value, "__dict__") and hasattr(value, "__iter__")):
         return value
     changed = {name: new for name, old in vars(value).items() if (new := _own(old, depth - 1)) is not old}
     if not changed:
@@ -45,10 +45,6 @@ def _own(value: Any, depth: int) -> Any:
     other = object.__new__(type(value))  # and not copy(): what streams do with a state may give both one dictionary
     other.__dict__ = {**vars(value), **changed}
     return other
-
-
-def _is_stream(value: Any) -> bool:
-    return hasattr(value, "__dict__") and hasattr(value, "__iter__") and not isinstance(value, type)
 
 
 def _same(new: Any, old: Any) -> bool:

@@ -111,20 +111,12 @@ def _text(content: bytes) -> str:
     return content.decode("utf-8")
 
 
-def _array(content: bytes) -> np.ndarray:
-    return np.load(io.BytesIO(content), allow_pickle=False)
-
-
-def _saved_by_torch(content: bytes) -> Any:
-    return torch.load(io.BytesIO(content), weights_only=True, map_location="cpu")
-
-
 _BY_KIND: dict[str, Callable[[bytes], Any]] = {
     "txt": _text,
     "cls": int,
     "json": json.loads,
-    "npy": _array,
-    "pt": _saved_by_torch,
+    "npy": lambda content: np.load(io.BytesIO(content), allow_pickle=False),
+    "pt": lambda content: torch.load(io.BytesIO(content), weights_only=True, map_location="cpu"),
 }
 
 

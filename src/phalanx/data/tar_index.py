@@ -173,7 +173,10 @@ def _samples(path: str) -> Iterator[tuple[str, Members]]:
 def _members(path: str) -> Iterator[tuple[str, str, tuple[int, int]]]:
     """Name up to the first dot, extension in lower case, offset and size of each file in an archive."""
     with open(path, "rb") as file:
-        _refuse_compressed(path, file.read(8))
+        begin = file.read(8)
+        for name, program in (told for magic, told in _COMPRESSED.items() if begin.startswith(magic)):
+            allowed = "uncompressed archives, of which any sample can be read by its place (images are compressed)"
+            raise _problem(f"{path}, compressed by {name}", allowed, fix=f"{program} {path}")
         file.seek(0)
         with tarfile.open(fileobj=file, mode="r:") as archive:
             for member in archive:
@@ -198,15 +201,6 @@ def _members(path: str) -> Iterator[tuple[str, str, tuple[int, int]]]:
     if any(rest):
         given = f"{path}, with more after the end of the archive at byte {end:,}"
         raise _problem(given, "one archive in a file", fix="tar --concatenate --file=all.tar first.tar second.tar")
-
-
-def _refuse_compressed(path: str, begin: bytes) -> None:
-    for magic, (name, program) in _COMPRESSED.items():
-        if begin.startswith(magic):
-            allowed = (
-                "uncompressed archives, of which any sample can be read by its place (images are compressed already)"
-            )
-            raise _problem(f"{path}, compressed by {name}", allowed, fix=f"{program} {path}")
 
 
 def is_extension(text: str) -> bool:

@@ -9,7 +9,6 @@ steps of each epoch before it, which is counted once.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator
 from typing import Any, NamedTuple, final
 
 import numpy as np
@@ -17,7 +16,7 @@ import numpy as np
 from phalanx.config.job import Job
 from phalanx.config.token_batch import TokenBatch
 from phalanx.data.own_orders import EpochOrders, numbers_of_samples
-from phalanx.data.sampler import LARGEST, Permutation
+from phalanx.data.sampler import LARGEST, Permutation, each_step
 from phalanx.errors import SpecError
 
 _KEPT = 2  # epochs: who reads ahead is in the next one
@@ -84,10 +83,7 @@ class TokenBatchSampler:
         epoch = self.epoch_of(step)
         return self._epoch(epoch).step(step - self._firsts[epoch])
 
-    def walk(self, first: int, stop: int) -> Iterator[tuple[int, int, np.ndarray]]:
-        """``(step, epoch, ids)`` of steps first..stop-1."""
-        for step in range(first, stop):
-            yield step, self.epoch_of(step), self.ids(step)
+    walk = each_step
 
     def steps_of(self, epochs: int) -> int:
         """Optimizer steps in so many passes over the data."""

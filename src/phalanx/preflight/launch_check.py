@@ -130,7 +130,8 @@ def launch_check(question: LaunchQuestion, said: HostSurvey | None = None) -> La
     """
     target, said = question.target, said or surveyed(question)
     there = [one for one in said.hosts if one.told]
-    job, unknown = question.job, _unknown_of(question)
+    lacks = "the plan, and memory that it needs: the job does not load here"
+    job, unknown = question.job, [] if question.job else [lacks if question.reference else "a job: none was named"]
     unknown += [f"links between {said.unasked} pairs of hosts: no time was left"] if said.unasked else []
     queue = target if isinstance(target, QueueTarget) else None
     plan = question.plan or (replicas_on(said.hosts, job) if job and not queue else None)
@@ -220,12 +221,6 @@ def _hosts_question(question: LaunchQuestion, time: CheckTime) -> CheckQuestion:
     where = Reference.parse(question.reference) if question.reference else None
     file = str(where.file) if where and where.file else ""
     return CheckQuestion(reference=str(where or ""), file=file, folder=question.folder, cwd=os.getcwd(), time=time)
-
-
-def _unknown_of(question: LaunchQuestion) -> list[str]:
-    if not question.reference:
-        return ["a job: none was named"]
-    return [] if question.job else ["the plan, and memory that it needs: the job does not load here"]
 
 
 def refusals(

@@ -190,7 +190,9 @@ def _plain(
     own, loader, device, found = site.own, site.loader, site.device, list[str]()
     facts = known_facts(findings, module, own)
     whole = {name: tensor.shape for name, tensor in module.named_parameters() if tensor.requires_grad}
-    rows = _row_gather(job, own, site.rank, device, module, loader)
+    rows = None
+    if job.loss_over != "samples":  # collective
+        rows = RowGather.of(own, site.rank, device, which_have_rows(module, example_of(job, module, loader)))
     with buffers_kept(module):
         layout = assemble(module, job, own, site.rank, device, lambda: _look_with(job, module, loader, facts, found))
     optimizer, scheduler = site.optimizer(job, layout, whole, tried=facts is not None)
@@ -198,7 +200,9 @@ def _plain(
     everyone = across.from_every_rank if across else from_every_rank
     course = site.course(job, _followed(job, optimizer, scheduler, everyone))
     if layout.holdings.stages is not None and _knows_groups_by_place(job, scheduler):
-        same_places(_groups_of_names(layout.parameters, optimizer), _groups_of_whole(job, whole), everyone)
+        empty = {name: nn.Parameter(torch.zeros(()).expand(shape)) for name, shape in whole.items()}
+        there = _groups_of_names(empty, optimizer_over(job, empty).optimizer)
+        same_places(_groups_of_names(layout.parameters, optimizer), there, everyone)
     apart = LocalSgd(site.plan, layout, across, site.start.step, loader.total_steps) if across else None
     return Step(job, own, layout, optimizer, course, apart, rows), found
 
@@ -243,21 +247,6 @@ def _groups_of_names(parameters: Mapping[str, torch.Tensor], optimizer: torch.op
     """The place of the group that each parameter is in."""
     places = {id(one): place for place, group in enumerate(optimizer.param_groups) for one in group["params"]}
     return {name: places[id(tensor)] for name, tensor in parameters.items() if id(tensor) in places}
-
-
-def _groups_of_whole(job: Job, shapes: Mapping[str, torch.Size]) -> dict[str, int]:
-    """The same of the whole model, whose parameters take no memory here."""
-    empty = {name: nn.Parameter(torch.zeros(()).expand(shape)) for name, shape in shapes.items()}
-    return _groups_of_names(empty, optimizer_over(job, empty).optimizer)
-
-
-def _row_gather(
-    job: Job, plan: Plan, rank: int, device: torch.device, module: nn.Module, loader: Loader
-) -> RowGather | None:
-    """What brings the global batch together for a loss that compares its samples; collective where there is one."""
-    if job.loss_over == "samples":
-        return None
-    return RowGather.of(plan, rank, device, which_have_rows(module, example_of(job, module, loader)))
 
 
 def _look_with(job: Job, module: nn.Module, loader: Loader, facts: Facts | None, found: list[str]) -> Example:

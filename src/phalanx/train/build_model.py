@@ -104,7 +104,9 @@ def _model_problem(module: Any) -> Problem | None:
 
     if not isinstance(module, nn.Module):
         return wrong(f"a function that gives {type(module).__name__}", "a function that gives a torch.nn.Module")
-    wrapped = next((kind for kind in map(type, module.modules()) if _wraps(kind)), None)
+    names = ("DistributedDataParallel", "DataParallel", "FullyShardedDataParallel")
+    kinds = (kind for kind in map(type, module.modules()) if kind.__module__.startswith("torch."))
+    wrapped = next((kind for kind in kinds if kind.__name__ in names), None)
     if wrapped is not None:
         allowed = "the model by itself: the plan says how it is spread over devices, and wraps it"
         return wrong(f"a model in {wrapped.__name__}", allowed)
@@ -131,11 +133,6 @@ def _model_problem(module: Any) -> Problem | None:
         fix = "for p in model.parameters(): p.requires_grad_(True)"
         return wrong("a model without trainable parameters", allowed, fix)
     return None
-
-
-def _wraps(kind: type) -> bool:
-    wrappers = ("DistributedDataParallel", "DataParallel", "FullyShardedDataParallel")
-    return kind.__module__.startswith("torch.") and kind.__name__ in wrappers
 
 
 _LARGE = 2e8  # elements: some seconds of random numbers

@@ -25,7 +25,7 @@ from phalanx.train.inputs import Inputs
 from phalanx.train.loss import read_loss
 from phalanx.train.loss_scaling import compute_context
 from phalanx.train.phase_jobs import evaluated_job
-from phalanx.train.row_gather import RowGather, with_whole_tensors
+from phalanx.train.row_gather import with_whole_tensors
 from phalanx.train.whole_batch import OutputPiece, WholeBatch
 
 
@@ -94,7 +94,9 @@ def evaluate(
                 pieces.clear()
             if pieces:
                 with compute_context(plan, device):
-                    found = _of_whole_batch(job, assembly.step.rows, pieces, batch.samples, device)
+                    given = [replace(one, output=with_whole_tensors(one.output)) for one in pieces]
+                    whole = WholeBatch(given, assembly.step.rows, device, batch.samples)
+                    found = measure(job, whole.output, whole.batch, batch.samples)  # by each rank; the first counts
                 sums.add(found, number * job.batch, counts=assembly.step.rows.first)
             if leave is not None and leave():
                 return None
@@ -151,12 +153,6 @@ def _weights(assembly: Assembly) -> AbstractContextManager[None]:
         return assembly.local_sgd.averaged()
     average = assembly.step.average
     return average.applied() if average is not None and average.how.evaluate else nullcontext()
-
-
-def _of_whole_batch(job: Job, rows: RowGather, pieces: list[OutputPiece], samples: int, device: torch.device) -> Found:
-    """What a batch gives whose samples the loss compares: every rank computes it, and the first counts."""
-    whole = WholeBatch([replace(one, output=with_whole_tensors(one.output)) for one in pieces], rows, device, samples)
-    return measure(job, whole.output, whole.batch, samples)
 
 
 @contextmanager

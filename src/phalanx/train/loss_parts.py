@@ -37,7 +37,9 @@ def of_weights(values: Parts, tokens: list[float]) -> str:
     """Why single samples' losses do not add up: their weights in a mean, or what one is compared with."""
     if not all(one.mean for one in values.values()):
         return _COUPLED
-    if _is_a_sum(values):
+    if all(
+        close(sum(float(values[(index,)].value) for index in group), float(one.value)) for group, one in values.items()
+    ):
         return _PLAIN_SUM
     ratios: dict[tuple[int, int], float] = {}
     for i, j in ((0, 1), (1, 2), (0, 2)):
@@ -115,13 +117,6 @@ def adds_up(values: Parts) -> bool:
         if not close(sum(float(one.count) for one in parts), float(total.count)):
             return False
     return True
-
-
-def _is_a_sum(values: Parts) -> bool:
-    """Whether losses that are taken for means are what those of the samples add up to."""
-    return all(
-        close(sum(float(values[(index,)].value) for index in group), float(one.value)) for group, one in values.items()
-    )
 
 
 def sum_of(one: LossReading) -> float:

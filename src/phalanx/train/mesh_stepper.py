@@ -76,7 +76,9 @@ def rank_of_mesh(
             path, assembly, damaged = resume_newest(run.folder / CHECKPOINTS, assembled)
         else:
             assembly = assembled(None)
-        assembly.step.drift = _drift_watch(run, place, assembly)
+        held = {**assembly.layout.parameters, **running_statistics(assembly.layout.module)}
+        own = place_within(run.plan, place).rank
+        assembly.step.drift = DriftWatch.of(within(run.plan), own, held, run.drift, run.drift_every)
         assembly.step.observer = observer
         observer.built(AssemblyScene(assembly))
         late = not on_host(assembly.device)
@@ -110,12 +112,6 @@ def _await_start(assembly: Assembly) -> None:
         assembly.from_every_rank(None)
     else:
         alike(None)
-
-
-def _drift_watch(run: RunSpec, place: Place, assembly: Assembly) -> DriftWatch | None:
-    """Who compares what replicas hold alike: parameters, and running statistics of normalisation."""
-    held = {**assembly.layout.parameters, **running_statistics(assembly.layout.module)}
-    return DriftWatch.of(within(run.plan), place_within(run.plan, place).rank, held, run.drift, run.drift_every)
 
 
 def _event_writer(run: RunSpec, place: Place, recorder: RunRecorder) -> Callable[..., None] | None:

@@ -68,7 +68,8 @@ def own_loss_problems(job: Job, module: nn.Module) -> list[Problem]:
     """What keeps the loss that ``module`` computes itself from adding up, as far as its class shows."""
     if not isinstance(job.loss, ModelLoss):
         return []
-    base = _without_adapters(module)
+    whole: Any = module  # into which peft may have put adapters
+    base = whole.get_base_model() if hasattr(module, "get_base_model") else whole
     config = getattr(base, "config", None)
     routers = [config, getattr(config, "text_config", None)]
     if any(getattr(one, "output_router_logits", False) is True for one in routers):
@@ -106,12 +107,6 @@ def _is_library_loss(base: nn.Module, outputs: frozenset[str]) -> bool:
 
     kinds = ["ForCausalLM"] if outputs is SHIFTED else [end for end, has in _HEADS.items() if has is UNSHIFTED]
     return any(base.loss_function is LOSS_MAPPING[kind] for kind in kinds)
-
-
-def _without_adapters(module: nn.Module) -> Any:
-    """The model that peft has put adapters into; the module itself where that is none."""
-    whole: Any = module
-    return whole.get_base_model() if hasattr(module, "get_base_model") else module
 
 
 @final

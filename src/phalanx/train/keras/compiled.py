@@ -11,7 +11,7 @@ masked or weighted; so each loss is taken as its sum and what Keras divides it b
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import reduce
 from operator import and_
@@ -65,7 +65,8 @@ class _Summed:
         y_pred, y_true = (ops.convert_to_tensor(one, dtype=loss.dtype) for one in (y_pred, y_true))
         values = loss.call(y_true, y_pred)
         masks.append(backend.get_keras_mask(values))  # of the loss itself, such as by ``ignore_class``
-        mask = _all_of(masks)
+        known = [one for one in masks if one is not None]
+        mask = reduce(and_, known) if known else None
         values = ops.convert_to_tensor(values, dtype=loss.dtype)
         if not values.dim():
             raise LossError(
@@ -92,12 +93,6 @@ class _Summed:
         if loss.reduction == "sum":
             count = samples / self._batch  # comes to 1 over the global batch
         return _Term(values.sum(), count, even)
-
-
-def _all_of(masks: Iterable[Any]) -> Any:
-    """What every one of ``masks`` leaves; ``None`` where there is none."""
-    given = [one for one in masks if one is not None]
-    return reduce(and_, given) if given else None
 
 
 @dataclass(frozen=True, slots=True)

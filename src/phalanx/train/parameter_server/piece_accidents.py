@@ -88,14 +88,10 @@ def first_of(reports: Mapping[int, Report], *, spike: bool) -> tuple[int, Sighti
         names = ("where", "parameter", "trouble", "micro")
         seen = Sighting(order=(), part=0, rank=reports[part].worker, **{name: told[part][name] for name in names})
         return part, seen
-    means = {part: _mean(report) for part, report in reports.items()}
+    sums = {part: report.gradient_sums["loss"] for part, report in reports.items()}
+    means = {part: total / (count or 1.0) for part, (total, count) in sums.items()}
     part = max(means, key=lambda part: (not math.isfinite(means[part]), means[part]))
     return part, Sighting(order=(), where="", part=0, micro=-1, rank=reports[part].worker)
-
-
-def _mean(report: Report) -> float:
-    total, count = report.gradient_sums["loss"]
-    return total / (count or 1.0)
 
 
 def take_over(folder: Path, step: int, part: int, rank: int) -> str:
