@@ -132,16 +132,11 @@ class _Groups(IterableDataset[StreamStep]):
         info = get_worker_info()
         if info is None:
             return self._reader.groups()
-        _hide_worker_info()
+        torch_worker._worker_info = None  # many streams split themselves by worker when they see that they are in one
+        if get_worker_info() is not None:
+            raise DataError("this torch does not let a worker read a whole stream\n    try: workers=0")
         reader = replace(self._reader, dataset=with_own_epoch(self._reader.dataset))
         return reader.groups(info.id, info.num_workers)
-
-
-def _hide_worker_info() -> None:
-    """Lets the user's stream read everything: many split themselves by worker when they see that they are in one."""
-    torch_worker._worker_info = None
-    if get_worker_info() is not None:
-        raise DataError("this torch does not let a worker read a whole stream\n    try: workers=0")
 
 
 def _identity(batch: Any) -> Any:
@@ -159,8 +154,10 @@ def _explained(results: Iterator[Any]) -> Iterator[Any]:
 
 def _explanation(error: RuntimeError) -> Exception:
     if "unable to allocate shared memory" in str(error):
-        what = "/dev/shm is too small for the batches that processes load ahead"
-        return DataError(f"{what}\n    try: enlarge it (docker run --shm-size=8g), or workers=0 or a smaller prefetch")
+        return DataError(
+            "/dev/shm is too small for the batches that processes load ahead\n"
+            "    try: enlarge it (docker run --shm-size=8g), or workers=0 or a smaller prefetch"
+        )
     if "DataLoader worker (pid" not in str(error):
         return error
     return DataError(

@@ -53,7 +53,8 @@ class ElasticSize:
             RefusedError: if no number of devices in its range can serve the job here; as for the most of them.
         """
         plans = allowed_plans(job, run)
-        there = _devices_here(run, next(iter(plans)))
+        kind = kind_for(run.plan.device, next(iter(plans)))
+        there = (lambda: math.inf) if kind.on_host else kind.count
         return cls(plans, steps=run.grow_steps, seconds=run.grow_seconds, there=there)
 
     @property
@@ -179,9 +180,3 @@ def _more_than_samples(run: RunSpec, job: Job) -> Problem:
     least = min((job.batch, *smaller_batches(job)))
     allowed = f"a range with fewer devices, for a global batch of {least}"
     return Problem(where="run.devices", given=given, allowed=allowed, fix=f"-n 1:{least}")
-
-
-def _devices_here(run: RunSpec, least: int) -> Callable[[], float]:
-    """What counts the devices that the run could have: the accelerators here, if it takes these, or processes."""
-    kind = kind_for(run.plan.device, least)
-    return (lambda: math.inf) if kind.on_host else kind.count

@@ -223,8 +223,7 @@ def _accelerators_left_alone() -> Iterator[None]:
 @contextmanager
 def _command_line_kept(reference: str) -> Iterator[None]:
     """Keep the options of this program from a job's file: they are not its own, and others in each process."""
-    before, parser = sys.argv, argparse.ArgumentParser
-    parse = parser.parse_known_args
+    before, parser, parse = sys.argv, argparse.ArgumentParser, argparse.ArgumentParser.parse_known_args
 
     def parsed(self: argparse.ArgumentParser, args: Any = None, *more: Any, **how: Any) -> Any:
         if args is not None:
@@ -262,7 +261,8 @@ def _fix(error: BaseException) -> str:
     """What would mend the user's code, where that can be told from the error."""
     if isinstance(error, ModuleNotFoundError) and error.name:
         missing = error.name.partition(".")[0]
-        if missing in ("tensorflow", "jax") and _raised_in(error, "keras"):
+        names = [str(one.f_globals.get("__name__", "")) for one, _ in traceback.walk_tb(error.__traceback__)]
+        if missing in ("tensorflow", "jax") and any(name.partition(".")[0] == "keras" for name in names):
             return 'os.environ["KERAS_BACKEND"] = "torch" before keras is imported, or KERAS_BACKEND=torch in the shell'
         return "pip install 'phalanx[transformers]'" if missing == "transformers" else f"pip install {missing}"
     if isinstance(error, IndexError) and "sys.argv" in (traceback.extract_tb(error.__traceback__)[-1].line or ""):
@@ -273,12 +273,6 @@ def _fix(error: BaseException) -> str:
         (near,) = difflib.get_close_matches(unknown[1], names, n=1, cutoff=0.0)
         return f"{near}= in px.Job, whose fields are {', '.join(names)}"
     return ""
-
-
-def _raised_in(error: BaseException, package: str) -> bool:
-    """Whether code of ``package`` is among what ``error`` has come through."""
-    frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
-    return any(str(frame.f_globals.get("__name__", "")).partition(".")[0] == package for frame in frames)
 
 
 def _tail(error: BaseException, file: str | None) -> str:

@@ -211,12 +211,14 @@ def refuse_copies() -> None:
     """
     for variable, counts in _TASKS.items():
         of = next((int(os.environ[name]) for name in counts if os.environ.get(name, "").isdecimal()), 1)
-        in_step = variable != "SLURM_PROCID" or "SLURM_STEP_ID" in os.environ  # a batch script has the number, too
-        if variable in os.environ and of > 1 and in_step:
-            given = f"task {os.environ[variable]} of {of} ({variable}), each of which would train the whole run"
-            allowed = "one process, which starts its workers itself"
-            fix = f"srun -n 1 or mpirun -n 1, or phalanx launch; where each is a run of its own: env -u {variable}"
-            raise SpecError.of("launcher", given, allowed, fix)
+        # a batch script of Slurm has the number, too, and no step
+        if of > 1 and {variable, *(["SLURM_STEP_ID"] if variable == "SLURM_PROCID" else [])} <= os.environ.keys():
+            raise SpecError.of(
+                "launcher",
+                f"task {os.environ[variable]} of {of} ({variable}), each of which would train the whole run",
+                "one process, which starts its workers itself",
+                f"srun -n 1 or mpirun -n 1, or phalanx launch; where each is a run of its own: env -u {variable}",
+            )
 
 
 _TASKS = {

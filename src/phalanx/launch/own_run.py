@@ -140,19 +140,11 @@ def _begun(job: Job, run: RunSpec, place: Place, found: Findings) -> tuple[Assem
     except Exception as error:
         status.report_failure(error)
         if isinstance(error, SpecError):
-            raise _in_words_of_build(error) from None
+            words = [replace(one, fix=re.sub("^folder=", "run=", one.fix)) for one in error.problems]
+            raise type(error)(words) from None  # phalanx.build takes the folder as run
         raise
     own = _open[key] = OwnRun(run, loop, stepper, interruptions, here)
     return stepper.assembly, own
-
-
-def _in_words_of_build(error: SpecError) -> SpecError:
-    """What is wrong with a run folder, which ``phalanx.build`` takes as ``run``."""
-    problems = [
-        replace(one, fix=re.sub("^folder=", "run=", one.fix)) if one.where == "run.folder" else one
-        for one in error.problems
-    ]
-    return type(error)(problems)
 
 
 def _close_all() -> None:

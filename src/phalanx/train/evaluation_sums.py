@@ -149,8 +149,7 @@ def _numbers(name: str, given: Any) -> dict[str, float]:
         one = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value  # pyrefly: ignore
         base = f"{name}.{key}" if key else name
         if isinstance(one, Tensor) and 1 < one.numel() <= _MOST_CELLS:  # a number of each class, or of each cell
-            cells = zip(np.ndindex(*one.shape), one.flatten().tolist(), strict=True)
-            found |= {".".join([base, *map(str, place)]): float(cell) for place, cell in cells}
+            found |= {".".join([base, *map(str, place)]): float(one[place]) for place in np.ndindex(*one.shape)}
             continue
         if not isinstance(one, Real):
             shape = f" of shape {list(value.shape)}" if isinstance(value, Tensor) else ""

@@ -63,8 +63,17 @@ def standing_of(
     if suspended := told.get("Suspended") or _is_suspended(job):
         if there:
             return Standing(state="running", detail=f"{_pods(len(there))} still to end: {_words(suspended)}")
-        return Standing(state="waiting", detail=_words(_of_queue(queued) or suspended) + again)
+        kept = {"type": "QuotaReserved", "status": "False"}.items()  # by Kueue, where it says why
+        said = (queued or {}).get("status", {}).get("conditions", [])
+        why = next((one for one in said if kept <= one.items()), suspended)
+        return Standing(state="waiting", detail=_words(why) + again)
     return _by_pods(there, *nodes, again)
+
+
+def _exit_codes(pod: Mapping[str, Any]) -> list[int]:
+    """Of those of its containers that have ended."""
+    states = [one.get("state", {}) for one in pod.get("status", {}).get("containerStatuses", [])]
+    return [one["terminated"]["exitCode"] for one in states if one.get("terminated")]
 
 
 def _by_pods(pods: Sequence[Mapping[str, Any]], least: int, nodes: int, again: str) -> Standing:
@@ -97,24 +106,12 @@ def _why_waiting(pod: Mapping[str, Any]) -> str:
     return "" if status.get("phase") == "Running" else status.get("phase", "Pending")
 
 
-def _exit_codes(pod: Mapping[str, Any]) -> list[int]:
-    """Of those of its containers that have ended."""
-    states = [one.get("state", {}) for one in pod.get("status", {}).get("containerStatuses", [])]
-    return [one["terminated"]["exitCode"] for one in states if one.get("terminated")]
-
-
 def _is_suspended(job: Mapping[str, Any]) -> dict[str, str] | None:
     """What is said of a job that waits for its queue and that no controller has looked at."""
     if not job.get("spec", {}).get("suspend"):
         return None
     queue = job.get("metadata", {}).get("labels", {}).get("kueue.x-k8s.io/queue-name", "")
     return {"reason": "Suspended", "message": f"waits for the queue {queue}" if queue else ""}
-
-
-def _of_queue(queued: Mapping[str, Any] | None) -> dict[str, str] | None:
-    """Why Kueue has not admitted a job, where it says so."""
-    told = (queued or {}).get("status", {}).get("conditions", [])
-    return next((one for one in told if one.get("type") == "QuotaReserved" and one.get("status") == "False"), None)
 
 
 def _again(job: Mapping[str, Any]) -> str:

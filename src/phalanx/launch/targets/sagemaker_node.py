@@ -18,7 +18,7 @@ import traceback
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 from phalanx.config import RunSpec
 from phalanx.config.run_files import EVENTS
@@ -108,7 +108,8 @@ def unpacked(root: Path) -> RunSpec:
         SpecError: the run file is wrong.
         RunError: code or run file are not what was handed over.
     """
-    asked = _hyperparameters(root)
+    told = read_json(root / "input" / "config" / "hyperparameters.json", where="SageMaker", fix=_FIX)
+    asked = told if isinstance(told, dict) else {}
     channel, code = root / "input" / "data" / CODE_CHANNEL, _runfile(root).with_name("code")
     for name in (CODE, RUN):
         if not (channel / name).is_file():
@@ -142,11 +143,6 @@ def _be_agent(root: Path, run: RunSpec, there: ContainerHosts) -> int:
         return be_agent(run, place, worker_words(runfile, runfile.parent, marked=True))
     finally:
         await_orphans(_FLUSH)  # with this process the container ends, and with it what copies what workers printed
-
-
-def _hyperparameters(root: Path) -> dict[str, Any]:
-    told = read_json(root / "input" / "config" / "hyperparameters.json", where="SageMaker", fix=_FIX)
-    return told if isinstance(told, dict) else {}
 
 
 def _runfile(root: Path) -> Path:
