@@ -150,12 +150,6 @@ def test_nothing_is_copied_or_pruned_for_a_run_whose_folder_was_taken(bucket: st
         release(token)
 
 
-def test_a_folder_elsewhere_is_a_store_too(tmp_path: Path) -> None:
-    url: Any = (tmp_path / "far").as_uri()
-    ObjectStore(url).put(saved(tmp_path, 2))
-    assert fetch_newest(url, tmp_path / "new") == tmp_path / "new" / "step-00000002"
-
-
 def test_a_run_goes_on_elsewhere_from_its_mirror(bucket: str, tmp_path: Path) -> None:
     def spec(folder: str, **how: Any) -> px.RunSpec:
         plan = px.Plan.parse("dp=2")

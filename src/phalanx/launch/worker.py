@@ -186,7 +186,11 @@ def _train(job: Job, run: RunSpec, status: WorkerStatus, runfile: Path | None, v
         refuse_job(job, run.plan)
     make_ready(run.plan)
     leave_compiler_out()
-    _refuse_to_begin_anew(run)
+    if run.devices and run.resume is False and started_by_agent() and not agent_serves():
+        # workers that cannot find out whether there were some before them have to be told that they may go on
+        given = f'resume = false with devices = "{run.devices}": when hosts come or go, workers begin anew'
+        allowed = '"auto", by which they go on where there is something to go on from'
+        raise SpecError.of(where="run.resume", given=given, allowed=allowed, fix='resume = "auto"')
     with within_folder(job, run, status, runfile, viewers) as run:
         place, known = status.place, status.findings()
         if run.plan.server:
@@ -276,8 +280,13 @@ def main(runfile: Path, reports: Path | None = None, job_here: str = "") -> int:
         leave_warnings_to_rank_0(status.place.rank)
         status.report_step(None)
         run = _read(runfile)
-        if not run.devices:
-            _refuse_another_world(run, status.place, runfile)
+        if not run.devices and status.place.world_size != run.plan.processes:
+            raise RefusedError.of(
+                where="workers",
+                given=f"{status.place.world_size}",
+                allowed=f"{run.plan.processes}, as the plan {run.plan} says",
+                fix=f"torchrun --nproc-per-node {run.plan.processes} --no-python phalanx worker {runfile}",
+            )
         status.place = replace(status.place, timeout=run.timeout)
         job = override(load_job(job_here or run.job), run)
         train_as_worker(job, fitted(run, status.place.world_size, job), status, runfile=runfile)
@@ -302,24 +311,6 @@ def _belong_to_launcher() -> None:
 
 def _read(runfile: Path) -> RunSpec:
     return RunSpec.from_toml(read_text(runfile, where="run file", fix="phalanx worker runs/digits-1/run.toml", below=0))
-
-
-def _refuse_another_world(run: RunSpec, place: Place, runfile: Path) -> None:
-    if place.world_size != run.plan.processes:
-        raise RefusedError.of(
-            where="workers",
-            given=f"{place.world_size}",
-            allowed=f"{run.plan.processes}, as the plan {run.plan} says",
-            fix=f"torchrun --nproc-per-node {run.plan.processes} --no-python phalanx worker {runfile}",
-        )
-
-
-def _refuse_to_begin_anew(run: RunSpec) -> None:
-    """Workers that cannot find out whether there were some before them have to be told that they may go on."""
-    if run.devices and run.resume is False and started_by_agent() and not agent_serves():
-        given = f'resume = false with devices = "{run.devices}": when hosts come or go, workers begin anew'
-        allowed = '"auto", by which they go on where there is something to go on from'
-        raise SpecError.of(where="run.resume", given=given, allowed=allowed, fix='resume = "auto"')
 
 
 def enter_folder(run: RunSpec, place: Place, enter: Callable[[bool], RunSpec], own: Path | None = None) -> RunSpec:

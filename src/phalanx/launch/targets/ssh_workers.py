@@ -201,7 +201,9 @@ class SshWorkers(Workers):
             gathering.drop()
             self._hear_each("drop", gone, until)
         elif gathering:
-            self._tell_copies()
+            for host in self._hosts:
+                where = f"{host.entry.name}:{self._storage.copy(host.number, self._run)}"
+                print(f"not all of the run has come here; what a host has of it stays there: {where}", file=sys.stderr)
         self._hosts.close()
         if sending:
             sending.close()
@@ -231,12 +233,6 @@ class SshWorkers(Workers):
         self._ending = True
         for host in self._hosts:
             host.ask("end")
-
-    def _tell_copies(self) -> None:
-        """Say where copies of the run folder stay, of which not all has come here."""
-        for host in self._hosts:
-            where = f"{host.entry.name}:{self._storage.copy(host.number, self._run)}"
-            print(f"not all of the run has come here; what a host has of it stays there: {where}", file=sys.stderr)
 
     def _let_go(self) -> None:
         if self._sending:
