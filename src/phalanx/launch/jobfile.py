@@ -238,7 +238,7 @@ def _command_line_kept(reference: str) -> Iterator[None]:
         sys.argv, parser.parse_known_args = before, parse
 
 
-_NO_OPTIONS = 'px.param("lr", 0.1) in the file and --set lr=0.5, or parser.parse_args([])'
+_NO_OPTIONS = 'px.param("lr", 0.1) in the file and phalanx train FILE --set lr=0.5, or parser.parse_args([])'
 
 
 @contextmanager
