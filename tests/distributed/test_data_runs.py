@@ -116,6 +116,10 @@ def rows() -> datasets.Dataset:
     return datasets.Dataset.from_dict(LISTS)
 
 
+def rows_of_table() -> px.Table:
+    return table(SAMPLES)
+
+
 def in_order() -> datasets.IterableDataset:
     return rows().to_iterable_dataset(num_shards=3).with_format("torch")
 
@@ -158,6 +162,7 @@ KINDS: dict[Callable[[Path], Case], str] = {
 }
 """Each kind, and the plan under which every run of the tests has it."""
 PLANS = ("single", "dp=2 micro=5", "fsdp=2 micro=2", "pp=2 micro=4")
+TRANSFORMED = [(rows_of_table, "dp=2 micro=5"), (in_order, "fsdp=2"), *longer((rows_of_table, "dp=2 server=1"))]
 RESUMED = ((of_groups, "dp=2", "single micro=2"), (of_shuffled, "single", "dp=2"), (of_mixture, "dp=2", "single"))
 
 
@@ -244,6 +249,25 @@ def test_what_a_decode_draws_is_the_same_under_every_plan(plan: str, tmp_path: P
     case = of_groups(tmp_path, decode={"x": flipped})
     run = fit(plan, tmp_path / "run", **case.how)
     assert run.losses == pytest.approx(case.losses(sign), abs=2e-6)
+
+
+@pytest.mark.parametrize(("data", "plan"), TRANSFORMED)
+def test_a_transform_sees_the_global_batch_under_every_plan(data: Any, plan: str, tmp_path: Path) -> None:
+    from phalanx.data.sampler import EpochSeeds
+
+    def mixed(batch: dict[str, torch.Tensor], keys: torch.Tensor) -> dict[str, torch.Tensor]:
+        share = torch.rand(()) * (keys % 2)
+        return {"x": torch.lerp(batch["x"], batch["x"].flip(0), share[:, None]), "y": batch["y"]}
+
+    case = permuted(data=data) if data is rows_of_table else Case(COMMON | {"data": data}, batched([range(41)] * 2))
+    steps = [({"x": x, "y": y}, ids) for (x, y), ids in zip(batches_of(ROWS, case.steps), case.steps, strict=True)]
+    expected = []
+    for number, (batch, ids) in enumerate(steps):
+        EpochSeeds.of(0, number // 3).plant(ids[0])
+        expected.append(tuple(mixed(batch, torch.tensor(ids)).values()))
+    run = fit(plan, tmp_path / "run", **case.how, transform=mixed, workers=2 * ("dp" in plan))
+    assert run.losses == pytest.approx(plain_losses(expected, **COMMON), abs=2e-6)
+    assert px.prove(job(**case.how, transform=mixed), "dp=2 micro=3", steps=4).equal
 
 
 @pytest.mark.parametrize(

@@ -48,13 +48,7 @@ class _Counts(click.ParamType):
 )
 @click.option("--steps", type=click.IntRange(min=2), default=20, show_default=True, help="Optimizer steps a plan.")
 @json_option
-def command(
-    job: str,
-    counts: tuple[int, ...] | None,
-    plans: tuple[Plan, ...],
-    steps: int,
-    as_json: bool,
-) -> None:
+def command(job: str, counts: tuple[int, ...] | None, plans: tuple[Plan, ...], steps: int, as_json: bool) -> None:
     """Run JOB for a few steps under each plan and show time, speed-up, efficiency and memory side by side.
 
     The global batch is the same under every plan. The first steps of each are not timed. Nothing is kept.

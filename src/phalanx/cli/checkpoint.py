@@ -67,11 +67,7 @@ def list_command(place: Path, as_json: bool) -> None:
     told = [_told(one) for one in _found(place)]
     note = "complete: all files are there in full length"
     verify = f"phalanx checkpoint verify {shlex.quote(str(place))} reads them, too"
-    answer(
-        as_json,
-        {"checkpoints": told},
-        lambda _: checkpoints_table(told, [f"{note}; {verify}"]),
-    )
+    answer(as_json, {"checkpoints": told}, lambda _: checkpoints_table(told, [f"{note}; {verify}"]))
 
 
 @command.command("show", short_help="What one checkpoint holds.")

@@ -102,20 +102,14 @@ def show_error(error: PhalanxError, *, as_json: bool) -> None:
 
 _ARGUMENT = re.compile(r"""(\w+)=("[^"]*"|'[^']*'|[^\s,]+)(?:, |$)""")
 _SHORT = {"devices": "-n", "from_step": "--from", "folder": "--run", "cluster": "--on"}
-_WORDS = {
-    ("forecast", "anyway"): "--anyway",
-    ("forecast", "none"): "--no-forecast",
-    ("resume", "True"): "--resume",
-}
+_WORDS = {("forecast", "anyway"): "--anyway", ("forecast", "none"): "--no-forecast", ("resume", "True"): "--resume"}
 _SETTING = re.compile(
     r"""(?<![\w.(])(?:resume|folder|from_step|plan|cluster|launcher|forecast|mirror|lr_scale|drift|on_nonfinite|on_spike|check)="""
     r"""(?:"[^"]*"|'[^']*'|True|[\d.]*\d)(?:, (?=\w+=))?"""
 )  # those that errors advise besides what else there is to do
 _HINT = re.compile(r"^ *(?:try|what to do): .*", re.MULTILINE)
 
-_OF_CALLS = {
-    "cluster": {"batch=": "--batch "},
-}
+_OF_CALLS = {"cluster": {"batch=": "--batch "}}
 _OPTIONS = {"cluster": "--on"}
 """What problems of calls are about, what of Python stands in them, and the options for both."""
 

@@ -133,6 +133,8 @@ class Job:
         inputs: ``inputs(batch)`` gives the model's arguments: a tensor, a tuple (positional) or a dict (keyword).
             Without it: of a dict, the entries that ``forward`` names; of a tuple, the first; else the batch itself.
         collate: joins a list of samples into a batch; torch's default where not given.
+        transform: ``transform(batch, keys)`` gives the **global** batch of training in place of the collated one,
+            before it is divided: for mixup, CutMix and their like. ``keys`` are its samples' numbers, int64.
         shuffle: by (seed, epoch). ``None``: map-style data are shuffled, streams keep their order.
         sampler: the order of each epoch of map-style data in place of ``shuffle``: ``sampler(seed, epoch)`` gives the
             indices; ``px.weighted``, ``px.buckets``, or ``px.Sampler(function, repeats=True)``. Without ``steps``, an
@@ -176,6 +178,7 @@ class Job:
     seed: int = 0
     inputs: Callable[[Any], Any] | None = None
     collate: Callable[[list[Any]], Any] | None = None
+    transform: Callable[[Any, Any], Any] | None = None
     shuffle: bool | None = None
     sampler: Sampler | Callable[[int, int], Any] | None = None
     drop_last: bool = False
@@ -239,8 +242,7 @@ def _problems(job: Job) -> list[Problem]:
     if job.prefetch is not None and not is_whole(job.prefetch, 1):
         wrong("prefetch", "a whole number, 1 or more, or None", "workers=2, prefetch=2")
     elif job.prefetch is not None and job.workers == 0:
-        allowed = "only together with workers=1 or more, which load ahead"
-        wrong("prefetch", allowed, f"workers=2, prefetch={job.prefetch}")
+        wrong("prefetch", "only together with workers=1 or more", f"workers=2, prefetch={job.prefetch}")
     if not (job.clip is None or isinstance(job.clip, Clip) or (is_number(job.clip) and job.clip > 0)):
         wrong("clip", "a number above 0, a px.Clip, or None", "clip=1.0")
     for name, choices in _CHOICES.items():
@@ -263,11 +265,6 @@ def _problems(job: Job) -> list[Problem]:
         + _evaluation_problems(job)
         + misfits("job", {name: getattr(job, name) for name in _KINDS}, _KINDS)
     )
-
-
-def _builds(given: Any) -> bool:
-    """Whether it is a function, or a class, and not a module, which can be called as well."""
-    return callable(given) and (isinstance(given, type) or not hasattr(given, "named_parameters"))
 
 
 def _shown(given: Any) -> str:
@@ -298,11 +295,14 @@ def _function_problems(job: Job) -> list[Problem]:
         value = getattr(job, name)
         if value is not_given and not job.phases:
             wrong(name, "a function, or phases with losses and optimizers of their own", fix, "none")
-        elif name != "loss" and not _builds(value):  # of losses there are more kinds: loss_problems
+        elif name != "loss" and not (  # of losses there are more kinds; a module can be called as well
+            callable(value) and (isinstance(value, type) or not hasattr(value, "named_parameters"))
+        ):
             wrong(name, "a function that builds it when called", fix)
     functions = {
         "inputs": "inputs=lambda batch: batch['image']",
         "collate": "collate=torch.utils.data.default_collate",
+        "transform": "transform=lambda batch, keys: mixup(batch)",
         "evaluate": "evaluate=lambda: dataset",
         "metrics": "metrics=lambda output, batch: {'accuracy': px.accuracy(output, batch['label'])}",
     }
@@ -347,9 +347,9 @@ def _reads_initial(given: Any) -> bool:
     if isinstance(given, Pretrained):
         path: Any = given.path
         lists: tuple[Any, ...] = (given.missing, given.unused)
-        return isinstance(path, str | Path) and _reads_initial(path) and all(map(_are_names, lists))
+        return (
+            isinstance(path, str | Path)
+            and _reads_initial(path)
+            and all(isinstance(names, tuple | list) and all(isinstance(name, str) for name in names) for names in lists)
+        )
     return isinstance(given, str | Path) and bool(str(given))
-
-
-def _are_names(given: Any) -> bool:
-    return isinstance(given, tuple | list) and all(isinstance(name, str) for name in given)  # pyrefly: ignore

@@ -10,14 +10,14 @@ As with ``GlobalBatchSampler`` any step is computed by itself, in memory and tim
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, final
 
 import numpy as np
 
-from phalanx.data.sampler import LARGEST, Permutation, each_step
-from phalanx.errors import Problem, SpecError
+from phalanx.data.sampler import Permutation, each_step, size_problems
+from phalanx.errors import SpecError
 
 Order = Callable[[int], np.ndarray]
 """Pass over a part → the places in it that are due, in order, int64."""
@@ -76,8 +76,9 @@ class ChangingBatchSampler:
         Raises:
             SpecError: if a part has no sample, or ``drop_last`` would drop all of them.
         """
-        if problems := [problem for one in stretches for problem in _problems(one, drop_last)]:
-            raise SpecError(problems)
+        for one in stretches:
+            if problems := size_problems(one.each, one.batch, drop_last, f" from step {one.first} on"):
+                raise SpecError(problems)
         self.stretches = tuple(stretches)
         self.length = max(one.each for one in stretches)
         self._seed, self._shuffle, self._drop_last, self._orders = seed, shuffle, drop_last, dict(orders or {})
@@ -102,13 +103,7 @@ class ChangingBatchSampler:
         return self._of(step)[1].samples
 
     def ids(self, step: int) -> np.ndarray:
-        """The sample ids, int64, of the whole global batch of optimizer step ``step`` (0-based over the run).
-
-        Raises:
-            ValueError: if ``step`` is negative.
-        """
-        if step < 0:
-            raise ValueError(f"steps count from 0; given {step}")
+        """The sample ids, int64, of the whole global batch of optimizer step ``step`` (0-based over the run)."""
         stretch, place = self._of(step)
         positions = np.arange(place.position, place.position + place.samples, dtype=np.int64)
         order = self._order(stretch, place.own)
@@ -159,18 +154,6 @@ class ChangingBatchSampler:
                 order = Permutation.keyed(stretch.each, self._seed, own)
             self._known = key, order
         return self._known[1]
-
-
-def _problems(stretch: Stretch, drop_last: bool) -> Iterator[Problem]:
-    if not 1 <= stretch.each <= LARGEST:
-        given, fix = f"data of {stretch.each} samples", "data=lambda: dataset    # with len(dataset) >= 1"
-        yield Problem(where="job.data", given=given, allowed="1 sample or more", fix=fix)
-    elif drop_last and stretch.each < stretch.batch:
-        given = (
-            f"drop_last=True with {stretch.each} samples and a batch of {stretch.batch} from step {stretch.first} on"
-        )
-        allowed = "a batch no larger than the data, or drop_last=False"
-        yield Problem(where="job.drop_last", given=given, allowed=allowed, fix="drop_last=False")
 
 
 def never_reached(stretches: Sequence[Stretch], total_steps: int | None) -> list[str]:

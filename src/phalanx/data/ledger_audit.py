@@ -38,10 +38,8 @@ def audit(
         DataError: if a file is no ledger.
     """
     steps = records(folder)
-    if not steps:
-        return [f"the ledger {folder} is empty: no step was recorded"]
-    found = list(_missing(list(steps)))
-    last = max(steps)
+    found = list(_missing(folder, list(steps)))
+    last = max(steps, default=-1)
     for epoch, group in groupby(steps.values(), key=lambda those: those[0].epoch):
         those = [record for step in group for record in step]
         found += [] if repeats else _twice(epoch, those)
@@ -100,10 +98,8 @@ def due(stretches: Sequence[Sequence[int]], *, drop_last: bool) -> Iterator[_Due
 
 def _audit_stretches(folder: Path, stretches: Sequence[Sequence[int]], *, drop_last: bool, repeats: bool) -> list[str]:
     steps = records(folder)
-    if not steps:
-        return [f"the ledger {folder} is empty: no step was recorded"]
-    found = list(_missing(list(steps)))
-    wanted = list(islice(due(stretches, drop_last=drop_last), max(steps) + 1))
+    found = list(_missing(folder, list(steps)))
+    wanted = list(islice(due(stretches, drop_last=drop_last), max(steps, default=-1) + 1))
     for step, those in steps.items():
         ids, must = np.concatenate([record.ids for record in those]), wanted[step]
         if len(ids) != must.samples:
@@ -123,10 +119,8 @@ def _audit_stretches(folder: Path, stretches: Sequence[Sequence[int]], *, drop_l
 def _audit_tokens(folder: Path, start: Mapping[str, Any]) -> list[str]:
     """Of steps that hold as many samples as come to so many tokens: at most ``batch``, and in an epoch each once."""
     steps = records(folder)
-    if not steps:
-        return [f"the ledger {folder} is empty: no step was recorded"]
-    found, last = list(_missing(list(steps))), 0
-    whole = bool(start.get("whole_epochs")) and max(steps) + 1 == start["total_steps"]
+    found, last = list(_missing(folder, list(steps))), 0
+    whole = bool(start.get("whole_epochs")) and max(steps, default=-1) + 1 == start["total_steps"]
     for step, those in steps.items():
         count = sum(len(record.ids) for record in those)
         if not 1 <= count <= start["batch"]:
@@ -151,7 +145,9 @@ def finished_epochs(folder: Path, epoch_samples: int) -> int:
     return sum(count >= epoch_samples for count in seen.values())
 
 
-def _missing(steps: list[int]) -> Iterator[str]:
+def _missing(folder: Path, steps: list[int]) -> Iterator[str]:
+    if not steps:
+        yield f"the ledger {folder} is empty: no step was recorded"
     for before, after in zip([-1, *steps], steps, strict=False):
         if after == before + 2:
             yield f"step {before + 1} is missing"

@@ -31,8 +31,32 @@ Steps = Generator[StepBatch, None, None]
 """Steps in order. ``close()`` ends the worker processes at once, as dropping the last reference does."""
 
 
+class _ToldData:
+    """Data of a job, of which processes tell each other what they read."""
+
+    length: int | None
+
+    def __init__(self, dataset: Any, job: Job) -> None:
+        self._order, self._files = partial(order_text, dataset, job), files_digest(dataset)
+        self.repeats = may_repeat(dataset, job)
+
+    @property
+    def order(self) -> str | None:
+        """What tells the order of the samples from another; ``None`` where (seed, epoch) says all."""
+        return self._order(self.length)
+
+    @property
+    def told(self) -> dict[str, Any]:
+        """What must be the same in every process, and in a run that goes on.
+
+        ``length``, ``None`` for a stream; ``order``, empty where (seed, epoch) says all; and ``files``, what tells
+        those that are read from others, empty where that is not known.
+        """
+        return {"length": self.length, "order": self.order or "", "files": self._files}
+
+
 @final
-class Loader:
+class Loader(_ToldData):
     """The steps of a run, in order, as the parts of ``lane`` need them. Each ``iter()`` starts at ``first_step``.
 
     Attributes:
@@ -75,13 +99,12 @@ class Loader:
         """
         stream = is_stream(dataset)
         dataset = rewound(dataset) if stream else dataset
-        self._order = partial(order_text, dataset, job)
-        self.repeats, self._files = may_repeat(dataset, job), files_digest(dataset)
+        super().__init__(dataset, job)
         self._anew = partial(Loader, dataset, job, lane, micro=micro, total_steps=total_steps, pin_memory=pin_memory)
         self._workers = LoaderWorkers(count=job.workers, prefetch=job.prefetch, pin_memory=pin_memory, seed=job.seed)
         self._dealing = BatchSplitter(lane, micro, first_step)
         self._reader: IndexedReader | StreamReader
-        self.length: int | None = None
+        self.length = None
         self.epoch_samples: int | None = None
         self.steps_per_epoch: int | None = None
         self.stretches: tuple[Stretch, ...] = ()
@@ -98,7 +121,7 @@ class Loader:
             self.total_steps = sampler.steps_of(job.epochs or 1)
         self.remarks = _remarks(sampler, self.total_steps)
         self._reader = IndexedReader(
-            fetcher=Fetcher(dataset, job.collate, job.seed),
+            fetcher=Fetcher(dataset, job.collate, job.seed, job.transform),
             sampler=sampler,
             splitter=self._dealing,
             first=first_step,
@@ -123,20 +146,6 @@ class Loader:
     def collate(self, places: Sequence[int]) -> Any:
         """The samples at these places of the data, collated; of a stream, those that ``spread`` has read."""
         return self._reader.collated(places)
-
-    @property
-    def order(self) -> str | None:
-        """What tells the order of the samples from another; ``None`` where (seed, epoch) says all."""
-        return self._order(self.length)
-
-    @property
-    def told(self) -> dict[str, Any]:
-        """What must be the same in every process, and in a run that goes on.
-
-        ``length``, ``None`` for a stream; ``order``, empty where (seed, epoch) says all; and ``files``, what tells
-        those that are read from others, empty where that is not known.
-        """
-        return {"length": self.length, "order": self.order or "", "files": self._files}
 
     @property
     def next_step(self) -> int:
@@ -260,20 +269,23 @@ def _indexed_steps(reader: IndexedReader, workers: LoaderWorkers) -> Steps:
 
 
 def _stream_reader(dataset: Any, job: Job, dealing: BatchSplitter, steps: tuple[int, int | None]) -> StreamReader:
-    if job.sampler is not None:
-        given = f"a sampler with a stream ({type(dataset).__name__})"
-        allowed = "a sampler with map-style data (__getitem__ and __len__): a stream keeps its own order"
-        raise SpecError([Problem(where="job.sampler", given=given, allowed=allowed, fix="sampler=None")])
-    if job.batch_ramp is not None:
-        given = f"a batch_ramp with a stream ({type(dataset).__name__})"
-        allowed = "a batch_ramp with map-style data (__getitem__ and __len__): a stream is read in batches of one size"
-        raise SpecError([Problem(where="job.batch_ramp", given=given, allowed=allowed, fix="batch_ramp=None")])
     if job.batch_tokens is not None:
         raise beside_token_batches(dataset)
-    if job.shuffle:
-        given = f"shuffle=True with a stream ({type(dataset).__name__})"
-        allowed = "None or False: a stream keeps its own order; shuffle inside it, by its set_epoch(epoch)"
-        raise SpecError([Problem(where="job.shuffle", given=given, allowed=allowed, fix="shuffle=None")])
+    beside = {
+        "sampler": (job.sampler, "a sampler", "a stream keeps its own order"),
+        "batch_ramp": (job.batch_ramp, "a batch_ramp", "a stream is read in batches of one size"),
+        "shuffle": (
+            job.shuffle,
+            "shuffle=True",
+            "a stream keeps its own order; shuffle inside it, by set_epoch(epoch)",
+        ),
+    }
+    for name, (given, what, why) in beside.items():
+        if given:
+            allowed = f"{name} with map-style data (__getitem__ and __len__): {why}"
+            raise SpecError.of(
+                f"job.{name}", f"{what} with a stream ({type(dataset).__name__})", allowed, f"{name}=None"
+            )
     refuse_lists(dataset, job.collate)
     return StreamReader(
         dataset=dataset,
@@ -282,6 +294,7 @@ def _stream_reader(dataset: Any, job: Job, dealing: BatchSplitter, steps: tuple[
         seed=job.seed,
         drop_last=job.drop_last,
         collate=plain(job.collate) if job.collate else None,
+        transform=job.transform,
         first_step=steps[0],
         total_steps=steps[1],
         epochs=job.epochs,
@@ -296,7 +309,8 @@ def _stream_steps(reader: StreamReader, workers: LoaderWorkers) -> Steps:
 def _of_group(reader: StreamReader, group: StreamStep) -> StepBatch:
     ids = np.arange(group.position, group.position + group.samples, dtype=np.int64)
     pieces, batches = reader.splitter.cuts(group.step, group.samples), iter(group.batches)
-    return step_batch(group.step, group.epoch, ids, pieces, lambda *_: next(batches))
+    whole = reader.transform is not None
+    return step_batch(group.step, group.epoch, ids, pieces, lambda *_: next(batches), whole=whole)
 
 
 def stream_problems(dataset: Any, parts: int, *, once: bool = False) -> list[Problem]:
@@ -309,7 +323,7 @@ def stream_problems(dataset: Any, parts: int, *, once: bool = False) -> list[Pro
 
 
 @final
-class BatchPieces:
+class BatchPieces(_ToldData):
     """Every global batch of a job over map-style data, cut into as many contiguous pieces as there are workers.
 
     The data have ``length`` samples, an epoch ``epoch_samples``, and ``total_steps`` is the step after the last;
@@ -332,25 +346,14 @@ class BatchPieces:
         if problems := stream_problems(dataset, parts, once=once):
             raise RefusedError(problems)
         self._sampler = _in_order(dataset, job) if once else _sampler(dataset, job)
-        self._fetcher = Fetcher(dataset, job.collate, job.seed)
-        self._order, self.repeats = partial(order_text, dataset, job), may_repeat(dataset, job)
-        self._files = files_digest(dataset)
+        self._fetcher = Fetcher(dataset, job.collate, job.seed, None if once else job.transform)
+        super().__init__(dataset, job)
         self._parts, self._micro = parts, micro
         self.length, self.epoch_samples = len(dataset), self._sampler.length
         self.stretches = _stretches(self._sampler)
         taken = None if once else job.steps
         self.total_steps = self._sampler.steps_of(1 if once else job.epochs or 1) if taken is None else taken
         self.remarks = _remarks(self._sampler, self.total_steps)
-
-    @property
-    def order(self) -> str | None:
-        """As a ``Loader``'s."""
-        return self._order(self.length)
-
-    @property
-    def told(self) -> dict[str, Any]:
-        """As a ``Loader``'s."""
-        return {"length": self.length, "order": self.order or "", "files": self._files}
 
     def sizes(self, step: int) -> tuple[int, ...]:
         """Samples in each piece of ``step``; 0 where a short batch leaves one nothing."""
@@ -370,15 +373,9 @@ class BatchPieces:
         """The micro-batches of a piece, read now."""
         ids, epoch = self._sampler.ids(step), self.epoch(step)
         (ranges,) = cuts(len(ids), Lane(first=part, count=1, parts=self._parts), self._micro)
-        return [
-            MicroBatch(
-                batch=self._fetcher.fetch(epoch, ids[start:stop]),
-                ids=tuple(ids[start:stop].tolist()),
-                samples=stop - start,
-            )
-            for start, stop in ranges
-            if stop
-        ]
+        held = (tuple(one for one in ranges if one[1]),)
+        found = step_batch(step, epoch, ids, held, self._fetcher.fetch, whole=self._fetcher.transform is not None)
+        return list(found.parts[0])
 
 
 def data_facts(data: Loader | BatchPieces) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from phalanx.data.changing_batches import ChangingBatchSampler
 from phalanx.data.curriculum import Curriculum
 from phalanx.data.dataset_facts import DrawsTogether, draws
 from phalanx.data.sampler import BLOCK, EpochSeeds, GlobalBatchSampler, HeldIds
-from phalanx.data.step_batch import BatchSplitter, StepBatch, step_batch
+from phalanx.data.step_batch import BatchSplitter, StepBatch, step_batch, transformed
 from phalanx.data.table import Table
 from phalanx.data.token_batches import TokenBatchSampler
 from phalanx.errors import DataError, Problem, SpecError
@@ -82,8 +82,14 @@ class Fetcher:
     is a mapping of any type (``transformers``' ``BatchEncoding``, say) comes as a ``dict``.
     """
 
-    def __init__(self, dataset: Any, collate: Callable[[list[Any]], Any] | None, seed: int) -> None:
-        self._dataset = dataset
+    def __init__(
+        self,
+        dataset: Any,
+        collate: Callable[[list[Any]], Any] | None,
+        seed: int,
+        transform: Callable[[Any, Any], Any] | None = None,
+    ) -> None:
+        self._dataset, self.transform = dataset, transform
         self._collate = plain(collate) if collate else default_collate
         self._own_collate = collate is not None
         self._seed = seed
@@ -99,7 +105,12 @@ class Fetcher:
         return list(self._dataset.places().values()) if isinstance(self._dataset, Curriculum) else []
 
     def fetch(self, epoch: int, ids: np.ndarray) -> Any:
-        """The batch of the samples ``ids`` (int64, at least one) as they are in ``epoch``."""
+        """Return the batch of the samples ``ids`` (int64, at least one) as they are in ``epoch``, transformed."""
+        batch = self._fetched(epoch, ids)
+        seeds = EpochSeeds.of(self._seed, epoch)
+        return batch if self.transform is None else transformed(self.transform, seeds.plant, batch, ids)
+
+    def _fetched(self, epoch: int, ids: np.ndarray) -> Any:
         if self._table is not None:
             return self._table.__getitems__(ids)
         if self._tensors is not None:  # what collating single rows gives, many times faster
@@ -215,19 +226,18 @@ class IndexedReader:
     def steps(self, load: Callable[[int, np.ndarray], Any]) -> Generator[StepBatch, None, None]:
         """The steps, with ``load(epoch, ids)`` giving each micro-batch."""
         for step, epoch, ids, cuts in self._walk():
-            yield step_batch(step, epoch, ids, cuts, load)
+            yield step_batch(step, epoch, ids, cuts, load, whole=self.fetcher.transform is not None)
 
     def requests(self) -> Iterator[tuple[int, np.ndarray]]:
         """What ``steps`` will ask of ``load``, in order, for those that read ahead."""
         for _, epoch, ids, cuts in self._walk():
-            for part in cuts:
-                for start, stop in part:
-                    yield epoch, ids[start:stop] if stop else ids[:1]
+            pieces = [(0, len(ids))] if self.fetcher.transform else [piece for part in cuts for piece in part]
+            yield from ((epoch, ids[start : stop or 1]) for start, stop in pieces)
 
     def _walk(self) -> Iterator[tuple[int, int, np.ndarray | HeldIds, Cuts]]:
         """Step, epoch, ids and what of them is held here, step by step."""
         sampler = self.sampler
-        if isinstance(sampler, GlobalBatchSampler) and sampler.batch > BLOCK:
+        if isinstance(sampler, GlobalBatchSampler) and sampler.batch > BLOCK and not self.fetcher.transform:
             yield from sampler.walk_held(self.first, self.stop, self.splitter.cuts)
             return
         for step, epoch, ids in sampler.walk(self.first, self.stop):

@@ -10,6 +10,7 @@ import numpy as np
 
 from phalanx.config.fields import is_number, is_whole
 from phalanx.config.own_sampler import Sampler
+from phalanx.config.sync import split_by_weight
 from phalanx.data.dataset_facts import MapStyle, draws
 from phalanx.data.part_index import PartIndex
 from phalanx.data.sampler import Permutation
@@ -53,7 +54,7 @@ class Mixture(MapStyle):
         sizes = [len(source) for source in self.sources.values()]
         self._names, self._index = tuple(self.sources), PartIndex(sizes)
         total = len(self) if samples is None else samples
-        counts = _shares([float(weights[name]) for name in self._names], total)
+        counts = split_by_weight(total, [float(weights[name]) for name in self._names])
         if not all(counts):
             given = f"{total}, of which {dict(zip(self._names, counts, strict=True))}"
             allowed = "enough for a sample of each source"
@@ -61,7 +62,7 @@ class Mixture(MapStyle):
         self.counts = dict(zip(self._names, counts, strict=True))
         # an epoch that begins in one pass over a source and ends in the next may have a sample of each pass twice
         repeats = any(size % count for count, size in zip(counts, sizes, strict=True))
-        self.sampler = Sampler(_MixedOrder(tuple(sizes), tuple(counts)), repeats=repeats, size=len(self))
+        self.sampler = Sampler(_MixedOrder(tuple(sizes), counts), repeats=repeats, size=len(self))
 
     def __len__(self) -> int:
         """Samples of all sources together."""
@@ -109,15 +110,6 @@ def _due(size: int, turns: range, key: tuple[int, ...]) -> np.ndarray:
         found.append(Permutation.keyed(size, *key, number)(np.arange(place, place + count)))
         turn += count
     return np.concatenate(found)
-
-
-def _shares(weights: list[float], total: int) -> list[int]:
-    """``total`` by weight in whole numbers: rounded down, and the rest to the largest remainders."""
-    exact = np.asarray(weights) / sum(weights) * total
-    counts = np.floor(exact).astype(np.int64)
-    rest = np.argsort(counts - exact, kind="stable")[: total - int(counts.sum())]
-    counts[rest] += 1
-    return counts.tolist()
 
 
 def _problems(sources: Any, weights: Any, samples: Any) -> list[Problem]:

@@ -56,7 +56,7 @@ class GlobalBatchSampler:
     orders: Callable[[int], np.ndarray] | None = None
 
     def __post_init__(self) -> None:
-        if problems := _problems(self):
+        if problems := size_problems(self.length, self.batch, self.drop_last):
             raise SpecError(problems)
 
     @property
@@ -77,13 +77,7 @@ class GlobalBatchSampler:
         return min(self.batch, self.length - step % self.steps_per_epoch * self.batch)
 
     def ids(self, step: int) -> np.ndarray:
-        """The sample ids, int64, of the whole global batch of optimizer step ``step`` (0-based over the run).
-
-        Raises:
-            ValueError: if ``step`` is negative.
-        """
-        if step < 0:
-            raise ValueError(f"steps count from 0; given {step}")
+        """The sample ids, int64, of the whole global batch of optimizer step ``step`` (0-based over the run)."""
         return next(self.walk(step, step + 1))[2]
 
     def walk(self, first: int, stop: int) -> Iterator[tuple[int, int, np.ndarray]]:
@@ -154,19 +148,16 @@ class HeldIds:
         return self.first if (start, stop) == (0, 1) else self.own[start - self.low : stop - self.low]
 
 
-def _problems(sampler: GlobalBatchSampler) -> list[Problem]:
-    found: list[Problem] = []
-    if sampler.batch < 1:
-        given, allowed = str(sampler.batch), "1 sample or more a step"
-        found.append(Problem(where="job.batch", given=given, allowed=allowed, fix="batch=32"))
-    if not 1 <= sampler.length <= LARGEST:
-        given, fix = f"data of {sampler.length} samples", "data=lambda: dataset    # with len(dataset) >= 1"
-        found.append(Problem(where="job.data", given=given, allowed="1 sample or more", fix=fix))
-    elif sampler.drop_last and sampler.length < sampler.batch:
-        given = f"drop_last=True with {sampler.length} samples and batch={sampler.batch}: nothing would be left"
-        allowed = "a batch no larger than the data, or drop_last=False"
-        found.append(Problem(where="job.drop_last", given=given, allowed=allowed, fix=f"batch={sampler.length}"))
-    return found
+def size_problems(length: int, batch: int = 0, drop_last: bool = False, since: str = "") -> list[Problem]:
+    """Return what is wrong in data of ``length`` samples in batches of ``batch``."""
+    if not 1 <= length <= LARGEST:
+        given, fix = f"data of {length} samples", "data=lambda: dataset    # with len(dataset) >= 1"
+        return [Problem(where="job.data", given=given, allowed="1 sample or more", fix=fix)]
+    if not drop_last or length >= batch:
+        return []
+    given = f"drop_last=True with {length} samples and a batch of {batch}{since}: nothing would be left"
+    allowed = "a batch no larger than the data, or drop_last=False"
+    return [Problem(where="job.drop_last", given=given, allowed=allowed, fix=f"batch={length}")]
 
 
 LARGEST = 2**62  # rows and columns then stay below 2**32, which the scaling of a hash needs

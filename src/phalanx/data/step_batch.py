@@ -7,8 +7,11 @@ from dataclasses import dataclass, replace
 from typing import Any, final
 
 import numpy as np
+import torch
+from torch.utils._pytree import tree_leaves, tree_map
 
 from phalanx.data.sampler import HeldIds
+from phalanx.errors import DataError
 from phalanx.placement.batch_split import Cuts, Lane, cuts
 
 
@@ -90,18 +93,54 @@ class StepBatch:
 
 
 def step_batch(
-    step: int, epoch: int, ids: np.ndarray | HeldIds, pieces: Cuts, load: Callable[[int, np.ndarray], Any]
+    step: int,
+    epoch: int,
+    ids: np.ndarray | HeldIds,
+    pieces: Cuts,
+    load: Callable[[int, Any], Any],
+    *,
+    whole: bool = False,
 ) -> StepBatch:
-    """The step whose global batch has these ``ids`` (int64), with ``load(epoch, ids)`` giving each micro-batch."""
-    parts: list[tuple[MicroBatch, ...]] = []
-    for part in pieces:
-        micros: list[MicroBatch] = []
-        for start, stop in part:
-            if stop:
-                own = ids[start:stop]
-                batch = load(epoch, own)
-                micros.append(MicroBatch(batch=batch, ids=tuple(own.tolist()), samples=stop - start))
-            else:
-                micros.append(MicroBatch(batch=load(epoch, ids[:1]), ids=(), samples=0))
-        parts.append(tuple(micros))
-    return StepBatch(step=step, epoch=epoch, samples=len(ids), parts=tuple(parts))
+    """Return the step of these ``ids`` (int64): ``load(epoch, ids)`` gives each micro-batch, or the ``whole`` batch."""
+    loaded = load(epoch, ids) if whole else None
+
+    def micro(start: int, stop: int) -> MicroBatch:
+        own = ids[start : stop or 1]
+        batch = rows_of(loaded, slice(start, stop or 1), len(ids)) if whole else load(epoch, own)
+        return MicroBatch(batch=batch, ids=tuple(own.tolist()) if stop else (), samples=stop - start)
+
+    parts = tuple(tuple(micro(*one) for one in part) for part in pieces)
+    return StepBatch(step=step, epoch=epoch, samples=len(ids), parts=parts)
+
+
+def rows_of(batch: Any, rows: slice | list[int], samples: int) -> Any:
+    """Return some samples of a batch that has a row for each of so many, as padded as they are there."""
+
+    def leaf(value: Any) -> Any:
+        of_samples = isinstance(value, torch.Tensor) and value.dim() and len(value) == samples
+        return value[rows] if of_samples or (_are_texts(value) and isinstance(rows, slice)) else value
+
+    return tree_map(leaf, batch, is_leaf=_are_texts)
+
+
+def transformed(
+    transform: Callable[[Any, torch.Tensor], Any], plant: Callable[[int], None], batch: Any, ids: Any
+) -> Any:
+    """Return the global batch as ``job.transform`` gives it, with generators seeded by its first sample.
+
+    Raises:
+        DataError: if a tensor of it has not a row for each sample.
+    """
+    plant(int(ids[0]))
+    found = transform(batch, torch.as_tensor(ids))
+    for leaf in tree_leaves(found):
+        if isinstance(leaf, torch.Tensor) and leaf.dim() and len(leaf) != len(ids):
+            raise DataError(
+                f"job.transform gave a tensor of shape {tuple(leaf.shape)} for a global batch of {len(ids)} samples\n"
+                "    try: a row for each sample, or a tensor without dimensions"
+            )
+    return found
+
+
+def _are_texts(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(isinstance(one, str | bytes) for one in value)

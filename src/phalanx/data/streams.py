@@ -33,7 +33,7 @@ from torch.utils.data import default_collate
 
 from phalanx.data.sampler import EpochSeeds
 from phalanx.data.shared_epoch import with_own_epoch
-from phalanx.data.step_batch import BatchSplitter
+from phalanx.data.step_batch import BatchSplitter, transformed
 from phalanx.errors import DataError, SpecError
 
 
@@ -66,6 +66,7 @@ class StreamReader:
     seed: int
     drop_last: bool
     collate: Callable[[list[Any]], Any] | None
+    transform: Callable[[Any, Any], Any] | None
     first_step: int
     total_steps: int | None
     epochs: int | None
@@ -76,12 +77,13 @@ class StreamReader:
         for step, epoch, position, samples in self._global_batches():
             if step >= self.first_step and (step - self.first_step) % workers == worker:
                 pieces = [piece for part in self.splitter.cuts(step, len(samples)) for piece in part]
+                pieces = [(0, len(samples))] if self.transform else pieces
                 batches = self._collated(epoch, position, samples, pieces)
                 yield StreamStep(step, epoch, position, len(samples), batches)
 
     def example(self, count: int) -> Any:
         """The first ``count`` samples of the first pass, collated."""
-        return (self.collate or default_collate)(next(self._pass(0, 0), [])[:count])
+        return self._looked_at(next(self._pass(0, 0), [])[:count])
 
     def spread(self, count: int) -> Iterator[int]:
         """The places of the first ``count`` samples of the first pass, each once it has been read."""
@@ -92,16 +94,21 @@ class StreamReader:
 
     def collated(self, places: Sequence[int]) -> Any:
         """Those samples that ``spread`` has read, collated."""
-        return (self.collate or default_collate)([self._spread[place] for place in places])
+        return self._looked_at([self._spread[place] for place in places])
+
+    def _looked_at(self, samples: list[Any]) -> Any:
+        return self._collated(0, 0, samples, [(0, len(samples))])[0]
 
     def _collated(self, epoch: int, position: int, samples: list[Any], pieces: Sequence[tuple[int, int]]) -> list[Any]:
-        if self.collate is None:
-            return [default_collate(samples[start:stop] if stop else samples[:1]) for start, stop in pieces]
-        seeds = EpochSeeds.of(self.seed, epoch)
+        seeds, collate = EpochSeeds.of(self.seed, epoch), self.collate or default_collate
         batches: list[Any] = []
         for start, stop in pieces:
-            seeds.plant(position + start)
-            batches.append(self.collate(samples[start:stop] if stop else samples[:1]))
+            if self.collate:
+                seeds.plant(position + start)
+            batches.append(collate(samples[start : stop or 1]))
+        if self.transform:
+            ids = range(position, position + len(samples))
+            return [transformed(self.transform, seeds.plant, batches[0], ids)]
         return batches
 
     def _global_batches(self) -> Iterator[tuple[int, int, int, list[Any]]]:

@@ -107,12 +107,8 @@ class TarFiles(MapStyle):
         return sample
 
 
-def _text(content: bytes) -> str:
-    return content.decode("utf-8")
-
-
 _BY_KIND: dict[str, Callable[[bytes], Any]] = {
-    "txt": _text,
+    "txt": bytes.decode,
     "cls": int,
     "json": json.loads,
     "npy": lambda content: np.load(io.BytesIO(content), allow_pickle=False),

@@ -16,7 +16,7 @@ import numpy as np
 from phalanx.config.job import Job
 from phalanx.config.token_batch import TokenBatch
 from phalanx.data.own_orders import EpochOrders, numbers_of_samples
-from phalanx.data.sampler import LARGEST, Permutation, each_step
+from phalanx.data.sampler import Permutation, each_step, size_problems
 from phalanx.errors import SpecError
 
 _KEPT = 2  # epochs: who reads ahead is in the next one
@@ -73,13 +73,7 @@ class TokenBatchSampler:
         return len(self.ids(step))
 
     def ids(self, step: int) -> np.ndarray:
-        """The sample ids, int64, of the whole global batch of optimizer step ``step`` (0-based over the run).
-
-        Raises:
-            ValueError: if ``step`` is negative.
-        """
-        if step < 0:
-            raise ValueError(f"steps count from 0; given {step}")
+        """The sample ids, int64, of the whole global batch of optimizer step ``step`` (0-based over the run)."""
         epoch = self.epoch_of(step)
         return self._epoch(epoch).step(step - self._firsts[epoch])
 
@@ -143,9 +137,8 @@ def lengths_of(given: TokenBatch, size: int) -> np.ndarray:
     Raises:
         SpecError: if there is not one, a whole number of 0 or more, for each; or no sample, or too many.
     """
-    if not 1 <= size <= LARGEST:
-        fix = "data=lambda: dataset    # with len(dataset) >= 1"
-        raise SpecError.of("job.data", f"data of {size} samples", "1 sample or more", fix)
+    if problems := size_problems(size):
+        raise SpecError(problems)
     where = "px.TokenBatch.lengths"
     found = numbers_of_samples(given.lengths, where, "whole numbers, 0 or more", _FIX)
     if (parts := found != np.floor(found)).any():

@@ -209,12 +209,7 @@ class Run:
         return trained_model(job, completed(job, path, model_tensors(path, averaged=averaged)), str(path))
 
     def evaluate(
-        self,
-        data: Any = None,
-        *,
-        step: Which = None,
-        micro: int | None = None,
-        device: str = "cpu",
+        self, data: Any = None, *, step: Which = None, micro: int | None = None, device: str = "cpu"
     ) -> dict[str, Any]:
         """Evaluate the stored model in this process, on one device, with the loss and the metrics of the run's job.
 

@@ -16,13 +16,14 @@ from torch import nn
 from phalanx.config import Job
 from phalanx.config.losses import IGNORED, ModelLoss
 from phalanx.data import Loader
+from phalanx.data.step_batch import rows_of
 from phalanx.errors import Problem
 from phalanx.train.evaluate import evaluation_mode
 from phalanx.train.few_samples import HOST, PARTS
 from phalanx.train.inputs import Inputs
 from phalanx.train.loss import read_loss
 from phalanx.train.own_loss import COUNT
-from phalanx.train.padding_free import row_lengths, rows_of
+from phalanx.train.padding_free import row_lengths
 
 _SAME, _SAME_HALF = 2e-5, 2e-2
 """Relative difference up to which losses of a whole and of its parts are the same: in fp32, and in less."""

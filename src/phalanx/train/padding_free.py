@@ -10,20 +10,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten_with_path, tree_leaves, tree_map
+from torch.utils._pytree import tree_flatten_with_path, tree_leaves
 
 from phalanx.config.losses import IGNORED
 from phalanx.units import show_names
-
-
-def rows_of(batch: Any, rows: Sequence[int], samples: int) -> Any:
-    """Some samples of a batch that has a row for each of so many, as padded as they are there."""
-
-    def leaf(value: Any) -> Any:
-        of_samples = isinstance(value, Tensor) and value.dim() and value.shape[0] == samples
-        return value[list(rows)] if of_samples else value
-
-    return tree_map(leaf, batch)
 
 
 def joined_along(whole: Any, alone: Sequence[Any]) -> int | None:

@@ -81,10 +81,7 @@ class RowGather:
     """Brings rows together over the ranks that hold other samples of a global batch, in the order of their parts."""
 
     def __init__(
-        self,
-        device: torch.device,
-        group: dist.ProcessGroup | None = None,
-        known: Mapping[str, bool] | None = None,
+        self, device: torch.device, group: dist.ProcessGroup | None = None, known: Mapping[str, bool] | None = None
     ) -> None:
         """``device``: where outputs are. ``group``: the ranks; ``None``: all samples are here.
 

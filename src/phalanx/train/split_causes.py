@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from phalanx.config import Job, Plan
 from phalanx.config.losses import IGNORED
 from phalanx.data import Loader
+from phalanx.data.step_batch import rows_of
 from phalanx.errors import LossError, Problem
 from phalanx.parallel import batch_statistics, dropouts
 from phalanx.parallel.buffer_sync import statistics_of
@@ -39,7 +40,7 @@ from phalanx.train.loss_parts import (
     with_shapes,
     without_a_number,
 )
-from phalanx.train.padding_free import MIXES_JOINED, counted_tokens, mixes, row_lengths, rows_of, unlike_alone
+from phalanx.train.padding_free import MIXES_JOINED, counted_tokens, mixes, row_lengths, unlike_alone
 from phalanx.train.row_gather import RowGather
 from phalanx.train.whole_batch import OutputPiece, WholeBatch
 from phalanx.units import show_names
@@ -105,14 +106,15 @@ class _CauseSearch:
         self._loader = loader
         self._batch = loader.collate(self._places)
         self._joined = bool(row_lengths(self._batch, self._alone))
-        self._sliced = loader.length is None  # samples of a stream are read once
+        # samples of a stream are read once, and a transform mixes them with those beside them
+        self._sliced = loader.length is None or job.transform is not None
         self._training = not _draws(module)
         self._unseen = _always_of_batch(module)
         self._changed: dict[str, torch.Tensor] = {}
 
     def samples(self) -> list[str]:
         """Whether a sample is the same each time, and whichever samples are beside it."""
-        if len(self._places) < 2:
+        if len(self._places) < 2 or self._job.transform is not None:
             return []
         again = self._loader.collate(self._places)
         if names := _unlike(self._batch, again):

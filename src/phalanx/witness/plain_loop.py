@@ -130,7 +130,8 @@ class _PlainLoop:
         samples.seed_everything(seed := samples.stream_seed(job.seed, 0))
         self.data = job.data()
         samples.seed_everything(seed)
-        self.evaluation_data = varied.evaluation if varied and varied.batches else self._evaluation_data()
+        anew = self.job.evaluate if self.evaluates else None
+        self.evaluation_data = varied.evaluation if varied and varied.batches else anew and anew()
         samples.seed_everything(seed)
         self.model = initial_model(job)
         if not self.model.training:
@@ -178,9 +179,6 @@ class _PlainLoop:
             witness.values["average"] = self.average.copies(self.trained.items())
             witness.buffers["average"] = self.average.copies(self.model.named_buffers())
         return witness
-
-    def _evaluation_data(self) -> Any:
-        return self.job.evaluate() if self.job.evaluate and self.evaluates else None
 
     def _look(self, moment: str) -> None:
         witness = self.witness
@@ -299,12 +297,8 @@ class _PlainLoop:
 
     def _evaluate_average(self, step: int) -> None:
         with self.average.evaluated() if self.average else nullcontext():
-            self._evaluate(step)
-
-    def _evaluate(self, step: int) -> None:
-        """Loss and metrics over the evaluation data."""
-        how: dict[str, Any] = {"device": self.device, "half": self.half}
-        self.witness.evaluations[step] = evaluated(self.job, self.model, self.parts[0], self.evaluation_data, **how)
+            how: dict[str, Any] = {"device": self.device, "half": self.half}
+            self.witness.evaluations[step] = evaluated(self.job, self.model, self.parts[0], self.evaluation_data, **how)
 
     def _compared(self, step: int) -> float:
         """The number by which evaluations are compared."""

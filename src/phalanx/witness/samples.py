@@ -142,7 +142,7 @@ def epochs_of(data: Any, job: Any) -> Iterator[tuple[int, Iterator[tuple[list[in
     """Epoch after epoch without end: its number, and the (sample numbers, batch) of its steps."""
     if changes(data, job):
         for epoch, batches in _changing_epochs(data, job):
-            yield epoch, _loaded(data, job, epoch, batches)
+            yield epoch, _transformed(job, epoch, _loaded(data, job, epoch, batches))
     nodes = hasattr(getattr(data, "root", None), "get_state")  # a Loader of torchdata goes from pass to pass
     other = nodes or any(hasattr(data, name) for name in ("set_epoch", "seek"))
     keeps = is_stream(data) and hasattr(data, "load_state_dict") and not other
@@ -151,7 +151,8 @@ def epochs_of(data: Any, job: Any) -> Iterator[tuple[int, Iterator[tuple[list[in
         if keeps:
             data.load_state_dict(deepcopy(start))
         of_pass = () if is_stream(data) else _global_batches(data, job, epoch)
-        yield epoch, _streamed(data, job, epoch) if is_stream(data) else _loaded(data, job, epoch, of_pass)
+        steps = _streamed(data, job, epoch) if is_stream(data) else _loaded(data, job, epoch, of_pass)
+        yield epoch, _transformed(job, epoch, steps)
 
 
 def numbers(data: Any, job: Any, steps: int) -> list[list[int]]:
@@ -186,8 +187,7 @@ def _changing_epochs(data: Any, job: Any) -> Iterator[tuple[int, list[list[int]]
     """Pass after pass without end, and the sample numbers of its steps, taken one step after the other."""
     sources = data.sources if _kind(data) == ("phalanx", "Curriculum") else {0: data}
     ramp = job.batch_ramp or {0: job.batch}
-    step = epoch = own = 0
-    before = None
+    step, epoch, own, before = 0, 0, 0, None
     while True:
         first = max(one for one in sources if one <= step)
         own, before = own + 1 if first == before else 0, first
@@ -254,13 +254,20 @@ def in_order(data: Any, job: Any) -> Iterator[tuple[list[int], Any]]:
 
 
 def _loaded(data: Any, job: Any, epoch: int, batches: Iterable[list[int]]) -> Iterator[tuple[list[int], Any]]:
-    def collate(samples: Any) -> Any:
-        if not isinstance(samples, list):
-            return samples
-        return (job.collate or torch.utils.data.default_collate)(samples)
-
-    seeded = Seeded(data, job.seed, epoch, own_collate=job.collate is not None)
+    seeded, collate = Seeded(data, job.seed, epoch, own_collate=job.collate is not None), _collate(job)
     return zip(batches, DataLoader(seeded, batch_sampler=batches, collate_fn=collate), strict=True)
+
+
+def _collate(job: Any) -> Any:
+    join = job.collate or torch.utils.data.default_collate
+    return lambda found: join(found) if isinstance(found, list) else found
+
+
+def _transformed(job: Any, epoch: int, steps: Iterable[tuple[list[int], Any]]) -> Iterator[tuple[list[int], Any]]:
+    for ids, batch in steps:
+        if job.transform is not None:
+            seed_everything(sample_seed(job.seed, epoch, ids[0]))
+        yield ids, batch if job.transform is None else job.transform(batch, torch.tensor(ids))
 
 
 def _streamed(data: Any, job: Any, epoch: int) -> Iterator[tuple[list[int], Any]]:
@@ -277,7 +284,6 @@ def _streamed(data: Any, job: Any, epoch: int) -> Iterator[tuple[list[int], Any]
         if len(samples) == job.batch or not job.drop_last:
             if job.collate is not None:
                 seed_everything(sample_seed(job.seed, epoch, position))
-            batch = (job.collate or torch.utils.data.default_collate)(samples)
-            yield list(range(position, position + len(samples))), batch
+            yield list(range(position, position + len(samples))), _collate(job)(samples)
         position += len(samples)
         seed_everything(sample_seed(job.seed, epoch, position))

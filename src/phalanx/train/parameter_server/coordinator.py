@@ -171,12 +171,7 @@ class Coordinator(Stepper):
             scale *= float(clip_factor(torch.tensor(norm, dtype=torch.float64), limit))
         largest = job.clipping.value if job.clipping and job.clipping.value else 0.0
         update = Update(
-            step=step,
-            scale=scale,
-            largest=largest,
-            rate=rate,
-            watched=observer.listens,
-            left_out=bool(why),
+            step=step, scale=scale, largest=largest, rate=rate, watched=observer.listens, left_out=bool(why)
         )
         self.group.tell(FrameKind.APPLY, asdict(update))
         if not why:

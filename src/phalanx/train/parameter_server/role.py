@@ -97,13 +97,7 @@ class ServerProcess:
     """One server's process."""
 
     def __init__(
-        self,
-        job: Job,
-        run: RunSpec,
-        place: Place,
-        patience: Patience,
-        observer: Observer,
-        link: LauncherLink,
+        self, job: Job, run: RunSpec, place: Place, patience: Patience, observer: Observer, link: LauncherLink
     ) -> None:
         """Refuses to hold what a live server holds already.
 
@@ -149,11 +143,7 @@ class ServerProcess:
         return {}
 
     def _coordinator(
-        self,
-        store: ShardStore,
-        server: Server,
-        state: dict[str, Any],
-        resumed: Path | None,
+        self, store: ShardStore, server: Server, state: dict[str, Any], resumed: Path | None
     ) -> Coordinator:
         job, run, plan, patience = self._job, self._run, self._run.plan, self._patience
         pieces, evaluation = _data(job, run)
