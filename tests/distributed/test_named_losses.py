@@ -218,6 +218,18 @@ def test_evaluations_have_each_by_name(plan: str, tmp_path: Path) -> None:
     assert event["loss"] == pytest.approx(sum(WEIGHTS[name] * one.item() for name, one in losses.items()), rel=1e-5)
 
 
+@pytest.mark.parametrize("plan", ["dp=2 micro=3", *longer("single", "pp=2", "dp=2 server=1")])
+def test_a_loss_is_told_whether_it_trains(plan: str, tmp_path: Path) -> None:
+    def told(output: Tensor, batch: Mapping[str, Tensor], *, training: bool) -> px.Loss:
+        return px.Loss(1e-3 * output.square().sum() + len(output) * training, len(output))
+
+    named = px.Losses(lambda output, batch, training: {"told": told(output, batch, training=training)}, {"told": 1.0})
+    for place, loss in enumerate((told, named)):
+        run = fit(job(loss, evaluate=lambda: table(1), steps=2), plan, tmp_path / f"run-{place}")
+        assert (run.losses[0] > 1.0, run.evaluation["loss"] < 0.5) == (True, True)
+    assert px.prove(job(told, evaluate=lambda: table(1)), plan, steps=2).equal
+
+
 def test_they_are_columns_and_numbers_of_a_loop_of_ones_own(tmp_path: Path) -> None:
     run = fit(job(KINDS["counts"], steps=2), "single", tmp_path / "run")
     assert {f"loss.{name}" for name in WEIGHTS} <= set(run.metrics().columns)

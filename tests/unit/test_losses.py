@@ -31,6 +31,19 @@ def test_cross_entropy_divided_by_its_count_is_torchs_mean(smoothing):
     torch.testing.assert_close(loss.sum / loss.count, F.cross_entropy(LOGITS_BC, LABELS_B, label_smoothing=smoothing))
 
 
+def test_probabilities_count_as_torchs_do_and_rows_of_zeros_do_not_count():
+    soft, smooth = LOGITS_BTV.roll(1, 0).softmax(-1), {"label_smoothing": 0.1}
+    loss = cross_entropy(LOGITS_BTV, soft, **smooth)
+    torch.testing.assert_close(
+        loss.sum / loss.count, F.cross_entropy(LOGITS_BTV.flatten(0, 1), soft.flatten(0, 1), **smooth)
+    )
+    left = cross_entropy(LOGITS_BTV, soft * MASK_BT[..., None], **smooth)
+    rows = cross_entropy(LOGITS_BTV[MASK_BT > 0], soft[MASK_BT > 0], ignore_index=None, **smooth)
+    assert (float(left.sum), int(left.count)) == (pytest.approx(float(rows.sum)), rows.count)
+    hard = F.one_hot(TOKENS_BT, 7).half()
+    torch.testing.assert_close(cross_entropy(LOGITS_BTV, hard), cross_entropy(LOGITS_BTV, TOKENS_BT))
+
+
 def test_cross_entropy_takes_the_class_last_and_model_outputs():
     plain = cross_entropy(LOGITS_BTV, TOKENS_BT)
     torch.testing.assert_close(plain.sum, F.cross_entropy(LOGITS_BTV.mT, TOKENS_BT, reduction="sum"))

@@ -72,7 +72,7 @@ class Cluster:
 
     def __post_init__(self) -> None:
         problems: list[Problem] = []
-        if not _are_groups(self.groups):
+        if type(self.groups) is not tuple or not all(isinstance(one, Group) for one in self.groups or [None]):
             allowed = "a tuple of one Group or more"
             problems.append(Problem(where="cluster.groups", given=repr(self.groups), allowed=allowed, fix=_FILE_FIX))
         problems += _not_a("network", self.network, "cluster")
@@ -136,10 +136,6 @@ class Cluster:
         return cls(groups=tuple(group for group in groups if group), network=network)
 
 
-def _are_groups(given: object) -> bool:
-    return isinstance(given, tuple) and given != () and all(isinstance(one, Group) for one in cast(Any, given))
-
-
 def _not_a(name: str, part: object, where: str) -> list[Problem]:
     if isinstance(part, _PARTS[name]):
         return []
@@ -150,7 +146,9 @@ def _built(cls: type[_T], where: str, given: object, problems: list[Problem]) ->
     """An instance from a table, or what is wrong with it added to ``problems``."""
     if not isinstance(given, Mapping):
         allowed = f"a table with {', '.join(_required(cls))}"
-        problems.append(Problem(where=where, given=_nothing(given), allowed=allowed, fix=_FILE_FIX))
+        problems.append(
+            Problem(where=where, given="nothing" if given is None else repr(given), allowed=allowed, fix=_FILE_FIX)
+        )
         return None
     table = cast(Mapping[str, Any], given)
     names = [one.name for one in fields(cast(Any, cls))]
@@ -181,10 +179,6 @@ def _built(cls: type[_T], where: str, given: object, problems: list[Problem]) ->
 
 def _required(cls: type) -> list[str]:
     return [one.name for one in fields(cls) if one.default is MISSING and one.default_factory is MISSING]
-
-
-def _nothing(given: object) -> str:
-    return "nothing" if given is None else repr(given)
 
 
 def _without_none(value: Any) -> Any:

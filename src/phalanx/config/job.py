@@ -11,7 +11,7 @@ from phalanx.config.averaging import Average
 from phalanx.config.batch_ramp import BatchRamp, ramp_problems
 from phalanx.config.clip import Clip
 from phalanx.config.fields import FieldKind, is_number, is_whole, misfits
-from phalanx.config.losses import loss_problems
+from phalanx.config.losses import loss_problems, told_of_training
 from phalanx.config.own_sampler import Sampler, beside_sampler, sampler_problems
 from phalanx.config.phases import Phase, not_given, phase_problems
 from phalanx.config.schedule import Schedule
@@ -112,8 +112,8 @@ class Job:
         model: builds the ``torch.nn.Module``, on whatever device torch's default is.
         data: builds the training data: a map-style or an iterable dataset.
         loss: ``loss(output, batch)`` gives ``Loss(sum, count)``, or a plain mean over the samples of the batch;
-            ``px.model_loss()`` takes the one that the model computes itself, ``px.Losses`` is of several by name.
-            Without it, and without ``optimizer``, only together with ``phases``.
+            ``px.model_loss()`` takes the one that the model computes itself, ``px.Losses`` is of several by name. A
+            parameter ``training`` is true in training, false in evaluation. Left out only beside ``phases``.
         loss_over: what ``loss`` is called with: ``samples``, some of the batch, whose losses add up; or ``batch``, the
             outputs and the batch of the whole global batch, for losses that compare samples with each other.
         optimizer: ``optimizer(params)`` builds the ``torch.optim.Optimizer`` over exactly these parameters, or gives
@@ -216,6 +216,7 @@ class Job:
         problems += phase_problems(self.phases, self.loss, self.optimizer, self.loss_over)
         if problems:
             raise SpecError(problems)
+        object.__setattr__(self, "loss", told_of_training(self.loss))
 
 
 _CHOICES = {"unused": get_args(Unused), "loss_over": get_args(LossOver), "batch_statistics": get_args(Statistics)}

@@ -6,6 +6,8 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
+from inspect import signature
 from typing import Any, NamedTuple
 
 from phalanx.config.fields import is_number, plan_problem
@@ -67,8 +69,8 @@ class Losses:
     ``counts`` gives them.
 
     Attributes:
-        function: ``function(output, batch)`` gives a dict of name → ``Loss(sum, count)``, or a plain mean over the
-            samples, with exactly the names of ``weights``.
+        function: ``function(output, batch)``, or with ``training`` as ``Job.loss``, gives a dict of name →
+            ``Loss(sum, count)``, or a plain mean over the samples, with exactly the names of ``weights``.
         weights: name → what its mean is multiplied by in the total, in the order in which losses are logged.
         counts: ``counts(batch)`` gives a dict of name → the count that its ``Loss`` will have, a number or a scalar
             tensor; a name that is not there counts the samples of the batch.
@@ -86,18 +88,16 @@ class Losses:
         """Of the losses, in order."""
         return tuple(self.weights)
 
-    def __call__(self, output: Any, batch: Any) -> NamedLosses:
-        """The losses of one micro-batch.
+    def __call__(self, output: Any, batch: Any, **flags: bool) -> NamedLosses:
+        """Return the losses of one micro-batch.
 
         Raises:
             LossError: other names than those of ``weights`` are there.
         """
-        found = self.function(output, batch)
+        found = self.function(output, batch, **flags)
         if not isinstance(found, Mapping) or set(found) != set(self.weights):
-            given = f"the names {_listed(found)}" if isinstance(found, Mapping) else f"a {type(found).__name__}"
             raise LossError(
-                f"the function of px.Losses gave {given}; it gives a dict with the names of weights: "
-                f"{_listed(self.weights)}\n    try: {EXAMPLE}"
+                f"the function {_gave(found)} with the names of weights: {_listed(self.weights)}\n    try: {EXAMPLE}"
             )
         return NamedLosses({name: found[name] for name in self.weights}, self.weights)
 
@@ -110,11 +110,8 @@ class Losses:
         assert self.counts is not None
         found = self.counts(batch)
         if not isinstance(found, Mapping) or set(found) - set(self.weights):  # pyrefly: ignore
-            given = f"the names {_listed(found)}" if isinstance(found, Mapping) else f"a {type(found).__name__}"
-            raise LossError(
-                f"counts of px.Losses gave {given}; it gives a dict of counts by names out of "
-                f"{_listed(self.weights)}\n    try: {COUNTS}"
-            )
+            names = _listed(self.weights)
+            raise LossError(f"counts {_gave(found)} of counts by names out of {names}\n    try: {COUNTS}")
         return [float(found.get(name, samples)) for name in self.weights]
 
     def total(self, means: Mapping[str, float]) -> float:
@@ -122,9 +119,27 @@ class Losses:
         return math.fsum(weight * means[name] for name, weight in self.weights.items())
 
     def __post_init__(self) -> None:
-        problems = _problems(self)
-        if problems:
+        if problems := _problems(self):
             raise SpecError(problems)
+        object.__setattr__(self, "function", told_of_training(self.function))
+
+
+class FlaggedLoss(partial[Any]):
+    """A loss that takes ``training``: true unless ``in_evaluation`` says otherwise."""
+
+
+def told_of_training(loss: Any) -> Any:
+    """Return ``loss``, which is told that it is called in training where it has a parameter of that name."""
+    try:
+        takes = "training" in signature(loss).parameters and not isinstance(loss, partial)
+    except (TypeError, ValueError):  # of what is no function, or one of C
+        takes = False
+    return FlaggedLoss(loss, training=True) if takes else loss
+
+
+def in_evaluation(loss: Any) -> dict[str, bool]:
+    """Return what else ``loss`` is called with in an evaluation."""
+    return {"training": False} if isinstance(getattr(loss, "function", loss), FlaggedLoss) else {}
 
 
 def names_of(loss: Any) -> tuple[str, ...]:
@@ -134,7 +149,9 @@ def names_of(loss: Any) -> tuple[str, ...]:
 
 def loss_problems(loss: Any, loss_over: Any) -> list[Problem]:
     """What is wrong with ``job.loss``, a function, several losses or the model's own."""
-    if (itself := _makes_model_losses(loss)) or isinstance(loss, str):
+    name, module = getattr(loss, "__name__", ""), str(getattr(loss, "__module__", ""))
+    itself = name == "model_loss" and module.startswith("phalanx.")  # which has to be called to give a loss
+    if itself or isinstance(loss, str):
         given = "px.model_loss itself" if itself else repr(loss)
         allowed = "px.model_loss(), called, for the model's own; or a function of the output and the batch"
         return [Problem(where="job.loss", given=given, allowed=allowed, fix="loss=px.model_loss()")]
@@ -162,12 +179,6 @@ def counts_problems(loss: Any, plan: Plan) -> list[Problem]:
     return [plan_problem("sync", given, "sync=each, or losses of one count", "sync=each")]
 
 
-def _makes_model_losses(loss: Any) -> bool:
-    """Whether it is ``px.model_loss``, which has to be called to give a loss."""
-    name, module = getattr(loss, "__name__", ""), str(getattr(loss, "__module__", ""))
-    return name == "model_loss" and module.startswith("phalanx.")
-
-
 def _problems(losses: Losses) -> list[Problem]:
     found: list[Problem] = []
 
@@ -186,6 +197,11 @@ def _problems(losses: Losses) -> list[Problem]:
     if losses.counts is not None and not callable(losses.counts):
         wrong("counts", "a function of the batch, or None", COUNTS)
     return found
+
+
+def _gave(found: Any) -> str:
+    given = f"the names {_listed(found)}" if isinstance(found, Mapping) else f"a {type(found).__name__}"
+    return f"of px.Losses gave {given}; it gives a dict"
 
 
 def _listed(names: Any) -> str:

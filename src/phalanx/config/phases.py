@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn, TypeVar
 
 from phalanx.config.fields import is_whole
+from phalanx.config.losses import told_of_training
 from phalanx.config.name_patterns import fits, fits_nothing
 from phalanx.config.schedule import Schedule
 from phalanx.errors import Problem, SpecError
@@ -50,9 +51,9 @@ class Phase:
         return step % self.every == 0
 
     def __post_init__(self) -> None:
-        problems = _problems(self)
-        if problems:
+        if problems := _problems(self):
             raise SpecError(problems)
+        object.__setattr__(self, "loss", told_of_training(self.loss))
 
 
 @dataclass(frozen=True, slots=True)

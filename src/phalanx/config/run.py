@@ -169,7 +169,10 @@ class RunSpec:
         ):
             if (value := getattr(self, name)) not in get_args(choices):
                 problems.append(_wrong(name, repr(value), ", ".join(get_args(choices)), fix))
-        problems += [] if problems else [*self._answer_problems(), *_of_resizing(self), *_of_content(self)]
+        problems += [] if problems else [*self._answer_problems(), *_of_resizing(self)]
+        if not problems and self.checkpoint != "all" and (self.plan.server or self.plan.sync != "each"):
+            given, allowed = f"'trainable' with plan {self.plan}", "all with servers and with replicas that step apart"
+            problems.append(_wrong("checkpoint", given, allowed, 'checkpoint="all"'))
         if problems:
             raise SpecError(problems)
 
@@ -335,14 +338,6 @@ def _of_resizing(run: RunSpec) -> list[Problem]:
         fix = f'devices="1:4", grow_after={after!r}'
         problems.append(_wrong("grow_after", f"{after!r} without a range", allowed, fix))
     return problems
-
-
-def _of_content(run: RunSpec) -> list[Problem]:
-    """Plans whose checkpoints hold all parameters."""
-    if run.checkpoint == "all" or not (run.plan.server or run.plan.sync != "each"):
-        return []
-    given = f"'trainable' with plan {run.plan}"
-    return [_wrong("checkpoint", given, "all with servers and with replicas that step apart", 'checkpoint="all"')]
 
 
 def _is_interval(given: object) -> bool:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, fields
-from typing import Any, Literal, cast, get_args
+from typing import Any, Literal, get_args
 
 from phalanx.config.fields import is_number, is_whole
 from phalanx.errors import Problem, SpecError
@@ -71,7 +71,10 @@ class Schedule:
         warmup = self.warmup_samples / batch if self.warmup_samples else self.warmup_steps
         rise = min(1.0, (step + 1) / warmup) if step < warmup else 1.0
         if self.function is not None:
-            return rise * _factor_of(self.function, step)
+            found = self.function(step)
+            if problem := _misfit(found, step):
+                raise SpecError([problem])
+            return rise * float(found)
         if step < warmup:
             return rise
         if self.decay == "step":
@@ -82,13 +85,6 @@ class Schedule:
         progress = min(1.0, (step - warmup) / max(1.0, total - warmup))
         shape = 1.0 - progress if self.decay == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
         return self.floor + (1.0 - self.floor) * shape
-
-
-def _factor_of(function: Callable[[int], Any], step: int) -> float:
-    found = function(step)
-    if problem := _misfit(found, step):
-        raise SpecError([problem])
-    return float(found)
 
 
 def _misfit(found: Any, step: int) -> Problem | None:
@@ -123,7 +119,8 @@ def _problems(schedule: Schedule) -> list[Problem]:
         wrong("floor", "a factor from 0 to 1", 'decay="cosine", floor=0.1')
     if not is_number(schedule.gamma) or not 0 < schedule.gamma <= 1:
         wrong("gamma", "a factor above 0, and 1 at most", _STEPWISE)
-    if not _are_steps(schedule.milestones):
+    given: Any = schedule.milestones
+    if not (isinstance(given, tuple | list) and all(is_whole(one, 1) for one in given)):
         wrong("milestones", "optimizer steps: whole numbers, 1 or more", _STEPWISE)
     if schedule.function is not None and not callable(schedule.function):
         wrong("function", "a function of the step, or None", _OWN)
@@ -145,7 +142,3 @@ def _problems(schedule: Schedule) -> list[Problem]:
             fix = _STEPWISE if "step" in decays else f'decay="cosine", {name}={getattr(schedule, name)}'
             wrong(name, f"only with decay {' or '.join(decays)}, not with {schedule.decay}", fix)
     return found
-
-
-def _are_steps(value: object) -> bool:
-    return isinstance(value, tuple | list) and all(is_whole(one, 1) for one in cast("Iterable[object]", value))

@@ -15,7 +15,7 @@ from torch import nn
 
 from phalanx.comm import from_every_rank, sum_over_ranks
 from phalanx.config import Job, Metric, Plan
-from phalanx.config.losses import Losses
+from phalanx.config.losses import Losses, in_evaluation
 from phalanx.data import evaluation_batches
 from phalanx.device_kinds import kind_named, kind_of
 from phalanx.errors import LossError
@@ -169,7 +169,7 @@ def evaluation_mode(module: nn.Module) -> Iterator[None]:
 
 def measure(job: Job, output: Any, batch: Any, samples: int) -> Found:
     """What one micro-batch gives of the loss, or of each by name, a sum and a count, and of each metric."""
-    read = read_loss(job.loss(output, batch), samples, "the evaluation")
+    read = read_loss(job.loss(output, batch, **in_evaluation(job.loss)), samples, "the evaluation")
     found: dict[str, tuple[Any, Any] | Metric] = {"loss": (read.value * read.weight, read.count)}
     if isinstance(job.loss, Losses):
         found = dict(zip(job.loss.names, read.named, strict=True))

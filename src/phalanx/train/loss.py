@@ -32,15 +32,17 @@ def cross_entropy(
 
     Args:
         output: logits of shape (B, C), (B, T, C) or any (..., C), or an object with such ``.logits``.
-        target: classes of shape (B,), (B, T) or any (...), integer.
-        ignore_index: the target value that does not count. ``None``: all count, and the count is a plain number.
+        target: classes of shape (B,), (B, T) or any (...), integer; or probabilities of the logits' shape, floating.
+        ignore_index: the target value that does not count, and with it rows of probabilities that are all 0.
+            ``None``: all count, and the count is a plain number.
         label_smoothing: share of the target spread evenly over all classes, from 0 to 1.
 
     Raises:
         LossError: the shapes do not belong together, or the target is no integer tensor.
     """
     logits = _logits(output)
-    _check(logits, target, "cross_entropy")
+    if target.shape != logits.shape or not target.is_floating_point():
+        _check(logits, target, "cross_entropy")
     summed = _compiled() if _compiles.get() else _summed
     try:
         total = summed(logits, target, IGNORED if ignore_index is None else ignore_index, label_smoothing)
@@ -73,7 +75,12 @@ def _compiled() -> Callable[..., Tensor]:
 
 
 def _summed(logits: Tensor, target: Tensor, ignored: int, label_smoothing: float) -> Tensor:
-    rows, classes = _at_least_fp32(logits).reshape(-1, logits.shape[-1]), target.reshape(-1).long()
+    rows, classes = _at_least_fp32(logits).reshape(-1, logits.shape[-1]), target.reshape(-1)
+    if target.is_floating_point():
+        wanted = classes.reshape(rows.shape).to(rows.dtype)
+        each = F.cross_entropy(rows, wanted, reduction="none", label_smoothing=label_smoothing)
+        return torch.where(wanted.any(-1), each, 0.0).sum()
+    classes = classes.long()
     return F.cross_entropy(rows, classes, ignore_index=ignored, reduction="sum", label_smoothing=label_smoothing)
 
 
@@ -219,7 +226,8 @@ def _check(logits: Tensor, target: Tensor, name: str) -> None:
 
 def _count(target: Tensor, ignore_index: int | None) -> int | Tensor:
     # A count on the device stays there: reading it here would wait for the device at every micro-batch.
-    return target.numel() if ignore_index is None else (target != ignore_index).sum()
+    counts = target.any(-1) if target.is_floating_point() else target.ne(ignore_index or 0)
+    return counts.numel() if ignore_index is None else counts.sum()
 
 
 def _at_least_fp32(tensor: Tensor) -> Tensor:

@@ -142,14 +142,12 @@ def _check_options(patterns: Patterns) -> None:
         Problem(where="px.groups.patterns", given=f"{pattern!r}: {options!r}", allowed=allowed, fix=fix)
         for pattern, options in given.items()  # pyrefly: ignore
         for allowed in ["a name, * standing for any text → a dict of options, of which none is params"]
-        if not isinstance(pattern, str) or not isinstance(options, Mapping) or not _are_options(options)  # pyrefly: ignore
+        if not isinstance(pattern, str)
+        or not isinstance(options, Mapping)
+        or any(not isinstance(key, str) or key in ("params", "param_names") for key in options)  # pyrefly: ignore
     ]
     if problems:
         raise SpecError(problems)
-
-
-def _are_options(options: Mapping[Any, Any]) -> bool:
-    return all(isinstance(key, str) and key not in ("params", "param_names") for key in options)
 
 
 def _check_names(patterns: Patterns, whole: tuple[str, ...]) -> None:

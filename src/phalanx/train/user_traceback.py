@@ -59,10 +59,10 @@ def _shorten(one: TracebackException) -> int:
         return 0
     first, last = users[0], users[-1]
     between = [frame for frame in frames[first:last] if origin(frame.filename) != "phalanx"]
-    kept = [frame for frame in between + frames[last:] if not _calls_forward(frame)]
+    kept = [
+        frame
+        for frame in between + frames[last:]
+        if not (frame.name in _MODULE_CALL and frame.filename.endswith("torch/nn/modules/module.py"))
+    ]
     one.stack[:] = kept
     return len(frames) - len(kept)
-
-
-def _calls_forward(frame: FrameSummary) -> bool:
-    return frame.name in _MODULE_CALL and frame.filename.endswith("torch/nn/modules/module.py")

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from phalanx.config import Job, Metric
-from phalanx.config.losses import Losses, NamedLosses
+from phalanx.config.losses import Losses, NamedLosses, in_evaluation
 from phalanx.witness import samples
 from phalanx.witness.parts import Part
 
@@ -30,7 +30,7 @@ def evaluated(
         seen += len(ids)
         with torch.no_grad(), torch.autocast(device.type, dtype=half, enabled=half is not None):
             output = part.call(model, batch)
-            loss = part.loss(output, batch)
+            loss = part.loss(output, batch, **in_evaluation(part.loss))
             found: dict[str, Any] = {
                 name: sum_and_count(one, len(ids)) for name, one in (by_name(loss) or {"loss": loss}).items()
             }
