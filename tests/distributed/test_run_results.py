@@ -16,19 +16,21 @@ import pytest
 import small
 import torch
 import torch._dynamo  # tracing needs it: what is loaded here need not be loaded beside each run
+from click.testing import CliRunner
 from rich.console import Console
 from small import LENGTH, fit, job, table
 from torch.utils.data import Dataset
 
 import phalanx as px
 from law_rows import longer
+from phalanx.cli import main
 from phalanx.config import Cluster, Plan, RunSpec
 from phalanx.data import Lane, Loader, loader
 from phalanx.errors import RefusedError, WorkerError
 from phalanx.events import faults
 from phalanx.placement.schedules import Action, needs, order
 from phalanx.preflight import machine_forecast, run_forecast
-from phalanx.report.comparison import COMPUTING, beside_table, stored
+from phalanx.report.comparison import COMPUTING, beside_table, runs_beside, stored
 from phalanx.report.progress import StepPace, step_text
 from phalanx.report.summary import summarise
 from phalanx.report.tables import summary_table
@@ -81,6 +83,20 @@ def test_forecast_is_stored_and_set_beside_the_measurement(text: str, patient: N
         assert tensors == (4 if text.startswith("pp") else 8)
     assert (("step", "pipeline") in rows) == text.startswith("pp")
     assert [fault for event in run.events() for fault in faults(event)] == []
+
+
+def test_runs_beside_each_other(tmp_path: Path) -> None:
+    def run(plan: str, rate: float, **how: Any) -> Path:
+        job = small.job(optimizer=lambda params: torch.optim.SGD(params, lr=rate))
+        return px.fit(job, plan, folder=tmp_path / f"run-{len(list(tmp_path.iterdir()))}", **how).folder
+
+    first, same, other = run("single", 0.1), run("single micro=4", 0.1), run("single", 0.2, keep=7)
+    told = runs_beside([first, same])
+    assert (told["settings"], told["differ_from"]) == ({}, None)
+    assert [one["plan"] for one in told["rows"]] == ["single", "micro=4"]
+    told = json.loads(CliRunner().invoke(main, ["compare", str(first), str(other), "--json"]).stdout)
+    assert (told["settings"], told["differ_from"]) == ({"keep": [2, 7]}, 1)
+    assert "losses differ from step 1 on" in CliRunner().invoke(main, ["compare", str(first), str(other)]).stdout
 
 
 def test_forecast_stands_in_the_log_of_a_run_that_lasts(

@@ -77,12 +77,16 @@ class TestForecast:
 
 class TestPlan:
     def test_a_configuration_is_enough(self, llama: str) -> None:
-        found = answer("plan", llama, "--on", "16xH100", "--batch", "128", "--seq", "2048")
+        found = answer("plan", llama, "--on", "16xH100", "--batch", "128", "--seq", "2048", "--html", "page.html")
         assert found["job"] == "llama"
         steps = [one["step"] for one in found["plans"]]
         assert steps == sorted(steps)
         assert all(one["fits"] and one["tokens"] == 2048 for one in found["plans"])
         assert found["explanation"]["reasons"]
+        plain = found["explanation"]["neighbours"][0]
+        assert (plain["forecast"]["plan"], plain["why"][:10]) == ("fsdp=16 precision=bf16", "plain FSDP")
+        page = Path("page.html").read_text()
+        assert all(one in page for one in ("4 of 5 within", "4 of 5 by", found["plans"][0]["basis"]))
 
     def test_nothing_fits(self, llama: str) -> None:
         found = answer("plan", llama, "--on", "T4", "--batch", "8", code=1)
@@ -210,6 +214,7 @@ SHAPES = [
     ("2xcpu@1.5GB/s", [(1, 2, "cpu")], 1.5e9),
     (" 8 x A100 + 8 x V100 ", [(1, 8, "A100-80GB"), (1, 8, "V100-16GB")], 50e9),
     ("96xcpu", [(1, 96, "cpu")], 1.25e9),
+    ("4x4090@10Gb/s", [(1, 4, "RTX-4090")], 1.25e9),
 ]
 
 

@@ -132,7 +132,11 @@ class TestWrongUse:
         (["bench", "missing.py"], "missing.py, which does not exist"),
         (["worker", "missing.toml"], "missing.toml"),
         (["completion", "tcsh"], "'bash', 'zsh', 'fish'"),
-        (["trian"], "trian"),
+        (["tarin"], "Did you mean 'train'?"),
+        (["train", "job.py", "--lr", "3"], "'--set lr=1e-3"),
+        (["train", "job.py", "--gpus", "2"], "Did you mean '-n 2'?"),
+        (["plan", "job.py", "--seq-len", "2"], "Did you mean '--seq 4096'?"),
+        (["plan", "job.py", "-n", "4"], "Did you mean '--on 8xH100'?"),
         (["train"], "Missing argument 'JOB'"),
         (["launch"], "Missing argument 'JOB'"),
     )

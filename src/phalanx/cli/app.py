@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 import traceback
 from collections.abc import Sequence
+from difflib import get_close_matches
 from importlib import import_module
 from typing import Any
 
@@ -19,10 +20,20 @@ from phalanx.errors import PhalanxError, RunError
 
 VERBS = (
     *("demo", "train", "check", "launch", "status", "logs", "stop"),
-    *("sweep", "forecast", "plan", "scale", "show", "devices"),
+    *("sweep", "compare", "forecast", "plan", "scale", "show", "devices"),
     *("export", "checkpoint", "calibrate", "prove", "audit", "bench", "worker", "completion"),
 )
 _FAILED = 3
+
+_GUESSES = {
+    **dict.fromkeys(("--lr", "--learning-rate", "--param"), ("--set lr=1e-3, of what the job has by px.param",)),
+    **dict.fromkeys(("--gpus", "--devices", "--nproc-per-node", "--num-processes"), ("-n 2", "--on 8xH100")),
+    **dict.fromkeys(("-n", "--cluster", "--hosts"), ("--on 8xH100", "--to ssh:hosts.toml")),
+    **dict.fromkeys(("--seq-len", "--seq-length", "--max-length"), ("--seq 4096", "--set length=4096, by px.param")),
+    **dict.fromkeys(("--output-dir", "--out", "--folder"), ("--run runs/mine-1",)),
+    **dict.fromkeys(("--max-steps", "--num-steps"), ("--steps 1000",)),
+}
+"""An option that people guess → what is meant by it, of which a verb has the first that it has."""
 
 
 class Verbs(click.Group):
@@ -67,6 +78,7 @@ class Verbs(click.Group):
             code = super().main(argv, "phalanx", complete_var, standalone_mode=False, **extra)
             sys.stdout.flush()
         except click.ClickException as error:
+            _name_what_is_meant(error)
             error.show()
             if as_json:
                 told = {"kind": "usage", "message": error.format_message(), "exit_code": error.exit_code}
@@ -83,6 +95,17 @@ class Verbs(click.Group):
             traceback.print_exc()
             return _FAILED
         return code if isinstance(code, int) else 0
+
+
+def _name_what_is_meant(error: click.ClickException) -> None:
+    """Name in ``error`` the option or verb that was meant."""
+    if isinstance(error, click.NoSuchOption) and error.ctx:
+        known = {name for one in error.ctx.command.params for name in one.opts}
+        fitting = [one for one in _GUESSES.get(error.option_name, ()) if one.split()[0] in known]
+        error.possibilities = fitting[:1] or error.possibilities  # pyrefly: ignore
+    elif error.message.startswith("No such command"):
+        near = get_close_matches(error.message.split("'")[1], VERBS, 1)
+        error.message += "".join(f" Did you mean '{one}'?" for one in near)  # pyrefly: ignore
 
 
 @click.command(cls=Verbs, context_settings={"help_option_names": ["-h", "--help"]})

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from phalanx.cli.launch_preflight import launch_question, refuse_python
+from phalanx.cli.launch import launch_question, refuse_python
 from phalanx.cli.options import JobReference, RunCommand, run_options, set_option
 from phalanx.cli.output import answer, json_option
 from phalanx.cli.settings import Given

@@ -44,8 +44,9 @@ def command(name: str | None, batch: int, seq: int, profile: str, as_json: bool)
       phalanx devices examples/gpt.py
     """
     from phalanx.hardware import entry, names
+    from phalanx.planner.advise import is_config
 
-    if name and _is_subject(name):
+    if name and (".py" in name or ":" in name or is_config(name)):
         _job_on_each(subject(name, batch=batch, seq=seq, steps=0, profile=profile), as_json)
         return
     if batch or seq or profile != "trace":
@@ -59,12 +60,6 @@ def command(name: str | None, batch: int, seq: int, profile: str, as_json: bool)
     else:
         entries = [entry(each) for each in names()]
         answer(as_json, {"devices": [_row(one) for one in entries]}, lambda width: _overview(entries, width))
-
-
-def _is_subject(what: str) -> bool:
-    from phalanx.planner.advise import is_config
-
-    return ".py" in what or ":" in what or is_config(what)
 
 
 def _job_on_each(asked: Subject, as_json: bool) -> None:

@@ -39,20 +39,14 @@ class PlanText(click.ParamType):
         head, gap, word = incomplete.rpartition(" ")
         key, equals, value = word.partition("=")
         if equals:
-            ends = [f"{key}={choice}" for choice in _choices(key) if choice.startswith(value)]
+            few = {"zero": ("1", "2", "3"), **dict.fromkeys(plan.TRUTHS, ("true", "false"))}
+            choices = few.get(key) or get_args(getattr(plan, key.capitalize(), None))
+            ends = [f"{key}={choice}" for choice in choices if choice.startswith(value)]
         else:
             used = {one.partition("=")[0] for one in head.split()}
             keys = [field.name for field in fields(Plan) if field.name not in used]
             ends = [f"{name}=" for name in keys if name.startswith(word)]
         return [CompletionItem(f"{head}{gap}{end}") for end in ends]
-
-
-def _choices(key: str) -> tuple[str, ...]:
-    if key == "zero":
-        return ("1", "2", "3")
-    if key in plan.TRUTHS:
-        return ("true", "false")
-    return get_args(getattr(plan, key.capitalize(), None))
 
 
 def job_argument(function: Callable[..., Any]) -> Callable[..., Any]:

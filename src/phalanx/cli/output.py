@@ -109,18 +109,11 @@ _SETTING = re.compile(
 )  # those that errors advise besides what else there is to do
 _HINT = re.compile(r"^ *(?:try|what to do): .*", re.MULTILINE)
 
-_OF_CALLS = {"cluster": {"batch=": "--batch "}}
-_OPTIONS = {"cluster": "--on"}
-"""What problems of calls are about, what of Python stands in them, and the options for both."""
-
 
 def _as_options(problem: Problem) -> Problem:
     """A problem whose way out is an argument in Python, with the option of the command line in its place."""
-    if words := _OF_CALLS.get(problem.where):
-        told = asdict(problem)
-        for word, option in words.items():
-            told = {name: text.replace(word, option) for name, text in told.items()}
-        problem = Problem(**{**told, "where": _OPTIONS.get(problem.where, problem.where)})
+    if problem.where == "cluster":
+        problem = replace(problem, where="--on", fix=problem.fix.replace("batch=", "--batch "))
     if not problem.where.startswith("run.") or _ARGUMENT.sub("", problem.fix):
         return replace(problem, fix=_options_in(problem.fix))
     return replace(problem, fix=" ".join(_option(name, value) for name, value in _ARGUMENT.findall(problem.fix)))

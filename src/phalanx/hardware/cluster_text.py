@@ -60,7 +60,7 @@ class _Reader:
         while len(counts) < 2 and (found := self._take(r"(\d+)\s*[x×*]")):
             counts.append((int(found.group(1)), found.start()))  # pyrefly: ignore[missing-attribute]
         begin = self.at
-        name = self._take(r"[A-Za-z][\w.-]*")
+        name = self._take(r"(?:[A-Za-z]|\d{4})[\w.-]*")
         if name is None:
             expected = "a number and x, or the name of a device" if len(counts) < 2 else "the name of a device"
             if len(counts) < 2 and self._take(r"\d+"):

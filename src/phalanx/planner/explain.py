@@ -14,7 +14,7 @@ from phalanx.forecast.forecast import forecasts
 from phalanx.forecast.uncertainty import CHANCE
 from phalanx.planner.question import Question
 from phalanx.planner.rank import Ranking, neighbours
-from phalanx.planner.rules import refusals
+from phalanx.planner.rules import problems, refusals
 from phalanx.planner.scale import forecast_to_dict
 from phalanx.planner.search import SEARCHED, search
 from phalanx.units import show_bytes, show_seconds
@@ -45,12 +45,8 @@ class Neighbour:
     why: str
 
     def to_dict(self) -> dict[str, Any]:
-        return {
-            "change": self.change,
-            "slower": self.slower,
-            "why": self.why,
-            "forecast": forecast_to_dict(self.forecast),
-        }
+        told = {"change": self.change, "slower": self.slower, "why": self.why}
+        return {**told, "forecast": forecast_to_dict(self.forecast)}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,7 +55,7 @@ class Explanation:
 
     Attributes:
         reasons: why the first plan wins, each a sentence.
-        neighbours: of the first plan: the nearest in time first, then those that do not fit.
+        neighbours: plain FSDP over all devices where it can run; the nearest in time; then those that do not fit.
         argued: the plan someone has in mind beside the first; ``None`` where nobody asked.
     """
 
@@ -90,6 +86,11 @@ def explain(ranking: Ranking, because: Plan | None = None, *, keys: Sequence[str
     priced = forecasts(question.work, [plan for _, plan in near], question.cluster, question.preset) if near else ()
     found = [differences(best, one, change) for (change, _), one in zip(near, priced, strict=True)]
     found.sort(key=lambda one: (not one.forecast.fits, one.forecast.step))
+    if (many := question.cluster.devices) > 1:
+        plain = Plan(fsdp=many, zero=3, precision=question.precision)
+        if not problems(plain, question.work, question.cluster):
+            one = _beside(best, question, plain, f"fsdp={many} zero=3")
+            found.insert(0, replace(one, why=f"plain FSDP: {one.why}"))
     return Explanation(
         reasons=tuple(_reasons(ranking)),
         neighbours=tuple(found),
@@ -160,11 +161,13 @@ def _reasons(ranking: Ranking) -> list[str]:
         )
     fewer = ranking.fewer
     if fewer is not None:
+        apart = ("exchange", "pipeline", "replicas", "launches", "stragglers")
+        added = PARTS[max(apart, key=lambda name: best.seconds.get(name, 0.0))]
         many = "one device is" if fewer.devices == 1 else f"{fewer.devices} devices are"
         found.insert(
             0,
             f"More devices do not help: {many} as fast or faster ({show_seconds(fewer.forecast.step)} a step, "
-            f"{fewer.forecast.plan}); {_hindrance(best)} is what the others add.",
+            f"{fewer.forecast.plan}); {added} is what the others add.",
         )
     return found
 
@@ -188,11 +191,6 @@ def tied(best: Forecast, other: Forecast) -> bool:
     return other.step <= best.high
 
 
-def _hindrance(best: Forecast) -> str:
-    apart = ("exchange", "pipeline", "replicas", "launches", "stragglers")
-    return PARTS[max(apart, key=lambda name: best.seconds.get(name, 0.0))]
-
-
 def _argued(ranking: Ranking, because: Plan, keys: Sequence[str]) -> Neighbour:
     best, question = ranking.best, ranking.question
     assert best is not None
@@ -202,10 +200,14 @@ def _argued(ranking: Ranking, because: Plan, keys: Sequence[str]) -> Neighbour:
         wrong = refusals(plan, question)
         if wrong:
             raise RefusedError(wrong)
+    return _beside(best, question, plan, str(plan))
+
+
+def _beside(best: Forecast, question: Question, plan: Plan, change: str) -> Neighbour:
     there = forecast(question.work, plan, question.cluster, question.preset)
     if there.plan == best.plan:
-        return Neighbour(change=str(plan), forecast=there, slower=0.0, why="it is the first plan")
-    return differences(best, there, str(plan))
+        return Neighbour(change=change, forecast=there, slower=0.0, why="it is the first plan")
+    return differences(best, there, change)
 
 
 def _completed(question: Question, because: Plan, keys: Sequence[str]) -> Plan | None:
@@ -222,6 +224,5 @@ def plan_and_keys(text: str) -> tuple[Plan, tuple[str, ...]]:
     Raises:
         SpecError: with everything that is wrong in the text.
     """
-    plan = Plan.parse(text)
     keys = tuple(word.partition("=")[0] for word in words(text) if "=" in word)
-    return plan, keys
+    return Plan.parse(text), keys

@@ -110,9 +110,22 @@ def space(question: Question) -> Space:
     columns = {name: np.array([mesh[at] for mesh in meshes], dtype=np.int64) for at, name in enumerate(MESH)}
     columns = _crossed(columns, ("zero",), [(zero,) for zero in range(4)], _zero_fits)
     choices = [(SCHEDULES.index(name), stages) for name, stages in _SCHEDULES]
-    columns = _crossed(columns, ("schedule", "stages"), choices, lambda one: _schedule_fits(one, limits))
+    columns = _crossed(
+        columns,
+        ("schedule", "stages"),
+        choices,
+        lambda one: (
+            (one["schedule"] == SCHEDULES.index("1f1b"))
+            | ((one["pp"] > 1) & (one["pp"] * one["stages"] <= limits.blocks))
+        ),
+    )
     columns["sequence"] = ((columns["tp"] > 1) & (columns["cp"] == 1) & limits.attends).astype(np.int64)
-    columns = _crossed(columns, ("shares",), [(0,), (1,)], lambda one: _shares_fit(one, question))
+    columns = _crossed(
+        columns,
+        ("shares",),
+        [(0,), (1,)],
+        lambda one: (one["shares"] == 0) | ((one["dp"] > 1) & (one["pp"] == 1) & question.mixed),
+    )
     share = largest_even(limits.batch, columns["dp"] * columns["fsdp"] * columns["ep"])
     most = int(share.max(initial=1))
     powers = [(2**at,) for at in range(most.bit_length() + 1)]
@@ -183,22 +196,11 @@ def _zero_fits(one: Columns) -> Mask:
     return ((one["fsdp"] > 1) == (one["zero"] > 0)) & ~((one["zero"] == 2) & (one["pp"] > 1))
 
 
-def _shares_fit(one: Columns, question: Question) -> Mask:
-    """Shares by speed are worth a try where devices differ, for whole replicas."""
-    uneven = (one["dp"] > 1) & (one["pp"] == 1) & question.mixed
-    return (one["shares"] == 0) | uneven
-
-
 def _micro_fits(one: Columns) -> Mask:
     """The last one is the whole share; other orders than 1f1b need a micro-batch for every rank to gain."""
     micros = pieces(one["share"], one["micro"])
     plain = one["schedule"] == SCHEDULES.index("1f1b")
     return (one["micro"] < 2 * one["share"]) & (plain | (micros >= one["pp"]))
-
-
-def _schedule_fits(one: Columns, limits: Limits) -> Mask:
-    plain = one["schedule"] == SCHEDULES.index("1f1b")
-    return plain | ((one["pp"] > 1) & (one["pp"] * one["stages"] <= limits.blocks))
 
 
 Array = npt.NDArray[np.float64]
@@ -261,7 +263,10 @@ def search(question: Question, held: Mapping[str, Any] | None = None, *, most: i
     fits: npt.NDArray[np.bool_] = reserved <= room
     safe: npt.NDArray[np.bool_] = reserved <= SAFE * room
     ranked = safe if safe.any() else fits
-    kept = np.flatnonzero(ranked if held and "recompute" in held else _least_again(ranked))
+    if not (held and "recompute" in held):  # of three that differ in recompute, the first that fits
+        each = ranked.reshape(-1, _KINDS)
+        ranked = (each & (each.cumsum(axis=1) == 1)).reshape(-1)
+    kept = np.flatnonzero(ranked)
     found = whole.take(kept)
     seconds, order = _priced(question, found, reserved[kept], most)
     at = int((reserved - room).argmin()) if len(reserved) else -1
@@ -313,12 +318,6 @@ def _first_of_mesh(found: Space, order: npt.NDArray[np.intp]) -> npt.NDArray[np.
     for name in MESH:
         mesh = mesh * (int(found.columns[name].max(initial=0)) + 1) + found.columns[name][order]
     return np.sort(np.unique(mesh, return_index=True)[1])
-
-
-def _least_again(fits: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
-    """Of each three that differ in recompute only, the first that fits."""
-    each = fits.reshape(-1, _KINDS)
-    return (each & (each.cumsum(axis=1) == 1)).reshape(-1)
 
 
 def _order(found: Space, seconds: Array, reserved: Array) -> npt.NDArray[np.intp]:

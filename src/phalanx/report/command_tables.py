@@ -6,20 +6,18 @@ import datetime
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rich import box
 from rich.console import Group, RenderableType
 from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
+from phalanx.report.tables import headed
 from phalanx.units import show_bytes, show_count, show_seconds
 
 
 def checkpoints_table(told: Sequence[Mapping[str, Any]], notes: Sequence[str] = ()) -> RenderableType:
     """A row for each checkpoint: ``step``, ``bytes``, ``time``, ``whole``; ``notes`` stand below."""
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for name, right in (("step", True), ("size", True), ("written", False), ("files", False)):
-        table.add_column(name, justify="right" if right else "left")
+    table = headed(numbers=("step", "size"), after=("written", "files"))
     for one in told:
         written = datetime.datetime.fromtimestamp(one["time"]).isoformat(" ", "seconds") if one["time"] else "unknown"
         state = Text("complete") if one["whole"] else Text("not complete", style="bold red")
@@ -42,9 +40,7 @@ def contents_table(told: Mapping[str, Any]) -> RenderableType:
     for name in ("path", "step", "samples", "files", "bytes"):
         value = told[name]
         facts.add_row(name, escape(show_bytes(value) if name == "bytes" else str(value)))
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for name in ("tensor", "type", "shape", "size", "chunks"):
-        table.add_column(name, justify="right" if name in ("size", "chunks") else "left", overflow="fold")
+    table = headed("tensor", "type", "shape", numbers=("size", "chunks"))
     for name, one in told["tensors"].items():
         shape = " x ".join(map(str, one["shape"])) or "one number"
         table.add_row(escape(name), one["dtype"], shape, show_bytes(one["bytes"]), show_count(one["chunks"]))
@@ -90,9 +86,7 @@ def _verdict(answer: Mapping[str, Any]) -> tuple[str, str]:
 
 
 def _hosts(hosts: Sequence[Mapping[str, Any]]) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for heading in ("host", "python", "torch", "devices", "memory", "disk", "data", "clock"):
-        table.add_column(heading)
+    table = headed("host", "python", "torch", "devices", "memory", "disk", "data", "clock")
     for one in hosts:
         table.add_row(escape(one["name"]), *map(escape, _cells(one)))
     return table

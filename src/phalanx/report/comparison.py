@@ -145,16 +145,63 @@ _WORDS = {
 }
 
 
+def runs_beside(folders: Sequence[Path]) -> dict[str, Any]:
+    """Return what each run came to, in which settings they differ, and the first step in which their losses do."""
+    from phalanx.report.summary import run_log, summarise
+
+    found, told, each_loss = list[dict[str, Any]](), list[dict[str, Any]](), list[dict[int, float]]()
+    for folder in folders:
+        summary, log = summarise(folder), run_log(folder)
+        losses = {event["step"]: event["loss"] for event in log.events if event["event"] == "step"}
+        results = [event["loss"] for event in log.events if event["event"] == "evaluate"]
+        least = min(results or losses.values(), default=None)
+        row = {"plan": summary.plan, "steps": summary.step, "last loss": summary.loss, "best loss": least}
+        found.append(row | {"seconds": summary.seconds, "samples/s": summary.samples_per_second})
+        stated = read_toml(folder / RUN_TOML, where=RUN_TOML, fix=f"phalanx show {folder}", below=1)
+        told.append({name: one for name, one in (log.part[0] | stated).items() if name not in _OWN_TO_A_RUN})
+        each_loss.append(losses)
+    names = dict.fromkeys(name for one in told for name in one)
+    differing = {name: [one.get(name) for one in told] for name in names}
+    settings = {name: those for name, those in differing.items() if any(one != those[0] for one in those)}
+    common = sorted(set[int].intersection(*map(set, each_loss)))
+    losses = {step: [one[step] for one in each_loss] for step in common}
+    parted = (step for step, those in losses.items() if max(those) - min(those) > 1e-4 * abs(those[0]))
+    return {
+        "runs": [str(one) for one in folders],
+        "rows": found,
+        "settings": settings,
+        "differ_from": next(parted, None),
+    }
+
+
+_OWN_TO_A_RUN = {"event", "time", "plan", "folder", "resume", "notes", "first_step"}
+
+
+def runs_table(told: Mapping[str, Any]) -> RenderableType:
+    """Return the table of ``runs_beside``, a column a run."""
+    from rich.console import Group
+    from rich.text import Text
+
+    from phalanx.report.tables import headed
+
+    table = headed("", *told["runs"])
+    rows = {name: [one[name] for one in told["rows"]] for name in told["rows"][0]} | told["settings"]
+    for name, values in rows.items():
+        shown = (f"{one:.6g}" if isinstance(one, float) else "" if one is None else str(one) for one in values)
+        table.add_row(name, *map(Text, shown))
+    step = told["differ_from"]
+    return Group(table, "losses do not differ" if step is None else f"losses differ from step {step} on")
+
+
 def beside_table(summary: RunSummary, *, brief: bool = False) -> Iterator[RenderableType]:
     """Forecast and measurement side by side, or why there is no forecast; nothing where nobody asked for one.
 
     ``brief``: what the forecast takes to be so is counted, not told.
     """
-    from rich import box
-    from rich.table import Table
     from rich.text import Text
 
     from phalanx.planner.explain import PARTS
+    from phalanx.report.tables import headed
 
     if summary.forecast is None:
         return
@@ -169,10 +216,7 @@ def beside_table(summary: RunSummary, *, brief: bool = False) -> Iterator[Render
             why += f"; phalanx show {summary.folder} --job {shlex.quote(job)} makes it"
         yield Text(f"no forecast: {why}", style="dim")
         return
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("")
-    for heading in ("forecast", "measured", "forecast / measured"):
-        table.add_column(heading, justify="right", no_wrap=True)
+    table = headed("", numbers=("forecast", "measured", "forecast / measured"))
     for row in summary.beside:
         shown = ("" if number is None else _SHOW[row.what](number) for number in (row.forecast, row.measured))
         name = _WORDS.get(row.part) or f"    {PARTS.get(row.part, row.part)}"

@@ -14,7 +14,7 @@ from phalanx.planner.advise import Advice, PlanForecast
 from phalanx.planner.explain import PARTS
 from phalanx.planner.nearest_fit import Shortfall
 from phalanx.planner.scale import Curve
-from phalanx.report.planner_tables import bill_rows, columns, sentences, short
+from phalanx.report.planner_tables import columns, fact_rows, sentences, short
 from phalanx.units import show_bytes, show_seconds, visible
 
 _GIB = 2**30
@@ -34,8 +34,7 @@ Chart = dict[str, Any]
 def forecast_page(name: str, found: PlanForecast) -> str:
     """One plan."""
     one = found.forecast
-    rows = [("plan", str(one.plan)), ("cluster", one.cluster), *_facts(one)]
-    rows += bill_rows(found.bill, found.question.steps)
+    rows = [("plan", str(one.plan)), ("cluster", one.cluster), *fact_rows(one, found.bill, found.question.steps)]
     parts = [_table(("", ""), rows), *_missing(found.shortfall)]
     return _page(f"{name}: {one.plan}", parts, [memory_chart([one]), step_chart([one])])
 
@@ -48,10 +47,16 @@ def plan_page(name: str, advice: Advice) -> str:
         none = f"<p>None of {ranking.search.considered:,} plans fits.</p>"
         return _page(title, [none, *_missing(advice.shortfall)], [])
     plans, near = ranking.plans, advice.explanation.neighbours
-    rows = [(_named(one), show_seconds(one.step), f"{one.mfu:.1%}", show_bytes(one.reserved)) for one in plans]
+    within = [f"{show_seconds(one.low)} to {show_seconds(one.high)}" for one in plans]
+    unrun = [f" (train does not run this yet: {one.unrun})" if one.unrun else "" for one in plans]
+    rows = [
+        (f"{one.plan}{later}", show_seconds(one.step), between, f"{one.mfu:.1%}", show_bytes(one.reserved))
+        for one, between, later in zip(plans, within, unrun, strict=True)
+    ]
     costs = [(one.change, f"{one.slower:+.1%}" if one.forecast.fits else "-", one.why) for one in near]
     parts = [
-        _table(("plan", "time per step", "MFU", "memory of a rank"), rows),
+        _table(("plan", "time per step", "4 of 5 within", "MFU", "memory of a rank"), rows),
+        _table(("the first", ""), fact_rows(plans[0], ranking.bill, ranking.question.steps)) if ranking.bill else "",
         _list(advice.explanation.reasons),
         _table(("with", "time per step", "it would cost"), costs),
     ]
@@ -126,18 +131,6 @@ def _bars(title: str, unit: str, count: int) -> dict[str, Any]:
     }
 
 
-def _facts(one: Forecast) -> list[tuple[str, str]]:
-    return [
-        ("fits", f"{'yes' if one.fits else 'no'}: {show_bytes(one.reserved)} of {show_bytes(one.room)}"),
-        ("time per step", f"{show_seconds(one.step)} ({show_seconds(one.low)} to {show_seconds(one.high)})"),
-        ("4 of 5 by", one.basis),
-        ("chance to run out of memory", f"{one.runs_out:.1%}"),
-        ("samples/s", f"{one.throughput:.4g}"),
-        ("MFU", f"{one.mfu:.1%}"),
-        ("bound by", ", ".join(one.limits)),
-    ]
-
-
 def _missing(missing: Shortfall | None) -> list[str]:
     if missing is None:
         return []
@@ -172,10 +165,6 @@ def _plotly() -> str:
     except ModuleNotFoundError:
         raise MissingExtraError("plotly", "page") from None
     return str(get_plotlyjs())
-
-
-def _named(one: Forecast) -> str:
-    return f"{one.plan} (train does not run this yet: {one.unrun})" if one.unrun else str(one.plan)
 
 
 def _escape(text: str) -> str:

@@ -20,6 +20,7 @@ from phalanx.planner.advise import Advice, PlanForecast
 from phalanx.planner.explain import PARTS, Explanation, Neighbour, tied
 from phalanx.planner.roofline import RooflinePoint
 from phalanx.planner.scale import Curve
+from phalanx.report.tables import headed
 from phalanx.units import show_bytes, show_count, show_number, show_seconds
 
 _WIDTH = 30
@@ -31,8 +32,7 @@ def forecast_view(name: str, found: PlanForecast) -> RenderableType:
     parts: list[RenderableType] = [
         Text.assemble((name, "bold"), f" under {one.plan} on {one.cluster}"),
         facts(one, found.bill, found.question.steps),
-        memory_bars(one),
-        step_bars(one),
+        *by_part(one),
     ]
     if found.shortfall:
         parts.append(shortfall_view(found.shortfall))
@@ -41,31 +41,36 @@ def forecast_view(name: str, found: PlanForecast) -> RenderableType:
 
 
 def facts(one: Forecast, paid: Bill, steps: int) -> RenderableType:
-    """What a forecast comes to, one line a fact."""
+    """Return the table of ``fact_rows``."""
     table = Table.grid(padding=(0, 2))
     table.add_column(style="bold")
     table.add_column(overflow="fold")
-    verdict = "yes" if one.fits else "[red]no[/]"
-    share = one.reserved / one.room
+    for what, said in fact_rows(one, paid, steps):
+        table.add_row(what, Text(said, style="red" if what == "fits" and not one.fits else ""))
+    return table
+
+
+def fact_rows(one: Forecast, paid: Bill, steps: int) -> list[tuple[str, str]]:
+    """Return what a forecast comes to, a fact and what it is."""
     odds = f"{one.runs_out:.0%}" if one.runs_out >= 0.005 else "less than 1%"
-    held = f"{show_bytes(one.reserved)} of {show_bytes(one.room)} ({share:.0%})"
-    table.add_row("fits", f"{verdict}: {held}; chance to run out of memory: {odds}")
-    if one.unrun:
-        table.add_row("train", f"does not run this yet: {escape(one.unrun)}")
+    held = f"{show_bytes(one.reserved)} of {show_bytes(one.room)} ({one.reserved / one.room:.0%})"
+    rows = [("fits", f"{'yes' if one.fits else 'no'}: {held}; chance to run out of memory: {odds}")]
+    rows += [("train", f"does not run this yet: {one.unrun}")] if one.unrun else []
     if one.host:
         whole = f" of {show_bytes(one.host_room)}" if isfinite(one.host_room) else ", which is not known to be there"
-        table.add_row("on the host", f"{show_bytes(one.host)}{whole}, of all ranks of a node")
+        rows.append(("on the host", f"{show_bytes(one.host)}{whole}, of all ranks of a node"))
     between = f"{show_seconds(one.low)} to {show_seconds(one.high)}"
-    table.add_row("time per step", f"{show_seconds(one.step)}  (4 of 5: {between})")
-    table.add_row("4 of 5 by", escape(one.basis))
     pace = f"{show_count(one.throughput)} samples/s"
-    table.add_row("pace", pace + (f", {show_count(one.throughput * one.tokens)} tokens/s" if one.tokens > 1 else ""))
-    table.add_row("MFU", f"{one.mfu:.1%} of {show_count(one.peak)}FLOP/s")
-    table.add_row("bound by", escape(", ".join(one.limits)))
-    table.add_row("exact", escape(one.plan.exactness))
-    for what, said in bill_rows(paid, steps):
-        table.add_row(what, said)
-    return table
+    return [
+        *rows,
+        ("time per step", f"{show_seconds(one.step)}  (4 of 5: {between})"),
+        ("4 of 5 by", one.basis),
+        ("pace", pace + (f", {show_count(one.throughput * one.tokens)} tokens/s" if one.tokens > 1 else "")),
+        ("MFU", f"{one.mfu:.1%} of {show_count(one.peak)}FLOP/s"),
+        ("bound by", ", ".join(one.limits)),
+        ("exact", one.plan.exactness),
+        *bill_rows(paid, steps),
+    ]
 
 
 def bill_rows(paid: Bill, steps: int) -> list[tuple[str, str]]:
@@ -91,22 +96,17 @@ def short(plan: Plan) -> str:
     return str(replace(plan, precision="fp32"))
 
 
-def memory_bars(one: Forecast) -> RenderableType:
-    """Memory of the rank that needs most, by part."""
-    return _bars("memory", one.memory, one.reserved, show_bytes)
-
-
-def step_bars(one: Forecast) -> RenderableType:
-    """Seconds of a step, by part."""
-    return _bars("step", {PARTS[name]: seconds for name, seconds in one.seconds.items()}, one.step, show_seconds)
+def by_part(one: Forecast) -> list[RenderableType]:
+    """Return memory of the rank that needs most, and seconds of a step, by part."""
+    seconds = {PARTS[name]: each for name, each in one.seconds.items()}
+    memory = _bars("memory", one.memory, one.reserved, show_bytes)
+    return [memory, _bars("step", seconds, one.step, show_seconds)]
 
 
 def shortfall_view(missing: Shortfall) -> RenderableType:
     """What is missing, and the nearest changes that would fit."""
     said = f"does not fit: {show_bytes(missing.missing)} ({missing.missing:,.0f} bytes) too little on each device"
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for heading in ("would fit", "time per step", "to spare"):
-        table.add_column(heading, justify="left" if heading == "would fit" else "right", overflow="fold")
+    table = headed("would fit", numbers=("time per step", "to spare"))
     for change in missing.changes:
         table.add_row(escape(change.words), show_seconds(change.step), show_bytes(change.spare))
     return Group(Text(said, style="red"), table if missing.changes else Text("Nothing near would fit."))
@@ -143,7 +143,7 @@ def plan_view(name: str, advice: Advice) -> RenderableType:
     parts: list[RenderableType] = [heading, ranked(ranking.plans)]
     if not ranking.met:
         parts.append(Text("No number of these devices is within the bounds; this comes nearest.", style="red"))
-    parts += [facts(best, ranking.bill, question.steps), *_why(explanation), memory_bars(best), step_bars(best)]
+    parts += [facts(best, ranking.bill, question.steps), *_why(explanation), *by_part(best)]
     if len(ranking.points) > 1:
         parts.append(_fewer(ranking))
     parts += [Text(f"note: {note}", style="dim") for note in best.notes]
@@ -181,10 +181,7 @@ def _why(explanation: Explanation) -> list[RenderableType]:
 
 
 def _neighbours(all_of_them: tuple[Neighbour, ...]) -> RenderableType:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("with", no_wrap=True)
-    table.add_column("time per step", justify="right", no_wrap=True)
-    table.add_column("it would cost", overflow="fold")
+    table = headed("with", numbers=("time per step",), after=("it would cost",))
     fit = [one for one in all_of_them if one.forecast.fits]
     unfit = [one for one in all_of_them if not one.forecast.fits]
     shown = [*fit[: _MOST_NEIGHBOURS - min(3, len(unfit))], *unfit[:3]]
@@ -196,13 +193,10 @@ def _neighbours(all_of_them: tuple[Neighbour, ...]) -> RenderableType:
 
 
 def _fewer(ranking: Ranking) -> RenderableType:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("devices", justify="right")
     paid = any(one.bill.money is not None for one in ranking.points)
     steps = ranking.question.steps
-    for heading in ("time\nper step", "efficiency", *(("cost",) if paid and steps else ())):
-        table.add_column(heading, justify="right", no_wrap=True)
-    table.add_column("plan", overflow="fold")
+    numbers = ("devices", "time\nper step", "efficiency", *(("cost",) if paid and steps else ()))
+    table = headed(numbers=numbers, after=("plan",))
     for one in ranking.points:
         cells = [show_seconds(one.forecast.step), f"{one.efficiency:.0%}"]
         cells += [money(one.bill)] if paid and steps else []
@@ -264,12 +258,8 @@ def sentences(curve: Curve) -> list[str]:
 
 
 def _table(curve: Curve) -> RenderableType:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
-    table.add_column("devices", justify="right", no_wrap=True)
     between = columns(curve)
-    for heading in between:
-        table.add_column(heading, justify="right", no_wrap=True)
-    table.add_column("plan", overflow="fold")
+    table = headed(numbers=("devices", *between), after=("plan",), narrow=True)
     for one, cells in zip(curve.points, zip(*between.values(), strict=True), strict=True):
         mark = "← stop" if one is curve.stop else "← knee" if one is curve.knee else ""
         plan = f"{short(one.forecast.plan)} {mark}".strip()
@@ -331,12 +321,9 @@ _LEGEND = (
 
 def roofline_view(name: str, lines: Sequence[RooflinePoint]) -> RenderableType:
     """One row a device."""
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), caption=_LEGEND)
-    table.add_column("device", no_wrap=True)
-    for heading in ("time\nper step", "MFU", "FLOP\n/byte", "roof\nFLOP/s"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    table.add_column("bound by", no_wrap=True)
-    table.add_column("most of it", overflow="fold")
+    numbers = ("time\nper step", "MFU", "FLOP\n/byte", "roof\nFLOP/s")
+    table = headed("device", numbers=numbers, after=("bound by", "most of it"), narrow=True)
+    table.caption = _LEGEND
     for one in lines:
         there = one.forecast
         cells = ("-", "-") if there is None else (show_seconds(there.step), f"{there.mfu:.1%}")

@@ -8,17 +8,15 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, overload
 
-from rich import box
 from rich.console import Group, RenderableType
 from rich.markup import escape
-from rich.table import Table
 
 from phalanx.config.job import Best
 from phalanx.config.params import Value
 from phalanx.errors import MissingExtraError, SpecError
 from phalanx.report.run_results import Run
 from phalanx.report.summary import summarise
-from phalanx.report.tables import PlainConsole
+from phalanx.report.tables import PlainConsole, headed
 from phalanx.units import show_seconds
 
 if TYPE_CHECKING:
@@ -186,18 +184,14 @@ def sweep_table(answer: Mapping[str, Any]) -> RenderableType:
     names = list(dict.fromkeys(name for row in rows for name in row["values"]))
     metrics = list(dict.fromkeys(name for row in rows for name in (row["evaluation"] or {}).get("metrics", ())))
     evaluated = any(row["evaluation"] for row in rows)
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
-    for name in (*names, "plan"):
-        table.add_column(name, overflow="fold")
-    for heading in ("last loss", *(["evaluated\nloss"] if evaluated else []), *metrics, "time"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    table.add_column("run", overflow="fold")
+    numbers = ("last loss", *(["evaluated\nloss"] if evaluated else []), *metrics, "time")
+    table = headed(*names, "plan", numbers=numbers, after=("run",), narrow=True)
     for row in rows:
         evaluation = row["evaluation"] or {"loss": None, "metrics": {}}
         numbers = [row["loss"], *([evaluation["loss"]] if evaluated else [])]
         numbers += [evaluation["metrics"].get(name) for name in metrics]
         cells = [str(row["values"].get(name, "")) for name in names]
-        cells += [row["plan"], *map(_number, numbers), show_seconds(row["seconds"])]
+        cells += [row["plan"], *("" if one is None else f"{one:.4g}" for one in numbers), show_seconds(row["seconds"])]
         done = row["outcome"] == "done"
         last = Path(row["folder"]).name if done else f"{row['outcome']}: {row['reason']}"
         table.add_row(*map(escape, [*cells, last]), style=None if done else "yellow")
@@ -205,7 +199,3 @@ def sweep_table(answer: Mapping[str, Any]) -> RenderableType:
     if left := answer["combinations"] - len(rows):
         notes.append(f"not begun: {left} of {answer['combinations']} combinations")
     return Group(table, *notes)
-
-
-def _number(value: float | None) -> str:
-    return "" if value is None else f"{value:.4g}"

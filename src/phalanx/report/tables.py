@@ -142,10 +142,7 @@ def memory_table(summary: RunSummary) -> RenderableType:
     """What each rank's memory held, by part: a row for neighbours that hold the same, or the least and the most."""
     groups = _alike(summary)
     parts = [part for part in PARTS if any(each[part] for each in summary.memory)]
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("rank")
-    for heading in (*parts, "peak"):
-        table.add_column(heading, justify="right", no_wrap=True)
+    table = headed("rank", numbers=(*parts, "peak"))
     if not groups:
         return Text("This run's log does not say what its memory held.", style="dim")
     if len(groups) <= _MOST_ROWS:
@@ -183,9 +180,7 @@ def seen_table(result: SamplesSeen) -> RenderableType:
 
 def settings_table(settings: Sequence[Setting]) -> RenderableType:
     """Where each value came from."""
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for heading in ("setting", "value", "from"):
-        table.add_column(heading, overflow="fold")
+    table = headed("setting", "value", "from")
     for one in settings:
         table.add_row(one.name, escape(one.value), one.source, style=None if one.source == "argument" else "dim")
     return table
@@ -193,10 +188,8 @@ def settings_table(settings: Sequence[Setting]) -> RenderableType:
 
 def scaling_table(rows: Sequence[Scaled]) -> RenderableType:
     """Plans beside each other."""
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
-    table.add_column("plan", overflow="fold")
-    for heading in ("devices", "time\nper step", "samples/s", "speed-up", "efficiency", "peak memory\nof a rank"):
-        table.add_column(heading, justify="right", no_wrap=True)
+    numbers = ("devices", "time\nper step", "samples/s", "speed-up", "efficiency", "peak memory\nof a rank")
+    table = headed("plan", numbers=numbers, narrow=True)
     for row in rows:
         table.add_row(row.plan, f"{row.devices} {row.device}", *scaled_cells(row))
     return table
@@ -211,9 +204,7 @@ def scaled_cells(row: Scaled) -> tuple[str, str, str, str, str]:
 
 def proof_table(proof: dict[str, Any]) -> RenderableType:
     """A proof, from ``to_dict``: the answer, what was compared with what was allowed, and the cause where it is no."""
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for heading in ("compared", "how many", "largest difference", "allowed"):
-        table.add_column(heading, justify="left" if heading == "compared" else "right")
+    table = headed("compared", numbers=("how many", "largest difference", "allowed"))
     for kind in dict.fromkeys((*_COMPARED, *(check["kind"] for check in proof["checks"]))):
         label = _COMPARED.get(kind, kind)
         checks = [check for check in proof["checks"] if check["kind"] == kind]
@@ -263,9 +254,7 @@ def _differing(proof: dict[str, Any]) -> list[RenderableType]:
         wrong = [one for one in proof[field] if not one.get("relative", 0.0) <= one.get("allowed", 0.0)]
         if not wrong:
             continue
-        table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-        for heading in (f"{kind} of", "differs by", "× one device's", "where"):
-            table.add_column(heading, justify="right" if heading in ("differs by", "× one device's") else "left")
+        table = headed(f"{kind} of", numbers=("differs by", "× one device's"), after=("where",))
         for one in sorted(wrong, key=lambda one: -one["relative"])[:_MOST_DIFFERING]:
             where = one["where"] or "everywhere"
             table.add_row(escape(one["name"]), f"{one['relative']:.1e}", f"{one['ratio']:.4g}", escape(where))
@@ -318,6 +307,15 @@ def _alike(summary: RunSummary) -> list[tuple[int, int]]:
         else:
             groups.append((rank, rank))
     return groups
+
+
+def headed(*texts: str, numbers: Sequence[str] = (), after: Sequence[str] = (), narrow: bool = False) -> Table:
+    """Return an empty table with columns of texts, of numbers, and of texts again."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0) if narrow else (0, 1))
+    for heading in (*texts, *numbers, *after):
+        right = heading in numbers
+        table.add_column(heading, justify="right" if right else "left", no_wrap=right, overflow="fold")
+    return table
 
 
 def _grid() -> Table:
