@@ -253,7 +253,9 @@ def test_metrics_are_those_of_evaluate(plan: str) -> None:
         )
         metrics = ["accuracy", keras.metrics.AUC(name="auc"), keras.metrics.Precision(name="precision")]
         metrics.append(keras.metrics.RootMeanSquaredError(name="root"))  # no mean, though Keras has it as one
-        found.compile(optimizer=optimizers.SGD(0.05), loss="binary_crossentropy", metrics=metrics)
+        metrics += [keras.metrics.BinaryAccuracy(name="auc"), keras.metrics.BinaryAccuracy(name="auc")]
+        twice = {"weighted_metrics": ["accuracy", keras.metrics.BinaryAccuracy(name="accuracy")]}
+        found.compile(optimizer=optimizers.SGD(0.05), loss="binary_crossentropy", metrics=metrics, **twice)
         return found
 
     _, trained = fitted(make, x, labels)

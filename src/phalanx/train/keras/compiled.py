@@ -11,6 +11,7 @@ masked or weighted; so each loss is taken as its sum and what Keras divides it b
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import reduce
@@ -207,16 +208,16 @@ def _parts(given: Any) -> tuple[Any, Any]:
 
 
 def _named(made: CompileMetrics) -> Iterator[tuple[str, Any]]:
-    """Each metric, by the name that Keras' ``fit`` logs it under."""
-    seen: set[str] = set()
-    for group in [*made._flat_metrics, *made._flat_weighted_metrics]:
+    """Yield each metric, by the name that Keras' ``fit`` logs it under."""
+    seen = Counter[str]()
+    groups = [(group, "") for group in made._flat_metrics] + [(one, "weighted_") for one in made._flat_weighted_metrics]
+    for group, weighted in groups:
+        output = f"{group.output_name}_" if group and group.output_name else ""
         for metric in group.metrics if group else ():
-            name = f"{group.output_name}_{metric.name}" if group.output_name else metric.name  # pyrefly: ignore[missing-attribute]
-            at = 1
-            while name in seen:
-                name, at = f"{metric.name}_{at}", at + 1
-            seen.add(name)
-            yield name, metric
+            name = f"{output}{metric.name}"
+            name = f"{output}{weighted}{metric.name}" if seen[name] else name
+            seen[name] += 1
+            yield f"{name}_{seen[name] - 1}" if seen[name] > 1 else name, metric
 
 
 def _additive(metric: Any) -> Any:
