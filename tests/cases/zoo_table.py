@@ -22,20 +22,8 @@ from case_table import CASES, EQUAL, Case, Expected
 import phalanx as px
 
 PLANS = (
-    "dp=2",
-    "dp=2 micro=4",
-    "dp=4",
-    "threads=2",
-    "fsdp=2 zero=1",
-    "fsdp=2 zero=2",
-    "fsdp=2",
-    "dp=2 fsdp=2",
-    "tp=2",
-    "pp=2",
-    "pp=2 micro=4",
-    "dp=2 tp=2",
-    "cp=2",
-    "dp=2 server=1",
+    *("dp=2", "dp=2 micro=4", "dp=4", "threads=2", "fsdp=2 zero=1", "fsdp=2 zero=2", "fsdp=2", "dp=2 fsdp=2", "tp=2"),
+    *("pp=2", "pp=2 micro=4", "dp=2 tp=2", "cp=2", "dp=2 server=1"),
 )
 
 

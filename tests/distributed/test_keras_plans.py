@@ -39,18 +39,8 @@ from phalanx.train.keras.keras_optimizers import parts_of
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation")
 
 PLANS = (
-    "dp=2",
-    "dp=2 micro=2",
-    "fsdp=2",
-    "fsdp=2 zero=2",
-    "fsdp=2 zero=1",
-    "tp=2",
-    "pp=2",
-    "pp=2 micro=2 schedule=1f1b",
-    "cp=2",
-    "dp=2 tp=2",
-    "fsdp=2 recompute=full",
-    "dp=2 server=1",
+    *("dp=2", "dp=2 micro=2", "fsdp=2", "fsdp=2 zero=2", "fsdp=2 zero=1", "tp=2", "pp=2"),
+    *("pp=2 micro=2 schedule=1f1b", "cp=2", "dp=2 tp=2", "fsdp=2 recompute=full", "dp=2 server=1"),
 )
 REFUSED = {
     **{(model, "cp=2"): "attend" for model in MODELS if model != "gpt"},

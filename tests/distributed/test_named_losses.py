@@ -19,17 +19,8 @@ from phalanx.train.metrics import Metrics
 SAMPLES, BATCH, STEPS, LENGTH = 44, 16, 5, 6  # the third batch of an epoch has 12
 WEIGHTS = {"tokens": 1.0, "length": 0.3, "norm": 0.05}
 PLANS = (
-    "single",
-    "single micro=5",
-    "threads=2",
-    "dp=2",
-    "dp=2 micro=3",
-    "fsdp=2",
-    "fsdp=2 zero=2",
-    "tp=2",
-    "tp=2 micro=3",
-    "pp=2",
-    "pp=2 micro=8",
+    *("single", "single micro=5", "threads=2", "dp=2", "dp=2 micro=3", "fsdp=2", "fsdp=2 zero=2", "tp=2"),
+    *("tp=2 micro=3", "pp=2", "pp=2 micro=8"),
 )
 
 

@@ -21,16 +21,8 @@ from phalanx.errors import CheckpointError
 
 HUGE: list[Any] = [2**31, 2**63, 2**64, 10**30, -1, 1.5, float("inf"), float("nan"), None, True, "7", [], {}, "é" * 40]
 NAMES = [
-    "../secret",
-    "/etc/passwd",
-    "..",
-    ".",
-    "",
-    "a/b",
-    "state.json",
-    "manifest.json",
-    "rank-00009.safetensors",
-    "\0",
+    *("../secret", "/etc/passwd", "..", ".", "", "a/b", "state.json", "manifest.json"),
+    *("rank-00009.safetensors", "\0"),
 ]
 
 

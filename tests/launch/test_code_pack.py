@@ -103,17 +103,8 @@ def test_what_is_packed_is_what_git_would_take(tmp_path: Path, lines: list[str])
         *("train.py", "a.txt", "b.txt", "x y", "!odd", "a.c", "a.log", "keep.log", "tamp", "data/one.bin", "lib/z.py"),
         *("lib/q/z.py", "lib/q/r/z.py", "lib/data/two.bin", "docs/a.md", "docs/b.md", "docs/d/c.md", "build/x"),
         *(
-            "f12",
-            "f1",
-            "fx1",
-            "fx",
-            "axb",
-            "lib/build/y",
-            "cache/1",
-            "lib/cache/2",
-            "deep/one.py",
-            "deep/er/one.py",
-            "deep/keep.log",
+            *("f12", "f1", "fx1", "fx", "axb", "lib/build/y", "cache/1", "lib/cache/2", "deep/one.py"),
+            *("deep/er/one.py", "deep/keep.log"),
         ),
     ]
     for name in names:

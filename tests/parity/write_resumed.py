@@ -38,22 +38,9 @@ FP32_BOUND = 1e-6
 """Where replicas that step by themselves are averaged, which is done in fp32: 2^-24 is 6e-8, 2N averagings."""
 
 PLANS = (
-    "single",
-    "dp=2",
-    "threads=2",
-    "fsdp=2 zero=1",
-    "fsdp=3 zero=2 micro=2",
-    "fsdp=2",
-    "dp=2 fsdp=2",
-    "tp=2",
-    "tp=2 sequence=true",
-    "cp=2",
-    "pp=2 micro=2",
-    "pp=2 micro=2 schedule=interleaved",
-    "pp=2 fsdp=2 tp=2 micro=2",
-    "dp=2 shares=3,1",
-    "dp=2 server=1",
-    "dp=2 server=2",
+    *("single", "dp=2", "threads=2", "fsdp=2 zero=1", "fsdp=3 zero=2 micro=2", "fsdp=2", "dp=2 fsdp=2", "tp=2"),
+    *("tp=2 sequence=true", "cp=2", "pp=2 micro=2", "pp=2 micro=2 schedule=interleaved", "pp=2 fsdp=2 tp=2 micro=2"),
+    *("dp=2 shares=3,1", "dp=2 server=1", "dp=2 server=2"),
 )
 """Those that the law holds for with AdamW."""
 

@@ -130,6 +130,14 @@ class TestSteps:
         with pytest.raises(SpecError, match=r"job\.evaluate: given data of 0 samples"):
             evaluation_batches([], a_job(), Lane(), micro=None)
 
+    def test_a_transform_keeps_a_row_for_each_sample(self) -> None:
+        texts = [{"text": str(place)} for place in range(8)]
+        whole = {"batch": 8, "shuffle": False, "transform": lambda batch, keys: {"text": batch["text"][::-1]}}
+        (step,) = Loader(texts, a_job(**whole, epochs=1), Lane(first=1, parts=2), micro=2)
+        assert [micro.batch["text"] for micro in step.parts[0]] == [["3", "2"], ["1", "0"]]
+        with pytest.raises(DataError, match="a row for each sample"):
+            list(Loader(a_table(8), a_job(batch=8, transform=lambda batch, keys: keys[1:]), Lane(), micro=None))
+
     def test_iterating_again_starts_again(self) -> None:
         loader = Loader(a_table(20), a_job(), Lane(), micro=None, first_step=1)
         assert flat(loader) == flat(loader)

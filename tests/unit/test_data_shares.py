@@ -308,20 +308,10 @@ KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "send")
 WORK = Work(profile=transformer(layers=4, width=64, heads=4, vocabulary=100), batch=16, norm=True)
 UNPRICED = {"the loss and its count", "replicas' fingerprints"}  # in what every step takes at least
 PLANS = (
-    "dp=2",
-    "dp=4 micro=2",
-    "fsdp=2 zero=1 micro=2",
-    "fsdp=2 micro=2",
-    "dp=2 fsdp=2 zero=2 micro=2",
-    "fsdp=2 zero=1 precision=fp16",
-    "tp=2 micro=4",
-    "tp=2 sequence=true recompute=selective precision=bf16",
-    "cp=2 micro=4",
-    "cp=2 attention=alltoall recompute=selective",
-    "fsdp=2 tp=2 zero=1 sequence=true",
-    "fsdp=2 cp=2 zero=2 micro=2",
-    "cp=2 tp=2 recompute=full",
-    "dp=2 ep=2",
+    *("dp=2", "dp=4 micro=2", "fsdp=2 zero=1 micro=2", "fsdp=2 micro=2", "dp=2 fsdp=2 zero=2 micro=2"),
+    *("fsdp=2 zero=1 precision=fp16", "tp=2 micro=4", "tp=2 sequence=true recompute=selective precision=bf16"),
+    *("cp=2 micro=4", "cp=2 attention=alltoall recompute=selective", "fsdp=2 tp=2 zero=1 sequence=true"),
+    *("fsdp=2 cp=2 zero=2 micro=2", "cp=2 tp=2 recompute=full", "dp=2 ep=2"),
 )
 
 

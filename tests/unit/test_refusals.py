@@ -138,28 +138,10 @@ def small(**how: Any) -> Job:
 
 
 PLANS = (
-    "single",
-    "dp=2",
-    "dp=300",
-    "fsdp=2",
-    "fsdp=2 zero=1",
-    "fsdp=2 zero=2 pp=2",
-    "tp=2",
-    "tp=3",
-    "cp=2",
-    "cp=2 attention=alltoall",
-    "cp=3 attention=alltoall",
-    "ep=2",
-    "ep=3 dp=2",
-    "pp=2",
-    "pp=4",
-    "pp=3 micro=3 schedule=zbv",
-    "dp=2 shares=99,1",
-    "dp=2 sync=local every=4",
-    "dp=2 compress=int8",
-    "pp=2 recompute=full",
-    "tp=2 recompute=selective",
-    "threads=2",
+    *("single", "dp=2", "dp=300", "fsdp=2", "fsdp=2 zero=1", "fsdp=2 zero=2 pp=2", "tp=2", "tp=3", "cp=2"),
+    *("cp=2 attention=alltoall", "cp=3 attention=alltoall", "ep=2", "ep=3 dp=2", "pp=2", "pp=4"),
+    *("pp=3 micro=3 schedule=zbv", "dp=2 shares=99,1", "dp=2 sync=local every=4", "dp=2 compress=int8"),
+    *("pp=2 recompute=full", "tp=2 recompute=selective", "threads=2"),
 )
 
 
