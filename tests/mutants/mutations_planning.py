@@ -98,8 +98,8 @@ PLANNING = (
     Mutation(
         "the planner: recompute is chosen where it is not needed",
         SEARCH,
-        "return (each & (each.cumsum(axis=1) == 1)).reshape(-1)",
-        "return (each & (each.cumsum(axis=1) == each.sum(axis=1, keepdims=True))).reshape(-1)",
+        "ranked = (each & (each.cumsum(axis=1) == 1)).reshape(-1)",
+        "ranked = (each & (each.cumsum(axis=1) == each.sum(axis=1, keepdims=True))).reshape(-1)",
         ("test unit/test_planner.py nothing_is_computed_again",),
     ),
     Mutation(

@@ -82,8 +82,8 @@ RUNS = (
     Mutation(
         "servers: the schedule of the learning rate is left out",
         COORDINATOR,
-        "            rate=rate,",
-        "            rate=self.run.lr_scale,",
+        "rate=rate, watched",
+        "rate=self.run.lr_scale, watched",
         ("test distributed/test_server.py without_staleness",),
     ),
     Mutation(

@@ -247,8 +247,8 @@ TECHNIQUES: tuple[Mutation, ...] = (
     Mutation(
         "losses count padding",
         "train/loss.py",
-        "return target.numel() if ignore_index is None else (target != ignore_index).sum()",
-        "return target.numel()",
+        "return counts.numel() if ignore_index is None else counts.sum()",
+        "return counts.numel()",
         ("test unit/test_losses.py",),
     ),
     Mutation(
