@@ -64,7 +64,8 @@ class BackgroundRun:
             begun = os.read(reading, 1)
         except BaseException:  # Ctrl-C: nothing has begun
             os.kill(pid, signal.SIGKILL)
-            made.wait_quietly()
+            with suppress(Exception):
+                made.wait()
             raise
         finally:
             os.close(reading)
@@ -101,11 +102,6 @@ class BackgroundRun:
             with suppress(ProcessLookupError):
                 os.kill(self._pid, signal.SIGTERM)
         self.wait()
-
-    def wait_quietly(self) -> None:
-        """Wait for its end, whatever that was."""
-        with suppress(Exception):
-            self.wait()
 
     def _looked(self) -> bool:
         """Whether it has ended, and what has become of it is known."""

@@ -85,7 +85,8 @@ def laid_out(job: Job, plan: Plan, place: Place | None, run: RunSpec | None) -> 
     here = devices_here(plan, place)
     refuse(job, plan, place.world_size, here)
     if plan.server:
-        raise RefusedError([_servers_step(plan)])
+        allowed = "phalanx.fit or phalanx train: servers own the steps, and workers compute what they are dealt"
+        raise RefusedError.of("plan.server", f"{plan} for a loop of one's own", allowed, f"dp={plan.dp}")
     if run:
         place = replace(place, timeout=run.timeout)
     kind = device_kind(plan, here)
@@ -97,7 +98,12 @@ def laid_out(job: Job, plan: Plan, place: Place | None, run: RunSpec | None) -> 
     else:
         assembly, own = build(job, plan, place, device), None
         if (scheduler := assembly.step.scheduler) is not None and scheduler.follows_evaluations:
-            raise RefusedError([_no_evaluations()])
+            raise RefusedError.of(
+                "job.optimizer",
+                "ReduceLROnPlateau for a loop of one's own without a run, whose evaluations nobody sees",
+                "a run, whose evaluations it follows; or one that your loop makes over step.optimizer, and steps",
+                'px.build(job, plan, run="runs/mine"), or ReduceLROnPlateau(step.optimizer)',
+            )
     if place.rank == 0:
         unread = [] if run else _unread(job)
         for note in [*(f"differs from one device: {note}" for note in assembly.notes), *assembly.advice, *unread]:
@@ -187,16 +193,3 @@ def _alone(plan: Plan) -> Problem:
         allowed="in phalanx.build, as many processes as the plan has, of torchrun; phalanx.fit starts them itself",
         fix=f"torchrun --nproc-per-node {plan.world_size} script.py",
     )
-
-
-def _servers_step(plan: Plan) -> Problem:
-    given = f"{plan} for a loop of one's own"
-    allowed = "phalanx.fit or phalanx train: servers own the steps, and workers compute what they are dealt"
-    return Problem(where="plan.server", given=given, allowed=allowed, fix=f"dp={plan.dp}")
-
-
-def _no_evaluations() -> Problem:
-    given = "ReduceLROnPlateau for a loop of one's own without a run, whose evaluations nobody sees"
-    allowed = "a run, whose evaluations it follows; or one that your loop makes over step.optimizer, and steps"
-    fix = 'px.build(job, plan, run="runs/mine"), or ReduceLROnPlateau(step.optimizer)'
-    return Problem(where="job.optimizer", given=given, allowed=allowed, fix=fix)

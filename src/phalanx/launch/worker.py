@@ -250,15 +250,10 @@ def await_place(told: TextIO) -> bool:
     if line:
         own = json.loads(line)
         os.environ.update(own["environment"])
-        _work_in(own["folder"])
+        before, folder = os.getcwd(), own["folder"]  # as of a process that was started there
+        os.chdir(folder)
+        sys.path[:] = [folder if path == before else path for path in sys.path]
     return bool(line)
-
-
-def _work_in(folder: str) -> None:
-    """Be as a process that was started in ``folder``."""
-    before = os.getcwd()
-    os.chdir(folder)
-    sys.path[:] = [folder if path == before else path for path in sys.path]
 
 
 def main(runfile: Path, reports: Path | None = None, job_here: str = "") -> int:

@@ -130,8 +130,8 @@ class _PlainLoop:
         samples.seed_everything(seed := samples.stream_seed(job.seed, 0))
         self.data = job.data()
         samples.seed_everything(seed)
-        anew = self.job.evaluate if self.evaluates else None
-        self.evaluation_data = varied.evaluation if varied and varied.batches else anew and anew()
+        evaluates = job.evaluate if self.evaluates else None
+        self.evaluation_data = varied.evaluation if varied and varied.batches else evaluates and evaluates()
         samples.seed_everything(seed)
         self.model = initial_model(job)
         if not self.model.training:
@@ -166,14 +166,14 @@ class _PlainLoop:
             if step == 0:
                 self._look(FIRST)
             if every and (step + 1) % every == 0:
-                self._evaluate_average(step + 1)
+                self._evaluate(step + 1)
                 for part in self.parts:
                     if isinstance(part.schedule, torch.optim.lr_scheduler.ReduceLROnPlateau):
                         part.schedule.step(self._compared(step + 1))
         if not witness.losses:
             raise ValueError("the data gave no batch")
         if self.evaluation_data is not None and not (every and len(witness.losses) % every == 0):
-            self._evaluate_average(len(witness.losses))
+            self._evaluate(len(witness.losses))
         self._look(END)
         if self.average:
             witness.values["average"] = self.average.copies(self.trained.items())
@@ -264,20 +264,16 @@ class _PlainLoop:
 
     def _update(self, step: int, part: Part) -> None:
         """Clip, and step at the schedule's rate."""
-        grads = list(_gradients(part).values())
         # In fp64: the fp32 norm of ten million elements is off by 3e-4 on a CPU.
-        each = [_norm(grad) for grad in grads]
-        norm = torch.linalg.vector_norm(torch.stack(each))
+        norm = torch.linalg.vector_norm(torch.stack([_norm(grad) for grad in _gradients(part).values()]))
         if part is self.parts[0]:
             self.witness.norms.append(float(norm))
             self.witness.skipped.append(self.scales and not math.isfinite(float(norm)))
         self.known_rates |= {name: float(group["lr"]) for name, group in _groups(part).items()}
         if self.job.clip is not None and not self.witness.skipped[-1]:
             clip(self.job.clip, part, norm)
-        if not self.witness.skipped[-1]:
-            stepped = _gradients(part)
-            if step < WHOLE:
-                self.witness.used.setdefault(step, {}).update(_copied(stepped.items()))
+        if not self.witness.skipped[-1] and step < WHOLE:
+            self.witness.used.setdefault(step, {}).update(_copied(_gradients(part).items()))
         if self.scales:
             self.scaler.step(part.optimizer)
             self.scaler.update()
@@ -291,11 +287,11 @@ class _PlainLoop:
             # A first step that fp16 skips is a step of the schedule all the same.
             warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step\\(\\)` before")
             for part in self.parts:
-                known = isinstance(part.schedule, torch.optim.lr_scheduler.ReduceLROnPlateau)
-                if part.schedule is not None and not known:
+                if not isinstance(part.schedule, torch.optim.lr_scheduler.ReduceLROnPlateau | None):
                     part.schedule.step()
 
-    def _evaluate_average(self, step: int) -> None:
+    def _evaluate(self, step: int) -> None:
+        """Loss and metrics over the evaluation data, of the average where there is one."""
         with self.average.evaluated() if self.average else nullcontext():
             how: dict[str, Any] = {"device": self.device, "half": self.half}
             self.witness.evaluations[step] = evaluated(self.job, self.model, self.parts[0], self.evaluation_data, **how)
