@@ -213,7 +213,9 @@ def test_a_large_model_is_not_compared(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(first_step, "LARGEST", 10)
     (told,) = small.fit("dp=2", tmp_path / "run", epochs=None, steps=2).events("check")
     assert told["equal"] is None
-    assert "more than 10 parameters" in told["message"]
+    assert "more than 10 parameters; phalanx prove --small" in told["message"]
+    (told,) = small.fit("dp=2 sync=local every=2", tmp_path / "two", epochs=None, steps=2).events("check")
+    assert "no step of the plan is one device's" in told["message"]
 
 
 def test_it_can_be_left_out(tmp_path: Path) -> None:

@@ -21,13 +21,13 @@ from phalanx.config import Job, Plan, RunSpec
 from phalanx.data import StepBatch
 from phalanx.device_kinds import kind_named, on_host
 from phalanx.errors import RunError
+from phalanx.hardware import memory_bytes
 from phalanx.launch.side_process import Send, SideProcess
 from phalanx.parallel import device_kind, devices_here
 from phalanx.parallel.advice import differs
 from phalanx.train.findings import Findings
 from phalanx.train.metrics import Metrics, Totals
 from phalanx.train.observer import Observer, Scene, changes_of_forward
-from phalanx.train.split_causes import LARGEST
 from phalanx.units import show_names
 from phalanx.witness.dropout_off import dropout_off
 from phalanx.witness.reference_step import (
@@ -43,6 +43,9 @@ from phalanx.witness.rounding import LAST_PLACE
 
 PATIENCE = 10.0
 """Seconds that rank 0 waits for the first step of one device: on CPU at the end of its own, else before it begins."""
+LARGEST, _BYTES = 2e8, 300
+"""Elements of parameters up to which it is taken, if so many bytes for each are no more than the host has."""
+_SMALL = "; phalanx prove --small compares a small copy of the model"
 
 
 @contextmanager
@@ -51,36 +54,41 @@ def first_step_checked(job: Job, run: RunSpec, place: Place, found: Findings) ->
 
     To be entered before a process group, or a device, is there.
     """
-    if why_unchecked(job, run):
-        yield Observer()
+    alone = replace(run.plan, device="auto", precision="fp32") == Plan()
+    if run.check == "off" or alone or (why := why_unchecked(job, run.plan)):
+        silent = Observer()
+        silent.finding = None if run.check == "off" or alone else {**_not_compared(why), "seconds": 0.0}
+        yield silent
         return
     checked = FirstStepCheck(job, run, place.rank, found.causes)
     kind = kind_named(device_kind(run.plan, devices_here(run.plan, place)))
     if not place.rank:
-        large = f"the model has more than {LARGEST:,.0f} parameters" if found.size else "its size is not known"
+        most = min(LARGEST, memory_bytes() / _BYTES)
+        large = f"the model has more than {most:,.0f} parameters{_SMALL}" if found.size else "its size is not known"
         alone = "" if kind.forks else f"no process is forked beside one that uses {kind.label} devices"
-        checked.without = large if found.size is None or found.size > LARGEST else alone
+        checked.without = large if found.size is None or found.size > most else alone
         checked.reference = None if checked.without else _ReferenceProcess(job, run, place)
         if checked.reference and not on_host(kind.name):  # the memory of the device may not do for both
-            checked.reference.result()
+            checked.reference.result(sure=True)
     try:
         yield checked
     finally:
         checked.close()
 
 
-def why_unchecked(job: Job, run: RunSpec) -> str:
-    """Why the first step of ``run`` is not compared, in words; empty where it is, or nothing divides its steps."""
-    plan = run.plan
+def why_unchecked(job: Job, plan: Plan) -> str:
+    """Return why no first step of ``job`` under ``plan`` is compared, in words; empty where it is."""
     reasons = {
-        "the run was told so": run.check == "off",
-        "the plan is one device": replace(plan, device="auto", precision="fp32") == Plan(),
-        "no step of the plan is one device's": bool(plan.server or not plan.exact),
-        "the job has phases": bool(job.phases),
-        "code that was compiled without dropout would be compiled again": plan.compile,
+        f"no step of the plan is one device's{_SMALL}": bool(plan.server or not plan.exact),
+        f"the job has phases{_SMALL}": bool(job.phases),
+        f"compiled code would be compiled again, without dropout{_SMALL}": plan.compile,
         f"precision={plan.precision} is not that of a plain loop": plan.precision not in LAST_PLACE,
     }
     return next((why for why, holds in reasons.items() if holds), "")
+
+
+def _not_compared(why: str) -> dict[str, Any]:
+    return {"equal": None, "message": f"first step not compared with one device: {why}"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,11 +173,14 @@ class FirstStepCheck(Observer):
     def _judged(self, kind: Kind, loss: float, everyone: list[Any]) -> dict[str, Any]:
         # a loss that is not finite the run answers as it was told to
         without, result = self.without if math.isfinite(loss) else "its loss is not finite", None
-        if not without and self.reference:
-            result, without = self.reference.result()
-        if result is None:
-            return {"stop": False, "equal": None, "message": f"first step not compared with one device: {without}"}
-        words, largest, most = result.judged(kind, loss, [told["parts"] for told in everyone])
+        words, largest, most = "", 0.0, 0.0
+        for sure in (False, True):  # what is equal without noise is so with it
+            if self.reference and not without and (words or not sure):
+                result, without = self.reference.result(sure)
+                if result:
+                    words, largest, most = result.judged(kind, loss, [told["parts"] for told in everyone])
+        if result is None or (without and not words):
+            return {"stop": False, **_not_compared(without)}
         if kind == "gradient":  # an update may be off where a gradient is rounding alone
             self._largest, self._most = largest, most
         data = result.other_data([told["samples"] for told in everyone])
@@ -221,7 +232,8 @@ class _ReferenceProcess:
         # Without a name: nothing is left of it where this process is killed.
         self._precision, self._file = run.plan.precision, tempfile.TemporaryFile()  # noqa: SIM115
         self._process = SideProcess(partial(self._work, job, run, place))
-        self._found: tuple[FirstStepOfOne | None, str] | None = None
+        self._found: tuple[FirstStepOfOne | None, str] = None, ""
+        self._answers = 0
 
     def _work(self, job: Job, run: RunSpec, place: Place, send: Send) -> None:
         from phalanx.witness.reference_step import take_first_step
@@ -229,18 +241,28 @@ class _ReferenceProcess:
         try:
             device = device_for(place, device_kind(run.plan, devices_here(run.plan, place)))
             with changes_of_forward() as changes:
-                told = take_first_step(job, self._precision, device, self._file, run.lr_scale)
-            send({**told, "changes": list(changes)})
+                for told in take_first_step(job, self._precision, device, self._file, run.lr_scale):
+                    send({**told, "changes": list(changes)})
         except Exception as error:
             send({"without": f"the plain loop fails with {type(error).__name__}: {error}"})
 
-    def result(self) -> tuple[FirstStepOfOne | None, str]:
-        """What it came to, or why it came to nothing."""
-        if self._found is None:
-            answer = self._process.next(PATIENCE) or {"without": f"that takes more than {PATIENCE:g} s longer"}
+    def result(self, sure: bool = False) -> tuple[FirstStepOfOne | None, str]:
+        """Return what it came to, or why it came to nothing; ``sure``: with the noise, which takes two more steps.
+
+        Noise that does not come in time is without end: what is off by more than it may hide differs all the same.
+        """
+        read, without = self._found
+        while not without and self._answers <= sure:
+            self._answers += 1
+            answer = self._process.next(PATIENCE) or {"without": f"that takes more than {PATIENCE:g} s longer{_SMALL}"}
+            without = answer.get("without", "")
+            if read:
+                read = replace(read, answer={**read.answer, "noise": {}, "off": math.inf, **answer})
+            elif not without:
+                read = FirstStepOfOne.read(answer, self._file, self._precision)
+        if without or sure:
             self._process.close()
-            read = None if "without" in answer else FirstStepOfOne.read(answer, self._file, self._precision)
-            self._found = read, answer.get("without", "")
+        self._found = read, without
         return self._found
 
     def close(self) -> None:

@@ -8,7 +8,7 @@ square of the norm (Achlioptas 2003).
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from hashlib import blake2b
@@ -37,43 +37,49 @@ _COLUMNS = 8  # of random signs
 
 def take_first_step(
     job: Job, precision: str, device: torch.device, file: BinaryIO, lr_scale: float = 1.0
-) -> dict[str, Any]:
+) -> Iterator[dict[str, Any]]:
     """Take it on ``device``, learning rates times ``lr_scale``; tensors go to ``file``.
 
-    Gives the rest as JSON: ``without`` says why there is nothing.
+    Gives the rest as JSON: first without noise, which is 0 there, then with it; ``without`` says why there is nothing.
     It seeds the global generators, and so belongs into a process of its own.
     """
     from phalanx.witness.plain_loop import Witness, why_not  # of no use to the process that judges
 
     if reason := why_not(job):
-        return {"without": reason}
+        yield {"without": reason}
+        return
     how: dict[str, Any] = {"precision": precision, "device": device}
     first: dict[str, Any] = {"lr_scale": lr_scale, "first_step": True}
     with dropout_off():
         one = Witness.of(job, 1, varied=Variation(**first), **how)
-        if one.drew:
-            return {"without": "the model draws random numbers in forward"}
-        first |= {"share": LAST_PLACE[precision], "batches": one.batches}
+    mine = _computed(one)
+    reasons = {
+        "the model draws random numbers in forward": one.drew,
+        "its fp16 gradients overflow": one.skipped[0],
+        "its numbers are not finite": not all(bool(tensor.isfinite().all()) for tensor in mine.values()),
+    }
+    if found := [why for why, holds in reasons.items() if holds]:
+        yield {"without": found[0]}
+        return
+    file.write(save({name: tensor.contiguous() for name, tensor in mine.items()}))
+    file.flush()
+    sizes = {name: _norm(value) for name, value in one.values["start"].items()}
+    eps = {name: float(options.get("eps") or 0.0) for name, options in one.options.items()}
+    told = {"loss": one.losses[0], "sizes": sizes, "eps": eps, "samples": sample_digests(*one.batches[0][1:])}
+    yield told | {"off": 0.0, "noise": dict.fromkeys(mine, 0.0), "bends": False}
+    first |= {"share": LAST_PLACE[precision], "batches": one.batches}
+    with dropout_off():
         again = [Variation(**first, seed=times, times=times) for times in _LOSS_TIMES]
         others = [Witness.of(job, 1, varied=varied, **how) for varied in again]
-    if one.skipped[0]:
-        return {"without": "its fp16 gradients overflow"}
-    mine = _computed(one)
-    if not all(bool(tensor.isfinite().all()) for tensor in mine.values()):
-        return {"without": "its numbers are not finite"}
     computed = [_computed(other) for other in others]
     noise = {
         name: [spread(value.numel()) * _norm(other[name] - value) for other in computed] for name, value in mine.items()
     }
     gradients = [name for name, value in mine.items() if name.startswith("gradient.") and value.numel() >= _SEVERAL]
     bends = any(noise[name][1] > 1e3 * noise[name][0] + 0.01 * _norm(mine[name]) for name in gradients)
-    off = spread(SUMS) * max(abs(other.losses[0] - one.losses[0]) for other in others)
-    file.write(save({name: tensor.contiguous() for name, tensor in mine.items()}))
-    file.flush()
-    sizes = {name: _norm(value) for name, value in one.values["start"].items()}
-    digests = sample_digests(*one.batches[0][1:])
+    off = spread(SUMS) * max(abs(other.losses[0] - told["loss"]) for other in others)
     rounding = {name: min(each) if bends else max(each) for name, each in noise.items()}
-    return {"loss": one.losses[0], "off": off, "noise": rounding, "sizes": sizes, "samples": digests, "bends": bends}
+    yield told | {"off": off, "noise": rounding, "bends": bends}
 
 
 def sample_digests(ids: Sequence[int], batch: Any) -> dict[str, str]:
@@ -149,13 +155,15 @@ class FirstStepOfOne:
         if whole is None:
             return math.inf if kind == "buffer" else LAST_PLACE["fp32"] * total
         floor, noise = FLOOR[self.precision], self.answer["noise"]
-        allowed = TIMES * noise[f"{kind}.{name}"]
+        allowed = TIMES * noise.get(f"{kind}.{name}", math.inf)
         allowed = (min(allowed, CAP[self.precision] * total) if kind == "gradient" else allowed) + floor * _norm(whole)
         if kind == "update":
-            # Adam steps as far for an element whose gradient is nothing but rounding, in either direction.
-            grad = self.tensors[f"gradient.{name}"]
-            rounding = (TIMES * noise[f"gradient.{name}"] + floor * _norm(grad)) / math.sqrt(max(1, grad.numel()))
-            allowed += 2 * _norm(whole[grad.abs() <= 2 * rounding])
+            # Adam steps in either direction for a gradient that is nothing but rounding; near eps, not as far.
+            size, eps = self.tensors[f"gradient.{name}"].abs(), self.answer["eps"].get(name, 0.0)
+            limit = (TIMES * noise.get(f"gradient.{name}", math.inf) + floor * _norm(size)) / math.sqrt(
+                size.numel() or 1
+            )
+            allowed += 2 * _norm(whole * torch.where(size <= 2 * limit, 1.0, eps * limit / (size * (size + eps))))
             return allowed + 2 * LAST_PLACE["fp32"] * self.answer["sizes"][name]
         return allowed + LAST_PLACE["fp32"] * total
 
