@@ -113,7 +113,7 @@ class FirstStepCheck(Observer):
         self.without = ""
         self._job, self._run, self._rank, self._causes = job, run, rank, causes
         self._scene: Scene | None = None
-        self._start: dict[str, _Held] = {}
+        self._start = list[dict[str, _Held]]()
         self._gradients: tuple[float, dict[str, _Held]] = 0.0, {}
         self._seconds = self._largest = self._most = 0.0
         self._samples: dict[str, str] = {}
@@ -126,7 +126,7 @@ class FirstStepCheck(Observer):
         if batch.step:
             self.close()
         elif self._scene:
-            self._start = _parts(self._scene, self._scene.stepped())
+            self._start = [_parts(self._scene, one) for one in (self._scene.stepped(), self._scene.values())]
             held = [micro for part in batch.parts for micro in part if micro.samples]
             self._samples = {key: one for micro in held for key, one in sample_digests(micro.ids, micro.batch).items()}
             self._off.enter_context(dropout_off())  # the masks of one device cannot be had in pieces
@@ -143,13 +143,13 @@ class FirstStepCheck(Observer):
 
     def updated(self, batch: StepBatch, metrics: Metrics) -> None:
         if self._scene and not batch.step and not metrics.skipped:
-            parts, slices = _parts(self._scene, self._scene.stepped()), self._scene.slices
+            scene, slices = self._scene, self._scene.slices
             # the buffers of another stage are kept up to date there
-            kept = {
-                name: one for name, one in self._scene.buffers().items() if name not in slices or slices[name].counts
-            }
-            buffers = _parts(self._scene, kept)
-            self._compare("update", metrics.loss, {name: part.since(self._start[name]) for name, part in parts.items()})
+            kept = {name: one for name, one in scene.buffers().items() if name not in slices or slices[name].counts}
+            buffers = _parts(scene, kept)
+            for before, after in zip(self._start, (scene.stepped(), scene.values()), strict=True):
+                parts = {name: part.since(before[name]) for name, part in _parts(scene, after).items()}
+                self._compare("update", metrics.loss, parts)
             self._compare("buffer", metrics.loss, buffers)
         self.close()
 
