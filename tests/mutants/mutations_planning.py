@@ -189,8 +189,8 @@ PLANNING = (
     Mutation(
         "a proof: noise hides what is wrong in the first step",
         COMPARE,
-        "noise = min(noise, CAP[self.precision] * total) if first else noise",
-        "noise = min(noise, CAP[self.precision] * total) if not first else noise",
+        'min(noise, CAP[self.precision] * total) if key.split("|")[1] == "0" else noise',
+        'min(noise, CAP[self.precision] * total) if key.split("|")[1] != "0" else noise',
         ("test unit/test_tolerances.py repeat",),
     ),
     Mutation(

@@ -16,11 +16,12 @@ from torch import Tensor, nn
 import phalanx as px
 from law_rows import in_one_test
 from phalanx.config import Plan
+from phalanx.errors import RefusedError
 from phalanx.launch.first_step import why_unchecked
 from phalanx.verify.compare import Bounds, Way, parameters
 from phalanx.verify.judge import Pair, judged
 from phalanx.verify.record import END, START, RunRecord
-from phalanx.verify.references import _flat, _record, varied
+from phalanx.verify.references import _flat, _record, small_copy, varied
 from phalanx.witness.reference_step import FirstStepOfOne, signed, take_first_step
 
 pytestmark = pytest.mark.quick
@@ -128,6 +129,17 @@ def test_of_a_model_that_draws_there_is_no_first_step() -> None:
         job = job_with(partial(nn.Sequential, nn.Linear(6, 4), last))
         taken.append("without" in next(take_first_step(job, "fp32", torch.device("cpu"), BytesIO())))
     assert taken == [False, True], "dropout is off, other numbers cannot be had"
+
+
+def test_a_small_copy_has_two_layers_of_a_kind() -> None:
+    layer = partial(nn.TransformerEncoderLayer, 6, 2, 8)
+    encoder = partial(nn.TransformerEncoder, layer(), 4, enable_nested_tensor=False)
+    for made in (encoder, lambda: nn.Sequential(nn.Linear(6, 6), layer(), layer(), layer())):
+        copy = small_copy(job_with(made), Plan()).model()
+        assert [type(one) for one in copy.modules()].count(nn.TransformerEncoderLayer) == 2
+        assert copy(torch.rand(3, 2, 6)).shape == (3, 2, 6)
+    with pytest.raises(RefusedError, match="more than 4 modules of one class"):
+        small_copy(job_with(encoder), Plan(pp=4)).model()
 
 
 @in_one_test(

@@ -34,8 +34,7 @@ class _LaunchCommand(RunCommand):
 
         super().format_options(ctx, formatter)
         for name in TARGETS:
-            options = target_class(name).options
-            if options:
+            if options := target_class(name).options:
                 with formatter.section(f"Options of --to {name}"):
                     formatter.write_dl([(f"--{key} {one.example}", one.help) for key, one in options.items()])
 

@@ -60,8 +60,7 @@ def set_option(argument: str) -> Callable[[Callable[..., Any]], Callable[..., An
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(function)
         def call(*args: Any, **options: Any) -> Any:
-            pairs = options.pop("overrides")
-            if pairs:
+            if pairs := options.pop("overrides"):
                 options[argument] = _with_overrides(options[argument], pairs)
             return function(*args, **options)
 

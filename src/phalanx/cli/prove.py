@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import click
 
 from phalanx.cli.options import PlanText, job_argument
 from phalanx.cli.output import answer, json_option
 from phalanx.config import Plan
-
-_NOT_EQUAL = 1
 
 
 @click.command("prove", short_help="Compare a plan with one device.")
@@ -25,11 +25,10 @@ _NOT_EQUAL = 1
     default=None,
     help="Resume the run from its middle and compare that, too. Not given: of small models.",
 )
+@click.option("--small", is_flag=True, help="Prove a small copy: of layers of one class in a row the first two.")
 @json_option
 @click.pass_context
-def command(
-    ctx: click.Context, job: str, plan: Plan, steps: int, against: str | None, resume: bool | None, as_json: bool
-) -> None:
+def command(ctx: click.Context, job: str, plan: Plan, steps: int, small: bool, as_json: bool, **how: Any) -> None:
     """Train JOB twice, by a plain PyTorch loop on one device and under the plan, and compare what both computed.
 
     Exit code 0: equal within what rounding explains. 1: not equal; the first tensor that differs and the likely cause
@@ -40,11 +39,12 @@ def command(
       phalanx prove examples/digits.py --plan dp=2
       phalanx prove examples/gpt.py --plan "fsdp=2 zero=3 micro=4" --steps 5
       phalanx prove job.py --plan dp=2 --against train.py:loop
+      phalanx prove large.py --plan "fsdp=8" --small
     """
     from phalanx.launch.jobfile import load_function, load_job
 
     loaded = load_job(job)
-    own = load_function(against) if against else None
+    how["against"] = load_function(how["against"]) if how["against"] else None
 
     from rich.markup import escape
 
@@ -57,7 +57,12 @@ def command(
     def say(note: str) -> None:
         stderr.print(f"[yellow]note:[/] {escape(note)}", highlight=False)
 
+    if small:
+        from phalanx.verify import small_copy
+
+        loaded = small_copy(loaded, plan)
+        say("this is a small copy of the model, with values that it draws: what fails may be due to that")
     with Waiting(stderr, f"{loaded.name}: {steps} steps on one device, then under {plan}") as waiting:
-        proof = prove(loaded, plan, steps=steps, against=own, watch=waiting, say=say, resume=resume)
+        proof = prove(loaded, plan, steps=steps, watch=waiting, say=say, **how)
     answer(as_json, {"job": loaded.name, **proof.to_dict()}, lambda _: proof_table(proof.to_dict()))
-    ctx.exit(0 if proof.equal else _NOT_EQUAL)
+    ctx.exit(0 if proof.equal else 1)

@@ -2,6 +2,6 @@
 
 from phalanx.verify.compare import Difference
 from phalanx.verify.parity import OneDevice, Proof, prove
-from phalanx.verify.references import ReferenceRun
+from phalanx.verify.references import ReferenceRun, small_copy
 
-__all__ = ["Difference", "OneDevice", "Proof", "ReferenceRun", "prove"]
+__all__ = ["Difference", "OneDevice", "Proof", "ReferenceRun", "prove", "small_copy"]

@@ -107,8 +107,7 @@ def proven(job: Job, steps: int, taken: int | None = None) -> Job:
 
 def traced(record: RunRecord, job: Job, plan: Plan, folder: Path, watch: Watch = None) -> RunRecord:
     """``record`` with what passes the modules in the first step, for which that is taken once more."""
-    run = _run(job, plan, folder)
-    answers = _trained(proven(job, 1), run, lambda place: Tracing(folder, plan), watch)
+    answers = _trained(proven(job, 1), _run(job, plan, folder), lambda place: Tracing(folder, plan), watch)
     traces, auxiliary = traces_of(answers, folder)
     return replace(record, traces=traces, auxiliary=auxiliary)
 

@@ -84,15 +84,13 @@ class Bounds:
     def of_sum(self, key: str, size: float) -> float:
         """Return the allowed difference of a number of this ``size`` that is a sum over samples."""
         noise = TIMES * self.noise.get(key, 0.0)
-        first = key.split("|")[1] == "0"
-        noise = min(noise, CAP[self.precision] * abs(size)) if first else noise
+        noise = min(noise, CAP[self.precision] * abs(size)) if key.split("|")[1] == "0" else noise
         return noise + SUM_FLOOR[self.precision] * abs(size)
 
     def of_gradient(self, key: str, size: float, total: float) -> float:
         """Return the same for a gradient; ``total``: norm of all gradients of the step."""
         noise = TIMES * self.noise.get(key, 0.0)
-        first = key.split("|")[1] == "0"
-        noise = min(noise, CAP[self.precision] * total) if first else noise
+        noise = min(noise, CAP[self.precision] * total) if key.split("|")[1] == "0" else noise
         least = LAST_PLACE["fp32"] if self.noise else FLOOR[self.precision]
         return (noise or least * total) + FLOOR[self.precision] * size
 

@@ -141,8 +141,7 @@ def _same_samples(evidence: Evidence, job: Job, plan: Plan) -> str:
 
 
 def _ranks_apart(evidence: Evidence, job: Job, plan: Plan) -> str:
-    found = split.differing_copies(evidence, "end")
-    if not found:
+    if not (found := split.differing_copies(evidence, "end")):
         return ""
     return (
         f"{found} after the last step, where their first gradients are equal: the optimizer's step differs by rank. "
@@ -216,7 +215,9 @@ def _after_the_gradient(evidence: Evidence, job: Job, plan: Plan) -> str:
 def changed_before_the_update(evidence: Evidence, job: Job, plan: Plan) -> str:
     """The gradients are one device's when they are reduced, and others, or of another norm, when they are used."""
     for step in sorted(evidence.one.used):
-        if any(one.beyond for one in evidence.of("gradient", step)) or _scaled(evidence, step):
+        scales = [check.first for check in evidence.checks if check.kind == "scale" and check.step == step]
+        factor = any(first.startswith("all gradients in") for first in scales)  # that reduced ones have in common
+        if factor or any(one.beyond for one in evidence.of("gradient", step)):
             return ""
         _, copies = copies_apart(evidence.other, f"used-{step}", everywhere=plan.sync == "each")
         norm = any("norm is" in one for check in evidence.checks if check.step == step for one in check.wrong)
@@ -233,27 +234,19 @@ def changed_before_the_update(evidence: Evidence, job: Job, plan: Plan) -> str:
     )
 
 
-def _scaled(evidence: Evidence, step: int) -> bool:
-    """Whether the reduced gradients of a step have a factor in common."""
-    scales = (check for check in evidence.checks if check.kind == "scale" and check.step == step)
-    return any(check.first.startswith("all gradients in") for check in scales)
-
-
 def buffers_apart(evidence: Evidence, job: Job, plan: Plan) -> str:
     """Buffers differ between ranks, or from one device's, and nothing that is computed before does."""
     if evidence.batch_norm or any(one.beyond for one in (*evidence.gradients, *evidence.initial)):
         return ""
     for moment in (FIRST, END):
         _, found = copies_apart(evidence.other, moment, everywhere=plan.sync == "each")
-        names = list(dict.fromkeys(one.name for one in found if one.kind == "buffer"))
-        if names:
+        if names := list(dict.fromkeys(one.name for one in found if one.kind == "buffer")):
             return (
                 f"the buffers of ranks differ: {show_names(names, 3)}. They are updated in forward, by what each rank "
                 "sees of the batch, and nobody brings them together. Compute them from the whole batch (an all-reduce "
                 "in forward), or make them parameters."
             )
-        names = [one.name for one in evidence.of("buffer", 0 if moment == FIRST else None) if one.beyond]
-        if names:
+        if names := [one.name for one in evidence.of("buffer", 0 if moment == FIRST else None) if one.beyond]:
             return (
                 f"a buffer differs from one device's: {show_names(names, 3)}. It is updated in forward, once for each "
                 "micro-batch and from that micro-batch alone, which is smaller under this plan."
@@ -267,8 +260,7 @@ def state_apart(evidence: Evidence, job: Job, plan: Plan) -> str:
         _, found = copies_apart(evidence.other, moment, everywhere=plan.sync == "each")
         if any(one.kind == "value" for one in found):
             return ""
-        names = list(dict.fromkeys(one.name for one in found if one.kind == "state"))
-        if names:
+        if names := list(dict.fromkeys(one.name for one in found if one.kind == "state")):
             return (
                 f"the optimizer's state differs between ranks that hold the same parameters: {show_names(names, 3)}. "
                 "Their parameters part with the next step. Look for state that is changed or restored on some ranks."

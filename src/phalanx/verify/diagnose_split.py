@@ -18,8 +18,7 @@ from phalanx.witness.reference_step import Piece, cut_out
 
 def other_start(evidence: Evidence, job: Job, plan: Plan) -> str:
     """The plan's model begins with other values than one device's."""
-    wrong = [one for one in evidence.initial if one.beyond]
-    if not wrong:
+    if not (wrong := [one for one in evidence.initial if one.beyond]):
         return ""
     starts = evidence.other.fingerprints("start")
     stages = [{plan.coordinate(rank)["pp"] for rank, known in enumerate(starts) if one.name in known} for one in wrong]
@@ -44,8 +43,7 @@ def other_start(evidence: Evidence, job: Job, plan: Plan) -> str:
 
 def copies_apart_at_the_start(evidence: Evidence, job: Job, plan: Plan) -> str:
     """Ranks that hold the same part of a parameter hold other values of it."""
-    found = differing_copies(evidence, "start")
-    if not found:
+    if not (found := differing_copies(evidence, "start")):
         return ""
     return (
         f"{found} from the start: a missing synchronisation. "
@@ -83,7 +81,10 @@ def _forward(evidence: Evidence, names: list[str], allowed: float, plan: Plan) -
         if not given or max(one.distance(reference.output) for one in given) <= allowed:
             continue
         # A bias is added on each rank, to its part of the sum: what is left out here was in all of them.
-        expected, *given = _without_bias(evidence, name, reference.rows, [reference.output, *given])
+        bias, outputs = evidence.one.values[START].get(f"{name}.bias"), [reference.output, *given]
+        if bias is not None and bias.dim() == 1:
+            outputs = [one.plus(Fingerprint.of(bias), -reference.rows) for one in outputs]
+        expected, *given = outputs
         where = f"the output of {name}"
         if _parts(expected, given, 1.0, allowed):
             return (
@@ -159,13 +160,6 @@ def _by_rank(evidence: Evidence, name: str, *, grad: bool) -> list[Fingerprint]:
         share = evidence.one.traces[0][name].rows / max(max(rows.values(), default=0.0), 1.0)
         totals = [one.plus(one, share - 1) for one in totals]
     return totals
-
-
-def _without_bias(evidence: Evidence, name: str, rows: float, outputs: list[Fingerprint]) -> list[Fingerprint]:
-    bias = evidence.one.values[START].get(f"{name}.bias")
-    if bias is None or bias.dim() != 1:
-        return outputs
-    return [one.plus(Fingerprint.of(bias), -rows) for one in outputs]
 
 
 def _parts(reference: Fingerprint, given: list[Fingerprint], scale: float, allowed: float) -> bool:

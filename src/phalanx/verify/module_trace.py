@@ -152,8 +152,7 @@ def auxiliary_gradients(step: Step, batch: StepBatch) -> dict[str, Tensor]:
 
     A backward of its own, on one device, in which nothing comes back through the weights that experts are called with.
     """
-    routers = _routers(step.layout.module)
-    if not routers:
+    if not (routers := _routers(step.layout.module)):
         return {}
     hooks = [child.register_forward_pre_hook(_close, with_kwargs=True) for child in _experts(step.layout.module)]
     try:

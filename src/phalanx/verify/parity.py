@@ -155,7 +155,8 @@ class OneDevice:
         taken = len(self._record.steps)
         bounds = Bounds(precision=plan.precision, noise=self._record.noise)
         later, at = list[Check](), taken // 2
-        wanted = not _why_not_resumed(plan, taken) and (self._cheap if resume is None else resume)
+        cheap = taken * sum(one.numel() for one in self._record.values[END].values()) <= _CHEAP
+        wanted = not _why_not_resumed(plan, taken) and (cheap if resume is None else resume)
         with _folder() as name:
             given = proven(self.job, self.steps, taken)
             every = at if wanted else 0
@@ -193,11 +194,6 @@ class OneDevice:
             asked=self.steps,
             late=pair.one.last_gradient if taken > self.steps else None,
         )
-
-    @property
-    def _cheap(self) -> bool:
-        record = self._record
-        return len(record.steps) * sum(one.numel() for one in record.values[END].values()) <= _CHEAP
 
     def evidence(self, pair: Pair, checks: list[Check], watch: Watch = None) -> Evidence:
         """What a cause is told from; for it the first step is taken once more on both sides, and looked into."""

@@ -242,8 +242,7 @@ def _whole(moment: str, copies: list[dict[str, Copy]], answers: list[dict[str, A
     if not moment.startswith(("reduced", "used")) or len(replicas) == 1:
         return _of_replica(copies, answers, replicas[0])
     found: dict[str, Tensor] = {}
-    step = moment.rpartition("-")[2]
-    shares = {answer["replica"]: answer["counts"][step] for answer in answers}
+    shares = {answer["replica"]: answer["counts"][moment.rpartition("-")[2]] for answer in answers}
     for replica in replicas:
         for key, tensor in _of_replica(copies, answers, replica).items():
             part = tensor * (shares[replica] / sum(shares.values()))
@@ -275,8 +274,7 @@ def _put(whole: Tensor, values: Tensor, piece: Piece) -> None:
     (dim, ranges), *others = piece
     at = 0
     for start, stop in ranges:
-        part = values.narrow(dim, at, stop - start)
-        _put(whole.narrow(dim, start, stop - start), part, tuple(others))
+        _put(whole.narrow(dim, start, stop - start), values.narrow(dim, at, stop - start), tuple(others))
         at += stop - start
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from importlib import import_module
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from phalanx.comm import Place, device_for
 from phalanx.config import Job, Plan
 from phalanx.config.plan import Device, Precision
+from phalanx.errors import RefusedError
 from phalanx.launch import launch
 from phalanx.launch.side_process import Send, SideProcess
 from phalanx.parallel import batch_statistics, device_kind, dropouts
@@ -135,7 +137,10 @@ def _flat(witness: Witness) -> tuple[dict[str, Tensor], dict[str, Any]]:
         for step, loss in enumerate(witness.losses)
     ]
     ids = witness.samples[0] if witness.samples else []
-    options = {name: _numeric(group) for name, group in witness.options.items()}
+    options = {  # those that are numbers, or a few of them
+        name: {key: number for key, value in group.items() if (number := _number(value)) is not None}
+        for name, group in witness.options.items()
+    }
     return tensors, {
         "steps": steps,
         "numbers": numbers,
@@ -170,11 +175,6 @@ def _by_step(grads: Mapping[str, dict[str, Tensor]]) -> dict[int, dict[str, Tens
     return {step: grads[str(step)] for step in sorted(map(int, grads))}
 
 
-def _numeric(group: Mapping[str, Any]) -> dict[str, Any]:
-    """The options that are numbers, or a few of them."""
-    return {key: number for key, value in group.items() if (number := _number(value)) is not None}
-
-
 def _number(value: Any) -> Any:
     if isinstance(value, Tensor):
         return float(value.detach()) if value.numel() == 1 else None
@@ -182,6 +182,29 @@ def _number(value: Any) -> Any:
         numbers = [_number(one) for one in value]
         return None if None in numbers else numbers
     return value if isinstance(value, bool | int | float) else None
+
+
+def small_copy(job: Job, plan: Plan) -> Job:
+    """Return ``job`` with fewer layers: of each run of modules of one class in a list, the first two.
+
+    Under ``plan`` with more stages as many as these. ``job.initial`` is left out: the model draws its values.
+    """
+    least = max(2, plan.pp * plan.stages)
+
+    def model() -> nn.Module:
+        built, dropped = job.model(), 0
+        for part in [one for one in built.modules() if isinstance(one, nn.ModuleList | nn.Sequential | nn.ModuleDict)]:
+            runs = [list(run) for _, run in groupby(part._modules.items(), lambda one: type(one[1]))]
+            kept = [one for run in runs for one in run[:least]]
+            dropped += len(part) - len(kept)
+            places = all(name.isdigit() for name, _ in kept) and not isinstance(part, nn.ModuleDict)
+            part._modules = {str(at) if places else name: child for at, (name, child) in enumerate(kept)}
+        if not dropped:
+            given = f"a model without a list of more than {least} modules of one class in a row"
+            raise RefusedError.of("--small", given, "layers in an nn.ModuleList or nn.Sequential", "no --small")
+        return built
+
+    return replace(job, model=model, initial=None)
 
 
 _PATIENCE = 600.0  # seconds to build a model in
