@@ -201,7 +201,7 @@ def small_copy(job: Job, plan: Plan) -> Job:
             part._modules = {str(at) if places else name: child for at, (name, child) in enumerate(kept)}
         if not dropped:
             given = f"a model without a list of more than {least} modules of one class in a row"
-            raise RefusedError.of("--small", given, "layers in an nn.ModuleList or nn.Sequential", "no --small")
+            raise RefusedError.of("small", given, "layers in an nn.ModuleList or nn.Sequential", "prove it as it is")
         return built
 
     return replace(job, model=model, initial=None)
