@@ -41,17 +41,15 @@ def command(ctx: click.Context, job: str, plan: Plan, steps: int, small: bool, a
       phalanx prove job.py --plan dp=2 --against train.py:loop
       phalanx prove large.py --plan "fsdp=8" --small
     """
-    from phalanx.launch.jobfile import load_function, load_job
-
-    loaded = load_job(job)
-    how["against"] = load_function(how["against"]) if how["against"] else None
-
     from rich.markup import escape
 
     from phalanx.api import prove
+    from phalanx.launch.jobfile import load_function, load_job
     from phalanx.report.progress import Waiting
     from phalanx.report.tables import PlainConsole, proof_table
 
+    loaded = load_job(job)
+    how["against"] = load_function(how["against"]) if how["against"] else None
     stderr = PlainConsole(stderr=True)
 
     def say(note: str) -> None:

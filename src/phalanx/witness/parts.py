@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from phalanx.config import Job, Schedule
+from phalanx.config import Clip, Job, Schedule
 
 
 @dataclass(kw_only=True)
@@ -108,3 +108,22 @@ class _Named(list[Tensor]):
 def dense(tensor: Tensor) -> Tensor:
     """A sparse tensor with its zeros."""
     return tensor.to_dense() if tensor.is_sparse else tensor
+
+
+def clip(how: float | Clip, part: Part, norm: Tensor) -> None:
+    """Clip the gradients of ``part`` as ``job.clip`` says, by torch; ``norm`` is their global L2 norm in fp64."""
+    limit: Any = how.norm if isinstance(how, Clip) else how
+    if not isinstance(how, Clip) or (how.value is None and how.norm_type == 2 and how.per == "all"):
+        torch.nn.utils.clip_grads_with_norm_(part.trained.values(), limit, norm)
+    elif how.value is not None:
+        for tensor in part.trained.values():  # as clip_grad_value_, which takes no sparse ones
+            if (grad := tensor.grad) is not None:
+                (grad.values() if grad.is_sparse else grad).clamp_(-how.value, how.value)
+    else:
+        each = part.optimizer.param_groups if how.per == "group" else [{"params": list(part.trained.values())}]
+        for group in each:
+            grads = [dense(one.grad) for one in group["params"] if one.grad is not None]
+            norms = [torch.linalg.vector_norm(one, how.norm_type, dtype=torch.float64) for one in grads]
+            if norms:
+                whole = torch.linalg.vector_norm(torch.stack(norms), how.norm_type)
+                torch.nn.utils.clip_grads_with_norm_(group["params"], limit, whole)

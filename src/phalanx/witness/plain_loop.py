@@ -24,10 +24,9 @@ from phalanx.config import Job, Schedule
 from phalanx.device_kinds import kind_of
 from phalanx.witness import samples
 from phalanx.witness.averages import PlainAverage
-from phalanx.witness.clipping import clip
 from phalanx.witness.evaluation import by_name, evaluated, on_device, sum_and_count
 from phalanx.witness.initial import initial_model
-from phalanx.witness.parts import Part, dense, parts_of
+from phalanx.witness.parts import Part, clip, dense, parts_of
 
 if TYPE_CHECKING:
     from phalanx.witness.rounding import Variation
