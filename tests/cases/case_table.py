@@ -288,7 +288,7 @@ MISTAKEN: dict[str, Case] = {
     "labels out of range": case(
         "classes that the model does not have",
         partial(job, loss=lambda output, batch: px.cross_entropy(output, batch["y"] + CLASSES_TOO_MANY)),
-        refused("targets from 4 to 6 for logits of 4 classes"),
+        refused("for logits of 4 classes; allowed: 0 to 3"),
     ),
     "not a number": case(
         "a loss that is not a number",

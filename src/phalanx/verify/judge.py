@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -146,7 +146,10 @@ def _values(pair: Pair, moment: str) -> Iterator[Check]:
     found += compare.values(here, there)
     yield _tensors(pair, "parameter", moment, found, step=step)
     yield _tensors(pair, "buffer", moment, _buffers(pair, moment), step=step)
-    yield _tensors(pair, "state", moment, _states(pair, moment, first), step=step)
+    states = (record.state.get(moment, {}) for record in (pair.one, pair.other))
+    mine, others = ({name: one for name, one in state.items() if name.rpartition(".")[0] in first} for state in states)
+    found = _common(mine, others, lambda name, size: pair.bounds.of(f"state|{moment}|{name}", size))
+    yield _tensors(pair, "state", moment, found, step=step)
     numbers = _different(one.numbers.get(moment, {}), other.numbers.get(moment, {}))
     yield _exact("numbers in the optimizer's state", WORDS[moment], numbers)
 
@@ -177,13 +180,6 @@ def _gradients_of(pair: Pair, kind: str, step: int) -> tuple[Tensors, Tensors]:
     if late or (step in mine and step in others):
         return mine.get(step, {}), others.get(step, {})
     return {}, {}
-
-
-def _states(pair: Pair, moment: str, meant: Collection[str]) -> list[Difference]:
-    """The optimizer's state, but for that of parameters whose gradients are zero but for rounding."""
-    states = (record.state.get(moment, {}) for record in (pair.one, pair.other))
-    mine, others = ({name: one for name, one in state.items() if name.rpartition(".")[0] in meant} for state in states)
-    return _common(mine, others, lambda name, size: pair.bounds.of(f"state|{moment}|{name}", size))
 
 
 def _common(one: Tensors, other: Tensors, allowed: Callable[[str, float], float]) -> list[Difference]:

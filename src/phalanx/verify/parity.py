@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.config import Job, Plan
-from phalanx.errors import RefusedError, WorkerError
+from phalanx.errors import RefusedError, SpecError, WorkerError
 from phalanx.launch import LookAhead, look_ahead, make_ready
 from phalanx.train.assembly import refuse
 from phalanx.train.findings import Findings
@@ -154,7 +154,7 @@ class OneDevice:
         refuse(self.job, plan, plan.world_size)
         taken = len(self._record.steps)
         bounds = Bounds(precision=plan.precision, noise=self._record.noise)
-        later, at = list[Check](), taken // 2
+        later, at, notes = list[Check](), taken // 2, [*self._facts.notes]
         cheap = taken * sum(one.numel() for one in self._record.values[END].values()) <= _CHEAP
         wanted = not _why_not_resumed(plan, taken) and (cheap if resume is None else resume)
         with _folder() as name:
@@ -164,8 +164,13 @@ class OneDevice:
             pair = Pair(one=self._record, other=other, plan=plan, bounds=bounds)
             checks = judged(pair)
             if wanted and not (plan.exact and any(check.first for check in checks)):
-                again = resumed(given, plan, Path(name), at, watch)
-                later = judged_after_resume(Pair(one=other, other=again, plan=plan, bounds=bounds), at)
+                try:
+                    again = resumed(given, plan, Path(name), at, watch)
+                    later = judged_after_resume(Pair(one=other, other=again, plan=plan, bounds=bounds), at)
+                except SpecError as error:  # of a job that trains, and cannot be resumed
+                    if resume:
+                        raise
+                    notes.append(f"the run was not resumed: {error.problems[0].given}")
         # A plan that is not exact differs from one device anyhow, but not from its own run without a stop.
         every_check = [*checks, *later] if plan.exact else [*later, *checks]
         first = next((check.first for check in every_check if check.first), "")
@@ -185,7 +190,7 @@ class OneDevice:
             gradients=differences_of(checks, "gradient", 0),
             parameters=differences_of(checks, "parameter", None),
             not_compared=pair.silent,
-            notes=self._facts.notes,
+            notes=notes,
             first=first,
             cause=cause,
             checks=every_check,
