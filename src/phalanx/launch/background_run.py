@@ -135,7 +135,7 @@ def _be_it(work: Work, report: IO[bytes], writing: int, caller: int) -> NoReturn
         def note(number: int, frame: object) -> None:
             asked.append(number)
 
-        for number in (signal.SIGTERM, signal.SIGUSR1):
+        for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
             signal.signal(number, note)  # until the run heeds them itself, and once it has ended
         signal.signal(signal.SIGINT, signal.default_int_handler)
         signal.set_wakeup_fd(-1)

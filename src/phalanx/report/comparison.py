@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
@@ -152,9 +153,9 @@ def runs_beside(folders: Sequence[Path]) -> dict[str, Any]:
     found, told, each_loss = list[dict[str, Any]](), list[dict[str, Any]](), list[dict[int, float]]()
     for folder in folders:
         summary, log = summarise(folder), run_log(folder)
-        losses = {event["step"]: event["loss"] for event in log.events if event["event"] == "step"}
-        results = [event["loss"] for event in log.events if event["event"] == "evaluate"]
-        least = min(results or losses.values(), default=None)
+        losses = {event["step"]: _number(event["loss"]) for event in log.events if event["event"] == "step"}
+        results = [_number(event["loss"]) for event in log.events if event["event"] == "evaluate"]
+        least = min((one for one in results or losses.values() if one == one), default=None)
         row = {"plan": summary.plan, "steps": summary.step, "last loss": summary.loss, "best loss": least}
         found.append(row | {"seconds": summary.seconds, "samples/s": summary.samples_per_second})
         stated = read_toml(folder / RUN_TOML, where=RUN_TOML, fix=f"phalanx show {folder}", below=1)
@@ -165,13 +166,22 @@ def runs_beside(folders: Sequence[Path]) -> dict[str, Any]:
     settings = {name: those for name, those in differing.items() if any(one != those[0] for one in those)}
     common = sorted(set[int].intersection(*map(set, each_loss)))
     losses = {step: [one[step] for one in each_loss] for step in common}
-    parted = (step for step, those in losses.items() if max(those) - min(those) > 1e-4 * abs(those[0]))
+    parted = (step for step, those in losses.items() if any(not _alike(one, those[0]) for one in those))
     return {
         "runs": [str(one) for one in folders],
         "rows": found,
         "settings": settings,
         "differ_from": next(parted, None),
     }
+
+
+def _number(loss: float | None) -> float:
+    """Return a loss of the log, which has null for one that is not finite."""
+    return math.nan if loss is None else loss
+
+
+def _alike(one: float, other: float) -> bool:
+    return math.isclose(one, other, rel_tol=1e-4) or (math.isnan(one) and math.isnan(other))
 
 
 _OWN_TO_A_RUN = {"event", "time", "plan", "folder", "resume", "notes", "first_step"}

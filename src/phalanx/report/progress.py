@@ -128,7 +128,8 @@ def line_of(event: Event) -> str | None:
         case "ended_early":
             return f"[yellow]ended early[/] after {event['step']} steps: {escape(early_text(event))}"
         case "warning" | "straggler" | "check":
-            return ("" if event["event"] == "check" else "[yellow]warning:[/] ") + escape(event["message"])
+            said = event["event"] == "check" and event["equal"] is not False
+            return ("" if said else "[yellow]warning:[/] ") + escape(event["message"])
         case _:
             return None
 
