@@ -42,6 +42,13 @@ def test_probabilities_count_as_torchs_do_and_rows_of_zeros_do_not_count():
     assert (float(left.sum), int(left.count)) == (pytest.approx(float(rows.sum)), rows.count)
     hard = F.one_hot(TOKENS_BT, 7).half()
     torch.testing.assert_close(cross_entropy(LOGITS_BTV, hard), cross_entropy(LOGITS_BTV, TOKENS_BT))
+    for wrong, how, said in (
+        (soft.transpose(1, 2).reshape(soft.shape), {}, "no probabilities"),  # as torch has images: classes first
+        (soft * 3, {}, "sum to 1, or to 0"),
+        (soft, {"ignore_index": 2}, "ignore_index=2 with probabilities"),
+    ):
+        with pytest.raises(LossError, match=said):
+            cross_entropy(LOGITS_BTV, wrong, **how)
 
 
 def test_cross_entropy_takes_the_class_last_and_model_outputs():

@@ -168,3 +168,13 @@ def test_the_first_step_is_compared_on_every_rank(by: float | None, says: str) -
         assert bool(words) == bool(says)
         assert says or (by or 0) / 4 <= apart <= 1e-5 <= allowed < (1e-4 if kind == "gradient" else 1)
         assert "its loss is" in one.judged(kind, answer["loss"] * 1.001, ranks)[0]
+
+
+def test_a_loss_whose_terms_cancel_may_be_off_as_they_are() -> None:
+    """The weights' noise says nothing of it where a head is zero; other numbers have bounds of their own size."""
+    bounds = Bounds(noise={"loss|0|": 0.0, "norm|0|": 0.0})
+    assert bounds.of_sum("loss|0|", 0.0) == bounds.of_sum("loss|0|", 1.0) > 0
+    assert bounds.of_sum("norm|0|", 1e-9) < 1e-12
+    told = {"loss": 0.0, "off": 0.0, "noise": {}, "sizes": {}, "eps": {}, "samples": {}}
+    one = FirstStepOfOne(answer=told, tensors={}, precision="fp32")
+    assert [bool(one.judged("gradient", loss, [])[0]) for loss in (-1.5e-8, 1e-3)] == [False, True]

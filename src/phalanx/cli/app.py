@@ -27,11 +27,12 @@ _FAILED = 3
 
 _GUESSES = {
     **dict.fromkeys(("--lr", "--learning-rate", "--param"), ("--set lr=1e-3, of what the job has by px.param",)),
-    **dict.fromkeys(("--gpus", "--devices", "--nproc-per-node", "--num-processes"), ("-n 2", "--on 8xH100")),
+    **dict.fromkeys(("--gpus", "--devices", "--nproc", "--nproc-per-node", "--num-processes"), ("-n 2", "--on 8xH100")),
     **dict.fromkeys(("-n", "--cluster", "--hosts"), ("--on 8xH100", "--to ssh:hosts.toml")),
     **dict.fromkeys(("--seq-len", "--seq-length", "--max-length"), ("--seq 4096", "--set length=4096, by px.param")),
     **dict.fromkeys(("--output-dir", "--out", "--folder"), ("--run runs/mine-1",)),
     **dict.fromkeys(("--max-steps", "--num-steps"), ("--steps 1000",)),
+    **dict.fromkeys(("--precision", "--bf16", "--fp16", "--amp"), ('--plan "dp=2 precision=bf16"',)),
 }
 """An option that people guess → what is meant by it, of which a verb has the first that it has."""
 

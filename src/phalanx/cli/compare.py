@@ -7,6 +7,7 @@ from pathlib import Path
 import click
 
 from phalanx.cli.output import answer, json_option
+from phalanx.errors import SpecError
 
 
 @click.command("compare", short_help="Runs beside each other: losses, time, what differs.")
@@ -23,5 +24,7 @@ def command(runs: tuple[Path, ...], as_json: bool) -> None:
     """
     from phalanx.report.comparison import runs_beside, runs_table
 
+    if len(runs) < 2:
+        raise SpecError.of("RUN", str(runs[0]), "two runs or more", f"phalanx compare {runs[0]} runs/another")
     told = runs_beside(runs)
     answer(as_json, told, lambda _: runs_table(told))

@@ -131,7 +131,7 @@ class FlaggedLoss(partial[Any]):
 def told_of_training(loss: Any) -> Any:
     """Return ``loss``, which is told that it is called in training where it has a parameter of that name."""
     try:
-        takes = "training" in signature(loss).parameters and not isinstance(loss, partial)
+        takes = "training" in signature(loss).parameters and "training" not in getattr(loss, "keywords", {})
     except (TypeError, ValueError):  # of what is no function, or one of C
         takes = False
     return FlaggedLoss(loss, training=True) if takes else loss

@@ -69,6 +69,9 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in _WHERE:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(import_module(f"{__name__}.{_WHERE[name]}"), name)
+    try:
+        value = getattr(import_module(f"{__name__}.{_WHERE[name]}"), name)
+    except AttributeError as error:  # else Python would hide it: a name that cannot be imported
+        raise ImportError(f"{error}, as {_WHERE[name]} of phalanx.launch was imported") from error
     globals()[name] = value
     return value

@@ -116,6 +116,7 @@ class FirstStepCheck(Observer):
         self._start = list[dict[str, _Held]]()
         self._gradients: tuple[float, dict[str, _Held]] = 0.0, {}
         self._seconds = self._largest = self._most = 0.0
+        self._moved = False
         self._samples: dict[str, str] = {}
         self._off = ExitStack()
 
@@ -125,7 +126,7 @@ class FirstStepCheck(Observer):
     def begins(self, batch: StepBatch) -> None:
         if batch.step:
             self.close()
-        elif self._scene:
+        elif self._scene and not self._scene.from_every_process(self.without)[0]:  # else nothing is changed, too
             self._start = [_parts(self._scene, one) for one in (self._scene.stepped(), self._scene.values())]
             held = [micro for part in batch.parts for micro in part if micro.samples]
             self._samples = {key: one for micro in held for key, one in sample_digests(micro.ids, micro.batch).items()}
@@ -181,18 +182,22 @@ class FirstStepCheck(Observer):
                     words, largest, most = result.judged(kind, loss, [told["parts"] for told in everyone])
         if result is None or (without and not words):
             return {"stop": False, **_not_compared(without)}
+        self._moved |= kind == "update" and any(any(one[1]) for told in everyone for one in told["parts"].values())
         if kind == "gradient":  # an update may be off where a gradient is rounding alone
             self._largest, self._most = largest, most
+        source = "job.transform, job.data, or reading it," if self._job.transform else "job.data, or reading it,"
         data = result.other_data([told["samples"] for told in everyone])
         if data and (words or self._job.collate is None):  # a collate of the job's own may give a sample other rows
-            words = f"{data}: job.data, or reading it, depends on the rank, the time or a generator without a seed"
+            words = f"{data}: {source} depends on the rank, the time or a generator without a seed"
         if not words:
             reached = f"gradients to {self._largest:.0e}, allowed {self._most:.0e}"
+            reached += "" if self._moved else "; at a learning rate of 0 no update was compared"
             message = f"first step equals one device ({reached})" if kind == "buffer" else ""
             return {"stop": False, "equal": True, "message": message}
         assert self._scene
         known = [*self._causes, *differs(self._scene.modules[0], self._job, self._run.plan)]
-        words += "" if data else f"\n    {_cause(kind, self._job, self._run.plan, result.answer)}"
+        cause = "as was said before the run" if known else _cause(kind, self._job, self._run.plan, result.answer)
+        words += "" if data else f"\n    {cause}"
         return {"stop": not known, "equal": False, "message": f"first step differs from one device: {words}"}
 
     def close(self) -> None:
@@ -206,10 +211,11 @@ class FirstStepCheck(Observer):
 def _cause(kind: Kind, job: Job, plan: Plan, of_one: Mapping[str, Any]) -> str:
     """What the difference likely comes from, in a sentence."""
     backward, changes = kind == "gradient" and of_one["bends"], of_one["changes"]
+    parts = kind == "update" and (plan.kind != "replicate" or plan.zero > 0)
     causes = {
         "gradients do not grow with the loss: a hook, or an autograd.Function, changes them in backward": backward,
         f"forward changes {show_names(changes)}, which ranks and micro-batches do not share": changes,
-        "the optimizer computes a number of all parameters, and a rank has a part of them": kind == "update",
+        "the optimizer computes a number of all parameters, and a rank has a part of them": parts,
         "ranks use other parameters in a step: try zero=2": plan.zero == 3 and job.unused == "allow",
         "forward or loss computes something of weights or features that are in parts": plan.kind == "split",
     }

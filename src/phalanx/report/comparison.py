@@ -154,9 +154,10 @@ def runs_beside(folders: Sequence[Path]) -> dict[str, Any]:
     for folder in folders:
         summary, log = summarise(folder), run_log(folder)
         losses = {event["step"]: _number(event["loss"]) for event in log.events if event["event"] == "step"}
-        results = [_number(event["loss"]) for event in log.events if event["event"] == "evaluate"]
-        least = min((one for one in results or losses.values() if one == one), default=None)
-        row = {"plan": summary.plan, "steps": summary.step, "last loss": summary.loss, "best loss": least}
+        evaluated = [event for event in log.events if event["event"] == "evaluate"]
+        least = min((event["loss"] for event in evaluated if event["loss"] is not None), default=None)
+        row = {"plan": summary.plan, "steps": summary.step, "loss": summary.loss, "best loss of evaluations": least}
+        row |= {f"last {name}": value for name, value in (evaluated or [{"metrics": {}}])[-1]["metrics"].items()}
         found.append(row | {"seconds": summary.seconds, "samples/s": summary.samples_per_second})
         stated = read_toml(folder / RUN_TOML, where=RUN_TOML, fix=f"phalanx show {folder}", below=1)
         told.append({name: one for name, one in (log.part[0] | stated).items() if name not in _OWN_TO_A_RUN})
@@ -195,12 +196,13 @@ def runs_table(told: Mapping[str, Any]) -> RenderableType:
     from phalanx.report.tables import headed
 
     table = headed("", *told["runs"])
-    rows = {name: [one[name] for one in told["rows"]] for name in told["rows"][0]} | told["settings"]
+    names = dict.fromkeys(name for one in told["rows"] for name in one)
+    rows = {name: [one.get(name) for one in told["rows"]] for name in names} | told["settings"]
     for name, values in rows.items():
         shown = (f"{one:.6g}" if isinstance(one, float) else "" if one is None else str(one) for one in values)
         table.add_row(name, *map(Text, shown))
     step = told["differ_from"]
-    return Group(table, "losses do not differ" if step is None else f"losses differ from step {step} on")
+    return Group(table, "losses do not differ" if step is None else f"losses differ from step {step + 1} on")
 
 
 def beside_table(summary: RunSummary, *, brief: bool = False) -> Iterator[RenderableType]:

@@ -43,6 +43,14 @@ def cross_entropy(
     logits = _logits(output)
     if target.shape != logits.shape or not target.is_floating_point():
         _check(logits, target, "cross_entropy")
+    elif ignore_index not in (None, IGNORED):
+        fix = "rows of probabilities that are all 0 do not count"
+        raise LossError(
+            f"cross_entropy: ignore_index={ignore_index} with probabilities; allowed: classes\n    try: {fix}"
+        )
+    elif target.is_cpu and not _are_probabilities(target):
+        allowed = "rows (the last dimension) that sum to 1, or to 0 where they do not count"
+        raise LossError(f"cross_entropy: targets of floating type that are no probabilities; allowed: {allowed}")
     summed = _compiled() if _compiles.get() else _summed
     try:
         total = summed(logits, target, IGNORED if ignore_index is None else ignore_index, label_smoothing)
@@ -64,6 +72,11 @@ def compiled_losses() -> Iterator[None]:
         yield
     finally:
         _compiles.reset(before)
+
+
+def _are_probabilities(target: Tensor) -> bool:
+    sums, close = target.detach().double().sum(-1), max(1e-3, target.shape[-1] * torch.finfo(target.dtype).eps)
+    return bool(((sums - 1).abs() <= close).logical_or(sums == 0).all()) and bool((target >= 0).all())
 
 
 _compiles: ContextVar[bool] = ContextVar("compiles", default=False)

@@ -184,7 +184,9 @@ def _problem(field: str, error: Exception, batch: Any) -> Problem:
     own = users_frames(error)
     at = f", in {own[-1].filename} line {own[-1].lineno}: {own[-1].line}" if own else ""
     given = f"code that fails on the first samples: {type(error).__name__}: {text}{at}"
-    fix = 'the plan "single", which shows the whole traceback'
+    fix = "that line mended" if own else 'the plan "single", which shows the whole traceback'
+    if "not compiled with CUDA" in text or ".cuda(" in at or '.to("cuda' in at:
+        fix = "no .cuda() and no .to(device) there: Phalanx moves model and batches to the device of each rank"
     if isinstance(error, KeyError) and isinstance(batch, Mapping):  # perhaps of another mapping: nothing is advised
         given += f"; the batch has {show_names([*map(str, batch)])}"
     return Problem(where=field, given=given, allowed="", fix=fix)

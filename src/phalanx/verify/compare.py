@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from phalanx.verify.record import START, RunRecord, Tensors
-from phalanx.witness.rounding import CAP, FLOOR, LAST_PLACE, SUM_FLOOR, SUMS, TIMES, spread
+from phalanx.witness.rounding import CAP, FLOOR, LAST_PLACE, LOSS_TERMS, SUM_FLOOR, SUMS, TIMES, spread
 
 Noise = Mapping[str, float]
 """Key of a result, such as ``reduced|0|head.weight`` → how far it moves where weights change in their last place."""
@@ -83,9 +83,9 @@ class Bounds:
 
     def of_sum(self, key: str, size: float) -> float:
         """Return the allowed difference of a number of this ``size`` that is a sum over samples."""
-        noise = TIMES * self.noise.get(key, 0.0)
-        noise = min(noise, CAP[self.precision] * abs(size)) if key.split("|")[1] == "0" else noise
-        return noise + SUM_FLOOR[self.precision] * abs(size)
+        noise, size = TIMES * self.noise.get(key, 0.0), max(abs(size), LOSS_TERMS if key.startswith("loss") else 0.0)
+        noise = min(noise, CAP[self.precision] * size) if key.split("|")[1] == "0" else noise
+        return noise + SUM_FLOOR[self.precision] * size
 
     def of_gradient(self, key: str, size: float, total: float) -> float:
         """Return the same for a gradient; ``total``: norm of all gradients of the step."""

@@ -185,7 +185,7 @@ def _number(value: Any) -> Any:
 
 
 def small_copy(job: Job, plan: Plan) -> Job:
-    """Return ``job`` with fewer layers: of each run of modules of one class in a list, the first two.
+    """Return ``job`` with fewer layers: of each run of modules of one class and size in a list, the first two.
 
     Under ``plan`` with more stages as many as these. ``job.initial`` is left out: the model draws its values.
     """
@@ -194,7 +194,7 @@ def small_copy(job: Job, plan: Plan) -> Job:
     def model() -> nn.Module:
         built, dropped = job.model(), 0
         for part in [one for one in built.modules() if isinstance(one, nn.ModuleList | nn.Sequential | nn.ModuleDict)]:
-            runs = [list(run) for _, run in groupby(part._modules.items(), lambda one: type(one[1]))]
+            runs = [list(run) for _, run in groupby(part._modules.items(), _kind_and_size)]
             kept = [one for run in runs for one in run[:least]]
             dropped += len(part) - len(kept)
             places = all(name.isdigit() for name, _ in kept) and not isinstance(part, nn.ModuleDict)
@@ -205,6 +205,10 @@ def small_copy(job: Job, plan: Plan) -> Job:
         return built
 
     return replace(job, model=model, initial=None)
+
+
+def _kind_and_size(named: tuple[str, Any]) -> tuple[type, list[torch.Size]]:
+    return type(named[1]), [one.shape for one in named[1].parameters()]
 
 
 _PATIENCE = 600.0  # seconds to build a model in

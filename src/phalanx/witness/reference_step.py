@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 
 from phalanx.config import Job
 from phalanx.witness.dropout_off import dropout_off
-from phalanx.witness.rounding import CAP, FLOOR, LAST_PLACE, SUM_FLOOR, SUMS, TIMES, Variation, spread
+from phalanx.witness.rounding import CAP, FLOOR, LAST_PLACE, LOSS_TERMS, SUM_FLOOR, SUMS, TIMES, Variation, spread
 
 if TYPE_CHECKING:
     from phalanx.witness.plain_loop import Witness
@@ -124,8 +124,9 @@ class FirstStepOfOne:
 
         ``ranks``: of each rank, name → its part of the tensor, and ``signed`` of that part.
         """
-        here = self.answer["loss"]
-        most = min(TIMES * self.answer["off"], CAP[self.precision] * abs(here)) + SUM_FLOOR[self.precision] * abs(here)
+        here, cap = self.answer["loss"], CAP[self.precision]
+        size = max(abs(here), LOSS_TERMS)
+        most = min(TIMES * self.answer["off"], cap * size) + SUM_FLOOR[self.precision] * size
         if not abs(loss - here) <= most:
             return f"its loss is {loss:.7g}, that of one device {here:.7g}", math.inf, 0.0
         wholes = {name.partition(".")[2]: one for name, one in self.tensors.items() if name.startswith(f"{kind}.")}

@@ -31,6 +31,9 @@ Beyond it the job does not repeat itself, such as one that draws without a seed,
 """
 
 
+LOSS_TERMS = 1.0
+"""Size that the terms of a loss are taken to have at least: those of one near 0 may cancel, and round as they are."""
+
 SUMS = 9
 """Numbers that a sum over the batch counts as in ``spread``: it is the sum of many errors."""
 
