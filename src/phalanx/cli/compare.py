@@ -7,11 +7,10 @@ from pathlib import Path
 import click
 
 from phalanx.cli.output import answer, json_option
-from phalanx.errors import SpecError
 
 
 @click.command("compare", short_help="Runs beside each other: losses, time, what differs.")
-@click.argument("runs", metavar="RUN RUN...", nargs=-1, required=True, type=click.Path(path_type=Path, file_okay=False))
+@click.argument("runs", metavar="RUN RUN", nargs=2, type=click.Path(path_type=Path, file_okay=False))
 @json_option
 def command(runs: tuple[Path, ...], as_json: bool) -> None:
     """Show the plan, losses, time and pace of the runs in these folders, and which of their settings differ.
@@ -24,7 +23,5 @@ def command(runs: tuple[Path, ...], as_json: bool) -> None:
     """
     from phalanx.report.comparison import runs_beside, runs_table
 
-    if len(runs) < 2:
-        raise SpecError.of("RUN", str(runs[0]), "two runs or more", f"phalanx compare {runs[0]} runs/another")
     told = runs_beside(runs)
     answer(as_json, told, lambda _: runs_table(told))

@@ -150,39 +150,28 @@ def runs_beside(folders: Sequence[Path]) -> dict[str, Any]:
     """Return what each run came to, in which settings they differ, and the first step in which their losses do."""
     from phalanx.report.summary import run_log, summarise
 
-    found, told, each_loss = list[dict[str, Any]](), list[dict[str, Any]](), list[dict[int, float]]()
+    found, told, each_loss = list[dict[str, Any]](), list[dict[str, Any]](), list[dict[int, float | None]]()
     for folder in folders:
         summary, log = summarise(folder), run_log(folder)
-        losses = {event["step"]: _number(event["loss"]) for event in log.events if event["event"] == "step"}
         evaluated = [event for event in log.events if event["event"] == "evaluate"]
         least = min((event["loss"] for event in evaluated if event["loss"] is not None), default=None)
         row = {"plan": summary.plan, "steps": summary.step, "loss": summary.loss, "best loss of evaluations": least}
-        row |= {f"last {name}": value for name, value in (evaluated or [{"metrics": {}}])[-1]["metrics"].items()}
+        row |= {f"last {name}": value for event in evaluated[-1:] for name, value in event["metrics"].items()}
         found.append(row | {"seconds": summary.seconds, "samples/s": summary.samples_per_second})
         stated = read_toml(folder / RUN_TOML, where=RUN_TOML, fix=f"phalanx show {folder}", below=1)
         told.append({name: one for name, one in (log.part[0] | stated).items() if name not in _OWN_TO_A_RUN})
-        each_loss.append(losses)
-    names = dict.fromkeys(name for one in told for name in one)
-    differing = {name: [one.get(name) for one in told] for name in names}
+        each_loss.append({event["step"]: event["loss"] for event in log.events if event["event"] == "step"})
+    differing = {name: [one.get(name) for one in told] for one in told for name in one}
     settings = {name: those for name, those in differing.items() if any(one != those[0] for one in those)}
     common = sorted(set[int].intersection(*map(set, each_loss)))
-    losses = {step: [one[step] for one in each_loss] for step in common}
-    parted = (step for step, those in losses.items() if any(not _alike(one, those[0]) for one in those))
-    return {
-        "runs": [str(one) for one in folders],
-        "rows": found,
-        "settings": settings,
-        "differ_from": next(parted, None),
-    }
+    parted = (step for step in common if not _alike(*(one[step] for one in each_loss)))
+    runs = [str(one) for one in folders]
+    return {"runs": runs, "rows": found, "settings": settings, "differ_from": next(parted, None)}
 
 
-def _number(loss: float | None) -> float:
-    """Return a loss of the log, which has null for one that is not finite."""
-    return math.nan if loss is None else loss
-
-
-def _alike(one: float, other: float) -> bool:
-    return math.isclose(one, other, rel_tol=1e-4) or (math.isnan(one) and math.isnan(other))
+def _alike(one: float | None, other: float | None) -> bool:
+    """True for losses that differ by no more than rounding; the log has null for one that is not finite."""
+    return one is other if one is None or other is None else math.isclose(one, other, rel_tol=1e-4)
 
 
 _OWN_TO_A_RUN = {"event", "time", "plan", "folder", "resume", "notes", "first_step"}

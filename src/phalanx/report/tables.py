@@ -100,7 +100,9 @@ def summary_table(summary: RunSummary, seen: SamplesSeen | None = None) -> Rende
             ("samples/s", show_count(summary.samples_per_second)),
         ]
     if summary.waited is not None and summary.waited >= WAITED_MUCH:
-        rows.append(("waiting for data", _waiting_for_data(summary)))
+        more = f"workers={summary.load_workers + 2} in the job loads ahead in processes of their own"
+        more += f"; there are {summary.load_workers}" if summary.load_workers else ""
+        rows.append(("waiting for data", f"{summary.waited:.0%} of rank 0's time ({more})"))
     if summary.idle is not None:
         rows.append(("pipeline", f"{summary.idle:.0%} of its ranks' time idle, in the step that was timed"))
     if summary.averagings is not None:
@@ -271,14 +273,6 @@ def _verdict(proof: dict[str, Any]) -> RenderableType:
     table.add_row("first", escape(proof["first"]))
     table.add_row("likely cause", escape(proof["cause"]))
     return Group(Text.assemble(("not equal", "bold red"), f": {over}"), table)
-
-
-def _waiting_for_data(summary: RunSummary) -> str:
-    there = f"; there {'is' if summary.load_workers == 1 else 'are'} {summary.load_workers}" * bool(
-        summary.load_workers
-    )
-    more = f"workers={summary.load_workers + 2} in the job loads ahead in processes of their own{there}"
-    return f"{summary.waited:.0%} of rank 0's time ({more})"
 
 
 def _steps(summary: RunSummary) -> str:
