@@ -65,11 +65,12 @@ def _job(path: Path, named: str | None, form: ExportForm) -> Job | None:
     Raises:
         SpecError: it cannot be loaded, none is known, or one is named that nothing is asked of.
     """
+    from phalanx.checkpoint import read_state
+    from phalanx.checkpoint.sections import FROZEN
     from phalanx.launch.jobfile import Reference, load_job
     from phalanx.launch.runfile import job_of
-    from phalanx.train.frozen_values import leaves_out
 
-    needed = leaves_out(path)
+    needed = bool(read_state(path).get(FROZEN))
     if named is not None:
         if not needed and form.content == "model":
             allowed = "none: the checkpoint holds all values, and no code is run"

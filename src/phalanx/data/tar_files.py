@@ -14,7 +14,7 @@ import torch
 from phalanx.data.dataset_facts import MapStyle, digest_of_bytes
 from phalanx.data.file_names import Names, file_paths
 from phalanx.data.part_index import PartIndex
-from phalanx.data.tar_index import TarShard, is_extension, tar_shard
+from phalanx.data.tar_index import TarShard, tar_shard
 from phalanx.errors import DataError, Problem, SpecError
 
 _EXAMPLE = 'px.TarFiles("train-*.tar", keys=("jpg", "cls"), decode={"jpg": decode_image})'
@@ -164,6 +164,6 @@ def _are_keys(keys: Any) -> bool:
         if not all(isinstance(name, str) and name != "__key__" for name in keys):
             return False
         several = [one for given in several for one in ([given] if isinstance(given, str) else given or [""])]
-    return all(isinstance(one, str) and is_extension(one) for one in several) and (
+    return all(isinstance(one, str) and one and one[0] != "." and "/" not in one for one in several) and (
         len({one.lower() for one in several}) == len(several)
     )

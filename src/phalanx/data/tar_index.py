@@ -203,10 +203,5 @@ def _members(path: str) -> Iterator[tuple[str, str, tuple[int, int]]]:
         raise _problem(given, "one archive in a file", fix="tar --concatenate --file=all.tar first.tar second.tar")
 
 
-def is_extension(text: str) -> bool:
-    """Whether ``text`` can be what follows the first dot of a file's name."""
-    return bool(text) and not text.startswith(".") and "/" not in text
-
-
 def _problem(given: str, allowed: str, name: str = "files", fix: str = 'px.TarFiles("train-*.tar")') -> SpecError:
     return SpecError.of(f"px.TarFiles.{name}", given, allowed, fix)

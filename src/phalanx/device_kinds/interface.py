@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -123,10 +123,6 @@ class DeviceKind(ABC):
     @abstractmethod
     def count(self) -> int:
         """Devices of this machine, asked so that workers can still be forked from this process."""
-
-    def names_at_hand(self) -> Collection[str]:
-        """What the driver calls the devices of this machine, where a file of the system says it; else empty."""
-        return ()
 
     def topology(self) -> str:
         """How the devices of this machine are joined, as the driver prints it; empty where it does not."""

@@ -30,7 +30,7 @@ _KINDS = (
 )
 
 
-def open_plain(path: Path, flags: int, *, below: int = 1, mode: int = 0o666) -> int:
+def open_plain(path: Path, flags: int, *, below: int = 1) -> int:
     """A descriptor of the regular file ``path``, opened with ``flags`` of ``os.open`` (without ``O_TRUNC``).
 
     Args:
@@ -46,7 +46,7 @@ def open_plain(path: Path, flags: int, *, below: int = 1, mode: int = 0o666) -> 
     parent = _open_parent(path, below)
     flags |= os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY | (os.O_NOFOLLOW if below > 0 else 0)
     try:
-        descriptor = os.open(path.name, flags, mode, dir_fd=parent)
+        descriptor = os.open(path.name, flags, 0o666, dir_fd=parent)
     except OSError as error:
         if error.errno in (errno.ELOOP, errno.EISDIR, errno.ENXIO, errno.ENODEV) and (kind := _kind(path)):
             raise _unsafe(path, kind) from None

@@ -44,7 +44,8 @@ def this_machine(kind: DeviceKind | None = None) -> Cluster:
     What cannot be read here is the catalog's: peak and bandwidth of all devices, and all of a GPU it does not know.
     GPUs of several kinds in one machine are told as groups of their own.
     """
-    host = Host(name="this machine", cores=cores(), memory=memory_bytes(), numa=numa_of(_ROOT))
+    nodes = len([*(_ROOT / "sys/devices/system/node").glob("node[0-9]*")])  # none where the system does not say
+    host = Host(name="this machine", cores=cores(), memory=memory_bytes(), numa=max(1, nodes))
     found = network_of(_ROOT)
     network = found or entry("cpu").network(1)
     return Cluster(groups=_gpu_groups(host, _gpus(kind), _topology(kind)) or (cpu_group(host),), network=network)
@@ -225,11 +226,6 @@ def memory_of(root: Path, total: int) -> int:
         if (text := _read(folder / name)).isdigit() and int(text) < _UNLIMITED
     ]
     return min([total, *limits])
-
-
-def numa_of(root: Path) -> int:
-    """NUMA nodes of the host, 1 where the system does not say."""
-    return max(1, len([*(root / "sys/devices/system/node").glob("node[0-9]*")]))
 
 
 def network_of(root: Path) -> Network | None:

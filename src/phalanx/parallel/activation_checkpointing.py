@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from phalanx.config import Plan
-from phalanx.parallel.buffer_sync import has_running_statistics, statistics_kept
+from phalanx.parallel.buffer_sync import statistics_kept, statistics_of
 from phalanx.trace.blocks import leave_cache_out, parts
 from phalanx.trace.operations import is_dear
 
@@ -49,7 +49,7 @@ Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 def _contexts(part: nn.Module, *, selective: bool) -> dict[str, Any]:
     """``context_fn`` of ``checkpoint`` where it is needed: torch.compile takes that of selective recompute alone."""
     choose = partial(create_selective_checkpoint_contexts, _kept) if selective else None
-    if has_running_statistics(part):
+    if any(map(statistics_of, part.modules())):
         return {"context_fn": partial(_counted_once, part, choose)}
     return {"context_fn": choose} if choose else {}
 

@@ -7,7 +7,7 @@ them too.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 
 import torch
@@ -75,22 +75,13 @@ class BufferSync:
 @contextmanager
 def statistics_kept(module: nn.Module) -> Generator[None]:
     """Around a forward that is computed again: running statistics, and counts of batches, stay as they are."""
-    buffers = [buffer for layer in _counting(module) for buffer in layer.buffers(recurse=False)]
+    buffers = [buffer for layer in module.modules() if statistics_of(layer) for buffer in layer.buffers(recurse=False)]
     before = [buffer.clone() for buffer in buffers]
     try:
         yield
     finally:
         for buffer, values in zip(buffers, before, strict=True):
             buffer.data.copy_(values)  # which autograd, that has saved them, does not look at
-
-
-def has_running_statistics(module: nn.Module) -> bool:
-    """Whether a layer in ``module`` keeps running statistics of what it sees."""
-    return any(True for _ in _counting(module))
-
-
-def _counting(module: nn.Module) -> Iterator[nn.Module]:
-    return (layer for layer in module.modules() if statistics_of(layer))
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from phalanx.config import Plan
-from phalanx.device_kinds import DeviceKind, kind_named
+from phalanx.device_kinds import kind_named
 from phalanx.errors import Problem
 from phalanx.trace.blocks import blocks
 
@@ -44,11 +44,6 @@ def check(plan: Plan, kind: str) -> list[Problem]:
             fix=str(replace(plan, compile=False)),
         )
     ]
-
-
-def compiles_losses(plan: Plan, kind: DeviceKind) -> bool:
-    """Return True if losses are compiled as well as blocks: not where that asks for the host's C++ compiler."""
-    return plan.compile and kind.compiles
 
 
 def apply(module: nn.Module, plan: Plan, each: Iterable[nn.Module] | None = None) -> nn.Module:

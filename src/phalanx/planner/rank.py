@@ -19,6 +19,7 @@ from phalanx.planner.rules import problems
 from phalanx.planner.scale import ScalingPoint, compared, curve, forecast_to_dict, point_of
 from phalanx.planner.search import Search, search
 
+_MOST = 6  # plans that are given
 _STEPS = 4  # from a plan to a faster neighbour of it, at most
 By = Literal["time", "cost", "devices"]
 
@@ -103,8 +104,8 @@ class Ranking:
         }
 
 
-def rank(question: Question, goal: Goal | None = None, *, most: int = 6) -> Ranking:
-    """The ``most`` best plans for ``question`` by ``goal``; by time where that is not given.
+def rank(question: Question, goal: Goal | None = None) -> Ranking:
+    """The best few plans for ``question`` by ``goal``; by time where that is not given.
 
     Raises:
         SpecError: if the goal asks for what nobody knows.
@@ -113,17 +114,17 @@ def rank(question: Question, goal: Goal | None = None, *, most: int = 6) -> Rank
     goal.check(question)
     full = question.cluster.devices
     counts = [] if question.mixed else [count for count in doublings(question.cluster, full) if count < full]
-    found = search(question, most=most)
+    found = search(question, most=_MOST)
     points = list(curve(question, counts)[0])
-    chosen, plans = question, _first(question, found, most)
+    chosen, plans = question, _first(question, found)
     if plans:
         points.append(point_of(question, plans[0], points))
     if points and goal.by != "time":
         point = _chosen(goal, points)
         chosen = (question.on(point.devices) if point.devices != full else question) or question
         if chosen is not question:
-            found = search(chosen, most=most)
-            plans = _first(chosen, found, most)
+            found = search(chosen, most=_MOST)
+            plans = _first(chosen, found)
     plans = _that_run(chosen, plans)
     paid = bill(plans[0].step * max(1, question.steps), chosen.cluster, question.prices) if plans else None
     return Ranking(
@@ -137,13 +138,13 @@ def rank(question: Question, goal: Goal | None = None, *, most: int = 6) -> Rank
     )
 
 
-def _first(question: Question, found: Search, most: int) -> list[Forecast]:
+def _first(question: Question, found: Search) -> list[Forecast]:
     """The best plan of each of the first meshes, run event by event, the fastest first.
 
     What differs from the fastest in one thing was perhaps not searched, or priced by the formula of pipelines: where
     one of these is faster yet, it is the first, and its own neighbours are looked at.
     """
-    plans = found.by_mesh(most)
+    plans = found.by_mesh(_MOST)
     made = list(forecasts(question.work, plans, question.cluster, question.preset)) if plans else []
     for _ in range(_STEPS if made else 0):
         made.sort(key=lambda one: one.step)
@@ -154,7 +155,7 @@ def _first(question: Question, found: Search, most: int) -> list[Forecast]:
             break
         best = min(quicker, key=lambda one: one.step)
         made = [best, *(one for one in made if one.plan.mesh != best.plan.mesh)]
-    return made[:most]
+    return made[:_MOST]
 
 
 def _that_run(question: Question, plans: list[Forecast]) -> list[Forecast]:

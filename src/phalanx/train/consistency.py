@@ -17,15 +17,17 @@ Everyone = Callable[[Any], list[Any]]
 """Gives a value of each rank, in rank order. Collective."""
 
 
-def same_length(length: int | None, where: str, everyone: Everyone = from_every_rank) -> None:
+def same_length(length: int | None, where: str) -> None:
     """Refuse data that have another length on some rank. Collective; ``where`` is the job's function, ``job.data``.
 
     Raises:
         DataError: with the length on each rank.
     """
-    if _alike_everywhere(length, everyone):
+    if alike(length):
         return
-    if error := unlike_data({f"rank {rank}": {"length": one} for rank, one in enumerate(everyone(length))}, where):
+    if error := unlike_data(
+        {f"rank {rank}": {"length": one} for rank, one in enumerate(from_every_rank(length))}, where
+    ):
         raise error
 
 

@@ -17,7 +17,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
@@ -243,7 +242,8 @@ def learning(values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name: nn.Parameter(value.detach().clone()) for name, value in values.items()}
 
 
-_GROUPS = WeakTensorKeyDictionary()
+SLICE_GROUPS = WeakTensorKeyDictionary()
+"""The groups over which a parameter is cut, beside those of its mesh if it is a DTensor."""
 
 
 def note_slices(held: RankHoldings) -> None:
@@ -251,9 +251,4 @@ def note_slices(held: RankHoldings) -> None:
     for name, parameter in held.parameters.items():
         holding = held.slices.get(name)
         if holding is not None and holding.placed:
-            _GROUPS[parameter] = tuple(one.axis.group for one in holding.placed if one.axis.group is not None)
-
-
-def groups_of_slices(parameter: torch.Tensor) -> tuple[dist.ProcessGroup, ...]:
-    """The groups over which ``parameter`` is cut, beside those of its mesh if it is a DTensor."""
-    return _GROUPS.get(parameter) or ()
+            SLICE_GROUPS[parameter] = tuple(one.axis.group for one in holding.placed if one.axis.group is not None)

@@ -26,9 +26,9 @@ def whole_loader(job: Job) -> Loader:
     return Loader(make_data(job, job.data), job, Lane(), micro=None)
 
 
-def few_of(loader: Loader, most: int = FEW) -> MicroBatch:
-    """The first samples, ``most`` at most, as one micro-batch. It takes them from a stream."""
-    size = most if loader.length is None else min(most, loader.length)
+def few_of(loader: Loader) -> MicroBatch:
+    """The first samples, ``FEW`` at most, as one micro-batch. It takes them from a stream."""
+    size = FEW if loader.length is None else min(FEW, loader.length)
     return MicroBatch(batch=loader.example(size), ids=tuple(range(size)), samples=size)
 
 

@@ -92,11 +92,6 @@ def completed(job: Job | None, path: Path, values: dict[str, Tensor]) -> dict[st
     return values | left_out(job, path)
 
 
-def leaves_out(path: Path) -> bool:
-    """Whether the checkpoint ``path`` holds what is trained alone."""
-    return bool(read_state(path).get(FROZEN))
-
-
 def left_out(job: Job | None, path: Path) -> dict[str, Tensor]:
     """The values that the checkpoint ``path`` leaves out, which ``job`` has, by their names in the model.
 

@@ -28,7 +28,7 @@ from torch.optim import Optimizer
 
 from phalanx.comm import local
 from phalanx.errors import GradientError, Problem, SpecError
-from phalanx.train.elementwise import groups_of_slices
+from phalanx.train.elementwise import SLICE_GROUPS
 
 Tensors = tuple[Tensor, ...] | list[Tensor]
 
@@ -290,7 +290,7 @@ def _norms(parts: list[_AlikeParameters], updates: list[list[Tensor]]) -> Iterat
 
 def _sharding_groups(parameter: Tensor) -> tuple[dist.ProcessGroup, ...]:
     """The groups over which this parameter is cut; none where each rank holds all of it."""
-    slices = groups_of_slices(parameter)
+    slices: tuple[dist.ProcessGroup, ...] = SLICE_GROUPS.get(parameter) or ()
     if not isinstance(parameter, DTensor):
         return slices
     if any(placement.is_partial() for placement in parameter.placements):

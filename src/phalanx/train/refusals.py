@@ -30,7 +30,7 @@ from phalanx.train.own_loss import own_loss_problems
 from phalanx.train.param_groups import unread_options
 from phalanx.train.phase_jobs import parameters_of_phases, phase_jobs
 from phalanx.train.torch_scheduler import MadeOptimizer
-from phalanx.train.uneven_shares import moves_what_workers_read, read_ahead
+from phalanx.train.uneven_shares import read_ahead
 from phalanx.units import show_names
 
 
@@ -62,7 +62,7 @@ def model_problems(job: Job, plan: Plan, module: nn.Module) -> list[Problem]:
 
 def data_problems(job: Job, plan: Plan) -> list[Problem]:
     """What keeps ``plan`` from the job's data, which are made only for plans that do not go with all."""
-    if not (plan.server or moves_what_workers_read(job, plan)):
+    if not (plan.server or (plan.shares == "auto" and job.workers > 0)):
         return []
     try:
         data = make_data(job, job.data)

@@ -18,7 +18,6 @@ from phalanx.data import StepBatch
 from phalanx.device_kinds import kind_of
 from phalanx.parallel import EveryStep, Layout, Sync, without_gradient
 from phalanx.parallel.double_backward import no_double_backward
-from phalanx.parallel.torch_compile import compiles_losses
 from phalanx.train.accidents import LOOK_AT_VALUES, Accidents
 from phalanx.train.build_optimizer import skips_on_device, use_fused
 from phalanx.train.coupled_loss import CoupledLoss
@@ -148,7 +147,7 @@ class Step:
         device = next(layout.module.parameters()).device
         self.names = names_of(job.loss)
         self._widest = compute_context(plan, device) is UNCHANGED
-        self._compiles_losses = compiles_losses(plan, kind_of(device))
+        self._compiles_losses = plan.compile and kind_of(device).compiles  # else it needs the host's C++ compiler
         self.rows = rows or RowGather(device)
         self.accidents = Accidents()
         self.watch: StepObserver | None = None

@@ -34,6 +34,9 @@ from phalanx.parallel import RankHoldings
 
 _WARM_UP = 2  # steps that are not timed: allocation, first touch, compilation
 _SAME = 0.2  # of a pace: what differs by less may be noise, and is averaged with what was known
+_MARGIN = 0.05  # of a step's time, which a change must save
+_SOON = 5  # steps before the first look, and before the one after a change
+_LATE = 40  # steps between looks, at most
 _USABLE = 0.9  # of free memory: allocators do not come out even
 
 
@@ -153,11 +156,6 @@ def _middle(values: Sequence[float]) -> float:
     return statistics.fmean(ordered[out : len(ordered) - out])
 
 
-def moves_what_workers_read(job: Job, plan: Plan) -> bool:
-    """Whether shares change that processes of their own deal out where the data are a stream."""
-    return plan.shares == AUTO and job.workers > 0
-
-
 def read_ahead(job: Job, plan: Plan) -> Problem:
     """``shares=auto`` over a stream that processes of its own read and deal out ahead."""
     given = f"{plan} over a stream that {job.workers} processes read ahead"
@@ -224,21 +222,12 @@ class Balance:
         wait: steps to measure before the next look; longer from look to look while nothing changes.
     """
 
-    def __init__(
-        self, counts: Sequence[int], *, least: int = 1, margin: float = 0.05, soon: int = 5, late: int = 40
-    ) -> None:
-        """Begins with ``counts``, the samples of each rank.
-
-        Args:
-            least: samples that each keeps, so that its pace can still be measured.
-            margin: share of a step's time that a change must save.
-            soon: steps before the first look, and before the one after a change.
-            late: steps between looks at most.
-        """
+    def __init__(self, counts: Sequence[int], *, least: int = 1) -> None:
+        """Begin with ``counts``, the samples of each rank; each keeps ``least``, so that its pace is still measured."""
         self.counts = tuple(counts)
         self.paces: tuple[RankNeeds, ...] = ()
-        self.wait = soon
-        self._least, self._margin, self._soon, self._late = least, margin, soon, late
+        self.wait = _SOON
+        self._least = least
 
     def weigh(self, measured: Sequence[RankNeeds | None]) -> bool:
         """Take in what each rank has measured since the last look; whether ``counts`` changed.
@@ -255,10 +244,10 @@ class Balance:
             for pace, count in zip(self.paces, self.counts, strict=True)
         ]
         better = fastest(sum(self.counts), held, min(self._least, *self.counts))
-        if lasting(better, held) >= (1 - self._margin) * lasting(self.counts, held):
-            self.wait = min(2 * self.wait, self._late)
+        if lasting(better, held) >= (1 - _MARGIN) * lasting(self.counts, held):
+            self.wait = min(2 * self.wait, _LATE)
             return False
-        self.counts, self.wait = better, self._soon
+        self.counts, self.wait = better, _SOON
         return True
 
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import re
 import shutil
 import subprocess
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, suppress
-from pathlib import Path
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, ClassVar, cast, final
 
 from phalanx.device_kinds.interface import AttentionKernels, DeviceMemory
@@ -106,13 +104,6 @@ class _Cuda(Accelerator):
         import torch
 
         return torch.cuda.device_count()
-
-    def names_at_hand(self) -> set[str]:
-        found: set[str] = set()
-        for path in Path("/proc/driver/nvidia/gpus").glob("*/information"):
-            with suppress(OSError):
-                found |= set(re.findall(r"^Model:\s*(\S.*?)\s*$", path.read_text(errors="replace"), re.MULTILINE))
-        return found
 
     def topology(self) -> str:
         tool = shutil.which(self.driver_tool)
