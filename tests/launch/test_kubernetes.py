@@ -384,7 +384,7 @@ class TestNode:
         """As this pod ends the others are removed, and with them what they have printed."""
         monkeypatch.setenv("JOB_COMPLETION_INDEX", "1")
         monkeypatch.setattr(kubernetes_node, "_LAST_WORD", 60.0)  # however late the thread below wakes
-        monkeypatch.setattr(kubernetes_node, "_is_open", lambda _: True)
+        monkeypatch.setattr(kubernetes_node, "answers", lambda _: True)
         log = tmp_path / "run" / "events.jsonl"
 
         def say() -> None:

@@ -130,7 +130,7 @@ def is_written(folder: Path) -> bool:
     except OSError:
         return False  # nobody has ever taken it
     try:
-        if not _lives(_whole(_parse(os.pread(descriptor, _LENGTH, 0)).get("pid"))):
+        if not is_running(_whole(_parse(os.pread(descriptor, _LENGTH, 0)).get("pid"))):
             return False  # without a lock of our own, which could be in the way of who takes the folder now
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -224,7 +224,7 @@ def _lock(folder: Path, descriptor: int, kind: int = fcntl.LOCK_EX) -> None:
             fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
         except BlockingIOError:
             owner = _parse(os.pread(descriptor, _LENGTH, 0))
-            gone = owner.get("host") == socket.gethostname() and not _lives(_whole(owner.get("pid")))
+            gone = owner.get("host") == socket.gethostname() and not is_running(_whole(owner.get("pid")))
             soon = gone or not owner or (kind == fcntl.LOCK_EX and _only_looked_at(descriptor))
             if not soon or time.monotonic() > until:
                 raise _taken(folder, owner, gone) from None
@@ -284,7 +284,8 @@ def _whole(value: object) -> int:
     return value if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**53 else 0
 
 
-def _lives(pid: int) -> bool:
+def is_running(pid: int) -> bool:
+    """Return True if there is a process of that number, ended ones that nobody has asked about included; 0 is none."""
     if not pid:
         return False
     try:

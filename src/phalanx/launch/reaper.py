@@ -41,17 +41,6 @@ def kill_group(pid: int, number: int) -> None:
             os.kill(pid, number)
 
 
-def is_running(pid: int) -> bool:
-    """Whether there is a process of that number, ended ones that nobody has asked about included."""
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        pass
-    return True
-
-
 def adopt_orphans() -> None:
     """Become the parent of what processes that this one has started leave behind, as a container's first process is."""
     if sys.platform == "linux":

@@ -28,13 +28,14 @@ from phalanx.comm.roll_call import answers, word_of
 from phalanx.config import RunSpec
 from phalanx.device_kinds import kind_for
 from phalanx.errors import Problem, RunError, SpecError
+from phalanx.files.single_writer import is_running
 from phalanx.launch.addresses import LOOPBACK, connect_late, listen_at, own_address
 from phalanx.launch.failure import Failure, WorkerReports, failure_of_exit, first_failure, gave_up, time_for_others
 from phalanx.launch.hang_report import RankStand
 from phalanx.launch.hang_watch import WatchedRank
 from phalanx.launch.launcher import Launch, Launcher, Workers, refuse_what_needs_a_fork
 from phalanx.launch.rank_probe import PROBE_FILES, ProbeFiles
-from phalanx.launch.reaper import is_running, kill_group
+from phalanx.launch.reaper import kill_group
 from phalanx.launch.worker_pool import WorkerPool
 from phalanx.launch.worker_process import threads_each
 

@@ -25,9 +25,8 @@ def same_length(length: int | None, where: str) -> None:
     """
     if alike(length):
         return
-    if error := unlike_data(
-        {f"rank {rank}": {"length": one} for rank, one in enumerate(from_every_rank(length))}, where
-    ):
+    lengths = enumerate(from_every_rank(length))
+    if error := unlike_data({f"rank {rank}": {"length": one} for rank, one in lengths}, where):
         raise error
 
 

@@ -156,18 +156,18 @@ def groups_of(
     return [
         (
             [names[id(tensor)] for tensor in group["params"]],
-            {key: number for key, value in group.items() if key != "params" and (number := _number(value)) is not None},
+            {key: number for key, value in group.items() if key != "params" and (number := numeric(value)) is not None},
         )
         for group in optimizer.param_groups
     ]
 
 
-def _number(value: Any) -> Any:
-    """An option as JSON holds it; ``None`` for what is neither a number nor a few of them."""
+def numeric(value: Any) -> Any:
+    """Return an option as JSON holds it; ``None`` for what is neither a number nor a few of them."""
     if isinstance(value, torch.Tensor):
         return float(value.detach()) if value.numel() == 1 else None
     if isinstance(value, tuple | list):
-        numbers = [_number(one) for one in value]
+        numbers = [numeric(one) for one in value]
         return None if None in numbers else numbers
     return value if isinstance(value, bool | int | float) else None
 

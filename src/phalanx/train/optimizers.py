@@ -121,7 +121,7 @@ class LARS(_TrustRatioOptimizer):
         if group["lr_in_velocity"]:
             direction = torch._foreach_mul(direction, group["lr"])
         if group["momentum"]:
-            velocity = _state(self, part.parameters, "momentum_buffer")
+            velocity = state_of(self, part.parameters, "momentum_buffer")
             torch._foreach_mul_(velocity, group["momentum"])
             torch._foreach_add_(velocity, direction)
             nesterov = group["nesterov"]
@@ -186,8 +186,8 @@ class LAMB(_TrustRatioOptimizer):
         """Adam's update of these parameters, weight decay included, before the trust ratio."""
         group, gradients = part.group, part.gradients
         beta1, beta2 = group["betas"]
-        first = _state(self, part.parameters, "exp_avg")
-        second = _state(self, part.parameters, "exp_avg_sq")
+        first = state_of(self, part.parameters, "exp_avg")
+        second = state_of(self, part.parameters, "exp_avg_sq")
         steps = [self._count(parameter) for parameter in part.parameters]
         torch._foreach_lerp_(first, gradients, 1 - beta1)
         torch._foreach_mul_(second, beta2)
@@ -251,7 +251,8 @@ def local_gradient(name: str, parameter: Tensor) -> Tensor:
     return gradient.to_local()
 
 
-def _state(optimizer: Optimizer, parameters: list[Tensor], key: str) -> list[Tensor]:
+def state_of(optimizer: Optimizer, parameters: list[Tensor], key: str) -> list[Tensor]:
+    """Return the state of that name, zeros at first; the local part of each."""
     for parameter in parameters:
         if key not in optimizer.state[parameter]:
             optimizer.state[parameter][key] = torch.zeros_like(parameter)

@@ -22,6 +22,7 @@ from phalanx.launch import launch
 from phalanx.launch.side_process import Send, SideProcess
 from phalanx.parallel import batch_statistics, device_kind, dropouts
 from phalanx.train.build_model import build_model
+from phalanx.train.observer import numeric
 from phalanx.verify.capture import Watch, proven
 from phalanx.verify.compare import noise_of
 from phalanx.verify.record import RunRecord, StepRecord
@@ -138,7 +139,7 @@ def _flat(witness: Witness) -> tuple[dict[str, Tensor], dict[str, Any]]:
     ]
     ids = witness.samples[0] if witness.samples else []
     options = {  # those that are numbers, or a few of them
-        name: {key: number for key, value in group.items() if (number := _number(value)) is not None}
+        name: {key: number for key, value in group.items() if (number := numeric(value)) is not None}
         for name, group in witness.options.items()
     }
     return tensors, {
@@ -173,15 +174,6 @@ def _record(tensors: Mapping[str, Tensor], answer: Mapping[str, Any]) -> RunReco
 def _by_step(grads: Mapping[str, dict[str, Tensor]]) -> dict[int, dict[str, Tensor]]:
     """In order: a file gives its tensors in any, and bounds are taken from a parameter's first gradient."""
     return {step: grads[str(step)] for step in sorted(map(int, grads))}
-
-
-def _number(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return float(value.detach()) if value.numel() == 1 else None
-    if isinstance(value, tuple | list):
-        numbers = [_number(one) for one in value]
-        return None if None in numbers else numbers
-    return value if isinstance(value, bool | int | float) else None
 
 
 def small_copy(job: Job, plan: Plan) -> Job:

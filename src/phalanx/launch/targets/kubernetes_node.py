@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from phalanx.comm.roll_call import answers
 from phalanx.config.run_files import EVENTS
 from phalanx.events.log import EventReader, last_failure, own_failure
 from phalanx.launch.addresses import LOOPBACK, own_address
@@ -50,7 +51,7 @@ def main(runfile: Path, meeting: str, nodes: str, wait: str = "") -> int:
     logs.mkdir(parents=True, exist_ok=True)
     events = EventReader(spec.folder / EVENTS)
     events.new()  # of earlier starts
-    there = _is_known if index == 0 else _is_open  # pod 0 knows its own name a while after it has begun
+    there = _is_known if index == 0 else answers  # pod 0 knows its own name a while after it has begun
     if not _wait_for(meeting, there):
         print(f"{socket.gethostname()}: nobody is at {meeting} after {_PATIENCE} s", file=sys.stderr)
         return 1
@@ -115,15 +116,6 @@ def _is_known(meeting: str) -> bool:
         return bool(socket.getaddrinfo(meeting.rpartition(":")[0], None))
     except OSError:
         return False
-
-
-def _is_open(meeting: str) -> bool:
-    host, _, port = meeting.rpartition(":")
-    try:
-        socket.create_connection((host, int(port)), timeout=_LOOK).close()
-    except OSError:
-        return False
-    return True
 
 
 def _failed(events: EventReader) -> int:

@@ -24,7 +24,7 @@ from phalanx.comm import local
 from phalanx.config import Clip, Schedule
 from phalanx.errors import Problem, SpecError
 from phalanx.train.keras.keras_own import is_keras_code
-from phalanx.train.optimizers import local_gradient
+from phalanx.train.optimizers import local_gradient, state_of
 
 
 class KerasFormula(Optimizer):
@@ -74,13 +74,6 @@ class KerasFormula(Optimizer):
                 if name in self.state[parameter]:
                     getattr(optimizer, attribute)[at].assign(self.state[parameter][name])
 
-    def _slot(self, given: list[Tensor], name: str) -> list[Tensor]:
-        """State of that name, zeros at first; the local part of each."""
-        for one in given:
-            if name not in self.state[one]:
-                self.state[one][name] = torch.zeros_like(one)
-        return [local(self.state[one][name]) for one in given]
-
     def _count(self, given: list[Tensor]) -> int:
         """The step that is being taken, 1 at first."""
         for one in given:
@@ -102,7 +95,7 @@ class KerasSGD(KerasFormula):
         if not momentum:
             torch._foreach_add_(weights, grads, alpha=-lr)
             return
-        velocity = self._slot(given, "momentum")
+        velocity = state_of(self, given, "momentum")
         torch._foreach_mul_(velocity, momentum)
         torch._foreach_add_(velocity, grads, alpha=-lr)
         if group["nesterov"]:
@@ -128,13 +121,13 @@ class KerasAdam(KerasFormula):
     def _update(self, given: list[Tensor], weights: list[Tensor], grads: list[Tensor], group: dict[str, Any]) -> None:
         first, second = group["beta_1"], group["beta_2"]
         alpha = _bias_correction(first, second, self._count(given)) * float(group["lr"])
-        mean, square = self._slot(given, "momentum"), self._slot(given, "velocity")
+        mean, square = state_of(self, given, "momentum"), state_of(self, given, "velocity")
         torch._foreach_mul_(mean, first)
         torch._foreach_add_(mean, grads, alpha=1 - first)
         torch._foreach_mul_(square, second)
         torch._foreach_add_(square, torch._foreach_mul(grads, grads), alpha=1 - second)
         if group["amsgrad"]:
-            most = self._slot(given, "velocity_hat")
+            most = state_of(self, given, "velocity_hat")
             torch._foreach_maximum_(most, square)
             square = most
         root = torch._foreach_sqrt(square)
@@ -170,19 +163,19 @@ class KerasRMSprop(KerasFormula):
 
     def _update(self, given: list[Tensor], weights: list[Tensor], grads: list[Tensor], group: dict[str, Any]) -> None:
         rho = group["rho"]
-        square = self._slot(given, "velocity")
+        square = state_of(self, given, "velocity")
         torch._foreach_mul_(square, rho)
         torch._foreach_add_(square, torch._foreach_mul(grads, grads), alpha=1 - rho)
         root = list(torch._foreach_add(square, group["epsilon"]))
         if group["centered"]:
-            mean = self._slot(given, "average_gradient")
+            mean = state_of(self, given, "average_gradient")
             torch._foreach_mul_(mean, rho)
             torch._foreach_add_(mean, grads, alpha=1 - rho)
             torch._foreach_addcmul_(root, mean, mean, -1.0)
         torch._foreach_sqrt_(root)
         moves = torch._foreach_div(torch._foreach_mul(grads, float(group["lr"])), root)
         if group["momentum"]:
-            moved = self._slot(given, "momentum")
+            moved = state_of(self, given, "momentum")
             torch._foreach_mul_(moved, group["momentum"])
             torch._foreach_add_(moved, moves)
             moves = moved
@@ -196,7 +189,7 @@ class KerasLion(KerasFormula):
     read: ClassVar[tuple[str, ...]] = ("beta_1", "beta_2")
 
     def _update(self, given: list[Tensor], weights: list[Tensor], grads: list[Tensor], group: dict[str, Any]) -> None:
-        mean = self._slot(given, "momentum")
+        mean = state_of(self, given, "momentum")
         direction = list(torch._foreach_mul(mean, group["beta_1"]))
         torch._foreach_add_(direction, grads, alpha=1 - group["beta_1"])
         torch._foreach_sign_(direction)
