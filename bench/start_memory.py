@@ -25,7 +25,7 @@ import phalanx as px
 from phalanx.comm import Place
 from phalanx.launch import launch
 from phalanx.preflight import forecast_here
-from phalanx.train.launcher_link import LauncherLink
+from phalanx.train.interruptions import LauncherLink
 from phalanx.train.loop import train
 
 MIB = 2**20

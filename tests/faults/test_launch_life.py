@@ -30,7 +30,7 @@ from phalanx.launch import worker_process
 from phalanx.launch.addresses import own_address
 from phalanx.launch.local import launch
 from phalanx.launch.reaper import Reaper
-from phalanx.train.launcher_link import LauncherLink
+from phalanx.train.interruptions import LauncherLink
 from phalanx.train.loop import train
 
 

@@ -30,7 +30,7 @@ from phalanx.events import read
 from phalanx.launch import worker_pool
 from phalanx.launch.local import launch
 from phalanx.launch.worker_pool import StoppedWorkers
-from phalanx.train.launcher_link import LauncherLink
+from phalanx.train.interruptions import LauncherLink
 from phalanx.train.parameter_server import coordinator, take_part
 from phalanx.train.parameter_server.server import Server
 from phalanx.train.parameter_server.server_group import Address, Directory, Patience

@@ -128,7 +128,7 @@ def test_data_smaller_than_the_batch_are_no_fault_of_the_sampler() -> None:
 PACKAGES = ("train/", "parallel/", "data/", "comm/", "checkpoint/")
 BY_CHANCE = ("__del__", "<module>", "_files.<locals>.<lambda>")
 """Called when memory is let go, by who is first to import, and once for each file that other ranks have begun."""
-NO_SIGNALS = "train/launcher_link.py:no_signal"
+NO_SIGNALS = "train/interruptions.py:no_signal"
 """Nobody asks a proof to stop; a run's answer to that question comes from its launcher."""
 LOOKS_BY_THE_CLOCK = "comm/point_agreement.py:PointAgreement._watch"
 """A thread that asks twice a second whether to stop: never, where all the steps take less."""

@@ -24,7 +24,7 @@ from phalanx.launch.check_hosts import (
     workers_of,
 )
 from phalanx.launch.check_hosts.asking_links import LinkSurvey, ask_links, rounds
-from phalanx.launch.unshared_folder import unshared_problems
+from phalanx.launch.check_hosts.host_findings import unshared_problems
 
 pytestmark = pytest.mark.quick
 GIB = 2**30

@@ -113,7 +113,7 @@ OF_COMMANDS = (  # what these say is said by commands alone
     "train/batch_scaling.py",
     *("planner/nearest_fit.py", "planner/question.py", "planner/rank.py", "planner/advise.py"),
     *("launch/targets/", "launch/check_hosts/", "preflight/launch_check.py"),  # no call launches elsewhere
-    "launch/unshared_folder.py",  # of hosts by SSH
+    "launch/check_hosts/host_findings.py",  # of hosts by SSH
 )
 OPTIONS = [
     name

@@ -22,8 +22,7 @@ from phalanx.events.schema import faults
 from phalanx.train.assembly import Assembly, build
 from phalanx.train.build_model import build_model
 from phalanx.train.evaluate import Evaluation
-from phalanx.train.interruptions import Interruptions
-from phalanx.train.launcher_link import no_signal
+from phalanx.train.interruptions import Interruptions, no_signal
 from phalanx.train.loop import Stepper, StepsLostError, TrainingLoop
 from phalanx.train.lr_schedule import RunStart
 from phalanx.train.metrics import Metrics

@@ -16,7 +16,7 @@ from phalanx.config import Job, RunSpec
 from phalanx.device_kinds import interface_variables
 from phalanx.launch import RunFolder, launch, worker_pool
 from phalanx.launch.worker_pool import WorkerPool
-from phalanx.train.launcher_link import LauncherLink
+from phalanx.train.interruptions import LauncherLink
 from phalanx.train.loop import train
 
 _DEVICE = "net0"

@@ -80,10 +80,10 @@ def command(path: Path | None, quick: bool, to: str | None, as_json: bool) -> No
 def _gpus(kind: DeviceKind, where: Path, *, quick: bool, as_json: bool) -> None:
     """Measure the first GPU, write the machine's cluster, and print what was measured."""
     from phalanx.hardware import this_machine
-    from phalanx.launch.measure_gpu import QUICK, with_measured_kernels
+    from phalanx.launch.measure import QUICK_KERNELS, with_measured_kernels
     from phalanx.units import show_bytes
 
-    found = with_measured_kernels(this_machine(kind), kind, QUICK if quick else None)
+    found = with_measured_kernels(this_machine(kind), kind, QUICK_KERNELS if quick else None)
     _write(found, where)
     device = found.groups[0].device
     if as_json:

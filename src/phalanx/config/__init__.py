@@ -5,8 +5,7 @@ from phalanx.config.clip import Clip
 from phalanx.config.cluster import Cluster, Group
 from phalanx.config.device import Device, Host, Link, Network
 from phalanx.config.job import Best, Job, Pretrained
-from phalanx.config.losses import Loss
-from phalanx.config.metric import Metric
+from phalanx.config.losses import Loss, Metric
 from phalanx.config.own_sampler import Sampler
 from phalanx.config.phases import Phase
 from phalanx.config.plan import Plan

@@ -15,8 +15,7 @@ import numpy as np
 from phalanx.config.job import Job
 from phalanx.data.changing_batches import ChangingBatchSampler, Stretch, never_reached
 from phalanx.data.curriculum import changing_sampler, may_repeat, order_text
-from phalanx.data.dataset_facts import files_digest, refuse_other_order
-from phalanx.data.huggingface import refuse_lists
+from phalanx.data.dataset_facts import files_digest, refuse_lists, refuse_other_order
 from phalanx.data.map_style import AnySampler, Fetcher, IndexedReader, is_stream, plain
 from phalanx.data.own_orders import EpochOrders
 from phalanx.data.sampler import GlobalBatchSampler

@@ -21,8 +21,7 @@ from phalanx.launch.worker import WorkerStatus, within_folder
 from phalanx.parallel import device_kind, devices_here
 from phalanx.train.assembly import Assembly, build, refuse
 from phalanx.train.findings import Findings
-from phalanx.train.interruptions import Interruptions
-from phalanx.train.launcher_link import LauncherLink
+from phalanx.train.interruptions import Interruptions, LauncherLink
 from phalanx.train.loop import TrainingLoop
 from phalanx.train.mesh_stepper import rank_of_mesh
 from phalanx.train.observer import Observer

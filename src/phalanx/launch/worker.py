@@ -42,7 +42,7 @@ from phalanx.launch.worker_process import die_with, leave_warnings_to_rank_0, sh
 from phalanx.parallel import devices_here
 from phalanx.train.assembly import refuse
 from phalanx.train.findings import Findings
-from phalanx.train.launcher_link import LauncherLink, no_signal
+from phalanx.train.interruptions import LauncherLink, no_signal
 from phalanx.train.look_ahead import refuse_job
 from phalanx.train.loop import train
 from phalanx.train.lr_schedule import RunStart

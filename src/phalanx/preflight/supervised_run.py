@@ -34,7 +34,7 @@ from phalanx.preflight.run_forecast import RunForecaster, forecast_after_look, t
 from phalanx.train import loop
 from phalanx.train.assembly import refuse
 from phalanx.train.findings import Findings
-from phalanx.train.launcher_link import LauncherLink
+from phalanx.train.interruptions import LauncherLink
 from phalanx.train.lr_schedule import RunStart
 from phalanx.train.resumed_from import checkpoint_of
 

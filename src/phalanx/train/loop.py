@@ -14,8 +14,7 @@ from phalanx.config.run_files import CHECKPOINTS
 from phalanx.data import StepBatch
 from phalanx.train.evaluate import Evaluation
 from phalanx.train.findings import Findings
-from phalanx.train.interruptions import Interruptions
-from phalanx.train.launcher_link import LauncherLink
+from phalanx.train.interruptions import Interruptions, LauncherLink
 from phalanx.train.metrics import Metrics
 from phalanx.train.observer import Observer
 from phalanx.train.run_recorder import Lap, RunRecorder

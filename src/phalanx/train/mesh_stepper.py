@@ -31,8 +31,7 @@ from phalanx.train.drift import DriftWatch
 from phalanx.train.evaluate import Evaluation, evaluate
 from phalanx.train.findings import Findings
 from phalanx.train.frozen_values import refuse_moved
-from phalanx.train.interruptions import Interruptions
-from phalanx.train.launcher_link import LauncherLink
+from phalanx.train.interruptions import Interruptions, LauncherLink
 from phalanx.train.loop import Stepper, StepsLostError
 from phalanx.train.lr_schedule import RunStart, none_left, resume_notes
 from phalanx.train.memory_use import MeasuredStep

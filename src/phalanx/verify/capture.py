@@ -22,7 +22,7 @@ from phalanx.launch import launch, make_ready
 from phalanx.train import loop
 from phalanx.train.assembly import build
 from phalanx.train.findings import Findings
-from phalanx.train.launcher_link import LauncherLink
+from phalanx.train.interruptions import LauncherLink
 from phalanx.train.observer import AssemblyScene
 from phalanx.train.state import restore
 from phalanx.verify.module_trace import Tracing, traces_of

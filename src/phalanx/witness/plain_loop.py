@@ -23,10 +23,9 @@ from torch import Tensor
 from phalanx.config import Job, Schedule
 from phalanx.device_kinds import kind_of
 from phalanx.witness import samples
-from phalanx.witness.averages import PlainAverage
 from phalanx.witness.evaluation import by_name, evaluated, on_device, sum_and_count
 from phalanx.witness.initial import initial_model
-from phalanx.witness.parts import Part, clip, dense, parts_of
+from phalanx.witness.parts import Part, PlainAverage, clip, dense, parts_of
 
 if TYPE_CHECKING:
     from phalanx.witness.rounding import Variation

@@ -14,11 +14,11 @@ from typing import Any
 
 from phalanx.config import RunSpec
 from phalanx.device_kinds import all_kinds
+from phalanx.errors import Problem
 from phalanx.launch.check_hosts.asking import HostAnswer, HostSurvey
 from phalanx.launch.check_hosts.device_findings import Needs, device_findings, plan_findings, workers_of
 from phalanx.launch.check_hosts.finding import HostFinding, odd_ones, way_there
 from phalanx.launch.check_hosts.link_findings import link_findings
-from phalanx.launch.unshared_folder import unshared_problems
 from phalanx.units import show_bytes, show_seconds
 
 _CLOCK = 5.0  # seconds that clocks may differ by
@@ -257,3 +257,16 @@ def few_processes(there: Sequence[HostAnswer], counts: Mapping[str, int]) -> Ite
             what = f"its user may have {most} processes and threads"
             fix = "ulimit -u 65536 there, in /etc/security/limits.conf for good"
             yield HostFinding(kind="limits", hosts=(one.name,), what=what, fix=fix, fails=most < least)
+
+
+def unshared_problems(run: RunSpec) -> list[Problem]:
+    """Why ``run`` needs a run folder that all hosts share; none where copies do, whose changes are brought together."""
+    shared = "a run folder that all hosts and this machine share (--run)"
+    apart = f"with a run folder ({run.folder}) that not all hosts share"
+    here = f"{shared}, or none: checkpoints are brought to the run folder here"
+    found = (
+        (run.plan.server, "plan.server", str(run.plan), f"{shared}, or no servers", f"--plan dp={run.plan.processes}"),
+        (run.rolls_back, "run.on_nonfinite", "'rollback'", f"{shared}, or stop or skip", 'on_nonfinite="skip"'),
+        (run.mirror, "run.mirror", run.mirror, here, "no --mirror"),
+    )
+    return [Problem(where=one[1], given=f"{one[2]}, {apart}", allowed=one[3], fix=one[4]) for one in found if one[0]]

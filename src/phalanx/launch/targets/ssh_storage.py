@@ -17,13 +17,13 @@ from typing import Self, final
 from phalanx.config import RunSpec
 from phalanx.errors import RunError, SpecError
 from phalanx.files import token_of
+from phalanx.launch.check_hosts.host_findings import unshared_problems
 from phalanx.launch.code_files import stamp_of
 from phalanx.launch.jobfile import Reference
 from phalanx.launch.runfile import absolute
 from phalanx.launch.targets.code_pack import CodePack, folder_to_pack, job_within
 from phalanx.launch.targets.hosts_file import HostsFile
 from phalanx.launch.targets.ssh_host import SshHosts, host_numbers
-from phalanx.launch.unshared_folder import unshared_problems
 from phalanx.units import show_names
 
 

@@ -21,8 +21,7 @@ from phalanx.parallel.parameter_server import StalenessBound, WorkQueue
 from phalanx.parallel.parameter_server.protocol import TO_SERVER
 from phalanx.train.build_model import make_data
 from phalanx.train.findings import Findings
-from phalanx.train.interruptions import Interruptions
-from phalanx.train.launcher_link import LauncherLink
+from phalanx.train.interruptions import Interruptions, LauncherLink
 from phalanx.train.loop import StepsLostError, TrainingLoop
 from phalanx.train.lr_schedule import none_left, resume_notes
 from phalanx.train.observer import Observer
