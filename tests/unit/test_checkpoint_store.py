@@ -142,22 +142,19 @@ class TestRefusals:
         assert "model.count int32[] here, int64[] there" in text
         assert all(torch.equal(tensor, before[name]) for name, tensor in other.items())
 
-    def test_a_manifest_that_points_outside(self, tmp_path: Path) -> None:
+    @pytest.mark.parametrize(
+        ("change", "words"),
+        [
+            (lambda given: given["files"].update({"../rank-00000.safetensors": {}}), r"rank-00000.safetensors"),
+            (lambda given: given["tensors"]["model.weight"]["chunks"][0].update(sizes=[4, 3]), "do not fill"),
+            (lambda given: given.update(version=3), "checkpoint format 3"),
+        ],
+        ids=["points outside", "a gap", "another format"],
+    )
+    def test_a_manifest_that_is_wrong(self, change: Callable[[dict], object], words: str, tmp_path: Path) -> None:
         path = saved(tmp_path)
-        resealed(path, lambda given: given["files"].update({"../rank-00000.safetensors": {}}))
-        with pytest.raises(CheckpointError, match=r"rank-00000.safetensors"):
-            checkpoint.load(path, some_tensors())
-
-    def test_a_manifest_with_a_gap(self, tmp_path: Path) -> None:
-        path = saved(tmp_path)
-        resealed(path, lambda given: given["tensors"]["model.weight"]["chunks"][0].update(sizes=[4, 3]))
-        with pytest.raises(CheckpointError, match="do not fill"):
-            checkpoint.load(path, some_tensors())
-
-    def test_another_format(self, tmp_path: Path) -> None:
-        path = saved(tmp_path)
-        resealed(path, lambda given: given.update(version=3))
-        with pytest.raises(CheckpointError, match="checkpoint format 3"):
+        resealed(path, change)
+        with pytest.raises(CheckpointError, match=words):
             checkpoint.load(path, some_tensors())
 
     def test_nothing_there(self, tmp_path: Path) -> None:
