@@ -169,7 +169,7 @@ def test_a_run_goes_on_elsewhere_from_its_mirror(bucket: str, tmp_path: Path) ->
 
 
 def test_what_was_not_copied_is_copied_by_who_goes_on(bucket: str, tmp_path: Path) -> None:
-    """A survivor's save, or one that a run ended before it was copied."""
+    """Such as one that a run ended before it was copied."""
 
     def spec(**how: Any) -> px.RunSpec:
         return px.RunSpec(job="small", plan=px.Plan(), folder=tmp_path / "run", forecast="none", **how)

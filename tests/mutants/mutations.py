@@ -86,8 +86,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "running statistics of its own on each rank",
         "parallel/ddp.py",
-        "        self._statistics.share()  # nothing",
-        "        pass  # nothing",
+        "        self._statistics.share()",
+        "        pass",
         ("copies norm dp=2",),
     ),
     Mutation(

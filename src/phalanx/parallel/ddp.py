@@ -65,7 +65,7 @@ class DdpLayout(Layout):
             self.holdings.sender.traffic.steps += 1
         if not self._may_be_unused:
             check_reduced(self._ddp, self.parameters)
-        self._statistics.share()  # nothing is exchanged once the update has begun: a survivor of a lost rank is whole
+        self._statistics.share()
 
     def stepped(self) -> None:
         drop_gradients(self.parameters.values())
