@@ -1,10 +1,10 @@
 """Forecast beside measured step time on this machine: every kind of plan, 1, 2 and 4 processes, by the clock.
 
-``OMP_NUM_THREADS=1 python bench/forecast_here.py [--on machine.toml] [--rounds N] [--only WORD] [--write]``; without
-``--on`` it calibrates before the plans of each job in each round, as a user does before a run: a shared machine is
-faster in one quarter of an hour than in the next. Runs go through ``phalanx.fit``; the time of a step is the one that
-the run's own summary tells. Forecasts have the constants that a run here gets with ``machine.toml`` in its
-working directory.
+``PYTHONPATH=tools OMP_NUM_THREADS=1 python bench/forecast_here.py [--on machine.toml] [--rounds N] [--only WORD]
+[--write]``; without ``--on`` it calibrates before the plans of each job in each round, as a user does before a run: a
+shared machine is faster in one quarter of an hour than in the next. Runs go through ``phalanx.fit``; the time of a
+step is the one that the run's own summary tells. Forecasts have the constants that a run here gets with
+``machine.toml`` in its working directory.
 """
 
 from __future__ import annotations

@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any
 import tomli_w
 
 from phalanx.config import Plan
-from phalanx.forecast.uncertainty import FILE, HEAD, quantile, quantiles, technique
+from phalanx.forecast.uncertainty import FILE, quantile, technique
 from phalanx.hardware import cores
 from phalanx.report.summary import WARM_UP
+from published.spread import HEAD, quantiles
 
 if TYPE_CHECKING:
     from forecast_here import Case
@@ -27,7 +28,7 @@ PAGE = Path(__file__).parent.parent / "docs/project/accuracy-here.md"
 
 _HEAD = """# Forecasts of this machine's own runs
 
-Written by `OMP_NUM_THREADS=1 python bench/forecast_here.py --rounds {asked} --write`; do not edit.
+Written by `PYTHONPATH=tools OMP_NUM_THREADS=1 python bench/forecast_here.py --rounds {asked} --write`; do not edit.
 
 {when}, {cpu}, {cores} cores, one thread a process, by the clock. Runs go through `phalanx.fit`; a run's time of a step
 is the median of {steps} steps, as its own summary tells it (the mean where replicas are averaged now and then). Each

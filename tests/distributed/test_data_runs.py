@@ -18,8 +18,9 @@ import torch
 from small import batches_of, fit, job, plain_losses, table
 
 import phalanx as px
+from chaos.run_equality import read_ledger
 from law_rows import longer
-from phalanx.data import GlobalBatchSampler, read_ledger
+from phalanx.data import GlobalBatchSampler
 from phalanx.errors import PhalanxError, SpecError
 from phalanx.report.samples_seen import samples_seen
 

@@ -17,10 +17,11 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 import phalanx as px
+from chaos.run_equality import read_ledger
 from law_rows import longer
 from phalanx.comm import mesh
 from phalanx.config import Plan
-from phalanx.data import audit, host_ledger, read_ledger, sampler
+from phalanx.data import audit, host_ledger, sampler
 from phalanx.data.sampler import Permutation
 from phalanx.demo.jobs import gpt
 from phalanx.device_kinds import host

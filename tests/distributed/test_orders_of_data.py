@@ -15,8 +15,8 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 import phalanx as px
+from chaos.run_equality import read_ledger
 from law_rows import longer
-from phalanx.data import read_ledger
 from phalanx.data.sampler import Permutation
 from phalanx.report.samples_seen import samples_seen
 from phalanx.train.build_model import build_model

@@ -14,8 +14,8 @@ from small import LENGTH, fit, table
 from torch import nn
 
 import phalanx as px
+from chaos.run_equality import read_ledger
 from law_rows import longer
-from phalanx.data import read_ledger
 from phalanx.errors import RefusedError, SpecError, WorkerError
 from phalanx.events import faults
 from phalanx.report.summary import summarise

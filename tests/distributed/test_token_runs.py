@@ -15,8 +15,9 @@ from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 from transformers import DataCollatorWithFlattening, LlamaConfig, LlamaForCausalLM
 
 import phalanx as px
+from chaos.run_equality import read_ledger
 from law_rows import longer
-from phalanx.data import GlobalBatchSampler, read_ledger
+from phalanx.data import GlobalBatchSampler
 from phalanx.data.sampler import Permutation
 from phalanx.report.samples_seen import samples_seen
 from phalanx.train.build_model import build_model

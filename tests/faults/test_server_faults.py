@@ -20,11 +20,11 @@ import torch.distributed as dist
 
 import phalanx as px
 import phalanx.checkpoint.store  # once, here: what is forked has it then
+from chaos.run_equality import read_ledger
 from law_rows import longer
 from phalanx.comm import Place
 from phalanx.comm.frames import Connection, Frame
 from phalanx.comm.handshake import new_secret
-from phalanx.data import read_ledger
 from phalanx.errors import RunError
 from phalanx.events import read
 from phalanx.launch import worker_pool

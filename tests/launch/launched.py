@@ -22,8 +22,9 @@ from phalanx.config import Plan, RunSpec
 from phalanx.errors import RunError, SpecError
 from phalanx.launch import Launcher
 from phalanx.launch.check_hosts import TargetHost, run_here
-from phalanx.launch.targets import AttachedTarget, Offer, Option, Prepared, QueueTarget, Standing, Submission, misfit
+from phalanx.launch.targets import AttachedTarget, Offer, Option, Prepared, QueueTarget, Standing, Submission
 from phalanx.launch.targets.hosts_file import HostEntry, HostsFile, refuse_size
+from phalanx.launch.targets.offer import misfit
 
 JOB = """
 import time

@@ -22,8 +22,8 @@ import pytest
 from phalanx.config.run_files import RUN_FILES
 from phalanx.errors import RunError, SpecError
 from phalanx.launch.code_files import digest_of
-from phalanx.launch.targets import CodePack, code_pack, ssh_host, unpack
-from phalanx.launch.targets.code_pack import folder_to_pack, job_within
+from phalanx.launch.targets import code_pack, ssh_host
+from phalanx.launch.targets.code_pack import CodePack, folder_to_pack, job_within, unpack
 from phalanx.launch.targets.host_folder import HostFiles
 from phalanx.launch.targets.hosts_file import HostsFile
 from phalanx.launch.targets.ray_code import CodePlace, RequestCode

@@ -23,8 +23,9 @@ from phalanx.config import Plan, RunSpec
 from phalanx.errors import RefusedError, RunError
 from phalanx.launch.code_files import digest_of
 from phalanx.launch.reaper import SAVED
-from phalanx.launch.targets import CodePack, Prepared, Submission
+from phalanx.launch.targets import Prepared, Submission
 from phalanx.launch.targets import ray as ray_target
+from phalanx.launch.targets.code_pack import CodePack
 from phalanx.launch.targets.ray import RayTarget
 from phalanx.launch.targets.ray_actors import LOST, STANDING, NodeActor, Supervisor
 from phalanx.launch.targets.ray_code import ARCHIVE, RequestCode

@@ -26,7 +26,8 @@ import phalanx as px
 from emulator import Hosts
 from phalanx.launch.reaper import SAVED, fork
 from phalanx.launch.runfile import newest_step
-from phalanx.launch.targets import CodePack, Submission, sagemaker_node
+from phalanx.launch.targets import Submission, sagemaker_node
+from phalanx.launch.targets.code_pack import CodePack
 from phalanx.launch.targets.sagemaker import SageMakerTarget
 from phalanx.launch.targets.sagemaker_node import main
 from phalanx.launch.worker_process import die_with

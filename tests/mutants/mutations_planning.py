@@ -61,13 +61,6 @@ PLANNING = (
         ("test unit/test_planner.py margin",),
     ),
     Mutation(
-        "a forecast: the interval holds fewer outcomes than it says",
-        UNCERTAINTY,
-        "math.ceil(SHARE * (len(sizes) + 1))) - 1]",
-        "math.floor(SHARE * len(sizes))) - 1]",
-        ("test unit/test_forecast_time.py quantile",),
-    ),
-    Mutation(
         "a forecast: a pipeline that shards is counted as sharded",
         UNCERTAINTY,
         '    if plan.pp > 1:\n        return "pipeline"\n    if plan.splits_model:',

@@ -20,8 +20,9 @@ from table import PLAIN_BAR, SHORT_STEPS, STEPS
 from torch import nn
 
 import phalanx as px
+from chaos.run_equality import read_ledger
 from law_rows import longer
-from phalanx.data import GlobalBatchSampler, read_ledger
+from phalanx.data import GlobalBatchSampler
 from phalanx.witness.plain_loop import Witness, why_not
 from phalanx.witness.samples import GlobalBatches, KeyedOrder
 

@@ -15,19 +15,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_events import FullDisk
 
-from phalanx.data import (
-    GlobalBatchSampler,
-    Ledger,
-    MicroBatch,
-    StepBatch,
-    audit,
-    host_ledger,
-    read_ledger,
-    records,
-    share,
-)
+from chaos.run_equality import read_ledger
+from phalanx.data import GlobalBatchSampler, Ledger, MicroBatch, StepBatch, audit, host_ledger, records
 from phalanx.data.host_ledger import HostKey
 from phalanx.errors import DataError, SpecError
+from phalanx.placement.batch_split import share
 
 LENGTH, BATCH = 22, 6
 SAMPLER = GlobalBatchSampler(length=LENGTH, batch=BATCH, seed=1)

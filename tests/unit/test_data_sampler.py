@@ -21,17 +21,8 @@ from torch.utils.data import TensorDataset, random_split
 
 import phalanx as px
 from law_rows import longer
-from phalanx.data import (
-    ChangingBatchSampler,
-    GlobalBatchSampler,
-    Lane,
-    Ledger,
-    Loader,
-    Stretch,
-    audit_run,
-    due,
-    never_reached,
-)
+from phalanx.data import GlobalBatchSampler, Lane, Ledger, Loader, audit_run, due
+from phalanx.data.changing_batches import ChangingBatchSampler, Stretch, never_reached
 from phalanx.data.sampler import Permutation
 from phalanx.errors import SpecError
 from phalanx.placement.batch_split import cuts

@@ -20,7 +20,6 @@ from phalanx.device_kinds import (
     DeviceKind,
     accelerator,
     accelerator_count,
-    automatic_kind,
     hardware_names,
     host,
     kind_named,
@@ -31,6 +30,7 @@ from phalanx.device_kinds import (
     registered,
 )
 from phalanx.device_kinds import registry as kinds_registry
+from phalanx.device_kinds.registry import automatic_kind
 from phalanx.errors import SpecError
 from phalanx.parallel import check, device_kind
 from phalanx.parallel.context.flash_block import kernel_for

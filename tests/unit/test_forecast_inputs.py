@@ -18,8 +18,9 @@ from phalanx.config import Cluster, Device, Group, Host, Job, Link, Network, Pla
 from phalanx.demo.jobs import gpt
 from phalanx.errors import PhalanxError
 from phalanx.forecast import Work, forecast
-from phalanx.planner import Question, refuse
+from phalanx.planner import Question
 from phalanx.planner.advise import forecast_plan
+from phalanx.planner.rules import refuse
 from phalanx.planner.scale import forecast_to_dict
 from phalanx.train.traced_job import steps_of, work_of
 

@@ -27,10 +27,11 @@ from phalanx.forecast.pipeline import Lanes, PipelineTimes, duration, pipeline, 
 from phalanx.forecast.presets import PHALANX
 from phalanx.forecast.rates import Wires, rates
 from phalanx.forecast.step_time import StepTime
-from phalanx.forecast.uncertainty import FILE, interval, quantile, quantiles, technique
+from phalanx.forecast.uncertainty import FILE, interval, quantile, technique
 from phalanx.hardware import cluster, entry
 from phalanx.trace import ModelPart, Operation, Profile, SizeLaw
 from published import Outcome, forecast_rows, read
+from published.spread import quantiles
 
 SMALL, BIG = transformer(length=128), transformer(**LARGE)
 FABRIC = Fabric(inside=300e9, node=200e9, per_node=8, wires=Wires())

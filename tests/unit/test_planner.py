@@ -18,12 +18,13 @@ from phalanx.forecast import Forecast, StepTime, Work, forecast
 from phalanx.forecast.forecast import sweep
 from phalanx.forecast.uncertainty import SAFE
 from phalanx.hardware import cluster, names
-from phalanx.planner import Bill, Curve, Goal, Question, ScalingPoint, advise, bill, prices, rank, scale
+from phalanx.planner import Bill, Question, advise, prices, rank, scale
 from phalanx.planner.explain import PARTS
-from phalanx.planner.question import doublings, precision_for, resized
-from phalanx.planner.rank import neighbours
+from phalanx.planner.question import bill, doublings, precision_for, resized
+from phalanx.planner.rank import Goal, neighbours
 from phalanx.planner.roofline import rooflines
 from phalanx.planner.rules import problems
+from phalanx.planner.scale import Curve, ScalingPoint
 from phalanx.planner.search import MESH, search, space
 from phalanx.units import show_bytes
 

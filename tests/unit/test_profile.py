@@ -20,8 +20,8 @@ from phalanx.demo.jobs import gpt
 from phalanx.errors import MissingExtraError, ProfileError, SpecError
 from phalanx.parallel import Example
 from phalanx.parallel.tensor import dry, find
-from phalanx.trace import ModelCall, ModelPart, Profile, Shape, SizeLaw, flops, from_config, standard, trace
-from phalanx.trace.standard_models import known_architectures
+from phalanx.trace import ModelCall, ModelPart, Profile, Shape, SizeLaw, flops, trace
+from phalanx.trace.standard_models import from_config, known_architectures, standard
 
 IDS = torch.arange(24).view(2, 12) % 60
 GPT = Shape(family="gpt", layers=24, hidden=2048, heads=16, vocabulary=51200, length=2048, tied=True, dropout=0.1)

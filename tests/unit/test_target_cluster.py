@@ -14,8 +14,9 @@ from phalanx.config import Cluster, Plan
 from phalanx.errors import SpecError
 from phalanx.hardware import entry
 from phalanx.launch.check_hosts import HostAnswer, HostFinding, HostSurvey, LinkAnswer, Needs, findings
-from phalanx.launch.targets import Offer, misfit, nearest_plan
+from phalanx.launch.targets import Offer
 from phalanx.launch.targets.hosts_file import HostEntry
+from phalanx.launch.targets.offer import misfit, nearest_plan
 from phalanx.launch.targets.slurm_offer import offer_of
 from phalanx.launch.targets.ssh_host import host_numbers
 from phalanx.preflight.target_cluster import cluster_there

@@ -16,9 +16,10 @@ from hypothesis import strategies as st
 
 import phalanx as px
 from law_rows import in_one_test
-from phalanx.data import Lane, Ledger, Loader, TokenBatchSampler, audit_run
+from phalanx.data import Lane, Ledger, Loader, audit_run
 from phalanx.data.loader import data_facts
 from phalanx.data.sampler import Permutation
+from phalanx.data.token_batches import TokenBatchSampler
 from phalanx.errors import SpecError
 from phalanx.parallel.assemble import check
 

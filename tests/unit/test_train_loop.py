@@ -13,9 +13,10 @@ import torch
 from small import Net, job
 
 import phalanx as px
+from chaos.run_equality import read_ledger
 from phalanx.checkpoint import BackgroundSaver, Saving
 from phalanx.comm import Place
-from phalanx.data import Ledger, MicroBatch, StepBatch, read_ledger
+from phalanx.data import Ledger, MicroBatch, StepBatch
 from phalanx.errors import CheckpointError
 from phalanx.events import read
 from phalanx.events.schema import faults

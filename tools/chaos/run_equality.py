@@ -18,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 
 from phalanx.config import Plan
 from phalanx.config.run_files import CHECKPOINTS, EVENTS, LEDGER
-from phalanx.data import audit_run, read_ledger
+from phalanx.data import audit_run, records
 from phalanx.errors import CheckpointError, DataError
 from phalanx.events import read
 
@@ -180,3 +180,15 @@ def _beyond(ids: np.ndarray, others: np.ndarray) -> int:
     values, counts = np.unique(ids, return_counts=True)
     there = dict(zip(*np.unique(others, return_counts=True), strict=True))
     return sum(max(0, int(count) - int(there.get(value, 0))) for value, count in zip(values, counts, strict=True))
+
+
+def read_ledger(folder: Path) -> dict[int, tuple[int, np.ndarray]]:
+    """Return for each step in order, its epoch and the sorted ids (int64) of its global batch, over all ranks.
+
+    Raises:
+        DataError: if a file is no ledger.
+    """
+    return {
+        step: (those[0].epoch, np.sort(np.concatenate([record.ids for record in those])).astype(np.int64))
+        for step, those in records(folder).items()
+    }

@@ -15,6 +15,8 @@ from phalanx.trace import Profile, Shape
 from published.rows import Row
 from published.subject import Subject, subject
 
+_PRINT_ALLOCATED = ("llm-foundry", "llm-foundry-hopper")  # as their peak; others what the allocator reserved
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Comparison:
@@ -49,7 +51,7 @@ class Comparison:
     def memory_error(self) -> float:
         """Forecast over measured peak memory, less 1; only where one was measured."""
         found = self.forecast
-        return (found.reserved if self.subject.preset.prints_reserved else found.allocated) / self.row.peak - 1
+        return (found.allocated if self.subject.preset.name in _PRINT_ALLOCATED else found.reserved) / self.row.peak - 1
 
     def to_dict(self) -> dict[str, Any]:
         """For machines."""

@@ -23,10 +23,10 @@ from phalanx.forecast import PHALANX, Forecast, Preset, Work, forecasts
 from phalanx.forecast.forecast import times
 from phalanx.forecast.layouts import Layouts
 from phalanx.forecast.rates import family
-from phalanx.forecast.uncertainty import SHARE
 from phalanx.trace import Profile
 from published.accuracy import Comparison, forecast_rows, traced
 from published.rows import Row
+from published.spread import SHARE
 from published.subject import Subject, subject
 
 Array = npt.NDArray[np.float64]

@@ -14,9 +14,9 @@ import tomli_w
 from rich.console import Group, RenderableType
 from rich.table import Table
 
-from phalanx.forecast.uncertainty import HEAD
 from published.accuracy import Accuracy, Comparison, accuracy, source
 from published.left_out import LeftOut, Without, coverage, framework, spread
+from published.spread import HEAD
 
 _HEAD = """# Accuracy of forecasts beside published runs
 

@@ -65,12 +65,11 @@ def _job(path: Path, named: str | None, form: ExportForm) -> Job | None:
     Raises:
         SpecError: it cannot be loaded, none is known, or one is named that nothing is asked of.
     """
-    from phalanx.checkpoint import read_state
-    from phalanx.checkpoint.sections import FROZEN
+    from phalanx.checkpoint import read_state, sections
     from phalanx.launch.jobfile import Reference, load_job
     from phalanx.launch.runfile import job_of
 
-    needed = bool(read_state(path).get(FROZEN))
+    needed = bool(read_state(path).get(sections.FROZEN))
     if named is not None:
         if not needed and form.content == "model":
             allowed = "none: the checkpoint holds all values, and no code is run"

@@ -1,8 +1,7 @@
 """Data: which samples each step holds on any number of devices, reading them, and the ledger that shows it."""
 
-from phalanx.data.changing_batches import ChangingBatchSampler, Stretch, never_reached
 from phalanx.data.curriculum import Curriculum, changing_sampler
-from phalanx.data.ledger import Ledger, read_ledger, records
+from phalanx.data.ledger import Ledger, records
 from phalanx.data.ledger_audit import audit, audit_run, due, finished_epochs
 from phalanx.data.loader import Loader, evaluation_batches
 from phalanx.data.mixture import Mixture
@@ -12,12 +11,10 @@ from phalanx.data.sampler import GlobalBatchSampler
 from phalanx.data.step_batch import MicroBatch, StepBatch
 from phalanx.data.table import Table
 from phalanx.data.tar_files import TarFiles
-from phalanx.data.token_batches import TokenBatchSampler
 from phalanx.data.token_files import TokenFile, document_mask
-from phalanx.placement.batch_split import Lane, share
+from phalanx.placement.batch_split import Lane
 
 __all__ = [
-    "ChangingBatchSampler",
     "Curriculum",
     "EpochOrders",
     "GlobalBatchSampler",
@@ -28,10 +25,8 @@ __all__ = [
     "Mixture",
     "ParquetFiles",
     "StepBatch",
-    "Stretch",
     "Table",
     "TarFiles",
-    "TokenBatchSampler",
     "TokenFile",
     "audit",
     "audit_run",
@@ -41,9 +36,6 @@ __all__ = [
     "due",
     "evaluation_batches",
     "finished_epochs",
-    "never_reached",
-    "read_ledger",
     "records",
-    "share",
     "weighted",
 ]

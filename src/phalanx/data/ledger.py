@@ -199,18 +199,6 @@ def records(folder: Path) -> dict[int, list[LedgerRecord]]:
     return {step: sorted(found[step], key=lambda record: record.rank) for step in sorted(found)}
 
 
-def read_ledger(folder: Path) -> dict[int, tuple[int, np.ndarray]]:
-    """For each step in order, its epoch and the sorted ids (int64) of its global batch, over all ranks.
-
-    Raises:
-        DataError: if a file is no ledger.
-    """
-    return {
-        step: (those[0].epoch, np.sort(np.concatenate([record.ids for record in those])).astype(np.int64))
-        for step, those in records(folder).items()
-    }
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _File:
     path: Path

@@ -1,11 +1,10 @@
 """Kinds of devices: what Phalanx asks of one, the registry, and a file for each kind in ``kinds``."""
 
-from phalanx.device_kinds.interface import AttentionKernels, DeviceKind, DeviceMemory
+from phalanx.device_kinds.interface import DeviceKind, DeviceMemory
 from phalanx.device_kinds.registry import (
     accelerator,
     accelerator_count,
     all_kinds,
-    automatic_kind,
     hardware_names,
     host,
     interface_variables,
@@ -24,13 +23,11 @@ from phalanx.device_kinds.registry import (
 )
 
 __all__ = [
-    "AttentionKernels",
     "DeviceKind",
     "DeviceMemory",
     "accelerator",
     "accelerator_count",
     "all_kinds",
-    "automatic_kind",
     "hardware_names",
     "host",
     "interface_variables",

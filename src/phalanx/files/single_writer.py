@@ -286,15 +286,13 @@ def _whole(value: object) -> int:
 
 def is_running(pid: int) -> bool:
     """Return True if there is a process of that number, ended ones that nobody has asked about included; 0 is none."""
-    if not pid:
-        return False
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
         return False
     except OSError:
-        return True  # someone else's
-    return True
+        pass  # someone else's
+    return pid != 0
 
 
 def _unwritable(folder: Path, error: OSError) -> SpecError:

@@ -42,7 +42,6 @@ class Preset:
     gathers_ahead: bool = False  # whether values stepped in shards are gathered behind the next forward
     # share of what collectives can do that its gathering and reducing over replicas does: buckets, waiting
     reach: float = 1.0
-    prints_reserved: bool = True  # what it prints as its peak is what the allocator reserved
     doubt: float = 1.0  # how much further off than others forecasts of it are
     rest: float = 2e-3  # seconds of each step that no part explains: data, logging, synchronisation
     reserved: float = 1.1  # reserved memory over allocated

@@ -26,21 +26,13 @@ from phalanx.forecast.rates import family
 from phalanx.placement.limits import unread
 
 FILE = Path(__file__).with_name("spread.toml")
-"""What was measured; see ``HEAD`` for what writes it."""
-
-HEAD = """# By how much forecasts were off: of logarithms of measured over forecast the size that 4 of 5 are within.
-# Written by `python bench/forecast_here.py --write` (own, catalog) and by
-# `python tools/validate.py measured.csv --left-out --spread src/phalanx/forecast/spread.toml` (published, unknown).
-
-"""
+"""What was measured; its head says what writes it."""
 
 Evidence = Literal["own", "catalog", "published", "unknown"]
 """``own``: runs of Phalanx on cores that were calibrated; ``catalog``: the same runs, forecast without; ``published``:
 runs of a framework that no constant has seen; ``unknown``: on a family of devices that none has."""
 
-SHARE = 0.8
 _KNOWN = ("ampere", "hopper")
-_LEAST = 10  # errors of a technique, from which on it has a quantile of its own
 
 _SHARES = {"memory": 0.54, "exchange": 0.48, "pipeline": 0.22, "replicas": 0.27, "launches": 0.07}
 _BASE = 0.027
@@ -103,22 +95,6 @@ def technique(plan: Plan) -> str:
     if plan.fsdp > 1:
         return "sharded"
     return "replicas" if plan.devices > 1 else "single"
-
-
-def quantiles(errors: Sequence[tuple[str, float]]) -> dict[str, float]:
-    """For ``all`` and each technique that enough is known of: the size that four of five ``errors`` stay within.
-
-    Errors are logarithms of measured over forecast. The quantile is the one that a further outcome of the same kind
-    stays within with that chance: the k-th of n with k = ceil(0.8 (n + 1)).
-    """
-    groups: dict[str, list[float]] = {"all": [abs(error) for _, error in errors]}
-    for name, error in errors:
-        groups.setdefault(name, []).append(abs(error))
-    return {
-        name: sorted(sizes)[min(len(sizes), math.ceil(SHARE * (len(sizes) + 1))) - 1]
-        for name, sizes in sorted(groups.items())
-        if sizes and (name == "all" or len(sizes) >= _LEAST)
-    }
 
 
 def quantile(found: Mapping[str, float], name: str) -> float:

@@ -1,7 +1,7 @@
 """A model's costs: operations, parameters and saved activations, found without a device."""
 
 from phalanx.config.model_costs import ModelPart, Operation, Profile, Saved, SizeLaw, Weights, flops
-from phalanx.trace.standard_models import Family, ModelCall, Shape, from_config, length_of, standard, trace
+from phalanx.trace.standard_models import Family, ModelCall, Shape, length_of, trace
 
 __all__ = [
     "Family",
@@ -14,8 +14,6 @@ __all__ = [
     "SizeLaw",
     "Weights",
     "flops",
-    "from_config",
     "length_of",
-    "standard",
     "trace",
 ]

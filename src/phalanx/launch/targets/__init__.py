@@ -1,6 +1,5 @@
 """Where a run can be handed to: hosts by SSH, Slurm, Kubernetes, Ray, SageMaker. One file a target, and its parts."""
 
-from phalanx.launch.targets.code_pack import CodePack, unpack
 from phalanx.launch.targets.find_target import TARGETS, find_target, settled_options, target_class
 from phalanx.launch.targets.handed_over import (
     UnmarkedError,
@@ -13,7 +12,7 @@ from phalanx.launch.targets.handed_over import (
     write_ticket,
 )
 from phalanx.launch.targets.launch_folder import LAST_WORDS, last_word
-from phalanx.launch.targets.offer import Offer, misfit, nearest_plan
+from phalanx.launch.targets.offer import Offer
 from phalanx.launch.targets.target import (
     AttachedTarget,
     Option,
@@ -28,7 +27,6 @@ __all__ = [
     "LAST_WORDS",
     "TARGETS",
     "AttachedTarget",
-    "CodePack",
     "Offer",
     "Option",
     "Prepared",
@@ -42,13 +40,10 @@ __all__ = [
     "is_handed_over",
     "last_word",
     "log_of",
-    "misfit",
-    "nearest_plan",
     "one_launch_at_a_time",
     "refuse_handed_over",
     "settled_options",
     "target_class",
     "ticket_of",
-    "unpack",
     "write_ticket",
 ]
