@@ -184,7 +184,7 @@ JOBS: Mapping[str, tuple[Mapping[str, Any], Mapping[str, Any]]] = {
 WITH_FILES_OF_THEIR_OWN = set(
     "model data loss optimizer phases batch batch_ramp batch_tokens epochs steps seed inputs shuffle sampler schedule"
     " clip evaluate metrics evaluate_every best average unused prefetch initial callbacks loss_over"
-    " batch_statistics".split()
+    " batch_statistics transform".split()
 )
 
 
@@ -295,6 +295,7 @@ OPTIONS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "--steps": ("--steps", "2"),
         "--resume": ("--no-resume",),
         "--against": ("--against", "toy.py:loop"),
+        "--small": ("--small",),
         "--json": ("--json",),
     },
     "bench": {

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -86,6 +86,15 @@ CASES = [
 ]
 
 
+@pytest.fixture
+def _terminal() -> Iterator[None]:
+    """What SIGHUP does where these tests were not started by nohup."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.usefixtures("_terminal")
 @pytest.mark.parametrize(("plan", "number", "code"), CASES)
 def test_a_signal_stops_the_run_with_a_checkpoint(plan: str, number: int, code: int, tmp_path: Path) -> None:
     launcher, run = os.getpid(), spec(plan, tmp_path / "run")

@@ -143,6 +143,7 @@ JOBS: Mapping[str, Mapping[str, Any]] = {
         "inputs": lambda batch: batch["tokens"][:, :32],
         "loss": lambda output, batch: px.cross_entropy(output, batch["tokens"][:, 1:33], ignore_index=None),
     },
+    "transform": {"transform": lambda batch, keys: batch},
     "collate": {"collate": torch.utils.data.default_collate},
     "shuffle": {"shuffle": False},
     "sampler": {"sampler": lambda seed, epoch: range(5)},

@@ -118,6 +118,7 @@ def summary_of(
     for event in part:
         by_name.setdefault(event["event"], []).append(event)
     steps, shares, checks = (by_name.get(name, list[Event]()) for name in ("step", "shares", "check"))
+    checked = (f"{one['message']}, in {one['seconds']:.1f} s" for one in checks if one["equal"] is not None)
     timed = [event for event in (steps[WARM_UP:] or steps[1:] or steps) if event["seconds"] > 0]
     end = by_name.get("end", [{}])[-1]
     evaluation = by_name.get("evaluate", [None])[-1]
@@ -152,14 +153,14 @@ def summary_of(
         moves=max(0, len(shares) - 1),
         checkpoint=by_name["checkpoint"][-1]["path"] if "checkpoint" in by_name else None,
         interruptions=tuple(interruption_text(event) for event in events if event["event"] in ("restart", "resize")),
-        notes=(*start["notes"], *(f"{event['message']}, in {event['seconds']:.1f} s" for event in checks)),
-        warnings=(
-            *(event["message"] for name in ("warning", "straggler") for event in by_name.get(name, [])),
-            *(event["message"] for event in checks if event["equal"] is False),
-            *left_out(skipped),
-        ),
+        notes=(*start["notes"], *checked),
+        warnings=(*(event["message"] for event in part if _warns(event)), *left_out(skipped)),
         finished="end" in by_name,
     )
+
+
+def _warns(event: Event) -> bool:
+    return event["event"] in ("warning", "straggler") or (event["event"] == "check" and event["equal"] is False)
 
 
 def beside_of(

@@ -106,7 +106,7 @@ def _example(job: Job, module: nn.Module, *, look_at_lengths: bool) -> tuple[Len
     return lengths, example_from(job, inputs, batch), [*filter(None, (loader.looked_at, _IN_A_ROW if joined else ""))]
 
 
-_BESIDE_STEP = ("workers", "prefetch", "collate", "evaluate", "metrics", "evaluate_every", "best")
+_BESIDE_STEP = ("workers", "prefetch", "collate", "transform", "evaluate", "metrics", "evaluate_every", "best")
 _LEARNING = ("seed", "shuffle", "sampler", "drop_last", "schedule", "unused")
 
 
