@@ -56,7 +56,7 @@ FENCE = re.compile(
     flags=re.MULTILINE | re.DOTALL,
 )
 _PATIENCE = 200  # seconds for a command
-LANGUAGES = {"console", "python", "toml", "text", "mermaid"}
+LANGUAGES = {"console", "python", "toml", "text", "mermaid", "json"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -289,6 +289,8 @@ def test_blocks_and_links_can_be_read() -> None:
             where = f"{name_of(page)}:{block.line}"
             if block.language not in LANGUAGES:
                 wrong.append(f"{where}: {block.language} is none of {', '.join(sorted(LANGUAGES))}")
+            if block.language == "json":
+                json.loads(block.text)
             if block.note.startswith("not run") and len(block.note) <= len("not run: "):
                 wrong.append(f"{where}: no reason given")
             if block.language == "console" and not commands(block):

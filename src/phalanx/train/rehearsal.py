@@ -20,7 +20,7 @@ from torch import nn
 from phalanx.checkpoint import BestSoFar
 from phalanx.config import Best, Job, Metric, Plan
 from phalanx.data import Lane, Loader, MicroBatch, evaluation_batches
-from phalanx.device_kinds import on_host
+from phalanx.device_kinds import all_kinds, on_host
 from phalanx.errors import LossError, PhalanxError, Problem, RefusedError, SpecError
 from phalanx.parallel import device_kind, without_gradient
 from phalanx.train.build_model import build_model, make_data
@@ -185,8 +185,8 @@ def _problem(field: str, error: Exception, batch: Any) -> Problem:
     at = f", in {own[-1].filename} line {own[-1].lineno}: {own[-1].line}" if own else ""
     given = f"code that fails on the first samples: {type(error).__name__}: {text}{at}"
     fix = "that line mended" if own else 'the plan "single", which shows the whole traceback'
-    if "not compiled with CUDA" in text or ".cuda(" in at or '.to("cuda' in at:
-        fix = "no .cuda() and no .to(device) there: Phalanx moves model and batches to the device of each rank"
+    if any(f".{kind.name}(" in at or f'"{kind.name}' in at for kind in all_kinds() if not kind.on_host):
+        fix = "no device there: Phalanx moves model and batches to the device of each rank"
     if isinstance(error, KeyError) and isinstance(batch, Mapping):  # perhaps of another mapping: nothing is advised
         given += f"; the batch has {show_names([*map(str, batch)])}"
     return Problem(where=field, given=given, allowed="", fix=fix)
