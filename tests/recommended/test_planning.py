@@ -58,7 +58,7 @@ def test_a_faster_neighbour_takes_the_place_of_the_first() -> None:
     asked = question("8xA100-80GB", 64, layers=4)
     poor = Plan(dp=8, micro=1, precision="bf16")
     found: Any = SimpleNamespace(by_mesh=lambda most: [poor])
-    best = _first(asked, found, 1)[0]
+    best = _first(asked, found)[0]
     assert best.plan.mesh == poor.mesh
     assert best.step < forecast(asked.work, poor, asked.cluster).step
 
