@@ -308,7 +308,7 @@ ZOO: dict[str, Case] = {
         ),
         "torchvision's ResNet, BatchNorm over the global batch, fp64",
         refused=NO_PAIRS | ONE_PIECE,
-        needs=("torchvision"),
+        needs=("torchvision",),
     ),
     "torchvision, ViT": pictured(
         libraries.vision_transformer, "torchvision", shows="torchvision's ViT, of `nn.MultiheadAttention`"
@@ -321,12 +321,12 @@ ZOO: dict[str, Case] = {
     "diffusers, UNet": kept(
         partial(job, model=libraries.unet, data=libraries.Noised, inputs=libraries.to_unet, loss=libraries.noise_loss),
         "diffusers' UNet, which finds the noise in images",
-        needs=("diffusers"),
+        needs=("diffusers",),
     ),
     "diffusers, DiT": kept(
         partial(job, model=libraries.dit, data=libraries.Noised, inputs=libraries.to_dit, loss=libraries.noise_loss),
         "diffusers' transformer of images and classes",
-        needs=("diffusers"),
+        needs=("diffusers",),
         attends=True,
     ),
     "diffusers, DiT that guides itself": kept(
@@ -339,7 +339,7 @@ ZOO: dict[str, Case] = {
         ),
         "the same; each block leaves out labels that it draws",
         named=DRAWN,
-        needs=("diffusers"),
+        needs=("diffusers",),
         attends=True,
     ),
 }

@@ -195,9 +195,21 @@ def test_sound_plans_equal_one_device(model: Callable[[], nn.Module], plan: str,
     assert float(found[1]) < float(found[2]) < (0.3 if "bf16" in plan else 1e-4)
 
 
-@pytest.mark.parametrize("model", [Normal, Remembering])
-def test_a_known_difference_is_said_and_trained(model: Callable[[], nn.Module], tmp_path: Path) -> None:
-    run = small.fit("dp=2", tmp_path / "run", model=model, batch_statistics="micro")
+@pytest.mark.parametrize("plan", ["dp=2 micro=4", "fsdp=2", "pp=2 micro=4"])
+def test_batch_statistics_of_micro_batches_are_those_of_one_device_that_takes_them(plan: str, tmp_path: Path) -> None:
+    run = small.fit(plan, tmp_path / "run", model=Normal, batch_statistics="micro", epochs=None, steps=2)
+    (told,) = run.events("check")
+    assert told["message"].startswith("first step equals one device that takes the same micro-batches (gradients to ")
+
+
+def test_a_fault_beside_a_known_difference_stops_the_run(tmp_path: Path) -> None:
+    how: dict[str, Any] = {"batch_statistics": "micro", "optimizer": lambda params: Normed(params, lr=0.1)}
+    with pytest.raises(WorkerError, match="differs from one device that takes the same micro-batches"):
+        small.fit("pp=2 micro=4", tmp_path / "run", model=Normal, **how)
+
+
+def test_a_known_difference_is_said_and_trained(tmp_path: Path) -> None:
+    run = small.fit("dp=2", tmp_path / "run", model=Remembering)
     (told,) = run.events("check")
     assert told["equal"] is False
     assert "first step differs from one device" in told["message"]

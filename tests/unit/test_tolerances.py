@@ -175,6 +175,6 @@ def test_a_loss_whose_terms_cancel_may_be_off_as_they_are() -> None:
     bounds = Bounds(noise={"loss|0|": 0.0, "norm|0|": 0.0})
     assert bounds.of_sum("loss|0|", 0.0) == bounds.of_sum("loss|0|", 1.0) > 0
     assert bounds.of_sum("norm|0|", 1e-9) < 1e-12
-    told = {"loss": 0.0, "off": 0.0, "noise": {}, "sizes": {}, "eps": {}, "samples": {}}
+    told = {"loss": 0.0, "off": 0.0, "noise": {}, "sizes": {}, "eps": {}, "samples": {}, "micro": []}
     one = FirstStepOfOne(answer=told, tensors={}, precision="fp32")
     assert [bool(one.judged("gradient", loss, [])[0]) for loss in (-1.5e-8, 1e-3)] == [False, True]

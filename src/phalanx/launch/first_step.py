@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, final
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from phalanx.comm import Place, device_for, local
 from phalanx.config import Job, Plan, RunSpec
@@ -25,6 +25,7 @@ from phalanx.hardware import memory_bytes
 from phalanx.launch.side_process import Send, SideProcess
 from phalanx.parallel import device_kind, devices_here
 from phalanx.parallel.advice import differs
+from phalanx.placement.batch_split import Lane, cuts
 from phalanx.train.findings import Findings
 from phalanx.train.metrics import Metrics, Totals
 from phalanx.train.observer import Observer, Scene, changes_of_forward
@@ -67,7 +68,7 @@ def first_step_checked(job: Job, run: RunSpec, place: Place, found: Findings) ->
         large = f"the model has more than {most:,.0f} parameters{_SMALL}" if found.size else "its size is not known"
         alone = "" if kind.forks else f"no process is forked beside one that uses {kind.label} devices"
         checked.without = large if found.size is None or found.size > most else alone
-        checked.reference = None if checked.without else _ReferenceProcess(job, run, place)
+        checked.reference = None if checked.without else _ReferenceProcess(job, run, place, bool(found.causes))
         if checked.reference and not on_host(kind.name):  # the memory of the device may not do for both
             checked.reference.result(sure=True)
     try:
@@ -118,6 +119,8 @@ class FirstStepCheck(Observer):
         self._seconds = self._largest = self._most = 0.0
         self._moved = False
         self._samples: dict[str, str] = {}
+        self._micro = list[list[int]]()
+        self._cut = False
         self._off = ExitStack()
 
     def built(self, scene: Scene) -> None:
@@ -129,6 +132,7 @@ class FirstStepCheck(Observer):
         elif self._scene and not self._scene.from_every_process(self.without)[0]:  # else nothing is changed, too
             self._start = [_parts(self._scene, one) for one in (self._scene.stepped(), self._scene.values())]
             held = [micro for part in batch.parts for micro in part if micro.samples]
+            self._micro = [list(micro.ids) for micro in held]
             self._samples = {key: one for micro in held for key, one in sample_digests(micro.ids, micro.batch).items()}
             self._off.enter_context(dropout_off())  # the masks of one device cannot be had in pieces
 
@@ -159,8 +163,9 @@ class FirstStepCheck(Observer):
         if self._scene is None:  # what came before could not be compared
             return
         begun = time.perf_counter()
-        told = {"samples": self._samples, "parts": {name: [one.piece, one.products] for name, one in parts.items()}}
-        self._samples = {}
+        held = {name: [one.piece, one.products] for name, one in parts.items()}
+        told = {"samples": self._samples, "micro": self._micro, "parts": held}
+        self._samples, self._micro = {}, []
         everyone = self._scene.from_every_process(told)
         said = self._judged(kind, loss, everyone) if self._rank == 0 else None
         self._seconds += time.perf_counter() - begun
@@ -185,20 +190,23 @@ class FirstStepCheck(Observer):
         self._moved |= kind == "update" and any(any(one[1]) for told in everyone for one in told["parts"].values())
         if kind == "gradient":  # an update may be off where a gradient is rounding alone
             self._largest, self._most = largest, most
+            taken = {tuple(ids) for told in everyone for ids in told["micro"]}
+            self._cut = len(taken) > 1 and taken == set(map(tuple, result.answer["micro"]))
         source = "job.transform, job.data, or reading it," if self._job.transform else "job.data, or reading it,"
         data = result.other_data([told["samples"] for told in everyone])
         if data and (words or self._job.collate is None):  # a collate of the job's own may give a sample other rows
             words = f"{data}: {source} depends on the rank, the time or a generator without a seed"
+        one = "one device that takes the same micro-batches" if self._cut else "one device"
         if not words:
             reached = f"gradients to {self._largest:.0e}, allowed {self._most:.0e}"
             reached += "" if self._moved else "; at a learning rate of 0 no update was compared"
-            message = f"first step equals one device ({reached})" if kind == "buffer" else ""
+            message = f"first step equals {one} ({reached})" if kind == "buffer" else ""
             return {"stop": False, "equal": True, "message": message}
         assert self._scene
-        known = [*self._causes, *differs(self._scene.modules[0], self._job, self._run.plan)]
+        known = not self._cut and [*self._causes, *differs(self._scene.modules[0], self._job, self._run.plan)]
         cause = "as was said before the run" if known else _cause(kind, self._job, self._run.plan, result.answer)
         words += "" if data else f"\n    {cause}"
-        return {"stop": not known, "equal": False, "message": f"first step differs from one device: {words}"}
+        return {"stop": not known, "equal": False, "message": f"first step differs from {one}: {words}"}
 
     def close(self) -> None:
         """Compare no more."""
@@ -234,7 +242,9 @@ def _error(run: RunSpec, message: str) -> RunError:
 class _ReferenceProcess:
     """The first step of a job on one device, taken in a process beside rank 0."""
 
-    def __init__(self, job: Job, run: RunSpec, place: Place) -> None:
+    def __init__(self, job: Job, run: RunSpec, place: Place, whole: bool) -> None:
+        """``whole``: take no micro-batches, though BatchNorm does: other differences are known, too."""
+        self._whole = whole
         # Without a name: nothing is left of it where this process is killed.
         self._precision, self._file = run.plan.precision, tempfile.TemporaryFile()  # noqa: SIM115
         self._process = SideProcess(partial(self._work, job, run, place))
@@ -247,10 +257,17 @@ class _ReferenceProcess:
         try:
             device = device_for(place, device_kind(run.plan, devices_here(run.plan, place)))
             with changes_of_forward() as changes:
-                for told in take_first_step(job, self._precision, device, self._file, run.lr_scale):
+                cut = partial(self._micro_batches, job, run.plan)
+                for told in take_first_step(job, self._precision, device, self._file, run.lr_scale, cut):
                     send({**told, "changes": list(changes)})
         except Exception as error:
             send({"without": f"the plain loop fails with {type(error).__name__}: {error}"})
+
+    def _micro_batches(self, job: Job, plan: Plan, module: nn.Module, size: int) -> list[tuple[int, int]]:
+        if self._whole or not differs(module, job, plan):
+            return []
+        held = [part for rank in range(plan.world_size) for part in cuts(size, Lane.of(plan, rank), plan.micro)]
+        return sorted({(start, stop) for part in held for start, stop in part if stop > start})
 
     def result(self, sure: bool = False) -> tuple[FirstStepOfOne | None, str]:
         """Return what it came to, or why it came to nothing; ``sure``: with the noise, which takes two more steps.

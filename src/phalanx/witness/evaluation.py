@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -32,7 +32,7 @@ def evaluated(
             output = part.call(model, batch)
             loss = part.loss(output, batch, **in_evaluation(part.loss))
             found: dict[str, Any] = {
-                name: sum_and_count(one, len(ids)) for name, one in (by_name(loss) or {"loss": loss}).items()
+                name: sum_and_count([(one, len(ids))]) for name, one in (by_name(loss) or {"loss": loss}).items()
             }
             found |= dict(job.metrics(output, batch)) if job.metrics else {}
         for name, given in found.items():
@@ -64,17 +64,22 @@ def _computed(name: str, metrics: list[Metric]) -> dict[str, float]:
     )
 
 
-def sum_and_count(result: Any, size: int) -> tuple[Any, Any]:
-    """A plain mean over the samples is a sum over them divided by their number; of several losses, their weighted means
+def sum_and_count(results: Sequence[tuple[Any, int]]) -> tuple[Any, Any]:
+    """Return the sum of a loss and its count, over micro-batches: of each what the loss gave, and its samples.
+
+    A plain mean over the samples is a sum over them divided by their number; of several losses, their weighted means
     add up, and count as the first does.
     """
-    if named := by_name(result):
-        pairs = {name: sum_and_count(one, size) for name, one in named.items()}
+    first = results[0][0]
+    if named := by_name(first):
+        pairs = {name: sum_and_count([(by_name(one)[name], size) for one, size in results]) for name in named}
         count = next(iter(pairs.values()))[1]
-        return sum(result.weights[name] * (total / own) for name, (total, own) in pairs.items()) * count, count
-    if isinstance(result, tuple):
-        return result
-    return result * size, size
+        return sum(first.weights[name] * (total / own) for name, (total, own) in pairs.items()) * count, count
+    sums = [one if isinstance(one, tuple) else (one * size, size) for one, size in results]
+    total, count = sums[0]
+    for more, counted in sums[1:]:
+        total, count = total + more, count + counted
+    return total, count
 
 
 def by_name(result: Any) -> Mapping[str, Any]:

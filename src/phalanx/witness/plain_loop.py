@@ -37,6 +37,7 @@ WHOLE = 3
 """Steps of which all gradients are kept; of later ones those of parameters that had none, or only zeros, before."""
 
 Tensors = dict[str, Tensor]
+Batches = list[tuple[list[int], Any]]
 
 
 @dataclass(kw_only=True)
@@ -55,7 +56,7 @@ class Witness:
         options: parameter → the options of its group but for the learning rate.
         evaluations: steps taken → ``loss``, ``samples`` and ``metrics``.
         drew: whether a forward has drawn random numbers.
-        batches: epoch, sample numbers and batch of each step, and ``evaluation_data``; where a run is to be varied.
+        batches: epoch, and (sample numbers, batch) of the micro-batches, of each step; where a run is to be varied.
     """
 
     losses: list[float] = field(default_factory=list[float])
@@ -74,7 +75,7 @@ class Witness:
     options: dict[str, dict[str, Any]] = field(default_factory=dict[str, dict[str, Any]])
     evaluations: dict[int, dict[str, Any]] = field(default_factory=dict[int, dict[str, Any]])
     drew: bool = False
-    batches: list[tuple[int, list[int], Any]] = field(default_factory=list[tuple[int, list[int], Any]])
+    batches: list[tuple[int, Batches]] = field(default_factory=list[tuple[int, Batches]])
     evaluation_data: Any = None
 
     @classmethod
@@ -151,12 +152,12 @@ class _PlainLoop:
     def run(self) -> Witness:
         witness, every = self.witness, self.job.evaluate_every if self.evaluates else 0
         self._look(START)
-        for step, epoch, ids, batch in self._batches():
+        for step, epoch, parts in self._batches():
             witness.epochs.append(epoch)
-            witness.samples.append(ids)
+            witness.samples.append([number for ids, _ in parts for number in ids])
             for part in self.parts:
                 if step % part.every == 0:
-                    self._take_turn(step, part, on_device(batch, self.device), len(ids))
+                    self._take_turn(step, part, parts)
             if self.average and not witness.skipped[-1]:
                 self.average.stepped(step + 1)
             witness.rates.append(dict(self.known_rates))
@@ -195,8 +196,8 @@ class _PlainLoop:
                 if tensor in state
             }
 
-    def _batches(self) -> Iterator[tuple[int, int, list[int], Any]]:
-        """(step, epoch, sample numbers, batch) of as many steps as were asked for, or as the job has."""
+    def _batches(self) -> Iterator[tuple[int, int, Batches]]:
+        """(step, epoch, micro-batches) of as many steps as were asked for, or as the job has."""
         if self.varied and self.varied.batches:
             yield from ((step, *deepcopy(one)) for step, one in enumerate(self.varied.batches))
             return
@@ -205,22 +206,31 @@ class _PlainLoop:
         for epoch, batches in samples.epochs_of(self.data, self.job):
             before = step
             for ids, batch in batches if epoch < (self.job.epochs or math.inf) else ():
-                self.witness.batches += [deepcopy((epoch, ids, batch))] if self.varied else []
-                yield step, epoch, ids, batch
+                parts = self._cut(epoch, ids) or [(ids, batch)]
+                self.witness.batches += [deepcopy((epoch, parts))] if self.varied else []
+                yield step, epoch, parts
                 step += 1
                 if step == limits[1] or (step >= limits[0] and not self.pending):
                     return
             if step == before:
                 return
 
-    def _take_turn(self, step: int, part: Part, batch: Any, size: int) -> None:
+    def _cut(self, epoch: int, ids: list[int]) -> Batches:
+        """Read the micro-batches by themselves, for a collate may pad to the longest of its samples."""
+        cut = self.varied and self.varied.cut
+        if not cut or samples.is_stream(self.data) or self.job.transform or self.job.loss_over == "batch":
+            return []
+        parts = [ids[start:stop] for start, stop in cut(self.model, len(ids))]
+        return list(samples.loaded(self.data, self.job, epoch, parts))
+
+    def _take_turn(self, step: int, part: Part, batches: Batches) -> None:
         """Forward, backward and update of one part; the gradients of all else are off meanwhile."""
         if part.name:
             for tensor in self.trained.values():
                 tensor.requires_grad_(False)
             for tensor in part.trained.values():
                 tensor.requires_grad_(True)
-        self._backward(step, part, batch, size)
+        self._backward(step, part, batches)
         grads = _gradients(part)
         came = {name for name in self.pending if name in grads and bool(dense(grads[name]).any())}
         self.pending -= came
@@ -229,15 +239,15 @@ class _PlainLoop:
             self.witness.reduced.setdefault(step, {}).update(_copied(wanted.items()))
         self._update(step, part)
 
-    def _backward(self, step: int, part: Part, batch: Any, size: int) -> None:
+    def _backward(self, step: int, part: Part, batches: Batches) -> None:
         """Gradients of the loss of the whole global batch."""
         generator = kind_of(self.device).generator(self.device)
         generator.manual_seed(samples.stream_seed(self.job.seed, step, 0, 0, *part.words))
         part.optimizer.zero_grad()
         before = generator.get_state()
         with torch.autocast(self.device.type, dtype=self.half, enabled=self.half is not None):
-            given = part.loss(part.call(self.model, batch), batch)
-            total, count = sum_and_count(given, size)
+            given = [(self._loss(part, on_device(batch, self.device)), len(ids)) for ids, batch in batches]
+            total, count = sum_and_count(given)
         self.witness.drew |= not torch.equal(before, generator.get_state())
         times = self.varied.times if self.varied and not self.scales else 1
         loss = self.scaler.scale(total) if self.scales else total / count * times
@@ -256,9 +266,12 @@ class _PlainLoop:
             self.witness.phases.append({})
         if part.name:
             self.witness.phases[-1][part.name] = value
-        for name, each in by_name(given).items():
-            one, counted = sum_and_count(each, size)
+        for name in by_name(given[0][0]):
+            one, counted = sum_and_count([(by_name(each)[name], held) for each, held in given])
             self.witness.phases[-1][f"{part.name}/{name}" if part.name else name] = one.item() / float(counted)
+
+    def _loss(self, part: Part, batch: Any) -> Any:
+        return part.loss(part.call(self.model, batch), batch)
 
     def _update(self, step: int, part: Part) -> None:
         """Clip, and step at the schedule's rate."""

@@ -36,9 +36,9 @@ _COLUMNS = 8  # of random signs
 
 
 def take_first_step(
-    job: Job, precision: str, device: torch.device, file: BinaryIO, lr_scale: float = 1.0
+    job: Job, precision: str, device: torch.device, file: BinaryIO, lr_scale: float = 1.0, cut: Any = None
 ) -> Iterator[dict[str, Any]]:
-    """Take it on ``device``, learning rates times ``lr_scale``; tensors go to ``file``.
+    """Take it on ``device``, learning rates times ``lr_scale``; tensors go to ``file``; ``cut``: see ``Variation``.
 
     Gives the rest as JSON: first without noise, which is 0 there, then with it; ``without`` says why there is nothing.
     It seeds the global generators, and so belongs into a process of its own.
@@ -49,10 +49,12 @@ def take_first_step(
         yield {"without": reason}
         return
     how: dict[str, Any] = {"precision": precision, "device": device}
-    first: dict[str, Any] = {"lr_scale": lr_scale, "first_step": True}
+    first: dict[str, Any] = {"lr_scale": lr_scale, "first_step": True, "cut": cut}
     with dropout_off():
         one = Witness.of(job, 1, varied=Variation(**first), **how)
-    mine = _computed(one)
+    mine, (_, parts) = _computed(one), one.batches[0]
+    if len(parts) > 1:  # replicas keep buffers of their own, of other micro-batches
+        mine = {name: value for name, value in mine.items() if not name.startswith("buffer.")}
     reasons = {
         "the model draws random numbers in forward": one.drew,
         "its fp16 gradients overflow": one.skipped[0],
@@ -65,7 +67,14 @@ def take_first_step(
     file.flush()
     sizes = {name: _norm(value) for name, value in one.values["start"].items()}
     eps = {name: float(options.get("eps") or 0.0) for name, options in one.options.items()}
-    told = {"loss": one.losses[0], "sizes": sizes, "eps": eps, "samples": sample_digests(*one.batches[0][1:])}
+    digests = {key: each for held, part in parts for key, each in sample_digests(held, part).items()}
+    told = {
+        "loss": one.losses[0],
+        "sizes": sizes,
+        "eps": eps,
+        "samples": digests,
+        "micro": [list(held) for held, _ in parts],
+    }
     yield told | {"off": 0.0, "noise": dict.fromkeys(mine, 0.0), "bends": False}
     first |= {"share": LAST_PLACE[precision], "batches": one.batches}
     with dropout_off():

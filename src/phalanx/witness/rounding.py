@@ -10,7 +10,7 @@ noise of a result; a plan may differ by ``TIMES`` that, plus a floor. Sound plan
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -54,8 +54,9 @@ class Variation:
         seed: of the signs.
         first_step: take one step, and do not evaluate.
         times: backward runs on the loss times this, by which gradients are divided again; not in fp16.
-        batches: (epoch, sample numbers, batch) of each step; None reads them, and keeps them.
+        batches: epoch, and (sample numbers, batch) of the micro-batches, of each step; None reads them, and keeps them.
         evaluation: evaluation data, where ``batches`` are given.
+        cut: (model, samples in a batch) → ranges [start, stop) of its micro-batches; empty: it is taken whole.
     """
 
     lr_scale: float = 1.0
@@ -63,8 +64,9 @@ class Variation:
     seed: int = 0
     first_step: bool = False
     times: int = 1
-    batches: Sequence[tuple[int, list[int], Any]] | None = None
+    batches: Sequence[tuple[int, list[tuple[list[int], Any]]]] | None = None
     evaluation: Any = None
+    cut: Callable[[torch.nn.Module, int], Sequence[tuple[int, int]]] | None = None
 
     @torch.no_grad()
     def prepare(self, model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:

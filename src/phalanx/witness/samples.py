@@ -142,7 +142,7 @@ def epochs_of(data: Any, job: Any) -> Iterator[tuple[int, Iterator[tuple[list[in
     """Epoch after epoch without end: its number, and the (sample numbers, batch) of its steps."""
     if changes(data, job):
         for epoch, batches in _changing_epochs(data, job):
-            yield epoch, _transformed(job, epoch, _loaded(data, job, epoch, batches))
+            yield epoch, _transformed(job, epoch, loaded(data, job, epoch, batches))
     nodes = hasattr(getattr(data, "root", None), "get_state")  # a Loader of torchdata goes from pass to pass
     other = nodes or any(hasattr(data, name) for name in ("set_epoch", "seek"))
     keeps = is_stream(data) and hasattr(data, "load_state_dict") and not other
@@ -151,7 +151,7 @@ def epochs_of(data: Any, job: Any) -> Iterator[tuple[int, Iterator[tuple[list[in
         if keeps:
             data.load_state_dict(deepcopy(start))
         of_pass = () if is_stream(data) else _global_batches(data, job, epoch)
-        steps = _streamed(data, job, epoch) if is_stream(data) else _loaded(data, job, epoch, of_pass)
+        steps = _streamed(data, job, epoch) if is_stream(data) else loaded(data, job, epoch, of_pass)
         yield epoch, _transformed(job, epoch, steps)
 
 
@@ -250,10 +250,11 @@ def _own_order(job: Any, epoch: int) -> list[int]:
 
 def in_order(data: Any, job: Any) -> Iterator[tuple[list[int], Any]]:
     """Each sample once, in order, as an evaluation reads them."""
-    return _loaded(data, job, 0, GlobalBatches(len(data), job.batch, None, drop_last=False))
+    return loaded(data, job, 0, GlobalBatches(len(data), job.batch, None, drop_last=False))
 
 
-def _loaded(data: Any, job: Any, epoch: int, batches: Iterable[list[int]]) -> Iterator[tuple[list[int], Any]]:
+def loaded(data: Any, job: Any, epoch: int, batches: Iterable[list[int]]) -> Iterator[tuple[list[int], Any]]:
+    """Read these batches: sample numbers and batch of each."""
     seeded, collate = Seeded(data, job.seed, epoch, own_collate=job.collate is not None), _collate(job)
     return zip(batches, DataLoader(seeded, batch_sampler=batches, collate_fn=collate), strict=True)
 
