@@ -205,14 +205,12 @@ def links(bandwidth: Callable[[str, str], float], latency: Callable[[str, str], 
         (lambda one, two: 1e8 if one == "n3" else 1e9, lambda *_: 1e-4, ("n3",), "it sends"),
         (lambda one, two: 1e8 if two == "n3" else 1e9, lambda *_: 1e-4, ("n3",), "it gets"),
         (lambda *way: 1e8 if way == ("n1", "n2") else 1e9, lambda *_: 1e-4, ("n1", "n2"), "go from n1 to n2"),
-        (lambda *_: 1e9, lambda *way: 0.1 if way == ("n1", "n2") else 1e-4, ("n1", "n2"), "a round trip"),
     ],
 )
 def test_slow_links_are_named(bandwidth: Any, latency: Any, hosts: tuple[str, ...] | None, words: str) -> None:
-    said = findings(surveyed(lambda host: host["interface"].update(speed=0.0), links=links(bandwidth, latency)), None)
-    compared = [one for one in said if "interface" not in one.what]  # which n1 and n3 say a speed of
-    assert [one.hosts for one in compared] == ([hosts] if hosts else [])
-    assert all(words in one.what for one in compared)
+    said = findings(surveyed(lambda host: None, links=links(bandwidth, latency)), None)
+    assert [one.hosts for one in said] == ([hosts] if hosts else [])
+    assert all(words in one.what for one in said)
     assert not any(one.fails for one in said)
 
 

@@ -9,11 +9,9 @@ from typing import Any
 
 from phalanx.launch.check_hosts.asking_links import LinkAnswer
 from phalanx.launch.check_hosts.finding import HostFinding
-from phalanx.units import show_bytes, show_names, show_seconds
+from phalanx.units import show_bytes, show_names
 
 _SLOW = 0.25  # of the bandwidth that most hosts have on their best link
-_LATE = 10.0, 0.005  # times the round trip of most links, and seconds more, that are too many
-_STREAM = 1.25e9, 0.1  # bytes per second that one connection can carry at most, and the share of them that is too few
 _OPEN = "let firewalls pass TCP between the hosts, to {} on all ports, and see that they share a network"
 _CABLE = "see the cable, the switch and the speed that the interface shows: ethtool, ip -s link"
 
@@ -30,8 +28,6 @@ def link_findings(links: Sequence[LinkAnswer], hosts: Mapping[str, Mapping[str, 
     yield from _closed([one for one in others if one.error], others, hosts)
     measured = [one for one in others if not one.error and one.bandwidth]
     yield from _slow(measured)
-    yield from _late(measured)
-    yield from _below_what_it_could(measured, hosts)
 
 
 def _addresses(hosts: Mapping[str, Mapping[str, Any]]) -> Iterator[HostFinding]:
@@ -87,28 +83,6 @@ def _slow(links: Sequence[LinkAnswer]) -> Iterator[HostFinding]:
             carries = f"{show_bytes(one.bandwidth)}/s go from {one.source} to {one.target}"
             what = f"{carries}; over most links {show_bytes(usual)}/s"
             yield HostFinding(kind="links", hosts=(one.source, one.target), what=what, fix=_CABLE, fails=False)
-
-
-def _late(links: Sequence[LinkAnswer]) -> Iterator[HostFinding]:
-    """Links whose round trip takes far longer than that of most."""
-    if len(links) < 3:
-        return
-    usual = statistics.median(one.latency for one in links)
-    for one in links:
-        if one.latency > max(_LATE[0] * usual, usual + _LATE[1]):
-            what = f"a round trip from {one.source} to {one.target} takes {show_seconds(one.latency)}"
-            what = f"{what}; over most links {show_seconds(usual)}"
-            yield HostFinding(kind="links", hosts=(one.source, one.target), what=what, fix=_CABLE, fails=False)
-
-
-def _below_what_it_could(links: Sequence[LinkAnswer], hosts: Mapping[str, Mapping[str, Any]]) -> Iterator[HostFinding]:
-    """Hosts of which no link comes near the speed that its interface says it has."""
-    for name, bandwidth in _best(links, "source").items():
-        interface = hosts[name].get("interface") or {"speed": 0.0}
-        if bandwidth < _STREAM[1] * min(_STREAM[0], interface["speed"]):
-            what = f"it sends {show_bytes(bandwidth)}/s at most; its interface {interface['name']} has"
-            what = f"{what} {interface['speed'] * 8e-9:g} Gbit/s"
-            yield HostFinding(kind="links", hosts=(name,), what=what, fix=_CABLE, fails=False)
 
 
 def _best(links: Sequence[LinkAnswer], end: str) -> dict[str, float]:
