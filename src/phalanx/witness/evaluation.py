@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from functools import reduce
 from typing import Any
 
 import torch
@@ -76,10 +77,7 @@ def sum_and_count(results: Sequence[tuple[Any, int]]) -> tuple[Any, Any]:
         count = next(iter(pairs.values()))[1]
         return sum(first.weights[name] * (total / own) for name, (total, own) in pairs.items()) * count, count
     sums = [one if isinstance(one, tuple) else (one * size, size) for one, size in results]
-    total, count = sums[0]
-    for more, counted in sums[1:]:
-        total, count = total + more, count + counted
-    return total, count
+    return reduce(lambda held, more: (held[0] + more[0], held[1] + more[1]), sums)
 
 
 def by_name(result: Any) -> Mapping[str, Any]:

@@ -246,7 +246,8 @@ class _PlainLoop:
         part.optimizer.zero_grad()
         before = generator.get_state()
         with torch.autocast(self.device.type, dtype=self.half, enabled=self.half is not None):
-            given = [(self._loss(part, on_device(batch, self.device)), len(ids)) for ids, batch in batches]
+            there = [(len(ids), on_device(batch, self.device)) for ids, batch in batches]
+            given = [(part.loss(part.call(self.model, batch), batch), size) for size, batch in there]
             total, count = sum_and_count(given)
         self.witness.drew |= not torch.equal(before, generator.get_state())
         times = self.varied.times if self.varied and not self.scales else 1
@@ -269,9 +270,6 @@ class _PlainLoop:
         for name in by_name(given[0][0]):
             one, counted = sum_and_count([(by_name(each)[name], held) for each, held in given])
             self.witness.phases[-1][f"{part.name}/{name}" if part.name else name] = one.item() / float(counted)
-
-    def _loss(self, part: Part, batch: Any) -> Any:
-        return part.loss(part.call(self.model, batch), batch)
 
     def _update(self, step: int, part: Part) -> None:
         """Clip, and step at the schedule's rate."""

@@ -68,13 +68,8 @@ def take_first_step(
     sizes = {name: _norm(value) for name, value in one.values["start"].items()}
     eps = {name: float(options.get("eps") or 0.0) for name, options in one.options.items()}
     digests = {key: each for held, part in parts for key, each in sample_digests(held, part).items()}
-    told = {
-        "loss": one.losses[0],
-        "sizes": sizes,
-        "eps": eps,
-        "samples": digests,
-        "micro": [list(held) for held, _ in parts],
-    }
+    told: dict[str, Any] = {"loss": one.losses[0], "sizes": sizes, "eps": eps, "samples": digests}
+    told["micro"] = [list(held) for held, _ in parts]
     yield told | {"off": 0.0, "noise": dict.fromkeys(mine, 0.0), "bends": False}
     first |= {"share": LAST_PLACE[precision], "batches": one.batches}
     with dropout_off():
