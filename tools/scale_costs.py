@@ -28,7 +28,6 @@ from phalanx.checkpoint.writing import Description, assign_writers, file_of
 from phalanx.comm import Mesh, Place, data_mesh, roll_call
 from phalanx.config import Plan
 from phalanx.data import Ledger, MicroBatch, StepBatch, records
-from phalanx.data.host_ledger import HostKey, share_files
 from phalanx.data.map_style import Fetcher, IndexedReader
 from phalanx.data.sampler import GlobalBatchSampler
 from phalanx.data.step_batch import BatchSplitter
@@ -39,7 +38,6 @@ from phalanx.placement.ownership import Survey, Tensor
 from phalanx.placement.step_traffic import peers as peers_of
 
 _SOURCE = str(Path(phalanx.__file__).parent)
-_HOST = 8  # ranks on one
 _MEMORY = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None  # where many files are quickly made
 
 
@@ -170,9 +168,8 @@ def sampler(world: int) -> Cost:
     return spent(asked)
 
 
-def _ledger_of(folder: Path, world: int, rank: int, first_step: int = 0, key: int = 0) -> Ledger:
-    host = HostKey(rank // _HOST * _HOST, bytes([key]) * 16) if share_files(world) else None
-    return Ledger(folder, rank=rank, first_step=first_step, world_size=world, host=host)
+def _ledger_of(folder: Path, world: int, rank: int, first_step: int = 0) -> Ledger:
+    return Ledger(folder, rank=rank, first_step=first_step, world_size=world)
 
 
 def _step(step: int, rank: int) -> StepBatch:
@@ -199,7 +196,7 @@ def _ledger(world: int) -> tuple[int, int, Cost]:
 
 
 def ledger_files(world: int) -> Cost:
-    """Files of the sample ledger, hosts of 8."""
+    """Files of the sample ledger."""
     return Cost(count=_ledger(world)[0])
 
 
@@ -222,8 +219,8 @@ def ledger_begun(world: int) -> Cost:
     """A new segment, beside the files of one before it."""
     with TemporaryDirectory(dir=_MEMORY) as name:
         folder = Path(name)
-        for rank in range(0, world, _HOST):
-            (folder / f"00000000-host{rank:05d}.bin").write_bytes(b"")
+        for rank in range(world):
+            (folder / f"00000000-rank{rank:05d}.bin").write_bytes(b"")
 
         def begun() -> None:
             with _ledger_of(folder, world, world // 2, first_step=5) as ledger:

@@ -121,9 +121,9 @@ LAWS: tuple[Law, ...] = (
     ),
     Law(
         name="ledger files",
-        what="files of the sample ledger, hosts of 8",
+        what="files of the sample ledger",
         where="all together",
-        law="O(hosts)",
+        law="O(n)",
         power=1,
         cost=costs.ledger_files,
         counts="files",

@@ -83,7 +83,7 @@ MEASURED: tuple[Measured, ...] = (
     Measured(name="resident", what="MiB that a rank has for itself", where="each rank", law="O(n)", power=1.0),
     Measured(name="start", what="seconds from `px.fit` to its first step", where="all together", law="O(n)", power=1.0),
     Measured(name="events", what="bytes of the event log of 8 steps", where="one place", law="O(n)", power=1.0),
-    Measured(name="ledger", what="files of the ledger", where="all together", law="O(n), then O(hosts)", power=1.0),
+    Measured(name="ledger", what="files of the ledger", where="all together", law="O(n)", power=1.0),
 )
 
 

@@ -21,7 +21,7 @@ from chaos.run_equality import read_ledger
 from law_rows import longer
 from phalanx.comm import mesh
 from phalanx.config import Plan
-from phalanx.data import audit, host_ledger, sampler
+from phalanx.data import audit, sampler
 from phalanx.data.sampler import Permutation
 from phalanx.demo.jobs import gpt
 from phalanx.device_kinds import host
@@ -50,18 +50,6 @@ def test_a_run_folder_holds_what_happened(tmp_path: Path) -> None:
     assert str(run.plan) == "dp=2"
     assert audit(run.folder / "ledger", length=LENGTH, batch=BATCH, drop_last=False) == []
     assert sorted(path.name for path in (run.folder / "checkpoints").iterdir()) == ["step-00000006", "step-00000008"]
-
-
-@pytest.mark.parametrize("plan", ["dp=2 sync=local every=2", *longer("dp=2 fsdp=2")])
-def test_the_ranks_of_a_host_share_a_ledger_where_they_are_many(
-    plan: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(host_ledger, "MOST_FILES", 1)
-    run = fit(plan, tmp_path / "run", epochs=None, steps=5)
-    run = fit(plan, tmp_path / "run", resume=True)
-    names = sorted(path.name for path in (run.folder / "ledger").iterdir())
-    assert names == ["00000000-host00000.bin", "00000005-host00000.bin"]
-    assert audit(run.folder / "ledger", length=LENGTH, batch=BATCH, drop_last=False) == []
 
 
 @pytest.fixture(scope="module")
@@ -188,10 +176,9 @@ def plain(length: int, batch: int, epochs: int) -> list[float]:
 
 
 def of_many(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who talks is connected as it first does, ranks of a host share a ledger, of a batch a rank knows its own part."""
+    """Who talks is connected as it first does, of a batch a rank knows its own part."""
     monkeypatch.delenv("TORCH_GLOO_LAZY_INIT", raising=False)
     monkeypatch.setattr(addresses, "_MOST_CONNECTED", 1)
-    monkeypatch.setattr(host_ledger, "MOST_FILES", 1)
     monkeypatch.setattr("phalanx.data.map_style.BLOCK", 1)
 
 

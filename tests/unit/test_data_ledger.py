@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import errno
-import os
-import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +12,9 @@ from hypothesis import strategies as st
 from test_events import FullDisk
 
 from chaos.run_equality import read_ledger
-from phalanx.data import GlobalBatchSampler, Ledger, MicroBatch, StepBatch, audit, host_ledger, records
-from phalanx.data.host_ledger import HostKey
-from phalanx.errors import DataError, SpecError
+from phalanx.data import GlobalBatchSampler, Ledger, MicroBatch, StepBatch, audit, records
+from phalanx.data import ledger as ledger_module
+from phalanx.errors import SpecError
 from phalanx.placement.batch_split import share
 
 LENGTH, BATCH = 22, 6
@@ -132,96 +128,17 @@ class TestReading:
         assert list(read_ledger(tmp_path)) == [0, 1]
 
 
-class TestOfAHost:
-    """Ranks of a host share a file, where a run has many."""
-
-    @staticmethod
-    def opened(folder: Path, key: bytes, world_size: int = 4, first_step: int = 0) -> list[Ledger]:
-        """Of two ranks on each host."""
-        hosts = [HostKey(rank // 2 * 2, key * 16) for rank in range(world_size)]
-        return [
-            Ledger(folder, rank=rank, first_step=first_step, world_size=world_size, host=host)
-            for rank, host in enumerate(hosts)
-        ]
-
-    @staticmethod
-    def recorded(ledgers: list[Ledger], *steps: int) -> None:
-        for step in steps:
-            batches = [a_step(step, [10 * step + rank]) for rank in range(len(ledgers))]
-            for ledger, batch in zip(ledgers, batches, strict=True):
-                ledger.record(batch)
-        for ledger in ledgers:
-            ledger.close()
-
-    def test_there_is_a_file_a_host(self, tmp_path: Path) -> None:
-        self.recorded(self.opened(tmp_path, b"a"), 0, 1, 2)
-        assert sorted(path.name for path in tmp_path.iterdir()) == ["00000000-host00000.bin", "00000000-host00002.bin"]
-        found = records(tmp_path)
-        assert [[(one.rank, one.ids.tolist()) for one in found[step]] for step in found] == [
-            [(rank, [10 * step + rank]) for rank in range(4)] for step in range(3)
-        ]
-
-    def test_ranks_write_in_turn(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Though each takes its time between looking where the end is and writing there."""
-        write = host_ledger._write_all
-
-        def slowly(file: int, data: bytes | bytearray, at: int) -> None:
-            time.sleep(0.002)
-            write(file, data, at)
-
-        monkeypatch.setattr(host_ledger, "_write_all", slowly)
-        ledgers = self.opened(tmp_path, b"a", world_size=2)
-
-        def record(ledger: Ledger, rank: int) -> None:
-            for step in range(20):
-                ledger.record(a_step(step, [10 * step + rank]))
-            ledger.close()
-
-        ranks = [threading.Thread(target=record, args=(ledger, rank)) for rank, ledger in enumerate(ledgers)]
-        for one in ranks:
-            one.start()
-        for one in ranks:
-            one.join()
-        found = records(tmp_path)
-        assert {step: sorted((one.rank, *one.ids.tolist()) for one in found[step]) for step in found} == {
-            step: [(rank, 10 * step + rank) for rank in (0, 1)] for step in range(20)
-        }
-
-    def test_what_another_attempt_left_does_not_count(self, tmp_path: Path) -> None:
-        self.recorded(self.opened(tmp_path, b"a", world_size=6), 0, 1, 2)
-        self.recorded(self.opened(tmp_path, b"b"), 0)
-        assert {step: ids.tolist() for step, (_, ids) in read_ledger(tmp_path).items()} == {0: [0, 1, 2, 3]}
-
-    def test_what_was_cut_off_is_written_over(self, tmp_path: Path) -> None:
-        first, second, *_ = ledgers = self.opened(tmp_path, b"a")
-        first.record(a_step(0, [1]))
-        first.flush()
-        with first.path.open("ab") as file:
-            file.write(b"half of a reco")
-        second.record(a_step(0, [2]))
-        self.recorded(ledgers[2:], 0)
-        for ledger in (first, second):
-            ledger.close()
-        assert [one.ids.tolist() for one in records(tmp_path)[0]][:2] == [[1], [2]]
-
-    def test_on_a_full_disk_a_record_waits_whole(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        writes = os.pwrite
-        ledgers = self.opened(tmp_path, b"a")
-
-        def refuses(file: int, data: Any, at: int) -> int:
-            if at >= 60:
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            return writes(file, data[: max(1, 60 - at)], at)
-
-        monkeypatch.setattr(os, "pwrite", refuses)
-        ledgers[0].record(a_step(0, [1]))
-        with pytest.raises(DataError, match="No space left"):
-            ledgers[0].flush()
-        assert records(tmp_path) == {}
-        monkeypatch.setattr(os, "pwrite", writes)
-        self.recorded(ledgers[1:], 0)
-        ledgers[0].close()
-        assert [one.rank for one in records(tmp_path)[0]] == [0, 1, 2, 3]
+def test_of_many_ranks_no_file_stays_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each mapped file is an open one, and the system allows only so many."""
+    monkeypatch.setattr(ledger_module, "_MAPPED", 3)
+    run(tmp_path, 4, 0, 2)
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    found = records(tmp_path)
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
+    assert [one.rank for one in found[1]] == [0, 1, 2, 3]
+    assert {step: ids.tolist() for step, (_, ids) in read_ledger(tmp_path).items()} == {
+        step: sorted(SAMPLER.ids(step).tolist()) for step in (0, 1)
+    }
 
 
 class TestAudit:

@@ -1,8 +1,7 @@
 """The sample ledger: which samples each rank saw in each step, as the run went.
 
-A run folder's ``ledger/`` holds one file a rank and *segment*; a segment begins where a run starts or goes on. Of runs
-of more than a thousand ranks it holds one file a host and segment (``host_ledger.py``). A segment's file is named by
-its first step and its rank, ``00000100-rank00002.bin``, and holds
+A run folder's ``ledger/`` holds one file per rank and *segment*; a segment begins when a run starts or resumes. The
+file is named by the segment's first step and the rank, ``00000100-rank00002.bin``, and holds
 
 - a header, 16 bytes: ``b"PHXLEDG1"``, world size (uint32, 0: not known), 4 bytes unused;
 - a record a step, in order: step (uint64), epoch (uint32), count of ids (uint32), bytes of an id (uint32, 4 or 8; 256
@@ -31,7 +30,6 @@ from typing import Self, final
 
 import numpy as np
 
-from phalanx.data.host_ledger import HEADER_BYTES, HOST_MAGIC, RANK, HostFile, HostKey, end_of, key_of
 from phalanx.data.step_batch import StepBatch
 from phalanx.errors import DataError
 from phalanx.files import open_plain
@@ -39,40 +37,35 @@ from phalanx.files import open_plain
 _MAGIC = b"PHXLEDG1"
 _FILE = struct.Struct("<8sI4x")
 _RECORD = struct.Struct("<QIIII")
-_NAME = re.compile(r"(\d+)-(rank|host)(\d+)\.bin")
+_NAME = re.compile(r"(\d+)-rank(\d+)\.bin")
 _BUFFER = 2**18  # bytes
 _LEFT_OUT = 256
+_MAPPED = 256  # files of a segment: each mapped file stays open, and more are read whole
 
 
 @final
 class Ledger:
     """One rank's side of the ledger, for one segment. Records are buffered: ``flush()`` before a checkpoint counts."""
 
-    def __init__(
-        self, folder: Path, *, rank: int, first_step: int, world_size: int = 0, host: HostKey | None = None
-    ) -> None:
-        """Begins a segment in ``folder``. What an earlier attempt wrote from ``first_step`` on is given up.
+    def __init__(self, folder: Path, *, rank: int, first_step: int, world_size: int = 0) -> None:
+        """Begin a segment in ``folder``, and give up earlier records from ``first_step`` on.
 
         With ``world_size``, the processes of the run, files that more ranks left at the same first step do not count.
-        ``host``: of this process, where its ranks share a file.
 
         Raises:
             DataError: if it cannot be written.
             SpecError: if a link or no plain file stands in its place.
         """
-        whose = f"host{host.first_rank:05d}" if host else f"rank{rank:05d}"
-        self.path = folder / f"{first_step:08d}-{whose}.bin"
-        self._waiting = bytearray(b"" if host else _FILE.pack(_MAGIC, world_size))
-        self._rank = RANK.pack(rank) if host else b""
+        self.path = folder / f"{first_step:08d}-rank{rank:05d}.bin"
+        self._waiting = bytearray(_FILE.pack(_MAGIC, world_size))
         self._failed: OSError | None = None
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            self._file: _OwnFile | HostFile = HostFile(self.path, host, world_size) if host else _OwnFile(self.path)
+            self._file = _OwnFile(self.path)
             # A run that goes on from before a segment's start takes that segment's place. One rank sees to it: of many
             # each would list the files of all.
             for found in _files(folder) if rank == 0 else ():
-                unlike = found.first_step == first_step and found.shared != bool(host)
-                if found.first_step > first_step or unlike:
+                if found.first_step > first_step:
                     found.path.unlink(missing_ok=True)
         except OSError as error:
             raise self._unwritten(error) from error
@@ -88,7 +81,7 @@ class Ledger:
         payload = words.tobytes()
         width = words.itemsize + _LEFT_OUT * left_out
         head = _RECORD.pack(batch.step, batch.epoch, len(ids), width, zlib.crc32(payload))
-        self._waiting += head + self._rank + payload
+        self._waiting += head + payload
         if len(self._waiting) >= _BUFFER:
             self._write()
 
@@ -183,9 +176,9 @@ class LedgerRecord:
 
 
 def records(folder: Path) -> dict[int, list[LedgerRecord]]:
-    """The records that count, by step in order; those of a step by rank. Superseded ones are left out.
+    """Return the records that count, by step and then by rank. Superseded ones are left out.
 
-    Ids are views into the mapped files: what is not looked at is not read.
+    Ids are views into the mapped files, which are read as they are looked at.
 
     Raises:
         DataError: if a file is no ledger.
@@ -203,44 +196,36 @@ def records(folder: Path) -> dict[int, list[LedgerRecord]]:
 class _File:
     path: Path
     first_step: int
-    rank: int  # of those that share it the first
-    shared: bool
+    rank: int
 
 
 def _files(folder: Path) -> list[_File]:
     matches = [(path, _NAME.fullmatch(path.name)) for path in folder.glob("*.bin")]
-    files = [
-        _File(path=path, first_step=int(match[1]), rank=int(match[3]), shared=match[2] == "host")
-        for path, match in matches
-        if match
-    ]
-    return sorted(files, key=lambda file: (file.first_step, file.shared, file.rank))
+    files = [_File(path=path, first_step=int(match[1]), rank=int(match[2])) for path, match in matches if match]
+    return sorted(files, key=lambda file: (file.first_step, file.rank))
 
 
 def _segment(files: list[_File]) -> Iterator[LedgerRecord]:
-    """The records of one segment's files, without those of ranks and hosts that the run no longer had."""
-    contents = [(file, _content(file.path)) for file in files]
-    first = {file.shared: content for file, content in contents if file.rank == 0 and len(content)}
-    world_size = _FILE.unpack_from(first[False])[1] if False in first else 0
+    """Yield the records of one segment, without those of ranks that the run no longer had."""
+    mapped = len(files) <= _MAPPED
+    contents = [(file, _content(file.path, mapped=mapped)) for file in files]
+    first = next((content for file, content in contents if file.rank == 0 and content), None)
+    world_size = _FILE.unpack_from(first)[1] if first else 0
     for file, content in contents:
-        if file.shared:
-            counts = True in first and key_of(content) == key_of(first[True])
-        else:
-            counts = world_size == 0 or file.rank < world_size
-        if counts:
+        if world_size == 0 or file.rank < world_size:
             yield from _parse(content, file.rank)
 
 
-def _content(path: Path) -> mmap.mmap | bytes:
-    """The file as mapped bytes; empty where a crash cut off even the header."""
+def _content(path: Path, *, mapped: bool) -> mmap.mmap | bytes:
+    """Return the bytes of a file; empty if a crash cut off even the header."""
     try:
         with os.fdopen(open_plain(path, os.O_RDONLY, below=2), "rb") as file:
             if os.fstat(file.fileno()).st_size < _FILE.size:
                 return b""
-            content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+            content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if mapped else file.read()
     except OSError as error:
         raise _no_ledger(f"{path} cannot be read: {error.strerror}") from None
-    if content[: len(_MAGIC)] not in (_MAGIC, HOST_MAGIC):
+    if content[: len(_MAGIC)] != _MAGIC:
         raise _no_ledger(f"{path} is no sample ledger: it does not begin with {_MAGIC.decode()}")
     return content
 
@@ -252,17 +237,11 @@ def _no_ledger(what: str) -> DataError:
 
 
 def _parse(content: mmap.mmap | bytes, rank: int) -> Iterator[LedgerRecord]:
-    """The records of ``rank``'s file; those of a host's file say of which rank each is."""
-    shared = content[: len(HOST_MAGIC)] == HOST_MAGIC
-    at, end = (HEADER_BYTES, end_of(content)) if shared else (_FILE.size, len(content))
+    """Yield the records of ``rank``'s file."""
+    at, end = _FILE.size, len(content)
     while at + _RECORD.size <= end:
         step, epoch, count, width, crc = _RECORD.unpack_from(content, at)
         at += _RECORD.size
-        if shared:
-            if at + RANK.size > end:
-                return
-            (rank,) = RANK.unpack_from(content, at)
-            at += RANK.size
         width, left_out = width & ~_LEFT_OUT, bool(width & _LEFT_OUT)
         if width not in (4, 8) or at + count * width > end:
             return

@@ -7,15 +7,13 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Self, final
-from uuid import uuid4
 
 from phalanx.checkpoint import BackgroundSaver, Saving, resume_newest
-from phalanx.comm import Place, alike, default_process_group, device_for, found_by_first, place_within
+from phalanx.comm import Place, alike, default_process_group, device_for, place_within
 from phalanx.config import Job, RunSpec
 from phalanx.config.run_files import CHECKPOINTS, EVENTS, LEDGER
 from phalanx.config.sync import within
 from phalanx.data import Ledger, StepBatch
-from phalanx.data.host_ledger import HostKey, share_files
 from phalanx.data.loader import data_facts
 from phalanx.device_kinds import kind_named, on_host
 from phalanx.errors import CheckpointError, is_out_of_memory
@@ -82,7 +80,7 @@ def rank_of_mesh(
         observer.built(AssemblyScene(assembly))
         late = not on_host(assembly.device)
         how = {"writes": place.rank == 0, "total_steps": assembly.loader.total_steps, "late": late}
-        with RunRecorder(run, ledger=_ledger(run, place, assembly, assembly.step.progress.step), **how) as recorder:
+        with RunRecorder(run, ledger=_ledger(run, place, assembly.step.progress.step), **how) as recorder:
             recorder.start(
                 job,
                 advice=[*damaged, *assembly.advice],
@@ -125,21 +123,13 @@ def _event_writer(run: RunSpec, place: Place, recorder: RunRecorder) -> Callable
     return write if place_within(run.plan, place).rank == 0 else None
 
 
-def _ledger(run: RunSpec, place: Place, assembly: Assembly, first_step: int) -> Ledger | None:
-    """The ledger of this rank's samples; none where it shares them with ranks before it, which hold other slices.
-
-    Of many ranks those of a host share a file. Collective then.
-    """
-    plan, host = run.plan, None
-    reader, readers = plan.part(place.rank) // plan.threads, plan.replicas // plan.threads
-    if share_files(readers):
-        own = uuid4().hex
-        key = assembly.from_every_rank(own)[0] if assembly.local_sgd else found_by_first(lambda: own)
-        host = HostKey(first_rank=place.rank - place.local_rank, key=bytes.fromhex(key))
-    at = plan.coordinate(place.rank)
+def _ledger(run: RunSpec, place: Place, first_step: int) -> Ledger | None:
+    """Open the ledger of this rank's samples; ``None`` if another rank of its replica writes it."""
+    plan, at = run.plan, run.plan.coordinate(place.rank)
     if at["pp"] or at["cp"] or at["tp"]:
         return None
-    return Ledger(run.folder / LEDGER, rank=reader, first_step=first_step, world_size=readers, host=host)
+    reader, readers = plan.part(place.rank) // plan.threads, plan.replicas // plan.threads
+    return Ledger(run.folder / LEDGER, rank=reader, first_step=first_step, world_size=readers)
 
 
 @final
@@ -270,7 +260,7 @@ class MeshStepper(Stepper):
 
         path, first, damaged = resume_newest(self._run.folder / CHECKPOINTS, restored)
         self.read_from(first)
-        self._recorder.go_back(lambda: _ledger(self._run, self._place, self._assembly, first), ())
+        self._recorder.go_back(lambda: _ledger(self._run, self._place, first), ())
         for message in damaged:
             self._recorder.write("warning", message=message)
         self._recorder.write("resume", step=first, path=str(path.relative_to(self._run.folder)))
