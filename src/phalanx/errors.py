@@ -187,5 +187,5 @@ _OUT_OF_MEMORY = re.compile(
 
 
 def is_out_of_memory(kind: str, message: str) -> bool:
-    """Whether an exception of the class ``kind`` says that memory did not suffice, of a device or of the host."""
+    """True if an exception of the class ``kind`` says that memory did not suffice, of a device or of the host."""
     return kind in ("MemoryError", "OutOfMemoryError") or _OUT_OF_MEMORY.search(message) is not None

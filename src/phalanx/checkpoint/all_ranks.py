@@ -35,12 +35,12 @@ _LOOKS = 20_000  # at a store a second, at most, of all ranks together
 
 
 def grouped() -> bool:
-    """Whether this process belongs to a default process group."""
+    """Return True if this process belongs to a default process group."""
     return dist.is_available() and dist.is_initialized()
 
 
 def is_first() -> bool:
-    """Whether this process has rank 0 of the default group, or there is none."""
+    """Return True if this process has rank 0 of the default group, or there is none."""
     return not grouped() or dist.get_rank() == 0
 
 
@@ -57,7 +57,7 @@ def from_first(value: T) -> T:
 
 
 def anywhere(here: bool) -> bool:
-    """Whether ``here`` is true on any rank of the default group. Collective."""
+    """Return True if ``here`` is true on any rank of the default group. Collective."""
     return here if not grouped() or dist.get_world_size() == 1 else true_anywhere(here)
 
 

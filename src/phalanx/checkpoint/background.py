@@ -62,7 +62,7 @@ class Saving:
 
     @property
     def published(self) -> bool:
-        """Whether it is whole on the disk."""
+        """Return True if it is whole on the disk."""
         return self._over.is_set() and self._error is None
 
     def end(self, error: BaseException | None) -> None:
@@ -175,7 +175,7 @@ class BackgroundSaver:
         self._thread.start()
 
     def _find_store(self) -> bool:
-        """Whether threads of all ranks can meet; a client of its own for the thread, for a wait keeps others out."""
+        """True if threads of all ranks can meet; a client of its own for the thread, for a wait keeps others out."""
         if not grouped() or dist.get_world_size() == 1:
             return True
         if self._store is None:
@@ -185,7 +185,7 @@ class BackgroundSaver:
         return self._store is not None
 
     def _allocate(self, needed: int, on_device: bool) -> bool:
-        """Whether there is memory for ``needed`` bytes; what was used the last time is used again if it suffices."""
+        """True if there is memory for ``needed`` bytes; what was used the last time is used again if it suffices."""
         if len(self._memory) >= needed:
             return True
         self._memory = _nothing()  # let go of it first

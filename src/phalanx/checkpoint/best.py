@@ -54,7 +54,7 @@ class BestSoFar:
 
     @property
     def exhausted(self) -> bool:
-        """Whether there is nothing to be waited for any more."""
+        """Return True if there is nothing to be waited for any more."""
         return self._by.patience is not None and self.without_better >= self._by.patience
 
     def add(self, step: int, value: float) -> bool:
@@ -64,7 +64,7 @@ class BestSoFar:
         return self.best is not None and self.best[0] == step
 
     def knows(self, step: int) -> bool:
-        """Whether there was one after ``step``."""
+        """Return True if there was one after ``step``."""
         return any(at == step for at, _ in self.evaluations)
 
     def value_of(self, evaluation: Mapping[str, Any]) -> float:

@@ -51,7 +51,7 @@ def latest(folder: Path) -> Path | None:
 
 
 def is_complete(path: Path) -> bool:
-    """Whether all files of the checkpoint in folder ``path`` are there in full length."""
+    """Return True if all files of the checkpoint in folder ``path`` are there in full length."""
     try:
         manifest = Manifest.read(path)
     except CheckpointError:

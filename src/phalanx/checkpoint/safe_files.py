@@ -83,7 +83,7 @@ def size_of(path: Path) -> int | str:
 
 
 def is_link(path: Path) -> bool:
-    """Whether ``path`` is a symbolic link."""
+    """Return True if ``path`` is a symbolic link."""
     try:
         return stat.S_ISLNK(path.lstat().st_mode)
     except OSError:
@@ -91,7 +91,7 @@ def is_link(path: Path) -> bool:
 
 
 def is_folder(path: Path) -> bool:
-    """Whether ``path`` is a folder, and not a link to one."""
+    """Return True if ``path`` is a folder, and not a link to one."""
     try:
         return stat.S_ISDIR(path.lstat().st_mode)
     except OSError:

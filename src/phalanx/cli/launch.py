@@ -201,7 +201,7 @@ def refuse_python(target: Target | None, to: str | None, python: str | None) -> 
 
 
 def leaves_plan_open(given: Given) -> bool:
-    """Whether neither a plan nor a number of devices is given, and there is no run to go on with."""
+    """Return True if neither a plan nor a number of devices is given, and there is no run to go on with."""
     return given.plan is None and given.devices is None and earlier_run(given) is None
 
 

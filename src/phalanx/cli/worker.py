@@ -46,7 +46,7 @@ def command(ctx: click.Context, runfile: Path, reports: Path | None, wait: bool,
 
 
 def _speaks() -> bool:
-    """Whether this is the first of all workers, or nobody knows which is."""
+    """Return True if this is the first of all workers, or nobody knows which is."""
     from phalanx.launch import place_of_this_process
 
     try:

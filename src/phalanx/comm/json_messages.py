@@ -110,7 +110,7 @@ def receive_json(rank: int) -> Any:
 
 
 def alike_everywhere(value: Any) -> bool:
-    """Whether every rank of the default group gives the same. Collective; two numbers, however many ranks.
+    """Return True if every rank of the default group gives the same. Collective; two numbers, however many ranks.
 
     Raises:
         TypeError: if something in it is not JSON; it says where.
@@ -122,7 +122,7 @@ def alike_everywhere(value: Any) -> bool:
 
 
 def true_anywhere(here: bool) -> bool:
-    """Whether ``here`` is true on any rank of the default group. Collective; one number, however many ranks."""
+    """Return True if ``here`` is true on any rank of the default group. Collective; one number, however many ranks."""
     found = torch.tensor([int(here)], dtype=torch.int64, device=_device(None))
     dist.all_reduce(found, op=dist.ReduceOp.MAX)
     return bool(found)

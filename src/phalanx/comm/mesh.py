@@ -112,7 +112,7 @@ _READ = (2, 13)
 
 
 def _made_alone() -> bool:
-    """Whether a rank can make its group without the ranks that are in other groups; the same answer on all ranks.
+    """True if a rank can make its group without the ranks that are in other groups; the same answer on all ranks.
 
     Not with a torch that nobody has compared ``_group_of`` with, nor where making a group takes all ranks along: NCCL
     bound to a device splits the communicator of all, and a default group with a ``new_group`` of its own does as it
@@ -184,7 +184,7 @@ class Counterparts:
 
     @property
     def counts(self) -> bool:
-        """Whether this rank is of the replica that speaks for all: it writes checkpoints and events."""
+        """Return True if this rank is of the replica that speaks for all: it writes checkpoints and events."""
         return self.index == 0
 
     def start_sum(self, values: torch.Tensor) -> dist.Work:

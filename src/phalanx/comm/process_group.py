@@ -217,7 +217,7 @@ def all_gather_flat(out: torch.Tensor, part: torch.Tensor, group: dist.ProcessGr
 
 
 def active() -> bool:
-    """Whether there are other workers to talk to."""
+    """Return True if there are other workers to talk to."""
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
@@ -237,7 +237,7 @@ def from_every_rank(value: Any, group: dist.ProcessGroup | None = None) -> list[
 
 
 def alike(value: Any) -> bool:
-    """Whether every worker gives the same JSON-like value. Collective; two numbers, however many workers."""
+    """Return True if every worker gives the same JSON-like value. Collective; two numbers, however many workers."""
     return not active() or alike_everywhere(value)
 
 
@@ -262,7 +262,7 @@ def found_by_first(find: Callable[[], Any]) -> Any:
 
 
 def is_dtensor(tensor: object) -> TypeGuard[DTensor]:
-    """Whether ``tensor`` is a DTensor. There is none before its module is loaded."""
+    """Return True if ``tensor`` is a DTensor. There is none before its module is loaded."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
 

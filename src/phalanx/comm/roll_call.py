@@ -125,7 +125,7 @@ def _reach(place: Place, waiting: _RollCall) -> TCPStore:
 
 
 def answers(meeting: str) -> bool:
-    """Whether somebody listens at ``host:port``. torch would try itself, and print pages about each attempt."""
+    """Return True if somebody listens at ``host:port``. torch would try itself, and print pages about each attempt."""
     host, _, port = meeting.rpartition(":")
     try:
         socket.create_connection((host, int(port)), timeout=_TRY).close()
@@ -194,7 +194,7 @@ def _missing(place: Place, store: Store | None) -> str:
 
 
 def _speaks(place: Place, store: Store | None) -> bool:
-    """Whether this is the first of the ranks that are there, the one that says for whom all wait; one of each host
+    """True if this is the first of the ranks that are there, the one that says for whom all wait; one of each host
     where that cannot be told."""
     if store is None:
         return place.local_rank == 0
@@ -215,7 +215,7 @@ def _hint(place: Place) -> str:
 
 
 def reports_lost_peer(error: BaseException) -> bool:
-    """Whether the exception that began the chain only says that a peer is gone."""
+    """Return True if the exception that began the chain only says that a peer is gone."""
     visited: set[int] = set()
     while id(error) not in visited:
         visited.add(id(error))

@@ -59,7 +59,7 @@ class Average:
         return f"the first is due after step {self.start or self.every}"
 
     def takes(self, step: int) -> bool:
-        """Whether the weights after ``step`` optimizer steps are averaged."""
+        """Return True if the weights after ``step`` optimizer steps are averaged."""
         return step >= max(self.start, 1) and (step - self.start) % self.every == 0
 
 

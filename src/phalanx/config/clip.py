@@ -45,7 +45,7 @@ class Clip:
 
     @property
     def by_whole_norm(self) -> bool:
-        """Whether one factor, of the L2 norm of all gradients, is all there is to it."""
+        """Return True if one factor, of the L2 norm of all gradients, is all there is to it."""
         return self.norm is not None and self.norm_type == 2 and self.per == "all"
 
 

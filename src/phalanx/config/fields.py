@@ -54,12 +54,12 @@ def plan_problem(name: str, given: str, allowed: str, fix: str) -> Problem:
 
 
 def is_whole(value: object, least: int) -> bool:
-    """Whether ``value`` is a whole number, ``least`` or more."""
+    """Return True if ``value`` is a whole number, ``least`` or more."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
 def is_number(value: object) -> bool:
-    """Whether ``value`` is a finite number."""
+    """Return True if ``value`` is a finite number."""
     if isinstance(value, int) and not isinstance(value, bool):
         return abs(value) < sys.float_info.max
     return isinstance(value, float) and math.isfinite(value)

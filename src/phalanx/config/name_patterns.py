@@ -10,7 +10,7 @@ from phalanx.errors import Problem
 
 
 def fits(name: str, patterns: Iterable[str]) -> bool:
-    """Whether one of the ``patterns`` fits ``name``."""
+    """Return True if one of the ``patterns`` fits ``name``."""
     return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 

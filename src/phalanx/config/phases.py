@@ -47,7 +47,7 @@ class Phase:
         return (self.parameters,) if isinstance(self.parameters, str) else tuple(self.parameters)
 
     def turn(self, step: int) -> bool:
-        """Whether the phase is part of this optimizer step."""
+        """Return True if the phase is part of this optimizer step."""
         return step % self.every == 0
 
     def __post_init__(self) -> None:

@@ -160,12 +160,12 @@ class Plan:
 
     @property
     def splits_blocks(self) -> bool:
-        """Whether ranks hold slices of a block, or compute with slices of what enters it."""
+        """Return True if ranks hold slices of a block, or compute with slices of what enters it."""
         return self.tp * self.cp * self.ep > 1
 
     @property
     def splits_model(self) -> bool:
-        """Whether a replica of the model is more than one rank."""
+        """Return True if a replica of the model is more than one rank."""
         return max(self.tp, self.pp, self.cp, self.ep) > 1
 
     @property
@@ -175,7 +175,7 @@ class Plan:
 
     @property
     def exactness(self) -> str:
-        """Whether each step is that of one device in fp32 with the whole global batch, but for the order of additions.
+        """True if each step is that of one device in fp32 with the whole global batch, but for the order of additions.
 
         ``yes``; ``within the rounding of TYPE`` that it computes in or sends gradients in; or ``no``.
         """
@@ -183,7 +183,7 @@ class Plan:
 
     @property
     def exact(self) -> bool:
-        """Whether each step is that of one device in the same precision."""
+        """Return True if each step is that of one device in the same precision."""
         return not self.bound
 
     @property

@@ -197,7 +197,7 @@ class RunSpec:
 
     @property
     def rolls_back(self) -> bool:
-        """Whether the run may go back to its newest checkpoint by itself."""
+        """Return True if the run may go back to its newest checkpoint by itself."""
         return "rollback" in (self.on_nonfinite, self.on_spike)
 
     @property
@@ -341,7 +341,7 @@ def _of_resizing(run: RunSpec) -> list[Problem]:
 
 
 def _is_interval(given: object) -> bool:
-    """Whether it is a number of optimizer steps, 0 or more, or a time such as ``15m``."""
+    """Return True if it is a number of optimizer steps, 0 or more, or a time such as ``15m``."""
     if not isinstance(given, str):
         return is_whole(given, 0)
     with suppress(ValueError):

@@ -159,7 +159,7 @@ def order_text(dataset: Any, job: Job, length: int | None) -> str | None:
 
 
 def may_repeat(dataset: Any, job: Job) -> bool:
-    """Whether a sampler may give a sample more than once in a pass."""
+    """Return True if a sampler may give a sample more than once in a pass."""
     if isinstance(dataset, Curriculum):
         inner = (source.sampler for source in dataset.sources.values() if isinstance(source, MapStyle))
         return any(own is not None and own.repeats for own in inner)

@@ -45,7 +45,7 @@ class DrawsTogether(MapStyle, ABC):
 
 
 def draws(dataset: Any) -> bool:
-    """Whether samples may draw random numbers; of data sets of others that is not known."""
+    """Return True if samples may draw random numbers; of data sets of others that is not known."""
     if type(dataset) is Subset:
         return draws(dataset.dataset)
     if isinstance(dataset, MapStyle):

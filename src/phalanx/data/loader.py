@@ -153,7 +153,7 @@ class Loader(_ToldData):
 
     @property
     def deals_here(self) -> bool:
-        """Whether this process deals steps out, and ``set_weights`` can change how; not where a stream has workers."""
+        """True if this process deals steps out, and ``set_weights`` can change how; not where a stream has workers."""
         return isinstance(self._reader, IndexedReader) or not self._workers.count
 
     def lane(self, step: int) -> Lane:

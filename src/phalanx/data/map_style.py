@@ -26,7 +26,7 @@ AnySampler = GlobalBatchSampler | ChangingBatchSampler | TokenBatchSampler
 
 
 def is_stream(dataset: Any, where: str = "job.data") -> bool:
-    """Whether the dataset, what ``where`` gives, can only be read in order.
+    """Return True if the dataset, what ``where`` gives, can only be read in order.
 
     Raises:
         SpecError: if it is neither a stream nor map-style.
@@ -169,7 +169,7 @@ def _elements(batch: Any) -> int:
 
 
 def takes_many(dataset: Any) -> bool:
-    """Whether the dataset itself, not only a wrapper of torch's around it, fetches many samples at once.
+    """Return True if the dataset itself, not only a wrapper of torch's around it, fetches many samples at once.
 
     ``Subset`` offers ``__getitems__`` also over data that do not; samples would then share one random stream, and
     what they draw would depend on the micro-batch they are in.

@@ -49,7 +49,7 @@ class LoaderWorkers:
 
     @property
     def needed(self) -> bool:
-        """Whether anything has to be done beyond loading in this process."""
+        """Return True if anything has to be done beyond loading in this process."""
         return self.count > 0 or self._pins
 
     @property

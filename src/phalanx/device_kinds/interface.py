@@ -153,11 +153,11 @@ class DeviceKind(ABC):
         return
 
     def in_use(self) -> bool:
-        """Whether this process has begun to use one, so that workers forked from it could not."""
+        """Return True if this process has begun to use one, so that workers forked from it could not."""
         return False
 
     def spoilt(self) -> bool:
-        """Whether this process was forked from one that had begun to use one, so that it cannot."""
+        """Return True if this process was forked from one that had begun to use one, so that it cannot."""
         return False
 
     def asks_lightly(self) -> Mapping[str, str]:

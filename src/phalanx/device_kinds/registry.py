@@ -48,7 +48,7 @@ def kind_names() -> tuple[str, ...]:
 
 
 def is_kind(name: object) -> bool:
-    """Whether there is a kind of that name, here or in an installed package."""
+    """Return True if there is a kind of that name, here or in an installed package."""
     return isinstance(name, str) and (name in _built_in() or name in _added or _from_package(name))
 
 
@@ -110,7 +110,7 @@ def kind_for(named: str, devices: int) -> DeviceKind:
 
 
 def on_host(named: str) -> bool:
-    """Whether a plan with ``device=named`` computes with the host's cores, whatever else a machine has."""
+    """Return True if a plan with ``device=named`` computes with the host's cores, whatever else a machine has."""
     return named != "auto" and is_kind(named) and kind_named(named).on_host
 
 

@@ -25,7 +25,7 @@ print(json.dumps([["", torch.accelerator.get_memory_info(index)[1]] for index in
         return self.module().device_count() if self.is_built() else 0
 
     def is_built(self) -> bool:
-        """Whether the torch that is installed is for this kind, of which each torch has one. Begins to use none."""
+        """True if the torch that is installed is for this kind, of which each torch has one. Begins to use none."""
         import torch
 
         there = torch.accelerator.current_accelerator()

@@ -321,7 +321,7 @@ _ACTION = (str, int, int, float, float)
 
 
 def understood(event: dict[str, Any]) -> bool:
-    """Whether readers can take in ``event``, of a log of any version and of whoever wrote it.
+    """Return True if readers can take in ``event``, of a log of any version and of whoever wrote it.
 
     Every field that was there from the event's first version on has to be there, of its type, lists and dictionaries
     with what they hold; numbers are finite. Fields and events that this version does not know are of a later one.

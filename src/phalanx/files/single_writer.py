@@ -124,7 +124,7 @@ def refuse_taken(folder: Path) -> None:
 
 
 def is_written(folder: Path) -> bool:
-    """Whether a run that goes on writes ``folder``, as far as locks on this machine tell; nothing is changed in it."""
+    """True if a run that goes on writes ``folder``, as far as locks on this machine tell; nothing is changed in it."""
     try:
         descriptor = open_plain(folder / NAME, os.O_RDONLY)
     except OSError:
@@ -206,7 +206,7 @@ def check_writer(path: Path) -> None:
 
 
 def is_gathered(path: Path) -> bool:
-    """Whether ``path`` is in one host's copy of a run folder, in which files that other hosts write do not appear."""
+    """True if ``path`` is in one host's copy of a run folder, in which files that other hosts write do not appear."""
     token = _token_above(path)
     return token is not None and token.gathered
 
@@ -238,7 +238,7 @@ def _lock(folder: Path, descriptor: int, kind: int = fcntl.LOCK_EX) -> None:
 
 
 def _only_looked_at(descriptor: int) -> bool:
-    """Whether those that hold a lock look whether the folder is written, and are about to let go of it."""
+    """Return True if those that hold a lock look whether the folder is written, and are about to let go of it."""
     with suppress(OSError):
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
         fcntl.flock(descriptor, fcntl.LOCK_UN)

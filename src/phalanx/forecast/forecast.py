@@ -86,7 +86,7 @@ class Forecast:
 
     @property
     def fits(self) -> bool:
-        """Whether the rank that needs most has room for it, and so has its host."""
+        """Return True if the rank that needs most has room for it, and so has its host."""
         return self.missing <= 0
 
     @property
@@ -101,7 +101,7 @@ class Forecast:
 
     @property
     def safe(self) -> bool:
-        """Whether it fits with a margin: at most one time in ten would it run out of memory."""
+        """Return True if it fits with a margin: at most one time in ten would it run out of memory."""
         return self.reserved <= SAFE * self.room
 
     @property

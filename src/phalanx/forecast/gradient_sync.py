@@ -123,7 +123,7 @@ _READ = 17.0
 
 
 def compressed(layouts: Layouts) -> Array:
-    """Whether a plan sends less: shape (N,)."""
+    """Return True if a plan sends less: shape (N,)."""
     return layouts.compress != "none"
 
 

@@ -143,7 +143,7 @@ def _together(
 
 
 def _gradients_stay(layouts: Layouts, preset: Preset) -> Array:
-    """Whether gradients are there in a forward: kept from step to step, or of the micro-batch before."""
+    """Return True if gradients are there in a forward: kept from step to step, or of the micro-batch before."""
     if preset.gradients_stay:
         return np.ones_like(layouts.pp, dtype=bool)
     buckets = (layouts.alike > 1) & (layouts.zero == 0) & (layouts.pp == 1)

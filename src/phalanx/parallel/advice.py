@@ -88,7 +88,7 @@ def dropouts(module: nn.Module) -> list[str]:
 
 
 def balances(module: nn.Module) -> bool:
-    """Whether the model gives a load-balancing loss of its own, as transformers' mixtures of experts do when asked."""
+    """True if the model gives a load-balancing loss of its own, as transformers' mixtures of experts do when asked."""
     return any(getattr(getattr(child, "config", None), "output_router_logits", False) for child in module.modules())
 
 

@@ -316,7 +316,7 @@ def _name(func: Any) -> str:
 
 
 def _is_like(func: Any) -> bool:
-    """Whether it makes a tensor that is like another in form only."""
+    """Return True if it makes a tensor that is like another in form only."""
     return _name(func).startswith("new_") or _name(func).endswith("_like")
 
 
@@ -331,7 +331,7 @@ def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
 
 
 def _covers(tensor: Tensor) -> bool:
-    """Whether it is all of its memory."""
+    """Return True if it is all of its memory."""
     if tensor.numel() * tensor.itemsize != tensor.untyped_storage().nbytes():
         return False
     size = 1

@@ -71,7 +71,7 @@ class OperationTape:
         return TensorPlace(number, memory.nbytes(), tensor.dtype, shape, stride, int(tensor.storage_offset()))
 
     def knows(self, tensor: Tensor) -> bool:
-        """Whether a fake lies in memory that a step has made."""
+        """Return True if a fake lies in memory that a step has made."""
         number = self._numbers.get(tensor.untyped_storage()._cdata)
         return number in self._writers
 

@@ -174,7 +174,7 @@ def look(module: nn.Module, plan: Plan, example: Example) -> SplitParts:
 
 
 def _across(module: nn.Module, plan: Plan) -> bool:
-    """Whether weights of different parts may be cut as a pair: what lies between them is then cut, too.
+    """Return True if weights of different parts may be cut as a pair: what lies between them is then cut, too.
 
     Of a model that is a flat list of single layers, as it says itself; and where nothing is done around each part.
     """

@@ -29,7 +29,7 @@ def most_for_classes(rows: int) -> int:
 
 
 def is_large_table(rows: int) -> bool:
-    """Whether an embedding is cut also where no head shares its vocabulary."""
+    """Return True if an embedding is cut also where no head shares its vocabulary."""
     return rows >= _MANY_ROWS
 
 
@@ -47,11 +47,11 @@ class Limits:
 
     @property
     def attends(self) -> bool:
-        """Whether samples have tokens to share out."""
+        """Return True if samples have tokens to share out."""
         return self.heads > 0 and self.tokens > 1
 
     def evenly(self, *, tp: int = 1, cp: int = 1, ep: int = 1) -> bool:
-        """Whether ranks of these dimensions get as much of heads, tokens and experts each: what is worth a try."""
+        """True if ranks of these dimensions get as much of heads, tokens and experts each: what is worth a try."""
         return (
             (tp == 1 or (self.products and self.heads % tp == 0))
             and (cp == 1 or (self.attends and self.tokens % cp == 0))
@@ -150,5 +150,5 @@ def unread(plan: Plan, batch: int, tensor_parallel: Mapping[str, object]) -> lis
 
 
 def returns_freed_memory(fsdp: Any) -> Any:
-    """Whether a CPU's freed memory goes back to the kernel: what sharding drops in each step would leave holes."""
+    """True if a CPU's freed memory goes back to the kernel: what sharding drops in each step would leave holes."""
     return fsdp > 1

@@ -219,7 +219,7 @@ class Survey:
 
 
 def keeps_whole_gradients(zero: Any, micros: Any, pp: Any) -> Any:
-    """Whether a rank's gradients are whole until its last micro-batch, though it steps only shards: numbers, or arrays.
+    """True if a rank's gradients are whole until its last micro-batch, though it steps only shards: numbers, or arrays.
 
     With one micro-batch they are scattered as they come, but in a pipeline: its stages run backward at different times.
     """

@@ -115,7 +115,7 @@ def _tied(profile: Profile) -> Weights:
 
 
 def unit_by_unit(profile: Profile, counts: Sequence[Number]) -> Number:
-    """Whether ``zero=3`` gathers and scatters each block of a rank by itself: where there are several."""
+    """Return True if ``zero=3`` gathers and scatters each block of a rank by itself: where there are several."""
     blocks = sum(count for part, count in zip(profile.parts, counts, strict=True) if part.role == "block")
     return profile.repeated & (blocks > 1)
 

@@ -109,7 +109,7 @@ def forecast_plan(question: Question, plan: Plan | None = None) -> PlanForecast:
 
 
 def is_config(what: str) -> bool:
-    """Whether ``what`` is the path of a ``config.json``, or of a folder that holds one."""
+    """Return True if ``what`` is the path of a ``config.json``, or of a folder that holds one."""
     path = Path(what)
     return path.suffix == ".json" or (path / "config.json").is_file()
 

@@ -187,7 +187,7 @@ def _fastest(ranking: Ranking, best: Forecast) -> str:
 
 
 def tied(best: Forecast, other: Forecast) -> bool:
-    """Whether ``other`` is as fast as ``best`` as far as its forecast can tell."""
+    """Return True if ``other`` is as fast as ``best`` as far as its forecast can tell."""
     return other.step <= best.high
 
 

@@ -158,7 +158,7 @@ class Question:
 
 
 def mixed(cluster: Cluster) -> bool:
-    """Whether devices differ."""
+    """Return True if devices differ."""
     return len({group.device.name for group in cluster.groups}) > 1
 
 

@@ -57,7 +57,7 @@ def refusals_by_look(plan: Plan, cluster: Cluster, look: Callable[[Plan], list[P
 
 
 def crosses(plan: Plan, cluster: Cluster) -> bool:
-    """Whether ranks that split one model or shard one state would be unlike devices."""
+    """Return True if ranks that split one model or shard one state would be unlike devices."""
     inner = plan.tp * plan.cp * plan.ep * plan.fsdp
     return mixed(cluster) and any(group.devices % inner for group in cluster.groups)
 

@@ -28,7 +28,7 @@ class BeforeLaunch:
 
     @property
     def plan_looked_at(self) -> bool:
-        """Whether the check has held the plan against the job."""
+        """Return True if the check has held the plan against the job."""
         return self.check is not None and self.check.plan_looked_at
 
 

@@ -96,7 +96,7 @@ class LaunchCheck:
 
     @property
     def would_fail(self) -> bool:
-        """Whether training would fail by something that was found."""
+        """Return True if training would fail by something that was found."""
         return any(one.fails for one in self.findings)
 
     def to_dict(self) -> dict[str, Any]:

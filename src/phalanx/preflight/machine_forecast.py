@@ -47,7 +47,7 @@ def one_line(error: Exception) -> str:
 
 
 def _light(size: int | None, plan: Plan) -> bool:
-    """Whether what is there without activations is so little that only they could be too much."""
+    """Return True if what is there without activations is so little that only they could be too much."""
     room = memory_bytes() // plan.devices if kind_named(device_kind(plan)).on_host else _GPU
     return size is not None and size * _STATE < _LIGHT * room
 

@@ -53,7 +53,7 @@ class _Machine:
         )
 
     def is_like(self, other: _Machine) -> bool:
-        """Whether the two are of one kind."""
+        """Return True if the two are of one kind."""
         pairs = [(self.memory, other.memory)]
         if self.gpu and other.gpu:
             if self.gpu.name != other.gpu.name or self.link != other.link:

@@ -84,7 +84,7 @@ def stored(folder: Path, plan: str = "") -> dict[str, Any] | None:
 
 
 def _is_forecast(found: Any) -> bool:
-    """Whether it holds a forecast with what is read here, or says why there is none."""
+    """Return True if it holds a forecast with what is read here, or says why there is none."""
     if not isinstance(found, dict) or not isinstance(found.get("missing", ""), str):
         return False
     forecast = found.get("forecast")

@@ -36,7 +36,7 @@ def progress(console: Console, *, label: str = "", lines: frozenset[str] = ALL) 
 
 
 def damages(event: Event) -> bool:
-    """Whether the event says that a checkpoint is damaged; its message begins with the checkpoint's name."""
+    """Return True if the event says that a checkpoint is damaged; its message begins with the checkpoint's name."""
     return event["event"] == "warning" and re.match(r"step-\d+ is damaged: ", event["message"]) is not None
 
 
@@ -287,5 +287,5 @@ class Lines(Viewer):
 
 
 def _same_terminal() -> bool:
-    """Whether what workers print to stdout would tear the bar, and so has to go above it."""
+    """Return True if what workers print to stdout would tear the bar, and so has to go above it."""
     return sys.stdout is not None and sys.stdout.isatty()

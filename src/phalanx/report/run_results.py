@@ -61,7 +61,7 @@ class Run:
 
     @property
     def running(self) -> bool:
-        """Whether it is being trained now, by whatever process of this machine."""
+        """Return True if it is being trained now, by whatever process of this machine."""
         return self.process.running if self.process else is_written(self.folder)
 
     def wait(self, timeout: float | None = None) -> Self:

@@ -49,7 +49,7 @@ class RunStanding:
 
     @property
     def goes_on(self) -> bool:
-        """Whether there is more to come of it."""
+        """Return True if there is more to come of it."""
         return self.state in ("waiting", "running")
 
     def to_dict(self) -> dict[str, Any]:

@@ -223,7 +223,7 @@ def run_log(folder: Path) -> RunLog:
 
 
 def ended_since(folder: Path, began: float) -> bool:
-    """Whether the run in ``folder`` has come to its end since the time ``began``, in seconds since 1970."""
+    """Return True if the run in ``folder`` has come to its end since the time ``began``, in seconds since 1970."""
     try:
         return any(event["event"] == "end" and event["time"] >= began for event in run_log(folder).part)
     except (PhalanxError, OSError):

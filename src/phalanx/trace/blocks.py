@@ -34,7 +34,7 @@ def parts(module: nn.Module) -> list[nn.Module]:
 
 
 def can_be_called(module: nn.Module) -> bool:
-    """Whether it has a ``forward``, and is not known to be left alone by a model that calls what is inside."""
+    """Return True if it has a ``forward``, and is not known to be left alone by a model that calls what is inside."""
     return type(module).forward is not nn.Module.forward and module not in _opened
 
 
@@ -153,7 +153,7 @@ def spec(value: Any, inputs: list[Tensor]) -> Spec:
 
 
 def among(value: Tensor, tensors: list[Tensor]) -> bool:
-    """Whether it is one of them."""
+    """Return True if it is one of them."""
     return any(one is value for one in tensors)
 
 

@@ -242,7 +242,7 @@ def _ops(made: Sequence[KernelWork], found: Shares, trace: Trace, experts: Mappi
 
 
 def _for_weights(made: Sequence[KernelWork], trace: Trace) -> list[bool]:
-    """Whether nothing but gradients of parameters comes of each operation of the backward."""
+    """Return True if nothing but gradients of parameters comes of each operation of the backward."""
     of_weights, waited = set(trace.gradients), set(trace.leaving)
     only: list[bool] = []
     read: set[int] = set()

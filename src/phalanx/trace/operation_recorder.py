@@ -207,7 +207,7 @@ class OperationRecorder(TorchDispatchMode):
             self.again = before
 
     def is_causal(self, mask: Tensor) -> bool:
-        """Whether a mask was made by comparing positions, in a way that hides later ones."""
+        """Return True if a mask was made by comparing positions, in a way that hides later ones."""
         return self.number(mask) in self._causal
 
     def mark_causal(self, mask: Tensor) -> None:
@@ -267,7 +267,7 @@ _VIEWS = {"_unsafe_view", "_reshape_alias", "detach", "detach_", "lift_fresh", "
 
 
 def _is_free(func: Any) -> bool:
-    """Whether it moves no numbers: a view, or a question."""
+    """Return True if it moves no numbers: a view, or a question."""
     if func._schema.name.partition("::")[2] in _VIEWS:
         return True
     infos = [one.alias_info for one in func._schema.returns]
@@ -275,7 +275,7 @@ def _is_free(func: Any) -> bool:
 
 
 def _same_memory(func: Any, inputs: Iterable[TensorUse], outputs: Iterable[TensorUse]) -> bool:
-    """Whether all that it gives lies where its inputs do, though it writes nothing: a view without saying so."""
+    """Return True if all that it gives lies where its inputs do, though it writes nothing: a view without saying so."""
     if any(one.alias_info is not None and one.alias_info.is_write for one in func._schema.arguments):
         return False
     return {one.memory for one in outputs} <= {one.memory for one in inputs}
@@ -324,7 +324,7 @@ class _Reentrant:
 
 
 def hides_later(mask: Tensor) -> bool:
-    """Whether all above the diagonal is one value and the rest another; false of tensors without values."""
+    """Return True if all above the diagonal is one value and the rest another; false of tensors without values."""
     if mask.is_meta or isinstance(mask, FakeTensor) or mask.dim() < 2 or mask.shape[-1] != mask.shape[-2]:
         return False
     size = mask.shape[-1]

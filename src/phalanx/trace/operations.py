@@ -52,7 +52,7 @@ def works(step: RecordedOperation) -> list[KernelWork]:
 
 
 def is_dear(name: str) -> bool:
-    """Whether an operation of a forward is a matrix product, a convolution or an attention, by its name.
+    """Return True if an operation of a forward is a matrix product, a convolution or an attention, by its name.
 
     Selective recompute keeps what these give; all else is computed again.
     """
@@ -64,7 +64,7 @@ def _attends(name: str) -> bool:
 
 
 def fusible(work: KernelWork) -> bool:
-    """Whether a compiler joins it with its neighbours: elementwise, norms and reductions."""
+    """Return True if a compiler joins it with its neighbours: elementwise, norms and reductions."""
     return work.kind == "memory" and not any(word in work.name for word in _ALONE)
 
 

@@ -258,7 +258,7 @@ def experts_in(made: Sequence[KernelWork], parameters: Mapping[int, str]) -> dic
 
 
 def of_experts(made: Sequence[KernelWork], trace: Trace, experts: Mapping[str, int]) -> list[bool]:
-    """Whether each operation is of experts: from their first product to their last, forward and backward."""
+    """Return True if each operation is of experts: from their first product to their last, forward and backward."""
     found = [False] * len(made)
     for backward in (False, True):
         here = [

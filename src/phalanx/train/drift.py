@@ -231,7 +231,7 @@ class ReplicaDifference:
 
     @property
     def rounding(self) -> bool:
-        """Whether it may come from the last bits of sums alone."""
+        """Return True if it may come from the last bits of sums alone."""
         return math.isfinite(self.by) and self.by <= _ROUNDING * self.most
 
     def __str__(self) -> str:

@@ -50,7 +50,7 @@ def slice_problems(job: Job, plan: Plan, parameters: Values) -> list[Problem]:
 
 
 def elementwise(job: Job, parameters: Values) -> bool:
-    """Whether the job's optimizer makes of parts of a parameter what it makes of the whole; false where not known."""
+    """True if the job's optimizer makes of parts of a parameter what it makes of the whole; false where not known."""
     return not _not_elementwise(job, parameters)
 
 

@@ -170,7 +170,7 @@ def _groups(grad: torch.Tensor, holding: TensorShard | None) -> tuple[dist.Proce
 
 
 def all_finite(tensors: list[torch.Tensor]) -> bool:
-    """Whether every number in ``tensors``, all on one device, is finite: by one quick norm, where that is."""
+    """Return True if every number in ``tensors``, all on one device, is finite: by one quick norm, where that is."""
     if not tensors or bool(_sum_of_squares(tensors, tensors[0].device, quick=True).isfinite()):
         return True
     return all(bool((one.coalesce().values() if one.is_sparse else one).isfinite().all()) for one in tensors)

@@ -43,7 +43,7 @@ class LauncherLink:
 
 @final
 class Interruptions:
-    """Whether to leave off stepping. As a context: watches within the block.
+    """Requests to stop or save between steps. As a context: watches within the block.
 
     Attributes:
         stop: the signal that asks the run to stop, 0 where none does; the same on every rank.
@@ -118,5 +118,5 @@ class Interruptions:
 
 
 def _together(plan: Plan, taken: int) -> bool:
-    """Whether replicas are equal after so many steps anyway, so that a save changes nothing."""
+    """Return True if replicas are equal after so many steps anyway, so that a save changes nothing."""
     return plan.sync == "each" or taken <= plan.after or (taken - plan.after) % plan.every == 0

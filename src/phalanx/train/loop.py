@@ -70,7 +70,7 @@ class Stepper(ABC):
     @property
     @abstractmethod
     def ended(self) -> bool:
-        """Whether all steps of the run have been taken."""
+        """Return True if all steps of the run have been taken."""
 
     @property
     @abstractmethod
@@ -105,7 +105,7 @@ class Stepper(ABC):
         """
 
     def awaits_evaluation(self) -> bool:
-        """Whether the learning rates of the next step follow from an evaluation that has not been made."""
+        """Return True if the learning rates of the next step follow from an evaluation that has not been made."""
         return False
 
     def evaluated(self, value: float) -> None:
@@ -197,7 +197,7 @@ class TrainingLoop:
 
     @property
     def over(self) -> bool:
-        """Whether no more steps are wanted: asked to stop, or evaluations bring nothing better any more."""
+        """Return True if no more steps are wanted: asked to stop, or evaluations bring nothing better any more."""
         return bool(self._interruptions.stop) or (self._best is not None and self._best.exhausted)
 
     def stepped(self, batch: StepBatch, metrics: Metrics, lap: Lap | None) -> None:

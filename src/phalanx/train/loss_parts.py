@@ -106,7 +106,7 @@ def with_shapes(why: str, loss: Callable[[Any, Any], Any], output: Any, batch: A
 
 
 def adds_up(values: Parts) -> bool:
-    """Whether the loss of the first group of samples is that of its parts, in sum and in count."""
+    """Return True if the loss of the first group of samples is that of its parts, in sum and in count."""
     whole = next(iter(values))
     splits: Iterable[Sequence[tuple[int, ...]]] = ([(index,) for index in whole], [(0, 1), whole[2:]])
     total = values[whole]
@@ -130,17 +130,17 @@ def mean_of(one: LossReading) -> float:
 
 
 def close(one: float, other: float) -> bool:
-    """Whether two results differ by no more than rounding of fp32."""
+    """Return True if two results differ by no more than rounding of fp32."""
     return math.isclose(one, other, rel_tol=_SAME, abs_tol=1e-6)
 
 
 def finite(one: LossReading) -> bool:
-    """Whether the loss is a number, and no infinite one."""
+    """Return True if the loss is a number, and no infinite one."""
     return math.isfinite(float(one.value))
 
 
 def is_counted(leaf: Any) -> bool:
-    """Whether a tensor of a batch holds whole numbers or truths for a sample or its tokens, or a mask of them."""
+    """True if a tensor of a batch holds whole numbers or truths for a sample or its tokens, or a mask of them."""
     if not isinstance(leaf, Tensor) or leaf.is_complex() or not leaf.dim() or not leaf.numel():
         return False
     return not leaf.is_floating_point() or bool(((leaf == 0) | (leaf == 1)).all())

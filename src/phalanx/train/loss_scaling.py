@@ -67,7 +67,7 @@ class LossScale:
 
     @property
     def exhausted(self) -> bool:
-        """Whether it cannot go lower: what is not finite now is so for another reason."""
+        """Return True if it cannot go lower: what is not finite now is so for another reason."""
         return self.scale <= _LEAST
 
     def update(self, finite: bool) -> None:

@@ -61,7 +61,7 @@ class Sighting:
 
     @property
     def of_data(self) -> bool:
-        """Whether the samples themselves are not finite."""
+        """Return True if the samples themselves are not finite."""
         return self.where.endswith(_THE_BATCH)
 
 
@@ -303,7 +303,7 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 
 def _finite(tensor: Tensor, *, above: bool = False) -> bool:
-    """Whether all of it is finite, or with ``above`` minus infinity."""
+    """Return True if all of it is finite, or with ``above`` minus infinity."""
     tensor = local(tensor)
     if tensor.is_sparse:
         tensor = tensor.coalesce().values()

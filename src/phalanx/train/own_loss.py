@@ -82,7 +82,7 @@ def own_loss_problems(job: Job, module: nn.Module) -> list[Problem]:
 
 
 def _is_known(base: nn.Module) -> bool:
-    """Whether the loss of ``base`` is its library's mean over labels that are not -100."""
+    """Return True if the loss of ``base`` is its library's mean over labels that are not -100."""
     forward = type(base).forward
     if not str(getattr(forward, "__module__", "")).startswith("transformers.models."):
         return False
@@ -102,7 +102,7 @@ def _is_known(base: nn.Module) -> bool:
 
 
 def _is_library_loss(base: nn.Module, outputs: frozenset[str]) -> bool:
-    """Whether ``loss_function`` of ``base`` is the one of its kind, which nobody has put another in place of."""
+    """Return True if ``loss_function`` of ``base`` is the one of its kind, which nobody has put another in place of."""
     from transformers.loss.loss_utils import LOSS_MAPPING
 
     kinds = ["ForCausalLM"] if outputs is SHIFTED else [end for end, has in _HEADS.items() if has is UNSHIFTED]

@@ -30,7 +30,7 @@ _SAME, _SAME_HALF = 2e-5, 2e-2
 
 
 def miscounted(job: Job, module: nn.Module, loader: Loader) -> list[Problem]:
-    """Whether the first samples' own losses do not add up by what is counted of them. Draws random numbers."""
+    """Return True if the first samples' own losses do not add up by what is counted of them. Draws random numbers."""
     if not isinstance(job.loss, ModelLoss):
         return []
     if loader.length is not None and loader.length < 2:

@@ -285,7 +285,7 @@ class OwnStep:
 
     @property
     def first(self) -> bool:
-        """Whether this is the first of the plan's processes, rank 0: the one to print and to write files."""
+        """Return True if this is the first of the plan's processes, rank 0: the one to print and to write files."""
         return self._first
 
     @property

@@ -87,7 +87,7 @@ def _alike(part: Tensor, alone: Tensor) -> bool:
 
 
 def mixes(output: Any, alone: Sequence[Any]) -> bool:
-    """Whether the model's output for joined samples is another one than for each of them alone."""
+    """Return True if the model's output for joined samples is another one than for each of them alone."""
     for whole, *each in _leaves(output, alone):
         if (dim := joined_along(whole, each)) is None or not whole.is_floating_point():
             continue

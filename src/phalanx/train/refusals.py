@@ -153,7 +153,7 @@ def optimizer_problems(
 
 
 def dense_problems(optimizer: torch.optim.Optimizer, dense: list[str]) -> list[Problem]:
-    """Whether ``optimizer`` steps sparse gradients alone, and is given parameters whose gradients are ``dense``."""
+    """True if ``optimizer`` steps sparse gradients alone, and is given parameters whose gradients are ``dense``."""
     if not isinstance(optimizer, torch.optim.SparseAdam) or not dense:
         return []
     given = f"SparseAdam for parameters whose gradients are dense: {show_names(dense)}"
@@ -163,7 +163,7 @@ def dense_problems(optimizer: torch.optim.Optimizer, dense: list[str]) -> list[P
 
 
 def too_short(job: Job, scheduler: LRScheduler | None, start: RunStart = START) -> list[Problem]:
-    """Whether ``scheduler`` fails before the run ends: it is made for fewer steps. The data are made to know."""
+    """Return True if ``scheduler`` fails before the run ends: it is made for fewer steps. The data are made to know."""
     if not isinstance(scheduler, OneCycleLR) or start.resumes:
         return []
     try:
@@ -196,7 +196,7 @@ def type_problems(parameters: Mapping[str, torch.Tensor], plan: Plan) -> list[Pr
 
 
 def closure_problems(optimizer: torch.optim.Optimizer) -> list[Problem]:
-    """Whether ``optimizer`` steps with a closure."""
+    """Return True if ``optimizer`` steps with a closure."""
     first = next(iter(list(inspect.signature(type(optimizer).step).parameters.values())[1:]), None)
     if first is None or first.default is not inspect.Parameter.empty or first.kind is first.VAR_POSITIONAL:
         return []

@@ -61,12 +61,12 @@ class Column:
 
     @property
     def learns(self) -> bool:
-        """Whether backward goes through it."""
+        """Return True if backward goes through it."""
         return not self.why and any(one.requires_grad for one in self.tensors)
 
     @property
     def unclear(self) -> bool:
-        """Whether rows are only guessed: pieces of one sample, and a first dimension of 1."""
+        """Return True if rows are only guessed: pieces of one sample, and a first dimension of 1."""
         return self.rows and max(self.samples) <= 1
 
     @property
@@ -101,11 +101,11 @@ class RowGather:
 
     @property
     def first(self) -> bool:
-        """Whether this process holds the first samples: what all compute alike counts there."""
+        """Return True if this process holds the first samples: what all compute alike counts there."""
         return self._index == 0
 
     def splits(self, pieces: int) -> bool:
-        """Whether a global batch of which so many pieces are here is more than one piece."""
+        """Return True if a global batch of which so many pieces are here is more than one piece."""
         return self._size > 1 or pieces > 1
 
     def gather(self, columns: Sequence[Column], where: str) -> tuple[list[Column], list[Tensor], int]:
@@ -215,7 +215,7 @@ class RowGather:
         return [one for one, _ in found], [rows for _, rows in found], sum(counts[: self._index])
 
     def _alike(self, name: str, every: Tensor) -> bool:
-        """Whether all ranks have the same. On CUDA looked at once for each name: looking waits for the device."""
+        """True if all ranks have the same. On CUDA looked at once for each name: looking waits for the device."""
         if self._on_host or name not in self._looked_at:
             self._looked_at[name] = torch.equal(every, every[:1].expand_as(every))
         return self._looked_at[name]
@@ -321,7 +321,7 @@ def _digest(text: str) -> int:
 
 
 def is_plain(value: Any) -> bool:
-    """Whether it is a number, a text or nothing, which a structure may have beside tensors."""
+    """Return True if it is a number, a text or nothing, which a structure may have beside tensors."""
     return value is None or isinstance(value, bool | int | float | str)
 
 

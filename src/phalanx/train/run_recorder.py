@@ -268,7 +268,7 @@ class RunRecorder:
 
 
 def _has_step(log: Path, step: int) -> bool:
-    """Whether the newest part of a run's log has the event of ``step``, by what stands near its end."""
+    """Return True if the newest part of a run's log has the event of ``step``, by what stands near its end."""
     found = False
     with suppress(OSError), log.open("rb") as file:
         file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL))

@@ -55,7 +55,7 @@ LARGEST = 5e7
 
 
 def splits_batches(job: Job, plan: Plan) -> bool:
-    """Whether ``plan`` computes a global batch of ``job`` in more than one piece."""
+    """Return True if ``plan`` computes a global batch of ``job`` in more than one piece."""
     return plan.replicas > 1 or (plan.micro is not None and plan.micro < job.batch)
 
 
@@ -113,7 +113,7 @@ class _CauseSearch:
         self._changed: dict[str, torch.Tensor] = {}
 
     def samples(self) -> list[str]:
-        """Whether a sample is the same each time, and whichever samples are beside it."""
+        """Return True if a sample is the same each time, and whichever samples are beside it."""
         if len(self._places) < 2 or self._job.transform is not None:
             return []
         again = self._loader.collate(self._places)
@@ -168,7 +168,7 @@ class _CauseSearch:
         return [found] if drew else []
 
     def _differs(self) -> bool:
-        """Whether the loss of the same samples depends on the seed, or on how often it is taken."""
+        """Return True if the loss of the same samples depends on the seed, or on how often it is taken."""
         first, second = (self._value(self._batch, seed) for seed in (0, 1))
         return first is not None and second is not None and not close(mean_of(first), mean_of(second))
 
@@ -198,7 +198,7 @@ class _CauseSearch:
         ]
 
     def output(self) -> list[str]:
-        """Whether the output for a sample depends on the others of its batch."""
+        """Return True if the output for a sample depends on the others of its batch."""
         if len(self._places) < 2 or self._unseen:
             return []
         whole = self._forward(self._batch)
@@ -217,7 +217,7 @@ class _CauseSearch:
         return []
 
     def loss(self) -> list[str]:
-        """Whether the loss of a batch is what the losses of its parts add up to."""
+        """Return True if the loss of a batch is what the losses of its parts add up to."""
         if len(self._places) < 3 or self._unseen:
             return []
         values = self._values(self._part)
@@ -354,13 +354,13 @@ _MIXED_BEFORE = "the model compares samples in its forward, so that the loss dep
 
 
 def _draws(module: nn.Module) -> bool:
-    """Whether training draws random numbers that evaluation does not: then the look is taken in evaluation mode."""
+    """True if training draws random numbers that evaluation does not: then the look is taken in evaluation mode."""
     recurrent = any(isinstance(child, nn.RNNBase) and child.dropout for child in module.modules())
     return bool(dropouts(module)) or recurrent or bool(batch_statistics(module))
 
 
 def _always_of_batch(module: nn.Module) -> bool:
-    """Whether the module normalises by the batch in evaluation mode as well: then nothing beside that is seen."""
+    """True if the module normalises by the batch in evaluation mode as well: then nothing beside that is seen."""
     children = dict(module.named_modules())
     norms = (children.get(name, module) for name in batch_statistics(module))  # the model itself has no name
     return any(not statistics_of(norm) for norm in norms)

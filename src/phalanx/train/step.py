@@ -359,7 +359,7 @@ class Step:
         return together
 
     def _nothing_here(self, batch: StepBatch, totals: Totals) -> bool:
-        """Whether the losses of a replica that steps by itself counted nothing: it has no share of a short last batch.
+        """True if the losses of a replica that steps by itself counted nothing: it has no share of a short last batch.
 
         On CUDA it is found out where this rank has no samples; counting waits for the device.
         """

@@ -105,7 +105,7 @@ class TorchScheduler:
 
     @property
     def follows_evaluations(self) -> bool:
-        """Whether it is stepped by evaluations, not by optimizer steps."""
+        """Return True if it is stepped by evaluations, not by optimizer steps."""
         return isinstance(self._scheduler, ReduceLROnPlateau)
 
     def stepped(self) -> None:
@@ -118,7 +118,7 @@ class TorchScheduler:
             self._scheduler.step()
 
     def awaits_evaluation(self, step: int) -> bool:
-        """Whether the evaluation after ``step`` steps has still to be taken into account."""
+        """Return True if the evaluation after ``step`` steps has still to be taken into account."""
         return self.follows_evaluations and 0 < step != self._evaluated and step % self._every == 0
 
     def evaluated(self, step: int, value: float) -> None:
@@ -172,11 +172,11 @@ class SchedulersOfPhases:
 
     @property
     def follows_evaluations(self) -> bool:
-        """Whether one is stepped by evaluations."""
+        """Return True if one is stepped by evaluations."""
         return any(one.follows_evaluations for one in self._given.values())
 
     def awaits_evaluation(self, step: int) -> bool:
-        """Whether the evaluation after ``step`` steps has still to be taken into account."""
+        """Return True if the evaluation after ``step`` steps has still to be taken into account."""
         return any(one.awaits_evaluation(step) for one in self._given.values())
 
     def evaluated(self, step: int, value: float) -> None:

@@ -46,7 +46,7 @@ class WeightAverage:
 
     @property
     def inside(self) -> bool:
-        """Whether the model has the averaged weights just now."""
+        """Return True if the model has the averaged weights just now."""
         return self._inside
 
     def refuse_within(self, what: str) -> None:

@@ -43,7 +43,7 @@ class Passed:
 
 
 def traceable(plan: Plan) -> bool:
-    """Whether modules run as the user wrote them, each call for samples of this rank alone."""
+    """Return True if modules run as the user wrote them, each call for samples of this rank alone."""
     return plan.kind in ("single", "split") and not plan.compile
 
 
@@ -64,7 +64,7 @@ def traced(module: nn.Module) -> Iterator[dict[str, Passed]]:
 
 
 def _in_experts(module: nn.Module, name: str) -> bool:
-    """Whether it is called with rows of other ranks' samples, or of some of this rank's."""
+    """Return True if it is called with rows of other ranks' samples, or of some of this rank's."""
     parts = name.split(".")
     above = (module.get_submodule(".".join(parts[:at])) for at in range(1, len(parts)))
     return any(one is not None and one.dim() == 3 for child in above for one in child._parameters.values())

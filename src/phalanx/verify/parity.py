@@ -29,7 +29,7 @@ from phalanx.witness.rounding import LAST_PLACE
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class Proof:
-    """Whether a plan computes what one device computes, and by how much it differs.
+    """Result of comparing a plan with one device: equal or not, and by how much it differs.
 
     Attributes:
         equal: whether everything compared differs by no more than rounding explains.

@@ -134,7 +134,7 @@ class Seeded(Dataset[Any]):
 
 
 def is_stream(data: Any) -> bool:
-    """Whether the data can only be read in order."""
+    """Return True if the data can only be read in order."""
     return isinstance(data, IterableDataset) or not (hasattr(data, "__getitem__") and hasattr(data, "__len__"))
 
 
@@ -174,7 +174,7 @@ def steps_of_epochs(data: Any, job: Any, epochs: int) -> int:
 
 
 def changes(data: Any, job: Any) -> bool:
-    """Whether batch or data change with the step."""
+    """Return True if batch or data change with the step."""
     return job.batch_ramp is not None or job.batch_tokens is not None or _kind(data) == ("phalanx", "Curriculum")
 
 

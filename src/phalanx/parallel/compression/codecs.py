@@ -308,7 +308,7 @@ def problems(module: nn.Module, plan: Plan) -> list[Problem]:
 
 
 def optimizer_problems(optimizer: torch.optim.Optimizer, plan: Plan) -> list[Problem]:
-    """Whether ``optimizer`` makes something else than a late gradient of one that comes late.
+    """Return True if ``optimizer`` makes something else than a late gradient of one that comes late.
 
     So does, of ``topk``, one that takes an element of zero for one that has come to rest.
     """
@@ -320,5 +320,5 @@ def optimizer_problems(optimizer: torch.optim.Optimizer, plan: Plan) -> list[Pro
 
 
 def _gradients(plan: Plan) -> bool:
-    """Whether gradients are what is compressed, in every step."""
+    """Return True if gradients are what is compressed, in every step."""
     return plan.compress != "none" and plan.sync == "each" and not plan.server

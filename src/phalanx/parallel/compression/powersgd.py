@@ -79,7 +79,7 @@ class PowerSGD(GradientAverage):
 
 
 def _pays(shape: torch.Size, rank: int) -> bool:
-    """Whether P and Q are smaller than a gradient of this shape."""
+    """Return True if P and Q are smaller than a gradient of this shape."""
     if len(shape) < 2 or not shape.numel():
         return False
     rows, columns = shape[0], shape.numel() // shape[0]

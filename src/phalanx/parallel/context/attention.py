@@ -112,7 +112,7 @@ RULES["scaled_dot_product_attention"] = attention
 
 
 def whole_mask(axis: Axis) -> bool:
-    """Whether ``attend_over`` is given the mask whole along ``axis``, not this rank's rows of it."""
+    """Return True if ``attend_over`` is given the mask whole along ``axis``, not this rank's rows of it."""
     return axis.attention == "alltoall"
 
 
@@ -157,7 +157,7 @@ def _own_rows(axis: Axis, cut: Cut, how: SdpaArgs) -> SdpaArgs:
 
 
 def _alike(*tensors: Tensor) -> bool:
-    """Whether these can be sent together; torch itself says what is wrong with others."""
+    """Return True if these can be sent together; torch itself says what is wrong with others."""
     return len({tensor.dtype for tensor in tensors}) == 1 and tensors[0].is_floating_point()
 
 

@@ -189,7 +189,7 @@ def _tried(module: nn.Module, seen: ExpertsCall, ranks: int) -> Experts | None:
 
 
 def _adds_up(module: nn.Module, experts: Experts, seen: ExpertsCall, ranks: int) -> bool:
-    """Whether some experts at a time, added up, give what a few more give together."""
+    """Return True if some experts at a time, added up, give what a few more give together."""
     hidden_shape, chosen_shape = seen.shapes
     lead, each = (1,) * (len(chosen_shape) - 2), chosen_shape[-1]
     few = min(experts.count, 2 * each)

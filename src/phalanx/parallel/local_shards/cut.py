@@ -70,12 +70,12 @@ class Cut:
 
     @property
     def equal(self) -> bool:
-        """Whether every rank holds equally much."""
+        """Return True if every rank holds equally much."""
         return len(set(self.lengths)) == 1
 
     @property
     def in_order(self) -> bool:
-        """Whether joining what the ranks hold, in rank order, gives the whole dimension."""
+        """Return True if joining what the ranks hold, in rank order, gives the whole dimension."""
         at = 0
         for ranges in self.held:
             if len(ranges) > 1 or (ranges and ranges[0][0] != at):
@@ -93,7 +93,7 @@ class Cut:
         )
 
     def same(self, other: Cut) -> bool:
-        """Whether every rank holds the same elements under both, however they are told."""
+        """Return True if every rank holds the same elements under both, however they are told."""
         return self == other or (self.size == other.size and self.expanded() == other.expanded())
 
     def flattened(self, before: int, after: int) -> Cut:

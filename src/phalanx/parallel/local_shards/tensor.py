@@ -120,7 +120,7 @@ def sliced(local: Tensor, placed: Iterable[Placed]) -> Tensor:
 
 
 def is_sliced(value: Any) -> TypeGuard[Sliced]:
-    """Whether it is a tensor of which only a slice is here."""
+    """Return True if it is a tensor of which only a slice is here."""
     return type(value) is Sliced
 
 

@@ -55,7 +55,7 @@ def messages(order: Order, rank: int) -> dict[int, list[tuple[Message, bool]]]:
 
 
 def wants_order(group: dist.ProcessGroup, device: torch.device) -> bool:
-    """Whether the group tells messages of tensors on ``device`` apart by their order alone."""
+    """Return True if the group tells messages of tensors on ``device`` apart by their order alone."""
     kind = kind_of(device)
     return kind.in_order and kind.backend in dist.get_backend_config(group)
 
@@ -226,7 +226,7 @@ class Parcels:
         return [local_of(value) for value in values], told
 
     def unknown(self, cut: int, fakes: Sequence[Tensor]) -> bool:
-        """Whether the sender will tell how these values are cut, before they come."""
+        """Return True if the sender will tell how these values are cut, before they come."""
         return bool(self.axes) and _key(cut, fakes) not in self._ways
 
     def learn(self, cut: int, fakes: Sequence[Tensor], told: Tensor) -> None:

@@ -61,7 +61,7 @@ class PythonState:
             self._add(held.get(name), 0)
 
     def unchanged(self) -> bool:
-        """Whether every name still has the value that it had."""
+        """Return True if every name still has the value that it had."""
         return (
             all(len(attributes) == count for attributes, count in self._sizes)
             and all(_same_values(map(held.get, names, _GONE), values) for held, names, values in self._names)
@@ -136,7 +136,7 @@ def _items(held: Any) -> Iterable[Any]:
 
 
 def _same_values(now: Iterable[Any], before: Iterable[Any]) -> bool:
-    """Whether they are the same objects, or numbers and words that are equal."""
+    """Return True if they are the same objects, or numbers and words that are equal."""
     # This runs for every micro-batch: nothing but identity is looked at until something is another object.
     now = tuple(now)
     return all(map(is_, now, before)) or all(

@@ -188,7 +188,7 @@ NO_GUARD = object()
 
 
 def same(a: Any, b: Any) -> bool:
-    """Whether two things that are called, given or found are the same to a replay."""
+    """Return True if two things that are called, given or found are the same to a replay."""
     if a is b:
         return True
     if type(a) is not type(b) or isinstance(a, Tensor):

@@ -241,7 +241,7 @@ class PipelineRun:
         return self._parcels.sizes(message.cut, known)
 
     def untold(self, message: Message) -> bool:
-        """Whether a line goes ahead of it without which its sizes are not known."""
+        """Return True if a line goes ahead of it without which its sizes are not known."""
         known = self._whole(message) if message.forward else None
         return known is not None and self._parcels.unknown(message.cut, known)
 

@@ -140,7 +140,7 @@ class StageRecorder:
         self._operations.append(ReplayedCall(call, given, makes, guard, _context(), early, keeps))
 
     def _is_early(self, leaf: Any) -> bool:
-        """Whether it depends on the arguments only, so that it can be computed before anything else."""
+        """Return True if it depends on the arguments only, so that it can be computed before anything else."""
         if isinstance(leaf, Attribute):  # units may change their buffers
             return not isinstance(leaf.table[leaf.name], nn.Parameter) and id(leaf.table) not in self._inside
         return leaf in self._early if isinstance(leaf, Slot) else not isinstance(leaf, Tensor)
@@ -266,7 +266,7 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 
 
 def _followed() -> bool:
-    """Whether someone follows every module of the process, those included that no replay calls."""
+    """Return True if someone follows every module of the process, those included that no replay calls."""
     return bool(torch.nn.modules.module._has_any_global_hook())
 
 

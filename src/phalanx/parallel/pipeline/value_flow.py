@@ -145,7 +145,7 @@ class Flow(TorchFunctionMode):
         setattr(tensor, _NAME, mark)
 
     def depends(self, tensor: Tensor) -> bool:
-        """Whether it depends on parameters."""
+        """Return True if it depends on parameters."""
         if self.mark_of(tensor) is not None:
             return True
         return parameter_of(tensor.local if is_sliced(tensor) else tensor) is not None
@@ -204,7 +204,7 @@ class Flow(TorchFunctionMode):
             self._again.pop()
 
     def learns(self, args: tuple[Any, ...]) -> bool:
-        """Whether what the next reentrant checkpoint is called with requires a gradient."""
+        """Return True if what the next reentrant checkpoint is called with requires a gradient."""
         self.reentrant.append(any(leaf.requires_grad for leaf in args if isinstance(leaf, Tensor)))
         return self.reentrant[-1]
 
@@ -270,7 +270,7 @@ RANDOM = frozenset(
 
 
 def writes(name: str) -> bool:
-    """Whether torch's function of this name changes its first argument."""
+    """Return True if torch's function of this name changes its first argument."""
     if name.startswith("__"):
         return name == "__setitem__" or (name.startswith("__i") and name not in ("__int__", "__index__", "__invert__"))
     return name.endswith("_")

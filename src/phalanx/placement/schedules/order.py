@@ -99,7 +99,7 @@ def needs(action: Action, stages: int) -> list[Action]:
 
 
 def in_halves(recompute: str, zero: int, *, compiles: bool = False, recomputes: bool = False) -> bool:
-    """Whether a backward may be done in halves.
+    """Return True if a backward may be done in halves.
 
     Hooks on parameters, what is recomputed (by the model itself: ``recomputes``) and compiled blocks want it whole.
     """

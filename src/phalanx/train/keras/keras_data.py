@@ -74,7 +74,7 @@ class KerasData:
 
     @property
     def in_batches(self) -> bool:
-        """Whether it gives batches by their number; of a function, which is called where data are read, not known."""
+        """True if it gives batches by their number; of a function, which is called where data are read, not known."""
         return hasattr(self._given, "__getitem__") and isinstance(self(), IndexedBatches)
 
     def example(self) -> Any:

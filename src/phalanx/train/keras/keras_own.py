@@ -15,5 +15,5 @@ NAMES = "object_name_uids"
 
 
 def is_keras_code(given: Any) -> bool:
-    """Whether a class or a function is of Keras itself, and not of a user's."""
+    """Return True if a class or a function is of Keras itself, and not of a user's."""
     return given.__module__.startswith("keras.")

@@ -73,7 +73,7 @@ def home_of(variable: Any) -> tuple[nn.Module, str]:
 
 
 def is_regularised(layer: Any) -> bool:
-    """Whether a layer that is a torch module has weights with a regulariser."""
+    """Return True if a layer that is a torch module has weights with a regulariser."""
     return bool(vars(layer).get("_regularised"))
 
 
@@ -234,7 +234,7 @@ def _place_variables(layer: Any, home: nn.Module, homes: dict[int, tuple[Any, nn
 
 
 def _draws(layer: Any) -> bool:
-    """Whether the layer draws random numbers in training: a rate of 0 does not."""
+    """Return True if the layer draws random numbers in training: a rate of 0 does not."""
     given = (getattr(layer, name, None) for name in ("rate", "dropout", "recurrent_dropout", "stddev"))
     rates = [rate for rate in given if isinstance(rate, int | float)]
     return bool(layer._seed_generators) and (not rates or any(rates))
@@ -268,7 +268,7 @@ def _become(layer: Any, layers: list[Any]) -> None:
 
 
 def _holds(value: Any, depth: int = 0) -> bool:
-    """Whether a copy of a layer needs its own of it: what has tensors or layers in it, or is bound to the layer."""
+    """True if a copy of a layer needs its own of it: what has tensors or layers in it, or is bound to the layer."""
     if isinstance(value, nn.Module | Variable | Tensor | MethodType | partial):
         return True
     if depth > 8:
