@@ -108,7 +108,6 @@ def events() -> list[dict[str, Any]]:
         {"event": "traffic", "time": 3.0, "rank": 0, "sent": 5, "kept": 0, "whole": 9, "steps": 2},
         {"event": "update", "time": 3.0, "step": 1, "version": 1, "staleness": [0], "workers": [0], "dropped": 0},
         {"event": "worked", "time": 3.0, "rank": 0, "samples": 4, "pieces": 1, "seconds": 1.0},
-        {"event": "server", "time": 3.0, "index": 0, "restarted": True, "version": 1, "lost_updates": 0},
         {"event": "timing", "time": 3.0, "passes": 0.1, "update": 0.01},
         {"event": "end", "time": 4.0, "step": 2, "samples": 8, "seconds": 1.0, "loss": 1.0},
     ]

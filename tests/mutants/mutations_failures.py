@@ -73,13 +73,6 @@ FAILURES = (
         ("test faults/test_launch_faults.py held",),
     ),
     Mutation(
-        "a worker that is stopped: ended at once after the launcher was stopped itself",
-        POOL,
-        "        if now > self._looked + _GAP:\n            self._since.clear()\n",
-        "",
-        ("test faults/test_server_faults.py who_is_stopped",),
-    ),
-    Mutation(
         "stop signals: a run that has saved nothing says that it has",
         "launch/reaper.py",
         "raise SystemExit(SAVED if saved else 128 + number)",
@@ -199,20 +192,6 @@ FAILURES = (
         ("test unit/test_handshake.py idle",),
     ),
     Mutation(
-        "servers: work is dealt out while they go back",
-        REQUESTS,
-        "piece = None if self._finished or self._held_back else self.queue.ask(rank)",
-        "piece = None if self._finished else self.queue.ask(rank)",
-        (f"test {OF_SERVERS} go_back",),
-    ),
-    Mutation(
-        "servers: a piece that was dealt before they went back counts",
-        REQUESTS,
-        'if done["term"] != self.term or done["what"] != self._what:',
-        'if done["what"] != self._what:',
-        (f"test {OF_SERVERS} went_back",),
-    ),
-    Mutation(
         "servers: workers are lost because server 0 was stopped itself",
         REQUESTS,
         "self._skipped = gap > patience.silent and not self._skipped",
@@ -225,13 +204,6 @@ FAILURES = (
         "for other, piece in self._held.items() if other not in self._silent}",
         "for other, piece in self._held.items()}",
         (f"test {OF_SERVERS} silent_workers_piece",),
-    ),
-    Mutation(
-        "servers: steps that had been applied are dealt again after going back",
-        QUEUE,
-        "while self._next in self.done:",
-        "while False:",
-        (f"test {OF_SERVERS} deals_anew",),
     ),
     Mutation(
         "roll call: every start has the same word",

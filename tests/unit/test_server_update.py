@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import random
-import threading
 from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
@@ -12,13 +11,11 @@ from typing import Any
 import pytest
 import torch
 
-from phalanx.comm.frames import Frame
 from phalanx.config import Plan
 from phalanx.parallel.parameter_server import (
     BatchPiece,
     Flat,
     Form,
-    FrameKind,
     Pushed,
     Report,
     Rule,
@@ -105,23 +102,6 @@ def test_what_is_being_read_stays_as_it_is(ahead: bool) -> None:
     with one.values() as (version, flat):
         assert version == 1
         assert torch.equal(torch.cat([flat.named[name].reshape(-1) for name in one.parameters]), values(one))
-
-
-@pytest.mark.parametrize("ahead", [False, True])
-def test_who_reads_while_it_goes_back_gets_what_it_goes_back_to(ahead: bool) -> None:
-    one, found = shard(Rule(ahead=ahead)), list[tuple[int, bool]]()
-
-    def read() -> None:
-        with one.values() as (version, flat):
-            found.append((version, bool((flat.named["a"] == 7.0).all())))
-
-    reader = threading.Thread(target=read)
-    with one.restoring(5, 1, 5):
-        reader.start()
-        reader.join(0.1)
-        one.parameters["a"].fill_(7.0)
-    reader.join()
-    assert found == [(5, True)]
 
 
 def report(worker: int, version: int = 0, seconds: float = 1.0) -> Report:
@@ -228,15 +208,6 @@ def test_backup_workers_are_not_waited_for() -> None:
     assert books.applied(0)[1] == 1
 
 
-def test_going_back_deals_anew_but_for_what_was_done() -> None:
-    books = dealer(math.inf, parts=1, limit=6)
-    for worker in range(4):
-        books.ask(worker)
-    books.restore(1, [2])
-    assert books.version == 2
-    assert [books.ask(worker) for worker in range(3)] == [BatchPiece(1, 0), BatchPiece(3, 0), BatchPiece(4, 0)]
-
-
 DATA = {"length": 64, "order": "", "files": ""}
 
 
@@ -265,33 +236,6 @@ def test_who_is_not_heard_of_is_silent_and_then_lost(clock: SimpleNamespace) -> 
     assert looked(clock, *[0.2] * 20) == ["joined"]
     assert looked(clock, *[0.2] * 30) == ["joined", "silent"]
     assert looked(clock, *[0.2] * 310) == ["joined", "silent", "lost"]
-
-
-def test_nothing_is_dealt_while_servers_go_back(clock: SimpleNamespace) -> None:
-    queue, dealt = WorkQueue(lambda step: [8], first=0, limit=4, pace=StalenessBound()), list[dict[str, Any]]()
-    handler = RequestHandler(queue, DATA, Form(), Patience(), b"")
-    worker: Any = SimpleNamespace(heard=clock.now, send=lambda kind, meta: dealt.append(meta))
-    handler.connected(0, worker, DATA)
-    handler.restart(1)
-    handler.asked(0, worker, Frame(FrameKind.ASK, {}, 0))
-    handler.answer(0)
-    assert dealt == []
-    handler.turn_to("train", queue)
-    assert [(one["step"], one["part"], one["term"]) for one in dealt] == [(0, 0, 1)]
-
-
-@pytest.mark.parametrize(("term", "counts"), [(0, False), (1, True)])
-def test_a_piece_dealt_before_servers_went_back_is_none(clock: SimpleNamespace, term: int, counts: bool) -> None:
-    queue = WorkQueue(lambda step: [8], first=0, limit=4, pace=StalenessBound())
-    handler = RequestHandler(queue, DATA, Form(), Patience(), b"")
-    worker: Any = SimpleNamespace(heard=clock.now, send=lambda kind, meta: None)
-    handler.connected(0, worker, DATA)
-    handler.restart(1)
-    handler.turn_to("train", queue)
-    queue.ask(0)
-    done = {"step": 0, "part": 0, "term": term, "what": "train", "version": 0, "samples": 8, "seconds": 1.0}
-    handler.asked(0, worker, Frame(FrameKind.ASK, {"done": {**done, "sums": {"loss": [1.0, 8.0]}}}, 0))
-    assert (queue.ready() == 0) is counts
 
 
 def test_after_a_stop_of_its_own_it_reads_first_what_came(clock: SimpleNamespace) -> None:

@@ -215,7 +215,6 @@ class InjectedRun:
         steps = [at for at, event in after[first:] if event["event"] == "step"]
         resumed = next((event for _, event in after[first:] if event["event"] == "resume"), None)
         done = [event["step"] + 1 for _, event in after[:began] if event["event"] == "step"]
-        undone = [event["lost_updates"] for _, event in after if event["event"] == "server"]  # that a server held
         return Outcome(
             fault=str(strike.fault),
             seconds=strike.at - self._begun,
@@ -223,7 +222,7 @@ class InjectedRun:
             saving=strike.saving,
             what=_in_words(strike, start, over=self._over and not steps),
             next_step=steps[0] - strike.at if steps else None,
-            again=(max(0, max([strike.step, *done]) - start["first_step"]) if start else 0) + sum(undone),
+            again=max(0, max([strike.step, *done]) - start["first_step"]) if start else 0,
             damaged=strike.damaged,
             believed=bool(
                 strike.damaged and resumed and Path(resumed["path"]).name == Path(strike.damaged).parent.name

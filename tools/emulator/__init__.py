@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import traceback
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
@@ -15,7 +16,7 @@ from phalanx.comm import Place
 from phalanx.config import Job, RunSpec
 from phalanx.device_kinds import interface_variables
 from phalanx.launch import RunFolder, launch, worker_pool
-from phalanx.launch.worker_pool import WorkerPool
+from phalanx.launch.worker_process import run_worker
 from phalanx.train.interruptions import LauncherLink
 from phalanx.train.loop import train
 
@@ -80,14 +81,17 @@ class Hosts:
 
     def launch(self, function: Any, world_size: int, watch: Callable[[], None] | None = None) -> list[Any]:
         """Run ``function(place, report_step)`` in workers on the hosts, as ``phalanx.launch.launch`` does here."""
-        here = WorkerPool._place
 
-        def there(pool: WorkerPool, number: int, assignments: int) -> Place:
-            address = self.enter(number)
-            return replace(here(pool, number, assignments), host=address)
+        def there(work: Any, place: Place, *others: Any) -> None:
+            try:
+                place = replace(place, host=self.enter(place.rank))
+            except BaseException:
+                traceback.print_exc()
+                os._exit(1)
+            run_worker(work, place, *others)
 
         meets = patch.object(worker_pool, "LOOPBACK", self._network.launcher)
-        with meets, patch.object(WorkerPool, "_place", there):
+        with meets, patch.object(worker_pool, "run_worker", there):
             return launch(function, world_size, watch=watch)
 
     def enter(self, rank: int) -> str:

@@ -37,7 +37,6 @@ class Place:
         store: the key-value store the workers meet at: ``tcp://host:port`` of one already served, or ``env://``
             where a launcher such as torchrun serves it.
         host: the address at which other workers reach this one.
-        generation: how often the process of this rank has been replaced.
         number: of the run, among those that the same workers take part in one after the other.
         group: names the workers among all that meet at the store, where they are not all of them.
         secret: of the run, by which parameter servers and workers know each other; empty where there are none.
@@ -53,7 +52,6 @@ class Place:
     local_world_size: int = 0
     store: str = ""
     host: str = "127.0.0.1"
-    generation: int = 0
     number: int = 0
     group: str = ""
     secret: bytes = field(default=b"", repr=False)

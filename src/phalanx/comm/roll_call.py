@@ -37,6 +37,7 @@ _LOST_KINDS = {
     "DistNetworkError",
     "DistStoreError",
     "DistBackendError",
+    "LostError",
     "BrokenPipeError",
     "ConnectionResetError",
     "ConnectionAbortedError",

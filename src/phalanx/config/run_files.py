@@ -101,13 +101,6 @@ RUN_FILES: Mapping[str, RunFile] = {
         written="when a loss or gradient is not finite, or a loss jumps; at most 20 steps",
         read="`px.Run(...).accidents`; see [My loss is NaN](../how-to/nan.md)",
     ),
-    "servers": RunFile(
-        what="with parameter servers: each one's last snapshots",
-        written="every 100 updates and with each checkpoint, whole or not at all",
-        read="servers, after one was lost",
-        sent=False,  # servers need a folder that all share
-        brought="",
-    ),
     "tensorboard": RunFile(
         what="event files of TensorBoard",
         written="with `phalanx train --tensorboard`, by the command that follows the run",

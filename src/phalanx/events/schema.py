@@ -159,15 +159,9 @@ SCHEMA: dict[str, dict[str, tuple[type | tuple[type, ...], str]]] = {
         "state": (str, "`joined`, `lost` (its connection ended), `silent` (its piece may go to others), or `returned`"),
         "reason": (str, "why, where that is known"),
     },
-    "server": {
-        "index": (int, "server that was lost; since 1.4"),
-        "restarted": (bool, "whether it is there again"),
-        "version": (int, "updates applied where all servers go on from"),
-        "lost_updates": (int, "updates that were applied, and are made again"),
-    },
     "worked": {
         "rank": (int, "worker that was there at the end; since 1.4"),
-        "samples": (int, "samples it computed that counted, since it first came or server 0 last began"),
+        "samples": (int, "samples it computed that counted, since it came"),
         "pieces": (int, "pieces of global batches that these were in"),
         "seconds": (float, "from then to the last of them"),
     },

@@ -54,8 +54,6 @@ class Launch:
         findings: of the look at the job, for workers that are not forked from this process.
         loadable: whether a process that is not forked from this one finds the job by ``run.job``.
         threads: that each worker computes with; its share of its machine's cores where not given.
-        reserves: how many killed workers may be replaced by a process that begins anew, with the same rank; a launcher
-            that cannot replace one ends the run at the first.
         timeout: seconds that workers wait for each other.
         background: the process that starts them is beside the one that its user has, who asks it to stop by a call.
     """
@@ -66,7 +64,6 @@ class Launch:
     findings: Findings | None = None
     loadable: bool = False
     threads: int | None = None
-    reserves: int = 0
     timeout: float = TIMEOUT
     background: bool = False
 

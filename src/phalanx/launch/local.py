@@ -60,7 +60,6 @@ def launch(
     world_size: int,
     *,
     watch: Callable[[], None] | None = None,
-    reserves: int = 0,
     timeout: float = TIMEOUT,
 ) -> list[Any]:
     """Run ``function(place, report_step)`` in ``world_size`` forked workers and return their results in rank order.
@@ -72,6 +71,6 @@ def launch(
         RunError: workers cannot be forked from this process.
     """
     launcher = LocalLauncher()
-    wanted = Launch(world_size=world_size, function=function, reserves=reserves, timeout=timeout)
+    wanted = Launch(world_size=world_size, function=function, timeout=timeout)
     launcher.prepare(wanted)
     return supervise(launcher.start, lambda: wanted, watch).results

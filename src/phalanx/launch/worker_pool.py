@@ -19,7 +19,6 @@ The forking thread lives as long as the workers: the kernel binds the parent-dea
 from __future__ import annotations
 
 import _thread
-import math
 import mmap
 import os
 import selectors
@@ -29,10 +28,8 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
 from contextlib import ExitStack
 from datetime import timedelta
-from functools import partial
 from typing import Any, final
 
 import torch.distributed as dist
@@ -40,22 +37,19 @@ import torch.distributed as dist
 from phalanx.comm import Place
 from phalanx.comm.handshake import new_secret
 from phalanx.errors import RunError
-from phalanx.launch.addresses import LOOPBACK, connect_late, listen_at
+from phalanx.launch.addresses import LOOPBACK
 from phalanx.launch.failure import Failure, first_failure, time_for_others
-from phalanx.launch.hang_watch import WatchedRank, state_of
+from phalanx.launch.hang_watch import WatchedRank
 from phalanx.launch.launcher import Launch, WorkerFunction, Workers
 from phalanx.launch.rank_probe import ProbeFiles
 from phalanx.launch.reaper import ENDING, Reaper, fork, kill_group
-from phalanx.launch.worker_process import WorkerPipes, WorkerProcess, await_assignment, run_worker
+from phalanx.launch.worker_process import WorkerPipes, WorkerProcess, run_worker
 
 # seconds; together they stay well under the 3 s in which everything has to be over
 _GRACE = 0.5  # between SIGTERM and SIGKILL
 _GRACE_TRAINING = 0.05  # the same, where workers train
 _KILL = 1.0  # after SIGKILL
 _SOON = 0.002  # between looks at a worker that has reported and is about to end
-_STOPPED_LAST = 1.0  # stopped while every other worker has ended, after which it is ended, too
-_LOOK = 0.5  # between looks who is stopped
-_GAP = 5.0  # without a look: this process was stopped itself, and perhaps its workers with it
 
 _NO_STEP = -1
 
@@ -72,16 +66,11 @@ class WorkerPool(Workers):
     def __init__(self, launch: Launch) -> None:
         world_size = launch.world_size
         self.workers: list[WorkerProcess] = []
-        self._processes: list[WorkerProcess] = []  # whoever was forked, the reserves as well
-        self._reserves: list[WorkerProcess] = []  # idle, for ranks whose process is killed
         self.failures: list[Failure] = []
         self._function: WorkerFunction | None = launch.function
         self._threads = launch.threads
         self._world_size, self._timeout = world_size, launch.timeout
-        self._reserved = launch.reserves
-        self._replaced = [0] * world_size
         self._run = launch.run
-        self._stopped = StoppedWorkers(launch.timeout)
         self._steps = memoryview(mmap.mmap(-1, 8 * (world_size + 1))).cast("q")
         for rank in range(world_size):
             self._steps[rank] = _NO_STEP
@@ -111,12 +100,12 @@ class WorkerPool(Workers):
                 stream.flush()  # else what is buffered could be printed once more by each worker
         _thread.start_new_thread(self._fork_all, ())
         self._forked.wait()
-        for worker in self._processes:
+        for worker in self.workers:
             for descriptor in worker.descriptors:
                 self._selector.register(descriptor, selectors.EVENT_READ, worker)
         if self._fork_error:
             raise RunError(
-                f"could not start worker {len(self._processes)} of {self._world_size}: {self._fork_error}\n    try: "
+                f"could not start worker {len(self.workers)} of {self._world_size}: {self._fork_error}\n    try: "
                 "fewer ranks, such as -n 1; or a higher limit of processes (ulimit -u) or open files (ulimit -n)"
             ) from self._fork_error
         self._store = dist.TCPStore(
@@ -130,8 +119,6 @@ class WorkerPool(Workers):
 
     def follow(self, timeout: float) -> bool:
         self._listen(timeout)
-        if self._reserved:
-            self._stopped.look(self.workers, replaceable=bool(self._reserves))
         if self.failures:
             self._await_other_failures()
         return not self._done and not self.failures
@@ -167,7 +154,7 @@ class WorkerPool(Workers):
             worker.read(key.fd)
             if key.fd not in worker.descriptors:
                 self._selector.unregister(key.fd)
-        for worker in self._processes:
+        for worker in self.workers:
             if not worker.ended:
                 self._check(worker)
 
@@ -184,21 +171,8 @@ class WorkerPool(Workers):
             self._reaper.remove(worker.pid)
         failure = worker.failure_of_exit(status, self._step(worker))
         worker.close()
-        if worker in self._reserves:
-            self._reserves.remove(worker)
-        elif failure and not (failure.signal and self._replace(worker.rank)):
+        if failure:
             self.failures.append(failure)
-
-    def _replace(self, rank: int) -> bool:
-        """Put a reserve in the place of a killed worker. Returns whether there was one."""
-        if not self._reserves:
-            return False
-        reserve = self._reserves.pop(0)
-        self._replaced[rank] += 1
-        self._steps[rank] = _NO_STEP
-        self.workers[rank] = reserve
-        reserve.assign(rank, self._replaced[rank])
-        return True
 
     def _await_other_failures(self) -> None:
         """One of them may have come first."""
@@ -211,22 +185,21 @@ class WorkerPool(Workers):
 
     def stop(self) -> None:
         before = list(self.failures)
-        self._reserves.clear()  # nobody is replaced any more
         self._steps[-1] = ENDING
         # Of a run that trains SIGTERM is a request, which a worker hears only between two calls of compiled code.
         grace = _GRACE if self._run is None else _GRACE_TRAINING
         for number, patience in ((signal.SIGTERM, grace), (signal.SIGKILL, _KILL)):
-            for worker in self._processes:
+            for worker in self.workers:
                 if not worker.ended:
                     kill_group(worker.pid, number)
             deadline, late = time.monotonic() + patience, False
-            while not late and not all(worker.ended for worker in self._processes):
+            while not late and not self._done:
                 late = time.monotonic() > deadline
                 self._listen(_SOON)  # as above
         self.failures = before  # what failed since then failed because it was being ended
         if self._reaper:
             self._reaper.dismiss()
-        for worker in self._processes:
+        for worker in self.workers:
             if not worker.ended:
                 worker.close()
         self._selector.close()
@@ -238,23 +211,20 @@ class WorkerPool(Workers):
         self._ended.set()
 
     def _step(self, worker: WorkerProcess) -> int | None:
-        step = self._steps[worker.rank] if worker.rank < self._world_size else _NO_STEP
+        step = self._steps[worker.rank]
         return None if step == _NO_STEP else step
 
     def _fork_all(self) -> None:
         try:
             self._reaper = reaper = Reaper()
-            for number in range(self._world_size + self._reserved):
-                process = self._fork(number, reaper)
-                self._processes.append(process)
-                (self.workers if number < self._world_size else self._reserves).append(process)
+            for rank in range(self._world_size):
+                self.workers.append(self._fork(rank, reaper))
         except BaseException as error:
             self._fork_error = error
         self._forked.set()
         self._ended.wait()
 
-    def _fork(self, number: int, reaper: Reaper) -> WorkerProcess:
-        """Fork the worker ``number``, or beyond the last rank a reserve."""
+    def _fork(self, rank: int, reaper: Reaper) -> WorkerProcess:
         with ExitStack() as launchers, ExitStack() as workers:
             reading: list[int] = []
             writing: list[int] = []
@@ -265,69 +235,23 @@ class WorkerPool(Workers):
                 os.set_blocking(ours, False)
                 reading.append(ours)
                 writing.append(theirs)
-            assignments, assignment = (-1, -1)
-            if number >= self._world_size:
-                assignments, assignment = os.pipe()
-                workers.callback(os.close, assignments)
-                launchers.callback(os.close, assignment)
             crash, stacks, standing = (launchers.enter_context(tempfile.TemporaryFile()) for _ in range(3))
             files = ProbeFiles(stacks.fileno(), standing.fileno())
-            launcher = os.getpid()
+            launcher, place = os.getpid(), self._place(rank)
             pid = fork()
             if pid == 0:
                 reaper.forget()
-                others = (ours for process in self._processes for ours in (*process.descriptors, process.assignment))
-                mine = (*reading, assignment, self._listener.detach(), *others)
-                foreign = tuple(one for one in mine if one >= 0)
+                others = (ours for process in self.workers for ours in process.descriptors)
+                foreign = (*reading, self._listener.detach(), *others)
                 names = dict(zip(("report", "stdout", "stderr"), writing, strict=True))
                 pipes = WorkerPipes(**names, steps=self._steps, crash=crash, files=files, foreign=foreign)
                 assert self._function is not None
-                place = partial(self._place, number, assignments)
                 run_worker(self._function, place, pipes, launcher, self._threads)
             reaper.add(pid)
             launchers.pop_all()  # from here on the worker object's
-            return WorkerProcess(number, pid, reading, assignment, (crash, stacks, standing))
+            return WorkerProcess(rank, pid, reading, (crash, stacks, standing))
 
-    def _place(self, number: int, assignments: int) -> Place:
-        """Of a worker, in its own process; a reserve waits here until it has one."""
-        rank, generation = (number, 0) if number < self._world_size else await_assignment(assignments)
+    def _place(self, rank: int) -> Place:
         size, meeting = self._world_size, f"tcp://{LOOPBACK}:{self._port}"
-        listen_at(LOOPBACK)
-        connect_late(size)
-        here = {"local_rank": rank, "local_world_size": size, "host": LOOPBACK, "generation": generation}
-        common = {"world_size": size, "store": meeting, "secret": self._secret, "timeout": self._timeout}
-        return Place(rank=rank, **common, **here)
-
-
-@final
-class StoppedWorkers:
-    """Ends workers whose process has been stopped (SIGSTOP) for too long, of a launch whose others go on without one.
-
-    Such a process can neither be told that they do nor end itself, and would be waited for for ever.
-    """
-
-    def __init__(self, timeout: float) -> None:
-        """``timeout``: seconds after which others count it as lost."""
-        self._timeout, self._looked = timeout, 0.0
-        self._since: dict[int, float] = {}  # process id → when it was first seen stopped
-
-    def look(self, workers: Sequence[WorkerProcess], *, replaceable: bool) -> None:
-        """Take in who is stopped, as often as makes sense.
-
-        Ends who has been for as long as the others wait, if another can take its place, and whoever is last.
-        """
-        now = time.monotonic()
-        if now < self._looked + min(_LOOK, self._timeout / 4):
-            return
-        if now > self._looked + _GAP:
-            self._since.clear()
-        self._looked = now
-        alive = [worker for worker in workers if not worker.ended]
-        stopped = [worker for worker in alive if state_of(worker.pid) == "T"]
-        self._since = {worker.pid: self._since.get(worker.pid, now) for worker in stopped}
-        last = stopped == alive and len(alive) < len(workers)
-        limit = min(self._timeout, _STOPPED_LAST) if last else self._timeout if replaceable else math.inf
-        for worker in stopped:
-            if (seconds := now - self._since[worker.pid]) > limit:
-                print(f"worker {worker.rank} has been stopped for {seconds:.0f} s and is ended", file=sys.stderr)
-                kill_group(worker.pid, signal.SIGKILL)
+        here = {"local_rank": rank, "local_world_size": size, "host": LOOPBACK}
+        return Place(rank=rank, world_size=size, store=meeting, secret=self._secret, timeout=self._timeout, **here)

@@ -14,10 +14,8 @@ import json
 import os
 import re
 import signal
-import struct
 import sys
 import warnings
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import IO, Any, Literal, NoReturn, TextIO, final
@@ -26,6 +24,7 @@ import torch
 
 from phalanx.comm import Place
 from phalanx.hardware.probe import affinity
+from phalanx.launch.addresses import connect_late, listen_at
 from phalanx.launch.failure import Failure, describe_error, failure_of_exit
 from phalanx.launch.launcher import WorkerFunction
 from phalanx.launch.rank_probe import ProbeFiles, RankProbe
@@ -59,7 +58,7 @@ class WorkerPipes:
 
 def run_worker(
     function: WorkerFunction,
-    take_place: Callable[[], Place],
+    place: Place,
     pipes: WorkerPipes,
     launcher: int,
     threads: int | None = None,
@@ -67,15 +66,11 @@ def run_worker(
     """Run ``function`` as this worker and end the process.
 
     It ends by ``os._exit``, as forked processes of Python's multiprocessing do: exit handlers and destructors that came
-    along from the launcher are the launcher's business. ``take_place`` gives this worker's place, perhaps only after a
-    while; ``launcher`` is the launcher's process id. It computes with an even share of the cores without ``threads``.
+    along from the launcher are the launcher's business. ``launcher`` is the launcher's process id. The worker computes
+    with an even share of the cores without ``threads``.
     """
     try:
         _detach(pipes, launcher)
-        try:
-            place = take_place()
-        except BaseException as error:
-            _end(pipes, json.dumps({"error": describe_error(error)}), 1)
         show_rank(place.rank)
         leave_warnings_to_rank_0(place.rank)
         if threads is not None or "OMP_NUM_THREADS" not in os.environ:
@@ -85,6 +80,8 @@ def run_worker(
         probe.start()
         report_step = SharedSteps(pipes.steps, place.rank, probe)
         try:
+            listen_at(place.host)
+            connect_late(place.world_size)
             leave_compiler_out()
             report = json.dumps({"result": function(place, report_step)})
         except BaseException as error:
@@ -195,7 +192,6 @@ def renew_autograd() -> None:
 
 
 _CHUNK = 65536
-_ASSIGNMENT = struct.Struct("=ii")
 
 
 @final
@@ -206,37 +202,22 @@ class WorkerProcess:
         result: what it returned; meaningful once it has ended without a failure.
         ended: its process is gone and everything it said has been read.
         descriptors: the launcher's ends of its pipes that are still open.
-        assignment: the launcher's end of the pipe that gives a reserve its rank; -1 where there is none.
         files: where it writes down its stacks and what it does.
     """
 
-    def __init__(self, rank: int, pid: int, pipes: list[int], assignment: int, files: tuple[IO[bytes], ...]) -> None:
+    def __init__(self, rank: int, pid: int, pipes: list[int], files: tuple[IO[bytes], ...]) -> None:
         """``files``: for the traceback of a crash, its stacks, and what it does."""
-        self.pid = pid
+        self.rank, self.pid = rank, pid
         self.result: Any = None
         self.ended = False
         self.failed = False
         self.descriptors = set(pipes)
-        self.assignment = assignment
-        self._report_pipe, self._stdout, self._stderr = pipes
+        self._report_pipe, stdout, self._stderr = pipes
         self._last_words = b""
-        self._relays: dict[int, OutputRelay] = {}
+        self._relays = {stdout: OutputRelay(rank, "stdout"), self._stderr: OutputRelay(rank, "stderr")}
         self._crash, stacks, standing = self._files = files
         self.files = ProbeFiles(stacks.fileno(), standing.fileno())
         self._report = bytearray()
-        self._take_rank(rank)
-
-    def assign(self, rank: int, generation: int) -> None:
-        """Have this reserve be the worker ``rank``; ``generation`` counts its processes from 0."""
-        self._take_rank(rank)
-        with suppress(BrokenPipeError):  # it has just ended: who listens to it will see that
-            os.write(self.assignment, _ASSIGNMENT.pack(rank, generation))
-
-    def _take_rank(self, rank: int) -> None:
-        self.rank = rank
-        for relay in self._relays.values():
-            relay.close()
-        self._relays = {self._stdout: OutputRelay(rank, "stdout"), self._stderr: OutputRelay(rank, "stderr")}
 
     @property
     def reported(self) -> bool:
@@ -301,24 +282,13 @@ class WorkerProcess:
         return failure_of_exit(self.rank, step, os.waitstatus_to_exitcode(status), traceback, said)
 
     def close(self) -> None:
-        for descriptor in (*self.descriptors, self.assignment):
-            if descriptor >= 0:
-                os.close(descriptor)
+        for descriptor in self.descriptors:
+            os.close(descriptor)
         self.descriptors.clear()
-        self.assignment = -1
         for relay in self._relays.values():
             relay.close()
         for file in self._files:
             file.close()
-
-
-def await_assignment(reading: int) -> tuple[int, int]:
-    """In a reserve: wait for its rank, and which of that rank's processes it is. Ends it where none will come."""
-    message = os.read(reading, _ASSIGNMENT.size)
-    if len(message) < _ASSIGNMENT.size:
-        os._exit(0)
-    rank, generation = _ASSIGNMENT.unpack(message)
-    return rank, generation
 
 
 _LONGEST_LINE = 65536

@@ -38,8 +38,6 @@ from phalanx.train.interruptions import LauncherLink
 from phalanx.train.lr_schedule import RunStart
 from phalanx.train.resumed_from import checkpoint_of
 
-_RESERVES = 3  # killed workers and servers that a run with servers replaces
-
 
 @contextmanager
 def _called_back(job: Job, folder: Path, watch: Callable[[], None] | None) -> Iterator[Callable[[], None] | None]:
@@ -82,7 +80,6 @@ class RunStarter:
             findings=found,
             loadable=self.loadable,
             threads=None if self.cores is None else self.cores * run.plan.threads,
-            reserves=_RESERVES if run.plan.server else 0,
             timeout=run.timeout,
             background=self.background,
         )

@@ -294,8 +294,6 @@ class Serving:
         pieces: how many pieces each of them computed that counted.
         dropped: pieces left out of their step, which backup workers did not wait for.
         lost_workers: how often a worker was lost.
-        restarts: how often a server was lost and came back.
-        lost_updates: updates lost with them, and made again.
     """
 
     staleness: Mapping[int, int]
@@ -303,8 +301,6 @@ class Serving:
     pieces: Mapping[int, int]
     dropped: int
     lost_workers: int
-    restarts: int
-    lost_updates: int
 
     @property
     def rows(self) -> list[tuple[str, str]]:
@@ -316,15 +312,12 @@ class Serving:
             found.append(("each worker", f"{show_names(each, _MOST)} samples/s"))
         if self.lost_workers:
             found.append(("workers lost", str(self.lost_workers)))
-        if self.restarts:
-            found.append(("servers lost", f"{self.restarts}, and {self.lost_updates} updates with them, made again"))
         return found
 
 
 def serving(by_name: Mapping[str, Sequence[Event]]) -> Serving | None:
     """What the events of a run, by name, tell of its servers; ``None`` where it had none."""
     updates, worked = by_name.get("update", []), by_name.get("worked", [])
-    servers = by_name.get("server", [])
     if not updates:
         return None
     return Serving(
@@ -333,8 +326,6 @@ def serving(by_name: Mapping[str, Sequence[Event]]) -> Serving | None:
         pieces={event["rank"]: event["pieces"] for event in worked},
         dropped=sum(event["dropped"] for event in updates),
         lost_workers=sum(event["state"] == "lost" for event in by_name.get("worker", [])),
-        restarts=sum(event["restarted"] for event in servers),
-        lost_updates=sum(event["lost_updates"] for event in servers),
     )
 
 

@@ -49,11 +49,7 @@ def train(
 
 
 class StepsLostError(Exception):
-    """Steps are lost with the process ``index``, which held them; ``Stepper.recover`` brings back what it can."""
-
-    def __init__(self, index: int, reason: str) -> None:
-        super().__init__(reason)
-        self.index = index
+    """Steps that are taken anew, from where ``Stepper.recover`` goes back to."""
 
 
 class Stepper(ABC):
@@ -155,9 +151,10 @@ class TrainingLoop:
         self._saving: Saving | None = None
         self._best = BestSoFar(job.best) if job.best else None
 
-    def run(self, lost: StepsLostError | None = None) -> dict[str, Any]:
-        """Train to the end; ``lost``: what has to be recovered from before. Returns the run's summary."""
-        if self._run.rolls_back and not lost and not self._run.resume:
+    def run(self) -> dict[str, Any]:
+        """Train to the end. Returns the run's summary."""
+        lost: StepsLostError | None = None
+        if self._run.rolls_back and not self._run.resume:
             self.save()  # for accidents before the first one that is due
         self._read_best()
         while True:

@@ -194,7 +194,7 @@ class MeshStepper(Stepper):
             with self._listener.around(batch.step), self._tells_where_memory_runs_out():
                 return self._measured(batch)
         except RollBackError as error:
-            raise StepsLostError(self._place.rank, str(error)) from None
+            raise StepsLostError(str(error)) from None
 
     def stepped(self) -> None:
         """The step just taken has been recorded."""
@@ -222,7 +222,7 @@ class MeshStepper(Stepper):
         try:
             self._assembly.step.accidents.look_at_values(self.taken, self._assembly.layout.parameters)
         except RollBackError as error:
-            raise StepsLostError(self._place.rank, str(error)) from None
+            raise StepsLostError(str(error)) from None
         if self._assembly.frozen:
             refuse_moved(self._assembly.frozen, frozen_fingerprints(self._assembly))
         if self._assembly.local_sgd and not self._assembly.local_sgd.across.counts:
@@ -260,7 +260,7 @@ class MeshStepper(Stepper):
 
         path, first, damaged = resume_newest(self._run.folder / CHECKPOINTS, restored)
         self.read_from(first)
-        self._recorder.go_back(lambda: _ledger(self._run, self._place, first), ())
+        self._recorder.go_back(lambda: _ledger(self._run, self._place, first))
         for message in damaged:
             self._recorder.write("warning", message=message)
         self._recorder.write("resume", step=first, path=str(path.relative_to(self._run.folder)))

@@ -163,16 +163,13 @@ class RunRecorder:
             what = f"{self._run.folder / BEST} cannot be written: {error.strerror}"
             raise RunError(f"{what}\n    try: free space there") from error
 
-    def go_back(self, segment: Callable[[], Ledger | None], done: Iterable[StepBatch]) -> None:
-        """Steps are taken anew, and noted in a new segment of the ledger, which begins with those that are ``done``."""
+    def go_back(self, segment: Callable[[], Ledger | None]) -> None:
+        """Note steps that are taken anew in a new segment of the ledger."""
         if self._ledger:
             self._ledger.close()  # before the new one, which may be the same file: what is buffered must not follow it
         self._write_waiting()
         self._unwritten = None
-        self._ledger = ledger = segment()
-        if ledger:
-            for batch in done:
-                ledger.record(batch)
+        self._ledger = segment()
 
     def copy(self, checkpoint: Path) -> None:
         """Have a whole checkpoint copied to where the run's ``mirror`` says, if it does, while training goes on."""

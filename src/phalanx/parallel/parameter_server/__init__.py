@@ -3,7 +3,7 @@
 from phalanx.parallel.parameter_server.protocol import FrameKind, deal_ticket
 from phalanx.parallel.parameter_server.shards import Flat, Form, RowSlice, check, cut_out, form_of, partition, starved
 from phalanx.parallel.parameter_server.update import Pushed, Rule, Shard, Update
-from phalanx.parallel.parameter_server.work_queue import BatchPiece, Report, RunProgress, StalenessBound, WorkQueue
+from phalanx.parallel.parameter_server.work_queue import BatchPiece, Report, StalenessBound, WorkQueue
 
 __all__ = [
     "BatchPiece",
@@ -14,7 +14,6 @@ __all__ = [
     "Report",
     "RowSlice",
     "Rule",
-    "RunProgress",
     "Shard",
     "StalenessBound",
     "Update",

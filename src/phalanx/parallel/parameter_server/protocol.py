@@ -24,7 +24,7 @@ class FrameKind(IntEnum):
     """What each frame is for; in brackets who sends it."""
 
     HELLO = 1
-    """[worker, coordinator] who is new. [coordinator] later: what could you go back to? [server] that."""
+    """[worker, coordinator] who is new."""
     WELCOME = 2
     """[server] what it holds, to whoever is new."""
     ASK = 3
@@ -48,17 +48,13 @@ class FrameKind(IntEnum):
     """[coordinator] bring the gradient of a step together. [server] how large it is."""
     APPLY = 12
     """[coordinator] make the update of a step, or leave it out. [server] done."""
-    SNAPSHOT = 13
-    """[coordinator] write one. [server] done."""
-    RESTORE = 14
-    """[coordinator] go back to a snapshot, or to the beginning. [server] done."""
-    GATHER = 15
+    GATHER = 13
     """[coordinator] send me what you hold, all of it or some. [server] that."""
 
 
-def deal_ticket(secret: bytes, rank: int, what: str, step: int, part: int, term: int) -> str:
-    """The coordinator's word that worker ``rank`` was dealt this piece in this term."""
-    return ticket(secret, f"{rank} {what} {step} {part} {term}")
+def deal_ticket(secret: bytes, rank: int, what: str, step: int, part: int) -> str:
+    """The coordinator's word that worker ``rank`` was dealt this piece."""
+    return ticket(secret, f"{rank} {what} {step} {part}")
 
 
 MOST_TEXT, MOST_SAMPLES = 500, 1000
@@ -146,7 +142,7 @@ def _sums(value: Any) -> bool:
 
 
 _COUNT, _ANY_VERSION = _whole(), _whole(-1)
-_PIECE: dict[str, Allows] = {"step": _COUNT, "part": _COUNT, "term": _COUNT, "ticket": _ticket}
+_PIECE: dict[str, Allows] = {"step": _COUNT, "part": _COUNT, "ticket": _ticket}
 _WHAT = _word("train", "evaluate")
 _SIGHTING = FrameForm(
     fields={
@@ -171,7 +167,6 @@ _DONE = FrameForm(
     },
     optional=frozenset({"sighting"}),
 )
-_PROGRESS = FrameForm(fields={"floor": _COUNT, "done": _each(_COUNT), "samples": _COUNT, "begun": _COUNT})
 _MEMORY = FrameForm(
     fields=dict.fromkeys(("peak_bytes", "parameters", "gradients", "optimizer", "buffers", "activations"), _COUNT)
 )
@@ -182,7 +177,7 @@ _NOTHING = FrameForm()
 FROM_WORKER: FrameForms = {
     FrameKind.HELLO: FrameForm(fields={"length": _COUNT, "order": _text, "files": _text}),
     FrameKind.ASK: FrameForm(fields={"done": _record(_DONE)}, optional=frozenset({"done"}), tensors=True, most=1 << 16),
-    FrameKind.PULL: FrameForm(fields={"version": _ANY_VERSION, "term": _ANY_VERSION}),
+    FrameKind.PULL: FrameForm(fields={"version": _ANY_VERSION}),
     FrameKind.PUSH: FrameForm(fields={**_PIECE, "without": _each(_COUNT)}, tensors=True, most=1 << 20),
     FrameKind.BEAT: FrameForm(fields={"progress": _COUNT}),
     FrameKind.END: FrameForm(fields={"memory": _record(_MEMORY)}),
@@ -192,7 +187,7 @@ FROM_WORKER: FrameForms = {
 TO_WORKER: FrameForms = {
     FrameKind.WELCOME: _WELCOME,
     FrameKind.DEAL: FrameForm(fields={**_PIECE, "what": _WHAT, "version": _COUNT}),
-    FrameKind.VALUES: FrameForm(fields={"version": _COUNT, "term": _COUNT}, tensors=True),
+    FrameKind.VALUES: FrameForm(fields={"version": _COUNT}, tensors=True),
     FrameKind.TAKEN: FrameForm(fields={"new": _truth}),
     FrameKind.BEAT: _NOTHING,
     FrameKind.END: _NOTHING,
@@ -212,10 +207,6 @@ FROM_COORDINATOR: FrameForms = {
             "left_out": _truth,
         }
     ),
-    FrameKind.SNAPSHOT: FrameForm(fields={"progress": _record(_PROGRESS)}, most=1 << 20),
-    FrameKind.RESTORE: FrameForm(
-        fields={"version": _COUNT, "term": _COUNT, "progress": _record(_PROGRESS)}, most=1 << 20
-    ),
     FrameKind.GATHER: FrameForm(fields={"what": _word("parameters", "gradients", "used", "everything")}),
     FrameKind.END: _NOTHING,
 }
@@ -224,17 +215,11 @@ FROM_COORDINATOR: FrameForms = {
 _TENSORS = _each(_row(_text, _each(_COUNT), _text))
 TO_COORDINATOR: FrameForms = {
     FrameKind.WELCOME: _WELCOME,
-    FrameKind.HELLO: FrameForm(fields={"term": _COUNT, "snapshots": _each(_COUNT)}),
     FrameKind.PREPARE: FrameForm(fields={"square": _number}),
     FrameKind.APPLY: _NOTHING,
-    FrameKind.SNAPSHOT: _NOTHING,
-    FrameKind.RESTORE: _NOTHING,
     FrameKind.GATHER: FrameForm(
         fields={"held": _HELD, "states": _named(_named(_anything)), "tensors": _TENSORS}, tensors=True, most=_NAMES
     ),
     FrameKind.END: FrameForm(fields={"memory": _record(_MEMORY), "refused": _named(_COUNT)}),
 }
 """What the coordinator takes from servers."""
-
-TO_SERVER: FrameForms = {FrameKind.WELCOME: _WELCOME}
-"""What a server takes from another of the same number, which it asks whether it is there."""

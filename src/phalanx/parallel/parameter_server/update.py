@@ -52,7 +52,6 @@ class Pushed:
     step: int  # whose global batch it is of
     part: int  # which piece of that
     without: Sequence[int] = ()  # parameters that got none, by their place in the form
-    term: int = 0  # of the coordinator that dealt the piece; what was dealt before servers went back is dropped
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -89,7 +88,6 @@ class Shard:
         """Copies ``values``; ``make`` gives the optimizer over parameters of these names."""
         self.form: Form = form_of(values)
         self.version = self._floor = 0  # updates applied
-        self.term = 0  # how often servers went back to an earlier version
         self._rule = rule
         self._live = self._next = Flat(self.form)
         for name, tensor in self._live.named.items():
@@ -125,7 +123,7 @@ class Shard:
         Returns whether it is new: a piece that is in already is dropped, and so is one of a step that is applied.
         """
         with self._news:
-            over = pushed.step < self._floor or pushed.step in self._done or pushed.term != self.term
+            over = pushed.step < self._floor or pushed.step in self._done
             known = None if over else self._open.setdefault(pushed.step, _OpenVersion())
         if known is None:
             self.give_back(gradient)
@@ -207,27 +205,9 @@ class Shard:
                     del self._readers[id(live)]
                     self._forget(live)
 
-    @contextmanager
-    def restoring(self, version: int, term: int, floor: int, done: Collection[int] = ()) -> Iterator[None]:
-        """Inside the block parameters and optimizer state are set to those of ``version``.
-
-        Every gradient on its way is forgotten. Steps below ``floor`` and those in ``done`` are the ones applied.
-        Whoever wants values waits for the end of the block: those of before are of an earlier term.
-        """
-        with self._news:
-            self.term = term
-            self._open, self._ready = {}, None
-        self._make_way()
-        with self._news:
-            self._applying = True
-        with torch.no_grad():
-            yield
-        with self._news:
-            before, self._live, self._applying = self._live, self._next, False
-            self.version, self._floor, self._done = version, floor, set(done)
-            if before is not self._live:
-                self._forget(before)
-            self._news.notify_all()
+    def begin_at(self, version: int) -> None:
+        """Count ``version`` updates as applied, before the first gradient comes in."""
+        self.version = self._floor = version
 
     @property
     def memory(self) -> dict[str, int]:

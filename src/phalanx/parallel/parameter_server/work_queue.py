@@ -12,8 +12,8 @@ come in the order of steps, and the first ``after`` steps have a staleness of 0.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, final
 
 
@@ -61,32 +61,6 @@ class StalenessBound:
         return step - version <= (0 if step < self.after else self.staleness)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RunProgress:
-    """How far the coordinator had come when servers wrote a snapshot, which keep it beside the values.
-
-    Attributes:
-        floor: every step below it has been applied.
-        done: steps above it that have.
-        samples: that were trained on.
-        begun: those of them that were before this run.
-    """
-
-    floor: int = 0
-    done: Sequence[int] = ()
-    samples: int = 0
-    begun: int = 0
-
-    def to_dict(self) -> dict[str, Any]:
-        """As it travels and is kept."""
-        return asdict(self)
-
-    @classmethod
-    def from_dict(cls, fields: Mapping[str, Any]) -> RunProgress:
-        """What ``to_dict`` gave."""
-        return cls(**fields)
-
-
 @final
 class WorkQueue:
     """The pieces of steps ``first`` to ``limit``."""
@@ -129,8 +103,6 @@ class WorkQueue:
                 piece = BatchPiece(step, part)
                 if part not in known.reports and piece not in busy:
                     return self._give(worker, piece)
-        while self._next in self.done:
-            self._next += 1
         if self._next >= self.limit or not self._pace.allows(self._next, self.version):
             return None
         step, self._next = self._next, self._next + 1
@@ -182,14 +154,6 @@ class WorkQueue:
     def returned(self, worker: int) -> None:
         """``worker`` is heard of again."""
         self._silent.discard(worker)
-
-    def restore(self, floor: int, done: Collection[int] = ()) -> None:
-        """Go back to where the steps below ``floor`` and those in ``done`` were applied; deal the others anew."""
-        self.floor = self._next = floor
-        self.done = set(done)
-        self.version = floor + len(self.done)
-        self._open.clear()
-        self._held.clear()
 
     def _give(self, worker: int, piece: BatchPiece) -> BatchPiece:
         self._held[worker] = piece

@@ -1,7 +1,6 @@
-"""Server 0's main thread: makes updates as their pieces come in, saves, evaluates, and has servers go back.
+"""Server 0's main thread: makes updates as their pieces come in, saves and evaluates.
 
-Everything that fails here ends the run, but the loss of a server: then all go back to the newest snapshot that each of
-them has, and what was dealt since is dealt anew.
+Everything that fails here ends the run. The launcher starts it again from the newest checkpoint if a process was lost.
 """
 
 from __future__ import annotations
@@ -22,14 +21,13 @@ from phalanx.config.losses import names_of
 from phalanx.config.run_files import LEDGER
 from phalanx.data import Ledger, MicroBatch, StepBatch
 from phalanx.data.loader import BatchPieces
-from phalanx.errors import RunError
-from phalanx.parallel.parameter_server import FrameKind, Report, RunProgress, StalenessBound, Update, WorkQueue
+from phalanx.parallel.parameter_server import FrameKind, Report, StalenessBound, Update, WorkQueue
 from phalanx.train.accidents import Accidents
 from phalanx.train.evaluate import Evaluation
 from phalanx.train.evaluation_sums import Sums, add_up
 from phalanx.train.grad_clipping import clip_factor
 from phalanx.train.interruptions import Interruptions
-from phalanx.train.loop import Stepper, StepsLostError
+from phalanx.train.loop import Stepper
 from phalanx.train.loss import check_count
 from phalanx.train.metrics import Metrics
 from phalanx.train.named_losses import check_alike
@@ -42,8 +40,6 @@ from phalanx.train.parameter_server.shard_store import ShardStore, put_together
 from phalanx.train.run_recorder import Lap, RunRecorder
 
 _LOOK = 0.2  # seconds between looks at who is there, while nothing comes in
-SNAPSHOT_EVERY = 100  # updates: the most that are lost with a server
-_LOSSES = 3  # of one server with no update between, after which it would only be lost again
 
 
 @final
@@ -75,7 +71,6 @@ class Coordinator(Stepper):
         self._queue, self._total, self._divisor = self.requests.queue, self.pieces.total_steps, divisor_of(self.job)
         self._samples = self.samples_before
         self._refused = set[str]()  # what has been told of connections from outside the run
-        self._losses: dict[int, int] = {}  # of each server since the last update
         self._accidents = Accidents(self.run, self.recorder.write)
 
     @property
@@ -98,7 +93,6 @@ class Coordinator(Stepper):
         for step, reports in self._complete(queue):
             self.report(step)
             batch, metrics = self._update(step, reports)
-            self._losses.clear()
             with requests.news:
                 closed, dropped = queue.applied(step)
                 statistics = requests.statistics.pop(step, None)
@@ -115,9 +109,6 @@ class Coordinator(Stepper):
                 workers=[report.worker for report in closed.values()],
                 dropped=dropped,
             )
-            if version % SNAPSHOT_EVERY == 0 and version < self._total:
-                self.recorder.flush()
-                self.snapshot()
             if interruptions.reached(self.taken):
                 with requests.news:
                     queue.begin_no_more()
@@ -148,8 +139,6 @@ class Coordinator(Stepper):
             self.recorder.write("warning", message=f"server 0 refused {text}")
         if trouble := self.requests.trouble or self.server.trouble:
             raise trouble
-        if self.requests.nobody_for > self.patience.back:
-            raise gone(f"no worker has been there for {self.patience.back:g} s, and none has come")
         self.group.look()
 
     def _update(self, step: int, reports: Mapping[int, Report]) -> tuple[StepBatch, Metrics]:
@@ -207,13 +196,6 @@ class Coordinator(Stepper):
         self._accidents.answer(accident, seen, samples=ids, path=path)
         return accident.told
 
-    def snapshot(self) -> None:
-        """Have every server write one."""
-        with self.requests.news:
-            floor, done = self._queue.floor, sorted(self._queue.done)
-        progress = RunProgress(floor=floor, done=done, samples=self._samples, begun=self.samples_before)
-        self.group.tell(FrameKind.SNAPSHOT, {"progress": progress.to_dict()})
-
     def evaluate(self, interruptions: Interruptions, *, batches: int | None = None) -> Evaluation | None:
         data, begun, given_up = self.evaluation, time.perf_counter(), False
         if data is None:
@@ -241,43 +223,10 @@ class Coordinator(Stepper):
         parameters = self.store.layout.parameters
         tensors, states = put_together(self.group.gather("everything"), parameters)
         self._accidents.look_at_values(self.taken, {name: tensors[name_in(MODEL, name)] for name in parameters})
-        self.snapshot()  # before it: servers never go back to before the newest checkpoint
         progress = {"step": self.taken, "samples": self._samples, "divisor": self._divisor}
         kept = {"keep": keep, "keep_every": keep_every or 0}
         progress |= {"data": self.pieces.told}
         return Saving.done(self.taken, self.store.save(folder, tensors, states, progress, kept), begun)
-
-    def recover(self, lost: StepsLostError) -> None:
-        """Bring every server to the newest version that all of them can go back to.
-
-        Raises:
-            RunError: if there is none, a server is not back in time, or one is lost again and again.
-        """
-        queue, index = self._queue, lost.index
-        self._losses[index] = times = self._losses.get(index, 0) + 1
-        if times >= _LOSSES:
-            raise gone(f"server {index} was lost {times} times with no update between: {lost}")
-        self.find_others()
-        answers = self.group.tell(FrameKind.HELLO)
-        initial = {0} if not self.run.resume else set[int]()
-        common = set.intersection(*({*answer["snapshots"]} | initial for answer in answers))
-        if not common:
-            what = "a server is lost, and there is no snapshot that all servers have"
-            raise RunError(f"{what}\n    try: resume=True, from a checkpoint")
-        version, term = max(common), max([self.requests.term, *(answer["term"] for answer in answers)]) + 1
-        progress = self.store.progress(version)
-        self.requests.restart(term)
-        self.group.tell(FrameKind.RESTORE, {"version": version, "term": term, "progress": progress.to_dict()})
-        with self.requests.news:
-            before = queue.version
-            queue.restore(progress.floor, progress.done)
-        self._samples, self.samples_before = progress.samples, progress.begun
-        pieces = self.pieces
-        taken = {step: [part for part, size in enumerate(pieces.sizes(step)) if size] for step in progress.done}
-        done = (batch_of(pieces, step, parts) for step, parts in taken.items())
-        self.recorder.go_back(lambda: segment(self.run, progress.floor), done)
-        undone = max(0, before - version)
-        self.recorder.write("server", index=index, restarted=True, version=version, lost_updates=undone)
 
     def finish(self) -> list[tuple[str, dict[str, Any]]]:
         requests = self.requests
@@ -289,9 +238,6 @@ class Coordinator(Stepper):
         self.directory.finish()
         answers = self.group.part()
         self._record_workers()
-        for index in self.group.missing:  # all that it held is saved, and workers are gone: nothing is to be recovered
-            message = f"server {index} was lost as the run ended: what memory it held is not known"
-            self.recorder.write("warning", message=message)
         for index, answer in answers.items():
             if refused := answer["refused"]:
                 said = "; ".join(f"{times} times {text}" for text, times in sorted(refused.items()))
@@ -306,7 +252,7 @@ class Coordinator(Stepper):
         return events
 
     def find_others(self) -> None:
-        """Connect to every server that there is no connection to.
+        """Connect to every other server.
 
         Raises:
             RunError: if one cannot be found in time.

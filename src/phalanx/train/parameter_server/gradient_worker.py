@@ -9,7 +9,7 @@ from typing import Any, final
 
 import torch
 
-from phalanx.comm.frames import Frame
+from phalanx.comm.frames import Frame, LostError
 from phalanx.config import Job, Plan
 from phalanx.config.losses import names_of
 from phalanx.data import MicroBatch
@@ -31,7 +31,7 @@ from phalanx.train.loss_scaling import compute_context
 from phalanx.train.nonfinite_trace import Means, ModuleWatch, Sighting, first_sighting_here
 from phalanx.train.observer import Observer
 from phalanx.train.parameter_server.piece_accidents import PieceAccidents, not_found
-from phalanx.train.parameter_server.server_links import LinkLostError, ServerLinks
+from phalanx.train.parameter_server.server_links import ServerLinks
 from phalanx.train.parameter_server.shard_store import ServerStatistics
 
 
@@ -64,32 +64,28 @@ class Worker:
 
     def run(self, links: ServerLinks, report: Callable[[int], None]) -> None:
         """Work until the coordinator says that all is done."""
-        done: dict[str, Any] | None = None
-        brought: Flat | None = None
         self._computer.moved = links.moved
-        while links.connect():
-            try:
-                order = links.ask(done, brought.wire if brought and done else [])
-                done = brought = None
-                if order.kind == FrameKind.END:
-                    links.say_goodbye({"peak_bytes": peak_memory(), **self._computer.memory})
-                    return
+        if not links.connect():
+            return
+        try:
+            order = links.ask(None, [])
+            while order.kind != FrameKind.END:
                 if order.meta["what"] == "train":
                     report(order.meta["step"])
                 done, brought = self._work(links, order)
-            except LinkLostError as cut:
-                links.lose(cut.index)
-                done = brought = None
+                order = links.ask(done, brought.wire if brought else [])
+            links.say_goodbye({"peak_bytes": peak_memory(), **self._computer.memory})
+        except LostError:
+            if not links.over:  # a piece that nobody waited for
+                raise
 
-    def _work(self, links: ServerLinks, order: Frame) -> tuple[dict[str, Any] | None, Flat | None]:
+    def _work(self, links: ServerLinks, order: Frame) -> tuple[dict[str, Any], Flat | None]:
         """Do what the coordinator ordered; returns what it is told, with the statistics if it wants them."""
         begun = time.perf_counter()
-        what, step, part, term, ticket = (order.meta[name] for name in ("what", "step", "part", "term", "ticket"))
-        piece = {"step": step, "part": part, "term": term, "ticket": ticket}
-        version, found_term = links.pull(self._host, self._arriving.wire)
+        what, step, part, ticket = (order.meta[name] for name in ("what", "step", "part", "ticket"))
+        piece = {"step": step, "part": part, "ticket": ticket}
+        version = links.pull(self._host, self._arriving.wire)
         links.moved()
-        if found_term != term:
-            return None, None  # servers have gone back meanwhile
         self._land()
         if what == "train":
             buffers = self._statistics.tensors if version else dict(self._layout.module.named_buffers())

@@ -49,7 +49,6 @@ class RequestHandler:
     Attributes:
         news: held while anything here is changed or read; told when a piece has come in or a worker has gone.
         queue: of the steps, or of an evaluation.
-        term: of the pieces dealt now.
         happened: what became of workers, to be written down by the main thread.
         statistics: step → those of normalisation layers that came with its first piece.
     """
@@ -59,14 +58,13 @@ class RequestHandler:
     ) -> None:
         """``data``: what ``BatchPieces`` tells of those that server 0 reads."""
         self.news = threading.Condition()
-        self.queue, self.term = queue, 0
+        self.queue = queue
         self.workers: dict[int, WorkerState] = {}
         self.happened: list[dict[str, Any]] = []
         self.statistics: dict[int, Flat] = {}
         self._what, self._data, self._form, self._patience = "train", data, form, patience
         self._secret, self._finished, self._from = secret, False, queue.version
-        self._held_back = False  # servers go back: what would be dealt now is of no version that all of them have
-        self._nobody_since = self._looked = time.monotonic()
+        self._looked = time.monotonic()
         self._skipped = False  # the last look
         self._laps: deque[float] = deque(maxlen=64)
         self.trouble: Exception | None = None
@@ -75,7 +73,6 @@ class RequestHandler:
         """From now on deal pieces of ``queue`` out, for ``train`` or ``evaluate``."""
         with self.news:
             self._what, self.queue, self._from = what, queue, queue.version
-            self._held_back = False
         self.dispatch()
 
     def dispatch(self) -> None:
@@ -84,13 +81,6 @@ class RequestHandler:
             waiting = [rank for rank, known in sorted(self.workers.items()) if known.waiting]
         for rank in waiting:
             self.answer(rank)
-
-    def restart(self, term: int) -> None:
-        """What was dealt before counts no more, and nothing is dealt until ``turn_to``."""
-        with self.news:
-            self.term, self._held_back = term, True
-            self.statistics.clear()
-            self.news.notify_all()
 
     def finish(self) -> None:
         """Tell everybody who asks that all is done."""
@@ -102,12 +92,6 @@ class RequestHandler:
     def present(self) -> list[int]:
         """Ranks that are connected and have not said good-bye."""
         return [rank for rank, known in self.workers.items() if known.connection is not None and known.memory is None]
-
-    @property
-    def nobody_for(self) -> float:
-        """Seconds that no worker has been connected for."""
-        with self.news:
-            return 0.0 if self.present else time.monotonic() - self._nobody_since
 
     def look(self) -> None:
         """Find out who has fallen silent, who computes and does not come on, and who has done so for too long.
@@ -155,18 +139,12 @@ class RequestHandler:
                 known.progress, known.moved = progress, time.monotonic()
 
     def connected(self, rank: int, connection: Connection, data: Mapping[str, Any]) -> None:
-        """A worker has connected, or come back; ``data`` is what it tells of those that it reads."""
+        """A worker has connected; ``data`` is what it tells of those that it reads."""
         with self.news:
-            before = self.workers.get(rank)
             told = {"server 0": self._data, f"rank {rank}": data}
             self.trouble = unlike_data(told, shared="whoever is free computes the next piece") or self.trouble
-            if before is None:
-                self.workers[rank] = WorkerState(connection, time.monotonic())
-            else:
-                before.connection, before.waiting, before.silent = connection, False, False
-                before.progress, before.moved = 0, time.monotonic()
-                self.queue.leave(rank)
-            self._note(rank, "returned" if before else "joined", "")
+            self.workers[rank] = WorkerState(connection, time.monotonic())
+            self._note(rank, "joined", "")
             self.news.notify_all()
 
     def asked(self, rank: int, connection: Connection, frame: Frame) -> None:
@@ -177,8 +155,6 @@ class RequestHandler:
             connection.fill(frame, brought.wire)
         with self.news:
             known = self.workers[rank]
-            if known.connection is not connection:
-                return  # it is back by another
             if done := frame.meta.get("done"):
                 self._take_in(rank, known, done, brought)
             self.queue.leave(rank)
@@ -190,16 +166,16 @@ class RequestHandler:
             known = self.workers.get(rank)
             if known is None or not known.waiting or known.connection is None:
                 return
-            piece = None if self._finished or self._held_back else self.queue.ask(rank)
+            piece = None if self._finished else self.queue.ask(rank)
             if piece is None and not self._finished:
                 return
             known.waiting, connection, known.moved = False, known.connection, time.monotonic()
-            what, term, version = self._what, self.term, self.queue.version
+            what, version = self._what, self.queue.version
         try:
             if piece is None:
                 connection.send(FrameKind.END)
             else:
-                place = {"what": what, "step": piece.step, "part": piece.part, "term": term}
+                place = {"what": what, "step": piece.step, "part": piece.part}
                 ticket = deal_ticket(self._secret, rank, **place)
                 connection.send(FrameKind.DEAL, {**place, "version": version, "ticket": ticket})
         except LostError:
@@ -212,23 +188,20 @@ class RequestHandler:
             self.news.notify_all()
 
     def lost(self, rank: int, connection: Connection, reason: str) -> None:
-        """The connection of a worker has ended."""
+        """The connection of a worker has ended, which is trouble if the worker has not said good-bye."""
         with self.news:
             known = self.workers.get(rank)
             if known is None or known.connection is not connection:
-                return  # it is back by another
-            known.connection, known.waiting, known.silent = None, False, False
-            if known.memory is None:
+                return
+            known.connection = None
+            if known.memory is None and not self._finished:
                 self._note(rank, "lost", reason)
-                self.queue.leave(rank)
-            if not self.present:
-                self._nobody_since = time.monotonic()
+                self.trouble = self.trouble or LostError(f"worker {rank} was lost: {reason}")
             self.news.notify_all()
-        self.dispatch()
 
     def _take_in(self, rank: int, known: WorkerState, done: dict[str, Any], brought: Flat | None) -> None:
         piece = BatchPiece(done["step"], done["part"])
-        if done["term"] != self.term or done["what"] != self._what:
+        if done["what"] != self._what:
             return
         if self._what == "evaluate" and done["version"] != self._from:
             return  # of an earlier evaluation

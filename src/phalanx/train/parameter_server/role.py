@@ -11,18 +11,16 @@ from phalanx.comm import Place, device_for
 from phalanx.comm.handshake import SECRET, Identity, Role
 from phalanx.comm.listener import Caller
 from phalanx.config import Job, RunSpec
-from phalanx.config.run_files import CHECKPOINTS, EVENTS
+from phalanx.config.run_files import CHECKPOINTS
 from phalanx.data.loader import BatchPieces, data_facts
 from phalanx.errors import RunError
-from phalanx.events import read
 from phalanx.parallel import advice, device_kind, devices_here, notes
 from phalanx.parallel.compression import Codec, codec
 from phalanx.parallel.parameter_server import StalenessBound, WorkQueue
-from phalanx.parallel.parameter_server.protocol import TO_SERVER
 from phalanx.train.build_model import make_data
 from phalanx.train.findings import Findings
 from phalanx.train.interruptions import Interruptions, LauncherLink
-from phalanx.train.loop import StepsLostError, TrainingLoop
+from phalanx.train.loop import TrainingLoop
 from phalanx.train.lr_schedule import none_left, resume_notes
 from phalanx.train.observer import Observer
 from phalanx.train.parameter_server.coordinator import Coordinator, divisor_of, segment
@@ -49,15 +47,15 @@ def take_part(
 ) -> dict[str, Any]:
     """Be the worker or the server that ``place.rank`` is, to the end of the run.
 
-    Ranks 0 to dp - 1 are workers, the next are servers, the first of which coordinates. A process that takes the place
-    of one that was killed has ``place.generation`` above 0. ``findings`` are of a look at the job before the run;
-    ``link`` is as in ``train``.
+    Ranks 0 to dp - 1 are workers, the next are servers, the first of which coordinates. ``findings`` are of a look at
+    the job before the run; ``link`` is as in ``train``.
 
     Returns on server 0 the run's summary, as ``train`` does, and nothing elsewhere.
 
     Raises:
         RefusedError: if the plan cannot serve the job.
-        RunError: if a server or every worker is gone for longer than ``patience.back``.
+        RunError: if a server does not come within ``patience.back``.
+        LostError: if a worker or a server was lost.
     """
     link, waits = link or LauncherLink(), patience or Patience(stuck=run.timeout)
     if len(place.secret) != SECRET:
@@ -98,25 +96,16 @@ class ServerProcess:
     def __init__(
         self, job: Job, run: RunSpec, place: Place, patience: Patience, observer: Observer, link: LauncherLink
     ) -> None:
-        """Refuses to hold what a live server holds already.
-
-        Raises:
-            RunError: if there is one.
-        """
         self._job, self._run, self._place, self._patience, self._observer = job, run, place, patience, observer
         self._index, self._link = place.rank - run.plan.dp, link
         self._directory = Directory(place)
-        self._again = place.generation > 0
-        self._refuse_second()
 
     def serve(self, findings: Findings) -> dict[str, Any]:
         """Serve to the end; server 0 has the loop of the run."""
-        store = ShardStore(self._job, self._run.plan, self._index, self._run.folder)
+        store = ShardStore(self._job, self._run.plan, self._index)
         resumed, state, damaged = None, dict[str, Any](), list[str]()
-        if self._run.resume and not self._again:
+        if self._run.resume:
             resumed, state, damaged = resume_newest(self._run.folder / CHECKPOINTS, store.resume)
-        if not self._again:
-            store.clear()
         store.settle()
         server = Server(store, self._place, self._run.plan.dp, _codec(self._run))
         try:
@@ -134,9 +123,7 @@ class ServerProcess:
             if server.trouble:
                 raise server.trouble
             self._directory.ask_to_stop(self._link.asked())
-            if server.alone_for and self._directory.over:
-                break  # the run ended while this server was lost to its coordinator
-            if server.alone_for > self._patience.back + self._patience.parting:
+            if server.alone_for > self._patience.back:
                 back = self._patience.back
                 raise gone(f"server 0, which coordinates the others, has not been there for {back:g} s")
         return {}
@@ -148,7 +135,7 @@ class ServerProcess:
         pieces, evaluation = _data(job, run)
         if resumed:
             refuse_other_job(state["identity"], identity(job, pieces.told), resumed)
-        first = _last_version(run) if self._again else int(state.get("step", 0))
+        first = int(state.get("step", 0))
         pace = StalenessBound(staleness=plan.staleness or 0, backup=plan.backup, after=plan.after)
         queue = WorkQueue(pieces.sizes, first=first, limit=first, pace=pace)
         secret = self._place.secret
@@ -174,17 +161,15 @@ class ServerProcess:
     def _lead(
         self, coordinator: Coordinator, resumed: Path | None, damaged: list[str], findings: Findings
     ) -> dict[str, Any]:
-        lost = StepsLostError(0, "this server was killed, and is here again") if self._again else None
         with coordinator.recorder:
             try:
                 coordinator.find_others()
-                if not self._again:
-                    self._start(coordinator, resumed, damaged, findings)
+                self._start(coordinator, resumed, damaged, findings)
                 coordinator.server.start(coordinator.requests)
                 self._publish(coordinator.server)
                 interruptions = Interruptions(self._run, lambda: self._link.asked() or self._directory.asked_to_stop())
                 recorder, observer = coordinator.recorder, self._observer
-                return TrainingLoop(self._job, self._run, coordinator, recorder, observer, interruptions).run(lost)
+                return TrainingLoop(self._job, self._run, coordinator, recorder, observer, interruptions).run()
             finally:
                 coordinator.group.close()
                 discard(self._run.folder)
@@ -210,40 +195,10 @@ class ServerProcess:
             parameters=coordinator.store.elements,
             notes=[*coordinator.scene.notes, *findings.causes, *said],
         )
-        if resumed:
-            coordinator.snapshot()
         self._observer.built(coordinator.scene)
 
     def _publish(self, server: Server) -> None:
-        self._directory.publish(self._index, Address(self._place.host, server.port, self._place.generation))
-
-    def _refuse_second(self) -> None:
-        address = self._directory.find(self._index)
-        if address is None:
-            return
-        mine = Identity(Role.SERVER, self._index)
-        caller, where = Caller(identity=mine, secret=self._place.secret), (address.host, address.port)
-        try:
-            connection = caller.call(mine, *where, TO_SERVER, patience=5.0, timeout=2.0)
-            index = connection.receive().meta["index"]
-            connection.close()
-        except OSError:
-            return
-        if index == self._index:
-            what = f"server {self._index} is running already, at {address.host}:{address.port}"
-            fix = "another rank for this process, or end the other"
-            raise RunError(f"{what}: two would hold the same parameters\n    try: {fix}")
-
-
-def _last_version(run: RunSpec) -> int:
-    """Updates that the run in this folder has made since it last began, as its events tell."""
-    version = 0
-    for event in read(run.folder / EVENTS):
-        if event["event"] == "start":
-            version = int(event["first_step"])
-        elif event["event"] in ("update", "server"):
-            version = int(event["version"])
-    return version
+        self._directory.publish(self._index, Address(self._place.host, server.port))
 
 
 def _data(job: Job, run: RunSpec) -> tuple[BatchPieces, BatchPieces | None]:

@@ -26,7 +26,7 @@ from phalanx.comm.listener import RunListener
 from phalanx.errors import RunError
 from phalanx.hardware import peak_memory
 from phalanx.parallel.compression import Codec, read
-from phalanx.parallel.parameter_server import FrameKind, Pushed, RunProgress, Update, deal_ticket
+from phalanx.parallel.parameter_server import FrameKind, Pushed, Update, deal_ticket
 from phalanx.parallel.parameter_server.protocol import FROM_COORDINATOR, FROM_WORKER
 from phalanx.train.parameter_server.shard_store import ShardStore
 
@@ -49,13 +49,12 @@ class Server:
         """``place`` is this process's; ranks below ``workers`` are the workers."""
         self._store, self._codec, self._secret = store, codec, place.secret
         mine = Identity(Role.SERVER, store.index)
-        callers = [COORDINATOR, mine, *(Identity(Role.WORKER, rank) for rank in range(workers))]
+        callers = [COORDINATOR, *(Identity(Role.WORKER, rank) for rank in range(workers))]
         self.listener = RunListener(place.host, place.secret, mine, callers)
         self.port = self.listener.port
         self.trouble: BaseException | None = None
         self.over = threading.Event()
-        self._leading: set[Connection] = set()
-        self._led = time.monotonic()
+        self._led, self._begun = False, time.monotonic()
         self._requests: RequestHandler | None = None
         self._connections: dict[Identity, Connection] = {}
         self._changing = threading.Lock()
@@ -77,23 +76,17 @@ class Server:
 
     @property
     def alone_for(self) -> float:
-        """Seconds since the coordinator was last connected; 0 while it is."""
-        return 0.0 if self._leading else time.monotonic() - self._led
+        """Seconds that the coordinator has not come; 0 once it has."""
+        return 0.0 if self._led else time.monotonic() - self._begun
 
     def obey(self, kind: FrameKind, meta: dict[str, Any]) -> dict[str, Any]:
         """Do what the coordinator says; returns what there is to answer."""
-        store, shard = self._store, self._store.shard
+        shard = self._store.shard
         match kind:
             case FrameKind.PREPARE:
                 return {"square": shard.prepare(meta["step"], meta["parts"])}
             case FrameKind.APPLY:
                 shard.apply(Update(**{one.name: meta[one.name] for one in fields(Update)}))
-            case FrameKind.SNAPSHOT:
-                store.snapshot(RunProgress.from_dict(meta["progress"]))
-            case FrameKind.RESTORE:
-                store.go_back(meta["version"], meta["term"], RunProgress.from_dict(meta["progress"]))
-            case FrameKind.HELLO:
-                return {"term": shard.term, "snapshots": store.snapshots()}
             case FrameKind.END:
                 memory = {"peak_bytes": peak_memory(), **shard.memory, "buffers": 0, "activations": 0}
                 return {"memory": memory, "refused": dict(self.listener.refusals())}
@@ -117,24 +110,20 @@ class Server:
         self._threads.append(thread)
 
     def _welcome(self, caller: Identity, plug: socket.socket) -> None:
-        """Give a caller a thread of its own; a connection that it had before ends."""
+        """Give a caller a thread of its own; a second connection of one that is there is refused."""
         connection = Connection(plug, FROM_WORKER if caller.role == Role.WORKER else FROM_COORDINATOR)
         with self._changing:
-            before, self._connections[caller] = self._connections.get(caller), connection
-        if before:
-            before.close()
-        try:
-            self._run(self._attend, caller, connection)
-        except RuntimeError:  # no thread to be had: it may come again
+            known = self._connections.setdefault(caller, connection)
+        if known is not connection:
             connection.close()
+            self.listener.note_ended(caller, "it has a connection already")
+            return
+        self._run(self._attend, caller, connection)
 
     def _attend(self, caller: Identity, connection: Connection) -> None:
         try:
             if self.trouble:
-                return  # this process is about to end, and whoever is lost to it waits for that
-            if caller.role == Role.SERVER:
-                connection.send(FrameKind.WELCOME, self._introduction())
-                return
+                return  # this process is about to end
             hello = connection.receive()
             if hello.kind != FrameKind.HELLO:
                 return
@@ -147,32 +136,27 @@ class Server:
                 what = f"server {self._store.index} cannot follow its coordinator, which is a fault of Phalanx's"
                 raise RunError(f"{what}: {error}") from error
             self.listener.note_ended(caller, str(error))
-        except LostError:
-            pass  # it may come again
+        except LostError as error:
+            if caller.role == Role.COORDINATOR:  # a worker's loss is noted by ``requests``
+                raise LostError(f"the connection to server 0 was lost: {error}") from None
         finally:
             connection.close()
             with self._changing:
-                if self._connections.get(caller) is connection:
-                    del self._connections[caller]
+                del self._connections[caller]
 
     def _follow(self, connection: Connection) -> None:
-        self._leading.add(connection)
-        try:
-            connection.send(FrameKind.WELCOME, self._introduction())
-            while True:
-                frame = connection.receive()
-                kind = FrameKind(frame.kind)
-                if kind == FrameKind.GATHER:
-                    share = self._store.share(frame.meta["what"])
-                    send_tensors(connection, kind, {"held": share.held, "states": share.states}, share.tensors)
-                else:
-                    connection.send(kind, self.obey(kind, frame.meta))
-                if kind == FrameKind.END:
-                    self.over.set()
-                    return
-        finally:
-            self._led = time.monotonic()
-            self._leading.discard(connection)
+        self._led = True
+        connection.send(FrameKind.WELCOME, self._introduction())
+        while not self.over.is_set():
+            frame = connection.receive()
+            kind = FrameKind(frame.kind)
+            if kind == FrameKind.GATHER:
+                share = self._store.share(frame.meta["what"])
+                send_tensors(connection, kind, {"held": share.held, "states": share.states}, share.tensors)
+            else:
+                connection.send(kind, self.obey(kind, frame.meta))
+            if kind == FrameKind.END:
+                self.over.set()
 
     def _serve(self, rank: int, connection: Connection, data: Mapping[str, Any]) -> None:
         requests, reason = self._requests, "its connection has ended"
@@ -222,11 +206,9 @@ class Server:
         return kind != FrameKind.END
 
     def _pull(self, connection: Connection, frame: Frame) -> None:
-        shard = self._store.shard
-        term = shard.term  # before the values: those of a later term under an earlier one are only sent once more
-        with shard.values() as (version, flat):
-            meta = {"version": version, "term": term}
-            if (frame.meta["version"], frame.meta["term"]) == (version, term):
+        with self._store.shard.values() as (version, flat):
+            meta = {"version": version}
+            if frame.meta["version"] == version:
                 connection.send(FrameKind.VALUES, meta)
                 return
             statistics = [one.clone() for one in self._store.statistics.whole] if self._store.index == 0 else []
@@ -254,7 +236,7 @@ class Server:
 
     def _check_deal(self, rank: int, what: str, piece: dict[str, Any]) -> None:
         """Raises ProtocolError if the coordinator did not deal this piece to this worker."""
-        expected = deal_ticket(self._secret, rank, what, piece["step"], piece["part"], piece["term"])
+        expected = deal_ticket(self._secret, rank, what, piece["step"], piece["part"])
         if not compare_digest(expected, piece["ticket"]):
             raise ProtocolError(f"it brought part {piece['part']} of step {piece['step']}, which it was not dealt")
 

@@ -24,7 +24,6 @@ from phalanx.errors import RunError
 from phalanx.parallel import TensorShard
 from phalanx.parallel.parameter_server import FrameKind
 from phalanx.parallel.parameter_server.protocol import TO_COORDINATOR
-from phalanx.train.loop import StepsLostError
 from phalanx.train.observer import Scene, State, groups_of
 from phalanx.train.parameter_server.server import COORDINATOR, Server, receive_tensors
 from phalanx.train.parameter_server.shard_store import ServerShare, ShardStore, put_together
@@ -37,13 +36,13 @@ class ServerGroup:
     def __init__(self, server: Server, store: ShardStore, servers: int, patience: Patience, secret: bytes) -> None:
         """``store`` is what server 0 holds."""
         self._server, self._store, self._patience, self._secret = server, store, patience, secret
-        self._others: dict[int, Connection | None] = dict.fromkeys(range(1, servers))
-        self._limit = patience.answer
+        self._others: dict[int, Connection] = {}
+        self._servers, self._limit = servers, patience.answer
 
     @property
     def missing(self) -> list[int]:
         """Servers without a connection."""
-        return [index for index, connection in self._others.items() if connection is None]
+        return [index for index in range(1, self._servers) if index not in self._others]
 
     def connect(self, index: int, address: Address) -> str:
         """Connect to server ``index`` at ``address``. Returns why that could not be; empty if it could."""
@@ -57,32 +56,25 @@ class ServerGroup:
         self._others[index], self._limit = connection, 0.0
         return ""
 
-    def lose(self, index: int) -> None:
-        """Let go of the connection to server ``index``."""
-        connection, self._others[index] = self._others[index], None
-        if connection:
-            connection.close()
-
     def look(self) -> None:
         """Find out whether a server is gone.
 
         Raises:
-            StepsLostError: if so.
+            LostError: if so.
         """
         for index, connection in self._others.items():
             # It speaks only when spoken to: what can be read is the end.
-            if connection is None or connection.fileno < 0 or select.select([connection.fileno], [], [], 0)[0]:
-                self.lose(index)
-                raise StepsLostError(index, "its connection has ended")
+            if connection.fileno < 0 or select.select([connection.fileno], [], [], 0)[0]:
+                raise LostError(f"the connection to server {index} was lost: it has ended")
 
     def tell(self, kind: FrameKind, meta: dict[str, Any] | None = None) -> list[dict[str, Any]]:
         """Have every server do something, all at once; their answers in the order of servers.
 
         Raises:
-            StepsLostError: if one is gone.
+            LostError: if one is gone.
         """
         meta = meta or {}
-        self._wait(self._patience.task if kind in _TASKS else self._patience.answer)
+        self._wait(self._patience.answer)
         for index in self._others:
             self._of(index, lambda connection: connection.send(kind, meta))
         here = self._server.obey(kind, meta)
@@ -92,11 +84,11 @@ class ServerGroup:
         """Tell every server that all is done; the answers of those that are still there."""
         self._wait(self._patience.answer)
         for index in self._others:
-            with suppress(StepsLostError):
+            with suppress(LostError):
                 self._of(index, lambda connection: connection.send(FrameKind.END, {}))
         answers = {0: self._server.obey(FrameKind.END, {})}
         for index in self._others:
-            with suppress(StepsLostError):
+            with suppress(LostError):
                 answers[index] = self._of(index, lambda connection: _answer(connection, FrameKind.END)).meta
         return answers
 
@@ -104,7 +96,7 @@ class ServerGroup:
         """What every server has; see ``ShardStore.share``.
 
         Raises:
-            StepsLostError: if one is gone.
+            LostError: if one is gone.
         """
 
         def taken(connection: Connection) -> ServerShare:
@@ -118,29 +110,23 @@ class ServerGroup:
 
     def close(self) -> None:
         """End all connections."""
-        for index in self._others:
-            self.lose(index)
+        for connection in self._others.values():
+            connection.close()
 
     def _wait(self, seconds: float) -> None:
         """How long each answer may take from now on."""
         if seconds != self._limit:
             self._limit = seconds
             for connection in self._others.values():
-                if connection:
-                    connection.wait_at_most(seconds)
+                connection.wait_at_most(seconds)
 
     def _of(self, index: int, call: Any) -> Any:
-        connection = self._others[index]
-        if connection is None:
-            raise StepsLostError(index, "it is not there")
         try:
-            return call(connection)
+            return call(self._others[index])
+        except ProtocolError:
+            raise
         except LostError as error:
-            self.lose(index)
-            raise StepsLostError(index, str(error)) from None
-
-
-_TASKS = {FrameKind.HELLO, FrameKind.SNAPSHOT, FrameKind.RESTORE}  # for which snapshots are read or written
+            raise LostError(f"the connection to server {index} was lost: {error}") from None
 
 
 def _answer(connection: Connection, kind: FrameKind) -> Frame:
@@ -219,10 +205,10 @@ class Patience:
         beat: between two signs of life of a worker.
         silent: without one, after which a worker's piece is dealt to others, beside ``pieces`` times as long as a
             piece takes in the median.
-        stuck: without progress, or any sign of life, after which a worker counts as lost and its process ends itself.
+        stuck: without progress, or any sign of life, after which a worker counts as lost.
         answer: for a peer that is connected to say anything at all.
-        task: for a server to write a snapshot, verify those it has, go back to one, or send all it has.
-        back: for a server that is gone to be there again, and for any worker where there is none.
+        task: for a server to send all it has.
+        back: for every server to be there, at the start.
         parting: for workers to say good-bye.
     """
 
@@ -246,7 +232,6 @@ class Address(NamedTuple):
 
     host: str
     port: int
-    generation: int
 
 
 @final
@@ -267,10 +252,10 @@ class Directory:
         if not self._store.check([key]):
             return None
         try:
-            host, port, generation = json.loads(self._store.get(key))
+            host, port = json.loads(self._store.get(key))
         except ValueError:
             return None  # the store takes what anybody writes; who is there proves itself
-        return Address(str(host), port, generation) if type(port) is int and 0 < port < 1 << 16 else None
+        return Address(str(host), port) if type(port) is int and 0 < port < 1 << 16 else None
 
     def finish(self) -> None:
         """Say that the run is over: nobody has to look for servers any more."""

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import faulthandler
-import os
-import signal
-import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -16,7 +12,7 @@ from typing import Any, TypeVar, final
 
 import torch
 
-from phalanx.comm.frames import Connection, Frame, LostError, views
+from phalanx.comm.frames import Connection, Frame, LostError, ProtocolError, views
 from phalanx.comm.handshake import Identity, Role
 from phalanx.comm.listener import Caller
 from phalanx.parallel.compression import Codec, Feedback, message
@@ -27,14 +23,6 @@ from phalanx.train.parameter_server.server_group import Address, Directory, Pati
 T = TypeVar("T")
 
 
-class LinkLostError(Exception):
-    """The connection to server ``index`` has ended."""
-
-    def __init__(self, index: int) -> None:
-        super().__init__(index)
-        self.index = index
-
-
 @dataclass(slots=True)
 class ServerLink:
     """One server: the ``slices`` it holds, the ``version`` last pulled, what was left out of gradients pushed to it."""
@@ -43,7 +31,6 @@ class ServerLink:
     connection: Connection | None = None
     slices: tuple[RowSlice, ...] = ()
     version: int = -1
-    term: int = -1
     feedback: Feedback | None = None
 
     def receive(self) -> Frame:
@@ -80,7 +67,7 @@ class ServerLinks:
         self._codec = codec
         self._pool = ThreadPoolExecutor(servers) if servers > 1 else None
         self._gone = threading.Event()
-        self._progress, self._moved_at, self._busy = 0, time.monotonic(), False
+        self._progress = 0
         self._beats = threading.Thread(target=self._beat, daemon=True)
 
     def start(self) -> None:
@@ -99,7 +86,7 @@ class ServerLinks:
             self._beats.join()
 
     def connect(self) -> bool:
-        """Connect to every server that there is no connection to. Returns whether the run still goes on.
+        """Connect to every server. Returns False if the run is over.
 
         Raises:
             RunError: if a server cannot be found in time.
@@ -122,19 +109,16 @@ class ServerLinks:
                 time.sleep(0.05)
         return True
 
-    def lose(self, index: int) -> None:
-        """Let go of the connection to a server."""
-        link = self._links[index]
-        connection, link.connection = link.connection, None
-        if connection:
-            connection.close()
-        link.version = link.term = -1
+    @property
+    def over(self) -> bool:
+        """True once the run has ended."""
+        return self._directory.over
 
     def ask(self, done: dict[str, Any] | None, brought: list[memoryview]) -> Frame:
         """Tell the coordinator what was computed, and wait for what to do.
 
         Raises:
-            LinkLostError: if its connection has ended.
+            LostError: if its connection has ended.
         """
 
         def asked(link: ServerLink) -> Frame:
@@ -142,16 +126,13 @@ class ServerLinks:
             link.connection.send(FrameKind.ASK, {"done": done} if done else {}, brought)
             return link.expect(FrameKind.DEAL, FrameKind.END)
 
-        self._busy = False
         order = self._guarded(self._links[0], asked)
         self.moved()
-        self._busy = True
         return order
 
     def moved(self) -> None:
         """The main thread has come on; the coordinator is told with the next sign of life."""
         self._progress += 1
-        self._moved_at = time.monotonic()
 
     def say_goodbye(self, memory: dict[str, Any]) -> None:
         """Tell the coordinator what was held in memory, and wait until it has heard that and hangs up.
@@ -167,26 +148,24 @@ class ServerLinks:
                 while True:
                     connection.receive()
 
-    def pull(self, into: Mapping[str, torch.Tensor], statistics: list[memoryview]) -> tuple[int, int]:
-        """Bring ``into`` (name → whole parameter, on the host) up to date. Returns the oldest version and the term.
+    def pull(self, into: Mapping[str, torch.Tensor], statistics: list[memoryview]) -> int:
+        """Bring ``into`` (name → whole parameter, on the host) up to date. Returns the oldest version.
 
         Raises:
-            LinkLostError: if a connection has ended.
+            LostError: if a connection has ended.
         """
 
-        def pulled(link: ServerLink) -> tuple[int, int]:
+        def pulled(link: ServerLink) -> int:
             assert link.connection is not None
-            link.connection.send(FrameKind.PULL, {"version": link.version, "term": link.term})
+            link.connection.send(FrameKind.PULL, {"version": link.version})
             frame = link.expect(FrameKind.VALUES)
             if frame.size:
                 targets = views(cut_out(into[part.name], part) for part in link.slices)
-                link.version = link.term = -1  # until all of it is here
                 link.connection.fill(frame, [*targets, *(statistics if link.index == 0 else [])])
-            link.version, link.term = frame.meta["version"], frame.meta["term"]
-            return link.version, link.term
+            link.version = frame.meta["version"]
+            return link.version
 
-        found = self._each(pulled)
-        return min(version for version, _ in found), max(term for _, term in found)
+        return min(self._each(pulled))
 
     def push(
         self, gradients: Mapping[str, torch.Tensor | None], like: Mapping[str, torch.Tensor], meta: dict[str, Any]
@@ -194,7 +173,7 @@ class ServerLinks:
         """Give every server its part of ``gradients`` (name → whole, on the host; ``None`` is zeros as of ``like``).
 
         Raises:
-            LinkLostError: if a connection has ended.
+            LostError: if a connection has ended.
         """
         none = [name for name, gradient in gradients.items() if gradient is None]
         whole = {name: torch.zeros_like(like[name]) if one is None else one for name, one in gradients.items()}
@@ -220,12 +199,12 @@ class ServerLinks:
         return [one.result() for one in waiting]
 
     def _guarded(self, link: ServerLink, call: Callable[[ServerLink], T]) -> T:
-        if link.connection is None:
-            raise LinkLostError(link.index)
         try:
             return call(link)
-        except LostError:
-            raise LinkLostError(link.index) from None
+        except ProtocolError:
+            raise
+        except LostError as error:
+            raise LostError(f"the connection to server {link.index} was lost: {error}") from None
 
     def _introduce(self, link: ServerLink, address: Address) -> None:
         wanted = Identity(Role.SERVER, link.index)
@@ -239,7 +218,6 @@ class ServerLinks:
         link.slices = tuple(
             RowSlice(name=one[0], start=one[1], stop=one[2], whole=one[3]) for one in frame.meta["held"]
         )
-        link.version = link.term = -1
         link.connection = connection
 
     def _beat(self) -> None:
@@ -247,17 +225,6 @@ class ServerLinks:
             with suppress(LostError):
                 if connection := self._links[0].connection:
                     connection.send(FrameKind.BEAT, {"progress": self._progress})
-            still = time.monotonic() - self._moved_at
-            if self._busy and still > self._patience.stuck + 4 * self._patience.beat:
-                self._end_process(still)
-
-    def _end_process(self, still: float) -> None:
-        """Let another process take this one's place: the main thread can be neither woken nor told."""
-        who = self._caller.identity
-        print(f"{who} has made no progress for {still:.0f} s and ends; this is where it stands:", file=sys.stderr)
-        faulthandler.dump_traceback(all_threads=True)
-        sys.stderr.flush()
-        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _encoded(codec: Codec, link: ServerLink, parts: list[torch.Tensor]) -> torch.Tensor:

@@ -6,7 +6,6 @@ first piece; they are the next step's. So they go on as those of rank 0 do where
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,15 +17,12 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.utils._pytree import tree_map
 
 from phalanx import checkpoint
-from phalanx.checkpoint.folder import name_of, newest_first
-from phalanx.checkpoint.format import step_of
 from phalanx.checkpoint.sections import MODEL, OPTIMIZER, name_in, put_in
 from phalanx.config import Job, Plan
 from phalanx.errors import RefusedError
-from phalanx.files import check_writer
 from phalanx.parallel.buffer_sync import statistics_of
 from phalanx.parallel.layout import SingleLayout
-from phalanx.parallel.parameter_server import Flat, RowSlice, Rule, RunProgress, Shard, cut_out, form_of, partition
+from phalanx.parallel.parameter_server import Flat, RowSlice, Rule, Shard, cut_out, form_of, partition
 from phalanx.train.adapters import SECTION as ADAPTERS
 from phalanx.train.adapters import adapters_of
 from phalanx.train.build_model import build_model
@@ -34,9 +30,6 @@ from phalanx.train.build_optimizer import build_optimizer
 from phalanx.train.elementwise import Parameters, elementwise
 from phalanx.train.refusals import server_problems
 from phalanx.train.state import buffer_names, identity, model_config, model_tensors, restore_values, training_state
-
-_STATISTICS = "statistics"
-"""The section of a snapshot that has those of normalisation layers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,14 +58,14 @@ class ShardStore:
         statistics: of normalisation layers, as they go out to workers; server 0's count.
     """
 
-    def __init__(self, job: Job, plan: Plan, index: int, folder: Path) -> None:
-        """Begins with the job's initial values; ``folder`` is the run's.
+    def __init__(self, job: Job, plan: Plan, index: int) -> None:
+        """Begins with the job's initial values.
 
         Raises:
             RefusedError: if there are more servers than parameters to hold.
         """
         self.index = index
-        self._job, self._folder = job, folder / "servers" / str(index)
+        self._job = job
         self.layout = SingleLayout(build_model(job), torch.device("cpu"))
         self._whole = build_optimizer(job, self.layout).optimizer
         parameters = self.layout.parameters
@@ -98,8 +91,9 @@ class ShardStore:
         state = training_state(path)
         restore_values(path, self.layout, self._whole)
         step = int(state["step"])
-        with self.shard.restoring(step, 0, step):
+        with torch.no_grad():
             self._set()
+        self.shard.begin_at(step)
         self.statistics = self._buffers.take()
         return state
 
@@ -109,52 +103,6 @@ class ShardStore:
         if self.index:
             for tensor in self.layout.module.parameters():
                 tensor.data = tensor.data.new_empty(0)
-
-    def snapshots(self) -> list[int]:
-        """The versions that this server can go back to without anybody else, beside the initial one."""
-        return [step_of(path) or 0 for path in newest_first(self._folder) if not checkpoint.verify(path)]
-
-    def clear(self) -> None:
-        """Forget the snapshots of an earlier run in this folder. Raises RunError if another run has taken it."""
-        check_writer(self._folder)
-        shutil.rmtree(self._folder, ignore_errors=True)
-
-    def snapshot(self, progress: RunProgress) -> None:
-        """Write one of this moment; nobody may make an update meanwhile."""
-        shard = self.shard
-        tensors, groups = checkpoint.optimizer_tensors(shard.optimizer, shard.parameters)
-        model = put_in(MODEL, {name: tensor.detach() for name, tensor in shard.parameters.items()})
-        statistics = put_in(_STATISTICS, self.statistics.named)
-        checkpoint.save(
-            self._folder,
-            step=shard.version,
-            tensors={**model, **statistics, **tensors},
-            state={OPTIMIZER: groups, "progress": progress.to_dict()},
-            keep=2,
-        )
-
-    def go_back(self, version: int, term: int, progress: RunProgress) -> None:
-        """Return to the snapshot of ``version``; to the initial values for 0 where there is none."""
-        path, shard = self._folder / name_of(version), self.shard
-        with shard.restoring(version, term, progress.floor, progress.done):
-            if path.exists():
-                model = put_in(MODEL, {name: tensor.data for name, tensor in shard.parameters.items()})
-                statistics = Flat(self.statistics.form)
-                checkpoint.load(path, model | put_in(_STATISTICS, statistics.named))
-                checkpoint.restore_optimizer(shard.optimizer, shard.parameters, path)
-                self.statistics = statistics
-            else:
-                self.layout = SingleLayout(build_model(self._job), torch.device("cpu"))
-                self._whole = build_optimizer(self._job, self.layout).optimizer
-                self._buffers = ServerStatistics(self.layout.module)
-                self.statistics = self._buffers.take()
-                self._set()
-                self.settle()
-
-    def progress(self, version: int) -> RunProgress:
-        """The coordinator's progress at the snapshot of ``version``; none where there is no such snapshot."""
-        path = self._folder / name_of(version)
-        return RunProgress.from_dict(checkpoint.read_state(path)["progress"]) if path.exists() else RunProgress()
 
     def share(self, what: str) -> ServerShare:
         """What this server has: ``parameters``, ``gradients`` prepared or ``used``, or ``everything`` to be saved."""
