@@ -297,12 +297,9 @@ def _place(accident: Accident, seen: Sighting, ids: Collection[int]) -> str:
     of = f"{f'micro-batch {seen.micro} on' if seen.micro >= 0 else 'the piece of'} rank {seen.rank} (samples {few})"
     if accident.kind == "spike":
         return f"Its largest part is the loss of {of}."
-    if seen.trouble:
-        return f"It came up in {of}. Where it comes from could not be found: {seen.trouble}"
-    if not seen.where and seen.micro < 0:
+    if seen.micro < 0:
         return (
-            "In every piece by itself all was finite: their sum overflowed, or they were changed on their way. "
-            f"The loss is largest in {of}."
+            f"The loss is largest, or not finite, in {of}; train on these samples with one device to find the module."
         )
     if not seen.where:
         return (

@@ -1,15 +1,14 @@
 """Where numbers first were not finite: a step's forwards and backwards run again, with an eye on every module.
 
 Random streams begin as they did, so that the same numbers come out. All ranks run them together, under every plan; each
-tells what it saw, and the first place of all is the one that is named. A worker of servers runs its own piece
-again, alone.
+tells what it saw, and the first place of all is the one that is named.
 """
 
 from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -22,7 +21,6 @@ from torch.utils._pytree import tree_leaves
 
 from phalanx.comm import from_every_rank, is_dtensor, local
 from phalanx.data import MicroBatch, StepBatch
-from phalanx.parallel.layout import Layout
 from phalanx.parallel.local_shards.tensor import is_sliced
 from phalanx.train.coupled_loss import CoupledLoss
 from phalanx.train.grad_accumulation import GradAccumulation
@@ -43,11 +41,10 @@ class Sighting:
     Attributes:
         order: what comes before what; comparable between ranks.
         where: the place, in words.
-        part, micro: of which micro-batch; ``micro`` is -1 where that cannot be told.
+        part, micro: of which micro-batch; ``micro`` is -1 for a whole piece of a worker of servers.
         rows: which of its samples; none where that cannot be told.
         parameter: the one that was not finite before the step began; empty where all were.
         rank: who saw it.
-        trouble: why it could not be looked for; empty where it was.
     """
 
     order: tuple[float, ...]
@@ -57,7 +54,6 @@ class Sighting:
     rows: tuple[int, ...] = ()
     parameter: str = ""
     rank: int = 0
-    trouble: str = ""
 
     @property
     def of_data(self) -> bool:
@@ -91,20 +87,6 @@ def first_sighting(step: Step, batch: StepBatch) -> Sighting:
     ]
     rank = min(range(len(told)), key=lambda rank: (*told[rank].order, rank))
     return replace(told[rank], rank=rank)
-
-
-def first_sighting_here(layout: Layout, micros: Sequence[MicroBatch], run: Callable[[ModuleWatch], Means]) -> Sighting:
-    """The first place in ``micros``, which are on this process alone.
-
-    ``run`` computes them once more, tells the watch of each forward and loss, and returns their mean losses. Where all
-    is finite this time, the place is as in ``first_sighting``, and so are gradients and running statistics.
-    """
-    for name in bad_parameters(layout.parameters)[:1]:
-        return _of_parameter(name, 0)
-    watch = ModuleWatch({(0, at): micro.samples for at, micro in enumerate(micros)})
-    with watch.watching(layout.modules):
-        means = run(watch)
-    return _or_of_data(watch.first(layout.parameters, means), [micros])
 
 
 def _of_parameter(name: str, rank: int) -> Sighting:

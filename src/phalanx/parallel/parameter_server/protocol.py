@@ -57,16 +57,6 @@ def deal_ticket(secret: bytes, rank: int, what: str, step: int, part: int) -> st
     return ticket(secret, f"{rank} {what} {step} {part}")
 
 
-MOST_TEXT, MOST_SAMPLES = 500, 1000
-"""Characters in each text, and sample ids, of what a worker tells of numbers that are not finite."""
-
-
-def line(text: str) -> str:
-    """``text`` as a worker may send it: on one line, of printable characters, cut off where it is too long."""
-    whole = "".join(one if one.isprintable() else "?" for one in " ".join(text.split()))
-    return whole if len(whole) <= MOST_TEXT else whole[: MOST_TEXT - 3] + "..."
-
-
 Allows = Callable[[Any], bool]
 
 _MOST = 1 << 53
@@ -98,10 +88,6 @@ def _text(value: Any) -> bool:
     return isinstance(value, str)
 
 
-def _line(value: Any) -> bool:
-    return isinstance(value, str) and len(value) <= MOST_TEXT and value.isprintable()
-
-
 def _ticket(value: Any) -> bool:
     return isinstance(value, str) and re.fullmatch("[0-9a-f]{64}", value) is not None
 
@@ -115,10 +101,6 @@ def _each(allows: Allows, count: int | None = None) -> Allows:
         return isinstance(value, list) and count in (None, len(cast("list[Any]", value))) and all(map(allows, value))
 
     return allowed
-
-
-def _few(allows: Allows, most: int) -> Allows:
-    return lambda value: isinstance(value, list) and len(cast("list[Any]", value)) <= most and _each(allows)(value)
 
 
 def _row(*allow: Allows) -> Allows:
@@ -144,17 +126,6 @@ def _sums(value: Any) -> bool:
 _COUNT, _ANY_VERSION = _whole(), _whole(-1)
 _PIECE: dict[str, Allows] = {"step": _COUNT, "part": _COUNT, "ticket": _ticket}
 _WHAT = _word("train", "evaluate")
-_SIGHTING = FrameForm(
-    fields={
-        "order": _row(_number, _number, _number),
-        "where": _line,
-        "parameter": _line,
-        "trouble": _line,
-        "micro": _whole(-1),
-        "samples": _few(_COUNT, MOST_SAMPLES),
-        "kept": _truth,
-    }
-)
 _DONE = FrameForm(
     fields={
         **_PIECE,
@@ -163,9 +134,7 @@ _DONE = FrameForm(
         "sums": _sums,
         "samples": _COUNT,
         "seconds": _duration,
-        "sighting": _record(_SIGHTING),
     },
-    optional=frozenset({"sighting"}),
 )
 _MEMORY = FrameForm(
     fields=dict.fromkeys(("peak_bytes", "parameters", "gradients", "optimizer", "buffers", "activations"), _COUNT)

@@ -12,9 +12,9 @@ come in the order of steps, and the first ``after`` steps have a staleness of 0.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, final
+from typing import final
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,6 @@ class Report:
     gradient_sums: dict[str, tuple[float, float]]  # by name (sum, count) of the loss, in evaluations of each metric
     samples: int
     seconds: float  # that it took, the exchange included
-    sighting: Mapping[str, Any] | None = None  # of what was not finite in it, if anything was, as on the wire
 
 
 @dataclass(slots=True)

@@ -31,8 +31,8 @@ from phalanx.train.loop import Stepper
 from phalanx.train.loss import check_count
 from phalanx.train.metrics import Metrics
 from phalanx.train.named_losses import check_alike
+from phalanx.train.nonfinite_trace import Sighting
 from phalanx.train.observer import Observer
-from phalanx.train.parameter_server.piece_accidents import first_of, take_over
 from phalanx.train.parameter_server.requests import RequestHandler
 from phalanx.train.parameter_server.server import Server
 from phalanx.train.parameter_server.server_group import Directory, Patience, ServerGroup, ServerScene, gone
@@ -180,20 +180,19 @@ class Coordinator(Stepper):
         return batch, metrics
 
     def _accident(self, step: int, loss: float, norm: float, reports: Mapping[int, Report]) -> str:
-        """Why servers are to make no update of ``step``; empty where nothing is wrong."""
-        for report in reports.values():
-            if report.sighting and (name := report.sighting["parameter"]):
-                self._accidents.spoilt(step, name)
+        """Return the reason to make no update of ``step``; empty if there is none.
+
+        It names the piece with the largest mean loss, one that is not finite first.
+        """
         accident = self._accidents.judge(step, loss, norm)
         if accident is None:
             self._accidents.passed()
             return ""
-        spike = accident.kind == "spike"
-        part, seen = first_of(reports, spike=spike)
-        told = None if spike else reports[part].sighting
-        ids = told["samples"] if told else self.pieces.ids(step, part).tolist()
-        path = take_over(self.run.folder, step, part, seen.rank) if told and told["kept"] else ""
-        self._accidents.answer(accident, seen, samples=ids, path=path)
+        sums = {part: report.gradient_sums["loss"] for part, report in reports.items()}
+        means = {part: total / (count or 1.0) for part, (total, count) in sums.items()}
+        part = max(means, key=lambda part: (not math.isfinite(means[part]), means[part]))
+        seen = Sighting(order=(), where="", part=0, micro=-1, rank=reports[part].worker)
+        self._accidents.answer(accident, seen, samples=self.pieces.ids(step, part).tolist())
         return accident.told
 
     def evaluate(self, interruptions: Interruptions, *, batches: int | None = None) -> Evaluation | None:

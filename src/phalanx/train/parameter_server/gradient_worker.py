@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Mapping
 from typing import Any, final
@@ -18,19 +17,15 @@ from phalanx.device_kinds import kind_of
 from phalanx.hardware import peak_memory
 from phalanx.parallel import activation_checkpointing, torch_compile, without_gradient
 from phalanx.parallel.layout import Layout, SingleLayout, drop_gradients
-from phalanx.parallel.parameter_server import BatchPiece, Flat, FrameKind
+from phalanx.parallel.parameter_server import Flat, FrameKind
 from phalanx.parallel.rng_streams import reseed, stream
-from phalanx.train.accidents import LOOK_AT_VALUES, BufferCopies
 from phalanx.train.build_model import build_model
 from phalanx.train.evaluate import evaluation_mode, measure, refuse_metrics
 from phalanx.train.evaluation_sums import Sums, add_up
-from phalanx.train.grad_clipping import all_finite, local_gradients
 from phalanx.train.inputs import Inputs
 from phalanx.train.loss import read_loss
 from phalanx.train.loss_scaling import compute_context
-from phalanx.train.nonfinite_trace import Means, ModuleWatch, Sighting, first_sighting_here
 from phalanx.train.observer import Observer
-from phalanx.train.parameter_server.piece_accidents import PieceAccidents, not_found
 from phalanx.train.parameter_server.server_links import ServerLinks
 from phalanx.train.parameter_server.shard_store import ServerStatistics
 
@@ -41,7 +36,6 @@ class Worker:
 
     Attributes:
         observer: looks on.
-        accidents: what becomes of numbers that are not finite; ``None``: nobody looks for them.
     """
 
     def __init__(
@@ -49,7 +43,6 @@ class Worker:
     ) -> None:
         """``data`` are pieces to train on and to evaluate on."""
         self.observer = Observer()
-        self.accidents: PieceAccidents | None = None
         self._pieces, self._evaluation = data
         module = torch_compile.apply(activation_checkpointing.apply(build_model(job), plan), plan)
         self._layout = SingleLayout(module, device)
@@ -98,21 +91,8 @@ class Worker:
             links.push(self._gradients(), self._host, piece)
         seconds = time.perf_counter() - begun
         done = {**piece, "what": what, "version": version, "sums": sums, "samples": samples, "seconds": seconds}
-        if what == "train":
-            done |= self._look(BatchPiece(step, part), sums)
         brings = what == "train" and part == 0 and self._statistics.tensors
         return done, self._statistics.take() if brings else None
-
-    def _look(self, piece: BatchPiece, sums: Sums) -> dict[str, Any]:
-        """What the coordinator is told of numbers in ``piece`` that are not finite, which is pushed already."""
-        (total, count), computer = sums["loss"], self._computer
-        if self.accidents is None or computer.finite(piece.step, total):
-            return {}
-        try:
-            seen = computer.first_sighting(piece.step, piece.part)
-        except Exception as error:
-            seen = not_found(error)
-        return {"sighting": self.accidents.tell(seen, piece, total / (count or 1.0), computer.micros)}
 
     def _land(self) -> None:
         """Bring pulled values to where forward reads them."""
@@ -139,14 +119,13 @@ def _on_host(parameters: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 @final
 class Computer:
-    """Forward and backward over pieces; ``micros`` are those of the piece that gradients were computed of last."""
+    """Forward and backward over pieces."""
 
     def __init__(self, job: Job, plan: Plan, layout: Layout, device: torch.device, divisor: float) -> None:
         """``divisor`` is the constant that backward divides sums by."""
         self._job, self._plan, self._layout, self._device, self._divisor = job, plan, layout, device, divisor
         self._inputs = Inputs(job, layout.module)
         self._checked = False
-        self.micros: list[MicroBatch] = []
         self.moved: Callable[[], None] = lambda: None  # called between micro-batches
 
     def gradients(self, pieces: BatchPieces, step: int, part: int) -> tuple[Sums, int]:
@@ -157,12 +136,10 @@ class Computer:
         Raises:
             GradientError: if parameters get no gradient and the job does not allow it.
         """
-        self.micros = []
         sums: Sums = dict.fromkeys(("loss", *names_of(self._job.loss)), (0.0, 0.0))
         samples = 0
         drop_gradients(self._layout.parameters.values())
         for index, micro in enumerate(pieces.micros(step, part)):
-            self.micros.append(micro)
             add_up(sums, self._compute(micro, index, step, part))
             samples += micro.samples
         if not self._checked and self._job.unused == "error":
@@ -172,56 +149,19 @@ class Computer:
         self._checked = True
         return sums, samples
 
-    def _compute(
-        self, micro: MicroBatch, index: int, step: int, part: int, watch: ModuleWatch | None = None
-    ) -> dict[str, tuple[Any, Any]]:
-        """Forward and backward of one micro-batch, as ``watch`` looks on; returns sum and count of its losses."""
+    def _compute(self, micro: MicroBatch, index: int, step: int, part: int) -> dict[str, tuple[Any, Any]]:
+        """Run forward and backward of one micro-batch; returns sum and count of its losses."""
         device = self._device
         reseed(device, stream(self._job.seed, step, index, part))
         with compute_context(self._plan, device):
-            if watch:
-                watch.forward_begins((0, index))
             args, kwargs, batch = self._inputs(micro.batch, device)
             output = self._layout.module(*args, **kwargs)
-            if watch:
-                watch.loss_begins((0, index))
             read = read_loss(self._job.loss(output, batch), micro.samples, step)
         value = read.value * (read.weight / self._divisor)
-        if watch:
-            watch.loss_done((0, index), value)
         value.backward()
         self.moved()
         named = zip(names_of(self._job.loss), read.named, strict=True)
         return {"loss": (float(read.value.detach()) * read.weight, read.count), **dict(named)}
-
-    def finite(self, step: int, loss: float) -> bool:
-        """Whether ``loss`` and the gradients at hand are finite, and now and then the parameters, too."""
-        if not math.isfinite(loss):
-            return False
-        parameters = self._layout.parameters.values()
-        numbers = local_gradients(parameters)
-        if step % LOOK_AT_VALUES == 0:
-            numbers += [tensor.detach() for tensor in parameters]
-        return all_finite(numbers)
-
-    def first_sighting(self, step: int, part: int) -> Sighting:
-        """Compute the same piece once more, to see where numbers first were not finite.
-
-        Gradients are left as they come out; buffers, such as running statistics, as they were.
-        """
-
-        def again(watch: ModuleWatch) -> Means:
-            drop_gradients(self._layout.parameters.values())
-            sums = {(0, at): self._compute(micro, at, step, part, watch) for at, micro in enumerate(self.micros)}
-            whole = {place: found["loss"] for place, found in sums.items()}
-            return {place: total / (float(count) or 1.0) for place, (total, count) in whole.items()}
-
-        buffers = BufferCopies()
-        buffers.take(self._layout.modules)
-        try:
-            return first_sighting_here(self._layout, self.micros, again)
-        finally:
-            buffers.put_back()
 
     def measures(self, pieces: BatchPieces, step: int, part: int) -> tuple[Sums, int]:
         """Sum and count of the loss and of each metric over a piece of the evaluation data, and its samples."""

@@ -207,7 +207,7 @@ class RequestHandler:
             return  # of an earlier evaluation
         sums = {name: (float(total), float(count)) for name, (total, count) in done["sums"].items()}
         facts = {name: done[name] for name in ("version", "samples", "seconds")}
-        report = Report(worker=rank, gradient_sums=sums, sighting=done.get("sighting"), **facts)
+        report = Report(worker=rank, gradient_sums=sums, **facts)
         if not self.queue.put(rank, piece, report):
             return
         if self._what == "train":

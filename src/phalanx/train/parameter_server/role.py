@@ -25,7 +25,6 @@ from phalanx.train.lr_schedule import none_left, resume_notes
 from phalanx.train.observer import Observer
 from phalanx.train.parameter_server.coordinator import Coordinator, divisor_of, segment
 from phalanx.train.parameter_server.gradient_worker import Worker
-from phalanx.train.parameter_server.piece_accidents import PieceAccidents, discard
 from phalanx.train.parameter_server.requests import RequestHandler
 from phalanx.train.parameter_server.server import Server
 from phalanx.train.parameter_server.server_group import Address, Directory, Patience, ServerGroup, ServerScene, gone
@@ -80,7 +79,6 @@ def _work(
     data = _data(job, run)
     worker = Worker(job, run.plan, device, divisor_of(job), data)
     worker.observer = observer
-    worker.accidents = PieceAccidents(folder=run.folder, rank=place.rank, seed=job.seed)
     caller = Caller(identity=Identity(Role.WORKER, place.rank), secret=place.secret)
     links = ServerLinks(caller, data[0].told, run.plan.server, Directory(place), patience, _codec(run))
     links.start()
@@ -172,7 +170,6 @@ class ServerProcess:
                 return TrainingLoop(self._job, self._run, coordinator, recorder, observer, interruptions).run()
             finally:
                 coordinator.group.close()
-                discard(self._run.folder)
 
     def _start(self, coordinator: Coordinator, resumed: Path | None, damaged: list[str], findings: Findings) -> None:
         job, run, first, pieces = self._job, self._run, coordinator.taken, coordinator.pieces
