@@ -64,7 +64,9 @@ class Stranger:
         (self.run / "placement.json").write_text(json.dumps(placement()))
         (self.run / "forecast.json").write_text(json.dumps(forecast()))
         (self.run / "launch").mkdir()
-        (self.run / "launch" / "ticket.json").write_text('{"to": "ray://127.0.0.1:1", "actor": "gpt-1", "mark": "0"}')
+        (self.run / "launch" / "ticket.json").write_text(
+            '{"to": "ray:http://127.0.0.1:1", "job": "gpt-1", "mark": "0"}'
+        )
         (self.run / "launch" / "output.log").write_text("printed\n")
         writer = {"number": 1, "identity": "0", "host": socket.gethostname(), "pid": os.getpid(), "since": 1.0}
         (self.run / "writer.json").write_text(json.dumps(writer))

@@ -18,6 +18,9 @@ from pathlib import Path
 import psutil
 from launched import free_ports, until
 
+if find_spec("ray"):  # before any test: it sets variables of its own
+    import ray.job_submission  # noqa: F401
+
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "scancel", "squeue", "sinfo")
 # cred_expire is how long a job that is queued again waits, 6 s or more.
 CONFIGURATION = """\
@@ -194,58 +197,38 @@ _FASTER = {  # than a cluster between machines: how soon a node that is silent c
 
 
 _OF = "PHALANX_TEST_RAY"
-_COVERED = 'mount -t tmpfs none "$0" && exec "$@"'  # an empty folder in place of one, for what runs there alone
 
 
 def lacking_for_ray() -> str:
-    """Why no cluster can be had here; empty where one can."""
-    return "" if find_spec("ray") else "not installed: ray"
-
-
-def covers() -> bool:
-    """Whether nodes can be kept here from seeing a folder."""
-    words = ["unshare", "--mount", "mount", "-t", "tmpfs", "none", tempfile.gettempdir()]
-    return bool(shutil.which("unshare")) and not subprocess.run(words, capture_output=True, check=False).returncode
+    """Return why no cluster can be had here; empty if one can."""
+    missing = [name for name in ("ray", "aiohttp_cors", "opencensus") if not find_spec(name)]
+    return f"not installed: {', '.join(missing)} (ray[default])" if missing else ""
 
 
 class RayCluster:
-    """A head and nodes that join it. A variable of each process says of which cluster and node it is.
-
-    Attributes:
-        head_only: a folder that the head alone sees, where ``covers``; on the others it is empty.
-        covers: whether that can be had.
-        scratch: where its processes have what is temporary.
-    """
+    """A head and nodes that join it. A variable of each process says of which cluster and node it is."""
 
     def __init__(self) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="phalanx-ray-"))
-        self.head_only, self.scratch, self.covers = self.folder / "head-only", self.folder / "scratch", covers()
-        self.head_only.mkdir()
-        self.scratch.mkdir()
-        self.port, self.client_port = free_ports(2)
+        self.port, self.dashboard = free_ports(2)
         self._nodes = 0
 
     @property
     def address(self) -> str:
-        return f"ray://127.0.0.1:{self.client_port}"
-
-    @property
-    def node_address(self) -> str:
-        return f"ray:127.0.0.1:{self.port}"
+        return f"http://127.0.0.1:{self.dashboard}"
 
     def start_head(self) -> None:
-        words = ("--head", f"--port={self.port}", f"--ray-client-server-port={self.client_port}")
-        self._start(*words, "--include-dashboard=false", f"--temp-dir={self.folder}")
+        words = ("--head", f"--port={self.port}", f"--dashboard-port={self.dashboard}", f"--temp-dir={self.folder}")
+        self._start(*words, f"--ray-client-server-port={free_ports(1)[0]}")
 
     def start_node(self) -> int:
         return self._start(f"--address=127.0.0.1:{self.port}")
 
     def _start(self, *words: str) -> int:
         resources = (f"--num-cpus={CPUS}", "--num-gpus=0", "--object-store-memory=80000000")
-        ports = ("--min-worker-port=0", "--max-worker-port=0")  # any: two nodes of a machine would take the same
+        agent = f"--dashboard-agent-listen-port={free_ports(1)[0]}"
+        ports = ("--min-worker-port=0", "--max-worker-port=0", agent)  # two nodes of a machine would take the same
         ray = [sys.executable, "-c", "from ray.scripts.scripts import main; main()", "start"]
-        if self.covers and "--head" not in words:
-            ray = ["unshare", "--mount", "sh", "-c", _COVERED, str(self.head_only), *ray]
         number, self._nodes = self._nodes, self._nodes + 1
         log = self.folder / f"node-{number}.log"
         with log.open("wb") as out:
@@ -256,7 +239,7 @@ class RayCluster:
                     **_FASTER,
                     "RAY_USAGE_STATS_ENABLED": "0",
                     "HOME": str(self.folder),
-                    "TMPDIR": str(self.scratch),
+                    "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
                     _OF: self._mark(number),
                 },
                 cwd=self.folder,
@@ -317,7 +300,7 @@ def ray_cluster() -> Iterator[RayCluster]:
     try:
         cluster.start_head()
         cluster.start_node()
-        until(lambda: _listens(cluster.client_port), 120, "the head takes clients")
+        until(lambda: _listens(cluster.dashboard), 120, "the dashboard answers")
         yield cluster
     finally:
         cluster.end()

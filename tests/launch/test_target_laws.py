@@ -71,7 +71,7 @@ CASES = {
         run=("-n", "2:8", "--mirror", "s3://bucket/runs/1", "--batch", "8", "--keep", "3", "--steps", "4"),
         elsewhere={},
     ),
-    "ray": Case(to="ray://head:10001", own=("--nodes", "2"), elsewhere={}),
+    "ray": Case(to="ray:http://head:8265", own=("--nodes", "2"), elsewhere={}),
     "sagemaker": Case(to="sagemaker", own=SAGEMAKER, elsewhere={"job": "train.py", "folder": Path("checkpoints")}),
 }
 QUEUES = [name for name in CASES if name != "ssh"]

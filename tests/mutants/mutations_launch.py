@@ -6,7 +6,7 @@ from mutation import Mutation
 
 TABLES, PODS, CODE = "launch/test_target_tables.py", "launch/test_kubernetes.py", "launch/test_code_pack.py"
 HOSTS, OPTIONS = "unit/test_host_findings.py", "unit/test_target_options.py"
-SECRETS = "launch/test_target_tables.py"
+SECRETS, RAY = "launch/test_target_tables.py", "launch/test_ray.py"
 TARGETS, CHECKS = "launch/targets", "launch/check_hosts"
 
 LAUNCH = (
@@ -62,16 +62,23 @@ LAUNCH = (
     Mutation(
         "ray: a cluster that cannot be reached counts as one that has forgotten the run",
         f"{TARGETS}/ray.py",
-        'return Standing(state="unknown", detail=_unreachable(told, cluster))',
-        'told = {"state": None}',
+        'if "status code 404" in str(error):',
+        'if "4" in str(error) or "no Ray" in str(error):',
         (f"test {TABLES} how_a_run_stands",),
     ),
     Mutation(
-        "ray: code that changed meanwhile is sent",
+        "ray: an address of Ray's client server is taken",
         f"{TARGETS}/ray.py",
-        '.write(partial) != asked["sha256"]:',
-        '.write(partial) == "":',
-        (f"test {TABLES} code_that_changes",),
+        'r"https?://',
+        'r"(?:ray|https?)://',
+        (f"test {RAY} rays_own_variable",),
+    ),
+    Mutation(
+        "ray: losses count on though something was saved in between",
+        f"{TARGETS}/ray_driver.py",
+        "(1 if saved != known else lost + 1)",
+        "(lost + 1)",
+        (f"test {RAY} counts_losses_anew",),
     ),
     Mutation(
         "sagemaker: a job that uploads what it has trained waits",

@@ -21,7 +21,7 @@ from phalanx.errors import SpecError
 from phalanx.files import replace_text, single_writer
 from phalanx.launch import run_secret
 from phalanx.launch.runfile import RunFolder, absolute, default_folder, set_aside, settled
-from phalanx.launch.targets import kubernetes, kubernetes_standing, ray, ray_actors, ray_code, sagemaker
+from phalanx.launch.targets import kubernetes, kubernetes_standing, sagemaker
 from phalanx.launch.targets.launch_folder import CODE_LIST, FOLDER, OUTPUT, TICKET, attached_log
 from phalanx.launch.targets.slurm_script import SCRIPT
 from phalanx.launch.targets.ssh_sending import FolderSnapshot
@@ -258,7 +258,6 @@ NAMES = (BEST, PLACEMENT, FORECAST, EVENTS, FOLDER, single_writer.NAME, run_secr
 OF_LAUNCH = (
     *(SCRIPT, CODE_LIST, "slurm-7.out", TICKET),
     *(kubernetes._MANIFESTS, kubernetes._ASKED, kubernetes_standing._TAKEN, OUTPUT),
-    *(ray._REQUEST, ray_code.ARCHIVE, ray_actors.STANDING),
     sagemaker._REQUEST,
     *(attached_log(Path(), None).name, attached_log(Path(), 3).name),
 )

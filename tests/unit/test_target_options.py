@@ -12,7 +12,7 @@ from phalanx.config import Plan, RunSpec
 from phalanx.errors import SpecError
 from phalanx.launch.targets import TARGETS, Submission, Target, find_target, settled_options
 from phalanx.launch.targets.kubernetes import KubernetesTarget
-from phalanx.launch.targets.ray_request import NodeOffer, offer_of, offers
+from phalanx.launch.targets.ray import offer_of
 from phalanx.launch.targets.slurm import SlurmTarget
 
 pytestmark = pytest.mark.quick
@@ -219,20 +219,13 @@ class TestOffers:
     )
     def test_of_a_ray_cluster(self, nodes: list[tuple[float, float, str]], options: dict[str, str], said: str) -> None:
         there = [
-            NodeOffer(name=f"n{number}", cpus=cpus, gpus=gpus, kind=kind)
+            (f"n{number}", {"CPU": cpus, "GPU": gpus, **({f"accelerator_type:{kind}": 1.0} if kind else {})})
             for number, (cpus, gpus, kind) in enumerate(nodes)
         ]
         offer = offer_of(there, options)
         assert str(offer) == said
         if offer and not offer.device:
             assert offer.devices == int(nodes[0][0]) // int(options.get("cpus-per-worker", "1"))
-
-    def test_of_ray_is_read_from_what_ray_says(self) -> None:
-        up = {"NodeManagerHostname": "g0", "NodeManagerAddress": "10.0.0.1", "Alive": True}
-        resources = {"CPU": 64.0, "GPU": 8.0, "memory": 1e11, "accelerator_type:H100": 1.0, "node:10.0.0.1": 1.0}
-        (node,) = offers([{**up, "Resources": resources}, {**up, "Alive": False, "Resources": resources}])
-        assert node == NodeOffer(name="g0", cpus=64, gpus=8, kind="H100", memory=1e11)
-        assert str(node) == "g0 has 64 CPUs and 8 GPUs"
 
 
 class TestSbatch:

@@ -54,7 +54,7 @@ def command(ctx: click.Context, job: str, to: str | None, python: str | None, as
       phalanx check examples/digits.py --plan dp=2
       phalanx check train.py --to ssh:hosts.toml --run /shared/runs/1
       phalanx check train.py --to slurm --nodes 4 --time 12h --plan fsdp=32
-      phalanx check train.py --to ray://head:10001 --plan fsdp=8
+      phalanx check train.py --to ray:http://head:8265 --plan fsdp=8
     """
     from phalanx.launch.targets import find_target, settled_options
     from phalanx.preflight.launch_check import launch_check

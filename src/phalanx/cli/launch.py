@@ -81,7 +81,7 @@ def command(
       phalanx launch train.py --to slurm --nodes 4 --time 12h --plan "fsdp=32"
       phalanx launch train.py --to slurm --nodes 4 --plan dp=32 --dry-run
       phalanx launch /data/train.py --to kubernetes --image train:1 --volume data:/data --run /data/runs/1 --plan dp=8
-      phalanx launch train.py --to ray://head:10001 --plan "fsdp=8"
+      phalanx launch train.py --to ray:http://head:8265 --plan "fsdp=8"
     """
     from phalanx.launch.targets import AttachedTarget, QueueTarget, find_target, settled_options
 

@@ -26,7 +26,7 @@ def target_class(name: str) -> type[Target]:
 
 
 def find_target(text: str) -> Target:
-    """The target that ``--to`` names: ``ssh:hosts.toml``, ``slurm``, ``ray://head:10001``.
+    """The target that ``--to`` names: ``ssh:hosts.toml``, ``slurm``, ``ray:http://head:8265``.
 
     Raises:
         SpecError: there is none of that name, or what follows the colon is wrong.

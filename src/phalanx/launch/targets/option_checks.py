@@ -74,17 +74,19 @@ def changing_devices(run: RunSpec, target: str) -> list[Problem]:
     return [Problem(where="-n", given=given, allowed=allowed, fix=f"-n {run.plan.devices}")]
 
 
-def read_patch(table: Mapping[str, Option], options: Mapping[str, str]) -> tuple[dict[str, Any], list[Problem]]:
-    """Read the file of ``--patch``. Returns the JSON object that is in it, and what is wrong with it."""
-    if not options.get("patch"):
+def read_patch(
+    table: Mapping[str, Option], options: Mapping[str, str], name: str = "patch"
+) -> tuple[dict[str, Any], list[Problem]]:
+    """Read the file of ``--patch``, or of the option ``name``. Returns its JSON object, and the problems with it."""
+    if not options.get(name):
         return {}, []
-    path = Path(options["patch"]).expanduser()
+    path = Path(options[name]).expanduser()
     try:
-        found = read_json(path, where="--patch", fix=f"--patch {table['patch'].example}")
+        found = read_json(path, where=f"--{name}", fix=f"--{name} {table[name].example}")
     except SpecError as error:
         return {}, [*error.problems]
     if not isinstance(found, dict):
-        return {}, [wrong_option(table, "patch", f"{path} with {str(found)[:60]}", "a JSON object")]
+        return {}, [wrong_option(table, name, f"{path} with {str(found)[:60]}", "a JSON object")]
     return found, []
 
 
