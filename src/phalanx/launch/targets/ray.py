@@ -9,6 +9,7 @@ import json
 import os
 import re
 import shlex
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from importlib.util import find_spec
@@ -16,7 +17,6 @@ from pathlib import Path
 from typing import Any, ClassVar, final
 from unittest.mock import patch
 
-import phalanx
 from phalanx.config import Plan
 from phalanx.config.run_files import EVENTS
 from phalanx.device_kinds import on_host
@@ -25,14 +25,7 @@ from phalanx.files import read_text
 from phalanx.hardware.catalog import find
 from phalanx.launch.jobfile import Reference
 from phalanx.launch.reaper import SAVED
-from phalanx.launch.targets.code_pack import (
-    CODE_OPTION,
-    IGNORE_FILE,
-    NEVER_CODE,
-    folder_and_problems,
-    folder_to_pack,
-    job_within,
-)
+from phalanx.launch.targets.code_pack import CODE_OPTION, IGNORE_FILE, NEVER_CODE, folder_and_problems, job_within
 from phalanx.launch.targets.launch_folder import LAST_WORDS, State, attached_log, last_word
 from phalanx.launch.targets.offer import Offer
 from phalanx.launch.targets.option_checks import (
@@ -103,7 +96,7 @@ class RayTarget(QueueTarget):
 
     def submit(self, prepared: Prepared) -> Mapping[str, Any]:
         submission = prepared.submission
-        code = folder_to_pack(submission.run.job, submission.options.get("code"))
+        code, _ = folder_and_problems(submission.run.job, submission.options.get("code"))
         job = _ray_job(submission, code, " ".join(map(str, self._layout(submission))))
         job["runtime_env"] = merged(job["runtime_env"], read_patch(OPTIONS, submission.options, "runtime-env")[0])
         with prepared.written(), _client(self.address) as client:
@@ -160,15 +153,16 @@ def _ray_job(submission: Submission, code: Path, layout: str) -> dict[str, Any]:
     inside = sorted(f"/{one.relative_to(code)}" for one in runs if one.is_relative_to(code) and one != code)
     job = job_within(run.job, code) if Reference.parse(run.job).file else ""
     words = [submission.python, "-m", "phalanx.launch.targets.ray_driver", str(submission.runfile), job]
+    version = sys.modules["phalanx"].__version__
     return {
-        "entrypoint": "exec " + shlex.join([*words, phalanx.__version__, *layout.split()]),
+        "entrypoint": "exec " + shlex.join([*words, version, *layout.split()]),
         "submission_id": f"{re.sub(r'[^A-Za-z0-9_.-]+', '-', submission.name)}-{submission.token}",
         "runtime_env": {
             "working_dir": str(code),
             "excludes": [*(pattern.rstrip("/") for pattern in NEVER_CODE), *inside, *lines],
             "env_vars": {"RAY_JOB_STOP_WAIT_TIME_S": str(round(run.grace) + _STOP_MARGIN)},
         },
-        "metadata": {"phalanx": phalanx.__version__, "run": str(run.folder)},
+        "metadata": {"phalanx": version, "run": str(run.folder)},
     }
 
 

@@ -22,7 +22,6 @@ from pathlib import Path
 from threading import Event
 from typing import Any
 
-import phalanx
 from phalanx.config import RunSpec
 from phalanx.config.run_files import CHECKPOINTS
 from phalanx.errors import PhalanxError, RefusedError
@@ -35,6 +34,7 @@ LOST = -1000  # in place of an exit code: the actor is gone
 _SOON = 0.5  # seconds
 _AFTER_GRACE = 15  # seconds until an agent that was asked to stop is ended by force
 _AFTER_FAILURE = 30  # seconds for the other agents to end after one has failed
+_ANSWERS = 5  # seconds for an actor to answer
 _AFTER_LOSS = 3  # seconds to save for the other agents after an actor is lost
 _PR_SET_PDEATHSIG = 1  # the kernel ends a process with its parent
 
@@ -43,8 +43,8 @@ def main(words: Sequence[str]) -> int:
     """Train a run, or with a last word, in JSON, be the agent of one of its nodes. Returns the exit code of both."""
     runfile, job, version, *layout = words
     try:
-        if version != phalanx.__version__:
-            given = f"Phalanx {version} here, and {phalanx.__version__} on {platform.node()}"
+        if version != (own := sys.modules["phalanx"].__version__):
+            given = f"Phalanx {version} here, and {own} on {platform.node()}"
             fix = f"pip install phalanx=={version} there, or --runtime-env with pip"
             raise RefusedError.of("--to", given, "the same version", fix)
         spec = run_from(Path(runfile), "--run with a folder at the same path on all nodes")
@@ -72,7 +72,7 @@ class RayNode:
 
     def __init__(self, words: Sequence[str], cores: int) -> None:
         self._words, self._cores, self._asked = words, cores, False
-        self._agent: subprocess.Popen[bytes] | None = None
+        self._agent: subprocess.Popen[Any] | None = None
 
     def place(self) -> tuple[str, str, int]:
         """Return the node's name, its address and a free port."""
@@ -86,11 +86,12 @@ class RayNode:
         words = [*self._words, json.dumps({**told, "cores": self._cores, "actor": os.getpid()})]
         by_ray = ("OMP_NUM_THREADS", str(self._cores))  # for all workers of the node together
         environment = {name: value for name, value in os.environ.items() if (name, value) != by_ray}
-        how: Any = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-        with subprocess.Popen(words, env=environment, start_new_session=True, **how) as agent:
+        how: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "start_new_session": True}
+        with subprocess.Popen(words, env=environment, stdin=subprocess.DEVNULL, **how) as agent:
             self._agent = agent
             if self._asked:
                 agent.terminate()
+            assert agent.stdout
             pipe = agent.stdout.fileno()
             while (ready := select.select([pipe], [], [], _SOON)[0]) or agent.poll() is None:
                 if ready and not (text := os.read(pipe, 65536)):
@@ -141,7 +142,8 @@ class RayDriver:
         from ray.util.placement_group import placement_group, remove_placement_group
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        self._say(f"waiting for {self._nodes} x {self._cpus} CPUs, {self._gpus} GPUs, after {starts} earlier starts")
+        again = f", after {starts} earlier starts" if starts else ""
+        self._say(f"waiting for room on {self._nodes} nodes: {self._cpus} CPUs, {self._gpus} GPUs of each{again}")
         bundle = {"CPU": float(self._cpus), **({"GPU": float(self._gpus)} if self._gpus else {})}
         group = placement_group([bundle] * self._nodes, strategy="STRICT_SPREAD" if self._nodes > 1 else "PACK")
         actors = list[Any]()
@@ -172,16 +174,17 @@ class RayDriver:
         from ray.exceptions import RayActorError
 
         trains = [actor.train.options(num_returns="streaming") for actor in actors]
-        running = {train.remote({**told, "rank": rank}): rank for rank, train in enumerate(trains)}
+        running: dict[Any, int] = {train.remote({**told, "rank": rank}): rank for rank, train in enumerate(trains)}
         codes, until, stopping = dict[int, int](), float("inf"), False
         while running and time.monotonic() < until:
             if self._asked.is_set() and not stopping:
                 stopping, until = True, time.monotonic() + self._spec.grace + _AFTER_GRACE
                 for actor in actors:
                     actor.stop.remote()
-            for stream in ray.wait(list(running), timeout=_SOON)[0]:
+            ready: list[Any] = ray.wait(list(running), timeout=_SOON)[0]
+            for stream in ready:
                 try:
-                    said: bytes | int = ray.get(next(stream))
+                    said: Any = ray.get(next(stream))
                 except (RayActorError, StopIteration):
                     said = LOST
                 if isinstance(said, bytes):
@@ -191,7 +194,7 @@ class RayDriver:
                 if said and not stopping:
                     patience = min(_AFTER_LOSS, self._spec.grace) if said == LOST else _AFTER_FAILURE
                     until = min(until, time.monotonic() + patience)
-        return {**codes, **dict.fromkeys(running.values(), 1 if stopping else LOST)}  # Ray may not know yet of a loss
+        return {**codes, **{rank: 1 if stopping or _answers(actors[rank]) else LOST for rank in running.values()}}
 
     def _end(self, codes: Mapping[str, int]) -> int:
         word, asked = last_word(self._spec.folder), self._asked.is_set()
@@ -211,6 +214,16 @@ class RayDriver:
     def _say(self, text: str) -> None:
         print(f"phalanx: {text}", flush=True)
         append(self._output, f"phalanx: {text}\n".encode())
+
+
+def _answers(actor: Any) -> bool:
+    """Ask an actor that may be lost, of which Ray may not know yet."""
+    import ray
+    from ray.exceptions import RayError
+
+    with suppress(RayError):
+        return bool(ray.get(actor.place.remote(), timeout=_ANSWERS))
+    return False
 
 
 if __name__ == "__main__":
