@@ -140,7 +140,7 @@ class TestPackages:
         old = StandIn("n2", **first(stub(tmp_path, "torch", "2.11.0")))
         hosts = StandIn("n1"), old, StandIn("n3"), StandIn("n4", before=["false"])
         code, answer = looked(*hosts, StandIn("n5", before=["echo", "phalanx-check:{"]))
-        wrong = {("versions", ("n2",), True), ("host", ("n4",), True), ("host", ("n5",), True)}
+        wrong = {("versions", ("n2",), True), ("host", ("n4",), True), ("packages", ("n5",), True)}
         assert (code, {*found(answer)}) == (1, wrong)
         (what,) = [one["what"] for one in answer["findings"] if one["kind"] == "versions"]
         assert "torch 2.11.0 on n2" in what
@@ -151,20 +151,17 @@ class TestPackages:
     @pytest.mark.parametrize("name", ["torch", *longer("phalanx")])
     def test_a_missing_module(self, check: Check, tmp_path: Path, name: str) -> None:
         text = f"""
-import importlib.util, sys
+import sys
 class Missing:
     def find_spec(self, name, path=None, target=None):
         if name.partition(".")[0] == {name!r}:
             raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
 sys.meta_path.insert(0, Missing())
-find = importlib.util.find_spec
-importlib.util.find_spec = lambda name, package=None: None if name == {name!r} else find(name, package)
 """
         code, answer = check(StandIn("n1"), StandIn("n2", **first(at_start(tmp_path / "start", text))))
         assert (code, found(answer)) == (1, [("packages", ("n2",), True)])
-        assert answer["findings"][0]["what"] == f"{name} is not installed"
-        fix = "install the same Phalanx on all hosts" if name == "phalanx" else f"pip install {name}=="
-        assert answer["findings"][0]["fix"].startswith(fix)
+        assert f"No module named '{name}'" in answer["findings"][0]["what"]
+        assert answer["findings"][0]["fix"].startswith("install the same Phalanx and torch there")
 
 
 class TestJob:
@@ -250,7 +247,7 @@ class TestLinks:
     def test_good_ones_raise_no_alarm(self, check: Check, wired: Wired) -> None:
         code, answer = check(*wired.hosts)
         assert (code, answer["findings"], answer["not_looked_at"]) == (0, [], [])
-        assert all(host["told"]["data"]["samples"] == 16 for host in answer["hosts"])
+        assert all(host["facts"]["samples"] == 16 for host in answer["hosts"])
         assert len(answer["links"]) == 6
         assert all(link["latency"] > 0 for link in answer["links"])
         assert all(1e7 < link["bandwidth"] < 6e7 for link in answer["links"])
@@ -259,7 +256,7 @@ class TestLinks:
         wired.network.cut(1)
         code, answer = check(*wired.hosts)
         assert (code, found(answer)) == (1, [("links", ("n2",), True)])
-        assert "it reaches no other host, and none reaches it at" in answer["findings"][0]["what"]
+        assert "it does not reach n1 at" in answer["findings"][0]["what"]
 
     def test_a_link_at_a_tenth_of_the_others(self, check: Check, wired: Wired) -> None:
         wired.do(2, "tc qdisc del dev net0 root")

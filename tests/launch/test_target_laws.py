@@ -163,7 +163,7 @@ def prepared_for(monkeypatch: pytest.MonkeyPatch) -> list[Submission]:
             monkeypatch.setattr(kind, "why_not", lambda self, prepared, patience: "")
             monkeypatch.setattr(kind, "submit", _submitted)
             monkeypatch.setattr(kind, "standing", lambda self, ticket, folder: Standing(state="ended"))
-    nobody = HostSurvey(hosts=(), links=(), folder=Path("run"))
+    nobody = HostSurvey(hosts=(), folder=Path("run"))
     monkeypatch.setattr(launch_check, "survey", lambda hosts, question: nobody)
     return seen
 

@@ -156,32 +156,22 @@ esac
     [
         (
             DRIVER,
-            {
-                "error": "",
-                "devices": [
-                    {"index": 0, "name": "H100", "total": 81559 * 2**20, "used": 1024 * 2**20},
-                    {"index": 1, "name": "H100", "total": 81559 * 2**20, "used": 0},
-                ],
-                "driver": "550.1",
-                "pids": ["4242"],
-                "topology": "matrix",
-            },
+            {"driver_devices": 2, "driver": "550.1", "topology": "matrix"},
         ),
-        ("#!/bin/sh\necho first\necho has failed\nexit 9\n", {"error": "has failed"}),
+        ("#!/bin/sh\necho first\necho has failed\nexit 9\n", {"driver_error": "has failed"}),
         ("", {}),
     ],
 )
 def test_drivers_are_asked_by_the_texts_of_their_kinds(
     tool: str, told: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    drivers = {kind.name: kind.driver for kind in all_kinds() if kind.driver}
     (path,) = (tmp_path / kind.driver_tool for kind in all_kinds() if kind.driver_tool)
     if tool:
         path.write_text(tool)
         path.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin" if tool else str(tmp_path))
-    nothing = {"error": "", "devices": [], "driver": "", "pids": [], "topology": ""}
-    assert host_probe._gpus(drivers) == {**nothing, **told}
+    nothing = {"driver_error": "", "driver_devices": 0, "driver": "", "topology": ""}
+    assert host_probe._driver() == {**nothing, **told}
     assert kind_named("cuda").topology().strip() == told.get("topology", "")
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,16 @@ from phalanx.comm.mesh import Mesh
 from phalanx.config import Cluster, Plan
 from phalanx.errors import SpecError
 from phalanx.hardware import entry
-from phalanx.launch.check_hosts import HostAnswer, HostFinding, HostSurvey, LinkAnswer, Needs, findings
+from phalanx.launch.check_hosts import (
+    DeviceFacts,
+    HostAnswer,
+    HostFacts,
+    HostFinding,
+    HostSurvey,
+    LinkAnswer,
+    Needs,
+    findings,
+)
 from phalanx.launch.targets import Offer
 from phalanx.launch.targets.hosts_file import HostEntry
 from phalanx.launch.targets.offer import misfit, nearest_plan
@@ -33,25 +41,34 @@ def host(
     has: tuple[tuple[str, int], ...] = (),
     cores: int = 8,
     memory: int = 64 * GIB,
+    speed: float = 0.0,
     **other: Any,
 ) -> HostAnswer:
-    told: dict[str, Any] = {
-        "cores": cores,
-        "memory": {"total": memory, "free": memory},
-        "gpus": {"error": "", "devices": [], "topology": ""},
-        "devices": [
-            {"index": index, "name": kind, "free": size, "total": size, "error": ""}
-            for index, (kind, size) in enumerate(has)
-        ],
-        "interface": {"name": "eth0", "speed": 0.0},
-        "infiniband": False,
-        **other,
-    }
-    return HostAnswer(name=name, processes=processes, told=told)
+    facts = HostFacts(
+        **{**dict.fromkeys(("executable", "driver", "driver_error", "topology", "folder_error", "meets"), ""), **other},
+        **dict.fromkeys(("open_files", "locked_memory", "processes"), -1),
+        **dict.fromkeys(("shm", "shm_free", "driver_devices", "free_port"), 0),
+        python="3.12.1",
+        began=0.0,
+        ended=1.0,
+        address="10.0.0.1",
+        infiniband=False,
+        shared=True,
+        speed=speed,
+        cores=cores,
+        memory=memory,
+        memory_free=memory,
+        folder_free=2**40,
+        versions={"torch": "2.13.0", "phalanx": "0.1.0"},
+        devices=tuple(
+            DeviceFacts(index=index, name=kind, free=size, total=size) for index, (kind, size) in enumerate(has)
+        ),
+    )
+    return HostAnswer(name=name, processes=processes, facts=facts)
 
 
 def link(source: str, target: str, bandwidth: float, latency: float = 1e-4, error: str = "") -> LinkAnswer:
-    return LinkAnswer(source=source, target=target, port=1, bandwidth=bandwidth, latency=latency, error=error)
+    return LinkAnswer(source=source, target=target, bandwidth=bandwidth, latency=latency, error=error)
 
 
 def there(*hosts: HostAnswer, links: tuple[LinkAnswer, ...] = ()) -> Cluster:
@@ -98,7 +115,7 @@ class TestNetwork:
         assert there(host("n0", 1), host("n1", 1), links=broken).network == entry("cpu").network(1)
 
     def test_one_connection_is_not_taken_for_a_fast_interface(self) -> None:
-        fast = [host(name, 1, interface={"name": "eth0", "speed": 12.5e9}) for name in ("n0", "n1")]
+        fast = [host(name, 1, speed=12.5e9) for name in ("n0", "n1")]
         assert there(*fast, links=both(1.1e9)).network.bandwidth == 12.5e9
         assert there(*fast, links=both(1e8)).network.bandwidth == 1e8
 
@@ -201,20 +218,8 @@ def split_groups(plan: Plan, workers: tuple[int, ...]) -> list[HostFinding]:
 
 def checked(plan: Plan, workers: tuple[int, ...], devices: tuple[int, ...] = ()) -> list[HostFinding]:
     """What is found on hosts with nothing wrong but how many ``workers`` and ``devices`` each has."""
-    whole: dict[str, Any] = {
-        "python": "3.12.1",
-        "executable": "python",
-        "limits": {},
-        "shm": {"total": 0, "free": 0},
-        "folder": {"shared": True, "error": "", "free": 2**40},
-        "gpus": {"error": "", "devices": []},
-        "address": "10.0.0.1",
-        "meets": "",
-        "ending": "",
-        "versions": {"torch": "2.13.0", "phalanx": "0.1.0"},
-    }
     hosts = [
-        host(f"n{number}", count, has=(H100,) * have, **copy.deepcopy(whole))
+        host(f"n{number}", count, has=(H100,) * have)
         for number, (count, have) in enumerate(zip(workers, devices or [0] * len(workers), strict=True))
     ]
-    return findings(HostSurvey(hosts=tuple(hosts), links=(), folder=Path("/runs")), Needs(plan=plan))
+    return findings(HostSurvey(hosts=tuple(hosts), folder=Path("/runs")), Needs(plan=plan))

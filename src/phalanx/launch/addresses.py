@@ -14,7 +14,8 @@ from phalanx.device_kinds import interface_variables
 LOOPBACK = "127.0.0.1"
 
 _MOST_CONNECTED = 256  # ranks of which each is connected with every other as a group is made
-_ANYWHERE = "198.51.100.1"  # an address kept for documentation: nothing is sent there, only a route looked up
+ANYWHERE = "198.51.100.1"
+"""An address kept for documentation: nothing is sent there, only a route looked up."""
 
 
 def own_address(master: str, *, one_host: bool) -> str:
@@ -27,7 +28,7 @@ def own_address(master: str, *, one_host: bool) -> str:
     if one_host:
         return LOOPBACK
     # the machine that master is on may know itself by a loopback address, as Debian's /etc/hosts has it
-    addresses = (_source(towards) for towards in (master, _ANYWHERE))
+    addresses = (_source(towards) for towards in (master, ANYWHERE))
     return next((one for one in addresses if one and not ipaddress.ip_address(one).is_loopback), LOOPBACK)
 
 

@@ -1,4 +1,4 @@
-"""Tables of what a host may tell, by which each is checked as it comes: messages of its agent, answers to a check."""
+"""Tables of the messages that the agent of a host may send; each is checked as it comes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-from phalanx.device_kinds import all_kinds
 from phalanx.files import json_value
 
 LONGEST = 64 * 2**20
@@ -32,15 +31,6 @@ def checked(line: bytes, ranks: range) -> dict[str, Any] | None:
         if _fits(told, _MESSAGES) and _own(told, ranks):
             return told
     return {"refused": f"it says what no agent says: {line[:100].decode(errors='replace').strip()}"}
-
-
-def checked_answer(text: str, *, of_link: bool) -> dict[str, Any] | None:
-    """Return what a host answers to a check, of itself or ``of_link``; ``None`` where it is no answer."""
-    with suppress(ValueError):
-        told = json_value(text)
-        if isinstance(told, dict) and all(_fits(value, _ANSWER.get(name, str)) for name, value in told.items()):
-            return told if (told.keys() <= _LINK if of_link else told.keys() >= _ALWAYS) else None
-    return None
 
 
 def _own(told: dict[str, Any], ranks: range) -> bool:
@@ -133,42 +123,3 @@ _MESSAGES = (
     {"changed": _changes, "gone": [_path]},
     *({"files": frozenset({call}), "result": form} for call, form in _RESULTS.items()),
 )
-
-_ROOM = {"total": _count, "free": _count}
-_PATH, _NO_ERROR = {"path": str, "error": str}, frozenset({""})
-_DEVICE = {"index": _count, "error": str}
-_ANSWER = {
-    "cores": _count,
-    "memory": _ROOM,
-    "limits": _named(int),
-    "shm": _ROOM,
-    "folder": (
-        {**_PATH, "exists": bool, "shared": lambda shared: shared is False},
-        {**_PATH, "exists": bool, "shared": bool, "free": _count},
-    ),
-    "scratch": {**_PATH, "free": _count},
-    "gpus": {
-        **dict.fromkeys(("error", "driver", "topology"), str),
-        "devices": [{"index": _count, "name": str, "total": _count, "used": _count}],
-        "pids": [str],
-    },
-    "interface": {"name": str, "speed": float},
-    "free_port": _count,
-    **dict.fromkeys(("began", "ended", "latency", "bandwidth"), float),
-    **dict.fromkeys(("alike", "infiniband", "loaded"), bool),
-    "versions": dict.fromkeys(("torch", "phalanx"), str),
-    "source": {"missing": bool, "files": _named(str), "imports": _named(str), "state": _STATE},
-    "kind": lambda kind: kind in ["", *(one.name for one in all_kinds())],
-    "devices": [(_DEVICE, {**_DEVICE, "name": str}, {**_DEVICE, "name": str, **_ROOM})],
-    "data": (
-        {"error": str, "fix": str, "of": frozenset({"job", "data"})},
-        {"error": _NO_ERROR, "workers": _count},
-        {"error": _NO_ERROR, "workers": _count, "samples": _count},
-    ),
-}
-"""The form of each part of an answer; a part that has none is a text."""
-_LINK = {"error", "latency", "bandwidth"}
-_ALWAYS = {
-    *("python", "executable", "host", "address", "meets", "ending", "began", "ended", "cores", "memory", "limits"),
-    *("shm", "folder", "scratch", "gpus", "interface", "infiniband", "free_port"),
-}

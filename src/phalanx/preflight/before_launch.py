@@ -61,7 +61,7 @@ def _on_hosts(question: LaunchQuestion, *, checks: bool, chooses: bool) -> Befor
         question.target.prepare(question.submission)  # refuses before any is asked
     asked = question if checks else replace(question, reference="")  # which takes less than to load the job there
     said, choice = surveyed(asked), None
-    if chooses and not (checks and any(not one.told for one in said.hosts)):
+    if chooses and not (checks and any(not one.facts for one in said.hosts)):
         choice = choose_plan(_job_of(question), cluster_there(said))
         question = replace(question, plan=choice.plan)
     return BeforeLaunch(choice=choice, check=launch_check(question, said) if checks else None)

@@ -18,7 +18,6 @@ from phalanx.hardware.probe import Gpu, matched, measured
 from phalanx.launch.check_hosts import (
     CheckQuestion,
     CheckTime,
-    FindingKind,
     HostAnswer,
     HostFinding,
     HostSurvey,
@@ -40,11 +39,11 @@ from phalanx.train.lr_schedule import RunStart
 _LOOK = 2.0  # seconds that a look at the model is given in any case
 _OF_QUEUE = 16.0  # seconds that are kept for what a queue says
 _UNREAD = "the job's data could not be read"
-_HANDED_OVER: set[FindingKind] = {"job", "folder", "plan"}
+_HANDED_OVER: set[str] = {"job", "folder", "plan"}
 """What is wrong for a queue where it is wrong on the machine that hands a run to it."""
-_SHARED: set[FindingKind] = {"packages", "data"}
+_SHARED: set[str] = {"packages", "data"}
 """The same where the queue's machines have the packages and data of that machine."""
-_SEEN_ALIKE: set[FindingKind] = {"data"}
+_SEEN_ALIKE: set[str] = {"data"}
 """The same where they have its data alone."""
 
 
@@ -104,7 +103,7 @@ class LaunchCheck:
         return {
             "plan": str(self.plan or ""),
             "hosts": [
-                {"name": one.name, "told": one.told, "error": one.error, "ahead": one.ahead, "seen": one.seen}
+                {"name": one.name, "facts": one.facts and asdict(one.facts), "error": one.error, "ahead": one.ahead}
                 for one in self.survey.hosts
             ],
             "links": [asdict(one) for one in self.survey.links],
@@ -129,14 +128,13 @@ def launch_check(question: LaunchQuestion, said: HostSurvey | None = None) -> La
     ``said``: what they said, where they have been asked.
     """
     target, said = question.target, said or surveyed(question)
-    there = [one for one in said.hosts if one.told]
+    there = [one.facts for one in said.hosts if one.facts]
     lacks = "the plan, and memory that it needs: the job does not load here"
     job, unknown = question.job, [] if question.job else [lacks if question.reference else "a job: none was named"]
-    unknown += [f"links between {said.unasked} pairs of hosts: no time was left"] if said.unasked else []
     queue = target if isinstance(target, QueueTarget) else None
     plan = question.plan or (replicas_on(said.hosts, job) if job and not queue else None)
-    unread = [one for one in there if (one.told.get("data") or {"error": "-"})["error"]]
-    lacking = any(not one.unsent for one in unread)  # where the code was too much for a check, nothing is known of data
+    unread = [one for one in there if not one.data_read]
+    lacking = any(not one.missing for one in unread)
     asked = question.under(plan) if job and plan else None
     refused, looked_at = list[HostFinding](), False
     if job and asked:
@@ -147,7 +145,7 @@ def launch_check(question: LaunchQuestion, said: HostSurvey | None = None) -> La
     if queue:
         unknown += _unknown_of_queue(queue, question)
     elif job and asked and not refused:
-        needs, missing = (needs, _UNREAD) if lacking else host_needs(job, asked.run, there, question.time)
+        needs, missing = (needs, _UNREAD) if lacking else host_needs(job, asked.run, said.hosts, question.time)
         unknown += [f"memory that the plan needs: {missing}"] if missing else []
     unknown += said.not_looked_at
     if needs and asked:
@@ -180,7 +178,7 @@ def _asked_of(queue: QueueTarget, asked: Submission, time: CheckTime) -> tuple[l
     return [HostFinding(kind="queue", hosts=(), what=what, fix="ask for what there is")] if words else [], ""
 
 
-def _kinds_of(question: LaunchQuestion) -> set[FindingKind]:
+def _kinds_of(question: LaunchQuestion) -> set[str]:
     """What of this machine's findings is wrong for a queue; a job that does not load here is not handed over."""
     if question.reference and not question.job:
         return _HANDED_OVER | _SHARED
@@ -293,14 +291,14 @@ def host_needs(job: Job, run: RunSpec, answers: Sequence[HostAnswer], time: Chec
 
 def replicas_on(answers: Sequence[HostAnswer], job: Job | None) -> Plan:
     """Plain replicas on all devices, as far as a batch goes round; a process for each host that has none."""
-    places = sum(one.processes or len(one.devices) for one in answers) or len(answers)
+    places = sum(one.processes or len(one.facts.devices if one.facts else ()) for one in answers) or len(answers)
     return Plan(dp=max(1, min(places, job.batch if job else places)))
 
 
 def _smallest(answers: Sequence[HostAnswer]) -> Gpu | None:
-    devices = [device for one in answers for device in one.whole_devices]
-    least = min(devices, key=lambda device: device["total"], default=None)
-    return Gpu(name=least["name"], memory=least["total"]) if least else None
+    devices = [device for one in answers for device in one.working]
+    least = min(devices, key=lambda device: device.total, default=None)
+    return Gpu(name=least.name, memory=least.total) if least else None
 
 
 def _send_needs(job: Job, plan: Plan, gpu: Gpu | None, send: Send) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import median
-from typing import Any
 
 from phalanx.config import Cluster, Group, Host, Link, Network
 from phalanx.errors import RunError, SpecError
@@ -41,16 +40,14 @@ class _Machine:
 
     @classmethod
     def of(cls, answer: HostAnswer) -> _Machine:
-        told: dict[str, Any] = {**answer.told}
-        whole = answer.whole_devices
+        facts, whole = answer.facts, answer.working
+        assert facts
         count = answer.processes or len(whole) or 1
         gpu, link = None, entry("cpu").link
         if len(whole) >= count:
-            gpu = min((Gpu(name=one["name"], memory=one["total"]) for one in whole), key=lambda one: one.memory)
-            link = link_of(told["gpus"].get("topology", ""), len(answer.devices), matched(gpu))
-        return cls(
-            name=answer.name, gpu=gpu, link=link, count=count, cores=told["cores"], memory=told["memory"]["total"]
-        )
+            gpu = min((Gpu(name=one.name, memory=one.total) for one in whole), key=lambda one: one.memory)
+            link = link_of(facts.topology, len(facts.devices), matched(gpu))
+        return cls(name=answer.name, gpu=gpu, link=link, count=count, cores=facts.cores, memory=facts.memory)
 
     def is_like(self, other: _Machine) -> bool:
         """Return True if the two are of one kind."""
@@ -75,7 +72,7 @@ def cluster_there(survey: HostSurvey) -> Cluster:
         RunError: a host gave no answer; each is named, with why.
         SpecError: some hosts have GPUs for all their workers and others have not.
     """
-    if silent := [one for one in survey.hosts if not one.told]:
+    if silent := [one for one in survey.hosts if not one.facts]:
         lines = [f"host {one.name} cannot be used: {one.error}" for one in silent]
         raise RunError("\n".join([*lines, "    try: phalanx check --to TARGET, which says more"]))
     machines = [_Machine.of(one) for one in survey.hosts]
@@ -136,9 +133,9 @@ def _network(survey: HostSurvey, machines: Sequence[_Machine]) -> Network:
     by_catalog = [matched(one.gpu).network(one.count) if one.gpu else entry("cpu").network(1) for one in machines]
     usual = min(by_catalog, key=lambda one: one.bandwidth)
     links = [one for one in survey.links if not one.error and one.bandwidth > 0]
-    if not links or all(one.told.get("infiniband") for one in survey.hosts):
+    if not links or all(one.facts and one.facts.infiniband for one in survey.hosts):
         return usual
-    speeds = {one.name: (one.told.get("interface") or {"speed": 0.0})["speed"] for one in survey.hosts}
+    speeds = {one.name: one.facts.speed for one in survey.hosts if one.facts}
     slowest = min(_carries(one, speeds.get(one.source, 0.0)) for one in links)  # a ring goes over all of them
     trip = _rounded(median(one.latency for one in links))
     return Network(bandwidth=_rounded(slowest), latency=trip / 2)

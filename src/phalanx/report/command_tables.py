@@ -93,27 +93,20 @@ def _hosts(hosts: Sequence[Mapping[str, Any]]) -> Table:
 
 
 def _cells(host: Mapping[str, Any]) -> list[str]:
-    told = host["told"]
-    if not told:
+    facts = host["facts"]
+    if not facts:
         return ["-"] * 7
-    devices, versions = told.get("devices") or (), told.get("versions", {})
-    kinds = sorted({device.get("name", "devices") for device in devices})
-    data = told.get("data")
-    free = told["folder"].get("free")
+    devices, samples = facts["devices"], facts["samples"]
+    kinds = sorted({device["name"] or "devices" for device in devices})
+    read = "yes" if facts["data_read"] else "no" if facts["data_error"] else "-"
     middle, spread = sum(host["ahead"]) / 2, (host["ahead"][1] - host["ahead"][0]) / 2
     return [
-        told["python"],
-        (versions.get("torch") or "-").partition("+")[0],
-        f"{len(devices)} x {', '.join(kinds)}" if devices else f"{told['cores']} cores",
-        show_bytes(min((device.get("free", 0) for device in devices), default=told["memory"]["free"])),
-        "-" if free is None else show_bytes(free),
-        "-"
-        if data is None
-        else "no"
-        if data["error"]
-        else f"{data['samples']} samples"
-        if "samples" in data
-        else "yes",
+        facts["python"],
+        facts["versions"].get("torch", "-").partition("+")[0],
+        f"{len(devices)} x {', '.join(kinds)}" if devices else f"{facts['cores']} cores",
+        show_bytes(min((device["free"] for device in devices), default=facts["memory_free"])),
+        show_bytes(facts["folder_free"]),
+        f"{samples} samples" if samples >= 0 else read,
         "right" if abs(middle) <= max(1.0, spread) else f"{'+' if middle > 0 else '-'}{show_seconds(abs(middle))}",
     ]
 

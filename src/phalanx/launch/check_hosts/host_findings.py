@@ -1,266 +1,213 @@
-"""From what hosts said to what would keep training from running there, and what to do: pure, and told by no wording.
+"""Compare the answers of hosts, and find the reasons why training would fail there: two tables, and a few functions.
 
-A finding ``fails`` where training would not start or not go on; others cost time, or make the numbers less sure.
+A finding ``fails`` if training would not start or not go on; others cost time, or make the numbers less sure.
 """
 
 from __future__ import annotations
 
-import statistics
-from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from phalanx.config import RunSpec
-from phalanx.device_kinds import all_kinds
+from phalanx.device_kinds import DeviceKind, all_kinds
 from phalanx.errors import Problem
-from phalanx.launch.check_hosts.asking import HostAnswer, HostSurvey
-from phalanx.launch.check_hosts.device_findings import Needs, device_findings, plan_findings, workers_of
-from phalanx.launch.check_hosts.finding import HostFinding, odd_ones, way_there
-from phalanx.launch.check_hosts.link_findings import link_findings
-from phalanx.units import show_bytes, show_seconds
+from phalanx.launch.check_hosts.group_findings import (
+    HostFinding,
+    Needs,
+    clock_findings,
+    device_findings,
+    kind_there,
+    link_findings,
+    plan_findings,
+    workers_of,
+)
+from phalanx.launch.check_hosts.host_answer import HostAnswer, HostFacts
+from phalanx.launch.check_hosts.host_survey import HostSurvey
+from phalanx.units import show_bytes, show_names
 
-_CLOCK = 5.0  # seconds that clocks may differ by
 _KEPT = 3  # checkpoints on the disk at a time
+_ENOUGH = 1024  # open files, and processes of a user
+_SHM, _LEAST_SHM = 128 * 2**20, 16 * 2**20  # bytes of /dev/shm that are enough, and too few
+_SAME_PHALANX = "install the same Phalanx on all hosts, from one folder"
+_INSTALL = "install the same Phalanx and torch there, for the interpreter of the workers"
+_WAYS = (
+    ("host key verification", "host", "ssh {name}, once by hand: look at its key, and accept it if it is right"),
+    ("resolve hostname", "host", 'an entry {name} in ~/.ssh/config; or ssh = ["-F", "ssh.config"] in the hosts file'),
+    ("connection refused", "host", "ssh {name} true: see that sshd listens there, at the port of ~/.ssh/config"),
+    ("permission denied", "host", "ssh-copy-id {name}: nobody is asked for a password here"),
+    *((sign, "packages", _INSTALL) for sign in ("no module named", "importerror", "cannot open shared object")),
+    ("another answer", "packages", _SAME_PHALANX),
+    ("no such file", "host", 'python = "/path/to/python" and folder = "/path" in the hosts file: those on the hosts'),
+    ("not found", "host", 'python = "/path/to/python" in the hosts file: without it, it is the interpreter here'),
+    ("", "host", "ssh {name} true: see that it is up, and that its name and address are right"),
+)
+"""Words in the error of a host without an answer, kind of the finding, and fix."""
 
 
 def findings(survey: HostSurvey, needs: Needs | None) -> list[HostFinding]:
-    """Everything that is wrong, what fails first; alike findings of several hosts are one."""
-    there = [answer for answer in survey.hosts if answer.told]
-    silent = [(one.name, one.error) for one in survey.hosts if not one.told]
+    """Return all faults, first the faults by which training fails; the same fault of several hosts is one."""
+    there = [one for one in survey.hosts if one.facts]
+    whole, kind = len(there) == len(survey.hosts), kind_there(there)
+    counts, total = (workers_of(there, needs), needs.plan.processes) if needs else ({}, 1)
+    facts = [one.facts for one in there if one.facts]
     found = [
-        *(HostFinding(kind="host", hosts=(name,), what=error, fix=way_there(name, error)) for name, error in silent),
-        *_versions(there),
-        *_job(there),
-        *_folder(survey, there, needs),
+        *(_silent(one) for one in survey.hosts if not one.facts),
+        *_differences(facts, [one.name for one in there]),
+        *(row for one, h in zip(there, facts, strict=True) for row in _of_host(one, h, survey, needs)),
+        *_of_folders(survey, needs),
+        *(
+            row
+            for one, h in zip(there, facts, strict=True)
+            for row in _of_system(one.name, h, kind, (counts.get(one.name, 1), total))
+        ),
         *device_findings(there),
-        *(plan_findings(there, needs, whole=len(there) == len(survey.hosts)) if needs else ()),
-        *limit_findings(there, needs.plan.processes if needs else 1),
-        *few_processes(there, workers_of(there, needs) if needs else {}),
-        *_clocks(there),
-        *link_findings(survey.links, {one.name: one.told for one in there}),
+        *(plan_findings(there, needs, whole=whole) if needs else ()),
+        *clock_findings(there),
+        *link_findings(survey.links, {one.name: one.facts.address for one in there if one.facts}),
     ]
-    return sorted(_together(found), key=lambda one: not one.fails)
-
-
-def _together(found: Iterable[HostFinding]) -> list[HostFinding]:
     groups: dict[tuple[Any, ...], list[HostFinding]] = defaultdict(list)
     for one in found:
+        one = replace(one, what=" ".join(one.what.split()), fix=" ".join(one.fix.split()))
         groups[one.kind, one.what, one.fix, one.fails].append(one)
-    return [replace(same[0], hosts=tuple(name for one in same for name in one.hosts)) for same in groups.values()]
+    together = [replace(same[0], hosts=tuple(name for one in same for name in one.hosts)) for same in groups.values()]
+    return sorted(together, key=lambda one: not one.fails)
 
 
-_PHALANX = "install the same Phalanx on all hosts, from one folder: pip install path/to/phalanx"
+def way_there(name: str, said: str) -> str:
+    """Return the fix for the host ``name``, which cannot be used, by the words of ssh or its shell."""
+    return next(way for sign, _, way in _WAYS if sign in said.lower()).format(name=name)
 
 
-def _versions(there: Sequence[HostAnswer]) -> Iterator[HostFinding]:
-    fix = "use the same Python on all hosts"
-    yield from odd_ones("Python", there, lambda one: one.told["python"].rpartition(".")[0], fix, fails=False)
-    for name in ("torch", "phalanx"):
-        yield from _package(name, there, lambda one, key=name: one.told.get("versions", {}).get(key), fails=True)
-    for key, name in {key: name for kind in all_kinds() for key, name in kind.versions.items()}.items():
-        same = "install the same torch on all hosts"
-        yield from odd_ones(name, there, lambda one, key=key: one.told.get(key) or None, same)
-    same = "install the same driver on all hosts"
-    yield from odd_ones("GPU driver", there, lambda one: one.told["gpus"].get("driver") or None, same, fails=False)
-    imports = sorted({name for one in there for name in one.told.get("source", {}).get("imports", {})})
-    for name in imports:
-        asked = [one for one in there if not one.unsent]
-        loads = [one for one in asked if one.told.get("data") and not one.told["data"]["error"]]
-        fails = len(loads) < len(asked)  # what a job imports only when it needs it may be missing
-        yield from _package(
-            name,
-            there,
-            lambda one, key=name: one.told.get("source", {}).get("imports", {}).get(key),
-            fails=False,
-            missing=fails,
-        )
+def _silent(answer: HostAnswer) -> HostFinding:
+    kind = next(kind for sign, kind, _ in _WAYS if sign in answer.error.lower())
+    return HostFinding(kind=kind, hosts=(answer.name,), what=answer.error, fix=way_there(answer.name, answer.error))
 
 
-def _package(
-    name: str,
-    there: Sequence[HostAnswer],
-    version: Callable[[HostAnswer], str | None],
-    *,
-    fails: bool,
-    missing: bool = True,
-) -> Iterator[HostFinding]:
-    """A package that is missing, cannot be imported, or is another on some hosts."""
-    whole: list[HostAnswer] = []
-    for one in there:
-        here = version(one)
-        if here is None or here == "local":
-            continue
-        if not here or here.startswith("!"):
-            others = Counter(found for other in there if (found := version(other)) and not found.startswith("!"))
-            pin = f"=={others.most_common(1)[0][0].partition('+')[0]}" if others else ""
-            what = f"{name} cannot be imported: {here[1:]}" if here else f"{name} is not installed"
-            fix = _PHALANX if name == "phalanx" else f"pip install {name}{pin}, with {one.told['executable']}"
-            yield HostFinding(kind="packages", hosts=(one.name,), what=what, fix=fix, fails=missing)
-        else:
-            whole.append(one)
-    common = Counter(version(one) for one in whole).most_common(1)
-    fix = f"pip install {name}=={str(common[0][0]).partition('+')[0]} there" if common else ""
-    fix = _PHALANX if name == "phalanx" else fix
-    yield from odd_ones(name, whole, version, fix, fails=fails)
+def _differences(there: Sequence[HostFacts], names: Sequence[str]) -> Iterator[HostFinding]:
+    """Find values that hosts should have alike."""
+    of_kinds = {name: label for kind in all_kinds() for name, label in kind.versions.items()}
+    rows = [
+        ("versions", "Python", [one.python.rpartition(".")[0] for one in there], "use the same Python there", False),
+        ("versions", "GPU driver", [one.driver for one in there], "install the same driver on all hosts", False),
+        ("devices", "devices:", [f"{len(one.devices)}" for one in there], "see that the driver lists all", False),
+    ]
+    for name in dict.fromkeys(name for one in there for name in one.versions):
+        fix = _SAME_PHALANX if name == "phalanx" else f"pip install {name}=={{}} there"
+        fix, fails = ("install the same torch on all hosts" if name in of_kinds else fix), name in _MUST | {*of_kinds}
+        rows.append(("versions", of_kinds.get(name, name), [one.versions.get(name, "") for one in there], fix, fails))
+    for file in dict.fromkeys(file for one in there for file in one.files):
+        digests = [one.files.get(file, "")[:12] for one in there]
+        fix = "copy the job's folder there again, or put it where all hosts see it"
+        rows.append(("job", f"{file} is another file:", digests, fix, True))
+    for kind, label, values, fix, fails in rows:
+        groups = defaultdict[str, list[str]](list)
+        for name, value in zip(names, values, strict=True):
+            groups[value] += [name] if value else []
+        groups.pop("", None)
+        # the value of the first host is the usual one if several are as frequent
+        usual, *odd = sorted(groups.items(), key=lambda item: -len(item[1])) or [("", [])]
+        if odd:
+            words = ", ".join(f"{value} on {show_names(hosts)}" for value, hosts in [*odd, usual])
+            hosts = tuple(host for _, hosts in odd for host in hosts)
+            fix = fix.replace("{}", usual[0].partition("+")[0])
+            yield HostFinding(kind=kind, hosts=hosts, what=f"{label} {words}", fix=fix, fails=fails)
 
 
-def _job(there: Sequence[HostAnswer]) -> Iterator[HostFinding]:
-    sources = {one.name: one.told["source"] for one in there if one.told.get("source")}
-    for one in there:
-        if error := one.told.get("unpacked"):
-            fix = "make room there, in the folder for temporary files (TMPDIR)"
-            what = f"the job's code cannot be unpacked there: {error}"
-            yield HostFinding(kind="job", hosts=(one.name,), what=what, fix=fix)
-        if one.refused:
-            sources.pop(one.name, None)
-            what = f"the job's code is not there, or another, and is not sent: {one.refused.given}"
-            yield HostFinding(kind="job", hosts=(one.name,), what=what, fix=one.refused.fix)
-    for name in (name for name, source in sources.items() if source["missing"]):
-        fix = "put the job's folder where all hosts see it under the same path, or copy it there"
-        yield HostFinding(kind="job", hosts=(name,), what="the job's file is not there", fix=fix)
-    whole = [one for one in there if one.name in sources and not sources[one.name]["missing"]]
-    for file in sorted({file for one in whole for file in sources[one.name]["files"]}):
-        texts = Counter(sources[one.name]["files"].get(file, "") for one in whole)
-        common = texts.most_common(1)[0][0]
-        for one in whole:
-            if sources[one.name]["files"].get(file, "") != common:
-                fix = "copy the job's folder there again, or put it where all hosts see it"
-                yield HostFinding(kind="job", hosts=(one.name,), what=f"{file} is not what it is on others", fix=fix)
-    for one in there:
-        if one.sent:
-            fix = "put the job's folder where all hosts see it, if none of it is to be sent"
-            what = f"the job's code is not there, or another: {show_bytes(one.sent)} of it are sent"
-            yield HostFinding(kind="job", hosts=(one.name,), what=what, fix=fix, fails=False)
-    for one in whole:
-        missing = any(not version or version.startswith("!") for version in sources[one.name]["imports"].values())
-        told = one.told.get("data")
-        if told and told["error"] and not missing:
-            kind = "data" if told["of"] == "data" else "job"
-            what = told["error"] if kind == "job" else f"the job's data: {told['error']}"
-            fix = told["fix"] or "make the data readable there: job.data() is called on every host"
-            yield HostFinding(kind=kind, hosts=(one.name,), what=what, fix=fix)
-    for one in there:
-        if one.told["ending"]:
-            doing = "its data" if one.told.get("versions") else "torch"
-            what = f"the process that was to load the job and {doing} {one.told['ending']}"
-            fix = "load the job there by hand and see what takes so long, or ends it"
-            kind = "data" if one.told.get("loaded") else "job"
-            yield HostFinding(kind=kind, hosts=(one.name,), what=what, fix=fix)
+_MUST = {"torch", "phalanx"}
 
 
-def _folder(survey: HostSurvey, there: Sequence[HostAnswer], needs: Needs | None) -> Iterator[HostFinding]:
-    where = survey.folder.parent if survey.folder.name.startswith(".phalanx-check-") else survey.folder
-    apart = {one.name for one in there if one.scratch and not (one.told["folder"]["shared"] and one.seen)}
-    yield from _copies(there, apart, needs, where)
-    cannot = {one.name: error for one in there if (error := one.told["folder"].get("error")) and one.name not in apart}
-    space = "make room there, or choose another folder: --run"
-    rights = "choose a folder that can be written to: --run"
-    for name, error in (cannot or ({"here": survey.folder_error} if survey.folder_error else {})).items():
-        fix = space if "space" in error else rights
-        yield HostFinding(kind="folder", hosts=(name,), what=f"{where} cannot be written to: {error}", fix=fix)
-    if cannot or survey.folder_error:
-        return
-    for one in there:
-        told = one.told["folder"]
-        if one.name in apart:
-            continue
-        if not told["shared"] or not one.seen:
-            what = f"{where} is not the folder of that path here: what one writes the other does not see"
-            fix = "choose a folder that all hosts share, such as one on NFS: --run"
-            yield HostFinding(kind="folder", hosts=(one.name,), what=what, fix=fix)
-        elif needs and needs.state and told["free"] < _KEPT * needs.state:
-            what = f"{where} has {show_bytes(told['free'])} free; a checkpoint takes {show_bytes(needs.state)}"
-            fails = told["free"] < needs.state
-            yield HostFinding(kind="folder", hosts=(one.name,), what=what, fix=space, fails=fails)
+def _of_host(answer: HostAnswer, h: HostFacts, survey: HostSurvey, needs: Needs | None) -> Iterator[HostFinding]:
+    """Find faults of one host by itself: the job and its folders."""
+    where, state, ending = survey.folder, needs.state if needs else 0.0, h.ending
+    unshared = not (h.shared or survey.folder_error or (h.folder_error and not answer.sends))
+    copied = "it gets a copy, whose changes are brought here" if answer.sends else "it does not see the files of others"
+    with_it = f", with {h.executable}" if h.job_fix.startswith("pip ") else ""
+    room, free = "make room there, or choose another folder: --run", show_bytes(h.folder_free)
+    rights = room if "space" in h.folder_error else "choose a folder that can be written to: --run"
+    yield from _rows(
+        answer.name,
+        (h.missing and not answer.sends, "job", "the job's file is not there", "copy it there, or share its folder"),
+        (h.job_error, "job", h.job_error, h.job_fix + with_it),
+        (h.data_error, "data", f"the job's data: {h.data_error}", "make the data readable there: all hosts read it"),
+        (
+            *(ending, "data" if h.step == "data" else "job"),
+            f"the process that was to load the job and its data {ending}",
+            "load the job there by hand and see what takes so long, or ends it",
+        ),
+        (h.folder_error and not answer.sends, "folder", f"{where} cannot be written to: {h.folder_error}", rights),
+        (
+            *(unshared, "folder", f"{where} is not the folder of that path here: {copied}"),
+            *("choose a folder that all hosts share, such as one on NFS: --run", not answer.sends),
+        ),
+        (
+            *(h.shared and h.folder_free < _KEPT * state, "folder"),
+            *(f"{where} has {free} free; a checkpoint takes {show_bytes(state)}", room, h.folder_free < state),
+        ),
+    )
 
 
-def _copies(
-    there: Sequence[HostAnswer], apart: Collection[str], needs: Needs | None, where: Path
-) -> Iterator[HostFinding]:
-    """What is to be known where hosts get copies of the run folder, or the job's code."""
-    for one in there:
-        if not (one.sent or one.unsent or one.name in apart):
-            continue
-        told = one.told["scratch"]
-        if told["error"]:
-            fix = 'scratch = "/path" in the hosts file: a folder for code and a copy of the run folder there'
-            yield HostFinding(kind="folder", hosts=(one.name,), what=f"{told['path']}: {told['error']}", fix=fix)
-        elif one.name in apart and needs and needs.state and told["free"] < needs.state:
-            what = f"{told['path']} has {show_bytes(told['free'])} free; a checkpoint takes {show_bytes(needs.state)}"
-            fix = 'make room there, or scratch = "/path" in the hosts file'
-            yield HostFinding(kind="folder", hosts=(one.name,), what=what, fix=fix)
-        if one.name in apart:
-            what = f"{where} is not the folder of that path here: it gets a copy, whose changes are brought here"
-            fix = "choose a folder that all hosts share, such as one on NFS, if nothing is to be copied: --run"
-            yield HostFinding(kind="folder", hosts=(one.name,), what=what, fix=fix, fails=False)
-    run = needs and (needs.run or RunSpec(job="job", plan=needs.plan, folder=where))
+def _of_system(name: str, h: HostFacts, kind: DeviceKind, workers: tuple[int, int]) -> Iterator[HostFinding]:
+    """Find faults of one host's system; ``workers``: of the run on this host, and on all."""
+    files, processes = 128 + 4 * workers[1], workers[0] * (4 + h.loaders)  # at least; threads count as processes
+    forever, torch = "there, in /etc/security/limits.conf for good", h.versions.get("torch", "")
+    locked = f"a process may lock {show_bytes(h.locked_memory)} of memory, which InfiniBand needs more of"
+    shm = f"/dev/shm has {show_bytes(h.shm_free)} free, for the tensors of "
+    shm += f"{h.loaders} loader processes" if h.loaders else "its devices"
+    unseen = h.driver_devices and h.versions and not h.devices
+    yield from _rows(
+        name,
+        (h.driver_error, "devices", f"{kind.driver_tool}: {h.driver_error}", "mend the driver there"),
+        (
+            *(unseen, "devices", f"torch sees none of {h.driver_devices} devices: torch {torch}"),
+            f"install torch for that driver's {kind.label} there, and see {kind.visible}",
+        ),
+        (
+            *(0 <= h.open_files < _ENOUGH, "limits", f"a process may open {h.open_files} files"),
+            *(f"ulimit -n 65536 {forever}", h.open_files < files),
+        ),
+        (
+            *(0 <= h.processes < max(_ENOUGH, processes), "limits"),
+            f"its user may have {h.processes} processes and threads",
+            *(f"ulimit -u 65536 {forever}", h.processes < processes),
+        ),
+        (h.infiniband and h.locked_memory >= 0, "limits", locked, "ulimit -l unlimited there", False),
+        (
+            *(h.shm and (h.loaders or len(h.devices) > 1) and h.shm_free < _SHM, "limits", shm),
+            *("mount -o remount,size=8G /dev/shm there; of a container --shm-size=8g",),
+            h.loaders > 0 and h.shm_free < _LEAST_SHM,
+        ),
+        (
+            *(h.meets, "links", f"workers cannot meet at {h.address}: {h.meets}"),
+            "give an address of the host's own that the others reach",
+        ),
+    )
+
+
+def _rows(host: str, *rows: tuple[Any, ...]) -> Iterator[HostFinding]:
+    """Yield the rows that hold: condition, kind, sentence, fix, and whether training fails."""
+    for holds, kind, what, fix, *fails in rows:
+        if holds:
+            yield HostFinding(kind=kind, hosts=(host,), what=what, fix=fix, fails=bool(*fails) if fails else True)
+
+
+def _of_folders(survey: HostSurvey, needs: Needs | None) -> Iterator[HostFinding]:
+    """Find faults of the run folder that are of no single host."""
+    facts = [one.facts for one in survey.hosts if one.facts]
+    if survey.folder_error and not any(one.folder_error for one in facts):
+        what = f"{survey.folder} cannot be written to: {survey.folder_error}"
+        fix = "make room there, or choose another folder: --run"
+        yield HostFinding(kind="folder", hosts=("here",), what=what, fix=fix)
+    apart = [one.name for one in survey.hosts if one.facts and one.sends and not one.facts.shared]
+    run = needs and (needs.run or RunSpec(job="job", plan=needs.plan, folder=survey.folder))
     for problem in unshared_problems(run) if apart and run else ():
         what = f"{problem.where}: given {problem.given}; allowed: {problem.allowed}"
-        yield HostFinding(kind="folder", hosts=tuple(sorted(apart)), what=what, fix=problem.fix)
-
-
-def _clocks(there: Sequence[HostAnswer]) -> Iterator[HostFinding]:
-    middles = [0.0, *(sum(one.ahead) / 2 for one in there)]
-    right = statistics.median_low(sorted(middles, key=abs)) if len(middles) > 2 else 0.0
-    for one in there:
-        least = one.ahead[0] - right if one.ahead[0] > right else right - one.ahead[1]
-        if least > _CLOCK:
-            way = "ahead" if one.ahead[0] > right else "behind"
-            what = f"its clock is {show_seconds(least)} {way}"
-            fix = "set it by NTP: timedatectl set-ntp true there"
-            yield HostFinding(kind="clock", hosts=(one.name,), what=what, fix=fix, fails=False)
-
-
-_FILES = 1024  # open files that are always enough; below it they may not be
-_FILES_OF = 128, 4  # that a worker has at least, and for each other worker
-_PROCESSES = 1024  # processes and threads of a user that are enough; below it they may not be
-_THREADS_OF = 4  # that a worker has at least
-_SHARED_MEMORY = 128 * 2**20, 16 * 2**20  # bytes of /dev/shm that may be too little, and that are
-
-
-def limit_findings(there: Sequence[HostAnswer], workers: int) -> Iterator[HostFinding]:
-    """Open files, locked memory and shared memory that are few for a run of so many ``workers``."""
-    for one in there:
-        files = one.told["limits"].get("open_files", -1)
-        if 0 <= files < _FILES:
-            least = _FILES_OF[0] + _FILES_OF[1] * workers
-            what = f"a process may open {files} files"
-            fix = "ulimit -n 65536 there, in /etc/security/limits.conf for good"
-            yield HostFinding(kind="limits", hosts=(one.name,), what=what, fix=fix, fails=files < least)
-        locked = one.told["limits"].get("memlock", -1)
-        if one.told.get("infiniband") and locked >= 0:
-            what = f"a process may lock {show_bytes(locked)} of memory, which InfiniBand needs more of"
-            yield HostFinding(kind="limits", hosts=(one.name,), what=what, fix="ulimit -l unlimited there", fails=False)
-        loads = (one.told.get("data") or {}).get("workers", 0)
-        if one.told["shm"]["total"] and (loads or len(one.devices) > 1):
-            free = one.told["shm"]["free"]
-            if free < _SHARED_MEMORY[0]:
-                by = f"{loads} loader processes" if loads else "its devices"
-                what = f"/dev/shm has {show_bytes(free)} free, over which {by} hand on tensors"
-                fix = "mount -o remount,size=8G /dev/shm there; of a container --shm-size=8g"
-                fails = bool(loads) and free < _SHARED_MEMORY[1]
-                yield HostFinding(kind="limits", hosts=(one.name,), what=what, fix=fix, fails=fails)
-
-
-def few_processes(there: Sequence[HostAnswer], counts: Mapping[str, int]) -> Iterator[HostFinding]:
-    """Of a user, to which threads count: fewer than its workers and what loads their data begin with, or few.
-
-    ``counts``: workers by the name of each host; 1 where it is not there.
-    """
-    for one in there:
-        most = one.told["limits"].get("processes", -1)
-        loads = (one.told.get("data") or {}).get("workers", 0)
-        least = counts.get(one.name, 1) * (_THREADS_OF + loads)
-        if 0 <= most < max(_PROCESSES, least):
-            what = f"its user may have {most} processes and threads"
-            fix = "ulimit -u 65536 there, in /etc/security/limits.conf for good"
-            yield HostFinding(kind="limits", hosts=(one.name,), what=what, fix=fix, fails=most < least)
+        yield HostFinding(kind="folder", hosts=tuple(apart), what=what, fix=problem.fix)
 
 
 def unshared_problems(run: RunSpec) -> list[Problem]:
-    """Why ``run`` needs a run folder that all hosts share; none where copies do, whose changes are brought together."""
+    """Return the reasons why ``run`` needs a run folder that all hosts share; copies serve other runs."""
     shared = "a run folder that all hosts and this machine share (--run)"
     apart = f"with a run folder ({run.folder}) that not all hosts share"
     here = f"{shared}, or none: checkpoints are brought to the run folder here"

@@ -1,254 +1,313 @@
-"""The program that one host runs to say what it has and what it lacks: one JSON document.
+"""Program that each host runs for a check: reads a question on stdin, prints one line of JSON, and ends with its asker.
 
-Its text is sent to the host, so that it also runs where Phalanx or torch is missing or old: it needs Python 3.8 and
-nothing beside it. What needs torch is asked by ``job_probe``, in a process of its own, which may die or hang.
+The job is loaded in a process of its own, since user code may end it or hang.
 """
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import platform
 import resource
 import shutil
+import signal
 import socket
-import struct
-import subprocess
 import sys
 import tempfile
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import suppress
+from datetime import timedelta
+from hashlib import sha256
+from pathlib import Path
 from typing import Any
 
-MARK = "phalanx-check:"
-"""What the line of the answer begins with: a host may greet whoever comes."""
-TOKEN = "asker"
-"""The file that whoever asks writes into the folder, beside which each host writes one of its own."""
+from phalanx.device_kinds import all_kinds, probed_kinds
+from phalanx.errors import SpecError
+from phalanx.hardware import cores, memory_bytes
+from phalanx.hardware.probe import network_of
+from phalanx.launch.addresses import ANYWHERE, listen_at, own_address
+from phalanx.launch.check_hosts.host_answer import MARK
+from phalanx.launch.code_files import digest_of
 
-ANYWHERE = "198.51.100.1"
-"""An address kept for documentation: nothing is sent there, only a route looked up."""
+_MEETING = 0.6  # share of the time for links in which all hosts have to come
+_FULL = 8  # hosts; of more only the links of a ring are measured
+_FIRST, _MORE, _FAST = 2**21, 2**24, 0.02  # bytes sent over a link, and over one that sends the first in so few seconds
+_TRIES, _TRIPS = 3, 10
 
 
 def main() -> None:
-    """Answer the question, JSON on stdin, by one line on stdout."""
+    """Answer the question in the first line of stdin."""
     began = time.time()
-    question = QUESTION  # pyrefly: ignore  # noqa: F821  (put there by what reads this text)
-    document = answer(question)
-    ended = time.time()
-    print("\n" + MARK + json.dumps({**document, "began": began, "ended": ended}), flush=True)
+    question = json.loads(sys.stdin.buffer.readline())
+    stdout = os.dup(1)
+    os.dup2(2, 1)  # the job prints, too
+    threading.Thread(target=_end_with_asker, daemon=True).start()
+    answer = links(question) if "rank" in question else facts(question)
+    if "rank" not in question:
+        answer |= {"began": began, "ended": time.time()}
+    with open(stdout, "w") as file:
+        file.write(f"\n{MARK}{json.dumps(answer)}\n")
+    os._exit(0)  # gloo may wait for hosts that have ended
 
 
-def answer(question: dict[str, Any]) -> dict[str, Any]:
-    """What there is to say but the time."""
+def _end_with_asker() -> None:
+    while os.read(0, 1):
+        pass
+    signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+    time.sleep(1.0)
+    os._exit(1)
+
+
+def facts(question: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of ``HostFacts``, without its times."""
     until = time.monotonic() + question["patience"]
-    if question.get("cwd") and os.path.isdir(question["cwd"]):
+    if os.path.isdir(question["cwd"]):
         os.chdir(question["cwd"])
-    job, life = _job_begun(question["boot"])
+    from phalanx.launch.side_process import SideProcess  # loads torch
+
+    found: dict[str, Any] = {}
+    with SideProcess(lambda send: _probe_job(question, send)) as side:
+        own = _own_facts(question)
+        while message := side.next(max(0.0, until - time.monotonic())):
+            found |= message
+        if not side.done:
+            found["ending"] = f"has not come to its end within {question['patience']:.0f} s"
+        elif found.pop("step", "begin") != "":
+            number = side.ended_by
+            found["ending"] = f"ended by signal {number}" if number else "ended by itself"
+    return {**own, **found}
+
+
+def _own_facts(question: dict[str, Any]) -> dict[str, Any]:
+    towards = question["towards"]
+    shm, network = _room("/dev/shm"), network_of(Path("/"))
+    infiniband = network is not None and "InfiniBand" in network.name
+    port, meets = _port(towards if question["first"] and towards != ANYWHERE else "")
     return {
         "python": platform.python_version(),
         "executable": sys.executable,
-        "host": socket.gethostname(),
-        "cores": _cores(),
-        "memory": _memory(),
-        "limits": _limits(),
-        "shm": _room("/dev/shm"),
-        "folder": _folder(question["folder"], question["token"], question["name"]),
-        "scratch": _scratch(question.get("scratch", "")),
-        "gpus": _gpus(question["drivers"]),
-        "address": _address(question["towards"]),
-        "interface": _interface(_address(question["towards"])),
-        "infiniband": os.path.isdir("/sys/class/infiniband") and bool(os.listdir("/sys/class/infiniband")),
-        "meets": _port(question["towards"])[1] if question["meets"] else "",
-        "free_port": _port()[0],
-        **_asked(job, life, question, until),
+        "cores": cores(),
+        "memory": memory_bytes(),
+        "memory_free": _free_memory(),
+        **_limits(),
+        "shm": shm[0],
+        "shm_free": shm[1],
+        **_folder(Path(question["token"])),
+        **_driver(),
+        "address": own_address(towards, one_host=False),
+        "speed": network.bandwidth if network and not infiniband else 0.0,
+        "infiniband": infiniband,
+        "meets": meets,
+        "free_port": port,
     }
 
 
-def _job_begun(boot: str) -> tuple[Any, int]:
-    """The process of ``job_probe``, and the pipe by which it is told and lives."""
-    reading, writing = os.pipe()
-    pipes = {"stdin": reading, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    job = subprocess.Popen([sys.executable, "-c", boot], start_new_session=True, **pipes)
-    os.close(reading)
-    return job, writing
+def _probe_job(question: dict[str, Any], send: Any) -> None:
+    """Send facts about torch, the devices and the job, a few at a time; the last message has an empty ``step``."""
+    send({"step": "devices", "versions": _versions()})
+    told = _devices()
+    of_kinds = {name: told[name] for kind in all_kinds() for name in kind.versions if told.get(name)}
+    send({"step": "job", "kind": told["kind"], "devices": told["devices"]})
+    file = question["file"]
+    lacking = bool(file) and not os.path.isfile(file)
+    if file and question["sends"] and not lacking:
+        lacking = digest_of(file) != question["digest"]
+    if question["reference"] and not lacking:
+        _load(question["reference"], send)
+        send({"files": _files_of(file)})
+    send({"step": "", "missing": lacking, "versions": {**_versions(), **of_kinds}})
 
 
-def _asked(job: Any, life: int, question: dict[str, Any], until: float) -> dict[str, Any]:
-    """What ``job_probe`` says ``until`` then, as far as it comes: each of its lines says more."""
-    ending = ""
-    room = tempfile.mkdtemp(prefix="phalanx-check-")  # for code that comes with the question
-    said = json.dumps({"program": question["job_probe"], "job": {**question["job"], "room": room}})
-    telling = threading.Thread(target=_tell, args=(life, said.encode() + b"\n"), daemon=True)
-    telling.start()
+def _load(reference: str, send: Any) -> None:
+    """Load the job, make its data and take the first sample, as a worker does."""
+    from phalanx.data.map_style import is_stream
+    from phalanx.launch.jobfile import load_job
+    from phalanx.train.build_model import make_data
+
     try:
-        out, err = job.communicate(timeout=max(0.0, until - time.monotonic()))
-    except subprocess.TimeoutExpired:
-        os.killpg(job.pid, 9)
-        out, err = job.communicate()
-        ending = f"has not come to its end within {question['patience']:.0f} s"
-    finally:
-        if job.poll() is None:  # whoever asked is gone
-            os.killpg(job.pid, 9)
-        shutil.rmtree(room, ignore_errors=True)
-    telling.join()
-    os.close(life)
-    if job.returncode and not ending:
-        number, lines = job.returncode, err.decode(errors="replace").strip().splitlines()
-        ending = f"ended by signal {-number}" if number < 0 else (lines or [f"exit code {number}"])[-1]
-    document: dict[str, Any] = {}
-    for line in out.decode(errors="replace").splitlines():
-        if line.startswith(MARK):
-            document.update(json.loads(line[len(MARK) :]))
-    return {**document, "ending": ending}
-
-
-def _tell(pipe: int, text: bytes) -> None:
-    left = memoryview(text)
+        job = load_job(reference)
+    except SpecError as error:
+        first = error.problems[0]
+        given = first.given.splitlines()[-1].strip(" |")
+        send({"job_error": f"{first.where}: {given}", "job_fix": first.fix})
+        return
+    send({"step": "data", "loaders": job.workers})
     try:
-        while left:
-            left = left[os.write(pipe, left) :]
-    except OSError:  # it has ended
-        pass
+        made: Any = make_data(job, job.data)
+        if is_stream(made):
+            next(iter(made))
+            send({"data_read": True})
+        elif len(made):
+            made[0]
+            send({"data_read": True, "samples": len(made)})
+        else:
+            send({"data_error": "holds no sample"})
+    except StopIteration:
+        send({"data_error": "holds no sample"})
+    except Exception as error:  # user code
+        send({"data_error": f"{type(error).__name__}: {error}"})
 
 
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+def _devices() -> dict[str, Any]:
+    """Return versions of all kinds of devices here, and the devices of the first kind that has any."""
+    told: dict[str, Any] = {"kind": "", "devices": []}
+    for kind in probed_kinds():
+        scope: dict[str, Any] = {}
+        exec(compile(kind.probe, kind.name, "exec"), scope)
+        found = scope["told"]()
+        if found["devices"] and not told["devices"]:
+            told = {**told, "kind": kind.name, "devices": found["devices"]}
+        told = {**found, **told}
+    return told
 
 
-def _memory() -> dict[str, int]:
-    """Bytes of the machine, or of a control group where that is less, and those that are free."""
-    told = {}
-    for line in _read("/proc/meminfo").splitlines():
-        name, _, number = line.partition(":")
-        told[name] = int(number.split()[0]) * 1024
-    if "MemTotal" not in told:
-        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        return {"total": total, "free": total}
-    total, free = told["MemTotal"], told.get("MemAvailable", told.get("MemFree", 0))
-    for folder in _groups():
-        most, used = _read(folder + "/memory.max").strip(), _read(folder + "/memory.current").strip()
-        if most.isdigit() and used.isdigit():
-            kept = [line.split()[1] for line in _read(folder + "/memory.stat").splitlines() if "inactive_file " in line]
-            held = int(used) - (int(kept[0]) if kept else 0)
-            total, free = min(total, int(most)), min(free, max(0, int(most) - held))
-    return {"total": total, "free": free}
+def _driver() -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for kind in all_kinds():
+        scope: dict[str, Any] = {}
+        if kind.driver and not (found.get("devices") or found.get("error")):
+            exec(compile(kind.driver, kind.name, "exec"), scope)
+            found = scope["driver_told"]()
+    texts = {"driver": "driver", "driver_error": "error", "topology": "topology"}
+    return {
+        **{name: found.get(key, "") for name, key in texts.items()},
+        "driver_devices": len(found.get("devices", ())),
+    }
 
 
-def _groups() -> list[str]:
-    """The folder of this process's control group, and those above it."""
-    lines = [line for line in _read("/proc/self/cgroup").splitlines() if line.startswith("0::")]
-    path = lines[0][3:].strip("/") if lines else ""
-    parts = path.split("/") if path else []
-    return ["/sys/fs/cgroup/" + "/".join(parts[:count]) for count in range(len(parts), -1, -1)]
+def _versions() -> dict[str, str]:
+    """Return the versions of all packages that are loaded, and a digest of the code of Phalanx beside its own."""
+    modules = [(name, vars(one)) for name, one in [*sys.modules.items()] if "." not in name]
+    found = {name: str(one["__version__"]) for name, one in sorted(modules) if one.get("__version__")}
+    root = Path(sys.modules["phalanx"].__path__[0])
+    texts = "".join(f"{path.relative_to(root)} {digest_of(path)}\n" for path in sorted(root.rglob("*.py")))
+    found["phalanx"] += f"+{sha256(texts.encode()).hexdigest()[:12]}"
+    return {name: version for name, version in found.items() if name not in sys.stdlib_module_names}
+
+
+def _files_of(file: str) -> dict[str, str]:
+    """Return the job's file and the modules loaded from its folder, with their SHA-256."""
+    folder = os.path.dirname(file)
+    modules = [str(getattr(module, "__file__", "")) for module in [*sys.modules.values()]] if file else []
+    found = {path for path in (file, *modules) if path.startswith(f"{folder}/") and os.path.isfile(path)}
+    return {os.path.relpath(path, folder): digest_of(path) for path in sorted(found)} if file else {}
+
+
+def _free_memory() -> int:
+    with suppress(OSError, StopIteration):
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        free = next(line.split()[1] for line in lines if line.startswith("MemAvailable:"))
+        return min(int(free) * 1024, memory_bytes())
+    return memory_bytes()
 
 
 def _limits() -> dict[str, int]:
-    """Soft limits of this process; -1 where there is none, as there is none of processes for root."""
-    names = {"open_files": "RLIMIT_NOFILE", "memlock": "RLIMIT_MEMLOCK"}
-    names.update({"processes": "RLIMIT_NPROC"} if os.geteuid() else {})
-    kinds = {name: getattr(resource, kind) for name, kind in names.items() if hasattr(resource, kind)}
+    kinds = {"open_files": resource.RLIMIT_NOFILE, "locked_memory": resource.RLIMIT_MEMLOCK}
+    kinds["processes"] = resource.RLIMIT_NPROC
     soft = {name: resource.getrlimit(kind)[0] for name, kind in kinds.items()}
+    soft["processes"] = soft["processes"] if os.geteuid() else -1  # none holds for root
     return {name: -1 if limit == resource.RLIM_INFINITY else limit for name, limit in soft.items()}
 
 
-def _room(path: str) -> dict[str, int]:
+def _folder(token: Path) -> dict[str, Any]:
+    told: dict[str, Any] = {"shared": False, "folder_error": "", "folder_free": _room(token.parent)[1]}
+    with suppress(OSError):
+        told["shared"] = token.read_text() == token.name
     try:
-        usage = shutil.disk_usage(path)
-    except OSError:
-        return {"total": 0, "free": 0}
-    return {"total": usage.total, "free": usage.free}
-
-
-def _folder(path: str, token: str, name: str) -> dict[str, Any]:
-    """Whether the asker's word is in the folder, and whether one of this host's can be put beside it."""
-    told: dict[str, Any] = {"path": path, "exists": os.path.isdir(path), "shared": False, "error": ""}
-    if not told["exists"]:
-        return told
-    told["shared"] = _read(os.path.join(path, TOKEN)).strip() == token
-    within = path if told["shared"] else os.path.dirname(path)
-    told["free"] = _room(within)["free"]
-    try:
-        if told["shared"]:
-            own = os.path.join(path, name)
-            with open(own, "w") as file:
-                file.write(token)
-        else:
-            with tempfile.TemporaryFile(dir=path) as trial:
-                trial.write(token.encode())
+        if token.parent.is_dir():
+            with tempfile.TemporaryFile(dir=token.parent) as trial:
+                trial.write(b"phalanx")
     except OSError as error:
-        told["error"] = error.strerror or str(error)
+        told["folder_error"] = error.strerror or str(error)
     return told
 
 
-def _scratch(path: str) -> dict[str, Any]:
-    """Whether something can be put below ``path``, or what there is of it; nothing is."""
-    if not path:
-        return {"path": "", "error": "", "free": 0}
-    path = above = os.path.abspath(os.path.expanduser(path))
-    while not os.path.exists(above) and os.path.dirname(above) != above:
-        above = os.path.dirname(above)
-    error = "" if os.path.isdir(above) and os.access(above, os.W_OK | os.X_OK) else f"{above} cannot be written to"
-    return {"path": path, "error": error, "free": _room(above)["free"]}
+def _room(path: str | Path) -> tuple[int, int]:
+    with suppress(OSError):
+        usage = shutil.disk_usage(path)
+        return usage.total, usage.free
+    return 0, 0
 
 
-def _gpus(drivers: dict[str, str]) -> dict[str, Any]:
-    """What the first driver of these kinds of device says that says anything, by the text of its ``driver_told()``."""
-    told: dict[str, Any] = {"error": "", "devices": [], "driver": "", "pids": [], "topology": ""}
-    for kind, text in drivers.items():
-        scope: dict[str, Any] = {}
-        exec(compile(text, kind, "exec"), scope)
-        found = scope["driver_told"]()
-        if found["devices"] or found["error"]:
-            return {**told, **found}
-    return told
-
-
-def _address(towards: str) -> str:
-    """The address that this host sends from to another; empty where it knows no way there."""
+def _port(address: str) -> tuple[int, str]:
+    """Return a port that is free at this address, or the error."""
     try:
-        family, kind, _, _, where = socket.getaddrinfo(towards, 9, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind) as probe:
-            probe.connect(where)  # of datagrams: looks the route up, sends nothing
-            return str(probe.getsockname()[0])
-    except OSError:
-        return ""
-
-
-def _interface(address: str) -> dict[str, Any]:
-    """The interface of an address, and the bytes per second it says it has; 0 where it does not say, or is no card."""
-    for _, name in socket.if_nameindex() if sys.platform == "linux" else ():
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            try:
-                request = struct.pack("256s", name.encode()[:15])
-                own = socket.inet_ntoa(fcntl.ioctl(probe.fileno(), 0x8915, request)[20:24])  # SIOCGIFADDR
-            except OSError:
-                continue
-        if own == address:
-            speed = _read(f"/sys/class/net/{name}/speed").strip()
-            card = os.path.exists(f"/sys/class/net/{name}/device") and speed.isdigit()
-            return {"name": name, "speed": int(speed) * 125000.0 if card else 0.0}
-    return {"name": "", "speed": 0.0}
-
-
-def _port(address: str = "") -> tuple[int, str]:
-    """A port that can be listened at by an address of this host, or why there is none."""
-    try:
-        with socket.socket() as listener:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listener.bind(("" if address == ANYWHERE else address, 0))
-            listener.listen()
+        with socket.create_server((address, 0)) as listener:
             return listener.getsockname()[1], ""
     except OSError as error:
         return 0, error.strerror or str(error)
 
 
-def _read(path: str) -> str:
+def links(question: dict[str, Any]) -> dict[str, Any]:
+    """Join the process group of all hosts, and return the fields of ``LinkFacts``."""
+    until = time.monotonic() + question["patience"]
     try:
-        with open(path, errors="replace") as file:
-            return file.read()
-    except OSError:
-        return ""
+        return _joined(question, until)
+    except (OSError, RuntimeError, ValueError) as error:
+        words = getattr(error, "strerror", None) or str(error).strip() or type(error).__name__
+        return {"error": words.splitlines()[0][:200]}
+
+
+def _joined(question: dict[str, Any], until: float) -> dict[str, Any]:
+    import torch.distributed as dist
+
+    (host, port), rank, hosts = question["meeting"], question["rank"], question["hosts"]
+    meeting = until - (1 - _MEETING) * question["patience"]
+    listen_at(own_address(host, one_host=False))
+    coming, whole = (timedelta(seconds=max(1.0, one - time.monotonic())) for one in (meeting, until))
+    store = dist.TCPStore(host, port, is_master=not rank, wait_for_workers=False, timeout=coming)
+    store.set(f"host/{rank}", "1")
+    store.set_timeout(whole)
+    if not rank:
+        here: list[int] = []
+        while len(here) < hosts and time.monotonic() < meeting:
+            time.sleep(0.05)
+            here = [one for one in range(hosts) if store.check([f"host/{one}"])]
+        store.set("here", json.dumps(here))
+    here = json.loads(store.get("here"))
+    if rank not in here:
+        return {"error": "came too late"}
+    group, me, count = dist.PrefixStore("links", store), here.index(rank), len(here)
+    if count == 1:
+        return {}
+    dist.init_process_group("gloo", store=group, rank=me, world_size=count, timeout=whole)
+    shifts = [*range(1, count)] if count <= _FULL else [1, count - 1]
+    measured = zip(shifts, _measured(shifts, me, count, until), strict=False)
+    found = {str(here[(me - shift) % count]): rates for shift, rates in measured}
+    return {"links": found, "unmeasured": len(set(shifts)) - len(found)}
+
+
+def _measured(shifts: list[int], me: int, count: int, until: float) -> Iterator[tuple[float, float]]:
+    """Yield round trip and bytes per second of the link from the host ``shift`` before, until the time is over.
+
+    All hosts send at once, each to one host and from one host, so that no link is shared.
+    """
+    import torch
+    import torch.distributed as dist
+
+    def exchange(size: int, shift: int) -> float:
+        out, into = torch.zeros(size, dtype=torch.uint8), torch.empty(size, dtype=torch.uint8)
+        began = time.perf_counter()
+        sending = dist.isend(out, (me + shift) % count)
+        dist.recv(into, (me - shift) % count)
+        took = time.perf_counter() - began
+        sending.wait()  # pyrefly: ignore
+        return took
+
+    for shift in shifts:
+        trip = 2 * min(exchange(1, shift) for _ in range(_TRIPS))
+        size, best = _FIRST, 0.0
+        for _ in range(_TRIES):
+            took = exchange(size, shift)
+            best = max(best, size / took)
+            agreed = torch.tensor([took, time.monotonic() > until - 1.0], dtype=torch.float64)
+            dist.all_reduce(agreed, dist.ReduceOp.MAX)  # also lets all begin at the same time
+            size = _MORE if agreed[0] < _FAST else size
+            if agreed[1]:
+                return
+        yield trip, best
 
 
 if __name__ == "__main__":

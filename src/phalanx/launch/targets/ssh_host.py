@@ -11,12 +11,13 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
 from typing import Any, final
 
 from phalanx.errors import RunError
 from phalanx.launch import code_files
-from phalanx.launch.check_hosts import program_text
-from phalanx.launch.check_hosts.finding import way_there
+from phalanx.launch.check_hosts.host_findings import way_there
 from phalanx.launch.host_messages import LONGEST, checked
 from phalanx.launch.targets import host_agent, host_folder
 from phalanx.launch.targets.hosts_file import HostEntry, HostsFile
@@ -258,6 +259,20 @@ class SshHosts:
 def _agent_text() -> bytes:
     """The agent's program: what it keeps of files comes first."""
     return program_text(code_files, host_folder, host_agent).encode()
+
+
+def program_text(*modules: ModuleType) -> str:
+    """Return one program of the texts of ``modules``, each after those that it imports.
+
+    It is sent to where no import finds them, or finds those of another version: their imports of Phalanx at the start
+    of a line, each in one line, are left out.
+    """
+    parts: list[str] = []
+    for module in modules:
+        lines = Path(str(module.__file__)).read_text(encoding="utf-8").splitlines(keepends=True)
+        text = "".join("\n" if line.startswith("from phalanx.") else line for line in lines)
+        parts.append(f"exec(compile({text!r}, {module.__name__!r}, 'exec'))\n")
+    return "".join(parts)
 
 
 def _unreachable(failed: dict[str, str]) -> str:
