@@ -133,8 +133,7 @@ def launch_check(question: LaunchQuestion, said: HostSurvey | None = None) -> La
     job, unknown = question.job, [] if question.job else [lacks if question.reference else "a job: none was named"]
     queue = target if isinstance(target, QueueTarget) else None
     plan = question.plan or (replicas_on(said.hosts, job) if job and not queue else None)
-    unread = [one for one in there if not one.data_read]
-    lacking = any(not one.missing for one in unread)
+    unread = any(not one.data_read and not one.missing for one in there)
     asked = question.under(plan) if job and plan else None
     refused, looked_at = list[HostFinding](), False
     if job and asked:
@@ -145,7 +144,7 @@ def launch_check(question: LaunchQuestion, said: HostSurvey | None = None) -> La
     if queue:
         unknown += _unknown_of_queue(queue, question)
     elif job and asked and not refused:
-        needs, missing = (needs, _UNREAD) if lacking else host_needs(job, asked.run, said.hosts, question.time)
+        needs, missing = (needs, _UNREAD) if unread else host_needs(job, asked.run, said.hosts, question.time)
         unknown += [f"memory that the plan needs: {missing}"] if missing else []
     unknown += said.not_looked_at
     if needs and asked:
