@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from phalanx.config.run import Resume
     from phalanx.forecast import Forecast
     from phalanx.launch import Launcher
+    from phalanx.launch.targets import AttachedTarget
     from phalanx.planner import Advice
     from phalanx.report.shown_progress import Watch
     from phalanx.train.own_step import OwnLoader, OwnStep
@@ -37,7 +38,7 @@ def fit(
     folder: str | Path | None = None,
     watch: Watch = None,
     cores: int | None = None,
-    launcher: str | Launcher = "local",
+    launcher: str | Launcher | AttachedTarget = "local",
     **settings: Any,
 ) -> Run:
     """Train ``job`` under ``plan`` and give back the run.
@@ -95,7 +96,7 @@ def start(
     run: RunSpec | str | Path | None = None,
     folder: str | Path | None = None,
     cores: int | None = None,
-    launcher: str | Launcher = "local",
+    launcher: str | Launcher | AttachedTarget = "local",
     **settings: Any,
 ) -> Run:
     """Begin to train ``job`` under ``plan`` in the background, and give back the run once it has begun.
@@ -142,7 +143,7 @@ def _asked(
     plan: Plan | str | None,
     run: RunSpec | str | Path | None,
     folder: str | Path | None,
-    launcher: str | Launcher,
+    launcher: str | Launcher | AttachedTarget,
     settings: dict[str, Any],
 ) -> tuple[Job, RunSpec, Place | None]:
     """The job with the run's overrides, the run with its plan and folder, and this process's place of torchrun."""
@@ -166,12 +167,13 @@ def _asked(
     return override(job, spec), spec, place
 
 
-def _launcher(given: str | Launcher) -> Launcher:
+def _launcher(given: str | Launcher | AttachedTarget) -> Launcher | AttachedTarget:
     from phalanx.launch import Launcher, find_launcher
+    from phalanx.launch.targets import AttachedTarget
 
     if isinstance(given, str):
         return find_launcher(given)
-    _need(given, Launcher, "launcher", 'launcher="local"')
+    _need(given, (Launcher, AttachedTarget), "launcher", 'launcher="local"')
     return given
 
 

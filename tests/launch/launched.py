@@ -20,7 +20,6 @@ from torch import nn
 
 from phalanx.config import Plan, RunSpec
 from phalanx.errors import RunError, SpecError
-from phalanx.launch import Launcher
 from phalanx.launch.check_hosts import TargetHost, run_here
 from phalanx.launch.targets import AttachedTarget, Offer, Option, Prepared, QueueTarget, Standing, Submission
 from phalanx.launch.targets.hosts_file import HostEntry, HostsFile, refuse_size
@@ -185,13 +184,17 @@ class StandIns(AttachedTarget):
             refuse_size(submission.run, HostsFile(hosts=entries))
         return Prepared(submission=submission, files={}, commands=())
 
-    def reach(self) -> None:
+    def follow(self, prepared: Prepared, threads: int | None, watch: Any, begun: Any) -> None:
         raise RunError("the run would begin now")
 
-    def launcher(self) -> Launcher:
+    def standing(self, ticket: Mapping[str, Any], folder: Path) -> Standing:
         raise NotImplementedError
 
-    def leave(self) -> None: ...
+    def stop(self, ticket: Mapping[str, Any], folder: Path) -> None:
+        raise NotImplementedError
+
+    def log(self, ticket: Mapping[str, Any], folder: Path, rank: int | None) -> Path:
+        raise NotImplementedError
 
 
 class Queue(QueueTarget):
@@ -300,8 +303,8 @@ def working_in(folder: Path) -> list[str]:
             cwd = os.readlink(entry / "cwd")
         except OSError:
             continue
-        worker, agent = "phalanx worker" in words, "phalanx-host" in words and "ssh -T" not in words
-        if (worker and cwd.startswith(str(folder))) or (agent and words.rstrip().endswith(str(folder))):
+        begun = "phalanx worker" in words or "targets.ssh_node" in words
+        if begun and "ssh -T" not in words and cwd.startswith(str(folder)):
             found.append(f"{entry.name}: {words[:100]}")
     return found
 

@@ -1,14 +1,15 @@
-"""Runs on hosts that SSH reaches, with and without a shared disk: as one device's, ended, and nothing left."""
+"""Runs on hosts that SSH reaches: as on one device, stopped, resumed after a loss, and no process left."""
 
 from __future__ import annotations
 
-import json
+import os
 import re
 import signal
 import subprocess
+import sys
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from launched import (
     by_hand,
     commands_end,  # noqa: F401
     phalanx,
+    until,
     working_in,
     write_job,
 )
@@ -27,8 +29,9 @@ from ssh_hosts import SshServers, ssh_servers
 
 import phalanx as px
 from phalanx.checkpoint import checkpoints, verify
-from phalanx.errors import RunError, SpecError
+from phalanx.errors import RunError, SpecError, WorkerError
 from phalanx.launch import load_job
+from phalanx.launch.targets import ssh
 
 
 @pytest.fixture(scope="module")
@@ -38,55 +41,101 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SshServers]:
 
 
 def fit(folder: Path, file: Path, plan: str) -> px.Run:
-    job = load_job(str(write_job(folder)))
+    job = load_job(str(folder / "train.py"))
     spec = px.RunSpec(job=str(folder / "train.py"), plan=px.Plan.parse(plan), folder=folder / "run")
     return px.fit(job, run=spec, launcher=f"ssh:{file}", watch=False)
 
 
 @pytest.mark.parametrize(
-    ("plan", "devices"), [("dp=2", (1, 1)), ("pp=2 tp=2 micro=4", (2, 2)), ("dp=2 server=1", (2, 1))]
+    ("plan", "devices"), [("fsdp=4", (2, 2)), ("pp=2 tp=2 micro=4", (2, 2)), ("dp=2 server=1", (2, 1))]
 )
 def test_a_run_on_two_hosts_is_that_of_one_device(
     servers: SshServers, tmp_path: Path, plan: str, devices: tuple[int, int]
 ) -> None:
+    write_job(tmp_path)
     run = fit(tmp_path, servers.write_hosts(devices), plan)
     assert run.losses == pytest.approx(by_hand(6), rel=1e-5)
     assert [event["event"] for event in run.events()][-1] == "end"
     await_none_left(tmp_path)
 
 
-def begun(
-    servers: SshServers, folder: Path, *options: str, pause: float = 0.05, steps: int = 60
-) -> subprocess.Popen[str]:
+def launch(servers: SshServers, folder: Path, *options: str, **top: str) -> subprocess.Popen[str]:
+    file = servers.write_hosts((1, 1), folder=f'"{folder}"', **top)
+    words = ("launch", "train.py", "--to", f"ssh:{file}", "--plan", "dp=2", "--run", "run", "--no-check")
+    return phalanx(*words, *options, cwd=folder)
+
+
+def begun(servers: SshServers, folder: Path, *options: str, pause: float = 0.05) -> subprocess.Popen[str]:
     """``phalanx launch`` of a slow job on both hosts, a few steps after its beginning."""
-    job = write_job(folder, pause=pause, steps=steps)
-    file = servers.write_hosts((1, 1), folder=f'"{folder}"')
-    words = ("launch", str(job), "--to", f"ssh:{file}", "--plan", "dp=2", "--run", "run", "--no-check")
-    process = phalanx(*words, *options, cwd=folder)
+    write_job(folder, pause=pause, steps=60)
+    process = launch(servers, folder, *options)
     await_steps(folder / "run", 4, process)
     return process
 
 
-@pytest.mark.parametrize("held", [0.0, 1.5], ids=["at once", "once its peers have failed"])
-def test_a_worker_that_is_killed_is_started_again_and_nothing_is_lost(
-    servers: SshServers, tmp_path: Path, held: float
+def workers(folder: Path) -> list[psutil.Process]:
+    found = [
+        int(line.partition(":")[0]) for line in working_in(folder) if f"{sys.executable} -m phalanx worker" in line
+    ]
+    return sorted(map(psutil.Process, found), key=lambda one: one.environ()["RANK"])
+
+
+@pytest.fixture(scope="module")
+def undisturbed(servers: SshServers, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    """Losses of the same 60 steps on the same hosts, of a run in which nothing is lost."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    write_job(folder, steps=60)
+    return fit(folder, servers.write_hosts((1, 1)), "dp=2").losses
+
+
+@pytest.mark.parametrize("lost", ["worker", "host"])
+def test_what_is_lost_is_started_again_and_the_numbers_are_the_same(
+    servers: SshServers, tmp_path: Path, undisturbed: list[float], lost: str
 ) -> None:
-    """``held``: seconds until its agent comes to tell how it has ended."""
     process = begun(servers, tmp_path, "--checkpoint-every", "3")
-    worker = psutil.Process(int(next(one for one in working_in(tmp_path) if "phalanx worker" in one).partition(":")[0]))
+    worker = workers(tmp_path)[-1]
     agent = worker.parent()
     assert agent
-    agent.suspend()
-    worker.kill()
-    time.sleep(held)
-    agent.resume()
-    out, err = process.communicate(timeout=90)
+    (worker if lost == "worker" else agent).kill()
+    out, err = process.communicate(timeout=120)
     assert process.returncode == 0, err
     run = px.load(tmp_path / "run")
     (restart,) = run.events("restart")
-    assert "SIGKILL" in restart["cause"], restart
-    assert run.losses == pytest.approx(by_hand(60), rel=1e-4)
+    assert restart["rank"] == 1
+    assert ("SIGKILL" if lost == "worker" else "cut off") in restart["cause"], restart
+    assert lost == "worker" or "host n1 was lost" in err
+    assert run.losses == undisturbed
     assert "each sample seen exactly once per epoch: yes" in " ".join(out.split())
+    await_none_left(tmp_path)
+
+
+def test_a_host_that_falls_silent_ends_the_run_with_its_name_and_whole_checkpoints(
+    servers: SshServers, tmp_path: Path
+) -> None:
+    process = begun(servers, tmp_path, "--checkpoint-every", "3", "--restarts", "0")
+    servers.hosts.cut(1)
+    try:
+        _, err = process.communicate(timeout=120)
+    finally:
+        servers.hosts.restore(1)
+    assert process.returncode == 3, err
+    assert re.search("error: host n1 was lost: .*not responding", err), err
+    found = checkpoints(tmp_path / "run" / "checkpoints")
+    assert found
+    assert [verify(one.path) for one in found] == [[]] * len(found)
+    await_none_left(tmp_path, patience=120)  # the agent there ends once it hears nothing
+
+
+def test_no_worker_outlives_a_killed_launcher(servers: SshServers, tmp_path: Path) -> None:
+    process = begun(servers, tmp_path, pause=0.2)
+    process.kill()
+    process.communicate()
+    await_none_left(tmp_path)
+    write_job(tmp_path, steps=60)
+    again = launch(servers, tmp_path, "--resume")
+    _, err = again.communicate(timeout=120)
+    assert again.returncode == 0, err
+    assert px.load(tmp_path / "run").losses == pytest.approx(by_hand(60), rel=1e-4)
 
 
 def test_ctrl_c_saves_and_stops(servers: SshServers, tmp_path: Path) -> None:
@@ -95,21 +144,41 @@ def test_ctrl_c_saves_and_stops(servers: SshServers, tmp_path: Path) -> None:
     _, err = process.communicate(timeout=60)
     assert process.returncode == 130, err
     assert "newest checkpoint: step-" in err
-    assert f"try: phalanx launch {tmp_path / 'train.py'} --to ssh:" in err
+    assert "try: phalanx launch train.py --to ssh:" in err
     assert "hosts.toml --run run --resume" in err
     await_none_left(tmp_path)
 
 
-def test_a_rank_that_fails_is_named_with_its_host(servers: SshServers, tmp_path: Path) -> None:
+def test_status_and_stop_find_the_run_and_resume_goes_on(servers: SshServers, tmp_path: Path) -> None:
+    process = begun(servers, tmp_path, pause=0.5)  # two commands come before its end
+    status = phalanx("status", "run", "--json", cwd=tmp_path).communicate(timeout=60)[0]
+    assert '"state": "running"' in status
+    assert f'"to": "ssh:{servers.folder}/hosts.toml"' in status
+    again = launch(servers, tmp_path, "--resume").communicate(timeout=60)[1]
+    assert "one launch of a folder at a time" in again
+    assert phalanx("stop", "run", cwd=tmp_path).communicate(timeout=90) == ("run: stopped\n", "")
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 75, err
+    write_job(tmp_path, steps=60)
+    resumed = launch(servers, tmp_path, "--resume")
+    _, err = resumed.communicate(timeout=120)
+    assert resumed.returncode == 0, err
+    assert px.load(tmp_path / "run").losses == pytest.approx(by_hand(60), rel=1e-4)
+
+
+def test_a_rank_that_fails_is_named_with_its_host_and_its_output(servers: SshServers, tmp_path: Path) -> None:
     path = write_job(tmp_path)
-    fails = 'if os.environ.get("RANK") == "1":\n        raise ValueError("its own")'
+    fails = 'if os.environ.get("RANK") == "1":\n        print("\\33[2Jits words")\n        raise ValueError("its own")'
     path.write_text("import os\n\n" + path.read_text().replace("time.sleep(PAUSE)", fails))
-    file = servers.write_hosts((1, 1), folder=f'"{tmp_path}"')
-    words = ("launch", str(path), "--to", f"ssh:{file}", "--plan", "dp=2", "--run", "run")
-    process = phalanx(*words, "--no-check", cwd=tmp_path)
-    _, err = process.communicate(timeout=90)
+    process = launch(servers, tmp_path)
+    out, err = process.communicate(timeout=90)
     assert process.returncode == 3, err
-    assert "rank 1 of 2, on n1, failed in step 0: ValueError: its own" in err
+    assert "rank 1 of 2 failed in step 0: ValueError: its own\n    on n1; the output" in err
+    assert "[rank 1] \\x1b[2Jits words" in out
+    assert 'raise ValueError("its own")' in out
+    log = phalanx("logs", "run", "--rank", "1", cwd=tmp_path).communicate(timeout=60)[0]
+    assert "its words" in log
+    assert len([*px.load(tmp_path / "run").events("error")]) == 1
 
 
 @pytest.mark.realtime("a host that refuses is not waited for")
@@ -124,6 +193,7 @@ def test_a_rank_that_fails_is_named_with_its_host(servers: SshServers, tmp_path:
 def test_a_host_that_cannot_be_reached_is_named_at_once(
     servers: SshServers, tmp_path: Path, changed: dict[str, str], said: str
 ) -> None:
+    write_job(tmp_path)
     file = servers.write_hosts((1, 1))
     servers.write_config(**{name: value.format(folder=servers.folder) for name, value in changed.items()})
     began = time.monotonic()
@@ -139,176 +209,173 @@ def test_a_host_that_cannot_be_reached_is_named_at_once(
     assert not (tmp_path / "run").exists()
 
 
-@dataclass(frozen=True)
-class Apart:
-    """Two hosts on which ``job`` and ``scratch`` are folders of their own, empty as the hosts begin."""
-
-    servers: SshServers
-    job: Path
-    scratch: Path
-
-    def hosts(self, devices: Sequence[int] = (1, 1), **top: str) -> Path:
-        return self.servers.write_hosts(devices, **{"scratch": f'"{self.scratch}"', **top})
-
-    def on(self, host: int, command: str) -> str:
-        words = ["ssh", "-F", str(self.servers.folder / "config"), f"n{host}", command]
-        return subprocess.run(words, capture_output=True, text=True, check=True).stdout
-
-    def files(self, host: int, below: str) -> list[str]:
-        return self.on(host, f"cd {self.scratch}/{below} 2>/dev/null && find . -type f || true").split()
+def test_variables_of_the_hosts_file_reach_workers_and_no_command_line(servers: SshServers, tmp_path: Path) -> None:
+    path = write_job(tmp_path, pause=0.05, steps=60)
+    path.write_text("import os\nassert os.environ['WORD'] == 'a-secret'\n" + path.read_text())
+    given = f'{{PYTHONPATH = "{os.environ.get("PYTHONPATH", "")}", WORD = "a-secret"}}'
+    process = launch(servers, tmp_path, environment=given)
+    # the job needs the variable here, too, where it is looked at
+    process.kill()
+    process.communicate()
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("WORD", "a-secret")
+        process = launch(servers, tmp_path, environment=given)
+    await_steps(tmp_path / "run", 4, process)
+    for one in psutil.process_iter():
+        with suppress(psutil.Error):
+            assert "a-secret" not in " ".join(one.cmdline())
+    process.send_signal(signal.SIGTERM)
+    assert process.communicate(timeout=60)
+    assert process.returncode == 75
 
 
 @pytest.fixture
-def apart(tmp_path: Path) -> Iterator[Apart]:
-    folders = [tmp_path / name for name in ("ssh", "job", "scratch")]
-    for folder in folders:
-        folder.mkdir()
-    with ssh_servers(2, folders[0], own=folders[1:]) as servers:
-        yield Apart(servers, *folders[1:])
+def apart(tmp_path: Path) -> Iterator[tuple[SshServers, Path]]:
+    """Two hosts, on each of which ``job`` is an empty folder of its own; ``run`` is shared by all."""
+    for name in ("ssh", "job", "run"):
+        (tmp_path / name).mkdir()
+    with ssh_servers(2, tmp_path / "ssh", own=[tmp_path / "job"]) as servers:
+        yield servers, tmp_path / "job"
 
 
-def fit_apart(apart: Apart, plan: str, devices: Sequence[int] = (1, 1), run: str = "run", **given: Any) -> px.Run:
-    if not (apart.job / "train.py").exists():
-        write_job(apart.job)
-    job = load_job(str(apart.job / "train.py"))
-    spec = px.RunSpec(job=str(apart.job / "train.py"), plan=px.Plan.parse(plan), folder=apart.job / run, **given)
-    return px.fit(job, run=spec, launcher=f"ssh:{apart.hosts(devices)}", watch=False)
+def fit_in(folder: Path, run: Path, file: Path) -> px.Run:
+    job = load_job(str(write_job(folder)))
+    spec = px.RunSpec(job=str(folder / "train.py"), plan=px.Plan.parse("dp=2"), folder=run)
+    return px.fit(job, run=spec, launcher=f"ssh:{file}", watch=False)
 
 
-def refuse_damage(folder: Path, newest: int) -> None:
-    """The newest checkpoint is that of a step, and all that are there are whole."""
-    found = checkpoints(folder / "checkpoints")
-    assert [one.step for one in found][:1] == [newest]
-    assert [verify(one.path) for one in found] == [[]] * len(found)
+def test_a_host_without_the_run_folder_or_the_job_is_refused_before_anything_starts(
+    apart: tuple[SshServers, Path],
+) -> None:
+    servers, folder = apart
+    with pytest.raises(SpecError) as caught:
+        fit_in(folder, folder / "run", servers.write_hosts((1, 1)))
+    told = [(one.where, one.given) for one in caught.value.problems]
+    assert told == [
+        found
+        for name in ("n0", "n1")
+        for found in (
+            ("run.folder", f"host {name} does not see {folder / 'run'}"),
+            ("job", f"host {name} has not {folder / 'train.py'} as it is here"),
+        )
+    ]
+    assert not (folder / "run").exists()
+    assert [path.name for path in folder.iterdir() if path.name != "__pycache__"] == ["train.py"]
 
 
-@pytest.mark.parametrize(("plan", "devices"), [("fsdp=2", (1, 1))])
-def test_a_run_without_a_shared_disk_is_that_of_one_device(apart: Apart, plan: str, devices: Sequence[int]) -> None:
-    run = fit_apart(apart, plan, devices, checkpoint_every=2)
+def test_code_is_copied_to_hosts_that_have_it_not(apart: tuple[SshServers, Path]) -> None:
+    servers, folder = apart
+    (folder / ".env").write_text("TOKEN=1")
+    file = servers.write_hosts((1, 1), code=f'"{folder}"', folder=f'"{folder}"')
+    run = fit_in(folder, folder.parent / "run" / "1", file)
     assert run.losses == pytest.approx(by_hand(6), rel=1e-5)
-    assert [event["event"] for event in run.events()][-1] == "end"
-    refuse_damage(run.folder, 6)
-    assert {file.name for file in (run.folder / "checkpoints" / "step-00000006").glob("rank-*")} >= {
-        f"rank-{rank:05d}.safetensors" for rank in (0, 1)
-    }
-    runfile = (run.folder / "run.toml").read_text()
-    assert str(apart.scratch) not in runfile + (run.folder / "events.jsonl").read_text()
-    assert str(apart.job / "train.py") in runfile
-    for host in range(2):
-        assert apart.files(host, "runs") == []
-        assert [name for name in apart.files(host, "code") if name.endswith("train.py")]
-    await_none_left(apart.scratch)
+    words = ["ssh", "-F", str(servers.folder / "config"), "n1", f"ls -A {folder}"]
+    there = subprocess.run(words, capture_output=True, text=True, check=True).stdout.split()
+    assert [name for name in there if name != "__pycache__"] == ["train.py"]
 
 
-def test_a_run_goes_on_under_another_plan_from_what_has_come_here(apart: Apart) -> None:
-    fit_apart(apart, "fsdp=2", steps=4, checkpoint_every=2)
-    refuse_damage(apart.job / "run", 4)
-    run = fit_apart(apart, "dp=2", steps=8, resume=True)
-    assert run.losses == pytest.approx(by_hand(8), rel=1e-4)
-    refuse_damage(run.folder, 8)
-    audit = phalanx("audit", "run", cwd=apart.job)
-    assert "yes" in audit.communicate(timeout=60)[0]
-    assert audit.returncode == 0
+def test_a_host_without_phalanx_is_named(servers: SshServers, tmp_path: Path) -> None:
+    write_job(tmp_path)
+    file = servers.write_hosts((1, 1), environment='{PYTHONPATH = "/nowhere"}', folder='"/"')
+    with pytest.raises(WorkerError, match=r"host n\d ended before the run did: .*phalanx"):
+        fit(tmp_path, file, "dp=2")
 
 
-def begun_apart(apart: Apart, *options: str, pause: float = 0.05) -> subprocess.Popen[str]:
-    """``phalanx launch`` of a slow job, a few steps after its beginning, as the run folder here has it."""
-    write_job(apart.job, pause=pause, steps=60)
-    words = ("launch", "train.py", "--to", f"ssh:{apart.hosts()}", "--plan", "fsdp=2", "--run", "run", "--no-check")
-    process = phalanx(*words, *options, cwd=apart.job)
-    await_steps(apart.job / "run", 4, process)
-    return process
+def test_the_agent_ends_its_workers_once_its_input_closes(tmp_path: Path) -> None:
+    write_job(tmp_path, pause=0.2, steps=60)
+    run = px.RunSpec(job=str(tmp_path / "train.py"), plan=px.Plan(), folder=tmp_path / "run")
+    (tmp_path / "run" / "launch").mkdir(parents=True)
+    runfile = tmp_path / "run" / "launch" / "run.toml"
+    runfile.write_text(run.to_toml())
+    place = f'{{"name": "n", "rank": 0, "workers": 1, "runfile": "{runfile}", "folder": "{tmp_path}", "nodes": 1,'
+    words = [sys.executable, "-m", "phalanx.launch.targets.ssh_node"]
+    agent = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert agent.stdin
+    agent.stdin.write(f'{place} "meet": "127.0.0.1:29511", "start": "1"}}\n')
+    agent.stdin.flush()
+    await_steps(tmp_path / "run", 2)
+    agent.stdin.close()
+    until(lambda: agent.poll() is not None, 60, "the agent ended")
+    assert agent.stdout
+    agent.stdout.close()
+    assert checkpoints(tmp_path / "run" / "checkpoints")
+    await_none_left(tmp_path)
 
 
-def await_checkpoint(apart: Apart) -> None:
-    until = time.monotonic() + 60
-    while not checkpoints(apart.job / "run" / "checkpoints"):
-        assert time.monotonic() < until
-        time.sleep(0.05)
+def agent_that(tmp_path: Path, program: str) -> ssh._Agent:
+    words = [sys.executable, "-c", program]
+    return ssh._Agent("n1", 1, words, tmp_path / "run" / "launch" / "output.log")
 
 
-def test_stop_brings_the_checkpoint_and_resume_goes_on(apart: Apart) -> None:
-    process = begun_apart(apart, pause=0.5)  # two commands come before its end
-    status = phalanx("status", "run", "--json", cwd=apart.job)
-    assert '"state": "running"' in status.communicate(timeout=30)[0]
-    assert phalanx("stop", "run", cwd=apart.job).communicate(timeout=60) == ("run: stopped\n", "")
-    _, err = process.communicate(timeout=30)
-    assert process.returncode == 75, err
-    assert "newest checkpoint: step-" in err
-    await_none_left(apart.scratch)
-    taken = len(px.load(apart.job / "run").losses)
-    refuse_damage(apart.job / "run", taken)
-    write_job(apart.job, steps=60)
-    again = phalanx(
-        *("launch", "train.py", "--to", f"ssh:{apart.hosts()}", "--run", "run", "--resume", "--no-check"), cwd=apart.job
-    )
-    _, err = again.communicate(timeout=150)
-    assert again.returncode == 0, err
-    assert px.load(apart.job / "run").losses == pytest.approx(by_hand(60), rel=1e-4)
+def test_what_a_host_prints_is_text_and_no_line_is_endless(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "run").mkdir()
+    agent = agent_that(tmp_path, "print('\\33]0;x\\7' + '\\u202e', flush=True); print('y' * 200_000)")
+    until(lambda: agent.code is not None, 30, "it ended")
+    agent.hang_up()
+    agent.end()
+    lines = capfd.readouterr().out.splitlines()
+    assert lines[0] == "\\x1b]0;x\\x07\\u202e"
+    assert max(map(len, lines)) == ssh._LINE
+    assert (tmp_path / "run" / "launch" / "output.log").read_text().splitlines() == lines
 
 
-def test_check_looks_at_code_that_is_sent_and_leaves_nothing_there(apart: Apart) -> None:
-    write_job(apart.job)
-    (apart.job / "beside.py").write_text("import not_installed_anywhere\n")
-    words = ("check", "train.py", "--to", f"ssh:{apart.hosts()}", "--plan", "fsdp=2", "--run", "run", "--json")
-    out, err = phalanx(*words, cwd=apart.job).communicate(timeout=120)
-    told = json.loads(out)
-    assert not told["would_fail"], (told["findings"], err)
-    said = [one["what"] for one in told["findings"] if one["hosts"] == ["n0", "n1"]]
-    assert [what for what in said if "of it are sent" in what]
-    assert [what for what in said if "it gets a copy, whose changes are brought here" in what]
-    assert [one["told"]["data"]["samples"] for one in told["hosts"]] == [64, 64]
-    (apart.job / "train.py").write_text("import beside\n" + (apart.job / "train.py").read_text())
-    checked = phalanx(*words, cwd=apart.job)
-    out, _ = checked.communicate(timeout=120)
-    assert checked.returncode == 1
-    assert [one["what"] for one in json.loads(out)["findings"] if "not_installed_anywhere" in one["what"]]
-    assert apart.files(0, ".") + apart.files(1, ".") == []
-
-
-def test_a_host_that_is_lost_leaves_here_only_what_is_whole(apart: Apart) -> None:
-    process = begun_apart(apart, "--checkpoint-every", "3")
-    await_steps(apart.job / "run", 8, process)
-    apart.servers.hosts.cut(1)
-    _, err = process.communicate(timeout=120)
-    apart.servers.hosts.restore(1)
-    assert process.returncode == 3, err
-    assert "host n1" in err
-    assert f"what a host has of it stays there: n0:{apart.scratch}/runs/run-" in err
-    found = checkpoints(apart.job / "run" / "checkpoints")
-    assert [verify(one.path) for one in found] == [[]] * len(found)
-
-
-def test_after_the_launcher_is_killed_a_run_goes_on_from_what_had_come(apart: Apart) -> None:
-    process = begun_apart(apart, "--checkpoint-every", "3")
-    await_checkpoint(apart)
-    process.kill()
-    process.communicate()
-    await_none_left(apart.scratch)
-    write_job(apart.job, steps=60)
-    words = ("launch", "train.py", "--to", f"ssh:{apart.hosts()}", "--run", "run", "--resume", "--no-check")
-    again = phalanx(*words, cwd=apart.job)
-    out, err = again.communicate(timeout=150)
-    assert again.returncode == 0, err
-    assert px.load(apart.job / "run").losses == pytest.approx(by_hand(60), rel=1e-4)
-    assert "each sample seen exactly once per epoch: yes" in " ".join(out.split())
+LOST = {"event": "error", "rank": 0, "step": 7, "kind": "RuntimeError", "message": "rank 0 lost", "lost": True}
+STEP = {"event": "step", "step": 6}
 
 
 @pytest.mark.parametrize(
-    ("plan", "given", "where"),
+    ("events", "codes", "said", "found"),
     [
-        ("dp=1 server=1", {}, "plan.server"),
-        ("dp=2", {"on_nonfinite": "rollback"}, "run.on_nonfinite"),
-        ("dp=2", {"mirror": "file:///tmp/nowhere"}, "run.mirror"),
+        ([LOST | {"lost": False, "kind": "RefusedError"}], (2, 255), "", (0, "RefusedError", False, 2)),
+        ([LOST | {"lost": False, "kind": "ValueError"}, LOST], (1, 1), "", (0, "ValueError", False, 3)),
+        ([STEP, LOST], (1, 1), "n1: rank 1 ended with -9", (1, "signal 9", True, 3)),
+        ([STEP, LOST], (1, 1), "n1: rank 1 ended with 3", (0, "RuntimeError", True, 3)),
+        ([STEP, LOST], (1, 255), "Timeout", (1, "lost host", True, 3)),
+        ([STEP], (None, 255), "Timeout", (1, "lost host", True, 3)),
+        ([], (0, 1), "No module named phalanx", (1, "exit 1", False, 3)),
+        ([], (0, 0), "", (0, "exit 0", False, 3)),
     ],
 )
-def test_what_needs_a_shared_run_folder_is_refused_before_anything_is_written(
-    apart: Apart, plan: str, given: dict[str, Any], where: str
+def test_the_first_failure_is_named(
+    tmp_path: Path, events: list[dict[str, Any]], codes: Any, said: str, found: tuple[int, str, bool, int]
 ) -> None:
+    agents = [agent_that(tmp_path, "") for _ in range(2)]
+    for number, agent in enumerate(agents):
+        agent.end()
+        agent.hang_up()
+        agent.first, agent.said = number, [said] if number else []
+    failure = ssh._failure(agents, codes, events)
+    assert (failure.rank, failure.kind, failure.is_loss, failure.exit_code) == found
+    assert not events or events[0] is not STEP or failure.step == 6
+
+
+@pytest.mark.parametrize(
+    "told",
+    [
+        "",
+        "hello",
+        "[]",
+        "[" * 100_000,
+        "{}",
+        '[{}, true, "1"]',
+        "[[], true, 1]",
+        "[{}, true, 0]",
+        "[{}, true, 1e9]",
+        "1",
+    ],
+)
+def test_other_answers_than_those_to_the_question_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, told: str
+) -> None:
+    write_job(tmp_path)
+    (tmp_path / "hosts.toml").write_text('[[host]]\nname = "n1"\n')
+    target = ssh.SshTarget(str(tmp_path / "hosts.toml"))
+    run = px.RunSpec(job=str(tmp_path / "train.py"), plan=px.Plan(), folder=tmp_path / "run")
+    monkeypatch.setattr(ssh.SshAskedHost, "run", lambda *given: told)
+    with pytest.raises(RunError, match="host n1 cannot be used: gives"):
+        target._ask(run)
+    monkeypatch.setattr(ssh.SshAskedHost, "run", lambda *given: f'Welcome!\n[{{"{run.folder}": 7}}, 1, 9]')
     with pytest.raises(SpecError) as caught:
-        fit_apart(apart, plan, **given)
-    (problem,) = caught.value.problems
-    assert problem.where == where
-    assert "that not all hosts share" in problem.given
-    assert not (apart.job / "run").exists()
-    assert apart.files(0, ".") == []
+        target._ask(run)
+    assert [one.where for one in caught.value.problems] == ["run.folder", "job", "folder"]
+    assert {path.name for path in tmp_path.iterdir()} == {"train.py", "hosts.toml"}

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import base64
 import json
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
 from fnmatch import fnmatch
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,8 +18,6 @@ from law_rows import in_one_test
 from phalanx.config import Plan, RunSpec
 from phalanx.config.run_files import LAUNCH_FILES
 from phalanx.errors import MissingExtraError, RunError, SpecError
-from phalanx.launch.failure import failure_of_exit
-from phalanx.launch.host_messages import LONGEST, checked
 from phalanx.launch.targets import (
     TARGETS,
     Prepared,
@@ -201,45 +197,6 @@ def test_a_ticket_counts_with_the_mark_of_its_user_alone(tmp_path: Path, name: s
     with pytest.raises(RunError, match="read by others"):
         write_ticket(given, name, TICKETS[name])
     key.unlink()
-
-
-def b64(text: str) -> str:
-    return base64.b64encode(text.encode()).decode()
-
-
-FAILURE = asdict(failure_of_exit(1, 3, -9)) | {"problems": [{"where": "a", "given": "b", "allowed": "c", "fix": "d"}]}
-SAID: list[dict[str, Any]] = [
-    *({"output": 1, "stream": "stdout", "data": "eA=="}, {"ended": 2, "code": -9}, {"port": 1}, {"over": True}),
-    *({"file": name, "data": b64("x"), "now": 1.0} for name in ("progress-1", "stopped-15")),
-    {"file": "failure-1.json", "data": b64(json.dumps(FAILURE)), "now": 1.0},
-    *({"changed": {"a/b": [1, 2**62]}, "gone": ["c"]}, {"files": "hold", "result": {".held/x/f": 1}}),
-    *({"piece": "a", "at": 0, "data": ""}, {"piece": "a", "at": 0, "error": "gone"}, {"files": "drop", "result": None}),
-    {"files": "look", "result": {"sees": False, "files": {"/a": "same"}, "scratch": "/s"}},
-]
-UNSAID: list[Any] = [
-    *({"changed": {path: [1, 1]}, "gone": []} for path in ("", "/a", "./a", "a/", "../a", "a/../b", "a\0b")),
-    *({"changed": told, "gone": []} for told in ([1], {"a": 1}, {"a": [1]}, {"a": ["x", 1]}, {"a": [-1, 1]}, None)),
-    *({"changed": {}, "gone": told} for told in ("a", [1], ["./writer.json"], {"a": 1})),
-    *({"output": rank, "stream": "stdout", "data": ""} for rank in (0, 3, "1", 1.0, True, [], None)),
-    *({"output": 1, "stream": "x", "data": ""}, {"output": 1}, {"output": 1, "stream": "stdout", "data": "!"}),
-    *({"ended": rank, "code": code} for rank, code in ((0, 0), ("x", 0), (1, "y"), (1, None))),
-    *({"file": name, "data": "", "now": 1.0} for name in ("progress-0", "stopped-65", "../a", "failure-1.json", 7)),
-    *(
-        {"file": "failure-1.json", "data": b64(json.dumps(told)), "now": 1.0}
-        for told in ([], {}, FAILURE | {"rank": 2}, FAILURE | {"time": "x"}, FAILURE | {"problems": [{}]})
-    ),
-    *({"hello": [1]}, {"refused": ["x"]}, {"x": 1}, {}, {"files": "look", "result": {}}, {"files": "x", "result": 0}),
-    *({"piece": "a", "at": -1, "data": ""}, {"files": "hold", "result": {"/a": 1}}, {"over": True, "x": 1}),
-]
-
-
-def test_what_no_agent_of_a_host_says_is_refused() -> None:
-    for told in SAID:
-        assert checked(json.dumps(told).encode(), range(1, 3)) == told
-    for told in UNSAID:
-        assert (checked(json.dumps(told).encode(), range(1, 3)) or {}).keys() == {"refused"}, told
-    assert checked(b"Welcome to n1!\n", range(1)) is None
-    assert set(checked(b"[" * LONGEST, range(1)) or ()) == {"refused"}
 
 
 EVENTS = {

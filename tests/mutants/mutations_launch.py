@@ -6,7 +6,7 @@ from mutation import Mutation
 
 TABLES, PODS, CODE = "launch/test_target_tables.py", "launch/test_kubernetes.py", "launch/test_code_pack.py"
 HOSTS, OPTIONS = "unit/test_host_findings.py", "unit/test_target_options.py"
-SECRETS, RAY = "launch/test_target_tables.py", "launch/test_ray.py"
+SECRETS, SSH, RAY = "launch/test_target_tables.py", "launch/test_ssh_runs.py", "launch/test_ray.py"
 TARGETS, CHECKS = "launch/targets", "launch/check_hosts"
 
 LAUNCH = (
@@ -109,18 +109,18 @@ LAUNCH = (
         (f"test {TABLES} mark_of_its_user",),
     ),
     Mutation(
-        "ssh: a host may name files outside of the run folder",
-        "launch/host_messages.py",
-        'return isinstance(value, str) and "\\0" not in value and not {"", ".", ".."} & {*value.split("/")}',
-        'return isinstance(value, str) and "\\0" not in value',
-        (f"test {TABLES} no_agent",),
+        "ssh: what a host prints steers the terminal",
+        f"{TARGETS}/ssh.py",
+        'line = visible(data.decode(errors="replace").rstrip("\\r\\n"))',
+        'line = data.decode(errors="replace").rstrip("\\r\\n")',
+        (f"test {SSH} what_a_host_prints",),
     ),
     Mutation(
-        "ssh: a host may tell of ranks of another",
-        "launch/host_messages.py",
-        'return told.get("output", told.get("ended", ranks[0])) in ranks',
-        "return True",
-        (f"test {TABLES} no_agent",),
+        "ssh: a run starts on a host that does not see its folder",
+        f"{TARGETS}/ssh.py",
+        "if there.get(str(token)) != found[str(token)]:",
+        "if there.get(str(token)) == found:",
+        (f"test {SSH} other_answers",),
     ),
     Mutation(
         "stop: a process that does not hold the lock is signalled",
@@ -191,13 +191,6 @@ LAUNCH = (
         "if (found := digest_of(archive)) != digest:",
         "if (found := digest_of(archive)) == '':",
         (f"test {CODE} not_what_was_packed_is_not_unpacked",),
-    ),
-    Mutation(
-        "code: a host's folder is left by two dots",
-        f"{TARGETS}/host_folder.py",
-        'os.path.isabs(path) or ".." in path.split("/")',
-        "os.path.isabs(path)",
-        (f"test {CODE} nothing_outside",),
     ),
     Mutation(
         "hosts: a file of the job that is another on few hosts is not named",

@@ -24,7 +24,6 @@ from phalanx.launch.runfile import RunFolder, absolute, default_folder, set_asid
 from phalanx.launch.targets import kubernetes, kubernetes_standing, sagemaker
 from phalanx.launch.targets.launch_folder import CODE_LIST, FOLDER, OUTPUT, TICKET, attached_log
 from phalanx.launch.targets.slurm_script import SCRIPT
-from phalanx.launch.targets.ssh_sending import FolderSnapshot
 from phalanx.placement.survey_file import PLACEMENT
 from phalanx.report.comparison import FORECAST
 
@@ -271,14 +270,3 @@ def test_what_a_run_and_a_launch_write_stands_in_the_tables() -> None:
 def test_the_tree_of_the_page_has_every_name_and_no_other() -> None:
     tree = PAGE.read_text().partition("```text\n")[2].partition("```")[0]
     assert sorted(re.findall(r"^  ([\w.-]+)/? ?", tree, re.MULTILINE)) == sorted(RUN_FILES)
-
-
-def test_a_copy_begins_with_what_is_sent_and_with_what_the_user_has_put_there(tmp_path: Path) -> None:
-    run = RunSpec(job="train.py", plan=Plan(), folder=tmp_path / "run", resume=False)
-    for name in [*RUN_FILES, "notes.txt", "plots"]:
-        path = run.folder / name if "." in name else run.folder / name / "file"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text("x")
-    sent = {path.partition("/")[0] for path in FolderSnapshot(run).files}
-    expected = {name for name, file in RUN_FILES.items() if file.sent} | {"notes.txt", "plots"}
-    assert sent == expected

@@ -188,15 +188,13 @@ class Manifest:
                 found.setdefault(chunk.file, []).append((name, tensor.dtype, chunk))
         return found
 
-    def misfits(self, path: Path, files: Iterable[StoredFile] | None = None, *, in_part: bool = False) -> list[str]:
+    def misfits(self, path: Path, files: Iterable[StoredFile] | None = None) -> list[str]:
         """The ``files`` that are missing from folder ``path``, are none, or have another size than was written.
 
-        All files where they are not named. ``in_part``: some may be missing.
+        All files where they are not named.
         """
         problems = []
         for file in self.files.values() if files is None else files:
-            if in_part and not (path / file.name).exists():
-                continue
             size = size_of(path / file.name)
             if isinstance(size, str):
                 problems.append(f"{file.name} {size}")

@@ -35,7 +35,6 @@ from phalanx.checkpoint.tensor_part import PartTensor
 from phalanx.checkpoint.writing import FileContent, Tensors, describe, file_of
 from phalanx.comm.process_group import is_dtensor
 from phalanx.errors import CheckpointError, DamagedError, NoneWholeError
-from phalanx.files import is_gathered
 
 T = TypeVar("T")
 
@@ -114,7 +113,9 @@ class PreparedSave:
             return failed_of([RankOutcome.of(lambda: begin(folder, step)).failure])
 
         def written() -> dict[str, Any] | None:
-            path = _of_this_host(folder, step, rendezvous.rank)
+            path = temporary(folder, step)
+            if not is_folder(path):
+                raise CheckpointError(f"{folder} is not on storage that all ranks share")
             file = self.content.write(path / file_of(rendezvous.rank))
             return {"name": file.name, "size": file.size, "checksums": file.checksums} if file else None
 
@@ -153,25 +154,9 @@ class PreparedSave:
         folder, step = self.asked.folder, self.asked.step
         listed = {file.name: file for file in (*files, write_file(path / STATE, [self.state]))}
         manifest = Manifest(step=step, tensors=self.agreement.stored, files=listed)
-        if misfits := manifest.misfits(path, in_part=is_gathered(folder)):
+        if misfits := manifest.misfits(path):
             raise CheckpointError(f"{'; '.join(misfits)}: {folder} is not on storage that all ranks share")
         write_file(path / MANIFEST, [manifest.to_bytes()])
-
-
-def _of_this_host(folder: Path, step: int, rank: int) -> Path:
-    """Where ``rank`` writes its part of a checkpoint: rank 0 has made it, for all or for its own host.
-
-    Raises:
-        CheckpointError: it is not there, though all ranks are to share it.
-    """
-    path = temporary(folder, step)
-    if is_folder(path):
-        return path
-    if not is_gathered(folder):
-        raise CheckpointError(f"{folder} is not on storage that all ranks share")
-    path.mkdir(parents=True, exist_ok=True)
-    (path / file_of(rank)).unlink(missing_ok=True)  # of a save of this step that could not be completed
-    return path
 
 
 def prepared(asked: SaveRequest, before: Agreement | None = None) -> PreparedSave:

@@ -18,7 +18,7 @@ from phalanx.errors import SpecError
 from phalanx.units import show_names
 
 if TYPE_CHECKING:
-    from phalanx.launch.targets import AttachedTarget, QueueTarget, Submission, Target
+    from phalanx.launch.targets import QueueTarget, Submission, Target
     from phalanx.preflight import PlanChoice
     from phalanx.preflight.before_launch import BeforeLaunch
     from phalanx.preflight.launch_check import LaunchCheck, LaunchQuestion
@@ -67,10 +67,10 @@ def command(
 ) -> None:
     """Train JOB elsewhere: on hosts that a file names (--to ssh:hosts.toml), or handed over (--to slurm and the like).
 
-    To SageMaker and Ray, and to hosts by SSH that have it not, the job's folder is sent, and what of the run such hosts
-    do not share comes here; Slurm and Kubernetes have to have the job's file and the run folder at the same place. A
-    run by SSH is followed from here and ends with this command. A queue takes the run and this command ends: phalanx
-    status, logs and stop find it by its folder. Options of a target stand beside the run's own.
+    SageMaker and Ray are sent the job's folder. Hosts by SSH, Slurm and Kubernetes have to have the job's file and the
+    run folder at the same paths as here. A run by SSH is followed from here and ends with this command. A queue takes
+    the run and this command ends: phalanx status, logs and stop find it by its folder. Options of a target stand beside
+    the run's own.
 
     Without --plan and -n the planner chooses for what is there, where the target can say that. What phalanx check
     looks at is looked at first: what training would fail by ends the command with exit code 1.
@@ -83,6 +83,7 @@ def command(
       phalanx launch /data/train.py --to kubernetes --image train:1 --volume data:/data --run /data/runs/1 --plan dp=8
       phalanx launch train.py --to ray:http://head:8265 --plan "fsdp=8"
     """
+    from phalanx.cli.train import RunDisplay, train
     from phalanx.launch.targets import AttachedTarget, QueueTarget, find_target, settled_options
 
     target = find_target(to)
@@ -90,7 +91,7 @@ def command(
     refuse_python(target, to, python)
     given, checks = Given.of(job, options), not (no_check or dry_run)
     if isinstance(target, AttachedTarget) and not (dry_run or checks or leaves_plan_open(given)):
-        _follow(target, given, to, quiet=quiet, as_json=as_json)
+        train(given, to, target, RunDisplay(quiet=quiet, as_json=as_json))
         return
     question, run = launch_question(target, given, own, python or "")
     if isinstance(target, QueueTarget) and not dry_run:
@@ -98,7 +99,7 @@ def command(
     found = looked_ahead(question, checks=checks, quiet=quiet, as_json=as_json)
     if isinstance(target, AttachedTarget) and not dry_run:
         given = replace(given, chosen=found.choice)  # which says why that plan
-        _follow(target, given, to, quiet=quiet, as_json=as_json)
+        train(given, to, target, RunDisplay(quiet=quiet, as_json=as_json))
         return
     submission = _under_its_plan(question, found.choice, quiet=quiet)
     if dry_run:
@@ -111,21 +112,6 @@ def command(
         assert question.job
         refuse_plan(question.job, submission.run, target)
     _hand_over(target, run, submission, question, to, as_json=as_json)
-
-
-def _follow(target: AttachedTarget, given: Given, to: str, *, quiet: bool, as_json: bool) -> None:
-    """Train what is ``given`` there, and follow it from here; what loads here is loaded while it is reached."""
-    target.reach()
-    try:
-        from phalanx.cli.train import RunDisplay, train
-
-        launcher = target.launcher()
-        try:
-            train(given, to, launcher, RunDisplay(quiet=quiet, as_json=as_json))
-        finally:
-            launcher.release()
-    finally:
-        target.leave()
 
 
 def _under_its_plan(question: LaunchQuestion, choice: PlanChoice | None, *, quiet: bool) -> Submission:

@@ -23,6 +23,7 @@ from phalanx.errors import NoneWholeError, PhalanxError, RunError, WorkerError
 if TYPE_CHECKING:
     from phalanx.events.following import Follower
     from phalanx.launch import Launcher
+    from phalanx.launch.targets import AttachedTarget
 
 
 @click.command("train", short_help="Train a job under a plan.", cls=RunCommand)
@@ -67,7 +68,7 @@ class RunDisplay:
     as_json: bool = False
 
 
-def train(given: Given, name: str, launcher: Launcher, how: RunDisplay) -> None:
+def train(given: Given, name: str, launcher: Launcher | AttachedTarget, how: RunDisplay) -> None:
     """Train what is ``given`` by ``launcher``, which users call ``name``. Raises as ``fit`` does."""
     earlier, job = earlier_run(given), given.job
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import click
@@ -18,13 +17,10 @@ from phalanx.errors import SpecError
     type=click.Path(path_type=Path, file_okay=False, exists=True),
     help="Folder for this worker's progress and failure, for the launcher that started it and then says what failed.",
 )
-@click.option(
-    "--wait", is_flag=True, help="Load what takes its time, then wait for a line of JSON: the variables of its place."
-)
 @click.option("--job", default="", help="Where this worker finds the job, if not where RUNFILE says: a copy of it.")
 @json_option
 @click.pass_context
-def command(ctx: click.Context, runfile: Path, reports: Path | None, wait: bool, job: str, as_json: bool) -> None:
+def command(ctx: click.Context, runfile: Path, reports: Path | None, job: str, as_json: bool) -> None:
     """Be one worker of the run that RUNFILE describes.
 
     torchrun starts it once for each device, and says to each where it stands; alone, it is the only worker. The plan
@@ -35,10 +31,8 @@ def command(ctx: click.Context, runfile: Path, reports: Path | None, wait: bool,
       phalanx worker runs/digits-1/run.toml
       torchrun --nproc-per-node 2 --no-python phalanx worker run.toml
     """
-    from phalanx.launch.worker import await_place, main
+    from phalanx.launch.worker import main
 
-    if wait and not await_place(sys.stdin):
-        ctx.exit(0)  # whoever started it is gone, or has no use for it
     code = main(runfile, reports, job)
     if as_json and _speaks():
         print_json({"runfile": str(runfile), "exit_code": code})

@@ -1,14 +1,9 @@
-"""All that a run reads and writes in its folder, and what of it travels where hosts do not share the folder.
-
-Whoever adds to the folder stands here: no link there is followed, copies on other hosts have what is sent, and the page
-of the run folder is written from it.
-"""
+"""All that a run reads and writes in its folder. No link there is followed; the page of the run folder lists these."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
 
 RUN_TOML = "run.toml"
 """What was asked."""
@@ -22,11 +17,6 @@ CHECKPOINTS = "checkpoints"
 LEDGER = "ledger"
 """The folder that says which samples were seen in which step."""
 
-Brought = Literal["", "whole", "appended", "complete", "with a checkpoint", "with paths here"]
-"""How what a host writes in its copy comes to the folder of whoever launched: not at all; as a file that replaces the
-one there; what is new at the end of it; once all hosts' parts of it are there; with the next checkpoint, and at the
-end; or with the job and the folder as they are called there."""
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunFile:
@@ -36,15 +26,11 @@ class RunFile:
         what: is in it.
         written: when, and by whom where that is not the run.
         read: by whom.
-        sent: whether a copy of the run folder, on a host that does not share it, begins with it.
-        brought: how what changes in the copy comes back.
     """
 
     what: str
     written: str
     read: str
-    sent: bool = True
-    brought: Brought = "whole"
 
 
 RUN_FILES: Mapping[str, RunFile] = {
@@ -52,7 +38,6 @@ RUN_FILES: Mapping[str, RunFile] = {
         what="what was asked: job, plan, steps, where to",
         written="when the run has begun, each time it goes on",
         read="`phalanx worker`, `--resume`",
-        brought="with paths here",
     ),
     "plan.toml": RunFile(
         what="the plan, as a TOML table",
@@ -66,13 +51,11 @@ RUN_FILES: Mapping[str, RunFile] = {
         what="who writes the folder: process, host, token",
         written="by each run that takes the folder, before anything else",
         read="the next run, and whatever publishes into the folder",
-        brought="",
     ),
     EVENTS: RunFile(
         what="what happened, one JSON object a line",
         written="appended as things happen, by [several processes](#eventsjsonl)",
         read="progress bar, reports; see [events](events.md)",
-        brought="appended",
     ),
     "forecast.json": RunFile(
         what="what was to be expected: seconds and bytes by part",
@@ -88,13 +71,11 @@ RUN_FILES: Mapping[str, RunFile] = {
         what="parameters, optimizer state and where the run stood, after a step",
         written="whole or not at all: under a temporary name, renamed when complete",
         read="`phalanx train --resume`, under any plan",
-        brought="complete",
     ),
     LEDGER: RunFile(
         what="which samples were seen in which step",
         written="appended by each data-parallel rank",
         read="`phalanx audit`",
-        brought="with a checkpoint",
     ),
     "accidents": RunFile(
         what="micro-batches that numbers were not finite with: tensors as safetensors, the rest as JSON",
@@ -105,35 +86,30 @@ RUN_FILES: Mapping[str, RunFile] = {
         what="event files of TensorBoard",
         written="with `phalanx train --tensorboard`, by the command that follows the run",
         read="TensorBoard",
-        sent=False,
     ),
     "launch": RunFile(
         what="of a launch elsewhere: [what was handed over, and what workers print](#launch)",
         written="by `phalanx launch`, and by what follows the run there",
         read="`phalanx status`, `logs` and `stop`; what the target starts",
-        sent=False,
-        brought="",
     ),
     ".secret": RunFile(
         what="what keeps strangers from servers, 32 random bytes, which only the user may read",
         written="where torchrun starts workers of a plan with servers; removed once they have read it",
         read="those workers",
-        sent=False,
-        brought="",
     ),
 }
 """Name → what it is."""
 
 LAUNCH_FILES: Mapping[str, str] = {
     "ticket.json": "where the run was handed to, and what it is called there",
-    RUN_TOML: "on Slurm and Ray what workers read; else a copy of what the target has of it",
+    RUN_TOML: "by SSH, on Slurm and Ray what workers read; else a copy of what the target has of it",
     "job.sh": "on Slurm: the batch script",
     "slurm-*.out": "on Slurm: what the batch script and all workers print",
     "kubernetes.json": "on Kubernetes: the objects",
     "pods.json": "on Kubernetes: how far what pods print has been taken in",
     "asked-to-stop": "on Kubernetes: the name of the run that was asked to stop",
     "training-job.json": "on SageMaker: the request",
-    "code.txt": "by SSH and on SageMaker: the files of the job's code that are sent, and their SHA-256",
+    "code.txt": "on SageMaker: the files of the job's code that are sent, and their SHA-256",
     "output.log": "by SSH, on Kubernetes and Ray: what all workers print",
     "rank-*.log": "what one rank prints: one file a rank",
     "*-*.log": "on SageMaker, by the job's name: what all workers print, or one rank, as far as it was fetched",

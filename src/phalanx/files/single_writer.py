@@ -41,13 +41,11 @@ class Token:
     Attributes:
         number: grows with each run that takes the folder.
         identity: random; no other run has it.
-        gathered: the folder is one host's copy: what each host writes, the launcher brings together in the run's own.
     """
 
     folder: Path
     number: int
     identity: str
-    gathered: bool = False
 
     def check(self) -> None:
         """Raise unless this run still is the folder's writer: to be called just before anything is published.
@@ -166,15 +164,13 @@ def token_of(folder: Path) -> Token | None:
     return held[0] if held else None
 
 
-def join(folder: Path, identity: str, *, gathered: bool = False) -> Token:
+def join(folder: Path, identity: str) -> Token:
     """In a process that a writer of ``folder`` has started anew: be a writer with it, by its token's ``identity``.
-
-    ``gathered``: as of ``Token``.
 
     Raises:
         RunError: another run has taken the folder since.
     """
-    token = Token(folder=Path(folder), number=0, identity=identity, gathered=gathered)
+    token = Token(folder=Path(folder), number=0, identity=identity)
     token.check()
     _held[Path(folder).resolve()] = token, -1, os.getpid()
     return token
@@ -201,20 +197,9 @@ def check_writer(path: Path) -> None:
     Raises:
         RunError: another run has taken the folder.
     """
-    if token := _token_above(path):
-        token.check()
-
-
-def is_gathered(path: Path) -> bool:
-    """True if ``path`` is in one host's copy of a run folder, in which files that other hosts write do not appear."""
-    token = _token_above(path)
-    return token is not None and token.gathered
-
-
-def _token_above(path: Path) -> Token | None:
     path = Path(path).resolve()
-    folder = next((folder for folder in (path, *path.parents) if folder in _held), None)
-    return _held[folder][0] if folder else None
+    if folder := next((folder for folder in (path, *path.parents) if folder in _held), None):
+        _held[folder][0].check()
 
 
 def _lock(folder: Path, descriptor: int, kind: int = fcntl.LOCK_EX) -> None:

@@ -286,8 +286,6 @@ def memory_kills() -> int:
 
 _PROGRESS = struct.Struct("=qq")  # process id; optimizer step, -1 before the first
 _NO_STEP = -1
-GATHERED, ELSEWHERE = "gathered", "elsewhere"
-"""Files beside the run file: hosts have copies of the run folder; the launcher is on another machine."""
 
 
 @final
@@ -328,14 +326,6 @@ class WorkerReports:
         """In a worker: the identity of the token of its launcher; empty where that has none."""
         file = self.folder / "token"
         return file.read_text(encoding="utf-8") if file.exists() else ""
-
-    def gathered(self) -> bool:
-        """In a worker: whether the run folder is this host's copy, which its launcher brings together with others."""
-        return (self.folder / GATHERED).exists()
-
-    def elsewhere(self) -> bool:
-        """In a worker: whether its launcher is on another machine, and cannot see where it stands."""
-        return (self.folder / ELSEWHERE).exists()
 
     def write_failure(self, failure: Failure) -> None:
         """In a worker: how it failed. Whole or not at all: the launcher looks at any time."""

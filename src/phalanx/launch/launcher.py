@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from phalanx.comm import Place
 from phalanx.config import RunSpec
@@ -23,6 +23,9 @@ from phalanx.launch.failure import Failure
 from phalanx.launch.hang_watch import WatchedRank
 from phalanx.launch.jobfile import load_job
 from phalanx.train.findings import Findings
+
+if TYPE_CHECKING:
+    from phalanx.launch.targets import AttachedTarget
 
 # A text each, so that what one launcher needs is imported only where that one is asked for.
 LAUNCHERS = {"local": "phalanx.launch.local:LocalLauncher", "torchrun": "phalanx.launch.torchrun:TorchrunLauncher"}
@@ -125,13 +128,7 @@ class Workers(ABC):
 
 
 class Launcher(ABC):
-    """One way of starting workers. What it started is in the ``Workers`` it gives.
-
-    Attributes:
-        here: workers run on this machine, so that a forecast for its devices is one of the run.
-    """
-
-    here: bool = True
+    """One way of starting workers on this machine. What it started is in the ``Workers`` it gives."""
 
     @abstractmethod
     def place(self) -> Place | None:
@@ -170,8 +167,8 @@ class Launcher(ABC):
         """
 
 
-def find_launcher(name: str) -> Launcher:
-    """The launcher of that name; ``ssh:hosts.toml`` is that of a target whose runs are followed from here.
+def find_launcher(name: str) -> Launcher | AttachedTarget:
+    """Return the launcher of that name; of ``ssh:hosts.toml`` the target.
 
     Raises:
         SpecError: there is none; it lists those there are. Or what follows the colon is wrong.
@@ -180,12 +177,16 @@ def find_launcher(name: str) -> Launcher:
         from phalanx.launch.targets import AttachedTarget, find_target
 
         if isinstance(target := find_target(name), AttachedTarget):
-            return target.launcher()
+            return target
     if name not in LAUNCHERS:
         near = difflib.get_close_matches(name, LAUNCHERS, n=1, cutoff=0.4)
         fix = f'launcher="{near[0] if near else "local"}"'
         allowed = ", ".join([*LAUNCHERS, "ssh:hosts.toml"])
         raise SpecError.of(where="launcher", given=repr(name), allowed=allowed, fix=fix)
+    return _launcher(name)
+
+
+def _launcher(name: str) -> Launcher:
     module, _, kind = LAUNCHERS[name].partition(":")
     return getattr(import_module(module), kind)()
 
@@ -196,7 +197,7 @@ def place_of_this_process() -> Place | None:
     Raises:
         SpecError: a launcher seems to have started it, and part of what it says is missing or wrong.
     """
-    places = (find_launcher(name).place() for name in LAUNCHERS)
+    places = (_launcher(name).place() for name in LAUNCHERS)
     return next((place for place in places if place is not None), None)
 
 

@@ -13,7 +13,6 @@ from functools import partial
 from io import TextIOWrapper
 from itertools import count
 from pathlib import Path
-from typing import TextIO
 
 from torch.distributed import PrefixStore  # pyrefly: ignore
 
@@ -76,11 +75,6 @@ class WorkerStatus:
         return self._reports is not None
 
     @property
-    def gathered(self) -> bool:
-        """Whether each host has a copy of the run folder, from which its launcher brings together what they write."""
-        return self._reports is not None and self._reports.gathered()
-
-    @property
     def alone(self) -> bool:
         """Whether nobody but this process looks at how long it takes to stop."""
         return self._reports is None and self.place.store != "env://"
@@ -92,7 +86,7 @@ class WorkerStatus:
         """
         token = self._reports.token() if self._reports else ""
         if token:
-            join(entered.folder, token, gathered=self.gathered)
+            join(entered.folder, token)
             return settled(entered.run)
         if again:
             entered.again()
@@ -115,7 +109,7 @@ class WorkerStatus:
     def watched(self, plan: Plan) -> Generator[None]:
         """Within, this process tells where it stands if it does not go on."""
         files, publish, place = None, None, self.place
-        if self._reports and not self._reports.elsewhere():
+        if self._reports:
             files = ProbeFiles.made(self._reports.probe_file(place.rank, name) for name in PROBE_FILES)
         elif place.store == "env://" and place.world_size > 1:
             publish, self._plan = SharedStands(place).publish, plan
@@ -225,7 +219,7 @@ def within_folder(
     if started_by_agent():  # which may have ended while this process was importing
         die_with(int(os.environ.get(AGENT) or os.getppid()))
     entered = RunFolder(run, job=job, given=runfile)
-    run = enter_folder(run, place, partial(status.enter, entered), own=run.folder if status.gathered else None)
+    run = enter_folder(run, place, partial(status.enter, entered))
     status.folder = run.folder
     looking = [*callback_viewers(job.callbacks), *viewers] if place.rank == 0 and not status.launched else []
     try:
@@ -233,27 +227,6 @@ def within_folder(
             yield run
     finally:
         entered.__exit__()
-
-
-def await_place(told: TextIO) -> bool:
-    """Wait for a line of JSON with the variables that say where this process stands among all, and where it works.
-
-    What is the slowest of a start has been done by then: this file has been imported. Such a process ends with the one
-    that started it.
-
-    Returns:
-        Whether it came, before ``told`` was over.
-    """
-    die_with(os.getppid())
-    make_ready(Plan())
-    line = told.readline()
-    if line:
-        own = json.loads(line)
-        os.environ.update(own["environment"])
-        before, folder = os.getcwd(), own["folder"]  # as of a process that was started there
-        os.chdir(folder)
-        sys.path[:] = [folder if path == before else path for path in sys.path]
-    return bool(line)
 
 
 def main(runfile: Path, reports: Path | None = None, job_here: str = "") -> int:
@@ -308,10 +281,8 @@ def _read(runfile: Path) -> RunSpec:
     return RunSpec.from_toml(read_text(runfile, where="run file", fix="phalanx worker runs/digits-1/run.toml", below=0))
 
 
-def enter_folder(run: RunSpec, place: Place, enter: Callable[[bool], RunSpec], own: Path | None = None) -> RunSpec:
+def enter_folder(run: RunSpec, place: Place, enter: Callable[[bool], RunSpec]) -> RunSpec:
     """Have rank 0 ``enter`` the run folder, and give back the run with the folder it took. Collective.
-
-    ``own``: this host's copy of it, where each host has one.
 
     Raises:
         SpecError: on every rank, if the folder cannot be used.
@@ -325,10 +296,10 @@ def enter_folder(run: RunSpec, place: Place, enter: Callable[[bool], RunSpec], o
         return json.dumps([told, token.identity if token else ""])
 
     decided, writer = json.loads(decided_by_rank_0(place, decide, f"decision/{place.number}"))
-    entered = replace(absolute(run), **{**decided, "folder": own or Path(decided["folder"])})  # pyrefly: ignore[bad-argument-type]
+    entered = replace(absolute(run), **{**decided, "folder": Path(decided["folder"])})  # pyrefly: ignore[bad-argument-type]
     if writer and place.rank:
         with suppress(RunError):  # on storage of another host it is not there, and this rank publishes nothing
-            join(entered.folder, writer, gathered=own is not None)
+            join(entered.folder, writer)
     return entered
 
 

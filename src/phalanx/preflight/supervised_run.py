@@ -28,8 +28,16 @@ from phalanx.launch import (
     supervise,
 )
 from phalanx.launch.first_step import first_step_checked
-from phalanx.launch.launcher import StepReport, WorkerFunction, refuse_copies
-from phalanx.launch.targets import forget_handed_over, one_launch_at_a_time, refuse_handed_over
+from phalanx.launch.launcher import StepReport, WorkerFunction, refuse_copies, refuse_what_needs_a_fork
+from phalanx.launch.runfile import absolute, check_folder
+from phalanx.launch.targets import (
+    AttachedTarget,
+    Submission,
+    forget_handed_over,
+    one_launch_at_a_time,
+    refuse_handed_over,
+)
+from phalanx.preflight.launch_check import refuse_plan
 from phalanx.preflight.run_forecast import RunForecaster, forecast_after_look, too_little
 from phalanx.train import loop
 from phalanx.train.assembly import refuse
@@ -59,13 +67,16 @@ def _called_back(job: Job, folder: Path, watch: Callable[[], None] | None) -> It
 class RunStarter:
     """Who starts the workers, where and how; ``loadable`` and ``background`` are those of ``Launch``."""
 
-    launcher: Launcher
+    launcher: Launcher | AttachedTarget
     cores: int | None
     loadable: bool
     background: bool = False
 
     def refuse(self, run: RunSpec) -> None:
         """Refuse what cannot be started from this process."""
+        if isinstance(self.launcher, AttachedTarget):
+            refuse_what_needs_a_fork(self.launch(run, lambda place, report: None), self.launcher.name)
+            return
         try:
             self.launcher.prepare(self.launch(run, lambda place, report: None))
         finally:
@@ -94,6 +105,8 @@ def train_here(
 ) -> None:
     """Train ``job`` by workers that this process starts and follows; ``begun`` is called when nothing refuses it.
 
+    On hosts of a target the workers call the job's callbacks, on rank 0.
+
     Raises:
         SpecError: the launcher cannot start this run, or the folder cannot be used.
         RefusedError: the plan cannot serve the job here, or is forecast not to fit.
@@ -103,11 +116,31 @@ def train_here(
     """
     refuse_copies()
     refuse_handed_over(spec.folder)
+    if isinstance(how.launcher, AttachedTarget):
+        how.refuse(spec)
+        _train_there(job, spec, how, how.launcher, watch or _nothing, begun or _nothing)
+        return
     with _called_back(job, spec.folder, watch) as look:
         try:
-            _train(job, spec, how, look, begun or _nothing)
+            _train(job, spec, how, how.launcher, look, begun or _nothing)
         finally:
             how.launcher.release()
+
+
+def _train_there(
+    job: Job,
+    spec: RunSpec,
+    how: RunStarter,
+    target: AttachedTarget,
+    watch: Callable[[], None],
+    begun: Callable[[], None],
+) -> None:
+    run = absolute(spec)
+    submission = Submission.of(run, job, target, options={})
+    prepared = target.prepare(submission)
+    refuse_plan(job, run, target)
+    check_folder(run, job=job)
+    target.follow(prepared, None if how.cores is None else how.cores * run.plan.threads, watch, begun)
 
 
 def _nothing() -> None:
@@ -115,11 +148,15 @@ def _nothing() -> None:
 
 
 def _train(
-    job: Job, spec: RunSpec, how: RunStarter, watch: Callable[[], None] | None, tell_begun: Callable[[], None]
+    job: Job,
+    spec: RunSpec,
+    how: RunStarter,
+    launcher: Launcher,
+    watch: Callable[[], None] | None,
+    tell_begun: Callable[[], None],
 ) -> None:
     size, folder, cores = ElasticSize.of(job, spec) if spec.devices else None, spec.folder, how.cores
     spec = spec.resized_to(size.plan) if size else spec
-    spec = spec if how.launcher.here else replace(spec, forecast="none")
     found, restarts = Findings(), Restarts(spec.restarts, folder, size)
 
     def work(place: Place, report: StepReport) -> dict[str, Any]:
@@ -134,18 +171,17 @@ def _train(
             begun, before = entered.again(), begun.plan
             begun = begun.resized_to(size.plan) if size else begun
             found = found if begun.plan == before else _looked_at(job, begun)
-            how.launcher.prepare(how.launch(begun, work))
+            launcher.prepare(how.launch(begun, work))
         return how.launch(begun, work, found)
 
-    looked_at = spec.plan if how.launcher.here else spec.plan.on_any_device
-    refuse(job, looked_at, spec.plan.world_size)
+    refuse(job, spec.plan, spec.plan.world_size)
     located = replace(spec, job=str(Reference.parse(spec.job)))
     begun = settled(located)
     with (
         RunFolder(located, job=job) as entered,
         LookAhead(job, spec.plan, _start(begun), forecast_after_look(job, spec, cores)) as look,
     ):
-        how.launcher.prepare(how.launch(spec, work))  # loads what workers need, while the job is looked at
+        launcher.prepare(how.launch(spec, work))  # loads what workers need, while the job is looked at
         found = look.findings()
         with RunForecaster(spec, look.side, watch) as forecaster:
             begun = entered.prepare()
@@ -154,7 +190,7 @@ def _train(
                 forget_handed_over(folder)
             tell_begun()
             with _recorded(folder):
-                supervise(how.launcher.start, wanted, forecaster, grace=spec.grace, restarts=restarts)
+                supervise(launcher.start, wanted, forecaster, grace=spec.grace, restarts=restarts)
 
 
 def _start(run: RunSpec) -> RunStart:

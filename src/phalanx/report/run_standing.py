@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from phalanx.config.run_files import RUN_TOML
 from phalanx.errors import PhalanxError, RunError, SpecError
 from phalanx.files import Writer, is_written, writer_of
-from phalanx.launch.targets import QueueTarget, Standing, UnmarkedError, is_handed_over, ticket_of
+from phalanx.launch.targets import Standing, UnmarkedError, is_handed_over, ticket_of
 from phalanx.report.summary import run_log
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ def run_standing(folder: Path) -> RunStanding:
     launched, standing = None, None
     try:
         launched = _ticket(folder)
-        if launched and isinstance(launched[0], QueueTarget):
+        if launched:
             standing = launched[0].standing(launched[1], folder)
     except UnmarkedError as error:  # nobody is asked
         standing = Standing(state="unknown", detail=error.problems[0].given)
@@ -131,7 +131,7 @@ def stop_run(folder: Path) -> bool:
         launched = None
         if not is_written(folder):
             raise
-    if launched and isinstance(launched[0], QueueTarget):
+    if launched:
         found = run_standing(folder)
         if found.goes_on or found.state == "unknown":  # a target that cannot be asked says so
             launched[0].stop(launched[1], folder)

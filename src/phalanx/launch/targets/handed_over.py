@@ -22,7 +22,7 @@ from phalanx.errors import RunError, SpecError
 from phalanx.files import open_plain, read_text, replace_text
 from phalanx.launch.targets.find_target import TARGETS, find_target
 from phalanx.launch.targets.launch_folder import FOLDER, TICKET, attached_log
-from phalanx.launch.targets.target import QueueTarget, Submission, Target
+from phalanx.launch.targets.target import Submission, Target
 
 _PATIENCE = 60.0  # seconds for another launch to have been handed over
 _SOON = 0.05
@@ -95,11 +95,10 @@ def refuse_handed_over(folder: Path) -> None:
     if not is_handed_over(folder):
         return
     target, ticket = ticket_of(folder)
-    if isinstance(target, QueueTarget):
-        standing = target.standing(ticket, folder)
-        if standing.state in ("waiting", "running"):
-            given = f"{folder}, whose run {target.name} has already: {standing.state} {standing.detail}".rstrip()
-            raise SpecError.of("run.folder", given, "one launch of a folder at a time", f"phalanx stop {folder}")
+    standing = target.standing(ticket, folder)
+    if standing.state in ("waiting", "running"):
+        given = f"{folder}, whose run {target.name} has already: {standing.state} {standing.detail}".rstrip()
+        raise SpecError.of("run.folder", given, "one launch of a folder at a time", f"phalanx stop {folder}")
 
 
 @contextmanager
@@ -151,8 +150,7 @@ def log_of(folder: Path, rank: int | None) -> Path:
     """
     if is_handed_over(folder):
         target, ticket = ticket_of(folder)
-        if isinstance(target, QueueTarget):
-            return target.log(ticket, folder, rank)
+        return target.log(ticket, folder, rank)
     return attached_log(folder, rank)
 
 

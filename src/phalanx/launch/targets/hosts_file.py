@@ -29,8 +29,11 @@ address = "10.0.0.1"    # for what workers send each other; name, where it is no
 _FIX = "a file such as\n" + "".join(f"        {line}\n" for line in EXAMPLE.splitlines())
 _NAME = re.compile(r"[\w.:@%+-]+")  # a host, with its user perhaps; no option of ssh, and nothing for a shell
 _VARIABLE = re.compile(r"[A-Za-z_]\w*", re.ASCII)
-_TOP = {"folder", "python", "ssh", "environment", "code", "scratch", "host"}
-_TEXTS = ("folder", "python", "code", "scratch")
+_KINDS: Mapping[str, tuple[type, str]] = {
+    **dict.fromkeys(("folder", "python", "code"), (str, "a text")),
+    "ssh": (list, "a list of texts"),
+    "environment": (dict, "a table of texts"),
+}
 _OF_HOST = {"name", "devices", "address"}
 
 
@@ -39,9 +42,9 @@ class HostEntry:
     """One host.
 
     Attributes:
-        name: what ``ssh`` is told.
-        devices: workers to start there.
-        address: at which the others reach it.
+        name: the destination for ``ssh``.
+        devices: number of workers to start there.
+        address: for connections from the other hosts.
     """
 
     name: str
@@ -51,42 +54,38 @@ class HostEntry:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HostsFile:
-    """The hosts of a launch, the first of which is where rank 0 is and all meet.
+    """The hosts of a launch; rank 0 is on the first, and torchrun's agents meet there.
 
     Attributes:
-        folder: where workers work, on each host; this process's own where it is not given.
-        python: the interpreter there; this process's own path where it is not given.
+        folder: working directory of the workers on each host; that of this process if not given.
+        python: the interpreter there; the path of this process's interpreter if not given.
         ssh: options for ``ssh``, such as ``["-F", "ssh.config"]``.
         environment: variables for workers.
-        code: the folder here that is sent to hosts which have it not; that of the job's file where it is not given.
-        scratch: where on the hosts stands what is sent; a ``~`` is the home of who connects.
-        folder_named: the file names ``folder``, so that it has to be there.
+        code: a folder here that ``rsync`` copies to the same path on each host.
     """
 
     hosts: tuple[HostEntry, ...]
     folder: str = field(default_factory=lambda: str(Path.cwd()))
-    folder_named: bool = False
     code: str | None = None
-    scratch: str = "~/.cache/phalanx"
     python: str = sys.executable
     ssh: tuple[str, ...] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def devices(self) -> int:
-        """Workers on all hosts together."""
+        """Number of workers on all hosts together."""
         return sum(host.devices for host in self.hosts)
 
     @classmethod
     def read(cls, path: Path) -> HostsFile:
-        """The hosts that the file names.
+        """Read the file at ``path``.
 
         Raises:
             SpecError: with everything that is wrong in it.
         """
         table = read_toml(path, where="--to", fix=f"--to ssh:hosts.toml, {_FIX}", below=0)
-        problems = _unknown(table, _TOP, str(path))
-        entries = table.get("host")
+        problems = _unknown(table, {*_KINDS, "host"}, str(path))
+        entries = table.pop("host", None)
         if not isinstance(entries, list) or not entries or not all(isinstance(one, dict) for one in entries):
             given = "no [[host]]" if entries is None else repr(entries)
             raise SpecError([*problems, _wrong(path, given, "one [[host]] or more")])
@@ -98,28 +97,25 @@ class HostsFile:
         twice = sorted({one.name for one in hosts if sum(other.name == one.name for other in hosts) > 1})
         if twice:
             problems.append(_wrong(path, f"{', '.join(twice)}: named twice", "each host once, with all its devices"))
-        kinds: dict[str, Any] = {**dict.fromkeys(_TEXTS, str), "ssh": list, "environment": dict}
-        for name, kind in kinds.items():
-            value = table.get(name)
+        for name, (kind, allowed) in _KINDS.items():
+            value = table.get(name, kind())
             inside = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-            if value is not None and not (isinstance(value, kind) and all(isinstance(one, str) for one in inside)):
-                allowed = {str: "a text", list: "a list of texts", dict: "a table of texts"}[kind]
+            if not isinstance(value, kind) or not all(isinstance(one, str) for one in inside):
                 problems.append(_wrong(f"{path}, {name}", repr(value), allowed))
             elif kind is dict:
-                wrong_names = [one for one in value or () if not _VARIABLE.fullmatch(one)]
+                wrong_names = [one for one in value if not _VARIABLE.fullmatch(one)]
                 allowed = "names of letters, digits and _"
                 problems += [_wrong(f"{path}, {name}", repr(one), allowed) for one in wrong_names]
         if problems:
             raise SpecError(problems)
-        own = {name: table[name] for name in (*_TEXTS, "environment") if name in table}
-        return cls(hosts=tuple(hosts), ssh=tuple(table.get("ssh", ())), folder_named="folder" in table, **own)
+        return cls(hosts=tuple(hosts), **{**table, "ssh": tuple(table.get("ssh", ()))})
 
 
 def refuse_size(run: RunSpec, file: HostsFile) -> None:
-    """Refuse a plan that the hosts have not the devices for.
+    """Refuse a plan whose number of processes is not that of the hosts' devices.
 
     Raises:
-        SpecError: it needs more, or fewer and leaves a whole host without.
+        SpecError: it needs more or fewer, or the run's number of devices may change.
     """
     problems: list[Problem] = []
     names = ", ".join(f"{host.name}: {host.devices}" for host in file.hosts)

@@ -46,6 +46,7 @@ class NodePlace:
         name: as its queue calls it, for what is said of it.
         nodes: how many the run has.
         cores: for the workers of this one.
+        workers: on this one; 0: each node has the same number.
         options: of torchrun, by their names without dashes: where agents meet, and how often they start workers again.
     """
 
@@ -53,6 +54,7 @@ class NodePlace:
     nodes: int
     cores: int
     options: Mapping[str, str]
+    workers: int = 0
 
 
 def meeting_options(meeting: str, *, start: str, rank: int, patience: int = 600) -> dict[str, str]:
@@ -97,7 +99,7 @@ def be_agent(spec: RunSpec, place: NodePlace, worker: Sequence[str]) -> int:
     del os.environ["TORCH_CPP_LOG_LEVEL"]
     for name in [name for name in logging.root.manager.loggerDict if name.startswith("torch.distributed.elastic")]:
         logging.getLogger(name).setLevel(logging.CRITICAL)  # each has a level of its own
-    workers = spec.plan.processes // place.nodes
+    workers = place.workers or spec.plan.processes // place.nodes
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, place.cores // workers)))
     kind_for(spec.plan.device, workers * spec.plan.threads).before_workers(place.nodes, workers)
     os.environ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(math.ceil(spec.grace) + _AFTER_GRACE)

@@ -1,39 +1,88 @@
-"""``--to ssh:hosts.toml``: workers on hosts that SSH reaches, followed from here as those of this machine are.
+"""``--to ssh:hosts.toml``: torchrun's agent on each host of a file, over one ``ssh`` connection a host.
 
-One connection a host. On each an agent (``host_agent.py``) starts ``phalanx worker``, passes on what workers print and
-report, and ends them when the connection does. Host keys are checked, and no password is asked for: ``ssh n1 true`` has
-to work by itself. A host that has not the job's folder of this machine is sent it; where not all share the run folder,
-each gets a copy, and what workers write there is brought here.
+This machine and all hosts have the run folder and the job's file at the same paths; ``code = "/folder"`` in the hosts
+file has ``rsync`` copy a folder to each host first. Host keys are checked and no password is asked for: ``ssh n1 true``
+has to work by itself. This process follows the run, and the run ends with it. When a worker or a host is lost, all
+workers start again from the newest checkpoint.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
+import os
+import re
+import secrets
 import shlex
-from collections.abc import Mapping, Sequence
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, final
+from typing import IO, Any, ClassVar, final
 
-from phalanx.errors import SpecError
+from phalanx import errors
+from phalanx.config import RunSpec
+from phalanx.config.run_files import EVENTS
+from phalanx.errors import Problem, RunError, SpecError
+from phalanx.events.log import EventReader, last_failure
+from phalanx.files.single_writer import is_running
 from phalanx.launch.check_hosts import TargetHost, run_here
-from phalanx.launch.runfile import settled
+from phalanx.launch.check_hosts.host_findings import way_there
+from phalanx.launch.failure import Failure, failure_of_exit, record, signal_name, worker_error
+from phalanx.launch.jobfile import Reference
+from phalanx.launch.reaper import SAVED, Interrupts
+from phalanx.launch.restarts import Restarts
+from phalanx.launch.targets.code_pack import CodePack, folder_to_pack
+from phalanx.launch.targets.handed_over import (
+    forget_handed_over,
+    one_launch_at_a_time,
+    refuse_handed_over,
+    write_ticket,
+)
 from phalanx.launch.targets.hosts_file import HostEntry, HostsFile, refuse_size
-from phalanx.launch.targets.launch_folder import CODE_LIST
-from phalanx.launch.targets.ssh_host import SshHosts, ssh_command, ssh_words
-from phalanx.launch.targets.ssh_storage import HostStorage, code_to_send
-from phalanx.launch.targets.target import AttachedTarget, Option, Prepared, Submission
+from phalanx.launch.targets.launch_folder import LAST_WORDS, append, attached_log, last_word, word_of
+from phalanx.launch.targets.target import AttachedTarget, Option, Prepared, Standing, Submission
+from phalanx.units import visible
 
-if TYPE_CHECKING:
-    from phalanx.launch.launcher import Launcher
-
-_A_PORT = "a free one of the first host"
-# The variables come first on stdin, since every user of a host sees its command lines; what runs has the rest of it.
+_ASKS = 60.0  # seconds for a host to answer
+_ALIVE = 5.0  # seconds between lines that tell an agent that this process is alive
+_OTHERS = 5.0  # seconds for other agents to end, after the first that failed
+_AFTER_GRACE = 10.0  # seconds, after which a host that should have stopped is ended
+_END = 3.0  # seconds for ssh to end once its input is closed
+_LOOK = 0.1  # seconds
+_LOST = 255  # exit code of ssh when the connection failed or a signal ended the agent
+_LINE = 1 << 16  # bytes of a printed line
+_ENDED = re.compile(r"rank (\d{1,6}) ended with (-?\d{1,3})")  # as an agent says it
+_SSH = ("ssh", "-T", "-o", "BatchMode=yes", "-o", "StrictHostKeyChecking=yes", "-o", "ConnectTimeout=10")
+_SSH += ("-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=3")
+_RSYNC = ("rsync", "-a", "--no-owner", "--no-group", "--no-implied-dirs", "--from0", "--files-from=-")
+_NODE = ("-m", "phalanx.launch.targets.ssh_node")
+# Variables come on stdin: every user of a host sees its command lines. The program reads the rest of stdin.
 _BOOT = """
 import json, os, sys
 with open(0, "rb", 0, closefd=False) as stdin:
     os.environ.update(json.loads(stdin.readline()))
 os.execvp(sys.argv[1], sys.argv[1:])
+"""
+_QUESTION = """
+import hashlib, json, os, socket, sys
+def digest(path):
+    try:
+        with open(path, "rb") as file:
+            return hashlib.sha256(file.read()).hexdigest()
+    except OSError:
+        return ""
+asked = json.loads(sys.stdin.readline())
+found = {path: digest(path) for path in asked["files"]}
+with socket.create_server(("", 0)) as free:
+    print(json.dumps([found, os.path.isdir(asked["folder"]), free.getsockname()[1]]))
 """
 
 
@@ -48,53 +97,307 @@ class SshTarget(AttachedTarget):
         if not address:
             given, allowed = "ssh without a file", "a file that names the hosts"
             raise SpecError.of(where="--to", given=given, allowed=allowed, fix="--to ssh:hosts.toml")
+        self._path = Path(address).absolute()
         self.file = HostsFile.read(Path(address))
-        self._hosts: SshHosts | None = None
 
     def prepare(self, submission: Submission) -> Prepared:
-        """What each host gets where it has the job and shares the run folder: paths are others where it does not."""
         refuse_size(submission.run, self.file)
-        # as whoever follows a run has workers begin it
-        run = replace(settled(submission.run), from_step=None, forecast="none")
-        storage, files = HostStorage.alike(self.file, run), dict[Path, str]()
-        for number, host in enumerate(self.file.hosts):
-            start = storage.start(number, run, _A_PORT)
-            told = {"folder": start.folder, "variables": start.ranks, "environment": [*self.file.environment]}
-            files[Path(f"{host.name}:run.toml")] = start.run.to_toml()
-            files[Path(f"{host.name}:workers.json")] = json.dumps(told, indent=2)
-        if code := code_to_send(submission.run, self.file):
-            files[submission.folder / CODE_LIST] = f"for a host that has it not: {code}"
-        commands = tuple(ssh_words(self.file, host) for host in self.file.hosts)
-        return Prepared(submission=submission, files=files, commands=commands)
-
-    def reach(self) -> None:
-        self._hosts = SshHosts(self.file)
+        variables = ", ".join(self.file.environment) or "none"
+        notes = [f"workers work in {self.file.folder}; variables of the hosts file: {variables}"]
+        if pack := _code(self.file, submission.run):
+            notes.append(f"each host first gets {pack.headline}, by rsync to the same path")
+        files = {submission.runfile: submission.run.to_toml()}
+        commands = tuple(tuple(_on_host(self.file, host, _NODE)) for host in self.file.hosts)
+        return Prepared(submission=submission, files=files, commands=commands, notes=tuple(notes))
 
     def hosts(self) -> list[SshAskedHost]:
         return [SshAskedHost(self.file, entry) for entry in self.file.hosts]
 
-    def launcher(self) -> Launcher:
-        from phalanx.launch.targets.ssh_workers import SshLauncher
+    def follow(
+        self, prepared: Prepared, threads: int | None, watch: Callable[[], None], begun: Callable[[], None]
+    ) -> None:
+        run = prepared.submission.run
+        port = self._ask(run)
+        with one_launch_at_a_time(run.folder):
+            refuse_handed_over(run.folder)
+            prepared.write()
+            ticket = {"host": socket.gethostname(), "pid": os.getpid(), "since": _begun_at(os.getpid())}
+            write_ticket(prepared.submission, f"{self.name}:{self._path}", ticket)
+        begun()
+        try:
+            self._supervise(prepared.submission, port, threads, watch)
+        finally:
+            forget_handed_over(run.folder)
 
-        hosts, self._hosts = self._hosts, None
-        return SshLauncher(self.file, hosts)
+    def standing(self, ticket: Mapping[str, Any], folder: Path) -> Standing:
+        if ticket["host"] != socket.gethostname():
+            return Standing(state="unknown", detail=f"launched by process {ticket['pid']} on {ticket['host']}")
+        if is_running(ticket["pid"]) and _begun_at(ticket["pid"]) == ticket["since"]:
+            return Standing(state="running", detail=f"followed by process {ticket['pid']}")
+        return Standing(state=LAST_WORDS.get(last_word(folder), "unknown"), detail="the process that launched it ended")
 
-    def leave(self) -> None:
-        if self._hosts:
-            self._hosts.close()
-            self._hosts = None
+    def stop(self, ticket: Mapping[str, Any], folder: Path) -> None:
+        found = self.standing(ticket, folder)
+        if ticket["host"] != socket.gethostname():
+            raise RunError(f"{folder} was {found.detail}\n    try: there, phalanx stop {shlex.quote(str(folder))}")
+        if found.state == "running":
+            with suppress(ProcessLookupError):
+                os.kill(ticket["pid"], signal.SIGTERM)
+
+    def log(self, ticket: Mapping[str, Any], folder: Path, rank: int | None) -> Path:
+        return attached_log(folder, rank)
+
+    def _ask(self, run: RunSpec) -> int:
+        """Return a free port of the first host, once every host is known to have what ``run`` needs.
+
+        Raises:
+            SpecError: a host does not see the run folder, or has not the job's file.
+            RunError: a host cannot be used.
+        """
+        job, hosts, pack = Reference.parse(run.job).file, self.hosts(), _code(self.file, run)
+        with _token_beside(run.folder) as token, ThreadPoolExecutor(len(hosts)) as threads:
+            needed = [token, *([job] if job else [])]
+            found = {str(path): hashlib.sha256(path.read_bytes()).hexdigest() for path in needed}
+            answers = list(threads.map(lambda host: host.begin(pack, found), hosts))
+        if failed := [(host.name, said) for host, said in zip(hosts, answers, strict=True) if isinstance(said, str)]:
+            lines = [f"host {name} cannot be used: {visible(why)}" for name, why in failed]
+            raise RunError("\n".join([*lines, f"    try: {way_there(*failed[0])}"]))
+        problems: list[Problem] = []
+        shared = "a folder that this machine and all hosts share"
+        for host, (there, works, _) in zip(hosts, answers, strict=True):
+            if there.get(str(token)) != found[str(token)]:
+                given = f"host {host.name} does not see {run.folder}"
+                problems.append(Problem(where="run.folder", given=given, allowed=shared, fix="share the folder"))
+            if job and there.get(str(job)) != found[str(job)]:
+                given, fix = f"host {host.name} has not {job} as it is here", f'code = "{job.parent}" in {self._path}'
+                problems.append(Problem(where="job", given=given, allowed=f"{shared}, or a copy", fix=fix))
+            if works is not True:
+                given, fix = f"host {host.name} has no folder {self.file.folder}", f'folder = "/" in {self._path}'
+                problems.append(Problem(where="folder", given=given, allowed="a folder on every host", fix=fix))
+        if problems:
+            raise SpecError(problems)
+        return int(answers[0][2])
+
+    def _supervise(self, submission: Submission, port: int, threads: int | None, watch: Callable[[], None]) -> None:
+        """Start agents until the run ends, is stopped, or may not start again."""
+        run, restarts = submission.run, Restarts(submission.run.restarts, submission.run.folder)
+        events = EventReader(run.folder / EVENTS)
+        events.new()  # of earlier starts
+        with Interrupts() as interrupts:
+            while True:
+                restarts.started()
+                with self._agents(submission, port, threads) as agents:
+                    codes = _followed(agents, interrupts, run.grace, watch)
+                    interrupts.held = True  # no signal cuts the clean-up short
+                interrupts.held = False
+                told = events.new()
+                watch()
+                interrupts.saved = word_of(told) in ("end", "stopped")
+                interrupts.check()
+                if interrupts.saved:
+                    if word_of(told) == "stopped":  # asked on a host
+                        raise SystemExit(SAVED)
+                    return
+                failure = _failure(agents, codes, told)
+                error = worker_error(failure, run.plan.processes, memory_kills=0)
+                if not restarts.allow(failure, memory_kills=0, begun=failure.step):
+                    if failure.is_loss:
+                        record(error, run.folder)
+                    raise error
+                print(f"{str(error).splitlines()[0]}: starting again", file=sys.stderr)
+                until = time.monotonic() + restarts.pause
+                while time.monotonic() < until:
+                    time.sleep(_LOOK)
+                    interrupts.check()
+                submission.runfile.write_text(replace(run, resume="auto", from_step=None).to_toml())
+                port = self._ask(run)
+
+    @contextmanager
+    def _agents(self, submission: Submission, port: int, threads: int | None) -> Iterator[list[_Agent]]:
+        """Within, an agent runs on each host; leaving ends them and their workers."""
+        hosts, found, first = self.file.hosts, list[_Agent](), 0
+        variables = {**({"OMP_NUM_THREADS": str(threads)} if threads else {}), **self.file.environment}
+        same = {"runfile": str(submission.runfile), "folder": self.file.folder, "nodes": len(hosts)}
+        same |= {"meet": f"{hosts[0].address}:{port}", "start": secrets.token_hex(8)}
+        try:
+            for number, host in enumerate(hosts):
+                place = {"name": host.name, "rank": number, "workers": host.devices, **same}
+                log = attached_log(submission.run.folder, None)
+                found.append(_Agent(host.name, first, _on_host(self.file, host, _NODE), log))
+                found[-1].tell(f"{json.dumps(variables)}\n{json.dumps(place)}\n")
+                first += host.devices
+            yield found
+        finally:
+            for agent in found:
+                agent.hang_up()
+            for agent in found:
+                agent.end()
 
 
 @final
 class SshAskedHost(TargetHost):
-    """One host of a hosts file; what it runs has the folder and the variables of workers."""
+    """One host of a hosts file. A program runs there with the folder and the variables of workers."""
 
     def __init__(self, file: HostsFile, entry: HostEntry) -> None:
         self.name, self.address, self.processes = entry.name, entry.address, entry.devices
-        self.folder, self.scratch = file.folder, file.scratch
-        self._file, self._entry = file, entry
+        self.folder, self._file, self._entry = file.folder, file, entry
 
     def run(self, arguments: Sequence[str], text: str, patience: float) -> str:
-        words = shlex.join([self._file.python, "-c", _BOOT, self._file.python, *arguments])
-        variables = json.dumps({**self._file.environment})
-        return run_here([*ssh_command(self._file, self._entry), words], f"{variables}\n{text}", patience)
+        lines = f"{json.dumps({**self._file.environment})}\n{text}"
+        return run_here(_on_host(self._file, self._entry, arguments), lines, patience)
+
+    def begin(self, pack: CodePack | None, files: Mapping[str, str]) -> Any:
+        """Copy ``pack`` to the host, and return digests of ``files`` there, if it has its folder, and a free port.
+
+        A host that cannot be used gives the reason, a text.
+        """
+        try:
+            if pack:
+                shell = shlex.join([*_SSH, *self._file.ssh])
+                names = "\0".join(str(pack.root / path) for path in pack.files)
+                words = [*_RSYNC, "-e", shell, "/", f"{self.name}:/"]
+                subprocess.run(words, input=names, capture_output=True, text=True, check=True)
+            question = json.dumps({"files": [*files], "folder": self.folder})
+            told = json.loads(self.run(["-c", _QUESTION], f"{question}\n", _ASKS).splitlines()[-1])
+            good = isinstance(told[0], dict) and isinstance(told[2], int) and 0 < told[2] < 1 << 16
+            return told if good else "gives an answer of another form"
+        except (ValueError, LookupError, TypeError, RecursionError):
+            return "gives no answer"
+        except subprocess.CalledProcessError as error:
+            return f"is not sent the code: {next(iter(error.stderr.splitlines()), 'rsync failed')}"
+        except (RunError, FileNotFoundError) as error:
+            return str(error)
+
+
+@final
+class _Agent:
+    """torchrun's agent on one host, as this machine sees it: its ``ssh`` process."""
+
+    def __init__(self, name: str, first: int, words: Sequence[str], log: Path) -> None:
+        self.name, self.first, self.said, self._log = name, first, list[str](), log
+        pipes: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+        self._ssh = subprocess.Popen(words, start_new_session=True, **pipes)  # Ctrl-C is for this process alone
+        streams = ((self._ssh.stdout, sys.stdout), (self._ssh.stderr, sys.stderr))
+        self._readers = [threading.Thread(target=self._pass_on, args=each, daemon=True) for each in streams]
+        for reader in self._readers:
+            reader.start()
+
+    @property
+    def code(self) -> int | None:
+        """Exit code of ssh, which is that of the agent; None while it runs."""
+        return self._ssh.poll()
+
+    def tell(self, text: str) -> None:
+        """Send ``text``; does nothing once the connection is over."""
+        with suppress(OSError, ValueError):
+            assert self._ssh.stdin
+            self._ssh.stdin.write(text.encode())
+            self._ssh.stdin.flush()
+
+    def hang_up(self) -> None:
+        """Have the agent kill its workers, and close the connection."""
+        self.tell("end\n")
+        with suppress(OSError):
+            assert self._ssh.stdin
+            self._ssh.stdin.close()
+
+    def end(self) -> None:
+        """Wait for ssh to end, and kill it if that takes long."""
+        with suppress(subprocess.TimeoutExpired):
+            self._ssh.wait(_END)
+        self._ssh.kill()
+        self._ssh.wait()
+        for reader in self._readers:
+            reader.join(_END)
+
+    def _pass_on(self, stream: IO[bytes], to: IO[str]) -> None:
+        with stream:
+            while data := stream.readline(_LINE):
+                line = visible(data.decode(errors="replace").rstrip("\r\n"))
+                if stream is self._ssh.stderr:
+                    self.said = [*self.said, line][-50:]
+                with suppress(OSError, ValueError, SpecError):
+                    print(line, file=to, flush=True)
+                    append(self._log, f"{line}\n".encode())
+
+
+def _followed(
+    agents: Sequence[_Agent], interrupts: Interrupts, grace: float, watch: Callable[[], None]
+) -> list[int | None]:
+    """Return the exit code of each agent once all have ended; None for an agent that still has to be ended."""
+    deadline, asked, alive = float("inf"), False, 0.0
+    while True:
+        codes, now = [agent.code for agent in agents], time.monotonic()
+        if None not in codes or now > deadline:
+            return codes
+        if any(code not in (None, 0, SAVED) for code in codes):
+            deadline = min(deadline, now + _OTHERS)
+        words = ""
+        if interrupts.caught and not asked:
+            asked, deadline, words = True, min(deadline, now + grace + _AFTER_GRACE if grace else now), "stop"
+            text = f"{signal_name(interrupts.caught)}: saving after this step, {grace:g} s at most"
+            print(f"{text}; Ctrl-C ends the run at once", file=sys.stderr)
+        if words or now > alive:
+            alive = now + _ALIVE
+            for agent in agents:
+                agent.tell(f"{words}\n")
+        watch()
+        time.sleep(_LOOK)
+
+
+def _failure(agents: Sequence[_Agent], codes: Sequence[int | None], events: Sequence[Mapping[str, Any]]) -> Failure:
+    """Return the first failure of a run: by its events, else by the words and exit codes of the agents."""
+    told, step = last_failure(events), max((one["step"] for one in events if one["event"] == "step"), default=None)
+    seen: dict[str, Any] = {"step": step, "traceback": "", "time": 0.0, "expected": True, "everywhere": True}
+    if told and not told.get("lost", True):
+        where = next((agent.name for agent in reversed(agents) if agent.first <= told["rank"]), "a host")
+        seen["exit_code"] = getattr(vars(errors).get(told["kind"]), "exit_code", 3)
+        message = f"{told['message']}\n    on {where}; the output of all ranks is above, and in phalanx logs RUN"
+        return Failure(rank=told["rank"], kind=told["kind"], message=message, **seen)
+    for agent in agents:
+        for rank, code in _ENDED.findall("\n".join(agent.said)):
+            if int(code) < 0:
+                return replace(failure_of_exit(int(rank), step, int(code)), host=agent.name)
+    ended = [(agent, code) for agent, code in zip(agents, codes, strict=True) if code not in (None, 0, SAVED)]
+    agent, code = next((one for one in ended if one[1] == _LOST), ended[0] if ended else (agents[0], 0))
+    last = agent.said[-1] if agent.said else "without a word"
+    if code == _LOST:
+        message = f"host {agent.name} was lost: {last}"
+        return Failure(rank=agent.first, kind="lost host", message=message, lost_peer=True, **seen)
+    if told:
+        return Failure(rank=told["rank"], kind=told["kind"], message=told["message"], lost_peer=True, **seen)
+    message = f"host {agent.name} ended before the run did: {last}"
+    return Failure(rank=agent.first, kind=f"exit {code}", message=message, **seen)
+
+
+def _code(file: HostsFile, run: RunSpec) -> CodePack | None:
+    """Return what each host is sent: nothing, unless the hosts file has ``code``."""
+    return CodePack.of(folder_to_pack(run.job, file.code), without=run.folder) if file.code else None
+
+
+def _on_host(file: HostsFile, host: HostEntry, arguments: Sequence[str]) -> list[str]:
+    """Return the command that runs the host's Python with ``arguments``, and variables from a line of stdin."""
+    return [*_SSH, *file.ssh, "--", host.name, shlex.join([file.python, "-c", _BOOT, file.python, *arguments])]
+
+
+def _begun_at(pid: int) -> str:
+    """Return when a process began, in ticks of the kernel: numbers of processes are used again."""
+    with suppress(OSError, IndexError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+    return ""
+
+
+@contextmanager
+def _token_beside(folder: Path) -> Iterator[Path]:
+    """Within, a file with a random word is in the nearest folder that exists of the path to ``folder``."""
+    above = next(one for one in (folder, *folder.parents) if one.is_dir())
+    path = above / f".phalanx-launch-{secrets.token_hex(4)}"
+    try:
+        path.write_text(secrets.token_hex(16))
+    except OSError as error:
+        given, allowed = f"{above}: {error.strerror}", "a folder that can be written, and that all hosts share"
+        raise SpecError.of("run.folder", given, allowed, 'folder="/shared/run"') from None
+    try:
+        yield path
+    finally:
+        path.unlink(missing_ok=True)

@@ -13,12 +13,12 @@ import shlex
 import sys
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import Any, ClassVar, Self
 
 from phalanx.config import Job, Plan, RunSpec
 from phalanx.config.run_files import RUN_TOML
@@ -27,9 +27,6 @@ from phalanx.files import replace_text
 from phalanx.launch.check_hosts import TargetHost
 from phalanx.launch.targets.launch_folder import CODE_LIST, FOLDER, State
 from phalanx.launch.targets.offer import Offer
-
-if TYPE_CHECKING:
-    from phalanx.launch.launcher import Launcher
 
 _SHOWN = 10  # files of a job's code, in what a launch would do
 _WARNS = re.compile(r"(^|: )warning:", re.IGNORECASE)
@@ -106,8 +103,7 @@ class Submission:
 
     @property
     def runfile(self) -> Path:
-        """The run file as it is handed over: on Slurm and Ray what workers read; on Kubernetes and SageMaker what the
-        target is sent a copy of. By SSH there is none: each host's agent writes its own."""
+        """The run file that workers read; Kubernetes and SageMaker are sent a copy of it."""
         return self.folder / RUN_TOML
 
 
@@ -225,25 +221,45 @@ class Target(ABC):
         """
         return None
 
+    @abstractmethod
+    def standing(self, ticket: Mapping[str, Any], folder: Path) -> Standing:
+        """How the run of that ticket stands, whose run folder is ``folder``."""
+
+    @abstractmethod
+    def stop(self, ticket: Mapping[str, Any], folder: Path) -> None:
+        """Have it save and stop; returns at once. Nothing where it has ended.
+
+        Raises:
+            RunError: the target cannot be asked.
+        """
+
+    @abstractmethod
+    def log(self, ticket: Mapping[str, Any], folder: Path, rank: int | None) -> Path:
+        """The file with what ``rank`` printed, or what all did where that is ``None``; it may not be there yet.
+
+        A target that keeps it elsewhere brings the file up to date with each call.
+
+        Raises:
+            SpecError: this target does not keep ranks apart.
+        """
+
 
 class AttachedTarget(Target):
-    """A target whose runs live as long as the process that launched them, which supervises their workers."""
+    """A target whose runs live as long as the process that launched them."""
 
     @abstractmethod
     def hosts(self) -> Sequence[TargetHost]:
-        """The machines that a run would be on, that where all workers meet first. None is asked anything yet."""
+        """Return the machines of a run, rank 0's first. None is asked anything yet."""
 
     @abstractmethod
-    def reach(self) -> None:
-        """Begin to reach what is there, while this process loads what it needs; the launcher then has it."""
+    def follow(
+        self, prepared: Prepared, threads: int | None, watch: Callable[[], None], begun: Callable[[], None]
+    ) -> None:
+        """Start the run and return at its end; a ticket finds it meanwhile.
 
-    @abstractmethod
-    def launcher(self) -> Launcher:
-        """What starts the workers there. Its ``release`` lets go of what has been reached."""
-
-    @abstractmethod
-    def leave(self) -> None:
-        """Let go of what has been reached, where no launcher has it."""
+        ``threads``: of each worker; None: its share of the host's cores. ``watch`` is called about ten times a second,
+        ``begun`` once nothing refuses the run any more.
+        """
 
 
 class QueueTarget(Target):
@@ -287,28 +303,6 @@ class QueueTarget(Target):
         Empty where its machines have the packages and the data of this one, at the same paths.
         """
         return ""
-
-    @abstractmethod
-    def standing(self, ticket: Mapping[str, Any], folder: Path) -> Standing:
-        """How the run of that ticket stands, whose run folder is ``folder``."""
-
-    @abstractmethod
-    def stop(self, ticket: Mapping[str, Any], folder: Path) -> None:
-        """Have it save and stop; returns at once. Nothing where it has ended.
-
-        Raises:
-            RunError: the target cannot be asked.
-        """
-
-    @abstractmethod
-    def log(self, ticket: Mapping[str, Any], folder: Path, rank: int | None) -> Path:
-        """The file with what ``rank`` printed, or what all did where that is ``None``; it may not be there yet.
-
-        A target that keeps it elsewhere brings the file up to date with each call.
-
-        Raises:
-            SpecError: this target does not keep ranks apart.
-        """
 
 
 def own_words(error: RunError) -> str:
