@@ -58,8 +58,8 @@ def fit(
             lines on stderr by rank 0 of torchrun's workers; elsewhere the logger ``phalanx`` is told what differs from
             one device, and other warnings. ``False``: nothing is shown or told.
         cores: CPU cores that each replica computes with; its share of the machine's where not given.
-        launcher: what starts the workers: ``local`` forks them from this process. With ``torchrun``, and on the hosts
-            of ``ssh:hosts.toml``, they are new processes that load the job from where ``run.job`` says.
+        launcher: what starts the workers: ``local`` forks them from this process; on the hosts of ``ssh:hosts.toml``
+            they are new processes that load the job from where ``run.job`` says.
         settings: fields of ``RunSpec`` by their names, such as ``resume="auto"`` or ``checkpoint_every="5m"``, in place
             of what ``run`` says. A run that goes on has those given now alone; ``phalanx train`` keeps those before.
 

@@ -309,7 +309,7 @@ OPTIONS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
 # so has what becomes of a run that stops or loses a worker: tests/faults. --set needs a job that declares: test_jobfile
 SETS = {
     "train": {
-        *("--set", "--anyway", "--launcher", "--from", "--checkpoint", "--keep-every", "--mirror", "--grace"),
+        *("--set", "--anyway", "--from", "--checkpoint", "--keep-every", "--mirror", "--grace"),
         *("--restarts", "--check"),
         *("--on-nonfinite", "--spike", "--on-spike", "--timeout", "--drift", "--drift-every", "--grow-after"),
     },

@@ -167,9 +167,10 @@ def test_an_installed_package_brings_a_kind_to_every_process(tmp_path: Path) -> 
     (info / "entry_points.txt").write_text("[phalanx.device_kinds]\nstandin = stand_in_package:KIND\n")
     (tmp_path / "job.py").write_text(JOB)
     there = [tmp_path, Path(__file__).parent, Path(__file__).parents[1], os.environ.get("PYTHONPATH", "")]
-    how = ("--plan", "dp=2 device=standin", "--run", "started", "--launcher", "torchrun")
+    (tmp_path / "run.toml").write_text('job = "job.py"\nplan = "dp=2 device=standin"\nfolder = "started"\n')
+    worker = ("--no-python", sys.executable, "-m", "phalanx", "worker", "run.toml")
     done = subprocess.run(
-        [sys.executable, "-m", "phalanx", "train", "job.py", *how],
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *worker],
         cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, there))},
         capture_output=True,

@@ -29,16 +29,11 @@ if TYPE_CHECKING:
 @click.command("train", short_help="Train a job under a plan.", cls=RunCommand)
 @job_argument
 @run_options
-@click.option(
-    "--launcher", default="local", show_default=True, help="What starts the workers: local, torchrun, ssh:FILE."
-)
 @click.option("--tensorboard", is_flag=True, help="Write TensorBoard files into the run folder, too.")
 @click.option("--quiet", is_flag=True, help="Show neither plan nor progress.")
 @click.option("--explain", is_flag=True, help="Show where each value came from.")
 @json_option
-def command(
-    job: str, launcher: str, tensorboard: bool, quiet: bool, explain: bool, as_json: bool, **options: Any
-) -> None:
+def command(job: str, tensorboard: bool, quiet: bool, explain: bool, as_json: bool, **options: Any) -> None:
     """Train JOB: a Python file with a function job(), file.py:name, or package.module:name.
 
     Without --plan and -n the planner chooses for the CUDA devices here; where there is none it is one process. A plan
@@ -55,7 +50,7 @@ def command(
     from phalanx.launch import find_launcher
 
     given = Given.of(job, options)
-    train(given, launcher, find_launcher(launcher), RunDisplay(tensorboard, quiet, explain, as_json))
+    train(given, "local", find_launcher("local"), RunDisplay(tensorboard, quiet, explain, as_json))
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,6 +238,4 @@ def _command(run: RunSpec, launcher: str, *options: str, folder: Path | None = N
     words = ["phalanx", "train", run.job, "--run", str(folder or run.folder), *options, *mirror]
     if ":" in launcher:  # hosts of a file
         words[1:3] = ["launch", run.job, "--to", launcher]
-    elif launcher != "local":
-        words += ["--launcher", launcher]
     return shlex.join(words)

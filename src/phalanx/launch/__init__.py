@@ -1,4 +1,4 @@
-"""How the workers of a run are started: forked here, or by one of the other launchers in the table.
+"""How the workers of a run are started: forked here, by torchrun, or on other hosts.
 
 Names are fetched when first used: most need torch, and the hosts of a launch are reached while that is loaded.
 """
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from phalanx.launch.elastic_size import ElasticSize
     from phalanx.launch.failure import record
     from phalanx.launch.jobfile import Reference, load_job
-    from phalanx.launch.launcher import LAUNCHERS, Launch, Launcher, find_launcher, place_of_this_process
+    from phalanx.launch.launcher import Launch, Launcher, find_launcher
     from phalanx.launch.local import launch
     from phalanx.launch.reaper import StopSignals, raise_stopped
     from phalanx.launch.restarts import Restarts
@@ -18,17 +18,16 @@ if TYPE_CHECKING:
     from phalanx.launch.side_process import LookAhead, look_ahead
     from phalanx.launch.supervision import supervise
     from phalanx.launch.torch_warmup import make_ready
+    from phalanx.launch.torchrun import place_of_this_process
 
 _FILES = {
     "elastic_size": ("ElasticSize",),
     "failure": ("record",),
     "jobfile": ("Reference", "load_job"),
     "launcher": (
-        "LAUNCHERS",
         "Launch",
         "Launcher",
         "find_launcher",
-        "place_of_this_process",
     ),
     "local": ("launch",),
     "reaper": ("StopSignals", "raise_stopped"),
@@ -37,11 +36,11 @@ _FILES = {
     "side_process": ("LookAhead", "look_ahead"),
     "supervision": ("supervise",),
     "torch_warmup": ("make_ready",),
+    "torchrun": ("place_of_this_process",),
 }
 _WHERE = {name: file for file, names in _FILES.items() for name in names}
 
 __all__ = [
-    "LAUNCHERS",
     "ElasticSize",
     "Launch",
     "Launcher",

@@ -1,19 +1,17 @@
-"""What a launcher offers, and the table of those there are.
-
-A launcher is one way of starting the workers of a run. ``find_launcher`` gives the one that was asked for; its
-``prepare`` refuses what it cannot do before anything is written, its ``start`` gives the ``Workers`` that ``supervise``
-(``supervision.py``) follows and stops. A new one is a file with these two classes and a line in ``LAUNCHERS``.
-"""
+"""The interface between ``supervise`` and what starts the workers of a run: forks on this machine, or hosts by SSH."""
 
 from __future__ import annotations
 
-import difflib
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+<<<<<<< HEAD
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Protocol
+=======
+from typing import Any, Protocol
+>>>>>>> 4ec6657f (Delete the launcher that ran torchrun on this machine, and the table of launchers)
 
 from phalanx.comm import Place
 from phalanx.config import RunSpec
@@ -24,6 +22,7 @@ from phalanx.launch.hang_watch import WatchedRank
 from phalanx.launch.jobfile import load_job
 from phalanx.train.findings import Findings
 
+<<<<<<< HEAD
 if TYPE_CHECKING:
     from phalanx.launch.targets import AttachedTarget
 
@@ -31,6 +30,8 @@ if TYPE_CHECKING:
 LAUNCHERS = {"local": "phalanx.launch.local:LocalLauncher", "torchrun": "phalanx.launch.torchrun:TorchrunLauncher"}
 """Every launcher: what users call it, and its class."""
 
+=======
+>>>>>>> 4ec6657f (Delete the launcher that ran torchrun on this machine, and the table of launchers)
 
 class StepReport(Protocol):
     """What a forked worker calls with the number of each optimizer step that it begins."""
@@ -131,16 +132,6 @@ class Launcher(ABC):
     """One way of starting workers on this machine. What it started is in the ``Workers`` it gives."""
 
     @abstractmethod
-    def place(self) -> Place | None:
-        """This process's place, if it is a worker that this launcher started and that has to find that out by itself.
-
-        Called first of all by ``fit``, ``build`` and ``phalanx worker``. The environment is read here only.
-
-        Raises:
-            SpecError: part of what says so is missing or wrong.
-        """
-
-    @abstractmethod
     def prepare(self, launch: Launch) -> None:
         """Refuse what cannot be started from here, and load what workers share with this process.
 
@@ -167,16 +158,26 @@ class Launcher(ABC):
         """
 
 
+<<<<<<< HEAD
 def find_launcher(name: str) -> Launcher | AttachedTarget:
     """Return the launcher of that name; of ``ssh:hosts.toml`` the target.
+=======
+def find_launcher(name: str) -> Launcher:
+    """Return the launcher called ``name``: ``local``, or ``ssh:hosts.toml`` for the hosts of that file.
+>>>>>>> 4ec6657f (Delete the launcher that ran torchrun on this machine, and the table of launchers)
 
     Raises:
-        SpecError: there is none; it lists those there are. Or what follows the colon is wrong.
+        SpecError: there is none of that name, or the file is wrong.
     """
+    if name == "local":
+        from phalanx.launch.local import LocalLauncher
+
+        return LocalLauncher()
     if ":" in name:
         from phalanx.launch.targets import AttachedTarget, find_target
 
         if isinstance(target := find_target(name), AttachedTarget):
+<<<<<<< HEAD
             return target
     if name not in LAUNCHERS:
         near = difflib.get_close_matches(name, LAUNCHERS, n=1, cutoff=0.4)
@@ -199,6 +200,10 @@ def place_of_this_process() -> Place | None:
     """
     places = (_launcher(name).place() for name in LAUNCHERS)
     return next((place for place in places if place is not None), None)
+=======
+            return target.launcher()
+    raise SpecError.of(where="launcher", given=repr(name), allowed="local, ssh:hosts.toml", fix='launcher="local"')
+>>>>>>> 4ec6657f (Delete the launcher that ran torchrun on this machine, and the table of launchers)
 
 
 def refuse_copies() -> None:

@@ -23,10 +23,6 @@ from phalanx.launch.worker_pool import WorkerPool
 class LocalLauncher(Launcher):
     """Forks the workers from this process; even one ended by ``kill -9`` leaves none behind."""
 
-    def place(self) -> None:
-        """A forked worker is handed its place."""
-        return
-
     def prepare(self, launch: Launch) -> None:
         """Refuse to fork a process that uses an accelerator, and load what the plan needs once for all workers."""
         for kind in all_kinds():
@@ -37,9 +33,9 @@ class LocalLauncher(Launcher):
                     f"({kind.heavy_ways}) out of the module level of the job file and into model() and data()"
                 )
         if launch.run and not (kind := kind_for(launch.run.plan.device, launch.run.plan.devices)).forks:
-            given = f"workers on {kind.label} devices forked from this process"
-            allowed = "processes of their own, each of which begins with its device"
-            raise RefusedError.of(where="launcher", given=given, allowed=allowed, fix='launcher="torchrun"')
+            given = f"{kind.label} devices, which forked workers cannot use"
+            fix = f"torchrun --nproc-per-node {launch.world_size} --no-python phalanx worker run.toml"
+            raise RefusedError.of("device", given, "workers that torchrun starts, from a run file", fix)
         if launch.run:
             make_ready(launch.run.plan)
             if launch.run.resume is True:

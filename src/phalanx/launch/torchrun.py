@@ -1,223 +1,41 @@
-"""Workers that torchrun starts, called by hand on any hosts or by ``TorchrunLauncher`` on this one.
+"""Workers that torchrun starts on any hosts: their place, and the store that its agents share.
 
-The one place where torchrun's environment variables are read.
-
-``torchrun --nproc-per-node 2 --no-python phalanx worker RUN/run.toml`` runs what ``phalanx train`` runs, on any hosts
-that torchrun reaches. ``phalanx train --launcher torchrun`` has this file start torchrun on this machine.
-
-Between this process and the workers stands torchrun's own, here called the agent: it starts the workers, ends all when
-one fails, and knows how each ended. The kernel ends it with this process, and the workers with it.
+The one place where torchrun's environment variables are read. The command that a user, or a queue's node, gives to
+torchrun is ``torchrun --nproc-per-node 2 --no-python phalanx worker RUN/run.toml``.
 """
 
 from __future__ import annotations
 
-import logging
 import os
-import signal
-import sys
-import tempfile
-import time
-from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from datetime import timedelta
-from pathlib import Path
 from typing import TYPE_CHECKING, final
 
 from phalanx.comm import Place
 from phalanx.comm.roll_call import answers, word_of
-from phalanx.config import RunSpec
-from phalanx.device_kinds import kind_for
-from phalanx.errors import Problem, RunError, SpecError
-from phalanx.files.single_writer import is_running
-from phalanx.launch.addresses import LOOPBACK, connect_late, listen_at, own_address
-from phalanx.launch.failure import Failure, WorkerReports, failure_of_exit, first_failure, gave_up, time_for_others
+from phalanx.errors import Problem, SpecError
+from phalanx.launch.addresses import connect_late, listen_at, own_address
 from phalanx.launch.hang_report import RankStand
-from phalanx.launch.hang_watch import WatchedRank
-from phalanx.launch.launcher import Launch, Launcher, Workers, refuse_what_needs_a_fork
-from phalanx.launch.rank_probe import PROBE_FILES, ProbeFiles
-from phalanx.launch.reaper import kill_group
-from phalanx.launch.worker_pool import WorkerPool
-from phalanx.launch.worker_process import threads_each
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore  # pyrefly: ignore
 
 _NUMBERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
 _NAMES = (*_NUMBERS, "MASTER_ADDR", "MASTER_PORT")
-
-# seconds; with those of the worker pool they stay under the 3 s in which everything has to be over
-_AGENT_ENDS = 5.0  # after a worker whose peer was lost, which has ended: the agent knows how
-_KILL = 0.5  # after SIGKILL
-_SOON = 0.02  # between looks at what is about to end
 _PATIENCE = timedelta(seconds=2)  # for torchrun's store
 
 
-@final
-class TorchrunLauncher(Launcher):
-    """Has torchrun start ``phalanx worker`` once for each rank, on this machine."""
+def place_of_this_process() -> Place | None:
+    """Return this process's place if torchrun started it as a worker, and have it listen there; else ``None``.
 
-    def place(self) -> Place | None:
-        place = place_from_environment()
-        if place:
-            listen_at(place.host)
-            connect_late(place.world_size)
-        return place
-
-    def prepare(self, launch: Launch) -> None:
-        """Refuse what a new process could not load, or torchrun could not put somewhere."""
-        refuse_what_needs_a_fork(launch, "torchrun")
-
-    def start(self, launch: Launch) -> TorchrunWorkers:
-        assert launch.run is not None  # refused before
-        try:
-            workers = TorchrunWorkers(launch, launch.run)
-        except OSError as error:
-            what = f"a temporary folder for torchrun's workers cannot be written: {error.strerror}"
-            raise RunError(f"{what}\n    try: free space there, or TMPDIR=/another/disk") from None
-        workers.start()
-        return workers
-
-
-@final
-class TorchrunWorkers(Workers):
-    """The agent, forked like a local worker, and what the workers it started left in the reports' folder."""
-
-    def __init__(self, launch: Launch, run: RunSpec) -> None:
-        self._failures: list[Failure] = []
-        self._world_size, self._stopped = launch.world_size, 0
-        self._folder = tempfile.TemporaryDirectory(prefix="phalanx-torchrun-", ignore_cleanup_errors=True)
-        self._reports = WorkerReports(Path(self._folder.name))
-        self._probes: dict[int, ProbeFiles] = {}
-        self._opened = ExitStack()
-        runfile = self._reports.write_run(run, launch.findings)
-        threads = str(launch.threads or os.environ.get("OMP_NUM_THREADS") or threads_each(launch.world_size))
-        worker = ["-m", "phalanx", "worker", str(runfile), "--reports", self._folder.name]
-
-        def agent(place: Place, report: Callable[[int], None]) -> dict[int, int]:
-            os.environ["OMP_NUM_THREADS"] = threads
-            kind_for(run.plan.device, run.plan.devices).before_workers(1, launch.world_size)
-            return _run_agent(launch.world_size, [sys.executable, *worker], self._folder.name)
-
-        self._agent = WorkerPool(Launch(world_size=1, function=agent))
-
-    def start(self) -> None:
-        try:
-            self._agent.start()
-        except BaseException:
-            self.stop()
-            raise
-
-    def follow(self, timeout: float) -> bool:
-        """Pass on what is printed, for at most ``timeout`` seconds; a worker's failure or the agent's end ends it."""
-        more = self._agent.follow(timeout)
-        if more and not self._reports.failures():
-            return True
-        began = time.monotonic()
-        while more:
-            known = self._reports.failures()
-            broken = all(failure.lost_peer and not gave_up(failure) for failure in known)
-            late = time.monotonic() > began + (_AGENT_ENDS if broken else time_for_others(known))
-            more = self._agent.follow(_SOON)
-            if late:
-                break
-        self._failures = [*self._reports.failures(), *self._unreported()]
-        if not self._failures and (trouble := self._agent.failure()):
-            raise RunError(f'torchrun failed: {trouble.kind}: {trouble.message}\n    try: launcher="local"')
-        return False
-
-    def request_stop(self, number: int) -> bool:
-        """By a signal to the workers; the agent would end them by force after a while of its own."""
-        running = self._reports.processes()
-        if not running or all(self._reports.step(rank) is None for rank in range(self._world_size)):
-            return False
-        for pid in running:
-            with suppress(ProcessLookupError):
-                os.kill(pid, number)
-        return True
-
-    @property
-    def stopped(self) -> int:
-        return self._stopped
-
-    def stop(self) -> None:
-        """Have the agent end the workers; end it and them by force where that takes long."""
-        self._agent.stop()
-        self._stopped = self._reports.stopped()
-        if self._agent.results == [None]:  # else the agent saw every worker's end, and numbers may be someone else's
-            for pid in self._reports.processes():
-                kill_group(pid, signal.SIGKILL)
-            deadline = time.monotonic() + _KILL
-            while any(map(is_running, self._reports.processes())) and time.monotonic() < deadline:
-                time.sleep(_SOON)
-        self._opened.close()
-        self._folder.cleanup()
-
-    def failure(self) -> Failure | None:
-        return first_failure(self._failures) if self._failures else None
-
-    def known_failures(self) -> list[Failure]:
-        return self._failures
-
-    def watched(self) -> dict[int, WatchedRank]:
-        found: dict[int, WatchedRank] = {}
-        for rank in range(self._world_size):
-            if pid := self._reports.process(rank):
-                files = self._files_of(rank) if is_running(pid) else None
-                found[rank] = WatchedRank(pid, self._reports.step(rank), files)
-        return found
-
-    def _files_of(self, rank: int) -> ProbeFiles | None:
-        if rank not in self._probes:
-            with suppress(FileNotFoundError), ExitStack() as opened:
-                paths = (self._reports.probe_file(rank, name) for name in PROBE_FILES)
-                stacks, standing = (opened.enter_context(path.open("rb")) for path in paths)
-                self._probes[rank] = ProbeFiles(stacks.fileno(), standing.fileno())
-                self._opened.push(opened.pop_all())
-        return self._probes.get(rank)
-
-    def _unreported(self) -> list[Failure]:
-        reported = {failure.rank for failure in self._reports.failures()}
-        exit_codes: dict[str, int] = self._agent.results[0] or {}
-        return [
-            failure_of_exit(int(rank), self._reports.step(int(rank)), code)
-            for rank, code in exit_codes.items()
-            if int(rank) not in reported
-        ]
-
-
-def _run_agent(world_size: int, worker: list[str], folder: str) -> dict[int, int]:
-    """Be torchrun's own process, with its files in ``folder``.
-
-    Returns:
-        The exit code of each rank that failed, negative for a signal.
+    Raises:
+        SpecError: some of torchrun's variables are there and others are missing or no numbers.
     """
-    from torch.distributed.elastic.multiprocessing.api import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.run import parse_args, run
-
-    from phalanx.launch.one_host import BACKEND, offer
-
-    offer()
-    for name in ("multiprocessing.api", "agent.server.api"):  # what they warn of, the launcher says
-        logging.getLogger(f"torch.distributed.elastic.{name}").setLevel(logging.CRITICAL)
-    options = ["--nproc-per-node", str(world_size), "--log-dir", folder, "--no-python"]
-    options += [
-        "--rdzv-backend",
-        BACKEND,
-        "--rdzv-endpoint",
-        LOOPBACK,
-        "--rdzv-id",
-        "phalanx",
-        "--local-addr",
-        LOOPBACK,
-    ]
-    try:
-        run(parse_args([*options, *worker]))
-    except ChildFailedError as error:
-        return {rank: failure.exitcode for rank, failure in error.failures.items()}
-    except SignalException as error:
-        os._exit(128 + int(error.sigval))
-    return {}
+    place = place_from_environment()
+    if place:
+        listen_at(place.host)
+        connect_late(place.world_size)
+    return place
 
 
 def place_from_environment() -> Place | None:

@@ -21,6 +21,7 @@ from phalanx.comm.process_group import meet
 from phalanx.config import Job, Plan, RunSpec
 from phalanx.config.run import override
 from phalanx.config.run_files import EVENTS
+from phalanx.device_kinds import kind_for
 from phalanx.errors import PhalanxError, Problem, RefusedError, RunError, SpecError, WorkerError
 from phalanx.events.following import Viewer, callback_viewers, followed
 from phalanx.files import join, read_text, token_of
@@ -29,14 +30,22 @@ from phalanx.launch.failure import Failure, WorkerReports, describe_error, gave_
 from phalanx.launch.first_step import first_step_checked
 from phalanx.launch.hang_watch import blamed
 from phalanx.launch.jobfile import load_job
-from phalanx.launch.launcher import place_of_this_process
 from phalanx.launch.rank_probe import PROBE_FILES, ProbeFiles, RankProbe
 from phalanx.launch.reaper import SAVED, StopSignals, leave_signals, terminated_later
 from phalanx.launch.run_secret import share_secret
 from phalanx.launch.runfile import RunFolder, absolute, settled
 from phalanx.launch.side_process import look_ahead
 from phalanx.launch.torch_warmup import leave_compiler_out, make_ready
-from phalanx.launch.torchrun import AGENT, SharedStands, agent_serves, begun_before, claim, note_begun, started_by_agent
+from phalanx.launch.torchrun import (
+    AGENT,
+    SharedStands,
+    agent_serves,
+    begun_before,
+    claim,
+    note_begun,
+    place_of_this_process,
+    started_by_agent,
+)
 from phalanx.launch.worker_process import die_with, leave_warnings_to_rank_0, show_rank
 from phalanx.parallel import devices_here
 from phalanx.train.assembly import refuse
@@ -255,6 +264,10 @@ def main(runfile: Path, reports: Path | None = None, job_here: str = "") -> int:
                 allowed=f"{run.plan.processes}, as the plan {run.plan} says",
                 fix=f"torchrun --nproc-per-node {run.plan.processes} --no-python phalanx worker {runfile}",
             )
+        if started_by_agent() and AGENT not in os.environ:
+            here = status.place.local_world_size or status.place.world_size
+            kind = kind_for(run.plan.device, here * run.plan.threads)
+            kind.before_workers(status.place.world_size // here, here)
         status.place = replace(status.place, timeout=run.timeout)
         job = override(load_job(job_here or run.job), run)
         train_as_worker(job, fitted(run, status.place.world_size, job), status, runfile=runfile)
