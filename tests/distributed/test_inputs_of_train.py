@@ -227,7 +227,7 @@ RUNS: Mapping[str, tuple[Mapping[str, Any], Any]] = {
 ELSEWHERE = {
     *("job", "plan", "folder", "resume", "from_step", "forecast", "checkpoint", "keep_every", "mirror", "grace"),
     "restarts",
-    *("on_nonfinite", "spike", "on_spike", "timeout", "drift", "drift_every", "devices", "grow_after", "asked_plan"),
+    *("on_nonfinite", "spike", "on_spike", "timeout", "drift", "drift_every", "devices", "asked_plan"),
     "check",
 }
 """Where the job is and the run lies. What a resume does, what a forecast refuses, which checkpoints stay or are copied,
@@ -311,7 +311,7 @@ SETS = {
     "train": {
         *("--set", "--anyway", "--from", "--checkpoint", "--keep-every", "--mirror", "--grace"),
         *("--restarts", "--check"),
-        *("--on-nonfinite", "--spike", "--on-spike", "--timeout", "--drift", "--drift-every", "--grow-after"),
+        *("--on-nonfinite", "--spike", "--on-spike", "--timeout", "--drift", "--drift-every"),
     },
     "prove": {"--set"},
     "bench": {"--set"},

@@ -102,18 +102,6 @@ def test_the_least_there_may_be_ends_the_run_as_ever(tmp_path: Path) -> None:
         px.fit(failing(2, 99, tmp_path, steps=5), run=run)
 
 
-def test_it_grows_back_and_that_is_no_restart(tmp_path: Path) -> None:
-    run = spec("dp=2", tmp_path / "run", devices="1:2", restarts=3, grow_after=4)
-    done = px.fit(failing(2, 3, tmp_path, slow=0.03, steps=60), run=run)
-    assert sizes(run.folder) == [(2, 1), (1, 2)]
-    assert [plan for plan, _ in starts(run.folder)] == ["dp=2", "dp=2", "dp=2", "micro=16", "dp=2"]
-    (stopped,) = events(run.folder, "stopped")
-    resumed = [event["step"] for event in events(run.folder, "resume")]
-    assert resumed == [stopped["step"]], "nothing was saved before"
-    assert len(events(run.folder, "restart")) == 3  # all that were allowed
-    is_the_run_that_would_have_been(done, 60, tmp_path)
-
-
 def test_workers_that_the_range_has_no_plan_for_are_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -36,7 +36,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from law_rows import longer
 from phalanx.comm import Place, default_process_group, device_for
 from phalanx.errors import DataError, Problem, RefusedError, RunError, WorkerError
-from phalanx.launch import reaper, worker_pool
+from phalanx.launch import worker_pool
 from phalanx.launch.local import launch
 from phalanx.launch.worker_pool import WorkerPool
 
@@ -246,7 +246,7 @@ def test_a_failed_worker_does_not_wait_for_the_others_to_leave_the_group(monkeyp
 
 
 def test_process_limit_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
-    forks = iter([os.fork, os.fork])  # the reaper and the first worker
+    forks = iter([os.fork])
 
     def fork() -> int:
         try:
@@ -255,7 +255,6 @@ def test_process_limit_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
             raise BlockingIOError(11, "Resource temporarily unavailable") from None
         return real()
 
-    monkeypatch.setattr(reaper, "fork", fork)
     monkeypatch.setattr(worker_pool, "fork", fork)
     with pytest.raises(RunError, match=r"could not start worker 1 of 2.*\n.*ulimit -u"):
         launch(lambda place, report: hang(), 2)

@@ -29,7 +29,6 @@ from phalanx.comm import Place, default_process_group
 from phalanx.launch import worker_process
 from phalanx.launch.addresses import own_address
 from phalanx.launch.local import launch
-from phalanx.launch.reaper import Reaper
 from phalanx.train.interruptions import LauncherLink
 from phalanx.train.loop import train
 
@@ -73,14 +72,6 @@ def test_launcher_is_ended(tmp_path: Path) -> None:
         status = os.waitstatus_to_exitcode(os.waitpid(launcher, 0)[1])
         assert status in (code, -number), number
         assert wait_until(lambda everyone=everyone: alive(everyone) == [], LIMIT)
-
-
-def test_nobody_misses_a_reaper_that_was_killed() -> None:
-    reaper = Reaper()
-    os.kill(reaper.pid, signal.SIGKILL)
-    os.waitpid(reaper.pid, 0)
-    reaper.add(2**22 + 1)
-    reaper.dismiss()
 
 
 def test_results_come_in_rank_order_and_workers_meet() -> None:

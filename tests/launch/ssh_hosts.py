@@ -18,8 +18,7 @@ import pytest
 
 from emulator import Hosts
 from emulator.network import HostLink, lacking
-from phalanx.launch.reaper import fork
-from phalanx.launch.worker_process import die_with
+from phalanx.launch.reaper import die_with, fork
 
 _SSHD = shutil.which("sshd") or "/usr/sbin/sshd"
 _UP = 60.0  # seconds for a server to listen

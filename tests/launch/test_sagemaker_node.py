@@ -24,13 +24,12 @@ from launched import NEEDED, await_none_left, await_steps, by_hand, shared, subm
 
 import phalanx as px
 from emulator import Hosts
-from phalanx.launch.reaper import SAVED, fork
+from phalanx.launch.reaper import SAVED, die_with, fork
 from phalanx.launch.runfile import newest_step
 from phalanx.launch.targets import Submission, sagemaker_node
 from phalanx.launch.targets.code_pack import CodePack
 from phalanx.launch.targets.sagemaker import SageMakerTarget
 from phalanx.launch.targets.sagemaker_node import main
-from phalanx.launch.worker_process import die_with
 
 pytestmark = pytest.mark.timeout(240)
 REQUIRED = {**NEEDED["sagemaker"], "instance": "ml.m5.large"}

@@ -173,7 +173,6 @@ class TestExitCodes:
         [
             ("keep=2", "--keep 2"),
             ('checkpoint_every="15m"', "--checkpoint-every 15m"),
-            ("devices=\"1:4\", grow_after='5m'", "-n 1:4 --grow-after 5m"),
             ("resume = true", "resume = true"),
         ],
     )
@@ -308,7 +307,6 @@ class TestSettings:
             "forecast": "anyway",
             "check": "off",
             "devices": "1:2",
-            "grow_after": "9m",
         }
         asked_anew = {
             "mirror",
@@ -325,7 +323,7 @@ class TestSettings:
         assert {field.name for field in fields(RunSpec)} == {*changed, *asked_anew}
         for plan, lacking in (
             (Plan(dp=2), set[str]()),
-            (Plan(dp=2, server=1), {"devices", "grow_after", "checkpoint"}),
+            (Plan(dp=2, server=1), {"devices", "checkpoint"}),
         ):
             kept = {name: value for name, value in changed.items() if name not in lacking}
             earlier = RunSpec(job="toy.py", plan=plan, folder=tmp_path, **kept)

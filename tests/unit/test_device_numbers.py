@@ -82,9 +82,6 @@ FIXED_SIZES: list[tuple[str, dict[str, Any], str]] = [
     ("dp=2 server=1", {}, "workers of servers may come and go"),
     ("dp=2 shares=3,1", {}, "shares=auto finds it out"),
     ("dp=2 sync=local every=4", {}, "it would learn something else"),
-    ("dp=2", {"grow_after": "soon"}, "grow_after"),
-    ("dp=2", {"grow_after": -1}, "grow_after"),
-    ("dp=2", {"devices": None, "grow_after": "5m"}, "without a range"),
 ]
 
 
@@ -106,7 +103,7 @@ def job(**changes: Any) -> Job:
 
 @pytest.mark.quick
 def test_the_run_file_keeps_the_plan_that_was_asked_for() -> None:
-    run = elastic("dp=2 fsdp=2", grow_after=7)
+    run = elastic("dp=2 fsdp=2")
     smaller = run.resized_to(Plan()).resized_to(Plan(fsdp=2))
     assert (smaller.plan, smaller.asked_plan) == (Plan(fsdp=2), run.plan)
     assert RunSpec.from_toml(smaller.to_toml()) == run
@@ -126,17 +123,17 @@ class TestCommandLine:
         assert ("devices", "1:4", "argument") in {(one.name, one.value, one.source) for one in settings}
 
     @pytest.mark.parametrize(
-        ("changes", "plan", "devices", "grow_after"),
+        ("changes", "plan", "devices"),
         [
-            ({}, Plan(dp=4), "1:4", 7),
-            ({"devices": 2}, Plan(dp=2), None, None),
-            ({"plan": Plan(dp=3)}, Plan(dp=3), None, None),
-            ({"devices": "1:2"}, Plan(dp=2), "1:2", 7),
+            ({}, Plan(dp=4), "1:4"),
+            ({"devices": 2}, Plan(dp=2), None),
+            ({"plan": Plan(dp=3)}, Plan(dp=3), None),
+            ({"devices": "1:2"}, Plan(dp=2), "1:2"),
         ],
     )
-    def test_on_resume(self, changes: Any, plan: Plan, devices: str | None, grow_after: int | None) -> None:
-        run, _ = settle(self.given(resume=True, **changes), elastic(grow_after=7), job())
-        assert (run.plan, run.devices, run.grow_after) == (plan, devices, grow_after)
+    def test_on_resume(self, changes: Any, plan: Plan, devices: str | None) -> None:
+        run, _ = settle(self.given(resume=True, **changes), elastic(), job())
+        assert (run.plan, run.devices) == (plan, devices)
 
 
 @pytest.mark.quick
@@ -150,9 +147,9 @@ class TestWorkersThatAreThere:
                 fitted(elastic(plan, "2:4"), world, job())
 
 
-def size(there: float | Callable[[], float] = math.inf, **how: Any) -> ElasticSize:
+def size(there: float | Callable[[], float] = math.inf) -> ElasticSize:
     plans = plans_of(Plan(dp=4), DeviceRange(1, 4), 64)
-    return ElasticSize(plans, there=lambda: there() if callable(there) else there, **how)
+    return ElasticSize(plans, there=lambda: there() if callable(there) else there)
 
 
 @pytest.mark.quick
@@ -164,53 +161,13 @@ class TestSize:
         one = size()
         assert [one.shrink("why") and one.devices for _ in range(4)] == [3, 2, 1, False]
 
-    def test_it_grows_after_so_many_steps_to_what_there_is(self) -> None:
+    def test_it_takes_no_more_than_there_are(self) -> None:
         there = [4]
-        one = size(lambda: there[0], steps=5)
+        one = size(lambda: there[0])
         there[0] = 2
         assert one.lacks_devices()
         assert one.shrink("gone")
-        one.started()
-        one.reached(10)
-        one.reached(15)
-        assert not one.grows()  # there are no more
-        there[0] = 3
-        assert one.grows()
-        one.grow()
-        assert one.devices == 3
-
-    def test_it_never_grows_where_nothing_says_when(self) -> None:
-        one = size()
-        one.shrink("why")
-        one.started()
-        one.reached(1)
-        one.reached(1000)
-        assert not one.grows()
-
-    def test_what_fails_soon_is_waited_for_twice_as_long(self) -> None:
-        one, waited = size(steps=5), list[int]()
-        one.shrink("why")
-        for _ in range(3):
-            one.started()
-            waited.append(next(step for step in range(99) if one.reached(step) or one.grows()))
-            one.grow()
-            assert one.on_trial
-            one.go_back("again")
-            assert one.devices == 3
-        assert waited == [5, 10, 20]
-        one.started()
-        one.reached(0)
-        one.reached(40)
-        one.grow()
-        one.started()
-        one.reached(50)
-        one.reached(90)  # as long as it had waited
-        assert not one.on_trial
-        assert one.shrink("later")
-        one.started()
-        one.reached(90)
-        one.reached(95)
-        assert one.grows()
+        assert (one.devices, one.cause) == (2, "gone")
 
 
 def failure(step: int | None, **how: Any) -> Failure:
@@ -236,28 +193,6 @@ class TestRestarts:
             found.append(restarts.size.devices)
         assert found == [*[4] * (starts - 1), *[3] * starts, *[2] * starts, *[1] * starts][: len(found)]
         assert len(found) == 9 if kills == 0 else found[-1] == 1
-
-    @pytest.mark.parametrize(
-        ("ranks", "apart", "devices"),
-        [
-            ((1, 1, 1), 60.0, 3),
-            ((1, 0, 1), 60.0, 4),  # no place that is bad
-            ((1, 1, 1), 700.0, 4),  # it trained for long enough in between
-        ],
-    )
-    def test_a_bad_place_is_left_out_though_the_run_comes_further(
-        self, ranks: tuple[int, ...], apart: float, devices: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        clock = [0.0]
-        monkeypatch.setattr("time.monotonic", lambda: clock[0])
-        restarts = Restarts(9, tmp_path, size())
-        for number, rank in enumerate(ranks):
-            restarts.started()
-            (tmp_path / f"checkpoints/step-{number}").mkdir(parents=True)
-            clock[0] += apart
-            assert restarts.allow(failure(100 * number, rank=rank), memory_kills=0)
-        assert restarts.size
-        assert restarts.size.devices == devices
 
     def test_fewer_devices_are_a_reason_whatever_failed(self, tmp_path: Path) -> None:
         there = [4]

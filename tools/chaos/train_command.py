@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 
 from phalanx.config import Plan
-from phalanx.launch.worker_process import die_with
+from phalanx.launch.reaper import die_with
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -259,7 +259,6 @@ _OPTIONS = (
     click.option("--mirror", metavar="URL", help="Copy checkpoints to s3://bucket/runs/1 or the like."),
     click.option("--grace", type=float, help="Seconds for the last checkpoint when asked to stop; 0: none [30]."),
     click.option("--restarts", type=int, help="How often lost workers are started again [3]."),
-    click.option("--grow-after", type=_Every(), help="With -n 1:4: steps or time with fewer devices before more [5m]."),
     click.option("--log-every", type=int, help="Steps between lines in events.jsonl [1]."),
     click.option("--on-nonfinite", type=_ANSWERS, help="Of a loss, gradient or parameter that is not finite [stop]."),
     click.option("--spike", type=float, help="Deviations above the median that make a loss a spike [none is one]."),

@@ -140,8 +140,6 @@ def settle(given: Given, earlier: RunSpec | None, job: Job) -> tuple[RunSpec, li
     plan, plan_from, why = _chosen(given, earlier, replace(job, batch=values.get("batch") or job.batch))
     if plan_from == "argument" and taken.get("devices") == "run file":  # which says on how many devices
         del values["devices"]
-    if "devices" not in values and taken.get("grow_after") == "run file":
-        del values["grow_after"]
     folder = given.folder or default_folder(job.name)
     run = RunSpec(job=given.job, plan=plan, folder=folder, resume=given.resume, from_step=given.from_step, **values)
 

@@ -60,7 +60,6 @@ _KINDS = {
 NOT_IN_FILE = ("asked_plan",)
 """Fields of a ``RunSpec`` that no run file has."""
 _PASSWORD = re.compile(r"([\w+.-]+)://([^/?#:]*):[^/?#]*@(.*)")  # a URL's scheme, user, and what is after its password
-_GROW_AFTER = "5m"
 _LONGEST = 86_400
 _OPTIONAL = ("batch", "epochs", "steps", "keep_every", "from_step")
 
@@ -93,9 +92,7 @@ class RunSpec:
             long have workers that hold what would be lost with another, to save it.
         restarts: how often workers that were lost are started again, from the newest checkpoint.
         devices: from how many to how many the run may have, such as ``1:4``: it begins with the most there are, goes on
-            with fewer where workers are lost again and again, and comes back. ``None``: as many as ``plan`` says.
-        grow_after: with ``devices``, optimizer steps or time, as for ``checkpoint_every``, after which a run that goes
-            on with fewer devices tries more; 0: never. ``5m`` where not given.
+            with fewer where workers are lost again and again. ``None``: as many as ``plan`` says.
         log_every: optimizer steps between ``step`` events; the first and the last are always written.
         on_nonfinite: what to do about a loss, a gradient or a parameter that is not finite, before an update is made of
             it. ``stop`` ends the run; ``skip`` leaves the update out; ``rollback`` goes back to the newest checkpoint
@@ -130,7 +127,6 @@ class RunSpec:
     grace: float = 30.0
     restarts: int = 3
     devices: str | None = None
-    grow_after: int | str | None = None
     log_every: int = 1
     on_nonfinite: Answer = "stop"
     spike: float | None = None
@@ -214,17 +210,6 @@ class RunSpec:
     def device_range(self) -> DeviceRange | None:
         """What ``devices`` says; ``None`` where the number of devices is the plan's."""
         return None if self.devices is None else DeviceRange.parse(self.devices, "run.devices")
-
-    @property
-    def grow_steps(self) -> int:
-        """Optimizer steps after which fewer devices become more; 0 where time says when, or nothing does."""
-        return self.grow_after if isinstance(self.grow_after, int) else 0
-
-    @property
-    def grow_seconds(self) -> float:
-        """Seconds after which fewer devices become more; 0 where steps say when, or nothing does."""
-        after = _GROW_AFTER if self.grow_after is None else self.grow_after
-        return parse_duration(after) if isinstance(after, str) else 0.0
 
     def resized_to(self, plan: Plan) -> RunSpec:
         """The run under ``plan``, which is its own on another number of devices."""
@@ -326,18 +311,7 @@ def _of_going_on(run: RunSpec) -> list[Problem]:
 
 def _of_resizing(run: RunSpec) -> list[Problem]:
     """What is wrong in how the number of devices may change."""
-    problems = elastic_problems(run.asked_plan or run.plan, run.devices) if run.devices is not None else []
-    after = run.grow_after
-    if after is None:
-        return problems
-    if not _is_interval(after):
-        allowed = f"steps, 0 or more, or a time above 0 in {DURATION_UNITS}; 0: it stays with fewer devices"
-        problems.append(_wrong("grow_after", repr(after), allowed, 'grow_after="5m"'))
-    elif run.devices is None:
-        allowed = 'only together with a range of devices, such as devices="1:4"'
-        fix = f'devices="1:4", grow_after={after!r}'
-        problems.append(_wrong("grow_after", f"{after!r} without a range", allowed, fix))
-    return problems
+    return elastic_problems(run.asked_plan or run.plan, run.devices) if run.devices is not None else []
 
 
 def _is_interval(given: object) -> bool:

@@ -186,7 +186,7 @@ SCHEMA: dict[str, dict[str, tuple[type | tuple[type, ...], str]]] = {
         "step": (int, "optimizer steps taken, all of them in the checkpoint; since 1.6, as all of this event"),
         "signal": (
             str,
-            "what asked for it: SIGTERM, SIGUSR1, SIGHUP or SIGINT; SIGURG: the launcher, to go on with more devices",
+            "what asked for it: SIGTERM, SIGUSR1, SIGHUP or SIGINT",
         ),
     },
     "restart": {

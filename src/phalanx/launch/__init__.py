@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from phalanx.launch.jobfile import Reference, load_job
     from phalanx.launch.launcher import Launch, Launcher, find_launcher
     from phalanx.launch.local import launch
-    from phalanx.launch.reaper import StopSignals, raise_stopped
+    from phalanx.launch.reaper import raise_stopped
     from phalanx.launch.restarts import Restarts
     from phalanx.launch.runfile import RunFolder, default_folder, how_to_go_on, job_of, settled
     from phalanx.launch.side_process import LookAhead, look_ahead
@@ -30,7 +30,7 @@ _FILES = {
         "find_launcher",
     ),
     "local": ("launch",),
-    "reaper": ("StopSignals", "raise_stopped"),
+    "reaper": ("raise_stopped",),
     "restarts": ("Restarts",),
     "runfile": ("RunFolder", "default_folder", "how_to_go_on", "job_of", "settled"),
     "side_process": ("LookAhead", "look_ahead"),
@@ -48,7 +48,6 @@ __all__ = [
     "Reference",
     "Restarts",
     "RunFolder",
-    "StopSignals",
     "default_folder",
     "find_launcher",
     "how_to_go_on",

@@ -1,13 +1,12 @@
-"""With how many devices a run goes on whose number of devices may change.
+"""The number of devices of a run with a range of them (``-n 1:4``, or as many workers as torchrun has started).
 
-It begins with the most there are. Where workers are lost again and again, or devices are gone, it goes on with fewer;
-after a while it tries the most again, and goes back at once where that fails as well.
+A run begins with the most that are there. It continues with fewer when workers are lost again and again, or devices
+are gone.
 """
 
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Self, final
@@ -29,94 +28,48 @@ class ElasticSize:
     """The number of devices of one run, from start to start.
 
     Attributes:
-        plans: the plan on each number of devices that the run may have, the fewest first.
-        devices: how many it has now, or begins with next.
-        cause: why they are that many, after the first; in words.
+        plans: the plan for each number of devices in the run's range, the fewest first.
+        devices: the present number: the most that this machine has, until ``shrink``.
+        cause: why the number changed last, in words.
     """
 
-    def __init__(
-        self, plans: Mapping[int, Plan], *, steps: int = 0, seconds: float = 0.0, there: Callable[[], float]
-    ) -> None:
-        """``there()``: devices that this machine has. More are tried after ``steps``, or ``seconds``; 0: never."""
-        self.plans, self.cause = dict(plans), ""
-        self._there, self._in_steps = there, steps > 0
-        self._usual = self._wait = float(steps or seconds)
-        self.devices = self._most()
-        self._before = 0  # devices of a run that has tried more, until these have proven themselves
-        self._began, self._first_step, self._step = time.monotonic(), -1, -1
+    def __init__(self, plans: Mapping[int, Plan], there: Callable[[], float]) -> None:
+        """``there()`` returns the number of devices of this machine."""
+        self.plans, self.cause, self._there = dict(plans), "", there
+        self.devices = max((size for size in self.plans if size <= there()), default=min(self.plans))
 
     @classmethod
     def of(cls, job: Job, run: RunSpec) -> Self:
-        """That of ``run``, which begins.
+        """Return the size that ``run`` begins with.
 
         Raises:
-            RefusedError: if no number of devices in its range can serve the job here; as for the most of them.
+            RefusedError: no number of devices in its range can serve the job here.
         """
         plans = allowed_plans(job, run)
         kind = kind_for(run.plan.device, next(iter(plans)))
-        there = (lambda: math.inf) if kind.on_host else kind.count
-        return cls(plans, steps=run.grow_steps, seconds=run.grow_seconds, there=there)
+        return cls(plans, (lambda: math.inf) if kind.on_host else kind.count)
 
     @property
     def plan(self) -> Plan:
-        """The plan on as many devices as the run has now."""
+        """The plan for the present number of devices."""
         return self.plans[self.devices]
 
     @property
     def numbers(self) -> str:
-        """The numbers of devices that the run may have, in words."""
+        """The numbers of devices in the run's range, in words."""
         *others, last = (f"{size:,}" for size in self.plans)
         return f"{', '.join(others)} or {last}" if others else last
 
-    @property
-    def on_trial(self) -> bool:
-        """Whether the run has tried more devices, and not gone on with them for as long as it waited before."""
-        return self._before > 0 and self._elapsed() < self._wait
-
-    def started(self) -> None:
-        """Workers have been started with this number of devices."""
-        self._began, self._first_step, self._step = time.monotonic(), -1, -1
-
-    def reached(self, step: int | None) -> None:
-        """Take in the step that workers have begun last; ``None``: none yet."""
-        if step is not None:
-            self._first_step = step if self._first_step < 0 else self._first_step
-            self._step = max(step, self._step)
-        if self._before and not self.on_trial:
-            self._before, self._wait = 0, self._usual
-
-    def grows(self) -> bool:
-        """Whether it is time to try more devices, and there are more."""
-        return 0 < self._wait <= self._elapsed() and self._most() > self.devices
-
-    def grow(self) -> None:
-        """The run has stopped to go on with more devices."""
-        self._before, self.devices, unit = self.devices, self._most(), "steps" if self._in_steps else "s"
-        self.cause = f"after {self._wait:g} {unit} with {self._before}, {self.devices} are tried again"
-        self.started()
-
-    def go_back(self, cause: str) -> None:
-        """The run that has tried more devices has failed by ``cause``: it waits twice as long for the next time."""
-        self.devices, self._before, self.cause = self._before, 0, cause
-        self._wait *= 2
-
     def shrink(self, cause: str) -> bool:
-        """Go on with fewer devices, because of ``cause``. Returns False where there is no smaller number."""
+        """Continue with fewer devices, because of ``cause``. Return False if there is no smaller number."""
         fewer = [size for size in self.plans if size < self.devices and size <= self._there()]
-        if not fewer:
-            return False
-        self.devices, self._before, self._wait, self.cause = max(fewer), 0, self._usual, cause
-        return True
+        if fewer:
+            self.devices, self.cause = max(fewer), cause
+        return bool(fewer)
 
     def lacks_devices(self) -> bool:
-        """Whether fewer devices are there than the run has."""
+        """Return True if this machine has fewer devices than the run."""
         return self._there() < self.devices
-
-    def _most(self) -> int:
-        return max((size for size in self.plans if size <= self._there()), default=min(self.plans))
-
-    def _elapsed(self) -> float:
-        return self._step - self._first_step if self._in_steps else time.monotonic() - self._began
 
 
 def allowed_plans(job: Job, run: RunSpec) -> dict[int, Plan]:

@@ -6,12 +6,7 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-<<<<<<< HEAD
-from importlib import import_module
 from typing import TYPE_CHECKING, Any, Protocol
-=======
-from typing import Any, Protocol
->>>>>>> 4ec6657f (Delete the launcher that ran torchrun on this machine, and the table of launchers)
 
 from phalanx.comm import Place
 from phalanx.config import RunSpec
@@ -22,16 +17,9 @@ from phalanx.launch.hang_watch import WatchedRank
 from phalanx.launch.jobfile import load_job
 from phalanx.train.findings import Findings
 
-<<<<<<< HEAD
 if TYPE_CHECKING:
     from phalanx.launch.targets import AttachedTarget
 
-# A text each, so that what one launcher needs is imported only where that one is asked for.
-LAUNCHERS = {"local": "phalanx.launch.local:LocalLauncher", "torchrun": "phalanx.launch.torchrun:TorchrunLauncher"}
-"""Every launcher: what users call it, and its class."""
-
-=======
->>>>>>> 4ec6657f (Delete the launcher that ran torchrun on this machine, and the table of launchers)
 
 class StepReport(Protocol):
     """What a forked worker calls with the number of each optimizer step that it begins."""
@@ -158,13 +146,8 @@ class Launcher(ABC):
         """
 
 
-<<<<<<< HEAD
 def find_launcher(name: str) -> Launcher | AttachedTarget:
-    """Return the launcher of that name; of ``ssh:hosts.toml`` the target.
-=======
-def find_launcher(name: str) -> Launcher:
-    """Return the launcher called ``name``: ``local``, or ``ssh:hosts.toml`` for the hosts of that file.
->>>>>>> 4ec6657f (Delete the launcher that ran torchrun on this machine, and the table of launchers)
+    """Return the launcher called ``name``: ``local``, or of ``ssh:hosts.toml`` the target.
 
     Raises:
         SpecError: there is none of that name, or the file is wrong.
@@ -177,33 +160,8 @@ def find_launcher(name: str) -> Launcher:
         from phalanx.launch.targets import AttachedTarget, find_target
 
         if isinstance(target := find_target(name), AttachedTarget):
-<<<<<<< HEAD
             return target
-    if name not in LAUNCHERS:
-        near = difflib.get_close_matches(name, LAUNCHERS, n=1, cutoff=0.4)
-        fix = f'launcher="{near[0] if near else "local"}"'
-        allowed = ", ".join([*LAUNCHERS, "ssh:hosts.toml"])
-        raise SpecError.of(where="launcher", given=repr(name), allowed=allowed, fix=fix)
-    return _launcher(name)
-
-
-def _launcher(name: str) -> Launcher:
-    module, _, kind = LAUNCHERS[name].partition(":")
-    return getattr(import_module(module), kind)()
-
-
-def place_of_this_process() -> Place | None:
-    """This process's place where a launcher started it as a worker, ``None`` where it is none.
-
-    Raises:
-        SpecError: a launcher seems to have started it, and part of what it says is missing or wrong.
-    """
-    places = (_launcher(name).place() for name in LAUNCHERS)
-    return next((place for place in places if place is not None), None)
-=======
-            return target.launcher()
     raise SpecError.of(where="launcher", given=repr(name), allowed="local, ssh:hosts.toml", fix='launcher="local"')
->>>>>>> 4ec6657f (Delete the launcher that ran torchrun on this machine, and the table of launchers)
 
 
 def refuse_copies() -> None:

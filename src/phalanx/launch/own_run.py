@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import logging
+import os
 import re
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -15,7 +16,7 @@ from phalanx.comm import Place, default_process_group, device_for, place_within
 from phalanx.config import Job, Plan, RunSpec
 from phalanx.config.run import Resume
 from phalanx.errors import Problem, RefusedError, SpecError
-from phalanx.launch.reaper import LoopSignals, raise_stopped
+from phalanx.launch.reaper import StopRequest, raise_stopped
 from phalanx.launch.runfile import job_of
 from phalanx.launch.worker import WorkerStatus, within_folder
 from phalanx.parallel import device_kind, devices_here
@@ -163,25 +164,28 @@ atexit.register(_close_all)  # first, for it talks to the other ranks
 
 
 class _Signals:
-    """The signals that the loop of this process has got since it began, or was begun again."""
+    """The stop signal that the loop of this process has got since it began, or was begun again."""
 
     def __init__(self) -> None:
-        self._heeded: LoopSignals | None = None
+        self._request: StopRequest | None = None
+        self._taken_up = False
 
     def asked(self) -> int:
-        return self._heeded.number if self._heeded else 0
+        return self._request.number if self._request else 0
 
     @contextmanager
     def heeded(self) -> Iterator[None]:
-        with LoopSignals() as self._heeded:
+        self._taken_up = False
+        with StopRequest() as self._request:
             try:
                 yield
             finally:
-                self._heeded = None
+                request, self._request = self._request, None
+        if request.number and not self._taken_up:
+            os.kill(os.getpid(), request.number)
 
     def stop(self, number: int) -> None:
-        if self._heeded:
-            self._heeded.taken_up = True
+        self._taken_up = True
         raise_stopped(number, saved=True)
 
 

@@ -1,4 +1,4 @@
-"""Which failures of workers a run is started again after, how often, with how many devices, and what its log says."""
+"""Restarts of a run after workers were lost: after which failures, how often, with how many devices."""
 
 from __future__ import annotations
 
@@ -17,27 +17,21 @@ _OUTSIDE = {signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal
 
 _LONGEST = 30.0  # seconds between a failure and the next start
 
-_SOON, _IN_A_ROW = 600.0, 3  # seconds after a start; losses of one rank that soon: a bad place, which is left out
-
 
 @final
 class Restarts:
-    """The restarts of one run.
+    """The restarts of one run, from the newest checkpoint.
 
-    A run is started again after a worker was lost: ended by a signal, cut off from its peers, or not come to an
-    exchange within the timeout. Not after an exception of the job's own code, which would come again, nor where ranks
-    were in different exchanges; nor where workers are lost in the same way at the same step again and nothing was saved
-    in between: the second time, or the third if it came from outside, when chance is left out. A run whose number of
-    devices may change then goes on with fewer, and also where one rank was lost three times running, each within ten
-    minutes, though it came further in between. One that has just tried more goes back to fewer by whatever it fails,
-    which is no restart that counts.
+    A run restarts after a worker was lost: ended by a signal, cut off from its peers, or not come to an exchange within
+    the timeout. It does not restart after an exception of the job's own code, nor after ranks were in different
+    exchanges. The same loss again, with no new checkpoint in between, ends the run: the second time, or the third if a
+    signal came from outside. A run whose number of devices may change then continues with fewer.
 
     Attributes:
         count: restarts so far.
         starts: how often workers have been started.
-        pause: seconds to wait before the next start: none where the run has come further since the last, else 1, then
-            2, 4 and so on.
-        size: the number of devices; ``None`` where it does not change.
+        pause: seconds to wait before the next start: 0 if the run has come further, else 1, then 2, 4 and so on.
+        size: the number of devices; ``None`` if it does not change.
     """
 
     def __init__(self, limit: int, folder: Path, size: ElasticSize | None = None) -> None:
@@ -48,47 +42,32 @@ class Restarts:
         self._furthest, self._idle = (-1, list[str]()), 0
         self._lost: Failure | None = None
         self._since, self._source, self._again = 0.0, "", 0
-        self._begun, self._soon = time.monotonic(), list[int | None]()
         self._devices = size.devices if size else 0
 
     def allow(self, failure: Failure, *, memory_kills: int, begun: int | None = None) -> bool:
-        """Whether the run is to be started again after ``failure``; ``memory_kills``: see ``worker_error``.
+        """Return True if the run restarts after ``failure``; ``memory_kills``: see ``worker_error``.
 
-        ``begun``: the last step that a worker which failed had begun, if any had.
+        ``begun``: the last step that a failed worker had begun; ``None`` if none had.
         """
-        size, cause = self.size, _cause(failure)
-        if size:
-            size.reached(failure.step)
-            if size.on_trial and not failure.problems:
-                size.go_back(cause)
-                self.pause = 0.0
-                return True
+        size = self.size
         short = size is not None and size.lacks_devices()
         if self.count >= self._limit or not (failure.is_loss or short):
             return False
-        nowhere, often = self._repeated(failure, memory_kills), self._lost_soon(failure)
-        if short or nowhere or (size and often):
-            why = "fewer devices are there" if short else f"{cause}, again and again"
-            if size and size.shrink(why):
-                self._forget()
-            elif short or nowhere:
+        if self._repeated(failure, memory_kills) or short:
+            why = "fewer devices are there" if short else f"{_cause(failure)}, again and again"
+            if not (size and size.shrink(why)):
                 return False
+            self._failures.clear()
+            self._idle = 0
         self.pause = min(_LONGEST, 2.0 ** (self._idle - 1)) if self.count and self._idle else 0.0
         self.count += 1
         self._lost, self._since = failure, time.monotonic()
         self._source, self._again = _source(self._folder, failure.step if begun is None else begun)
         return True
 
-    def grow(self) -> None:
-        """The run has stopped to go on with more devices."""
-        assert self.size
-        self.size.grow()
-        self._forget()
-
     def started(self) -> None:
-        """Workers have been started; the second time and later the log says why."""
+        """Count a start of workers; write to the log why they were started again."""
         self.starts += 1
-        self._begun = time.monotonic()
         failure, self._lost = self._lost, None
         if failure:
             with EventLog(self._folder / EVENTS) as log:
@@ -104,14 +83,12 @@ class Restarts:
                     again=self._again,
                     seconds=time.monotonic() - self._since,
                 )
-        if self.size:
-            self.size.started()
-            before, self._devices = self._devices, self.size.devices
-            if before != self._devices:
-                record_resize(self._folder, before, self._devices, self.size.cause)
+        if self.size and self._devices != self.size.devices:
+            record_resize(self._folder, self._devices, self.size.devices, self.size.cause)
+            self._devices = self.size.devices
 
     def _repeated(self, failure: Failure, memory_kills: int) -> bool:
-        """Whether it is the same as before, with nothing saved in between, too often for chance."""
+        """Return True if the same failure came too often for chance, with no new checkpoint in between."""
         outside = failure.lost_peer or (failure.signal in _OUTSIDE and not memory_kills)
         saved, step = self._saved(), -1 if failure.step is None else failure.step
         this = (failure.step, failure.rank, failure.kind, saved)
@@ -123,20 +100,6 @@ class Restarts:
         self._idle = 0 if step > furthest or saved != known else self._idle + 1
         self._furthest = max(step, furthest), saved
         return False
-
-    def _lost_soon(self, failure: Failure) -> bool:
-        """Whether this rank alone was lost the last three times, each soon after workers were started."""
-        if time.monotonic() > self._begun + _SOON:
-            self._soon.clear()
-            return False
-        self._soon.append(failure.rank)
-        return self._soon[-_IN_A_ROW:] == [failure.rank] * _IN_A_ROW
-
-    def _forget(self) -> None:
-        """Begin to count anew: what failed did so on another number of devices."""
-        self._failures.clear()
-        self._soon.clear()
-        self._idle = 0
 
     def _saved(self) -> list[str]:
         from phalanx.checkpoint.folder import newest_first

@@ -1,9 +1,8 @@
-"""A forked process beside this one that works something out, sends what it finds, and never outlives it; and one use.
+"""Forked processes beside this one that send messages and never outlive it; one of them looks at a job before its run.
 
-``look_ahead`` finds in such a process what a job under a plan is refused for, and what workers need not look for again.
-Looking builds the model and runs it on a few samples. A forked process does that, so that this one stays as it was: its
-random numbers, modules that the job shares with it, and CUDA, which workers are forked without. What is worth knowing
-but need not be waited for, a run's forecast, that process makes afterwards of the model that it has.
+``look_ahead`` finds in such a process why a plan refuses a job, and facts that workers need not find again. Looking
+builds the model and runs it on a few samples. The fork keeps this process as it was: its random numbers, modules that
+the job shares with it, and CUDA. The forecast of a run is made afterwards in the same process, of the same model.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ import json
 import os
 import selectors
 import signal
-import sys
+import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -27,7 +26,7 @@ from phalanx.config import Job, Plan
 from phalanx.errors import DataError, GradientError, LossError, Problem, RefusedError, SpecError
 from phalanx.launch.reaper import fork, kill_group
 from phalanx.launch.torch_warmup import leave_compiler_out, make_ready_to_look
-from phalanx.launch.worker_process import die_with, renew_autograd
+from phalanx.launch.worker_process import detach, renew_autograd
 from phalanx.train.findings import Findings
 from phalanx.train.look_ahead import look
 from phalanx.train.lr_schedule import START, RunStart
@@ -36,26 +35,28 @@ Send = Callable[[dict[str, Any]], None]
 
 _CHUNK = 65536
 _SPARE = 15  # niceness: about a thirtieth of a core that others want, too
+_LOOK = 0.2  # seconds between looks at whether the launcher is still there
 
 
 @final
 class SideProcess:
-    """Runs ``work(send)`` in a forked process whose output goes nowhere.
+    """A forked process that runs ``work(send)``. Leaving the block ends it.
 
-    Leaving the block ends it. ``send`` takes a message, a dictionary that can be JSON. The process computes on one
-    thread only and ends with its launcher.
+    ``send`` takes a message, a dictionary that can be JSON. The process ends with its launcher.
     """
 
-    def __init__(self, work: Callable[[Send], None]) -> None:
+    def __init__(self, work: Callable[[Send], None], *, shown: bool = False) -> None:
+        """``shown``: its output goes where this process's does, and it computes with all threads; else to nowhere."""
         reading, writing = os.pipe()
         launcher = os.getpid()
-        self._pid = fork()
-        if self._pid == 0:
+        self.pid = fork()
+        if self.pid == 0:
             os.close(reading)
-            _run(work, writing, launcher)
+            _run(work, writing, launcher, shown)
         os.close(writing)
         self._reading: int | None = reading
         self._text = b""
+        self._status: int | None = None
 
     def __enter__(self) -> Self:
         return self
@@ -65,7 +66,7 @@ class SideProcess:
 
     @property
     def done(self) -> bool:
-        """Whether no more messages will come."""
+        """True if no more messages will come."""
         return self._reading is None and b"\n" not in self._text
 
     @property
@@ -74,13 +75,13 @@ class SideProcess:
         ended = os.waitid(os.P_PID, self._pid, os.WEXITED | os.WNOWAIT)
         return ended.si_status if ended and ended.si_code in (os.CLD_KILLED, os.CLD_DUMPED) else 0
 
-    def next(self, timeout: float = 0.0) -> dict[str, Any] | None:
-        """Its next message; ``None`` where none comes within so many seconds, or any more."""
-        until = time.monotonic() + timeout
+    def next(self, timeout: float | None = 0.0) -> dict[str, Any] | None:
+        """Return its next message; ``None`` if there is none within ``timeout`` seconds, or any more."""
+        until = None if timeout is None else time.monotonic() + timeout
         while b"\n" not in self._text and self._reading is not None:
             with selectors.DefaultSelector() as selector:
                 selector.register(self._reading, selectors.EVENT_READ)
-                if not selector.select(max(0.0, until - time.monotonic())):
+                if not selector.select(None if until is None else max(0.0, until - time.monotonic())):
                     return None
             data = os.read(self._reading, _CHUNK)
             self._text += data
@@ -93,65 +94,79 @@ class SideProcess:
         self._text = rest
         return json.loads(line)
 
+    def exit_code(self) -> int | None:
+        """Return its exit code once it has ended, negative for a signal; ``None`` before."""
+        if self._status is None:
+            try:
+                pid, status = os.waitpid(self.pid, os.WNOHANG)
+            except ChildProcessError:  # the application around us does not keep exit statuses
+                pid, status = self.pid, 0
+            self._status = status if pid else None
+        return None if self._status is None else os.waitstatus_to_exitcode(self._status)
+
     def close(self) -> None:
-        """End the process with all that it started; safe to call twice."""
+        """End the process and those that it started; safe to call twice."""
         if self._reading is not None:
             os.close(self._reading)
             self._reading = None
-        if self._pid:
-            kill_group(self._pid, signal.SIGKILL)
+        if self._status is None:
+            kill_group(self.pid, signal.SIGKILL)
+            self._status = 0
             with suppress(ChildProcessError):
-                os.waitpid(self._pid, 0)
-            self._pid = 0
+                os.waitpid(self.pid, 0)
 
 
-def _run(work: Callable[[Send], None], writing: int, launcher: int) -> NoReturn:
+def _run(work: Callable[[Send], None], writing: int, launcher: int, shown: bool) -> NoReturn:
     try:
-        os.setsid()
-        die_with(launcher)
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, signal.SIG_DFL)
-        signal.set_wakeup_fd(-1)
-        nowhere = os.open(os.devnull, os.O_RDWR)
-        for descriptor in (0, 1, 2):
-            os.dup2(nowhere, descriptor)
-        sys.stdout = sys.stderr = open(nowhere, "w", closefd=False)  # noqa: SIM115
-        torch.set_num_threads(1)  # the one number that is safe whatever the launcher has computed before
-        renew_autograd()
+        if shown:
+            detach(None)
+            threading.Thread(target=_end_with, args=(launcher,), daemon=True).start()
+        else:
+            detach(launcher, *(os.open(os.devnull, os.O_WRONLY) for _ in range(2)))
+            torch.set_num_threads(1)  # the one number that is safe whatever the launcher has computed before
+            renew_autograd()
 
         def send(message: dict[str, Any]) -> None:
-            os.write(writing, json.dumps(message).encode() + b"\n")
+            data = memoryview(json.dumps(message).encode() + b"\n")
+            while data:
+                data = data[os.write(writing, data) :]
 
         work(send)
     finally:
         os._exit(0)
 
 
+def _end_with(launcher: int) -> None:
+    """End this process when its launcher is gone, whichever of the launcher's threads forked it."""
+    while os.getppid() == launcher:
+        time.sleep(_LOOK)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
 def take_spare_time() -> None:
-    """Have this process take hardly more time from now on than others leave it."""
+    """Give this process the lowest priority."""
     os.nice(_SPARE)
     with suppress(OSError):  # Linux shares time out among sessions first, if it groups processes by them
         Path("/proc/self/autogroup").write_text(str(_SPARE))
 
 
 Afterwards = Callable[[Findings, Send], None]
-"""What the process that has looked does then: given what it found, it sends messages."""
+"""Work of the process after its look: given its findings, it sends messages."""
 
 _REFUSED_IN_FIRST_STEP = (LossError, GradientError, DataError)
 _PATIENCE = 60.0  # seconds that a run waits for the look; workers look at a model that takes longer to build
 
 
 def look_ahead(job: Job, plan: Plan, start: RunStart = START, patience: float = _PATIENCE) -> Findings:
-    """What there is to be found of ``job`` under ``plan`` before it runs, such as causes of a difference.
+    """Return facts about ``job`` under ``plan`` before it runs, such as causes of a difference.
 
-    Nothing where it cannot be looked at, or not within ``patience`` seconds. ``start`` says how the run begins that it
-    is for.
+    The findings are empty if the look fails or takes longer than ``patience`` seconds. ``start``: the start of the run.
 
     Raises:
-        RefusedError: if the model, the optimizer or the data are such that the plan cannot serve the job.
-        SpecError: if the job's functions fail, or give something else than they must.
-        LossError: if the loss is of a wrong form.
-        GradientError: if parameters get no gradient, or the optimizer holds others than it was given.
+        RefusedError: the plan cannot serve the job's model, optimizer or data.
+        SpecError: a function of the job fails, or returns a wrong type.
+        LossError: the loss is of a wrong form.
+        GradientError: parameters get no gradient, or the optimizer holds others than it was given.
     """
     with LookAhead(job, plan, start) as look:
         return look.findings(patience)
@@ -159,10 +174,10 @@ def look_ahead(job: Job, plan: Plan, start: RunStart = START, patience: float = 
 
 @final
 class LookAhead:
-    """``look_ahead`` while this process does something else; leaving the block ends it.
+    """``look_ahead`` while this process does something else. Leaving the block ends it.
 
     Attributes:
-        side: the process, for what it sends ``afterwards``.
+        side: the process, for the messages of ``afterwards``.
     """
 
     def __init__(self, job: Job, plan: Plan, start: RunStart = START, afterwards: Afterwards | None = None) -> None:
@@ -176,7 +191,7 @@ class LookAhead:
         self.side.close()
 
     def findings(self, patience: float = _PATIENCE) -> Findings:
-        """What was found; waits for it ``patience`` seconds. To be called once. Raises what ``look_ahead`` does."""
+        """Wait for the findings, at most ``patience`` seconds. Call it once. Raises as ``look_ahead``."""
         message = self.side.next(patience)
         return _findings((message or {}).get("look", {}))
 

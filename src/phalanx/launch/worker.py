@@ -7,7 +7,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, replace
 from functools import partial
 from io import TextIOWrapper
@@ -31,7 +31,7 @@ from phalanx.launch.first_step import first_step_checked
 from phalanx.launch.hang_watch import blamed
 from phalanx.launch.jobfile import load_job
 from phalanx.launch.rank_probe import PROBE_FILES, ProbeFiles, RankProbe
-from phalanx.launch.reaper import SAVED, StopSignals, leave_signals, terminated_later
+from phalanx.launch.reaper import SAVED, StopRequest, die_with, ignore_signal, terminated_later
 from phalanx.launch.run_secret import share_secret
 from phalanx.launch.runfile import RunFolder, absolute, settled
 from phalanx.launch.side_process import look_ahead
@@ -46,11 +46,11 @@ from phalanx.launch.torchrun import (
     place_of_this_process,
     started_by_agent,
 )
-from phalanx.launch.worker_process import die_with, leave_warnings_to_rank_0, show_rank
+from phalanx.launch.worker_process import leave_warnings_to_rank_0, show_rank
 from phalanx.parallel import devices_here
 from phalanx.train.assembly import refuse
 from phalanx.train.findings import Findings
-from phalanx.train.interruptions import LauncherLink, no_signal
+from phalanx.train.interruptions import LauncherLink
 from phalanx.train.look_ahead import refuse_job
 from phalanx.train.loop import train
 from phalanx.train.lr_schedule import RunStart
@@ -202,13 +202,12 @@ def _train(job: Job, run: RunSpec, status: WorkerStatus, runfile: Path | None, v
         if place.rank == 0 and not known:  # it writes the log; what is refused all ranks refuse together, as they build
             with suppress(PhalanxError):
                 found = look_ahead(job, run.plan, RunStart.of(run))
-        alone = run.grace if status.alone else None
-        with StopSignals(alone=alone) as signals:
-            link = LauncherLink(report=status.report_step, asked=signals.asked if run.grace else no_signal)
+        # one that is alone ends by a second signal, or when the time for its checkpoint is over
+        again, seconds = (None, run.grace) if status.alone else (ignore_signal, 0.0)
+        with StopRequest(again, seconds=seconds) if run.grace else nullcontext() as stop:
+            link = LauncherLink(report=status.report_step, asked=lambda: stop.number if stop else 0)
             with first_step_checked(job, run, place, found) as observer:
                 summary = train(job, run, place, link, observer=observer, findings=found)
-        if status.launched:
-            leave_signals()  # it has come to its end, and its launcher has other means to end it
     status.report_stopped(summary.get("stopped", 0))
     return run
 

@@ -1,17 +1,16 @@
-"""All workers of one launch, seen from the launcher: forked, listened to, ended.
+"""All workers of one launch on this machine, seen from the launcher: forked, followed, ended.
+
+``torch.distributed.elastic`` does not start them (2026-11-29, torch 2.13, 2 cores, 20 launches of 2 ranks each): its
+``start_processes`` named the first failing rank in 2 launches of 20 after an exception and 8 of 20 after ``kill -9``,
+and waited without limit for a worker that takes SIGTERM for a request to save.
 
 Two things make it safe to fork a process that has imported torch:
 
-* **OpenMP.** GNU OpenMP keeps a pool of threads for each *thread* that entered a parallel region. A process forked
-  from a thread that has such a pool inherits the pool's record but not its threads, and hangs in its first parallel
-  region (seen with torch 2.13: a backward on 2 threads in the parent, fork, a matrix product on 2 threads in the
-  child; it also hangs where the child asks for 2 threads again, and only asking for 1 helps). A thread that never
-  computed has no pool. So workers are forked from a fresh thread that does nothing else, and may then use any number of
-  threads, whatever the launcher computed before. Python makes the forking thread the child's main thread; it is
-  started by ``_thread`` because only then is it a real ``_MainThread`` there, without which torch's DataLoader does not
-  watch its processes.
-* **CUDA** does not survive a fork at all; ``local.py`` refuses a launcher that already uses it. One that only asked
-  ``torch.cuda.is_available()`` looks as if it had not; its workers can tell, in ``device_for``.
+* **OpenMP.** GNU OpenMP keeps a pool of threads for each thread that entered a parallel region. A process forked from
+  such a thread hangs in its first parallel region on 2 threads (torch 2.13). So workers are forked from a fresh thread
+  that never computes. Python makes it the child's main thread; it is started by ``_thread`` because only then is it a
+  real ``_MainThread`` there, without which torch's DataLoader does not watch its processes.
+* **CUDA** does not survive a fork at all; ``local.py`` refuses a launcher that already uses it.
 
 The forking thread lives as long as the workers: the kernel binds the parent-death signal to the thread that forked.
 """
@@ -19,6 +18,7 @@ The forking thread lives as long as the workers: the kernel binds the parent-dea
 from __future__ import annotations
 
 import _thread
+import json
 import mmap
 import os
 import selectors
@@ -30,7 +30,7 @@ import threading
 import time
 from contextlib import ExitStack
 from datetime import timedelta
-from typing import Any, final
+from typing import IO, Any, final
 
 import torch.distributed as dist
 
@@ -38,20 +38,106 @@ from phalanx.comm import Place
 from phalanx.comm.handshake import new_secret
 from phalanx.errors import RunError
 from phalanx.launch.addresses import LOOPBACK
-from phalanx.launch.failure import Failure, first_failure, time_for_others
+from phalanx.launch.failure import Failure, failure_of_exit, first_failure, time_for_others
 from phalanx.launch.hang_watch import WatchedRank
 from phalanx.launch.launcher import Launch, WorkerFunction, Workers
 from phalanx.launch.rank_probe import ProbeFiles
-from phalanx.launch.reaper import ENDING, Reaper, fork, kill_group
-from phalanx.launch.worker_process import WorkerPipes, WorkerProcess, run_worker
+from phalanx.launch.reaper import Reaper, fork, kill_group
+from phalanx.launch.worker_process import OutputRelay, WorkerPipes, run_worker
 
-# seconds; together they stay well under the 3 s in which everything has to be over
-_GRACE = 0.5  # between SIGTERM and SIGKILL
-_GRACE_TRAINING = 0.05  # the same, where workers train
-_KILL = 1.0  # after SIGKILL
-_SOON = 0.002  # between looks at a worker that has reported and is about to end
-
+_KILL = 1.0  # seconds after SIGKILL
+_SOON = 0.002  # seconds between looks at a worker that has reported and is about to end
+_CHUNK = 65536
 _NO_STEP = -1
+
+
+@final
+class WorkerProcess:
+    """The launcher's handle to one worker.
+
+    Attributes:
+        result: the worker's result; meaningful once it has ended without a failure.
+        ended: the process is gone and all of its output has been read.
+        descriptors: the launcher's ends of its pipes that are still open.
+        files: for the worker's stacks and its present collective.
+    """
+
+    def __init__(self, rank: int, pid: int, pipes: list[int], files: tuple[IO[bytes], ...]) -> None:
+        """``files``: for the traceback of a crash, the stacks, and the present collective."""
+        self.rank, self.pid, self.result = rank, pid, None
+        self.ended = self.failed = False
+        self.descriptors = set(pipes)
+        self._report_pipe, stdout, self._stderr = pipes
+        self._relays = {stdout: OutputRelay(rank, "stdout"), self._stderr: OutputRelay(rank, "stderr")}
+        self._crash, stacks, standing = self._files = files
+        self.files = ProbeFiles(stacks.fileno(), standing.fileno())
+        self._report, self._errors = bytearray(), b""
+
+    @property
+    def reported(self) -> bool:
+        return self._report.endswith(b"\n")
+
+    def read(self, descriptor: int) -> bool:
+        """Read from a pipe; close it at its end. Return True if there was anything."""
+        try:
+            data = os.read(descriptor, _CHUNK)
+        except BlockingIOError:
+            return False
+        if not data:
+            os.close(descriptor)
+            self.descriptors.discard(descriptor)
+        elif descriptor == self._report_pipe:
+            self._report += data
+        else:
+            self._relays[descriptor].feed(data)
+            if descriptor == self._stderr:
+                self._errors = (self._errors + data)[-_CHUNK:]
+        return bool(data)
+
+    def failure(self, step: int | None) -> Failure | None:
+        """Return the failure that the worker has reported, once."""
+        if self.failed or not self.reported:
+            return None
+        report = json.loads(self._report)
+        self.failed = "error" in report
+        if self.failed:
+            return Failure(rank=self.rank, step=step, **report["error"])
+        self.result = report["result"]
+        return None
+
+    def reap(self) -> int | None:
+        """Return the exit status once the process has ended, and end the processes that it had started."""
+        try:
+            if os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+                return None
+            kill_group(self.pid, signal.SIGKILL)  # while its number cannot yet be someone else's
+            _, status = os.waitpid(self.pid, os.WNOHANG)
+        except ChildProcessError:  # the application around us does not keep exit statuses
+            status = 0
+        for descriptor in tuple(self.descriptors):
+            for _ in range(64):  # more than a pipe holds; no end is promised if a stranger still writes
+                if not self.read(descriptor):
+                    break
+        self.ended = True
+        return status
+
+    def failure_of_exit(self, status: int, step: int | None) -> Failure | None:
+        """Return the failure that only the exit status shows."""
+        if self.failed or (self.reported and status == 0):
+            return None
+        self.failed = True
+        self._crash.seek(0)
+        traceback, errors = (text.decode(errors="replace") for text in (self._crash.read(), self._errors))
+        return failure_of_exit(self.rank, step, os.waitstatus_to_exitcode(status), traceback, errors)
+
+    def close(self) -> None:
+        for descriptor in self.descriptors:
+            os.close(descriptor)
+        self.descriptors.clear()
+        for relay in self._relays.values():
+            relay.close()
+        for file in self._files:
+            file.close()
 
 
 @final
@@ -60,34 +146,30 @@ class WorkerPool(Workers):
 
     Attributes:
         workers: in rank order.
-        failures: in the order they became known, up to the moment the launch began to end the workers.
+        failures: in the order they became known, until the launcher began to end the workers.
     """
 
     def __init__(self, launch: Launch) -> None:
-        world_size = launch.world_size
         self.workers: list[WorkerProcess] = []
         self.failures: list[Failure] = []
         self._function: WorkerFunction | None = launch.function
-        self._threads = launch.threads
-        self._world_size, self._timeout = world_size, launch.timeout
-        self._run = launch.run
-        self._steps = memoryview(mmap.mmap(-1, 8 * (world_size + 1))).cast("q")
-        for rank in range(world_size):
+        self._launch, self._world_size = launch, launch.world_size
+        self._steps = memoryview(mmap.mmap(-1, 8 * (self._world_size + 1))).cast("q")
+        for rank in range(self._world_size):
             self._steps[rank] = _NO_STEP
         # bound before the fork, so that its port is known; served after it, so that no server thread is forked
         self._secret = new_secret()  # in memory alone: forked workers have it with everything else
-        self._listener = socket.create_server((LOOPBACK, 0), backlog=max(128, 2 * world_size))
+        self._listener = socket.create_server((LOOPBACK, 0), backlog=max(128, 2 * self._world_size))
         self._port: int = self._listener.getsockname()[1]
         self._store: object = None
         self._reaper: Reaper | None = None
         self._selector = selectors.DefaultSelector()
-        self._forked = threading.Event()
-        self._ended = threading.Event()
+        self._forked, self._ended = threading.Event(), threading.Event()
         self._fork_error: BaseException | None = None
 
     @property
     def results(self) -> list[Any]:
-        """What each worker returned, in rank order; meaningful once all have ended without a failure."""
+        """The result of each worker, in rank order; meaningful once all have ended without a failure."""
         return [worker.result for worker in self.workers]
 
     @property
@@ -97,7 +179,7 @@ class WorkerPool(Workers):
     def start(self) -> None:
         for stream in (sys.stdout, sys.stderr):
             if stream is not None:
-                stream.flush()  # else what is buffered could be printed once more by each worker
+                stream.flush()  # else buffered text could be printed once more by each worker
         _thread.start_new_thread(self._fork_all, ())
         self._forked.wait()
         for worker in self.workers:
@@ -113,7 +195,7 @@ class WorkerPool(Workers):
             self._port,
             is_master=True,
             wait_for_workers=False,
-            timeout=timedelta(seconds=self._timeout),
+            timeout=timedelta(seconds=self._launch.timeout),
             master_listen_fd=self._listener.detach(),
         )
 
@@ -127,15 +209,15 @@ class WorkerPool(Workers):
         return first_failure(self.failures) if self.failures else None
 
     def request_stop(self, number: int) -> bool:
-        if self._run is None or all(step == _NO_STEP for step in self._steps[: self._world_size]):
+        if self._launch.run is None or all(step == _NO_STEP for step in self._steps[: self._world_size]):
             return False
         self._steps[-1] = number
         return True
 
     @property
     def stopped(self) -> int:
-        told = (worker.result for worker in self.workers)
-        return max((one["stopped"] for one in told if isinstance(one, dict) and "stopped" in one), default=0)
+        results = (worker.result for worker in self.workers)
+        return max((one["stopped"] for one in results if isinstance(one, dict) and "stopped" in one), default=0)
 
     def known_failures(self) -> list[Failure]:
         return self.failures
@@ -159,44 +241,36 @@ class WorkerPool(Workers):
                 self._check(worker)
 
     def _check(self, worker: WorkerProcess) -> None:
-        open_before = tuple(worker.descriptors)
+        open_before, step = tuple(worker.descriptors), self._step(worker)
         status = worker.reap()
-        if failure := worker.failure(self._step(worker)):
-            self.failures.append(failure)
-        if status is None:
-            return
-        for descriptor in open_before:
-            self._selector.unregister(descriptor)
-        if self._reaper:
-            self._reaper.remove(worker.pid)
-        failure = worker.failure_of_exit(status, self._step(worker))
-        worker.close()
+        failure = worker.failure(step)
+        if status is not None:
+            for descriptor in open_before:
+                self._selector.unregister(descriptor)
+            failure = failure or worker.failure_of_exit(status, step)
+            worker.close()
         if failure:
             self.failures.append(failure)
 
     def _await_other_failures(self) -> None:
-        """One of them may have come first."""
+        """Wait for failures of other workers, one of which may have come first."""
         began = time.monotonic()
         while not self._done:
             late = time.monotonic() > began + time_for_others(self.failures)
-            self._listen(_SOON)  # once more where it is late: this process may have been held meanwhile
+            self._listen(_SOON)  # once more if it is late: this process may have been held meanwhile
             if late:
                 return
 
     def stop(self) -> None:
         before = list(self.failures)
-        self._steps[-1] = ENDING
-        # Of a run that trains SIGTERM is a request, which a worker hears only between two calls of compiled code.
-        grace = _GRACE if self._run is None else _GRACE_TRAINING
-        for number, patience in ((signal.SIGTERM, grace), (signal.SIGKILL, _KILL)):
-            for worker in self.workers:
-                if not worker.ended:
-                    kill_group(worker.pid, number)
-            deadline, late = time.monotonic() + patience, False
-            while not late and not self._done:
-                late = time.monotonic() > deadline
-                self._listen(_SOON)  # as above
-        self.failures = before  # what failed since then failed because it was being ended
+        for worker in self.workers:
+            if not worker.ended:
+                kill_group(worker.pid, signal.SIGKILL)
+        deadline, late = time.monotonic() + _KILL, False
+        while not late and not self._done:
+            late = time.monotonic() > deadline
+            self._listen(_SOON)  # as above
+        self.failures = before  # later failures are those of workers that were being ended
         if self._reaper:
             self._reaper.dismiss()
         for worker in self.workers:
@@ -205,8 +279,8 @@ class WorkerPool(Workers):
         self._selector.close()
         self._listener.close()
         self._store = None
-        # The forking thread must not be the last to hold the workers' work: it ends at any time, even with the
-        # interpreter, and what that work holds (tensors) cannot be let go of then.
+        # The forking thread must not be the last to hold the workers' function: it ends at any time, even with the
+        # interpreter, when the tensors that the function holds cannot be freed any more.
         self._function = None
         self._ended.set()
 
@@ -216,15 +290,15 @@ class WorkerPool(Workers):
 
     def _fork_all(self) -> None:
         try:
-            self._reaper = reaper = Reaper()
             for rank in range(self._world_size):
-                self.workers.append(self._fork(rank, reaper))
+                self.workers.append(self._fork(rank))
+            self._reaper = Reaper([worker.pid for worker in self.workers])
         except BaseException as error:
             self._fork_error = error
         self._forked.set()
         self._ended.wait()
 
-    def _fork(self, rank: int, reaper: Reaper) -> WorkerProcess:
+    def _fork(self, rank: int) -> WorkerProcess:
         with ExitStack() as launchers, ExitStack() as workers:
             reading: list[int] = []
             writing: list[int] = []
@@ -236,22 +310,30 @@ class WorkerPool(Workers):
                 reading.append(ours)
                 writing.append(theirs)
             crash, stacks, standing = (launchers.enter_context(tempfile.TemporaryFile()) for _ in range(3))
-            files = ProbeFiles(stacks.fileno(), standing.fileno())
             launcher, place = os.getpid(), self._place(rank)
             pid = fork()
             if pid == 0:
-                reaper.forget()
                 others = (ours for process in self.workers for ours in process.descriptors)
-                foreign = (*reading, self._listener.detach(), *others)
-                names = dict(zip(("report", "stdout", "stderr"), writing, strict=True))
-                pipes = WorkerPipes(**names, steps=self._steps, crash=crash, files=files, foreign=foreign)
+                pipes = WorkerPipes(
+                    **dict(zip(("report", "stdout", "stderr"), writing, strict=True)),
+                    steps=self._steps,
+                    crash=crash,
+                    files=ProbeFiles(stacks.fileno(), standing.fileno()),
+                    foreign=(*reading, self._listener.detach(), *others),
+                )
                 assert self._function is not None
-                run_worker(self._function, place, pipes, launcher, self._threads)
-            reaper.add(pid)
+                run_worker(self._function, place, pipes, launcher, self._launch.threads)
             launchers.pop_all()  # from here on the worker object's
             return WorkerProcess(rank, pid, reading, (crash, stacks, standing))
 
     def _place(self, rank: int) -> Place:
-        size, meeting = self._world_size, f"tcp://{LOOPBACK}:{self._port}"
-        here = {"local_rank": rank, "local_world_size": size, "host": LOOPBACK}
-        return Place(rank=rank, world_size=size, store=meeting, secret=self._secret, timeout=self._timeout, **here)
+        return Place(
+            rank=rank,
+            world_size=self._world_size,
+            local_rank=rank,
+            local_world_size=self._world_size,
+            store=f"tcp://{LOOPBACK}:{self._port}",
+            host=LOOPBACK,
+            secret=self._secret,
+            timeout=self._launch.timeout,
+        )

@@ -21,7 +21,6 @@ from phalanx.launch import (
     Reference,
     Restarts,
     RunFolder,
-    StopSignals,
     look_ahead,
     record,
     settled,
@@ -29,6 +28,7 @@ from phalanx.launch import (
 )
 from phalanx.launch.first_step import first_step_checked
 from phalanx.launch.launcher import StepReport, WorkerFunction, refuse_copies, refuse_what_needs_a_fork
+from phalanx.launch.reaper import StopRequest, ignore_signal
 from phalanx.launch.runfile import absolute, check_folder
 from phalanx.launch.targets import (
     AttachedTarget,
@@ -160,8 +160,8 @@ def _train(
     found, restarts = Findings(), Restarts(spec.restarts, folder, size)
 
     def work(place: Place, report: StepReport) -> dict[str, Any]:
-        with StopSignals(report.asked) as signals:
-            link = LauncherLink(report=report, asked=signals.asked)
+        with StopRequest(ignore_signal, ctrl_c=False) as stop:
+            link = LauncherLink(report=report, asked=lambda: stop.number or report.asked())
             with first_step_checked(job, begun, place, found) as observer:
                 return loop.train(job, begun, place, link, observer=observer, findings=found)
 

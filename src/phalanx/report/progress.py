@@ -118,8 +118,6 @@ def line_of(event: Event) -> str | None:
         case "checkpoint":
             size, seconds = show_bytes(event["bytes"]), show_seconds(event["seconds"])
             return f"[dim]step {event['step']:>5}  checkpoint  {escape(event['path'])}  {size} in {seconds}[/]"
-        case "stopped" if event["signal"] == "SIGURG":  # what follows says why
-            return None
         case "resize" | "restart":
             what, _, why = interruption_text(event).partition(": ")
             return f"[yellow]{what}[/]: {escape(why)}"
