@@ -69,12 +69,6 @@ class SideProcess:
         """True if no more messages will come."""
         return self._reading is None and b"\n" not in self._text
 
-    @property
-    def ended_by(self) -> int:
-        """Signal that ended the process, once ``done``; 0 if it ended by itself."""
-        ended = os.waitid(os.P_PID, self._pid, os.WEXITED | os.WNOWAIT)
-        return ended.si_status if ended and ended.si_code in (os.CLD_KILLED, os.CLD_DUMPED) else 0
-
     def next(self, timeout: float | None = 0.0) -> dict[str, Any] | None:
         """Return its next message; ``None`` if there is none within ``timeout`` seconds, or any more."""
         until = None if timeout is None else time.monotonic() + timeout

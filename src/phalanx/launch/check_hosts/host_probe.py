@@ -35,6 +35,7 @@ _MEETING = 0.6  # share of the time for links in which all hosts have to come
 _FULL = 8  # hosts; of more only the links of a ring are measured
 _FIRST, _MORE, _FAST = 2**21, 2**24, 0.02  # bytes sent over a link, and over one that sends the first in so few seconds
 _TRIES, _TRIPS = 3, 10
+_SOON = 0.02  # seconds between looks at a process that is about to end
 
 
 def main() -> None:
@@ -75,8 +76,9 @@ def facts(question: dict[str, Any]) -> dict[str, Any]:
         if not side.done:
             found["ending"] = f"has not come to its end within {question['patience']:.0f} s"
         elif found.pop("step", "begin") != "":
-            number = side.ended_by
-            found["ending"] = f"ended by signal {number}" if number else "ended by itself"
+            while (code := side.exit_code()) is None:
+                time.sleep(_SOON)
+            found["ending"] = f"ended by signal {-code}" if code < 0 else "ended by itself"
     return {**own, **found}
 
 
