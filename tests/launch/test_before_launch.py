@@ -167,7 +167,7 @@ class TestWithoutAPlan:
                 "on 2x4xL4: ",
                 8,
             ),
-            ("slurm", ("--nodes", "2", "--gres", "gpu:h100:4"), "on 2x4xH100: ", 8),
+            ("slurm", ("--nodes", "2", "--sbatch", "--gres=gpu:h100:4"), "on 2x4xH100: ", 8),
         ],
     )
     def test_the_planner_chooses(

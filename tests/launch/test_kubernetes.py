@@ -22,12 +22,11 @@ import phalanx as px
 from law_rows import in_one_test
 from phalanx.config import RunSpec
 from phalanx.events.log import EventLog
-from phalanx.launch.targets import kubernetes_node
-from phalanx.launch.targets.kubernetes import KubernetesTarget
+from phalanx.launch.targets import kubernetes, kubernetes_node
+from phalanx.launch.targets.kubernetes import KubernetesTarget, standing_of
 from phalanx.launch.targets.kubernetes_manifest import MEETING_KEY
-from phalanx.launch.targets.kubernetes_standing import standing_of, take_in
+from phalanx.launch.targets.kubernetes_node import SignedBackend
 from phalanx.launch.targets.node_agent import NodePlace
-from phalanx.launch.targets.signed_meeting import SignedBackend
 
 pytestmark = pytest.mark.timeout(60)
 FULL = {
@@ -177,10 +176,10 @@ class TestManifests:
         assert resources(gpus_per_node="0") == resources(plan="dp=4 device=cpu") == {"requests": {"cpu": "2"}}
 
     def test_fewer_pods_go_on_where_the_number_of_devices_may_change(self) -> None:
-        jobset = handed(plan="dp=8", nodes="4", run={"devices": "3:8"}, wait="5m")["JobSet"]
+        jobset = handed(plan="dp=8", nodes="4", run={"devices": "3:8"})["JobSet"]
         job = jobset["spec"]["replicatedJobs"][0]["template"]["spec"]
         (container,) = pod_of(jobset)["containers"]
-        assert container["command"][-2:] == ["2:4", "300"], "3 devices are 2 pods of 2"
+        assert container["command"][-2:] == ["2:4", "60"], "3 devices are 2 pods of 2"
         assert job["completions"] == job["parallelism"] == 4
         assert job["successPolicy"] == {"rules": [{"succeededIndexes": "0"}]}
         assert container["resources"]["limits"] == {"nvidia.com/gpu": "2"}
@@ -227,9 +226,9 @@ STOPPED = condition("Failed", "FailJobSetFailurePolicyAction")
 @in_one_test(
     ("conditions", "pods", "last", "state", "said"),
     [
-        ([], [], "", "waiting", "no pod yet"),
+        ([], [], "", "waiting", "0 of 2 pods running: 2 not made yet"),
         ([], [FULL_NODES, FULL_NODES], "", "waiting", "Insufficient nvidia.com/gpu. (2 pods)"),
-        ([], [pod(), FULL_NODES], "", "waiting", "1 of 2 pods running: Unschedulable"),
+        ([], [pod(), FULL_NODES], "", "waiting", "1 of 2 pods running on n1: Unschedulable"),
         ([], [pod(), PULL], "", "waiting", 'ImagePullBackOff: Back-off pulling image "registry/train:1" (1 pod)'),
         ([], [pod("Pending", waiting=("ContainerCreating", ""))], "", "waiting", "ContainerCreating (1 pod); 1 not"),
         ([], [pod(), pod(), pod("Failed")], "", "running", "2 pods on n1"),
@@ -277,7 +276,7 @@ def test_how_a_run_stands_that_is_forgotten(pods: list[dict[str, Any]], last: st
 def test_fewer_pods_run_where_the_run_may_have_fewer() -> None:
     found = standing_of({"spec": {}}, [pod(), FULL_NODES], nodes=(1, 2), last="", asked=False)
     assert found.state == "running"
-    assert found.detail.startswith("1 of 2 pods on n1: Unschedulable: 0/3 nodes are available")
+    assert found.detail.startswith("1 of 2 pods running on n1: Unschedulable: 0/3 nodes are available")
 
 
 def test_earlier_starts_are_counted_and_a_queue_is_named() -> None:
@@ -294,14 +293,25 @@ def test_earlier_starts_are_counted_and_a_queue_is_named() -> None:
     assert found.detail == "Pending: insufficient unused quota"
 
 
-def test_lines_stand_in_the_order_of_pods_and_what_ranks_have_left_in_theirs(tmp_path: Path) -> None:
-    printed = {f"pod-{number}": [f"[rank {number}] of the pod\n"] for number in (10, 1, 0, 2)}
-    (tmp_path / "pods").mkdir()
-    path = take_in(tmp_path / "pods", None, lambda: printed)
-    assert path.read_text().splitlines() == [f"[rank {number}] of the pod" for number in (0, 1, 2, 10)]
-    for rank in range(11):
-        (tmp_path / f"rank-{rank}.log").write_text(f"of rank {rank}\n")
-    assert take_in(tmp_path, None, dict).read_text().splitlines() == [f"of rank {rank}" for rank in range(11)]
+def test_the_log_has_each_line_once_by_pods_and_a_rank_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pods = {number: [f"[rank {number}] one"] for number in (10, 2)}
+
+    def ask(told: Any, *words: str, **how: Any) -> str:
+        return "".join(f"[pod/p-{number}/node] {line}\n" for number, lines in pods.items() for line in lines)
+
+    monkeypatch.setattr(kubernetes, "_ask", ask)
+    target, ticket = KubernetesTarget(""), {"jobset": "digits", "nodes": 2}
+    first = "[pod/p-2/node] [rank 2] one\n[pod/p-10/node] [rank 10] one\n"
+    assert target.log(ticket, tmp_path, None).read_text() == first
+    pods = {number: [*lines, "[rank 2] two"] for number, lines in pods.items() if number == 2}
+    assert target.log(ticket, tmp_path, None).read_text() == f"{first}[pod/p-2/node] [rank 2] two\n"
+    assert target.log(ticket, tmp_path, 2).read_text() == "one\ntwo\n"
+    pods.clear()
+    (tmp_path / "launch" / "rank-2.log").write_text("of the volume\n")
+    assert target.log(ticket, tmp_path, 2).read_text() == "of the volume\n"
+    (tmp_path / "launch" / "output.log").unlink()
+    (tmp_path / "launch" / "rank-10.log").write_text("ten\n")
+    assert target.log(ticket, tmp_path, None).read_text() == "of the volume\nten\n"
 
 
 OWN = {"event": "error", "lost": False}

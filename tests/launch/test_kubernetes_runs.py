@@ -26,8 +26,7 @@ from phalanx.config import Plan
 from phalanx.data import audit
 from phalanx.errors import RunError
 from phalanx.launch.runfile import newest_step
-from phalanx.launch.targets import Standing, Submission
-from phalanx.launch.targets.kubectl import Kubectl
+from phalanx.launch.targets import Standing, Submission, kubernetes, kubernetes_manifest
 from phalanx.launch.targets.kubernetes import KubernetesTarget
 
 pytestmark = pytest.mark.timeout(300)
@@ -172,10 +171,11 @@ def test_a_pod_that_has_to_go_costs_no_step_and_one_that_is_lost_is_made_anew(cl
     is_what_one_device_trains(run, twice=True)
 
 
-def test_a_node_less_and_a_node_more(cluster: Cluster, tmp_path: Path) -> None:
+def test_a_node_less_and_a_node_more(cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The run goes on with the pods that there are; the global batch is the same, and so are the losses."""
+    monkeypatch.setattr(kubernetes_manifest, "_WAIT", 20)
     write_job(tmp_path, pause=0.2, steps=STEPS)
-    pods = cluster(run={"devices": "1:2", "checkpoint_every": 2}, wait="20s")
+    pods = cluster(run={"devices": "1:2", "checkpoint_every": 2})
     run = tmp_path / "run"
 
     def worlds() -> list[int]:
@@ -365,7 +365,9 @@ class TestKubectl:
                 "log": f"[rank {rank}] of the pod\n",
             }
         assert target.standing(ticket, folder) == Standing(state="running", detail="2 pods on n1")
-        assert target.log(ticket, folder, None).read_text() == "[rank 0] of the pod\n[rank 1] of the pod\n"
+        assert target.log(ticket, folder, None).read_text() == "".join(
+            f"[pod/pod-{rank}/node] [rank {rank}] of the pod\n" for rank in range(2)
+        )
         assert target.log(ticket, folder, 1).read_text() == "of the pod\n"
         target.stop(ticket, folder)
         assert {plural for _, plural, _ in server.objects} == {"pods"}
@@ -385,11 +387,11 @@ class TestKubectl:
     def test_a_launch_that_is_interrupted_leaves_nothing(
         self, server: ApiServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        def interrupted(kubectl: Kubectl) -> Kubectl:
+        def interrupted(options: object) -> None:
             assert len(server.objects) == 2
             raise KeyboardInterrupt
 
-        monkeypatch.setattr(Kubectl, "settled", interrupted)
+        monkeypatch.setattr(kubernetes, "_settings", interrupted)
         target, given = KubernetesTarget(""), submission("kubernetes", tmp_path, "dp=4")
         with pytest.raises(KeyboardInterrupt):
             target.submit(target.prepare(given))

@@ -49,6 +49,13 @@ def aws(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         yield client
 
 
+def spot(folder: Path) -> dict[str, str]:
+    """Options for spot capacity, by a patch."""
+    path = folder / "spot.toml"
+    path.write_text("EnableManagedSpotTraining = true\nStoppingCondition.MaxWaitTimeInSeconds = 172800\n")
+    return {"patch": str(path)}
+
+
 def keys(client: Any) -> list[str]:
     return [one["Key"] for one in client.list_objects_v2(Bucket="bucket").get("Contents", [])]
 
@@ -60,13 +67,13 @@ def test_what_is_asked_for_is_of_the_form_that_sagemaker_has(tmp_path: Path) -> 
     model = botocore.session.get_session().get_service_model("sagemaker")
     shape = model.operation_model("CreateTrainingJob").input_shape
     more = {"Environment": {"FI_PROVIDER": "efa"}, "Tags": [{"Key": "team", "Value": "vision"}]}
-    for options in ({}, {"spot": "48h", "time": "12h"}, {"nodes": "2", **shared(tmp_path, **more)}):
+    for options in ({}, {"time": "12h"}, {"nodes": "2", **shared(tmp_path, **more)}, spot(tmp_path)):
         asked = request(handed(tmp_path, **options))
         assert ParamValidator().validate(asked, shape).generate_report() == ""
 
 
 def test_a_job_on_one_instance_has_its_run_folder_copied_to_the_bucket(tmp_path: Path) -> None:
-    asked = request(handed(tmp_path, spot="48h", time="12h"))
+    asked = request(handed(tmp_path, time="12h", **spot(tmp_path)))
     base = f"s3://bucket/phalanx/{asked['TrainingJobName']}"
     assert asked["CheckpointConfig"] == {"S3Uri": f"{base}/run", "LocalPath": "/opt/ml/checkpoints"}
     assert asked["StoppingCondition"] == {"MaxRuntimeInSeconds": 43_200, "MaxWaitTimeInSeconds": 172_800}
@@ -79,14 +86,14 @@ def test_a_job_on_one_instance_has_its_run_folder_copied_to_the_bucket(tmp_path:
 
 def test_a_job_on_several_has_it_on_the_file_system_that_they_share(tmp_path: Path) -> None:
     """What is merged in adds to lists, changes a part of an object, and takes the place of all else."""
-    more = {"ResourceConfig": {"VolumeSizeInGB": 500}, "StoppingCondition": {"MaxRuntimeInSeconds": 7}}
+    more = {"ResourceConfig": {"VolumeSizeInGB": 500}, "StoppingCondition": {"MaxRuntimeInSeconds": 7200}}
     given = handed(tmp_path, nodes="2", **shared(tmp_path, **more))
     asked = request(given)
     assert "CheckpointConfig" not in asked
     assert asked["VpcConfig"] == {"Subnets": ["subnet-0a"], "SecurityGroupIds": ["sg-0a"]}
     assert [channel["ChannelName"] for channel in asked["InputDataConfig"]] == ["code", "shared"]
     assert asked["ResourceConfig"] == {"InstanceType": "ml.g5.12xlarge", "InstanceCount": 2, "VolumeSizeInGB": 500}
-    assert asked["StoppingCondition"] == {"MaxRuntimeInSeconds": 7}
+    assert asked["StoppingCondition"] == {"MaxRuntimeInSeconds": 7200}
     prepared = SageMakerTarget("").prepare(given)
     run = RunSpec.from_toml(prepared.files[given.runfile])
     name = json.loads(prepared.files[given.folder / "training-job.json"])["TrainingJobName"]

@@ -1,213 +1,171 @@
-"""What a launch on Slurm asks for, without one: its script and its commands."""
+"""A launch on Slurm without a cluster: its script, and the commands it runs."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 from pathlib import Path
-from typing import Any
 
 import pytest
 from launched import submission
 
 from law_rows import in_one_test
-from phalanx.errors import SpecError
+from phalanx.errors import RunError, SpecError
 from phalanx.launch.reaper import SAVED
 from phalanx.launch.targets.slurm import SlurmTarget
 
-
-def pretend(folder: Path, monkeypatch: pytest.MonkeyPatch, **tools: str) -> Path:
-    """A Slurm whose commands are these lines of shell. Returns the file with what has been asked of it."""
-    made = folder / "tools"
-    made.mkdir()
-    for name, text in {"sbatch": "echo 7", "scontrol": "exit 1", "scancel": "true", "sinfo": "true", **tools}.items():
-        (made / name).write_text(f'#!/bin/sh\necho "{name} $*" >> {folder}/asked\n{text}\n')
-        (made / name).chmod(0o755)
-    monkeypatch.setenv("PATH", f"{made}{os.pathsep}{os.environ['PATH']}")
-    return folder / "asked"
+SLURM = SlurmTarget("")
 
 
-def test_what_a_shell_says_to_sbatch_is_no_more_than_what_the_script_leaves_open(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.fixture
+def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A Slurm whose commands ``pretend`` writes; the file with the commands that were run."""
+    (tmp_path / "tools").mkdir()
+    monkeypatch.setenv("PATH", f"{tmp_path / 'tools'}{os.pathsep}{os.environ['PATH']}")
+    pretend(tmp_path, sbatch="echo 7", scontrol="exit 1", scancel="true", sinfo="true")
+    return tmp_path / "asked"
+
+
+def pretend(folder: Path, **tools: str) -> None:
+    for name, text in tools.items():
+        (folder / "tools" / name).write_text(f'#!/bin/sh\necho "{name} $*" >> {folder}/asked\n{text}\n')
+        (folder / "tools" / name).chmod(0o755)
+
+
+def script(folder: Path, plan: str = "dp=4", **options: str) -> str:
+    given = submission("slurm", folder, plan, **options)
+    return SLURM.prepare(given).files[given.folder / "job.sh"]
+
+
+def run_script(text: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "SLURM_JOB_ID": "7", "SLURMD_NODENAME": "n1"}
+    return subprocess.run(["bash", "-c", text], env=environment, capture_output=True, text=True, timeout=60)
+
+
+def test_variables_of_a_shell_say_only_what_the_script_leaves_open(
+    tmp_path: Path, asked: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pretend(tmp_path, monkeypatch, sbatch=f"env | grep ^SBATCH_ | sort > {tmp_path}/told; echo 7")
+    pretend(tmp_path, sbatch=f"env | grep ^SBATCH_ | sort > {tmp_path}/told; echo 7")
     for name in ("TIMELIMIT", "SIGNAL", "OUTPUT", "ERROR", "NO_REQUEUE", "OPEN_MODE", "JOB_NAME", "PARTITION", "QOS"):
         monkeypatch.setenv(f"SBATCH_{name}", "other")
-    target = SlurmTarget("")
-    prepared = target.prepare(submission("slurm", tmp_path, time="1h", partition="gpu"))
-    assert target.submit(prepared) == {"job": 7}
-    assert (tmp_path / "told").read_text() == "SBATCH_QOS=other\n"
-    assert target.why_not(prepared) == ""
-    assert (tmp_path / "told").read_text() == "SBATCH_QOS=other\n"
+    prepared = SLURM.prepare(submission("slurm", tmp_path, time="1h", sbatch="--partition=gpu"))
+    for ask in (lambda: SLURM.submit(prepared) == {"job": 7}, lambda: SLURM.why_not(prepared) == ""):
+        assert ask()
+        assert (tmp_path / "told").read_text() == "SBATCH_QOS=other\n"
 
 
-def test_a_copied_folder_does_not_stop_the_run_that_it_is_a_copy_of(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@in_one_test(
+    ("state", "commands"),
+    [
+        ("PENDING", ["scontrol -M far update JobId=7 Requeue=0", "scancel -M far 7"]),
+        ("COMPLETING", ["scontrol -M far update JobId=7 Requeue=0", "scancel -M far 7"]),
+        ("RUNNING", ["scontrol -M far update JobId=7 Requeue=0", "scancel -M far --signal=USR2 --batch 7"]),
+        *((state, []) for state in ("COMPLETED", "CANCELLED", "FAILED", "TIMEOUT")),
+    ],
+)
+def test_a_stop_saves_a_running_job_and_removes_a_waiting_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, state: str, commands: list[str]
 ) -> None:
-    job = f"JobId=7 JobState=RUNNING Reason=None Command={tmp_path}/a run/launch/job.sh WorkDir=/"
-    asked = pretend(tmp_path, monkeypatch, scontrol=f"echo '{job}'")
-    target, ticket = SlurmTarget(""), {"job": 7, "cluster": "far"}
-    (tmp_path / "linked").symlink_to(tmp_path)
-    for folder, state in ((tmp_path / "copy" / "a run", "unknown"), (tmp_path / "linked" / "a run", "running")):
-        assert target.standing(ticket, folder).state == state
-        assert "scancel" not in asked.read_text()
-        target.stop(ticket, folder)
-    *before, last = asked.read_text().splitlines()
-    assert last == "scancel -M far --signal=USR2 --batch 7"
-    assert "scontrol -M far show job 7 --oneliner" in before
+    (tmp_path / "tools").mkdir(exist_ok=True)
+    monkeypatch.setenv("PATH", f"{tmp_path / 'tools'}{os.pathsep}{os.environ['PATH']}")
+    pretend(tmp_path, scontrol=f"echo 'JobId=7 JobState={state}'", scancel="true")
+    (tmp_path / "asked").unlink(missing_ok=True)
+    SLURM.stop({"job": 7, "cluster": "far"}, tmp_path)
+    first, *rest = (tmp_path / "asked").read_text().splitlines()
+    assert (first, rest) == ("scontrol -M far show job 7 --oneliner", commands)
 
 
-def test_what_slurm_took_is_handed_over_also_where_it_says_no_more(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked = pretend(tmp_path, monkeypatch, scontrol="echo busy >&2; exit 1")
+def test_a_refusal_is_said_in_slurms_words_and_leaves_nothing(tmp_path: Path, asked: Path) -> None:
+    words = "sbatch: error: Batch job submission failed: Invalid qos specification"
+    pretend(tmp_path, sbatch=f"echo 'sbatch: warning: much' >&2; echo '{words}' >&2; exit 1")
     given = submission("slurm", tmp_path)
-    assert SlurmTarget("").submit(SlurmTarget("").prepare(given)) == {"job": 7}
-    assert given.runfile.exists()
-    assert "scancel" not in asked.read_text()
-
-
-@pytest.mark.filterwarnings(
-    "ignore::pytest.PytestUnraisableExceptionWarning"
-)  # what is asked is killed, not waited for
-def test_a_launch_that_is_interrupted_leaves_nothing_in_the_queue(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    cancels = f"test -e {tmp_path}/run/launch/job.sh && echo with its files >> {tmp_path}/asked"
-    asked = pretend(tmp_path, monkeypatch, scontrol="kill -INT $PPID; exec sleep 1", scancel=cancels)
-    given = submission("slurm", tmp_path)
-    prepared = SlurmTarget("").prepare(given)
-    with pytest.raises(KeyboardInterrupt):
-        SlurmTarget("").submit(prepared)
-    assert asked.read_text().splitlines()[-2:] == ["scancel 7", "with its files"]
+    prepared = SLURM.prepare(given)
+    assert SLURM.why_not(prepared) == words
+    with pytest.raises(RunError, match="Invalid qos"):
+        SLURM.submit(prepared)
     assert not given.run.folder.exists()
 
 
 @in_one_test(
-    ("text", "slurms"),
-    [
-        *(("90s", "0-00:02:00"), ("12h", "0-12:00:00"), ("2d", "2-00:00:00"), ("30", "0-00:30:00")),
-        *(("30:30", "0-00:31:00"), ("1:30:00", "0-01:30:00"), ("1-12", "1-12:00:00"), ("1-00:00:00", "1-00:00:00")),
-    ],
+    ("text", "slurms"), [("90s", "0-00:02:00"), ("12h", "0-12:00:00"), ("2d", "2-00:00:00"), ("1.5h", "0-01:30:00")]
 )
-def test_a_time_limit_may_be_written_as_slurm_does(tmp_path: Path, text: str, slurms: str) -> None:
-    prepared = SlurmTarget("").prepare(submission("slurm", tmp_path, time=text))
-    assert f"#SBATCH --time={slurms}\n" in prepared.shown()
+def test_a_time_limit_is_written_as_slurm_counts(tmp_path: Path, text: str, slurms: str) -> None:
+    assert f"#SBATCH --time={slurms}\n" in script(tmp_path, time=text, gpus_per_node="0")
 
 
-def test_each_node_is_asked_for_what_its_workers_need(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def shown(partitions: str, plan: str = "dp=4", **options: str) -> str:
-        tools = tmp_path / "bin"
-        tools.mkdir(exist_ok=True)
-        (tools / "sinfo").write_text(f"#!/bin/sh\nprintf '{partitions}'\n")
-        (tools / "sinfo").chmod(0o755)
-        monkeypatch.setenv("PATH", f"{tools}{os.pathsep}{os.environ['PATH']}")
-        given = submission("slurm", tmp_path, plan, **options)
-        return SlurmTarget("").prepare(given).files[given.folder / "job.sh"]
-
-    without = shown("cpu*|8|1000|(null)\\ngpu|8|1000|gpu:8\\n")
-    assert "#SBATCH --cpus-per-task=2\n" in without
-    assert "gpus" not in without
-    with_gpus = shown("cpu|8|1000|(null)\\ngpu*|8|1000|gpu:8\\n")
-    assert "#SBATCH --gpus-per-node=2\n" in with_gpus
-    assert "cpus" not in with_gpus.partition("\n\n")[0]
-    assert "#SBATCH --gpus-per-node=2\n" in shown("gpu|8|1000|gpu:8\\n", partition="gpu")
-    assert "--gpus" not in shown("gpu*|8|1000|gpu:8\\n", gpus_per_node="0")
-    assert "--gres=gpu:a100:2\n" in shown("gpu*|8|1000|gpu:8\\n", gres="gpu:a100:2")
-    assert "--gpus" not in shown("gpu*|8|1000|gpu:8\\n", gres="gpu:a100:2")
-    assert "--gpus" not in shown("gpu*|8|1000|gpu:8\\n", plan="dp=4 device=cpu")
-    with pytest.raises(SpecError, match=r"2 nodes with 1 x A100-80GB \(sinfo\) have 2"):
-        shown("gpu*|8|1000|gpu:a100:1\\n")
-    with pytest.raises(SpecError, match=r"which computes on GPUs: 2 nodes with 1 cores \(sinfo\)"):
-        shown("cpu*|8|1000|(null)\\n", plan="dp=4 device=cuda")
-
-
-GUESSED = "sinfo is not here: taken as nodes without GPUs; give --gpus-per-node"
+GPUS = "gpu*|8|1000|gpu:8\\n"
+CPUS = "cpu*|8|1000|(null)\\ngpu|8|1000|gpu:8\\n"
+NOTE = "sinfo {}: taken as nodes without GPUs; give --gpus-per-node"
 
 
 @in_one_test(
-    ("plan", "options", "words", "notes"),
+    ("sinfo", "plan", "options", "asks"),
     [
-        ("dp=4", {"partition": "gpu"}, "--cpus-per-task=2", (GUESSED,)),
-        ("dp=4", {"partition": "gpu", "gpus_per_node": "2"}, "--gpus-per-node=2", ()),
-        ("dp=4", {"gpus_per_node": "0"}, "--cpus-per-task=2", ()),
-        ("dp=4", {"gres": "gpu:2"}, "--gres=gpu:2", ()),
-        ("dp=4 device=cuda", {"partition": "gpu"}, "--gpus-per-node=2", ()),
-        ("dp=4 device=cpu", {"partition": "gpu"}, "--cpus-per-task=2", ()),
+        (CPUS, "dp=4", {}, "--cpus-per-task=2"),
+        (CPUS, "dp=4", {"sbatch": "--cpus-per-task=8"}, "--cpus-per-task=8"),
+        (GPUS, "dp=4", {}, "--gpus-per-node=2"),
+        ("gpu|8|1000|gpu:8\\n", "dp=4", {"sbatch": "--partition=gpu"}, "--gpus-per-node=2"),
+        (GPUS, "dp=4", {"gpus_per_node": "0"}, "--cpus-per-task=2"),
+        (GPUS, "dp=4", {"sbatch": "--gres=gpu:a100:2"}, "--gres=gpu:a100:2"),
+        (GPUS, "dp=4 device=cpu", {}, "--cpus-per-task=2"),
+        (None, "dp=4", {}, "--cpus-per-task=2"),
+        (None, "dp=4", {"gpus_per_node": "2"}, "--gpus-per-node=2"),
+        (None, "dp=4", {"sbatch": "--gres=gpu:2"}, "--gres=gpu:2"),
+        (None, "dp=4 device=cuda", {}, "--gpus-per-node=2"),
     ],
 )
-def test_what_is_taken_for_granted_without_slurm_is_said(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, plan: str, options: dict[str, str], words: str, notes: Any
+def test_each_node_is_asked_for_what_its_workers_need(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sinfo: str | None, plan: str, options: dict[str, str], asks: str
 ) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
-    prepared = SlurmTarget("").prepare(submission("slurm", tmp_path, plan, **options))
-    assert f"#SBATCH {words}\n" in prepared.shown()
-    assert prepared.notes == notes
-    assert prepared.shown().endswith("".join(f"\nnote: {note}" for note in notes))
+    (tmp_path / "tools").mkdir(exist_ok=True)
+    monkeypatch.setenv("PATH", f"{tmp_path / 'tools'}")
+    pretend(tmp_path, sinfo=f"printf '{sinfo}'" if sinfo else "exit 1")
+    given = submission("slurm", tmp_path, plan, **options)
+    prepared = SLURM.prepare(given)
+    text = prepared.files[given.folder / "job.sh"].partition("\n\n")[0]
+    assert [line for line in text.splitlines() if "-per-" in line or "gres" in line][1:] == [f"#SBATCH {asks}"]
+    guessed = sinfo is None and plan == "dp=4" and not options
+    assert prepared.notes == ((NOTE.format("does not answer"),) if guessed else ())
 
 
-def test_a_slurm_that_does_not_answer_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pretend(tmp_path, monkeypatch, sinfo="exit 1")
-    assert SlurmTarget("").prepare(submission("slurm", tmp_path)).notes == (
-        GUESSED.replace("is not here", "does not answer"),
-    )
+def test_a_plan_for_more_gpus_than_sinfo_has_is_refused(tmp_path: Path, asked: Path) -> None:
+    pretend(tmp_path, sinfo="printf 'gpu*|8|1000|gpu:a100:1\\n'")
+    with pytest.raises(SpecError, match=r"2 nodes with 1 x A100-80GB \(sinfo\) have 2"):
+        script(tmp_path)
+    pretend(tmp_path, sinfo="printf 'cpu*|8|1000|(null)\\n'")
+    with pytest.raises(SpecError, match=r"which computes on GPUs: 2 nodes with 1 cores \(sinfo\)"):
+        script(tmp_path, "dp=4 device=cuda")
 
 
 @pytest.mark.parametrize(
-    ("setup", "code", "said"),
+    ("setup", "failed"),
     [
-        ("export ONE=1 # comment\n# nothing\n\nexport TWO=$ONE", 0, ""),
-        (
-            "export ONE=1\nno-such-module load cuda\nexport TWO=2",
-            3,
-            "this line of --setup failed: no-such-module load cuda",
-        ),
-        (
-            "[ -d /no/such/place ] # 'quoted",
-            3,
-            "the run does not begin: this line of --setup failed: [ -d /no/such/place ] # 'quoted",
-        ),
+        ("export ONE=1 # comment\n# nothing\n\nexport TWO=$ONE", ""),
+        ("export ONE=1\nno-such-module load cuda\nexport TWO=2", "no-such-module load cuda"),
+        ("[ -d /no/such/place ] # 'quoted", "[ -d /no/such/place ] # 'quoted"),
     ],
 )
 def test_a_line_of_setup_that_fails_ends_the_job_before_anything_begins(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, setup: str, code: int, said: str
+    tmp_path: Path, asked: Path, setup: str, failed: str
 ) -> None:
-    asked = pretend(tmp_path, monkeypatch, scontrol="echo NodeAddr=127.0.0.1", srun='echo "$ONE$TWO"')
-    given = submission("slurm", tmp_path, setup=setup, gpus_per_node="1")
-    script = SlurmTarget("").prepare(given).files[given.folder / "job.sh"]
-    environment = {**os.environ, "SLURM_JOB_ID": "7", "SLURMD_NODENAME": "n1"}
-    done = subprocess.run(["bash", "-c", script], env=environment, capture_output=True, text=True, timeout=60)
-    assert done.returncode == code, done.stderr
-    assert said in done.stderr
-    begun = "srun" in (asked.read_text() if asked.exists() else "")
-    assert begun == (code == 0)
-    assert done.stdout == ("11\n" if begun else "")
+    pretend(tmp_path, scontrol="echo NodeAddr=127.0.0.1", srun='echo "$ONE$TWO"')
+    done = run_script(script(tmp_path, setup=setup, gpus_per_node="2"))
+    assert done.returncode == (3 if failed else 0), done.stderr
+    assert not failed or f"this line of --setup failed: {failed}" in done.stderr
+    assert done.stdout == ("" if failed else "11\n")
 
 
 def test_a_line_break_in_the_current_folder_is_no_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (here := tmp_path / "a\ntouch b").mkdir()
     monkeypatch.chdir(here)
     with pytest.raises(SpecError, match="chdir: given"):
-        SlurmTarget("").prepare(submission("slurm", tmp_path, gpus_per_node="1"))
+        script(tmp_path, gpus_per_node="2")
 
 
-def test_a_word_to_stop_that_comes_just_as_the_run_begins_is_heard(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_word_to_stop_that_comes_just_as_the_run_begins_is_heard(tmp_path: Path, asked: Path) -> None:
     waits = f"trap 'exit {SAVED}' USR1; for n in $(seq 200); do sleep 0.1; done"
-    pretend(tmp_path, monkeypatch, scontrol="echo NodeAddr=127.0.0.1", srun=waits)
-    given = submission("slurm", tmp_path, gpus_per_node="1")
-    script = SlurmTarget("").prepare(given).files[given.folder / "job.sh"]
-    begun = "step=$!\n"
-    assert script.count(begun) == 1
-    environment = {**os.environ, "SLURM_JOB_ID": "7", "SLURMD_NODENAME": "n1"}
-    asked = script.replace(begun, f"{begun}sleep 1\nkill -USR2 $$\n")
-    done = subprocess.run(["bash", "-c", asked], env=environment, capture_output=True, timeout=60, check=False)
+    pretend(tmp_path, scontrol="echo NodeAddr=127.0.0.1", srun=waits)
+    text, begun = script(tmp_path, gpus_per_node="2"), "step=$!\n"
+    assert text.count(begun) == 1
+    done = run_script(text.replace(begun, f"{begun}sleep 1\nkill -USR2 $$\n"))
     assert done.returncode == SAVED, done.stderr
-
-
-def test_a_warning_does_not_hide_why_slurm_would_refuse(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    words = "sbatch: error: Batch job submission failed: Invalid qos specification"
-    pretend(tmp_path, monkeypatch, sbatch=f"echo 'sbatch: warning: much' >&2; echo '{words}' >&2; exit 1")
-    target = SlurmTarget("")
-    assert target.why_not(target.prepare(submission("slurm", tmp_path))) == words

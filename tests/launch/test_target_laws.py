@@ -64,10 +64,10 @@ class Case:
 
 CASES = {
     "ssh": Case(to="ssh:hosts.toml", elsewhere={}),
-    "slurm": Case(to="slurm", own=("--nodes", "2", "--signal", "20"), elsewhere={}),
+    "slurm": Case(to="slurm", own=("--nodes", "2", "--time", "2h"), elsewhere={}),
     "kubernetes": Case(
         to="kubernetes",
-        own=("--image", "registry/train:1", "--volume", "data:HERE", "--nodes", "4", "--wait", "5m"),
+        own=("--image", "registry/train:1", "--volume", "data:HERE", "--nodes", "4"),
         run=("-n", "2:8", "--mirror", "s3://bucket/runs/1", "--batch", "8", "--keep", "3", "--steps", "4"),
         elsewhere={},
     ),

@@ -25,13 +25,13 @@ from phalanx.launch.targets import (
     Submission,
     UnmarkedError,
     find_target,
+    kubernetes,
     ray,
     slurm,
     ticket_of,
     write_ticket,
 )
 from phalanx.launch.targets.aws_calls import AwsCalls
-from phalanx.launch.targets.kubectl import Kubectl
 from phalanx.launch.targets.option_checks import secrets_set
 from phalanx.report.run_standing import run_standing
 
@@ -62,14 +62,11 @@ REFUSALS: dict[str, list[tuple[dict[str, Any], str, str]]] = {
         ({"nodes": "0"}, "--nodes", "'0'"),
         ({"time": "soon"}, "--time", "'soon'"),
         ({"time": "0"}, "--time", "'0'"),
-        ({"time": "1m", "signal": "60"}, "--time", "last 60 seconds"),
-        ({"signal": "5"}, "--signal", "grace of 10"),
-        ({"signal": "70000"}, "--signal", "70000"),
-        ({"partition": "a b"}, "--partition", "'a b'"),
-        ({"account": "x\n#SBATCH --uid=0"}, "--account", "uid"),
-        ({"gres": "gpu:1", "gpus_per_node": "1"}, "--gpus-per-node", "--gres gpu:1"),
+        ({"time": "1m", "run": {"grace": 40.0}}, "--time", "last 70 seconds"),
+        ({"sbatch": "--partition=a b"}, "--sbatch", "a b"),
+        ({"sbatch": "--account=x\n#SBATCH --uid=0"}, "--sbatch", "uid"),
         ({"time": "30m", "run": {"grace": 0.0, "checkpoint_every": "1h"}}, "--time", "every 1h"),
-        ({"nodelist": "n'1"}, "--nodelist", "n'1"),
+        ({"sbatch": "--nodelist=n'1"}, "--sbatch", "n'1"),
     ],
     "kubernetes": [
         ({"image": ""}, "--image", "none"),
@@ -84,11 +81,10 @@ REFUSALS: dict[str, list[tuple[dict[str, Any], str, str]]] = {
         ({"patch": "HERE/train.py"}, "--patch", "no JSON"),
         ({"patch": "HERE/HF_TOKEN.json"}, "--patch", "HF_TOKEN"),
         ({"patch": "HERE/RESTART_ATTEMPT.json"}, "--patch", "RESTART_ATTEMPT"),
-        ({"wait": "5m"}, "--wait", "has all of its pods"),
         ({"time": "5s"}, "--time", "grace of 10"),
-        ({"queue": "team-a", "run": {"devices": "1:2"}}, "-n", "--queue team-a"),
+        ({"queue": "team-a", "run": {"devices": "1:2"}}, "-n", "with --queue"),
         ({"plan": "dp=4", "run": {"devices": "3:4"}}, "-n", "3:4 in 2 pods of 2 devices"),
-        ({"plan": "dp=2 tp=2", "run": {"devices": "2:5"}}, "-n", "2:5, with plan dp=2 tp=2"),
+        ({"plan": "dp=2 tp=2", "run": {"devices": "2:5"}}, "-n", "2:5 in 2 pods of 2 devices, with plan dp=2 tp=2"),
         ({"run": {"folder": Path("/scratch/run")}}, "--volume", "the run folder /scratch/run"),
         ({"run": {"job": "/home/me/train.py"}}, "--volume", "the job's file /home/me/train.py"),
     ],
@@ -106,7 +102,6 @@ REFUSALS: dict[str, list[tuple[dict[str, Any], str, str]]] = {
         ({"nodes": "2"}, "--nodes", "without a file system"),
         ({"bucket": "bucket"}, "--bucket", "'bucket'"),
         ({"time": "100s"}, "--time", "100s"),
-        ({"spot": "2h"}, "--spot", "time limit of 24h"),
         ({"patch": "nowhere.json"}, "--patch", "No such file"),
         ({"patch": "HERE/train.py"}, "--patch", "no JSON"),
         ({"code": "/usr"}, "--code", "/usr"),
@@ -130,7 +125,11 @@ def test_what_cannot_be_is_refused_by_its_field(tmp_path: Path, name: str) -> No
 @pytest.mark.parametrize(
     ("name", "options", "fields"),
     [
-        ("slurm", {"run": {"devices": "1:2"}, "nodes": "x", "time": "y", "mem": "z z"}, "--mem --nodes --time -n"),
+        (
+            "slurm",
+            {"run": {"devices": "1:2"}, "nodes": "x", "time": "y", "sbatch": "z z"},
+            "--nodes --time --sbatch -n",
+        ),
         ("kubernetes", {"image": "", "nodes": "x", "time": "y", "volume": ""}, "--image --nodes --time --volume"),
         ("sagemaker", {"image": "", "role": "", "nodes": "x", "time": "y"}, "--image --role --nodes --time"),
     ],
@@ -266,7 +265,7 @@ def test_how_a_run_stands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name:
     def ask_aws(self: AwsCalls, service: str, operation: str, **given: Any) -> Any:
         return answer if operation == "describe_training_job" else None
 
-    monkeypatch.setattr(slurm, "ask_slurm", ask_slurm)
+    monkeypatch.setattr(slurm, "_ask", ask_slurm)
 
     @contextmanager
     def ask_ray(address: str) -> Iterator[Any]:
@@ -290,7 +289,7 @@ def test_how_a_run_stands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name:
 
 def test_slurm_counts_earlier_starts_and_names_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     answers = [said_by_slurm("PENDING", "Reason=Priority Restarts=2"), said_by_slurm("RUNNING")]
-    monkeypatch.setattr(slurm, "ask_slurm", lambda *words: answers.pop(0))
+    monkeypatch.setattr(slurm, "_ask", lambda *words: answers.pop(0))
     target = find_target("slurm")
     assert isinstance(target, QueueTarget)
     said = [target.standing(TICKETS["slurm"], tmp_path).detail for _ in range(2)]
@@ -333,11 +332,11 @@ def test_code_that_changes_while_it_is_handed_over_is_not_sent(
 def test_kubernetes_is_asked_where_the_ticket_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = list[tuple[str, ...]]()
 
-    def ask(self: Kubectl, *words: str, **how: Any) -> str:
-        asked.append(self.words(*words))
+    def ask(told: Any, *words: str, **how: Any) -> str:
+        asked.append(kubernetes._kubectl(told, *words))
         return ""
 
-    monkeypatch.setattr(Kubectl, "ask", ask)
+    monkeypatch.setattr(kubernetes, "_ask", ask)
     target = find_target("kubernetes")
     assert isinstance(target, QueueTarget)
     assert target.standing(TICKETS["kubernetes"], tmp_path).state == "unknown"

@@ -43,8 +43,6 @@ OWN = SOURCE / "device_kinds" / "kinds"
 BUILT_IN = ("cpu", "cuda", "mps", "tpu", "xpu")
 LATER = {"cuda": ("cuda", "nccl", "rocm", "hip"), "mps": ("mps",), "tpu": ("tpu",), "xpu": ("xpu", "xccl")}
 """What an accelerator, its collectives and its makers are called; the host's cores are no kind among others."""
-SLURMS = {"launch/targets/slurm_offer.py": ["'(?:gres/)?(?:gpu|shard|mps)\\\\b'"]}
-"""What Slurm calls a share of a GPU, which is also what a maker calls its devices."""
 
 
 def words_in(tree: ast.AST) -> Iterator[tuple[int, str]]:
@@ -77,7 +75,7 @@ class TestOneFileAKind:
             for path in files
             if (lines := named_in(path.read_text(), names))
         }
-        assert found == SLURMS
+        assert found == {}
 
     def test_a_kinds_file_names_itself_alone(self) -> None:
         for kind in BUILT_IN:

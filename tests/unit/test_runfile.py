@@ -21,9 +21,9 @@ from phalanx.errors import SpecError
 from phalanx.files import replace_text, single_writer
 from phalanx.launch import run_secret
 from phalanx.launch.runfile import RunFolder, absolute, default_folder, set_aside, settled
-from phalanx.launch.targets import kubernetes, kubernetes_standing, sagemaker
+from phalanx.launch.targets import kubernetes, sagemaker
 from phalanx.launch.targets.launch_folder import CODE_LIST, FOLDER, OUTPUT, TICKET, attached_log
-from phalanx.launch.targets.slurm_script import SCRIPT
+from phalanx.launch.targets.slurm import SCRIPT
 from phalanx.placement.survey_file import PLACEMENT
 from phalanx.report.comparison import FORECAST
 
@@ -256,7 +256,7 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "reference" / "run-folder.
 NAMES = (BEST, PLACEMENT, FORECAST, EVENTS, FOLDER, single_writer.NAME, run_secret._NAME)
 OF_LAUNCH = (
     *(SCRIPT, CODE_LIST, "slurm-7.out", TICKET),
-    *(kubernetes._MANIFESTS, kubernetes._ASKED, kubernetes_standing._TAKEN, OUTPUT),
+    *(kubernetes._MANIFESTS, kubernetes._ASKED, OUTPUT),
     sagemaker._REQUEST,
     *(attached_log(Path(), None).name, attached_log(Path(), 3).name),
 )

@@ -24,7 +24,7 @@ from phalanx.launch.check_hosts import (
 )
 from phalanx.launch.targets import Offer
 from phalanx.launch.targets.offer import misfit, nearest_plan
-from phalanx.launch.targets.slurm_offer import offer_of
+from phalanx.launch.targets.slurm import offer_of
 from phalanx.preflight.target_cluster import cluster_there
 
 pytestmark = pytest.mark.quick
@@ -128,10 +128,10 @@ class TestOffer:
             (NODES, {"nodes": "2"}, "2 nodes with 8 x A100-80GB"),
             (NODES, {"nodes": "2", "gpus-per-node": "4"}, "2 nodes with 4 x A100-80GB"),
             ([("128+", "1000000+", "gpu:a100:8")] * 2, {}, "1 node with 8 x A100-80GB"),
-            (NODES, {"gpus-per-node": "0", "cpus-per-task": "32", "nodes": "3"}, "3 nodes with 32 cores"),
-            ([("64", "256000", "(null)")], {"nodes": "2", "cpus-per-task": "16"}, "2 nodes with 16 cores"),
+            (NODES, {"gpus-per-node": "0", "sbatch": "--cpus-per-task=32", "nodes": "3"}, "3 nodes with 32 cores"),
+            ([("64", "256000", "(null)")], {"nodes": "2", "sbatch": "--cpus-per-task=16"}, "2 nodes with 16 cores"),
             ([("64", "256000", "(null)")], {"nodes": "2"}, "2 nodes with 1 cores"),
-            ([], {"gres": "gpu:h100:4", "nodes": "2"}, "2 nodes with 4 x H100"),
+            ([], {"sbatch": "--gres=gpu:h100:4", "nodes": "2"}, "2 nodes with 4 x H100"),
         ],
     )
     def test_is_what_slurm_says(self, rows: Any, options: Mapping[str, str], said: str) -> None:
@@ -145,7 +145,7 @@ class TestOffer:
             ([("128", "1000000", "gpu:8")], {}),  # of what kind?
             ([("128", "1000000", "gpu:marvel:8")], {}),
             ([("128", "1000000", "gpu:a100:4,gpu:v100:4")], {}),
-            (NODES, {"constraint": "fast"}),
+            (NODES, {"sbatch": "--constraint=fast"}),
             (NODES, {"nodes": "two"}),
             (NODES, {"gpus-per-node": "many"}),
         ],

@@ -83,17 +83,13 @@ class TestUnknown:
             ("slurm", ["--gpu-per-node", "8"], "--gpus-per-node", ""),
             ("slurm", ["--noodes", "8"], "--nodes", ""),
             ("slurm", ["--gpus", "8"], "--gpus-per-node", ""),
-            ("slurm", ["--exclusive"], "phalanx launch --help", "others as --sbatch '--exclusive'"),
-            ("slurm", ["--bogus", "3"], "phalanx launch --help", ""),
+            ("slurm", ["--exclusive"], "--sbatch '--exclusive=...'", "others by --sbatch '--name=value'"),
+            ("slurm", ["--partition", "gpu"], "--sbatch '--partition=...'", ""),
+            ("kubernetes", ["--toleration=x"], "--patch pod.json", "others by --patch pod.json"),
+            ("sagemaker", ["--spot", "48h"], "--patch more.json", "others by --patch more.json"),
             ("slurm", ["--image", "a"], "without --image, or --to kubernetes", "belongs to kubernetes, sagemaker"),
-            (
-                "kubernetes",
-                ["--partition", "gpu"],
-                "without --partition, or --to slurm",
-                "--partition belongs to slurm",
-            ),
-            ("kubernetes", ["--mem", "8G"], "without --mem, or --to slurm", "--mem belongs to slurm"),
-            ("ray", ["--gres=gpu:1"], "without --gres, or --to slurm", "--gres belongs to slurm"),
+            ("kubernetes", ["--setup", "true"], "without --setup, or --to slurm", "--setup belongs to slurm"),
+            ("ray", ["--setup=true"], "without --setup, or --to slurm", "--setup belongs to slurm"),
         ],
     )
     def test_only_what_was_meant_is_named_and_never_a_value(
@@ -113,8 +109,12 @@ class TestGpus:
         [
             ("slurm", "dp=32", {}, "2 nodes with 8 x GPU (--gpus-per-node) have 16"),
             ("slurm", "dp=2 device=cuda", {"gpus_per_node": "0"}, "2 nodes with no GPU (--gpus-per-node)"),
-            ("slurm", "dp=8", {"gpus_per_node": "", "gres": "gpu:a100:1"}, "2 nodes with 1 x GPU (--gres) have 2"),
-            ("slurm", "dp=2 device=cuda", {"gpus_per_node": "", "gres": "fpga:1"}, "2 nodes with no GPU (--gres)"),
+            (
+                "slurm",
+                "dp=8",
+                {"gpus_per_node": "", "sbatch": "--gres=gpu:a100:1"},
+                "2 nodes with 1 x GPU (--gres) have 2",
+            ),
             ("kubernetes", "dp=8 device=cuda", {"gpus_per_node": "1"}, "2 nodes with 1 x GPU (--gpus-per-node) have 2"),
             ("kubernetes", "dp=2 device=cuda", {"gpus_per_node": "0"}, "2 nodes with no GPU"),
         ],
@@ -133,7 +133,7 @@ class TestGpus:
             ("slurm", "dp=16 device=cuda", {}),
             ("slurm", "dp=16", {"gpus_per_node": "0"}),
             ("slurm", "dp=16 server=2", {"nodes": "2"}),
-            ("slurm", "dp=8", {"gpus_per_node": "", "gres": "shard:4"}),
+            ("slurm", "dp=8", {"gpus_per_node": "", "sbatch": "--gres=shard:4"}),
             ("kubernetes", "dp=16", {"gpus_per_node": "0"}),
             ("kubernetes", "dp=16 device=cpu", {"gpus_per_node": "1"}),
         ],
@@ -164,9 +164,7 @@ class TestTime:
             if name == "sagemaker" and grace:
                 continue  # more than it gives
             run = {"grace": grace}
-            where, given, fix = problem_of(
-                name, tmp_path, run=run, time="3m", **({"signal": "10"} if not grace else {})
-            )
+            where, given, fix = problem_of(name, tmp_path, run=run, time="3m")
             assert where == "--time"
             assert "the slowest checkpoint of this run took 200 seconds" in given or grace
             prepared(name, tmp_path, run=run, time=fix.removeprefix("--time "))
@@ -232,23 +230,23 @@ class TestSbatch:
     def test_further_options_are_lines_of_the_script(self, tmp_path: Path) -> None:
         own = settled("slurm", "--sbatch", "--exclusive", "--nodes", "1", "--sbatch", "--mail-type=END")
         assert own == {"sbatch": "--exclusive\n--mail-type=END", "nodes": "1"}
-        lines = prepared("slurm", tmp_path, **own).partition("\n\n")[2].splitlines()
+        lines = prepared("slurm", tmp_path, **own).splitlines()
         assert lines.count("#SBATCH --exclusive") == lines.count("#SBATCH --mail-type=END") == 1
 
     @pytest.mark.parametrize(
         ("text", "given", "fix"),
         [
-            ("exclusive", "'exclusive'", "--sbatch '--exclusive'"),
-            ("-x", "'-x'", "--sbatch '--exclusive'"),
-            ("--comment=a b", "'--comment=a b'", "--sbatch '--exclusive'"),
-            ("--comment=$(id)", "$(id)", "--sbatch '--exclusive'"),
-            ("", "''", "--sbatch '--exclusive'"),
-            ("--partition=gpu", "--partition=gpu", "--partition gpu"),
+            ("exclusive", "'exclusive'", "--sbatch '--partition=gpu'"),
+            ("-x", "'-x'", "--sbatch '--partition=gpu'"),
+            ("--comment=a b", "'--comment=a b'", "--sbatch '--partition=gpu'"),
+            ("--comment=$(id)", "$(id)", "--sbatch '--partition=gpu'"),
+            ("", "''", "--sbatch '--partition=gpu'"),
+            ("--nodes=4", "--nodes=4", "--nodes 2"),
             ("--output=x", "--output=x", "without --sbatch '--output=x'"),
             ("--nice=5\n--nice=6", "--nice twice", "--sbatch '--nice=6'"),
             (
                 "--export=ALL,HF_TOKEN=hf_1",
-                "HF_TOKEN, which is called as a secret is",
+                "HF_TOKEN, named as a secret",
                 "HF_TOKEN of this shell, which sbatch hands on",
             ),
         ],

@@ -106,12 +106,11 @@ LAUNCH_FILES: Mapping[str, str] = {
     "job.sh": "on Slurm: the batch script",
     "slurm-*.out": "on Slurm: what the batch script and all workers print",
     "kubernetes.json": "on Kubernetes: the objects",
-    "pods.json": "on Kubernetes: how far what pods print has been taken in",
     "asked-to-stop": "on Kubernetes: the name of the run that was asked to stop",
     "training-job.json": "on SageMaker: the request",
     "code.txt": "on SageMaker: the files of the job's code that are sent, and their SHA-256",
     "output.log": "by SSH, on Kubernetes and Ray: what all workers print",
     "rank-*.log": "what one rank prints: one file a rank",
-    "*-*.log": "on SageMaker, by the job's name: what all workers print, or one rank, as far as it was fetched",
+    "*-*.log": "on SageMaker and Kubernetes: what all workers print, or one rank, as far as it was fetched",
 }
 """Name in ``launch/``, with ``*`` for any text → what it is."""

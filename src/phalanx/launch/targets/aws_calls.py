@@ -1,30 +1,29 @@
-"""Calls of AWS by ``boto3``, whose errors come as ours, in AWS's own words."""
+"""Calls of AWS by ``boto3``, whose errors become ours, in AWS's own words."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, final
 
 from phalanx.errors import MissingExtraError, RunError
 
+_ANSWER = 20.0  # seconds to connect to AWS, and as many for an answer
 _FIXES = {
     "ResourceLimitExceeded": "Service Quotas in the AWS console: the instance type 'for training job usage' (or spot)",
-    "ExpiredToken": "aws sso login, or what gives you credentials",
-    "ExpiredTokenException": "aws sso login, or what gives you credentials",
+    "ExpiredToken": "aws sso login, or another way to credentials",
+    "ExpiredTokenException": "aws sso login, or another way to credentials",
     "NoSuchBucket": "aws s3 mb, once; in the region of the job",
     "NoRegionError": "--region eu-west-1, or aws configure set region eu-west-1",
     "NoCredentialsError": "aws configure, or aws sso login",
-    "EndpointConnectionError": "--region, and whether this machine reaches AWS",
 }
-_ANSWER = 20.0  # seconds for AWS to be reached, and as many to answer
 
 
 @final
 class AwsCalls:
-    """Calls in one region, by the credentials that are set up here."""
+    """Calls in one region, with the credentials of this machine."""
 
     def __init__(self, region: str = "") -> None:
-        """``region``: as the AWS settings say where it is empty.
+        """``region``: "" for that of the AWS settings.
 
         Raises:
             MissingExtraError: boto3 is not installed.
@@ -41,12 +40,10 @@ class AwsCalls:
         return self._session.region_name or ""
 
     def ask(self, service: str, operation: str, *, nothing: Sequence[str] = (), **given: Any) -> dict[str, Any] | None:
-        """Return what ``operation`` of ``service`` answers, ``describe_training_job`` of ``sagemaker``.
-
-        ``nothing``: where AWS refuses with one of these in its words, the answer is ``None``.
+        """Return the answer of ``operation`` of ``service``; ``None`` for an error with a text of ``nothing``.
 
         Raises:
-            RunError: AWS refuses it, or cannot be asked.
+            RunError: AWS refuses it, or does not answer.
         """
         from botocore.exceptions import BotoCoreError, ClientError
 
@@ -56,9 +53,20 @@ class AwsCalls:
             if any(words in str(error) for words in nothing):
                 return None
             told = error.response.get("Error", {})
-            raise _refused(str(told.get("Code", "")), str(told.get("Message", error))) from None
+            code, said = str(told.get("Code", "")), str(told.get("Message", error))
         except BotoCoreError as error:
-            raise _refused(type(error).__name__, str(error)) from None
+            code, said = type(error).__name__, str(error)
+        fix = _FIXES.get(code, "aws sts get-caller-identity, and what that identity may do")
+        raise RunError(f"AWS refuses it: {code}: {(said.splitlines() or [''])[0]}\n    try: {fix}")
+
+    def pages(self, service: str, operation: str, key: str, **given: Any) -> Iterator[dict[str, Any]]:
+        """Yield the items of all pages of an operation; none if its resource does not exist."""
+        while True:
+            told = self.ask(service, operation, nothing=("ResourceNotFoundException",), **given) or {}
+            yield from told.get(key, [])
+            if not told.get("nextToken"):
+                return
+            given["nextToken"] = told["nextToken"]
 
     def _client(self, service: str) -> Any:
         from botocore.config import Config
@@ -70,12 +78,6 @@ class AwsCalls:
 
 
 def split_s3(uri: str) -> dict[str, str]:
-    """Return the arguments that name the object ``s3://bucket/a/key`` in calls of S3."""
+    """Return bucket and key of ``s3://bucket/a/key`` as arguments of S3's operations."""
     bucket, _, key = uri.removeprefix("s3://").partition("/")
     return {"Bucket": bucket, "Key": key}
-
-
-def _refused(code: str, message: str) -> RunError:
-    said = (message.splitlines() or [""])[0]
-    fix = _FIXES.get(code, "aws sts get-caller-identity, and what that identity may do")
-    return RunError(f"AWS refuses it: {code}: {said}\n    try: {fix}")

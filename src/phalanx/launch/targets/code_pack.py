@@ -1,7 +1,8 @@
-"""The folder of a job as one file, for machines that share no disk with this one: what goes in, and how it comes out.
+"""The folder of a job as one ``tar.gz``, for machines that share no disk with this one.
 
-What goes in is what Git would take, by patterns of a file ``.phalanxignore`` in the folder, without run folders, links
-and what is never code. The same files give the same bytes, so that one digest says what was packed.
+Git's patterns in a file ``.phalanxignore`` leave files out; run folders, links and ``NEVER_CODE`` are left out anyway.
+The same files give the same bytes, so that a digest identifies the pack. Patterns are read here: after ``*`` and
+``!*/`` pathspec 1.1 takes every file in again, which Git does not (measured 2026-11-29).
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
-from typing import Self, final
+from typing import Self
 
 from phalanx.config.run_files import EVENTS
 from phalanx.errors import Problem, RunError, SpecError
@@ -28,45 +29,27 @@ from phalanx.launch.targets.target import Option
 from phalanx.units import show_bytes
 
 CODE_OPTION = Option(help="folder that is packed; that of the job's file where not given", example=".")
-"""``--code``, as every target has it that packs code."""
+"""``--code`` of every target that packs code."""
 
 IGNORE_FILE = ".phalanxignore"
 LARGEST = 1 << 30  # bytes of all files together
 NEVER_CODE = (
     *(".git/", ".hg/", ".venv/", "venv/", "__pycache__/", ".ipynb_checkpoints/", "node_modules/", "*.pyc"),
-    *(".env", ".env.*", ".aws/", ".ssh/", ".netrc", "*.pem", "id_rsa", "id_ed25519"),  # what is nobody else's to read
+    *(".env", ".env.*", ".aws/", ".ssh/", ".netrc", "*.pem", "id_rsa", "id_ed25519"),  # secrets
 )
 """Patterns that are left out, unless a line of ``.phalanxignore`` such as ``!.env`` takes it in again."""
 
-_PIECE = 1 << 20
-
-
-@final
-class IgnorePatterns:
-    """Which paths are left out, by lines as of ``.gitignore``: the last that fits decides, ``!`` takes in again."""
-
-    def __init__(self, lines: Sequence[str]) -> None:
-        trimmed = (line.rstrip("\r\n ") for line in lines)
-        self._rules = [_rule(line) for line in trimmed if line and not line.startswith("#")]
-
-    def leave_out(self, path: str, *, folder: bool) -> bool:
-        """Whether ``path``, relative and with slashes, is left out; what is in a folder that is, is not looked at."""
-        out = False
-        for pattern, takes_in, only_folders in self._rules:
-            if (folder or not only_folders) and pattern.fullmatch(path):
-                out = not takes_in
-        return out
+_OF_RUNS = (EVENTS, f"{FOLDER}/{TICKET}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CodePack:
-    """What would be packed.
+    """The files of a pack.
 
     Attributes:
-        root: the folder.
         files: relative path → size in bytes, in order.
-        links: links and what is no file, which are left out.
-        stamps: of each file, by which a change is noticed.
+        links: links and other entries that are no files, left out.
+        stamps: of each file, to notice a change.
     """
 
     root: Path
@@ -76,78 +59,70 @@ class CodePack:
 
     @classmethod
     def of(cls, root: Path, *, without: Path) -> Self:
-        """What is in ``root``. ``without``: the folder of the run, which is left out as every run's is.
+        """List the files of ``root``. ``without``: the run folder, which is left out.
 
         Raises:
-            SpecError: it is more than a GiB, or there is nothing.
+            SpecError: they are more than a GiB, or none.
         """
         ignore = root / IGNORE_FILE
         own = read_text(ignore, where=IGNORE_FILE, fix=f"rm {ignore}").splitlines() if ignore.is_file() else []
-        patterns = IgnorePatterns([*NEVER_CODE, *own])
-        found: dict[str, os.stat_result] = {}
-        links: list[str] = []
         try:
-            for path, status in _walk(root, "", patterns, without):
-                if stat.S_ISREG(status.st_mode):
-                    found[path] = status
-                else:
-                    links.append(path)
+            found = dict(sorted(_walk(root, "", [*map(_rule, filter(_is_rule, [*NEVER_CODE, *own]))], without)))
         except OSError as error:
-            given, allowed = f"{error.filename}: {error.strerror}", f"what can be read, or is in {IGNORE_FILE}"
+            given, allowed = f"{error.filename}: {error.strerror}", f"a file that can be read, or is in {IGNORE_FILE}"
             raise SpecError.of("--code", given, allowed, f"ls -l {error.filename}") from None
+        files = {path: one for path, one in found.items() if stat.S_ISREG(one.st_mode)}
         pack = cls(
             root=root,
-            files={path: found[path].st_size for path in sorted(found)},
-            links=tuple(sorted(links)),
-            stamps=tuple((one.st_size, one.st_mtime_ns, one.st_mode) for _, one in sorted(found.items())),
+            files={path: one.st_size for path, one in files.items()},
+            links=tuple(path for path in found if path not in files),
+            stamps=tuple((one.st_size, one.st_mtime_ns, one.st_mode) for one in files.values()),
         )
-        if not found:
-            given = f"{root}, in which nothing is to be packed"
-            raise SpecError.of("--code", given, "a folder with the job's file", "--code .")
+        if not files:
+            raise SpecError.of("--code", f"{root}, without a file", "a folder with the job's file", "--code .")
         if pack.nbytes > LARGEST:
             raise _too_large(pack)
         return pack
 
     @property
     def nbytes(self) -> int:
-        """Of all files."""
+        """Size of all files."""
         return sum(self.files.values())
 
     @property
     def headline(self) -> str:
-        """How much of what folder it is, in words."""
+        """Number of files, folder and size, in words."""
         return f"{len(self.files)} file{'s' if len(self.files) > 1 else ''} of {self.root}, {show_bytes(self.nbytes)}"
 
     @property
     def digests(self) -> dict[str, str]:
-        """The SHA-256 of each file; raises OSError where one cannot be read."""
+        """The SHA-256 of each file; raises OSError if one cannot be read."""
         return {path: digest_of(self.root / path) for path in self.files}
 
     @property
     def digest(self) -> str:
-        """The SHA-256 of what ``write`` writes, as long as no file changes."""
+        """The SHA-256 of the pack, unless a file changes before it is written."""
         return _digest_of(self.root, tuple(self.files), self.stamps)
 
     def write(self, path: Path) -> str:
         """Write it to ``path`` as ``tar.gz``. Returns its SHA-256.
 
         Raises:
-            RunError: a file is gone, or is another.
+            RunError: a file is gone or has changed.
         """
         try:
-            # fast: what is packed is sent once. No time and no name in the header: the same files, the same bytes
-            with path.open("wb") as file:
-                with gzip.GzipFile(filename="", mode="wb", fileobj=file, compresslevel=1, mtime=0) as packed:
-                    with tarfile.open(fileobj=packed, mode="w|", format=tarfile.PAX_FORMAT) as archive:
-                        for name in self.files:
-                            _add(archive, self.root, name)
+            # low compression, as a pack is sent once; no time and no name in the header, for the same bytes each time
+            with path.open("wb") as file, gzip.GzipFile("", "wb", compresslevel=1, fileobj=file, mtime=0) as packed:
+                with tarfile.open(fileobj=packed, mode="w|", format=tarfile.PAX_FORMAT) as archive:
+                    for name in self.files:
+                        _add(archive, self.root, name)
         except OSError as error:
             what = f"{self.root} changed while it was packed: {error.filename or ''} {error.strerror or error}"
             raise RunError(f"{what}\n    try: once more, when nothing writes there") from None
         return digest_of(path)
 
     def to_text(self) -> str:
-        """What is in it, for people."""
+        """Return the list of files as text."""
         lines = [self.headline, f"sha256 {self.digest}", ""]
         lines += [f"{size:>12,}  {path}" for path, size in self.files.items()]
         lines += ["", "left out, being no files but links or the like:", *self.links] if self.links else []
@@ -155,7 +130,7 @@ class CodePack:
 
 
 def folder_to_pack(job: str, given: str | None) -> Path:
-    """The folder of a job's code, absolute: ``given``, else that of the job's file, else the working directory.
+    """Return the folder of a job's code: ``given``, else that of the job's file, else the working directory.
 
     Raises:
         SpecError: it is no folder, or does not hold the job's file.
@@ -171,7 +146,7 @@ def folder_to_pack(job: str, given: str | None) -> Path:
 
 
 def folder_and_problems(job: str, given: str | None) -> tuple[Path, list[Problem]]:
-    """``folder_to_pack``, with what is wrong where it would raise."""
+    """Return the folder of ``folder_to_pack`` and no problem, or no folder and its problems."""
     try:
         return folder_to_pack(job, given), []
     except SpecError as error:
@@ -179,7 +154,7 @@ def folder_and_problems(job: str, given: str | None) -> tuple[Path, list[Problem
 
 
 def job_within(job: str, folder: Path) -> str:
-    """The job as whoever works in the unpacked ``folder`` names it."""
+    """Return the reference of the job from inside ``folder``, once that is unpacked elsewhere."""
     reference = Reference.parse(job)
     text = str(reference)
     if reference.file:
@@ -188,15 +163,15 @@ def job_within(job: str, folder: Path) -> str:
 
 
 def unpack(archive: Path, digest: str, folder: Path) -> None:
-    """Unpack ``archive``, whose SHA-256 is to be ``digest``, into the new ``folder``.
+    """Unpack ``archive`` into the new ``folder``, if its SHA-256 is ``digest``.
 
     Raises:
-        RunError: it is another, of which nothing is unpacked, or it cannot be.
+        RunError: it is not, or the archive cannot be unpacked.
     """
     if (found := digest_of(archive)) != digest:
         raise RunError(
             f"{archive} is not what was packed: its SHA-256 is {found}, not {digest}\n"
-            "    try: phalanx launch once more; and who else may write there"
+            "    try: phalanx launch once more; and look for others who write there"
         )
     folder.mkdir(parents=True, exist_ok=True)
     try:
@@ -209,50 +184,53 @@ def unpack(archive: Path, digest: str, folder: Path) -> None:
 
 @lru_cache(maxsize=4)
 def _digest_of(root: Path, files: tuple[str, ...], stamps: tuple[tuple[int, int, int], ...]) -> str:
-    del stamps  # by which the cache notices a change
-    pack = CodePack(root=root, files=dict.fromkeys(files, 0), links=(), stamps=())
+    pack = CodePack(root=root, files=dict.fromkeys(files, 0), links=(), stamps=stamps)
     with tempfile.TemporaryDirectory(prefix="phalanx-code-") as folder:
         return pack.write(Path(folder) / "pack")
 
 
 def _add(archive: tarfile.TarFile, root: Path, path: str) -> None:
-    handle = os.open(root / path, os.O_RDONLY | os.O_NOFOLLOW)
-    with open(handle, "rb") as file:
-        status = os.fstat(handle)
+    with open(os.open(root / path, os.O_RDONLY | os.O_NOFOLLOW), "rb") as file:
+        status = os.fstat(file.fileno())
         entry = tarfile.TarInfo(path)
         entry.size = status.st_size
         entry.mode = 0o755 if status.st_mode & stat.S_IXUSR else 0o644
         archive.addfile(entry, file)
 
 
-_OF_RUNS = (EVENTS, f"{FOLDER}/{TICKET}")
+Rule = tuple[re.Pattern[str], bool, bool]
+"""Pattern of a line, True if it takes files in again, True if it is for folders only."""
 
 
-def _walk(root: Path, below: str, patterns: IgnorePatterns, without: Path) -> Iterator[tuple[str, os.stat_result]]:
-    """Every path that is not left out, but folders, with its status; no link is followed."""
+def _walk(root: Path, below: str, rules: Sequence[Rule], without: Path) -> Iterator[tuple[str, os.stat_result]]:
+    """Yield every path that is not left out, but folders, with its status; no link is followed."""
     with os.scandir(root / below) as entries:
-        found = sorted(entries, key=lambda entry: entry.name)
+        found = [*entries]
     for entry in found:
-        path = f"{below}{entry.name}"
-        is_folder = entry.is_dir(follow_symlinks=False)
-        if patterns.leave_out(path, folder=is_folder):
+        path, at, folder = f"{below}{entry.name}", Path(entry.path), entry.is_dir(follow_symlinks=False)
+        fits = [takes_in for pattern, takes_in, folders in rules if (folder or not folders) and pattern.fullmatch(path)]
+        if fits and not fits[-1]:
             continue
-        if not is_folder:
+        if not folder:
             yield path, entry.stat(follow_symlinks=False)
-        elif (at := Path(entry.path)) != without and not any((at / one).is_file() for one in _OF_RUNS):
-            yield from _walk(root, f"{path}/", patterns, without)
+        elif at != without and not any((at / one).is_file() for one in _OF_RUNS):
+            yield from _walk(root, f"{path}/", rules, without)
 
 
-def _rule(line: str) -> tuple[re.Pattern[str], bool, bool]:
-    """A line's pattern, whether it takes in again, and whether it is of folders alone."""
-    takes_in = line.startswith("!")
+def _is_rule(line: str) -> bool:
+    return bool(line.strip()) and not line.startswith("#")
+
+
+def _rule(line: str) -> Rule:
+    line = line.rstrip("\r\n ")
     pattern = line.removeprefix("!").removeprefix("\\")
-    only_folders, pattern = pattern.endswith("/"), pattern.rstrip("/")
-    head = "(?:.*/)?" if "/" not in pattern else ""
+    head = "(?:.*/)?" if "/" not in pattern.rstrip("/") else ""
+    text = pattern.strip("/")
     try:
-        return re.compile(head + _regex(pattern.lstrip("/"))), takes_in, only_folders
-    except re.error:  # brackets that are none
-        return re.compile(head + re.escape(pattern.lstrip("/"))), takes_in, only_folders
+        compiled = re.compile(head + _regex(text))
+    except re.error:  # brackets without a meaning
+        compiled = re.compile(head + re.escape(text))
+    return compiled, line.startswith("!"), pattern.endswith("/")
 
 
 _WILD = re.compile(r"/\*\*/|^\*\*/|/\*\*$|\*+|\?|\[(!?)(\]?[^\]]*)\]")
@@ -261,13 +239,12 @@ _WILD = re.compile(r"/\*\*/|^\*\*/|/\*\*$|\*+|\?|\[(!?)(\]?[^\]]*)\]")
 def _regex(pattern: str) -> str:
     parts, at = list[str](), 0
     for found in _WILD.finditer(pattern):
+        word = found[0]
         parts.append(re.escape(pattern[at : found.start()]))
-        word, at = found[0], found.end()
-        if word.startswith("["):
-            inside = found[2].replace("\\", r"\\").replace("[", r"\[")
-            parts.append(f"[{'^/' if found[1] else ''}{inside}]")
-        else:
-            parts.append({"/**/": "/(?:.*/)?", "**/": "(?:.*/)?", "/**": "/.*", "?": "[^/]"}.get(word, "[^/]*"))
+        inside = (found[2] or "").replace("\\", r"\\").replace("[", r"\[")
+        wild = {"/**/": "/(?:.*/)?", "**/": "(?:.*/)?", "/**": "/.*", "?": "[^/]"}.get(word, "[^/]*")
+        parts.append(f"[{'^/' if found[1] else ''}{inside}]" if word.startswith("[") else wild)
+        at = found.end()
     return "".join([*parts, re.escape(pattern[at:])])
 
 
@@ -279,5 +256,5 @@ def _too_large(pack: CodePack) -> SpecError:
     largest = sorted(heads, key=lambda head: heads[head], reverse=True)[:3]
     most = ", ".join(f"{head} {show_bytes(heads[head])}" for head in largest)
     given = f"{pack.root} with {show_bytes(pack.nbytes)} to be packed; most of it: {most}"
-    allowed = f"at most {show_bytes(LARGEST)}: data go by --data, and what is no code into {IGNORE_FILE}"
+    allowed = f"at most {show_bytes(LARGEST)}: data go by --data, and other files into {IGNORE_FILE}"
     return SpecError.of("--code", given, allowed, f"echo '/{largest[0]}' >> {pack.root / IGNORE_FILE}")

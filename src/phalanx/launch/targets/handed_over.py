@@ -1,7 +1,7 @@
-"""What finds a run again that was handed to a target: a ticket in its folder.
+"""The ticket in a run folder, by which a launched run is found again.
 
-A ticket leads to engines that are asked, and may answer with code. So it counts only with the mark of this user: an
-HMAC over it and the folder, under a key that only this user can read.
+A ticket leads to engines whose answers are trusted. So it counts only with this user's mark: an HMAC over ticket and
+folder, under a key that only this user can read.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from phalanx.launch.targets.find_target import TARGETS, find_target
 from phalanx.launch.targets.launch_folder import FOLDER, TICKET, attached_log
 from phalanx.launch.targets.target import Submission, Target
 
-_PATIENCE = 60.0  # seconds for another launch to have been handed over
+_PATIENCE = 60.0  # seconds for another launch to end
 _SOON = 0.05
 _KEY = 32  # bytes
 
@@ -34,7 +34,7 @@ class UnmarkedError(SpecError):
 
 
 def write_ticket(submission: Submission, to: str, ticket: Mapping[str, Any]) -> None:
-    """Leave in the run folder what finds the run again, with this user's mark."""
+    """Write the ticket into the run folder, with this user's mark."""
     told = {"to": to, **ticket}
     told["mark"] = _mark(submission.run.folder, told)
     replace_text(submission.folder / TICKET, json.dumps(told) + "\n")
@@ -70,12 +70,12 @@ def _key() -> bytes:
 
 
 def is_handed_over(folder: Path) -> bool:
-    """Whether the run in ``folder`` was, by a launch."""
+    """Return True if the run in ``folder`` was launched on a target."""
     return os.path.exists(folder / FOLDER / TICKET)
 
 
 def earlier_ticket(folder: Path, name: str) -> Mapping[str, Any] | None:
-    """The ticket of the last launch of the run in ``folder``, where the target ``name`` took it.
+    """Return the ticket of the run in ``folder`` if its last launch was on the target ``name``.
 
     Raises:
         SpecError: it is damaged.
@@ -87,10 +87,10 @@ def earlier_ticket(folder: Path, name: str) -> Mapping[str, Any] | None:
 
 
 def refuse_handed_over(folder: Path) -> None:
-    """Refuse a folder whose run was handed over before and still waits or runs.
+    """Refuse a folder whose run waits or runs on its target.
 
     Raises:
-        SpecError: it does, with what its target says.
+        SpecError: it does; with the target's words.
     """
     if not is_handed_over(folder):
         return
@@ -103,50 +103,50 @@ def refuse_handed_over(folder: Path) -> None:
 
 @contextmanager
 def one_launch_at_a_time(folder: Path) -> Iterator[None]:
-    """Within, no other launch sees whether the run in ``folder`` was handed over, or hands it over.
+    """Hold a lock against other launches of ``folder``; wait for one under way.
 
-    Waits for one that does. The lock is on the folder above it, and so is of all runs there; it writes nothing, and
-    ends with this process at the latest. Storage without locks has none.
+    The lock is on the nearest existing parent folder, writes nothing, and ends with this process.
 
     Raises:
-        SpecError: another launch has not come to its end within a minute.
+        SpecError: another launch has not ended within a minute.
     """
-    _key()  # before anything is handed over that could not be marked
-    above = folder.absolute().parent
-    while not above.is_dir() and above != above.parent:
-        above = above.parent
+    _key()  # before a run is launched that could not be marked
+    above = next(one for one in folder.absolute().parents if one.is_dir())
     handle = os.open(above, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     until = time.monotonic() + _PATIENCE
     try:
-        while True:
-            try:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                if time.monotonic() > until:
-                    given = f"{folder}, beside which another launch has been under way for {_PATIENCE:g} s"
-                    raise SpecError.of("run.folder", given, "one launch at a time", "wait for it, or end it") from None
-                time.sleep(_SOON)
-                continue
-            except OSError:
-                pass
-            break
+        while not _locked(handle):
+            if time.monotonic() > until:
+                given = f"{folder}, beside which another launch has been under way for {_PATIENCE:g} s"
+                raise SpecError.of("run.folder", given, "one launch at a time", "wait for it, or end it") from None
+            time.sleep(_SOON)
         yield
     finally:
         with suppress(OSError):
-            fcntl.flock(handle, fcntl.LOCK_UN)  # what was started within has it, too
+            fcntl.flock(handle, fcntl.LOCK_UN)  # processes started meanwhile have it, too
         os.close(handle)
 
 
+def _locked(handle: int) -> bool:
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:  # storage without locks
+        pass
+    return True
+
+
 def forget_handed_over(folder: Path) -> None:
-    """The run in ``folder`` is no more its target's, which had ended it: whoever calls this goes on with it."""
+    """Remove the ticket of a run that has ended on its target and resumes elsewhere."""
     (folder / FOLDER / TICKET).unlink(missing_ok=True)
 
 
 def log_of(folder: Path, rank: int | None) -> Path:
-    """The file with what ``rank`` of the run in ``folder`` has printed, or all did; it may not be there yet.
+    """Return the file with the output of ``rank`` of a run, or of all ranks; it may not exist yet.
 
     Raises:
-        SpecError: its target does not keep ranks apart.
+        SpecError: its target has one output for all ranks.
     """
     if is_handed_over(folder):
         target, ticket = ticket_of(folder)
@@ -155,29 +155,22 @@ def log_of(folder: Path, rank: int | None) -> Path:
 
 
 def ticket_of(folder: Path) -> tuple[Target, Mapping[str, Any]]:
-    """Where the run in ``folder`` was handed to, and its ticket.
+    """Return the target and the ticket of the run in ``folder``.
 
     Raises:
-        SpecError: it was not launched, or what says so is damaged.
-        UnmarkedError: another user has written the ticket, or another folder had it.
+        SpecError: it was not launched, or the ticket is damaged.
+        UnmarkedError: the ticket is another user's, or another folder's.
     """
     path = folder / FOLDER / TICKET
+    fix = f"rm {shlex.quote(str(path))}"
     if not path.is_file():
-        given, fix = f"{folder}, which no phalanx launch handed over", "phalanx launch JOB --to slurm"
-        raise SpecError.of(where="RUN", given=given, allowed="the folder of a launched run", fix=fix)
+        given = f"{folder}, which no phalanx launch handed over"
+        raise SpecError.of("RUN", given, "the folder of a launched run", "phalanx launch JOB --to slurm")
     with suppress(ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        told = json.loads(read_text(path, where="ticket", fix=f"rm {shlex.quote(str(path))}"))
+        told = json.loads(read_text(path, where="ticket", fix=fix))
         if told["to"].partition(":")[0] in TARGETS:
             if hmac.compare_digest(str(told.pop("mark", "")).encode(), _mark(folder, told).encode()):
                 return find_target(told["to"]), told
             given, allowed = f"{path}, which has no mark of yours", "a ticket that phalanx launch wrote for you, here"
-            fix = f"rm {shlex.quote(str(path))}, where you know what it leads to"
-            raise UnmarkedError.of(where="RUN", given=given, allowed=allowed, fix=fix)
-    raise damaged_ticket(folder)
-
-
-def damaged_ticket(folder: Path) -> SpecError:
-    """What to raise where the ticket in the run folder is not as it was written."""
-    path = folder / FOLDER / TICKET
-    fix = f"rm {shlex.quote(str(path))}"
-    return SpecError.of(where="RUN", given=f"{path}, which is damaged", allowed="what phalanx launch wrote", fix=fix)
+            raise UnmarkedError.of("RUN", given, allowed, f"{fix}, where you know what it leads to")
+    raise SpecError.of("RUN", f"{path}, which is damaged", "what phalanx launch wrote", fix)

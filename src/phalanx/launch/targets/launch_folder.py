@@ -1,11 +1,12 @@
-"""What a launch leaves in the run folder, by name, and what that folder tells whoever starts the run or follows it.
+"""The files of a launch in the run folder, and the state of the run that its events tell.
 
-``config/run_files.py`` says of each file what is in it.
+``config/run_files.py`` describes each file.
 """
 
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -18,33 +19,33 @@ from phalanx.events.log import read
 from phalanx.files import make_folder, open_plain, read_text
 
 FOLDER = "launch"
-"""What a launch writes in the run folder stands in a folder of this name."""
+"""Folder of a launch's files in the run folder."""
 
 TICKET = "ticket.json"
 CODE_LIST = "code.txt"
 OUTPUT = "output.log"
 
 State = Literal["waiting", "running", "ended", "stopped", "failed", "unknown"]
-"""How a run that was handed over stands: ``unknown`` where the target has forgotten it or cannot be asked."""
+"""State of a launched run; ``unknown``: the target has forgotten it or does not answer."""
 
 LAST_WORDS: Mapping[str, State] = {"end": "ended", "stopped": "stopped", "error": "failed"}
-"""How a run stands whose target has forgotten it, by the last of its events that says so."""
+"""State of a run by the last of its events that tells it."""
 
 _WORDS = ("start", "resume", *LAST_WORDS)
 
 
 def log_name(rank: int | None) -> str:
-    """The file with what ``rank`` has printed, or what all have."""
+    """Return the name of the file with the output of ``rank``, or of all ranks."""
     return OUTPUT if rank is None else f"rank-{rank}.log"
 
 
 def attached_log(folder: Path, rank: int | None) -> Path:
-    """The file in the run folder with what ``rank`` has printed, or all, under a launcher that has followed the run."""
+    """Return the path of that file, below the run folder."""
     return folder / FOLDER / log_name(rank)
 
 
 def append(path: Path, data: bytes, below: int = 2) -> None:
-    """Append to a file below a run folder; ``below``: how many of the last parts of its path may be no links.
+    """Append to a file below a run folder; ``below``: number of last parts of its path that may be no links.
 
     Raises:
         SpecError: one of them is.
@@ -54,33 +55,43 @@ def append(path: Path, data: bytes, below: int = 2) -> None:
         file.write(data)
 
 
+def append_new(path: Path, lines: Iterable[str]) -> None:
+    """Append those of ``lines`` that the file does not hold yet: a reader that follows it sees each once."""
+    known = Counter[str]()
+    with suppress(FileNotFoundError), os.fdopen(open_plain(path, os.O_RDONLY, below=2), newline="") as file:
+        known.update(line.removesuffix("\n") for line in file)
+    new = list[str]()
+    for line in lines:
+        known[line] -= 1
+        new += [f"{line}\n"] if known[line] < 0 else []
+    if new:
+        append(path, "".join(new).encode())
+
+
 def run_from(runfile: Path, fix: str) -> RunSpec:
-    """The run that was handed over by this run file; ``fix``: what to do where it cannot be read.
+    """Read the run file of a launch; ``fix``: advice if it cannot be read.
 
     Raises:
-        SpecError: it is not there, or is damaged.
+        SpecError: it is missing or damaged.
     """
     return RunSpec.from_toml(read_text(runfile, where="run file", fix=fix, below=0))
 
 
 def last_word(folder: Path) -> str:
-    """The last of a run's events that says how it stands: ``start``, ``resume``, ``stopped``, ``error`` or ``end``."""
+    """Return the last ``start``, ``resume``, ``stopped``, ``error`` or ``end`` of a run's events; "" if none."""
     with suppress(SpecError):
         return word_of(read(folder / EVENTS))
     return ""
 
 
 def word_of(events: Iterable[Mapping[str, Any]]) -> str:
-    """The same of these events of a run; empty where none says it."""
+    """Return the same of these events."""
     words = [event["event"] for event in events if event["event"] in _WORDS]
     return words[-1] if words else ""
 
 
 def slowest_save(folder: Path) -> float:
-    """Seconds that the slowest checkpoint of the run took; 0 where it has saved none."""
-    slowest = 0.0
+    """Return the seconds of the run's slowest checkpoint; 0 if it has saved none."""
     with suppress(SpecError):
-        for event in read(folder / EVENTS):
-            if event["event"] == "checkpoint":
-                slowest = max(slowest, event["seconds"])
-    return slowest
+        return max((one["seconds"] for one in read(folder / EVENTS) if one["event"] == "checkpoint"), default=0.0)
+    return 0.0

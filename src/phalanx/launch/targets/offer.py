@@ -1,4 +1,4 @@
-"""What a target offers a run, as far as it can be said before its machines are asked, and the plan that fits there."""
+"""The machines a target offers a run before any of them is asked, and the plan that fits there."""
 
 from __future__ import annotations
 
@@ -21,12 +21,11 @@ class Offer:
     """Equal machines.
 
     Attributes:
-        nodes: machines that the run would have.
-        devices: of each: GPUs, or processes where it has none.
-        device: what a GPU is called; empty where there is none.
-        cores: of each machine, that the run may use; 0 where not known.
-        memory: bytes of each machine; 0 where not known.
-        by: what says so, in a word or two.
+        devices: GPUs of each node, or processes if it has none.
+        device: name of a GPU; empty: none.
+        cores: of each node for the run; 0: not known.
+        memory: bytes of each node; 0: not known.
+        by: source of these numbers, in a word or two.
     """
 
     nodes: int
@@ -43,10 +42,7 @@ class Offer:
 
 
 def nearest_plan(plan: Plan, processes: int) -> Plan:
-    """``plan`` with one dimension of another size, so that it is for so many processes; replicas alone where none is.
-
-    Its replicas change before what splits the model does.
-    """
+    """Return ``plan`` with one dimension resized to fit so many processes, replicas first; else replicas alone."""
     for other in _resized(plan, processes - plan.server):
         if other.processes == processes:
             return other
@@ -64,9 +60,9 @@ def _resized(plan: Plan, ranks: int) -> Iterator[Plan]:
 
 
 def misfit(plan: Plan, offer: Offer) -> Problem | None:
-    """What is wrong where ``plan`` needs more GPUs than ``offer`` has; ``None`` where it does not.
+    """Return a problem if ``plan`` needs more GPUs than ``offer`` has.
 
-    Unless it names a kind of device, it computes on cores where there are no GPUs.
+    A plan with ``device=auto`` computes on cores if there are no GPUs.
     """
     gpus = offer.nodes * offer.devices if offer.device else 0
     named = plan.device != "auto" and not on_host(plan.device)
@@ -85,16 +81,16 @@ def misfit(plan: Plan, offer: Offer) -> Problem | None:
 
 
 def ask_program(words: Sequence[str], of: str, patience: float, lacking: str, helps: str, **how: Any) -> Any:
-    """Run a program of the engine that is called ``of``; return how it ended.
+    """Run a program of the engine ``of``; return the finished process.
 
     Raises:
-        RunError: it is not on this machine, or does not answer within ``patience`` seconds.
+        RunError: it is not on this machine, or takes more than ``patience`` seconds.
     """
     given: Any = {"stdin": subprocess.DEVNULL, **how}
     try:
         return subprocess.run(words, capture_output=True, text=True, timeout=patience, check=False, **given)
     except FileNotFoundError:
-        what = f"{words[0]} is not on this machine, so that it cannot hand anything to {of}"
+        what = f"{words[0]}, which hands runs to {of}, is not on this machine"
         raise RunError(f"{what}\n    try: {lacking}") from None
     except subprocess.TimeoutExpired:
         what = f"{of} does not answer: {words[0]} took more than {patience:.0f} seconds"
@@ -102,5 +98,5 @@ def ask_program(words: Sequence[str], of: str, patience: float, lacking: str, he
 
 
 def gpus_offered(nodes: int, gpus: int, by: str) -> Offer:
-    """Nodes with so many GPUs of any kind, or with none."""
+    """Return an offer of nodes with so many GPUs of any kind, or with none."""
     return Offer(nodes=nodes, devices=gpus, device="GPU" if gpus else "", by=by)

@@ -1,40 +1,83 @@
-"""What several targets refuse of their options, or of a run that has to fit their nodes, in the same words."""
+"""The reader of a target's options, and refusals that several targets share."""
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from phalanx.config import Plan, RunSpec
 from phalanx.errors import Problem, SpecError
-from phalanx.files import read_json
+from phalanx.files import read_json, read_toml
 from phalanx.launch.targets.launch_folder import slowest_save
 from phalanx.launch.targets.target import Option
-from phalanx.units import show_counted
+from phalanx.units import parse_duration, show_counted
 
-_DIGITS = 7  # more than anything that is counted has
+_DIGITS = 7  # of the longest count
 _SECRET = {"KEY", "TOKEN", "SECRET", "SECRETS", "PASSWORD", "PASSWD", "CREDENTIAL", "CREDENTIALS", "AUTH", "APIKEY"}
 _PLACES = {"FILE", "FILES", "PATH", "DIR"}  # as of SSL_KEY_FILE
-# What a line of shell sets a variable or an option to, but where that is looked up only as the line runs
+# The value of a variable or an option in a line of shell, unless it is looked up as the line runs
 _SET = re.compile(r"""(?:(?<![\w-])([A-Za-z_]\w*)\+?=|--([A-Za-z][\w-]*)(?:=|\s+(?!-)))["']?(?![$`"'\s;&|]|$)""")
+
+SAVE_MARGIN = 30
+"""Seconds beside those of a save, for the work before it and after it."""
+
+
+def read_options(table: Mapping[str, Option], options: Mapping[str, str]) -> tuple[dict[str, Any], list[Problem]]:
+    """Return the values of ``options`` by the kinds of ``table``, and the problems in them."""
+    values: dict[str, Any] = {}
+    problems: list[Problem] = []
+    for name, option in table.items():
+        text = options.get(name, "")
+        try:
+            if text or (name in options and option.kind != "file" and not option.needed):
+                values[name] = _value(name, option, text)
+            elif option.needed:
+                problems.append(wrong_option(table, name, "none", option.help))
+        except SpecError as error:
+            problems += error.problems
+    return values, problems
+
+
+def _value(name: str, option: Option, text: str) -> Any:
+    fix = f"--{name} {option.example}"
+    if option.kind == "count":
+        if is_count(text, option.least):
+            return int(text)
+        raise SpecError.of(f"--{name}", repr(text), f"a whole number, {option.least} or more", fix)
+    if option.kind == "time":
+        try:
+            return math.ceil(parse_duration(text))
+        except ValueError:
+            raise SpecError.of(f"--{name}", repr(text), "a time such as 30m, 12h or 2d", fix) from None
+    if option.kind == "file":
+        path = Path(text).expanduser()
+        found = (read_toml if path.suffix == ".toml" else read_json)(path, where=f"--{name}", fix=fix)
+        if isinstance(found, dict):
+            return found
+        raise SpecError.of(f"--{name}", f"{path} with {str(found)[:60]}", "a JSON object", fix)
+    return text
 
 
 def is_count(text: str, least: int) -> bool:
-    """Whether the text is a whole number, ``least`` or more."""
+    """Return True if the text is a whole number, ``least`` or more."""
     return text.isascii() and text.isdecimal() and len(text) <= _DIGITS and int(text) >= least
 
 
+def to_count(text: str) -> int:
+    """Return the whole number of a text; 0 if it is none."""
+    return int(text) if is_count(text, 0) else 0
+
+
 def wrong_option(table: Mapping[str, Option], name: str, given: str, allowed: str, fix: str = "") -> Problem:
-    """What is wrong in the option ``name`` of ``table``; its example is the way out where no ``fix`` is said."""
+    """Return a problem of the option ``name``; ``fix``: instead of its example."""
     return Problem(where=f"--{name}", given=given, allowed=allowed, fix=fix or f"--{name} {table[name].example}")
 
 
 def wrong_counts(table: Mapping[str, Option], options: Mapping[str, str], counts: Mapping[str, int]) -> list[Problem]:
-    """What is wrong in the ``options`` that are whole numbers; ``counts``: name → least."""
+    """Return the problems of ``options`` that are whole numbers; ``counts``: name → least."""
     return [
         wrong_option(table, name, repr(options[name]), f"a whole number, {least} or more")
         for name, least in counts.items()
@@ -43,21 +86,18 @@ def wrong_counts(table: Mapping[str, Option], options: Mapping[str, str], counts
 
 
 def secret_names(names: Iterable[str]) -> list[str]:
-    """Those of ``names``, of variables or options, that are called as secrets are."""
+    """Return those of ``names``, of variables or options, that look like names of secrets."""
     words = {name: {*re.split("[_-]", name.upper())} for name in names}
     return [name for name, parts in words.items() if parts & _SECRET and not parts & _PLACES]
 
 
 def secrets_set(line: str) -> list[str]:
-    """Variables and options that are called as secrets are and that a line of shell says the value of.
-
-    What the line looks up only as it runs, ``KEY=$(cat file)`` or ``KEY=$OTHER``, is not said.
-    """
+    """Return names of secrets whose values stand in a line of shell, not ``KEY=$(cat file)`` or ``KEY=$OTHER``."""
     return secret_names(dict.fromkeys(first or second for first, second in _SET.findall(line)))
 
 
 def uneven_nodes(plan: Plan, nodes: int, each: str = "each node") -> list[Problem]:
-    """Whether the processes of ``plan`` cannot be laid over so many ``--nodes`` in equal parts."""
+    """Return a problem if the processes of ``plan`` do not divide by ``nodes``."""
     if plan.processes % nodes == 0:
         return []
     given = f"{nodes}, for the {show_counted(plan.processes, 'process')} of {plan}"
@@ -67,96 +107,49 @@ def uneven_nodes(plan: Plan, nodes: int, each: str = "each node") -> list[Proble
 
 
 def changing_devices(run: RunSpec, target: str) -> list[Problem]:
-    """Whether the run is to have a number of devices that changes, which ``target`` does not offer."""
+    """Return a problem if the run has a range of devices, which ``target`` does not offer."""
     if not run.devices:
         return []
     given, allowed = f"{run.devices}, on {target}", "a number of devices that does not change"
     return [Problem(where="-n", given=given, allowed=allowed, fix=f"-n {run.plan.devices}")]
 
 
-def read_patch(
-    table: Mapping[str, Option], options: Mapping[str, str], name: str = "patch"
-) -> tuple[dict[str, Any], list[Problem]]:
-    """Read the file of ``--patch``, or of the option ``name``. Returns its JSON object, and the problems with it."""
-    if not options.get(name):
-        return {}, []
-    path = Path(options[name]).expanduser()
-    try:
-        found = read_json(path, where=f"--{name}", fix=f"--{name} {table[name].example}")
-    except SpecError as error:
-        return {}, [*error.problems]
-    if not isinstance(found, dict):
-        return {}, [wrong_option(table, name, f"{path} with {str(found)[:60]}", "a JSON object")]
-    return found, []
+def too_short(run: RunSpec, limit: float | None, kept: float, said: str, most_grace: float = math.inf) -> list[Problem]:
+    """Return problems if ``run`` has no time to save, by the slowest checkpoint it has saved.
 
-
-def merged(request: Mapping[str, Any], patch: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``request`` with ``patch`` merged in.
-
-    Objects are merged key by key, lists end to end but for objects of the same ``name``; else the patch's value holds.
+    ``limit``: seconds, ``kept`` of them to save in, ``said`` in words. ``most_grace``: longest grace of the target.
     """
-    made = dict(request)
-    for key, value in patch.items():
-        before = made.get(key)
-        if isinstance(before, dict) and isinstance(value, dict):
-            made[key] = merged(before, value)
-        elif isinstance(before, list) and isinstance(value, list):
-            made[key] = _joined(before, value)
-        else:
-            made[key] = value
-    return made
+    took, problems = slowest_save(run.folder), list[Problem]()
+    if 0 < run.grace < took:
+        given = f"{run.grace:g} seconds, in which no checkpoint is whole: the slowest of this run took {took:.0f}"
+        enough = min(math.ceil(1.5 * took), most_grace)
+        fix = f"--grace {enough:g}" if enough > took else "--grace 0 --checkpoint-every 10m"
+        problems.append(Problem(where="--grace", given=given, allowed="more than that", fix=fix))
+    if limit is not None and limit <= max(kept, took):
+        slow = f"; the slowest checkpoint of this run took {took:.0f} seconds" if took > kept else ""
+        least = math.ceil(max(kept, 0 if run.grace else run.save_seconds, 1.5 * took + SAVE_MARGIN) / 60) + 5
+        problems.append(Problem(where="--time", given=said + slow, allowed="more than that", fix=f"--time {least}m"))
+    elif limit is not None and not run.grace and run.save_seconds >= limit:
+        given = f"{said}, with grace = 0 and a checkpoint every {run.checkpoint_every}"
+        problems.append(Problem(where="--time", given=given, allowed="more than that", fix="--grace 30"))
+    return problems
 
 
-def _joined(before: Sequence[Any], more: Sequence[Any]) -> list[Any]:
-    made = list(before)
-    for one in more:
-        name = one.get("name") if isinstance(one, dict) else None
-        same = [at for at, other in enumerate(made) if name and isinstance(other, dict) and other.get("name") == name]
-        if same:
-            made[same[0]] = merged(made[same[0]], one)
-        else:
-            made.append(one)
-    return made
+def merged(made: Any, patch: Any) -> Any:
+    """Return ``made`` with a user's ``patch`` merged in, as Kubernetes merges strategically.
 
-
-SAVE_MARGIN = 30
-"""Seconds, beside those of a save, for what comes before it and after it."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TimeLimit:
-    """A time limit as a target keeps it.
-
-    Attributes:
-        seconds: of it; ``None``: there is none.
-        kept: seconds of it that are kept to save in.
-        said: the limit and what is kept of it, in words.
-        most_grace: seconds that the target itself gives at most to save in.
+    Objects are merged by key; lists are joined, but objects of one ``name`` are merged; else the patch's value holds.
     """
-
-    seconds: float | None
-    kept: float
-    said: str
-    most_grace: float = math.inf
-
-    def problems(self, run: RunSpec) -> list[Problem]:
-        """Whether ``run`` has no time to save, by the slowest checkpoint that it has saved."""
-        took, problems = slowest_save(run.folder), list[Problem]()
-        if 0 < run.grace < took:
-            given = f"{run.grace:g} seconds, in which no checkpoint is whole: the slowest of this run took {took:.0f}"
-            enough = min(math.ceil(1.5 * took), self.most_grace)
-            fix = f"--grace {enough:g}" if enough > took else "--grace 0 --checkpoint-every 10m"
-            problems.append(Problem(where="--grace", given=given, allowed="more than that", fix=fix))
-        if self.seconds is None:
-            return problems
-        if self.seconds <= max(self.kept, took):
-            slow = f"; the slowest checkpoint of this run took {took:.0f} seconds" if took > self.kept else ""
-            between = 0 if run.grace else run.save_seconds
-            least = math.ceil(max(self.kept, between, 1.5 * took + SAVE_MARGIN) / 60) + 5
-            given, fix = f"{self.said}{slow}", f"--time {least}m"
-            problems.append(Problem(where="--time", given=given, allowed="more than that", fix=fix))
-        elif not run.grace and run.save_seconds >= self.seconds:
-            given = f"{self.said}, with grace = 0 and a checkpoint every {run.checkpoint_every}"
-            allowed = "more than that, or the run never goes on"
-            problems.append(Problem(where="--time", given=given, allowed=allowed, fix="--grace 30"))
-        return problems
+    if isinstance(made, dict) and isinstance(patch, dict):
+        return {**made, **{key: merged(made[key], value) if key in made else value for key, value in patch.items()}}
+    if not (isinstance(made, list) and isinstance(patch, list)):
+        return patch
+    found = list(made)
+    names = [one.get("name") if isinstance(one, dict) else None for one in made]
+    for value in patch:
+        name = value.get("name") if isinstance(value, dict) else None
+        if name is not None and name in names:
+            found[names.index(name)] = merged(found[names.index(name)], value)
+        else:
+            found.append(value)
+    return found

@@ -30,23 +30,24 @@ from phalanx.launch.targets.launch_folder import LAST_WORDS, State, attached_log
 from phalanx.launch.targets.offer import Offer
 from phalanx.launch.targets.option_checks import (
     changing_devices,
-    is_count,
     merged,
-    read_patch,
+    read_options,
     uneven_nodes,
-    wrong_counts,
 )
 from phalanx.launch.targets.target import Option, Prepared, QueueTarget, Standing, Submission
 
 OPTIONS = {
-    "nodes": Option(help="nodes, each with an equal part of the plan's processes [the fewest possible]", example="2"),
-    "cpus-per-worker": Option(help="CPUs that Ray keeps for each worker [one a device]", example="8"),
+    "nodes": Option(
+        help="nodes, each with an equal part of the plan's processes [the fewest possible]", example="2", kind="count"
+    ),
+    "cpus-per-worker": Option(help="CPUs that Ray keeps for each worker [one a device]", example="8", kind="count"),
     "runtime-env": Option(
-        help="JSON file with a runtime environment of Ray's: variables, packages", example="env.json"
+        help="JSON or TOML file with a runtime environment of Ray's: variables, packages",
+        example="env.json",
+        kind="file",
     ),
     "code": CODE_OPTION,
 }
-_COUNTS = {"nodes": 1, "cpus-per-worker": 1}  # name → least
 _LOCAL, _VARIABLES = "http://127.0.0.1:8265", ("RAY_API_SERVER_ADDRESS", "RAY_ADDRESS")  # Ray's: the first wins
 _ADDRESS = re.compile(r"https?://([\w.-]+|\[[0-9a-fA-F:]+\])(:[1-9]\d{0,4})?(/[\w./-]*)?")
 _TIMEOUT = (5.0, 60.0)  # seconds to connect, and for an answer
@@ -75,9 +76,8 @@ class RayTarget(QueueTarget):
 
     def prepare(self, submission: Submission) -> Prepared:
         run, options = submission.run, submission.options
-        problems = wrong_counts(OPTIONS, options, _COUNTS)
-        problems += uneven_nodes(run.plan, int(options["nodes"])) if "nodes" in options and not problems else []
-        problems += [*changing_devices(run, "Ray"), *read_patch(OPTIONS, options, "runtime-env")[1]]
+        values, problems = read_options(OPTIONS, options)
+        problems += [*uneven_nodes(run.plan, values.get("nodes", 1)), *changing_devices(run, "Ray")]
         code, wrong = folder_and_problems(run.job, options.get("code"))
         if problems or wrong:
             raise SpecError([*problems, *wrong])
@@ -98,7 +98,8 @@ class RayTarget(QueueTarget):
         submission = prepared.submission
         code, _ = folder_and_problems(submission.run.job, submission.options.get("code"))
         job = _ray_job(submission, code, " ".join(map(str, self._layout(submission))))
-        job["runtime_env"] = merged(job["runtime_env"], read_patch(OPTIONS, submission.options, "runtime-env")[0])
+        values, _ = read_options(OPTIONS, submission.options)
+        job["runtime_env"] = merged(job["runtime_env"], values.get("runtime-env", {}))
         with prepared.written(), _client(self.address) as client:
             try:
                 client.submit_job(**job)
@@ -116,8 +117,9 @@ class RayTarget(QueueTarget):
         return ""
 
     def _layout(self, submission: Submission) -> tuple[int, int, int]:
-        nodes, cpus = (int(submission.options.get(name, 0)) for name in _COUNTS)
-        return laid_on(_nodes(self.address), submission.run.plan, nodes, cpus)
+        values, _ = read_options(OPTIONS, submission.options)
+        how = values.get("nodes", 0), values.get("cpus-per-worker", 0)
+        return laid_on(_nodes(self.address), submission.run.plan, *how)
 
     def standing(self, ticket: Mapping[str, Any], folder: Path) -> Standing:
         try:

@@ -1,50 +1,93 @@
-"""``--to slurm``: a batch job that starts torchrun's agent once on each node, saves before its time is over, and is
-queued again by itself until the run has come to its end.
+"""``--to slurm``: a batch job that starts torchrun's agent once on each node (``slurm_node.py``).
 
-What the job does is in ``slurm_script.py``, and on each node in ``slurm_node.py``.
+The job saves before its time limit and requeues itself until the run has ended. Options of ``sbatch`` that Phalanx does
+not need to know itself go into the script by ``--sbatch``.
 """
 
 from __future__ import annotations
 
+import math
+import os
 import re
-import tempfile
-from collections.abc import Mapping
+import shlex
+import shutil
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, ClassVar, final
 
-from phalanx.errors import RunError
+from phalanx.config import Plan
+from phalanx.device_kinds import on_host
+from phalanx.errors import Problem, RunError, SpecError
+from phalanx.hardware.catalog import find
 from phalanx.launch.reaper import SAVED
-from phalanx.launch.targets.launch_folder import FOLDER, LAST_WORDS, attached_log, last_word
-from phalanx.launch.targets.offer import Offer
-from phalanx.launch.targets.slurm_offer import PATIENCE, REFUSES, ask_slurm, slurm_offer
-from phalanx.launch.targets.slurm_request import OPTIONS, SlurmRequest
-from phalanx.launch.targets.slurm_script import SCRIPT, batch_script
-from phalanx.launch.targets.target import (
-    Option,
-    Prepared,
-    QueueTarget,
-    Standing,
-    Submission,
-    own_words,
+from phalanx.launch.targets.launch_folder import FOLDER, LAST_WORDS, State, attached_log, last_word
+from phalanx.launch.targets.offer import Offer, ask_program, gpus_offered, misfit
+from phalanx.launch.targets.option_checks import (
+    SAVE_MARGIN,
+    changing_devices,
+    read_options,
+    secrets_set,
+    to_count,
+    too_short,
+    uneven_nodes,
+    wrong_option,
 )
+from phalanx.launch.targets.target import Option, Prepared, QueueTarget, Standing, Submission, own_words
 
-_LOOKS = 5
-_WAITING = ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "RESV_DEL_HOLD", "SPECIAL_EXIT")
-_RUNNING = ("RUNNING", "COMPLETING", "SIGNALING", "STAGE_OUT", "SUSPENDED", "STOPPED", "RESIZING")
-_NEVER = ("PartitionConfig", "PartitionNodeLimit", "PartitionTimeLimit")
-_COMMAND = re.compile(r" Command=(/.*?) (?:SubmitLine|WorkDir)=")
-_FORGOTTEN = "Invalid job id specified"
-# Variables of sbatch that change what a line of the script says, and are not named as it is; of nodes: how many jobs.
-_ALSO = {
-    "nodes": ("SBATCH_ARRAY_INX", "SBATCH_WAIT"),
-    "time": ("SBATCH_TIMELIMIT",),
-    "mem": ("SBATCH_MEM_PER_NODE", "SBATCH_MEM_PER_CPU", "SBATCH_MEM_PER_GPU"),
-    "gpus-per-node": ("SBATCH_GPUS", "SBATCH_GPUS_PER_SOCKET", "SBATCH_GPUS_PER_TASK"),
-    "cpus-per-task": ("SBATCH_CPUS_PER_GPU",),
-    "output": ("SBATCH_ERROR",),
-    "requeue": ("SBATCH_NO_REQUEUE",),
+OPTIONS = {
+    "nodes": Option(help="nodes, each with an equal part of the plan's processes [1]", example="2", kind="count"),
+    "gpus-per-node": Option(
+        help="GPUs of each node; one a device of the plan where the partition has any, 0: none",
+        example="8",
+        kind="count",
+        least=0,
+    ),
+    "time": Option(help="time limit, in m, h or d; the run resumes after it", example="12h", kind="time"),
+    "setup": Option(help="a line of shell that runs before; repeat it", example="'module load python'", between="\n"),
+    "sbatch": Option(
+        help="any other option of sbatch; repeat it",
+        example="'--partition=gpu'",
+        between="\n",
+        through="--sbatch '{}'",
+    ),
 }
+
+SCRIPT = "job.sh"
+"""Name of the batch script."""
+
+_FURTHER = re.compile(r"--(?P<name>[a-z][a-z0-9-]*)(?:[= ](?P<value>[^\s\"'\\#`$]+))?")
+# Options of sbatch that the script sets itself, or that would keep the run from being followed
+_OWN = {
+    *("array", "chdir", "error", "input", "job-name", "no-requeue", "ntasks", "ntasks-per-node", "signal"),
+    *("open-mode", "output", "parsable", "requeue", "test-only", "wait", "wrap"),
+}
+_ASKS_GPUS = {"gres", "gpus", "gpus-per-task", "gpus-per-socket", "tres-per-node"}
+_NODES_OF_CHOICE = {"constraint", "nodelist", "exclude"}  # sinfo describes the partition's nodes, not these
+_GPUS = re.compile(r"(?:gres/)?gpu(?::(?P<kind>[A-Za-z][\w.-]*))?(?::(?P<count>\d+))?(?:\(.*?\))?")
+_COLUMNS = "%P|%c|%m|%G"  # partition (* marks the default), cores, MiB and generic resources of a node
+_WAITING = "PENDING CONFIGURING REQUEUED REQUEUE_FED REQUEUE_HOLD RESV_DEL_HOLD SPECIAL_EXIT"
+_RUNNING = "RUNNING COMPLETING SIGNALING STAGE_OUT SUSPENDED STOPPED RESIZING"
+_STATES: Mapping[str, State] = {
+    **dict.fromkeys(_WAITING.split(), "waiting"),
+    **dict.fromkeys(_RUNNING.split(), "running"),
+    "COMPLETED": "ended",
+    "CANCELLED": "stopped",
+}
+# Variables of sbatch, after SBATCH_, that override a line of the script under another name
+_ALSO = {
+    "nodes": "ARRAY_INX WAIT",
+    "time": "TIMELIMIT",
+    "mem": "MEM_PER_NODE MEM_PER_CPU MEM_PER_GPU",
+    "gpus-per-node": "GPUS GPUS_PER_SOCKET GPUS_PER_TASK",
+    "cpus-per-task": "CPUS_PER_GPU",
+    "output": "ERROR",
+    "requeue": "NO_REQUEUE",
+}
+_KEPT = ("SLURM_CONF", "SLURM_CLUSTERS")  # the other SLURM_ variables describe a job whose shell this may be
+_REFUSES = "Slurm refuses it: "
+_FORGOTTEN = "Invalid job id specified"
+_NOT_BEGUN = 3  # exit code of a job whose setup failed
 
 
 @final
@@ -55,17 +98,47 @@ class SlurmTarget(QueueTarget):
     options: ClassVar[Mapping[str, Option]] = OPTIONS
 
     def prepare(self, submission: Submission) -> Prepared:
-        request = SlurmRequest.of(submission)
+        run, options = submission.run, submission.options
+        values, problems = read_options(OPTIONS, options)
+        further, wrong = _read_further(options)
+        nodes, limit = values.get("nodes", 1), values.get("time")
+        signal = math.ceil(run.grace) + SAVE_MARGIN
+        minutes = None if limit is None else math.ceil(limit / 60)  # Slurm's unit
+        said = f"{options.get('time')}, of which the last {signal} seconds are kept to save"
+        problems += [*_wrong_setup(options), *wrong, *uneven_nodes(run.plan, nodes), *changing_devices(run, "Slurm")]
+        problems += too_short(run, minutes and 60 * minutes, signal, said)
+        if problems:
+            raise SpecError(problems)
+        count, known = values.get("gpus-per-node"), on_host(run.plan.device)
+        rows = None if known or count is not None or "gres" in further else _sinfo(further.get("partition"))
+        offer = None if known else _gpus_there(rows, nodes, count, options)
+        if offer and (problem := misfit(run.plan, offer)):
+            raise SpecError([problem])
+        gpus, cores, notes = _each_node(run.plan, nodes, count, further, rows)
+        directives = {
+            "job-name": re.sub(r"[^\w.-]+", "-", submission.name),
+            "nodes": nodes,
+            "ntasks-per-node": 1,
+            "cpus-per-task": cores,
+            "gpus-per-node": gpus,
+            "time": minutes and f"{minutes // 1440}-{minutes // 60 % 24:02}:{minutes % 60:02}:00",
+            "signal": f"B:USR1@{signal}",
+            "chdir": Path.cwd(),
+            "output": f"{str(submission.folder).replace('%', '%%')}/slurm-%j.out",
+        }
+        lines = [*_lines(directives), "--requeue", "--open-mode=append", *options.get("sbatch", "").splitlines()]
         script = submission.folder / SCRIPT
         return Prepared(
             submission=submission,
-            files={submission.runfile: submission.run.to_toml(), script: batch_script(submission, request, SAVED)},
+            files={submission.runfile: run.to_toml(), script: _script(submission, lines, signal)},
             commands=(("sbatch", "--parsable", str(script)),),
-            notes=request.guessed,
+            notes=notes,
         )
 
     def offer(self, options: Mapping[str, str]) -> Offer | None:
-        return slurm_offer(options)
+        further, _ = _read_further(options)
+        said = "gres" in further or options.get("gpus-per-node") == "0"
+        return offer_of([] if said else _sinfo(further.get("partition")) or [], options)
 
     def submit(self, prepared: Prepared) -> Mapping[str, Any]:
         """
@@ -73,128 +146,253 @@ class SlurmTarget(QueueTarget):
             RunError: Slurm refuses it, or is not on this machine.
         """
         with prepared.written():
-            (command,) = prepared.commands
-            number, _, cluster = ask_slurm(*command, without=_set_in(prepared)).strip().partition(";")
-            ticket = {"job": int(number), **({"cluster": cluster} if cluster else {})}
-            try:
-                _refuse_what_never_starts(ticket, prepared.submission.run.folder)
-            except BaseException:
-                _take_out(ticket)
-                raise
-        return ticket
+            (command,), script = prepared.commands, prepared.files[prepared.submission.folder / SCRIPT]
+            number, _, cluster = _ask(*command, without=_overridden(script)).strip().partition(";")
+        return {"job": int(number), **({"cluster": cluster} if cluster else {})}
 
-    def why_not(self, prepared: Prepared, patience: float = PATIENCE) -> str:
-        with tempfile.NamedTemporaryFile("w", suffix=".sh") as file:
-            file.write(_script_in(prepared))
-            file.flush()
-            try:
-                ask_slurm("sbatch", "--test-only", file.name, without=_set_in(prepared), patience=patience)
-            except RunError as error:
-                return own_words(error).removeprefix(REFUSES)
+    def why_not(self, prepared: Prepared, patience: float = 60.0) -> str:
+        script = prepared.files[prepared.submission.folder / SCRIPT]
+        try:
+            _ask("sbatch", "--test-only", text=script, without=_overridden(script), patience=patience)
+        except RunError as error:
+            return own_words(error).removeprefix(_REFUSES)
         return ""
 
     def standing(self, ticket: Mapping[str, Any], folder: Path) -> Standing:
-        job = _job(ticket, folder)
-        if job is None:
+        if (job := _job(ticket)) is None:
             return Standing(state=LAST_WORDS.get(last_word(folder), "unknown"), detail="Slurm has forgotten it")
-        state, reason = job["JobState"], job.get("Reason", "None")
-        if state in _WAITING:
-            again = f", after {job['Restarts']} earlier starts" if job.get("Restarts", "0") != "0" else ""
-            return Standing(state="waiting", detail=f"{state}: {reason}{again}")
-        if state in _RUNNING:
-            return Standing(state="running", detail=f"{state} on {job.get('NodeList', '')}")
-        if state == "COMPLETED":
-            return Standing(state="ended", detail=state)
-        code = job.get("ExitCode", "").partition(":")[0]
-        if state == "CANCELLED" or (code == str(SAVED) and last_word(folder) != "error"):  # as it was to save
-            return Standing(state="stopped", detail=state)
-        return Standing(state="failed", detail=f"{state}: {reason}, exit code {job.get('ExitCode', '')}")
+        word, reason, code = job["JobState"], job.get("Reason", "None"), job.get("ExitCode", "")
+        saved = code.partition(":")[0] == str(SAVED) and last_word(folder) != "error"
+        state = _STATES.get(word, "stopped" if saved else "failed")
+        again = f", after {job['Restarts']} earlier starts" if job.get("Restarts", "0") != "0" else ""
+        details = {
+            "waiting": f"{word}: {reason}{again}",
+            "running": f"{word} on {job.get('NodeList', '')}",
+            "failed": f"{word}: {reason}, exit code {code}",
+        }
+        return Standing(state=state, detail=details.get(state, word))
 
     def stop(self, ticket: Mapping[str, Any], folder: Path) -> None:
-        number, there = _number(ticket), _cluster(ticket)
-        if _job(ticket, folder) is None:
+        job, where, number = _job(ticket), _cluster(ticket), str(ticket["job"])
+        if job is None or _STATES.get(job["JobState"]) not in ("waiting", "running"):
             return
-        with suppress(RunError):  # it has ended; nor is it to be queued again where a node is lost as it saves
-            ask_slurm("scontrol", *there, "update", f"JobId={number}", "Requeue=0")
-        for _ in range(_LOOKS):  # between two words it may begin, or come to an end
-            state = (_job(ticket, folder) or {"JobState": "none"})["JobState"]
-            with suppress(RunError):
-                if state == "PENDING":
-                    ask_slurm("scancel", *there, "--state=PENDING", number)
-                elif state in (*_WAITING, "COMPLETING"):  # which may be on its way into the queue
-                    ask_slurm("scancel", *there, number)
-                    return
-                elif state in _RUNNING:
-                    ask_slurm("scancel", *there, "--signal=USR2", "--batch", number)
-                    return
-                else:
-                    return
+        with suppress(RunError):  # it has ended meanwhile; or else no requeue where a node is lost as it saves
+            _ask("scontrol", *where, "update", f"JobId={number}", "Requeue=0")
+        if _STATES[job["JobState"]] == "running" and job["JobState"] != "COMPLETING":  # which may lead to a requeue
+            with suppress(RunError):  # it has ended, or is queued again
+                _ask("scancel", *where, "--signal=USR2", "--batch", number)
+                return
+        with suppress(RunError):
+            _ask("scancel", *where, number)
 
     def log(self, ticket: Mapping[str, Any], folder: Path, rank: int | None) -> Path:
-        if rank is None:
-            return folder / FOLDER / f"slurm-{_number(ticket)}.out"
-        return attached_log(folder, rank)
-
-
-def _number(ticket: Mapping[str, Any]) -> str:
-    """Return what Slurm's commands call a job."""
-    return str(ticket["job"])
+        return attached_log(folder, rank) if rank is not None else folder / FOLDER / f"slurm-{ticket['job']}.out"
 
 
 def _cluster(ticket: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return words that lead a command to the cluster that has the job; none where that is Slurm's own."""
     return ("-M", ticket["cluster"]) if "cluster" in ticket else ()
 
 
-def _job(ticket: Mapping[str, Any], folder: Path) -> dict[str, str] | None:
-    """What Slurm knows of the job; ``None`` where it has forgotten it, or has another of that number.
-
-    Raises:
-        RunError: Slurm cannot be asked.
-    """
+def _job(ticket: Mapping[str, Any]) -> dict[str, str] | None:
     try:
-        told = ask_slurm("scontrol", *_cluster(ticket), "show", "job", _number(ticket), "--oneliner")
+        told = _ask("scontrol", *_cluster(ticket), "show", "job", str(ticket["job"]), "--oneliner")
     except RunError as error:
         if _FORGOTTEN in str(error):
             return None
         raise
-    script = _COMMAND.search(told)
-    if script and Path(script[1]).resolve() != (folder / FOLDER / SCRIPT).resolve():
-        return None
     words = [word.split("=", 1) for word in told.split() if "=" in word]
     return dict(reversed(words))  # of two the first: paths, which may hold anything, come last
 
 
-def _refuse_what_never_starts(ticket: Mapping[str, Any], folder: Path) -> None:
-    """Many a Slurm takes what its partition never serves, and keeps it in its queue for ever."""
-    job: Mapping[str, str] = {}
-    with suppress(RunError):  # it has taken the job, and does not say more
-        job = _job(ticket, folder) or {}
-    if (reason := job.get("Reason", "")) in _NEVER:
-        raise RunError(f"Slurm would keep it waiting for ever: {reason}\n    try: sinfo, which says what there is")
-
-
-def _take_out(ticket: Mapping[str, Any]) -> None:
-    """Take out of the queue what was just put in.
+def _ask(*words: str, text: str | None = None, without: Collection[str] = (), patience: float = 60.0) -> str:
+    """Return the output of a command of Slurm. ``without``: variables of the environment it does not get.
 
     Raises:
-        RunError: it may be there still.
+        RunError: it is not on this machine, does not answer within ``patience`` seconds, or refuses.
     """
-    words = ("scancel", *_cluster(ticket), str(ticket["job"]))
+    environment = {
+        name: value
+        for name, value in os.environ.items()
+        if (name in _KEPT or not name.startswith("SLURM_")) and name not in without
+    }
+    given = {} if text is None else {"stdin": None, "input": text}
+    lacking = "on a login node of the cluster; --dry-run shows the script to take there"
+    done = ask_program(words, "Slurm", patience, lacking, "sinfo", env=environment, **given)
+    if done.returncode:
+        said = (done.stderr or done.stdout).strip() or f"{words[0]} ended with {done.returncode}"
+        raise RunError(f"{_REFUSES}{said}\n    try: sinfo, which says what there is")
+    return done.stdout
+
+
+def _overridden(script: str) -> set[str]:
+    """Return the variables of a shell that sbatch would take rather than a line of the script."""
+    names = re.findall(r"^#SBATCH --([\w-]+)", script, flags=re.MULTILINE)
+    others = [other for name in names for other in _ALSO.get(name, "").split()]
+    return {f"SBATCH_{name.replace('-', '_').upper()}" for name in [*names, *others]}
+
+
+def _read_further(options: Mapping[str, str]) -> tuple[dict[str, str], list[Problem]]:
+    """Return the options of ``--sbatch`` by name, and the problems in them."""
+    found: dict[str, str] = {}
+    problems: list[Problem] = []
+
+    def refuse(given: str, allowed: str, fix: str = "") -> None:
+        problems.append(wrong_option(OPTIONS, "sbatch", given, allowed, fix))
+
+    for line in options["sbatch"].split("\n") if "sbatch" in options else ():
+        if not (matched := _FURTHER.fullmatch(line)):
+            refuse(repr(line), "--NAME or --NAME=VALUE of sbatch, without spaces and quotes")
+            continue
+        name = matched["name"]
+        if name in OPTIONS:
+            refuse(line, "an option that launch does not have itself", f"--{name} {OPTIONS[name].example}")
+        elif name in _OWN:
+            refuse(line, "an option that the script does not set itself", f"without --sbatch {line!r}")
+        elif name in found:
+            refuse(f"--{name} twice", "once", f"--sbatch {line!r}")
+        elif said := secrets_set(line):
+            fix = f"{said[0]} of this shell, which sbatch hands on"
+            refuse(f"{said[0]}, named as a secret", "text that all may read who may read the run folder", fix)
+        found[name] = matched["value"] or ""
+    return found, problems
+
+
+def _wrong_setup(options: Mapping[str, str]) -> list[Problem]:
+    lines = options.get("setup", "").split("\n")
+    fix = "$(cat FILE) in place of its value, or a variable of this shell, which sbatch hands on"
+    secret = [name for line in lines for name in secrets_set(line)]
+    allowed = "text that all may read who may read the run folder"
+    return [
+        *(wrong_option(OPTIONS, "setup", repr(one), "a line of shell") for one in lines if not one.isprintable()),
+        *(wrong_option(OPTIONS, "setup", f"{one}, named as a secret", allowed, fix) for one in secret),
+    ]
+
+
+def _sinfo(partition: str | None) -> list[tuple[str, str, str]] | None:
+    """Return cores, MiB and resources of each kind of node in the partition, or the default one.
+
+    ``None`` if Slurm does not answer.
+    """
+    named = [f"--partition={partition}"] if partition else []
     try:
-        ask_slurm(*words)
-    except RunError as error:
-        said = own_words(error)
-        raise RunError(f"job {ticket['job']} may still be in the queue: {said}\n    try: {' '.join(words)}") from None
+        told = _ask("sinfo", "--noheader", "--exact", f"--format={_COLUMNS}", *named, patience=30)
+    except (RunError, OSError):
+        return None
+    rows = [line.strip().split("|") for line in told.splitlines()]
+    return [(row[1], row[2], row[3]) for row in rows if len(row) == 4 and (partition or row[0].endswith("*"))]
 
 
-def _script_in(prepared: Prepared) -> str:
-    (script,) = (text for path, text in prepared.files.items() if path.suffix == ".sh")
-    return script
+def offer_of(rows: Sequence[tuple[str, str, str]], options: Mapping[str, str]) -> Offer | None:
+    """Return the nodes of a launch by its options and the rows of ``sinfo``; ``None`` if they do not tell."""
+    (values, wrong), (further, _) = read_options(OPTIONS, options), _read_further(options)
+    kinds = {(cores.rstrip("+"), memory.rstrip("+"), resources) for cores, memory, resources in rows}
+    if wrong or len(kinds) > 1 or further.keys() & _NODES_OF_CHOICE:
+        return None
+    nodes, count, gres = values.get("nodes", 1), values.get("gpus-per-node"), further.get("gres", "")
+    ((cores, memory, resources),) = kinds or {("", "", "")}
+    found = [match for one in (gres or resources).split(",") if (match := _GPUS.fullmatch(one.strip()))]
+    if count == 0 or (kinds and not found and count is None):
+        share = to_count(further.get("cpus-per-task", "1"))
+        part = min(1.0, share / (to_count(cores) or share or 1))
+        by = "sinfo" if count is None else "--gpus-per-node 0"
+        room = int(part * to_count(memory) * 2**20)
+        return Offer(nodes=nodes, devices=1, cores=share, memory=room, by=by) if share else None
+    known = find(found[0]["kind"] or "") if len(found) == 1 else None
+    each = count or to_count(found[0]["count"] or "1") if known else 0
+    by = "--gpus-per-node" if count else "--gres" if gres else "sinfo"
+    return Offer(nodes=nodes, devices=each, device=known.device.name, by=by) if known and each else None
 
 
-def _set_in(prepared: Prepared) -> set[str]:
-    """The variables of a user's shell that would say to ``sbatch`` otherwise than the script does."""
-    names = re.findall(r"^#SBATCH --([\w-]+)", _script_in(prepared), flags=re.MULTILINE)
-    own = {f"SBATCH_{name.replace('-', '_').upper()}" for name in names}
-    return own.union(*(_ALSO.get(name, ()) for name in names))
+def _gpus_there(
+    rows: Sequence[tuple[str, str, str]] | None, nodes: int, count: int | None, options: Mapping[str, str]
+) -> Offer | None:
+    """Return the GPUs of ``--gpus-per-node`` or ``--gres``, else of ``sinfo``; ``None`` if their number is unknown."""
+    if count is not None:
+        return gpus_offered(nodes, count, "--gpus-per-node")
+    found = [_GPUS.fullmatch(one) for one in _read_further(options)[0].get("gres", "").split(",")]
+    each = [
+        to_count(match["count"] or "1") for match in found if match
+    ]  # of other resources no number of GPUs is known
+    return gpus_offered(nodes, sum(each), "--gres") if len(each) == len(found) else offer_of(rows or [], options)
+
+
+def _each_node(
+    plan: Plan, nodes: int, gpus: int | None, further: Mapping[str, str], rows: Sequence[tuple[str, str, str]] | None
+) -> tuple[int | None, int | None, tuple[str, ...]]:
+    """Return GPUs and cores to ask for on each node, and guesses."""
+    workers, notes, asked = plan.processes // nodes * plan.threads, (), bool(further.keys() & _ASKS_GPUS)
+    if gpus is None and not asked and not on_host(plan.device):
+        if plan.device != "auto" or any("gpu" in resources for _, _, resources in rows or ()):
+            gpus = workers
+        elif rows is None:
+            there = "does not answer" if shutil.which("sinfo") else "is not here"
+            notes = (f"sinfo {there}: taken as nodes without GPUs; give --gpus-per-node",)
+    cores = None if gpus or asked or "cpus-per-task" in further else workers
+    return gpus or None, cores, notes
+
+
+def _lines(directives: Mapping[str, Any]) -> list[str]:
+    given = {name: str(value) for name, value in directives.items() if value is not None}
+    for name, value in given.items():
+        if not value.isprintable():  # a directive ends with its line; more would be a command
+            allowed = "values of a batch script in one line, of characters that can be printed"
+            fix = "cd to a folder without line breaks in its name"
+            raise SpecError.of(f"--to slurm, {name}", ascii(value), allowed, fix)
+    return [f"--{name}={shlex.quote(value)}" for name, value in given.items()]
+
+
+_SCRIPT = """\
+#!/bin/bash
+{directives}
+
+{run}
+# SIGUSR1 comes when the time is nearly over. Other signals ask the run to stop, and not to be queued again.
+trap 'asked=${{asked:-time}}' USR1
+trap 'asked=stop' TERM USR2
+saved() {{ ls "$run/checkpoints" 2>/dev/null; }}
+before=$(saved)
+{setup}
+host=$(scontrol show node --oneliner "$SLURMD_NODENAME" | grep -o 'NodeAddr=[^ ]*')
+port=$((10000 + SLURM_JOB_ID % 20000))
+while (exec 3<>"/dev/tcp/127.0.0.1/$port") 2>/dev/null; do port=$((port + 1)); done    # another's
+[ -n "$SLURM_CPUS_PER_TASK" ] && export SRUN_CPUS_PER_TASK="$SLURM_CPUS_PER_TASK"
+
+[ -n "$asked" ] && exit {saved_code}
+node=(--wait={wait} --input=none {python} -m phalanx.launch.targets.slurm_node
+    "$run/{runfile}" "${{host#NodeAddr=}}:$port")
+srun "${{node[@]}}" &
+step=$!
+while kill -0 "$step" 2>/dev/null; do    # a signal may come between any two lines, and too early for srun
+    [ -n "$asked" ] && kill -USR1 "$step"
+    sleep 1 & wait $!    # which a signal ends
+done
+wait "$step"; code=$?
+if [ "$asked" = time ] && [ "$code" -ne 0 ]; then
+    if [ "$(saved)" = "$before" ]; then
+        echo "the time limit came before anything was saved: not queued again" >&2
+    else
+        scontrol requeue "$SLURM_JOB_ID"
+    fi
+fi
+[ "$asked" = stop ] && [ "$code" -gt 128 ] && code={saved_code}    # before its first step there was nothing to save
+exit "$code"
+"""
+
+
+def _script(submission: Submission, lines: Sequence[str], wait: int) -> str:
+    setup = [line for line in submission.options.get("setup", "").split("\n") if line.partition("#")[0].strip()]
+    return _SCRIPT.format(
+        directives="\n".join(f"#SBATCH {line}" for line in lines),
+        run=f"run={shlex.quote(str(submission.run.folder))}",
+        setup="".join(map(_checked, setup)),
+        saved_code=SAVED,
+        wait=wait,
+        python=shlex.quote(submission.python),
+        runfile=submission.runfile.relative_to(submission.run.folder),
+    )
+
+
+def _checked(line: str) -> str:
+    """Return a line of ``--setup`` that ends the job if it fails."""
+    said = shlex.quote(f"the run does not begin: this line of --setup failed: {line}")
+    return f"{{ {line}\n}} || {{ echo {said} >&2; exit {_NOT_BEGUN}; }}\n"

@@ -1,10 +1,8 @@
 """torchrun's agent on one node of a Slurm job: ``srun python -m phalanx.launch.targets.slurm_node RUNFILE HOST:PORT``.
 
-The one place where Slurm's environment variables are read. Agents meet on the first node.
-
-srun passes a signal on to every process of the step, those that load data and those that only wait too, and takes
-SIGTERM as an order to end all by force. So the word to save is SIGUSR1, which the agent alone hears: it has torchrun
-stop its workers as SIGTERM does.
+The one reader of Slurm's environment variables. Agents meet on the first node. srun sends a signal to every process of
+the step, and takes SIGTERM as an order to kill all. So SIGUSR1 asks to save: only the agent hears it, and has torchrun
+stop its workers as by SIGTERM.
 """
 
 from __future__ import annotations
@@ -20,32 +18,23 @@ from phalanx.launch.targets.node_agent import NodePlace, be_agent, meeting_optio
 
 
 def main(runfile: Path, meeting: str) -> int:
-    """Be the agent of this node. Returns 0 where the run has ended, ``SAVED`` where it was asked to stop, else 1."""
-    _only_this_process_hears(signal.SIGUSR1)
+    """Run the agent of this node. Returns 0 if the run has ended, ``SAVED`` if it was asked to stop, else 1."""
+    _stop_by(signal.SIGUSR1)
     spec = run_from(runfile, "phalanx launch JOB --to slurm")
     name, nodes = os.environ["SLURMD_NODENAME"], int(os.environ["SLURM_NNODES"])
     start = f"{os.environ['SLURM_JOB_ID']}-{os.environ.get('SLURM_RESTART_COUNT', '0')}"
-    meets = meeting_options(meeting, start=start, rank=int(os.environ["SLURM_PROCID"]))  # a task a node
-    place = NodePlace(
-        name=name,
-        nodes=nodes,
-        cores=_cores(name, spec.plan.processes // nodes),
-        options={"max-restarts": str(spec.restarts), **meets},
-    )
+    meets = meeting_options(meeting, start=start, rank=int(os.environ["SLURM_PROCID"]))  # one task a node
+    workers, cores = spec.plan.processes // nodes, os.environ.get("SLURM_CPUS_ON_NODE", "")
+    count = int(cores) if cores.isdecimal() else workers
+    if count < workers:
+        fix = f"--sbatch '--cpus-per-task={workers}' gives each its own"
+        print(f"{name}: {count} cores for {workers} workers: {fix}", file=sys.stderr)
+    place = NodePlace(name=name, nodes=nodes, cores=count, options={"max-restarts": str(spec.restarts), **meets})
     return be_agent(spec, place, worker_words(runfile, runfile.parent, marked=False))
 
 
-def _cores(name: str, workers: int) -> int:
-    told = os.environ.get("SLURM_CPUS_ON_NODE", "")
-    cores = int(told) if told.isdecimal() else workers
-    if cores < workers:
-        what = f"{cores} cores for {workers} workers: --cpus-per-task {workers} gives each its own"
-        print(f"{name}: {what}", file=sys.stderr)
-    return cores
-
-
-def _only_this_process_hears(number: signal.Signals) -> None:
-    """A thread of this process waits for the signal; what is started from here on has it blocked."""
+def _stop_by(number: signal.Signals) -> None:
+    """Let a thread of this process turn the signal into SIGTERM; processes it starts have the signal blocked."""
     signal.pthread_sigmask(signal.SIG_BLOCK, [number])
 
     def wait() -> None:

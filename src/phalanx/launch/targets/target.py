@@ -1,8 +1,7 @@
-"""What a launch target offers.
+"""The protocol of a launch target: an engine that starts processes elsewhere, such as hosts by SSH or a queue.
 
-A target is an engine that starts processes elsewhere: hosts reached by SSH, a queue. Whatever it is, each process of
-the run is ``phalanx worker RUNFILE``, and finds its place in the environment as torchrun sets it. A new target is one
-file with an ``AttachedTarget`` or a ``QueueTarget``, and a line in the table of ``find_target.py``.
+Each process of a run is ``phalanx worker RUNFILE`` with the environment that torchrun sets. A new target is one file
+with an ``AttachedTarget`` or a ``QueueTarget``, and a line in the table of ``find_target.py``.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Literal, Self
 
 from phalanx.config import Job, Plan, RunSpec
 from phalanx.config.run_files import RUN_TOML
@@ -28,37 +27,43 @@ from phalanx.launch.check_hosts import TargetHost
 from phalanx.launch.targets.launch_folder import CODE_LIST, FOLDER, State
 from phalanx.launch.targets.offer import Offer
 
-_SHOWN = 10  # files of a job's code, in what a launch would do
+_SHOWN = 10  # files of a job's code in a dry run
 _WARNS = re.compile(r"(^|: )warning:", re.IGNORECASE)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Option:
-    """One option of a target, ``--time 12h``: what it is, as ``--help`` says it, and an example.
+    """One option of a target, such as ``--time 12h``.
 
     Attributes:
-        between: what stands between its values where it is given several times; empty: it may be given once.
-        dashes: its value may begin with two, as another option does.
+        help: its line in ``--help``.
+        kind: how ``read_options`` reads it; ``file``: a JSON or TOML file with a table.
+        least: smallest ``count``.
+        needed: True if a launch has to give it.
+        between: separator of repeated values; empty: it may be given once.
+        through: how it carries an option that the target does not have itself; ``{}``: that option.
     """
 
     help: str
     example: str
+    kind: Literal["text", "count", "time", "file"] = "text"
+    least: int = 1
+    needed: bool = False
     between: str = ""
-    dashes: bool = False
+    through: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Submission:
-    """What is handed over; the same for every target, and for the check before it.
+    """A launch, the same for every target and for the check before it.
 
     Attributes:
-        run: as the workers read it, with absolute paths; it goes on where its folder holds a checkpoint, since a target
-            may start workers again.
-        name: the job's.
-        python: the interpreter that workers run under, on the other side.
-        options: the target's own, by their names without dashes.
-        token: what no other launch has, for the names of what is made there: the time in UTC, and six digits by chance.
-        key: 32 random bytes in hexadecimal, by which what this launch starts may know itself.
+        run: as workers read it, with absolute paths.
+        name: of the job.
+        python: interpreter of the workers.
+        options: of the target, by their names without dashes.
+        token: unique part of the names that this launch makes: the time in UTC and six random digits.
+        key: 32 random bytes in hexadecimal, shared by the processes of this launch.
     """
 
     run: RunSpec
@@ -72,13 +77,10 @@ class Submission:
 
     @classmethod
     def of(cls, run: RunSpec, job: Job, target: Target | None, *, python: str = "", options: Mapping[str, str]) -> Self:
-        """``run``, as it is asked for, as ``target`` is handed it; ``None``: as it would be here.
-
-        ``python``: the interpreter there; the target's own where it is empty.
+        """Build the submission of ``run`` to ``target``, or to this machine if that is ``None``.
 
         Raises:
-            SpecError: the run is to go on from an earlier checkpoint, which one that is started again would do each
-                time.
+            SpecError: a queue would resume from the same earlier checkpoint at each start.
         """
         from phalanx.launch.runfile import absolute
 
@@ -88,34 +90,33 @@ class Submission:
                 given, allowed = f"{run.from_step}, with {target.name}", "not of a target that may start workers again"
                 went_on = f"phalanx train JOB --run {run.folder} --from {run.from_step}"
                 raise SpecError.of("--from", given, allowed, f"phalanx checkpoint prune {run.folder}, or {went_on}")
-            run = replace(run, resume="auto")  # started again, it goes on
+            run = replace(run, resume="auto")
         python = python or (target.python if target else sys.executable)
         return cls(run=run, name=job.name, python=python, options=options)
 
     def under(self, plan: Plan) -> Self:
-        """The same under another plan."""
+        """Return the same submission under another plan."""
         return replace(self, run=replace(self.run, plan=plan))
 
     @property
     def folder(self) -> Path:
-        """Where this launch's files go."""
+        """Folder of this launch's files."""
         return self.run.folder / FOLDER
 
     @property
     def runfile(self) -> Path:
-        """The run file that workers read; Kubernetes and SageMaker are sent a copy of it."""
+        """Path of the run file; on Kubernetes and SageMaker a copy of it is sent."""
         return self.folder / RUN_TOML
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Prepared:
-    """All that a target will write and run, in order: what ``--dry-run`` shows, and what ``submit`` does.
+    """Files and commands of a launch: ``--dry-run`` shows them, ``submit`` writes and runs them.
 
     Attributes:
-        submission: what it is for.
         files: path → text.
-        commands: each as its words.
-        notes: what was taken for granted in it, a sentence each.
+        commands: words of each command.
+        notes: sentences about guesses in it.
     """
 
     submission: Submission
@@ -131,7 +132,7 @@ class Prepared:
 
     @contextmanager
     def written(self) -> Iterator[None]:
-        """Within, the files are there; where it fails within, all is as it was before."""
+        """Write the files; restore the earlier state if the block raises."""
         before = {path: path.read_text() if path.is_file() else None for path in self.files}
         made = {folder for path in self.files for folder in path.parents if not folder.exists()}
         try:
@@ -146,13 +147,13 @@ class Prepared:
             raise
 
     def shown(self) -> str:
-        """The files, commands and notes as text; of a list of the job's code the largest files."""
+        """Return files, commands and notes as text; of a code list the largest files."""
         parts = [f"# {path}\n{_largest(path, text.rstrip())}\n" for path, text in self.files.items()]
         commands = [f"$ {shlex.join(words)}" for words in self.commands]
         return "\n".join([*parts, *commands, *(f"note: {note}" for note in self.notes)])
 
     def to_dict(self) -> dict[str, Any]:
-        """The same as JSON."""
+        """Return the same as JSON."""
         files = {str(path): text for path, text in self.files.items()}
         return {"files": files, "commands": [list(words) for words in self.commands], "notes": list(self.notes)}
 
@@ -161,18 +162,17 @@ def _largest(path: Path, text: str) -> str:
     head, *lists = text.split("\n\n") if path.name == CODE_LIST else [text]
     if lists and len(files := lists[0].splitlines()) > _SHOWN:
         largest = sorted(files, reverse=True)[:_SHOWN]  # each line begins with the size, all as wide
-        lists[0] = "\n".join(
-            [*largest, f"and {len(files) - _SHOWN:,} smaller ones: all of them will stand in {path.name}"]
-        )
+        lists[0] = "\n".join([*largest, f"and {len(files) - _SHOWN:,} smaller ones: {path.name} will list all"])
     return "\n\n".join([head, *lists])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Standing:
-    """How a run stands there, and what the target says of it in its own words.
+    """State of a run on its target.
 
     Attributes:
-        events: the last of the run's events, of a run whose folder is elsewhere.
+        detail: in the target's words.
+        events: newest events of a run whose folder is elsewhere.
     """
 
     state: State
@@ -181,12 +181,12 @@ class Standing:
 
 
 class Target(ABC):
-    """One place to hand runs to. Made with the text after the colon of ``--to``, which it refuses where it is wrong.
+    """A place to launch runs.
 
     Attributes:
-        name: the word before the colon.
-        options: those that it has of its own, by their names without dashes.
-        python: the interpreter there, where ``--python`` names none.
+        name: the word before the colon of ``--to``.
+        options: by their names without dashes.
+        python: interpreter there, unless ``--python`` names one.
     """
 
     name: ClassVar[str]
@@ -195,29 +195,27 @@ class Target(ABC):
 
     @abstractmethod
     def __init__(self, address: str) -> None:
-        """
+        """Read the text after the colon of ``--to``.
+
         Raises:
-            SpecError: with everything that is wrong in the address, and in what it leads to.
+            SpecError: with all problems of the address.
         """
 
     @abstractmethod
     def prepare(self, submission: Submission) -> Prepared:
-        """What would be written and run. Nothing is written, and nothing runs but what only reads.
+        """Return the files and commands of a launch; nothing is written, and only queries run.
 
         Raises:
-            SpecError: with everything in the submission that this target cannot do.
+            SpecError: with all problems of the submission.
         """
 
     def offer(self, options: Mapping[str, str]) -> Offer | None:
-        """What a run with these ``options`` would have there; ``None`` where that cannot be said without its machines.
-
-        It is asked for where no plan is given; a plan that does not fit there is refused by ``prepare``. Nothing runs
-        for it but what only reads.
+        """Return the machines for a run with ``options`` and no plan; ``None`` if they are not known.
 
         Raises:
-            MissingExtraError: a package is missing to ask with.
-            RunError: who knows cannot be asked.
-            SpecError: an option that it depends on is wrong.
+            MissingExtraError: a package is missing.
+            RunError: the engine does not answer.
+            SpecError: an option is wrong.
         """
         return None
 
@@ -263,7 +261,7 @@ class AttachedTarget(Target):
 
 
 class QueueTarget(Target):
-    """A target that takes a run, and runs it when and as often as it sees fit; a ticket finds it again."""
+    """A target that runs a submission when it sees fit, and perhaps again; a ticket finds the run."""
 
     def __init__(self, address: str) -> None:
         if address:
@@ -272,16 +270,14 @@ class QueueTarget(Target):
 
     @abstractmethod
     def submit(self, prepared: Prepared) -> Mapping[str, Any]:
-        """Write the files and hand the run over. Returns its ticket, which can be JSON, at once.
+        """Write the files and submit the run. Returns its ticket, as JSON values, at once.
 
         Raises:
-            RunError: the target refuses it, in the target's own words; nothing of it is left.
+            RunError: the target refuses it, in its own words; nothing is left behind.
         """
 
     def refuse_folder(self, run: RunSpec, job: Job) -> None:
-        """Refuse the folder of ``run`` if the run cannot begin, or go on, in it; nothing is written.
-
-        Another target's way where the run itself stands elsewhere.
+        """Refuse the folder of ``run`` if the run cannot begin or resume in it.
 
         Raises:
             SpecError: it cannot.
@@ -291,21 +287,18 @@ class QueueTarget(Target):
         check_folder(run, job=job)
 
     def why_not(self, prepared: Prepared, patience: float = 60.0) -> str | None:
-        """Why it would refuse the run, in its own words; empty where it would take it. Nothing is handed over.
+        """Return why the target would refuse the run, "" if it would not, ``None`` if it cannot be asked.
 
-        ``None`` where it cannot be asked that. ``patience``: seconds that asking may take.
+        ``patience``: seconds for the answer.
         """
         return None
 
     def image(self, options: Mapping[str, str]) -> str:
-        """The image that a run with these ``options`` finds its packages in, and data at paths of its own.
-
-        Empty where its machines have the packages and the data of this one, at the same paths.
-        """
+        """Return the container image of a run; "" if its machines have the packages and paths of this one."""
         return ""
 
 
 def own_words(error: RunError) -> str:
-    """What an engine said of a refusal, in one line; without its warnings, where it said more than these."""
+    """Return an engine's refusal in one line, without warnings unless there is nothing else."""
     lines = [line.strip() for line in str(error).partition("\n    try: ")[0].splitlines() if line.strip()]
     return "; ".join([line for line in lines if not _WARNS.search(line)] or lines)
