@@ -76,15 +76,6 @@ def wrong_option(table: Mapping[str, Option], name: str, given: str, allowed: st
     return Problem(where=f"--{name}", given=given, allowed=allowed, fix=fix or f"--{name} {table[name].example}")
 
 
-def wrong_counts(table: Mapping[str, Option], options: Mapping[str, str], counts: Mapping[str, int]) -> list[Problem]:
-    """Return the problems of ``options`` that are whole numbers; ``counts``: name → least."""
-    return [
-        wrong_option(table, name, repr(options[name]), f"a whole number, {least} or more")
-        for name, least in counts.items()
-        if name in options and not is_count(options[name], least)
-    ]
-
-
 def secret_names(names: Iterable[str]) -> list[str]:
     """Return those of ``names``, of variables or options, that look like names of secrets."""
     words = {name: {*re.split("[_-]", name.upper())} for name in names}

@@ -236,17 +236,18 @@ def offer_of(there: Nodes, options: Mapping[str, str]) -> Offer | None:
     """
     alike = [node for _, node in there if node.get("GPU")] or [node for _, node in there]
     shapes = {(node.get("CPU", 0), node.get("GPU", 0), _gpu_of(node)) for node in alike}
-    nodes, share = options.get("nodes", str(len(alike))), options.get("cpus-per-worker", "1")
-    if len(shapes) != 1 or not (is_count(nodes, 1) and is_count(share, 1)):
+    values, problems = read_options(OPTIONS, options)
+    nodes, share = values.get("nodes", len(alike)), values.get("cpus-per-worker", 1)
+    if len(shapes) != 1 or problems:
         return None
     ((cpus, gpus, name),) = shapes
     if gpus:
         kind = find(name) or find(f"{name}B")  # Ray's A100-40G is the catalog's A100-40GB
         device = kind.device.name if kind else ""
-        return Offer(nodes=int(nodes), devices=int(gpus), device=device, by="Ray") if kind and gpus >= 1 else None
-    places, memory = int(cpus // int(share)), int(min(node.get("memory", 0) for node in alike))
-    cores = places * int(share)
-    return Offer(nodes=int(nodes), devices=places, cores=cores, memory=memory, by="Ray") if places else None
+        return Offer(nodes=nodes, devices=int(gpus), device=device, by="Ray") if kind and gpus >= 1 else None
+    places, memory = int(cpus // share), int(min(node.get("memory", 0) for node in alike))
+    cores = places * share
+    return Offer(nodes=nodes, devices=places, cores=cores, memory=memory, by="Ray") if places else None
 
 
 def _gpu_of(node: Mapping[str, float]) -> str:
