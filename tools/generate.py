@@ -101,15 +101,11 @@ def run_table() -> str:
 
 
 def run_files_table() -> str:
-    """Everything in a run folder, and what of it travels to hosts that do not share it."""
-    rows = [
-        "| name | what it is | written | read by | in a [copy](#copies-on-other-hosts) |",
-        "| --- | --- | --- | --- | --- |",
-    ]
+    """Return the table of everything in a run folder."""
+    rows = ["| name | what it is | written | read by |", "| --- | --- | --- | --- |"]
     for name, file in RUN_FILES.items():
-        travels = [*(["sent"] if file.sent else []), *([f"brought {file.brought}"] if file.brought else [])]
         shown = f"{name}{'' if '.' in name else '/'}"
-        rows.append(f"| `{shown}` | {file.what} | {file.written} | {file.read} | {', '.join(travels) or 'not'} |")
+        rows.append(f"| `{shown}` | {file.what} | {file.written} | {file.read} |")
     return "\n".join(rows)
 
 

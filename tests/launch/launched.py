@@ -187,15 +187,6 @@ class StandIns(AttachedTarget):
     def follow(self, prepared: Prepared, threads: int | None, watch: Any, begun: Any) -> None:
         raise RunError("the run would begin now")
 
-    def standing(self, ticket: Mapping[str, Any], folder: Path) -> Standing:
-        raise NotImplementedError
-
-    def stop(self, ticket: Mapping[str, Any], folder: Path) -> None:
-        raise NotImplementedError
-
-    def log(self, ticket: Mapping[str, Any], folder: Path, rank: int | None) -> Path:
-        raise NotImplementedError
-
 
 class Queue(QueueTarget):
     """A queue that offers, and says of a run, what a test sets."""

@@ -209,17 +209,14 @@ def test_a_host_that_cannot_be_reached_is_named_at_once(
     assert not (tmp_path / "run").exists()
 
 
-def test_variables_of_the_hosts_file_reach_workers_and_no_command_line(servers: SshServers, tmp_path: Path) -> None:
+def test_variables_of_the_hosts_file_reach_workers_and_no_command_line(
+    servers: SshServers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = write_job(tmp_path, pause=0.05, steps=60)
     path.write_text("import os\nassert os.environ['WORD'] == 'a-secret'\n" + path.read_text())
+    monkeypatch.setenv("WORD", "a-secret")  # for the look at the job here
     given = f'{{PYTHONPATH = "{os.environ.get("PYTHONPATH", "")}", WORD = "a-secret"}}'
     process = launch(servers, tmp_path, environment=given)
-    # the job needs the variable here, too, where it is looked at
-    process.kill()
-    process.communicate()
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setenv("WORD", "a-secret")
-        process = launch(servers, tmp_path, environment=given)
     await_steps(tmp_path / "run", 4, process)
     for one in psutil.process_iter():
         with suppress(psutil.Error):
@@ -263,12 +260,16 @@ def test_a_host_without_the_run_folder_or_the_job_is_refused_before_anything_sta
     assert [path.name for path in folder.iterdir() if path.name != "__pycache__"] == ["train.py"]
 
 
-def test_code_is_copied_to_hosts_that_have_it_not(apart: tuple[SshServers, Path]) -> None:
+def test_code_is_copied_to_hosts_that_have_it_not_and_the_check_finds_it(apart: tuple[SshServers, Path]) -> None:
     servers, folder = apart
+    write_job(folder)
     (folder / ".env").write_text("TOKEN=1")
     file = servers.write_hosts((1, 1), code=f'"{folder}"', folder=f'"{folder}"')
-    run = fit_in(folder, folder.parent / "run" / "1", file)
-    assert run.losses == pytest.approx(by_hand(6), rel=1e-5)
+    run = folder.parent / "run" / "1"
+    process = phalanx("launch", "train.py", "--to", f"ssh:{file}", "--plan", "dp=2", "--run", str(run), cwd=folder)
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 0, out + err
+    assert px.load(run).losses == pytest.approx(by_hand(6), rel=1e-5)
     words = ["ssh", "-F", str(servers.folder / "config"), "n1", f"ls -A {folder}"]
     there = subprocess.run(words, capture_output=True, text=True, check=True).stdout.split()
     assert [name for name in there if name != "__pycache__"] == ["train.py"]
@@ -276,8 +277,8 @@ def test_code_is_copied_to_hosts_that_have_it_not(apart: tuple[SshServers, Path]
 
 def test_a_host_without_phalanx_is_named(servers: SshServers, tmp_path: Path) -> None:
     write_job(tmp_path)
-    file = servers.write_hosts((1, 1), environment='{PYTHONPATH = "/nowhere"}', folder='"/"')
-    with pytest.raises(WorkerError, match=r"host n\d ended before the run did: .*phalanx"):
+    file = servers.write_hosts((1, 1), environment="{}", python=f'"{sys.base_prefix}/bin/python3"')
+    with pytest.raises(WorkerError, match=r"host n\d ended before the run did; its last words: .*phalanx"):
         fit(tmp_path, file, "dp=2")
 
 
@@ -310,8 +311,8 @@ def agent_that(tmp_path: Path, program: str) -> ssh._Agent:
 def test_what_a_host_prints_is_text_and_no_line_is_endless(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "run").mkdir()
     agent = agent_that(tmp_path, "print('\\33]0;x\\7' + '\\u202e', flush=True); print('y' * 200_000)")
-    until(lambda: agent.code is not None, 30, "it ended")
-    agent.hang_up()
+    until(lambda: agent.poll() is not None, 30, "it ended")
+    agent.tell("", last=True)
     agent.end()
     lines = capfd.readouterr().out.splitlines()
     assert lines[0] == "\\x1b]0;x\\x07\\u202e"
@@ -342,7 +343,7 @@ def test_the_first_failure_is_named(
     agents = [agent_that(tmp_path, "") for _ in range(2)]
     for number, agent in enumerate(agents):
         agent.end()
-        agent.hang_up()
+        agent.tell("", last=True)
         agent.first, agent.said = number, [said] if number else []
     failure = ssh._failure(agents, codes, events)
     assert (failure.rank, failure.kind, failure.is_loss, failure.exit_code) == found

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import ipaddress
 import re
 import shlex
 import sys
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,14 +25,15 @@ address = "10.0.0.1"    # for what workers send each other; name, where it is no
 """A file that names one host."""
 
 _FIX = "a file such as\n" + "".join(f"        {line}\n" for line in EXAMPLE.splitlines())
-_NAME = re.compile(r"[\w.:@%+-]+")  # a host, with its user perhaps; no option of ssh, and nothing for a shell
+_NAME = re.compile(r"[\w.:@%+][\w.:@%+-]*")  # for ssh: no option of it, and nothing for a shell
+_ADDRESS = re.compile(r"[\w.][\w.-]*")  # torchrun's agents meet at no address of IPv6
 _VARIABLE = re.compile(r"[A-Za-z_]\w*", re.ASCII)
+_OF_HOST = {"name", "devices", "address"}
 _KINDS: Mapping[str, tuple[type, str]] = {
     **dict.fromkeys(("folder", "python", "code"), (str, "a text")),
     "ssh": (list, "a list of texts"),
-    "environment": (dict, "a table of texts"),
+    "environment": (dict, "a table of texts, whose names are of letters, digits and _"),
 }
-_OF_HOST = {"name", "devices", "address"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -84,18 +83,21 @@ class HostsFile:
             SpecError: with everything that is wrong in it.
         """
         table = read_toml(path, where="--to", fix=f"--to ssh:hosts.toml, {_FIX}", below=0)
-        problems = _unknown(table, {*_KINDS, "host"}, str(path))
-        entries = table.pop("host", None)
+        problems = [
+            _wrong(path, f"{name} = ...", ", ".join([*_KINDS, "host"])) for name in sorted({*table} - {*_KINDS, "host"})
+        ]
+        entries = table.get("host")
         if not isinstance(entries, list) or not entries or not all(isinstance(one, dict) for one in entries):
             given = "no [[host]]" if entries is None else repr(entries)
             raise SpecError([*problems, _wrong(path, given, "one [[host]] or more")])
         hosts: list[HostEntry] = []
         for number, entry in enumerate(entries, 1):
-            found, wrong = _entry(entry, f"{path}, host {number}")
+            wrong = _entry_problems(entry, f"{path}, host {number}")
             problems += wrong
-            hosts += [found] if found else []
-        twice = sorted({one.name for one in hosts if sum(other.name == one.name for other in hosts) > 1})
-        if twice:
+            if not wrong:
+                hosts.append(HostEntry(name=entry["name"], devices=entry.get("devices", 1), address=_address(entry)))
+        names = [host.name for host in hosts]
+        if twice := sorted({name for name in names if names.count(name) > 1}):
             problems.append(_wrong(path, f"{', '.join(twice)}: named twice", "each host once, with all its devices"))
         for name, (kind, allowed) in _KINDS.items():
             value = table.get(name, kind())
@@ -103,12 +105,13 @@ class HostsFile:
             if not isinstance(value, kind) or not all(isinstance(one, str) for one in inside):
                 problems.append(_wrong(f"{path}, {name}", repr(value), allowed))
             elif kind is dict:
-                wrong_names = [one for one in value if not _VARIABLE.fullmatch(one)]
-                allowed = "names of letters, digits and _"
-                problems += [_wrong(f"{path}, {name}", repr(one), allowed) for one in wrong_names]
+                problems += [
+                    _wrong(f"{path}, {name}", repr(one), allowed) for one in value if not _VARIABLE.fullmatch(one)
+                ]
         if problems:
             raise SpecError(problems)
-        return cls(hosts=tuple(hosts), **{**table, "ssh": tuple(table.get("ssh", ()))})
+        own = {name: table[name] for name in ("folder", "python", "code", "environment") if name in table}
+        return cls(hosts=tuple(hosts), ssh=tuple(table.get("ssh", ())), **own)
 
 
 def refuse_size(run: RunSpec, file: HostsFile) -> None:
@@ -128,31 +131,20 @@ def refuse_size(run: RunSpec, file: HostsFile) -> None:
         raise SpecError(problems)
 
 
-def _entry(entry: dict[str, Any], where: str) -> tuple[HostEntry | None, list[Problem]]:
-    problems = _unknown(entry, _OF_HOST, where)
-    name, devices = entry.get("name"), entry.get("devices", 1)
-    address = entry.get("address", name.rpartition("@")[2] if isinstance(name, str) else name)
-    if isinstance(address, str) and _is_ipv6(address):
-        allowed = "a name, or an address of IPv4: workers meet at those"
-        return None, [*problems, _wrong(f"{where}, address", f"{address!r}, an address of IPv6", allowed)]
-    for key, value in (("name", name), ("address", address)):
-        if not isinstance(value, str) or not _NAME.fullmatch(value) or value.startswith("-"):
-            problems.append(_wrong(f"{where}, {key}", repr(value), "a host's name or address"))
+def _address(entry: Mapping[str, Any]) -> Any:
+    return entry.get("address", str(entry.get("name")).rpartition("@")[2])
+
+
+def _entry_problems(entry: Mapping[str, Any], where: str) -> list[Problem]:
+    name, address, devices = entry.get("name"), _address(entry), entry.get("devices", 1)
+    problems = [_wrong(where, f"{one} = ...", ", ".join(sorted(_OF_HOST))) for one in sorted({*entry} - _OF_HOST)]
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        problems.append(_wrong(f"{where}, name", repr(name), "a host as ssh knows it"))
+    elif not isinstance(address, str) or not _ADDRESS.fullmatch(address):
+        problems.append(_wrong(f"{where}, address", repr(address), "a name, or an address of IPv4"))
     if not is_whole(devices, 1):
         problems.append(_wrong(f"{where}, devices", repr(devices), "a whole number, 1 or more"))
-    if problems:
-        return None, problems
-    return HostEntry(name=str(name), devices=devices, address=str(address)), []
-
-
-def _is_ipv6(address: str) -> bool:
-    with suppress(ValueError):
-        return ipaddress.ip_address(address.strip("[]")).version == 6
-    return False
-
-
-def _unknown(table: Mapping[str, Any], known: set[str], where: str) -> list[Problem]:
-    return [_wrong(where, f"{name} = ...", f"{', '.join(sorted(known))}") for name in sorted(set(table) - known)]
+    return problems
 
 
 def _wrong(where: object, given: str, allowed: str) -> Problem:

@@ -10,12 +10,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
 import secrets
 import shlex
-import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -32,14 +29,13 @@ from phalanx.config import RunSpec
 from phalanx.config.run_files import EVENTS
 from phalanx.errors import Problem, RunError, SpecError
 from phalanx.events.log import EventReader, last_failure
-from phalanx.files.single_writer import is_running
 from phalanx.launch.check_hosts import TargetHost, run_here
 from phalanx.launch.check_hosts.host_findings import way_there
 from phalanx.launch.failure import Failure, failure_of_exit, record, signal_name, worker_error
 from phalanx.launch.jobfile import Reference
 from phalanx.launch.reaper import SAVED, Interrupts
 from phalanx.launch.restarts import Restarts
-from phalanx.launch.targets.code_pack import CodePack, folder_to_pack
+from phalanx.launch.targets.code_pack import CodePack
 from phalanx.launch.targets.handed_over import (
     forget_handed_over,
     one_launch_at_a_time,
@@ -47,18 +43,25 @@ from phalanx.launch.targets.handed_over import (
     write_ticket,
 )
 from phalanx.launch.targets.hosts_file import HostEntry, HostsFile, refuse_size
-from phalanx.launch.targets.launch_folder import LAST_WORDS, append, attached_log, last_word, word_of
-from phalanx.launch.targets.target import AttachedTarget, Option, Prepared, Standing, Submission
+from phalanx.launch.targets.launch_folder import append, attached_log, word_of
+from phalanx.launch.targets.target import AttachedTarget, Option, Prepared, Submission
 from phalanx.units import visible
 
 _ASKS = 60.0  # seconds for a host to answer
 _ALIVE = 5.0  # seconds between lines that tell an agent that this process is alive
 _OTHERS = 5.0  # seconds for other agents to end, after the first that failed
 _AFTER_GRACE = 10.0  # seconds, after which a host that should have stopped is ended
+_BACK = 300.0  # seconds for a lost host to come back
 _END = 3.0  # seconds for ssh to end once its input is closed
 _LOOK = 0.1  # seconds
 _LOST = 255  # exit code of ssh when the connection failed or a signal ended the agent
 _LINE = 1 << 16  # bytes of a printed line
+_SHARED = "a folder that this machine and all hosts share"
+_FIXES = {
+    "run.folder": "share the folder",
+    "job": 'share the folder, or code = "/its/folder" in the hosts file',
+    "folder": 'folder = "/shared" in the hosts file',
+}
 _ENDED = re.compile(r"rank (\d{1,6}) ended with (-?\d{1,3})")  # as an agent says it
 _SSH = ("ssh", "-T", "-o", "BatchMode=yes", "-o", "StrictHostKeyChecking=yes", "-o", "ConnectTimeout=10")
 _SSH += ("-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=3")
@@ -104,8 +107,8 @@ class SshTarget(AttachedTarget):
         refuse_size(submission.run, self.file)
         variables = ", ".join(self.file.environment) or "none"
         notes = [f"workers work in {self.file.folder}; variables of the hosts file: {variables}"]
-        if pack := _code(self.file, submission.run):
-            notes.append(f"each host first gets {pack.headline}, by rsync to the same path")
+        if self.file.code:
+            notes.append(f"each host first gets {_pack(self.file.code).headline}, by rsync to the same path")
         files = {submission.runfile: submission.run.to_toml()}
         commands = tuple(tuple(_on_host(self.file, host, _NODE)) for host in self.file.hosts)
         return Prepared(submission=submission, files=files, commands=commands, notes=tuple(notes))
@@ -121,31 +124,12 @@ class SshTarget(AttachedTarget):
         with one_launch_at_a_time(run.folder):
             refuse_handed_over(run.folder)
             prepared.write()
-            ticket = {"host": socket.gethostname(), "pid": os.getpid(), "since": _begun_at(os.getpid())}
-            write_ticket(prepared.submission, f"{self.name}:{self._path}", ticket)
+            write_ticket(prepared.submission, f"{self.name}:{self._path}", self.ticket())
         begun()
         try:
             self._supervise(prepared.submission, port, threads, watch)
         finally:
             forget_handed_over(run.folder)
-
-    def standing(self, ticket: Mapping[str, Any], folder: Path) -> Standing:
-        if ticket["host"] != socket.gethostname():
-            return Standing(state="unknown", detail=f"launched by process {ticket['pid']} on {ticket['host']}")
-        if is_running(ticket["pid"]) and _begun_at(ticket["pid"]) == ticket["since"]:
-            return Standing(state="running", detail=f"followed by process {ticket['pid']}")
-        return Standing(state=LAST_WORDS.get(last_word(folder), "unknown"), detail="the process that launched it ended")
-
-    def stop(self, ticket: Mapping[str, Any], folder: Path) -> None:
-        found = self.standing(ticket, folder)
-        if ticket["host"] != socket.gethostname():
-            raise RunError(f"{folder} was {found.detail}\n    try: there, phalanx stop {shlex.quote(str(folder))}")
-        if found.state == "running":
-            with suppress(ProcessLookupError):
-                os.kill(ticket["pid"], signal.SIGTERM)
-
-    def log(self, ticket: Mapping[str, Any], folder: Path, rank: int | None) -> Path:
-        return attached_log(folder, rank)
 
     def _ask(self, run: RunSpec) -> int:
         """Return a free port of the first host, once every host is known to have what ``run`` needs.
@@ -154,26 +138,33 @@ class SshTarget(AttachedTarget):
             SpecError: a host does not see the run folder, or has not the job's file.
             RunError: a host cannot be used.
         """
-        job, hosts, pack = Reference.parse(run.job).file, self.hosts(), _code(self.file, run)
-        with _token_beside(run.folder) as token, ThreadPoolExecutor(len(hosts)) as threads:
-            needed = [token, *([job] if job else [])]
-            found = {str(path): hashlib.sha256(path.read_bytes()).hexdigest() for path in needed}
-            answers = list(threads.map(lambda host: host.begin(pack, found), hosts))
+        job, hosts = Reference.parse(run.job).file, self.hosts()
+        above = next(one for one in (run.folder, *run.folder.parents) if one.is_dir())
+        token = above / f".phalanx-launch-{secrets.token_hex(4)}"
+        try:
+            token.write_text(secrets.token_hex(16))
+            found = {str(one): hashlib.sha256(one.read_bytes()).hexdigest() for one in (token, job) if one}
+            with ThreadPoolExecutor(len(hosts)) as threads:
+                answers = list(threads.map(lambda host: host.begin([*found]), hosts))
+        except OSError as error:
+            raise SpecError.of("run.folder", f"{above}: {error.strerror}", _SHARED, 'folder="/shared/run"') from None
+        finally:
+            token.unlink(missing_ok=True)
         if failed := [(host.name, said) for host, said in zip(hosts, answers, strict=True) if isinstance(said, str)]:
             lines = [f"host {name} cannot be used: {visible(why)}" for name, why in failed]
             raise RunError("\n".join([*lines, f"    try: {way_there(*failed[0])}"]))
         problems: list[Problem] = []
-        shared = "a folder that this machine and all hosts share"
         for host, (there, works, _) in zip(hosts, answers, strict=True):
-            if there.get(str(token)) != found[str(token)]:
-                given = f"host {host.name} does not see {run.folder}"
-                problems.append(Problem(where="run.folder", given=given, allowed=shared, fix="share the folder"))
-            if job and there.get(str(job)) != found[str(job)]:
-                given, fix = f"host {host.name} has not {job} as it is here", f'code = "{job.parent}" in {self._path}'
-                problems.append(Problem(where="job", given=given, allowed=f"{shared}, or a copy", fix=fix))
-            if works is not True:
-                given, fix = f"host {host.name} has no folder {self.file.folder}", f'folder = "/" in {self._path}'
-                problems.append(Problem(where="folder", given=given, allowed="a folder on every host", fix=fix))
+            wrong = {
+                "run.folder": there.get(str(token)) != found[str(token)] and f"does not see {run.folder}",
+                "job": job and there.get(str(job)) != found[str(job)] and f"has not {job} as it is here",
+                "folder": works is not True and f"has no folder {self.file.folder}",
+            }
+            problems += [
+                Problem(where=where, given=f"host {host.name} {why}", allowed=_SHARED, fix=_FIXES[where])
+                for where, why in wrong.items()
+                if why
+            ]
         if problems:
             raise SpecError(problems)
         return int(answers[0][2])
@@ -205,12 +196,21 @@ class SshTarget(AttachedTarget):
                         record(error, run.folder)
                     raise error
                 print(f"{str(error).splitlines()[0]}: starting again", file=sys.stderr)
-                until = time.monotonic() + restarts.pause
-                while time.monotonic() < until:
-                    time.sleep(_LOOK)
-                    interrupts.check()
+                port = self._ask_again(run, restarts.pause, interrupts)
                 submission.runfile.write_text(replace(run, resume="auto", from_step=None).to_toml())
-                port = self._ask(run)
+
+    def _ask_again(self, run: RunSpec, pause: float, interrupts: Interrupts) -> int:
+        """Ask after ``pause`` seconds, and as long as a host is not back, for at most ``_BACK``."""
+        began = time.monotonic()
+        while True:
+            interrupts.check()
+            try:
+                if time.monotonic() >= began + pause:
+                    return self._ask(run)
+            except RunError:
+                if time.monotonic() > began + _BACK:
+                    raise
+            time.sleep(_LOOK)
 
     @contextmanager
     def _agents(self, submission: Submission, port: int, threads: int | None) -> Iterator[list[_Agent]]:
@@ -229,7 +229,7 @@ class SshTarget(AttachedTarget):
             yield found
         finally:
             for agent in found:
-                agent.hang_up()
+                agent.tell("end\n", last=True)
             for agent in found:
                 agent.end()
 
@@ -240,33 +240,39 @@ class SshAskedHost(TargetHost):
 
     def __init__(self, file: HostsFile, entry: HostEntry) -> None:
         self.name, self.address, self.processes = entry.name, entry.address, entry.devices
-        self.folder, self._file, self._entry = file.folder, file, entry
+        self.folder, self._file, self._entry, self._copied = file.folder, file, entry, False
 
     def run(self, arguments: Sequence[str], text: str, patience: float) -> str:
+        self._copy_code()
         lines = f"{json.dumps({**self._file.environment})}\n{text}"
         return run_here(_on_host(self._file, self._entry, arguments), lines, patience)
 
-    def begin(self, pack: CodePack | None, files: Mapping[str, str]) -> Any:
-        """Copy ``pack`` to the host, and return digests of ``files`` there, if it has its folder, and a free port.
-
-        A host that cannot be used gives the reason, a text.
-        """
+    def begin(self, files: Sequence[str]) -> Any:
+        """Return digests of ``files`` there, True if the host has its folder, and a free port; else why not, a text."""
         try:
-            if pack:
-                shell = shlex.join([*_SSH, *self._file.ssh])
-                names = "\0".join(str(pack.root / path) for path in pack.files)
-                words = [*_RSYNC, "-e", shell, "/", f"{self.name}:/"]
-                subprocess.run(words, input=names, capture_output=True, text=True, check=True)
-            question = json.dumps({"files": [*files], "folder": self.folder})
+            question = json.dumps({"files": files, "folder": self.folder})
             told = json.loads(self.run(["-c", _QUESTION], f"{question}\n", _ASKS).splitlines()[-1])
             good = isinstance(told[0], dict) and isinstance(told[2], int) and 0 < told[2] < 1 << 16
             return told if good else "gives an answer of another form"
         except (ValueError, LookupError, TypeError, RecursionError):
             return "gives no answer"
-        except subprocess.CalledProcessError as error:
-            return f"is not sent the code: {next(iter(error.stderr.splitlines()), 'rsync failed')}"
-        except (RunError, FileNotFoundError) as error:
+        except RunError as error:
             return str(error)
+
+    def _copy_code(self) -> None:
+        if self._copied or not self._file.code:
+            return
+        pack = _pack(self._file.code)
+        words = [*_RSYNC, "-e", shlex.join([*_SSH, *self._file.ssh]), "/", f"{self.name}:/"]
+        names = "\0".join(str(pack.root / path) for path in pack.files)
+        try:
+            subprocess.run(words, input=names, capture_output=True, text=True, check=True)
+        except FileNotFoundError:
+            raise RunError("is not sent the code: rsync is not installed here") from None
+        except subprocess.CalledProcessError as error:
+            why = next(iter(error.stderr.splitlines()), "rsync failed")
+            raise RunError(f"is not sent the code: {why}") from None
+        self._copied = True
 
 
 @final
@@ -279,27 +285,19 @@ class _Agent:
         self._ssh = subprocess.Popen(words, start_new_session=True, **pipes)  # Ctrl-C is for this process alone
         streams = ((self._ssh.stdout, sys.stdout), (self._ssh.stderr, sys.stderr))
         self._readers = [threading.Thread(target=self._pass_on, args=each, daemon=True) for each in streams]
+        self.poll = self._ssh.poll  # exit code of ssh, which is that of the agent
         for reader in self._readers:
             reader.start()
 
-    @property
-    def code(self) -> int | None:
-        """Exit code of ssh, which is that of the agent; None while it runs."""
-        return self._ssh.poll()
-
-    def tell(self, text: str) -> None:
-        """Send ``text``; does nothing once the connection is over."""
+    def tell(self, text: str, *, last: bool = False) -> None:
+        """Send ``text``, and close the connection after the ``last``; does nothing once it is over."""
+        assert self._ssh.stdin
         with suppress(OSError, ValueError):
-            assert self._ssh.stdin
-            self._ssh.stdin.write(text.encode())
+            self._ssh.stdin.write(text.encode())  # pyrefly: ignore
             self._ssh.stdin.flush()
-
-    def hang_up(self) -> None:
-        """Have the agent kill its workers, and close the connection."""
-        self.tell("end\n")
         with suppress(OSError):
-            assert self._ssh.stdin
-            self._ssh.stdin.close()
+            if last:
+                self._ssh.stdin.close()
 
     def end(self) -> None:
         """Wait for ssh to end, and kill it if that takes long."""
@@ -327,7 +325,7 @@ def _followed(
     """Return the exit code of each agent once all have ended; None for an agent that still has to be ended."""
     deadline, asked, alive = float("inf"), False, 0.0
     while True:
-        codes, now = [agent.code for agent in agents], time.monotonic()
+        codes, now = [agent.poll() for agent in agents], time.monotonic()
         if None not in codes or now > deadline:
             return codes
         if any(code not in (None, 0, SAVED) for code in codes):
@@ -349,55 +347,31 @@ def _failure(agents: Sequence[_Agent], codes: Sequence[int | None], events: Sequ
     """Return the first failure of a run: by its events, else by the words and exit codes of the agents."""
     told, step = last_failure(events), max((one["step"] for one in events if one["event"] == "step"), default=None)
     seen: dict[str, Any] = {"step": step, "traceback": "", "time": 0.0, "expected": True, "everywhere": True}
+    of_rank: dict[str, Any] = {name: told.get(name) for name in ("rank", "kind", "message")}
     if told and not told.get("lost", True):
         where = next((agent.name for agent in reversed(agents) if agent.first <= told["rank"]), "a host")
         seen["exit_code"] = getattr(vars(errors).get(told["kind"]), "exit_code", 3)
-        message = f"{told['message']}\n    on {where}; the output of all ranks is above, and in phalanx logs RUN"
-        return Failure(rank=told["rank"], kind=told["kind"], message=message, **seen)
+        of_rank["message"] += f"\n    on {where}; the output of all ranks is above, and in phalanx logs RUN"
+        return Failure(**of_rank, **seen)
     for agent in agents:
         for rank, code in _ENDED.findall("\n".join(agent.said)):
             if int(code) < 0:
                 return replace(failure_of_exit(int(rank), step, int(code)), host=agent.name)
     ended = [(agent, code) for agent, code in zip(agents, codes, strict=True) if code not in (None, 0, SAVED)]
     agent, code = next((one for one in ended if one[1] == _LOST), ended[0] if ended else (agents[0], 0))
-    last = agent.said[-1] if agent.said else "without a word"
-    if code == _LOST:
-        message = f"host {agent.name} was lost: {last}"
-        return Failure(rank=agent.first, kind="lost host", message=message, lost_peer=True, **seen)
-    if told:
-        return Failure(rank=told["rank"], kind=told["kind"], message=told["message"], lost_peer=True, **seen)
-    message = f"host {agent.name} ended before the run did: {last}"
-    return Failure(rank=agent.first, kind=f"exit {code}", message=message, **seen)
+    if told and code != _LOST:
+        return Failure(lost_peer=True, **of_rank, **seen)
+    how = "was lost" if code == _LOST else "ended before the run did; its last words"
+    message = f"host {agent.name} {how}: {agent.said[-1] if agent.said else 'none'}"
+    kind = "lost host" if code == _LOST else f"exit {code}"
+    return Failure(rank=agent.first, kind=kind, message=message, lost_peer=code == _LOST, **seen)
 
 
-def _code(file: HostsFile, run: RunSpec) -> CodePack | None:
-    """Return what each host is sent: nothing, unless the hosts file has ``code``."""
-    return CodePack.of(folder_to_pack(run.job, file.code), without=run.folder) if file.code else None
+def _pack(code: str) -> CodePack:
+    root = Path(code).expanduser().resolve()
+    return CodePack.of(root, without=root)  # folders of runs are left out by themselves
 
 
 def _on_host(file: HostsFile, host: HostEntry, arguments: Sequence[str]) -> list[str]:
     """Return the command that runs the host's Python with ``arguments``, and variables from a line of stdin."""
     return [*_SSH, *file.ssh, "--", host.name, shlex.join([file.python, "-c", _BOOT, file.python, *arguments])]
-
-
-def _begun_at(pid: int) -> str:
-    """Return when a process began, in ticks of the kernel: numbers of processes are used again."""
-    with suppress(OSError, IndexError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
-    return ""
-
-
-@contextmanager
-def _token_beside(folder: Path) -> Iterator[Path]:
-    """Within, a file with a random word is in the nearest folder that exists of the path to ``folder``."""
-    above = next(one for one in (folder, *folder.parents) if one.is_dir())
-    path = above / f".phalanx-launch-{secrets.token_hex(4)}"
-    try:
-        path.write_text(secrets.token_hex(16))
-    except OSError as error:
-        given, allowed = f"{above}: {error.strerror}", "a folder that can be written, and that all hosts share"
-        raise SpecError.of("run.folder", given, allowed, 'folder="/shared/run"') from None
-    try:
-        yield path
-    finally:
-        path.unlink(missing_ok=True)

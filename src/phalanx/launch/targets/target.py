@@ -6,9 +6,12 @@ with an ``AttachedTarget`` or a ``QueueTarget``, and a line in the table of ``fi
 
 from __future__ import annotations
 
+import os
 import re
 import secrets
 import shlex
+import signal
+import socket
 import sys
 import time
 from abc import ABC, abstractmethod
@@ -23,8 +26,9 @@ from phalanx.config import Job, Plan, RunSpec
 from phalanx.config.run_files import RUN_TOML
 from phalanx.errors import RunError, SpecError
 from phalanx.files import replace_text
+from phalanx.files.single_writer import is_running
 from phalanx.launch.check_hosts import TargetHost
-from phalanx.launch.targets.launch_folder import CODE_LIST, FOLDER, State
+from phalanx.launch.targets.launch_folder import CODE_LIST, FOLDER, LAST_WORDS, State, attached_log, last_word
 from phalanx.launch.targets.offer import Offer
 
 _SHOWN = 10  # files of a job's code in a dry run
@@ -243,7 +247,7 @@ class Target(ABC):
 
 
 class AttachedTarget(Target):
-    """A target whose runs live as long as the process that launched them."""
+    """A target whose runs live as long as the process that launched them, which the ticket names."""
 
     @abstractmethod
     def hosts(self) -> Sequence[TargetHost]:
@@ -258,6 +262,29 @@ class AttachedTarget(Target):
         ``threads``: of each worker; None: its share of the host's cores. ``watch`` is called about ten times a second,
         ``begun`` once nothing refuses the run any more.
         """
+
+    def ticket(self) -> Mapping[str, Any]:
+        """Return the ticket of a run that this process follows."""
+        return {"host": socket.gethostname(), "pid": os.getpid(), "since": _began(os.getpid())}
+
+    def standing(self, ticket: Mapping[str, Any], folder: Path) -> Standing:
+        pid, host = ticket["pid"], ticket["host"]
+        if host != socket.gethostname():
+            return Standing(state="unknown", detail=f"launched by process {pid} on {host}")
+        if is_running(pid) and _began(pid) == ticket["since"]:
+            return Standing(state="running", detail=f"followed by process {pid}")
+        return Standing(state=LAST_WORDS.get(last_word(folder), "unknown"), detail="the process that launched it ended")
+
+    def stop(self, ticket: Mapping[str, Any], folder: Path) -> None:
+        found = self.standing(ticket, folder)
+        if ticket["host"] != socket.gethostname():
+            raise RunError(f"{folder} was {found.detail}\n    try: there, phalanx stop {shlex.quote(str(folder))}")
+        if found.state == "running":
+            with suppress(ProcessLookupError):
+                os.kill(ticket["pid"], signal.SIGTERM)
+
+    def log(self, ticket: Mapping[str, Any], folder: Path, rank: int | None) -> Path:
+        return attached_log(folder, rank)
 
 
 class QueueTarget(Target):
@@ -296,6 +323,13 @@ class QueueTarget(Target):
     def image(self, options: Mapping[str, str]) -> str:
         """Return the container image of a run; "" if its machines have the packages and paths of this one."""
         return ""
+
+
+def _began(pid: int) -> str:
+    """Return when a process began, in ticks of the kernel: numbers of processes are used again."""
+    with suppress(OSError, IndexError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+    return ""
 
 
 def own_words(error: RunError) -> str:
