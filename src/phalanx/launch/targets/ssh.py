@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import IO, Any, ClassVar, final
 
@@ -33,7 +34,7 @@ from phalanx.launch.check_hosts import TargetHost, run_here
 from phalanx.launch.check_hosts.host_findings import way_there
 from phalanx.launch.failure import Failure, failure_of_exit, record, signal_name, worker_error
 from phalanx.launch.jobfile import Reference
-from phalanx.launch.reaper import SAVED, Interrupts
+from phalanx.launch.reaper import SAVED, StopRequest, raise_stopped
 from phalanx.launch.restarts import Restarts
 from phalanx.launch.targets.code_pack import CodePack
 from phalanx.launch.targets.handed_over import (
@@ -174,18 +175,18 @@ class SshTarget(AttachedTarget):
         run, restarts = submission.run, Restarts(submission.run.restarts, submission.run.folder)
         events = EventReader(run.folder / EVENTS)
         events.new()  # of earlier starts
-        with Interrupts() as interrupts:
+        with StopRequest(partial(raise_stopped, saved=False)) as stop:
             while True:
                 restarts.started()
                 with self._agents(submission, port, threads) as agents:
-                    codes = _followed(agents, interrupts, run.grace, watch)
-                    interrupts.held = True  # no signal cuts the clean-up short
-                interrupts.held = False
+                    codes = _followed(agents, stop, run.grace, watch)
+                    stop.held = True  # no signal cuts the clean-up short
+                stop.held = False
                 told = events.new()
                 watch()
-                interrupts.saved = word_of(told) in ("end", "stopped")
-                interrupts.check()
-                if interrupts.saved:
+                saved = word_of(told) in ("end", "stopped")
+                raise_stopped(stop.number, saved=saved)
+                if saved:
                     if word_of(told) == "stopped":  # asked on a host
                         raise SystemExit(SAVED)
                     return
@@ -196,14 +197,14 @@ class SshTarget(AttachedTarget):
                         record(error, run.folder)
                     raise error
                 print(f"{str(error).splitlines()[0]}: starting again", file=sys.stderr)
-                port = self._ask_again(run, restarts.pause, interrupts)
+                port = self._ask_again(run, restarts.pause, stop)
                 submission.runfile.write_text(replace(run, resume="auto", from_step=None).to_toml())
 
-    def _ask_again(self, run: RunSpec, pause: float, interrupts: Interrupts) -> int:
+    def _ask_again(self, run: RunSpec, pause: float, stop: StopRequest) -> int:
         """Ask after ``pause`` seconds, and as long as a host is not back, for at most ``_BACK``."""
         began = time.monotonic()
         while True:
-            interrupts.check()
+            raise_stopped(stop.number, saved=False)
             try:
                 if time.monotonic() >= began + pause:
                     return self._ask(run)
@@ -320,7 +321,7 @@ class _Agent:
 
 
 def _followed(
-    agents: Sequence[_Agent], interrupts: Interrupts, grace: float, watch: Callable[[], None]
+    agents: Sequence[_Agent], stop: StopRequest, grace: float, watch: Callable[[], None]
 ) -> list[int | None]:
     """Return the exit code of each agent once all have ended; None for an agent that still has to be ended."""
     deadline, asked, alive = float("inf"), False, 0.0
@@ -331,9 +332,9 @@ def _followed(
         if any(code not in (None, 0, SAVED) for code in codes):
             deadline = min(deadline, now + _OTHERS)
         words = ""
-        if interrupts.caught and not asked:
+        if stop.number and not asked:
             asked, deadline, words = True, min(deadline, now + grace + _AFTER_GRACE if grace else now), "stop"
-            text = f"{signal_name(interrupts.caught)}: saving after this step, {grace:g} s at most"
+            text = f"{signal_name(stop.number)}: saving after this step, {grace:g} s at most"
             print(f"{text}; Ctrl-C ends the run at once", file=sys.stderr)
         if words or now > alive:
             alive = now + _ALIVE
