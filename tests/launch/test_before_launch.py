@@ -7,7 +7,6 @@ import sys
 import time
 import venv
 from collections.abc import Iterator, Sequence
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from test_target_laws import CASES, QUEUES, own_words, submission
 import phalanx as px
 from phalanx.cli import main
 from phalanx.config import Plan
+from phalanx.errors import RunError
 from phalanx.hardware import cluster
 from phalanx.launch.check_hosts import CheckTime
 from phalanx.launch.targets import TARGETS, Offer, QueueTarget, find_target, target_class
@@ -185,11 +185,14 @@ class TestWithoutAPlan:
         (plan,) = [line for line in text.splitlines() if line.startswith("plan = ")]
         assert Plan.parse(plan.partition('"')[2].rstrip('"')).processes == processes
 
-    @pytest.mark.skipif(find_spec("ray") is None, reason="not installed: ray")
-    def test_a_cluster_that_cannot_be_asked_is_named(self) -> None:
-        result = launch("ray:http://127.0.0.1:1")
+    def test_a_cluster_that_cannot_be_asked_is_named(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        def unreachable(address: str) -> None:
+            raise RunError(f"no Ray dashboard answers at {address}")
+
+        monkeypatch.setattr(ray_target, "_nodes", unreachable)
+        result = launch("ray:http://head:8265")
         assert result.exit_code == 3
-        assert "no Ray dashboard answers at http://127.0.0.1:1: " in result.stderr
+        assert "no Ray dashboard answers at http://head:8265" in result.stderr
         assert "--plan" not in result.stderr
 
 

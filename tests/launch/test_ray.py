@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import signal
 import socket
 import threading
@@ -251,7 +252,6 @@ class TestDriver:
     @pytest.fixture(autouse=True)
     def _no_cluster(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(ray, "init", lambda **how: None)
-        monkeypatch.setattr(signal, "signal", lambda *given: None)
 
     @pytest.mark.parametrize(
         ("codes", "code", "said"),
@@ -277,7 +277,9 @@ class TestDriver:
 
     def test_once_asked_to_stop_it_starts_nothing_again(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         one = Standby(tmp_path / "run", [])
-        monkeypatch.setattr(one, "_start", lambda starts: (one._asked.set(), {"n0": LOST, "n1": 1})[1])
+        monkeypatch.setattr(
+            one, "_start", lambda starts: (os.kill(os.getpid(), signal.SIGTERM), {"n0": LOST, "n1": 1})[1]
+        )
         assert one.train() == SAVED
         assert one.train() == SAVED
 
