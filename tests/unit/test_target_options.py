@@ -84,9 +84,7 @@ class TestUnknown:
             ("slurm", ["--noodes", "8"], "--nodes", ""),
             ("slurm", ["--gpus", "8"], "--gpus-per-node", ""),
             ("slurm", ["--exclusive"], "--sbatch '--exclusive=...'", "others by --sbatch '--name=value'"),
-            ("slurm", ["--partition", "gpu"], "--sbatch '--partition=...'", ""),
             ("kubernetes", ["--toleration=x"], "--patch pod.json", "others by --patch pod.json"),
-            ("sagemaker", ["--spot", "48h"], "--patch more.json", "others by --patch more.json"),
             ("slurm", ["--image", "a"], "without --image, or --to kubernetes", "belongs to kubernetes, sagemaker"),
             ("kubernetes", ["--setup", "true"], "without --setup, or --to slurm", "--setup belongs to slurm"),
             ("ray", ["--setup=true"], "without --setup, or --to slurm", "--setup belongs to slurm"),
@@ -101,6 +99,31 @@ class TestUnknown:
         assert problem.fix == fix
         assert allowed in problem.allowed
         assert problem.given == f"{to}, with {words[0].partition('=')[0]}"
+
+
+GONE = {
+    "slurm": "partition account qos constraint gres cpus-per-task mem nodelist exclude signal",
+    "kubernetes": "wait toleration node-selector",
+    "sagemaker": "spot subnets",
+}
+
+
+@pytest.mark.parametrize("name", GONE)
+def test_an_option_that_is_gone_is_refused_with_the_way_to_say_it(name: str) -> None:
+    (through,) = [option.through for option in find_target(name).options.values() if option.through]
+    for option in GONE[name].split():
+        with pytest.raises(SpecError) as caught:
+            settled(name, f"--{option}", "x", "--nodes", "2")
+        (problem,) = caught.value.problems
+        assert problem.given == f"{name}, with --{option}"
+        assert f"others by {through.format('--name=value')}" in problem.allowed
+
+
+@pytest.mark.parametrize("words", [["--nodes", "--time", "3h"], ["--nodes"], ["--nodes=--time"]])
+def test_an_option_without_its_value_is_refused(words: list[str]) -> None:
+    with pytest.raises(SpecError) as caught:
+        settled("slurm", *words)
+    assert ("--nodes", "no value") in [(problem.where, problem.given) for problem in caught.value.problems]
 
 
 class TestGpus:

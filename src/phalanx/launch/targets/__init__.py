@@ -1,4 +1,4 @@
-"""Where a run can be handed to: hosts by SSH, Slurm, Kubernetes, Ray, SageMaker. One file a target, and its parts."""
+"""Launch targets: hosts by SSH, Slurm, Kubernetes, Ray, SageMaker."""
 
 from phalanx.launch.targets.find_target import TARGETS, find_target, settled_options, target_class
 from phalanx.launch.targets.handed_over import (

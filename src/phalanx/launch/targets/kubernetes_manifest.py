@@ -196,20 +196,17 @@ def _own_variables(patch: Mapping[str, Any]) -> list[Problem]:
 
 def _wrong_volumes(run: RunSpec, volumes: list[tuple[str, str, str]]) -> list[Problem]:
     """Return problems of claims and their places, or of files that workers need and no volume holds."""
-    wrong = [f"{claim}{colon}{path}" for claim, colon, path in volumes if not claim or not path.startswith("/")]
+    places = [PurePosixPath(path) for _, _, path in volumes]
+    taken = [*places, RUN_FILE.parent, PurePosixPath("/dev/shm")]
+    wrong = [
+        f"{claim}{colon}{path}"
+        for claim, colon, path in volumes
+        if not claim or not path.startswith("/") or taken.count(PurePosixPath(path)) > 1
+    ]
     if wrong:
-        allowed = "CLAIM:/PATH, several with commas"
+        allowed = "CLAIM:/PATH, several with commas, each at a path of its own"
         return [wrong_option(OPTIONS, "volume", ", ".join(map(repr, wrong)), allowed)]
     problems: list[Problem] = []
-    places = [PurePosixPath(path) for _, _, path in volumes]
-    for index, place in enumerate(places):
-        own = (RUN_FILE.parent, PurePosixPath("/dev/shm"))
-        if str(place) == "/" or ".." in place.parts or any(place == one or place in one.parents for one in own):
-            problems.append(
-                wrong_option(OPTIONS, "volume", str(place), f"a folder that does not hold {own[0]} or {own[1]}")
-            )
-        elif place in places[:index]:
-            problems.append(wrong_option(OPTIONS, "volume", f"{place} twice", "one claim a place"))
     file = Reference.parse(run.job).file
     module = "; a job that is installed in the image and here is named as a module: package.train"
     for what, path in {"the run folder": run.folder, "the job's file": file}.items():

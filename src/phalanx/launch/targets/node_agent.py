@@ -1,8 +1,8 @@
-"""torchrun's agent on one node of a run that a queue has started: what the nodes of all queues have in common.
+"""torchrun's agent on one node of a run that a queue has started; the same for all queues.
 
-The agent starts the workers of its node, one a device, passes SIGTERM on to them and waits until they have saved. What
-a rank prints goes where the agent's own output does, and into ``rank-N.log``. Where agents meet, and how a queue asks a
-run to stop, is the business of the file of each queue.
+The agent starts the workers of its node, one a device, passes SIGTERM on to them and waits until they have saved. The
+output of a rank goes to the agent's own output, and into ``rank-N.log``. The file of each queue has its rendezvous and
+its signal to stop.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from phalanx.launch.torchrun import AGENT
 _OLDER_GRACE = 30  # seconds, before torch 2.13
 _AFTER_GRACE = 5  # seconds, after which a worker that should have ended by itself is ended by force
 _WORKER = """exec "$0" -m phalanx worker "$1" ${3:+--job "$3"} """
-# Nothing but the end of what is printed ends the processes that copy it.
+# The processes that copy output end with that output, and by no signal.
 _PLAIN = _WORKER + """> >(trap '' INT TERM; exec tee -a -- "$2/rank-$RANK.log") 2>&1"""
 _MARKED = (
     f"{_WORKER}> >(trap '' INT TERM; "
@@ -43,11 +43,11 @@ class NodePlace:
     """One node of a run.
 
     Attributes:
-        name: as its queue calls it, for what is said of it.
-        nodes: how many the run has.
-        cores: for the workers of this one.
-        workers: on this one; 0: each node has the same number.
-        options: of torchrun, by their names without dashes: where agents meet, and how often they start workers again.
+        name: in messages.
+        nodes: of the run.
+        cores: for the workers of this node.
+        workers: on this node; 0: each node has the same number.
+        options: of torchrun, by their names without dashes: rendezvous and restarts.
     """
 
     name: str
@@ -60,10 +60,9 @@ class NodePlace:
 def meeting_options(meeting: str, *, start: str, rank: int, patience: int = 600) -> dict[str, str]:
     """Return options with which the agents of a fixed number of nodes meet at ``meeting`` (``host:port``) of rank 0.
 
-    What torchrun's static rendezvous reads from its store is JSON; ``c10d`` reads pickles, which anybody may put there.
+    torchrun's static rendezvous reads JSON from its store; ``c10d`` reads pickles, which anybody may put there.
 
-    ``start``: what no other start of a run has there. ``patience``: seconds for all nodes to be there, and for
-    the name of the first to be known.
+    ``start``: identifies this start of the run. ``patience``: seconds for all nodes to join.
     """
     return {
         "rdzv-backend": "static",
@@ -75,19 +74,19 @@ def meeting_options(meeting: str, *, start: str, rank: int, patience: int = 600)
 
 
 def worker_words(runfile: Path, logs: Path, *, marked: bool, job: str = "") -> list[str]:
-    """What torchrun starts for each rank, whose ``rank-N.log`` is in ``logs``.
+    """Return the command of each worker, whose ``rank-N.log`` is in ``logs``.
 
-    ``marked``: each line of the agent's own output begins with the rank that has printed it. ``job``: where the job is
-    on this node, if not where the run file says.
+    ``marked``: True to begin each line of the agent's output with the rank. ``job``: path of the job on this node, if
+    another than in the run file.
     """
     script = _MARKED if marked else _PLAIN
     return ["bash", "-c", script, sys.executable, str(runfile), str(logs), *([job] if job else [])]
 
 
 def be_agent(spec: RunSpec, place: NodePlace, worker: Sequence[str]) -> int:
-    """Be the agent of this node, until its workers end or SIGTERM asks this process to stop.
+    """Run the agent of this node, until its workers end or SIGTERM asks this process to stop.
 
-    Returns 0 where the run has ended, ``SAVED`` where it was asked to stop, else 1.
+    Returns 0 if the run has ended, ``SAVED`` if it was asked to stop, else 1.
     """
     events = EventReader(spec.folder / EVENTS)
     _last_word(events)  # of earlier starts
@@ -104,10 +103,10 @@ def be_agent(spec: RunSpec, place: NodePlace, worker: Sequence[str]) -> int:
     kind_for(spec.plan.device, workers * spec.plan.threads).before_workers(place.nodes, workers)
     os.environ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(math.ceil(spec.grace) + _AFTER_GRACE)
     if spec.grace > _OLDER_GRACE and not hasattr(LaunchConfig, "shutdown_timeout"):
-        what = f"this torch ends workers after {_OLDER_GRACE} seconds, whatever grace is: 2.13 does not"
-        print(f"{place.name}: {what}", file=sys.stderr)
+        said = f"this torch ends workers after {_OLDER_GRACE} seconds, whatever grace is: 2.13 does not"
+        print(f"{place.name}: {said}", file=sys.stderr)
     os.environ[AGENT] = str(os.getpid())
-    os.environ["PYTHONUNBUFFERED"] = "1"  # what is printed goes into a pipe, and would be lost with the worker
+    os.environ["PYTHONUNBUFFERED"] = "1"  # output goes into a pipe, and would be lost with the worker
     options = {"nnodes": str(place.nodes), "nproc-per-node": str(workers), **place.options}
     words = [word for name, value in options.items() for word in (f"--{name}", value)]
     asked = parse_args([*words, "--no-python", *worker])
@@ -115,16 +114,16 @@ def be_agent(spec: RunSpec, place: NodePlace, worker: Sequence[str]) -> int:
         return _as_workers_end(place, partial(run, asked))
     except SignalException:
         return 0 if _last_word(events) == "end" else SAVED
-    except Exception:  # where agents meet is gone with the agent of another node, perhaps one that was asked to stop
+    except Exception:  # the rendezvous is gone with the agent of another node, perhaps one that was asked to stop
         if _last_word(events) == "stopped":
             return SAVED
         raise
     finally:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torch's handler would raise in whoever takes the exit code
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torch's handler would raise in the caller
 
 
 def _as_workers_end(place: NodePlace, run: Callable[[], object]) -> int:
-    """The exit code for this node, by those of its workers."""
+    """Run the agent; return this node's exit code by those of its workers."""
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     try:
@@ -139,7 +138,7 @@ def _as_workers_end(place: NodePlace, run: Callable[[], object]) -> int:
 
 
 def _last_word(events: EventReader) -> str:
-    """How the run stands by what it has written since this was asked last."""
+    """Return the last word of the events since the last call."""
     with suppress(SpecError):
         return word_of(events.new())
     return ""
