@@ -130,13 +130,6 @@ LAUNCH = (
         ("test unit/test_status_and_logs.py holds_the_lock",),
     ),
     Mutation(
-        "reaper: one that was killed ends the run",
-        "launch/reaper.py",
-        "with suppress(BrokenPipeError):  # it was killed",
-        "with suppress(ChildProcessError):  # it was killed",
-        ("test faults/test_launch_life.py reaper",),
-    ),
-    Mutation(
         "settings: a run goes on with the mirror that its folder names",
         "cli/settings.py",
         'if earlier and earlier.mirror and "mirror" not in values:',
