@@ -25,7 +25,7 @@ from phalanx.config import RunSpec
 from phalanx.config.run_files import CHECKPOINTS
 from phalanx.errors import PhalanxError, RefusedError
 from phalanx.launch.addresses import LOOPBACK
-from phalanx.launch.reaper import SAVED, StopSignals
+from phalanx.launch.reaper import SAVED, StopRequest, ignore_signal
 from phalanx.launch.targets.launch_folder import OUTPUT, append, last_word, run_from
 from phalanx.launch.targets.node_agent import NodePlace, be_agent, meeting_options, worker_words
 
@@ -111,7 +111,7 @@ class RayDriver:
 
     def __init__(self, spec: RunSpec, runfile: Path, words: Sequence[str]) -> None:
         """``words``: arguments of this process."""
-        self._spec, self._output, self._signals = spec, runfile.with_name(OUTPUT), StopSignals()
+        self._spec, self._output, self._stop = spec, runfile.with_name(OUTPUT), StopRequest(ignore_signal)
         self._words = [sys.executable, "-m", "phalanx.launch.targets.ray_driver", *words]
         self._nodes, self._cpus, self._gpus = map(int, words[-3:])
 
@@ -120,14 +120,14 @@ class RayDriver:
         import ray
 
         ray.init(log_to_driver=False)  # before signals are caught: it has a handler of its own
-        with self._signals:
+        with self._stop:
             return self._train()
 
     def _train(self) -> int:
         lost, starts, known = 0, 0, self._checkpoints()
-        while not self._signals.asked():
+        while not self._stop.number:
             codes = self._start(starts)
-            if LOST not in codes.values() or self._signals.asked():
+            if LOST not in codes.values() or self._stop.number:
                 return self._end(codes)
             starts, saved = starts + 1, self._checkpoints()
             lost, known = (1 if saved != known else lost + 1), saved
@@ -151,7 +151,7 @@ class RayDriver:
         actors = list[Any]()
         try:
             while not group.wait(_SOON):
-                if self._signals.asked():
+                if self._stop.number:
                     return {}
             for number in range(self._nodes):
                 here = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=number)
@@ -179,7 +179,7 @@ class RayDriver:
         running: dict[Any, int] = {train.remote({**told, "rank": rank}): rank for rank, train in enumerate(trains)}
         codes, until, stopping = dict[int, int](), float("inf"), False
         while running and time.monotonic() < until:
-            if self._signals.asked() and not stopping:
+            if self._stop.number and not stopping:
                 stopping, until = True, time.monotonic() + self._spec.grace + _AFTER_GRACE
                 for actor in actors:
                     actor.stop.remote()
@@ -199,7 +199,7 @@ class RayDriver:
         return {**codes, **{rank: 1 if stopping or _answers(actors[rank]) else LOST for rank in running.values()}}
 
     def _end(self, codes: Mapping[str, int]) -> int:
-        word, asked = last_word(self._spec.folder), self._signals.asked()
+        word, asked = last_word(self._spec.folder), self._stop.number
         if (codes and not any(codes.values())) or (asked and word == "end"):
             return 0
         if word != "error" and (asked or SAVED in codes.values()):

@@ -320,9 +320,7 @@ class _Agent:
                     append(self._log, f"{line}\n".encode())
 
 
-def _followed(
-    agents: Sequence[_Agent], stop: StopRequest, grace: float, watch: Callable[[], None]
-) -> list[int | None]:
+def _followed(agents: Sequence[_Agent], stop: StopRequest, grace: float, watch: Callable[[], None]) -> list[int | None]:
     """Return the exit code of each agent once all have ended; None for an agent that still has to be ended."""
     deadline, asked, alive = float("inf"), False, 0.0
     while True:
