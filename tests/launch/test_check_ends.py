@@ -11,7 +11,6 @@ import time
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -24,7 +23,6 @@ from phalanx.cli import main
 from phalanx.config import Plan
 from phalanx.errors import RunError
 from phalanx.launch.check_hosts import (
-    CheckQuestion,
     HostFacts,
     HostSurvey,
     Needs,
@@ -135,12 +133,11 @@ def test_nor_on_a_host(tmp_path_factory: pytest.TempPathFactory, number: int) ->
         assert end(number, "--to", f"ssh:{servers.write_hosts((1,))}", "--plan", "dp=1") in (143, -9)
 
 
-def asked(folder: Path, **what: Any) -> HostSurvey:
+def asked(folder: Path, scratch: str = "") -> HostSurvey:
     """Ask a host for the job ``gone.py`` in ``folder``."""
-    file = str(folder / "gone.py")
     host = ThisMachine()
-    host.scratch = what.get("scratch", "")
-    return survey([host], CheckQuestion(reference=file, file=file, folder=folder, cwd=str(folder)))
+    host.scratch = scratch
+    return survey([host], folder, str(folder / "gone.py"))
 
 
 def test_a_host_that_gets_the_code_by_launching_does_not_fail_without_it(tmp_path: Path) -> None:

@@ -164,7 +164,7 @@ def prepared_for(monkeypatch: pytest.MonkeyPatch) -> list[Submission]:
             monkeypatch.setattr(kind, "submit", _submitted)
             monkeypatch.setattr(kind, "standing", lambda self, ticket, folder: Standing(state="ended"))
     nobody = HostSurvey(hosts=(), folder=Path("run"))
-    monkeypatch.setattr(launch_check, "survey", lambda hosts, question: nobody)
+    monkeypatch.setattr(launch_check, "survey", lambda hosts, *asked: nobody)
     return seen
 
 

@@ -99,7 +99,7 @@ def _gpus(kind: DeviceKind, where: Path, *, quick: bool, as_json: bool) -> None:
 
 def _hosts(to: str, where: Path, *, quick: bool, as_json: bool) -> None:
     """Write what is there, and say what it is."""
-    from phalanx.launch.check_hosts import CheckQuestion, survey
+    from phalanx.launch.check_hosts import survey
     from phalanx.launch.targets import AttachedTarget, find_target
     from phalanx.preflight.target_cluster import cluster_there
     from phalanx.units import show_bytes, show_seconds
@@ -109,7 +109,7 @@ def _hosts(to: str, where: Path, *, quick: bool, as_json: bool) -> None:
         given = "--quick" if quick else f"{target.name}, which chooses its machines only once a run begins"
         fix = f"phalanx calibrate --to {to}" if quick else "phalanx calibrate, on one of its machines"
         raise SpecError.of("--to", given, "hosts by themselves: what is measured there takes seconds", fix)
-    said = survey(list(target.hosts()), CheckQuestion(folder=Path(tempfile.gettempdir()), cwd=tempfile.gettempdir()))
+    said = survey(list(target.hosts()), Path(tempfile.gettempdir()))
     found = cluster_there(said)
     _write(found, where)
     if as_json:

@@ -72,14 +72,8 @@ class DeviceKind(ABC):
         light_way, heavy_ways: how user code asks for the devices without, and with, beginning to use one.
         visible: the environment variable that leaves devices out; empty where there is none.
         listing: a program that prints, as JSON, a list with the name and the bytes of memory of each device here.
-        probe: the text of a function ``told()`` for a host of which is known only that it has torch: a dictionary with
-            the versions that ``versions`` names and ``devices``, each with ``index``, ``name``, ``free`` and ``total``
-            bytes, and ``error``, which is empty where it computes; empty where hosts are not asked.
-        versions: which of the words in that dictionary hosts of one run should have alike, and what they are of.
-        driver: the text of a function ``driver_told()`` for a host that may be without torch, and have an old Python: a
-            dictionary with what the driver says of its ``devices`` (of each ``index``, ``name``, ``total`` and ``used``
-            bytes), its version (``driver``), processes on them (``pids``), how they are joined (``topology``), and
-            ``error``, which is empty where it answers; empty where hosts are not asked.
+        versions: names of versions that hosts of one run should have alike → words for them; empty where hosts are not
+            asked.
         pod_resource: what Kubernetes calls such a device, by its maker's plugin; empty where that is not known.
         driver_tool: the program by which the driver lists its devices, and ``driver_reset`` the command that resets the
             device ``{index}``, for messages; empty where there is none.
@@ -107,9 +101,7 @@ class DeviceKind(ABC):
     heavy_ways: ClassVar[str] = "torch.accelerator.synchronize()"
     visible: ClassVar[str] = ""
     listing: ClassVar[str] = "print([])"
-    probe: ClassVar[str] = ""
     versions: ClassVar[Mapping[str, str]] = {}
-    driver: ClassVar[str] = ""
     pod_resource: ClassVar[str] = ""
     driver_tool: ClassVar[str] = ""
     driver_reset: ClassVar[str] = ""
@@ -123,6 +115,17 @@ class DeviceKind(ABC):
     @abstractmethod
     def count(self) -> int:
         """Devices of this machine, asked so that workers can still be forked from this process."""
+
+    def probed(self) -> Mapping[str, Any]:
+        """Return the ``versions`` and the ``devices`` here, after computing something on each.
+
+        A device has ``index``, ``name``, ``free`` and ``total`` bytes, and ``error``, which is empty if it computes.
+        """
+        return {"versions": {}, "devices": []}
+
+    def driver(self) -> tuple[int, str, str]:
+        """Return how many devices the driver lists, its version, and its error."""
+        return 0, "", ""
 
     def topology(self) -> str:
         """How the devices of this machine are joined, as the driver prints it; empty where it does not."""

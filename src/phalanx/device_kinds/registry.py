@@ -121,7 +121,7 @@ def widened(tensor: torch.Tensor) -> torch.Tensor:
 
 def probed_kinds() -> tuple[DeviceKind, ...]:
     """The kinds that hosts are asked for devices of."""
-    return tuple(kind for kind in all_kinds() if kind.probe)
+    return tuple(kind for kind in all_kinds() if kind.versions)
 
 
 def interface_variables() -> tuple[str, ...]:

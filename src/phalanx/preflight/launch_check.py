@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import sys
 from collections.abc import Sequence
@@ -16,7 +15,6 @@ from phalanx.errors import Problem, RunError, SpecError
 from phalanx.hardware import entry
 from phalanx.hardware.probe import Gpu, matched, measured
 from phalanx.launch.check_hosts import (
-    CheckQuestion,
     CheckTime,
     HostAnswer,
     HostFinding,
@@ -27,7 +25,6 @@ from phalanx.launch.check_hosts import (
     survey,
 )
 from phalanx.launch.elastic_size import allowed_plans
-from phalanx.launch.jobfile import Reference
 from phalanx.launch.runfile import settled
 from phalanx.launch.side_process import Send, SideProcess, look_ahead
 from phalanx.launch.targets import AttachedTarget, QueueTarget, Submission, Target
@@ -116,10 +113,11 @@ class LaunchCheck:
 def surveyed(question: LaunchQuestion) -> HostSurvey:
     """Ask the hosts that a run would be on, or this machine where they are not known."""
     target = question.target
-    if isinstance(target, AttachedTarget):
-        return survey(list(target.hosts()), _hosts_question(question, question.time))
-    time = CheckTime(question.time.left - _OF_QUEUE) if target else question.time
-    return survey([ThisMachine(_python_here(question) or sys.executable)], _hosts_question(question, time))
+    limit, hosts = question.time, list(target.hosts()) if isinstance(target, AttachedTarget) else []
+    if not isinstance(target, AttachedTarget):
+        limit = CheckTime(limit.left - _OF_QUEUE) if target else limit
+        hosts = [ThisMachine(_python_here(question) or sys.executable)]
+    return survey(hosts, question.folder, question.reference, limit)
 
 
 def launch_check(question: LaunchQuestion, said: HostSurvey | None = None) -> LaunchCheck:
@@ -212,12 +210,6 @@ def _of_interpreter(question: LaunchQuestion) -> list[HostFinding]:
     what = f"{question.submission.python} is not on this machine: its packages were not looked at"
     fix = "--python with the path of an interpreter there, if this is none"
     return [HostFinding(kind="packages", hosts=(), what=what, fix=fix, fails=False)]
-
-
-def _hosts_question(question: LaunchQuestion, time: CheckTime) -> CheckQuestion:
-    where = Reference.parse(question.reference) if question.reference else None
-    file = str(where.file) if where and where.file else ""
-    return CheckQuestion(reference=str(where or ""), file=file, folder=question.folder, cwd=os.getcwd(), time=time)
 
 
 def refusals(

@@ -5,7 +5,8 @@ from __future__ import annotations
 import shutil
 import subprocess
 from collections.abc import Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
+from importlib import import_module
 from typing import TYPE_CHECKING, Any, ClassVar, cast, final
 
 from phalanx.device_kinds.interface import AttentionKernels, DeviceMemory
@@ -20,69 +21,6 @@ import json, torch
 found = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
 print(json.dumps([[one.name, one.total_memory] for one in found]))
 """
-_PROBE = """
-def told():
-    import importlib, torch
-    found = {"cuda": torch.version.cuda or "", "nccl": "", "devices": []}
-    if not torch.cuda.is_available():
-        return found
-    try:
-        found["nccl"] = ".".join(map(str, importlib.import_module("torch.cuda.nccl").version()))
-    except Exception:  # a build without it
-        pass
-    for index in range(torch.cuda.device_count()):
-        device = {"index": index, "error": ""}
-        try:
-            device["name"] = torch.cuda.get_device_name(index)
-            device["free"], device["total"] = torch.cuda.mem_get_info(index)
-            ones = torch.ones(64, 64, device=f"cuda:{index}")
-            if float((ones @ ones).sum()) != 64.0**3:
-                device["error"] = "computes wrong numbers"
-        except Exception as error:  # CUDA's own are of many kinds
-            device["error"] = str(error).partition("\\n")[0]
-        found["devices"].append(device)
-    return found
-"""
-_DRIVER = """
-import shutil, subprocess
-
-def driver_told():
-    rows, error = table("--query-gpu=index,name,memory.total,memory.used,driver_version")
-    if error:
-        return {"error": error, "devices": []}
-    devices = [
-        {"index": int(row[0]), "name": row[1], "total": mebibytes(row[2]), "used": mebibytes(row[3])}
-        for row in rows
-        if len(row) == 5
-    ]
-    return {
-        "error": "",
-        "devices": devices,
-        "driver": rows[0][4] if rows else "",
-        "pids": [row[0] for row in table("--query-compute-apps=pid")[0]],
-        "topology": printed("topo", "-m")[0] if len(devices) > 1 else "",
-    }
-
-def table(query):
-    text, error = printed(query, "--format=csv,noheader,nounits")
-    return [[cell.strip() for cell in line.split(",")] for line in text.splitlines() if line.strip()], error
-
-def printed(*words):  # and why it fails; nothing where there is none
-    tool = shutil.which("nvidia-smi")
-    if not tool:
-        return "", ""
-    try:
-        done = subprocess.run([tool, *words], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=20, check=False)
-    except (OSError, subprocess.SubprocessError) as error:
-        return "", str(error)
-    text = done.stdout.decode(errors="replace").strip()
-    if done.returncode:
-        return "", text.splitlines()[-1] if text else "nvidia-smi failed"
-    return text, ""
-
-def mebibytes(text):
-    return int(text) * 2**20 if text.isdigit() else 0
-"""
 
 
 @final
@@ -94,8 +32,7 @@ class _Cuda(Accelerator):
     visible, pod_resource = "CUDA_VISIBLE_DEVICES", "nvidia.com/gpu"
     versions: ClassVar[Mapping[str, str]] = {"cuda": "CUDA of torch", "nccl": "NCCL"}
     listing = _LISTING
-    probe = _PROBE
-    driver, driver_tool, driver_reset = _DRIVER, "nvidia-smi", "nvidia-smi -r -i {index}"
+    driver_tool, driver_reset = "nvidia-smi", "nvidia-smi -r -i {index}"
     light_way = "torch.cuda.device_count() in place of torch.cuda.is_available()"
     heavy_ways = ".cuda(), .to('cuda'), torch.cuda.synchronize()"
 
@@ -104,6 +41,39 @@ class _Cuda(Accelerator):
         import torch
 
         return torch.cuda.device_count()
+
+    def probed(self) -> Mapping[str, Any]:
+        import torch
+
+        versions, devices = {"cuda": torch.version.cuda or ""}, list[dict[str, Any]]()
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        if count:
+            with suppress(Exception):  # a build without it
+                versions["nccl"] = ".".join(map(str, import_module("torch.cuda.nccl").version()))
+        for index in range(count):
+            device: dict[str, Any] = {"index": index}
+            devices.append(device)
+            try:
+                device["name"] = torch.cuda.get_device_name(index)
+                device["free"], device["total"] = torch.cuda.mem_get_info(index)
+                ones = torch.ones(64, 64, device=f"cuda:{index}")
+                device["error"] = "" if float((ones @ ones).sum()) == 64.0**3 else "computes wrong numbers"
+            except Exception as error:  # CUDA's own are of many kinds
+                device["error"] = str(error).partition("\n")[0]
+        return {"versions": versions, "devices": devices}
+
+    def driver(self) -> tuple[int, str, str]:
+        if (tool := shutil.which(self.driver_tool)) is None:
+            return 0, "", ""
+        asked = [tool, "--query-gpu=driver_version", "--format=csv,noheader"]
+        try:
+            done = subprocess.run(asked, capture_output=True, text=True, errors="replace", timeout=20, check=False)
+        except (OSError, subprocess.SubprocessError) as error:
+            return 0, "", str(error)
+        lines = done.stdout.split() if not done.returncode else (done.stdout + done.stderr).strip().splitlines()
+        if done.returncode:
+            return 0, "", lines[-1] if lines else f"{self.driver_tool} failed"
+        return len(lines), lines[0] if lines else "", ""
 
     def topology(self) -> str:
         tool = shutil.which(self.driver_tool)

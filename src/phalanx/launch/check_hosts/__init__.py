@@ -4,10 +4,9 @@ from phalanx.launch.check_hosts.asked_program import CheckTime, TargetHost, This
 from phalanx.launch.check_hosts.group_findings import HostFinding, Needs, workers_of
 from phalanx.launch.check_hosts.host_answer import DeviceFacts, HostAnswer, HostFacts, LinkAnswer
 from phalanx.launch.check_hosts.host_findings import findings
-from phalanx.launch.check_hosts.host_survey import CheckQuestion, HostSurvey, survey
+from phalanx.launch.check_hosts.host_survey import HostSurvey, survey
 
 __all__ = [
-    "CheckQuestion",
     "CheckTime",
     "DeviceFacts",
     "HostAnswer",

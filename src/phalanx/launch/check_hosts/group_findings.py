@@ -175,7 +175,7 @@ def link_findings(links: Sequence[LinkAnswer], addresses: Mapping[str, str]) -> 
 
 
 def _slow(links: Sequence[LinkAnswer]) -> Iterator[HostFinding]:
-    """Name the host if all that it sends or gets is slow, else both ends of the link."""
+    """Find hosts that are slow on each link that they send over, or receive over."""
     sends, gets = defaultdict[str, float](float), defaultdict[str, float](float)
     for one in links:
         sends[one.source] = max(sends[one.source], one.bandwidth)
@@ -185,15 +185,9 @@ def _slow(links: Sequence[LinkAnswer]) -> Iterator[HostFinding]:
     usual = statistics.median([*sends.values(), *gets.values()])
     slow_out = {name for name, bandwidth in sends.items() if bandwidth < _SLOW * usual}
     slow_in = {name for name, bandwidth in gets.items() if bandwidth < _SLOW * usual}
-    found = [
-        ((name,), "all its links carry" if name in slow_in & slow_out else "it sends", sends[name]) for name in slow_out
-    ]
-    found += [((name,), "it gets", gets[name]) for name in slow_in - slow_out]
-    found += [
-        ((one.source, one.target), f"from {one.source} to {one.target} go", one.bandwidth)
-        for one in links
-        if one.bandwidth < _SLOW * usual and one.source not in slow_out and one.target not in slow_in
-    ]
-    for hosts, words, bandwidth in sorted(found):
+    for name in sorted(slow_out | slow_in):
+        both = name in slow_out and name in slow_in
+        words = "all its links carry" if both else "it sends" if name in slow_out else "it gets"
+        bandwidth = sends[name] if name in slow_out else gets[name]
         what = f"{words} {show_bytes(bandwidth)}/s; most hosts {show_bytes(usual)}/s"
-        yield HostFinding(kind="links", hosts=hosts, what=what, fix=_CABLE, fails=False)
+        yield HostFinding(kind="links", hosts=(name,), what=what, fix=_CABLE, fails=False)

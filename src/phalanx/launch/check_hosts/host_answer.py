@@ -89,8 +89,8 @@ class HostFacts:
     ending: str = ""
 
     def __post_init__(self) -> None:
-        if self.kind not in ("", *(one.name for one in all_kinds())):
-            raise ValueError(f"no kind of device: {self.kind}")
+        if self.kind not in ("", *(one.name for one in all_kinds())) or min(self.cores, self.memory) < 1:
+            raise ValueError(f"{self.kind or 'no device'}, {self.cores} cores, {self.memory} bytes")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -23,7 +23,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from phalanx.device_kinds import all_kinds, probed_kinds
+from phalanx.device_kinds import probed_kinds
 from phalanx.errors import SpecError
 from phalanx.hardware import cores, memory_bytes
 from phalanx.hardware.probe import network_of
@@ -109,9 +109,10 @@ def _own_facts(question: dict[str, Any]) -> dict[str, Any]:
 def _probe_job(question: dict[str, Any], send: Any) -> None:
     """Send facts about torch, the devices and the job, a few at a time; the last message has an empty ``step``."""
     send({"step": "devices", "versions": _versions()})
-    told = _devices()
-    of_kinds = {name: told[name] for kind in all_kinds() for name in kind.versions if told.get(name)}
-    send({"step": "job", "kind": told["kind"], "devices": told["devices"]})
+    probed = {kind.name: kind.probed() for kind in probed_kinds()}
+    of_kinds = {name: version for one in probed.values() for name, version in one["versions"].items() if version}
+    kind, devices = next(((name, one["devices"]) for name, one in probed.items() if one["devices"]), ("", []))
+    send({"step": "job", "kind": kind, "devices": devices})
     file = question["file"]
     lacking = bool(file) and not os.path.isfile(file)
     if file and question["sends"] and not lacking:
@@ -152,31 +153,11 @@ def _load(reference: str, send: Any) -> None:
         send({"data_error": f"{type(error).__name__}: {error}"})
 
 
-def _devices() -> dict[str, Any]:
-    """Return versions of all kinds of devices here, and the devices of the first kind that has any."""
-    told: dict[str, Any] = {"kind": "", "devices": []}
-    for kind in probed_kinds():
-        scope: dict[str, Any] = {}
-        exec(compile(kind.probe, kind.name, "exec"), scope)
-        found = scope["told"]()
-        if found["devices"] and not told["devices"]:
-            told = {**told, "kind": kind.name, "devices": found["devices"]}
-        told = {**found, **told}
-    return told
-
-
 def _driver() -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for kind in all_kinds():
-        scope: dict[str, Any] = {}
-        if kind.driver and not (found.get("devices") or found.get("error")):
-            exec(compile(kind.driver, kind.name, "exec"), scope)
-            found = scope["driver_told"]()
-    texts = {"driver": "driver", "driver_error": "error", "topology": "topology"}
-    return {
-        **{name: found.get(key, "") for name, key in texts.items()},
-        "driver_devices": len(found.get("devices", ())),
-    }
+    found = ((kind, *kind.driver()) for kind in probed_kinds())
+    kind, count, version, error = next((one for one in found if one[1] or one[3]), (None, 0, "", ""))
+    topology = kind.topology() if kind and count > 1 else ""
+    return {"driver": version, "driver_error": error, "driver_devices": count, "topology": topology}
 
 
 def _versions() -> dict[str, str]:

@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -18,6 +18,7 @@ from phalanx.launch.addresses import ANYWHERE
 from phalanx.launch.check_hosts.asked_program import CheckTime, TargetHost, end_started, ended_by_signals
 from phalanx.launch.check_hosts.host_answer import HostAnswer, HostFacts, LinkAnswer, LinkFacts, read_answer
 from phalanx.launch.code_files import digest_of
+from phalanx.launch.jobfile import Reference
 from phalanx.units import show_names
 
 T = TypeVar("T")
@@ -26,24 +27,6 @@ PROGRAM = ("-m", "phalanx.launch.check_hosts.host_probe")
 """Arguments of the Python of a host."""
 _OF_HOST, _OF_JOB = 0.7, 0.6  # share of the time left for a host's answer, and for the job's process there
 _OF_LINKS, _LEAST = 20.0, 5.0  # seconds for the links, and those they have in any case
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class CheckQuestion:
-    """The question to all hosts.
-
-    Attributes:
-        reference: of the job, as hosts know it; empty: none.
-        file: of the job, absolute; empty: none.
-        folder: of the run; the nearest folder above it if it is not there yet.
-        cwd: folder in which the job is loaded.
-    """
-
-    reference: str = ""
-    file: str = ""
-    folder: Path
-    cwd: str
-    time: CheckTime = field(default_factory=CheckTime)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,19 +55,28 @@ class HostSurvey:
         return said + ([f"{self.unmeasured} links between hosts: no time was left"] if self.unmeasured else [])
 
 
-def survey(hosts: Sequence[TargetHost], asked: CheckQuestion) -> HostSurvey:
-    """Return the answers of all ``hosts``; Ctrl-C or SIGTERM end it without leaving anything behind."""
-    with ended_by_signals(), _token_file(asked.folder) as (token, error), _asking(hosts, asked.time) as pool:
+def survey(
+    hosts: Sequence[TargetHost], folder: Path, reference: str = "", limit: CheckTime | None = None
+) -> HostSurvey:
+    """Return the answers of all ``hosts``; Ctrl-C or SIGTERM end it without leaving anything behind.
+
+    Args:
+        folder: of the run; the nearest folder above it if it is not there yet.
+        reference: of the job; empty: none.
+    """
+    limit, where = limit or CheckTime(), Reference.parse(reference) if reference else None
+    file = str(where.file) if where and where.file else ""
+    with ended_by_signals(), _token_file(folder) as (token, error), _asking(hosts, limit) as pool:
         question = {
-            "reference": asked.reference,
-            "file": asked.file,
-            "digest": digest_of(asked.file) if os.path.isfile(asked.file) else "",
+            "reference": str(where or ""),
+            "file": file,
+            "digest": digest_of(file) if os.path.isfile(file) else "",
             "token": str(token),
             "towards": (hosts[0].address if hosts else "") or ANYWHERE,
         }
-        answers = [*pool.map(lambda host: _ask(host, question, asked, first=host is hosts[0]), hosts)]
+        answers = [*pool.map(lambda host: _ask(host, {**question, "first": host is hosts[0]}, limit), hosts)]
         there = [(host, one.facts) for host, one in zip(hosts, answers, strict=True) if one.facts]
-        links, unmeasured = _links(there, pool, asked.time) if len(there) > 1 else ([], 0)
+        links, unmeasured = _links(there, pool, limit) if len(there) > 1 else ([], 0)
     return HostSurvey(
         hosts=tuple(answers), links=tuple(links), folder=token.parent, folder_error=error, unmeasured=unmeasured
     )
@@ -102,16 +94,16 @@ def _asking(hosts: Sequence[TargetHost], limit: CheckTime) -> Iterator[ThreadPoo
             raise
 
 
-def _ask(host: TargetHost, question: Mapping[str, Any], asked: CheckQuestion, *, first: bool) -> HostAnswer:
-    own = {"cwd": host.folder or asked.cwd, "sends": bool(host.scratch), "first": first}
+def _ask(host: TargetHost, question: Mapping[str, Any], limit: CheckTime) -> HostAnswer:
     known: dict[str, Any] = {"name": host.name, "processes": host.processes, "sends": bool(host.scratch)}
-    before, left = time.time(), asked.time.left
+    own = {"cwd": host.folder or os.getcwd(), "sends": bool(host.scratch), "patience": _OF_JOB * limit.left}
+    before = time.time()
     try:
-        facts = _run(host, {**question, **own, "patience": _OF_JOB * left}, _OF_HOST * left, HostFacts)
+        facts = _run(host, {**question, **own}, _OF_HOST * limit.left, HostFacts)
     except RunError as error:
         return HostAnswer(**known, error=str(error))
     ahead = (facts.ended - time.time(), facts.began - before)
-    facts = replace(facts, address=host.address) if first and host.address else facts
+    facts = replace(facts, address=host.address) if question["first"] and host.address else facts
     return HostAnswer(**known, facts=facts, ahead=ahead)
 
 
@@ -147,7 +139,7 @@ def _links(
         found += [
             LinkAnswer(source=names[int(number)], target=name, latency=said[0], bandwidth=said[1])
             for number, said in facts.links.items()
-            if number in map(str, range(len(names))) and len(said) == 2
+            if number in map(str, range(len(names))) and len(said) == 2 and min(said) > 0
         ]
     return found, unmeasured
 
