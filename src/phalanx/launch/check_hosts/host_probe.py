@@ -75,7 +75,7 @@ def facts(question: dict[str, Any]) -> dict[str, Any]:
             found |= message
         if not side.done:
             found["ending"] = f"has not come to its end within {question['patience']:.0f} s"
-        elif found.pop("step", "begin") != "":
+        elif found.get("step", "begin"):
             while (code := side.exit_code()) is None:
                 time.sleep(_SOON)
             found["ending"] = f"ended by signal {-code}" if code < 0 else "ended by itself"
