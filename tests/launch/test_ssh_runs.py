@@ -166,6 +166,18 @@ def test_status_and_stop_find_the_run_and_resume_goes_on(servers: SshServers, tm
     assert px.load(tmp_path / "run").losses == pytest.approx(by_hand(60), rel=1e-4)
 
 
+def test_a_run_in_the_background_stops_with_a_checkpoint(servers: SshServers, tmp_path: Path) -> None:
+    job = load_job(str(write_job(tmp_path, pause=0.05, steps=60)))
+    spec = px.RunSpec(job=str(tmp_path / "train.py"), plan=px.Plan(dp=2), folder=tmp_path / "run")
+    run = px.start(job, run=spec, launcher=f"ssh:{servers.write_hosts((1, 1))}")
+    await_steps(tmp_path / "run", 4)
+    assert run.running
+    run.stop()
+    assert [event["event"] for event in run.events()][-1] == "stopped"
+    assert checkpoints(tmp_path / "run" / "checkpoints")
+    await_none_left(tmp_path)
+
+
 def test_a_rank_that_fails_is_named_with_its_host_and_its_output(servers: SshServers, tmp_path: Path) -> None:
     path = write_job(tmp_path)
     fails = 'if os.environ.get("RANK") == "1":\n        print("\\33[2Jits words")\n        raise ValueError("its own")'
