@@ -132,6 +132,10 @@ class TestOffer:
             ([("64", "256000", "(null)")], {"nodes": "2", "sbatch": "--cpus-per-task=16"}, "2 nodes with 16 cores"),
             ([("64", "256000", "(null)")], {"nodes": "2"}, "2 nodes with 1 cores"),
             ([], {"sbatch": "--gres=gpu:h100:4", "nodes": "2"}, "2 nodes with 4 x H100"),
+            ([("128", "1000000", "gpu:8")], {}, "1 node with 8 x GPU"),
+            ([("128", "1000000", "gpu:marvel:8")], {}, "1 node with 8 x GPU"),
+            ([("128", "1000000", "gpu:a100:4,gpu:v100:4")], {}, "1 node with 8 x GPU"),
+            ([], {"gpus-per-node": "4"}, "1 node with 4 x GPU"),
         ],
     )
     def test_is_what_slurm_says(self, rows: Any, options: Mapping[str, str], said: str) -> None:
@@ -142,9 +146,6 @@ class TestOffer:
         [
             ([], {"nodes": "2"}),  # no Slurm here
             ([*NODES, ("128", "1000000", "gpu:v100:8")], {}),
-            ([("128", "1000000", "gpu:8")], {}),  # of what kind?
-            ([("128", "1000000", "gpu:marvel:8")], {}),
-            ([("128", "1000000", "gpu:a100:4,gpu:v100:4")], {}),
             (NODES, {"sbatch": "--constraint=fast"}),
             (NODES, {"nodes": "two"}),
             (NODES, {"gpus-per-node": "many"}),

@@ -20,7 +20,7 @@ from phalanx.device_kinds import on_host, pod_resource
 from phalanx.errors import Problem, SpecError
 from phalanx.launch.jobfile import Reference
 from phalanx.launch.reaper import SAVED
-from phalanx.launch.targets.offer import gpus_offered, misfit
+from phalanx.launch.targets.offer import Offer, misfit
 from phalanx.launch.targets.option_checks import (
     SAVE_MARGIN,
     merged,
@@ -110,7 +110,8 @@ class PodRequest:
         problems += too_short(run, values.get("time"), run.grace, said)
         problems += [*uneven_nodes(plan, nodes, "each pod"), *_inelastic(run, nodes, "queue" in values)]
         problems += [*_wrong_volumes(run, volumes), *_own_variables(patch)]
-        if count is not None and (problem := misfit(plan, gpus_offered(nodes, count, "--gpus-per-node"))):
+        offer = Offer(nodes=nodes, devices=count or 0, device="GPU" if count else "", by="--gpus-per-node")
+        if count is not None and (problem := misfit(plan, offer)):
             problems.append(problem)
         gpus = (0 if on_host(plan.device) else max(1, plan.devices // nodes)) if count is None else count
         resource = pod_resource("auto" if on_host(plan.device) else plan.device)

@@ -34,14 +34,9 @@ LAST_WORDS: Mapping[str, State] = {"end": "ended", "stopped": "stopped", "error"
 _WORDS = ("start", "resume", *LAST_WORDS)
 
 
-def log_name(rank: int | None) -> str:
-    """Return the name of the file with the output of ``rank``, or of all ranks."""
-    return OUTPUT if rank is None else f"rank-{rank}.log"
-
-
 def attached_log(folder: Path, rank: int | None) -> Path:
-    """Return the path of that file, below the run folder."""
-    return folder / FOLDER / log_name(rank)
+    """Return the file with the output of ``rank``, or of all ranks, below the run folder."""
+    return folder / FOLDER / (OUTPUT if rank is None else f"rank-{rank}.log")
 
 
 def append(path: Path, data: bytes, below: int = 2) -> None:

@@ -95,8 +95,3 @@ def ask_program(words: Sequence[str], of: str, patience: float, lacking: str, he
     except subprocess.TimeoutExpired:
         what = f"{of} does not answer: {words[0]} took more than {patience:.0f} seconds"
         raise RunError(f"{what}\n    try: {helps}") from None
-
-
-def gpus_offered(nodes: int, gpus: int, by: str) -> Offer:
-    """Return an offer of nodes with so many GPUs of any kind, or with none."""
-    return Offer(nodes=nodes, devices=gpus, device="GPU" if gpus else "", by=by)

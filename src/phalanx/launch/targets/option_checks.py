@@ -31,14 +31,33 @@ def read_options(table: Mapping[str, Option], options: Mapping[str, str]) -> tup
     problems: list[Problem] = []
     for name, option in table.items():
         text = options.get(name, "")
-        try:
-            if text or (name in options and option.kind != "file" and not option.needed):
+        if not text and option.needed:
+            problems.append(wrong_option(table, name, "none", option.help))
+        elif option.kind == "file":
+            values[name], wrong = read_patch(table, options, name)
+            problems += wrong
+        elif name in options:
+            try:
                 values[name] = _value(name, option, text)
-            elif option.needed:
-                problems.append(wrong_option(table, name, "none", option.help))
-        except SpecError as error:
-            problems += error.problems
+            except SpecError as error:
+                problems += error.problems
     return values, problems
+
+
+def read_patch(
+    table: Mapping[str, Option], options: Mapping[str, str], name: str = "patch"
+) -> tuple[dict[str, Any], list[Problem]]:
+    """Return the table in the JSON or TOML file of the option ``name``, {} without one, and the problems with it."""
+    if not options.get(name):
+        return {}, []
+    path, fix = Path(options[name]).expanduser(), f"--{name} {table[name].example}"
+    try:
+        found = (read_toml if path.suffix == ".toml" else read_json)(path, where=f"--{name}", fix=fix)
+    except SpecError as error:
+        return {}, [*error.problems]
+    if not isinstance(found, dict):
+        return {}, [wrong_option(table, name, f"{path} with {str(found)[:60]}", "a JSON object")]
+    return found, []
 
 
 def _value(name: str, option: Option, text: str) -> Any:
@@ -52,12 +71,6 @@ def _value(name: str, option: Option, text: str) -> Any:
             return math.ceil(parse_duration(text))
         except ValueError:
             raise SpecError.of(f"--{name}", repr(text), "a time such as 30m, 12h or 2d", fix) from None
-    if option.kind == "file":
-        path = Path(text).expanduser()
-        found = (read_toml if path.suffix == ".toml" else read_json)(path, where=f"--{name}", fix=fix)
-        if isinstance(found, dict):
-            return found
-        raise SpecError.of(f"--{name}", f"{path} with {str(found)[:60]}", "a JSON object", fix)
     return text
 
 

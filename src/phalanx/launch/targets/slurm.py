@@ -22,7 +22,7 @@ from phalanx.errors import Problem, RunError, SpecError
 from phalanx.hardware.catalog import find
 from phalanx.launch.reaper import SAVED
 from phalanx.launch.targets.launch_folder import FOLDER, LAST_WORDS, State, attached_log, last_word
-from phalanx.launch.targets.offer import Offer, ask_program, gpus_offered, misfit
+from phalanx.launch.targets.offer import Offer, ask_program, misfit
 from phalanx.launch.targets.option_checks import (
     SAVE_MARGIN,
     changing_devices,
@@ -65,6 +65,7 @@ _OWN = {
 _ASKS_GPUS = {"gres", "gpus", "gpus-per-task", "gpus-per-socket", "tres-per-node"}
 _NODES_OF_CHOICE = {"constraint", "nodelist", "exclude"}  # sinfo describes the partition's nodes, not these
 _GPUS = re.compile(r"(?:gres/)?gpu(?::(?P<kind>[A-Za-z][\w.-]*))?(?::(?P<count>\d+))?(?:\(.*?\))?")
+_GPU = "GPU"  # of an unknown kind
 _COLUMNS = "%P|%c|%m|%G"  # partition (* marks the default), cores, MiB and generic resources of a node
 _WAITING = "PENDING CONFIGURING REQUEUED REQUEUE_FED REQUEUE_HOLD RESV_DEL_HOLD SPECIAL_EXIT"
 _RUNNING = "RUNNING COMPLETING SIGNALING STAGE_OUT SUSPENDED STOPPED RESIZING"
@@ -111,7 +112,7 @@ class SlurmTarget(QueueTarget):
             raise SpecError(problems)
         count, known = values.get("gpus-per-node"), on_host(run.plan.device)
         rows = None if known or count is not None or "gres" in further else _sinfo(further.get("partition"))
-        offer = None if known else _gpus_there(rows, nodes, count, options)
+        offer = None if known else offer_of(rows or [], options)
         if offer and (problem := misfit(run.plan, offer)):
             raise SpecError([problem])
         gpus, cores, notes = _each_node(run.plan, nodes, count, further, rows)
@@ -138,7 +139,8 @@ class SlurmTarget(QueueTarget):
     def offer(self, options: Mapping[str, str]) -> Offer | None:
         further, _ = _read_further(options)
         said = "gres" in further or options.get("gpus-per-node") == "0"
-        return offer_of([] if said else _sinfo(further.get("partition")) or [], options)
+        found = offer_of([] if said else _sinfo(further.get("partition")) or [], options)
+        return found if found and found.device != _GPU else None
 
     def submit(self, prepared: Prepared) -> Mapping[str, Any]:
         """
@@ -283,37 +285,25 @@ def _sinfo(partition: str | None) -> list[tuple[str, str, str]] | None:
 
 
 def offer_of(rows: Sequence[tuple[str, str, str]], options: Mapping[str, str]) -> Offer | None:
-    """Return the nodes of a launch by its options and the rows of ``sinfo``; ``None`` if they do not tell."""
+    """Return the nodes of a launch by its options and the rows of ``sinfo``; ``None`` if they do not tell.
+
+    GPUs of an unknown kind are called ``GPU``.
+    """
     (values, wrong), (further, _) = read_options(OPTIONS, options), _read_further(options)
     kinds = {(cores.rstrip("+"), memory.rstrip("+"), resources) for cores, memory, resources in rows}
     if wrong or len(kinds) > 1 or further.keys() & _NODES_OF_CHOICE:
-        return None
+        kinds = set()
     nodes, count, gres = values.get("nodes", 1), values.get("gpus-per-node"), further.get("gres", "")
     ((cores, memory, resources),) = kinds or {("", "", "")}
     found = [match for one in (gres or resources).split(",") if (match := _GPUS.fullmatch(one.strip()))]
-    if count == 0 or (kinds and not found and count is None):
+    by = "--gres" if gres else "sinfo" if count is None else f"--gpus-per-node {count}"
+    if count == 0 or (kinds and not gres and not found and count is None):
         share = to_count(further.get("cpus-per-task", "1"))
-        part = min(1.0, share / (to_count(cores) or share or 1))
-        by = "sinfo" if count is None else "--gpus-per-node 0"
-        room = int(part * to_count(memory) * 2**20)
+        room = int(min(1.0, share / (to_count(cores) or share or 1)) * to_count(memory) * 2**20)
         return Offer(nodes=nodes, devices=1, cores=share, memory=room, by=by) if share else None
+    each = count or sum(to_count(match["count"] or "1") for match in found)
     known = find(found[0]["kind"] or "") if len(found) == 1 else None
-    each = count or to_count(found[0]["count"] or "1") if known else 0
-    by = "--gpus-per-node" if count else "--gres" if gres else "sinfo"
-    return Offer(nodes=nodes, devices=each, device=known.device.name, by=by) if known and each else None
-
-
-def _gpus_there(
-    rows: Sequence[tuple[str, str, str]] | None, nodes: int, count: int | None, options: Mapping[str, str]
-) -> Offer | None:
-    """Return the GPUs of ``--gpus-per-node`` or ``--gres``, else of ``sinfo``; ``None`` if their number is unknown."""
-    if count is not None:
-        return gpus_offered(nodes, count, "--gpus-per-node")
-    found = [_GPUS.fullmatch(one) for one in _read_further(options)[0].get("gres", "").split(",")]
-    each = [
-        to_count(match["count"] or "1") for match in found if match
-    ]  # of other resources no number of GPUs is known
-    return gpus_offered(nodes, sum(each), "--gres") if len(each) == len(found) else offer_of(rows or [], options)
+    return Offer(nodes=nodes, devices=each, device=known.device.name if known else _GPU, by=by) if each else None
 
 
 def _each_node(
