@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from law_rows import in_one_test
 from phalanx import hardware
@@ -172,6 +173,17 @@ def test_drivers_are_asked_by_their_kinds(
     nothing = {"driver_error": "", "driver_devices": 0, "driver": "", "topology": ""}
     assert host_probe._driver() == {**nothing, **told}
     assert kind_named("cuda").topology() == told.get("topology", "")
+
+
+def test_a_device_that_does_not_compute_is_probed_with_its_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "H100")
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda index: (70, 80))
+    monkeypatch.setattr(torch, "ones", lambda *shape, device: [][device.index])
+    versions, (device,) = host_probe._probed(kind_named("cuda"))
+    assert {*versions} <= {*kind_named("cuda").versions}
+    assert device == {"index": 0, "name": "H100", "free": 70, "total": 80, "error": "list index out of range"}
 
 
 PEAK, OPERAND, FLOOR = 150e9, 3e-10, 2e-6

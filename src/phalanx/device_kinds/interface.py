@@ -72,8 +72,8 @@ class DeviceKind(ABC):
         light_way, heavy_ways: how user code asks for the devices without, and with, beginning to use one.
         visible: the environment variable that leaves devices out; empty where there is none.
         listing: a program that prints, as JSON, a list with the name and the bytes of memory of each device here.
-        versions: names of versions that hosts of one run should have alike → words for them; empty where hosts are not
-            asked.
+        versions: the kind's name (its version in ``torch.version``) and its backend → words for their versions, which
+            hosts of one run should have alike; empty where hosts are not asked.
         pod_resource: what Kubernetes calls such a device, by its maker's plugin; empty where that is not known.
         driver_tool: the program by which the driver lists its devices, and ``driver_reset`` the command that resets the
             device ``{index}``, for messages; empty where there is none.
@@ -115,13 +115,6 @@ class DeviceKind(ABC):
     @abstractmethod
     def count(self) -> int:
         """Devices of this machine, asked so that workers can still be forked from this process."""
-
-    def probed(self) -> Mapping[str, Any]:
-        """Return the ``versions`` and the ``devices`` here, after computing something on each.
-
-        A device has ``index``, ``name``, ``free`` and ``total`` bytes, and ``error``, which is empty if it computes.
-        """
-        return {"versions": {}, "devices": []}
 
     def driver(self) -> tuple[int, str, str]:
         """Return how many devices the driver lists, its version, and its error."""

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import shutil
 import subprocess
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, suppress
-from importlib import import_module
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, ClassVar, cast, final
 
 from phalanx.device_kinds.interface import AttentionKernels, DeviceMemory
@@ -42,47 +40,12 @@ class _Cuda(Accelerator):
 
         return torch.cuda.device_count()
 
-    def probed(self) -> Mapping[str, Any]:
-        import torch
-
-        versions, devices = {"cuda": torch.version.cuda or ""}, list[dict[str, Any]]()
-        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-        if count:
-            with suppress(Exception):  # a build without it
-                versions["nccl"] = ".".join(map(str, import_module("torch.cuda.nccl").version()))
-        for index in range(count):
-            device: dict[str, Any] = {"index": index}
-            devices.append(device)
-            try:
-                device["name"] = torch.cuda.get_device_name(index)
-                device["free"], device["total"] = torch.cuda.mem_get_info(index)
-                ones = torch.ones(64, 64, device=f"cuda:{index}")
-                device["error"] = "" if float((ones @ ones).sum()) == 64.0**3 else "computes wrong numbers"
-            except Exception as error:  # CUDA's own are of many kinds
-                device["error"] = str(error).partition("\n")[0]
-        return {"versions": versions, "devices": devices}
-
     def driver(self) -> tuple[int, str, str]:
-        if (tool := shutil.which(self.driver_tool)) is None:
-            return 0, "", ""
-        asked = [tool, "--query-gpu=driver_version", "--format=csv,noheader"]
-        try:
-            done = subprocess.run(asked, capture_output=True, text=True, errors="replace", timeout=20, check=False)
-        except (OSError, subprocess.SubprocessError) as error:
-            return 0, "", str(error)
-        lines = done.stdout.split() if not done.returncode else (done.stdout + done.stderr).strip().splitlines()
-        if done.returncode:
-            return 0, "", lines[-1] if lines else f"{self.driver_tool} failed"
-        return len(lines), lines[0] if lines else "", ""
+        text, error = _printed("--query-gpu=driver_version", "--format=csv,noheader")
+        return len(text.split()), text.partition("\n")[0].strip(), error.strip().rpartition("\n")[2]
 
     def topology(self) -> str:
-        tool = shutil.which(self.driver_tool)
-        if tool is None:
-            return ""
-        try:
-            return subprocess.run([tool, "topo", "-m"], capture_output=True, text=True, timeout=30, check=True).stdout
-        except (OSError, subprocess.SubprocessError):
-            return ""
+        return _printed("topo", "-m")[0]
 
     def current(self) -> torch.device:
         import torch
@@ -155,6 +118,14 @@ class _Cuda(Accelerator):
             features=8,
             most_features=256,
         )
+
+
+def _printed(*words: str) -> tuple[str, str]:
+    try:
+        done = subprocess.run(["nvidia-smi", *words], capture_output=True, text=True, errors="replace", timeout=30)
+    except (OSError, subprocess.SubprocessError) as error:
+        return "", "" if isinstance(error, FileNotFoundError) else str(error)
+    return ("", (done.stdout + done.stderr).strip() or "nvidia-smi failed") if done.returncode else (done.stdout, "")
 
 
 KIND = _Cuda()

@@ -20,10 +20,11 @@ from collections.abc import Iterator
 from contextlib import suppress
 from datetime import timedelta
 from hashlib import sha256
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from phalanx.device_kinds import probed_kinds
+from phalanx.device_kinds import DeviceKind, probed_kinds
 from phalanx.errors import SpecError
 from phalanx.hardware import cores, memory_bytes
 from phalanx.hardware.probe import network_of
@@ -109,9 +110,9 @@ def _own_facts(question: dict[str, Any]) -> dict[str, Any]:
 def _probe_job(question: dict[str, Any], send: Any) -> None:
     """Send facts about torch, the devices and the job, a few at a time; the last message has an empty ``step``."""
     send({"step": "devices", "versions": _versions()})
-    probed = {kind.name: kind.probed() for kind in probed_kinds()}
-    of_kinds = {name: version for one in probed.values() for name, version in one["versions"].items() if version}
-    kind, devices = next(((name, one["devices"]) for name, one in probed.items() if one["devices"]), ("", []))
+    found = [(kind, *_probed(kind)) for kind in probed_kinds()]
+    of_kinds = {name: version for _, versions, _ in found for name, version in versions.items() if version}
+    kind, devices = next(((kind.name, devices) for kind, _, devices in found if devices), ("", []))
     send({"step": "job", "kind": kind, "devices": devices})
     file = question["file"]
     lacking = bool(file) and not os.path.isfile(file)
@@ -151,6 +152,30 @@ def _load(reference: str, send: Any) -> None:
         send({"data_error": "holds no sample"})
     except Exception as error:  # user code
         send({"data_error": f"{type(error).__name__}: {error}"})
+
+
+def _probed(kind: DeviceKind) -> tuple[dict[str, str], list[dict[str, Any]]]:
+    """Return versions by the names of ``kind.versions``, and the devices, after computing something on each."""
+    import torch
+
+    module: Any = torch.get_device_module(kind.torch_type)
+    versions, devices = {kind.name: getattr(torch.version, kind.name, None) or ""}, list[dict[str, Any]]()
+    count = module.device_count() if module.is_available() else 0
+    if count:
+        with suppress(Exception):  # a build without it
+            backend = import_module(f"{module.__name__}.{kind.backend}")
+            versions[kind.backend] = ".".join(map(str, backend.version()))
+    for index in range(count):
+        device: dict[str, Any] = {"index": index, "error": ""}
+        devices.append(device)
+        try:
+            device["name"] = module.get_device_name(index)
+            device["free"], device["total"] = module.mem_get_info(index)
+            ones = torch.ones(64, 64, device=kind.device(index))
+            device["error"] = "" if float((ones @ ones).sum()) == 64.0**3 else "computes wrong numbers"
+        except Exception as error:  # errors of devices are of many kinds
+            device["error"] = str(error).partition("\n")[0]
+    return versions, devices
 
 
 def _driver() -> dict[str, Any]:
