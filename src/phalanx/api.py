@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from phalanx.comm import Place
     from phalanx.config.run import Resume
     from phalanx.forecast import Forecast
-    from phalanx.launch import Launcher
+    from phalanx.launch.local import LocalLauncher
     from phalanx.launch.targets import AttachedTarget
     from phalanx.planner import Advice
     from phalanx.report.shown_progress import Watch
@@ -38,7 +38,7 @@ def fit(
     folder: str | Path | None = None,
     watch: Watch = None,
     cores: int | None = None,
-    launcher: str | Launcher | AttachedTarget = "local",
+    launcher: str | LocalLauncher | AttachedTarget = "local",
     **settings: Any,
 ) -> Run:
     """Train ``job`` under ``plan`` and give back the run.
@@ -96,7 +96,7 @@ def start(
     run: RunSpec | str | Path | None = None,
     folder: str | Path | None = None,
     cores: int | None = None,
-    launcher: str | Launcher | AttachedTarget = "local",
+    launcher: str | LocalLauncher | AttachedTarget = "local",
     **settings: Any,
 ) -> Run:
     """Begin to train ``job`` under ``plan`` in the background, and give back the run once it has begun.
@@ -143,7 +143,7 @@ def _asked(
     plan: Plan | str | None,
     run: RunSpec | str | Path | None,
     folder: str | Path | None,
-    launcher: str | Launcher | AttachedTarget,
+    launcher: str | LocalLauncher | AttachedTarget,
     settings: dict[str, Any],
 ) -> tuple[Job, RunSpec, Place | None]:
     """The job with the run's overrides, the run with its plan and folder, and this process's place of torchrun."""
@@ -167,13 +167,13 @@ def _asked(
     return override(job, spec), spec, place
 
 
-def _launcher(given: str | Launcher | AttachedTarget) -> Launcher | AttachedTarget:
-    from phalanx.launch import Launcher, find_launcher
+def _launcher(given: str | LocalLauncher | AttachedTarget) -> LocalLauncher | AttachedTarget:
+    from phalanx.launch.local import LocalLauncher, find_launcher
     from phalanx.launch.targets import AttachedTarget
 
     if isinstance(given, str):
         return find_launcher(given)
-    _need(given, (Launcher, AttachedTarget), "launcher", 'launcher="local"')
+    _need(given, (LocalLauncher, AttachedTarget), "launcher", 'launcher="local"')
     return given
 
 

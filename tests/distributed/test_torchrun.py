@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-import socket
 import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -307,13 +305,3 @@ def test_build_outside_torchrun_says_how(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.delenv("RANK", raising=False)
     with pytest.raises(RefusedError, match=r"dp=2 for 1 workers(.|\n)*torchrun --nproc-per-node 2 script.py"):
         px.build(job(), "dp=2")
-
-
-def test_a_printed_line_leaves_a_worker_whole() -> None:
-    """torchrun starts workers unbuffered: a line and its end must not be two writes, or ranks' lines mix."""
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
-    code = "from phalanx.launch.worker import _belong_to_launcher as join; join(); print('a', 'b'); print('c')"
-    with ours, theirs:
-        subprocess.run([sys.executable, "-u", "-c", code], stdout=theirs.fileno(), check=True)
-        ours.setblocking(False)
-        assert [ours.recv(100) for _ in range(2)] == [b"a b\n", b"c\n"]

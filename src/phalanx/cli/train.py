@@ -22,7 +22,7 @@ from phalanx.errors import NoneWholeError, PhalanxError, RunError, WorkerError
 
 if TYPE_CHECKING:
     from phalanx.events.following import Follower
-    from phalanx.launch import Launcher
+    from phalanx.launch.local import LocalLauncher
     from phalanx.launch.targets import AttachedTarget
 
 
@@ -47,10 +47,10 @@ def command(job: str, tensorboard: bool, quiet: bool, explain: bool, as_json: bo
       phalanx train examples/gpt.py --plan "fsdp=2 zero=3 micro=8" --steps 100
       phalanx train examples/digits.py --run runs/digits-1 --resume --epochs 10
     """
-    from phalanx.launch import find_launcher
+    from phalanx.launch.local import LocalLauncher
 
     given = Given.of(job, options)
-    train(given, "local", find_launcher("local"), RunDisplay(tensorboard, quiet, explain, as_json))
+    train(given, "local", LocalLauncher(), RunDisplay(tensorboard, quiet, explain, as_json))
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ class RunDisplay:
     as_json: bool = False
 
 
-def train(given: Given, name: str, launcher: Launcher | AttachedTarget, how: RunDisplay) -> None:
+def train(given: Given, name: str, launcher: LocalLauncher | AttachedTarget, how: RunDisplay) -> None:
     """Train what is ``given`` by ``launcher``, which users call ``name``. Raises as ``fit`` does."""
     earlier, job = earlier_run(given), given.job
 

@@ -12,15 +12,10 @@ from phalanx.errors import SpecError
 
 @click.command("worker", short_help="Be one worker of a run; for torchrun.")
 @click.argument("runfile", type=click.Path(path_type=Path, dir_okay=False))
-@click.option(
-    "--reports",
-    type=click.Path(path_type=Path, file_okay=False, exists=True),
-    help="Folder for this worker's progress and failure, for the launcher that started it and then says what failed.",
-)
 @click.option("--job", default="", help="Where this worker finds the job, if not where RUNFILE says: a copy of it.")
 @json_option
 @click.pass_context
-def command(ctx: click.Context, runfile: Path, reports: Path | None, job: str, as_json: bool) -> None:
+def command(ctx: click.Context, runfile: Path, job: str, as_json: bool) -> None:
     """Be one worker of the run that RUNFILE describes.
 
     torchrun starts it once for each device, and says to each where it stands; alone, it is the only worker. The plan
@@ -33,7 +28,7 @@ def command(ctx: click.Context, runfile: Path, reports: Path | None, job: str, a
     """
     from phalanx.launch.worker import main
 
-    code = main(runfile, reports, job)
+    code = main(runfile, job)
     if as_json and _speaks():
         print_json({"runfile": str(runfile), "exit_code": code})
     ctx.exit(code)

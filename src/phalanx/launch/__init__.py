@@ -10,7 +10,6 @@ if TYPE_CHECKING:
     from phalanx.launch.elastic_size import ElasticSize
     from phalanx.launch.failure import record
     from phalanx.launch.jobfile import Reference, load_job
-    from phalanx.launch.launcher import Launch, Launcher, find_launcher
     from phalanx.launch.local import launch
     from phalanx.launch.reaper import raise_stopped
     from phalanx.launch.restarts import Restarts
@@ -19,16 +18,12 @@ if TYPE_CHECKING:
     from phalanx.launch.supervision import supervise
     from phalanx.launch.torch_warmup import make_ready
     from phalanx.launch.torchrun import place_of_this_process
+    from phalanx.launch.worker_process import Launch
 
 _FILES = {
     "elastic_size": ("ElasticSize",),
     "failure": ("record",),
     "jobfile": ("Reference", "load_job"),
-    "launcher": (
-        "Launch",
-        "Launcher",
-        "find_launcher",
-    ),
     "local": ("launch",),
     "reaper": ("raise_stopped",),
     "restarts": ("Restarts",),
@@ -37,19 +32,18 @@ _FILES = {
     "supervision": ("supervise",),
     "torch_warmup": ("make_ready",),
     "torchrun": ("place_of_this_process",),
+    "worker_process": ("Launch",),
 }
 _WHERE = {name: file for file, names in _FILES.items() for name in names}
 
 __all__ = [
     "ElasticSize",
     "Launch",
-    "Launcher",
     "LookAhead",
     "Reference",
     "Restarts",
     "RunFolder",
     "default_folder",
-    "find_launcher",
     "how_to_go_on",
     "job_of",
     "launch",

@@ -3,28 +3,21 @@
 When one worker dies, the others soon fail as well, because their peer is gone. Those failures are true and useless;
 this file tells them from the first one. A worker describes its own exception (``describe_error``), the launcher adds
 what it sees from outside (signals, silent exits), ``first_failure`` picks and ``worker_error`` words it.
-
-A forked worker has pipes to its launcher. One that was started as ``phalanx worker RUNFILE --reports FOLDER`` leaves in
-the folder which process it is, how far it came, and how it failed if it did (``WorkerReports``).
 """
 
 from __future__ import annotations
 
-import json
-import os
 import re
 import signal
-import struct
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, final
+from typing import Any
 
 from phalanx.comm.roll_call import reports_lost_peer
-from phalanx.config import RunSpec
-from phalanx.config.run_files import EVENTS, RUN_TOML
+from phalanx.config.run_files import EVENTS
 from phalanx.errors import (
     PhalanxError,
     Problem,
@@ -36,9 +29,6 @@ from phalanx.errors import (
     is_out_of_memory,
 )
 from phalanx.events import EventLog
-from phalanx.files import token_of
-from phalanx.launch.runfile import absolute
-from phalanx.train.findings import Findings
 from phalanx.train.user_traceback import format_for_user
 
 _WRITTEN = (SpecError, RefusedError, ProfileError)
@@ -282,93 +272,3 @@ def memory_kills() -> int:
         if found:
             return int(found[1])
     return 0
-
-
-_PROGRESS = struct.Struct("=qq")  # process id; optimizer step, -1 before the first
-_NO_STEP = -1
-
-
-@final
-class WorkerReports:
-    """The folder, written by workers and read by their launcher; it belongs to the launcher, who removes it."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self._progress: dict[int, int] = {}
-
-    def write_step(self, rank: int, step: int | None) -> None:
-        """In the worker ``rank``: the optimizer step that begins, ``None`` as long as none has. About a microsecond."""
-        with suppress(OSError):  # a full disk under the launcher's folder ends no run
-            if rank not in self._progress:
-                flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC
-                self._progress[rank] = os.open(self._progress_file(rank), flags, 0o600)
-            os.pwrite(self._progress[rank], _PROGRESS.pack(os.getpid(), _NO_STEP if step is None else step), 0)
-
-    def write_run(self, run: RunSpec, findings: Findings | None = None) -> Path:
-        """In the launcher: the run file that workers are started with, and the token by which they write its folder.
-
-        The run folder's own ``run.toml`` is written once the run has begun. ``findings``: of the launcher's look at the
-        job, for which workers need none of their own.
-        """
-        runfile, token = self.folder / RUN_TOML, token_of(run.folder)
-        runfile.write_text(absolute(run).to_toml(), encoding="utf-8")
-        (self.folder / "token").write_text(token.identity if token else "", encoding="utf-8")
-        if findings and findings.looked:
-            (self.folder / "findings.json").write_text(json.dumps(findings.to_dict()), encoding="utf-8")
-        return runfile
-
-    def findings(self) -> Findings | None:
-        """In a worker: what its launcher has found of the job; ``None`` where it has not looked."""
-        file = self.folder / "findings.json"
-        return Findings.from_dict(json.loads(file.read_text(encoding="utf-8"))) if file.exists() else None
-
-    def token(self) -> str:
-        """In a worker: the identity of the token of its launcher; empty where that has none."""
-        file = self.folder / "token"
-        return file.read_text(encoding="utf-8") if file.exists() else ""
-
-    def write_failure(self, failure: Failure) -> None:
-        """In a worker: how it failed. Whole or not at all: the launcher looks at any time."""
-        file = self.folder / f"failure-{failure.rank}.json"
-        partial = file.with_suffix(".partial")
-        partial.write_text(json.dumps(asdict(failure)), encoding="utf-8")
-        partial.replace(file)
-
-    def write_stopped(self, number: int) -> None:
-        """In a worker: the run has stopped, with a checkpoint, for the signal of that number."""
-        (self.folder / f"stopped-{number}").touch()
-
-    def stopped(self) -> int:
-        """In the launcher: the signal that the run has stopped for, 0 where it has not."""
-        return max((int(file.name.partition("-")[2]) for file in self.folder.glob("stopped-*")), default=0)
-
-    def failures(self) -> list[Failure]:
-        """In the launcher: what workers have reported so far."""
-        return [Failure(**json.loads(file.read_text(encoding="utf-8"))) for file in self.folder.glob("failure-*.json")]
-
-    def step(self, rank: int) -> int | None:
-        """In the launcher: the optimizer step the worker ``rank`` is in, ``None`` before the first."""
-        step = next((step for _, step in _read(self._progress_file(rank))), _NO_STEP)
-        return None if step == _NO_STEP else step
-
-    def processes(self) -> list[int]:
-        """In the launcher: the process ids of the workers that have begun."""
-        return [pid for file in self.folder.glob("progress-*") for pid, _ in _read(file)]
-
-    def process(self, rank: int) -> int | None:
-        """In the launcher: the process id of the worker ``rank``, ``None`` before it has begun."""
-        return next((pid for pid, _ in _read(self._progress_file(rank))), None)
-
-    def probe_file(self, rank: int, name: str) -> Path:
-        """Where the worker ``rank`` writes down how it stands."""
-        return self.folder / f"{name}-{rank}"
-
-    def _progress_file(self, rank: int) -> Path:
-        return self.folder / f"progress-{rank}"
-
-
-def _read(progress: Path) -> Iterator[tuple[int, int]]:
-    """Process id and step; nothing where the worker has only just made the file, or not yet."""
-    data = progress.read_bytes() if progress.exists() else b""
-    if len(data) == _PROGRESS.size:
-        yield _PROGRESS.unpack(data)

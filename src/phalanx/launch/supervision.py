@@ -7,29 +7,27 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
-from typing import TypeVar
 
 from phalanx.launch.failure import Failure, memory_kills, refusal, signal_name, worker_error
 from phalanx.launch.hang_watch import HangWatch
-from phalanx.launch.launcher import Launch, Workers
 from phalanx.launch.reaper import StopRequest, raise_stopped
 from phalanx.launch.restarts import Restarts
 from phalanx.launch.straggler_watch import StragglerWatch
+from phalanx.launch.worker_pool import WorkerPool
+from phalanx.launch.worker_process import Launch
 
 _TICK = 0.05  # seconds that workers are followed for at a time
 _WATCH = 0.1  # seconds between calls of watch
 
-_Started = TypeVar("_Started", bound=Workers)
-
 
 def supervise(
-    start: Callable[[Launch], _Started],
+    start: Callable[[Launch], WorkerPool],
     wanted: Callable[[], Launch],
     watch: Callable[[], None] | None = None,
     *,
     grace: float = 0.0,
     restarts: Restarts | None = None,
-) -> _Started:
+) -> WorkerPool:
     """Start workers, follow them to their end, and end those that are left.
 
     ``wanted()`` returns the launch before each start. The first failure ends all workers within 3 s. After a stop
@@ -58,7 +56,7 @@ def supervise(
             if stop.number:
                 print(error, file=sys.stderr)
                 raise_stopped(stop.number, saved=False)
-            begun = max((one.step for one in workers.known_failures() if one.step is not None), default=None)
+            begun = max((one.step for one in workers.failures if one.step is not None), default=None)
             if restarts is None or not restarts.allow(failure, memory_kills=kills, begun=begun):
                 raise error
             until = time.monotonic() + restarts.pause
@@ -72,13 +70,13 @@ def supervise(
 
 
 def _follow(
-    start: Callable[[Launch], _Started],
+    start: Callable[[Launch], WorkerPool],
     launch: Launch,
     grace: float,
     stop: StopRequest,
     watch: Callable[[], None] | None,
     restarts: Restarts | None,
-) -> tuple[_Started, Failure | None]:
+) -> tuple[WorkerPool, Failure | None]:
     """Start workers, follow them and end them. Return the workers, and the hang that ended the run, if one did."""
     stop.held = True
     workers, run = start(launch), launch.run
@@ -113,13 +111,13 @@ def _follow(
     return workers, hung
 
 
-def _blamed(workers: Workers, hangs: HangWatch) -> Failure | None:
+def _blamed(workers: WorkerPool, hangs: HangWatch) -> Failure | None:
     """Return the hang behind a worker's report of a lost peer, if the hang watch finds one."""
     first = workers.failure()
     if first is None or not first.lost_peer:
         return None
     hangs.last_look()
-    found = hangs.blamed(first, workers.known_failures())
+    found = hangs.blamed(first, workers.failures)
     return None if found is first else found  # as workers are ended it may come out who was lost
 
 

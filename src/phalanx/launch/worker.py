@@ -1,4 +1,4 @@
-"""What one worker of a run does that is a program of its own, as torchrun starts it; what rank 0 decides for all."""
+"""Entry point of a worker started by torchrun, and the decisions that rank 0 makes for all ranks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, replace
 from functools import partial
-from io import TextIOWrapper
 from itertools import count
 from pathlib import Path
 
@@ -26,14 +25,14 @@ from phalanx.errors import PhalanxError, Problem, RefusedError, RunError, SpecEr
 from phalanx.events.following import Viewer, callback_viewers, followed
 from phalanx.files import join, read_text, token_of
 from phalanx.launch.elastic_size import devices_before, fitted, record_resize
-from phalanx.launch.failure import Failure, WorkerReports, describe_error, gave_up, record, worker_error
+from phalanx.launch.failure import Failure, describe_error, record, worker_error
 from phalanx.launch.first_step import first_step_checked
 from phalanx.launch.hang_watch import blamed
 from phalanx.launch.jobfile import load_job
-from phalanx.launch.rank_probe import PROBE_FILES, ProbeFiles, RankProbe
+from phalanx.launch.rank_probe import RankProbe
 from phalanx.launch.reaper import SAVED, StopRequest, die_with, ignore_signal, terminated_later
 from phalanx.launch.run_secret import share_secret
-from phalanx.launch.runfile import RunFolder, absolute, settled
+from phalanx.launch.runfile import RunFolder, absolute
 from phalanx.launch.side_process import look_ahead
 from phalanx.launch.torch_warmup import leave_compiler_out, make_ready
 from phalanx.launch.torchrun import (
@@ -61,42 +60,31 @@ _SECOND_THOUGHTS = 0.5  # seconds in which the worker that failed first may say 
 
 
 class WorkerStatus:
-    """How far one worker came; whoever started it learns from here how it failed, by one worker for all.
+    """The progress of one worker that torchrun started, or that is alone, and the report of its failure.
 
     Attributes:
         folder: the run folder, once it is this run's; ``None`` before.
-        stopped: the signal by which the run was asked to stop, once it has, with a checkpoint; 0 where it was not.
+        stopped: the signal that the run has stopped for, with a checkpoint; 0 if it came to its end.
     """
 
-    def __init__(self, place: Place, reports: WorkerReports | None = None) -> None:
-        """``reports``: where a launcher that started this worker looks; ``None`` where none does."""
+    def __init__(self, place: Place) -> None:
         self.place = place
         self.folder: Path | None = None
         self.stopped = 0
         self._step: int | None = None
-        self._reports = reports
         self._probe: RankProbe | None = None
         self._plan: Plan | None = None
 
     @property
-    def launched(self) -> bool:
-        """Whether a launcher of ours has started it, which follows the run itself."""
-        return self._reports is not None
-
-    @property
     def alone(self) -> bool:
-        """Whether nobody but this process looks at how long it takes to stop."""
-        return self._reports is None and self.place.store != "env://"
+        """True if no other process limits the time that this one takes to stop."""
+        return self.place.store != "env://"
 
     def enter(self, entered: RunFolder, again: bool) -> RunSpec:
-        """On rank 0: be the writer of the run folder, unless a launcher is, which then has refused what is to be.
+        """On rank 0: become the writer of the run folder. Return the run as it begins.
 
-        ``again``: workers before this one have begun the run. Returns the run as it begins.
+        ``again``: earlier workers have begun the run.
         """
-        token = self._reports.token() if self._reports else ""
-        if token:
-            join(entered.folder, token)
-            return settled(entered.run)
         if again:
             entered.again()
         entered.__enter__()
@@ -109,45 +97,25 @@ class WorkerStatus:
     def report_step(self, step: int | None) -> None:
         """Take in the number of the optimizer step that begins; ``None`` as long as none has."""
         self._step = step
-        if self._reports:
-            self._reports.write_step(self.place.rank, step)
         if self._probe:
             self._probe.report_step(step)
 
     @contextmanager
     def watched(self, plan: Plan) -> Generator[None]:
         """Within, this process tells where it stands if it does not go on."""
-        files, publish, place = None, None, self.place
-        if self._reports:
-            files = ProbeFiles.made(self._reports.probe_file(place.rank, name) for name in PROBE_FILES)
-        elif place.store == "env://" and place.world_size > 1:
+        publish, place = None, self.place
+        if place.store == "env://" and place.world_size > 1:
             publish, self._plan = SharedStands(place).publish, plan
-        self._probe = RankProbe(place, files, publish)
+        self._probe = RankProbe(place, None, publish)
         self._probe.start()
         try:
             yield
         finally:
             self._probe.end()
 
-    def findings(self) -> Findings | None:
-        """What the launcher that started it has found of the job; ``None`` where none did, or has looked."""
-        return self._reports.findings() if self._reports else None
-
-    def report_stopped(self, number: int) -> None:
-        """Take in that the run has stopped, with a checkpoint, for the signal of that number; 0: it is done."""
-        self.stopped = number
-        if self._reports and number:
-            self._reports.write_stopped(number)
-
     def report_failure(self, error: BaseException) -> WorkerError | None:
         """The error as a launcher words it, appended to the run's events; ``None`` where a launcher or worker does."""
         failure = Failure(rank=self.place.rank, step=self._step, **describe_error(error))
-        if self._reports:
-            if self._plan and gave_up(failure):
-                failure = blamed(failure, SharedStands(self.place).read(), self._plan, self.place.timeout)
-            with suppress(OSError):  # on a full disk this worker says itself what its launcher cannot learn
-                self._reports.write_failure(failure)
-                return None
         if self.place.store != "env://":
             return self._recorded(failure)
         time.sleep(_SECOND_THOUGHTS if failure.lost_peer else 0.0)
@@ -195,11 +163,10 @@ def _train(job: Job, run: RunSpec, status: WorkerStatus, runfile: Path | None, v
         allowed = '"auto", by which they go on where there is something to go on from'
         raise SpecError.of(where="run.resume", given=given, allowed=allowed, fix='resume = "auto"')
     with within_folder(job, run, status, runfile, viewers) as run:
-        place, known = status.place, status.findings()
+        place, found = status.place, Findings()
         if run.plan.server:
             place = replace(place, secret=share_secret(place, run.folder))
-        found = known or Findings()
-        if place.rank == 0 and not known:  # it writes the log; what is refused all ranks refuse together, as they build
+        if place.rank == 0:  # it writes the log; what is refused all ranks refuse together, as they build
             with suppress(PhalanxError):
                 found = look_ahead(job, run.plan, RunStart.of(run))
         # one that is alone ends by a second signal, or when the time for its checkpoint is over
@@ -208,7 +175,7 @@ def _train(job: Job, run: RunSpec, status: WorkerStatus, runfile: Path | None, v
             link = LauncherLink(report=status.report_step, asked=lambda: stop.number if stop else 0)
             with first_step_checked(job, run, place, found) as observer:
                 summary = train(job, run, place, link, observer=observer, findings=found)
-    status.report_stopped(summary.get("stopped", 0))
+    status.stopped = summary.get("stopped", 0)
     return run
 
 
@@ -229,7 +196,7 @@ def within_folder(
     entered = RunFolder(run, job=job, given=runfile)
     run = enter_folder(run, place, partial(status.enter, entered))
     status.folder = run.folder
-    looking = [*callback_viewers(job.callbacks), *viewers] if place.rank == 0 and not status.launched else []
+    looking = [*callback_viewers(job.callbacks), *viewers] if place.rank == 0 else []
     try:
         with followed(looking, run.folder / EVENTS):
             yield run
@@ -237,20 +204,17 @@ def within_folder(
         entered.__exit__()
 
 
-def main(runfile: Path, reports: Path | None = None, job_here: str = "") -> int:
-    """Be one worker of the run in ``runfile``: one of a launcher's, or the only one.
+def main(runfile: Path, job_here: str = "") -> int:
+    """Train as one of torchrun's workers of the run in ``runfile``, or as the only one.
 
-    An error goes to stderr and to the run's events, once for all workers, with the rank and the step; or into
-    ``reports``, for the launcher that started this worker and then says it. Such a worker ends with its parent.
-    ``job_here``: where this worker finds the job, if not where the run file says.
+    An error goes to stderr and to the run's events, once for all workers, with the rank and the step.
+    ``job_here``: the job on this host, if it is not where the run file says.
 
     Returns:
-        The exit code for this process: 0, that of the error, or ``SAVED`` where the run was asked to stop and saved.
+        The exit code for this process: 0, that of the error, or ``SAVED`` if the run was asked to stop and has saved.
     """
-    status = WorkerStatus(Place(), WorkerReports(reports) if reports else None)
+    status = WorkerStatus(Place())
     try:
-        if reports:
-            _belong_to_launcher()
         status.place = place_of_this_process() or status.place
         show_rank(status.place.rank)
         leave_warnings_to_rank_0(status.place.rank)
@@ -270,23 +234,12 @@ def main(runfile: Path, reports: Path | None = None, job_here: str = "") -> int:
         status.place = replace(status.place, timeout=run.timeout)
         job = override(load_job(job_here or run.job), run)
         train_as_worker(job, fitted(run, status.place.world_size, job), status, runfile=runfile)
-    except BaseException as error:
-        if not (reports or isinstance(error, Exception)):
-            raise
+    except Exception as error:
         with terminated_later():
             if worded := status.report_failure(error):
                 print(visible(str(worded)), file=sys.stderr, flush=True)
         return describe_error(error)["exit_code"]
-    return SAVED if status.stopped and not reports else 0
-
-
-def _belong_to_launcher() -> None:
-    die_with(os.getppid())
-    for stream in (sys.stdout, sys.stderr):
-        # Into a pipe it would write in blocks, the last lost with the process; and under python -u, as torchrun starts
-        # it, a line and its end each by itself, between which another rank's line may come.
-        if isinstance(stream, TextIOWrapper):
-            stream.reconfigure(line_buffering=True, write_through=False)
+    return SAVED if status.stopped else 0
 
 
 def _read(runfile: Path) -> RunSpec:

@@ -40,10 +40,9 @@ from phalanx.errors import RunError
 from phalanx.launch.addresses import LOOPBACK
 from phalanx.launch.failure import Failure, failure_of_exit, first_failure, time_for_others
 from phalanx.launch.hang_watch import WatchedRank
-from phalanx.launch.launcher import Launch, WorkerFunction, Workers
 from phalanx.launch.rank_probe import ProbeFiles
 from phalanx.launch.reaper import Reaper, fork, kill_group
-from phalanx.launch.worker_process import OutputRelay, WorkerPipes, run_worker
+from phalanx.launch.worker_process import Launch, OutputRelay, WorkerFunction, WorkerPipes, run_worker
 
 _KILL = 1.0  # seconds after SIGKILL
 _SOON = 0.002  # seconds between looks at a worker that has reported and is about to end
@@ -141,8 +140,8 @@ class WorkerProcess:
 
 
 @final
-class WorkerPool(Workers):
-    """All workers of one launch.
+class WorkerPool:
+    """All workers of one launch. ``supervise`` calls: start, follow until it returns False, stop, failure.
 
     Attributes:
         workers: in rank order.
@@ -177,6 +176,11 @@ class WorkerPool(Workers):
         return all(worker.ended for worker in self.workers)
 
     def start(self) -> None:
+        """Fork all workers.
+
+        Raises:
+            RunError: there are too many processes or open files.
+        """
         for stream in (sys.stdout, sys.stderr):
             if stream is not None:
                 stream.flush()  # else buffered text could be printed once more by each worker
@@ -200,15 +204,24 @@ class WorkerPool(Workers):
         )
 
     def follow(self, timeout: float) -> bool:
+        """Print the workers' output and note failures, for at most ``timeout`` seconds.
+
+        Return False once all have ended, or one has failed and the others have had time to report.
+        """
         self._listen(timeout)
         if self.failures:
             self._await_other_failures()
         return not self._done and not self.failures
 
     def failure(self) -> Failure | None:
+        """Return the first failure of a worker before ``stop``."""
         return first_failure(self.failures) if self.failures else None
 
     def request_stop(self, number: int) -> bool:
+        """Ask the run to save after the present step and stop, for the signal of that number.
+
+        Return False if no step has begun, or the workers are no run's.
+        """
         if self._launch.run is None or all(step == _NO_STEP for step in self._steps[: self._world_size]):
             return False
         self._steps[-1] = number
@@ -216,13 +229,12 @@ class WorkerPool(Workers):
 
     @property
     def stopped(self) -> int:
+        """The signal that the run has stopped for, with a checkpoint; 0 if it came to its end."""
         results = (worker.result for worker in self.workers)
         return max((one["stopped"] for one in results if isinstance(one, dict) and "stopped" in one), default=0)
 
-    def known_failures(self) -> list[Failure]:
-        return self.failures
-
     def watched(self) -> dict[int, WatchedRank]:
+        """Return the process and the step of each rank."""
         return {
             worker.rank: WatchedRank(worker.pid, self._step(worker), None if worker.ended else worker.files)
             for worker in self.workers
@@ -262,6 +274,7 @@ class WorkerPool(Workers):
                 return
 
     def stop(self) -> None:
+        """End all workers and the processes that they started; close every descriptor. Call it once."""
         before = list(self.failures)
         for worker in self.workers:
             if not worker.ended:

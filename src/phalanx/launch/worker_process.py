@@ -16,22 +16,58 @@ import re
 import signal
 import sys
 import warnings
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import IO, Literal, NoReturn, TextIO, final
+from typing import IO, Any, Literal, NoReturn, Protocol, TextIO, final
 
 import torch
 
 from phalanx.comm import Place
+from phalanx.config import RunSpec
+from phalanx.config.run import TIMEOUT
 from phalanx.hardware.probe import affinity
 from phalanx.launch.addresses import connect_late, listen_at
 from phalanx.launch.failure import describe_error
-from phalanx.launch.launcher import WorkerFunction
 from phalanx.launch.rank_probe import ProbeFiles, RankProbe
 from phalanx.launch.reaper import die_with
 from phalanx.launch.torch_warmup import leave_compiler_out
 
 _PR_SET_NAME = 15
+
+
+class StepReport(Protocol):
+    """Called by a worker with the number of each optimizer step that it begins."""
+
+    def __call__(self, step: int, /) -> None: ...
+
+    def asked(self) -> int:
+        """Return the number of the signal by which the launcher asks to stop, or 0."""
+        ...
+
+
+WorkerFunction = Callable[[Place, StepReport], Any]
+"""The function of a forked worker."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Launch:
+    """A number of workers to start.
+
+    Attributes:
+        function: run by each worker. Its result must be JSON.
+        run: the run that they train; ``None`` if ``function`` is no run.
+        threads: for each worker; its share of this machine's cores if ``None``.
+        timeout: seconds that workers wait for each other.
+        background: ``px.start`` follows the workers in a process of its own.
+    """
+
+    world_size: int
+    function: WorkerFunction
+    run: RunSpec | None = None
+    threads: int | None = None
+    timeout: float = TIMEOUT
+    background: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -16,7 +16,6 @@ from phalanx.events.following import Follower, callback_viewers
 from phalanx.launch import (
     ElasticSize,
     Launch,
-    Launcher,
     LookAhead,
     Reference,
     Restarts,
@@ -27,7 +26,7 @@ from phalanx.launch import (
     supervise,
 )
 from phalanx.launch.first_step import first_step_checked
-from phalanx.launch.launcher import StepReport, WorkerFunction, refuse_copies, refuse_what_needs_a_fork
+from phalanx.launch.local import LocalLauncher, refuse_copies, refuse_what_needs_a_fork
 from phalanx.launch.reaper import StopRequest, ignore_signal
 from phalanx.launch.runfile import absolute, check_folder
 from phalanx.launch.targets import (
@@ -37,6 +36,7 @@ from phalanx.launch.targets import (
     one_launch_at_a_time,
     refuse_handed_over,
 )
+from phalanx.launch.worker_process import StepReport, WorkerFunction
 from phalanx.preflight.launch_check import refuse_plan
 from phalanx.preflight.run_forecast import RunForecaster, forecast_after_look, too_little
 from phalanx.train import loop
@@ -65,9 +65,15 @@ def _called_back(job: Job, folder: Path, watch: Callable[[], None] | None) -> It
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunStarter:
-    """Who starts the workers, where and how; ``loadable`` and ``background`` are those of ``Launch``."""
+    """The launcher of a run, and how it starts the workers.
 
-    launcher: Launcher | AttachedTarget
+    Attributes:
+        cores: CPU cores that each replica computes with; its share of the machine's if ``None``.
+        loadable: new processes find the job by ``run.job``.
+        background: ``px.start`` follows the run in a process of its own.
+    """
+
+    launcher: LocalLauncher | AttachedTarget
     cores: int | None
     loadable: bool
     background: bool = False
@@ -75,21 +81,16 @@ class RunStarter:
     def refuse(self, run: RunSpec) -> None:
         """Refuse what cannot be started from this process."""
         if isinstance(self.launcher, AttachedTarget):
-            refuse_what_needs_a_fork(self.launch(run, lambda place, report: None), self.launcher.name)
-            return
-        try:
+            refuse_what_needs_a_fork(run, self.launcher.name, loadable=self.loadable)
+        else:
             self.launcher.prepare(self.launch(run, lambda place, report: None))
-        finally:
-            self.launcher.release()
 
-    def launch(self, run: RunSpec, work: WorkerFunction, found: Findings | None = None) -> Launch:
-        """What is to be started for ``run``, each of whose workers does ``work``; ``found``: of a look at the job."""
+    def launch(self, run: RunSpec, work: WorkerFunction) -> Launch:
+        """Return the launch of ``run``, each of whose workers does ``work``."""
         return Launch(
             world_size=run.plan.processes,
             function=work,
             run=run,
-            findings=found,
-            loadable=self.loadable,
             threads=None if self.cores is None else self.cores * run.plan.threads,
             timeout=run.timeout,
             background=self.background,
@@ -121,10 +122,7 @@ def train_here(
         _train_there(job, spec, how, how.launcher, watch or _nothing, begun or _nothing)
         return
     with _called_back(job, spec.folder, watch) as look:
-        try:
-            _train(job, spec, how, how.launcher, look, begun or _nothing)
-        finally:
-            how.launcher.release()
+        _train(job, spec, how, how.launcher, look, begun or _nothing)
 
 
 def _train_there(
@@ -151,7 +149,7 @@ def _train(
     job: Job,
     spec: RunSpec,
     how: RunStarter,
-    launcher: Launcher,
+    launcher: LocalLauncher,
     watch: Callable[[], None] | None,
     tell_begun: Callable[[], None],
 ) -> None:
@@ -172,7 +170,7 @@ def _train(
             begun = begun.resized_to(size.plan) if size else begun
             found = found if begun.plan == before else _looked_at(job, begun)
             launcher.prepare(how.launch(begun, work))
-        return how.launch(begun, work, found)
+        return how.launch(begun, work)
 
     refuse(job, spec.plan, spec.plan.world_size)
     located = replace(spec, job=str(Reference.parse(spec.job)))
