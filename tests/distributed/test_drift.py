@@ -1,9 +1,8 @@
-"""Ranks that drift apart are named, soon; so are slow ones, and shares that follow them change no result."""
+"""Ranks that drift apart are named, soon; shares that follow slow ones change no result, and reports name them."""
 
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -25,9 +24,10 @@ from phalanx.config import Plan
 from phalanx.data import records
 from phalanx.errors import RefusedError, WorkerError
 from phalanx.events.schema import faults
-from phalanx.launch import launch, straggler_watch
+from phalanx.launch import launch
 from phalanx.parallel import assemble
 from phalanx.parallel.buffer_sync import BufferSync
+from phalanx.report.summary import summarise
 from phalanx.train import drift, uneven_shares
 from phalanx.train.drift import PARTS, DriftWatch
 
@@ -235,6 +235,7 @@ def test_shares_follow_a_slow_rank_and_change_nothing(clock: None, tmp_path: Pat
     assert all(not faults(event) for event in moved)
     fast, slow = moved[-1]["shares"]
     assert (fast, slow) == (24, 8)
+    assert summarise(run.folder).slowest.startswith("; rank 1 of dp takes ")
     # what the events say is what ranks then took
     last = max(records(tmp_path / "run" / "ledger").items())[0]
     full = [step for step in range(moved[-1]["step"], last) if (step + 1) % 4]
@@ -254,36 +255,3 @@ def test_weights_that_leave_a_device_nothing_are_refused(tmp_path: Path) -> None
     with pytest.raises(RefusedError, match="shares=100,1") as caught:
         fit("dp=2 shares=100,1", tmp_path / "run")
     assert "dp=2 shares=auto" in str(caught.value)
-
-
-@pytest.mark.realtime("a probe of running workers finds which rank computes and which waits")
-@pytest.mark.parametrize("plan", ["dp=2", *longer("fsdp=2")])
-def test_the_slow_rank_is_named_while_the_run_goes_on(
-    plan: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(straggler_watch, "_PACE", 0.0)
-    monkeypatch.setattr(straggler_watch.StragglerWatch.__init__, "__defaults__", _shorter())
-    job = job_for(plan)
-
-    def loss(output: Any, batch: Any) -> Any:
-        if dist.is_initialized() and dist.get_rank() == 1:
-            time.sleep(0.3)
-        return job.loss(output, batch)
-
-    run = px.fit(
-        replace(job, loss=loss, steps=24),
-        run=px.RunSpec(job="slow", plan=Plan.parse(plan), folder=tmp_path / "run", forecast="none"),
-    )
-    events = list(run.events())
-    found = [event for event in events if event["event"] == "straggler"]
-    assert [event["rank"] for event in found] == [1]
-    assert found[0]["factor"] >= straggler_watch.FACTOR
-    assert found[0]["time"] < events[-1]["time"]
-    paces = [event for event in events if event["event"] == "pace"]
-    rank_0, rank_1 = paces[-1]["ranks"]
-    assert rank_0[2] > rank_1[2]
-
-
-def _shorter() -> tuple[Any, ...]:
-    before = straggler_watch.StragglerWatch.__init__.__defaults__ or ()
-    return tuple(3.0 if one == straggler_watch.WINDOW else one for one in before)

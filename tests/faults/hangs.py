@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import os
 import signal
@@ -57,6 +58,12 @@ def waits_for_a_lock() -> None:
     lock.acquire()
 
 
+def holds_the_interpreter() -> None:
+    """Stay in compiled code that lets no other thread run Python."""
+    while True:
+        ctypes.PyDLL(None).sleep(600)
+
+
 def reads_a_pipe() -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "pipe")
@@ -101,6 +108,7 @@ HANGS = [
     Hang(place="forward", how=loops, words=("it computes",)),
     Hang(place="forward", how=is_stopped, cause="stopped", words=("kill -CONT",)),
     Hang(place="forward", how=waits_for_a_lock, words=("waits_for_a_lock",)),
+    Hang(place="forward", how=holds_the_interpreter, words=("holds_the_interpreter",)),
     Hang(place="forward", how=sums_alone, cause="mismatch", words=("sums_alone",)),
     Hang(place="loss", how=sleeps, plan="pp=2 micro=2"),
     Hang(place="inputs", how=sleeps, plan="pp=2 micro=2", rank=0),

@@ -219,7 +219,7 @@ class TestWhichFailures:
         assert pauses == [0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0, 0.0]
 
 
-_ALWAYS = (0, 4)
+_ALWAYS = (0, 5)
 
 
 @pytest.mark.parametrize(

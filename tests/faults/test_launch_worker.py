@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -30,7 +31,7 @@ CALLS = []
 def loss(output, batch):
     CALLS.append(1)
     if len(CALLS) == 3 and os.environ.get("RANK", "1") == "1":
-        raise ValueError("the injected fault")
+        {fault}
     return output.square().mean()
 
 def job():
@@ -47,9 +48,9 @@ def _no_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
-def prepare(folder: Path, plan: Plan) -> Path:
-    (folder / "job_that_fails.py").write_text(JOB)
-    run = RunSpec(job=str(folder / "job_that_fails.py"), plan=plan, folder=folder / "run")
+def prepare(folder: Path, plan: Plan, fault: str = 'raise ValueError("the injected fault")', **how: Any) -> Path:
+    (folder / "job_that_fails.py").write_text(JOB.format(fault=fault))
+    run = RunSpec(job=str(folder / "job_that_fails.py"), plan=plan, folder=folder / "run", **how)
     run.folder.mkdir()
     (run.folder / "run.toml").write_text(run.to_toml())
     return run.folder / "run.toml"
@@ -118,6 +119,19 @@ def test_what_fails_by_its_own_code_is_said_once_and_not_trained_again_by_torchr
     assert (kinds.count("start"), kinds.count("resume"), kinds.count("error")) == (1, 0, 1)
     (error,) = [event for event in events if event["event"] == "error"]
     assert (error["rank"], error["step"], error["lost"]) == (1, 2, False)
+
+
+def test_who_does_not_come_is_named_where_ranks_have_no_launcher(tmp_path: Path) -> None:
+    """As on several hosts: ranks publish their stacks at the store that they meet at."""
+    runfile = prepare(tmp_path, Plan(dp=2), "__import__('time').sleep(600)", timeout=4.0, restarts=0)
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
+    done = subprocess.run(
+        [*command, "-m", "phalanx", "worker", str(runfile)], capture_output=True, text=True, timeout=100
+    )
+    (hang,) = [event for event in read(runfile.with_name("events.jsonl")) if event["event"] == "hang"]
+    assert (hang["ranks"], hang["cause"], hang["step"]) == ([1], "absent", 2)
+    assert "job_that_fails.py" in hang["message"]
+    assert hang["message"] in done.stderr
 
 
 def test_an_error_is_recorded_before_the_agents_signal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from mutation import Mutation
 
 RESTARTS, SIZE, FAILURE = "launch/restarts.py", "launch/elastic_size.py", "launch/failure.py"
-POOL, REPORT, WATCH = "launch/worker_pool.py", "launch/hang_report.py", "launch/hang_watch.py"
+POOL, HANGS = "launch/worker_pool.py", "launch/hangs.py"
 WRITER, FOLDER = "files/single_writer.py", "checkpoint/folder.py"
 REQUESTS, QUEUE = "train/parameter_server/requests.py", "parallel/parameter_server/work_queue.py"
 OF_SAVES, OF_HANGS, OF_SERVERS = (
     "unit/test_checkpoint_saves.py",
-    "unit/test_hang_report.py",
+    "unit/test_hangs.py",
     "unit/test_server_update.py",
 )
 
@@ -67,30 +67,30 @@ FAILURES = (
     ),
     Mutation(
         "hang report: whoever does not wait is blamed, whomever others wait for",
-        REPORT,
-        "return those([one for one in idle if one.rank in awaited] or idle)",
-        "return those(idle)",
+        HANGS,
+        "[one for one in awaited if not one.waits] or idle",
+        "idle",
         (f"test {OF_HANGS} to_blame",),
     ),
     Mutation(
         "hang report: a rank in the same exchange has not come to it",
-        REPORT,
-        "_reached(every[peer], call.group) < call.number:\n                    found",
-        "_reached(every[peer], call.group) <= call.number:\n                    found",
+        HANGS,
+        "if begun.get(call.group, 0) < call.number",
+        "if begun.get(call.group, 0) <= call.number",
         (f"test {OF_HANGS} to_blame",),
     ),
     Mutation(
-        "hang watch: a server without steps has everybody asked",
-        WATCH,
-        "for rank in begun or there]",
-        "for rank in there]",
+        "hang watch: only the last rank's steps count",
+        HANGS,
+        "for rank, one in ranks.items()}\n        if steps",
+        "for rank, one in list(ranks.items())[-1:]}\n        if steps",
         (f"test {OF_HANGS} server_without_steps",),
     ),
     Mutation(
         "hang watch: a data loading process that waits for a disk counts as idle",
-        WATCH,
-        "any(map(_waits_for_disk, every))",
-        "_waits_for_disk(every[0])",
+        HANGS,
+        "for one in _family(given))",
+        "for one in [given])",
         (f"test {OF_HANGS} waits_for_a_disk",),
     ),
     Mutation(

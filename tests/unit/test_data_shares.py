@@ -29,6 +29,7 @@ from phalanx.placement.batch_split import Lane, cuts, micro_batches, share, span
 from phalanx.placement.collective_bytes import Exchange, MeshSizes
 from phalanx.placement.step_traffic import step_traffic
 from phalanx.report.show import planned
+from phalanx.report.summary import slowest_rank
 from phalanx.train.uneven_shares import Balance, RankNeeds, fastest, lasting
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
@@ -357,3 +358,11 @@ def test_a_norm_is_priced_where_a_step_takes_one(precision: str, norm: bool, pri
     plan = Plan.parse(f"fsdp=2 precision={precision}")
     found = forecast(replace(WORK, norm=norm), plan, per_byte("all-reduce")).seconds["replicas"]
     assert found == pytest.approx(listed(plan, "all-reduce", 0) if priced else 0.0, abs=0.1)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "said"),
+    [([1.0, 3.0, 1.0], "; rank 1 of dp takes 3.0 times as long for each"), ([1.0, 1.1, 1.0], ""), ([None, 3.0], "")],
+)
+def test_the_report_names_the_slowest_rank(seconds: list[float | None], said: str) -> None:
+    assert slowest_rank(seconds) == said

@@ -109,7 +109,7 @@ def _runs(wanted: Sequence[Combination], *, folder: Path | None, steps: int | No
         from phalanx.report.tables import PlainConsole
 
         console = PlainConsole(stderr=True)
-        shown = frozenset({"start", "warning", "straggler", "ended_early", "restart"})
+        shown = frozenset({"start", "warning", "ended_early", "restart"})
         viewer = Damages(console) if quiet else progress(console, label=label, lines=shown)
         with Follower(log, [viewer]) as follower:
             yield follower

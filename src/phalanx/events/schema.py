@@ -207,19 +207,6 @@ SCHEMA: dict[str, dict[str, tuple[type | tuple[type, ...], str]]] = {
         "step": (int, "optimizer steps taken in the checkpoint that it goes on from; 0 where there is none"),
         "cause": (str, "why"),
     },
-    "straggler": {
-        "rank": (int, "a rank that others wait for; since 1.6, as all of this event"),
-        "step": (int, "the optimizer step it has begun last"),
-        "host": (str, "where it runs"),
-        "factor": (float, "its time of its own over its peers', the ranks of its stage of the pipeline"),
-        "seconds": (float, "for which that was so"),
-        "message": (str, "the same in words, with the likely reason"),
-    },
-    "pace": {
-        "step": (int, "the last that a rank has begun; once a minute; since 1.6, as all of this event"),
-        "steps": (int, "optimizer steps in which the following was"),
-        "ranks": (list, "[rank, seconds computing, seconds waiting for ranks, seconds waiting for data] of each"),
-    },
     "hang": {
         "step": (_INT_OR_NULL, "the last step that a rank has begun; since 1.6, as all of this event"),
         "ranks": (list, "ranks that did not come to where others wait; all, where none can be told"),

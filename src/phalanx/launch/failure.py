@@ -32,7 +32,7 @@ from phalanx.events import EventLog
 from phalanx.train.user_traceback import format_for_user
 
 _WRITTEN = (SpecError, RefusedError, ProfileError)
-_MISMATCH = re.compile(r"Received data size doesn't match expected size")
+_MISMATCH = re.compile(r"Received data size doesn't match expected size|Watchdog caught collective operation timeout")
 _GAVE_UP = re.compile(r"timed out|timeout|doesn't match expected size", re.IGNORECASE)
 _LOADER_DIED = re.compile(r"DataLoader worker \(pid.*?\) (is killed|exited)")
 """Not what torch says of an exception in such a process, which lives on: "Caught ... in DataLoader worker process"."""

@@ -128,7 +128,7 @@ def _begun(job: Job, run: RunSpec, place: Place, found: Findings) -> tuple[Assem
     status, signals, over = WorkerStatus(place), _Signals(), ExitStack()
     try:
         with over:
-            over.enter_context(status.watched(run.plan))
+            over.enter_context(status.watched())
             run = over.enter_context(within_folder(job, run, status))
             link = LauncherLink(report=status.report_step, asked=signals.asked)
             observer = Observer()

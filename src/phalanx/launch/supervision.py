@@ -9,10 +9,9 @@ from contextlib import suppress
 from functools import partial
 
 from phalanx.launch.failure import Failure, memory_kills, refusal, signal_name, worker_error
-from phalanx.launch.hang_watch import HangWatch
+from phalanx.launch.hangs import HangWatch
 from phalanx.launch.reaper import StopRequest, raise_stopped
 from phalanx.launch.restarts import Restarts
-from phalanx.launch.straggler_watch import StragglerWatch
 from phalanx.launch.worker_pool import WorkerPool
 from phalanx.launch.worker_process import Launch
 
@@ -79,12 +78,9 @@ def _follow(
 ) -> tuple[WorkerPool, Failure | None]:
     """Start workers, follow them and end them. Return the workers, and the hang that ended the run, if one did."""
     stop.held = True
-    workers, run = start(launch), launch.run
+    workers = start(launch)
     try:
-        hangs = HangWatch(workers.watched, launch.timeout, run.plan if run else None)
-        # workers of servers take their steps each at its own pace
-        paced = run if run and launch.world_size > 1 and not run.plan.server else None
-        stragglers = StragglerWatch(workers.watched, paced.plan, paced.folder) if paced else None
+        hangs = HangWatch(workers.watched, launch.timeout)
         if restarts:
             restarts.started()
         stop.held = False
@@ -98,8 +94,6 @@ def _follow(
                 raise_stopped(stop.number, saved=False)
             if more:
                 hung = hangs.look()
-                if stragglers:
-                    stragglers.look()
             if watch and now >= next_watch:
                 watch()
                 next_watch = now + _WATCH
@@ -114,10 +108,7 @@ def _follow(
 def _blamed(workers: WorkerPool, hangs: HangWatch) -> Failure | None:
     """Return the hang behind a worker's report of a lost peer, if the hang watch finds one."""
     first = workers.failure()
-    if first is None or not first.lost_peer:
-        return None
-    hangs.last_look()
-    found = hangs.blamed(first, workers.failures)
+    found = hangs.blamed(first, workers.failures) if first else None
     return None if found is first else found  # as workers are ended it may come out who was lost
 
 

@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import os
 from contextlib import suppress
+from dataclasses import replace
 from datetime import timedelta
+from socket import gethostname
 from typing import TYPE_CHECKING, final
 
 from phalanx.comm import Place
 from phalanx.comm.roll_call import answers, word_of
 from phalanx.errors import Problem, SpecError
 from phalanx.launch.addresses import connect_late, listen_at, own_address
-from phalanx.launch.hang_report import RankStand
+from phalanx.launch.failure import Failure, gave_up
+from phalanx.launch.hangs import HangReport, RankStand, state_of
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore  # pyrefly: ignore
@@ -152,21 +155,33 @@ class SharedStands:
         self._place = place
         self._store: TCPStore | None = None
 
-    def publish(self, stand: RankStand) -> None:
-        """Tell where this rank stands."""
+    def publish(self, text: str) -> bool:
+        """Publish the stand of this rank. Returns True if the store has it."""
         with suppress(RuntimeError):
             if self._store or answers(self._place.meeting):
                 self._store = self._store or _own_connection()
-                self._store.set(self._key(self._place.rank), stand.to_json())
+                self._store.set(self._key(self._place.rank), text)
+                return True
+        return False
 
-    def read(self) -> list[RankStand]:
-        """Where each rank stands; of one that has not told only its number."""
+    def blamed(self, failure: Failure) -> Failure:
+        """Return the hang behind the failure of this worker, if it gave up and ranks have published their stacks."""
+        stands = self._read() if gave_up(failure) else []
+        for rank, stand in enumerate(stands):
+            if stand.host == gethostname():  # it may be stopped since
+                stands[rank] = replace(stand, state=state_of(stand.pid))
+        if not any(stand.frames for stand in stands):
+            return failure
+        stands[failure.rank] = stands[failure.rank].after(failure)
+        return HangReport(stands, self._place.timeout).failure()
+
+    def _read(self) -> list[RankStand]:
         found: list[RankStand] = []
         with suppress(RuntimeError):
             store = self._store = self._store or _own_connection()
             for rank in range(self._place.world_size):
                 told = store.get(self._key(rank)) if store.check([self._key(rank)]) else b""
-                found.append(RankStand.from_json(told) if told else RankStand(rank=rank))
+                found.append(RankStand.from_text(told.decode(), rank))
         return found
 
     def _key(self, rank: int) -> str:

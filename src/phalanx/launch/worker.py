@@ -12,12 +12,13 @@ from dataclasses import asdict, replace
 from functools import partial
 from itertools import count
 from pathlib import Path
+from tempfile import TemporaryFile
 
 from torch.distributed import PrefixStore  # pyrefly: ignore
 
 from phalanx.comm import Place
 from phalanx.comm.process_group import meet
-from phalanx.config import Job, Plan, RunSpec
+from phalanx.config import Job, RunSpec
 from phalanx.config.run import override
 from phalanx.config.run_files import EVENTS
 from phalanx.device_kinds import kind_for
@@ -27,9 +28,8 @@ from phalanx.files import join, read_text, token_of
 from phalanx.launch.elastic_size import devices_before, fitted, record_resize
 from phalanx.launch.failure import Failure, describe_error, record, worker_error
 from phalanx.launch.first_step import first_step_checked
-from phalanx.launch.hang_watch import blamed
+from phalanx.launch.hangs import HangProbe
 from phalanx.launch.jobfile import load_job
-from phalanx.launch.rank_probe import RankProbe
 from phalanx.launch.reaper import SAVED, StopRequest, die_with, ignore_signal, terminated_later
 from phalanx.launch.run_secret import share_secret
 from phalanx.launch.runfile import RunFolder, absolute
@@ -72,8 +72,7 @@ class WorkerStatus:
         self.folder: Path | None = None
         self.stopped = 0
         self._step: int | None = None
-        self._probe: RankProbe | None = None
-        self._plan: Plan | None = None
+        self._probe: HangProbe | None = None
 
     @property
     def alone(self) -> bool:
@@ -101,17 +100,18 @@ class WorkerStatus:
             self._probe.report_step(step)
 
     @contextmanager
-    def watched(self, plan: Plan) -> Generator[None]:
-        """Within, this process tells where it stands if it does not go on."""
-        publish, place = None, self.place
+    def watched(self) -> Generator[None]:
+        """Within, this process publishes its stack for the other ranks if it does not go on."""
+        place = self.place
         if place.store == "env://" and place.world_size > 1:
-            publish, self._plan = SharedStands(place).publish, plan
-        self._probe = RankProbe(place, None, publish)
-        self._probe.start()
+            with TemporaryFile() as file:
+                stacks = os.dup(file.fileno())  # open as long as the process lives: a signal may come at any time
+            self._probe = HangProbe(place, stacks, SharedStands(place).publish)
         try:
             yield
         finally:
-            self._probe.end()
+            if self._probe:
+                self._probe.ended.set()
 
     def report_failure(self, error: BaseException) -> WorkerError | None:
         """The error as a launcher words it, appended to the run's events; ``None`` where a launcher or worker does."""
@@ -122,9 +122,7 @@ class WorkerStatus:
         with terminated_later():  # as another leaves the word to this one and ends, torchrun's agent ends this one
             if not claim(self.place, f"failed/{self.place.number}"):
                 return None
-            if failure.lost_peer and self._plan:
-                failure = blamed(failure, SharedStands(self.place).read(), self._plan, self.place.timeout)
-            return self._recorded(failure)
+            return self._recorded(SharedStands(self.place).blamed(failure) if self._probe else failure)
 
     def _recorded(self, failure: Failure) -> WorkerError:
         worded = worker_error(failure, self.place.world_size, memory_kills=0, launched=False)
@@ -147,7 +145,7 @@ def train_as_worker(
         RefusedError: if the plan cannot serve the job here.
         SpecError: if the run folder cannot be used.
     """
-    with status.watched(run.plan):
+    with status.watched():
         return _train(job, run, status, runfile, viewers)
 
 

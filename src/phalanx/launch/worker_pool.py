@@ -39,8 +39,7 @@ from phalanx.comm.handshake import new_secret
 from phalanx.errors import RunError
 from phalanx.launch.addresses import LOOPBACK
 from phalanx.launch.failure import Failure, failure_of_exit, first_failure, time_for_others
-from phalanx.launch.hang_watch import WatchedRank
-from phalanx.launch.rank_probe import ProbeFiles
+from phalanx.launch.hangs import WatchedRank
 from phalanx.launch.reaper import Reaper, fork, kill_group
 from phalanx.launch.worker_process import Launch, OutputRelay, WorkerFunction, WorkerPipes, run_worker
 
@@ -58,18 +57,18 @@ class WorkerProcess:
         result: the worker's result; meaningful once it has ended without a failure.
         ended: the process is gone and all of its output has been read.
         descriptors: the launcher's ends of its pipes that are still open.
-        files: for the worker's stacks and its present collective.
+        stacks: file that the worker writes its stacks into.
     """
 
     def __init__(self, rank: int, pid: int, pipes: list[int], files: tuple[IO[bytes], ...]) -> None:
-        """``files``: for the traceback of a crash, the stacks, and the present collective."""
+        """``files``: for the traceback of a crash, and the stacks."""
         self.rank, self.pid, self.result = rank, pid, None
         self.ended = self.failed = False
         self.descriptors = set(pipes)
         self._report_pipe, stdout, self._stderr = pipes
         self._relays = {stdout: OutputRelay(rank, "stdout"), self._stderr: OutputRelay(rank, "stderr")}
-        self._crash, stacks, standing = self._files = files
-        self.files = ProbeFiles(stacks.fileno(), standing.fileno())
+        self._crash, stacks = self._files = files
+        self.stacks = stacks.fileno()
         self._report, self._errors = bytearray(), b""
 
     @property
@@ -236,7 +235,7 @@ class WorkerPool:
     def watched(self) -> dict[int, WatchedRank]:
         """Return the process and the step of each rank."""
         return {
-            worker.rank: WatchedRank(worker.pid, self._step(worker), None if worker.ended else worker.files)
+            worker.rank: WatchedRank(worker.pid, self._step(worker), None if worker.ended else worker.stacks)
             for worker in self.workers
         }
 
@@ -322,7 +321,7 @@ class WorkerPool:
                 os.set_blocking(ours, False)
                 reading.append(ours)
                 writing.append(theirs)
-            crash, stacks, standing = (launchers.enter_context(tempfile.TemporaryFile()) for _ in range(3))
+            crash, stacks = (launchers.enter_context(tempfile.TemporaryFile()) for _ in range(2))
             launcher, place = os.getpid(), self._place(rank)
             pid = fork()
             if pid == 0:
@@ -331,13 +330,13 @@ class WorkerPool:
                     **dict(zip(("report", "stdout", "stderr"), writing, strict=True)),
                     steps=self._steps,
                     crash=crash,
-                    files=ProbeFiles(stacks.fileno(), standing.fileno()),
+                    stacks=stacks.fileno(),
                     foreign=(*reading, self._listener.detach(), *others),
                 )
                 assert self._function is not None
                 run_worker(self._function, place, pipes, launcher, self._launch.threads)
             launchers.pop_all()  # from here on the worker object's
-            return WorkerProcess(rank, pid, reading, (crash, stacks, standing))
+            return WorkerProcess(rank, pid, reading, (crash, stacks))
 
     def _place(self, rank: int) -> Place:
         return Place(

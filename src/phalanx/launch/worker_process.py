@@ -29,7 +29,7 @@ from phalanx.config.run import TIMEOUT
 from phalanx.hardware.probe import affinity
 from phalanx.launch.addresses import connect_late, listen_at
 from phalanx.launch.failure import describe_error
-from phalanx.launch.rank_probe import ProbeFiles, RankProbe
+from phalanx.launch.hangs import HangProbe
 from phalanx.launch.reaper import die_with
 from phalanx.launch.torch_warmup import leave_compiler_out
 
@@ -78,7 +78,7 @@ class WorkerPipes:
         report: pipe for the result or the error, one JSON line.
         steps: shared memory: the step of each rank, -1 before the first; then the number of a stop signal, 0 for none.
         crash: file for the traceback of a crash in compiled code.
-        files: for this worker's stacks and its present collective.
+        stacks: file that this worker writes its stacks into.
         foreign: descriptors of the launcher that this worker closes.
     """
 
@@ -87,7 +87,7 @@ class WorkerPipes:
     stderr: int
     steps: memoryview
     crash: IO[bytes]
-    files: ProbeFiles
+    stacks: int
     foreign: tuple[int, ...]
 
 
@@ -109,8 +109,7 @@ def run_worker(
         if threads is not None or "OMP_NUM_THREADS" not in os.environ:
             torch.set_num_threads(threads or threads_each(place.world_size))
         renew_autograd()
-        probe = RankProbe(place, pipes.files)
-        probe.start()
+        probe = HangProbe(place, pipes.stacks)
         try:
             listen_at(place.host)
             connect_late(place.world_size)
@@ -128,7 +127,7 @@ def run_worker(
 class SharedSteps:
     """Memory shared with the launcher: about 0.1 µs, no system call, so a loop may report every step."""
 
-    def __init__(self, steps: memoryview, rank: int, probe: RankProbe) -> None:
+    def __init__(self, steps: memoryview, rank: int, probe: HangProbe) -> None:
         self._steps, self._rank, self._probe = steps, rank, probe
 
     def __call__(self, step: int, /) -> None:

@@ -19,12 +19,7 @@ from phalanx.units import show_bytes, show_clock, show_count, show_seconds
 _WINDOW = 30  # steps that the shown pace is taken over
 _LINE_EVERY = 5.0  # seconds between lines where there is no terminal
 # events that get a line of their own
-ALL = frozenset(
-    {
-        *("start", "check", "resume", "evaluate", "checkpoint", "warning", "straggler"),
-        *("ended_early", "stopped", "restart", "resize"),
-    }
-)
+ALL = frozenset("start check resume evaluate checkpoint warning ended_early stopped restart resize".split())
 
 
 def progress(console: Console, *, label: str = "", lines: frozenset[str] = ALL) -> Viewer:
@@ -125,7 +120,7 @@ def line_of(event: Event) -> str | None:
             return f"[yellow]stopped[/] after {event['step']} steps, by {event['signal']}"
         case "ended_early":
             return f"[yellow]ended early[/] after {event['step']} steps: {escape(early_text(event))}"
-        case "warning" | "straggler" | "check":
+        case "warning" | "check":
             said = event["event"] == "check" and event["equal"] is not False
             return ("" if said else "[yellow]warning:[/] ") + escape(event["message"])
         case _:

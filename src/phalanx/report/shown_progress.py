@@ -84,10 +84,8 @@ class LoggedWarnings(Viewer):
     """Where nobody looks: what differs from one device and what else is wrong goes to the logger ``phalanx``."""
 
     def event(self, event: Event) -> None:
-        found = [f"differs from one device: {note}" for note in event["notes"]] if event["event"] == "start" else []
-        if event["event"] in ("warning", "straggler"):
-            found = [event["message"]]
-        for one in found:
+        differs = [f"differs from one device: {note}" for note in event["notes"]] if event["event"] == "start" else []
+        for one in [event["message"]] if event["event"] == "warning" else differs:
             _log.warning("%s", one)
 
 

@@ -81,6 +81,7 @@ class RunSummary:
     beside: tuple[Compared, ...]
     shares: tuple[int, ...]
     moves: int
+    slowest: str  # rank of ``dp``, in words
     checkpoint: str | None
     interruptions: tuple[str, ...]
     notes: tuple[str, ...]
@@ -119,6 +120,7 @@ def summary_of(
         by_name.setdefault(event["event"], []).append(event)
     steps, shares, checks = (by_name.get(name, list[Event]()) for name in ("step", "shares", "check"))
     checked = (f"{one['message']}, in {one['seconds']:.1f} s" for one in checks if one["equal"] is not None)
+    wrong = [*by_name.get("warning", []), *(one for one in checks if one["equal"] is False)]
     timed = [event for event in (steps[WARM_UP:] or steps[1:] or steps) if event["seconds"] > 0]
     end = by_name.get("end", [{}])[-1]
     evaluation = by_name.get("evaluate", [None])[-1]
@@ -151,16 +153,20 @@ def summary_of(
         beside=beside_of(foretold, part, held, seconds),
         shares=tuple(shares[-1]["shares"]) if shares else (),
         moves=max(0, len(shares) - 1),
+        slowest=slowest_rank(shares[-1]["seconds"]) if shares else "",
         checkpoint=by_name["checkpoint"][-1]["path"] if "checkpoint" in by_name else None,
         interruptions=tuple(interruption_text(event) for event in events if event["event"] in ("restart", "resize")),
         notes=(*start["notes"], *checked),
-        warnings=(*(event["message"] for event in part if _warns(event)), *left_out(skipped)),
+        warnings=(*(one["message"] for one in wrong), *left_out(skipped)),
         finished="end" in by_name,
     )
 
 
-def _warns(event: Event) -> bool:
-    return event["event"] in ("warning", "straggler") or (event["event"] == "check" and event["equal"] is False)
+def slowest_rank(seconds: Sequence[float | None]) -> str:
+    """Name the rank that takes 1.2 times as long as its peers for a sample, or longer; "" if none does."""
+    known = sorted((each, rank) for rank, each in enumerate(seconds) if each)
+    factor = known[-1][0] / statistics.median(each for each, _ in known[:-1]) if known[1:] else 0.0
+    return f"; rank {known[-1][1]} of dp takes {factor:.1f} times as long for each" if factor >= 1.2 else ""
 
 
 def beside_of(

@@ -115,7 +115,8 @@ def summary_table(summary: RunSummary, seen: SamplesSeen | None = None) -> Rende
         rows.append(("gradients sent", text))
     if summary.shares:
         moved = f", after {summary.moves} change{'s' if summary.moves > 1 else ''}" if summary.moves else ""
-        rows.append(("shares", f"{show_names(list(map(str, summary.shares)), _MOST_ROWS)} samples of a batch{moved}"))
+        samples = f"{show_names(list(map(str, summary.shares)), _MOST_ROWS)} samples of a batch"
+        rows.append(("shares", samples + moved + summary.slowest))
     if summary.loss is not None:
         rows.append(("last loss", f"{summary.loss:.6g}"))
     if summary.evaluation:
@@ -162,7 +163,7 @@ def memory_table(summary: RunSummary) -> RenderableType:
 def troubles(folder: Path) -> list[str]:
     """What the log of the run in ``folder`` says went wrong in its last part, in words; empty where nothing did."""
     part = run_log(folder).part
-    found = [f"{event['event']}: {event['message']}" for event in part if event["event"] in ("error", "straggler")]
+    found = [f"{event['event']}: {event['message']}" for event in part if event["event"] == "error"]
     found += [event["message"] for event in part if event["event"] == "warning" and "drifted apart" in event["message"]]
     return found if part[-1]["event"] == "end" or found else ["the run has not ended, or was ended from outside"]
 
@@ -277,18 +278,14 @@ def _verdict(proof: dict[str, Any]) -> RenderableType:
 
 def _steps(summary: RunSummary) -> str:
     taken = summary.step - summary.first_step
-    if not summary.first_step:
-        return str(taken)
-    if not taken:
+    if summary.first_step and not taken:
         return f"none left: all {summary.step} had been taken before (--steps or --epochs allows more)"
-    return f"{taken} (from {summary.first_step} to {summary.step})"
+    return f"{taken} (from {summary.first_step} to {summary.step})" if summary.first_step else str(taken)
 
 
 def _by_rank(peaks: Sequence[int]) -> str:
-    if len(peaks) == 1:
-        return show_bytes(peaks[0])
     if len(peaks) <= 8:
-        return ", ".join(show_bytes(peak) for peak in peaks) + "  (by rank)"
+        return ", ".join(show_bytes(peak) for peak in peaks) + "  (by rank)" * (len(peaks) > 1)
     return f"{show_bytes(min(peaks))} to {show_bytes(max(peaks))} on {len(peaks)} ranks"
 
 

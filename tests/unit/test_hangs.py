@@ -1,33 +1,38 @@
-"""Whom a report blames, from where ranks stand; who is a straggler, from what ranks spend their time on."""
+"""Whom a report blames, from the stands of ranks; when ranks are asked, and when a run is ended."""
 
 from __future__ import annotations
 
-import gc
+import faulthandler
 import json
+import os
+import signal
 import sys
-import threading
-from collections.abc import Callable
-from dataclasses import replace
+import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from traceback import FrameSummary
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch.distributed.distributed_c10d as c10d
 
 from phalanx.comm import Place
-from phalanx.config import Plan
-from phalanx.launch import hang_watch
-from phalanx.launch.failure import Failure
-from phalanx.launch.hang_report import CollectiveCall, HangReport, RankStand
-from phalanx.launch.hang_watch import HangWatch, WatchedRank, in_run
-from phalanx.launch.rank_probe import RankProbe, collective_calls
-from phalanx.launch.stack_frames import StackFrame, frames_of_thread, parse_stacks, parse_traceback
-from phalanx.launch.straggler_watch import RankPace, straggler
+from phalanx.launch import hangs
+from phalanx.launch.failure import Failure, failure_of_exit, gave_up
+from phalanx.launch.hangs import (
+    CollectiveCall,
+    HangProbe,
+    HangReport,
+    HangWatch,
+    RankStand,
+    WatchedRank,
+    collective_calls,
+    parse_stacks,
+)
 
 pytestmark = pytest.mark.quick
-JOB = StackFrame("/home/me/train.py", 41, "forward")
-WAITING = StackFrame(str(Path(c10d.__file__)), 100, "all_reduce")
+JOB = FrameSummary("/home/me/train.py", 41, "forward")
+WAITING = FrameSummary(str(Path(c10d.__file__)), 100, "all_reduce")
 
 
 def call(number: int, *, group: str = "0", ranks: tuple[int, ...] = (0, 1), pending: bool = True) -> CollectiveCall:
@@ -59,8 +64,8 @@ EVERY = call(7, ranks=(0, 1, 2))
         (
             [
                 waits(0, EVERY),
-                stands(1, replace(EVERY, pending=False)),
-                stands(2, replace(EVERY, number=6, pending=False)),
+                stands(1, EVERY._replace(pending=False)),
+                stands(2, EVERY._replace(number=6, pending=False)),
             ],
             (2,),
             "absent",
@@ -84,90 +89,39 @@ EVERY = call(7, ranks=(0, 1, 2))
     ],
 )
 def test_who_is_to_blame(those: list[RankStand], blamed: tuple[int, ...], cause: str) -> None:
-    report = HangReport.of(those, 300.0)
-    assert (report.blamed, report.cause) == (blamed, cause)
-    assert report.headline
-    assert report.advice
-    assert f"rank {blamed[0]}" in report.text
+    report = HangReport(those, 300.0)
+    failure = report.failure()
+    assert (failure.hang["ranks"], failure.hang["cause"], failure.rank) == ([*blamed], cause, blamed[0])
+    assert failure.hang["advice"]
+    assert f"rank {blamed[0]}" in failure.traceback
 
 
-def test_replicas_that_step_by_themselves_count_their_ranks_from_0() -> None:
-    """Each has process groups of its own: what its worker calls rank 1 is another rank of the run."""
-    told = call(7, ranks=(0, 1))
-    plan = Plan.parse("dp=2 fsdp=2 sync=local every=2")
-    assert [in_run(plan, rank, told).ranks for rank in range(4)] == [(0, 1), (0, 1), (2, 3), (2, 3)]
-    assert in_run(plan, 1, told).group != in_run(plan, 2, told).group
-    assert in_run(Plan.parse("dp=4"), 2, told) == told
+def test_ranks_that_wait_in_the_same_exchange_share_a_line() -> None:
+    ranks = (0, 1, 2, 3)
+    those = [waits(rank, call(7, ranks=ranks)) for rank in range(3)]
+    text = HangReport([*those, stands(3, call(6, ranks=ranks, pending=False))], 300.0).failure().traceback
+    assert "rank 0, rank 1, rank 2, step 5: waits in all_reduce" in text
+
+
+def test_a_rank_of_nccl_that_gives_up_is_no_culprit() -> None:
+    """Its watchdog ends the process by SIGABRT."""
+    said = "[Rank 0] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7, OpType=ALLREDUCE) ran for 300 s"
+    assert gave_up(failure_of_exit(0, 5, -signal.SIGABRT, said=said))
 
 
 def test_stacks_are_those_of_the_main_thread() -> None:
     inner, outer = '  File "/b.py", line 2 in inner\n', '  File "/b.py", line 9 in main\n'
     other = 'Thread 0x01 (most recent call first):\n  File "/a.py", line 1 in other\n\n'
     dump = f"{other}Current thread 0x02 (most recent call first):\n{inner}{outer}"
-    assert parse_stacks(dump) == (StackFrame("/b.py", 2, "inner"), StackFrame("/b.py", 9, "main"))
+    assert parse_stacks(dump) == (FrameSummary("/b.py", 2, "inner"), FrameSummary("/b.py", 9, "main"))
     alone = dump.replace("Current thread 0x02", "Stack")
     assert parse_stacks(alone) == parse_stacks(dump)
     crash = dump.replace("Current thread", "Thread")  # in compiled code's own thread, which has no Python
     assert parse_stacks(f"Fatal Python error: Aborted\n\n{crash}") == parse_stacks(dump)
     assert parse_stacks("ready\n") == ()
     raised = f"Traceback (most recent call last):\n{outer}    inner()\n{inner}".replace(" in ", ", in ")
-    assert parse_traceback(raised) == parse_stacks(dump)
-
-
-@pytest.mark.parametrize("collects", [True, False])
-def test_a_look_collects_no_garbage(collects: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Finalizers would let the thread that is looked at run on: until Python 3.11 the look then read freed memory."""
-    here, had = threading.get_ident(), gc.isenabled()
-    frames, meanwhile = sys._current_frames, list[bool]()
-    monkeypatch.setattr(sys, "_current_frames", lambda: (meanwhile.append(gc.isenabled()), frames())[1])
-    try:
-        (gc.enable if collects else gc.disable)()
-        assert frames_of_thread(-1) == ()
-        assert frames_of_thread(here)
-        assert gc.isenabled() == collects
-        assert meanwhile == [False, False]
-    finally:
-        (gc.enable if had else gc.disable)()
-
-
-def test_a_look_that_fails_is_not_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
-    probe = RankProbe(Place(rank=0, world_size=1), None)
-    looks: list[int] = []
-
-    def fails() -> None:
-        looks.append(1)
-        if len(looks) == 3:
-            probe.end()
-        raise AttributeError("'Slot' object has no attribute 'f_lineno'")
-
-    monkeypatch.setattr("phalanx.launch.rank_probe.frames_of_thread", lambda _: fails())
-    thread = threading.Thread(target=probe._run)
-    thread.start()
-    thread.join(30)
-    assert len(looks) == 3
-
-
-def pace(rank: int, computes: float, waits: float, *, loads: float = 0.0, queues: float = 0.0) -> RankPace:
-    return RankPace(rank=rank, step=9, computes=computes, waits=waits, loads=loads, queues=queues, host="node2")
-
-
-@pytest.mark.parametrize(
-    ("paces", "rank", "words"),
-    [
-        ([pace(0, 10, 20), pace(1, 29, 1), pace(2, 11, 19)], 1, "computes for longer"),
-        ([pace(0, 10, 20), pace(1, 29, 1, queues=15)], 1, "waits for a core"),
-        ([pace(0, 10, 20), pace(1, 2, 1, loads=27)], 1, "waits for its data"),
-        ([pace(0, 25, 5), pace(1, 29, 1)], None, ""),  # all ranks compute most of the time
-        ([pace(0, 2, 28), pace(1, 2, 28)], None, ""),  # all wait for the network
-        ([pace(0, 29, 1)], None, ""),  # nobody to compare with
-    ],
-)
-def test_a_straggler_is_slower_than_its_peers_by_a_half(paces: list[RankPace], rank: int | None, words: str) -> None:
-    found = straggler(paces, 30.0)
-    assert (found.pace.rank if found else None) == rank
-    if found:
-        assert words in str(found.to_dict()["message"])
-        assert "host node2" in str(found.to_dict()["message"])
+    failure = Failure(rank=0, step=5, kind="RuntimeError", message="timed out", traceback=raised, time=0.0)
+    assert RankStand(rank=0).after(failure).frames == parse_stacks(dump)
 
 
 ENTRY = {
@@ -181,6 +135,11 @@ ENTRY = {
 }
 
 
+def recorded(monkeypatch: pytest.MonkeyPatch, *entries: object) -> None:
+    recorder = SimpleNamespace(_dump_fr_trace_json=lambda: json.dumps({"entries": entries}).encode())
+    monkeypatch.setitem(sys.modules, "torch._C._distributed_c10d", recorder)
+
+
 @pytest.mark.parametrize(
     "odd",
     [
@@ -191,18 +150,47 @@ ENTRY = {
         "an entry of another kind",
     ],
 )
-def test_an_exchange_that_torch_tells_otherwise_ends_no_probe(odd: object, monkeypatch: pytest.MonkeyPatch) -> None:
-    told = json.dumps({"entries": [ENTRY, odd]}).encode()
-    recorder = SimpleNamespace(_dump_fr_trace_json=lambda: told)
-    monkeypatch.setitem(sys.modules, "torch._C._distributed_c10d", recorder)
-    (known,) = collective_calls()
+def test_a_collective_in_an_unknown_format_is_left_out(odd: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    recorded(monkeypatch, ENTRY, odd)
+    (known,) = collective_calls(2)
     assert (known.number, known.what, known.pending) == (7, "all_reduce of float 3", True)
+
+
+def test_replicas_that_step_by_themselves_count_their_ranks_from_0(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What torch calls rank 1 in such a replica may be another rank of the run."""
+    recorded(monkeypatch, ENTRY)
+    world = SimpleNamespace(pg_names={"group": "0"}, pg_group_ranks={"group": {0: 0, 1: 1}})
+    monkeypatch.setattr(c10d, "_world", world)
+    assert [collective_calls(size)[0].ranks for size in (2, 4)] == [(0, 1), ()]
+
+
+@pytest.fixture
+def stacks() -> Iterator[int]:
+    with tempfile.TemporaryFile() as file:
+        yield file.fileno()
+        faulthandler.unregister(signal.SIGUSR2)
+
+
+def test_a_quiet_rank_publishes_its_stack_and_once_more_when_it_goes_on(
+    stacks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(HangProbe, "_run", lambda self: None)
+    recorded(monkeypatch, ENTRY)
+    told = list[str]()
+    probe = HangProbe(Place(rank=3, world_size=4, timeout=100.0), stacks, lambda text: told.append(text) or True)
+    for seconds in (0.0, 0.0, 60.0, 0.0, 0.0):
+        probe.report_step(5)
+        probe._since -= seconds
+        probe._look()
+    begun, quiet, again = (RankStand.from_text(text, 3) for text in told)
+    assert begun.frames == again.frames == ()
+    assert (quiet.rank, quiet.step, quiet.pid, quiet.calls[0].number) == (3, 5, os.getpid(), 7)
+    assert "test_a_quiet_rank" in " ".join(frame.name for frame in quiet.frames)
 
 
 TIMEOUT = 0.2
 ENDED = -1  # in place of a step
 PID, CHILD = 1 << 22, (1 << 22) + 1  # above any number that the kernel gives
-SILENT: Any = SimpleNamespace(answer=lambda since: (0, ()), read=lambda: (None, None))
 
 
 class Clock:
@@ -221,18 +209,34 @@ class Clock:
 @pytest.fixture(autouse=True)
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     made = Clock()
-    monkeypatch.setattr(hang_watch, "time", made)
+    monkeypatch.setattr(hangs, "time", made)
     return made
 
 
-def asked(steps: Callable[[int], list[int | None]], clock: Clock, monkeypatch: pytest.MonkeyPatch) -> int:
+@pytest.fixture
+def silent() -> Iterator[int]:
+    """A file of a rank that never writes."""
+    with tempfile.TemporaryFile() as file:
+        yield file.fileno()
+
+
+Steps = Callable[[int], list[int | None]]
+
+
+@pytest.fixture
+def asked(clock: Clock, silent: int, monkeypatch: pytest.MonkeyPatch) -> Callable[[Steps], int]:
+    return lambda steps: _asked(steps, clock, silent, monkeypatch)
+
+
+def _asked(steps: Steps, clock: Clock, silent: int, monkeypatch: pytest.MonkeyPatch) -> int:
     """How often ranks were asked, of which ``steps`` says at each look in which step they are."""
     times, looks = list[float](), 0
     monkeypatch.setattr(HangWatch, "_ask", lambda self, ranks: times.append(clock.now))
 
     def ranks() -> dict[int, WatchedRank]:
-        files = lambda step: None if step == ENDED else SILENT  # noqa: E731
-        return {rank: WatchedRank(PID, step, files(step)) for rank, step in enumerate(steps(looks))}
+        return {
+            rank: WatchedRank(PID, step, None if step == ENDED else silent) for rank, step in enumerate(steps(looks))
+        }
 
     watch = HangWatch(ranks, TIMEOUT)
     until = clock.now + 2 * TIMEOUT
@@ -243,21 +247,21 @@ def asked(steps: Callable[[int], list[int | None]], clock: Clock, monkeypatch: p
     return len(times)
 
 
-def test_a_server_without_steps_has_nobody_asked(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert asked(lambda looks: [looks, looks // 2, None], clock, monkeypatch) == 0
+def test_a_server_without_steps_has_nobody_asked(asked: Callable[[Steps], int]) -> None:
+    assert asked(lambda looks: [looks, looks // 2, None]) == 0
 
 
-def test_all_are_asked_where_a_rank_never_begins(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert asked(lambda looks: [0, 0, None], clock, monkeypatch) > 0
-    assert asked(lambda looks: [None, None, None], clock, monkeypatch) > 0
-    assert asked(lambda looks: [ENDED, ENDED, None], clock, monkeypatch) > 0
+def test_all_are_asked_where_a_rank_never_begins(asked: Callable[[Steps], int]) -> None:
+    assert asked(lambda looks: [0, 0, None]) > 0
+    assert asked(lambda looks: [None, None, None]) > 0
+    assert asked(lambda looks: [ENDED, ENDED, None]) > 0
 
 
 class Processes:
     """What the kernel tells of a rank and a process that it has started: both sleep and never compute."""
 
-    def __init__(self, root: Path, clock: Clock) -> None:
-        self.root, self.moved, self.clock = root, 0, clock
+    def __init__(self, root: Path, clock: Clock, silent: int) -> None:
+        self.root, self.moved, self.clock, self.silent = root, 0, clock, silent
         for pid in (PID, CHILD):
             (root / f"{pid}/task/{pid}").mkdir(parents=True)
             self.be(pid, "S")
@@ -273,15 +277,15 @@ class Processes:
 
 
 @pytest.fixture
-def processes(tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> Processes:
-    monkeypatch.setattr(hang_watch, "_PROC", tmp_path)
-    monkeypatch.setattr(hang_watch, "_LATER", 0.1)
-    return Processes(tmp_path, clock)
+def processes(tmp_path: Path, clock: Clock, silent: int, monkeypatch: pytest.MonkeyPatch) -> Processes:
+    monkeypatch.setattr(hangs, "_PROC", tmp_path)
+    monkeypatch.setattr(hangs, "_LATER", 0.1)
+    return Processes(tmp_path, clock, silent)
 
 
 def looked_at(processes: Processes, between: Callable[[], None] = lambda: None) -> Failure | None:
     """What comes of a rank that stays in its step for three timeouts."""
-    watch = HangWatch(lambda: {0: WatchedRank(PID, 3, SILENT)}, TIMEOUT)
+    watch = HangWatch(lambda: {0: WatchedRank(PID, 3, processes.silent)}, TIMEOUT)
     clock = processes.clock
     until = clock.now + 3 * TIMEOUT
     while clock.now < until:
@@ -293,10 +297,7 @@ def looked_at(processes: Processes, between: Callable[[], None] = lambda: None) 
 
 
 def test_who_sleeps_is_blocked(processes: Processes) -> None:
-    failure = looked_at(processes)
-    assert failure is not None
-    assert failure.hang is not None
-    assert failure.hang["cause"] in ("blocked", "silent")
+    assert looked_at(processes)
 
 
 @pytest.mark.parametrize("pid", [PID, CHILD])
