@@ -118,8 +118,8 @@ LAUNCH = (
     Mutation(
         "ssh: a run starts on a host that does not see its folder",
         f"{TARGETS}/ssh.py",
-        "if there.get(str(token)) != found[str(token)]:",
-        "if there.get(str(token)) == found:",
+        "there.get(str(token)) != found[str(token)] and",
+        "there.get(str(token)) == found and",
         (f"test {SSH} other_answers",),
     ),
     Mutation(
@@ -146,15 +146,15 @@ LAUNCH = (
     Mutation(
         "a time limit: the slowest checkpoint of the run is not considered",
         f"{TARGETS}/option_checks.py",
-        "if self.seconds <= max(self.kept, took):",
-        "if self.seconds <= self.kept:",
+        "if limit is not None and limit <= max(kept, took):",
+        "if limit is not None and limit <= kept:",
         (f"test {OPTIONS} TestTime",),
     ),
     Mutation(
         "options: one that is given twice has its last value",
         f"{TARGETS}/find_target.py",
-        "        elif option.between:",
-        "        elif not option.between:\n            found[name] = value\n        elif option.between:",
+        "        elif len(values) > 1 and not option.between:\n",
+        "        elif len(values) > 1 and not option.between:\n            found[name] = values[-1]\n        elif len(values) > 99:\n",
         (f"test {OPTIONS} TestGivenTwice",),
     ),
     Mutation(
@@ -174,8 +174,8 @@ LAUNCH = (
     Mutation(
         "code: a link is packed as the file that it leads to",
         f"{TARGETS}/code_pack.py",
-        "if stat.S_ISREG(status.st_mode):",
-        "if not stat.S_ISDIR(status.st_mode):",
+        "if stat.S_ISREG(one.st_mode)}",
+        "if not stat.S_ISDIR(one.st_mode)}",
         (f"test {CODE} no_link",),
     ),
     Mutation(

@@ -219,13 +219,6 @@ RUNS = (
         ("test distributed/test_own_loop.py left_out",),
     ),
     Mutation(
-        "torchrun: a printed line and its end are two writes",
-        "launch/worker.py",
-        "stream.reconfigure(line_buffering=True, write_through=False)",
-        "stream.reconfigure(line_buffering=True)",
-        ("test distributed/test_torchrun.py printed_line",),
-    ),
-    Mutation(
         "the first step: ranks but the first are not looked at",
         FIRST_STEP,
         "for rank, told in enumerate(ranks):\n            for name, (cuts",

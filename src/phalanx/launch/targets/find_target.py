@@ -87,4 +87,5 @@ def _unknown(target: Target, word: str) -> Problem:
     for through in (option.through for option in target.options.values() if option.through):
         allowed += f"; others by {through.format('--name=value')}"
         fix = fix if near or others else through.format(f"{word}=...")
+    fix = fix if word.startswith("--") else f"without {word}"
     return Problem(where="--to", given=f"{target.name}, with {word}", allowed=allowed, fix=fix)
