@@ -146,15 +146,15 @@ LAUNCH = (
     Mutation(
         "a time limit: the slowest checkpoint of the run is not considered",
         f"{TARGETS}/option_checks.py",
-        "if limit is not None and limit <= max(kept, took):",
-        "if limit is not None and limit <= kept:",
+        "limit <= max(kept, took):",
+        "limit <= kept:",
         (f"test {OPTIONS} TestTime",),
     ),
     Mutation(
         "options: one that is given twice has its last value",
         f"{TARGETS}/find_target.py",
-        "        elif len(values) > 1 and not option.between:\n",
-        "        elif len(values) > 1 and not option.between:\n            found[name] = values[-1]\n        elif len(values) > 99:\n",
+        "elif len(values) > 1 and not option.between:",
+        "elif len(values) > 2 and not option.between:",
         (f"test {OPTIONS} TestGivenTwice",),
     ),
     Mutation(
