@@ -255,3 +255,9 @@ def test_what_to_do_about_a_host_goes_by_why_it_is_not_reached(said: str, way: s
     (finding,) = findings(HostSurvey(hosts=hosts, folder=Path("/runs")), None)
     assert finding.what == said
     assert way in finding.fix
+
+
+def test_links_without_time_are_named_as_not_looked_at() -> None:
+    assert HostSurvey(hosts=(), folder=Path("/runs"), unmeasured=3).not_looked_at == [
+        "3 links between hosts: no time was left"
+    ]
