@@ -58,11 +58,7 @@ _LOOK = 0.1  # seconds
 _LOST = 255  # exit code of ssh when the connection failed or a signal ended the agent
 _LINE = 1 << 16  # bytes of a printed line
 _SHARED = "a folder that this machine and all hosts share"
-_FIXES = {
-    "run.folder": "share the folder",
-    "job": 'share the folder, or code = "/its/folder" in the hosts file',
-    "folder": 'folder = "/shared" in the hosts file',
-}
+_SHARE = 'share the folder; for the job alone, code = "/its/folder" in the hosts file'
 _ENDED = re.compile(r"rank (\d{1,6}) ended with (-?\d{1,3})")  # as an agent says it
 _SSH = ("ssh", "-T", "-o", "BatchMode=yes", "-o", "StrictHostKeyChecking=yes", "-o", "ConnectTimeout=10")
 _SSH += ("-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=3")
@@ -77,14 +73,9 @@ os.execvp(sys.argv[1], sys.argv[1:])
 """
 _QUESTION = """
 import hashlib, json, os, socket, sys
-def digest(path):
-    try:
-        with open(path, "rb") as file:
-            return hashlib.sha256(file.read()).hexdigest()
-    except OSError:
-        return ""
 asked = json.loads(sys.stdin.readline())
-found = {path: digest(path) for path in asked["files"]}
+there = [path for path in asked["files"] if os.path.isfile(path) and os.access(path, os.R_OK)]
+found = {path: hashlib.sha256(open(path, "rb").read()).hexdigest() for path in there}
 with socket.create_server(("", 0)) as free:
     print(json.dumps([found, os.path.isdir(asked["folder"]), free.getsockname()[1]]))
 """
@@ -156,16 +147,11 @@ class SshTarget(AttachedTarget):
             raise RunError("\n".join([*lines, f"    try: {way_there(*failed[0])}"]))
         problems: list[Problem] = []
         for host, (there, works, _) in zip(hosts, answers, strict=True):
-            wrong = {
-                "run.folder": there.get(str(token)) != found[str(token)] and f"does not see {run.folder}",
-                "job": job and there.get(str(job)) != found[str(job)] and f"has not {job} as it is here",
-                "folder": works is not True and f"has no folder {self.file.folder}",
-            }
-            problems += [
-                Problem(where=where, given=f"host {host.name} {why}", allowed=_SHARED, fix=_FIXES[where])
-                for where, why in wrong.items()
-                if why
-            ]
+            needs = {token: f"does not see {run.folder}", job: f"has not {job} as it is here"}
+            lacks = [what for path, what in needs.items() if path and there.get(str(path)) != found[str(path)]]
+            lacks += [] if works is True else [f"has no {self.file.folder}, where workers work"]
+            given = f"host {host.name} {' and '.join(lacks)}"
+            problems += [Problem(where="--to", given=given, allowed=_SHARED, fix=_SHARE)] if lacks else []
         if problems:
             raise SpecError(problems)
         return int(answers[0][2])
@@ -268,11 +254,9 @@ class SshAskedHost(TargetHost):
         names = "\0".join(str(pack.root / path) for path in pack.files)
         try:
             subprocess.run(words, input=names, capture_output=True, text=True, check=True)
-        except FileNotFoundError:
-            raise RunError("is not sent the code: rsync is not installed here") from None
-        except subprocess.CalledProcessError as error:
-            why = next(iter(error.stderr.splitlines()), "rsync failed")
-            raise RunError(f"is not sent the code: {why}") from None
+        except (OSError, subprocess.CalledProcessError) as error:
+            why = getattr(error, "stderr", "") or str(error)
+            raise RunError(f"is not sent the code: {why.splitlines()[0]}") from None
         self._copied = True
 
 
