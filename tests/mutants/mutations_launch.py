@@ -118,8 +118,8 @@ LAUNCH = (
     Mutation(
         "ssh: a run starts on a host that does not see its folder",
         f"{TARGETS}/ssh.py",
-        "there.get(str(token)) != found[str(token)] and",
-        "there.get(str(token)) == found and",
+        "if path and there.get(str(path)) != found[str(path)]]",
+        "if path and there.get(str(path)) == found]",
         (f"test {SSH} other_answers",),
     ),
     Mutation(
