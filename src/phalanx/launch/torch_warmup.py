@@ -1,13 +1,11 @@
-"""What torch loads at first use, got over with before workers are forked, or left out where nothing needs it.
+"""Imports that torch makes at first use: made before workers are forked, or left out if nothing needs them.
 
-torch's optimizers, DistributedDataParallel, DTensor and fake tensors ask for ``torch._dynamo``, the front end of
-``torch.compile``, when they are first used: to keep it out of some of their methods, to break its graphs there, to read
-one of its options. In torch 2.13 loading it takes a process about half as long as ``import torch`` did. A run that
-compiles nothing needs none of it.
+torch's optimizers, DistributedDataParallel, DTensor and fake tensors import ``torch._dynamo``, the front end of
+``torch.compile``, to ask it small questions. Loaded in the launcher, it made a command to its first step take 0.99 of
+torchrun's time in place of 0.61 (2026-11-29, 2 cores, torch 2.13, ``bench/startup.py``; the bar is 0.75).
 
-A worker puts a package in its place that answers these few questions and becomes the real one when more is asked of it.
-Only in workers: the process that calls ``phalanx.fit`` is its user's, and keeps torch as it is. And only in the torch
-versions known here; elsewhere torch does as it always did, only slower to start.
+So workers, which are processes of ours, have a stand-in that answers these questions and becomes the real package when
+more is asked of it. Only in the torch versions known here; others load the package.
 """
 
 from __future__ import annotations
@@ -29,11 +27,7 @@ _KNOWN = (2, 11), (2, 14)  # from the first, before the second
 
 
 def make_ready(plan: Plan) -> None:
-    """Load what training under ``plan`` needs, in the launcher: once for all workers to be forked.
-
-    Plans that compile need the compiler's front end, those that shard or split a model what fake tensors and DTensor
-    load. For the others only the stepper is loaded.
-    """
+    """Import the modules that training under ``plan`` needs, in the launcher: once for all workers."""
     importlib.import_module("phalanx.train.parameter_server" if plan.server else "phalanx.train.mesh_stepper")
     if plan.compile:
         importlib.import_module("torch._dynamo")
@@ -45,7 +39,7 @@ def make_ready(plan: Plan) -> None:
 
 
 def make_ready_to_look(plan: Plan) -> None:
-    """The part of ``make_ready`` that a look at a model needs, too: what fake tensors load."""
+    """Import the modules that a look at a model needs, too."""
     if plan.kind in ("shard", "split"):
         importlib.import_module("torch.fx.experimental.symbolic_shapes")
     if plan.kind == "split":
@@ -53,11 +47,7 @@ def make_ready_to_look(plan: Plan) -> None:
 
 
 def leave_compiler_out() -> None:
-    """Have torch load its compiler only where something really asks for it: to be called in a worker.
-
-    Nothing changes where it is loaded already, or where torch is of another version than those known here. A job that
-    itself calls ``torch.compile`` still gets it.
-    """
+    """Have torch load its compiler only when something asks for more than the stand-in has. Call it in a worker."""
     version = tuple(int(part) for part in torch.__version__.split(".")[:2])
     if "torch._dynamo" in sys.modules or not _KNOWN[0] <= version < _KNOWN[1]:
         return

@@ -21,7 +21,7 @@ from phalanx.comm.process_group import meet
 from phalanx.config import Job, RunSpec
 from phalanx.config.run import override
 from phalanx.config.run_files import EVENTS
-from phalanx.device_kinds import kind_for
+from phalanx.device_kinds import kind_named
 from phalanx.errors import PhalanxError, Problem, RefusedError, RunError, SpecError, WorkerError
 from phalanx.events.following import Viewer, callback_viewers, followed
 from phalanx.files import join, read_text, token_of
@@ -46,7 +46,7 @@ from phalanx.launch.torchrun import (
     started_by_agent,
 )
 from phalanx.launch.worker_process import leave_warnings_to_rank_0, show_rank
-from phalanx.parallel import devices_here
+from phalanx.parallel import device_kind, devices_here
 from phalanx.train.assembly import refuse
 from phalanx.train.findings import Findings
 from phalanx.train.interruptions import LauncherLink
@@ -227,7 +227,7 @@ def main(runfile: Path, job_here: str = "") -> int:
             )
         if started_by_agent() and AGENT not in os.environ:
             here = status.place.local_world_size or status.place.world_size
-            kind = kind_for(run.plan.device, here * run.plan.threads)
+            kind = kind_named(device_kind(run.plan, devices_here(run.plan, status.place)))
             kind.before_workers(status.place.world_size // here, here)
         status.place = replace(status.place, timeout=run.timeout)
         job = override(load_job(job_here or run.job), run)
