@@ -89,6 +89,18 @@ def test_results_come_in_rank_order_and_workers_meet() -> None:
     assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
 
 
+def test_workers_have_the_variables_of_torchrun() -> None:
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+
+    def work(place: Place, report: Callable[[int], None]) -> list[str]:
+        return [*(os.environ[name] for name in names), f"tcp://{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"]
+
+    found = launch(work, 2)
+    assert [row[:4] for row in found] == [["0", "2", "0", "2"], ["1", "2", "1", "2"]]
+    assert found[0][4] == found[1][4]
+    assert not set(names) & os.environ.keys()
+
+
 def test_output_of_other_ranks_is_marked(capsys: pytest.CaptureFixture[str]) -> None:
     def target(place: Place, report: Callable[[int], None]) -> None:
         print(f"one {place.rank}\ntwo", end="")

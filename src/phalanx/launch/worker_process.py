@@ -109,6 +109,7 @@ def run_worker(
         if threads is not None or "OMP_NUM_THREADS" not in os.environ:
             torch.set_num_threads(threads or threads_each(place.world_size))
         renew_autograd()
+        os.environ.update(torchrun_variables(place))
         probe = HangProbe(place, pipes.stacks)
         try:
             listen_at(place.host)
@@ -121,6 +122,20 @@ def run_worker(
         _end(pipes, report, 0)
     finally:
         os._exit(1)
+
+
+def torchrun_variables(place: Place) -> dict[str, str]:
+    """Return the variables that torchrun sets in a worker, for libraries that look for their rank there."""
+    address, _, port = place.store.removeprefix("tcp://").rpartition(":")
+    values = {
+        "RANK": place.rank,
+        "WORLD_SIZE": place.world_size,
+        "LOCAL_RANK": place.local_rank,
+        "LOCAL_WORLD_SIZE": place.local_world_size,
+        "MASTER_ADDR": address,
+        "MASTER_PORT": port,
+    }
+    return {name: str(value) for name, value in values.items()}
 
 
 @final
