@@ -75,12 +75,12 @@ def fit(
     from phalanx.preflight.supervised_run import RunStarter, train_here
     from phalanx.report.shown_progress import looked_on
 
-    asked, spec, place = _asked(job, plan, run, folder, launcher, settings)
+    asked, spec, place, starter = _asked(job, plan, run, folder, launcher, settings)
     _need_cores(cores)
     if place is not None:
         return _take_part(asked, spec, place, cores, watch)
     loadable = isinstance(run, RunSpec)
-    there = RunStarter(launcher=_launcher(launcher), cores=cores, loadable=loadable)
+    there = RunStarter(launcher=starter, cores=cores, loadable=loadable)
     with looked_on(watch, spec.folder / EVENTS) as look:
         try:
             train_here(asked, spec, there, look)
@@ -118,12 +118,12 @@ def start(
     from phalanx.preflight.supervised_run import RunStarter, train_here
     from phalanx.report.shown_progress import logged
 
-    asked, spec, place = _asked(job, plan, run, folder, launcher, settings)
+    asked, spec, place, starter = _asked(job, plan, run, folder, launcher, settings)
     _need_cores(cores)
     if place is not None:
         raise SpecError.of("launcher", "px.start in a worker of torchrun", "px.fit", "px.fit(job(), plan)")
     there = RunStarter(
-        launcher=_launcher(launcher),
+        launcher=starter,
         cores=cores,
         loadable=isinstance(run, RunSpec),
         background=True,
@@ -145,15 +145,16 @@ def _asked(
     folder: str | Path | None,
     launcher: str | LocalLauncher | AttachedTarget,
     settings: dict[str, Any],
-) -> tuple[Job, RunSpec, Place | None]:
-    """The job with the run's overrides, the run with its plan and folder, and this process's place of torchrun."""
+) -> tuple[Job, RunSpec, Place | None, LocalLauncher | AttachedTarget]:
+    """Return the job with overrides, the run with plan and folder, the place given by torchrun, and the launcher."""
     from phalanx.config.run import override
     from phalanx.launch import default_folder, job_of, place_of_this_process
+    from phalanx.launch.local import find_launcher
 
     _need(job, Job, "job", "px.fit(job(), plan)")
     _need(run, (RunSpec, str, Path, type(None)), "run", _RUN)
     _need(folder, (str, Path, type(None)), "folder", 'folder="runs/mine-1"')
-    _launcher(launcher)
+    starter = find_launcher(launcher)
     _need_settings(settings)
     if settings.get("resume") and run is None and folder is None:
         given = f"{settings['resume']!r} without a folder: each time there would be a new one"
@@ -164,17 +165,7 @@ def _asked(
     given = run if run is not None else folder if folder is not None else default_folder(job.name)
     name = job.name if isinstance(given, RunSpec) else job_of(whole.get("folder", Path(given)), job.name)
     spec = RunSpec.of(given, name, **whole)
-    return override(job, spec), spec, place
-
-
-def _launcher(given: str | LocalLauncher | AttachedTarget) -> LocalLauncher | AttachedTarget:
-    from phalanx.launch.local import LocalLauncher, find_launcher
-    from phalanx.launch.targets import AttachedTarget
-
-    if isinstance(given, str):
-        return find_launcher(given)
-    _need(given, (LocalLauncher, AttachedTarget), "launcher", 'launcher="local"')
-    return given
+    return override(job, spec), spec, place, starter
 
 
 def _need_settings(settings: dict[str, Any]) -> None:

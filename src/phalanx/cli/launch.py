@@ -91,7 +91,7 @@ def command(
     refuse_python(target, to, python)
     given, checks = Given.of(job, options), not (no_check or dry_run)
     if isinstance(target, AttachedTarget) and not (dry_run or checks or leaves_plan_open(given)):
-        train(given, to, target, RunDisplay(quiet=quiet, as_json=as_json))
+        train(given, to, RunDisplay(quiet=quiet, as_json=as_json))
         return
     question, run = launch_question(target, given, own, python or "")
     if isinstance(target, QueueTarget) and not dry_run:
@@ -99,7 +99,7 @@ def command(
     found = looked_ahead(question, checks=checks, quiet=quiet, as_json=as_json)
     if isinstance(target, AttachedTarget) and not dry_run:
         given = replace(given, chosen=found.choice)  # which says why that plan
-        train(given, to, target, RunDisplay(quiet=quiet, as_json=as_json))
+        train(given, to, RunDisplay(quiet=quiet, as_json=as_json))
         return
     submission = _under_its_plan(question, found.choice, quiet=quiet)
     if dry_run:

@@ -22,8 +22,6 @@ from phalanx.errors import NoneWholeError, PhalanxError, RunError, WorkerError
 
 if TYPE_CHECKING:
     from phalanx.events.following import Follower
-    from phalanx.launch.local import LocalLauncher
-    from phalanx.launch.targets import AttachedTarget
 
 
 @click.command("train", short_help="Train a job under a plan.", cls=RunCommand)
@@ -47,10 +45,9 @@ def command(job: str, tensorboard: bool, quiet: bool, explain: bool, as_json: bo
       phalanx train examples/gpt.py --plan "fsdp=2 zero=3 micro=8" --steps 100
       phalanx train examples/digits.py --run runs/digits-1 --resume --epochs 10
     """
-    from phalanx.launch.local import LocalLauncher
 
     given = Given.of(job, options)
-    train(given, "local", LocalLauncher(), RunDisplay(tensorboard, quiet, explain, as_json))
+    train(given, "local", RunDisplay(tensorboard, quiet, explain, as_json))
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +60,8 @@ class RunDisplay:
     as_json: bool = False
 
 
-def train(given: Given, name: str, launcher: LocalLauncher | AttachedTarget, how: RunDisplay) -> None:
-    """Train what is ``given`` by ``launcher``, which users call ``name``. Raises as ``fit`` does."""
+def train(given: Given, launcher: str, how: RunDisplay) -> None:
+    """Train what is ``given`` by ``launcher``. Raises as ``fit`` does."""
     earlier, job = earlier_run(given), given.job
 
     from phalanx.launch import load_job
@@ -91,7 +88,7 @@ def train(given: Given, name: str, launcher: LocalLauncher | AttachedTarget, how
             output.say(f"{setting.why}\n")
     if how.explain and not how.as_json:
         output.say(settings_table(settings))
-    with _told_how_to_go_on(run, name), output.follow(tensorboard=how.tensorboard) as follower:
+    with _told_how_to_go_on(run, launcher), output.follow(tensorboard=how.tensorboard) as follower:
         fit(loaded, run=run, watch=follower, launcher=launcher)
 
     from phalanx.report.comparison import beside_table

@@ -82,20 +82,19 @@ def launch(
     return supervise(launcher.start, lambda: wanted, watch).results
 
 
-def find_launcher(name: str) -> LocalLauncher | AttachedTarget:
+def find_launcher(given: str | LocalLauncher | AttachedTarget) -> LocalLauncher | AttachedTarget:
     """Return the launcher called ``local``; for ``ssh:hosts.toml`` the target with the hosts of that file.
 
     Raises:
         SpecError: there is none of that name, or the file is wrong.
     """
-    if name == "local":
-        return LocalLauncher()
-    if ":" in name:
-        from phalanx.launch.targets import AttachedTarget, find_target
+    from phalanx.launch.targets import AttachedTarget, find_target
 
-        if isinstance(target := find_target(name), AttachedTarget):
-            return target
-    raise SpecError.of(where="launcher", given=repr(name), allowed="local, ssh:hosts.toml", fix='launcher="local"')
+    found = LocalLauncher() if given == "local" else given
+    found = find_target(found) if isinstance(found, str) and ":" in found else found
+    if isinstance(found, LocalLauncher | AttachedTarget):
+        return found
+    raise SpecError.of(where="launcher", given=repr(given), allowed="local, ssh:hosts.toml", fix='launcher="local"')
 
 
 def refuse_copies() -> None:

@@ -29,13 +29,8 @@ from phalanx.launch.first_step import first_step_checked
 from phalanx.launch.local import LocalLauncher, refuse_copies, refuse_what_needs_a_fork
 from phalanx.launch.reaper import StopRequest, ignore_signal
 from phalanx.launch.runfile import absolute, check_folder
-from phalanx.launch.targets import (
-    AttachedTarget,
-    Submission,
-    forget_handed_over,
-    one_launch_at_a_time,
-    refuse_handed_over,
-)
+from phalanx.launch.targets import AttachedTarget, forget_handed_over, one_launch_at_a_time, refuse_handed_over
+from phalanx.launch.targets.target import Submission
 from phalanx.launch.worker_process import StepReport, WorkerFunction
 from phalanx.preflight.launch_check import refuse_plan
 from phalanx.preflight.run_forecast import RunForecaster, forecast_after_look, too_little
@@ -83,7 +78,7 @@ class RunStarter:
         if isinstance(self.launcher, AttachedTarget):
             refuse_what_needs_a_fork(run, self.launcher.name, loadable=self.loadable)
         else:
-            self.launcher.prepare(self.launch(run, lambda place, report: None))
+            self.launcher.prepare(self.launch(run, _nothing))
 
     def launch(self, run: RunSpec, work: WorkerFunction) -> Launch:
         """Return the launch of ``run``, each of whose workers does ``work``."""
@@ -106,8 +101,6 @@ def train_here(
 ) -> None:
     """Train ``job`` by workers that this process starts and follows; ``begun`` is called when nothing refuses it.
 
-    On hosts of a target the workers call the job's callbacks, on rank 0.
-
     Raises:
         SpecError: the launcher cannot start this run, or the folder cannot be used.
         RefusedError: the plan cannot serve the job here, or is forecast not to fit.
@@ -117,32 +110,19 @@ def train_here(
     """
     refuse_copies()
     refuse_handed_over(spec.folder)
-    if isinstance(how.launcher, AttachedTarget):
+    if isinstance(target := how.launcher, AttachedTarget):  # rank 0 calls the job's callbacks there
         how.refuse(spec)
-        _train_there(job, spec, how, how.launcher, watch or _nothing, begun or _nothing)
+        run = absolute(spec)
+        prepared = target.prepare(Submission.of(run, job, target, options={}))
+        refuse_plan(job, run, target)
+        check_folder(run, job=job)
+        target.follow(prepared, how.launch(run, _nothing).threads, watch or _nothing, begun or _nothing)
         return
     with _called_back(job, spec.folder, watch) as look:
         _train(job, spec, how, how.launcher, look, begun or _nothing)
 
 
-def _train_there(
-    job: Job,
-    spec: RunSpec,
-    how: RunStarter,
-    target: AttachedTarget,
-    watch: Callable[[], None],
-    begun: Callable[[], None],
-) -> None:
-    run = absolute(spec)
-    submission = Submission.of(run, job, target, options={})
-    prepared = target.prepare(submission)
-    refuse_plan(job, run, target)
-    check_folder(run, job=job)
-    target.follow(prepared, None if how.cores is None else how.cores * run.plan.threads, watch, begun)
-
-
-def _nothing() -> None:
-    """Nobody is told that the run has begun."""
+def _nothing(*_: Any) -> None: ...
 
 
 def _train(
@@ -177,7 +157,12 @@ def _train(
     begun = settled(located)
     with (
         RunFolder(located, job=job) as entered,
-        LookAhead(job, spec.plan, _start(begun), forecast_after_look(job, spec, cores)) as look,
+        LookAhead(
+            job,
+            spec.plan,
+            replace(RunStart.of(begun), checkpoint=checkpoint_of(begun)),
+            forecast_after_look(job, spec, cores),
+        ) as look,
     ):
         launcher.prepare(how.launch(spec, work))  # loads what workers need, while the job is looked at
         found = look.findings()
@@ -187,12 +172,13 @@ def _train(
                 refuse_handed_over(folder)  # since it was looked at
                 forget_handed_over(folder)
             tell_begun()
-            with _recorded(folder):
+            try:
                 supervise(launcher.start, wanted, forecaster, grace=spec.grace, restarts=restarts)
-
-
-def _start(run: RunSpec) -> RunStart:
-    return replace(RunStart.of(run), checkpoint=checkpoint_of(run))
+            except Exception as error:
+                record(error, folder)
+                if isinstance(error, WorkerError) and (advice := too_little(error, folder)):
+                    error.add_note(advice)
+                raise
 
 
 def _looked_at(job: Job, run: RunSpec) -> Findings:
@@ -207,15 +193,3 @@ def _looked_at(job: Job, run: RunSpec) -> Findings:
         raise
     except PhalanxError:
         return Findings()
-
-
-@contextmanager
-def _recorded(folder: Path) -> Iterator[None]:
-    """Have the run's log say what it failed by."""
-    try:
-        yield
-    except Exception as error:
-        record(error, folder)
-        if isinstance(error, WorkerError) and (advice := too_little(error, folder)):
-            error.add_note(advice)
-        raise

@@ -8,13 +8,13 @@ workers start again from the newest checkpoint.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 import secrets
 import shlex
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -32,6 +32,7 @@ from phalanx.errors import Problem, RunError, SpecError
 from phalanx.events.log import EventReader, last_failure
 from phalanx.launch.check_hosts import TargetHost, run_here
 from phalanx.launch.check_hosts.host_findings import way_there
+from phalanx.launch.code_files import digest_of
 from phalanx.launch.failure import Failure, failure_of_exit, record, signal_name, worker_error
 from phalanx.launch.jobfile import Reference
 from phalanx.launch.reaper import SAVED, StopRequest, raise_stopped
@@ -49,6 +50,7 @@ from phalanx.launch.targets.target import AttachedTarget, Option, Prepared, Subm
 from phalanx.units import visible
 
 _ASKS = 60.0  # seconds for a host to answer
+_COPIES = 600.0  # seconds for rsync
 _ALIVE = 5.0  # seconds between lines that tell an agent that this process is alive
 _OTHERS = 5.0  # seconds for other agents to end, after the first that failed
 _AFTER_GRACE = 10.0  # seconds, after which a host that should have stopped is ended
@@ -62,7 +64,7 @@ _SHARE = 'share the folder; for the job alone, code = "/its/folder" in the hosts
 _ENDED = re.compile(r"rank (\d{1,6}) ended with (-?\d{1,3})")  # as an agent says it
 _SSH = ("ssh", "-T", "-o", "BatchMode=yes", "-o", "StrictHostKeyChecking=yes", "-o", "ConnectTimeout=10")
 _SSH += ("-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=3")
-_RSYNC = ("rsync", "-a", "--no-owner", "--no-group", "--no-implied-dirs", "--from0", "--files-from=-")
+_RSYNC = ("rsync", "-a", "--no-owner", "--no-group", "--no-implied-dirs", "--from0")
 _NODE = ("-m", "phalanx.launch.targets.ssh_node")
 # Variables come on stdin: every user of a host sees its command lines. The program reads the rest of stdin.
 _BOOT = """
@@ -72,10 +74,11 @@ with open(0, "rb", 0, closefd=False) as stdin:
 os.execvp(sys.argv[1], sys.argv[1:])
 """
 _QUESTION = """
-import hashlib, json, os, socket, sys
+import json, os, socket, sys
+from hashlib import sha256
 asked = json.loads(sys.stdin.readline())
 there = [path for path in asked["files"] if os.path.isfile(path) and os.access(path, os.R_OK)]
-found = {path: hashlib.sha256(open(path, "rb").read()).hexdigest() for path in there}
+found = {path: sha256(open(path, "rb").read()).hexdigest() for path in there}
 with socket.create_server(("", 0)) as free:
     print(json.dumps([found, os.path.isdir(asked["folder"]), free.getsockname()[1]]))
 """
@@ -135,7 +138,7 @@ class SshTarget(AttachedTarget):
         token = above / f".phalanx-launch-{secrets.token_hex(4)}"
         try:
             token.write_text(secrets.token_hex(16))
-            found = {str(one): hashlib.sha256(one.read_bytes()).hexdigest() for one in (token, job) if one}
+            found = {str(one): digest_of(one) for one in (token, job) if one}
             with ThreadPoolExecutor(len(hosts)) as threads:
                 answers = list(threads.map(lambda host: host.begin([*found]), hosts))
         except OSError as error:
@@ -250,13 +253,11 @@ class SshAskedHost(TargetHost):
         if self._copied or not self._file.code:
             return
         pack = _pack(self._file.code)
-        words = [*_RSYNC, "-e", shlex.join([*_SSH, *self._file.ssh]), "/", f"{self.name}:/"]
-        names = "\0".join(str(pack.root / path) for path in pack.files)
-        try:
-            subprocess.run(words, input=names, capture_output=True, text=True, check=True)
-        except (OSError, subprocess.CalledProcessError) as error:
-            why = getattr(error, "stderr", "") or str(error)
-            raise RunError(f"is not sent the code: {why.splitlines()[0]}") from None
+        with tempfile.NamedTemporaryFile("w") as names:
+            names.write("\0".join(str(pack.root / path) for path in pack.files))
+            names.flush()
+            shell = shlex.join([*_SSH, *self._file.ssh])
+            run_here([*_RSYNC, f"--files-from={names.name}", "-e", shell, "/", f"{self.name}:/"], "", _COPIES)
         self._copied = True
 
 
