@@ -29,6 +29,7 @@ from phalanx.comm import Place, default_process_group
 from phalanx.launch import worker_process
 from phalanx.launch.addresses import own_address
 from phalanx.launch.local import launch
+from phalanx.launch.torchrun import place_from_environment
 from phalanx.train.interruptions import LauncherLink
 from phalanx.train.loop import train
 
@@ -93,6 +94,7 @@ def test_workers_have_the_variables_of_torchrun() -> None:
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
     def work(place: Place, report: Callable[[int], None]) -> list[str]:
+        assert place_from_environment() is None  # px.fit in a child process trains by itself
         return [*(os.environ[name] for name in names), f"tcp://{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"]
 
     found = launch(work, 2)

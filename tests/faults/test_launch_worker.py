@@ -103,6 +103,13 @@ def test_a_failure_stands_in_the_events_and_the_folder_is_then_taken(
     assert len(list(read(runfile.with_name("events.jsonl")))) == len(events)
 
 
+def test_job_code_that_leaves_has_not_trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker, "leave_compiler_out", lambda: None)  # this process is the tests'
+    runfile = prepare(tmp_path, Plan(), fault="raise SystemExit(0)")
+    assert main(runfile) == 3
+    assert list(read(runfile.with_name("events.jsonl")))[-1]["event"] == "error"
+
+
 def test_what_fails_by_its_own_code_is_said_once_and_not_trained_again_by_torchrun(tmp_path: Path) -> None:
     runfile = prepare(tmp_path, Plan(dp=2))
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]

@@ -20,12 +20,10 @@ from ssh_hosts import ssh_servers
 
 from law_rows import longer
 from phalanx.cli import main
-from phalanx.config import Plan
 from phalanx.errors import RunError
 from phalanx.launch.check_hosts import (
     HostFacts,
     HostSurvey,
-    Needs,
     ThisMachine,
     asked_program,
     findings,
@@ -133,21 +131,16 @@ def test_nor_on_a_host(tmp_path_factory: pytest.TempPathFactory, number: int) ->
         assert end(number, "--to", f"ssh:{servers.write_hosts((1,))}", "--plan", "dp=1") in (143, -9)
 
 
-def asked(folder: Path, scratch: str = "") -> HostSurvey:
+def asked(folder: Path) -> HostSurvey:
     """Ask a host for the job ``gone.py`` in ``folder``."""
-    host = ThisMachine()
-    host.scratch = scratch
-    return survey([host], folder, str(folder / "gone.py"))
+    return survey([ThisMachine()], folder, str(folder / "gone.py"))
 
 
-def test_a_host_that_gets_the_code_by_launching_does_not_fail_without_it(tmp_path: Path) -> None:
-    said = asked(tmp_path, scratch=str(tmp_path))
-    assert findings(said, Needs(plan=Plan())) == []
-    (unsaid,) = said.not_looked_at
-    assert "this machine: its code is not there, or another, and launching sends it" in unsaid
+def test_a_host_without_the_job_is_looked_at_and_fails(tmp_path: Path) -> None:
+    said = asked(tmp_path)
     assert said.hosts[0].facts
-    assert "torch" in said.hosts[0].facts.versions  # the host itself was looked at
-    assert [one.what for one in findings(asked(tmp_path), None)] == ["the job's file is not there"]
+    assert "torch" in said.hosts[0].facts.versions
+    assert [one.what for one in findings(said, None)] == ["the job's file is not there"]
 
 
 def test_an_answer_of_another_form_is_none(tmp_path: Path) -> None:

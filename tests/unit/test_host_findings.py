@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from phalanx.config import Plan, RunSpec
+from phalanx.config import Plan
 from phalanx.launch.check_hosts import (
     DeviceFacts,
     HostAnswer,
@@ -21,7 +21,6 @@ from phalanx.launch.check_hosts import (
     findings,
     workers_of,
 )
-from phalanx.launch.check_hosts.host_findings import unshared_problems
 
 pytestmark = pytest.mark.quick
 GIB = 2**30
@@ -136,30 +135,6 @@ def test_three_good_hosts() -> None:
     assert workers_of(surveyed(put()).hosts, NEEDS) == dict.fromkeys(NAMES, 8)
     told_fewer = [replace(one, processes=2) for one in surveyed(put()).hosts]
     assert workers_of(told_fewer, NEEDS) == dict.fromkeys(NAMES, 2), "as many as the target says"
-
-
-@pytest.mark.parametrize(
-    ("settings", "wheres"),
-    [
-        ({"plan": Plan.parse("dp=2")}, []),
-        ({"plan": Plan.parse("dp=1 server=1")}, ["plan.server"]),
-        ({"plan": Plan.parse("dp=2"), "on_nonfinite": "rollback"}, ["run.on_nonfinite"]),
-        (
-            {"plan": Plan.parse("dp=2"), "mirror": "s3://b/x", "spike": 4.0, "on_spike": "rollback"},
-            ["run.on_nonfinite", "run.mirror"],
-        ),
-    ],
-)
-def test_what_needs_a_shared_folder_fails_where_a_launch_refuses_it(
-    settings: dict[str, Any], wheres: list[str]
-) -> None:
-    run = RunSpec(job="train.py", folder=Path("/runs/1"), **settings)
-    said = surveyed(put(shared=False))
-    apart = replace(said.hosts[1], sends=True)
-    found = findings(replace(said, hosts=(said.hosts[0], apart, said.hosts[2])), Needs(plan=run.plan, run=run))
-    assert [one.what.partition(":")[0] for one in found if one.fails] == wheres
-    assert [problem.where for problem in unshared_problems(run)] == wheres
-    assert all(one.hosts == ("n2",) for one in found)
 
 
 @pytest.mark.parametrize(("_", "change", "kind", "fails", "words"), TABLE, ids=[row[0] for row in TABLE])

@@ -192,7 +192,7 @@ def check_writer(path: Path) -> None:
     """``Token.check`` of the token that this process, or the one it was forked from, has of the run ``path`` is in.
 
     That is of the nearest folder from ``path`` upwards of which it has one; nothing is checked where there is none.
-    What publishes into a run folder (a checkpoint, a snapshot, ``run.toml``) calls it just before the rename.
+    What publishes into a run folder (a checkpoint, ``run.toml``) calls it just before the rename.
 
     Raises:
         RunError: another run has taken the folder.

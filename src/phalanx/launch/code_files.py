@@ -1,7 +1,4 @@
-"""The files of a job's code on a host: whether it has them, and their unpacking where they were sent.
-
-Of the standard library alone: its text is sent to hosts as a part of programs there (``program_text``).
-"""
+"""Digests of files, and the unpacking of a job's code."""
 
 from __future__ import annotations
 
@@ -14,31 +11,8 @@ from typing import IO
 _PIECE = 1 << 18  # bytes that are read at a time
 
 
-def stamp_of(path: str | os.PathLike[str]) -> list[int]:
-    """Return by what a file is known on another host with the same file system; nothing where it is not there."""
-    try:
-        status = os.stat(path)
-    except OSError:
-        return []
-    return [status.st_size, status.st_mtime_ns, status.st_ino]
-
-
-def state_of(path: str, stamp: list[int]) -> str:
-    """``same`` where the file at ``path`` is the very one of that stamp, ``other`` where it is not, ``missing``."""
-    found = stamp_of(path)
-    return "missing" if not found else "same" if found == stamp else "other"
-
-
-def are_alike(root: str, digests: dict[str, str]) -> bool:
-    """Whether each file below ``root`` is that of its SHA-256: then they were copied, perhaps by hand."""
-    try:
-        return all(digest_of(os.path.join(root, path)) == digest for path, digest in digests.items())
-    except OSError:
-        return False
-
-
 def digest_of(path: str | os.PathLike[str]) -> str:
-    """The SHA-256 of a file."""
+    """Return the SHA-256 of a file."""
     digest = hashlib.sha256()
     with open(path, "rb") as file:
         while data := file.read(_PIECE):

@@ -23,6 +23,8 @@ from phalanx.launch.hangs import HangReport, RankStand, state_of
 if TYPE_CHECKING:
     from torch.distributed import TCPStore  # pyrefly: ignore
 
+FORKED = "PHALANX_FORKED"
+"""Variable of workers that a launcher has forked: they, and their children, are no workers of torchrun."""
 _NUMBERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
 _NAMES = (*_NUMBERS, "MASTER_ADDR", "MASTER_PORT")
 _PATIENCE = timedelta(seconds=2)  # for torchrun's store
@@ -47,7 +49,7 @@ def place_from_environment() -> Place | None:
     Raises:
         SpecError: some of torchrun's variables are there and others are missing or no numbers.
     """
-    if "RANK" not in os.environ and "WORLD_SIZE" not in os.environ:
+    if ("RANK" not in os.environ and "WORLD_SIZE" not in os.environ) or FORKED in os.environ:
         return None
     problems = [
         Problem(

@@ -232,7 +232,7 @@ def main(runfile: Path, job_here: str = "") -> int:
         status.place = replace(status.place, timeout=run.timeout)
         job = override(load_job(job_here or run.job), run)
         train_as_worker(job, fitted(run, status.place.world_size, job), status, runfile=runfile)
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # job code that leaves has not trained to the end
         with terminated_later():
             if worded := status.report_failure(error):
                 print(visible(str(worded)), file=sys.stderr, flush=True)

@@ -32,6 +32,7 @@ from phalanx.launch.failure import describe_error
 from phalanx.launch.hangs import HangProbe
 from phalanx.launch.reaper import die_with
 from phalanx.launch.torch_warmup import leave_compiler_out
+from phalanx.launch.torchrun import FORKED
 
 _PR_SET_NAME = 15
 
@@ -134,6 +135,7 @@ def torchrun_variables(place: Place) -> dict[str, str]:
         "LOCAL_WORLD_SIZE": place.local_world_size,
         "MASTER_ADDR": address,
         "MASTER_PORT": port,
+        FORKED: 1,
     }
     return {name: str(value) for name, value in values.items()}
 

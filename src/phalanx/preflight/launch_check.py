@@ -145,8 +145,6 @@ def launch_check(question: LaunchQuestion, said: HostSurvey | None = None) -> La
         needs, missing = (needs, _UNREAD) if unread else host_needs(job, asked.run, said.hosts, question.time)
         unknown += [f"memory that the plan needs: {missing}"] if missing else []
     unknown += said.not_looked_at
-    if needs and asked:
-        needs = replace(needs, run=asked.run)
     found = [*findings(said, None if queue else needs)]
     if queue:
         found = [*_of_interpreter(question), *(one for one in found if one.kind in _kinds_of(question))]

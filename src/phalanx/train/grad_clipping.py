@@ -169,13 +169,6 @@ def _groups(grad: torch.Tensor, holding: TensorShard | None) -> tuple[dist.Proce
     return tuple(found)
 
 
-def all_finite(tensors: list[torch.Tensor]) -> bool:
-    """Return True if every number in ``tensors``, all on one device, is finite: by one quick norm, where that is."""
-    if not tensors or bool(_sum_of_squares(tensors, tensors[0].device, quick=True).isfinite()):
-        return True
-    return all(bool((one.coalesce().values() if one.is_sparse else one).isfinite().all()) for one in tensors)
-
-
 def clip(grads: list[torch.Tensor], norm: torch.Tensor, limit: float) -> None:
     """Scale gradients whose global norm is above ``limit`` down to it (Pascanu et al. 2013)."""
     scale(grads, clip_factor(norm, limit))

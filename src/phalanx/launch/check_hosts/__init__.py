@@ -1,6 +1,13 @@
 """Ask each host of a launch target about itself before a run, and compare the answers."""
 
-from phalanx.launch.check_hosts.asked_program import CheckTime, TargetHost, ThisMachine, run_here
+from phalanx.launch.check_hosts.asked_program import (
+    CheckTime,
+    TargetHost,
+    ThisMachine,
+    asking,
+    ended_by_signals,
+    run_here,
+)
 from phalanx.launch.check_hosts.group_findings import HostFinding, Needs, workers_of
 from phalanx.launch.check_hosts.host_answer import DeviceFacts, HostAnswer, HostFacts, LinkAnswer
 from phalanx.launch.check_hosts.host_findings import findings
@@ -17,6 +24,8 @@ __all__ = [
     "Needs",
     "TargetHost",
     "ThisMachine",
+    "asking",
+    "ended_by_signals",
     "findings",
     "run_here",
     "survey",

@@ -11,6 +11,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import final
@@ -49,14 +50,12 @@ class TargetHost(ABC):
         address: for the other hosts; empty if the host is to find it out.
         processes: workers it is to have; 0: as many as it has devices.
         folder: of its workers; empty: the folder of the asking process.
-        scratch: folder for files that the host does not share; empty if the target needs shared folders.
     """
 
     name: str
     address: str = ""
     processes: int = 0
     folder: str = ""
-    scratch: str = ""
 
     @abstractmethod
     def run(self, arguments: Sequence[str], text: str, patience: float) -> str:
@@ -108,9 +107,18 @@ def run_here(command: Sequence[str], text: str, patience: float) -> str:
     return out
 
 
-def end_started() -> None:
-    """End all programs of ``run_here`` in this process, of all threads."""
-    _end([*_RUNNING])
+@contextmanager
+def asking(hosts: Sequence[TargetHost], limit: CheckTime | None = None) -> Iterator[ThreadPoolExecutor]:
+    """Give a thread to each of ``hosts``; an exception in the block ends all programs of ``run_here``."""
+    with ThreadPoolExecutor(max(1, len(hosts))) as pool:
+        try:
+            yield pool
+        except BaseException:
+            if limit:
+                limit.end()
+            pool.shutdown(wait=False, cancel_futures=True)
+            _end([*_RUNNING])
+            raise
 
 
 @contextmanager

@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from phalanx.config import Plan, RunSpec
+from phalanx.config import Plan
 from phalanx.device_kinds import DeviceKind, kind_named, probed_kinds
 from phalanx.launch.check_hosts.host_answer import HostAnswer, LinkAnswer
 from phalanx.units import show_bytes, show_names, show_seconds
@@ -44,13 +44,11 @@ class Needs:
     """Needs of the run.
 
     Attributes:
-        run: ``None``: of the plan alone.
         memory: bytes that each worker needs of its device, or of its host without one; 0: unknown.
         state: bytes of a checkpoint; 0: unknown.
     """
 
     plan: Plan
-    run: RunSpec | None = None
     memory: float = 0.0
     state: float = 0.0
 

@@ -43,7 +43,7 @@ class HostFacts:
         meets: reason why workers cannot meet at the host's address.
         versions: Python package, or name in ``DeviceKind.versions`` → version.
         files: file of the job, relative to its folder → SHA-256.
-        missing: the job was not loaded, as its file is not there, or is another and the target sends its own.
+        missing: the job was not loaded, as its file is not there.
         samples: of the job's data; -1: a stream, or not read.
         loaders: processes that load the data of each worker.
         step: step that the probing process was in as it ended.
@@ -126,7 +126,6 @@ class HostAnswer:
         processes: that the target starts there; 0: as many as it has devices.
         facts: ``None`` if no answer came, for the reason ``error``.
         ahead: least and most seconds by which its clock may be ahead of this machine's.
-        sends: the target sends files to hosts that lack them, the job's code and a copy of the run folder.
     """
 
     name: str
@@ -134,7 +133,6 @@ class HostAnswer:
     facts: HostFacts | None = None
     error: str = ""
     ahead: tuple[float, float] = (0.0, 0.0)
-    sends: bool = False
 
     @property
     def working(self) -> list[DeviceFacts]:

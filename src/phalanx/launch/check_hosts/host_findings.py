@@ -10,9 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from phalanx.config import RunSpec
 from phalanx.device_kinds import DeviceKind, all_kinds
-from phalanx.errors import Problem
 from phalanx.launch.check_hosts.group_findings import (
     HostFinding,
     Needs,
@@ -121,14 +119,13 @@ _MUST = {"torch", "phalanx"}
 def _of_host(answer: HostAnswer, h: HostFacts, survey: HostSurvey, needs: Needs | None) -> Iterator[HostFinding]:
     """Find faults of one host by itself: the job and its folders."""
     where, state, ending = survey.folder, needs.state if needs else 0.0, h.ending
-    unshared = not (h.shared or survey.folder_error or (h.folder_error and not answer.sends))
-    copied = "it gets a copy, whose changes are brought here" if answer.sends else "it does not see the files of others"
+    unshared = not (h.shared or survey.folder_error or h.folder_error)
     with_it = f", with {h.executable}" if h.job_fix.startswith("pip ") else ""
     room, free = "make room there, or choose another folder: --run", show_bytes(h.folder_free)
     rights = room if "space" in h.folder_error else "choose a folder that can be written to: --run"
     yield from _rows(
         answer.name,
-        (h.missing and not answer.sends, "job", "the job's file is not there", "copy it there, or share its folder"),
+        (h.missing, "job", "the job's file is not there", "copy it there, or share its folder"),
         (h.job_error, "job", h.job_error, h.job_fix + with_it),
         (h.data_error, "data", f"the job's data: {h.data_error}", "make the data readable there: all hosts read it"),
         (
@@ -136,10 +133,10 @@ def _of_host(answer: HostAnswer, h: HostFacts, survey: HostSurvey, needs: Needs 
             f"the process that was to load the job and its data {ending}",
             "load the job there by hand and see what takes so long, or ends it",
         ),
-        (h.folder_error and not answer.sends, "folder", f"{where} cannot be written to: {h.folder_error}", rights),
+        (h.folder_error, "folder", f"{where} cannot be written to: {h.folder_error}", rights),
         (
-            *(unshared, "folder", f"{where} is not the folder of that path here: {copied}"),
-            *("choose a folder that all hosts share, such as one on NFS: --run", not answer.sends),
+            *(unshared, "folder", f"{where} is not the folder of that path here: it does not see the files of others"),
+            "choose a folder that all hosts share, such as one on NFS: --run",
         ),
         (
             *(h.shared and h.folder_free < _KEPT * state, "folder"),
@@ -199,21 +196,3 @@ def _of_folders(survey: HostSurvey, needs: Needs | None) -> Iterator[HostFinding
         what = f"{survey.folder} cannot be written to: {survey.folder_error}"
         fix = "make room there, or choose another folder: --run"
         yield HostFinding(kind="folder", hosts=("here",), what=what, fix=fix)
-    apart = [one.name for one in survey.hosts if one.facts and one.sends and not one.facts.shared]
-    run = needs and (needs.run or RunSpec(job="job", plan=needs.plan, folder=survey.folder))
-    for problem in unshared_problems(run) if apart and run else ():
-        what = f"{problem.where}: given {problem.given}; allowed: {problem.allowed}"
-        yield HostFinding(kind="folder", hosts=tuple(apart), what=what, fix=problem.fix)
-
-
-def unshared_problems(run: RunSpec) -> list[Problem]:
-    """Return the reasons why ``run`` needs a run folder that all hosts share; copies serve other runs."""
-    shared = "a run folder that all hosts and this machine share (--run)"
-    apart = f"with a run folder ({run.folder}) that not all hosts share"
-    here = f"{shared}, or none: checkpoints are brought to the run folder here"
-    found = (
-        (run.plan.server, "plan.server", str(run.plan), f"{shared}, or no servers", f"--plan dp={run.plan.processes}"),
-        (run.rolls_back, "run.on_nonfinite", "'rollback'", f"{shared}, or stop or skip", 'on_nonfinite="skip"'),
-        (run.mirror, "run.mirror", run.mirror, here, "no --mirror"),
-    )
-    return [Problem(where=one[1], given=f"{one[2]}, {apart}", allowed=one[3], fix=one[4]) for one in found if one[0]]

@@ -116,8 +116,6 @@ def _probe_job(question: dict[str, Any], send: Any) -> None:
     send({"step": "job", "kind": kind, "devices": devices})
     file = question["file"]
     lacking = bool(file) and not os.path.isfile(file)
-    if file and question["sends"] and not lacking:
-        lacking = digest_of(file) != question["digest"]
     if question["reference"] and not lacking:
         _load(question["reference"], send)
         send({"files": _files_of(file)})

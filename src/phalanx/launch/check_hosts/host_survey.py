@@ -7,7 +7,7 @@ import os
 import secrets
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Executor, ThreadPoolExecutor
+from concurrent.futures import Executor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,11 +15,9 @@ from typing import Any, TypeVar
 
 from phalanx.errors import RunError
 from phalanx.launch.addresses import ANYWHERE
-from phalanx.launch.check_hosts.asked_program import CheckTime, TargetHost, end_started, ended_by_signals
+from phalanx.launch.check_hosts.asked_program import CheckTime, TargetHost, asking, ended_by_signals
 from phalanx.launch.check_hosts.host_answer import HostAnswer, HostFacts, LinkAnswer, LinkFacts, read_answer
-from phalanx.launch.code_files import digest_of
 from phalanx.launch.jobfile import Reference
-from phalanx.units import show_names
 
 T = TypeVar("T")
 
@@ -49,10 +47,7 @@ class HostSurvey:
     @property
     def not_looked_at(self) -> list[str]:
         """The parts of the check that were left out, and why."""
-        lacking = [one.name for one in self.hosts if one.sends and one.facts and one.facts.missing]
-        code = "its code is not there, or another, and launching sends it"
-        said = [f"the job, its imports and data on {show_names(lacking)}: {code}"] if lacking else []
-        return said + ([f"{self.unmeasured} links between hosts: no time was left"] if self.unmeasured else [])
+        return [f"{self.unmeasured} links between hosts: no time was left"] if self.unmeasured else []
 
 
 def survey(
@@ -66,11 +61,10 @@ def survey(
     """
     limit, where = limit or CheckTime(), Reference.parse(reference) if reference else None
     file = str(where.file) if where and where.file else ""
-    with ended_by_signals(), _token_file(folder) as (token, error), _asking(hosts, limit) as pool:
+    with ended_by_signals(), _token_file(folder) as (token, error), asking(hosts, limit) as pool:
         question = {
             "reference": str(where or ""),
             "file": file,
-            "digest": digest_of(file) if os.path.isfile(file) else "",
             "token": str(token),
             "towards": (hosts[0].address if hosts else "") or ANYWHERE,
         }
@@ -82,21 +76,9 @@ def survey(
     )
 
 
-@contextmanager
-def _asking(hosts: Sequence[TargetHost], limit: CheckTime) -> Iterator[ThreadPoolExecutor]:
-    with ThreadPoolExecutor(max(1, len(hosts))) as pool:
-        try:
-            yield pool
-        except BaseException:
-            limit.end()
-            pool.shutdown(wait=False, cancel_futures=True)
-            end_started()
-            raise
-
-
 def _ask(host: TargetHost, question: Mapping[str, Any], limit: CheckTime) -> HostAnswer:
-    known: dict[str, Any] = {"name": host.name, "processes": host.processes, "sends": bool(host.scratch)}
-    own = {"cwd": host.folder or os.getcwd(), "sends": bool(host.scratch), "patience": _OF_JOB * limit.left}
+    known: dict[str, Any] = {"name": host.name, "processes": host.processes}
+    own = {"cwd": host.folder or os.getcwd(), "patience": _OF_JOB * limit.left}
     before = time.time()
     try:
         facts = _run(host, {**question, **own}, _OF_HOST * limit.left, HostFacts)

@@ -95,11 +95,6 @@ class CodePack:
         return f"{len(self.files)} file{'s' if len(self.files) > 1 else ''} of {self.root}, {show_bytes(self.nbytes)}"
 
     @property
-    def digests(self) -> dict[str, str]:
-        """The SHA-256 of each file; raises OSError if one cannot be read."""
-        return {path: digest_of(self.root / path) for path in self.files}
-
-    @property
     def digest(self) -> str:
         """The SHA-256 of the pack, unless a file changes before it is written."""
         return _digest_of(self.root, tuple(self.files), self.stamps)

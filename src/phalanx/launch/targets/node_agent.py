@@ -1,4 +1,4 @@
-"""torchrun's agent on one node of a run that a queue has started; the same for all queues.
+"""torchrun's agent on one node of a run that a queue or ssh has started; the same for all targets.
 
 The agent starts the workers of its node, one a device, passes SIGTERM on to them and waits until they have saved. The
 output of a rank goes to the agent's own output, and into ``rank-N.log``. The file of each queue has its rendezvous and
@@ -113,7 +113,7 @@ def be_agent(spec: RunSpec, place: NodePlace, worker: Sequence[str]) -> int:
     try:
         return _as_workers_end(place, partial(run, asked))
     except SignalException:
-        return 0 if _last_word(events) == "end" else SAVED
+        return {"end": 0, "error": 1}.get(_last_word(events), SAVED)
     except Exception:  # the rendezvous is gone with the agent of another node, perhaps one that was asked to stop
         if _last_word(events) == "stopped":
             return SAVED

@@ -23,7 +23,7 @@ from typing import Any
 
 from phalanx.config import RunSpec
 from phalanx.config.run_files import CHECKPOINTS
-from phalanx.errors import PhalanxError, RefusedError
+from phalanx.errors import PhalanxError, RefusedError, SpecError
 from phalanx.launch.addresses import LOOPBACK
 from phalanx.launch.reaper import SAVED, StopRequest, ignore_signal
 from phalanx.launch.targets.launch_folder import OUTPUT, append, last_word, run_from
@@ -190,7 +190,7 @@ class RayDriver:
                 except (RayActorError, StopIteration):
                     said = LOST
                 if isinstance(said, bytes):
-                    append(self._output, said)
+                    self._keep(said)
                     continue
                 codes[running.pop(stream)] = said
                 if said and not stopping:
@@ -215,7 +215,11 @@ class RayDriver:
 
     def _say(self, text: str) -> None:
         print(f"phalanx: {text}", flush=True)
-        append(self._output, f"phalanx: {text}\n".encode())
+        self._keep(f"phalanx: {text}\n".encode())
+
+    def _keep(self, text: bytes) -> None:
+        with suppress(OSError, SpecError):  # a full disk does not end the run
+            append(self._output, text)
 
 
 def _answers(actor: Any) -> bool:

@@ -248,7 +248,7 @@ def _read_further(options: Mapping[str, str]) -> tuple[dict[str, str], list[Prob
         name = matched["name"]
         if name in OPTIONS:
             refuse(line, "an option that launch does not have itself", f"--{name} {OPTIONS[name].example}")
-        elif name in _OWN:
+        elif any(own.startswith(name) for own in (*_OWN, *OPTIONS)):  # sbatch takes beginnings of names
             refuse(line, "an option that the script does not set itself", f"without --sbatch {line!r}")
         elif name in found:
             refuse(f"--{name} twice", "once", f"--sbatch {line!r}")

@@ -18,7 +18,6 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
@@ -30,7 +29,8 @@ from phalanx.config import RunSpec
 from phalanx.config.run_files import EVENTS
 from phalanx.errors import Problem, RunError, SpecError
 from phalanx.events.log import EventReader, last_failure
-from phalanx.launch.check_hosts import TargetHost, run_here
+from phalanx.files import replace_text
+from phalanx.launch.check_hosts import TargetHost, asking, ended_by_signals, run_here
 from phalanx.launch.check_hosts.host_findings import way_there
 from phalanx.launch.code_files import digest_of
 from phalanx.launch.failure import Failure, failure_of_exit, record, signal_name, worker_error
@@ -97,6 +97,7 @@ class SshTarget(AttachedTarget):
             raise SpecError.of(where="--to", given=given, allowed=allowed, fix="--to ssh:hosts.toml")
         self._path = Path(address).absolute()
         self.file = HostsFile.read(Path(address))
+        self._hosts = [SshAskedHost(self.file, entry) for entry in self.file.hosts]  # each is sent the code once
 
     def prepare(self, submission: Submission) -> Prepared:
         refuse_size(submission.run, self.file)
@@ -109,7 +110,7 @@ class SshTarget(AttachedTarget):
         return Prepared(submission=submission, files=files, commands=commands, notes=tuple(notes))
 
     def hosts(self) -> list[SshAskedHost]:
-        return [SshAskedHost(self.file, entry) for entry in self.file.hosts]
+        return self._hosts
 
     def follow(
         self, prepared: Prepared, threads: int | None, watch: Callable[[], None], begun: Callable[[], None]
@@ -139,7 +140,7 @@ class SshTarget(AttachedTarget):
         try:
             token.write_text(secrets.token_hex(16))
             found = {str(one): digest_of(one) for one in (token, job) if one}
-            with ThreadPoolExecutor(len(hosts)) as threads:
+            with ended_by_signals(), asking(hosts) as threads:
                 answers = list(threads.map(lambda host: host.begin([*found]), hosts))
         except OSError as error:
             raise SpecError.of("run.folder", f"{above}: {error.strerror}", _SHARED, 'folder="/shared/run"') from None
@@ -182,12 +183,13 @@ class SshTarget(AttachedTarget):
                 failure = _failure(agents, codes, told)
                 error = worker_error(failure, run.plan.processes, memory_kills=0)
                 if not restarts.allow(failure, memory_kills=0, begun=failure.step):
-                    if failure.is_loss:
+                    if failure.is_loss or not last_failure(told):
                         record(error, run.folder)
                     raise error
-                print(f"{str(error).splitlines()[0]}: starting again", file=sys.stderr)
+                first = next(iter(str(error).splitlines()), failure.kind)
+                print(f"{visible(first)}: starting again", file=sys.stderr)
                 port = self._ask_again(run, restarts.pause, stop)
-                submission.runfile.write_text(replace(run, resume="auto", from_step=None).to_toml())
+                replace_text(submission.runfile, replace(run, resume="auto", from_step=None).to_toml())
 
     def _ask_again(self, run: RunSpec, pause: float, stop: StopRequest) -> int:
         """Ask after ``pause`` seconds, and as long as a host is not back, for at most ``_BACK``."""
@@ -197,8 +199,9 @@ class SshTarget(AttachedTarget):
             try:
                 if time.monotonic() >= began + pause:
                     return self._ask(run)
-            except RunError:
+            except (RunError, SpecError) as error:  # its shared folders may come back later than the host
                 if time.monotonic() > began + _BACK:
+                    record(error, run.folder)
                     raise
             time.sleep(_LOOK)
 
@@ -220,8 +223,9 @@ class SshTarget(AttachedTarget):
         finally:
             for agent in found:
                 agent.tell("end\n", last=True)
+            deadline = time.monotonic() + _END
             for agent in found:
-                agent.end()
+                agent.end(deadline)
 
 
 @final
@@ -257,7 +261,9 @@ class SshAskedHost(TargetHost):
             names.write("\0".join(str(pack.root / path) for path in pack.files))
             names.flush()
             shell = shlex.join([*_SSH, *self._file.ssh])
-            run_here([*_RSYNC, f"--files-from={names.name}", "-e", shell, "/", f"{self.name}:/"], "", _COPIES)
+            user, at, host = self.name.rpartition("@")
+            to = f"{user}{at}[{host}]:/" if ":" in host else f"{self.name}:/"  # as rsync writes IPv6
+            run_here([*_RSYNC, f"--files-from={names.name}", "-e", shell, "/", to], "", _COPIES)
         self._copied = True
 
 
@@ -285,14 +291,14 @@ class _Agent:
             if last:
                 self._ssh.stdin.close()
 
-    def end(self) -> None:
-        """Wait for ssh to end, and kill it if that takes long."""
+    def end(self, deadline: float) -> None:
+        """Wait for ssh to end until ``deadline``, then kill it."""
         with suppress(subprocess.TimeoutExpired):
-            self._ssh.wait(_END)
+            self._ssh.wait(max(0.0, deadline - time.monotonic()))
         self._ssh.kill()
         self._ssh.wait()
         for reader in self._readers:
-            reader.join(_END)
+            reader.join(max(_LOOK, deadline - time.monotonic()))
 
     def _pass_on(self, stream: IO[bytes], to: IO[str]) -> None:
         with stream:
@@ -300,9 +306,10 @@ class _Agent:
                 line = visible(data.decode(errors="replace").rstrip("\r\n"))
                 if stream is self._ssh.stderr:
                     self.said = [*self.said, line][-50:]
-                with suppress(OSError, ValueError, SpecError):
-                    print(line, file=to, flush=True)
+                with suppress(OSError, SpecError):
                     append(self._log, f"{line}\n".encode())
+                with suppress(OSError, ValueError):  # a terminal that is closed
+                    print(line, file=to, flush=True)
 
 
 def _followed(agents: Sequence[_Agent], stop: StopRequest, grace: float, watch: Callable[[], None]) -> list[int | None]:

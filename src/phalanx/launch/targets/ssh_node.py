@@ -13,6 +13,7 @@ import select
 import signal
 import sys
 import threading
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +75,11 @@ def _listen(life: int) -> None:
 
 
 def _children() -> list[int]:
-    return [int(pid) for task in Path("/proc/self/task").glob("*/children") for pid in task.read_text().split()]
+    found: list[int] = []
+    for task in Path("/proc/self/task").glob("*/children"):
+        with suppress(OSError):  # a thread that has ended meanwhile
+            found += map(int, task.read_text().split())
+    return found
 
 
 if __name__ == "__main__":
