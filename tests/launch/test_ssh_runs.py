@@ -319,7 +319,7 @@ def test_what_a_host_prints_is_text_and_no_line_is_endless(tmp_path: Path, capfd
     agent = agent_that(tmp_path, "print('\\33]0;x\\7' + '\\u202e', flush=True); print('y' * 200_000)")
     until(lambda: agent.poll() is not None, 30, "it ended")
     agent.tell("", last=True)
-    agent.end()
+    agent.end(time.monotonic() + 3.0)
     lines = capfd.readouterr().out.splitlines()
     assert lines[0] == "\\x1b]0;x\\x07\\u202e"
     assert max(map(len, lines)) == ssh._LINE
@@ -348,7 +348,7 @@ def test_the_first_failure_is_named(
 ) -> None:
     agents = [agent_that(tmp_path, "") for _ in range(2)]
     for number, agent in enumerate(agents):
-        agent.end()
+        agent.end(time.monotonic() + 3.0)
         agent.tell("", last=True)
         agent.first, agent.said = number, [said] if number else []
     failure = ssh._failure(agents, codes, events)
