@@ -128,7 +128,6 @@ def note(event, given):
 
 def write(*code):
     mine = [name for name in sys.modules if name.partition(".")[0] == "phalanx"]
-    # entry points are read of every package that is installed
     read = [name for name in files if not name.startswith(("/proc/", "/sys/", "/dev/")) and ".dist-info" not in name]
     Path(sys.argv[1], f"{os.getpid()}.counts").write_text(json.dumps([len(mine), len(sys.modules), len(read)]))
     code and leave(*code)
