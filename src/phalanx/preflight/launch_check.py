@@ -112,12 +112,11 @@ class LaunchCheck:
 
 def surveyed(question: LaunchQuestion) -> HostSurvey:
     """Ask the hosts that a run would be on, or this machine where they are not known."""
-    target = question.target
-    limit, hosts = question.time, list(target.hosts()) if isinstance(target, AttachedTarget) else []
-    if not isinstance(target, AttachedTarget):
-        limit = CheckTime(limit.left - _OF_QUEUE) if target else limit
-        hosts = [ThisMachine(_python_here(question) or sys.executable)]
-    return survey(hosts, question.folder, question.reference, limit)
+    target, limit = question.target, question.time
+    if isinstance(target, AttachedTarget):
+        return survey(target.hosts(), question.folder, question.reference, limit)
+    limit, here = CheckTime(limit.left - _OF_QUEUE) if target else limit, _python_here(question) or sys.executable
+    return survey([ThisMachine(here)], question.folder, question.reference, limit)
 
 
 def launch_check(question: LaunchQuestion, said: HostSurvey | None = None) -> LaunchCheck:
@@ -199,7 +198,8 @@ def _unknown_of_queue(queue: QueueTarget, question: LaunchQuestion) -> list[str]
 def _python_here(question: LaunchQuestion) -> str:
     """The interpreter that workers are started by, where this machine has it; empty else."""
     named = question.submission.python if question.submission else ""
-    return sys.executable if _image_of(question) or not named else shutil.which(named) or ""
+    usual = _image_of(question) or named in ("", getattr(question.target, "python", ""))
+    return sys.executable if usual else shutil.which(named) or ""
 
 
 def _of_interpreter(question: LaunchQuestion) -> list[HostFinding]:
