@@ -34,14 +34,17 @@ def main(runfile: Path, meeting: str) -> int:
 
 
 def _stop_by(number: signal.Signals) -> None:
-    """Let a thread of this process turn the signal into SIGTERM; processes it starts have the signal blocked."""
+    """Let the first such signal become SIGTERM; processes that this one starts have the signal blocked."""
+    asked = threading.Event()
+
+    def stop(*_: object) -> None:
+        if not asked.is_set():
+            asked.set()
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    signal.signal(number, stop)  # threads of libraries that are loaded already do not have it blocked
     signal.pthread_sigmask(signal.SIG_BLOCK, [number])
-
-    def wait() -> None:
-        signal.sigwait([number])
-        os.kill(os.getpid(), signal.SIGTERM)
-
-    threading.Thread(target=wait, daemon=True).start()
+    threading.Thread(target=lambda: stop(signal.sigwait([number])), daemon=True).start()
 
 
 if __name__ == "__main__":
