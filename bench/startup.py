@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 import sys
+from importlib.util import find_spec
 
 from compare import PHALANX, PYTHON, Contender, alternate, command, rounds_from_command_line, script, show, train
 
@@ -27,14 +28,17 @@ def main() -> int:
     first = [
         Contender(name="phalanx train --plan dp=2", run=train(WORKLOAD, "dp=2", STEPS)),
         Contender(name="torchrun, hand-written DDP", run=script("peers/ddp.py", WORKLOAD, STEPS, torchrun=2), bar=0.75),
-        Contender(
-            name="torchrun, Accelerate",
-            run=script("peers/accelerate_script.py", WORKLOAD, STEPS, torchrun=2),
-            bar=0.4,
-        ),
-        Contender(name="Lightning Trainer", run=script("peers/trainer_script.py", WORKLOAD, STEPS, 2), bar=0.25),
-        Contender(name="Lightning Fabric", run=script("peers/fabric_script.py", WORKLOAD, STEPS, 2)),
     ]
+    others = {
+        "accelerate": ("torchrun, Accelerate", script("peers/accelerate_script.py", WORKLOAD, STEPS, torchrun=2), 0.4),
+        "pytorch_lightning": ("Lightning Trainer", script("peers/trainer_script.py", WORKLOAD, STEPS, 2), 0.25),
+        "lightning_fabric": ("Lightning Fabric", script("peers/fabric_script.py", WORKLOAD, STEPS, 2), None),
+    }
+    for package, (name, run, bar) in others.items():
+        if find_spec(package):
+            first.append(Contender(name=name, run=run, bar=bar))
+        else:
+            print(f"{name}: not measured, {package} is not installed")
     results = alternate(first, rounds)
     met = show("command to first step, 2 processes", first, results, "first_step") and met
     return 0 if met else 1
