@@ -103,10 +103,10 @@ def test_a_throttled_host_gets_its_share_of_a_core(hosts: Make, brake: str, monk
     if made.brake != brake:
         pytest.skip("control groups cannot be written here")
     made.throttle(1, 10)
-    assert made.launch(spin, 2)[1] < 0.2
+    held = made.launch(spin, 2)[1]
+    assert held < 0.2
     made.throttle(1, 1)
-    other, let_go = made.launch(spin, 2)
-    assert let_go > 0.5 * other  # of what is left beside other processes
+    assert made.launch(spin, 2)[1] > 2 * held  # a whole core, which other processes use too
 
 
 class Cut:
