@@ -175,7 +175,10 @@ class BackgroundSaver:
         self._thread.start()
 
     def _find_store(self) -> bool:
-        """True if threads of all ranks can meet; a client of its own for the thread, for a wait keeps others out."""
+        """Return True if threads of all ranks can meet.
+
+        The thread gets its own client, because a waiting client blocks others.
+        """
         if not grouped() or dist.get_world_size() == 1:
             return True
         if self._store is None:
@@ -185,7 +188,7 @@ class BackgroundSaver:
         return self._store is not None
 
     def _allocate(self, needed: int, on_device: bool) -> bool:
-        """True if there is memory for ``needed`` bytes; what was used the last time is used again if it suffices."""
+        """Return True if ``needed`` bytes of memory are free; memory of the last save is used again if large enough."""
         if len(self._memory) >= needed:
             return True
         self._memory = _nothing()  # let go of it first
@@ -205,8 +208,7 @@ def _pinned(size: int) -> torch.Tensor:
 
 
 def _paged(size: int) -> torch.Tensor:
-    """Memory of the host in large pages where there are some: touched the first time, small ones cost more than the
-    copy."""
+    """Allocate host memory in large pages if possible: first touching small pages costs more than the copy."""
     pages = mmap.mmap(-1, max(size, 1))
     with suppress(AttributeError, OSError, ValueError):
         pages.madvise(mmap.MADV_HUGEPAGE)
@@ -214,7 +216,6 @@ def _paged(size: int) -> torch.Tensor:
 
 
 def _available() -> int:
-    """Bytes of host memory that can be had without taking them from anybody."""
     with suppress(OSError, ValueError, IndexError):
         lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
         resident = int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE

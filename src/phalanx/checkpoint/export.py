@@ -145,9 +145,9 @@ def model_tensors(path: Path, *, averaged: bool = False) -> dict[str, torch.Tens
 
 
 def _of_model(path: Path, *, averaged: bool) -> Manifest:
-    """The manifest of the checkpoint ``path`` with the tensors of the model alone; ``averaged``: of its average.
+    """Return the manifest of checkpoint ``path`` with model tensors only; ``averaged`` selects the averaged weights.
 
-    What is not averaged, such as frozen parameters, is there as it is.
+    Tensors without an average, such as frozen parameters, keep their own value.
     """
     manifest = Manifest.read(path)
     stored = {name: manifest.tensors[name] for name in names_of(MODEL, manifest.tensors).values()}
@@ -207,7 +207,6 @@ def refuse_target(target: Path) -> None:
 
 
 def _free(taken: Path) -> Path:
-    """A name like that of ``taken``, under which there is nothing: another folder, or another safetensors file."""
     file = taken.suffix == ".safetensors" or taken.is_file()
     stem, suffix = (taken.stem, ".safetensors") if file else (taken.name, "")
     names = (taken.with_name(f"{stem}{f'-{at}' if at else ''}{suffix}") for at in count())
@@ -240,7 +239,6 @@ def _write_folder(
     config: Any,
     shard: int,
 ) -> list[str]:
-    """The names of the files written."""
     folder.mkdir()
     parts = list(_shards(entries, shard))
     names = [f"model-{at:05d}-of-{len(parts):05d}.safetensors" for at in range(1, len(parts) + 1)]

@@ -174,7 +174,6 @@ class ObjectStore:
         return later
 
     def _names(self) -> list[int]:
-        """The steps of the checkpoints of which there is anything."""
         names = [Path(str(entry)) for entry in self._files.ls(self._root, detail=False)]
         return [step for name in names if (step := step_of(name)) is not None]
 

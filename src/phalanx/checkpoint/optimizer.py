@@ -111,7 +111,6 @@ def _described(
     parts: Mapping[str, TensorPart],
     tensors: dict[str, Tensor | PartTensor],
 ) -> dict[str, Any]:
-    """Kind, groups and state of this rank's optimizer as JSON, its tensors moved to ``tensors``."""
     names = _names(optimizer, parameters)
     states: dict[str, Any] = {}
     wrong: list[str] = []
@@ -134,10 +133,10 @@ def _described(
 
 
 def _put_together(sections: list[dict[str, Any]]) -> dict[str, Any]:
-    """One section of what ranks of other parameters have described.
+    """Merge the sections of ranks that hold different parameters.
 
-    Where all have the same groups in the same order, perhaps with no parameters in some, a group is that of its place.
-    Else nobody has said which of one rank belongs to which of another: those of equal hyper-parameters are one.
+    If all ranks have the same groups in the same order, groups are matched by position, empty ones included.
+    Otherwise groups are matched by equal hyper-parameters.
     """
     first, *others = sections
     if not others:
@@ -158,7 +157,6 @@ def _put_together(sections: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _split_alike(name: str, value: Tensor, parameter: Tensor, part: TensorPart | None) -> Tensor | PartTensor:
-    """A tensor of the state of ``parameter``, with the part of the whole state that it is."""
     if part is None:
         return value
     if value.shape == parameter.shape and not _is_step(name):
@@ -194,7 +192,6 @@ def _names(optimizer: Optimizer, parameters: Mapping[str, Tensor]) -> dict[int, 
 
 
 def _plain(value: Any, name: str, tensors: dict[str, Tensor], taken: Container[str]) -> Any:
-    """``value`` with its tensors moved to ``tensors`` and a reference in their place; names are not to be ``taken``."""
     if isinstance(value, Tensor):
         if name in tensors or name in taken:
             raise CheckpointError(f"two tensors of the optimizer's state would both be called {name!r}")
@@ -211,7 +208,6 @@ def _plain(value: Any, name: str, tensors: dict[str, Tensor], taken: Container[s
 
 
 def _filled(value: Any, allocate: Callable[[str], Tensor]) -> Any:
-    """The inverse of ``_plain``, with a new tensor for each reference."""
     if isinstance(value, dict):
         if "$tensor" in value:
             return allocate(value["$tensor"])
@@ -229,7 +225,6 @@ def _allocated(
     part: TensorPart | None,
     name: str,
 ) -> Tensor:
-    """Room for the tensor ``name`` of the state of ``parameter``, to be filled from the checkpoint."""
     if name not in manifest.tensors:
         what = f"its state names the tensor {name}, which it does not hold"
         raise DamagedError(f"the checkpoint is damaged: {what}", tensor=name)
@@ -270,7 +265,7 @@ def _section(path: Path) -> dict[str, Any]:
 def _matched(
     optimizer: Optimizer, saved: Mapping[str, Any], names: Mapping[int, str], everywhere: frozenset[str]
 ) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-    """Each group with the options saved for the names in it; ``everywhere`` has the names that any rank steps."""
+    """Return each group with the options saved for its names; ``everywhere`` has the names stepped on any rank."""
     kind = type(optimizer).__name__
     if saved["kind"] != kind:
         raise CheckpointError(f"the checkpoint was saved by the optimizer {saved['kind']}, this is {kind}")
@@ -294,7 +289,6 @@ def _matched(
 
 
 def _of_equal_groups(own: frozenset[str], there: list[tuple[frozenset[str], dict[str, Any]]]) -> dict[str, Any] | None:
-    """The options of ``own`` where its names are in several groups there that all have the same ones."""
     found = [options for members, options in there if own & members]
     alike = found and all(options == found[0] for options in found)
     return found[0] if alike and own <= frozenset[str]().union(*(members for members, _ in there)) else None
@@ -318,7 +312,7 @@ def _number(value: Any) -> Any:
 
 
 def _like(current: Any, saved: Any) -> Any:
-    """``saved`` in the form of ``current``: JSON knows no tuples and no tensors."""
+    """Convert ``saved`` to the form of ``current``, because JSON has no tuples and no tensors."""
     if isinstance(current, Tensor):
         # In place: a compiled or captured step holds on to this tensor.
         return current.fill_(saved)

@@ -178,7 +178,6 @@ def _readings(manifest: Manifest, name: str, blocks: Mapping[tuple[int, ...], Te
 
 
 def _common(chunk: Chunk, offsets: tuple[int, ...], block: Tensor) -> Wanted | None:
-    """What ``block``, which begins at ``offsets`` of the whole, has in common with ``chunk``."""
     starts = list[int]()
     for dim, (first, size, at) in enumerate(zip(chunk.offsets, chunk.sizes, offsets, strict=True)):
         low, high = max(first, at), min(first + size, at + block.shape[dim])
@@ -190,7 +189,6 @@ def _common(chunk: Chunk, offsets: tuple[int, ...], block: Tensor) -> Wanted | N
 
 
 def _parts(readings: list[ChunkReading], count: int) -> Iterator[list[ChunkReading]]:
-    """Up to ``count`` lists of about as many bytes, for a thread each."""
     share = sum(reading.nbytes for reading in readings) // count + 1
     part, size = list[ChunkReading](), 0
     for reading in readings:
@@ -232,7 +230,7 @@ def _read_chunk(file: ShardFile, begin: int, reading: ChunkReading) -> None:
 
 
 def _without_leading(wanted: Wanted, leading: int) -> Wanted:
-    """Without the dimensions before ``leading``, of which the chunk has one row; a number is a row of its own."""
+    """Drop the dimensions before ``leading``, where the chunk has one row; a number is a row of its own."""
     if not wanted.starts:
         return Wanted(starts=(0,), target=wanted.target.view(1))
     target = wanted.target
@@ -242,7 +240,6 @@ def _without_leading(wanted: Wanted, leading: int) -> Wanted:
 
 
 def _runs_of_rows(wanted: list[Wanted]) -> Iterator[tuple[int, int, list[Wanted]]]:
-    """First row, row after the last and what needs them, for each run of rows that are read at once."""
     group, first, last = list[Wanted](), 0, -1
     for one in sorted(wanted, key=lambda one: one.starts[0]):
         begin, end = one.starts[0], one.starts[0] + one.target.shape[0]
@@ -256,7 +253,9 @@ def _runs_of_rows(wanted: list[Wanted]) -> Iterator[tuple[int, int, list[Wanted]
 
 
 def _through_buffer(file: ShardFile, begin: int, rows: tuple[int, int], group: list[Wanted], like: Tensor) -> None:
-    """Read ``rows`` a few at a time and copy what is wanted of each; ``like`` has no row, and the rows' form."""
+    """Read a few ``rows`` at a time and copy the wanted part; ``like`` is an empty tensor with the rows' shape and
+    type.
+    """
     row = prod(like.shape[1:]) * like.dtype.itemsize
     many = max(1, min(_BUFFER // max(row, 1), rows[1] - rows[0]))
     buffer = like.new_empty((many, *like.shape[1:]))

@@ -207,7 +207,7 @@ class ShardFile:
         return out
 
     def _whole(self, block: int, first: int, last: int) -> memoryview:
-        """The block from a scratch buffer: small tensors that lie in one block are read from disk once."""
+        """Return the block from a scratch buffer, so that small tensors in one block are read from disk once."""
         if len(self._scratch) < last - first:
             self._scratch = memoryview(bytearray(last - first))
         if self._in_scratch != block:

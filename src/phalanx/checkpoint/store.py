@@ -263,7 +263,7 @@ def _checked(asked: SaveRequest) -> bytes:
 
 
 def _complete(path: Path) -> Manifest:
-    """The manifest; that its files are there each rank looks for a share of them."""
+    """Return the manifest; each rank checks a share of the files for all ranks."""
     if not path.exists():
         raise CheckpointError(f"there is no checkpoint {path}")
     rank, world_size = (dist.get_rank(), dist.get_world_size()) if grouped() else (0, 1)
@@ -284,7 +284,6 @@ def _verify_share(path: Path, manifest: Manifest) -> None:
 
 
 def _different(tensors: Tensors, names: set[str], stored: Mapping[str, StoredTensor]) -> list[str]:
-    """What ``tensors`` of this rank and ``names`` of all ranks have otherwise than the checkpoint."""
     prefixes = {_prefix(name) for name in names}
     missing = [name for name in names if name not in stored]
     extra = [name for name in stored if name not in names and _prefix(name) in prefixes]

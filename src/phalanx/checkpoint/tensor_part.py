@@ -99,7 +99,6 @@ def _blocks(held: PartTensor) -> Iterator[tuple[tuple[int, ...], Tensor]]:
 
 
 def _here(tensor: Tensor) -> tuple[tuple[int, ...], Tensor]:
-    """Where this rank's shard of ``tensor`` begins, and the shard; a plain tensor is here whole."""
     nowhere = (0,) * tensor.ndim
     if not is_dtensor(tensor):
         return nowhere, tensor
@@ -118,7 +117,7 @@ def _here(tensor: Tensor) -> tuple[tuple[int, ...], Tensor]:
 
 
 def _runs(ranges: Ranges, first: int, last: int) -> Iterator[tuple[int, int, int]]:
-    """Of elements [first, last) of a slice made of ``ranges``: begin in the whole, begin behind ``first``, length."""
+    """Yield (begin in the whole tensor, begin behind ``first``, length) for elements [first, last) of a slice."""
     at = 0
     for start, stop in ranges:
         begin, end = max(at, first), min(at + stop - start, last)

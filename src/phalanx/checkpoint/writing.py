@@ -96,7 +96,7 @@ def _forms(descriptions: Sequence[Description]) -> dict[str, tuple[str, tuple[in
 
 
 def _balance_bytes(holders: Mapping[str, Mapping[Box, list[int]]], itemsizes: Mapping[str, int]) -> WriterAssignment:
-    """Large blocks first, each to the holder that has least to write so far."""
+    """Assign large blocks first, each to its holder with the fewest bytes so far."""
     load: dict[int, int] = {}
     writers: WriterAssignment = {name: {} for name in holders}
     blocks = [
