@@ -149,12 +149,10 @@ def broadcast_json(value: Any) -> Any:
 
 
 def _room(size: int, data: bytes) -> torch.Tensor:
-    """``data`` in so many bytes, the rest of them zeros."""
     return torch.frombuffer(bytearray(data.ljust(size, b"\0")), dtype=torch.uint8)
 
 
 def _device(group: dist.ProcessGroup | None) -> torch.device:
-    """Where the group's messages are from: host memory where a backend takes it."""
     kinds = {kind_of(device) for device in (group or dist.distributed_c10d._get_default_group())._device_types}
     return (kinds.pop() if len(kinds) == 1 else host()).current()
 
@@ -169,7 +167,6 @@ _PLAIN = frozenset({type(None), bool, int, float, str})
 
 
 def _no_json(value: Any, where: str) -> str:
-    """What in ``value`` is not JSON, and where; empty where all of it is."""
     if isinstance(value, dict):
         for key, one in value.items():
             if not isinstance(key, str):

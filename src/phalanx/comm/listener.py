@@ -116,7 +116,7 @@ class RunListener:
             self._listen(stranger, welcome)
 
     def _back_off(self, error: OSError) -> None:
-        """Wait a little before the next; the older half of the strangers goes, whose descriptors may be what lacks."""
+        """Wait briefly and drop the older half of the unidentified callers, which may hold all descriptors."""
         self._note("", f"could not be accepted: {error.strerror}")
         for stranger in list(self._strangers)[: (len(self._strangers) + 1) // 2]:
             self._refuse(stranger, "made way for others before it had said who it is")

@@ -80,10 +80,10 @@ class Mesh:
         return DeviceMesh.from_group([replicas, shard], device.type, mesh=rows, mesh_dim_names=("copies", over))
 
     def _joined(self, names: Collection[str], places: Sequence[int]) -> dist.ProcessGroup | None:
-        """The process group of those of ``peers`` that stand at ``places`` among them, if this rank is one.
+        """Return this rank's process group for the ``peers`` at ``places``.
 
-        Every rank makes its own group only. With ``dist.new_group`` it would go through the groups of all others first,
-        which for all ranks together takes time in proportion to the square of their number.
+        Each rank makes only its own groups. ``dist.new_group`` would visit the groups of all ranks first, and its total
+        time grows with the square of the number of ranks.
         """
         if not _made_alone():
             return self._among_all(names, places)
@@ -91,7 +91,7 @@ class Mesh:
         return _group_of(sorted(peers[place] for place in places), self.rank)
 
     def _among_all(self, names: Collection[str], places: Sequence[int]) -> dist.ProcessGroup | None:
-        """The same by torch's public function, with which every rank goes through the groups of all."""
+        """Make the same groups with torch's public function, which visits every group on every rank."""
         mine: dist.ProcessGroup | None = None
         for first in range(self.plan.world_size):
             peers = self.plan.along(names, first)
@@ -112,11 +112,10 @@ _READ = (2, 13)
 
 
 def _made_alone() -> bool:
-    """True if a rank can make its group without the ranks that are in other groups; the same answer on all ranks.
+    """Return True if a rank can make its group without the other groups' ranks; the answer is equal on all ranks.
 
-    Not with a torch that nobody has compared ``_group_of`` with, nor where making a group takes all ranks along: NCCL
-    bound to a device splits the communicator of all, and a default group with a ``new_group`` of its own does as it
-    likes.
+    False for an untested torch version, for NCCL bound to a device (it splits the communicator of all ranks), and for
+    a default group with its own ``new_group``.
     """
     default = dist.distributed_c10d._get_default_group()
     version = tuple(int(part) for part in torch.__version__.split(".")[:2])
@@ -124,12 +123,11 @@ def _made_alone() -> bool:
 
 
 def _group_of(ranks: list[int], rank: int) -> dist.ProcessGroup | None:
-    """A process group of ``ranks``; ``None`` where ``rank`` is not among them, and all that is done there is to count.
+    """Make a process group of ``ranks``; ranks outside it only count it and get ``None``.
 
-    As ``dist.new_group`` makes one, which calls a group by how many all ranks have made: here the same number stands
-    for groups of different ranks, so that the first of them is a part of the name. (With ``use_local_synchronization``
-    it would be made alone as well, under a name from how many groups this rank is in: another one on each member where
-    they have been in unlike many before, as stages with and without tied weights have.)
+    ``dist.new_group`` names a group by the number of groups made on all ranks. Here groups of different ranks share
+    that number, so the name also contains the first rank. ``use_local_synchronization`` does not help: it names a group
+    by the number of groups this rank is in, and stages with and without tied weights are in different numbers.
     """
     torch_groups, world = dist.distributed_c10d, dist.distributed_c10d._world
     number = world.group_count
@@ -220,7 +218,6 @@ class Counterparts:
 
 
 def _seen(plan: Plan, rank: int) -> tuple[int, int]:
-    """The replica of a rank, and its rank there."""
     at, inner = plan.coordinate(rank), 0
     for name, size in plan.mesh.items():
         if name != "dp":
@@ -229,7 +226,6 @@ def _seen(plan: Plan, rank: int) -> tuple[int, int]:
 
 
 def _rank_of(plan: Plan, replica: int, rank: int) -> int:
-    """The rank among all of the one that is ``rank`` in ``replica``: what ``_seen`` undoes."""
     at: dict[str, int] = {"dp": replica}
     for name, size in reversed(plan.mesh.items()):
         if name != "dp":
@@ -241,7 +237,6 @@ def _rank_of(plan: Plan, replica: int, rank: int) -> int:
 
 
 def _gloo_group(name: str, place: Place, rank: int, size: int) -> dist.ProcessGroup:
-    """A group of those that meet under ``name``, beside the default one and what was made of it."""
     store = PrefixStore(f"phalanx/{name}", meet(place))
     store.set_timeout(place.patience)
     group = ProcessGroup(store, rank, size)

@@ -82,7 +82,6 @@ class PointAgreement:
                     self._agree(wanted)
 
     def _agree(self, wanted: list[int]) -> None:
-        """One round: all ranks tell how far they are, and hear what follows from it."""
         with self._changed:
             self._held = True
         try:
@@ -97,7 +96,6 @@ class PointAgreement:
                 self._changed.notify_all()
 
     def _decide(self) -> Any:
-        """On rank 0: the point after the furthest, once all have told."""
         told, missing, until, pause = (
             list[Any](),
             list(range(self._world_size)),
@@ -129,5 +127,4 @@ class PointAgreement:
         return self._ends.wait(pause) or time.monotonic() > until
 
     def _settle(self, outcome: str) -> Any:
-        """``outcome``, or what another rank has settled before: one counts for all."""
         return json.loads(self._store.compare_set(f"{self._round}/outcome", "", outcome))

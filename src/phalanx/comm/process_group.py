@@ -190,11 +190,11 @@ def _refuse_other_ranks(place: Place) -> None:
 
 
 def _let_threads_finish() -> None:
-    """Let gloo's threads let go of the last collective's tensors before the interpreter ends.
+    """Wait until gloo's threads have released the last collective's tensors, before the interpreter ends.
 
-    They take the interpreter's lock for it. One that still waits for the lock when the interpreter ends is ended by
-    Python in the middle of C++ code, which aborts the process: a run that went well would be reported as failed.
-    Forked workers leave by ``os._exit``, which asks nothing of anyone.
+    Releasing takes the interpreter's lock. Python ends a thread that still waits for the lock in the middle of C++
+    code, which aborts the process, and a successful run would be reported as failed. Forked workers leave by
+    ``os._exit`` and do not need this.
     """
     time.sleep(0.1)
 

@@ -82,7 +82,7 @@ def _of_start(reached: Store, word: str) -> Store:
 
 
 class _RollCall:
-    """Says now and then what is waited for, and gives up in the end."""
+    """The messages and the timeout of a wait for other ranks."""
 
     def __init__(self, place: Place) -> None:
         self._place = place
@@ -90,10 +90,7 @@ class _RollCall:
         self._says = _SAYS
 
     def go_on(self, what: Callable[[], str], *, speaks: Callable[[], bool] = lambda: True) -> bool:
-        """``what`` is waited for, in words, and whether this rank ``speaks``: asked when it is to be said.
-
-        Returns whether there is anything to wait for, as far as is known.
-        """
+        """Report the wait for ``what`` now and then, if this rank ``speaks``; return False once the wait is over."""
         place, waited = self._place, time.monotonic() - self._began
         who = f"rank {place.rank} of {place.world_size}"
         if waited <= min(self._says, place.timeout):
@@ -136,10 +133,10 @@ def answers(meeting: str) -> bool:
 
 
 def _lead(place: Place, reached: Store, waiting: _RollCall) -> str:
-    """Rank 0's part: make up the word, wait until all others have counted themselves under it, and say that.
+    """Publish a word as rank 0, wait until all other ranks have counted themselves under it, and confirm.
 
-    A rank waits for one key, not for one of every rank. Which are missing is looked for only when it is to be said, by
-    the one that says it.
+    A rank waits for one key, not for a key of every rank. Missing ranks are looked up only when they are reported,
+    by the rank that reports them.
     """
     word = uuid4().hex
     store = _of_start(reached, word)
@@ -155,7 +152,7 @@ def _lead(place: Place, reached: Store, waiting: _RollCall) -> str:
 
 
 def _follow(place: Place, reached: Store, waiting: _RollCall) -> str:
-    """The others' part: count oneself under rank 0's newest word, until it says that all have."""
+    """Count this rank under rank 0's newest word until rank 0 confirms that all ranks have."""
     own, word, counted, store = uuid4().hex, "", False, reached
     began = time.monotonic()
     while True:
@@ -173,15 +170,15 @@ def _follow(place: Place, reached: Store, waiting: _RollCall) -> str:
 
 
 def _pause(began: float, *, least: float = 0.0) -> None:
-    """Until the next look of who has waited since ``began``: soon at first, so that a start is not held up by looks."""
+    """Return the seconds until the next look: short at first, so that looking does not delay a start."""
     time.sleep(max(least, min(_LOOK[1], max(_LOOK[0], _LATE * (time.monotonic() - began)))))
 
 
 def _missing(place: Place, store: Store | None) -> str:
-    """Which ranks are waited for, looked for no further than they are named; empty on rank 0 where none is missing.
+    """Return missing ranks, as many as are named in a message; empty on rank 0 if all are present.
 
-    ``None``: this rank knows of no ``store`` for this start. Of many ranks one looks for all: each would ask the store
-    for each other rank.
+    ``None``: this rank has no ``store`` for this start. One rank looks for all, so that the store is not asked by each
+    rank about every other.
     """
     if store is None:
         return f"for rank 0, not yet at {place.meeting}"
@@ -195,8 +192,7 @@ def _missing(place: Place, store: Store | None) -> str:
 
 
 def _speaks(place: Place, store: Store | None) -> bool:
-    """True if this is the first of the ranks that are there, the one that says for whom all wait; one of each host
-    where that cannot be told."""
+    """Return True on the first rank present, which reports for all; on one rank a host if that is unknown."""
     if store is None:
         return place.local_rank == 0
     return not any(store.check([_key(rank)]) for rank in range(place.rank))
