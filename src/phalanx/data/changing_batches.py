@@ -43,7 +43,7 @@ class Stretch:
 
 
 class _BatchPlace(NamedTuple):
-    """Where a step's batch begins: in which pass of the run, which of this part, where in it; and its samples."""
+    """The place where a step's batch begins (pass of the run, pass of this part, position), and its samples."""
 
     epoch: int
     own: int
@@ -129,7 +129,6 @@ class ChangingBatchSampler:
         return self.stretches[at], self._place(at, step - self._firsts[at])
 
     def _place(self, at: int, steps: int) -> _BatchPlace:
-        """Where the batch begins that comes so many steps after the begin of the stretch."""
         stretch, begin = self.stretches[at], self._begins[at]
         rest = self._steps(stretch, stretch.each - begin.position)  # of the pass in which the stretch begins
         own, position = begin.own, begin.position + steps * stretch.batch
@@ -140,11 +139,9 @@ class ChangingBatchSampler:
         return _BatchPlace(epoch=begin.epoch + own - begin.own, own=own, position=position, samples=samples)
 
     def _steps(self, stretch: Stretch, samples: int) -> int:
-        """Steps that so many samples make."""
         return samples // stretch.batch if self._drop_last else -(-samples // stretch.batch)
 
     def _order(self, stretch: Stretch, own: int) -> Callable[[np.ndarray], np.ndarray] | None:
-        """Position in a pass → place in the part; ``None`` where they are the same."""
         key = stretch.begin, own
         if self._known is None or self._known[0] != key:
             order: Any = None

@@ -75,7 +75,6 @@ class Curriculum(MapStyle):
 
 
 def _problem(sources: Any) -> tuple[str, str] | None:
-    """What was given in place of sources, and what is allowed."""
     if not isinstance(sources, Mapping) or not sources:
         given = "no source" if isinstance(sources, Mapping) else f"a {type(sources).__name__}"
         return given, "step → dataset from that step on"
@@ -125,7 +124,6 @@ def changing_sampler(dataset: Any, job: Job) -> ChangingBatchSampler | TokenBatc
 
 
 def _order(dataset: Any, first: int, job: Job) -> EpochOrders | None:
-    """The order that a part of the data has of its own."""
     if not isinstance(dataset, Curriculum):
         return EpochOrders.of(job, len(dataset))
     source: Any = dataset.sources[first]

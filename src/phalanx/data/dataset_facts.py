@@ -97,7 +97,6 @@ def refuse_other_order(dataset: Any, sampler: Any) -> None:
 
 
 def _within(dataset: Any) -> list[Any]:
-    """All that is read by what does not keep the orders of what it reads: a ``px.Mixture``, and what torch has."""
     keeps = isinstance(dataset, MapStyle) and dataset.keeps_orders
     read = wrapped(dataset)
     return ([] if keeps else read) + [deeper for one in read for deeper in _within(one)]

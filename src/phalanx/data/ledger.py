@@ -105,7 +105,7 @@ class Ledger:
             self._file.close()
 
     def _write(self) -> None:
-        """Write what waits, as far as that goes: what is left is tried again by the next call."""
+        """Write the waiting records; the next call tries again with any that do not fit on the disk."""
         self._failed = None
         try:
             while self._waiting:
@@ -130,7 +130,7 @@ class Ledger:
 
 @final
 class _OwnFile:
-    """A file that one rank writes."""
+    """A file written by one rank."""
 
     def __init__(self, path: Path) -> None:
         os.close(open_plain(path, os.O_WRONLY | os.O_CREAT, below=2))
@@ -142,7 +142,6 @@ class _OwnFile:
         return self._file < 0
 
     def append(self, data: bytearray) -> int:
-        """Write at the end. Returns how many bytes there was room for."""
         return os.write(self._file, data)
 
     def close(self) -> None:
@@ -151,7 +150,7 @@ class _OwnFile:
 
 
 def _words(ids: list[int]) -> array[int]:
-    """The ids as little-endian words of 4 bytes, or of 8 where one needs them."""
+    """Encode the ids as little-endian words of 4 bytes, or 8 if an id needs them."""
     try:
         words = array("I", ids)
     except OverflowError:
@@ -237,7 +236,6 @@ def _no_ledger(what: str) -> DataError:
 
 
 def _parse(content: mmap.mmap | bytes, rank: int) -> Iterator[LedgerRecord]:
-    """Yield the records of ``rank``'s file."""
     at, end = _FILE.size, len(content)
     while at + _RECORD.size <= end:
         step, epoch, count, width, crc = _RECORD.unpack_from(content, at)

@@ -70,7 +70,7 @@ def audit_run(folder: Path, start: Mapping[str, Any]) -> list[str]:
 
 
 class _Due(NamedTuple):
-    """What a step must hold: the pass over data, how many samples, and among which."""
+    """The samples a step must hold: pass over the data, number of samples, and the candidates."""
 
     epoch: int
     samples: int
@@ -117,7 +117,7 @@ def _audit_stretches(folder: Path, stretches: Sequence[Sequence[int]], *, drop_l
 
 
 def _audit_tokens(folder: Path, start: Mapping[str, Any]) -> list[str]:
-    """Of steps that hold as many samples as come to so many tokens: at most ``batch``, and in an epoch each once."""
+    """Audit steps sized by tokens: at most ``batch`` samples a step, and each sample once an epoch."""
     steps = records(folder)
     found, last = list(_missing(folder, list(steps))), 0
     whole = bool(start.get("whole_epochs")) and max(steps, default=-1) + 1 == start["total_steps"]
@@ -194,7 +194,7 @@ def _short(epoch: int, those: list[LedgerRecord], length: int, batch: int, per_e
 
 
 def _unseen(epoch: int, those: list[LedgerRecord], length: int, whole: int) -> Iterator[str]:
-    """Samples never seen in a finished epoch, beyond the ``length - whole`` that were left out on purpose."""
+    """Return samples never seen in a finished epoch, beyond the ``length - whole`` left out on purpose."""
     ids = np.concatenate([record.ids for record in those]).astype(np.uint64)
     seen = np.unique(ids[ids < length])
     unseen = length - len(seen)

@@ -31,7 +31,7 @@ Steps = Generator[StepBatch, None, None]
 
 
 class _ToldData:
-    """Data of a job, of which processes tell each other what they read."""
+    """Data of a job, with the facts that processes compare before they read it."""
 
     length: int | None
 
@@ -41,15 +41,14 @@ class _ToldData:
 
     @property
     def order(self) -> str | None:
-        """What tells the order of the samples from another; ``None`` where (seed, epoch) says all."""
         return self._order(self.length)
 
     @property
     def told(self) -> dict[str, Any]:
-        """What must be the same in every process, and in a run that goes on.
+        """Return the facts that must be equal in every process and after a resume.
 
-        ``length``, ``None`` for a stream; ``order``, empty where (seed, epoch) says all; and ``files``, what tells
-        those that are read from others, empty where that is not known.
+        ``length`` is ``None`` for a stream. ``order`` is empty if (seed, epoch) fixes the order. ``files`` identifies
+        the files read, and is empty if unknown.
         """
         return {"length": self.length, "order": self.order or "", "files": self._files}
 
@@ -216,7 +215,6 @@ def _refuse_one_pass(dataset: Any, job: Job, total_steps: int | None) -> None:
 
 
 def _in_order(dataset: Any, job: Job) -> GlobalBatchSampler:
-    """Each sample once and in order."""
     refuse_lists(dataset, job.collate, "job.evaluate")
     if not len(dataset):
         raise SpecError.of("job.evaluate", "data of 0 samples", "1 sample or more", "evaluate=None, for no evaluation")

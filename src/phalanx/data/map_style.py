@@ -53,7 +53,6 @@ def is_stream(dataset: Any, where: str = "job.data") -> bool:
 
 
 def _columns(data: Any) -> tuple[str, str] | None:
-    """What was given and what to write in its place, where it has a length and no samples: columns, splits, a text."""
     kind = f"a {type(data).__name__}"
     if isinstance(data, str | bytes):
         return f"{kind}, {data[:60]!r}", "MyDataset(path), or px.Table(**columns)"
@@ -215,7 +214,7 @@ class IndexedReader:
         )
 
     def _largest(self) -> range:
-        """The part of the data whose first sample has the most elements in tensors: what is looked at and priced."""
+        """Return the dataset part whose first sample has the most elements: the part traced and priced."""
         parts = self.fetcher.parts or [range(self.size)]
         return parts[0] if len(parts) == 1 else max(parts, key=lambda part: _elements(self.collated(part[:1])))
 
@@ -235,7 +234,6 @@ class IndexedReader:
             yield from ((epoch, ids[start : stop or 1]) for start, stop in pieces)
 
     def _walk(self) -> Iterator[tuple[int, int, np.ndarray | HeldIds, Cuts]]:
-        """Step, epoch, ids and what of them is held here, step by step."""
         sampler = self.sampler
         if isinstance(sampler, GlobalBatchSampler) and sampler.batch > BLOCK and not self.fetcher.transform:
             yield from sampler.walk_held(self.first, self.stop, self.splitter.cuts)

@@ -84,13 +84,12 @@ class Mixture(MapStyle):
 
 @dataclass(frozen=True, slots=True)
 class _MixedOrder:
-    """Sources of so many samples each, and how many of each are in an epoch."""
+    """The order of a mixture: the size of each source, and its number of samples an epoch."""
 
     sizes: tuple[int, ...]
     counts: tuple[int, ...]
 
     def __call__(self, seed: int, epoch: int) -> np.ndarray:
-        """The indices of an epoch: of each source those that are due, all of them shuffled."""
         due: list[np.ndarray] = []
         begin = 0
         for number, (size, count) in enumerate(zip(self.sizes, self.counts, strict=True)):
@@ -101,7 +100,6 @@ class _MixedOrder:
 
 
 def _due(size: int, turns: range, key: tuple[int, ...]) -> np.ndarray:
-    """Places in a source of ``size`` samples that are due at these turns, of which every ``size`` are one pass."""
     found: list[np.ndarray] = []
     turn = turns.start
     while turn < turns.stop:

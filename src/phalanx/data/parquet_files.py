@@ -122,13 +122,12 @@ class ParquetFiles(MapStyle):
 
 @dataclass(frozen=True, slots=True)
 class _GroupedOrder:
-    """The order that reads row groups of ``rows`` each, ``together`` so many at a time."""
+    """The order that reads ``together`` row groups of ``rows`` rows at a time."""
 
     rows: tuple[int, ...]
     together: int
 
     def __call__(self, seed: int, epoch: int) -> np.ndarray:
-        """The rows of an epoch, each once."""
         ends: list[int] = np.cumsum(self.rows).tolist()
         groups = _shuffled(np.arange(len(self.rows)), seed, epoch)
         cuts = [*range(0, len(groups), self.together), len(groups)]
@@ -144,7 +143,7 @@ def _shuffled(values: np.ndarray, *key: int) -> np.ndarray:
 
 
 class _Kept:
-    """The values of the row groups used last; pickled, it has none."""
+    """The values of recently used row groups; pickled, it is empty."""
 
     def __init__(self, most: int) -> None:
         self._most = most
@@ -174,11 +173,6 @@ def _pyarrow() -> Any:
 
 
 def _looked_at(path: str, wanted: Sequence[str] | None) -> tuple[dict[str, Any], list[int]]:
-    """Column → type, of those that are wanted, and the rows of each row group.
-
-    Raises:
-        SpecError: if it is no Parquet file, or has no such column.
-    """
     pa = _pyarrow()
     try:
         with pa.parquet.ParquetFile(path) as file:
@@ -193,7 +187,6 @@ def _looked_at(path: str, wanted: Sequence[str] | None) -> tuple[dict[str, Any],
 
 
 def _footer(path: str) -> bytes:
-    """The size of a file, and the bytes at its end that say where what lies in it, and of how much."""
     with open(path, "rb") as file:
         size = file.seek(0, os.SEEK_END)
         file.seek(size - 8)  # the length of it, and 4 letters
@@ -203,11 +196,6 @@ def _footer(path: str) -> bytes:
 
 
 def _row_group(path: str, number: int, names: tuple[str, ...], rows: int) -> list[Value]:
-    """What gives the values of each column in a row group.
-
-    Raises:
-        DataError: if it cannot be read any more.
-    """
     pa = _pyarrow()
     try:
         # No threads: those of pyarrow do not live on in the processes that load data.
@@ -222,7 +210,6 @@ def _row_group(path: str, number: int, names: tuple[str, ...], rows: int) -> lis
 
 
 def _values(column: Any) -> Value:
-    """What gives the value of a column at a place in its row group."""
     kind, whole = column.type, column.combine_chunks()
     if _is_number(kind) and not whole.null_count:
         return whole.to_numpy(zero_copy_only=False).__getitem__
@@ -232,7 +219,6 @@ def _values(column: Any) -> Value:
 
 
 def _array(scalar: Any) -> Any:
-    """A list of numbers as an array that may be written to; as it is for Python where numbers are missing."""
     values = scalar.values
     if values is None or values.null_count:
         return scalar.as_py()
@@ -252,7 +238,6 @@ def _is_list(kind: Any) -> bool:
 
 
 def _difference(path: str, columns: dict[str, Any], first: str, others: dict[str, Any]) -> str:
-    """In which column two files differ."""
     name = next(one for one in [*others, *columns] if columns.get(one) != others.get(one))
     here, there = (str(of.get(name, "not there")) for of in (columns, others))
     return f"{path}, where column {name} is {here}, and {there} in {first}"

@@ -119,7 +119,6 @@ class GlobalBatchSampler:
             yield step, epoch, HeldIds(samples=samples, low=low, first=ids[:1], own=ids[1:]), held
 
     def _order(self, epoch: int) -> Callable[[np.ndarray], np.ndarray] | None:
-        """Position in the epoch → id; ``None`` where they are the same."""
         if self.orders is not None:
             return self.orders(epoch).__getitem__
         return Permutation.keyed(self.length, self.seed, epoch) if self.shuffle else None
@@ -168,7 +167,7 @@ _ROUNDS_SMALL = 24  # a small rectangle mixes less a round
 
 @dataclass(frozen=True, slots=True)
 class _Words:
-    """Unsigned words of one size and the hash made of them: multiply, fold, multiply, keep the high bits.
+    """Unsigned words of one size and their hash: multiply, fold, multiply, keep the high bits.
 
     Attributes:
         first, second: odd multipliers before and after folding.
@@ -231,7 +230,6 @@ class Permutation:
         return numbers.astype(np.int64)
 
     def _through(self, numbers: np.ndarray) -> np.ndarray:
-        """Once through the network: a permutation of the whole rectangle."""
         row = numbers // self.columns
         column = numbers - row * self.columns
         for index in range(0, len(self.keys), 2):
@@ -240,7 +238,7 @@ class Permutation:
         return row * self.columns + column
 
     def _add_hash(self, side: np.ndarray, other: np.ndarray, key: Any, below: Any) -> None:
-        """Adds a hash of ``other``, scaled to 0..below-1, to ``side``, modulo ``below``, in place."""
+        """Add a hash of ``other``, scaled to 0..below-1, to ``side`` in place, modulo ``below``."""
         words = self.words
         mixed = (other ^ key) * words.first
         mixed ^= mixed >> words.fold

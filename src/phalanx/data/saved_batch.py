@@ -124,7 +124,6 @@ def _unreadable(folder: Path, error: Exception) -> DataError:
 
 
 def _encoded(value: Any, name: str, tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
-    """``value`` as JSON; its tensors go into ``tensors`` by names that begin with ``name``."""
     if isinstance(value, torch.Tensor):
         stored = sum(one.nbytes for one in tensors.values())
         if value.layout != torch.strided or stored + value.nbytes > _MOST_BYTES:

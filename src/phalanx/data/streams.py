@@ -112,7 +112,6 @@ class StreamReader:
         return batches
 
     def _global_batches(self) -> Iterator[tuple[int, int, int, list[Any]]]:
-        """``(step, epoch, position, samples)`` from ``first_step`` on, or from before it where it takes reading."""
         if self.total_steps is not None and self.first_step >= self.total_steps:
             return
         sought = self.first_step if hasattr(self.dataset, "seek") else 0
@@ -137,7 +136,6 @@ class StreamReader:
                 )
 
     def _pass(self, epoch: int, position: int) -> Iterator[list[Any]]:
-        """The global batches of one pass, from the sample at ``position`` on."""
         if hasattr(self.dataset, "set_epoch"):
             self.dataset.set_epoch(epoch)
         if hasattr(self.dataset, "seek"):
@@ -175,7 +173,7 @@ def rewound(dataset: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class _Rewound:
-    """A stream whose every ``iter()`` begins at ``start``."""
+    """A stream whose ``iter()`` always begins at ``start``."""
 
     dataset: Any
     start: Any
@@ -186,9 +184,9 @@ class _Rewound:
 
 
 class _Nodes:
-    """A stream of nodes of ``torchdata.nodes``, or of a ``Loader`` of them: each ``iter()`` is the next pass.
+    """A stream of ``torchdata.nodes``, or of a ``Loader`` of them; each ``iter()`` is the next pass.
 
-    As ``for epoch in ...: for sample in loader`` has them. Only a job that asks for the first pass again is given that.
+    Only a job that asks for the first pass again gets the first pass.
     """
 
     def __init__(self, dataset: Any) -> None:
@@ -216,7 +214,6 @@ class _Nodes:
         return self._pass(None)
 
     def _pass(self, state: Any) -> Iterator[Any]:
-        """The next pass, or that of ``state``."""
         if not _is_node(self._dataset):
             if state is not None:
                 self._dataset.load_state_dict(state)
@@ -230,11 +227,11 @@ _ANEW = "torchdata.nodes.Loader(make_node())"
 
 @dataclass(slots=True)
 class _Begin:
-    """Where the first pass over nodes began, and how many have been made since.
+    """The start of the first pass over nodes, and the number of passes since.
 
     Attributes:
-        generators: of samplers, which are in no state of a node, and the state of each.
-        state: of the nodes; ``None`` where they have none.
+        generators: of samplers, which no node keeps in its state, with the state of each.
+        state: of the nodes; ``None`` if they have none.
     """
 
     generators: list[tuple[torch.Generator, torch.Tensor]]
@@ -242,11 +239,6 @@ class _Begin:
     passes: int = 0
 
     def again(self, name: str) -> Any:
-        """The state to begin from.
-
-        Raises:
-            DataError: there is none.
-        """
         if self.state is None:
             raise DataError(f"a {name} whose nodes have no state cannot be read anew\n    try: data=lambda: {_ANEW}")
         for generator, state in self.generators:
@@ -275,7 +267,6 @@ def _is_node(one: Any) -> bool:
 
 
 def _nodes(dataset: Any) -> list[Any]:
-    """The nodes of ``torchdata.nodes`` that ``dataset`` is or reads, as far as each says which it reads."""
     pending, found = [getattr(dataset, "root", dataset)], list[Any]()
     while pending:
         node = pending.pop()

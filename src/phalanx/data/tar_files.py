@@ -117,12 +117,10 @@ _BY_KIND: dict[str, Callable[[bytes], Any]] = {
 
 
 def _kind(key: str) -> str:
-    """The last part of an extension."""
     return key.rpartition(".")[2]
 
 
 def _entries(keys: Sequence[str] | Mapping[str, str | Sequence[str]]) -> dict[str, tuple[str, ...]]:
-    """What each entry of a sample is called, and the extensions it may have."""
     named = keys if isinstance(keys, Mapping) else {key.lower(): key for key in keys}
     several = {name: (given,) if isinstance(given, str) else tuple(given) for name, given in named.items()}
     return {name: tuple(one.lower() for one in extensions) for name, extensions in several.items()}
@@ -131,7 +129,6 @@ def _entries(keys: Sequence[str] | Mapping[str, str | Sequence[str]]) -> dict[st
 def _reader(
     name: str, extensions: tuple[str, ...], own: Mapping[str, Callable[[bytes], Any]]
 ) -> tuple[str, Callable[[bytes], Any] | None, str]:
-    """An entry, what makes a value of its bytes, and under which key the user gives that, if so."""
     kinds = {_kind(one) for one in extensions}
     kind = kinds.pop() if len(kinds) == 1 else ""
     key = next((one for one in (name.lower(), kind) if one in own), "")

@@ -115,7 +115,6 @@ def _indexed(path: str, size: int, changed: int, extensions: Extensions | None, 
 
 
 def _told_apart(path: str, samples: list[tuple[str, Members]]) -> Iterator[bytes]:
-    """What tells an archive from others, whichever members are read, also from one of members as large."""
     for name, members in samples:
         sizes = ",".join(f"{extension}:{size}" for extension, (_, size) in members.items())
         yield f"{name} {sizes}".encode()
@@ -128,7 +127,6 @@ def _told_apart(path: str, samples: list[tuple[str, Members]]) -> Iterator[bytes
 
 
 def _read(path: str, name: str, members: Members, extensions: Extensions, exact: bool) -> list[str]:
-    """The extensions of a sample that are read: one of each of ``extensions``, and with ``exact`` it has no others."""
     listed = ", ".join(" or ".join(one) for one in extensions)
     read = [next((one for one in several if one in members), "") for several in extensions]
     if not all(read):
@@ -143,13 +141,11 @@ def _read(path: str, name: str, members: Members, extensions: Extensions, exact:
 
 
 def _keys(read: list[str]) -> str:
-    """A line that takes what two samples share, or either of what they do not."""
     shared = tuple(one for one in read if one)
     return f"keys={shared!r}" if shared else 'keys={"image": ("jpg", "png")}'
 
 
 def _samples(path: str) -> Iterator[tuple[str, Members]]:
-    """Each sample's name, and its members: extension → offset and size."""
     seen: set[str] = set()
     current, members = "", Members()
     for name, extension, place in _members(path):
@@ -171,7 +167,6 @@ def _samples(path: str) -> Iterator[tuple[str, Members]]:
 
 
 def _members(path: str) -> Iterator[tuple[str, str, tuple[int, int]]]:
-    """Name up to the first dot, extension in lower case, offset and size of each file in an archive."""
     with open(path, "rb") as file:
         begin = file.read(8)
         for name, program in (told for magic, told in _COMPRESSED.items() if begin.startswith(magic)):

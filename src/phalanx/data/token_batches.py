@@ -24,13 +24,12 @@ _FIX = "px.TokenBatch(8192, [len(text) for text in texts])"
 
 
 class _Epoch(NamedTuple):
-    """The ids of an epoch in order, and where in it each step ends, both int64."""
+    """The ids of an epoch in order, and the end of each step, both int64."""
 
     ids: np.ndarray
     ends: np.ndarray
 
     def step(self, index: int) -> np.ndarray:
-        """The ids of its step ``index``."""
         return self.ids[self.ends[index - 1] if index else 0 : self.ends[index]]
 
 
@@ -120,7 +119,6 @@ class TokenBatchSampler:
         return Permutation.keyed(self.length, self._seed, epoch)(ids) if self._shuffle else ids
 
     def _ends(self, lengths: np.ndarray) -> np.ndarray:
-        """Where each step ends: after the sample with which there are enough tokens, or the most samples."""
         total = np.cumsum(lengths)
         ends, begin, taken = list[int](), 0, 0
         while begin < len(total):

@@ -119,7 +119,6 @@ def document_mask(document_ids: torch.Tensor) -> torch.Tensor:
 
 
 def _document_begins(tokens: torch.Tensor, end: int | None, begin: int | None) -> torch.Tensor:
-    """Where a document begins that is not the window's first."""
     found = torch.zeros(len(tokens), dtype=torch.bool)
     found[1:] = tokens[:-1] == end if end is not None else tokens[1:] == begin
     return found
@@ -133,7 +132,7 @@ def _places(begins: torch.Tensor) -> dict[str, torch.Tensor]:
 
 @dataclass(frozen=True, slots=True)
 class _FilePart:
-    """One file, with ``offset`` bytes before its tokens."""
+    """One file of tokens, with ``offset`` bytes before the first."""
 
     path: str
     dtype: np.dtype[Any]
@@ -142,10 +141,6 @@ class _FilePart:
 
     @classmethod
     def of(cls, path: str, dtype: np.dtype[Any], skip: int) -> Self:
-        """
-        Raises:
-            SpecError: if the file holds something else than tokens.
-        """
         try:
             if path.endswith(".npy"):
                 return cls(path, *_saved_by_numpy(path))
@@ -158,7 +153,6 @@ class _FilePart:
         return cls(path, dtype.newbyteorder("<"), skip, size // dtype.itemsize)
 
     def read(self, begin: int, count: int) -> np.ndarray:
-        """Tokens from ``begin`` on, int64."""
         at = self.offset + begin * self.dtype.itemsize
         tokens = np.fromfile(self.path, dtype=self.dtype, count=count, offset=at)
         if len(tokens) < count:
@@ -167,7 +161,6 @@ class _FilePart:
 
 
 def _saved_by_numpy(path: str) -> tuple[np.dtype[Any], int, int]:
-    """Type, bytes before the first, and number of the tokens in an ``.npy`` file."""
     array = np.load(path, mmap_mode="r", allow_pickle=False)
     if not isinstance(array, np.memmap):
         raise _file_problem(f"{path}, which holds no single array", "an array as numpy.save writes it")

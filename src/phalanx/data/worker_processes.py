@@ -101,10 +101,10 @@ class LoaderWorkers:
 
 @final
 class _Answers(Dataset[Any]):
-    """A dataset whose index is a request (epoch, ids) and whose sample is the batch."""
+    """A dataset indexed by a request (epoch, ids), with a batch for each index."""
 
     def __init__(self, fetcher: Fetcher, ahead: int) -> None:
-        """``ahead``: batches that are loaded ahead, each of whose tensors is an open file."""
+        """Allow ``ahead`` batches to be loaded ahead; each of their tensors is an open file."""
         self._fetcher, self._ahead = fetcher, ahead
 
     def __getitem__(self, index: tuple[int, np.ndarray]) -> Any:
@@ -123,7 +123,7 @@ class _Answers(Dataset[Any]):
 
 @final
 class _Groups(IterableDataset[StreamStep]):
-    """A stream of groups, of which each worker gives every ``workers``-th; DataLoader puts them in order again."""
+    """A stream of groups; each worker yields every ``workers``-th, and DataLoader restores the order."""
 
     def __init__(self, reader: StreamReader) -> None:
         self._reader = reader
@@ -168,7 +168,7 @@ def _explanation(error: RuntimeError) -> Exception:
 
 
 def _die_with_parent(parent: int, worker: int) -> None:
-    """Asks Linux to kill this process when its parent ends; elsewhere torch's own watch notices within 5 s."""
+    """Ask Linux to kill this process when its parent ends; elsewhere torch's own watch notices within 5 s."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:
