@@ -35,7 +35,7 @@ class _Cuda(Accelerator):
     heavy_ways = ".cuda(), .to('cuda'), torch.cuda.synchronize()"
 
     def count(self) -> int:
-        """Asked through NVML: initialising CUDA here would keep workers from being forked."""
+        """Count devices through NVML, because a process that has initialised CUDA cannot fork workers."""
         import torch
 
         return torch.cuda.device_count()
