@@ -153,7 +153,6 @@ def tour_table(result: Result) -> RenderableType:
 
 
 def _final(stop: Stop) -> str:
-    """The one number a reader asks for: the first metric, else the loss."""
     if stop.evaluation is None:
         return ""
     metrics = stop.evaluation["metrics"] or {"loss": stop.evaluation["loss"]}
