@@ -153,7 +153,6 @@ def refuse_links(folder: Path, names: Iterable[str]) -> None:
 
 
 def _open_parent(path: Path, below: int) -> int:
-    """A descriptor of the folder that ``path`` is in; ``below``: as of ``open_plain``."""
     try:
         return _open_folder(path.parent, below - 1)
     except NotADirectoryError:
@@ -174,7 +173,6 @@ def _open_folder(folder: Path, below: int) -> int:
 
 
 def _kind(path: Path) -> str:
-    """What stands there if it is no regular file; empty where it is one, or nothing is there."""
     try:
         mode = path.lstat().st_mode
     except OSError:

@@ -223,7 +223,6 @@ def _lock(folder: Path, descriptor: int, kind: int = fcntl.LOCK_EX) -> None:
 
 
 def _only_looked_at(descriptor: int) -> bool:
-    """Return True if those that hold a lock look whether the folder is written, and are about to let go of it."""
     with suppress(OSError):
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
         fcntl.flock(descriptor, fcntl.LOCK_UN)
