@@ -231,7 +231,6 @@ def forecasts(work: Work, plans: Sequence[Plan], cluster: Cluster, preset: Prese
 
 
 def _peak(cluster: Cluster, plan: Plan) -> float:
-    """FLOP/s of the plan's devices: of several kinds in proportion."""
     each = [
         (group.devices, group.device.peak.get(plan.precision, max(group.device.peak.values())))
         for group in cluster.groups

@@ -31,8 +31,10 @@ def replicas(costs: OperationArrays, times: Times, layouts: Layouts, setting: De
 
 
 def _reduced(units: Sequence[Elements], first: Array, last: Array, layouts: Layouts, setting: DeviceSetting) -> Array:
-    """Gradients are reduced behind the last micro-batch's backward, with ``zero=2`` behind that of each; then what was
-    stepped in shards is gathered."""
+    """Price ``zero`` 1 and 2: gradients are reduced behind the backward, then stepped shards are gathered.
+
+    Under ``zero=2`` they are reduced behind each micro-batch's backward, else behind the last.
+    """
     preset = setting.preset
     again, sent = (each.max(axis=0) for each in _there_and_back(units, layouts, setting))
     if preset.gathers_ahead:
@@ -42,15 +44,17 @@ def _reduced(units: Sequence[Elements], first: Array, last: Array, layouts: Layo
 
 
 def _compressed(count: Array, thin: Array, last: Array, layouts: Layouts, setting: DeviceSetting) -> Array:
-    """What is sent hides behind backward, as whole gradients do; making it smaller takes the memory's time from it."""
+    """Price compressed gradients: sending hides behind backward, but compression takes memory bandwidth from it."""
     sent, made = averaging(count, thin, layouts, np.ones_like(count), setting)
     found = _beyond(sent, last, setting.preset.overlap) + made
     return np.where(layouts.alike > 1, found, 0.0)
 
 
 def _sharded(costs: OperationArrays, times: Times, layouts: Layouts, setting: DeviceSetting, lie: StageCounts) -> Array:
-    """Parameters are gathered, and gradients scattered, block by block behind the block before; of a rank without
-    several blocks all at once, behind nothing."""
+    """Price ``zero=3``: parameters are gathered and gradients scattered block by block, behind the block before.
+
+    A rank with a single block hides none of it.
+    """
     preset, mesh = setting.preset, with_second_forward(costs.profile, layouts.mesh)
     once = preset.stages_whole & (layouts.pp > 1)  # before and after everything
     before, behind, _ = gathers(mesh)  # gradients are scattered as often as parameters are gathered for a backward
@@ -82,7 +86,6 @@ def completed(costs: OperationArrays, layouts: Layouts, setting: DeviceSetting, 
 
 
 def _there_and_back(units: Sequence[Elements], layouts: Layouts, setting: DeviceSetting) -> tuple[Array, Array]:
-    """Seconds to gather these, and to bring their gradients together."""
     mesh, preset = layouts.mesh, setting.preset
     wide = widths(preset, setting.precision, layouts.zero)
     shards = ("fsdp", "cp") if preset.shards_over_cp else ("fsdp",)
@@ -96,7 +99,7 @@ def _there_and_back(units: Sequence[Elements], layouts: Layouts, setting: Device
 
 
 def _beyond(sent: Array, computing: Array, overlap: float) -> Array:
-    """What of ``sent`` is left when at most ``overlap`` of it hides behind ``computing``, and of that no more."""
+    """Return the part of ``sent`` left over: at most ``overlap`` of ``computing``, and of ``sent``, hides."""
     return np.maximum(sent - overlap * computing, sent * (1 - overlap))
 
 
@@ -242,10 +245,10 @@ def _nodes(layouts: Layouts, setting: DeviceSetting) -> Array:
 
 
 def _way(size: Array, layouts: Layouts, setting: DeviceSetting) -> Array:
-    """Seconds until all workers have sent ``size`` bytes to the servers, or have got as many.
+    """Return the seconds in which all workers send ``size`` bytes to the servers, or receive as many.
 
-    Over the network, servers on one node share its adapters, as do the workers of one; within a node, a server takes in
-    what one device's link to the host carries.
+    Over the network, servers on a node share its adapters, as do workers. Within a node, a server receives at the rate
+    of one device's link to the host.
     """
     fabric, servers, workers = setting.fabric, np.maximum(layouts.server, 1.0), layouts.dp
     if fabric.wires.lines:

@@ -62,7 +62,6 @@ def price(costs: OperationArrays, layouts: Layouts, setting: DeviceSetting) -> A
 
 
 def _on_a_core(costs: OperationArrays, layouts: Layouts, dims: list[Array], rates: Rates, precision: str) -> Array:
-    """Every operation by the laws of a CPU core, which the machine's own constants go with."""
     assert rates.core
     core, size, returned = rates.core, itemsize(precision), layouts.returned > 0
     seconds, at = np.zeros_like(dims[0]), costs.matmul
@@ -93,7 +92,6 @@ def _on_a_core(costs: OperationArrays, layouts: Layouts, dims: list[Array], rate
 
 
 def _divided(costs: OperationArrays, layouts: Layouts) -> Array:
-    """By how many ranks the elements of each operation are divided: shape (operations, N)."""
     by = np.ones((len(costs.part), len(layouts.tp)))
     by[costs.inner] *= _cut_over(costs, layouts)[costs.inner]
     by[costs.tokens] *= np.where(layouts.sequence > 0, layouts.tp, 1.0)
@@ -101,12 +99,10 @@ def _divided(costs: OperationArrays, layouts: Layouts) -> Array:
 
 
 def _cut_over(costs: OperationArrays, layouts: Layouts) -> Array:
-    """Ranks of ``tp`` that each operation is divided over, where it is: shape (operations, N)."""
     return np.where(layouts.tp[None, :] <= costs.most[:, None], layouts.tp[None, :], 1.0)
 
 
 def _dims(costs: OperationArrays, layouts: Layouts) -> list[Array]:
-    """The six dimensions of each operation on one rank."""
     dims = [laws.at(layouts.micro, layouts.length) for laws in costs.dims]
     waiting: Mask = np.ones(len(costs.part), dtype=bool)
     for laws, dim in zip(costs.dims, dims, strict=True):  # the tokens of one dimension are shared out, not of two
@@ -141,9 +137,9 @@ reads more for what it computes."""
 
 
 def _products(batch: Array, m: Array, n: Array, k: Array, *, rates: Rates, precision: str) -> Array:
-    """Tiles of the result are dealt to the device's units in rounds; the inner size fills and drains each.
+    """Price matrix products: tiles go to compute units in rounds, and each round fills and drains the pipeline.
 
-    As libraries do, the tile is chosen for which all this takes least.
+    Like libraries, this takes the tile with the least time.
     """
     kernels = rates.kernels
     speed = rates.peak[precision] * kernels.product / rates.units
@@ -244,13 +240,11 @@ def _blocks(costs: OperationArrays) -> Array:
 
 
 def _summed(seconds: Array, costs: OperationArrays, rows: Mask) -> Array:
-    """Sums over the operations in ``rows``, by part."""
     chosen = (costs.part[None, :] == np.arange(len(costs.parts))[:, None]) & rows[None, :]
     return chosen.astype(float) @ seconds
 
 
 def _again(costs: OperationArrays, priced: Array, layouts: Layouts, preset: Preset, forward: Array) -> Array:
-    """What the backward computes anew, of the blocks."""
     if preset.selective == "attention":
         some = _summed(priced, costs, costs.attention & ~costs.backward)
     elif preset.selective == "alternate":
@@ -266,11 +260,10 @@ def _again(costs: OperationArrays, priced: Array, layouts: Layouts, preset: Pres
 def _exchanged(
     costs: OperationArrays, layouts: Layouts, setting: DeviceSetting, priced: Array
 ) -> tuple[Array, Array, Array]:
-    """Seconds of exchanges over ``tp``, ``cp`` and ``ep`` that computing does not hide: shape (parts, N) each.
+    """Return seconds of ``tp``, ``cp`` and ``ep`` exchanges that computing does not hide: shape (parts, N) each.
 
-    In the forward, in the forward that a backward does again, and in the backward.
-
-    Only a ring is hidden: keys and values go around while attention computes (Liu et al., "Ring Attention", 2023).
+    The three results are the forward, the forward repeated by a backward, and the backward. Only a ring is hidden: keys
+    and values travel while attention computes (Liu et al., "Ring Attention", 2023).
     """
     mesh, wide, fabric = layouts.mesh, widths(setting.preset, setting.precision, layouts.zero), setting.fabric
     nothing = np.zeros_like(layouts.tp)

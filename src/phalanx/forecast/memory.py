@@ -97,7 +97,7 @@ def memory(profile: Profile, layouts: Layouts, preset: Preset, precision: str, s
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class _Fixed:
-    """What stays from step to step: shape (3, N) each, by rank."""
+    """Bytes that stay from step to step: shape (3, N) each, by rank."""
 
     parameters: Array
     gradients: Array
@@ -108,7 +108,7 @@ class _Fixed:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class _Moving:
-    """What comes and goes for collectives: shape (3, N) each, by rank; ``passing`` is gone with the activations."""
+    """Bytes of collectives: shape (3, N) each, by rank; ``passing`` is freed with the activations."""
 
     gathered: Array
     reducing: Array
@@ -118,7 +118,7 @@ class _Moving:
 def _together(
     active: SavedActivations, fixed: _Fixed, moving: _Moving, layouts: Layouts, preset: Preset, at: int
 ) -> MemoryForecast:
-    """One rank: in the last forward or the first backward, or in the optimizer's step, whichever needs more."""
+    """Return one rank's peak: the last forward, the first backward or the optimizer's step, whichever is largest."""
     gradients, activations, working = fixed.gradients[at], active.saved[at], active.working[at]
     there = np.where(_gradients_stay(layouts, preset), gradients, 0.0)
     collectives = moving.gathered[at] + moving.reducing[at]
@@ -143,7 +143,6 @@ def _together(
 
 
 def _gradients_stay(layouts: Layouts, preset: Preset) -> Array:
-    """Return True if gradients are there in a forward: kept from step to step, or of the micro-batch before."""
     if preset.gradients_stay:
         return np.ones_like(layouts.pp, dtype=bool)
     buckets = (layouts.alike > 1) & (layouts.zero == 0) & (layouts.pp == 1)
@@ -177,9 +176,8 @@ def _fixed(profile: Profile, layouts: Layouts, preset: Preset, lie: Ranks, state
 
 
 def _uncut(profile: Profile, layouts: Layouts, preset: Preset, lie: Ranks) -> Array:
-    """What is there beyond a rank's parameters while they are made: a block before it is sharded, a tensor before cut.
-
-    Tensors are made and cut on the host.
+    """Return bytes beyond a rank's parameters while they are built on the host: a block before sharding, a tensor
+    before cutting.
     """
     block, outer, _ = _units(profile, layouts, lie)
     shared = (layouts.zero == 3) & (_shards(layouts, preset) > 1)
@@ -189,12 +187,10 @@ def _uncut(profile: Profile, layouts: Layouts, preset: Preset, lie: Ranks) -> Ar
 
 
 def _largest(part: ModelPart) -> float:
-    """Elements of the largest tensor; where that is not known, of all of its kind."""
     return max((float(one.largest or one.elements + one.frozen) for one in part.weights), default=0.0)
 
 
 def _in_flight(profile: Profile, layouts: Layouts, preset: Preset, lie: Ranks) -> Array:
-    """Gradients on their way to servers, and parameters from them, while the next ones are computed."""
     learn, still = _counts(profile, layouts, lie)
     there = (layouts.server > 0) & (layouts.staleness > 0)
     return np.where(there, learn * preset.sent + (learn + still) * preset.weights, 0.0)
@@ -205,13 +201,14 @@ def _shards(layouts: Layouts, preset: Preset) -> Array:
 
 
 def _counts(profile: Profile, layouts: Layouts, lie: Ranks) -> tuple[Array, Array]:
-    """Elements that learn and that do not on each rank, before sharding: shape (3, N) each."""
     found, none = held(profile, lie.holds, layouts.mesh), np.zeros_like(lie.there)
     return sum((one.learn for one in found), none), sum((one.frozen for one in found), none)
 
 
 def _units(profile: Profile, layouts: Layouts, lie: Ranks) -> tuple[Array, Array, Array]:
-    """Elements of a rank's largest block, of all that is outside of blocks, and of the largest part of that."""
+    """Return elements of the largest block, of all parameters outside blocks, and of the largest such part, on one
+    rank.
+    """
     block, outer, largest = (np.zeros_like(lie.there) for _ in range(3))
     mesh = layouts.mesh
     for index, part in enumerate(profile.parts):
@@ -228,7 +225,7 @@ def _units(profile: Profile, layouts: Layouts, lie: Ranks) -> tuple[Array, Array
 
 
 def _gathered(profile: Profile, layouts: Layouts, preset: Preset, lie: Ranks, precision: str) -> tuple[Array, Array]:
-    """Under ``zero=3``: parameters that are there whole, and buffers of them and of gradients not scattered yet."""
+    """Return bytes of gathered parameters under ``zero=3``, with buffers and gradients not yet scattered."""
     size = preset.gathered if precision == "fp32" else min(preset.gathered, itemsize(precision))
     block, outer, largest = _units(profile, layouts, lie)
     around = outer if preset.root_gathered else largest
@@ -240,7 +237,6 @@ def _gathered(profile: Profile, layouts: Layouts, preset: Preset, lie: Ranks, pr
 
 
 def _in_buckets(profile: Profile, layouts: Layouts, preset: Preset, lie: Ranks) -> Array:
-    """Under ``zero`` 1 and 2: whole gradients in the buckets that are under way, and what comes out of them."""
     learn, _ = _counts(profile, layouts, lie)
     shards = _shards(layouts, preset)
     whole = learn * preset.sent
@@ -258,7 +254,6 @@ def _in_buckets(profile: Profile, layouts: Layouts, preset: Preset, lie: Ranks) 
 
 
 def _staying(profile: Profile, layouts: Layouts, preset: Preset, lie: Ranks, precision: str) -> Array:
-    """What is there whole from a step's first micro-batch to its last, where stages are not sharded in between."""
     if not preset.stages_whole:
         return np.zeros_like(lie.there)
     learn, still = _counts(profile, layouts, lie)
@@ -268,7 +263,6 @@ def _staying(profile: Profile, layouts: Layouts, preset: Preset, lie: Ranks, pre
 
 
 def _messages(profile: Profile, layouts: Layouts, lie: Ranks, precision: str) -> Array:
-    """Activations on their way: the whole stream gathered from ``tp``, and what goes between stages."""
     size = hidden_states(profile.parts).at(layouts.micro, layouts.length / layouts.cp) * itemsize(precision)
     along = (layouts.sequence > 0) & (layouts.tp > 1)
     between = np.where(layouts.pp > 1, 2 * size / np.where(along, layouts.tp, 1.0), 0.0)

@@ -93,7 +93,6 @@ _ALIKE: Mapping[str, tuple[str, ...]] = {
 
 
 def _measured(kind: Collective, size: Array, ranks: Array, lines: Mapping[str, float]) -> Array:
-    """Seconds on lines that were measured at some counts of ranks: between them, and beyond in proportion."""
     there = {key.split(".")[0] for key in lines if key.endswith(".byte")}
     name = next(one for one in (kind, *_ALIKE[kind], *sorted(there)) if one in there)
     counts = sorted(int(key.split(".")[1]) for key in lines if key.startswith(f"{name}.") and key.endswith(".byte"))

@@ -30,7 +30,7 @@ class SavedActivations:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class _Bytes:
-    """Of one part and one micro-batch: shape (N,) each; ``dear`` is what selective recompute keeps."""
+    """Bytes of one part and one micro-batch: shape (N,) each; ``dear`` is kept by selective recompute."""
 
     entry: Array
     saved: Array
@@ -41,7 +41,7 @@ class _Bytes:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class _Micro:
-    """One micro-batch on a rank: laws that were not found by tracing two lengths are taken to grow with the tokens."""
+    """One micro-batch on a rank; laws not traced at two lengths are assumed to grow with the tokens."""
 
     samples: Array
     tokens: Array
@@ -90,7 +90,6 @@ def saved_activations(
 
 
 def _recomputed(part: ModelPart, one: _Bytes, layouts: Layouts, preset: Preset) -> tuple[Array, Array]:
-    """Bytes that stay, and bytes that a backward makes again."""
     everything = one.entry + one.saved + one.scores
     if part.role != "block":
         return everything, np.zeros_like(everything)
@@ -129,13 +128,11 @@ def _bytes(part: ModelPart, micro: _Micro, layouts: Layouts, preset: Preset) -> 
 
 
 def _times(part: ModelPart, one: Saved, layouts: Layouts, preset: Preset) -> Array:
-    """How often something saved is there: a loss over classes that ``tp`` has cut may keep them once more."""
     twice = preset.logits_twice and part.role == "after" and one.share == "inner"
     return np.where((_divided("inner", layouts, one.most) > 1) & twice, 2.0, 1.0)
 
 
 def _by_norms(part: ModelPart, stream: Array, micro: _Micro, layouts: Layouts, preset: Preset) -> Array:
-    """Bytes that norms keep beyond the profile's, and what sequence parallelism gathers behind them."""
     norms = sum(any(name in operation.name for name in _STREAM_NORMS) for operation in part.forward)
     each = preset.norms_kept + np.where(norms > 1, micro.wider * (norms - 1) / max(norms, 1), 0.0)
     found = norms * stream * each / _divided("tokens", layouts)
@@ -145,7 +142,6 @@ def _by_norms(part: ModelPart, stream: Array, micro: _Micro, layouts: Layouts, p
 
 
 def _by_casts(part: ModelPart, micro: _Micro, layouts: Layouts, preset: Preset) -> Array:
-    """Under autocast: the loss in fp32, and weights in half precision until backward has read them."""
     found = np.zeros_like(micro.wider)
     if part.role == "before":
         return found
@@ -159,7 +155,6 @@ def _by_casts(part: ModelPart, micro: _Micro, layouts: Layouts, preset: Preset) 
 
 
 def _results(part: ModelPart, micro: _Micro, layouts: Layouts, stride: int) -> Array:
-    """Elements of the results of attention and of every ``stride``-th product, which selective recompute keeps."""
     found, products = np.zeros_like(layouts.micro), 0
     for operation in part.forward:
         if operation.kind == "memory":
@@ -184,7 +179,7 @@ def _divided(share: str, layouts: Layouts, most: int = EVERY) -> Array:
 
 
 def _scores(part: ModelPart, micro: _Micro, layouts: Layouts, preset: Preset) -> Array:
-    """Bytes of attention's scores, softmax and its dropout (Korthikanti et al. 2022, section 4.1)."""
+    """Return bytes of attention's scores, softmax and dropout (Korthikanti et al. 2022, section 4.1)."""
     found = np.zeros_like(layouts.tp)
     if preset.attention == "fused":
         return found
@@ -197,7 +192,6 @@ def _scores(part: ModelPart, micro: _Micro, layouts: Layouts, preset: Preset) ->
 
 
 def _logits(part: ModelPart, micro: _Micro) -> Array:
-    """Elements of the widest product's result in the last part."""
     found = np.zeros_like(micro.samples)
     for operation in part.forward:
         if operation.kind == "matmul":
@@ -207,7 +201,6 @@ def _logits(part: ModelPart, micro: _Micro) -> Array:
 
 
 def _cut(part: ModelPart, micro: _Micro) -> Array:
-    """Bytes saved that are as wide as the classes."""
     found = np.zeros_like(micro.samples)
     for one in part.saved:
         if one.share == "inner":

@@ -80,13 +80,12 @@ def step_time(
 
 
 def _stragglers(split: dict[str, Array], again: Array, layouts: Layouts, fabric: Fabric) -> Array:
-    """All wait for the slowest in every step, and of more nodes the slowest is slower."""
+    """Return the seconds spent waiting for the slowest node, which is slower the more nodes there are."""
     nodes = np.maximum(layouts.devices / fabric.per_node, 1.0)
     return fabric.wires.jitter * np.log2(nodes) * sum(split.values(), again)
 
 
 def _send(costs: OperationArrays, layouts: Layouts, setting: DeviceSetting) -> Array:
-    """Seconds to hand one activation to the next stage."""
     wide = widths(setting.preset, setting.precision, layouts.zero)
     message = handed(hidden_states(costs.parts), layouts.mesh, wide, layouts.micro, layouts.length)
     if setting.preset.scatter:
@@ -156,12 +155,10 @@ def crowded(step: StepTime, processes: Array, cores: int, core: Core) -> StepTim
 
 
 def _others(ranks: Array, processes: Array, cores: int) -> Array:
-    """By how much longer an exchange of ``ranks`` takes where other groups of ``processes`` are on the same cores."""
     return np.maximum(processes / cores, 1.0) / np.maximum(np.minimum(ranks, processes) / cores, 1.0)
 
 
 def _packing(whole: Array, layouts: Layouts, core: Core) -> Array:
-    """Seconds to copy gradients and parameters between tensors and what is sent."""
     sharded = layouts.fsdp > 1
     found = np.zeros_like(whole)
     for zero, (copied, fresh) in _PACKED.items():
@@ -171,7 +168,6 @@ def _packing(whole: Array, layouts: Layouts, core: Core) -> Array:
 
 
 def _tensors(costs: OperationArrays, lie: StageCounts) -> Array:
-    """Tensors of parameters on the rank that holds most."""
     counts = [float(sum(weights.tensors for weights in part.weights)) for part in costs.parts]
     return np.einsum("kpn,p->kn", lie.each, np.array(counts)).max(axis=0)
 
@@ -254,7 +250,6 @@ def _fabric(group: Group, cluster: Cluster, speeds: Rates) -> Fabric:
 
 
 def _unlike(layouts: Layouts) -> tuple[Whole, Whole]:
-    """One candidate of each kind that ``compute`` tells apart, and for each candidate its kind."""
     shared = (layouts.tp, layouts.sequence, layouts.cp, layouts.ep, layouts.returned)
     keys = (layouts.micro, layouts.length, *shared, layouts.recompute, layouts.attention, layouts.zero == 3)
     codes = np.zeros(len(layouts.tp), dtype=np.int64)

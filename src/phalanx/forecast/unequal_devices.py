@@ -85,7 +85,6 @@ def _memory(scene: ForecastInput, layouts: Layouts) -> MemoryForecast:
 
 
 def _counts(groups: Sequence[Group], layouts: Layouts) -> npt.NDArray[np.int64]:
-    """Ranks of ``dp`` that begin on each kind of device: shape (kinds, N); the last takes any beyond the cluster."""
     inner = layouts.inner
     ends = np.cumsum([group.devices for group in groups]).astype(float)
     before = [np.minimum(np.ceil(end / inner), layouts.dp) for end in (0.0, *ends[:-1])]
@@ -93,7 +92,6 @@ def _counts(groups: Sequence[Group], layouts: Layouts) -> npt.NDArray[np.int64]:
 
 
 def _given(layouts: Layouts, counts: npt.NDArray[np.int64]) -> Array:
-    """Samples of a rank by kind under weights that a plan states; the even share where it states none."""
     found = np.stack([layouts.samples] * len(counts))
     for at, text in enumerate(layouts.shares):
         each = weights(str(text))
@@ -106,7 +104,6 @@ def _given(layouts: Layouts, counts: npt.NDArray[np.int64]) -> Array:
 
 
 def _by_speed(scene: ForecastInput, groups: Sequence[Group], layouts: Layouts, counts: npt.NDArray[np.int64]) -> Array:
-    """Samples of a rank by kind: shape (kinds, N)."""
     there, inner = counts > 0, layouts.fsdp * layouts.ep
     caps = np.stack([_most(scene, layouts, float(group.device.room)) for group in groups]) * inner
     samples = np.stack([layouts.samples] * len(groups))
@@ -131,13 +128,11 @@ def _by_speed(scene: ForecastInput, groups: Sequence[Group], layouts: Layouts, c
 
 
 def _busy(scene: ForecastInput, layouts: Layouts, group: Group) -> Array:
-    """Seconds in which a rank works by itself."""
     step = on_one_kind(scene, layouts, group)
     return step.total - sum((getattr(step, name) for name in _APART), np.zeros_like(step.rest))
 
 
 def _most(scene: ForecastInput, layouts: Layouts, room: float) -> Array:
-    """The most samples of a rank that fit, at least one: memory grows with them."""
     low, high = np.ones_like(layouts.batch), layouts.batch
     while (low < high).any():
         middle = np.ceil((low + high) / 2)
@@ -148,7 +143,7 @@ def _most(scene: ForecastInput, layouts: Layouts, room: float) -> Array:
 
 
 def _shared(batch: int, speeds: Array, counts: npt.NDArray[np.int64], caps: Array, least: int) -> Array:
-    """Samples of the rank of ``dp`` that has most, by kind: by speed, none above its cap if that can be."""
+    """Return samples of the largest rank of ``dp``, by kind: by speed, none above its memory cap if possible."""
     part, free, left = np.zeros_like(speeds), counts > 0, float(batch)
     while free.any():
         rate = max(left, 0.0) / float((counts * speeds)[free].sum())
