@@ -173,8 +173,6 @@ def convolutions(points: Sequence[Measurement], peak: float, floor: float) -> tu
 
 
 def _attention(points: Sequence[Measurement], found: dict[str, float], floor: float) -> dict[str, float]:
-    """Shares of the peak that causal attention reaches, its products counted as forecasts count them."""
-
     def share(one: Measurement) -> float:
         samples, heads, tokens, width = one.sizes
         flops = (10 if one.backward else 4) / 2 * samples * heads * tokens**2 * width
@@ -188,7 +186,6 @@ def _attention(points: Sequence[Measurement], found: dict[str, float], floor: fl
 
 
 def _named(points: Sequence[Measurement], found: dict[str, float], floor: float) -> dict[str, float]:
-    """Seconds for each element beyond what its traffic takes, and the share that is written, by operation."""
     result: dict[str, float] = {}
     for one in _of(points, "named"):
         moved, written = one.sizes
@@ -205,7 +202,6 @@ def _of(points: Sequence[Measurement], kind: str, name: str = "") -> list[Measur
 
 
 def _above_zero(columns: Array, seconds: Array, floor: float) -> tuple[float, float]:
-    """The two factors of ``columns`` that come nearest to ``seconds`` less ``floor``, relatively; none below 0."""
     scaled, wanted = columns / seconds[:, None], (seconds - floor) / seconds
     both = np.linalg.lstsq(scaled, wanted, rcond=None)[0]
     if (both >= 0).all():
@@ -237,7 +233,6 @@ def wait_until_quiet(patience: float) -> float:
 
 
 def _ticks(path: Path) -> tuple[int, int]:
-    """Ticks of all cores in which they waited, and all."""
     try:
         fields = [int(word) for word in path.read_text().split("\n", 1)[0].split()[1:9]]
     except (OSError, ValueError):

@@ -39,7 +39,7 @@ def cluster(text: str) -> Cluster:
 
 @dataclass(kw_only=True, slots=True)
 class _Reader:
-    """Reads a text from left to right; ``at`` is the character that comes next."""
+    """A parser of one text, from left to right; ``at`` is the index of the next character."""
 
     text: str
     at: int = 0
@@ -138,7 +138,6 @@ def _from_file(path: Path) -> Cluster:
 
 
 def _filled(row: Any) -> CatalogEntry | None:
-    """Put the catalog's figures where a row of a file names a device; the entry it named."""
     if not (isinstance(row, dict) and isinstance(row.get("device"), str)):
         return None
     found = entry(row["device"])

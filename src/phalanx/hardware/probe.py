@@ -270,7 +270,6 @@ def _quotas(root: Path) -> Iterator[float]:
 
 
 def _groups(root: Path, controller: str) -> Iterator[Path]:
-    """The folder of this process's control group and those above it, which limit it, too."""
     mounted = root / "sys/fs/cgroup" / controller
     for line in _read(root / "proc/self/cgroup").splitlines():
         _, controllers, path = [*line.split(":", 2), "", ""][:3]

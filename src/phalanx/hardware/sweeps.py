@@ -281,7 +281,6 @@ def seconds_of(work: Callable[[], Any], pace: Pace, device: str = "cpu") -> floa
 
 
 def _both(forward: Callable[[], Any], inputs: tuple[Any, ...], pace: Pace, device: str) -> tuple[float, float]:
-    """Seconds of a forward without, and of the backward."""
     import torch
 
     made = forward()
@@ -292,7 +291,6 @@ def _both(forward: Callable[[], Any], inputs: tuple[Any, ...], pace: Pace, devic
 
 @contextmanager
 def _alone() -> Iterator[None]:
-    """On one thread, as workers compute; what was set before is set again."""
     import torch
 
     before = torch.get_num_threads()
@@ -373,8 +371,10 @@ def _works(whole: Any, part: Any) -> dict[str, Callable[[], Any]]:
 
 
 def _together(work: Callable[[], Any], device: str, rounds: int) -> float:
-    """Seconds that a call adds to ranks that compute before each, as they do in a step: what one waits for another
-    is part of it. The middle one of the rounds, and no less than the fastest of calls that ranks begin together."""
+    """Return the seconds a call adds to ranks that each compute first, as in a step, so that waiting counts.
+
+    It is the median of the rounds, and no less than the fastest call that ranks begin together.
+    """
     import torch
     import torch.distributed as dist
 
