@@ -47,7 +47,7 @@ Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
 
 def _contexts(part: nn.Module, *, selective: bool) -> dict[str, Any]:
-    """``context_fn`` of ``checkpoint`` where it is needed: torch.compile takes that of selective recompute alone."""
+    """Return ``context_fn`` of ``checkpoint`` if needed: torch.compile accepts only that of selective recompute."""
     choose = partial(create_selective_checkpoint_contexts, _kept) if selective else None
     if any(map(statistics_of, part.modules())):
         return {"context_fn": partial(_counted_once, part, choose)}
@@ -61,7 +61,7 @@ def _counted_once(part: nn.Module, choose: Callable[[], Contexts] | None) -> Con
 
 @contextmanager
 def _second(part: nn.Module, within: AbstractContextManager[Any]) -> Generator[None]:
-    """Around the second forward of ``part``: what BatchNorm counts in it has been counted."""
+    """Keep BatchNorm from counting the recomputed forward of ``part`` a second time."""
     with statistics_kept(part), within:
         yield
 

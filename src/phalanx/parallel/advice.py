@@ -58,7 +58,6 @@ def _idle(plan: Plan, micros: int) -> float:
 
 
 def _better(job: Job, plan: Plan) -> Plan | None:
-    """The plan with enough micro-batches, or as many as the batch allows; ``None`` where that are no more."""
     better = replace(plan, micro=max(1, largest_even(job.batch, plan.replicas) // (_ENOUGH * plan.pp)))
     return better if micro_batches(better, job.batch) > micro_batches(plan, job.batch) else None
 

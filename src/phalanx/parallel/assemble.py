@@ -144,7 +144,6 @@ def _lay_out(module: nn.Module, job: Job, plan: Plan, device: torch.device) -> L
 
 
 def _check_device(plan: Plan, here: int | None) -> list[Problem]:
-    """Devices of the kind that the plan names: whether they can be there, may be so many, and are."""
     if plan.device == "auto" or (kind := kind_named(plan.device)).on_host:
         return []
     on_host = str(replace(plan, device=host().name))
@@ -171,7 +170,6 @@ def _check_device(plan: Plan, here: int | None) -> list[Problem]:
 
 
 def _coupled_problems(job: Job, plan: Plan, kind: str) -> list[Problem]:
-    """Plans that do not have all outputs of a step at one time, on devices of this ``kind``."""
     if job.loss_over == "samples":
         return []
     coupled = 'loss_over="batch", whose loss needs the outputs of the whole global batch'

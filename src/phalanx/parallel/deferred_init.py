@@ -178,7 +178,7 @@ _FORBIDDEN = {"set_", "resize_", "resize_as_", "resize"}
 
 
 class _Objects(TorchFunctionMode):
-    """Copies of fakes that torch would make by reading memory, made by operations that can be recorded."""
+    """Copies of fake tensors made by recordable operations; torch would make them by reading memory."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is Tensor.__deepcopy__ and isinstance(args[0], FakeTensor):
@@ -193,7 +193,7 @@ class _Objects(TorchFunctionMode):
 
 
 class _InitRecorder(TorchDispatchMode):
-    """Makes large tensors fakes, and keeps a tape of what happens to them."""
+    """A recorder that turns large tensors into fakes and keeps a tape of the operations on them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -212,7 +212,6 @@ class _InitRecorder(TorchDispatchMode):
         return func(*args, **kwargs)
 
     def settle(self, module: nn.Module) -> None:
-        """Meta parameters in place of fake ones, and values for every other fake that the model holds."""
         parameters = {id(one): one for one in module.parameters() if isinstance(one, FakeTensor)}
         others = {id(one): one for one in _held(module) if isinstance(one, FakeTensor) and id(one) not in parameters}
         places = {key: self._tape.place(one) for key, one in (parameters | others).items()}
@@ -238,7 +237,7 @@ class _InitRecorder(TorchDispatchMode):
         self._tape.close()
 
     def _left(self) -> list[int]:
-        """Bytes of each fake that is still held; who looks at this thread from another holds its frames a moment."""
+        """Return the bytes of each fake still held, after frames held by other threads are released."""
         left = self._tape.alive()
         for _ in range(_LOOKS):
             if not left:
@@ -316,12 +315,10 @@ def _name(func: Any) -> str:
 
 
 def _is_like(func: Any) -> bool:
-    """Return True if it makes a tensor that is like another in form only."""
     return _name(func).startswith("new_") or _name(func).endswith("_like")
 
 
 def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
-    """The tensors among the arguments that are written into."""
     found: list[Tensor] = []
     for index, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
@@ -331,7 +328,6 @@ def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
 
 
 def _covers(tensor: Tensor) -> bool:
-    """Return True if it is all of its memory."""
     if tensor.numel() * tensor.itemsize != tensor.untyped_storage().nbytes():
         return False
     size = 1
@@ -343,13 +339,11 @@ def _covers(tensor: Tensor) -> bool:
 
 
 def _scratch(leaf: Any) -> Any:
-    """Memory of the form of a fake, with whatever is in it."""
     fake_leaf = isinstance(leaf, FakeTensor)
     return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype) if fake_leaf else leaf
 
 
 def _containers(module: nn.Module) -> Iterator[tuple[Any, Any, Any]]:
-    """(container, key, value) of everything in a model that may be a tensor."""
     for child in module.modules():
         for name, value in list(vars(child).items()):
             if isinstance(value, Tensor | tuple):
@@ -366,7 +360,6 @@ def _held(module: nn.Module) -> Iterator[Tensor]:
 
 
 def _exchange(module: nn.Module, made: Mapping[int, Any]) -> None:
-    """Put other tensors in place of those with these ids, wherever the model holds them."""
     for container, key, value in _containers(module):
         if isinstance(value, tuple) and any(id(one) in made for one in value):
             container[key] = tuple(made.get(id(one), one) for one in value)

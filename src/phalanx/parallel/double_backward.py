@@ -48,7 +48,6 @@ def refuse_differentiated(module: nn.Module, *_: Any) -> None:
 
 
 def _differentiates() -> bool:
-    """Return True if this runs within ``torch.func.grad``, or another transform that takes gradients."""
     functorch: Any = vars(torch._C)["_functorch"]
     return any(one.key() == functorch.TransformType.Grad for one in functorch.get_interpreter_stack() or ())
 

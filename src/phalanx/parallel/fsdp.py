@@ -138,7 +138,6 @@ def apply(
 
 
 def _scalars(module: nn.Module, device: torch.device) -> set[nn.Parameter]:
-    """Return those of no dimension, moved to ``device``."""
     found = {one for one in module.parameters() if not one.dim()}
     for one in found:
         one.data = one.data.to(device)

@@ -106,10 +106,10 @@ def sync_problems(job: Job, plan: Plan, module: nn.Module, kind: str) -> list[Pr
 
 
 class _Joining(ABC):
-    """Joins what a replica has of a layer with what the others have.
+    """Statistics of a layer joined over replicas.
 
     Attributes:
-        counts: whether the samples that the replica computes are of the global batch, not fillers.
+        counts: True if the samples that the replica computes belong to the global batch, and are not fillers.
     """
 
     counts: bool = True
@@ -213,7 +213,7 @@ def open_layers(module: nn.Module, *, compiles: bool = False) -> bool:
 
 
 class _AnyBatchNorm(_BatchNorm):
-    """What SyncBatchNorm is in one process."""
+    """BatchNorm that accepts any input shape, as SyncBatchNorm is in one process."""
 
     def _check_input_dim(self, input: Tensor) -> None:
         if input.dim() < 2:
@@ -244,7 +244,7 @@ def joined_moments(layer: nn.Module, input: Tensor, axis: int) -> tuple[Tensor, 
 
 
 class _Moments(torch.autograd.Function):
-    """Mean and variance over all replicas' inputs, on which what each of them gives depends."""
+    """Mean and variance over all replicas' inputs, differentiable across replicas."""
 
     @staticmethod
     def forward(ctx: Any, *given: Any) -> tuple[Tensor, Tensor]:
@@ -273,7 +273,7 @@ def _forward(layer: _NormBase, plain: Callable[..., Any], *args: Any, **kwargs: 
 
 @final
 class _Joined(TorchFunctionMode):
-    """Answers what a layer's forward asks of ``torch.nn.functional.batch_norm``."""
+    """A replacement for ``torch.nn.functional.batch_norm`` inside a layer's forward."""
 
     def __init__(self, exchange: _Joining) -> None:
         super().__init__()
@@ -312,12 +312,11 @@ class _Joined(TorchFunctionMode):
 
 
 def _whole(tensor: Any) -> Any:
-    """The whole of a tensor of which ``tp`` leaves a slice here."""
     return tensor.whole() if hasattr(tensor, "whole") else tensor
 
 
 def _statistics(input: Tensor, exchange: _Joining) -> tuple[Tensor, Tensor, Tensor]:
-    """Mean and biased variance (C,) of fp64 of the global batch, and how many values a channel they are of."""
+    """Return the global batch's mean and biased variance (C,) in fp64, and the number of values a channel."""
     channels = input.shape[1]
     row = torch.zeros(2 * channels + 1, dtype=kind_of(input.device).widest(), device=input.device)
     if exchange.counts and input.numel():
@@ -337,7 +336,7 @@ def _but_channels(tensor: Tensor) -> list[int]:
 
 
 class _Normalised(torch.autograd.Function):
-    """``(input - mean) / sqrt(var + eps) * weight + bias``, with statistics that depend on all replicas' inputs."""
+    """Output ``(input - mean) / sqrt(var + eps) * weight + bias``; the statistics depend on all replicas' inputs."""
 
     @staticmethod
     def forward(ctx: Any, *given: Any) -> Tensor:

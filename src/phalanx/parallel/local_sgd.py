@@ -160,7 +160,6 @@ class LocalSgd(Sync):
             self._layout.stepped()
 
     def _begin(self) -> None:
-        """Replicas are equal now, and step by themselves from here."""
         self._outer.copy.copy_(self._flat.read())
 
     def _come_together(self) -> None:
@@ -170,7 +169,6 @@ class LocalSgd(Sync):
             self._average(whole=True)
 
     def _average(self, *, whole: bool = False) -> None:
-        """Average, take the outer step, and go on from the new copy; as it is, without a codec, if ``whole``."""
         began = time.perf_counter()
         values, beside = self._flat.read(), flattened(self._statistics.buffers)
         loss, count = map(float, self._totals)
@@ -252,7 +250,6 @@ class Averaging:
         return values.div_(across.size)
 
     def _weigh(self, tally: AveragingWeights) -> float:
-        """This replica's weight: 1 is the mean one. Adds the tallies up."""
         across = self._across
         numbers = torch.tensor((tally.weight, tally.loss, tally.count, tally.steps), dtype=torch.float64)
         across.sum(numbers)

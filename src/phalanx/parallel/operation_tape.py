@@ -133,7 +133,6 @@ class OperationTape:
         yield from given
 
     def _leading_to(self, place: TensorPlace) -> list[int]:
-        """The steps that a tensor's value at the end of the tape comes from."""
         found: set[int] = set()
         waiting = [(place.memory, len(self._steps))]
         seen = set(waiting)
@@ -179,7 +178,6 @@ class OperationTape:
 
 
 def _connected(parts: Sequence[Sequence[int]]) -> list[list[int]]:
-    """Indices of ``parts`` in groups that have nothing in common, in the order in which they begin."""
     group_of: dict[int, int] = {}
     groups: dict[int, list[int]] = {}
     for index, part in sorted(enumerate(parts), key=lambda pair: pair[1][0]):

@@ -102,7 +102,9 @@ class PhaseLayout(Layout):
 
     @cached_property
     def _switches(self) -> list[tuple[nn.Parameter, bool]]:
-        """The parameters of all phases, and whether this one has them. Between steps they stay the same objects."""
+        """Return the parameters of all phases with True for those of this one; they stay the same objects between
+        steps.
+        """
         named = [pair for module in self.modules for pair in module.named_parameters()]
         return [(one, name in self._names) for name, one in named if name in self.every]
 

@@ -146,7 +146,7 @@ class Sharded(Replicas):
 
 
 def _fill(parameters: Mapping[str, torch.Tensor], group: dist.ProcessGroup) -> None:
-    """Zeros for gradients that some rank has and this one has not. Collective."""
+    """Fill in zeros for gradients that another rank has and this one lacks. Collective."""
     present = found_anywhere([tensor.grad is not None for tensor in parameters.values()], parameters, group)
     for tensor, there in zip(parameters.values(), present, strict=True):
         if there and tensor.grad is None:

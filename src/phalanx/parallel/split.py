@@ -174,20 +174,15 @@ def look(module: nn.Module, plan: Plan, example: Example) -> SplitParts:
 
 
 def _across(module: nn.Module, plan: Plan) -> bool:
-    """Return True if weights of different parts may be cut as a pair: what lies between them is then cut, too.
+    """Return True if weights of different parts may be cut as a pair, together with everything between them.
 
-    Of a model that is a flat list of single layers, as it says itself; and where nothing is done around each part.
+    This holds for a model that declares itself a flat list of layers, without recompute or sharding around each.
     """
     flat = getattr(type(module), "single_layers", False)
     return flat and plan.pp == plan.cp == 1 and plan.recompute == "none" and not plan.sequence
 
 
 def _tokens(model: Model, plan: Plan, key: str) -> dict[str, Entrance]:
-    """Where tokens are shared out.
-
-    Raises:
-        RefusedError: if the model does not attend over any.
-    """
     found = entrances(model, plan.tp if key == "sequence" else plan.cp)
     if found:
         return found

@@ -81,7 +81,6 @@ class OwnedStages:
 
 
 def _elsewhere(module: nn.Module, pipeline: CutPipeline, rank: int) -> list[str]:
-    """Names of buffers that another rank keeps up to date: that of their unit, or the first where they are in none."""
     keepers: dict[str, int] = {}
     for stage, keeper in enumerate(pipeline.rank_of):
         keepers |= {f"{name}.": keeper for name in pipeline.names(stage)}

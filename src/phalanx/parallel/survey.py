@@ -84,7 +84,6 @@ def _tensors(named: Iterable[tuple[str, torch.Tensor]]) -> tuple[Tensor, ...]:
 
 
 def _shares(found: SplitParts, plan: Plan, here: set[str]) -> dict[str, DimensionShare]:
-    """How the ranks of one place along ``pp``, which hold the parameters named ``here``, cut them."""
     from phalanx.parallel.expert import dealt_over, rows_of
 
     shares = {

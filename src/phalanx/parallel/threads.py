@@ -120,7 +120,7 @@ class ThreadsLayout(Layout):
 
 
 def _replica(module: nn.Module, device: torch.device) -> nn.Module:
-    """A copy of ``module`` on ``device``; on the same device its parameters share their storage with the original's."""
+    """Copy ``module`` to ``device``; on the same device its parameters share their storage with the original's."""
     shared: dict[int, Any] = {
         id(tensor): nn.Parameter(tensor.detach().to(device), requires_grad=tensor.requires_grad)
         for tensor in module.parameters()
@@ -154,7 +154,7 @@ def nothing_drawn_twice() -> Iterator[None]:
 
 
 class _Draws(TorchFunctionMode):
-    """Refuses what draws."""
+    """Detector of random draws, which it refuses."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

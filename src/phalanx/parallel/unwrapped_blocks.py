@@ -55,7 +55,6 @@ def _runs_whole(block: nn.Module, around: Mapping[int, set[nn.Module]]) -> bool:
 
 
 def _uses(module: nn.Module, example: Example) -> dict[int, set[nn.Module]]:
-    """Id of each parameter that is read → the modules that are running whenever it is; none if nothing is known."""
     leave_cache_out(module)
     modes: list[Mode] = [FakeTensorMode(allow_non_fake_inputs=True)]
     if not any(tensor.is_meta for tensor in module.parameters()):

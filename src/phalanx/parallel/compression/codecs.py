@@ -202,7 +202,6 @@ def _decode(scale: Tensor, levels: Tensor, out: Tensor, add: bool) -> None:
 
 
 def _whole(flat: Tensor) -> Tensor:
-    """``flat`` as rows of a block each, the last one filled up with zeros."""
     missing = -flat.numel() % _BLOCK
     return (torch.nn.functional.pad(flat, (0, missing)) if missing else flat).view(-1, _BLOCK)
 
@@ -241,10 +240,10 @@ _STRIDE, _MANY = 64, 2**16
 
 
 def _largest(sizes: Tensor, kept: int) -> Tensor:
-    """Places of the ``kept`` largest.
+    """Return the indices of the ``kept`` largest elements.
 
-    Selecting among millions is slow on a CPU. One element in 64 shows above what size there are about twice as many as
-    are asked for, and those are selected among.
+    Selection among millions is slow on a CPU. A sample of one element in 64 gives a threshold that about twice as many
+    exceed, and only those are selected among.
     """
     sample = sizes[::_STRIDE]
     if sizes.device.type == "cpu" and sizes.numel() >= _MANY and 0 < 2 * kept < sizes.numel():
@@ -320,5 +319,4 @@ def optimizer_problems(optimizer: torch.optim.Optimizer, plan: Plan) -> list[Pro
 
 
 def _gradients(plan: Plan) -> bool:
-    """Return True if gradients are what is compressed, in every step."""
     return plan.compress != "none" and plan.sync == "each" and not plan.server

@@ -33,7 +33,7 @@ def averaged(flat: Tensor, wire: Wire, codec: Codec, feedback: Feedback | None =
 
 
 def _gathered(flat: Tensor, wire: Wire, codec: Codec, feedback: Feedback | None) -> None:
-    """Each rank's message goes to all: right where messages hold different places, and a sum of them more."""
+    """Send each rank's message to all ranks: needed if messages hold different indices, whose sum is larger."""
     sent = feedback.message(flat) if feedback else message(codec, flat)
     for rank, one in enumerate(wire.all_gather(sent)):
         read(codec, one, flat, add=rank > 0)
@@ -41,10 +41,10 @@ def _gathered(flat: Tensor, wire: Wire, codec: Codec, feedback: Feedback | None)
 
 
 def _in_two(flat: Tensor, wire: Wire, codec: Codec, feedback: Feedback | None) -> None:
-    """Each rank adds up one chunk of all tensors in fp32, and sends its mean round, encoded once more.
+    """Add up one chunk of all tensors in fp32 on each rank, and send its mean to all, encoded again.
 
-    As much is sent as by a ring, and no number is rounded more than twice, whatever the ranks. What the second rounding
-    leaves out of the mean, the rank that did it owes that many times, since its next part is divided by the ranks.
+    This sends as much as a ring, and rounds each number twice at most for any number of ranks. The second rounding's
+    error is kept by its rank, multiplied by the number of ranks, since that rank's next part is divided by it.
 
     Source: Tang et al., "1-bit Adam", 2021, section 3.1 (compressed all-reduce).
     """

@@ -52,7 +52,6 @@ class PowerSGD(GradientAverage):
             self._read(name, matrix_NM, p_NR[name], q_MR[name])
 
     def _read(self, name: str, matrix_NM: Tensor, p_NR: Tensor, q_MR: Tensor) -> None:
-        """Put P Q' in the place of the matrix that it stands for, and keep what it lacks; unless it is not finite."""
         sent_NM = p_NR @ q_MR.T
         self._q_MR[name] = torch.where(q_MR.isfinite().all(), q_MR, self._q_MR[name])
         lack(matrix_NM.view(-1), sent_NM.view(-1), self._left_out[name].view(-1))
@@ -69,7 +68,6 @@ class PowerSGD(GradientAverage):
         return left_out | {f"q.{name}": tensor for name, tensor in self._q_MR.items()}
 
     def _average(self, tensors: Sequence[Tensor]) -> None:
-        """Put the mean over the ranks into each tensor, in one message."""
         if not tensors:
             return
         flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
@@ -79,7 +77,6 @@ class PowerSGD(GradientAverage):
 
 
 def _pays(shape: torch.Size, rank: int) -> bool:
-    """Return True if P and Q are smaller than a gradient of this shape."""
     if len(shape) < 2 or not shape.numel():
         return False
     rows, columns = shape[0], shape.numel() // shape[0]
@@ -87,7 +84,6 @@ def _pays(shape: torch.Size, rank: int) -> bool:
 
 
 def _random(name: str, parameter: Tensor, rank: int) -> Tensor:
-    """The first Q of a parameter, the same on every rank."""
     columns = parameter.numel() // parameter.shape[0]
     generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
     return torch.randn(columns, rank, generator=generator).to(parameter.device)

@@ -59,7 +59,6 @@ def attention(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _arranged(q: Any, k: Any, v: Any, mask: Any, axis: Axis) -> Any:
-    """All of them as this axis needs them, with the dimension of the result that it cuts, from the right, and how."""
     at = {name: _on(tensor, axis) for name, tensor in (("q", q), ("k", k), ("v", v))}
     dims = {dim for found in at.values() if found for dim in (found[0],)}
     if -1 in dims:
@@ -81,7 +80,6 @@ def _arranged(q: Any, k: Any, v: Any, mask: Any, axis: Axis) -> Any:
 
 
 def _by_heads(q: Any, k: Any, v: Any, mask: Any, axis: Axis, at: dict[str, Any]) -> Any:
-    """Heads of keys and values go with the heads of queries that read them."""
     heads, key_heads = q.shape[_HEADS], k.shape[_HEADS]
     each = heads // key_heads
     cut = at["q"][1] if at["q"] else next(found[1] for found in at.values() if found).flattened(1, each)
@@ -137,7 +135,6 @@ def attend_over(axis: Axis, cut: Cut, given: tuple[Tensor, Tensor, Tensor], how:
 
 
 def _token_rows(axis: Axis, cut: Cut, q: Tensor, k: Tensor, v: Tensor, how: SdpaArgs) -> Tensor:
-    """This rank's rows of the whole attention."""
     mask = how.mask
     if how.causal:
         mine = positions(cut, axis.rank, q.device).unsqueeze(1) >= torch.arange(k.shape[-2], device=q.device)
@@ -157,12 +154,11 @@ def _own_rows(axis: Axis, cut: Cut, how: SdpaArgs) -> SdpaArgs:
 
 
 def _alike(*tensors: Tensor) -> bool:
-    """Return True if these can be sent together; torch itself says what is wrong with others."""
+    """Return True if the tensors can be sent together; torch itself reports errors in others."""
     return len({tensor.dtype for tensor in tensors}) == 1 and tensors[0].is_floating_point()
 
 
 def _cast(q: Tensor, k: Tensor, v: Tensor, how: SdpaArgs) -> tuple[Tensor, Tensor, Tensor, SdpaArgs]:
-    """In the type that autocast gives attention, where that is on."""
     kind = q.device.type
     if not torch.is_autocast_enabled(kind) or q.dtype == torch.float64:
         return q, k, v, how
@@ -176,7 +172,6 @@ def _cast(q: Tensor, k: Tensor, v: Tensor, how: SdpaArgs) -> tuple[Tensor, Tenso
 def _four_dimensions(
     q: Tensor, k: Tensor, v: Tensor, how: SdpaArgs, lead: torch.Size
 ) -> tuple[Tensor, Tensor, Tensor, SdpaArgs]:
-    """As (batch, heads, tokens, features): the dimensions before the heads, ``lead``, made one."""
     q, k, v = (tensor[(None,) * max(0, 3 - tensor.dim())] for tensor in (q, k, v))
     if not how.grouped:
         heads = _broadcast(*(tensor.shape[-3:-2] for tensor in (q, k, v)))

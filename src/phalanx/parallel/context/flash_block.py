@@ -137,7 +137,6 @@ class UnfusedAttention:
         return scores
 
     def _kept(self, tile: Tile, like: Tensor) -> Tensor | None:
-        """What stays of each weight; the same numbers in backward."""
         if not self.dropout:
             return None
         if self.dropout >= 1:
@@ -223,7 +222,6 @@ class Efficient:
 
     @staticmethod
     def _bias(tile: Tile) -> Any:
-        """For each head, in memory of which every row starts at a multiple of 16."""
         if tile.bias is None:
             return None
         bias = _added(tile.bias, tile.q.dtype)
@@ -234,7 +232,6 @@ class Efficient:
 
 
 def _wide(tile: Tile) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries, keys and values in float32 at least, with as many heads of each."""
     dtype = torch.float64 if tile.q.dtype == torch.float64 else torch.float32
     return tile.q.to(dtype), _repeated(tile.k, tile.q).to(dtype), _repeated(tile.v, tile.q).to(dtype)
 
@@ -245,19 +242,16 @@ def _repeated(keys: Tensor, q: Tensor) -> Tensor:
 
 
 def _grouped(grad: Tensor, keys: Tensor) -> Tensor:
-    """A gradient of repeated heads, added up for each head that was repeated."""
     if grad.shape[1] == keys.shape[1]:
         return grad
     return grad.unflatten(1, (keys.shape[1], -1)).sum(2)
 
 
 def _added(bias: Tensor, dtype: torch.dtype) -> Tensor:
-    """What a mask adds to the scores."""
     if bias.dtype != torch.bool:
         return bias.to(dtype)
     return torch.zeros(bias.shape, dtype=dtype, device=bias.device).masked_fill_(~bias, -torch.inf)
 
 
 def _dead(bias: Tensor) -> Tensor:
-    """Which queries meet no key."""
     return (bias == -torch.inf).all(-1)

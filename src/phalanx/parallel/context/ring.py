@@ -107,7 +107,7 @@ def _gradients(way: _RingPass, grad: Tensor, saved: tuple[Any, ...], needed: tup
 
 
 class _OnlineSoftmax:
-    """The softmax over the keys that were met so far."""
+    """The softmax over the keys visited so far."""
 
     def __init__(self, q: Tensor, v: Tensor) -> None:
         dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
@@ -116,7 +116,6 @@ class _OnlineSoftmax:
         self._empty = True
 
     def add(self, rows: slice, out: Tensor, lse: Tensor) -> None:
-        """What some queries found among further keys."""
         if self._empty and out.shape[2] == self.out.shape[2]:
             # A copy: recomputing parts of a model may keep what torch's own operations gave.
             self.out, self.lse = out.to(self.out.dtype, copy=True), lse.clone()
@@ -130,7 +129,7 @@ class _OnlineSoftmax:
 
 @dataclass(frozen=True, slots=True)
 class _RingPass:
-    """One trip around the ring, as this rank sees it."""
+    """One trip around the ring, seen from this rank."""
 
     axis: Axis
     cut: Cut
@@ -139,11 +138,10 @@ class _RingPass:
     seed: int
 
     def owner(self, step: int) -> int:
-        """Whose keys are here in this step."""
         return (self.axis.rank - step) % self.axis.size
 
     def visits(self, *own: Tensor) -> Iterator[tuple[int, list[Tensor]]]:
-        """Each rank's keys and values in turn, this rank's first; the next ones come while a step is computed."""
+        """Yield each rank's keys and values, this rank's first; the next ones arrive while a step is computed."""
         held = list(own)
         flat = torch.cat([tensor.reshape(-1) for tensor in held])
         for step in range(self.axis.size):
@@ -155,12 +153,10 @@ class _RingPass:
                 held = _unpacked(flat, self._shapes(self.owner(step + 1), own))
 
     def hop(self, flat: Tensor, elements: int) -> _Hop:
-        """Start sending ``flat`` to the next rank, and receiving so many elements from the one before."""
         self.axis.tell("send", flat)
         return _Hop(self.axis, flat, elements)
 
     def elements(self, owner: int, like: tuple[Tensor, ...]) -> int:
-        """How many elements ``owner`` holds of tensors such as these."""
         return sum(prod(shape) for shape in self._shapes(owner, like))
 
     def _shapes(self, owner: int, like: tuple[Tensor, ...]) -> list[tuple[int, ...]]:
@@ -168,7 +164,6 @@ class _RingPass:
         return [(*tensor.shape[:2], length, *tensor.shape[3:]) for tensor in like]
 
     def tiles(self, owner: int, given: tuple[Tensor, ...], mask: Tensor | None) -> Iterator[tuple[Tile, Meeting]]:
-        """What there is to compute with the keys of ``owner``."""
         q, k, v = given
         columns = self._columns(mask, owner)
         for index, (rows, keys, causal) in enumerate(meetings(self.cut, self.axis.rank, owner, causal=self.causal)):
@@ -182,7 +177,6 @@ class _RingPass:
         return piece(mask, 3, self.cut, owner)
 
     def add_gradients(self, totals: tuple[Any, ...], owner: int, meeting: Meeting, found: Gradients) -> None:
-        """Add a tile's gradients to those of queries, of the owner's keys and values, and of the mask."""
         rows, keys, _ = meeting
         to_q, to_k, to_v, to_mask = totals
         to_q[:, :, rows] += found[0]
@@ -203,7 +197,7 @@ class _RingPass:
 
 
 class _Hop:
-    """One message to the next rank and one from the rank before, under way."""
+    """A pending message to the next rank and one from the previous rank."""
 
     def __init__(self, axis: Axis, flat: Tensor, elements: int) -> None:
         # Never empty: with NCCL all ranks have to take part in a group's first messages.
@@ -221,7 +215,7 @@ class _Hop:
             )
 
     def arrived(self) -> Tensor:
-        """What came, once it has; what was sent may be changed from then on."""
+        """Return the received tensor once it is complete; the sent tensor may be changed from then on."""
         for work in self._works:
             work.wait()
         del self._sent, self._works  # memory that somebody else may need now
@@ -229,7 +223,6 @@ class _Hop:
 
 
 def _part(tensor: Tensor, rows: slice, keys: slice) -> tuple[slice, slice, slice, slice]:
-    """Rows and columns of a mask, all where it is broadcast along them."""
     every = slice(None)
     return every, every, every if tensor.shape[2] == 1 else rows, every if tensor.shape[3] == 1 else keys
 

@@ -59,7 +59,7 @@ def shares(heads: int, each: int, ranks: int) -> tuple[Heads, Heads]:
 
 
 class _ToHeads(torch.autograd.Function):
-    """From all heads of this rank's tokens to this rank's heads of all tokens. Backward: ``_ToTokens``."""
+    """Exchange of all heads of this rank's tokens for this rank's heads of all tokens. Backward: ``_ToTokens``."""
 
     @staticmethod
     def forward(ctx: Any, swap: _Swap, heads: Sequence[Heads], *given: Tensor) -> Any:
@@ -73,7 +73,7 @@ class _ToHeads(torch.autograd.Function):
 
 
 class _ToTokens(torch.autograd.Function):
-    """From this rank's heads of all tokens to all heads of this rank's tokens. Backward: ``_ToHeads``."""
+    """Exchange of this rank's heads of all tokens for all heads of this rank's tokens. Backward: ``_ToHeads``."""
 
     @staticmethod
     def forward(ctx: Any, swap: _Swap, heads: Sequence[Heads], *given: Tensor) -> Any:
@@ -87,13 +87,12 @@ class _ToTokens(torch.autograd.Function):
 
 
 class _Swap:
-    """Exchanges of heads for tokens on one axis, of several tensors in one message to each rank."""
+    """Exchanges of heads for tokens on one axis, with several tensors in one message to each rank."""
 
     def __init__(self, axis: Axis, cut: Cut) -> None:
         self._axis, self._cut = axis, cut
 
     def to_heads(self, heads: Sequence[Heads], given: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Each rank is sent its heads of the tokens that are here."""
         out = [
             [tensor[:, start:stop] for tensor, (start, stop) in zip(given, to, strict=True)]
             for to in zip(*heads, strict=True)
@@ -103,7 +102,6 @@ class _Swap:
         return tuple(concatenated(list(pieces), _TOKENS, self._cut) for pieces in zip(*came, strict=True))
 
     def to_tokens(self, heads: Sequence[Heads], counts: Sequence[int], given: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Each rank is sent its tokens of the heads that are here; what several ranks have of a head is added up."""
         axis, cut = self._axis, self._cut
         out = [[piece(tensor, _TOKENS, cut, rank) for tensor in given] for rank in range(axis.size)]
         shapes = [_shapes(given, source, cut.length(axis.rank)) for source in zip(*heads, strict=True)]
@@ -113,7 +111,6 @@ class _Swap:
     def _exchange(
         self, out: Sequence[Sequence[Tensor]], shapes: Sequence[Sequence[tuple[int, ...]]]
     ) -> list[list[Tensor]]:
-        """Send each rank its tensors; what came from each, of these shapes."""
         flat = torch.cat([tensor.reshape(-1) for tensors in out for tensor in tensors])
         coming = [sum(prod(shape) for shape in one) for one in shapes]
         buffer = flat.new_empty(sum(coming))
@@ -126,7 +123,6 @@ class _Swap:
 
 
 def _shapes(given: Sequence[Tensor], heads: Sequence[tuple[int, int]], tokens: int) -> list[tuple[int, ...]]:
-    """Of so many tokens of these heads of each tensor."""
     each = zip(given, heads, strict=True)
     return [(tensor.shape[0], stop - start, tokens, tensor.shape[3]) for tensor, (start, stop) in each]
 

@@ -91,7 +91,7 @@ def rows_of(found: Sequence[Experts], plan: Plan) -> dict[str, Cut]:
 
 
 class _ExpertsForward:
-    """What stands in place of the forward of a module that holds experts."""
+    """The replacement forward of a module that holds experts."""
 
     def __init__(
         self, module: nn.Module, experts: Experts, forward: Callable[..., Tensor], owners: Axis, spread: Axis | None
@@ -121,7 +121,6 @@ class _ExpertsForward:
         return sliced(result.view(*before, result.shape[-1]), placed)
 
     def _share(self, placed: Sequence[Placed], rows: int) -> tuple[Cut, Axis] | None:
-        """How the ranks of ``tp`` share out rows that all of them have."""
         if self._spread is None or any(one.axis is self._spread for one in placed):
             return None
         return Cut.even(rows, self._spread.size), self._spread
@@ -175,13 +174,12 @@ class _Post:
         return _Post(self.axis, self.receives, self.sends, self.arriving)
 
     def exchanged(self, tensor: Tensor) -> Tensor:
-        """Without gradients."""
         out = tensor.new_empty(sum(self.receives), *tensor.shape[1:])
         dist.all_to_all_single(out, tensor.contiguous(), self.receives, self.sends, group=self.axis.group)
         return out
 
     def local(self, rows: int) -> Tensor:
-        """Which of the experts here each row that has come is for, (rows, 1); the first one for a row of nothing."""
+        """Return the local expert of each received row, shape (rows, 1); 0 for a padding row."""
         senders, here = self.arriving.shape
         if rows == 0:
             return self.arriving.new_zeros(1, 1)
@@ -190,7 +188,7 @@ class _Post:
 
 
 class _Exchanged(torch.autograd.Function):
-    """All tensors of one exchange in one node: then all ranks send their gradients in the same order."""
+    """An exchange of all its tensors in one autograd node, so that all ranks send gradients in the same order."""
 
     @staticmethod
     def forward(ctx: Any, post: _Post, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -204,7 +202,6 @@ class _Exchanged(torch.autograd.Function):
 
 
 def _alike(hidden: Tensor, *others: Tensor) -> tuple[tuple[Placed, ...], list[Tensor]]:
-    """What this rank holds of each, rows that belong together, and how the rows are cut."""
     if is_sliced(hidden):
         hidden = hidden.whole([one.axis for one in hidden.placed if one.dim == hidden.dim() - 1])
     placed = hidden.placed if is_sliced(hidden) else ()

@@ -169,7 +169,6 @@ def experts_call(args: Any, kwargs: Any) -> ExpertsCall | None:
 
 
 def _tried(module: nn.Module, seen: ExpertsCall, ranks: int) -> Experts | None:
-    """How to make the module count only some experts, found by trying."""
     count = expert_count(module)
     tables = [name for name, one in module._parameters.items() if one is not None and one.shape[:1] == (count,)]
     surely = [name for name in tables if module._parameters[name].dim() > 1]  # pyrefly: ignore
@@ -189,7 +188,6 @@ def _tried(module: nn.Module, seen: ExpertsCall, ranks: int) -> Experts | None:
 
 
 def _adds_up(module: nn.Module, experts: Experts, seen: ExpertsCall, ranks: int) -> bool:
-    """Return True if some experts at a time, added up, give what a few more give together."""
     hidden_shape, chosen_shape = seen.shapes
     lead, each = (1,) * (len(chosen_shape) - 2), chosen_shape[-1]
     few = min(experts.count, 2 * each)
@@ -220,7 +218,6 @@ def _adds_up(module: nn.Module, experts: Experts, seen: ExpertsCall, ranks: int)
 
 @contextmanager
 def _with_values(module: nn.Module, experts: Experts, few: int, random: torch.Generator) -> Iterator[None]:
-    """The module with its first ``few`` experts only, nothing dropped; what has no values yet gets some."""
     children = list(module.modules())
     kept = [(child, dict(child._parameters), child.training) for child in children]
     try:
@@ -251,7 +248,6 @@ def _run(module: nn.Module, experts: Experts, seen: ExpertsCall, tensors: tuple[
 
 @contextmanager
 def _some(module: nn.Module, experts: Experts, held: tuple[int, int]) -> Iterator[None]:
-    """The module with experts [start, stop) only."""
     table: dict[str, Any] = module._parameters
     before = {name: table[name] for name in experts.parameters}
     for name, tensor in before.items():
@@ -281,7 +277,6 @@ def _refuse(module: nn.Module, plan: Plan, found: list[Experts], unlike: list[st
 
 
 def _lists(module: nn.Module) -> list[str]:
-    """Lists of equal modules inside the repeated blocks: what experts called one by one look like."""
     names = {child: name for name, child in module.named_modules()}
     inside = [child for block in blocks(module) or [module] for child in block.modules()]
     lists = [child for child in inside if isinstance(child, nn.ModuleList) and len(child) > 1]

@@ -262,7 +262,7 @@ Way = Callable[[Tensor, int, Cut, Axis], Tensor]
 
 
 class _Goes(torch.autograd.Function):
-    """A tensor goes one way, and its gradient another."""
+    """Autograd node that moves a tensor one way and its gradient the other."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, ways: tuple[Way, Way], dim: int, cut: Cut, axis: Axis) -> Tensor:

@@ -133,7 +133,6 @@ class Cut:
 
 
 def _joined(ranges: Iterable[tuple[int, int]]) -> Ranges:
-    """The same elements, neighbouring ranges made one and empty ones left out."""
     found: list[tuple[int, int]] = []
     for start, stop in ranges:
         if start == stop:

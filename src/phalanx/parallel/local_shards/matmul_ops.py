@@ -107,7 +107,6 @@ def product(letters: Letters, a: Tensor, b: Tensor, run: Callable[..., Tensor], 
 
 
 def _summed(local: Tensor, axis: Axis, placed: list[Placed]) -> tuple[Tensor, list[Placed]]:
-    """The sum over the ranks, whole, or cut along the tokens where the axis keeps activations so."""
     tokens = local.dim() - 2
     if not axis.tokens or tokens < 0 or any(one.dim == tokens for one in placed):
         return total(local, axis), []
@@ -119,7 +118,6 @@ def _summed(local: Tensor, axis: Axis, placed: list[Placed]) -> tuple[Tensor, li
 
 
 def _beside(bias: Any, out: str, axes: Iterable[Axis], cuts: list[tuple[Axis, str, Cut]]) -> list[Any]:
-    """The bias as the product's own slices need it."""
     if bias is None:
         return []
     for axis in axes:
@@ -136,7 +134,6 @@ def _beside(bias: Any, out: str, axes: Iterable[Axis], cuts: list[tuple[Axis, st
 
 
 def _arranged(letters: Letters, a: Any, b: Any, axis: Axis) -> tuple[Any, Any, tuple[str, Cut] | None]:
-    """Both operands as this axis needs them, and the letter that it cuts then: of the result, or added over."""
     left, right, out = letters
     at_a, at_b = _cut_letter(a, left, axis), _cut_letter(b, right, axis)
     if at_a is None and at_b is None:
@@ -161,7 +158,6 @@ def _arranged(letters: Letters, a: Any, b: Any, axis: Axis) -> tuple[Any, Any, t
 
 
 def _beside_cut(tensor: Any, letters: str, cut_letter: tuple[str, Cut], axis: Axis) -> Any:
-    """The operand that goes with one that ``axis`` cuts at a letter."""
     letter, cut = cut_letter
     if letter not in letters:
         return gathered(tensor, axis, partly=True)

@@ -152,7 +152,6 @@ def _each_cross_entropy(logits: Sliced, target: Tensor, ignored: int, smoothing:
 
 
 def _at_home(index: Tensor, cut: Any, axis: Axis) -> tuple[Tensor, Tensor]:
-    """For each index into a cut dimension: whether this rank holds it, and where (0 if not)."""
     here = torch.zeros_like(index, dtype=torch.bool)
     place = torch.zeros_like(index)
     at = 0

@@ -241,5 +241,5 @@ def result(local: Tensor, cuts: Sequence[tuple[Axis, int, Cut]]) -> Tensor:
 
 
 def _size(tensor: Tensor, dim: int) -> int:
-    """The size of dimension ``dim`` (from the right); 1 where there is none, as broadcasting reads it."""
+    """Return the size of dimension ``dim`` (from the right), or 1 if there is none, as broadcasting reads it."""
     return tensor.shape[dim] if -dim <= tensor.dim() else 1

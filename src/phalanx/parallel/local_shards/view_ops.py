@@ -22,7 +22,6 @@ def _rule(*names: str) -> Any:
 
 
 def _asked(args: list[Any], kwargs: dict[str, Any], *names: str) -> list[int] | None:
-    """Sizes given one by one, as one sequence, by a keyword, or as another tensor's."""
     given: Any = args if args else next((kwargs[name] for name in names if name in kwargs), ())
     if given and isinstance(given[0], Tensor):
         given = given[0].shape
@@ -69,7 +68,6 @@ def reshaped(tensor: Sliced, sizes: list[int]) -> Any:
 
 
 def _groups(old: list[int], new: list[int]) -> list[tuple[list[int], list[int]]]:
-    """Runs of old and of new dimensions that hold the same elements, as short as can be."""
     found: list[tuple[list[int], list[int]]] = []
     i = j = 0
     while i < len(old) or j < len(new):
@@ -212,7 +210,6 @@ def _narrowed(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _part(tensor: Tensor, dim: int, start: int, stop: int) -> Any:
-    """Elements [start, stop) of one dimension."""
     place = next((one for one in tensor.placed if one.dim == dim), None) if isinstance(tensor, Sliced) else None
     if not isinstance(tensor, Sliced):
         return tensor.narrow(dim, start, stop - start)
@@ -272,7 +269,6 @@ def _selected(func: Any, args: Any, kwargs: Any) -> Any:
 
 @_rule("getitem")
 def _item(func: Any, args: Any, kwargs: Any) -> Any:
-    """Indexing by whole numbers, slices, ``None`` and ``...``."""
     tensor, index = args
     if not is_sliced(tensor):
         return NotImplemented
@@ -314,7 +310,6 @@ def _item(func: Any, args: Any, kwargs: Any) -> Any:
 
 @_rule("cat", "stack")
 def _joined(func: Any, args: Any, kwargs: Any) -> Any:
-    """Joining along another dimension than the one that is cut."""
     tensors, dim = arguments(args, kwargs, tensors=None, dim=0)
     lead = next((one for one in tensors if is_sliced(one)), None)
     if lead is None:

@@ -68,7 +68,7 @@ def _whole(least: int = 0) -> Allows:
 
 
 def _number(value: Any) -> bool:
-    """NaN and infinities are the trainer's business: a loss may be that. An integer may be too large for a float."""
+    """Return a number; NaN and infinities are allowed, because a loss may be one."""
     return type(value) is float or (type(value) is int and -_MOST <= value <= _MOST)
 
 
@@ -119,7 +119,6 @@ def _record(form: FrameForm) -> Allows:
 
 
 def _sums(value: Any) -> bool:
-    """Of the loss, by which updates and evaluations are made; of metrics beside it."""
     return _named(_row(_number, _number))(value) and "loss" in value
 
 

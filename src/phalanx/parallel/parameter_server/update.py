@@ -236,7 +236,7 @@ class Shard:
         return total
 
     def _make_way(self) -> None:
-        """Let the parameters stand in memory that nobody reads."""
+        """Move the parameters to memory without readers."""
         with self._news:
             live = self._live
             in_place = not (self._rule.ahead or id(live) in self._readers)

@@ -17,7 +17,7 @@ from torch.autograd.graph import GradientEdge, Node
 
 @dataclass(slots=True)
 class _Fork:
-    """A node of the graph with one way to the inputs and another to weights."""
+    """A node of the graph with one path to the inputs and another to weights."""
 
     node: Node
     sides: tuple[Node, ...]  # what it leads to outside the ways to the inputs
@@ -115,7 +115,6 @@ def _add(weight: Tensor, grad: Tensor | None) -> None:
 
 
 def _inputs_last(roots: Sequence[Node]) -> list[Node]:
-    """Every node of the graph, each before those it leads to."""
     seen: set[Node] = set()
     after: list[Node] = []
     waiting: list[tuple[Node, bool]] = [(root, False) for root in roots]
@@ -133,7 +132,6 @@ def _inputs_last(roots: Sequence[Node]) -> list[Node]:
 def _reach(
     order: list[Node], leaves: set[Node]
 ) -> tuple[set[Node], dict[Node, frozenset[Node]], dict[Node, frozenset[Node]]]:
-    """Which nodes lead to ``leaves``; which weights each leads to; the same for those that do lead to leaves."""
     inner: set[Node] = set()
     weights: dict[Node, frozenset[Node]] = {}
     known: dict[frozenset[Node], frozenset[Node]] = {}

@@ -103,7 +103,6 @@ def cut(module: nn.Module, example: Example, plan: Plan, known: StageCuts | None
 
 
 def _looked_for(module: nn.Module, example: Example, plan: Plan) -> tuple[Program, list[int]]:
-    """What the model does, and which calls begin the stages."""
     whole = units(module, plan.pp * plan.stages)
     found = program(module, whole, example)
     while uncalled := found.uncalled(whole):  # the model calls what is inside them itself
@@ -113,7 +112,6 @@ def _looked_for(module: nn.Module, example: Example, plan: Plan) -> tuple[Progra
 
 
 def _reads_more(found: Program, recomputed: Iterable[nn.Module]) -> str:
-    """A call within ``recomputed`` that reads what it is not called with, which in backward is not there any more."""
     inside = {child for part in recomputed for child in part.modules()}
     return next((call.name for call in found.calls if call.reads and call.unit in inside), "")
 
@@ -175,7 +173,6 @@ def _beside(module: nn.Module, among: set[nn.Module]) -> list[nn.Module]:
 
 
 def _parts(module: nn.Module, *, itself: bool = False) -> list[nn.Module]:
-    """The children with parameters, through containers that have no forward of their own or only call one by one."""
     if next(module.parameters(), None) is None:
         return []
     if itself and can_be_called(module) and not isinstance(module, nn.Sequential):

@@ -138,7 +138,6 @@ class StageMessages:
         return after if before == self._rank else before
 
     def _advance(self, other: int, until: Message | None = None) -> None:
-        """Post what can be posted between this rank and another, in order; ``until`` in any case."""
         line = self._todo[other]
         if until is not None and not self.in_order:  # tags tell messages apart: this one need not wait for others
             self._post_receive(until, other, True)

@@ -158,7 +158,6 @@ def by_values(error: BaseException, where: str = "") -> RefusedError:
 
 @contextmanager
 def _exchanged(tables: Sequence[dict[str, Any]], other: Callable[[Any], Any]) -> Iterator[None]:
-    """While inside, other tensors in place of those in ``tables`` of modules."""
     before = [dict(table) for table in tables]
     for table in tables:
         table.update({name: other(tensor) for name, tensor in table.items()})
@@ -193,7 +192,6 @@ class _Dry(Flow):
 
     @contextmanager
     def fake_parameters(self) -> Iterator[None]:
-        """Fakes in place of the parameters, and of buffers without values; others stay."""
         made: dict[int, Any] = {}
 
         def stand_in(tensor: Any) -> Any:
@@ -326,7 +324,6 @@ class _Dry(Flow):
         return made.requires_grad_(learns and leaf.is_floating_point()) * 1
 
     def _kin(self, unit: nn.Module, given: Any, form: Outline) -> int:
-        """An earlier call of a unit made of the same parts that gave the same for the same, or this one."""
         parts = (
             tuple((name, type(child)) for name, child in unit.named_modules()),
             tuple((name, tuple(tensor.shape)) for name, tensor in unit.named_parameters()),

@@ -136,7 +136,6 @@ def _items(held: Any) -> Iterable[Any]:
 
 
 def _same_values(now: Iterable[Any], before: Iterable[Any]) -> bool:
-    """Return True if they are the same objects, or numbers and words that are equal."""
     # This runs for every micro-batch: nothing but identity is looked at until something is another object.
     now = tuple(now)
     return all(map(is_, now, before)) or all(

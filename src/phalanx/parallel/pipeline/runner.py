@@ -252,7 +252,6 @@ class PipelineRun:
         self._parcels.learn(message.cut, known, line)
 
     def _whole(self, message: Message) -> Sequence[Tensor] | None:
-        """The values of a message as far as they are cut by nothing; gradients as they travel."""
         if message not in self._sizes and message.forward and self._traffic.in_order and not self._inside:
             look = cast(nn.Module, self._stages[message.cut].shapes)
             self._sizes[message] = self._work.forward(look, self._device, self._micros[message.micro])
@@ -271,7 +270,7 @@ class PipelineRun:
 
 
 class _Arrive(torch.autograd.Function):
-    """What has arrived, as a tensor that may be written into: a leaf may not, and a unit may begin so."""
+    """Autograd node that makes a received tensor writable: a leaf is not, and a unit may begin with a write."""
 
     @staticmethod
     def forward(ctx: Any, leaf: Tensor) -> Tensor:

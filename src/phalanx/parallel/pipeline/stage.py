@@ -192,7 +192,7 @@ _MOST_SHAPES = 4096
 
 
 class _Leave(BaseException):
-    """The stage has done its part. Not an Exception: a model's own ``except Exception`` shall not stop it."""
+    """Signal that a stage is done; not an Exception, so that a model's ``except Exception`` does not catch it."""
 
     def __init__(self, values: list[Tensor]) -> None:
         super().__init__()
@@ -213,7 +213,7 @@ class _StageRun(Flow):
         self._values: dict[Key, Tensor] = {}
 
     def forget(self) -> None:
-        """Let go of what tensors that know this run would keep alive in a circle."""
+        """Release the references that would keep tensors alive in a cycle."""
         self._awaited, self._values = {}, {}
 
     def came(self, mark: TensorMark, tensor: Tensor) -> None:

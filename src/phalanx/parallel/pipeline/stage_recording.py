@@ -140,14 +140,12 @@ class StageRecorder:
         self._operations.append(ReplayedCall(call, given, makes, guard, _context(), early, keeps))
 
     def _is_early(self, leaf: Any) -> bool:
-        """Return True if it depends on the arguments only, so that it can be computed before anything else."""
         if isinstance(leaf, Attribute):  # units may change their buffers
             return not isinstance(leaf.table[leaf.name], nn.Parameter) and id(leaf.table) not in self._inside
         return leaf in self._early if isinstance(leaf, Slot) else not isinstance(leaf, Tensor)
 
     @contextmanager
     def _late(self, given: list[Tensor], *, early: bool) -> Iterator[None]:
-        """Around what is computed with these: early tensors must stay what they are."""
         if early:
             yield
             return
@@ -243,12 +241,10 @@ _MOST_TRIES, _MOST_FORMS, _MOST_AT_ONCE = 12, 4096, 4
 
 
 def _context() -> tuple[Any, ...]:
-    """What an operation does depends on these beside its arguments."""
     return torch.is_grad_enabled(), autocast_types()
 
 
 def _surroundings() -> tuple[Any, ...]:
-    """Contexts that no replay enters."""
     autograd: Any = torch._C._autograd  # pyrefly: ignore
     saving = autograd._top_saved_tensors_default_hooks(True)
     return (
@@ -266,12 +262,11 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 
 
 def _followed() -> bool:
-    """Return True if someone follows every module of the process, those included that no replay calls."""
     return bool(torch.nn.modules.module._has_any_global_hook())
 
 
 class _ValuesRead(TorchDispatchMode):
-    """Sees whether what an operation gives has a form that depends on values."""
+    """Detector of operations whose output shape depends on values."""
 
     found = False
 

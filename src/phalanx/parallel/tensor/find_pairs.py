@@ -87,7 +87,7 @@ def dry(module: nn.Module, example: Example) -> Iterator[Model]:
 
 
 class _UnfitError(Exception):
-    """The model does not run on fake tensors."""
+    """Refusal of a model that does not run on fake tensors."""
 
     def __init__(self, cause: Exception) -> None:
         super().__init__(str(cause))
@@ -144,7 +144,6 @@ class Model:
 def _like(
     block: nn.Module, known: dict[Any, Any], said: Overrides, look: Callable[[], list[WeightCut]]
 ) -> list[WeightCut]:
-    """The choices for a block; taken over from an earlier one that is made of the same parts."""
     shapes = tuple((name, type(child).__name__) for name, child in block.named_modules())
     key = (
         shapes,
@@ -158,7 +157,6 @@ def _like(
 
 
 def _pairs(block: nn.Module, call: Call, ranks: int, said: Overrides) -> list[WeightCut]:
-    """Cuts of weights that pair up within a block: as the model's own plan has it, or if that does not go, as found."""
     args, kwargs = call
     run = lambda: block(*args, **kwargs)  # noqa: E731
     found = _paired(block, run, ranks, said.dims)
@@ -190,7 +188,6 @@ def _cut(
     ranks: int,
     good: Callable[[Trial, Any], bool],
 ) -> tuple[WeightCut, Trial] | None:
-    """A cut of one dimension that goes well."""
     tries = _tries(owner, weight, dim, run, ranks)
     return next(((choice, trial) for choice, trial, result in tries if good(trial, result)), None)
 
@@ -198,7 +195,6 @@ def _cut(
 def _tries(
     owner: nn.Module, weight: nn.Parameter, dim: int, run: Callable[[], Any], ranks: int
 ) -> Iterator[tuple[WeightCut, Trial, Any]]:
-    """Cuts of one dimension that go at all; grains that the model's own views ask for are tried in turn."""
     size = weight.shape[dim]
     waiting, seen = [(1, 1)], {(1, 1)}
     while waiting:
@@ -220,7 +216,6 @@ def _tries(
 def _outcome(
     owner: nn.Module, choices: Sequence[WeightCut], run: Callable[[], Any], ranks: int
 ) -> tuple[Trial | None, Any]:
-    """What happens if ``run`` runs with the chosen parameters shown as slices over a dry axis, and what it gives."""
     trial = Trial()
     axis = Axis("dry", size=ranks, rank=0, group=None, trial=trial)
     axis.notice = lambda kind, _: trial.sent.append(kind)
@@ -240,7 +235,6 @@ def _ends_in_sums(dims: Callable[[nn.Parameter], Sequence[int]], trial: Trial, r
 def _fitting(
     block: nn.Module, group: list[tuple[WeightCut, Trial]], run: Callable[[], Any], ranks: int
 ) -> list[WeightCut]:
-    """The largest part of a group that goes well together, with the weights that it ends in and the biases beside."""
     group = sorted(group, key=lambda pair: -pair[0].weight.numel())
     while group:
         ends = {id(one.weight): one for one in group[0][1].met}
@@ -257,7 +251,6 @@ def _fitting(
 
 
 def _vocabulary(model: Model, chosen: dict[int, WeightCut], ranks: int, said: Overrides) -> list[WeightCut]:
-    """Cuts of tables of words and of the products that choose among them, outside the blocks."""
     inside = set(chosen)
     if model.repeats:
         inside |= {id(tensor) for block in model.calls for tensor in block.parameters()}
@@ -282,11 +275,6 @@ def _vocabulary(model: Model, chosen: dict[int, WeightCut], ranks: int, said: Ov
 
 
 def _told(model: Model, chosen: dict[int, WeightCut], ranks: int, said: Overrides) -> list[WeightCut]:
-    """Cuts that the job wants and that pair up with nothing: of those that go, the one that sends least often.
-
-    Raises:
-        RefusedError: if none goes.
-    """
     found: list[WeightCut] = []
     for name, weight in model.module.named_parameters():
         dim = said.of_job.get(id(weight))

@@ -101,7 +101,6 @@ def split_weights(module: nn.Module, cuts: Mapping[str, tuple[Placed, ...]]) -> 
 
 
 def _keep_slices(places: Places, copy: Callable[[Tensor], Tensor]) -> None:
-    """This rank's slices in place of whole parameters; one that stands in several places stays one."""
     made: dict[int, nn.Parameter] = {}
     for child, name, placed in places:
         tensor = child._parameters[name]
@@ -195,7 +194,6 @@ def wishes(module: nn.Module, told: Mapping[str, Cutting]) -> Overrides:
 
 
 def _of_heads(module: nn.Module) -> frozenset[int]:
-    """Ids of weights with a dimension of heads, of layers that say so themselves: Keras' products by ``einsum``."""
     named = ((one, name) for one in module.modules() for name in getattr(type(one), "weights_by_heads", ()))
     found = (one._parameters.get(name) for one, name in named)
     return frozenset(id(weight) for weight in found if weight is not None and weight.dim() == 3)
@@ -205,7 +203,6 @@ _UNKNOWN = -1
 
 
 def _fitting(module: nn.Module, pattern: str) -> list[tuple[nn.Module, str, nn.Parameter]]:
-    """Owner, name and value of the parameters whose own or whose module's name fits."""
     found: list[tuple[nn.Module, str, nn.Parameter]] = []
     for prefix, owner in module.named_modules():
         for own, weight in owner.named_parameters(recurse=False):
@@ -216,7 +213,7 @@ def _fitting(module: nn.Module, pattern: str) -> list[tuple[nn.Module, str, nn.P
 
 
 def _dim(owner: nn.Module, how: Cutting) -> int | None:
-    """The dimension that is cut: columns of y = xA are output features (Shoeybi et al. 2019, section 3)."""
+    """Return the dimension to cut: columns of y = xA are output features (Shoeybi et al. 2019, section 3)."""
     if how == "whole":
         return None
     if isinstance(how, int):
@@ -232,7 +229,6 @@ def _dim(owner: nn.Module, how: Cutting) -> int | None:
 
 
 def _own(module: nn.Module) -> dict[int, int]:
-    """What a model of ``transformers`` says of itself (``base_model_tp_plan``), as far as it is said of matrices."""
     plan: Any = getattr(module, "tp_plan", None) or {}
     found: dict[int, int] = {}
     for pattern, style in plan.items() if isinstance(plan, dict) else ():
