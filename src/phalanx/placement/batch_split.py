@@ -121,9 +121,9 @@ def cuts(total: int, lane: Lane, micro: int | None) -> Cuts:
 
 
 def _runs(total: int, lane: Lane) -> tuple[list[tuple[int, int]], int]:
-    """Of each run of parts that share a weight its first sample and how many it has; and the parts of a run.
+    """Return the first sample and the sample count of each run of parts with equal weight, and each run's parts.
 
-    What a part has follows from its run alone: no rank works out the shares of all others.
+    A part's share follows from its run alone, so that no rank computes the shares of all others.
     """
     if not lane.weights:
         return [(0, total)], lane.parts

@@ -190,7 +190,6 @@ class Survey:
 
     @cached_property
     def _owned(self) -> list[set[str]]:
-        """For each rank along ``pp`` the names of the parameters of which it holds something."""
         if not self.stages:
             return [{tensor.name for tensor in self.parameters}]
         owned: list[set[str]] = [set() for _ in range(self.plan.pp)]

@@ -152,7 +152,6 @@ def _learn(weights: Iterable[tuple[Weights, Number]], mesh: MeshSizes) -> Number
 
 
 def _norms(profile: Profile, counts: Sequence[Number], mesh: MeshSizes) -> Iterator[Exchange]:
-    """One along each dimension that cuts gradients, for those that are cut alike; and one over stages."""
     here = list(weights_held(profile, counts))
     for cut, dealt in product((False, True), repeat=2):
         alike = sum(
@@ -165,13 +164,11 @@ def _norms(profile: Profile, counts: Sequence[Number], mesh: MeshSizes) -> Itera
 
 
 def _counts(profile: Profile, plan: Plan, rank: int) -> tuple[int, ...]:
-    """How many of each part lie on ``rank``."""
     each = on_ranks(profile.parts, profile.length, plan.schedule, plan.pp, plan.stages)
     return each[plan.coordinate(rank)["pp"]]
 
 
 def _units(profile: Profile, counts: Sequence[int], mesh: MeshSizes) -> list[Elements]:
-    """What is gathered and scattered one by one: with ``zero=3`` blocks, where there are several, and the rest."""
     if mesh.zero < 3 or not unit_by_unit(profile, counts):
         return elements(weights_held(profile, counts), mesh)
     both = list(zip(profile.parts, counts, strict=True))

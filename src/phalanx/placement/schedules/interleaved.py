@@ -47,7 +47,6 @@ def _actions(rank: int, ranks: int, stages: int, micros: int) -> Iterator[Action
 
 
 def _in_flight(place: float, ranks: int, stages: int, micros: int, ahead: float) -> float:
-    """The warm-up, of which each action is one stage of several, and the forward after it."""
     warm_up = (stages - 1) * round_of(ranks, micros) + 2 * (ranks - 1 - place)
     return min((warm_up + 1) / stages, micros)
 
@@ -62,8 +61,11 @@ def _zero_bubble_actions(rank: int, ranks: int, stages: int, micros: int) -> Ite
 
 
 def _zero_bubble_in_flight(place: float, ranks: int, stages: int, micros: int, ahead: float) -> float:
-    """The warm-up, the forward after it, and what waits for its weights' half; of one stage a rank that is table 1:
-    ZB-H1 holds what 1F1B's first rank does, ZB-H2 (``ahead`` = 2) twice as much."""
+    """Count the warm-up, the forward after it, and inputs of waiting weight backwards.
+
+    With one stage a rank this is table 1 of the paper: ZB-H1 holds as much as 1F1B's first rank, ZB-H2 (``ahead`` = 2)
+    twice as much.
+    """
     warm_up = (stages - 1) * round_of(ranks, micros) + ranks
     return min(warm_up / stages + (ahead - 1) * (ranks - 1), micros)
 

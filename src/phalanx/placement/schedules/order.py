@@ -168,7 +168,6 @@ def bubble(order: Order, cost: Callable[[Action], float] | None = None) -> float
 
 
 def _linked(order: Order) -> Links:
-    """Lets every rank go on for as long as it can, in turn, until all are through."""
     rank_of, stages = order.rank_of, len(order.rank_of)
     micros = 1 + max((action.micro for actions in order.ranks for action in actions), default=-1)
     # for each stage and micro-batch the number of its forward, and of its backward for the inputs; -1 before it is done

@@ -43,7 +43,6 @@ class TwoStages:
 
 
 def _actions(rank: int, ranks: int, stages: int, micros: int) -> list[Action]:
-    """A V of two stages a rank, every backward in halves."""
     at = TwoStages((rank, 2 * ranks - 1 - rank))
     full = max(2 * ranks - 1, micros)
     for _ in range(2 * (ranks - rank) - 1):
@@ -81,7 +80,7 @@ ZBV = PipelineSchedule(
 
 
 def _dualpipev_actions(rank: int, ranks: int, stages: int, micros: int) -> list[Action]:
-    """DeepSeek's DualPipe (2024, section 3.2.1) cut in half to a V: eight phases, named in its published code."""
+    """Build DeepSeek's DualPipe (2024, section 3.2.1) cut in half to a V: eight phases, named in its published code."""
     at = TwoStages((rank, 2 * ranks - 1 - rank))
     last = ranks - 1 - rank
     for _ in range(2 * last):
