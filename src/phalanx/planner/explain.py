@@ -109,14 +109,12 @@ def differences(best: Forecast, other: Forecast, change: str) -> Neighbour:
 
 
 def _most(best: Forecast, other: Forecast) -> str:
-    """The part of memory that grew most; the largest where none grew."""
     grown = {name: size - best.memory[name] for name, size in other.memory.items()}
     name = max(grown, key=lambda one: grown[one])
     return name if grown[name] > 0 else max(other.memory, key=lambda one: other.memory[one])
 
 
 def _difference(best: Forecast, other: Forecast) -> str:
-    """The largest parts of the step that grew, and that shrank."""
     grown = {name: seconds - best.seconds[name] for name, seconds in other.seconds.items()}
     least = 0.002 * best.step
     worse = sorted((name for name in grown if grown[name] > least), key=lambda one: -grown[one])[:2]
@@ -173,7 +171,6 @@ def _reasons(ranking: Ranking) -> list[str]:
 
 
 def _fastest(ranking: Ranking, best: Forecast) -> str:
-    """Among which plans the first is the fastest."""
     search = ranking.search
     if not best.safe:
         return (
@@ -211,7 +208,6 @@ def _beside(best: Forecast, question: Question, plan: Plan, change: str) -> Neig
 
 
 def _completed(question: Question, because: Plan, keys: Sequence[str]) -> Plan | None:
-    """The best plan with the stated keys; ``None`` where none was searched with them."""
     if set(keys) - {*SEARCHED, "precision"} or ("precision" in keys and because.precision != question.precision):
         return None
     found = search(question, {name: getattr(because, name) for name in keys})

@@ -69,7 +69,6 @@ def shortfall(question: Question, plan: Plan | None = None) -> Shortfall | None:
 
 
 def _of_plan(question: Question, plan: Plan) -> list[Change]:
-    """Other values of one key that fit on the same devices; else the best plan of all."""
     found = [_priced(question, other, f'--plan "{other}"') for _, other in neighbours(plan, question)]
     fitting = sorted((one for one in found if one), key=lambda one: one.step)[:2]
     best = search(question).best if not fitting else None
@@ -78,7 +77,6 @@ def _of_plan(question: Question, plan: Plan) -> list[Change]:
 
 
 def _of_question(question: Question, plan: Plan) -> Iterator[Change]:
-    """What is not a key of the mesh: host memory, more devices, shorter samples, narrower numbers."""
     for offload in ("optimizer", "parameters"):
         if offload == "optimizer" or plan.zero == 3:
             other = replace(plan, offload=offload)
@@ -112,7 +110,6 @@ def _more_devices(question: Question) -> Change | None:
 
 
 def _larger_devices(question: Question) -> Change | None:
-    """As many of the device with the least memory on which it fits, of the same kind."""
     group = question.cluster.groups[0]
     known = [one.device for one in (entry(name) for name in names()) if one.device.kind == group.device.kind]
     larger = [device for device in known if device.room > group.device.room and question.precision in device.peak]

@@ -139,10 +139,10 @@ def rank(question: Question, goal: Goal | None = None) -> Ranking:
 
 
 def _first(question: Question, found: Search) -> list[Forecast]:
-    """The best plan of each of the first meshes, run event by event, the fastest first.
+    """Return the best plan of each of the first meshes, priced event by event, the fastest first.
 
-    What differs from the fastest in one thing was perhaps not searched, or priced by the formula of pipelines: where
-    one of these is faster yet, it is the first, and its own neighbours are looked at.
+    Plans that differ from the fastest in one key may not have been searched, or were priced by a formula. If such a
+    neighbour is faster, it becomes the first and its own neighbours are priced.
     """
     plans = found.by_mesh(_MOST)
     made = list(forecasts(question.work, plans, question.cluster, question.preset)) if plans else []
@@ -159,7 +159,6 @@ def _first(question: Question, found: Search) -> list[Forecast]:
 
 
 def _that_run(question: Question, plans: list[Forecast]) -> list[Forecast]:
-    """``plans``, each with why ``train`` does not run it, if so; those that run first."""
     if question.look is not None:
         looked = [question.look(one.plan) if not one.unrun else [] for one in plans]
         plans = [replace(one, unrun=wrong[0].given) if wrong else one for one, wrong in zip(plans, looked, strict=True)]
@@ -222,7 +221,6 @@ def _changes(plan: Plan, question: Question) -> Iterator[tuple[str, dict[str, An
 
 
 def _tidy(plan: Plan, changes: dict[str, Any]) -> Plan:
-    """``plan`` with ``changes``; what a dimension that is gone needed is gone with it."""
     given = {name: changes.get(name, getattr(plan, name)) for name in _MESH}
     if given["fsdp"] == 1:
         changes = {**changes, "zero": 0}

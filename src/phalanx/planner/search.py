@@ -146,7 +146,6 @@ def space(question: Question) -> Space:
 
 
 def _meshes(question: Question, limits: Limits) -> Iterator[tuple[int, ...]]:
-    """Sizes of dp, fsdp, tp, pp, cp, ep that multiply to the devices."""
     cluster = question.cluster
     node = gcd(*(group.per_node for group in cluster.groups))  # a tp group stays inside a node of each kind
     whole = [group.devices for group in cluster.groups] if question.mixed else []
@@ -182,7 +181,6 @@ def _crossed(
     values: Sequence[tuple[int, ...]],
     fits: Callable[[Columns], npt.NDArray[Any]],
 ) -> Columns:
-    """Every row with every one of ``values``, as far as they fit together."""
     rows, count = len(columns["dp"]), len(values)
     grown = {name: np.repeat(column, count) for name, column in columns.items()}
     for at, name in enumerate(names):
@@ -192,12 +190,15 @@ def _crossed(
 
 
 def _zero_fits(one: Columns) -> Mask:
-    """``fsdp`` shards something, alone nothing; stages of a pipeline have no moment with all gradients."""
+    """Return True if ``zero`` fits:
+
+    ``fsdp`` shards parameters, and pipeline stages never hold all gradients at once.
+    """
     return ((one["fsdp"] > 1) == (one["zero"] > 0)) & ~((one["zero"] == 2) & (one["pp"] > 1))
 
 
 def _micro_fits(one: Columns) -> Mask:
-    """The last one is the whole share; other orders than 1f1b need a micro-batch for every rank to gain."""
+    """Return True if a micro-batch count is worth pricing; other orders than 1f1b need one for each rank to gain."""
     micros = pieces(one["share"], one["micro"])
     plain = one["schedule"] == SCHEDULES.index("1f1b")
     return (one["micro"] < 2 * one["share"]) & (plain | (micros >= one["pp"]))
@@ -285,10 +286,10 @@ def search(question: Question, held: Mapping[str, Any] | None = None, *, most: i
 
 
 def _priced(question: Question, found: Space, reserved: Array, most: int) -> tuple[Array, npt.NDArray[np.intp]]:
-    """Seconds of every plan, and the fastest first.
+    """Return the seconds of every plan, and the order, fastest first.
 
-    A formula prices all pipelines; it says hardly ever more than running their events does. Those that come out first
-    are run, until the best of the first ``most`` meshes all have been, and what is nearly as fast as the first.
+    A formula prices all pipelines, and rarely overestimates. The first ones are simulated event by event until the best
+    of the first ``most`` meshes have been, and all that are nearly as fast as the first.
     """
     if not len(found):
         return np.zeros(0), np.zeros(0, dtype=np.intp)
@@ -313,7 +314,6 @@ def _priced(question: Question, found: Space, reserved: Array, most: int) -> tup
 
 
 def _first_of_mesh(found: Space, order: npt.NDArray[np.intp]) -> npt.NDArray[np.intp]:
-    """Places in ``order`` where a mesh comes first."""
     mesh = np.zeros(len(order), dtype=np.int64)
     for name in MESH:
         mesh = mesh * (int(found.columns[name].max(initial=0)) + 1) + found.columns[name][order]
@@ -321,7 +321,6 @@ def _first_of_mesh(found: Space, order: npt.NDArray[np.intp]) -> npt.NDArray[np.
 
 
 def _order(found: Space, seconds: Array, reserved: Array) -> npt.NDArray[np.intp]:
-    """The fastest first; of equally fast ones the simplest, then the one that needs least memory."""
     columns = found.columns
     keys = (reserved, columns["zero"], columns["schedule"], columns["fsdp"], np.round(seconds, 9))
     return np.lexsort(keys) if len(seconds) else np.zeros(0, dtype=np.intp)
