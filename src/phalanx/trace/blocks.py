@@ -44,7 +44,6 @@ def open_up(modules: Iterable[nn.Module]) -> None:
 
 
 def _called(module: nn.Module) -> list[nn.Module]:
-    """The module, or what in it has parameters and is called."""
     if next(module.parameters(), None) is None:
         return []
     if can_be_called(module):
@@ -70,7 +69,6 @@ def _collect(module: nn.Module, found: list[nn.Module]) -> None:
 
 
 def _blocks_in(container: nn.Module) -> list[nn.Module]:
-    """The children of a container that are blocks, of which there are at least two."""
     members: list[nn.Module] = []
     if isinstance(container, nn.ModuleList | nn.Sequential | nn.ModuleDict):
         members = [member for member in container.children() if _is_block(member, container)]

@@ -51,7 +51,6 @@ class MetaMode(TorchDispatchMode):
 
 
 def _of_elements(func: Any, args: Any, kwargs: dict[str, Any], tensors: list[Tensor]) -> Tensor:
-    """Of the broadcast shape, laid out as the inputs are, and of the type that single elements give."""
     single_args, single_kwargs = tree_map(_single, (args, kwargs))
     made = func(*single_args, **single_kwargs)
     shape = np.broadcast_shapes(*(one.shape for one in tensors))
@@ -60,8 +59,6 @@ def _of_elements(func: Any, args: Any, kwargs: dict[str, Any], tensors: list[Ten
 
 
 def _strides(shape: Sequence[int], each: Sequence[tuple[int, ...]]) -> list[int]:
-    """Dense, with dimensions in the order of the first input that tells two of them apart."""
-
     def further_out(one: int, other: int) -> int:
         for strides in each:
             if strides[one] and strides[other] and strides[one] != strides[other]:
@@ -231,7 +228,6 @@ def fake(mode: Mode, tensor: Tensor, device: torch.device | None = None, dtype: 
 
 
 def _copied(tensor: Tensor) -> Tensor:
-    """A copy; of what has no values small random ones."""
     if tensor.device.type == "meta":
         made = torch.zeros(tensor.shape, dtype=tensor.dtype, device="cpu")
         made = made.normal_(std=0.02) if made.is_floating_point() else made

@@ -94,7 +94,6 @@ def _form(piece: MeasuredPart) -> tuple[object, ...]:
 
 
 def _rows(run: MeasuredModel) -> list[tuple[str, int, int, bool]]:
-    """(name, block, count, whether its parameters were counted before) of each run of alike blocks."""
     rows: list[tuple[str, int, int, bool]] = []
     for name, index, again in run.turns:
         if rows and rows[-1][1] == index and rows[-1][3] == again:
@@ -142,7 +141,6 @@ def _operation(ops: Sequence[Op], fit: Sizes) -> Operation:
 
 
 def _saved(each: Sequence[Sequence[SavedBytes]], fit: Sizes) -> tuple[Saved, ...]:
-    """What grows alike and can be divided alike added up."""
     groups: dict[tuple[float, float, int, Share, bool, bool, int], float] = {}
     for kept in each:
         one, law = kept[0], fit.law([size.elements for size in kept])
@@ -203,7 +201,7 @@ def _run(call: ModelCall, form: _ScaledShape, dtype: Any) -> MeasuredModel:
 
 @dataclass(frozen=True, slots=True)
 class _ScaledShape:
-    """Shapes of inputs with other numbers of samples and tokens."""
+    """Input shapes for other numbers of samples and tokens."""
 
     samples: int
     length: int

@@ -158,7 +158,7 @@ def _block(name: str, trace: Trace, outer: _AroundBlocks, units: Units) -> Measu
 
 
 class _AroundBlocks:
-    """What is around the blocks, as what comes before and what comes after."""
+    """The part of a model before its blocks and the part after them."""
 
     def __init__(self, run: Traced, known: ParameterFacts, units: Units) -> None:
         self.run, self.trace, self.known, self.units = run, run.around, known, units
@@ -171,7 +171,6 @@ class _AroundBlocks:
         self.tied = 0
 
     def pieces(self) -> list[MeasuredPart]:
-        """Before and after; one piece if there are no blocks."""
         ops = _ops(self.made, self.found, self.trace, self.experts)
         if not self.turns:
             return [self._piece("block", range(1), ops, self.names)]
@@ -208,7 +207,6 @@ class _AroundBlocks:
         )
 
     def _tables(self) -> dict[str, int]:
-        """Tables of embeddings that are cut: large ones, and those of the vocabulary of a head that is."""
         held = self.trace.parameters
         rows = {
             held[one.memory]: one.shape[0]
@@ -242,7 +240,6 @@ def _ops(made: Sequence[KernelWork], found: Shares, trace: Trace, experts: Mappi
 
 
 def _for_weights(made: Sequence[KernelWork], trace: Trace) -> list[bool]:
-    """Return True if nothing but gradients of parameters comes of each operation of the backward."""
     of_weights, waited = set(trace.gradients), set(trace.leaving)
     only: list[bool] = []
     read: set[int] = set()
@@ -260,7 +257,6 @@ def _for_weights(made: Sequence[KernelWork], trace: Trace) -> list[bool]:
 
 
 def _fused(made: Sequence[KernelWork], trace: Trace) -> list[float]:
-    """Elements that each operation moves where runs of neighbours are one kernel."""
     counts = [work.traffic for work in made]
     last_read: dict[int, int] = {}
     for index, work in enumerate(made):
@@ -328,7 +324,6 @@ def _kept(
 
 
 def _working(trace: Trace, segments: set[int], saved: Iterable[int], itemsize: int) -> float:
-    """Most elements alive at once, forward or backward, beyond what is saved."""
     apart = {*trace.parameters, *trace.others, *trace.gradients}
     held = sum(trace.tape.memories[one].bytes for one in saved if one not in apart)
     alive, most = 0, 0

@@ -214,7 +214,7 @@ class OperationRecorder(TorchDispatchMode):
         self._causal.add(self.number(mask))
 
     def _keep_fp32(self, statistics: Iterable[Tensor]) -> None:
-        """Accelerators keep the mean and the scale of a norm in fp32 whatever it computes in; CPUs do not."""
+        """Keep the mean and scale of a norm in fp32, as accelerators do for any type; CPUs do not."""
         for one in statistics:
             if one.is_floating_point() and one.itemsize < _FP32:
                 self.tape.memories[self.number(one)] = Storage(one.numel() * _FP32, _FP32, True)
@@ -267,7 +267,6 @@ _VIEWS = {"_unsafe_view", "_reshape_alias", "detach", "detach_", "lift_fresh", "
 
 
 def _is_free(func: Any) -> bool:
-    """Return True if it moves no numbers: a view, or a question."""
     if func._schema.name.partition("::")[2] in _VIEWS:
         return True
     infos = [one.alias_info for one in func._schema.returns]
@@ -275,7 +274,6 @@ def _is_free(func: Any) -> bool:
 
 
 def _same_memory(func: Any, inputs: Iterable[TensorUse], outputs: Iterable[TensorUse]) -> bool:
-    """Return True if all that it gives lies where its inputs do, though it writes nothing: a view without saying so."""
     if any(one.alias_info is not None and one.alias_info.is_write for one in func._schema.arguments):
         return False
     return {one.memory for one in outputs} <= {one.memory for one in inputs}
@@ -312,7 +310,7 @@ def _again(recorder: OperationRecorder, function: Callable[..., Any], *args: Any
 
 
 class _Reentrant:
-    """In place of ``CheckpointFunction``."""
+    """Replacement for torch's ``CheckpointFunction``."""
 
     @staticmethod
     def apply(function: Callable[..., Any], preserve: bool, *args: Any) -> Any:

@@ -255,7 +255,7 @@ class _Instead(TorchFunctionMode):
 
 
 def _put_values(recorder: OperationRecorder, output: Tensor, name: str, *args: Any, **how: Any) -> None:
-    """Compute into ``output`` where tensors have values: what comes after may have shapes that depend on them."""
+    """Compute into ``output`` if tensors have values: later shapes may depend on them."""
     if isinstance(output, FakeTensor) or output.device.type == "meta":
         return
     with recorder.paused(), torch.no_grad(), torch._C.DisableTorchFunction():

@@ -158,7 +158,7 @@ def known_architectures() -> list[str]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Architecture:
-    """Which standard model an architecture is, and what its configuration calls the numbers."""
+    """The standard model of an architecture, and the names of its sizes in a configuration."""
 
     family: Family  # the standard model
     # name in ``Shape`` → name in the configuration, where it is not the usual one

@@ -85,7 +85,6 @@ class _ShareWalk:
         self.stream |= self.around.stream
 
     def forward(self, work: KernelWork) -> None:
-        """Follow one operation."""
         weight = _weight_of(work, self.around.parameters)
         read = self._columns_in(work.step.inputs)
         if weight is not None and work.kind == "matmul":
@@ -97,13 +96,11 @@ class _ShareWalk:
         self._made(work.outputs, read, work.step.inputs, stream=work.name == "embedding")
 
     def leave(self) -> None:
-        """What is still divided where the part ends was divided in vain."""
         for memory in self.around.leaving:
             self.spoilt |= self.inner.get(memory, frozenset())
         self.spoilt |= {name for name, role in self.roles.items() if role == "column" and name not in self.paired}
 
     def finished(self, works: Sequence[KernelWork]) -> Shares:
-        """What is known of the forward, carried through the backward."""
         self.kept = frozenset(self.inner)
         found = [self._share(work) for work in works]
         memories = dict.fromkeys(self.stream, Division("tokens"))
@@ -113,7 +110,6 @@ class _ShareWalk:
         return Shares(found, memories, cut, self.heads, frozenset(self.widths.values()))
 
     def _most(self, columns: Iterable[str]) -> int:
-        """Over how many ranks what these columns make is divided: as long as one of them is."""
         return max((self.most.get(name, EVERY) for name in columns), default=EVERY)
 
     def _limit(self, columns: Iterable[str], most: float) -> None:
@@ -121,7 +117,6 @@ class _ShareWalk:
             self.most[name] = min(int(most), self.most.get(name, EVERY))
 
     def _count_heads(self, work: KernelWork) -> None:
-        """Heads of keys: as attention has them, or fewer where they are repeated after their projection."""
         if work.kind == "attention":
             heads, width = work.dims[2], work.dims[5]
         elif work.name in ("bmm", "baddbmm") and all(one.memory in self.inner for one in work.operands):

@@ -120,7 +120,6 @@ class _TracedRun:
         self.leaving: set[int] = set()
 
     def whole(self, args: Any, kwargs: Any, loss: Callable[[Any], Any], batch: Any) -> Traced:
-        """The model and its loss, forward and backward."""
         recorder = self.recorder
         inside = {id(one) for block in self.blocks for one in block.parameters()}
         within = {child for block in self.blocks for child in block.modules()}
@@ -186,7 +185,6 @@ class _TracedRun:
         return instead
 
     def _given(self, like: Any, tensors: list[Tensor], values: list[Any]) -> Any:
-        """What a block gives, joined to what it was given so that the backward passes through."""
         recorder = self.recorder
         recorder.segment += 1
         turn = recorder.segment
@@ -211,7 +209,6 @@ class _TracedRun:
     def _made(
         self, like: Any, tensors: list[Tensor], back: Callable[[tuple[Tensor, ...]], None], values: list[Any]
     ) -> list[Any]:
-        """The leaves of what a block gives, with these ``values`` where they are known."""
         specs: list[Spec] = self.forms[like][0]
         floats = [one for one in tensors if one.requires_grad]
         made = [one for one in specs if isinstance(one, MadeTensor)]
@@ -231,7 +228,6 @@ class _TracedRun:
 def _alone(
     block: nn.Module, forward: Callable[..., Any], leaves: list[Any], structure: Any, outside: OperationRecorder
 ) -> tuple[Trace, Any]:
-    """One block's forward and backward; its trace, and what its output is made of."""
     originals = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     outer = [one.detach().requires_grad_(one.requires_grad) for one in originals]
     tensors = [Entered.apply(one) if one.requires_grad else one for one in outer]
@@ -319,8 +315,6 @@ def _replaced(forwards: dict[nn.Module, Callable[..., Any]]) -> Iterator[None]:
 def _calls(
     module: nn.Module, without: set[nn.Module], counted: dict[int, int], where: Callable[[], int]
 ) -> Iterator[None]:
-    """Counts calls of modules without children, by segment."""
-
     def count(*_: Any) -> None:
         counted[where()] = counted.get(where(), 0) + 1
 
