@@ -226,7 +226,6 @@ class Accidents:
             raise RollBackError(accident.told)
 
     def _keep(self, accident: Accident, seen: Sighting, step: Step, batch: StepBatch) -> tuple[list[int], str]:
-        """Write the micro-batch that was seen first; gives its samples, and where it is."""
         folder, micro = self._folder, batch.parts[seen.part][seen.micro]
         if folder is None:
             return list(micro.ids), ""
@@ -269,7 +268,6 @@ class Accidents:
 
 
 def _way_on(run: RunSpec | None) -> str:
-    """What to try where an update has spoilt a parameter: what a run under that plan can do."""
     if run is None:
         return "a lower lr"
     if run.on_nonfinite == "rollback" or keeps_from_going_back(run.plan):
@@ -290,7 +288,6 @@ _DATA_ADVICE = (
 
 
 def _place(accident: Accident, seen: Sighting, ids: Collection[int]) -> str:
-    """Where numbers went wrong first, in words."""
     few = ", ".join(map(str, list(ids)[:_MOST_NAMED])) + (", ..." if len(ids) > _MOST_NAMED else "")
     if seen.of_data and accident.kind != "spike":
         return f"First not finite: {seen.where}, sample{'s' if len(ids) > 1 else ''} {few}, on rank {seen.rank}."

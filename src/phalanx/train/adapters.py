@@ -127,7 +127,6 @@ def _class_of(section: Mapping[str, Any]) -> Any:
 
 
 def _built(section: Mapping[str, Any], kind: Any, values: Mapping[str, torch.Tensor]) -> nn.Module:
-    """The model with adapters, of whatever values; its tensors have the types of those."""
     import peft
 
     configs = {name: peft.PeftConfig.from_peft_type(**dict(one)) for name, one in section["adapters"].items()}
@@ -146,7 +145,6 @@ def _built(section: Mapping[str, Any], kind: Any, values: Mapping[str, torch.Ten
 
 
 def _refuse_more_than_adapters(model: Any, path: Path) -> None:
-    """Refuse where something that training has changed is not in what peft writes of the adapters."""
     from peft import get_peft_model_state_dict
 
     states = [get_peft_model_state_dict(model, adapter_name=name) for name in model.peft_config]
@@ -178,7 +176,6 @@ def _merged(model: Any) -> nn.Module:
 
 
 def _plain(value: Any) -> Any:
-    """``value`` of a configuration, as JSON has it; sets in order."""
     if isinstance(value, Enum):
         return value.value
     if isinstance(value, set | frozenset):

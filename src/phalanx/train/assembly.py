@@ -146,7 +146,6 @@ def build(
 
 
 def _refuse_unlooked(job: Job, plan: Plan, findings: Findings | None) -> None:
-    """Refuse what a look refuses, where there was none or it has not ended."""
     if findings is None or not findings.looked:
         from phalanx.train.look_ahead import refuse_what_does_not_add_up
 
@@ -155,7 +154,7 @@ def _refuse_unlooked(job: Job, plan: Plan, findings: Findings | None) -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Site:
-    """Where a step is built: ``rank`` of the replica group that ``own`` lays out, of the ``plan``, over these data."""
+    """The place where a step is built: ``rank`` of the replica group laid out by ``own``, plan and data."""
 
     plan: Plan
     own: Plan
@@ -186,7 +185,6 @@ class _Site:
 def _plain(
     job: Job, site: _Site, module: nn.Module, findings: Findings | None, across: Counterparts | None
 ) -> tuple[Step, list[str]]:
-    """The step of a job with one update, and notes."""
     own, loader, device, found = site.own, site.loader, site.device, list[str]()
     facts = known_facts(findings, module, own)
     whole = {name: tensor.shape for name, tensor in module.named_parameters() if tensor.requires_grad}
@@ -208,7 +206,6 @@ def _plain(
 
 
 def _phased(job: Job, site: _Site, module: nn.Module) -> PhasedStep:
-    """The step of a job with phases."""
     jobs, parameters = phase_jobs(job), parameters_of_phases(job, module)
 
     def examples() -> Iterator[Example]:
@@ -230,9 +227,9 @@ def _phased(job: Job, site: _Site, module: nn.Module) -> PhasedStep:
 def _followed(
     job: Job, optimizer: torch.optim.Optimizer, scheduler: LRScheduler | None, everyone: Everyone
 ) -> TorchScheduler | None:
-    """What steps the scheduler that the job gives beside its optimizer, if it gives one.
+    """Return the scheduler that the job provides beside its optimizer, if any.
 
-    Collective then, and where gradients are clipped by group: both know groups by their place.
+    Then, and if gradients are clipped by group, this is collective: both identify groups by position.
     """
     if _knows_groups_by_place(job, scheduler):
         same_groups(len(optimizer.param_groups), everyone)
@@ -244,24 +241,17 @@ def _knows_groups_by_place(job: Job, scheduler: LRScheduler | None) -> bool:
 
 
 def _groups_of_names(parameters: Mapping[str, torch.Tensor], optimizer: torch.optim.Optimizer) -> dict[str, int]:
-    """The place of the group that each parameter is in."""
     places = {id(one): place for place, group in enumerate(optimizer.param_groups) for one in group["params"]}
     return {name: places[id(tensor)] for name, tensor in parameters.items() if id(tensor) in places}
 
 
 def _look_with(job: Job, module: nn.Module, loader: Loader, facts: Facts | None, found: list[str]) -> Example:
-    """What ``module`` is looked at with, where no ``facts`` are known; ``found`` gets a note if that takes values."""
     example = replace(example_of(job, module, loader), facts=facts)
     found += [] if facts else give_needed_values(module, example)
     return example
 
 
 def _total_steps(job: Job, loader: Loader) -> int:
-    """The step at which a decay that states none of its own ends.
-
-    Raises:
-        SpecError: if nobody knows, and the decay must.
-    """
     schedule = job.lr_schedule
     if loader.total_steps is not None:
         return loader.total_steps

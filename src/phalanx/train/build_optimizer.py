@@ -69,7 +69,6 @@ def _fusible(parameter: Tensor) -> bool:
 
 
 def _chosen(group: Mapping[str, Any]) -> bool:
-    """Return True if the job says how ``group`` is stepped."""
     named = any(group.get(key) is not None for key in ("foreach", "fused"))
     return named or any(group.get(key) for key in ("capturable", "differentiable")) or isinstance(group["lr"], Tensor)
 

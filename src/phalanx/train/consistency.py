@@ -168,7 +168,6 @@ def same_initial_values(module: nn.Module, everyone: Everyone = from_every_rank)
 
 
 def _alike_everywhere(value: Any, everyone: Everyone) -> bool:
-    """Return True if all ranks are known to give the same; else each has to hear what the others have."""
     return everyone is from_every_rank and alike(value)
 
 

@@ -122,7 +122,6 @@ class CoupledLoss(GradAccumulation):
         self._pieces[place] = OutputPiece(output=output, batch=micro.batch, samples=micro.samples)
 
     def _solve(self) -> None:
-        """The loss of the whole batch, and its gradient with regard to each output here. Collective."""
         step, places = self._step, sorted(self._pieces)
         pieces = [self._pieces.pop(place) for place in places]
         device = self._device_of(0)
@@ -145,7 +144,6 @@ class CoupledLoss(GradAccumulation):
         return self._step.rows.device if len(modules) == 1 else next(modules[part].parameters()).device
 
     def _factor_of_whole(self, read: LossReading) -> Any:
-        """What turns the loss as it came into what backward runs on: its mean, times what gradients are divided by."""
         if self._step.progress.loss_scale:
             self._divided_by = self._constant()
             return read.weight / self._divided_by
@@ -156,7 +154,7 @@ class CoupledLoss(GradAccumulation):
         return read.weight * self._step.layout.divisor / (read.count or 1)
 
     def _check_same(self, place: Place, tensors: list[Tensor]) -> None:
-        """On CUDA in the first step alone, for it waits for the device."""
+        """Compare the loss on all ranks; on CUDA in the first step only, because it waits for the device."""
         before = self._outputs.pop(place)
         if tensors and tensors[0].device.type != "cpu" and self._step.last is not None:
             return
@@ -175,7 +173,7 @@ _ANOTHER = (
 
 
 class _FromGradients(torch.autograd.Function):
-    """Gives ``value``; its backward hands ``grads`` on to ``outputs``."""
+    """Autograd node with output ``value``, whose backward passes ``grads`` to ``outputs``."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, grads: list[Tensor], *outputs: Tensor) -> Tensor:

@@ -137,9 +137,9 @@ class DriftWatch:
             )
 
     def _look_closer(self, look: _Look) -> ReplicaDifference | None:
-        """Which tensor, by how much, on which ranks: the first that is no rounding, else the first of all.
+        """Return tensor, difference and ranks: the first difference beyond rounding, else the first of all.
 
-        ``None`` where nothing differs any more.
+        ``None`` if there is no difference any more.
         """
         each = self._rows(torch.stack([bit_sum([piece.of(self._tensors)]).cpu() for piece in look.part]))
         rounding: ReplicaDifference | None = None
@@ -151,7 +151,6 @@ class DriftWatch:
         return rounding
 
     def _difference(self, step: int, piece: Piece) -> ReplicaDifference:
-        """By how much ``piece`` differs where it does most, and on which ranks there."""
         values = piece.of(self._tensors)
         blocks = values.tensor_split(min(_BLOCKS, max(1, values.numel())))
         rows = self._rows(torch.stack([bit_sum([block]).cpu() for block in blocks]))
@@ -181,7 +180,6 @@ class DriftWatch:
         )
 
     def _rows(self, mine: torch.Tensor) -> list[list[int]]:
-        """``mine``, as every rank of the group has it."""
         size = self._group.size()
         out = torch.empty(size * mine.numel(), dtype=mine.dtype)
         all_gather_flat(out, mine, self._group)
@@ -245,7 +243,6 @@ class ReplicaDifference:
 
 
 def _grouped(blocks: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """``blocks``, as many at a time as are compared at once."""
     group, elements = list[torch.Tensor](), 0
     for block in blocks:
         if group and elements + block.numel() > _AT_ONCE:
@@ -257,12 +254,11 @@ def _grouped(blocks: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
 
 
 def _differing(rows: Sequence[Sequence[int]]) -> list[int]:
-    """Columns that are not the same in all ``rows``."""
     return [index for index, column in enumerate(zip(*rows, strict=True)) if len(set(column)) > 1]
 
 
 def _parts(tensors: Mapping[str, torch.Tensor]) -> list[list[Piece]]:
-    """All elements in parts of about as many bytes each; a part need not end with a tensor."""
+    """Yield all elements in parts of about equal bytes; a part may end within a tensor."""
     total = sum(tensor.nbytes for tensor in tensors.values())
     parts: list[list[Piece]] = [[] for _ in range(PARTS)]
     at = 0
@@ -279,7 +275,7 @@ def _parts(tensors: Mapping[str, torch.Tensor]) -> list[list[Piece]]:
 
 
 def _words(flat: torch.Tensor) -> Iterator[torch.Tensor]:
-    """The bits of a flat tensor as whole numbers of eight bytes, and what is left over as bytes."""
+    """Return the bits of a flat tensor as 8-byte integers, and the rest as bytes."""
     flat = flat.contiguous()
     if flat.storage_offset() * flat.element_size() % 8:
         flat = flat.clone()

@@ -55,7 +55,6 @@ def elementwise(job: Job, parameters: Values) -> bool:
 
 
 def _not_elementwise(job: Job, parameters: Values) -> str:
-    """Why the job's optimizer cannot be given parts of parameters; empty where it can."""
     try:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
@@ -179,7 +178,7 @@ def _half(values: Values, dim: int, at: int) -> dict[str, torch.Tensor]:
 
 
 def _apart(expected: Values, found: Values, start: Values) -> float:
-    """The largest difference of a parameter, relative to how far it moved."""
+    """Return the largest difference of a parameter, relative to the length of its update."""
     away = 0.0
     for name, one in expected.items():
         if way := float((one - start[name]).norm()):

@@ -106,7 +106,6 @@ def evaluate(
 
 
 def _of_all_ranks(ratios: Sums, samples: int, assembly: Assembly, device: torch.device) -> tuple[Sums, int]:
-    """Sums and counts, and samples, added up over all ranks. Collective."""
     layout, names = assembly.layout, sorted(ratios)
     if layout.holdings.stages is not None:
         names = max(from_every_rank(names), key=len)
@@ -122,7 +121,6 @@ def _of_all_ranks(ratios: Sums, samples: int, assembly: Assembly, device: torch.
 
 
 def _computed(sums: EvaluationSums, assembly: Assembly, *, trial: bool) -> dict[str, float]:
-    """The metrics that are computed from what all ranks have. Collective; the first that has them tells, for all."""
     sent = sums.to_send() if assembly.layout.holdings.counts else EvaluationSums().to_send()
     found = sums.computed(assembly.from_every_rank(sent), trial=trial)
     return next((one for one in assembly.from_every_rank(found) if one), {})
@@ -148,7 +146,6 @@ def refuse_metrics(found: Found, plan: Plan) -> None:
 
 
 def _weights(assembly: Assembly) -> AbstractContextManager[None]:
-    """Within, the model has the weights that are evaluated."""
     if assembly.local_sgd:
         return assembly.local_sgd.averaged()
     average = assembly.step.average

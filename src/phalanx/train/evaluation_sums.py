@@ -127,7 +127,6 @@ def _unpacked(packed: list[Any]) -> Tensor:
 
 
 def _whole(sent: list[dict[str, Any]], name: str) -> dict[str, Tensor]:
-    """Of one metric: sums added in rank order, rows joined in the order of the data."""
     sums, rows = dict[str, Tensor](), dict[str, list[tuple[int, Tensor]]]()
     for one in sent:
         for key, packed in one["sums"][name].items():

@@ -114,7 +114,6 @@ def left_out(job: Job | None, path: Path) -> dict[str, Tensor]:
 
 
 def _fingerprint_of(block: Tensor, offsets: tuple[int, ...], shape: tuple[int, ...]) -> int:
-    """The part of a tensor's fingerprint that a block of it has."""
     if not block.numel():
         return 0
     strides = [prod(shape[dim + 1 :]) for dim in range(len(shape))]

@@ -100,7 +100,6 @@ class GradAccumulation(MicroBatchWork):
         return read_loss(result, samples, self._step.progress.step)
 
     def _on_device(self, micro: MicroBatch, device: torch.device) -> Any:
-        """The batch that this thread's last forward has moved there, or another that is moved now."""
         known, batch = self._at_hand.get(threading.get_ident(), (None, None))
         return batch if known is micro else to_device(micro.batch, device)
 
@@ -118,7 +117,6 @@ class GradAccumulation(MicroBatchWork):
         return self._given(numbers[:-1].tolist() if kind_of(numbers.device).on_host else numbers[:-1])
 
     def _given(self, numbers: list[float] | torch.Tensor) -> Totals:
-        """Sum and count; those of losses by name are kept."""
         self.named = numbers[2:]
         return numbers[:2] if isinstance(numbers, torch.Tensor) else (numbers[0], numbers[1])
 
@@ -138,7 +136,7 @@ class GradAccumulation(MicroBatchWork):
         return (factor / totals[1].clamp(min=1e-30)).to(torch.float32)
 
     def _factor(self, read: LossReading) -> Any:
-        """What to multiply this micro-batch's value by before backward; 0 for a filler, there to keep ranks in step."""
+        """Return the factor of this micro-batch's value before backward; 0 for a filler that keeps ranks in step."""
         step, count, scaled = self._step, read.count, self._step.progress.loss_scale
         if read.mean and not step.sync.per_replica and not scaled:
             self._exact = True
@@ -152,7 +150,6 @@ class GradAccumulation(MicroBatchWork):
         return read.weight / self._divided_by
 
     def _constant(self) -> float:
-        """What backward divides sums by, the same on every rank."""
         scaling = self._step.progress.loss_scale
         if scaling:
             # The same scale on every sample under every plan: what overflows on one device overflows on many.
@@ -164,7 +161,6 @@ class GradAccumulation(MicroBatchWork):
         return read.value.device if read else next(self._step.layout.module.parameters()).device
 
     def _local_numbers(self, device: torch.device) -> list[float] | torch.Tensor:
-        """Sum and count of the loss here, then of each by name."""
         reads = [self._read[place] for place in sorted(self._read)] if self._step.layout.holdings.counts else []
         length, kind = 2 + 2 * len(self._step.names), kind_of(device)
         if kind.on_host:

@@ -103,7 +103,6 @@ def clip_values(grads: list[torch.Tensor], limit: float) -> None:
 
 
 def _elements(grad: torch.Tensor) -> torch.Tensor:
-    """What ``grad`` has of elements, in its own memory; of a sparse one, whose rows have been added up, its rows."""
     return grad._values() if grad.is_sparse else grad  # scaling it made torch forget that they have been
 
 
@@ -157,7 +156,6 @@ def global_norm(held: RankHoldings, *, quick: bool = False, values: bool = False
 
 
 def _groups(grad: torch.Tensor, holding: TensorShard | None) -> tuple[dist.ProcessGroup, ...] | None:
-    """The groups over which a gradient is shared out; ``None`` where another rank's copy counts."""
     found: list[dist.ProcessGroup] = []
     if is_dtensor(grad):
         sharded = (dim for dim, placement in enumerate(grad.placements) if placement.is_shard())

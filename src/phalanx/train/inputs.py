@@ -83,7 +83,6 @@ def _as_arguments(value: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def _forward_names(module: nn.Module) -> tuple[list[str], bool]:
-    """Names of ``forward``'s parameters, with those of what it wraps and hands the rest to; whether it takes any."""
     names, others = list[str](), True
     while others:
         forward: Callable[..., Any] = type(module).forward

@@ -112,11 +112,10 @@ class Interruptions:
             self.save = self.save or bool(save)
 
     def _wanted(self) -> list[int]:
-        """The signal that asks to stop, and whether it is time to save; 0 for what was agreed on already."""
+        """Return the signal to stop and True if it is time to save; 0 for an already agreed signal."""
         due = self._leads and bool(self._seconds) and time.monotonic() - self._saved >= self._seconds
         return [0 if self.stop else self._asked(), int(due and not self.save)]
 
 
 def _together(plan: Plan, taken: int) -> bool:
-    """Return True if replicas are equal after so many steps anyway, so that a save changes nothing."""
     return plan.sync == "each" or taken <= plan.after or (taken - plan.after) % plan.every == 0

@@ -95,7 +95,6 @@ def refusals(job: Job, plan: Plan) -> list[Problem]:
 
 
 def _look_at_phases(job: Job, plan: Plan, start: RunStart) -> Findings:
-    """What is found of each phase as a job by itself; facts are not: a rank looks at every phase's forward."""
     module = begun(without_values(job))[0]  # first: whether each parameter is of one phase
     if start.checkpoint:
         refuse_another_model(start.checkpoint, module)

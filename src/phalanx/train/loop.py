@@ -233,14 +233,13 @@ class TrainingLoop:
             self.leave()
 
     def _catch_up(self) -> None:
-        """Evaluate where the run ended after the save of this step, and before its evaluation."""
         unknown = self._best is not None and not self._best.knows(self._stepper.taken)
         awaited = unknown or self._stepper.awaits_evaluation()
         if awaited and self._stepper.taken and self._due(self._job.evaluate_every):
             self.evaluate()
 
     def _try_evaluation(self) -> None:
-        """Once, before anything is trained: what cannot be evaluated is known then."""
+        """Evaluate once before training, so that a failing evaluation is known then."""
         if self._tried or self._job.evaluate is None:
             return
         found = self._stepper.evaluate(self._interruptions, batches=1)
@@ -257,7 +256,6 @@ class TrainingLoop:
             self._recorder.write("ended_early", step=self._stepper.taken, **facts, evaluations=since)
 
     def _read_best(self) -> None:
-        """Take up the evaluations of the run up to the step where it goes on."""
         if self._best is None or self._job.best is None:
             return
         evaluations = self._stepper.agreed(BestSoFar.read(self._job.best, self._run.folder).evaluations)
@@ -309,7 +307,7 @@ class TrainingLoop:
             self._record_saved()
 
     def _record_saved(self) -> None:
-        """Record the checkpoint begun last once it is written: steps may have been taken since."""
+        """Record the last begun checkpoint once it is written, possibly some steps later."""
         saved = self._saving
         if saved is None or not saved.published:
             return

@@ -126,7 +126,6 @@ class MeasuredStep:
         yield from self._step.layout.parameters.values()
 
     def _fixed(self) -> set[int]:
-        """Storages that are no activations whoever saves them."""
         return {memory._cdata for memory in self._storages((*self._values(), *self._step.layout.module.buffers()))}
 
     def _bytes(self, tensors: Iterable[Tensor], but: Iterable[Tensor] = ()) -> int:
@@ -144,7 +143,7 @@ class MeasuredStep:
 
 
 class _SavedTensor:
-    """A tensor that autograd has saved; says when it is let go."""
+    """A tensor saved by autograd that reports its release."""
 
     __slots__ = ("_freed", "_keys", "tensor")
 
@@ -226,7 +225,6 @@ class SavedActivationsMeter:
         return tensor
 
     def _see(self, tensor: Tensor) -> None:
-        """Somebody else's hooks are given ``tensor``."""
         counted = self._counted(tensor)
         if not counted:
             return
@@ -239,7 +237,6 @@ class SavedActivationsMeter:
                     weakref.finalize(memory, self._ended.append, memory._cdata).atexit = False
 
     def _counted(self, tensor: Tensor) -> list[torch.UntypedStorage]:
-        """The memory of ``tensor``, if that is an activation's."""
         there = [
             memory
             for memory in _storages(tensor, self._uncounted)
@@ -263,7 +260,7 @@ class SavedActivationsMeter:
         self._holders[key] += 1
 
     def _settle(self) -> None:
-        """Take in what was let go since; addresses are given out again, so this comes before anything new."""
+        """Count releases so far; memory addresses are reused, so this must come before new tensors."""
         while self._ended:
             key = self._ended.popleft()
             self._watched.discard(key)
@@ -293,7 +290,7 @@ class SavedActivationsMeter:
         return entering
 
     def _keeping_ends(self, keeping: Any) -> Callable[..., None]:
-        """Selective recompute keeps results without hooks, those that autograd does not ask for among them."""
+        """Count results that selective recompute keeps without hooks, even those unused by autograd."""
         leave = keeping.__exit__
 
         def leaving(mode: Any, *error: Any) -> None:
@@ -305,7 +302,7 @@ class SavedActivationsMeter:
         return leaving
 
     def _disabling(self) -> Callable[[str], AbstractContextManager[None]]:
-        """torch.func refuses to run inside hooks; inside these, which change nothing, it may."""
+        """Let torch.func run inside these hooks, which change no tensor; it refuses hooks otherwise."""
         disable = graph.disable_saved_tensors_hooks
 
         @contextmanager
@@ -327,11 +324,11 @@ class SavedActivationsMeter:
 
 
 class _Hooks(graph.saved_tensors_hooks):
-    """Those of ``SavedActivationsMeter``."""
+    """The saved-tensor hooks of ``SavedActivationsMeter``."""
 
 
 class _WatchedHook:
-    """Somebody else's hook, with a look at what it is given."""
+    """Another library's hook, with the meter reading its argument."""
 
     def __init__(self, hook: Callable[[Tensor], Any], see: Callable[[Tensor], None]) -> None:
         self._hook, self._see = hook, see
@@ -342,7 +339,6 @@ class _WatchedHook:
 
 
 def _tensors(state: Any) -> Iterator[Tensor]:
-    """Those of an optimizer's state, whatever kinds of mapping and sequence they lie in."""
     if isinstance(state, Tensor):
         yield state
     elif isinstance(state, Mapping):
@@ -354,7 +350,6 @@ def _tensors(state: Any) -> Iterator[Tensor]:
 
 
 def _storages(tensor: Tensor, uncounted: set[str]) -> list[torch.UntypedStorage]:
-    """The memory that a tensor lies in; its kind goes to ``uncounted`` where nobody can tell."""
     try:
         if is_sliced(tensor):
             return [tensor._local.untyped_storage()]

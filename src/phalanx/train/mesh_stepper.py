@@ -101,10 +101,7 @@ def rank_of_mesh(
 
 
 def _await_start(assembly: Assembly) -> None:
-    """No rank computes, and may fail, before the log has the start: an error that stood before it would be of none.
-
-    Collective.
-    """
+    """Wait until the log has the start event, so that no rank's error is logged before it. Collective."""
     if assembly.local_sgd:
         assembly.from_every_rank(None)
     else:
@@ -112,7 +109,6 @@ def _await_start(assembly: Assembly) -> None:
 
 
 def _event_writer(run: RunSpec, place: Place, recorder: RunRecorder) -> Callable[..., None] | None:
-    """What appends an event from here: to rank 0's log, or, in the first rank of another replica, beside it."""
     if run.plan.sync == "each" or place.rank == 0:
         return recorder.write
 
@@ -124,7 +120,6 @@ def _event_writer(run: RunSpec, place: Place, recorder: RunRecorder) -> Callable
 
 
 def _ledger(run: RunSpec, place: Place, first_step: int) -> Ledger | None:
-    """Open the ledger of this rank's samples; ``None`` if another rank of its replica writes it."""
     plan, at = run.plan, run.plan.coordinate(place.rank)
     if at["pp"] or at["cp"] or at["tp"]:
         return None

@@ -108,10 +108,10 @@ def _run_again(step: Step, batch: StepBatch) -> Sighting:
 
 
 def _or_of_data(seen: Sighting, parts: Sequence[Sequence[MicroBatch]]) -> Sighting:
-    """``seen`` in a forward or backward, or what was wrong before that: the numbers of its samples.
+    """Return ``seen``, or the non-finite input that came before it.
 
-    Where ``seen`` tells samples, others are not to blame: a job may mark what is missing by NaN and leave it out. Minus
-    infinity is what masks are made of, and counts in such samples alone.
+    If ``seen`` names samples, others are not blamed: a job may mark missing values by NaN and leave them out. Minus
+    infinity is usual in masks, and counts only in named samples.
     """
     if seen.order[0] not in (_FORWARD, _BACKWARD):
         return seen
@@ -128,7 +128,6 @@ def _or_of_data(seen: Sighting, parts: Sequence[Sequence[MicroBatch]]) -> Sighti
 
 
 def _columns(batch: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
-    """The dense tensors in a batch, each by the keys and indices that lead to it; no name where it is the batch."""
     if isinstance(batch, Tensor):
         if batch.layout == torch.strided:
             yield name, batch
@@ -141,7 +140,7 @@ def _columns(batch: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
 
 
 class _WatchedAccumulation(GradAccumulation):
-    """The work of a step once more, as a watch looks on."""
+    """A repeated accumulation of a step, watched for non-finite numbers."""
 
     def __init__(self, owner: Step, batch: StepBatch, watch: ModuleWatch) -> None:
         super().__init__(owner, batch)
@@ -159,13 +158,12 @@ class _WatchedAccumulation(GradAccumulation):
         return loss
 
     def means(self) -> Means:
-        """The mean loss of each micro-batch; none on a rank that computes no losses."""
         read = {place: one for place, one in self._read.items() if one.samples}
         return {place: float(one.value) * one.weight / (float(one.count) or 1.0) for place, one in read.items()}
 
 
 class _WatchedCoupledLoss(_WatchedAccumulation, CoupledLoss):
-    """The same of a step whose loss is of the whole batch."""
+    """A repeated step with a loss of the whole batch, watched for non-finite numbers."""
 
 
 @final
@@ -275,7 +273,7 @@ def _called(name: str) -> str:
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
-    """What this rank computed of the tensors in ``value``; those of other stages of a pipeline are not here."""
+    """Return the tensors in ``value`` computed on this rank; those of other pipeline stages are not here."""
     for leaf in tree_leaves(
         dict(value) if isinstance(value, Mapping) else value
     ):  # outputs of transformers are mappings
@@ -285,7 +283,6 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 
 def _finite(tensor: Tensor, *, above: bool = False) -> bool:
-    """Return True if all of it is finite, or with ``above`` minus infinity."""
     tensor = local(tensor)
     if tensor.is_sparse:
         tensor = tensor.coalesce().values()

@@ -195,7 +195,6 @@ def changes_of_forward() -> Generator[dict[str, Any]]:
 
 
 def _held(model: nn.Module) -> dict[str, Any]:
-    """Parameters with their versions, and each module's own attributes with their lengths."""
     found: dict[str, Any] = {name: (one, one._version) for name, one in model.named_parameters()}
     for place, module in model.named_modules():
         own = [(name, one) for name, one in vars(module).items() if name not in _OF_MODULES]

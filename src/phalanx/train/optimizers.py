@@ -34,7 +34,7 @@ Tensors = tuple[Tensor, ...] | list[Tensor]
 
 
 class _TrustRatioOptimizer(Optimizer):
-    """What LARS and LAMB have in common."""
+    """The common base of LARS and LAMB."""
 
     adds_up_over_slices = True
 
@@ -44,7 +44,7 @@ class _TrustRatioOptimizer(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyrefly: ignore
-        """One step over all parameters that have a gradient. Returns what ``closure`` gives."""
+        """Step all parameters with a gradient, and return the result of ``closure``."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -183,7 +183,7 @@ class LAMB(_TrustRatioOptimizer):
             torch._foreach_add_(part.weights, direction, alpha=-part.group["lr"])
 
     def _direction(self, part: _AlikeParameters) -> list[Tensor]:
-        """Adam's update of these parameters, weight decay included, before the trust ratio."""
+        """Return Adam's update of these parameters with weight decay, before the trust ratio."""
         group, gradients = part.group, part.gradients
         beta1, beta2 = group["betas"]
         first = state_of(self, part.parameters, "exp_avg")
@@ -214,7 +214,7 @@ class LAMB(_TrustRatioOptimizer):
 
 @dataclass(frozen=True, slots=True)
 class _AlikeParameters:
-    """Parameters that are stepped alike: of one group, with or without trust ratio. Tensors are the local ones."""
+    """Parameters of one group that are stepped alike, with or without trust ratio. Tensors are local."""
 
     group: dict[str, Any]
     adapted: bool
@@ -260,14 +260,14 @@ def state_of(optimizer: Optimizer, parameters: list[Tensor], key: str) -> list[T
 
 
 def _ratio(above: Tensor, below: Tensor, both: Tensor) -> Tensor:
-    """``above / below``, and 1 where ``both``, the product of the two norms, is 0. Does not wait for the device."""
+    """Return ``above / below``, or 1 if ``both``, the product of the two norms, is 0. Does not wait for the device."""
     return torch.where(both > 0, above / below, 1.0)
 
 
 def _norms(parts: list[_AlikeParameters], updates: list[list[Tensor]]) -> Iterator[tuple[Tensor, ...]]:
-    """L2 norms, in fp32, of the whole weights and of the whole tensors whose local parts stand in ``updates``.
+    """Return L2 norms in fp32 of whole weights and of whole updates, a pair for each parameter of ``parts``.
 
-    A pair for each parameter of ``parts``. All parameters that are sharded over the same ranks share one all-reduce.
+    Parameters sharded over the same ranks share one all-reduce.
     """
     parameters = [parameter for part in parts for parameter in part.parameters]
     columns = [weight for part in parts for weight in part.weights], list(chain.from_iterable(updates))
@@ -290,7 +290,6 @@ def _norms(parts: list[_AlikeParameters], updates: list[list[Tensor]]) -> Iterat
 
 
 def _sharding_groups(parameter: Tensor) -> tuple[dist.ProcessGroup, ...]:
-    """The groups over which this parameter is cut; none where each rank holds all of it."""
     slices: tuple[dist.ProcessGroup, ...] = SLICE_GROUPS.get(parameter) or ()
     if not isinstance(parameter, DTensor):
         return slices

@@ -82,7 +82,6 @@ def own_loss_problems(job: Job, module: nn.Module) -> list[Problem]:
 
 
 def _is_known(base: nn.Module) -> bool:
-    """Return True if the loss of ``base`` is its library's mean over labels that are not -100."""
     forward = type(base).forward
     if not str(getattr(forward, "__module__", "")).startswith("transformers.models."):
         return False
@@ -102,7 +101,6 @@ def _is_known(base: nn.Module) -> bool:
 
 
 def _is_library_loss(base: nn.Module, outputs: frozenset[str]) -> bool:
-    """Return True if ``loss_function`` of ``base`` is the one of its kind, which nobody has put another in place of."""
     from transformers.loss.loss_utils import LOSS_MAPPING
 
     kinds = ["ForCausalLM"] if outputs is SHIFTED else [end for end, has in _HEADS.items() if has is UNSHIFTED]
@@ -113,11 +111,6 @@ def _is_library_loss(base: nn.Module, outputs: frozenset[str]) -> bool:
 @dataclass(frozen=True, slots=True)
 class _CountedMean(ModelLoss):
     def __call__(self, output: Any, batch: Any) -> Any:
-        """``Loss(sum, count)`` of what the model gave for ``batch``.
-
-        Raises:
-            LossError: the output holds no loss, or nobody knows what it is a mean over.
-        """
         mean = _own_loss(output, batch).float()
         count = _labels_counted(output, batch) if self.count is None else self.count(batch)
         if not hasattr(count, "to"):
@@ -127,7 +120,6 @@ class _CountedMean(ModelLoss):
 
 
 def _own_loss(output: Any, batch: Any) -> Any:
-    """The scalar tensor that the model has computed."""
     by_name: Any = getattr(output, "get", None)
     if callable(by_name):
         loss: Any = by_name("loss")
@@ -149,7 +141,6 @@ def _own_loss(output: Any, batch: Any) -> Any:
 
 
 def _labels_counted(output: Any, batch: Any) -> Any:
-    """How many labels the mean of ``output``, of a class of transformers, is over."""
     module, name = type(output).__module__, type(output).__name__
     if not module.startswith("transformers.") or name not in SHIFTED | UNSHIFTED:
         raise LossError(f"{_UNKNOWN.format(what=f'a {name}')}\n    try: {COUNT}")
@@ -167,7 +158,6 @@ _UNKNOWN = "px.model_loss: what the model's own loss is a mean over is not known
 
 
 def _unknown(what: str) -> Problem:
-    """The problem that nobody knows what a mean by ``what`` is over."""
     allowed = (
         "a model of transformers for causal or masked language modelling or classification as its library has it, or "
         "count="

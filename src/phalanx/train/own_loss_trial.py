@@ -52,7 +52,6 @@ def miscounted(job: Job, module: nn.Module, loader: Loader) -> list[Problem]:
 
 
 def _tries(loader: Loader, size: int) -> list[tuple[Any, list[Any]]]:
-    """Batches of so many samples, and each of them alone: cut from the batch, or, where it joins them, collated."""
     looked_at = list(loader.spread(size))
     batch, alone = loader.collate([place for place, _ in looked_at]), [one for _, one in looked_at]
     if row_lengths(batch, alone):
@@ -64,9 +63,9 @@ def _tries(loader: Loader, size: int) -> list[tuple[Any, list[Any]]]:
 
 
 def _unevenly_labelled(batch: Any, samples: int) -> Any:
-    """The batch with fewer labels the further down a sample is, so that a wrong count shows; ``None`` without labels.
+    """Remove labels unevenly over the samples, so that a wrong count shows; ``None`` without labels.
 
-    Of the second sample the first label goes, which models of causal language do not count.
+    The second sample loses its first label, which causal language models do not count.
     """
     labels = batch.get("labels") if isinstance(batch, Mapping) else None
     if not isinstance(labels, torch.Tensor) or labels.dim() != 2 or labels.is_floating_point():
@@ -78,7 +77,6 @@ def _unevenly_labelled(batch: Any, samples: int) -> Any:
 
 
 def _of_parts(job: Job, module: nn.Module, batch: Any, alone: Sequence[Any]) -> str:
-    """What does not add up in ``batch``, of the samples that ``alone`` has by themselves; empty where all does."""
     inputs, samples = Inputs(job, module), len(alone)
 
     def total(batch: Any, samples: int) -> tuple[float, float]:

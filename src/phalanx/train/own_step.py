@@ -181,7 +181,6 @@ class OwnRun:
             self._here.stop(self._interruptions.stop)
 
     def _failed(self, error: Exception) -> None:
-        """Have the run's events say what it failed by."""
         self._over = True
         self._here.failed(error)
         self._here.over.__exit__(type(error), error, error.__traceback__)

@@ -109,7 +109,6 @@ _OF_SCHEDULERS = ("initial_lr", "max_lr", "min_lr", "swa_lr", "base_momentum", "
 
 
 def _dealt(params: Iterable[Any], patterns: Patterns) -> list[tuple[dict[str, Any], list[torch.Tensor]]]:
-    """Options and parameters of the rest, then of each pattern."""
     named, whole = _names_of(params)
     _check_options(patterns)
     if whole is not None:
@@ -121,7 +120,6 @@ def _dealt(params: Iterable[Any], patterns: Patterns) -> list[tuple[dict[str, An
 
 
 def _names_of(params: Iterable[Any]) -> tuple[list[tuple[str, torch.Tensor]], tuple[str, ...] | None]:
-    """Names and parameters here; names of the whole model's trainable ones, ``None`` where they are not known."""
     if named := getattr(params, "named", None):
         return list(named()), getattr(params, "whole", None)
     pairs = list(params)
@@ -151,7 +149,6 @@ def _check_options(patterns: Patterns) -> None:
 
 
 def _check_names(patterns: Patterns, whole: tuple[str, ...]) -> None:
-    """Refuse patterns that nothing of the whole model is left to."""
     chosen = {last_that_fits(name, patterns) for name in whole}
     problems: list[Problem] = []
     for pattern, options in patterns.items():

@@ -92,7 +92,7 @@ def merged(optimizers: Sequence[tuple[str, torch.optim.Optimizer]]) -> torch.opt
 
 
 class _Merged(torch.optim.Optimizer):
-    """Groups of several optimizers, and their state, which they share from then on: no parameter is of two."""
+    """The groups and the shared state of several optimizers; each parameter belongs to one of them."""
 
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         # torch's own __init__ would make groups anew
@@ -105,9 +105,5 @@ class _Merged(torch.optim.Optimizer):
         self.__setstate__({})  # the hooks that state_dict() and load_state_dict() ask for
 
     def step(self, closure: Any = None) -> None:  # pyrefly: ignore
-        """Steps are taken by the optimizers themselves.
-
-        Raises:
-            NotImplementedError: always.
-        """
+        """Raise NotImplementedError: the optimizers take steps themselves."""
         raise NotImplementedError("each phase steps its own optimizer")

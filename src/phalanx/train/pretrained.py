@@ -81,11 +81,10 @@ class _Entry:
 
     @property
     def mark(self) -> tuple[int, float, float]:
-        """What ranks compare, to see that they read the same: elements, the file's size, and how long its name is."""
+        """Return elements, file size and name length: ranks compare these to see that they read the same."""
         return _elements(self.shape), float(self.file.stat().st_size), float(len(self.name))
 
     def read(self) -> Tensor:
-        """The tensor, in memory that is mapped from the file."""
         with _opened(self.file) as file:
             return file.get_tensor(self.name)
 
@@ -95,7 +94,6 @@ def _elements(shape: Iterable[int]) -> int:
 
 
 def _matched(module: nn.Module, stored: Mapping[str, _Entry]) -> tuple[list[tuple[str, Tensor, _Entry]], list[str]]:
-    """(name, tensor, entry) of each parameter and persistent buffer that ``stored`` has, and names that it has not."""
     aliases: dict[int, tuple[Tensor, list[str]]] = {}
     for name, tensor in _tensors(module):
         aliases.setdefault(id(tensor), (tensor, []))[1].append(name)
@@ -123,7 +121,6 @@ def _spellings(name: str, base: object) -> list[str]:
 
 
 def _entries(path: Path) -> dict[str, _Entry]:
-    """Name → entry of all tensors in a folder or a file."""
     found: dict[str, _Entry] = {}
     for file, names in _files(path).items():
         with _opened(file) as opened:
@@ -138,7 +135,6 @@ def _entries(path: Path) -> dict[str, _Entry]:
 
 
 def _files(path: Path) -> dict[Path, list[str]]:
-    """File → names of the tensors to read from it; none where it is all that it holds."""
     if path.is_file() and path.suffix == ".safetensors":
         return {path: []}
     index = path / _INDEX

@@ -98,13 +98,12 @@ def try_evaluation(job: Job, plan: Plan, module: nn.Module | None = None) -> Non
 
 
 class _FirstStep:
-    """The first step of a job, as far as one process can take it; a ``final`` one says what its code fails with."""
+    """The first step of a job in one process; a ``final`` one reports the errors of the job's code."""
 
     def __init__(self, job: Job, plan: Plan, start: RunStart, *, final: bool = False) -> None:
         self._job, self._plan, self._start, self._final = job, plan, start, final
 
     def run(self, module: nn.Module, micros: Iterable[MicroBatch]) -> None:
-        """Forward, loss and backward of these micro-batches; then the first ones of evaluation."""
         job = self._job
         trainable = {name: one for name, one in module.named_parameters() if one.requires_grad}
         if problems := job_problems(job, self._plan, module, self._start):
@@ -139,7 +138,6 @@ class _FirstStep:
                 yield from (micro for micro in batch.parts[0] if micro.samples)
 
     def evaluate(self, module: nn.Module, inputs: Inputs) -> None:
-        """Evaluate the first samples; whether that gives the number by which the best evaluation is found."""
         job = replace(in_even_batches(self._job, FEW), workers=0)
         assert job.evaluate is not None
         with self.code_of("job.evaluate"):

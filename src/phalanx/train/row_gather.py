@@ -138,7 +138,6 @@ class RowGather:
         return self.device.type == "cpu"
 
     def _header(self, columns: Sequence[Column]) -> list[int]:
-        """The samples here; of each column, which kind it is, and a number for its form."""
         bits = [
             sum(1 << at for at, one in enumerate(columns) if which(one))
             for which in (lambda one: one.rows, lambda one: one.unclear, lambda one: bool(one.why))
@@ -156,7 +155,6 @@ class RowGather:
         return told.view(self._size, HEADER).tolist()
 
     def _decided(self, headers: list[list[int]], columns: Sequence[Column], where: str) -> list[Column]:
-        """The columns with what all ranks make of them, the same on each."""
         if len({header[1] for header in headers}) > 1:
             raise LossError(_unlike("from one rank to another", where))
         found: list[Column] = []
@@ -177,7 +175,7 @@ class RowGather:
     def _sent(
         self, header: list[int], columns: Sequence[Column], agreed: tuple[list[list[int]], int]
     ) -> tuple[list[list[int]], Tensor]:
-        """Every rank's header and columns, in one gather of bytes; no columns where they are of another form."""
+        """Gather every rank's header and columns as bytes in one collective; columns of another form are left out."""
         assert self._group is not None
         most, start = max(each[0] for each in agreed[0]), 8 * HEADER * self._on_host
         flat = torch.zeros(start + agreed[1], dtype=torch.uint8, device=self.device)
@@ -215,7 +213,10 @@ class RowGather:
         return [one for one, _ in found], [rows for _, rows in found], sum(counts[: self._index])
 
     def _alike(self, name: str, every: Tensor) -> bool:
-        """True if all ranks have the same. On CUDA looked at once for each name: looking waits for the device."""
+        """Return True if all ranks have the same.
+
+        On CUDA each name is checked once, because it waits for the device.
+        """
         if self._on_host or name not in self._looked_at:
             self._looked_at[name] = torch.equal(every, every[:1].expand_as(every))
         return self._looked_at[name]

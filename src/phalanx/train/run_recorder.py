@@ -265,7 +265,6 @@ class RunRecorder:
 
 
 def _has_step(log: Path, step: int) -> bool:
-    """Return True if the newest part of a run's log has the event of ``step``, by what stands near its end."""
     found = False
     with suppress(OSError), log.open("rb") as file:
         file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL))

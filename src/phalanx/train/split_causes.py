@@ -96,7 +96,7 @@ def compared_before(job: Job, plan: Plan, module: nn.Module, loader: Loader) -> 
 
 
 class _CauseSearch:
-    """The first samples of a job, its model and its loss."""
+    """A search on the first samples of a job, with its model and its loss."""
 
     def __init__(self, job: Job, module: nn.Module, loader: Loader) -> None:
         self._job, self._module = job, module
@@ -113,7 +113,6 @@ class _CauseSearch:
         self._changed: dict[str, torch.Tensor] = {}
 
     def samples(self) -> list[str]:
-        """Return True if a sample is the same each time, and whichever samples are beside it."""
         if len(self._places) < 2 or self._job.transform is not None:
             return []
         again = self._loader.collate(self._places)
@@ -137,7 +136,7 @@ class _CauseSearch:
         return []
 
     def buffers(self, plan: Plan) -> list[str]:
-        """Buffers that a forward in training changes, but for those of normalisations."""
+        """Return buffers that a training forward changes, except those of normalisations."""
         known = batch_statistics(self._module)
         self._forward(self._batch, training=True)
         if "(the model itself)" in known:
@@ -158,7 +157,6 @@ class _CauseSearch:
         ]
 
     def random(self) -> list[str]:
-        """Random numbers that no known module draws."""
         if not self._differs():
             return []
         drew, self._training = self._drew, False
@@ -168,12 +166,11 @@ class _CauseSearch:
         return [found] if drew else []
 
     def _differs(self) -> bool:
-        """Return True if the loss of the same samples depends on the seed, or on how often it is taken."""
         first, second = (self._value(self._batch, seed) for seed in (0, 1))
         return first is not None and second is not None and not close(mean_of(first), mean_of(second))
 
     def random_behind(self) -> list[str]:
-        """Random numbers that no known module draws, behind the first layer: a later stage has a stream of its own."""
+        """Return random draws behind the first layer: a later stage has its own random stream."""
         if dropouts(self._module) or not self._training:
             return []
         first, drew = self._value(self._batch, 0), self._drew
@@ -198,7 +195,6 @@ class _CauseSearch:
         ]
 
     def output(self) -> list[str]:
-        """Return True if the output for a sample depends on the others of its batch."""
         if len(self._places) < 2 or self._unseen:
             return []
         whole = self._forward(self._batch)
@@ -217,7 +213,6 @@ class _CauseSearch:
         return []
 
     def loss(self) -> list[str]:
-        """Return True if the loss of a batch is what the losses of its parts add up to."""
         if len(self._places) < 3 or self._unseen:
             return []
         values = self._values(self._part)
@@ -240,7 +235,6 @@ class _CauseSearch:
         return not finite(next(iter(values.values()))) or adds_up(values)
 
     def compared(self) -> str:
-        """Why a loss over the whole batch is another one where its outputs are put together from parts."""
         size = len(self._places)
         if size < 2 or self._unseen:
             return ""
@@ -264,9 +258,9 @@ class _CauseSearch:
         return "" if close(mean_of(expected), mean_of(found)) else _MIXED_BEFORE
 
     def _others(self, values: Parts) -> bool:
-        """Go on with samples of which unlike numbers count, where the loss is a plain mean and there are such samples.
+        """Go on with samples that count different numbers, if the loss is a plain mean and such samples exist.
 
-        Among them is one of which nothing counts, where there is one, and one alone.
+        They include a sample that counts none, if there is one.
         """
         counted = [leaf for leaf in tree_leaves(self._batch) if is_counted(leaf)]
         if not counted or self._sliced or not all(one.mean for one in values.values()):
@@ -288,7 +282,6 @@ class _CauseSearch:
         return False
 
     def _values(self, batch_of: Callable[[Sequence[int]], Any]) -> Parts:
-        """The loss of the whole, of halves, pairs and single samples, by their indices."""
         every = range(len(self._places))
         groups = [tuple(every), *((one,) for one in every), (0, 1), (1, 2), (0, 2), tuple(every)[2:]]
         return {
@@ -337,7 +330,6 @@ class _CauseSearch:
         return leaf.flip(0) if rows else leaf
 
     def _token_counts(self) -> list[float]:
-        """Tokens of each sample that a mask or labels of -100 leave in; empty where neither is there."""
         if self._joined:
             return counted_tokens(self._batch, self._alone)
         leaves = [one for one in tree_leaves(self._batch) if isinstance(one, torch.Tensor) and one.dim() == 2]
@@ -354,13 +346,13 @@ _MIXED_BEFORE = "the model compares samples in its forward, so that the loss dep
 
 
 def _draws(module: nn.Module) -> bool:
-    """True if training draws random numbers that evaluation does not: then the look is taken in evaluation mode."""
+    """Return True if only training draws random numbers; then the trial runs in evaluation mode."""
     recurrent = any(isinstance(child, nn.RNNBase) and child.dropout for child in module.modules())
     return bool(dropouts(module)) or recurrent or bool(batch_statistics(module))
 
 
 def _always_of_batch(module: nn.Module) -> bool:
-    """True if the module normalises by the batch in evaluation mode as well: then nothing beside that is seen."""
+    """Return True if the module normalises by the batch in evaluation mode, too, which hides other causes."""
     children = dict(module.named_modules())
     norms = (children.get(name, module) for name in batch_statistics(module))  # the model itself has no name
     return any(not statistics_of(norm) for norm in norms)
@@ -371,7 +363,6 @@ def _tensors(value: Any) -> list[torch.Tensor]:
 
 
 def _unlike(one: Any, other: Any) -> str:
-    """Names of what differs between two batches of the same samples, in words; empty where nothing does."""
     if isinstance(one, dict) and isinstance(other, dict):
         names = [str(key) for key in one if key in other and not _equal(one[key], other[key])]
         return show_names(names) if names else ""

@@ -221,7 +221,7 @@ def identity(job: Job, data: Mapping[str, Any] | None = None) -> dict[str, Any]:
 
 
 def _hyper_parameters(group: dict[str, Any], kept: frozenset[str]) -> dict[str, Any]:
-    """All of a parameter group but its parameters and what is ``kept``; tensors as copies, for restoring fills them."""
+    """Return a parameter group without parameters and ``kept`` keys; tensors are copied, as restoring fills them."""
     return {
         key: value.detach().clone() if isinstance(value, torch.Tensor) else value
         for key, value in group.items()
@@ -290,7 +290,7 @@ def _named(
 
 
 def _average_state(assembly: Assembly, apart: LocalSgd) -> None:
-    """The mean of what the replicas' optimizers keep; counts of steps become the largest."""
+    """Return the mean of the replicas' optimizer states; step counts become the largest."""
     states = _same_states(assembly, apart)
     numbers = [
         (key, value)
@@ -307,9 +307,9 @@ def _average_state(assembly: Assembly, apart: LocalSgd) -> None:
 
 
 def _same_states(assembly: Assembly, apart: LocalSgd) -> list[dict[str, Any]]:
-    """What the optimizer keeps of each parameter that any replica keeps something of, in order.
+    """Return the state keys of each parameter that any replica has, in order.
 
-    A parameter that one replica has not used yet has no state there: it gets zeros.
+    A parameter unused so far by a replica has no state there, and gets zeros.
     """
     parameters, known = assembly.layout.parameters, assembly.optimizer.state
     here = {name: _forms(known[tensor]) for name, tensor in parameters.items() if known.get(tensor)}

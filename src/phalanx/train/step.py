@@ -85,7 +85,7 @@ class StepObserver:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Computed:
-    """Batch and numbers of a step whose loss and gradient norm are still to be checked.
+    """Batch and numbers of a step before its loss and gradient norm are checked.
 
     Attributes:
         norm: of the gradients; it may be read once ``metrics.loss`` was.
@@ -265,7 +265,6 @@ class Step:
         progress.step, progress.samples = now
 
     def _skips_on_device(self, totals: Totals, norm: torch.Tensor) -> bool:
-        """True if the optimizer is told, on the device, to skip this update where a number is not finite."""
         if self._late is None:
             use_fused(self.optimizer)
             self._late = self._every_rank_can_skip(totals, norm)
@@ -276,7 +275,7 @@ class Step:
         return True
 
     def _every_rank_can_skip(self, totals: Totals, norm: torch.Tensor) -> bool:
-        """Collective where it can be: ranks that check at different times would wait for each other for ever."""
+        """Return True on all ranks or none: ranks that check at different times would deadlock. Collective."""
         if not self.checks_late or not isinstance(totals, torch.Tensor) or not kind_of(totals.device).streams:
             return False
         if self.progress.loss_scale or not self.accidents.only_stops:
@@ -302,7 +301,6 @@ class Step:
         return self.accidents.meet(found, self, computed.batch)
 
     def _without_update(self, batch: StepBatch, totals: tuple[float, float], why: str) -> Metrics:
-        """The step goes by, and parameters and optimizer stay as they are."""
         lr = self._rates.set(self.progress.step)
         metrics = Metrics(skipped=True, accident=why, _totals=totals, _norm=None, **self._facts(batch, lr))
         self._stepped(batch, (0.0, 0.0), metrics)
@@ -359,9 +357,9 @@ class Step:
         return together
 
     def _nothing_here(self, batch: StepBatch, totals: Totals) -> bool:
-        """True if the losses of a replica that steps by itself counted nothing: it has no share of a short last batch.
+        """Return True if this independent replica's losses counted nothing: its share of a short batch is empty.
 
-        On CUDA it is found out where this rank has no samples; counting waits for the device.
+        On CUDA this uses the sample count of the rank, because reading a count waits for the device.
         """
         if not self.sync.per_replica:
             return False

@@ -104,7 +104,6 @@ def on_one_clock(heard: dict[int, Heard], behind: Sequence[float]) -> list[dict[
 
 
 def _behind(machines: Sequence[str]) -> list[float]:
-    """For each rank how far its machine's clock is behind that of rank 0. Collective where there are several."""
     if len(set(machines)) == 1 or not active():
         return [0.0] * len(machines)
     rounds: list[list[float]] = []
@@ -123,7 +122,6 @@ def _earliest(times: Sequence[float], machines: Sequence[str], wanted: str) -> f
 
 
 def _machine() -> str:
-    """Names a running machine, whose processes share a clock, containers included."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text()
     except OSError:

@@ -223,7 +223,6 @@ def _dicts(value: Any) -> Iterator[Mapping[str, Any]]:
 
 
 def _encoded(value: Any) -> Any:
-    """``value`` as JSON, which has no tuples, no tensors, no infinity and no keys but texts."""
     if isinstance(value, torch.Tensor) and value.numel() == 1:
         return _encoded(value.item())
     if isinstance(value, float) and not math.isfinite(value):
@@ -238,7 +237,6 @@ def _encoded(value: Any) -> Any:
 
 
 def _decoded(value: Any, current: Any) -> Any:
-    """The inverse of ``_encoded``, in the form of ``current`` where that has one of its own."""
     if isinstance(current, torch.Tensor):
         return torch.full_like(current, value)
     if isinstance(value, list):

@@ -97,7 +97,6 @@ _PHASES = Problem(
 
 
 def _example(job: Job, module: nn.Module, *, look_at_lengths: bool) -> tuple[Lengths | None, Example, list[str]]:
-    """Two samples to look at the model with: where lengths differ, two of the longest; and of which data, in words."""
     loader = whole_loader(job)
     if not look_at_lengths:
         return None, example_of(job, module, loader), [*filter(None, (loader.looked_at,))]
@@ -111,7 +110,6 @@ _LEARNING = ("seed", "shuffle", "sampler", "drop_last", "schedule", "unused")
 
 
 def _unpriced(job: Job) -> Iterator[str]:
-    """What a job states that changes no number of a forecast."""
     default = {one.name: one.default_factory() if callable(one.default_factory) else one.default for one in fields(job)}
 
     def stated(names: Sequence[str]) -> str:
@@ -167,10 +165,10 @@ def steps_of(job: Job, batch: int = 0) -> int | None:
 
 
 def _optimizer_of(job: Job, module: nn.Module) -> tuple[float | None, str]:
-    """Bytes that the job's optimizer keeps for each parameter, and its name: ``adamw``, ``sgd``, ``adamw-fused``.
+    """Return the bytes of optimizer state for each parameter, and a name: ``adamw``, ``sgd``, ``adamw-fused``.
 
-    It takes one step on small parameters of the same names. Adam keeps 8, SGD none, with momentum 4. ``None`` if it
-    cannot be tried so; the name is empty if it cannot be made.
+    Takes one step on small parameters with the same names. Adam keeps 8, SGD none, with momentum 4. ``None`` if the
+    step fails; the name is empty if the optimizer cannot be built.
     """
     name = ""
     trainable = ((name, one.dim()) for name, one in module.named_parameters() if one.requires_grad)

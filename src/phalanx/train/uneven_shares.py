@@ -128,14 +128,12 @@ class Sharing:
         self._since = start + 1  # memory for the new sizes is allocated in the first step with them
 
     def _measured(self) -> tuple[float, float]:
-        """Seconds of this rank for each of its samples, and beside them; NaN where it has had none."""
         if not self._laps:
             return math.nan, 0.0
         each = _middle([lap.passes / samples for lap, samples in self._laps])
         return each, _middle([lap.update for lap, _ in self._laps])
 
     def _by_replica(self, rows: Sequence[Sequence[float]]) -> list[RankNeeds | None]:
-        """The needs of each rank of ``dp``: the pace of the slowest of its ranks, and the least memory of them."""
         found: list[list[Sequence[float]]] = [[] for _ in range(self._plan.dp)]
         for rank, row in enumerate(rows):
             found[self._plan.coordinate(rank)["dp"]].append(row)
@@ -150,7 +148,7 @@ def _pace(rows: Sequence[Sequence[float]], inner: int) -> RankNeeds | None:
 
 
 def _middle(values: Sequence[float]) -> float:
-    """The mean of the middle half: steps that something else held up do not count, nor does one that was lucky."""
+    """Return the mean of the middle half, without steps that were delayed or lucky."""
     ordered = sorted(values)
     out = len(ordered) // 4
     return statistics.fmean(ordered[out : len(ordered) - out])
@@ -369,9 +367,7 @@ class MemoryRoom:
         return self._seen + math.floor(max(0.0, _USABLE * free) / each) if each > 0 else math.inf
 
     def _on_device(self, memory: DeviceMemory) -> tuple[float, float]:
-        """Bytes that a sample takes at the peak, and bytes beyond that peak."""
         return (memory.peak - memory.allocated) / self._seen, memory.free + memory.reserved - memory.peak
 
     def _on_host(self) -> float:
-        """What is left of this process's even share of the host's memory."""
         return memory_bytes() / self._workers - peak_memory()

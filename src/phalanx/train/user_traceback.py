@@ -52,7 +52,6 @@ def _text(one: TracebackException) -> str:
 
 
 def _shorten(one: TracebackException) -> int:
-    """Take away the frames that a user need not see; how many."""
     frames = list(one.stack)
     users = [index for index, frame in enumerate(frames) if origin(frame.filename) == "user"]
     if not users:

@@ -176,7 +176,6 @@ class BatchEntries:
         return whole
 
     def _plain(self, values: Sequence[Any], name: str) -> Any:
-        """A list of each sample's texts or numbers, or one value that is the same everywhere."""
         rows = all(
             isinstance(one, tuple | list) and len(one) == max(1, count)
             for one, count in zip(values, self._samples, strict=True)
@@ -274,7 +273,7 @@ def compared(module: nn.Module, example: Example) -> tuple[ComparedTensors, ...]
 
 
 class _RecordedGather:
-    """Gathers nothing, and notes what would be."""
+    """A gather that only records the columns to be gathered."""
 
     def __init__(self, known: Mapping[str, bool]) -> None:
         self.found: list[ComparedTensors] = []

@@ -48,7 +48,7 @@ class _Term:
 
 
 class _Summed:
-    """Stands for a loss of Keras, and keeps what it is a sum and a count of."""
+    """A stand-in for a Keras loss that keeps its sum and count."""
 
     def __init__(self, loss: Any, batch: int, terms: threading.local) -> None:
         self._loss, self._batch, self._terms = loss, batch, terms
@@ -59,7 +59,7 @@ class _Summed:
         return term.total / term.count
 
     def _term(self, y_true: Any, y_pred: Any, weight: Any) -> _Term:
-        """As ``keras.losses.Loss.__call__`` and ``reduce_weighted_values``, up to the division."""
+        """Compute like ``keras.losses.Loss.__call__`` and ``reduce_weighted_values``, up to the division."""
         loss = self._loss
         masks = [backend.get_keras_mask(y_pred)]
         samples = len(y_pred)
@@ -98,7 +98,7 @@ class _Summed:
 
 @dataclass(frozen=True, slots=True)
 class _OfSamples:
-    """A metric's function, which is to give a number for each sample: means over batches are of no larger batch."""
+    """A metric function with a number for each sample; means over batches cannot be joined to larger batches."""
 
     function: Any
     name: str
@@ -112,7 +112,7 @@ class _OfSamples:
 
 
 class _NoMetric:
-    """In place of the mean that Keras keeps of each of several losses."""
+    """A stand-in for the mean that Keras keeps of each of several losses."""
 
     def update_state(self, *_: Any, **__: Any) -> None: ...
 
@@ -199,7 +199,6 @@ class Compiled:
 
 
 def _parts(given: Any) -> tuple[Any, Any]:
-    """The model's output, its masks tied to it, and the penalty of its regularisers, if any."""
     if not isinstance(given, KerasOutput):
         return given, None
     if given.masks is not None:
@@ -208,7 +207,6 @@ def _parts(given: Any) -> tuple[Any, Any]:
 
 
 def _named(made: CompileMetrics) -> Iterator[tuple[str, Any]]:
-    """Yield each metric, by the name that Keras' ``fit`` logs it under."""
     seen = Counter[str]()
     groups = [(group, "") for group in made._flat_metrics] + [(one, "weighted_") for one in made._flat_weighted_metrics]
     for group, weighted in groups:

@@ -208,7 +208,6 @@ def _tensor(given: Any) -> torch.Tensor:
 
 
 def _class_weights(found: Mapping[str, torch.Tensor], weights: Mapping[int, float]) -> torch.Tensor:
-    """Each sample's weight by its class, as Keras' ``class_weight`` says."""
     if any(name.startswith("weight") for name in found):
         raise SpecError.of("class_weight", "beside sample weights", "one of the two, as of Keras' fit", "data=(x, y)")
     y = found.get("y")
@@ -223,7 +222,6 @@ def _class_weights(found: Mapping[str, torch.Tensor], weights: Mapping[int, floa
 
 
 def _need_one_order(data: Any) -> None:
-    """Refuse a shuffle of ``tf.data`` of which each process, or a run that goes on, would have an order of its own."""
     if type(data).__name__ == "_ShuffleDataset":
         seeded = any(int(seed) for seed in (data._seed, data._seed2))
         if not seeded or data._reshuffle_each_iteration:

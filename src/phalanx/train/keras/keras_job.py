@@ -82,7 +82,6 @@ def from_keras(
 
 
 def _compile_settings(settings: dict[str, Any]) -> dict[str, Any]:
-    """What of ``settings`` is for ``compile``, taken out of them."""
     from phalanx.train.keras.keras_refusals import fit_problems
 
     known = {field.name for field in fields(Job)} - {*_OURS}
@@ -97,7 +96,6 @@ def _compile_settings(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def _looked_at(maker: KerasMaker) -> Any:
-    """The model once, for what it was compiled with, if it is one that is proven here."""
     from phalanx.train.keras.keras_refusals import model_problems
 
     with _only_looked_at():
@@ -140,7 +138,6 @@ def _compiling(make: Callable[[], Any], given: Mapping[str, Any]) -> Callable[[]
 
 
 def _anew(given: Any) -> Any:
-    """Another optimizer that is set as ``given``, which is of one model alone; anything else is given back."""
     import keras
 
     if not isinstance(given, keras.optimizers.Optimizer) or not type(given).__module__.startswith("keras."):
@@ -183,7 +180,6 @@ def _need_compiled(model: Any) -> None:
 
 
 def _need_one_of_two(parts: OptimizerParts, settings: Mapping[str, Any]) -> None:
-    """Refuse what both the optimizer and the job say: the rates of a Keras schedule are no factors of another rate."""
     own = {"schedule": parts.schedule.function, "clip": parts.clip}
     for name, what in (("schedule", "LearningRateSchedule"), ("clip", "global_clipnorm or clipvalue")):
         if own[name] is not None and settings.get(name) is not None:
@@ -192,7 +188,7 @@ def _need_one_of_two(parts: OptimizerParts, settings: Mapping[str, Any]) -> None
 
 
 def _need_whole_batches(how: Compiled, source: KerasData, batch: int, settings: Mapping[str, Any]) -> None:
-    """A sum over each batch is of another size for the last, partial one, which is divided as the others are."""
+    """Refuse a sum over each batch: the last, smaller batch would be divided like the others."""
     from torch.utils._pytree import tree_leaves
 
     if settings.get("drop_last") or all(getattr(one, "reduction", "") != "sum" for one in tree_leaves(how.loss)):
@@ -205,9 +201,9 @@ def _need_whole_batches(how: Compiled, source: KerasData, batch: int, settings: 
 
 @contextmanager
 def _only_looked_at() -> Iterator[None]:
-    """Around a model that is only looked at: who draws random numbers after it gets what would have come.
+    """Restore the random state after a model is traced, and compute with one thread.
 
-    It is computed by one thread: those of a pool would be missing in workers that are forked from here.
+    Threads of a pool would be missing in workers forked from this process.
     """
     import torch
 

@@ -155,7 +155,7 @@ class KerasMaker:
 
 @contextmanager
 def _names_from_start() -> Iterator[None]:
-    """Layers get the names that they would get in a process that has made none before."""
+    """Give layers the names of a process that has not made any layer before."""
     before = global_state.get_global_attribute(NAMES)
     global_state.set_global_attribute(NAMES, defaultdict(int))
     try:

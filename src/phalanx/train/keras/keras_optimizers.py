@@ -75,7 +75,7 @@ class KerasFormula(Optimizer):
                     getattr(optimizer, attribute)[at].assign(self.state[parameter][name])
 
     def _count(self, given: list[Tensor]) -> int:
-        """The step that is being taken, 1 at first."""
+        """Return the number of the current step, beginning with 1."""
         for one in given:
             if "step" not in self.state[one]:
                 self.state[one]["step"] = torch.zeros((), dtype=torch.float32)
@@ -136,7 +136,7 @@ class KerasAdam(KerasFormula):
 
 
 def _bias_correction(first: float, second: float, step: int) -> Tensor:
-    """``sqrt(1 - beta2^t) / (1 - beta1^t)`` in fp32, as Keras has it: of the first step that is 1e-5 off."""
+    """Return ``sqrt(1 - beta2^t) / (1 - beta1^t)`` in fp32, as Keras computes it: 1e-5 off in the first step."""
     taken = torch.tensor(float(step))
     powers = [torch.pow(torch.tensor(beta), taken) for beta in (first, second)]
     return torch.sqrt(1 - powers[1]) / (1 - powers[0])
@@ -292,7 +292,7 @@ def parts_of(optimizer: Any) -> OptimizerParts:
 
 
 def _rates(given: Any) -> tuple[float, Schedule]:
-    """The learning rate, and the schedule that multiplies it: of a Keras schedule 1, and the rate of each step."""
+    """Return the learning rate and the schedule that multiplies it; a Keras schedule has rate 1."""
     from keras.optimizers.schedules import LearningRateSchedule
 
     if isinstance(given, LearningRateSchedule):

@@ -114,6 +114,5 @@ def fit_problems(settings: Mapping[str, Any], strange: Sequence[str]) -> list[Pr
 
 
 def _callback_of_keras(one: Any) -> str | None:
-    """The name of the class of Keras that ``one`` is a callback by, its own or the nearest it has."""
     names = [kind.__name__ for kind in type(one).__mro__ if kind.__module__.startswith("keras.")]
     return names[0] if "Callback" in names else None

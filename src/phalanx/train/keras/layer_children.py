@@ -41,7 +41,6 @@ def functional_of(layer: Any) -> list[Any]:
 
 
 def _container(value: Any) -> nn.Module | None:
-    """``value``, a list or a dict of layers, as torch has it; ``None`` for anything else."""
     if isinstance(value, Mapping):
         parts = {str(key).replace(".", "_"): _member(one) for key, one in value.items()}
         return nn.ModuleDict(parts) if parts and all(one is not None for one in parts.values()) else None  # pyrefly: ignore[bad-argument-type]

@@ -81,12 +81,12 @@ _ALONE = (None, None, False, None, None)  # what is around a layer that is calle
 
 
 class _LayerModule(TorchLayer):
-    """What stands between ``Layer`` and torch's module in a layer that ``as_modules`` has been given."""
+    """The class between ``Layer`` and torch's module in layers made by ``as_modules``."""
 
     named_parameters = nn.Module.named_parameters
 
     def _track_variables(self) -> None:
-        """Keras' own table of parameters is not made again."""
+        """Keep Keras from rebuilding its own table of parameters."""
 
     def _post_track_variable(self, variable: Any) -> None: ...
 
@@ -128,19 +128,18 @@ class _LayerModule(TorchLayer):
 
 
 def _called(self: Any, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Keras' own call; not where the layer is called again with what its forward was called with."""
     return nn.Module.__call__(self, *args, **kwargs) if "keras_within" in kwargs else own(self, *args, **kwargs)
 
 
 def _drops(self: Any, own: Callable[..., Any], inputs: Any, training: bool = False) -> Any:
-    """Dropout that is an operation in evaluation, too, so that stages of a pipeline do the same in both."""
+    """Keep dropout an operation in evaluation, too, so that pipeline stages do the same in both modes."""
     if training or not 0 < self.rate < 1:
         return own(self, inputs, training=training)
     return masked(inputs, self.rate, getattr(self, "_get_noise_shape", lambda _: self.noise_shape)(inputs), False)
 
 
 def _moments(self: Any, own: Callable[..., Any], inputs: Any, mask: Any) -> Any:
-    """Mean and variance of the batch: of the global one where the plan joins replicas."""
+    """Return mean and variance of the batch, or of the global batch if the plan joins replicas."""
     joined = None if mask is not None or not isinstance(self.axis, int) else joined_moments(self, inputs, self.axis)
     return own(self, inputs, mask) if joined is None else joined
 
@@ -159,7 +158,6 @@ def put_masks(given: Any, masks: Iterable[Any]) -> None:
 
 
 def _operation_of(self: Any, node: Any) -> Any:
-    """The layer of this copy of the model that a node of the graph, which all copies share, calls."""
     return self.__dict__["_own_layers"].get(id(node.operation), node.operation)
 
 
@@ -205,7 +203,7 @@ def _place_children(layer: Any, home: nn.Module) -> None:
 
 
 def _place_variables(layer: Any, home: nn.Module, homes: dict[int, tuple[Any, nn.Module, str]]) -> None:
-    """The layer's own variables as parameters and buffers of ``home``; one that is of several layers is one tensor."""
+    """Register the layer's own variables in ``home``; a variable shared by several layers is one tensor."""
     own = [
         *((one, True) for one in layer._trainable_variables),
         *((one, False) for one in layer._non_trainable_variables),
@@ -234,7 +232,6 @@ def _place_variables(layer: Any, home: nn.Module, homes: dict[int, tuple[Any, nn
 
 
 def _draws(layer: Any) -> bool:
-    """Return True if the layer draws random numbers in training: a rate of 0 does not."""
     given = (getattr(layer, name, None) for name in ("rate", "dropout", "recurrent_dropout", "stddev"))
     rates = [rate for rate in given if isinstance(rate, int | float)]
     return bool(layer._seed_generators) and (not rates or any(rates))
@@ -268,7 +265,6 @@ def _become(layer: Any, layers: list[Any]) -> None:
 
 
 def _holds(value: Any, depth: int = 0) -> bool:
-    """True if a copy of a layer needs its own of it: what has tensors or layers in it, or is bound to the layer."""
     if isinstance(value, nn.Module | Variable | Tensor | MethodType | partial):
         return True
     if depth > 8:
@@ -280,7 +276,6 @@ def _holds(value: Any, depth: int = 0) -> bool:
 
 @contextmanager
 def _as_it_was(layer: Any, training: Any, dtype: Any, given: Any) -> Iterator[None]:
-    """What was around a layer's call, where it runs again without: recomputed in backward, or by itself."""
     if global_state.get_global_attribute(CALL) is not None:
         yield
         return
@@ -300,7 +295,7 @@ def _as_it_was(layer: Any, training: Any, dtype: Any, given: Any) -> Iterator[No
 
 @contextmanager
 def _read_here(layer: Any) -> Iterator[None]:
-    """Variables that several layers have are read from the one that runs: that is where a plan has them ready."""
+    """Read shared variables from the running layer, because a plan has them ready there."""
     if not (shared := layer.__dict__["_shared"]):
         yield
         return

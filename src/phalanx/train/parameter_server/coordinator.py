@@ -114,7 +114,6 @@ class Coordinator(Stepper):
                     queue.begin_no_more()
 
     def _complete(self, queue: WorkQueue) -> Iterator[tuple[int, Mapping[int, Report]]]:
-        """Each step of ``queue`` whose pieces are in, with them; until all steps below its limit have been applied."""
         requests = self.requests
         while True:
             with requests.news:
@@ -131,7 +130,6 @@ class Coordinator(Stepper):
             self._look()
 
     def _look(self) -> None:
-        """Find out who is gone, and what has gone wrong in other threads."""
         self.requests.look()
         self._record_workers()
         for text in self.server.listener.refusals().keys() - self._refused:
@@ -180,9 +178,9 @@ class Coordinator(Stepper):
         return batch, metrics
 
     def _accident(self, step: int, loss: float, norm: float, reports: Mapping[int, Report]) -> str:
-        """Return the reason to make no update of ``step``; empty if there is none.
+        """Return the reason to make no update of ``step``, or "" if there is none.
 
-        It names the piece with the largest mean loss, one that is not finite first.
+        It names the piece with the largest mean loss, a non-finite one first.
         """
         accident = self._accidents.judge(step, loss, norm)
         if accident is None:

@@ -73,7 +73,6 @@ class Worker:
                 raise
 
     def _work(self, links: ServerLinks, order: Frame) -> tuple[dict[str, Any], Flat | None]:
-        """Do what the coordinator ordered; returns what it is told, with the statistics if it wants them."""
         begun = time.perf_counter()
         what, step, part, ticket = (order.meta[name] for name in ("what", "step", "part", "ticket"))
         piece = {"step": step, "part": part, "ticket": ticket}
@@ -95,7 +94,6 @@ class Worker:
         return done, self._statistics.take() if brings else None
 
     def _land(self) -> None:
-        """Bring pulled values to where forward reads them."""
         with torch.no_grad():
             for name, host in self._landing.items():
                 self._layout.parameters[name].copy_(host)
@@ -107,8 +105,6 @@ class Worker:
 
 
 def _on_host(parameters: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The parameters themselves where they are runs of host memory, else memory for what comes for them."""
-
     def host(tensor: torch.Tensor) -> torch.Tensor:
         if tensor.device.type == "cpu" and tensor.is_contiguous():
             return tensor
@@ -150,7 +146,6 @@ class Computer:
         return sums, samples
 
     def _compute(self, micro: MicroBatch, index: int, step: int, part: int) -> dict[str, tuple[Any, Any]]:
-        """Run forward and backward of one micro-batch; returns sum and count of its losses."""
         device = self._device
         reseed(device, stream(self._job.seed, step, index, part))
         with compute_context(self._plan, device):

@@ -110,7 +110,7 @@ class Server:
         self._threads.append(thread)
 
     def _welcome(self, caller: Identity, plug: socket.socket) -> None:
-        """Give a caller a thread of its own; a second connection of one that is there is refused."""
+        """Serve a caller in its own thread; refuse a second connection of the same worker."""
         connection = Connection(plug, FROM_WORKER if caller.role == Role.WORKER else FROM_COORDINATOR)
         with self._changing:
             known = self._connections.setdefault(caller, connection)
@@ -174,10 +174,10 @@ class Server:
                 requests.lost(rank, connection, reason)
 
     def _handle(self, rank: int, connection: Connection, frame: Frame) -> bool:
-        """Do what a worker's frame says. Returns whether more are to come.
+        """Handle a worker's frame, and return True if more frames follow.
 
         Raises:
-            ProtocolError: if it says what it may not; also where that is found out by failing at it.
+            ProtocolError: if the frame is not allowed, or if handling it fails.
         """
         requests, kind = self._requests, FrameKind(frame.kind)
         try:
@@ -235,7 +235,7 @@ class Server:
         connection.send(FrameKind.TAKEN, {"new": shard.push(Pushed(**meta), flat)})
 
     def _check_deal(self, rank: int, what: str, piece: dict[str, Any]) -> None:
-        """Raises ProtocolError if the coordinator did not deal this piece to this worker."""
+        """Raise ProtocolError if the coordinator did not assign this piece to this worker."""
         expected = deal_ticket(self._secret, rank, what, piece["step"], piece["part"])
         if not compare_digest(expected, piece["ticket"]):
             raise ProtocolError(f"it brought part {piece['part']} of step {piece['step']}, which it was not dealt")

@@ -114,7 +114,6 @@ class ServerGroup:
             connection.close()
 
     def _wait(self, seconds: float) -> None:
-        """How long each answer may take from now on."""
         if seconds != self._limit:
             self._limit = seconds
             for connection in self._others.values():
@@ -190,7 +189,6 @@ class ServerScene(Scene):
 
 
 def _filled(state: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-    """A parameter's state with the tensors that its references name."""
     return {
         key: tensors[value["$tensor"]] if isinstance(value, dict) and "$tensor" in value else value
         for key, value in state.items()

@@ -228,7 +228,6 @@ class ServerLinks:
 
 
 def _encoded(codec: Codec, link: ServerLink, parts: list[torch.Tensor]) -> torch.Tensor:
-    """One message of all ``parts``, with what was left out of those before."""
     flat = torch.cat([part.reshape(-1) for part in parts])
     if not codec.facts.feeds_back:
         return message(codec, flat)

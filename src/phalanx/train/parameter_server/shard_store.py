@@ -151,7 +151,6 @@ class ShardStore:
         return {name: cut_out(tensors[name].detach(), part) for name, part in self.slices.items()}
 
     def _set(self) -> None:
-        """Take this server's rows of the whole's values and optimizer state."""
         for name, part in self.slices.items():
             whole, mine = self.layout.parameters[name], self.shard.parameters[name]
             mine.data.copy_(cut_out(whole.detach(), part))
@@ -196,7 +195,6 @@ def _joined(pieces: list[tuple[int, torch.Tensor]]) -> torch.Tensor:
 
 
 def _owner(name: str, whole: Mapping[str, torch.Tensor]) -> str:
-    """The parameter that the tensor ``model.<parameter>`` or ``optimizer.<parameter>.<key>`` belongs to."""
     _, _, rest = name.partition(".")
     while rest not in whole:
         rest = rest.rpartition(".")[0]
