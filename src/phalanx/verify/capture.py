@@ -81,7 +81,6 @@ def resumed(given: Job, plan: Plan, folder: Path, at: int, watch: Watch = None) 
 
 
 def _with_average(record: RunRecord) -> RunRecord:
-    """With the average of the weights that the checkpoint has among the values."""
     all_of_it = take_out(sections.AVERAGE, record.saved)
     buffers = {name: all_of_it.pop(name) for name in record.buffers[END] if name in all_of_it}
     values, kept = {**record.values, AVERAGE: all_of_it}, {**record.buffers, AVERAGE: buffers}
@@ -172,7 +171,6 @@ def read_back(job: Job, path: Path, folder: Path) -> tuple[dict[str, Tensor], di
 
 
 def _saved(path: Path) -> dict[str, Tensor]:
-    """Every tensor of the checkpoint in folder ``path``."""
     from phalanx import checkpoint
     from phalanx.checkpoint.format import Manifest
 

@@ -35,7 +35,6 @@ def _largest(moved: Iterable[tuple[str, float, int]]) -> dict[str, float]:
 
 
 def _ways(one: RunRecord, other: RunRecord, first: FirstGradients) -> Iterator[tuple[str, float, int]]:
-    """Yield how much farther parameters moved, of elements whose first gradient is more than rounding."""
     for moment, values in one.values.items():
         for name, (grad, noise) in first.items() if moment != START else ():
             if name in values and name in other.values.get(moment, {}):
@@ -46,7 +45,6 @@ def _ways(one: RunRecord, other: RunRecord, first: FirstGradients) -> Iterator[t
 
 
 def _moved(one: RunRecord, other: RunRecord) -> Iterator[tuple[str, float, int]]:
-    """Yield key, movement and how many numbers it is of."""
     for step, (a, b) in enumerate(zip(one.steps, other.steps, strict=False)):
         numbers = {"": (a.loss, b.loss)} | {name: (loss, b.losses[name]) for name, loss in a.losses.items()}
         yield from ((f"loss|{step}|{name}", abs(here - there), SUMS) for name, (here, there) in numbers.items())

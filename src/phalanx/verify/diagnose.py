@@ -39,7 +39,6 @@ def diagnose(evidence: Evidence, job: Job, plan: Plan, look: Callable[[], list[s
 
 
 def _mean_of_others(evidence: Evidence, job: Job, plan: Plan) -> str:
-    """The first loss differs already, and is a plain mean: over what, nobody knows."""
     step = evidence.one.steps[0]
     if not evidence.loss_differs or step.count is None or step.count != step.samples:
         return ""
@@ -51,7 +50,6 @@ def _mean_of_others(evidence: Evidence, job: Job, plan: Plan) -> str:
 
 
 def _codec(evidence: Evidence, job: Job, plan: Plan) -> str:
-    """A codec that sends every element leaves errors of rounding: small ones, in no common direction."""
     codec = Compression.parse(plan.compress)
     if not codec.facts.rounds or evidence.loss_differs or plan.precision != "fp32":
         return ""
@@ -77,7 +75,6 @@ _CHANCE = 6.0  # standard deviations of a sum of independent errors
 
 
 def _not_promised(evidence: Evidence, job: Job, plan: Plan) -> str:
-    """Replicas that are not kept equal differ after the first step; in it, only what is rounded where it is sent."""
     first = evidence.loss_differs or any(one.relative > 0 for one in evidence.initial)
     unequal = any(one.beyond for one in evidence.gradients)
     if any(check.first for check in evidence.checks if check.kind == "copies"):
@@ -100,7 +97,6 @@ def _skipped(evidence: Evidence, job: Job, plan: Plan) -> str:
 
 
 def _rates(evidence: Evidence, job: Job, plan: Plan) -> str:
-    """The first thing that differs is a learning rate, so that no gradient is to blame."""
     first = next((check for check in evidence.checks if check.first), None)
     if first is None or not first.wrong or not first.wrong[0].startswith("the learning rate of"):
         return ""

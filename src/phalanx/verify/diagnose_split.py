@@ -136,7 +136,6 @@ def _backward(evidence: Evidence, names: list[str], allowed: float, plan: Plan) 
 
 
 def _by_rank(evidence: Evidence, name: str, *, grad: bool) -> list[Fingerprint]:
-    """What each rank of ``tp`` has, added up over the ranks with other samples or tokens; one, where it is cut."""
     plan = evidence.plan
     by_place: dict[int, list[Fingerprint]] = {}
     rows: dict[int, float] = {}
@@ -163,14 +162,12 @@ def _by_rank(evidence: Evidence, name: str, *, grad: bool) -> list[Fingerprint]:
 
 
 def _parts(reference: Fingerprint, given: list[Fingerprint], scale: float, allowed: float) -> bool:
-    """Return True if the ranks' are unequal parts of what one device has."""
     expected = reference.plus(reference, scale - 1)
     unequal = len(given) > 1 and max(one.distance(given[0]) for one in given) > allowed
     return unequal and Fingerprint.total(given).distance(expected) <= allowed * len(given)
 
 
 def _times(reference: Fingerprint, given: list[Fingerprint], scale: float, allowed: float, ranks: int) -> bool:
-    """Return True if each rank's is as many times one device's as there are ranks."""
     expected = reference.plus(reference, scale * ranks - 1)
     return all(one.distance(expected) <= allowed for one in given)
 
@@ -280,14 +277,12 @@ def not_synchronised(evidence: Evidence, job: Job, plan: Plan) -> str:
 
 
 def _unlike(given: list[Fingerprint], rounding: float) -> bool:
-    """Return True if ranks' gradients differ by more than rounding explains."""
     norm = math.sqrt(max(one.square for one in given))
     root = math.sqrt(len(given[0].products))
     return max(math.dist(one.products, given[0].products) for one in given) > rounding * norm * root
 
 
 def _adds_up(evidence: Evidence, name: str, piece: Piece, given: list[Fingerprint]) -> bool:
-    """Return True if ranks' gradients add up to one device's, or would if they had not been averaged."""
     whole = evidence.one.gradients.get(name)
     if whole is None:
         return False

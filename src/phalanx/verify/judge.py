@@ -72,7 +72,6 @@ def _all(pair: Pair) -> Iterator[Check]:
 
 
 def _same(name: str, size: float) -> float:
-    """Allow initial values the last bit, in which machines may differ."""
     return 1e-6 * size
 
 
@@ -105,7 +104,6 @@ def _loss(pair: Pair, index: int, here: StepRecord, there: StepRecord) -> Check:
 
 
 def _phases(pair: Pair, index: int, here: StepRecord, there: StepRecord) -> Iterator[Check]:
-    """Losses by name, phases' among them; who knows of none, such as a loop of the user's own, is held against none."""
     if not here.losses or not there.losses:
         return
     turns = _different(dict.fromkeys(here.losses, 1), dict.fromkeys(there.losses, 1))
@@ -119,7 +117,6 @@ def _phases(pair: Pair, index: int, here: StepRecord, there: StepRecord) -> Iter
 
 
 def _scale(pair: Pair, kind: str, step: int, factor: float, *, many: int) -> Check:
-    """All gradients of a step have one factor in common; rounding leaves it near 1."""
     off, allowed = abs(factor - 1), pair.bounds.of_sum(f"scale|{step}|{'reduced' if kind == 'gradient' else kind}", 1.0)
     which = "gradients" if kind == "gradient" else "gradients that the optimizer was given"
     words = f"all {which} in step {step}: {factor:.5g} × the reference's (allowed 1 ± {allowed:.2g})"
@@ -155,7 +152,6 @@ def _values(pair: Pair, moment: str) -> Iterator[Check]:
 
 
 def _averages(pair: Pair) -> Iterator[Check]:
-    """The average of the weights after the last step; who knows of none is held against none."""
     one, other = pair.one, pair.other
     if not one.values.get(AVERAGE):
         return
@@ -174,7 +170,6 @@ def _buffers(pair: Pair, moment: str) -> list[Difference]:
 
 
 def _gradients_of(pair: Pair, kind: str, step: int) -> tuple[Tensors, Tensors]:
-    """Both sides' gradients of a step; those that come late on one side only are missing on the other."""
     mine, others = (record.reduced if kind == "gradient" else record.used for record in (pair.one, pair.other))
     late = kind == "gradient" and step >= GRADIENT_STEPS and bool(mine) and bool(others)
     if late or (step in mine and step in others):
@@ -187,7 +182,6 @@ def _common(one: Tensors, other: Tensors, allowed: Callable[[str, float], float]
 
 
 def _tensors(pair: Pair, kind: str, moment: str, found: Sequence[Difference], step: int | None = None) -> Check:
-    """A check of tensors; where one differs by more than is allowed, with where in it that is."""
     of = {"initial": "value", "parameter": "value", "average": "value", "used": "gradient"}.get(kind, kind)
     when = f"in step {step}" if kind in ("gradient", "used") else WORDS[moment]
     beyond = any(one.beyond for one in found)
@@ -300,7 +294,6 @@ _SAME_RATE = 1e-7
 
 
 def _numbers(pair: Pair, step: int, here: StepRecord, there: StepRecord) -> tuple[int, list[str]]:
-    """What a step says beside its loss; whole counts are exact, sums of weights rounded, norms are as gradients are."""
     wrong: list[str] = []
     count = pair.bounds.of_sum("count||", 1.0) if here.count is not None and here.count % 1 else 1e-12
     norm = pair.bounds.of_sum(f"norm|{step}|", here.norm) / here.norm if here.norm else 0.0
@@ -323,8 +316,6 @@ def _numbers(pair: Pair, step: int, here: StepRecord, there: StepRecord) -> tupl
 
 
 def _ranks_agree(other: RunRecord) -> Check:
-    """Every rank of a replica tells the same of every step and has the same numbers in its optimizer's state, and all
-    tell the same of evaluations."""
     many, wrong = 0, list[str]()
     firsts: dict[int, int] = {}
     known: dict[tuple[int, str, str], tuple[int, float]] = {}

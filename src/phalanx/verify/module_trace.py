@@ -64,7 +64,6 @@ def traced(module: nn.Module) -> Iterator[dict[str, Passed]]:
 
 
 def _in_experts(module: nn.Module, name: str) -> bool:
-    """Return True if it is called with rows of other ranks' samples, or of some of this rank's."""
     parts = name.split(".")
     above = (module.get_submodule(".".join(parts[:at])) for at in range(1, len(parts)))
     return any(one is not None and one.dim() == 3 for child in above for one in child._parameters.values())
@@ -172,7 +171,6 @@ def _experts(module: nn.Module) -> dict[nn.Module, str]:
 
 
 def _routers(module: nn.Module) -> list[str]:
-    """Matrices beside experts that have a row, or a column, for each."""
     found: dict[str, None] = {}
     for child, name in _experts(module).items():
         beside = name.rpartition(".")[0]

@@ -274,7 +274,6 @@ _AT_LEAST = 4  # more steps, for branches behind branches that start at zero
 
 
 def _by_phalanx(job: Job, how: ReferenceRun, tries: Sequence[int], watch: Watch) -> RunRecord:
-    """Phalanx on one device, for the first of ``tries`` steps; for the next where parameters had no gradient."""
     for taken in tries:
         with _folder() as name:
             record = capture(proven(job, tries[0], taken), how.plan, Path(name), watch)

@@ -233,10 +233,9 @@ def _copies(told: Mapping[str, Any], values: Mapping[str, Tensor]) -> dict[str, 
 
 
 def _whole(moment: str, copies: list[dict[str, Copy]], answers: list[dict[str, Any]]) -> dict[str, Tensor]:
-    """Every tensor, from the parts that processes have kept.
+    """Assemble every tensor from the parts kept by processes.
 
-    Gradients of replicas that step by themselves are added up, weighted by what their losses counted; of what else they
-    hold the first's counts.
+    Gradients of independent replicas are added up, weighted by their loss counts; other tensors are the first's.
     """
     replicas = sorted({answer["replica"] for answer in answers})
     if not moment.startswith(("reduced", "used")) or len(replicas) == 1:
@@ -267,7 +266,6 @@ def _of_replica(copies: list[dict[str, Copy]], answers: list[dict[str, Any]], re
 
 
 def _put(whole: Tensor, values: Tensor, piece: Piece) -> None:
-    """Write that part of ``whole``: the inverse of ``cut_out``."""
     if not piece:
         whole.copy_(values)
         return
@@ -295,7 +293,6 @@ def _rank(answer: Mapping[str, Any], copies: dict[str, dict[str, Copy]]) -> Rank
 
 
 def _steps_of_all(ranks: list[RankRecord], after: int) -> list[StepRecord]:
-    """Each step with the rates of all parameters; the loss of all replicas, where they step by themselves."""
     found: list[StepRecord] = []
     firsts = list({rank.replica: rank for rank in reversed(ranks)}.values())
     for at, each in enumerate(zip(*(rank.steps for rank in ranks), strict=True)):

@@ -107,7 +107,6 @@ class Recording(Observer):
         return self._scene
 
     def _values(self) -> dict[str, Found]:
-        """What forward reads, and beside it what the optimizer steps where that lies elsewhere."""
         scene = self._there
         slices, read, found = scene.slices, scene.values(), dict[str, Found]()
         for name, tensor in read.items():
@@ -122,7 +121,6 @@ class Recording(Observer):
         return found
 
     def _beside(self, key: str) -> list[Tensor]:
-        """The same of the other copies of the model in this process."""
         kind, _, name = key.partition(".")
         others = self._there.modules[1:]
         if kind == "value":
@@ -147,7 +145,6 @@ class Recording(Observer):
         return found
 
     def _take_gradients(self, moment: str, *, only: bool) -> None:
-        """Keep the gradients; with ``only`` those of parameters that had none but zeros before, if they have now."""
         grads = self._there.gradients()
         here = {name: grad for name, grad in grads.items() if name in self._pending or not only}
         came = [name for name, grad in here.items() if name in self._pending and bool(_plain(local(grad)).any())]
@@ -160,7 +157,6 @@ class Recording(Observer):
 
     @torch.no_grad()
     def _take(self, moment: str, tensors: Mapping[str, Found]) -> None:
-        """Tell everybody what is here, and keep the values of what nobody before this process has the same of."""
         there: dict[str, Tensor] = {}
         told: dict[str, Any] = {}
         for key, (tensor, holding) in tensors.items():
@@ -186,7 +182,6 @@ class Recording(Observer):
 
 
 def _plain(tensor: Tensor) -> Tensor:
-    """The values on the host, one after the other, in memory of their own."""
     values = tensor.detach().to_dense() if tensor.is_sparse else tensor.detach()
     values = torch.view_as_real(values) if values.is_complex() else values
     return values.to("cpu", copy=True).contiguous()
@@ -197,7 +192,6 @@ def _digest(values: Tensor) -> str:
 
 
 def _off(values: Tensor, other: Tensor) -> float:
-    """By how much another copy differs: 0 where it is the same, bit by bit."""
     if values.shape == other.shape and _digest(values) == _digest(other):
         return 0.0
     return compare.difference("", values, other, max(compare.norm(values), 1e-30), 0.0).relative or math.nan

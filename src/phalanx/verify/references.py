@@ -90,8 +90,6 @@ def varied(job: Job, steps: int, how: dict[str, Any]) -> tuple[Witness, dict[str
 def _observed(
     run: Callable[[torch.device], tuple[Witness, dict[str, float]]], alone: Plan, folder: Path, watch: Watch
 ) -> RunRecord:
-    """Run it in a process of its own."""
-
     def work(place: Place, report: Callable[[int], None]) -> dict[str, Any]:
         witness, noise = run(device_for(place, device_kind(alone, place.workers_here)))
         tensors, numbers = _flat(witness)
@@ -109,7 +107,6 @@ def _observed(
 
 
 def _flat(witness: Witness) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Tensors by ``kind|moment|name``, and the rest as JSON."""
     tensors: dict[str, Tensor] = {}
     for kind in _MOMENTS:
         for moment, named in getattr(witness, kind).items():
@@ -172,7 +169,7 @@ def _record(tensors: Mapping[str, Tensor], answer: Mapping[str, Any]) -> RunReco
 
 
 def _by_step(grads: Mapping[str, dict[str, Tensor]]) -> dict[int, dict[str, Tensor]]:
-    """In order: a file gives its tensors in any, and bounds are taken from a parameter's first gradient."""
+    """Sort by step: files may have any order, and bounds use a parameter's first gradient."""
     return {step: grads[str(step)] for step in sorted(map(int, grads))}
 
 
