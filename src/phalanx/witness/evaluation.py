@@ -52,7 +52,6 @@ def evaluated(
 
 
 def _computed(name: str, metrics: list[Metric]) -> dict[str, float]:
-    """A metric that is computed once, from what the batches gave, in order."""
     whole: dict[str, Tensor] = {}
     for key in metrics[0].sums:
         each = torch.stack([torch.as_tensor(one.sums[key]).detach().cpu() for one in metrics])
@@ -86,7 +85,6 @@ def by_name(result: Any) -> Mapping[str, Any]:
 
 
 def _total(loss: Any, means: dict[str, float]) -> float:
-    """The loss of an evaluation: its mean, which is taken out of ``means``, or the weighted total of those by name."""
     if isinstance(loss, Losses):
         return sum(weight * means[name] for name, weight in loss.weights.items())
     return means.pop("loss")

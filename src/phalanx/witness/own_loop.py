@@ -68,7 +68,6 @@ class OwnLoop:
 
 
 def _ended(result: Any) -> tuple[list[float], nn.Module | None]:
-    """The losses and the model that a loop gave."""
     losses: list[float] = []
     if isinstance(result, Generator):
         running: Generator[Any, None, Any] = result
@@ -95,7 +94,7 @@ def _number(loss: Any) -> float:
 
 
 class _Steps:
-    """Follows every optimizer of the process; which parameter is which is known when the model is."""
+    """A follower of every optimizer in the process; parameters are identified once the model is known."""
 
     def __init__(self) -> None:
         self._start: dict[int, Tensor] = {}

@@ -99,7 +99,7 @@ def _made(
 
 
 class _Named(list[Tensor]):
-    """What a job's ``optimizer`` is called with: a list that also knows names."""
+    """The argument of a job's ``optimizer``: a list that also knows names."""
 
     def __init__(self, named: Mapping[str, Tensor]) -> None:
         super().__init__(named.values())

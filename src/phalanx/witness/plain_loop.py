@@ -197,7 +197,6 @@ class _PlainLoop:
             }
 
     def _batches(self) -> Iterator[tuple[int, int, Batches]]:
-        """(step, epoch, micro-batches) of as many steps as were asked for, or as the job has."""
         if self.varied and self.varied.batches:
             yield from ((step, *deepcopy(one)) for step, one in enumerate(self.varied.batches))
             return
@@ -216,7 +215,7 @@ class _PlainLoop:
                 return
 
     def _cut(self, epoch: int, ids: list[int]) -> Batches:
-        """Read the micro-batches by themselves, for a collate may pad to the longest of its samples."""
+        """Read micro-batches one by one, because a collate may pad to the longest of its samples."""
         cut = self.varied and self.varied.cut
         if not cut or samples.is_stream(self.data) or self.job.transform or self.job.loss_over == "batch":
             return []
@@ -224,7 +223,6 @@ class _PlainLoop:
         return list(samples.loaded(self.data, self.job, epoch, parts))
 
     def _take_turn(self, step: int, part: Part, batches: Batches) -> None:
-        """Forward, backward and update of one part; the gradients of all else are off meanwhile."""
         if part.name:
             for tensor in self.trained.values():
                 tensor.requires_grad_(False)
@@ -240,7 +238,6 @@ class _PlainLoop:
         self._update(step, part)
 
     def _backward(self, step: int, part: Part, batches: Batches) -> None:
-        """Gradients of the loss of the whole global batch."""
         generator = kind_of(self.device).generator(self.device)
         generator.manual_seed(samples.stream_seed(self.job.seed, step, 0, 0, *part.words))
         part.optimizer.zero_grad()
@@ -272,7 +269,6 @@ class _PlainLoop:
             self.witness.phases[-1][f"{part.name}/{name}" if part.name else name] = one.item() / float(counted)
 
     def _update(self, step: int, part: Part) -> None:
-        """Clip, and step at the schedule's rate."""
         # In fp64: the fp32 norm of ten million elements is off by 3e-4 on a CPU.
         norm = torch.linalg.vector_norm(torch.stack([_norm(grad) for grad in _gradients(part).values()]))
         if part is self.parts[0]:
@@ -300,18 +296,15 @@ class _PlainLoop:
                     part.schedule.step()
 
     def _evaluate(self, step: int) -> None:
-        """Loss and metrics over the evaluation data, of the average where there is one."""
         with self.average.evaluated() if self.average else nullcontext():
             how: dict[str, Any] = {"device": self.device, "half": self.half}
             self.witness.evaluations[step] = evaluated(self.job, self.model, self.parts[0], self.evaluation_data, **how)
 
     def _compared(self, step: int) -> float:
-        """The number by which evaluations are compared."""
         found, best = self.witness.evaluations[step], self.job.best
         return found["metrics"][best.metric] if best and best.metric != "loss" else found["loss"]
 
     def _total(self) -> int:
-        """The step at which a decay that states no end of its own ends: the job's last, however many are taken here."""
         if self.job.steps is not None or samples.is_stream(self.data):
             return self.job.steps or 1
         return samples.steps_of_epochs(self.data, self.job, self.job.epochs or 1)

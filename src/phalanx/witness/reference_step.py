@@ -155,7 +155,6 @@ class FirstStepOfOne:
         return words, math.hypot(*apart.values()) / total, math.hypot(*bounds.values()) / total
 
     def _allowed(self, kind: Kind, name: str, total: float) -> float:
-        """The norm of a difference that rounding may make."""
         whole = self.tensors.get(f"{kind}.{name}")
         if whole is None:
             return math.inf if kind == "buffer" else LAST_PLACE["fp32"] * total
@@ -199,7 +198,6 @@ def _signs(dim: int, size: int) -> Tensor:
 
 
 def _computed(one: Witness) -> dict[str, Tensor]:
-    """By kind and name: gradients, by how much the update has moved what has one, and buffers after it."""
     before, after = one.values["start"], one.values["first"]
     found = {f"gradient.{name}": real(grad) for name, grad in one.reduced[0].items()}
     found |= {f"update.{name}": real(after[name]).double() - real(before[name]).double() for name in one.reduced[0]}
@@ -224,7 +222,6 @@ def piece_of(tensor: Tensor, holding: Any) -> Piece:
 
 
 def _within(ranges: Ranges, start: int, stop: int) -> Ranges:
-    """Of the elements that ``ranges`` hold, those from the ``start``-th to the ``stop``-th."""
     found: list[tuple[int, int]] = []
     before = 0
     for a, b in ranges:

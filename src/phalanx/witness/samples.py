@@ -76,7 +76,6 @@ class KeyedOrder:
         return row * self._columns + column
 
     def _mixed(self, word: int, key: int, below: int) -> int:
-        """A number below ``below``."""
         if self._narrow:  # words of 32 bits
             word = (word ^ key % 2**32) * 0x7FEB352D % 2**32
             return ((word ^ word >> 15) * 0x846CA68B % 2**32 >> 12) * below >> 20
@@ -179,12 +178,11 @@ def changes(data: Any, job: Any) -> bool:
 
 
 def _kind(data: Any) -> tuple[str, str]:
-    """What Phalanx offers users is told by name: its modules are judged, too."""
+    """Recognise Phalanx's public modules by name, because they are judged, too."""
     return type(data).__module__.partition(".")[0], type(data).__name__
 
 
 def _changing_epochs(data: Any, job: Any) -> Iterator[tuple[int, list[list[int]]]]:
-    """Pass after pass without end, and the sample numbers of its steps, taken one step after the other."""
     sources = data.sources if _kind(data) == ("phalanx", "Curriculum") else {0: data}
     ramp = job.batch_ramp or {0: job.batch}
     step, epoch, own, before = 0, 0, 0, None
@@ -208,7 +206,6 @@ def _changing_epochs(data: Any, job: Any) -> Iterator[tuple[int, list[list[int]]
 
 
 def _of_tokens(order: list[int], job: Any) -> Iterator[list[int]]:
-    """One sample after the other, until they have the tokens of a step."""
     taken, tokens = list[int](), 0
     for place in order:
         taken, tokens = [*taken, place], tokens + int(job.batch_tokens.lengths[place])
@@ -237,7 +234,6 @@ def _global_batches(data: Any, job: Any, epoch: int) -> GlobalBatches:
 
 
 def _own_order(job: Any, epoch: int) -> list[int]:
-    """The indices that the job's own sampler gives, which may draw from the seeded generators."""
     before = random.getstate(), np.random.get_state(), torch.get_rng_state()
     seed_everything(sample_seed(job.seed, epoch, -1))
     function = getattr(job.sampler, "function", job.sampler)
