@@ -169,7 +169,6 @@ def _asked(
 
 
 def _need_settings(settings: dict[str, Any]) -> None:
-    """Refuse settings of a run that there are none of."""
     names = sorted(field.name for field in fields(RunSpec) if field.name not in (*NOT_IN_FILE, "job", "plan", "folder"))
     for name, value in settings.items():
         if name not in names:
@@ -179,7 +178,6 @@ def _need_settings(settings: dict[str, Any]) -> None:
 
 
 def _chosen(plan: Plan | str | None, run: RunSpec | str | Path | None, job: Job, place: Place | None) -> Plan:
-    """The plan that is given, or that of the run's settings, or else the best for what is here."""
     return _plan(run.plan if plan is None and isinstance(run, RunSpec) else plan, job, place)
 
 
@@ -317,7 +315,6 @@ def _cluster(cluster: Cluster | str) -> Cluster:
 
 
 def _need(value: object, kinds: type | tuple[type, ...], where: str, fix: str) -> None:
-    """Refuse an argument of another type than it has to have."""
     kinds = kinds if isinstance(kinds, tuple) else (kinds,)
     if not isinstance(value, kinds):
         names = " or ".join(f"a {kind.__name__}" for kind in kinds if kind is not type(None))

@@ -140,11 +140,6 @@ def combined(source: JobSource, values: Mapping[str, Sequence[Value]], plans: Se
 def _combinations(
     job: object, values: Mapping[str, Sequence[Value]] | None, plans: Sequence[Plan | str]
 ) -> list[Combination]:
-    """What ``sweep`` is asked for.
-
-    Raises:
-        SpecError: with everything that is wrong in how it is written.
-    """
     problems: list[Problem] = []
     if isinstance(job, str | Path):
         source = JobSource(reference=str(job))
@@ -209,7 +204,6 @@ def axis_problems(
 
 
 def _unusable(name: object, listed: object) -> str:
-    """What is allowed in place of the values of a name; empty where they can be used."""
     if not (isinstance(name, str) and name.isidentifier()):
         return "names that the job declares by px.param"
     if not isinstance(listed, list | tuple) or not listed:
