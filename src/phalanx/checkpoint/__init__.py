@@ -1,4 +1,4 @@
-"""Checkpoints that know tensors by full name and shard, so that any plan loads what any other saved."""
+"""Checkpoints stored by tensor name and shard, so that any plan loads a checkpoint of any other plan."""
 
 from phalanx.checkpoint.background import BackgroundSaver, Saving
 from phalanx.checkpoint.best import BestSoFar, best_step

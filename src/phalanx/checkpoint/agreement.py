@@ -1,7 +1,7 @@
-"""Who writes which block of which tensor, agreed between all ranks: rank 0 works it out, each rank hears its own part.
+"""Agreement on the writer of each tensor block: rank 0 decides, and each rank receives its own part.
 
-What all ranks have is in one place, rank 0, which writes the manifest of it anyway; any other rank holds what it has
-itself. Of ranks that have the same one describes it.
+Only rank 0 keeps the list of all blocks, because it writes the manifest; every other rank keeps its own. Ranks with
+equal blocks describe them once.
 """
 
 from __future__ import annotations
@@ -24,13 +24,12 @@ Part = list[list[Any]]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Agreement:
-    """Who writes what, as far as this rank is concerned.
+    """The assignment of blocks to writers, as this rank knows it.
 
     Attributes:
-        digest: of what this rank has; where that is the same on all ranks as it was, the same is agreed.
-        stored: the tensors as they will be stored: all of them on rank 0, on others those that they have, without the
-            chunks.
-        writers: of the blocks: of all on rank 0, of its own on others.
+        digest: of this rank's tensors; if it is unchanged on all ranks, so is the assignment.
+        stored: tensors in stored form: all of them on rank 0; on others their own, without the chunks.
+        writers: of all blocks on rank 0, of its own blocks on other ranks.
     """
 
     digest: str
@@ -39,7 +38,7 @@ class Agreement:
 
 
 def agree(said: Description) -> Agreement:
-    """Agree on who writes what of what the ranks of the default group have, ``said`` being what this one has.
+    """Agree on the writer of each block held by the default group; ``said`` describes this rank's blocks.
 
     Collective. Without a group this process writes all of it.
 
@@ -67,7 +66,7 @@ def agree(said: Description) -> Agreement:
 
 
 def parts_of(writers: WriterAssignment, world_size: int) -> Sequence[Part]:
-    """What each rank writes, by rank."""
+    """Return the blocks written by each rank, in rank order."""
     parts: list[Part] = [[] for _ in range(world_size)]
     for name, boxes in writers.items():
         for (offsets, sizes), rank in boxes.items():

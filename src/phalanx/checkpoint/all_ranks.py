@@ -1,6 +1,6 @@
-"""One outcome on every rank: what fails on one fails on all, with one readable message and no rank left waiting.
+"""One outcome on every rank: an error on one rank is raised on all, with one message, and no rank waits for ever.
 
-What ranks tell each other is JSON, so that nothing a rank sends can run code on another.
+Ranks exchange JSON only, so that data from a rank cannot run code on another.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ def is_first() -> bool:
 
 
 def from_all(value: Any) -> list[Any]:
-    """What each rank of the default group gives, by rank; JSON. Collective."""
+    """Return the JSON value of each rank of the default group, by rank. Collective."""
     if not grouped() or dist.get_world_size() == 1:
         return [value]
     return gather_json(value)
 
 
 def from_first(value: T) -> T:
-    """What rank 0 of the default group gives; JSON. Collective."""
+    """Return the JSON value of rank 0 of the default group. Collective."""
     return value if not grouped() or dist.get_world_size() == 1 else broadcast_json(value)
 
 
@@ -62,11 +62,11 @@ def anywhere(here: bool) -> bool:
 
 
 def on_all_ranks(action: Callable[[], T]) -> T:
-    """The result of ``action``, run by every rank of the default group (by this process where there is none).
+    """Run ``action`` on every rank of the default group (in this process if there is none) and return its result.
 
     Raises:
-        DamagedError: on all ranks if nothing but damage was found on any.
-        CheckpointError: on all ranks if it failed on any, with the messages of those on which it failed.
+        DamagedError: on all ranks, if damage is the only kind of failure.
+        CheckpointError: on all ranks if it failed on any, with the messages of the failed ranks.
     """
     outcome = RankOutcome.of(action)
     if anywhere(outcome.failure is not None):  # what each has to say is sent around only then
@@ -75,16 +75,16 @@ def on_all_ranks(action: Callable[[], T]) -> T:
 
 
 def failed_of(failures: Iterable[dict[str, Any] | None]) -> dict[str, dict[str, Any]]:
-    """Of what failed on each rank, by rank, that of those on which it did; JSON."""
+    """Map rank to failure, for the ranks that failed; JSON."""
     return {str(rank): failure for rank, failure in enumerate(failures) if failure is not None}
 
 
 @final
 class RankOutcome:
-    """What an action gave, or how it failed.
+    """The result of an action, or its failure.
 
     Attributes:
-        failure: JSON for other ranks; ``None`` where it went well.
+        failure: JSON for other ranks; ``None`` after success.
     """
 
     def __init__(self, result: Any, error: BaseException | None) -> None:
@@ -96,14 +96,14 @@ class RankOutcome:
 
     @classmethod
     def of(cls, action: Callable[[], Any]) -> RankOutcome:
-        """Run ``action``. An interrupt waits till the others know of it, too."""
+        """Run ``action``. An interrupt is raised only after the other ranks know of it, too."""
         try:
             return cls(action(), None)
         except BaseException as error:
             return cls(None, error)
 
     def settle(self, failed: Mapping[str, dict[str, Any]]) -> None:
-        """Raise what failed on any rank; ``failed`` as ``failed_of`` gives it."""
+        """Raise the failure of any rank; ``failed`` is the result of ``failed_of``."""
         by = {int(rank): failure for rank, failure in failed.items()}
         if not by:
             return
@@ -120,9 +120,9 @@ class RankOutcome:
 
 
 def distinct(value: T) -> list[T]:
-    """The different values that the ranks of the default group hold, those of lower ranks first; each rank gives one.
+    """Return the different JSON values among the default group's ranks, those of lower ranks first.
 
-    Values are JSON. Each is sent by one rank only: of a thousand ranks, replicas hold the same. Where all do, none is
+    Each value is sent by one rank only, because replicas among many ranks hold equal values. If all are equal, none is
     sent.
     """
     if not grouped() or dist.get_world_size() == 1 or alike_everywhere(value):
@@ -131,9 +131,9 @@ def distinct(value: T) -> list[T]:
 
 
 def different_at_first(value: T) -> tuple[list[T], list[int]]:
-    """On rank 0 what ``distinct`` gives, and which of them each rank holds, by rank; nothing on others.
+    """Return on rank 0 the result of ``distinct``, and each rank's index into it; empty lists on other ranks.
 
-    Collective, of a default group of several ranks. No rank but the first hears anything of all others.
+    Collective, for a default group of several ranks. Only the first rank receives all values.
     """
     digests = gather_json_to_first(digest_of(value))
     places = {one: index for index, one in enumerate(dict.fromkeys(digests))}
@@ -148,7 +148,7 @@ def different_at_first(value: T) -> tuple[list[T], list[int]]:
 
 
 def digest_of(value: Any) -> str:
-    """The same for equal JSON, on any rank."""
+    """Return a digest that is equal for equal JSON on any rank."""
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
@@ -157,18 +157,18 @@ Decision = Callable[[list[Any]], Any]
 
 
 class Rendezvous(ABC):
-    """Where each rank gives rank 0 a value, and all get what rank 0 makes of them; all values are JSON."""
+    """A meeting in which each rank gives rank 0 a JSON value, and all ranks get rank 0's decision."""
 
     rank: int
 
     @abstractmethod
     def decide(self, given: Any, decision: Decision) -> Any:
-        """What ``decision`` returned on rank 0, on every rank. Every rank calls it, as often as the others."""
+        """Return rank 0's result of ``decision`` on every rank. All ranks must call it equally often."""
 
 
 @final
 class GroupRendezvous(Rendezvous):
-    """By collectives of the default process group; alone where there is none."""
+    """A rendezvous by collectives of the default process group, or alone without a group."""
 
     def __init__(self) -> None:
         self.rank = dist.get_rank() if grouped() else 0
@@ -182,13 +182,13 @@ class GroupRendezvous(Rendezvous):
 
 @final
 class StoreRendezvous(Rendezvous):
-    """By keys of a store, so that a thread can take part while the main thread is in collectives.
+    """A rendezvous by keys of a store, so that a thread can meet others during the main thread's collectives.
 
     Args:
-        store: where the ranks have met; no other thread uses this client of it.
+        store: the ranks' store; no other thread uses this client.
         prefix: of the keys, never used before.
         patience: seconds to wait for the others.
-        given_up: set where nobody waits for the result any more.
+        given_up: set once the result is no longer wanted.
     """
 
     def __init__(
@@ -223,7 +223,7 @@ class StoreRendezvous(Rendezvous):
 
 
 def by_rank(texts: Mapping[int, str]) -> str:
-    """The messages; said once, and without ranks, where all are the same or there is only this process."""
+    """Join the messages by rank; equal messages, and a single process, give one without ranks."""
     different = set(texts.values())
     if len(different) == 1 and (not grouped() or len(texts) == dist.get_world_size()):
         return different.pop()
@@ -231,7 +231,7 @@ def by_rank(texts: Mapping[int, str]) -> str:
 
 
 def some(names: Iterable[str]) -> str:
-    """The first ten of ``names``, sorted, and how many more there are."""
+    """Return the first ten of ``names``, sorted, and the number of further names."""
     return show_names(sorted(names), 10)
 
 

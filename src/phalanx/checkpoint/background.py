@@ -1,8 +1,8 @@
-"""Saving while training goes on: training stands still for a copy to host memory, a thread writes the copy.
+"""Saves during training: training stops for a copy to host memory, and a thread writes the copy.
 
-The copy needs as much host memory as this rank writes, and keeps it for the next. The thread talks to those of other
-ranks through the store that the ranks have met at, never by collectives: two threads of a process that both are in
-collectives of one group get each other's.
+The copy needs as much host memory as this rank writes, and the next save uses it again. Threads of different ranks talk
+through the ranks' store and never by collectives, because two threads in collectives of one group would receive each
+other's data.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ _writers: WeakSet[Thread] = WeakSet()
 
 @final
 class Saving:
-    """A checkpoint on its way to the disk.
+    """A checkpoint that is being written.
 
     Attributes:
-        standstill: seconds that training stood still for it.
+        standstill: seconds for which training stopped.
         nbytes: of its files, once it is written.
-        seconds: from the begin of the save until it was whole on the disk.
-        note: what the user should know of how it is saved; empty if nothing.
+        seconds: from the begin of the save until the checkpoint was complete on the disk.
+        note: a remark for the user about the way it is saved; may be empty.
     """
 
     def __init__(self, step: int, path: Path, begun: float) -> None:
@@ -54,7 +54,7 @@ class Saving:
 
     @classmethod
     def done(cls, step: int, path: Path, begun: float) -> Saving:
-        """One that was written while training waited; ``begun`` by ``time.perf_counter``."""
+        """Return a checkpoint that was written while training waited; ``begun`` is a time by ``time.perf_counter``."""
         saving = cls(step, path, begun)
         saving.end(None)
         saving.standstill = saving.seconds
@@ -62,11 +62,11 @@ class Saving:
 
     @property
     def published(self) -> bool:
-        """Return True if it is whole on the disk."""
+        """Return True if it is complete on the disk."""
         return self._over.is_set() and self._error is None
 
     def end(self, error: BaseException | None) -> None:
-        """It is written, or ``error`` is why not."""
+        """Mark it as written, or as failed with ``error``."""
         self._error, self.seconds = error, time.perf_counter() - self._begun
         if error is None:
             with suppress(OSError):  # a later save of another process may have removed it already
@@ -74,7 +74,7 @@ class Saving:
         self._over.set()
 
     def wait(self) -> None:
-        """Wait until it is written.
+        """Wait until the checkpoint is written.
 
         Raises:
             CheckpointError: it cannot be written; the same on all ranks.
@@ -86,9 +86,9 @@ class Saving:
 
 @final
 class BackgroundSaver:
-    """Saves the checkpoints of a training, one after the other.
+    """A writer of one training's checkpoints, one after the other.
 
-    ``ranks_here``: how many ranks share this machine's memory.
+    ``ranks_here``: number of ranks that share this machine's memory.
     """
 
     def __init__(self, *, ranks_here: int = 1) -> None:
@@ -101,13 +101,13 @@ class BackgroundSaver:
         self._given_up = Event()
 
     def save(self, asked: SaveRequest, *, at_once: bool = False) -> Saving:
-        """Begin a save; it is of this moment, whatever happens to the tensors once this returns. Collective.
+        """Begin to save the present values; the tensors may change once this returns. Collective.
 
-        Waits for the one before. It is written before this returns where that is asked for (``at_once``: there is
-        nothing to go on with meanwhile), or a rank has no memory for a copy.
+        Waits for the previous save. Writes before it returns if ``at_once`` is given, or if a rank has no memory for a
+        copy.
 
         Raises:
-            CheckpointError: on all ranks, if what any has cannot be saved, or the save before this one has failed.
+            CheckpointError: on all ranks, if any rank cannot save, or if the previous save failed.
         """
         self.wait()
         begun = time.perf_counter()
@@ -138,7 +138,7 @@ class BackgroundSaver:
         return saving
 
     def wait(self) -> None:
-        """Wait for the save that is under way, if there is one. Raises what ``Saving.wait`` does."""
+        """Wait for a running save. Raises the errors of ``Saving.wait``."""
         saving, self._saving = self._saving, None
         if saving is not None:
             saving.wait()
@@ -146,7 +146,7 @@ class BackgroundSaver:
             self._thread.join()
 
     def close(self, *, patience: float = _PARTING) -> None:
-        """End: a save under way may take ``patience`` seconds; then it is given up, and nothing of it is published."""
+        """Give a running save ``patience`` seconds to finish, then abandon it unpublished."""
         if self._thread is not None:
             self._thread.join(patience)
             self._given_up.set()

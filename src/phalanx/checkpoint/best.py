@@ -1,4 +1,4 @@
-"""Which evaluation of a run is the best so far: in a file of its folder, so that its checkpoint stays, and is found."""
+"""The best evaluation of a run so far, kept in a file of the run folder, so that its checkpoint is found and kept."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ BEST = "best.json"
 
 @final
 class BestSoFar:
-    """The evaluations of a run, as numbers of the one metric by which they are compared.
+    """The evaluations of a run, as values of the metric by which they are compared.
 
     Attributes:
-        metric: what it is called.
-        evaluations: (step, value) in the order of steps; ``None`` for a number that is not finite.
+        metric: its name.
+        evaluations: (step, value) in the order of steps; ``None`` for a value that is not finite.
     """
 
     def __init__(self, best: Best, evaluations: Iterable[tuple[int, float | None]] = ()) -> None:
@@ -32,7 +32,7 @@ class BestSoFar:
 
     @classmethod
     def read(cls, best: Best, folder: Path) -> BestSoFar:
-        """Those that the run in ``folder`` has had; none where they were compared by another metric.
+        """Read the evaluations of the run in ``folder``; none if they were compared by another metric.
 
         Raises:
             SpecError: its file cannot be read.
@@ -44,43 +44,43 @@ class BestSoFar:
 
     @property
     def best(self) -> tuple[int, float] | None:
-        """Step and value of the best one; ``None`` where none gave a number."""
+        """Return step and value of the best evaluation; ``None`` if no evaluation gave a number."""
         return self._judged()[0]
 
     @property
     def without_better(self) -> int:
-        """How many there were since."""
+        """Return the number of evaluations since the best one."""
         return self._judged()[1]
 
     @property
     def exhausted(self) -> bool:
-        """Return True if there is nothing to be waited for any more."""
+        """Return True if patience has run out."""
         return self._by.patience is not None and self.without_better >= self._by.patience
 
     def add(self, step: int, value: float) -> bool:
-        """Take in an evaluation; whether it is the best."""
+        """Add an evaluation; return True if it is the best."""
         self.go_back(step - 1)
         self.evaluations.append((step, value if math.isfinite(value) else None))
         return self.best is not None and self.best[0] == step
 
     def knows(self, step: int) -> bool:
-        """Return True if there was one after ``step``."""
+        """Return True if the evaluation after ``step`` is known."""
         return any(at == step for at, _ in self.evaluations)
 
     def value_of(self, evaluation: Mapping[str, Any]) -> float:
-        """The number by which ``evaluation``, with ``loss`` and ``metrics``, is compared.
+        """Return the value by which ``evaluation``, with ``loss`` and ``metrics``, is compared.
 
         Raises:
-            SpecError: it has none of that name.
+            SpecError: it has no value of that name.
         """
         self.refuse_unknown(evaluation["metrics"])
         return float(evaluation["loss"] if self._by.metric == "loss" else evaluation["metrics"][self._by.metric])
 
     def refuse_unknown(self, metrics: Iterable[str]) -> None:
-        """Refuse to compare by a number that no evaluation has, beside these ``metrics``.
+        """Refuse a metric that is neither ``loss`` nor among these ``metrics``.
 
         Raises:
-            SpecError: with the numbers that there are.
+            SpecError: with the available names.
         """
         names = ["loss", *metrics]
         if self._by.metric not in names:
@@ -88,14 +88,14 @@ class BestSoFar:
             raise SpecError.of("best.metric", repr(self._by.metric), ", ".join(names), fix)
 
     def go_back(self, step: int) -> None:
-        """What came after ``step`` is taken anew."""
+        """Forget evaluations after ``step``, which will be repeated."""
         self.evaluations = [one for one in self.evaluations if one[0] <= step]
 
     def write(self, folder: Path) -> None:
-        """Keep them in the run folder ``folder``.
+        """Write the evaluations into the run folder ``folder``.
 
         Raises:
-            OSError: they cannot be.
+            OSError: the file cannot be written.
         """
         step, value = self.best or (None, None)
         by = {"metric": self._by.metric, "mode": self._by.mode}
@@ -114,7 +114,7 @@ class BestSoFar:
 
 
 def best_step(folder: Path) -> int | None:
-    """The step after which the run in ``folder`` was evaluated best; ``None`` where it does not compare evaluations.
+    """Return the step of the best evaluation in ``folder``; ``None`` if evaluations are not compared.
 
     Raises:
         SpecError: its file cannot be read.

@@ -1,6 +1,6 @@
-"""A checkpoint's model as others read it: a folder for ``from_pretrained``, or one safetensors file.
+"""A checkpoint's model in forms that other libraries read: a folder for ``from_pretrained``, or one safetensors file.
 
-One tensor is in memory at a time, verified as it is read, whatever plan saved it.
+One tensor at a time is in memory, verified as it is read, for any plan that saved it.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ SHARD = 5_000_000_000
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExportForm:
-    """What of a checkpoint is written for others, and in which form.
+    """The content and the form of an exported checkpoint.
 
     Attributes:
-        content: the ``model`` as it was trained; the ``adapter``s of peft alone, for ``PeftModel.from_pretrained``; or
-            the base model that these are ``merged`` into.
-        averaged: the average of the weights in their place, and buffers as of it.
-        dtype: of floating point tensors; as saved where not given.
-        shard: bytes of tensors in a file of a folder, at most.
+        content: the ``model`` as it was trained; only the ``adapter``s of peft, for ``PeftModel.from_pretrained``; or
+            the base model with these ``merged`` into it.
+        averaged: export the averaged weights, and the buffers that belong to them.
+        dtype: of floating point tensors; by default as saved.
+        shard: most bytes of tensors in a file of a folder.
     """
 
     content: Content = "model"
@@ -50,7 +50,7 @@ class ExportForm:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Exported:
-    """What was written: the files, the tensors and their bytes, and whether the model's configuration was known."""
+    """The written files, their tensors and bytes, and whether the model's configuration was known."""
 
     files: tuple[Path, ...]
     tensors: int
@@ -63,16 +63,16 @@ def export(
 ) -> Exported:
     """Write the model in the checkpoint ``path`` to ``target``: a new folder, or a new file ``*.safetensors``.
 
-    Of a checkpoint that holds what is trained alone, the other values are ``left_out``, by their names in the model.
+    For a checkpoint of trained values only, ``left_out`` has the other values, by their names in the model.
 
-    Folders that ``target`` is to be in are made. A folder has ``model.safetensors``, or shards of ``form.shard`` bytes
-    at most with an index, and the ``config.json`` that a model of transformers had in training. Tensors have the names
-    they have in the model, buffers among them; of tied parameters the first name. What adapters are, only peft knows:
-    ``phalanx.train.adapters.export_model`` writes every content of a ``form``, this the model.
+    Parent folders of ``target`` are made. A folder has ``model.safetensors``, or shards of at most ``form.shard`` bytes
+    with an index, and the ``config.json`` of a model of transformers. Tensors, buffers included, have their names in
+    the model; tied parameters have the first name. This function writes the content ``model`` only. The others need
+    peft: ``phalanx.train.adapters.export_model`` writes them.
 
     Raises:
-        CheckpointError: the checkpoint is damaged, or the target cannot be written; then there is none.
-        SpecError: the target exists, a file is where it needs a folder, there is no average, or values are missing.
+        CheckpointError: the checkpoint is damaged, or the target cannot be written; then no target remains.
+        SpecError: the target exists, a file is in the place of a folder, there is no average, or values are missing.
     """
     path, target = Path(path), Path(target)
     form, rest = form or ExportForm(), dict(left_out or {})
@@ -99,14 +99,14 @@ def export(
 
 
 def not_whole(path: Path) -> SpecError:
-    """The error that ``path`` holds what is trained alone, and nobody has the rest."""
+    """Return the error for a checkpoint ``path`` that holds trained values only, without the rest."""
     given = f"none for {path}, which holds what is trained alone (checkpoint='trainable')"
     return SpecError.of("job", given, "the job, which builds the rest", "px.load(folder, job())")
 
 
 @contextmanager
 def written(target: Path) -> Generator[Path]:
-    """The path of a file or folder to write, which then becomes ``target``; where that fails, nothing is left of it.
+    """Yield a path to write, which then becomes ``target``; after an error nothing is left.
 
     Raises:
         CheckpointError: it cannot be written.
@@ -129,10 +129,10 @@ def written(target: Path) -> Generator[Path]:
 
 
 def model_tensors(path: Path, *, averaged: bool = False) -> dict[str, torch.Tensor]:
-    """Every tensor of the model in the checkpoint ``path``, whole and in this process, by its name in the model.
+    """Return every tensor of the model in checkpoint ``path``, whole, by its name in the model.
 
-    Of tied parameters the first name. They are verified as they are read. With ``averaged`` they are the average of the
-    weights, and buffers as of it.
+    Tied parameters have the first name. Tensors are verified as they are read. ``averaged`` gives the averaged weights
+    and the buffers that belong to them.
 
     Raises:
         CheckpointError: the checkpoint is damaged, or holds no model.
@@ -164,10 +164,10 @@ def _of_model(path: Path, *, averaged: bool) -> Manifest:
 
 
 def contents(path: Path) -> dict[str, Any]:
-    """What the checkpoint in folder ``path`` says that it holds, as JSON: step, samples, files, bytes, tensors.
+    """Return the declared content of the checkpoint ``path`` as JSON: step, samples, files, bytes, tensors.
 
     Raises:
-        CheckpointError: it is damaged, as far as its manifest and its state show.
+        CheckpointError: its manifest or its state is damaged.
     """
     path = Path(path)
     manifest, state = Manifest.read(path), read_state(path)
@@ -189,10 +189,10 @@ _PICKLED = (".pt", ".pth", ".bin", ".ckpt", ".pkl")
 
 
 def refuse_target(target: Path) -> None:
-    """Refuse a target that is there, or that cannot come to be there, before anything is read or made.
+    """Refuse an existing or impossible target before reading or writing starts.
 
     Raises:
-        SpecError: the target exists, is called as no folder is, or a file is where it needs a folder.
+        SpecError: the target exists, has a file name for a folder, or a file is in the place of a parent folder.
     """
     if target.suffix in _PICKLED:
         given, allowed = f"{target}, as files of torch.save are called", "a new *.safetensors, or a new folder"

@@ -1,4 +1,4 @@
-"""The folder ``checkpoints``: its entries, how a new one takes its place, and which of them stay."""
+"""The folder ``checkpoints``: its entries, their publication and their deletion."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class FoundCheckpoint:
 
     Attributes:
         nbytes: of its files.
-        time: when it was written, seconds since 1970; 0 where it has no manifest.
-        whole: all its files are there in full length; ``verify`` also reads them.
+        time: when it was written, seconds since 1970; 0 without a manifest.
+        whole: all files exist in full length; ``verify`` also reads them.
     """
 
     path: Path
@@ -38,20 +38,20 @@ class FoundCheckpoint:
 
 
 def name_of(step: int) -> str:
-    """``step-00000100`` for 100."""
+    """Return ``step-00000100`` for 100."""
     return f"step-{step:08d}"
 
 
 def latest(folder: Path) -> Path | None:
-    """The newest complete checkpoint in ``folder``, the one of the highest step; ``None`` where there is none.
+    """Return the newest complete checkpoint in ``folder``, by step, or ``None``.
 
-    Complete means that all files are there in full length; ``verify`` also reads them.
+    In a complete checkpoint all files exist in full length; ``verify`` also reads them.
     """
     return next((path for path in newest_first(folder) if is_complete(path)), None)
 
 
 def is_complete(path: Path) -> bool:
-    """Return True if all files of the checkpoint in folder ``path`` are there in full length."""
+    """Return True if all files of the checkpoint ``path`` exist in full length."""
     try:
         manifest = Manifest.read(path)
     except CheckpointError:
@@ -60,7 +60,7 @@ def is_complete(path: Path) -> bool:
 
 
 def newest_first(folder: Path) -> list[Path]:
-    """All checkpoints in ``folder``, complete or not, by descending step.
+    """Return all checkpoints in ``folder``, complete or not, by descending step.
 
     Raises:
         CheckpointError: ``folder`` is a symbolic link.
@@ -74,7 +74,7 @@ def newest_first(folder: Path) -> list[Path]:
 
 
 def checkpoints(folder: Path) -> list[FoundCheckpoint]:
-    """All checkpoints in ``folder``, complete or not, by descending step.
+    """Return all checkpoints in ``folder``, complete or not, by descending step.
 
     Raises:
         CheckpointError: ``folder`` is a symbolic link.
@@ -90,16 +90,16 @@ def checkpoints(folder: Path) -> list[FoundCheckpoint]:
 
 
 def temporary(folder: Path, step: int) -> Path:
-    """Where a checkpoint is written before it is complete."""
+    """Return the path of a checkpoint that is not complete yet."""
     return folder / f".{name_of(step)}.tmp"
 
 
 def begin(folder: Path, step: int) -> None:
-    """Make the empty temporary folder of ``step``, and remove those that crashed saves left behind.
+    """Make the empty temporary folder of ``step``, and remove those of crashed saves.
 
     Raises:
         CheckpointError: ``folder`` is a symbolic link.
-        RunError: another run has taken the run folder that ``folder`` is in, and what is there is its own.
+        RunError: another run has taken over the run folder.
     """
     check_writer(folder)
     _refuse_link(folder)
@@ -111,10 +111,10 @@ def begin(folder: Path, step: int) -> None:
 
 
 def publish(folder: Path, step: int) -> Path:
-    """Give the complete temporary folder of ``step`` its final name; an older one of the same step makes way.
+    """Give the complete temporary folder of ``step`` its final name, in place of an older one for that step.
 
     Raises:
-        RunError: another run has taken the run folder that ``folder`` is in.
+        RunError: another run has taken over the run folder.
     """
     check_writer(folder)
     path, old = folder / name_of(step), folder / f".{name_of(step)}.old"
@@ -130,7 +130,7 @@ def publish(folder: Path, step: int) -> Path:
 
 
 def give_up(folder: Path, step: int) -> None:
-    """Remove what there is of a checkpoint of ``step`` that cannot be completed."""
+    """Remove an incomplete checkpoint of ``step``."""
     with suppress(OSError):
         remove(temporary(folder, step))
 
@@ -143,16 +143,16 @@ def prune(
     upto: int | None = None,
     stays: Callable[[Path], bool] = is_complete,
 ) -> list[Path]:
-    """Delete checkpoints in ``folder``. Returns which.
+    """Delete old checkpoints in ``folder`` and return their paths.
 
     Args:
-        keep: the newest that stay; the newest of which ``stays`` is true stays in any case, and so does that of the
-            best evaluation.
-        keep_every: those whose step is a multiple of it stay for ever; 0: none.
-        upto: later steps than this are neither counted nor deleted.
+        keep: number of newest checkpoints to keep; the newest with ``stays`` true, and that of the best evaluation,
+            stay in any case.
+        keep_every: keep each step that is a multiple of this; 0 keeps none.
+        upto: later steps are neither counted nor deleted.
 
     Raises:
-        RunError: another run has taken the run folder that ``folder`` is in.
+        RunError: another run has taken over the run folder.
     """
     check_writer(folder)
     try:
@@ -195,7 +195,7 @@ def _refuse_link(folder: Path) -> None:
 
 
 def give_back_replaced(folder: Path) -> None:
-    """Give each checkpoint its name again whose successor of the same step has not come to be there.
+    """Restore the name of each checkpoint whose replacement for the same step was not completed.
 
     Raises:
         CheckpointError: ``folder`` is a symbolic link.
@@ -216,10 +216,10 @@ def _give_back(leftover: Path) -> bool:
 
 
 def to_json(value: Any, what: str) -> bytes:
-    """``value`` as JSON text; floats are written so that they read back bit for bit, NaN and infinities as in Python.
+    """Return ``value`` as JSON; floats read back bit for bit, NaN and infinities as in Python.
 
     Raises:
-        CheckpointError: names every part of ``value`` that is not JSON; ``what`` says what the value is.
+        CheckpointError: names every part of ``value`` that is not JSON; ``what`` is the name of the value.
     """
     if wrong := ", ".join(f"{kind} at {where or 'the top'}" for where, kind in not_json(value, "")):
         allowed = "only JSON (dict with str keys, list, str, int, float, bool, None)"
@@ -228,7 +228,7 @@ def to_json(value: Any, what: str) -> bytes:
 
 
 def not_json(value: Any, where: str) -> Iterator[tuple[str, str]]:
-    """Where in ``value`` something stands that is not JSON, and its type."""
+    """Yield the place and type of each item in ``value`` that is not JSON."""
     if value is None or isinstance(value, bool | int | float | str):
         return
     if isinstance(value, list | tuple):

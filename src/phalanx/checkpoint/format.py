@@ -1,7 +1,7 @@
-"""``manifest.json``: what a checkpoint holds, where each part of it stands, and the checksums of its bytes.
+"""``manifest.json``: the content of a checkpoint, the place of each part, and the checksums of its bytes.
 
-Nothing in it is believed unchecked. It ends in a checksum of itself; the chunks of a tensor have to fill it exactly; a
-chunk's key says of which tensor it is and where it begins, and the file that holds it repeats its dtype and shape.
+Everything is checked. The manifest ends with a checksum of itself; the chunks of a tensor must fill it exactly; a
+chunk's key names its tensor and its begin, and the file repeats its dtype and shape.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class StoredFile:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Chunk:
-    """A block of a tensor: where it begins and its size along each dimension, and the file and key that hold it."""
+    """A block of a tensor: its begin and size along each dimension, and its file and key."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -93,7 +93,7 @@ StoredChunk = tuple[str, torch.dtype, Chunk]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StoredTensor:
-    """A tensor as a whole: its global shape, its dtype, and the chunks that together fill it."""
+    """A whole tensor: its global shape, its dtype, and the chunks that fill it."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -115,7 +115,7 @@ class Manifest:
 
     @classmethod
     def read(cls, path: Path) -> Manifest:
-        """The manifest of the checkpoint in folder ``path``.
+        """Read the manifest of the checkpoint in folder ``path``.
 
         Raises:
             DamagedError: there is none, or it is not as it was written.
@@ -135,7 +135,7 @@ class Manifest:
 
     @classmethod
     def from_json(cls, given: Any, path: Path, *, sealed: bool = True) -> Manifest:
-        """The manifest that parsed JSON describes; ``path`` is for messages. ``sealed``: its checksum was right."""
+        """Build a manifest from parsed JSON; ``path`` is for messages. ``sealed``: its checksum was right."""
         if not isinstance(given, dict) or given.get("format") != _FORMAT:
             kind = f"does not describe a checkpoint of this kind ({_FORMAT})"
             raise damaged(path, f"{path / MANIFEST} {kind}", file=MANIFEST)
@@ -161,7 +161,7 @@ class Manifest:
         return cls(step=step, tensors=tensors, files=files, version=version)
 
     def to_bytes(self) -> bytes:
-        """The content of the file that ``read`` reads: JSON that ends in a checksum of all that is before it."""
+        """Return the file content for ``read``: JSON that ends with a checksum of the text before it."""
         files = {
             file.name: {"size": file.size, "crc32": "".join(f"{one:08x}" for one in file.checksums)}
             for file in self.files.values()
@@ -181,7 +181,7 @@ class Manifest:
         return seal(json.dumps(given).encode())
 
     def chunks_by_file(self) -> dict[str, list[StoredChunk]]:
-        """By the name of a file what is to be in it; of files without tensors nothing."""
+        """Map file name to its chunks; files without tensors are left out."""
         found: dict[str, list[StoredChunk]] = {}
         for name, tensor in self.tensors.items():
             for chunk in tensor.chunks:
@@ -189,10 +189,7 @@ class Manifest:
         return found
 
     def misfits(self, path: Path, files: Iterable[StoredFile] | None = None) -> list[str]:
-        """The ``files`` that are missing from folder ``path``, are none, or have another size than was written.
-
-        All files where they are not named.
-        """
+        """Return a message for each of ``files`` (by default all) that is missing, not a file, or of wrong size."""
         problems = []
         for file in self.files.values() if files is None else files:
             size = size_of(path / file.name)
@@ -203,10 +200,10 @@ class Manifest:
         return problems
 
     def checked(self, path: Path, files: Iterable[StoredFile] | None = None) -> Manifest:
-        """This manifest. Of many ranks each looks at a share of the ``files``, all of them where they are not named.
+        """Return this manifest after a check of ``files`` (by default all); each rank can check a share.
 
         Raises:
-            DamagedError: files are missing from folder ``path`` or have another size than was written.
+            DamagedError: files are missing from folder ``path`` or have a wrong size.
         """
         if misfits := self.misfits(path, files):
             raise damaged(
@@ -216,25 +213,25 @@ class Manifest:
 
 
 def seal(text: bytes) -> bytes:
-    """``text``, a JSON object, with the checksum of all that is before its last brace as the last of its fields."""
+    """Return ``text``, a JSON object, with a checksum of the text before its last brace as the last field."""
     body = text[:-1]
     return body + b',\n"checksum": "%08x"}\n' % zlib.crc32(body)
 
 
 def step_of(path: Path) -> int | None:
-    """The step that the name of a checkpoint's folder says; ``None`` where it is not a checkpoint's name."""
+    """Return the step in the name of a checkpoint folder; ``None`` for any other name."""
     named = _NAME.fullmatch(path.name)
     return int(named[1]) if named else None
 
 
 def key_of(name: str, shape: Sequence[int], box: Box) -> str:
-    """How a chunk is called in its file: by the tensor's name, and by where it begins if it is a part of it."""
+    """Return the key of a chunk in its file: the tensor's name, and for a part also its begin."""
     offsets, sizes = box
     return name if tuple(sizes) == tuple(shape) else _part_of(name, offsets)
 
 
 def not_filled(shape: Sequence[int], boxes: Iterable[Box]) -> str:
-    """What keeps ``boxes`` from filling ``shape`` exactly, each element once; empty if nothing does."""
+    """Return the reason why ``boxes`` do not fill ``shape`` exactly once, or ""."""
     whole = math.prod(shape)
     found = list(boxes)
     for offsets, sizes in found:
@@ -268,7 +265,7 @@ def _overlap(boxes: list[Box]) -> str:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """``float32`` for ``torch.float32``; what ``DTYPES`` is keyed by."""
+    """Return ``float32`` for ``torch.float32``; a key of ``DTYPES``."""
     return str(dtype).removeprefix("torch.")
 
 

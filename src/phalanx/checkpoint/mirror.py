@@ -1,8 +1,8 @@
 """A copy of a run's checkpoints in an object store, or in any other place that fsspec reaches: S3, GCS, Azure, SSH.
 
-A run writes its checkpoints into its folder, as ever; each is copied once it is whole, by a thread, while training goes
-on. The manifest goes last: a checkpoint is there when its manifest is. A new machine whose folder has none fetches the
-newest, and verifies it as it does those of its own disk.
+A run writes checkpoints into its folder; a thread copies each complete one during training. The manifest is copied last
+and marks a complete copy. A new machine without local checkpoints fetches the newest and verifies it like one on its
+own disk.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class ObjectStore:
     """The checkpoints of one run under a URL such as ``s3://bucket/runs/digits-1``."""
 
     def __init__(self, url: str) -> None:
-        """Raises SpecError if it is no URL that fsspec knows, MissingExtraError if the package for it is missing."""
+        """Raise SpecError for a URL unknown to fsspec, MissingExtraError if the package for it is missing."""
         import fsspec
 
         self.url = url.rstrip("/")
@@ -56,10 +56,10 @@ class ObjectStore:
         self._has_folders = scheme in _WITH_FOLDERS
 
     def refuse_unusable(self) -> None:
-        """Refuse a store that cannot be written to; a file is written there and removed again.
+        """Refuse a store without write access; a small file is written and removed.
 
         Raises:
-            SpecError: says why.
+            SpecError: with the reason.
         """
         probe = f"{self._root}/.phalanx"
         try:
@@ -77,7 +77,7 @@ class ObjectStore:
             ) from None
 
     def steps(self) -> list[int]:
-        """The steps of the checkpoints that are there whole, the newest first.
+        """Return the steps of the complete checkpoints, the newest first.
 
         Raises:
             CheckpointError: the store cannot be asked.
@@ -89,9 +89,9 @@ class ObjectStore:
         return sorted(whole, reverse=True)
 
     def put(self, path: Path) -> int:
-        """Copy the checkpoint in folder ``path``; there is none before the last byte.
+        """Copy the checkpoint in folder ``path``, and return the bytes copied: 0 if the store already has it.
 
-        Returns the bytes copied: none where it is there already.
+        The copy is visible only once it is complete.
 
         Raises:
             CheckpointError: it cannot be copied, or is damaged.
@@ -113,12 +113,12 @@ class ObjectStore:
         return total
 
     def fetch(self, step: int, folder: Path) -> Path:
-        """Copy the checkpoint of ``step`` into ``folder``, the ``checkpoints`` of a run. It is not verified yet.
+        """Copy the checkpoint of ``step`` into ``folder``, the ``checkpoints`` of a run, without verification.
 
-        A file that is not there is missing here as well.
+        A file missing in the store will be missing in the copy.
 
         Raises:
-            CheckpointError: it cannot be read or written; nothing of it is left in ``folder``.
+            CheckpointError: it cannot be read or written; then ``folder`` holds no part of it.
         """
         source, here = f"{self._root}/{name_of(step)}", temporary(folder, step)
         try:
@@ -135,11 +135,9 @@ class ObjectStore:
             raise
 
     def prune(self, keep: int, keep_every: int = 0, best: int | None = None) -> list[int]:
-        """Delete all but the newest ``keep``, those whose step is a multiple of ``keep_every``, and that of ``best``.
+        """Delete all but the newest ``keep``, multiples of ``keep_every`` and ``best``; return the deleted steps.
 
-        Returns which.
-
-        So are copies that were cut short and have a later one.
+        Incomplete copies older than the newest are deleted, too.
 
         Raises:
             CheckpointError: the store cannot be asked or written to.
@@ -153,7 +151,7 @@ class ObjectStore:
         return gone
 
     def set_aside(self, after: int) -> list[int]:
-        """Move the checkpoints of later steps than ``after`` into a folder ``set-aside-N``. Returns which.
+        """Move checkpoints of later steps than ``after`` into a folder ``set-aside-N``; return their steps.
 
         Raises:
             CheckpointError: the store cannot be asked or written to.
@@ -204,10 +202,10 @@ class ObjectStore:
 
 
 def fetch_newest(url: str, folder: Path) -> Path | None:
-    """The newest whole checkpoint of the store at ``url`` in ``folder``, if that holds none as new that is whole.
+    """Fetch the newest whole checkpoint at ``url`` into ``folder``, unless a whole one as new is there.
 
-    Those that turn out to be damaged are left in ``folder``, for the run to name, and the one before is fetched.
-    ``None`` where there is nothing to fetch.
+    Returns ``None`` if there is none to fetch. Damaged checkpoints stay in ``folder`` for the run to report, and the
+    one before is fetched.
 
     Raises:
         CheckpointError: the store cannot be read.
@@ -224,7 +222,7 @@ def fetch_newest(url: str, folder: Path) -> Path | None:
 
 
 def fetch_step(url: str, folder: Path, step: int) -> None:
-    """Have the checkpoint of ``step`` in ``folder``, from the store at ``url`` if it is not there, whole.
+    """Fetch the checkpoint of ``step`` from ``url`` unless ``folder`` has it whole.
 
     Raises:
         CheckpointError: the store cannot be read.
@@ -236,7 +234,7 @@ def fetch_step(url: str, folder: Path, step: int) -> None:
 
 @final
 class Mirror:
-    """Copies checkpoints into an object store, one after the other, in a thread of its own."""
+    """A thread that copies checkpoints into an object store, one after the other."""
 
     def __init__(self, url: str, *, keep: int, keep_every: int = 0) -> None:
         self._url, self._keep, self._keep_every = url, keep, keep_every
@@ -246,14 +244,14 @@ class Mirror:
         self._last: RunError | None = None
 
     def add(self, path: Path) -> None:
-        """Have the whole checkpoint in folder ``path`` copied."""
+        """Queue the whole checkpoint in folder ``path`` for copying."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="phalanx-mirror", daemon=True)
             self._thread.start()
         self._waiting.put(path)
 
     def news(self) -> Iterator[dict[str, Any]]:
-        """What became of those added: ``path`` and ``bytes``, or ``error``, a text."""
+        """Yield the outcome of each queued copy: ``path`` and ``bytes``, or ``error``, a text."""
         while not self._news.empty():
             yield self._news.get()
 
@@ -261,8 +259,8 @@ class Mirror:
         """Wait until all are copied.
 
         Raises:
-            CheckpointError: the last one could not be, neither when it was added nor now.
-            RunError: another run has taken the folder that they are in.
+            CheckpointError: the last one could not be copied, even after another try.
+            RunError: another run has taken over the folder.
         """
         if self._thread is None:
             return

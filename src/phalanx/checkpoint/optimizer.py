@@ -1,11 +1,11 @@
 """Optimizer state by parameter name, so that it loads under any plan.
 
-Tensors of the state become checkpoint tensors called ``optimizer.<parameter>.<key>``. Everything else is JSON: the
-hyper-parameters of each group with the names of its parameters, and for each parameter its state with
-``{"$tensor": name}`` where a tensor stood.
+Tensors of the state become checkpoint tensors named ``optimizer.<parameter>.<key>``. The rest is JSON: each group's
+hyper-parameters with the names of its parameters, and each parameter's state with ``{"$tensor": name}`` in place of a
+tensor.
 
-State of a parameter's shape is split like the parameter. Ranks that hold parameters of other names (the stages of a
-pipeline) each see their own part of every group; what is saved is put together from all of them.
+State in a parameter's shape is split like the parameter. Ranks with different parameters (pipeline stages) each see a
+part of every group; the saved groups are merged from all ranks.
 """
 
 from __future__ import annotations
@@ -38,24 +38,22 @@ _OWN_CHOICE = frozenset({"params", "param_names", "foreach", "fused", "capturabl
 def optimizer_tensors(
     optimizer: Optimizer, parameters: Mapping[str, Tensor], parts: Mapping[str, TensorPart] | None = None
 ) -> tuple[dict[str, Tensor | PartTensor], dict[str, Any]]:
-    """The state of ``optimizer`` as flat tensors by name, and as JSON what is not tensors.
+    """Return the state of ``optimizer`` as flat tensors by name, and the rest as JSON.
 
     Every rank of the default process group must call it.
 
     Args:
         optimizer: holds tensors of ``parameters``, not necessarily all.
-        parameters: name → the tensor that the optimizer steps, plain or DTensor.
-        parts: name → what part of the whole ``parameters`` has, where it has a slice or a copy.
+        parameters: name → the tensor stepped by the optimizer, plain or DTensor.
+        parts: name → the part held in ``parameters``, for a slice or a copy.
 
     Returns:
-        Tensors to save beside the model's: this rank's. JSON to save as ``state["optimizer"]``: of all ranks. A
-        hyper-parameter that is a tensor of one element (a capturable learning rate) is a number in it; callables are
-        left out.
+        This rank's tensors to save beside the model's, and all ranks' JSON to save as ``state["optimizer"]``. A
+        hyper-parameter tensor with one element (a capturable learning rate) becomes a number; callables are left out.
 
     Raises:
-        CheckpointError: on all ranks; names the hyper-parameters or states that are neither tensors nor JSON, or says
-            that the optimizer holds tensors that are not in ``parameters``, or keeps state of a slice that nobody
-            could split otherwise.
+        CheckpointError: on all ranks; names hyper-parameters or states that are neither tensors nor JSON, tensors that
+            are not in ``parameters``, or state of a slice that cannot be split differently.
     """
     tensors: dict[str, Tensor | PartTensor] = {}
     here = on_all_ranks(lambda: _described(optimizer, parameters, parts or {}, tensors))
@@ -65,15 +63,16 @@ def optimizer_tensors(
 def restore_optimizer(
     optimizer: Optimizer, parameters: Mapping[str, Tensor], path: Path, parts: Mapping[str, TensorPart] | None = None
 ) -> None:
-    """Bring ``optimizer`` to the state saved in folder ``path``, whatever the plan it was saved under.
+    """Restore the state of ``optimizer`` saved in folder ``path`` under any plan.
 
-    Expects ``state["optimizer"]`` and the tensors as ``optimizer_tensors`` gave them. Groups are matched by the names
-    in them and get the saved hyper-parameters; callables, and how the step is computed (``foreach``, ``fused``,
-    ``capturable``, ``differentiable``), stay as they are. State of a parameter's global shape is sharded like the
-    parameter, and split as ``parts`` says. Every rank of the default process group must call it.
+    Expects ``state["optimizer"]`` and tensors as returned by ``optimizer_tensors``. Groups are matched by parameter
+    names and get the saved hyper-parameters; callables and ``foreach``, ``fused``, ``capturable`` and
+    ``differentiable`` keep their values. State in a parameter's global shape is sharded like the parameter, and split
+    as ``parts`` says. Every rank of the default process group must call it.
 
     Raises:
-        CheckpointError: on all ranks; saved by another kind of optimizer, or with other groups. Nothing is changed.
+        CheckpointError: on all ranks; saved by another kind of optimizer, or with other groups. Then nothing is
+            changed.
     """
     path, parts = Path(path), parts or {}
     targets: dict[str, Tensor | PartTensor] = {}

@@ -1,7 +1,7 @@
-"""Reading a checkpoint: of each chunk only the rows that are needed, verified as they are read.
+"""Reading a checkpoint: only the needed rows of each chunk, verified as they are read.
 
-Whole rows of a chunk go from the file into the tensor's own memory. Where a tensor needs a part of each row, is not
-contiguous or is on a device, rows are read into a buffer first, a few megabytes at a time.
+Whole rows of a chunk go from the file into the tensor's own memory. If a tensor needs a part of each row, is not
+contiguous or is on a device, rows are first read into a buffer, a few megabytes at a time.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _MOST_THREADS = 4
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Wanted:
-    """A part of a chunk: where it begins in the chunk, and the memory that it is to fill."""
+    """A part of a chunk: its begin in the chunk, and the memory to fill."""
 
     starts: tuple[int, ...]
     target: Tensor
@@ -37,7 +37,7 @@ class Wanted:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ChunkReading:
-    """What is read of one chunk; all of it lies in one file."""
+    """The wanted parts of one chunk, which lies in one file."""
 
     name: str
     dtype: torch.dtype
@@ -50,12 +50,12 @@ class ChunkReading:
 
 
 def fill(path: Path, manifest: Manifest, targets: Mapping[str, Tensor | PartTensor], *, verified: bool = False) -> None:
-    """Fill ``targets`` from the checkpoint in folder ``path``. No rank talks to another.
+    """Fill ``targets`` from the checkpoint in folder ``path``. Not collective.
 
-    ``verified``: ``verify_first`` has been called with the files that hold them, on this rank or another.
+    ``verified``: this rank or another has called ``verify_first`` with the files to be read.
 
     Raises:
-        DamagedError: what is read is not what was written; targets may be filled in part.
+        DamagedError: the bytes differ from the written ones; targets may be filled in part.
     """
     by_file: dict[str, list[ChunkReading]] = {}
     for name, held in targets.items():
@@ -80,7 +80,7 @@ def fill(path: Path, manifest: Manifest, targets: Mapping[str, Tensor | PartTens
 
 
 def read_state(path: Path) -> dict[str, Any]:
-    """The ``state`` that was saved with the checkpoint in folder ``path``; tuples come back as lists.
+    """Return the ``state`` saved with the checkpoint in folder ``path``; tuples come back as lists.
 
     Raises:
         CheckpointError: there is none, or it is damaged.
@@ -89,10 +89,10 @@ def read_state(path: Path) -> dict[str, Any]:
 
 
 def verify(path: Path) -> list[str]:
-    """Everything that is wrong with the checkpoint in folder ``path``; empty if it is whole.
+    """Return every defect of the checkpoint in folder ``path``; empty if it is whole.
 
-    Reads every file once: missing and cut files, changed bytes, and chunks that are not where the manifest says. Works
-    alone, in any process.
+    Reads each file once and finds missing and cut files, changed bytes, and chunks in wrong places. Needs no other
+    process.
     """
     path = Path(path)
     try:
@@ -114,10 +114,10 @@ def verify(path: Path) -> list[str]:
 
 
 def verify_first(path: Path, manifest: Manifest, names: Iterable[str]) -> None:
-    """Read those files ``names`` that cannot be verified by the part: each of format 1 has one checksum.
+    """Read those of ``names`` that cannot be verified in parts: files of format 1 have one checksum each.
 
     Raises:
-        DamagedError: one is not what was written, or does not hold what ``manifest`` says.
+        DamagedError: a file was changed, or does not match ``manifest``.
     """
     if manifest.version == 1:
         stored = manifest.chunks_by_file()
@@ -126,10 +126,10 @@ def verify_first(path: Path, manifest: Manifest, names: Iterable[str]) -> None:
 
 
 def verify_file(path: Path, stored: StoredFile, chunks: Iterable[StoredChunk]) -> None:
-    """Read all of one file of the checkpoint in folder ``path``, which is to hold ``chunks``.
+    """Read one whole file of the checkpoint in folder ``path``, and check that it holds ``chunks``.
 
     Raises:
-        DamagedError: it is not what was written, or does not hold them.
+        DamagedError: it was changed, or does not hold them.
     """
     with ShardFile(path, stored) as file:
         file.verify()

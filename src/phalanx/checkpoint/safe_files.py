@@ -1,7 +1,7 @@
-"""Files of a checkpoint, opened so that nothing but a file of its own folder is ever read or written.
+"""Files of a checkpoint, opened without leaving the checkpoint's folder.
 
-A checkpoint may come from a stranger, or from a disk that went wrong: a symbolic link in it, a folder in the place of a
-file or a device is not followed, read or deleted through.
+A checkpoint may come from a stranger or from a faulty disk: a symbolic link, a folder in place of a file, or a device
+is never followed, read or deleted through.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ _DAMAGE = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENXIO, 
 
 
 def damaged(path: Path, message: str, *, file: str = "", tensor: str = "") -> DamagedError:
-    """The error that says that the checkpoint in folder ``path`` is damaged."""
+    """Return the error for a damaged checkpoint in folder ``path``."""
     return DamagedError(message, checkpoint=str(path), file=file, tensor=tensor)
 
 
 def open_file(folder: Path, name: str) -> int:
-    """A descriptor to read the regular file ``name`` in the checkpoint's ``folder``.
+    """Open the regular file ``name`` in the checkpoint's ``folder`` and return a descriptor to read it.
 
     Raises:
         DamagedError: it is missing or is no regular file.
@@ -42,7 +42,7 @@ def open_file(folder: Path, name: str) -> int:
 
 
 def unreadable(folder: Path, name: str, error: OSError) -> CheckpointError:
-    """The error that says that the operating system could not read ``name`` of the checkpoint in ``folder``."""
+    """Return the error for a file ``name`` that the operating system could not read."""
     if error.errno == errno.ENOENT:
         return damaged(folder, f"{folder} is not a complete checkpoint: it has no {name}", file=name)
     if error.errno == errno.ELOOP:
@@ -52,16 +52,16 @@ def unreadable(folder: Path, name: str, error: OSError) -> CheckpointError:
 
 
 def create(path: Path) -> int:
-    """A descriptor to write the new file ``path``; nothing may be there yet, not even a link to somewhere else.
+    """Create the file ``path`` and return a descriptor to write it.
 
     Raises:
-        OSError: there is something, or it cannot be made.
+        OSError: a file or link exists there, or it cannot be made.
     """
     return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
 
 
 def read_file(folder: Path, name: str) -> bytes:
-    """All of the file ``name`` in the checkpoint's ``folder``.
+    """Return the content of the file ``name`` in the checkpoint's ``folder``.
 
     Raises:
         CheckpointError: see ``open_file``.
@@ -74,7 +74,7 @@ def read_file(folder: Path, name: str) -> bytes:
 
 
 def size_of(path: Path) -> int | str:
-    """The bytes of the regular file ``path``; says what is wrong where it is none."""
+    """Return the bytes of the regular file ``path``, or a message if it is not one."""
     try:
         found = path.lstat()
     except OSError:
@@ -99,7 +99,7 @@ def is_folder(path: Path) -> bool:
 
 
 def remove(path: Path) -> None:
-    """Delete what is at ``path``: a folder with all in it, of a link only the link itself.
+    """Delete ``path``: a folder with its content, or a link itself.
 
     Raises:
         OSError: it cannot be deleted.

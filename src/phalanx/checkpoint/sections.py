@@ -1,6 +1,6 @@
-"""Sections of a checkpoint: what a tensor in it is of stands before a dot in its name, as in ``model.head.weight``.
+"""Sections of a checkpoint: the part of a tensor's name before the dot, as in ``model.head.weight``.
 
-What of a section is no tensor stands in ``state.json`` under the same word.
+Values of a section that are not tensors are in ``state.json`` under the same word.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ _Value = TypeVar("_Value")
 
 
 def name_in(section: str, name: str) -> str:
-    """What is called ``name`` in its ``section``, by its name in the checkpoint."""
+    """Return the checkpoint's name for ``name`` in ``section``."""
     return f"{section}.{name}"
 
 
 def put_in(section: str, values: Mapping[str, _Value]) -> dict[str, _Value]:
-    """``values`` by the names that they have in a checkpoint."""
+    """Return ``values`` by their names in a checkpoint."""
     return {name_in(section, name): value for name, value in values.items()}
 
 
 def names_of(section: str, names: Iterable[str]) -> dict[str, str]:
-    """Of ``names`` in a checkpoint those of ``section``: the name in the section → the one in the checkpoint."""
+    """Map name in ``section`` to name in the checkpoint, for those of ``names`` in that section."""
     start = name_in(section, "")
     return {name.removeprefix(start): name for name in names if name.startswith(start)}
 
 
 def take_out(section: str, values: Mapping[str, _Value]) -> dict[str, _Value]:
-    """What of ``values``, by their names in a checkpoint, is of ``section``, by the names that it has there."""
+    """Return the entries of ``values`` in ``section``, by their names in that section."""
     return {own: values[name] for own, name in names_of(section, values).items()}

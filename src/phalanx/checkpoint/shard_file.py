@@ -1,4 +1,4 @@
-"""One rank's safetensors file: written as a stream, read by byte ranges, each block of it with a checksum.
+"""One rank's safetensors file: written as a stream, read by byte ranges, with a checksum for each block.
 
 The format (https://github.com/huggingface/safetensors#format): eight bytes with the length of the header, a JSON header
 with dtype, shape and byte range of every tensor, then the bytes of all tensors without gaps.
@@ -47,7 +47,7 @@ _DTYPES = {code: dtype for dtype, code in _CODES.items()}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TensorEntry:
-    """What the header says of one tensor."""
+    """The header's entry for one tensor."""
 
     key: str
     dtype: torch.dtype
@@ -59,12 +59,12 @@ class TensorEntry:
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
-    """The memory of a contiguous tensor on the host, to read and to write."""
+    """Return the memory of a contiguous host tensor, to read and to write."""
     return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
 
 
 def write_file(path: Path, pieces: Iterable[memoryview | bytes]) -> StoredFile:
-    """Write ``pieces`` to a new file, sync it to disk, and say what was written.
+    """Write ``pieces`` to a new file, sync it to disk, and return its size and checksums.
 
     Raises:
         OSError: the disk is full, or the file cannot be written for another reason.
@@ -95,7 +95,7 @@ def _write(handle: int, part: memoryview) -> None:
 
 
 def header_of(entries: Iterable[TensorEntry]) -> bytes:
-    """The first bytes of a file with these tensors in this order.
+    """Return the first bytes of a file with these tensors in this order.
 
     Raises:
         CheckpointError: two have one key.
@@ -116,13 +116,13 @@ def header_of(entries: Iterable[TensorEntry]) -> bytes:
 
 @final
 class ShardFile:
-    """A file of a checkpoint, open to be read; whatever is read has been compared with its checksums.
+    """An open file of a checkpoint; every read is compared with its checksums.
 
     ``trusted``: its checksums have been compared before.
     """
 
     def __init__(self, folder: Path, file: StoredFile, *, trusted: bool = False) -> None:
-        """Raises DamagedError if it is missing, no file, or has another size than was written."""
+        """Raise DamagedError if the file is missing, not a regular file, or of wrong size."""
         self._folder, self._file, self._trusted = folder, file, trusted
         self._block = BLOCK if trusted else file.block
         self._scratch = memoryview(bytearray())
@@ -146,7 +146,7 @@ class ShardFile:
         """Fill ``out`` with the file's bytes from ``begin`` on.
 
         Raises:
-            DamagedError: they are not what was written.
+            DamagedError: the bytes differ from the written ones.
         """
         end = begin + len(out)
         for block in range(begin // self._block, -(-end // self._block)):
@@ -159,7 +159,7 @@ class ShardFile:
                 part[:] = self._whole(block, first, last)[low - first : high - first]
 
     def verify(self) -> None:
-        """Read all of it. Raises DamagedError if it is not what was written."""
+        """Read the whole file. Raises DamagedError if it was changed."""
         if self._file.block <= 1 << 24:
             for block, first in enumerate(range(0, self._file.size, self._block)):
                 self._whole(block, first, min(first + self._block, self._file.size))
@@ -172,10 +172,10 @@ class ShardFile:
         self._compare(crc, 0)
 
     def entries(self) -> dict[str, tuple[TensorEntry, int]]:
-        """Key → what the header says of it, and the byte of the file at which its data begin.
+        """Map key to its header entry and the byte at which its data begin.
 
         Raises:
-            DamagedError: the header is none, or does not describe the file.
+            DamagedError: the header cannot be read, or does not describe the file.
         """
         try:
             length = int.from_bytes(self._read(8, 0), "little")

@@ -1,4 +1,4 @@
-"""Saving and loading: whole or not at all, on every rank or on none, under any plan whatever the plan that saved."""
+"""Saving and loading, whole or not at all and on all ranks or none, under any plan."""
 
 from __future__ import annotations
 
@@ -64,9 +64,9 @@ def save(
 ) -> Path:
     """Write a checkpoint of optimizer step ``step`` and return its path, ``folder/step-00000100``.
 
-    Every rank of the default process group must call it; without a group this process saves alone. It is written
-    under a temporary name, synced to disk and renamed once all ranks are done, so what has the final name is whole.
-    Then all but the ``keep`` newest up to this step are deleted: for a moment there are ``keep`` + 1 on the disk.
+    Every rank of the default process group must call it; without a group this process saves alone. It is written under
+    a temporary name, synced to disk and renamed once all ranks are done, so what has the final name is whole. Then all
+    but the ``keep`` newest up to this step are deleted: for a moment there are ``keep`` + 1 on the disk.
 
     Args:
         folder: ``checkpoints`` of the run; on storage that all ranks share. Made if missing.
@@ -89,7 +89,7 @@ def save(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PreparedSave:
-    """What is to be written, agreed between all ranks; nothing is written yet."""
+    """A save agreed between all ranks and not yet written."""
 
     asked: SaveRequest
     state: bytes
@@ -98,14 +98,14 @@ class PreparedSave:
 
     @property
     def path(self) -> Path:
-        """Of the checkpoint, once it is written."""
+        """Return the path of the checkpoint after it is written."""
         return self.asked.folder / name_of(self.asked.step)
 
     def write(self, rendezvous: Rendezvous) -> Path:
-        """Write and publish it. Every rank calls it. Returns the path.
+        """Write and publish it, and return the path. Every rank calls it.
 
         Raises:
-            CheckpointError: on all ranks, if it cannot be written on any. The previous checkpoint stands.
+            CheckpointError: on all ranks, if it cannot be written on any. The previous checkpoint stays.
         """
         folder, step = self.asked.folder, self.asked.step
 
@@ -146,10 +146,10 @@ class PreparedSave:
         prune(folder, keep=self.asked.keep, keep_every=self.asked.keep_every, upto=step)
 
     def complete(self, path: Path, files: Sequence[StoredFile]) -> None:
-        """Write what makes the folder ``path`` a whole checkpoint, with the ``files`` that ranks have written there.
+        """Write state and manifest into the folder ``path``, with the ``files`` written by ranks.
 
         Raises:
-            CheckpointError: they are not there.
+            CheckpointError: a file is missing.
         """
         folder, step = self.asked.folder, self.asked.step
         listed = {file.name: file for file in (*files, write_file(path / STATE, [self.state]))}
@@ -160,12 +160,12 @@ class PreparedSave:
 
 
 def prepared(asked: SaveRequest, before: Agreement | None = None) -> PreparedSave:
-    """Agree on who writes what of a checkpoint. Collective.
+    """Agree on the writers of a checkpoint. Collective.
 
-    ``before`` is what was agreed on the last time, on all ranks: it stands where all have the same as then.
+    ``before``, the agreement of the last save on all ranks, is used again if all ranks hold the same tensors.
 
     Raises:
-        CheckpointError: on all ranks, if what any has cannot be saved.
+        CheckpointError: on all ranks, if any rank holds values that cannot be saved.
     """
 
     def described() -> tuple[Any, Any, bytes]:
@@ -189,16 +189,16 @@ def _unwritten(asked: SaveRequest, error: CheckpointError) -> CheckpointError:
 
 
 def load(path: Path, tensors: Tensors) -> None:
-    """Fill ``tensors`` in place from the checkpoint in folder ``path``, whatever the shards it was saved in.
+    """Fill ``tensors`` in place from the checkpoint in folder ``path``, for any sharding in the checkpoint.
 
-    Every rank of the default process group must call it; without a group this process loads alone. Nothing is
-    changed unless every name, global shape and dtype agrees. A tensor that is in the checkpoint only is a mistake if
-    ``tensors`` holds others with the same prefix (the part of the name before the first dot): model and optimizer can
-    be loaded by one call or by two, or one of them alone. Ranks may ask for other names; a tensor that any asks for is
-    not a mistake. Each rank reads the rows that it needs and compares what it reads with its checksums.
+    Every rank of the default process group must call it; without a group this process loads alone. Tensors change only
+    if every name, global shape and dtype agrees. A tensor found only in the checkpoint is an error if ``tensors`` holds
+    others with the same prefix (the part of the name before the first dot), so model and optimizer can be loaded by one
+    call, by two, or one alone. Ranks may ask for different names. Each rank reads the rows it needs and compares them
+    with their checksums.
 
     Raises:
-        DamagedError: on all ranks; what is there is not what was written. ``tensors`` may be filled in part.
+        DamagedError: on all ranks; the bytes differ from the written ones. ``tensors`` may be filled in part.
         CheckpointError: on all ranks; names all missing and extra tensors and those of another shape or dtype.
     """
     path = Path(path)
@@ -210,20 +210,20 @@ def load(path: Path, tensors: Tensors) -> None:
 
 
 def resume_newest(folder: Path, attempt: Callable[[Path], T]) -> tuple[Path, T, list[str]]:
-    """Go on from the newest checkpoint in ``folder`` that is whole. Collective.
+    """Resume from the newest whole checkpoint in ``folder``. Collective.
 
     Args:
         folder: ``checkpoints`` of the run.
-        attempt: loads a checkpoint; raises the same error on all ranks. Run for the newest, and where that turns out to
-            be damaged for the one before it, and so on.
+        attempt: loads a checkpoint; raises the same error on all ranks. Called for the newest, and after damage for the
+            one before it, and so on.
 
     Returns:
-        The checkpoint, what ``attempt`` gave, and what is damaged in each that is newer.
+        The checkpoint, the result of ``attempt``, and the damage in each newer checkpoint.
 
     Raises:
         CheckpointError: on all ranks: there is none.
-        NoneWholeError: on all ranks: none is whole; names each with what is wrong. Whatever else ``attempt`` raises
-            (another model, another job) is no damage, and raised at once.
+        NoneWholeError: on all ranks: none is whole; names each with its damage. Other errors of ``attempt`` (another
+            model, another job) are raised at once.
     """
     names = from_first(on_all_ranks(lambda: [path.name for path in newest_first(folder)] if is_first() else []))
     skipped = list[str]()

@@ -1,8 +1,8 @@
-"""Tensors of which this rank holds a slice: which blocks of the whole are here.
+"""Tensors held in part: the blocks of the whole tensor on this rank.
 
-A slice may be several ranges of a dimension that lie apart in the whole (a fused projection, a zigzag of tokens), may
-be cut along more than one dimension, and may itself be a DTensor whose rows are shared out once more. All of that comes
-to blocks of the whole, each with a view of the memory here, and those are what is written and read.
+A slice may be several separate ranges of a dimension (a fused projection, a zigzag of tokens), may be cut along several
+dimensions, and may be a DTensor with rows shared out once more. All of these become blocks of the whole, each with a
+view of the memory on this rank, and blocks are written and read.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ Ranges = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TensorPart:
-    """What one rank holds of a whole tensor of this shape.
+    """The part of a whole tensor of this shape held by one rank.
 
     Attributes:
-        ranges: dimension → the ranges [start, stop) of it that are here, in the order they have in memory. A dimension
-            that is not named is here whole.
-        counts: whether this rank's values are saved; not those of a copy that another rank holds and saves.
+        ranges: dimension → its ranges [start, stop) on this rank, in memory order. A dimension without an entry is
+            whole.
+        counts: whether this rank's values are saved; False for a copy that another rank saves.
     """
 
     shape: tuple[int, ...]
@@ -40,12 +40,12 @@ class TensorPart:
         return tuple(sum(stop - start for start, stop in self.along(dim)) for dim in range(len(self.shape)))
 
     def along(self, dim: int) -> Ranges:
-        """The ranges of dimension ``dim`` that are here."""
+        """Return the ranges of dimension ``dim`` on this rank."""
         return self.ranges.get(dim, ((0, self.shape[dim]),))
 
 
 class PartTensor:
-    """A slice and the part of a whole that it is: stands where a tensor would in ``save`` and ``load``.
+    """A slice and its part of the whole: used in place of a tensor in ``save`` and ``load``.
 
     ``local`` is a tensor, or a DTensor that shares the slice out over further ranks.
     """
@@ -60,7 +60,7 @@ class PartTensor:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the whole tensor."""
+        """Return the shape of the whole tensor."""
         return self.part.shape
 
     @property
@@ -69,14 +69,15 @@ class PartTensor:
 
     @property
     def blocks(self) -> Mapping[tuple[int, ...], Tensor]:
-        """Where in the whole each block begins → the block, as a view of this rank's memory."""
+        """Map each block's begin in the whole to the block, a view of this rank's memory."""
         return dict(_blocks(self))
 
 
 def blocks_of(held: Tensor | PartTensor) -> Mapping[tuple[int, ...], Tensor]:
-    """Where in the whole each block that is here begins → the block, as a view of this rank's memory.
+    """Map each local block's begin in the whole to the block, a view of this rank's memory.
 
-    A whole without elements is one block of its own shape, so that it is known. None where this rank has nothing.
+    A whole without elements is one block of its own shape, so that it is recorded. Empty if this rank holds no
+    elements.
     """
     if isinstance(held, PartTensor):
         return held.blocks

@@ -1,7 +1,7 @@
-"""Who writes which block of which tensor, and the writing itself; what is not finite is not written.
+"""The assignment of tensor blocks to writers, and the writing; values that are not finite are refused.
 
-Every rank describes which blocks it has. A block that several have is assigned to one of them so that all write about
-as many bytes (``agreement.py`` has the ranks agree on it).
+Every rank describes its blocks. A block held by several ranks is assigned to one of them so that all write about as
+many bytes (``agreement.py`` makes the ranks agree on it).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ WriterAssignment = dict[str, dict[Box, int]]
 
 
 def describe(tensors: Tensors) -> tuple[Description, dict[tuple[str, tuple[int, ...]], Tensor]]:
-    """What this rank holds, as JSON; and the memory of each block, by name and where it begins."""
+    """Return this rank's blocks as JSON, and the memory of each block by name and begin."""
     said: Description = {}
     memory: dict[tuple[str, tuple[int, ...]], Tensor] = {}
     for name, held in tensors.items():
@@ -48,14 +48,14 @@ def describe(tensors: Tensors) -> tuple[Description, dict[tuple[str, tuple[int, 
 def assign_writers(
     descriptions: Sequence[Description], of_rank: Sequence[int]
 ) -> tuple[dict[str, StoredTensor], WriterAssignment]:
-    """All tensors as they will be stored, and who writes what of them.
+    """Return all tensors in stored form, and the writer of each block.
 
     Args:
         descriptions: the different ones.
-        of_rank: which of them is that of each rank.
+        of_rank: each rank's index into them.
 
     Raises:
-        CheckpointError: ranks have one tensor in different forms, or all together do not have all of it once.
+        CheckpointError: ranks hold a tensor in different forms, or not every element exactly once.
     """
     forms = _forms(descriptions)
     holders: dict[str, dict[Box, list[int]]] = {name: {} for name in forms}
@@ -80,7 +80,7 @@ def assign_writers(
 
 
 def file_of(rank: int) -> str:
-    """The file that ``rank`` writes."""
+    """Return the name of the file written by ``rank``."""
     return f"rank-{rank:05d}.safetensors"
 
 
@@ -113,10 +113,10 @@ def _balance_bytes(holders: Mapping[str, Mapping[Box, list[int]]], itemsizes: Ma
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FileContent:
-    """What one rank writes: ``entries`` of its file in order, and the memory of each.
+    """The content of one rank's file: ``entries`` in order, and the memory of each.
 
     Attributes:
-        names: of the tensor that each entry is a block of.
+        names: the tensor of each entry.
         given_up: once it is set, writing ends early.
         infinite: names of tensors that may hold infinities.
     """
@@ -136,7 +136,7 @@ class FileContent:
         memory: Mapping[tuple[str, tuple[int, ...]], Tensor],
         infinite: Collection[str],
     ) -> FileContent:
-        """What ``rank`` writes of ``stored``; ``memory`` is this rank's, by name and where the block begins."""
+        """Return the blocks of ``stored`` written by ``rank``; ``memory`` has this rank's blocks by name and begin."""
         boxes = [(name, (offsets, tuple(block.shape))) for (name, offsets), block in memory.items()]
         mine = [(name, box) for name, box in boxes if writers.get(name, {}).get(box) == rank]
         # Large to small keeps every tensor aligned to its own element size behind the header.
@@ -153,7 +153,7 @@ class FileContent:
         return sum(entry.nbytes for entry in self.entries)
 
     def write(self, path: Path) -> StoredFile | None:
-        """Write the safetensors file ``path``, one tensor at a time copied to host memory; none where there is nothing.
+        """Write the safetensors file ``path``, one tensor at a time; return ``None`` if there is no tensor.
 
         Raises:
             OSError: it cannot be written.
@@ -162,7 +162,7 @@ class FileContent:
         return write_file(path, self._pieces()) if self.entries else None
 
     def copied_to(self, memory: Tensor, given_up: Event) -> FileContent:
-        """The same, as copies in ``memory``, bytes on the host; writing them ends early once ``given_up`` is set."""
+        """Return a copy in ``memory``, bytes on the host; its writing ends early once ``given_up`` is set."""
         at, copies = 0, list[Tensor]()
         for entry, tensor in zip(self.entries, self.tensors, strict=True):
             here = memory[at : at + entry.nbytes].view(entry.dtype).view(entry.shape)
@@ -186,7 +186,7 @@ def refuse_not_finite(name: str, tensor: Tensor, *, infinite: bool) -> None:
     """Refuse to publish NaN, and infinities unless ``infinite``; ``tensor`` is contiguous, on the host.
 
     Raises:
-        CheckpointError: there are any; says how many.
+        CheckpointError: with the number of such values.
     """
     if not (tensor.is_floating_point() or tensor.is_complex()) or not tensor.numel():
         return
