@@ -1,4 +1,4 @@
-"""Process groups, meshes and the few collectives that are Phalanx's own."""
+"""Process groups, meshes and Phalanx's own few collectives."""
 
 from phalanx.comm.mesh import Counterparts, Mesh, data_mesh, place_within
 from phalanx.comm.point_agreement import PointAgreement

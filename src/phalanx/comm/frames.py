@@ -1,15 +1,15 @@
-"""Frames over TCP, straight out of and into the memory of tensors.
+"""Frames over TCP, sent from and received into the memory of tensors.
 
-A frame is a head of 16 bytes (what it is, the lengths of the two parts that follow), a small JSON object, and the bytes
-of tensors one after the other, whose kinds and shapes both sides know. Nothing is pickled, nothing copied on the way:
-``sendmsg`` reads tensors where they are and ``recv_into`` writes them where they belong. Socket calls let go of the
-interpreter's lock, so that one process serves many peers with a thread each.
+A frame is a head of 16 bytes (its kind, the lengths of the two parts that follow), a small JSON object, and the bytes
+of tensors one after the other, with kinds and shapes known to both sides. There is no pickle and no copy: ``sendmsg``
+reads tensors in place and ``recv_into`` writes them in place. Socket calls release the interpreter's lock, so that one
+process serves many peers with a thread each.
 
-What may come is announced: of each kind that a peer may send, which fields with which values, how long the JSON may be,
-and whether tensors come along (``FrameForm``). Anything else ends the connection, and nothing but the connection.
+Each kind of frame is declared: its fields with their allowed values, the longest JSON, and whether tensors follow
+(``FrameForm``). Any other frame ends the connection, and only the connection.
 
-A peer's death is seen at once: the connection ends. A peer that is only unreachable may come back: the kernel sends
-again and again, and gives up after ``GIVEN_UP`` seconds.
+A peer's death ends the connection at once. An unreachable peer may come back: the kernel sends again, and gives up
+after ``GIVEN_UP`` seconds.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ _VECTORS = min(1024, os.sysconf("SC_IOV_MAX") if hasattr(os, "sysconf") else 16)
 
 
 class LostError(ConnectionError):
-    """The peer is gone, or said something that it may not."""
+    """Loss of a peer: it is gone, or it sent a frame that is not allowed."""
 
 
 class ProtocolError(LostError):
-    """The peer is there and said something that it may not, ``what``; from one of the run, a fault of Phalanx's."""
+    """A frame that is not allowed, ``what``, from a live peer; from a process of the run, a bug in Phalanx."""
 
     def __init__(self, what: str) -> None:
         super().__init__(f"the peer does not keep to this protocol: {what}")
@@ -49,9 +49,9 @@ class ProtocolError(LostError):
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """What came before ``size`` bytes of tensors, to be taken in by ``fill`` before the next frame.
+    """The head of a message, followed by ``size`` bytes of tensors; call ``fill`` before the next frame.
 
-    ``kind`` is what it is, a number that both sides know, and ``meta`` the JSON object.
+    ``kind`` is a number known to both sides, and ``meta`` the JSON object.
     """
 
     kind: int
@@ -61,11 +61,11 @@ class Frame:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FrameForm:
-    """What a frame of one kind may hold.
+    """The allowed content of frames of one kind.
 
     Attributes:
-        fields: name → whether a value may stand there. No others may be there.
-        optional: those that may be absent.
+        fields: name → check of its value. Other fields are not allowed.
+        optional: fields that may be absent.
         tensors: whether bytes of tensors may follow.
         most: bytes of JSON at most.
     """
@@ -76,7 +76,7 @@ class FrameForm:
     most: int = 4096
 
     def fault(self, meta: object) -> str:
-        """What in the JSON of a frame departs from this; empty where nothing does."""
+        """Return the first deviation in the JSON of a frame, or ""."""
         if not isinstance(meta, dict):
             return "no object"
         given = cast("dict[str, Any]", meta)
@@ -96,10 +96,10 @@ FrameForms = Mapping[int, FrameForm]
 
 
 def views(tensors: Iterable[torch.Tensor]) -> list[memoryview]:
-    """The memory of contiguous CPU tensors; views of it, to be made once where the same tensors travel often.
+    """Return views of contiguous CPU tensors' memory; make them once for tensors that travel often.
 
     Raises:
-        ValueError: if a tensor is elsewhere or has gaps.
+        ValueError: if a tensor is on a device or has gaps.
     """
     found: list[memoryview] = []
     for tensor in tensors:
@@ -114,13 +114,13 @@ def views(tensors: Iterable[torch.Tensor]) -> list[memoryview]:
 class Connection:
     """One end of a connection. Any thread may send; one thread receives.
 
-    ``heard`` is when bytes last came, as of ``time.monotonic()``; ``sent`` the bytes of tensors sent so far.
+    ``heard`` is the ``time.monotonic()`` of the last received bytes; ``sent`` counts the bytes of tensors sent so far.
     """
 
     def __init__(self, plug: socket.socket, forms: FrameForms, *, patience: float = 0.0) -> None:
-        """Takes over ``plug``; ``forms`` are those of frames that the peer may send.
+        """Take over ``plug``; ``forms`` are those of frames that the peer may send.
 
-        ``patience`` is how many seconds a call may wait for the peer, 0 for any time.
+        ``patience`` limits the seconds a call may wait for the peer; 0 disables the limit.
         """
         plug.settimeout(None)
         plug.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -139,21 +139,21 @@ class Connection:
 
     @property
     def fileno(self) -> int:
-        """The descriptor, to wait for together with others; -1 once it is closed."""
+        """Return the descriptor, to wait for several at once; -1 once it is closed."""
         return self._plug.fileno()
 
     def wait_at_most(self, seconds: float) -> None:
-        """Let every later call that waits for the peer for so long end in ``LostError``."""
+        """Make later calls that wait so long for the peer end in ``LostError``."""
         whole, part = divmod(seconds, 1.0)
         limit = struct.pack("@ll", int(whole), int(part * 1e6))
         self._plug.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
         self._plug.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
 
     def send(self, kind: int, meta: dict[str, Any] | None = None, payload: Sequence[memoryview] = ()) -> None:
-        """Send one frame; ``payload`` as ``views`` gives it.
+        """Send one frame; ``payload`` comes from ``views``.
 
         Raises:
-            LostError: if the peer is gone, or takes nothing for as long as this end waits.
+            LostError: if the peer is gone, or accepts no bytes within this end's patience.
         """
         text = json.dumps(meta).encode() if meta else b""
         size = sum(view.nbytes for view in payload)
@@ -170,8 +170,8 @@ class Connection:
         """Wait for the next frame, up to the bytes of its tensors.
 
         Raises:
-            LostError: if the peer is gone, or says nothing for as long as this end waits.
-            ProtocolError: if it sends what it may not.
+            LostError: if the peer is gone, or sends no bytes within this end's patience.
+            ProtocolError: if it sends a frame that is not allowed.
         """
         self._fill(memoryview(self._head))
         magic, kind, length, size = _HEAD.unpack(self._head)
@@ -189,7 +189,7 @@ class Connection:
         return Frame(kind, meta, size)
 
     def fill(self, frame: Frame, payload: Sequence[memoryview]) -> None:
-        """Take in the tensors of ``frame``.
+        """Receive the tensors of ``frame``.
 
         Raises:
             LostError: if the peer is gone before all of it came.
@@ -207,7 +207,7 @@ class Connection:
         return ProtocolError(f"{what} came")
 
     def close(self) -> None:
-        """End the connection, also for a thread that waits in it; safe to call twice."""
+        """End the connection, also for a waiting thread; safe to call twice."""
         with suppress(OSError):
             self._plug.shutdown(socket.SHUT_RDWR)
         self._plug.close()

@@ -1,12 +1,12 @@
-"""Who is at the other end of a connection: each end proves that it has the run's secret, and in which role it comes.
+"""Mutual proof of identity at a connection: each end proves that it has the run's secret, and its role.
 
-From the run's secret, 32 random bytes that its launcher makes, a key is derived for each role and rank. The caller says
-who it is and whom it wants, with a nonce; the listener answers with a nonce of its own and a proof, the HMAC-SHA256 of
+A key for each role and rank is derived from the run's secret, 32 random bytes made by its launcher. The caller sends
+its identity, the wanted identity and a nonce; the listener answers with its own nonce and a proof, the HMAC-SHA256 of
 both nonces and both identities under its key; the caller proves itself likewise. So the secret never travels, a
-recorded handshake is of no use a second time, and neither proof can be sent back as the other. All three messages are
-of one fixed size each: nothing that a stranger sends is parsed.
+recorded handshake cannot be used again, and neither proof can be sent back as the other. All three messages have a
+fixed size: a stranger's bytes are never parsed.
 
-What is said afterwards is neither encrypted nor signed.
+Later traffic is neither encrypted nor signed.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ HELLO, ANSWER, PROOF = _HELLO.size, 32 + _PROOF, _PROOF
 
 
 class Role(IntEnum):
-    """What a process is in a run with servers."""
+    """The role of a process in a run with servers."""
 
     SERVER = 1
     WORKER = 2
@@ -37,7 +37,7 @@ class Role(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """A role, and which one in it: a worker's rank, a server's index; 0 for the coordinator."""
+    """A role, and the number within it: a worker's rank, a server's index; 0 for the coordinator."""
 
     role: Role
     rank: int
@@ -47,11 +47,11 @@ class Identity:
 
 
 class HandshakeError(ConnectionError):
-    """The other end has not proved who it is."""
+    """A failed proof of the other end's identity."""
 
 
 def new_secret() -> bytes:
-    """The secret of a new run."""
+    """Return the secret of a new run."""
     return secrets.token_bytes(SECRET)
 
 
@@ -64,7 +64,7 @@ def _proof(secret: bytes, whose: Identity, side: bytes, hello: bytes, nonce: byt
 
 
 class CallerHandshake:
-    """The end that connects: ``hello`` goes out, the listener's answer comes, ``proof`` goes out."""
+    """The connecting end: it sends ``hello``, receives the listener's answer, and sends ``proof``."""
 
     def __init__(self, secret: bytes, identity: Identity, wanted: Identity) -> None:
         self._secret, self._identity, self._wanted = secret, identity, wanted
@@ -72,10 +72,10 @@ class CallerHandshake:
         self.hello = _HELLO.pack(_MAGIC, *roles, secrets.token_bytes(32))
 
     def proof(self, answer: bytes) -> bytes:
-        """This end's proof, once the other's is right.
+        """Return this end's proof after checking the other end's.
 
         Raises:
-            HandshakeError: if it is not.
+            HandshakeError: if the other end's proof is wrong.
         """
         nonce, theirs = answer[:32], answer[32:]
         if not hmac.compare_digest(theirs, _proof(self._secret, self._wanted, b"listener", self.hello, nonce)):
@@ -84,13 +84,13 @@ class CallerHandshake:
 
 
 class ListenerHandshake:
-    """The end that was connected to, of one connection: takes ``hello``, gives ``answer``, judges the proof."""
+    """The accepting end of one connection: it takes ``hello``, sends ``answer``, and judges the proof."""
 
     def __init__(self, secret: bytes, identity: Identity, hello: bytes) -> None:
-        """``identity`` is this end's.
+        """Take ``identity``, this end's, and the caller's ``hello``.
 
         Raises:
-            HandshakeError: if ``hello`` is none, or wants somebody else.
+            HandshakeError: if ``hello`` is invalid, or meant for another process.
         """
         try:
             magic, role, rank, wanted, which, _ = _HELLO.unpack(hello)
@@ -103,7 +103,7 @@ class ListenerHandshake:
         self.answer = self._nonce + _proof(secret, identity, b"listener", hello, self._nonce)
 
     def judge(self, proof: bytes) -> Identity:
-        """Who the caller is.
+        """Return the caller's identity.
 
         Raises:
             HandshakeError: if it has not proved it.
@@ -114,5 +114,5 @@ class ListenerHandshake:
 
 
 def ticket(secret: bytes, deal: str) -> str:
-    """The coordinator's word for ``deal``, in hexadecimal: a worker shows it to servers, which did not hear it."""
+    """Return the coordinator's signature of ``deal`` in hexadecimal; a worker shows it to servers."""
     return hmac.digest(_key(secret, Identity(Role.COORDINATOR, 0)), f"phalanx deal {deal}".encode(), "sha256").hex()

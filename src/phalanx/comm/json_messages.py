@@ -1,6 +1,6 @@
-"""Small values between ranks, as JSON in tensors. Nothing is pickled: what a peer sends is read, never executed.
+"""Small values between ranks, as JSON in tensors. There is no pickle: data of a peer is parsed, never executed.
 
-A value comes back as JSON gives it: tuples as lists, floats with every bit, NaN and infinities included.
+JSON turns tuples into lists, and keeps every bit of floats, NaN and infinities.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ _FIRST = 1024  # bytes of the first message, the length included: most values ne
 
 
 def as_json(value: Any) -> Any:
-    """``value`` as the other ranks get it.
+    """Return ``value`` in the form that other ranks receive.
 
     Raises:
-        TypeError: if something in it is not JSON; it says where.
+        TypeError: if a part of it is not JSON; names its place.
     """
     return json.loads(_encoded(value))
 
 
 def gather_json(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """The value of each rank of ``group``, in rank order; of the default group where not given. Collective.
+    """Return the value of each rank of ``group`` (default: the default group), in rank order. Collective.
 
     Raises:
-        TypeError: if something in it is not JSON; it says where.
+        TypeError: if a part of it is not JSON; names its place.
     """
     data, size = _encoded(value), dist.get_world_size(group)
     device = _device(group)
@@ -53,12 +53,10 @@ def gather_json(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]
 
 
 def gather_json_to_first(value: Any) -> list[Any]:
-    """The value of each rank of the default group, in rank order, on rank 0; an empty list on others. Collective.
-
-    Others hold what they give, and nothing of what all give.
+    """Return each rank's value, in rank order, on rank 0; an empty list on other ranks. Collective.
 
     Raises:
-        TypeError: if something in it is not JSON; it says where.
+        TypeError: if a part of it is not JSON; names its place.
     """
     data, device = _encoded(value), _device(None)
     longest = torch.tensor([len(data)], dtype=torch.int64, device=device)
@@ -71,10 +69,10 @@ def gather_json_to_first(value: Any) -> list[Any]:
 
 
 def scatter_json(values: Sequence[Any]) -> Any:
-    """Of ``values``, one a rank, which rank 0 of the default group gives, this rank's own. Collective.
+    """Return this rank's item of ``values``, a list on rank 0 with an item for each rank. Collective.
 
     Raises:
-        TypeError: on rank 0, if something in them is not JSON; it says where.
+        TypeError: on rank 0, if a part of them is not JSON; names its place.
     """
     texts = [_encoded(value) for value in values] if dist.get_rank() == 0 else []
     device = _device(None)
@@ -92,7 +90,7 @@ def send_json_to_first(value: Any) -> None:
     """Send ``value`` to rank 0 of the default group, which calls ``receive_json``.
 
     Raises:
-        TypeError: if something in it is not JSON; it says where.
+        TypeError: if a part of it is not JSON; names its place.
     """
     data, device = _encoded(value), _device(None)
     dist.send(torch.tensor([len(data)], dtype=torch.int64, device=device), dst=0)
@@ -100,7 +98,7 @@ def send_json_to_first(value: Any) -> None:
 
 
 def receive_json(rank: int) -> Any:
-    """What ``rank`` of the default group sends."""
+    """Receive a value from ``rank`` of the default group."""
     device = _device(None)
     length = torch.zeros(1, dtype=torch.int64, device=device)
     dist.recv(length, src=rank)
@@ -110,10 +108,10 @@ def receive_json(rank: int) -> Any:
 
 
 def alike_everywhere(value: Any) -> bool:
-    """Return True if every rank of the default group gives the same. Collective; two numbers, however many ranks.
+    """Return True if every rank of the default group gives the same value. Collective; sends two numbers.
 
     Raises:
-        TypeError: if something in it is not JSON; it says where.
+        TypeError: if a part of it is not JSON; names its place.
     """
     number = int.from_bytes(hashlib.sha256(_encoded(value)).digest()[:7], "little")
     most = torch.tensor([number, -number], dtype=torch.int64, device=_device(None))
@@ -122,17 +120,17 @@ def alike_everywhere(value: Any) -> bool:
 
 
 def true_anywhere(here: bool) -> bool:
-    """Return True if ``here`` is true on any rank of the default group. Collective; one number, however many ranks."""
+    """Return True if ``here`` is true on any rank of the default group. Collective; sends one number."""
     found = torch.tensor([int(here)], dtype=torch.int64, device=_device(None))
     dist.all_reduce(found, op=dist.ReduceOp.MAX)
     return bool(found)
 
 
 def broadcast_json(value: Any) -> Any:
-    """What rank 0 of the default group gives, on every rank; the others' ``value`` is not looked at. Collective.
+    """Return rank 0's ``value`` on every rank; other ranks' values are ignored. Collective.
 
     Raises:
-        TypeError: on rank 0, if something in it is not JSON; it says where.
+        TypeError: on rank 0, if a part of it is not JSON; names its place.
     """
     device, here = _device(None), dist.get_rank() == 0
     data = _encoded(value) if here else b""

@@ -1,8 +1,8 @@
-"""A port that only this run's own processes get past, and the way to it.
+"""A port for processes of this run only, and calls to it.
 
-One thread accepts connections and holds those that have not yet proved who they are: a bounded number, for a bounded
-time, each good for three messages of fixed size. Beyond the number the oldest goes. Whoever fails is closed and
-counted; nothing that a stranger does reaches anything else, and no lack of descriptors ends the accepting.
+One thread accepts connections and keeps those without a proof of identity: a bounded number, for a bounded time, each
+with three messages of fixed size. Beyond the number the oldest is closed. Failed callers are closed and counted; a
+stranger cannot affect the rest, and a lack of descriptors does not end the accepting.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class _Stranger:
 
 @final
 class RunListener:
-    """Listens at ``host`` as ``identity``, for ``callers`` that hold the run's ``secret``."""
+    """A listener at ``host`` as ``identity``, for ``callers`` that hold the run's ``secret``."""
 
     def __init__(self, host: str, secret: bytes, identity: Identity, callers: Collection[Identity]) -> None:
         self._secret, self._identity, self._callers = secret, identity, frozenset(callers)
@@ -59,7 +59,7 @@ class RunListener:
         self._refused: Counter[str] = Counter()
 
     def run(self, welcome: Callable[[Identity, socket.socket], None]) -> None:
-        """Accept until ``close``; ``welcome`` takes over the socket of each caller that has proved who it is."""
+        """Accept until ``close``; ``welcome`` takes over the socket of each caller with a valid proof."""
         self._running = True
         while not self._closed:
             for key, _ in self._selector.select(_LOOK):
@@ -76,7 +76,7 @@ class RunListener:
         self._let_go()
 
     def close(self) -> None:
-        """End ``run``, from any thread; it then lets go of everything."""
+        """End ``run`` from any thread, and release all resources."""
         self._closed = True
         with suppress(OSError):
             self._plug.shutdown(socket.SHUT_RDWR)
@@ -84,11 +84,11 @@ class RunListener:
             self._let_go()
 
     def refusals(self) -> Counter[str]:
-        """What connections were refused for so far, and how often; a bounded number of sentences."""
+        """Count refused connections by reason; the number of reasons is bounded."""
         return Counter(self._refused)
 
     def note_ended(self, caller: Identity, reason: str) -> None:
-        """Count, among the refusals, the connection of a caller that had got in, and was ended for ``reason``."""
+        """Count among the refusals an accepted caller's connection that was ended for ``reason``."""
         self._note(f"from {caller} was ended: ", reason)
 
     def _let_go(self) -> None:
@@ -169,7 +169,7 @@ class RunListener:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Caller:
-    """One process as it calls others of its run: who it is, and the run's ``secret``."""
+    """A process as it calls others of its run, with its identity and the run's ``secret``."""
 
     identity: Identity
     secret: bytes = field(repr=False)
@@ -177,10 +177,10 @@ class Caller:
     def call(
         self, wanted: Identity, host: str, port: int, forms: FrameForms, *, patience: float = 0.0, timeout: float = 5.0
     ) -> Connection:
-        """A connection to ``wanted``, which has proved that it is that; ``forms`` are of frames that come from it.
+        """Connect to ``wanted``, which must prove its identity; ``forms`` are those of frames from it.
 
         Raises:
-            OSError: if nobody answers within ``timeout`` seconds; HandshakeError, which is one, if somebody else does.
+            OSError: without an answer within ``timeout`` seconds; its subclass HandshakeError for any other process.
         """
         plug = socket.create_connection((host, port), timeout=timeout)
         try:

@@ -1,8 +1,8 @@
-"""The mesh: which ranks share which part of the work, as process groups and DeviceMesh; groups across replicas.
+"""The mesh: ranks along the plan's dimensions, as process groups and DeviceMesh; groups across replicas.
 
-Replicas that step by themselves: each is a world of its own, and groups across them join who holds the same part.
-Within a replica everything talks over the default process group and knows of no other replica. So the ranks with the
-same place along ``dp`` join one, and whatever works in a run of theirs alone works here.
+Independent replicas: each is a world of its own, with its own default process group, and groups across replicas join
+the ranks with the same part of the model. So ranks with the same place along ``dp`` form a replica, and code written
+for a single run works inside it.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from phalanx.config import Plan
 
 
 def data_mesh(plan: Plan, device: torch.device) -> DeviceMesh:
-    """The mesh of a sharded plan: ``fsdp``, or ``copies`` × ``fsdp`` for a hybrid, rank order row by row."""
+    """Build the mesh of a sharded plan: ``fsdp``, or ``copies`` × ``fsdp`` for a hybrid, in rank order."""
     if plan.dp == 1:
         return init_device_mesh(device.type, (plan.fsdp,), mesh_dim_names=("fsdp",))
     return Mesh(plan, dist.get_rank()).sharding(device, ("dp",))
 
 
 class Mesh:
-    """The ranks of a plan along its dimensions, seen from one, which has its place ``at`` along each."""
+    """The ranks of a plan along its dimensions, as seen from one rank with its place ``at`` along each."""
 
     def __init__(self, plan: Plan, rank: int) -> None:
         self.plan, self.rank = plan, rank
@@ -39,17 +39,17 @@ class Mesh:
         self._groups: dict[tuple[str, ...], dist.ProcessGroup | None] = {}
 
     def size(self, *names: str) -> int:
-        """Ranks along these dimensions together."""
+        """Return the product of the ranks along these dimensions."""
         return prod(self.plan.mesh[name] for name in names)
 
     def peers(self, *names: str) -> list[int]:
-        """The ranks that differ from this one along these dimensions only, this one among them, in order."""
+        """Return, in order, the ranks that differ from this one along these dimensions only, with this one."""
         return self.plan.along(names, self.rank)
 
     def group(self, *names: str) -> dist.ProcessGroup | None:
-        """The process group of ``peers``; ``None`` where this rank is alone.
+        """Return the process group of ``peers``; ``None`` if this rank is alone.
 
-        Collective over all ranks of the run when first asked for: every rank asks for the same, in the same order.
+        Collective over all ranks of the run at the first call: every rank asks for the same, in the same order.
         """
         key = tuple(name for name in self.plan.mesh if name in names and self.plan.mesh[name] > 1)
         if not key:
@@ -61,14 +61,14 @@ class Mesh:
         return self._groups[key]
 
     def among(self, axis: str, positions: Iterable[int]) -> dist.ProcessGroup | None:
-        """The process group of the ranks at ``positions`` along ``axis``; ``None`` where this one is not among them.
+        """Return the process group of the ranks at ``positions`` along ``axis``; ``None`` on other ranks.
 
         Collective over all ranks of the run.
         """
         return self._joined((axis,), list(positions))
 
     def sharding(self, device: torch.device, copies: Iterable[str]) -> DeviceMesh:
-        """torch's mesh to shard over ``fsdp``, in as many copies as there are ranks along other dimensions."""
+        """Build torch's mesh to shard over ``fsdp``, with a copy for each rank along other dimensions."""
         over, copies = "fsdp", tuple(copies)
         shard = self.group(over)
         replicas = self.group(*copies)
@@ -153,7 +153,7 @@ _joins = count()
 
 
 def place_within(plan: Plan, place: Place) -> Place:
-    """``place`` among the ranks of its replica where replicas step by themselves; else ``place``."""
+    """Return ``place`` within its replica if replicas are independent; else ``place``."""
     if plan.sync == "each":
         return place
     if place.store == "env://":
@@ -166,7 +166,7 @@ def place_within(plan: Plan, place: Place) -> Place:
 
 
 class Counterparts:
-    """This rank's counterparts in the other replicas: those that hold the same part of the model.
+    """This rank's counterparts in the other replicas, which hold the same part of the model.
 
     Attributes:
         index: of this rank's replica; 0 is the first.
@@ -175,18 +175,18 @@ class Counterparts:
     """
 
     def __init__(self, plan: Plan, place: Place) -> None:
-        """Collective over all ranks of the run."""
+        """Join the groups. Collective over all ranks of the run."""
         self.plan, self.size = plan, plan.dp
         self.index, self.rank = _seen(plan, place.rank)
         self.group = _gloo_group(f"across/{next(_joins)}/{self.rank}", place, self.index, self.size)
 
     @property
     def counts(self) -> bool:
-        """Return True if this rank is of the replica that speaks for all: it writes checkpoints and events."""
+        """Return True if this rank is in the replica that writes checkpoints and events."""
         return self.index == 0
 
     def start_sum(self, values: torch.Tensor) -> dist.Work:
-        """Start to sum ``values``, on the host, over the counterparts, in place; every one gets the same bits."""
+        """Start to sum ``values``, on the host, over the counterparts, in place; all get the same bits."""
         work = dist.all_reduce(values, group=self.group, async_op=True)
         assert work is not None
         return work
@@ -199,19 +199,19 @@ class Counterparts:
             values.copy_(host)
 
     def named(self, rank: int) -> int:
-        """The rank among all of the one that has this rank in this replica."""
+        """Return the global rank for ``rank`` of this replica."""
         return _rank_of(self.plan, self.index, rank)
 
     def sent(self, nbytes: int) -> int:
-        """Bytes that a rank sends when ``nbytes`` are summed: gloo's ring sends each of n parts on 2 (n - 1) times."""
+        """Return the bytes a rank sends to sum ``nbytes``: gloo's ring sends each of n parts 2 (n - 1) times."""
         return 2 * (self.size - 1) * nbytes // self.size
 
     def from_counterparts(self, value: Any) -> list[Any]:
-        """One small JSON-like value from each replica, in order. Collective."""
+        """Return a small JSON-like value from each replica, in order. Collective."""
         return gather_json(value, self.group)
 
     def from_every_rank(self, value: Any) -> list[Any]:
-        """One small JSON-like value from each rank of the run, in rank order. Collective."""
+        """Return a small JSON-like value from each rank of the run, in rank order. Collective."""
         found = from_every_rank(self.from_counterparts(value))
         seen = (_seen(self.plan, rank) for rank in range(self.plan.world_size))
         return [found[rank][replica] for replica, rank in seen]
@@ -247,7 +247,7 @@ def _gloo_group(name: str, place: Place, rank: int, size: int) -> dist.ProcessGr
 
 
 def own_group() -> dist.ProcessGroup:
-    """A new group of all ranks of the default one, with its backends. Collective."""
+    """Make a new group of all ranks of the default one, with its backends. Collective."""
     group = dist.new_group(timeout=group_timeout())
     assert isinstance(group, dist.ProcessGroup)
     keep(group)

@@ -1,9 +1,9 @@
-"""Ranks that are asked at different moments to do something all do it at the same point of their course.
+"""Agreement on a common point: ranks asked at different moments to act all act at the same point.
 
-Every rank passes the same points in the same order, such as the ends of steps. A rank that wants all to do something
-says so at the store at which they have met, where a thread of each rank looks twice a second. Whoever sees it holds its
-rank before the next point and tells how many it has passed; the point after the furthest is the one. Ranks that have
-not come so far go on to it: before it nobody waits, however long a step takes. Where nobody asks it costs nothing.
+Every rank passes the same points in the same order, such as the ends of steps. A rank writes its request to the ranks'
+store, where a thread of each rank looks twice a second. A rank that sees it stops before the next point and publishes
+the number of points it has passed; the agreed point is the one after the furthest. Slower ranks continue up to it
+without waiting, however long a step takes. Without a request it costs nothing.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ _CALLED_OFF = "null"
 
 @final
 class PointAgreement:
-    """One rank's part in it. As a context: ends with the block.
+    """One rank's part in the agreement. As a context manager it ends with the block.
 
     Args:
-        store: where all ranks have met; under a prefix that was never used before.
-        wanted: what this rank asks for, numbers; all 0 where it asks for nothing. Called by a thread.
+        store: the ranks' store, under a prefix never used before.
+        wanted: returns this rank's request, numbers; all 0 for none. Called by a thread.
     """
 
     def __init__(self, store: Store, rank: int, world_size: int, wanted: Callable[[], Sequence[int]]) -> None:
@@ -49,7 +49,7 @@ class PointAgreement:
         self._thread.start()
 
     def pass_point(self) -> list[int] | None:
-        """Called on every rank at each point. Where this is the one: of each number the largest that was asked for."""
+        """Pass a point, on every rank; at the agreed point return the largest request for each number."""
         with self._changed:
             while self._held:
                 self._changed.wait()
@@ -57,7 +57,7 @@ class PointAgreement:
             return self._agreed.pop(self._passed, None)
 
     def close(self, *, finished: bool = False) -> None:
-        """End; ``finished``: this rank has passed all its points, which the others are told. Safe to call twice."""
+        """Leave the agreement; ``finished`` tells the others that all points were passed. Safe to call twice."""
         if self._ends.is_set():
             return
         if finished:

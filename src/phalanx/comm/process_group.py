@@ -1,4 +1,4 @@
-"""Where a worker stands among all workers, how it joins and leaves them, and what it says to all: collectives, sums."""
+"""A worker's place among all workers, joining and leaving them, and collectives of all workers."""
 
 from __future__ import annotations
 
@@ -29,21 +29,21 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Place:
-    """One worker's place among ``world_size`` workers.
+    """A worker's place among ``world_size`` workers.
 
     Attributes:
         local_rank: among the workers of this machine; picks the CUDA device.
-        local_world_size: workers on this machine; 0 where all of the run's are here.
-        store: the key-value store the workers meet at: ``tcp://host:port`` of one already served, or ``env://``
-            where a launcher such as torchrun serves it.
-        host: the address at which other workers reach this one.
-        number: of the run, among those that the same workers take part in one after the other.
-        group: names the workers among all that meet at the store, where they are not all of them.
-        secret: of the run, by which parameter servers and workers know each other; empty where there are none.
+        local_world_size: workers on this machine; 0 if all of the run's are here.
+        store: the workers' key-value store: ``tcp://host:port`` for one already served, or ``env://`` for one served by
+            a launcher such as torchrun.
+        host: this worker's address for other workers.
+        number: of the run, among successive runs of the same workers.
+        group: name of these workers within the store, if they are not all of its workers.
+        secret: of the run, for parameter servers and workers; empty without servers.
         timeout: seconds that workers wait for each other: at the store and in every process group.
-        meeting: where torchrun's variables say that the store is, ``host:port``.
-        torchrun: one of its agents has started this process.
-        agent: torchrun's agent serves that store, however often it starts its workers; else rank 0 does.
+        meeting: the store's address in torchrun's variables, ``host:port``.
+        torchrun: whether a torchrun agent has started this process.
+        agent: whether torchrun's agent serves the store, through all its restarts of workers; else rank 0 does.
     """
 
     rank: int = 0
@@ -62,12 +62,12 @@ class Place:
 
     @property
     def patience(self) -> timedelta:
-        """The timeout, as torch takes it."""
+        """Return the timeout in torch's form."""
         return timedelta(seconds=self.timeout)
 
     @property
     def workers_here(self) -> int:
-        """How many of the run's workers share this machine's devices."""
+        """Return the number of the run's workers on this machine."""
         return self.local_world_size or self.world_size
 
 
@@ -77,10 +77,10 @@ _joins = count()
 
 
 def device_for(place: Place, device: str) -> torch.device:
-    """The device of this worker: of the kind called ``device`` the one of its local rank.
+    """Return this worker's device: the one with its local rank, of kind ``device``.
 
     Raises:
-        RunError: if this worker was forked from a process that had already asked an accelerator something.
+        RunError: if this worker was forked from a process that had already used an accelerator.
     """
     kind = kind_named(device)
     if kind.spoilt():
@@ -93,12 +93,12 @@ def device_for(place: Place, device: str) -> torch.device:
 
 
 def meet(place: Place) -> Store:
-    """The key-value store of all workers; the same one however often it is asked for.
+    """Return the key-value store of all workers; repeated calls return the same one.
 
     Raises:
         RunError: if not all workers that torchrun's variables tell of come within the timeout.
 
-    What stands in it stays: whoever writes into it does so under a prefix that was never used before.
+    Keys stay in the store: write only under a prefix never used before.
     """
     key = os.getpid(), place.store  # a client that was forked is another process's, or of a store that is gone
     if key not in _stores:
@@ -112,15 +112,15 @@ def meet(place: Place) -> Store:
 
 @contextmanager
 def default_process_group(place: Place, device: torch.device, named: str = "auto") -> Iterator[None]:
-    """The default process group for the length of the block; nothing for a world of one.
+    """Join the default process group for the length of the block; nothing for a world of one.
 
-    Tensors go by the backend of their kind, those of the host by gloo, which offload needs beside another. A group that
-    this process of torchrun has joined already, the user's own or one of ``phalanx.build``, is used and stays.
+    Device tensors use their kind's backend, host tensors gloo, which offload needs beside another. A group already
+    joined in this torchrun process, by the user or by ``phalanx.build``, is used and kept.
 
-    ``named``: the kind of device that the plan names.
+    ``named``: the plan's kind of device.
 
     Raises:
-        RunError: if that group is of other ranks than those that are to join.
+        RunError: if that group has other ranks.
     """
     if place.world_size == 1 and not place.group:
         yield
@@ -150,18 +150,18 @@ def default_process_group(place: Place, device: torch.device, named: str = "auto
 
 
 def keep(group: object) -> None:
-    """Let ``group`` live as long as the process.
+    """Keep ``group`` alive as long as the process.
 
-    The destructor of a gloo group holds the interpreter's lock and joins gloo's thread, which may be waiting for that
-    lock to let go of a tensor: torch deadlocks where, say, DistributedDataParallel's reducer is the last owner.
+    The destructor of a gloo group holds the interpreter's lock and joins gloo's thread, which may need that lock to
+    release a tensor. torch then deadlocks, for example if DistributedDataParallel's reducer is the last owner.
     """
     _left.append(group)
 
 
 def group_timeout() -> timedelta:
-    """How long collectives of the default process group wait for every rank; groups within it wait as long.
+    """Return the timeout of collectives in the default process group, which other groups use, too.
 
-    ``dist.new_group`` and ``DeviceMesh`` take torch's own 30 minutes where nobody says otherwise.
+    ``dist.new_group`` and ``DeviceMesh`` would use torch's own default, 30 minutes.
     """
     group = dist.distributed_c10d._get_default_group()
     options = getattr(group._get_backend(group._device_types[0]), "options", None)
@@ -169,7 +169,7 @@ def group_timeout() -> timedelta:
 
 
 def share_timeout() -> None:
-    """Have every group of this process wait as long as the default one, those included that torch made by itself."""
+    """Give every group of this process the default group's timeout, including those made by torch."""
     if active() and dist.get_backend() != "fake":
         change = (
             getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
@@ -205,7 +205,7 @@ _all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or di
 
 
 def reduce_scatter_sum(out: torch.Tensor, flat: torch.Tensor, group: dist.ProcessGroup) -> dist.Work:
-    """Start summing ``flat`` (ranks × out.numel()) over the group, this rank keeping its own part in ``out``."""
+    """Start to sum ``flat`` (ranks × out.numel()) over the group; this rank's part goes to ``out``."""
     return _reduce_scatter(out, flat, op=dist.ReduceOp.SUM, group=group, async_op=True)
 
 
@@ -226,23 +226,23 @@ def sum_over_ranks(values: torch.Tensor) -> None:
 
 
 def from_every_rank(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """One small JSON-like value from each worker, or each rank of ``group``, in rank order; tuples come as lists.
+    """Return a small JSON-like value from each worker, or each rank of ``group``; tuples become lists.
 
     Raises:
-        TypeError: if it is not JSON; it says where.
+        TypeError: if it is not JSON; names the place.
     """
     return gather_json(value, group) if active() else [as_json(value)]
 
 
 def alike(value: Any) -> bool:
-    """Return True if every worker gives the same JSON-like value. Collective; two numbers, however many workers."""
+    """Return True if every worker gives the same JSON-like value. Collective; sends two numbers."""
     return not active() or alike_everywhere(value)
 
 
 def found_by_first(find: Callable[[], Any]) -> Any:
-    """What rank 0 finds, on every rank, as JSON; what it raises is raised on every rank. Collective.
+    """Return rank 0's result of ``find`` as JSON, or raise its error, on every rank. Collective.
 
-    For what is the same on every rank and takes long: processes that share cores would look for it in turn.
+    Use it for slow searches with equal results: processes that share cores would otherwise all search.
     """
     if not active():
         return as_json(find())
@@ -260,11 +260,11 @@ def found_by_first(find: Callable[[], Any]) -> Any:
 
 
 def is_dtensor(tensor: object) -> TypeGuard[DTensor]:
-    """Return True if ``tensor`` is a DTensor. There is none before its module is loaded."""
+    """Return True if ``tensor`` is a DTensor, without importing DTensor's module."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """What this rank holds of ``tensor``."""
+    """Return this rank's part of ``tensor``."""
     return tensor.to_local() if is_dtensor(tensor) else tensor

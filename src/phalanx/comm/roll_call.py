@@ -1,7 +1,7 @@
-"""Who is there: how workers of torchrun meet at a store, and which errors only say that a peer is gone.
+"""Roll call: workers of torchrun meet at a store; and recognition of errors caused by a lost peer.
 
-torch waits at the store in silence until all have come. Where ``RANK`` and ``WORLD_SIZE`` are left over from something
-else nobody comes, so whoever waits for more than a few seconds says for whom.
+torch waits at the store in silence until all have come. If ``RANK`` and ``WORLD_SIZE`` are left over from another run,
+the others never come; after a few seconds the missing ranks are named.
 """
 
 from __future__ import annotations
@@ -53,16 +53,16 @@ _words: dict[tuple[str, int], str] = {}  # of this process, and of those that it
 
 
 def word_of(meeting: str, rank: int) -> str:
-    """The word under which all ranks have met at ``meeting``, which no other start of them has; empty before that."""
+    """Return the unique word of this start at ``meeting``; empty before all ranks have met."""
     return _words.get((meeting, rank), "")
 
 
 def meet_all(place: Place) -> Store:
-    """The store, once every worker is there. Collective.
+    """Return the store, once every worker is there. Collective.
 
-    The store may outlive workers, which are then started again: what stands there of earlier starts is not seen in the
-    one that is given back. Rank 0 makes up a word for each start. How often a worker was started again does not tell:
-    each of torchrun's agents counts by itself, and only what has failed on its own host.
+    The store may outlive workers and serve their restart: keys of earlier starts are hidden in the returned store. Rank
+    0 makes a new word for each start. Restart counts cannot be used: each torchrun agent counts only failures on its
+    own host.
 
     Raises:
         RunError: if not all have come within the timeout.
@@ -123,7 +123,7 @@ def _reach(place: Place, waiting: _RollCall) -> TCPStore:
 
 
 def answers(meeting: str) -> bool:
-    """Return True if somebody listens at ``host:port``. torch would try itself, and print pages about each attempt."""
+    """Return True if ``host:port`` accepts connections. torch itself would print pages about each attempt."""
     host, _, port = meeting.rpartition(":")
     try:
         socket.create_connection((host, int(port)), timeout=_TRY).close()
@@ -212,7 +212,7 @@ def _hint(place: Place) -> str:
 
 
 def reports_lost_peer(error: BaseException) -> bool:
-    """Return True if the exception that began the chain only says that a peer is gone."""
+    """Return True if the exception that began the chain only reports a lost peer."""
     visited: set[int] = set()
     while id(error) not in visited:
         visited.add(id(error))
