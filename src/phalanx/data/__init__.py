@@ -1,4 +1,4 @@
-"""Data: which samples each step holds on any number of devices, reading them, and the ledger that shows it."""
+"""Data: the samples of each step on any number of devices, reading them, and the ledger that proves it."""
 
 from phalanx.data.curriculum import Curriculum, changing_sampler
 from phalanx.data.ledger import Ledger, records

@@ -1,10 +1,10 @@
-"""The samples of each optimizer step where the batch or the data change with the step.
+"""The samples of each optimizer step in runs whose batch or data change with the step.
 
-A run is a row of stretches, in each of which steps take batches of one size from one part of the data. A part is gone
-through in passes: each is a permutation keyed by (seed, pass over this part), and a batch begins in it where the one
-before ended, of whatever size that was. When another part begins, the pass that was under way ends.
+A run is a row of stretches; the steps of a stretch take batches of one size from one part of the data. A part is read
+in passes: each is a permutation keyed by (seed, pass over this part), and a batch begins at the end of the previous
+one. When another part begins, the running pass ends.
 
-As with ``GlobalBatchSampler`` any step is computed by itself, in memory and time that do not depend on the step.
+As with ``GlobalBatchSampler`` any step is computed by itself, in memory and time independent of the step.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ Order = Callable[[int], np.ndarray]
 
 @dataclass(frozen=True, slots=True)
 class Stretch:
-    """Steps of one kind.
+    """Steps with equal batch and data part.
 
     Attributes:
-        first: the first of them; they end where the next stretch begins, or the run.
+        first: the first step; the next stretch, or the end of the run, ends it.
         batch: samples in each of their global batches.
-        begin: the first sample of the part of the data that they take.
+        begin: the first sample of their part of the data.
         size: samples in that part.
-        each: samples in a pass over it: ``size``, or as many as a sampler gives.
+        each: samples in a pass over it: ``size``, or a sampler's number.
     """
 
     first: int
@@ -53,7 +53,7 @@ class _BatchPlace(NamedTuple):
 
 @final
 class ChangingBatchSampler:
-    """The sample ids of every global batch of a run that consists of these stretches.
+    """The sample ids of every global batch of a run with these stretches.
 
     Attributes:
         stretches: the first begins with step 0.
@@ -71,7 +71,7 @@ class ChangingBatchSampler:
         drop_last: bool = False,
         orders: Mapping[int, Order] | None = None,
     ) -> None:
-        """``orders``: for parts that have an order of their own, by their first sample.
+        """Take the stretches; ``orders`` maps the first sample of a part to the part's own order.
 
         Raises:
             SpecError: if a part has no sample, or ``drop_last`` would drop all of them.
@@ -95,15 +95,15 @@ class ChangingBatchSampler:
         self._known: tuple[tuple[int, int], Callable[[np.ndarray], np.ndarray] | None] | None = None
 
     def epoch_of(self, step: int) -> int:
-        """The pass, 0-based over the run, that optimizer step ``step`` belongs to."""
+        """Return the pass, 0-based over the run, of optimizer step ``step``."""
         return self._of(step)[1].epoch
 
     def samples(self, step: int) -> int:
-        """Samples in the global batch of ``step``: those of its stretch, or fewer in the last of a pass."""
+        """Return the samples in the global batch of ``step``; the last in a pass may be smaller."""
         return self._of(step)[1].samples
 
     def ids(self, step: int) -> np.ndarray:
-        """The sample ids, int64, of the whole global batch of optimizer step ``step`` (0-based over the run)."""
+        """Return the sample ids, int64, of the whole global batch of step ``step`` (0-based over the run)."""
         stretch, place = self._of(step)
         positions = np.arange(place.position, place.position + place.samples, dtype=np.int64)
         order = self._order(stretch, place.own)
@@ -112,7 +112,7 @@ class ChangingBatchSampler:
     walk = each_step
 
     def steps_of(self, epochs: int) -> int:
-        """Optimizer steps in so many passes over data of one part."""
+        """Return the optimizer steps in so many passes over one part of the data."""
         total = 0
         for at, stretch in enumerate(self.stretches):
             begin = self._begins[at]
@@ -154,7 +154,7 @@ class ChangingBatchSampler:
 
 
 def never_reached(stretches: Sequence[Stretch], total_steps: int | None) -> list[str]:
-    """What of a run's stretches lies beyond its last step, one sentence each."""
+    """Return a sentence for each stretch that begins after the run's last step."""
     several = len({one.begin for one in stretches}) > 1
     return [
         f"step {one.first}, from which on a batch has {one.batch} samples"

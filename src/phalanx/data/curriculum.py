@@ -23,12 +23,12 @@ _EXAMPLE = "px.Curriculum({0: short, 1000: long})"
 
 @final
 class Curriculum(MapStyle):
-    """A map-style dataset of several, each of which a run takes its batches from, one after the other.
+    """A map-style dataset of several sources, used one after the other by optimizer step.
 
-    ``Job(data=lambda: px.Curriculum({0: short, 1000: long}), steps=...)``: steps 0 to 999 are of ``short``, those from
-    1000 on of ``long``. Each data set is shuffled and gone through, again and again if it takes that, as in a run over
-    it alone: by (seed, pass over it). Samples of one may be longer than those of another, for a global batch never
-    has samples of two. A source may be a ``px.Mixture``, whose order it then keeps.
+    ``Job(data=lambda: px.Curriculum({0: short, 1000: long}), steps=...)``: steps 0 to 999 use ``short``, steps from
+    1000 on use ``long``. Each source is shuffled by (seed, pass over it) and repeated as often as needed, as in a run
+    over it alone. Samples may differ in length between sources, because a global batch never mixes two. A
+    ``px.Mixture`` as source keeps its own order.
 
     Attributes:
         sources: first step → dataset. Indices count through all of the first, then the second and so on.
@@ -37,10 +37,10 @@ class Curriculum(MapStyle):
     draws, keeps_orders = True, True
 
     def __init__(self, sources: Mapping[int, Any]) -> None:
-        """
+        """Check and keep the sources.
+
         Args:
-            sources: optimizer step, the first of which is 0 → the map-style dataset (``__getitem__`` and ``__len__``)
-                from that step on.
+            sources: first optimizer step → map-style dataset (``__getitem__`` and ``__len__``); the first step is 0.
 
         Raises:
             SpecError: if steps do not begin with 0 or do not increase, or a source is no such dataset.
@@ -53,7 +53,7 @@ class Curriculum(MapStyle):
         self._index = PartIndex(len(source) for source in self.sources.values())
 
     def __len__(self) -> int:
-        """Samples of all sources together."""
+        """Return the samples of all sources together."""
         return len(self._index)
 
     def __getitem__(self, index: int) -> Any:
@@ -61,7 +61,7 @@ class Curriculum(MapStyle):
         return self.sources[first][place]
 
     def locate(self, index: int) -> tuple[int, int]:
-        """The first step of the source that sample ``index`` is of, and its place there.
+        """Return the first step of the source that holds sample ``index``, and its place there.
 
         Raises:
             IndexError: if there is no such sample.
@@ -70,7 +70,7 @@ class Curriculum(MapStyle):
         return self._firsts[number], place
 
     def places(self) -> dict[int, range]:
-        """First step → the indices of the source that it begins."""
+        """Map first step to the indices of its source."""
         return {first: self._index.places(number) for number, first in enumerate(self._firsts)}
 
 
@@ -90,10 +90,10 @@ def _problem(sources: Any) -> tuple[str, str] | None:
 
 
 def changing_sampler(dataset: Any, job: Job) -> ChangingBatchSampler | TokenBatchSampler | None:
-    """The global batches of a job whose batch or data change with the step; ``None`` where neither does.
+    """Return the sampler of a job whose batch or data change with the step; ``None`` for other jobs.
 
     Raises:
-        SpecError: if what else the job says does not go with data that change.
+        SpecError: if other keys of the job do not fit data that change.
     """
     changes = isinstance(dataset, Curriculum)
     if job.batch_tokens is not None:
@@ -146,7 +146,7 @@ def _beside_curriculum(job: Job) -> list[Problem]:
 
 
 def order_text(dataset: Any, job: Job, length: int | None) -> str | None:
-    """What tells the order of a job's data from another's; ``None`` where (seed, epoch) says all."""
+    """Return a text that identifies the order of a job's data; ``None`` if (seed, epoch) does."""
     if not isinstance(dataset, Curriculum):
         return "; ".join(filter(None, (order_digest(job, length), lengths_digest(job, length)))) or None
     each: list[str] = []

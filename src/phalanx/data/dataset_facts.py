@@ -1,4 +1,4 @@
-"""What a data set says of itself: whether its samples draw random numbers, and the order that it must be read in."""
+"""Facts that a data set declares: whether its samples draw random numbers, and the order it must be read in."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ if TYPE_CHECKING:
 
 
 class MapStyle(Dataset[Any]):
-    """Base of the map-style data sets that Phalanx offers, which say what others cannot be asked for.
+    """Base class of Phalanx's map-style data sets, with facts that other data sets do not declare.
 
     Attributes:
-        draws: whether samples may draw random numbers, each from a seed of its own.
-        sampler: the order that has to be the job's; ``None``: the data can be read in any.
-        keeps_orders: whether data sets that it reads are read in the orders that they have of their own.
-        lists: entries of a sample that are Python's lists, which torch's default collation would turn on their side.
-        files_digest: what tells the files that it reads from others of as many samples; empty where that is not known.
-        example: what stands for such a dataset in a line to copy.
+        draws: whether samples may draw random numbers, each from its own seed.
+        sampler: the order required of the job; ``None``: any order.
+        keeps_orders: whether inner data sets are read in their own orders.
+        lists: entries of a sample that are Python lists, which torch's default collation would transpose.
+        files_digest: identifies the files read; empty if unknown.
+        example: the text for such a dataset in a line to copy.
     """
 
     draws: bool = False
@@ -37,15 +37,15 @@ class MapStyle(Dataset[Any]):
 
 
 class DrawsTogether(MapStyle, ABC):
-    """Base of data sets that draw for more than a sample at a time, and so by seeds that they choose themselves."""
+    """Base class of data sets that draw for several samples at once, from seeds they choose themselves."""
 
     @abstractmethod
     def seeded(self, seeds: EpochSeeds) -> None:
-        """Take the seeds of the epoch of what is read next."""
+        """Take the seeds of the next epoch to be read."""
 
 
 def draws(dataset: Any) -> bool:
-    """Return True if samples may draw random numbers; of data sets of others that is not known."""
+    """Return True if samples may draw random numbers; unknown data sets count as drawing."""
     if type(dataset) is Subset:
         return draws(dataset.dataset)
     if isinstance(dataset, MapStyle):
@@ -54,7 +54,7 @@ def draws(dataset: Any) -> bool:
 
 
 def wrapped(dataset: Any) -> list[Any]:
-    """What ``px.Mixture``, ``px.Curriculum`` and torch's ``Subset`` and ``ConcatDataset`` read."""
+    """Return the data sets inside ``px.Mixture``, ``px.Curriculum``, torch's ``Subset`` and ``ConcatDataset``."""
     if isinstance(dataset, MapStyle) and isinstance(sources := getattr(dataset, "sources", None), Mapping):
         return list(sources.values())
     if not type(dataset).__module__.startswith("torch.utils.data."):
@@ -64,13 +64,13 @@ def wrapped(dataset: Any) -> list[Any]:
 
 
 def files_digest(dataset: Any) -> str:
-    """What tells the files that a dataset reads, itself or by others, from others; empty where that is not known."""
+    """Return a text that identifies the files a dataset reads, directly or through others; empty if unknown."""
     own = dataset.files_digest if isinstance(dataset, MapStyle) else ""
     return " ".join(filter(None, [own, *map(files_digest, wrapped(dataset))]))
 
 
 def digest_of_bytes(pieces: Iterable[bytes]) -> str:
-    """A digest of ``pieces`` in order, 16 hexadecimal digits."""
+    """Return a digest of ``pieces`` in order, 16 hexadecimal digits."""
     digest = sha256()
     for piece in pieces:
         digest.update(len(piece).to_bytes(8, "little"))
@@ -79,10 +79,10 @@ def digest_of_bytes(pieces: Iterable[bytes]) -> str:
 
 
 def refuse_other_order(dataset: Any, sampler: Any) -> None:
-    """Refuse a job whose data have an order of their own that is not the job's.
+    """Refuse a job whose data require another order than the job's.
 
     Raises:
-        SpecError: if ``sampler``, the job's, is another, or the data are read by a data set that has another order.
+        SpecError: if ``sampler``, the job's, is another, or an outer data set has another order.
     """
     own = dataset.sampler if isinstance(dataset, MapStyle) else None
     if own is not None and sampler != own:
@@ -103,13 +103,13 @@ def _within(dataset: Any) -> list[Any]:
 
 
 def refuse_lists(dataset: Any, collate: Any, where: str = "job.data") -> None:
-    """Refuse data of ``datasets`` or ``px.ParquetFiles`` with Python lists that torch's default collation would join.
+    """Refuse data of ``datasets`` or ``px.ParquetFiles`` with Python lists, unless the job has a ``collate``.
 
-    It takes the first number of each sample, then the second, and so on: as many tensors as a list has numbers.
-    ``where`` the dataset stands in the job.
+    torch's default collation takes the first number of each sample, then the second: it makes a tensor for each number
+    in a list. ``where`` is the dataset's key in the job.
 
     Raises:
-        SpecError: if ``dataset`` is such, and the job has no ``collate``.
+        SpecError: if ``dataset`` has such lists, and the job has no ``collate``.
     """
     for part in wrapped(dataset):
         refuse_lists(part, collate, where)

@@ -13,9 +13,9 @@ Names = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
 
 def file_paths(files: Names, where: str, fix: str) -> list[str]:
-    """Every file that is meant by a name, a pattern, or a list of both; files of a pattern by their names.
+    """Return every file named by a name, a pattern, or a list of both; a pattern's files are sorted by name.
 
-    ``where`` in the user's code they stand, and ``fix``, a line that would work, are for the errors.
+    ``where``, the place in the user's code, and ``fix``, a line that works, are for the errors.
 
     Raises:
         SpecError: if there is none, or one is named twice.

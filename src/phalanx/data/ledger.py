@@ -1,16 +1,16 @@
-"""The sample ledger: which samples each rank saw in each step, as the run went.
+"""The sample ledger: the samples each rank saw in each step, written during the run.
 
 A run folder's ``ledger/`` holds one file per rank and *segment*; a segment begins when a run starts or resumes. The
 file is named by the segment's first step and the rank, ``00000100-rank00002.bin``, and holds
 
-- a header, 16 bytes: ``b"PHXLEDG1"``, world size (uint32, 0: not known), 4 bytes unused;
-- a record a step, in order: step (uint64), epoch (uint32), count of ids (uint32), bytes of an id (uint32, 4 or 8; 256
-  more where no update was made of the step), CRC-32 of the ids (uint32), then the ids.
+- a header, 16 bytes: ``b"PHXLEDG1"``, world size (uint32, 0: not known), 4 bytes unused; - a record a step, in order:
+step (uint64), epoch (uint32), count of ids (uint32), bytes of an id (uint32, 4 or 8; 256
+  more for a step without update), CRC-32 of the ids (uint32), then the ids.
 
-All numbers are little-endian. A record that a crash cut off ends the file's content. On a full disk records wait in
-memory; that a checkpoint's records are there is what ``flush`` answers for.
+All numbers are little-endian. A record cut off by a crash ends the file's content. On a full disk records wait in
+memory; ``flush`` raises if a checkpoint's records are not on the disk.
 
-Where segments overlap, because a run died after its last checkpoint, the later one holds from its first step on.
+Segments overlap if a run died after its last checkpoint; then the later one is valid from its first step on.
 """
 
 from __future__ import annotations
@@ -45,16 +45,19 @@ _MAPPED = 256  # files of a segment: each mapped file stays open, and more are r
 
 @final
 class Ledger:
-    """One rank's side of the ledger, for one segment. Records are buffered: ``flush()`` before a checkpoint counts."""
+    """One rank's writer of the ledger, for one segment.
+
+    Records are buffered: ``flush()`` before a checkpoint counts.
+    """
 
     def __init__(self, folder: Path, *, rank: int, first_step: int, world_size: int = 0) -> None:
-        """Begin a segment in ``folder``, and give up earlier records from ``first_step`` on.
+        """Begin a segment in ``folder``, and invalidate earlier records from ``first_step`` on.
 
-        With ``world_size``, the processes of the run, files that more ranks left at the same first step do not count.
+        ``world_size``: processes of the run; files left by further ranks at the same first step are ignored.
 
         Raises:
             DataError: if it cannot be written.
-            SpecError: if a link or no plain file stands in its place.
+            SpecError: if a link or another special file is in its place.
         """
         self.path = folder / f"{first_step:08d}-rank{rank:05d}.bin"
         self._waiting = bytearray(_FILE.pack(_MAGIC, world_size))
@@ -72,9 +75,9 @@ class Ledger:
         self._write()
 
     def record(self, batch: StepBatch, *, left_out: bool = False) -> None:
-        """Notes the samples of one step that this process got, in memory where they cannot be written just then.
+        """Record the samples of one step in this process; kept in memory if the disk is full.
 
-        ``left_out``: no update was made of it.
+        ``left_out``: the step made no update.
         """
         ids = [one for part in batch.parts for micro in part for one in micro.ids]
         words = _words(ids)
@@ -86,17 +89,17 @@ class Ledger:
             self._write()
 
     def flush(self) -> None:
-        """Hands everything recorded to the operating system.
+        """Hand all records to the operating system.
 
         Raises:
-            DataError: if it cannot be written.
+            DataError: if they cannot be written.
         """
         self._write()
         if self._failed:
             raise self._unwritten(self._failed) from self._failed
 
     def close(self) -> None:
-        """Flushes and closes; a second call does nothing. Raises as ``flush`` does."""
+        """Flush and close; a second call does nothing. Raises the errors of ``flush``."""
         if self._file.closed:
             return
         try:
@@ -162,9 +165,9 @@ def _words(ids: list[int]) -> array[int]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LedgerRecord:
-    """What one rank saw in one step; ``ids`` are uint32 or uint64, a view into the file where that is mapped.
+    """One rank's samples of one step; ``ids`` are uint32 or uint64, possibly a view into a mapped file.
 
-    ``left_out``: no update was made of the step.
+    ``left_out``: the step made no update.
     """
 
     step: int
@@ -175,9 +178,9 @@ class LedgerRecord:
 
 
 def records(folder: Path) -> dict[int, list[LedgerRecord]]:
-    """Return the records that count, by step and then by rank. Superseded ones are left out.
+    """Return the valid records, by step and then by rank. Superseded ones are left out.
 
-    Ids are views into the mapped files, which are read as they are looked at.
+    Ids are views into the mapped files, which are read on access.
 
     Raises:
         DataError: if a file is no ledger.

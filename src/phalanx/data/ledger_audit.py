@@ -1,4 +1,4 @@
-"""What is wrong in a sample ledger, in words."""
+"""Findings of a sample ledger's audit, in words."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ def audit(
     epoch_samples: int | None = None,
     repeats: bool = False,
 ) -> list[str]:
-    """What is wrong in the ledger of a run, one sentence each; empty if each sample was seen exactly once an epoch.
+    """Return a sentence for each error in a run's ledger; empty if each sample was seen exactly once an epoch.
 
     Args:
         folder: of the ledger.
-        length: samples in the data; ``None`` for a stream, of which only double samples and gaps can be told.
+        length: samples in the data; ``None`` for a stream, which is checked for double samples and gaps only.
         batch: samples in a global batch.
         drop_last: whether the partial last batch of each epoch was dropped.
-        epoch_samples: samples in an epoch, where that is not ``length``.
+        epoch_samples: samples in an epoch, if that is not ``length``.
         repeats: whether a sampler may give a sample more than once in an epoch.
 
     Raises:
@@ -54,7 +54,7 @@ def audit(
 
 
 def audit_run(folder: Path, start: Mapping[str, Any]) -> list[str]:
-    """As ``audit``, of the run whose log has the event ``start``."""
+    """Audit the run whose log has the event ``start``, like ``audit``."""
     if stretches := start.get("stretches"):
         return _audit_stretches(folder, stretches, drop_last=start["drop_last"], repeats=bool(start.get("repeats")))
     if start.get("batch_tokens"):
@@ -78,10 +78,10 @@ class _Due(NamedTuple):
 
 
 def due(stretches: Sequence[Sequence[int]], *, drop_last: bool) -> Iterator[_Due]:
-    """What the steps of a run must hold, one after the other, where batch or data change with the step.
+    """Yield the required samples of each step, for a run whose batch or data change with the step.
 
-    Each stretch is told by its first step, its batch, the first sample and the number of samples of its part of the
-    data, and the samples in a pass over that.
+    A stretch is its first step, its batch, the first sample and the size of its part of the data, and the samples in a
+    pass.
     """
     step = epoch = taken = 0
     part = stretches[0][2]
@@ -138,7 +138,7 @@ def _audit_tokens(folder: Path, start: Mapping[str, Any]) -> list[str]:
 
 
 def finished_epochs(folder: Path, epoch_samples: int) -> int:
-    """Epochs of so many samples that have ended in the ledger, whatever the samples of each step."""
+    """Return the number of epochs with so many samples that have ended in the ledger."""
     seen: dict[int, int] = {}
     for those in records(folder).values():
         seen[those[0].epoch] = seen.get(those[0].epoch, 0) + sum(len(record.ids) for record in those)

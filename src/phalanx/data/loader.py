@@ -1,4 +1,6 @@
-"""The loader: everything a process needs of each step, of map-style data, streams, and pieces for servers' workers."""
+"""The loader: the samples and batches of each step for a process, from map-style data or streams, and for
+servers' workers.
+"""
 
 from __future__ import annotations
 
@@ -55,15 +57,15 @@ class _ToldData:
 
 @final
 class Loader(_ToldData):
-    """The steps of a run, in order, as the parts of ``lane`` need them. Each ``iter()`` starts at ``first_step``.
+    """The steps of a run, in order, for the parts of ``lane``. Each ``iter()`` starts at ``first_step``.
 
     Attributes:
         length: samples in the data; ``None`` for a stream.
-        epoch_samples: samples in an epoch: ``length``, or as many as ``job.sampler`` gives; ``None`` for a stream.
-        steps_per_epoch: ``None`` for a stream, and where batch or data change with the step.
-        repeats: whether a sample may come twice in a pass, by a sampler.
-        stretches: of the run, where batch or data change with the step; else none.
-        remarks: what the job asks of its batches that the run never comes to, one sentence each.
+        epoch_samples: samples in an epoch: ``length``, or the number of ``job.sampler``; ``None`` for a stream.
+        steps_per_epoch: ``None`` for a stream, and if batch or data change with the step.
+        repeats: whether a sampler may give a sample twice in a pass.
+        stretches: of the run, if batch or data change with the step; else none.
+        remarks: a sentence for each batch setting that the run never reaches.
         total_steps: the step after the last; ``None`` for a stream that ends with its epochs.
     """
 
@@ -78,7 +80,7 @@ class Loader(_ToldData):
         total_steps: int | None = None,
         pin_memory: bool = False,
     ) -> None:
-        """Plans the reading; nothing is read and no process started before ``iter()``.
+        """Plan the reading; no sample is read and no process started before ``iter()``.
 
         Args:
             dataset: map-style (``__getitem__``, ``__len__``) or a stream (``__iter__``).
@@ -91,9 +93,9 @@ class Loader(_ToldData):
             pin_memory: copy batches to pinned host memory.
 
         Raises:
-            SpecError: if data and job do not go together: no sample, all samples dropped, a stream to be shuffled or
-                with a batch_ramp or batch_tokens, lengths that are not the data's, a px.Curriculum for so many epochs,
-                a sampler that gives what the data do not have, or neither map-style data nor a stream.
+            SpecError: if data and job do not fit: no sample, all samples dropped, a stream with shuffle, batch_ramp or
+                batch_tokens, a wrong number of lengths, a px.Curriculum with epochs, a sampler with unknown indices, or
+                neither map-style data nor a stream.
         """
         stream = is_stream(dataset)
         dataset = rewound(dataset) if stream else dataset
@@ -128,49 +130,49 @@ class Loader(_ToldData):
         )
 
     def example(self, count: int) -> Any:
-        """The first ``count`` samples of the data, collated; to look at, on every rank the same."""
+        """Return the first ``count`` samples of the data, collated: the same on every rank."""
         return self._reader.example(count)
 
     @property
     def looked_at(self) -> str:
-        """Of data that change, which samples ``example`` and ``spread`` give, for the reader; empty for other data."""
+        """Return a note on the samples used by ``example`` and ``spread``, for data that change; else ""."""
         return self._reader.looked_at() if isinstance(self._reader, IndexedReader) else ""
 
     def spread(self, count: int) -> Iterator[tuple[int, Any]]:
-        """Up to ``count`` samples spread over the data, each collated alone, with its place; the first of a stream."""
+        """Yield place and batch of up to ``count`` single samples spread over the data; a stream's first ones."""
         for place in self._reader.spread(count):
             yield place, self.collate([place])
 
     def collate(self, places: Sequence[int]) -> Any:
-        """The samples at these places of the data, collated; of a stream, those that ``spread`` has read."""
+        """Collate the samples at these places; for a stream, samples read by ``spread``."""
         return self._reader.collated(places)
 
     @property
     def next_step(self) -> int:
-        """The first step of which nothing has been asked for yet, by whoever reads ahead."""
+        """Return the first step that has not been read yet, reading ahead included."""
         return self._dealing.next
 
     @property
     def deals_here(self) -> bool:
-        """True if this process deals steps out, and ``set_weights`` can change how; not where a stream has workers."""
+        """Return True if this process cuts batches, so that ``set_weights`` works; False for streams with workers."""
         return isinstance(self._reader, IndexedReader) or not self._workers.count
 
     def lane(self, step: int) -> Lane:
-        """The parts held here, with the weights that hold in ``step``."""
+        """Return the parts held here, with the weights of ``step``."""
         return self._dealing.lane(step)
 
     def set_weights(self, weights: Sequence[float], step: int) -> None:
-        """From ``step`` on, give parts samples in proportion to these weights (``Lane.weights``), on every process.
+        """Set the weights of parts (``Lane.weights``) from ``step`` on, on every process.
 
         Raises:
-            ValueError: if that step has been read already, or workers of a stream deal it out.
+            ValueError: if that step has been read already, or workers of a stream cut the batches.
         """
         if not self.deals_here:
             raise ValueError("the processes that read this stream deal it out by themselves")
         self._dealing.change(weights, step)
 
     def starting_at(self, step: int) -> Loader:
-        """Another loader of the same data, parts and length, that starts at ``step``."""
+        """Return a loader of the same data, parts and length that starts at ``step``."""
         return self._anew(first_step=step)
 
     def __iter__(self) -> Steps:
@@ -180,10 +182,10 @@ class Loader(_ToldData):
 
 
 def evaluation_batches(dataset: Any, job: Job, lane: Lane, *, micro: int | None) -> Steps:
-    """Each sample of map-style data exactly once, in order, in global batches of ``job.batch``.
+    """Return each sample of map-style data exactly once, in order, in global batches of ``job.batch``.
 
-    No sample is repeated to even out ranks: a part without samples gets fillers that weigh nothing. What samples draw
-    at random is the same in every evaluation.
+    No sample is repeated to even out ranks: a part without samples gets fillers of weight 0. Random draws of samples
+    are the same in every evaluation.
 
     Raises:
         SpecError: if the data are a stream, or hold no sample.
@@ -311,7 +313,7 @@ def _of_group(reader: StreamReader, group: StreamStep) -> StepBatch:
 
 
 def stream_problems(dataset: Any, parts: int, *, once: bool = False) -> list[Problem]:
-    """What keeps ``BatchPieces`` from ``dataset``, which with ``once`` is that of an evaluation."""
+    """Return the problem of a stream as ``dataset`` of ``BatchPieces``; ``once`` for an evaluation."""
     if not is_stream(dataset):
         return []
     given = f"a stream ({type(dataset).__name__}) under a plan with servers"
@@ -321,14 +323,14 @@ def stream_problems(dataset: Any, parts: int, *, once: bool = False) -> list[Pro
 
 @final
 class BatchPieces(_ToldData):
-    """Every global batch of a job over map-style data, cut into as many contiguous pieces as there are workers.
+    """Every global batch of a job over map-style data, cut into a contiguous piece for each worker.
 
     The data have ``length`` samples, an epoch ``epoch_samples``, and ``total_steps`` is the step after the last;
-    ``stretches`` are those of the run, where batch or data change with the step, and ``remarks`` as a ``Loader``'s.
+    ``stretches`` and ``remarks`` are as in ``Loader``.
     """
 
     def __init__(self, dataset: Any, job: Job, parts: int, *, micro: int | None, once: bool = False) -> None:
-        """Plans the reading; nothing is read.
+        """Plan the reading without reading.
 
         Args:
             dataset: map-style.
@@ -353,21 +355,21 @@ class BatchPieces(_ToldData):
         self.remarks = _remarks(self._sampler, self.total_steps)
 
     def sizes(self, step: int) -> tuple[int, ...]:
-        """Samples in each piece of ``step``; 0 where a short batch leaves one nothing."""
+        """Return the samples in each piece of ``step``; 0 if a short batch leaves a piece empty."""
         total = self._sampler.samples(step)
         return tuple(stop - start for start, stop in (share(total, part, self._parts) for part in range(self._parts)))
 
     def epoch(self, step: int) -> int:
-        """The pass over the data that ``step`` belongs to."""
+        """Return the pass over the data of ``step``."""
         return self._sampler.epoch_of(step)
 
     def ids(self, step: int, part: int) -> np.ndarray:
-        """The sample ids of a piece."""
+        """Return the sample ids of a piece."""
         start, stop = share(self._sampler.samples(step), part, self._parts)
         return self._sampler.ids(step)[start:stop]
 
     def micros(self, step: int, part: int) -> list[MicroBatch]:
-        """The micro-batches of a piece, read now."""
+        """Read and return the micro-batches of a piece."""
         ids, epoch = self._sampler.ids(step), self.epoch(step)
         (ranges,) = cuts(len(ids), Lane(first=part, count=1, parts=self._parts), self._micro)
         held = (tuple(one for one in ranges if one[1]),)
@@ -376,7 +378,7 @@ class BatchPieces(_ToldData):
 
 
 def data_facts(data: Loader | BatchPieces) -> dict[str, Any]:
-    """What a run's log says of its data: fields of the event ``start``."""
+    """Return the data's fields of the event ``start``."""
     return {
         "samples": data.length,
         "epoch_samples": data.epoch_samples,

@@ -1,4 +1,4 @@
-"""Map-style data, of which any sample can be read at any time: from sample ids to a batch."""
+"""Map-style data, readable at any index: from sample ids to a batch."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ AnySampler = GlobalBatchSampler | ChangingBatchSampler | TokenBatchSampler
 
 
 def is_stream(dataset: Any, where: str = "job.data") -> bool:
-    """Return True if the dataset, what ``where`` gives, can only be read in order.
+    """Return True if the dataset, the value of ``where``, can only be read in order.
 
     Raises:
         SpecError: if it is neither a stream nor map-style.
@@ -74,11 +74,11 @@ def _columns(data: Any) -> tuple[str, str] | None:
 
 @final
 class Fetcher:
-    """``fetch(epoch, ids)`` gives the collated batch of these samples.
+    """A reader: ``fetch(epoch, ids)`` gives the collated batch of these samples.
 
-    A dataset with ``__getitems__`` is asked for all ids at once; if it answers with anything but a list of samples,
-    that is taken as the batch. Otherwise samples are read one at a time, each with its own random streams. A batch that
-    is a mapping of any type (``transformers``' ``BatchEncoding``, say) comes as a ``dict``.
+    A dataset with ``__getitems__`` is asked for all ids at once; an answer that is not a list of samples is used as the
+    batch. Otherwise samples are read one at a time, each with its own random streams. A batch that is a mapping of any
+    type (``transformers``' ``BatchEncoding``, say) becomes a ``dict``.
     """
 
     def __init__(
@@ -100,11 +100,11 @@ class Fetcher:
 
     @property
     def parts(self) -> list[range]:
-        """The places of each data set of a ``px.Curriculum``; empty for other data."""
+        """Return the places of each source of a ``px.Curriculum``; empty for other data."""
         return list(self._dataset.places().values()) if isinstance(self._dataset, Curriculum) else []
 
     def fetch(self, epoch: int, ids: np.ndarray) -> Any:
-        """Return the batch of the samples ``ids`` (int64, at least one) as they are in ``epoch``, transformed."""
+        """Return the transformed batch of the samples ``ids`` (int64, at least one) in ``epoch``."""
         batch = self._fetched(epoch, ids)
         seeds = EpochSeeds.of(self._seed, epoch)
         return batch if self.transform is None else transformed(self.transform, seeds.plant, batch, ids)
@@ -155,7 +155,7 @@ class Fetcher:
 
 
 def plain(collate: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
-    """``collate``, whose batches are dicts where they are mappings of another type."""
+    """Return ``collate`` with batches that are mappings turned into dicts."""
     return lambda samples: _as_dict(collate(samples))
 
 
@@ -168,10 +168,10 @@ def _elements(batch: Any) -> int:
 
 
 def takes_many(dataset: Any) -> bool:
-    """Return True if the dataset itself, not only a wrapper of torch's around it, fetches many samples at once.
+    """Return True if the dataset itself, and not only torch's wrapper, fetches many samples at once.
 
-    ``Subset`` offers ``__getitems__`` also over data that do not; samples would then share one random stream, and
-    what they draw would depend on the micro-batch they are in.
+    ``Subset`` offers ``__getitems__`` for any data; samples would then share one random stream, and draws would depend
+    on the micro-batch.
     """
     if type(dataset) is Subset:
         return takes_many(dataset.dataset)
@@ -182,7 +182,7 @@ def takes_many(dataset: Any) -> bool:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class IndexedReader:
-    """Reads this process's share of optimizer steps first..stop-1; ``splitter`` says which samples that is.
+    """A reader of this process's share of optimizer steps first..stop-1, as cut by ``splitter``.
 
     ``size``: samples in the data.
     """
@@ -195,17 +195,17 @@ class IndexedReader:
     size: int
 
     def example(self, count: int) -> Any:
-        """The first ``count`` samples, collated; of data that change, of the part whose samples are largest."""
+        """Return the first ``count`` samples, collated; for a curriculum, of its part with the largest samples."""
         places = self._largest()
         return self.collated(places[: min(count, len(places))])
 
     def spread(self, count: int) -> list[int]:
-        """Up to ``count`` places spread over the data; over data that change, over the part of the largest samples."""
+        """Return up to ``count`` places spread over the data, or over the part with the largest samples."""
         within = self._largest()
         return sorted({int(place) for place in np.linspace(within.start, within.stop - 1, min(count, len(within)))})
 
     def looked_at(self) -> str:
-        """Which of data that change with the step ``example`` and ``spread`` are of, in words."""
+        """Return a note on the part of a curriculum used by ``example`` and ``spread``; else ""."""
         if not isinstance(self.sampler, ChangingBatchSampler) or not self.fetcher.parts:
             return ""
         first = min(one.first for one in self.sampler.stretches if one.begin == self._largest().start)
@@ -219,16 +219,16 @@ class IndexedReader:
         return parts[0] if len(parts) == 1 else max(parts, key=lambda part: _elements(self.collated(part[:1])))
 
     def collated(self, places: Sequence[int]) -> Any:
-        """The samples at these places of the data, collated."""
+        """Return the samples at these places of the data, collated."""
         return self.fetcher.fetch(0, np.asarray(places, dtype=np.int64))
 
     def steps(self, load: Callable[[int, np.ndarray], Any]) -> Generator[StepBatch, None, None]:
-        """The steps, with ``load(epoch, ids)`` giving each micro-batch."""
+        """Yield the steps; ``load(epoch, ids)`` gives each micro-batch."""
         for step, epoch, ids, cuts in self._walk():
             yield step_batch(step, epoch, ids, cuts, load, whole=self.fetcher.transform is not None)
 
     def requests(self) -> Iterator[tuple[int, np.ndarray]]:
-        """What ``steps`` will ask of ``load``, in order, for those that read ahead."""
+        """Yield the arguments that ``steps`` will pass to ``load``, in order, to read ahead."""
         for _, epoch, ids, cuts in self._walk():
             pieces = [(0, len(ids))] if self.fetcher.transform else [piece for part in cuts for piece in part]
             yield from ((epoch, ids[start : stop or 1]) for start, stop in pieces)

@@ -1,4 +1,4 @@
-"""Several data sets as one, of which an epoch has so many samples of each."""
+"""Several data sets as one, with a fixed number of samples of each in an epoch."""
 
 from __future__ import annotations
 
@@ -23,26 +23,26 @@ _EXAMPLE = 'px.Mixture({"web": web, "books": books}, {"web": 0.7, "books": 0.3})
 class Mixture(MapStyle):
     """A map-style dataset of several, with the sampler that mixes them: ``Job(data=..., sampler=mixture.sampler)``.
 
-    An epoch has ``counts[name]`` samples of each, in an order shuffled by (seed, epoch). Each source is gone through in
-    an order of its own, and the next epoch goes on where the one before ended: every sample of a source comes once
-    before any comes again, however many epochs that takes. With ``drop_last`` of the job the samples of an epoch that
-    fill no batch are left out, and the next epoch goes on after them: they come again in the source's next pass. Choose
-    ``samples`` as a multiple of the batch, and none is.
+    An epoch has ``counts[name]`` samples of each source, in an order shuffled by (seed, epoch). Each source is read in
+    its own order, and the next epoch continues at the end of the previous one: every sample of a source comes once
+    before any comes again, over all epochs. With the job's ``drop_last`` the samples of an epoch that fill no batch are
+    left out, and come again in the source's next pass. With ``samples`` a multiple of the batch, none is left out.
 
     Attributes:
         sources: name → dataset. Indices of the mixture count through all of the first, then the second and so on.
-        counts: name → samples of it in an epoch: ``samples`` by weight, rounded so that they add up.
+        counts: name → its samples in an epoch: ``samples`` by weight, rounded so that they add up.
         sampler: to be the job's.
     """
 
     example = "mixture"
 
     def __init__(self, sources: Mapping[str, Any], weights: Mapping[str, float], *, samples: int | None = None) -> None:
-        """
+        """Check and keep the sources.
+
         Args:
             sources: map-style datasets (``__getitem__`` and ``__len__``), by name.
             weights: of each; only their ratios count.
-            samples: in an epoch; ``None``: as many as all sources have together.
+            samples: in an epoch; ``None``: the samples of all sources together.
 
         Raises:
             SpecError: if sources are not such, or weights and samples do not fit them.
@@ -65,7 +65,7 @@ class Mixture(MapStyle):
         self.sampler = Sampler(_MixedOrder(tuple(sizes), counts), repeats=repeats, size=len(self))
 
     def __len__(self) -> int:
-        """Samples of all sources together."""
+        """Return the samples of all sources together."""
         return len(self._index)
 
     def __getitem__(self, index: int) -> Any:
@@ -73,7 +73,7 @@ class Mixture(MapStyle):
         return self.sources[name][place]
 
     def locate(self, index: int) -> tuple[str, int]:
-        """The source that sample ``index`` is of, and its place there.
+        """Return the source that holds sample ``index``, and its place there.
 
         Raises:
             IndexError: if there is no such sample.

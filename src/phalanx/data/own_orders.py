@@ -1,4 +1,4 @@
-"""The order of each epoch where a job has a sampler of its own, checked, and the samplers that Phalanx offers."""
+"""The order of each epoch for a job with its own sampler, checked, and Phalanx's samplers."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ _POOL = 50  # batches that are sorted by length together
 
 @dataclass(frozen=True, kw_only=True)
 class EpochOrders:
-    """The indices of each epoch as a sampler gives them; ``size`` is that of the data, ``batch`` the global batch.
+    """The indices of each epoch from a sampler; ``size`` is that of the data, ``batch`` the global batch.
 
     An epoch's order is held whole: 8 bytes an index.
 
     Raises:
-        SpecError: by ``length`` and by calling it, if the sampler gives what is no order of such data.
+        SpecError: by ``length`` and by calling it, if the sampler gives an invalid order.
     """
 
     sampler: Sampler
@@ -40,23 +40,23 @@ class EpochOrders:
 
     @classmethod
     def of(cls, job: Job, size: int) -> EpochOrders | None:
-        """Those of ``job``, over data of ``size`` samples; ``None`` where it has no sampler of its own."""
+        """Return the orders of ``job`` over ``size`` samples; ``None`` without a sampler of its own."""
         if job.sampler is None:
             return None
         return cls(sampler=Sampler.of(job.sampler), seed=job.seed, size=size, batch=job.batch)
 
     @property
     def length(self) -> int:
-        """Samples in an epoch."""
+        """Return the samples in an epoch."""
         return len(self(0))
 
     @property
     def text(self) -> str:
-        """What tells this order from another: of its first epoch."""
+        """Return a text that identifies this order, by its first epoch."""
         return _digest(self.sampler, self.seed, self.size, self.batch)
 
     def __call__(self, epoch: int) -> np.ndarray:
-        """The indices of ``epoch`` in order, int64."""
+        """Return the indices of ``epoch`` in order, int64."""
         if (known := self._known.get(epoch)) is not None:
             return known
         order = self._checked(epoch)
@@ -120,7 +120,7 @@ def _twice(order: np.ndarray) -> np.ndarray:
 
 
 def order_digest(job: Job, size: int | None) -> str | None:
-    """What tells a job's sampler from another: of its first epoch. ``None`` where it has none."""
+    """Return a text that identifies a job's sampler, by its first epoch; ``None`` without a sampler."""
     orders = None if size is None else EpochOrders.of(job, size)
     return None if orders is None else orders.text
 
@@ -134,13 +134,13 @@ def _digest(sampler: Sampler, seed: int, size: int, batch: int) -> str:
 def weighted(
     weights: Sequence[float] | np.ndarray | torch.Tensor, samples: int | None = None, replacement: bool = True
 ) -> Sampler:
-    """A sampler for ``Job(sampler=...)`` that draws each sample with a probability in proportion to its weight.
+    """Return a sampler for ``Job(sampler=...)`` that draws samples in proportion to their weights.
 
     Args:
         weights: one a sample of the data, 0 or more.
-        samples: drawn in an epoch; ``None``: as many as there are weights.
-        replacement: whether a sample can be drawn again in the same epoch. Without it at most as many can be drawn as
-            have a weight above 0.
+        samples: drawn in an epoch; ``None``: the number of weights.
+        replacement: whether a sample can be drawn again in the same epoch. Without it at most the number of weights
+            above 0 can be drawn.
 
     Raises:
         SpecError: if weights or the number of samples are not such.
@@ -172,13 +172,13 @@ def weighted(
 
 
 def buckets(lengths: Sequence[int] | np.ndarray | torch.Tensor) -> Sampler:
-    """A sampler for ``Job(sampler=...)`` with samples of similar length in a global batch, each once an epoch.
+    """Return a sampler for ``Job(sampler=...)`` that batches samples of similar length, each once an epoch.
 
-    Samples are shuffled by (seed, epoch), sorted by length among those of 50 batches at a time, and cut into batches of
+    Samples are shuffled by (seed, epoch), sorted by length within 50 batches at a time, and cut into batches of
     ``job.batch``, which are shuffled again. The partial last batch of an epoch holds samples of any length.
 
     Args:
-        lengths: of each sample of the data: tokens, or whatever padding is counted in.
+        lengths: of each sample of the data: tokens, or another unit of padding.
 
     Raises:
         SpecError: if they are not numbers of 0 or more.
@@ -204,7 +204,7 @@ def buckets(lengths: Sequence[int] | np.ndarray | torch.Tensor) -> Sampler:
 
 
 def numbers_of_samples(given: Any, where: str, allowed: str, fix: str) -> np.ndarray:
-    """``given``, one number of 0 or more for each sample, as float64.
+    """Return ``given``, a number of 0 or more for each sample, as float64.
 
     Raises:
         SpecError: if it is no such thing.

@@ -1,4 +1,4 @@
-"""Parquet files, read at any place, a row group at a time."""
+"""Parquet files, read at any row, a row group at a time."""
 
 from __future__ import annotations
 
@@ -95,15 +95,15 @@ class ParquetFiles(MapStyle):
         object.__setattr__(self, "lists", tuple(name for name in lists if name not in (self.decode or {})))
 
     def __len__(self) -> int:
-        """Rows of all files."""
+        """Return the rows of all files."""
         return len(self._index)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        """The row ``index``, 0 is the first of the first file.
+        """Return the row ``index``, 0 is the first of the first file.
 
         Raises:
             IndexError: if there is no such row.
-            DataError: if the file has another number of rows than when it was looked at, or is damaged.
+            DataError: if the file has changed its number of rows, or is damaged.
         """
         number, place = self._index.locate(index, from_end=True)
         values = self._kept.get(number)

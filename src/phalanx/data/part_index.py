@@ -1,4 +1,4 @@
-"""Where a sample is in data of several parts, one behind the other: files, row groups, sources."""
+"""The place of a sample in data of several parts, one behind the other: files, row groups, sources."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ import numpy as np
 
 @final
 class PartIndex:
-    """Parts of so many samples each, of which the first begins with sample 0."""
+    """Parts with so many samples each; the first begins with sample 0."""
 
     def __init__(self, sizes: Iterable[int], what: str = "sample") -> None:
-        """``what``: the word for a sample, in messages."""
+        """Take the sizes; ``what`` is the word for a sample in messages."""
         self._ends, self._what = np.cumsum(list(sizes)), what
 
     def __len__(self) -> int:
-        """Samples of all parts."""
+        """Return the samples of all parts."""
         return int(self._ends[-1])
 
     def places(self, part: int) -> range:
-        """The samples of this part, by their numbers in all."""
+        """Return the global sample numbers of this part."""
         return range(int(self._ends[part - 1]) if part else 0, int(self._ends[part]))
 
     def locate(self, index: int, *, from_end: bool = False) -> tuple[int, int]:
-        """The part that sample ``index`` is in, and its place there; ``from_end``: a negative one counts from the end.
+        """Return the part that holds sample ``index``, and its place there; ``from_end`` allows negative indices.
 
         Raises:
             IndexError: if there is no such sample.

@@ -1,8 +1,7 @@
-"""Which samples each optimizer step holds, and what they draw: pure functions of the step, the seed and the sample.
+"""The samples of each optimizer step and their seeds: pure functions of the step, the seed and the sample.
 
-A keyed permutation of 0..length-1 of which any part can be computed by itself. A shuffled list of sample numbers costs
-memory and time in proportion to the data, and resuming in the middle costs it again. A permutation that is a *function*
-costs neither: position → sample number, with a key.
+A shuffled list of sample numbers costs memory and time in proportion to the data, and resuming costs it again. A keyed
+permutation, a *function* position → sample number, costs neither, and any part of it is computed by itself.
 
 It is a Feistel network over a rectangle (Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002, section 5):
 a number below ``rows * columns`` is a pair (row, column); each round adds a keyed hash of one to the other, modulo its
@@ -37,12 +36,11 @@ BLOCK = 8192
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GlobalBatchSampler:
-    """The sample ids of every global batch of a run over map-style data of so many samples.
+    """The sample ids of every global batch of a run over map-style data with so many samples.
 
     Each epoch is a permutation of all samples, keyed by (seed, epoch), or 0..length-1 without ``shuffle``, cut into
     global batches in order; ``drop_last`` leaves a partial one out. Any step is computed by itself, in memory and time
-    that do not depend on the length of the data or on the step. With ``orders``, an epoch has the ``length`` ids that
-    those give for it.
+    independent of the data's length and of the step. ``orders`` gives the ``length`` ids of an epoch instead.
 
     Raises:
         SpecError: if there is no sample, or if ``drop_last`` would drop all of them.
@@ -61,27 +59,27 @@ class GlobalBatchSampler:
 
     @property
     def steps_per_epoch(self) -> int:
-        """Optimizer steps in a pass over the data."""
+        """Return the optimizer steps in a pass over the data."""
         return self.length // self.batch if self.drop_last else -(-self.length // self.batch)
 
     def steps_of(self, epochs: int) -> int:
-        """Optimizer steps in so many passes over the data."""
+        """Return the optimizer steps in so many passes over the data."""
         return epochs * self.steps_per_epoch
 
     def epoch_of(self, step: int) -> int:
-        """The epoch, 0-based, that optimizer step ``step`` belongs to."""
+        """Return the epoch, 0-based, of optimizer step ``step``."""
         return step // self.steps_per_epoch
 
     def samples(self, step: int) -> int:
-        """Samples in the global batch of ``step``: ``batch``, or fewer in the last of an epoch."""
+        """Return the samples in the global batch of ``step``; the last in an epoch may be smaller."""
         return min(self.batch, self.length - step % self.steps_per_epoch * self.batch)
 
     def ids(self, step: int) -> np.ndarray:
-        """The sample ids, int64, of the whole global batch of optimizer step ``step`` (0-based over the run)."""
+        """Return the sample ids, int64, of the whole global batch of step ``step`` (0-based over the run)."""
         return next(self.walk(step, step + 1))[2]
 
     def walk(self, first: int, stop: int) -> Iterator[tuple[int, int, np.ndarray]]:
-        """``(step, epoch, ids)`` of steps first..stop-1, computed some thousand ids at a time."""
+        """Yield ``(step, epoch, ids)`` of steps first..stop-1, computed some thousand ids at a time."""
         step = first
         while step < stop:
             epoch, index = divmod(step, self.steps_per_epoch)
@@ -100,10 +98,10 @@ class GlobalBatchSampler:
     def walk_held(
         self, first: int, stop: int, cuts: Callable[[int, int], Cuts]
     ) -> Iterator[tuple[int, int, HeldIds, Cuts]]:
-        """``(step, epoch, ids, cuts)`` of steps first..stop-1 for a process that holds part of each.
+        """Yield ``(step, epoch, ids, cuts)`` of steps first..stop-1, with this process's part of the ids.
 
-        ``cuts(step, samples)`` says which. No other ids are computed, so that a large batch takes a process no more
-        time than its share of it.
+        ``cuts(step, samples)`` gives the part. Other ids are not computed, so that the time is that of the process's
+        share.
         """
         known, order = -1, None
         for step in range(first, stop):
@@ -125,14 +123,14 @@ class GlobalBatchSampler:
 
 
 def each_step(self: Any, first: int, stop: int) -> Iterator[tuple[int, int, np.ndarray]]:
-    """``(step, epoch, ids)`` of steps first..stop-1, of a sampler that says the ids of one step."""
+    """Yield ``(step, epoch, ids)`` of steps first..stop-1, for a sampler that gives the ids of one step."""
     for step in range(first, stop):
         yield step, self.epoch_of(step), self.ids(step)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HeldIds:
-    """Ids of a global batch of so many ``samples``, of which only ``first`` and ``own``, from ``low`` on, are known."""
+    """Ids of a global batch of ``samples``; only ``first`` and ``own``, from ``low`` on, are known."""
 
     samples: int
     low: int
@@ -148,7 +146,7 @@ class HeldIds:
 
 
 def size_problems(length: int, batch: int = 0, drop_last: bool = False, since: str = "") -> list[Problem]:
-    """Return what is wrong in data of ``length`` samples in batches of ``batch``."""
+    """Return the problems of ``length`` samples in batches of ``batch``."""
     if not 1 <= length <= LARGEST:
         given, fix = f"data of {length} samples", "data=lambda: dataset    # with len(dataset) >= 1"
         return [Problem(where="job.data", given=given, allowed="1 sample or more", fix=fix)]
@@ -205,7 +203,7 @@ class Permutation:
 
     @classmethod
     def keyed(cls, length: int, *key: int) -> Permutation:
-        """The permutation of 0..length-1 that belongs to ``key``, the same on every machine.
+        """Return the permutation of 0..length-1 for ``key``, the same on every machine.
 
         Raises:
             ValueError: if ``length`` is not within 1 and 2**62.
@@ -221,7 +219,7 @@ class Permutation:
         return cls(length, words.dtype(rows), words.dtype(columns), tuple(keys), words)
 
     def __call__(self, positions: np.ndarray) -> np.ndarray:
-        """The numbers at ``positions`` (one-dimensional, each within 0..length-1), as int64."""
+        """Return the numbers at ``positions`` (one-dimensional, each within 0..length-1), as int64."""
         numbers = self._through(positions.astype(self.words.dtype))
         outside = numbers >= self.length
         while outside.any():
@@ -256,7 +254,7 @@ _MASK = 2**64 - 1
 
 @dataclass(frozen=True, slots=True)
 class EpochSeeds:
-    """The seeds of all samples in one epoch; ``base`` are 64 bits that stand for (seed, epoch)."""
+    """The seeds of all samples in one epoch; ``base`` is a 64-bit hash of (seed, epoch)."""
 
     epoch: int
     base: int
@@ -267,20 +265,20 @@ class EpochSeeds:
         return cls(epoch, int.from_bytes(digest, "little"))
 
     def seed(self, sample: int) -> int:
-        """The 64-bit seed of ``sample`` (splitmix64)."""
+        """Return the 64-bit seed of ``sample`` (splitmix64)."""
         mixed = (self.base + (sample + 1) * 0x9E3779B97F4A7C15) & _MASK
         mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
         mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & _MASK
         return mixed ^ (mixed >> 31)
 
     def plant(self, sample: int) -> None:
-        """Seeds Python's, numpy's and torch's CPU stream for ``sample``."""
+        """Seed Python's, numpy's and torch's CPU stream for ``sample``."""
         plant(self.seed(sample))
 
 
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """Inside, torch's generator of the CPU, numpy's and Python's begin at ``seed``; afterwards they go on."""
+    """Seed torch's CPU generator, numpy's and Python's for the block, and restore them afterwards."""
     before = torch.get_rng_state(), np.random.get_state(), random.getstate()
     plant(seed)
     try:
@@ -292,7 +290,7 @@ def seeded(seed: int) -> Iterator[None]:
 
 
 def plant(seed: int) -> None:
-    """Have torch's generator of the CPU, numpy's and Python's begin at ``seed``; about 10 µs."""
+    """Seed torch's CPU generator, numpy's and Python's with ``seed``; about 10 µs."""
     random.seed(seed)
     np.random.seed(seed & 0xFFFFFFFF)
     torch.default_generator.manual_seed(seed)

@@ -1,4 +1,4 @@
-"""A batch that a run has left in its folder, to be run again: its tensors as safetensors, the rest as JSON."""
+"""A batch saved in a run's folder to be run again: its tensors as safetensors, the rest as JSON."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ _BELOW = 2  # a batch's folder and the one it is in, of a run that may be a stra
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SavedBatch:
-    """One micro-batch of a run that something went wrong with.
+    """One micro-batch of a run in which an error occurred.
 
     Attributes:
-        folder: where it is.
-        step: the optimizer step that it is of.
-        reason: what went wrong, in words.
-        where: the first module or parameter whose numbers were not finite; empty where none was found.
+        folder: its folder.
+        step: its optimizer step.
+        reason: the error, in words.
+        where: the first module or parameter with numbers that were not finite; empty if none was found.
         samples: ids of its samples.
-        rank: of the process that had it.
-        micro: its place among that process's micro-batches of the step.
-        seed: of the random stream that its forward began with: ``torch.manual_seed(seed)``.
+        rank: of its process.
+        micro: its index among that process's micro-batches of the step.
+        seed: of the random stream at the begin of its forward: ``torch.manual_seed(seed)``.
     """
 
     folder: Path
@@ -48,13 +48,13 @@ class SavedBatch:
 
     @property
     def batch(self) -> Any:
-        """The batch as the job's ``inputs`` and ``loss`` get it, its tensors on the host.
+        """Return the batch as passed to the job's ``inputs`` and ``loss``, its tensors on the host.
 
-        What was neither a tensor nor JSON, or too large to be kept, is a text that says what it was.
+        A value that was neither a tensor nor JSON, or was too large to be kept, is replaced by a description.
 
         Raises:
             DataError: if it cannot be read.
-            SpecError: if a link or no plain file stands in its place.
+            SpecError: if a link or another special file is in its place.
         """
         from safetensors import SafetensorError
         from safetensors.torch import load
@@ -67,11 +67,11 @@ class SavedBatch:
 
     @classmethod
     def read(cls, folder: Path) -> SavedBatch:
-        """The batch in ``folder``.
+        """Read the batch in ``folder``.
 
         Raises:
             DataError: if there is none, or it cannot be read.
-            SpecError: if a link or no plain file stands in its place.
+            SpecError: if a link or another special file is in its place.
         """
         try:
             facts = json.loads(_content(folder / _FACTS))
@@ -82,7 +82,7 @@ class SavedBatch:
             raise _unreadable(folder, error) from error
 
     def keep(self, batch: Any) -> bool:
-        """``write`` it, unless there are as many beside it as are kept. Returns whether it is there."""
+        """Write it, unless the most allowed are saved beside it; return True if it is there."""
         beside = self.folder.parent
         if beside.is_dir() and not self.folder.exists() and len(list(beside.iterdir())) >= _MOST_SAVED:
             return False
@@ -93,12 +93,12 @@ class SavedBatch:
         return True
 
     def write(self, batch: Any) -> None:
-        """Write it, with ``batch``, into its folder, in place of what was there.
+        """Write it, with ``batch``, into its folder, replacing old content.
 
         Raises:
             OSError: if it cannot be written.
-            RunError: if another run has taken the run folder that it is in.
-            SpecError: if its folder, or the one that is in, is a link.
+            RunError: if another run has taken over the run folder.
+            SpecError: if its folder, or the parent folder, is a link.
         """
         from safetensors.torch import save
 

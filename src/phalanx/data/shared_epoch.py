@@ -1,8 +1,8 @@
-"""Epochs that a stream keeps where other processes see them.
+"""Epochs that a stream shares with other processes.
 
 So that ``set_epoch`` reaches processes that read already, streams of ``datasets`` keep their epoch in a tensor in
-shared memory, and others in a ``multiprocessing.Value``. Here each process begins its passes by itself, and one that
-is ahead would move those behind it to its own pass, in another order.
+shared memory, and others in a ``multiprocessing.Value``. Here each process begins its passes by itself, and one that is
+ahead would move those behind it to its own pass, in another order.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _DEPTH = 4  # of streams that read streams
 
 
 def with_own_epoch(stream: Any) -> Any:
-    """``stream``, or a shallow copy of it whose epoch no other process moves, nor those of the streams that it reads.
+    """Return ``stream``, or a shallow copy with epochs that other processes cannot change, inner streams included.
 
     Single numbers in shared memory are taken for epochs; larger tensors, which may be data, stay shared.
     """

@@ -1,4 +1,4 @@
-"""The global batches of a run's steps as they are cut, and what one process has of each."""
+"""The cutting of a run's global batches, and one process's share of each."""
 
 from __future__ import annotations
 
@@ -17,31 +17,31 @@ from phalanx.placement.batch_split import Cuts, Lane, cuts
 
 @final
 class BatchSplitter:
-    """Cuts the global batches of a run's steps for one lane, whose weights may change from a step on.
+    """A cutter of the run's global batches for one lane, whose weights may change at a step.
 
-    ``next`` is the first step that has not been cut yet, and all after it have not.
+    ``next`` is the first step that has not been cut yet.
     """
 
     def __init__(self, lane: Lane, micro: int | None, first: int = 0) -> None:
-        """``micro``: most samples in a micro-batch. ``first``: the step to begin with."""
+        """Begin with step ``first``; ``micro``: most samples in a micro-batch."""
         self._lanes = [(first, lane)]
         self._micro = micro
         self._known: dict[tuple[int, Lane], Cuts] = {}
         self.next = first
 
     def lane(self, step: int) -> Lane:
-        """The lane with the weights that hold in ``step``."""
+        """Return the lane with the weights of ``step``."""
         return next((lane for since, lane in reversed(self._lanes) if since <= step), self._lanes[0][1])
 
     def cuts(self, step: int, samples: int) -> Cuts:
-        """The micro-batches of ``step``, whose global batch has ``samples``."""
+        """Return the micro-batches of ``step``, whose global batch has ``samples``."""
         self.next = max(self.next, step + 1)
         key = samples, self.lane(step)
         found = self._known.get(key)
         return found if found is not None else self._known.setdefault(key, cuts(samples, key[1], self._micro))
 
     def change(self, weights: Sequence[float], step: int) -> None:
-        """From ``step`` on parts have these weights. Every process has to be told the same.
+        """Set the weights of parts from ``step`` on. Every process must make the same call.
 
         Raises:
             ValueError: if that step has been cut already, in this process.
@@ -61,8 +61,8 @@ class MicroBatch:
     Attributes:
         batch: the collated samples.
         ids: their sample ids (stream positions for a stream).
-        samples: how many they are. 0 marks a filler: ``batch`` then holds one real sample, so that forward and
-            backward and their collectives can run, but it weighs nothing, and ``ids`` is empty.
+        samples: their number. 0 marks a filler: ``batch`` then holds one real sample, so that forward, backward and
+            their collectives can run, but it has weight 0, and ``ids`` is empty.
     """
 
     batch: Any
@@ -72,12 +72,12 @@ class MicroBatch:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepBatch:
-    """What one process needs of one optimizer step; ``step`` and ``epoch`` count from 0 over the whole run.
+    """One process's share of one optimizer step; ``step`` and ``epoch`` count from 0 over the whole run.
 
     Attributes:
         samples: in the **global** batch, over all processes.
         parts: for each part held by this process, its micro-batches.
-        waited: seconds that this process waited for them, reading or for its workers; ``None`` where nobody looked.
+        waited: seconds that this process spent reading or waiting for its workers; ``None`` if not measured.
     """
 
     step: int
@@ -88,7 +88,7 @@ class StepBatch:
 
     @property
     def here(self) -> int:
-        """Samples of the global batch that this process holds."""
+        """Return the samples of the global batch in this process."""
         return sum(micro.samples for part in self.parts for micro in part)
 
 
@@ -114,7 +114,7 @@ def step_batch(
 
 
 def rows_of(batch: Any, rows: slice | list[int], samples: int) -> Any:
-    """Return some samples of a batch that has a row for each of so many, as padded as they are there."""
+    """Return rows of a batch with ``samples`` rows, with the batch's padding."""
 
     def leaf(value: Any) -> Any:
         of_samples = isinstance(value, torch.Tensor) and value.dim() and len(value) == samples
@@ -126,7 +126,7 @@ def rows_of(batch: Any, rows: slice | list[int], samples: int) -> Any:
 def transformed(
     transform: Callable[[Any, torch.Tensor], Any], plant: Callable[[int], None], batch: Any, ids: Any
 ) -> Any:
-    """Return the global batch as ``job.transform`` gives it, with generators seeded by its first sample.
+    """Return the global batch after ``job.transform``, with generators seeded by its first sample.
 
     Raises:
         DataError: if a tensor of it has not a row for each sample.

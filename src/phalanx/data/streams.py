@@ -2,21 +2,21 @@
 
 The order is the stream's own: the sample at position p of a pass belongs to global batch ``p // batch`` of that pass,
 and its position is its id. **Every rank reads the whole stream** and keeps its share: reading costs the same on any
-number of ranks, and a rank holds the samples of one global batch at a time before they are collated. In return a
-global batch is the same on any number of ranks, and each rank knows how long the last one is without asking. Where
-reading is what takes the time, map-style data scale better.
+number of ranks, and a rank holds the samples of one global batch at a time before they are collated. In return a global
+batch is the same on any number of ranks, and each rank knows the size of the last one without asking. If reading is the
+bottleneck, map-style data scale better.
 
 With worker processes, each of w workers reads the whole stream and collates every w-th global batch.
 
 A dataset may offer:
 
-- ``set_epoch(epoch)``, called before each pass, to shuffle in another order; an epoch that a stream shares with other
-  processes becomes each process's own, for each begins its passes by itself;
+- ``set_epoch(epoch)``, called before each pass, to shuffle in another order; an epoch shared with other processes
+  becomes each process's own, because each begins its passes by itself;
 - ``seek(position)``, called before each pass: the next ``iter()`` starts at this sample of the pass, and a position
-  at or past the end gives an empty pass. Without it a resumed run reads, and drops, what was already seen.
+  at or past the end gives an empty pass. Without it a resumed run reads and drops the samples already seen.
 
-One that keeps its place (``state_dict`` and ``load_state_dict``, neither of the above) is put back to where it was at
-first before each pass; nodes of ``torchdata.nodes`` are asked for one pass after the other.
+A stream with ``state_dict`` and ``load_state_dict``, and neither of the above, is put back to its first state before
+each pass; nodes of ``torchdata.nodes`` are asked for one pass after the other.
 """
 
 from __future__ import annotations
@@ -52,12 +52,12 @@ class StreamStep(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StreamReader:
-    """Reads a stream as global batches and collates this process's share.
+    """A reader of a stream's global batches that collates this process's share.
 
     Attributes:
-        splitter: which samples are for the parts held here, in which micro-batches.
-        first_step: where the run starts or goes on.
-        total_steps: where it ends; passes follow one another until then. ``None``: after ``epochs`` passes.
+        splitter: the micro-batches of the parts held here.
+        first_step: the first step to read.
+        total_steps: the step after the last; passes follow one another until then. ``None``: after ``epochs`` passes.
     """
 
     dataset: Any
@@ -73,7 +73,7 @@ class StreamReader:
     _spread: list[Any] = field(default_factory=list[Any])
 
     def groups(self, worker: int = 0, workers: int = 1) -> Iterator[StreamStep]:
-        """Steps ``first_step + worker``, and every ``workers``-th after it."""
+        """Yield steps ``first_step + worker``, and every ``workers``-th after it."""
         for step, epoch, position, samples in self._global_batches():
             if step >= self.first_step and (step - self.first_step) % workers == worker:
                 pieces = [piece for part in self.splitter.cuts(step, len(samples)) for piece in part]
@@ -82,18 +82,18 @@ class StreamReader:
                 yield StreamStep(step, epoch, position, len(samples), batches)
 
     def example(self, count: int) -> Any:
-        """The first ``count`` samples of the first pass, collated."""
+        """Return the first ``count`` samples of the first pass, collated."""
         return self._looked_at(next(self._pass(0, 0), [])[:count])
 
     def spread(self, count: int) -> Iterator[int]:
-        """The places of the first ``count`` samples of the first pass, each once it has been read."""
+        """Yield the places of the first ``count`` samples of the first pass, each once it has been read."""
         self._spread.clear()
         for place, sample in enumerate(islice(chain.from_iterable(self._pass(0, 0)), count)):
             self._spread.append(sample)
             yield place
 
     def collated(self, places: Sequence[int]) -> Any:
-        """Those samples that ``spread`` has read, collated."""
+        """Return samples read by ``spread``, collated."""
         return self._looked_at([self._spread[place] for place in places])
 
     def _looked_at(self, samples: list[Any]) -> Any:
@@ -151,12 +151,12 @@ class StreamReader:
 
 
 def rewound(dataset: Any) -> Any:
-    """``dataset``, whose epoch is this process's own.
+    """Return ``dataset`` with an epoch that belongs to this process.
 
-    One that keeps its place in a pass begins each pass where it is now, nodes with a pass of their own.
+    A dataset that keeps its place begins each pass at its present place; nodes begin their own next pass.
 
     Raises:
-        SpecError: if it is of nodes that make batches.
+        SpecError: if its nodes make batches.
     """
     nodes = _nodes(dataset)
     if any(type(node).__name__ == "Batcher" for node in nodes):

@@ -16,7 +16,7 @@ from phalanx.errors import Problem, SpecError
 class Table(MapStyle):
     """A map-style dataset of equally long columns: ``Table(image=images, label=labels)``.
 
-    A sample is a dict of one row of each column; a batch is taken out of each column at once, which is many times
+    A sample is a dict with one row of each column; a batch is taken out of each column at once, which is many times
     faster than collating single samples.
 
     Raises:
@@ -37,13 +37,13 @@ class Table(MapStyle):
         return {name: column[index] for name, column in self._columns}
 
     def __getitems__(self, ids: Sequence[int] | np.ndarray) -> dict[str, torch.Tensor]:
-        """The batch of these rows: name → tensor of shape (len(ids), ...)."""
+        """Return the batch of these rows: name → tensor of shape (len(ids), ...)."""
         index = torch.from_numpy(ids) if isinstance(ids, np.ndarray) else torch.tensor(ids)
         return {name: column.index_select(0, index) for name, column in self._columns}
 
     @staticmethod
     def collate(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """The batch as it is: what ``collate_fn`` of a plain torch ``DataLoader`` over a Table has to be."""
+        """Return the batch unchanged: the ``collate_fn`` for a plain torch ``DataLoader`` over a Table."""
         return batch
 
 

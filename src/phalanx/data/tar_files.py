@@ -1,4 +1,4 @@
-"""Tar archives of samples, as webdataset writes them, read at any place."""
+"""Tar archives of samples in the form of webdataset, read at any index."""
 
 from __future__ import annotations
 
@@ -86,11 +86,11 @@ class TarFiles(MapStyle):
         return len(self._index)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        """The sample ``index``, 0 is the first of the first archive.
+        """Return the sample ``index``, 0 is the first of the first archive.
 
         Raises:
             IndexError: if there is no such sample.
-            DataError: if the archive is shorter than when it was indexed, or a value is not what its extension says.
+            DataError: if the archive has become shorter, or a value does not match its extension.
         """
         number, place = self._index.locate(index, from_end=True)
         shard = self._shards[number]

@@ -1,4 +1,4 @@
-"""Where the samples of a tar archive lie: found by its headers, once in a process."""
+"""The offsets of the samples in a tar archive: found by its headers, once in a process."""
 
 from __future__ import annotations
 
@@ -35,12 +35,11 @@ class TarShard:
 
     Attributes:
         path: of the archive.
-        names: of each sample: what the names of its members share.
-        extensions: of each sample's members that are read: of each the first of several that the sample has; empty
-            where there is no sample.
+        names: of each sample: the common part of its members' names.
+        extensions: of the members read from each sample: the first of several alternatives; empty without a sample.
         offsets: bytes before each member's content, int64 of (samples, extensions).
         sizes: bytes of it, of the same shape.
-        digest: tells the archive from others: by its members' names and sizes, and by the begins of some of them.
+        digest: identifies the archive, by its members' names and sizes, and the begins of some members.
     """
 
     path: str
@@ -51,7 +50,7 @@ class TarShard:
     digest: str
 
     def read(self, place: int) -> list[bytes]:
-        """The content of each member of the sample at ``place``.
+        """Return the content of each member of the sample at ``place``.
 
         Raises:
             DataError: if the archive has become shorter.
@@ -79,9 +78,9 @@ def _whole(file: int, offset: int, size: int, path: str) -> bytes:
 
 
 def tar_shard(path: str, extensions: Extensions | None, *, exact: bool) -> TarShard:
-    """The samples of an archive, each with these ``extensions``; ``None``: with those of its first sample.
+    """Return the samples of an archive, each with these ``extensions``; ``None``: with those of its first sample.
 
-    With ``exact`` a sample that has others is refused; without, they are not read.
+    ``exact`` refuses a sample with other extensions; by default they are not read.
 
     Raises:
         SpecError: if it is compressed, broken or cut off, or holds samples that are not whole.

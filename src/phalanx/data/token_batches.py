@@ -1,9 +1,9 @@
-"""The samples of each optimizer step where a step takes as many as come to so many tokens.
+"""The samples of each optimizer step if batches are filled up to a number of tokens.
 
-An epoch is a permutation keyed by (seed, epoch), or what a sampler gives, cut where the lengths that were added up
-since the last cut reach the number of tokens. Cuts are found an epoch at a time, in about 0.2 µs a sample; the
-lengths, and the orders of two epochs, stay in memory: 24 bytes a sample. A step of a later epoch needs the number of
-steps of each epoch before it, which is counted once.
+An epoch is a permutation keyed by (seed, epoch), or a sampler's order, cut as soon as the lengths since the last cut
+reach the number of tokens. Cuts are found an epoch at a time, in about 0.2 µs a sample; the lengths, and the orders of
+two epochs, stay in memory: 24 bytes a sample. A step of a later epoch needs the number of steps of each epoch before
+it, which is counted once.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ class _Epoch(NamedTuple):
 
 @final
 class TokenBatchSampler:
-    """The sample ids of every global batch of a run whose steps take samples until they come to so many tokens.
+    """The sample ids of every global batch of a run with batches filled up to a number of tokens.
 
     Attributes:
         length: samples in an epoch.
-        tokens: that a step comes to at least.
-        batch: the most samples of a step, whatever tokens they have.
+        tokens: fewest tokens of a step.
+        batch: most samples of a step, for any number of tokens.
     """
 
     steps_per_epoch = None  # epochs may have unlike numbers of steps
 
     def __init__(self, job: Job, size: int) -> None:
-        """The steps of ``job``, which has ``batch_tokens``, over data of ``size`` samples.
+        """Plan the steps of ``job``, which has ``batch_tokens``, over data of ``size`` samples.
 
         Raises:
             SpecError: if there is not one length, a whole number of 0 or more, for each sample, or no sample.
@@ -61,31 +61,31 @@ class TokenBatchSampler:
         self._known: dict[int, _Epoch] = {}
 
     def epoch_of(self, step: int) -> int:
-        """The epoch, 0-based, that optimizer step ``step`` belongs to."""
+        """Return the epoch, 0-based, of optimizer step ``step``."""
         while self._firsts[-1] <= step:
             epoch = len(self._firsts) - 1
             self._firsts.append(self._firsts[-1] + len(self._epoch(epoch).ends))
         return int(np.searchsorted(self._firsts, step, side="right")) - 1
 
     def samples(self, step: int) -> int:
-        """Samples in the global batch of ``step``."""
+        """Return the samples in the global batch of ``step``."""
         return len(self.ids(step))
 
     def ids(self, step: int) -> np.ndarray:
-        """The sample ids, int64, of the whole global batch of optimizer step ``step`` (0-based over the run)."""
+        """Return the sample ids, int64, of the whole global batch of step ``step`` (0-based over the run)."""
         epoch = self.epoch_of(step)
         return self._epoch(epoch).step(step - self._firsts[epoch])
 
     walk = each_step
 
     def steps_of(self, epochs: int) -> int:
-        """Optimizer steps in so many passes over the data."""
+        """Return the optimizer steps in so many passes over the data."""
         while len(self._firsts) <= epochs:
             self.epoch_of(self._firsts[-1])
         return self._firsts[epochs]
 
     def remarks(self) -> list[str]:
-        """What keeps steps of the first epoch from their tokens, one sentence each."""
+        """Return a sentence for each reason why steps of the first epoch have fewer tokens."""
         ids, ends = self._epoch(0)
         each = np.diff(ends, prepend=0)
         tokens = np.add.reduceat(self._lengths[ids], ends - each)
@@ -130,7 +130,7 @@ class TokenBatchSampler:
 
 
 def lengths_of(given: TokenBatch, size: int) -> np.ndarray:
-    """The lengths of the ``size`` samples of the data, int64.
+    """Return the lengths of the ``size`` samples of the data, int64.
 
     Raises:
         SpecError: if there is not one, a whole number of 0 or more, for each; or no sample, or too many.
@@ -148,14 +148,14 @@ def lengths_of(given: TokenBatch, size: int) -> np.ndarray:
 
 
 def lengths_digest(job: Job, size: int | None) -> str:
-    """What tells the lengths of a job's samples from others; empty where it has none."""
+    """Return a text that identifies the lengths of a job's samples; empty without lengths."""
     if job.batch_tokens is None or size is None:
         return ""
     return f"lengths {zlib.crc32(lengths_of(job.batch_tokens, size).astype('<i8').tobytes()):08x}"
 
 
 def beside_token_batches(dataset: Any) -> SpecError:
-    """That ``dataset``, which changes with the step or is a stream, has no batches of so many tokens."""
+    """Return the error for ``batch_tokens`` with a stream or with data that change with the step."""
     given = f"batch_tokens with a {type(dataset).__name__}"
     allowed = "map-style data (__getitem__ and __len__), with the length of each sample known before the run"
     return SpecError.of("job.batch_tokens", given, allowed, "batch_tokens=None")

@@ -1,4 +1,4 @@
-"""Files of token ids, read in windows: what tokenised text usually lies in."""
+"""Files of token ids, read in windows: the usual form of tokenised text."""
 
 from __future__ import annotations
 
@@ -82,14 +82,14 @@ class TokenFile(MapStyle):
 
     @property
     def tokens(self) -> int:
-        """Tokens in all windows."""
+        """Return the tokens in all windows."""
         return len(self) * self.length
 
     def __len__(self) -> int:
         return len(self._index)
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        """The window ``index``, 0 is the first of the first file.
+        """Return the window ``index``, 0 is the first of the first file.
 
         Raises:
             IndexError: if there is no such window.
@@ -105,13 +105,13 @@ class TokenFile(MapStyle):
 
 
 def document_mask(document_ids: torch.Tensor) -> torch.Tensor:
-    """The mask of causal attention within documents, for ``attn_mask`` of ``scaled_dot_product_attention``.
+    """Return the mask of causal attention within documents, for ``attn_mask`` of ``scaled_dot_product_attention``.
 
     Args:
-        document_ids: (B, T), as a ``px.TokenFile`` gives them.
+        document_ids: (B, T), from a ``px.TokenFile``.
 
     Returns:
-        Bool (B, 1, T, T): whether position t attends to position s; itself and those before it, of its own document.
+        Bool (B, 1, T, T): True if position t attends to position s: itself and earlier ones in its own document.
     """
     length = document_ids.shape[-1]
     causal = torch.ones(length, length, dtype=torch.bool, device=document_ids.device).tril()

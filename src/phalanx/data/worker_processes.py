@@ -1,4 +1,4 @@
-"""Worker processes that load data ahead, and pinned memory: torch's DataLoader, told exactly what to load.
+"""Worker processes that load data ahead, and pinned memory, with torch's DataLoader.
 
 Workers die with the process that started them, however it ends.
 """
@@ -33,13 +33,13 @@ _PR_SET_PDEATHSIG = 1
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoaderWorkers:
-    """How data are loaded ahead.
+    """The settings for loading data ahead.
 
     Attributes:
         count: processes; 0 loads in this one.
         prefetch: items each process loads ahead; ``None``: 2.
-        pin_memory: whether batches are copied to pinned host memory. Without an accelerator there is none to pin for.
-        seed: of what workers draw outside samples.
+        pin_memory: whether batches are copied to pinned host memory. Ignored without an accelerator.
+        seed: of random draws outside samples.
     """
 
     count: int
@@ -59,11 +59,11 @@ class LoaderWorkers:
     def indexed(
         self, fetcher: Fetcher, requests: Iterator[tuple[int, np.ndarray]]
     ) -> AbstractContextManager[Iterator[Any]]:
-        """The batches asked for, in the order they were asked for; the processes live as long as the block."""
+        """Load the requested batches in order; the processes live as long as the block."""
         return self._loaded(_Answers(fetcher, self.count * (self.prefetch or 2)), sampler=requests)
 
     def stream(self, reader: StreamReader) -> AbstractContextManager[Iterator[StreamStep]]:
-        """The groups of the stream in order; the processes live as long as the block."""
+        """Load the groups of the stream in order; the processes live as long as the block."""
         return self._loaded(_Groups(reader))
 
     @contextmanager
