@@ -1,4 +1,4 @@
-"""The techniques that split work over devices, one file each, put together by ``assemble``."""
+"""The techniques that split work over devices, one file each, combined by ``assemble``."""
 
 from phalanx.parallel.advice import advice, batch_statistics, dropouts, notes, without_gradient
 from phalanx.parallel.assemble import assemble, assemble_phases, check, device_kind, devices_here

@@ -1,9 +1,9 @@
-"""Activation recompute: keep less of forward in memory, and compute it again in backward.
+"""Activation recompute: keep less of the forward in memory, and compute it again in backward.
 
 ``full`` keeps only each block's inputs (Chen et al. 2016) and costs one more forward. ``selective`` also keeps the
-results of matrix products, convolutions and attention, which are dear to compute, and recomputes what lies between
-(normalisation, activation functions), which is cheap to compute and large to keep (Korthikanti et al. 2022, section
-5). The values stay the same: the same operations on the same inputs, random numbers included. BatchNorm's running
+results of matrix products, convolutions and attention, which are expensive to compute, and recomputes the rest
+(normalisation, activation functions), which is cheap to compute and large to keep (Korthikanti et al. 2022, section 5).
+The values stay the same: the same operations on the same inputs, random numbers included. BatchNorm's running
 statistics count a batch once.
 """
 
@@ -29,9 +29,9 @@ def recomputes(plan: Plan) -> bool:
 
 
 def apply(module: nn.Module, plan: Plan, each: Iterable[nn.Module] | None = None) -> nn.Module:
-    """Recompute ``each`` of the parts of ``module``, in place; names stay as they are.
+    """Recompute ``each`` of the parts of ``module``, in place; names stay the same.
 
-    The cache of keys and values is left out: the second forward would append to it.
+    The cache of keys and values is switched off, because the second forward would append to it.
     """
     if not recomputes(plan):
         return module

@@ -1,4 +1,4 @@
-"""What a plan wastes or cannot keep of one device's result, said before the run."""
+"""Warnings before a run: settings that waste devices, or that give other results than one device."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ _ENOUGH = 4  # micro-batches a rank, from which on at most about a fifth of the 
 
 
 def advice(job: Job, plan: Plan, kind: str, epoch_samples: int | None = None) -> list[str]:
-    """One sentence for each setting that leaves ranks idle, or changes nothing, on devices of ``kind``.
+    """Return a sentence for each setting that leaves ranks idle, or has no effect, on devices of ``kind``.
 
-    An epoch has ``epoch_samples``; ``None``: it is not known.
+    An epoch has ``epoch_samples``; ``None``: unknown.
     """
     found = [*_bubble(job, plan), *unread(plan, job.batch, job.tensor_parallel)]
     if plan.offload != "none" and on_host(kind):
@@ -66,7 +66,7 @@ _ITSELF = "(the model itself)"
 
 
 def batch_statistics(module: nn.Module) -> list[str]:
-    """Names of modules that normalise by the statistics of the batch they happen to see."""
+    """Return names of modules that normalise by the statistics of their local batch."""
     return [
         name or _ITSELF
         for name, child in module.named_modules()
@@ -76,7 +76,7 @@ def batch_statistics(module: nn.Module) -> list[str]:
 
 
 def dropouts(module: nn.Module) -> list[str]:
-    """Names of modules that drop at random in training, by their type or by an attention's own rate."""
+    """Return names of modules with random dropout in training, by type or by an attention's own rate."""
     return [
         name or _ITSELF
         for name, child in module.named_modules()
@@ -87,12 +87,12 @@ def dropouts(module: nn.Module) -> list[str]:
 
 
 def balances(module: nn.Module) -> bool:
-    """True if the model gives a load-balancing loss of its own, as transformers' mixtures of experts do when asked."""
+    """Return True if the model has its own load-balancing loss, like transformers' mixtures of experts."""
     return any(getattr(getattr(child, "config", None), "output_router_logits", False) for child in module.modules())
 
 
 def differs(module: nn.Module, job: Job, plan: Plan) -> list[str]:
-    """What ``plan`` computes otherwise than one device in every step, one sentence each; empty where nothing is."""
+    """Return a sentence for each computation of ``plan`` that differs from one device in every step."""
     own: Any = getattr(module, "own_notes", list)  # of a model of another library, which says so itself
     found: list[str] = own()
     split = plan.replicas > 1 or (plan.micro is not None and plan.micro < job.batch)
@@ -110,7 +110,7 @@ def differs(module: nn.Module, job: Job, plan: Plan) -> list[str]:
 
 
 def notes(module: nn.Module, job: Job, plan: Plan) -> list[str]:
-    """What differs from one device under ``plan``, one sentence each; empty where nothing does."""
+    """Return a sentence for each difference from one device under ``plan``."""
     found = [*([plan.exact_note] if plan.exact_note else []), *differs(module, job, plan)]
     split = plan.replicas > 1 or (plan.micro is not None and plan.micro < job.batch)
     if (split or plan.tp * plan.cp > 1) and (names := dropouts(module)):
@@ -140,7 +140,7 @@ def _apart(job: Job, plan: Plan) -> list[str]:
 
 
 def without_gradient(names: Sequence[str], where: str) -> GradientError:
-    """The error that names the parameters without a gradient; ``where`` such as ``in the first step``."""
+    """Return the error for parameters without a gradient; ``where`` such as ``in the first step``."""
     return GradientError(
         f"parameters that got no gradient {where}: {show_names(names, 8)}.\n"
         "    The loss does not depend on them; usually a forgotten branch, or a detach().\n"

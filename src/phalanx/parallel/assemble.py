@@ -1,4 +1,4 @@
-"""Puts a plan together: the one place that knows every technique. A new one adds its lines here."""
+"""Assembly of a plan: the one place that knows every technique. A new one adds its lines here."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ from phalanx.placement.limits import returns_freed_memory
 
 
 def check(job: Job, plan: Plan, here: int | None = None) -> list[Problem]:
-    """Everything that keeps ``plan`` from serving ``job`` on this machine; no process is started, nothing is built.
+    """Return every problem of ``plan`` with ``job`` on this machine, without starting a process or building.
 
-    ``here`` is how many of the plan's devices this machine holds; all of them where it is not given.
+    ``here`` is the number of the plan's devices on this machine; by default all.
     """
     kind = device_kind(plan, here)
     found = [
@@ -64,12 +64,12 @@ def check(job: Job, plan: Plan, here: int | None = None) -> list[Problem]:
 
 
 def device_kind(plan: Plan, here: int | None = None) -> str:
-    """The kind that ``plan`` computes on: ``device=auto`` takes one of which every replica can have a device."""
+    """Return the device kind of ``plan``: ``device=auto`` takes a kind with a device for every replica."""
     return kind_for(plan.device, here or plan.devices).name
 
 
 def devices_here(plan: Plan, place: Place) -> int:
-    """How many of the plan's replicas compute on the machine of ``place``; servers need no device."""
+    """Return the number of replicas that compute on the machine of ``place``; servers need no device."""
     return min(place.workers_here, plan.world_size) * plan.threads
 
 
@@ -81,7 +81,7 @@ def assemble(
     device: torch.device,
     example: Callable[[], Example] | None = None,
 ) -> Layout:
-    """Lay ``module`` out as ``plan`` says, on this rank's device; a plan that splits the model needs an ``example``."""
+    """Lay ``module`` out for ``plan`` on this rank's device; a plan that splits the model needs an ``example``."""
     mesh = Mesh(plan, rank) if plan.world_size > 1 else None
     joined = job.batch_statistics == "global" and open_layers(module, compiles=plan.compile)
     seen = example() if example and (plan.kind == "split" or plan.zero == 3 or plan.recompute != "none") else None
@@ -116,7 +116,7 @@ def assemble_phases(
     parameters: Sequence[Mapping[str, nn.Parameter]],
     examples: Callable[[], Iterable[Example]],
 ) -> phase_layouts.AllPhases:
-    """Lay ``module`` out for the phases of ``job``, which own these ``parameters``; an example for each phase."""
+    """Lay ``module`` out for the phases of ``job``, which own these ``parameters``; each phase has an example."""
     if plan.zero == 3:
         from phalanx.parallel.unwrapped_blocks import open_unwrapped
 

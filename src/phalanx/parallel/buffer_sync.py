@@ -1,8 +1,8 @@
-"""Running statistics of normalisation layers, the same on every rank after each step.
+"""Running statistics of normalisation layers, kept equal on every rank after each step.
 
-Every rank sees other samples, so that each one's running means drift apart. Rank 0's go to all, as torch's
-DistributedDataParallel does it before a forward; here after a step's last one, so that evaluation and checkpoints see
-them too.
+Every rank sees other samples, so that running means drift apart. Rank 0's are sent to all. torch's
+DistributedDataParallel does this before a forward; here it follows a step's last forward, so that evaluation and
+checkpoints see them, too.
 """
 
 from __future__ import annotations
@@ -20,10 +20,9 @@ from phalanx.parallel.grad_reduce import spread
 
 
 def statistics_of(layer: nn.Module) -> tuple[str, ...]:
-    """Names of the buffers in which ``layer`` itself keeps running statistics; empty where it keeps none.
+    """Return names of the buffers with ``layer``'s own running statistics; empty if it has none.
 
-    A layer of another library than torch says so itself: its class has these names as ``running_statistics``; so has
-    the layer, where they are others than those of its class.
+    A layer of another library declares these names as ``running_statistics`` on its class, or on itself if they differ.
     """
     if isinstance(layer, _NormBase):
         return ("running_mean", "running_var") if layer.track_running_stats else ()
@@ -32,7 +31,7 @@ def statistics_of(layer: nn.Module) -> tuple[str, ...]:
 
 
 def running_statistics(module: nn.Module) -> dict[str, torch.Tensor]:
-    """Name → running mean or variance of each normalisation layer: what is the same on every rank after a step."""
+    """Map name to running mean or variance of each normalisation layer: values equal on every rank after a step."""
     return {
         f"{prefix}.{name}".lstrip("."): buffer
         for prefix, layer in module.named_modules()
@@ -42,9 +41,9 @@ def running_statistics(module: nn.Module) -> dict[str, torch.Tensor]:
 
 
 class BufferSync:
-    """The running means and variances in a model; where it has none, sharing them does nothing.
+    """The running means and variances in a model; without any, sharing does nothing.
 
-    ``group`` are the ranks that share them; all where it is not given. With ``alone`` nobody else has them.
+    ``group`` are the ranks that share them, by default all. ``alone``: no other rank has them.
     """
 
     def __init__(self, module: nn.Module, group: dist.ProcessGroup | None = None, *, alone: bool = False) -> None:
@@ -53,7 +52,7 @@ class BufferSync:
 
     @property
     def buffers(self) -> list[torch.Tensor]:
-        """The running means and variances."""
+        """Return the running means and variances."""
         # Looked up each time: moving a module to a device puts other tensors in place of its buffers.
         return [
             buffer
@@ -63,7 +62,7 @@ class BufferSync:
         ]
 
     def share(self) -> None:
-        """Give every rank the statistics of the first, in one broadcast. Collective."""
+        """Give every rank the statistics of the first rank, in one broadcast. Collective."""
         buffers = self.buffers
         if not buffers or self._alone or not active():
             return
@@ -74,7 +73,7 @@ class BufferSync:
 
 @contextmanager
 def statistics_kept(module: nn.Module) -> Generator[None]:
-    """Around a forward that is computed again: running statistics, and counts of batches, stay as they are."""
+    """Restore running statistics and batch counts after a forward that is computed again."""
     buffers = [buffer for layer in module.modules() if statistics_of(layer) for buffer in layer.buffers(recurse=False)]
     before = [buffer.clone() for buffer in buffers]
     try:
@@ -86,7 +85,7 @@ def statistics_kept(module: nn.Module) -> Generator[None]:
 
 @contextmanager
 def buffers_kept(module: nn.Module) -> Generator[None]:
-    """Around a forward that only looks at ``module``: what it writes into buffers is taken back."""
+    """Restore the buffers of ``module`` after a forward that is only a trial."""
     before = [
         (child, name, buffer.clone())
         for child in module.modules()

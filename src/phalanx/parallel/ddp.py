@@ -5,8 +5,7 @@ DistributedDataParallel adds them up bucket by bucket while backward is still co
 communication hides behind computation. Every rank then takes the same optimizer step, and the replicas stay equal.
 
 With accumulation only the last micro-batch communicates (``no_sync`` before it). Ranks may hold unequal shares: each
-one's gradient is a sum over its samples, not a mean, so no weights are needed, and the one division by the global count
-comes afterwards.
+gradient is a sum over samples, not a mean, so no weights are needed, and the one division by the global count follows.
 
 Use it while the model with its gradients and optimizer state fits one device; beyond that see ``shard``.
 """
@@ -38,7 +37,7 @@ _SYNC_BUFFERS = "forward_sync_buffers" if "forward_sync_buffers" in _known else 
 class DdpLayout(Layout):
     """The whole model on every rank, gradients averaged over all of them by DistributedDataParallel.
 
-    ``compress``, as in plans, says how they are sent.
+    ``compress`` is the plan's way to send them.
     """
 
     def __init__(
@@ -72,7 +71,7 @@ class DdpLayout(Layout):
 
 
 def distributed(module: nn.Module, device: torch.device, job: Job) -> DistributedDataParallel:
-    """``module`` in DistributedDataParallel over all ranks, gradients kept in its buckets (no second copy)."""
+    """Wrap ``module`` in DistributedDataParallel over all ranks, gradients kept in its buckets (no second copy)."""
     buffers: dict[str, Any] = {_SYNC_BUFFERS: False}  # BufferSync does it, after the last backward
     return DistributedDataParallel(
         module,
@@ -89,9 +88,9 @@ def accumulate(ddp: DistributedDataParallel, device: torch.device, micros: Seque
 
 
 def check_reduced(ddp: DistributedDataParallel, parameters: Mapping[str, torch.Tensor]) -> None:
-    """Raise where this rank's last backward left parameters out, for which the other ranks now wait in vain.
+    """Raise if this rank's last backward left parameters out, for which the other ranks would wait.
 
-    torch itself finds out at the next forward, and says it in words of its own.
+    torch itself would raise a less clear error at the next forward.
 
     Raises:
         GradientError: naming the parameters.

@@ -1,10 +1,9 @@
-"""Builds a model without ever holding all of it: its making is recorded, and each rank repeats what it keeps.
+"""Building a model without ever holding all of it: its making is recorded, and each rank repeats only its part.
 
-While the job's function runs, large tensors are fakes, and every operation on them goes on a tape with the state of
-the random numbers it began from (as torchdistx's deferred initialisation does). Random numbers are drawn all the same,
-into memory that is dropped at once, so that small tensors, which are real, get those of one device. A parameter's
-value is what the operations that lead to it give when repeated from those states: bit for bit that of one device, one
-parameter at a time, in any order.
+While the job's function runs, large tensors are fakes, and every operation on them goes on a tape with the random state
+before it (as torchdistx's deferred initialisation does). Random numbers are still drawn, into memory that is dropped at
+once, so that small tensors, which are real, get the values of one device. A parameter's value results from repeating
+its operations from those states: bit for bit as on one device, one parameter at a time, in any order.
 """
 # Not a run of the model: what is recorded is how its parameters are made.
 
@@ -43,30 +42,30 @@ _LOOKS, _PAUSE = 10, 0.02  # looks for what is held, and seconds between them
 
 
 class UnrecordedError(Exception):
-    """The making of this model cannot be repeated piece by piece."""
+    """A model whose making cannot be repeated piece by piece."""
 
 
 class Recipe:
-    """How a parameter comes about; kept on the parameter that stands for it, which is on the meta device."""
+    """The making of a parameter; kept on its stand-in, which is on the meta device."""
 
     def __init__(self, tape: OperationTape, place: TensorPlace) -> None:
         self.tape, self.place = tape, place
 
 
 class StoredValue:
-    """A parameter's value that a file holds; kept like a ``Recipe``. Its fingerprint, ``mark``, says which it is."""
+    """A parameter's value in a file; kept like a ``Recipe``. ``mark`` is its fingerprint."""
 
     def __init__(self, read: Callable[[], Tensor], mark: tuple[int, float, float]) -> None:
         self.read, self.mark = read, mark
 
 
 def store(tensor: Tensor, value: StoredValue) -> None:
-    """Have ``tensor``, a parameter on the meta device, get ``value`` in place of what its making would give it."""
+    """Give ``tensor``, a parameter on the meta device, ``value`` in place of its recorded making."""
     vars(tensor)[_RECIPE] = value
 
 
 def recorded(make: Callable[[], Any]) -> Any:
-    """What ``make`` gives, its large parameters on the meta device, each with a recipe; buffers have values.
+    """Return the result of ``make``, large parameters on the meta device with a recipe each; buffers have values.
 
     Raises:
         UnrecordedError: if its making cannot be recorded.
@@ -86,7 +85,7 @@ def recorded(make: Callable[[], Any]) -> Any:
 
 
 def recipes(module: nn.Module) -> dict[str, Recipe | StoredValue]:
-    """Name → recipe of each parameter that has one."""
+    """Map name to recipe for each parameter that has one."""
     return {
         name: tensor.__dict__[_RECIPE]
         for name, tensor in module.named_parameters(remove_duplicate=False)
@@ -95,7 +94,7 @@ def recipes(module: nn.Module) -> dict[str, Recipe | StoredValue]:
 
 
 def fingerprints(tensor: Tensor) -> Iterator[tuple[int, float, float]]:
-    """What two ranks' recipes for a parameter can be compared by: elements, and sums as of values."""
+    """Yield values to compare two ranks' recipes of a parameter: elements, and sums as of values."""
     recipe = vars(tensor).get(_RECIPE)
     if isinstance(recipe, StoredValue):
         return iter([recipe.mark])
@@ -103,7 +102,7 @@ def fingerprints(tensor: Tensor) -> Iterator[tuple[int, float, float]]:
 
 
 def loaded(module: nn.Module) -> int:
-    """Bytes of large values that were there when the model was made: read from a file, say, and not drawn."""
+    """Return the bytes of large values that the making read, for example from a file, instead of drawing them."""
     here = [one for one in module.parameters() if not one.is_meta and one.numel() >= LARGE]
     tapes = {id(one.tape): one.tape for one in recipes(module).values() if isinstance(one, Recipe)}
     return sum(one.nbytes for one in here) + sum(tape.given for tape in tapes.values())
@@ -117,14 +116,14 @@ def fill(
     within: nn.Module | None = None,
     device: torch.device | None = None,
 ) -> None:
-    """Give the parameters that ``module`` has left on the meta device their values, one after the other, in place.
+    """Compute the values of the parameters of ``module`` on the meta device, one after the other, in place.
 
     Args:
-        module: where they are.
+        module: holds them.
         known: the recipes of the whole model, by name.
-        slices: by name, what this rank holds of those of which it holds, and keeps, a part.
-        within: only those of this part of ``module``.
-        device: where each goes as soon as it is made; it stays on the host where not given.
+        slices: by name, this rank's part of parameters it holds in part.
+        within: fill only this part of ``module``.
+        device: each value is moved there once it is made; by default it stays on the host.
     """
     chosen = {id(tensor) for tensor in (within or module).parameters() if tensor.is_meta}
     left = [(name, tensor) for name, tensor in module.named_parameters() if id(tensor) in chosen and name in known]
@@ -156,7 +155,7 @@ def fill(
 
 
 def followed(module: nn.Module, example: Example) -> str:
-    """Why the model cannot be looked at before it has values; empty where it can."""
+    """Return the reason why the model cannot be traced before it has values, or ""."""
     try:
         if not called_as_experts(module, example):
             with dry(module, example):
@@ -167,7 +166,7 @@ def followed(module: nn.Module, example: Example) -> str:
 
 
 def in_one_line(error: Exception) -> str:
-    """An error in one line."""
+    """Return an error in one line."""
     return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
 
 

@@ -18,9 +18,9 @@ from phalanx.parallel.grad_reduce import spread
 
 
 class OuterOptimizer:
-    """The copy that replicas began from, flat on the host in fp32, and the optimizer that steps it.
+    """The replicas' common starting copy, flat on the host in fp32, and its optimizer.
 
-    The same on every replica: each steps its own, by the same gradient.
+    It is equal on every replica: each steps its own, by the same gradient.
     """
 
     def __init__(self, plan: Plan, copy: Tensor) -> None:
@@ -31,7 +31,7 @@ class OuterOptimizer:
         )
 
     def step(self, difference: Tensor) -> Tensor:
-        """Step by the mean over replicas of the copy less what each has come to; gives the new copy."""
+        """Step by the mean over replicas of (copy - replica), and return the new copy."""
         self.copy.grad = difference
         self._optimizer.step()
         self.copy.grad = None
@@ -39,30 +39,30 @@ class OuterOptimizer:
 
     @property
     def momentum(self) -> Tensor | None:
-        """What it remembers of the steps before; ``None`` before the first, and where it remembers nothing."""
+        """Return the momentum buffer; ``None`` before the first step and without momentum."""
         return self._optimizer.state[self.copy].get("momentum_buffer")
 
     def remember(self, momentum: Tensor) -> None:
-        """Go on with the ``momentum`` of another run."""
+        """Restore the ``momentum`` of another run."""
         self._optimizer.state[self.copy]["momentum_buffer"] = momentum
 
 
 class FlatParameters:
-    """What an optimizer steps on this rank: read and written as one flat fp32 tensor on the host."""
+    """The optimizer's parameters on this rank, read and written as one flat fp32 tensor on the host."""
 
     def __init__(self, parameters: Mapping[str, Tensor]) -> None:
         self._parameters = dict(parameters)
 
     def read(self) -> Tensor:
-        """The values now, in a tensor of their own."""
+        """Return the present values in a new tensor."""
         return flattened([local(tensor) for tensor in self._parameters.values()])
 
     def write(self, flat: Tensor) -> None:
-        """Put values in place of those that are there."""
+        """Replace the values."""
         spread([local(tensor) for tensor in self._parameters.values()], flat)
 
     def cut(self, flat: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """Each parameter's name with what ``flat`` holds for it, in a tensor like the parameter, fp32."""
+        """Yield each parameter's name and its part of ``flat``, in a tensor like the parameter, fp32."""
         pieces = flat.split([local(tensor).numel() for tensor in self._parameters.values()])
         for (name, tensor), piece in zip(self._parameters.items(), pieces, strict=True):
             like = torch.zeros_like(tensor, dtype=torch.float32, requires_grad=False)
@@ -70,12 +70,12 @@ class FlatParameters:
             yield name, like
 
     def flat(self, tensors: Mapping[str, Tensor]) -> Tensor:
-        """What ``cut`` took apart."""
+        """Join the result of ``cut`` again."""
         return flattened([local(tensors[name]) for name in self._parameters])
 
 
 def flattened(tensors: Sequence[Tensor]) -> Tensor:
-    """All elements as one fp32 tensor on the host, which shares no memory with ``tensors``."""
+    """Return all elements as one fp32 tensor on the host, sharing no memory with ``tensors``."""
     flat = torch.empty(sum(tensor.numel() for tensor in tensors))
     for piece, tensor in zip(flat.split([tensor.numel() for tensor in tensors]), tensors, strict=True):
         piece.copy_(tensor.detach().reshape(-1))

@@ -1,4 +1,4 @@
-"""Gradients of gradients, as of a gradient penalty: not where gathered parameters are gone before they are read."""
+"""Gradients of gradients, as for a gradient penalty: refused if gathered parameters would be freed too early."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ _ALLOWED = nullcontext()
 
 
 def no_double_backward(plan: Plan) -> AbstractContextManager[object]:
-    """Within, autograd refuses to make a graph of gradients, where ``plan`` cannot go back through it.
+    """Make autograd refuse to build a graph of gradients if ``plan`` cannot go back through it.
 
-    However it is asked for, by ``torch.autograd.grad`` under any name or by ``backward``: all go through one function.
-    In ``torch.func.grad`` it may: its gradients are operations of the forward to the graph that backward takes.
+    ``torch.autograd.grad`` and ``backward`` both go through the replaced function. ``torch.func.grad`` is allowed: its
+    gradients are forward operations to the outer graph.
 
     Raises:
-        RefusedError: there.
+        RefusedError: in the block.
     """
     if plan.zero != 3:
         return _ALLOWED
@@ -38,10 +38,10 @@ def no_double_backward(plan: Plan) -> AbstractContextManager[object]:
 
 
 def refuse_differentiated(module: nn.Module, *_: Any) -> None:
-    """Before the forward of a ``module`` that is gathered for it: refuse ``torch.func.grad`` around it.
+    """Refuse ``torch.func.grad`` around the forward of a gathered ``module``.
 
     Raises:
-        RefusedError: there.
+        RefusedError: in such a call.
     """
     if not torch.compiler.is_compiling() and _differentiates():
         raise RefusedError([_DIFFERENTIATED])

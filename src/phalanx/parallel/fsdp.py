@@ -68,7 +68,7 @@ class FsdpLayout(Layout):
         each_micro_batch(self._module, self._device, parts[0], work)
 
     def finish(self) -> None:
-        """Backward has summed all gradients but those of scalars."""
+        """Finish the scalars; backward has summed all other gradients."""
         self._scalars.finish()
 
     def stepped(self) -> None:
@@ -78,7 +78,7 @@ class FsdpLayout(Layout):
 
 
 class Scalars:
-    """Parameters of no dimension, which cannot be cut: whole on every rank, as DTensors for the optimizer."""
+    """Parameters without dimensions, which cannot be cut: whole on every rank, as DTensors for the optimizer."""
 
     def __init__(self, module: nn.Module, mesh: DeviceMesh, group: Any, plan: Plan) -> None:
         """Average their gradients over ``group``."""
@@ -90,7 +90,7 @@ class Scalars:
             self.held[name] = nn.Parameter(DTensor.from_local(at, mesh, [Replicate()] * mesh.ndim, run_check=False))
 
     def finish(self) -> None:
-        """Average gradients; where no rank has one there is none."""
+        """Average gradients over the ranks that have any."""
         there = found_anywhere([one.grad is not None for one in self._whole.values()], self._whole, self._group)
         used = [name for name, anywhere in zip(self._whole, there, strict=True) if anywhere]
         grads: dict[str, Any] = {name: self._whole[name].grad for name in used}
@@ -102,7 +102,7 @@ class Scalars:
             held.grad = DTensor.from_local(mean, held.device_mesh, held.placements, run_check=False)
 
     def stepped(self) -> None:
-        """Bring new values to where forward reads them."""
+        """Copy new values into the module's parameters."""
         for name, one in self._whole.items():
             one.detach().copy_(self.held[name].detach().to_local())
 
@@ -110,10 +110,10 @@ class Scalars:
 def apply(
     module: nn.Module, device: torch.device, plan: Plan, mesh: DeviceMesh, values: Callable[[nn.Module], None]
 ) -> nn.Module:
-    """Shard ``module`` over ``mesh`` in place: each repeated block by itself, then what is left.
+    """Shard ``module`` over ``mesh`` in place: each repeated block by itself, then the rest.
 
-    ``values(part)`` gives a part its values where it has none yet, just before it is moved to ``device`` and sharded:
-    a rank never holds more than its shards and one part.
+    ``values(part)`` fills in a part's missing values just before it is moved to ``device`` and sharded, so that a rank
+    never holds more than its shards and one part.
 
     With half precision, parameters are gathered in it and gradients are reduced in fp32.
     """

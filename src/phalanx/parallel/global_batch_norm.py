@@ -1,13 +1,12 @@
-"""BatchNorm over the global batch: mean and variance of all samples of an optimizer step, wherever they are computed.
+"""BatchNorm over the global batch: mean and variance of all samples of an optimizer step, on any ranks.
 
-Each replica takes the mean and variance of its own samples; these are gathered and joined by the numbers of elements
-that they are of (Chan et al. 1979), so that uneven shares weigh as they should. In backward two sums a channel, of the
-gradient and of the gradient times the normalised input, are added up over replicas: that is the derivative through the
-statistics, as torch's SyncBatchNorm has it, here on any device. A replica that has no samples of a short last batch
-takes part, and weighs nothing.
+Each replica takes the mean and variance of its own samples; these are gathered and joined by their element counts (Chan
+et al. 1979), so that uneven shares have the right weight. In backward two sums a channel, of the gradient and of the
+gradient times the normalised input, are added up over replicas: the derivative through the statistics, like torch's
+SyncBatchNorm, here on any device. A replica without samples of a short last batch takes part with weight 0.
 
-A layer stays the module that the user made, with its own forward: what that asks of ``torch.nn.functional.batch_norm``
-is answered otherwise while replicas are joined.
+A layer stays the user's module with its own forward: its call of ``torch.nn.functional.batch_norm`` is replaced while
+replicas are joined.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ _OWN = 'px.Job(..., batch_statistics="micro")'
 
 
 def batch_norms(module: nn.Module) -> dict[str, Any]:
-    """Name → layer that normalises by statistics of the batch, of torch or of another library."""
+    """Map name to layer for layers that normalise by batch statistics, of torch or of another library."""
     return {
         name: layer
         for name, layer in module.named_modules()
@@ -57,7 +56,7 @@ def batch_norms(module: nn.Module) -> dict[str, Any]:
 
 
 def problems(job: Job, plan: Plan, module: nn.Module) -> list[Problem]:
-    """What keeps the layers of ``module``, which needs no values, from the statistics of the global batch."""
+    """Return the problems of the layers of ``module``, which needs no values, with global statistics."""
     layers = batch_norms(module) if job.batch_statistics == "global" else {}
     if not layers:
         return []
@@ -94,7 +93,7 @@ def problems(job: Job, plan: Plan, module: nn.Module) -> list[Problem]:
 
 
 def sync_problems(job: Job, plan: Plan, module: nn.Module, kind: str) -> list[Problem]:
-    """Layers of SyncBatchNorm that compute by themselves where they cannot: in processes on cores, by ``kind``."""
+    """Return a problem for layers of SyncBatchNorm in processes on cores, which cannot run them."""
     if job.batch_statistics == "global" or not kind_named(kind).on_host or plan.processes == 1:
         return []
     names = [name for name, layer in module.named_modules() if type(layer) is SyncBatchNorm]
@@ -116,11 +115,11 @@ class _Joining(ABC):
 
     @abstractmethod
     def rows(self, row: Tensor) -> Tensor:
-        """Every replica's ``row``, in order: (replicas, length)."""
+        """Return every replica's ``row``, in order: (replicas, length)."""
 
     @abstractmethod
     def total(self, row: Tensor) -> Tensor:
-        """The sum of every replica's ``row``; may be the same tensor."""
+        """Return the sum of every replica's ``row``; may be the same tensor."""
 
 
 @final
@@ -174,7 +173,7 @@ class BatchStatistics:
 
     @classmethod
     def over_threads(cls, replicas: Sequence[nn.Module]) -> BatchStatistics:
-        """Join the layers of ``replicas``, which a thread each runs."""
+        """Join the layers of ``replicas``, each run by a thread."""
         barrier = threading.Barrier(len(replicas), timeout=_PATIENCE)
         slots: list[Tensor | None] = [None] * len(replicas)
         exchanges = [_OverThreads(at, slots, barrier) for at in range(len(replicas))]
@@ -183,12 +182,12 @@ class BatchStatistics:
         return cls(exchanges, barrier)
 
     def begins(self, part: int, samples: int) -> None:
-        """A micro-batch of ``samples`` begins on this part; of 0, which is a filler."""
+        """Begin a micro-batch of ``samples`` on this part; 0 for a filler."""
         self._exchanges[part].counts = samples > 0
 
     @contextmanager
     def together(self) -> Generator[None]:
-        """Around what one thread computes: where it fails, the others do not wait for it."""
+        """Keep other threads from waiting for one that fails in the block."""
         try:
             yield
         except BaseException:
@@ -198,9 +197,9 @@ class BatchStatistics:
 
 
 def open_layers(module: nn.Module, *, compiles: bool = False) -> bool:
-    """Have the layers of ``module`` ask for joined statistics, once there are some; whether it has any layers.
+    """Make the layers of ``module`` ask for joined statistics later; return True if it has such layers.
 
-    To be called before anything else takes their ``forward``. ``compiles``: leave them out of ``torch.compile``.
+    Call it before anything else takes their ``forward``. ``compiles``: leave them out of ``torch.compile``.
     """
     layers = batch_norms(module)
     for layer in layers.values():
@@ -221,9 +220,9 @@ class _AnyBatchNorm(_BatchNorm):
 
 
 def join(replicas: Sequence[nn.Module], plan: Plan, mesh: Mesh | None) -> BatchStatistics | None:
-    """Join the layers of this process's ``replicas`` with all others of ``plan``; ``None`` where there is one replica.
+    """Join the layers of this process's ``replicas`` with all others of ``plan``; ``None`` for a single replica.
 
-    Collective: every rank of the run calls it, whatever layers it holds.
+    Collective: every rank of the run calls it, for any layers.
     """
     if plan.threads > 1:
         return BatchStatistics.over_threads(replicas)
@@ -233,9 +232,9 @@ def join(replicas: Sequence[nn.Module], plan: Plan, mesh: Mesh | None) -> BatchS
 
 
 def joined_moments(layer: nn.Module, input: Tensor, axis: int) -> tuple[Tensor, Tensor] | None:
-    """Mean and biased variance (C,) of the global batch, for a layer that normalises ``input`` by itself.
+    """Return mean and biased variance (C,) of the global batch, for a layer that normalises by itself.
 
-    ``None`` where its replicas are not joined: the layer's own are right then. Channels are along ``axis``.
+    ``None`` if its replicas are not joined: then the layer's own are right. Channels of ``input`` are along ``axis``.
     """
     exchange = _EXCHANGES.get(layer)
     if exchange is None or isinstance(input, FakeTensor) or input.is_meta:

@@ -1,8 +1,7 @@
-"""Gradients added over ranks, many in one message, sparse ones by their rows; when replicas are kept together.
+"""Gradients added over ranks, many in one message, sparse ones by their rows; and the synchronisation of replicas.
 
-Sparse gradients, as an embedding with ``sparse=True`` gives them: rows that a batch has used, and none of the rest.
-They are added up over replicas and stages as they are. Nothing cuts them into rows over ranks, or sends them to
-servers.
+Sparse gradients, as from an embedding with ``sparse=True``, have the used rows only. They are added up over replicas
+and stages. They cannot be cut into rows over ranks, or sent to servers.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ def add_up(gradients: Iterable[torch.Tensor | None], group: dist.ProcessGroup) -
 
 
 def buckets(items: Iterable[_Item], tensor_of: Callable[[_Item], torch.Tensor]) -> list[list[_Item]]:
-    """``items`` in runs whose tensors are of one type and about ``BUCKET_BYTES`` together; a larger one is alone."""
+    """Return ``items`` in runs with tensors of one type and about ``BUCKET_BYTES``; a larger one is alone."""
     runs: list[list[_Item]] = []
     size = 0
     for item in items:
@@ -56,7 +55,7 @@ def buckets(items: Iterable[_Item], tensor_of: Callable[[_Item], torch.Tensor]) 
 
 
 def spread(tensors: Sequence[torch.Tensor], flat: torch.Tensor) -> None:
-    """Put the elements of ``flat`` into ``tensors``, one after the other."""
+    """Copy the elements of ``flat`` into ``tensors``, one after the other."""
     for tensor, piece in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
         tensor.copy_(piece.view(tensor.shape))
 
@@ -64,7 +63,7 @@ def spread(tensors: Sequence[torch.Tensor], flat: torch.Tensor) -> None:
 def found_anywhere(
     here: Sequence[bool], parameters: Mapping[str, torch.Tensor], group: dist.ProcessGroup | None
 ) -> list[bool]:
-    """For each of ``parameters`` whether something is ``here``, or on another rank of ``group``. Collective."""
+    """Return for each of ``parameters`` True if ``here`` is true on any rank of ``group``. Collective."""
     if not parameters:
         return []
     ranks = torch.tensor(here, dtype=torch.float32, device=next(iter(parameters.values())).device)
@@ -73,12 +72,12 @@ def found_anywhere(
 
 
 def sparse(module: nn.Module) -> list[str]:
-    """Names of modules whose gradients are sparse."""
+    """Return names of modules whose gradients are sparse."""
     return [name or "(the model itself)" for name, one in module.named_modules() if getattr(one, "sparse", False)]
 
 
 def made_dense(module: nn.Module) -> list[str]:
-    """Have ``module`` give dense gradients in place of sparse ones, in place. Returns ``sparse`` as it was."""
+    """Make the gradients of ``module`` dense, in place. Returns the former result of ``sparse``."""
     names = sparse(module)
     for one in module.modules():
         if getattr(one, "sparse", False):
@@ -87,7 +86,7 @@ def made_dense(module: nn.Module) -> list[str]:
 
 
 def sparse_problems(module: nn.Module, plan: Plan) -> list[Problem]:
-    """What keeps ``plan`` from the sparse gradients of ``module``; empty where nothing does."""
+    """Return the problems of ``plan`` with the sparse gradients of ``module``."""
     names = sparse(module) if plan.fsdp > 1 or plan.server else []
     if not names:
         return []
@@ -106,7 +105,7 @@ def sparse_problems(module: nn.Module, plan: Plan) -> list[Problem]:
 
 
 def cut_problems(module: nn.Module, plan: Plan) -> list[Problem]:
-    """Return what of the parameters of ``module`` is lost where ``plan`` cuts them."""
+    """Return problems with parameters of ``module`` that ``plan`` cuts."""
     named = dict(module.named_parameters())
     hooked = [name for name, one in named.items() if one._backward_hooks or one._post_accumulate_grad_hooks]
     # A vector of complex numbers as pairs is gathered by DTensors where rows are not as many on each rank.
@@ -134,7 +133,7 @@ def cut_problems(module: nn.Module, plan: Plan) -> list[Problem]:
 
 
 class Sync(ABC):
-    """Called by every step when gradients are ready, and when parameters have been stepped.
+    """The synchronisation of replicas: called in every step when gradients are ready, and after the optimizer step.
 
     Totals are the sum and the count of a loss: two numbers, or a tensor of both on CUDA.
     """
@@ -143,23 +142,23 @@ class Sync(ABC):
 
     @abstractmethod
     def gradients_ready(self, step: int, totals: Any) -> Any:
-        """Gradients are sums over the samples of the step's group. Returns what they are to be divided for: totals."""
+        """Take gradients that are sums over the group's samples, and return the totals to divide by."""
 
     def named_ready(self, step: int, named: Any) -> Any:
-        """What losses by name came to, as ``gradients_ready`` gives totals back."""
+        """Return the totals of losses by name, like ``gradients_ready``."""
         return named
 
     @abstractmethod
     def parameters_stepped(self, steps: int, totals: Any) -> None:
-        """The optimizer has stepped, ``steps`` times so far; forward does not see the new values yet."""
+        """Handle the optimizer's step, the ``steps``-th; forward does not see the new values yet."""
 
     @abstractmethod
     def together(self) -> None:
-        """Bring replicas wholly together now, as at the end: what is read is then the same on all. Collective."""
+        """Make replicas equal now, as at the end, so that all read the same values. Collective."""
 
 
 class EveryStep(Sync):
-    """Gradients are summed over all replicas in every step, which layouts do on the way."""
+    """Gradients summed over all replicas in every step, by the layouts."""
 
     def gradients_ready(self, step: int, totals: Any) -> Any:
         return totals

@@ -1,7 +1,7 @@
-"""What every technique gives the training step: a model laid over this process's devices.
+"""The common interface of all techniques for the training step: a model laid over this process's devices.
 
-One device is what every other layout is measured against: each micro-batch runs forward and backward there, gradients
-add up in ``.grad``, and the optimizer steps. Use it while the model fits one device and is fast enough there.
+One device is the reference for every other layout: each micro-batch runs forward and backward there, gradients add up
+in ``.grad``, and the optimizer steps. Use it while the model fits one device and is fast enough there.
 """
 
 from __future__ import annotations
@@ -24,27 +24,27 @@ if TYPE_CHECKING:
 
 
 class MicroBatchWork(ABC):
-    """What a step does with each micro-batch, in the parts that a pipeline does at different times and places."""
+    """A step's work on each micro-batch, in parts that a pipeline runs at different times and places."""
 
     @abstractmethod
     def forward(self, module: nn.Module, device: torch.device, micro: Any) -> Any:
-        """The output of ``module`` on a micro-batch, with the random stream that belongs to it."""
+        """Return the output of ``module`` on a micro-batch, with its own random stream."""
 
     @abstractmethod
     def loss(self, output: Any, device: torch.device, micro: Any, last: bool) -> torch.Tensor:
-        """What backward is to run on; ``last``: no more losses of this step come on this part."""
+        """Return the loss for backward; ``last``: no more losses of this step come on this part."""
 
     def run(self, module: nn.Module, device: torch.device, micro: Any, last: bool) -> None:
-        """Forward and backward of one micro-batch."""
+        """Run forward and backward of one micro-batch."""
         self.loss(self.forward(module, device, micro), device, micro, last).backward()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TensorShard:
-    """Which part of a whole tensor a rank holds.
+    """A rank's part of a whole tensor.
 
-    Where ranks that are not data parallel hold the same elements (a tensor tied across pipeline stages), the copy of
-    one ``counts``: in norms, and as what is saved.
+    If ranks that are not data parallel hold the same elements (a tensor tied across pipeline stages), one copy
+    ``counts``: in norms, and in checkpoints.
     """
 
     shape: torch.Size  # of the whole
@@ -54,21 +54,21 @@ class TensorShard:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankHoldings:
-    """What one rank holds of a model.
+    """One rank's part of a model.
 
     Attributes:
-        module: the model as the user wrote it, whose names checkpoints use; on this rank perhaps holding slices. To be
-            called for a forward without gradients, on every rank the same number of times.
+        module: the user's model, whose names checkpoints use; on this rank perhaps with slices. Its forward without
+            gradients must run on every rank equally often.
         parameters: name → the tensor the optimizer steps: a parameter, or this rank's shard of one as a DTensor.
-        divisor: what gradients have been divided by once they are complete: the ranks that were averaged over.
-        counts: whether this rank's losses count; on ranks that compute the same ones only the first's do.
-        slices: of tensors that are split over ranks by name (tensor, expert and pipeline parallelism) this rank's
-            part; the others are whole, or DTensors.
+        divisor: by which complete gradients have been divided: the ranks that were averaged over.
+        counts: whether this rank's losses count; among ranks with equal losses only the first's do.
+        slices: this rank's part of tensors split by name (tensor, expert and pipeline parallelism); the others are
+            whole, or DTensors.
         whole: True if every rank holds all of each parameter and its gradient, as plain tensors.
         stages: the ranks of a pipeline, which hold parameters of other names.
-        runner: of this rank's stages of it.
-        remarks: what could not be split and is on every rank, in words.
-        sender: of this rank's gradients, where they are made smaller.
+        runner: of this rank's pipeline stages.
+        remarks: sentences on parts that could not be split and are on every rank.
+        sender: of this rank's gradients, if they are compressed.
     """
 
     module: nn.Module
@@ -91,20 +91,20 @@ class Layout(ABC):
     _with_gradients: tuple[torch.Tensor, ...] = ()  # parameters of the module and of the optimizer, listed once
 
     def begin(self) -> None:
-        """A step begins: drop gradients that others left, such as a second loss that reads this model's output."""
+        """Begin a step: drop gradients left by other code, such as a second loss on this model's output."""
         if not self._with_gradients:
             held = self.holdings
             self._with_gradients = (*{*held.module.parameters(), *held.parameters.values()},)
         drop_gradients(self._with_gradients)
 
     def computes(self, part: int, samples: int) -> None:
-        """A micro-batch of so many samples is about to be computed on this part; 0: a filler, which weighs nothing."""
+        """Announce a micro-batch with so many samples on this part; 0: a filler of weight 0."""
         if self.statistics is not None:
             self.statistics.begins(part, samples)
 
     @abstractmethod
     def accumulate(self, parts: Sequence[Sequence[Any]], work: MicroBatchWork) -> None:
-        """Run ``work`` on every micro-batch of every part this process holds, reducing gradients on the way."""
+        """Run ``work`` on every micro-batch of every part in this process, reducing gradients meanwhile."""
 
     @abstractmethod
     def finish(self) -> None:
@@ -112,10 +112,10 @@ class Layout(ABC):
 
     @abstractmethod
     def stepped(self) -> None:
-        """The optimizer has stepped: bring the new values to wherever forward reads them, and drop the gradients."""
+        """Copy the values stepped by the optimizer to the forward's parameters, and drop the gradients."""
 
     def forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """The model's output without gradients; ``None`` on a rank of a pipeline that does not have it. Collective."""
+        """Return the model's output without gradients; ``None`` on pipeline ranks without it. Collective."""
         return self.holdings.module(*args, **kwargs)
 
     @property
@@ -124,7 +124,7 @@ class Layout(ABC):
 
     @property
     def modules(self) -> list[nn.Module]:
-        """Every copy of the model in this process; the first is ``module``."""
+        """Return every copy of the model in this process; the first is ``module``."""
         return [self.holdings.module]
 
     @property
@@ -137,7 +137,7 @@ class Layout(ABC):
 
 
 class SingleLayout(Layout):
-    """The whole model on one device; nothing is communicated."""
+    """The whole model on one device, without communication."""
 
     def __init__(self, module: nn.Module, device: torch.device) -> None:
         self._device = device
@@ -147,7 +147,7 @@ class SingleLayout(Layout):
         each_micro_batch(self.holdings.module, self._device, parts[0], work)
 
     def finish(self) -> None:
-        """Gradients are complete."""
+        """Do nothing: gradients are complete."""
 
     def stepped(self) -> None:
         drop_gradients(self.parameters.values())
@@ -172,12 +172,12 @@ def each_micro_batch(
 
 
 def drop_gradients(parameters: Iterable[torch.Tensor]) -> None:
-    """Leave none of these with a gradient."""
+    """Remove the gradients of these parameters."""
     for tensor in parameters:
         if tensor.grad is not None:
             tensor.grad = None
 
 
 def trainable(module: nn.Module) -> dict[str, torch.Tensor]:
-    """Name → parameter that requires a gradient, each once, in module order."""
+    """Map name to parameter for each one that requires a gradient, once, in module order."""
     return {name: tensor for name, tensor in module.named_parameters() if tensor.requires_grad}

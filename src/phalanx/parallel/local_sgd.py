@@ -1,8 +1,8 @@
-"""Replicas that step by themselves and come together now and then: local SGD, post-local SGD, DiLoCo.
+"""Replicas that step independently and are averaged now and then: local SGD, post-local SGD, DiLoCo.
 
-Every ``every`` steps the difference between the copy that replicas began from and what each has come to is averaged
-over them, weighted by what their losses counted, and the outer step (``outer``) moves the copy by it; replicas go on
-from there. The copy lives in host memory, in fp32, on every rank for what it holds.
+Every ``every`` steps the difference between the common starting copy and each replica is averaged, weighted by loss
+counts, and the outer step (``outer``) moves the copy by it; replicas continue from the new copy. The copy lives in host
+memory, in fp32, on every rank for its own part.
 
 - ``after=N``: in the first N steps gradients are summed over the replicas as well, and divided by the count of the
   whole global batch: these are steps of one device (post-local SGD; Lin et al., "Don't use large mini-batches, use
@@ -44,14 +44,14 @@ class Averaged:
 
 
 class LocalSgd(Sync):
-    """One replica of several, as far as this rank holds it; ``across`` are its counterparts in the others."""
+    """This rank's part of one replica; ``across`` are its counterparts in the others."""
 
     per_replica = True
 
     def __init__(
         self, plan: Plan, layout: Layout, across: Counterparts, first_step: int, last_step: int | None
     ) -> None:
-        """``last_step``: steps taken at the end, when replicas are brought together; ``None`` where nobody knows."""
+        """Take the run's parts; after ``last_step`` steps replicas are made equal, ``None`` if that is unknown."""
         held = layout.holdings
         self.across = across
         self._news: deque[Averaged] = deque(maxlen=1000)
@@ -104,13 +104,13 @@ class LocalSgd(Sync):
 
     @torch.no_grad()
     def together(self) -> None:
-        """As when their time has come; nothing where they are together."""
+        """Average now; does nothing if the replicas are equal."""
         self._come_together()
         self._layout.stepped()
 
     @torch.no_grad()
     def restored(self, steps: int, momentum: Mapping[str, Tensor]) -> None:
-        """Go on from ``steps`` steps, from the values that are there now, with what ``momentum`` gave then."""
+        """Continue after ``steps`` steps from the present values, with the saved ``momentum``."""
         self._steps = steps
         self._begin()
         if momentum and self._plan.outer_momentum:
@@ -118,31 +118,31 @@ class LocalSgd(Sync):
 
     @torch.no_grad()
     def momentum(self) -> dict[str, Tensor]:
-        """What the outer optimizer remembers of each parameter, in a tensor like it, fp32; empty before it stepped."""
+        """Return the outer momentum of each parameter in a tensor like it, fp32; empty before the first step."""
         remembered = self._outer.momentum
         return {} if remembered is None else dict(self._flat.cut(remembered))
 
     @torch.no_grad()
     def room_for_momentum(self) -> dict[str, Tensor]:
-        """Zeros in the place of what ``momentum`` gives."""
+        """Return zeros in the form of ``momentum``."""
         return dict(self._flat.cut(torch.zeros_like(self._flat.read())))
 
     def news(self) -> Iterator[Averaged]:
-        """The averagings that nobody has been told of yet."""
+        """Yield averagings that were not reported yet."""
         while self._news:
             yield self._news.popleft()
 
     def from_every_rank(self, value: Any) -> list[Any]:
-        """One small JSON-like value from each rank of the run, in rank order. Collective."""
+        """Return a small JSON-like value from each rank of the run, in rank order. Collective."""
         return self.across.from_every_rank(value)
 
     def mean(self, values: Tensor, weight: float = 1.0) -> Tensor:
-        """The mean over the replicas of ``values``, flat on the host, which is used up. Collective."""
+        """Return the mean of ``values``, flat on the host, over the replicas. Overwrites ``values``. Collective."""
         return self._averaging.plain(values, weight)
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
-        """Within, forward reads the mean of the replicas' parameters as they are; afterwards all is as it was.
+        """Put the mean of the replicas' parameters in place for the block, and restore them afterwards.
 
         Collective.
         """
@@ -184,7 +184,7 @@ class LocalSgd(Sync):
 
 @dataclass(kw_only=True, slots=True)
 class AveragingWeights:
-    """What goes with an averaging, by replica; afterwards over all of them."""
+    """The counts that go with an averaging: one replica's before it, all replicas' after it."""
 
     weight: float  # what losses counted, samples or tokens, since the last averaging
     loss: float  # sum of the losses since then
@@ -195,7 +195,7 @@ class AveragingWeights:
 
 
 class Averaging:
-    """Over the counterparts of this rank; what a codec leaves out comes with the next averaging."""
+    """Averages over this rank's counterparts; a codec's losses are added to the next averaging."""
 
     def __init__(self, across: Counterparts, compress: str) -> None:
         self._across = across
@@ -204,12 +204,12 @@ class Averaging:
         self._feedback: Feedback | None = None
 
     def mean(self, values: Tensor, beside: Tensor, tally: AveragingWeights, *, whole: bool = False) -> Tensor:
-        """The weighted mean of ``values`` through the codec, or ``whole``, followed by that of ``beside``. Collective.
+        """Return the weighted mean of ``values``, compressed unless ``whole``, then that of ``beside``. Collective.
 
-        Both are used up. ``tally`` becomes that of all replicas. What is sent ``whole`` has with it what was left out.
+        Overwrites both. ``tally`` becomes that of all replicas. ``whole`` includes the losses kept so far.
 
         Raises:
-            LossError: if no replica counted anything.
+            LossError: if all replicas counted 0.
             DataError: if replicas have not taken equally many steps.
         """
         weight = self._weigh(tally)
@@ -237,9 +237,9 @@ class Averaging:
         return torch.cat((values, beside.div_(across.size)))
 
     def plain(self, values: Tensor, weight: float) -> Tensor:
-        """The mean of ``values`` by these weights, as they are; ``values`` is used up. Collective.
+        """Return the mean of ``values`` with this weight, uncompressed. Overwrites ``values``. Collective.
 
-        Where all weights are 0, all are the same.
+        If all weights are 0, all replicas count equally.
         """
         if not values.numel():
             return values

@@ -3,7 +3,7 @@
 After backward each gradient moves to the host, the optimizer steps on the CPU, and the new values move back to the
 device. The device then holds 8 bytes a parameter (value and gradient) in place of AdamW's 16, at the price of two
 copies over the bus a step (Ren et al. 2021, ZeRO-Offload). Works on whole parameters and on shards alike. On a CPU,
-whose memory is the host's, nothing is gained.
+whose memory is the host's, it saves no memory.
 
 ``offload=parameters`` goes further and is part of ``fully_shard`` itself (``fsdp.py``).
 """
@@ -23,7 +23,7 @@ from phalanx.parallel.layout import Layout, MicroBatchWork
 
 
 class OptimizerOnHost(Layout):
-    """Any layout, with the tensors the optimizer steps held on the host."""
+    """Any layout, with the optimizer's tensors held on the host."""
 
     def __init__(self, inner: Layout) -> None:
         self._inner = inner

@@ -1,4 +1,4 @@
-"""Operations on tensors that are not there, noted down, and done for real for those of the tensors that are wanted."""
+"""Operations on fake tensors, recorded, and executed later for the wanted tensors."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 @dataclass(frozen=True, slots=True)
 class TensorPlace:
-    """Where a tensor lies: in which memory, of how many bytes, and how."""
+    """The place of a tensor: its memory, the memory's bytes, and its layout in it."""
 
     memory: int
     size: int
@@ -45,7 +45,7 @@ class TapedOperation:
 
     @property
     def reads(self) -> set[int]:
-        """Memory whose values it needs."""
+        """Return the memories whose values it needs."""
         if self.blind:
             return set()
         leaves = tree_leaves((self.args[1:] if self.overwrites else self.args, self.kwargs))
@@ -53,7 +53,7 @@ class TapedOperation:
 
 
 class OperationTape:
-    """Steps in order. Memory is numbered; that of each step before it is written into again is the step's."""
+    """Operations in order. Memory is numbered; a later write into it belongs to that operation."""
 
     def __init__(self) -> None:
         self._steps: list[TapedOperation] = []
@@ -62,7 +62,7 @@ class OperationTape:
         self._memory: list[Any] = []  # kept, so that no two have one address
 
     def place(self, tensor: Tensor) -> TensorPlace:
-        """Where a fake lies."""
+        """Return the place of a fake."""
         memory = tensor.untyped_storage()
         number = self._numbers.setdefault(memory._cdata, len(self._memory))
         if number == len(self._memory):
@@ -71,7 +71,7 @@ class OperationTape:
         return TensorPlace(number, memory.nbytes(), tensor.dtype, shape, stride, int(tensor.storage_offset()))
 
     def knows(self, tensor: Tensor) -> bool:
-        """Return True if a fake lies in memory that a step has made."""
+        """Return True if a fake lies in memory made by a recorded operation."""
         number = self._numbers.get(tensor.untyped_storage()._cdata)
         return number in self._writers
 
@@ -81,23 +81,23 @@ class OperationTape:
         self._steps.append(step)
 
     def alive(self) -> list[int]:
-        """Bytes of each piece of memory that some fake still stands for."""
+        """Return the bytes of each memory still used by a fake."""
         return [one.nbytes() for one in self._memory if torch._C._storage_Use_Count(one._cdata) > 1]
 
     @property
     def given(self) -> int:
-        """Bytes of the tensors with values among the steps."""
+        """Return the bytes of tensors with values among the operations."""
         leaves = (leaf for step in self._steps for leaf in tree_leaves((step.args, step.kwargs)))
         return sum(leaf.nbytes for leaf in leaves if isinstance(leaf, Tensor))
 
     def close(self) -> None:
-        """No more steps will come."""
+        """Release the memory table; no operations may follow."""
         self._numbers, self._memory = {}, []
 
     def replay(self, wanted: Sequence[TensorPlace], take: Callable[[int, Tensor], None]) -> None:
-        """Do what leads to the tensors at these places, and no more; ``take(index, tensor)`` each once it is made.
+        """Execute the operations needed for these places; call ``take(index, tensor)`` once each is made.
 
-        Tensors that have no step in common are made one after the other; nothing is kept longer than it is needed.
+        Tensors without common operations are made one after the other; values are freed as soon as possible.
         """
         parts = [self._leading_to(place) for place in wanted]
         with torch.random.fork_rng(devices=[]), torch.no_grad():
@@ -110,9 +110,9 @@ class OperationTape:
         return found[0]
 
     def fingerprints(self, place: TensorPlace) -> Iterator[tuple[int, float, float]]:
-        """What the recipes of one tensor on two ranks can be compared by, as (elements, sum, norm).
+        """Yield values to compare two ranks' recipes of a tensor, as (elements, sum, norm).
 
-        First of all its steps and states of random numbers, then of each number and each given tensor among them.
+        The first covers the operations and random states, the others each number and each given tensor among them.
         """
         digest = hashlib.sha256()
         given: list[tuple[int, float, float]] = []

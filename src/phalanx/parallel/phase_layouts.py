@@ -1,11 +1,11 @@
-"""Several updates in a step: one model laid out for each phase, of which only its own parameters have gradients.
+"""Several updates in a step: one model laid out for each phase, with gradients of that phase's parameters only.
 
-What waits for gradients, torch's reducer under ``dp`` and the buckets of ``zero=1`` and ``zero=2``, is made for each
-phase over its own parameters: phases own none together, so that none waits for another's. ``fully_shard`` (``zero=3``)
-reduces whatever gradients there are, and one device waits for nothing: these are laid out once.
+torch's reducer under ``dp`` and the buckets of ``zero=1`` and ``zero=2`` wait for gradients, so they are made for each
+phase over its own parameters; phases share none, so that none waits for another's. ``fully_shard`` (``zero=3``) reduces
+whatever gradients exist, and one device does not wait: these are laid out once.
 
-What is found by a look at one forward of the model, such as where a pipeline or tensor parallelism cuts it and what is
-recomputed, is not found for a model whose forward is another one in each phase; such plans are refused.
+Plans that trace one forward of the model, such as for pipeline stages, tensor parallelism or recompute, are refused:
+each phase has another forward.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _EACH = "phases, whose forward is another one in each: where {} is found by a lo
 
 
 def check(job: Job, plan: Plan) -> list[Problem]:
-    """Plans that do not take the steps of a job with phases."""
+    """Return the problems of a plan with a job's phases."""
     if not job.phases:
         return []
     found: list[Problem] = []
@@ -70,7 +70,7 @@ def check(job: Job, plan: Plan) -> list[Problem]:
 def lay_out_phases(
     module: nn.Module, plan: Plan, phases: Sequence[Mapping[str, nn.Parameter]], lay_out: Callable[[], Layout]
 ) -> list[PhaseLayout]:
-    """The layout of each phase, which has gradients of these parameters of ``module``; ``lay_out`` makes one."""
+    """Return the layout of each phase, with gradients of these parameters; ``lay_out`` makes one."""
     separate = plan.kind == "replicate" or (plan.kind == "shard" and plan.zero < 3)
     shared = None if separate else lay_out()
     made: list[PhaseLayout] = []
@@ -87,7 +87,7 @@ def lay_out_phases(
 
 
 class PhaseLayout(Layout):
-    """A layout in which ``begin`` switches the gradients of all parameters off but one phase's, until ``stepped``."""
+    """A layout in which ``begin`` disables the gradients of other phases' parameters, until ``stepped``."""
 
     def __init__(self, inner: Layout, names: frozenset[str]) -> None:
         self._inner, self._names = inner, names
@@ -144,7 +144,7 @@ class AllPhases(Layout):
         raise NotImplementedError("each phase computes in its own layout")
 
     def finish(self) -> None:
-        """Each phase has waited for its gradients."""
+        """Do nothing: each phase has waited for its gradients."""
 
     def stepped(self) -> None:
         for one in self.phases:
@@ -152,7 +152,7 @@ class AllPhases(Layout):
 
 
 def train_only(module: nn.Module, names: Collection[str]) -> None:
-    """Let exactly the parameters of ``module`` that are called so have gradients."""
+    """Enable gradients for exactly the parameters of ``module`` with these names."""
     for name, one in module.named_parameters():
         if one.requires_grad != (name in names):
             one.requires_grad_(name in names)

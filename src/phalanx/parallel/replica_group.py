@@ -1,4 +1,4 @@
-"""Keeps the replicas of one slice of a split model equal: whole, or sharded over ``fsdp`` at a ZeRO stage."""
+"""Equal replicas of one slice of a split model: whole, or sharded over ``fsdp`` at a ZeRO stage."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from phalanx.placement.collective_bytes import COPIES, EXPERT_COPIES
 
 
 class Replicas(ABC):
-    """How one slice's copies are kept equal: gradients added up, then stepped, then new values where they are read."""
+    """The synchronisation of one slice's copies: gradients added up, then stepped, then new values distributed."""
 
     parameters: Mapping[str, torch.Tensor]  # by name, what the optimizer steps
     averaged = 1  # what gradients have been divided by after ``finish``
 
     def begin(self) -> None:
-        """A step begins; gradients that others left are gone."""
+        """Begin a step; gradients of other code are dropped."""
         return
 
     def around(self, last: bool) -> AbstractContextManager[object]:
-        """Around the backward of each micro-batch, outside of pipelines."""
+        """Return a context for the backward of each micro-batch, outside of pipelines."""
         return nullcontext()
 
     @abstractmethod
@@ -40,11 +40,11 @@ class Replicas(ABC):
 
     @abstractmethod
     def stepped(self) -> None:
-        """The optimizer has stepped."""
+        """Distribute the values stepped by the optimizer."""
 
 
 class Whole(Replicas):
-    """Every rank holds its slice whole and steps all of it."""
+    """Every rank's whole slice, stepped whole."""
 
     def __init__(self, module: nn.Module, job: Job, mesh: Mesh, dealt: DispatchedExperts) -> None:
         self.parameters = trainable(module)
@@ -75,7 +75,7 @@ class Whole(Replicas):
 
 
 class Rows(Replicas):
-    """Ranks of ``fsdp`` hold their slice whole and step some rows of it each: ZeRO-1 and 2."""
+    """Slices held whole by ranks of ``fsdp``, each stepping some rows: ZeRO-1 and 2."""
 
     def __init__(self, module: nn.Module, device: torch.device, job: Job, mesh: Mesh, dealt: DispatchedExperts) -> None:
         from phalanx.parallel.zero import Partition, Scattering
@@ -102,7 +102,7 @@ class Rows(Replicas):
 
 
 class Sharded(Replicas):
-    """Ranks of ``fsdp`` share out each slice: torch's ``fully_shard`` over them, copies along the other dimensions."""
+    """Slices shared out over ``fsdp`` by torch's ``fully_shard``, with copies along the other dimensions."""
 
     def __init__(
         self,
@@ -112,7 +112,7 @@ class Sharded(Replicas):
         dealt: DispatchedExperts,
         values: Callable[[nn.Module], None],
     ) -> None:
-        """``values(part)`` gives a part of the model its values, where it has none yet."""
+        """Shard the module; ``values(part)`` fills in a part's missing values."""
         from phalanx.parallel.fsdp import Scalars, apply
 
         plan = mesh.plan

@@ -1,4 +1,4 @@
-"""Random streams: seeds that depend on what is computed, not where or after how many restarts; a device's stream."""
+"""Random streams with seeds independent of rank and restarts; a device's stream."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ if TYPE_CHECKING:
 def reseed(device: torch.device, seed: int) -> None:
     """Start the device's default stream at ``seed``.
 
-    Cheaper than ``torch.manual_seed``, which visits every kind of device and, where CUDA has not begun, keeps each call
-    with its traceback for the moment when it does.
+    Cheaper than ``torch.manual_seed``, which visits every kind of device and, before CUDA has begun, keeps each call
+    with its traceback for later.
     """
     generator(device).manual_seed(seed)
 
 
 def branch(device: torch.device, index: int) -> None:
-    """Start the device's default stream anew as the one of that ``index`` among those that begin where it began.
+    """Restart the device's default stream as number ``index`` among streams derived from its seed.
 
-    The index changes the lower bits, too: of a seed, torch's generator of the CPU reads the lower 32.
+    The index changes the lower bits, too: torch's CPU generator reads only the lower 32 of a seed.
     """
     reseed(device, (generator(device).initial_seed() ^ (index * 0x9E3779B97F4A7C15)) % 2**63)
 
 
 def generator(device: torch.device) -> torch.Generator:
-    """The default stream of the device."""
+    """Return the default stream of the device."""
     return kind_of(device).generator(device)
 
 
 class OwnStream:
-    """Random numbers of this rank's own inside, the same as on the other ranks of ``axes`` again afterwards."""
+    """A context with random numbers of this rank; afterwards the ranks of ``axes`` have equal states again."""
 
     def __init__(self, device: torch.device, axes: list[Axis]) -> None:
         self._device, self._axes, self._generator = device, axes, generator(device)
@@ -58,7 +58,7 @@ _MASK = (1 << 64) - 1
 
 
 def stream(seed: int, *words: int) -> int:
-    """A 63-bit seed from ``seed`` and what the stream is for, such as (step, micro-batch, part).
+    """Return a 63-bit seed from ``seed`` and the purpose of the stream, such as (step, micro-batch, part).
 
     SplitMix64's finaliser (Steele et al. 2014) over each word in turn: streams of neighbouring words are unrelated.
     """

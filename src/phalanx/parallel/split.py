@@ -1,8 +1,7 @@
-"""A model split over several ranks, and the replicas of it kept together.
+"""A model split over several ranks, with its replicas kept equal.
 
-Techniques that split the model change what a rank holds and computes; what is left to do for its parameters is the
-same for all of them: gradients are added over the ranks that hold the same slice and have seen other samples or other
-tokens, once a step (``replicas``).
+Techniques that split the model change a rank's parameters and work; the rest is the same for all of them: gradients are
+added, once a step, over the ranks with the same slice and other samples or other tokens (``replicas``).
 """
 
 from __future__ import annotations
@@ -148,10 +147,10 @@ class _SplitModel:
 
 
 def look(module: nn.Module, plan: Plan, example: Example) -> SplitParts:
-    """What ``plan`` can share out of ``module``, whose experts work by rows afterwards; talks to no other process.
+    """Return the parts of ``module`` that ``plan`` shares out; its experts then work by rows. Not collective.
 
     Raises:
-        RefusedError: if the plan asks for what the model has not.
+        RefusedError: if the plan asks for a split that the model does not have.
     """
     experts = expert.find(module, example, plan)
     expert.by_rows(module, experts)

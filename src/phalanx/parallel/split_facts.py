@@ -1,4 +1,6 @@
-"""What a look at a model found, as plain facts, which travel to the processes that run it: these do not look again."""
+"""Findings of a traced model as plain facts, sent to the processes that run it, so that they need not trace it
+again.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ from phalanx.parallel.pipeline import StageCuts
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SplitParts:
-    """What can be shared out of a model, by name: looked for in the whole of it, before any is taken out."""
+    """The parts of a model that can be shared out, by name, found in the whole model."""
 
     experts: list[Experts]  # modules that hold some
     weights: dict[str, tuple[int, Cut]]  # with the dimension that tp cuts
@@ -34,7 +36,7 @@ class SplitParts:
 
     @classmethod
     def from_dict(cls, given: Mapping[str, Any]) -> SplitParts:
-        """From ``to_dict``, as it is or as JSON gives it back."""
+        """Build from the result of ``to_dict``, direct or through JSON."""
 
         def entrances(key: str) -> dict[str, Entrance]:
             return {name: Entrance(**one) for name, one in given[key].items()}
@@ -53,7 +55,7 @@ class SplitParts:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Facts:
-    """What a look at a model found for a plan."""
+    """The findings of a traced model for a plan."""
 
     of: str  # the plan and the parameters that they hold for
     opened: tuple[str, ...] = ()  # names of the blocks that it takes apart itself
@@ -61,7 +63,7 @@ class Facts:
 
     @classmethod
     def known(cls, found: Mapping[str, Any] | None, module: nn.Module, plan: Plan) -> Facts | None:
-        """What ``found``, from ``to_dict``, says of ``module`` under ``plan``; ``None`` where it is of others."""
+        """Return the facts in ``found``, from ``to_dict``, if they belong to ``module`` and ``plan``; else ``None``."""
         return cls.from_dict(found) if found and found["of"] == identity(module, plan) else None
 
     def to_dict(self) -> dict[str, Any]:
@@ -84,6 +86,6 @@ def _cut(outer: int, units: int, inner: int, held: list[list[list[int]]]) -> Cut
 
 
 def identity(module: nn.Module, plan: Plan) -> str:
-    """What facts of ``module`` under ``plan`` are told apart from others by: the plan, and names and shapes."""
+    """Return a text that identifies ``module`` under ``plan``: the plan, and a hash of names and shapes."""
     named = [(name, tuple(one.shape), str(one.dtype), one.requires_grad) for name, one in module.named_parameters()]
     return f"{within(plan)} of {sha256(repr(named).encode()).hexdigest()}"

@@ -1,4 +1,4 @@
-"""A rank's stages of a pipeline: what of the model they leave here, and what they share with other stages."""
+"""A rank's stages of a pipeline: the parameters they leave here, and those shared with other stages."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from phalanx.placement.schedules import in_halves
 
 
 class OwnedStages:
-    """The stages on this rank, which ``runner`` runs."""
+    """The stages on this rank, run by ``runner``."""
 
     def __init__(
         self,
@@ -29,9 +29,9 @@ class OwnedStages:
         example: Example,
         known: StageCuts | None = None,
     ) -> None:
-        """Cut ``module``, which is whole, and leave only this rank's parameters in it. Collective.
+        """Cut the whole ``module``, and leave only this rank's parameters in it. Collective.
 
-        ``known``: where to cut it; looked for where that is not given.
+        ``known``: the cuts; searched for by default.
         """
         # Groups are made by all ranks together, and not every stage has what would ask for each of these.
         owners = (("tp",), ("cp",), ("ep",), ("ep", "tp"))
@@ -51,7 +51,7 @@ class OwnedStages:
         self.runner = PipelineRunner(pipeline, mesh, device, halves=halves)
 
     def units(self, parts: Sequence[nn.Module]) -> list[nn.Module]:
-        """What of ``parts`` runs here, in the pieces in which it does."""
+        """Return the units that run here among ``parts``."""
         inside = {child for part in parts for child in part.modules()}
         units = dict.fromkeys(call.unit for call in self._calls() if call.unit in inside)
         return [unit for unit in units if next(unit.parameters(), None) is not None]
@@ -61,7 +61,7 @@ class OwnedStages:
         return [pipeline.program.calls[at] for stage in self.runner.stages_here for at in pipeline.regions[stage]]
 
     def holdings(self, slices: Mapping[str, TensorShard]) -> dict[str, TensorShard]:
-        """``slices`` with what several stages hold, of which one copy counts."""
+        """Return ``slices`` with parameters of several stages, of which one copy counts."""
         found = dict(slices)
         for name in [name for name, first in self._first.items() if not first]:
             known = found.get(name)
@@ -73,7 +73,7 @@ class OwnedStages:
         return found
 
     def add_up_tied(self, parameters: Mapping[str, torch.Tensor]) -> None:
-        """Add the gradients of parameters that several stages use up over those stages."""
+        """Add up the gradients of parameters used by several stages, over those stages."""
         for names, group in self._tied:
             if group is not None:
                 grads = [parameters[name].grad for name in names if name in parameters]  # frozen ones have none

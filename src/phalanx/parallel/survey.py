@@ -1,7 +1,7 @@
-"""Looks at a model as a plan's ranks would, with an example, in this process alone, before any other starts.
+"""A survey of a model with an example, as a plan's ranks would see it, in this process before any other starts.
 
-A survey asks what the techniques themselves ask: ``split.look`` for what can be cut, ``pipeline.cut`` for stages,
-``expert.rows_of`` for experts.
+It calls the techniques' own functions: ``split.look`` for cuts, ``pipeline.cut`` for stages, ``expert.rows_of`` for
+experts.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:  # loaded by plans that split a model
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Example:
-    """What a model is called with, and what becomes of its output."""
+    """A model's call, and the use of its output."""
 
     args: tuple[Any, ...]  # of forward, of one or a few samples, on the host
     kwargs: dict[str, Any]
@@ -35,12 +35,12 @@ class Example:
 
 
 def survey(module: nn.Module, plan: Plan, example: Example | None = None) -> tuple[Survey, SplitParts | None]:
-    """Look at ``module``, which needs no values; a plan that splits the model needs an ``example``.
+    """Survey ``module``, which needs no values; a plan that splits the model needs an ``example``.
 
-    Gives also all that was found of a model that is split; what the example's ``facts`` say is not looked for again.
+    Also returns the findings on a split model; those in the example's ``facts`` are used without another search.
 
     Raises:
-        RefusedError: if the plan asks for what the model has not.
+        RefusedError: if the plan asks for a split that the model does not have.
     """
     parameters, buffers = _tensors(module.named_parameters()), _tensors(module.named_buffers())
     found = Survey(plan=plan, parameters=parameters, buffers=buffers)

@@ -1,20 +1,19 @@
 """Threads: one process, one replica and one thread a device (the idea of torch's DataParallel).
 
 Each global batch is scattered over the replicas, every replica runs forward and backward in its own thread, and the
-gradients are gathered and added on the first device, where the optimizer steps; the new values are copied back out.
-On a CPU the replicas share the very same parameter storage, so nothing is copied and only gradients are added.
+gradients are gathered and added on the first device, whose optimizer steps; the new values are copied back out. On a
+CPU the replicas share the same parameter storage, so parameters are not copied and only gradients are added.
 
 Unlike DataParallel, replicas are built once and not at every step, gradients are added in a fixed order so that a run
 repeats exactly, and the model is moved to its devices here: it cannot be wrapped on the wrong one.
 
 ``dp`` is usually better: Python runs one thread at a time, so threads wait for each other between operations, the first
-device carries the gathering and the optimizer for all, and nothing overlaps. With ``phalanx.build`` threads
-need no launcher and no second process; that is their use: a notebook, a debugger.
+device carries the gathering and the optimizer for all, and nothing overlaps. With ``phalanx.build`` threads need no
+launcher and no second process, which suits a notebook or a debugger.
 
-Refuses random numbers in what a model recomputes by itself, where several threads draw from one stream.
-``torch.utils.checkpoint`` sets the stream of random numbers back to draw the same dropout again in backward. Where
-other threads have drawn from that stream in between, it draws other masks than forward did, and the gradient belongs to
-none of them; and what it sets back, the others draw a second time.
+Refuses random draws in recomputed code, if several threads draw from one stream. ``torch.utils.checkpoint`` resets the
+random stream to draw the same dropout again in backward. After draws of other threads in between, it would draw other
+masks than forward did and the gradient would be wrong; and the others would repeat draws after the reset.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ from phalanx.trace.replaced import each_checkpoint, replaced
 
 
 def check(plan: Plan, kind: str) -> list[Problem]:
-    """What keeps this technique from serving the plan on devices of this ``kind``."""
+    """Return the problems of the plan's threads on devices of this ``kind``."""
     if plan.threads == 1:
         return []
     problems: list[Problem] = []
@@ -130,10 +129,10 @@ def _replica(module: nn.Module, device: torch.device) -> nn.Module:
 
 @contextmanager
 def nothing_drawn_twice() -> Iterator[None]:
-    """While inside, a checkpoint that sets the stream back may not draw from it, in any thread.
+    """Refuse random draws in checkpoints that reset the stream, in any thread.
 
     Raises:
-        RefusedError: where it does.
+        RefusedError: at such a draw.
     """
     function = checkpointing.CheckpointFunction
     forward = function.forward

@@ -17,7 +17,7 @@ from phalanx.trace.blocks import blocks
 
 
 def slice_problems(plan: Plan) -> list[Problem]:
-    """Slices are told by rules that a compiler does not see, on any device."""
+    """Return a problem for compiled slices, whose rules a compiler does not see, on any device."""
     if not plan.compile or not plan.splits_blocks:
         return []
     return [
@@ -31,7 +31,7 @@ def slice_problems(plan: Plan) -> list[Problem]:
 
 
 def check(plan: Plan, kind: str) -> list[Problem]:
-    """Also, compiling for CPUs needs a C++ compiler on the machine."""
+    """Return the problems of compiling; CPUs also need a C++ compiler on the machine."""
     if problems := slice_problems(plan):
         return problems
     if not plan.compile or kind_named(kind).compiles or shutil.which("g++") or shutil.which("clang++"):
@@ -47,7 +47,7 @@ def check(plan: Plan, kind: str) -> list[Problem]:
 
 
 def apply(module: nn.Module, plan: Plan, each: Iterable[nn.Module] | None = None) -> nn.Module:
-    """Compile ``each`` in place: the repeated blocks where it is not given, or the whole model where it has none."""
+    """Compile ``each`` in place; by default the repeated blocks, or the whole model if it has none."""
     if plan.compile:
         parts = list(blocks(module) or [module] if each is None else each)
         _allow_versions(_VERSIONS * len(parts))

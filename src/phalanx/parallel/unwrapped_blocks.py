@@ -1,8 +1,8 @@
-"""Blocks that a model takes apart itself: it calls what is inside them, or reads their weights, without calling them.
+"""Blocks that a model bypasses: it calls their children, or reads their weights, without calling them.
 
-What happens around a block's call, such as gathering its parameters (``shard``) or recomputing what it kept
-(``recompute``), does not happen for such a block. One run on fake tensors shows which they are; from then on they are
-containers, and what is inside them is taken for the block.
+Work around a block's call, such as gathering its parameters (``shard``) or recomputing (``recompute``), does not happen
+for such a block. One run on fake tensors finds them; from then on they are containers, and their children are the
+blocks.
 """
 # A run of its own: what records a model by its blocks, for costs or cuts, has to know first which these are.
 
@@ -27,9 +27,9 @@ from phalanx.trace.fake_tensors import Mode, Values, fake, faked, quiet
 
 
 def open_unwrapped(module: nn.Module, plan: Plan, example: Example) -> tuple[str, ...]:
-    """Open up such blocks of ``module`` where ``plan`` does something around blocks: those of ``example.facts``.
+    """Open such blocks of ``module`` if ``plan`` does work around blocks, and return their names.
 
-    Gives their names; they are looked for where the example has no facts.
+    They are those in ``example.facts``; without facts they are searched for.
     """
     if plan.zero < 3 and plan.recompute == "none":
         return ()
@@ -40,7 +40,7 @@ def open_unwrapped(module: nn.Module, plan: Plan, example: Example) -> tuple[str
 
 
 def look_inside(module: nn.Module, example: Example) -> tuple[str, ...]:
-    """Open up the blocks of ``module`` that are not called wherever their parameters are read; their names."""
+    """Open the blocks of ``module`` whose parameters are read outside their calls; return their names."""
     names = {child: name for name, child in module.named_modules()}
     found: list[str] = []
     around = _uses(module, example)

@@ -6,9 +6,9 @@ by name and offset, and norms are global. After the step one all-gather brings e
 
 Both stages sum and scatter gradients while backward runs, bucket by bucket, and drop the whole ones at once. Stage 2
 does so with each micro-batch, so that whole gradients never exist; stage 1 with the last one, and sends no more than
-plain data parallelism however many there are (Rajbhandari et al. 2020, section 7). torch's own parts have no such
-stages: FSDP2 without resharding keeps a shard beside each whole parameter, and ZeroRedundancyOptimizer adds up whole
-gradients and deals out whole parameters, which one large embedding unbalances.
+plain data parallelism for any number of micro-batches (Rajbhandari et al. 2020, section 7). torch's own parts have no
+such stages: FSDP2 without resharding keeps a shard beside each whole parameter, and ZeroRedundancyOptimizer adds up
+whole gradients and assigns whole parameters, which one large embedding unbalances.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ When = Literal["each", "last", "end"]
 
 
 class Scattering:
-    """Sums and scatters the gradients of a partition, while backward runs or at the end of a step."""
+    """The summing and scattering of a partition's gradients, during backward or at the end of a step."""
 
     def __init__(self, partition: Partition, job: Job, *, when: When) -> None:
         self._partition, self._when = partition, when
@@ -79,18 +79,20 @@ class Scattering:
                     piece.whole.register_post_accumulate_grad_hook(self._hook(piece))
 
     def begin(self) -> None:
-        """Forget gradients that arrived between steps: others ran those backwards."""
+        """Forget gradients of backwards between steps."""
         self._seen.clear()
 
     def around(self, last: bool) -> AbstractContextManager[None]:
-        """Around one micro-batch: if it is its turn, gradients are scattered as they arrive, the rest at its end."""
+        """Return a context for one micro-batch: at its turn, gradients are scattered on arrival, the rest at its
+        end.
+        """
         return self._scattered() if self._when == "each" or (self._when == "last" and last) else nullcontext()
 
     def finish(self) -> None:
         """Wait for the sums.
 
         Raises:
-            GradientError: if parameters got none on this rank, and the job does not allow it.
+            GradientError: if parameters got no gradient on this rank, and the job does not allow it.
         """
         if self._when == "end":
             self._seen = {piece.name for piece in self._partition.slices if piece.whole.grad is not None}
@@ -153,7 +155,7 @@ class Partition:
         everyone: dist.ProcessGroup | None,
         apart: Mapping[str, dist.ProcessGroup | None] | None = None,
     ) -> None:
-        """Cut over ``shards``, in as many copies as ``replicas`` has ranks; ``everyone`` are the ranks of both.
+        """Cut over ``shards``, with a copy for each rank of ``replicas``; ``everyone`` are the ranks of both.
 
         ``apart``: parameters with copies on other ranks than the rest's, by name.
         """
@@ -184,7 +186,7 @@ class Partition:
         return cls(module, mesh["fsdp"], mesh["copies"].get_group(), dist.group.WORLD)
 
     def stepped(self) -> None:
-        """The optimizer has stepped: bring the new rows to all ranks, and drop the gradients."""
+        """Bring the rows stepped by the optimizer to all ranks, and drop the gradients."""
         self.gather()
         for piece in self.slices:
             piece.shard.grad = None
@@ -253,7 +255,7 @@ class ParameterSlice:
 
 
 class Bucket:
-    """Slices whose gradients are reduced, and whose values are gathered, in one collective."""
+    """Slices with one collective for their gradients and one for their values."""
 
     def __init__(
         self, slices: list[ParameterSlice], group: dist.ProcessGroup, replicas: dist.ProcessGroup | None
@@ -266,7 +268,7 @@ class Bucket:
         self._running: tuple[dist.Work, torch.Tensor, torch.Tensor] | None = None
 
     def expect(self) -> None:
-        """A new backward begins: no gradient is there yet."""
+        """Begin a new backward without gradients."""
         self.wait()
         self.missing = {piece.name for piece in self.slices}
 

@@ -1,4 +1,4 @@
-"""Sending less: codecs, what they leave out and when it is made up for, and averages that go through them."""
+"""Compressed communication: codecs, error feedback for their losses, and averages sent through them."""
 
 from phalanx.parallel.compression.codecs import Codec, check, codec, message, optimizer_problems, problems, read
 from phalanx.parallel.compression.ddp_hook import Sender, averaged

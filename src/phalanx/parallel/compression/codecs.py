@@ -1,4 +1,4 @@
-"""Codecs: a flat tensor becomes a few smaller ones, and comes back nearly as it was; and what they cannot serve."""
+"""Codecs: a flat tensor becomes a few smaller ones and is restored approximately; and the limits of each codec."""
 
 from __future__ import annotations
 
@@ -21,47 +21,47 @@ _ALIGNED = 4
 
 
 class Codec(ABC):
-    """Makes flat fp32 tensors smaller. Where a number is not finite, so is what it is read as: nobody misses it."""
+    """A compressor of flat fp32 tensors. Non-finite numbers stay non-finite, so that they are noticed."""
 
     facts: ClassVar[CodecFacts]
 
     @abstractmethod
     def sizes(self, count: int) -> list[tuple[int, torch.dtype]]:
-        """Elements and type of each tensor that ``count`` elements become, the widest type first."""
+        """Return number and type of elements of each tensor for ``count`` elements, the widest type first."""
 
     @abstractmethod
     def encode(self, flat: Tensor) -> list[Tensor]:
-        """What ``flat`` (count,) becomes: contiguous tensors of ``sizes(count)``."""
+        """Encode ``flat`` (count,) as contiguous tensors of ``sizes(count)``."""
 
     @abstractmethod
     def decode(self, parts: Sequence[Tensor], out: Tensor, *, add: bool = False) -> None:
-        """Write what ``parts`` say into ``out`` (count,), fp32, or add it to what is there."""
+        """Decode ``parts`` into ``out`` (count,), fp32, or add them to it."""
 
     def bytes_of(self, count: int) -> int:
-        """Bytes of the message that ``count`` elements become."""
+        """Return the bytes of a message of ``count`` elements."""
         size = sum(length * dtype.itemsize for length, dtype in self.sizes(count))
         return -(-size // _ALIGNED) * _ALIGNED
 
 
 def message(codec: Codec, flat: Tensor) -> Tensor:
-    """``flat`` (count,) as one message: a uint8 tensor of ``codec.bytes_of(count)`` bytes."""
+    """Encode ``flat`` (count,) as one message: a uint8 tensor of ``codec.bytes_of(count)`` bytes."""
     found = flat.new_empty(codec.bytes_of(flat.numel()), dtype=torch.uint8)
     write(codec, flat, found)
     return found
 
 
 def write(codec: Codec, flat: Tensor, into: Tensor) -> None:
-    """Put the message that ``flat`` (count,) becomes into ``into``, which is as long as it."""
+    """Write the message of ``flat`` (count,) into ``into``, which has its length."""
     into[-_ALIGNED:].zero_()  # what fills it up
     for target, part in zip(_parts(codec, into, flat.numel()), codec.encode(flat), strict=True):
         target.copy_(part)
 
 
 def read(codec: Codec, sent: Tensor, out: Tensor, *, add: bool = False) -> None:
-    """Write what the message ``sent`` says into ``out`` (count,), or add it. ``sent`` begins at a multiple of 4 bytes.
+    """Decode the message ``sent`` into ``out`` (count,), or add it. ``sent`` begins at a multiple of 4 bytes.
 
     Raises:
-        ValueError: if it is not as long as a message of so many elements.
+        ValueError: if its length does not match the number of elements.
     """
     expected = codec.bytes_of(out.numel())
     if sent.numel() != expected:
@@ -82,7 +82,7 @@ _PIECE = 2**16
 
 
 def pieces(flat: Tensor) -> Iterator[slice]:
-    """Slices of ``flat`` (count,), multiples of 65,536 long; all of it on a device that is parallel itself."""
+    """Yield slices of ``flat`` (count,), multiples of 65,536 long; a single one on a device that is parallel itself."""
     count = flat.numel()
     step = _PIECE if flat.device.type == "cpu" else max(count, 1)
     for begin in range(0, count, step):
@@ -111,11 +111,11 @@ class Bf16(Codec):
 
 
 class Fp16(Codec):
-    """fp16, rounded to nearest: off by 2**-11 of an element at most, for elements down to 2**-28 of the largest.
+    """fp16, rounded to nearest: off by at most 2**-11 of an element, for elements down to 2**-28 of the largest.
 
-    The whole tensor is first multiplied by the power of two that brings its largest element to fp16's upper end, which
-    rounds nothing: what is too large for fp16 fits, and small gradients keep their digits. Smaller elements than that
-    are off by 2**-39 of the largest at most.
+    The whole tensor is first multiplied by the power of two that brings its largest element to fp16's upper end,
+    without rounding: numbers too large for fp16 fit, and small gradients keep their digits. Smaller elements are off by
+    at most 2**-39 of the largest.
     """
 
     facts = CODECS["fp16"]
@@ -207,7 +207,7 @@ def _whole(flat: Tensor) -> Tensor:
 
 
 class TopK(Codec):
-    """The ``share`` of the elements that is largest by magnitude, exact, and zeros for all others; one at least.
+    """The largest ``share`` of the elements by magnitude, exact, at least one, and zeros for all others.
 
     Source: Aji and Heafield, "Sparse communication for distributed gradient descent", 2017, section 3; Stich et al.,
     "Sparsified SGD with memory", 2018.
@@ -255,11 +255,10 @@ def _largest(sizes: Tensor, kept: int) -> Tensor:
 
 
 def codec(text: str) -> Codec | None:
-    """The codec of ``fp16``, ``bf16``, ``int8`` or ``topk:0.01``; none for ``none``.
+    """Return the codec for ``fp16``, ``bf16``, ``int8`` or ``topk:0.01``; ``None`` for ``none``.
 
     Raises:
-        ValueError: for others. PowerSGD is none: what it sends depends on the shapes of gradients, and on what other
-            ranks send.
+        ValueError: for others, PowerSGD included: its messages depend on shapes of gradients and on other ranks.
     """
     asked = Compression.parse(text)
     match asked.codec:
@@ -278,7 +277,7 @@ def codec(text: str) -> Codec | None:
 
 
 def check(job: Job, plan: Plan) -> list[Problem]:
-    """What of a job keeps ``plan.compress`` from serving it."""
+    """Return the problems of ``plan.compress`` with a job."""
     if not _gradients(plan) or job.unused != "allow" or not Compression.parse(plan.compress).facts.feeds_back:
         return []
     return [
@@ -293,7 +292,7 @@ def check(job: Job, plan: Plan) -> list[Problem]:
 
 
 def problems(module: nn.Module, plan: Plan) -> list[Problem]:
-    """Which gradients of ``module`` cannot be sent as ``plan.compress`` says."""
+    """Return the problems of ``plan.compress`` with the gradients of ``module``."""
     if not _gradients(plan):
         return []
     numbers = [name for name, one in module.named_parameters() if one.requires_grad and one.is_complex()]
@@ -307,9 +306,9 @@ def problems(module: nn.Module, plan: Plan) -> list[Problem]:
 
 
 def optimizer_problems(optimizer: torch.optim.Optimizer, plan: Plan) -> list[Problem]:
-    """Return True if ``optimizer`` makes something else than a late gradient of one that comes late.
+    """Return a problem if ``optimizer`` is Rprop under ``topk``.
 
-    So does, of ``topk``, one that takes an element of zero for one that has come to rest.
+    Rprop steps by signs, and takes an element of zero for one that has converged.
     """
     if not isinstance(optimizer, torch.optim.Rprop) or not plan.compress.startswith("topk"):
         return []

@@ -1,4 +1,6 @@
-"""The hook by which DistributedDataParallel's buckets are averaged through a codec, the same bits on every rank."""
+"""The communication hook that averages DistributedDataParallel's buckets through a codec, with equal bits on
+every rank.
+"""
 
 from __future__ import annotations
 
@@ -23,8 +25,8 @@ _MANY = 16
 def averaged(flat: Tensor, wire: Wire, codec: Codec, feedback: Feedback | None = None) -> None:
     """Put the mean over the ranks of ``wire`` into ``flat`` (count,), fp32, in place. Collective.
 
-    With ``feedback``, of this rank and this tensor, what the codec leaves out comes with the next call. Every rank
-    reads the same messages in the same order, so that all end with the same bits.
+    ``feedback``, for this rank and tensor, adds the codec's losses to the next call. Every rank reads the same messages
+    in the same order, so that all end with the same bits.
     """
     if wire.size == 1 or not flat.numel():
         return
@@ -83,7 +85,7 @@ def _in_two(flat: Tensor, wire: Wire, codec: Codec, feedback: Feedback | None) -
 
 
 class Coded(GradientAverage):
-    """The mean of what ranks sent through ``codec``, with error feedback where the codec asks for it."""
+    """The mean of compressed gradients, with error feedback if the codec needs it."""
 
     def __init__(self, codec: Codec, wire: Wire, parameters: Mapping[str, Tensor]) -> None:
         self._codec, self._wire = codec, wire
@@ -107,10 +109,10 @@ class Coded(GradientAverage):
 
 
 class Sender:
-    """Averages gradients over the ranks of a group, made smaller, while backward goes on."""
+    """A sender that compresses gradients and averages them over a group during backward."""
 
     def __init__(self, compress: str, group: dist.ProcessGroup, parameters: Mapping[str, Tensor]) -> None:
-        """``compress`` as plans have it; ``group`` is nobody else's; ``parameters`` are those that learn, by name."""
+        """Take ``compress`` of a plan, a ``group`` used only here, and the trainable ``parameters`` by name."""
         self.traffic = CompressedTraffic()  # what this rank has sent
         # What one keeps from step to step is no use to another kind.
         self.kind = f"compress={compress} over {group.size()} ranks"
@@ -120,14 +122,14 @@ class Sender:
         self._lane = lane(next(iter(parameters.values())).device)
 
     def send(self, bucket: Any) -> Future[Tensor]:
-        """What torch's communication hook is to give for a ``GradBucket``: its buffer, averaged over the ranks."""
+        """Average a ``GradBucket``'s buffer over the ranks, as torch's communication hook."""
         found = bucket.parameters()
         names, shapes = tuple(self._names[id(tensor)] for tensor in found), tuple(tensor.shape for tensor in found)
         buffer = bucket.buffer()
         return self._lane.start(lambda: self._averaged(names, shapes, buffer))
 
     def scale(self, factor: float) -> None:
-        """Gradients are ``factor`` times as large from now on: so is what was left out of those before."""
+        """Multiply kept losses by ``factor``, after a change of the loss scale."""
         if factor != 1.0:
             self._average.scale(factor)
 

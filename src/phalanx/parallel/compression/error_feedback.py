@@ -1,4 +1,6 @@
-"""Error feedback: what a codec left out of a bucket's gradients is added to the next, so that late is not lost."""
+"""Error feedback: a codec's losses in a bucket's gradients are added to the next, so that they arrive late, not
+never.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ from phalanx.parallel.compression.exchange import Wire
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CompressedBucket:
-    """Gradients that are averaged together."""
+    """Gradients averaged together."""
 
     names: tuple[str, ...]  # of their parameters, in the order in which they lie in flat
     shapes: tuple[torch.Size, ...]
@@ -28,23 +30,23 @@ class GradientAverage(ABC):
 
     @abstractmethod
     def __call__(self, bucket: CompressedBucket) -> None:
-        """Put the mean over the ranks into ``bucket.flat``, in place: the same bits on every rank. Collective."""
+        """Put the mean over the ranks into ``bucket.flat``, in place, with equal bits on all. Collective."""
 
     @abstractmethod
     def scale(self, factor: float) -> None:
-        """Gradients are ``factor`` times as large from now on (a loss scale that changes)."""
+        """Multiply kept values by ``factor``, after a change of the loss scale."""
 
     @abstractmethod
     def stored(self) -> list[Tensor]:
-        """What it keeps in memory from step to step."""
+        """Return the tensors it keeps from step to step."""
 
     @abstractmethod
     def tensors(self) -> dict[str, Tensor]:
-        """What it hands on from step to step, the same on every rank; to be saved, or filled in place. Collective."""
+        """Return the kept tensors, equal on every rank, to be saved or filled in place. Collective."""
 
 
 def lack(whole: Tensor, sent: Tensor, left_out: Tensor) -> None:
-    """Put ``whole`` less ``sent`` into ``left_out``, but for what is not finite; all (count,). ``whole`` is used up."""
+    """Put ``whole`` less ``sent`` into ``left_out``, except non-finite numbers; all (count,). Overwrites ``whole``."""
     for piece in pieces(whole):
         lacking = whole[piece].sub_(sent[piece])
         if lacking.device.type == "cpu" and math.isfinite(float(lacking.sum())):
@@ -54,21 +56,21 @@ def lack(whole: Tensor, sent: Tensor, left_out: Tensor) -> None:
 
 
 class Feedback:
-    """Encodes one tensor after another, each with what was left out of those before.
+    """An encoder that adds the losses of earlier messages to each tensor.
 
-    The sum of all that was sent is the sum of all that was given, but for what is left out at the end. Elements that
-    come out as no finite number (the gradient of a step that is skipped) change nothing of what is left out of them.
+    The sum of all messages is the sum of all tensors, except for the last losses. Elements decoded as non-finite (the
+    gradient of a skipped step) do not change the kept losses.
 
     Source: Seide et al., "1-bit stochastic gradient descent", 2014, section 3.2; Karimireddy et al., "Error feedback
     fixes SignSGD and other gradient compression schemes", 2019, algorithm 2.
     """
 
     def __init__(self, codec: Codec, left_out: Tensor | None = None) -> None:
-        """``left_out``: before the first, of the shape of what is encoded."""
+        """Begin with the losses ``left_out``, in the shape of the tensors to encode."""
         self.codec, self.left_out = codec, left_out
 
     def message(self, flat: Tensor) -> Tensor:
-        """The message that ``flat`` (count,) and what was left out before become. ``flat`` stays as it is."""
+        """Encode ``flat`` (count,) plus earlier losses. ``flat`` is not changed."""
         whole = self.whole(flat)
         found, sent = message(self.codec, whole), torch.empty_like(whole)
         read(self.codec, found, sent)
@@ -76,19 +78,21 @@ class Feedback:
         return found
 
     def whole(self, flat: Tensor, out: Tensor | None = None) -> Tensor:
-        """``flat`` with what was left out before: a tensor of its own, or ``out``."""
+        """Return ``flat`` plus earlier losses, in a new tensor or in ``out``."""
         if self.left_out is None:
             self.left_out = torch.zeros_like(flat, dtype=torch.float32)
         return torch.add(flat, self.left_out, out=out)
 
     def keep(self, whole: Tensor, sent: Tensor) -> None:
-        """``sent`` has gone for ``whole``, which is used up: what it lacks is left out until the next."""
+        """Keep the difference of ``whole`` and ``sent`` for the next message. Overwrites ``whole``."""
         assert self.left_out is not None
         lack(whole, sent, self.left_out)
 
 
 class LeftOut:
-    """fp32 zeros at first, for each of ``parameters``. torch deals them out to buckets anew after the first step."""
+    """Losses for each of ``parameters``, fp32, first zeros. torch assigns parameters to new buckets after the
+    first step.
+    """
 
     def __init__(self, parameters: Mapping[str, Tensor]) -> None:
         self._each = {
@@ -98,11 +102,11 @@ class LeftOut:
         self._flats: dict[tuple[str, ...], Tensor] = {}
 
     def __getitem__(self, name: str) -> Tensor:
-        """What was left out of one parameter: its shape, to be changed in place."""
+        """Return the losses of one parameter in its shape, to be changed in place."""
         return self._each[name]
 
     def of(self, bucket: CompressedBucket) -> Tensor:
-        """What belongs to ``bucket.flat``: (count,), to be changed in place."""
+        """Return the losses of ``bucket.flat``: (count,), to be changed in place."""
         found = self._flats.get(bucket.names)
         if found is None:
             found = torch.cat([self._each[name].reshape(-1) for name in bucket.names])
@@ -122,9 +126,9 @@ class LeftOut:
         return list(self._each.values())
 
     def shared(self, wire: Wire) -> dict[str, Tensor]:
-        """All of it by name, once its mean over the ranks has taken the place of each rank's. Collective.
+        """Replace each rank's losses by their mean over the ranks, and return them by name. Collective.
 
-        The sum over the ranks, which is what counts, stays as it is.
+        Only their sum over the ranks matters, and it is unchanged.
         """
         before = wire.traffic.sent
         for tensor in self._each.values():

@@ -1,6 +1,6 @@
-"""Where exchanges run beside the computation, one after another, each counting the bytes that leave this rank.
+"""Exchanges that run beside the computation, one after another, and count the bytes sent by this rank.
 
-Ranks begin theirs in the same order, so that the collectives inside, of which each exchange has several, meet.
+Ranks begin their exchanges in the same order, so that the collectives inside match.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ Exchange = Callable[[], Tensor]
 
 
 class ExchangeQueue(ABC):
-    """Runs one exchange after another. Its group should be its own: others' collectives are not in its order."""
+    """A queue of exchanges. It needs its own group, because other collectives are not in its order."""
 
     @abstractmethod
     def start(self, exchange: Exchange) -> Future[Tensor]:
-        """Queue ``exchange``; the future holds what it gives, or raises what it raises."""
+        """Queue ``exchange``; the future has its result or its error."""
 
     @abstractmethod
     def close(self) -> None:
-        """No more exchanges come; those begun are finished."""
+        """Finish the begun exchanges; no more may be started."""
 
 
 def lane(device: torch.device) -> ExchangeQueue:
-    """The lane of a device: a stream of its own where it has streams, else a thread."""
+    """Return the queue of a device: a stream if the device has streams, else a thread."""
     kind = kind_of(device)
     return _Stream(kind, device) if kind.streams else _Thread()
 
@@ -93,7 +93,7 @@ class _Stream(ExchangeQueue):
 
 @dataclass(kw_only=True, slots=True)
 class CompressedTraffic:
-    """Bytes that this rank handed to the network, and that would have gone otherwise."""
+    """Bytes that this rank sent, and bytes it would have sent without compression."""
 
     sent: int = 0  # to other ranks
     kept: int = 0  # for checkpoints, to bring together what was left out; not among ``sent``
@@ -101,12 +101,12 @@ class CompressedTraffic:
     steps: int = 0  # optimizer steps in which that was
 
     def count_uncompressed(self, count: int, ranks: int) -> None:
-        """``count`` fp32 elements were averaged over so many ranks in another way than by a ring of whole numbers."""
+        """Count ``count`` fp32 elements, averaged over ``ranks``, as a ring of plain numbers sends them."""
         self.whole += 8 * count * (ranks - 1) // ranks
 
 
 class Wire:
-    """A group of ranks to talk to; every method waits until what it does is done (on CUDA: queues it).
+    """A group of ranks to talk to; every method waits until it is done (on CUDA: queues it).
 
     ``group`` is any ``ProcessGroup``, or a backend made by itself, such as ``ProcessGroupGloo``.
     """
@@ -118,20 +118,20 @@ class Wire:
         self.size: int = group.size()
 
     def all_to_all(self, rows: Tensor) -> Tensor:
-        """Row i of ``rows`` (ranks, n) goes to rank i; gives (ranks, n), row i from rank i."""
+        """Send row i of ``rows`` (ranks, n) to rank i, and return (ranks, n) with row i from rank i."""
         found = torch.empty_like(rows)
         self._group.alltoall_base(found.view(-1), rows.view(-1), [], []).wait()
         self.traffic.sent += rows.nbytes * (self.size - 1) // self.size
         return found
 
     def all_gather(self, part: Tensor) -> Tensor:
-        """Every rank's ``part`` (n,), in rank order: (ranks, n)."""
+        """Return every rank's ``part`` (n,), in rank order: (ranks, n)."""
         found = part.new_empty(self.size, part.numel())
         self._group._allgather_base(found.view(-1), part).wait()
         self.traffic.sent += part.nbytes * (self.size - 1)
         return found
 
     def all_reduce(self, flat: Tensor) -> None:
-        """Sum ``flat`` over the ranks, in place. Counted as a ring sends it: 2 (ranks - 1) / ranks of its bytes."""
+        """Sum ``flat`` over the ranks, in place. Counted like a ring: 2 (ranks - 1) / ranks of its bytes."""
         self._group.allreduce([flat]).wait()
         self.traffic.sent += 2 * flat.nbytes * (self.size - 1) // self.size

@@ -1,4 +1,4 @@
-"""PowerSGD: a gradient that is a matrix goes as the product of two thin ones, which ranks can sum as they are.
+"""PowerSGD: a gradient matrix is sent as the product of two thin matrices, which ranks can sum directly.
 
 Source: Vogels, Karimireddy, Jaggi, "PowerSGD: practical low-rank gradient compression for distributed optimization",
 2019, algorithms 1 and 2 (with warm start and error feedback).
@@ -18,9 +18,9 @@ from phalanx.parallel.grad_reduce import spread
 
 
 class PowerSGD(GradientAverage):
-    """One step of subspace iteration a training step, begun from the last one's Q.
+    """One step of subspace iteration a training step, begun from the last Q.
 
-    Gradients of one dimension, and matrices of which P and Q would be no smaller, are sent whole.
+    Gradients of one dimension, and matrices whose P and Q would be no smaller, are sent whole.
     """
 
     def __init__(self, rank: int, wire: Wire, parameters: Mapping[str, Tensor]) -> None:

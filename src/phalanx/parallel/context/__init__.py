@@ -1,1 +1,1 @@
-"""Context parallelism: samples shared out along their tokens, and how attention meets all of them."""
+"""Context parallelism: samples shared out along their tokens, with attention over all tokens."""

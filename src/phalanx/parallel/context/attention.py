@@ -1,13 +1,12 @@
 """Scaled dot-product attention of local shards: cut between heads, or between tokens (context parallelism).
 
-Cut between heads, each rank attends with its own heads and nothing is sent. Cut along the tokens, each rank has the
-queries of its own tokens and needs everybody's keys and values; the other functions here say how they come.
+Cut between heads, each rank attends with its own heads and sends nothing. Cut along the tokens, each rank has the
+queries of its own tokens and needs all keys and values, which reach it in one of three ways.
 
-Attention of tokens that are dealt out over ranks (context parallelism): how keys and values meet all queries.
 ``gather``: every rank gathers all keys and values (Dubey et al. 2024, section 3.3.2). ``alltoall``: heads are swapped
 for tokens, so that each rank has some heads of all tokens, and swapped back (DeepSpeed-Ulysses; Jacobs et al. 2023);
-with fewer heads than ranks there are none to swap, and it is a ring. ``ring``: keys and values travel from rank to
-rank, each adding to a running softmax (Liu et al. 2023); no rank ever holds all of them.
+with fewer heads than ranks this becomes a ring. ``ring``: keys and values travel from rank to rank, each adding to a
+running softmax (Liu et al. 2023); no rank ever holds all of them.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ _HEADS, _TOKENS = -3, -2
 
 
 def attention(func: Any, args: Any, kwargs: Any) -> Any:
-    """torch's ``scaled_dot_product_attention``."""
+    """Compute torch's ``scaled_dot_product_attention``."""
     names: dict[str, Any] = dict.fromkeys(("query", "key", "value", "attn_mask"))
     names |= {"dropout_p": 0.0, "is_causal": False, "scale": None, "enable_gqa": False}
     q, k, v, mask, dropout, causal, scale, grouped = arguments(args, kwargs, **names)
@@ -110,14 +109,14 @@ RULES["scaled_dot_product_attention"] = attention
 
 
 def whole_mask(axis: Axis) -> bool:
-    """Return True if ``attend_over`` is given the mask whole along ``axis``, not this rank's rows of it."""
+    """Return True if ``attend_over`` needs the whole mask along ``axis``, not this rank's rows."""
     return axis.attention == "alltoall"
 
 
 def attend_over(axis: Axis, cut: Cut, given: tuple[Tensor, Tensor, Tensor], how: SdpaArgs, *, whole: bool) -> Tensor:
-    """Attention of this rank's queries; keys and values are ``whole`` already, or cut as the queries are.
+    """Return the attention of this rank's queries; keys and values are ``whole``, or cut like the queries.
 
-    ``given`` are queries, keys and values. A mask has all columns, and the rows that ``whole_mask`` says.
+    ``given`` are queries, keys and values. A mask has all columns, and rows according to ``whole_mask``.
     """
     q, k, v = given
     if whole or axis.attention == "gather" or not _alike(q, k, v):
@@ -143,7 +142,7 @@ def _token_rows(axis: Axis, cut: Cut, q: Tensor, k: Tensor, v: Tensor, how: Sdpa
 
 
 def positions(cut: Cut, rank: int, device: torch.device) -> Tensor:
-    """Where in the whole sequence the tokens that ``rank`` holds stand, (tokens,)."""
+    """Return the positions in the whole sequence of the tokens held by ``rank``, (tokens,)."""
     return piece(torch.arange(cut.size, device=device), 0, cut, rank)
 
 

@@ -1,11 +1,11 @@
-"""What attention is asked; and attention of one tile: some queries and some of the keys, a part of a softmax over all.
+"""Attention of one tile: some queries and some of the keys, a part of a softmax over all.
 
 A tile's result is its queries' attention to its own keys, and the logarithm of the sum of their weights, by which the
 results of several tiles are merged (Milakov & Gimelshein 2018). In backward a tile is given the result and logarithm
 over *all* keys; its gradients are then those of its own keys in the whole, and add up (Dao et al. 2022, appendix B).
 
 Shapes: queries (batch, heads, tokens, features); keys and values may have fewer heads; logarithms (batch, heads,
-tokens) in float32, or float64 where the queries are.
+tokens) in float32, or in float64 for queries in float64.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class SdpaArgs:
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """Queries and the keys that they meet."""
+    """Queries and their keys."""
 
     q: Tensor
     k: Tensor
@@ -59,19 +59,19 @@ class Tile:
 
 
 class Kernel(Protocol):
-    """A way of computing tiles."""
+    """An implementation of tiles."""
 
     def forward(self, tile: Tile) -> tuple[Tensor, Tensor]:
-        """The result, and the logarithm; minus infinity where a query meets no key, and the result 0."""
+        """Return the result and the logarithm; 0 and minus infinity for a query without keys."""
         ...
 
     def backward(self, tile: Tile, grad: Tensor, out: Tensor, lse: Tensor) -> Gradients:
-        """From the gradient of the result over all keys."""
+        """Return gradients from the gradient of the result over all keys."""
         ...
 
 
 def kernel_for(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, scale: float | None, dropout: float) -> Kernel:
-    """The fastest way that can compute tiles of these, whose features lie side by side in memory."""
+    """Return the fastest kernel for these tensors, whose features must be contiguous."""
     factor = q.shape[-1] ** -0.5 if scale is None else scale
     plain = UnfusedAttention(factor, dropout)
     if dropout or q.shape[-1] != v.shape[-1] or (mask is not None and mask.requires_grad):
@@ -94,7 +94,9 @@ def kernel_for(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, scale: f
 
 @dataclass(frozen=True, slots=True)
 class UnfusedAttention:
-    """Written out, in float32 at least; for what the fused ways cannot do, dropout and gradients of masks among it."""
+    """Plain attention, in float32 at least, for cases without a fused kernel, such as dropout and gradients of
+    masks.
+    """
 
     scale: float
     dropout: float = 0.0
@@ -148,7 +150,7 @@ class UnfusedAttention:
 
 @dataclass(frozen=True, slots=True)
 class OnCpu:
-    """torch's fused attention for CPUs, which knows grouped heads."""
+    """torch's fused attention for CPUs, with grouped heads."""
 
     scale: float
 
@@ -174,7 +176,7 @@ class OnCpu:
 
 @dataclass(frozen=True, slots=True)
 class Flash:
-    """torch's FlashAttention for CUDA, which knows grouped heads and no masks."""
+    """torch's FlashAttention for CUDA, with grouped heads and without masks."""
 
     scale: float
 
@@ -194,7 +196,7 @@ class Flash:
 
 @dataclass(frozen=True, slots=True)
 class Efficient:
-    """torch's memory-efficient attention for CUDA: float32 too, and masks; one head of keys for each of queries."""
+    """torch's memory-efficient attention for CUDA, with float32 and masks; keys need as many heads as queries."""
 
     scale: float
 

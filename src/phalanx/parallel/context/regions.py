@@ -1,9 +1,9 @@
 """Activations shared out along their tokens: context parallelism, and sequence parallelism beside tensor parallelism.
 
-Where the hidden states enter the first repeated block they are sliced along the tokens, and stay so to the loss. Each
-rank embeds all tokens, which is cheap, and computes its own from there on; what talks is attention alone (and, under
-``tp``, the products whose weights are split). Positions, masks and rotary tables are whole and are sliced where they
-meet the hidden states, so that every token keeps its own, and the loss adds up over the ranks by tokens.
+The hidden states are sliced along the tokens at the first repeated block, and stay so to the loss. Each rank embeds all
+tokens, which is cheap, and computes only its own from there on; only attention communicates (and, under ``tp``,
+products with split weights). Positions, masks and rotary tables are whole and are sliced when they meet the hidden
+states, so that every token keeps its own, and the loss adds up over the ranks by tokens.
 
 With causal attention a rank holds an early and a late run of tokens, so that every rank has as many pairs to attend to.
 """
@@ -26,7 +26,7 @@ from phalanx.parallel.tensor.trial import Trial, fixed, places_of, shown_as_slic
 
 @dataclass(frozen=True, slots=True)
 class Entrance:
-    """Where a block's hidden states come in."""
+    """The argument of a block that holds its hidden states."""
 
     leaf: int  # which of the tensors among its arguments, in order
     dim: int  # its dimension of tokens
@@ -34,7 +34,7 @@ class Entrance:
 
 
 def entrances(model: Model, ranks: int) -> dict[str, Entrance]:
-    """The blocks of a model that has run dry that attend over tokens, by name. Empty where it has no attention."""
+    """Return the blocks that attend over tokens, by name, for a model that has run dry; empty without attention."""
     names = {child: name for name, child in model.module.named_modules()}
     found: dict[str, Entrance] = {}
     known: dict[Any, Entrance | None] = {}
@@ -75,9 +75,9 @@ def _sliced_like(result: Any, entering: Sliced) -> bool:
 
 
 def added_late(model: Model, found: Mapping[str, Entrance], cuts: Mapping[str, tuple[int, Cut]]) -> list[str]:
-    """Names of parameters that each rank reads for its own tokens only, under sequence parallelism.
+    """Return names of parameters that each rank reads for its own tokens only, under sequence parallelism.
 
-    Their gradients are parts, to be added up over ``tp`` once a step: those of normalisations, and biases after a sum.
+    Their gradients (of normalisations, and of biases after a sum) are parts, to be added up over ``tp`` once a step.
     ``cuts`` are those of the weights.
     """
     trial = Trial()
@@ -93,7 +93,7 @@ def added_late(model: Model, found: Mapping[str, Entrance], cuts: Mapping[str, t
 
 
 def share_out_tokens(module: nn.Module, found: Mapping[str, Entrance], axis: Axis) -> None:
-    """Slice what enters these blocks along ``axis``, where it is not sliced already."""
+    """Slice the inputs of these blocks along ``axis``, unless they are sliced already."""
     blocks = dict(module.named_modules())
     for name, entrance in found.items():
         block = blocks[name]
@@ -101,9 +101,9 @@ def share_out_tokens(module: nn.Module, found: Mapping[str, Entrance], axis: Axi
 
 
 def open_for_hooks(module: nn.Module, found: Iterable[str]) -> None:
-    """Show hooks that came before on these blocks, such as FSDP's, what enters as plain tensors.
+    """Pass plain tensors to earlier hooks on these blocks, such as FSDP's.
 
-    They put autograd functions of their own around what enters, which sliced tensors do not go through.
+    Such hooks put autograd functions around the inputs, which sliced tensors do not pass.
     """
     blocks = dict(module.named_modules())
     for name in found:
@@ -121,7 +121,7 @@ def _pack(_: nn.Module, args: Any, kwargs: Any) -> Any:
 
 
 def unpacked(args: Any, kwargs: dict[str, Any]) -> tuple[Any, Any]:
-    """The arguments that hooks were shown as plain tensors, sliced again; others as they are."""
+    """Restore the sliced arguments that hooks saw as plain tensors; others are unchanged."""
     placed = kwargs.pop(_PLACED, None)
     if not placed:
         return args, kwargs

@@ -1,9 +1,9 @@
 """Ring attention: keys and values travel from rank to rank, and no rank ever holds more than two ranks' of them.
 
-While a rank computes with the keys that it has, it sends them on and receives the next ones (Liu et al. 2023). Backward
-goes around once more; the gradients of keys and values travel one step behind them, adding up, and end at home. Under
-a causal mask only pairs of tokens that meet are computed: where each rank holds an early and a late run of tokens, that
-is half of them on every rank, in each step.
+While a rank computes with its current keys, it sends them on and receives the next ones (Liu et al. 2023). Backward
+goes around once more; the gradients of keys and values travel one step behind them, adding up, and end at home. Under a
+causal mask only pairs of tokens that meet are computed: if each rank holds an early and a late run of tokens, this is
+half of them on every rank, in each step.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Meeting = tuple[slice, slice, bool]
 
 
 def attend(axis: Axis, cut: Cut, q: Tensor, k: Tensor, v: Tensor, how: SdpaArgs) -> Tensor:
-    """Attention of this rank's queries to every rank's keys.
+    """Return the attention of this rank's queries to every rank's keys.
 
     Shapes (batch, heads, this rank's tokens, features); the mask has this rank's rows and all columns.
     """
@@ -38,7 +38,7 @@ def attend(axis: Axis, cut: Cut, q: Tensor, k: Tensor, v: Tensor, how: SdpaArgs)
 
 
 def meetings(cut: Cut, mine: int, theirs: int, *, causal: bool) -> list[Meeting]:
-    """Which queries of rank ``mine`` meet which keys of rank ``theirs``, both counted from 0 in what the rank holds.
+    """Return the queries of rank ``mine`` and the keys of rank ``theirs`` that meet, both by local index.
 
     A rank holds its tokens in order, so that those before a place are its first ones.
     """

@@ -1,7 +1,7 @@
 """Attention with heads swapped for tokens: each rank has some heads of all tokens (Jacobs et al. 2023).
 
 One exchange takes queries, keys and values there, and one brings the results back. Heads need not divide by the ranks.
-Where there are fewer heads of keys than ranks, a head goes to every rank whose queries read it.
+With fewer heads of keys than ranks, a head goes to every rank with queries that read it.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ _HEADS, _TOKENS = 1, 2
 
 
 def attend(axis: Axis, cut: Cut, q: Tensor, k: Tensor, v: Tensor, how: SdpaArgs) -> Tensor:
-    """Attention of this rank's queries to every rank's keys.
+    """Return the attention of this rank's queries to every rank's keys.
 
-    Shapes (batch, heads, this rank's tokens, features), with as many heads of queries as ranks at least; the mask is
+    Shapes (batch, heads, this rank's tokens, features), with at least as many heads of queries as ranks; the mask is
     whole.
     """
     each = q.shape[_HEADS] // k.shape[_HEADS]
@@ -48,7 +48,7 @@ def attend(axis: Axis, cut: Cut, q: Tensor, k: Tensor, v: Tensor, how: SdpaArgs)
 
 
 def shares(heads: int, each: int, ranks: int) -> tuple[Heads, Heads]:
-    """Which heads of queries each rank has, and which of keys, each of which ``each`` heads of queries read."""
+    """Return each rank's heads of queries and of keys; ``each`` heads of queries read a head of keys."""
     groups = heads // each
     if groups >= ranks:
         key_heads = Cut.even(groups, ranks).expanded()

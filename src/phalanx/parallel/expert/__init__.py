@@ -1,4 +1,4 @@
-"""Expert parallelism: each rank holds some of a layer's experts, and tokens travel to those that they are meant for."""
+"""Expert parallelism: each rank holds some of a layer's experts, and tokens travel to their experts."""
 
 from phalanx.parallel.expert.dispatch import DispatchedExperts, by_rows, deal_out, dealt_over, rows_of
 from phalanx.parallel.expert.find_experts import find

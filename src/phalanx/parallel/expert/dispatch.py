@@ -1,11 +1,11 @@
-"""Deals experts out over ranks, and sends tokens to them and back.
+"""Experts distributed over ranks, with tokens sent to them and back.
 
-Every rank chooses experts for its own tokens. Rows (a hidden state for each expert chosen for it) are sorted by expert
-and go to the ranks that hold these in one uneven all-to-all, none dropped; the module's own code runs there, on the
-experts that are there; the results come back the same way and are added up token by token (Lepikhin et al. 2021,
-section 3.2; dropless as Gale et al. 2023). Backward sends gradients along the same ways.
+Every rank chooses experts for its own tokens. Rows (a hidden state for each chosen expert) are sorted by expert and go
+to the ranks of these experts in one uneven all-to-all, none dropped; the module's own code runs there, on the local
+experts; the results come back the same way and are added up token by token (Lepikhin et al. 2021, section 3.2; dropless
+as Gale et al. 2023). Backward sends gradients along the same ways.
 
-Under ``tp`` every rank has all tokens of its samples. There experts are dealt out over ``ep`` × ``tp``, and each rank
+Under ``tp`` every rank has all tokens of its samples. There experts are distributed over ``ep`` × ``tp``, and each rank
 of ``tp`` sends its share of the tokens, so that none is computed twice (Singh et al. 2023, section 5.1).
 """
 
@@ -35,7 +35,7 @@ from phalanx.parallel.tensor import split_weights
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DispatchedExperts:
-    """Experts dealt out, by name."""
+    """Distributed experts, by name."""
 
     modules: tuple[str, ...] = ()  # that hold them
     inside: tuple[str, ...] = ()  # these modules' parameters
@@ -44,7 +44,7 @@ class DispatchedExperts:
 
 
 def by_rows(module: nn.Module, found: Sequence[Experts]) -> None:
-    """Make experts that are called with sliced tensors work on the rows that are here, in place."""
+    """Make experts accept sliced tensors and work on the local rows, in place."""
     for experts in found:
         child = module.get_submodule(experts.name)
         if not isinstance(child.forward, _ExpertsForward):
@@ -53,7 +53,7 @@ def by_rows(module: nn.Module, found: Sequence[Experts]) -> None:
 
 
 def deal_out(module: nn.Module, found: Sequence[Experts], plan: Plan, mesh: Mesh, tensors: Axis) -> DispatchedExperts:
-    """Keep this rank's experts only, in place, and make calls reach all of them. ``tensors`` is the axis of ``tp``."""
+    """Keep this rank's experts only, in place, and route calls to all. ``tensors`` is the axis of ``tp``."""
     if not found:
         return DispatchedExperts()
     over = dealt_over(found, plan)
@@ -75,13 +75,13 @@ def deal_out(module: nn.Module, found: Sequence[Experts], plan: Plan, mesh: Mesh
 
 
 def dealt_over(found: Sequence[Experts], plan: Plan) -> tuple[str, ...]:
-    """The dimensions of the mesh whose ranks hold different experts: also ``tp``, where there are enough for it."""
+    """Return the mesh dimensions whose ranks hold different experts: also ``tp``, if there are enough experts."""
     enough = all(experts.count >= plan.ep * plan.tp for experts in found)
     return ("ep", "tp") if enough else ("ep",)
 
 
 def rows_of(found: Sequence[Experts], plan: Plan) -> dict[str, Cut]:
-    """Name → how the rows of it, one an expert, are dealt out over the ranks of ``dealt_over``; none over one rank."""
+    """Map name to the cut of its rows (a row is an expert) over the ranks of ``dealt_over``; empty for one rank."""
     ranks = prod(plan.mesh[axis] for axis in dealt_over(found, plan))
     if ranks == 1:
         return {}

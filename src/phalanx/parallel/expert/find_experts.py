@@ -1,9 +1,9 @@
-"""Finds a model's experts by how they are called and by what they compute, not by names or classes.
+"""Detection of a model's experts by their calls and results, not by names or classes.
 
-Experts that can be dealt out are one module that holds the weights of all as tensors whose first dimension counts them
-(transformers' since version 5 do), called with hidden states (..., H), the experts chosen for each (..., K) and the
-weights of these (..., K), and that adds up over the K what each expert makes of the hidden state. That this is so is
-tried: a few rows through all experts must give what they give through some experts at a time.
+Experts that can be distributed are one module with the weights of all as tensors whose first dimension counts them (as
+in transformers since version 5), called with hidden states (..., H), the experts chosen for each (..., K) and their
+weights (..., K), and its result adds up over the K. This is verified: a few rows through all experts must give the same
+as through some experts at a time.
 """
 # A run of its own, on numbers: that experts can be dealt out shows in what they compute, not in their operations.
 
@@ -33,7 +33,7 @@ from phalanx.units import show_names
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Experts:
-    """A module that holds experts, and how it is called."""
+    """A module that holds experts, and the form of its calls."""
 
     name: str
     count: int
@@ -42,15 +42,15 @@ class Experts:
     numbers: tuple[str, ...] = ()  # attributes that say how many experts there are
 
     def whole_name(self, parameter: str) -> str:
-        """The name in the model of a parameter of the module."""
+        """Return the name in the model for a parameter of the module."""
         return f"{self.name}.{parameter}" if self.name else parameter
 
 
 def find(module: nn.Module, example: Example, plan: Plan) -> list[Experts]:
-    """The experts of ``module``; none where it has none.
+    """Return the experts of ``module``, if any.
 
     Raises:
-        RefusedError: if the plan has ``ep`` and nothing can be dealt out over it.
+        RefusedError: if the plan has ``ep`` and no experts can be distributed over it.
     """
     seen = called_as_experts(module, example)
     found, unlike = [], []
@@ -72,7 +72,7 @@ def find(module: nn.Module, example: Example, plan: Plan) -> list[Experts]:
 
 
 def whole_call(experts: Experts, args: Any, kwargs: Any) -> tuple[list[Tensor], Callable[..., tuple[Any, Any]]]:
-    """Hidden states, chosen experts and weights of a call, and what puts others in their places."""
+    """Return hidden states, chosen experts and weights of a call, and a function that replaces them."""
     leaves, structure = tree_flatten((args, kwargs))
 
     def with_others(*others: Tensor) -> tuple[Any, Any]:
@@ -85,7 +85,7 @@ def whole_call(experts: Experts, args: Any, kwargs: Any) -> tuple[list[Tensor], 
 
 
 def or_alike(run: Callable[[], Tensor], hidden: Tensor, weight: Tensor) -> Tensor:
-    """What experts give, or on fake tensors, where these cannot follow their code, what has the form of it."""
+    """Return the experts' result; on fake tensors that cannot follow their code, a tensor of the same form."""
     try:
         return run()
     except Exception:  # a look at who was chosen, or a grouped product, whose fake is that of another device
@@ -96,7 +96,7 @@ def or_alike(run: Callable[[], Tensor], hidden: Tensor, weight: Tensor) -> Tenso
 
 @contextmanager
 def counting(module: nn.Module, experts: Experts, here: int) -> Iterator[None]:
-    """Inside, the module's own code reads that there are ``here`` experts."""
+    """Make the module's own code read ``here`` as its number of experts."""
     before = {name: module.__dict__[name] for name in experts.numbers}
     module.__dict__.update(dict.fromkeys(experts.numbers, here))
     try:
@@ -107,7 +107,7 @@ def counting(module: nn.Module, experts: Experts, here: int) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class ExpertsCall:
-    """How experts are called."""
+    """The form of a call of experts."""
 
     leaves: tuple[int, int, int]  # which of the arguments are hidden states, chosen experts and their weights
     shapes: tuple[torch.Size, torch.Size]  # of the first two
@@ -116,7 +116,7 @@ class ExpertsCall:
 
 
 def called_as_experts(module: nn.Module, example: Example) -> dict[nn.Module, ExpertsCall]:
-    """Modules with weights for many experts that are called as experts are."""
+    """Return modules with weights for many experts that are called like experts."""
     candidates = [child for child in module.modules() if expert_count(child) > 1]
     if not candidates:
         return {}
@@ -142,13 +142,13 @@ def called_as_experts(module: nn.Module, example: Example) -> dict[nn.Module, Ex
 
 
 def expert_count(module: nn.Module) -> int:
-    """How many experts the module's own weights, of three dimensions each, are for; 0 where they do not agree."""
+    """Return the number of experts in the module's own three-dimensional weights; 0 if these disagree."""
     counts = {tensor.shape[0] for tensor in module._parameters.values() if tensor is not None and tensor.dim() == 3}
     return counts.pop() if len(counts) == 1 else 0
 
 
 def experts_call(args: Any, kwargs: Any) -> ExpertsCall | None:
-    """A call with hidden states, chosen experts and their weights; ``None`` if it is of another kind."""
+    """Return the form of a call with hidden states, chosen experts and their weights, or ``None``."""
     leaves, structure = tree_flatten((args, kwargs))
     tensors = {index: leaf for index, leaf in enumerate(leaves) if isinstance(leaf, Tensor)}
     whole = [i for i, one in tensors.items() if one.dtype in (torch.int64, torch.int32) and one.dim() >= 2]

@@ -1,4 +1,4 @@
-"""Tensors of which each rank holds a slice, and which model code sees as wholes."""
+"""Tensors held in slices that model code sees as wholes."""
 
 from phalanx.parallel.context import attention  # noqa: F401  # each fills RULES
 from phalanx.parallel.local_shards import elementwise_ops, matmul_ops, reduction_ops, view_ops  # noqa: F401

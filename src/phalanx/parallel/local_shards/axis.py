@@ -1,10 +1,10 @@
-"""One axis of the mesh along which tensors are sliced, and how pieces travel on it, forward and backward.
+"""One axis of the mesh along which tensors are sliced, and the exchanges of pieces on it, forward and backward.
 
-What is whole on every rank can be told in two ways when it comes to gradients. Along ``tp`` every rank has the same
-whole gradient of a whole tensor (as Megatron-LM does it; Shoeybi et al. 2019, section 3). Along ``cp`` the gradient of
-a whole tensor is the *sum* of what the ranks have, and stays so until the parameters' gradients are added once, with
-those of the data-parallel ranks. The first spares a reduction where most tensors are whole, the second where most are
-sliced. Each function below says what its backward is under both.
+A tensor that is whole on every rank can have two kinds of gradient. Along ``tp`` every rank has the same whole gradient
+of a whole tensor (as in Megatron-LM; Shoeybi et al. 2019, section 3). Along ``cp`` the gradient of a whole tensor is
+the *sum* over the ranks, and stays in parts until the parameters' gradients are added once, with those of the data-
+parallel ranks. The first spares a reduction if most tensors are whole, the second if most are sliced. Each function
+below states its backward under both.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Axis:
         return f"Axis({self.name}, {self.rank} of {self.size})"
 
     def add_up(self, tensor: Tensor, op: Any = dist.ReduceOp.SUM) -> Tensor:
-        """``tensor`` summed over the ranks, in place where it is contiguous."""
+        """Sum ``tensor`` over the ranks, in place if it is contiguous."""
         self.tell("all_reduce", tensor)
         if self.group is not None:
             tensor = tensor.contiguous()
@@ -54,7 +54,7 @@ class Axis:
         return tensor
 
     def gather(self, local: Tensor, dim: int, cut: Cut) -> Tensor:
-        """The whole tensor of which each rank holds its ``cut`` along ``dim``."""
+        """Return the whole tensor from each rank's ``cut`` along ``dim``."""
         self.tell("all_gather", local)
         longest = max(cut.lengths)
         if self.group is None:
@@ -71,7 +71,7 @@ class Axis:
         return concatenated(pieces, dim, cut)
 
     def add_up_and_keep(self, tensor: Tensor, dim: int, cut: Cut) -> Tensor:
-        """This rank's ``cut`` along ``dim`` of ``tensor`` summed over the ranks."""
+        """Return this rank's ``cut`` along ``dim`` of ``tensor`` summed over the ranks."""
         if self.group is not None and not cut.equal:
             whole = self.add_up(tensor.clone(memory_format=torch.contiguous_format))
             return piece(whole, dim, cut, self.rank).contiguous()
@@ -84,7 +84,7 @@ class Axis:
         return out
 
     def tell(self, kind: str, tensor: Tensor) -> None:
-        """A collective of this kind is about to send ``tensor``."""
+        """Notify the listener of a collective on ``tensor``."""
         if self.notice is not None:
             self.notice(kind, tensor)
 
@@ -99,7 +99,7 @@ class Placed:
 
 
 def piece(whole: Tensor, dim: int, cut: Cut, rank: int) -> Tensor:
-    """What ``rank`` holds of ``whole`` under ``cut`` along ``dim``; a view where that is one run."""
+    """Return the part of ``whole`` that ``rank`` holds under ``cut`` along ``dim``; a view if it is one run."""
     ranges = cut.expanded()[rank]
     if len(ranges) == 1:
         start, stop = ranges[0]
@@ -110,14 +110,14 @@ def piece(whole: Tensor, dim: int, cut: Cut, rank: int) -> Tensor:
 
 
 def kept(whole: Tensor, placed: Iterable[Placed]) -> Tensor:
-    """What this rank holds of ``whole``."""
+    """Return this rank's part of ``whole``."""
     for one in placed:
         whole = piece(whole, one.dim, one.cut, one.axis.rank)
     return whole
 
 
 def concatenated(pieces: list[Tensor], dim: int, cut: Cut) -> Tensor:
-    """The whole tensor from what each rank holds, in rank order."""
+    """Return the whole tensor from each rank's part, in rank order."""
     if cut.in_order:
         return torch.cat(pieces, dim)
     runs: list[tuple[int, Tensor]] = []
@@ -130,10 +130,10 @@ def concatenated(pieces: list[Tensor], dim: int, cut: Cut) -> Tensor:
 
 
 def shared(tensor: Tensor, axis: Axis) -> Tensor:
-    """A whole tensor, on its way into sliced work: each rank's gradient of it is a part, and they are added up.
+    """Pass a whole tensor into sliced work, where each rank's gradient is a part.
 
-    Backward: ``tp`` all-reduce, once however many products read the tensor; ``cp`` nothing, the sum comes later. A
-    parameter under sequence parallelism is also left for later, so that all of them are added up at once
+    Backward: ``tp`` all-reduce, once for any number of products that read the tensor; ``cp`` nothing, the sum comes
+    later. A parameter under sequence parallelism is also left for later, so that all of them are added up at once
     (``added_later``).
     """
     if axis.sums or not tensor.requires_grad:
@@ -153,11 +153,11 @@ def shared(tensor: Tensor, axis: Axis) -> Tensor:
 
 
 def added_later(parameter: Tensor, axis: Axis) -> Tensor:
-    """``parameter`` as a model reads it whose gradients are added up over ``axis`` at the end of a step.
+    """Pass ``parameter`` to a model whose gradients are added up over ``axis`` at the end of a step.
 
-    What a rank computes of it for its own tokens goes by ``shared``, and is a part of the gradient. All other work is
-    done alike by every rank, such as looking up all tokens in a table that is also the last layer: its gradient is the
-    whole one on each, of which every rank puts in its share.
+    Work on a rank's own tokens reads it through ``shared``, and gives a part of the gradient. All other work is equal
+    on every rank, such as looking up all tokens in a table that is also the last layer: its gradient is whole on each
+    rank, and every rank contributes its share of it.
     """
     if not (parameter.requires_grad and torch.is_grad_enabled()):
         return parameter
@@ -171,12 +171,12 @@ _READ = "_read_from"
 
 
 def parameter_of(tensor: Tensor) -> Tensor | None:
-    """The parameter that ``tensor`` is, or is read from by ``added_later``."""
+    """Return the parameter that ``tensor`` is, or was read from by ``added_later``."""
     return tensor if isinstance(tensor, torch.nn.Parameter) else vars(tensor).get(_READ)
 
 
 def total(tensor: Tensor, axis: Axis) -> Tensor:
-    """The sum over ranks of what each has computed, whole on every rank; may use ``tensor``'s own memory.
+    """Return the sum over ranks, whole on every rank; may use ``tensor``'s own memory.
 
     Backward: ``tp`` nothing; ``cp`` all-reduce.
     """
@@ -184,28 +184,28 @@ def total(tensor: Tensor, axis: Axis) -> Tensor:
 
 
 def reduce_scattered(tensor: Tensor, dim: int, cut: Cut, axis: Axis) -> Tensor:
-    """The sum over ranks of what each has computed, each rank keeping its slice. Backward: all-gather."""
+    """Return this rank's slice of the sum over ranks. Backward: all-gather."""
     return _Goes.apply(tensor, (_to_sum, _to_whole), dim, cut, axis)
 
 
 def taken(whole: Tensor, dim: int, cut: Cut, axis: Axis) -> Tensor:
-    """This rank's slice of a whole tensor. Backward: ``tp`` all-gather; ``cp`` nothing."""
+    """Return this rank's slice of a whole tensor. Backward: ``tp`` all-gather; ``cp`` nothing."""
     if axis.sums or not whole.requires_grad:
         return piece(whole, dim, cut, axis.rank)
     return _Goes.apply(whole, (_to_piece, _to_whole), dim, cut, axis)
 
 
 def whole(local: Tensor, dim: int, cut: Cut, axis: Axis) -> Tensor:
-    """The whole of a sliced tensor, for work that all ranks do alike. Backward: ``tp`` none; ``cp`` as ``opened``."""
+    """Return a sliced tensor whole, for work that all ranks repeat. Backward: ``tp`` none; ``cp`` as ``opened``."""
     if axis.sums:
         return opened(local, dim, cut, axis)
     return _Goes.apply(local, (_to_whole, _to_piece), dim, cut, axis)
 
 
 def opened(local: Tensor, dim: int, cut: Cut, axis: Axis) -> Tensor:
-    """The whole of a sliced tensor, for work that each rank does a part of. Backward: reduce-scatter.
+    """Return a sliced tensor whole, for work that is shared out. Backward: reduce-scatter.
 
-    Gathered once however many products read it.
+    Gathered once for any number of products that read it.
     """
     memory: dict[Any, weakref.ref[Tensor]] = vars(local).setdefault("_opened_along", {})  # pyrefly: ignore
     key = (axis, torch.is_grad_enabled())

@@ -1,9 +1,9 @@
-"""How one dimension of a tensor is dealt out over ranks: whole arithmetic, no tensors.
+"""The cut of one dimension of a tensor over ranks: integer arithmetic, no tensors.
 
-A dimension of ``outer * units * inner`` elements is read as a table of that shape. Units are dealt out; every rank
+A dimension of ``outer * units * inner`` elements is read as a table of that shape. Units are shared out; every rank
 holds, for each of the ``outer`` repeats, all ``inner`` elements of its units. So heads of 64 features are cut between
-heads (``inner=64``), a fused query-key-value projection inside each of its three parts (``outer=3``), and the tokens
-of a flattened batch inside each sample (``outer=batch``). Ranks need not hold equally many units, and may hold several
+heads (``inner=64``), a fused query-key-value projection inside each of its three parts (``outer=3``), and the tokens of
+a flattened batch inside each sample (``outer=batch``). Ranks need not hold equally many units, and may hold several
 ranges of them.
 """
 
@@ -20,7 +20,7 @@ Ranges = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True)
 class Cut:
-    """One dimension dealt out over ranks."""
+    """One dimension shared out over ranks."""
 
     outer: int  # repeats of the pattern
     units: int  # what is dealt out, within each repeat
@@ -29,7 +29,7 @@ class Cut:
 
     @classmethod
     def even(cls, size: int, ranks: int, *, outer: int = 1, inner: int = 1) -> Cut:
-        """Contiguous shares that differ by at most one unit, the first ones the larger; ``size`` elements in all."""
+        """Return contiguous shares that differ by at most one unit, the first ones larger; ``size`` elements in all."""
         units = size // (outer * inner)
         share, larger = divmod(units, ranks)
         starts = [rank * share + min(rank, larger) for rank in range(ranks + 1)]
@@ -38,14 +38,16 @@ class Cut:
 
     @classmethod
     def zigzag(cls, size: int, ranks: int) -> Cut:
-        """Rank r holds the r-th chunk from the front and the r-th from the back of ``2 * ranks``: under a causal mask
-        early tokens attend to few and late ones to many, and so every rank has the same work."""
+        """Return a cut in which rank r holds the r-th of ``2 * ranks`` chunks from the front and from the back.
+
+        Under a causal mask early tokens attend to few and late ones to many, so every rank has the same work.
+        """
         chunks = Cut.even(size, 2 * ranks).expanded()
         return cls.of(1, size, 1, tuple(chunks[rank] + chunks[2 * ranks - 1 - rank] for rank in range(ranks)))
 
     @classmethod
     def of(cls, outer: int, units: int, inner: int, held: tuple[Ranges, ...]) -> Cut:
-        """The same with the largest units that tell it, empty ranges left out: equal cuts compare equal."""
+        """Return the cut in its largest units, without empty ranges, so that equal cuts compare equal."""
         joined = tuple(_joined(ranges) for ranges in held)
         edges = [edge for ranges in joined for pair in ranges for edge in pair]
         step = gcd(units, *edges) or 1
@@ -61,7 +63,7 @@ class Cut:
         return len(self.held)
 
     def length(self, rank: int) -> int:
-        """Elements of the dimension that ``rank`` holds."""
+        """Return the number of elements of the dimension on ``rank``."""
         return self.outer * self.inner * sum(stop - start for start, stop in self.held[rank])
 
     @cached_property
@@ -70,12 +72,12 @@ class Cut:
 
     @property
     def equal(self) -> bool:
-        """Return True if every rank holds equally much."""
+        """Return True if every rank holds equally many."""
         return len(set(self.lengths)) == 1
 
     @property
     def in_order(self) -> bool:
-        """Return True if joining what the ranks hold, in rank order, gives the whole dimension."""
+        """Return True if the ranks' parts, joined in rank order, give the whole dimension."""
         at = 0
         for ranges in self.held:
             if len(ranges) > 1 or (ranges and ranges[0][0] != at):
@@ -84,7 +86,7 @@ class Cut:
         return self.outer == 1
 
     def expanded(self) -> tuple[Ranges, ...]:
-        """For each rank the ranges of elements of the whole dimension that it holds, in order."""
+        """Return each rank's ranges of elements of the whole dimension, in order."""
         repeat = self.units * self.inner
         starts = [index * repeat for index in range(self.outer)]
         return tuple(
@@ -93,15 +95,15 @@ class Cut:
         )
 
     def same(self, other: Cut) -> bool:
-        """Return True if every rank holds the same elements under both, however they are told."""
+        """Return True if every rank holds the same elements under both cuts."""
         return self == other or (self.size == other.size and self.expanded() == other.expanded())
 
     def flattened(self, before: int, after: int) -> Cut:
-        """The cut of this dimension merged with dimensions of ``before`` elements left and ``after`` right of it."""
+        """Return the cut after merging with dimensions of ``before`` elements left and ``after`` right of it."""
         return Cut.of(self.outer * before, self.units, self.inner * after, self.held)
 
     def unflattened(self, sizes: Sequence[int]) -> tuple[int, Cut] | None:
-        """Viewed as dimensions of ``sizes``: which of them is then cut, and how; ``None`` where none can be."""
+        """Return the cut dimension among ``sizes`` and its cut, after viewing; ``None`` if there is none."""
         for index, size in enumerate(sizes):
             before, after = prod(sizes[:index]), prod(sizes[index + 1 :])
             if self.outer % before or self.inner % after:
@@ -112,9 +114,9 @@ class Cut:
         return None
 
     def part(self, start: int, stop: int) -> Cut | None:
-        """The cut of elements [start, stop) of this dimension; ``None`` where ranks could not tell it by themselves.
+        """Return the cut of elements [start, stop) of this dimension; ``None`` if a rank's part is not a slice.
 
-        What a rank holds of the part is a run of what it held, so that it is a slice of its own.
+        A rank's part must be one run of its elements.
         """
         repeat = self.units * self.inner
         if self.outer > 1:
@@ -128,7 +130,7 @@ class Cut:
         return Cut.of(1, stop - start, 1, held)
 
     def offset(self, rank: int, start: int) -> int:
-        """How many of the elements before ``start`` of the whole dimension ``rank`` holds."""
+        """Return how many elements before ``start`` of the whole dimension are on ``rank``."""
         return sum(max(0, min(b, start) - a) for a, b in self.expanded()[rank])
 
 

@@ -1,4 +1,4 @@
-"""Operations that treat each element by itself: slices stay slices, nothing is sent."""
+"""Operations that treat each element by itself: slices stay slices, without communication."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _DROPS = ("dropout", "alpha_dropout", "feature_alpha_dropout")
 
 
 def elementwise(func: Any, args: Any, kwargs: Any) -> Any:
-    """Align the operands, run on what is here."""
+    """Align the operands and run on the local parts."""
     leaves, structure = tree_flatten((list(args), kwargs))
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     locals_, cuts = aligned(tensors)
@@ -35,7 +35,7 @@ def elementwise(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def in_place(func: Any, args: Any, kwargs: Any) -> Any:
-    """The same written into the first operand, where its slices are those of the result."""
+    """Write the result into the first operand, if its slices are those of the result."""
     target = args[0]
     if not is_sliced(target):
         return NotImplemented
@@ -49,7 +49,7 @@ def in_place(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def converted(func: Any, args: Any, kwargs: Any) -> Any:
-    """``to``, with another tensor or a dtype: only the element type changes, or the device."""
+    """Handle ``to`` with another tensor or a dtype: only the element type changes, or the device."""
     tensor, *rest = args
     if not is_sliced(tensor):  # plain.to(sliced): takes its dtype
         other = rest[0] if rest else kwargs.get("other")
@@ -59,7 +59,7 @@ def converted(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def dropped(func: Any, args: Any, kwargs: Any) -> Any:
-    """Dropout: every rank draws for its own slice, and all end with the same state of the generator."""
+    """Apply dropout: every rank draws for its own slice, and all end with the same generator state."""
     tensor = args[0] if args else kwargs.get("input")
     if not is_sliced(tensor):
         return NotImplemented

@@ -1,8 +1,8 @@
-"""Matrix products: where slices pay, and where ranks talk.
+"""Matrix products of slices, and their communication.
 
 Each dimension of a product is named by a letter, as in ``einsum``. A letter in both operands and not in the result is
 added over; sliced there, each rank has a part of the sum (a row-split layer), and one reduction makes it whole. A
-letter of one operand alone stays sliced in the result (a column-split layer), and nothing is sent forward.
+letter of one operand alone stays sliced in the result (a column-split layer), without communication in forward.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from phalanx.parallel.local_shards.tensor import RULES, arguments, brought, gath
 
 
 def linear(func: Any, args: Any, kwargs: Any) -> Any:
-    """``x W^T + b``."""
+    """Compute ``x W^T + b``."""
     x, weight, bias = arguments(args, kwargs, input=None, weight=None, bias=None)
     if x.dim() < 1 or weight.dim() != 2:
         return NotImplemented
@@ -30,7 +30,7 @@ def linear(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def addmm(func: Any, args: Any, kwargs: Any) -> Any:
-    """``b + x W``, as transformers' ``Conv1D`` has it."""
+    """Compute ``b + x W``, as in transformers' ``Conv1D``."""
     bias, x, weight = arguments(args, kwargs, input=None, mat1=None, mat2=None)
     if any(kwargs.get(name, 1) != 1 for name in ("alpha", "beta")):
         return NotImplemented
@@ -42,7 +42,7 @@ def addmm(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def baddbmm(func: Any, args: Any, kwargs: Any) -> Any:
-    """``beta b + alpha x y``."""
+    """Compute ``beta b + alpha x y``."""
     bias, x, y = arguments(args, kwargs, input=None, batch1=None, batch2=None)
     alpha, beta = kwargs.get("alpha", 1), kwargs.get("beta", 1)
     found = product(("BXY", "BYZ", "BXZ"), x, y, torch.bmm)
@@ -51,7 +51,7 @@ def baddbmm(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def matmul(func: Any, args: Any, kwargs: Any) -> Any:
-    """``a b`` over the last two dimensions, the others broadcast."""
+    """Compute ``a b`` over the last two dimensions, the others broadcast."""
     a, b, *_ = [*args, *(kwargs[name] for name in ("input", "other", "mat2", "vec") if name in kwargs)]
     if func.__name__ == "__rmatmul__":
         a, b = b, a
@@ -63,7 +63,7 @@ def matmul(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def einsum(func: Any, args: Any, kwargs: Any) -> Any:
-    """Two operands with every letter written out."""
+    """Compute a product of two operands with every letter written out."""
     equation, *operands = args
     if len(operands) == 1 and isinstance(operands[0], tuple | list):
         operands = list(operands[0])
@@ -82,7 +82,7 @@ Letters = tuple[str, str, str]
 
 
 def product(letters: Letters, a: Tensor, b: Tensor, run: Callable[..., Tensor], bias: Any = None) -> Any:
-    """``run(a, b)`` of operands either or both sliced; ``run(a, b, bias)`` with one over the result's last letter."""
+    """Compute ``run(a, b)`` with sliced operands; ``run(a, b, bias)`` with a bias over the result's last letter."""
     axes = {id(one.axis): one.axis for operand in (a, b, bias) if is_sliced(operand) for one in operand.placed}
     cuts: list[tuple[Axis, str, Cut]] = []
     sums: list[Axis] = []

@@ -1,4 +1,4 @@
-"""Operations over some dimensions: nothing is sent where the cut one is not among them."""
+"""Operations over some dimensions: no communication unless the cut dimension is among them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _ALONG = ("softmax", "log_softmax", "cumsum", "cumprod", "sort", "argsort", "top
 
 
 def reduced(func: Any, args: Any, kwargs: Any) -> Any:
-    """A reduction. Over a cut dimension only sums and means have a rule."""
+    """Compute a reduction. Over a cut dimension only sums and means have a rule."""
     tensor = args[0] if args else kwargs.get("input")
     if not is_sliced(tensor):
         return NotImplemented
@@ -67,7 +67,7 @@ def reduced(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def along(func: Any, args: Any, kwargs: Any) -> Any:
-    """Operations along one dimension that is not cut."""
+    """Compute an operation along one dimension that is not cut."""
     tensor = args[0] if args else kwargs.get("input")
     if not is_sliced(tensor):
         return NotImplemented
@@ -87,7 +87,7 @@ def along(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def normed(func: Any, args: Any, kwargs: Any) -> Any:
-    """Layer and RMS normalisation over last dimensions that are not cut."""
+    """Compute layer or RMS normalisation over last dimensions that are not cut."""
     names = ("weight", *_AFTER_WEIGHT[func.__name__])
     tensor, shape, *rest = arguments(args, kwargs, input=None, normalized_shape=None, **dict.fromkeys(names))
     if not is_sliced(tensor):
@@ -105,7 +105,7 @@ _AFTER_WEIGHT = {"layer_norm": ("bias", "eps"), "rms_norm": ("eps",)}
 
 
 def cross_entropy(func: Any, args: Any, kwargs: Any) -> Any:
-    """Cross entropy of logits cut along their samples, their classes, or both; classes are the last dimension.
+    """Compute cross entropy of logits cut along samples, classes, or both; classes are the last dimension.
 
     Over cut classes (Shoeybi et al. 2019, section 3) three numbers a sample are sent: the largest logit, the sum of
     exponentials, and the target's logit; with label smoothing the sum of logits too.
@@ -164,7 +164,7 @@ def _at_home(index: Tensor, cut: Any, axis: Axis) -> tuple[Tensor, Tensor]:
 
 
 def embedding(func: Any, args: Any, kwargs: Any) -> Any:
-    """Rows of a table: a table cut by rows gives a sum over ranks, one cut by columns a cut result."""
+    """Look up rows of a table: a table cut by rows gives a sum over ranks, one cut by columns a cut result."""
     ids, weight, padding, most = arguments(args, kwargs, input=None, weight=None, padding_idx=None, max_norm=None)
     if most is not None or any(kwargs.get(name) for name in ("scale_grad_by_freq", "sparse")):
         return NotImplemented

@@ -1,13 +1,12 @@
-"""A tensor of which this rank holds a slice, and which model code sees as the whole.
+"""A tensor held in slices that model code sees as the whole.
 
-Its shape is the whole one's, and every operation on it gives what the operation on the whole would give. What an
-operation does to slices is told by rules (``rules``), one for each kind of operation; where there is none, the whole is
-gathered and the operation runs on every rank. So values are right whatever a model does, and rules only save memory,
-time and communication.
+Its shape is the whole tensor's, and every operation gives the result of the operation on the whole. Rules (``RULES``),
+one for each kind of operation, say how slices are treated; without a rule, the whole is gathered and the operation runs
+on every rank. So values are right for any model, and rules only save memory, time and communication.
 
-Rules work on torch's functions, above autograd: what runs are ordinary operations on ordinary local tensors, and
-autograd sees those. torch's own DTensor does the same job below autograd; it cannot deal heads or fused projections out
-unevenly, and has no rule for attention on CPUs.
+Rules work on torch's functions, above autograd: ordinary operations run on ordinary local tensors, and autograd sees
+those. torch's own DTensor does the same job below autograd; it cannot cut heads or fused projections unevenly, and has
+no rule for attention on CPUs.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ RULES: dict[str, Rule] = {}
 
 
 class Sliced(Tensor):
-    """A tensor that is whole to its reader and a slice in memory: ``local``, a plain tensor, which autograd follows."""
+    """A tensor with the whole shape and a slice in memory: ``local``, a plain tensor, followed by autograd."""
 
     placed: tuple[Placed, ...]  # how each axis cuts it; one dimension an axis, one axis a dimension
     _local: Tensor
@@ -68,7 +67,7 @@ class Sliced(Tensor):
         return next((one for one in self.placed if one.axis is axis), None)
 
     def whole(self, axes: Iterable[Any] | None = None) -> Tensor:
-        """The same gathered along ``axes``, or all; plain where nothing remains cut."""
+        """Gather along ``axes``, or all; plain if no cut remains."""
         chosen = {id(axis) for axis in axes} if axes is not None else {id(one.axis) for one in self.placed}
         local, rest = self.local, []
         for one in self.placed:
@@ -114,23 +113,23 @@ RULES["register_hook"] = lambda _, args, kwargs: args[0].local.register_hook(*ar
 
 
 def sliced(local: Tensor, placed: Iterable[Placed]) -> Tensor:
-    """``local`` as a slice of a whole; itself where nothing is cut."""
+    """Return ``local`` as a slice of a whole; unchanged without cuts."""
     placed = tuple(placed)
     return Sliced(local, placed) if placed else local
 
 
 def is_sliced(value: Any) -> TypeGuard[Sliced]:
-    """Return True if it is a tensor of which only a slice is here."""
+    """Return True if only a slice of the tensor is on this rank."""
     return type(value) is Sliced
 
 
 def local_of(value: Any) -> Any:
-    """What this rank holds of a sliced tensor; all else as it is."""
+    """Return this rank's part of a sliced tensor; other values unchanged."""
     return value.local if is_sliced(value) else value
 
 
 def arguments(args: Any, kwargs: Any, **defaults: Any) -> list[Any]:
-    """The arguments called so, in this order, given by place or by name."""
+    """Return the arguments with these names, in this order, passed by position or by name."""
     named = enumerate(defaults.items())
     return [args[index] if index < len(args) else kwargs.get(name, default) for index, (name, default) in named]
 
@@ -146,7 +145,7 @@ METADATA = frozenset(
 
 
 def name_of(func: Any) -> str:
-    """The name of a function that torch hands to an override; of a property that is read, the property's."""
+    """Return the name of a function that torch passes to an override; for a property, its name."""
     return func.__self__.__name__ if func.__name__ == "__get__" else func.__name__
 
 
@@ -186,7 +185,7 @@ def _changes_in_place(name: str, args: Any, kwargs: Any) -> bool:
 
 
 def aligned(tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[tuple[Axis, int, Cut]]]:
-    """The local tensors of an element-wise operation, broadcast from the right, and the cuts of its result.
+    """Return the local operands of an element-wise operation, broadcast from the right, and the result's cuts.
 
     The cuts' dimensions count from the right: -1 is the last.
     """
@@ -208,7 +207,7 @@ def aligned(tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[tuple[Axis, i
 
 
 def brought(tensor: Tensor, axis: Axis, dim: int, cut: Cut) -> Tensor:
-    """``tensor`` for work in which ``axis`` cuts dimension ``dim`` (from the right) so; other axes stay as they are."""
+    """Return ``tensor`` with ``axis`` cutting dimension ``dim`` (from the right) by ``cut``; other axes are kept."""
     if isinstance(tensor, Sliced) and (place := tensor.on(axis)) is not None:
         if place.dim - tensor.dim() == dim and place.cut.same(cut):
             return tensor
@@ -220,7 +219,7 @@ def brought(tensor: Tensor, axis: Axis, dim: int, cut: Cut) -> Tensor:
 
 
 def gathered(tensor: Tensor, axis: Axis, *, partly: bool) -> Tensor:
-    """``tensor`` whole along ``axis``; ``partly``: for work that each rank does a part of."""
+    """Return ``tensor`` whole along ``axis``; ``partly``: for work that is shared out."""
     if not isinstance(tensor, Sliced) or (place := tensor.on(axis)) is None:
         return on_local(tensor, lambda local: shared(local, axis)) if partly else tensor
     local = (opened if partly else whole)(tensor.local, place.dim, place.cut, axis)
@@ -228,7 +227,7 @@ def gathered(tensor: Tensor, axis: Axis, *, partly: bool) -> Tensor:
 
 
 def on_local(tensor: Tensor, change: Any, more: Placed | None = None) -> Tensor:
-    """``change`` made to what this rank holds; ``more`` is a cut that it brings about."""
+    """Apply ``change`` to this rank's part; ``more`` is a cut that results from it."""
     if isinstance(tensor, Sliced):
         return Sliced(change(tensor.local), [*tensor.placed, *([more] if more else [])])
     changed = change(tensor)
@@ -236,7 +235,7 @@ def on_local(tensor: Tensor, change: Any, more: Placed | None = None) -> Tensor:
 
 
 def result(local: Tensor, cuts: Sequence[tuple[Axis, int, Cut]]) -> Tensor:
-    """A result with cuts whose dimensions count from the right."""
+    """Return a result with cuts whose dimensions count from the right."""
     return sliced(local, [Placed(axis, local.dim() + dim, cut) for axis, dim, cut in cuts])
 
 

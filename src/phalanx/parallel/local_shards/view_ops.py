@@ -1,4 +1,4 @@
-"""Operations that rearrange elements: slices stay slices where each rank's part of the result comes from its own."""
+"""Operations that rearrange elements: slices stay slices if each rank's part of the result comes from its own."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def _viewed(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def reshaped(tensor: Sliced, sizes: list[int]) -> Any:
-    """``tensor`` seen in another shape, or ``NotImplemented`` where a rank's part would not be a part there."""
+    """View ``tensor`` in another shape, or return ``NotImplemented`` if slices cannot follow."""
     if -1 in sizes:
         known = -prod(sizes)
         sizes = [tensor.numel() // known if size == -1 and known else size for size in sizes]

@@ -1,4 +1,4 @@
-"""Asynchronous data parallelism: servers hold the parameters, deal pieces of global batches out, apply updates."""
+"""Asynchronous data parallelism: servers hold the parameters, assign pieces of global batches, and apply updates."""
 
 from phalanx.parallel.parameter_server.protocol import FrameKind, deal_ticket
 from phalanx.parallel.parameter_server.shards import Flat, Form, RowSlice, check, cut_out, form_of, partition, starved

@@ -1,12 +1,11 @@
-"""What workers, servers and the coordinator (server 0) say to each other: kinds of frames, and what may stand in each.
+"""The protocol between workers, servers and the coordinator (server 0): kinds of frames, and the fields of each.
 
-A worker asks the coordinator for a piece of a global batch, brings its parameters up to date at every server, computes
-the sum of the piece's gradients, pushes to each server what that one holds of it, and tells the coordinator that it is
-in when it asks for the next. The coordinator tells every server when a step is complete and what its gradient is to be
-multiplied by.
+A worker asks the coordinator for a piece of a global batch, pulls current parameters from every server, computes the
+sum of the piece's gradients, pushes each server its part, and reports the piece with its next request. The coordinator
+tells every server when a step is complete, and the factor of its gradient.
 
-The tables at the end, one for each direction, say of each kind which fields it has and which values they may take.
-Nothing else gets past ``Connection.receive``, so whoever handles a frame need not look again.
+The tables at the end, one for each direction, list the fields of each kind and their allowed values.
+``Connection.receive`` refuses all else, so that handlers need no checks.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from phalanx.comm.handshake import ticket
 
 
 class FrameKind(IntEnum):
-    """What each frame is for; in brackets who sends it."""
+    """The purpose of each frame; the sender is in brackets."""
 
     HELLO = 1
     """[worker, coordinator] who is new."""
@@ -53,7 +52,7 @@ class FrameKind(IntEnum):
 
 
 def deal_ticket(secret: bytes, rank: int, what: str, step: int, part: int) -> str:
-    """The coordinator's word that worker ``rank`` was dealt this piece."""
+    """Return the coordinator's signature that worker ``rank`` was assigned this piece."""
     return ticket(secret, f"{rank} {what} {step} {part}")
 
 

@@ -1,10 +1,10 @@
-"""Which server holds which part of the parameters, side by side in memory.
+"""The assignment of parameters to servers, contiguous in memory.
 
-Tensors larger than a quarter of an even share are cut by rows, where the optimizer treats each element by itself; the
-others go whole, the largest first, to whoever holds least. The rows of the large ones then fill every server up to an
-even share. So no server holds more than 1.25 times an even share, or than an even share and a row of the largest
-tensor. Where the optimizer looks at whole tensors, nothing is cut, and no server holds more than an even share and the
-largest tensor.
+Tensors larger than a quarter of an even share are cut by rows, if the optimizer treats each element by itself; the
+others stay whole and go, the largest first, to the server with the least. The rows of the large ones then fill every
+server up to an even share. So no server holds more than 1.25 times an even share, or than an even share and a row of
+the largest tensor. If the optimizer looks at whole tensors, none is cut, and no server holds more than an even share
+and the largest tensor.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ class RowSlice:
 
 
 def partition(tensors: Mapping[str, torch.Tensor], servers: int, *, cut: bool) -> list[list[RowSlice]]:
-    """What each server holds, in the order of ``tensors``; a server may be left with nothing.
+    """Return each server's rows, in the order of ``tensors``; a server may get none.
 
-    Of ``tensors``, by name, only shape and dtype are looked at; ``cut``: whether they may be cut by rows.
+    Only shape and dtype of ``tensors`` are used; ``cut``: whether they may be cut by rows.
     """
     sizes = {name: tensor.numel() * tensor.element_size() for name, tensor in tensors.items()}
     even = sum(sizes.values()) / servers
@@ -59,12 +59,12 @@ def partition(tensors: Mapping[str, torch.Tensor], servers: int, *, cut: bool) -
 
 
 def cut_out(tensor: torch.Tensor, part: RowSlice) -> torch.Tensor:
-    """The rows of ``tensor`` that ``part`` names: a view."""
+    """Return the rows of ``tensor`` named by ``part``: a view."""
     return tensor if part.whole else tensor[part.start : part.stop]
 
 
 def check(plan: Plan) -> list[Problem]:
-    """What keeps servers from serving the plan."""
+    """Return the problems of the plan with servers."""
     if not plan.server or plan.precision != "fp16":
         return []
     given, fix = f"precision=fp16 with server={plan.server}", str(replace(plan, precision="bf16"))
@@ -73,7 +73,7 @@ def check(plan: Plan) -> list[Problem]:
 
 
 def starved(tensors: Mapping[str, torch.Tensor], plan: Plan, *, cut: bool) -> list[Problem]:
-    """Servers that nothing would be left for."""
+    """Return a problem for servers left without parameters."""
     empty = sum(not mine for mine in partition(tensors, plan.server, cut=cut))
     if not empty:
         return []
@@ -92,7 +92,7 @@ Form = dict[str, tuple[torch.Size, torch.dtype]]
 
 
 def form_of(tensors: Mapping[str, torch.Tensor]) -> Form:
-    """The form of ``tensors``."""
+    """Return the form of ``tensors``."""
     dtypes = list(dict.fromkeys(tensor.dtype for tensor in tensors.values()))
     names = sorted(tensors, key=lambda name: dtypes.index(tensors[name].dtype))
     return {name: (tensors[name].shape, tensors[name].dtype) for name in names}
@@ -100,7 +100,7 @@ def form_of(tensors: Mapping[str, torch.Tensor]) -> Form:
 
 @final
 class Flat:
-    """Memory for tensors of a form, of zeros at first: one tensor for each dtype, and views of it by name."""
+    """Memory for tensors of a form, first zeros: one tensor for each dtype, and views of it by name."""
 
     def __init__(self, form: Form) -> None:
         self.form = form
@@ -119,7 +119,7 @@ class Flat:
         return sum(one.nbytes for one in self.whole)
 
     def copy(self, other: Flat) -> None:
-        """Take the values of ``other``, of the same form."""
+        """Copy the values of ``other``, of the same form."""
         for mine, theirs in zip(self.whole, other.whole, strict=True):
             mine.copy_(theirs)
 
@@ -134,10 +134,10 @@ class Flat:
                 mine.mul_(factor)
 
     def clip(self, largest: float) -> None:
-        """Bring every element that is beyond to ``-largest`` or ``largest``."""
+        """Clip every element to the range from ``-largest`` to ``largest``."""
         for mine in self.whole:
             mine.clamp_(-largest, largest)
 
     def square(self) -> float:
-        """The sum of all squares, in fp64."""
+        """Return the sum of all squares, in fp64."""
         return sum(float(torch.linalg.vector_norm(one, dtype=torch.float64)) ** 2 for one in self.whole)

@@ -1,9 +1,9 @@
-"""One server's side of training: gradients of pieces come in, updates are made, values go out. No sockets.
+"""One server's part of training: gradients of pieces come in, updates are made, values go out. No sockets.
 
-Gradients are sums over the samples of a piece, over a constant. Those of a step are added up as they come, unless each
-of them is still to be changed, or left out, when the step is applied; then they are kept apart until that moment.
+Gradients are sums over the samples of a piece, over a constant. Those of a step are added up on arrival, unless they
+may still be changed or left out when the step is applied; then they are kept apart until that moment.
 
-Values that have gone out are never written into while somebody still reads them: an update then goes into other memory.
+Values being read are never overwritten: an update then goes into other memory.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ _MOST_SPARE = 16  # pieces of memory kept for the next gradient
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rule:
-    """How gradients and values are kept.
+    """The way gradients and values are kept.
 
     Attributes:
-        keeps_each_gradient: keep the pieces of a step apart, since not all of them may be applied.
-        ahead: whether values are read while updates are made; each then goes into other memory.
+        keeps_each_gradient: keep the pieces of a step apart, since some may not be applied.
+        ahead: whether values are read while updates are made; each update then goes into other memory.
     """
 
     keeps_each_gradient: bool = False
@@ -47,7 +47,7 @@ class _OpenVersion:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Pushed:
-    """Where a gradient is from."""
+    """The origin of a gradient."""
 
     step: int  # whose global batch it is of
     part: int  # which piece of that
@@ -56,15 +56,15 @@ class Pushed:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Update:
-    """How the update of a step is made of its gradient; the same on every server.
+    """The way a step's update is made from its gradient; equal on every server.
 
     Attributes:
         step: of the global batch.
-        scale: what its gradient is multiplied by.
-        largest: absolute value that each element of it is clipped to, after that; 0: it is not.
+        scale: factor of its gradient.
+        largest: absolute value to which each element is clipped after scaling; 0 disables it.
         rate: factor on every learning rate.
-        watched: keep what the optimizer is given, as ``Shard.used``.
-        left_out: count the update, and make none: its gradient is not to be used.
+        watched: keep the optimizer's input, as ``Shard.used``.
+        left_out: count the update without making it.
     """
 
     step: int
@@ -77,7 +77,7 @@ class Update:
 
 @final
 class Shard:
-    """Parameters, their optimizer, and the gradients on their way. Any thread may push and read; one updates."""
+    """Parameters, their optimizer, and pending gradients. Any thread may push and read; one updates."""
 
     def __init__(
         self,
@@ -85,7 +85,7 @@ class Shard:
         make: Callable[[Mapping[str, torch.Tensor]], torch.optim.Optimizer],
         rule: Rule,
     ) -> None:
-        """Copies ``values``; ``make`` gives the optimizer over parameters of these names."""
+        """Copy ``values``; ``make`` builds the optimizer over parameters of these names."""
         self.form: Form = form_of(values)
         self.version = self._floor = 0  # updates applied
         self._rule = rule
@@ -106,21 +106,21 @@ class Shard:
         self._news = threading.Condition()
 
     def blank(self) -> Flat:
-        """Memory for a gradient, with whatever is in it."""
+        """Return memory for a gradient, uninitialised."""
         with self._news:
             if self._spare:
                 return self._spare.pop()
         return Flat(self.form)
 
     def give_back(self, flat: Flat) -> None:
-        """Memory from ``blank`` that is not needed after all."""
+        """Take back unused memory from ``blank``."""
         with self._news:
             self._keep(flat)
 
     def push(self, pushed: Pushed, gradient: Flat) -> bool:
-        """Take ``gradient``, from ``blank``, in; it is no longer the caller's.
+        """Take ownership of ``gradient``, which came from ``blank``; return True if it is new.
 
-        Returns whether it is new: a piece that is in already is dropped, and so is one of a step that is applied.
+        A piece that has arrived before, or belongs to an applied step, is dropped.
         """
         with self._news:
             over = pushed.step < self._floor or pushed.step in self._done
@@ -145,7 +145,7 @@ class Shard:
         return True
 
     def prepare(self, step: int, parts: Collection[int]) -> float:
-        """Bring the gradient of ``step`` together from these ``parts``. Returns the sum of its squares."""
+        """Sum the gradient of ``step`` from these ``parts``, and return the sum of its squares."""
         known = self._open[step]
         with known.lock:
             assert known.parts >= set(parts), f"step {step}: {sorted(known.parts)} are in, {sorted(parts)} are needed"
@@ -155,12 +155,12 @@ class Shard:
         return total.square()
 
     def gradient(self) -> Mapping[str, torch.Tensor]:
-        """What ``prepare`` brought together, by name."""
+        """Return the gradient prepared by ``prepare``, by name."""
         assert self._ready is not None
         return self._ready[1].named
 
     def apply(self, update: Update) -> None:
-        """Make the ``update``, whose step is prepared."""
+        """Apply ``update``, whose step is prepared."""
         assert self._ready is not None
         assert self._ready[0] == update.step
         total, self._ready = self._ready[1], None
@@ -190,7 +190,7 @@ class Shard:
 
     @contextmanager
     def values(self) -> Iterator[tuple[int, Flat]]:
-        """The newest version and its values, which stay as they are inside the block."""
+        """Yield the newest version and its values, which do not change inside the block."""
         with self._news:
             while self._applying:
                 self._news.wait()
@@ -206,12 +206,12 @@ class Shard:
                     self._forget(live)
 
     def begin_at(self, version: int) -> None:
-        """Count ``version`` updates as applied, before the first gradient comes in."""
+        """Count ``version`` updates as applied, before the first gradient arrives."""
         self.version = self._floor = version
 
     @property
     def memory(self) -> dict[str, int]:
-        """Bytes of parameters, gradients and optimizer state."""
+        """Return the bytes of parameters, gradients and optimizer state."""
         state = (value for kept in self.optimizer.state.values() for value in kept.values())
         flats = len(self._spare) + sum(len(one.pieces) + (one.total is not None) for one in self._open.values())
         return {

@@ -1,11 +1,11 @@
-"""Which worker computes which piece of which global batch. No sockets.
+"""The assignment of pieces of global batches to workers. No sockets.
 
-Step k's global batch is cut into pieces. They are dealt to whoever asks, the oldest step first; a step is complete when
-all its pieces are in, and applied as one update. So every update is that of a whole global batch and every sample
-counts once, whoever computed it, and a fast worker computes more pieces than a slow one.
+Step k's global batch is cut into pieces, assigned on request, the oldest step first; a step is complete when all its
+pieces are in, and is applied as one update. So every update is that of a whole global batch, every sample counts once,
+and a fast worker computes more pieces than a slow one.
 
-Of step j a piece is dealt only while ``j - version <= staleness``, where ``version`` counts the updates so far; updates
-come in the order of steps, and the first ``after`` steps have a staleness of 0. So a gradient lacks at most
+A piece of step j is assigned only while ``j - version <= staleness``, and ``version`` counts the updates so far;
+updates come in the order of steps, and the first ``after`` steps have a staleness of 0. So a gradient lacks at most
 ``staleness`` updates when it is applied. Without a bound a step is applied as soon as it is complete.
 """
 
@@ -27,7 +27,7 @@ class BatchPiece:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Report:
-    """What a worker tells of a piece."""
+    """A worker's report on a piece."""
 
     worker: int  # its rank
     version: int  # of the parameters the gradient is of; the oldest of the servers'
@@ -49,14 +49,14 @@ class _OpenStep:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StalenessBound:
-    """How far workers may be apart."""
+    """The largest distance between workers."""
 
     staleness: float = 0  # updates that a gradient may lack; math.inf for any number
     backup: int = 0  # pieces that a step does not wait for
     after: int = 0  # first steps whose gradients lack nothing
 
     def allows(self, step: int, version: int) -> bool:
-        """Whether a piece of ``step`` may be of the parameters after ``version`` updates."""
+        """Return True if a piece of ``step`` may use the parameters after ``version`` updates."""
         return step - version <= (0 if step < self.after else self.staleness)
 
 
@@ -67,7 +67,7 @@ class WorkQueue:
     def __init__(
         self, sizes: Callable[[int], Sequence[int]], *, first: int, limit: int, pace: StalenessBound | None = None
     ) -> None:
-        """``sizes(step)`` gives the samples of each piece; pieces without any are not dealt."""
+        """Take ``sizes(step)``, the samples of each piece; empty pieces are not assigned."""
         self.version = first  # updates applied, those before ``first`` included
         self.floor = self._next = first  # every step below it has been applied
         self.done: set[int] = set()  # steps above it that have
@@ -79,19 +79,19 @@ class WorkQueue:
 
     @property
     def at_rest(self) -> bool:
-        """Whether every step below the limit has been applied."""
+        """Return True if every step below the limit has been applied."""
         return self.floor >= self.limit
 
     def begin_no_more(self) -> None:
-        """Let the limit be the first step of which nothing was dealt yet."""
+        """Set the limit to the first step without an assigned piece."""
         self.limit = min(self.limit, self._next)
 
     def piece_of(self, worker: int) -> BatchPiece | None:
-        """The piece that ``worker`` was dealt last and has not given back."""
+        """Return the piece assigned to ``worker`` and not given back yet."""
         return self._held.get(worker)
 
     def ask(self, worker: int) -> BatchPiece | None:
-        """The next piece for ``worker``; ``None`` as long as there is none. What it held before may go to others."""
+        """Return the next piece for ``worker``, or ``None`` for now. Its former piece may go to others."""
         self.leave(worker)
         busy = {piece for other, piece in self._held.items() if other not in self._silent}
         for step in sorted(self._open):
@@ -111,7 +111,7 @@ class WorkQueue:
         return self._give(worker, BatchPiece(step, parts[0]))
 
     def put(self, worker: int, piece: BatchPiece, report: Report) -> bool:
-        """Take in that ``piece`` is computed. Returns whether it counts: not if it came too late, or twice."""
+        """Record that ``piece`` is computed; return False if it came too late, or twice."""
         if self.piece_of(worker) == piece:
             del self._held[worker]
         known = self._open.get(piece.step)
@@ -121,14 +121,14 @@ class WorkQueue:
         return True
 
     def ready(self) -> int | None:
-        """The step whose update comes next, if it is complete."""
+        """Return the step to be updated next, if it is complete."""
         if self._pace.staleness == math.inf:
             return min((step for step, known in self._open.items() if known.complete), default=None)
         known = self._open.get(self.floor)
         return self.floor if known is not None and known.complete else None
 
     def applied(self, step: int) -> tuple[dict[int, Report], int]:
-        """Close ``step``, whose update is made. Returns the pieces in it, by part, and how many were left out."""
+        """Close ``step`` after its update; return its pieces by part, and the number left out."""
         known = self._open.pop(step)
         self.version += 1
         self.done.add(step)
@@ -138,20 +138,20 @@ class WorkQueue:
         return dict(sorted(known.reports.items())), len(known.parts) - len(known.reports)
 
     def pieces(self, step: int) -> dict[int, Report]:
-        """The pieces of ``step`` that are in, by part."""
+        """Return the pieces of ``step`` that are in, by part."""
         return dict(sorted(self._open[step].reports.items()))
 
     def leave(self, worker: int) -> None:
-        """``worker`` is gone, or gives up what it held: that goes to others."""
+        """Free the piece of ``worker``, which is gone or gives it up."""
         self._held.pop(worker, None)
         self._silent.discard(worker)
 
     def silent(self, worker: int) -> None:
-        """Nothing is heard of ``worker``: what it holds may go to others, too; whoever is first counts."""
+        """Let others compute the piece of ``worker``, too, because it is silent; the first result counts."""
         self._silent.add(worker)
 
     def returned(self, worker: int) -> None:
-        """``worker`` is heard of again."""
+        """Record that ``worker`` is active again."""
         self._silent.discard(worker)
 
     def _give(self, worker: int, piece: BatchPiece) -> BatchPiece:

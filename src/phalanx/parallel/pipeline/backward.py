@@ -1,8 +1,8 @@
-"""Backward in two halves: what the stage before waits for first, the weights' gradients when there is time.
+"""Backward in two halves: the gradients needed by the previous stage first, the weights' gradients later.
 
-The first half runs autograd towards the stage's inputs only. An operation on a weight and on something that leads to
-the inputs is met on the way; what arrives at it is kept, and the second half goes on from there towards its weights
-(Qi et al. 2024, section 2). Both halves together do what one backward does, each product once.
+The first half runs autograd towards the stage's inputs only. At an operation on a weight and on a value that leads to
+the inputs, the arriving gradient is kept, and the second half continues from there towards the weights (Qi et al. 2024,
+section 2). Both halves together do the work of one backward, each product once.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class WeightHalf:
 def input_half(
     outputs: Sequence[Tensor], grads: Sequence[Tensor | None], inputs: Sequence[Tensor]
 ) -> tuple[list[Tensor | None], WeightHalf]:
-    """The gradients of ``inputs`` (leaves), given those of ``outputs``; and the half that is left."""
+    """Return the gradients of ``inputs`` (leaves), given those of ``outputs``, and the remaining half."""
     roots = [(output, grad) for output, grad in zip(outputs, grads, strict=True) if output.grad_fn is not None]
     order = _inputs_last([output.grad_fn for output, _ in roots if output.grad_fn is not None])
     leaves = {torch.autograd.graph.get_gradient_edge(tensor).node for tensor in inputs}

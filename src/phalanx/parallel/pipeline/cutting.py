@@ -1,4 +1,4 @@
-"""A model laid over the ranks of a pipeline: which modules run whole, where to cut between them, who holds what."""
+"""A model laid over the ranks of a pipeline: its units, the cuts between them, and the owners of parameters."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from phalanx.trace.blocks import blocks, can_be_called, parts
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StageCuts:
-    """Where a pipeline is cut."""
+    """The places of a pipeline's cuts."""
 
     units: tuple[str, ...]  # names of the modules that it runs whole, in the order of their first calls
     starts: tuple[int, ...]  # of each stage, which call begins it
@@ -41,28 +41,28 @@ class CutPipeline:
 
     @property
     def tied(self) -> dict[str, list[int]]:
-        """Name → stages, for parameters that several stages use; their gradients are to be added over those."""
+        """Map name to stages for parameters used by several stages; their gradients must be added."""
         return {name: list(stages) for name, stages in self.stages_of.items() if len(stages) > 1}
 
     def ranks_of(self, name: str) -> list[int]:
-        """The ranks along ``pp`` that hold a parameter, ascending."""
+        """Return the ranks along ``pp`` that hold a parameter, ascending."""
         return sorted({self.rank_of[stage] for stage in self.stages_of[name]})
 
     def owned(self, rank: int) -> list[str]:
-        """Names of the parameters that ``rank`` holds, in the model's order."""
+        """Return names of the parameters on ``rank``, in the model's order."""
         return [name for name in self.stages_of if rank in self.ranks_of(name)]
 
     def names(self, stage: int) -> list[str]:
-        """The units that a stage runs, in order."""
+        """Return the units of a stage, in order."""
         return [self.program.calls[region].name for region in self.regions[stage]]
 
     @property
     def cuts(self) -> StageCuts:
-        """Where it is cut, for other processes to cut it there."""
+        """Return the cuts, to be repeated in other processes."""
         return StageCuts(units=_units(self.program), starts=tuple(regions.start for regions in self.regions))
 
     def keep(self, rank: int, device: torch.device) -> list[Stage]:
-        """This rank's stages; of the model, only their parameters are left. To be called once."""
+        """Return this rank's stages, and strip the model of all other parameters. Call it once."""
         mine = [stage for stage, holder in enumerate(self.rank_of) if holder == rank]
         forms = UnitOutlines(self.program)
         fakes = strip(self.program, set(self.owned(rank)), device, gathered_type(self.plan))
@@ -121,10 +121,10 @@ def _units(found: Program) -> tuple[str, ...]:
 
 
 def units(module: nn.Module, at_least: int) -> dict[nn.Module, str]:
-    """The modules that are run whole, with their names; in module order.
+    """Return the modules that run whole, with their names, in module order.
 
-    They are the repeated blocks and the modules with parameters beside them; where those are fewer than ``at_least``,
-    the largest are taken apart.
+    They are the repeated blocks and the modules with parameters beside them; if those are fewer than ``at_least``, the
+    largest are divided into their children.
     """
     found = _beside(module, set(blocks(module)))
     whole: set[nn.Module] = set()
@@ -144,7 +144,7 @@ def units(module: nn.Module, at_least: int) -> dict[nn.Module, str]:
 
 
 def take_apart(module: nn.Module, units: Iterable[nn.Module], those: Iterable[nn.Module]) -> dict[nn.Module, str]:
-    """``units`` with what is inside ``those`` in place of them."""
+    """Return ``units`` with ``those`` replaced by their children."""
     found = list(units)
     for unit in those:
         _take_apart(found, unit)
@@ -189,7 +189,7 @@ def _take_apart(found: list[nn.Module], unit: nn.Module) -> None:
 
 
 def chosen(program: Program, plan: Plan) -> list[int]:
-    """The first region of each stage of ``plan``, balanced.
+    """Return the first region of each stage of ``plan``, balanced.
 
     Raises:
         RefusedError: if the plan wants more stages than there can be.

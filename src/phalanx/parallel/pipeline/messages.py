@@ -1,12 +1,12 @@
-"""Messages between the ranks of a pipeline: who sends what to whom in which order; local shards on their way.
+"""Messages between the ranks of a pipeline: their senders, receivers and order; local shards in messages.
 
-Between two ranks messages pass in the order in which a simulation of the schedule makes them. NCCL, which knows no tags
-and works off one message after another, needs both ends to post them in one order; gloo has tags and does not, so there
-a receive whose size is not known yet is left for later. Receives are posted ahead, a few at a time.
+Between two ranks messages pass in the order of a simulation of the schedule. NCCL, which has no tags and handles one
+message after another, needs both ends to post them in one order; gloo has tags and does not, so a receive with an
+unknown size is left for later. Receives are posted ahead, a few at a time.
 
-Sliced tensors on their way from stage to stage: their slices travel, and how they are cut is told once. A stage knows
-the shapes of whole values before they arrive, from its fakes, but not along which tokens they are sliced. The first
-time that values of some shapes pass a cut, a line of text goes ahead of them.
+Sliced tensors travel from stage to stage as slices, and their cuts are sent once. A stage knows the shapes of whole
+values before they arrive, from its fakes, but not along which tokens they are sliced. The first time that values of
+some shapes pass a cut, a line of text precedes them.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _AHEAD = 2  # receives from one rank that are posted before anyone waits for the
 
 
 class Message(NamedTuple):
-    """What one stage sends a neighbour for one micro-batch."""
+    """Values that one stage sends a neighbour for one micro-batch."""
 
     forward: bool  # values for the next stage; else gradients for the one before
     cut: int  # the stage that begins after the cut they pass
@@ -40,7 +40,7 @@ class Message(NamedTuple):
 
 
 def messages(order: Order, rank: int) -> dict[int, list[tuple[Message, bool]]]:
-    """Other rank → the messages between it and ``rank``, in order, with whether this rank sends them."""
+    """Map other rank to its messages with ``rank``, in order, with True for those sent by ``rank``."""
     found: dict[int, list[tuple[Message, bool]]] = {}
     stages = len(order.rank_of)
     for one in sorted(timed(order), key=lambda one: (one.end, one.action.stage, one.action.kind)):
@@ -55,7 +55,7 @@ def messages(order: Order, rank: int) -> dict[int, list[tuple[Message, bool]]]:
 
 
 def wants_order(group: dist.ProcessGroup, device: torch.device) -> bool:
-    """Return True if the group tells messages of tensors on ``device`` apart by their order alone."""
+    """Return True if the group distinguishes messages of tensors on ``device`` by their order alone."""
     kind = kind_of(device)
     return kind.in_order and kind.backend in dist.get_backend_config(group)
 
@@ -90,7 +90,7 @@ class StageMessages:
         self._handed: dict[Message, list[Tensor]] = {}
 
     def send(self, message: Message, tensors: Sequence[Tensor], line: Tensor | None = None) -> None:
-        """Send what a message carries, and perhaps a line ahead of it; to a stage of this rank hand it over."""
+        """Send a message, with an optional line before it; to a stage of this rank hand it over."""
         other = self._other(message)
         if other == self._rank:
             self._handed[message] = list(tensors)
@@ -105,7 +105,7 @@ class StageMessages:
         self._sent = [(work, tensor) for work, tensor in self._sent if work is not None and not work.is_completed()]
 
     def receive(self, message: Message) -> list[Tensor]:
-        """What a message carries; waits for it."""
+        """Wait for a message and return its tensors."""
         other = self._other(message)
         if other == self._rank:
             return self._handed.pop(message)
@@ -121,7 +121,7 @@ class StageMessages:
         return found
 
     def expect(self, message: Message) -> None:
-        """Post the receive of a message, and what has to be posted before it."""
+        """Post the receive of a message, after the receives that must precede it."""
         other = self._other(message)
         if other != self._rank and message not in self._posted:
             self._advance(other, message)
@@ -204,7 +204,7 @@ _Way = list[Any]
 
 
 class Parcels:
-    """What one rank knows of the cuts of values that pass."""
+    """This rank's knowledge of the cuts of passing values."""
 
     def __init__(self) -> None:
         self.axes: Mapping[str, Axis] = {}  # by name, that values may be sliced along; without any, nothing is told
@@ -212,7 +212,7 @@ class Parcels:
         self._told: set[Any] = set()
 
     def packed(self, cut: int, values: Sequence[Tensor]) -> tuple[list[Tensor], Tensor | None]:
-        """What travels of ``values``, and what has to be told before."""
+        """Return the tensors to send for ``values``, and the line to send before them."""
         if not self.axes:
             return list(values), None
         ways = [_way(value) for value in values]
@@ -225,14 +225,14 @@ class Parcels:
         return [local_of(value) for value in values], told
 
     def unknown(self, cut: int, fakes: Sequence[Tensor]) -> bool:
-        """Return True if the sender will tell how these values are cut, before they come."""
+        """Return True if the sender will announce the cuts of these values."""
         return bool(self.axes) and _key(cut, fakes) not in self._ways
 
     def learn(self, cut: int, fakes: Sequence[Tensor], told: Tensor) -> None:
         self._ways[_key(cut, fakes)] = json.loads(bytes(told.tolist()))
 
     def sizes(self, cut: int, fakes: Sequence[Tensor]) -> list[Tensor]:
-        """Tensors of the shapes in which these values travel."""
+        """Return tensors in the shapes in which these values travel."""
         found: list[Tensor] = []
         for fake, way in zip(fakes, self._of(cut, fakes), strict=True):
             shape = list(fake.shape)
@@ -242,7 +242,7 @@ class Parcels:
         return found
 
     def unpacked(self, cut: int, fakes: Sequence[Tensor], arrived: Sequence[Tensor]) -> list[Tensor]:
-        """The values, of which ``arrived`` is what travelled."""
+        """Return the values from ``arrived``, the received tensors."""
         found: list[Tensor] = []
         for local, way in zip(arrived, self._of(cut, fakes), strict=True):
             placed = self._placed(way)

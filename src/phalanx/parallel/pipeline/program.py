@@ -1,4 +1,4 @@
-"""What a model does, seen in one run on fake parameters: which units it calls, and what passes between them."""
+"""A model's program, seen in one run on fake parameters: the units it calls, and the values that pass between them."""
 # A run of its own: a cut needs each value that passes between units, of the model as it is. What records costs runs
 # each distinct block by itself, at several sizes, and knows no value between blocks.
 
@@ -66,17 +66,17 @@ class Program:
     reentrant: tuple[bool, ...]  # of each reentrant checkpoint around units whether what it is called with learns
 
     def uncalled(self, units: Iterable[nn.Module]) -> list[nn.Module]:
-        """Those of ``units`` that were never called though something reads their parameters."""
+        """Return those of ``units`` that were never called although their parameters are read."""
         called = {call.unit for call in self.calls}
         read = {id(tensor) for name, tensor in self.module.named_parameters() if self.parameters[name]}
         return [unit for unit in units if unit not in called and any(id(one) in read for one in unit.parameters())]
 
     def crossing(self, cut: int) -> list[Key]:
-        """The values that pass a cut before region ``cut``, in order."""
+        """Return the values that pass a cut before region ``cut``, in order."""
         return [key for key, value in self.values.items() if value.born < cut <= value.last]
 
     def trouble(self, cut: int) -> str:
-        """Why there can be no cut before region ``cut``; empty where there can."""
+        """Return the reason why there can be no cut before region ``cut``, or ""."""
         return next((self.values[key].trouble for key in self.crossing(cut) if self.values[key].trouble), "")
 
 
@@ -121,7 +121,7 @@ def program(module: nn.Module, units: Mapping[nn.Module, str], example: Example)
 
 @contextmanager
 def intercepted(units: Mapping[nn.Module, Any], called: Callable[..., Any]) -> Iterator[None]:
-    """While inside, a call of a unit is ``called(unit, call, args, kwargs)``; hooks are part of ``call``."""
+    """Replace calls of units by ``called(unit, call, args, kwargs)``; hooks are part of ``call``."""
     before = {unit: unit.__dict__.get("_compiled_call_impl") for unit in units}
 
     def instead(unit: nn.Module, call: Callable[..., Any]) -> Callable[..., Any]:
@@ -141,7 +141,7 @@ def intercepted(units: Mapping[nn.Module, Any], called: Callable[..., Any]) -> I
 
 
 def by_values(error: BaseException, where: str = "") -> RefusedError:
-    """The model looks into a tensor that this stage does not have."""
+    """Return the error for a model that reads a tensor missing on this stage."""
     if not where:
         frames = traceback.extract_tb(error.__traceback__)
         others = {Path(torch.__file__).parent, Path(__file__).parent}

@@ -1,7 +1,7 @@
-"""What a model's own Python code may read beside its arguments: attributes, globals and closures, compared by value.
+"""State that a model's own Python code may read beside its arguments: attributes, globals and closures, by value.
 
-A stage that replays recorded operations does not run the code that made them. If something that this code read has
-changed since, or if the code changes something itself, the recording does not hold.
+A stage that replays recorded operations does not run the code that made them. If state read by this code has changed
+since, or if the code changes state itself, the recording is invalid.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ class PythonState:
         self._alive: list[Any] = []
 
     def add_modules(self, outside: Iterable[nn.Module], inside: Iterable[nn.Module]) -> None:
-        """Attributes of the modules ``outside`` units, without parameters and buffers; ``inside`` is not looked at."""
+        """Add attributes of the modules ``outside`` units, without parameters and buffers, except ``inside``."""
         self._seen |= {id(module) for module in inside}
         for module in outside:
             self._add(module, 0)
 
     def add_frame(self, frame: FrameType) -> None:
-        """What a Python function that is called reads: its globals by name, its closure, the object it belongs to."""
+        """Add the state that a called Python function reads: globals by name, closure, its object."""
         code = frame.f_code
         outside = {name: frame.f_globals[name] for name in code.co_names if name in frame.f_globals}
         self._add_namespace(outside, frame.f_globals)
@@ -61,7 +61,7 @@ class PythonState:
             self._add(held.get(name), 0)
 
     def unchanged(self) -> bool:
-        """Return True if every name still has the value that it had."""
+        """Return True if every name still has its value."""
         return (
             all(len(attributes) == count for attributes, count in self._sizes)
             and all(_same_values(map(held.get, names, _GONE), values) for held, names, values in self._names)
@@ -149,9 +149,9 @@ def _of_library(module: str) -> bool:
 
 @contextmanager
 def calls_watched(called: Callable[[FrameType], None]) -> Iterator[None]:
-    """While inside, ``called`` with the frame of each Python function of no library that begins on this thread.
+    """Call ``called`` with the frame of each Python function on this thread, libraries excepted.
 
-    Garbage is not collected meanwhile: what that calls back belongs to nobody's code.
+    The garbage collector is off meanwhile, because its callbacks are not the model's code.
     """
     before, collects = sys.getprofile(), gc.isenabled()
     seen: set[CodeType] = set()
@@ -175,7 +175,7 @@ def calls_watched(called: Callable[[FrameType], None]) -> Iterator[None]:
 
 @contextmanager
 def calls_not_watched() -> Iterator[None]:
-    """Inside ``calls_watched``: a while in which nobody is told."""
+    """Suspend ``calls_watched`` for the block."""
     before = sys.getprofile()
     sys.setprofile(None)
     try:
@@ -185,6 +185,6 @@ def calls_not_watched() -> Iterator[None]:
 
 
 def chance() -> Any:
-    """The states of Python's and NumPy's random streams, by which code may decide."""
+    """Return the states of Python's and NumPy's random streams, by which code may decide."""
     name, keys, *rest = np.random.get_state(legacy=True)
     return random.getstate(), name, bytes(np.asarray(keys)), tuple(rest)

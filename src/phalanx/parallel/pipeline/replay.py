@@ -1,13 +1,13 @@
 """A stage's own operations, recorded while the model's code runs and replayed from then on.
 
-A stage computes its part of a model by running the model's own forward on stand-ins for what other stages compute.
-For arguments of the same form that code does the same each time: what the stage then computes itself is a list of
-calls of units and a few operations between them. Once two runs have made the same list, the next ones only replay it,
-and the code of other stages costs nothing.
+A stage computes its part of a model by running the model's own forward on stand-ins for other stages' values. For
+arguments of the same form that code does the same each time: the stage's own work is a list of calls of units and a few
+operations between them. Once two runs have made the same list, later runs only replay it, and the code of other stages
+costs no time.
 
-A list is not made, and the model's code runs each time, where the code decides by values of tensors after the stage has
+There is no list, and the model's code runs each time, if the code decides by values of tensors after the stage has
 begun to compute, changes Python state, draws from Python's random streams, or puts units into contexts of its own (such
-as a checkpoint). Before each replay, what that code reads in Python is compared with what it read (``PythonState``).
+as a checkpoint). Before each replay, the Python state read by that code is compared (``PythonState``).
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from phalanx.parallel.pipeline.value_flow import autocast_devices
 
 
 class Slot(int):
-    """Where a value of a replay is kept."""
+    """The index of a value in a replay."""
 
 
 @dataclass(frozen=True, slots=True)
 class Attribute:
-    """A parameter or buffer, looked up when it is used: it may be another tensor then."""
+    """A parameter or buffer, looked up at each use, because it may be another tensor then."""
 
     table: dict[str, Any]  # of the module that holds it
     name: str  # in that table
@@ -55,7 +55,7 @@ class ArgumentTree:
         return self.spec == other.spec and all(map(same, self.leaves, other.leaves))
 
     def slots(self) -> Iterator[Slot]:
-        """Of the values that it needs."""
+        """Return the slots it needs."""
         return (leaf for leaf in self.leaves if type(leaf) is Slot)
 
     def filled(self, values: list[Any]) -> Any:
@@ -66,8 +66,7 @@ class ArgumentTree:
 class ReplayedCall:
     """A call of a unit or of one of torch's functions.
 
-    What it gave, where that was no tensor, is its guard: another result means that the model's code would go another
-    way.
+    A result that was not a tensor is its guard: another result means that the model's code would take another path.
     """
 
     call: Callable[..., Any]
@@ -90,12 +89,12 @@ class ReplayedCall:
 
 
 class GuardError(Exception):
-    """A guard does not hold; nothing has been computed yet that counts."""
+    """A violated guard, before any result was used."""
 
 
 @dataclass(slots=True)
 class StageTape:
-    """What a stage does for arguments of one form."""
+    """A stage's operations for arguments of one form."""
 
     operations: list[ReplayedCall]
     arrives: int  # before which operation the values of the stage before arrive; -1 for never
@@ -117,10 +116,10 @@ class StageTape:
         )
 
     def play(self, given: Sequence[Tensor], receive: Callable[[list[Tensor]], Sequence[Tensor]]) -> Any:
-        """Do it all for these tensors among the arguments; ``receive`` gives what arrives.
+        """Replay all operations for these tensor arguments; ``receive`` returns the arrived values.
 
         Raises:
-            GuardError: if the model's code would do something else; before anything arrives or a unit is called.
+            GuardError: if the model's code would act differently; before any value arrives or a unit is called.
         """
         values: list[Any] = [None] * self.slots
         values[: self.given] = given
@@ -150,7 +149,7 @@ class StageTape:
             values[slot] = value
 
     def prune(self) -> None:
-        """Leave out what only other stages need, and free each value after its last use."""
+        """Drop operations needed by other stages only, and free each value after its last use."""
         needed, kept = set(self.result.slots()), []
         for index in reversed(range(len(self.operations))):
             one = self.operations[index]
@@ -188,7 +187,7 @@ NO_GUARD = object()
 
 
 def same(a: Any, b: Any) -> bool:
-    """Return True if two things that are called, given or found are the same to a replay."""
+    """Return True if two callables, arguments or results are the same to a replay."""
     if a is b:
         return True
     if type(a) is not type(b) or isinstance(a, Tensor):

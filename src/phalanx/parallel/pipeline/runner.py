@@ -1,4 +1,4 @@
-"""Runs a rank's stages in the order of a schedule."""
+"""The execution of a rank's stages in the order of a schedule."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ class _Passing:
 
 
 class PipelineRunner:
-    """The stages of one rank, and the running of them.
+    """The stages of one rank, and their execution.
 
-    ``on_event`` is called after each piece of work, which on CUDA is then waited for.
+    ``on_event`` is called after each piece of work, which on CUDA is waited for first.
     """
 
     def __init__(
@@ -54,10 +54,10 @@ class PipelineRunner:
         halves: bool = True,
         on_event: Event | None = None,
     ) -> None:
-        """Take the other ranks' parameters out of the model.
+        """Strip the model of other ranks' parameters.
 
-        With ``halves=False`` a backward is never done in two halves, whatever the schedule: hooks on parameters and
-        recomputed activations want it whole.
+        With ``halves=False`` a backward is never done in two halves: hooks on parameters and recomputed activations
+        need it whole.
         """
         self.pipeline, self.on_event = pipeline, on_event
         self._mesh, self._device = mesh, device
@@ -69,18 +69,18 @@ class PipelineRunner:
         self._parcels = Parcels()
 
     def share_out(self, axes: Mapping[str, Axis]) -> None:
-        """Values may be sliced along these axes, by name, when they pass from stage to stage. On all stages alike."""
+        """Allow values sliced along these axes, by name, between stages. Call it on all stages alike."""
         self._parcels.axes = axes
 
     def run(self, micros: Sequence[Any], work: MicroBatchWork) -> None:
-        """Forward and backward of all micro-batches; every rank of the pipeline with the same ones."""
+        """Run forward and backward of all micro-batches, equal on every rank of the pipeline."""
         if micros:
             plan = self.pipeline.plan
             each = PipelineRun(self, order(plan.schedule, plan.pp, plan.stages, len(micros)), micros, work)
             each.run()
 
     def evaluate(self, micros: Sequence[Any], work: MicroBatchWork) -> list[Any]:
-        """Forward of all micro-batches; their outputs where the last stage is, else nothing."""
+        """Run forward of all micro-batches; return outputs on the rank of the last stage, else nothing."""
         if not micros:
             return []
         plan = self.pipeline.plan
@@ -90,7 +90,7 @@ class PipelineRunner:
         return each.results
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Forward of one batch without gradients: the output where the last stage is, else ``None``."""
+        """Run forward of one batch without gradients; ``None`` except on the rank of the last stage."""
         found = self.evaluate([(args, kwargs)], _Arguments())
         return found[0] if found else None
 
@@ -234,19 +234,19 @@ class PipelineRun:
         passing.inputs = []
 
     def sizes(self, message: Message) -> Sequence[Tensor] | None:
-        """Tensors, perhaps fakes, of the shapes and types of what it carries; ``None`` where nobody knows yet."""
+        """Return tensors, perhaps fakes, with the shapes and types of a message; ``None`` if unknown yet."""
         known = self._whole(message)
         if known is None or not message.forward:
             return known
         return self._parcels.sizes(message.cut, known)
 
     def untold(self, message: Message) -> bool:
-        """Return True if a line goes ahead of it without which its sizes are not known."""
+        """Return True if a line precedes the message, without which its sizes are unknown."""
         known = self._whole(message) if message.forward else None
         return known is not None and self._parcels.unknown(message.cut, known)
 
     def tell(self, message: Message, line: Tensor) -> None:
-        """That line has come."""
+        """Take the line of a message."""
         known = self._whole(message)
         assert known is not None
         self._parcels.learn(message.cut, known, line)

@@ -1,4 +1,4 @@
-"""One stage: the model's own forward, of which only this stage's part is computed."""
+"""One stage: the model's own forward, restricted to this stage's part."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ Receive = Callable[[list[Tensor]], Sequence[Tensor]]
 
 
 class Stage:
-    """Calling it runs a stage.
+    """A callable that runs a stage.
 
-    Gives what the next stage needs, a list of tensors, or the model's output where there is no next.
+    It returns the next stage's input, a list of tensors, or the model's output for the last stage.
     """
 
     def __init__(self, program: Program, index: int, regions: range, forms: UnitOutlines) -> None:
@@ -50,7 +50,7 @@ class Stage:
         return self.regions.stop == len(self.program.calls)
 
     def learns(self, keys: Sequence[Key]) -> list[bool]:
-        """For each value whether a gradient comes back for it."""
+        """Return for each value True if a gradient comes back for it."""
         return [self.program.values[key].learns for key in keys]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -60,7 +60,7 @@ class Stage:
         return self.result
 
     def shapes(self, *args: Any, **kwargs: Any) -> list[Tensor]:
-        """Fakes of the values that will arrive for these arguments; runs nothing, and no hooks."""
+        """Return fakes of the values that will arrive for these arguments, without running hooks or units."""
         key = (signature(args, kwargs), autocast_types())
         if key not in self._shapes:
             if len(self._shapes) > _MOST_SHAPES:
@@ -119,7 +119,7 @@ class Stage:
 
 
 class UnitOutlines:
-    """What units that are not run here would give, by what they are called with."""
+    """The output forms of units that do not run here, by their arguments."""
 
     def __init__(self, program: Program) -> None:
         self._program = program
@@ -127,17 +127,17 @@ class UnitOutlines:
         self._known: dict[Any, Outline] = {}
 
     def copied(self, units: Mapping[nn.Module, Any], fakes: Mapping[int, Tensor]) -> None:
-        """Run copies of these units, with fakes for their parameters: the units themselves run in other stages."""
+        """Run copies of these units with fake parameters, because the units run in other stages."""
         for unit in units:
             memo: dict[int, Any] = {id(tensor): fakes[id(tensor)] for tensor in unit.parameters()}
             memo.update({id(tensor): tensor for tensor in unit.buffers()})
             self._forwards[unit] = copy.deepcopy(unit, memo).forward
 
     def of(self, index: int, args: Any, kwargs: Any) -> Outline:
-        """The form of what call ``index`` gives for arguments that are fakes where they depend on parameters.
+        """Return the output form of call ``index``; arguments that depend on parameters are fakes.
 
         Raises:
-            RefusedError: if that depends on more than shapes.
+            RefusedError: if it depends on more than shapes.
         """
         call = self._program.calls[index]
         key = (call.kin, signature(args, kwargs), autocast_types(), call.unit.training)
@@ -157,10 +157,9 @@ class UnitOutlines:
 
 
 def strip(program: Program, keep: set[str], device: torch.device, dtype: torch.dtype | None) -> dict[int, Tensor]:
-    """Leave only the parameters named in ``keep`` in the model; fakes stand where the others were.
+    """Keep only the parameters named in ``keep`` in the model; fakes replace the others.
 
-    ``dtype``: in which parameters of fp32 are computed with where they are. Gives id of a parameter → a fake of it, for
-    all of them.
+    ``dtype``: the computing type of fp32 parameters on their own rank. Returns id of a parameter → its fake, for all.
     """
     module = program.module
     kept = {id(tensor) for name, tensor in module.named_parameters() if name in keep}
@@ -179,7 +178,7 @@ def strip(program: Program, keep: set[str], device: torch.device, dtype: torch.d
 
 
 def differs(what: str) -> RefusedError:
-    """The model has not done what it did when it was looked at."""
+    """Return the error for a model that acts differently than in its traced run."""
     return RefusedError.of(
         where="plan.pp",
         given=f"a model that does not run its parts in the same order for every batch: it {what}",

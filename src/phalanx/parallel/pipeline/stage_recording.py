@@ -1,4 +1,4 @@
-"""Records what a stage does while the model's own code runs; what two runs did alike is replayed from then on."""
+"""Recording of a stage's operations while the model's own code runs; two equal runs are replayed from then on."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from phalanx.parallel.pipeline.value_flow import RANDOM, autocast_types, writes
 
 
 class StageRecorder:
-    """Makes a tape of one run."""
+    """A recorder of one run."""
 
     def __init__(self, model: nn.Module, inside: Iterable[nn.Module], args: Any, kwargs: Any, *, real: bool) -> None:
         self.trouble = ""  # why there can be none
@@ -50,7 +50,7 @@ class StageRecorder:
         return calls_watched(self.state.add_frame)
 
     def operation(self, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Calls one of torch's functions between units, and keeps that."""
+        """Call one of torch's functions between units, and record it."""
         leaves = tree_flatten((args, kwargs))[0]
         given = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         if any(isinstance(tensor, FakeTensor) for tensor in given) and self._real:
@@ -82,7 +82,7 @@ class StageRecorder:
         return result
 
     def unit(self, unit: nn.Module, args: Any, kwargs: Any, run: Callable[[], Any]) -> Any:
-        """Runs a unit of the stage's own, and keeps that."""
+        """Run a unit of this stage, and record it."""
         if self.trouble:
             with calls_not_watched():
                 return run()
@@ -97,12 +97,12 @@ class StageRecorder:
         return result
 
     def arrived(self, expected: list[Tensor], values: Sequence[Tensor]) -> None:
-        """From now on it is the stage's own work; these values have come."""
+        """Begin the stage's own work with these arrived values."""
         self._real, self._arrives, self._expected = True, len(self._operations), expected
         self._arrivals = tuple(self._new(value) for value in values)
 
     def refuse(self, why: str) -> None:
-        """There can be no tape of this run."""
+        """Give up the tape of this run."""
         self.trouble = self.trouble or why
 
     def tape(self, result: Any) -> StageTape | None:
@@ -196,7 +196,7 @@ class Tapes:
         self.trouble = ""
 
     def key(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """What tapes for these arguments have in common."""
+        """Return the key of tapes for these arguments."""
         leaves, spec = tree_flatten((args, kwargs))
         forms = tuple(
             (tuple(leaf.shape), leaf.stride(), leaf.dtype, leaf.device, leaf.requires_grad)
@@ -208,12 +208,12 @@ class Tapes:
         return forms, spec, _context(), torch.get_default_dtype(), forward, training
 
     def ready(self, key: Any) -> Iterator[StageTape]:
-        """The tapes that may hold now."""
+        """Yield the tapes that may be valid now."""
         if key in self._ready and not _followed():
             yield from (tape for tape in self._ready[key] if tape.state.unchanged())
 
     def recorder(self, key: Any, args: Any, kwargs: Any, *, real: bool) -> StageRecorder | None:
-        """For a run with these arguments; ``None`` where recording has been given up."""
+        """Return a recorder for these arguments; ``None`` once recording has been given up."""
         others = (module for module in self._outside if module is not self._model)
         hooks = _followed() or any(getattr(module, name, None) for module in others for name in _HOOKS)
         if hooks or self._tries.get(key, 0) >= _MOST_TRIES or len(self._tries) > _MOST_FORMS:
@@ -224,7 +224,7 @@ class Tapes:
         return recorder
 
     def recorded(self, key: Any, recorder: StageRecorder, result: Any) -> None:
-        """A run has ended and given ``result``."""
+        """Take the recording of a finished run with ``result``."""
         tape = recorder.tape(result)
         self.trouble = recorder.trouble or recorder.state.trouble
         if tape is None:

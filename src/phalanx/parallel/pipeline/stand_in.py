@@ -1,4 +1,4 @@
-"""What stands for a unit on a stage that does not run it: the form of what it gives, and what it would cost."""
+"""Stand-ins for units on stages that do not run them: the form of their output, and their cost."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from phalanx.trace.fake_tensors import fake
 
 @dataclass(frozen=True, slots=True)
 class LeafOrigin:
-    """How one leaf of an output comes about: as a new tensor, as an argument given back, or as no tensor."""
+    """The origin of one leaf of an output: a new tensor, an argument returned, or not a tensor."""
 
     made: bool  # whether it is a new tensor
     argument: int = -1  # which tensor among the arguments it is, or has the shape of
@@ -33,14 +33,14 @@ class LeafOrigin:
 
 @dataclass(frozen=True, slots=True)
 class Outline:
-    """The leaves of an output, and how they are put together."""
+    """The leaves of an output, and their structure."""
 
     ways: tuple[LeafOrigin, ...]
     spec: TreeSpec
 
 
 def outline(output: Any, args: Any, kwargs: Any, fakes: FakeTensorMode) -> tuple[Outline, Any]:
-    """The form of ``output``, given the arguments; and the output with every new tensor in it a fake."""
+    """Return the form of ``output``, given the arguments, and the output with every new tensor a fake."""
     leaves, spec = tree_flatten(output)
     given = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, Tensor)]
     places = {id(leaf): index for index, leaf in enumerate(given)}
@@ -60,7 +60,7 @@ def outline(output: Any, args: Any, kwargs: Any, fakes: FakeTensorMode) -> tuple
 
 
 def drawn(form: Outline, args: Any, kwargs: Any, fakes: FakeTensorMode) -> Any:
-    """An output of this form, its new tensors fakes."""
+    """Return an output of this form, its new tensors fakes."""
     given = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, Tensor)]
     leaves: list[Any] = []
     for way in form.ways:
@@ -73,7 +73,7 @@ def drawn(form: Outline, args: Any, kwargs: Any, fakes: FakeTensorMode) -> Any:
 
 
 def like_arguments(form: Outline, args: Any, kwargs: Any) -> Outline | None:
-    """The same form, new tensors shaped as the arguments that they once were shaped as; ``None`` if one was not."""
+    """Return the form with new tensors shaped like arguments; ``None`` if one was not shaped like any."""
     given = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, Tensor)]
     ways: list[LeafOrigin] = []
     for way in form.ways:
@@ -89,7 +89,7 @@ def like_arguments(form: Outline, args: Any, kwargs: Any) -> Outline | None:
 
 
 def signature(args: Any, kwargs: Any) -> Any:
-    """What the form of an output can depend on: equal for calls that are to give equal forms."""
+    """Return a key for the form of an output: equal for calls with equal forms."""
     leaves, _ = tree_flatten((args, kwargs))
     each = tuple(
         (tuple(leaf.shape), leaf.dtype)
@@ -105,7 +105,7 @@ _aten = torch.ops.aten
 
 
 class Flops(TorchDispatchMode):
-    """Adds up, under what ``place`` gives at the time, what operations cost: in FLOPs, or what takes as long."""
+    """A counter of the operations' cost in FLOPs, or equivalent time, by the current ``place``."""
 
     def __init__(self, place: Callable[[], int]) -> None:
         super().__init__()

@@ -1,11 +1,11 @@
-"""Follows, through a model's own code, the values that depend on parameters.
+"""Tracking, through a model's own code, of the values that depend on parameters.
 
 Between units (the modules that run whole) a model does small work of its own.
 
-A stage runs that code on stand-ins for what other stages compute. A custom ``autograd.Function`` takes them as they
-are, and ``torch.utils.checkpoint`` keeps them for backward, when nothing swaps them any more. So both are told to the
-run: a function's arguments are swapped like an operation's, and what lies inside a checkpoint is recomputed unit by
-unit, from the values that the units are called with.
+A stage runs that code on stand-ins for other stages' values. A custom ``autograd.Function`` takes them directly, and
+``torch.utils.checkpoint`` keeps them for backward, when stand-ins are no longer swapped. So the run handles both: a
+function's arguments are swapped like an operation's, and the inside of a checkpoint is recomputed unit by unit, from
+the values that the units are called with.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Recompute = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 @contextmanager
 def told_to(run: Flow) -> Iterator[None]:
-    """While inside, ``run`` is told of autograd functions outside of units, and of checkpoints."""
+    """Notify ``run`` of autograd functions outside of units, and of checkpoints, in the block."""
 
     def applied(cls: Any, *args: Any) -> Any:
         call = partial(_applied, cls)
@@ -77,7 +77,7 @@ def _reentrant(run: Flow, call: Callable[..., Any], function: Any, preserve: boo
 
 
 class Key(NamedTuple):
-    """A value, by how it came about."""
+    """A value, identified by its origin."""
 
     call: int  # of the unit that was called last, counting calls from 0; -1 before the first
     unit: bool  # whether it is that unit's output, not of the model's work after it
@@ -85,12 +85,12 @@ class Key(NamedTuple):
 
     @property
     def region(self) -> int:
-        """The call whose stage computes it; what comes before the first call belongs to that."""
+        """Return the call whose stage computes it; work before the first call belongs to that call."""
         return max(self.call, 0)
 
 
 class TensorMark:
-    """What is known of a tensor during one run."""
+    """The knowledge of a tensor during one run."""
 
     __slots__ = ("flow", "key", "region", "stand_in", "value")
 
@@ -102,7 +102,7 @@ class TensorMark:
 
 
 class Flow(TorchFunctionMode):
-    """One run of a model. What dry runs and stages do differently is in the methods that they override."""
+    """One run of a model. Dry runs and stages override its methods."""
 
     def __init__(self, fakes: FakeTensorMode) -> None:
         super().__init__()
@@ -117,31 +117,31 @@ class Flow(TorchFunctionMode):
         self._unseen = False
 
     def used(self, leaves: list[Tensor]) -> None:
-        """Something reads these values."""
+        """Handle a read of these values."""
 
     def within(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """An operation inside a unit."""
+        """Handle an operation inside a unit."""
         return func(*args, **kwargs)
 
     def between(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """An operation outside units, with what it is to compute with."""
+        """Handle an operation outside units, with its actual arguments."""
         return func(*args, **kwargs)
 
     def came(self, mark: TensorMark, tensor: Tensor) -> None:
-        """A value has come about."""
+        """Handle a new value."""
 
     def entered(self) -> None:
-        """Another unit is called."""
+        """Handle the call of another unit."""
         self.call += 1
         self._count = 0
 
     def mark_of(self, tensor: Tensor) -> TensorMark | None:
-        """What this run knows of ``tensor``."""
+        """Return this run's mark of ``tensor``."""
         mark = getattr(tensor, _NAME, None)
         return mark if mark is not None and mark.flow is self else None
 
     def again(self, tensor: Tensor, mark: TensorMark) -> None:
-        """``tensor`` is still what it was."""
+        """Mark ``tensor`` as unchanged."""
         setattr(tensor, _NAME, mark)
 
     def depends(self, tensor: Tensor) -> bool:
@@ -151,7 +151,7 @@ class Flow(TorchFunctionMode):
         return parameter_of(tensor.local if is_sliced(tensor) else tensor) is not None
 
     def put(self, tensor: Tensor, key: Key | None) -> TensorMark:
-        """From now on ``tensor`` is the value ``key``."""
+        """Mark ``tensor`` as the value ``key``."""
         mark = TensorMark(self, key, key.region if key else max(self.call, 0))
         setattr(tensor, _NAME, mark)
         if key is not None:
@@ -159,7 +159,7 @@ class Flow(TorchFunctionMode):
         return mark
 
     def as_fake(self, leaf: Any) -> Any:
-        """A fake in place of what depends on parameters."""
+        """Return a fake in place of a value that depends on parameters."""
         if not isinstance(leaf, Tensor) or isinstance(leaf, FakeTensor) or not self.depends(leaf):
             return leaf
         mark = self.mark_of(leaf)
@@ -173,7 +173,7 @@ class Flow(TorchFunctionMode):
         return mark.stand_in
 
     def as_real(self, leaf: Any) -> Any:
-        """The value in place of the fake that stood in for it."""
+        """Return the value in place of its fake."""
         if isinstance(leaf, Tensor):
             mark = self.mark_of(leaf)
             if mark is not None and mark.value is not None:
@@ -190,12 +190,12 @@ class Flow(TorchFunctionMode):
         return self._operation(func, name, args, kwargs)
 
     def function(self, call: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-        """An autograd function, as one operation: what its forward does is none of the model's work."""
+        """Handle an autograd function as one operation: its forward is not part of the model's work."""
         return call(*args) if self._unseen else self._operation(call, "apply", args, {}, unseen=True)
 
     @contextmanager
     def recomputing(self, how: Recompute) -> Generator[None]:
-        """Around what the model computes a second time in backward; units inside are wrapped by ``recomputed``."""
+        """Wrap the units inside by ``recomputed``, for work that is repeated in backward."""
         self.recomputes = True
         self._again.append(how)
         try:
@@ -204,12 +204,12 @@ class Flow(TorchFunctionMode):
             self._again.pop()
 
     def learns(self, args: tuple[Any, ...]) -> bool:
-        """Return True if what the next reentrant checkpoint is called with requires a gradient."""
+        """Return True if an argument of the next reentrant checkpoint requires a gradient."""
         self.reentrant.append(any(leaf.requires_grad for leaf in args if isinstance(leaf, Tensor)))
         return self.reentrant[-1]
 
     def recomputed(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        """``call`` of a unit, as the checkpoint around it wants it."""
+        """Wrap ``call`` of a unit for the checkpoint around it."""
         return self._again[-1](call) if self._again else call
 
     def _operation(self, func: Callable[..., Any], name: str, args: Any, kwargs: Any, *, unseen: bool = False) -> Any:
@@ -241,7 +241,7 @@ class Flow(TorchFunctionMode):
             self._unseen = before
 
     def written(self, held: Tensor, written: Tensor, key: Key | None) -> None:
-        """An operation has changed ``written``; the model may hold what stood in for it, or what it stands in for."""
+        """Handle a change of ``written``; the model may hold its stand-in, or the tensor it stands in for."""
         mark = self.put(written, key)
         if held is written:
             return
@@ -278,17 +278,17 @@ def writes(name: str) -> bool:
 
 @cache
 def autocast_devices() -> tuple[str, ...]:
-    """The types of the devices that this process may compute on, each of which has an autocast of its own."""
+    """Return the device types this process may compute on, each with its own autocast."""
     there = torch.accelerator.current_accelerator()
     return (host().torch_type, *((there.type,) if there else ()))
 
 
 def autocast_types() -> tuple[torch.dtype | None, ...]:
-    """In what autocast computes on each of them; ``None`` where it is off."""
+    """Return the autocast type on each device type; ``None`` if it is off."""
     kinds = autocast_devices()
     return tuple(torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None for kind in kinds)
 
 
 def tensors(value: Any) -> Iterator[Tensor]:
-    """The tensors in nested lists, tuples, dicts and registered dataclasses."""
+    """Yield the tensors in nested lists, tuples, dicts and registered dataclasses."""
     return (leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor))

@@ -1,4 +1,4 @@
-"""Tensor parallelism: each layer's weights shared out over ranks, for models as they are."""
+"""Tensor parallelism: each layer's weights shared out over ranks, for unmodified models."""
 
 from phalanx.parallel.tensor.find_pairs import Split, dry, find
 from phalanx.parallel.tensor.trial import Places, show_added_later, show_slices, split_weights

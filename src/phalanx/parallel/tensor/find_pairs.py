@@ -1,10 +1,10 @@
-"""Finds how a model's weights are best shared out over ranks, by trying each on fake tensors.
+"""The search for the best cuts of a model's weights over ranks, by trying each on fake tensors.
 
-A weight whose result can stay cut until a later product adds it up again makes a pair with that product's weight: one
-is cut by columns, the other by rows, and a block talks once forward and once backward for each pair (Shoeybi et al.
-2019, section 3). What pairs up is not told by names or classes but by what the operations in between do to slices, so
-heads, fused projections and gated layers need no rule of their own. A vocabulary is cut where the loss can be computed
-of cut classes. What nothing is found for stays whole.
+A weight whose result can stay cut until a later product adds it up makes a pair with that product's weight: one is cut
+by columns, the other by rows, and a block communicates once forward and once backward for each pair (Shoeybi et al.
+2019, section 3). Pairs are found by the effect of the operations in between on slices, not by names or classes, so
+heads, fused projections and gated layers need no rule of their own. A vocabulary is cut if the loss can be computed
+from cut classes. Weights without a cut stay whole.
 """
 # Runs of their own: whether two weights pair up shows only in what operations do to slices, so they run on slices.
 
@@ -32,19 +32,19 @@ from phalanx.trace.fake_tensors import faked, fakes, quiet
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Split:
-    """How weights are cut, by name."""
+    """The cuts of weights, by name."""
 
     cuts: dict[str, tuple[int, Cut]]  # with the dimension
     whole: list[str]  # weights of two or more dimensions that every rank holds whole
 
 
 def find(model: Model, ranks: int, *, across: bool = False) -> Split:
-    """How to share the weights of a model that has run dry out over this many ranks.
+    """Return the cuts of a dry-run model's weights over this many ranks.
 
     ``across``: weights of different parts may pair up, in a model without repeated blocks.
 
     Raises:
-        RefusedError: if the job wants cuts that cannot be.
+        RefusedError: if the job wants impossible cuts.
     """
     said = wishes(model.module, model.example.tensor_parallel)
     chosen: dict[int, WeightCut] = {}
@@ -66,12 +66,12 @@ def find(model: Model, ranks: int, *, across: bool = False) -> Split:
 
 @contextmanager
 def dry(module: nn.Module, example: Example) -> Iterator[Model]:
-    """The model after a run on fake tensors; on itself, where fakes cannot run it and it has values.
+    """Yield the model after a run on fake tensors, or on itself if fakes cannot run it and it has values.
 
-    While inside, its parameters are the fakes. What is looked for along different axes reads this one run.
+    Inside the block its parameters are the fakes. Searches along different axes share this run.
 
     Raises:
-        Exception: whatever a model without values raises on fake tensors, such as control flow that depends on data.
+        Exception: any error of the model on fake tensors, such as from control flow that depends on data.
     """
     leave_cache_out(module)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
@@ -98,7 +98,7 @@ Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 class Model:
-    """A model that has run once on fake tensors: what its blocks were called with, and what they gave."""
+    """A model that has run once on fake tensors, with the inputs and outputs of its blocks."""
 
     def __init__(self, module: nn.Module, example: Example, seen: Callable[[Any], Any]) -> None:
         self.module, self.example = module, example
@@ -114,15 +114,15 @@ class Model:
 
     @property
     def call(self) -> Call:
-        """What the model is called with."""
+        """Return the arguments of the model's call."""
         return self._args, self._kwargs
 
     def run(self) -> Any:
-        """The model and the loss."""
+        """Run the model and the loss."""
         return self.example.loss(self.module(*self._args, **self._kwargs), self._batch)
 
     def run_around_blocks(self) -> Any:
-        """The same with every block giving what it gave, where the model has repeated blocks."""
+        """Run the same with every repeated block replaced by its former output."""
         if not self.repeats:
             return self.run()
         with fixed({block: lambda *_, block=block, **__: self.outputs[block] for block in self.calls}):

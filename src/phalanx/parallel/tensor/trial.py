@@ -1,4 +1,4 @@
-"""Tries on fake tensors how weights of a layer can be shared out, as a job wishes or as a model says."""
+"""Trials on fake tensors of cuts of a layer's weights, by the job's wishes or the model's own plan."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from phalanx.parallel.local_shards.tensor import Sliced
 
 @dataclass(frozen=True, slots=True)
 class WeightCut:
-    """How a weight is cut, or would be: perhaps what is no parameter, where a product adds up what a cut dealt out."""
+    """A cut of a weight, or of a value that is not a parameter but belongs to a cut product."""
 
     weight: Any
     dim: int
@@ -31,7 +31,7 @@ class WeightCut:
 
 
 class Trial:
-    """What a dry run saw."""
+    """The observations of a dry run."""
 
     def __init__(self) -> None:
         self.met: list[WeightCut] = []  # other weights of products in which the cut ended, in one sum over the ranks
@@ -46,25 +46,25 @@ class Trial:
         self.met.append(WeightCut(weight, dim, cut))
 
     def adds(self, bias: Any, cut: Cut) -> None:
-        """A whole bias goes with a cut result."""
+        """Record a whole bias of a cut result."""
         if isinstance(bias, nn.Parameter):
             self.beside.append(WeightCut(bias, 0, cut))
 
     def viewed(self, cut: Cut, sizes: list[int]) -> None:
-        """A dimension cut so is to be viewed as ``sizes``, which these slices cannot follow."""
+        """Record a view of a cut dimension as ``sizes``, which these slices cannot follow."""
         for index, size in enumerate(sizes):
             if size > 1:
                 self.grains.append((prod(sizes[:index]), prod(sizes[index + 1 :])))
 
     def attends(self, causal: bool = False) -> None:
-        """Attention over tokens that are dealt out."""
+        """Record attention over tokens that are shared out."""
         self.tokens = True
         self.causal = self.causal or causal
 
 
 @contextmanager
 def fixed(table: dict[nn.Module, Callable[..., Any]]) -> Iterator[None]:
-    """Other forwards in place of some modules' own."""
+    """Replace the forwards of some modules in the block."""
     before = {module: module.__dict__.get("forward") for module in table}
     for module, forward in table.items():
         module.__dict__["forward"] = forward  # past setters of the module's own, and quicker than torch's
@@ -83,13 +83,13 @@ Places = list[tuple[nn.Module, str, tuple[Placed, ...]]]
 
 
 def places_of(module: nn.Module, ways: Mapping[int, tuple[Placed, ...]]) -> Places:
-    """Where in ``module`` the parameters of these ids stand."""
+    """Return the places in ``module`` of the parameters with these ids."""
     named = ((child, name, id(tensor)) for child in module.modules() for name, tensor in child._parameters.items())
     return [(child, name, ways[key]) for child, name, key in named if key in ways]
 
 
 def split_weights(module: nn.Module, cuts: Mapping[str, tuple[Placed, ...]]) -> tuple[dict[str, TensorShard], Places]:
-    """Keep of each parameter named in ``cuts`` this rank's slice only, in place; what is held then, by name, and where.
+    """Keep only this rank's slice of each parameter in ``cuts``, in place; return slices by name, and places.
 
     ``show_slices`` makes the model's own code read them as wholes again.
     """
@@ -111,12 +111,12 @@ def _keep_slices(places: Places, copy: Callable[[Tensor], Tensor]) -> None:
 
 
 def show_slices(places: Places) -> None:
-    """Make the model's own code read these parameters as wholes, wherever it reads them."""
+    """Make the model's own code read these parameters as wholes everywhere."""
     _show((child, name, lambda tensor, placed=placed: Sliced(tensor, placed)) for child, name, placed in places)
 
 
 def show_added_later(module: nn.Module, names: Collection[str], axis: Axis) -> None:
-    """Make the model's own code read these whole parameters as what has its gradients added up over ``axis`` later."""
+    """Make the model's own code read these whole parameters through ``added_later`` over ``axis``."""
     later = {id(tensor) for name, tensor in module.named_parameters() if name in names}
     every = ((child, name, tensor) for child in module.modules() for name, tensor in child._parameters.items())
     _show((child, name, partial(added_later, axis=axis)) for child, name, tensor in every if id(tensor) in later)
@@ -138,7 +138,7 @@ def _read(module: nn.Module, name: str, how: Callable[[nn.Parameter], Tensor]) -
 
 @contextmanager
 def shown_as_slices(places: Places) -> Iterator[None]:
-    """The parameters cut and shown as slices, of whole ones, for a dry run; afterwards as they were."""
+    """Cut whole parameters and show them as slices for a dry run; restore them afterwards."""
     before = [(child, type(child), name, child._parameters[name]) for child, name, _ in places]
     try:
         _keep_slices(places, lambda local: local)
@@ -152,14 +152,14 @@ def shown_as_slices(places: Places) -> Iterator[None]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Overrides:
-    """What is said of weights, by the id of the parameter: which dimension is to be cut."""
+    """Requested cuts of weights: dimension by the id of the parameter."""
 
     of_job: Mapping[int, int | None]  # the dimension to cut, or None for a weight that is to stay whole
     of_model: Mapping[int, int]  # by its own plan; followed where it goes well
     of_heads: frozenset[int] = frozenset()  # weights of three dimensions, of which any may be cut
 
     def dims(self, weight: Tensor, *, own: bool = True) -> Sequence[int]:
-        """The dimensions of ``weight`` to try; ``own=False`` leaves the model's own plan aside."""
+        """Return the dimensions of ``weight`` to try; ``own=False`` ignores the model's own plan."""
         if id(weight) in self.of_job:
             dim = self.of_job[id(weight)]
             return () if dim is None else (dim,)
@@ -169,12 +169,12 @@ class Overrides:
 
 
 def wishes(module: nn.Module, told: Mapping[str, Cutting]) -> Overrides:
-    """What the job says, by patterns of names, and what the model says of itself.
+    """Return the cuts requested by the job, by name patterns, and by the model.
 
-    Of the job's patterns the last that fits counts.
+    The last matching pattern of the job counts.
 
     Raises:
-        RefusedError: if a pattern fits no weight, or one that cannot be cut so.
+        RefusedError: if a pattern matches no weight, or one that cannot be cut so.
     """
     found: dict[int, int | None] = {}
     problems: list[Problem] = []
