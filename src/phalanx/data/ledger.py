@@ -3,8 +3,8 @@
 A run folder's ``ledger/`` holds one file per rank and *segment*; a segment begins when a run starts or resumes. The
 file is named by the segment's first step and the rank, ``00000100-rank00002.bin``, and holds
 
-- a header, 16 bytes: ``b"PHXLEDG1"``, world size (uint32, 0: not known), 4 bytes unused; - a record a step, in order:
-step (uint64), epoch (uint32), count of ids (uint32), bytes of an id (uint32, 4 or 8; 256
+- a header, 16 bytes: ``b"PHXLEDG1"``, world size (uint32, 0: not known), 4 bytes unused;
+- a record a step, in order: step (uint64), epoch (uint32), count of ids (uint32), bytes of an id (uint32, 4 or 8; 256
   more for a step without update), CRC-32 of the ids (uint32), then the ids.
 
 All numbers are little-endian. A record cut off by a crash ends the file's content. On a full disk records wait in
