@@ -1,1 +1,1 @@
-"""Training: the step, what surrounds it, and the loop of one worker."""
+"""Training: the step, its surroundings, and the loop of one worker."""

@@ -1,7 +1,7 @@
-"""Numerical accidents: losses and gradients that are not finite, and losses that jump, met before an update is made.
+"""Numerical accidents: non-finite losses and gradients, and jumps of the loss, handled before an update is made.
 
-Every rank judges by the same numbers, the loss of the whole batch and the norm over all gradients, and so all decide
-alike without asking each other.
+Every rank judges by the same numbers, the loss of the whole batch and the norm over all gradients, so all ranks decide
+alike without communication.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ _MOST_NAMED = 10  # samples in a message
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Accident:
-    """What is wrong with a step.
+    """The defect of a step.
 
     Attributes:
         kind: ``loss``, ``gradient`` and ``parameter`` are not finite; ``spike``: the loss is finite and far too large.
-        told: it, in words, with the step.
+        told: a sentence with the step.
     """
 
     step: int
@@ -55,25 +55,25 @@ class Accident:
 
 
 class RollBackError(Exception):
-    """The run is to go back to its newest checkpoint, and on past the steps that are left out then."""
+    """Request to return to the newest checkpoint, and to leave out the affected steps."""
 
 
 @final
 class LossSpikes:
-    """Tells a loss that is far above those before it."""
+    """A detector of losses far above earlier ones."""
 
     def __init__(self, limit: float | None) -> None:
-        """``limit``: robust standard deviations above the median; ``None``: nothing is a spike."""
+        """Set ``limit``, in robust standard deviations above the median; ``None`` disables it."""
         self._limit = limit
         self._losses: deque[float] = deque(maxlen=_WINDOW)
 
     @property
     def watched(self) -> bool:
-        """True if a finite loss can be a spike."""
+        """Return True if a finite loss can be a spike."""
         return self._limit is not None
 
     def describe(self, loss: float) -> str:
-        """What makes ``loss`` a spike; empty where it is none. One that is none is remembered."""
+        """Return the reason why ``loss`` is a spike, or "". A loss that is not a spike is remembered."""
         if self._limit is None:
             return ""
         if len(self._losses) >= _FEWEST:
@@ -92,16 +92,16 @@ class LossSpikes:
 
 @final
 class Accidents:
-    """What a run does about the accidents of its steps. Without a run, as in a loop of one's own, it stops.
+    """The policy of a run for accidents in its steps. Without a run, as in a user's own loop, it stops.
 
     Attributes:
-        left_out: steps whose update is not made when they come again, and why.
+        left_out: steps without update when they are repeated, and the reasons.
     """
 
     def __init__(
         self, run: RunSpec | None = None, write: Callable[..., None] | None = None, *, phase: str = ""
     ) -> None:
-        """``write`` appends an event to the run's log; ``phase``: the one whose losses these are of, by name."""
+        """Take the run's policy; ``write`` appends an event to the log, ``phase`` names the losses' phase."""
         self._phase, self._in = phase, f"of the phase {phase} in step" if phase else "of step"
         self._answer: Answer = run.on_nonfinite if run else "stop"
         self._answer_to_spikes: Answer = run.on_spike if run else "stop"
@@ -116,13 +116,13 @@ class Accidents:
 
     @property
     def only_stops(self) -> bool:
-        """True if all that can happen is a stop, because of a number that is not finite."""
+        """Return True if the only possible action is a stop because of a non-finite number."""
         return self._buffers is None and not self._spikes.watched
 
     def judge(self, step: int, loss: float, norm: float, *, overflows: bool = False) -> Accident | None:
-        """What is wrong with a step of this loss and gradient norm, if anything is.
+        """Return the accident of a step with this loss and gradient norm, if any.
 
-        ``overflows``: numbers that are not finite are what loss scaling makes of a scale that is too large.
+        ``overflows``: non-finite numbers are the result of a loss scale that is too large.
         """
         if not overflows and not math.isfinite(loss):
             return Accident(step=step, kind="loss", told=f"the loss {self._in} {step} is {loss}")
@@ -134,27 +134,27 @@ class Accidents:
         return None
 
     def begins(self, step: Step) -> None:
-        """A step begins: remember what its forward may spoil, where the run may go on without its update."""
+        """Begin a step: copy buffers that its forward may spoil, if the run may skip its update."""
         if self._buffers:
             self._buffers.take(step.layout.modules)
 
     def passed(self) -> None:
-        """The step is made."""
+        """Record a completed step."""
         self._in_a_row = 0
 
     def saved(self, step: int) -> None:
-        """A checkpoint was written after ``step`` steps."""
+        """Record a checkpoint after ``step`` steps."""
         if step > self._newest:
             self._newest, self._back = step, 0
 
     def meet(self, accident: Accident, step: Step, batch: StepBatch) -> str:
-        """Find out where it comes from, keep the batch, and do what the run says. Collective.
+        """Find the origin of an accident, save the batch, and apply the run's policy. Collective.
 
-        Returns why the update of this step is to be left out.
+        Returns the reason to leave out the update of this step.
 
         Raises:
             LossError, GradientError: the run stops.
-            RollBackError: the run is to go back.
+            RollBackError: the run must return to a checkpoint.
         """
         try:
             seen = first_sighting(step, batch)
@@ -173,21 +173,21 @@ class Accidents:
         return accident.told
 
     def look_at_values(self, step: int, parameters: Mapping[str, torch.Tensor]) -> None:
-        """Do what the run says where one of ``parameters`` is not finite after ``step`` steps. Collective.
+        """Apply the run's policy if one of ``parameters`` is not finite after ``step`` steps. Collective.
 
         Raises:
             GradientError: the run stops.
-            RollBackError: the run is to go back.
+            RollBackError: the run must return to a checkpoint.
         """
         if names := [name for names in from_every_rank(bad_parameters(parameters)[:1]) for name in names]:
             self.spoilt(step, names[0])
 
     def spoilt(self, step: int, name: str) -> NoReturn:
-        """Do what the run says about the parameter ``name``, which was not finite before ``step`` began.
+        """Apply the run's policy to the parameter ``name``, which was not finite before ``step``.
 
         Raises:
             GradientError: the run stops.
-            RollBackError: the run is to go back.
+            RollBackError: the run must return to a checkpoint.
         """
         told = f"the parameter {name} is not finite after step {step - 1}"
         self.answer(Accident(step=step, kind="parameter", told=told))
@@ -196,13 +196,13 @@ class Accidents:
     def answer(
         self, accident: Accident, seen: Sighting | None = None, *, samples: Collection[int] = (), path: str = ""
     ) -> None:
-        """Do what the run says about ``accident``; returns where the update is to be left out.
+        """Apply the run's policy to ``accident``; return if the update is to be left out.
 
-        ``seen``: where it was met first, with these ``samples``; ``path``: where their batch is, in the run folder.
+        ``seen``: its first place, with these ``samples``; ``path``: their saved batch in the run folder.
 
         Raises:
             LossError, GradientError: the run stops.
-            RollBackError: the run is to go back.
+            RollBackError: the run must return to a checkpoint.
         """
         answer = self._answer_to_spikes if accident.kind == "spike" else self._answer
         place = _place(accident, seen, samples) if seen else ""
@@ -308,7 +308,7 @@ def _place(accident: Accident, seen: Sighting, ids: Collection[int]) -> str:
 
 @final
 class BufferCopies:
-    """Buffers as they were before a step, such as running statistics, which its forward changes."""
+    """Copies of buffers before a step, such as running statistics, which its forward changes."""
 
     def __init__(self) -> None:
         self._owners: list[tuple[nn.Module, str]] | None = None
@@ -316,7 +316,7 @@ class BufferCopies:
 
     @torch.no_grad()
     def take(self, modules: list[nn.Module]) -> None:
-        """Copy those that may have changed since they were copied last."""
+        """Copy the buffers that may have changed since the last copy."""
         if self._owners is None:
             every = [child for module in modules for child in module.modules()]
             self._owners = [(child, name) for child in every for name in child._buffers]
@@ -332,16 +332,16 @@ class BufferCopies:
 
     @torch.no_grad()
     def put_back(self) -> None:
-        """Undo what was changed since."""
+        """Restore the copied values."""
         for tensor, _, copy in self._copies.values():
             tensor.copy_(copy)
 
 
 def saved_batches(folder: Path) -> list[SavedBatch]:
-    """The batches that accidents have left in the run folder ``folder``, by step.
+    """Return the batches saved after accidents in the run folder ``folder``, by step.
 
     Raises:
         DataError: if one cannot be read.
-        SpecError: if a link or no plain file stands in its place.
+        SpecError: if a link or another special file is in its place.
     """
     return [SavedBatch.read(path) for path in sorted((folder / "accidents").glob("step-*"))]

@@ -1,7 +1,7 @@
-"""Adapters of peft in a checkpoint, and what others read of them: the adapters alone, or merged into their base.
+"""Adapters of peft in a checkpoint, exported alone or merged into their base.
 
-peft writes both, from the model with the checkpoint's values. The job builds that model; without one it is built from
-what the checkpoint says of it, which no code of the user is run for.
+peft writes both, from the model with the checkpoint's values. The job builds that model; without a job it is built from
+the checkpoint's description, without running the user's code.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ SECTION = "adapters"
 
 
 def adapters_of(module: nn.Module) -> dict[str, Any] | None:
-    """How a model that ``peft.get_peft_model`` has made is built again, as JSON; ``None`` for any other."""
+    """Return the JSON from which a model of ``peft.get_peft_model`` is built again; ``None`` for other models."""
     if not _is_adapted(module):
         return None
     model: Any = module
@@ -51,22 +51,22 @@ def adapters_of(module: nn.Module) -> dict[str, Any] | None:
 
 
 def export_model(path: Path, target: Path, form: ExportForm, *, job: Job | None = None) -> Exported:
-    """Write what ``form`` says of the checkpoint ``path`` to ``target``; the model as ``phalanx.checkpoint.export``.
+    """Write the content ``form`` of the checkpoint ``path`` to ``target``; a model as ``phalanx.checkpoint.export``.
 
-    Frozen values that the checkpoint leaves out are the job's own, as long as they are those that the run began with.
+    Frozen values missing in the checkpoint are the job's, if they equal those at the begin of the run.
 
-    For adapters, or the base that they are merged into, ``target`` is a folder, and the whole model is in memory once,
-    on the CPU. Adapters have peft's names and ``adapter_config.json``; a merged model is what peft's
-    ``merge_and_unload`` gives, with ``config.json``. Of several adapters the active are merged, and before they are
-    converted to ``form.dtype``.
+    For adapters, or the base with merged adapters, ``target`` is a folder, and the whole model is in memory once, on
+    the CPU. Adapters have peft's names and ``adapter_config.json``; a merged model is the result of peft's
+    ``merge_and_unload``, with ``config.json``. Among several adapters the active ones are merged, before the conversion
+    to ``form.dtype``.
 
     Args:
-        job: that builds a model with adapters; without it, it is built from what the checkpoint says. It has what a
-            checkpoint leaves out.
+        job: builds a model with adapters, and has values missing in a checkpoint; by default the model is built from
+            the checkpoint's description.
 
     Raises:
-        SpecError: the model is none of peft's, what it has trained is not in its adapters alone, the target exists, or
-            the checkpoint holds what is trained alone, and there is no job.
+        SpecError: the model is not peft's, training changed more than its adapters, the target exists, or the
+            checkpoint holds trained values only, and there is no job.
         CheckpointError: the checkpoint is damaged, the target cannot be written, or the job has other frozen values.
         MissingExtraError: peft is not installed.
     """

@@ -1,4 +1,4 @@
-"""Everything a step needs, built from a job and a plan on one worker's place."""
+"""All parts of a step, built from a job and a plan at one worker's place."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ class Assembly:
     """A job laid out on this worker.
 
     Attributes:
-        notes: what this plan does not keep of one device's result.
-        advice: what the plan wastes or leaves unread.
+        notes: differences of this plan from one device.
+        advice: settings that waste devices or have no effect.
         parameters: elements of the whole model's.
-        local_sgd: what brings replicas together that step by themselves; ``None`` where none do.
-        frozen: the fingerprint of each parameter that checkpoints leave out; empty where they hold all.
+        local_sgd: synchronises independent replicas; ``None`` without such.
+        frozen: the fingerprint of each parameter missing in checkpoints; empty if they hold all.
     """
 
     step: Step
@@ -61,14 +61,14 @@ class Assembly:
     frozen: dict[str, str] = field(default_factory=dict[str, str])
 
     def from_every_rank(self, value: Any) -> list[Any]:
-        """One small JSON-like value from each worker, in rank order. Collective."""
+        """Return a small JSON-like value from each worker, in rank order. Collective."""
         return self.local_sgd.from_every_rank(value) if self.local_sgd else from_every_rank(value)
 
 
 def refuse(job: Job, plan: Plan, world_size: int, here: int | None = None) -> None:
-    """Raise what keeps ``plan`` from serving ``job`` with this many workers, all of it at once.
+    """Raise all problems of ``plan`` with ``job`` and this many workers at once.
 
-    ``here`` is how many of the plan's replicas this machine holds; all of them where it is not given.
+    ``here`` is the number of the plan's replicas on this machine; by default all.
 
     Raises:
         RefusedError: with every problem found.
@@ -92,13 +92,13 @@ def build(
     start: RunStart = START,
     findings: Findings | None = None,
 ) -> Assembly:
-    """Build model, layout, optimizer, loader and step. Collective where there are several workers.
+    """Build model, layout, optimizer, loader and step. Collective with several workers.
 
-    What ``refuse`` refuses has been: ``device`` is this worker's. What ``findings`` do not say is looked for here.
+    Call ``refuse`` before; ``device`` is this worker's. Facts missing in ``findings`` are searched for here.
 
     Raises:
         RefusedError: if the plan cannot serve the job.
-        SpecError: if the job's functions give something else than they must, or a decay has no end.
+        SpecError: if the job's functions return a wrong type, or a decay has no end.
         DataError: if the data or the initial values differ between ranks.
         GradientError: if the optimizer holds other parameters than it was given.
     """

@@ -1,7 +1,7 @@
-"""What to do about the learning rate when the user changes the batch.
+"""The learning rate after a user's change of the batch.
 
-Nothing here knows how many devices there are. The global batch is the same on any number of them, so the learning
-rate never has a reason to follow them.
+The number of devices has no role here. The global batch is the same on any number of them, so the learning rate never
+has a reason to follow them.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from phalanx.errors import Problem, SpecError
 
 
 def linear_scaling(lr: float, *, batch: int, base_batch: int) -> float:
-    """The learning rate for ``batch``, where ``lr`` is right for ``base_batch``: in proportion to the batch.
+    """Return the learning rate for ``batch``, if ``lr`` is right for ``base_batch``: in proportion to the batch.
 
     Goyal et al. 2017, section 2.1: "When the minibatch size is multiplied by k, multiply the learning rate by k",
     together with a gradual warm-up (section 2.2). It is meant for SGD with momentum, and holds up to a batch that
@@ -25,7 +25,7 @@ def linear_scaling(lr: float, *, batch: int, base_batch: int) -> float:
 
 
 def scaling_offer(job_batch: int, given_batch: int) -> str | None:
-    """What to tell a user who gave another batch than the job's own; ``None`` where it is the same.
+    """Return a hint for a user who gave another batch than the job's own; ``None`` if it is the same.
 
     The text offers, and never applies: it says that the learning rate stays, and which line changes it. The rule by the
     square root is that of You et al. 2020 (section 4.1) with LAMB, and the usual one with Adam.

@@ -1,6 +1,6 @@
-"""A job's model and data as they are made: with the numbers of the job's seed, whatever was drawn before.
+"""A job's model and data, made with random numbers from the job's seed only.
 
-The model comes with one device's initial values, without those that are large, or without any.
+The model comes with one device's initial values, without the large ones, or without any.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from phalanx.units import show_bytes, show_names
 
 
 def build_model(job: Job, *, deferred: bool = False) -> nn.Module:
-    """The model with one device's initial values: the same seeds on every rank, whatever ran before.
+    """Build the model with one device's initial values: the same seeds on every rank.
 
-    Seeded are torch, numpy's global generator and ``random``. A model that comes in evaluation mode (as loaded ones
-    do) is put in training mode; in one that comes in training mode, parts kept out of it stay so. The cache of keys and
-    values of ``transformers``' models is off. ``deferred``: large parameters have recipes in place of values.
+    torch, numpy's global generator and ``random`` are seeded. A model in evaluation mode (as loaded ones are) is put in
+    training mode; in a model in training mode, parts in evaluation mode stay so. The cache of keys and values of
+    ``transformers``' models is off. ``deferred``: large parameters have recipes in place of values.
 
     Raises:
         UnrecordedError: if its making cannot be deferred.
-        SpecError: if ``job.model`` gives something else than a model, or ``job.initial`` does not fit it.
+        SpecError: if ``job.model`` does not return a model, or ``job.initial`` does not fit it.
     """
     if isinstance(job.model, nn.Module):
         name = type(job.model).__name__
@@ -65,13 +65,15 @@ def build_model(job: Job, *, deferred: bool = False) -> nn.Module:
 
 
 def make_data(job: Job, data: Callable[[], Any]) -> Any:
-    """What ``data`` gives, the job's ``data`` or ``evaluate``: a ``random_split`` in both gives parts of one split."""
+    """Return the result of ``data``, the job's ``data`` or ``evaluate``; a ``random_split`` in both is the same
+    split.
+    """
     with seeded(stream(job.seed, 0)):
         return data()
 
 
 def begun(job: Job) -> tuple[nn.Module, list[str]]:
-    """The model without the values of its large parameters, and a note where it comes with them all the same."""
+    """Return the model without values of its large parameters, and a note if it has them all the same."""
     from phalanx.parallel.deferred_init import UnrecordedError, loaded
 
     try:
@@ -85,7 +87,7 @@ def begun(job: Job) -> tuple[nn.Module, list[str]]:
 
 
 def give_needed_values(module: nn.Module, example: Example) -> list[str]:
-    """Give ``module`` its values now if it cannot be looked at without; a note of it where it has come to that."""
+    """Give ``module`` its values if it cannot be traced without; return a note if so."""
     from phalanx.parallel.deferred_init import fill, followed, recipes
 
     known = recipes(module)
@@ -139,16 +141,16 @@ _LARGE = 2e8  # elements: some seconds of random numbers
 
 
 def without_values(job: Job, size: int | None = None) -> Job:
-    """``job``; its model is made without values if drawing them would take long, and it can be made so.
+    """Return ``job`` with a model without values, if drawing them would take long and can be skipped.
 
-    ``size`` is the model's, where it is known.
+    ``size`` is the model's, if known.
     """
     size = size_of(job) if size is None else size
     return replace(job, model=lambda: _on_meta(job), initial=None) if (size or 0) > _LARGE else job
 
 
 def size_of(job: Job) -> int | None:
-    """Elements of the model's parameters, which are not made; ``None`` where it cannot be made without."""
+    """Return the elements of the model's parameters, without making them; ``None`` if that fails."""
     try:
         return sum(tensor.numel() for tensor in _on_meta(job).parameters())
     except Exception:  # some models need values

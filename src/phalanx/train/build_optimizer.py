@@ -1,4 +1,4 @@
-"""The optimizer that a job makes of the parameters it is given, and its scheduler."""
+"""A job's optimizer over given parameters, and its scheduler."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from phalanx.train.torch_scheduler import MadeOptimizer
 
 
 def build_optimizer(job: Job, layout: Layout, whole: Iterable[str] | None = None) -> MadeOptimizer:
-    """The job's optimizer and its scheduler, if any. It must hold exactly the parameters it was given.
+    """Return the job's optimizer and its scheduler, if any. It must hold exactly the given parameters.
 
-    ``whole`` are the names of the whole model's, where the layout may have some of them only.
+    ``whole`` are the names of the whole model's, if the layout has only some of them.
     """
     note_slices(layout.holdings)
     # A stage of frozen parameters alone has none to step, and no optimizer is built over nothing.
@@ -32,11 +32,11 @@ def build_optimizer(job: Job, layout: Layout, whole: Iterable[str] | None = None
 
 
 def use_fused(optimizer: torch.optim.Optimizer) -> None:
-    """Have torch's Adam, AdamW and SGD step by one kernel on devices with streams; called with the first gradients.
+    """Switch torch's Adam, AdamW and SGD to their fused kernel on devices with streams, at the first gradients.
 
-    Not where the job has chosen an implementation or has a learning rate that is a tensor, and not where the fused
-    kernels raise: sparse gradients, gradients laid out unlike their parameters, and, with momentum of SGD, parameters
-    that have no gradient yet.
+    Not if the job has chosen an implementation or has a tensor as learning rate, and not if the fused kernels would
+    raise: for sparse gradients, for gradients laid out unlike their parameters, and, with momentum of SGD, for
+    parameters without a gradient yet.
     """
     held = [tensor for group in optimizer.param_groups for tensor in group["params"]]
     if type(optimizer) not in _FUSED or any(map(_chosen, optimizer.param_groups)) or not all(map(_fusible, held)):
@@ -52,7 +52,7 @@ def use_fused(optimizer: torch.optim.Optimizer) -> None:
 
 
 def skips_on_device(optimizer: torch.optim.Optimizer) -> bool:
-    """Return True if ``optimizer`` skips its update where its ``found_inf``, a tensor on the device, is not 0."""
+    """Return True if ``optimizer`` skips its update when its device tensor ``found_inf`` is not 0."""
     return type(optimizer) in _FUSED and all(group.get("fused") for group in optimizer.param_groups)
 
 
@@ -76,9 +76,9 @@ def _chosen(group: Mapping[str, Any]) -> bool:
 def optimizer_over(
     job: Job, parameters: Mapping[str, torch.Tensor], whole: Iterable[str] | None = None
 ) -> MadeOptimizer:
-    """The optimizer that the job makes of these parameters, and its scheduler, if any.
+    """Return the job's optimizer over these parameters, and its scheduler, if any.
 
-    ``whole`` are the names of the whole model's where these are some of them.
+    ``whole`` are the names of the whole model's, if these are some of them.
 
     Raises:
         SpecError: if it makes none, or one that a loop over batches cannot step.

@@ -1,4 +1,4 @@
-"""Columns of float64, as NumPy makes them, for a model of float32: what PyTorch fails by says nothing of the column."""
+"""Columns of float64, NumPy's default, for a model of float32: PyTorch's error does not name the column."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _OF_TYPES = re.compile(r"\bdouble\b|float64", re.IGNORECASE)
 
 @contextmanager
 def float64_named(batch: Any, module: nn.Module) -> Generator[None]:
-    """Around what is computed of ``batch``: where PyTorch refuses types, and columns have float64, name them.
+    """Name columns of float64 if PyTorch refuses types in the block.
 
     Raises:
         SpecError: in place of PyTorch's own error.
@@ -31,10 +31,10 @@ def float64_named(batch: Any, module: nn.Module) -> Generator[None]:
 
 
 def refuse_float64(error: RuntimeError, batch: Any, module: nn.Module) -> None:
-    """Raise an error that names the columns of float64, if ``error`` is PyTorch's about types and ``batch`` has some.
+    """Raise an error that names the columns of float64, if ``error`` is PyTorch's about types.
 
     Raises:
-        SpecError: it is, and the model has no parameter of float64.
+        SpecError: if it is, ``batch`` has such columns, and the model has no parameter of float64.
     """
     if isinstance(error, PhalanxError) or not _OF_TYPES.search(str(error)):
         return

@@ -1,4 +1,4 @@
-"""What must be the same on every rank before a step is worth taking: lengths of data, streams, initial values."""
+"""Checks that ranks agree before the first step: lengths of data, streams, initial values."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Everyone = Callable[[Any], list[Any]]
 
 
 def same_length(length: int | None, where: str) -> None:
-    """Refuse data that have another length on some rank. Collective; ``where`` is the job's function, ``job.data``.
+    """Refuse data with different lengths on ranks. Collective; ``where`` is the job's function, ``job.data``.
 
     Raises:
         DataError: with the length on each rank.
@@ -31,10 +31,10 @@ def same_length(length: int | None, where: str) -> None:
 
 
 def same_data(told: Mapping[str, Any], everyone: Everyone = from_every_rank) -> None:
-    """Refuse ``job.data`` that are others on some rank than what is ``told`` of them here. Collective.
+    """Refuse ``job.data`` whose facts on some rank differ from ``told``, this rank's. Collective.
 
     Raises:
-        DataError: with what each rank has.
+        DataError: with the facts of each rank.
     """
     if _alike_everywhere(told, everyone):
         return
@@ -45,12 +45,12 @@ def same_data(told: Mapping[str, Any], everyone: Everyone = from_every_rank) -> 
 def unlike_data(
     told: Mapping[str, Mapping[str, Any]], where: str = "job.data", shared: str = "Phalanx gives each its share"
 ) -> DataError | None:
-    """The error that data are not the same everywhere; ``None`` where they are.
+    """Return the error for different data; ``None`` if they are equal.
 
     Args:
-        told: by who reads them, such as ``rank 1``, what a ``Loader`` has told of them, or part of it.
-        where: the job's function that gives them.
-        shared: how they are shared out.
+        told: by reader, such as ``rank 1``, the facts from a ``Loader``, or part of them.
+        where: the job's function that makes them.
+        shared: the way they are shared out, for the message.
     """
     facts = ("length", "order", "files")
     unlike = next((fact for fact in facts if len({one.get(fact) for one in told.values()}) > 1), None)
@@ -78,9 +78,9 @@ def unlike_data(
 
 
 def same_places(here: Mapping[str, int], whole: Mapping[str, int], everyone: Everyone = from_every_rank) -> None:
-    """Refuse an optimizer whose groups stand in another order on a pipeline's stage than over the whole model.
+    """Refuse an optimizer whose groups on a pipeline's stage have another order than over the whole model.
 
-    Collective; both are name → place of its group.
+    Collective; both arguments map name to the index of its group.
 
     Raises:
         RefusedError: with the first parameter that is in another group, on any rank.
@@ -99,7 +99,7 @@ def same_places(here: Mapping[str, int], whole: Mapping[str, int], everyone: Eve
 
 
 def same_groups(groups: int, everyone: Everyone = from_every_rank) -> None:
-    """Refuse an optimizer that has other groups on some rank, where they are known by their place. Collective.
+    """Refuse an optimizer with different numbers of groups on ranks, if groups are known by position. Collective.
 
     Raises:
         DataError: with the number on each rank. A scheduler keeps a rate for each group, and clipping takes a norm.
@@ -117,10 +117,10 @@ def same_groups(groups: int, everyone: Everyone = from_every_rank) -> None:
 
 
 def same_stream(batch: StepBatch | None) -> None:
-    """Refuse a stream that is not at the same place on every rank; ``None``: it has ended here. Collective.
+    """Refuse a stream at different places on ranks; ``None``: it has ended here. Collective.
 
     Raises:
-        DataError: with what differs. Without it, ranks that have more to read would wait for the others for ever.
+        DataError: with the differences. Without it, ranks with more to read would wait for the others for ever.
     """
     mine = (batch.step, batch.epoch, batch.samples) if batch else ("ended", "ended", 0)
     if alike(mine):
@@ -139,10 +139,10 @@ def same_stream(batch: StepBatch | None) -> None:
 
 
 def same_initial_values(module: nn.Module, everyone: Everyone = from_every_rank) -> None:
-    """Refuse a model that starts from other values on some rank. Collective; one small message in all.
+    """Refuse a model with different initial values on ranks. Collective; one small message in all.
 
-    Compared are the sums of each parameter, up to the rounding by which machines may differ; of one that has no values
-    yet, what they will be made of.
+    The sums of each parameter are compared, up to the rounding between machines; for a parameter without values, its
+    recipe.
 
     Raises:
         DataError: naming the first parameter that differs.

@@ -1,10 +1,10 @@
-"""Steps whose loss compares the samples of the whole global batch, and so cannot be added up from micro-batches.
+"""Steps whose loss compares the samples of the whole global batch, so that micro-batches cannot be added up.
 
 The rows of all outputs are gathered over micro-batches and ranks. Every rank computes the loss of all of them, and its
-gradient with regard to the rows that are its own: backward goes on from there, and gradients of parameters add up over
-ranks as ever. With one micro-batch a rank the loss lies between its forward and its backward. With several, all of them
-run forward first, for their outputs alone; then each runs forward again, with the same random numbers, and backward
-from the gradient of its output (GradCache; Gao et al. 2021, "Scaling deep contrastive learning batch size under memory
+gradient with regard to its own rows: backward continues from there, and gradients of parameters add up over ranks as
+usual. With one micro-batch a rank the loss lies between its forward and its backward. With several, all of them run
+forward first, for their outputs alone; then each runs forward again, with the same random numbers, and backward from
+the gradient of its output (GradCache; Gao et al. 2021, "Scaling deep contrastive learning batch size under memory
 limited setup").
 """
 
@@ -57,9 +57,9 @@ class CoupledLoss(GradAccumulation):
         self._failed: BaseException | None = None
 
     def prepare(self) -> None:
-        """Where a part has several micro-batches: run them all forward, and find the gradients of their outputs.
+        """Run all micro-batches forward, if a part has several, and find the gradients of their outputs.
 
-        Buffers that forward changes are set back, so that the forward before backward changes them once, and alike.
+        Buffers changed by these forwards are restored, so that only the forward before backward changes them.
         """
         if not self._twice:
             return
@@ -88,7 +88,7 @@ class CoupledLoss(GradAccumulation):
             raise
 
     def loss(self, output: Any, device: torch.device, micro: MicroBatch, last: bool) -> Tensor:
-        """The loss of the whole batch; its backward gives this micro-batch's output the gradient that is its own."""
+        """Return the loss of the whole batch; its backward gives this micro-batch's output its own gradient."""
         place = self._places[id(micro)]
         if not self._twice:
             self._keep(place, output, micro)

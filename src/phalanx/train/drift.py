@@ -1,22 +1,20 @@
-"""Drift: replicas that should hold the same parameters, and do not.
+"""Drift: replicas with different parameters that should be equal.
 
 Ranks that differ along ``dp`` or ``cp`` only start from the same values, add up the same gradients and take the same
-step, so their parameters are the same to the last bit. So are running statistics of normalisation layers, of which all
-ranks take over the first one's after each step (``parallel/buffer_sync.py``). A bit that flips in memory, a collective
-that went wrong, or code of the job that changes a parameter on one rank breaks that without a trace: from then on every
-rank trains a model of its own. So every few steps the ranks compare fingerprints of a fifth of what they hold, another
-fifth each time: a sum of the bits, which one changed element always changes. That reads a fifth of the parameters and
-sends eight bytes.
+step, so their parameters are the same to the last bit. So are running statistics of normalisation layers, which all
+ranks copy from the first one after each step (``parallel/buffer_sync.py``). A bit that flips in memory, a broken
+collective, or code of the job that changes a parameter on one rank breaks that without a trace: from then on every rank
+trains a model of its own. So every few steps the ranks compare fingerprints of a fifth of their values, another fifth
+each time: a sum of the bits, which changes with any one element. That reads a fifth of the parameters and sends eight
+bytes.
 
-Where fingerprints differ, the ranks look closer: at the tensors that differ, at the blocks of each, at their values.
-Where all differ by no more than rounding that is said and left alone: ranks on unlike processors may compute unlike
-last bits.
-On a device they look closer one step later; what is the same again by then is said and left alone, too.
+If fingerprints differ, the ranks compare the tensors, then the blocks of each, then the values. Differences no larger
+than rounding are only reported, because unlike processors may compute unlike last bits. On a device the second look is
+one step later; values that are equal again by then are reported, too.
 
-Not compared are replicas that step by themselves (``sync=local``, ``sync=diloco``), which differ by design between
-averagings; workers of parameter servers, which are sent their parameters anew; replicas that are threads; and other
-buffers: forward may change those on each rank by the samples it sees, and no plan brings them together.
-Ranks along ``tp`` and ``fsdp`` hold other parts of the model and have nothing to compare.
+Not compared are independent replicas (``sync=local``, ``sync=diloco``), which differ by design between averagings;
+workers of parameter servers, which receive their parameters anew; replicas in threads; and other buffers, which forward
+may change by the samples it sees. Ranks along ``tp`` and ``fsdp`` hold other parts of the model and cannot be compared.
 """
 
 from __future__ import annotations
@@ -50,16 +48,16 @@ _PASSED = (
 
 @final
 class DriftWatch:
-    """Compares what this rank holds with its replicas; every call is collective among them.
+    """A comparison of this rank with its replicas; every call is collective among them.
 
     Attributes:
-        found: replicas differ, in what is not known or not answered yet: no state of one is that of the run.
+        found: True after an unresolved difference: no replica's state can be trusted.
     """
 
     def __init__(
         self, parameters: Mapping[str, torch.Tensor], group: dist.ProcessGroup, policy: DriftPolicy, every: int
     ) -> None:
-        """``parameters``: name → what every rank is to hold alike. ``every``: steps between looks at a part of them."""
+        """Watch ``parameters`` (name → value equal on every rank), a part of them ``every`` so many steps."""
         self._tensors = {name: local(tensor).detach() for name, tensor in parameters.items()}
         self._group, self._policy, self._every = group, policy, every
         self._parts = _parts(self._tensors)
@@ -71,12 +69,12 @@ class DriftWatch:
     def of(
         cls, plan: Plan, rank: int, parameters: Mapping[str, torch.Tensor], policy: DriftPolicy, every: int
     ) -> DriftWatch | None:
-        """That of a rank of ``plan``; ``None`` where nobody is to compare, or holds the same. Collective."""
+        """Return the watch for a rank of ``plan``; ``None`` without replicas, or if it is off. Collective."""
         group = Mesh(plan, rank).group("dp", "cp") if policy != "off" and plan.kind != "threads" else None
         return cls(parameters, group, policy, every) if group is not None else None
 
     def stepped(self, step: int) -> None:
-        """The optimizer has taken ``step``.
+        """Compare after ``step``, if it is time.
 
         Raises:
             DriftError: naming the tensor and the ranks, if they have drifted apart and the policy is to stop.
@@ -97,7 +95,7 @@ class DriftWatch:
         self._waiting = _Look(step, part, host, ready)
 
     def settle(self) -> None:
-        """Compare what was looked at last, where that is still to be done.
+        """Finish the pending comparison, if there is one.
 
         Raises:
             DriftError: as ``stepped``.
@@ -117,7 +115,7 @@ class DriftWatch:
             self.found = False
 
     def news(self) -> Sequence[str]:
-        """Warnings since this was last asked for."""
+        """Return warnings since the last call."""
         found, self._warnings = self._warnings, []
         return found
 
@@ -195,7 +193,7 @@ class Piece:
     last: int
 
     def of(self, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Its values now, flat."""
+        """Return its present values, flat."""
         return tensors[self.name].reshape(-1)[self.first : self.last]
 
 
@@ -209,15 +207,15 @@ class _Look:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReplicaDifference:
-    """What replicas differ in.
+    """A difference between replicas.
 
     Attributes:
         step: the last one taken.
         name: of the first tensor that differs.
-        ranks: that differ from most; all that are compared, where no value is most ranks'.
-        of: ranks that are compared.
+        ranks: the minority; all compared ranks, if there is no majority.
+        of: compared ranks.
         by: largest difference of an element.
-        most: largest value where anything differs.
+        most: largest value in the differing part.
     """
 
     step: int
@@ -286,9 +284,9 @@ def _words(flat: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 def bit_sum(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
-    """One whole number of flat ``tensors``, on their device: changed by any change of one element.
+    """Return one integer for flat ``tensors``, on their device, which changes with any one element.
 
-    A sum of all words of eight bytes, each row of them times an odd number of its own, modulo 2 to the 64.
+    It is a sum of all words of eight bytes, each row of them times an odd number of its own, modulo 2 to the 64.
     """
     found: torch.Tensor | None = None
     for number, words in enumerate(words for tensor in tensors for words in _words(tensor)):

@@ -1,13 +1,12 @@
-"""Whether an optimizer treats each element by itself, and what it has to sum over slices where it does not.
+"""Tests whether an optimizer treats each element by itself, and the groups over which other optimizers add up.
 
-Under ``tp`` and ``ep`` a rank steps its slice of a weight as if it were a whole one, which is right where each element
-is treated by itself. Under ``fsdp`` it steps rows of a DTensor, whose operations may look over all ranks; not every
-optimizer is written so that they can. What cannot be tried is refused, too: nothing would show that it is wrong.
+Under ``tp`` and ``ep`` a rank steps its slice of a weight as if it were a whole one, which is right if each element is
+treated by itself. Under ``fsdp`` it steps rows of a DTensor, whose operations may look over all ranks; some optimizers
+are not written for that. Optimizers that cannot be tried are refused, too, because an error would not show.
 
-Over which ranks an optimizer has to add up what it sums over a parameter of which this rank holds a slice. A sharded
-parameter says so itself: it is a DTensor. A slice along ``tp`` or ``ep`` is a plain tensor, and what an optimizer is
-given are tensors alone. So the step notes here, when the optimizer is built, which parameters are slices; LARS and LAMB
-look them up. Not as attributes: those would go along where a parameter is copied or pickled.
+A sharded parameter carries its ranks: it is a DTensor. A slice along ``tp`` or ``ep`` is a plain tensor, and an
+optimizer is given tensors alone. So the step records here, when the optimizer is built, which parameters are slices;
+LARS and LAMB look them up. Attributes would be copied or pickled along with a parameter.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ Values = Mapping[str, torch.Tensor]
 
 
 def slice_problems(job: Job, plan: Plan, parameters: Values) -> list[Problem]:
-    """What keeps the job's optimizer from stepping slices of ``parameters``, which ``plan`` cuts; pure."""
+    """Return the problems of the job's optimizer with slices of ``parameters``, which ``plan`` cuts; pure."""
     optimizer = _made(job, small(parameters))
     if getattr(optimizer, "adds_up_over_slices", False):
         return []
@@ -50,7 +49,7 @@ def slice_problems(job: Job, plan: Plan, parameters: Values) -> list[Problem]:
 
 
 def elementwise(job: Job, parameters: Values) -> bool:
-    """True if the job's optimizer makes of parts of a parameter what it makes of the whole; false where not known."""
+    """Return True if the job's optimizer treats parts of a parameter like the whole; False if unknown."""
     return not _not_elementwise(job, parameters)
 
 
@@ -75,9 +74,9 @@ def _not_elementwise(job: Job, parameters: Values) -> str:
 def rows_problem(
     job: Job, plan: Plan, optimizer: torch.optim.Optimizer, parameters: Values, mesh: Any, *, alone: bool = False
 ) -> Problem | None:
-    """What keeps the job's optimizer from stepping rows over ``mesh``, whose ranks all try; ``alone``: only one does.
+    """Return the problem of the job's optimizer with rows over ``mesh``; all its ranks try, or one ``alone``.
 
-    What one rank alone shows is whether the optimizer fails; its values are those of no mesh.
+    A lone trial shows only whether the optimizer fails; its values are not those of a mesh.
     """
     kind = type(optimizer)
     if kind.__name__ in _ON_ROWS and kind.__module__.startswith(("torch.optim.", "phalanx.")):
@@ -108,7 +107,7 @@ def rows_problem(
 
 
 def half_steps(job: Job, parameters: Values) -> str:
-    """A note where the job's optimizer computes in half precision within its step; empty where it does not."""
+    """Return a note if the job's optimizer computes in half precision within its step, else ""."""
     if not (found := half_within(job, parameters)):
         return ""
     name = type(_made(job, small(parameters))).__name__
@@ -119,7 +118,7 @@ def half_steps(job: Job, parameters: Values) -> str:
 
 
 def half_within(job: Job, parameters: Values) -> str:
-    """The half precision that the job's optimizer computes in within its step, as Muon's iterations do; or nothing."""
+    """Return the half precision used within the job's optimizer's step, as in Muon's iterations, or ""."""
     seen: set[torch.dtype] = set()
     try:
         with torch.random.fork_rng(devices=[]):
@@ -148,9 +147,9 @@ def stepped(
     grads: list[dict[str, torch.Tensor]],
     dress: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> dict[str, torch.Tensor]:
-    """Values after the job's optimizer has stepped these gradients; ``dress`` makes a parameter of each value.
+    """Return values after the job's optimizer has stepped these gradients; ``dress`` makes a parameter of each.
 
-    Raises TypeError if what the optimizer keeps cannot be saved.
+    Raises TypeError if the optimizer's state cannot be saved.
     """
     given = learning(start) if dress is None else {name: torch.nn.Parameter(dress(one)) for name, one in start.items()}
     with torch.enable_grad():
@@ -206,9 +205,9 @@ def _line(error: Exception) -> str:
 
 
 class Parameters(list[torch.Tensor]):
-    """The parameters an optimizer is built over: a list, which also knows their names (for parameter groups).
+    """The argument of a job's ``optimizer``: a list of parameters with their names (for parameter groups).
 
-    ``whole`` are the names of the whole model's, where these are all or some of them; ``None`` where it is not known.
+    ``whole`` are the names in the whole model, which may be more; ``None`` if unknown.
     """
 
     def __init__(self, named: Mapping[str, torch.Tensor], whole: Iterable[str] | None = None) -> None:
@@ -217,14 +216,14 @@ class Parameters(list[torch.Tensor]):
         self.whole = None if whole is None else tuple(whole)
 
     def named(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """(name, parameter) pairs, in order."""
+        """Yield (name, parameter) pairs, in order."""
         return iter(self._named.items())
 
 
 def small(parameters: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Random values (4 × 6 × 2 × …) for parameters of these names and numbers of dimensions.
+    """Return random values (4 × 6 × 2 × …) for parameters of these names and numbers of dimensions.
 
-    Of many, a few of each number of dimensions: an optimizer is tried on them, in milliseconds.
+    If there are many, a few of each number of dimensions: an optimizer is tried on them, in milliseconds.
     """
     found: dict[str, torch.Tensor] = {}
     taken: dict[int, int] = {}
@@ -237,7 +236,7 @@ def small(parameters: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def learning(values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """These values as parameters, each with memory of its own."""
+    """Return these values as parameters, each with memory of its own."""
     return {name: nn.Parameter(value.detach().clone()) for name, value in values.items()}
 
 
@@ -246,7 +245,7 @@ SLICE_GROUPS = WeakTensorKeyDictionary()
 
 
 def note_slices(held: RankHoldings) -> None:
-    """Remember, for as long as they live, over which groups the parameters held are cut by name."""
+    """Remember the groups over which the held parameters are cut by name, as long as they live."""
     for name, parameter in held.parameters.items():
         holding = held.slices.get(name)
         if holding is not None and holding.placed:

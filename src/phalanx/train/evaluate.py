@@ -31,7 +31,7 @@ from phalanx.train.whole_batch import OutputPiece, WholeBatch
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Evaluation:
-    """Result of one evaluation: sums over counts, of all ``samples``, each taken once; ``seconds`` of wall time."""
+    """The result of one evaluation: sums over counts of all ``samples``, each taken once; ``seconds`` of wall time."""
 
     loss: float
     samples: int
@@ -42,7 +42,7 @@ class Evaluation:
     def of(
         cls, job: Job, sums: Sums, samples: int, began: float, computed: Mapping[str, float] | None = None
     ) -> Evaluation:
-        """What ``sums`` of ``job`` come to, and ``computed`` metrics; ``began``: of ``time.perf_counter()``."""
+        """Build the result from ``sums`` and ``computed`` metrics; ``began`` is a ``time.perf_counter()``."""
         ratios = {name: total / count if count else math.nan for name, (total, count) in sums.items()}
         loss = job.loss.total(ratios) if isinstance(job.loss, Losses) else ratios.pop("loss")
         metrics = dict(sorted({**ratios, **(computed or {})}.items()))
@@ -127,10 +127,10 @@ def _computed(sums: EvaluationSums, assembly: Assembly, *, trial: bool) -> dict[
 
 
 def refuse_metrics(found: Found, plan: Plan) -> None:
-    """Refuse metrics that are computed once where that cannot be done.
+    """Refuse metrics computed once, if the plan cannot.
 
     Raises:
-        LossError: with servers; or of rows, where a rank has a part of each sequence.
+        LossError: with servers; or for rows, if a rank has a part of each sequence.
     """
     names = [name for name, given in found.items() if isinstance(given, Metric) and (given.rows or plan.server)]
     if names and plan.server:
@@ -154,7 +154,7 @@ def _weights(assembly: Assembly) -> AbstractContextManager[None]:
 
 @contextmanager
 def evaluation_mode(module: nn.Module) -> Iterator[None]:
-    """Every submodule in evaluation mode; afterwards each as it was: some may be kept out of training mode for good."""
+    """Put every submodule in evaluation mode for the block, and restore each afterwards."""
     training = [part for part in module.modules() if part.training]
     module.eval()
     try:
@@ -165,7 +165,7 @@ def evaluation_mode(module: nn.Module) -> Iterator[None]:
 
 
 def measure(job: Job, output: Any, batch: Any, samples: int) -> Found:
-    """What one micro-batch gives of the loss, or of each by name, a sum and a count, and of each metric."""
+    """Return sums and counts of the loss, or of each loss by name, and of each metric, for one micro-batch."""
     read = read_loss(job.loss(output, batch, **in_evaluation(job.loss)), samples, "the evaluation")
     found: dict[str, tuple[Any, Any] | Metric] = {"loss": (read.value * read.weight, read.count)}
     if isinstance(job.loss, Losses):

@@ -1,4 +1,4 @@
-"""What an evaluation adds up and collects on one rank, and what all ranks' come to."""
+"""The sums and rows of an evaluation on one rank, and the result over all ranks."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Found = Mapping[str, "tuple[Any, Any] | Metric"]
 
 
 def add_up(sums: Sums, found: Found) -> None:
-    """Add what was ``found`` on further samples, ratios alone, to ``sums``."""
+    """Add the ratios in ``found``, from further samples, to ``sums``."""
     for name, given in found.items():
         if not isinstance(given, Metric):
             before = sums.get(name, (0.0, 0.0))
@@ -33,7 +33,7 @@ def add_up(sums: Sums, found: Found) -> None:
 
 @final
 class EvaluationSums:
-    """Of one evaluation, on one rank."""
+    """The sums of one evaluation on one rank."""
 
     def __init__(self) -> None:
         self.ratios: Sums = {}
@@ -42,12 +42,12 @@ class EvaluationSums:
         self._rows: dict[str, dict[str, list[tuple[int, Tensor]]]] = {}
 
     def add(self, found: Found, first: int, *, counts: bool = True) -> None:
-        """Take in what was ``found`` on samples of which ``first`` is the number of the first in the data.
+        """Add ``found``, the values of samples from number ``first`` of the data on.
 
-        Without ``counts`` they are no samples of this rank, and only the names are taken.
+        Without ``counts`` they are not samples of this rank, and only the names are taken.
 
         Raises:
-            LossError: if a metric gives no tensors, or not those that it gave before.
+            LossError: if a metric returns no tensors, or others than before.
         """
         ratios = found if counts else {name: (0.0, 0.0) for name, one in found.items() if not isinstance(one, Metric)}
         add_up(self.ratios, ratios)
@@ -74,7 +74,7 @@ class EvaluationSums:
             rows.setdefault(key, []).append((first, value))
 
     def to_send(self) -> dict[str, Any]:
-        """What metrics have added up and collected, as JSON."""
+        """Return the metrics' sums and rows as JSON."""
         sums = {name: {key: _packed(value) for key, value in entry.items()} for name, entry in self._sums.items()}
         rows = {
             name: {key: [[first, _packed(value)] for first, value in pieces] for key, pieces in entry.items()}
@@ -83,7 +83,7 @@ class EvaluationSums:
         return {"sums": sums, "rows": rows}
 
     def computed(self, everywhere: list[dict[str, Any]], *, trial: bool) -> dict[str, float]:
-        """What metrics come to, from what every rank has sent; in a ``trial``, of a few samples, NaN where they fail.
+        """Return the metrics computed from every rank's values; in a ``trial``, NaN for failures.
 
         Raises:
             LossError: if one is no number.

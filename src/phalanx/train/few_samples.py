@@ -1,4 +1,4 @@
-"""The first samples of a job's data, on the host: what its model and its loss are looked at with before it trains."""
+"""The first samples of a job's data, on the host, for trials of its model and its loss before training."""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ HOST = torch.device("cpu")
 
 
 def whole_loader(job: Job) -> Loader:
-    """Reads the data of ``job`` from the first step on as one device does, global batch by global batch."""
+    """Return a loader of the data of ``job`` from the first step on, as one device reads them."""
     return Loader(make_data(job, job.data), job, Lane(), micro=None)
 
 
 def few_of(loader: Loader) -> MicroBatch:
-    """The first samples, ``FEW`` at most, as one micro-batch. It takes them from a stream."""
+    """Return the first samples, ``FEW`` at most, as one micro-batch. It takes them from a stream."""
     size = FEW if loader.length is None else min(FEW, loader.length)
     return MicroBatch(batch=loader.example(size), ids=tuple(range(size)), samples=size)
 
 
 def example_of(job: Job, module: nn.Module, loader: Loader | None = None) -> Example:
-    """The first samples, for ``module`` to be looked at with. A stream is made anew for them: ``loader`` reads on."""
+    """Return the first samples for a trial of ``module``. A stream is made anew, so ``loader`` keeps its place."""
     if loader is None or loader.length is None:
         loader = whole_loader(job)
     return example_from(job, Inputs(job, module), loader.example(FEW))
 
 
 def example_from(job: Job, inputs: Inputs, batch: Any) -> Example:
-    """What the model is called with for ``batch``, which holds a few samples, and what its loss reads of it."""
+    """Return the model's arguments for ``batch``, which holds a few samples, and the loss to use."""
     args, kwargs, batch = inputs(batch, HOST)
     return Example(args=args, kwargs=kwargs, batch=batch, loss=job.loss, tensor_parallel=job.tensor_parallel)

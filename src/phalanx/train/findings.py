@@ -1,4 +1,4 @@
-"""What a look at a job under a plan found before any process of its run started, and what of it a rank can use."""
+"""Findings about a job under a plan, made before any process of its run starts, and used by ranks."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ if TYPE_CHECKING:  # loaded by plans that have some
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Findings:
-    """What a look at a job under a plan found before any process of its run started.
+    """Findings about a job under a plan, made before any process of its run starts.
 
     Attributes:
-        causes: why it differs from one device, one sentence each.
-        facts: of its model, as JSON, for the processes that run it; ``None`` where nothing was looked for. Where there
-            are some, its optimizer has been tried, too.
-        module: the model as the job makes it, in the process that looked; ``None`` where the look has changed it.
-        size: elements of the model's parameters, where that process knows.
-        placement: what each rank will hold, as ``placement.json`` of the run folder has it, if known.
-        looked: whether a look has ended, and would have refused a loss that does not add up.
+        causes: a sentence for each difference from one device.
+        facts: of its model, as JSON, for the processes that run it; ``None`` if not searched for. With facts, its
+            optimizer has been tried, too.
+        module: the model as the job makes it, in the process that traced it; ``None`` if tracing has changed it.
+        size: elements of the model's parameters, if known.
+        placement: each rank's part, as in ``placement.json`` of the run folder, if known.
+        looked: whether a trial has ended that would have refused a loss that does not add up.
     """
 
     causes: tuple[str, ...] = ()
@@ -36,18 +36,18 @@ class Findings:
     looked: bool = False
 
     def to_dict(self) -> dict[str, Any]:
-        """What other processes are told, as JSON."""
+        """Return the JSON for other processes."""
         return {name: getattr(self, name) for name in ("causes", "facts", "size", "placement", "looked")}
 
     @classmethod
     def from_dict(cls, told: Mapping[str, Any]) -> Findings:
-        """What ``to_dict`` told, in another process."""
+        """Build from the result of ``to_dict``, in another process."""
         known: dict[str, Any] = {name: told.get(name) for name in ("facts", "size", "placement")}
         return cls(causes=tuple(told.get("causes", ())), looked=bool(told.get("looked")), **known)
 
 
 def known_facts(findings: Findings | None, module: nn.Module, plan: Plan) -> Facts | None:
-    """The facts that are of ``module`` under ``plan``."""
+    """Return the facts if they belong to ``module`` under ``plan``."""
     if not findings or not findings.facts:
         return None
     from phalanx.parallel.split_facts import Facts

@@ -1,8 +1,7 @@
-"""Parameters that are not trained, of a run whose checkpoints hold what is: told from others by a fingerprint of each.
+"""Fingerprints of untrained parameters, for runs whose checkpoints hold trained values only.
 
-A fingerprint adds up over the blocks of a tensor, modulo 2^64: it is the same however a plan cuts it. It sums every
-element's bits times a weight of its place in the whole, so that one other value, or two that change places, give
-another.
+A fingerprint adds up over the blocks of a tensor, modulo 2^64: it is the same under any cut of a plan. It sums every
+element's bits times a weight of its place in the whole, so that one changed value, or two swapped values, give another.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ Held = Mapping[str, Tensor | PartTensor]
 
 
 def frozen_of(layout: Layout, tensors: Held) -> dict[str, Tensor | PartTensor]:
-    """Of a model's ``tensors``, named as in checkpoints, the parameters that nothing trains."""
+    """Return the untrained parameters among a model's ``tensors``, by their names in checkpoints."""
     names = {name_in(MODEL, name) for name, one in layout.module.named_parameters() if not one.requires_grad}
     trained = {name_in(MODEL, name) for name in layout.parameters}
     return {name: held for name, held in tensors.items() if name in names - trained}
@@ -40,7 +39,7 @@ def frozen_of(layout: Layout, tensors: Held) -> dict[str, Tensor | PartTensor]:
 
 @torch.no_grad()
 def fingerprints_of(held: Held, everyone: Callable[[Any], list[Any]]) -> dict[str, str]:
-    """The fingerprint of each tensor that the ranks have together, by name. Collective by ``everyone``."""
+    """Return the fingerprint of each tensor that the ranks have together, by name. Collective by ``everyone``."""
     here = {
         name: [
             [list(offsets), list(block.shape), _fingerprint_of(block.detach(), offsets, tuple(one.shape))]
@@ -56,7 +55,7 @@ def fingerprints_of(held: Held, everyone: Callable[[Any], list[Any]]) -> dict[st
 
 
 def refuse_other(saved: Mapping[str, str], now: Mapping[str, str], path: Path) -> None:
-    """Refuse to go on from ``path`` over frozen values other than those it was trained with.
+    """Refuse to resume from ``path`` with other frozen values than it was trained with.
 
     Raises:
         CheckpointError: with the names of those that differ, or are not frozen any more.
@@ -70,10 +69,10 @@ def refuse_other(saved: Mapping[str, str], now: Mapping[str, str], path: Path) -
 
 
 def refuse_moved(began: Mapping[str, str], now: Mapping[str, str]) -> None:
-    """Refuse to save without frozen values that are not those which the run began with.
+    """Refuse to save without frozen values that have changed since the run began.
 
     Raises:
-        RunError: with the names of those that something has changed, such as a teacher that follows its student.
+        RunError: with the names of the changed values, such as a teacher that follows its student.
     """
     if moved := [own for own, name in names_of(MODEL, began).items() if now.get(name) != began[name]]:
         raise RunError(
@@ -83,20 +82,20 @@ def refuse_moved(began: Mapping[str, str], now: Mapping[str, str]) -> None:
 
 
 def completed(job: Job | None, path: Path, values: dict[str, Tensor]) -> dict[str, Tensor]:
-    """``values`` of the checkpoint ``path`` with those that it leaves out, which ``job`` has.
+    """Return ``values`` of the checkpoint ``path`` with missing frozen values from ``job``.
 
     Raises:
-        SpecError: there are some, and no job is known.
+        SpecError: some are missing, and no job is known.
         CheckpointError: the job has others.
     """
     return values | left_out(job, path)
 
 
 def left_out(job: Job | None, path: Path) -> dict[str, Tensor]:
-    """The values that the checkpoint ``path`` leaves out, which ``job`` has, by their names in the model.
+    """Return the frozen values missing in the checkpoint ``path``, from ``job``, by their names in the model.
 
     Raises:
-        SpecError: there are some, and no job is known.
+        SpecError: some are missing, and no job is known.
         CheckpointError: the job has others.
     """
     saved = read_state(path).get(FROZEN) or {}

@@ -1,9 +1,8 @@
 """Gradient accumulation: the forwards and backwards of all micro-batches of one step, summed as one batch's.
 
-Backward runs on sums. What they are divided by, the count over the whole global batch, is known before backward where
-the loss is a mean over samples, and only after every rank's forward where it is a sum and a count; then backward
-divides by a constant of about that size (a power of two, so that nothing is rounded) and the gradients are corrected
-once.
+Backward runs on sums. Their divisor, the count over the whole global batch, is known before backward if the loss is a
+mean over samples, and only after every rank's forward if it is a sum and a count; then backward divides by a constant
+of about that size (a power of two, so that there is no rounding) and the gradients are corrected once.
 """
 
 from __future__ import annotations
@@ -33,11 +32,11 @@ if TYPE_CHECKING:
 
 
 class GradAccumulation(MicroBatchWork):
-    """One step's forwards and backwards: adds up sums and counts, and decides what backward divides by.
+    """One step's forwards and backwards, with sums, counts and the divisor of backward.
 
     Attributes:
-        counts: of losses by name; ``None`` where the job has a single one.
-        named: sum and count of each of those over the global batch, one after the other; there after ``totals()``.
+        counts: of losses by name; ``None`` if the job has a single one.
+        named: sum and count of each of those over the global batch, one after the other; set by ``totals()``.
     """
 
     whole = False  # whether the loss is called once, with all of the global batch
@@ -61,7 +60,7 @@ class GradAccumulation(MicroBatchWork):
             self.counts = NamedCounts(self._job.loss, owner.progress.step, whole=whole)
 
     def prepare(self) -> None:
-        """What comes before the first micro-batch's forward and backward: counts of losses by name. Collective."""
+        """Count losses by name before the first forward. Collective."""
         if self.counts is not None:
             self.counts.count(self._batch, self._device(), counts=self._step.layout.holdings.counts)
 
@@ -104,7 +103,7 @@ class GradAccumulation(MicroBatchWork):
         return batch if known is micro else to_device(micro.batch, device)
 
     def totals(self) -> Totals:
-        """Sum and count over the global batch."""
+        """Return sum and count over the global batch."""
         if self._reduced is None and self._step.joined:
             self._start_reducing(self._device())  # a rank of a pipeline that computes no losses
         if self._reduced is None:
@@ -121,13 +120,13 @@ class GradAccumulation(MicroBatchWork):
         return numbers[:2] if isinstance(numbers, torch.Tensor) else (numbers[0], numbers[1])
 
     def beside(self, totals: Totals) -> Numbers:
-        """``totals``, followed by sum and count of each loss by name."""
+        """Return ``totals``, followed by sum and count of each loss by name."""
         if isinstance(totals, torch.Tensor):
             return torch.cat((totals, self.named)) if len(self.named) else totals
         return (*totals, *self.named)
 
     def correction(self, totals: Totals) -> torch.Tensor | float | None:
-        """The one factor that makes the gradients those of sum / count; ``None`` where backward divided by it."""
+        """Return the factor that turns the gradients into those of sum / count; ``None`` if not needed."""
         if self._exact:
             return None
         factor = (self._divided_by or self._constant()) * self._step.layout.divisor

@@ -14,7 +14,7 @@ from phalanx.parallel import RankHoldings, TensorShard
 
 
 def local_gradients(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """What this rank holds of each gradient; parameters without one are left out."""
+    """Return this rank's part of each gradient; parameters without one are left out."""
     return [local(tensor.grad) for tensor in parameters if tensor.grad is not None]
 
 
@@ -27,9 +27,9 @@ def scale(grads: list[torch.Tensor], factor: torch.Tensor | float) -> None:
 
 
 def add_up_rows(parameters: Iterable[torch.Tensor]) -> None:
-    """Leave each row of a sparse gradient once.
+    """Merge the rows of each sparse gradient, so that each row occurs once.
 
-    Its parts, of samples and ranks, would each round what they are added to, as often as the batch is split.
+    Unmerged parts, of samples and ranks, would each round the value they are added to.
     """
     for tensor in parameters:
         if tensor.grad is not None and tensor.grad.is_sparse:
@@ -38,14 +38,14 @@ def add_up_rows(parameters: Iterable[torch.Tensor]) -> None:
 
 @final
 class Clipping:
-    """Clips the gradients that a rank holds as the job says."""
+    """The job's clipping of the gradients on a rank."""
 
     def __init__(self, clip: Clip | None, held: RankHoldings, optimizer: torch.optim.Optimizer) -> None:
         self._clip, self._held, self._optimizer = clip, held, optimizer
         self.by_whole_norm = clip is not None and clip.by_whole_norm
 
     def __call__(self, norm: torch.Tensor) -> None:
-        """Clip them in place; ``norm`` is that of all where this is ``by_whole_norm``. Collective where it is not."""
+        """Clip in place; ``norm`` is that of all gradients if ``by_whole_norm``; otherwise collective."""
         how, held = self._clip, self._held
         if how is None:
             return
@@ -62,7 +62,7 @@ class Clipping:
 
 
 def norms_of_groups(held: RankHoldings, groups: Sequence[Sequence[torch.Tensor]], *, largest: bool) -> torch.Tensor:
-    """Norms over the gradients of each of ``groups`` on all ranks, which all have as many: one a group, everywhere.
+    """Return norms over the gradients of each of ``groups`` on all ranks, which have equally many groups.
 
     L2 norms, or with ``largest`` the largest absolute values.
     """
@@ -95,7 +95,7 @@ def _largest(grads: list[torch.Tensor], device: torch.device) -> torch.Tensor:
 
 
 def clip_values(grads: list[torch.Tensor], limit: float) -> None:
-    """Bring every element to ``-limit`` or ``limit`` that is beyond; what a sparse gradient has no row of is 0."""
+    """Clip every element to the range from ``-limit`` to ``limit``; missing rows of a sparse gradient are 0."""
     found = [_elements(grad) for grad in grads]
     if found:
         torch._foreach_clamp_min_(found, -limit)
@@ -107,16 +107,16 @@ def _elements(grad: torch.Tensor) -> torch.Tensor:
 
 
 def global_norm(held: RankHoldings, *, quick: bool = False, values: bool = False) -> torch.Tensor:
-    """L2 norm over all gradients of all ranks: a 0-dim tensor, the same on every rank.
+    """Return the L2 norm over all gradients of all ranks: a 0-dim tensor, the same on every rank.
 
-    What is held by one rank only is summed over the ranks that share it out; what every rank holds counts once. It is
+    Parts held by one rank are summed over the ranks that share them; a part held by every rank counts once. It is
     finite only if all gradients are.
 
     Args:
-        held: what this rank holds.
-        quick: on CPUs not the norm, but a number that is finite only if all gradients are, in a tenth of the time: from
-            norms in the gradients' own type. It is infinite where a square of finite numbers overflows.
-        values: look at the parameters, too: where one is not finite, neither is the norm.
+        held: this rank's part.
+        quick: on CPUs return not the norm, but a number that is finite only if all gradients are, in a tenth of the
+            time: from norms in the gradients' own type. It is infinite if a square of finite numbers overflows.
+        values: include the parameters: if one is not finite, neither is the norm.
     """
     if held.whole and not values:
         grads, sparse = list[torch.Tensor](), False
@@ -173,7 +173,7 @@ def clip(grads: list[torch.Tensor], norm: torch.Tensor, limit: float) -> None:
 
 
 def clip_factor(norm: torch.Tensor, limit: float) -> torch.Tensor:
-    """What gradients of this global norm are multiplied by: at most 1."""
+    """Return the factor of gradients with this global norm: at most 1."""
     return torch.clamp(limit / (norm + 1e-6), max=1.0)
 
 

@@ -16,7 +16,9 @@ from phalanx.errors import LossError, Problem, RefusedError
 
 
 class Inputs:
-    """Gives ``(args, kwargs, batch on the device)``, by the job's ``inputs`` or by what ``forward`` names."""
+    """A function that returns ``(args, kwargs, batch on the device)``, by the job's ``inputs`` or ``forward``'s
+    names.
+    """
 
     def __init__(self, job: Job, module: nn.Module) -> None:
         self._given = job.inputs.given if isinstance(job.inputs, PhaseInputs) else job.inputs
@@ -60,7 +62,7 @@ _ELSEWHERE = Problem(
 
 
 def to_device(value: Any, device: torch.device) -> Any:
-    """``value`` with every tensor in it on ``device``; structures are kept. Nothing is copied that is there already."""
+    """Return ``value`` with every tensor in it on ``device``; structures and tensors already there are kept."""
     if isinstance(value, torch.Tensor):
         return value if value.device == device else value.to(device, non_blocking=True)
     if device.type == "cpu":

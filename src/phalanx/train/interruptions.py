@@ -1,7 +1,7 @@
-"""What interrupts a run's steps beside its own schedule: a save by the clock, a request to stop.
+"""Interruptions of a run's steps beside its own schedule: a save by the clock, a request to stop.
 
-A signal may come to one rank, and clocks differ: but a checkpoint is of one step. So ranks agree after which step, or
-which batch of an evaluation, they all leave off (``PointAgreement``).
+A signal may come to one rank, and clocks differ, but a checkpoint belongs to one step. So ranks agree on the step, or
+the batch of an evaluation, after which they all stop (``PointAgreement``).
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from phalanx.config import Plan, RunSpec
 
 
 def no_signal() -> int:
-    """No signal asks the run to stop: the ``asked`` of a run without a launcher."""
+    """Return 0, no signal: the ``asked`` of a run without a launcher."""
     return 0
 
 
 def ignore_step(step: int) -> None:
-    """The ``report`` of a run without a launcher."""
+    """Ignore the step: the ``report`` of a run without a launcher."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LauncherLink:
-    """What a worker reports to its launcher, and what it asks it; as it is, there is no launcher.
+    """A worker's link to its launcher; by default there is no launcher.
 
     Attributes:
         report: called with the number of each optimizer step as it begins.
-        asked: gives the number of the signal by which this worker was asked to stop, 0 where it was not; one worker is
-            enough for all to stop after the same step, which is saved.
+        asked: returns the number of the stop signal sent to this worker, or 0; one signalled worker makes all stop
+            after the same step, which is saved.
     """
 
     report: Callable[[int], None] = ignore_step
@@ -43,10 +43,10 @@ class LauncherLink:
 
 @final
 class Interruptions:
-    """Requests to stop or save between steps. As a context: watches within the block.
+    """Requests to stop or save between steps. As a context manager it watches within the block.
 
     Attributes:
-        stop: the signal that asks the run to stop, 0 where none does; the same on every rank.
+        stop: the signal that asks the run to stop, or 0; the same on every rank.
         save: whether the clock says to save; the same on every rank.
     """
 
@@ -58,11 +58,11 @@ class Interruptions:
         place: Place | None = None,
         store: Store | None = None,
     ) -> None:
-        """``asked`` gives the number of the signal that this process got, 0 for none; a thread may call it.
+        """Take ``asked``, which returns this process's stop signal or 0; a thread may call it.
 
         Args:
-            place: of this rank among those that step together; ``None`` where this process decides for all.
-            store: where they meet, if not at the place's own.
+            place: of this rank among those that step together; ``None`` if this process decides for all.
+            store: the ranks' store, if not the place's own.
         """
         self.stop, self.save = 0, False
         self._asked, self._leads = asked, place is None or place.rank == 0
@@ -74,26 +74,26 @@ class Interruptions:
             self._agreement = PointAgreement(own, place.rank, place.world_size, self._wanted)
 
     def reached(self, taken: int) -> bool:
-        """Called on every rank after each step, with the steps taken so far: whether to leave off here."""
+        """Return True if the run pauses here; call it on every rank after each step with the steps taken."""
         self._look()
         return self.stop != 0 or (self.save and _together(self._plan, taken))
 
     def stopping(self) -> bool:
-        """Called on every rank after each batch of what is no step: whether to leave off."""
+        """Return True if the run stops here; call it on every rank after each batch of an evaluation."""
         self._look()
         return self.stop != 0
 
     def saved(self) -> None:
-        """A checkpoint was written."""
+        """Record a written checkpoint."""
         self.save, self._saved = False, time.monotonic()
 
     @property
     def signal(self) -> str:
-        """The name of the signal that asks to stop; empty where none does."""
+        """Return the name of the stop signal, or ""."""
         return signal.Signals(self.stop).name if self.stop else ""
 
     def finish(self) -> None:
-        """No more steps come."""
+        """Tell the other ranks that this one has no more steps."""
         if self._agreement:
             self._agreement.close(finished=True)
 

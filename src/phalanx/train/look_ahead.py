@@ -1,8 +1,8 @@
-"""What a plan would make of a job, found before a process starts by a look at its model.
+"""A plan's effect on a job, found before a process starts by tracing its model.
 
-``preview`` looks as ``show`` does, at a model without values and for devices that need not be here; ``refusals`` is
-what that look is refused for. ``look`` is for a run that begins: where the model is small enough it takes the first
-step too (``rehearsal``), and what it finds goes to the processes of the run.
+``preview`` traces as ``show`` does, a model without values and for devices that need not be here; ``refusals`` returns
+its problems. ``look`` is for a run that begins: if the model is small enough it takes the first step too
+(``rehearsal``), and its findings go to the processes of the run.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ from phalanx.train.split_causes import LARGEST, causes, compared_before, splits_
 
 
 def preview(job: Job, plan: Plan, look: Callable[[], Findings] = Findings) -> tuple[Survey, list[str]]:
-    """What each rank would hold, and notes on what ``plan`` does not keep of one device's result and why.
+    """Return each rank's part, and notes on differences of ``plan`` from one device and their causes.
 
-    The model of ``job`` is built without values where that can be; the devices need not be here. ``look`` gives what is
-    known of the job; that is not looked for again.
+    The model of ``job`` is built without values if possible; the devices need not be here. ``look`` returns known
+    findings, which are used again.
 
     Raises:
-        RefusedError: with everything that keeps the plan from serving the job on the devices it is for.
-        SpecError: if the job's functions give something else than they must.
+        RefusedError: with every problem of the plan with the job on its devices.
+        SpecError: if the job's functions return a wrong type.
     """
     problems = [problem for problem in check(job, plan) if problem.where != "plan.device"]
     if problems:
@@ -61,11 +61,11 @@ def preview(job: Job, plan: Plan, look: Callable[[], Findings] = Findings) -> tu
 
 
 def refuse_job(job: Job, plan: Plan) -> None:
-    """Raise what keeps ``plan`` from the model, the data and the optimizer of ``job``, of which none is run.
+    """Raise the problems of ``plan`` with the model, the data and the optimizer of ``job``, without running them.
 
     Raises:
         RefusedError: with every problem found.
-        SpecError: if the job's functions give something else than they must.
+        SpecError: if the job's functions return a wrong type.
     """
     _refuse(job, plan, begun(without_values(job))[0])
 
@@ -76,12 +76,12 @@ def _refuse(job: Job, plan: Plan, module: nn.Module, start: RunStart = START) ->
 
 
 def refusals(job: Job, plan: Plan) -> list[Problem]:
-    """What keeps ``plan`` from ``job`` on the devices it is for, by a look at the model; empty where nothing does.
+    """Return the problems of ``plan`` with ``job`` on the plan's devices, by tracing the model.
 
-    What is merely not run yet, such as ``precision=fp8``, is left to ``placement.limits.not_run_yet``.
+    Options that are merely not run yet, such as ``precision=fp8``, are left to ``placement.limits.not_run_yet``.
 
     Raises:
-        SpecError: if the job's functions give something else than they must.
+        SpecError: if the job's functions return a wrong type.
     """
     # these ask for what is on this machine, but for a plan that compiles nowhere
     there = replace(plan, device="auto", compile=bool(torch_compile.slice_problems(plan)))
@@ -110,12 +110,12 @@ def _look_at_phases(job: Job, plan: Plan, start: RunStart) -> Findings:
 
 
 def refuse_what_does_not_add_up(job: Job, plan: Plan) -> None:
-    """Raise what only a look at the losses of a few samples tells of, where nobody has looked.
+    """Refuse losses that do not add up on a few samples, if no trial has checked that.
 
     For models of up to 50 million parameters, without servers. Initial values are drawn anew after it.
 
     Raises:
-        RefusedError: if the loss of a whole batch is not what those of its parts add up to.
+        RefusedError: if the loss of a whole batch is not the sum of its parts.
     """
     for one in phase_jobs(job):
         asks = isinstance(one.loss, ModelLoss) or one.loss_over == "batch"
@@ -132,14 +132,14 @@ def _refuse_what_does_not_add_up(job: Job, plan: Plan, module: nn.Module) -> Non
 
 
 def look(job: Job, plan: Plan, start: RunStart = START) -> Findings:
-    """Look at ``job`` under ``plan``; where the model is small enough it runs model and optimizer.
+    """Trace ``job`` under ``plan``; if the model is small enough, run model and optimizer.
 
-    ``start`` says how the run begins that it is for.
+    ``start`` is the begin of the run.
 
     Raises:
-        RefusedError: with what keeps the plan from serving the job.
-        SpecError: if the job's functions fail, or give something else than they must; or if the checkpoint that the run
-            goes on from is of another model, or of other data.
+        RefusedError: with the problems of the plan with the job.
+        SpecError: if the job's functions fail or return a wrong type; or if the checkpoint to resume from belongs to
+            another model, or to other data.
         LossError: if the loss is of a wrong form.
         GradientError: if parameters get no gradient, or the optimizer holds others than it was given.
     """

@@ -1,4 +1,4 @@
-"""The training loop, the same for every plan: steps, evaluations, checkpoints, what is recorded and who looks on."""
+"""The training loop, the same for every plan: steps, evaluations, checkpoints, records and observers."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ def train(
     observer: Observer | None = None,
     findings: Findings | None = None,
 ) -> dict[str, Any]:
-    """Run the whole training on this worker, which ``link`` binds to whoever started it.
+    """Run the whole training on this worker, which ``link`` connects to its launcher.
 
-    ``observer`` looks on; every run goes the same way, with and without one. ``findings`` are those of a look at the
-    job before the run: causes of a difference from one device stand among the run's notes, facts are not looked for.
+    ``observer`` looks on; every run goes the same way, with and without one. ``findings`` are those of a trace before
+    the run: their causes become notes of the run, and their facts are used again.
 
     Returns a summary: steps taken, last loss, last evaluation, the signal that stopped it or 0.
     """
@@ -49,19 +49,19 @@ def train(
 
 
 class StepsLostError(Exception):
-    """Steps that are taken anew, from where ``Stepper.recover`` goes back to."""
+    """Loss of steps that are repeated from the place to which ``Stepper.recover`` returns."""
 
 
 class Stepper(ABC):
-    """Takes the optimizer steps of a run: the ranks of a mesh all together, or servers as gradients come in.
+    """The optimizer steps of a run: the ranks of a mesh all together, or servers as gradients come in.
 
-    What happens beside the steps (averagings, new shares, workers that come and go) it records itself.
+    It records events beside the steps itself (averagings, new shares, workers that come and go).
     """
 
     @property
     @abstractmethod
     def taken(self) -> int:
-        """Every step before this one has been taken; without a bound on staleness some later ones, too."""
+        """Return the number of steps taken; without a bound on staleness some later steps may be taken, too."""
 
     @property
     @abstractmethod
@@ -71,66 +71,66 @@ class Stepper(ABC):
     @property
     @abstractmethod
     def samples(self) -> int:
-        """Samples that this run has trained on."""
+        """Return the number of samples this run has trained on."""
 
     @abstractmethod
     def steps(self, pause: int | None, interruptions: Interruptions) -> Iterator[tuple[StepBatch, Metrics, Lap | None]]:
-        """Take steps, up to ``pause``, to the end, or to where ``interruptions`` are reached.
+        """Take steps, up to ``pause``, to the end, or until ``interruptions`` are reached.
 
-        Afterwards nothing is on its way, and the losses so far are finite.
+        Afterwards no step is pending, and the losses so far are finite.
 
         Raises:
-            LossError: if a loss is not finite, or nothing was counted.
+            LossError: if a loss is not finite, or its count is 0.
         """
 
     @abstractmethod
     def evaluate(self, interruptions: Interruptions, *, batches: int | None = None) -> Evaluation | None:
-        """Evaluate the model as it is, on the first ``batches`` where given.
+        """Evaluate the present model, on the first ``batches`` if given.
 
-        ``None`` where the job has nothing to evaluate on, or the run was asked to stop before the end.
+        ``None`` if the job has no evaluation data, or the run was asked to stop before the end.
         """
 
     @abstractmethod
     def save(self, folder: Path, *, keep: int, keep_every: int | None) -> Saving | None:
-        """Begin a checkpoint of this moment in ``folder``; ``None`` where another process writes it for this one.
+        """Begin a checkpoint of this moment in ``folder``; ``None`` if another process writes it.
 
-        Of the older ones the newest are kept, ``keep`` with this one, and those of the multiples of ``keep_every``.
+        Kept are the newest ``keep``, this one included, and multiples of ``keep_every``.
 
         Raises:
             CheckpointError: if it, or the one begun before, cannot be written.
         """
 
     def awaits_evaluation(self) -> bool:
-        """Return True if the learning rates of the next step follow from an evaluation that has not been made."""
+        """Return True if the learning rates of the next step depend on a pending evaluation."""
         return False
 
     def evaluated(self, value: float) -> None:
-        """The evaluation of this moment gave ``value``, by which evaluations are compared."""
+        """Take ``value``, by which evaluations are compared, of the present evaluation."""
         del value
 
     def agreed(self, value: Any) -> Any:
-        """What the process that writes events has for ``value``, which is JSON. Collective."""
+        """Return the JSON ``value`` of the process that writes events. Collective."""
         return value
 
     def recover(self, lost: StepsLostError) -> None:
-        """Go back to where the run can go on from.
+        """Return to a state from which the run can continue.
 
         Raises:
-            RunError: if it cannot.
+            RunError: if there is none.
         """
         raise lost
 
     @abstractmethod
     def finish(self) -> list[tuple[str, dict[str, Any]]]:
-        """End what goes on beside the steps. Returns the run's last events: its memory, traffic, timeline, workers."""
+        """End background work. Returns the run's last events: its memory, traffic, timeline, workers."""
 
 
 @final
 class TrainingLoop:
-    """Steps with what happens between them.
+    """The steps of a run, with evaluations and checkpoints between them.
 
-    ``run`` takes them all. In a loop of one's own they come one by one, between ``begin`` and ``finish``: each is
-    ``stepped``, and at every pause comes what is ``between``.
+    ``run`` takes them all. In a user's own loop they come one by one, between ``begin`` and ``finish``: ``stepped``
+    follows each step, and ``between`` follows at every pause.
     """
 
     def __init__(
@@ -173,19 +173,19 @@ class TrainingLoop:
                 lost = error
 
     def begin(self) -> None:
-        """Before the first step: what is to be evaluated and cannot be is refused."""
+        """Prepare the first step; an evaluation that cannot run is refused."""
         self._read_best()
         self._try_evaluation()
         self._catch_up()
 
     def pause_after(self, taken: int) -> int | None:
-        """The number of steps beyond ``taken`` after which something else is due; ``None``: nothing before the end."""
+        """Return the number of steps after which a save or an evaluation is due; ``None``: not before the end."""
         every = [one for one in (self._job.evaluate_every, self._run.save_steps) if one]
         return min((taken // one * one + one for one in every), default=None)
 
     @property
     def evaluation(self) -> Evaluation | None:
-        """Of the model as it is now, where it was evaluated."""
+        """Return the evaluation of the present model, if it was evaluated."""
         return self._result if self._evaluated_at == self._stepper.taken else None
 
     def flush(self) -> None:
@@ -194,11 +194,11 @@ class TrainingLoop:
 
     @property
     def over(self) -> bool:
-        """Return True if no more steps are wanted: asked to stop, or evaluations bring nothing better any more."""
+        """Return True once a stop was requested or early stopping has triggered."""
         return bool(self._interruptions.stop) or (self._best is not None and self._best.exhausted)
 
     def stepped(self, batch: StepBatch, metrics: Metrics, lap: Lap | None) -> None:
-        """A step was taken."""
+        """Record a step."""
         self._metrics = metrics
         self._observer.updated(batch, metrics)
         if self._observer.finding:
@@ -208,7 +208,7 @@ class TrainingLoop:
         self._record_saved()
 
     def between(self) -> None:
-        """Steps pause, or have come to their end: save and evaluate where that is due."""
+        """Save and evaluate if due, at a pause of the steps or at their end."""
         stepper, interruptions = self._stepper, self._interruptions
         self._recorder.flush()
         if self._saved_at != stepper.taken and (interruptions.save or self._due(self._run.save_steps)):
@@ -217,7 +217,7 @@ class TrainingLoop:
             self.evaluate()
 
     def leave(self) -> None:
-        """No more steps are taken, though it is not the end: save what was not."""
+        """Save unsaved steps when the loop ends early."""
         if self._saved_at != self._stepper.taken:
             self.save()
 
@@ -266,9 +266,9 @@ class TrainingLoop:
         return self._stepper.ended or bool(every and self._stepper.taken % every == 0)
 
     def evaluate(self) -> Evaluation | None:
-        """Evaluate the model as it is, and note it; what was found for this step already is not looked for again.
+        """Evaluate the present model once and record it; repeated calls return the same result.
 
-        ``None`` where the job has nothing to evaluate on, or the run was asked to stop before the end.
+        ``None`` if the job has no evaluation data, or the run was asked to stop before the end.
         """
         if found := self.evaluation:
             return found
@@ -288,7 +288,7 @@ class TrainingLoop:
         return result
 
     def save(self) -> None:
-        """Begin a checkpoint of this moment; it is written while steps go on."""
+        """Begin a checkpoint of this moment; it is written while steps continue."""
         self.wait_for_save()
         run = self._run
         self._saving = self._stepper.save(run.folder / CHECKPOINTS, keep=run.keep, keep_every=run.keep_every)
@@ -297,7 +297,7 @@ class TrainingLoop:
         self._record_saved()
 
     def wait_for_save(self) -> None:
-        """Wait until the checkpoint begun last is written; every process waits at the same steps, and hears the same.
+        """Wait until the last begun checkpoint is written; all processes wait at the same steps.
 
         Raises:
             CheckpointError: if it cannot be written.
@@ -327,7 +327,7 @@ class TrainingLoop:
         self._recorder.copy(saved.path)
 
     def finish(self) -> dict[str, Any]:
-        """End the run, which has come to its end or was asked to stop. Returns its summary."""
+        """End the run, complete or stopped, and return its summary."""
         self.wait_for_save()
         stopped = self._interruptions.signal
         if not stopped:

@@ -1,8 +1,8 @@
 """Losses and metrics as a sum and a count, so that any split of a batch adds up to the same number.
 
-Shapes: B samples, T positions, C classes or vocabulary. The class is the *last* axis of logits, as language models
-give it. Sums are at least fp32, whatever precision the model computes in; nothing here returns a mean. What a job's own
-loss function gives may be a plain mean over the samples, too: ``read_loss`` reads either form.
+Shapes: B samples, T positions, C classes or vocabulary. The class is the *last* axis of logits, as in language models.
+Sums are at least fp32, for any precision of the model; no function here returns a mean. A job's own loss function may
+return a plain mean over the samples, too: ``read_loss`` reads either form.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from phalanx.errors import LossError
 def cross_entropy(
     output: Any, target: Tensor, *, ignore_index: int | None = IGNORED, label_smoothing: float = 0.0
 ) -> Loss:
-    """Cross entropy summed over the targets that count.
+    """Return cross entropy summed over the counted targets.
 
     Args:
         output: logits of shape (B, C), (B, T, C) or any (..., C), or an object with such ``.logits``.
@@ -63,7 +63,7 @@ def cross_entropy(
 
 @contextmanager
 def compiled_losses() -> Iterator[None]:
-    """Have ``cross_entropy`` and ``next_token_loss`` run as one compiled kernel inside.
+    """Run ``cross_entropy`` and ``next_token_loss`` as one compiled kernel inside the block.
 
     Without it, logits in half precision are written out twice in fp32: for the softmax, and for its gradient.
     """
@@ -98,12 +98,12 @@ def _summed(logits: Tensor, target: Tensor, ignored: int, label_smoothing: float
 
 
 def next_token_loss(output: Any, tokens: Tensor, mask: Tensor | None = None) -> Loss:
-    """Cross entropy of each token given those before it: position t of the logits against token t + 1.
+    """Return the cross entropy of each token given those before it: logits at t against token t + 1.
 
     Args:
         output: logits of shape (B, T, C), or an object with such ``.logits``.
         tokens: the model's own input, (B, T), integer; not shifted.
-        mask: (B, T), true or 1 where a token is real; a prediction counts where the token to predict is real.
+        mask: (B, T), true or 1 for a real token; a prediction counts if the token to predict is real.
 
     Raises:
         LossError: the shapes do not belong together.
@@ -124,7 +124,7 @@ def next_token_loss(output: Any, tokens: Tensor, mask: Tensor | None = None) -> 
 
 
 def mse(output: Tensor, target: Tensor) -> Loss:
-    """Squared error summed over all elements; the count is the number of elements.
+    """Return the squared error summed over all elements; the count is the number of elements.
 
     Raises:
         LossError: output and target differ in shape; (B, 1) against (B,) would silently compare all with all.
@@ -138,23 +138,22 @@ def mse(output: Tensor, target: Tensor) -> Loss:
 
 
 def load_balancing_loss(logits: Tensor, k: int, mask: Tensor | None = None) -> Loss:
-    """What keeps a router from sending all tokens to few of E experts: per sequence, E times the sum over experts of
-    their share of the tokens times their mean probability; 1 where all are used alike.
+    """Return a loss against routers that send all tokens to few of E experts; 1 if all are used alike.
 
-    It is taken of each sequence by itself (DeepSeek-AI 2024, section 2.1.2) and summed over sequences, each with the
-    weight of its tokens, and so it adds up to the same number however a batch is split. Taken over a batch as a whole
-    (Fedus et al. 2022, section 2.2) it is a product of two means, and the mean over micro-batches of such products is
-    not that of the global batch.
+    Per sequence it is E times the sum over experts of their share of the tokens times their mean probability (DeepSeek-
+    AI 2024, section 2.1.2). Sequences are summed with the weight of their tokens, so it adds up to the same number
+    under any split of a batch. Taken over a batch as a whole (Fedus et al. 2022, section 2.2) it is a product of two
+    means, and the mean over micro-batches differs from that of the global batch.
 
     Add ``coefficient * load_balancing_loss(...).sum`` to the sum of a loss that counts tokens.
 
     Args:
         logits: of the router, (B, T, E); one layer's.
         k: experts chosen for each token, those with the largest logits.
-        mask: (B, T), true or 1 where a token is real.
+        mask: (B, T), true or 1 for a real token.
 
     Raises:
-        LossError: the logits do not tell sequences apart, or the mask is of another shape.
+        LossError: the logits have no axis of sequences, or the mask is of another shape.
     """
     if logits.ndim < 3 or not 1 <= k <= logits.shape[-1]:
         raise LossError(
@@ -173,12 +172,11 @@ def load_balancing_loss(logits: Tensor, k: int, mask: Tensor | None = None) -> L
 
 
 def router_z_loss(logits: Tensor, mask: Tensor | None = None) -> Loss:
-    """What keeps a router's logits small: the square of the logarithm of their summed exponentials, summed over tokens
-    (Zoph et al. 2022).
+    """Return a loss that keeps a router's logits small: squared log-sum-exp, summed over tokens (Zoph et al. 2022).
 
     Args:
         logits: of the router, (B, T, E) or any (..., E); one layer's.
-        mask: (B, T), true or 1 where a token is real.
+        mask: (B, T), true or 1 for a real token.
 
     Raises:
         LossError: the mask is of another shape.
@@ -191,7 +189,7 @@ def router_z_loss(logits: Tensor, mask: Tensor | None = None) -> Loss:
 
 
 def accuracy(output: Any, target: Tensor, ignore_index: int | None = IGNORED) -> Loss:
-    """How many of the targets that count have the highest logit. Shapes as in ``cross_entropy``."""
+    """Return the number of counted targets with the highest logit. Shapes as in ``cross_entropy``."""
     logits = _logits(output)
     _check(logits, target, "accuracy")
     right = logits.argmax(dim=-1) == target
@@ -249,14 +247,14 @@ def _at_least_fp32(tensor: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class LossReading:
-    """What a loss function gave for one micro-batch: ``value * weight`` is a sum over ``count``.
+    """A loss function's result for one micro-batch: ``value * weight`` is a sum over ``count``.
 
     Attributes:
-        value: scalar tensor that backward runs on.
+        value: scalar tensor for backward.
         weight: 1 for a sum, the samples for a mean, 0 for a filler.
         count: a number or a scalar tensor; 0 for a filler.
         mean: whether ``value`` is a mean over the samples.
-        named: sum and count of each, where the job has losses by name; no gradient comes through these.
+        named: sum and count of each loss by name, without gradient.
     """
 
     value: torch.Tensor
@@ -272,9 +270,9 @@ Shares = Sequence[Any]
 
 
 def read_loss(result: Any, samples: int, where: int | str, shares: Shares | None = None) -> LossReading:
-    """Read what a loss function gave for ``samples`` samples (0: a filler); ``where`` is the step, or what else it was.
+    """Read a loss function's result for ``samples`` samples (0: a filler); ``where`` is the step, for messages.
 
-    Of losses by name it is their weighted total, each multiplied by its entry of ``shares``, 1 where there are none.
+    Losses by name become their weighted total, each multiplied by its entry of ``shares``, by default 1.
 
     Raises:
         LossError: if it is of neither form.
@@ -316,7 +314,7 @@ def _added(terms: Iterable[Tensor]) -> Tensor:
 
 
 def check_count(step: int, count: float) -> None:
-    """Raise where nothing was counted in the loss of a whole step.
+    """Raise if the count of a whole step's loss is 0.
 
     Raises:
         LossError: with the usual causes.

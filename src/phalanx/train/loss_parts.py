@@ -1,4 +1,4 @@
-"""Whether the loss of a batch is what the losses of its parts add up to, and if not, why."""
+"""A test whether the loss of a batch is the sum of its parts' losses, with the reason if not."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ COUNTED = "px.Loss(sum, count), as px.cross_entropy and px.next_token_loss give 
 
 
 def without_a_number(values: Parts) -> str:
-    """Why samples alone have no finite loss where all of them together have one; empty where each has one."""
+    """Return the reason why single samples have no finite loss while all together have, or ""."""
     singles = [values[(index,)] for index in next(iter(values))]
     lost = [one for one in singles if not finite(one)]
     if not lost:
@@ -34,7 +34,7 @@ def without_a_number(values: Parts) -> str:
 
 
 def of_weights(values: Parts, tokens: list[float]) -> str:
-    """Why single samples' losses do not add up: their weights in a mean, or what one is compared with."""
+    """Return the reason why single samples' losses do not add up: weights in a mean, or comparisons."""
     if not all(one.mean for one in values.values()):
         return _COUPLED
     if all(
@@ -93,7 +93,7 @@ _SIZES = re.compile(r"target size \(torch\.Size\((.*?)\)\) .* input size \(torch
 
 
 def with_shapes(why: str, loss: Callable[[Any, Any], Any], output: Any, batch: Any) -> str:
-    """``why``; before it, where samples are coupled, shapes that torch warns of in ``loss``, or that look so."""
+    """Return ``why``, and before it, if samples are coupled, suspicious shapes in ``loss``."""
     if why != _COUPLED:
         return why
     with warnings.catch_warnings(record=True) as caught:
@@ -120,12 +120,12 @@ def adds_up(values: Parts) -> bool:
 
 
 def sum_of(one: LossReading) -> float:
-    """The sum over what a loss counts."""
+    """Return the sum over the counted items of a loss."""
     return float(one.value) * one.weight
 
 
 def mean_of(one: LossReading) -> float:
-    """The loss over its count."""
+    """Return the loss over its count."""
     return sum_of(one) / (float(one.count) or 1.0)
 
 
@@ -135,21 +135,21 @@ def close(one: float, other: float) -> bool:
 
 
 def finite(one: LossReading) -> bool:
-    """Return True if the loss is a number, and no infinite one."""
+    """Return True if the loss is a finite number."""
     return math.isfinite(float(one.value))
 
 
 def is_counted(leaf: Any) -> bool:
-    """True if a tensor of a batch holds whole numbers or truths for a sample or its tokens, or a mask of them."""
+    """Return True if a tensor of a batch holds integers or booleans for a sample or its tokens, or a mask."""
     if not isinstance(leaf, Tensor) or leaf.is_complex() or not leaf.dim() or not leaf.numel():
         return False
     return not leaf.is_floating_point() or bool(((leaf == 0) | (leaf == 1)).all())
 
 
 def sizes_of(sample: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Of each tensor of tokens: how many a mask or labels of -100 leave in, and how many are unlike the last.
+    """Return for each tensor of tokens the number left by a mask or labels of -100, and the number unlike the last.
 
-    Of a tensor with one number a sample, in place of the latter, that number.
+    For a tensor with one number a sample, the second is that number.
     """
     counted: list[int] = []
     ended: list[int] = []

@@ -17,16 +17,16 @@ UNCHANGED = nullcontext()
 
 
 def compute_context(plan: Plan, device: torch.device) -> AbstractContextManager[object]:
-    """Where forward and loss run: autocast to the plan's precision; nothing for fp32."""
+    """Return the context of forward and loss: autocast to the plan's precision; no context for fp32."""
     if plan.precision == "fp32":
         return UNCHANGED
     return torch.autocast(device.type, dtype=HALVES[plan.precision])
 
 
 def cast_weights_once(plan: Plan, *, micro_batches: int) -> AbstractContextManager[object]:
-    """Have autocast cast each weight once a step, not once a micro-batch.
+    """Make autocast cast each weight once a step, not once a micro-batch.
 
-    autocast forgets its casts where the outermost context ends, which is that of one forward. With recomputation they
+    autocast drops its casts at the end of the outermost context, normally that of one forward. With recomputation they
     are not kept: backward would hold two bytes a parameter more than the forecast says.
     """
     if micro_batches == 1 or plan.precision not in HALVES or gathered_type(plan) or recomputes(plan):
@@ -51,9 +51,9 @@ _LEAST = 2.0**-24
 class LossScale:
     """Dynamic loss scaling (Micikevicius et al. 2018, section 3.2).
 
-    The summed loss is multiplied by ``scale`` before backward, gradients are divided by it after. Where the gradient
-    norm is not finite the update is skipped and the scale halved; after ``patience`` good steps it is doubled. The
-    norm is the same on every rank, sharded or not, so that all ranks decide alike.
+    The summed loss is multiplied by ``scale`` before backward, gradients are divided by it after. If the gradient norm
+    is not finite the update is skipped and the scale halved; after ``patience`` good steps it is doubled. The norm is
+    the same on every rank, sharded or not, so that all ranks decide alike.
     """
 
     scale: float
@@ -62,16 +62,16 @@ class LossScale:
 
     @classmethod
     def for_batch(cls, batch: int) -> LossScale:
-        """The scale to begin with: about 2**12 on the mean over a batch, whatever the plan makes of that batch."""
+        """Return the first scale: about 2**12 on the mean over a batch, for any cut of the batch."""
         return cls(scale=2.0 ** (12 - round(math.log2(batch))))
 
     @property
     def exhausted(self) -> bool:
-        """Return True if it cannot go lower: what is not finite now is so for another reason."""
+        """Return True if it cannot go lower, so that non-finite numbers have another cause."""
         return self.scale <= _LEAST
 
     def update(self, finite: bool) -> None:
-        """Learn from one step."""
+        """Adapt the scale after a step."""
         self.good = self.good + 1 if finite else 0
         if not finite:
             self.scale = max(_LEAST, self.scale / 2)

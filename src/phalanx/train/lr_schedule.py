@@ -1,10 +1,10 @@
 """The learning rate of each parameter group in each step: the job's schedule, or torch's scheduler on its optimizer.
 
-A learning-rate scheduler of torch's on a job's optimizer: honoured where it says all there is to say, else refused. It
-sets the rates of the optimizer it was made for. A job that makes one steps it by a hook of that optimizer, once an
-optimizer step under every plan; nobody else does. Where the job has a schedule of Phalanx's own as well, or a factor on
-its rates, two would write the same numbers. Its state is in no checkpoint: a run with one cannot be resumed. One that
-the job gives beside the optimizer is stepped by the run, and saved (``torch_scheduler.py``).
+A learning-rate scheduler of torch's on a job's optimizer is used if it alone sets the rates, else refused. It sets the
+rates of the optimizer it was made for. A job that makes one steps it by a hook of that optimizer, once an optimizer
+step under every plan; Phalanx does not step it. If the job also has a schedule of Phalanx's, or a factor on its rates,
+two would write the same numbers. Its state is in no checkpoint: a run with one cannot be resumed. A scheduler that the
+job returns beside the optimizer is stepped by the run, and saved (``torch_scheduler.py``).
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from phalanx.train.torch_scheduler import MadeOptimizer, given_scheduler_problem
 
 
 class LearningRates:
-    """Sets an optimizer's learning rates before each step.
+    """The learning rates of an optimizer, set before each step.
 
-    A rate is what the optimizer began with, times the schedule's factor and ``scale``. Where neither changes anything,
-    what a hook of the optimizer or a loop of the user's own sets between steps stands.
+    A rate is the optimizer's first rate, times the schedule's factor and ``scale``. If neither changes it, rates set
+    between steps by a hook of the optimizer or by a user's own loop are kept.
     """
 
     def __init__(
         self, job: Job, optimizer: torch.optim.Optimizer, *, total_steps: int, scale: float, scheduled: bool = False
     ) -> None:
-        """``scheduled``: a scheduler of torch's sets the rates, of which the first group's is read here."""
+        """Take the job's schedule; ``scheduled``: a scheduler of torch's sets the rates instead."""
         self._batch, self._schedule = job.batch, job.lr_schedule
         self._groups, self._scheduled = optimizer.param_groups, scheduled
         self._total_steps, self._scale = total_steps, scale
@@ -43,10 +43,10 @@ class LearningRates:
         self._set = list(self._base)
 
     def set(self, step: int) -> float:
-        """Set the rates of ``step``; gives that of the first group.
+        """Set the rates of ``step`` and return that of the first group.
 
         Raises:
-            RefusedError: if something else has set one that the job's schedule sets, too.
+            RefusedError: if other code has set a rate that the job's schedule sets, too.
         """
         if self._scheduled:
             return float(self._groups[0]["lr"])
@@ -74,9 +74,9 @@ class LearningRates:
 
 
 def resume_notes(job: Job, folder: Path, *, step: int, total_steps: int | None) -> list[str]:
-    """What is to be said where a run that goes on at ``step`` has another length than before, and with it other rates.
+    """Return sentences for a run resumed at ``step`` whose length, and so its rates, have changed.
 
-    ``folder`` is the run's, whose event log says what its length was.
+    The event log in ``folder`` has the former length.
     """
     if not total_steps or not (log := folder / EVENTS).exists():
         return []
@@ -97,7 +97,7 @@ def resume_notes(job: Job, folder: Path, *, step: int, total_steps: int | None) 
 
 
 def none_left(step: int, total_steps: int | None) -> list[str]:
-    """One sentence where a run that goes on at ``step`` has no step left to take; ``None`` steps: not known."""
+    """Return a sentence if a run resumed at ``step`` has no step left; ``None`` steps: unknown."""
     if total_steps is None or step < total_steps:
         return []
     return [
@@ -110,7 +110,7 @@ _BESIDE = "optimizer=lambda params: ..., with `return optimizer, scheduler` at i
 
 
 def scheduler_on(optimizer: torch.optim.Optimizer) -> str:
-    """The name of the scheduler of torch's that was made for ``optimizer``; empty where there is none."""
+    """Return the name of torch's scheduler made for ``optimizer``, or ""."""
     if not getattr(optimizer.step, "_wrapped_by_lr_sched", False):
         return ""
     known = (one for one in gc.get_objects() if issubclass(type(one), LRScheduler))
@@ -119,13 +119,13 @@ def scheduler_on(optimizer: torch.optim.Optimizer) -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunStart:
-    """How a run begins.
+    """The begin of a run.
 
     Attributes:
         lr_scale: a factor on every learning rate.
-        resumes: whether it goes on from a checkpoint, or goes back to one on its way.
-        step: the optimizer step that it takes first; that of the checkpoint, once it has been read.
-        checkpoint: that it goes on from, where the look at the job is to be held against it.
+        resumes: whether it resumes from a checkpoint, or may return to one later.
+        step: the first optimizer step; that of the checkpoint, once it has been read.
+        checkpoint: the one to resume from, if the job is to be compared with it.
     """
 
     lr_scale: float = 1.0
@@ -143,7 +143,7 @@ START = RunStart()
 
 
 def scheduler_problems(job: Job, plan: Plan, made: MadeOptimizer, start: RunStart = START) -> list[Problem]:
-    """What keeps a scheduler on the optimizer, if there is one, from being honoured."""
+    """Return the problems of a scheduler on the optimizer, if there is one."""
     if made.scheduler is not None:
         return given_scheduler_problems(job, plan, made.scheduler, start.lr_scale)
     optimizer: torch.optim.Optimizer = made.optimizer
@@ -170,7 +170,7 @@ def scheduler_problems(job: Job, plan: Plan, made: MadeOptimizer, start: RunStar
 
 
 def scheduler_notes(optimizer: torch.optim.Optimizer) -> list[str]:
-    """What is to be said of a scheduler that is honoured."""
+    """Return the notes on a scheduler that is used."""
     if not (name := scheduler_on(optimizer)):
         return []
     told = "its state is in no checkpoint, so the run cannot be resumed: give (optimizer, scheduler)"

@@ -1,12 +1,12 @@
-"""What a rank's memory holds, by part, measured in a run's first steps.
+"""A rank's memory by part, measured in a run's first steps.
 
-An allocator knows how much is allocated, not what for, and on a CPU there is not even that. So memory is counted by
-what keeps it: parameters, buffers, gradients and optimizer state by the storages they lie in, each once; activations
-by what autograd saves for backward, from the moment an operation saves it until backward lets it go.
+An allocator knows how much is allocated, not for which purpose, and on a CPU not even that. So memory is counted by its
+holder: parameters, buffers, gradients and optimizer state by their storages, each once; activations by the tensors that
+autograd saves for backward, from the save until backward releases them.
 
-Counted is what lies in the memory of the device that computes. On a CPU that is the host's, so that what a plan
-offloads counts there, and on CUDA does not. Not counted is what comes and goes within one operation: workspaces, a
-collective's buffers, an optimizer's temporary values. ``peak_bytes`` of the whole process has those too.
+Only the memory of the computing device counts. On a CPU that is the host's, so that offloaded parts count there, and on
+CUDA do not. Temporary memory within one operation does not count: workspaces, a collective's buffers, an optimizer's
+temporary values. ``peak_bytes`` of the whole process includes it.
 """
 
 from __future__ import annotations
@@ -44,11 +44,10 @@ class Parts:
     """Bytes of one rank's memory, each part at its own peak.
 
     Attributes:
-        parameters: values, the shards where they are sharded; and the most that was gathered at one time.
-        gradients: the most there was: before a micro-batch, or before or after they were reduced; and what was left out
-            of those that were sent in a smaller form.
+        parameters: values, or their shards; and the most gathered at one time.
+        gradients: the peak: before a micro-batch, or before or after reduction; with the losses kept by compression.
         optimizer: its state, and the average of the weights, if the job has one.
-        activations: the most that was saved for backward at one time, over all micro-batches then under way.
+        activations: the most saved for backward at one time, over all pending micro-batches.
     """
 
     parameters: int = 0
@@ -59,9 +58,9 @@ class Parts:
 
 
 class MeasuredStep:
-    """A step that measures memory the first times it is called, and then is the step itself.
+    """A step that measures memory at its first calls, and then is the step itself.
 
-    ``uncounted`` are the kinds of tensors that it met and could not measure.
+    ``uncounted`` are the kinds of tensors that it could not measure.
     """
 
     def __init__(self, step: Step, kind: str) -> None:
@@ -98,7 +97,7 @@ class MeasuredStep:
         return metrics
 
     def parts(self) -> Parts:
-        """What was found so far."""
+        """Return the measurements so far."""
         return self._parts if self._left < _MEASURED else self._see_fixed()
 
     def _see_all(self, saved: SavedActivationsMeter) -> None:
@@ -155,15 +154,14 @@ class _SavedTensor:
 
 
 class SavedActivationsMeter:
-    """Follows what autograd saves for backward.
+    """A meter of the tensors that autograd saves for backward.
 
-    Inside its block, in each thread that enters it, every tensor that is saved counts until it is let go. What is saved
-    inside hooks of somebody else, as in blocks that are recomputed, is kept by them in a way of their own; it counts
-    as long as its memory is there, which is how long it is in the way.
+    Inside its block, in each thread that enters it, every saved tensor counts until it is released. Tensors saved
+    inside other hooks, as in recomputed blocks, are kept by those hooks; they count as long as their memory exists.
 
     Attributes:
-        peak: the most bytes that were saved at one time, parameters and buffers apart.
-        gathered: the most bytes of parameters that were there beside the ``fixed`` ones: gathered from other ranks.
+        peak: the most bytes saved at one time, without parameters and buffers.
+        gathered: the most bytes of parameters beside the ``fixed`` ones: gathered from other ranks.
     """
 
     def __init__(self, kind: str, fixed: set[int], uncounted: set[str]) -> None:
@@ -188,13 +186,13 @@ class SavedActivationsMeter:
 
     @contextmanager
     def inside(self, context: AbstractContextManager[object]) -> Generator[None]:
-        """Around what one thread does, inside ``context``."""
+        """Measure one thread's work, inside ``context``."""
         with context, self:
             yield
 
     @contextmanager
     def everywhere(self, module: nn.Module, *, outside: bool) -> Generator[None]:
-        """Around the whole step: sees parameters of ``module`` come and go, and with ``outside`` others' hooks."""
+        """Measure the whole step: parameters of ``module``, and with ``outside`` others' hooks."""
         with ExitStack() as stack:
             if outside:
                 stack.enter_context(replaced(graph.saved_tensors_hooks, __enter__=self._entering()))

@@ -1,4 +1,4 @@
-"""The steps of a mesh, which all of its ranks take together: what one rank does of each, measures and records."""
+"""The steps of a mesh, taken by all its ranks together: one rank's work, measurements and records."""
 
 from __future__ import annotations
 
@@ -44,14 +44,14 @@ from phalanx.train.timeline import Listener, only_step
 def rank_of_mesh(
     job: Job, run: RunSpec, place: Place, link: LauncherLink, *, observer: Observer, findings: Findings
 ) -> Generator[tuple[MeshStepper, RunRecorder]]:
-    """Within, this process is the rank of the mesh that ``place.rank`` is, restored where the run resumes. Collective.
+    """Yield the rank ``place.rank`` of the mesh, restored if the run resumes. Collective.
 
-    What ends the block because peers are lost leaves a checkpoint of the last finished step, where this rank has it.
-    ``link`` is told whether it has.
+    If the block ends because peers are lost, a checkpoint of the last finished step is saved, if this rank has the
+    whole state; ``link`` is told so.
 
     Raises:
         RefusedError: if the plan cannot serve the job.
-        CheckpointError: if there is nothing to resume from.
+        CheckpointError: if there is no checkpoint to resume from.
     """
     device = device_for(place, device_kind(run.plan, devices_here(run.plan, place)))
     with default_process_group(place_within(run.plan, place), device, run.plan.device):
@@ -149,7 +149,7 @@ class MeshStepper(Stepper):
 
     @property
     def assembly(self) -> Assembly:
-        """The job laid out on this rank."""
+        """Return the job laid out on this rank."""
         return self._assembly
 
     @property
@@ -173,7 +173,7 @@ class MeshStepper(Stepper):
         self.settle()
 
     def next_batch(self) -> StepBatch | None:
-        """The batch of the next step; ``None`` once there are no more, and the steps have ended."""
+        """Return the batch of the next step; ``None`` once the steps have ended."""
         batch = next(self._batches, None)
         if batch is not None:
             self._report(batch.step)
@@ -192,11 +192,11 @@ class MeshStepper(Stepper):
             raise StepsLostError(str(error)) from None
 
     def stepped(self) -> None:
-        """The step just taken has been recorded."""
+        """Record news after a recorded step."""
         self._record_news()
 
     def settle(self) -> None:
-        """Steps pause: no evaluation and no checkpoint of replicas that are not the same."""
+        """Finish pending checks before an evaluation or a checkpoint."""
         step = self._assembly.step
         step.settle()
         if step.drift is not None:
@@ -239,7 +239,7 @@ class MeshStepper(Stepper):
         return self._assembly.from_every_rank(value)[0]
 
     def recover(self, lost: StepsLostError) -> None:
-        """Go back to the newest whole checkpoint. Collective.
+        """Return to the newest whole checkpoint. Collective.
 
         Raises:
             CheckpointError: if there is none.
@@ -261,7 +261,7 @@ class MeshStepper(Stepper):
         self._recorder.write("resume", step=first, path=str(path.relative_to(self._run.folder)))
 
     def read_from(self, step: int) -> None:
-        """Have the next batch be that of ``step``, whatever has been read so far."""
+        """Make ``step`` the next batch to read."""
         self._batches.close()
         loader = self._assembly.loader.starting_at(step)
         self._assembly = replace(self._assembly, loader=loader)
@@ -271,7 +271,7 @@ class MeshStepper(Stepper):
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        """End what goes on in the background."""
+        """End background work."""
         self._saver.close()
 
     def finish(self) -> list[tuple[str, dict[str, Any]]]:
@@ -311,7 +311,7 @@ class MeshStepper(Stepper):
 
 
 def evaluation_data(job: Job) -> Any:
-    """The job's evaluation data, of which every rank has as many; ``None`` where it has none. Collective."""
+    """Return the job's evaluation data, equally long on every rank; ``None`` without any. Collective."""
     if job.evaluate is None:
         return None
     data = make_data(job, job.evaluate)

@@ -1,4 +1,4 @@
-"""What one step gives back, and how its numbers leave the device without holding it up."""
+"""The results of one step, and the copy of its numbers from the device without delaying it."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ Numbers = torch.Tensor | tuple[float, ...]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Metrics:
-    """What one step gives back; ``lr`` is that of the first parameter group.
+    """The results of one step; ``lr`` is that of the first parameter group.
 
-    ``skipped``: no update was made, since loss scaling met an overflow or for what ``accident`` says. ``phases``: what
-    each phase of the step gave, by name, where the job has phases; all else is then the first one's. ``names``: of the
-    losses of ``px.Losses``, where the job has one.
+    ``skipped``: no update was made, because of an overflow under loss scaling or of ``accident``. ``phases``: results
+    of each phase by name, if the job has phases; the other fields are then the first phase's. ``names``: of the losses
+    of ``px.Losses``, if the job has them.
     """
 
     step: int
@@ -39,8 +39,9 @@ class Metrics:
 
     @property
     def losses(self) -> dict[str, float]:
-        """Losses by name: of each phase that was part of the step, and each of ``px.Losses`` without its weight, in a
-        phase as ``phase/name``. Waits as ``totals`` does.
+        """Return losses by name: of each phase of the step, and of ``px.Losses`` without weights.
+
+        In a phase they are ``phase/name``. Waits as ``totals`` does.
         """
         found = {name: total / count if count else math.nan for name, (total, count) in self.sums.items()}
         for phase, each in self.phases.items():
@@ -49,7 +50,7 @@ class Metrics:
 
     @property
     def sums(self) -> dict[str, tuple[float, float]]:
-        """Sum and count over the global batch of each loss of ``px.Losses``. Waits as ``totals`` does."""
+        """Return sum and count over the global batch of each loss of ``px.Losses``. Waits as ``totals`` does."""
         if not self.names:
             return {}
         sums = iter(self._numbers()[2:])
@@ -57,24 +58,24 @@ class Metrics:
 
     @property
     def totals(self) -> tuple[float, float]:
-        """Sum and count of the loss. With streams it waits for this step's backward, not for what was queued later."""
+        """Return sum and count of the loss. With streams it waits for this step's backward, not for later work."""
         numbers = self._numbers()
         return numbers[0], numbers[1]
 
     @property
     def count(self) -> float:
-        """What the loss was divided by: tokens or samples of the global batch. Waits as ``totals`` does."""
+        """Return the divisor of the loss: tokens or samples of the global batch. Waits as ``totals`` does."""
         return self.totals[1]
 
     @property
     def loss(self) -> float:
-        """Loss of the global batch: its sum over its count. Waits as ``totals`` does."""
+        """Return the loss of the global batch: its sum over its count. Waits as ``totals`` does."""
         total, count = self.totals
         return total / count if count else math.nan
 
     @property
     def grad_norm(self) -> float | None:
-        """Global L2 norm before clipping; ``None`` where nothing needed it. Waits as ``totals`` does."""
+        """Return the global L2 norm before clipping; ``None`` if it was not needed. Waits as ``totals`` does."""
         self._wait()
         return None if self._norm is None else float(self._norm)
 
@@ -90,10 +91,10 @@ class Metrics:
 
 
 def towards_host(totals: Numbers, norm: torch.Tensor | None) -> tuple[Numbers, torch.Tensor | None, torch.Event | None]:
-    """Start to copy ``totals`` (sums, counts) and ``norm`` to the host, and when they may be read; at once on a CPU.
+    """Start to copy ``totals`` (sums, counts) and ``norm`` to the host, with an event for when they are ready.
 
-    Reading an accelerator's tensor waits for all that is queued, the next step included. Where there are streams, a
-    copy into pinned memory, queued here and followed by an event, is there as soon as this step has come to it.
+    Reading an accelerator's tensor waits for all queued work, the next step included. With streams, a copy into pinned
+    memory, queued here and followed by an event, is ready as soon as this step is. On a CPU it is ready at once.
     """
     if isinstance(totals, tuple) or not (kind := kind_of(totals.device)).streams:
         return totals, norm, None

@@ -1,9 +1,9 @@
 """Losses by name in one step: each is divided by its own count over the global batch, known before backward or equal.
 
-Gradients are divided once, by the count of the first loss. Another one's sum is therefore multiplied by the first
-one's count over its own before backward runs. Where the job tells counts from the batch, they are added up over
-micro-batches and ranks before the first forward; where all of the batch is computed in one go, they are at hand;
-otherwise they have to be the same for all names, and are looked at before the update.
+Gradients are divided once, by the count of the first loss. Another loss's sum is therefore multiplied by the first
+one's count over its own before backward runs. If the job tells counts from the batch, they are added up over micro-
+batches and ranks before the first forward; if the whole batch is computed at once, they are known; otherwise they must
+be the same for all names, which is checked before the update.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from phalanx.train.loss import LossReading, Shares, check_count, read_loss
 
 
 class NamedCounts:
-    """How the losses of one step are brought to one count."""
+    """The conversion of one step's losses to one count."""
 
     def __init__(self, losses: Losses, step: int, *, whole: bool) -> None:
-        """``whole``: the loss is called once, with all of the global batch."""
+        """Take the losses; ``whole``: the loss is called once, with all of the global batch."""
         self._losses, self._step, self._whole = losses, step, whole
         self._told: list[float] = []
         self._shares: Shares | None = None
 
     def count(self, batch: StepBatch, device: torch.device, *, counts: bool) -> None:
-        """Add up what the job tells of the batch; ``counts``: this rank's samples do. Collective.
+        """Add up the job's counts of the batch, with this rank's samples if ``counts``. Collective.
 
         Raises:
-            LossError: nothing is counted of a loss.
+            LossError: the count of a loss is 0.
         """
         if self._losses.counts is None or self._whole:
             return
@@ -53,7 +53,7 @@ class NamedCounts:
         self._shares = [self._told[0] / count for count in self._told]
 
     def read(self, result: Any, samples: int) -> LossReading:
-        """What the job's loss gave for a micro-batch, as ``read_loss`` reads it."""
+        """Read the job's loss of a micro-batch, like ``read_loss``."""
         assert isinstance(result, NamedLosses)
         read = read_loss(result, samples, self._step, self._shares)
         if not self._whole or read.mean or not samples:
@@ -61,10 +61,10 @@ class NamedCounts:
         return read_loss(result, samples, self._step, [_share(read.count, count) for _, count in read.named])
 
     def check(self, counts: Sequence[float]) -> None:
-        """Raise where ``counts`` over the global batch are not those that gradients were divided for.
+        """Raise if ``counts`` over the global batch are not the divisors used for gradients.
 
         Raises:
-            LossError: they differ by name and nobody has told them, or are others than were told, or are 0.
+            LossError: they differ by name without having been told, differ from those told, or are 0.
         """
         if not self._whole:
             check_alike(self._step, self._losses.names, counts, self._told)
@@ -73,17 +73,17 @@ class NamedCounts:
 
 
 def check_alike(step: int, names: Sequence[str], counts: Sequence[float], told: Sequence[float] = ()) -> None:
-    """Raise where counts by name are not as ``told``, or, where nobody has told them, not alike.
+    """Raise if counts by name differ from ``told``, or, without it, from each other.
 
     Raises:
-        LossError: with what to do.
+        LossError: with an advice.
     """
     if why := unlike(names, counts, told):
         raise LossError(f"in step {step} {why}\n    try: {COUNTS}")
 
 
 def unlike(names: Sequence[str], counts: Sequence[float], told: Sequence[float]) -> str:
-    """What is wrong with ``counts`` by name, in words: they are not as ``told``, or, where nobody has, not alike."""
+    """Return the error in ``counts`` by name, in words: they differ from ``told``, or without it from each other."""
     for name, count, expected in zip(names, counts, told or list(counts[:1]) * len(counts), strict=True):
         if math.isclose(count, expected, rel_tol=_SAME):
             continue

@@ -1,7 +1,7 @@
-"""Where numbers first were not finite: a step's forwards and backwards run again, with an eye on every module.
+"""The first place of non-finite numbers: a step's forwards and backwards run again with hooks on every module.
 
-Random streams begin as they did, so that the same numbers come out. All ranks run them together, under every plan; each
-tells what it saw, and the first place of all is the one that is named.
+Random streams begin in their old states, so that the same numbers come out. All ranks run them together, under every
+plan, and the first place over all ranks is reported.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ Means = Mapping[tuple[int, int], float]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sighting:
-    """The first place where one rank saw a number that is not finite, or where its loss was largest.
+    """The first place of a non-finite number on one rank, or the place of its largest loss.
 
     Attributes:
-        order: what comes before what; comparable between ranks.
+        order: the order of places; comparable between ranks.
         where: the place, in words.
-        part, micro: of which micro-batch; ``micro`` is -1 for a whole piece of a worker of servers.
-        rows: which of its samples; none where that cannot be told.
-        parameter: the one that was not finite before the step began; empty where all were.
-        rank: who saw it.
+        part, micro: the micro-batch; ``micro`` is -1 for a whole piece of a server's worker.
+        rows: its samples; empty if unknown.
+        parameter: the one that was not finite before the step began; empty if all were finite.
+        rank: of the observing process.
     """
 
     order: tuple[float, ...]
@@ -65,16 +65,16 @@ _THE_BATCH = "the batch"
 
 
 def bad_parameters(parameters: Mapping[str, Tensor]) -> list[str]:
-    """Names of those that are not finite, as far as they are here."""
+    """Return names of parameters whose local part is not finite."""
     return [name for name, tensor in parameters.items() if not _finite(tensor.detach())]
 
 
 def first_sighting(step: Step, batch: StepBatch) -> Sighting:
-    """The first place of all ranks, the same on each. Collective.
+    """Return the first place over all ranks, the same on each. Collective.
 
-    Where all is finite this time, it is of the micro-batch with the largest loss, and says no place.
+    If all is finite this time, it is the micro-batch with the largest loss, without a place.
 
-    Gradients are left as they come out; running statistics take the batch in once more.
+    Gradients are left as they come out; running statistics count the batch once more.
     """
     spoilt = from_every_rank(bad_parameters(step.layout.parameters)[:1])
     for rank, names in enumerate(spoilt):
@@ -168,13 +168,13 @@ class _WatchedCoupledLoss(_WatchedAccumulation, CoupledLoss):
 
 @final
 class ModuleWatch:
-    """Notes in which forward or backward of its micro-batches the numbers of a model go wrong first.
+    """A recorder of the first forward or backward with non-finite numbers, by micro-batch.
 
-    Whoever computes them says in which thread it begins with which micro-batch, ``(part, index)``.
+    Each thread announces the micro-batch ``(part, index)`` it begins.
     """
 
     def __init__(self, samples: Mapping[tuple[int, int], int]) -> None:
-        """``samples`` of each micro-batch; those of none are fillers, and not looked at."""
+        """Take ``samples`` of each micro-batch; those with 0 are fillers, and ignored."""
         self._samples = samples
         self._found: dict[tuple[int, int], Sighting] = {}  # by micro-batch
         self._now: dict[int, tuple[int, int]] = {}  # thread → its micro-batch
@@ -183,7 +183,7 @@ class ModuleWatch:
 
     @contextmanager
     def watching(self, modules: Iterable[nn.Module]) -> Generator[None]:
-        """Within, ``modules``, the copies of the model, are looked at, also those that are compiled."""
+        """Watch ``modules``, the copies of the model, in the block, compiled ones included."""
         handles: list[Any] = []
         try:
             for module in modules:
@@ -199,24 +199,24 @@ class ModuleWatch:
                 handle.remove()
 
     def forward_begins(self, place: tuple[int, int]) -> None:
-        """This thread begins with the forward of the micro-batch ``place``."""
+        """Begin the forward of the micro-batch ``place`` in this thread."""
         self._now[threading.get_ident()] = place
 
     def loss_begins(self, place: tuple[int, int]) -> None:
-        """This thread goes on to its loss, and to its backward behind that."""
+        """Begin the loss in this thread, followed by its backward."""
         self._now[threading.get_ident()] = place
         self._passed.pop(threading.get_ident(), None)
 
     def loss_done(self, place: tuple[int, int], loss: Tensor) -> None:
-        """``loss`` came out, before its backward."""
+        """Take ``loss`` before its backward."""
         if self._samples[place] and not _finite(loss.detach()):
             at, name = self._weak.get(place, (1e9, ""))
             self._note(place, (_FORWARD, at), f"the output of {name}" if name else "the loss that job.loss gives")
 
     def first(self, parameters: Mapping[str, Tensor], means: Means) -> Sighting:
-        """The first place of all that were noted; then a gradient of ``parameters``, which all micro-batches add to.
+        """Return the first recorded place; else a gradient of ``parameters``, shared by all micro-batches.
 
-        Where all is finite, the micro-batch with the largest of ``means``; the first if there are none.
+        If all is finite, it is the micro-batch with the largest of ``means``, or the first one without means.
         """
         found = [*self._found.values()]
         bad = [name for name, tensor in parameters.items() if tensor.grad is not None and not _finite(tensor.grad)]

@@ -1,4 +1,4 @@
-"""Looks on while a run trains: called by the loop that every run goes through, by default with nobody to listen."""
+"""Observers of a training run, called by the loop of every run; the default one does nothing."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ State = Mapping[str, Mapping[str, Any]]
 
 
 class Scene(ABC):
-    """A run as it stands, seen from one process of it. What is read is as of now, and not to be changed.
+    """The present state of a run, seen from one of its processes. Its values are current, and must not be changed.
 
     Attributes:
-        notes: what the plan does not keep of one device's result.
-        replica: which of the replicas that step by themselves this process is of; 0 where none do.
-        slices: which part of the whole each tensor here is, as in ``RankHoldings``.
+        notes: differences of the plan from one device.
+        replica: of this process among independent replicas; 0 without such.
+        slices: the part of the whole for each tensor here, as in ``RankHoldings``.
     """
 
     notes: list[str]
@@ -39,78 +39,78 @@ class Scene(ABC):
     @property
     @abstractmethod
     def modules(self) -> list[nn.Module]:
-        """Every copy of the model in this process; the first one's names are everybody's."""
+        """Return every copy of the model in this process; the first one's names are used."""
 
     @abstractmethod
     def values(self) -> Mapping[str, torch.Tensor]:
-        """Parameter → what forward reads of it here, frozen ones among them."""
+        """Map parameter to its forward value here, frozen ones included."""
 
     @abstractmethod
     def stepped(self) -> Mapping[str, torch.Tensor]:
-        """Parameter → what the optimizer steps of it here."""
+        """Map parameter to the tensor that the optimizer steps here."""
 
     @abstractmethod
     def buffers(self) -> Mapping[str, torch.Tensor]:
-        """Buffer → its values here."""
+        """Map buffer to its values here."""
 
     @abstractmethod
     def gradients(self) -> Mapping[str, torch.Tensor]:
-        """Parameter → its gradient, where it has one."""
+        """Map parameter to its gradient, if it has one."""
 
     @abstractmethod
     def state(self) -> State:
-        """The state of the optimizer."""
+        """Return the state of the optimizer."""
 
     @abstractmethod
     def groups(self) -> list[tuple[list[str], dict[str, Any]]]:
-        """Each parameter group of the optimizer: names of its parameters, its options that are numbers."""
+        """Return the names and the numeric options of each parameter group of the optimizer."""
 
     @abstractmethod
     def from_every_process(self, value: Any) -> list[Any]:
-        """One small JSON-like value of each process that is observed, in rank order. Collective."""
+        """Return a small JSON-like value of each observed process, in rank order. Collective."""
 
 
 class Observer:
-    """Told of a run as it goes, in each of its processes; tells nothing back. This one does nothing with it.
+    """A listener to a run, in each of its processes; this base does nothing.
 
-    With servers the first of them is told, for all, and what it is shown is whole; ``begins`` is not called there, and
-    ``steps`` once all servers have stepped, with what each gave its optimizer. Their workers are told of what they
-    were sent alone. ``listens``: whether it is to be told of gradients that nobody else asks for.
-    ``finding``: what a run's log is to have as a ``check``, once.
+    With servers the first of them is notified, for all, and sees whole tensors; ``begins`` is not called there, and
+    ``steps`` follows once all servers have stepped, with each optimizer's input. Their workers are notified of received
+    values only. ``listens``: whether it needs gradients that are otherwise not computed. ``finding``: fields of a
+    ``check`` event for the run's log, written once.
     """
 
     listens = False
     finding: dict[str, Any] | None = None
 
     def built(self, scene: Scene) -> None:
-        """Model, optimizer and loader are there, restored where the run resumes; no step was taken yet."""
+        """Handle the built model, optimizer and loader, restored if the run resumes, before the first step."""
 
     def begins(self, batch: StepBatch) -> None:
-        """A step begins, with this process's part of its batch."""
+        """Handle the begin of a step, with this process's part of its batch."""
 
     def gradients(self, batch: StepBatch, totals: Totals) -> None:
-        """Gradients are those of the global batch, divided by its count, not yet clipped.
+        """Handle the gradients of the global batch, divided by its count, before clipping.
 
-        Where replicas step by themselves, those of this replica's part; ``totals`` are its loss's sum and count.
+        For independent replicas, those of this replica's part; ``totals`` are its loss's sum and count.
         """
 
     def steps(self, batch: StepBatch) -> None:
-        """The optimizer is about to step, with the gradients as they are now."""
+        """Handle the moment before the optimizer steps."""
 
     def received(self, version: int, values: Mapping[str, torch.Tensor], buffers: Mapping[str, torch.Tensor]) -> None:
-        """A worker of servers has been sent what they hold after ``version`` updates, to compute with."""
+        """Handle the values a worker received from servers after ``version`` updates."""
 
     def updated(self, batch: StepBatch, metrics: Metrics) -> None:
-        """The new values are where forward reads them."""
+        """Handle the new values, now in the forward's parameters."""
 
     def evaluated(self, step: int, result: Mapping[str, Any]) -> None:
-        """The model was evaluated after ``step`` steps: ``loss``, ``samples``, ``metrics``."""
+        """Handle an evaluation after ``step`` steps: ``loss``, ``samples``, ``metrics``."""
 
     def saved(self, step: int, path: Path) -> None:
-        """A checkpoint was written after ``step`` steps."""
+        """Handle a checkpoint written after ``step`` steps."""
 
     def ended(self) -> None:
-        """The last step is taken, evaluated and saved; everything is still there."""
+        """Handle the end, after the last step, evaluation and save, before resources are released."""
 
 
 class AssemblyScene(Scene):
@@ -151,7 +151,7 @@ class AssemblyScene(Scene):
 def groups_of(
     optimizer: torch.optim.Optimizer, parameters: Mapping[str, torch.Tensor]
 ) -> list[tuple[list[str], dict[str, Any]]]:
-    """Names and options of each parameter group."""
+    """Return names and options of each parameter group."""
     names = {id(tensor): name for name, tensor in parameters.items()}
     return [
         (
@@ -163,7 +163,7 @@ def groups_of(
 
 
 def numeric(value: Any) -> Any:
-    """Return an option as JSON holds it; ``None`` for what is neither a number nor a few of them."""
+    """Return an option in JSON form; ``None`` for anything but a number or a few of them."""
     if isinstance(value, torch.Tensor):
         return float(value.detach()) if value.numel() == 1 else None
     if isinstance(value, tuple | list):
@@ -174,7 +174,7 @@ def numeric(value: Any) -> Any:
 
 @contextmanager
 def changes_of_forward() -> Generator[dict[str, Any]]:
-    """Give the names of parameters and attributes, but for buffers, that forwards of models change meanwhile."""
+    """Yield names of parameters and attributes, without buffers, that models' forwards change in the block."""
     found, inside = dict[str, Any](), dict[nn.Module, dict[str, Any]]()
 
     def enter(module: nn.Module, *_: Any) -> None:

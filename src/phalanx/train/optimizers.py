@@ -1,7 +1,7 @@
 """LARS and LAMB: optimizers for large batches, right on whole, on sharded and on split parameters.
 
 Both scale each parameter tensor's step by a *trust ratio*: the norm of the weights over the norm of their update. The
-norms are of the whole tensor. Where a parameter is a ``DTensor`` and each rank holds some rows, or a slice of tensor
+norms are of the whole tensor. If a parameter is a ``DTensor`` and each rank holds some rows, or a slice of tensor
 parallelism (``elementwise.py``), a norm over the local elements alone would give every rank another ratio and the ranks
 would drift apart silently. So the squared local norms of all parameters are summed over the ranks, in one all-reduce a
 step; everything else is local arithmetic.
@@ -239,7 +239,7 @@ def _alike(name: str, groups: list[dict[str, Any]]) -> list[_AlikeParameters]:
 
 
 def local_gradient(name: str, parameter: Tensor) -> Tensor:
-    """What this rank holds of a parameter's gradient, cut as the parameter is; for the optimizer ``name``."""
+    """Return this rank's part of a parameter's gradient, cut like the parameter; for the optimizer ``name``."""
     gradient = parameter.grad
     assert gradient is not None
     if gradient.is_sparse:
@@ -252,7 +252,7 @@ def local_gradient(name: str, parameter: Tensor) -> Tensor:
 
 
 def state_of(optimizer: Optimizer, parameters: list[Tensor], key: str) -> list[Tensor]:
-    """Return the state of that name, zeros at first; the local part of each."""
+    """Return the local part of each parameter's state with this name, first zeros."""
     for parameter in parameters:
         if key not in optimizer.state[parameter]:
             optimizer.state[parameter][key] = torch.zeros_like(parameter)

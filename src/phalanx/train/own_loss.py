@@ -1,6 +1,6 @@
-"""A loss that the model computes itself, as models of transformers do when they are given ``labels``.
+"""A loss computed by the model itself, as by models of transformers with ``labels``.
 
-What their mean is over is known by the model's class.
+The model's class determines the count of the mean.
 """
 
 from __future__ import annotations
@@ -45,15 +45,15 @@ _HEADS = {
 
 
 def model_loss(*, count: Callable[[Any], Any] | None = None) -> ModelLoss:
-    """The loss that the model computes itself: ``.loss`` of its output, ``["loss"]``, or the first entry of a tuple.
+    """Return the loss that reads the model's own: ``.loss`` of its output, ``["loss"]``, or a tuple's first entry.
 
-    It has to be a mean, and what it is a mean over has to be known: a mean of the means of micro-batches is not the
-    mean of the batch. Of models of transformers with a head for causal or masked language modelling, or for the
-    classification of tokens, sequences or images, it is known: the ``labels`` that are not -100. The batch has to have
-    ``labels`` then, and the model has to be given them.
+    It has to be a mean with a known count: a mean of the means of micro-batches is not the mean of the batch. For
+    models of transformers with a head for causal or masked language modelling, or for the classification of tokens,
+    sequences or images, the count is known: the ``labels`` that are not -100. The batch has to have ``labels`` then,
+    and the model has to be given them.
 
     Args:
-        count: ``count(batch)`` gives how many tokens or samples the mean of this batch is over, a number or a scalar
+        count: ``count(batch)`` returns the number of tokens or samples in the mean of this batch, a number or a scalar
             tensor; for models of any other class.
 
     Raises:
@@ -65,7 +65,7 @@ def model_loss(*, count: Callable[[Any], Any] | None = None) -> ModelLoss:
 
 
 def own_loss_problems(job: Job, module: nn.Module) -> list[Problem]:
-    """What keeps the loss that ``module`` computes itself from adding up, as far as its class shows."""
+    """Return the problems of a loss computed by ``module`` itself, as far as its class shows."""
     if not isinstance(job.loss, ModelLoss):
         return []
     whole: Any = module  # into which peft may have put adapters

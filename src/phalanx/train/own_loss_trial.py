@@ -1,7 +1,7 @@
-"""Whether a loss that a model computes itself adds up by what is counted of it: tried on a few samples.
+"""A trial on a few samples: a model's own loss must add up by its count.
 
-``px.model_loss`` multiplies the model's mean by a count. A count that is not the mean's own, or a term that is no mean
-over what is counted, such as a router's loss that a model adds, gives another result for each way to split a batch.
+``px.model_loss`` multiplies the model's mean by a count. A wrong count, or a term that is no mean over the counted
+items, such as a router's loss added by the model, gives another result for each way to split a batch.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _SAME, _SAME_HALF = 2e-5, 2e-2
 
 
 def miscounted(job: Job, module: nn.Module, loader: Loader) -> list[Problem]:
-    """Return True if the first samples' own losses do not add up by what is counted of them. Draws random numbers."""
+    """Return a problem if the first samples' own losses do not add up by their counts. Draws random numbers."""
     if not isinstance(job.loss, ModelLoss):
         return []
     if loader.length is not None and loader.length < 2:

@@ -1,8 +1,8 @@
-"""Step and loader of a loop of one's own; with a run, what happens between steps, too.
+"""Step and loader for a user's own loop; with a run, also the work between steps.
 
-``TrainingLoop`` saves, evaluates and records for every run. Here the caller's loop asks for batches and has steps
-taken, and each of the two does what is due by then: ``step(batch)`` records and saves, the loader begins where the run
-stands, and ends it.
+``TrainingLoop`` saves, evaluates and records for every run. Here the user's loop asks for batches and takes steps, and
+both do the work that is due: ``step(batch)`` records and saves, the loader begins at the run's present step, and ends
+the run.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CallersProcess:
-    """What the process of a loop of one's own does for its run.
+    """Services of the process of a user's own loop for its run.
 
     Attributes:
-        heeding: within, signals that ask to stop are remembered.
-        failed: called with the error that a step, a save or an evaluation ended by.
-        stop: called with the number of a signal once the run has stopped for it, and saved; does not return.
-        over: ends what goes on beside the steps; the folder may be written by others then.
+        heeding: in the block, stop signals are remembered.
+        failed: called with the error that ended a step, a save or an evaluation.
+        stop: called with a signal's number once the run has stopped for it, and saved; does not return.
+        over: ends background work; other processes may write the folder then.
     """
 
     heeding: Callable[[], AbstractContextManager[object]]
@@ -54,7 +54,7 @@ class CallersProcess:
 
 @final
 class OwnRun:
-    """A run whose steps are taken by a loop of one's own."""
+    """A run whose steps are taken by a user's own loop."""
 
     def __init__(
         self, run: RunSpec, loop: TrainingLoop, stepper: MeshStepper, interruptions: Interruptions, here: CallersProcess
@@ -64,7 +64,7 @@ class OwnRun:
         self._first, self._read, self._over = stepper.taken, False, False
 
     def batches(self) -> Generator[StepBatch, None, None]:
-        """The batches of the steps that are left, from where the run stands; at their end the run is over.
+        """Yield the batches of the remaining steps; at their end the run is over.
 
         Raises:
             RunError: a batch was left out.
@@ -89,7 +89,7 @@ class OwnRun:
                     self._loop.flush()
 
     def take(self, batch: StepBatch) -> Metrics:
-        """Take the step of ``batch``, record it, and save and evaluate where that is due.
+        """Take the step of ``batch``, record it, and save and evaluate if due.
 
         Raises:
             RunError: it is not the batch of the next step, or the run is over.
@@ -113,7 +113,7 @@ class OwnRun:
         return metrics
 
     def save(self) -> Path:
-        """Write a checkpoint of this moment; it is whole when this returns its folder. Collective.
+        """Write a checkpoint of this moment, and return its folder once it is whole. Collective.
 
         Raises:
             RunError: the run was closed without one.
@@ -131,7 +131,7 @@ class OwnRun:
         return path
 
     def evaluate(self) -> Evaluation | None:
-        """Evaluate, and note it; ``None`` where a signal asked to stop meanwhile, or the run is over without one."""
+        """Evaluate and record it; ``None`` after a stop signal, or if the run ended without an evaluation."""
         if self._over:
             return self._loop.evaluation
         with self._reported():
@@ -142,10 +142,10 @@ class OwnRun:
         return found
 
     def close(self) -> None:
-        """No more steps come, though it may not be the end: what is being written is waited for.
+        """End the steps, perhaps early, and wait for pending writes.
 
         Raises:
-            LossError, GradientError: of the last step, if that was still to be checked.
+            LossError, GradientError: of the last step, if its check was pending.
         """
         if self._over:
             return
@@ -203,13 +203,13 @@ def _ended(what: str, taken: int) -> RunError:
 
 @final
 class LoopWithoutRun:
-    """The steps of a loop of one's own that keeps no run: what is a step of which batch is as with one."""
+    """The steps of a user's own loop without a run; steps and batches are as with a run."""
 
     def __init__(self, step: Step, loader: Loader) -> None:
         self._step, self._loader, self._read, self._over = step, loader, False, False
 
     def batches(self) -> Generator[StepBatch, None, None]:
-        """The batches of the steps that are left, of all epochs; none once they are all taken.
+        """Yield the batches of the remaining steps, of all epochs.
 
         Raises:
             RunError: a batch was left out.
@@ -249,13 +249,13 @@ def _left_out(step: int, taken: int) -> RunError:
 
 @final
 class OwnStep:
-    """Calling it with a batch of the loader takes one optimizer step and gives its ``Metrics``; every rank has to.
+    """A callable that takes one optimizer step with a batch of the loader and returns ``Metrics``; collective.
 
     On an accelerator the loss and the gradient of a step may be checked in the next call, in ``evaluate``, ``save`` and
-    ``close``, and where the loader ends. Weights never take in a step that fails its check.
+    ``close``, and at the loader's end. Weights never include a step that fails its check.
 
     Raises, when called:
-        LossError: if the loss is not finite, or not of an allowed form, or if nothing was counted.
+        LossError: if the loss is not finite, or not of an allowed form, or if its count is 0.
         GradientError: if a gradient is not finite, or parameters get none and the job does not allow it.
         RunError: if it is not the batch of the next step; with a run, if that is over, too.
         SystemExit: with a run, once it has saved for SIGTERM, SIGUSR1 or SIGHUP; with 75, ``EX_TEMPFAIL``.
@@ -274,55 +274,55 @@ class OwnStep:
 
     @property
     def model(self) -> nn.Module:
-        """The model as this process has it: its parameters may be shards of the whole."""
+        """Return the model in this process: its parameters may be shards of the whole."""
         return self._assembly.layout.module
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
-        """The job's optimizer over the parameters that this process steps."""
+        """Return the job's optimizer over the parameters stepped by this process."""
         return self._assembly.optimizer
 
     @property
     def first(self) -> bool:
-        """Return True if this is the first of the plan's processes, rank 0: the one to print and to write files."""
+        """Return True on the first of the plan's processes, rank 0, which should print and write files."""
         return self._first
 
     @property
     def taken(self) -> int:
-        """Optimizer steps taken, those before a resume included."""
+        """Return the optimizer steps taken, those before a resume included."""
         return self._step.progress.step
 
     @property
     def progress(self) -> Progress:
-        """What a step carries to the next."""
+        """Return the values carried from step to step."""
         return self._step.progress
 
     @property
     def layout(self) -> Layout:
-        """Who holds which tensor, and how gradients come together."""
+        """Return the layout: the tensors of each rank, and the reduction of gradients."""
         return self._assembly.layout
 
     @property
     def sync(self) -> Sync:
-        """How replicas are kept together; before parameters are read, ``sync.together()``."""
+        """Return the synchronisation of replicas; call ``sync.together()`` before reading parameters."""
         return self._step.sync
 
     @property
     def average(self) -> WeightAverage | None:
-        """Of the weights, if the job keeps one: the model computes with it within ``average.applied()``."""
+        """Return the average of the weights, if the job keeps one; ``average.applied()`` puts it into the model."""
         return self._step.average
 
     def zero_grad(self) -> None:
-        """Drop all gradients, for memory between steps: a step begins without any, whoever left some."""
+        """Drop all gradients, to free memory between steps: a step begins without any."""
         self._assembly.layout.begin()
 
     def evaluate(self) -> Evaluation:
-        """The job's evaluation of the model as it is; with a run it is recorded. Collective.
+        """Return the job's evaluation of the present model; with a run it is recorded. Collective.
 
-        Within ``average.applied()`` it is one of the averaged weights, which is not recorded.
+        Within ``average.applied()`` the averaged weights are evaluated, without a record.
 
         Raises:
-            SpecError: the job has nothing to evaluate on.
+            SpecError: the job has no evaluation data.
             LossError: the loss is not of an allowed form, or a metric is not a sum and a count.
         """
         if self._job.evaluate is None:
@@ -333,7 +333,7 @@ class OwnStep:
         return found or self._evaluated()
 
     def save(self) -> Path:
-        """Write a checkpoint of this moment; it is whole when this returns its folder. Collective.
+        """Write a checkpoint of this moment, and return its folder once it is whole. Collective.
 
         Raises:
             SpecError: there is no run to save in.
@@ -347,9 +347,9 @@ class OwnStep:
         return self._run.save()
 
     def close(self) -> None:
-        """Let go of the run and its folder, where it has one: no more steps can be taken.
+        """Release the run and its folder, if any: no more steps can be taken.
 
-        Its end does that, too, and so does the end of the process. What is not saved is lost.
+        The end of the run and of the process do this, too. Unsaved steps are lost.
         """
         if self._run is not None:
             self._run.close()
@@ -372,24 +372,24 @@ class OwnStep:
 
 @final
 class OwnLoader:
-    """The batches of the steps that are left, of all epochs and in order; each ``iter()`` begins with the next step."""
+    """The batches of the remaining steps, of all epochs and in order; each ``iter()`` begins with the next step."""
 
     def __init__(self, loader: Loader, loop: OwnRun | LoopWithoutRun) -> None:
         self._loader, self._loop = loader, loop
 
     @property
     def length(self) -> int | None:
-        """Samples in the data; ``None`` for a stream."""
+        """Return the samples in the data; ``None`` for a stream."""
         return self._loader.length
 
     @property
     def steps_per_epoch(self) -> int | None:
-        """Steps in one pass over the data; ``None`` for a stream, and where batch or data change with the step."""
+        """Return the steps in one pass; ``None`` for a stream, and if batch or data change with the step."""
         return self._loader.steps_per_epoch
 
     @property
     def total_steps(self) -> int | None:
-        """The step after the last of the whole training; ``None`` for a stream that ends with its epochs."""
+        """Return the step after the last; ``None`` for a stream that ends with its epochs."""
         return self._loader.total_steps
 
     def __iter__(self) -> Generator[StepBatch, None, None]:

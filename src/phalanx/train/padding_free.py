@@ -1,6 +1,6 @@
-"""Where a sample is in a batch: in a row of its own, or, without padding, in the one row that a collate joins all in.
+"""The place of a sample in a batch: a row of its own, or, without padding, a part of one joined row.
 
-A batch that joins its samples has no row for each: what a look at a few samples wants of one is collated by itself.
+A batch that joins its samples has no row for each, so trials on single samples collate each by itself.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from phalanx.units import show_names
 
 
 def joined_along(whole: Any, alone: Sequence[Any]) -> int | None:
-    """The dimension along which ``whole`` is as long as the tensors of its samples alone are together.
+    """Return the dimension along which ``whole`` is the joined length of its samples' tensors.
 
-    ``None`` where there is none, and where ``whole`` has a row for each sample.
+    ``None`` if there is none, or if ``whole`` has a row for each sample.
     """
     if not all(isinstance(one, Tensor) and one.dim() for one in (whole, *alone)):
         return None
@@ -37,7 +37,7 @@ def _beside(one: Tensor, dim: int) -> tuple[int, ...]:
 
 
 def row_lengths(batch: Any, alone: Sequence[Any]) -> list[int]:
-    """The tokens of each sample in a batch that joins them, by its first such tensor; empty where it joins none.
+    """Return the tokens of each sample in a batch that joins them, by its first such tensor; else an empty list.
 
     ``alone`` are the batches of the single samples, in its order.
     """
@@ -48,12 +48,12 @@ def row_lengths(batch: Any, alone: Sequence[Any]) -> list[int]:
 
 
 def joined_dimensions(batch: Any, alone: Sequence[Any]) -> set[int]:
-    """The dimensions along which tensors of a batch join its samples."""
+    """Return the dimensions along which tensors of a batch join its samples."""
     return {dim for whole, *each in _leaves(batch, alone) if (dim := joined_along(whole, each)) is not None}
 
 
 def counted_tokens(batch: Any, alone: Sequence[Any]) -> list[float]:
-    """The tokens of each sample in a batch that joins them, without those whose label is -100."""
+    """Return the tokens of each sample in a batch that joins them, without those with label -100."""
     for whole, *each in _leaves(batch, alone):
         joined = joined_along(whole, each) is not None and not whole.is_floating_point()
         if joined and bool((whole == IGNORED).any()):
@@ -62,9 +62,9 @@ def counted_tokens(batch: Any, alone: Sequence[Any]) -> list[float]:
 
 
 def unlike_alone(batch: Any, alone: Sequence[Any]) -> str:
-    """Names of tensors in which samples are others than alone, in words; empty where all are the same.
+    """Return names of tensors whose samples differ from single ones, in words, or "".
 
-    Whole numbers may be larger by one number in all of a sample: which of the row it is, or where it begins.
+    Integers may be larger by one constant in all of a sample: its index in the row, or its begin.
     """
     paths = [path for path, _ in tree_flatten_with_path(batch)[0]]
     names: list[str] = []
@@ -87,7 +87,7 @@ def _alike(part: Tensor, alone: Tensor) -> bool:
 
 
 def mixes(output: Any, alone: Sequence[Any]) -> bool:
-    """Return True if the model's output for joined samples is another one than for each of them alone."""
+    """Return True if the model's output for joined samples differs from that of each alone."""
     for whole, *each in _leaves(output, alone):
         if (dim := joined_along(whole, each)) is None or not whole.is_floating_point():
             continue

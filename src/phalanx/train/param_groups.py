@@ -1,8 +1,8 @@
-"""Parameter groups by pattern: which options of an optimizer hold for which names of the model.
+"""Parameter groups by pattern: an optimizer's options by the names of the model.
 
-Every rank makes the same groups in the same order, with the parameters that it holds in them, also where that is none:
-a rank of a pipeline has some of the names only. So schedulers, which keep a rate for each group by its place, and
-checkpoints find the same groups under every plan.
+Every rank makes the same groups in the same order, with its own parameters, even if it has none: a rank of a pipeline
+has some of the names only. So schedulers, which keep a rate for each group by position, and checkpoints find the same
+groups under every plan.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ Patterns = Mapping[str, Mapping[str, Any]]
 
 @final
 class ParameterGroup(dict[str, Any]):
-    """A parameter group as ``groups`` makes it: what its optimizer does not read of it is an error."""
+    """A parameter group of ``groups``; options that its optimizer does not read are an error."""
 
 
 def groups(params: Iterable[Any], patterns: Patterns) -> list[dict[str, Any]]:
-    """Parameter groups for any optimizer of torch's form, by the names of the model.
+    """Return parameter groups by name patterns, for any optimizer of torch's form.
 
     ::
 
@@ -35,17 +35,19 @@ def groups(params: Iterable[Any], patterns: Patterns) -> list[dict[str, Any]]:
             px.groups(params, {"*.bias": {"weight_decay": 0.0}, "head.*": {"lr": 1e-3}}), lr=3e-4)
 
     Args:
-        params: what ``job.optimizer`` is called with. Or (name, parameter) pairs of a whole model, such as
+        params: the argument of ``job.optimizer``. Or (name, parameter) pairs of a whole model, such as
             ``module.named_parameters()``.
-        patterns: full names of parameters, as ``model.named_parameters()`` has them under every plan, ``*`` standing
-            for any text → options of the optimizer for them. Of several patterns that fit a name, the last counts.
+        patterns: full names of parameters, as in ``model.named_parameters()`` under every plan, with ``*`` for any
+            text → options of the optimizer for them. If several patterns match a name, the last counts.
 
     Returns:
-        Parameters that no pattern fits, with the optimizer's own options, then a group for each pattern in the order
-        given. A group is empty where this rank holds nothing of it. A schedule multiplies each group's own ``lr``.
+        Parameters without a matching pattern, with the optimizer's own options, then a group for each pattern in the
+            order
+        given. A group is empty if this rank holds none of its parameters. A schedule multiplies each group's own
+            ``lr``.
 
     Raises:
-        SpecError: if a pattern fits no trainable parameter of the whole model, or none that a later pattern leaves to
+        SpecError: if a pattern matches no trainable parameter of the whole model, or none that later patterns leave to
             it; or if its options are no dict of names.
     """
     made = [ParameterGroup(params=members, **options) for options, members in _dealt(params, patterns)]
@@ -53,19 +55,20 @@ def groups(params: Iterable[Any], patterns: Patterns) -> list[dict[str, Any]]:
 
 
 def no_decay(params: Iterable[Any], weight_decay: float, patterns: Patterns | None = None) -> list[dict[str, Any]]:
-    """Parameter groups that leave biases and weights of norms, all that has one dimension or none, without decay.
+    """Return parameter groups without decay for biases and norms, that is, for at most one dimension.
 
-    Dimensions are those of the whole parameter: a rank may hold a slice or some rows of it, which have as many.
+    Dimensions are those of the whole parameter; a rank's slice or rows have as many.
 
     Args:
         params: as ``groups`` takes them.
         weight_decay: of parameters of two dimensions and more.
-        patterns: further options by name, as ``groups`` takes them. One that states a ``weight_decay`` itself has it
-            for all that it fits.
+        patterns: further options by name, as ``groups`` takes them. A pattern with its own ``weight_decay`` applies it
+            to all its parameters.
 
     Returns:
-        Two groups, with decay and without, of parameters that no pattern fits; then as many for each pattern, or one
-        where it states its own ``weight_decay``.
+        Two groups, with decay and without, of parameters without a matching pattern; then as many for each pattern, or
+            one
+        if it states its own ``weight_decay``.
 
     Raises:
         SpecError: if ``weight_decay`` is no number from 0 on, and as ``groups`` does.
@@ -86,7 +89,7 @@ def no_decay(params: Iterable[Any], weight_decay: float, patterns: Patterns | No
 
 
 def unread_options(optimizer: torch.optim.Optimizer) -> list[Problem]:
-    """Options that ``groups`` was given and ``optimizer`` does not read, where that is torch's own or ours."""
+    """Return options given to ``groups`` that ``optimizer``, torch's own or ours, does not read."""
     kind = type(optimizer)
     if not kind.__module__.startswith(("torch.optim.", "phalanx.")):
         return []

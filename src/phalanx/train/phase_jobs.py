@@ -1,4 +1,4 @@
-"""A job of several phases as the plain jobs that they are: one model, of which each trains its own parameters."""
+"""A job of several phases as plain jobs: one model, with each phase training its own parameters."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from phalanx.units import show_names
 
 
 def phase_jobs(job: Job) -> list[Job]:
-    """The plain job of each phase, which knows of no others; ``job`` itself where it has none.
+    """Return the plain job of each phase; ``job`` itself if it has no phases.
 
-    Their model is the job's with ``requires_grad=False`` for all that the phase does not update. The first one is
+    Their model is the job's with ``requires_grad=False`` for parameters not updated by the phase. The first one is
     evaluated.
     """
     if not job.phases:
@@ -25,15 +25,15 @@ def phase_jobs(job: Job) -> list[Job]:
 
 
 def evaluated_job(job: Job) -> Job:
-    """The plain job whose loss evaluations take: the first phase's."""
+    """Return the plain job whose loss is evaluated: the first phase's."""
     return phase_jobs(job)[0]
 
 
 def parameters_of_phases(job: Job, module: nn.Module) -> list[dict[str, nn.Parameter]]:
-    """Name → parameter of ``module`` for each phase; what the model itself has frozen is of none.
+    """Return name → parameter of ``module`` for each phase; parameters frozen by the model are left out.
 
     Raises:
-        SpecError: if a pattern matches nothing, or two phases own one parameter.
+        SpecError: if a pattern matches no parameter, or two phases own one.
     """
     names: dict[int, list[str]] = {}
     named = {name: one for name, one in module.named_parameters(remove_duplicate=False) if one.requires_grad}
@@ -44,17 +44,17 @@ def parameters_of_phases(job: Job, module: nn.Module) -> list[dict[str, nn.Param
 
 
 def freeze_unowned(job: Job, module: nn.Module) -> None:
-    """Switch the gradients of parameters off that no phase updates; nothing where the job has no phases.
+    """Switch off the gradients of parameters that no phase updates, if the job has phases.
 
     Raises:
-        SpecError: if a pattern matches nothing, or two phases own one parameter.
+        SpecError: if a pattern matches no parameter, or two phases own one.
     """
     if job.phases:
         train_only(module, frozenset[str]().union(*parameters_of_phases(job, module)))
 
 
 def unowned_advice(job: Job, module: nn.Module) -> list[str]:
-    """What is to be said of parameters that no phase updates."""
+    """Return the advice on parameters that no phase updates."""
     names = [name for name, one in module.named_parameters() if not one.requires_grad]
     if not job.phases or not names:
         return []
@@ -80,10 +80,10 @@ def _plain(job: Job, index: int, phase: Phase) -> Job:
 
 
 def without_evaluation(job: Job) -> Job:
-    """``job``, which then evaluates nothing and looks for no best evaluation."""
+    """Return ``job`` without evaluation and best evaluation."""
     return replace(job, evaluate=None, metrics=None, evaluate_every=0, best=None)
 
 
 def in_even_batches(job: Job, most: int | None = None) -> Job:
-    """``job``, with ``job.batch`` samples in every global batch, or with ``most`` where those are fewer."""
+    """Return ``job`` with ``job.batch`` samples in every global batch, at most ``most``."""
     return replace(job, batch=min(job.batch, most or job.batch), batch_ramp=None, batch_tokens=None)

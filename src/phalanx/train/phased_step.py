@@ -1,4 +1,4 @@
-"""A step of several phases: for each that has its turn, forward, backward and update over the whole global batch."""
+"""A step of several phases: for each in turn, forward, backward and update over the whole global batch."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from phalanx.train.torch_scheduler import SchedulersOfPhases
 
 
 class PhasedStep(Step):
-    """Takes one optimizer step of a job with phases, each of which is a ``Step`` over the same batch.
+    """One optimizer step of a job with phases, each of them a ``Step`` over the same batch.
 
     Attributes:
-        phases: each with the step that takes its part.
+        phases: each with its own step.
     """
 
     def __init__(
         self, job: Job, plan: Plan, layout: Layout, phases: Sequence[tuple[Phase, Step]], course: StepPlan
     ) -> None:
-        """``layout`` is that of all phases."""
+        """Take the phases' steps; ``layout`` is that of all phases."""
         super().__init__(job, plan, layout, merged([(one.name, step.optimizer) for one, step in phases]), course)
         self.phases = list(phases)
         schedulers = {one.name: step.scheduler for one, step in phases}
@@ -41,7 +41,7 @@ class PhasedStep(Step):
             self.scheduler = SchedulersOfPhases(schedulers, groups)
 
     def __call__(self, batch: StepBatch) -> Metrics:
-        """Forward, backward and update of each phase in turn, for one global batch.
+        """Run forward, backward and update of each phase in turn, for one global batch.
 
         Raises:
             LossError: if a loss is not finite, or not of an allowed form, or if nothing was counted.
@@ -71,7 +71,7 @@ class PhasedStep(Step):
         return metrics
 
     def meets_accidents(self, made: Callable[[str], Accidents]) -> None:
-        """Losses of one phase are no measure of another's: each meets its own."""
+        """Give each phase its own accidents, because their losses cannot be compared."""
         super().meets_accidents(made)
         for phase, step in self.phases:
             step.accidents = made(phase.name)
@@ -83,9 +83,9 @@ class PhasedStep(Step):
 
 
 def merged(optimizers: Sequence[tuple[str, torch.optim.Optimizer]]) -> torch.optim.Optimizer:
-    """One optimizer with the groups and the state of all, which are saved and restored as one.
+    """Return one optimizer with the groups and the state of all, which are saved and restored as one.
 
-    Its class is called by the phases' names and their optimizers' classes: a checkpoint of others is not taken for it.
+    Its class has the phases' names and their optimizers' classes, so that a checkpoint of others does not match.
     """
     kind = ", ".join(f"{name}: {type(one).__name__}" for name, one in optimizers)
     return type(kind, (_Merged,), {})([one for _, one in optimizers])

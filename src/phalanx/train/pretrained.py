@@ -1,7 +1,7 @@
-"""Initial values from safetensors files: a folder that ``save_pretrained`` wrote, its shards, or one file.
+"""Initial values from safetensors files: a folder from ``save_pretrained``, its shards, or one file.
 
-Each parameter is read when its rank makes it, and of a file that is mapped into memory only what the rank keeps is read
-from disk: no rank holds the whole model. Nothing is unpickled.
+Each parameter is read when its rank makes it, and only the rank's part of a memory-mapped file is read from disk: no
+rank holds the whole model. There is no unpickling.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ _FILE, _INDEX, _PICKLED = "model.safetensors", "model.safetensors.index.json", "
 
 
 def fill_from(module: nn.Module, given: str | Path | Pretrained, *, deferred: bool = False) -> None:
-    """Give ``module`` the values that ``given`` holds; if ``deferred``, what is on the meta device gets them later.
+    """Give ``module`` the values in ``given``; if ``deferred``, parameters on the meta device get them later.
 
-    Names and shapes must agree; of tied parameters one name suffices, and the prefix that a transformers base model
-    has within a model with a head may be missing or too much. Values are converted to each parameter's dtype.
+    Names and shapes must agree; tied parameters need one name, and the prefix of a transformers base model within a
+    model with a head may be missing or additional. Values are converted to each parameter's dtype.
 
     Raises:
-        SpecError: with all names that are missing or too much and all shapes that differ, or what cannot be read.
+        SpecError: with all missing and additional names and all shapes that differ, or the file that cannot be read.
     """
     wanted = Pretrained.of(given)
     stored = _entries(Path(wanted.path))

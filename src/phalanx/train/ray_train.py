@@ -1,4 +1,4 @@
-"""What a step gave, handed to Ray Train: for a loop of one's own inside the workers of a ``TorchTrainer``."""
+"""Results of a step for Ray Train: for a user's own loop inside the workers of a ``TorchTrainer``."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from phalanx.train.metrics import Metrics
 
 
 def ray_report(metrics: Metrics, evaluation: Evaluation | None = None, **how: Any) -> None:
-    """Hand what a step and an evaluation gave to ``ray.train.report``. Collective: Ray Train waits for all its workers.
+    """Report a step's and an evaluation's results by ``ray.train.report``. Collective over all workers.
 
     Ray Train then has ``loss`` (of the global batch, the same on all ranks), ``step``, ``epoch``, ``samples``, ``lr``,
-    ``grad_norm`` where something needed it, ``loss/NAME`` of several losses; and ``evaluation/loss`` and
-    ``evaluation/NAME`` of an evaluation. ``how``: what else ``ray.train.report`` takes, such as ``checkpoint``.
+    ``grad_norm`` if it was computed, ``loss/NAME`` of several losses; and ``evaluation/loss`` and ``evaluation/NAME``
+    of an evaluation. ``how``: further arguments of ``ray.train.report``, such as ``checkpoint``.
 
     Raises:
         MissingExtraError: Ray is not installed.

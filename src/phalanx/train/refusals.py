@@ -1,4 +1,4 @@
-"""What of a job's model, data and optimizer keeps a plan from it, on any devices: one list for every verb."""
+"""Problems of a job's model, data and optimizer with a plan, on any devices: one list for every verb."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ from phalanx.units import show_names
 
 
 def job_problems(job: Job, plan: Plan, module: nn.Module, start: RunStart = START) -> list[Problem]:
-    """What of ``job``, whose model is ``module`` and needs no values, keeps ``plan`` from it.
+    """Return the problems of ``job`` with ``plan``; its model ``module`` needs no values.
 
-    Of a run that begins otherwise than with its job's own rates and from its first step on, ``start`` says so.
+    ``start``: a begin with other rates than the job's, or not at the first step.
     """
     parameters = {name: one for name, one in module.named_parameters() if one.requires_grad}
     found = [*model_problems(job, plan, module), *data_problems(job, plan)]
@@ -52,7 +52,7 @@ def job_problems(job: Job, plan: Plan, module: nn.Module, start: RunStart = STAR
 
 
 def model_problems(job: Job, plan: Plan, module: nn.Module) -> list[Problem]:
-    """What of the parameters and layers of ``module``, which needs no values, keeps ``plan`` from it."""
+    """Return the problems of the parameters and layers of ``module``, which needs no values, with ``plan``."""
     problems = [*sparse_problems(module, plan), *cut_problems(module, plan), *compression.problems(module, plan)]
     problems += [problem for one in phase_jobs(job) for problem in own_loss_problems(one, module)]
     problems += global_batch_norm.problems(job, plan, module)
@@ -61,7 +61,7 @@ def model_problems(job: Job, plan: Plan, module: nn.Module) -> list[Problem]:
 
 
 def data_problems(job: Job, plan: Plan) -> list[Problem]:
-    """What keeps ``plan`` from the job's data, which are made only for plans that do not go with all."""
+    """Return the problems of the job's data with ``plan``; data are made only for plans with limits."""
     if not (plan.server or (plan.shares == "auto" and job.workers > 0)):
         return []
     try:
@@ -77,13 +77,13 @@ def data_problems(job: Job, plan: Plan) -> list[Problem]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OptimizerTrial:
-    """An optimizer that the job has made, and what of it is still to be tried on small parameters.
+    """A job's optimizer, with the trials it still needs on small parameters.
 
     Attributes:
-        scheduler: of torch's, that the job gives beside it.
-        parameters: that it is to step; of these only names and numbers of dimensions are read.
+        scheduler: of torch's, returned by the job beside it.
+        parameters: to be stepped; only names and numbers of dimensions are read.
         slices: whether they are slices as plain tensors.
-        mesh: that they are rows over, as DTensors; ``None`` where they are not.
+        mesh: over which they are rows, as DTensors, or ``None``.
         alone: whether only one rank of ``mesh`` tries.
     """
 
@@ -98,14 +98,14 @@ class OptimizerTrial:
     def of_rank(
         cls, optimizer: torch.optim.Optimizer, scheduler: LRScheduler | None, held: RankHoldings, *, tried: bool
     ) -> OptimizerTrial:
-        """Of what a rank holds; where a look has ``tried`` the optimizer, slices are not tried again."""
+        """Build the trial for a rank's part; if the optimizer was ``tried``, slices are not tried again."""
         parameters = held.parameters
         slices = not tried and any(one.placed for name, one in held.slices.items() if name in parameters)
         mesh = next((one.device_mesh for one in parameters.values() if is_dtensor(one)), None)
         return cls(optimizer=optimizer, scheduler=scheduler, parameters=parameters, slices=slices, mesh=mesh)
 
     def problems(self, job: Job, plan: Plan, start: RunStart = START) -> list[Problem]:
-        """What keeps ``plan`` from the optimizer. Collective over ``mesh`` unless ``alone``."""
+        """Return the problems of the optimizer with ``plan``. Collective over ``mesh`` unless ``alone``."""
         if problems := closure_problems(self.optimizer):
             return problems
         problems += [*unread_options(self.optimizer), *compression.optimizer_problems(self.optimizer, plan)]
@@ -126,10 +126,10 @@ def optimizer_problems(
     *,
     sparse: Collection[str] = (),
 ) -> list[Problem]:
-    """What of the job's optimizer keeps ``plan`` from ``parameters``; of these only names and shapes are read.
+    """Return the problems of the job's optimizer with ``plan``, from names and shapes of ``parameters``.
 
-    ``sparse``: names of the modules whose gradients are sparse. It is made of small parameters and tried on them. Empty
-    where it cannot be: then its own error is what a run tells.
+    ``sparse``: names of the modules whose gradients are sparse. The optimizer is tried on small parameters. Empty if
+    that fails: then a run shows its own error.
     """
     slices = max(plan.tp, plan.ep) > 1
     try:
@@ -153,7 +153,7 @@ def optimizer_problems(
 
 
 def dense_problems(optimizer: torch.optim.Optimizer, dense: list[str]) -> list[Problem]:
-    """True if ``optimizer`` steps sparse gradients alone, and is given parameters whose gradients are ``dense``."""
+    """Return a problem if ``optimizer`` needs sparse gradients, and is given ``dense`` ones."""
     if not isinstance(optimizer, torch.optim.SparseAdam) or not dense:
         return []
     given = f"SparseAdam for parameters whose gradients are dense: {show_names(dense)}"
@@ -163,7 +163,7 @@ def dense_problems(optimizer: torch.optim.Optimizer, dense: list[str]) -> list[P
 
 
 def too_short(job: Job, scheduler: LRScheduler | None, start: RunStart = START) -> list[Problem]:
-    """Return True if ``scheduler`` fails before the run ends: it is made for fewer steps. The data are made to know."""
+    """Return a problem if ``scheduler`` ends before the run. The data are made to know their length."""
     if not isinstance(scheduler, OneCycleLR) or start.resumes:
         return []
     try:
@@ -178,7 +178,7 @@ def too_short(job: Job, scheduler: LRScheduler | None, start: RunStart = START) 
 
 
 def server_problems(job: Job, plan: Plan, parameters: Mapping[str, torch.Tensor]) -> list[Problem]:
-    """What keeps servers from holding ``parameters``."""
+    """Return the problems of servers with ``parameters``."""
     problems = type_problems(parameters, plan)
     if plan.server > 1:
         problems += starved(parameters, plan, cut=elementwise(job, parameters))
@@ -186,7 +186,7 @@ def server_problems(job: Job, plan: Plan, parameters: Mapping[str, torch.Tensor]
 
 
 def type_problems(parameters: Mapping[str, torch.Tensor], plan: Plan) -> list[Problem]:
-    """Parameters of types that servers do not get in smaller messages."""
+    """Return a problem for parameters of types without compression to servers."""
     others = {tensor.dtype for tensor in parameters.values()} - {torch.float32}
     if plan.compress == "none" or not others:
         return []
@@ -196,7 +196,7 @@ def type_problems(parameters: Mapping[str, torch.Tensor], plan: Plan) -> list[Pr
 
 
 def closure_problems(optimizer: torch.optim.Optimizer) -> list[Problem]:
-    """Return True if ``optimizer`` steps with a closure."""
+    """Return a problem if ``optimizer`` steps with a closure."""
     first = next(iter(list(inspect.signature(type(optimizer).step).parameters.values())[1:]), None)
     if first is None or first.default is not inspect.Parameter.empty or first.kind is first.VAR_POSITIONAL:
         return []
@@ -208,7 +208,7 @@ def closure_problems(optimizer: torch.optim.Optimizer) -> list[Problem]:
 
 @contextmanager
 def rank_0(plan: Plan) -> Generator[None]:
-    """As rank 0 of the plan's processes, for a job that asks which it is; collectives do nothing, and give nothing."""
+    """Act as rank 0 of the plan's processes, for a job that reads its rank; collectives do nothing."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     if dist.is_initialized():

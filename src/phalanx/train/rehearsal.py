@@ -1,8 +1,8 @@
-"""What would stop a run in its first step, found before any process starts: a backward on a few samples.
+"""Errors of a run's first step, found before any process starts: a backward on a few samples.
 
-A loss of a wrong form, a parameter that nothing uses, an optimizer over another model, a key that the batch does not
-have: each stops every rank at once, after all of them have been started. Two samples show it. What they show is then
-tried once more on exactly what rank 0 computes first, so that nothing is refused that would run.
+A loss of a wrong form, an unused parameter, an optimizer over another model, a key missing in the batch: each stops
+every rank at once, after all of them have been started. Two samples show it. An error is then repeated on exactly rank
+0's first computation, so that no valid job is refused.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ from phalanx.units import show_names
 def rehearse(job: Job, plan: Plan, start: RunStart = START) -> nn.Module | None:
     """Take the first samples of ``job`` through model, loss, backward and evaluation, and try its optimizer.
 
-    To be called in a process that is thrown away: it draws random numbers. Returns the model, with its initial values;
-    ``None`` where that only runs as a rank does.
+    Call it in a process that is thrown away: it draws random numbers. Returns the model, with its initial values;
+    ``None`` if it only runs as a rank does.
 
     Raises:
-        SpecError: if the job's own code fails, or gives something else than it must.
-        RefusedError: if the optimizer cannot step what ranks would hold.
+        SpecError: if the job's own code fails, or returns a wrong type.
+        RefusedError: if the optimizer cannot step the ranks' parameters.
         LossError: if the loss or a metric is of a wrong form.
         GradientError: if parameters get no gradient, or the optimizer holds others than it was given.
     """
@@ -77,13 +77,14 @@ def rehearse(job: Job, plan: Plan, start: RunStart = START) -> nn.Module | None:
 
 
 def try_evaluation(job: Job, plan: Plan, module: nn.Module | None = None) -> None:
-    """Evaluate two samples where nothing else of the first step is tried, for what ``best`` and ``metrics`` ask for.
+    """Evaluate two samples, for ``best`` and ``metrics``, if no other part of the first step is tried.
 
-    ``module`` is the job's model with values, if there is one. What the host cannot compute is left to the workers.
+    ``module`` is the job's model with values, if there is one. Computations that the host cannot do are left to the
+    workers.
 
     Raises:
-        SpecError: if no evaluation has the number that the best one is to be found by.
-        LossError: if metrics are of a form that cannot be had under ``plan``.
+        SpecError: if no evaluation has the number for the best one.
+        LossError: if metrics have a form that ``plan`` cannot compute.
     """
     if dist.is_initialized() or job.evaluate is None or not (job.best or job.metrics):
         return
@@ -168,7 +169,7 @@ class _FirstStep:
 
 @contextmanager
 def told(field: str, batch: Any = None) -> Generator[None]:
-    """Around code of the job's ``field``, given ``batch``: what it raises is told with the line it comes from."""
+    """Report errors of the job's ``field``, given ``batch``, with their line in the user's code."""
     try:
         yield
     except Exception as error:

@@ -1,4 +1,4 @@
-"""Whether a run may go on from a checkpoint, told before any process starts: of the same model, and the same data."""
+"""A check, before any process starts, that a run may resume from a checkpoint: the same model, and the same data."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from phalanx.units import show_names
 
 
 def checkpoint_of(run: RunSpec) -> Path | None:
-    """The checkpoint that ``run`` goes on from, as far as its folder says; ``None`` where it begins anew."""
+    """Return the checkpoint from which ``run`` resumes, as far as its folder says, or ``None``."""
     folder = run.folder / CHECKPOINTS
     if run.resume is not True or not folder.is_dir():
         return None
@@ -31,9 +31,9 @@ def checkpoint_of(run: RunSpec) -> Path | None:
 
 
 def refuse_another_model(path: Path, module: nn.Module) -> None:
-    """Refuse the checkpoint ``path`` for a model whose parameters have other names or shapes. It may be damaged.
+    """Refuse the checkpoint ``path`` for a model with other parameter names or shapes. It may be damaged.
 
-    What else a worker loads, buffers among it, is left to that, which compares all of it.
+    Workers compare everything else when they load it, buffers included.
 
     Raises:
         SpecError: with the parameters that differ.
@@ -66,7 +66,7 @@ def _refuse_another_model(path: Path, manifest: Manifest, left_out: set[str], mo
 
 
 def refuse_other_data(path: Path, job: Job) -> None:
-    """Refuse the checkpoint ``path`` for data of another length, order or files. Wrong data are left to a worker.
+    """Refuse the checkpoint ``path`` for data of another length, order or files. Invalid data are left to a worker.
 
     Raises:
         SpecError: a step would mean other samples.

@@ -1,8 +1,8 @@
 """Rows of samples from all ranks, for a loss that compares the samples of a whole global batch.
 
-A tensor has a row for each sample where its first dimension is as long as its micro-batch; rows come together in the
-order of the global batch, as one device has them. What has no rows, such as a temperature, has to be the same in every
-micro-batch of every rank, and comes once.
+A tensor has a row for each sample if its first dimension is as long as its micro-batch; rows are joined in the order of
+the global batch, as on one device. Values without rows, such as a temperature, have to be the same in every micro-batch
+of every rank, and appear once.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ OUTPUT = "the model's output"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Column:
-    """One tensor of a structure, as each piece here has it: ``rows`` for each sample, or the same in every piece.
+    """One tensor of a structure, in each piece here: ``rows`` for each sample, or the same in every piece.
 
     Attributes:
-        structure: the whole structure's, in words, with what in it is no tensor.
-        why: it cannot be put together, where it cannot; only a loss that reads it is told.
+        structure: the whole structure's, in words, with its other values.
+        why: the reason why it cannot be joined, if so; raised only when a loss reads it.
     """
 
     name: str
@@ -50,7 +50,7 @@ class Column:
 
     @property
     def own(self) -> Tensor:
-        """What this process adds: its rows in order, or what all have alike."""
+        """Return this process's part: its rows in order, or the common value."""
         if self.why:
             return self.tensors[0].detach().reshape(-1)[:0]
         if not self.rows:
@@ -71,19 +71,19 @@ class Column:
 
     @property
     def form(self) -> int:
-        """The same number where ranks' tensors go together."""
+        """Return a number that is equal if ranks' tensors can be joined."""
         one = self.tensors[0]
         return 0 if self.why else _digest(f"{one.dtype} {tuple(one.shape[1:])} {'1' if self.rows else one.shape[:1]}")
 
 
 @final
 class RowGather:
-    """Brings rows together over the ranks that hold other samples of a global batch, in the order of their parts."""
+    """A gather of rows over the ranks with other samples of a global batch, in the order of their parts."""
 
     def __init__(
         self, device: torch.device, group: dist.ProcessGroup | None = None, known: Mapping[str, bool] | None = None
     ) -> None:
-        """``device``: where outputs are. ``group``: the ranks; ``None``: all samples are here.
+        """Take ``device``, that of outputs, and ``group``, the ranks; ``None``: all samples are here.
 
         ``known``: name in an output → whether it has rows.
         """
@@ -96,20 +96,20 @@ class RowGather:
 
     @classmethod
     def of(cls, plan: Plan, rank: int, device: torch.device, known: Mapping[str, bool]) -> RowGather:
-        """Of ``rank`` under ``plan``. Collective over all ranks."""
+        """Build for ``rank`` under ``plan``. Collective over all ranks."""
         return cls(device, Mesh(plan, rank).group(*DATA_AXES), known)
 
     @property
     def first(self) -> bool:
-        """Return True if this process holds the first samples: what all compute alike counts there."""
+        """Return True if this process holds the first samples: common values count there."""
         return self._index == 0
 
     def splits(self, pieces: int) -> bool:
-        """Return True if a global batch of which so many pieces are here is more than one piece."""
+        """Return True if a global batch with this many local pieces is more than one piece."""
         return self._size > 1 or pieces > 1
 
     def gather(self, columns: Sequence[Column], where: str) -> tuple[list[Column], list[Tensor], int]:
-        """The columns as all ranks see them, each one's rows of all ranks, and where this rank's begin. Collective.
+        """Return the columns as all ranks see them, each one's rows of all ranks, and this rank's begin. Collective.
 
         Raises:
             LossError: if the ranks' structures are not alike.
@@ -222,11 +222,11 @@ class RowGather:
         return self._looked_at[name]
 
     def values(self, mine: Any) -> list[Any]:
-        """What every rank has for ``mine``, which is JSON. Collective."""
+        """Return every rank's JSON value. Collective."""
         return from_every_rank(mine, self._group) if self._group else [mine]
 
     def columns(self, values: Sequence[Any], samples: Sequence[int], where: str) -> list[Column]:
-        """The tensors of the pieces' ``values``, which are ``where``: an output or a part of the batch.
+        """Return the tensors of the pieces' ``values``; ``where`` is an output or a part of the batch.
 
         Raises:
             LossError: if the pieces' structures or shapes do not fit together.
@@ -258,9 +258,9 @@ class RowGather:
 
 
 def which_have_rows(module: nn.Module, example: Example) -> dict[str, bool]:
-    """Name in the output of ``module`` → whether it has a row for each of two samples.
+    """Map name in the output of ``module`` to True if it has a row for each of two samples.
 
-    ``module`` needs no values; empty where it cannot be run on fakes, or there is one sample.
+    ``module`` needs no values; empty if it cannot be run on fakes, or there is one sample.
     """
     if not any(isinstance(one, Tensor) and len(one.shape) and len(one) == 2 for _, one in leaves(example.batch)):
         return {}
@@ -280,7 +280,7 @@ def which_have_rows(module: nn.Module, example: Example) -> dict[str, bool]:
 
 
 def leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
-    """What a structure of mappings, sequences and dataclasses holds, in order, each by the way that leads to it."""
+    """Yield the leaves of mappings, sequences and dataclasses, in order, each with its path."""
     children = _children(value)
     if children is None:
         yield name, value
@@ -290,7 +290,7 @@ def leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def rebuilt(value: Any, tensors: Iterator[Tensor], other: Callable[[Any], Any] = lambda one: one) -> Any:
-    """A structure like ``value`` with other tensors, in the order of ``leaves``; ``other`` gives what is none."""
+    """Return a structure like ``value`` with other tensors, in the order of ``leaves``; ``other`` converts the rest."""
     children = _children(value)
     if children is None:
         return next(tensors) if isinstance(value, Tensor) else other(value)
@@ -309,7 +309,7 @@ def rebuilt(value: Any, tensors: Iterator[Tensor], other: Callable[[Any], Any] =
 
 
 def bytes_of(column: Column) -> int:
-    """Of one row, or of what has none."""
+    """Return the bytes of one row, or of a value without rows."""
     if column.why:
         return 0
     one = column.tensors[0]
@@ -322,7 +322,7 @@ def _digest(text: str) -> int:
 
 
 def is_plain(value: Any) -> bool:
-    """Return True if it is a number, a text or nothing, which a structure may have beside tensors."""
+    """Return True if it is a number, a text or ``None``, which a structure may have beside tensors."""
     return value is None or isinstance(value, bool | int | float | str)
 
 
@@ -332,7 +332,7 @@ def _structure(found: Sequence[tuple[str, Any]]) -> str:
 
 
 def with_whole_tensors(output: Any) -> Any:
-    """``output`` with what ``tp`` or ``cp`` has sliced gathered, with gradient."""
+    """Return ``output`` with slices of ``tp`` or ``cp`` gathered, with gradient."""
     split = sys.modules.get("phalanx.parallel.local_shards.tensor")
     if split is None:  # loaded by plans that slice
         return output

@@ -1,4 +1,4 @@
-"""What a run writes as it goes: its events, and the ledger of the samples in each step."""
+"""The records of a run: its events, and the ledger of the samples in each step."""
 
 from __future__ import annotations
 
@@ -35,15 +35,14 @@ _TAIL = 1 << 18  # bytes of the log in which a step's event is looked for
 
 @final
 class RunRecorder:
-    """Writes the ledger of a process that has samples of its own, and in one process of the run the events."""
+    """A writer of the ledger in a process with samples, and of the events in one process of the run."""
 
     def __init__(
         self, run: RunSpec, *, ledger: Ledger | None, writes: bool, total_steps: int | None, late: bool = False
     ) -> None:
-        """``writes``: it is this process that writes events.
+        """Open the records; ``writes``: this process writes events.
 
-        ``late``: a step's numbers are read when the next is queued; on CUDA the device is busy with that while they are
-        waited for.
+        ``late``: a step's numbers are read when the next is queued; on CUDA the device is busy with it during the wait.
         """
         self._run, self._ledger, self._total, self._late = run, ledger, total_steps, late
         self._log = EventLog(run.folder / EVENTS) if writes else None
@@ -82,13 +81,13 @@ class RunRecorder:
         placement: Mapping[str, Any] | None,
         **facts: Any,
     ) -> None:
-        """Write what was asked, now that nothing can refuse it any more, and the first events.
+        """Write the settings, once all checks have passed, and the first events.
 
         ``facts`` are the fields of ``start`` that only the assembled run knows; ``advice`` becomes warnings,
-        ``resumed`` is the checkpoint that the run goes on from, and ``placement`` what each rank holds, as JSON.
+        ``resumed`` is the checkpoint to resume from, and ``placement`` each rank's part, as JSON.
 
         Raises:
-            RunError: if what was asked cannot be written, or another run has taken the folder.
+            RunError: if the settings cannot be written, or another run has taken over the folder.
         """
         plan = self._run.plan
         if self._log:
@@ -114,7 +113,7 @@ class RunRecorder:
             self.copy(resumed)  # whoever wrote it may have ended before it was copied
 
     def begin(self) -> None:
-        """The first step begins now: what came before is not among its seconds."""
+        """Start the clock of the first step."""
         self._first = self._last = time.perf_counter()
 
     def _write_settings(self, placement: Mapping[str, Any] | None) -> None:
@@ -132,7 +131,7 @@ class RunRecorder:
             raise RunError(f"{what}\n    try: free space there, or another folder") from error
 
     def stepped(self, batch: StepBatch, metrics: Metrics, lap: Lap | None) -> None:
-        """Record one step; ``lap`` is ``None`` where no one process takes it."""
+        """Record one step; ``lap`` is ``None`` if no single process takes it."""
         if self._ledger:
             self._ledger.record(batch, left_out=bool(metrics.accident))
         if not self._log:
@@ -150,7 +149,7 @@ class RunRecorder:
             self._write_step(metrics, seconds, batch.waited)
 
     def note_best(self, best: BestSoFar) -> None:
-        """Keep in the run's folder which evaluation was the best, for whoever deletes checkpoints or looks for it.
+        """Write the best evaluation into the run's folder, for readers and for the deletion of checkpoints.
 
         Raises:
             RunError: it cannot be written.
@@ -164,7 +163,7 @@ class RunRecorder:
             raise RunError(f"{what}\n    try: free space there") from error
 
     def go_back(self, segment: Callable[[], Ledger | None]) -> None:
-        """Note steps that are taken anew in a new segment of the ledger."""
+        """Record repeated steps in a new segment of the ledger."""
         if self._ledger:
             self._ledger.close()  # before the new one, which may be the same file: what is buffered must not follow it
         self._write_waiting()
@@ -172,12 +171,12 @@ class RunRecorder:
         self._ledger = segment()
 
     def copy(self, checkpoint: Path) -> None:
-        """Have a whole checkpoint copied to where the run's ``mirror`` says, if it does, while training goes on."""
+        """Queue a whole checkpoint to be copied to the run's ``mirror``, if it has one, during training."""
         if self._mirror:
             self._mirror.add(checkpoint)
 
     def flush(self) -> None:
-        """Bring everything recorded so far to disk."""
+        """Bring all records to disk."""
         if self._ledger:
             self._ledger.flush()
         self._write_waiting()
@@ -192,9 +191,9 @@ class RunRecorder:
         loss: float | None,
         stopped: str = "",
     ) -> dict[str, Any]:
-        """Write the last events: the last step, how long steps took, ``events``, and the summary, which is returned.
+        """Write the last events: the last step, how long steps took, ``events``, and the summary; return the summary.
 
-        ``stopped``: the name of the signal where that ended the run, which then is not over.
+        ``stopped``: the name of the signal that ended the run, which then is not over.
 
         Raises:
             CheckpointError: the last checkpoint could not be copied to the run's ``mirror``.
@@ -234,7 +233,7 @@ class RunRecorder:
             self._waiting = None
 
     def complete(self, metrics: Metrics, seconds: float) -> None:
-        """Append the event of the last finished step if it is due and not there: who writes events may be gone."""
+        """Append the event of the last finished step if it is due and missing: its writer may be gone."""
         if not self._due(metrics) or _has_step(self._run.folder / EVENTS, metrics.step):
             return
         if self._log:

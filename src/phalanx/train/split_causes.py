@@ -1,8 +1,8 @@
-"""Why a job would give another result when its batch is split: looked for on a few samples, before any process starts.
+"""Causes of a different result when a job's batch is split: searched on a few samples, before any process starts.
 
 A loss that is not a mean over samples, an output that depends on the other samples of its batch, buffers that forward
-changes, random numbers that belong to a batch and not to a sample: each is common, none is seen in a loss curve. The
-model and the loss are run on the first samples, whole and in parts, and what differs is named.
+changes, random numbers that belong to a batch and not to a sample: each is common, and invisible in a loss curve. The
+model and the loss are run on the first samples, whole and in parts, and the differences are named.
 """
 
 from __future__ import annotations
@@ -60,11 +60,11 @@ def splits_batches(job: Job, plan: Plan) -> bool:
 
 
 def causes(job: Job, plan: Plan, module: nn.Module, loader: Loader) -> list[str]:
-    """What makes ``job`` differ from one device where its batches are split, one sentence each.
+    """Return a sentence for each cause that makes ``job`` differ from one device when its batches are split.
 
-    Where ``plan`` does not split them, only what a pipeline draws anew is looked for; with servers, whose pieces are of
-    other sizes, only what is drawn at all: by what sums differ is for the proof to say. Draws random numbers: to be
-    called where that does not matter.
+    If ``plan`` does not split them, only new draws of a pipeline are searched for; with servers, whose pieces have
+    other sizes, only draws at all: different sums are left to the proof. Draws random numbers, so call it where that is
+    harmless.
     """
     split = splits_batches(job, plan)
     if not split and plan.pp == 1:
@@ -79,7 +79,7 @@ def causes(job: Job, plan: Plan, module: nn.Module, loader: Loader) -> list[str]
 
 
 def compared_before(job: Job, plan: Plan, module: nn.Module, loader: Loader) -> list[Problem]:
-    """What keeps a loss over the whole batch from being that of one device: samples compared in the model itself.
+    """Return the problem of a loss over the whole batch if the model itself compares samples.
 
     Draws random numbers, as ``causes`` does.
     """

@@ -1,4 +1,4 @@
-"""What a checkpoint holds of a training, by name, and how it comes back; of replicas that step by themselves, too."""
+"""The content of a training's checkpoint, by name, and its restoring; also for independent replicas."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ FILES = "files of the data"
 
 
 def training_state(path: Path) -> dict[str, Any]:
-    """What the checkpoint in folder ``path`` says of its training beside the tensors. Collective.
+    """Return the checkpoint's state beside the tensors, from folder ``path``. Collective.
 
     Raises:
         DamagedError: it is damaged.
@@ -52,7 +52,7 @@ def training_state(path: Path) -> dict[str, Any]:
 def to_save(
     folder: Path, job: Job, assembly: Assembly, *, keep: int, keep_every: int | None = None
 ) -> checkpoint.SaveRequest:
-    """A checkpoint of this moment, to be written into ``folder``. Collective."""
+    """Return a checkpoint of this moment, to be written into ``folder``. Collective."""
     progress = assembly.step.progress
     held = assembly.layout.holdings
     tensors, groups = checkpoint.optimizer_tensors(assembly.optimizer, held.parameters, parts(held))
@@ -83,9 +83,9 @@ def to_save(
 
 
 def model_config(module: torch.nn.Module) -> dict[str, Any] | None:
-    """The configuration that a model of transformers was made from, as its ``config.json`` has it; else ``None``.
+    """Return the configuration of a model of transformers, as in its ``config.json``, or ``None``.
 
-    ``None`` with adapters of peft, too: ``from_pretrained`` would find no name of the model among theirs.
+    ``None`` with adapters of peft, too: ``from_pretrained`` would not find the model's names among theirs.
     """
     config: Any = getattr(module, "config", None)
     if not hasattr(config, "to_json_string") or hasattr(module, "peft_config"):
@@ -97,10 +97,10 @@ def model_config(module: torch.nn.Module) -> dict[str, Any] | None:
 
 
 def restore(path: Path, job: Job, assembly: Assembly) -> None:
-    """Bring a training back to where ``path`` was written: values, optimizer state and progress. Collective.
+    """Restore a training from ``path``: values, optimizer state and progress. Collective.
 
     Raises:
-        CheckpointError: if the checkpoint is of another model or another job.
+        CheckpointError: if the checkpoint belongs to another model or another job.
     """
     state, held = training_state(path), assembly.layout.holdings
     refuse_other_job(state["identity"], identity(job, assembly.loader.told), path)
@@ -135,12 +135,11 @@ def restore_values(
     kept: Sequence[frozenset[str]] = (),
     left_out: Collection[str] = (),
 ) -> None:
-    """Bring the model's values and the optimizer's state back. Collective.
+    """Restore the model's values and the optimizer's state. Collective.
 
-    Hyper-parameters (``lr``, ``weight_decay``, ``betas``, ...) are the job's as it is now: who edits them and
-    resumes trains on with the new ones. Of those ``kept`` of each group, which a scheduler sets, what is saved
-    stands. So what an optimizer keeps in its parameter groups, not in its state, begins anew. What was ``left_out`` of
-    the checkpoint stays as it is.
+    Hyper-parameters (``lr``, ``weight_decay``, ``betas``, ...) are the job's present ones, so a user can edit them and
+    resume; only the ``kept`` ones of each group, which a scheduler sets, are restored. So values that an optimizer
+    keeps in its parameter groups, not in its state, begin anew. Values ``left_out`` of the checkpoint are unchanged.
     """
     groups = optimizer.param_groups
     own = [
@@ -154,16 +153,15 @@ def restore_values(
 
 
 def frozen_fingerprints(assembly: Assembly) -> dict[str, str]:
-    """The fingerprint of each parameter that nothing trains. Collective."""
+    """Return the fingerprint of each untrained parameter. Collective."""
     layout = assembly.layout
     return fingerprints_of(frozen_of(layout, model_tensors(layout)), assembly.from_every_rank)
 
 
 def model_tensors(layout: Layout, left_out: Collection[str] = ()) -> dict[str, torch.Tensor | PartTensor]:
-    """Every tensor of the model once, as ``model.<name>``: what the optimizer steps, frozen parameters, buffers.
+    """Return every tensor of the model once, as ``model.<name>``: stepped and frozen parameters, and buffers.
 
-    Without those whose names, in this form, are ``left_out``.
-    Those named in ``held.slices`` come with the part of the whole that they are.
+    Names in ``left_out``, in this form, are omitted. Those in ``held.slices`` come with their part of the whole.
     """
     trainable = layout.parameters
     found = {name: tensor.detach() for name, tensor in trainable.items()}
@@ -179,13 +177,13 @@ def model_tensors(layout: Layout, left_out: Collection[str] = ()) -> dict[str, t
 
 
 def buffer_names(layout: Layout) -> set[str]:
-    """The names under which ``model_tensors`` has buffers: a mask may be infinite, a parameter may not."""
+    """Return the names of buffers in ``model_tensors``: a mask may be infinite, a parameter may not."""
     own = {name for name, _ in layout.module.named_buffers(remove_duplicate=False)}
     return {name_in(MODEL, name) for name in own if name not in layout.parameters}
 
 
 def parts(held: RankHoldings) -> dict[str, TensorPart]:
-    """What each tensor in ``held.slices`` is of the whole, in the words of checkpoints, which know no meshes."""
+    """Return the part of the whole for each tensor in ``held.slices``, in the terms of checkpoints."""
     if not held.slices:
         return {}
     return {
@@ -203,9 +201,9 @@ def _with(tensor: torch.Tensor, part: TensorPart | None) -> torch.Tensor | PartT
 
 
 def identity(job: Job, data: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """What must not change between the parts of one run, for step k to mean the same samples.
+    """Return the facts that must not change within one run, so that step k has the same samples.
 
-    ``data`` is what a ``Loader`` has ``told`` of them; without it, what the job says by itself.
+    ``data`` are the facts ``told`` by a ``Loader``; by default the job's own.
     """
     own = {
         "batch": job.batch,
@@ -238,10 +236,10 @@ def _reset(group: dict[str, Any], values: dict[str, Any]) -> None:
 
 
 def refuse_other_job(saved: dict[str, Any], now: dict[str, Any], path: Path) -> None:
-    """Refuse the checkpoint ``path``, of the job whose identity was ``saved``, if it is another ``now``.
+    """Refuse the checkpoint ``path``, of the job with identity ``saved``, if it differs from ``now``.
 
     Raises:
-        CheckpointError: with what differs.
+        CheckpointError: with the differences.
     """
     saved = {FILES: now[FILES], **saved}  # of an earlier version it is not known
     if other := [f"{key}: {saved.get(key)} there, {now[key]} now" for key in now if saved.get(key) != now[key]]:
@@ -252,10 +250,7 @@ def refuse_other_job(saved: dict[str, Any], now: dict[str, Any], path: Path) -> 
 
 
 def come_together(assembly: Assembly) -> None:
-    """Make replicas equal: parameters averaged as when their time has come, optimizer state and loss scale as well.
-
-    Nothing where replicas do not step by themselves. Collective.
-    """
+    """Make independent replicas equal: average parameters, optimizer state and loss scale. Collective."""
     if (apart := assembly.local_sgd) is None:
         return
     apart.together()
@@ -267,13 +262,13 @@ def come_together(assembly: Assembly) -> None:
 
 
 def outer_tensors(assembly: Assembly, parts: Mapping[str, TensorPart]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The outer momentum by name, to save beside the model; and what to save as ``state["outer"]``."""
+    """Return the outer momentum by name, to save beside the model, and the value of ``state["outer"]``."""
     momentum = assembly.local_sgd.momentum() if assembly.local_sgd else {}
     return _named(momentum, parts), {"momentum": bool(momentum)}
 
 
 def restore_outer(assembly: Assembly, path: Path, state: Mapping[str, Any], parts: Mapping[str, TensorPart]) -> None:
-    """Let replicas step by themselves from what was restored, with the outer momentum if any was saved. Collective."""
+    """Restart independent replicas from the restored values, with a saved outer momentum. Collective."""
     if assembly.local_sgd is None:
         return
     found: dict[str, torch.Tensor] = {}
@@ -333,9 +328,9 @@ SCHEDULER = "scheduler"
 
 
 def sender_tensors(held: RankHoldings) -> dict[str, torch.Tensor]:
-    """What was left out of gradients so far, to be saved or filled in place; nothing where they go whole. Collective.
+    """Return the compression losses of gradients, to save or fill in place; empty without any. Collective.
 
-    Ranks need not save theirs each: what counts is the sum, and each goes on with the mean.
+    Ranks need not save their own: only the sum matters, and each continues with the mean.
     """
     if held.sender is None:
         return {}
@@ -343,10 +338,7 @@ def sender_tensors(held: RankHoldings) -> dict[str, torch.Tensor]:
 
 
 def restore_sender(path: Path, held: RankHoldings, state: Mapping[str, Any]) -> str:
-    """Fill what the sender keeps from the checkpoint in ``path``; says so where there is nothing to go on with.
-
-    Collective.
-    """
+    """Restore the sender's losses from the checkpoint ``path``; return a sentence if there are none. Collective."""
     targets = sender_tensors(held)
     if held.sender is None or not targets:
         return ""
@@ -357,7 +349,7 @@ def restore_sender(path: Path, held: RankHoldings, state: Mapping[str, Any]) -> 
 
 
 def traffic(held: RankHoldings) -> list[dict[str, Any]]:
-    """Fields of each rank's ``traffic`` event; none where gradients go whole. Collective."""
+    """Return fields of each rank's ``traffic`` event; empty without compression. Collective."""
     if held.sender is None:
         return []
     return [{"rank": rank, **sent} for rank, sent in enumerate(from_every_rank(asdict(held.sender.traffic)))]

@@ -39,7 +39,7 @@ from phalanx.train.weight_average import WeightAverage
 
 @dataclass(kw_only=True, slots=True)
 class Progress:
-    """What a step carries to the next, and a checkpoint keeps: optimizer steps taken, samples trained on.
+    """Values carried from step to step, and saved in checkpoints: optimizer steps taken, samples trained on.
 
     ``divisor`` is the constant that backward divides sums by, 0 before the first step; ``loss_scale`` is for fp16.
     """
@@ -52,14 +52,14 @@ class Progress:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepPlan:
-    """Which steps a run takes, and at what learning rates.
+    """The steps of a run, and their learning rates.
 
     Attributes:
-        total_steps: the step after the last, where a schedule that states none of its own reaches its floor.
+        total_steps: the step after the last, at which a schedule without its own end reaches its floor.
         lr_scale: factor on every learning rate.
         first_part: the first of the parts of each global batch that this process holds.
         scheduler: of torch's, that sets the rates in place of a schedule of the job.
-        streams: what random streams of this step are told from others of the same number by: the phase.
+        streams: distinguishes the random streams of steps with equal number: the phase.
     """
 
     first_step: int = 0
@@ -72,11 +72,11 @@ class StepPlan:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepObserver:
-    """Looks on while a step is taken.
+    """An observer of a step.
 
     Attributes:
-        around: gives what forward and loss of each micro-batch run inside, given what they would; in their thread.
-        gradients: called when backward has run, and again when its gradients have been reduced.
+        around: returns a context around that of each micro-batch's forward and loss, in their thread.
+        gradients: called after backward, and again after the reduction of its gradients.
     """
 
     around: Callable[[AbstractContextManager[object]], AbstractContextManager[object]]
@@ -101,21 +101,21 @@ class _Computed:
 
 
 class Step:
-    """Calling it with a global batch takes one optimizer step and gives its ``Metrics``.
+    """A callable that takes one optimizer step with a global batch and returns its ``Metrics``.
 
     Attributes:
-        sync: how replicas are kept together; before a loop of one's own reads parameters, ``sync.together()``.
-        accidents: what becomes of losses and gradients that are not finite.
-        watch: who measures memory; ``None`` for nobody.
-        sharing: the ranks' uneven shares, which may follow their speed; ``None`` where they are even.
-        drift: who compares replicas now and then; ``None`` for nobody.
-        average: of the weights, if the job has one; the model computes with it within ``average.applied()``.
-        scheduler: of torch's, that sets the learning rates, or those of all phases; ``None`` where the job gives none.
+        sync: the synchronisation of replicas; call ``sync.together()`` before a user's own loop reads parameters.
+        accidents: the policy for losses and gradients that are not finite.
+        watch: measures memory; may be ``None``.
+        sharing: the ranks' uneven shares, which may follow their speed; ``None`` if they are even.
+        drift: compares replicas now and then; may be ``None``.
+        average: of the weights, if the job has one; ``average.applied()`` puts it into the model.
+        scheduler: of torch's, that sets the learning rates, or those of all phases; ``None`` without one.
         last: of the last finished step; ``None`` before the first.
-        seconds: that the host took, in the last step, for forward and backward, and for the update.
-        inputs, first_part, streams, joined, whole_here, reads_means, names: what gradient accumulation reads.
-        rows: what brings the global batch together for a loss that compares its samples.
-        checks_late: True if a step's numbers may be checked after its update is queued, where the device can skip it.
+        seconds: of the host, in the last step, for forward and backward, and for the update.
+        inputs, first_part, streams, joined, whole_here, reads_means, names: read by gradient accumulation.
+        rows: gathers the global batch for a loss that compares its samples.
+        checks_late: True if a step's numbers may be checked after its update is queued, because the device can skip it.
     """
 
     def __init__(
@@ -163,7 +163,7 @@ class Step:
         self.seconds = (0.0, 0.0)
 
     def __call__(self, batch: StepBatch) -> Metrics:
-        """Forward, backward and update for one global batch.
+        """Run forward, backward and update for one global batch.
 
         Raises:
             LossError: if the loss is not finite, or not of an allowed form, or if nothing was counted.
@@ -181,10 +181,9 @@ class Step:
         return metrics
 
     def backward(self, batch: StepBatch) -> Totals:
-        """Forward and backward: afterwards every parameter has the gradient of the global batch, divided by its count.
+        """Run forward and backward: every parameter gets the gradient of the global batch, divided by its count.
 
-        It is of this batch alone: what lay in ``.grad`` before is dropped. Returns the loss's sum and count over the
-        global batch.
+        Gradients of other backwards in ``.grad`` are dropped. Returns the loss's sum and count over the global batch.
         """
         work = self._work = (GradAccumulation if self.job.loss_over == "samples" else CoupledLoss)(self, batch)
         self.layout.begin()
@@ -212,10 +211,10 @@ class Step:
         return totals
 
     def update(self, batch: StepBatch, totals: Totals) -> Metrics:
-        """Clip, step the optimizer at the schedule's rate, bring the new values to where forward reads them.
+        """Clip, step the optimizer at the schedule's rate, and copy the new values to the forward's parameters.
 
-        The loss and the gradient norm must be finite. Where the optimizer can skip an update on the device, the host
-        checks them one step later, while the device computes (``settle``). Elsewhere it waits for them here.
+        The loss and the gradient norm must be finite. If the optimizer can skip an update on the device, the host
+        checks them one step later, while the device computes (``settle``). Otherwise it waits for them here.
         """
         held, progress, scaling = self.layout.holdings, self.progress, self.progress.loss_scale
         lr = self._rates.set(progress.step)
@@ -251,7 +250,7 @@ class Step:
         return metrics
 
     def settle(self) -> None:
-        """Check the loss and the gradient norm of the last step, if that is still to be done. Collective.
+        """Check the loss and the gradient norm of the last step, if that is pending. Collective.
 
         Raises:
             LossError, GradientError: they are not finite. Parameters and optimizer are those before that step.
@@ -328,26 +327,26 @@ class Step:
             self.sharing.stepped(batch)
 
     def meets_accidents(self, made: Callable[[str], Accidents]) -> None:
-        """From now on accidents are met as those say that ``made`` gives for a phase, or for ``""``, all there is."""
+        """Set the policy for accidents; ``made`` builds it for a phase, or for ``""`` without phases."""
         self.accidents = made("")
 
     def saved(self, steps: int) -> None:
-        """A checkpoint was written after so many steps."""
+        """Record a checkpoint after this many steps."""
         self.accidents.saved(steps)
 
     def constant_divisor(self, samples: int) -> float:
-        """The power of two that backward divides sums by, the same on every rank and in every step."""
+        """Return the power of two that backward divides sums by, the same on every rank and in every step."""
         if not self.progress.divisor:
             self.progress.divisor = 2.0 ** round(math.log2(max(1.0, samples / self.layout.divisor)))
         return self.progress.divisor
 
     def computing(self, device: torch.device) -> AbstractContextManager[object]:
-        """What forward and loss run inside: the plan's precision, looked at by ``watch``."""
+        """Return the context of forward and loss: the plan's precision, observed by ``watch``."""
         context = UNCHANGED if self._widest else compute_context(self.plan, device)
         return context if self.watch is None else self.watch.around(context)
 
     def computing_loss(self, device: torch.device) -> AbstractContextManager[object]:
-        """The context of the loss: that of ``computing``, with Phalanx's losses compiled if the plan compiles."""
+        """Return the context of the loss: that of ``computing``, with compiled losses if the plan compiles."""
         context = self.computing(device)
         if not self._compiles_losses:
             return context

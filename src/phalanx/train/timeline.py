@@ -1,11 +1,11 @@
-"""When the ranks of a pipeline did what, in one step late enough to be warm.
+"""The times of pipeline actions on all ranks, in one step late enough to be warm.
 
-Times are read where actions begin and end, in the ranks' own processes. On one machine these share a clock. Clocks of
-several machines are set beside each other at the end, by when their ranks leave a barrier: right to about what a
-message between them takes, so that a wait of less than that may show as an overlap.
+Times are read at the begin and end of actions, in the ranks' own processes. On one machine these share a clock. Clocks
+of several machines are aligned at the end, by the times at which their ranks leave a barrier: right to about the
+duration of a message between them, so that a shorter wait may show as an overlap.
 
-On a CPU every step is listened to and the latest is kept. On CUDA an action's end is known only once the device has
-done it, and waiting for that costs time; one step is listened to, the last, or a warm one where nobody knows the last.
+On a CPU every step is recorded and the latest is kept. On CUDA an action's end is known only once the device has done
+it, and waiting for that costs time; one step is recorded, the last, or a warm one if the last is unknown.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ Heard = tuple[int, float, list[Action]]
 
 
 class Listener:
-    """Keeps what this rank's part of a pipeline did in a step; nothing on ranks that have none.
+    """A recorder of this rank's part of a pipeline in a step; inactive without a pipeline.
 
-    Ranks of other replicas than the first do the same as those of the first, and are not listened to.
+    Ranks of other replicas than the first repeat its actions, and are not recorded.
     """
 
     def __init__(self, held: RankHoldings, plan: Plan, rank: int, only: int | None) -> None:
-        """``only``: the one step to listen to; ``None`` for all, of which the latest is kept."""
+        """Record the step ``only``; ``None``: all, with the latest kept."""
         self._pipelined = plan.pp > 1
         self._only = only
         at = plan.coordinate(rank)
@@ -52,7 +52,7 @@ class Listener:
 
     @contextmanager
     def around(self, step: int) -> Generator[None]:
-        """Around a step."""
+        """Record a step."""
         if self._runner is None or self._only not in (None, step):
             yield
             return
@@ -65,7 +65,7 @@ class Listener:
         self._latest = heard
 
     def events(self) -> list[dict[str, Any]]:
-        """For each rank listened to its rank, step and actions, from when the first of them began that step.
+        """Return rank, step and actions of each recorded rank, from the first begin of that step on.
 
         Collective.
         """
@@ -78,16 +78,16 @@ class Listener:
 
 
 def only_step(device: str, first_step: int, total_steps: int | None) -> int | None:
-    """The one step to listen to on a kind of device; ``None`` for all."""
+    """Return the one step to record on a kind of device; ``None`` for all."""
     if on_host(device):
         return None
     return first_step + _WARM if total_steps is None else total_steps - 1
 
 
 def on_one_clock(heard: dict[int, Heard], behind: Sequence[float]) -> list[dict[str, Any]]:
-    """Rank, step and actions for each rank, in seconds since the first began the step.
+    """Return rank, step and actions for each rank, in seconds since the first rank began the step.
 
-    ``behind``: for each rank how many seconds its clock is behind that of rank 0.
+    ``behind``: for each rank the seconds by which its clock is behind that of rank 0.
     """
     if not heard:
         return []

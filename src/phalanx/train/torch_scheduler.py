@@ -1,4 +1,4 @@
-"""A learning-rate scheduler of torch's that a job gives beside its optimizer: stepped, saved, restored with a run."""
+"""A learning-rate scheduler of torch's that a job returns beside its optimizer: stepped, saved, restored with a run."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ _PAIR = "a function that gives a torch.optim.Optimizer, or (optimizer, scheduler
 
 
 class MadeOptimizer(NamedTuple):
-    """What a job's ``optimizer`` gave: the optimizer, of any type, and a scheduler of torch's where there is one."""
+    """The result of a job's ``optimizer``: the optimizer, of any type, and an optional scheduler of torch's."""
 
     optimizer: Any
     scheduler: LRScheduler | None = None
 
     @classmethod
     def of(cls, given: Any) -> MadeOptimizer:
-        """Read what the function gave.
+        """Read the function's result.
 
         Raises:
             SpecError: if it is a tuple or list of anything but an optimizer and a scheduler over it.
@@ -45,7 +45,7 @@ class MadeOptimizer(NamedTuple):
 
 
 def without_plateau(optimizer: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """The job's function ``optimizer``, without a scheduler that follows evaluations: for runs that have none."""
+    """Return the job's function ``optimizer`` without a scheduler that follows evaluations."""
 
     def made(params: Any) -> Any:
         found = MadeOptimizer.of(optimizer(params))
@@ -55,7 +55,7 @@ def without_plateau(optimizer: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 def given_scheduler_problems(job: Job, plan: Plan, scheduler: LRScheduler, lr_scale: float) -> list[Problem]:
-    """What keeps a scheduler that the job gives beside its optimizer from being honoured."""
+    """Return the problems of a scheduler that the job returns beside its optimizer."""
     name = type(scheduler).__name__
     instead = 'schedule=px.Schedule(decay="cosine", warmup_steps=100) of the job, and no scheduler'
     if job.lr_schedule != type(job.lr_schedule)():
@@ -94,7 +94,7 @@ def _wrong(given: str, allowed: str, fix: str) -> Problem:
 
 @final
 class TorchScheduler:
-    """Steps a scheduler once an optimizer step, or once an evaluation where it follows those.
+    """A scheduler stepped once an optimizer step, or once an evaluation if it follows those.
 
     Every rank has one, over its own optimizer: they all set the same rates.
     """
@@ -109,7 +109,7 @@ class TorchScheduler:
         return isinstance(self._scheduler, ReduceLROnPlateau)
 
     def stepped(self) -> None:
-        """An optimizer step has been taken, or was skipped: rates count both."""
+        """Count an optimizer step, also a skipped one."""
         if self.follows_evaluations:
             return
         with warnings.catch_warnings():
@@ -118,22 +118,22 @@ class TorchScheduler:
             self._scheduler.step()
 
     def awaits_evaluation(self, step: int) -> bool:
-        """Return True if the evaluation after ``step`` steps has still to be taken into account."""
+        """Return True if the evaluation after ``step`` steps is still to come."""
         return self.follows_evaluations and 0 < step != self._evaluated and step % self._every == 0
 
     def evaluated(self, step: int, value: float) -> None:
-        """An evaluation after ``step`` steps gave ``value``. One at the end of a run that is not due does not count."""
+        """Take ``value`` of an evaluation after ``step`` steps. An extra one at the end does not count."""
         if self.awaits_evaluation(step):
             self._scheduler.step(value)  # pyrefly: ignore
             self._evaluated = step
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps, as JSON; what it has set of the optimizer's groups is saved with those."""
+        """Return the JSON for a checkpoint, without the values in the optimizer's groups."""
         kind, state = type(self._scheduler).__name__, _encoded(self._scheduler.state_dict())
         return {"kind": kind, "evaluated": self._evaluated, "state": state}
 
     def restore(self, saved: Mapping[str, Any]) -> None:
-        """Go on from what ``state`` gave, under whatever plan.
+        """Restore the result of ``state``, saved under any plan.
 
         Raises:
             CheckpointError: if it is of another kind of scheduler, or does not fit.
@@ -151,22 +151,22 @@ class TorchScheduler:
         self._evaluated = int(saved["evaluated"])
 
     def keys(self) -> list[frozenset[str]]:
-        """Of each parameter group, what the scheduler sets and reads: it is the checkpoint's where a run goes on."""
+        """Return the keys of each parameter group that the scheduler sets, and a resume restores."""
         momentum = any(part.get("cycle_momentum") for part in _dicts(self._scheduler.state_dict()))
         return [_RATES | _MOMENTA if momentum else _RATES] * len(self._scheduler.optimizer.param_groups)
 
 
 @final
 class SchedulersOfPhases:
-    """The schedulers of a job's phases as one, which is stepped, saved and restored with the run."""
+    """The schedulers of a job's phases as one, stepped, saved and restored with the run."""
 
     def __init__(self, schedulers: Mapping[str, Any], groups: Mapping[str, int]) -> None:
-        """By name of each phase, in order: its ``TorchScheduler``, or ``None``, and its number of parameter groups."""
+        """Take each phase's ``TorchScheduler`` or ``None``, in order, and its number of parameter groups."""
         self._schedulers, self._groups = schedulers, groups
         self._given: dict[str, TorchScheduler] = {name: one for name, one in schedulers.items() if one is not None}
 
     def stepped(self) -> None:
-        """An optimizer step has been taken by the phases that had their turn."""
+        """Count an optimizer step of the phases that had their turn."""
         for one in self._given.values():
             one.stepped()
 
@@ -176,20 +176,20 @@ class SchedulersOfPhases:
         return any(one.follows_evaluations for one in self._given.values())
 
     def awaits_evaluation(self, step: int) -> bool:
-        """Return True if the evaluation after ``step`` steps has still to be taken into account."""
+        """Return True if the evaluation after ``step`` steps is still to come."""
         return any(one.awaits_evaluation(step) for one in self._given.values())
 
     def evaluated(self, step: int, value: float) -> None:
-        """An evaluation after ``step`` steps gave ``value``."""
+        """Take ``value`` of an evaluation after ``step`` steps."""
         for one in self._given.values():
             one.evaluated(step, value)
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps, as JSON."""
+        """Return the JSON for a checkpoint."""
         return {"kind": "phases", "phases": {name: one.state() for name, one in self._given.items()}}
 
     def restore(self, saved: Mapping[str, Any]) -> None:
-        """Go on from what ``state`` gave, under whatever plan.
+        """Restore the result of ``state``, saved under any plan.
 
         Raises:
             CheckpointError: if other phases have schedulers there, or of another kind, or one does not fit.
@@ -204,7 +204,7 @@ class SchedulersOfPhases:
             one.restore(there[name])
 
     def keys(self) -> list[frozenset[str]]:
-        """Of each parameter group of all phases, what its scheduler sets and reads; nothing where there is none."""
+        """Return the keys of each parameter group of all phases that its scheduler sets; empty without one."""
         each = ((one, self._groups[name]) for name, one in self._schedulers.items())
         return [keys for one, groups in each for keys in (one.keys() if one else [frozenset[str]()] * groups)]
 

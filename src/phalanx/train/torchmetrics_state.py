@@ -12,11 +12,11 @@ from phalanx.errors import LossError
 
 
 def torchmetric(metric: Any, *args: Any, **kwargs: Any) -> Metric:
-    """What a metric of ``torchmetrics`` gives on all samples of an evaluation, for ``job.metrics``.
+    """Return a metric of ``torchmetrics`` over all samples of an evaluation, for ``job.metrics``.
 
     Args:
         metric: such as ``torchmetrics.F1Score(task="binary")``. Its states must be added up or joined over batches.
-        args: what its ``update`` takes, of the samples at hand.
+        args: arguments of its ``update``, for the samples at hand.
         kwargs: likewise.
 
     Raises:

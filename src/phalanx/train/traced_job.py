@@ -1,4 +1,4 @@
-"""What a job asks for in each step: its model traced, its batch, its samples' lengths, what its optimizer keeps."""
+"""A job's work in each step: its traced model, its batch, its samples' lengths, its optimizer's state."""
 
 from __future__ import annotations
 
@@ -37,17 +37,17 @@ _ADAM, _AVERAGED = 8.0, 4.0  # bytes a parameter
 def work_of(
     job: Job, *, batch: int = 0, length: int = 0, values: bool = False, module: nn.Module | None = None
 ) -> Work:
-    """The work of ``job``; nothing of the model is computed, unless ``values`` are asked for.
+    """Return the work of ``job``; no value of the model is computed, unless ``values`` are asked for.
 
     Args:
         batch: the global batch in place of the job's; 0 for the job's.
         length: tokens of a sample in place of those of the data; 0 for those.
         values: run the model on samples of the data, for shapes that depend on values.
-        module: the job's model, where it has been built already.
+        module: the job's model, if it has been built already.
 
     Raises:
         ProfileError: if the model's operations or shapes depend on values; it names the line.
-        SpecError: if the job's functions give something else than they must.
+        SpecError: if the job's functions return a wrong type.
     """
     if job.phases:
         raise ProfileError([_PHASES])
@@ -150,7 +150,7 @@ def _unpriced(job: Job) -> Iterator[str]:
 
 
 def steps_of(job: Job, batch: int = 0) -> int | None:
-    """Optimizer steps of the whole job; ``None`` for epochs over a stream, whose length nobody knows."""
+    """Return the optimizer steps of the whole job; ``None`` for epochs over a stream."""
     if job.steps is not None:
         return job.steps
     data = make_data(job, job.data)
@@ -209,10 +209,10 @@ _NO_ROWS = Problem(
 def look(
     loader: Loader, inputs: Callable[[Any], Any], *, seconds: float = _PATIENCE
 ) -> tuple[Lengths | None, Any, bool]:
-    """The lengths of samples, ``None`` where all are alike; two of the longest as a batch; whether a batch joins them.
+    """Return lengths of samples (``None`` if all are alike), a batch of two of the longest, and True if it joins them.
 
-    Of samples that are joined in one row the batch has one. ``inputs`` gives what the model is called with, of a
-    batch; after ``seconds`` no further sample is read.
+    If samples are joined in one row the batch has one. ``inputs`` returns the model's arguments for a batch; after
+    ``seconds`` no further sample is read.
 
     Raises:
         ProfileError: if samples are joined along the first dimension.

@@ -26,11 +26,11 @@ from phalanx.units import show_names
 
 
 def trained_model(job: Job, values: Mapping[str, Tensor], where: str) -> nn.Module:
-    """The job's model with ``values``, in evaluation mode; of tied tensors one name among them suffices.
+    """Return the job's model with ``values``, in evaluation mode; tied tensors need one name among them.
 
     Args:
         values: by name; whole.
-        where: they come from, for the error.
+        where: their origin, for the error.
 
     Raises:
         SpecError: names or shapes are another model's.
@@ -43,7 +43,7 @@ def trained_model(job: Job, values: Mapping[str, Tensor], where: str) -> nn.Modu
 
 
 def with_values(module: nn.Module, values: Mapping[str, Tensor], where: str) -> nn.Module:
-    """``module`` with ``values``, which come from ``where``; of tied tensors one name among them suffices.
+    """Return ``module`` with ``values``, which come from ``where``; tied tensors need one name among them.
 
     Raises:
         SpecError: names or shapes are another model's.
@@ -68,13 +68,13 @@ def with_values(module: nn.Module, values: Mapping[str, Tensor], where: str) -> 
 
 
 def evaluate_stored(job: Job, plan: Plan, values: Mapping[str, torch.Tensor], path: Path, data: Any) -> Evaluation:
-    """Evaluate ``job``'s model with ``values`` of the checkpoint ``path`` on ``data``; under ``plan``, of one process.
+    """Evaluate ``job``'s model with ``values`` of the checkpoint ``path`` on ``data``, in this process.
 
-    ``data`` is a dataset or a function that gives one; ``None``: what the job evaluates on. Random numbers of the
-    process are left as they were.
+    ``data`` is a dataset or a function that returns one; ``None``: the job's evaluation data. The process's random
+    states are restored.
 
     Raises:
-        SpecError: there is nothing to evaluate on, it cannot be read, or the values are another model's.
+        SpecError: there are no data, they cannot be read, or the values are another model's.
         RefusedError: the plan cannot serve the job here.
         LossError: the loss or a metric is of a wrong form.
     """

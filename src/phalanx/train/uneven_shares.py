@@ -1,15 +1,14 @@
-"""Uneven shares of a run: what they are, and with ``shares=auto`` how they follow each rank's speed and memory.
+"""Uneven shares of a run, and their adaptation to each rank's speed and memory with ``shares=auto``.
 
-Each rank times its own computing. Every few steps all tell each other, come to the same new shares, and let them hold
-from a step on that nobody has begun to read. What is computed stays the same: only the cut of a batch moves. A rank
-that takes n samples computes for ``each * n + rest`` seconds, and a step lasts as long as the slowest. Shares move only
-where that would save a margin of the step: what is measured is never quite the same twice.
+Each rank times its own computing. Every few steps all exchange their times, compute the same new shares, and apply them
+from a step that no rank has begun to read. The result stays the same: only the cut of a batch moves. A rank with n
+samples computes for ``each * n + rest`` seconds, and a step lasts as long as the slowest. Shares move only if that
+would save a margin of the step, because measurements vary.
 
-How long a rank computes in a step by itself, without its waits for other replicas. Where nothing but the last
-gradients' sums is exchanged between replicas (``zero`` 0), that is from the begin of the first forward to the moment at
-which backward has the last gradient of this rank. Where backward itself waits for other replicas (``zero`` 1 to 3), it
-is the time of forward alone: it stands for the rest, being about the same part of it on every device. On CUDA moments
-are events on the stream that computes.
+A rank's own time excludes its waits for other replicas. If replicas exchange only the last gradients' sums (``zero``
+0), it runs from the begin of the first forward to the moment at which backward has this rank's last gradient. If
+backward itself waits for other replicas (``zero`` 1 to 3), it is the time of forward alone, which is about the same
+part of the whole on every device. On CUDA moments are events on the computing stream.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ _USABLE = 0.9  # of free memory: allocators do not come out even
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SharesFrom:
-    """Shares as they are from ``step`` on: the ``shares`` event of the log, whose fields these are."""
+    """The shares from ``step`` on: the ``shares`` event of the log, with its fields."""
 
     step: int
     shares: tuple[int, ...]
@@ -51,9 +50,9 @@ class SharesFrom:
 
 @final
 class Sharing:
-    """The shares of a run's ranks, which follow their speed where the plan says ``shares=auto``.
+    """The shares of a run's ranks, which follow their speed if the plan says ``shares=auto``.
 
-    A run that is resumed begins with even shares again, and measures anew.
+    A resumed run begins with even shares again, and measures anew.
     """
 
     def __init__(
@@ -65,10 +64,10 @@ class Sharing:
         step: int,
         everyone: Callable[[Any], list[Any]] = from_every_rank,
     ) -> None:
-        """``step``: the first that is taken. ``everyone``: gives a value of each rank of the plan.
+        """Begin at ``step``; ``everyone`` returns a value of each rank of the plan.
 
         Raises:
-            RefusedError: if shares cannot change because processes of their own read a stream ahead.
+            RefusedError: if shares cannot change because other processes read a stream ahead.
         """
         self._plan, self._place, self._loader, self._everyone = plan, place, loader, everyone
         full = min(job.batch, loader.epoch_samples or job.batch)
@@ -92,16 +91,16 @@ class Sharing:
         self._room = MemoryRoom(kind, workers_here=self._place.workers_here, bounded=self._plan.micro is not None)
 
     def saved(self, nbytes: int, samples: int) -> None:
-        """Autograd has saved so many bytes for a step with so many samples here."""
+        """Record the bytes that autograd has saved for a step with this many samples here."""
         self._room.saved(nbytes, samples)
 
     def news(self) -> Sequence[SharesFrom]:
-        """What has changed since this was last asked for; at first, the shares at the begin."""
+        """Return changes since the last call; at first, the shares at the begin."""
         found, self._news = self._news, []
         return found
 
     def stepped(self, batch: StepBatch) -> None:
-        """A step was taken. Collective, now and then."""
+        """Count a step, and adapt the shares if due. Collective, now and then."""
         if (balance := self._balance) is None or self._watch is None:
             return
         lap = self._watch.lap()
@@ -155,7 +154,7 @@ def _middle(values: Sequence[float]) -> float:
 
 
 def read_ahead(job: Job, plan: Plan) -> Problem:
-    """``shares=auto`` over a stream that processes of its own read and deal out ahead."""
+    """Return the problem of ``shares=auto`` with a stream that other processes read ahead."""
     given = f"{plan} over a stream that {job.workers} processes read ahead"
     allowed = "shares=auto over map-style data, or over a stream read with workers=0: shares move while it is read"
     return Problem(where="plan.shares", given=given, allowed=allowed, fix="px.Job(..., workers=0)")
@@ -163,12 +162,12 @@ def read_ahead(job: Job, plan: Plan) -> Problem:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankNeeds:
-    """What one rank of ``dp`` needs.
+    """The needs of one rank of ``dp``.
 
     Attributes:
         each: seconds for a sample.
         rest: seconds of a step that do not depend on its samples, such as the optimizer's.
-        most: samples of a global batch that it has memory for.
+        most: samples of a global batch that fit its memory.
     """
 
     each: float
@@ -177,19 +176,19 @@ class RankNeeds:
 
 
 def fastest(batch: int, paces: Sequence[RankNeeds], least: int = 1) -> tuple[int, ...]:
-    """The samples of each rank, of ``batch`` in all, with which the slowest is done first.
+    """Return the samples of each rank, of ``batch`` in all, with the earliest end of the slowest rank.
 
-    None gets fewer than ``least``, nor more than it has memory for.
+    Each gets at least ``least``, and at most as many as fit its memory.
 
     Raises:
-        ValueError: if so many samples cannot be dealt out so.
+        ValueError: if that is impossible.
     """
     most = [max(least, math.floor(min(pace.most, batch))) for pace in paces]
     if not least * len(paces) <= batch <= sum(most):
         raise ValueError(f"{batch} samples over ranks that take {least} or more and at most {most}")
 
     def within(seconds: float) -> list[int]:
-        """The samples that each rank gets done in that time."""
+        """Return the samples each rank computes in that time."""
         done = [math.floor((seconds - pace.rest) / pace.each) for pace in paces]
         return [max(least, min(one, limit)) for one, limit in zip(done, most, strict=True)]
 
@@ -206,7 +205,7 @@ def fastest(batch: int, paces: Sequence[RankNeeds], least: int = 1) -> tuple[int
 
 
 def lasting(counts: Sequence[int], paces: Sequence[RankNeeds]) -> float:
-    """Seconds until the slowest rank is done."""
+    """Return the seconds until the slowest rank is done."""
     return max(pace.each * count + pace.rest for count, pace in zip(counts, paces, strict=True))
 
 
@@ -215,9 +214,9 @@ class Balance:
     """Shares that follow the ranks' paces.
 
     Attributes:
-        counts: samples of a full global batch that each rank of ``dp`` takes.
-        paces: what each was last found to need; empty before the first look.
-        wait: steps to measure before the next look; longer from look to look while nothing changes.
+        counts: samples of a full global batch for each rank of ``dp``.
+        paces: the last known needs of each; empty before the first look.
+        wait: steps to measure before the next look; it grows while shares do not change.
     """
 
     def __init__(self, counts: Sequence[int], *, least: int = 1) -> None:
@@ -228,9 +227,9 @@ class Balance:
         self._least = least
 
     def weigh(self, measured: Sequence[RankNeeds | None]) -> bool:
-        """Take in what each rank has measured since the last look; whether ``counts`` changed.
+        """Take each rank's measurements since the last look; return True if ``counts`` changed.
 
-        With a rank that has measured nothing (``None``) everything stays as it is.
+        If a rank has measured none (``None``), shares are kept.
         """
         told = [pace for pace in measured if pace is not None]
         if len(told) < len(self.counts):
@@ -259,12 +258,12 @@ Moment = float | torch.Event
 
 @final
 class Stopwatch:
-    """Times the steps of one rank; it hangs on the model and the optimizer as long as they live."""
+    """A timer of one rank's steps, by hooks on the model and the optimizer."""
 
     def __init__(
         self, held: RankHoldings, optimizer: torch.optim.Optimizer, kind: DeviceKind, *, backward: bool
     ) -> None:
-        """``backward``: time it too, as nothing in it waits for other replicas."""
+        """Attach to model and optimizer; ``backward``: time it, too, as it does not wait for other replicas."""
         self._kind, self._backward = kind, backward
         self._passes: list[tuple[Moment, Moment]] = []
         self._update: tuple[Moment, Moment] | None = None
@@ -279,7 +278,7 @@ class Stopwatch:
                 tensor.register_post_accumulate_grad_hook(self._gradient)
 
     def lap(self) -> StepTiming:
-        """The step that ends here; the next begins."""
+        """Return the step that ends here, and begin the next."""
         passes = self._passes
         if self._backward and self._began is not None and self._ended is not None:
             passes = [(self._began, self._ended)]
@@ -316,19 +315,19 @@ class Stopwatch:
 
 @dataclass(frozen=True, slots=True)
 class StepTiming:
-    """One step as it was timed; to ask for its seconds waits for the device."""
+    """The times of one step; reading its seconds waits for the device."""
 
     moments: list[tuple[Moment, Moment]]
     stepping: tuple[Moment, Moment] | None
 
     @property
     def passes(self) -> float:
-        """Seconds that depend on the samples; 0 where nothing was timed."""
+        """Return the seconds that depend on the samples; 0 if not timed."""
         return sum(_between(*one) for one in self.moments)
 
     @property
     def update(self) -> float:
-        """Seconds of the optimizer."""
+        """Return the seconds of the optimizer."""
         return _between(*self.stepping) if self.stepping else 0.0
 
 
@@ -341,25 +340,25 @@ def _between(begin: Moment, end: Moment) -> float:
 
 @final
 class MemoryRoom:
-    """Follows one rank's memory. Of micro-batches of a stated size there is nothing to follow."""
+    """A tracker of one rank's memory. Micro-batches of a stated size need no tracking."""
 
     def __init__(self, kind: DeviceKind, *, workers_here: int, bounded: bool) -> None:
-        """``bounded``: micro-batches are no larger however many samples a rank takes."""
+        """Take the device kind; ``bounded``: micro-batches do not grow with a rank's samples."""
         self._kind, self._workers, self._bounded = kind, workers_here, bounded
         self._seen = 0
         self._saved = 0.0
 
     def took(self, samples: int) -> None:
-        """The rank has taken a step with so many samples."""
+        """Record a step with this many samples."""
         self._seen = max(self._seen, samples)
 
     def saved(self, nbytes: int, samples: int) -> None:
-        """Autograd has saved so many bytes for a forward of so many samples."""
+        """Record the bytes that autograd has saved for a forward with this many samples."""
         if samples:
             self._saved = max(self._saved, nbytes / samples)
 
     def most(self) -> float:
-        """Samples that there is memory for; infinite where that is not known."""
+        """Return the samples that fit memory; infinite if unknown."""
         if self._bounded or not self._seen:
             return math.inf
         memory = self._kind.memory()

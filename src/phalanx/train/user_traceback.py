@@ -1,4 +1,4 @@
-"""Where in a user's own code an exception was raised, without the frames of Phalanx and PyTorch around it."""
+"""Tracebacks shortened to a user's own code, without the frames of Phalanx and PyTorch around it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _MEANWHILE = "\nDuring handling of the above exception, another exception occurr
 
 
 def origin(file: str) -> Literal["user", "phalanx", "torch", "library"]:
-    """Whose code a file is: the demonstration's jobs stand for a user's, and a cell of a notebook is one."""
+    """Return the owner of a file; the demonstration's jobs and cells of a notebook count as a user's."""
     if file.startswith(_PHALANX) and not file.startswith(f"{_PHALANX}demo"):
         return "phalanx"
     if file.startswith(_TORCH):
@@ -28,16 +28,16 @@ def origin(file: str) -> Literal["user", "phalanx", "torch", "library"]:
 
 
 def users_frames(error: BaseException) -> list[FrameSummary]:
-    """The frames of ``error`` that are of users' files, the outermost first."""
+    """Return the frames of ``error`` in users' files, the outermost first."""
     return [frame for frame in traceback.extract_tb(error.__traceback__) if origin(frame.filename) == "user"]
 
 
 def format_for_user(error: BaseException) -> str:
-    """The traceback of ``error`` from its first frame in a user's file on, and how many frames were left out.
+    """Return the traceback of ``error`` from its first frame in a user's file on, and the number of hidden frames.
 
-    Those of Phalanx between two of the user's are left out, too, and those by which a module calls its ``forward``.
-    One that has no frame of a user is a fault of Phalanx or of PyTorch, and is whole. What the exception was caused by,
-    or raised while it was handled, is shortened in the same way.
+    Frames of Phalanx between two of the user's are hidden, too, and those by which a module calls its ``forward``. An
+    error without a frame of a user is a fault of Phalanx or of PyTorch, and is shown whole. Its cause and context are
+    shortened in the same way.
     """
     return _text(TracebackException.from_exception(error))
 

@@ -1,7 +1,7 @@
-"""The average of the weights that a job asks for, kept on each rank of exactly what its optimizer steps there.
+"""The average of the weights for a job, kept on each rank for exactly the tensors its optimizer steps.
 
-Replicas each keep their own, the same on all of them; of a shard or slice the average is that of the shard or slice.
-The arithmetic is that of ``torch.optim.swa_utils``.
+Replicas each keep their own, equal on all of them; a rank with a shard or slice keeps the average of it. The arithmetic
+is that of ``torch.optim.swa_utils``.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ if TYPE_CHECKING:
 
 @final
 class WeightAverage:
-    """What a rank keeps: the average of its parameters, and a copy of its buffers.
+    """A rank's average of its parameters, and a copy of its buffers.
 
     Attributes:
-        updates: weights that have been averaged so far; before the first there is no average.
+        updates: number of averaged weights so far; before the first there is no average.
     """
 
     def __init__(self, how: Average, layout: Layout) -> None:
@@ -46,11 +46,11 @@ class WeightAverage:
 
     @property
     def inside(self) -> bool:
-        """Return True if the model has the averaged weights just now."""
+        """Return True if the model has the averaged weights at present."""
         return self._inside
 
     def refuse_within(self, what: str) -> None:
-        """Refuse ``what`` would take the averaged weights for those that are trained.
+        """Refuse ``what``, which would take the averaged weights for the trained ones.
 
         Raises:
             RunError: within ``applied()``.
@@ -60,12 +60,12 @@ class WeightAverage:
 
     @property
     def tensors(self) -> Mapping[str, Tensor]:
-        """The average by name, as this rank holds it: of parameters as the optimizer steps them, and of buffers."""
+        """Return this rank's average by name, of stepped parameters and of buffers."""
         return {**self._parameters, **self._buffers}
 
     @torch.no_grad()
     def stepped(self, step: int) -> None:
-        """The optimizer has stepped, and ``step`` optimizer steps are taken: take the new weights in, if it is time."""
+        """Include the new weights in the average after ``step`` optimizer steps, if it is time."""
         if not self.how.takes(step):
             return
         averages = [local(tensor) for tensor in self._parameters.values()]
@@ -80,9 +80,9 @@ class WeightAverage:
 
     @contextmanager
     def applied(self) -> Generator[None]:
-        """Within, the model has the averaged weights; afterwards all is as it was. Nothing before there are any.
+        """Put the averaged weights into the model for the block, if there are any.
 
-        Collective. Within itself, as an evaluation may be, it changes nothing.
+        Collective. Nested blocks, as in an evaluation, change nothing.
         """
         if not self.updates or self._inside:
             yield
@@ -98,24 +98,24 @@ class WeightAverage:
         self._layout.stepped()  # not where something was raised, perhaps on this rank alone: others would not come
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint says of it, beside its tensors."""
+        """Return the JSON for a checkpoint."""
         return {"kind": self.how.kind, "updates": self.updates}
 
     def to_save(self, parts: Mapping[str, TensorPart]) -> dict[str, Tensor | PartTensor]:
-        """Its tensors by the names that checkpoints have for them, with the ``parts`` of the whole that they are.
+        """Return its tensors by their names in checkpoints, with ``parts`` of the whole.
 
-        None before there is an average.
+        Empty before there is an average.
         """
         return self._named(parts) if self.updates else {}
 
     def buffer_names(self) -> set[str]:
-        """The names under which ``to_save`` has buffers."""
+        """Return the names of buffers in ``to_save``."""
         return {name_in(AVERAGE, name) for name in self._buffers}
 
     def restore(self, path: Path, saved: Mapping[str, Any] | None, parts: Mapping[str, TensorPart]) -> str:
-        """Go on from the checkpoint in ``path``, whose state says ``saved``. Collective.
+        """Restore from the checkpoint ``path``, whose state is ``saved``. Collective.
 
-        Returns a sentence where there is nothing to go on with.
+        Returns a sentence if there is no matching average.
         """
         self.updates = 0
         if saved is None or saved.get("kind") != self.how.kind:

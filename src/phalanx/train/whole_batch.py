@@ -1,7 +1,7 @@
-"""The output and the batch of a whole global batch, as one device has them, for a loss that compares samples.
+"""The output and the batch of a whole global batch, as on one device, for a loss that compares samples.
 
-An entry of the batch is gathered when the loss first asks for it: most read labels, say, and none of the inputs. Every
-rank runs the same loss on the same values, so that all ask for the same ones in the same order.
+An entry of the batch is gathered when the loss first reads it: most losses read labels and no inputs. Every rank runs
+the same loss on the same values, so that all read the same entries in the same order.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from phalanx.train.row_gather import OUTPUT, Column, RowGather, bytes_of, is_pla
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OutputPiece:
-    """A micro-batch that this process has computed: ``samples``, 0 for a filler, its batch, and the model's output."""
+    """A micro-batch computed by this process: ``samples``, 0 for a filler, its batch, and the model's output."""
 
     output: Any
     batch: Any
@@ -34,19 +34,19 @@ class OutputPiece:
 
 @final
 class WholeBatch:
-    """The output and the batch of a whole global batch, as ``job.loss`` is called with them.
+    """The output and the batch of a whole global batch: the arguments of ``job.loss``.
 
     Attributes:
         output: of the pieces' structure, with the rows of all; this process's own get gradients.
-        batch: the same of the batch; a dict or sequence gathers an entry when it is first asked for.
+        batch: the same of the batch; a dict or sequence gathers an entry at its first read.
         samples: in the global batch.
     """
 
     def __init__(self, pieces: Sequence[OutputPiece], gather: RowGather, device: torch.device, samples: int) -> None:
-        """Collective over the ranks of ``gather``.
+        """Gather the pieces. Collective over the ranks of ``gather``.
 
         Raises:
-            LossError: if what ranks and micro-batches have does not fit together.
+            LossError: if the values of ranks and micro-batches do not fit together.
         """
         self.samples, self._pieces = samples, pieces
         if not gather.splits(len(pieces)):
@@ -74,9 +74,9 @@ class WholeBatch:
         self.batch = BatchEntries(gather, counts, device).of([piece.batch for piece in pieces])
 
     def gradients(self, value: Tensor) -> list[list[Tensor | None]]:
-        """Of ``value`` with regard to each piece's output tensors, in order; ``None`` where it does not depend on one.
+        """Return gradients of ``value`` by each piece's output tensors, in order; ``None`` if independent.
 
-        What has no rows has one gradient in all, of which each piece has a part by its samples.
+        A value without rows has one gradient in all, shared over the pieces by their samples.
         """
         wanted = [own for own in self._own if own.requires_grad]
         found = iter(torch.autograd.grad(value, wanted, allow_unused=True))
@@ -101,7 +101,7 @@ class WholeBatch:
 
 @final
 class UnreadableTensor(Tensor):
-    """Stands for a tensor of the output that cannot be put together, and says why when it is read."""
+    """A stand-in for an output tensor that cannot be joined, with an error when it is read."""
 
     _why: str
 
@@ -129,16 +129,16 @@ def _plain_or_unreadable(value: Any) -> Any:
 
 @final
 class BatchEntries:
-    """Gives parts of the whole batch of what each piece here has of them."""
+    """Parts of the whole batch, joined from the pieces."""
 
     def __init__(self, gather: RowGather, samples: Sequence[int], device: torch.device) -> None:
         self._gather, self._samples, self._device = gather, samples, device
 
     def of(self, values: Sequence[Any], name: str = "") -> Any:
-        """The whole of ``values``, one for each piece: mappings and sequences of entries that are still to be gathered.
+        """Return the whole of ``values``, one for each piece: mappings and sequences gather entries later.
 
         Raises:
-            LossError: if it cannot be put together.
+            LossError: if it cannot be joined.
         """
         first = values[0]
         if isinstance(first, Tensor):
@@ -201,7 +201,7 @@ class BatchEntries:
 
 @final
 class EntriesByName(dict[Any, Any]):
-    """A dict whose values are gathered when they are asked for."""
+    """A dict whose values are gathered at their first read."""
 
     def __getitem__(self, key: Any) -> Any:
         return super().__getitem__(key)()
@@ -240,7 +240,7 @@ class EntriesByName(dict[Any, Any]):
 
 @final
 class EntriesInOrder(tuple[Any, ...]):
-    """A sequence whose entries are gathered when they are asked for."""
+    """A sequence whose entries are gathered at their first read."""
 
     def __getitem__(self, at: Any) -> Any:
         found: Any = super().__getitem__(at)
@@ -254,9 +254,9 @@ class EntriesInOrder(tuple[Any, ...]):
 
 
 def compared(module: nn.Module, example: Example) -> tuple[ComparedTensors, ...]:
-    """What the loss of ``example`` has gathered: the output, and each entry of the batch that it reads.
+    """Return the tensors gathered by the loss of ``example``: the output, and each entry of the batch that it reads.
 
-    ``module`` needs no values; empty where model or loss cannot be run on fakes.
+    ``module`` needs no values; empty if model or loss cannot be run on fakes.
     """
     known, mode = which_have_rows(module, example), FakeTensorMode(allow_non_fake_inputs=True)
     recorded = _RecordedGather(known)

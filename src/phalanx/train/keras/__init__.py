@@ -1,1 +1,3 @@
-"""Keras 3 models on its torch backend: a job of what ``compile`` and ``fit`` get, and the trained model back."""
+"""Keras 3 models on its torch backend: a job from the arguments of ``compile`` and ``fit``, and the trained
+model back.
+"""

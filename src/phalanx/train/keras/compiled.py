@@ -1,7 +1,7 @@
-"""What ``compile`` got, as a loss and metrics that add up over any split of a batch.
+"""The arguments of ``compile`` as a loss and metrics that add up over any split of a batch.
 
-Keras reduces a loss to a mean within each batch. A mean of means is another number where batches are of several sizes,
-masked or weighted; so each loss is taken as its sum and what Keras divides it by, and divided once.
+Keras reduces a loss to a mean within each batch. A mean of means is another number if batches differ in size, masks or
+weights; so each loss is taken as its sum and Keras's divisor, and divided once.
 """
 
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportCallIssue=false
@@ -140,7 +140,7 @@ class Compiled:
     _terms: threading.local = field(default_factory=threading.local, init=False)
 
     def loss_of(self, output: Any, batch: Any) -> Any:
-        """``Job.loss``: a sum and a count of one loss, or the mean over samples of several.
+        """Return a sum and a count of one loss, or the mean over samples of several, for ``Job.loss``.
 
         Raises:
             LossError: a loss gives one number for a batch, or several are counted otherwise than by samples.
@@ -161,7 +161,7 @@ class Compiled:
         return Loss(total if penalty is None else total + penalty * count, count)
 
     def metrics_of(self, output: Any, batch: Any) -> dict[str, Any]:
-        """``Job.metrics``: of each metric a sum and a count, or its state and what Keras computes of it."""
+        """Return each metric's sum and count, or its state and computation, for ``Job.metrics``."""
         output, _ = _parts(output)
         y, weight = rows_of(batch, "y"), rows_of(batch, "weight")
         with on_device_of(output), torch.no_grad():
@@ -245,7 +245,7 @@ def _instead(loss: Any) -> str:
 
 
 def check_reduction(loss: Any) -> None:
-    """Refuse losses that are not reduced to a number, or by a way of their own.
+    """Refuse losses without reduction to a number, or with their own way of reduction.
 
     Raises:
         SpecError: if there is one.

@@ -23,7 +23,7 @@ _EXAMPLE = "data=(x, y)"
 
 
 def columns(x: Any, y: Any = None, weight: Any = None) -> dict[str, torch.Tensor]:
-    """Name → tensor of what Keras is given; floating point numbers in Keras' ``floatx``."""
+    """Map name to tensor for Keras's arguments; floating point numbers in Keras' ``floatx``."""
     found: dict[str, torch.Tensor] = {}
     for name, given in (("x", x), ("y", y), ("weight", weight)):
         if given is not None:
@@ -32,7 +32,7 @@ def columns(x: Any, y: Any = None, weight: Any = None) -> dict[str, torch.Tensor
 
 
 def rows_of(batch: Mapping[str, Any], name: str) -> Any:
-    """The part ``name`` of a batch, in the structure in which it was given; ``None`` where there is none."""
+    """Return the part ``name`` of a batch, in its original structure, or ``None``."""
     if name in batch:
         return batch[name]
     inside = {key.removeprefix(name + "/"): value for key, value in batch.items() if key.startswith(name + "/")}
@@ -44,7 +44,7 @@ def rows_of(batch: Mapping[str, Any], name: str) -> Any:
 
 
 class KerasData:
-    """``Job.data`` of what ``fit`` takes, or of a function that gives it.
+    """The ``Job.data`` for an argument of ``fit``, or for a function that returns one.
 
     Args:
         given: as of ``px.from_keras``.
@@ -57,10 +57,10 @@ class KerasData:
         self._made: Any = None
 
     def __call__(self) -> Any:
-        """The dataset.
+        """Return the dataset.
 
         Raises:
-            SpecError: it is of TensorFlow and was made here: threads that it has begun are missing in forked workers.
+            SpecError: it is TensorFlow's and was made here: threads it has begun are missing in forked workers.
         """
         if self._made is None:
             if type(self._given).__module__.startswith("tensorflow."):
@@ -74,21 +74,21 @@ class KerasData:
 
     @property
     def in_batches(self) -> bool:
-        """True if it gives batches by their number; of a function, which is called where data are read, not known."""
+        """Return True if batches are read by number; False for a function, which is called later."""
         return hasattr(self._given, "__getitem__") and isinstance(self(), IndexedBatches)
 
     def example(self) -> Any:
-        """The model's input of the first sample."""
+        """Return the model's input for the first sample."""
         dataset = self()
         sample = next(iter(dataset)) if isinstance(dataset, IterableDataset) else dataset[0]
         return tree_map(lambda one: one[None], rows_of(sample, "x"))
 
 
 def dataset_of(data: Any, batch: int, class_weight: Mapping[int, float] | None = None) -> Any:
-    """The dataset that ``data``, what ``fit`` takes, comes to.
+    """Return the dataset for ``data``, an argument of ``fit``.
 
     Raises:
-        SpecError: it is of a kind that ranks cannot be given their shares of, or has weights twice.
+        SpecError: its kind cannot be shared out over ranks, or it has weights twice.
     """
     kind = type(data)
     if isinstance(data, tuple | list) and 1 <= len(data) <= 3:
@@ -111,7 +111,7 @@ def dataset_of(data: Any, batch: int, class_weight: Mapping[int, float] | None =
 
 @final
 class IndexedBatches(DrawsTogether):
-    """Samples of a ``PyDataset``, which gives batches by their number; each has ``batch`` samples, but for the last."""
+    """Samples of a ``PyDataset``, which returns batches by number; each has ``batch`` samples, except the last."""
 
     draws = True
     example = "dataset"
@@ -137,7 +137,7 @@ class IndexedBatches(DrawsTogether):
         self._seeds = seeds
 
     def __getitems__(self, ids: Sequence[int]) -> dict[str, torch.Tensor]:
-        """The batch of these rows: name → tensor."""
+        """Return the batch of these rows: name → tensor."""
         index = np.asarray(ids)
         found: list[dict[str, torch.Tensor]] = []
         cuts = np.flatnonzero(np.diff(index // self._batch)) + 1
@@ -156,7 +156,7 @@ class IndexedBatches(DrawsTogether):
 
 
 def order_of_batches(samples: int, batch: int) -> Callable[[int, int], np.ndarray]:
-    """A sampler that shuffles batches as ``fit`` does those of a ``PyDataset``, and leaves what is in them together."""
+    """Return a sampler that shuffles whole batches, like ``fit`` with a ``PyDataset``."""
 
     def order(seed: int, epoch: int) -> np.ndarray:
         whole = samples // batch

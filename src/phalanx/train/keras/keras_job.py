@@ -1,4 +1,7 @@
-"""A job of a Keras model: ``px.from_keras`` takes the function that builds and compiles it, and what ``fit`` takes."""
+"""A job of a Keras model:
+
+``px.from_keras`` takes the function that builds and compiles it, and arguments of ``fit``.
+"""
 
 from __future__ import annotations
 
@@ -33,25 +36,26 @@ def from_keras(
     class_weight: Mapping[int, float] | None = None,
     **settings: Any,
 ) -> Job:
-    """A job of the Keras model that ``make`` builds, on Keras' torch backend.
+    """Return a job for the Keras model that ``make`` builds, on Keras' torch backend.
 
-    It trains as Keras' ``fit`` does: by Keras' losses, reductions, sample and class weights and regularisers, by the
-    formula of its optimizer and its learning-rate schedule. What is exact under which plan is in
-    ``docs/how-to/keras.md``.
+    It trains like Keras' ``fit``: by Keras' losses, reductions, sample and class weights and regularisers, by the
+    formula of its optimizer and its learning-rate schedule. ``docs/how-to/keras.md`` lists which parts are exact under
+    which plan.
 
     Args:
         make: builds the model, a Sequential, Functional or subclassed one, and compiles it, or leaves that to
-            ``settings``. With ``keras.utils.set_random_seed`` as its first line the run starts where a script does.
+            ``settings``. With ``keras.utils.set_random_seed`` as its first line the run starts with the script's
+            values.
         data: ``(x, y)`` or ``(x, y, sample_weight)`` of arrays, a ``keras.utils.PyDataset`` whose batches have
-            ``batch`` samples; or a function that gives one of these, or a ``tf.data.Dataset`` that is batched.
+            ``batch`` samples; or a function that returns one of these, or a batched ``tf.data.Dataset``.
         batch: the **global** batch, on any number of devices; Keras' ``batch_size``.
         evaluate: the data for evaluation, as ``data``; Keras' ``validation_data``.
         class_weight: class → the weight of its samples, as of ``fit``.
-        settings: what ``compile`` takes (optimizer, loss, loss_weights, metrics, weighted_metrics), where ``make`` does
+        settings: arguments of ``compile`` (optimizer, loss, loss_weights, metrics, weighted_metrics), if ``make`` does
             not compile; and fields of ``Job``, such as ``epochs=5`` or ``shuffle=False``.
 
     Raises:
-        SpecError: what is not proven here, by name: a ``train_step`` of its own, an optimizer without a formula here,
+        SpecError: with the name of an unsupported part: a custom ``train_step``, an optimizer without a formula here,
             a policy of dtypes, a layer that adds a loss of its own; or Keras runs on another backend.
         MissingExtraError: Keras is not installed.
     """

@@ -26,7 +26,7 @@ from phalanx.units import show_names
 
 
 class KerasOutput(NamedTuple):
-    """What a model with regularisers or masks gives: its output, what they come to, and the masks of its tensors."""
+    """The output of a model with regularisers or masks: its output, their penalty, and the masks of its tensors."""
 
     output: Any
     penalty: Tensor | None
@@ -34,17 +34,17 @@ class KerasOutput(NamedTuple):
 
 
 class KerasModule(nn.Module):
-    """A Keras model whose layers are its children, under the names that they have in the model.
+    """A Keras model whose layers are its children, under their names in the model.
 
-    Called with what the model is called with. It gives what the model gives, in training mode as Keras' ``fit`` calls
-    it; beside it the penalty where layers have regularisers.
+    It takes the model's arguments and returns the model's output, in training mode as in Keras' ``fit``; with the
+    penalty if layers have regularisers.
     """
 
     single_layers = True
     """Sequential and Functional models are flat: two layers that pair up have no block in common."""
 
     def __init__(self, model: keras.Model, notes: tuple[str, ...] = ()) -> None:
-        """``notes`` are what is to be said of the job that it is of."""
+        """Wrap the model; ``notes`` are sentences on its job."""
         super().__init__()
         self._notes = notes
         self.__dict__["keras_model"] = model
@@ -57,7 +57,7 @@ class KerasModule(nn.Module):
         self._may_add = [layer for layer in layers if not is_keras_code(type(layer).call)]
 
     def forward(self, x: Any) -> Any:
-        """What the model gives for ``x``.
+        """Return the model's output for ``x``.
 
         Raises:
             RefusedError: a layer has added a loss of its own, or one with regularisers was not called.
@@ -83,12 +83,12 @@ class KerasModule(nn.Module):
 
     @property
     def learning(self) -> list[Tensor]:
-        """The parameters of the model's trainable variables, in Keras' order."""
+        """Return the parameters of the model's trainable variables, in Keras' order."""
         homes = (home_of(variable) for variable in self.__dict__["keras_model"].trainable_variables)
         return [getattr(home, key) for home, key in homes]
 
     def own_notes(self) -> list[str]:
-        """What is to be said of the model whatever the plan, one sentence each."""
+        """Return a sentence for each remark on the model under any plan."""
         drawing = [name for name, layer in self.named_modules() if vars(layer).get("draws_in_training")]
         if self.__dict__["keras_model"]._call_has_training_arg or not drawing:
             return [*self._notes]
@@ -99,7 +99,7 @@ class KerasModule(nn.Module):
         ]
 
     def plan_problems(self, plan: Plan) -> list[Problem]:
-        """What of the model keeps ``plan`` from it."""
+        """Return the problems of the model with ``plan``."""
         found: list[Problem] = []
         if plan.compile:
             given = "compile=true for a model of Keras, whose layers decide by Python's state how they run"
@@ -121,12 +121,12 @@ class KerasModule(nn.Module):
 
 @dataclass(frozen=True, slots=True)
 class KerasMaker:
-    """``Job.model`` of a Keras job: builds the model, and makes a torch module of it.
+    """The ``Job.model`` of a Keras job: it builds the model, and makes a torch module of it.
 
     Attributes:
         make: builds the Keras model, compiled or not.
-        example: the model's input of one sample; a model that has no shapes of its own is called with it once.
-        notes: what is to be said of the job whatever the plan, one sentence each.
+        example: the model's input of one sample; a model without own shapes is called with it once.
+        notes: a sentence for each remark on the job under any plan.
     """
 
     make: Callable[[], Any]
@@ -134,14 +134,14 @@ class KerasMaker:
     notes: tuple[str, ...] = ()
 
     def __call__(self) -> KerasModule:
-        """The module, on torch's default device, with initial values by torch's and Python's seeds."""
+        """Return the module, on torch's default device, with initial values by torch's and Python's seeds."""
         return KerasModule(self.plain(), self.notes)
 
     def plain(self) -> Any:
-        """The Keras model as it is, built; its layers have the names of a process in which it is the first.
+        """Return the built Keras model; its layers have the names of a fresh process.
 
         Raises:
-            SpecError: ``make`` gives no Keras model.
+            SpecError: ``make`` does not return a Keras model.
         """
         with _names_from_start(), _on_default_device():
             model = self.make()

@@ -28,12 +28,12 @@ from phalanx.train.optimizers import local_gradient, state_of
 
 
 class KerasFormula(Optimizer):
-    """An optimizer that Keras has, over parameters of torch.
+    """A Keras optimizer over parameters of torch.
 
     Args:
         params: parameters or parameter groups.
         lr: learning rate; the schedule of the job multiplies it.
-        weight_decay: share of each weight that a step takes away, times the learning rate; 0: none.
+        weight_decay: share of each weight removed by a step, times the learning rate; 0: none.
         options: of the formula, by Keras' names.
     """
 
@@ -48,7 +48,7 @@ class KerasFormula(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyrefly: ignore
-        """One step over all parameters that have a gradient. Returns what ``closure`` gives."""
+        """Step all parameters with a gradient, and return the result of ``closure``."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -68,7 +68,7 @@ class KerasFormula(Optimizer):
         raise NotImplementedError
 
     def give_state(self, parameters: Iterable[Tensor], optimizer: Any) -> None:
-        """Put the state of ``parameters`` into ``optimizer``, of Keras and built over their variables in this order."""
+        """Put the state of ``parameters`` into Keras' ``optimizer``, built over their variables in this order."""
         for at, parameter in enumerate(parameters):
             for name, attribute in self.slots.items():
                 if name in self.state[parameter]:
@@ -106,9 +106,9 @@ class KerasSGD(KerasFormula):
 
 
 class KerasAdam(KerasFormula):
-    """``m`` and ``v`` as Adam has them; ``w = w - lr * sqrt(1 - beta2^t) / (1 - beta1^t) * m / (sqrt(v) + epsilon)``.
+    """Adam: ``w = w - lr * sqrt(1 - beta2^t) / (1 - beta1^t) * m / (sqrt(v) + epsilon)``.
 
-    With ``amsgrad`` the largest ``v`` so far, without its bias correction, stands in place of ``v``.
+    With ``amsgrad`` the largest ``v`` so far, without its bias correction, replaces ``v``.
     """
 
     slots: ClassVar[Mapping[str, str]] = {
@@ -151,7 +151,7 @@ class KerasAdamW(KerasAdam):
 class KerasRMSprop(KerasFormula):
     """``v = rho * v + (1 - rho) * g^2``; ``w = w - lr * g / sqrt(v + epsilon)``, with momentum over the increments.
 
-    ``centered`` takes the square of the mean gradient away from ``v``.
+    ``centered`` subtracts the square of the mean gradient from ``v``.
     """
 
     slots: ClassVar[Mapping[str, str]] = {
@@ -217,7 +217,7 @@ _INSTEAD = {
 
 @dataclass(frozen=True, slots=True)
 class OptimizerParts:
-    """What a Keras optimizer comes to: an optimizer of a job, its schedule and what clips its gradients."""
+    """The parts of a Keras optimizer: an optimizer of a job, its schedule and its clipping."""
 
     kind: str
     options: Mapping[str, Any]
@@ -228,7 +228,7 @@ class OptimizerParts:
     clip: Clip | None
 
     def __call__(self, params: Any) -> KerasFormula:
-        """``Job.optimizer``."""
+        """Build the optimizer, as ``Job.optimizer``."""
         made = FORMULAS[self.kind]
         if not self.weight_decay or self.without_decay is None:
             return made(list(params), self.rate, weight_decay=self.weight_decay, **self.options)
@@ -241,10 +241,10 @@ class OptimizerParts:
 
 
 def parts_of(optimizer: Any) -> OptimizerParts:
-    """What ``optimizer``, of Keras, comes to here.
+    """Return the parts of Keras' ``optimizer``.
 
     Raises:
-        SpecError: there is no formula of it here, or it asks for what is the plan's or the job's.
+        SpecError: there is no formula for it here, or it has an option that belongs to the plan or the job.
     """
     kind = type(optimizer).__name__
     if kind == "LossScaleOptimizer":

@@ -1,4 +1,4 @@
-"""What is Keras' own: its code, and what it keeps for the process, by the names that it has there."""
+"""Keras' own code and global state, by Keras' names."""
 
 from __future__ import annotations
 
@@ -15,5 +15,5 @@ NAMES = "object_name_uids"
 
 
 def is_keras_code(given: Any) -> bool:
-    """Return True if a class or a function is of Keras itself, and not of a user's."""
+    """Return True if a class or a function is Keras' own, and not a user's."""
     return given.__module__.startswith("keras.")

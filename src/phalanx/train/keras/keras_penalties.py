@@ -1,4 +1,4 @@
-"""What regularisers of Keras layers come to, counted once a step where a plan has their weights at hand."""
+"""Penalties of Keras layers' regularisers, counted once a step at a time when a plan has their weights."""
 
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportCallIssue=false
 # pyright: reportArgumentType=false, reportOptionalMemberAccess=false, reportIncompatibleMethodOverride=false
@@ -17,18 +17,18 @@ from torch import Tensor
 
 
 class Penalties(threading.local):
-    """What regularisers of the layers that run in this thread have come to, of each layer once a call of the model."""
+    """The penalties of the layers that run in this thread, once a layer and call of the model."""
 
     terms: list[Tensor] | None = None
     layers: set[int]
 
     def counted(self) -> frozenset[int] | None:
-        """The layers whose penalty this call of the model has by now; ``None`` where it collects none."""
+        """Return the layers whose penalty this call of the model has; ``None`` if it collects none."""
         return None if self.terms is None else frozenset(self.layers)
 
     @contextmanager
     def again(self, counted: frozenset[int] | None) -> Iterator[None]:
-        """Have layers that backward calls again do what they did when ``counted`` was so; it was collected then."""
+        """Make layers repeated by backward act as at the time of ``counted``, without collecting again."""
         if counted is None or self.terms is not None or torch._C._current_graph_task_id() < 0:
             yield
             return
@@ -43,7 +43,7 @@ PENALTIES = Penalties()
 
 
 def penalise_within(layer: Any) -> None:
-    """Have ``layer`` count the regularisers of the layer whose weights, or whose ``call``, it takes by itself."""
+    """Let ``layer`` count the regularisers of the inner layer whose weights or ``call`` it uses directly."""
     if isinstance(layer, LSTM | GRU | TimeDistributed):
         within = (layer.layer if isinstance(layer, TimeDistributed) else layer.cell).__dict__
         layer.__dict__["_regularised"] += within["_regularised"]

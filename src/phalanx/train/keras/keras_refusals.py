@@ -1,4 +1,4 @@
-"""What of a Keras model is not proven here: named, each with the way out."""
+"""Parts of Keras models that are not supported, each with an alternative."""
 
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportCallIssue=false
 # pyright: reportArgumentType=false, reportOptionalMemberAccess=false, reportIncompatibleMethodOverride=false
@@ -40,7 +40,7 @@ _CALLBACKS = {  # class of keras.callbacks → what does that here
 
 
 def model_problems(model: Any) -> list[Problem]:
-    """What of ``model``, built and compiled, keeps it from being trained here."""
+    """Return the problems of ``model``, built and compiled."""
     found: list[Problem] = []
 
     def wrong(where: str, given: str, allowed: str, fix: str) -> None:
@@ -98,7 +98,7 @@ def model_problems(model: Any) -> list[Problem]:
 
 
 def fit_problems(settings: Mapping[str, Any], strange: Sequence[str]) -> list[Problem]:
-    """What of ``settings`` is an argument of Keras' ``fit``, each with what takes its place; ``strange`` no job has."""
+    """Return a problem with its replacement for each argument of Keras' ``fit``; ``strange`` fit no job."""
     found = [
         Problem(where=name, given="an argument of Keras' fit", allowed=_OF_FIT[name][0], fix=_OF_FIT[name][1])
         for name in strange

@@ -1,4 +1,4 @@
-"""The layers that a Keras layer holds, as children of a torch module: those in lists and dicts, too, by names."""
+"""The layers inside a Keras layer, as children of a torch module: also those in lists and dicts, by name."""
 
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportCallIssue=false
 # pyright: reportArgumentType=false, reportOptionalMemberAccess=false, reportIncompatibleMethodOverride=false
@@ -15,7 +15,7 @@ from torch import nn
 
 
 def children_of(layer: Any) -> dict[str, Any]:
-    """The layers that ``layer`` holds, by attribute or by name; those in lists and dicts as containers of torch."""
+    """Return the layers inside ``layer``, by attribute or by name; lists and dicts become torch's containers."""
     own = [*functional_of(layer), layer]
     found: dict[str, Any] = {}
     for name, value in list(vars(layer).items()):
@@ -35,7 +35,7 @@ def children_of(layer: Any) -> dict[str, Any]:
 
 
 def functional_of(layer: Any) -> list[Any]:
-    """The graph that a Sequential model runs its layers by, if it is one."""
+    """Return the graph by which a Sequential model runs its layers, if it is one."""
     inner = vars(layer).get("_functional") or layer._modules.get("_functional")
     return [inner] if isinstance(inner, Functional) else []
 
@@ -63,6 +63,6 @@ def _member(value: Any) -> nn.Module | None:
 
 
 def free_name(name: str, taken: Collection[str]) -> str:
-    """``name`` as a torch module can have it, with a number where that is ``taken``."""
+    """Return ``name`` in a form torch allows, with a number if it is ``taken``."""
     name = name.replace(".", "_")
     return name if name not in taken else next(new for at in range(1, 10**6) if (new := f"{name}{at}") not in taken)

@@ -1,13 +1,12 @@
 """Keras layers as torch modules: their variables are parameters and buffers that others may cut, gather or swap.
 
-Keras 3 on torch has modules of its own, of which three things stand in the way of a plan: a variable holds its own
-tensor, so that one put in its place is not heard; layers in lists are no children; and seeds and moving averages are
-parameters without a gradient. Here a variable reads its value where its layer has it, under Keras' name for the
-variable with an underscore behind it (``kernel_``), layers in lists are children, and what no gradient reaches is a
-buffer. Random numbers come from torch's own streams, which plans keep: a mask then does not depend on how often a layer
-was called.
+Keras 3 on torch has its own modules, which hinder a plan in three ways: a variable holds its own tensor, so that a
+replacement is ignored; layers in lists are not children; and seeds and moving averages are parameters without a
+gradient. Here a variable reads its value from its layer, under Keras' name with an underscore behind it (``kernel_``),
+layers in lists are children, and values without gradients are buffers. Random numbers come from torch's own streams,
+which plans keep: a mask then does not depend on the number of earlier calls.
 
-What is relied upon here Keras does not promise; the next version is looked at in this file.
+This file relies on details that Keras does not promise, and must be checked for each new version.
 """
 
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportCallIssue=false
@@ -46,7 +45,7 @@ from phalanx.train.keras.layer_children import children_of, free_name, functiona
 
 
 class ModuleVariable(Variable):
-    """A variable whose value is the parameter or buffer of that name in the module of its layer."""
+    """A variable whose value is the parameter or buffer with its name in its layer's module."""
 
     @property
     def _value(self) -> Any:
@@ -68,7 +67,7 @@ class ModuleVariable(Variable):
 
 
 def home_of(variable: Any) -> tuple[nn.Module, str]:
-    """The module that has the value of ``variable``, and the name that it has there."""
+    """Return the module that holds the value of ``variable``, and its name there."""
     return variable.__dict__["_home"]
 
 
@@ -145,13 +144,13 @@ def _moments(self: Any, own: Callable[..., Any], inputs: Any, mask: Any) -> Any:
 
 
 def masks_of(given: Any) -> tuple[Any, ...] | None:
-    """The masks that Keras has tied to the tensors of ``given``, in order; ``None`` where there is none."""
+    """Return the masks that Keras has tied to the tensors of ``given``, in order; ``None`` without masks."""
     masks = tuple(get_keras_mask(leaf) if isinstance(leaf, Tensor) else None for leaf in tree_leaves(given))
     return masks if any(mask is not None for mask in masks) else None
 
 
 def put_masks(given: Any, masks: Iterable[Any]) -> None:
-    """Tie masks to tensors that have lost theirs: what gathers weights, or casts, makes other tensors of them."""
+    """Tie masks again to tensors that have lost theirs, because gathering and casting make new tensors."""
     for leaf, mask in zip(tree_leaves(given), masks, strict=True):
         if mask is not None and get_keras_mask(leaf) is None:
             set_keras_mask(leaf, mask)
@@ -167,7 +166,7 @@ _KINDS: dict[type, type] = {}
 
 
 def as_modules(model: Any, top: nn.Module) -> None:
-    """Make torch modules of the layers of ``model``, in place, and ``top`` the module of the model itself.
+    """Turn the layers of ``model`` into torch modules, in place, and make ``top`` the module of the model.
 
     ``model`` is built. Its layers become children of ``top``, its own variables parameters and buffers of it.
     """
@@ -311,9 +310,9 @@ def _read_here(layer: Any) -> Iterator[None]:
 
 @contextmanager
 def on_device_of(given: Any) -> Iterator[None]:
-    """Keras makes new tensors on the device of the first tensor in ``given``; a device, and not its name.
+    """Make Keras create tensors on the device of the first tensor in ``given``; a device, not its name.
 
-    Of names Keras thinks that no tensor is on that device already.
+    Keras treats no tensor as being on a device given by name.
     """
     device = next((leaf.device for leaf in tree_leaves(given) if isinstance(leaf, Tensor)), None)
     before = global_state.get_global_attribute(DEVICE)
@@ -326,7 +325,7 @@ def on_device_of(given: Any) -> Iterator[None]:
 
 
 def drawn_by_torch(generator: Any) -> None:
-    """From now on what a layer draws by ``generator``, its own, comes from torch's stream."""
+    """Make a layer's draws from its own ``generator`` come from torch's stream."""
     generator.__dict__["_drawn_by_torch"] = True
     generator._initial_seed = None
 
@@ -336,7 +335,7 @@ _PLAIN_DROPOUT: Callable[..., Any] = keras_random.dropout
 
 
 def keep_streams() -> None:
-    """From now on layers that are torch modules draw from torch's streams; everything else as before."""
+    """Make layers that are torch modules draw from torch's streams; others are unchanged."""
     keras_random.torch_seed_generator = _generator
     keras_random.dropout = _dropout
 
@@ -348,7 +347,7 @@ def _dropout(inputs: Any, rate: float, noise_shape: Any = None, seed: Any = None
 
 
 def masked(inputs: Tensor, rate: float, noise_shape: Any, training: bool) -> Tensor:
-    """Dropout of ``inputs``, whose mask has ``noise_shape``; the same operations where nothing is dropped."""
+    """Apply dropout to ``inputs`` with a mask of ``noise_shape``; the same operations run without dropping."""
     if noise_shape is None:
         return torch.nn.functional.dropout(inputs, rate, training=training)
     shape = [size if wanted is None else wanted for size, wanted in zip(inputs.shape, noise_shape, strict=True)]

@@ -1,4 +1,4 @@
-"""Training with parameter servers: the processes of servers and workers, and what they do beside the steps."""
+"""Training with parameter servers: the processes of servers and workers, and their work beside the steps."""
 
 from phalanx.train.parameter_server.role import take_part
 

@@ -45,7 +45,7 @@ _LOOK = 0.2  # seconds between looks at who is there, while nothing comes in
 @final
 @dataclass(kw_only=True, eq=False)
 class Coordinator(Stepper):
-    """The steps of a run with servers, from where its work queue stands.
+    """The steps of a run with servers, from its work queue's present step.
 
     ``server`` and ``store`` are server 0, which is here; ``report`` is called with each step that begins, and
     ``samples_before`` were trained on before this run.
@@ -273,17 +273,17 @@ class Coordinator(Stepper):
 
 
 def divisor_of(job: Job) -> float:
-    """The power of two that workers divide sums by before backward, to stay in range."""
+    """Return the power of two by which workers divide sums before backward, to stay in range."""
     return 2.0 ** round(math.log2(job.batch))
 
 
 def segment(run: RunSpec, first: int) -> Ledger:
-    """The part of the run's ledger that begins with the step ``first``; server 0 writes it for all workers."""
+    """Open the part of the run's ledger that begins with step ``first``; server 0 writes it for all workers."""
     return Ledger(run.folder / LEDGER, rank=0, first_step=first, world_size=1)
 
 
 def batch_of(pieces: BatchPieces, step: int, parts: list[int]) -> StepBatch:
-    """The samples of a step's ``parts``; the batches themselves are with the workers."""
+    """Return the samples of a step's ``parts``; the batches themselves are with the workers."""
     every = (tuple(pieces.ids(step, part).tolist()) for part in parts)
     micros = tuple(MicroBatch(batch=None, ids=ids, samples=len(ids)) for ids in every)
     samples = sum(micro.samples for micro in micros)

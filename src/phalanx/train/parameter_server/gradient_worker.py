@@ -1,4 +1,4 @@
-"""A worker of parameter servers: asks, pulls, computes, pushes, until all is done."""
+"""A worker of parameter servers: it asks, pulls, computes and pushes until all is done."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Worker:
     def __init__(
         self, job: Job, plan: Plan, device: torch.device, divisor: float, data: tuple[BatchPieces, BatchPieces | None]
     ) -> None:
-        """``data`` are pieces to train on and to evaluate on."""
+        """Build the model; ``data`` are pieces to train on and to evaluate on."""
         self.observer = Observer()
         self._pieces, self._evaluation = data
         module = torch_compile.apply(activation_checkpointing.apply(build_model(job), plan), plan)
@@ -118,14 +118,14 @@ class Computer:
     """Forward and backward over pieces."""
 
     def __init__(self, job: Job, plan: Plan, layout: Layout, device: torch.device, divisor: float) -> None:
-        """``divisor`` is the constant that backward divides sums by."""
+        """Take the job; ``divisor`` is the constant divisor of sums in backward."""
         self._job, self._plan, self._layout, self._device, self._divisor = job, plan, layout, device, divisor
         self._inputs = Inputs(job, layout.module)
         self._checked = False
         self.moved: Callable[[], None] = lambda: None  # called between micro-batches
 
     def gradients(self, pieces: BatchPieces, step: int, part: int) -> tuple[Sums, int]:
-        """Leave in each parameter's ``grad`` the sum over a piece, over the divisor.
+        """Compute in each parameter's ``grad`` the sum over a piece, over the divisor.
 
         Returns the sum and the count of its loss, and of each by name, and its samples.
 
@@ -159,7 +159,7 @@ class Computer:
         return {"loss": (float(read.value.detach()) * read.weight, read.count), **dict(named)}
 
     def measures(self, pieces: BatchPieces, step: int, part: int) -> tuple[Sums, int]:
-        """Sum and count of the loss and of each metric over a piece of the evaluation data, and its samples."""
+        """Return sum and count of the loss and of each metric over a piece of evaluation data, and its samples."""
         module, device = self._layout.module, self._device
         found: Sums = {}
         samples = 0
@@ -176,7 +176,7 @@ class Computer:
 
     @property
     def memory(self) -> dict[str, Any]:
-        """Bytes of what is held, as events tell it."""
+        """Return the bytes held, in the form of events."""
         size = sum(tensor.nbytes for tensor in self._layout.parameters.values())
         buffers = sum(tensor.nbytes for tensor in self._layout.module.buffers())
         return {"parameters": size, "gradients": size, "optimizer": 0, "buffers": buffers, "activations": 0}

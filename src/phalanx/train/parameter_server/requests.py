@@ -1,4 +1,4 @@
-"""Where workers come for work: server 0's side of their connections, and the books on each of them."""
+"""Requests of workers: server 0's side of their connections, and its records of each."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from phalanx.train.parameter_server.server_group import Patience
 
 @dataclass(slots=True)
 class WorkerState:
-    """A worker as server 0 knows it.
+    """Server 0's record of a worker.
 
     Attributes:
         joined: when it first came, as of ``time.monotonic()``.
-        last: when its last piece that counted came in.
-        waiting: it has asked and not been answered.
-        silent: it holds a piece, and nothing has been heard of it, or it has not come on, for long.
-        progress: how often its main thread has come on, as it says beside its signs of life.
-        moved: when that last changed, or it was dealt its piece.
-        memory: what it held, told as it left.
+        last: when its last counted piece came in.
+        waiting: whether it waits for an answer.
+        silent: whether it holds a piece and has not been heard of, or has made no progress, for long.
+        progress: the progress counter of its main thread, from its heartbeats.
+        moved: when that last changed, or it got its piece.
+        memory: its memory, reported when it leaves.
     """
 
     connection: Connection | None
@@ -44,19 +44,19 @@ class WorkerState:
 
 @final
 class RequestHandler:
-    """Deals pieces out, from any thread.
+    """The assignment of pieces to workers, from any thread.
 
     Attributes:
-        news: held while anything here is changed or read; told when a piece has come in or a worker has gone.
+        news: held while data here is changed or read; notified when a piece has come in or a worker has gone.
         queue: of the steps, or of an evaluation.
-        happened: what became of workers, to be written down by the main thread.
+        happened: events of workers, to be written by the main thread.
         statistics: step → those of normalisation layers that came with its first piece.
     """
 
     def __init__(
         self, queue: WorkQueue, data: Mapping[str, Any], form: Form, patience: Patience, secret: bytes
     ) -> None:
-        """``data``: what ``BatchPieces`` tells of those that server 0 reads."""
+        """Take the first queue; ``data`` are the facts of server 0's ``BatchPieces``."""
         self.news = threading.Condition()
         self.queue = queue
         self.workers: dict[int, WorkerState] = {}
@@ -70,33 +70,33 @@ class RequestHandler:
         self.trouble: Exception | None = None
 
     def turn_to(self, what: str, queue: WorkQueue) -> None:
-        """From now on deal pieces of ``queue`` out, for ``train`` or ``evaluate``."""
+        """Assign pieces of ``queue`` from now on, for ``train`` or ``evaluate``."""
         with self.news:
             self._what, self.queue, self._from = what, queue, queue.version
         self.dispatch()
 
     def dispatch(self) -> None:
-        """Give work to those that wait, as far as there is any."""
+        """Give work to waiting workers, as far as there is any."""
         with self.news:
             waiting = [rank for rank, known in sorted(self.workers.items()) if known.waiting]
         for rank in waiting:
             self.answer(rank)
 
     def finish(self) -> None:
-        """Tell everybody who asks that all is done."""
+        """Tell every asking worker that all is done."""
         with self.news:
             self._finished = True
         self.dispatch()
 
     @property
     def present(self) -> list[int]:
-        """Ranks that are connected and have not said good-bye."""
+        """Return ranks that are connected and have not left."""
         return [rank for rank, known in self.workers.items() if known.connection is not None and known.memory is None]
 
     def look(self) -> None:
-        """Find out who has fallen silent, who computes and does not come on, and who has done so for too long.
+        """Find workers that are silent, or make no progress, and those that have been so for too long.
 
-        Not by the first look after long: this process may have been stopped itself, and has yet to read what came.
+        The first look after a long gap does not count: this process may have been stopped itself, with unread messages.
         """
         patience, now, fallen = self._patience, time.monotonic(), False
         gap, self._looked = now - self._looked, now
@@ -132,14 +132,14 @@ class RequestHandler:
             self.dispatch()
 
     def heard(self, rank: int, connection: Connection, progress: int) -> None:
-        """A worker lives, and its main thread has come on so often."""
+        """Record a worker's heartbeat with its progress counter."""
         with self.news:
             known = self.workers[rank]
             if known.connection is connection and known.progress != progress:
                 known.progress, known.moved = progress, time.monotonic()
 
     def connected(self, rank: int, connection: Connection, data: Mapping[str, Any]) -> None:
-        """A worker has connected; ``data`` is what it tells of those that it reads."""
+        """Record a connected worker; ``data`` are the facts of its data."""
         with self.news:
             told = {"server 0": self._data, f"rank {rank}": data}
             self.trouble = unlike_data(told, shared="whoever is free computes the next piece") or self.trouble
@@ -148,7 +148,7 @@ class RequestHandler:
             self.news.notify_all()
 
     def asked(self, rank: int, connection: Connection, frame: Frame) -> None:
-        """A worker brings what it has computed, and wants more, which ``answer`` gives it."""
+        """Take a worker's result and its request, which ``answer`` will answer."""
         brought = None
         if frame.size:
             brought = Flat(self._form)
@@ -161,7 +161,7 @@ class RequestHandler:
             known.waiting = True
 
     def answer(self, rank: int) -> None:
-        """Give a worker that waits its next piece, if there is one, or tell it that all is done."""
+        """Give a waiting worker its next piece, if there is one, or tell it that all is done."""
         with self.news:
             known = self.workers.get(rank)
             if known is None or not known.waiting or known.connection is None:
@@ -182,13 +182,13 @@ class RequestHandler:
             return  # its own thread hears of it, too
 
     def parted(self, rank: int, memory: dict[str, int]) -> None:
-        """A worker has heard that all is done, and goes."""
+        """Record that a worker has been told that all is done, and leaves."""
         with self.news:
             self.workers[rank].memory = memory
             self.news.notify_all()
 
     def lost(self, rank: int, connection: Connection, reason: str) -> None:
-        """The connection of a worker has ended, which is trouble if the worker has not said good-bye."""
+        """Handle the end of a worker's connection, which is an error unless it has left."""
         with self.news:
             known = self.workers.get(rank)
             if known is None or known.connection is not connection:

@@ -1,4 +1,4 @@
-"""What each process of a run with servers does, by its rank: workers first, then servers, the first of them leads."""
+"""The role of each process of a run with servers, by its rank: workers first, then servers; the first server leads."""
 
 from __future__ import annotations
 
@@ -44,12 +44,12 @@ def take_part(
     observer: Observer | None = None,
     findings: Findings | None = None,
 ) -> dict[str, Any]:
-    """Be the worker or the server that ``place.rank`` is, to the end of the run.
+    """Run the worker or server of rank ``place.rank``, to the end of the run.
 
-    Ranks 0 to dp - 1 are workers, the next are servers, the first of which coordinates. ``findings`` are of a look at
-    the job before the run; ``link`` is as in ``train``.
+    Ranks 0 to dp - 1 are workers, the next are servers, the first of them the coordinator. ``findings`` come from a
+    trace of the job before the run; ``link`` is as in ``train``.
 
-    Returns on server 0 the run's summary, as ``train`` does, and nothing elsewhere.
+    Returns on server 0 the run's summary, as ``train`` does, and an empty one elsewhere.
 
     Raises:
         RefusedError: if the plan cannot serve the job.

@@ -1,7 +1,7 @@
-"""What every server does: listens, takes gradients in, gives values out, obeys the coordinator.
+"""The work of every server: it listens, receives gradients, sends values, and obeys the coordinator.
 
-It answers those that have proved who they are (``comm/listener.py``), one connection of each. What a connection says
-and may not ends that connection; of the coordinator's it ends the run: it would say the same again.
+It answers callers with a proven identity (``comm/listener.py``), one connection of each. A frame that is not allowed
+ends its connection; from the coordinator it ends the run, because it would be sent again.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ class Server:
     """A server's connections, a thread each.
 
     Attributes:
-        trouble: what went wrong in one of the threads.
-        over: the coordinator has said that all is done.
+        trouble: the error of one of the threads.
+        over: whether the coordinator has said that all is done.
     """
 
     def __init__(self, store: ShardStore, place: Place, workers: int, codec: Codec | None = None) -> None:
-        """``place`` is this process's; ranks below ``workers`` are the workers."""
+        """Listen at ``place``, this process's; ranks below ``workers`` are the workers."""
         self._store, self._codec, self._secret = store, codec, place.secret
         mine = Identity(Role.SERVER, store.index)
         callers = [COORDINATOR, *(Identity(Role.WORKER, rank) for rank in range(workers))]
@@ -61,7 +61,7 @@ class Server:
         self._threads: list[threading.Thread] = []
 
     def start(self, requests: RequestHandler | None = None) -> None:
-        """Begin to answer; server 0 with what it does for workers."""
+        """Begin to answer; server 0 with its handler of workers' requests."""
         self._requests = requests
         self._run(self.listener.run, self._welcome)
 
@@ -76,11 +76,11 @@ class Server:
 
     @property
     def alone_for(self) -> float:
-        """Seconds that the coordinator has not come; 0 once it has."""
+        """Return the seconds without a coordinator; 0 once it has connected."""
         return 0.0 if self._led else time.monotonic() - self._begun
 
     def obey(self, kind: FrameKind, meta: dict[str, Any]) -> dict[str, Any]:
-        """Do what the coordinator says; returns what there is to answer."""
+        """Carry out the coordinator's order, and return the answer."""
         shard = self._store.shard
         match kind:
             case FrameKind.PREPARE:
@@ -247,17 +247,17 @@ _NAMES = {str(dtype): dtype for dtype in vars(torch).values() if isinstance(dtyp
 def send_tensors(
     connection: Connection, kind: FrameKind, meta: dict[str, Any], tensors: Mapping[str, torch.Tensor]
 ) -> None:
-    """One frame with ``tensors`` (on the host), what they are, and ``meta``."""
+    """Send one frame with ``tensors`` (on the host), their description, and ``meta``."""
     dense = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
     described = [[name, list(tensor.shape), str(tensor.dtype)] for name, tensor in dense.items()]
     connection.send(kind, {**meta, "tensors": described}, views(dense.values()))
 
 
 def receive_tensors(connection: Connection, frame: Frame) -> dict[str, torch.Tensor]:
-    """The tensors that came with ``frame``.
+    """Receive the tensors that come with ``frame``.
 
     Raises:
-        ProtocolError: if they are not those that it announces.
+        ProtocolError: if they do not match its announcement.
     """
     described = [(name, shape, _NAMES.get(dtype)) for name, shape, dtype in frame.meta.get("tensors", [])]
     size = sum(dtype.itemsize * math.prod(shape) if dtype else 1 << 62 for _, shape, dtype in described)

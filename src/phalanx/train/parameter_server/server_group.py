@@ -1,4 +1,4 @@
-"""All servers: as the coordinator speaks to them, as an observer sees them, how they are found, how long who waits."""
+"""All servers: the coordinator's connections to them, an observer's view, their addresses, and timeouts."""
 
 from __future__ import annotations
 
@@ -34,18 +34,18 @@ class ServerGroup:
     """Server 0, which is here, and connections to the others."""
 
     def __init__(self, server: Server, store: ShardStore, servers: int, patience: Patience, secret: bytes) -> None:
-        """``store`` is what server 0 holds."""
+        """Take server 0 with its parameters, ``store``."""
         self._server, self._store, self._patience, self._secret = server, store, patience, secret
         self._others: dict[int, Connection] = {}
         self._servers, self._limit = servers, patience.answer
 
     @property
     def missing(self) -> list[int]:
-        """Servers without a connection."""
+        """Return servers without a connection."""
         return [index for index in range(1, self._servers) if index not in self._others]
 
     def connect(self, index: int, address: Address) -> str:
-        """Connect to server ``index`` at ``address``. Returns why that could not be; empty if it could."""
+        """Connect to server ``index`` at ``address``. Returns the reason of a failure, or ""."""
         caller, wanted = Caller(identity=COORDINATOR, secret=self._secret), Identity(Role.SERVER, index)
         try:
             connection = caller.call(wanted, address.host, address.port, TO_COORDINATOR, patience=self._patience.answer)
@@ -57,10 +57,10 @@ class ServerGroup:
         return ""
 
     def look(self) -> None:
-        """Find out whether a server is gone.
+        """Check that no server is gone.
 
         Raises:
-            LostError: if so.
+            LostError: if one is.
         """
         for index, connection in self._others.items():
             # It speaks only when spoken to: what can be read is the end.
@@ -68,7 +68,7 @@ class ServerGroup:
                 raise LostError(f"the connection to server {index} was lost: it has ended")
 
     def tell(self, kind: FrameKind, meta: dict[str, Any] | None = None) -> list[dict[str, Any]]:
-        """Have every server do something, all at once; their answers in the order of servers.
+        """Send an order to every server at once; return their answers in the order of servers.
 
         Raises:
             LostError: if one is gone.
@@ -81,7 +81,7 @@ class ServerGroup:
         return [here, *(self._of(index, lambda connection: _answer(connection, kind)).meta for index in self._others)]
 
     def part(self) -> dict[int, dict[str, Any]]:
-        """Tell every server that all is done; the answers of those that are still there."""
+        """Tell every server that all is done; return the answers of the remaining ones."""
         self._wait(self._patience.answer)
         for index in self._others:
             with suppress(LostError):
@@ -93,7 +93,7 @@ class ServerGroup:
         return answers
 
     def gather(self, what: str) -> list[ServerShare]:
-        """What every server has; see ``ShardStore.share``.
+        """Return every server's share; see ``ShardStore.share``.
 
         Raises:
             LostError: if one is gone.
@@ -137,11 +137,11 @@ def _answer(connection: Connection, kind: FrameKind) -> Frame:
 
 @final
 class ServerScene(Scene):
-    """What all servers hold. Workers, which are sent copies, are not seen.
+    """The tensors of all servers. Workers, which receive copies, are not included.
 
     Attributes:
-        scale: what the sums that servers hold are to be multiplied by, to be gradients.
-        stepped_with: whether gradients are those that optimizers were given, and no longer those brought together.
+        scale: the factor that turns the servers' sums into gradients.
+        stepped_with: whether gradients are the optimizers' inputs, and no longer the summed ones.
     """
 
     replica = 0
@@ -176,7 +176,7 @@ class ServerScene(Scene):
         return {name: _filled(state, tensors) for name, state in states.items()}
 
     def groups(self) -> list[tuple[list[str], dict[str, Any]]]:
-        """Those of server 0, with the parameters that it holds."""
+        """Return those of server 0, with its parameters."""
         shard = self._store.shard
         return groups_of(shard.optimizer, shard.parameters)
 
@@ -197,17 +197,17 @@ def _filled(state: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> di
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Patience:
-    """Seconds that are waited, and for what.
+    """Timeouts in seconds.
 
     Attributes:
-        beat: between two signs of life of a worker.
-        silent: without one, after which a worker's piece is dealt to others, beside ``pieces`` times as long as a
-            piece takes in the median.
-        stuck: without progress, or any sign of life, after which a worker counts as lost.
-        answer: for a peer that is connected to say anything at all.
+        beat: between two heartbeats of a worker.
+        silent: without a heartbeat, after which a worker's piece is assigned to others; also after ``pieces`` times the
+            median duration of a piece.
+        stuck: without progress, or any heartbeat, after which a worker counts as lost.
+        answer: for a connected peer to answer.
         task: for a server to send all it has.
-        back: for every server to be there, at the start.
-        parting: for workers to say good-bye.
+        back: for every server to come, at the start.
+        parting: for workers to leave.
     """
 
     beat: float = 0.5
@@ -221,12 +221,12 @@ class Patience:
 
 
 def gone(what: str) -> RunError:
-    """For a run that cannot go on by itself, because of ``what``."""
+    """Return the error for a run that cannot continue, because of ``what``."""
     return RunError(f"{what}\n    try: resume=True, which goes on from the last checkpoint")
 
 
 class Address(NamedTuple):
-    """Where a server listens."""
+    """The address of a listening server."""
 
     host: str
     port: int
@@ -241,11 +241,11 @@ class Directory:
         self._looked, self._stop = 0.0, 0
 
     def publish(self, index: int, address: Address) -> None:
-        """Say where server ``index`` is from now on."""
+        """Publish the address of server ``index``."""
         self._store.set(_key(index), json.dumps(address))
 
     def find(self, index: int) -> Address | None:
-        """Where server ``index`` said last that it is."""
+        """Return the last published address of server ``index``, or ``None``."""
         key = _key(index)
         if not self._store.check([key]):
             return None
@@ -256,21 +256,21 @@ class Directory:
         return Address(str(host), port) if type(port) is int and 0 < port < 1 << 16 else None
 
     def finish(self) -> None:
-        """Say that the run is over: nobody has to look for servers any more."""
+        """Announce that the run is over, so that servers are no longer searched for."""
         self._store.set(_OVER, "1")
 
     @property
     def over(self) -> bool:
-        """Whether the run is over."""
+        """Return True if the run is over."""
         return self._store.check([_OVER])
 
     def ask_to_stop(self, number: int) -> None:
-        """Say that this process was asked to stop, by the signal of that number; 0: it was not."""
+        """Announce this process's stop signal; 0: none."""
         if number:
             self._store.set(_STOP, str(number))
 
     def asked_to_stop(self) -> int:
-        """The signal by which any process was asked to stop, 0 where none was; looked up twice a second at most."""
+        """Return the stop signal of any process, or 0; looked up at most twice a second."""
         now = time.monotonic()
         if now - self._looked > _LOOK:
             self._looked = now

@@ -1,4 +1,4 @@
-"""A worker's connections to its servers: found, kept up, asked; and the signs of life that go to the coordinator."""
+"""A worker's connections to its servers: made, kept up and used; and its heartbeats to the coordinator."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 @dataclass(slots=True)
 class ServerLink:
-    """One server: the ``slices`` it holds, the ``version`` last pulled, what was left out of gradients pushed to it."""
+    """One server: its ``slices``, the ``version`` last pulled, and the compression losses of pushed gradients."""
 
     index: int
     connection: Connection | None = None
@@ -34,14 +34,14 @@ class ServerLink:
     feedback: Feedback | None = None
 
     def receive(self) -> Frame:
-        """The next frame that is not a sign of life."""
+        """Return the next frame that is not a heartbeat."""
         assert self.connection is not None
         while (frame := self.connection.receive()).kind == FrameKind.BEAT:
             pass
         return frame
 
     def expect(self, *kinds: FrameKind) -> Frame:
-        """The next frame, which must be of one of these kinds."""
+        """Return the next frame, which must be of one of these kinds."""
         frame = self.receive()
         if frame.kind not in kinds:
             raise LostError(f"{FrameKind(frame.kind).name} came where {kinds[0].name} was expected")
@@ -61,7 +61,7 @@ class ServerLinks:
         patience: Patience,
         codec: Codec | None,
     ) -> None:
-        """``caller`` is this worker, as it connects; ``data`` is what ``BatchPieces`` tells of those that it reads."""
+        """Take ``caller``, this worker's identity; ``data`` are the facts of its ``BatchPieces``."""
         self._caller, self._data, self._directory, self._patience = caller, data, directory, patience
         self._links = [ServerLink(index) for index in range(servers)]
         self._codec = codec
@@ -71,7 +71,7 @@ class ServerLinks:
         self._beats = threading.Thread(target=self._beat, daemon=True)
 
     def start(self) -> None:
-        """Begin to send signs of life."""
+        """Begin to send heartbeats."""
         self._beats.start()
 
     def close(self) -> None:
@@ -111,11 +111,11 @@ class ServerLinks:
 
     @property
     def over(self) -> bool:
-        """True once the run has ended."""
+        """Return True once the run has ended."""
         return self._directory.over
 
     def ask(self, done: dict[str, Any] | None, brought: list[memoryview]) -> Frame:
-        """Tell the coordinator what was computed, and wait for what to do.
+        """Report a result to the coordinator, and wait for the next order.
 
         Raises:
             LostError: if its connection has ended.
@@ -131,14 +131,14 @@ class ServerLinks:
         return order
 
     def moved(self) -> None:
-        """The main thread has come on; the coordinator is told with the next sign of life."""
+        """Count progress of the main thread, reported with the next heartbeat."""
         self._progress += 1
 
     def say_goodbye(self, memory: dict[str, Any]) -> None:
-        """Tell the coordinator what was held in memory, and wait until it has heard that and hangs up.
+        """Report memory to the coordinator, and wait until it hangs up.
 
-        Before that it may be about to answer signs of life: if this end were closed by then, to answer would fail, and
-        what is behind them would not be read.
+        Until then the coordinator may be answering heartbeats: if this end were closed, its answers would fail, and it
+        would not read the report behind them.
         """
         self._gone.set()
         with suppress(OSError):
@@ -149,7 +149,7 @@ class ServerLinks:
                     connection.receive()
 
     def pull(self, into: Mapping[str, torch.Tensor], statistics: list[memoryview]) -> int:
-        """Bring ``into`` (name → whole parameter, on the host) up to date. Returns the oldest version.
+        """Update ``into`` (name → whole parameter, on the host). Returns the oldest version.
 
         Raises:
             LostError: if a connection has ended.
@@ -170,7 +170,7 @@ class ServerLinks:
     def push(
         self, gradients: Mapping[str, torch.Tensor | None], like: Mapping[str, torch.Tensor], meta: dict[str, Any]
     ) -> None:
-        """Give every server its part of ``gradients`` (name → whole, on the host; ``None`` is zeros as of ``like``).
+        """Send every server its part of ``gradients`` (name → whole, on the host; ``None``: zeros like ``like``).
 
         Raises:
             LostError: if a connection has ended.

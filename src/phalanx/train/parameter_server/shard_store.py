@@ -1,7 +1,7 @@
-"""What one server holds of a job's parameters and running statistics, and how it is saved and comes back.
+"""One server's part of a job's parameters and running statistics, saved and restored.
 
-Running statistics of normalisation layers, which servers keep beside the parameters. A worker brings those of a step's
-first piece; they are the next step's. So they go on as those of rank 0 do where replicas step together.
+Servers keep running statistics of normalisation layers beside the parameters. A worker brings those of a step's first
+piece; they are used in the next step. So they evolve as rank 0's do in synchronous replicas.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ from phalanx.train.state import buffer_names, identity, model_config, model_tens
 
 @dataclass(frozen=True, slots=True)
 class ServerShare:
-    """What one server has: parameters, as ``ShardStore.held`` has them, and what is no tensor of its optimizer's state.
+    """One server's part: parameters, in the order of ``ShardStore.held``, and its optimizer's state without tensors.
 
     ``tensors`` are ``model.<parameter>`` and ``optimizer.<parameter>.<key>`` → its rows; ``states`` are parameter → key
-    → JSON, as ``optimizer_tensors`` gives it.
+    → JSON, as from ``optimizer_tensors``.
     """
 
     held: list[list[Any]]
@@ -50,16 +50,16 @@ class ShardStore:
     """One server's shard, with the whole model beside it for names, buffers and initial values.
 
     Attributes:
-        layout: the whole model; its parameters have the values it began with.
-        slices: what this server holds, name → rows.
-        rates: the learning rate of each parameter group, as the job gave it.
+        layout: the whole model; its parameters have the initial values.
+        slices: this server's part, name → rows.
+        rates: the job's learning rate of each parameter group.
         elements: of the whole model.
         shard: the parameters of ``slices`` and their optimizer.
-        statistics: of normalisation layers, as they go out to workers; server 0's count.
+        statistics: of normalisation layers, as sent to workers; server 0's count.
     """
 
     def __init__(self, job: Job, plan: Plan, index: int) -> None:
-        """Begins with the job's initial values.
+        """Begin with the job's initial values.
 
         Raises:
             RefusedError: if there are more servers than parameters to hold.
@@ -82,12 +82,12 @@ class ShardStore:
 
     @property
     def held(self) -> list[list[Any]]:
-        """What this server holds, in the order of the wire: name, first row, row after the last, whether it is all."""
+        """Return this server's rows in the order of messages: name, first row, row after the last, whether whole."""
         ordered = (self.slices[name] for name in self.shard.form)
         return [[one.name, one.start, one.stop, one.whole] for one in ordered]
 
     def resume(self, path: Path) -> dict[str, Any]:
-        """Begin with the checkpoint ``path``, whatever the plan that wrote it. Returns its state."""
+        """Begin with the checkpoint ``path``, written under any plan. Returns its state."""
         state = training_state(path)
         restore_values(path, self.layout, self._whole)
         step = int(state["step"])
@@ -98,14 +98,14 @@ class ShardStore:
         return state
 
     def settle(self) -> None:
-        """It has begun: let go of values that are other servers'. Server 0 keeps room for them, to save them."""
+        """Release values of other servers after the start. Server 0 keeps memory for them, to save them."""
         self._whole.state.clear()
         if self.index:
             for tensor in self.layout.module.parameters():
                 tensor.data = tensor.data.new_empty(0)
 
     def share(self, what: str) -> ServerShare:
-        """What this server has: ``parameters``, ``gradients`` prepared or ``used``, or ``everything`` to be saved."""
+        """Return this server's ``parameters``, ``gradients`` (prepared or ``used``), or ``everything`` to save."""
         shard = self.shard
         if what in ("gradients", "used"):
             return ServerShare(self.held, put_in(MODEL, shard.gradient() if what == "gradients" else shard.used), {})
@@ -124,9 +124,9 @@ class ShardStore:
         progress: dict[str, Any],
         kept: dict[str, int],
     ) -> Path:
-        """Write an ordinary checkpoint: ``tensors`` put together, and what is not tensors of each state.
+        """Write an ordinary checkpoint from whole ``tensors`` and the other parts of each state.
 
-        ``kept`` says which are not deleted, as ``checkpoint.save`` takes it.
+        ``kept`` are the arguments of ``checkpoint.save`` on deletion.
         """
         held = self.layout.holdings
         with torch.no_grad():
@@ -169,7 +169,7 @@ def _rows(value: Any, whole: torch.Tensor, part: RowSlice) -> Any:
 def put_together(
     parts: Iterable[ServerShare], whole: Mapping[str, torch.Tensor]
 ) -> tuple[dict[str, torch.Tensor], dict[str, dict[str, Any]]]:
-    """Whole tensors by name, and the states' JSON by parameter, from what each server has.
+    """Return whole tensors by name, and the states' JSON by parameter, from each server's part.
 
     ``whole`` are the parameters, for their names.
     """
@@ -215,7 +215,7 @@ class ServerStatistics:
 
     @property
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Name → buffer. Looked up each time: moving a module puts others in their place."""
+        """Map name to buffer, looked up each time, because moving a module replaces them."""
         return {
             f"{name}.{key}" if name else key: value
             for name, (layer, keys) in self._layers.items()
@@ -224,7 +224,7 @@ class ServerStatistics:
         }
 
     def take(self) -> Flat:
-        """A copy of them on the host."""
+        """Return a copy of them on the host."""
         found = self.tensors
         flat = Flat(form_of(found))
         for name, tensor in flat.named.items():
