@@ -1,4 +1,4 @@
-"""What will happen: the step time, memory and energy of plans on a cluster."""
+"""Forecasts: the step time, memory and energy of plans on a cluster."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from phalanx.units import show_bytes, show_count, show_seconds
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Forecast:
-    """One plan's future.
+    """The forecast of one plan.
 
     Attributes:
-        plan: it.
-        cluster: on which, as text.
-        seconds: of one optimizer step, by what they go to (see ``StepTime``).
-        low: seconds of a step that four of five alike plans stay above or below ``high`` of.
+        plan: the plan.
+        cluster: as text.
+        seconds: of one optimizer step, by part (see ``StepTime``).
+        low: lower bound on seconds; four of five similar plans are between ``low`` and ``high``.
         high: see ``low``.
-        basis: what ``low`` and ``high`` rest on.
-        memory: bytes at the peak on the rank that needs most, by what they are (see ``MemoryForecast``).
+        basis: the evidence for ``low`` and ``high``.
+        memory: bytes at the peak on the fullest rank, by part (see ``MemoryForecast``).
         parts: the same, each at its own peak.
         allocated: bytes of tensors at the peak.
         reserved: bytes the allocator then holds.
@@ -42,10 +42,10 @@ class Forecast:
         flops: of the model in one step, without recomputation.
         peak: FLOP/s of all devices in the plan's precision.
         host: bytes that a node's ranks keep in its host's memory.
-        host_room: bytes of that memory; infinite where not known.
-        unrun: why ``train`` does not run it yet; empty where it does.
-        watts: that all devices draw at most; 0 where not known.
-        notes: what the reader should know.
+        host_room: bytes of that memory; infinite if unknown.
+        unrun: the reason why ``train`` does not run it yet, or "".
+        watts: the most that all devices draw; 0 if unknown.
+        notes: remarks for the reader.
     """
 
     plan: Plan
@@ -71,7 +71,7 @@ class Forecast:
     notes: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        """What ``phalanx forecast`` says first, in three lines."""
+        """Return the first three lines of ``phalanx forecast``."""
         verdict = "fits" if self.fits else "does not fit"
         time = f"{show_seconds(self.step)} a step ({show_seconds(self.low)} to {show_seconds(self.high)})"
         rate = f"{show_count(self.throughput)} samples/s, {', '.join(self.limits)}"
@@ -81,42 +81,42 @@ class Forecast:
 
     @property
     def step(self) -> float:
-        """Seconds of one optimizer step."""
+        """Return the seconds of one optimizer step."""
         return sum(self.seconds.values())
 
     @property
     def fits(self) -> bool:
-        """Return True if the rank that needs most has room for it, and so has its host."""
+        """Return True if the fullest rank and its host have enough memory."""
         return self.missing <= 0
 
     @property
     def missing(self) -> float:
-        """Bytes that it lacks, of the device or of the host's memory; 0 or less where it fits."""
+        """Return the bytes it lacks, on the device or the host; 0 or less if it fits."""
         return max(self.reserved - self.room, self.host - self.host_room)
 
     @property
     def runs_out(self) -> float:
-        """The chance that it runs out of memory all the same, or does not where it is forecast not to fit."""
+        """Return the chance that the forecast of its fitting is wrong."""
         return runs_out(self.reserved, self.room)
 
     @property
     def safe(self) -> bool:
-        """Return True if it fits with a margin: at most one time in ten would it run out of memory."""
+        """Return True if it fits with a margin: it runs out of memory at most one time in ten."""
         return self.reserved <= SAFE * self.room
 
     @property
     def throughput(self) -> float:
-        """Samples per second of all devices."""
+        """Return the samples per second of all devices."""
         return self.samples / self.step
 
     @property
     def mfu(self) -> float:
-        """Model FLOP/s over the peak: Chowdhery et al., "PaLM", 2022, appendix B."""
+        """Return model FLOP/s over the peak: Chowdhery et al., "PaLM", 2022, appendix B."""
         return self.flops / self.step / self.peak
 
     @property
     def limits(self) -> tuple[str, ...]:
-        """What bounds it: the largest shares of the step, and the largest part of memory."""
+        """Return the bounds: the largest shares of the step, and the largest part of memory."""
         ranked = sorted(self.seconds.items(), key=lambda one: -one[1])
         shares = [f"{100 * seconds / self.step:.0f} % {name}" for name, seconds in ranked if seconds > 0.05 * self.step]
         largest = max(self.memory, key=lambda name: self.memory[name], default="")
@@ -125,7 +125,7 @@ class Forecast:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Sweep:
-    """Many plans' futures at once: shape (N,) each, in the order of ``plans``."""
+    """The forecasts of many plans at once: shape (N,) each, in the order of ``plans``."""
 
     plans: tuple[Plan, ...]
     step: StepTime  # seconds by part
@@ -135,12 +135,12 @@ class Sweep:
 
     @property
     def fits(self) -> Array:
-        """1 where there is room, else 0."""
+        """Return 1 for each plan that fits, else 0."""
         return (self.memory.reserved <= self.room).astype(float)
 
 
 def sweep(work: Work, plans: Sequence[Plan], cluster: Cluster, preset: Preset = PHALANX) -> Sweep:
-    """The step and memory of every plan on ``cluster``, of which each uses as many devices as it needs."""
+    """Forecast the step and memory of every plan on ``cluster``; each uses as many devices as it needs."""
     at: dict[str, list[int]] = {}
     for index, plan in enumerate(plans):
         at.setdefault(plan.precision, []).append(index)
@@ -176,21 +176,21 @@ def _of_one_precision(work: Work, plans: Sequence[Plan], cluster: Cluster, prese
 def times(
     work: Work, layouts: Layouts, cluster: Cluster, precision: str, preset: Preset = PHALANX, events: bool = False
 ) -> StepTime:
-    """The step of every candidate of ``layouts``, on the kind of device that takes longest.
+    """Return the step of every candidate of ``layouts``, on the slowest kind of device.
 
-    With ``events`` pipelines are run event by event, which takes milliseconds each; else they are priced by formula.
+    ``events`` simulates pipelines event by event, in milliseconds each; by default a formula prices them.
     """
     scene = ForecastInput(work=work, cluster=cluster, precision=precision, preset=preset)
     return step_of(scene, device_shares(scene, layouts), events)
 
 
 def forecast(work: Work, plan: Plan, cluster: Cluster, preset: Preset = PHALANX) -> Forecast:
-    """One plan's future on ``cluster``."""
+    """Return the forecast of one plan on ``cluster``."""
     return forecasts(work, [plan], cluster, preset)[0]
 
 
 def forecasts(work: Work, plans: Sequence[Plan], cluster: Cluster, preset: Preset = PHALANX) -> tuple[Forecast, ...]:
-    """The future of each of ``plans`` on ``cluster``, in their order."""
+    """Return the forecasts of ``plans`` on ``cluster``, in their order."""
     found = sweep(work, plans, cluster, preset)
     flops = work.profile.flops(1, work.tokens) * work.batch
     made, hosts = list[Forecast](), on_hosts(work, plans, cluster, preset)

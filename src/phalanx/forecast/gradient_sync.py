@@ -1,4 +1,4 @@
-"""What keeps replicas together costs, beyond what computing hides: sums, averaging, servers, compression."""
+"""The cost of keeping replicas equal, beyond the part hidden by computing: sums, averaging, servers, compression."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from phalanx.placement.step_traffic import once_a_step, tied_copy, unit_by_unit,
 
 
 def replicas(costs: OperationArrays, times: Times, layouts: Layouts, setting: DeviceSetting, lie: StageCounts) -> Array:
-    """Seconds of a step in which replicas are brought together, beyond what computing hides."""
+    """Return seconds of a step for synchronising replicas, beyond the part hidden by computing."""
     first, last = (np.einsum("kpn,pn->kn", lie.each, each).max(axis=0) for each in (times.before, times.back))
     count = parameters_held(costs, layouts, lie)
     late = _reduced(held(costs.profile, lie.each, layouts.mesh), first, last, layouts, setting)
@@ -78,7 +78,7 @@ def _sharded(costs: OperationArrays, times: Times, layouts: Layouts, setting: De
 
 
 def completed(costs: OperationArrays, layouts: Layouts, setting: DeviceSetting, lie: StageCounts, norm: bool) -> Array:
-    """Seconds of what gradients take once a step, when the last of them is there; ``norm``: theirs, too."""
+    """Return seconds of gradients' once-a-step exchanges after the last gradient; ``norm``: with their norm."""
     wide, counts = widths(setting.preset, setting.precision, layouts.zero), list(np.moveaxis(lie.each, 1, 0))
     made = once_a_step(costs.profile, counts, layouts.mesh, wide, norm=norm)
     found = sum((seconds(one, layouts.mesh, setting.fabric) for one in made), np.zeros_like(lie.there))
@@ -104,9 +104,9 @@ def _beyond(sent: Array, computing: Array, overlap: float) -> Array:
 
 
 def update(costs: OperationArrays, layouts: Layouts, setting: DeviceSetting, lie: StageCounts) -> Array:
-    """The optimizer moves each parameter's gradient, state and value through memory once.
+    """Return seconds of the optimizer, which moves each parameter's gradient, state and value through memory once.
 
-    Where it works on the host, gradients go there and values come back; parameters that live there come for each pass.
+    On the host, gradients are sent there and values come back; parameters that live there are sent for each pass.
     """
     count = parameters_held(costs, layouts, lie) / np.where(layouts.zero > 0, layouts.fsdp, 1.0)
     stepped = count * setting.preset.update / (setting.rates.bandwidth * setting.rates.kernels.stream)
@@ -126,19 +126,20 @@ _READ = 17.0
 
 
 def compressed(layouts: Layouts) -> Array:
-    """Return True if a plan sends less: shape (N,)."""
+    """Return True for each plan with compression: shape (N,)."""
     return layouts.compress != "none"
 
 
 def message(layouts: Layouts) -> Array:
-    """Bytes of one rank's message, an element that is averaged."""
+    """Return bytes of one rank's message for each averaged element."""
     return _each(layouts.compress, lambda one: one.facts.bytes * (one.amount if one.facts.way == "gathered" else 1))
 
 
 def averaging(count: Array, thin: Array, layouts: Layouts, inner: Array, setting: DeviceSetting) -> tuple[Array, Array]:
-    """Seconds to average ``count`` elements over ``dp``, on the wire and in memory; whole ones in one all-reduce.
+    """Return seconds to average ``count`` elements over ``dp``, on the wire and in memory.
 
-    By the ways of ``CodecFacts``; PowerSGD sums ``thin`` elements. ``inner``: how far apart the ranks of ``dp`` stand.
+    Uncompressed ones take one all-reduce, others the ways of ``CodecFacts``; PowerSGD sums ``thin`` elements.
+    ``inner``: the distance between the ranks of ``dp``.
     """
     fabric, dp = setting.fabric, layouts.dp
     size = count * message(layouts)
@@ -154,22 +155,22 @@ def averaging(count: Array, thin: Array, layouts: Layouts, inner: Array, setting
 
 
 def pushed(count: Array, layouts: Layouts, setting: DeviceSetting) -> tuple[Array, Array]:
-    """Seconds for a worker to encode ``count`` elements, and for a server's host to read them from all workers."""
+    """Return seconds for a worker to encode ``count`` elements, and for a server's host to read all workers'."""
     encode = count * _each(layouts.compress, lambda one: one.facts.pushed)
     read = np.where(compressed(layouts), count * _READ * layouts.dp, 0.0)
     return encode / (setting.rates.bandwidth * setting.rates.kernels.stream), read / setting.processor
 
 
 def fed_back(layouts: Layouts) -> Array:
-    """Bytes a parameter takes on a device for what was left out of its gradients."""
+    """Return bytes of kept compression losses a parameter, on a device."""
     there = _each(layouts.compress, lambda one: _FULL if one.facts.feeds_back else 0.0)
     return np.where((layouts.sync > 0) | (layouts.server > 0), 0.0, there)
 
 
 def thin(costs: OperationArrays, lie: StageCounts, layouts: Layouts) -> Array:
-    """Elements that PowerSGD sums: two thin matrices for each, as if all of a part's were square and of its mean size.
+    """Return the elements summed by PowerSGD: two thin matrices for each parameter, as if square and of mean size.
 
-    Source: Vogels et al., "PowerSGD", 2019, section 3: r (n + m) of n m elements, which is least where n = m.
+    Source: Vogels et al., "PowerSGD", 2019, section 3: r (n + m) of n m elements, the least if n = m.
     """
     rank = _each(layouts.compress, lambda one: one.amount if one.facts.way == "thin" else 0.0)
     each = np.zeros((len(costs.parts), len(rank)))
@@ -197,10 +198,10 @@ _ADDED = 12.0
 
 
 def averaged(count: Array, layouts: Layouts, setting: DeviceSetting) -> Array:
-    """Seconds of a step for averaging ``count`` parameters of a rank over ``dp`` once every so many steps.
+    """Return seconds of a step for averaging ``count`` parameters of a rank over ``dp`` now and then.
 
-    Nothing hides it. Local SGD: Stich, "Local SGD converges fast and communicates little", 2019, algorithm 1; the outer
-    step: Douillard et al., "DiLoCo", 2023, algorithm 1.
+    Computing hides none of it. Local SGD: Stich, "Local SGD converges fast and communicates little", 2019, algorithm 1;
+    the outer step: Douillard et al., "DiLoCo", 2023, algorithm 1.
     """
     if not layouts.sync.any():
         return np.zeros_like(count)
@@ -213,17 +214,17 @@ def averaged(count: Array, layouts: Layouts, setting: DeviceSetting) -> Array:
 
 
 def kept_apart(layouts: Layouts) -> Array:
-    """Bytes a parameter takes in host memory: the copy that replicas began from, and the outer optimizer's momentum."""
+    """Return bytes a parameter in host memory: the common starting copy, and the outer optimizer's momentum."""
     momentum = np.where(layouts.outer == NESTEROV, _FULL, 0.0)
     return np.where(layouts.sync > 0, _FULL + momentum, 0.0)
 
 
 def server_time(count: Array, computing: Array, layouts: Layouts, setting: DeviceSetting) -> Array:
-    """Seconds that a worker's step is longer than its computing because servers hold the ``count`` parameters.
+    """Return seconds of a worker's step beyond its computing, because servers hold the ``count`` parameters.
 
-    Each worker pushes its gradients and pulls parameters. Both ways take what the slower of its link and its part of
-    the servers' links takes. A worker that may be ``staleness`` steps ahead has so many such rounds under way beside
-    the one that it computes; in the long run nobody is faster than the busiest link or processor of the servers.
+    Each worker pushes its gradients and pulls parameters. Each way takes the time of the slower of its link and its
+    part of the servers' links. A worker with ``staleness`` has that many rounds pending beside its current one; in the
+    long run no worker is faster than the busiest link or processor of the servers.
 
     Source: Li et al., "Scaling distributed machine learning with the parameter server", 2014; Ho et al., "More
     effective distributed ML via a stale synchronous parallel parameter server", 2013.

@@ -1,4 +1,4 @@
-"""What one micro-batch takes in each part of the model: its operations on a device, and the exchanges between.
+"""The time of one micro-batch in each part of the model: its operations on a device, and its exchanges.
 
 Products are priced by tiles, attention by its products, the rest by its traffic.
 """
@@ -19,7 +19,7 @@ from phalanx.placement.collective_bytes import PartPass, Pass, Widths, inside
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeviceSetting:
-    """One kind of device, joined in one way, used by one framework."""
+    """One kind of device with its interconnect and framework."""
 
     rates: Rates
     fabric: Fabric  # between devices
@@ -34,12 +34,12 @@ _ITEMSIZE = {"fp32": 4.0, "tf32": 4.0, "bf16": 2.0, "fp16": 2.0, "fp8": 2.0}
 
 
 def itemsize(precision: str) -> float:
-    """Bytes of an activation computed in ``precision``; fp8 products read 8 bits, and what lies between has 16."""
+    """Return bytes of an activation in ``precision``; fp8 products read 8 bits, other operations 16."""
     return _ITEMSIZE[precision]
 
 
 def price(costs: OperationArrays, layouts: Layouts, setting: DeviceSetting) -> Array:
-    """Seconds of every operation of ``costs`` under every candidate of ``layouts``: shape (operations, N)."""
+    """Return seconds of every operation under every candidate of ``layouts``: shape (operations, N)."""
     rates, preset, precision = setting.rates, setting.preset, setting.precision
     dims = _dims(costs, layouts)
     if rates.core:
@@ -177,7 +177,7 @@ def _attention(costs: OperationArrays, dims: list[Array], rates: Rates, preset: 
 
 
 def widths(preset: Preset, precision: str, zero: Array) -> Widths:
-    """Bytes of what is sent: as the framework computes in ``precision``."""
+    """Return bytes of sent elements, for the framework's computation in ``precision``."""
     half = itemsize(precision)
     return Widths(
         products=half,
@@ -193,7 +193,7 @@ KINDS = ("products", "attention", "memory")
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Times:
-    """Seconds of one micro-batch in each part of the model (one of its count): shape (parts, N) each."""
+    """Seconds of one micro-batch in each part of the model (counted once): shape (parts, N) each."""
 
     before: Array  # all of the forward
     back: Array  # all of the backward
@@ -205,7 +205,7 @@ class Times:
 
 
 def compute(costs: OperationArrays, layouts: Layouts, setting: DeviceSetting) -> Times:
-    """The times of every part under every candidate."""
+    """Return the times of every part under every candidate."""
     rates, preset = setting.rates, setting.preset
     priced = price(costs, layouts, setting)
     late = costs.backward & costs.weights

@@ -1,4 +1,4 @@
-"""What is forecast: a job's work in each step, and plans as arrays, so that thousands are forecast at once."""
+"""The input of forecasts: a job's work in each step, and plans as arrays, so that thousands are forecast at once."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ DILOCO, NESTEROV = CHOICES["sync"].index("diloco"), CHOICES["outer"].index("nest
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Layouts:
-    """N candidates of one precision: shape (N,) each. What is not listed is as in ``Plan``."""
+    """N candidates of one precision: shape (N,) each. Other fields are as in ``Plan``."""
 
     dp: Array
     fsdp: Array
@@ -59,12 +59,12 @@ class Layouts:
     compress: Texts  # texts of how gradients are sent, as plans have them
 
     def scheduled(self, pick: Callable[[PipelineSchedule], bool]) -> Mask:
-        """Which candidates have a schedule that ``pick`` takes: shape (N,)."""
+        """Return True for each candidate whose schedule passes ``pick``: shape (N,)."""
         return np.isin(self.schedule, [at for at, name in enumerate(SCHEDULES) if pick(PIPELINE_SCHEDULES[name])])
 
     @property
     def replicas(self) -> Array:
-        """Parts of the global batch."""
+        """Return the parts of the global batch."""
         return self.dp * self.fsdp * self.ep
 
     @property
@@ -73,31 +73,31 @@ class Layouts:
 
     @property
     def inner(self) -> Array:
-        """Devices of one replica, stages apart."""
+        """Return the devices of one replica, without pipeline stages."""
         return self.fsdp * self.ep * self.cp * self.tp
 
     @property
     def alike(self) -> Array:
-        """Ranks of ``dp`` whose gradients are summed in every step."""
+        """Return the ranks of ``dp`` whose gradients are summed in every step."""
         return np.where((self.sync > 0) | (self.server > 0), 1.0, self.dp)
 
     @property
     def summed(self) -> Array:
-        """Ranks, but for those of ``fsdp``, whose gradients are summed in every step: all that hold the same.
+        """Return the ranks, without those of ``fsdp``, whose gradients are summed in every step.
 
-        Ranks of ``cp`` and ``ep`` do, and see other tokens; experts are on one of ``ep`` only.
+        Ranks of ``cp`` and ``ep`` hold the same and see other tokens; experts are on one rank of ``ep`` only.
         """
         return self.alike * self.cp * self.ep
 
     @property
     def micro(self) -> Array:
-        """Samples in one forward of a rank."""
+        """Return the samples in one forward of a rank."""
         share = np.ceil(self.samples - 1e-9)
         return np.where(self.asked > 0, np.minimum(self.asked, share), share)
 
     @property
     def micros(self) -> Array:
-        """Micro-batches of a rank in one step."""
+        """Return the micro-batches of a rank in one step."""
         return pieces(np.ceil(self.samples - 1e-9), self.micro)
 
     @property
@@ -112,19 +112,19 @@ class Layouts:
 
     @property
     def returned(self) -> Array:
-        """1 where a CPU's freed memory goes back to the kernel; else 0."""
+        """Return 1 if a CPU's freed memory goes back to the kernel; else 0."""
         return returns_freed_memory(self.fsdp).astype(float)
 
     def take(self, rows: npt.NDArray[Any]) -> Layouts:
         return Layouts(**{one.name: getattr(self, one.name)[rows] for one in fields(self)})
 
     def having(self, samples: Array) -> Layouts:
-        """The same where a rank takes other ``samples``."""
+        """Return these layouts with other ``samples`` a rank."""
         return replace(self, samples=samples)
 
     @classmethod
     def of(cls, plans: Sequence[Plan], batch: float, length: float) -> Layouts:
-        """The layouts of ``plans`` for a global batch; without ``micro`` a rank takes its whole share at once."""
+        """Build the layouts of ``plans`` for a global batch; without ``micro`` a rank takes its whole share at once."""
 
         def each(name: str) -> Array:
             words = CHOICES.get(name)
@@ -147,7 +147,7 @@ class Layouts:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Work:
-    """What a job asks for in each step."""
+    """The work of a job in each step."""
 
     profile: Profile
     batch: int  # samples in one optimizer step of all devices
@@ -160,7 +160,7 @@ class Work:
 
     @property
     def unlike(self) -> Lengths | None:
-        """The lengths that count: none where one is stated."""
+        """Return the lengths to use: ``None`` if one length is stated."""
         return None if self.length else self.lengths
 
     @property
@@ -185,7 +185,7 @@ class Lengths:
 
     @property
     def note(self) -> str:
-        """What was seen and how it counts, for the reader."""
+        """Return a note on the sampled lengths and their use, for the reader."""
         counts = "the longest of each micro-batch, which others are padded to, for time" * self.padded
         return (
             f"lengths of {len(self.tokens)} samples: {self.tokens[0]} to {self.longest}, mean {self.mean:.0f}; "
@@ -193,7 +193,7 @@ class Lengths:
         )
 
     def of_batch(self, samples: Array) -> Array:
-        """Tokens of each sample in a micro-batch of so many, on average: where they are padded, of the longest.
+        """Return tokens a sample in a micro-batch of this size, on average; with padding, those of the longest.
 
         The largest of k draws from n lengths is the i-th smallest with probability (i/n)^k - ((i - 1)/n)^k.
         """
@@ -205,15 +205,15 @@ class Lengths:
 
 
 def for_time(lengths: Lengths | None, layouts: Layouts) -> Layouts:
-    """``layouts`` with the length that a step's time is of."""
+    """Return ``layouts`` with the length for a step's time."""
     return replace(layouts, length=lengths.of_batch(layouts.micro)) if lengths else layouts
 
 
 def for_memory(lengths: Lengths | None, layouts: Layouts) -> Layouts:
-    """``layouts`` with the length that memory has to suffice for."""
+    """Return ``layouts`` with the length for memory."""
     return replace(layouts, length=np.full_like(layouts.length, float(lengths.longest))) if lengths else layouts
 
 
 def lengths_of(seen: Sequence[int], *, padded: bool) -> Lengths | None:
-    """The lengths of samples; ``None`` where all are alike."""
+    """Return the lengths of samples; ``None`` if all are alike."""
     return Lengths(tuple(sorted(seen)), padded) if len(set(seen)) > 1 else None

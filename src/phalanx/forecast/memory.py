@@ -1,4 +1,4 @@
-"""What a rank's memory holds when it holds most, by part; and what lies with its host."""
+"""A rank's memory at its peak, by part, and its host's."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _COPIED = 2.0
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class MemoryForecast:
-    """Bytes on the rank that needs most, each part at its own peak: shape (N,) each."""
+    """Bytes on the fullest rank, each part at its own peak: shape (N,) each."""
 
     parameters: Array  # values, in the precision computed in and in that stepped
     gathered: Array  # sharded parameters that are there whole
@@ -45,22 +45,22 @@ class MemoryForecast:
 
     @property
     def stepping(self) -> Array:
-        """Bytes of tensors in a step when there are most."""
+        """Return bytes of tensors at the peak of a step."""
         held = self.parameters + self.gathered + self.gradients + self.optimizer + self.activations + self.working
         return held + self.communication + self.apart
 
     @property
     def allocated(self) -> Array:
-        """Bytes of tensors when there are most, from a rank's first line on."""
+        """Return bytes of tensors at the peak, from a rank's first line on."""
         return np.maximum(self.stepping, self.start)
 
     @property
     def reserved(self) -> Array:
-        """Bytes the allocator holds."""
+        """Return bytes the allocator holds."""
         return self.allocated + self.reserve
 
     def at_peak(self) -> dict[str, Array]:
-        """The parts but ``apart``, each as it is when all together are most: they add up to ``reserved``."""
+        """Return the parts except ``apart`` at the common peak: they add up to ``reserved``."""
         moving = self.activations + self.working + self.communication + self.gathered
         computing = moving >= self.gradients
         left = 1 + np.where(computing, 0.0, self.apart / np.maximum(moving, 1.0))
@@ -80,7 +80,7 @@ class MemoryForecast:
 
 
 def memory(profile: Profile, layouts: Layouts, preset: Preset, precision: str, state: float) -> MemoryForecast:
-    """The memory of every candidate; ``state`` is bytes of optimizer state a parameter."""
+    """Return the memory of every candidate; ``state`` is bytes of optimizer state a parameter."""
     lie = ranks(profile, layouts, preset)
     fixed = _fixed(profile, layouts, preset, lie, state, precision)
     active = saved_activations(profile, layouts, preset, lie, precision)
@@ -271,16 +271,16 @@ def _messages(profile: Profile, layouts: Layouts, lie: Ranks, precision: str) ->
 
 @dataclass(frozen=True, slots=True, eq=False)
 class OnHosts:
-    """Bytes in the memory of the host that comes nearest to what it has: shape (N,) each."""
+    """Bytes in the memory of the host that is fullest relative to its size: shape (N,) each."""
 
     needed: Array  # of all ranks on it
     room: Array  # that it has; infinite where nobody said
 
 
 def on_hosts(work: Work, plans: Sequence[Plan], cluster: Cluster, preset: Preset) -> OnHosts:
-    """With ``offload`` a rank keeps values, gradients and the optimizer's state of what it steps on its host.
+    """Return the bytes in host memory under ``offload``: values, gradients and state of a rank's stepped parameters.
 
-    On CPUs, whose memory is the host's, that comes to what they hold as devices, which is not counted here.
+    CPUs hold them as devices in the same memory, so they are not counted here.
     """
     layouts = Layouts.of(plans, work.batch, work.tokens)
     costs = table(work.profile, preset.balances)

@@ -1,4 +1,4 @@
-"""What collectives take: by kind, bytes and how many ranks stand in how many nodes."""
+"""The time of collectives, by kind, bytes, and number of ranks and nodes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Collective = Literal["all-reduce", "all-gather", "reduce-scatter", "all-to-all",
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fabric:
-    """What ranks are joined by."""
+    """The interconnect of ranks."""
 
     inside: float  # bytes/s of one device to its neighbours in the node, in one direction
     node: float  # bytes/s of one node to others, in one direction
@@ -29,9 +29,9 @@ class Fabric:
 
 
 def seconds(exchange: Exchange, mesh: MeshSizes, fabric: Fabric) -> Array:
-    """Seconds of all that ``exchange`` is in a pass or a step: shape (N,).
+    """Return seconds of all repetitions of ``exchange`` in a pass or a step: shape (N,).
 
-    Its ranks stand as ``AXES`` orders them: those of the last dimension are neighbours.
+    Its ranks are placed in the order of ``AXES``: those of the last dimension are neighbours.
     """
     if not np.any(exchange.times):
         return np.zeros_like(mesh.tp)
@@ -50,11 +50,11 @@ def seconds(exchange: Exchange, mesh: MeshSizes, fabric: Fabric) -> Array:
 
 
 def collective(kind: Collective, size: Array, ranks: Array, stride: Array, fabric: Fabric) -> Array:
-    """Seconds of one collective.
+    """Return seconds of one collective.
 
-    ``size`` is the bytes of the whole tensor on one rank (what an all-gather ends with, a reduce-scatter begins with,
-    a send sends). The group's ranks stand ``stride`` apart. A ring sends size x (ranks - 1)/ranks over the slowest of
-    its links (twice for an all-reduce); of the network each rank in a node has its own share.
+    ``size`` is the bytes of the whole tensor on one rank (the result of an all-gather, the input of a reduce-scatter,
+    the message of a send). The group's ranks are ``stride`` apart. A ring sends size x (ranks - 1)/ranks over the
+    slowest of its links (twice for an all-reduce); each rank in a node has its own share of the network.
 
     Source: Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms", 2009; Thakur et al., 2005 (latency terms).
     """

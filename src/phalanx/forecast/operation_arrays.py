@@ -18,13 +18,13 @@ T = TypeVar("T")
 
 
 def by_field(each: Sequence[T], join: Callable[[list[Array]], Array]) -> T:
-    """One of what is ``each`` of a dataclass of arrays: of every field what ``join`` makes of theirs."""
+    """Return a dataclass of arrays whose fields are joined from those of ``each`` by ``join``."""
     names = [one.name for one in fields(cast(Any, each[0]))]
     return type(each[0])(**{name: join([getattr(one, name) for one in each]) for name in names})
 
 
 def picked(each: Sequence[T], at: npt.NDArray[np.intp]) -> T:
-    """The same, with the ``at[i]``-th one's at each candidate i."""
+    """Return a dataclass with the ``at[i]``-th entry at each candidate i."""
     return by_field(each, lambda arrays: np.take_along_axis(np.stack(arrays), at[None], axis=0)[0])
 
 
@@ -45,7 +45,7 @@ class Laws:
         )
 
     def at(self, samples: Array, length: Array) -> Array:
-        """The counts for each of N candidates: shape (rows, N)."""
+        """Return the counts for each of N candidates: shape (rows, N)."""
         grown: Array = self.factor[:, None] * np.ones_like(samples)[None, :]
         for powers, base in ((self.samples, samples), (self.length, length)):
             for power in np.unique(powers[powers != 0]):
@@ -89,7 +89,7 @@ _WIDE = ("log_softmax", "nll_loss", "cross_entropy")
 
 @lru_cache(maxsize=512)
 def table(profile: Profile, balanced: bool = True) -> OperationArrays:
-    """The operations of ``profile``, forward and backward of each part in turn."""
+    """Return the operations of ``profile``, forward and backward of each part in turn."""
     rows: list[tuple[int, bool, Operation]] = []
     for index, part in enumerate(profile.parts):
         rows += [(index, False, operation) for operation in part.forward]

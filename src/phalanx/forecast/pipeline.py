@@ -1,4 +1,4 @@
-"""A pipeline's step: how parts lie on its ranks, and the actions of its schedule as events."""
+"""A pipeline's step: the distribution of parts over its ranks, and the actions of its schedule as events."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ class Lanes:
 
 
 def pipeline(lanes: Lanes, layouts: Layouts) -> Array:
-    """Seconds from the first forward to the last backward, from the times of first, middle and last ranks.
+    """Return seconds from the first forward to the last backward, by times of first, middle and last ranks.
 
-    1F1B and interleaving: Narayanan et al. 2021, section 2.2; zero bubble: Qi et al. 2024, table 2; each with ranks
-    that take different times: the slowest is never idle but for the way of one micro-batch through the others.
+    1F1B and interleaving: Narayanan et al. 2021, section 2.2; zero bubble: Qi et al. 2024, table 2; each with ranks of
+    different speed: the slowest is idle only while one micro-batch passes the others.
     """
     forward, backward, weights, there = lanes.forward, lanes.backward, lanes.weights, lanes.there
     micros, pp, v = layouts.micros, layouts.pp, np.maximum(layouts.stages, 1)
@@ -56,9 +56,9 @@ def pipeline(lanes: Lanes, layouts: Layouts) -> Array:
 
 
 def simulated(lanes: Lanes, layouts: Layouts, *, whole: bool = False, recomputes: bool = False) -> Array:
-    """As ``pipeline``, by running every candidate's schedule event by event; what is alike is run once.
+    """Return the same as ``pipeline`` by simulating every candidate's schedule; equal ones are run once.
 
-    With ``whole`` backwards are done in halves only where the runtime does so; ``recomputes``: the model recomputes
+    ``whole``: backwards are done in halves only where the runtime does so; ``recomputes``: the model recomputes
     activations by itself.
     """
     forward, inputs, weights = lanes.forward, lanes.backward - lanes.weights, lanes.weights
@@ -83,7 +83,7 @@ def simulated(lanes: Lanes, layouts: Layouts, *, whole: bool = False, recomputes
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class StageCounts:
-    """How parts lie on the ranks of ``pp``: the first, the busiest of those between, and the last."""
+    """Counts of parts on the ranks of ``pp``: the first, the busiest of the middle ones, and the last."""
 
     each: Array  # how many of each part such a rank holds: shape (3, parts, N)
     there: Array  # how many ranks of each kind there are: shape (3, N)
@@ -92,7 +92,7 @@ class StageCounts:
 
 
 def stages(costs: OperationArrays, layouts: Layouts) -> StageCounts:
-    """How the parts of a model lie, and what its stages send."""
+    """Return the distribution of a model's parts, and the messages of its stages."""
     pp, parts, length = layouts.pp, costs.parts, costs.profile.length
     there = np.stack([np.ones_like(pp), np.maximum(pp - 2, 0), np.where(pp > 1, 1.0, 0.0)])
     work = np.array([sum(flops(one, 1.0, length) for one in part.forward) for part in parts])
@@ -108,9 +108,9 @@ def stages(costs: OperationArrays, layouts: Layouts) -> StageCounts:
 
 
 def by_pipeline(layouts: Layouts, value: Callable[..., Any], *more: Array) -> Array:
-    """``value`` of each candidate's schedule, ranks of ``pp``, stages on each and ``more``, along the last axis.
+    """Return ``value`` of each candidate's schedule, ranks of ``pp``, stages on each and ``more``, along the last axis.
 
-    It is worked out once for those that are alike.
+    It is computed once for equal ones.
     """
     columns = (layouts.schedule, layouts.pp, np.where(layouts.pp > 1, np.maximum(layouts.stages, 1), 1), *more)
     key = np.zeros(len(layouts.pp), dtype=np.int64)  # one number for all: sorting rows takes as long as the search
@@ -129,10 +129,10 @@ Rank = tuple[float, ...]
 def on_ranks(
     parts: Sequence[ModelPart], length: int, layouts: Layouts, balanced: bool, pick: Callable[[Sequence[Rank]], Rank]
 ) -> Array:
-    """How many of each part the first rank holds, the one that is picked of those between, and the last: (3, parts, N).
+    """Return counts of each part on the first rank, the middle rank chosen by ``pick``, and the last: (3, parts, N).
 
-    ``balanced``: by cost, as ``placement`` cuts; else blocks are dealt out evenly, fewer to the ends, what comes before
-    them to the first stage and what comes after to the last.
+    ``balanced``: by cost, as in ``placement``; else blocks are spread evenly, fewer to the ends; parts before them go
+    to the first stage and parts after them to the last.
     """
 
     def three(schedule: Schedule, ranks: int, chunks: int) -> list[Rank]:
@@ -160,7 +160,7 @@ def _evenly(parts: Sequence[ModelPart], length: int, schedule: Schedule, ranks: 
 
 
 def held(profile: Profile, counts: Array, mesh: MeshSizes) -> list[Elements]:
-    """Parameters on ranks that hold so many of each part: of experts, and of the rest; shape (3, N) each.
+    """Return parameters on ranks with these counts of parts: of experts, and of the rest; shape (3, N) each.
 
     ``counts``: as ``StageCounts.each``.
     """
@@ -169,7 +169,7 @@ def held(profile: Profile, counts: Array, mesh: MeshSizes) -> list[Elements]:
 
 
 def parameters_held(costs: OperationArrays, layouts: Layouts, lie: StageCounts) -> Array:
-    """Parameters on the rank that holds most, before ``fsdp`` shards them."""
+    """Return parameters on the rank with most, before ``fsdp`` shards them."""
     found = held(costs.profile, lie.each, layouts.mesh)
     return sum((one.learn + one.frozen for one in found), np.zeros_like(lie.there)).max(axis=0)
 
@@ -181,7 +181,7 @@ as many rounds as these, up to ``_MOST``, because schedules that go in rounds sp
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PipelineTimes:
-    """What takes how long, in seconds of one micro-batch."""
+    """Durations of actions, in seconds of one micro-batch."""
 
     schedule: Schedule  # its name
     ranks: int  # of ``pp``
@@ -194,16 +194,16 @@ class PipelineTimes:
 
     @property
     def busiest(self) -> float:
-        """Seconds that the rank with most to do works: no schedule takes less."""
+        """Return the working seconds of the busiest rank, a lower bound for any schedule."""
         each = zip(self.forward, self.inputs, self.weights, strict=True)
         return self.micros * max(sum(parts) for parts in each)
 
 
 @lru_cache(maxsize=4096)
 def duration(pipeline: PipelineTimes) -> float:
-    """Seconds from the first forward to the last backward.
+    """Return seconds from the first forward to the last backward.
 
-    Of many micro-batches, as long as a few take and the rest at the pace that these have come to.
+    Many micro-batches take as long as a few, plus the rest at the pace reached by then.
     """
     over = pipeline.micros % pipeline.ranks
     few = pipeline.ranks * max(_FEW, min(over, _MOST)) + over

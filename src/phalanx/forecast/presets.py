@@ -1,7 +1,7 @@
-"""A framework's preset: which kernels are joined, what is overlapped, what is kept in memory in which precision.
+"""A framework's preset: its fused kernels, overlaps, and the precision of its memory.
 
-``PHALANX`` is what this package itself does. Those of other frameworks, by which forecasts are checked against what
-people have published, stand in ``tools/published/presets.toml``.
+``PHALANX`` describes this package. Presets of other frameworks, by which forecasts are checked against published runs,
+are in ``tools/published/presets.toml``.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Literal
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Preset:
-    """What a framework does beside the plan."""
+    """The properties of a framework beside the plan."""
 
     name: str
     joined: float = 0.0  # share of the way from eager elementwise kernels (0) to those that a compiler joins (1)

@@ -1,7 +1,7 @@
-"""How fast a device does what: its data sheet and how kernels fall short of it, or constants measured on a CPU core.
+"""The speed of devices: data sheets with the efficiency of kernels, or constants measured on a CPU core.
 
 A core waits for nothing but itself: each operation costs its call, its arithmetic, its traffic through cache or memory,
-and the pages of what it makes where these are fresh from the kernel. GPUs follow other laws: see ``kernels``.
+and the pages of its result if these are fresh from the kernel. GPUs follow other laws: see ``kernels``.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Core:
 
     @classmethod
     def of(cls, measured: Mapping[str, float]) -> Core | None:
-        """The core of ``Device.measured``; ``None`` where what it needs was not measured."""
+        """Build the core of ``Device.measured``; ``None`` if a needed constant was not measured."""
         if not {"floor", "near", "far", "cache", "operand.fp32"} <= measured.keys():
             return None
         plain = {name: measured[name] for name in cls.__slots__ if name in measured}
@@ -68,13 +68,13 @@ class Core:
         return cls(**plain, **groups)  # pyrefly: ignore
 
     def products(self, sizes: tuple[Array, Array, Array, Array], peak: float, precision: str) -> Array:
-        """Seconds of ``batch`` products of m x k by k x n, without the pages of their results."""
+        """Return seconds of ``batch`` products of m x k by k x n, without the pages of their results."""
         batch, m, n, k = sizes
         each = self.operand.get(precision, self.operand["fp32"])
         return self.floor + batch * (2 * m * n * k / peak + each * (m * n + (m + n) * k))
 
     def convolutions(self, sizes: tuple[Array, Array, Array, Array], peak: float, backward: Mask) -> Array:
-        """Seconds of convolutions as large as these products; few channels leave part of each vector idle."""
+        """Return seconds of convolutions as large as these products; few channels use part of each vector."""
         batch, m, n, k = sizes
         share = np.where(backward, self.convolution_backward, self.convolution)[:, None]
         half = np.where(backward, self.convolution_backward_half, self.convolution_half)[:, None]
@@ -82,40 +82,40 @@ class Core:
         return self.floor + 2 * batch * m * n * k / (peak * share) * (1 + half / least)
 
     def traffic(self, elements: Array, itemsize: Array, names: Sequence[str]) -> Array:
-        """Seconds of operations that move ``elements`` of ``itemsize`` bytes, without the pages of their results."""
+        """Return seconds of operations on ``elements`` of ``itemsize`` bytes, without the pages of their results."""
         seconds = self.moving(elements * itemsize)
         paces = np.array([self.pace.get(name, 0.0) for name in names])
         return np.where(elements > 0, self.floor + seconds + elements * paces[:, None], 0.0)
 
     def moving(self, moved: Array) -> Array:
-        """Seconds to read and write so many bytes in one operation."""
+        """Return seconds to read and write this many bytes in one operation."""
         away = moved**2 / (moved**2 + self.cache**2)
         return moved * (away / self.far + (1 - away) / self.near)
 
     def casts(self, elements: Array) -> Array:
-        """Seconds to cast elements between 32 and 16 bits, as autocast does around products."""
+        """Return seconds to cast elements between 32 and 16 bits, as autocast does around products."""
         return elements * _CAST / self.far
 
     def written(self, moved: Array, names: Sequence[str]) -> Array:
-        """The share of ``moved`` that operations of these names write."""
+        """Return the part of ``moved`` that operations with these names write."""
         return moved * np.array([self.made.get(name, _MADE) for name in names])[:, None]
 
     def pages(self, size: Array) -> Array:
-        """Seconds to get fresh pages for a result of ``size`` bytes."""
+        """Return seconds to get fresh pages for a result of ``size`` bytes."""
         return np.where(size >= _PIECE, self.fresh * size, 0.0)
 
     def stepping(self, optimizer: str, parameters: Array, tensors: Array, returned: Array) -> Array:
-        """Seconds of the optimizer's step; one that nobody measured steps as AdamW does."""
+        """Return seconds of the optimizer's step; an unmeasured one counts as AdamW."""
         known = optimizer if optimizer in self.update else "adamw"
         each = self.update.get(known, 0.0) + self.update_fresh.get(known, 0.0) * returned
         return each * parameters + self.tensor.get(known, 0.0) * tensors
 
     def fixed(self, processes: Array) -> Array:
-        """Seconds of each step that no part explains."""
+        """Return seconds of each step that no part explains."""
         return _by_processes(self.rest, processes)
 
     def relayed(self, processes: Array) -> Array:
-        """Seconds in which a stage hands something on, beyond the send."""
+        """Return seconds in which a stage hands on a result, beyond the send."""
         return _by_processes(self.relay, processes) if self.relay else np.zeros_like(processes)
 
 
@@ -169,7 +169,7 @@ class Wires:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rates:
-    """A device as forecasts see it."""
+    """A device's speed in forecasts."""
 
     peak: Mapping[str, float]  # FLOP/s by data type
     bandwidth: float  # bytes/s of its memory
@@ -224,7 +224,7 @@ _WORDS = {
 
 
 def family(device: Device) -> str:
-    """The generation that ``device`` is of; its kind where none is known."""
+    """Return the generation of ``device``; its kind if unknown."""
     for name, words in _WORDS.items():
         if device.name.startswith(words):
             return name
@@ -232,7 +232,7 @@ def family(device: Device) -> str:
 
 
 def rates(device: Device) -> Rates:
-    """The rates of a device of the catalog, with the constants of its family, or those of the family most like it."""
+    """Return the rates of a catalog device, with the constants of its family, or of the most similar family."""
     near = {"blackwell": _HOPPER}.get(family(device), _AMPERE)
     kernels = _FAMILIES.get(family(device), near)
     if device.launch is not None and device.kind != "cpu":
@@ -250,9 +250,9 @@ def rates(device: Device) -> Rates:
 
 
 def measured(device: Device, known: Rates) -> Rates:
-    """``known``, with what was measured on the machine in place of the constants of the family.
+    """Return ``known`` with constants measured on the machine in place of the family's.
 
-    A CPU core has laws and constants of its own; of other devices, constants go by their names in ``Kernels`` and
+    A CPU core has its own laws and constants; for other devices, constants have their names in ``Kernels`` and
     ``Wires``.
     """
     found = device.measured

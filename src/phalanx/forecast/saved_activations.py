@@ -1,4 +1,4 @@
-"""Activations: what each part keeps from forward to backward, and how many micro-batches are in flight."""
+"""Activations: the bytes each part keeps from forward to backward, and the micro-batches in flight."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class _Micro:
 def saved_activations(
     profile: Profile, layouts: Layouts, preset: Preset, lie: Ranks, precision: str
 ) -> SavedActivations:
-    """Activations of every candidate under its recomputation, when the part that needs most of them runs backward."""
+    """Return activations of every candidate under its recomputation, at the backward of the largest part."""
     micro = _Micro.of(profile, layouts, preset, precision)
     every = [_bytes(part, micro, layouts, preset) for part in profile.parts]
     stays, anew = zip(
@@ -218,7 +218,10 @@ class Ranks:
 
 
 def ranks(profile: Profile, layouts: Layouts, preset: Preset) -> Ranks:
-    """What lies on the ranks; zero-bubble schedules run ahead of 1F1B as the preset says (2: Qi et al., ZB-H2)."""
+    """Return the parts on these ranks; zero-bubble schedules run ahead of 1F1B as the preset says (2:
+
+    Qi et al., ZB-H2).
+    """
     pp, parts, ahead = layouts.pp, profile.parts, preset.ahead
     holds = on_ranks(parts, profile.length, layouts, preset.balances, lambda between: between[0])
 

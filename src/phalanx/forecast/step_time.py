@@ -1,4 +1,4 @@
-"""The time of one optimizer step, by part, on devices of one kind, cores that processes share among them."""
+"""The time of one optimizer step, by part, on devices of one kind, and on cores shared by processes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from phalanx.placement.step_traffic import rows_of_whole_batch, with_second_forw
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class StepTime:
-    """Seconds of a step, by what they go to, on the rank that is busy longest: shape (N,) each."""
+    """Seconds of a step, by part, on the busiest rank: shape (N,) each."""
 
     products: Array  # matrix products and convolutions
     attention: Array  # fused attention
@@ -45,7 +45,7 @@ class StepTime:
 def step_time(
     costs: OperationArrays, times: Times, layouts: Layouts, setting: DeviceSetting, lie: StageCounts, events: bool
 ) -> StepTime:
-    """The step of every candidate; with ``events`` pipelines are run event by event, else priced by formula."""
+    """Return the step of every candidate; ``events`` simulates pipelines, else a formula prices them."""
     forward = np.einsum("kpn,pn->kn", lie.each, times.before)
     backward = np.einsum("kpn,pn->kn", lie.each, times.back)
     weights = np.einsum("kpn,pn->kn", lie.each, times.weights)
@@ -105,7 +105,7 @@ _ADDED = 12.0  # bytes moved to add a parameter's gradient to that of the micro-
 def on_cores(
     step: StepTime, costs: OperationArrays, layouts: Layouts, core: Core, *, cores: int, optimizer: str
 ) -> StepTime:
-    """``step`` with the constants of ``core`` for what comes once a step, and with its processes on so many cores."""
+    """Return ``step`` with the constants of ``core`` for once-a-step work, and its processes on this many cores."""
     lie = stages(costs, layouts)
     whole = parameters_held(costs, layouts, lie)
     stepped = whole / np.where(layouts.zero > 0, layouts.fsdp, 1.0)
@@ -127,12 +127,12 @@ def on_cores(
 
 
 def crowded(step: StepTime, processes: Array, cores: int, core: Core) -> StepTime:
-    """The step where ``processes`` compute on ``cores``, from that where each has a machine to itself.
+    """Return the step of ``processes`` on ``cores``, from the step with a machine for each process.
 
-    Up to as many as the cores, arithmetic and traffic slow down on the way to what was measured with all of them busy.
-    Beyond, each has cores/processes of one; what waits for another process leaves its core to those that do not, so
-    that a pipeline is idle only as far as its way is longer than the turns. Exchanges were measured in the crowd of
-    those that take part: see ``_others`` for one that is larger.
+    Up to as many as the cores, arithmetic and traffic slow down towards the measurement with all of them busy. Beyond,
+    each has cores/processes of one; a waiting process leaves its core to others, so that a pipeline is idle only as far
+    as its way is longer than the turns. Exchanges were measured in the crowd of their own group: see ``_others`` for a
+    larger one.
     """
     turns = np.maximum(processes / cores, 1.0)
     filled = np.clip((processes - 1) / (cores - 1), 0.0, 1.0) if cores > 1 else np.ones_like(processes)
@@ -182,7 +182,7 @@ what a cluster states beyond them each hop takes longer."""
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ForecastInput:
-    """What layouts are forecast for."""
+    """The input of forecasts for layouts."""
 
     work: Work
     cluster: Cluster
@@ -191,9 +191,9 @@ class ForecastInput:
 
 
 def on_one_kind(scene: ForecastInput, layouts: Layouts, group: Group, events: bool = False) -> StepTime:
-    """The step of every candidate of ``layouts`` on devices like those of ``group``; alike ones are priced once.
+    """Return the step of every candidate of ``layouts`` on devices like those of ``group``; equal ones are priced once.
 
-    With ``events`` pipelines are run event by event, which takes milliseconds each; else they are priced by formula.
+    ``events`` simulates pipelines event by event, in milliseconds each; by default a formula prices them.
 
     Raises:
         RefusedError: if those devices do not compute in the precision.

@@ -1,10 +1,9 @@
-"""How far off a forecast may be, and what it takes for granted or does not price, in words.
+"""The uncertainty of a forecast, and its assumptions and unpriced inputs, in words.
 
-The width of an interval is what forecasts were measured to be off by, never what a model of errors says: the quantile
-of the sizes of their errors, by technique, as split conformal prediction takes it (Vovk et al., "Algorithmic Learning
-in a Random World", 2005; by group: Vovk, "Conditional validity of inductive conformal predictors", 2012). Where nothing
-like the case was measured, the errors are those of cases that the constants had not seen: of a published framework, or
-family of devices, that was left out of the fit.
+The width of an interval comes from measured errors of forecasts, never from a model of errors: the quantile of their
+sizes, by technique, as in split conformal prediction (Vovk et al., "Algorithmic Learning in a Random World", 2005; by
+group: Vovk, "Conditional validity of inductive conformal predictors", 2012). For a case unlike all measured ones, the
+errors are those of cases unseen by the constants: of a published framework, or family of devices, left out of the fit.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ _BASE = 0.027
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Interval:
-    """Where four of five outcomes lie."""
+    """The range of four of five outcomes."""
 
     low: float  # seconds
     high: float  # seconds
@@ -48,7 +47,7 @@ class Interval:
 
 
 def interval(seconds: Mapping[str, float], device: Device, preset: Preset, plan: Plan) -> Interval:
-    """The interval of a step with these parts (see ``StepTime``)."""
+    """Return the interval of a step with these parts (see ``StepTime``)."""
     total = sum(seconds.values())
     if preset.name != PHALANX.name and device.kind != "cpu":
         spread, basis = fitted(seconds, device, preset), f"the published runs that {preset.name} was fitted on"
@@ -59,14 +58,14 @@ def interval(seconds: Mapping[str, float], device: Device, preset: Preset, plan:
 
 
 def evidence_of(device: Device) -> Evidence:
-    """What is known of forecasts of Phalanx on ``device``."""
+    """Return the kind of evidence for Phalanx's forecasts on ``device``."""
     if device.kind == "cpu":
         return "own" if device.measured else "catalog"
     return "published" if family(device) in _KNOWN else "unknown"
 
 
 def in_words(evidence: Evidence) -> str:
-    """What an interval rests on."""
+    """Return the basis of an interval in words."""
     found = measured()[evidence]
     if evidence in ("own", "catalog"):
         runs = f"{found['runs']} runs of Phalanx on {found['cores']} cores"
@@ -85,7 +84,7 @@ def _many(what: str) -> str:
 
 
 def technique(plan: Plan) -> str:
-    """What a plan's errors are counted with."""
+    """Return the technique whose errors apply to a plan."""
     if plan.server or plan.sync != "each" or plan.compress != "none":
         return "loose"
     if plan.pp > 1:
@@ -98,20 +97,20 @@ def technique(plan: Plan) -> str:
 
 
 def quantile(found: Mapping[str, float], name: str) -> float:
-    """That of a technique; of all where too little is known of it."""
+    """Return the quantile of a technique; that of all if it has too little data."""
     return found.get(name, found["all"])
 
 
 @cache
 def measured() -> Mapping[str, Any]:
-    """What is in ``FILE``."""
+    """Return the content of ``FILE``."""
     return tomllib.loads(FILE.read_text(encoding="utf-8"))
 
 
 def fitted(seconds: Mapping[str, float], device: Device, preset: Preset) -> float:
-    """The spread of published runs around the forecasts that were fitted on half of them.
+    """Return the spread of published runs around forecasts fitted on half of them.
 
-    Doubt adds up as independent errors do: a base, and a share of each part that is hard to foretell.
+    Doubts add up like independent errors: a base, and a share of each part that is hard to forecast.
     """
     total = sum(seconds.values())
     doubts = [_BASE, *(share * seconds[name] / total for name, share in _SHARES.items())]
@@ -131,12 +130,12 @@ SAFE = math.exp(-NormalDist().inv_cdf(1 - CHANCE) * _SPREAD)
 
 
 def runs_out(reserved: float, room: float) -> float:
-    """The chance that a plan which is forecast to need ``reserved`` bytes needs more than ``room``."""
+    """Return the chance that a plan forecast to need ``reserved`` bytes needs more than ``room``."""
     return NormalDist().cdf(math.log(reserved / room) / _SPREAD) if reserved > 0 < room else 0.0
 
 
 def assumed(plan: Plan, cluster: Cluster, samples: Sequence[float]) -> tuple[str, ...]:
-    """Sentences for the reader; ``samples`` are those of a rank of ``dp`` on each kind of device of ``cluster``."""
+    """Return sentences for the reader; ``samples`` are those of a rank of ``dp`` on each kind of device."""
     return tuple(_assumed(plan, cluster, samples))
 
 
@@ -186,7 +185,7 @@ _LEARNING = ("outer_lr", "outer_momentum")
 
 
 def unpriced(plan: Plan, cluster: Cluster, batch: int) -> Iterator[str]:
-    """A sentence for each input of ``plan`` and ``cluster`` that changes no number of the forecast of ``batch``."""
+    """Yield a sentence for each input of ``plan`` and ``cluster`` that changes no number of the forecast."""
     yield from unread(plan, batch, {})
     if plan.compile:
         yield "compile is not priced: kernels are taken to be eager ones."
@@ -199,7 +198,7 @@ def unpriced(plan: Plan, cluster: Cluster, batch: int) -> Iterator[str]:
 
 
 def uncut(plan: Plan, heads: int) -> Iterator[str]:
-    """A sentence where ``tp`` does not divide the ``heads`` of attention; 0 of a model without."""
+    """Yield a sentence if ``tp`` does not divide the ``heads`` of attention; 0 for a model without attention."""
     if plan.tp > 1 and heads and heads % plan.tp:
         yield (
             f"tp={plan.tp} does not divide {heads} heads: attention is priced in even shares; ranks have some heads "

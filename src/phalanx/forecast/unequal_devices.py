@@ -1,4 +1,4 @@
-"""Devices of several kinds: how many samples each takes, and which of them a step waits for."""
+"""Devices of several kinds: the samples of each, and the slowest one, which a step waits for."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _APART = ("replicas", "stragglers", "rest")
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class DeviceShares:
-    """Layouts as each kind of device sees them."""
+    """Layouts as seen by each kind of device."""
 
     groups: tuple[Group, ...]  # one of each kind
     layouts: tuple[Layouts, ...]  # with the samples of its ranks
@@ -30,11 +30,11 @@ class DeviceShares:
 
 
 def device_shares(scene: ForecastInput, layouts: Layouts) -> DeviceShares:
-    """The samples of the global batch that ranks of each kind of device take.
+    """Return the samples of the global batch for ranks on each kind of device.
 
-    Even shares are the same for all. Weights go to ranks of ``dp``, which lie on the groups in their order. ``auto``
-    gives each kind samples by its speed at what it had, a few times over, and takes the best: to no rank more than it
-    has memory for.
+    Even shares are the same for all. Weights go to ranks of ``dp``, which are placed on the groups in order. ``auto``
+    gives each kind samples by its speed at its last share, a few times over, and takes the best, within each rank's
+    memory.
     """
     groups = kinds(scene.cluster, scene.precision)
     there = np.ones((len(groups), len(layouts.dp)), dtype=bool)
@@ -53,14 +53,14 @@ def device_shares(scene: ForecastInput, layouts: Layouts) -> DeviceShares:
 
 
 def kinds(cluster: Cluster, precision: str) -> tuple[Group, ...]:
-    """The groups of ``cluster`` where devices differ; the first of the slowest where they do not."""
+    """Return the groups of ``cluster`` if devices differ; else the first group of the slowest."""
     if len({group.device.name for group in cluster.groups}) > 1:
         return cluster.groups
     return (min(cluster.groups, key=lambda group: group.device.peak.get(precision, 0.0)),)
 
 
 def step_of(scene: ForecastInput, dealt_out: DeviceShares, events: bool = False) -> StepTime:
-    """The step of every layout on the kind of device that takes longest, which all others wait for."""
+    """Return the step of every layout on the slowest kind of device, which all others wait for."""
     each = [
         on_one_kind(scene, one, group, events) for group, one in zip(dealt_out.groups, dealt_out.layouts, strict=True)
     ]
@@ -69,7 +69,7 @@ def step_of(scene: ForecastInput, dealt_out: DeviceShares, events: bool = False)
 
 
 def memory_of(scene: ForecastInput, dealt_out: DeviceShares) -> tuple[MemoryForecast, Array]:
-    """The memory of every layout on the kind of device that comes nearest to its room, and that room: bytes, (N,)."""
+    """Return the memory of every layout on the kind of device closest to its limit, and that limit: bytes, (N,)."""
     each = [_memory(scene, one) for one in dealt_out.layouts]
     rooms = np.array([float(group.device.room) for group in dealt_out.groups])
     full = np.stack([one.reserved for one in each]) - rooms[:, None]
