@@ -1,6 +1,6 @@
-"""How a global batch is cut: contiguous shares, one a part, that may change as a run goes on, and micro-batches.
+"""The cut of a global batch: contiguous shares, one a part, that may change during a run, and micro-batches.
 
-The runtime cuts so, and what is drawn or priced counts so.
+The runtime cuts by it, and drawings and prices use it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Number = Any
 
 
 def share(total: int, part: int, parts: int) -> tuple[int, int]:
-    """The range [start, stop) of ``total`` samples that belongs to ``part`` (0-based) of ``parts``.
+    """Return the range [start, stop) of ``total`` samples for ``part`` (0-based) of ``parts``.
 
     Shares are contiguous and differ by at most one sample; the first ones are the larger: 256 over 3 is 86, 85, 85.
 
@@ -33,7 +33,7 @@ def share(total: int, part: int, parts: int) -> tuple[int, int]:
 
 
 def spans(total: int, parts: int, each: Sequence[float] = ()) -> tuple[tuple[int, int], ...]:
-    """The ranges [start, stop) of ``total`` samples that belong to each of ``parts``.
+    """Return the ranges [start, stop) of ``total`` samples for each of ``parts``.
 
     ``each`` are weights of equally large runs of parts, such as the ranks of ``dp``: a run gets samples in proportion
     to its weight, which its parts share evenly. Without weights all parts do: ``spans(8, 4, (3, 1))`` is 3, 3, 1, 1.
@@ -58,7 +58,7 @@ def spans(total: int, parts: int, each: Sequence[float] = ()) -> tuple[tuple[int
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Lane:
-    """Which parts of every global batch this process holds.
+    """The parts of every global batch held by this process.
 
     Rank r of 4 has ``Lane(first=r, count=1, parts=4)``; one process with 4 threads ``Lane(first=0, count=4, parts=4)``.
 
@@ -66,7 +66,7 @@ class Lane:
         first: the first part held here, 0-based.
         count: parts held here.
         parts: parts over all processes.
-        weights: of equally large runs of parts, as ``spans`` takes them; empty: all parts are even.
+        weights: of equally large runs of parts, as in ``spans``; empty: all parts are even.
         alike: with weights, whether every part needs as many micro-batches as any other, because they communicate in
             each; otherwise only those of the same weight do.
     """
@@ -83,7 +83,7 @@ class Lane:
 
     @classmethod
     def of(cls, plan: Plan, rank: int) -> Lane:
-        """The lane of ``rank`` under ``plan``; where its shares are ``auto``, the even one that they begin with."""
+        """Return the lane of ``rank`` under ``plan``; ``auto`` shares begin even."""
         return cls(
             first=plan.part(rank),
             count=plan.threads,
@@ -99,11 +99,11 @@ Cuts = tuple[tuple[tuple[int, int], ...], ...]
 
 
 def cuts(total: int, lane: Lane, micro: int | None) -> Cuts:
-    """The micro-batches of a global batch of ``total`` samples, 1 or more, for the parts of ``lane``.
+    """Return the micro-batches of a global batch of ``total`` samples, 1 or more, for the parts of ``lane``.
 
-    Parts that take part in the same collectives get as many micro-batches as the largest share of them needs. Of even
-    shares, one with fewer samples is filled up with empty ranges; uneven ones are each cut evenly into that many.
-    ``micro`` is the most samples in a micro-batch; ``None``: the whole share.
+    Parts in the same collectives get as many micro-batches as the largest share of them needs. An even share with fewer
+    samples is filled up with empty ranges; uneven ones are each cut evenly into that many. ``micro`` is the most
+    samples in a micro-batch; ``None``: the whole share.
     """
     runs, inner = _runs(total, lane)
     found: list[tuple[tuple[int, int], ...]] = []
@@ -145,7 +145,7 @@ def _evenly(start: int, stop: int, index: int, count: int) -> tuple[int, int]:
 
 
 def micro_batches(plan: Plan, batch: int) -> int:
-    """Micro-batches of the largest share of a full global batch."""
+    """Return the micro-batches of the largest share of a full global batch."""
     lane = Lane.of(plan, 0)
     runs, inner = _runs(batch, lane)
     largest = largest_even(max(size for _, size in runs), inner)
@@ -153,7 +153,7 @@ def micro_batches(plan: Plan, batch: int) -> int:
 
 
 def largest_share(plan: Plan, batch: int) -> int:
-    """Samples of a global ``batch`` that one replica has at most, at any time of a run."""
+    """Return the most samples of a global ``batch`` on one replica, at any time of a run."""
     each, inner = weights(plan.shares), plan.replicas // plan.dp
     if plan.shares == AUTO:  # any other rank may end with as little as one sample a replica
         return max(1, largest_even(batch - (plan.dp - 1) * inner, inner))
@@ -161,10 +161,10 @@ def largest_share(plan: Plan, batch: int) -> int:
 
 
 def largest_even(total: Number, parts: Number) -> Number:
-    """Samples of the largest of ``parts`` even shares; the first one's, see ``share``."""
+    """Return the samples of the largest of ``parts`` even shares, the first; see ``share``."""
     return -(-total // parts)
 
 
 def pieces(share: Number, micro: Number) -> Number:
-    """How many micro-batches of at most ``micro`` samples a share of so many has."""
+    """Return the number of micro-batches of at most ``micro`` samples in a share."""
     return -(-share // micro)

@@ -1,12 +1,11 @@
-"""What ranks send one another in an optimizer step: kinds of exchange, over which ranks, how many bytes, how often.
+"""The exchanges of ranks in an optimizer step: their kind, ranks, bytes and number.
 
-Written once, for numbers and for arrays with one for each of many plans: forecasts price these exchanges, and a test
-counts that these run and no others. Listed is what even shares exchange: of experts as if tokens were routed evenly,
-which nothing counts; of rows as if ranks divided them; of gradients of one group as if they were one bucket. Not listed
-are running statistics, which rank 0 sends to all, what BatchNorm exchanges for statistics of the global batch, the
-question which parameters had a gradient, and what ``tp`` or ``cp`` gathers of an output that they slice for a loss over
-the whole batch. Plans whose replicas step by themselves, compress what they send or use servers send other messages,
-which they count as they run.
+Written once, for numbers and for arrays with one entry for each plan: forecasts price these exchanges, and a test
+counts that these run and no others. They are those of even shares: for experts, as if tokens were routed evenly, which
+is not counted; for rows, as if ranks divided them; for gradients of one group, as if they were one bucket. Not listed
+are running statistics, which rank 0 sends to all, BatchNorm's exchanges for statistics of the global batch, the
+question which parameters had a gradient, and gathers of sliced outputs under ``tp`` or ``cp`` for a loss over the whole
+batch. Plans with independent replicas, compression or servers send other messages, which they count as they run.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ Number = Any
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Exchange:
-    """One exchange that a rank takes part in."""
+    """One exchange with a rank's participation."""
 
     why: str
     kind: Kind
@@ -44,7 +43,7 @@ class Exchange:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MeshSizes:
-    """What of a plan exchanges depend on; see ``Plan``."""
+    """The properties of a plan that determine exchanges; see ``Plan``."""
 
     dp: Number = 1  # replicas whose gradients are added up in every step
     fsdp: Number = 1
@@ -60,16 +59,16 @@ class MeshSizes:
     twice: Number = 0  # 1 where each micro-batch runs forward twice, for a loss over the whole batch
 
     def ranks(self, over: Sequence[str]) -> Number:
-        """In one group of an exchange."""
+        """Return the ranks in one group of an exchange."""
         return prod(getattr(self, axis) for axis in over)
 
     def divided(self, share: Share, most: Number) -> Number:
-        """Ranks of ``tp`` that something ``inner`` is divided over; see ``Weights.most``."""
+        """Return the ranks of ``tp`` that divide an ``inner`` share; see ``Weights.most``."""
         return 1 + (self.tp - 1) * (self.tp <= most) if share == "inner" else 1
 
     @classmethod
     def of(cls, plan: Plan, batch: int) -> MeshSizes:
-        """That of ``plan`` for a global batch."""
+        """Build from ``plan`` for a global batch."""
         return cls(
             **{axis: getattr(plan, axis) for axis in AXES},
             zero=plan.zero,
@@ -106,18 +105,18 @@ class PartPass:
 
     @classmethod
     def of(cls, parts: Sequence[ModelPart], part: ModelPart, samples: Number, length: Number) -> PartPass:
-        """That of one of a model's ``parts``."""
+        """Build for one of a model's ``parts``."""
         entry = hidden_states(parts) if part.role == "before" else part.entry
         return cls(part=part, entry=entry, last=part is parts[-1], samples=samples, length=length)
 
     @property
     def stream(self) -> Number:
-        """Elements of the hidden states of all tokens."""
+        """Return the elements of the hidden states of all tokens."""
         return self.entry.at(self.samples, self.length)
 
 
 def hidden_states(parts: Sequence[ModelPart]) -> SizeLaw:
-    """What blocks hand on, and stages of a pipeline."""
+    """Return the size of the values between blocks, and between stages of a pipeline."""
     return next((one for one in parts if one.role == "block"), parts[-1]).entry
 
 
@@ -126,17 +125,17 @@ Pass = Literal["forward", "again", "backward"]
 
 
 def inside(micro: PartPass, mesh: MeshSizes, widths: Widths, way: Pass) -> list[Exchange]:
-    """What ranks that share a part exchange in one pass of one micro-batch through it."""
+    """Return the exchanges of ranks that share a part, in one pass of one micro-batch through it."""
     return [*tensor(micro, mesh, widths, way), *context(micro, mesh, widths, way), *experts(micro, mesh, widths)]
 
 
 def tensor(micro: PartPass, mesh: MeshSizes, widths: Widths, way: Pass) -> list[Exchange]:
-    """Over ``tp``.
+    """Return the exchanges over ``tp``.
 
-    Results of row-parallel products are added up, and so are the gradients of what entered the column-parallel ones
-    (Shoeybi et al. 2019, section 3); with tokens cut, a gather and a scatter take the place of each sum (Korthikanti et
-    al. 2022, section 4.2.2). An embedding's rows are looked up where they are and added up; of classes that are cut the
-    loss adds up three numbers a token: their largest, the sum of their exponentials, the target's own.
+    Results of row-parallel products are added up, and so are the gradients at the inputs of column-parallel ones
+    (Shoeybi et al. 2019, section 3); with tokens cut, a gather and a scatter replace each sum (Korthikanti et al. 2022,
+    section 4.2.2). An embedding's rows are looked up on their own ranks and added up; for cut classes the loss adds up
+    three numbers a token: their largest, the sum of their exponentials, the target's own.
     """
     part, some, backward = micro.part, 1 * (mesh.tp > 1), way == "backward"
     here = micro.stream / mesh.cp
@@ -181,12 +180,12 @@ def _gathered(why: str, times: Number, size: Number) -> Exchange:
 
 
 def context(micro: PartPass, mesh: MeshSizes, widths: Widths, way: Pass) -> list[Exchange]:
-    """Over ``cp``.
+    """Return the exchanges over ``cp``.
 
     Keys and values go around a ring, and in the backward once more with their gradients behind them (Liu et al. 2023);
     or they are gathered and their gradients scattered (Dubey et al. 2024, section 3.3.2); or queries, keys, values and
-    results change from tokens to heads and back (Jacobs et al. 2023, section 3.2). A mean over tokens that are cut adds
-    up its sum and its count.
+    results change from tokens to heads and back (Jacobs et al. 2023, section 3.2). A mean over cut tokens adds up its
+    sum and its count.
     """
     some, backward = 1 * (mesh.cp > 1), way == "backward"
     found: list[Exchange] = []
@@ -221,10 +220,10 @@ def _over_cp(why: str, kind: Kind, size: Number, times: Number) -> Exchange:
 
 
 def experts(micro: PartPass, mesh: MeshSizes, widths: Widths) -> list[Exchange]:
-    """Over ``ep``.
+    """Return the exchanges over ``ep``.
 
-    A row for every expert that a token chose goes to it with a factor and comes back; gradients go the same ways
-    (Lepikhin et al. 2021, section 3.2). Ranks first tell one another how many rows are for each of their experts.
+    A row for each expert chosen by a token goes to it with a factor and comes back; gradients go the same ways
+    (Lepikhin et al. 2021, section 3.2). Ranks first tell one another the number of rows for each of their experts.
     """
     first = next((one for one in micro.part.forward if one.expert and one.kind == "matmul"), None)
     if first is None:
@@ -240,7 +239,7 @@ def experts(micro: PartPass, mesh: MeshSizes, widths: Widths) -> list[Exchange]:
 
 
 def stages(entry: SizeLaw, mesh: MeshSizes, widths: Widths, samples: Number, length: Number) -> Exchange:
-    """What one stage of a pipeline hands to the next, or its gradient back, of one micro-batch; see ``sends``."""
+    """Return the message between pipeline stages for one micro-batch, or its gradient; see ``sends``."""
     share = 1 + (mesh.tp - 1) * mesh.sequence
     size = entry.at(samples, length) / mesh.cp / share * widths.stream
     return Exchange(why="a stage's outputs", kind="send", over=("pp",), size=size, times=1 * (mesh.pp > 1))
@@ -263,9 +262,9 @@ EXPERT_COPIES = ("dp", "cp")
 
 
 def gather(held: Elements, widths: Widths, mesh: MeshSizes, shards: tuple[str, ...] = ("fsdp",)) -> Exchange:
-    """Sharded parameters made whole: to compute with (``zero=3``), or after they were stepped.
+    """Return the gather of sharded parameters: for computing (``zero=3``), or after their step.
 
-    ``shards``: along what they are sharded.
+    ``shards``: the mesh dimensions of the shards.
     """
     full = 1 * (mesh.zero == 3)
     size = (held.learn + full * held.frozen) * (full * widths.gathered + (1 - full) * widths.weights)
@@ -273,23 +272,23 @@ def gather(held: Elements, widths: Widths, mesh: MeshSizes, shards: tuple[str, .
 
 
 def scatter(held: Elements, widths: Widths, mesh: MeshSizes, shards: tuple[str, ...] = ("fsdp",)) -> Exchange:
-    """Gradients added up over shards, each rank keeping its own (Rajbhandari et al. 2020, section 7)."""
+    """Return the sum of gradients over shards, each rank keeping its own (Rajbhandari et al. 2020, section 7)."""
     size = held.learn * widths.sent
     return Exchange(why="gradients", kind="reduce-scatter", over=shards, size=size, times=1 * (mesh.zero > 0))
 
 
 def add_up(held: Elements, widths: Widths, mesh: MeshSizes, shards: tuple[str, ...] = ("fsdp",)) -> Exchange:
-    """Gradients, or shards of them, added up over copies (Zhao et al. 2023, section 3.2.2)."""
+    """Return the sum of gradients, or shards of them, over copies (Zhao et al. 2023, section 3.2.2)."""
     over = tuple(axis for axis in (EXPERT_COPIES if held.expert else COPIES) if axis not in shards)
     size = held.learn / mesh.ranks(shards) * widths.sent
     return Exchange(why="copies' gradients", kind="all-reduce", over=over, size=size, times=1 * (mesh.ranks(over) > 1))
 
 
 def replicas(units: Sequence[Elements], widths: Widths, mesh: MeshSizes) -> list[Exchange]:
-    """Everything that keeps replicas together in a step, for parameters in ``units`` that are gathered one by one.
+    """Return all exchanges that keep replicas equal in a step, for ``units`` gathered one by one.
 
     ``zero=3`` gathers each for forward and for backward of every micro-batch; 2 and 3 scatter the gradients of each
-    micro-batch as they come, and add them up over copies then.
+    micro-batch on arrival, and add them up over copies then.
     """
     often, sums = sum(gathers(mesh)), reductions(mesh)
     found: list[Exchange] = []
@@ -301,26 +300,26 @@ def replicas(units: Sequence[Elements], widths: Widths, mesh: MeshSizes) -> list
 
 
 def gathers(mesh: MeshSizes) -> tuple[Number, Number, Number]:
-    """How often sharded parameters are gathered in a step: for its forwards, for its backwards, when they were stepped.
+    """Return the gathers of sharded parameters in a step: for forwards, for backwards, after the update.
 
-    Without ``zero`` there is nothing to gather; see ``gather``.
+    Without ``zero`` none is needed; see ``gather``.
     """
     each = (mesh.zero == 3) * mesh.micros
     return each * (1 + mesh.twice), each, 1 * (mesh.zero < 3)
 
 
 def reductions(mesh: MeshSizes) -> Number:
-    """How often gradients are added up in a step."""
+    """Return the number of gradient sums in a step."""
     return 1 + (mesh.zero > 1) * (mesh.micros - 1)
 
 
 def cut_over(one: Weights, mesh: MeshSizes) -> Number:
-    """Ranks of ``tp`` that these are cut over: of experts only where there are enough for all of ``ep`` too."""
+    """Return the ranks of ``tp`` that cut these weights: experts only if there are enough for all of ``ep``, too."""
     return mesh.divided(one.share, one.most // mesh.ep if one.expert else one.most)
 
 
 def elements(weights: Iterable[tuple[Weights, Number]], mesh: MeshSizes) -> list[Elements]:
-    """What a rank holds of these, each with how many alike there are: of the experts, and of the rest."""
+    """Return a rank's part of these weights, each with its count: of the experts, and of the rest."""
     found: dict[bool, Elements] = {}
     for one, count in weights:
         share = count / cut_over(one, mesh) / (mesh.ep if one.expert else 1)

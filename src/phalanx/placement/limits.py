@@ -1,4 +1,4 @@
-"""What a model allows each dimension of a plan to be, and what ``train`` does not run yet, in words of every verb."""
+"""The limits of a model for each dimension of a plan, and plans that ``train`` does not run yet, for every verb."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ _MANY_ROWS = 1000
 
 
 def most_for_classes(rows: int) -> int:
-    """The most ranks of ``tp`` that a head of so many classes is cut over, or a table of so many words; 1: whole.
+    """Return the most ranks of ``tp`` that cut a head of these classes, or a table of these words; 1: whole.
 
-    What ``tp`` cuts is found twice: by ``parallel.tensor`` for a plan's own ``tp``, by trying each cut on the model,
-    and by ``trace.tp_shares`` once for any, from the operations of a trace, so that thousands of plans can be priced.
-    A test holds the two together.
+    The cuts of ``tp`` are found twice: by ``parallel.tensor`` for a plan's own ``tp``, by trying each cut on the model,
+    and by ``trace.tp_shares`` once for any, from the operations of a trace, so that thousands of plans can be priced. A
+    test holds the two together.
     """
     return max(1, rows // _CLASSES_A_RANK)
 
 
 def is_large_table(rows: int) -> bool:
-    """Return True if an embedding is cut also where no head shares its vocabulary."""
+    """Return True if an embedding is cut even if no head shares its vocabulary."""
     return rows >= _MANY_ROWS
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Limits:
-    """Of one model and batch."""
+    """The limits of one model and batch."""
 
     batch: int  # samples in a step: the most replicas
     tokens: int  # in a sample
@@ -51,7 +51,7 @@ class Limits:
         return self.heads > 0 and self.tokens > 1
 
     def evenly(self, *, tp: int = 1, cp: int = 1, ep: int = 1) -> bool:
-        """True if ranks of these dimensions get as much of heads, tokens and experts each: what is worth a try."""
+        """Return True if ranks of these dimensions get equal shares of heads, tokens and experts."""
         return (
             (tp == 1 or (self.products and self.heads % tp == 0))
             and (cp == 1 or (self.attends and self.tokens % cp == 0))
@@ -73,14 +73,14 @@ class Limits:
 
 
 def no_layers_to_cut(plan: Plan) -> Problem:
-    """``tp`` for a model in which nothing pairs up."""
+    """Return the problem of ``tp`` for a model without pairs of layers."""
     given = f"tp={plan.tp} for a model in which no two layers can share out their weights"
     allowed = "models with linear layers that follow one another, such as transformers"
     return plan_problem("tp", given, allowed, f"fsdp={plan.tp}")
 
 
 def no_attention(key: str, plan: Plan) -> Problem:
-    """``cp`` or ``sequence`` for a model without attention over tokens that can be followed."""
+    """Return the problem of ``cp`` or ``sequence`` for a model without attention that can be traced."""
     fix = f"tp={plan.tp}" if key == "sequence" else f"dp={plan.cp}"
     allowed = (
         "models whose repeated blocks attend over a sequence, by scaled_dot_product_attention or products of their "
@@ -90,7 +90,7 @@ def no_attention(key: str, plan: Plan) -> Problem:
 
 
 def few_experts(plan: Plan, fewest: int) -> Problem:
-    """More ranks of ``ep`` than experts; 0 for a model without any."""
+    """Return the problem of more ranks of ``ep`` than experts; 0 for a model without any."""
     if not fewest:
         return no_experts(plan, "a model without experts")
     fits = plan.ep % fewest == 0
@@ -100,7 +100,7 @@ def few_experts(plan: Plan, fewest: int) -> Problem:
 
 
 def no_experts(plan: Plan, what: str) -> Problem:
-    """``ep`` for ``what`` cannot be dealt out."""
+    """Return the problem of ``ep`` for ``what``, which cannot be distributed."""
     allowed = (
         "models with a module that holds all experts' weights in tensors (experts, ..., ...) and is called with hidden "
         "states (tokens, width), the experts chosen for each (tokens, k) and their weights (tokens, k)"
@@ -113,7 +113,7 @@ def _without_experts(plan: Plan) -> Plan:
 
 
 def few_parts(plan: Plan, most: int, names: Sequence[str] = (), because: str = "") -> Problem:
-    """More stages than the model has parts."""
+    """Return the problem of more stages than the model has parts."""
     shown = f": {', '.join(names[:4])}" + (", ..." if len(names) > 4 else "") if names else ""
     given = f"{plan.pp * plan.stages} stages ({plan.pp} ranks with {plan.stages} each)"
     given += f"; some cuts are not possible: {because}" if because else ""
@@ -122,14 +122,14 @@ def few_parts(plan: Plan, most: int, names: Sequence[str] = (), because: str = "
 
 
 def reads_uncalled(plan: Plan, name: str) -> Problem:
-    """``recompute`` in a pipeline for the block ``name``, which cannot be computed again from its arguments alone."""
+    """Return the problem of ``recompute`` in a pipeline for the block ``name``, which reads other tensors."""
     reads = f"{name}, which reads tensors that it is not called with"
     given, fix = f"recompute={plan.recompute} in a pipeline for {reads}", str(replace(plan, recompute="none"))
     return plan_problem("recompute", given, "blocks that get all they compute with as arguments", fix)
 
 
 def not_run_yet(plan: Plan, cluster: Cluster) -> str:
-    """Why ``train`` does not run ``plan`` on ``cluster``'s kind of devices yet; empty where it does."""
+    """Return the reason why ``train`` does not run ``plan`` on ``cluster``'s kind of devices yet, or ""."""
     if plan.precision not in _PRECISIONS:
         return f"precision={plan.precision} can be forecast but not run yet"
     if len({group.device.kind for group in cluster.groups}) > 1:
@@ -138,7 +138,7 @@ def not_run_yet(plan: Plan, cluster: Cluster) -> str:
 
 
 def unread(plan: Plan, batch: int, tensor_parallel: Mapping[str, object]) -> list[str]:
-    """What is set and makes no difference under ``plan``, one sentence each; empty where everything does."""
+    """Return a sentence for each setting without effect under ``plan``."""
     found: list[str] = []
     most = largest_share(plan, batch)
     if plan.micro is not None and plan.micro > most:
@@ -150,5 +150,5 @@ def unread(plan: Plan, batch: int, tensor_parallel: Mapping[str, object]) -> lis
 
 
 def returns_freed_memory(fsdp: Any) -> Any:
-    """True if a CPU's freed memory goes back to the kernel: what sharding drops in each step would leave holes."""
+    """Return True if a CPU's freed memory goes back to the kernel: sharding would otherwise leave holes."""
     return fsdp > 1

@@ -1,7 +1,7 @@
-"""What each rank of a plan holds of a model's tensors: of each the elements, exactly.
+"""Each rank's part of a model's tensors under a plan, with its exact number of elements.
 
-How the axes that split a model cut each tensor is given (``Survey.shares``); what is left to know is arithmetic: rows
-over ``fsdp`` are cut as ``torch.chunk`` does.
+The cuts by the axes that split a model are given (``Survey.shares``); the rest is arithmetic: rows over ``fsdp`` are
+cut as ``torch.chunk`` does.
 """
 
 from __future__ import annotations
@@ -22,27 +22,27 @@ Ranges = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True, slots=True)
 class TensorPiece:
-    """Part of a tensor: for each dimension the elements of the whole tensor that are in it."""
+    """A part of a tensor: for each dimension its ranges of the whole tensor's elements."""
 
     ranges: tuple[Ranges, ...]
 
     @classmethod
     def whole(cls, shape: Sequence[int]) -> TensorPiece:
-        """All of a tensor."""
+        """Return all of a tensor."""
         return cls(tuple(((0, size),) if size else () for size in shape))
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Its own."""
+        """Return its own shape."""
         return tuple(sum(stop - start for start, stop in ranges) for ranges in self.ranges)
 
     @property
     def elements(self) -> int:
-        """How many."""
+        """Return its number of elements."""
         return prod(self.shape)
 
     def part(self, dim: int, kept: Ranges) -> TensorPiece:
-        """What is left of it if of its own elements along ``dim`` only ``kept`` are."""
+        """Return the part with only ``kept`` of its own elements along ``dim``."""
         found: list[tuple[int, int]] = []
         begins = accumulate((stop - start for start, stop in self.ranges[dim]), initial=0)
         for at, (start, stop) in zip(begins, self.ranges[dim], strict=False):
@@ -55,7 +55,7 @@ class TensorPiece:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tensor:
-    """A tensor of the model, as one device holds it."""
+    """A tensor of the model, as on one device."""
 
     name: str  # in the model, the first where it has several
     shape: tuple[int, ...]
@@ -65,12 +65,12 @@ class Tensor:
 
     @property
     def elements(self) -> int:
-        """How many."""
+        """Return its number of elements."""
         return prod(self.shape)
 
     @property
     def bytes(self) -> int:
-        """Of the whole."""
+        """Return the bytes of the whole."""
         return self.elements * self.itemsize
 
 
@@ -78,7 +78,7 @@ class Tensor:
 class DimensionShare:
     """Dimension ``dim`` of a tensor shared out over ranks.
 
-    ``ranges`` are, for each rank along these ``axes`` of the mesh, such as ``("tp",)``, what it keeps of what it had.
+    ``ranges`` are the kept elements for each rank along these ``axes`` of the mesh, such as ``("tp",)``.
     """
 
     axes: tuple[str, ...]
@@ -88,15 +88,15 @@ class DimensionShare:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParameterShard:
-    """What one rank holds of one parameter between steps.
+    """One rank's part of one parameter between steps.
 
     Attributes:
         tensor: the whole.
         parameter: its values.
-        gradient: what of the gradient is kept from micro-batch to micro-batch, or of a single one until it is stepped;
-            ``None`` where it gets none.
-        stepped: what the optimizer steps and keeps state of; ``None`` where it does not.
-        shares: how it is cut over which dimensions of the mesh, in this order.
+        gradient: the part of the gradient kept from micro-batch to micro-batch, or of a single one until the update;
+            ``None`` without gradient.
+        stepped: the part that the optimizer steps and keeps state for, or ``None``.
+        shares: its cuts over dimensions of the mesh, in this order.
     """
 
     tensor: Tensor
@@ -107,17 +107,17 @@ class ParameterShard:
 
     @property
     def bytes(self) -> int:
-        """Of the values."""
+        """Return the bytes of the values."""
         return self.parameter.elements * self.tensor.itemsize
 
     @property
     def gradient_bytes(self) -> int:
-        """Of the gradient."""
+        """Return the bytes of the gradient."""
         return self.gradient.elements * self.tensor.itemsize if self.gradient else 0
 
     @property
     def stepped_elements(self) -> int:
-        """Elements that the optimizer keeps state of."""
+        """Return the elements with optimizer state."""
         return self.stepped.elements if self.stepped else 0
 
 
@@ -135,7 +135,7 @@ class StageSurvey:
 
 @dataclass(frozen=True, kw_only=True)
 class Survey:
-    """A model as a plan lays it out.
+    """A model laid out by a plan.
 
     Attributes:
         plan: the plan.
@@ -143,8 +143,8 @@ class Survey:
         buffers: of the whole model; every rank holds all of them.
         stages: of the pipeline; none without one.
         tied: names of parameters that several stages use → these stages.
-        whole: names of weights of two or more dimensions that ``tp`` had nothing to split for.
-        shares: for each rank along ``pp``: name → how the splitting axes cut it; none where nothing is split.
+        whole: names of weights of two or more dimensions without a cut for ``tp``.
+        shares: for each rank along ``pp``: name → its cuts by the splitting axes; empty without a split.
     """
 
     plan: Plan
@@ -158,16 +158,16 @@ class Survey:
     micros: int = 1  # micro-batches of a rank in a step
 
     def for_batch(self, batch: int) -> Survey:
-        """The same where a step has a global batch of so many samples."""
+        """Return the survey for a step with this global batch."""
         return replace(self, micros=micro_batches(self.plan, batch))
 
     @property
     def elements(self) -> int:
-        """Of all parameters."""
+        """Return the elements of all parameters."""
         return sum(tensor.elements for tensor in self.parameters)
 
     def shards_of(self, rank: int) -> tuple[ParameterShard, ...]:
-        """What ``rank`` holds of each parameter, in the model's order; those of which it holds nothing are not there.
+        """Return the part of each parameter on ``rank``, in the model's order, without empty ones.
 
         Ranks of equal ``place`` get the same object.
         """
@@ -180,7 +180,7 @@ class Survey:
         return self._known[place]
 
     def place(self, rank: int) -> tuple[int, ...]:
-        """Where ``rank`` stands along the dimensions that decide what it holds; others hold copies."""
+        """Return the place of ``rank`` along the dimensions that decide its part; along others are copies."""
         at = self.plan.coordinate(rank)
         return tuple(at[axis] for axis in ("pp", "fsdp", "ep", "tp"))
 
@@ -218,23 +218,24 @@ class Survey:
 
 
 def keeps_whole_gradients(zero: Any, micros: Any, pp: Any) -> Any:
-    """True if a rank's gradients are whole until its last micro-batch, though it steps only shards: numbers, or arrays.
+    """Return True if a rank's gradients are whole until its last micro-batch, though it steps shards.
 
-    With one micro-batch they are scattered as they come, but in a pipeline: its stages run backward at different times.
+    Takes numbers, or arrays. With one micro-batch they are scattered on arrival, except in a pipeline: its stages run
+    backward at different times.
     """
     return (zero == 1) & ((micros > 1) | (pp > 1))
 
 
 def chunk_rows(rows: int, ranks: int) -> int:
-    """Rows that the first of so many ranks gets; see ``RowChunks``."""
+    """Return the rows of the first of this many ranks; see ``RowChunks``."""
     return -(-rows // ranks)
 
 
 @dataclass(frozen=True, slots=True)
 class RowChunks(Sequence[Ranges]):
-    """``rows`` dealt out as ``torch.chunk`` does: as many to each as the first gets, the last ones fewer or none.
+    """The ``rows`` cut as by ``torch.chunk``: as many to each as to the first, the last ones fewer or none.
 
-    Those of a rank are worked out when they are asked for: a rank that needs its own does not list all others'.
+    A rank's rows are computed on request: it does not list all others'.
     """
 
     rows: int

@@ -1,4 +1,4 @@
-"""Where a pipeline is cut: so that the stage with most to do has as little as can be; and what its ranks hold then."""
+"""Cuts of a pipeline with the smallest largest stage, and the parts on its ranks."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from phalanx.placement.schedules import holders
 
 
 def balanced(costs: Sequence[float], stages: int, allowed: Sequence[bool]) -> list[int] | None:
-    """The first region of each stage; ``None`` where there are too few places to cut at.
+    """Return the first region of each stage; ``None`` if there are too few places to cut at.
 
-    Of the ways with the least largest cost the one whose costs differ least. ``allowed[c]``: whether there can be a
-    cut before region ``c``.
+    Among the cuts with the least largest cost it takes the most even one. ``allowed[c]``: whether a cut before region
+    ``c`` is possible.
     """
     table = [_row(tuple(costs), tuple(allowed), stage) for stage in range(stages + 1)]
     cuts, end = list[int](), len(costs)
@@ -50,18 +50,18 @@ def _row(costs: tuple[float, ...], allowed: tuple[bool, ...], stages: int) -> di
 def on_ranks(
     parts: Sequence[ModelPart], length: int, schedule: Schedule, ranks: int, stages: int
 ) -> tuple[tuple[int, ...], ...]:
-    """For each rank of a pipeline with so many ``stages`` on each, how many of each part it holds.
+    """Return counts of each part on each rank of a pipeline with this many ``stages`` a rank.
 
-    Parts are as far apart as cuts can be; a model with fewer of them than stages leaves some empty.
+    Parts are the finest cuts; a model with fewer parts than stages leaves some stages empty.
     """
     costs = tuple(sum(flops(one, 1.0, length) for one in part.forward if not one.again) for part in parts)
     return _on_ranks(tuple(part.count for part in parts), costs, holders(schedule, ranks, ranks * stages))
 
 
 def sends(schedule: Schedule, ranks: int, stages: int, rank: int) -> tuple[int, int]:
-    """Messages to other ranks that ``rank``, with so many ``stages`` on each, sends for one micro-batch.
+    """Return messages of ``rank`` to other ranks for one micro-batch, with this many ``stages`` a rank.
 
-    Outputs to the stages after its own, and gradients to those before; where a V turns, two stages are on one rank.
+    Outputs go to later stages, and gradients to earlier ones; at the turn of a V, two stages are on one rank.
     """
     rank_of = holders(schedule, ranks, ranks * stages)
     forward = sum(one == rank != after for one, after in pairwise(rank_of))

@@ -1,6 +1,6 @@
 """All exchanges of one rank in one optimizer step of a synchronous plan, from a model's profile.
 
-How many of each part of the model a rank holds are ``counts`` here: numbers, or arrays with one for each of many plans.
+``counts`` are a rank's counts of each part of the model: numbers, or arrays with one entry for each plan.
 """
 
 from __future__ import annotations
@@ -42,9 +42,10 @@ of gradients' norm. And of what a rank tells its replicas of its parameters."""
 
 
 def step_traffic(profile: Profile, plan: Plan, batch: int, rank: int, widths: Widths) -> list[Exchange]:
-    """What ``rank`` takes part in, alike exchanges together; empty ones are left out.
+    """Return the exchanges of ``rank``, equal ones together; empty ones are left out.
 
-    Gradients' norm is among them, of what no rank holds whole: by it every step tells whether they are finite.
+    The gradients' norm is among them, for gradients that no rank holds whole: every step checks by it that they are
+    finite.
     """
     mesh, counts = MeshSizes.of(plan, batch), _counts(profile, plan, rank)
     mesh = with_second_forward(profile, mesh)
@@ -66,12 +67,12 @@ def step_traffic(profile: Profile, plan: Plan, batch: int, rank: int, widths: Wi
 
 
 def with_second_forward(profile: Profile, mesh: MeshSizes) -> MeshSizes:
-    """``mesh`` where a loss over the whole batch needs all outputs before the first of several backwards."""
+    """Return ``mesh`` with a second forward if a loss over the whole batch precedes several backwards."""
     return replace(mesh, twice=1 * (mesh.micros > 1)) if profile.compared else mesh
 
 
 def rows_of_whole_batch(profile: Profile, share: Number, mesh: MeshSizes) -> Iterator[Exchange]:
-    """What is gathered for a loss over the whole batch, where the largest share has so many samples."""
+    """Yield the gathers for a loss over the whole batch; the largest share has this many samples."""
     ranks = mesh.ranks(DATA_AXES)
     for one in profile.compared:
         size = ranks * (8 * HEADER + share * one.rows + one.others)
@@ -79,22 +80,22 @@ def rows_of_whole_batch(profile: Profile, share: Number, mesh: MeshSizes) -> Ite
 
 
 def fingerprints(mesh: MeshSizes, every: int) -> Exchange:
-    """What replicas tell each other ``every`` so many steps of the parameters that they hold, to see if they differ."""
+    """Return the exchange, ``every`` so many steps, of replicas' parameter fingerprints."""
     over = ("dp", "cp")
     size = _FINGERPRINT * mesh.ranks(over)
     return Exchange(why="replicas' fingerprints", kind="all-gather", over=over, size=size, times=1 / every)
 
 
 def parameters_held(profile: Profile, plan: Plan, rank: int) -> float:
-    """Elements of parameters on ``rank``, frozen ones among them; with ``zero=3`` of its shards alone."""
+    """Return elements of parameters on ``rank``, frozen ones included; with ``zero=3`` of its shards alone."""
     units = _units(profile, _counts(profile, plan, rank), MeshSizes.of(plan, plan.replicas))
     return sum(one.learn + one.frozen for one in units) / (plan.fsdp if plan.zero == 3 else 1)
 
 
 def weights_held(profile: Profile, counts: Sequence[Number]) -> Iterator[tuple[Weights, Number]]:
-    """Parameters of the parts that a rank holds, with how many alike there are.
+    """Yield parameters of a rank's parts, with their counts.
 
-    What the last part shares with the first, such as an embedding, is there twice where they are on two ranks.
+    Weights shared by the last part and the first, such as an embedding, exist twice if these are on two ranks.
     """
     for part, count in zip(profile.parts, counts, strict=True):
         yield from ((one, count) for one in part.weights)
@@ -102,7 +103,7 @@ def weights_held(profile: Profile, counts: Sequence[Number]) -> Iterator[tuple[W
 
 
 def tied_copy(profile: Profile, counts: Sequence[Number]) -> Iterator[tuple[Weights, Number]]:
-    """What a rank holds beside its parts' own weights: those of the first part that the last one reads."""
+    """Yield a rank's additional weights: those of the first part that the last one reads."""
     if profile.tied:
         yield _tied(profile), 1 * ((counts[-1] > 0) & (counts[0] == 0))
 
@@ -115,7 +116,7 @@ def _tied(profile: Profile) -> Weights:
 
 
 def unit_by_unit(profile: Profile, counts: Sequence[Number]) -> Number:
-    """Return True if ``zero=3`` gathers and scatters each block of a rank by itself: where there are several."""
+    """Return True if ``zero=3`` gathers and scatters each block of a rank by itself: if it has several."""
     blocks = sum(count for part, count in zip(profile.parts, counts, strict=True) if part.role == "block")
     return profile.repeated & (blocks > 1)
 
@@ -123,10 +124,10 @@ def unit_by_unit(profile: Profile, counts: Sequence[Number]) -> Number:
 def once_a_step(
     profile: Profile, counts: Sequence[Number], mesh: MeshSizes, widths: Widths, *, norm: bool
 ) -> Iterator[Exchange]:
-    """What gradients take beyond ``replicas``, when the last of them is there.
+    """Yield exchanges of gradients beyond ``replicas``, after the last gradient.
 
-    Those of weights that each rank of ``tp`` reads for its own tokens only (Korthikanti et al. 2022), those of tied
-    weights on the first and the last rank, and the norm over all that differ.
+    They are those of weights that each rank of ``tp`` reads for its own tokens only (Korthikanti et al. 2022), those of
+    tied weights on the first and the last rank, and the norm over all that differ.
     """
     shards = 1 + (mesh.fsdp - 1) * (mesh.zero > 0)
     late = [
@@ -201,5 +202,5 @@ def _together(found: Sequence[Exchange]) -> list[Exchange]:
 
 
 def peers(plan: Plan, rank: int, over: Sequence[str]) -> tuple[int, ...]:
-    """Ranks of one group of an exchange: those that differ from ``rank`` along ``over`` at most."""
+    """Return the ranks of one group of an exchange: those that differ from ``rank`` only along ``over``."""
     return tuple(plan.along(over, rank))

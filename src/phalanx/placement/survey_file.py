@@ -1,6 +1,6 @@
-"""``placement.json`` of a run folder: what each rank of the run holds, so that ``show`` draws it without the job.
+"""``placement.json`` of a run folder: each rank's part of the model, so that ``show`` draws it without the job.
 
-Whoever reads it takes it for what it may be, a stranger's: of the wrong form it is refused, and nothing in it is run.
+The file may be a stranger's: a wrong form is refused, and it holds no code.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _MOST = 2**53
 
 
 def survey_to_dict(survey: Survey) -> dict[str, Any]:
-    """A survey as JSON."""
+    """Return a survey as JSON."""
     return {
         "plan": str(survey.plan),
         "parameters": [asdict(one) for one in survey.parameters],
@@ -40,10 +40,10 @@ def survey_to_dict(survey: Survey) -> dict[str, Any]:
 
 
 def stored_survey(folder: Path) -> Survey | None:
-    """The survey of the run in ``folder``; ``None`` where it has stored none.
+    """Return the survey of the run in ``folder``, or ``None``.
 
     Raises:
-        SpecError: the file cannot be read, or is not as ``survey_to_dict`` has it.
+        SpecError: the file cannot be read, or is not in the form of ``survey_to_dict``.
     """
     path = folder / PLACEMENT
     if not path.is_symlink() and not path.exists():
@@ -58,7 +58,7 @@ def stored_survey(folder: Path) -> Survey | None:
 
 
 def survey_from_dict(value: Mapping[str, Any]) -> Survey:
-    """A survey from what ``survey_to_dict`` made of it.
+    """Build a survey from the result of ``survey_to_dict``.
 
     Raises:
         ValueError: it is of another form. So do ``TypeError``, ``KeyError``, ``AttributeError`` and ``SpecError``.

@@ -1,19 +1,19 @@
-"""Pipeline schedules: which rank runs which stage of which micro-batch in which order, for any number of micro-batches.
+"""Pipeline schedules: each rank's order of stages and micro-batches, for any number of micro-batches.
 
 ==============  =====================================================================  ==========================
-schedule        idea                                                                   source
-==============  =====================================================================  ==========================
-gpipe           all forwards, then all backwards                                       Huang et al. 2019
-1f1b            a backward as soon as there is one: holds fewer activations            Narayanan et al. 2021
-interleaved     several short stages a rank: less idle time, more messages             Narayanan et al. 2021
-zero-bubble     the weights' half of backward fills the gaps                           Qi et al. 2024, ZB1P
-zbv             the same with stages laid out as a V: rank r holds r and 2N - 1 - r    Qi et al. 2024, section 6
-dualpipev       a V that pairs each forward with another micro-batch's backward        DeepSeek 2024, 2025
-==============  =====================================================================  ==========================
+schedule        idea                                                                   source ==============
+=====================================================================  ========================== gpipe           all
+forwards, then all backwards                                       Huang et al. 2019 1f1b            a backward as soon
+as there is one: holds fewer activations            Narayanan et al. 2021 interleaved     several short stages a rank:
+less idle time, more messages             Narayanan et al. 2021 zero-bubble     the weights' half of backward fills the
+gaps                           Qi et al. 2024, ZB1P zbv             the same with stages laid out as a V: rank r holds r
+and 2N - 1 - r    Qi et al. 2024, section 6 dualpipev       a V that pairs each forward with another micro-batch's
+backward        DeepSeek 2024, 2025 ==============
+=====================================================================  ==========================
 
 The orders are those of ``torch.distributed.pipelining`` wherever it has one. Some schedules want a multiple of some
-number of micro-batches, or at least as many as stages. An order for more than there are stays valid when those that are
-not there are left out, because micro-batches do not wait for one another.
+number of micro-batches, or at least as many as stages. An order for more micro-batches stays valid when the additional
+ones are left out, because micro-batches do not wait for one another.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ SCHEDULES: dict[Schedule, PipelineSchedule] = {
 
 @lru_cache(maxsize=256)
 def order(schedule: Schedule, ranks: int, stages_per_rank: int, micros: int) -> Order:
-    """The order of ``schedule`` for this many micro-batches, at least one.
+    """Return the order of ``schedule`` for this many micro-batches, at least one.
 
     Example:
         >>> order("1f1b", 2, 1, 2).ranks[0]
@@ -47,14 +47,14 @@ def order(schedule: Schedule, ranks: int, stages_per_rank: int, micros: int) -> 
 
 
 def holders(schedule: Schedule, ranks: int, stages: int) -> tuple[int, ...]:
-    """For each stage the rank that holds it."""
+    """Return for each stage the rank that holds it."""
     if SCHEDULES[schedule].v_shaped:
         return tuple(stage if stage < ranks else 2 * ranks - 1 - stage for stage in range(stages))
     return tuple(stage % ranks for stage in range(stages))
 
 
 def forwards(schedule: Schedule, ranks: int, stages_per_rank: int, micros: int) -> Order:
-    """An order of forwards alone: each micro-batch follows the one before it from stage to stage."""
+    """Return an order of forwards alone: micro-batches follow each other from stage to stage."""
     stages = ranks * stages_per_rank
     rank_of = holders(schedule, ranks, stages)
     actions = [Action("F", stage, micro) for stage in range(stages) for micro in range(micros)]

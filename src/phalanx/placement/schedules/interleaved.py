@@ -11,15 +11,15 @@ from phalanx.placement.schedules.order import Action, Kind, PipelineSchedule
 
 
 def round_of(ranks: int, micros: int) -> int:
-    """How many micro-batches go in one round: as many as there are ranks, or more where they do not come out even."""
+    """Return the micro-batches in one round: the number of ranks, or more if they do not divide evenly."""
     return -(-micros // max(1, micros // ranks))
 
 
 def rounds(rank: int, ranks: int, chunks: int, micros: int, *, zero_bubble: bool) -> Iterator[Action]:
-    """Interleaved 1F1B: Narayanan et al. 2021, section 2.2; with halves ZB1P: Qi et al. 2024, section 3.
+    """Yield interleaved 1F1B: Narayanan et al. 2021, section 2.2; with halves ZB1P: Qi et al. 2024, section 3.
 
-    Micro-batches go in rounds through one stage of the rank after the other. A round has as many as there are ranks;
-    where they do not come out even, one more, and the last round lacks some.
+    Micro-batches go in rounds through one stage of the rank after the other. A round has as many as there are ranks; if
+    they do not divide evenly, one more, and the last round lacks some.
     """
     each = round_of(ranks, micros)
     count = max(1, micros // ranks) * each * chunks

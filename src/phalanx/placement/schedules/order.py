@@ -1,4 +1,4 @@
-"""What a pipeline schedule is; the order it gives each rank, what waits for what in it, and when each action runs."""
+"""Pipeline schedules: the order of each rank's actions, their dependencies, and their times."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ through a stage of each; or they compute weights' gradients.
 
 
 class Action(NamedTuple):
-    """One piece of work of a rank."""
+    """One action of a rank."""
 
     kind: Kind  # ``F`` forward; ``B`` backward, or its halves: ``I`` for the stage's inputs and ``W`` for its weights
     stage: int  # of the pipeline
@@ -47,7 +47,7 @@ class PipelineSchedule:
 
 
 class Links(NamedTuple):
-    """The actions of a whole order, numbered such that none comes before what it needs: a list for each column."""
+    """The actions of a whole order, numbered so that each follows its dependencies: a list for each column."""
 
     action: list[Action]
     before: list[int]  # the rank's action before it; -1 for none
@@ -60,27 +60,27 @@ class StuckError(ValueError):
 
 @dataclass(frozen=True, kw_only=True)
 class Order:
-    """What each rank does, in order."""
+    """Each rank's actions in order."""
 
     ranks: tuple[tuple[Action, ...], ...]  # for each rank its actions
     rank_of: tuple[int, ...]  # for each stage the rank that holds it
 
     def stages_of(self, rank: int) -> list[int]:
-        """The stages that ``rank`` holds, ascending."""
+        """Return the stages that ``rank`` holds, ascending."""
         return [stage for stage, holder in enumerate(self.rank_of) if holder == rank]
 
     @cached_property
     def links(self) -> Links:
-        """All actions of all ranks, each after what it needs.
+        """Return all actions of all ranks, each after its dependencies.
 
         Raises:
-            StuckError: if the order waits for something that never comes; says who waits for whom.
+            StuckError: if the order waits for an action that never comes; names the waiting ranks.
         """
         return _linked(self)
 
 
 class Timed(NamedTuple):
-    """An action, who does it, and from when to when."""
+    """An action, its rank, and its begin and end."""
 
     rank: int
     action: Action
@@ -89,7 +89,7 @@ class Timed(NamedTuple):
 
 
 def needs(action: Action, stages: int) -> list[Action]:
-    """What must be done before ``action``, on whatever rank. ``B`` of a neighbour may be its ``I``."""
+    """Return the actions required before ``action``, on any rank. ``B`` of a neighbour may be its ``I``."""
     kind, stage, micro = action
     if kind == "F":
         return [Action("F", stage - 1, micro)] if stage else []
@@ -101,15 +101,15 @@ def needs(action: Action, stages: int) -> list[Action]:
 def in_halves(recompute: str, zero: int, *, compiles: bool = False, recomputes: bool = False) -> bool:
     """Return True if a backward may be done in halves.
 
-    Hooks on parameters, what is recomputed (by the model itself: ``recomputes``) and compiled blocks want it whole.
+    Hooks on parameters, recomputation (also by the model itself: ``recomputes``) and compiled blocks need it whole.
     """
     return recompute == "none" and zero in (0, 1) and not recomputes and not compiles
 
 
 def cost(action: Action, *, forward: float, inputs: float, weights: float, halves: bool) -> float:
-    """What ``action`` takes where a whole backward takes ``inputs + weights``.
+    """Return the cost of ``action``, if a whole backward costs ``inputs + weights``.
 
-    What cannot be done in halves is done at once: with the inputs' half, or in the first stage, whose inputs get no
+    A backward without halves is done at once: with the inputs' half, or in the first stage, whose inputs get no
     gradient, with the weights'.
     """
     if action.kind == "F":
@@ -122,7 +122,7 @@ def cost(action: Action, *, forward: float, inputs: float, weights: float, halve
 
 
 def work(plan: Plan, action: Action, *, recomputes: bool = False) -> float:
-    """How long ``action`` takes under ``plan``, in forwards of its stage: a backward two, with recomputation three.
+    """Return the duration of ``action`` under ``plan``, in forwards of its stage: a backward 2, with recomputation 3.
 
     ``recomputes``: whether the model recomputes activations by itself.
     """
@@ -132,12 +132,12 @@ def work(plan: Plan, action: Action, *, recomputes: bool = False) -> float:
 
 
 def timed(order: Order, cost: Callable[[Action], float] | None = None) -> list[Timed]:
-    """When each action runs if each takes ``cost`` and messages no time; by beginning, then rank.
+    """Return the time of each action if each takes ``cost`` and messages no time; by begin, then rank.
 
     Without ``cost`` each takes one unit, and a whole backward two.
 
     Raises:
-        StuckError: if the order waits for something that never comes.
+        StuckError: if the order waits for an action that never comes.
     """
     links, cost = order.links, cost or (lambda action: 2.0 if action.kind == "B" else 1.0)
     takes = [cost(action) for action in links.action]
@@ -147,10 +147,10 @@ def timed(order: Order, cost: Callable[[Action], float] | None = None) -> list[T
 
 
 def ends(order: Order, takes: Iterable[float]) -> list[float]:
-    """When each action ends, by its number in ``order.links``, if it ``takes`` so long and messages no time.
+    """Return the end of each action, by its number in ``order.links``, if actions take ``takes`` and messages no time.
 
     Raises:
-        StuckError: if the order waits for something that never comes.
+        StuckError: if the order waits for an action that never comes.
     """
     links = order.links
     found = [0.0] * (len(links.action) + 1)  # the last one, where -1 points, is the end of what is not there
@@ -161,7 +161,7 @@ def ends(order: Order, takes: Iterable[float]) -> list[float]:
 
 
 def bubble(order: Order, cost: Callable[[Action], float] | None = None) -> float:
-    """The share of the ranks' time that they are idle, from 0 to 1, if messages take no time."""
+    """Return the idle share of the ranks' time, from 0 to 1, if messages take no time."""
     found = timed(order, cost)
     whole = max(one.end for one in found) * len(order.ranks)
     return 1.0 - sum(one.end - one.begin for one in found) / whole

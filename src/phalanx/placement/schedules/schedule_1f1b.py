@@ -11,7 +11,7 @@ from phalanx.placement.schedules.order import Action, PipelineSchedule
 
 
 def alternating(stage: int, ahead: int, micros: int) -> Iterator[Action]:
-    """Forwards, from the ``ahead``-th on a backward after each."""
+    """Yield forwards, from the ``ahead``-th on a backward after each."""
     for micro in range(micros + ahead):
         if micro < micros:
             yield Action("F", stage, micro)

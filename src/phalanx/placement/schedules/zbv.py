@@ -20,11 +20,11 @@ class TwoStages:
         self._next = {(kind, stage): 0 for kind in "FB" for stage in (0, 1)}
 
     def count(self, kind: Literal["F", "B"], stage: int) -> int:
-        """Forwards or backwards so far of one of the two stages."""
+        """Return the forwards or backwards so far of one of the two stages."""
         return self._next[kind, stage]
 
     def do(self, *what: tuple[Kind, int]) -> None:
-        """The next micro-batch of each kind and stage, 0 or 1; gradients of weights are owed after an ``I``."""
+        """Append the next micro-batch of each kind and stage, 0 or 1; an ``I`` leaves its weight gradients pending."""
         for kind, stage in what:
             key = ("F" if kind == "F" else "B", stage)
             self.actions.append(Action(kind, self._stages[stage], self._next[key]))
@@ -33,7 +33,7 @@ class TwoStages:
                 self._owed.append(Action("W", self._stages[stage], self.actions[-1].micro))
 
     def owes(self, stage: int | None = None) -> list[Action]:
-        """Gradients of weights that are still to be computed, the oldest first; of one of the two stages if given."""
+        """Return pending weight gradients, the oldest first; of one of the two stages if given."""
         return [one for one in self._owed if stage is None or one.stage == self._stages[stage]]
 
     def work_off(self, stage: int | None = None) -> None:
