@@ -1,4 +1,6 @@
-"""Which plan is best, why, and how many devices are worth it: enumerate, prune by memory, price, rank, explain."""
+"""The best plan, its reasons, and the worthwhile number of devices: enumerate, prune by memory, price, rank,
+explain.
+"""
 
 from phalanx.planner.advise import Advice, advise
 from phalanx.planner.explain import explain

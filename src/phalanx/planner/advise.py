@@ -1,4 +1,4 @@
-"""The whole answer to "which plan?", and to "what of this one?"; a ``config.json`` as work."""
+"""Answers to "which plan?" and "what of this one?"; a ``config.json`` as work."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ class Advice:
     """An answer.
 
     Attributes:
-        question: that was asked, with all of its devices.
+        question: the one asked, with all of its devices.
         ranking: the best plans.
-        explanation: why the first wins; ``None`` where nothing fits.
-        shortfall: what is missing; ``None`` where something fits.
+        explanation: the reasons for the first; ``None`` if no plan fits.
+        shortfall: the missing memory; ``None`` if a plan fits.
     """
 
     question: Question
@@ -43,11 +43,11 @@ class Advice:
 
 
 def advise(question: Question, goal: Goal | None = None, because: str | None = None) -> Advice:
-    """The best plans for ``question``, and why; ``because`` is the text of a plan to argue.
+    """Return the best plans for ``question``, with reasons; ``because`` is the text of a plan to compare.
 
     Raises:
-        SpecError: if the goal asks for what nobody knows, or ``because`` is no plan.
-        RefusedError: if no plan at all can deal the work out to the devices, or the one to be argued cannot.
+        SpecError: if the goal needs unknown numbers, or ``because`` is no plan.
+        RefusedError: if no plan at all can spread the work over the devices, or the one to compare cannot.
     """
     argued, keys = plan_and_keys(because) if because else (None, ())
     ranking = rank(question, goal)
@@ -74,7 +74,7 @@ def _none(question: Question) -> Problem:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlanForecast:
-    """A plan's future."""
+    """A plan's forecast."""
 
     question: Question  # that was asked
     forecast: Forecast
@@ -91,7 +91,7 @@ class PlanForecast:
 
 
 def forecast_plan(question: Question, plan: Plan | None = None) -> PlanForecast:
-    """The future of ``plan``, or of replicas on all devices where none is given.
+    """Return the forecast of ``plan``, by default of replicas on all devices.
 
     Raises:
         RefusedError: if the plan cannot serve the work on the cluster.
@@ -115,12 +115,12 @@ def is_config(what: str) -> bool:
 
 
 def config_work(path: str, *, batch: int, length: int = 0) -> Work:
-    """The work of training the model of a configuration with AdamW.
+    """Return the work of training the model of a configuration with AdamW.
 
     Args:
         path: of a ``config.json``, or of the folder that holds it.
         batch: samples in one step of all devices.
-        length: tokens in a sample; 0 for what the model was made for, at most 4096.
+        length: tokens in a sample; 0 for the model's own length, at most 4096.
 
     Raises:
         SpecError: if ``batch`` is 0, or the file cannot be read, or is of an unknown architecture.

@@ -1,4 +1,4 @@
-"""Why the first plan wins, what its neighbours would cost, and how a plan that someone has in mind compares."""
+"""The reasons for the first plan, the cost of its neighbours, and a comparison with a user's plan."""
 
 from __future__ import annotations
 
@@ -51,12 +51,12 @@ class Neighbour:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Explanation:
-    """Of a ranking.
+    """The explanation of a ranking.
 
     Attributes:
-        reasons: why the first plan wins, each a sentence.
-        neighbours: plain FSDP over all devices where it can run; the nearest in time; then those that do not fit.
-        argued: the plan someone has in mind beside the first; ``None`` where nobody asked.
+        reasons: a sentence for each reason of the first plan.
+        neighbours: plain FSDP over all devices if it can run; the nearest in time; then those that do not fit.
+        argued: the user's plan beside the first, or ``None``.
     """
 
     reasons: tuple[str, ...]
@@ -72,9 +72,9 @@ class Explanation:
 
 
 def explain(ranking: Ranking, because: Plan | None = None, *, keys: Sequence[str] = ()) -> Explanation | None:
-    """Why the first of ``ranking`` wins; ``None`` where nothing fits.
+    """Return the reasons for the first of ``ranking``; ``None`` if no plan fits.
 
-    ``because``: a plan to argue; ``keys``: those of it that were stated, the others are chosen as well as they can be.
+    ``because``: a plan to compare; ``keys``: its stated keys, while the others are chosen as well as possible.
 
     Raises:
         RefusedError: if no plan with the stated keys could run.
@@ -99,7 +99,7 @@ def explain(ranking: Ranking, because: Plan | None = None, *, keys: Sequence[str
 
 
 def differences(best: Forecast, other: Forecast, change: str) -> Neighbour:
-    """``other`` against ``best``: what makes the difference."""
+    """Compare ``other`` with ``best``, with the parts that differ."""
     slower = other.step / best.step - 1
     if not other.fits:
         why = f"does not fit: {show_bytes(other.missing)} too much, most of it {_most(best, other)}"
@@ -215,10 +215,10 @@ def _completed(question: Question, because: Plan, keys: Sequence[str]) -> Plan |
 
 
 def plan_and_keys(text: str) -> tuple[Plan, tuple[str, ...]]:
-    """The plan of a text, and which keys it states.
+    """Return the plan of a text, and its stated keys.
 
     Raises:
-        SpecError: with everything that is wrong in the text.
+        SpecError: with every error in the text.
     """
     keys = tuple(word.partition("=")[0] for word in words(text) if "=" in word)
     return Plan.parse(text), keys

@@ -1,4 +1,4 @@
-"""Nothing fits: by how many bytes, and the nearest changes that would."""
+"""If no plan fits: the missing bytes, and the nearest changes that would fit."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _DOUBLINGS = 12
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Change:
-    """Something that would make it fit."""
+    """A change that would make it fit."""
 
     words: str  # what to change, as it stands on a command line
     plan: Plan  # that would then fit
@@ -35,11 +35,11 @@ class Change:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Shortfall:
-    """What is missing.
+    """The missing memory.
 
     Attributes:
         plan: the one that needs least.
-        missing: bytes that it lacks on the device that needs most.
+        missing: bytes it lacks on the fullest device.
         changes: the nearest that would fit, at most three.
     """
 
@@ -56,7 +56,7 @@ class Shortfall:
 
 
 def shortfall(question: Question, plan: Plan | None = None) -> Shortfall | None:
-    """What ``plan`` lacks; without one, the least hungry of all. ``None`` where there is no plan, or it fits."""
+    """Return the shortfall of ``plan``, by default of the smallest; ``None`` if there is no plan, or it fits."""
     given = plan or search(question).leanest
     if given is None:
         return None

@@ -1,6 +1,6 @@
-"""What is asked: a work, the devices it may use, and what these cost by the hour; clusters of other sizes.
+"""A question to the planner: a work, the devices it may use, and their price an hour; clusters of other sizes.
 
-No price is known beforehand: the user says.
+Prices come from the user only.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _FILE = 'currency = "EUR" and a table [per_hour] of prices by device, such as H1
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Prices:
-    """What a device costs for an hour."""
+    """The price of a device for an hour."""
 
     each: float | None = None  # of any device; ``None`` where prices go by device, or nobody says
     by_device: Mapping[str, float] = field(default_factory=dict[str, float])  # by its name
@@ -36,7 +36,7 @@ class Prices:
         return self.each is not None or bool(self.by_device)
 
     def hour(self, cluster: Cluster) -> float | None:
-        """Of all devices of ``cluster`` for an hour; ``None`` if not known.
+        """Return the price of all devices of ``cluster`` for an hour; ``None`` if unknown.
 
         Raises:
             SpecError: if prices go by device, and a device of ``cluster`` has none.
@@ -56,7 +56,7 @@ class Prices:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bill:
-    """What a span of time on a cluster comes to."""
+    """The cost of a span of time on a cluster."""
 
     seconds: float
     device_hours: float
@@ -67,7 +67,7 @@ class Bill:
 
     @property
     def amount(self) -> float:
-        """What budgets are compared with: money where prices are known, else device-hours."""
+        """Return the amount compared with budgets: money if prices are known, else device-hours."""
         return self.device_hours if self.money is None else self.money
 
     def to_dict(self) -> dict[str, Any]:
@@ -81,7 +81,7 @@ class Bill:
 
 
 def bill(seconds: float, cluster: Cluster, prices: Prices) -> Bill:
-    """``seconds`` of all devices of ``cluster``."""
+    """Return the cost of ``seconds`` on all devices of ``cluster``."""
     hours = seconds / 3600
     powers = [group.device.power for group in cluster.groups]
     watts = sum((group.device.power or 0.0) * group.devices for group in cluster.groups)
@@ -96,7 +96,7 @@ def bill(seconds: float, cluster: Cluster, prices: Prices) -> Bill:
 
 
 def prices(text: str | None) -> Prices:
-    """Prices from ``2.50`` (of any device, for an hour), or from the path of a TOML file; none from ``None``.
+    """Return prices from ``2.50`` (of any device, for an hour), or from the path of a TOML file; none from ``None``.
 
     Raises:
         SpecError: if it is neither.
@@ -152,7 +152,7 @@ class Question:
         return mixed(self.cluster)
 
     def on(self, devices: int) -> Question | None:
-        """The same on that many of the devices, in as few nodes as hold them; ``None`` if they fill no nodes."""
+        """Return the question for that many devices, in the fewest nodes; ``None`` if they fill no nodes."""
         cluster = resized(self.cluster, devices)
         return replace(self, cluster=cluster) if cluster else None
 
@@ -163,7 +163,7 @@ def mixed(cluster: Cluster) -> bool:
 
 
 def precision_for(cluster: Cluster) -> Precision:
-    """The fastest that every device has at hand: ``bf16``, else ``fp16``; on CPUs ``fp32``."""
+    """Return the fastest precision of every device: ``bf16``, else ``fp16``; on CPUs ``fp32``."""
     kinds = [group.device for group in cluster.groups]
     if any(device.kind == "cpu" for device in kinds):
         return "fp32"
@@ -174,9 +174,10 @@ def precision_for(cluster: Cluster) -> Precision:
 
 
 def full_node(cluster: Cluster) -> int:
-    """Devices of a full node of the first kind of ``cluster``; 0 where any number fits.
+    """Return the devices of a full node of the first kind of ``cluster``; 0 if any number fits.
 
-    As many as its host has slots, or as the nodes of ``cluster`` have where these are several or nobody knows.
+    It is the number of its host's slots, or of devices in the nodes of ``cluster`` if these are several or slots are
+    unknown.
     """
     group = cluster.groups[0]
     if group.nodes > 1:
@@ -185,7 +186,9 @@ def full_node(cluster: Cluster) -> int:
 
 
 def resized(cluster: Cluster, devices: int) -> Cluster | None:
-    """A cluster of that many devices of the first kind of ``cluster``; ``None`` if they do not fill whole nodes."""
+    """Return a cluster with that many devices of the first kind of ``cluster``; ``None`` unless they fill whole
+    nodes.
+    """
     full = full_node(cluster) or devices
     if devices > full and devices % full:
         return None
@@ -201,7 +204,7 @@ def resized(cluster: Cluster, devices: int) -> Cluster | None:
 
 
 def doublings(cluster: Cluster, most: int) -> Iterator[int]:
-    """1, 2, 4, ... devices of one node, 1, 2, 4, ... full nodes, and ``most``."""
+    """Yield 1, 2, 4, ... devices of one node, 1, 2, 4, ... full nodes, and ``most``."""
     full = full_node(cluster) or most
     count = 1
     while count < most:

@@ -1,4 +1,4 @@
-"""Orders plans by what is asked for, and tries the neighbours of the best."""
+"""Ranking of plans by a goal, with a trial of the best plan's neighbours."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ By = Literal["time", "cost", "devices"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Goal:
-    """What the best plan is best in."""
+    """The criterion for the best plan."""
 
     # ``time`` of a step on all devices; ``cost`` of a sample, on as many devices as that takes; ``devices``, the fewest
     # within deadline and budget
@@ -35,7 +35,7 @@ class Goal:
     budget: float = 0.0  # most that it may cost: money where prices are known, else device-hours; 0 for any
 
     def check(self, question: Question) -> None:
-        """Raise what is wrong with it for ``question``.
+        """Raise every problem with ``question``.
 
         Raises:
             SpecError: with every problem found.
@@ -56,12 +56,12 @@ class Ranking:
     """Plans of one number of devices, the best first.
 
     Attributes:
-        question: with the devices that the best plan uses.
-        goal: what they are ordered by.
-        search: what was priced.
-        plans: the best plan of each mesh, at most a few; empty where nothing fits.
-        points: the best on fewer and on all of the devices there are, by devices.
-        bill: of the whole training under the first plan; of one step where its length is not known.
+        question: with the devices of the best plan.
+        goal: the order's criterion.
+        search: the priced plans.
+        plans: the best plan of each mesh, at most a few; empty if none fits.
+        points: the best on fewer and on all devices, by devices.
+        bill: of the whole training under the first plan; of one step if its length is unknown.
         met: whether the first plan is within deadline and budget.
     """
 
@@ -79,7 +79,7 @@ class Ranking:
 
     @property
     def fewer(self) -> ScalingPoint | None:
-        """The fastest on fewer devices, where it is as fast as the first plan or faster."""
+        """Return the fastest on fewer devices, if it is as fast as the first plan or faster."""
         if self.best is None:
             return None
         there = [one for one in self.points if one.devices < self.question.cluster.devices]
@@ -105,10 +105,10 @@ class Ranking:
 
 
 def rank(question: Question, goal: Goal | None = None) -> Ranking:
-    """The best few plans for ``question`` by ``goal``; by time where that is not given.
+    """Return the best few plans for ``question`` by ``goal``, by default by time.
 
     Raises:
-        SpecError: if the goal asks for what nobody knows.
+        SpecError: if the goal needs unknown numbers.
     """
     goal = goal or Goal()
     goal.check(question)
@@ -182,7 +182,7 @@ _MESH = ("dp", "fsdp", "tp", "pp", "cp", "ep")
 
 
 def neighbours(plan: Plan, question: Question) -> Iterator[tuple[str, Plan]]:
-    """What is changed, in words, and the plan with it: those that could run, whether they fit or not."""
+    """Yield changes in words, and the changed plans: those that could run, whether they fit or not."""
     seen = {plan}
     for change, changes in _changes(plan, question):
         try:

@@ -1,4 +1,4 @@
-"""One work on one device of each kind: how fast it could be, how fast it will be, and what bounds it."""
+"""One work on one device of each kind: its ideal speed, its forecast speed, and its bound."""
 
 from __future__ import annotations
 
@@ -38,15 +38,14 @@ class RooflinePoint:
 
 
 def rooflines(work: Work, devices: Iterable[str]) -> list[RooflinePoint]:
-    """``work`` on one of each of the devices called so, in their order."""
+    """Return the point of ``work`` on one of each named device, in their order."""
     return [_lined(work, name) for name in devices]
 
 
 def intensity(work: Work, samples: float, size: float) -> float:
-    """FLOP for each byte that the model moves in one forward and backward of ``samples``, each kernel by itself.
+    """Return FLOP for each byte moved in one forward and backward of ``samples``, each kernel by itself.
 
-    ``size`` is bytes of an element. Of products the factors and the result count, of the rest what kernels read and
-    write.
+    ``size`` is bytes of an element. For products the factors and the result count, for the rest the traffic of kernels.
     """
     computed = moved = 0.0
     length = work.tokens

@@ -1,4 +1,4 @@
-"""What keeps a plan from a work on a cluster, before any device is there: one problem for each reason."""
+"""Problems of a plan with a work on a cluster, before any device is there."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from phalanx.planner.question import Question, mixed, resized
 
 
 def refuse(plan: Plan, work: Work, cluster: Cluster) -> None:
-    """Raise what keeps ``plan`` from serving ``work`` on ``cluster``.
+    """Raise the problems of ``plan`` with ``work`` on ``cluster``.
 
     Raises:
         RefusedError: with every problem found.
@@ -29,7 +29,7 @@ def refuse(plan: Plan, work: Work, cluster: Cluster) -> None:
 
 
 def problems(plan: Plan, work: Work, cluster: Cluster) -> list[Problem]:
-    """Every reason why ``plan`` cannot serve ``work`` on ``cluster``; empty if it can."""
+    """Return every reason why ``plan`` cannot serve ``work`` on ``cluster``; empty if it can."""
     least = min((work.batch, *work.smaller))
     return [
         *_devices(plan, cluster),
@@ -44,20 +44,20 @@ def problems(plan: Plan, work: Work, cluster: Cluster) -> list[Problem]:
 
 
 def refusals(plan: Plan, question: Question) -> list[Problem]:
-    """As ``problems``; where the question's job can be looked at, its model is, in place of what its work tells."""
+    """Return the problems like ``problems``, from the question's job if it can be traced, else from its work."""
     if question.look is None:
         return problems(plan, question.work, question.cluster)
     return refusals_by_look(plan, question.cluster, question.look)
 
 
 def refusals_by_look(plan: Plan, cluster: Cluster, look: Callable[[Plan], list[Problem]]) -> list[Problem]:
-    """What keeps ``plan`` from ``cluster``; if nothing does, what ``look`` finds that keeps it from the job."""
+    """Return the problems of ``plan`` with ``cluster``; without any, those that ``look`` finds with the job."""
     there = [*_devices(plan, cluster), *_nodes(plan, cluster), *_precision(plan, cluster), *_device(plan, cluster)]
     return there or look(plan)
 
 
 def crosses(plan: Plan, cluster: Cluster) -> bool:
-    """Return True if ranks that split one model or shard one state would be unlike devices."""
+    """Return True if ranks that split one model or shard one state would be on different devices."""
     inner = plan.tp * plan.cp * plan.ep * plan.fsdp
     return mixed(cluster) and any(group.devices % inner for group in cluster.groups)
 
@@ -116,7 +116,7 @@ def _precision(plan: Plan, cluster: Cluster) -> Iterator[Problem]:
 
 
 def limits_of(work: Work) -> Limits:
-    """The limits of ``work``."""
+    """Return the limits of ``work``."""
     profile = work.profile
     inside = [one for part in profile.parts if part.role == "block" for one in part.weights]
     return Limits(

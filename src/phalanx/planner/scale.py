@@ -1,4 +1,4 @@
-"""Time, cost and efficiency against the number of devices, and where more stop being worth it; forecasts as JSON."""
+"""Time, cost and efficiency by number of devices, and the worthwhile limit; forecasts as JSON."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from phalanx.units import show_bytes
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScalingPoint:
-    """The fastest plan of a number of devices."""
+    """The fastest plan for a number of devices."""
 
     devices: int
     forecast: Forecast
@@ -42,9 +42,9 @@ class Curve:
 
     @property
     def knee(self) -> ScalingPoint | None:
-        """The last before doubling the devices gains less than ``share`` of what it could; ``None`` if it never does.
+        """Return the last point before doubling gains less than ``share`` of the ideal; ``None`` if it never does.
 
-        Of a step to other than twice the devices the ideal gain is the ratio less 1.
+        For other steps than doubling the ideal gain is the ratio less 1.
         """
         for before, after in zip(self.points, self.points[1:], strict=False):
             if after.gain < self.share * (after.devices / before.devices - 1):
@@ -53,7 +53,7 @@ class Curve:
 
     @property
     def slower(self) -> ScalingPoint | None:
-        """The first that is slower than one with fewer devices; ``None`` if there is none."""
+        """Return the first point slower than one with fewer devices, or ``None``."""
         best = float("inf")
         for point in self.points:
             if point.forecast.step > best:
@@ -63,12 +63,12 @@ class Curve:
 
     @property
     def fastest(self) -> ScalingPoint | None:
-        """With the shortest step; of equal ones the fewest devices."""
+        """Return the point with the shortest step; among equal ones the fewest devices."""
         return min(self.points, key=lambda one: one.forecast.step, default=None)
 
     @property
     def cheapest(self) -> ScalingPoint | None:
-        """With the least bill; of equal ones the fastest."""
+        """Return the point with the least bill; among equal ones the fastest."""
         return min(self.points, key=lambda one: (one.bill.amount, one.forecast.step), default=None)
 
     @property
@@ -82,9 +82,9 @@ class Curve:
 
     @property
     def stop(self) -> ScalingPoint | None:
-        """Where to stop: the fastest within budget and deadline that is not past the knee; ``None`` if none is.
+        """Return the fastest point within budget and deadline, not past the knee, or ``None``.
 
-        Where a deadline can only be met past the knee, the fewest devices that meet it.
+        If a deadline can only be met past the knee, it is the fewest devices that meet it.
         """
         allowed = self.allowed
         within = [one for one in allowed if self.knee is None or one.devices <= self.knee.devices]
@@ -107,7 +107,7 @@ class Curve:
 
 
 def scale(question: Question, up_to: int, *, share: float = 0.5, budget: float = 0.0, deadline: float = 0.0) -> Curve:
-    """The fastest plan on 1, 2, 4, ... ``up_to`` devices of the question's first kind.
+    """Return the fastest plans on 1, 2, 4, ... ``up_to`` devices of the question's first kind.
 
     ``share``: of the ideal gain below which more devices are not worth it; ``budget`` and ``deadline``: see ``Curve``.
     """
@@ -116,7 +116,7 @@ def scale(question: Question, up_to: int, *, share: float = 0.5, budget: float =
 
 
 def curve(question: Question, counts: Iterable[int]) -> tuple[tuple[ScalingPoint, ...], dict[int, str]]:
-    """The fastest plan of each number of devices, and why others have none."""
+    """Return the fastest plan of each number of devices, and the reasons for numbers without one."""
     points: list[ScalingPoint] = []
     without: dict[int, str] = {}
     for devices in counts:
@@ -133,13 +133,13 @@ def curve(question: Question, counts: Iterable[int]) -> tuple[tuple[ScalingPoint
 
 
 def compared(points: Sequence[ScalingPoint]) -> tuple[ScalingPoint, ...]:
-    """The points with their efficiency."""
+    """Return the points with their efficiency."""
     least = min((one.devices * one.forecast.step for one in points), default=0.0)
     return tuple(replace(one, efficiency=least / (one.devices * one.forecast.step)) for one in points)
 
 
 def point_of(question: Question, found: Forecast, before: Sequence[ScalingPoint]) -> ScalingPoint:
-    """A forecast beside those on fewer devices; its efficiency is ``compared`` later."""
+    """Return a point for a forecast, beside those on fewer devices; ``compared`` adds its efficiency later."""
     return ScalingPoint(
         devices=question.cluster.devices,
         forecast=found,
@@ -158,7 +158,7 @@ def _why(least: float, considered: int, question: Question) -> str:
 
 
 def forecast_to_dict(one: Forecast) -> dict[str, Any]:
-    """A forecast: seconds, bytes, and what follows from them."""
+    """Return a forecast as JSON: seconds, bytes, and derived numbers."""
     return {
         "plan": str(one.plan),
         "cluster": one.cluster,

@@ -104,7 +104,7 @@ class Space:
 
 
 def space(question: Question) -> Space:
-    """The plans that use every device of the question's cluster, that its work allows, and that can be run."""
+    """Return the plans that use every device of the question's cluster, are allowed by its work, and can be run."""
     limits = limits_of(question.work)
     meshes = list(_meshes(question, limits))
     columns = {name: np.array([mesh[at] for mesh in meshes], dtype=np.int64) for at, name in enumerate(MESH)}
@@ -170,7 +170,7 @@ def _meshes(question: Question, limits: Limits) -> Iterator[tuple[int, ...]]:
 
 
 def divisors(number: int) -> list[int]:
-    """Of a whole number, in order."""
+    """Return the divisors of an integer, in order."""
     small = [one for one in range(1, int(number**0.5) + 1) if number % one == 0]
     return sorted({*small, *(number // one for one in small)})
 
@@ -215,7 +215,7 @@ _LONG = 8  # micro-batches for each stage, from which on the ends of a pipeline 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Search:
-    """What came of pricing."""
+    """The results of pricing."""
 
     question: Question  # that was asked
     considered: int  # plans whose memory was priced
@@ -232,16 +232,16 @@ class Search:
 
     @property
     def best(self) -> Plan | None:
-        """The fastest that fits."""
+        """Return the fastest plan that fits."""
         return self.space.plan(int(self.order[0])) if len(self.order) else None
 
     @property
     def step(self) -> float:
-        """Seconds of its step; infinite where none fits."""
+        """Return seconds of its step; infinite if none fits."""
         return float(self.seconds[self.order[0]]) if len(self.order) else float("inf")
 
     def by_mesh(self, most: int) -> list[Plan]:
-        """The fastest plan of each mesh, the fastest first, at most so many."""
+        """Return the fastest plan of each mesh, the fastest first, at most this many."""
         if not len(self.order):
             return []
         first = _first_of_mesh(self.space, self.order)
@@ -251,8 +251,8 @@ class Search:
 def search(question: Question, held: Mapping[str, Any] | None = None, *, most: int = 1) -> Search:
     """Price every plan of the question.
 
-    ``held``: keys of a plan → values that all shall have; ``most``: meshes whose best plans are to be in the right
-    order among each other.
+    ``held``: keys of a plan → values that all must have; ``most``: number of meshes whose best plans must be in the
+    right order.
     """
     whole = space(question)
     if held:
