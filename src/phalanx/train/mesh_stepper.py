@@ -46,9 +46,6 @@ def rank_of_mesh(
 ) -> Generator[tuple[MeshStepper, RunRecorder]]:
     """Yield the rank ``place.rank`` of the mesh, restored if the run resumes. Collective.
 
-    If the block ends because peers are lost, a checkpoint of the last finished step is saved, if this rank has the
-    whole state; ``link`` is told so.
-
     Raises:
         RefusedError: if the plan cannot serve the job.
         CheckpointError: if there is no checkpoint to resume from.
